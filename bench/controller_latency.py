@@ -27,10 +27,20 @@ import msgspec
 from rich.progress import Progress
 
 from bench.table import Row, finish, parser_of
-from everstep.tokens import TokenRole, mint
-from everstep.wire.v1.agent import DirectivesAnswer, Heartbeat, Numbered, Register, Reports
+from everstep.bearer_tokens import TokenRole, mint
+from everstep.wire.v1.agent import (
+    PREFIX_BYTES,
+    UPGRADE,
+    Acknowledge,
+    DirectivesAnswer,
+    Frame,
+    Heartbeat,
+    Numbered,
+    Register,
+    Reports,
+    encode_frame,
+)
 from everstep.wire.v1.directives import NewGeneration
-from everstep.wire.v1.session import PREFIX_BYTES, UPGRADE, Acknowledge, Frame, encode_frame
 from everstep.wire.v1.training import AnyReport, JobSpec, LauncherJoined, RankLost
 
 NODES = ("n1", "n2", "n3", "n4")
@@ -120,7 +130,7 @@ def serve(directory: Path, database: str) -> tuple[subprocess.Popen[bytes], str,
     secret_file, ready = directory / "secret", directory / "ready.json"
     secret_file.touch(mode=0o600)
     secret_file.write_text(secrets.token_hex(32))
-    command = [sys.executable, "-m", "controller.main", "serve", "--listen", "127.0.0.1:0", "--preset", "lab"]
+    command = [sys.executable, "-m", "everstep_controller.main", "serve", "--listen", "127.0.0.1:0", "--preset", "lab"]
     command += ["--database", database or f"sqlite:///{directory / 'c.db'}", "--secret-file", str(secret_file)]
     command += ["--ready-file", str(ready), "--die-with-parent"]
     with (directory / "log").open("wb") as log:

@@ -81,7 +81,7 @@ class Fleet:
         node = self.world.nodes["n1"]
         command = [
             "-m",
-            "trainer_hooks.launch",
+            "everstep_trainer.launch",
             "--nproc-per-node",
             str(self._place.world),
             "--job",

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 
 import torch
+from everstep_trainer.config import HookSettings
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import trainer_hooks as everstep
+import everstep
 from bench.workload import Fault, StepLog, batch, build_model
-from trainer_hooks.config import HookSettings
 
 
 def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
+from everstep_trainer.run import Run
 from torch import nn
 
 from bench.workload import Fault, StepLog
-from trainer_hooks.run import Run
 
 
 class Diary:

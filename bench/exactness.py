@@ -21,6 +21,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
+from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.run import Run
+from everstep_trainer.runtime.generation_session import IdleKeeper
 from rich.progress import Progress
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,8 +33,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.table import Row, finish, parser_of
 from bench.workload import BATCH, WIDTH, build_model
-from trainer_hooks.keeper import IdleKeeper
-from trainer_hooks.run import Place, Run
 
 VIRTUAL, SAMPLES, TURN, WARM_UP = 4, 1024, 10, 5
 DDP, ORDERED, VIRTUALLY = "DDP", "in the order of ranks", f"{VIRTUAL} virtual ranks"

@@ -29,7 +29,7 @@ from rich.progress import Progress
 
 from bench.load.postgres import own_postgres
 from bench.table import Row, finish, parser_of
-from everstep.tokens import TokenRole, mint
+from everstep.bearer_tokens import TokenRole, mint
 from everstep.wire.v1.agent import Heartbeat, Numbered, Register, Reports
 from everstep.wire.v1.training import AnyReport, JobSpec, LauncherJoined, RankLost
 
@@ -60,7 +60,7 @@ class Fleet:
         """Starts controller ``one`` and waits until it serves, as leader or as standby."""
         ready = self._directory / f"ready-{one}"
         ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "controller.main", "serve", "--preset", "lab", "--die-with-parent"]
+        command = [sys.executable, "-m", "everstep_controller.main", "serve", "--preset", "lab", "--die-with-parent"]
         command += ["--listen", self._addresses.get(one, "127.0.0.1:0"), "--database", self._database]
         command += ["--secret-file", str(self._secret_file), "--ready-file", str(ready)]
         with (self._directory / f"log-{one}").open("ab") as log:

@@ -28,7 +28,7 @@ from pathlib import Path
 from bench.load import messages, trials
 from bench.load.fleet import Controller, Fleet
 from bench.table import Row, finish, parser_of
-from everstep.tokens import TokenRole, mint
+from everstep.bearer_tokens import TokenRole, mint
 
 MIB = 1 << 20
 STRANGERS = 10

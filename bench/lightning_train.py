@@ -6,12 +6,12 @@ import os
 from typing import Any
 
 import torch
+from everstep_trainer.integrations.lightning import Batches, KeepState, Ranks
 from pytorch_lightning import LightningModule, Trainer
 
-import trainer_hooks as everstep
+import everstep
 from bench.everstep_trainers import Diary
 from bench.workload import BATCH, WIDTH, build_model
-from trainer_hooks.integrations.lightning import Batches, KeepState, Ranks
 
 SAMPLES = 4096
 

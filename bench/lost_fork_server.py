@@ -23,7 +23,7 @@ CALM_S = 4.0
 """Between two recoveries: the standby and its imports are there again."""
 SCRIPT = """
 import os, pathlib, time, torch
-import trainer_hooks as everstep
+import everstep
 
 STEPS = pathlib.Path(__file__).parent / "steps"
 
@@ -69,7 +69,7 @@ def recovery_s(launcher: int, log: Path) -> float:
     """Seconds from the kills until both ranks have finished a step in new processes."""
     before = descendants(launcher)
     start = log.stat().st_size
-    victims = (named(before, "agent.main"), rows(log)[-1][1], named(before, "everstep-forks"))
+    victims = (named(before, "everstep_agent.main"), rows(log)[-1][1], named(before, "everstep-forks"))
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
     began = time.perf_counter()
@@ -85,7 +85,7 @@ def main() -> None:
         folder = Path(name)
         script, log = folder / "train.py", folder / "steps"
         script.write_text(SCRIPT)
-        command = [sys.executable, "-m", "trainer_hooks.launch", "--nproc-per-node", "2", "--max-restarts", "1000"]
+        command = [sys.executable, "-m", "everstep_trainer.launch", "--nproc-per-node", "2", "--max-restarts", "1000"]
         command += ["--state-dir", str(folder / "state"), str(script)]
         with (folder / "launcher.err").open("wb") as output:
             launcher = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from everstep_agent.vault.parity import galois
+from everstep_agent.vault.parity.shards import parity_bytes
 
-from agent.vault.parity import gf
-from agent.vault.parity.stripes import parity_bytes
 from bench.table import Row, finish, parser_of
 
 COPY = "copy (numpy), one member"
@@ -73,23 +73,23 @@ def copy(length: int) -> Pass:
 def only_xor(k: int, length: int) -> Pass:
     """P without Q: one loss."""
     members, p = [w.data.cast("B") for w in _noise(k, length)], bytearray(parity_bytes(length))
-    return f"P only, k = {k}", k * length, lambda: gf.encode(members, p=memoryview(p))
+    return f"P only, k = {k}", k * length, lambda: galois.encode(members, p=memoryview(p))
 
 
 def of_group(k: int, length: int) -> list[Pass]:
     """P and Q; and each kind of loss made good, counted by the members' bytes as well."""
     members = [words.data.cast("B") for words in _noise(k, length)]
     p, q = (memoryview(bytearray(parity_bytes(length))) for _ in range(2))
-    gf.encode(members, p, q)
+    galois.encode(members, p, q)
     into = {number: memoryview(bytearray(length)) for number in (0, k - 1)}
     without = [None, *members[1:]]
     neither = [None, *members[1:-1], None]
     count = k * length
     return [
-        (f"P and Q, k = {k}", count, lambda: gf.encode(members, p, q)),
-        (f"a member from P, k = {k}", count, lambda: gf.recover(without, p, None, {0: into[0]})),
-        (f"a member from Q, k = {k}", count, lambda: gf.recover(without, None, q, {0: into[0]})),
-        (f"two members, k = {k}", count, lambda: gf.recover(neither, p, q, into)),
+        (f"P and Q, k = {k}", count, lambda: galois.encode(members, p, q)),
+        (f"a member from P, k = {k}", count, lambda: galois.recover(without, p, None, {0: into[0]})),
+        (f"a member from Q, k = {k}", count, lambda: galois.recover(without, None, q, {0: into[0]})),
+        (f"two members, k = {k}", count, lambda: galois.recover(neither, p, q, into)),
     ]
 
 

@@ -6,12 +6,12 @@ import os
 from typing import Any
 
 import torch
+from everstep_trainer.integrations.transformers import forget, keep
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-import trainer_hooks as everstep
+import everstep
 from bench.everstep_trainers import Diary
-from trainer_hooks.integrations.transformers import forget, keep
 
 SAMPLES, BATCH, WORDS, LENGTH, EMBEDDING, BLOCKS, HEADS = 4096, 8, 512, 16, 192, 4, 4
 

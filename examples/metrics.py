@@ -6,7 +6,7 @@ import json
 
 import torch
 
-import trainer_hooks as everstep
+import everstep
 
 
 class Metrics:

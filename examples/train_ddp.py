@@ -2,7 +2,7 @@
 
     python examples/train_ddp.py                                        one process, nothing else
     torchrun --nproc-per-node 4 examples/train_ddp.py                   four
-    python -m trainer_hooks.launch --nproc-per-node 4 examples/train_ddp.py   four that survive
+    python -m everstep_trainer.launch --nproc-per-node 4 examples/train_ddp.py   four that survive
 
 What Everstep needs is marked with (1) to (5).
 """
@@ -16,7 +16,7 @@ from corpus import Windows, standard_library
 from gpt import GPT, GPTConfig, next_byte_loss, warm_up_and_cosine
 from metrics import Metrics
 
-import trainer_hooks as everstep
+import everstep
 
 
 def arguments() -> argparse.Namespace:

@@ -1,7 +1,8 @@
 """Trains a byte-level GPT with its parameters sharded over the ranks (FSDP2).
 
     torchrun --nproc-per-node 4 examples/train_fsdp2.py
-    python -m trainer_hooks.launch --nproc-per-node 4 examples/train_fsdp2.py   survives, on fewer ranks where it must
+    python -m everstep_trainer.launch --nproc-per-node 4 examples/train_fsdp2.py   survives, on fewer ranks where it
+    must
 
 The same five lines as in train_ddp.py; the shards are laid out anew when the number of ranks changes.
 """
@@ -14,7 +15,7 @@ from metrics import Metrics
 from torch.distributed.fsdp import fully_shard
 from train_ddp import ARGS, DATASET
 
-import trainer_hooks as everstep
+import everstep
 
 
 def train(run: everstep.Run) -> None:

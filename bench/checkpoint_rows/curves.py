@@ -10,6 +10,7 @@ from statistics import median
 import matplotlib as mpl
 
 mpl.use("Agg")
+from everstep_trainer.snapshot.slot_negotiation import LEAN_SLOTS
 from matplotlib import pyplot as plt
 
 from bench.checkpoint_rows.fleet import Fleet
@@ -18,8 +19,7 @@ from bench.checkpoint_rows.rank import Restores, Stalls, restores, snapshots
 from bench.checkpoint_rows.state import Size
 from bench.table import Row
 from everstep.ids import Version
-from everstep.slots import SLOTS
-from trainer_hooks.snapshot.choices import LEAN_SLOTS
+from everstep.layout.slots import SLOTS
 
 STATE_MIB = (16, 64, 256, 1024, 2048, 4096)
 TENSORS = (10, 100, 1000, 10_000, 100_000)

@@ -17,17 +17,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from everstep_controller.core.checkpoints.parity import form_groups
+from everstep_controller.core.checkpoints.placement import Site, place_replicas
 from torch.distributed import TCPStore
 
-from controller.core.parity_groups import form_groups
-from controller.core.placement import Site, place_replicas
-from everstep.framing import FrameDecoder, encode_frame
 from everstep.ids import Version
-from everstep.vault_note import LOCK_FILE
+from everstep.layout.vault_note import LOCK_FILE
 from everstep.vocabulary import GenerationReason
-from everstep.wire.v1 import local, supervision
-from everstep.wire.v1.parity import Protection
+from everstep.wire.framing import FrameDecoder, encode_frame
+from everstep.wire.v1 import local
 from everstep.wire.v1.training import GenerationSpec, Holder, JobSpec, RestoreRule
+from everstep.wire.v1.vault_orders import Protection
 
 JOB = "bench"
 SECRET = "00" * 32
@@ -45,7 +45,7 @@ class NodeVault:
     def __init__(self, base: Path, memory: Path, node: str, options: Sequence[str]) -> None:
         self.node = node
         self.run_dir, self.segment_dir = base / node, memory / node
-        command = [sys.executable, "-m", "agent.vault.main", "--node", node, "--die-with-parent"]
+        command = [sys.executable, "-m", "everstep_agent.vault.process", "--node", node, "--die-with-parent"]
         command += ["--run-dir", str(self.run_dir), "--segment-dir", str(self.segment_dir)]
         self.process = subprocess.Popen([*command, "--log-level", "error", *options])
         self.address = ""
@@ -82,10 +82,10 @@ class NodeVault:
                         return answer
         raise RuntimeError(f"the vault of {self.node} hung up")
 
-    def statistics(self) -> supervision.StatisticsAnswer:
+    def statistics(self) -> local.StatisticsAnswer:
         """What the vault says of itself."""
-        answer = self.ask(supervision.Statistics(request=1))
-        assert isinstance(answer, supervision.StatisticsAnswer)
+        answer = self.ask(local.Statistics(request=1))
+        assert isinstance(answer, local.StatisticsAnswer)
         return answer
 
     def own_bytes(self) -> int:
@@ -183,7 +183,7 @@ class Fleet:
             issued_at=0.0,
         )
         for vault in self.vaults.values():
-            said = supervision.Configure(request=1, job=JOB, generation=self.number, secret=SECRET, holders=holders)
+            said = local.Configure(request=1, job=JOB, generation=self.number, secret=SECRET, holders=holders)
             vault.ask(said)
         return spec
 
@@ -197,11 +197,11 @@ class Fleet:
         for group in protection.shards():
             made = [
                 self.vaults[home].ask(
-                    supervision.Protect(request=1, job=JOB, generation=self.number, version=version, group=group)
+                    local.Protect(request=1, job=JOB, generation=self.number, version=version, group=group)
                 )
                 for home in group.parity
             ]
-            members = {one.members for one in made if isinstance(one, supervision.Protected)}
+            members = {one.members for one in made if isinstance(one, local.Protected)}
             if len(members) != 1:
                 raise RuntimeError(f"P and Q of group {group.group} do not belong together: {made}")
         return protection

@@ -14,6 +14,11 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from everstep_trainer.restore import Restoration
+from everstep_trainer.snapshot.pace import Stopwatch
+from everstep_trainer.snapshot.slot_negotiation import Choices
+from everstep_trainer.snapshot.snapshotter import Snapshotter
+from everstep_trainer.state.tracked_state import TrackedState
 
 from bench.checkpoint_rows.fleet import Fleet
 from bench.checkpoint_rows.processes import Crew
@@ -22,14 +27,9 @@ from bench.checkpoint_rows.single import MIB, NODE, marks
 from bench.checkpoint_rows.state import Model, Size
 from bench.table import Row
 from everstep.ids import Version
-from everstep.slots import SLOTS
+from everstep.layout.slots import SLOTS
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import GenerationSpec
-from trainer_hooks.restore import Restoration
-from trainer_hooks.snapshot.choices import Choices
-from trainer_hooks.snapshot.snapshotter import Snapshotter
-from trainer_hooks.snapshot.stopwatch import Stopwatch
-from trainer_hooks.state import TrackedState
 
 STEP_COPIES = 8
 """How much longer than the copy a step is."""

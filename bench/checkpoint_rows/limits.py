@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from everstep_agent.vault.memory.shared_memory import populate
 
-from agent.vault.memory import populate
 from bench.checkpoint_rows.processes import Crew, gather
 
 MESSAGE_BYTES = 8 << 20

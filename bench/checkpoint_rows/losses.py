@@ -18,18 +18,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from everstep_trainer.memory_tier.vault_client import VaultClient
+from everstep_trainer.restore import Restoration
+from everstep_trainer.snapshot.snapshotter import Snapshotter
+from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
 from bench.checkpoint_rows.fleet import Fleet
 from bench.table import Row
 from everstep.errors import NotRestorable
 from everstep.ids import Version
-from everstep.wire.v1.parity import Protection
 from everstep.wire.v1.training import GenerationSpec, Sealed
-from trainer_hooks.restore import Restoration
-from trainer_hooks.snapshot.snapshotter import Snapshotter
-from trainer_hooks.state import TrackedState
-from trainer_hooks.vault_client import VaultClient
+from everstep.wire.v1.vault_orders import Protection
 
 NODES = tuple(f"n{number}" for number in range(1, 7))
 EIGHT = tuple(f"n{number}" for number in range(1, 9))
@@ -93,7 +93,7 @@ def double_kills(kills: int, replicas: int, seed: int = 1, parity: int = 0) -> O
 @contextmanager
 def _quiet() -> Iterator[None]:
     """That copies fail is what is played here: it is not said each time."""
-    log = logging.getLogger("trainer_hooks")
+    log = logging.getLogger("everstep_trainer")
     before = log.level
     log.setLevel(logging.ERROR)
     try:

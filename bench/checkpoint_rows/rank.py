@@ -13,18 +13,18 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from everstep_trainer.memory_tier.vault_client import VaultClient
+from everstep_trainer.restore import Restoration
+from everstep_trainer.snapshot.slot_negotiation import Choices
+from everstep_trainer.snapshot.snapshotter import Snapshotter
+from everstep_trainer.state.tracked_state import TrackedState
 
 from bench.checkpoint_rows.limits import WarmMemory
 from bench.checkpoint_rows.state import Model, Size
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
-from everstep.slots import CHUNK_BYTES, SLOTS
+from everstep.layout.slots import CHUNK_BYTES, SLOTS
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Sealed
-from trainer_hooks.restore import Restoration
-from trainer_hooks.snapshot.choices import Choices
-from trainer_hooks.snapshot.snapshotter import Snapshotter
-from trainer_hooks.state import TrackedState
-from trainer_hooks.vault_client import VaultClient
 
 PRODUCT = 768
 """A next step's compute is products of square matrices of this size: they stay in the cache of one core."""
@@ -162,7 +162,7 @@ def warm(one: Rank, model: Model, heard: Heard, stack: ExitStack, choices: Choic
     snapshotter = Snapshotter(one.vault, state, one.spec, one.member, one.store, heard.hear, choices=choices)
     stack.callback(snapshotter.close, finish=True)
     refused = _Refusals()
-    logging.getLogger("trainer_hooks").addHandler(refused)
+    logging.getLogger("everstep_trainer").addHandler(refused)
     return snapshotter, _warm_up(one, model, snapshotter, heard, refused)
 
 

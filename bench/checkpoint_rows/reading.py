@@ -7,6 +7,9 @@ from statistics import median
 
 import numpy as np
 import torch
+from everstep_trainer.memory_tier.vault_client import VaultClient
+from everstep_trainer.restore.byte_moves import Moves, batches_of
+from everstep_trainer.restore.remote_slots import Streams
 
 from bench.checkpoint_rows.fleet import JOB, Fleet
 from bench.checkpoint_rows.limits import loopback
@@ -15,10 +18,6 @@ from bench.checkpoint_rows.single import MIB, marks
 from bench.table import Row
 from everstep.ids import Version
 from everstep.wire.v1.local import SlotInfo
-from trainer_hooks.restore.batches import batches_of
-from trainer_hooks.restore.moves import Moves
-from trainer_hooks.restore.streams import Streams
-from trainer_hooks.vault_client import VaultClient
 
 HOLDER, READER = "n1", "n2"
 

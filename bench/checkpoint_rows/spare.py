@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from statistics import median
 
+from everstep_trainer.restore import Restoration
+from everstep_trainer.state.tracked_state import TrackedState
+
 from bench.checkpoint_rows.fleet import Fleet
 from bench.checkpoint_rows.processes import Crew
 from bench.checkpoint_rows.rank import Rank, Restores
@@ -15,8 +18,6 @@ from bench.checkpoint_rows.state import Model, Size
 from bench.table import Row
 from everstep.ids import Version
 from everstep.wire.v1.training import GenerationSpec
-from trainer_hooks.restore import Restoration
-from trainer_hooks.state import TrackedState
 
 
 def first_restore(spec: GenerationSpec, rank: int, socket: str, size: Size, step: int, fresh: bool) -> Restores:

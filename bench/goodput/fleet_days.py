@@ -10,15 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from everstep_controller.core import events as ev
+from everstep_controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, RequestRemedy, Send
+from everstep_controller.core.policy import CorePolicy
+
 from bench.failures import Failure, load
 from bench.goodput.accounts import HOUR_S, Accounts
 from bench.goodput.fleet_nodes import JOB, FleetOfNodes, FleetPlan
 from bench.goodput.fleet_time import BEAT_S, START, Node, Observer
 from bench.goodput.recovery_model import RecoveryModel
 from bench.goodput.symptoms import SYMPTOMS, Sign, Symptom
-from controller.core import events as ev
-from controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, RequestRemedy, Send
-from controller.core.policy import CorePolicy
 from everstep.ids import Version
 from everstep.vocabulary import Decision, JobState, NodeState
 from everstep.wire.v1.directives import RunProbe

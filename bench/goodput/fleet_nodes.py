@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from everstep_controller.core import events as ev
+from everstep_controller.core.effects import RemedyKind
+from everstep_controller.core.policy import CorePolicy
+
 from bench.goodput.fleet_time import FleetInTime, Node, Observer
-from controller.core import events as ev
-from controller.core.effects import RemedyKind
-from controller.core.policy import CorePolicy
 from everstep.errors import EverstepError
 from everstep.vocabulary import NodeState
 from everstep.wire.v1.agent import Domain, Gpu, Register
 from everstep.wire.v1.directives import RunProbe
-from everstep.wire.v1.training import (
-    JobSpec,
-    LauncherJoined,
-    ProbeFinished,
-)
+from everstep.wire.v1.training import JobSpec, LauncherJoined, ProbeFinished
 
 JOB = "run"
 REBOOT_S = 300.0

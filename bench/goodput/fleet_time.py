@@ -1,7 +1,8 @@
 """The decision core in virtual time: events, deadlines, and heartbeats that need not be played.
 
 Time jumps from one event to the next. Heartbeats on which nothing can depend are not played: a node that is well and
-out of probation beats once a second, and all that its beats change (``controller.core.state.Pulse``) is known without
+out of probation beats once a second, and all that its beats change (``everstep_controller.core.state.Pulse``) is known
+without
 playing them, until the moment it falls silent. ``eager`` plays every one of them; a test holds that both decide alike.
 """
 
@@ -11,12 +12,13 @@ import heapq
 from collections import Counter
 from collections.abc import Callable
 
+from everstep_controller.core import engine
+from everstep_controller.core import events as ev
+from everstep_controller.core.effects import Effect
+from everstep_controller.core.liveness.node_liveness import FORGET_S
+from everstep_controller.core.policy import CorePolicy
+
 from bench.goodput.accounts import HOUR_S
-from controller.core import events as ev
-from controller.core import fleet
-from controller.core.effects import Effect
-from controller.core.policy import CorePolicy
-from controller.core.suspicion import FORGET_S
 from everstep.vocabulary import Finding, NodeState
 from everstep.wire.v1.training import AnyReport, RankProgress
 
@@ -24,7 +26,7 @@ START = 1_700_000_000.0
 ENTROPY = "5e" * 32
 BEAT_S = 1.0
 TICKS_APART_S = 0.01
-"""As ``controller.loop`` keeps them."""
+"""As ``everstep_controller.runtime.loop`` keeps them."""
 
 Observer = Callable[[ev.Event, list[Effect], float], None]
 
@@ -70,7 +72,7 @@ class FleetInTime:
     """
 
     def __init__(self, policy: CorePolicy, nodes: int, hours: float, *, eager: bool, observe: Observer | None) -> None:
-        self.state = fleet.restore(policy)
+        self.state = engine.restore(policy)
         self.now = START
         self.nodes = [Node(f"n{index:05d}") for index in range(nodes)]
         self.by_name = {node.name: node for node in self.nodes}
@@ -107,7 +109,7 @@ class FleetInTime:
 
     def _next(self, end: float) -> None:
         """The next event of the world, or of the core."""
-        due = fleet.next_deadline(self.state)
+        due = engine.next_deadline(self.state)
         due = None if due is None else max(due, self._ticked_at + TICKS_APART_S)
         if self._heap and (due is None or self._heap[0][0] <= due):
             at, _, call = heapq.heappop(self._heap)
@@ -169,8 +171,8 @@ class FleetInTime:
                 self._beat(node)
 
     def _beat(self, node: Node) -> None:
-        heard = fleet.touch(self.state, node.name, node.life, self.now, self._progress(node))
-        if heard is fleet.Heard.NEWS:
+        heard = engine.touch(self.state, node.name, node.life, self.now, self._progress(node))
+        if heard is engine.Heard.NEWS:
             self._handle(
                 ev.HeartbeatChanged(
                     node=node.name, incarnation=node.life, ranks=self._progress(node), trace=self._trace()
@@ -193,7 +195,7 @@ class FleetInTime:
     # --- the core ----------------------------------------------------------------------------------------------------
 
     def _handle(self, event: ev.Event) -> None:
-        effects = fleet.handle(self.state, event, self.now)
+        effects = engine.handle(self.state, event, self.now)
         if self._observe is not None:
             self._observe(event, effects, self.now)
         self._carry_out(effects)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import msgspec
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.rulebook import with_rules
 
 from bench.failures import SIGMA, Failure, schedule
 from bench.goodput.fleet_days import FleetDays, FleetPlan, Regrouped
 from bench.goodput.recovery_model import GPUS_PER_NODE, RecoveryModel
-from controller.core.policy import CorePolicy
-from controller.rulebook import with_rules
 
 SEED = 54
 NODES_PER_EVICTION = 256

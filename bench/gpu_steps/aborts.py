@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from everstep_trainer.runtime.abort import CollectiveBackend, GlooBackend, NcclBackend
 
 from bench.gpu_steps.sheet import NotRun, Sheet, not_run, require_gpus
 from bench.table import Row
-from trainer_hooks.abort import CollectiveBackend, GlooBackend, NcclBackend
 
 FLOOR_S, AIM_S = 2.0, 0.5
 """After 2 s (``HookSettings.leave_within_s``) a process that has not left its generation is replaced."""

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
+from everstep_trainer.sdc import digest as digests
+from everstep_trainer.sdc.digest import WeightedDigest
 
 from bench.gpu_steps.sheet import Sheet
 from bench.table import Row
-from trainer_hooks.sdc import digest as digests
-from trainer_hooks.sdc.digest import WeightedDigest
 
 TENSORS, TENSOR_BYTES, CPU_TENSOR_BYTES = 64, 64 << 20, 64 << 10
 COMPARED_BYTES = 64 << 20

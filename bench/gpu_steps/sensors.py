@@ -8,13 +8,13 @@ import time
 from statistics import median
 from typing import Any
 
-from agent.probes.checks import MATMUL_SIZE_CPU, MATMUL_SIZE_CUDA
-from agent.probes.prober import Prober
-from agent.sensors.gpu import GpuSensor
-from agent.sensors.samples import GpuSample
-from agent.virtual.load import load_scenario
-from agent.virtual.machine import Machine
-from agent.virtual.nvml import install, uninstall
+from everstep_agent.probes.child import MATMUL_SIZE_CPU, MATMUL_SIZE_CUDA
+from everstep_agent.probes.prober import Prober
+from everstep_agent.sensors.gpu import GpuSensor
+from everstep_agent.sensors.samples import GpuSample
+from everstep_agent.virtual.scenario import Machine, load_scenario
+from everstep_agent.virtual.virtual_nvml import install, uninstall
+
 from bench.gpu_steps.sheet import Sheet, not_run
 from bench.table import Row
 from everstep.system_clock import SYSTEM_CLOCK

@@ -16,6 +16,12 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from everstep_trainer.restore import Restoration
+from everstep_trainer.sdc.digest import WeightedDigest
+from everstep_trainer.snapshot.pace import Stopwatch
+from everstep_trainer.snapshot.slot_negotiation import Choices
+from everstep_trainer.snapshot.snapshotter import Snapshotter
+from everstep_trainer.state.tracked_state import TrackedState
 
 from bench.checkpoint_rows.fleet import Fleet
 from bench.checkpoint_rows.processes import Crew
@@ -25,15 +31,9 @@ from bench.gpu_steps.gpt import Shape, Training
 from bench.gpu_steps.sheet import NotRun, Sheet
 from bench.table import Row
 from everstep.ids import Version
-from everstep.slots import SLOTS
+from everstep.layout.slots import SLOTS
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import GenerationSpec
-from trainer_hooks.restore import Restoration
-from trainer_hooks.sdc.digest import WeightedDigest
-from trainer_hooks.snapshot.choices import Choices
-from trainer_hooks.snapshot.snapshotter import Snapshotter
-from trainer_hooks.snapshot.stopwatch import Stopwatch
-from trainer_hooks.state import TrackedState
 
 SHAPES = (
     Shape("1 B parameters", layers=20, width=2048, heads=16),

@@ -16,9 +16,17 @@ import msgspec
 
 from bench.load import messages
 from bench.load.messages import BeatForm
-from everstep.wire.v1.agent import HeartbeatAnswer, Registered, ReportsAnswer
+from everstep.wire.v1.agent import (
+    ANSWER_EVERY_S,
+    NUMBER_BYTES,
+    PREFIX_BYTES,
+    Frame,
+    HeartbeatAnswer,
+    Refused,
+    Registered,
+    ReportsAnswer,
+)
 from everstep.wire.v1.directives import Directive, NewGeneration
-from everstep.wire.v1.session import ANSWER_EVERY_S, NUMBER_BYTES, PREFIX_BYTES, Frame, Refused
 from everstep.wire.v1.training import AnyReport
 
 MOST_IN_A_REQUEST = 1024

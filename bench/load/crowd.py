@@ -21,8 +21,8 @@ from bench.load import faults, messages
 from bench.load.agent import Agent, Seats, read_generation
 from bench.load.homecoming import Homecoming
 from bench.load.statistics import summary
+from everstep.bearer_tokens import TokenRole, mint
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep.tokens import TokenRole, mint
 from everstep.vocabulary import Severity
 from everstep.wire.v1.training import AnyReport, FindingRaised
 

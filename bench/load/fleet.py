@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.load import messages
 from bench.load.statistics import Distribution
-from everstep.tokens import TokenRole, mint
+from everstep.bearer_tokens import TokenRole, mint
 
 AGENTS_PER_CROWD = 14_000
 """Below the limit of 20,000 files that a process has here."""
@@ -40,7 +40,16 @@ class Controller:
         self.secret_file.touch(mode=0o600)
         self.secret_file.write_text(secret or secrets.token_hex(32))
         file.write_text(settings)
-        command = [sys.executable, "-m", "controller.main", "serve", "--listen", "127.0.0.1:0", "--settings", str(file)]
+        command = [
+            sys.executable,
+            "-m",
+            "everstep_controller.main",
+            "serve",
+            "--listen",
+            "127.0.0.1:0",
+            "--settings",
+            str(file),
+        ]
         command += ["--operators-listen", "127.0.0.1:0"]
         command += ["--database", database or f"sqlite:///{directory / 'controller.db'}"]
         command += ["--secret-file", str(self.secret_file), "--ready-file", str(ready), "--die-with-parent"]

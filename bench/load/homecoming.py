@@ -8,7 +8,7 @@ from array import array
 
 _PAUSE = re.compile(r'"retry_after_s":([0-9.]+)')
 LONGEST_PAUSE_S = 1.0
-"""What a controller may ask of an agent with a job on its node (``agent.uplink.refusals``)."""
+"""What a controller may ask of an agent with a job on its node (``everstep_agent.uplink.connection``)."""
 FIRST_PAUSES_S = (0.02, 0.2)
 """Where the refusal names none: drawn from between, as the agent's back-off does."""
 

@@ -7,8 +7,7 @@ import time
 import msgspec
 
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
-from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, Numbered, Register, Reports
-from everstep.wire.v1.session import UPGRADE, Frame, encode_frame
+from everstep.wire.v1.agent import UPGRADE, Domain, Frame, Gpu, Heartbeat, Numbered, Register, Reports, encode_frame
 from everstep.wire.v1.training import AnyReport, JobSpec, LauncherJoined, RankLost, RankProgress, Resumed
 
 RANKS = 8

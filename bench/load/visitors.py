@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.load.statistics import Distribution, summary
-from everstep.tokens import TokenRole, mint
+from everstep.bearer_tokens import TokenRole, mint
 
 PATHS = ("/healthz", "/v1/nodes?limit=50")
 EACH_S = 0.1

@@ -89,7 +89,7 @@ class Fleet:
 
     def launch(self, node: Node) -> None:
         """Starts the node's launcher, as a scheduler would."""
-        command = ["-m", "trainer_hooks.launch", "--nnodes", f"{FEWEST}:{RANKS}", "--nproc-per-node", "1"]
+        command = ["-m", "everstep_trainer.launch", "--nnodes", f"{FEWEST}:{RANKS}", "--nproc-per-node", "1"]
         command += ["--job", JOB, "--standbys", "1", "--standby-delay-s", "0.5", "--max-restarts", "1000"]
         command += ["--local-addr", "127.0.0.1", "--agent-socket", str(node.agent_socket), "--join-wait-s", "30"]
         command += ["--hang-threshold-s", "1.5", "--digest-interval", "1", "--die-with-parent"]

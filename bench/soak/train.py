@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import trainer_hooks as everstep
+import everstep
 from examples.demo.train import StepLog
 
 SEED, SAMPLES, WIDTH, BATCH = 29, 4096, 48, 14

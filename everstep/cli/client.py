@@ -15,6 +15,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
+from everstep.bearer_tokens import may_be_token
 from everstep.errors import (
     UNREADABLE,
     AuthenticationError,
@@ -28,7 +29,6 @@ from everstep.errors import (
     RateLimited,
     Unavailable,
 )
-from everstep.tokens import may_be_token
 
 T = TypeVar("T")
 TIMEOUT_S = 10.0

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from everstep import __version__
-from everstep.cli import events, nodes, past, policy, tables, tokens, vault
+from everstep.cli import events, history, nodes, policy, tables, tokens, vault
 from everstep.cli.client import Client, path
 from everstep.cli.context import DEFAULT_CONTROLLER, Access, Json, Reason, console, controller, order, show
 from everstep.errors import Unavailable
@@ -36,10 +36,10 @@ app.add_typer(verdict_app, name="verdict")
 app.add_typer(tokens.app, name="token")
 app.add_typer(policy.app, name="policy")
 app.add_typer(vault.app, name="vault")
-past.register(app)
+history.register(app)
 events.register(app)
 app.command()(nodes.nodes)
-job_app.command()(past.exposures)
+job_app.command()(history.exposures)
 
 JobName = Annotated[str, typer.Argument(metavar="JOB")]
 
@@ -108,7 +108,7 @@ def _unfit(client: Client, fleet: op.FleetStatus) -> tuple[op.NodeSummary, ...]:
 )
 def replay(context: typer.Context) -> None:
     """A recorded incident once more, as it was decided and as it would be today: replay LOG, --help for more."""
-    command = [sys.executable, "-m", "controller.main", "replay", *context.args]
+    command = [sys.executable, "-m", "everstep_controller.main", "replay", *context.args]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
@@ -145,7 +145,7 @@ def jobs(
 ) -> None:
     """All jobs and how far they are."""
     with controller(context) as client:
-        pages = past.pages(client, "/v1/jobs", op.JobList, sys.maxsize, job_state=state)
+        pages = history.pages(client, "/v1/jobs", op.JobList, sys.maxsize, job_state=state)
         found = tuple(job for page in pages for job in page.jobs)
         show(op.JobList(jobs=found, total=len(found)), as_json, tables.jobs(found))
 

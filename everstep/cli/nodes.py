@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli import past, tables
+from everstep.cli import history as past
+from everstep.cli import tables
 from everstep.cli.client import Client, path
 from everstep.cli.context import Json, Reason, complain, controller, order, print_changed, show
 from everstep.errors import AuthenticationError, EverstepError, Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep.wire.v1 import history
 from everstep.wire.v1 import operator as op
+from everstep.wire.v1 import operator_history
 
 app = typer.Typer(
     help="One node: show, drain, hold, release, readmit, evict, repair, forget, maintenance.", no_args_is_help=True
@@ -118,7 +119,7 @@ def maintenance(
 ) -> None:
     """Leave jobs at a boundary for so long, and come back by probation; nothing that happens meanwhile counts."""
     begins = SYSTEM_CLOCK.wall() + in_hours * 3600
-    window = history.Maintenance(
+    window = operator_history.Maintenance(
         starts_at=begins if in_hours else None,
         until=begins + hours * 3600,
         reason=reason,
@@ -136,7 +137,7 @@ def cancel_maintenance(
     rack: Annotated[str, typer.Option(help="What is planned for this rack instead.")] = "",
 ) -> None:
     """Maintenance that is planned does not begin; a window that has begun ends by readmit."""
-    plan = history.CancelMaintenance(reason=reason, node=node or None, rack=rack or None)
+    plan = operator_history.CancelMaintenance(reason=reason, node=node or None, rack=rack or None)
     order(context, plan, "maintenance", "cancel")
 
 

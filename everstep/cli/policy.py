@@ -14,8 +14,8 @@ from everstep.cli import tables
 from everstep.cli.client import Client
 from everstep.cli.context import Json, console, controller, show
 from everstep.errors import ConfigurationError, Conflict
-from everstep.trials import together
-from everstep.wire.v1 import history as past
+from everstep.policy_trials import together
+from everstep.wire.v1 import operator_history as past
 
 TRY_S = 600.0
 """Seconds that a controller may take to decide its part of a month again."""

@@ -14,13 +14,13 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from everstep.cli import past, tables
+from everstep.bearer_tokens import TokenRole
+from everstep.cli import history, tables
 from everstep.cli.client import path
 from everstep.cli.context import Json, Reason, console, controller, print_changed, show
-from everstep.cli.words import age
+from everstep.cli.tables import age
 from everstep.errors import ConfigurationError, EverstepError
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep.tokens import TokenRole
 from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
 
@@ -45,7 +45,7 @@ def list_(
 ) -> None:
     """Who has a credential. Secrets are kept nowhere, and not shown."""
     with controller(context) as client:
-        listed = past.pages(client, "/v1/credentials", wire.CredentialList, sys.maxsize, role=role, subject=subject)
+        listed = history.pages(client, "/v1/credentials", wire.CredentialList, sys.maxsize, role=role, subject=subject)
         found, now = [one for page in listed for one in page.credentials], SYSTEM_CLOCK.wall()
         living = [one for one in found if everything or _lives(one, now)]
         show(wire.CredentialList(credentials=tuple(living)), as_json, _table(living, now))

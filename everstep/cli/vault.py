@@ -16,10 +16,10 @@ from rich.console import RenderableType
 
 from everstep.cli import tables
 from everstep.cli.context import Json, complaining, console, show
-from everstep.cli.words import age, size
+from everstep.cli.tables import age, size
 from everstep.errors import ConfigurationError, Unavailable
+from everstep.layout.vault_note import is_held, read_note
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep.vault_note import is_held, read_note
 
 app = typer.Typer(help="Checkpoint memory of this machine: list it, drop what nobody uses.", no_args_is_help=True)
 

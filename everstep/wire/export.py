@@ -15,16 +15,12 @@ from everstep.wire.v1 import (
     agent,
     directives,
     enrolment,
-    evidence,
-    kept,
     local,
     operator,
-    parity,
-    session,
-    supervision,
+    operator_history,
     training,
     transfer,
-    vault_reports,
+    vault_orders,
 )
 from everstep.wire.v1.base import Message
 
@@ -33,27 +29,21 @@ MODULES: tuple[ModuleType, ...] = (
     agent,
     directives,
     enrolment,
-    evidence,
-    kept,
     local,
     operator,
-    parity,
-    session,
+    operator_history,
     training,
     transfer,
-    vault_reports,
+    vault_orders,
 )
-PARTS: dict[ModuleType, tuple[ModuleType, ...]] = {local: (supervision,)}
-"""Modules whose messages are in another one's document: they go over the same socket."""
 
 
 def _messages(module: ModuleType) -> list[type[Message]]:
     """The messages that the module and its parts define, by name."""
     found = [
         kind
-        for part in (module, *PARTS.get(module, ()))
-        for kind in vars(part).values()
-        if inspect.isclass(kind) and issubclass(kind, Message) and kind.__module__ == part.__name__
+        for kind in vars(module).values()
+        if inspect.isclass(kind) and issubclass(kind, Message) and kind.__module__ == module.__name__
     ]
     return sorted(found, key=lambda kind: kind.__name__)
 

@@ -64,7 +64,7 @@ def launcher(world: World, options: argparse.Namespace, node: Node) -> list[str]
     flags = ["--nnodes", "3:4", "--nproc-per-node", "1", "--job", JOB, "--standbys", "1", "--die-with-parent"]
     flags += ["--local-addr", "127.0.0.1", "--agent-socket", str(node.agent_socket), "--join-wait-s", "30"]
     flags += ["--hang-threshold-s", "1.0", "--digest-interval", "1"]
-    return ["-m", "trainer_hooks.launch", *flags, *training(options), "--pace", f"{SHORTEST_S / options.steps:.3f}"]
+    return ["-m", "everstep_trainer.launch", *flags, *training(options), "--pace", f"{SHORTEST_S / options.steps:.3f}"]
 
 
 def uninterrupted(world: World, options: argparse.Namespace, console: Console) -> Run:

@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 from everstep.ids import Version
-from everstep.slots import SegmentView
+from everstep.layout.slots import SegmentView
 from everstep.system_clock import SYSTEM_CLOCK
 from examples.demo.stage import JOB, Stage, pause, seen_at
 from examples.demo.story import FaultRecord, Run

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import trainer_hooks as everstep
+import everstep
 from examples.corpus import Windows, standard_library
 from examples.gpt import GPT, GPTConfig, next_byte_loss, warm_up_and_cosine
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from everstep.tokens import TokenRole, mint
+from everstep.bearer_tokens import TokenRole, mint
 
 START_DEADLINE_S = 180.0
 PREFIX = "everstep-demo-"
@@ -98,7 +98,16 @@ class Node:
         (self.folder / "agent.json").unlink(missing_ok=True)
         self.agent = self.world.start(
             f"{self.name}-agent",
-            ["-m", "agent.main", "--node", self.name, "--controller", self.world.url, "--token-file", str(token)]
+            [
+                "-m",
+                "everstep_agent.main",
+                "--node",
+                self.name,
+                "--controller",
+                self.world.url,
+                "--token-file",
+                str(token),
+            ]
             + ["--run-dir", str(self.folder), "--segment-dir", str(self.world.shared_memory / self.name)]
             + ["--virtual", "default:1", "--virtual-control", str(self.control), "--kernel-log", str(self.kernel_log)]
             + ["--rack", f"rack-{self.name}", *([] if vault_outlives else ["--die-with-parent"])],
@@ -251,7 +260,17 @@ class World:
         listen = self.url.removeprefix("http://") or "127.0.0.1:0"
         self.controller = self.start(
             "controller",
-            ["-m", "controller.main", "serve", "--listen", listen, "--preset", "lab", "--ready-file", str(ready)]
+            [
+                "-m",
+                "everstep_controller.main",
+                "serve",
+                "--listen",
+                listen,
+                "--preset",
+                "lab",
+                "--ready-file",
+                str(ready),
+            ]
             + ["--database", f"sqlite:///{self.folder}/controller.sqlite", "--secret-file", str(self.secret_file)]
             + ["--settings", str(file), "--die-with-parent"],
         )

@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 import schemathesis
+from everstep_controller.api import openapi
+from everstep_controller.api.routes import ROUTES, Access
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.config import SchemathesisConfig
 
-from controller.api import openapi
-from controller.api.routes import ROUTES, Access
-from everstep.tokens import TokenRole
+from everstep.bearer_tokens import TokenRole
 from everstep.wire.v1 import enrolment as wire
 from tests.support.controllers import OPERATOR, ControllerProcess, bearer, controller_process
 from tests.support.forked import ForkPool

@@ -23,7 +23,6 @@ from everstep.wire.v1.agent import (
 from everstep.wire.v1.base import Message, Request
 from everstep.wire.v1.directives import Directive, NewGeneration, VersionNotice
 from everstep.wire.v1.local import Hello, Role
-from everstep.wire.v1.parity import NodeGroup, Protection
 from everstep.wire.v1.training import (
     GenerationSpec,
     Holder,
@@ -34,6 +33,7 @@ from everstep.wire.v1.training import (
     Sealed,
     SpillPlan,
 )
+from everstep.wire.v1.vault_orders import NodeGroup, Protection
 
 GPU = Gpu(index=0, uuid="GPU-0", name="H100", pci_bus_id="0", memory_bytes=1 << 36, part_number="900-2G", vbios="96")
 SPEC = JobSpec(job="j", max_nodes=2)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from everstep_controller.core.checkpoints.placement import Site, place_replicas
 
 from bench.checkpoint_rows import four, gpu, losses, reading
 from bench.checkpoint_rows.processes import Crew, RankFailed
 from bench.checkpoint_rows.state import Size
-from controller.core.placement import Site, place_replicas
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]

@@ -63,7 +63,7 @@ class Run:
             node.join(self._launch(node))
 
     def _launch(self, node: Node) -> list[str]:
-        command = ["-m", "trainer_hooks.launch", "--nnodes", "2", "--job", "protocol", "--standby-delay-s", "0.1"]
+        command = ["-m", "everstep_trainer.launch", "--nnodes", "2", "--job", "protocol", "--standby-delay-s", "0.1"]
         command += ["--max-restarts", "1000", "--local-addr", "127.0.0.1", "--agent-socket", str(node.agent_socket)]
         command += ["--hang-threshold-s", "60", "--die-with-parent"]
         return [*command, "-m", "tests.support.shared_training", str(self.folder)]

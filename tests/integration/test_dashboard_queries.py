@@ -23,7 +23,7 @@ import yaml
 
 from bench.peers.run import free_port
 from dashboards.build import queries
-from everstep.tokens import TokenRole, mint
+from everstep.bearer_tokens import TokenRole, mint
 from examples.demo.world import World, wait_for
 from tests.support.controllers import bearer, joined
 from tests.support.eventful import EventfulFleet

@@ -13,9 +13,9 @@ TRAIN = """
 import os, signal, torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import trainer_hooks as everstep
+import everstep
 from torch.distributed.fsdp import fully_shard
-from trainer_hooks.dcp import VaultLoadPlanner, VaultReader, VaultSavePlanner, VaultWriter
+from everstep_trainer.memory_tier.dcp import VaultLoadPlanner, VaultReader, VaultSavePlanner, VaultWriter
 
 class Dying(VaultSavePlanner):
     def resolve_data(self, write_item):

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from everstep.tokens import TokenRole, mint
+from everstep.bearer_tokens import TokenRole, mint
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.training import GenerationSpec
@@ -29,7 +29,7 @@ SHORT_LEASE = "lease_s = 1.5\nlease_renew_s = 0.3\n"
 MORE_STEPS = 20
 TRAIN = """
 import os, pathlib, time, torch
-import trainer_hooks as everstep
+import everstep
 
 HERE = pathlib.Path(__file__).parent
 

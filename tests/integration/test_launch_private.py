@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 TRAIN = """
 import os, pathlib, time, torch
-import trainer_hooks as everstep
+import everstep
 
 STEPS = pathlib.Path(__file__).parent / "steps"
 
@@ -148,7 +148,7 @@ def test_a_launcher_that_comes_again_after_it_was_killed_restores_from_memory(
         before = Run(short_path, first)
         before.pid_at(rank=0, step=20)
         below = first.descendants()
-        (vault,) = [pid for pid in below if b"agent.vault.main" in command_line(pid)]
+        (vault,) = [pid for pid in below if b"everstep_agent.vault.process" in command_line(pid)]
         first.process.kill()
         if vault_too:
             os.kill(vault, signal.SIGKILL)
@@ -187,8 +187,8 @@ def test_a_killed_launcher_takes_its_services_along_and_then_its_vaults_memory(
 def test_a_killed_private_agent_finds_its_vault_again(run: Run) -> None:
     run.pid_at(rank=0, step=5)
     services = run.launcher.descendants()
-    (agent,) = [pid for pid in services if b"agent.main" in command_line(pid)]
-    (vault,) = [pid for pid in services if b"agent.vault.main" in command_line(pid)]
+    (agent,) = [pid for pid in services if b"everstep_agent.main" in command_line(pid)]
+    (vault,) = [pid for pid in services if b"everstep_agent.vault.process" in command_line(pid)]
     os.kill(agent, signal.SIGKILL)
     run.launcher.eventually(lambda: "starting it again" in run.launcher.err, "another agent")
     victim = run.pid_at(rank=1, step=max(step for _, _, step, _ in run.lines()))
@@ -208,7 +208,7 @@ def test_job_resumes_after_launcher_joins_late(short_path: Path) -> None:
     with launched(short_path, *argv, warm=False) as launcher:
         run = Run(short_path, launcher)
         before = run.pid_at(rank=0, step=5)
-        (agent,) = [pid for pid in launcher.descendants() if b"agent.main" in command_line(pid)]
+        (agent,) = [pid for pid in launcher.descendants() if b"everstep_agent.main" in command_line(pid)]
         os.kill(agent, signal.SIGKILL)
         launcher.eventually(lambda: "starting it again" in launcher.err, "another agent")
         launcher.process.send_signal(signal.SIGSTOP)
@@ -227,7 +227,7 @@ def test_job_resumes_after_launcher_joins_late(short_path: Path) -> None:
 
 EARLY = """
 import sys, time, torch
-import trainer_hooks as everstep
+import everstep
 
 def train(run):
     model = run.replicate(torch.nn.Linear(8, 8).to(run.device))
@@ -265,7 +265,7 @@ def test_ranks_that_stop_early_together_end_job_well(short_path: Path) -> None:
 
 def test_a_private_controller_that_dies_is_back_for_the_next_failure(run: Run) -> None:
     run.pid_at(rank=0, step=5)
-    (controller,) = [pid for pid in run.launcher.descendants() if b"controller.main" in command_line(pid)]
+    (controller,) = [pid for pid in run.launcher.descendants() if b"everstep_controller.main" in command_line(pid)]
     os.kill(controller, signal.SIGKILL)
     victim = run.pid_at(rank=0, step=15)
     os.kill(victim, signal.SIGKILL)
@@ -325,7 +325,7 @@ def test_process_group_of_the_script_is_replaced(short_path: Path) -> None:
 
 LATE_IMPORTS = """
 import os, pathlib, torch
-import trainer_hooks as everstep
+import everstep
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -368,3 +368,14 @@ def test_standby_imports_what_ranks_did_in_training(short_path: Path, monkeypatc
     assert importers().keys() == {"everstep-rank0", "everstep-rank1", "everstep-spare"}
     caches = {line.split()[2] for line in imports.read_text().splitlines()}
     assert caches == {str(short_path / "state" / "cache" / "train" / "inductor")}
+
+
+def test_launcher_ignores_user_modules_of_old_names(short_path: Path) -> None:
+    """A user's own agent.py or controller.py on PYTHONPATH is not imported in place of Everstep's packages."""
+    for name in ("agent", "controller", "trainer_hooks"):
+        (short_path / f"{name}.py").write_text("raise ImportError('the module of the user')\n")
+    (short_path / "train.py").write_text(TRAIN.replace("until=60", "until=3"))
+    argv = ["--nproc-per-node", "2", "--standbys", "0", "--state-dir", str(short_path / "state"), "train.py"]
+    with launched(short_path, *argv, warm=False, PYTHONPATH=str(short_path)) as launcher:
+        assert launcher.wait() == 0, launcher.err
+    assert sorted(launcher.out.splitlines()) == ["saved by rank 0", "saved by rank 1"]

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 HOOKED = """
 import os, pathlib, signal, sys
-from trainer_hooks.assignment import current_assignment, wait_for_local_rank
+from everstep_trainer.runtime.assignment import current_assignment, wait_for_local_rank
 
 directory = pathlib.Path(sys.argv[1])
 assignment = current_assignment()
@@ -320,7 +320,7 @@ def test_a_scripts_exception_is_shown_from_the_script_on_and_its_status_passed_o
     with launched(tmp_path, *flags) as launcher:
         assert launcher.wait() == 1
         assert "KeyError: 'mine'" in launcher.err
-        assert "before the script called trainer_hooks.main" in launcher.err
+        assert "before the script called everstep.main" in launcher.err
         assert "forkserver.py" not in launcher.err
         assert "runpy" not in launcher.err
     with launched(tmp_path, *flags, "--exit") as launcher:
@@ -359,5 +359,5 @@ def test_a_wrong_command_line_is_refused_before_anything_starts(tmp_path: Path) 
 
 
 def test_the_launcher_itself_never_imports_torch() -> None:
-    code = "import sys, trainer_hooks.launch.main; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, everstep_trainer.launch.command; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

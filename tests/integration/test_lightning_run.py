@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from everstep_trainer.data.sampler import ElasticSampler
+from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.run import Run
+from everstep_trainer.runtime.generation_session import IdleKeeper
 
 from tests.support.exact_training import SEED, Fault, read_diaries
 from tests.support.launched import launched
-from trainer_hooks.data import ElasticSampler
-from trainer_hooks.keeper import IdleKeeper
-from trainer_hooks.place import Place
-from trainer_hooks.run import Run
 
 ROOT = Path(__file__).parents[2]
 STEPS, WORLD, BATCH, SAMPLES = 16, 2, 8, 500
@@ -100,7 +100,7 @@ def test_lightning_classes_fit_the_imported_package(imported: str, used: str) ->
 import importlib
 for name in filter(None, {imported!r}.split(",")):
     importlib.import_module(name)
-from trainer_hooks.integrations.lightning import KeepState, Ranks
+from everstep_trainer.integrations.lightning import KeepState, Ranks
 package = importlib.import_module({used!r})
 environments = importlib.import_module({used!r} + ".plugins.environments")
 assert issubclass(KeepState, package.Callback)
@@ -111,9 +111,8 @@ assert issubclass(Ranks, environments.ClusterEnvironment)
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own: advice about this machine, torch's deprecations
 def test_an_epoch_that_ends_among_accumulated_batches_repeats_no_batch() -> None:
+    from everstep_trainer.integrations.lightning import Batches, KeepState
     from pytorch_lightning import LightningModule, Trainer
-
-    from trainer_hooks.integrations.lightning import Batches, KeepState
 
     seen: list[int] = []
 

@@ -14,7 +14,7 @@ import pytest
 from everstep.cli.client import Client
 from everstep.errors import NotFound
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.kept import JobCheckpoints, KeptVersion
+from everstep.wire.v1.operator_history import JobCheckpoints, KeptVersion
 from examples.demo.world import World, wait_for
 from tests.support.launched import Launched, launched
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 TRAIN = """
 import os, pathlib, time, torch
-import trainer_hooks as everstep
+import everstep
 
 HERE = pathlib.Path(__file__).parent
 
@@ -138,7 +138,7 @@ def test_versions_go_to_storage_as_ordinary_checkpoints_and_old_ones_go(short_pa
     elsewhere.load(stored.folder / stored.whole()[-1], 64)  # with nobody there any more who removes it
 
 
-@pytest.mark.parametrize("victim", ["agent.vault.main", "agent.main", "controller.main"])
+@pytest.mark.parametrize("victim", ["everstep_agent.vault.process", "everstep_agent.main", "everstep_controller.main"])
 def test_a_write_goes_on_when_who_asked_for_it_is_killed(short_path: Path, elsewhere: Elsewhere, victim: str) -> None:
     stored = Stored(short_path / "stored", "spilled")
     argv = _argv(short_path, "--spill-keep", "0", every=20)
@@ -146,7 +146,7 @@ def test_a_write_goes_on_when_who_asked_for_it_is_killed(short_path: Path, elsew
 
         def caught() -> int:
             """A writer is at work, and the version it writes is not whole."""
-            return _named(launcher, "agent.spill") if set(stored.begun()) - set(stored.whole()) else 0
+            return _named(launcher, "everstep_agent.spill") if set(stored.begun()) - set(stored.whole()) else 0
 
         launcher.eventually(caught, "a version being written")
         (name,) = set(stored.begun()) - set(stored.whole())
@@ -164,7 +164,7 @@ def test_a_job_that_was_stopped_goes_on_from_storage_by_itself(short_path: Path)
         client = Client(world.url, world.operator_token)
 
         def launch() -> None:
-            command = ["-m", "trainer_hooks.launch", "--job", "spilled", "--agent-socket", str(node.agent_socket)]
+            command = ["-m", "everstep_trainer.launch", "--job", "spilled", "--agent-socket", str(node.agent_socket)]
             command += ["--spill-to", str(short_path / "stored"), "--spill-every", "20", script]
             node.join(command, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
 
@@ -190,7 +190,7 @@ def test_a_job_that_was_stopped_goes_on_from_storage_by_itself(short_path: Path)
 SHARDED = """
 import os, time, torch
 from torch.distributed.fsdp import fully_shard
-import trainer_hooks as everstep
+import everstep
 
 def train(run):
     torch.manual_seed(1)
@@ -216,7 +216,7 @@ def test_several_nodes_write_one_checkpoint_and_people_see_it(short_path: Path, 
         world.start_controller()
         world.boot_nodes()
         for node in world.nodes.values():
-            command = ["-m", "trainer_hooks.launch", "--job", "sharded", "--nnodes", "2"]
+            command = ["-m", "everstep_trainer.launch", "--job", "sharded", "--nnodes", "2"]
             command += ["--agent-socket", str(node.agent_socket), "--spill-to", str(short_path / "stored")]
             command += ["--spill-every", "20", "--spill-keep", "0", str(script)]
             node.join(command, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})

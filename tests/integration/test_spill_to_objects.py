@@ -10,19 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from everstep_agent.spill.writer import folder_of
+from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
-from agent.spill.retention import folder_of
 from everstep.errors import NotRestorable
 from everstep.ids import Version
-from everstep.object_storage import filesystem_of
-from everstep.slots import slot_bytes_for
-from everstep.wire.v1 import supervision
+from everstep.layout.object_storage import filesystem_of
+from everstep.layout.slots import slot_bytes_for
+from everstep.wire.v1 import local
 from tests.support.forked import ForkPool
 from tests.support.object_store import ObjectServer, object_server
 from tests.support.spilling import fill_slots, start_alone
 from tests.support.vaults import DEADLINE_S, JOB, RankMemory, Vaults, map_segment, vaults
-from trainer_hooks.state import TrackedState
 
 pytestmark = pytest.mark.slow
 
@@ -71,11 +71,11 @@ class Job:
 
     def post(self, version: Version) -> int:
         said = {"job": JOB, "generation": 1, "version": version, "url": URL, "writers": {"n1": (0, 1)}, "keep": 2}
-        return self.vaults.supervisors["n1"].post(supervision.Spill, **said)
+        return self.vaults.supervisors["n1"].post(local.Spill, **said)
 
-    def spill(self, version: Version) -> supervision.Spilled:
+    def spill(self, version: Version) -> local.Spilled:
         answer = self.vaults.supervisors["n1"].wait(self.post(version))
-        assert isinstance(answer, supervision.Spilled), answer
+        assert isinstance(answer, local.Spilled), answer
         return answer
 
 

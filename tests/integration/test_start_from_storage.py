@@ -9,18 +9,18 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from everstep_agent.spill.__main__ import carry_out
+from everstep_trainer.state.tracked_state import TrackedState
 
-from agent.spill.__main__ import carry_out
 from everstep.ids import Version
 from tests.support.launched import launched
 from tests.support.spilling import fill_slots
-from trainer_hooks.state import TrackedState
 
 pytestmark = pytest.mark.slow
 
 TRAIN = """
 import os, pathlib, time, torch
-import trainer_hooks as everstep
+import everstep
 
 STEPS = pathlib.Path(__file__).parent / "steps"
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from everstep_trainer.data.sampler import ElasticSampler
+from everstep_trainer.state.tracked_state import TrackedState
 
 from tests.support.exact_training import SEED, Fault, read_diaries
 from tests.support.launched import launched
 from tests.support.spilling import start_alone
-from trainer_hooks.data import ElasticSampler
-from trainer_hooks.state import TrackedState
 
 STEPS, WORLD, BATCH, SAMPLES = 12, 2, 8, 500
 pytestmark = [

@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import msgspec
+from everstep_controller.core.effects import Audit, PutVerdict
+from everstep_controller.core.health.eviction import budget
+from everstep_controller.core.health.evidence import offender_score
+from everstep_controller.core.policy import CorePolicy
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from controller.core.budget import budget
-from controller.core.effects import Audit, PutVerdict
-from controller.core.offenders import offender_score
-from controller.core.policy import CorePolicy
 from everstep.vocabulary import Action, Decision, Finding, NodeState
 from tests.support.core_fleet import CoreFleet
 from tests.support.findings import xid

@@ -7,6 +7,10 @@ and the controller is restarted, in any order. After each step the model says wh
 from __future__ import annotations
 
 import msgspec
+from everstep_controller.core.effects import PutVerdict
+from everstep_controller.core.events import OperatorAction, StoreChanged
+from everstep_controller.core.health.eviction import budget, budget_left
+from everstep_controller.core.policy import CorePolicy
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,10 +22,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from controller.core.budget import budget, budget_left
-from controller.core.effects import PutVerdict
-from controller.core.events import OperatorAction, StoreChanged
-from controller.core.policy import CorePolicy
 from everstep.vocabulary import Decision, Finding, NodeState
 from everstep.wire.v1.agent import Domain
 from tests.support.core_fleet import CoreFleet

@@ -8,14 +8,14 @@ from what was committed last.
 from __future__ import annotations
 
 import msgspec
+from everstep_controller.core.effects import Effect, PutVersion
+from everstep_controller.core.engine import Heard
+from everstep_controller.core.events import OperatorAction, StoreChanged
+from everstep_controller.core.policy import CorePolicy
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from controller.core.effects import Effect, PutVersion
-from controller.core.events import OperatorAction, StoreChanged
-from controller.core.fleet import Heard
-from controller.core.policy import CorePolicy
 from everstep.errors import EverstepError
 from everstep.ids import Version
 from everstep.vocabulary import JobState

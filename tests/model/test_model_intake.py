@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from everstep_controller.runtime.intake import ROUTINE_SHARE, Intake, Urgency, Waiting
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from controller.intake import ROUTINE_SHARE, Intake, Urgency, Waiting
 from everstep.errors import Unavailable
 
 SOURCES = "abc"

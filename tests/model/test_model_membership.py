@@ -11,14 +11,14 @@ from collections import Counter
 from itertools import chain, combinations
 
 import msgspec
+from everstep_controller.core.engine import Heard
+from everstep_controller.core.events import ControllerStarted, OperatorAction, StoreChanged
+from everstep_controller.core.jobs.generations import EPOCH_SPAN
+from everstep_controller.core.policy import CorePolicy
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from controller.core.events import ControllerStarted, OperatorAction, StoreChanged
-from controller.core.fleet import Heard
-from controller.core.generations import EPOCH_SPAN
-from controller.core.policy import CorePolicy
 from everstep.errors import EverstepError
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.agent import Domain

@@ -14,16 +14,17 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from everstep_agent.vault.memory.segments import carried
+from everstep_trainer.snapshot.retention import Retention
+from everstep_trainer.snapshot.slot_negotiation import LEAN_SLOTS
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from agent.vault.succession import carried
 from everstep.ids import Version
-from everstep.slots import SLOTS, SegmentView, SlotHeader, SlotState
+from everstep.layout.segments import SlotHeader, SlotState
+from everstep.layout.slots import SLOTS, SegmentView
 from everstep.wire.v1.training import RestoreRule
-from trainer_hooks.snapshot.choices import LEAN_SLOTS
-from trainer_hooks.snapshot.retention import Retention
 
 RANKS = 3
 rank_number = st.integers(0, RANKS - 1)

@@ -7,11 +7,11 @@ all, and asks of each node in how many of the latest it was slow, and for how lo
 from __future__ import annotations
 
 import msgspec
+from everstep_controller.core.jobs.stragglers import KEY
+from everstep_controller.core.policy import CorePolicy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.core.policy import CorePolicy
-from controller.core.stragglers import KEY
 from everstep.vocabulary import Decision
 from everstep.wire.v1.training import RankProgress
 from tests.support.core_fleet import CoreFleet, decisions

@@ -10,15 +10,14 @@ from copy import deepcopy
 from typing import Any
 
 import msgspec
+from everstep_controller.core.checkpoints.restore_points import restorability_of
+from everstep_controller.core.effects import RequestRemedy
+from everstep_controller.core.events import ActionReported, NodeObserved, OperatorAction, StoreChanged
+from everstep_controller.core.health import eviction
+from everstep_controller.core.jobs.membership import why_not
+from everstep_controller.core.policy import CorePolicy, Rule, Rulebook
+from everstep_controller.runtime.clock import SteadyTime
 
-from controller.core import budget
-from controller.core.effects import RequestRemedy
-from controller.core.events import ActionReported, NodeObserved, OperatorAction, StoreChanged
-from controller.core.membership import why_not
-from controller.core.policy import CorePolicy
-from controller.core.restorability import restorability_of
-from controller.core.rules import Rule, Rulebook
-from controller.steady_time import SteadyTime
 from everstep.clock import ManualClock
 from everstep.ids import Version
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
@@ -228,7 +227,7 @@ def _restorable(fleet: CoreFleet, words: Words, options: Options) -> Words:
 
 def _budget(fleet: CoreFleet, _words: Words, _options: Options) -> Words:
     """``budget``: what may be evicted yet."""
-    found = budget.budget(fleet.state, fleet.now)
+    found = eviction.budget(fleet.state, fleet.now)
     breaker = [f"breaker: {found.breaker}"] if found.breaker else []
     return [*breaker, *(f"budget of {s.in_words()}: {s.used} of {s.limit} used" for s in found.scopes)]
 

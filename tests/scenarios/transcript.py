@@ -8,8 +8,8 @@ for the new one, and those that begin with ``old`` for the one that does not kno
 from __future__ import annotations
 
 import msgspec
+from everstep_controller.core.effects import describe
 
-from controller.core.describe import describe
 from everstep.errors import EverstepError
 from tests.scenarios.commands import COMMANDS, Options, Words, followed
 from tests.support.core_fleet import CoreFleet

@@ -8,19 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from everstep_agent.jobs.registry import LocalJobs
+from everstep_agent.jobs.seats import LocalJob
+from everstep_agent.uplink.heartbeat import Conversation, NodeFacts
+from everstep_agent.uplink.session import Session, Words
+from everstep_agent.uplink.spool import Spool
+from everstep_agent.vault.keeper import VaultOrders
 
-from agent.local_jobs import LocalJobs
-from agent.local_seats import LocalJob
-from agent.uplink.heartbeat import Conversation, NodeFacts
-from agent.uplink.session import Session, Words
-from agent.uplink.spool import Spool
-from agent.vault_orders import VaultOrders
-from everstep.backoff import Backoff
+from everstep.clock import Backoff
 from everstep.errors import EverstepError
 from everstep.vocabulary import Finding
-from everstep.wire.v1.agent import ReportsAnswer
+from everstep.wire.v1.agent import PREFIX_BYTES, Frame, ReportsAnswer, encode_frame
 from everstep.wire.v1.directives import Directive, ProtectVersion, RunProbe, SpillVersion
-from everstep.wire.v1.session import PREFIX_BYTES, Frame, encode_frame
 from everstep.wire.v1.training import AnyReport, FindingRaised, ProbeFinished, RankProgress
 from tests.sim import facts
 from tests.sim.event_loop import VirtualLoop
@@ -169,7 +168,8 @@ class AgentProcess:
         if "pump" in self._timers:
             self._later("pump", 0.0, self._pump)
 
-    # --- what the session asks of its node (agent.uplink.session.Node) ---------------------------------------------
+    # --- what the session asks of its node (everstep_agent.uplink.session.Node)
+    # ---------------------------------------------
 
     def facts(self) -> NodeFacts:
         return self.machine.node_facts()
@@ -205,7 +205,8 @@ class AgentProcess:
         if self.alive:
             self.report(result)
 
-    # --- what local jobs need (agent.local_jobs.Outside) --------------------------------------------------------------
+    # --- what local jobs need (everstep_agent.jobs.registry.Outside)
+    # --------------------------------------------------------------
 
     def _watch(self) -> None:
         now = self.machine.clock.monotonic()

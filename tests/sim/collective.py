@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from everstep_trainer.restore.version_choice import Choice, choose
+
 from everstep.errors import ConfigurationError, NotRestorable, Unavailable
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import GenerationSpec
@@ -11,7 +13,6 @@ from tests.sim import facts
 from tests.sim.lost_shards import made_again
 from tests.sim.training_state import TrainingState, manifest_of, scratch, seen_by_all
 from tests.sim.vault_memory import Slot
-from trainer_hooks.restore.choose import Choice, choose
 
 if TYPE_CHECKING:
     from tests.sim.machine import Machine

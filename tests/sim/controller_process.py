@@ -1,6 +1,7 @@
 """A controller: the real core, transaction and outbox in a shell whose every step can be its last.
 
-It does what ``controller.loop`` and the agents' routes do: stimuli that wait together share a transaction; nobody is
+It does what ``everstep_controller.runtime.loop`` and the agents' routes do: stimuli that wait together share a
+transaction; nobody is
 answered and nothing is pushed before it is durable. While the database is away it decides on in memory, promises
 nothing, and writes everything when it is back.
 """
@@ -11,25 +12,23 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from controller.api.descriptors import Descriptors
-from controller.api.desk import AgentDesk
-from controller.api.session import Session
-from controller.boards import Boards
-from controller.core import events as ev
-from controller.core import fleet
-from controller.core.effects import AuditEntry, Effect
-from controller.core.state import FleetState
-from controller.knocks import Knocks
-from controller.lease import Tenure
-from controller.push import Outbox, Outgoing
-from controller.reach import Reach, Resignation
-from controller.restored import restored
-from controller.standing import StandingFindings
-from controller.steady_time import SteadyTime
-from controller.store.records import Batch, RemedyRow
-from controller.transaction import AuditNumbers, Transaction
+from everstep_controller.core import engine
+from everstep_controller.core import events as ev
+from everstep_controller.core.effects import AuditEntry, Effect
+from everstep_controller.core.state import FleetState
+from everstep_controller.leadership.lease import Knocks, Reach, Resignation, Tenure
+from everstep_controller.read_models.fleet_views import Boards
+from everstep_controller.runtime.clock import SteadyTime
+from everstep_controller.runtime.push import Outbox, Outgoing
+from everstep_controller.runtime.startup_state import restored
+from everstep_controller.runtime.transaction import AuditNumbers, StandingFindings, Transaction
+from everstep_controller.server.agent_service import AgentDesk
+from everstep_controller.server.connections import Descriptors
+from everstep_controller.server.session import Session
+from everstep_controller.store.rows import Batch, RemedyRow
+
+from everstep.bearer_tokens import Identity, TokenRole
 from everstep.errors import EverstepError, Unavailable
-from everstep.tokens import Identity, TokenRole
 from tests.sim import facts
 from tests.sim.database import LEASE_S, Fenced
 from tests.sim.shell_parts import METRICS, Gate, Promise, Wire
@@ -167,7 +166,7 @@ class ControllerProcess:
         self.do(life, look)
 
     def _look_elsewhere(self) -> None:
-        """As ``controller.elsewhere`` does with each renewal."""
+        """As ``everstep_controller.leadership.leader_checks`` does with each renewal."""
         told, since = self.world.database.told(), self.now() - HEARD_WITHIN_S
         heard = sum(live.pulse.heard_at >= since for live in self.state.live_nodes.values())
         found = self._reach.look(self.clock.monotonic(), heard, told)
@@ -240,7 +239,7 @@ class ControllerProcess:
             self.world.timeline.after(0.0002, lambda: self.do(life, self._turn))
 
     def _decide(self, state: FleetState, event: ev.Event, now: float) -> list[Effect]:
-        effects = fleet.handle(state, event, now)
+        effects = engine.handle(state, event, now)
         self.world.see(facts.Handled(self.name, self.epoch, event, effects, now))
         self.world.check(state)
         return effects
@@ -274,14 +273,15 @@ class ControllerProcess:
         return _Result(waiting, value, None, tx.forgettable)
 
     def _tick(self, tx: Transaction, taken: list[_Waiting]) -> None:
-        deadline, now = fleet.next_deadline(self.state), self.now()
+        deadline, now = engine.next_deadline(self.state), self.now()
         if deadline is None or deadline > now:
             return
         waited = max((self.world.timeline.now - waiting.arrived for waiting in taken), default=0.0)
         late = self.world.timeline.now - self._due_at if self._armed_for == deadline else 0.0
         tx.handle(ev.Tick(lag_s=max(waited, late), trace=self.world.trace_id(self.name)), now)
 
-    # --- keeping (controller.keeping) --------------------------------------------------------------------------------
+    # --- keeping (everstep_controller.runtime.commit_buffer)
+    # --------------------------------------------------------------------------------
 
     def _tell_of_store(self, tx: Transaction) -> None:
         news, self._news = self._news, None
@@ -369,7 +369,7 @@ class ControllerProcess:
         if self._queue or self._news is not None or self._ready:
             self._begin_turn()
             return
-        deadline = fleet.next_deadline(self.state)
+        deadline = engine.next_deadline(self.state)
         if deadline is None:
             return
         wait_s = max(0.0, self.clock.real_s(deadline - self._steady.now())) + 1e-6

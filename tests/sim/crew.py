@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from controller.core.events import OperatorAction, OperatorCommand
+from everstep_controller.core.events import OperatorAction, OperatorCommand
+
 from everstep.errors import EverstepError
 from everstep.vocabulary import JobState, NodeState
 from tests.sim import facts

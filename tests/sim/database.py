@@ -6,11 +6,11 @@ import random
 from collections.abc import Callable, Sequence
 
 import msgspec
+from everstep_controller.leadership.lease import Told
+from everstep_controller.store.leases import FRESH_S, IN_A_ROW_S, RESERVED_S
+from everstep_controller.store.rows import AuditRow, Batch, GenerationRow, Loaded, OutboxRow, RemedyRow, VersionRow
+from everstep_controller.store.table_access import OPEN
 
-from controller.reach import Told
-from controller.store.leases import FRESH_S, IN_A_ROW_S, RESERVED_S
-from controller.store.records import AuditRow, Batch, GenerationRow, Loaded, OutboxRow, RemedyRow, VersionRow
-from controller.store.remedies import OPEN
 from tests.sim.timeline import Timeline
 
 LEASE_S = 2.0

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from controller.core.effects import Effect
-from controller.core.events import Event
-from controller.store.records import Batch
+from everstep_controller.core.effects import Effect
+from everstep_controller.core.events import Event
+from everstep_controller.store.rows import Batch
+
 from everstep.ids import Version
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim.training_state import TrainingState

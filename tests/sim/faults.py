@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from everstep_controller.core.events import OperatorAction
+
 from bench.failures import frailties, load
-from controller.core.events import OperatorAction
 from everstep.vocabulary import Action, FindingKind
 
 if TYPE_CHECKING:

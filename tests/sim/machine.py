@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.uplink.heartbeat import NodeFacts
+from everstep_agent.uplink.heartbeat import NodeFacts
+
 from everstep.vocabulary import Finding, ProbeKind
+from everstep.wire.framing import SPOKEN
 from everstep.wire.v1.agent import Domain, Gpu
 from everstep.wire.v1.directives import KillRank, RunProbe, StopJob
 from everstep.wire.v1.local import Goodbye, Hello, RankExited, Role
 from everstep.wire.v1.training import FindingCleared, FindingRaised, LauncherJoined, ProbeFinished
-from everstep.wire.version import SPOKEN
 from tests.sim import facts
 from tests.sim.agent_process import AgentProcess
 from tests.sim.rank_process import LOCAL_S, RankProcess

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from everstep_controller.core.events import OperatorAction, OperatorCommand
 
-from controller.core.events import OperatorAction, OperatorCommand
 from everstep.errors import EverstepError
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from tests.sim import facts

@@ -10,6 +10,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from everstep_controller.core.effects import Effect
+from everstep_controller.core.events import Event
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.read_models.fleet_views import Boards
+from everstep_controller.runtime.push import Outbox
+from everstep_controller.runtime.transaction import AuditNumbers, StandingFindings, Transaction
 from rich.console import Console
 from rich.progress import Progress
 
@@ -17,13 +23,6 @@ from bench.failures import schedule
 from bench.goodput.fleet_days import FleetDays, FleetPlan
 from bench.goodput.recovery_model import RecoveryModel
 from bench.goodput.runs import Assumptions, site_policy
-from controller.boards import Boards
-from controller.core.effects import Effect
-from controller.core.events import Event
-from controller.core.policy import CorePolicy
-from controller.push import Outbox
-from controller.standing import StandingFindings
-from controller.transaction import AuditNumbers, Transaction
 from tests.sim import facts
 from tests.sim.checkers.budget import Budget
 from tests.sim.checkers.generations import Generations

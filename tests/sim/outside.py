@@ -10,9 +10,10 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from controller.core.effects import Remedy, RemedyKind
-from controller.core.events import OperatorAction, OperatorCommand
-from controller.remediation.base import MARK, Standing
+from everstep_controller.core.effects import Remedy, RemedyKind
+from everstep_controller.core.events import OperatorAction, OperatorCommand
+from everstep_controller.remediation.remediator import MARK, Standing
+
 from everstep.errors import Conflict, EverstepError, Unavailable
 from tests.sim import facts
 

@@ -9,10 +9,9 @@ import random
 from dataclasses import dataclass
 
 import msgspec
+from everstep_controller.core.policy import CorePolicy, Rulebook
+from everstep_controller.rulebook import shipped_rulebook
 
-from controller.core.policy import CorePolicy
-from controller.core.rules import Rulebook
-from controller.rulebook import shipped_rulebook
 from everstep.vocabulary import FindingKind, Mode
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import JobSpec, SpillPlan

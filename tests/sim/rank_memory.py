@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from everstep_trainer.snapshot.retention import Retention
+
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
-from everstep.slots import SLOTS
+from everstep.layout.slots import SLOTS
 from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.training import GenerationSpec, Member, Sealed
 from tests.sim.training_state import TrainingState
 from tests.sim.vault_memory import Slot
-from trainer_hooks.snapshot.retention import Retention
 
 if TYPE_CHECKING:
     from tests.sim.rank_process import RankProcess

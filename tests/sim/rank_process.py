@@ -9,25 +9,17 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from everstep_trainer.config import HookSettings
+from everstep_trainer.runtime.directives import Attendant, Orders, Presence
+
 from everstep.ids import Version
+from everstep.wire.framing import SPOKEN
 from everstep.wire.v1.directives import StopJob, VersionNotice
 from everstep.wire.v1.local import Goodbye, Hello, Role
-from everstep.wire.v1.training import (
-    CollectiveFailed,
-    GenerationSpec,
-    Member,
-    RankFinished,
-    Resumed,
-    UserError,
-)
-from everstep.wire.version import SPOKEN
+from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, Member, RankFinished, Resumed, UserError
 from tests.sim import facts
 from tests.sim.rank_memory import RankMemory
 from tests.sim.training_state import TrainingState
-from trainer_hooks.attendant import Attendant
-from trainer_hooks.config import HookSettings
-from trainer_hooks.orders import Orders
-from trainer_hooks.presence import Presence
 
 if TYPE_CHECKING:
     from tests.sim.collective import Collective
@@ -40,7 +32,7 @@ SETTINGS = HookSettings(stacks_bytes=64, first_step_allowance_s=20.0)
 
 
 class Progress:
-    """``trainer_hooks.progress.Progress`` by virtual time."""
+    """``everstep_trainer.runtime.progress.Progress`` by virtual time."""
 
     class _Loss:
         @staticmethod

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from controller.api.session import Session
+from everstep_controller.server.session import Session
+
+from everstep.bearer_tokens import Identity
 from everstep.errors import EverstepError
-from everstep.tokens import Identity
 from tests.sim.timeline import Timeline
 from tests.sim.wires import Line
 

@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from agent.spill.retention import FEWEST_LEFT, Stored, folder_of, superfluous, version_of
+from everstep_agent.spill.writer import FEWEST_LEFT, Stored, folder_of, superfluous, version_of
+
 from everstep.errors import ConfigurationError, Unavailable
 from everstep.ids import Version
 from tests.sim.training_state import TrainingState

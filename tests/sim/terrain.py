@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
+from everstep_controller.core.jobs.membership import contradiction, domain_of, least_seats
 
-from controller.core.blocks import contradiction, domain_of, least_seats
 from everstep.wire.v1.agent import Domain
 from tests.sim.faults import FAULTS_BEGIN_S, FAULTS_END_S, Fault
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from everstep_controller.core.effects import Audit, AuditEntry, Effect, PutGeneration, PutJob, PutNode, PutVerdict
+from everstep_controller.core.events import Tick
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.records import JobRecord, NodeRecord
+from everstep_controller.store.rows import AuditRow, Batch, VerdictRow
 
-from controller.core.effects import Audit, AuditEntry, Effect, PutGeneration, PutJob, PutNode, PutVerdict
-from controller.core.events import Tick
-from controller.core.policy import CorePolicy
-from controller.core.records import JobRecord, NodeRecord
-from controller.store.records import AuditRow, Batch, VerdictRow
 from everstep.vocabulary import Action, Decision, GenerationReason, JobState, Verdict
 from everstep.wire.v1.training import GenerationSpec, JobSpec, RestoreRule
 from tests.sim import facts

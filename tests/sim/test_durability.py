@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from everstep_controller.core.events import ReportArrived
+from everstep_controller.core.records import NodeRecord
+from everstep_controller.store.rows import Batch, OutboxRow
 
-from controller.core.events import ReportArrived
-from controller.core.records import NodeRecord
-from controller.store.records import Batch, OutboxRow
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import FindingCleared
 from tests.sim import facts

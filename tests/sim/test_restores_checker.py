@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from everstep_controller.core.effects import PutGeneration
+from everstep_controller.core.events import Tick
 
-from controller.core.effects import PutGeneration
-from controller.core.events import Tick
 from everstep.ids import Version
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.training import GenerationSpec, JobSpec, RestoreRule

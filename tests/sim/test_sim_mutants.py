@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from everstep_controller.core.health import eviction
 
-from controller.core import budget
 from tests.sim.mutants.hunt import hunt
 from tests.sim.mutants.listed import MUTANTS
 from tests.sim.mutants.mutant import Mutant
@@ -23,12 +23,12 @@ def test_there_are_enough_of_them() -> None:
 
 
 def test_surgery_leaves_nothing_behind() -> None:
-    before = budget.recent_evictions
-    with mistaken(budget.recent_evictions, "eviction.at >", "eviction.at <"):
-        assert budget.recent_evictions is not before
-    assert budget.recent_evictions is before
+    before = eviction.recent_evictions
+    with mistaken(eviction.recent_evictions, "eviction.at >", "eviction.at <"):
+        assert eviction.recent_evictions is not before
+    assert eviction.recent_evictions is before
 
 
 def test_surgery_refuses_what_is_not_there() -> None:
-    with pytest.raises(AssertionError, match="0 times"), mistaken(budget.recent_evictions, "no such text", ""):
+    with pytest.raises(AssertionError, match="0 times"), mistaken(eviction.recent_evictions, "no such text", ""):
         pass

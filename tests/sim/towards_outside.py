@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from everstep_controller.core.effects import Remedy, RemedyKind
+from everstep_controller.core.events import NodeObserved
+from everstep_controller.remediation.executor import RemedyDesk
+from everstep_controller.remediation.remediator import Standing
+from everstep_controller.remediation.service import Observer
+from everstep_controller.runtime.transaction import Transaction
+from everstep_controller.store.rows import RemedyRow
 
-from controller.core.effects import Remedy, RemedyKind
-from controller.core.events import NodeObserved
-from controller.remediation.base import Standing
-from controller.remediation.desk import RemedyDesk
-from controller.remediation.observer import Observer
-from controller.store.records import RemedyRow
-from controller.transaction import Transaction
-from everstep.backoff import Backoff
+from everstep.clock import Backoff
 from everstep.errors import EverstepError, Unavailable
 from tests.sim import facts, outside
 from tests.sim.event_loop import VirtualLoop

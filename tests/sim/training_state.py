@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 import xxhash
+from everstep_trainer.data.sampler import ElasticSampler
 
-from trainer_hooks.data import ElasticSampler
-from trainer_hooks.snapshot.layout import LAYOUT_FORMAT, Manifest, Stored, Tensor, whole
+from everstep.layout.manifests import LAYOUT_FORMAT, Manifest, Stored, Tensor, whole
 
 SAMPLES = 1000
 GLOBAL_BATCH = 48

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
-from controller.core.events import OperatorAction, OperatorCommand
+from everstep_controller.core.events import OperatorAction, OperatorCommand
+
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from tests.sim.faults import FAULTS_BEGIN_S, FAULTS_END_S, Fault
 

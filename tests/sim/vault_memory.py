@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
-from everstep.slot_choice import slot_to_fill
-from everstep.slots import SLOTS, SlotHeader, SlotState
+from everstep.layout.segments import SlotHeader, SlotState
+from everstep.layout.slots import SLOTS, slot_to_fill
 from tests.sim.training_state import TrainingState
 
 PARITY_SLOTS = 2
@@ -44,7 +44,7 @@ class Segment:
         ]
 
     def begin(self, slot: Slot, keep: set[Version]) -> None:
-        """Fills the slot that may be filled next (``everstep.slots.slot_to_fill``). Raises OutOfSlotMemory."""
+        """Fills the slot that may be filled next (``everstep.layout.slots.slot_to_fill``). Raises OutOfSlotMemory."""
         self.slots[slot_to_fill(self.headers(), keep)] = slot
 
     def sealed(self) -> list[Slot]:

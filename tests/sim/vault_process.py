@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from agent.spill.retention import folder_of
+from everstep_agent.spill.writer import folder_of
+
 from everstep.errors import DigestMismatch, EverstepError, NotFound, StaleGeneration, Unavailable
 from everstep.ids import Version
-from everstep.wire.v1.local import Failed
-from everstep.wire.v1.supervision import Protect, Protected, Spill, Spilled
+from everstep.wire.v1.local import Failed, Protect, Protected, Spill, Spilled
 from tests.sim import facts
 from tests.sim.vault_memory import Parity, Slot
 
@@ -204,7 +204,7 @@ class VaultProcess:
 
 
 class VaultLink:
-    """``agent.vault_keeper.VaultKeeper`` for one life of an agent, as far as orders need it."""
+    """``everstep_agent.vault.keeper.VaultKeeper`` for one life of an agent, as far as orders need it."""
 
     def __init__(self, machine: Machine, loop: VirtualLoop) -> None:
         self._machine = machine

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from controller.core.fleet import check_invariants
-from controller.core.state import FleetState
+from everstep_controller.core.engine import check_invariants
+from everstep_controller.core.state import FleetState
+
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
-from everstep.slots import SLOTS
+from everstep.layout.slots import SLOTS
 from everstep.wire.v1.training import GenerationSpec, Member
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker

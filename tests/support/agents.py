@@ -51,7 +51,7 @@ class AgentProcess:
 
     def launch(self, *options: str) -> subprocess.Popen[str]:
         """Starts another life without waiting for it."""
-        command = [sys.executable, "-m", "agent.main", "--node", self.node, "--controller", self.controller]
+        command = [sys.executable, "-m", "everstep_agent.main", "--node", self.node, "--controller", self.controller]
         command += ["--token-file", str(self.token_file), "--run-dir", str(self.run_dir)]
         command += ["--segment-dir", str(self.segments), "--kernel-log", str(self.kernel_log)]
         command += ["--virtual", "default:2", *options]

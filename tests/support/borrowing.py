@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import xxhash
+from everstep_trainer.memory_tier.vault_client import VaultClient
 
-from everstep.channel import Channel
 from everstep.ids import Version
-from everstep.slots import CHUNK_BYTES
+from everstep.layout.slots import CHUNK_BYTES
+from everstep.wire.framing import Channel
 from everstep.wire.v1.transfer import Data, DataEnd, Get
 from tests.support.vaults import JOB, VaultProcess
-from trainer_hooks.vault_client import VaultClient
 
 
 @contextmanager

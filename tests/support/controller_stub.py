@@ -21,17 +21,22 @@ from everstep.errors import AuthenticationError, EverstepError, MalformedMessage
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.agent import (
     MAX_BODY_BYTES,
+    NUMBER_BYTES,
+    UPGRADE,
+    Acknowledge,
     DirectivesAnswer,
+    Frame,
     Heartbeat,
     HeartbeatAnswer,
     Numbered,
+    Refused,
     Register,
     Registered,
     Reports,
     ReportsAnswer,
+    encode_frame,
 )
 from everstep.wire.v1.directives import AnyDirective, Directive
-from everstep.wire.v1.session import NUMBER_BYTES, UPGRADE, Acknowledge, Frame, Refused, encode_frame
 
 T = TypeVar("T")
 DEADLINE_S = 60.0

@@ -14,28 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from everstep_controller.api.credentials import Keyring
+from everstep_controller.app import Controller
+from everstep_controller.config import ControllerSettings
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.remediation.remediator import DryRun, Remediator
+from everstep_controller.store.database import open_database
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
-from controller.app import Controller
-from controller.config import ControllerSettings
-from controller.core.policy import CorePolicy
-from controller.remediation.base import Remediator
-from controller.remediation.dry_run import DryRun
-from controller.secret_file import Keyring
-from controller.store.database import open_database
+from everstep.bearer_tokens import TokenRole, mint
 from everstep.clock import Clock
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep.tokens import TokenRole, mint
-from everstep.wire.v1.agent import (
-    Heartbeat,
-    HeartbeatAnswer,
-    Numbered,
-    Register,
-    Registered,
-    Reports,
-    ReportsAnswer,
-)
+from everstep.wire.v1.agent import Heartbeat, HeartbeatAnswer, Numbered, Register, Registered, Reports, ReportsAnswer
 from everstep.wire.v1.directives import Directive
 from everstep.wire.v1.training import AnyReport, JobSpec, LauncherJoined
 from tests.support.databases import give_schema
@@ -209,11 +200,11 @@ class ControllerProcess:
         log = self.directory / "controller.log"
         if self.forks is None:
             with log.open("ab") as output:
-                command = [sys.executable, "-m", "controller.main", *arguments]
+                command = [sys.executable, "-m", "everstep_controller.main", *arguments]
                 self.process = subprocess.Popen(command, stdout=output, stderr=output)
         else:
             give_schema(self.database)
-            self.process = Forked(self.forks, "controller.main", arguments, log)
+            self.process = Forked(self.forks, "everstep_controller.main", arguments, log)
         end = time.perf_counter() + deadline_s
         while not self.ready_file.exists():
             if self.process.poll() is not None or time.perf_counter() > end:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-
-from controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, PutVersion, Send
-from controller.core.events import (
+from everstep_controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, PutVersion, Send
+from everstep_controller.core.engine import Heard, check_invariants, handle, next_deadline, touch
+from everstep_controller.core.events import (
     AgentRegistered,
     ControllerStarted,
     Event,
@@ -19,11 +19,12 @@ from controller.core.events import (
     ReportArrived,
     Tick,
 )
-from controller.core.fleet import Heard, check_invariants, handle, next_deadline, restore, touch
-from controller.core.policy import CorePolicy
-from controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionRecord
-from controller.core.state import FleetState
-from controller.rulebook import with_rules
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionRecord
+from everstep_controller.core.startup import restore
+from everstep_controller.core.state import FleetState
+from everstep_controller.rulebook import with_rules
+
 from everstep.ids import Version
 from everstep.vocabulary import Finding, JobState, NodeState
 from everstep.wire.v1.agent import Domain, Gpu, Register

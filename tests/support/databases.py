@@ -6,7 +6,7 @@ import functools
 import tempfile
 from pathlib import Path
 
-from controller.store.database import open_database, parse_url
+from everstep_controller.store.database import open_database, parse_url
 
 
 @functools.cache

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from everstep_trainer.config import HookSettings
+from everstep_trainer.memory_tier.dcp import Tier, VaultLoadPlanner, VaultReader, VaultSavePlanner, VaultWriter
+from everstep_trainer.memory_tier.vault_client import VaultClient
+from everstep_trainer.runtime.abort import backend_named
+from everstep_trainer.runtime.regroup import Rendezvous
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from everstep.wire.v1.training import GenerationSpec
 from tests.support.layouts import Layout, Trained
-from trainer_hooks.abort import backend_named
-from trainer_hooks.config import HookSettings
-from trainer_hooks.dcp import Tier, VaultLoadPlanner, VaultReader, VaultSavePlanner, VaultWriter
-from trainer_hooks.regroup import Rendezvous
-from trainer_hooks.vault_client import VaultClient
 
 Order = tuple[str, int | None, Layout]
 """("save" or "load", step, layout); "pickle" saves with torch's own planner, "unpickle" loads with it, and of a "torn"

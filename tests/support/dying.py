@@ -21,7 +21,11 @@ from typing import Any
 
 FOLDER = "EVERSTEP_TEST_DYING"
 NODE = "DEMO_NODE"
-_ROLES = {"agent.vault.main": "vault", "agent.main": "agent", "controller.main": "controller"}
+_ROLES = {
+    "everstep_agent.vault.process": "vault",
+    "everstep_agent.main": "agent",
+    "everstep_controller.main": "controller",
+}
 
 
 @dataclass(frozen=True)
@@ -39,26 +43,30 @@ class Point:
 
 _COMMIT = "_commit"
 POINTS = (
-    Point("filling", "rank", "everstep.slots", "SegmentView.begin", after=True),
-    Point("filled", "rank", "everstep.slots", "SegmentView.seal", after=False),
-    Point("sealed", "rank", "everstep.slots", "SegmentView.seal", after=True),
-    Point("vault-told", "rank", "trainer_hooks.snapshot.reports", "Reports.sealed", after=True),
-    Point("safe", "rank", "trainer_hooks.snapshot.reports", "Reports._report", after=False),
-    Point("agent-told", "rank", "trainer_hooks.snapshot.reports", "Reports._report", after=True),
-    Point("asked-to-copy", "vault", "agent.vault.replicate", "Replicator.replicate", after=False),
-    Point("offered-a-copy", "vault", "agent.vault.receive", "Receiver.begin", after=True),
-    Point("received-bytes", "vault", "agent.vault.receive", "Receiver.part", after=True),
-    Point("copy-whole", "vault", "agent.vault.receive", "Receiver.finish", after=False),
-    Point("copy-sealed", "vault", "agent.vault.receive", "Receiver.finish", after=True),
-    Point("copy-acknowledged", "vault", "agent.vault.send", "Sender.send", after=True),
-    Point("hears-a-seal", "agent", "agent.local_jobs", "LocalJobs._forward", after=False),
-    Point("passed-a-seal-on", "agent", "agent.local_jobs", "LocalJobs._forward", after=True),
-    Point("hears-of-a-commit", "agent", "agent.local_jobs", "LocalJobs._notice", after=False),
-    Point("told-of-a-commit", "agent", "agent.local_jobs", "LocalJobs._notice", after=True),
-    Point("counts-a-seal", "controller", "controller.core.checkpoints", "take_seal", after=False),
-    Point("commits", "controller", "controller.core.checkpoints", _COMMIT, after=True),
-    Point("stores-a-commit", "controller", "controller.store.writer", "Writer.commit", after=False, since=_COMMIT),
-    Point("stored-a-commit", "controller", "controller.store.writer", "Writer.commit", after=True, since=_COMMIT),
+    Point("filling", "rank", "everstep.layout.slots", "SegmentView.begin", after=True),
+    Point("filled", "rank", "everstep.layout.slots", "SegmentView.seal", after=False),
+    Point("sealed", "rank", "everstep.layout.slots", "SegmentView.seal", after=True),
+    Point("vault-told", "rank", "everstep_trainer.snapshot.reports", "Reports.sealed", after=True),
+    Point("safe", "rank", "everstep_trainer.snapshot.reports", "Reports._report", after=False),
+    Point("agent-told", "rank", "everstep_trainer.snapshot.reports", "Reports._report", after=True),
+    Point("asked-to-copy", "vault", "everstep_agent.vault.transfer.sending", "Replicator.replicate", after=False),
+    Point("offered-a-copy", "vault", "everstep_agent.vault.transfer.receiving", "Receiver.begin", after=True),
+    Point("received-bytes", "vault", "everstep_agent.vault.transfer.receiving", "Receiver.part", after=True),
+    Point("copy-whole", "vault", "everstep_agent.vault.transfer.receiving", "Receiver.finish", after=False),
+    Point("copy-sealed", "vault", "everstep_agent.vault.transfer.receiving", "Receiver.finish", after=True),
+    Point("copy-acknowledged", "vault", "everstep_agent.vault.transfer.sending", "Sender.send", after=True),
+    Point("hears-a-seal", "agent", "everstep_agent.jobs.registry", "LocalJobs._forward", after=False),
+    Point("passed-a-seal-on", "agent", "everstep_agent.jobs.registry", "LocalJobs._forward", after=True),
+    Point("hears-of-a-commit", "agent", "everstep_agent.jobs.registry", "LocalJobs._notice", after=False),
+    Point("told-of-a-commit", "agent", "everstep_agent.jobs.registry", "LocalJobs._notice", after=True),
+    Point("counts-a-seal", "controller", "everstep_controller.core.checkpoints.commits", "take_seal", after=False),
+    Point("commits", "controller", "everstep_controller.core.checkpoints.commits", _COMMIT, after=True),
+    Point(
+        "stores-a-commit", "controller", "everstep_controller.store.writer", "Writer.commit", after=False, since=_COMMIT
+    ),
+    Point(
+        "stored-a-commit", "controller", "everstep_controller.store.writer", "Writer.commit", after=True, since=_COMMIT
+    ),
 )
 """In the order of FILLING, SEALED, REPLICATED, COMMITTED; what all ranks agree on is VERIFIED with its commit."""
 

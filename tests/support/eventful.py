@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
+from everstep.bearer_tokens import TokenRole
 from everstep.ids import Version
-from everstep.tokens import TokenRole
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
-from everstep.wire.v1 import history as past
+from everstep.wire.v1 import operator_history as past
 from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, Numbered, Reports
 from everstep.wire.v1.training import AnyReport, FindingRaised, RankLost, RankProgress, Resumed, Sealed
 from tests.support import spoken

@@ -1,6 +1,7 @@
 """A training with everything on that can lose a bit, whose ranks write down what they computed, and die where told.
 
-    python -m trainer_hooks.launch --nproc-per-node 3 -m tests.support.exact_training FOLDER UNTIL [RANK:STEP:POINT ...]
+    python -m everstep_trainer.launch --nproc-per-node 3 -m tests.support.exact_training FOLDER UNTIL [RANK:STEP:POINT
+    ...]
 
 Dropout, gradient accumulation, clipping, a schedule, a loss scaler that meets overflows, and bfloat16 autocast.
 """
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import trainer_hooks as everstep
+import everstep
 
 SEED, SAMPLES, WIDTH, BATCH, OVERFLOW_EVERY = 23, 500, 24, 22, 37
 POINTS = ("begun", "forward", "backward", "reduced", "updated")

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from everstep.framing import FrameDecoder, encode_frame
+from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1.local import MAX_FRAME_BYTES, Hello, Role, ToAgent, Welcome
 
 M = TypeVar("M")

@@ -30,9 +30,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer_hooks.launch.channel import Channel, pair
-from trainer_hooks.launch.messages import Exited, Fork, Forked, FromForkServer, Ready, Serve, Signal
-from trainer_hooks.launch.preload import MODULES
+from everstep_trainer.launch.fork_messages import (
+    Channel,
+    Exited,
+    Fork,
+    Forked,
+    FromForkServer,
+    Ready,
+    Serve,
+    Signal,
+    pair,
+)
+from everstep_trainer.launch.forkserver import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
@@ -111,7 +120,7 @@ class ForkPool:
 
     def __init__(self, modules: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> None:
         orders, theirs = pair()
-        command = [sys.executable, "-m", "trainer_hooks.launch.forkserver"]
+        command = [sys.executable, "-m", "everstep_trainer.launch.forkserver"]
         command += ["--orders", str(theirs.fileno()), "--parent", str(os.getpid())]
         names = list(MODULES if modules is None else modules)
         command += ["--preload", *names]

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from everstep_trainer.config import HookSettings
+from everstep_trainer.memory_tier.vault_client import VaultClient
+from everstep_trainer.restore import Restoration
+from everstep_trainer.runtime.abort import backend_named
+from everstep_trainer.runtime.regroup import Rendezvous
+from everstep_trainer.snapshot.snapshotter import Snapshotter
+from everstep_trainer.state.tracked_state import TrackedState
 
 from everstep.wire.v1.training import GenerationSpec, Sealed
 from tests.support.layouts import Layout, Trained
-from trainer_hooks.abort import backend_named
-from trainer_hooks.config import HookSettings
-from trainer_hooks.regroup import Rendezvous
-from trainer_hooks.restore import Restoration
-from trainer_hooks.snapshot.snapshotter import Snapshotter
-from trainer_hooks.state import TrackedState
-from trainer_hooks.vault_client import VaultClient
 
 DEADLINE_S = 60.0
 

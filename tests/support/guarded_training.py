@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from everstep_trainer.loss_guard import Guard
+from everstep_trainer.run import Run
 
 from tests.support.exact_training import Diary, Fault, Faults, fingerprint
-from trainer_hooks.guard import Guard
-from trainer_hooks.run import Run
 
 SEED, BATCH, WIDTH = 41, 8, 6
 

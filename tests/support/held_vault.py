@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from agent.vault import adoption
-from agent.vault import main as vault
-from everstep.slots import SlotHeader
+from everstep_agent.vault import process as vault
+from everstep_agent.vault.memory import adoption
+
+from everstep.layout.segments import SlotHeader
 from tests.support.waiting import until
 
 HELD = "EVERSTEP_TEST_HELD"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import parse_qs, urlsplit
 
-from controller.remediation.webhook import signature
+from everstep_controller.remediation.webhook import signature
 
 
 class Receiver:

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from everstep_trainer.run import Run
+from everstep_trainer.snapshot.copy import HostMover
+from everstep_trainer.snapshot.snapshotter import Snapshotter
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from everstep.slots import SegmentView, SlotHeader
+from everstep.layout.segments import SlotHeader
+from everstep.layout.slots import SegmentView
 from tests.support.exact_training import Diary, fingerprint
-from trainer_hooks.run import Run
-from trainer_hooks.snapshot.copy import HostMover
-from trainer_hooks.snapshot.snapshotter import Snapshotter
 
 POINTS = (
     "after reduce",

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
-from controller.core.effects import Effect
-from controller.core.events import (
+from everstep_controller.core.effects import Effect
+from everstep_controller.core.events import (
     ActionReported,
     Event,
     HeartbeatChanged,
@@ -24,13 +23,14 @@ from controller.core.events import (
     ProbeRequested,
     StoreChanged,
 )
-from controller.core.policy import CorePolicy
-from controller.journal import MAGIC, Journal, segments
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.journal.recorder import MAGIC, Journal, segments
+
 from everstep.ids import Version
 from everstep.vocabulary import Action, Severity
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import RankProgress
-from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
+from everstep.wire.v1.vault_orders import VersionProtected, VersionSpilled
 from tests.support.core_fleet import CoreFleet
 from tests.support.findings import xid
 

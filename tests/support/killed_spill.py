@@ -15,10 +15,9 @@ import sys
 from pathlib import Path
 
 import msgspec
-
-from agent.spill import target, work
-from agent.spill.__main__ import carry_out
-from agent.spill.order import Order
+from everstep_agent.spill import target, writer
+from everstep_agent.spill.__main__ import carry_out
+from everstep_agent.spill.order import Order
 
 
 class _Doom:
@@ -80,7 +79,7 @@ def main() -> None:
     seen, deaths = set(), 0
     while _killed(order, deaths):
         deaths += 1
-        assert not list(folder.rglob(work.METADATA)), "a reader must not see a checkpoint that is not whole"
+        assert not list(folder.rglob(writer.METADATA)), "a reader must not see a checkpoint that is not whole"
         carry_out(order)
         seen.add(contents(folder))
         shutil.rmtree(folder)

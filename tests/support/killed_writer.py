@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
-from controller.store.database import open_database
-from controller.store.records import AuditRow, Batch, GenerationRow, OutboxRow
-from controller.store.writer import Writer
+from everstep_controller.store.database import open_database
+from everstep_controller.store.rows import AuditRow, Batch, GenerationRow, OutboxRow
+from everstep_controller.store.writer import Writer
 
 NODES = 5
 

@@ -33,7 +33,7 @@ class Launched:
             self.process = WarmLauncher(argv, directory, inherited, self._out, self._err)
             return
         with self._out.open("ab") as out, self._err.open("ab") as err:
-            command = [sys.executable, "-m", "trainer_hooks.launch", *argv]
+            command = [sys.executable, "-m", "everstep_trainer.launch", *argv]
             self.process = subprocess.Popen(
                 command, env=inherited, stdout=out, stderr=err, cwd=directory, start_new_session=True
             )

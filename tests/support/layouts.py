@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from everstep_trainer.parallel.gradients import replicate
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,8 +20,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.adamw import adamw
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from trainer_hooks.replicate import replicate
 
 
 @contextmanager

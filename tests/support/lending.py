@@ -9,12 +9,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 import xxhash
+from everstep_trainer.memory_tier.vault_client import Lent
 
-from everstep.channel import Channel
 from everstep.errors import EverstepError, Unavailable
-from everstep.slots import CHUNK_BYTES
+from everstep.layout.slots import CHUNK_BYTES
+from everstep.wire.framing import Channel
 from everstep.wire.v1.transfer import Data, DataEnd, Get, refusal
-from trainer_hooks.vault_client import Lent
 
 Ranges = Sequence[tuple[int, int]]
 Act = Callable[[Channel, Get, bytes], None]
@@ -45,7 +45,7 @@ def refuse(error: EverstepError) -> Act:
 
 
 class LendingVault:
-    """Stands in for trainer_hooks.vault_client.VaultClient where connections are asked for.
+    """Stands in for everstep_trainer.memory_tier.vault_client.VaultClient where connections are asked for.
 
     Args:
         payloads: of each rank.

@@ -1,6 +1,7 @@
 """A Trainer of PyTorch Lightning's in a training function; ranks write down what each step had.
 
-python -m trainer_hooks.launch --nproc-per-node 2 -m tests.support.lightning_training FOLDER UNTIL [RANK:STEP:POINT ...]
+python -m everstep_trainer.launch --nproc-per-node 2 -m tests.support.lightning_training FOLDER UNTIL [RANK:STEP:POINT
+...]
 
 A STEP is a batch. LIGHTNING_ACCUMULATES: batches for an update, in half precision with a loss scaler that grows; else
 one, in single precision. LIGHTNING_PACKAGE: which of the two distributions to use.
@@ -16,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from everstep_trainer.integrations.lightning import Batches, KeepState, Ranks
 
-import trainer_hooks as everstep
+import everstep
 from tests.support.exact_training import SAMPLES, SEED, Diary, Fault, Faults, Net, data, fingerprint, main
-from trainer_hooks.integrations.lightning import Batches, KeepState, Ranks
 
 LIGHTNING = importlib.import_module(os.environ.get("LIGHTNING_PACKAGE", "pytorch_lightning"))
 MixedPrecision = importlib.import_module(f"{LIGHTNING.__name__}.plugins.precision").MixedPrecision

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from everstep_trainer.data.sampler import Packed, pack
+from everstep_trainer.run import Run
 
 from tests.support.exact_training import Diary, Fault, Faults, fingerprint, hold
 from tests.support.loaded_data import Counted, Jumping, Numbers, Stuck
-from trainer_hooks.loading.packing import Packed, pack
-from trainer_hooks.run import Run
 
 SEED, BATCH = 31, 9
 LENGTHS = [1 + 7 * n % 11 for n in range(60)]

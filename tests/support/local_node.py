@@ -6,21 +6,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
+from everstep_agent.jobs.registry import LocalJobs
+from everstep_agent.jobs.seats import LocalJob
 
-from agent.local_jobs import LocalJobs
-from agent.local_seats import LocalJob
 from everstep.clock import ManualClock
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.directives import KillRank, NewGeneration
 from everstep.wire.v1.local import Hello, RankExited, Role, Tick
-from everstep.wire.v1.training import (
-    FindingRaised,
-    GenerationSpec,
-    Holder,
-    JobSpec,
-    LauncherJoined,
-    RestoreRule,
-)
+from everstep.wire.v1.training import FindingRaised, GenerationSpec, Holder, JobSpec, LauncherJoined, RestoreRule
 
 T = TypeVar("T")
 JOB = JobSpec(job="j", max_nodes=2, nproc_per_node=2)

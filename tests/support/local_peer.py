@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 
-from everstep.framing import FrameDecoder, encode_frame
+from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1.local import MAX_FRAME_BYTES, FromAgent, Goodbye, Hello, Role, Tick
 
 TICK_S = 0.02

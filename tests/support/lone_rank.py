@@ -8,18 +8,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from everstep_trainer.memory_tier.vault_client import VaultClient
+from everstep_trainer.restore import Restoration, RestoreResult
+from everstep_trainer.snapshot.snapshotter import Snapshotter
+from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
 from everstep.ids import Version
-from everstep.slots import SegmentView
+from everstep.layout.slots import SegmentView
 from everstep.wire.v1.training import FindingRaised, RestoreRule, Sealed
 from tests.support.forked import ForkPool
 from tests.support.generations import JOB, generation
 from tests.support.vaults import Vaults, map_segment, vaults
-from trainer_hooks.restore import Restoration, RestoreResult
-from trainer_hooks.snapshot.snapshotter import Snapshotter
-from trainer_hooks.state import TrackedState
-from trainer_hooks.vault_client import VaultClient
 
 
 class Counter:

@@ -6,13 +6,13 @@ import socket
 import threading
 
 import xxhash
+from everstep_agent.vault.job_table import JobBook
+from everstep_agent.vault.transfer.peers import admit
 
-from agent.vault.handshake import admit
-from agent.vault.jobs import JobBook
-from everstep.channel import Channel
 from everstep.errors import Unavailable
-from everstep.slots import chunk_digests
-from everstep.wire.v1 import supervision
+from everstep.layout.slots import chunk_digests
+from everstep.wire.framing import Channel
+from everstep.wire.v1 import local
 from everstep.wire.v1.transfer import Data, DataEnd, Digests, DigestsAsk, Get, Request
 from tests.support.vaults import DEADLINE_S, JOB, SECRET
 
@@ -49,7 +49,7 @@ class LyingVault:
 
     def _serve(self, channel: Channel) -> None:
         book = JobBook()
-        book.configure(supervision.Configure(request=1, job=JOB, generation=1, secret=SECRET, holders=()))
+        book.configure(local.Configure(request=1, job=JOB, generation=1, secret=SECRET, holders=()))
         try:
             admit(channel, book, "n2")
             while True:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from alembic import command
+from everstep_controller.store.database import config, engine_of, parse_url, writing
 from sqlalchemy import text
-
-from controller.store.database import engine_of, parse_url, writing
-from controller.store.migrate import config
 
 Rows = dict[str, list[dict[str, Any]]]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from agent.vault.parity.stripes import STRIPE_BYTES
+from everstep_agent.vault.parity.shards import STRIPE_BYTES
+
 from everstep.ids import Version
-from everstep.slots import CHUNK_BYTES, slot_bytes_for
-from everstep.wire.v1 import local, supervision
-from everstep.wire.v1.parity import ParityGroup
+from everstep.layout.slots import CHUNK_BYTES, slot_bytes_for
+from everstep.wire.v1 import local
+from everstep.wire.v1.vault_orders import ParityGroup
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, RankMemory, Vaults, noise, vaults
 
@@ -39,11 +40,11 @@ class Group:
 
     def protect(self, home: str, version: Version = V, **fields: object) -> local.FromVault:
         said = {"job": JOB, "generation": 1, "version": version, "group": GROUP} | fields
-        return self.fleet.supervisors[home].ask(supervision.Protect, **said)
+        return self.fleet.supervisors[home].ask(local.Protect, **said)
 
     def protected(self) -> None:
         answers = [self.protect(home) for home in ("p", "q")]
-        assert all(isinstance(answer, supervision.Protected) for answer in answers), answers
+        assert all(isinstance(answer, local.Protected) for answer in answers), answers
         assert [answer.parity for answer in answers] == ["P", "Q"]
         assert answers[0].members == answers[1].members
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from everstep_trainer.data.rng import seed_step
+from everstep_trainer.run import Run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from tests.support.exact_training import WIDTH, Diary, Fault, Faults, data, fingerprint, hold
-from trainer_hooks.rng import seed_step
-from trainer_hooks.run import Run
 
 SEED, SAMPLES, BATCH, STAGES, MICRO = 59, 100, 12, 2, 3
 

@@ -14,21 +14,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from everstep_trainer.launch.fork_messages import Exited
+
 from tests.support.forked import DEADLINE_S, ForkPool
-from trainer_hooks.launch.messages import Exited
 
 MODULES = (
-    "agent.vault.main",
-    "agent.vault.parity",
-    "controller.main",
-    "controller.serve_command",
-    "controller.store.migrate",
+    "everstep_agent.vault.process",
+    "everstep_agent.vault.parity",
+    "everstep_controller.main",
+    "everstep_controller.serve_command",
+    "everstep_controller.store.database",
     "httptools",
     "psycopg",
     "sqlalchemy.dialects.postgresql.psycopg",
     "sqlalchemy.dialects.sqlite.pysqlite",
 )
-OF_NODES = ("agent.main", "agent.sensors.child", "trainer_hooks.launch.main")
+OF_NODES = ("everstep_agent.main", "everstep_agent.sensors.sampler", "everstep_trainer.launch.command")
 
 
 class Forked:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from controller.core.effects import Remedy, RemedyKind
-from controller.remediation.base import Remediator
+from everstep_controller.core.effects import Remedy, RemedyKind
+from everstep_controller.remediation.remediator import Remediator
 
 
 def remedy(number: int, kind: RemedyKind = RemedyKind.CORDON, node: str = "n1") -> Remedy:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+from everstep_controller.core.effects import Remedy, RemedyKind
+from everstep_controller.core.events import ActionReported
+from everstep_controller.remediation.executor import RemedyDesk
+from everstep_controller.remediation.remediator import Remediator, Standing
+from everstep_controller.store.rows import RemedyRow, RemedyState
 
-from controller.core.effects import Remedy, RemedyKind
-from controller.core.events import ActionReported
-from controller.remediation.base import Remediator, Standing
-from controller.remediation.desk import RemedyDesk
-from controller.store.records import RemedyRow, RemedyState
-from everstep.backoff import Backoff
+from everstep.clock import Backoff
 from everstep.errors import Conflict, Unavailable
 
 AT_ONCE = Backoff(floor_s=0.0, ceiling_s=0.0)

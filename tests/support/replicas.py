@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from everstep_trainer.parallel.replica_groups import DataParallel, Place
+from everstep_trainer.run import Run
+from everstep_trainer.runtime.generation_session import IdleKeeper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-from trainer_hooks.data_parallel import DataParallel
-from trainer_hooks.keeper import IdleKeeper
-from trainer_hooks.place import Place
-from trainer_hooks.run import Run
 
 WORLD, SAMPLES, BATCH = 4, 50, 5
 

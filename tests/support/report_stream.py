@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from everstep.tokens import TokenRole
+from everstep.bearer_tokens import TokenRole
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import Numbered, Reports, ReportsAnswer

@@ -7,18 +7,19 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from controller.boards import Boards
-from controller.core import events as ev
-from controller.core import fleet
-from controller.core.policy import CorePolicy
-from controller.loop import FleetLoop
-from controller.metrics import Metrics
-from controller.push import Outbox
-from controller.rulebook import with_rules
-from controller.steady_time import SteadyTime
-from controller.store.records import AuditRow, Batch
-from controller.store.trouble import Superseded
-from controller.transaction import AuditNumbers, Decide, Transaction
+from everstep_controller.core import engine
+from everstep_controller.core import events as ev
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.read_models.fleet_views import Boards
+from everstep_controller.read_models.prometheus import Metrics
+from everstep_controller.rulebook import with_rules
+from everstep_controller.runtime.clock import SteadyTime
+from everstep_controller.runtime.loop import FleetLoop
+from everstep_controller.runtime.push import Outbox
+from everstep_controller.runtime.transaction import AuditNumbers, Decide, Transaction
+from everstep_controller.store.database_errors import Superseded
+from everstep_controller.store.rows import AuditRow, Batch
+
 from everstep.clock import Clock
 from everstep.system_clock import SYSTEM_CLOCK
 from tests.support.controllers import registration
@@ -47,13 +48,13 @@ class Running:
     """A loop, started; ended by the ``async with``."""
 
     def __init__(
-        self, *, queue_limit: int = 100, clock: Clock = SYSTEM_CLOCK, decide: Decide = fleet.handle, **options: Any
+        self, *, queue_limit: int = 100, clock: Clock = SYSTEM_CLOCK, decide: Decide = engine.handle, **options: Any
     ) -> None:
         self.disk = Disk()
         self.audit: list[AuditRow] = []
         self.outbox = Outbox(1)
         self.loop = FleetLoop(
-            state=fleet.restore(with_rules(CorePolicy.lab()), None, [], [], []),
+            state=engine.restore(with_rules(CorePolicy.lab()), None, [], [], []),
             outbox=self.outbox,
             commit=self.disk.commit,
             steady=SteadyTime(clock),

@@ -13,21 +13,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from everstep_trainer.config import HookSettings
+from everstep_trainer.memory_tier.vault_client import VaultClient
+from everstep_trainer.parallel.gradients import replicate
+from everstep_trainer.restore import Restoration
+from everstep_trainer.runtime.abort import backend_named
+from everstep_trainer.runtime.regroup import Rendezvous
+from everstep_trainer.snapshot.copy import HostMover
+from everstep_trainer.snapshot.snapshotter import Snapshotter
+from everstep_trainer.state.python_state import apart
+from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Sealed
-from trainer_hooks.abort import backend_named
-from trainer_hooks.config import HookSettings
-from trainer_hooks.one_rank import apart
-from trainer_hooks.regroup import Rendezvous
-from trainer_hooks.replicate import replicate
-from trainer_hooks.restore import Restoration
-from trainer_hooks.snapshot.copy import HostMover
-from trainer_hooks.snapshot.snapshotter import Snapshotter
-from trainer_hooks.state import TrackedState
-from trainer_hooks.vault_client import VaultClient
 
 BATCH = 12
 WIDTH = 10

@@ -10,13 +10,12 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from agent.assess import Assessor, Instant, Memory
-from agent.policy.rules import Policy, load_policy
-from agent.sensors.frames import Poll
-from agent.sensors.host_process import SensorProcess
-from agent.sensors.picture import Picture
-from agent.sensors.samples import GpuSample, HostSample
-from agent.sensors.settings import SensorSettings
+from everstep_agent.findings.assessment import Assessor, Instant, Memory
+from everstep_agent.findings.rules import Policy, load_policy
+from everstep_agent.sensors.monitor import SensorProcess, SensorSettings
+from everstep_agent.sensors.samples import GpuSample, HostSample
+from everstep_agent.sensors.sensor_messages import Picture, Poll
+
 from everstep.clock import ManualClock
 from everstep.system_clock import SYSTEM_CLOCK
 

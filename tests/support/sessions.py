@@ -11,26 +11,31 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
+from everstep_controller.api.auth import Headers
+from everstep_controller.app import Controller
+from everstep_controller.leadership.lease import NotLeading
+from everstep_controller.leadership.takeover_gate import Threshold
+from everstep_controller.server.connection_router import Front
+from everstep_controller.server.connections import Descriptors, Peer
 
-from controller.api.auth import Headers
-from controller.api.descriptors import Descriptors
-from controller.api.front import Front
-from controller.api.peers import Peer
-from controller.app import Controller
-from controller.lease import NotLeading
-from controller.threshold import Threshold
-from everstep.tokens import TokenRole
+from everstep.bearer_tokens import TokenRole
 from everstep.wire.v1.agent import (
+    NUMBER_BYTES,
+    PREFIX_BYTES,
+    UPGRADE,
+    Acknowledge,
     DirectivesAnswer,
+    Frame,
     Heartbeat,
     HeartbeatAnswer,
     Numbered,
+    Refused,
     Registered,
     Reports,
     ReportsAnswer,
+    encode_frame,
 )
 from everstep.wire.v1.directives import AnyDirective, Directive
-from everstep.wire.v1.session import NUMBER_BYTES, PREFIX_BYTES, UPGRADE, Acknowledge, Frame, Refused, encode_frame
 from everstep.wire.v1.training import AnyReport
 from tests.support.controllers import InProcess, bearer, registration
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from everstep.cli.client import Client
 from everstep.errors import NotFound
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.kept import JobCheckpoints, KeptVersion
+from everstep.wire.v1.operator_history import JobCheckpoints, KeptVersion
 from everstep.wire.v1.training import GenerationSpec
 from examples.demo.world import World
 
@@ -37,7 +37,7 @@ class ShardedJob:
         self.client = Client(world.url, world.operator_token)
         world.boot_nodes(deadline_s=DEADLINE_S)
         for node in world.nodes.values():
-            command = ["-m", "trainer_hooks.launch", "--job", JOB, "--nnodes", f"2:{len(world.nodes)}"]
+            command = ["-m", "everstep_trainer.launch", "--job", JOB, "--nnodes", f"2:{len(world.nodes)}"]
             command += ["--agent-socket", str(node.agent_socket), "--join-wait-s", "60", "--replicas", "2", *options]
             node.join([*command, "-m", "tests.support.sharded_training", *map(str, widths)])
 

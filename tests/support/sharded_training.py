@@ -1,6 +1,6 @@
 """A training whose state is sharded (FSDP2) over all ranks; each writes down what it began from and what it stepped to.
 
-python -m trainer_hooks.launch ... -m tests.support.sharded_training WIDTH WIDTH [WIDTH ...]
+python -m everstep_trainer.launch ... -m tests.support.sharded_training WIDTH WIDTH [WIDTH ...]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.distributed.fsdp import fully_shard
 
-import trainer_hooks as everstep
+import everstep
 
 
 def digest(model: torch.nn.Module) -> str:

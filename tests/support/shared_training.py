@@ -1,6 +1,6 @@
 """A training whose state is sharded, so that copies of each rank's go to another node's vault.
 
-    python -m trainer_hooks.launch ... -m tests.support.shared_training FOLDER
+    python -m everstep_trainer.launch ... -m tests.support.shared_training FOLDER
 
 Its ranks write down what each step left; they go no further than the step that the folder's ``gate`` names, and end
 after the one that its file ``last`` names.
@@ -18,7 +18,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import trainer_hooks as everstep
+import everstep
 from tests.support.exact_training import Diary, fingerprint, wait_at_gate
 
 SEED, WIDTH, BATCH, SAMPLES = 41, 16, 12, 200

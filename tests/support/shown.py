@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from controller.push import Outbox
-from controller.views import Desk
+from everstep_controller.read_models.fleet_views import Desk
+from everstep_controller.runtime.push import Outbox
+
 from tests.support.core_fleet import CoreFleet
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from controller.remediation.slurm import BOOT_JITTER_S, parse_node
+from everstep_controller.remediation.slurm import BOOT_JITTER_S, parse_node
+
 from everstep.system_clock import SYSTEM_CLOCK
 from tests.support.processes import ended
 

@@ -8,19 +8,20 @@ from pathlib import Path
 
 import msgspec
 import torch
+from everstep_agent.spill.order import Order, Source
+from everstep_trainer.importers.checkpoint_files import checkpoints_at
+from everstep_trainer.importers.importer import read_checkpoint
+from everstep_trainer.memory_tier.vault_client import MappedSegment
+from everstep_trainer.snapshot.copy import Sources, Targets, slot_view, write_blob
+from everstep_trainer.snapshot.plan import divide, manifest_for
+from everstep_trainer.state.layout import Sharing, encode
+from everstep_trainer.state.tensors import TrackedTensor
+from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
-from agent.spill.order import Order, Source
 from everstep.ids import Version
-from everstep.slots import format_segment, segment_bytes, slot_bytes_for
-from trainer_hooks.mapped_segment import MappedSegment
-from trainer_hooks.plain import read_checkpoint
-from trainer_hooks.plain_files import checkpoints_at
-from trainer_hooks.snapshot.copy import Sources, slot_view, write_blob
-from trainer_hooks.snapshot.gather import Targets
-from trainer_hooks.snapshot.layout import Sharing, encode
-from trainer_hooks.snapshot.plan import divide, manifest_for
-from trainer_hooks.state import TrackedState, TrackedTensor
+from everstep.layout.segments import segment_bytes
+from everstep.layout.slots import format_segment, slot_bytes_for
 
 
 class Odd(nn.Module):

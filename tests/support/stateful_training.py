@@ -1,6 +1,7 @@
 """A training that reads by two of torchdata's loaders, each with worker processes; ranks write down what each step had.
 
-python -m trainer_hooks.launch --nproc-per-node 2 -m tests.support.stateful_training FOLDER UNTIL [RANK:STEP:POINT ...]
+python -m everstep_trainer.launch --nproc-per-node 2 -m tests.support.stateful_training FOLDER UNTIL [RANK:STEP:POINT
+...]
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-import trainer_hooks as everstep
+import everstep
 from tests.support.exact_training import Diary, Fault, Faults, main
 
 with warnings.catch_warnings():

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from everstep_trainer.data.rng import seed_step
+from everstep_trainer.data.sampler import ElasticSampler
+from everstep_trainer.run import Run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.exact_training import Diary, Fault, Faults, data, hold
-from trainer_hooks.data import ElasticSampler
-from trainer_hooks.rng import seed_step
-from trainer_hooks.run import Run
 
 SEED, SAMPLES, BATCH, SPLIT = 47, 60, 9, 2
 """Epochs end inside steps, and two replicas have unequal shares."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everstep.vault_note import is_held, read_note
+from everstep.layout.vault_note import is_held, read_note
 from tests.support.launched import DEADLINE_S, Launched
 from tests.support.processes import comm, command_line, is_running
 
@@ -156,7 +156,7 @@ class Torture:
         if name in ("agent", "controller"):
             return next((pid for pid in below if f"{name}.main".encode() in command_line(pid)), 0)
         if ": generation " not in self.launcher.err:
-            return 0  # a process that ends before the script came to trainer_hooks.main is the script's failure
+            return 0  # a process that ends before the script came to everstep.main is the script's failure
         return next((pid for pid in below if comm(pid) == f"everstep-{name}"), 0)
 
     def vaults(self) -> list[int]:

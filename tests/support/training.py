@@ -9,8 +9,7 @@ import weakref
 
 import torch
 import torch.distributed as dist
-
-from trainer_hooks.run import Run
+from everstep_trainer.run import Run
 
 STEPS = 100_000
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from everstep_trainer.integrations.transformers import forget, keep
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-import trainer_hooks as everstep
+import everstep
 from tests.support.exact_training import SAMPLES, SEED, Diary, Fault, Faults, fingerprint, main
-from trainer_hooks.integrations.transformers import forget, keep
 
 BATCH, WORDS, LENGTH = 8, 37, 6
 FSDP = bool(os.environ.get("TRANSFORMERS_FSDP"))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.run import Run
+from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.snapshot.slot_negotiation import Choices
+from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.replicas import WORLD, grouped
-from trainer_hooks.keeper import IdleKeeper
-from trainer_hooks.place import Place
-from trainer_hooks.run import Run
-from trainer_hooks.snapshot.choices import Choices
-from trainer_hooks.state import TrackedState
 
 KINDS = ("replicas", "over two ranks", "virtual ranks")
 

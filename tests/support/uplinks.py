@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agent.config import AgentSettings
-from agent.uplink.client import Uplink
-from agent.uplink.heartbeat import Conversation, NodeFacts
-from agent.uplink.spool import Spool
+from everstep_agent.config import AgentSettings
+from everstep_agent.uplink.client import Uplink
+from everstep_agent.uplink.heartbeat import Conversation, NodeFacts
+from everstep_agent.uplink.spool import Spool
+
 from everstep.errors import EverstepError
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import Finding

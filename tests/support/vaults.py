@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from everstep.framing import FrameDecoder, encode_frame
 from everstep.ids import Version
-from everstep.slots import SLOTS, SegmentView
-from everstep.wire.v1 import local, supervision
+from everstep.layout.slots import SLOTS, SegmentView
+from everstep.wire.framing import FrameDecoder, encode_frame
+from everstep.wire.v1 import local
 from everstep.wire.v1.training import Holder, PeerLost
 from tests.support.forked import ForkPool
 from tests.support.programs import Forked
@@ -38,7 +38,7 @@ class VaultClient:
         self._sock.connect(str(path))
         self._frames: FrameDecoder[local.FromVault] = FrameDecoder(local.FromVault, local.MAX_FRAME_BYTES)
         self._answers: dict[int, local.FromVault] = {}
-        self.findings: list[supervision.VaultFinding] = []
+        self.findings: list[local.VaultFinding] = []
         self.peers_lost: list[PeerLost] = []
         self._next = 0
 
@@ -56,7 +56,7 @@ class VaultClient:
     def ask(self, kind: Callable[..., local.ToVault], **fields: object) -> local.FromVault:
         return self.wait(self.post(kind, **fields))
 
-    def finding(self) -> supervision.VaultFinding:
+    def finding(self) -> local.VaultFinding:
         """The next finding, waited for."""
         while not self.findings:
             self._receive()
@@ -81,7 +81,7 @@ class VaultClient:
         data = self._sock.recv(1 << 16)
         assert data, "the vault closed the connection"
         for message in self._frames.feed(data):
-            if isinstance(message, supervision.VaultFinding):
+            if isinstance(message, local.VaultFinding):
                 self.findings.append(message)
             elif isinstance(message, PeerLost):
                 self.peers_lost.append(message)
@@ -103,7 +103,7 @@ class VaultProcess:
         self._options = options
         self._clients: list[VaultClient] = []
         self.address = ""
-        self.module = "agent.vault.main"
+        self.module = "everstep_agent.vault.process"
         self.start()
 
     def start(self, *more: str) -> None:
@@ -180,7 +180,7 @@ class Vaults:
         for vault in vaults or self.all:
             client = clients[vault.node] = vault.client()
             said = {"job": JOB, "generation": generation, "secret": SECRET, "holders": self.holders(), **fields}
-            answer = client.ask(supervision.Configure, **said)
+            answer = client.ask(local.Configure, **said)
             assert isinstance(answer, local.Done), answer
         self.supervisors |= clients
         return clients

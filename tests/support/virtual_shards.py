@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.run import Run
+from everstep_trainer.runtime.generation_session import IdleKeeper
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.support.exact_training import WIDTH, fingerprint
-from trainer_hooks.keeper import IdleKeeper
-from trainer_hooks.place import Place
-from trainer_hooks.run import Run
 
 SAMPLES, BATCH, STEPS, VIRTUAL = 60, 11, 2, 5
 HYBRID = {4: (2, 2), 3: (3, 1), 2: (2, 1), 1: (1, 1)}

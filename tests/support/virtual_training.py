@@ -7,12 +7,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from everstep_trainer.run import Run
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.support.exact_training import BATCH, SAMPLES, SEED, Diary, Fault, Faults, Net, data, fingerprint, hold
 from tests.support.virtual_shards import whole
-from trainer_hooks.run import Run
 
 
 def train(
@@ -68,7 +68,7 @@ def train(
 
 def train_alone(folder: str, until: int, virtual_ranks: int, sharded: bool) -> None:
     """The same in this process, without a process group."""
-    from trainer_hooks.keeper import IdleKeeper
-    from trainer_hooks.place import Place
+    from everstep_trainer.parallel.replica_groups import Place
+    from everstep_trainer.runtime.generation_session import IdleKeeper
 
     train(Run(Place(), IdleKeeper()), folder, until, virtual_ranks, sharded=sharded)

@@ -20,16 +20,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from everstep_trainer.launch.process_setup import fresh_signals
+
 from tests.support.forked import ChildFailed, leave, torch_forks
 from tests.support.programs import Forked, show_command
-from trainer_hooks.launch.process import fresh_signals
 
 PROGRAMS = {
-    "trainer_hooks.launch.forkserver",
-    "controller.main",
-    "agent.main",
-    "agent.vault.main",
-    "agent.sensors.child",
+    "everstep_trainer.launch.forkserver",
+    "everstep_controller.main",
+    "everstep_agent.main",
+    "everstep_agent.vault.process",
+    "everstep_agent.sensors.sampler",
 }
 """What is forked, by the modules that command lines name. A spill's writer is not: it must hold nothing of its vault's,
 and a probe's process is one that imports torch."""
@@ -55,11 +56,11 @@ class WarmLauncher(Forked):
 
 
 def launch(arguments: Sequence[str], folder: str, out: str, err: str) -> None:
-    """In a forked process: what ``python -m trainer_hooks.launch`` does."""
-    from trainer_hooks.launch.main import main
+    """In a forked process: what ``python -m everstep_trainer.launch`` does."""
+    from everstep_trainer.launch.command import main
 
     os.chdir(folder)
-    show_command(sys.executable, "-m", "trainer_hooks.launch", *arguments)
+    show_command(sys.executable, "-m", "everstep_trainer.launch", *arguments)
     for path, descriptor in ((out, 1), (err, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(file, descriptor)

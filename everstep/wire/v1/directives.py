@@ -9,8 +9,8 @@ import msgspec
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version, Whole
 from everstep.vocabulary import ProbeKind
 from everstep.wire.v1.base import Message, ShortText
-from everstep.wire.v1.parity import ParityGroup
 from everstep.wire.v1.training import GenerationSpec
+from everstep.wire.v1.vault_orders import ParityGroup
 
 
 class NewGeneration(Message, frozen=True, kw_only=True, tag=True):

@@ -11,7 +11,7 @@ POST     /v1/credentials/{id}/revoke         operator.Because    operator.Change
 POST     /v1/credentials/{id}/rotate         Rotate              Issued
 =======  ==================================  ==================  ===========================================
 
-All but the first need an operator's token. A token's text is ``es1.ID.SECRET`` (``everstep.tokens``).
+All but the first need an operator's token. A token's text is ``es1.ID.SECRET`` (``everstep.bearer_tokens``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Annotated
 
 import msgspec
 
+from everstep.bearer_tokens import TokenRole
 from everstep.ids import JobId, NodeId, TraceId, whole
-from everstep.tokens import TokenRole
 from everstep.wire.v1.base import Message, Reasoned
 
 CredentialId = Annotated[str, whole(r"[0-9a-f]{16}")]

@@ -10,8 +10,7 @@ import msgspec
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Number, Rank, TraceId, Version, Whole
 from everstep.vocabulary import Finding, GenerationReason
 from everstep.wire.v1.base import Message, Report, Request, ShortText
-from everstep.wire.v1.parity import Protection
-from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
+from everstep.wire.v1.vault_orders import Protection, VersionProtected, VersionSpilled
 
 LongText = Annotated[str, msgspec.Meta(max_length=65536)]
 

@@ -45,11 +45,11 @@ import msgspec
 
 from everstep.errors import BY_CODE, EverstepError
 from everstep.ids import GenerationNumber, JobId, NodeId, Rank, Version
-from everstep.manifests import MOST_MANIFEST_BYTES
-from everstep.slots import DIGEST_BYTES
+from everstep.layout.manifests import MOST_MANIFEST_BYTES
+from everstep.layout.slots import DIGEST_BYTES
 from everstep.wire.v1.base import Message, ShortText
 from everstep.wire.v1.local import SlotInfo
-from everstep.wire.v1.parity import ParityGroup
+from everstep.wire.v1.vault_orders import ParityGroup
 
 MAX_GREETING_BYTES = 4096
 """Longest frame taken from a peer that has not proved itself."""

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from controller.core.effects import Audit, DropNode, PutNode, PutVerdict, Send
-from controller.core.events import AgentRegistered, HeartbeatChanged, OperatorCommand, ReportArrived
+from everstep_controller.core.effects import Audit, DropNode, PutNode, PutVerdict, Send
+from everstep_controller.core.events import AgentRegistered, HeartbeatChanged, OperatorCommand, ReportArrived
+
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, NodeState, Severity, Verdict
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import FindingCleared, FindingRaised

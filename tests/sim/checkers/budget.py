@@ -8,10 +8,10 @@ from itertools import groupby
 from typing import NamedTuple
 
 import msgspec
+from everstep_controller.core.effects import Audit, DropJob, DropNode, PutGeneration, PutJob, PutNode, PutVerdict
+from everstep_controller.core.events import OperatorCommand, StoreChanged
+from everstep_controller.store.rows import AuditRow, VerdictRow
 
-from controller.core.effects import Audit, DropJob, DropNode, PutGeneration, PutJob, PutNode, PutVerdict
-from controller.core.events import OperatorCommand, StoreChanged
-from controller.store.records import AuditRow, VerdictRow
 from everstep.vocabulary import Decision, JobState, Verdict
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import GenerationSpec

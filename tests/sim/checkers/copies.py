@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from controller.core.effects import PutGeneration
-from controller.core.restorability import restorability_of
+from everstep_controller.core.checkpoints.restore_points import restorability_of
+from everstep_controller.core.effects import PutGeneration
+
 from everstep.ids import Version
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts

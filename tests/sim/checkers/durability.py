@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 
 import msgspec
+from everstep_controller.core.events import AgentRegistered, Event, HeartbeatChanged, ReportArrived
+from everstep_controller.core.jobs.generations import EPOCH_SPAN
 
-from controller.core.events import AgentRegistered, Event, HeartbeatChanged, ReportArrived
-from controller.core.generations import EPOCH_SPAN
 from everstep.wire.v1.directives import AnyDirective, KillRank, NewGeneration, RunProbe, StopJob, VersionNotice
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 
 import msgspec
+from everstep_controller.core.effects import Audit, DropNode, PutNode, PutVerdict, Send
+from everstep_controller.core.events import AgentRegistered, HeartbeatChanged, OperatorCommand, ReportArrived
 
-from controller.core.effects import Audit, DropNode, PutNode, PutVerdict, Send
-from controller.core.events import AgentRegistered, HeartbeatChanged, OperatorCommand, ReportArrived
 from everstep.vocabulary import Decision, FindingKind, NodeState, Verdict
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import FindingRaised

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from controller.core.effects import PutGeneration, PutVersion
-from controller.core.events import ReportArrived
-from controller.core.records import VersionRecord
+from everstep_controller.core.effects import PutGeneration, PutVersion
+from everstep_controller.core.events import ReportArrived
+from everstep_controller.core.records import VersionRecord
+
 from everstep.ids import Version
 from everstep.wire.v1.training import GenerationSpec, Sealed
 from tests.sim import facts

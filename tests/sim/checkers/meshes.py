@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from controller.core.effects import PutGeneration
+from everstep_controller.core.effects import PutGeneration
+
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts

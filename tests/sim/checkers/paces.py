@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from controller.core.effects import NoteCleared, NoteFinding, PutGeneration, PutVerdict
+from everstep_controller.core.effects import NoteCleared, NoteFinding, PutGeneration, PutVerdict
+
 from everstep.vocabulary import Decision, FindingKind, GenerationReason, Mode
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections import defaultdict
 
 import msgspec
+from everstep_controller.core.effects import Audit, DropJob, PutGeneration, PutJob
+from everstep_controller.core.events import ReportArrived
 
-from controller.core.effects import Audit, DropJob, PutGeneration, PutJob
-from controller.core.events import ReportArrived
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.training import (
     CollectiveFailed,

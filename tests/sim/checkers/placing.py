@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from controller.core.effects import PutGeneration
+from everstep_controller.core.effects import PutGeneration
+
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches

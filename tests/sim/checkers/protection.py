@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from everstep_controller.core.checkpoints.parity import BORNE, form_groups
+from everstep_controller.core.checkpoints.placement import Site
+from everstep_controller.core.records import JobRecord
 
-from controller.core.parity_groups import BORNE, form_groups
-from controller.core.placement import Site
-from controller.core.records import JobRecord
 from everstep.ids import Version
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import ProtectVersion
-from everstep.wire.v1.parity import Protection
+from everstep.wire.v1.vault_orders import Protection
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.checkers.committed import Committed

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections import defaultdict
 
 import msgspec
+from everstep_controller.core.effects import DropNode, PutNode, Remedy, RemedyKind, RequestRemedy
+from everstep_controller.core.events import NodeObserved, OperatorAction, OperatorCommand
+from everstep_controller.store.rows import RemedyRow, RemedyState
 
-from controller.core.effects import DropNode, PutNode, Remedy, RemedyKind, RequestRemedy
-from controller.core.events import NodeObserved, OperatorAction, OperatorCommand
-from controller.store.records import RemedyRow, RemedyState
 from everstep.vocabulary import Decision, NodeState
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from agent.spill.retention import version_of
-from controller.core.effects import PutGeneration
+from everstep_agent.spill.writer import version_of
+from everstep_controller.core.effects import PutGeneration
+
 from everstep.ids import Version
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.training import GenerationSpec

@@ -6,11 +6,11 @@ import math
 from collections import defaultdict
 
 import msgspec
+from everstep_controller.core.effects import DropNode, PutNode
+from everstep_controller.core.events import OperatorAction, OperatorCommand
+from everstep_controller.core.policy import SecondPass
+from everstep_controller.core.records import NodeRecord
 
-from controller.core.effects import DropNode, PutNode
-from controller.core.events import OperatorAction, OperatorCommand
-from controller.core.records import NodeRecord
-from controller.core.rules import SecondPass
 from everstep.vocabulary import Action, Finding, Mode, NodeState
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches

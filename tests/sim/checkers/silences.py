@@ -3,8 +3,8 @@ many are silent that the network or the controller is suspected."""
 
 from __future__ import annotations
 
-from controller.core.effects import Audit
-from controller.core.events import (
+from everstep_controller.core.effects import Audit
+from everstep_controller.core.events import (
     AgentRegistered,
     ControllerStarted,
     HeartbeatChanged,
@@ -13,6 +13,7 @@ from controller.core.events import (
     ReportArrived,
     Tick,
 )
+
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import msgspec
+from everstep_controller.core.records import JobRecord
 
-from controller.core.records import JobRecord
 from everstep.ids import Version
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import SpillVersion

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 import msgspec
-
-from controller.store.records import Batch
+from everstep_controller.store.rows import Batch
 
 T = TypeVar("T")
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import msgspec
+from everstep_controller.core.effects import Audit, PutGeneration, PutNode
+from everstep_controller.core.events import ReportArrived
 
-from controller.core.effects import Audit, PutGeneration, PutNode
-from controller.core.events import ReportArrived
 from everstep.vocabulary import GenerationReason, NodeState
 from everstep.wire.v1.training import CollectiveFailed, GenerationSpec
 from tests.sim import facts

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from controller.core.effects import Audit, DropNode, PutNode, PutVerdict
-from controller.core.events import OperatorAction, OperatorCommand
-from controller.core.records import NodeRecord
+from everstep_controller.core.effects import Audit, DropNode, PutNode, PutVerdict
+from everstep_controller.core.events import OperatorAction, OperatorCommand
+from everstep_controller.core.records import NodeRecord
+
 from everstep.vocabulary import Decision, FindingKind, NodeState, Severity, Verdict
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from controller.core.effects import Audit, DropNode, Effect
-from controller.core.events import OperatorAction, OperatorCommand
+from everstep_controller.core.effects import Audit, DropNode, Effect
+from everstep_controller.core.events import OperatorAction, OperatorCommand
+
 from tests.sim import facts
 
 if TYPE_CHECKING:

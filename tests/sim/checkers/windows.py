@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import msgspec
+from everstep_controller.core.effects import Audit, DropNode, PutGeneration, PutNode, PutVerdict
+from everstep_controller.core.events import OperatorCommand, StoreChanged, Tick
 
-from controller.core.effects import Audit, DropNode, PutGeneration, PutNode, PutVerdict
-from controller.core.events import OperatorCommand, StoreChanged, Tick
 from everstep.vocabulary import Decision, JobState, NodeState
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches

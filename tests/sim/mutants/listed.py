@@ -12,50 +12,37 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import msgspec
-
-from agent.uplink.session import Session, Words
-from controller import reach
-from controller.api import session
-from controller.api.desk import AgentDesk
-from controller.core import (
-    acquittals,
-    agents,
-    budget,
-    checkpoints,
-    corruption,
+from everstep_agent.uplink.session import Session, Words
+from everstep_controller.core import startup
+from everstep_controller.core.checkpoints import commits, parity, storage
+from everstep_controller.core.health import (
     eviction,
     examinations,
-    generations,
-    holds,
-    liveness,
-    losses,
-    membership,
+    findings,
+    maintenance,
+    node_state,
     outbreaks,
-    progress,
-    protecting,
     quarantine,
-    remedies,
-    restart,
-    resuming,
-    spilling,
-    standing,
-    stragglers,
-    verdict,
 )
-from controller.push import Outbox
-from controller.remediation.desk import RemedyDesk
-from controller.transaction import Transaction
-from everstep.wire.v1.agent import Register
-from everstep.wire.v1.session import Frame
+from everstep_controller.core.jobs import generations, lifecycle, losses, membership, progress, stragglers
+from everstep_controller.core.liveness import node_liveness, registration
+from everstep_controller.leadership import lease
+from everstep_controller.remediation.executor import RemedyDesk
+from everstep_controller.runtime.push import Outbox
+from everstep_controller.runtime.transaction import Transaction
+from everstep_controller.server import session
+from everstep_controller.server.agent_service import AgentDesk
+from everstep_trainer.data.sampler import share_of
+from everstep_trainer.restore import version_choice
+from everstep_trainer.runtime.directives import Orders
+
+from everstep.wire.v1.agent import Frame, Register
 from tests.sim import training_state
 from tests.sim.mutants.mutant import Mutant, nothing
 from tests.sim.mutants.of_passages import OF_PASSAGES
 from tests.sim.mutants.of_places import OF_PLACES
 from tests.sim.mutants.of_windows import OF_WINDOWS
 from tests.sim.mutants.surgery import method_mistaken, method_swapped, mistaken, swapped
-from trainer_hooks.data import share_of
-from trainer_hooks.orders import Orders
-from trainer_hooks.restore import choose
 
 
 def _no(*_: Any, **__: Any) -> bool:
@@ -66,9 +53,9 @@ def _no_words(*_: Any, **__: Any) -> str:
     return ""
 
 
-def _one_of_a_tie(digests: Any, _spec: Any) -> checkpoints.Vote:
-    vote = checkpoints.count_votes(digests)
-    return checkpoints.Vote(liars=vote.liars or frozenset(sorted(vote.tied)[:1]))
+def _one_of_a_tie(digests: Any, _spec: Any) -> commits.Vote:
+    vote = commits.count_votes(digests)
+    return commits.Vote(liars=vote.liars or frozenset(sorted(vote.tied)[:1]))
 
 
 # --- mistakes that take more than a line ---------------------------------------------------------------------------
@@ -86,12 +73,12 @@ def _one_eviction_more(real: Any) -> AbstractContextManager[None]:
 
 def _stale_seals() -> AbstractContextManager[None]:
     """Seals of a generation that is over count for its version."""
-    real = corruption.seal_arrived
+    real = examinations.seal_arrived
 
     def arrived(turn: Any, job: Any, node: str, report: Any) -> None:
         spec = losses.running_spec(job)
         if spec is not None and report.generation < spec.number and report.rank < spec.world_size:
-            checkpoints.take_seal(turn, job, spec, report)
+            commits.take_seal(turn, job, spec, report)
         else:
             real(turn, job, node, report)
 
@@ -102,7 +89,7 @@ def _stale_seals() -> AbstractContextManager[None]:
 def _earlier_lives() -> Iterator[None]:
     """A session that another one replaced goes on, and what it says is taken, of whatever life it is."""
     with (
-        swapped(agents.check_life, nothing),
+        swapped(registration.check_life, nothing),
         method_swapped(AgentDesk, "check_life", nothing),
         method_swapped(session.Session, "dismiss", nothing),
     ):
@@ -111,7 +98,7 @@ def _earlier_lives() -> Iterator[None]:
 
 def _numbers_from_before() -> AbstractContextManager[None]:
     """What a job's record says of its newest generation is one too low after every restart."""
-    real = restart.restore
+    real = startup.restore
 
     def restore(*arguments: Any, **more: Any) -> Any:
         state = real(*arguments, **more)
@@ -185,7 +172,7 @@ def _never_asks() -> AbstractContextManager[None]:
 
 
 def _rule_without_floor() -> AbstractContextManager[None]:
-    real = checkpoints.restore_rule
+    real = commits.restore_rule
 
     def rule(turn: Any, job: Any) -> Any:
         return msgspec.structs.replace(real(turn, job), floor=None)
@@ -206,8 +193,8 @@ def _suspects_taken_in() -> AbstractContextManager[None]:
 def _parity_unmade() -> Iterator[None]:
     """A refusal is taken for an answer, and what homes say they made is not compared."""
     with (
-        mistaken(protecting.version_protected, "elif report.code:", "elif False:"),
-        mistaken(protecting._compare, "if p is None or p != q:", "if False:"),
+        mistaken(parity.version_protected, "elif report.code:", "elif False:"),
+        mistaken(parity._compare, "if p is None or p != q:", "if False:"),
     ):
         yield
 
@@ -215,7 +202,7 @@ def _parity_unmade() -> Iterator[None]:
 @contextmanager
 def _orders_given_once() -> Iterator[None]:
     """Whoever does not answer an order of a spill or of parity is not asked again."""
-    with swapped(spilling.check_spill, nothing), swapped(protecting.check_protection, nothing):
+    with swapped(storage.check_spill, nothing), swapped(parity.check_protection, nothing):
         yield
 
 
@@ -244,9 +231,9 @@ def _healthy_at_once() -> AbstractContextManager[None]:
 
 MUTANTS: tuple[Mutant, ...] = (
     # budget and evictions
-    Mutant("the fleet's budget allows one eviction more", lambda: _one_eviction_more(budget.fleet_scope), seeds=(9,)),
-    Mutant("a rack's budget allows one eviction more", lambda: _one_eviction_more(budget.rack_scope), seeds=(78,)),
-    Mutant("a job's budget allows one eviction more", lambda: _one_eviction_more(budget.job_scope), seeds=(142,)),
+    Mutant("the fleet's budget allows one eviction more", lambda: _one_eviction_more(eviction.fleet_scope), seeds=(9,)),
+    Mutant("a rack's budget allows one eviction more", lambda: _one_eviction_more(eviction.rack_scope), seeds=(78,)),
+    Mutant("a job's budget allows one eviction more", lambda: _one_eviction_more(eviction.job_scope), seeds=(142,)),
     Mutant(
         "evictions go on while the database is away",
         lambda: mistaken(eviction.what_holds, "if state.store_away:", "if False:"),
@@ -260,16 +247,16 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("an eviction may take a job below its minimum", lambda: swapped(eviction._shortage, _no_words), seeds=(93,)),
     Mutant(
         "a tie of digests names a liar",
-        lambda: swapped(checkpoints.attested, _one_of_a_tie),
+        lambda: swapped(commits.attested, _one_of_a_tie),
         seeds=(74, 75),
     ),
     # whose fault it is
-    Mutant("nobody is acquitted", lambda: swapped(acquittals._acquit, nothing), seeds=(2,)),
+    Mutant("nobody is acquitted", lambda: swapped(eviction._acquit, nothing), seeds=(2,)),
     Mutant("no outbreak is recognised", lambda: swapped(outbreaks.common_cause, _no_words), seeds=(2,)),
     Mutant("the breaker latches for what others show", lambda: swapped(outbreaks.shared, _no_words), seeds=(5,)),
     Mutant(
         "who accuses a pair is convicted without a second pass",
-        lambda: mistaken(verdict.judge_by_rule, "rule.second_pass is SecondPass.PAIR and not because", "False"),
+        lambda: mistaken(findings.judge_by_rule, "rule.second_pass is SecondPass.PAIR and not because", "False"),
         seeds=(2,),
     ),
     Mutant(
@@ -309,17 +296,19 @@ MUTANTS: tuple[Mutant, ...] = (
         seeds=(55,),
     ),
     # what is done to machines
-    Mutant("a foreign cordon is ignored", lambda: mistaken(standing.kept_out, "if record.foreign:", "if False:"), (1,)),
+    Mutant(
+        "a foreign cordon is ignored", lambda: mistaken(node_state.kept_out, "if record.foreign:", "if False:"), (1,)
+    ),
     Mutant(
         "a hold of who is out already is ignored",
         lambda: mistaken(
-            holds.hold, "record.hold = sentence", "record.hold = sentence if record.state not in SICK else ''"
+            maintenance.hold, "record.hold = sentence", "record.hold = sentence if record.state not in SICK else ''"
         ),
         seeds=(89,),
     ),
     Mutant(
         "a maintenance window is ignored",
-        lambda: mistaken(standing.kept_out, "if now < record.maintenance_until:", "if False:"),
+        lambda: mistaken(node_state.kept_out, "if now < record.maintenance_until:", "if False:"),
         seeds=(29,),
     ),
     Mutant(
@@ -332,40 +321,42 @@ MUTANTS: tuple[Mutant, ...] = (
         lambda: method_mistaken(RemedyDesk, "_carry_out", "await self._write(row)", "pass"),
         seeds=(4,),
     ),
-    Mutant("a node is reset as often as it takes", lambda: swapped(remedies.node_cap, _no_words), seeds=(114,)),
+    Mutant(
+        "a node is reset as often as it takes", lambda: swapped(node_state.remediation_cap, _no_words), seeds=(114,)
+    ),
     Mutant(
         "the whole fleet may be rebooted at once",
-        lambda: swapped(remedies.fleet_cap, lambda turn: ("", 0.0)),
+        lambda: swapped(node_state.fleet_cap, lambda turn: ("", 0.0)),
         seeds=(64,),
     ),
-    Mutant("what was cordoned stays cordoned", lambda: swapped(remedies.uncordon, nothing), seeds=(1,)),
+    Mutant("what was cordoned stays cordoned", lambda: swapped(node_state.uncordon, nothing), seeds=(1,)),
     # generations and membership
     Mutant("numbers are used again after a restart", _numbers_from_before, seeds=(50,)),
     Mutant("ranks ignore that their generation is over", lambda: method_swapped(Orders, "is_over", _no)),
     Mutant("rosters take suspects in", _suspects_taken_in),
     Mutant("a witness is ignored", lambda: swapped(losses.lose_doubtful, _no), seeds=(20,)),
     Mutant("jobs never grow back", lambda: swapped(generations.consider_growth, nothing)),
-    Mutant("a return is not heard", lambda: mistaken(liveness.heard, "_returned(turn, node)", "pass"), seeds=(3,)),
+    Mutant("a return is not heard", lambda: mistaken(node_liveness.heard, "_returned(turn, node)", "pass"), seeds=(3,)),
     # checkpoints
     Mutant("seals of an older generation count", _stale_seals, seeds=(7,)),
     Mutant(
         "a version is committed before every rank keeps it",
-        lambda: mistaken(checkpoints._settle, "ballot.safe == ballot.said and", ""),
+        lambda: mistaken(commits._settle, "ballot.safe == ballot.said and", ""),
     ),
     Mutant(
         "a seal that is not safe counts",
-        lambda: mistaken(checkpoints.take_seal, "report.safe and report.kept", "report.kept"),
+        lambda: mistaken(commits.take_seal, "report.safe and report.kept", "report.kept"),
         seeds=(17,),
     ),
     Mutant("the floor of a restore is forgotten", _rule_without_floor, seeds=(20,)),
     Mutant(
         "after corruption anything may be restored",
-        lambda: mistaken(checkpoints.roll_back, "job.ceiling = clean or NOTHING", "pass"),
+        lambda: mistaken(commits.roll_back, "job.ceiling = clean or NOTHING", "pass"),
         seeds=(109,),
     ),
     Mutant(
         "a version above the ceiling is admitted",
-        lambda: mistaken(choose.admitted, "rule.ceiling is None or version <= rule.ceiling", "True"),
+        lambda: mistaken(version_choice.admitted, "rule.ceiling is None or version <= rule.ceiling", "True"),
         seeds=(22,),
     ),
     # what was acknowledged
@@ -383,17 +374,17 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("parity that a home could not make counts", _parity_unmade, seeds=(62,)),
     Mutant(
         "a checkpoint counts as stored when one vault has written its part",
-        lambda: mistaken(spilling._written, "if report.whole:", "if True:"),
+        lambda: mistaken(storage._written, "if report.whole:", "if True:"),
         seeds=(1,),
     ),
-    Mutant("what is kept besides is not pinned", lambda: swapped(protecting.pinned, lambda job: ()), seeds=(102,)),
+    Mutant("what is kept besides is not pinned", lambda: swapped(parity.pinned, lambda job: ()), seeds=(102,)),
     Mutant("orders to vaults are given once", _orders_given_once, seeds=(16,)),
     # samples
     Mutant("ranks share samples", _overlapping_shares),
     # after a takeover
-    Mutant("a new controller forgets its deadlines", lambda: swapped(restart.started, nothing)),
-    Mutant("a leader that no node reaches stays", lambda: swapped(reach.is_deaf, _no), seeds=(4, 34)),
-    Mutant("a resumed generation is not noticed", lambda: swapped(resuming.rank_resumed, nothing)),
+    Mutant("a new controller forgets its deadlines", lambda: swapped(startup.started, nothing)),
+    Mutant("a leader that no node reaches stays", lambda: swapped(lease.is_deaf, _no), seeds=(4, 34)),
+    Mutant("a resumed generation is not noticed", lambda: swapped(lifecycle.rank_resumed, nothing)),
     *OF_WINDOWS,
     *OF_PLACES,
     *OF_PASSAGES,

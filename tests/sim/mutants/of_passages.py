@@ -6,15 +6,18 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
+from everstep_controller.core import startup
+from everstep_controller.core.checkpoints import commits
+from everstep_controller.core.jobs import generations, hangs, losses
+from everstep_controller.core.liveness import correlation, node_liveness
 
-from controller.core import checkpoints, correlation, generations, hangs, losses, restart, suspicion
 from tests.sim.mutants.mutant import Mutant
 from tests.sim.mutants.surgery import mistaken, swapped
 
 
 def _silences_of_before() -> AbstractContextManager[None]:
     """A controller that begins takes for silence what was before it began."""
-    real = restart.started
+    real = startup.started
 
     def started(turn: Any, event: Any) -> None:
         real(turn, event)
@@ -25,7 +28,7 @@ def _silences_of_before() -> AbstractContextManager[None]:
 
 def _without_a_vote() -> AbstractContextManager[None]:
     """What digests say is not looked at."""
-    real = checkpoints.count_votes
+    real = commits.count_votes
 
     def count_votes(digests: Any) -> Any:
         return msgspec.structs.replace(real(digests), liars=frozenset(), tied=frozenset())
@@ -56,11 +59,11 @@ OF_PASSAGES: tuple[Mutant, ...] = (
     Mutant("digests that differ are committed", _without_a_vote, seeds=(15,)),
     Mutant(
         "what nobody was compared with counts as verified",
-        lambda: swapped(checkpoints.corroborated, lambda digests, ranks: True),
+        lambda: swapped(commits.corroborated, lambda digests, ranks: True),
     ),
     Mutant(
         "who takes over compares nobody's pace",
-        lambda: mistaken(restart.started, "state.jobs[name].resumed_at is not None", "False"),
+        lambda: mistaken(startup.started, "state.jobs[name].resumed_at is not None", "False"),
         seeds=(50108,),
     ),
     Mutant("a silence of before the start counts", _silences_of_before),
@@ -71,6 +74,6 @@ OF_PASSAGES: tuple[Mutant, ...] = (
     ),
     Mutant(
         "whoever is suspected is lost",
-        lambda: mistaken(suspicion.judge, "Answer.SUSPECT if silent_s < loss_s(policy, longest_s) else ", ""),
+        lambda: mistaken(node_liveness.judge, "Answer.SUSPECT if silent_s < loss_s(policy, longest_s) else ", ""),
     ),
 )

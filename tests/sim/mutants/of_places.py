@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from controller.core import blocks, membership, placement, restorability
+from everstep_controller.core.checkpoints import placement, restore_points
+from everstep_controller.core.jobs import membership
+
 from tests.sim.mutants.mutant import Mutant
 from tests.sim.mutants.surgery import method_mistaken, mistaken
 
@@ -15,7 +17,7 @@ OF_PLACES: tuple[Mutant, ...] = (
     Mutant(
         "a seat of a block is filled by a spare of another domain",
         lambda: mistaken(
-            blocks.choose_seats,
+            membership.choose_seats,
             "_filled(one.seats, free[one.domain])",
             "_filled(one.seats, max(free.values(), key=len))",
         ),
@@ -41,7 +43,7 @@ OF_PLACES: tuple[Mutant, ...] = (
     Mutant(
         "one loss more is said to be survived",
         lambda: method_mistaken(
-            restorability._Shares, "_is_lost", "min(self._replicas - 1, others)", "min(self._replicas, others + 1)"
+            restore_points._Shares, "_is_lost", "min(self._replicas - 1, others)", "min(self._replicas, others + 1)"
         ),
         seeds=(36, 56),
     ),

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-PACKAGES = ("controller.", "agent.", "trainer_hooks.", "tests.sim.")
+PACKAGES = ("everstep_controller.", "everstep_agent.", "everstep_trainer.", "tests.sim.")
 
 
 def _modules() -> list[ModuleType]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from everstep_agent.sensors.samples import GpuSample
 
-from agent.sensors.samples import GpuSample
 from bench.gpu_steps import digest, marked_tests, sensors, training
 from bench.gpu_steps.gpt import Shape, Training
 from bench.gpu_steps.sheet import NotRun, Sheet

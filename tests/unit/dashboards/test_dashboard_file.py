@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+from everstep_controller.read_models import prometheus
 
-from controller import metrics
 from dashboards.build import GRID, TARGET, dashboard, queries
 
 PROMETHEUS = TARGET.parents[1] / "prometheus"
@@ -63,7 +63,7 @@ def test_every_series_of_the_controller_that_is_asked_for_is_one_that_it_has() -
     rules = yaml.safe_load((PROMETHEUS / "everstep.rules.yml").read_text())["groups"][0]["rules"]
     asked = " ".join([*queries(), *(rule["expr"] for rule in rules)])
     recorded = {rule["record"] for rule in rules if "record" in rule}
-    had = set(re.findall(r"^(everstep_controller_\w+)", metrics.__doc__ or "", re.MULTILINE))
+    had = set(re.findall(r"^(everstep_controller_\w+)", prometheus.__doc__ or "", re.MULTILINE))
     assert {re.sub("_bucket$", "", name) for name in re.findall(r"everstep_controller_\w+", asked)} <= had
     assert set(re.findall(r"everstep:[\w:]+", asked)) <= recorded
 

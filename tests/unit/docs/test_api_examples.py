@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from everstep_controller.api.routes import CREDENTIALS, HISTORY, OPERATOR, PLAIN, POLICY
+from everstep_controller.server.responses import TITLES, TYPE_PREFIX
 
-from controller.api.problems import TITLES, TYPE_PREFIX
-from controller.api.routes import CREDENTIALS, HISTORY, OPERATOR, PLAIN, POLICY
-from everstep.tokens import TokenRole, mint
+from everstep.bearer_tokens import TokenRole, mint
 from tests.support.controllers import SECRET, controller_process
 from tests.support.eventful import EventfulFleet, write_settings
 from tests.support.forked import ForkPool

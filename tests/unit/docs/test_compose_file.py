@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import yaml
+from everstep_agent.config import from_command_line, read_token
+from everstep_controller.config import load_settings, read_password, read_secret
+from everstep_controller.main import _parser
 
-from agent.config import from_command_line, read_token
-from controller.config import load_settings, read_password, read_secret
-from controller.main import _parser
-from everstep.tokens import Identity, TokenRole, verify
+from everstep.bearer_tokens import Identity, TokenRole, verify
 
 ROOT = Path(__file__).parents[3]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -111,7 +111,7 @@ def test_make_secrets_writes_what_the_programs_take(tmp_path: Path) -> None:
     """As its owner; the containers' own users read what is open inside a directory that only the owner enters."""
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy", ignore=shutil.ignore_patterns("secrets"))
     command = tmp_path / "everstep-controller"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m controller.main "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m everstep_controller.main "$@"\n')
     command.chmod(0o700)
     environment = {**os.environ, "EVERSTEP_CONTROLLER_COMMAND": str(command), "PYTHONPATH": str(ROOT)}
     run = [str(tmp_path / "deploy" / "make-secrets.sh")]
@@ -146,7 +146,7 @@ def test_make_secrets_installs_no_torch(tmp_path: Path) -> None:
 def test_tokens_are_made_with_the_base_requirements() -> None:
     """What ``make secrets`` runs imports nothing of the extras."""
     base = {"msgspec", "xxhash", "typer", "rich"}
-    script = "import sys, controller.main; print(*{name.partition('.')[0] for name in sys.modules})"
+    script = "import sys, everstep_controller.main; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
     extras = {"fastapi", "sqlalchemy", "uvicorn", "alembic", "psycopg", "prometheus_client", "torch", "numpy", "fsspec"}
     assert not set(done.stdout.split()) & extras

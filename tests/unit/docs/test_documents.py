@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from everstep_agent.config import from_command_line
+from everstep_agent.findings.rules import load_policy
+from everstep_controller import rulebook
+from everstep_controller.config import load_settings
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.main import _parser as controller_parser
+from everstep_controller.rulebook import with_rules
+from everstep_trainer.launch.options import command_line as launch_parser
 from fastapi.testclient import TestClient
 
-from agent.config import from_command_line
-from agent.policy.rules import load_policy
-from controller import policy_change
-from controller.config import load_settings
-from controller.core.policy import CorePolicy
-from controller.main import _parser as controller_parser
-from controller.rulebook import with_rules
 from everstep.cli.main import app
 from everstep.cli.policy import _read as read_change
 from everstep.vocabulary import JobState, NodeState
 from tests.support.controllers import InProcess
-from trainer_hooks.launch.flags import command_line as launch_parser
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -149,7 +149,7 @@ def test_every_settings_file_that_is_shown_is_taken(document: Path, tmp_path: Pa
         file.write_text(block)
         if tomllib.loads(block).keys() <= {"policy", "rule"}:  # a change to be tried, or a file in policy_dir
             change = read_change(file)
-            assert policy_change.check(with_rules(CorePolicy()), change).complaint == ""
+            assert rulebook.check(with_rules(CorePolicy()), change).complaint == ""
         elif "xid" in tomllib.loads(block):  # a site's word to its agents
             load_policy([file])
         else:
@@ -246,7 +246,7 @@ def test_the_table_of_routes_is_that_of_the_application(tmp_path: Path) -> None:
 
 
 def routes_of(application: Any) -> set[tuple[str, str]]:
-    from controller.api.routes import AGENT
+    from everstep_controller.api.routes import AGENT
 
     found = {(route.method, route.path) for route in AGENT.values()}
     for route in application._app.routes:  # FastAPI, behind the agents' routes
@@ -255,7 +255,7 @@ def routes_of(application: Any) -> set[tuple[str, str]]:
 
 
 def test_every_public_name_of_a_run_is_described() -> None:
-    tree = ast.parse((ROOT / "trainer_hooks" / "run.py").read_text())
+    tree = ast.parse((ROOT / "trainer_hooks" / "everstep_trainer" / "run.py").read_text())
     (run,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Run")
     public = {node.name for node in run.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
     written = {name for row in rows("docs/api.md", "## Training") for name in re.findall(r"`(\w+)", row[0])}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from everstep.wire.v1.agent import Domain, Gpu, Host
-from everstep.wire.v1.evidence import Evidence, EvidenceNote
+from everstep.wire.v1.operator_history import Evidence, EvidenceNote
 
 API = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
 TABLE = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from agent.config import from_command_line
-from controller.config import load_settings
-from controller.main import _parser
+from everstep_agent.config import from_command_line
+from everstep_controller.config import load_settings
+from everstep_controller.main import _parser
 
 UNITS = Path(__file__).parents[3] / "deploy" / "systemd"
 

@@ -1,0 +1,259 @@
+"""NVML, with its errors sorted: the only importer of pynvml."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_void_p, cast
+from typing import Any
+
+import pynvml
+
+from everstep_agent.sensors.samples import GpuIdentity
+
+NOT_OFFERED = frozenset(
+    {
+        pynvml.NVML_ERROR_NOT_SUPPORTED,
+        pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+        pynvml.NVML_ERROR_NO_PERMISSION,
+        pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
+        pynvml.NVML_ERROR_DEPRECATED,
+    }
+)
+"""Answers that will not change while the driver stays: the value is not asked for again."""
+
+FIELD_MEMORY_TEMPERATURE = pynvml.NVML_FI_DEV_MEMORY_TEMP
+FIELD_ENERGY_MJ = pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION
+FIELD_REMAPPED_CORRECTED = pynvml.NVML_FI_DEV_REMAPPED_COR
+FIELD_REMAPPED_UNCORRECTED = pynvml.NVML_FI_DEV_REMAPPED_UNC
+FIELD_REMAP_PENDING = pynvml.NVML_FI_DEV_REMAPPED_PENDING
+FIELD_REMAP_FAILURE = pynvml.NVML_FI_DEV_REMAPPED_FAILURE
+FIELD_NVLINK_REPLAYS = pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY
+FIELD_NVLINK_RECOVERIES = pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY
+FIELD_NVLINK_CRC = pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_CRC
+FIELD_PCIE_FATAL = pynvml.NVML_FI_DEV_PCIE_COUNT_FATAL_ERROR
+FIELD_NVLINK_RECOVERY_FAILED = pynvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_FAILED_EVENTS
+FIELD_RECOVERY_ACTION = pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+
+_VALUE_BY_TYPE = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+
+MEMORY = pynvml.nvmlDeviceGetMemoryInfo
+UTILIZATION = pynvml.nvmlDeviceGetUtilizationRates
+TEMPERATURE = pynvml.nvmlDeviceGetTemperature
+TEMPERATURE_MARGIN = pynvml.nvmlDeviceGetMarginTemperature
+POWER_MW = pynvml.nvmlDeviceGetPowerUsage
+POWER_LIMIT_MW = pynvml.nvmlDeviceGetEnforcedPowerLimit
+CLOCK = pynvml.nvmlDeviceGetClockInfo
+THROTTLE_REASONS = pynvml.nvmlDeviceGetCurrentClocksEventReasons
+ECC = pynvml.nvmlDeviceGetTotalEccErrors
+PCIE_REPLAYS = pynvml.nvmlDeviceGetPcieReplayCounter
+PCIE_GENERATION = pynvml.nvmlDeviceGetCurrPcieLinkGeneration
+PCIE_GENERATION_MAX = pynvml.nvmlDeviceGetMaxPcieLinkGeneration
+PCIE_WIDTH = pynvml.nvmlDeviceGetCurrPcieLinkWidth
+PCIE_WIDTH_MAX = pynvml.nvmlDeviceGetMaxPcieLinkWidth
+PROCESSES = pynvml.nvmlDeviceGetComputeRunningProcesses_v3
+"""Calls for ``Device.read``."""
+
+SENSOR_GPU = pynvml.NVML_TEMPERATURE_GPU
+CLOCK_SM, CLOCK_MEMORY = pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM
+CORRECTED, UNCORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+SINCE_LOAD, LIFETIME = pynvml.NVML_VOLATILE_ECC, pynvml.NVML_AGGREGATE_ECC
+"""Their arguments."""
+
+EVENT_XID = pynvml.nvmlEventTypeXidCriticalError
+_EVENTS = (
+    EVENT_XID
+    | pynvml.nvmlEventTypeDramRetirementEvent
+    | pynvml.nvmlEventTypeDramRetirementFailure
+    | pynvml.nvmlEventTypeGpuUnavailableError
+    | pynvml.nvmlEventTypeGpuRecoveryAction
+)
+
+MOST_NVLINKS = 18
+
+
+class NvmlFault(Exception):
+    """NVML refused. ``lost``: the GPU is gone from the bus; ``reset_required``: it needs a reset before it answers."""
+
+    def __init__(self, what: str, code: int) -> None:
+        super().__init__(f"{what}: {_text(code)} (NVML error {code})")
+        self.code = code
+
+    @property
+    def lost(self) -> bool:
+        return self.code in (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_GPU_NOT_FOUND)
+
+    @property
+    def reset_required(self) -> bool:
+        return bool(self.code == pynvml.NVML_ERROR_RESET_REQUIRED)
+
+
+def _text(code: int) -> str:
+    text = pynvml.NVMLError._errcode_to_string.get(code)
+    return str(text) if text else "unknown error"
+
+
+def kernel_bus_id(nvml: str) -> str:
+    """NVML's ``00000000:1B:00.0`` as the kernel's log has it: ``0000:1b:00``, and ``10000:01:00`` behind a domain that
+    has more than four digits."""
+    domain, bus, device = nvml.lower().split(":")
+    return f"{int(domain, 16):04x}:{bus}:{device.partition('.')[0]}"
+
+
+class Device:
+    """One GPU's handle. Values that the device does not offer are None, and are not asked for again.
+
+    Args:
+        links_seen: by GPU, the NVLinks that were ever up; outlives the library, and is added to here.
+    """
+
+    def __init__(self, index: int, links_seen: dict[str, set[int]]) -> None:
+        self._handle = _checked("handle", pynvml.nvmlDeviceGetHandleByIndex, index)
+        self._not_offered: set[object] = set()
+        self.identity = self._identify(index)
+        self._links_seen_up = links_seen.setdefault(self.identity.uuid, set())
+
+    def _identify(self, index: int) -> GpuIdentity:
+        memory = self.read(pynvml.nvmlDeviceGetMemoryInfo)
+        return GpuIdentity(
+            index=index,
+            pci_bus_id=kernel_bus_id(_checked("PCI address", pynvml.nvmlDeviceGetPciInfo, self._handle).busId),
+            uuid=_checked("UUID", pynvml.nvmlDeviceGetUUID, self._handle),
+            name=self.read(pynvml.nvmlDeviceGetName) or "",
+            serial=self.read(pynvml.nvmlDeviceGetSerial) or "",
+            memory_bytes=0 if memory is None else memory.total,
+            part_number=self.read(pynvml.nvmlDeviceGetBoardPartNumber) or "",
+            vbios=self.read(pynvml.nvmlDeviceGetVbiosVersion) or "",
+            inforom=self.read(pynvml.nvmlDeviceGetInforomImageVersion) or "",
+        )
+
+    @property
+    def handle_value(self) -> int:
+        """The handle as a number, to match events with devices."""
+        return _address(self._handle)
+
+    def read(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """``function(handle, *arguments)``, or None where it is not offered. Raises NvmlFault."""
+        if (function, arguments) in self._not_offered:
+            return None
+        try:
+            return function(self._handle, *arguments)
+        except pynvml.NVMLError as error:
+            # Without arguments, an invalid one can only be the handle: no reason to stop asking.
+            if error.value in NOT_OFFERED or (arguments and error.value == pynvml.NVML_ERROR_INVALID_ARGUMENT):
+                self._not_offered.add((function, arguments))
+                return None
+            raise NvmlFault(function.__name__, error.value) from None
+
+    def fields(self, ids: Sequence[int]) -> list[Any]:
+        """Field values in the order of ``ids``; None for one that is not offered. Raises NvmlFault."""
+        values = self.read(pynvml.nvmlDeviceGetFieldValues, tuple(ids))
+        if values is None:
+            return [None] * len(ids)
+        return [_field(value) for value in values]
+
+    def register(self, events: Any) -> bool:
+        """Takes part in an event set; False where the device offers no events, or refuses."""
+        try:
+            offered = pynvml.nvmlDeviceGetSupportedEventTypes(self._handle) & _EVENTS
+            if offered:
+                pynvml.nvmlDeviceRegisterEvents(self._handle, offered, events)
+        except pynvml.NVMLError:
+            return False
+        return bool(offered)
+
+    def nvlinks(self) -> tuple[int, int]:
+        """How many links have ever been seen up, and how many of those are down. Raises NvmlFault."""
+        up = {link for link in range(MOST_NVLINKS) if self.read(pynvml.nvmlDeviceGetNvLinkState, link)}
+        self._links_seen_up.update(up)
+        return len(self._links_seen_up), len(self._links_seen_up - up)
+
+
+def sram_threshold_exceeded(handle: Any) -> int:
+    """A call for ``Device.read``: 1 where the GPU has passed its limit of SRAM errors."""
+    status = pynvml.c_nvmlEccSramErrorStatus_v1_t()
+    pynvml.nvmlDeviceGetSramEccErrorStatus(handle, byref(status))  # pynvml passes on what it gets, a copy by value
+    return int(status.bThresholdExceeded)
+
+
+def retired_pages(handle: Any) -> int:
+    """A call for ``Device.read``: pages retired for either cause (before Ampere)."""
+    causes = (
+        pynvml.NVML_PAGE_RETIREMENT_CAUSE_MULTIPLE_SINGLE_BIT_ECC_ERRORS,
+        pynvml.NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR,
+    )
+    return sum(len(pynvml.nvmlDeviceGetRetiredPages_v2(handle, cause)) for cause in causes)
+
+
+def _field(value: Any) -> Any:
+    if value.nvmlReturn != pynvml.NVML_SUCCESS:
+        return None
+    kind = value.valueType
+    return getattr(value.value, _VALUE_BY_TYPE[kind]) if 0 <= kind < len(_VALUE_BY_TYPE) else None
+
+
+def _address(handle: Any) -> int:
+    return cast(handle, c_void_p).value or 0
+
+
+def _checked(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except pynvml.NVMLError as error:
+        raise NvmlFault(what, error.value) from None
+
+
+class Nvml:
+    """The opened library: its devices and its events. Every method raises NvmlFault."""
+
+    def __init__(self, links_seen: dict[str, set[int]]) -> None:
+        _checked("initialization", pynvml.nvmlInitWithFlags, 0)
+        try:
+            self.driver_version: str = _checked("driver version", pynvml.nvmlSystemGetDriverVersion)
+            self.devices: list[Device] = []
+            self.broken: list[tuple[int, NvmlFault]] = []
+            for index in range(_checked("count", pynvml.nvmlDeviceGetCount)):
+                self._add(index, links_seen)
+            self._events = self._register()
+        except NvmlFault:
+            self.close()
+            raise
+
+    def _add(self, index: int, links_seen: dict[str, set[int]]) -> None:
+        try:
+            self.devices.append(Device(index, links_seen))
+        except NvmlFault as fault:
+            self.broken.append((index, fault))
+
+    def _register(self) -> Any:
+        """An event set for all devices that take part, or None where none does."""
+        try:
+            events = pynvml.nvmlEventSetCreate()
+        except pynvml.NVMLError:
+            return None
+        registered = 0
+        for device in self.devices:
+            registered += device.register(events)
+        return events if registered else None
+
+    @property
+    def has_events(self) -> bool:
+        return self._events is not None
+
+    def wait(self, timeout_ms: int) -> tuple[Device | None, int, int] | None:
+        """The next event as (device, type, data), or None when the time is over. Raises NvmlFault."""
+        try:
+            event = pynvml.nvmlEventSetWait_v2(self._events, timeout_ms)
+        except pynvml.NVMLError as error:
+            if error.value == pynvml.NVML_ERROR_TIMEOUT:
+                return None
+            raise NvmlFault("event wait", error.value) from None
+        address = _address(event.device)
+        device = next((each for each in self.devices if each.handle_value == address), None)
+        return device, event.eventType, event.eventData
+
+    def close(self) -> None:
+        """Gives the library back; errors of a broken driver are no news here."""
+        try:
+            pynvml.nvmlShutdown()
+        except pynvml.NVMLError:
+            pass

@@ -1,0 +1,241 @@
+"""Ports, PCI devices and the machine's own state, read from /sys and /proc below injectable roots.
+
+Functions return None, or leave a port out, where the kernel does not offer a value; they raise OSError only where
+a whole tree that must be there is not.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from everstep_agent.sensors.samples import HostIdentity
+
+NVIDIA = "0x10de"
+DISPLAY_CLASSES = ("0x0300", "0x0302")
+"""VGA and 3D controllers; the audio function and NVSwitches (0x0680) of the same vendor are no GPUs."""
+
+
+class PortReading(NamedTuple):
+    """One port as the kernel has it; counters are since the driver was loaded. ``folder``: where it is found;
+    ``identity``: as in ``PortSample``."""
+
+    folder: Path
+    name: str
+    kind: str
+    up: bool
+    rate_gbps: float | None
+    errors: int | None
+    link_downs: int | None
+    identity: dict[str, str]
+
+
+class PcieLimit(NamedTuple):
+    """The fastest generation and the most lanes of a PCIe link that the kernel knows of; None where it says nothing."""
+
+    generation: int | None
+    width: int | None
+
+
+class ProcessCounts(NamedTuple):
+    stuck: int
+    zombies: int
+
+
+_IB_ERRORS = ("symbol_error", "port_rcv_errors", "local_link_integrity_errors", "excessive_buffer_overrun_errors")
+_ETHERNET_ERRORS = ("rx_errors", "tx_errors")
+_ARPHRD_ETHER = "1"
+_PCIE_GENERATIONS = {
+    "2.5": 1,
+    "5": 2,
+    "5.0": 2,
+    "8": 3,
+    "8.0": 3,
+    "16": 4,
+    "16.0": 4,
+    "32": 5,
+    "32.0": 5,
+    "64": 6,
+    "64.0": 6,
+}
+"""By gigatransfers a second, as ``max_link_speed`` has them (Linux, drivers/pci/probe.c)."""
+MOST_LANES = 32
+"""Of a PCIe link. The kernel shows 255 for a width that it does not know."""
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path)
+    return int(text) if text is not None and text.lstrip("-").isdigit() else None
+
+
+def _sum(folder: Path, names: tuple[str, ...]) -> int | None:
+    values = [value for name in names if (value := _number(folder / name)) is not None]
+    return sum(values) if values else None
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _identity(device: Path, **words: Path) -> dict[str, str]:
+    """What ``words`` hold, and where on the bus the device sits; only what there is."""
+    found = {name: text for name, path in words.items() if (text := _text(path))}
+    return found | ({"pci_bus_id": device.resolve().name} if device.is_symlink() else {})
+
+
+def host_identity(sysfs: Path, proc: Path) -> HostIdentity:
+    """The machine by its firmware's tables, whose serial numbers only root may read, and the kernel's release."""
+    dmi = sysfs / "class/dmi/id"
+    return HostIdentity(
+        vendor=_text(dmi / "sys_vendor") or "",
+        product=_text(dmi / "product_name") or "",
+        serial=_text(dmi / "product_serial") or "",
+        chassis_serial=_text(dmi / "chassis_serial") or "",
+        kernel=_text(proc / "sys/kernel/osrelease") or "",
+    )
+
+
+def infiniband_ports(root: Path) -> list[PortReading]:
+    """InfiniBand and RoCE ports, such as ``mlx5_0/1``."""
+    ports = []
+    for device in _entries(root / "class/infiniband"):
+        of_device = {"board": device / "board_id", "firmware": device / "fw_ver", "address": device / "node_guid"}
+        identity = _identity(device / "device", **of_device)
+        for port in _entries(device / "ports"):
+            state = _text(port / "state")
+            if state is None:
+                continue
+            rate = (_text(port / "rate") or "").split(" ")[0]
+            ports.append(
+                PortReading(
+                    folder=port,
+                    name=f"{device.name}/{port.name}",
+                    kind="infiniband",
+                    up="ACTIVE" in state,
+                    rate_gbps=float(rate) if rate.replace(".", "", 1).isdigit() else None,
+                    errors=_sum(port / "counters", _IB_ERRORS),
+                    link_downs=_number(port / "counters/link_downed"),
+                    identity=identity,
+                )
+            )
+    return ports
+
+
+def ethernet_ports(root: Path) -> list[PortReading]:
+    """Physical Ethernet ports: bridges, tunnels and containers' ends have no device behind them and are left out."""
+    ports = []
+    for port in _entries(root / "class/net"):
+        if not (port / "device").exists() or _text(port / "type") != _ARPHRD_ETHER:
+            continue
+        speed = _number(port / "speed")
+        ports.append(
+            PortReading(
+                folder=port,
+                name=port.name,
+                kind="ethernet",
+                up=_text(port / "operstate") == "up",
+                rate_gbps=speed / 1000 if speed is not None and speed > 0 else None,
+                errors=_sum(port / "statistics", _ETHERNET_ERRORS),
+                link_downs=_number(port / "carrier_down_count"),
+                identity=_identity(port / "device", address=port / "address"),
+            )
+        )
+    return ports
+
+
+def port_now(port: PortReading) -> PortReading | None:
+    """The port with its state read again, and everything else as it was; None where it is gone."""
+    infiniband = port.kind == "infiniband"
+    state = _text(port.folder / ("state" if infiniband else "operstate"))
+    if state is None:
+        return None
+    return port._replace(up="ACTIVE" in state if infiniband else state == "up")
+
+
+def nvidia_gpus_on_pci(root: Path) -> int | None:
+    """How many NVIDIA display controllers the PCI bus shows, NVML or not. None where there is no PCI bus to read."""
+    folder = root / "bus/pci/devices"
+    if not folder.is_dir():
+        return None
+    return sum(
+        _text(device / "vendor") == NVIDIA and (_text(device / "class") or "").startswith(DISPLAY_CLASSES)
+        for device in _entries(folder)
+    )
+
+
+def pcie_limit(root: Path, bus_id: str) -> PcieLimit:
+    """What the device at ``bus_id`` (``0000:1b:00``) and the port above it can do together: the lesser of both."""
+    device = root / f"bus/pci/devices/{bus_id}.0"
+    ends = (device, device.resolve().parent) if device.exists() else ()
+    speeds = [_PCIE_GENERATIONS.get((_text(end / "max_link_speed") or "").partition(" ")[0]) for end in ends]
+    widths = [_number(end / "max_link_width") for end in ends]
+    return PcieLimit(
+        min((speed for speed in speeds if speed is not None), default=None),
+        min((width for width in widths if width is not None and 0 < width <= MOST_LANES), default=None),
+    )
+
+
+def boot_id(root: Path) -> str:
+    """The kernel's name for this boot. Raises OSError."""
+    return (root / "sys/kernel/random/boot_id").read_text().strip()
+
+
+def uptime_s(root: Path) -> float:
+    """Seconds since boot. Raises OSError, ValueError."""
+    return float((root / "uptime").read_text().split()[0])
+
+
+def load_average(root: Path) -> float:
+    """Over one minute. Raises OSError, ValueError."""
+    return float((root / "loadavg").read_text().split()[0])
+
+
+def memory_bytes(root: Path) -> tuple[int, int]:
+    """(total, available). Raises OSError, KeyError."""
+    values = {}
+    with (root / "meminfo").open() as file:
+        for line in file:
+            name, _, rest = line.partition(":")
+            values[name] = rest
+            if name == "MemAvailable":
+                break
+    return (int(values["MemTotal"].split()[0]) << 10, int(values["MemAvailable"].split()[0]) << 10)
+
+
+def network_mounts(root: Path) -> list[str]:
+    """Where network file systems are mounted. Raises OSError."""
+    mounts = []
+    with (root / "self/mounts").open() as file:
+        for line in file:
+            _, place, kind, *_ = line.split(" ")
+            if kind.startswith(("nfs", "cifs", "ceph", "lustre", "gpfs", "beegfs", "fuse.juicefs")):
+                mounts.append(place.replace("\\040", " "))
+    return mounts
+
+
+def count_processes(root: Path) -> ProcessCounts:
+    """Processes in uninterruptible sleep (kernel threads aside) and zombies. Raises OSError."""
+    stuck = zombies = 0
+    for name in os.listdir(root):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"{root}/{name}/stat", "rb") as file:
+                fields = file.read(512).rpartition(b")")[2].split()
+        except OSError:
+            continue
+        state, parent = fields[0], fields[1]
+        stuck += state == b"D" and parent != b"2"
+        zombies += state == b"Z"
+    return ProcessCounts(stuck, zombies)

@@ -1,0 +1,1 @@
+"""Judge samples: rules over time, XIDs, and the findings of this node."""

@@ -1,0 +1,313 @@
+"""Samples, policy and history in; findings out. Pure: no clock, no files, no processes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from everstep.vocabulary import Finding, FindingKind, Severity
+from everstep_agent.findings.rules import Event, LineRule, Policy, Rule, RuleHistory
+from everstep_agent.findings.xid_history import XidHistory, XidRecord
+from everstep_agent.findings.xids import XidReader, recovery_action, recovery_name
+from everstep_agent.sensors.samples import GpuSample, HostSample, SensorState, XidEvent
+from everstep_agent.sensors.sensor_messages import Poll
+
+SENSOR_SUBJECT = "nvml"
+HOST_SUBJECT = "host"
+MOST_SAID = 64
+"""Findings from lines of the kernel's log that may stand at a time."""
+
+_GRAVITY = {severity: gravity for gravity, severity in enumerate(Severity)}
+
+
+class Instant(NamedTuple):
+    """Now, on both clocks."""
+
+    wall: float
+    monotonic: float
+
+
+class GpuTrace(msgspec.Struct, frozen=True):
+    """What tells a reset or an exchange of the GPU at a PCI address from one look to the next."""
+
+    uuid: str
+    energy_j: float | None = None
+    lost: bool = False
+    recovery: int | None = None
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """What must outlive the agent: findings that only a reset, a boot or an exchange ends, and how to notice those."""
+
+    boot_id: str = ""
+    xids: tuple[XidRecord, ...] = ()
+    standing: tuple[Finding, ...] = ()
+    gpus: dict[str, GpuTrace] = {}
+
+
+class Assessor:
+    """A node's findings.
+
+    Every method that takes something in returns True where ``findings`` changed by it.
+
+    Args:
+        policy: the rules.
+        node: its name, part of the traces.
+        expected_gpus: how many GPUs there should be; None takes the count of the PCI bus.
+        memory: what an earlier life of the agent left.
+    """
+
+    def __init__(self, policy: Policy, node: str, expected_gpus: int | None, memory: Memory, now: Instant) -> None:
+        self._policy = policy
+        self._node = node
+        self._expected = expected_gpus
+        self._boot_id = memory.boot_id
+        self._gpus = dict(memory.gpus)
+        self._ports: dict[str, dict[str, str]] = {}
+        self._uptime_s: float | None = None
+        self._histories: dict[tuple[str, str], RuleHistory] = {}
+        self._raised: dict[tuple[str, str], Finding] = {}
+        self._said: dict[tuple[str, str], tuple[LineRule, Finding, float]] = {}
+        # With the name of its field, made once: Python's cache of attributes keeps every new string it is asked for.
+        self._scopes: dict[str, list[tuple[Rule, str]]] = {}
+        for rule in policy.rules:
+            self._scopes.setdefault(rule.scope, []).append((rule, rule.field))
+        self._patterns = [(rule, re.compile(rule.pattern)) for rule in policy.lines]
+        self.xids = XidHistory(policy, memory.xids, now.monotonic)
+        self._reader = XidReader(self._bus_of)
+        self._resume(memory.standing)
+        self.findings: tuple[Finding, ...] = ()
+        self._dirty = True
+        self._settle()
+
+    # --- what comes in ---
+
+    def poll(self, poll: Poll, clock_skew_s: float | None, now: Instant) -> bool:
+        """A poll of the sensor process."""
+        self._note_boot(poll.boot_id)
+        self._uptime_s = poll.host.uptime_s
+        for gpu in poll.gpus:
+            self._gpu(gpu, now)
+        self._ports = {port.name: port.identity for port in poll.ports}
+        for port in poll.ports:
+            self._judge("port", port.name, port, "", now)
+        for path in poll.paths:
+            self._judge("path", path.path, path, "", now)
+        host: HostSample = msgspec.structs.replace(poll.host, clock_skew_s=clock_skew_s)
+        self._judge("host", HOST_SUBJECT, host, host.error, now)
+        sensing = self._sensing(poll)
+        self._judge("sensor", SENSOR_SUBJECT, sensing, sensing.detail, now)
+        self._hush(now)
+        return self.xid_events(poll.xids, now)
+
+    def boot(self, boot_id: str) -> bool:
+        """The kernel's name for this boot, as soon as it is known: ends what a boot ends if it is a new one."""
+        self._note_boot(boot_id)
+        return self._settle()
+
+    def kernel_lines(self, lines: Iterable[str], now: Instant) -> bool:
+        """New lines of the kernel's log."""
+        for line in lines:
+            event = self._reader.read(line)
+            if event is not None:
+                self._dirty |= self.xids.take(event, now.wall, now.monotonic)
+                continue
+            for rule, pattern in self._patterns:
+                if (match := pattern.search(line)) is not None:
+                    self._say(rule, match.groupdict().get("subject") or rule.id, line, now)
+        return self._settle()
+
+    def xid_events(self, events: Iterable[XidEvent], now: Instant) -> bool:
+        """XIDs that NVML told of between polls."""
+        for event in events:
+            self._dirty |= self.xids.take(event, now.wall, now.monotonic)
+        return self._settle()
+
+    def sensor(self, state: SensorState, now: Instant) -> bool:
+        """What is known of the sensing itself. Fields that are None stay as they were."""
+        self._judge("sensor", SENSOR_SUBJECT, state, state.detail, now)
+        return self._settle()
+
+    def memory(self) -> Memory:
+        """What to keep for the next life of the agent."""
+        sticky = {rule.id for rule in self._policy.rules if rule.clear_after_s is None}
+        return Memory(
+            boot_id=self._boot_id,
+            xids=self.xids.records,
+            standing=tuple(f for (rule, _), f in self._raised.items() if rule in sticky),
+            gpus=dict(self._gpus),
+        )
+
+    # --- GPUs ---
+
+    def _bus_of(self, uuid: str) -> str | None:
+        return next((bus_id for bus_id, gpu in self._gpus.items() if gpu.uuid == uuid), None)
+
+    def _gpu(self, sample: GpuSample, now: Instant) -> None:
+        bus_id = sample.pci_bus_id
+        self._notice_reset(sample)
+        if sample.recovery_action is not None:
+            self._dirty |= self.xids.recovery_read(bus_id, sample.recovery_action, now.monotonic)
+        self._judge("gpu", bus_id, sample, sample.error, now)
+
+    def _notice_reset(self, sample: GpuSample) -> None:
+        """Notices a reset (the energy counter began anew, a lost GPU answers, the driver asks for none any more)."""
+        bus_id, before = sample.pci_bus_id, self._gpus.get(sample.pci_bus_id)
+        energy = sample.energy_j if sample.energy_j is not None or before is None else before.energy_j
+        self._gpus[bus_id] = GpuTrace(sample.uuid, energy, sample.lost, sample.recovery_action)
+        if before is None or sample.lost or sample.error:
+            return
+        restarted = before.energy_j is not None and energy is not None and energy < before.energy_j
+        recovered = bool(before.recovery) and sample.recovery_action == 0
+        if before.uuid != sample.uuid:
+            self._happened(Event.REPLACED, bus_id)
+        elif restarted or recovered or before.lost:
+            self._happened(Event.RESET, bus_id)
+
+    def _note_boot(self, boot_id: str) -> None:
+        before, self._boot_id = self._boot_id, boot_id or self._boot_id
+        if before and before != self._boot_id:
+            self._happened(Event.BOOT, None)
+            self._forget_lines(key for key, (rule, _, _) in self._said.items() if Event.BOOT in rule.clear_on)
+
+    def _happened(self, event: Event, subject: str | None) -> None:
+        self._dirty |= self.xids.event(event, subject)
+        for key, history in self._histories.items():
+            if subject in (None, key[1]) and history.event(event):
+                self._raised.pop(key, None)
+                self._dirty = True
+
+    # --- the sensing itself ---
+
+    def _sensing(self, poll: Poll) -> SensorState:
+        expected = self._expected if self._expected is not None else (poll.pci_gpus or 0)
+        readable = sum(not gpu.error for gpu in poll.gpus)
+        missing = max(0, expected - len(poll.gpus)) if poll.gpus else 0
+        faults = [f"{sensor}: {why}" for sensor, why in poll.faults]
+        details = [poll.nvml_error, f"{readable} of {expected} GPUs answer" if missing else "", *faults]
+        return SensorState(
+            hangs=0,
+            crashes=0,
+            nvml_failed=int(expected > 0 and (not poll.gpus or (bool(poll.nvml_error) and not readable))),
+            gpus_missing=missing,
+            faults=len(faults),
+            detail="; ".join(each for each in details if each),
+        )
+
+    # --- rules ---
+
+    def _judge(self, scope: str, subject: str, sample: msgspec.Struct, detail: str, now: Instant) -> None:
+        for rule, field in self._scopes.get(scope, ()):
+            key = (rule.id, subject)
+            history = self._histories.get(key)
+            if history is None:
+                history = self._histories[key] = RuleHistory(rule)
+            if not history.take(getattr(sample, field), now.monotonic, self._uptime_s):
+                continue
+            self._dirty = True
+            if history.standing:
+                self._raised[key] = self._finding(rule, subject, history.value, detail, now)
+            else:
+                self._raised.pop(key, None)
+
+    def _finding(self, rule: Rule, subject: str, value: float, detail: str, now: Instant) -> Finding:
+        gpu = self._gpus.get(subject)
+        identity = self._ports.get(subject, {}) if rule.scope == "port" else {}
+        action, message = rule.action, _message(rule, subject, value, detail)
+        if rule.kind is FindingKind.GPU_RECOVERY_ACTION:
+            action, message = recovery_action(int(value)), f"{message} ({recovery_name(int(value))})"
+        return Finding(
+            kind=rule.kind,
+            subject=rule.subject or subject,
+            severity=rule.severity,
+            message=message,
+            action=action,
+            mode=rule.mode,
+            rule=rule.id,
+            source=rule.source,
+            value=value,
+            threshold=rule.threshold,
+            since=now.wall,
+            evidence=dict(identity) if gpu is None else {"uuid": gpu.uuid},
+        )
+
+    def _say(self, rule: LineRule, subject: str, line: str, now: Instant) -> None:
+        key = (rule.id, subject)
+        before = self._said.get(key)
+        if before is not None:
+            self._said[key] = (rule, before[1], now.monotonic)
+            return
+        if len(self._said) >= MOST_SAID:
+            return
+        finding = Finding(
+            kind=rule.kind,
+            subject=subject,
+            severity=rule.severity,
+            message=rule.message.format(subject=subject, line=line[:300]),
+            action=rule.action,
+            mode=rule.mode,
+            rule=rule.id,
+            source=rule.source,
+            since=now.wall,
+        )
+        self._said[key] = (rule, finding, now.monotonic)
+        self._dirty = True
+
+    def _hush(self, now: Instant) -> None:
+        """Ends what the log has been quiet about for long enough."""
+        self._dirty |= self.xids.quiet(now.monotonic)
+        self._forget_lines(
+            key
+            for key, (rule, _, last) in self._said.items()
+            if rule.clear_after_s is not None and now.monotonic - last >= rule.clear_after_s
+        )
+
+    def _forget_lines(self, keys: Iterable[tuple[str, str]]) -> None:
+        for key in list(keys):
+            del self._said[key]
+            self._dirty = True
+
+    def _resume(self, standing: tuple[Finding, ...]) -> None:
+        rules = {rule.id: rule for rule in self._policy.rules}
+        for finding in standing:
+            rule = rules.get(finding.rule)
+            if rule is not None:
+                key = (rule.id, finding.subject)
+                self._histories[key] = RuleHistory(rule)
+                self._histories[key].resume(finding.value or 0.0)
+                self._raised[key] = finding
+
+    # --- the result ---
+
+    def _settle(self) -> bool:
+        """Puts the findings together again if anything moved: the gravest for each key, since its first sight."""
+        if not self._dirty:
+            return False
+        self._dirty = False
+        before = {finding.key: finding for finding in self.findings}
+        gravest: dict[str, Finding] = {}
+        uuids = {bus_id: gpu.uuid for bus_id, gpu in self._gpus.items()}
+        said = [finding for _, finding, _ in self._said.values()]
+        for finding in [*self._raised.values(), *said, *self.xids.findings(uuids)]:
+            other = gravest.get(finding.key)
+            if other is None or _GRAVITY[finding.severity] > _GRAVITY[other.severity]:
+                gravest[finding.key] = finding
+        result = tuple(self._traced(finding, before.get(key)) for key, finding in sorted(gravest.items()))
+        changed = result != self.findings
+        self.findings = result
+        return changed
+
+    def _traced(self, finding: Finding, before: Finding | None) -> Finding:
+        since = finding.since if before is None else before.since
+        name = f"{self._node}/{finding.key}/{since}"
+        return msgspec.structs.replace(finding, since=since, trace=xxhash.xxh3_64_hexdigest(name.encode()))
+
+
+def _message(rule: Rule, subject: str, value: float, detail: str) -> str:
+    return rule.message.format(
+        subject=subject, value=value, threshold=rule.threshold, window_s=rule.window_s, detail=detail or "no detail"
+    )

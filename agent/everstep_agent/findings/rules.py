@@ -1,0 +1,319 @@
+"""The shape of a policy, and its loader.
+
+A rule reads one metric of one kind of sample (``metric = "gpu.temperature_margin_c"``), tests it, and, where the test
+held in ``n`` of the last ``m`` polls, makes a finding. An unknown value is neither good nor bad: it moves nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from everstep.errors import ConfigurationError
+from everstep.settings import load_toml
+from everstep.vocabulary import Action, FindingKind, Mode, Severity
+from everstep_agent.findings.xids import XidEntry, load_xids, unknown_xid
+from everstep_agent.sensors.samples import GpuSample, HostSample, PathSample, PortSample, SensorState
+
+POLICY_FOLDER = Path(__file__).parents[1] / "policy"
+
+SCOPES: dict[str, type[msgspec.Struct]] = {
+    "gpu": GpuSample,
+    "port": PortSample,
+    "path": PathSample,
+    "host": HostSample,
+    "sensor": SensorState,
+}
+
+
+class Criterion(StrEnum):
+    """How a value is judged. INCREASE: it grew by the threshold within the window. UNCHANGED: it never moved in it."""
+
+    AT_LEAST = "at_least"
+    AT_MOST = "at_most"
+    INCREASE = "increase"
+    UNCHANGED = "unchanged"
+
+
+class Event(StrEnum):
+    """What ends a finding that time does not: the machine booted, the GPU was reset, another GPU sits there."""
+
+    BOOT = "boot"
+    RESET = "reset"
+    REPLACED = "replaced"
+
+
+class Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base: a key that nobody knows is an error."""
+
+
+class Rule(Strict, frozen=True, kw_only=True):
+    """One rule on a measured value.
+
+    ``n_of`` = [n, m]: bad in n of the last m polls. ``window_s``: for increase and unchanged. ``boot_grace_s``: not
+    judged while the machine is up for less. Over when the test has failed for ``clear_after_s``, or on one of
+    ``clear_on``. ``subject`` replaces the sample's own in the finding. ``message`` may use {subject}, {value},
+    {threshold}, {window_s} and {detail}.
+    """
+
+    id: str
+    kind: FindingKind
+    metric: str
+    test: Criterion
+    threshold: float
+    severity: Severity
+    message: str
+    source: str
+    subject: str = ""
+    n_of: tuple[int, int] = (1, 1)
+    window_s: float = 0.0
+    boot_grace_s: float = 0.0
+    action: Action = Action.NONE
+    mode: Mode = Mode.RECOMMEND
+    clear_after_s: float | None = None
+    clear_on: tuple[Event, ...] = ()
+
+    @property
+    def scope(self) -> str:
+        return self.metric.partition(".")[0]
+
+    @property
+    def field(self) -> str:
+        return self.metric.partition(".")[2]
+
+
+class LineRule(Strict, frozen=True, kw_only=True):
+    """One rule on a line of the kernel log: a match is a finding. A named group ``subject`` names what it is about."""
+
+    id: str
+    kind: FindingKind
+    pattern: str
+    severity: Severity
+    message: str
+    source: str
+    action: Action = Action.NONE
+    mode: Mode = Mode.RECOMMEND
+    clear_after_s: float | None = None
+    clear_on: tuple[Event, ...] = ()
+
+
+class XidOverride(Strict, frozen=True, kw_only=True):
+    """A site's own word on an XID; what it leaves out stays as the table has it."""
+
+    xid: int
+    source: str
+    severity: Severity | None = None
+    action: Action | None = None
+    mode: Mode | None = None
+
+
+class Clearing(Strict, frozen=True, kw_only=True):
+    """When an XID finding is over, by the action that would cure it."""
+
+    action: Action
+    clear_after_s: float | None = None
+    clear_on: tuple[Event, ...] = ()
+
+
+class PolicyFile(Strict, frozen=True, kw_only=True):
+    """One file; all parts may be left out."""
+
+    rule: tuple[Rule, ...] = ()
+    line: tuple[LineRule, ...] = ()
+    xid: tuple[XidOverride, ...] = ()
+    xid_clearing: tuple[Clearing, ...] = ()
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """All that samples are judged by."""
+
+    rules: tuple[Rule, ...]
+    lines: tuple[LineRule, ...]
+    xids: dict[int, XidEntry]
+    xid_modes: dict[int, Mode]
+    xid_clearing: dict[Action, Clearing]
+
+    def xid(self, number: int) -> XidEntry:
+        return self.xids.get(number) or unknown_xid(number)
+
+    def xid_mode(self, number: int) -> Mode:
+        """What may be done about it by itself: evict for a fatal one, watch the others."""
+        default = Mode.ENFORCE if self.xid(number).severity is Severity.CRITICAL else Mode.OBSERVE
+        return self.xid_modes.get(number, default)
+
+    def clearing(self, action: Action) -> Clearing:
+        return self.xid_clearing[action]
+
+
+def load_policy(site: Iterable[str | Path] = (), folder: Path = POLICY_FOLDER) -> Policy:
+    """Our rules, and the site's over them. Raises ConfigurationError with file, line and key for what is wrong."""
+    rules: dict[str, Rule] = {}
+    lines: dict[str, LineRule] = {}
+    clearing: dict[Action, Clearing] = {}
+    overrides: dict[int, XidOverride] = {}
+    for path in [*sorted(folder.glob("*.toml")), *map(Path, site)]:
+        part = load_toml(path, PolicyFile, (PolicyFile, Rule, LineRule, XidOverride, Clearing))
+        rules |= {rule.id: _checked(rule, path) for rule in part.rule}
+        lines |= {rule.id: _checked_line(rule, path) for rule in part.line}
+        clearing |= {each.action: each for each in part.xid_clearing}
+        overrides |= {each.xid: each for each in part.xid}
+    missing = [action.value for action in Action if action not in clearing]
+    if missing:
+        raise ConfigurationError(
+            f"{folder}: no [[xid_clearing]] says when XIDs of action {', '.join(missing)} are over"
+        )
+    return Policy(
+        rules=tuple(rules.values()),
+        lines=tuple(lines.values()),
+        xids=_overridden(load_xids(), overrides),
+        xid_modes={xid: each.mode for xid, each in overrides.items() if each.mode is not None},
+        xid_clearing=clearing,
+    )
+
+
+def _overridden(table: dict[int, XidEntry], overrides: dict[int, XidOverride]) -> dict[int, XidEntry]:
+    result = dict(table)
+    for xid, site in overrides.items():
+        entry = table.get(xid) or unknown_xid(xid)
+        result[xid] = msgspec.structs.replace(
+            entry, severity=site.severity or entry.severity, action=site.action or entry.action, source=site.source
+        )
+    return result
+
+
+def _checked(rule: Rule, path: Path) -> Rule:
+    where = f"{path}: rule {rule.id!r}"
+    struct = SCOPES.get(rule.scope)
+    if struct is None:
+        raise ConfigurationError(f"{where}: metric {rule.metric!r} must begin with one of {', '.join(SCOPES)}")
+    if not hasattr(struct, rule.field):
+        raise ConfigurationError(f"{where}: no metric {rule.metric!r}; see agent/everstep_agent/sensors/samples.py")
+    n, m = rule.n_of
+    if not 1 <= n <= m:
+        raise ConfigurationError(f"{where}: n_of = [{n}, {m}] must be [n, m] with 1 <= n <= m")
+    if rule.test in (Criterion.INCREASE, Criterion.UNCHANGED) and rule.window_s <= 0:
+        raise ConfigurationError(f"{where}: test {rule.test.value!r} needs window_s above zero")
+    _check_end(where, rule.clear_after_s, rule.clear_on)
+    _check_message(where, rule.message, {"subject": "", "value": 0.0, "threshold": 0.0, "window_s": 0.0, "detail": ""})
+    return rule
+
+
+def _checked_line(rule: LineRule, path: Path) -> LineRule:
+    where = f"{path}: line rule {rule.id!r}"
+    try:
+        re.compile(rule.pattern)
+    except re.error as error:
+        raise ConfigurationError(f"{where}: pattern is no regular expression: {error}") from error
+    _check_end(where, rule.clear_after_s, rule.clear_on)
+    _check_message(where, rule.message, {"subject": "", "line": ""})
+    return rule
+
+
+def _check_end(where: str, clear_after_s: float | None, clear_on: tuple[Event, ...]) -> None:
+    if clear_after_s is None and not clear_on:
+        raise ConfigurationError(f"{where}: has no end: give clear_after_s, clear_on, or both")
+
+
+def _check_message(where: str, message: str, fields: dict[str, object]) -> None:
+    try:
+        message.format(**fields)
+    except (KeyError, IndexError, ValueError) as error:
+        names = ", ".join("{" + name + "}" for name in fields)
+        raise ConfigurationError(f"{where}: message {message!r} may use {names}: {error!r}") from error
+
+
+# ---- rule history
+# One rule on one subject through time: N of M, windows, grace, clearing. Pure; seconds are arguments.
+
+WINDOW_PARTS = 64
+"""A window is remembered at this resolution, so that an hour costs no more memory than a minute."""
+
+
+class RuleHistory:
+    """Whether the rule stands (``standing``), and the value that made it so."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.standing = False
+        self.value = 0.0
+        self._seen: deque[bool] = deque(maxlen=rule.n_of[1])
+        self._window: deque[tuple[float, float]] = deque()
+        self._moved_at: float | None = None
+        self._last = 0.0
+        self._good_since: float | None = None
+
+    def take(self, value: float | None, now_s: float, uptime_s: float | None) -> bool:
+        """Takes one poll's value; True where the rule has begun or ceased to stand. None moves nothing."""
+        rule = self.rule
+        if value is None or (uptime_s is not None and uptime_s < rule.boot_grace_s):
+            return False
+        judged = self._judged(value, now_s)
+        if judged is None:
+            return False
+        bad, shown = judged
+        self._seen.append(bad)
+        if sum(self._seen) >= rule.n_of[0] and not self.standing:
+            self.standing, self.value, self._good_since = True, shown, None
+            return True
+        return self.standing and self._ceases(bad, now_s)
+
+    def event(self, event: Event) -> bool:
+        """A reset, a boot or a replacement: history is void; True where the rule ceased to stand by it."""
+        self._seen.clear()
+        self._window.clear()
+        self._moved_at = self._good_since = None
+        if self.standing and event in self.rule.clear_on:
+            self.standing = False
+            return True
+        return False
+
+    def resume(self, value: float) -> None:
+        """Stands again, as it did before the agent was restarted."""
+        self.standing, self.value = True, value
+
+    def _ceases(self, bad: bool, now_s: float) -> bool:
+        if bad:
+            self._good_since = None
+            return False
+        if self._good_since is None:
+            self._good_since = now_s
+        after_s = self.rule.clear_after_s
+        if after_s is None or now_s - self._good_since < after_s:
+            return False
+        self.standing = False
+        self._seen.clear()
+        return True
+
+    def _judged(self, value: float, now_s: float) -> tuple[bool, float] | None:
+        """Whether the value is bad, and what to show for it. None: too early to tell."""
+        rule = self.rule
+        match rule.test:
+            case Criterion.AT_LEAST:
+                return value >= rule.threshold, value
+            case Criterion.AT_MOST:
+                return value <= rule.threshold, value
+            case Criterion.INCREASE:
+                grown = self._grown(value, now_s)
+                return grown >= rule.threshold, grown
+            case Criterion.UNCHANGED:
+                return self._still_s(value, now_s) >= rule.window_s, value
+
+    def _grown(self, value: float, now_s: float) -> float:
+        window = self._window
+        if window and value < window[-1][1]:
+            window.clear()
+        if not window or now_s - window[-1][0] >= self.rule.window_s / WINDOW_PARTS:
+            window.append((now_s, value))
+        while len(window) > 1 and window[1][0] <= now_s - self.rule.window_s:
+            window.popleft()
+        return value - window[0][1]
+
+    def _still_s(self, value: float, now_s: float) -> float:
+        if self._moved_at is None or value != self._last:
+            self._moved_at, self._last = now_s, value
+        return now_s - self._moved_at

@@ -1,0 +1,262 @@
+"""Read XIDs from the kernel's log, as NVIDIA's drivers write them.
+
+The formats are those of the open kernel modules (``kernel_rc.c``, ``osapi.c``) and of logs that were published::
+
+    NVRM: GPU at PCI:0000:5d:00: GPU-f1906b9b-557a-e961-045c-9fe4be3ce012
+    NVRM: Xid (PCI:0000:5d:00): 79, pid=1234, name=python3, GPU has fallen off the bus.
+    NVRM: Xid (PCI:0000:01:00 GPU-I:05 GPU-CI:02): 43, pid=7194, ...      of a GPU that is partitioned
+    NVRM: GPU 0000:5d:00.0: GPU has fallen off the bus.
+    NVRM: The NVIDIA GPU 0000:5d:00.0                                     while the driver starts, in three lines
+    NVRM: (PCI ID: 10de:2330) installed in this system has
+    NVRM: fallen off the bus and is not responding to commands.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from everstep.errors import ConfigurationError
+from everstep.vocabulary import Action, Severity
+from everstep_agent.sensors.samples import XidEvent
+
+# ---- xids
+# What each XID means: the table ``xids.csv``, and the driver's own recovery actions.
+#
+# Vendors disagree about some numbers (32, 45, 63, 94, 109), so a site's policy may override any row.
+
+XID_FILE = Path(__file__).with_name("xids.csv")
+
+FALLEN_OFF_BUS = 79
+RECOVERY_ACTION_CHANGED = 154
+
+_SEVERITIES = {
+    "fatal": Severity.CRITICAL,
+    "critical": Severity.WARNING,
+    "warning": Severity.WARNING,
+    "info": Severity.INFO,
+    "per-action": Severity.INFO,
+}
+"""The table says how bad it is for the application that runs: "critical" ends it. We ask whether the GPU is fit for
+the next one, which only "fatal" denies."""
+
+_ACTIONS = (
+    ("restart_app", Action.RESTART_RANK),
+    ("reset_gpu", Action.RESET_GPU),
+    ("reboot_node(power cycle)", Action.DRAIN),
+    ("reboot_vm_or_node", Action.REBOOT_NODE),
+    ("workflow: reset_gpu or reboot_node", Action.REBOOT_NODE),
+    ("workflow: reset_gpu", Action.RESET_GPU),
+    ("workflow: solo", Action.NONE),
+    ("check_mechanicals", Action.REPAIR),
+    ("contact_support", Action.REPAIR),
+    ("update_sw_fw", Action.NONE),
+    ("check_uvm", Action.NONE),
+    ("decode sub-code", Action.NONE),
+    ("do what the recovery action says", Action.NONE),
+    ("not listed: gpud says reboot", Action.REBOOT_NODE),
+    ("not listed", Action.NONE),
+    ("none", Action.NONE),
+)
+"""How the table's first step reads as ours. A power cycle is more than a node can do to itself: an operator, or the
+scheduler, has to take it out. Where the table leaves it to the driver's word, NONE gives way to that word."""
+
+RECOVERY_NAMES = (
+    "none",
+    "GPU reset required",
+    "node reboot required",
+    "drain peer-to-peer",
+    "drain and reset",
+    "recover IMEX domain",
+    "bus reset required",
+    "system reboot required",
+)
+"""Field 230 (NVML_FI_DEV_GET_GPU_RECOVERY_ACTION) and XID 154, by number."""
+
+_RECOVERY_ACTIONS = (
+    Action.NONE,
+    Action.RESET_GPU,
+    Action.REBOOT_NODE,
+    Action.DRAIN,
+    Action.DRAIN,
+    Action.DRAIN,
+    Action.REBOOT_NODE,
+    Action.REBOOT_NODE,
+)
+
+
+class XidEntry(msgspec.Struct, frozen=True):
+    """One row: what the number means, how bad it is for the GPU's fitness, and what would cure it."""
+
+    xid: int
+    name: str
+    severity: Severity
+    action: Action
+    advice: str
+    source: str
+
+
+def recovery_action(number: int) -> Action:
+    """What the driver asks for, in our words. A number from a newer driver is taken for the gravest known one."""
+    return _RECOVERY_ACTIONS[number] if 0 <= number < len(_RECOVERY_ACTIONS) else Action.REBOOT_NODE
+
+
+def recovery_name(number: int) -> str:
+    """The driver's recovery action in words."""
+    return RECOVERY_NAMES[number] if 0 <= number < len(RECOVERY_NAMES) else f"unknown action {number}"
+
+
+def load_xids(path: Path = XID_FILE) -> dict[int, XidEntry]:
+    """The table, by number. Raises ConfigurationError for a row that it cannot read."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file)
+        return {entry.xid: entry for entry in (_entry(row, f"{path} line {rows.line_num}") for row in rows)}
+
+
+def unknown_xid(xid: int) -> XidEntry:
+    """For a number that the table lacks: worth a person's look, and no ground to evict by itself."""
+    return XidEntry(
+        xid, "not in the table", Severity.WARNING, Action.NONE, "look it up", "agent/everstep_agent/xids.csv"
+    )
+
+
+def _entry(row: dict[str, str], where: str) -> XidEntry:
+    try:
+        severity = _SEVERITIES[row["severity"]]
+        action = next(ours for prefix, ours in _ACTIONS if row["action"].startswith(prefix))
+        xid = int(row["xid"])
+    except (KeyError, ValueError, StopIteration) as error:
+        raise ConfigurationError(f"{where}: cannot read {row}: {error!r}") from error
+    if severity is Severity.CRITICAL and action in (Action.NONE, Action.RESTART_RANK):
+        action = Action.RESET_GPU
+    return XidEntry(xid, row["name"], severity, action, row["action"], row["source"])
+
+
+MOST_TEXT = 300
+MOST_UUIDS = 64
+"""GPUs whose announcements are remembered; a node has sixteen at most."""
+NEAR_LINES = 16
+"""Lines within which one thing is said: its parts may stand apart, where the kernel has something else to say."""
+
+_ADDRESS = (
+    r"(?:(?P<domain>[0-9a-fA-F]{4,8}):)?(?P<bus>[0-9a-fA-F]{2}|[0-9a-fA-F]{4}):(?P<slot>[0-9a-fA-F]{2})"
+    r"(?:\.[0-9a-fA-F])?(?![0-9a-fA-F])"
+)
+_UUID = r"GPU-[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
+
+_XID = re.compile(r"NVRM: Xid \((?P<where>[^()]{1,128})\): (?P<xid>[0-9]{1,5})\b(?P<rest>.*)", re.ASCII)
+_PLACE = re.compile(rf"(?:PCI:)?{_ADDRESS}")
+_NAMED_UUID = re.compile(_UUID)
+_ANNOUNCED = re.compile(rf"GPU at (?:PCI:)?{_ADDRESS}: (?P<uuid>{_UUID})")
+_GPU = re.compile(rf"\bGPU (?:at )?(?:PCI:)?{_ADDRESS}")
+_HEADING = "NVRM: The NVIDIA GPU "
+_OFF_BUS = "fallen off the bus"
+_RECOVERY = re.compile(
+    r"recovery action changed from 0x[0-9a-fA-F]{1,8} .{0,64}? to 0x(?P<to>[0-9a-fA-F]{1,8})\b", re.ASCII
+)
+
+
+def normal_bus_id(text: str) -> str:
+    """A PCI address in the spelling that all sensors use: ``0000:1b:00``, with a longer domain where there is one.
+
+    Raises ValueError for what is no address.
+    """
+    match = _PLACE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no PCI address: it looks like 0000:1b:00.0")
+    return _bus_id(match)
+
+
+def _bus_id(match: re.Match[str]) -> str:
+    domain = int(match["domain"] or "0", 16)
+    return f"{domain:04x}:{int(match['bus'], 16) & 0xFF:02x}:{int(match['slot'], 16):02x}"
+
+
+class XidReader:
+    """Reads the lines of a log one after the other.
+
+    It keeps what a message of several lines has said so far, and which GPU has which UUID. Nothing that a line holds
+    makes it raise.
+
+    Args:
+        bus_of: the PCI address of the GPU with a UUID, where something else knows it.
+    """
+
+    def __init__(self, bus_of: Callable[[str], str | None] = lambda uuid: None) -> None:
+        self._bus_of = bus_of
+        self._line = 0
+        self._heading: tuple[int, str, str] | None = None
+        self._fallen: dict[str, int] = {}
+        self.announced: dict[str, str] = {}
+
+    def read(self, line: str) -> XidEvent | None:
+        """The XID that the line reports, or None.
+
+        Words that say that a GPU is off the bus are an XID 79, unless its number was in the lines before.
+        """
+        self._line += 1
+        start = line.find("NVRM:")
+        if start < 0:
+            return None
+        match = _XID.search(line, start)
+        return self._numbered(line, match) if match is not None else self._in_words(line, line[start:])
+
+    def _numbered(self, line: str, match: re.Match[str]) -> XidEvent | None:
+        bus_id = self._place(match["where"])
+        if bus_id is None:
+            return None
+        xid = int(match["xid"])
+        recovery = _RECOVERY.search(match["rest"]) if xid == RECOVERY_ACTION_CHANGED else None
+        if xid == FALLEN_OFF_BUS:
+            self._note_fallen(bus_id)
+        return XidEvent(
+            pci_bus_id=bus_id,
+            xid=xid,
+            source="kernel",
+            text=line[-MOST_TEXT:].strip(),
+            recovery=None if recovery is None else int(recovery["to"], 16),
+        )
+
+    def _place(self, where: str) -> str | None:
+        """The GPU that the parenthesis names by its address, or by its UUID alone; what else it says is passed over."""
+        words = where.split()
+        for word in words:
+            if (place := _PLACE.fullmatch(word)) is not None:
+                return _bus_id(place)
+        for word in words:
+            if _NAMED_UUID.fullmatch(word) is not None:
+                return self.announced.get(word) or self._bus_of(word)
+        return None
+
+    def _in_words(self, line: str, words: str) -> XidEvent | None:
+        named = _GPU.search(words)
+        if _OFF_BUS in words:
+            return self._off_bus(line, None if named is None else _bus_id(named))
+        if named is not None and words.startswith(_HEADING):
+            self._heading = (self._line, _bus_id(named), line.strip())
+        if (announced := _ANNOUNCED.search(words)) is not None:
+            self.announced.pop(announced["uuid"], None)
+            self.announced[announced["uuid"]] = _bus_id(announced)
+            if len(self.announced) > MOST_UUIDS:
+                del self.announced[next(iter(self.announced))]
+        return None
+
+    def _off_bus(self, line: str, bus_id: str | None) -> XidEvent | None:
+        text, heading, self._heading = line.strip(), self._heading, None
+        if bus_id is None:
+            if heading is None or self._line - heading[0] > NEAR_LINES:
+                return None
+            bus_id, text = heading[1], f"{heading[2]} ... {text}"
+        told = self._line - self._fallen.get(bus_id, -NEAR_LINES) < NEAR_LINES
+        self._note_fallen(bus_id)
+        if told:
+            return None
+        return XidEvent(pci_bus_id=bus_id, xid=FALLEN_OFF_BUS, source="kernel", text=text[:MOST_TEXT])
+
+    def _note_fallen(self, bus_id: str) -> None:
+        near = {other: at for other, at in self._fallen.items() if self._line - at < NEAR_LINES}
+        self._fallen = near | {bus_id: self._line}

@@ -1,0 +1,498 @@
+"""What ``/metrics`` shows: the agent's own state and the newest picture of the GPUs, in Prometheus' families.
+
+A lost GPU keeps its series: ``everstep_gpu_up`` is 0 and its gauges are NaN, so that nothing vanishes or freezes.
+A value that the device does not offer has no series.
+
+With dcgm-exporter's names come those of its default series that NVML can fill; the profiling ones (DCGM_FI_PROF_*)
+and the encoder's need DCGM's own counters. Energy is in mJ, memory in MiB, utilization in percent, as there. Unlike
+there, DCGM_FI_DEV_XID_ERRORS goes back to 0 when the XID's finding has cleared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import http.client
+import http.server
+import logging
+import math
+import socket
+import socketserver
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from http import HTTPStatus
+from io import BufferedIOBase
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from everstep.clock import Clock
+from everstep.log_throttle import LogThrottle
+from everstep.vocabulary import Finding, Severity
+from everstep.wire.v1.local import StatisticsAnswer
+from everstep_agent.sensors.samples import GpuSample
+from everstep_agent.sensors.sensor_messages import Picture
+
+MIB = 1 << 20
+
+
+class AgentNumbers(msgspec.Struct, frozen=True, kw_only=True):
+    """One moment of the agent, taken in its event loop."""
+
+    node: str
+    version: str
+    picture: Picture | None
+    findings: tuple[Finding, ...]
+    spool_reports: int
+    spool_bytes: int
+    spool_dropped: int
+    spool_refused: int
+    requests: Mapping[tuple[str, str], int]
+    registrations: int
+    silent_s: float | None
+    local: Mapping[str, int]
+    refused_connections: Mapping[str, int]
+    refused_scrapes: int
+    connections: int
+    jobs: int
+    snapshot_every: Mapping[str, int]
+    clock_skew_s: float | None
+    vault_up: bool
+    vault_restarts: int
+    vault: StatisticsAnswer | None
+    processes: Mapping[str, int]
+
+
+class _Gauge(msgspec.Struct, frozen=True):
+    """A number of ``GpuSample`` and the family it goes to."""
+
+    name: str
+    help: str
+    field: str
+    counter: bool = False
+    scale: float = 1.0
+
+
+_GPU = (
+    _Gauge("temperature_celsius", "Temperature of the GPU.", "temperature_c"),
+    _Gauge("temperature_margin_celsius", "Degrees left until the GPU slows down.", "temperature_margin_c"),
+    _Gauge("memory_temperature_celsius", "Temperature of the GPU's memory.", "memory_temperature_c"),
+    _Gauge("power_watts", "Power drawn.", "power_w"),
+    _Gauge("power_limit_watts", "Power limit in force.", "power_limit_w"),
+    _Gauge("energy_joules", "Energy used since the driver was loaded.", "energy_j", counter=True),
+    _Gauge("sm_clock_hertz", "Clock of the streaming multiprocessors.", "sm_clock_mhz", scale=1e6),
+    _Gauge("memory_clock_hertz", "Clock of the memory.", "memory_clock_mhz", scale=1e6),
+    _Gauge("utilization_ratio", "Share of the time that a kernel was running.", "gpu_utilization"),
+    _Gauge("memory_utilization_ratio", "Share of the time that memory was read or written.", "memory_utilization"),
+    _Gauge("memory_used_bytes", "Memory in use.", "memory_used_bytes"),
+    _Gauge("memory_total_bytes", "Memory there is.", "memory_total_bytes"),
+    _Gauge("throttled_by_hardware", "1 while the hardware slows the GPU down.", "hardware_throttled"),
+    _Gauge("throttled_by_heat", "1 while heat slows the GPU down.", "heat_throttled"),
+    _Gauge("ecc_correctable", "Corrected memory errors since the driver was loaded.", "ecc_corrected", counter=True),
+    _Gauge(
+        "ecc_uncorrectable", "Uncorrected memory errors since the driver was loaded.", "ecc_uncorrected", counter=True
+    ),
+    _Gauge("remapped_rows_correctable", "Memory rows remapped after corrected errors.", "remapped_corrected"),
+    _Gauge("remapped_rows_uncorrectable", "Memory rows remapped after uncorrected errors.", "remapped_uncorrected"),
+    _Gauge("row_remap_pending", "1 while a row waits for a reset to be remapped.", "remap_pending"),
+    _Gauge("row_remap_failed", "1 when a row could not be remapped.", "remap_failure"),
+    _Gauge("retired_pages", "Memory pages retired (before Ampere).", "retired_pages"),
+    _Gauge("pcie_replays", "PCIe packets sent again.", "pcie_replays", counter=True),
+    _Gauge("pcie_link_generation", "PCIe generation in use (lower while idle).", "pcie_generation"),
+    _Gauge("pcie_link_width", "PCIe lanes in use.", "pcie_width"),
+    _Gauge("nvlinks", "NVLinks there are.", "nvlinks"),
+    _Gauge("nvlinks_down", "NVLinks that are down.", "nvlinks_down"),
+    _Gauge("nvlink_errors", "NVLink errors.", "nvlink_errors", counter=True),
+    _Gauge("processes", "Compute processes on the GPU.", "processes"),
+)
+
+_DCGM = (
+    _Gauge("SM_CLOCK", "SM clock frequency (in MHz).", "sm_clock_mhz"),
+    _Gauge("MEM_CLOCK", "Memory clock frequency (in MHz).", "memory_clock_mhz"),
+    _Gauge("MEMORY_TEMP", "Memory temperature (in C).", "memory_temperature_c"),
+    _Gauge("GPU_TEMP", "GPU temperature (in C).", "temperature_c"),
+    _Gauge("POWER_USAGE", "Power draw (in W).", "power_w"),
+    _Gauge("TOTAL_ENERGY_CONSUMPTION", "Total energy consumption since boot (in mJ).", "energy_j", scale=1e3),
+    _Gauge("PCIE_REPLAY_COUNTER", "Total number of PCIe retries.", "pcie_replays"),
+    _Gauge("GPU_UTIL", "GPU utilization (in %).", "gpu_utilization", scale=100.0),
+    _Gauge("MEM_COPY_UTIL", "Memory utilization (in %).", "memory_utilization", scale=100.0),
+    _Gauge("FB_USED", "Framebuffer memory used (in MiB).", "memory_used_bytes", scale=1 / MIB),
+    _Gauge("UNCORRECTABLE_REMAPPED_ROWS", "Rows remapped for uncorrectable errors.", "remapped_uncorrected"),
+    _Gauge("CORRECTABLE_REMAPPED_ROWS", "Rows remapped for correctable errors.", "remapped_corrected"),
+    _Gauge("ROW_REMAP_FAILURE", "Whether remapping of rows has failed.", "remap_failure"),
+)
+
+
+class AgentCollector(Collector):
+    """Yields the families of one moment.
+
+    Args:
+        numbers: takes the moment; called in the thread that serves the scrape.
+        dcgm_names: also yield dcgm-exporter's names.
+    """
+
+    def __init__(self, numbers: Callable[[], AgentNumbers], *, dcgm_names: bool) -> None:
+        self._numbers = numbers
+        self._dcgm_names = dcgm_names
+
+    def collect(self) -> Iterator[Metric]:
+        numbers = self._numbers()
+        yield from _agent_families(numbers)
+        yield from _vault_families(numbers)
+        if numbers.picture is not None:
+            yield from _gpu_families(numbers.node, numbers.picture)
+            if self._dcgm_names:
+                yield from _dcgm_families(numbers.node, numbers.picture)
+
+
+def resident_bytes(pid: int) -> int | None:
+    """Resident memory of a process, None where it is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+    return pages * 4096
+
+
+def _gauge(name: str, help_text: str, node: str, value: float | None) -> Iterator[Metric]:
+    if value is not None:
+        family = GaugeMetricFamily(f"everstep_agent_{name}", help_text, labels=("node",))
+        family.add_metric((node,), value)
+        yield family
+
+
+def _counter(
+    name: str, help_text: str, labels: tuple[str, ...], rows: Iterable[tuple[tuple[str, ...], float]]
+) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"everstep_{name}", help_text, labels=labels)
+    for values, count in rows:
+        family.add_metric(values, count)
+    return family
+
+
+def _agent_families(n: AgentNumbers) -> Iterator[Metric]:
+    build = GaugeMetricFamily("everstep_agent_build_info", "The agent's version.", labels=("node", "version"))
+    build.add_metric((n.node, n.version), 1)
+    yield build
+    yield from _gauge("spool_reports", "Reports the controller has not acknowledged.", n.node, n.spool_reports)
+    yield from _gauge("spool_bytes", "Bytes of them.", n.node, n.spool_bytes)
+    yield from _gauge("controller_silent_seconds", "Seconds since a controller answered a beat.", n.node, n.silent_s)
+    yield from _gauge("clock_skew_seconds", "This clock ahead of the controller's.", n.node, n.clock_skew_s)
+    yield from _gauge("connections", "Launchers and ranks connected.", n.node, n.connections)
+    yield from _gauge("jobs", "Jobs known on the node.", n.node, n.jobs)
+    apart = "Steps from one snapshot of a job's ranks to the next; 0: of announced steps only."
+    paces = GaugeMetricFamily("everstep_agent_snapshot_every_steps", apart, labels=("node", "run"))
+    for job, every in n.snapshot_every.items():
+        paces.add_metric((n.node, job), every)
+    yield paces
+    if n.picture is not None:
+        yield from _gauge("sensor_poll_seconds", "How long the newest sensor poll took.", n.node, n.picture.poll_s)
+        yield from _gauge("sensor_polled_at_seconds", "When it came (wall clock).", n.node, n.picture.polled_at)
+    node = ("node",)
+    yield _counter("agent_spool_dropped", "Reports lost over the spool's bounds.", node, [((n.node,), n.spool_dropped)])
+    yield _counter("agent_reports_refused", "Reports no controller takes.", node, [((n.node,), n.spool_refused)])
+    yield _counter("agent_registrations", "Registrations answered.", node, [((n.node,), n.registrations)])
+    restarts = n.picture.restarts if n.picture is not None else 0
+    yield _counter("agent_sensor_restarts", "Ends of the sensor process.", node, [((n.node,), restarts)])
+    yield _counter(
+        "agent_requests",
+        "What was asked of controllers, by line (session, register, heartbeat, reports) and outcome.",
+        ("node", "line", "outcome"),
+        (((n.node, line, outcome), count) for (line, outcome), count in n.requests.items()),
+    )
+    yield _counter(
+        "agent_local_events",
+        "What happened to local ranks and their words.",
+        ("node", "event"),
+        (((n.node, event), count) for event, count in n.local.items()),
+    )
+    yield _counter(
+        "agent_connections_refused",
+        "Local connections turned away or cut.",
+        ("node", "reason"),
+        (((n.node, reason), count) for reason, count in n.refused_connections.items()),
+    )
+    yield _counter(
+        "agent_scrapes_refused", "Requests for metrics without the token.", node, [((n.node,), n.refused_scrapes)]
+    )
+    yield _findings(n)
+    memory = GaugeMetricFamily(
+        "everstep_agent_resident_memory_bytes", "Resident memory of the agent's processes.", labels=("node", "process")
+    )
+    for process, pid in n.processes.items():
+        if (size := resident_bytes(pid)) is not None:
+            memory.add_metric((n.node, process), size)
+    yield memory
+
+
+def _findings(n: AgentNumbers) -> Metric:
+    family = GaugeMetricFamily(
+        "everstep_agent_findings", "Findings that hold, by severity.", labels=("node", "severity")
+    )
+    for severity in Severity:
+        family.add_metric((n.node, str(severity)), sum(f.severity is severity for f in n.findings))
+    return family
+
+
+def _vault_families(n: AgentNumbers) -> Iterator[Metric]:
+    up = GaugeMetricFamily("everstep_vault_up", "1 while the node's vault serves.", labels=("node",))
+    up.add_metric((n.node,), float(n.vault_up))
+    yield up
+    yield _counter("vault_restarts", "Ends of the vault's process.", ("node",), [((n.node,), n.vault_restarts)])
+    if n.vault is None:
+        return
+    for name, count in n.vault.counters.items():
+        yield _counter(
+            f"vault_{name}", f"{name.replace('_', ' ')} since the vault started.", ("node",), [((n.node,), count)]
+        )
+    for name, level in n.vault.levels.items():
+        family = GaugeMetricFamily(f"everstep_vault_{name}", f"{name.replace('_', ' ')} now.", labels=("node",))
+        family.add_metric((n.node,), level)
+        yield family
+    yield _counter(
+        "vault_requests_refused",
+        "Requests the vault refused, by reason.",
+        ("node", "code"),
+        (((n.node, code), count) for code, count in n.vault.refused.items()),
+    )
+
+
+def _value(sample: GpuSample, gauge: _Gauge) -> float | None:
+    value = getattr(sample, gauge.field)
+    if value is None:
+        return math.nan if sample.lost else None
+    return float(value) * gauge.scale
+
+
+def _gpu_families(node: str, picture: Picture) -> Iterator[Metric]:
+    models = {gpu.uuid: gpu.name for gpu in picture.gpu_ids}
+    labels = ("node", "gpu", "uuid", "pci_bus_id", "model")
+    rows = [(gpu, (node, str(gpu.index), gpu.uuid, gpu.pci_bus_id, models.get(gpu.uuid, ""))) for gpu in picture.gpus]
+    up = GaugeMetricFamily("everstep_gpu_up", "0 when the GPU is lost or cannot be read.", labels=labels)
+    for sample, where in rows:
+        up.add_metric(where, float(not sample.lost and not sample.error))
+    yield up
+    for gauge in _GPU:
+        kind = CounterMetricFamily if gauge.counter else GaugeMetricFamily
+        family = kind(f"everstep_gpu_{gauge.name}", gauge.help, labels=labels)
+        for sample, where in rows:
+            if (value := _value(sample, gauge)) is not None:
+                family.add_metric(where, value)
+        if family.samples:
+            yield family
+    yield _xids(node, picture)
+
+
+def _xids(node: str, picture: Picture) -> Metric:
+    index = {gpu.pci_bus_id: str(gpu.index) for gpu in picture.gpus}
+    return _counter(
+        "gpu_xids",
+        "XIDs seen since the agent started.",
+        ("node", "gpu", "pci_bus_id", "xid"),
+        (((node, index.get(bus, ""), bus, str(xid)), n) for (bus, xid), n in picture.xid_counts.items()),
+    )
+
+
+def _dcgm_families(node: str, picture: Picture) -> Iterator[Metric]:
+    models = {gpu.uuid: gpu.name for gpu in picture.gpu_ids}
+    extra = [
+        (_Gauge("FB_FREE", "Framebuffer memory free (in MiB).", ""), _free_mib),
+        (_Gauge("XID_ERRORS", "Newest XID whose finding holds, 0 for none.", ""), lambda s: _xid(s, picture)),
+    ]
+    plain = [(gauge, lambda s, g=gauge: _value(s, g)) for gauge in _DCGM]
+    for gauge, read in plain + extra:
+        family = Metric(f"DCGM_FI_DEV_{gauge.name}", gauge.help, "unknown")
+        for sample in picture.gpus:
+            value = read(sample)
+            if value is not None:
+                family.add_sample(family.name, _dcgm_labels(node, sample, models.get(sample.uuid, "")), value)
+        if family.samples:
+            yield family
+
+
+def _dcgm_labels(node: str, sample: GpuSample, model: str) -> dict[str, str]:
+    return {
+        "gpu": str(sample.index),
+        "UUID": sample.uuid,
+        "pci_bus_id": sample.pci_bus_id,
+        "device": f"nvidia{sample.index}",
+        "modelName": model,
+        "hostname": node,
+    }
+
+
+def _free_mib(sample: GpuSample) -> float | None:
+    if sample.memory_total_bytes is None or sample.memory_used_bytes is None:
+        return None
+    return (sample.memory_total_bytes - sample.memory_used_bytes) / MIB
+
+
+def _xid(sample: GpuSample, picture: Picture) -> float:
+    """The XID of the GPU's newest finding; subjects of GPU findings are bus ids or UUIDs."""
+    names = (sample.pci_bus_id, sample.uuid)
+    held = [f for f in picture.findings if f.xid is not None and f.subject in names]
+    newest = max(held, key=lambda f: f.since, default=None)
+    return float(newest.xid or 0) if newest is not None else 0.0
+
+
+# ---- metrics server
+# The door of ``/metrics``: one thread, one request at a time, a bearer token, nothing else.
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 2.0
+"""For a scraper's next byte."""
+MOST_HEAD_BYTES = 16 << 10
+"""Of a scrape's request line and headers. The standard library has bounds for each line and for their number, which
+come to 6.5 MB."""
+ASKED_WITHIN_S = 4.0
+"""For a scraper to say its request and take its answer; another waits meanwhile."""
+
+
+class MetricsServer:
+    """Serves what ``collector`` yields, to whoever shows ``token``.
+
+    ``address`` is where it listens once made, ``refused`` how many came without the token. Raises OSError where it
+    cannot listen. ``close`` ends its thread.
+    """
+
+    def __init__(self, host: str, port: int, token: Callable[[], str], collector: Collector, clock: Clock) -> None:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Undescribed(collector))
+        self.refused = 0
+        self._server = _Server((host, port), _handler(registry, token, self._count_refused), clock)
+        bound = self._server.server_address
+        self.address = f"{host}:{bound[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.5,), name="metrics", daemon=True)
+        self._thread.start()
+
+    def _count_refused(self) -> None:
+        self.refused += 1
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(PATIENCE_S)
+
+
+class _Undescribed(Collector):
+    """Keeps the registry from collecting at registration, when there is nothing yet."""
+
+    def __init__(self, inner: Collector) -> None:
+        self._inner = inner
+
+    def collect(self):  # type: ignore[no-untyped-def]
+        return self._inner.collect()
+
+    def describe(self) -> list[object]:
+        return []
+
+
+class _Server(socketserver.TCPServer):
+    allow_reuse_address = True
+    request_queue_size = 16
+
+    def __init__(
+        self, address: tuple[str, int], handler: type[http.server.BaseHTTPRequestHandler], clock: Clock
+    ) -> None:
+        self._say = LogThrottle(log, clock.monotonic)
+        super().__init__(address, handler)
+
+    def process_request(self, request: socket.socket, client_address: Any) -> None:  # type: ignore[override]
+        late = threading.Timer(ASKED_WITHIN_S, _hang_up, (request,))
+        late.daemon = True
+        late.start()
+        try:
+            super().process_request(request, client_address)
+        finally:
+            late.cancel()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        self._say(logging.INFO, "a scrape from %s failed: %s", client_address, sys.exception() or "no reason")
+
+
+def _hang_up(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has been answered
+        request.shutdown(socket.SHUT_RDWR)
+
+
+class _Head:
+    """Reads a request's head from ``inner``, MOST_HEAD_BYTES at most: a longer one is refused as a line too long is."""
+
+    def __init__(self, inner: BufferedIOBase) -> None:
+        self._inner = inner
+        self._left = MOST_HEAD_BYTES
+
+    def readline(self, size: int) -> bytes:
+        """As a file's. Raises LineTooLong where the head goes on beyond its bound."""
+        if self._left < 0:
+            raise http.client.LineTooLong("head")
+        line = self._inner.readline(min(size, self._left + 1))
+        self._left -= len(line)
+        return line
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _handler(
+    registry: CollectorRegistry, token: Callable[[], str], count_refused: Callable[[], None]
+) -> type[http.server.BaseHTTPRequestHandler]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        timeout = PATIENCE_S
+        raw_requestline: bytes
+
+        def setup(self) -> None:
+            super().setup()
+            self.rfile = _Head(self.rfile)  # type: ignore[assignment]
+
+        def parse_request(self) -> bool:
+            if len(self.raw_requestline) <= MOST_HEAD_BYTES:
+                return super().parse_request()
+            self.command, self.request_version, self.requestline = "GET", self.protocol_version, ""
+            self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            return False
+
+        def do_GET(self) -> None:
+            if self.path.partition("?")[0] != "/metrics":
+                self._answer(HTTPStatus.NOT_FOUND, b"only /metrics is here\n", "text/plain")
+            elif not self._allowed():
+                count_refused()
+                self._answer(
+                    HTTPStatus.UNAUTHORIZED, b"show the token of --metrics-token-file as Bearer\n", "text/plain"
+                )
+            else:
+                self._show()
+
+        def _show(self) -> None:
+            try:
+                content = generate_latest(registry)
+            except TimeoutError:
+                self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the agent's event loop does not answer\n", "text/plain")
+            else:
+                self._answer(HTTPStatus.OK, content, CONTENT_TYPE_LATEST)
+
+        def _allowed(self) -> bool:
+            shown = self.headers.get("Authorization", "").encode()
+            expected = token()
+            return bool(expected) and hmac.compare_digest(shown, f"Bearer {expected}".encode())
+
+        def _answer(self, status: HTTPStatus, body: bytes, content_type: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            if status is HTTPStatus.UNAUTHORIZED:
+                self.send_header("WWW-Authenticate", "Bearer")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            log.debug(format, *args)
+
+    return Handler

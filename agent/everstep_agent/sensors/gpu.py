@@ -1,0 +1,210 @@
+"""GPU samples through NVML. Nothing raises: a GPU that cannot be read is a sample that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from everstep_agent.drivers import nvml
+from everstep_agent.drivers.nvml import Device, Nvml, NvmlFault
+from everstep_agent.drivers.sysfs import PcieLimit
+from everstep_agent.sensors.samples import GpuIdentity, GpuSample, XidEvent
+
+REOPEN_EVERY = 10
+"""Polls between attempts to open NVML, or to see again a GPU that was lost: opening takes the driver's big lock."""
+
+UNLIMITED = PcieLimit(None, None)
+MOST_EVENTS = 64
+"""Events taken in one go; a storm is counted by the kernel log."""
+
+
+class GpuSensor:
+    """All GPUs of the node.
+
+    Args:
+        slow_every: each GPU's slow-moving values are read at every n-th poll, at different polls for different GPUs.
+        doing: is told what is about to be touched.
+        platform: what the PCIe slot of the GPU at a bus address can do.
+    """
+
+    def __init__(
+        self,
+        slow_every: int,
+        doing: Callable[[str], None],
+        platform: Callable[[str], PcieLimit] = lambda bus_id: UNLIMITED,
+    ) -> None:
+        self._slow_every = slow_every
+        self._doing = doing
+        self._platform = platform
+        self._limits: dict[str, PcieLimit] = {}
+        self._library: Nvml | None = None
+        self._polls = 0
+        self._slow: dict[str, dict[str, Any]] = {}
+        self._links_seen: dict[str, set[int]] = {}
+        self.known: dict[str, GpuIdentity] = {}
+        self.error = ""
+        self.driver_version = ""
+
+    def poll(self) -> tuple[GpuSample, ...]:
+        """One sample for each GPU ever seen; a GPU that is no longer listed is lost."""
+        self._open_if_due()
+        self._polls += 1
+        if self._library is None:
+            return tuple(_blind(gpu, self.error, lost=False) for gpu in self.known.values())
+        listed = {device.identity.pci_bus_id: device for device in self._library.devices}
+        samples = []
+        for bus_id, identity in self.known.items():
+            device = listed.get(bus_id)
+            samples.append(
+                _blind(identity, "NVML no longer lists it", lost=True) if device is None else self._read(device)
+            )
+        self._reopen_if_broken(samples)
+        return tuple(samples)
+
+    def wait(self, timeout_s: float) -> list[XidEvent] | None:
+        """Waits for NVML events; None where this machine has none to wait for (then nobody has waited)."""
+        if self._library is None or not self._library.has_events:
+            return None
+        events: list[XidEvent] = []
+        timeout_ms = max(0, int(timeout_s * 1000))
+        self._doing("nvml event wait")
+        try:
+            while len(events) < MOST_EVENTS and (event := self._library.wait(timeout_ms)) is not None:
+                device, kind, data = event
+                timeout_ms = 0
+                if kind == nvml.EVENT_XID and device is not None:
+                    events.append(XidEvent(pci_bus_id=device.identity.pci_bus_id, xid=data, source="nvml"))
+        except NvmlFault:
+            return None
+        return events
+
+    def close(self) -> None:
+        if self._library is not None:
+            self._library.close()
+            self._library = None
+
+    def _open_if_due(self) -> None:
+        if self._library is not None or self._polls % REOPEN_EVERY:
+            return
+        self._doing("nvml initialization")
+        try:
+            self._library = Nvml(self._links_seen)
+        except NvmlFault as fault:
+            self.error = str(fault)
+            return
+        self.error = "; ".join(f"GPU {index}: {fault}" for index, fault in self._library.broken)
+        self.driver_version = self._library.driver_version
+        for device in self._library.devices:
+            bus_id = device.identity.pci_bus_id
+            self.known[bus_id] = device.identity
+            self._limits[bus_id] = self._platform(bus_id)
+
+    def _reopen_if_broken(self, samples: list[GpuSample]) -> None:
+        broken = bool(self.error) or any(sample.lost or sample.error for sample in samples)
+        if broken and self._polls % REOPEN_EVERY == 0:
+            self.close()
+
+    def _read(self, device: Device) -> GpuSample:
+        gpu = device.identity
+        self._doing(f"gpu {gpu.index} at {gpu.pci_bus_id}")
+        try:
+            values = _fast(device)
+            if gpu.uuid not in self._slow or (self._polls + gpu.index) % self._slow_every == 0:
+                self._slow[gpu.uuid] = _slow(device, self._limits.get(gpu.pci_bus_id, UNLIMITED))
+                values["pcie_utilization"] = values["gpu_utilization"]
+        except NvmlFault as fault:
+            recovery = 1 if fault.reset_required else None
+            return _blind(gpu, str(fault), lost=fault.lost, recovery_action=recovery)
+        return GpuSample(index=gpu.index, pci_bus_id=gpu.pci_bus_id, uuid=gpu.uuid, **values, **self._slow[gpu.uuid])
+
+
+def _blind(gpu: GpuIdentity, error: str, *, lost: bool, recovery_action: int | None = None) -> GpuSample:
+    return GpuSample(
+        index=gpu.index,
+        pci_bus_id=gpu.pci_bus_id,
+        uuid=gpu.uuid,
+        lost=lost,
+        error=error,
+        recovery_action=recovery_action,
+    )
+
+
+_FAST_FIELDS = (
+    nvml.FIELD_MEMORY_TEMPERATURE,
+    nvml.FIELD_ENERGY_MJ,
+    nvml.FIELD_REMAP_PENDING,
+    nvml.FIELD_REMAP_FAILURE,
+    nvml.FIELD_RECOVERY_ACTION,
+)
+
+_SLOW_FIELDS = (
+    nvml.FIELD_REMAPPED_CORRECTED,
+    nvml.FIELD_REMAPPED_UNCORRECTED,
+    nvml.FIELD_NVLINK_REPLAYS,
+    nvml.FIELD_NVLINK_RECOVERIES,
+    nvml.FIELD_NVLINK_CRC,
+    nvml.FIELD_PCIE_FATAL,
+    nvml.FIELD_NVLINK_RECOVERY_FAILED,
+)
+
+
+def _fast(device: Device) -> dict[str, Any]:
+    """What moves from second to second. Raises NvmlFault."""
+    memory = device.read(nvml.MEMORY)
+    utilization = device.read(nvml.UTILIZATION)
+    memory_temperature, energy, pending, failure, recovery = device.fields(_FAST_FIELDS)
+    return {
+        "temperature_c": device.read(nvml.TEMPERATURE, nvml.SENSOR_GPU),
+        "temperature_margin_c": device.read(nvml.TEMPERATURE_MARGIN),
+        "memory_temperature_c": memory_temperature,
+        "power_w": _scaled(device.read(nvml.POWER_MW), 1e-3),
+        "energy_j": _scaled(energy, 1e-3),
+        "sm_clock_mhz": device.read(nvml.CLOCK, nvml.CLOCK_SM),
+        "throttle_reasons": device.read(nvml.THROTTLE_REASONS),
+        "memory_used_bytes": None if memory is None else memory.used,
+        "memory_total_bytes": None if memory is None else memory.total,
+        "gpu_utilization": None if utilization is None else utilization.gpu / 100,
+        "memory_utilization": None if utilization is None else utilization.memory / 100,
+        "remap_pending": pending,
+        "remap_failure": failure,
+        "recovery_action": recovery,
+    }
+
+
+def _slow(device: Device, limit: PcieLimit) -> dict[str, Any]:
+    """What moves rarely, or costs a call for each of many links. Raises NvmlFault."""
+    corrected, uncorrected, replays, recoveries, crc, pcie_fatal, recovery_failed = device.fields(_SLOW_FIELDS)
+    links, links_down = device.nvlinks()
+    nvlink_counters = [each for each in (replays, recoveries, crc) if each is not None]
+    processes = device.read(nvml.PROCESSES)
+    return {
+        "power_limit_w": _scaled(device.read(nvml.POWER_LIMIT_MW), 1e-3),
+        "memory_clock_mhz": device.read(nvml.CLOCK, nvml.CLOCK_MEMORY),
+        "ecc_corrected": device.read(nvml.ECC, nvml.CORRECTED, nvml.SINCE_LOAD),
+        "ecc_uncorrected": device.read(nvml.ECC, nvml.UNCORRECTED, nvml.SINCE_LOAD),
+        "ecc_uncorrected_lifetime": device.read(nvml.ECC, nvml.UNCORRECTED, nvml.LIFETIME),
+        "sram_threshold_exceeded": device.read(nvml.sram_threshold_exceeded),
+        "remapped_corrected": corrected,
+        "remapped_uncorrected": uncorrected,
+        "retired_pages": device.read(nvml.retired_pages),
+        "pcie_replays": device.read(nvml.PCIE_REPLAYS),
+        "pcie_fatal_errors": pcie_fatal,
+        "pcie_generation": device.read(nvml.PCIE_GENERATION),
+        "pcie_generation_max": _least(device.read(nvml.PCIE_GENERATION_MAX), limit.generation),
+        "pcie_width": device.read(nvml.PCIE_WIDTH),
+        "pcie_width_max": _least(device.read(nvml.PCIE_WIDTH_MAX), limit.width),
+        "nvlinks": links or None,
+        "nvlinks_down": links_down if links else None,
+        "nvlink_errors": sum(nvlink_counters) if nvlink_counters else None,
+        "nvlink_recovery_failures": recovery_failed,
+        "processes": None if processes is None else len(processes),
+    }
+
+
+def _least(offered: int | None, limit: int | None) -> int | None:
+    """What NVML says that the link can do, where the platform does not say less."""
+    return offered if offered is None or limit is None else min(offered, limit)
+
+
+def _scaled(value: int | None, factor: float) -> float | None:
+    return None if value is None else value * factor

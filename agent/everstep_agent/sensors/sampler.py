@@ -1,0 +1,181 @@
+"""The sensor process: asks NVML, /sys and /proc, and tells the supervisor. It judges nothing, so it may be killed.
+
+Started as ``python -m everstep_agent.sensors.sampler SOCKET_FD PAGE_FD PARENT_PID``. Whatever a driver can block,
+blocks here.
+"""
+
+from __future__ import annotations
+
+import mmap
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+
+# pynvml imports ctypes.util.find_library and never calls it; the real module draws in subprocess, shutil and every
+# compressor, 1.4 MB of a process that should be small.
+if "ctypes.util" not in sys.modules:
+    sys.modules["ctypes.util"] = ModuleType("ctypes.util")
+    sys.modules["ctypes.util"].find_library = lambda name: None  # type: ignore[attr-defined]
+
+from everstep.parent_process import die_with_parent
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.framing import FrameDecoder, encode_frame
+from everstep_agent.drivers import sysfs
+from everstep_agent.sensors.gpu import UNLIMITED, GpuSensor
+from everstep_agent.sensors.host import HostSensor, NetworkSensor, PathSensor
+from everstep_agent.sensors.sensor_messages import DOING_BYTES, Begin, Poll
+from everstep_agent.virtual.scenario import Machine
+
+PCI_EVERY = 60
+"""Polls between counts of the GPUs on the PCI bus: hundreds of files, which change when somebody opens the case."""
+
+CONTROL_CHECK_S = 0.1
+"""How often a virtual machine looks at its control file between polls."""
+
+
+class Node:
+    """The sensors of one machine, real or virtual."""
+
+    def __init__(self, begin: Begin, page: mmap.mmap) -> None:
+        self._page = page
+        self._interval_s = begin.interval_s
+        self._gpu = GpuSensor(begin.slow_every, self._doing, self._slot)
+        self._machine: Machine | None = None
+        if begin.scenario is not None:
+            from everstep_agent.virtual import virtual_nvml  # a real node never needs it
+
+            self._machine = Machine(begin.scenario, begin.control, begin.resumed)
+            virtual_nvml.install(self._machine, SYSTEM_CLOCK)
+        self._sysfs, self._proc = Path(begin.sysfs_root), Path(begin.proc_root)
+        self._polls = 0
+        self._on_pci: int | None = None
+        self._network = NetworkSensor(self._sysfs)
+        self._host = HostSensor(self._proc)
+        self._host_id = sysfs.host_identity(self._sysfs, self._proc)
+        self._paths = PathSensor(begin.disk_paths, self._proc, SYSTEM_CLOCK)
+
+    def urgent(self) -> Poll | None:
+        """What must be told before anything that may block is touched, or None."""
+        if self._machine is None:
+            return None
+        self._machine.refresh()
+        lines = self._machine.take_lines()
+        return Poll(full=False, lines=tuple(lines)) if lines else None
+
+    def poll(self) -> Poll:
+        begun = time.perf_counter()
+        gpus = self._gpu.poll()
+        around = self._real() if self._machine is None else self._virtual(self._machine)
+        return msgspec.structs.replace(
+            around,
+            driver_version=self._gpu.driver_version,
+            known=tuple(self._gpu.known.values()),
+            gpus=gpus,
+            nvml_error=self._gpu.error,
+            poll_s=time.perf_counter() - begun,
+        )
+
+    def wait(self, until: float) -> Poll | None:
+        """Waits for the time of the next poll (monotonic seconds), or for XIDs that should not wait for it."""
+        left = until - SYSTEM_CLOCK.monotonic()
+        if left <= 0:
+            return None
+        if self._machine is not None:
+            left = min(left, CONTROL_CHECK_S)
+        events = self._gpu.wait(left)
+        if events is None:
+            time.sleep(left)
+        return Poll(full=False, xids=tuple(events)) if events else None
+
+    def _real(self) -> Poll:
+        """All but the GPUs, of this machine."""
+        self._doing("network ports")
+        ports = self._network.poll()
+        self._doing("host")
+        boot_id = ""
+        faults: tuple[tuple[str, str], ...] = ()
+        try:
+            boot_id = sysfs.boot_id(self._proc)
+        except OSError as error:
+            faults = (("boot id", str(error)),)
+        return Poll(
+            full=True,
+            boot_id=boot_id,
+            ports=ports,
+            paths=self._paths.poll(),
+            host=self._host.poll(),
+            host_id=self._host_id,
+            pci_gpus=self._gpus_on_pci(),
+            faults=faults,
+        )
+
+    def _slot(self, bus_id: str) -> sysfs.PcieLimit:
+        """What the PCIe slot at the address can do. Virtual GPUs sit in none."""
+        return UNLIMITED if self._machine is not None else sysfs.pcie_limit(self._sysfs, bus_id)
+
+    def _gpus_on_pci(self) -> int | None:
+        if self._polls % PCI_EVERY == 0:
+            self._on_pci = sysfs.nvidia_gpus_on_pci(self._sysfs)
+        self._polls += 1
+        return self._on_pci
+
+    def _virtual(self, machine: Machine) -> Poll:
+        """All but the GPUs, of the virtual machine."""
+        return Poll(
+            full=True,
+            boot_id=machine.boot_id,
+            ports=machine.port_samples(),
+            paths=machine.path_samples(),
+            host=machine.host_sample(),
+            host_id=machine.host_identity(),
+            pci_gpus=len(machine.gpus),
+            faults=(("virtual machine", machine.error),) if machine.error else (),
+        )
+
+    def _doing(self, what: str) -> None:
+        self._page[:DOING_BYTES] = what.encode()[:DOING_BYTES].ljust(DOING_BYTES, b"\0")
+
+
+def _receive_begin(channel: socket.socket) -> Begin:
+    decoder: FrameDecoder[Begin] = FrameDecoder(Begin, 1 << 20)
+    while data := channel.recv(1 << 16):
+        if messages := decoder.feed(data):
+            return messages[0]
+    raise SystemExit(0)
+
+
+def serve(channel: socket.socket, page: mmap.mmap) -> None:
+    """Polls until the supervisor hangs up."""
+    begin = _receive_begin(channel)
+    node = Node(begin, page)
+    due = SYSTEM_CLOCK.monotonic()
+    try:
+        while True:
+            for message in (node.urgent(), node.poll()):
+                if message is not None:
+                    channel.sendall(encode_frame(message))
+            due = max(due + begin.interval_s, SYSTEM_CLOCK.monotonic())
+            while SYSTEM_CLOCK.monotonic() < due:
+                for message in (node.wait(due), node.urgent()):
+                    if message is not None:
+                        channel.sendall(encode_frame(message))
+    except (BrokenPipeError, ConnectionResetError):
+        return
+
+
+def main() -> None:
+    descriptor, page_descriptor, parent = map(int, sys.argv[1:4])
+    die_with_parent(parent, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
+    channel = socket.socket(fileno=descriptor)
+    page = mmap.mmap(page_descriptor, DOING_BYTES)
+    serve(channel, page)
+
+
+if __name__ == "__main__":
+    main()

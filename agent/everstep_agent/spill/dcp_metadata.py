@@ -1,0 +1,205 @@
+"""The ``.metadata`` of a torch.distributed.checkpoint directory, without torch: which tensor is where.
+
+It is a pickle of torch's own dataclasses (torch/distributed/checkpoint/metadata.py and filesystem.py, as of 2.13; the
+older releases from 2.3 on have the same fields). The same entries give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from everstep.errors import UNREADABLE, MalformedMessage
+from everstep.layout.manifests import Box, Extent
+from everstep_agent.spill.torch_format import Call, Global, Instance, Pairs, RawTensor, dumps
+
+VERSION = "1.0.0"
+"""CURRENT_DCP_VERSION of torch 2.13."""
+
+Path = tuple[str | int, ...]
+"""Where a value was in the nested state dict: keys of dicts, indices of lists."""
+
+_MODULE = "torch.distributed.checkpoint.metadata"
+_SIZE = Global("torch", "Size")
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """A torch archive inside a file of the directory; bytes."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """A box of a tensor, and the archive that holds it."""
+
+    box: Box
+    place: Place
+
+
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor of the checkpoint; ``chunks`` are disjoint and make it up. ``dtype`` as torch names it, without
+    ``torch.``."""
+
+    path: Path
+    dtype: str
+    shape: Extent
+    chunks: tuple[Chunk, ...]
+
+
+class ObjectEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A value that is no tensor."""
+
+    path: Path
+    place: Place
+
+
+def key_of(path: Path) -> str:
+    """The flattened key, as torch's flatten_state_dict makes it."""
+    return ".".join(map(str, path))
+
+
+def encode_metadata(tensors: Sequence[TensorEntry], objects: Sequence[ObjectEntry]) -> bytes:
+    """The bytes of ``.metadata``. Raises ValueError where two entries have one key."""
+    entries: list[TensorEntry | ObjectEntry] = [*tensors, *objects]
+    described = {key_of(t.path): _tensor(t) for t in tensors} | {key_of(o.path): _nothing() for o in objects}
+    if len(described) != len(entries):
+        keys = Counter(key_of(entry.path) for entry in entries)
+        raise ValueError(f"several entries have the key {keys.most_common(1)[0][0]!r}")
+    stored = [(_index(key_of(t.path), c.box.offset), _stored(c.place)) for t in tensors for c in t.chunks]
+    stored += [(_index(key_of(o.path), None), _stored(o.place)) for o in objects]
+    metadata = {
+        "state_dict_metadata": described,
+        "planner_data": {key_of(entry.path): tuple(entry.path) for entry in entries},
+        "storage_data": Pairs(tuple(stored)),
+        "storage_meta": None,
+        "version": VERSION,
+    }
+    return dumps(Instance(Global(_MODULE, "Metadata"), metadata))
+
+
+def _tensor(entry: TensorEntry) -> Instance:
+    chunks = [
+        Instance(
+            Global(_MODULE, "ChunkStorageMetadata"),
+            {"offsets": _size(chunk.box.offset), "sizes": _size(chunk.box.size)},
+        )
+        for chunk in entry.chunks
+    ]
+    # dtype, layout, requires_grad, memory format, pinned: what TensorProperties.__setstate__ takes
+    contiguous = Call(Global(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
+    properties = Instance(
+        Global(_MODULE, "TensorProperties"),
+        (Global("torch", entry.dtype), Call(Global("torch.serialization", "_get_layout"), ("torch.strided",)), False)
+        + (contiguous, False),
+    )
+    state = {"properties": properties, "size": _size(entry.shape), "chunks": chunks}
+    return Instance(Global(_MODULE, "TensorStorageMetadata"), state)
+
+
+def _nothing() -> Instance:
+    return Instance(Global(_MODULE, "BytesStorageMetadata"), {})
+
+
+def _size(extent: Extent) -> Call:
+    return Call(_SIZE, (tuple(extent),))
+
+
+def _index(key: str, offset: Extent | None) -> Instance:
+    state = {"fqn": key, "offset": None if offset is None else _size(offset), "index": None}
+    return Instance(Global(_MODULE, "MetadataIndex"), state)
+
+
+def _stored(place: Place) -> Instance:
+    state = {"relative_path": place.file, "offset": place.offset, "length": place.length}
+    return Instance(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), state)
+
+
+# ---- python state
+# A rank's small Python state, as it lies in a slot, in values that can be pickled without torch and numpy.
+#
+# The trainer writes it as MessagePack with extensions (trainer_hooks/everstep_trainer/state/blob.py); what has no
+# counterpart here
+# becomes a call that a reader with torch and numpy makes.
+
+STATE_FORMAT = 2
+"""As trainer_hooks/everstep_trainer/state/python_state.py writes it."""
+
+
+def decode_state(data: bytes | memoryview) -> dict[str, Any]:
+    """The state's top level, by key. Raises MalformedMessage."""
+    try:
+        state = msgspec.msgpack.decode(data, ext_hook=_unpack)
+    except (*UNREADABLE, ValueError, TypeError) as error:
+        raise MalformedMessage(f"a slot's Python state cannot be read: {error}") from error
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise MalformedMessage("a slot's Python state is no dictionary")
+    return state
+
+
+def require_format(state: dict[str, Any]) -> None:
+    """Raises MalformedMessage for a rank's Python state of another release's form."""
+    if state.get("format") != STATE_FORMAT:
+        raise MalformedMessage(
+            f"a slot's Python state has format {state.get('format')!r}, this release reads {STATE_FORMAT}"
+        )
+
+
+def _unpack(code: int, data: memoryview) -> Any:
+    value = msgspec.msgpack.decode(data, ext_hook=_unpack)
+    if code not in _KINDS:
+        raise ValueError(f"extension {code} is unknown to this release")
+    return _KINDS[code](value)
+
+
+def _array(value: list[Any]) -> Call:
+    """numpy.ndarray over bytes cannot be written to, hence the copy."""
+    dtype, shape, data = value
+    view = Call(Global("numpy", "ndarray"), (tuple(shape), dtype, data))
+    return Call(Global("numpy", "array"), (view,))
+
+
+_KINDS: dict[int, Any] = {
+    1: tuple,
+    2: set,
+    3: lambda items: Call(Global("builtins", "frozenset"), (items,)),
+    4: lambda digits: int(digits, 16),
+    5: lambda value: RawTensor(value[0], tuple(value[1]), value[2]),
+    6: _array,
+    7: lambda value: Call(Global("operator", "getitem"), (_array(value), ())),
+    8: lambda name: Global("torch", name),
+    9: lambda name: Call(Global("torch", "device"), (name,)),
+    10: lambda parts: complex(*parts),
+    11: dict,
+    12: dict,  # collections.Counter, and below OrderedDict: torch.distributed.checkpoint opens all alike
+    13: dict,
+    14: lambda sizes: Call(Global("torch", "Size"), (sizes,)),
+}
+
+
+def flatten(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """The leaves of nested state with their paths, as torch.distributed.checkpoint cuts it.
+
+    Dictionaries are opened always; lists where a tensor or a dictionary is in them; nothing else
+    (torch/distributed/checkpoint/_traverse.py).
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from flatten((*path, str(key)), item)
+    elif _is_leaf(value):
+        yield path, value
+    else:
+        for index, item in enumerate(value):
+            yield from flatten((*path, index), item)
+
+
+def _is_leaf(value: Any) -> bool:
+    if isinstance(value, dict):
+        return False
+    if not isinstance(value, list):
+        return True
+    return not any(isinstance(item, RawTensor) or not _is_leaf(item) for item in value)

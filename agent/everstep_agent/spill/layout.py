@@ -1,0 +1,331 @@
+"""Who writes which bytes of a version, and where in its file. Pure: the same manifests give the same files anywhere.
+
+Every rank's share becomes one file. What several ranks stored alike is written by one of them. In a file stand torch
+archives one behind another: first those of small values, then those of boxes, in the order in which they lie in the
+slot, so that it is read once from front to back.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from everstep.errors import ConfigurationError, MalformedMessage, NotRestorable
+from everstep.ids import Version
+from everstep.layout.manifests import BLOB_PREFIX, Box, Extent, Manifest, Range, Stored, Tensor, byte_ranges, whole
+from everstep_agent.spill.dcp_metadata import Chunk, ObjectEntry, Path, Place, TensorEntry, flatten
+from everstep_agent.spill.torch_format import RawTensor, TensorArchive, object_archive
+
+# ---- names
+# What the tensors and the small state of a job are called in an ordinary checkpoint. Pure.
+#
+# The names are those under which ``torch.distributed.checkpoint.save`` stores what ``get_model_state_dict`` and
+# ``get_optimizer_state_dict`` return, each under the key the object is tracked by: ``model.<name>``,
+# ``optimizer.state.<name>.exp_avg``, ``optimizer.param_groups.0.lr``. An optimizer that trains several tracked modules
+# names parameters with their modules' keys. What only Everstep reads stands under ``everstep``.
+
+OWN = "everstep"
+
+
+def own_path(*parts: str) -> Path:
+    """The path of something that only Everstep reads."""
+    return (OWN, *parts)
+
+
+class Names:
+    """The paths of one job's state.
+
+    Args:
+        catalog: every tensor of the job.
+        state: the Python state of any rank; it tells which of the tracked objects are optimizers.
+    """
+
+    def __init__(self, catalog: Sequence[Tensor], state: Mapping[str, Any]) -> None:
+        self._optimizers = frozenset(state.get("groups", ()))
+        self._members: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+        self._modules: dict[str, set[str]] = defaultdict(set)
+        for tensor in catalog:
+            for top, index in tensor.groups:
+                self._members[top][index].append(tensor.name)
+                self._modules[top].add(tensor.name.partition(".")[0])
+
+    def tensor(self, tensor: Tensor) -> tuple[Path, ...]:
+        """Where a tensor stands: once, and again for each other name of a tied one."""
+        return tuple(map(self._path, (tensor.name, *tensor.aliases)))
+
+    def _path(self, name: str) -> Path:
+        top, _, rest = name.partition(".")
+        if top in self._optimizers:
+            parameter, _, moment = rest.rpartition(".")
+            return top, "state", self._parameter(top, parameter), moment
+        return top, rest
+
+    def _parameter(self, optimizer: str, name: str) -> str:
+        """A parameter's name in an optimizer's state: within its module, where there is only one."""
+        module, _, within = name.partition(".")
+        return within if self._modules[optimizer] == {module} else name
+
+    def shared(self, state: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+        """What is stored once for the job: hyper-parameters, and the state of objects that are no modules."""
+        for top, groups in state.get("groups", {}).items():
+            for index, (_, group) in enumerate(groups):  # names of its parameters on this rank, and its options
+                names = [self._parameter(top, name) for name in self._members[top][index]]
+                yield from flatten((top, "param_groups", index), {**group, "params": names})
+        for key, value in state.get("objects", {}).items():
+            yield from flatten((key,), value)
+
+    def of_modules(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Path, Any]]:
+        """Modules' extra state, each with the module's full name."""
+        for name, extra in state.get("extra", {}).items():
+            top, _, module = name.partition(".")
+            for path, value in flatten((top, f"{module}._extra_state" if module else "_extra_state"), extra):
+                yield name, path, value
+
+    def scalars(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Path, Any]]:
+        """Optimizer state that is no tensor, each with the full name of the parameter it belongs to; empty, of none."""
+        for top, parameters in state.get("scalars", {}).items():
+            for name, values in parameters.items():
+                of = (self._parameter(top, name),) if name else ()
+                for path, value in flatten((top, "state", *of), values):
+                    yield name, path, value
+
+
+class Written(msgspec.Struct, frozen=True):
+    """Box ``box`` of catalog tensor ``tensor``, from these byte ranges of a rank's payload."""
+
+    tensor: int
+    box: Box
+    ranges: tuple[Range, ...]
+
+
+class Division(msgspec.Struct, frozen=True):
+    """What each rank writes, and for each tensor the rank that writes its first part."""
+
+    shares: dict[int, tuple[Written, ...]]
+    first: tuple[int, ...]
+
+
+def divide(manifests: Mapping[int, Manifest]) -> Division:
+    """Gives every byte of the version to one rank that stored it: of several, to the one with the least so far.
+
+    Raises NotRestorable where the manifests do not make up every tensor, or are of different jobs.
+    """
+    if not manifests:
+        raise NotRestorable("no slot of the version is there to be written to storage")
+    ranks = sorted(manifests)
+    catalog = manifests[ranks[0]].catalog
+    holders: list[dict[Box, list[tuple[int, Stored]]]] = [defaultdict(list) for _ in catalog]
+    for rank in ranks:
+        if manifests[rank].catalog != catalog:
+            raise NotRestorable("the slots of the version are of different models")
+        for stored in manifests[rank].stored:
+            holders[stored.tensor][stored.box].append((rank, stored))
+    shares: dict[int, list[Written]] = {rank: [] for rank in ranks}
+    load = dict.fromkeys(ranks, 0)
+    first = [ranks[0]] * len(catalog)
+    for index, tensor in enumerate(catalog):
+        parts = _parts(index, tensor, holders[index], load)
+        for rank, written in parts:
+            shares[rank].append(written)
+        first[index] = parts[0][0] if parts else ranks[0]
+        if not parts:
+            shares[ranks[0]].append(Written(index, whole(tensor.shape), ()))  # no bytes, but a shape and a dtype
+    return Division({rank: tuple(sorted(share, key=_place)) for rank, share in shares.items()}, tuple(first))
+
+
+def _place(written: Written) -> tuple[int, int, Box]:
+    return written.ranges[0][0] if written.ranges else -1, written.tensor, written.box
+
+
+def _parts(
+    index: int, tensor: Tensor, holders: Mapping[Box, list[tuple[int, Stored]]], load: dict[int, int]
+) -> list[tuple[int, Written]]:
+    """Disjoint parts that make up the tensor, each with the rank that writes it; none where it has no bytes."""
+    rest = _wanted(tensor)
+    parts: list[tuple[int, Written]] = []
+    for box in sorted(holders, key=lambda b: (b.offset, -b.volume, b.size)):
+        rank, stored = min(holders[box], key=lambda held: (load[held[0]], held[0]))
+        lacking: list[Box] = []
+        for gap in rest:
+            common = gap.intersect(box)
+            if common is None:
+                lacking.append(gap)
+                continue
+            lacking += gap.without(common)
+            ranges = tuple(byte_ranges(stored.box, common, tensor.itemsize, stored.at))
+            parts.append((rank, Written(index, common, ranges)))
+            load[rank] += common.volume * tensor.itemsize
+        rest = lacking
+    if rest:
+        raise NotRestorable(f"{tensor.name}: the part at {rest[0].offset} of size {rest[0].size} is in no slot")
+    return parts
+
+
+def _wanted(tensor: Tensor) -> list[Box]:
+    """What makes up a tensor: of one that each rank has for itself, the rows of the ranks that have it."""
+    everything = whole(tensor.shape)
+    if not tensor.own or not everything.volume:
+        return [everything] if everything.volume else []
+    inner = (0,) * len(tensor.shape[1:])
+    return [Box((row, *inner), (1, *tensor.shape[1:])) for row in tensor.rows]
+
+
+class Literal(msgspec.Struct, frozen=True):
+    """Bytes of a file that are not a slot's."""
+
+    data: bytes
+
+
+class FromSlot(msgspec.Struct, frozen=True):
+    """A tensor's archive around bytes of the slot's payload."""
+
+    archive: TensorArchive
+    ranges: tuple[Range, ...]
+
+
+class FilePlan(msgspec.Struct, frozen=True):
+    """One rank's file: what it is made of, and what ``.metadata`` says of it.
+
+    ``left_out`` cannot be written plainly and is only in Everstep's own copy of the Python state.
+    """
+
+    name: str
+    length: int
+    pieces: tuple[Literal | FromSlot, ...]
+    tensors: tuple[TensorEntry, ...]
+    objects: tuple[ObjectEntry, ...]
+    left_out: tuple[str, ...]
+
+
+def file_of(
+    rank: int, manifest: Manifest, division: Division, state: Mapping[str, object], blob_bytes: int, version: Version
+) -> FilePlan:
+    """The file of one rank's share.
+
+    ``state`` is the rank's Python state, which lies in its slot in ``blob_bytes`` bytes. Raises MalformedMessage for a
+    dtype that torch does not have.
+    """
+    lowest = min(division.shares)
+    names = Names(manifest.catalog, state)
+    page = _Page(f"__{rank}_0.distcp")
+    if rank == lowest:
+        page.add_value(own_path("version"), _numbers(version.generation, version.step))
+        for path, value in names.shared(state):
+            page.add_value(path, value)
+    index_of = {tensor.name: index for index, tensor in enumerate(manifest.catalog)}
+    for parameter, path, value in names.scalars(state):
+        index = index_of.get(parameter)
+        if rank == (lowest if index is None else division.first[index]):
+            page.add_value(path, value)
+    for module, path, value in names.of_modules(state):
+        index = next((i for i, t in enumerate(manifest.catalog) if t.name.startswith(f"{module}.")), None)
+        if rank == (lowest if index is None else division.first[index]):
+            page.add_value(path, value)
+    blob = (manifest.blob_at + BLOB_PREFIX, blob_bytes)
+    page.add_slot([own_path("blob", str(rank))], "uint8", 1, (blob_bytes,), whole((blob_bytes,)), (blob,))
+    for written in division.shares[rank]:
+        tensor = manifest.catalog[written.tensor]
+        page.add_tensor(names.tensor(tensor), tensor, written)
+    return page.done()
+
+
+def _numbers(*values: int) -> RawTensor:
+    return RawTensor("int64", (len(values),), b"".join(v.to_bytes(8, "little", signed=True) for v in values))
+
+
+class _Page:
+    """A file while it is planned."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._at = 0
+        self._pieces: list[Literal | FromSlot] = []
+        self._tensors: list[TensorEntry] = []
+        self._objects: list[ObjectEntry] = []
+        self._left_out: list[str] = []
+
+    def _place(self, length: int) -> Place:
+        place = Place(self._name, self._at, length)
+        self._at += length
+        return place
+
+    def add_value(self, path: Path, value: object) -> None:
+        """A small value; one that is a tensor becomes a tensor's entry."""
+        try:
+            data = object_archive(value)
+        except (ConfigurationError, MalformedMessage):
+            self._left_out.append(".".join(map(str, path)))
+            return
+        place = self._place(len(data))
+        self._pieces.append(Literal(data))
+        if isinstance(value, RawTensor):
+            chunk = Chunk(whole(value.shape), place)
+            self._tensors.append(TensorEntry(path, value.dtype, value.shape, (chunk,)))
+        else:
+            self._objects.append(ObjectEntry(path, place))
+
+    def add_tensor(self, paths: Sequence[Path], tensor: Tensor, written: Written) -> None:
+        """A part of a tensor.
+
+        Of one that each rank has for itself each rank's is kept in a place of Everstep's, and the first one's stands in
+        the ordinary place too, as it would with torch.
+        """
+        shape, box = tensor.shape, written.box
+        if tensor.own:
+            row = box.offset[0]
+            shape, box = shape[1:], Box(box.offset[1:], box.size[1:])
+            paths = [own_path("own", str(row), tensor.name), *(paths if row == tensor.rows[0] else ())]
+        self.add_slot(paths, tensor.dtype, tensor.itemsize, shape, box, written.ranges)
+
+    def add_slot(
+        self, paths: Iterable[Path], dtype: str, itemsize: int, shape: Extent, box: Box, ranges: tuple[Range, ...]
+    ) -> None:
+        """A box whose bytes are in the slot, under each of the paths."""
+        archive = TensorArchive(dtype, itemsize, box.size)
+        chunk = Chunk(box, self._place(archive.length))
+        self._pieces.append(FromSlot(archive, ranges))
+        self._tensors += [TensorEntry(path, dtype, shape, (chunk,)) for path in paths]
+
+    def done(self) -> FilePlan:
+        return FilePlan(
+            self._name,
+            self._at,
+            tuple(self._pieces),
+            tuple(self._tensors),
+            tuple(self._objects),
+            tuple(self._left_out),
+        )
+
+
+def merge(
+    files: Iterable[tuple[Sequence[TensorEntry], Sequence[ObjectEntry]]],
+) -> tuple[list[TensorEntry], list[ObjectEntry]]:
+    """All files' entries as one checkpoint's: a tensor's parts together, and of two values of one path the first.
+
+    A value whose path is a tensor's too, or that would lie where Everstep's own things are, is left out. Raises
+    MalformedMessage where files disagree about a tensor.
+    """
+    tensors: dict[Path, TensorEntry] = {}
+    objects: dict[Path, ObjectEntry] = {}
+    for some_tensors, some_objects in files:
+        for entry in some_tensors:
+            known = tensors.get(entry.path)
+            if known is None:
+                tensors[entry.path] = entry
+            elif (known.dtype, known.shape) != (entry.dtype, entry.shape):
+                raise MalformedMessage(f"two files say different things of {'.'.join(map(str, entry.path))}")
+            else:
+                tensors[entry.path] = msgspec.structs.replace(known, chunks=known.chunks + entry.chunks)
+        for value in some_objects:
+            objects.setdefault(value.path, value)
+    taken = {".".join(map(str, path)) for path in tensors}
+    plain: list[ObjectEntry] = []
+    for value in objects.values():
+        key = ".".join(map(str, value.path))
+        if key not in taken and value.path[0] != OWN:
+            taken.add(key)
+            plain.append(value)
+    return list(tensors.values()), plain

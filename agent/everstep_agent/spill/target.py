@@ -1,0 +1,260 @@
+"""Where checkpoints go: a directory, or what fsspec reaches by a URL (an object store)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from everstep.errors import ConfigurationError
+from everstep.layout.object_storage import filesystem_of
+
+
+class Growing(Protocol):
+    """A file that is written from front to back. ``held``: bytes that an earlier writer left, to be compared."""
+
+    held: int
+
+    def read(self, length: int) -> bytes:
+        """The next bytes of what is held."""
+
+    def keep(self, length: int) -> None:
+        """Of what is held only the first ``length`` bytes are right: the rest goes, and ``append`` begins there."""
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Adds to the end."""
+
+    def finish(self) -> None:
+        """The file is whole and durable when this returns."""
+
+    def abandon(self) -> None:
+        """Lets go of an unfinished file; what a later writer can go on from stays."""
+
+
+class Target(Protocol):
+    """One place with files and folders under it. Names have parts joined by ``/``. All methods may raise OSError."""
+
+    def get(self, name: str) -> bytes | None:
+        """A small file, or None where there is none."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Writes a small file: readers see all of it or nothing."""
+
+    def size(self, name: str) -> int | None:
+        """A file's bytes, or None where there is none."""
+
+    def written_at(self, name: str) -> float | None:
+        """When a file was written, unix seconds, or None where there is none."""
+
+    def grow(self, name: str) -> Growing:
+        """A large file to be written."""
+
+    def folders(self) -> list[str]:
+        """Names of the folders directly under this place."""
+
+    def remove(self, name: str) -> None:
+        """Removes a file or a folder with all in it; none there is no error."""
+
+
+def open_target(url: str) -> Target:
+    """The place that ``url`` names: a path, ``file://``, or a URL that fsspec knows.
+
+    Raises ConfigurationError where fsspec or the part of it that the URL needs is not installed.
+    """
+    parts = urlsplit(url)
+    if parts.scheme in ("", "file"):
+        path = Path(url2pathname(parts.path) if parts.scheme else url)
+        if not path.is_absolute():
+            raise ConfigurationError(f"checkpoints cannot go to {url!r}: give an absolute path, or a URL")
+        return Directory(path)
+    try:
+        filesystem, path_of = filesystem_of(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigurationError(
+            f"checkpoints cannot go to {url!r}: {error}; install fsspec (the [agent] extra) and its part for "
+            f"{parts.scheme}://, or obstore, on every node"
+        ) from error
+    return ObjectStore(filesystem, path_of)
+
+
+class Directory:
+    """A directory of a file system that nodes share, or of one node."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def get(self, name: str) -> bytes | None:
+        with suppress(FileNotFoundError):
+            return (self._root / name).read_bytes()
+        return None
+
+    def put(self, name: str, data: bytes) -> None:
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            with draft.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+
+    def size(self, name: str) -> int | None:
+        with suppress(FileNotFoundError):
+            return (self._root / name).stat().st_size
+        return None
+
+    def written_at(self, name: str) -> float | None:
+        with suppress(FileNotFoundError):
+            return (self._root / name).stat().st_mtime
+        return None
+
+    def grow(self, name: str) -> Growing:
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _GrowingFile(path)
+
+    def folders(self) -> list[str]:
+        with suppress(FileNotFoundError):
+            return sorted(entry.name for entry in os.scandir(self._root) if entry.is_dir(follow_symlinks=False))
+        return []
+
+    def remove(self, name: str) -> None:
+        path = self._root / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, onerror=_unless_gone)
+        else:
+            path.unlink(missing_ok=True)
+
+
+class _GrowingFile:
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        self._file = os.fdopen(descriptor, "r+b", buffering=0)
+        self._folder = path.parent
+        self.held = os.fstat(descriptor).st_size
+
+    def read(self, length: int) -> bytes:
+        return self._file.read(length)
+
+    def keep(self, length: int) -> None:
+        self._file.truncate(length)
+        self._file.seek(length)
+
+    def append(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self._file.write(view) :]
+
+    def finish(self) -> None:
+        with self._file:
+            os.fsync(self._file.fileno())
+        _sync_folder(self._folder)
+
+    def abandon(self) -> None:
+        self._file.close()
+
+
+def _unless_gone(_: object, path: str, why: tuple[Any, BaseException, Any]) -> None:
+    """Vaults that finish a version at once prune at once, and remove the same files."""
+    if not isinstance(why[1], FileNotFoundError):
+        raise why[1]
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class ObjectStore:
+    """What fsspec reaches. An object is there when it was put; a writer that died begins its file anew."""
+
+    def __init__(self, filesystem: Any, root: str) -> None:
+        self._fs = filesystem
+        self._root = root.rstrip("/")
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def get(self, name: str) -> bytes | None:
+        with suppress(FileNotFoundError):
+            return bytes(self._fs.cat_file(self._path(name)))
+        return None
+
+    def put(self, name: str, data: bytes) -> None:
+        self._make_folder(name)
+        self._fs.pipe_file(self._path(name), data)
+
+    def size(self, name: str) -> int | None:
+        with suppress(FileNotFoundError):
+            self._fs.invalidate_cache()
+            return int(self._fs.info(self._path(name))["size"])
+        return None
+
+    def written_at(self, name: str) -> float | None:
+        with suppress(FileNotFoundError):
+            self._fs.invalidate_cache()
+            return float(self._fs.modified(self._path(name)).timestamp())
+        return None
+
+    def grow(self, name: str) -> Growing:
+        self._make_folder(name)
+        return _GrowingObject(self._fs, self._path(name))
+
+    def folders(self) -> list[str]:
+        with suppress(FileNotFoundError):
+            self._fs.invalidate_cache()
+            listed = self._fs.ls(self._root, detail=True)
+            return sorted(i["name"].rstrip("/").rpartition("/")[2] for i in listed if i["type"] == "directory")
+        return []
+
+    def remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._fs.rm(self._path(name), recursive=True)
+
+    def _make_folder(self, name: str) -> None:
+        """Object stores have none and do nothing; file systems behind fsspec need them."""
+        self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+
+
+class _GrowingObject:
+    held = 0
+
+    def __init__(self, filesystem: Any, path: str) -> None:
+        self._file = filesystem.open(path, "wb")
+
+    def read(self, length: int) -> bytes:
+        return b""
+
+    def keep(self, length: int) -> None:
+        assert length == 0
+
+    def append(self, data: bytes | memoryview) -> None:
+        self._file.write(bytes(data))
+
+    def finish(self) -> None:
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Nothing appears, where the storage takes files whole (``discard`` ends an upload in parts, and what is only
+        closed would be put as far as it came); else what was put is there, and harmless: no record names it."""
+        from fsspec.spec import AbstractBufferedFile
+
+        if not isinstance(self._file, AbstractBufferedFile):
+            self._file.close()
+            return
+        try:
+            self._file.discard()
+        finally:
+            self._file.closed = True  # it is closed when it is collected, which would put it

@@ -1,0 +1,429 @@
+"""What torch.save writes, without torch: a zip archive around raw bytes, which torch.load reads.
+
+The archive of a tensor is a head, the tensor's bytes as they are, and a tail, so that a tensor of any size is written
+as a stream. Nothing is compressed, data begins at multiples of 64 bytes, and times are left out: the same tensor
+gives the same bytes. The records and their names are those of torch 2.13 (torch/serialization.py,
+caffe2/serialize/inline_container.cc); golden tests hold them against the torch that is installed.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from everstep.errors import ConfigurationError, MalformedMessage
+from everstep.layout.manifests import Extent
+
+# ---- pickles
+# Pickles written without the classes they name: a node's daemon has no torch, and the standard pickler imports what it
+# pickles. Protocol 2, and of it only what torch's own restricted reader (``weights_only=True``) accepts.
+#
+# The same value gives the same bytes, always: a second writer of a file writes the same file.
+
+_GLOBAL = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
+_SMALL_TUPLES = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+
+
+class Global(msgspec.Struct, frozen=True):
+    """A class, a function or another object by its module and name."""
+
+    module: str
+    name: str
+
+
+class Call(msgspec.Struct, frozen=True):
+    """What ``function(*arguments)`` returns in the reader."""
+
+    function: Global
+    arguments: tuple[Any, ...] = ()
+
+
+class Instance(msgspec.Struct, frozen=True):
+    """``kind`` made without arguments, then given ``state``: its attributes, or what its __setstate__ takes."""
+
+    kind: Global
+    state: Any
+
+
+class Persistent(msgspec.Struct, frozen=True):
+    """What the reader makes of a persistent id; a torch archive's storages are such."""
+
+    identity: tuple[Any, ...]
+
+
+class Pairs(msgspec.Struct, frozen=True):
+    """A dict, as its items: for keys that are made in the reader."""
+
+    items: tuple[tuple[Any, Any], ...]
+
+
+def dumps(value: Any) -> bytes:
+    """``value`` as a pickle: None, bool, int, float, complex, str, bytes, tuple, list, dict, set, and the kinds above.
+
+    Raises ConfigurationError for anything else.
+    """
+    return _Writer().whole(value)
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self._out = bytearray(pickle.PROTO + b"\x02")
+        self._memo: dict[Global, int] = {}
+
+    def whole(self, value: Any) -> bytes:
+        self._write(value)
+        return bytes(self._out + pickle.STOP)
+
+    def _write(self, value: Any) -> None:
+        write = _WRITERS.get(type(value))
+        if write is None:
+            raise ConfigurationError(f"a {type(value).__qualname__} cannot be written as a pickle of plain values")
+        write(self, value)
+
+    def _none(self, _: None) -> None:
+        self._out += pickle.NONE
+
+    def _bool(self, value: bool) -> None:
+        self._out += pickle.NEWTRUE if value else pickle.NEWFALSE
+
+    def _int(self, value: int) -> None:
+        if 0 <= value < 1 << 8:
+            self._out += pickle.BININT1 + struct.pack("<B", value)
+        elif 0 <= value < 1 << 16:
+            self._out += pickle.BININT2 + struct.pack("<H", value)
+        elif -(1 << 31) <= value < 1 << 31:
+            self._out += pickle.BININT + struct.pack("<i", value)
+        else:
+            raw = pickle.encode_long(value)
+            if len(raw) > 255:
+                raise ConfigurationError(f"an integer of {len(raw)} bytes is too long for a checkpoint's plain values")
+            self._out += pickle.LONG1 + struct.pack("<B", len(raw)) + raw
+
+    def _float(self, value: float) -> None:
+        self._out += pickle.BINFLOAT + struct.pack(">d", value)
+
+    def _complex(self, value: complex) -> None:
+        self._call(Call(Global("builtins", "complex"), (value.real, value.imag)))
+
+    def _str(self, value: str) -> None:
+        raw = value.encode("utf-8", "surrogatepass")
+        self._out += pickle.BINUNICODE + struct.pack("<I", len(raw)) + raw
+
+    def _bytes(self, value: bytes) -> None:
+        self._call(Call(Global("_codecs", "encode"), (value.decode("latin-1"), "latin1")))
+
+    def _tuple(self, value: tuple[Any, ...]) -> None:
+        if len(value) >= len(_SMALL_TUPLES):
+            self._out += pickle.MARK
+        for item in value:
+            self._write(item)
+        self._out += _SMALL_TUPLES[len(value)] if len(value) < len(_SMALL_TUPLES) else pickle.TUPLE
+
+    def _list(self, value: list[Any]) -> None:
+        self._out += pickle.EMPTY_LIST
+        if value:
+            self._out += pickle.MARK
+            for item in value:
+                self._write(item)
+            self._out += pickle.APPENDS
+
+    def _dict(self, value: dict[Any, Any]) -> None:
+        self._pairs(Pairs(tuple(value.items())))
+
+    def _pairs(self, value: Pairs) -> None:
+        self._out += pickle.EMPTY_DICT
+        if value.items:
+            self._out += pickle.MARK
+            for key, item in value.items:
+                self._write(key)
+                self._write(item)
+            self._out += pickle.SETITEMS
+
+    def _set(self, value: set[Any]) -> None:
+        self._call(Call(Global("builtins", "set"), (sorted(value, key=lambda v: (type(v).__name__, repr(v))),)))
+
+    def _global(self, value: Global) -> None:
+        if value in self._memo:
+            self._out += pickle.BINGET + struct.pack("<B", self._memo[value])
+            return
+        if not (_GLOBAL.fullmatch(value.module) and _GLOBAL.fullmatch(value.name)):
+            raise ConfigurationError(f"{value.module!r} and {value.name!r} do not name anything that can be imported")
+        self._out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
+        if len(self._memo) < 256:
+            self._out += pickle.BINPUT + struct.pack("<B", len(self._memo))
+            self._memo[value] = len(self._memo)
+
+    def _call(self, value: Call) -> None:
+        self._global(value.function)
+        self._tuple(value.arguments)
+        self._out += pickle.REDUCE
+
+    def _instance(self, value: Instance) -> None:
+        self._global(value.kind)
+        self._out += pickle.EMPTY_TUPLE + pickle.NEWOBJ
+        self._write(value.state)
+        self._out += pickle.BUILD
+
+    def _persistent(self, value: Persistent) -> None:
+        self._tuple(value.identity)
+        self._out += pickle.BINPERSID
+
+
+_WRITERS: dict[type, Any] = {
+    type(None): _Writer._none,
+    bool: _Writer._bool,
+    int: _Writer._int,
+    float: _Writer._float,
+    complex: _Writer._complex,
+    str: _Writer._str,
+    bytes: _Writer._bytes,
+    tuple: _Writer._tuple,
+    list: _Writer._list,
+    dict: _Writer._dict,
+    set: _Writer._set,
+    Global: _Writer._global,
+    Call: _Writer._call,
+    Instance: _Writer._instance,
+    Persistent: _Writer._persistent,
+    Pairs: _Writer._pairs,
+}
+
+
+ALIGNMENT = 64
+_TYPED = {
+    "float32": "FloatStorage",
+    "float64": "DoubleStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
+"""Storages that have a class of their own; a tensor of another dtype says its dtype beside untyped bytes."""
+_DTYPE = re.compile(r"[a-z][a-z0-9_]*")
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_END = struct.Struct("<4sHHHHIIH")
+_END64 = struct.Struct("<4sQHHIIQQQQ")
+_LOCATOR64 = struct.Struct("<4sIQI")
+_UTF8, _CRC_FOLLOWS = 1 << 11, 1 << 3
+_FIRST_DAY = (1 << 5) | 1  # 1 January 1980, the first that a zip can say
+_LIMIT32 = 0xFFFFFFFF
+_VERSION, _VERSION64 = 20, 45
+
+
+class RawTensor(msgspec.Struct, frozen=True):
+    """A small tensor with its bytes, inside an object; ``data`` is row-major, little-endian."""
+
+    dtype: str
+    shape: Extent
+    data: bytes
+
+
+class TensorArchive:
+    """The archive of one tensor, around bytes that come later.
+
+    ``head``, then ``nbytes`` bytes of the tensor in row-major order, then ``tail(crc)`` make ``length`` bytes.
+    Raises MalformedMessage where ``dtype`` is no torch dtype's name.
+    """
+
+    def __init__(self, dtype: str, itemsize: int, shape: Extent) -> None:
+        self.nbytes = math.prod(shape) * itemsize
+        self._zip = _Zip()
+        self._zip.add("data.pkl", dumps(_tensor(dtype, shape, self.nbytes, "0")))
+        _add_signs(self._zip)
+        self._zip.begin("data/0", self.nbytes)
+        self.head = bytes(self._zip.written)
+        self.length = len(self.head) + self.nbytes + len(self.tail(0))
+
+    def tail(self, crc: int) -> bytes:
+        """What follows the bytes, whose zlib.crc32 is ``crc``."""
+        rest = self._zip.copy()
+        rest.written.clear()
+        rest.end(crc, self.nbytes)
+        _add_ends(rest)
+        return rest.closed()
+
+
+def object_archive(value: Any) -> bytes:
+    """The archive of a plain value, which may contain RawTensor. Raises ConfigurationError for what is not plain."""
+    found: list[RawTensor] = []
+    archive = _Zip()
+    archive.add("data.pkl", dumps(_with_storages(value, found)))
+    _add_signs(archive)
+    for index, tensor in enumerate(found):
+        archive.add(f"data/{index}", tensor.data, align=True)
+    _add_ends(archive)
+    return archive.closed()
+
+
+def _with_storages(value: Any, found: list[RawTensor]) -> Any:
+    if isinstance(value, RawTensor):
+        found.append(value)
+        return _tensor(value.dtype, value.shape, len(value.data), str(len(found) - 1))
+    if isinstance(value, dict):
+        return {key: _with_storages(item, found) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_storages(item, found) for item in value)
+    return value
+
+
+def _tensor(dtype: str, shape: Extent, nbytes: int, key: str) -> Call:
+    if not _DTYPE.fullmatch(dtype):
+        raise MalformedMessage(f"{dtype!r} is no dtype's name")
+    typed = _TYPED.get(dtype)
+    kind = Global("torch", typed) if typed else Global("torch.storage", "UntypedStorage")
+    storage = Persistent(("storage", kind, key, "cpu", math.prod(shape) if typed else nbytes))
+    hooks = Call(Global("collections", "OrderedDict"))
+    arguments = (storage, 0, tuple(shape), row_major(shape), False, hooks)
+    if typed:
+        return Call(Global("torch._utils", "_rebuild_tensor_v2"), arguments)
+    return Call(Global("torch._utils", "_rebuild_tensor_v3"), (*arguments, Global("torch", dtype)))
+
+
+def row_major(shape: Sequence[int]) -> Extent:
+    """Strides in elements of a contiguous tensor, as torch has them (an empty dimension counts as one)."""
+    strides, stride = [], 1
+    for n in reversed(shape):
+        strides.append(stride)
+        stride *= max(n, 1)
+    return tuple(strides[::-1])
+
+
+def _add_signs(archive: _Zip) -> None:
+    archive.add(".format_version", b"1")
+    archive.add(".storage_alignment", str(ALIGNMENT).encode())
+    archive.add("byteorder", b"little")
+
+
+def _add_ends(archive: _Zip) -> None:
+    archive.add("version", b"3\n")
+    archive.add(".data/serialization_id", b"0" * 40)  # torch writes a digest of the records; nothing reads it back
+
+
+class _Record(msgspec.Struct):
+    name: bytes
+    at: int
+    size: int
+    crc: int
+    flags: int
+
+
+class _Zip:
+    """An uncompressed zip archive under ``archive/``; ``written`` is what was made of it and not taken yet."""
+
+    def __init__(self) -> None:
+        self.written = bytearray()
+        self._records: list[_Record] = []
+        self._at = 0
+
+    def copy(self) -> _Zip:
+        twin = _Zip()
+        twin.written[:] = self.written
+        twin._records = [msgspec.structs.replace(r) for r in self._records]
+        twin._at = self._at
+        return twin
+
+    def add(self, name: str, data: bytes, *, align: bool = False) -> None:
+        self._header(name, len(data), zlib.crc32(data), 0, align=align)
+        self._put(data)
+
+    def begin(self, name: str, size: int) -> None:
+        """The header of a record whose ``size`` bytes are put by others, and whose checksum follows them."""
+        self._header(name, size, 0, _CRC_FOLLOWS, align=True)
+
+    def end(self, crc: int, size: int) -> None:
+        record = self._records[-1]
+        record.crc = crc
+        self._at += size
+        sizes = struct.pack("<QQ" if size >= _LIMIT32 else "<II", size, size)
+        self._put(b"PK\x07\x08" + struct.pack("<I", crc) + sizes)
+
+    def closed(self) -> bytes:
+        """What is written, with the directory."""
+        start = self._at
+        for record in self._records:
+            self._put(_central(record))
+        size, count = self._at - start, len(self._records)
+        if start >= _LIMIT32 or size >= _LIMIT32:
+            end64 = self._at
+            self._put(_END64.pack(b"PK\x06\x06", 44, _VERSION64, _VERSION64, 0, 0, count, count, size, start))
+            self._put(_LOCATOR64.pack(b"PK\x06\x07", 0, end64, 1))
+        self._put(_END.pack(b"PK\x05\x06", 0, 0, count, count, min(size, _LIMIT32), min(start, _LIMIT32), 0))
+        return bytes(self.written)
+
+    def _header(self, name: str, size: int, crc: int, flags: int, *, align: bool) -> None:
+        path = f"archive/{name}".encode()
+        self._records.append(_Record(path, self._at, size, crc, flags | _UTF8))
+        large = size >= _LIMIT32
+        sizes64 = struct.pack("<HHQQ", 1, 16, *((0, 0) if flags else (size, size))) if large else b""
+        stated = 0 if flags else min(size, _LIMIT32)
+        extra = sizes64 + (self._padding(len(path) + len(sizes64)) if align else b"")
+        version = _VERSION64 if large else _VERSION
+        stated = _LIMIT32 if large else stated
+        self._put(
+            _LOCAL.pack(
+                b"PK\x03\x04",
+                version,
+                flags | _UTF8,
+                0,
+                0,
+                _FIRST_DAY,
+                crc,
+                stated,
+                stated,
+                len(path),
+                len(extra),
+            )
+            + path
+            + extra
+        )
+
+    def _padding(self, name_and_extra: int) -> bytes:
+        """An extra field, as torch writes it, that moves the data to the next multiple of ALIGNMENT."""
+        begins = self._at + _LOCAL.size + name_and_extra + 4
+        padding = -begins % ALIGNMENT
+        return struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+
+    def _put(self, data: bytes) -> None:
+        self.written += data
+        self._at += len(data)
+
+
+def _central(record: _Record) -> bytes:
+    large = [n for n in (record.size, record.size, record.at) if n >= _LIMIT32]
+    extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
+    version = _VERSION64 if large else _VERSION
+    size, at = min(record.size, _LIMIT32), min(record.at, _LIMIT32)
+    fixed = _CENTRAL.pack(
+        b"PK\x01\x02",
+        version,
+        version,
+        record.flags,
+        0,
+        0,
+        _FIRST_DAY,
+        record.crc,
+        size,
+        size,
+        len(record.name),
+        len(extra),
+        0,
+        0,
+        0,
+        0,
+        at,
+    )
+    return fixed + record.name + extra

@@ -1,0 +1,190 @@
+"""How a node comes by a token of its own: once, with a join token, and again when its token is refused.
+
+The secret is made here and its hash is sent, so that no answer carries it. It is kept in a file until the controller's
+answer has come: an agent that is killed between the two asks again with the same secret and is answered the same, even
+where its join token could be used only once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import secrets
+import ssl
+from pathlib import Path
+
+from everstep.bearer_tokens import hash_secret, stored_token
+from everstep.cli.client import Client
+from everstep.clock import Backoff, Clock
+from everstep.errors import ConfigurationError, EverstepError, Unavailable
+from everstep.wire.v1.enrolment import Enrol, Enrolled
+from everstep_agent.config import AgentSettings, read_token, tls_context
+
+log = logging.getLogger(__name__)
+
+REFUSED_RETRY_S = 10.0
+"""Between attempts that only a person can make succeed."""
+_AWAY = Backoff(floor_s=0.05, ceiling_s=5.0)
+_SECRET_CHARACTERS = 64
+
+
+def may_enrol(settings: AgentSettings) -> bool:
+    """Whether this agent has what it takes."""
+    return settings.join_token_file is not None and settings.token_file is not None
+
+
+async def ensure_token(settings: AgentSettings, stop: asyncio.Event) -> None:
+    """Returns once there is a token file, or there can be none, or ``stop`` is set. Enrols where the file is missing.
+
+    Raises ConfigurationError where the join token cannot be read or the token cannot be written.
+    """
+    if not may_enrol(settings) or (settings.token_file is not None and settings.token_file.exists()):
+        return
+    attempt, said = 0, ""
+    while not stop.is_set():
+        try:
+            await asyncio.to_thread(enrol, settings)
+            return
+        except ConfigurationError:
+            raise
+        except EverstepError as error:
+            away = isinstance(error, Unavailable)
+            if str(error) != said:
+                said = str(error)
+                log.log(logging.WARNING if away else logging.ERROR, "not enrolled yet: %s", error)
+            await _pause(stop, _AWAY.delay_s(attempt, random.random()) if away else REFUSED_RETRY_S)
+            attempt += 1
+
+
+async def _pause(stop: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await stop.wait()
+    except TimeoutError:
+        pass
+
+
+async def renew_token(settings: AgentSettings, refused: str) -> str:
+    """The token to try next, after the controller did not know ``refused``: the file's, or one enrolled for anew.
+
+    Raises EverstepError where there is none.
+    """
+    token = read_token(settings.token_file, "agent token")
+    if token == refused and may_enrol(settings):
+        await asyncio.to_thread(enrol, settings)
+        token = read_token(settings.token_file, "agent token")
+    return token
+
+
+def enrol(settings: AgentSettings) -> None:
+    """Asks for a credential and writes the token file, whatever it held. Blocks for one request at each controller.
+
+    Raises Unavailable where no controller answers, the controller's own refusal, and ConfigurationError for files.
+    """
+    assert settings.token_file is not None
+    join_token = read_token(settings.join_token_file, "join token")
+    kept = settings.token_file.with_name(f".{settings.token_file.name}.enrolling")
+    secret = _kept_secret(kept)
+    asked = Enrol(node=settings.node, secret_hash=hash_secret(secret))
+    enrolled = _ask(settings, join_token, asked)
+    write_private(settings.token_file, stored_token(enrolled.credential, secret))
+    kept.unlink(missing_ok=True)
+    log.info("enrolled as node %s, credential %s", settings.node, enrolled.credential, extra={"node": settings.node})
+
+
+def _ask(settings: AgentSettings, join_token: str, asked: Enrol) -> Enrolled:
+    """The first controller's answer. Raises the refusal of one, or Unavailable where none answers."""
+    tls, away = tls_context(settings), Unavailable("no controller is known")
+    for url in settings.controllers:
+        try:
+            return Client(url, join_token, tls=tls).post("/v1/enrol", asked, Enrolled)
+        except Unavailable as error:
+            away = error
+    raise away
+
+
+def _kept_secret(file: Path) -> str:
+    """The secret of an attempt whose outcome is not known, or a new one that the next attempt will find."""
+    try:
+        secret = file.read_text().strip()
+    except OSError:
+        secret = ""
+    if len(secret) != _SECRET_CHARACTERS:
+        secret = secrets.token_hex(_SECRET_CHARACTERS // 2)
+        write_private(file, secret)
+    return secret
+
+
+def write_private(file: Path, text: str) -> None:
+    """Writes one line for this user's eyes, durably, so that a reader sees all of it or what was there before.
+
+    Raises ConfigurationError where the file cannot be written.
+    """
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w") as out:
+            os.fchmod(out.fileno(), 0o600)
+            out.write(text + "\n")
+            out.flush()
+            os.fsync(out.fileno())
+        draft.rename(file)
+    except OSError as error:
+        raise ConfigurationError(f"the token file {file} cannot be written: {error.strerror}") from error
+
+
+# ---- credentials
+# What an agent shows of itself, read anew for each connection, so that it is renewed without a restart.
+
+RENEWS_AGAIN_AFTER_S = 10.0
+"""A token that is refused although it was issued a moment ago is not mended by another one."""
+
+
+class Credentials:
+    """The agent's token, and its side of TLS. Raises ConfigurationError where they cannot be read at first."""
+
+    def __init__(self, settings: AgentSettings, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._renews_from = 0.0
+        self._token = read_token(settings.token_file, "agent token")
+        self._read = self._stamps()
+        self._context = tls_context(settings)
+
+    def token(self) -> str:
+        """The file's token; the one before while the file cannot be read. Empty where there is none."""
+        try:
+            self._token = read_token(self._settings.token_file, "agent token")
+        except ConfigurationError as error:
+            log.error("%s", error, extra={"node": self._settings.node})
+        return self._token
+
+    def tls(self) -> ssl.SSLContext | None:
+        """The context to connect with, made anew when one of its files has changed."""
+        stamps = self._stamps()
+        if stamps != self._read:
+            self._read = stamps
+            try:
+                self._context = tls_context(self._settings)
+            except (ConfigurationError, OSError) as error:
+                log.error("%s", error, extra={"node": self._settings.node})
+        return self._context
+
+    async def renewed(self) -> bool:
+        """After our token was refused: whether there is another, in its file or by enrolling anew."""
+        now = self._clock.monotonic()
+        if now < self._renews_from:
+            return False
+        self._renews_from = now + RENEWS_AGAIN_AFTER_S
+
+        try:
+            return await renew_token(self._settings, self._token) != self._token
+        except EverstepError as error:
+            log.error("no other token: %s", error, extra={"node": self._settings.node})
+            return False
+
+    def _stamps(self) -> tuple[int, ...]:
+        files = (self._settings.ca_file, self._settings.client_certificate, self._settings.client_key)
+        return tuple(file.stat().st_mtime_ns if file is not None and file.exists() else 0 for file in files)

@@ -1,0 +1,277 @@
+"""Reports that the controller has not yet acknowledged: numbered, bounded, in memory and in a file beside it.
+
+The file lets the next life of a killed supervisor say what this one had not: it is appended to without fsync (it must
+outlive the process, not the machine; a lost machine's reports are worth nothing) and emptied whenever everything is
+acknowledged, which is most of the time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from everstep.errors import MalformedMessage
+from everstep.ids import Version
+from everstep.vocabulary import Severity
+from everstep.wire.framing import PREFIX_BYTES, FrameDecoder, encode_frame
+from everstep.wire.v1.agent import Numbered
+from everstep.wire.v1.local import MAX_FRAME_BYTES
+from everstep.wire.v1.training import AnyReport, FindingCleared, FindingRaised, LauncherJoined, Sealed
+
+log = logging.getLogger(__name__)
+
+MOST_IN_A_REQUEST = 1024
+"""``everstep.wire.v1.agent.Reports`` allows no more."""
+
+BYTES_IN_A_REQUEST = 512 << 10
+"""Half of what the controller reads, since JSON is larger than the MessagePack that is counted here."""
+
+_KEEP_FILE_BELOW = 4
+"""The file is rewritten when acknowledged records make it this many times as large as the bound."""
+
+
+class _Kept(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    number: int
+    body: AnyReport
+
+
+class _Acknowledged(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    through: int
+
+
+class _Entry(msgspec.Struct):
+    report: Numbered
+    size: int
+    due: float
+
+
+def is_urgent(report: AnyReport) -> bool:
+    """Whether somebody's recovery may wait for this report: all but checkpoint seals and mild findings."""
+    if isinstance(report, FindingRaised):
+        return report.finding.severity is Severity.CRITICAL
+    return not isinstance(report, Sealed)
+
+
+SealKey = tuple[str, int, int, Version]
+
+
+class Spool:
+    """Unacknowledged reports in order of their numbers.
+
+    Over its bounds the oldest seals go first, then the oldest mild findings, and only then the oldest of the rest.
+
+    Args:
+        file: where to keep them (checkpoint seals apart) for a next life, or None to keep them in memory only.
+        most_reports, most_bytes: the bounds.
+        window_s: how long a report that is not urgent may wait for company.
+    """
+
+    _ORDER_OF_LOSS: ClassVar[tuple[tuple[type, ...], ...]] = ((Sealed,), (FindingRaised, FindingCleared), (object,))
+
+    def __init__(self, file: Path | None, *, most_reports: int, most_bytes: int, window_s: float) -> None:
+        self._entries: dict[int, _Entry] = {}
+        self._seals: dict[SealKey, int] = {}
+        self._bytes = 0
+        self._last = 0
+        self._sent = 0
+        self._newest_urgent = 0
+        self._most_reports = most_reports
+        self._most_bytes = most_bytes
+        self._window_s = window_s
+        self.dropped = 0
+        self.refused = 0
+        self._path = file
+        self._file = -1
+        if file is not None:
+            left = _read(file)
+            self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            self._restore(left)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of unacknowledged reports, as MessagePack."""
+        return self._bytes
+
+    @property
+    def sent_through(self) -> int:
+        """The largest number ever put into a request, 0 before the first."""
+        return self._sent
+
+    @property
+    def newest_urgent(self) -> int:
+        """The number of the last urgent report, 0 before the first."""
+        return self._newest_urgent
+
+    def add(self, report: AnyReport, now: float) -> int:
+        """Keeps a report and returns its number. ``now`` is monotonic seconds.
+
+        A seal replaces an unsent one of the same rank and version (its later word, with more replicas) and keeps
+        its digests.
+        """
+        urgent = is_urgent(report)
+        due = now if urgent else now + self._window_s
+        if isinstance(report, Sealed):
+            report, due = self._merge_seal(report, due)
+        self._last += 1
+        self._newest_urgent = self._last if urgent else self._newest_urgent
+        frame = encode_frame(_Kept(self._last, report))
+        self._entries[self._last] = _Entry(Numbered(number=self._last, body=report), len(frame), due)
+        self._bytes += len(frame)
+        if not isinstance(report, Sealed):  # one that is lost costs a candidate, and another is announced
+            self._append(frame)
+        self._shrink()
+        return self._last
+
+    def _merge_seal(self, report: Sealed, due: float) -> tuple[Sealed, float]:
+        key = (report.job, report.generation, report.rank, report.version)
+        earlier = self._entries.get(self._seals.get(key, 0))
+        if earlier is not None and earlier.report.number > self._sent:
+            body = earlier.report.body
+            assert isinstance(body, Sealed)
+            report = msgspec.structs.replace(report, digests={**body.digests, **report.digests})
+            due = min(due, earlier.due)
+            self._remove(earlier.report.number)
+        self._seals[key] = self._last + 1
+        return report, due
+
+    def wait_s(self, now: float) -> float | None:
+        """Seconds until something is due (0 when it is), or None while there is nothing."""
+        if not self._entries:
+            return None
+        return max(0.0, min(entry.due for entry in self._entries.values()) - now)
+
+    def batch(self, most_reports: int = MOST_IN_A_REQUEST) -> tuple[Numbered, ...]:
+        """The oldest reports that fit one request, in order; they stay until acknowledged."""
+        chosen: list[Numbered] = []
+        room = BYTES_IN_A_REQUEST
+        for entry in self._entries.values():
+            room -= entry.size
+            if len(chosen) == min(most_reports, MOST_IN_A_REQUEST) or (chosen and room < 0):
+                break
+            chosen.append(entry.report)
+        if chosen:
+            self._sent = max(self._sent, chosen[-1].number)
+        return tuple(chosen)
+
+    def acknowledged(self, through: int) -> None:
+        """All up to ``through`` are durable at the controller."""
+        for number in list(self._entries):
+            if number > through:
+                break
+            self._remove(number)
+        if not self._entries:
+            self._truncate()
+        else:
+            self._append(encode_frame(_Acknowledged(through)))
+
+    def refuse(self, number: int) -> None:
+        """The controller will never take this one: leave it out, so that the others are heard."""
+        self.refused += 1
+        self._remove(number)
+
+    def forget_seals(self, job: str, before: int) -> list[int]:
+        """Leaves out seals of ``job`` of generations before this one, and returns their numbers."""
+        left_out: list[int] = []
+        for number, entry in list(self._entries.items()):
+            body = entry.report.body
+            if isinstance(body, Sealed) and body.job == job and body.generation < before:
+                self._remove(number)
+                left_out.append(number)
+        return left_out
+
+    def close(self) -> None:
+        """Closes the file; what is unacknowledged stays in it for the next life."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _remove(self, number: int) -> None:
+        entry = self._entries.pop(number, None)
+        if entry is None:
+            return
+        self._bytes -= entry.size
+        body = entry.report.body
+        if isinstance(body, Sealed):
+            key = (body.job, body.generation, body.rank, body.version)
+            if self._seals.get(key) == number:
+                del self._seals[key]
+
+    def _over(self) -> bool:
+        return len(self._entries) > self._most_reports or self._bytes > self._most_bytes
+
+    def _shrink(self) -> None:
+        """Drops a sixteenth more than it must, so that a long absence does not search anew for every report."""
+        if not self._over():
+            return
+        reports, size = self._most_reports * 15 // 16, self._most_bytes * 15 // 16
+        for kinds in self._ORDER_OF_LOSS:
+            for number, entry in list(self._entries.items()):
+                if len(self._entries) <= reports and self._bytes <= size:
+                    break
+                if isinstance(entry.report.body, kinds):
+                    self._remove(number)
+                    self.dropped += 1
+        self._rewrite()
+
+    def _append(self, frame: bytes) -> None:
+        if self._file < 0:
+            return
+        try:
+            os.write(self._file, frame)
+        except OSError as error:
+            log.warning("%s cannot be written, unsent reports are now kept in memory only: %s", self._path, error)
+            self.close()
+            return
+        if os.lseek(self._file, 0, os.SEEK_CUR) > _KEEP_FILE_BELOW * self._most_bytes:
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        self._truncate()
+        for entry in self._entries.values():
+            self._append(encode_frame(_Kept(entry.report.number, entry.report.body)))
+
+    def _truncate(self) -> None:
+        if self._file >= 0:
+            os.ftruncate(self._file, 0)
+            os.lseek(self._file, 0, os.SEEK_SET)
+
+    def _restore(self, reports: Iterable[AnyReport]) -> None:
+        for report in reports:
+            self.add(report, 0.0)
+        if self._entries:
+            log.info("%d reports of an earlier life are still to be sent", len(self._entries))
+
+
+def _read(file: Path) -> list[AnyReport]:
+    """What an earlier life left unacknowledged, without offers of launchers: those speak for a live connection.
+
+    A torn last record is the crash itself and is left out; so is everything from a record on that does not decode.
+    """
+    if not file.exists():
+        return []
+    kept: dict[int, AnyReport] = {}
+    try:
+        for record in _records(file):
+            if isinstance(record, _Kept):
+                kept[record.number] = record.body
+            else:
+                kept = {n: body for n, body in kept.items() if n > record.through}
+    except MalformedMessage as error:
+        log.warning("%s is damaged, what is behind the damage is lost: %s", file, error)
+    return [body for body in kept.values() if not isinstance(body, LauncherJoined)]
+
+
+def _records(file: Path) -> Iterator[_Kept | _Acknowledged]:
+    """Each whole record. Raises MalformedMessage at the first that does not decode."""
+    decoder: FrameDecoder[_Kept | _Acknowledged] = FrameDecoder(_Kept | _Acknowledged, MAX_FRAME_BYTES)
+    with file.open("rb") as stream:
+        while len(prefix := stream.read(PREFIX_BYTES)) == PREFIX_BYTES:
+            yield from decoder.feed(prefix + stream.read(int.from_bytes(prefix, "big")))

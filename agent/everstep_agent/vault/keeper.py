@@ -1,0 +1,538 @@
+"""The supervisor's side of the vault: take it over or start it, keep it running, tell it of generations.
+
+The vault holds checkpoints, so it outlives its supervisor. **An agent is upgraded** by stopping it (SIGTERM) and
+starting the new one over the same run directory: trainers run on and come again over ``agent.sock``; the vault serves
+on meanwhile, and the new supervisor finds it by ``vault.json`` and ``vault.sock`` and takes it over. The vault itself
+is upgraded when no job has segments on the node: stop the agent with ``--stop-vault``, or send the vault SIGTERM and
+the supervisor starts the new one. Under systemd this needs ``KillMode=process``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from everstep.clock import Backoff, Clock
+from everstep.errors import UNREADABLE, EverstepError, MalformedMessage, StaleGeneration, Unavailable
+from everstep.layout.vault_note import is_held
+from everstep.wire.framing import FrameDecoder, encode_frame
+from everstep.wire.v1.directives import ProtectVersion, SpillVersion
+from everstep.wire.v1.local import (
+    MAX_FRAME_BYTES,
+    Configure,
+    Done,
+    Failed,
+    Forget,
+    FromVault,
+    Protect,
+    Protected,
+    Spill,
+    Spilled,
+    Statistics,
+    StatisticsAnswer,
+    VaultFinding,
+)
+from everstep.wire.v1.training import AnyReport, FindingRaised, PeerLost
+from everstep.wire.v1.vault_orders import ParityGroup, VersionProtected, VersionSpilled
+from everstep_agent.config import AgentSettings, listen_address
+from everstep_agent.jobs.seats import LocalJob
+from everstep_agent.lifecycle import clear_segments
+
+# ---- vault command
+# How the supervisor starts its vault.
+
+
+def vault_command(settings: AgentSettings, listen: str) -> list[str]:
+    """The command line of a vault that listens at ``listen`` for other vaults."""
+    command = [sys.executable, "-P", "-m", "everstep_agent.vault.process", "--node", settings.node, "--listen", listen]
+    command += ["--run-dir", str(settings.run_dir), "--segment-dir", str(settings.segments)]
+    command += ["--log-format", settings.log_format, "--log-level", settings.log_level]
+    if settings.vault_memory_limit_bytes is not None:
+        command += ["--memory-limit", str(settings.vault_memory_limit_bytes)]
+    if settings.vault_send_bytes_per_s is not None:
+        command += ["--send-rate", str(settings.vault_send_bytes_per_s)]
+    if settings.die_with_parent and not settings.leave_vault:
+        return [*command, "--die-with-parent"]
+    return [*command, "--linger", str(settings.vault_linger_s)]
+
+
+log = logging.getLogger(__name__)
+
+READY_WITHIN_S = 20.0
+"""For a vault's first sign of life: Python's start on a starved machine."""
+
+GONE_WITHIN_S = 10.0
+"""Between SIGTERM and SIGKILL: unlinking segments takes as long as freeing their memory."""
+
+SETTLED_AFTER_S = 10.0
+"""A vault that ran for so long and ended is started again at once; a sooner end lengthens the back-off."""
+
+_UCRED = struct.Struct("iII")
+
+Ask = Statistics | Protect | Spill
+Answer = StatisticsAnswer | Protected | Spilled | Failed
+
+
+class _Ready(msgspec.Struct, frozen=True):
+    """``vault.json``."""
+
+    pid: int
+    address: str
+
+
+class VaultKeeper:
+    """Keeps one vault. ``start`` once, then ``run`` until cancelled, then ``stop`` or ``leave``.
+
+    Args:
+        on_finding: called with what the vault found.
+        on_peer_lost: called when the vault of another node is out of its reach.
+        on_change: called when the vault is there, is lost, or is there again (at another address, perhaps).
+    """
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        clock: Clock,
+        on_finding: Callable[[FindingRaised], None],
+        on_peer_lost: Callable[[PeerLost], None],
+        on_change: Callable[[], None],
+        uniform: Callable[[], float] = random.random,
+    ) -> None:
+        self.address = ""
+        self.pid = 0
+        self.lost = ""
+        self.restarts = 0
+        self._settings = settings
+        self._clock = clock
+        self._on_finding = on_finding
+        self._on_peer_lost = on_peer_lost
+        self._on_change = on_change
+        self._uniform = uniform
+        self._jobs: dict[str, Configure] = {}
+        self._request = 0
+        self._asked: dict[int, tuple[Ask, asyncio.Future[Answer]]] = {}
+        self._child: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    # --- what the supervisor says --------------------------------------------------------------------------------
+
+    def configure(self, job: LocalJob) -> None:
+        """Tells the vault which generation of a job counts, now and after each of its restarts.
+
+        Until the boundary of an announced one is reached the running one does: its shards are still to be copied.
+        """
+        if job.spec is None:
+            return
+        self._request += 1
+        message = Configure(
+            request=self._request,
+            job=job.name,
+            generation=job.oldest,
+            secret=job.spec.secret,
+            holders=job.spec.holders,
+        )
+        self._jobs[job.name] = message
+        self._send(message)
+
+    def forget(self, job: str) -> None:
+        """The job is over: the vault unlinks its segments."""
+        self._jobs.pop(job, None)
+        self._request += 1
+        self._send(Forget(request=self._request, job=job))
+
+    def generation_of(self, job: str) -> int | None:
+        """The generation of a job that the vault was told last; None where it was told of none."""
+        told = self._jobs.get(job)
+        return told.generation if told is not None else None
+
+    async def ask(self, build: Callable[[int], Ask]) -> Answer:
+        """The answer to a request built around its number; a vault that begins anew meanwhile is asked again."""
+        self._request += 1
+        number, message = self._request, build(self._request)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._asked[number] = message, future
+        self._send(message)
+        try:
+            return await future
+        finally:
+            del self._asked[number]
+
+    async def statistics(self, timeout_s: float) -> StatisticsAnswer | None:
+        """What the vault has done, or None where it does not say so in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self.ask(lambda number: Statistics(request=number))
+        except TimeoutError:
+            return None
+        return answer if isinstance(answer, StatisticsAnswer) else None
+
+    # --- its life ------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Takes over a running vault, or starts one. Raises Unavailable where none comes up.
+
+        Waits for one that is about to begin or to end: an agent that was killed may have just started it.
+        """
+        end = self._clock.monotonic() + READY_WITHIN_S
+        while not await self._adopt():
+            try:
+                if not is_held(self._settings.run_dir):
+                    await self._spawn()
+                    break
+            except Unavailable:
+                if not is_held(self._settings.run_dir):
+                    raise
+            if self._clock.monotonic() > end:
+                raise Unavailable(f"another vault holds {self._settings.run_dir} and does not serve: end it")
+            await asyncio.sleep(0.05)
+        self.lost = ""
+
+    async def run(self) -> None:
+        """Serves the vault's words, and starts another vault whenever it ends."""
+        attempt = 0
+        backoff = Backoff(floor_s=0.05, ceiling_s=10.0)
+        while True:
+            began = self._clock.monotonic()
+            self._say_everything_again()
+            self.lost = await self._until_gone()
+            self.restarts += 1
+            log.error("the vault is lost: %s", self.lost, extra={"node": self._settings.node})
+            self._on_change()
+            attempt = 0 if self._clock.monotonic() - began > SETTLED_AFTER_S else attempt + 1
+            while self.lost:
+                if attempt:
+                    await asyncio.sleep(backoff.delay_s(attempt - 1, self._uniform()))
+                attempt += 1
+                try:
+                    await self.start()
+                except (EverstepError, OSError) as error:
+                    self.lost = f"{self.lost.partition(';')[0]}; another did not start: {error}"
+                    log.error("%s", error, extra={"node": self._settings.node})
+            self._on_change()
+
+    async def stop(self) -> None:
+        """Ends the vault in order, or at last by force; either way its segments are gone."""
+        for job in list(self._jobs):
+            self.forget(job)
+        self._disconnect()
+        if self._pidfd >= 0:
+            self._signal(signal.SIGTERM)
+            if not await self._ended_within(GONE_WITHIN_S):
+                log.error("the vault did not end within %s s and is killed", GONE_WITHIN_S)
+                self._signal(signal.SIGKILL)
+                await self._ended_within(GONE_WITHIN_S)
+            self._reap()
+        if self.pid and not is_held(self._settings.segments):  # else they are an earlier agent's, for another to find
+            clear_segments(self._settings.segments)
+
+    def leave(self) -> None:
+        """Lets go of the vault, which serves on."""
+        self._disconnect()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if self._child is not None:
+            self._child.returncode = 0  # not ours to wait for any more; Popen would warn of it
+
+    def has_segments(self) -> bool:
+        """Whether a job's slots lie in this node's segment directory; names with a dot are the vault's own."""
+        directory = self._settings.segments
+        return directory.is_dir() and any(p.is_file() and not p.name.startswith(".") for p in directory.rglob("*"))
+
+    # --- beginning -----------------------------------------------------------------------------------------------
+
+    @property
+    def _ready_file(self) -> Path:
+        return self._settings.run_dir / "vault.json"
+
+    def _ready(self) -> _Ready | None:
+        try:
+            return msgspec.json.decode(self._ready_file.read_bytes(), type=_Ready)
+        except (OSError, *UNREADABLE):
+            return None
+
+    async def _adopt(self) -> bool:
+        """Takes over the vault that ``vault.json`` names, if it is the one that answers on ``vault.sock``."""
+        ready = self._ready()
+        if ready is None:
+            return False
+        try:
+            await self._connect(ready)
+        except (Unavailable, OSError):
+            return False
+        log.info("took over the vault of pid %d at %s", self.pid, self.address, extra={"node": self._settings.node})
+        return True
+
+    async def _spawn(self) -> None:
+        listen = self._settings.vault_listen
+        if self.address and listen_address(listen)[1] == 0 and not self.lost.count(";"):
+            listen = self.address  # peers know this address; they need not learn another
+        self._ready_file.unlink(missing_ok=True)
+        command = vault_command(self._settings, listen)
+        child = self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            await self._connect(await self._wait_for(child))
+        except BaseException:  # also where we end meanwhile: nobody would know of it
+            child.kill()
+            child.wait()
+            raise
+
+    async def _wait_for(self, child: subprocess.Popen[bytes]) -> _Ready:
+        """The new vault's ready file. Raises Unavailable where it ends or takes too long."""
+        end = self._clock.monotonic() + READY_WITHIN_S
+        while self._clock.monotonic() < end:
+            ready = self._ready()
+            if ready is not None and ready.pid == child.pid:
+                return ready
+            if child.poll() is not None:
+                raise Unavailable(f"the vault ended with status {child.returncode} before it was ready")
+            await asyncio.sleep(0.01)
+        child.kill()
+        child.wait()
+        raise Unavailable(f"the vault was not ready within {READY_WITHIN_S:g} s")
+
+    async def _connect(self, ready: _Ready) -> None:
+        """Raises Unavailable where another process than ``ready`` says listens on the socket."""
+        reader, writer = await asyncio.open_unix_connection(str(self._settings.vault_socket))
+        listener: socket.socket = writer.get_extra_info("socket")
+        pid, uid, _ = _UCRED.unpack(listener.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        if pid != ready.pid or uid != os.geteuid():
+            writer.close()
+            raise Unavailable(f"{self._settings.vault_socket} belongs to pid {pid} of user {uid}, not to our vault")
+        self._pidfd = os.pidfd_open(pid)
+        self.pid, self.address = ready.pid, ready.address
+        self._reader, self._writer = reader, writer
+
+    # --- serving -------------------------------------------------------------------------------------------------
+
+    def _send(self, message: Configure | Forget | Ask) -> None:
+        if self._writer is None or self._writer.is_closing():
+            return  # it hears everything again when it is back
+        self._writer.write(encode_frame(message))
+
+    def _say_everything_again(self) -> None:
+        for message in self._jobs.values():
+            self._send(message)
+        for asked, _ in self._asked.values():
+            self._send(asked)
+        if not self._jobs:  # findings wait for a supervisor, and a connection is ours from the first request on
+            self._request += 1
+            self._send(Statistics(request=self._request))
+
+    async def _until_gone(self) -> str:
+        """Hears the vault until its connection ends; returns why it did."""
+        assert self._reader is not None
+        decoder: FrameDecoder[FromVault] = FrameDecoder(FromVault, MAX_FRAME_BYTES)
+        why = "its process ended"
+        try:
+            while data := await self._reader.read(1 << 16):
+                for message in decoder.feed(data):
+                    self._heard(message)
+        except MalformedMessage as error:
+            why = f"it sent what is no message: {error}"
+        except OSError as error:
+            why = f"its connection broke: {error}"
+        return await self._bury(why)
+
+    async def _bury(self, why: str) -> str:
+        """Makes sure that the vault is gone: two must never own the same segments."""
+        self._disconnect()
+        if not await self._ended_within(1.0):
+            self._signal(signal.SIGKILL)
+            await self._ended_within(GONE_WITHIN_S)
+            why += ", and its process was killed"
+        status = self._reap()
+        return why if status is None else f"{why} with status {status}"
+
+    def _heard(self, message: FromVault) -> None:
+        match message:
+            case VaultFinding():
+                self._on_finding(message.finding)
+            case PeerLost():
+                self._on_peer_lost(message)
+            case StatisticsAnswer() | Protected() | Spilled():
+                self._answered(message)
+            case Failed():
+                if not self._answered(message):
+                    log.warning("the vault refuses: %s (%s)", message.message, message.code)
+            case Done():
+                pass
+            case _:
+                raise MalformedMessage(f"{type(message).__name__} is no answer to a supervisor")
+
+    def _answered(self, message: Answer) -> bool:
+        """Hands an answer to whoever waits for it; False where nobody does."""
+        _, future = self._asked.get(message.request, (None, None))
+        if future is None or future.done():
+            return False
+        future.set_result(message)
+        return True
+
+    # --- ending --------------------------------------------------------------------------------------------------
+
+    def _disconnect(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._reader = self._writer = None
+
+    def _signal(self, signum: signal.Signals) -> None:
+        try:
+            signal.pidfd_send_signal(self._pidfd, signum)
+        except ProcessLookupError:
+            pass
+
+    async def _ended_within(self, seconds: float) -> bool:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(self._pidfd, lambda: None if ended.done() else ended.set_result(None))
+        try:
+            async with asyncio.timeout(seconds):
+                await ended
+        except TimeoutError:
+            return False
+        finally:
+            loop.remove_reader(self._pidfd)
+        return True
+
+    def _reap(self) -> int | None:
+        """Collects what is left of the process; its status where it was our child."""
+        os.close(self._pidfd)
+        self._pidfd = -1
+        child, self._child = self._child, None
+        if child is None or child.pid != self.pid:
+            return None
+        return child.wait()
+
+
+# ---- vault orders
+# What the controller orders of the node's vault: versions to storage, parity of versions.
+#
+# The controller says an order again until it hears what became of it, so nothing has to be remembered here: the same
+# order while it is carried out is passed over, and one that was carried out is asked of the vault again, which finds it
+# done. A vault that begins anew is asked again by its keeper.
+
+GROUPS_AT_ONCE = 4
+"""Groups of shards whose parity is asked for side by side: each reads from all of its members."""
+
+Order = SpillVersion | ProtectVersion
+
+
+class VaultOrders:
+    """Of one agent's life, on its event loop.
+
+    Args:
+        report: what becomes of an order goes there.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        vault: VaultKeeper,
+        report: Callable[[AnyReport], None],
+        clock: Clock,
+    ) -> None:
+        self._node = node
+        self._vault = vault
+        self._report = report
+        self._clock = clock
+        self._running: dict[tuple[str, type[Order]], tuple[Order, asyncio.Task[None]]] = {}
+
+    def take(self, order: Order) -> None:
+        """Carries an order out, unless it is being carried out; a newer one of its kind takes its place.
+
+        One of a job that the vault was not told of by this agent yet is left: it is said again.
+        """
+        key = order.job, type(order)
+        before = self._running.get(key)
+        if before is not None and before[0] == order:
+            return
+        if self._vault.generation_of(order.job) is None:
+            return
+        self._drop(key)
+        self._running[key] = order, asyncio.ensure_future(self._carry_out(key, order))
+
+    def forget(self, job: str) -> None:
+        """The job is over."""
+        for key in [key for key in self._running if key[0] == job]:
+            self._drop(key)
+
+    def close(self) -> None:
+        """The agent ends; its vault goes on with what it was asked for."""
+        for key in list(self._running):
+            self._drop(key)
+
+    def _drop(self, key: tuple[str, type[Order]]) -> None:
+        _, task = self._running.pop(key, (None, None))
+        if task is not None:
+            task.cancel()
+
+    async def _carry_out(self, key: tuple[str, type[Order]], order: Order) -> None:
+        word = await (self._spill(order) if isinstance(order, SpillVersion) else self._protect(order))
+        del self._running[key]  # cancelled, this is not reached: another order has the place
+        if word.code:
+            context = {"node": self._node, "job": order.job, "generation": order.generation}
+            log.warning("%s of version %s: %s", type(order).__name__, order.version, word.message, extra=context)
+        if word.code != StaleGeneration.code:  # it is said again in the newer generation's name
+            self._report(word)
+
+    async def _spill(self, order: SpillVersion) -> VersionSpilled:
+        answer = await self._vault.ask(
+            lambda number: Spill(
+                request=number,
+                job=order.job,
+                generation=order.generation,
+                version=order.version,
+                url=order.url,
+                writers=order.writers,
+                keep=order.keep,
+            )
+        )
+        said = partial(
+            VersionSpilled, job=order.job, at=self._clock.wall(), version=order.version, attempt=order.attempt
+        )
+        if isinstance(answer, Spilled):
+            url = f"{order.url}/{answer.folder}"
+            return said(url=url, bytes=answer.bytes, whole=answer.whole, removed=answer.removed, left=answer.left)
+        assert isinstance(answer, Failed)
+        return said(code=answer.code, message=answer.message)
+
+    async def _protect(self, order: ProtectVersion) -> VersionProtected:
+        """All groups of the order, a few at a time; the first that cannot be made ends it."""
+        said = partial(VersionProtected, job=order.job, at=self._clock.wall(), version=order.version)
+        made: dict[int, str] = {}
+        for first in range(0, len(order.groups), GROUPS_AT_ONCE):
+            some = order.groups[first : first + GROUPS_AT_ONCE]
+            answers = await asyncio.gather(*(self._protect_one(order, group) for group in some))
+            for group, answer in zip(some, answers, strict=True):
+                if isinstance(answer, Failed):
+                    return said(made=made, code=answer.code, message=answer.message)
+                made[group.group] = answer.members
+        return said(made=made)
+
+    async def _protect_one(self, order: ProtectVersion, group: ParityGroup) -> Protected | Failed:
+        answer = await self._vault.ask(
+            lambda number: Protect(
+                request=number,
+                job=order.job,
+                generation=order.generation,
+                version=order.version,
+                group=group,
+                keep=order.keep,
+            )
+        )
+        assert isinstance(answer, Protected | Failed)
+        return answer

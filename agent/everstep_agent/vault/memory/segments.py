@@ -1,0 +1,486 @@
+"""The node's segments: files that hold slots, made, found again, enlarged and unlinked.
+
+``DIR/JOB/own-LOCALRANK`` is written by that rank through its own mapping, ``DIR/JOB/replica-RANK`` by this vault, with
+what other nodes' ranks sent, and ``DIR/JOB/parity-GROUP`` with what it made of theirs. A file is drafted under a name
+that begins with a dot and renamed when its headers are written, so that a name always shows a whole segment. Other
+files there are scratch space of ranks.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from everstep.errors import ConfigurationError, DigestMismatch
+from everstep.ids import Version
+from everstep.layout.segments import (
+    MOST_SLOTS,
+    NONCE_BYTES,
+    PAGE,
+    Look,
+    SlotHeader,
+    SlotState,
+    is_intact,
+    segment_bytes,
+    write_header,
+)
+from everstep.layout.slots import SLOTS, SegmentView, format_segment, segment_name
+from everstep.wire.v1.local import SlotInfo
+from everstep_agent.vault.memory.shared_memory import (
+    FEWER_COPIES,
+    FEWER_SLOTS,
+    Budget,
+    Prefaults,
+    Wanted,
+    allocate,
+    give_back,
+    has_huge_pages,
+    make_huge,
+    populate,
+    taken_bytes,
+)
+
+# ---- succession
+# When a segment serves on, and else what the one in its place is like, and takes over.
+
+Carried = list[tuple[int, int, SlotHeader]]
+"""Slots of the old segment, each with the one that it becomes."""
+
+
+def serves(old: SegmentView, path: Path, slot_bytes: int, slots: int, exact: bool) -> bool:
+    """Whether the segment of that file is what is wanted. ``exact``: more slots are too many."""
+    if old.slot_bytes < slot_bytes or old.slots < slots or (exact and old.slots > slots) or not path.exists():
+        return False
+    return taken_bytes(path) >= old.segment.length  # else memory was given back for a successor that could not be made
+
+
+def sizes(old: SegmentView | None, slot_bytes: int, slots: int, exact: bool) -> tuple[int, int]:
+    """Bytes of a slot, and how many, of the one in its place: what was in a slot fits into one."""
+    before = (0, 0) if old is None else (old.slot_bytes, old.slots)
+    return -(-max(slot_bytes, before[0]) // PAGE) * PAGE, slots if exact else max(slots, before[1])
+
+
+def freed_bytes(old: SegmentView, path: Path, slots: int, keep: Sequence[Version] | None) -> int:
+    """What is given back of a segment before one of ``slots`` slots takes its place: where memory is short, what does
+    not go along need not count beside it."""
+    if not _short(old, slots, keep):
+        return 0
+    stay = slots if slots < old.slots else len(carried(old, slots, keep))
+    return max(0, taken_bytes(path) - segment_bytes(old.slots, old.slot_bytes) + (old.slots - stay) * old.slot_bytes)
+
+
+def carried(old: SegmentView, slots: int, keep: Sequence[Version] | None) -> Carried:
+    """What a segment of ``slots`` slots takes over: all that is sealed, each in its place. Where there are fewer places
+    than before, as much as goes of ``keep`` in its order, and then of the newest; where there are as few, ``keep``."""
+    sealed = list(old.sealed())
+    if not _short(old, slots, keep):
+        return [(slot, slot, header) for slot, header in sealed]
+    order = {version: place for place, version in enumerate(keep or ())}
+    if slots == old.slots:
+        return [(slot, slot, header) for slot, header in sealed if header.version in order]
+    sealed.sort(key=lambda each: each[1].version, reverse=True)
+    sealed.sort(key=lambda each: order.get(each[1].version, len(order)))
+    return [(slot, place, header) for place, (slot, header) in enumerate(sealed[:slots])]
+
+
+def _short(old: SegmentView, slots: int, keep: Sequence[Version] | None) -> bool:
+    """Whether there are to be just so many slots because there is no memory for more."""
+    return slots < old.slots or (slots == old.slots < SLOTS and keep is not None)
+
+
+def carry_over(old: SegmentView, new: SegmentView, slots: Carried) -> None:
+    """Copies what hashes right."""
+    for slot, place, header in slots:
+        try:
+            old.check(slot)
+            payload = new.begin(place, header.rank, header.version, old.manifest(slot), header.payload_bytes)
+            payload[:] = old.payload(slot)
+            if old.header(slot) == header:
+                new.seal(place, old.digests(slot))
+            else:
+                new.discard(place)
+        except (DigestMismatch, ValueError):
+            new.discard(place)  # it was bad, or its rank began to fill it anew
+
+
+Kind = Literal["own", "replica", "parity"]
+KINDS: dict[str, Kind] = {"own": "own", "replica": "replica", "parity": "parity"}
+MOST_SLOT_BYTES = 1 << 48
+MOST_LOCAL_RANKS = 64
+
+
+class SegmentKey(msgspec.Struct, frozen=True, order=True):
+    """Which segment: a local rank's own, the copies of a rank's slots, or a group's P or Q."""
+
+    job: str
+    kind: Kind
+    number: int
+
+    @property
+    def filename(self) -> str:
+        return segment_name(self.kind, self.number)
+
+
+class Damage(msgspec.Struct, frozen=True):
+    """Bytes of a segment that were not what was written, found where nobody asked for them. ``subject``: whose."""
+
+    job: str
+    subject: str
+    message: str
+    evidence: dict[str, str]
+
+
+class Segment:
+    """A segment file, mapped; its bytes stay readable for whoever holds this, even when the file is gone.
+
+    Raises DigestMismatch where the file is no segment, or another one's; VersionMismatch; OSError.
+    """
+
+    def __init__(self, key: SegmentKey, path: Path) -> None:
+        self.key = key
+        self.path = path
+        self.mapping = _map(path, key.kind != "own")
+        self._file = path.stat()
+        self._mending = threading.Lock()
+        self.unchecked: dict[int, SlotHeader] = {}
+        self.view = SegmentView(memoryview(self.mapping))
+        said = self.view.segment
+        self._header = msgspec.structs.replace(said, kind=key.kind, number=key.number, job=key.job)
+        if said.job and said != self._header:
+            raise DigestMismatch(f"it is the segment {said.job}/{segment_name(said.kind, said.number)}")
+
+    def sealed(self) -> list[tuple[int, SlotHeader]]:
+        """The sealed slots, but for those that an earlier vault left and this one has yet to hash."""
+        return [(slot, header) for slot, header in self.view.sealed() if self.unchecked.get(slot) != header]
+
+    def discard(self, slot: int, header: SlotHeader | None) -> bool:
+        """Marks the slot empty if it still is what ``header`` says (None: damaged)."""
+        return self._mend(lambda view: view.discard_bad(slot, header))
+
+    def mend_header(self) -> bool:
+        """Writes the segment's header anew where the file's is damaged. False where it is not."""
+        if is_intact(memoryview(self.mapping), self._header):
+            return False
+        try:
+            write_header(self._writable_bytes(), self._header)
+        except (OSError, DigestMismatch):
+            return False
+        return True
+
+    def mend_records(self, slot: int, look: Look) -> bool:
+        """Writes a slot's damaged record from its twin. False where the slot is no longer what was seen."""
+        return self._mend(lambda view: view.mend_records(slot, look))
+
+    def mend(self, slot: int, header: SlotHeader, **what: Any) -> bool:
+        """``SegmentView.mend``. False where the slot is no longer what ``header`` says."""
+        return self._mend(lambda view: view.mend(slot, header, **what))
+
+    def seal_copied(self) -> None:
+        """Seals what a rank copied and died before it could hash. One that lives writes the same words itself."""
+        for slot in range(self.view.slots):
+            header = self.view.header(slot)
+            if header is not None and header.state is SlotState.COPIED:
+                digests = self.view.digests_anew(slot, header)
+                self._mend(partial(SegmentView.seal_for, slot=slot, header=header, digests=digests))
+
+    def give_back(self, slot: int) -> None:
+        """Frees the memory of a slot, whatever it holds. The segment cannot be filled then: ``open`` makes another."""
+        self.discard(slot, self.view.header(slot))
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            if os.path.samestat(os.fstat(descriptor), self._file):
+                give_back(descriptor, self._header.base(slot) + PAGE, self.view.slot_bytes)
+        finally:
+            os.close(descriptor)
+
+    def _mend(self, work: Callable[[SegmentView], bool]) -> bool:
+        """One at a time, and only in the file that still is the segment, and one that can be made out and opened."""
+        with self._mending:
+            try:
+                return work(self._writable())
+            except (OSError, DigestMismatch):
+                return False
+
+    def settle(self, slot: int) -> None:
+        """Ends a mend that an earlier vault began and did not end, so that the slot can be filled again."""
+        self._writable().settle_mend(slot)
+
+    def _writable(self) -> SegmentView:
+        """Own segments are mapped writable for repairs alone. Raises FileNotFoundError as below."""
+        return self.view if self.key.kind != "own" else SegmentView(self._writable_bytes())
+
+    def _writable_bytes(self) -> memoryview:
+        """Raises FileNotFoundError where the path does not name this file any more."""
+        mapping = self.mapping if self.key.kind != "own" else _map(self.path, True)
+        if not os.path.samestat(self.path.stat(), self._file):
+            raise FileNotFoundError(errno.ENOENT, "the segment was replaced", str(self.path))
+        return memoryview(mapping)
+
+    def damage(self, slot: int | None, header: SlotHeader | None, message: str) -> Damage:
+        """What is told of a slot, of one whose header is lost, or of the segment's own header."""
+        evidence = {"path": str(self.path)} | ({} if slot is None else {"slot": str(slot)})
+        rank = self.key.filename if header is None or self.key.kind == "parity" else f"rank{header.rank}"
+        whose = rank if header is None else f"{rank}/{header.version}"
+        where = f"/slot{slot}" if header is None and slot is not None else ""
+        return Damage(self.key.job, f"{self.key.job}/{whose}{where}", message, evidence)
+
+    def info(self, node: str, slot: int, header: SlotHeader) -> SlotInfo:
+        """How the inventory names a sealed slot."""
+        return SlotInfo(
+            node=node,
+            rank=header.rank,
+            version=header.version,
+            path=str(self.path),
+            slot=slot,
+            replica=self.key.kind != "own",
+            manifest_digest=self.view.digests(slot)[0].hex(),
+        )
+
+
+def _map(path: Path, writable: bool) -> mmap.mmap:
+    """Raises OSError; a file that shrank or is empty is DigestMismatch."""
+    descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        length = os.fstat(descriptor).st_size
+        if length < PAGE:
+            raise DigestMismatch(f"{path} has {length} bytes and is no segment")
+        return mmap.mmap(descriptor, length, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+    finally:
+        os.close(descriptor)
+
+
+class SegmentStore:
+    """All segments under one directory. Safe to use from any thread."""
+
+    def __init__(self, directory: Path, node: str, memory_limit: int | None) -> None:
+        self.directory = directory
+        self._node = node
+        self.budget = Budget(directory, memory_limit)
+        self._prefaults = Prefaults()
+        self._lock = threading.Lock()
+        self._making: dict[SegmentKey, threading.Lock] = {}
+        self._segments: dict[SegmentKey, Segment] = {}
+        self._untold: list[Damage] = []
+        self._tell: Callable[[Damage], None] = self._untold.append
+
+    def tell(self, damage: Damage) -> None:
+        self._tell(damage)
+
+    def listen(self, tell: Callable[[Damage], None]) -> None:
+        """Damage goes to ``tell`` from now on, from any thread; what was found before goes there at once."""
+        self._tell = tell
+        while self._untold:
+            tell(self._untold.pop(0))
+
+    # --- finding --------------------------------------------------------------------------------------------------
+
+    def get(self, key: SegmentKey) -> Segment | None:
+        with self._lock:
+            return self._segments.get(key)
+
+    def segments(self, job: str | None = None) -> list[Segment]:
+        """All segments, or one job's, own ones first."""
+        with self._lock:
+            return [s for k, s in sorted(self._segments.items()) if job is None or k.job == job]
+
+    def jobs(self) -> set[str]:
+        with self._lock:
+            return {key.job for key in self._segments}
+
+    def find(
+        self, job: str, rank: int, version: Version, *, parity: bool = False
+    ) -> Iterator[tuple[Segment, int, SlotHeader]]:
+        """Sealed slots that say they hold that rank's share of that version (or that group's parity), unchecked."""
+        for segment in self.segments(job):
+            if (segment.key.kind == "parity") != parity:
+                continue
+            for slot, header in segment.view.sealed():
+                if header.rank == rank and header.version == version:
+                    yield segment, slot, header
+
+    def unchecked(self, job: str) -> int:
+        """The job's sealed slots that have yet to be hashed."""
+        return sum(
+            segment.view.header(slot) == header
+            for segment in self.segments(job)
+            for slot, header in list(segment.unchecked.items())
+        )
+
+    def inventory(self, job: str) -> tuple[SlotInfo, ...]:
+        """The job's checked sealed slots, parity apart. One that is filled anew at this moment is left out."""
+        found = []
+        for segment in self.segments(job):
+            if segment.key.kind == "parity":
+                continue
+            if segment.key.kind == "own":
+                segment.seal_copied()
+            for slot, header in segment.sealed():
+                try:
+                    found.append(segment.info(self._node, slot, header))
+                except DigestMismatch:
+                    continue
+        return tuple(found)
+
+    # --- making ---------------------------------------------------------------------------------------------------
+
+    def open(self, key: SegmentKey, slot_bytes: int, slots: int, keep: Sequence[Version] | None = None) -> Segment:
+        """The segment, with room for ``slots`` slots of ``slot_bytes``: the one that is there, or another one.
+
+        The other one takes over the sealed slots that hash right. Without ``keep`` there may be more slots, and there
+        are no fewer than before; with it there are just so many, and of what was sealed ``keep`` comes first, or comes
+        alone where there were no more and are fewer than all that a rank may have.
+
+        Raises ConfigurationError for absurd sizes and OutOfSlotMemory for want of room. An own segment's pages are
+        there when this returns; a replica's come while it is filled, since a sender waits.
+        """
+        _check_sizes(key, slot_bytes, slots)
+        with self._making_lock(key):
+            old, exact = self.get(key), keep is not None
+            if old is not None and serves(old.view, old.path, slot_bytes, slots, exact):
+                self.mend_header(old)
+                return old
+            before = None if old is None else old.view
+            return self._make(key, old, *sizes(before, slot_bytes, slots, exact), keep)
+
+    def foresee(self, key: SegmentKey, slot_bytes: int, slots: int, keep: Sequence[Version] = ()) -> Wanted | None:
+        """What ``open`` would have to make for just so many slots; None where what is there serves."""
+        old = self.get(key)
+        if old is not None and serves(old.view, old.path, slot_bytes, slots, True):
+            return None
+        size, _ = sizes(None if old is None else old.view, slot_bytes, slots, True)
+        freed = 0 if old is None else freed_bytes(old.view, old.path, slots, keep)
+        return Wanted(*self.paths(key), segment_bytes(slots, size), freed)
+
+    def mend_header(self, segment: Segment) -> None:
+        """Before a rank maps the file, and now and then: it should find what the vault has known all the time."""
+        if segment.mend_header():
+            message = f"the header of {segment.path} was damaged; it is written anew, and its slots stand"
+            self.tell(segment.damage(None, None, message))
+
+    def paths(self, key: SegmentKey) -> tuple[Path, Path]:
+        """Under which name a segment is made, and the one that it has then."""
+        folder = self.directory / key.job
+        return folder / f".{key.filename}", folder / key.filename
+
+    def _making_lock(self, key: SegmentKey) -> threading.Lock:
+        with self._lock:
+            return self._making.setdefault(key, threading.Lock())
+
+    def _make(
+        self, key: SegmentKey, old: Segment | None, slot_bytes: int, slots: int, keep: Sequence[Version] | None
+    ) -> Segment:
+        draft, path = self.paths(key)
+        what = f"{slots} slots of {slot_bytes} bytes for {key.job}/{key.filename}"
+        length = segment_bytes(slots, slot_bytes)
+        self._prefaults.end(path)
+        if old is not None:
+            old.seal_copied()
+        freed = 0 if old is None else freed_bytes(old.view, old.path, slots, keep)
+        otherwise = FEWER_SLOTS if slots >= SLOTS else FEWER_COPIES
+        with self.budget.admit(draft, length, what, freed, otherwise):
+            try:
+                self._make_folder(key.job)
+                stay = [] if old is None else _make_place(old, slots, keep, freed)
+                self._draft(key, draft, length, slot_bytes, slots, what)
+                if old is not None:
+                    carry_over(old.view, SegmentView(memoryview(_map(draft, True))), stay)
+                self.budget.rename(draft, path)
+            except BaseException:
+                draft.unlink(missing_ok=True)
+                raise
+        return self.add(Segment(key, path))
+
+    def _make_folder(self, job: str) -> None:
+        if not self.directory.exists():
+            words = (
+                f"{self.directory} was removed while its vault runs (logind does that where its user logs out, unless "
+                "RemoveIPC=no): slots are made anew, and take over what is still mapped here"
+            )
+            self.tell(Damage(job, f"{job}/{self.directory.name}", words, {"path": str(self.directory)}))
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.directory / job).mkdir(mode=0o700, exist_ok=True)
+
+    def _draft(self, key: SegmentKey, draft: Path, length: int, slot_bytes: int, slots: int, what: str) -> None:
+        draft.unlink(missing_ok=True)
+        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            if has_huge_pages(self.directory):
+                make_huge(descriptor, length)
+            allocate(descriptor, length, what)
+        finally:
+            os.close(descriptor)
+        mapping = _map(draft, True)
+        buffer, nonce = memoryview(mapping), secrets.token_bytes(NONCE_BYTES)
+        format_segment(buffer, slots, slot_bytes, nonce=nonce, kind=key.kind, number=key.number, job=key.job)
+        if key.kind == "own":
+            populate(mapping)
+        else:
+            self._prefaults.begin(self.paths(key)[1], mapping)
+
+    def add(self, segment: Segment) -> Segment:
+        with self._lock:
+            self._segments[segment.key] = segment
+        return segment
+
+    # --- damage ---------------------------------------------------------------------------------------------------
+
+    def lost_header(self, segment: Segment, slot: int) -> None:
+        """Both records of a slot's header are damaged: what it held, if it held anything, cannot be told any more."""
+        if segment.discard(slot, None):
+            message = f"slot {slot} of {segment.path} is discarded: both records of its header were damaged"
+            self.tell(segment.damage(slot, None, message))
+
+    def mend_records(self, segment: Segment, slot: int, look: Look) -> None:
+        """One record of a slot's header is not what the other one is: damaged, or its writer died between the two."""
+        if segment.mend_records(slot, look) and look.bad:
+            message = f"a record of the header of slot {slot} of {segment.path} was damaged; it is mended from its twin"
+            self.tell(segment.damage(slot, None if look.state is SlotState.EMPTY else look.header, message))
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def forget(self, job: str) -> None:
+        """Unlinks all of a job's files. Who has them mapped keeps the bytes until it lets go."""
+        with self._lock:
+            for key in [k for k in self._segments if k.job == job]:
+                del self._segments[key]
+                self._making.pop(key, None)
+        self._prefaults.end(self.directory / job)
+        shutil.rmtree(self.directory / job, ignore_errors=True)
+
+    def forget_all(self) -> None:
+        """Unlinks everything under the directory, scratch files too, and the directory."""
+        with self._lock:
+            self._segments.clear()
+        self._prefaults.end(self.directory)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _check_sizes(key: SegmentKey, slot_bytes: int, slots: int) -> None:
+    if not 1 <= slots <= MOST_SLOTS:
+        raise ConfigurationError(f"a segment has 1 to {MOST_SLOTS} slots, not {slots}")
+    if not 1 <= slot_bytes < MOST_SLOT_BYTES:
+        raise ConfigurationError(f"slot_bytes must be positive and under 2^48, not {slot_bytes}")
+    if key.kind == "own" and not 0 <= key.number < MOST_LOCAL_RANKS:
+        raise ConfigurationError(f"a local rank is 0 to {MOST_LOCAL_RANKS - 1}, not {key.number}")
+
+
+def _make_place(old: Segment, slots: int, keep: Sequence[Version] | None, freed: int) -> Carried:
+    """What one of ``slots`` slots takes over. Where ``freed`` bytes were counted on, what does not go along goes."""
+    stay = carried(old.view, slots, keep)
+    if freed:
+        for slot in set(range(old.view.slots)) - {slot for slot, _, _ in stay}:
+            old.give_back(slot)
+    return stay

@@ -1,0 +1,531 @@
+"""Files in shared memory: room for one is proved before it is made, and its pages are there before it is used."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import platform
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePath, PurePosixPath
+from typing import NamedTuple
+
+from everstep.errors import ConfigurationError, OutOfSlotMemory, PermissionDenied, Unavailable
+from everstep.layout.vault_note import LOCK_FILE
+
+# ---- control group
+# What a container, a Slurm job or a service may still take of the machine's memory.
+#
+# Pages of a memory file system are charged to the control group of whoever makes them: the vault. Where it makes more
+# than its group may have, the kernel kills in that group, however much memory the machine has left.
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
+UNLIMITED = 1 << 60
+"""And more: version 1 writes nearly 2^63 where version 2 writes ``max``."""
+
+
+class _Files(NamedTuple):
+    """Of a group. ``limits``: beyond which the kernel kills, or holds up whoever wants more for as long as it can.
+    ``prefix``: of the counters in ``memory.stat`` that count groups below in."""
+
+    limits: tuple[str, ...]
+    used: str
+    prefix: str
+
+
+_VERSION_1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
+_VERSION_2 = _Files(("memory.max", "memory.high"), "memory.current", "")
+
+
+def group_left_bytes(cgroups: Path = CGROUPS, own: Path = OWN) -> int | None:
+    """The least that any of the groups around this process has left; what it has cached of files counts as left.
+
+    None where nothing limits it, or nobody says. Negative where the limit was lowered below what is in use.
+    """
+    found = (_left_in(group, files) for group, files in _groups(cgroups, own))
+    return min((left for left in found if left is not None), default=None)
+
+
+def _groups(cgroups: Path, own: Path) -> Iterator[tuple[Path, _Files]]:
+    """This process's group and those around it. A container that sees its own at the root may be told a path that only
+    the machine has: then the root is all there is."""
+    try:
+        said = [line.split(":", 2)[1:] for line in own.read_text().splitlines() if line.count(":") > 1]
+    except OSError:
+        return
+    paths = {name: path for names, path in said for name in names.split(",")}
+    root, files = (cgroups / "memory", _VERSION_1) if "memory" in paths else (cgroups, _VERSION_2)
+    path = PurePosixPath(paths.get("memory", paths.get("", "/")))
+    inside = () if ".." in path.parts else path.parts[1:]
+    for depth in range(len(inside), -1, -1):
+        yield root.joinpath(*inside[:depth]), files
+
+
+def _left_in(group: Path, files: _Files) -> int | None:
+    try:
+        limit = min(_limit(group / name) for name in files.limits)
+        used = int((group / files.used).read_text())
+        counters = dict(line.split(maxsplit=1) for line in (group / "memory.stat").read_text().splitlines())
+        cached = sum(int(counters.get(f"{files.prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+    except (OSError, ValueError):
+        return None
+    return None if limit >= UNLIMITED else limit - used + cached
+
+
+def _limit(file: Path) -> int:
+    text = file.read_text().strip()
+    return UNLIMITED if text == "max" else int(text)
+
+
+MADV_POPULATE_WRITE = 23
+"""Linux 5.14 and later: makes writable pages without changing what is in them. Python 3.11 has no name for it."""
+
+POPULATE_BYTES = 64 << 20
+KEEP_SIZE, PUNCH_HOLE = 1, 2
+"""linux/falloc.h"""
+
+_SEGMENTS = ("own-", "replica-", "parity-")
+"""How segments' names begin. They have all their pages when they are made, and then may give some back."""
+
+FEWER_SLOTS = "keep fewer slots: run.track(slots=2)"
+FEWER_COPIES = "fewer --replicas"
+LARGER_FILE_SYSTEM = "enlarge that file system"
+LARGER_GROUP = "raise the memory limit of the container (control group) that the vault runs in"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+class Wanted(NamedTuple):
+    """A file to be made: under which name first, the one it gets, its bytes, and those that go before it is made."""
+
+    draft: Path
+    path: Path
+    size: int
+    freed: int = 0
+
+
+class Budget:
+    """How many bytes may still be made under a directory. Safe to use from any thread.
+
+    A file that is being made counts as large as it will be, once: what of it has its pages already is missing from the
+    machine's free memory, and what has not is still to come off it.
+    """
+
+    def __init__(self, directory: Path, limit: int | None) -> None:
+        self._directory = directory
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._growing: dict[Path, list[int]] = {}
+
+    @contextmanager
+    def admit(self, path: Path, size: int, what: str, freed: int = 0, otherwise: str = FEWER_SLOTS) -> Iterator[None]:
+        """Inside, the file ``path`` may be made, or grow, to ``size`` bytes, once ``freed`` bytes of others are free.
+
+        Raises OutOfSlotMemory, with the arithmetic, for want of room, also where making it shows that; Unavailable for
+        want of descriptors. ``otherwise`` as in ``foresee``.
+        """
+        with self._lock:
+            self._check(path, size, what, freed, otherwise)
+            self._growing.setdefault(path, []).append(size)
+        try:
+            yield
+        except OSError as error:
+            raise _said(error, what, otherwise) from error
+        finally:
+            with self._lock:
+                self._settle(path, size)
+
+    def rename(self, draft: Path, path: Path) -> None:
+        """Gives a file its name when it is made: in one, so that nobody counts it under both."""
+        with self._lock:
+            draft.rename(path)
+            self._growing.pop(draft, None)
+
+    def _settle(self, path: Path, size: int) -> None:
+        sizes = self._growing.get(path, [])
+        if size in sizes:
+            sizes.remove(size)
+        if not sizes:
+            self._growing.pop(path, None)
+
+    def _check(self, path: Path, size: int, what: str, freed: int, otherwise: str) -> None:
+        counted = self._counted()
+        need = size - counted.get(path, 0)
+        if need > 0:
+            self._require(need, freed, sum(counted.values()), what, otherwise)
+
+    def foresee(self, wanted: Sequence[Wanted], what: str, otherwise: str, margin: float = 0.0) -> None:
+        """Whether files could be made beside all that is here. Those that are being made already are needed no more.
+
+        ``otherwise``: what to do where there is no more memory to be had. ``margin``: the part of the machine's free
+        memory that shall be left to others. Raises OutOfSlotMemory.
+        """
+        with self._lock:
+            counted = self._counted()
+            missing = [file for file in wanted if file.size > counted.get(file.draft, 0)]
+            need, freed = sum(file.size for file in missing), sum(file.freed for file in missing)
+            if need:
+                self._require(need, freed, sum(counted.values()), what, otherwise, margin)
+
+    def _require(self, need: int, freed: int, used: int, what: str, otherwise: str, margin: float = 0.0) -> None:
+        used -= freed
+        if self._limit is not None and used + need > self._limit:
+            raise OutOfSlotMemory(
+                f"{what} needs {need} bytes; {used} of --memory-limit {self._limit} are in use, "
+                f"{max(0, self._limit - used)} are free: raise it (the agent's --vault-memory-limit-bytes), "
+                f"or {otherwise}"
+            )
+        unpromised, larger = self._unpromised()
+        free = unpromised + freed
+        left = int(margin * free)
+        if need > free - left:
+            kept = f", of which {left} are left to the training," if left else ""
+            raise OutOfSlotMemory(
+                f"{what} needs {need} bytes; {self._directory} has {free} free{kept} and {used} in use by slots: "
+                f"{larger}, or {otherwise}"
+            )
+
+    def _counted(self) -> dict[Path, int]:
+        """Each file's bytes: as many as it has, or as it will have when it is made."""
+        found = (Path(folder) / name for folder, _, names in os.walk(self._directory) for name in names)
+        counted = {path: _size(path) for path in found if path.name != LOCK_FILE}
+        for path, sizes in self._growing.items():
+            counted[path] = max(counted.get(path, 0), *sizes)
+        return counted
+
+    def _unpromised(self) -> tuple[int, str]:
+        """What is left, less what files that are being made have not taken yet; and how to get more of it.
+
+        Their pages are counted before what is left: one that is made in between counts as still to come.
+        """
+        to_come = sum(max(0, max(sizes) - taken_bytes(path)) for path, sizes in self._growing.items())
+        left, larger = self._left()
+        return left - to_come, larger
+
+    def used_bytes(self) -> int:
+        """What the files under the directory take, those that are being made included."""
+        with self._lock:
+            return sum(self._counted().values())
+
+    def free_bytes(self) -> int:
+        """What could be made now: the limit and the machine allow it, and nobody is making it already."""
+        with self._lock:
+            free, _ = self._unpromised()
+            if self._limit is not None:
+                free = min(free, self._limit - sum(self._counted().values()))
+            return max(0, free)
+
+    def _left(self) -> tuple[int, str]:
+        """The least of what file system, machine (on a memory file system) and control group have left; see above."""
+        found = os.statvfs(next(path for path in (self._directory, *self._directory.parents) if path.exists()))
+        left = [(min(found.f_bavail * found.f_frsize, _available_memory()), LARGER_FILE_SYSTEM)]
+        group = group_left_bytes()
+        return min(left if group is None else [*left, (max(0, group), LARGER_GROUP)])
+
+
+def _size(path: Path) -> int:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return 0
+    return min(found.st_size, found.st_blocks * 512) if path.name.startswith(_SEGMENTS) else found.st_size
+
+
+def taken_bytes(path: Path) -> int:
+    """Bytes of the file that have their blocks; ``st_size`` says nothing of those (``pages.make_huge``, holes)."""
+    try:
+        return path.lstat().st_blocks * 512
+    except FileNotFoundError:
+        return 0
+
+
+def _said(error: OSError, what: str, otherwise: str) -> Exception:
+    """What to do where a file cannot be made, by what the kernel said."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        whose = "the vault has" if error.errno == errno.EMFILE else "all processes of the machine have"
+        mend = "LimitNOFILE of the agent's unit, or ulimit -n" if error.errno == errno.EMFILE else "sysctl fs.file-max"
+        return Unavailable(
+            f"{what} cannot be made, since {whose} as many files open as may be: raise that limit ({mend})"
+        )
+    mends = {
+        errno.EFBIG: "no file of the vault may be so large: raise that (LimitFSIZE of the agent's unit, ulimit -f)",
+        errno.ENOMEM: "the vault may map no more: raise its limits (sysctl vm.max_map_count, LimitAS, ulimit -v)",
+        errno.ENOSPC: f"its file system has no room for another file: {LARGER_FILE_SYSTEM}, or its inodes (df -i)",
+        errno.EDQUOT: "the quota of its file system is used up: raise it",
+    }
+    mend = mends.get(error.errno or 0, "")
+    return OutOfSlotMemory(f"{what} cannot be made, since {mend}, or {otherwise}") if mend else error
+
+
+def _available_memory() -> int:
+    """The kernel's MemAvailable, bytes."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    raise ConfigurationError("/proc/meminfo does not say MemAvailable; the vault needs Linux 3.14 or later")
+
+
+def give_back(descriptor: int, start: int, length: int) -> None:
+    """Frees the pages of a part of a file, which reads as zeroes from then on. Whole pages. Raises OSError."""
+    if _libc.fallocate(descriptor, PUNCH_HOLE | KEEP_SIZE, start, length) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def allocate(descriptor: int, length: int, what: str, start: int = 0) -> None:
+    """Gives ``length`` bytes of a file from ``start`` on their blocks, so that no write there can fail.
+
+    Raises OutOfSlotMemory.
+    """
+    try:
+        os.posix_fallocate(descriptor, start, length)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+            raise
+        found = os.fstatvfs(descriptor)
+        raise OutOfSlotMemory(
+            f"{what} needs {length} bytes; its file system has {found.f_bavail * found.f_frsize} free: "
+            f"enlarge it, or {FEWER_SLOTS}"
+        ) from error
+
+
+def populate(mapping: mmap.mmap, stopped: threading.Event | None = None) -> None:
+    """Makes the pages of a writable shared mapping, contents unchanged, without holding Python's lock.
+
+    Soon after ``stopped`` is set it makes no more.
+
+    ``mmap.madvise`` would hold it: first touch runs at 0.6 GB/s, and a thread that waits for the lock would stand
+    still. Where the kernel is too old to do it, each page is read, which on a memory file system makes it too.
+    """
+    first = ctypes.c_char.from_buffer(mapping)
+    start, length = ctypes.addressof(first), len(mapping)
+    for offset in range(0, length, POPULATE_BYTES):
+        if stopped is not None and stopped.is_set():
+            return
+        piece = min(POPULATE_BYTES, length - offset)
+        if _libc.madvise(start + offset, piece, MADV_POPULATE_WRITE) != 0:
+            if ctypes.get_errno() != errno.EINVAL:
+                return
+            _read_pages(mapping, offset, piece)
+
+
+def _read_pages(mapping: mmap.mmap, offset: int, length: int) -> None:
+    for page in range(offset, offset + length, mmap.PAGESIZE):
+        mapping[page]
+
+
+# ---- pages
+# What kind of pages a slot's memory is made of, and near which processors: huge ones and the rank's own, where had.
+#
+# A copy into 4 KiB pages spends a part of its time in the tables that find them; memory of the other socket is read at
+# the speed of the link between the two. Both are choices of the kernel that it takes advice on.
+
+log = logging.getLogger(__name__)
+
+MADV_HUGEPAGE = 14
+MPOL_DEFAULT, MPOL_PREFERRED = 0, 1
+"""linux/mempolicy.h. *Preferred* takes other nodes' memory when that node is full: slots there beat no slots."""
+MOST_NUMA_NODES = 1024
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+"""The system call's number (glibc has no name for it; libnuma is another library to need)."""
+_SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_HUGE_WHEN_ADVISED = ("huge=advise", "huge=within_size", "huge=always")
+
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.syscall.restype = ctypes.c_long
+
+
+def has_huge_pages(directory: Path, mounts: str | None = None, setting: str | None = None) -> bool:
+    """Whether the file system of ``directory`` gives huge pages to who asks for them.
+
+    That is how it was mounted, unless the kernel is set to force them on every memory file system, or to deny them.
+    Its other settings are for memory without a mount that is seen.
+
+    Args:
+        mounts: what /proc/self/mounts says; read where it is not given.
+        setting: what shmem_enabled in /sys/kernel/mm/transparent_hugepage says; read where it is not given.
+    """
+    text = Path("/proc/self/mounts").read_text() if mounts is None else mounts
+    within = os.path.realpath(directory)
+    best, kind, options = "", "", ""
+    for line in text.splitlines():
+        _, where, what, found, *_ = line.split(" ")
+        where = where.replace("\\040", " ")
+        if (within + "/").startswith(where.rstrip("/") + "/") and len(where) >= len(best):
+            best, kind, options = where, what, found
+    chosen = _shmem_setting() if setting is None else setting
+    if kind != "tmpfs" or "[deny]" in chosen:
+        return False
+    return "[force]" in chosen or any(option in _HUGE_WHEN_ADVISED for option in options.split(","))
+
+
+def _shmem_setting() -> str:
+    """``always within_size advise [never] deny force``; nothing where the kernel has no huge pages of its own."""
+    try:
+        return _SHMEM_ENABLED.read_text()
+    except OSError:
+        return ""
+
+
+def make_huge(descriptor: int, length: int) -> None:
+    """Makes the pages of a new, empty file on such a file system: huge ones as far as there are any.
+
+    For want of memory it stops; ``memory.allocate`` then says what is missing.
+    """
+    os.ftruncate(descriptor, length)
+    with mmap.mmap(descriptor, length) as mapping:
+        first = ctypes.c_char.from_buffer(mapping)
+        _libc.madvise(ctypes.addressof(first), length, MADV_HUGEPAGE)
+        del first  # a mapping whose memory is pointed at cannot be closed
+        populate(mapping)
+
+
+@contextmanager
+def near(node: int | None) -> Iterator[None]:
+    """Pages that this thread makes meanwhile come from NUMA node ``node``, as long as it has any. None: from anywhere.
+
+    Where the kernel refuses (no such node, a container that may not ask), it is said and done without.
+    """
+    if node is None or not _prefer(node):
+        yield
+        return
+    try:
+        yield
+    finally:
+        _set_policy(MPOL_DEFAULT, 0)
+
+
+def _prefer(node: int) -> bool:
+    if 0 <= node < MOST_NUMA_NODES and _set_policy(MPOL_PREFERRED, 1 << node) == 0:
+        return True
+    log.warning("slots are not bound to NUMA node %d: %s", node, os.strerror(ctypes.get_errno()))
+    return False
+
+
+def _set_policy(mode: int, nodes: int) -> int:
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if number is None:
+        ctypes.set_errno(38)  # ENOSYS
+        return -1
+    mask = nodes.to_bytes(MOST_NUMA_NODES // 8, "little") if nodes else None
+    most = ctypes.c_ulong(MOST_NUMA_NODES + 1 if nodes else 0)
+    return int(_libc.syscall(ctypes.c_long(number), ctypes.c_int(mode), mask, most))
+
+
+# ---- prefault
+# Pages of segments that are being filled already: made beside that, in threads that end before a segment gives way.
+
+
+class Prefaults:
+    """Threads that make the pages of files. Safe to use from any thread.
+
+    One that went on while its file gives memory back would take that again, which by then may be somebody else's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: dict[Path, tuple[threading.Thread, threading.Event]] = {}
+
+    def begin(self, path: Path, mapping: mmap.mmap) -> None:
+        """Makes the pages of ``mapping``, which is of the file that is or will be ``path``."""
+        stopped = threading.Event()
+        thread = threading.Thread(target=populate, args=(mapping, stopped), daemon=True, name="populate")
+        with self._lock:
+            self._running[path] = thread, stopped
+            thread.start()
+
+    def end(self, path: Path) -> None:
+        """Returns when no more pages of the files ``path``, or of those below that folder, are made."""
+        with self._lock:
+            ended = [self._running.pop(file) for file in list(self._running) if file.is_relative_to(path)]
+        for _, stopped in ended:
+            stopped.set()
+        for thread, _ in ended:
+            thread.join()
+
+
+# ---- scratch
+# Files that ranks name for bytes to land in: only plain files below the segment directory, and never a segment.
+
+MOST_VECTORS = 512
+"""Views written by one system call; Linux takes 1,024."""
+
+_SEGMENT_NAMES = ("own-", "replica-", "parity-", ".")
+
+
+class Scratch:
+    """An open landing file. Made, with mode 0600, where it is not there; grown to what is to land in it.
+
+    Raises PermissionDenied for a path that leaves the segment directory, goes through a symbolic link, names a segment
+    or is no plain file, and OutOfSlotMemory for want of room.
+    """
+
+    def __init__(self, directory: Path, into: str, offset: int, length: int, budget: Budget) -> None:
+        if offset < 0:
+            raise PermissionDenied(f"into_offset {offset} is before the file's beginning")
+        self._descriptor = _open_beneath(directory, into)
+        self.offset = offset
+        self.length = length
+        try:
+            self._grow(into, budget)
+        except BaseException:
+            self.close()
+            raise
+
+    def _grow(self, into: str, budget: Budget) -> None:
+        found = os.fstat(self._descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise PermissionDenied(f"{into} is no plain file")
+        if self.offset + self.length >= 1 << 62:
+            raise OutOfSlotMemory(f"{into} cannot have {self.offset + self.length} bytes")
+        end = self.offset + self.length
+        if not self.length:
+            return
+        with budget.admit(Path(into), end, into):
+            # its own part alone, so that others in the same file need not wait for all before theirs
+            allocate(self._descriptor, self.length, into, self.offset)
+
+    def write(self, views: Sequence[memoryview], at: int) -> int:
+        """Writes the views one after another, ``at`` bytes into the landing; returns how many bytes that was."""
+        left = [v for v in views if v]
+        begin = at
+        while left:
+            written = os.pwritev(self._descriptor, left[:MOST_VECTORS], self.offset + at)
+            at += written
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if left:
+                left[0] = left[0][written:]
+        return at - begin
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _open_beneath(directory: Path, into: str) -> int:
+    """Opens ``into`` component by component, so that no symbolic link below ``directory`` is followed."""
+    path = PurePath(into)
+    if not path.is_relative_to(directory) or ".." in path.parts or path == directory:
+        raise PermissionDenied(f"{into} is not below the segment directory {directory}")
+    *folders, name = path.relative_to(directory).parts
+    if name.startswith(_SEGMENT_NAMES):
+        raise PermissionDenied(f"{into} has a segment's name; call scratch files by another")
+    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in folders:
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        return os.open(name, flags, 0o600, dir_fd=folder)
+    except OSError as error:
+        raise PermissionDenied(f"{into} cannot be opened below {directory}: {error.strerror}") from error
+    finally:
+        os.close(folder)

@@ -1,0 +1,203 @@
+"""RAID-6 arithmetic: P and Q of k members, and any two of the k + 2 again from the others. Pure, over buffers.
+
+P is the sum and Q the sum of ``g^i`` times member i, over GF(2^8) with the polynomial 0x11d and g = 2 (H. P. Anvin,
+The mathematics of RAID-6, 2004). A field element's bits do not lie in one byte. A *stripe* of STRIPE_BYTES is eight
+rows, and bit b of row r is bit r of element b. So a sum is the XOR of words as ever, and doubling moves each row one
+up, without touching it, and adds the last row to rows 0, 2, 3 and 4: three row operations of eight, where doubling the
+bytes of a word in place takes five passes over all of them. Rows stay in the second-level cache.
+
+A member that ends before another one counts as followed by zeros; parity is a whole number of stripes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from everstep_agent.vault.parity.shards import MOST_MEMBERS, STRIPE_BYTES, parity_bytes
+
+Rows = npt.NDArray[np.uint64]
+"""(ROWS, ROW_WORDS)."""
+
+ROWS = 8
+ROW_WORDS = STRIPE_BYTES // ROWS // 8
+_REDUCTION = 0x1D
+"""x^8 = x^4 + x^3 + x^2 + 1: what the row that leaves at the top is added to."""
+
+
+def encode(members: Sequence[memoryview], p: memoryview | None = None, q: memoryview | None = None) -> None:
+    """Writes P, Q, or both; a member's place in ``members`` is its coefficient.
+
+    Members and parity are buffers of bytes that begin at the same place, a whole number of stripes, of what they are
+    parts of. Raises ValueError where ``p`` or ``q`` is not ``parity_bytes`` of the longest member.
+    """
+    _check(members, (p, q))
+    work = _Work(len(members))
+    for at in range(0, parity_bytes(max(map(len, members))), STRIPE_BYTES):
+        rows = [work.stripe(member, at, number) for number, member in enumerate(members)]
+        if p is not None:
+            _sum(rows, _rows(p, at))
+        if q is not None:
+            _weighted_sum(rows, _rows(q, at), work.ladder)
+
+
+def recover(
+    members: Sequence[memoryview | None], p: memoryview | None, q: memoryview | None, lost: Mapping[int, memoryview]
+) -> None:
+    """Writes the one or two members that are None into the buffers ``lost`` has for them, each as long as its member.
+
+    What P and Q have to be is as in ``encode``; None where they are lost too. Lost parity itself is made by ``encode``
+    again. Raises ValueError where more is lost than parity is left, or a length does not fit.
+    """
+    missing = sorted(lost)
+    if missing != [number for number, member in enumerate(members) if member is None] or not missing:
+        raise ValueError(f"members {missing} are to be recovered, and these are given: {_given(members)}")
+    if len(missing) > sum(parity is not None for parity in (p, q)):
+        raise ValueError(f"{len(missing)} members are lost and too little parity is left to recover them")
+    whole = [lost[number] if member is None else member for number, member in enumerate(members)]
+    _check(whole, (p, q))
+    work = _Work(len(members))
+    for at in range(0, parity_bytes(max(map(len, lost.values()))), STRIPE_BYTES):
+        rows = [None if m is None else work.stripe(m, at, number) for number, m in enumerate(members)]
+        found = _solve(rows, missing, None if p is None else _rows(p, at), None if q is None else _rows(q, at), work)
+        for number, data in zip(missing, found, strict=True):
+            room = lost[number][at : at + STRIPE_BYTES]
+            room[:] = data.view(np.uint8).ravel().data[: len(room)]
+
+
+def _given(members: Sequence[memoryview | None]) -> list[int]:
+    return [number for number, member in enumerate(members) if member is not None]
+
+
+def _check(members: Sequence[memoryview], parity: Sequence[memoryview | None]) -> None:
+    if not 1 <= len(members) <= MOST_MEMBERS:
+        raise ValueError(f"a group has 1 to {MOST_MEMBERS} members, not {len(members)}")
+    need = parity_bytes(max(map(len, members)))
+    for one in parity:
+        if one is not None and len(one) != need:
+            raise ValueError(f"parity of members of up to {max(map(len, members))} bytes has {need}, not {len(one)}")
+
+
+# --- one stripe --------------------------------------------------------------------------------------------------
+
+
+def _rows(buffer: memoryview, at: int) -> Rows:
+    return np.frombuffer(buffer, np.uint64, STRIPE_BYTES // 8, at).reshape(ROWS, ROW_WORDS)
+
+
+class _Work:
+    """Memory for one stripe's intermediate results, so that none is allocated on the way."""
+
+    def __init__(self, members: int) -> None:
+        self.ladder = np.empty((ROWS + members, ROW_WORDS), np.uint64)
+        self.sums = np.empty((4, ROWS, ROW_WORDS), np.uint64)
+        self._padded: dict[int, Rows] = {}
+
+    def stripe(self, member: memoryview, at: int, number: int) -> Rows | None:
+        """The member's rows, followed by zeros where it ends in the middle; None where it ended before."""
+        if at + STRIPE_BYTES <= len(member):
+            return _rows(member, at)
+        if at >= len(member):
+            return None
+        rows = self._padded.setdefault(number, np.zeros((ROWS, ROW_WORDS), np.uint64))
+        rows.view(np.uint8).ravel().data[: len(member) - at] = member[at:]
+        return rows
+
+
+def _sum(members: Sequence[Rows | None], into: Rows) -> None:
+    present = [rows for rows in members if rows is not None]
+    if len(present) < 2:
+        into[:] = present[0] if present else 0
+        return
+    np.bitwise_xor(present[0], present[1], out=into)
+    for rows in present[2:]:
+        np.bitwise_xor(into, rows, out=into)
+
+
+def _weighted_sum(members: Sequence[Rows | None], into: Rows, ladder: Rows) -> None:
+    """The sum of 2^i times member i, by Horner's rule from the last one on.
+
+    The sum so far stands on ROWS rungs of the ladder; doubling takes it one rung down.
+    """
+    at = max((number for number, rows in enumerate(members) if rows is not None), default=-1)
+    sum_so_far = members[at] if at >= 0 else None
+    if at < 1 or sum_so_far is None:
+        into[:] = 0 if sum_so_far is None else sum_so_far
+        return
+    for number in range(at - 1, -1, -1):
+        target = ladder[number : number + ROWS] if number else into
+        _double_and_add(sum_so_far, members[number], target)
+        sum_so_far = target
+
+
+def _double_and_add(rows: Rows, other: Rows | None, into: Rows) -> None:
+    """``into`` may overlap ``rows`` where row r of the one is row r - 1 of the other."""
+    top = rows[ROWS - 1]
+    if other is None:
+        into[1:], into[0] = rows[: ROWS - 1], top
+    else:
+        np.bitwise_xor(rows[: ROWS - 1], other[1:], out=into[1:])
+        np.bitwise_xor(top, other[0], out=into[0])
+    np.bitwise_xor(into[2:5], top, out=into[2:5])
+
+
+def _solve(
+    members: Sequence[Rows | None], missing: Sequence[int], p: Rows | None, q: Rows | None, work: _Work
+) -> list[Rows]:
+    """The missing members. With A = P + its sum over the others and B = Q + its weighted sum over the others::
+
+    A = x + y, B = g^i x + g^j y     =>     x = (g^j A + B) / (g^i + g^j), y = A + x
+    """
+    a, b, x, y = work.sums
+    if p is not None:
+        _sum(members, a)
+        np.bitwise_xor(a, p, out=a)
+        if len(missing) == 1:
+            return [a]
+    assert q is not None
+    _weighted_sum(members, b, work.ladder)
+    np.bitwise_xor(b, q, out=b)
+    first = _power(missing[0])
+    if len(missing) == 1:
+        _combine([(b, _inverse(first))], x)
+        return [x]
+    second = _power(missing[1])
+    share = _inverse(first ^ second)
+    _combine([(a, _product(second, share)), (b, share)], x)
+    np.bitwise_xor(a, x, out=y)
+    return [x, y]
+
+
+def _combine(terms: Sequence[tuple[Rows, int]], into: Rows) -> None:
+    """The sum of the terms, each of them rows times a constant: each row of it is the XOR of some of theirs."""
+    for row in range(ROWS):
+        _sum([rows[column] for rows, constant in terms for column in _columns(constant, row)], into[row])
+
+
+# --- the field ---------------------------------------------------------------------------------------------------
+
+
+def _product(a: int, b: int) -> int:
+    result = 0
+    for bit in range(ROWS - 1, -1, -1):
+        result = (result << 1 & 0xFF) ^ (_REDUCTION if result & 0x80 else 0) ^ (a if b >> bit & 1 else 0)
+    return result
+
+
+@cache
+def _columns(constant: int, row: int) -> tuple[int, ...]:
+    """Which bits of an element make up bit ``row`` of its product with the constant."""
+    return tuple(column for column in range(ROWS) if _product(constant, 1 << column) >> row & 1)
+
+
+@cache
+def _power(exponent: int) -> int:
+    return _product(2, _power(exponent - 1)) if exponent else 1
+
+
+@cache
+def _inverse(a: int) -> int:
+    return next(b for b in range(1, 256) if _product(a, b) == 1)

@@ -1,0 +1,135 @@
+"""Bytes that are not what was sealed: told to the supervisor, counted, and the slot given up."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable
+
+from everstep.clock import Clock
+from everstep.ids import Version
+from everstep.layout.segments import SlotHeader
+from everstep.vocabulary import Finding, FindingKind, Mode, Severity
+from everstep.wire.v1.training import FindingRaised
+from everstep_agent.vault.memory.segments import Damage, Segment
+
+# ---- statistics
+# What the vault has done, counted.
+
+COUNTERS = (
+    "replicated_slots",
+    "replicated_bytes",
+    "received_slots",
+    "received_bytes",
+    "received_manifests",
+    "reused_bytes",
+    "superseded",
+    "served_bytes",
+    "fetched_bytes",
+    "parity_slots",
+    "parity_bytes",
+    "decoded_bytes",
+    "spilled_slots",
+    "spilled_bytes",
+    "scrubbed_slots",
+    "scrubbed_bytes",
+    "corrupt_slots",
+    "corrupt_transfers",
+)
+"""All there are; each is there from the start, so that a rate over it is never undefined."""
+
+
+class Tally:
+    """Counters, and refusals by error code. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counters = Counter(dict.fromkeys(COUNTERS, 0))
+        self._refused: Counter[str] = Counter()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Adds to one of COUNTERS. Raises KeyError for another name."""
+        with self._lock:
+            if name not in self._counters:
+                raise KeyError(name)
+            self._counters[name] += amount
+
+    def refuse(self, code: str) -> None:
+        """Counts a refusal by an error's code."""
+        with self._lock:
+            self._refused[code] += 1
+
+    def read(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Counters, and refusals by code, as they are now."""
+        with self._lock:
+            return dict(self._counters), dict(self._refused)
+
+
+log = logging.getLogger(__name__)
+
+
+class Findings:
+    """What this vault found. ``tell`` takes each finding on its way to the supervisor, from any thread."""
+
+    def __init__(self, node: str, clock: Clock, tally: Tally, tell: Callable[[FindingRaised], None]) -> None:
+        self._node = node
+        self._clock = clock
+        self._tally = tally
+        self._tell = tell
+
+    def slot_corrupt(self, segment: Segment, slot: int, header: SlotHeader, error: object, seen_by: str) -> bool:
+        """A sealed slot does not hash right. False where it is no longer that slot, so that there is no finding.
+
+        One slot says nothing about the node's fitness to compute, and another holder has the bytes: a warning that
+        asks for nothing by itself. Repeats are for policy to judge.
+        """
+        if not segment.discard(slot, header):
+            return False
+        self.damage(segment.damage(slot, header, f"{error}; the slot is discarded"), seen_by)
+        return True
+
+    def damage(self, damage: Damage, seen_by: str = "store") -> None:
+        """Bytes at rest are not what was written."""
+        self._tally.add("corrupt_slots")
+        evidence = {**damage.evidence, "seen_by": seen_by}
+        self._raise(FindingKind.SLOT_CORRUPT, damage.job, damage.subject, damage.message, evidence)
+
+    def transfer_corrupt(self, job: str, peer: str, rank: int, version: Version, detail: str) -> None:
+        """Bytes that ``peer`` sent do not hash to the digests it sent with them."""
+        self._tally.add("corrupt_transfers")
+        self._raise(
+            FindingKind.TRANSFER_CORRUPT,
+            job,
+            subject=peer,
+            message=f"{peer} sent rank {rank}'s version {version}, and {detail}",
+            evidence={"rank": str(rank), "version": str(version), "received_by": self._node},
+        )
+
+    def memory_short(self, job: str, message: str) -> None:
+        """What this node will need for the job is more than there is. It says nothing of the hardware."""
+        self._raise(FindingKind.MEMORY_SHORT, job, f"memory/{job}", message, {}, source="the sum of what is planned")
+
+    def _raise(
+        self,
+        kind: FindingKind,
+        job: str,
+        subject: str,
+        message: str,
+        evidence: dict[str, str],
+        source: str = "xxh3-128 of each 8 MiB chunk",
+    ) -> None:
+        finding = Finding(
+            kind=kind,
+            subject=subject,
+            severity=Severity.WARNING,
+            message=message,
+            mode=Mode.OBSERVE,
+            source=source,
+            since=self._clock.wall(),
+            trace=uuid.uuid4().hex[:16],
+            evidence=evidence,
+        )
+        log.warning("%s %s: %s", kind, subject, message, extra={"node": self._node, "job": job, "trace": finding.trace})
+        self._tell(FindingRaised(finding=finding, job=job))

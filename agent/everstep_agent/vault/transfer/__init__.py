@@ -1,0 +1,1 @@
+"""Move slots between the vaults of different nodes."""

@@ -1,0 +1,387 @@
+"""The virtual machine at work: the scenario, and over it the control file as it stands now."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+import xxhash
+
+from everstep.errors import ConfigurationError
+from everstep.settings import load_toml
+from everstep_agent.sensors.samples import HostIdentity, HostSample, PathSample, PortSample
+
+# ---- scenario
+# What a virtual machine is at its start, and what its control file may change.
+
+DGX_BUS_IDS = ("1b:00", "43:00", "52:00", "61:00", "9d:00", "c3:00", "d1:00", "df:00")
+"""Where the eight GPUs of a DGX H100 sit on their PCI bus."""
+
+Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+
+
+class Virtual(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base: a key that nobody knows is an error."""
+
+
+class VirtualGpu(Virtual, frozen=True, kw_only=True):
+    """One GPU; the defaults are a healthy H100 SXM5 at moderate load.
+
+    ``hang``: every call on it blocks until that is taken back. ``lost``: every call says that it is lost.
+    ``missing``: it is no longer listed. ``error``: every call returns this NVML error. ``frozen``: its energy counter
+    stands still. ``xid``: raise this XID, in the kernel log and as an NVML event, when the value changes.
+    ``reset_at`` (wall seconds): it was reset then, and its counters began anew. None: NVML says "not supported".
+    """
+
+    name: str = "NVIDIA H100 80GB HBM3"
+    uuid: str = ""
+    pci_bus_id: str = ""
+    serial: str = ""
+    part_number: str = "692-2G520-0200-000"
+    vbios: str = "96.00.74.00.01"
+    inforom: str = "G520.0200.00.05"
+    memory_bytes: int = 85_520_809_984
+
+    hang: bool = False
+    lost: bool = False
+    missing: bool = False
+    error: int = 0
+    frozen: bool = False
+    xid: int | None = None
+    reset_at: float = 0.0
+
+    temperature_c: int = 45
+    memory_temperature_c: int | None = 52
+    slowdown_c: int = 87
+    power_w: float = 320.0
+    power_limit_w: float = 700.0
+    sm_clock_mhz: int = 1980
+    memory_clock_mhz: int = 2619
+    throttle_reasons: int = 0
+    memory_used_bytes: int = 0
+    gpu_utilization: Fraction = 0.0
+    memory_utilization: Fraction = 0.0
+    recovery_action: int | None = 0
+
+    ecc_corrected: int = 0
+    ecc_uncorrected: int = 0
+    ecc_uncorrected_lifetime: int = 0
+    sram_threshold_exceeded: bool = False
+    remapped_corrected: int = 0
+    remapped_uncorrected: int = 0
+    remap_pending: bool = False
+    remap_failure: bool = False
+    retired_pages: int | None = None
+    pcie_replays: int = 0
+    pcie_fatal_errors: int = 0
+    pcie_generation: int = 5
+    pcie_generation_max: int = 5
+    pcie_width: int = 16
+    pcie_width_max: int = 16
+    nvlinks: int = 18
+    nvlinks_down: int = 0
+    nvlink_errors: int = 0
+    nvlink_recovery_failures: int = 0
+    processes: int = 0
+
+
+class VirtualPort(Virtual, frozen=True, kw_only=True):
+    """One network port. ``address``, ``pci_bus_id``, ``board``, ``firmware``: by which a vendor knows it."""
+
+    kind: str = "infiniband"
+    address: str = ""
+    pci_bus_id: str = ""
+    board: str = "MT_0000000838"
+    firmware: str = "28.39.1002"
+    up: bool = True
+    rate_gbps: float = 400.0
+    errors: int = 0
+    link_downs: int = 0
+
+
+class VirtualHost(Virtual, frozen=True, kw_only=True):
+    """The machine around the GPUs."""
+
+    vendor: str = "NVIDIA"
+    product: str = "DGXH100"
+    serial: str = ""
+    chassis_serial: str = ""
+    kernel: str = "5.15.0-1046-nvidia"
+    uptime_s: float = 86_400.0
+    memory_available_fraction: Fraction = 0.9
+    memory_total_bytes: int = 2 << 40
+    stuck_processes: int = 0
+    zombies: int = 0
+    load: float = 1.0
+    free_fraction: Fraction = 0.5
+    mount_silent_s: float = 0.0
+
+
+class Scenario(Virtual, frozen=True, kw_only=True):
+    """A virtual machine. ``nvml_error``: what opening NVML returns (12: no library, 9: driver not loaded)."""
+
+    name: str = "default"
+    boot_id: str = "virtual-boot-1"
+    driver_version: str = "570.133.20"
+    nvml_error: int = 0
+    gpu: tuple[VirtualGpu, ...] = ()
+    port: dict[str, VirtualPort] = {}
+    host: VirtualHost = VirtualHost()
+
+
+class Control(Virtual, frozen=True, kw_only=True):
+    """The control file (JSON, replaced atomically): what is different from the scenario now.
+
+    ``gpus``, ``ports`` and ``host`` hold only the keys that differ, GPUs by index. ``lines`` are lines of the kernel
+    log: those beyond the number already said are said. What is left out is as in the scenario.
+    """
+
+    boot_id: str | None = None
+    nvml_error: int | None = None
+    gpus: dict[str, dict[str, msgspec.Raw]] = {}
+    ports: dict[str, dict[str, msgspec.Raw]] = {}
+    host: dict[str, msgspec.Raw] = {}
+    lines: tuple[str, ...] = ()
+
+
+class ScenarioFile(Virtual, frozen=True, kw_only=True):
+    """The scenario as people write it: ``gpus = 8`` makes that many; ``[[gpu]]`` describes single ones by position."""
+
+    name: str = "unnamed"
+    boot_id: str = "virtual-boot-1"
+    driver_version: str = "570.133.20"
+    nvml_error: int = 0
+    gpus: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
+    gpu: tuple[VirtualGpu, ...] = ()
+    port: dict[str, VirtualPort] = {}
+    host: VirtualHost = VirtualHost()
+
+
+# ---- load
+# Finds and reads scenarios; runs in the supervisor, so that a typo is told at once and the child stays small.
+
+DEFAULT_GPUS = 8
+MOST_GPUS = 64
+
+
+def load_scenario(which: str, node: str) -> Scenario:
+    """The scenario that ``which`` names: a TOML file, ``default`` (8 GPUs) or ``default:N``.
+
+    ``node`` makes serial numbers and UUIDs differ from machine to machine. Raises ConfigurationError.
+    """
+    if which == "default" or which.startswith("default:"):
+        return _build(ScenarioFile(name="default", gpus=_default_count(which), port=_default_ports()), node)
+    return _build(load_toml(Path(which), ScenarioFile, (ScenarioFile, VirtualGpu, VirtualHost, VirtualPort)), node)
+
+
+def _default_count(which: str) -> int:
+    _, colon, count = which.partition(":")
+    if not colon:
+        return DEFAULT_GPUS
+    if not count.isdigit() or int(count) > MOST_GPUS:
+        raise ConfigurationError(f"{which!r}: say default, default:N with N up to {MOST_GPUS}, or a scenario file")
+    return int(count)
+
+
+def _default_ports() -> dict[str, VirtualPort]:
+    return {f"mlx5_{index}": VirtualPort() for index in range(2)}
+
+
+def _build(file: ScenarioFile, node: str) -> Scenario:
+    count = len(file.gpu) if file.gpus is None else file.gpus
+    if count < len(file.gpu):
+        raise ConfigurationError(f"scenario {file.name!r}: gpus = {count}, yet {len(file.gpu)} [[gpu]] are described")
+    described = [*file.gpu, *(VirtualGpu() for _ in range(count - len(file.gpu)))]
+    return Scenario(
+        name=file.name,
+        boot_id=file.boot_id,
+        driver_version=file.driver_version,
+        nvml_error=file.nvml_error,
+        gpu=tuple(_named(gpu, index, node) for index, gpu in enumerate(described)),
+        port={name: _addressed(port, name, node) for name, port in file.port.items()},
+        host=_numbered(file.host, node),
+    )
+
+
+def _addressed(port: VirtualPort, name: str, node: str) -> VirtualPort:
+    digest = xxhash.xxh3_64_hexdigest(f"{node}/{name}".encode())
+    guid = ":".join(digest[i : i + 4] for i in range(0, 16, 4))
+    return msgspec.structs.replace(port, address=port.address or guid)
+
+
+def _numbered(host: VirtualHost, node: str) -> VirtualHost:
+    number = int(xxhash.xxh3_64_hexdigest(node.encode())[:10], 16)
+    return msgspec.structs.replace(
+        host, serial=host.serial or str(number), chassis_serial=host.chassis_serial or f"C{number}"
+    )
+
+
+def _named(gpu: VirtualGpu, index: int, node: str) -> VirtualGpu:
+    digest = xxhash.xxh3_128_hexdigest(f"{node}/{index}".encode())
+    uuid = f"GPU-{digest[:8]}-{digest[8:12]}-{digest[12:16]}-{digest[16:20]}-{digest[20:32]}"
+    bus = DGX_BUS_IDS[index] if index < len(DGX_BUS_IDS) else f"{index:02x}:00"
+    return msgspec.structs.replace(
+        gpu,
+        uuid=gpu.uuid or uuid,
+        pci_bus_id=gpu.pci_bus_id or f"0000:{bus}",
+        serial=gpu.serial or str(int(digest[:10], 16)),
+    )
+
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+MAX_CONTROL_BYTES = 1 << 20
+IDENTITY = ("address", "pci_bus_id", "board", "firmware")
+"""Of a port, in the order of the real driver's words."""
+
+
+class Machine:
+    """What the virtual drivers read. ``refresh`` looks at the control file; a bad one changes nothing but ``error``."""
+
+    def __init__(self, scenario: Scenario, control: str, resumed: bool = False) -> None:
+        """``resumed``: another process was this machine before; what the control file asks for has been said."""
+        self._scenario = scenario
+        self._control = control
+        self._silent = resumed
+        self._stamp: tuple[int, int, int] | None = None
+        self._said = 0
+        self._lines: list[str] = []
+        self._events: list[tuple[int, int]] = []
+        self.error = ""
+        self.boot_id = scenario.boot_id
+        self.driver_version = scenario.driver_version
+        self.nvml_error = scenario.nvml_error
+        self.gpus: list[VirtualGpu] = list(scenario.gpu)
+        self.host: VirtualHost = scenario.host
+        self.ports: dict[str, VirtualPort] = dict(scenario.port)
+        self._up = {name for name, port in self.ports.items() if port.up}
+        self._raise_xids([VirtualGpu()] * len(self.gpus))
+
+    def refresh(self) -> bool:
+        """Takes over a changed control file; True where there was one."""
+        if not self._control:
+            return False
+        try:
+            status = os.stat(self._control)
+        except FileNotFoundError:
+            return False
+        stamp = (status.st_mtime_ns, status.st_ino, status.st_size)
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        self.error = ""
+        try:
+            with open(self._control, "rb") as file:
+                self._apply(msgspec.json.decode(file.read(MAX_CONTROL_BYTES), type=Control))
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            self.error = f"control file {self._control}: {_explained(error)}"
+        return True
+
+    def take_events(self) -> list[tuple[int, int]]:
+        """(GPU index, XID) pairs that have become due since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def take_lines(self) -> list[str]:
+        """Kernel lines that have become due since the last call."""
+        lines, self._lines = self._lines, []
+        return lines
+
+    def host_sample(self) -> HostSample:
+        host = self.host
+        return HostSample(
+            uptime_s=host.uptime_s,
+            memory_available_fraction=host.memory_available_fraction,
+            memory_total_bytes=host.memory_total_bytes,
+            stuck_processes=host.stuck_processes,
+            zombies=host.zombies,
+            load=host.load,
+        )
+
+    def host_identity(self) -> HostIdentity:
+        host = self.host
+        return HostIdentity(
+            vendor=host.vendor,
+            product=host.product,
+            serial=host.serial,
+            chassis_serial=host.chassis_serial,
+            kernel=host.kernel,
+        )
+
+    def port_samples(self) -> tuple[PortSample, ...]:
+        self._up |= {name for name, port in self.ports.items() if port.up}
+        return tuple(
+            PortSample(
+                name=name,
+                kind=port.kind,
+                up=port.up,
+                was_up=name in self._up,
+                rate_gbps=port.rate_gbps,
+                errors=port.errors,
+                link_downs=port.link_downs,
+                identity={name: text for name in IDENTITY if (text := getattr(port, name))},
+            )
+            for name, port in self.ports.items()
+        )
+
+    def path_samples(self) -> tuple[PathSample, ...]:
+        host = self.host
+        return (PathSample(path="/", network=False, free_fraction=host.free_fraction, silent_s=host.mount_silent_s),)
+
+    def _apply(self, control: Control) -> None:
+        before, scenario = self.gpus, self._scenario
+        gpus = [_changed(gpu, control.gpus.get(str(i), {}), f"gpus.{i}") for i, gpu in enumerate(scenario.gpu)]
+        strangers = control.gpus.keys() - {str(index) for index in range(len(gpus))}
+        if strangers:
+            raise ValueError(f"no GPU {', '.join(sorted(strangers))}: this machine has {len(gpus)}, from 0")
+        strangers = control.ports.keys() - scenario.port.keys()
+        if strangers:
+            raise ValueError(f"no port {', '.join(sorted(strangers))}: there are {', '.join(sorted(scenario.port))}")
+        ports = {n: _changed(p, control.ports.get(n, {}), f"ports.{n}") for n, p in scenario.port.items()}
+        self.host = _changed(scenario.host, control.host, "host")
+        self.gpus, self.ports = gpus, ports
+        self.boot_id = scenario.boot_id if control.boot_id is None else control.boot_id
+        self.nvml_error = scenario.nvml_error if control.nvml_error is None else control.nvml_error
+        silent, self._silent = self._silent, False
+        if not silent:
+            self._lines += control.lines[self._said :]
+            self._raise_xids(before)
+        self._said = len(control.lines)
+
+    def _raise_xids(self, before: list[VirtualGpu]) -> None:
+        """Says the XIDs that are new against ``before``, as the driver does: in the log and as an event."""
+        if self._silent:
+            return
+        for index, (old, new) in enumerate(zip(before, self.gpus, strict=True)):
+            if new.xid is not None and new.xid != old.xid:
+                self._events.append((index, new.xid))
+                self._lines.append(f"NVRM: Xid (PCI:{new.pci_bus_id}): {new.xid}, raised by the control file")
+
+
+def _changed(base: S, changes: dict[str, msgspec.Raw], where: str) -> S:
+    if not changes:
+        return base
+    values = {field: getattr(base, field) for field in base.__struct_fields__}
+    for key, raw in changes.items():
+        if key not in values:
+            raise ValueError(_stranger(key, tuple(values), where))
+        values[key] = msgspec.json.decode(raw)
+    return msgspec.convert(values, type(base))
+
+
+def _stranger(key: str, known: tuple[str, ...], where: str) -> str:
+    import difflib  # here, since only who mistypes needs it
+
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(known)}"
+    return f"unknown key `{key}` in {where}; {hint}"
+
+
+def _explained(error: Exception) -> str:
+    message = str(error)
+    if "unknown field `" in message:
+        key = message.partition("`")[2].partition("`")[0]
+        return _stranger(key, Control.__struct_fields__, "the control file")
+    return message

@@ -1,0 +1,407 @@
+"""Stored credentials: who has one, whether it is good, and every change to them.
+
+They are kept in memory too, so that a check costs no SQL. The one controller that leads makes every change, inside the
+loop, and writes it in the loop's own transaction together with its line in the audit log: a change holds in memory at
+once, and is answered when it is durable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import math
+import os
+import secrets
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from itertools import islice
+
+import msgspec
+import xxhash
+
+from everstep.bearer_tokens import (
+    Identity,
+    TokenRole,
+    check_secret,
+    hash_secret,
+    split_stored,
+    stored_token,
+    verify_any,
+)
+from everstep.clock import Clock
+from everstep.errors import AuthenticationError, ConfigurationError, Conflict, NotFound, PermissionDenied
+from everstep.wire.v1 import enrolment as wire
+from everstep_controller.config import read_secrets
+from everstep_controller.core.effects import AuditEntry
+from everstep_controller.runtime.transaction import Transaction
+from everstep_controller.store.rows import KEPT_DEAD_S, CredentialRow, cursor_at, place_of
+
+# ---- secret file
+# The fleet's secret as it stands in its file, watched: to rotate it needs no restart.
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+"""Seconds between two looks at the file's date: a look costs 2 us, and nobody rotates faster."""
+
+Secrets = tuple[bytes, ...]
+
+
+def fingerprint(secret: bytes) -> str:
+    """Names a secret in logs and identities, and tells nothing of it."""
+    return "secret-" + hashlib.sha256(b"everstep/1 fingerprint\0" + secret).hexdigest()[:12]
+
+
+class Keyring:
+    """The secrets that minted tokens are verified under: the first is for minting.
+
+    Args:
+        secrets: what it begins with; each of 16 bytes or more. Raises ConfigurationError.
+        read: reads them again; raises ConfigurationError, and then those known stay.
+        stamp: changes when there is something new to read.
+
+    Attributes:
+        secrets, names: those that hold, and their fingerprints.
+        changes: how often others came to hold; what was verified before may be worth nothing then.
+    """
+
+    def __init__(
+        self, secrets: Secrets, *, read: Callable[[], Secrets] | None = None, stamp: Callable[[], object] | None = None
+    ) -> None:
+        self._read = read
+        self._stamp = stamp
+        self._seen = stamp() if stamp is not None else None
+        self._look_at = 0.0
+        self.changes = 0
+        self._take(secrets)
+
+    @classmethod
+    def of_file(cls, path: str) -> Keyring:
+        """The secrets in a file, read again when it changes. Raises ConfigurationError where it cannot be used now."""
+
+        def stamp() -> object:
+            try:
+                found = os.stat(path)
+            except OSError:
+                return None
+            return found.st_mtime_ns, found.st_ino, found.st_size
+
+        return cls(read_secrets(path), read=lambda: read_secrets(path), stamp=stamp)
+
+    def _take(self, secrets: Secrets) -> None:
+        self.secrets = tuple(check_secret(secret) for secret in secrets)
+        self._names = {secret: fingerprint(secret) for secret in self.secrets}
+        self.names = frozenset(self._names.values())
+
+    def verify(self, token: str) -> Identity:
+        """Who a minted token speaks for. Raises AuthenticationError."""
+        identity, secret = verify_any(self.secrets, token)
+        return Identity(identity.role, identity.subject, self._names[secret])
+
+    def refresh(self, clock: Clock) -> int:
+        """Reads the file again if it has changed, looking once a second at most. Returns ``changes``."""
+        if self._read is not None and self._stamp is not None and clock.monotonic() >= self._look_at:
+            self._look_at = clock.monotonic() + LOOK_EVERY_S
+            stamp = self._stamp()
+            if stamp != self._seen:
+                self._seen = stamp
+                self._read_again(self._read)
+        return self.changes
+
+    def _read_again(self, read: Callable[[], Secrets]) -> None:
+        before = self.secrets
+        try:
+            self._take(read())
+        except ConfigurationError as error:
+            log.error("the fleet's secrets stay as they were: %s", error)
+        if self.secrets != before:
+            self.changes += 1
+            log.info("the fleet's secrets are %s now", ", ".join(self._names.values()))
+
+
+MOST = 300_000
+"""Credentials at once: two for each node of the largest fleet. A stolen join token cannot fill the memory."""
+FIRST_SWEEP = 1024
+RETRY_WINDOW_S = 86400.0
+"""Seconds for which a join token that is used up still answers those whom it has enrolled: their answer may be lost."""
+_NOBODYS = hash_secret("nobody's")
+
+
+class Order(msgspec.Struct, frozen=True):
+    """Who wants a change, why, and the stimulus it is part of."""
+
+    who: Identity
+    reason: str
+    trace: str
+
+
+def shown(row: CredentialRow) -> wire.Credential:
+    """The credential as operators see it."""
+    return wire.Credential(
+        id=row.id,
+        role=TokenRole(row.role),
+        subject=row.subject,
+        created_at=row.created_at,
+        created_by=row.created_by,
+        expires_at=row.expires_at,
+        revoked_at=row.revoked_at,
+        uses_left=row.uses_left,
+        replace=row.replaces,
+        note=row.note,
+    )
+
+
+class Credentials:
+    """The book of credentials. Belongs to the event loop's thread.
+
+    Args:
+        rows: as loaded when this controller took the database over.
+
+    Attributes:
+        on_death: called when a credential is good no longer, or not for as long as it was.
+    """
+
+    def __init__(self, rows: Iterable[CredentialRow] = ()) -> None:
+        self._rows: dict[str, CredentialRow] = {}
+        self._of_node: dict[str, set[str]] = {}
+        self._order: list[tuple[float, str]] = []
+        self._digest = 0
+        self._sweep_at = FIRST_SWEEP
+        self.on_death: Callable[[], None] = lambda: None
+        for row in rows:
+            self._keep(row)
+
+    # --- checking ------------------------------------------------------------------------------------------------
+
+    def verify(self, token: str, now: float) -> tuple[Identity, float]:
+        """Who a stored token speaks for, and until when (wall seconds, infinity). Raises AuthenticationError."""
+        id, secret = split_stored(token)
+        row = self._rows.get(id)
+        kept = row.hash if row is not None else _NOBODYS  # an unknown id takes as long as a wrong secret
+        if not hmac.compare_digest(hash_secret(secret), kept) or row is None:
+            raise AuthenticationError("the token does not verify: it is damaged, or of another fleet")
+        if not row.alive(now):
+            died = "was revoked" if row.revoked_at is not None else "has expired"
+            raise AuthenticationError(f"credential {id} {died}: ask an operator for another")
+        end = row.died_at()
+        return Identity(TokenRole(row.role), row.subject, id), math.inf if end is None else end
+
+    def alive(self, id: str, now: float) -> bool:
+        """Whether there is a credential of this id, and it is good."""
+        row = self._rows.get(id)
+        return row is not None and row.alive(now)
+
+    def page(self, role: str, subject: str, cursor: str, limit: int) -> tuple[list[CredentialRow], str]:
+        """Rows of that role and subject (empty: any), oldest first, from after ``cursor`` on; and the cursor of the
+        page after. Those of one moment go by id, so that the order outlives a controller. Raises MalformedMessage for a
+        cursor that nobody was given."""
+        place = place_of(cursor, (float, str))
+        begin = bisect_right(self._order, place) if place is not None else 0
+        found: list[CredentialRow] = []
+        for _, id in islice(self._order, begin, None):
+            row = self._rows[id]
+            if (role and row.role != role) or (subject and row.subject != subject):
+                continue
+            if len(found) == limit:
+                return found, cursor_at((found[-1].created_at, found[-1].id))
+            found.append(row)
+        return found, ""
+
+    def get(self, id: str) -> CredentialRow:
+        """Raises NotFound."""
+        row = self._rows.get(id)
+        if row is None:
+            raise NotFound(f"no credential {id}: `everstep token list` names them")
+        return row
+
+    def digest(self) -> str:
+        """Of all that is listed, in hex: it changes when any of it does, and costs nothing to ask for."""
+        return f"{self._digest:016x}"
+
+    # --- changing ------------------------------------------------------------------------------------------------
+
+    def issue(self, wanted: wire.Issue, order: Order, tx: Transaction, now: float) -> wire.Issued:
+        """Makes a credential. Its token is in the answer and nowhere else. Raises Conflict where there are too many."""
+        join = wanted if isinstance(wanted, wire.IssueJoin) else None
+        row = CredentialRow(
+            id=self._new_id(now),
+            role=str(wanted.__struct_config__.tag),
+            subject=wanted.subject,
+            hash="",
+            created_at=now,
+            created_by=order.who.subject,
+            expires_at=None if wanted.expires_in_s is None else now + wanted.expires_in_s,
+            uses_left=join.uses if join else None,
+            replaces=join is not None and join.replace,
+            note=wanted.note,
+        )
+        return self._issued(row, f"{order.who.subject} issued {_named(row)}", order, tx)
+
+    def rotate(self, id: str, grace_s: float, order: Order, tx: Transaction, now: float) -> wire.Issued:
+        """Issues a second credential for the same subject; the first lives for ``grace_s`` more, at most.
+
+        The second lives as long from now as the first did from its beginning. The uses that a join token has left go
+        over to it at once: nobody can enrol more nodes than it was issued for. Raises NotFound, and Conflict where the
+        first is dead.
+        """
+        old = self._living(id, now)
+        life_s = None if old.expires_at is None else old.expires_at - old.created_at
+        new = msgspec.structs.replace(
+            old,
+            id=self._new_id(now),
+            created_at=now,
+            created_by=order.who.subject,
+            expires_at=None if life_s is None else now + life_s,
+        )
+        end = now + grace_s
+        uses_left = None if old.uses_left is None else 0
+        self._put(msgspec.structs.replace(old, expires_at=min(end, old.expires_at or end), uses_left=uses_left), tx)
+        sentence = f"{order.who.subject} rotated {_named(old)}, which lives for {grace_s:g} s more, into {new.id}"
+        return self._issued(new, sentence, order, tx)
+
+    def revoke(self, id: str, order: Order, tx: Transaction, now: float) -> str:
+        """Ends a credential; returns the sentence that says so. Raises NotFound, and Conflict where it is dead."""
+        row = self._living(id, now)
+        self._put(msgspec.structs.replace(row, revoked_at=now), tx)
+        return _note("revoked", f"{order.who.subject} revoked {_named(row)}", row, order, tx, now)
+
+    def enrol(self, asked: wire.Enrol, who: Identity, trace: str, tx: Transaction, now: float) -> wire.Enrolled:
+        """A node's own credential, against a join token; the same request again is answered the same.
+
+        Raises PermissionDenied where the token is used up or for other nodes, and Conflict for a node that is enrolled.
+        """
+        join = self._rows.get(who.credential)
+        if join is None or not join.alive(now):
+            raise AuthenticationError("the join token is good no longer: ask an operator for another")
+        if not fnmatchcase(asked.node, join.subject):
+            raise PermissionDenied(f"this join token is for nodes named {join.subject}, not for {asked.node}")
+        held = self._living_of_node(asked.node, now)
+        by = f"join:{join.id}"
+        for row in held:
+            if row.created_by == by and hmac.compare_digest(row.hash, asked.secret_hash):
+                return wire.Enrolled(credential=row.id, node=asked.node)
+        self._check_use(join, asked.node, held)
+        return self._enrolled(asked, join, held, trace, tx, now)
+
+    def _check_use(self, join: CredentialRow, node: str, held: list[CredentialRow]) -> None:
+        if join.uses_left == 0:
+            raise PermissionDenied("this join token is used up: ask an operator for another")
+        if held and not join.replaces:
+            raise Conflict(
+                f"node {node} is enrolled already, with credential {held[0].id}: revoke that "
+                f"(`everstep token revoke {held[0].id}`), or use a join token issued with --replace"
+            )
+
+    def _enrolled(
+        self,
+        asked: wire.Enrol,
+        join: CredentialRow,
+        held: list[CredentialRow],
+        trace: str,
+        tx: Transaction,
+        now: float,
+    ) -> wire.Enrolled:
+        row = CredentialRow(
+            id=self._new_id(now),
+            role=TokenRole.AGENT,
+            subject=asked.node,
+            hash=asked.secret_hash,
+            created_at=now,
+            created_by=f"join:{join.id}",
+            note=join.note,
+        )
+        self._put(row, tx)
+        for old in held:
+            self._put(msgspec.structs.replace(old, revoked_at=now), tx)
+        if join.uses_left is not None:
+            self._spend(join, tx, now)
+        instead = f" in place of {', '.join(old.id for old in held)}" if held else ""
+        sentence = f"node {asked.node} enrolled by join token {join.id} and has credential {row.id}{instead}"
+        order = Order(Identity(TokenRole.JOIN, row.created_by, join.id), join.note or "enrolment", trace)
+        _note("enrolled", sentence, row, order, tx, now)
+        return wire.Enrolled(credential=row.id, node=asked.node)
+
+    def _spend(self, join: CredentialRow, tx: Transaction, now: float) -> None:
+        assert join.uses_left is not None
+        left = join.uses_left - 1
+        end = join.expires_at
+        if left == 0:
+            end = min(now + RETRY_WINDOW_S, end or now + RETRY_WINDOW_S)
+        self._put(msgspec.structs.replace(join, uses_left=left, expires_at=end), tx)
+
+    # --- the book ------------------------------------------------------------------------------------------------
+
+    def _issued(self, row: CredentialRow, sentence: str, order: Order, tx: Transaction) -> wire.Issued:
+        secret = secrets.token_hex(32)
+        row = msgspec.structs.replace(row, hash=hash_secret(secret))
+        self._put(row, tx)
+        _note("issued", sentence, row, order, tx, row.created_at)
+        return wire.Issued(credential=shown(row), token=stored_token(row.id, secret), trace=order.trace)
+
+    def _new_id(self, now: float) -> str:
+        self._forget_dead(now)
+        if len(self._rows) >= MOST:
+            raise Conflict(f"there are {len(self._rows)} credentials, and no room for more: revoke those out of use")
+        return secrets.token_hex(8)
+
+    def _forget_dead(self, now: float) -> None:
+        """Now and then drops what the table has dropped too."""
+        if len(self._rows) < self._sweep_at:
+            return
+        for id, row in list(self._rows.items()):
+            if not row.alive(now - KEPT_DEAD_S):
+                del self._rows[id]
+                self._digest ^= _digest(row)
+                self._of_node.get(row.subject, set()).discard(id)
+        self._of_node = {node: ids for node, ids in self._of_node.items() if ids}
+        self._order = [place for place in self._order if place[1] in self._rows]
+        self._sweep_at = max(FIRST_SWEEP, 2 * len(self._rows))
+
+    def _living(self, id: str, now: float) -> CredentialRow:
+        row = self.get(id)
+        if not row.alive(now):
+            raise Conflict(f"credential {id} is {'revoked' if row.revoked_at is not None else 'expired'} already")
+        return row
+
+    def _living_of_node(self, node: str, now: float) -> list[CredentialRow]:
+        return [row for id in sorted(self._of_node.get(node, ())) if (row := self._rows[id]).alive(now)]
+
+    def _put(self, row: CredentialRow, tx: Transaction) -> None:
+        before = self._rows.get(row.id)
+        self._keep(row)
+        tx.credential(row)
+        if before is not None and before.died_at() != row.died_at():
+            self.on_death()
+
+    def _keep(self, row: CredentialRow) -> None:
+        before = self._rows.get(row.id)
+        self._rows[row.id] = row
+        self._digest ^= _digest(row)
+        if before is None:
+            insort(self._order, (row.created_at, row.id))
+        else:
+            self._digest ^= _digest(before)
+        if row.role == TokenRole.AGENT:
+            self._of_node.setdefault(row.subject, set()).add(row.id)
+
+
+def _digest(row: CredentialRow) -> int:
+    return xxhash.xxh3_64_intdigest(msgspec.json.encode(shown(row)))
+
+
+def _named(row: CredentialRow) -> str:
+    whom = f"node {row.subject}" if row.role == TokenRole.AGENT else row.subject
+    return f"{row.role} credential {row.id} of {whom}"
+
+
+def _note(what: str, sentence: str, row: CredentialRow, order: Order, tx: Transaction, now: float) -> str:
+    """Puts a change in the audit log: who and why."""
+    sentence = f"{sentence}: {order.reason}"
+    data = {"actor": order.who.subject, "reason": order.reason, "credential": row.id}
+    node = row.subject if row.role == TokenRole.AGENT else None
+    job = row.subject if row.role == TokenRole.TRAINER else None
+    kind = f"credential.{what}"
+    tx.note(AuditEntry(kind=kind, sentence=sentence, at=now, trace=order.trace, node=node, job=job, data=data))
+    return sentence

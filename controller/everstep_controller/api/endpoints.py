@@ -1,0 +1,392 @@
+"""From a table of routes to FastAPI's: admission, body and answer are the same for all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import msgspec
+import xxhash
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
+
+from everstep.bearer_tokens import Identity
+from everstep.errors import EverstepError, MalformedMessage, NotFound, Outdated, RateLimited
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1.agent import MAX_BODY_BYTES
+from everstep_controller import rulebook
+from everstep_controller.api.admission import Admission, Place
+from everstep_controller.api.auth import Gate
+from everstep_controller.api.routes import PATH, QUERY, WORDS, Access, Route
+from everstep_controller.core import events as ev
+from everstep_controller.core.health.maintenance import planned_for
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.records import JobRecord, NodeRecord
+from everstep_controller.read_models import fleet_views
+from everstep_controller.read_models.prometheus import Metrics
+from everstep_controller.server import responses
+from everstep_controller.server.connections import REST_KEY, SCOPE_KEY
+
+PIECE_BYTES = 64 << 10
+"""Of an answer, written at a time: as much as a transport holds before it asks its writer to wait."""
+_PLACE_KEY = "everstep.place"
+
+
+class Tagged(msgspec.Struct, frozen=True):
+    """An answer with its entity tag. ``tag``: of what an order rests on. ``shown``: of what is shown beside that; an
+    order does not heed it, and the answer is sent again when it has changed."""
+
+    answer: Any
+    tag: str
+    shown: str = ""
+
+    @property
+    def etag(self) -> str:
+        """Both, as they are sent."""
+        return f"{self.tag[:-1]}.{self.shown[1:]}" if self.shown else self.tag
+
+
+def check_tag(request: Request, tag: Callable[[], str]) -> None:
+    """Raises Outdated where the request names, by If-Match, another state than the one of this tag.
+
+    To be asked inside the change's own stimulus: nothing comes between the look and the change.
+    """
+    wanted = request.headers.get("if-match", "*")
+    if wanted != "*" and tag() not in map(_ordered, _tags(wanted)):
+        raise Outdated("it has changed since you looked: look again, and decide anew")
+
+
+def _tags(header: str) -> list[str]:
+    return [tag.strip().removeprefix("W/") for tag in header.split(",")]
+
+
+def _ordered(tag: str) -> str:
+    """The part of a tag that orders heed."""
+    before, dot, _ = tag.partition(".")
+    return f'{before}"' if dot else tag
+
+
+Answer = Callable[[Request, Identity], Awaitable[Any]]
+
+
+def install_routes(
+    app: FastAPI, gate: Gate, admission: Admission, routes: Mapping[str, Route], handlers: object
+) -> None:
+    """Adds every route of the table; the method of ``handlers`` that has its name answers it."""
+    for name, route in routes.items():
+        app.add_api_route(
+            route.path,
+            _endpoint(gate, admission, route, getattr(handlers, name)),
+            methods=methods(route.method),
+            name=name,
+            include_in_schema=False,
+        )
+
+
+def methods(method: str) -> list[str]:
+    """Whoever may GET may ask for the HEAD of it, as health checks and caches do."""
+    return ["GET", "HEAD"] if method == "GET" else [method]
+
+
+def install_known_routes(app: FastAPI, routes: Mapping[str, Route]) -> None:
+    """Makes routes known that are answered in front of FastAPI, so that another method is told which one there is."""
+
+    async def unreachable(request: Request) -> Response:
+        raise NotFound(f"{request.url.path} is not answered here")
+
+    for name, route in routes.items():
+        app.add_api_route(route.path, unreachable, methods=[route.method], name=name, include_in_schema=False)
+
+
+def misfit(path_params: Mapping[str, str]) -> str | None:
+    """Why a path names nothing that there can be; None where it fits."""
+    for name, value in path_params.items():
+        try:
+            msgspec.convert(value, PATH[name])
+        except msgspec.ValidationError as error:
+            why = f"it is one of {', '.join(WORDS[name])}" if name in WORDS else str(error)
+            return f"there is no {name} {value[:100]!r}: {why}"
+    return None
+
+
+def check_parameters(route: Route, request: Request) -> None:
+    """Raises NotFound for a path that names nothing there can be, MalformedMessage for a query that does not fit.
+
+    A parameter that the route does not have is refused: an answer without the filter that was meant looks right, and
+    orders may follow from it.
+    """
+    if (why := misfit(request.path_params)) is not None:
+        raise NotFound(why)
+    for name, value in responses.query(request.scope).items():
+        if name not in route.query:
+            known = f"there are {', '.join(route.query)}" if route.query else "there are none"
+            raise MalformedMessage(f"{route.path} has no query parameter {name[:100]!r}: {known}")
+        try:
+            msgspec.convert(value, QUERY[name], strict=False)
+        except msgspec.ValidationError as error:
+            raise MalformedMessage(_misfit_query(name, value, error)) from error
+
+
+def _misfit_query(name: str, value: str, error: msgspec.ValidationError) -> str:
+    if name not in WORDS:
+        return f"query parameter {name} is wrong: {error}"
+    several = ", or several with commas between" if name == "state" else ""
+    return f"query parameter {name} is one of {', '.join(WORDS[name])}{several}, not {value[:100]!r}"
+
+
+def admit(gate: Gate, access: Access, request: Request) -> Identity:
+    """Who asks. Raises AuthenticationError, PermissionDenied or RateLimited."""
+    job = ""
+    if access is Access.JOB:
+        job = request.path_params.get("job") or responses.query(request.scope).get("job", "")
+    return gate.admit(access, request.scope["headers"], request.scope.get(SCOPE_KEY), job=job)
+
+
+async def body(request: Request, kind: Any) -> Any:
+    """The request's body as a message of this kind. Raises MalformedMessage."""
+    return responses.decode(_decoder(kind), await responses.read_body(request.scope, request.receive, MAX_BODY_BYTES))
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def _endpoint(
+    gate: Gate, admission: Admission, route: Route, answer: Answer
+) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        identity = admit(gate, route.access, request)
+        check_parameters(route, request)
+
+        async def respond() -> Response:
+            found = await answer(request, identity)
+            await turn(request)
+            return _response(request, found)
+
+        return await placed(admission, identity, request, respond)
+
+    return endpoint
+
+
+async def placed(
+    admission: Admission, identity: Identity, request: Request, respond: Callable[[], Awaitable[Response]]
+) -> Response:
+    """The response of ``respond``, which runs in a place and a turn of the identity's
+    (``everstep_controller.api.admission``).
+    The place is left once the response is sent. Raises RateLimited where there is none.
+    """
+    place = request.scope[_PLACE_KEY] = admission.enter(identity)
+    try:
+        await place.turn()
+        response = await respond()
+        place.hold(len(response.body))
+    except BaseException:
+        place.leave()
+        raise
+    return _Sent(response, place)
+
+
+async def turn(request: Request) -> None:
+    """Ends the slice that the request's handler is in; when this returns, the next one may run.
+
+    To be called every few milliseconds of work.
+    """
+    place: Place = request.scope[_PLACE_KEY]
+    await place.turn()
+
+
+class _Sent(Response):
+    """Sends a response in pieces, the next once the client has taken most of those before, and leaves its place."""
+
+    def __init__(self, response: Response, place: Place) -> None:
+        self.status_code, self.body, self.background = response.status_code, response.body, None
+        self.raw_headers = response.raw_headers
+        self._place = place
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for start in range(0, len(self.body), PIECE_BYTES):
+                more = start + PIECE_BYTES < len(self.body)
+                piece = self.body[start : start + PIECE_BYTES]
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
+            if not self.body:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._place.leave()
+
+
+def _response(request: Request, answer: Any) -> Response:
+    if not isinstance(answer, Tagged):
+        return Response(responses.encode(answer), media_type="application/json")
+    headers = {"etag": answer.etag, "cache-control": "no-cache"}
+    known = _tags(request.headers.get("if-none-match", ""))
+    if answer.etag in known or known == ["*"]:
+        return Response(status_code=304, headers=headers)
+    return Response(responses.encode(answer.answer), media_type="application/json", headers=headers)
+
+
+# ---- errors
+# Every error of the operator routes, said in one way and counted.
+
+log = logging.getLogger(__name__)
+
+_SAID = {404: ("not_found", "no such path: /openapi.json lists them")}
+
+
+def _route(request: Request) -> str:
+    """The route's template: a metric's label must not grow with what clients ask for."""
+    path: str = getattr(request.scope.get("route"), "path", "unknown")
+    return path
+
+
+def _methods(request: Request) -> set[str]:
+    """Those that the path has: Starlette itself names only those of the first route that it meets."""
+    found: set[str] = set()
+    for route in request.app.router.routes:
+        match, scope = route.matches(request.scope)
+        if match is not Match.NONE and misfit(scope.get("path_params", {})) is None:
+            found |= route.methods or set()
+    return found
+
+
+def install_error_handlers(app: FastAPI, metrics: Metrics) -> None:
+    """Adds the handlers."""
+
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, EverstepError)
+        metrics.refused(_route(request), error.code)
+        if isinstance(error, RateLimited):
+            request.scope.get(REST_KEY, lambda seconds: None)(error.retry_after_s)
+        headers = {name.decode(): value.decode() for name, value in responses.error_headers(error)}
+        return _answer(error.status, error.code, str(error), headers)
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        code, message = _SAID.get(error.status_code, ("http", str(error.detail)))
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = ", ".join(sorted(_methods(request)))
+            code, message = "method", f"this path takes {headers['Allow']}, not {request.method}"
+        metrics.refused(_route(request), code)
+        return _answer(error.status_code, code, message, headers)
+
+    async def gone(request: Request, _error: Exception) -> Response:
+        metrics.refused(_route(request), "client_gone")
+        return Response(status_code=499)
+
+    async def internal(request: Request, error: Exception) -> Response:
+        metrics.refused(_route(request), "internal")
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return _answer(500, "internal", "an error of the controller's own: its log has the details", {})
+
+    handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+        EverstepError: refused,
+        HTTPException: http,
+        responses.ClientGone: gone,
+        Exception: internal,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
+
+
+def _answer(status: int, code: str, message: str, headers: dict[str, str]) -> Response:
+    body = responses.problem(status, code, message)
+    return Response(body, status_code=status, media_type=responses.MEDIA_TYPE, headers=headers)
+
+
+# ---- tags
+# Entity tags: what an order's If-Match is compared with.
+#
+# A tag changes with whatever a decision could rest on, and not with each heartbeat. It is made of contents, not of a
+# count of changes, which would begin anew with every controller.
+
+
+def tag_of(document: Any) -> str:
+    """The tag of a document."""
+    return f'"{xxhash.xxh3_64_hexdigest(responses.encode(document))}"'
+
+
+def of_node(desk: fleet_views.Desk, record: NodeRecord) -> str:
+    return tag_of((record, planned_for(desk.state, record)))
+
+
+def of_job(job: JobRecord) -> str:
+    numbers = (job.last_number, job.leaving.number if job.leaving else 0)
+    return tag_of((job.job, job.created_at, job.state, job.since, job.size, job.sentence, numbers, list(job.launchers)))
+
+
+def of_shown(job: op.JobDetail) -> str:
+    """Of what is shown of a job beside what an order rests on: versions are committed twice a second, and an order that
+    was decided a moment before is still meant. How far its ranks are is no part of it."""
+    summary = job.summary
+    return tag_of((summary.committed, summary.verified, summary.spares, job.recoveries, job.unable))
+
+
+def node_lines(desk: fleet_views.Desk, summaries: Iterable[op.NodeSummary]) -> list[Any]:
+    """What the tag of a page of nodes is made of: findings count by their keys, GPUs not at all. To be read in the same
+    slice as the summaries."""
+    nodes = desk.state.nodes
+    return [
+        (
+            one.node,
+            one.state,
+            one.since,
+            one.reason,
+            one.job,
+            one.domain,
+            one.labels,
+            one.hold,
+            nodes[one.node].foreign,
+            nodes[one.node].held_by,
+            nodes[one.node].incarnation,
+            list(nodes[one.node].findings),
+            list(nodes[one.node].own),
+            nodes[one.node].maintenance_until,
+            planned_for(desk.state, nodes[one.node]),
+        )
+        for one in summaries
+    ]
+
+
+def of_nodes(lines: list[Any], total: int, following: str) -> str:
+    """Of a page of nodes, with the cursor of the ``following`` one."""
+    return tag_of((lines, total, following))
+
+
+def of_rack(desk: fleet_views.Desk, rack: str) -> str:
+    """That of ``GET /v1/nodes?rack=``."""
+    found = fleet_views.nodes_found(desk, fleet_views.NodeFilter(rack=rack))
+    page, following = fleet_views.page_of(found, "", fleet_views.LONGEST_PAGE)
+    return of_nodes(node_lines(desk, fleet_views.node_summaries(desk, page)), len(found), following)
+
+
+def of_budget(desk: fleet_views.Desk) -> str:
+    """That of ``GET /v1/budget``: the breaker stands there, with what it holds."""
+    return tag_of(fleet_views.budget_status(desk))
+
+
+def of_policy(policy: CorePolicy) -> str:
+    return tag_of(rulebook.document(policy))
+
+
+def of_probes(probes: Iterable[op.ProbeStatus]) -> str:
+    """Of all probes that are kept, whatever page is shown."""
+    return tag_of(list(probes))
+
+
+def of_subject(desk: fleet_views.Desk, order: ev.OperatorCommand) -> str:
+    """Of what the order is about. One that does not exist has none; the order itself will be refused for that."""
+    state = desk.state
+    if order.kind is ev.OperatorAction.RESET_BREAKER:
+        return of_budget(desk)
+    if order.rack is not None:
+        return of_rack(desk, order.rack)
+    if order.node in state.nodes:
+        return of_node(desk, state.nodes[order.node])
+    return of_job(state.jobs[order.job]) if order.job in state.jobs else ""

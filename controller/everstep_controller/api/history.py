@@ -1,0 +1,245 @@
+"""What people and programs ask of the past: events, findings, verdicts, checkpoints, remedies, rosters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+
+from everstep.bearer_tokens import Identity
+from everstep.errors import MalformedMessage, NotFound
+from everstep.ids import Version
+from everstep.vocabulary import Finding, Verdict
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1 import operator_history as past
+from everstep.wire.v1.operator_history import Evidence
+from everstep.wire.v1.training import GenerationSpec
+from everstep_controller.api import endpoints
+from everstep_controller.api.admission import Admission, who_of
+from everstep_controller.api.auth import Gate
+from everstep_controller.api.routes import PLAIN
+from everstep_controller.api.stream import FRAME_ROWS, AuditFeed, EventStream, Readers, event_of, server_sent
+from everstep_controller.core.health.evidence import evidence_of
+from everstep_controller.read_models import fleet_views
+from everstep_controller.server import responses
+from everstep_controller.store import reader as history
+from everstep_controller.store.reader import Following, Reader
+from everstep_controller.store.table_access import PREFIXES
+from everstep_controller.store.threads import Store
+
+T = TypeVar("T")
+
+PAGE = 100
+VERDICTS_IN_EVIDENCE = 100
+
+
+def page_size(asked: dict[str, str], default: int = PAGE) -> int:
+    """``?limit=``, within bounds."""
+    return max(1, min(responses.integer(asked, "limit", default), fleet_views.LONGEST_PAGE))
+
+
+def flag(asked: dict[str, str], name: str) -> bool | None:
+    """A yes or no in the query, as ``endpoints`` has checked it; None where nothing is said."""
+    return msgspec.convert(asked[name], bool, strict=False) if name in asked else None
+
+
+def _time(asked: dict[str, str], name: str) -> float | None:
+    """Wall seconds in the query, as ``endpoints`` has checked them; None where nothing is said."""
+    return float(asked[name]) if name in asked else None
+
+
+class HistoryRoutes:
+    """The handlers of ``everstep_controller.api.routes.HISTORY``, by name."""
+
+    def __init__(
+        self,
+        *,
+        desk: fleet_views.Desk,
+        store: Store,
+        feed: AuditFeed,
+        gate: Gate,
+        admission: Admission,
+        readers: Readers,
+        cut: Callable[[], None],
+    ) -> None:
+        self._desk = desk
+        self._admission = admission
+        self._readers = readers
+        self._cut = cut
+        self._store = store
+        self._feed = feed
+        self._gate = gate
+
+    async def events(self, request: Request, _who: Identity) -> op.EventList:
+        asked = responses.query(request.scope)
+        return await self._events(asked, (asked["kind"],) if asked.get("kind") else ())
+
+    async def audit(self, request: Request, _who: Identity) -> op.EventList:
+        return await self._events(responses.query(request.scope), PREFIXES)
+
+    async def _events(self, asked: dict[str, str], kinds: tuple[str, ...]) -> op.EventList:
+        after, limit = responses.integer(asked, "after", 0), page_size(asked)
+
+        def read(reader: Reader) -> list[op.Event]:
+            rows = reader.events(
+                after=after,
+                limit=limit,
+                trace=asked.get("trace", ""),
+                node=asked.get("node", ""),
+                job=asked.get("job", ""),
+                kinds=kinds,
+                newest=bool(flag(asked, "newest")),
+                since=_time(asked, "since"),
+                until=_time(asked, "until"),
+            )
+            return [event_of(row) for row in rows]
+
+        events = await self._store.read(read)
+        return op.EventList(events=tuple(events), next_after=events[-1].id if events else after)
+
+    async def stream(self, request: Request) -> Response:
+        """Server-sent events from ``Last-Event-ID`` (or ``?after=``) on; without either, from now on."""
+        who = endpoints.admit(self._gate, PLAIN["stream"].access, request)
+        endpoints.check_parameters(PLAIN["stream"], request)
+        asked = responses.query(request.scope)
+        after = responses.integer(asked, "after", self._feed.newest)
+        if "last-event-id" in request.headers:
+            after = _last_seen(request.headers["last-event-id"])
+
+        async def read(seen: int) -> Following:
+            found = await self._store.read(lambda reader: reader.following(seen, FRAME_ROWS))
+            await self._admission.turn(who_of(who))  # a reader of the whole past is not to keep agents waiting either
+            return found
+
+        frames = server_sent(self._feed, after, read)
+        return EventStream(frames, self._readers.take_place(who), self._cut, lambda: self._gate.holds(who))
+
+    # --- pages -----------------------------------------------------------------------------------------------------
+
+    async def findings(self, request: Request, _who: Identity) -> past.FindingList:
+        asked = responses.query(request.scope)
+        found, more = await self._page(
+            history.findings,
+            _finding,
+            asked,
+            node=asked.get("node", ""),
+            kind=asked.get("kind", ""),
+            standing=flag(asked, "standing"),
+        )
+        return past.FindingList(findings=found, next=more)
+
+    async def verdicts(self, request: Request, _who: Identity) -> past.VerdictList:
+        asked = responses.query(request.scope)
+        wanted = {"node": asked.get("node", ""), "decision": asked.get("decision", "")}
+        found, more = await self._page(history.verdicts, lambda row: _verdict(row["doc"]), asked, **wanted)
+        return past.VerdictList(verdicts=found, next=more)
+
+    async def verdict(self, request: Request, _who: Identity) -> Verdict:
+        verdict = request.path_params["verdict"]
+        doc = await self._store.read(lambda reader: reader.verdict(verdict))
+        if doc is None:
+            raise NotFound(f"no verdict {verdict!r}: `everstep verdicts` names them")
+        return _verdict(doc)
+
+    async def checkpoints(self, request: Request, _who: Identity) -> past.CheckpointList:
+        asked = responses.query(request.scope)
+        found, more = await self._page(
+            history.checkpoints, _checkpoint, asked, job=asked.get("job", ""), verified=flag(asked, "verified")
+        )
+        return past.CheckpointList(checkpoints=found, next=more)
+
+    async def remedies(self, request: Request, _who: Identity) -> past.RemedyList:
+        asked = responses.query(request.scope)
+        wanted = {"node": asked.get("node", ""), "state": asked.get("remedy_state", "")}
+        found, more = await self._page(history.remedies, _remedy, asked, **wanted)
+        return past.RemedyList(remedies=found, next=more)
+
+    async def generations(self, request: Request, _who: Identity) -> op.GenerationList:
+        asked = responses.query(request.scope)
+        job = asked.get("job", "")
+        found, more = await self._page(history.generations, lambda row: _generation(row["doc"]), asked, job=job)
+        return op.GenerationList(generations=found[::-1], next=more)
+
+    async def _page(
+        self, query: Any, shown: Callable[[dict[str, Any]], T], asked: dict[str, str], **wanted: Any
+    ) -> tuple[tuple[T, ...], str]:
+        """Rows as they are ``shown``, made so in the thread that reads them, and the cursor of the next page."""
+        limit, cursor = page_size(asked), asked.get("cursor", "")
+
+        def read(reader: Reader) -> tuple[tuple[T, ...], str]:
+            page: history.Page = reader.page(lambda connection: query(connection, cursor=cursor, limit=limit, **wanted))
+            rows, more = page
+            return tuple(map(shown, rows)), more
+
+        return await self._store.read(read)
+
+    async def evidence(self, request: Request, _who: Identity) -> Evidence:
+        node = request.path_params["node"]
+        self._desk.node(node)
+        verdicts = await self._store.read(
+            lambda reader: [_verdict(doc) for doc in reader.verdicts(node, limit=VERDICTS_IN_EVIDENCE)]
+        )
+        await endpoints.turn(request)
+        return evidence_of(self._desk.state, node, self._desk.now(), verdicts)
+
+
+def _last_seen(header: str) -> int:
+    try:
+        return responses.integer({"after": header}, "after")
+    except MalformedMessage:
+        raise MalformedMessage(f"Last-Event-ID is the number of an event, not {header[:100]!r}") from None
+
+
+def _finding(row: dict[str, Any]) -> past.SeenFinding:
+    return past.SeenFinding(
+        id=row["id"],
+        node=row["node"],
+        finding=msgspec.json.decode(row["doc"], type=Finding),
+        at=row["at"],
+        cleared_at=row["cleared_at"],
+    )
+
+
+def _checkpoint(row: dict[str, Any]) -> past.Checkpoint:
+    return past.Checkpoint(
+        job=row["job"],
+        version=Version(row["generation"], row["step"]),
+        committed_at=row["committed_at"],
+        verified_at=row["verified_at"],
+        bytes=row["bytes"],
+        ranks=row["ranks"],
+    )
+
+
+def _verdict(doc: str) -> Verdict:
+    return msgspec.json.decode(doc, type=Verdict)
+
+
+def _generation(doc: str) -> GenerationSpec:
+    return msgspec.structs.replace(msgspec.json.decode(doc, type=GenerationSpec), secret="")
+
+
+class _Asked(msgspec.Struct):
+    """Of a remedy's document, what its row does not have."""
+
+    sentence: str = ""
+    verdict: str = ""
+    trace: str = ""
+
+
+def _remedy(row: dict[str, Any]) -> past.RemedyStatus:
+    asked = msgspec.json.decode(row["doc"], type=_Asked)
+    return past.RemedyStatus(
+        id=row["id"],
+        node=row["node"],
+        kind=row["kind"],
+        state=row["state"],
+        sentence=asked.sentence,
+        requested_at=row["requested_at"],
+        ended_at=row["ended_at"],
+        detail=row["detail"],
+        verdict=asked.verdict,
+        trace=asked.trace,
+    )

@@ -1,0 +1,165 @@
+"""The OpenAPI document: FastAPI knows the routes' functions, this knows their messages."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from everstep import __version__
+from everstep.ids import in_schema
+from everstep_controller.api.routes import PATH, PLAIN, QUERY, ROUTES, Access, Route
+from everstep_controller.server import responses
+
+_REF = "#/components/schemas/{name}"
+_OTHER_MEDIA = {"stream": "text/event-stream", "metrics": "text/plain"}
+_MEANINGS = {
+    304: "Not changed since the answer of that tag.",
+    401: "No token, or one that does not verify.",
+    403: "A right token, for something else.",
+    404: "No such thing.",
+    409: "Refused in the present state.",
+    412: "Not as it was when you looked.",
+    413: "More than 1 MiB.",
+    415: "A body that is not JSON.",
+    422: "Not a message of the declared shape.",
+    426: "No protocol version in common.",
+    429: "Too many requests: come again after Retry-After seconds.",
+    503: "Not now: come again after Retry-After seconds.",
+}
+_PULSE = {"type": "object", "required": ["ok", "role"], "properties": {"ok": {"type": "boolean"}}}
+_NOT_READY = {"ready": {"503": {"description": "It does not.", "content": {"application/json": {"schema": _PULSE}}}}}
+_WITH_RETRY_AFTER = (429, 503)
+_ETAG = {"ETag": {"required": True, "schema": {"type": "string"}, "description": "The entity tag."}}
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _parameter(name: str, place: str, kind: Any, required: bool) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": required, "schema": msgspec.json.schema(kind)}
+
+
+def _parameters(route: Route) -> list[dict[str, Any]]:
+    in_path = [_parameter(name, "path", PATH[name], True) for name in re.findall(r"\{(\w+)\}", route.path)]
+    in_query = [_parameter(name, "query", QUERY[name], False) for name in route.query]
+    return in_path + in_query + [_parameter(name, "header", str, False) for name in _conditions(route)]
+
+
+def _conditions(route: Route) -> list[str]:
+    """Request headers with entity tags that the route heeds."""
+    return ["If-None-Match"] * route.tagged + ["If-Match"] * bool(route.matches)
+
+
+def _description(route: Route) -> str:
+    said = f"Token of: {route.access}."
+    if route.matches:
+        said += (
+            f" With If-Match: refused (412) where the ETag of GET {route.matches} is another by now, so that an order "
+            "that is sent again is not carried out twice. Never required (no 428)."
+        )
+    return said + f" {route.repeats}: there is no If-Match." if route.repeats else said
+
+
+def _statuses(name: str, route: Route) -> list[int]:
+    """Which refusals a route knows."""
+    if route.access is Access.OPEN:
+        return []
+    statuses = {401, 403, 429, 503}
+    if "{" in route.path:
+        statuses |= {404}
+    if route.path.startswith("/v1/") and (route.body is not None or route.query):
+        statuses |= {422}
+    if route.body is not None:
+        statuses |= {404, 409, 413, 415}
+    if route.matches:
+        statuses |= {412}
+    if route.access is Access.AGENT:
+        statuses |= {404, 409}
+    if name == "register":
+        statuses |= {426}
+    return sorted(statuses)
+
+
+def _refusals(name: str, route: Route) -> dict[str, Any]:
+    refusals: dict[str, Any] = {}
+    for status in _statuses(name, route):
+        content = {responses.MEDIA_TYPE: {"schema": {"$ref": _REF.format(name="Problem")}}}
+        refusals[str(status)] = {"description": _MEANINGS[status], "content": content}
+        if status in _WITH_RETRY_AFTER:
+            retry = {"schema": {"type": "integer", "minimum": 1}, "required": True, "description": "Seconds."}
+            refusals[str(status)]["headers"] = {"Retry-After": retry}
+    return refusals
+
+
+def _operation(name: str, route: Route, schemas: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    done = _json(schemas[route.answers]) if route.answers is not None else _plain(name)
+    operation: dict[str, Any] = {
+        "operationId": name,
+        "summary": route.summary,
+        "description": _description(route),
+        "tags": ["agents" if route.access is Access.AGENT else "operators"],
+        "security": [] if route.access is Access.OPEN else [{"bearer": []}, {"certificate": []}],
+        "parameters": _parameters(route),
+        "responses": {
+            "200": {"description": "Done.", "content": done, **({"headers": _ETAG} if route.tagged else {})},
+            **({"304": {"description": _MEANINGS[304], "headers": _ETAG}} if route.tagged else {}),
+            **_refusals(name, route),
+            **_NOT_READY.get(name, {}),
+        },
+    }
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, "content": _json(schemas[route.body])}
+    return operation
+
+
+def _plain(name: str) -> dict[str, Any]:
+    if name in _OTHER_MEDIA:
+        return {_OTHER_MEDIA[name]: {"schema": {"type": "string"}}}
+    return _json(_PULSE)
+
+
+def _for_generators(schema: Any) -> Any:
+    """Give every array ``items`` that are a schema.
+
+    msgspec closes a tuple by ``"items": false`` and leaves it out where more may follow. Code generators understand
+    neither. The tuple stays closed by its ``maxItems``.
+    """
+    if isinstance(schema, list):
+        return [_for_generators(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    plain = {key: _for_generators(value) for key, value in schema.items()}
+    if plain.get("type") == "array" and not isinstance(plain.get("items"), dict):
+        parts = plain.get("prefixItems", []) if plain.get("items") is False else []
+        kinds = [part for index, part in enumerate(parts) if part not in parts[:index]]
+        plain["items"] = {} if not kinds else kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+    return plain
+
+
+def document() -> dict[str, Any]:
+    """The whole document."""
+    routes = {**ROUTES, **PLAIN}
+    kinds = list({kind: None for route in routes.values() for kind in (route.answers, route.body) if kind is not None})
+    out, components = msgspec.json.schema_components((*kinds, responses.Problem), ref_template=_REF)
+    schemas = dict(zip(kinds, out, strict=False))
+    paths: dict[str, Any] = {}
+    for name, route in routes.items():
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(name, route, schemas)
+    bearer = {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "A token of `everstep token` or `everstep-controller`.",
+    }
+    certificate = {"type": "mutualTLS", "description": "Named everstep://agent/NODE, /operator/NAME or /viewer/NAME."}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Everstep controller", "version": __version__},
+        "paths": _for_generators(in_schema(paths)),
+        "components": {
+            "schemas": _for_generators(in_schema(components)),
+            "securitySchemes": {"bearer": bearer, "certificate": certificate},
+        },
+    }

@@ -1,0 +1,339 @@
+"""What people and programs ask and order: FastAPI routes over the fleet's state and its history."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+
+from everstep.bearer_tokens import Identity
+from everstep.errors import Conflict, MalformedMessage, Unavailable
+from everstep.vocabulary import Verdict
+from everstep.wire.v1 import enrolment as wire
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1 import operator_history as past
+from everstep.wire.v1.directives import RunProbe
+from everstep.wire.v1.operator_history import JobCheckpoints
+from everstep_controller import rulebook
+from everstep_controller.api import endpoints
+from everstep_controller.api.credentials import Credentials, Order, shown
+from everstep_controller.api.endpoints import tag_of
+from everstep_controller.api.history import page_size
+from everstep_controller.core import effects as fx
+from everstep_controller.core import events as ev
+from everstep_controller.core.checkpoints.restore_points import kept_of, restorability_of
+from everstep_controller.journal.trials import Flush, Trials
+from everstep_controller.read_models import fleet_views
+from everstep_controller.read_models.fleet_views import LONGEST_PAGE
+from everstep_controller.runtime.loop import FleetLoop
+from everstep_controller.runtime.transaction import Transaction, new_trace
+from everstep_controller.server import responses
+from everstep_controller.store.threads import Store
+
+# ---- credentials
+# The handlers of ``everstep_controller.api.routes.CREDENTIALS``, by name.
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class CredentialRoutes:
+    """Enrolment, and the orders about credentials. Each is one stimulus: the change and its line in the audit log."""
+
+    def __init__(self, *, loop: FleetLoop, credentials: Credentials) -> None:
+        self._loop = loop
+        self._credentials = credentials
+
+    async def enrol(self, request: Request, who: Identity) -> wire.Enrolled:
+        asked = await endpoints.body(request, wire.Enrol)
+        trace = new_trace()
+        enrolled = await self._submit(lambda tx, now: self._credentials.enrol(asked, who, trace, tx, now))
+        log.info("enrolled by join token %s", who.credential, extra={"node": asked.node, "trace": trace})
+        return enrolled
+
+    async def credentials(self, request: Request, _who: Identity) -> endpoints.Tagged:
+        asked = responses.query(request.scope)
+        wanted = (asked.get("role", ""), asked.get("subject", ""), asked.get("cursor", ""))
+        rows, more = self._credentials.page(*wanted, page_size(asked, LONGEST_PAGE))
+        page = wire.CredentialList(credentials=tuple(map(shown, rows)), next=more)
+        return endpoints.Tagged(page, self._tag_of_all())
+
+    async def credential(self, request: Request, _who: Identity) -> endpoints.Tagged:
+        credential = shown(self._credentials.get(request.path_params["id"]))
+        return endpoints.Tagged(credential, tag_of(credential))
+
+    async def issue_credential(self, request: Request, who: Identity) -> wire.Issued:
+        wanted = await endpoints.body(request, wire.Issue)
+        order = Order(who, wanted.reason, new_trace())
+
+        def issue(tx: Transaction, now: float) -> wire.Issued:
+            endpoints.check_tag(request, self._tag_of_all)
+            return self._credentials.issue(wanted, order, tx, now)
+
+        return await self._submit(issue)
+
+    async def revoke_credential(self, request: Request, who: Identity) -> op.Changed:
+        because = await endpoints.body(request, op.Because)
+        id, order = request.path_params["id"], Order(who, because.reason, new_trace())
+
+        def revoke(tx: Transaction, now: float) -> str:
+            self._check_tag(request, id)
+            return self._credentials.revoke(id, order, tx, now)
+
+        return op.Changed(trace=order.trace, sentence=await self._submit(revoke))
+
+    async def rotate_credential(self, request: Request, who: Identity) -> wire.Issued:
+        wanted = await endpoints.body(request, wire.Rotate)
+        id, order = request.path_params["id"], Order(who, wanted.reason, new_trace())
+
+        def rotate(tx: Transaction, now: float) -> wire.Issued:
+            self._check_tag(request, id)
+            return self._credentials.rotate(id, wanted.grace_s, order, tx, now)
+
+        return await self._submit(rotate)
+
+    def _tag_of_all(self) -> str:
+        return f'"{self._credentials.digest()}"'
+
+    def _check_tag(self, request: Request, id: str) -> None:
+        endpoints.check_tag(request, lambda: tag_of(shown(self._credentials.get(id))))
+
+    async def _submit(self, change: Callable[[Transaction, float], T]) -> T:
+        """Runs a change in the loop. Raises Unavailable while the database is away: it could not be promised."""
+
+        def stimulus(tx: Transaction, now: float) -> T:
+            if away := tx.state.store_away:
+                raise Unavailable(f"credentials cannot be changed while the database is away: {away}")
+            return change(tx, now)
+
+        return await self._loop.submit(stimulus)
+
+
+# ---- policies
+# What people ask of the rules: the policy in force, a change of it, what of the budget is left.
+
+
+class PolicyRoutes:
+    """The handlers of ``everstep_controller.api.routes.POLICY``, by name.
+
+    Args:
+        journal: the directory that is kept, empty for none.
+        flush: brings what was recorded to the disk.
+    """
+
+    def __init__(self, desk: fleet_views.Desk, journal: str, flush: Flush) -> None:
+        self._desk = desk
+        self._trials = Trials(journal, flush)
+
+    async def policy(self, _request: Request, _who: Identity) -> endpoints.Tagged:
+        policy = self._desk.state.policy
+        return endpoints.Tagged(rulebook.document(policy), endpoints.of_policy(policy))
+
+    async def check_policy(self, request: Request, _who: Identity) -> past.PolicyChecked:
+        change = await endpoints.body(request, past.PolicyChange)
+        self._check_tag(request)
+        return rulebook.check(self._desk.state.policy, change)
+
+    async def try_policy(self, request: Request, _who: Identity) -> past.Tried:
+        wanted = await endpoints.body(request, past.TryPolicy)
+        self._check_tag(request)
+        return await self._trials.outcome(self._desk.state.policy, wanted, self._desk.now())
+
+    def _check_tag(self, request: Request) -> None:
+        endpoints.check_tag(request, lambda: endpoints.of_policy(self._desk.state.policy))
+
+    async def budget(self, _request: Request, _who: Identity) -> endpoints.Tagged:
+        status = fleet_views.budget_status(self._desk)
+        return endpoints.Tagged(status, endpoints.tag_of(status))
+
+
+NODES_IN_A_SLICE = 100
+"""About a millisecond's work."""
+RECOVERIES_SHOWN = 200
+VERDICTS_SHOWN = 20
+LONGEST_WINDOW_S = 366 * 86400.0
+"""From now to the end of a maintenance window. Times in milliseconds are beyond it."""
+
+
+class OperatorRoutes:
+    """The handlers of ``everstep_controller.api.routes.OPERATOR``, by name."""
+
+    def __init__(self, *, desk: fleet_views.Desk, loop: FleetLoop, store: Store) -> None:
+        self._desk = desk
+        self._loop = loop
+        self._store = store
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    async def status(self, request: Request, _who: Identity) -> op.FleetStatus:
+        jobs = self._desk.state.jobs
+        running = [name for name, job in jobs.items() if job.state not in fleet_views.OVER]
+        return fleet_views.fleet_status(self._desk, await self._summaries(request, running))
+
+    async def nodes(self, request: Request, _who: Identity) -> endpoints.Tagged:
+        asked = responses.query(request.scope)
+        wanted = fleet_views.NodeFilter(
+            **{name: asked[name] for name in fleet_views.NodeFilter.__struct_fields__ if name in asked}
+        )
+        found = fleet_views.nodes_found(self._desk, wanted)
+        page, following = fleet_views.page_of(
+            found, asked.get("cursor", ""), page_size(asked, fleet_views.LONGEST_PAGE)
+        )
+        shown: list[op.NodeSummary] = []
+        lines: list[Any] = []
+        for begin in range(0, len(page), NODES_IN_A_SLICE):
+            await endpoints.turn(request)
+            summaries = fleet_views.node_summaries(self._desk, page[begin : begin + NODES_IN_A_SLICE])
+            shown += summaries
+            lines += endpoints.node_lines(self._desk, summaries)
+        await endpoints.turn(request)
+        answer = op.NodeList(nodes=tuple(shown), total=len(found), next=following)
+        return endpoints.Tagged(answer, endpoints.of_nodes(lines, len(found), following))
+
+    async def node(self, request: Request, _who: Identity) -> endpoints.Tagged:
+        node = request.path_params["node"]
+        detail = fleet_views.node_detail(self._desk, node)
+        tag = endpoints.of_node(
+            self._desk, self._desk.node(node)
+        )  # of what is shown, not of what comes while the store is read
+        verdicts = await self._store.read(
+            lambda reader: [
+                msgspec.json.decode(doc, type=Verdict) for doc in reader.verdicts(node, limit=VERDICTS_SHOWN)
+            ]
+        )
+        return endpoints.Tagged(msgspec.structs.replace(detail, verdicts=tuple(verdicts)), tag)
+
+    async def jobs(self, request: Request, _who: Identity) -> op.JobList:
+        asked = responses.query(request.scope)
+        found = fleet_views.jobs_found(self._desk, asked.get("job_state", ""))
+        page, following = fleet_views.page_of(
+            found, asked.get("cursor", ""), page_size(asked, fleet_views.LONGEST_PAGE)
+        )
+        summaries = await self._summaries(request, page)
+        return op.JobList(jobs=tuple(summaries), total=len(found), next=following)
+
+    async def _summaries(self, request: Request, names: Iterable[str]) -> list[op.JobSummary]:
+        """Of the jobs that there are still, one in a slice: each is linear in its ranks."""
+        state, found = self._desk.state, []
+        for name in names:
+            await endpoints.turn(request)
+            if name in state.jobs:
+                found.append(fleet_views.job_summary(state, state.jobs[name]))
+        return found
+
+    async def job(self, request: Request, _who: Identity) -> endpoints.Tagged:
+        job = request.path_params["job"]
+        detail, tag = fleet_views.job_detail(self._desk, job), endpoints.of_job(self._desk.job(job))
+        recoveries = await self._store.read(
+            lambda reader: [
+                msgspec.json.decode(doc, type=op.Recovery) for doc in reader.recoveries(job, limit=RECOVERIES_SHOWN)
+            ]
+        )
+        current = self._loop.boards.recoveries.current(self._desk.job(job))
+        if current is not None and current.seconds is None:
+            recoveries.append(current)
+        answer = msgspec.structs.replace(detail, recoveries=tuple(recoveries))
+        return endpoints.Tagged(answer, tag, endpoints.of_shown(answer))
+
+    async def restorability(self, request: Request, _who: Identity) -> op.Restorability:
+        return restorability_of(self._desk.state, self._desk.job(request.path_params["job"]))
+
+    async def kept(self, request: Request, _who: Identity) -> JobCheckpoints:
+        return kept_of(self._desk.state, self._desk.job(request.path_params["job"]))
+
+    async def probes(self, request: Request, _who: Identity) -> endpoints.Tagged:
+        asked, board = responses.query(request.scope), self._loop.boards.probes
+        found, more = board.page(asked.get("node", ""), asked.get("cursor", ""), page_size(asked))
+        return endpoints.Tagged(op.ProbeList(probes=found, next=more), endpoints.of_probes(board.newest()))
+
+    async def probe(self, request: Request, _who: Identity) -> op.ProbeStatus:
+        return self._loop.boards.probes.get(request.path_params["probe"])
+
+    # --- ordering ------------------------------------------------------------------------------------------------
+
+    async def order(self, request: Request, who: Identity) -> op.Changed:
+        because = await endpoints.body(request, op.Because)
+        kind, node = ev.OperatorAction(request.path_params["order"]), request.path_params["node"]
+        return await self._command(request, _order(kind, who, because.reason, node=node))
+
+    async def maintenance(self, request: Request, who: Identity) -> op.Changed:
+        window = await endpoints.body(request, past.Maintenance)
+        if (window.node is None) == (window.rack is None):
+            raise MalformedMessage("maintenance is of a node or of a rack: name one of them")
+        if window.until > self._desk.now() + LONGEST_WINDOW_S:
+            raise MalformedMessage(
+                "`until` is more than a year from now: give seconds since the epoch, not milliseconds; `hold` keeps a "
+                "node out for as long as it takes"
+            )
+        kind = ev.OperatorAction.MAINTENANCE
+        order = _order(kind, who, window.reason, node=window.node, rack=window.rack, until=window.until)
+        return await self._command(request, msgspec.structs.replace(order, starts_at=window.starts_at))
+
+    async def cancel_maintenance(self, request: Request, who: Identity) -> op.Changed:
+        plan = await endpoints.body(request, past.CancelMaintenance)
+        if (plan.node is None) == (plan.rack is None):
+            raise MalformedMessage("what is planned is for a node or for a rack: name one of them")
+        kind = ev.OperatorAction.CANCEL_MAINTENANCE
+        return await self._command(request, _order(kind, who, plan.reason, node=plan.node, rack=plan.rack))
+
+    async def stop(self, request: Request, who: Identity) -> op.Changed:
+        because = await endpoints.body(request, op.Because)
+        job = request.path_params["job"]
+        return await self._command(request, _order(ev.OperatorAction.STOP_JOB, who, because.reason, job=job))
+
+    async def resize(self, request: Request, who: Identity) -> op.Changed:
+        resize = await endpoints.body(request, op.Resize)
+        job, kind = request.path_params["job"], ev.OperatorAction.RESIZE_JOB
+        return await self._command(request, _order(kind, who, resize.reason, job=job, size=resize.size))
+
+    async def reset_breaker(self, request: Request, who: Identity) -> op.Changed:
+        because = await endpoints.body(request, op.Because)
+        return await self._command(request, _order(ev.OperatorAction.RESET_BREAKER, who, because.reason))
+
+    async def _command(self, request: Request, command: ev.OperatorCommand) -> op.Changed:
+        def stimulus(tx: Transaction, now: float) -> op.Changed:
+            endpoints.check_tag(request, lambda: endpoints.of_subject(self._desk, command))
+            return _changed(command, tx, now)
+
+        return await self._loop.submit(stimulus)
+
+    async def start_probe(self, request: Request, who: Identity) -> op.ProbeStatus:
+        wanted = await endpoints.body(request, op.StartProbe)
+        event = ev.ProbeRequested(
+            nodes=wanted.nodes, backend=wanted.backend, actor=who.subject, reason=wanted.reason, trace=new_trace()
+        )
+        board = self._loop.boards.probes
+
+        def stimulus(tx: Transaction, now: float) -> str:
+            endpoints.check_tag(request, lambda: endpoints.of_probes(board.newest()))
+            return _started_probe(event, tx, now)
+
+        return board.get(await self._loop.submit(stimulus))
+
+
+def _order(kind: ev.OperatorAction, who: Identity, reason: str, **subject: Any) -> ev.OperatorCommand:
+    return ev.OperatorCommand(kind=kind, actor=who.subject, reason=reason, trace=new_trace(), **subject)
+
+
+def _changed(command: ev.OperatorCommand, tx: Transaction, now: float) -> op.Changed:
+    told = len(tx.audit)
+    tx.handle(command, now)
+    sentences = _without_echoes([row.sentence for row in tx.audit[told:]])
+    return op.Changed(trace=command.trace, sentence="; ".join(sentences)[:4096])
+
+
+def _without_echoes(sentences: list[str]) -> list[str]:
+    """Those that another one does not say already: an order's own words come again in what followed from it."""
+    different = list(dict.fromkeys(sentences))
+    return [one for one in different if not any(one != other and one in other for other in different)]
+
+
+def _started_probe(event: ev.ProbeRequested, tx: Transaction, now: float) -> str:
+    """The id of the probe that the event began."""
+    for effect in tx.handle(event, now):
+        if isinstance(effect, fx.Send) and isinstance(effect.body, RunProbe):
+            return effect.body.probe
+    raise Conflict(f"no probe of {', '.join(event.nodes)} was begun")

@@ -1,0 +1,294 @@
+"""The audit log as it grows: kept a while in memory, and sent as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+
+import msgspec
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from everstep.bearer_tokens import Identity
+from everstep.errors import RateLimited, Unavailable
+from everstep.wire.v1.operator import Event, EventGap
+from everstep_controller.server.connections import HANG_UP_KEY
+from everstep_controller.store.reader import Following
+from everstep_controller.store.rows import AuditRow
+
+# ---- readers
+# Who reads the event stream: how many at once, and how much waits for them.
+
+MOST_OF_ONE = 8
+"""Streams of one identity: a wall of displays that share a token."""
+MOST = 256
+"""Streams of all. Each event is put into words for each of them; one that is stuck holds some 0.2 MiB."""
+COME_AGAIN_S = 10.0
+"""Seconds after which one that does not read has been cut off, and left its place."""
+
+
+class Place:
+    """One reader's place among the others, until it leaves."""
+
+    def __init__(self, readers: Readers, identity: Identity) -> None:
+        self._readers = readers
+        self._identity = identity
+        self._held = 0
+
+    def hold(self, bytes_: int) -> None:
+        """So much waits for the reader to take it."""
+        self._readers.held_bytes += bytes_ - self._held
+        self._held = bytes_
+
+    def leave(self) -> None:
+        """The stream is over."""
+        self.hold(0)
+        self._readers.let_go(self._identity)
+
+
+class Readers:
+    """Counts streams.
+
+    Attributes:
+        held_bytes: what was made for readers that have not taken it, beside the buffers of their sockets.
+    """
+
+    def __init__(self) -> None:
+        self._open: Counter[tuple[str, str]] = Counter()
+        self.held_bytes = 0
+
+    def __len__(self) -> int:
+        return self._open.total()
+
+    def take_place(self, identity: Identity) -> Place:
+        """A place, which must be left. Raises RateLimited where there is none."""
+        who = (identity.role, identity.subject)
+        if self._open.get(who, 0) >= MOST_OF_ONE:
+            raise RateLimited(
+                f"{identity.role} {identity.subject} reads {MOST_OF_ONE} event streams already, as many as one may: "
+                "close one, or take another token",
+                COME_AGAIN_S,
+            )
+        if len(self) >= MOST:
+            raise RateLimited(
+                f"{MOST} event streams are open already, as many as a controller serves: close some, or ask for "
+                "/v1/events?after= now and then",
+                COME_AGAIN_S,
+            )
+        self._open[who] += 1
+        return Place(self, identity)
+
+    def let_go(self, identity: Identity) -> None:
+        """One of its streams is over."""
+        who = (identity.role, identity.subject)
+        self._open[who] -= 1
+        if not self._open[who]:
+            del self._open[who]
+
+
+KEPT = 4096
+"""Rows in memory. A reader that falls farther behind is served from the store."""
+FRAME_ROWS = 256
+FRAME_BYTES = 64 << 10
+"""Either ends what is sent at a time: a reader that is stuck holds no more than that, and one row."""
+KEEPALIVE_S = 15.0
+"""Seconds between comments on an idle stream, below the 30 s after which proxies give connections up."""
+
+RETRY_MS = 500
+"""After which a reader comes again whose stream has ended."""
+RETRY_AWAY_MS = 5000
+"""The same where it ended since what the reader lacks cannot be read."""
+
+SLOW_S = 10.0
+"""Seconds that a reader may take for what fits a socket's buffers. A dashboard on a train may take as long once."""
+
+Read = Callable[[int], Awaitable[Following]]
+"""What the store has beyond an id, a page of it."""
+
+
+def event_of(row: AuditRow) -> Event:
+    """The row as operators see it."""
+    return Event(
+        id=row.id,
+        at=row.at,
+        kind=row.kind,
+        sentence=row.sentence,
+        node=row.node,
+        job=row.job,
+        generation=row.generation,
+        trace=row.trace,
+        detail=msgspec.json.decode(row.detail, type=dict[str, str]),
+    )
+
+
+class AuditFeed:
+    """The newest committed rows, and who waits for more."""
+
+    def __init__(self, newest: int) -> None:
+        self.newest = newest
+        self._rows: deque[AuditRow] = deque(maxlen=KEPT)
+        self._more = asyncio.Event()
+        self.closed = False
+
+    def publish(self, rows: list[AuditRow]) -> None:
+        """Rows that have just been committed, in order."""
+        if not rows:
+            return
+        self._rows.extend(rows)
+        self.newest = rows[-1].id
+        self._wake()
+
+    def close(self) -> None:
+        """Ends every stream."""
+        self.closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._more.set()
+        self._more = asyncio.Event()
+
+    def since(self, after: int) -> list[AuditRow] | None:
+        """The first FRAME_ROWS rows beyond ``after``; None where memory does not reach back that far."""
+        if after >= self.newest:
+            return []
+        if not self._rows or self._rows[0].id > after + 1:
+            return None
+        first = bisect.bisect_right(self._rows, after, key=lambda row: row.id)
+        return [self._rows[i] for i in range(first, min(first + FRAME_ROWS, len(self._rows)))]
+
+    async def more(self, timeout_s: float) -> None:
+        """Waits for new rows or the end, ``timeout_s`` at most."""
+        if self.closed:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._more.wait()
+        except TimeoutError:
+            pass
+
+
+class EventStream(StreamingResponse):
+    """Sends frames to a reader as long as it reads; one that takes nothing for SLOW_S is cut off, and ``cut`` called.
+
+    What it did not get is in the audit log: it comes again with Last-Event-ID. ``place`` is left at the end. The stream
+    ends, with nothing more said, once the reader ``may`` not read any more.
+    """
+
+    def __init__(
+        self,
+        frames: AsyncIterator[bytes],
+        place: Place,
+        cut: Callable[[], None],
+        may: Callable[[], bool] = lambda: True,
+        *,
+        slow_s: float = SLOW_S,
+    ) -> None:
+        super().__init__(frames, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self._place = place
+        self._cut = cut
+        self._may = may
+        self._slow_s = slow_s
+        self._hang_up: Callable[[], None] = lambda: None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._hang_up = scope.get(HANG_UP_KEY, self._hang_up)
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._place.leave()
+
+    async def stream_response(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for frames in self.body_iterator:
+                if not self._may():
+                    break
+                self._place.hold(len(frames))
+                async with asyncio.timeout(self._slow_s):
+                    await send({"type": "http.response.body", "body": frames, "more_body": True})
+                self._place.hold(0)
+        except TimeoutError:
+            self._cut()
+            self._hang_up()  # a connection that is closed in order waits for its reader to take what was sent
+            await asyncio.sleep(0)  # so that the server knows that it is over
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _frame(row: AuditRow) -> bytes:
+    return b"id: %d\nevent: audit\ndata: %s\n\n" % (row.id, msgspec.json.encode(event_of(row)))
+
+
+def with_gaps(after: int, found: Following) -> Iterator[bytes]:
+    """The rows' frames beyond ``after``, with a gap wherever retention has left one. What people wrote is kept for
+    longer than its neighbours, so there may be many."""
+    return _bounded(found.rows, after, found.pruned)
+
+
+def _bounded(rows: Iterable[AuditRow], after: int = 0, pruned: int = 0) -> Iterator[bytes]:
+    """The rows' frames, joined up to FRAME_BYTES and FRAME_ROWS."""
+    joined, count = bytearray(), 0
+    for row in rows:
+        if after < row.id - 1 and after < pruned:
+            joined += _gap(deleted(after, row.id - 1))
+        joined += _frame(row)
+        after = row.id
+        count += 1
+        if count == FRAME_ROWS or len(joined) >= FRAME_BYTES:
+            yield bytes(joined)
+            joined, count = bytearray(), 0
+    if joined:
+        yield bytes(joined)
+
+
+def _gap(gap: EventGap) -> bytes:
+    """Its id is the last that is missing, so that whoever comes again after it is not told twice."""
+    return b"id: %d\nevent: gap\ndata: %s\n\n" % (gap.through, msgspec.json.encode(gap))
+
+
+def deleted(after: int, through: int) -> EventGap:
+    """Retention was faster than the reader."""
+    sentence = f"events {after + 1} to {through} are not kept any more: the stream goes on with event {through + 1}"
+    return EventGap(after=after, through=through, reason="deleted", sentence=sentence)
+
+
+def unknown(after: int, newest: int) -> EventGap:
+    """The reader has seen what this database has not."""
+    sentence = f"there is no event {after}: this database ends with event {newest}, and the stream goes on after it"
+    return EventGap(after=after, through=newest, reason="unknown", sentence=sentence)
+
+
+async def server_sent(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[bytes]:
+    """Everything beyond ``after``, then whatever comes, until the feed closes; what is missing is said. Where the
+    database cannot be read, the reader is asked to come again later."""
+    yield b"retry: %d\n\n" % RETRY_MS
+    try:
+        async for frames in _following(feed, after, read):
+            yield frames
+    except Unavailable:
+        yield b"retry: %d\n: what comes next cannot be read now, come again\n\n" % RETRY_AWAY_MS
+
+
+async def _following(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[bytes]:
+    if after > feed.newest:
+        known = await read(after)
+        if after > known.newest:  # else it is durable, and about to be published
+            yield _gap(unknown(after, known.newest))
+            after = known.newest
+    while not feed.closed:
+        rows = feed.since(after)
+        frames_of = _bounded(rows or ())
+        if rows is None:
+            found = await read(after)
+            rows, frames_of = found.rows, with_gaps(after, found)
+        if rows:
+            for frames in frames_of:
+                yield frames
+            after = rows[-1].id
+            continue
+        before = feed.newest
+        await feed.more(KEEPALIVE_S)
+        if feed.newest == before:
+            yield b": still here\n\n"

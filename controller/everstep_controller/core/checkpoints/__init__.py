@@ -1,0 +1,1 @@
+"""Decide about checkpoints: commits, placement of copies, parity, storage, restore points."""

@@ -1,0 +1,235 @@
+"""Where copies go: to nodes that are not likely to be lost together with the one that is copied.
+
+Nodes are put into groups that copy each other, as many as there are copies, with the members far apart. Fewer
+different sets of nodes then hold something between them than if each chose its own, and so fewer simultaneous losses
+cost a version (Cidon et al., Copysets, USENIX ATC 2013). Safety comes first: where a group cannot keep a node apart
+from its copies and other nodes can, these are taken, the least loaded first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+import msgspec
+
+from everstep_controller.core.records import NodeRecord
+
+Targets = dict[str, tuple[str, ...]]
+
+
+class Site(msgspec.Struct, frozen=True, order=True):
+    """What a node fails together with: rack, switch and power unit as one; and, weaker, a driver version, for whose
+    fault nodes may be evicted together. An unnamed domain is shared with nobody."""
+
+    power: str = ""
+    switch: str = ""
+    rack: str = ""
+    driver: str = ""
+
+    @staticmethod
+    def of(record: NodeRecord) -> Site:
+        domain = record.domain
+        return Site(domain.power, domain.switch, domain.rack, record.driver_version)
+
+    def shared_with(self, other: Site) -> int:
+        """How many domains fail for both at once."""
+        return (
+            (self.rack == other.rack and self.rack != "")
+            + (self.switch == other.switch and self.switch != "")
+            + (self.power == other.power and self.power != "")
+        )
+
+    def resembles(self, other: Site) -> bool:
+        """Whether both run the same driver version."""
+        return self.driver == other.driver and self.driver != ""
+
+
+def place_replicas(
+    seats: Sequence[str],
+    sites: Mapping[str, Site],
+    replicas: int,
+    before: Mapping[str, tuple[str, ...]] | None = None,
+    passed_over: frozenset[str] = frozenset(),
+) -> Targets:
+    """For each node, the ``replicas - 1`` nodes that copy what it alone holds (fewer where the roster is small).
+
+    Each node's copies share as few domains with it, and with one another, as the roster allows when they are chosen
+    one after the other; among these the load is even as far as it can be, and after that driver versions differ. What
+    ``before`` said stays where it is no worse, since a vault that is given other nodes' copies has to find memory for
+    them; but for what makes place, so that nobody keeps more for it than it must. Nodes that are ``passed_over`` get no
+    copies, where there are enough others.
+    """
+    copies = min(replicas, len(seats)) - 1
+    if copies < 1:
+        return dict.fromkeys(seats, ())
+    if len(seats) - len(passed_over.intersection(seats)) <= copies:
+        passed_over = frozenset()
+    market = _Market(seats, sites, copies, passed_over)
+    kept = {node: chosen for node, chosen in (before or {}).items() if market.accepts(node, chosen)}
+    if kept:
+        placed = market.complete(kept)
+        market.level(placed, placed.keys() - kept.keys())
+        if max(market.load.values()) <= 2 * copies:
+            return {node: placed[node] for node in seats}
+        market = _Market(seats, sites, copies, passed_over)
+    groups = min((_groups(order, copies) for order in _orders(seats, sites)), key=market.price)
+    placed = market.complete({node: chosen for node, chosen in groups.items() if market.accepts(node, chosen)})
+    return {node: placed[node] for node in seats}
+
+
+def _orders(seats: Sequence[str], sites: Mapping[str, Site]) -> tuple[list[str], list[str]]:
+    """The nodes by domain, the widest first; and by driver version before that."""
+    by_domain = [node for _, _, node in sorted((sites[node], seat, node) for seat, node in enumerate(seats))]
+    return by_domain, sorted(by_domain, key=lambda node: sites[node].driver)
+
+
+def _groups(ordered: Sequence[str], copies: int) -> Targets:
+    """Groups of ``copies + 1`` or one more, whose members stand as far apart in ``ordered`` as can be.
+
+    Nodes that stand in a row come into different groups, if they are not more than there are groups.
+    """
+    count = max(1, len(ordered) // (copies + 1))
+    targets: Targets = {}
+    for first in range(count):
+        ring = ordered[first::count]
+        for at, node in enumerate(ring):
+            targets[node] = tuple(ring[(at + step) % len(ring)] for step in range(1, copies + 1))
+    return targets
+
+
+Offers = dict[Site, list[tuple[int, int, str]]]
+"""By site a heap of (load, seat, node)."""
+
+
+class _Market:
+    """Who offers room for copies: nodes by site, the least loaded first."""
+
+    def __init__(
+        self, seats: Sequence[str], sites: Mapping[str, Site], copies: int, passed_over: frozenset[str]
+    ) -> None:
+        self._sites = {node: sites[node] for node in seats}
+        self._copies = copies
+        self._passed_over = passed_over
+        self._nearest: dict[tuple[bool, tuple[Site, ...]], tuple[int, list[Site]]] = {}
+        self._best: dict[tuple[bool, Site], int] = {}
+        self.load = dict.fromkeys(seats, 0)
+
+    @cached_property
+    def _present(self) -> Counter[Site]:
+        return Counter(site for node, site in self._sites.items() if node not in self._passed_over)
+
+    def accepts(self, node: str, chosen: Sequence[str]) -> bool:
+        if node not in self._sites or len(chosen) != self._copies:
+            return False
+        if any(other not in self._sites or other in self._passed_over for other in chosen):
+            return False
+        shared = self._shared(node, chosen)
+        return shared == 0 or shared <= self._best_cost(node)
+
+    def price(self, targets: Targets) -> tuple[int, int]:
+        """Of all nodes and their copies: shared domains, and pairs with one driver version."""
+        sites = self._sites
+        weak = sum(sites[node].resembles(sites[other]) for node, chosen in targets.items() for other in chosen)
+        return sum(self._shared(node, chosen) for node, chosen in targets.items()), weak
+
+    def _shared(self, node: str, chosen: Sequence[str]) -> int:
+        if len(chosen) == 1:
+            return self._sites[node].shared_with(self._sites[chosen[0]])
+        sites = [self._sites[one] for one in (node, *chosen)]
+        return sum(one.shared_with(other) for at, one in enumerate(sites) for other in sites[:at])
+
+    def complete(self, given: Targets) -> Targets:
+        """``given``, and for every other node the best that is there."""
+        placed = dict(given)
+        for chosen in given.values():
+            self._take(chosen)
+        if len(placed) == len(self._sites):
+            return placed
+        offers: Offers = defaultdict(list)
+        for seat, (node, site) in enumerate(self._sites.items()):
+            if node not in self._passed_over:
+                offers[site].append((self.load[node], seat, node))
+        for heap in offers.values():
+            heapq.heapify(heap)
+        for node in self._sites:
+            if node not in placed:
+                placed[node] = self._choose(node, offers)
+        return placed
+
+    def level(self, placed: Targets, newly: Iterable[str]) -> None:
+        """Homes of those that were ``newly`` placed hand others' copies on to nodes that keep fewer, where these share
+        no more: who has lost its home cannot keep its own copy, and went to one that keeps another node's already."""
+        homes = dict.fromkeys(home for node in sorted(newly) for home in placed[node])
+        senders: defaultdict[str, list[str]] = defaultdict(list)
+        for node, chosen in placed.items():
+            for home in chosen:
+                if home in homes:
+                    senders[home].append(node)
+        for home in homes:
+            for sender in senders[home]:
+                free = [n for n in self._sites if self.load[n] < self.load[home] - 1 and n not in self._passed_over]
+                if not free:
+                    break
+                self._hand_on(placed, sender, home, free)
+
+    def _hand_on(self, placed: Targets, sender: str, home: str, free: Iterable[str]) -> None:
+        site = self._sites[sender]
+        for other in sorted(free, key=lambda node: (self.load[node], site.resembles(self._sites[node]))):
+            chosen = tuple(other if one == home else one for one in placed[sender])
+            if other != sender and other not in placed[sender] and self.accepts(sender, chosen):
+                placed[sender] = chosen
+                self.load[home] -= 1
+                self.load[other] += 1
+                return
+
+    def _take(self, chosen: Iterable[str]) -> None:
+        for node in chosen:
+            self.load[node] += 1
+
+    def _choose(self, node: str, offers: Offers) -> tuple[str, ...]:
+        holders, names = [self._sites[node]], [node]
+        for _ in range(self._copies):
+            _, near = self._near(tuple(holders), node not in self._passed_over)
+            heads = ((self._head(offers[site], names), site.resembles(holders[0]), site) for site in near)
+            (load, seat, other), _, site = min(heads, key=lambda head: (head[0][0], head[1], head[0][1]))
+            offers[site].remove((load, seat, other))
+            offers[site].append((load + 1, seat, other))
+            heapq.heapify(offers[site])
+            self.load[other] += 1
+            holders.append(site)
+            names.append(other)
+        return tuple(names[1:])
+
+    @staticmethod
+    def _head(heap: list[tuple[int, int, str]], taken: Sequence[str]) -> tuple[int, int, str]:
+        return heap[0] if heap[0][2] not in taken else min(offer for offer in heap if offer[2] not in taken)
+
+    def _near(self, holders: tuple[Site, ...], offers: bool) -> tuple[int, list[Site]]:
+        """What the next copy costs at least beside ``holders``, and at which sites it costs that. ``offers``: whether
+        the first of them, whose copies these are, has room for others' itself."""
+        known = self._nearest.get((offers, holders))
+        if known is None:
+            taken = Counter(holders if offers else holders[1:])
+            costs = [
+                (sum(site.shared_with(holder) for holder in holders), site)
+                for site, count in self._present.items()
+                if count > taken[site]
+            ]
+            least = min(cost for cost, _ in costs)
+            known = self._nearest[offers, holders] = least, [site for cost, site in costs if cost == least]
+        return known
+
+    def _best_cost(self, node: str) -> int:
+        """What a node's copies cost when each is the best beside those before it."""
+        key = offers, site = node not in self._passed_over, self._sites[node]
+        if key not in self._best:
+            holders, total = [site], 0
+            for _ in range(self._copies):
+                cost, near = self._near(tuple(holders), offers)
+                total += cost
+                holders.append(near[0])
+            self._best[key] = total
+        return self._best[key]

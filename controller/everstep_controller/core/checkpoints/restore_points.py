@@ -1,0 +1,351 @@
+"""What a job would go back to now, and which loss it could not bear: answered from the records, asking nobody.
+
+It is about memory: a node that is lost takes its slots along. What is not known is taken for lost: a holder out of
+reach, one whose vault is away, or one that began anew after the commit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from itertools import combinations
+from typing import Literal
+
+from everstep.ids import Version
+from everstep.wire.v1.operator import Exposure, Restorability
+from everstep.wire.v1.operator_history import JobCheckpoints, KeptVersion
+from everstep_controller.core.checkpoints.commits import NOTHING
+from everstep_controller.core.checkpoints.parity import groups_of_homes, holds, lost_of_protected, protection_of
+from everstep_controller.core.jobs.membership import able_nodes, domain_of, least_nodes, most_nodes, seats_of
+from everstep_controller.core.records import JobRecord, Share
+from everstep_controller.core.state import FleetState, JobLive
+from everstep_controller.core.wording import named, nodes
+
+NAMED_RANKS = 64
+PAIRS_UP_TO = 16
+"""Nodes of a job whose every pair is looked at: 120 pairs."""
+
+Kind = Literal["node", "pair", "rack", "switch", "power"]
+
+
+def restorability_of(state: FleetState, job: JobRecord) -> Restorability:
+    """Which version would be restored now, and for each node, each domain, and each pair of a small job, whether that
+    one would still be whole without it, and whether the job could go on. Linear in the nodes (but for the pairs, which
+    are told where neither node alone would cost it)."""
+    live = state.live_jobs[job.job]
+    version = live.committed
+    shares = _Shares(state, job, live)
+    outlook = _Outlook(state, job)
+    missing = shares.lost(())
+    fallback = _Fallback(state, job)
+    exposures = [
+        _exposure(shares, fallback, outlook, kind, name, lost, version)
+        for kind, name, lost in _losses(state, job, shares)
+    ]
+    fatal = {one.name for one in exposures if one.kind == "node" and not one.whole}
+    exposures = [one for one in exposures if one.kind != "pair" or fatal.isdisjoint(one.nodes)]
+    exposures.sort(key=lambda one: (one.whole, one.whole and one.nodes_left > 0, len(one.nodes)))
+    return Restorability(
+        job=job.job,
+        sentence=_summary(job, version, fallback.without(()) if missing else None, missing, exposures),
+        version=version,
+        verified=version is not None and live.verified is not None and version <= live.verified,
+        ceiling=job.ceiling if job.ceiling != NOTHING else None,
+        missing=shares.ranks(missing)[:NAMED_RANKS],
+        exposures=tuple(exposures),
+    )
+
+
+# --- shares ------------------------------------------------------------------------------------------------------
+
+
+class _Shares:
+    """Who holds what of the committed version."""
+
+    def __init__(self, state: FleetState, job: JobRecord, live: JobLive) -> None:
+        self._replicas = job.spec.replicas
+        self._per_node = job.spec.nproc_per_node
+        self._homes = _homes_of(job, live.committed)
+        holders = {other for node, share in self._homes.items() for other in (node, *share.copies, *share.alike)}
+        self._gone = {node for node in holders if not holds(state, node, live.committed_at)}
+        self._kept_for: dict[str, list[str]] = defaultdict(list)
+        for node, share in self._homes.items():
+            for other in {node, *share.copies, *share.alike}:
+                self._kept_for[other].append(node)
+        self._first = {node: seat for seat, node in enumerate(self._homes)}
+
+    @property
+    def nodes(self) -> Sequence[str]:
+        """Nodes whose ranks stored a share."""
+        return list(self._homes)
+
+    def lost(self, without: Collection[str]) -> list[str]:
+        """Nodes whose share would be gone without these nodes, and without those that are gone already."""
+        gone = self._gone.union(without)
+        touched = dict.fromkeys(node for other in (without or self._gone) for node in self._kept_for.get(other, ()))
+        if without:
+            touched |= dict.fromkeys(node for node in self._gone if node in self._homes)
+        others = len(gone & self._homes.keys()) - 1
+        lost = (node for node in touched if node in gone and self._is_lost(node, gone, others))
+        return sorted(lost, key=self._first.__getitem__)
+
+    def _is_lost(self, node: str, gone: set[str], others_gone: int) -> bool:
+        """Of a node that is gone, as ``others_gone`` of those that stored shares are.
+
+        What others hold alike is on ``replicas`` nodes, and nobody here knows which part is on which of them: so many
+        of them gone may be the end of one.
+        """
+        share = self._homes[node]
+        if self._replicas == 1 or len(self._homes) == 1:
+            return True
+        if share.copies and all(copy in gone for copy in share.copies):
+            return True
+        if share.copies or share.alike:
+            others, away = len(share.alike), sum(1 for other in share.alike if other in gone)
+        else:
+            others, away = len(self._homes) - 1, others_gone
+        return others > 0 and away >= min(self._replicas - 1, others)
+
+    def ranks(self, lost: Sequence[str]) -> tuple[int, ...]:
+        """Ranks of these nodes, in the generation that stored the version."""
+        first = (self._first[node] * self._per_node for node in lost)
+        return tuple(sorted(rank + local for rank in first for local in range(self._per_node)))
+
+
+def _homes_of(job: JobRecord, committed: Version | None) -> dict[str, Share]:
+    """Shares of the committed version by node. As they were reported; else as its generation placed them."""
+    if committed is None:
+        return {}
+    if job.homes is not None and job.homes.generation == committed.generation:
+        return job.homes.shares
+    placed = [spec for spec in (job.leaving, job.generation) if spec and spec.number == committed.generation]
+    return {node: Share(copies=placed[0].replica_nodes.get(node, ())) for node in seats_of(placed[0])} if placed else {}
+
+
+# --- losses ------------------------------------------------------------------------------------------------------
+
+
+class _Outlook:
+    """With how many nodes the job would go on, counted by blocks."""
+
+    def __init__(self, state: FleetState, job: JobRecord) -> None:
+        within = job.spec.block_within
+        self._able = {
+            node: domain_of(state.nodes[node].domain, within) if within else "any" for node in able_nodes(state, job)
+        }
+        self._room = Counter(self._able.values())
+        self._block = job.spec.block_nodes
+        self._blocks = sum(count // self._block for count in self._room.values())
+        self.least, self.most = least_nodes(job), most_nodes(job)
+
+    def without(self, lost: Collection[str]) -> int:
+        """Nodes of the next roster; 0 where these are too few."""
+        fewer = Counter(self._able[node] for node in lost if node in self._able)
+        broken = sum(
+            self._room[domain] // self._block - (self._room[domain] - count) // self._block
+            for domain, count in fewer.items()
+        )
+        left = min(self.most, (self._blocks - broken) * self._block)
+        return left if left >= self.least else 0
+
+
+def _losses(state: FleetState, job: JobRecord, shares: _Shares) -> Iterator[tuple[Kind, str, tuple[str, ...]]]:
+    concerned = list(dict.fromkeys([*seats_of(job.generation), *shares.nodes]))
+    for node in concerned:
+        yield "node", node, (node,)
+    domains: dict[tuple[Kind, str], list[str]] = defaultdict(list)
+    for node in concerned:
+        domain = state.nodes[node].domain
+        kinds: tuple[tuple[Kind, str], ...] = (
+            ("rack", domain.rack),
+            ("switch", domain.switch),
+            ("power", domain.power),
+        )
+        for kind, name in kinds:
+            if name:
+                domains[kind, name].append(node)
+    for (kind, name), members in domains.items():
+        yield kind, name, tuple(members)
+    if len(concerned) <= PAIRS_UP_TO:
+        for one, other in combinations(concerned, 2):
+            yield "pair", f"{one}, {other}", (one, other)
+
+
+class _Fallback:
+    """What parity has where the committed version is gone."""
+
+    def __init__(self, state: FleetState, job: JobRecord) -> None:
+        self._state = state
+        self._job = job
+        self._protection = protection_of(job)
+
+    def without(self, lost: Collection[str]) -> Version | None:
+        """The protected version, if it stays whole without these nodes."""
+        if self._protection is None or lost_of_protected(self._state, self._job, lost):
+            return None
+        return self._protection.version
+
+
+def _exposure(
+    shares: _Shares,
+    fallback: _Fallback,
+    outlook: _Outlook,
+    kind: Kind,
+    name: str,
+    lost: tuple[str, ...],
+    version: Version | None,
+) -> Exposure:
+    gone = shares.lost(lost)
+    older = fallback.without(lost) if gone else None
+    left = outlook.without(lost)
+    what = _called(kind, name) if kind in ("node", "pair") else f"{kind} {name} ({nodes(len(lost))})"
+    goes_on = f"the job goes on with {left} of {nodes(outlook.most)}"
+    after = goes_on if left else f"fewer than {nodes(outlook.least)} are left and the job is paused"
+    if version is None:
+        data = "nothing is committed yet"
+    elif gone:
+        data = f"what the ranks on {named(gone)} stored of version {version} may be gone: no copy is known to be left"
+        data += f"; parity has version {older}" if older else ""
+    else:
+        data = f"version {version} stays whole"
+    return Exposure(
+        kind=kind,
+        name=name,
+        nodes=lost,
+        whole=not gone or older is not None,
+        nodes_left=left,
+        sentence=f"without {what}: {data}; {after}",
+        ranks=() if older else shares.ranks(gone)[:NAMED_RANKS],
+        falls_back=older,
+    )
+
+
+def _summary(
+    job: JobRecord,
+    version: Version | None,
+    older: Version | None,
+    missing: Sequence[str],
+    exposures: Sequence[Exposure],
+) -> str:
+    if version is None:
+        start = "it starts anew" if job.last_number == 0 or job.ceiling == NOTHING else "it takes what is found whole"
+        return f"nothing of job {job.job} is committed yet: after a loss {start}"
+    if missing and older is not None:
+        return (
+            f"version {version} cannot be restored now: what the ranks on {named(missing)} stored is not held by "
+            f"anybody in reach; parity has version {older}"
+        )
+    if missing:
+        return (
+            f"version {version} cannot be restored now: what the ranks on {named(missing)} stored is not held by "
+            "anybody in reach; it comes back with them, or a newer one is committed"
+        )
+    fatal = [one for one in exposures if not one.whole]
+    kinds = Counter(one.kind for one in fatal)
+    if not fatal:
+        oldest = next((f", or at least {one.falls_back} by parity" for one in exposures if one.falls_back), "")
+        return f"version {version} or a newer one would be restored{oldest}, whichever of its nodes or domains is lost"
+    words = ", ".join(f"{kinds[kind]} {kind}{'s' if kinds[kind] > 1 else ''}" for kind in kinds)
+    example = _called(fatal[0].kind, fatal[0].name)
+    return f"version {version} or a newer one would be restored; {words} cannot be spared, such as {example}"
+
+
+def _called(kind: Kind, name: str) -> str:
+    return {"node": name, "pair": name.replace(", ", " and ")}.get(kind, f"{kind} {name}")
+
+
+# ---- kept
+# What a job has to go back to, place by place: answered from the records, asking nobody.
+
+
+def kept_of(state: FleetState, job: JobRecord) -> JobCheckpoints:
+    """In the order in which the job would go back to it: memory, parity, storage, the newest of each first."""
+    versions = (*_in_memory(state, job), *_by_parity(state, job), *_on_storage(state, job))
+    first = next((one for one in versions if one.restorable), None)
+    if first is None:
+        sentence = f"nothing of job {job.job} is kept that it could go back to"
+    else:
+        sentence = f"after a loss now, job {job.job} goes back to {first.version} or a newer one: {first.sentence}"
+    return JobCheckpoints(
+        job=job.job,
+        sentence=sentence,
+        versions=versions,
+        spills_lost=job.spills_lost,
+        trouble="; ".join(filter(None, (job.spill_trouble, job.protect_trouble)))[:4096],
+    )
+
+
+def _in_memory(state: FleetState, job: JobRecord) -> Iterator[KeptVersion]:
+    live = state.live_jobs[job.job]
+    told = restorability_of(state, job)
+    if live.committed is None:
+        return
+    barred = job.ceiling is not None and (job.ceiling == NOTHING or live.committed > job.ceiling)
+    lost = bool(told.missing)
+    why = "it was committed, and every share of it is held"
+    if lost:
+        why = "ranks' shares of it are held by nobody in reach"
+    elif barred:
+        why = "it may be corrupt"
+    yield KeptVersion(
+        version=live.committed,
+        place="memory",
+        state="whole",
+        restorable=not lost and not barred,
+        sentence=why,
+        at=live.committed_at,
+        verified=told.verified,
+    )
+
+
+def _by_parity(state: FleetState, job: JobRecord) -> Iterator[KeptVersion]:
+    verified = state.live_jobs[job.job].verified
+    if job.shielded is not None:
+        version, lost = job.shielded.protection.version, lost_of_protected(state, job)
+        why = f"its shards lie in {len(job.shielded.protection.groups)} groups, each of which bears two losses"
+        yield KeptVersion(
+            version=version,
+            place="parity",
+            state="whole",
+            restorable=not lost,
+            sentence=f"more of a group is gone than it bears: {named(lost)}" if lost else why,
+            at=job.shielded.at,
+            verified=verified is not None and version <= verified,
+        )
+    if job.protecting is not None:
+        homes = groups_of_homes(job.protecting.protection)
+        yield KeptVersion(
+            version=job.protecting.protection.version,
+            place="parity",
+            state="way",
+            restorable=False,
+            sentence=f"{len(state.live_jobs[job.job].protect_made)} of {len(homes)} homes have made their parity",
+            at=job.protecting.begun_at,
+        )
+
+
+def _on_storage(state: FleetState, job: JobRecord) -> Iterator[KeptVersion]:
+    spilling, done = job.spilling, state.live_jobs[job.job].spill_done
+    if spilling is not None:
+        trouble = f"; {spilling.trouble}" if spilling.trouble else ""
+        yield KeptVersion(
+            version=spilling.version,
+            place="storage",
+            state="way",
+            restorable=False,
+            sentence=f"{len(done)} of {len(spilling.writers)} nodes have written their part{trouble}"[:4096],
+            at=spilling.begun_at,
+            bytes=spilling.bytes,
+            url=spilling.url,
+        )
+    for one in reversed(job.stored):
+        yield KeptVersion(
+            version=one.version,
+            place="storage",
+            state="whole",
+            restorable=not one.suspect,
+            sentence="it may be corrupt" if one.suspect else "it is whole on storage",
+            at=one.at,
+            bytes=one.bytes,
+            url=one.url,
+        )

@@ -1,0 +1,289 @@
+"""What was decided, in lines for people: of transcripts, of a journal, of a replay; and a digest of all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+
+import msgspec
+import xxhash
+
+from everstep.ids import GenerationNumber, JobId, NodeId, TraceId
+from everstep.vocabulary import Finding, Verdict
+from everstep.wire.v1.directives import (
+    AnyDirective,
+    KillRank,
+    NewGeneration,
+    ProtectVersion,
+    RunProbe,
+    SpillVersion,
+    StopJob,
+    VersionNotice,
+)
+from everstep.wire.v1.operator_history import Evidence
+from everstep.wire.v1.training import GenerationSpec
+from everstep_controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionRecord
+
+# ---- effects
+# What the core wants done. The shell writes all effects of one event in one transaction, then pushes the sends.
+#
+# The documents in ``Put...`` effects are the live records: encode them before the next call of ``handle``.
+
+
+class PutFleet(msgspec.Struct, frozen=True, tag=True):
+    """Write the fleet's one document."""
+
+    doc: FleetRecord
+
+
+class PutNode(msgspec.Struct, frozen=True, tag=True):
+    """Write a node's document."""
+
+    node: NodeId
+    doc: NodeRecord
+
+
+class PutJob(msgspec.Struct, frozen=True, tag=True):
+    """Write a job's document."""
+
+    job: JobId
+    doc: JobRecord
+
+
+class DropNode(msgspec.Struct, frozen=True, tag=True):
+    """Delete the node's document, and what is kept for it alone: standing findings, verdicts, directives, marks."""
+
+    node: NodeId
+
+
+class DropJob(msgspec.Struct, frozen=True, tag=True):
+    """Delete the job's document, with its generations, recoveries and versions."""
+
+    job: JobId
+
+
+class PutGeneration(msgspec.Struct, frozen=True, tag=True):
+    """Append a generation; (job, number) is new, else the transaction must fail."""
+
+    spec: GenerationSpec
+    opened_at: float
+
+
+class PutVersion(msgspec.Struct, frozen=True, tag=True):
+    """Write a version by (job, generation, step): committed now, or now verified as well."""
+
+    doc: VersionRecord
+
+
+class PutVerdict(msgspec.Struct, frozen=True, tag=True):
+    """Append a verdict; its id is new."""
+
+    verdict: Verdict
+
+
+class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of the append-only log, with the sentence a person reads. ``at`` is the ``now`` of its event."""
+
+    kind: str
+    sentence: str
+    at: float
+    trace: TraceId = ""
+    node: NodeId | None = None
+    job: JobId | None = None
+    generation: GenerationNumber | None = None
+    data: dict[str, str] = {}
+
+
+class Audit(msgspec.Struct, frozen=True, tag=True):
+    """Append to the audit log."""
+
+    entry: AuditEntry
+
+
+class Send(msgspec.Struct, frozen=True, tag=True):
+    """Put a directive in the node's outbox, with the next number of its queue, and push it."""
+
+    node: NodeId
+    body: AnyDirective
+
+
+class NoteFinding(msgspec.Struct, frozen=True, tag=True):
+    """A finding was raised on the node, or took a graver form: for the history that people read."""
+
+    node: NodeId
+    finding: Finding
+    at: float
+
+
+class NoteCleared(msgspec.Struct, frozen=True, tag=True):
+    """The node's finding of this key has cleared."""
+
+    node: NodeId
+    key: str
+    at: float
+
+
+class RemedyKind(StrEnum):
+    """What the outside can do to a node.
+
+    CORDON: take it out of service for new work, with a reason. UNCORDON: give it back (only what Everstep took).
+    RESET_GPU, REBOOT: as named. REPAIR: hand it to people, with its evidence.
+    """
+
+    CORDON = "cordon"
+    UNCORDON = "uncordon"
+    RESET_GPU = "reset_gpu"
+    REBOOT = "reboot"
+    REPAIR = "repair"
+
+
+class Remedy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One action on a node, told to the outside until it is confirmed or given up. ``id`` is unique for ever.
+
+    ``gpus``: UUIDs that RESET_GPU means. ``verdict``: the id of the judgement it follows from. ``evidence``: what goes
+    with a REPAIR. ``due``: when a cure counts as failed, were nothing heard of it (0.0: of others).
+    """
+
+    id: str
+    node: NodeId
+    kind: RemedyKind
+    sentence: str
+    at: float
+    verdict: str = ""
+    trace: TraceId = ""
+    gpus: tuple[str, ...] = ()
+    evidence: Evidence | None = None
+    due: float = 0.0
+
+
+class RequestRemedy(msgspec.Struct, frozen=True, tag=True):
+    """Carry the remedy out, once; ``events.ActionReported`` tells the outcome. Remedies of a node are carried out in
+    order; one that was not begun is dropped where a later one makes it pointless (a cordon by its end, a cure by the
+    next step, repair, or the way back)."""
+
+    remedy: Remedy
+
+
+Effect = (
+    PutFleet
+    | PutNode
+    | PutJob
+    | DropNode
+    | DropJob
+    | PutGeneration
+    | PutVersion
+    | PutVerdict
+    | Audit
+    | Send
+    | NoteFinding
+    | NoteCleared
+    | RequestRemedy
+)
+
+
+NAMED_NODES = 8
+"""Receivers of a directive that are named; of more, these and how many others."""
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def describe(effects: Iterable[Effect]) -> Iterator[str]:
+    """One line per decision; one per directive, with all who are sent it."""
+    sends: dict[str, list[str]] = {}
+    for effect in effects:
+        if isinstance(effect, PutGeneration):
+            yield f"generation {effect.spec.number} ({effect.spec.reason}): {effect.spec.sentence}"
+            yield f"  restore {_rule(effect)}; store on {effect.spec.store_node}; copies {_copies(effect)}"
+        elif isinstance(effect, PutVerdict):
+            yield f"verdict {effect.verdict.id} ({effect.verdict.decision}): {effect.verdict.sentence}"
+        elif isinstance(effect, PutVersion):
+            clean = ", verified" if effect.doc.verified_at is not None else ""
+            yield f"version {effect.doc.version} committed{clean}"
+        elif isinstance(effect, RequestRemedy):
+            yield f"remedy {effect.remedy.id} ({effect.remedy.kind} {effect.remedy.node}): {effect.remedy.sentence}"
+        elif isinstance(effect, Audit) and effect.entry.kind != "generation" and not _is_verdict(effect):
+            yield f"{effect.entry.kind}: {effect.entry.sentence}"
+        elif isinstance(effect, Send):
+            sends.setdefault(_directive(effect), []).append(effect.node)
+    for directive, nodes in sends.items():
+        yield f"to {_several(nodes, ' ')}: {directive}"
+
+
+def digest(effects: Iterable[Effect]) -> int:
+    """xxh3-64 of all that is decided, of what ``describe`` leaves out too: whole directives, evidence, GPUs to reset.
+
+    Not of jobs' secrets, which no journal keeps; of records only of what is a judgement, since they have more fields in
+    each release.
+    """
+    hashed, sent = xxhash.xxh3_64(), None
+    for effect in effects:
+        if isinstance(effect, Send) and effect.body == sent:  # one directive for a whole job is encoded once
+            hashed.update(effect.node.encode() + b"\0")
+        else:
+            hashed.update(_encode(_decided(effect)))
+        sent = effect.body if isinstance(effect, Send) else None
+    return hashed.intdigest()
+
+
+def _decided(effect: Effect) -> object:
+    match effect:
+        case PutFleet():
+            return effect.doc.breaker
+        case PutNode(doc=node):
+            held = node.hold, node.foreign, node.held_by, node.maintenance_until
+            way_back = node.action, node.causes, node.course, node.returns_at, node.offences
+            return effect.node, node.state, node.sentence, held, way_back
+        case PutJob(doc=job):
+            return effect.job, job.state, job.last_number, list(job.excluded), job.ceiling, job.size
+        case PutGeneration():
+            return _without_secret(effect.spec)
+        case Send(body=NewGeneration(spec=spec)):
+            return effect.node, _without_secret(spec)
+    return effect
+
+
+def _without_secret(spec: GenerationSpec) -> GenerationSpec:
+    return msgspec.structs.replace(spec, secret="")
+
+
+def _is_verdict(effect: Audit) -> bool:
+    return effect.entry.kind.startswith("verdict.")
+
+
+def _several(names: list[str], joint: str) -> str:
+    if len(names) <= NAMED_NODES:
+        return joint.join(names)
+    return f"{joint.join(names[:NAMED_NODES])}{joint}and {len(names) - NAMED_NODES} more"
+
+
+def _rule(effect: PutGeneration) -> str:
+    rule = effect.spec.restore
+    bounds = [f"from {rule.floor}" if rule.floor else "", f"up to {rule.ceiling}" if rule.ceiling else ""]
+    return "nothing" if rule.scratch else " ".join(filter(None, bounds)) or "the newest whole version"
+
+
+def _copies(effect: PutGeneration) -> str:
+    return _several(_homes(effect), " ")
+
+
+def _homes(effect: PutGeneration) -> list[str]:
+    return [f"{node}->{'+'.join(to) or '-'}" for node, to in effect.spec.replica_nodes.items()]
+
+
+def _directive(effect: Send) -> str:
+    body = effect.body
+    match body:
+        case NewGeneration():
+            return f"new generation {body.spec.number} of {body.spec.job}"
+        case KillRank():
+            return f"kill rank {body.rank} of generation {body.generation}"
+        case StopJob():
+            return f"stop {body.job}, {'well' if body.ok else 'failed'}: {body.reason}"
+        case VersionNotice():
+            so_far = f"committed {body.committed}" if body.committed else "nothing committed yet"
+            return so_far if body.candidate is None else f"{so_far}, next after step {body.candidate}"
+        case SpillVersion():
+            return f"write {body.version} to {body.url}"
+        case ProtectVersion():
+            return f"make parity of {body.version}, {len(body.groups)} shards"
+        case RunProbe():
+            return f"run {body.probe} among {' '.join(body.nodes)}"

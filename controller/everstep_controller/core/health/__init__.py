@@ -1,0 +1,1 @@
+"""Judge nodes: findings, verdicts, eviction, quarantine, diagnostics and maintenance."""

@@ -1,0 +1,180 @@
+"""What must hold after every event; checked in simulation and in every test of the core.
+
+That evictions stay within their budgets hangs on when each was decided; ``tests/sim/checkers/budget.py`` follows that.
+"""
+
+from __future__ import annotations
+
+from everstep.vocabulary import JobState, NodeState
+from everstep.wire.v1.training import GenerationSpec
+from everstep_controller.core.database_outage import STORE
+from everstep_controller.core.health.eviction import FLEET
+from everstep_controller.core.jobs.membership import ENDED, least_nodes, least_seats, most_seats, next_seats, seats_of
+from everstep_controller.core.liveness.correlation import names
+from everstep_controller.core.records import JobRecord, NodeRecord
+from everstep_controller.core.state import FleetState, Tally
+
+OUT = (NodeState.QUARANTINED, NodeState.REPAIR, NodeState.LOST)
+
+
+def check(state: FleetState) -> None:
+    """Raises AssertionError for the first thing that does not hold."""
+    assert state.nodes.keys() == state.live_nodes.keys(), "every node has its live part"
+    assert state.jobs.keys() == state.live_jobs.keys(), "every job has its live part"
+    assert state.silent <= state.reachable, f"silent but not expected: {state.silent - state.reachable}"
+    assert state.unmet <= state.reachable, f"waited for but not expected: {state.unmet - state.reachable}"
+    _check_tallies(state)
+    _check_budget(state)
+    for record in state.nodes.values():
+        _check_node(state, record)
+    for job in state.jobs.values():
+        _check_job(state, job)
+    _check_owners(state)
+    _check_index(state)
+    _check_forgotten(state)
+
+
+def _check_tallies(state: FleetState) -> None:
+    """What is counted step by step is what there is."""
+    counted: dict[str, Tally] = {}
+    for node in state.reachable:
+        for name in names(state.nodes[node]):
+            tally = counted.setdefault(name, Tally())
+            tally.expected += 1
+            tally.silent += node in state.silent
+    assert counted == state.tallies, "the tallies of silent nodes went astray"
+    assert (state.episode is not None) == bool(state.crossed), "an episode is what was crossed"
+
+
+def _check_forgotten(state: FleetState) -> None:
+    """Nothing leads to a node or a job that is known no more."""
+    for name, seen in state.sightings.items():
+        assert seen.keys() <= state.nodes.keys(), f"{name} was seen on a node that is forgotten"
+    for name, waiting in state.outbreaks.items():
+        assert waiting.keys() <= state.nodes.keys(), f"a node that is forgotten waits for the end of {name}"
+    for node, live in state.live_nodes.items():
+        assert live.jobs.keys() <= state.jobs.keys(), f"{node} offers itself to a job that is forgotten"
+    for job in state.jobs.values():
+        for node in (*job.launchers, *job.former):
+            assert node in state.nodes, f"{job.job} counts on {node}, which is forgotten"
+
+
+def _check_budget(state: FleetState) -> None:
+    for scope, nodes in state.held.items():
+        assert nodes, f"nothing is held by {scope}"
+        for node in nodes:
+            record = state.nodes[node]
+            assert not record.overruled or record.held_by == scope, f"{node} is held by {scope} and {record.held_by}"
+    asked_again = {FLEET, STORE} | ({of for _, kind, of in state.queued if kind == "held"} if state.held else set())
+    assert state.held.keys() <= asked_again, f"nobody asks again whether {state.held.keys() - asked_again} still hold"
+
+
+def _check_node(state: FleetState, record: NodeRecord) -> None:
+    node = record.node
+    assert record.reachable == (node in state.reachable), f"{node}: reachable in one place only"
+    assert record.sentence, f"{node}: every state has its sentence"
+    if record.state in (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION):
+        assert record.reachable, f"{node} is {record.state} and out of reach"
+    if record.state is NodeState.LOST:
+        assert not record.reachable, f"{node} is lost and heard"
+    if record.state is NodeState.QUARANTINED:
+        way_out = record.causes or record.needs_operator or not record.reachable or record.returns_at > 0
+        assert way_out, f"{node}: a quarantine without a way out"
+    if record.foreign or record.hold:
+        out = record.state not in (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION)
+        assert out, f"{node} is {record.state}, against the word of {record.foreign or record.hold}"
+    if record.state is NodeState.PROBATION:
+        assert record.probe, f"{node}: a probation without a probe, or a word on why there is none"
+    if record.reachable:
+        assert state.live_nodes[node].watched, f"{node}: nobody watches its silence"
+    if node in state.silent:
+        assert record.state is not NodeState.HEALTHY, f"{node} is silent and not suspected"
+
+
+def _check_job(state: FleetState, job: JobRecord) -> None:
+    live = state.live_jobs[job.job]
+    if job.generation is not None:
+        _check_generation(job, job.generation)
+        assert job.last_number >= job.generation.number, f"{job.job}: its number is behind its generation"
+        is_last = job.state is not JobState.RUNNING or job.last_number == job.generation.number
+        assert is_last, f"{job.job}: the current generation is not the last one"
+    if job.leaving is not None:
+        assert job.generation is not None, f"{job.job}: leaves a generation for none"
+        assert job.leaving.number < job.generation.number, f"{job.job}: generations must increase"
+        assert job.generation.after_step is not None, f"{job.job}: leaves a generation without a boundary"
+    for version in (live.committed, live.verified):
+        settled = version is None or (live.settled is not None and version <= live.settled)
+        assert settled, f"{job.job}: {version} is committed or verified, and not settled"
+    if live.settled is not None:
+        assert all(v > live.settled for v in live.ballots), f"{job.job}: a vote on what is settled"
+    if job.ceiling is not None:
+        assert live.committed is None or live.committed <= job.ceiling, f"{job.job}: committed above the ceiling"
+    if job.state is JobState.RUNNING:
+        _check_running(state, job)
+    elif job.state is JobState.PAUSED:
+        able = next_seats(state, job)
+        wanted = any(len(state.live_nodes[node].jobs) > 1 for node in able)  # by others too: a Tick brings it to know
+        looked_at = live.offered_at is not None or (live.gather_due, "job", job.job) in state.queued
+        assert len(able) < least_nodes(job) or wanted or looked_at, f"{job.job} is paused although {able} could go on"
+    if live.offered_at is not None:
+        assert (live.offered_at, "job", job.job) in state.queued, f"{job.job}: nobody looks at the node it was offered"
+    if live.pending is not None:
+        assert job.state is JobState.RUNNING, f"{job.job}: waits for witnesses and does not run"
+        assert (live.pending.due, "job", job.job) in state.queued, f"{job.job}: waits for witnesses without a deadline"
+
+
+def _check_owners(state: FleetState) -> None:
+    owners: dict[str, str] = {}
+    for job in state.jobs.values():
+        for node in {*seats_of(job.generation), *seats_of(job.leaving)} if job.state is JobState.RUNNING else ():
+            assert node not in owners, f"{node} computes for {owners[node]} and for {job.job}"
+            owners[node] = job.job
+    assert owners == state.owners, "the index of who computes where went astray"
+
+
+def _check_index(state: FleetState) -> None:
+    """The index of jobs by node is what the jobs' records say."""
+    for job in state.jobs.values():
+        ended = job.state in ENDED
+        for node in job.launchers:
+            assert ended or job.job in state.live_nodes[node].open, f"{job.job} is not among the jobs of {node}"
+        for node in state.live_jobs[job.job].nodes:
+            assert job.job in state.live_nodes[node].jobs, f"{job.job} was on {node}, which does not know it"
+    for node, live in state.live_nodes.items():
+        assert live.open.keys() <= live.jobs.keys(), f"{node} never had all of its jobs"
+        for name, job in ((name, state.jobs[name]) for name in live.open):
+            assert job.state not in ENDED, f"{name} is over, and still among the jobs of {node}"
+            assert not job.launchers or node in job.launchers, f"{name} goes on without {node}, which counts it"
+        for name in live.jobs:
+            assert node in state.live_jobs[name].nodes, f"{name} does not know that it was on {node}"
+
+
+def _check_running(state: FleetState, job: JobRecord) -> None:
+    assert job.generation is not None, f"{job.job} runs without a generation"
+    for node in seats_of(job.generation):
+        assert node in state.nodes, f"{job.job}: {node} is in a roster and unknown"
+        assert state.nodes[node].state not in OUT, f"{job.job}: {node} is {state.nodes[node].state} and in a roster"
+        assert node not in job.excluded, f"{job.job}: {node} is excluded and in the roster"
+        assert node in job.launchers, f"{job.job}: {node} is in the roster without a launcher"
+    if job.resumed_at is None and job.leaving is None:
+        due = (state.live_jobs[job.job].resume_due, "job", job.job)
+        assert due in state.queued, f"{job.job}: nobody waits for generation {job.last_number} to resume"
+
+
+def _check_generation(job: JobRecord, spec: GenerationSpec) -> None:
+    seats = seats_of(spec)
+    name = f"{job.job} generation {spec.number}"
+    assert len(spec.seated) == len(seats), f"{name}: a node has two seats"
+    bounds = least_seats(spec.spec), most_seats(spec.spec)
+    assert bounds[0] <= len(seats) <= bounds[1], f"{name}: {len(seats)} nodes are out of bounds {bounds}"
+    assert len(seats) % spec.spec.block_nodes == 0, f"{name}: {len(seats)} nodes are no whole number of blocks"
+    assert spec.store_node in seats, f"{name}: its store is not in the roster"
+    assert set(seats) <= {holder.node for holder in spec.holders}, f"{name}: a roster node is no holder"
+    assert set(spec.replica_nodes) == set(seats), f"{name}: replica placement does not fit the roster"
+    for node, copies in spec.replica_nodes.items():
+        assert set(copies) <= set(seats) - {node}, f"{name}: {node} is copied to {copies}"
+    assert spec.sentence, f"{name}: no sentence"
+    assert spec.number >= 1, f"{name}: generations count from 1"
+    rule = spec.restore
+    if rule.floor is not None and rule.ceiling is not None:
+        assert rule.floor <= rule.ceiling, f"{name}: floor above ceiling"

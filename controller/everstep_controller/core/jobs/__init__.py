@@ -1,0 +1,1 @@
+"""Form jobs and move them between generations: membership, losses, hangs, stragglers."""

@@ -1,0 +1,1 @@
+"""Judge whether nodes are there: registration, missed heartbeats, correlated silence."""

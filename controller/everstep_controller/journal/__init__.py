@@ -1,0 +1,1 @@
+"""Record what the core was told and decided, and decide it again."""

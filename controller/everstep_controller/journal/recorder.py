@@ -1,0 +1,326 @@
+"""The journal: what the core was told and what it decided, written so that any hour of it can be decided again.
+
+A journal is a directory of segments. Each begins with the whole state, so that it stands by itself, and goes on with
+one entry per event: the event, what its rules read of heartbeats (``Turn.reads``: beats themselves are too many), and
+the decisions in words. It is for people: no decision rests on it, and where its disk is slow or full the journal gets
+a gap, never the controller. Secrets are blanked out.
+
+A segment is a line ``MAGIC`` and a zlib stream of frames: a 4-byte big-endian length and MessagePack; first a
+``Beginning``, then ``Entry``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import zlib
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from everstep import __version__
+from everstep.errors import UNREADABLE, ConfigurationError, MalformedMessage, Unavailable
+from everstep_controller.core import engine
+from everstep_controller.core.effects import Effect, describe, digest
+from everstep_controller.core.events import Event, ReportArrived
+from everstep_controller.core.records import JobRecord
+from everstep_controller.core.state import FleetState
+from everstep_controller.core.transition import Read, Turn
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"everstep-journal 1\n"
+SUFFIX = ".journal"
+SEGMENT_BYTES = 64 << 20
+"""Bytes written, compressed, after which the next segment begins."""
+SEGMENT_S = 86400.0
+"""Seconds after which the next segment begins."""
+DRAIN_S = 5.0
+"""For how long somebody who wants to read what was decided just now waits for the disk."""
+MOST_WAITING_BYTES = 16 << 20
+"""What may wait for the disk beside how a segment begins, which is the whole state; beyond it the segment ends there,
+and another begins."""
+RETRY_S = 10.0
+"""Seconds from the beginning of a segment that failed to that of the next: each costs the whole state in words."""
+FLUSH_BYTES = 64 << 10
+FLUSH_S = 0.2
+"""Either makes the next event take what waits to the disk."""
+FRAME_LIMIT = 1 << 30
+_LONGEST_LINE = 64
+_BLANK = "0" * 64
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Beginning(msgspec.Struct, frozen=True, kw_only=True):
+    """How a segment begins: the state before its first event (``FleetState`` in MessagePack, secrets blank).
+
+    ``follows``: this controller wrote the segment before, to its end.
+    """
+
+    version: str
+    at: float
+    state: msgspec.Raw
+    follows: bool = False
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One event that was handled. ``decisions``: ``describe`` of its effects; ``digest``: of all that these are, None
+    in a journal of before. ``partial``: of a part of them, as it was written then; nobody reads it."""
+
+    at: float
+    event: Event
+    reads: tuple[Read, ...]
+    decisions: tuple[str, ...]
+    partial: int | None = None
+    digest: int | None = None
+
+
+class Journal:
+    """Writes the journal; every method belongs to the loop's thread and waits for no disk.
+
+    Args:
+        directory: made where it is missing, for its owner only. Raises ConfigurationError where that fails.
+        most_bytes, keep_s: older segments are deleted beyond either.
+
+    Attributes:
+        gaps: segments that ended early, and lack what came until the next.
+    """
+
+    def __init__(self, directory: Path, *, most_bytes: int, keep_s: float, segment_bytes: int = SEGMENT_BYTES) -> None:
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"the journal's directory {directory} cannot be made: {error.strerror}; make it, or give another "
+                "journal_dir"
+            ) from error
+        self._directory = directory
+        self._most_bytes = most_bytes
+        self._keep_s = keep_s
+        self._segment_bytes = segment_bytes
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._segment: _Segment | None = None
+        self._waiting = bytearray()
+        self._writing: Future[None] | None = None
+        self._beginning_bytes = 0
+        self._flushed_at = 0.0
+        self.gaps = 0
+
+    def decide(self, state: FleetState, event: Event, now: float) -> list[Effect]:
+        """``fleet.handle``, written down. Raises as that does, with nothing changed and nothing written."""
+        self._before(state, now)
+        turn = engine.take(state, event, now)
+        effects = turn.finish()
+        self._note(event, now, turn, effects)
+        if len(self._waiting) >= FLUSH_BYTES or now - self._flushed_at >= FLUSH_S:
+            self._flushed_at = now
+            self.flush()
+        return effects
+
+    def _before(self, state: FleetState, now: float) -> None:
+        """Begins a segment where one is due."""
+        segment = self._segment
+        if segment is not None and not self._is_over(segment, now):
+            return
+        follows = segment is not None and not segment.failed
+        self._end_segment()
+        self._segment = _Segment(self._directory / f"{int(now * 1000):015d}-{state.epoch}{SUFFIX}", now)
+        self._add(Beginning(version=__version__, at=now, state=msgspec.Raw(_blanked(state)), follows=follows))
+        self._beginning_bytes = len(self._waiting)
+        self._thread.submit(_prune, self._directory, self._most_bytes, now - self._keep_s)
+
+    def _is_over(self, segment: _Segment, now: float) -> bool:
+        if segment.failed:
+            return now - segment.began_at >= RETRY_S
+        return segment.written >= self._segment_bytes or now - segment.began_at >= SEGMENT_S
+
+    def _note(self, event: Event, now: float, turn: Turn, effects: Collection[Effect]) -> None:
+        decisions = tuple(describe(effects))
+        if turn.quiet and not decisions:
+            return
+        if isinstance(event, ReportArrived):
+            event = msgspec.structs.replace(event, entropy=_BLANK)
+        self._add(Entry(now, event, tuple(turn.reads), decisions, digest=digest(effects)))
+
+    def _add(self, frame: msgspec.Struct) -> None:
+        body = _encoder.encode(frame)
+        self._waiting += len(body).to_bytes(4, "big") + body
+
+    def flush(self) -> None:
+        """Hands what waits to the disk's thread, unless that is busy: then the next call does."""
+        segment = self._segment
+        if segment is None or not self._waiting or (self._writing is not None and not self._writing.done()):
+            if len(self._waiting) > MOST_WAITING_BYTES + self._beginning_bytes:
+                self._give_up()
+            return
+        self._writing = self._thread.submit(segment.write, bytes(self._waiting))
+        self._waiting.clear()
+
+    def _give_up(self) -> None:
+        log.warning("the disk of the journal %s is too slow: it has a gap here", self._directory)
+        self._waiting.clear()
+        if self._segment is not None:
+            self._segment.failed = True
+
+    def _end_segment(self) -> None:
+        if self._segment is None:
+            return
+        self.gaps += self._segment.failed
+        self._thread.submit(self._segment.write, bytes(self._waiting))
+        self._thread.submit(self._segment.close)
+        self._waiting.clear()
+        self._segment = None
+
+    async def drained(self) -> None:
+        """Waits until the disk has everything that was decided before. Raises Unavailable where it takes too long."""
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                for _ in range(2):  # what the disk's thread is busy with, and then what waited for that
+                    self.flush()
+                    await asyncio.wrap_future(self._thread.submit(lambda: None))
+        except TimeoutError:
+            raise Unavailable(
+                f"the disk of the journal {self._directory} has not taken what is recorded for {DRAIN_S:g} s: try again"
+            ) from None
+
+    def close(self) -> None:
+        """Writes what waits."""
+        self._end_segment()
+        self._thread.shutdown()
+
+
+class _Segment:
+    """One file; its methods run in the journal's thread, ``failed`` and ``written`` are read from the loop's."""
+
+    def __init__(self, path: Path, began_at: float) -> None:
+        self.path = path
+        self.began_at = began_at
+        self.written = 0
+        self.failed = False
+        self._file: BinaryIO | None = None
+        self._squeeze = zlib.compressobj(level=1)
+
+    def write(self, data: bytes) -> None:
+        if self.failed or not data:
+            return
+        try:
+            self._append(self._squeeze.compress(data) + self._squeeze.flush(zlib.Z_SYNC_FLUSH))
+        except OSError as error:
+            self.failed = True
+            log.warning("the journal %s has a gap from here: %s", self.path, error.strerror)
+
+    def _append(self, data: bytes) -> None:
+        if self._file is None:
+            self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0)
+            self._file.write(MAGIC)
+        if self._file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.written += len(data)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _blanked(state: FleetState) -> bytes:
+    """The state without its secrets. They are looked for in the jobs alone: nodes are a hundred times as much."""
+    body = _encoder.encode(state.jobs)
+    for job in state.jobs.values():
+        if job.secret:
+            body = body.replace(job.secret.encode(), _BLANK[: len(job.secret)].encode())
+    jobs = msgspec.msgpack.decode(body, type=dict[str, JobRecord])
+    return _encoder.encode(msgspec.structs.replace(state, jobs=jobs))
+
+
+def segments(directory: Path) -> list[Path]:
+    """The segments of a journal, oldest first."""
+    return sorted(directory.glob("*" + SUFFIX))
+
+
+def _prune(directory: Path, most_bytes: int, not_before: float) -> None:
+    found = segments(directory)
+    sizes = {path: path.stat().st_size for path in found}
+    for path, follows in pairwise(found):
+        if sum(sizes.values()) <= most_bytes and int(follows.name[:15]) / 1000 >= not_before:
+            return
+        path.unlink(missing_ok=True)
+        del sizes[path]
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def read_segment(path: Path) -> tuple[Beginning, Iterator[Entry]]:
+    """A segment's beginning and its entries, as far as they were written.
+
+    Raises MalformedMessage for what is no journal, or one that this release does not understand (entries as they are
+    read), OSError where it cannot be read.
+    """
+    file = path.open("rb")
+    if (line := file.readline(_LONGEST_LINE)) != MAGIC:
+        file.close()
+        raise MalformedMessage(_why_not(path, line))
+    frames = _frames(file)
+    try:
+        first = msgspec.msgpack.decode(next(frames), type=Beginning)
+    except StopIteration:
+        raise MalformedMessage(f"{path} ends before its first event") from None
+    except UNREADABLE as error:
+        raise MalformedMessage(
+            f"how {path} begins is not understood by this release ({__version__}): {error}"
+        ) from error
+    return first, _entries(path, first.version, frames)
+
+
+def _why_not(path: Path, line: bytes) -> str:
+    kind, _, number = line.strip().partition(b" ")
+    if kind != MAGIC.split()[0] or not number.isdigit():
+        return f"{path} is no journal: it does not begin with {MAGIC.decode().strip()!r}"
+    return (
+        f"{path} is a journal of format {number.decode()}, and this release ({__version__}) reads format "
+        f"{MAGIC.split()[1].decode()}: replay it with the release that wrote it"
+    )
+
+
+def _entries(path: Path, version: str, frames: Iterable[bytes]) -> Iterator[Entry]:
+    decoder = msgspec.msgpack.Decoder(Entry)
+    for number, frame in enumerate(frames, 1):
+        try:
+            yield decoder.decode(frame)
+        except UNREADABLE as error:
+            raise MalformedMessage(
+                f"event {number} of {path}, written by everstep {version}, is not understood by this release "
+                f"({__version__}): replay it with that release ({error})"
+            ) from error
+
+
+def _frames(file: BinaryIO) -> Iterator[bytes]:
+    buffer = bytearray()
+    with file:
+        for data in _inflated(file):
+            buffer += data
+            while len(buffer) >= 4:
+                end = 4 + int.from_bytes(buffer[:4], "big")
+                if end > FRAME_LIMIT:
+                    raise MalformedMessage(f"a frame of {end} bytes is no frame of a journal")
+                if len(buffer) < end:
+                    break
+                yield bytes(buffer[4:end])
+                del buffer[:end]
+
+
+def _inflated(file: BinaryIO) -> Iterator[bytes]:
+    """What was written before a crash cut the stream off."""
+    inflate = zlib.decompressobj()
+    while data := file.read(1 << 20):
+        try:
+            yield inflate.decompress(data)
+        except zlib.error as error:
+            raise MalformedMessage(f"{file.name} is damaged: {error}") from error

@@ -1,0 +1,239 @@
+"""A journal decided again: the same decisions today, or what differs.
+
+With the code and the policy of the time, every event leads to the same decisions as then. With a newer core the
+differences are shown as they arise; from the first one on, what follows in the journal happened in a world that had
+gone another way, and is to be read so. The same holds for another policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from everstep import __version__
+from everstep.errors import UNREADABLE, EverstepError, MalformedMessage, NotFound
+from everstep.vocabulary import Verdict
+from everstep_controller.core import engine
+from everstep_controller.core.effects import Effect, PutVerdict, describe, digest
+from everstep_controller.core.events import Event, HeartbeatChanged, OperatorCommand, ReportArrived
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.state import FleetState
+from everstep_controller.journal.recorder import Beginning, Entry, read_segment, segments
+from everstep_controller.rulebook import with_rules
+
+HIDDEN = "! what these words leave out is another: nodes, GPUs, groups, a record, or something else of a directive"
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One event, decided again.
+
+    ``then`` and ``now`` are decisions in lines; ``hidden``: these are the same, and what they leave out is not.
+    ``verdicts`` are today's. ``ordered``: an operator's order about a node.
+    """
+
+    at: float
+    what: str
+    trace: str
+    node: str
+    job: str
+    then: tuple[str, ...]
+    now: tuple[str, ...]
+    verdicts: tuple[Verdict, ...]
+    ordered: bool
+    hidden: bool = False
+
+    @property
+    def differs(self) -> bool:
+        return self.hidden or self.then != self.now
+
+    def difference(self) -> list[str]:
+        """A unified difference without its header: ``-`` then, ``+`` now."""
+        if self.hidden:
+            return [*(f" {line}" for line in self.now), HIDDEN]
+        return list(difflib.unified_diff(self.then, self.now, lineterm="", n=100))[3:]
+
+
+class Recording(msgspec.Struct, frozen=True, kw_only=True):
+    """A segment, opened: which release wrote it, when it begins, and its events decided again, one by one.
+
+    ``follows``: whether nothing was left out between the segment before and this one. ``state`` goes on with ``steps``.
+    """
+
+    version: str
+    begins_at: float
+    follows: bool
+    state: FleetState
+    steps: Iterator[Step]
+
+    @property
+    def is_of_this_release(self) -> bool:
+        return self.version == __version__
+
+
+def replay(segment: Path, policy: CorePolicy | None = None, before: FleetState | None = None) -> Recording:
+    """Decides a segment again, with the policy of the time or with ``policy``; from the state that it begins with, or
+    from ``before``, that of the segment which it follows.
+
+    Raises MalformedMessage for what is no journal, or one whose state this release does not understand.
+    """
+    beginning, entries = read_segment(segment)
+    if before is not None and beginning.follows:
+        return _recording(beginning, before, entries)
+    try:
+        state = msgspec.msgpack.decode(beginning.state, type=FleetState)
+    except UNREADABLE as error:
+        raise MalformedMessage(
+            f"{segment} was written by everstep {beginning.version}, whose state this release ({__version__}) does not "
+            f"understand: replay it with that release ({error})"
+        ) from error
+    if policy is not None:
+        state.policy = with_rules(policy).validate()
+    return _recording(beginning, state, entries)
+
+
+def _recording(beginning: Beginning, state: FleetState, entries: Iterable[Entry]) -> Recording:
+    return Recording(
+        version=beginning.version,
+        begins_at=beginning.at,
+        follows=beginning.follows,
+        state=state,
+        steps=_steps(state, entries),
+    )
+
+
+def _steps(state: FleetState, entries: Iterable[Entry]) -> Iterator[Step]:
+    for entry in entries:
+        now, verdicts, today = _again(state, entry)
+        event = entry.event
+        yield Step(
+            at=entry.at,
+            what=_name(event),
+            trace=event.trace,
+            node=getattr(event, "node", None) or "",
+            job=_job_of(event),
+            then=entry.decisions,
+            now=now,
+            verdicts=verdicts,
+            ordered=isinstance(event, OperatorCommand) and bool(event.node),
+            hidden=now == entry.decisions and entry.digest is not None and entry.digest != today,
+        )
+
+
+def _again(state: FleetState, entry: Entry) -> tuple[tuple[str, ...], tuple[Verdict, ...], int]:
+    """Today's decisions: in lines, the verdicts among them, and the digest of all of it."""
+    try:
+        effects: list[Effect] = engine.take(state, entry.event, entry.at, entry.reads).finish()
+    except EverstepError as error:  # in a world that went another way, a node or a job may not be there
+        return (f"refused ({error.code}): {error}",), (), 0
+    verdicts = tuple(effect.verdict for effect in effects if isinstance(effect, PutVerdict))
+    words = tuple(describe(effects))
+    return words, verdicts, digest(effects)
+
+
+def _name(event: Event) -> str:
+    """What the event is, in a word or two."""
+    if isinstance(event, ReportArrived):
+        return f"{type(event.body).__name__} from {event.node}"
+    if isinstance(event, HeartbeatChanged):
+        return f"beat of {event.node}"
+    return type(event).__name__
+
+
+def _job_of(event: Event) -> str:
+    subject = event.body if isinstance(event, ReportArrived) else event
+    return getattr(subject, "job", None) or ""
+
+
+# ---- replay command
+# ``everstep-controller replay``: shows a recorded incident again, as it was decided and as it would be today.
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("log", type=Path, metavar="LOG", help="a journal's directory, or one of its segments")
+    parser.add_argument("--node", default="", help="only what the node said, or what names it")
+    parser.add_argument("--job", default="", help="only what was said of the job, or what names it")
+    parser.add_argument("--trace", default="", help="only one stimulus and what it led to")
+    parser.add_argument("--since", type=_wall, default=float("-inf"), metavar="TIME", help="ISO 8601, or wall seconds")
+    parser.add_argument("--until", type=_wall, default=float("inf"), metavar="TIME")
+    parser.add_argument("--differences", action="store_true", help="only what would be decided otherwise today")
+    parser.add_argument("--json", action="store_true", help="one object per event, for scripts")
+
+
+def _wall(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        at = datetime.fromisoformat(text)
+        return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the incident; 1 where something would be decided otherwise, else 0. Raises NotFound, MalformedMessage."""
+    paths = segments(options.log) if options.log.is_dir() else [options.log]
+    if not paths or not paths[0].exists():
+        raise NotFound(f"no journal in {options.log}: give the directory that journal_dir names, or a *.journal file")
+    events = differences = 0
+    for path in paths:
+        recording = replay(path)
+        _announce(path, recording, options)
+        for step in recording.steps:
+            events += 1
+            differences += step.differs
+            if _wanted(step, options):
+                _show(step, options)
+    if not options.json:
+        _conclude(events, differences)
+    return 1 if differences else 0
+
+
+def _announce(path: Path, recording: Recording, options: argparse.Namespace) -> None:
+    if not options.json:
+        other = "" if recording.is_of_this_release else f", replayed by {__version__}"
+        print(f"{path.name}: from {_when(recording.begins_at)}, written by everstep {recording.version}{other}")
+
+
+def _wanted(step: Step, options: argparse.Namespace) -> bool:
+    if not options.since <= step.at <= options.until or (options.differences and not step.differs):
+        return False
+    if options.trace and step.trace != options.trace:
+        return False
+    lines = (*step.then, *step.now)
+    return all(
+        not name or name == subject or any(_names(line, name) for line in lines)
+        for name, subject in ((options.node, step.node), (options.job, step.job))
+    )
+
+
+def _names(line: str, name: str) -> bool:
+    return name in line.replace(",", " ").replace(":", " ").replace(";", " ").split()
+
+
+def _show(step: Step, options: argparse.Namespace) -> None:
+    if options.json:
+        sys.stdout.write(msgspec.json.encode(step).decode() + "\n")
+    elif step.differs or step.now:
+        print(f"{_when(step.at)}  {step.what}  [{step.trace}]")
+        _print_lines(step.difference() if step.differs else step.now)
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(f"    {line}")
+
+
+def _conclude(events: int, differences: int) -> None:
+    if differences:
+        print(f"{events} events; {differences} would be decided otherwise by this core (- then, + now)")
+    else:
+        print(f"{events} events, each decided as it was then")
+
+
+def _when(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + "Z"

@@ -1,0 +1,193 @@
+"""What another policy would have done with the recorded past: a journal decided again under it.
+
+From the first decision that differs on, what is recorded happened in a world that went another way: read it so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from everstep.errors import BY_CODE, EverstepError, NotFound, Unavailable
+from everstep.parent_process import die_with_parent
+from everstep.policy_trials import evicted, gaps, newest
+from everstep.vocabulary import Decision, Verdict
+from everstep.wire.v1.operator_history import Stretch
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.state import FleetState
+from everstep_controller.journal.recorder import segments
+from everstep_controller.journal.replay import Recording, Step, replay
+
+
+class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy would have done with a stretch of the past. ``at`` of verdicts is when.
+
+    ``evictions``: how many it would have carried out; those that operators ordered are left out everywhere. ``also``:
+    those of nodes that were not evicted, or not as often; ``not_then``: evictions of nodes that it would have left in.
+    ``events``: how many were decided again, from ``since`` on. ``stretches``: what is recorded without a gap.
+    """
+
+    since: float | None
+    events: int
+    evictions: int
+    also: tuple[Verdict, ...]
+    not_then: tuple[str, ...]
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def gaps(self) -> tuple[tuple[float, float], ...]:
+        """(from, to) of what is not recorded in between, since another controller led, this one was down, or its disk
+        failed."""
+        return gaps(self.stretches)
+
+
+def what_if(journal: Path, policy: CorePolicy, since: float) -> WhatIf:
+    """Decides everything in ``journal`` (a directory) from ``since`` on again under ``policy``.
+
+    Raises NotFound where nothing was recorded since then, MalformedMessage as ``replay``.
+    """
+    reached = _reaching(segments(journal), since)
+    if not reached:
+        raise NotFound(f"nothing is recorded in {journal}: a journal is kept when journal_dir is set")
+    tally = _Tally(since)
+    state: FleetState | None = None
+    for segment in reached:
+        recording = replay(segment, policy, state)
+        tally.begin(recording)
+        for step in recording.steps:
+            tally.count(step)
+        state = recording.state
+        tally.end(state.epoch)
+    return tally.told()
+
+
+class _Tally:
+    def __init__(self, since: float) -> None:
+        self._since = since
+        self._began: float | None = None
+        self._events = 0
+        self._now: list[tuple[str, Verdict]] = []
+        self._then: list[tuple[str, str]] = []
+        self._stretches: list[Stretch] = []
+        self._begins_at = self._newest = 0.0
+
+    def begin(self, segment: Recording) -> None:
+        """What comes next may follow what was counted."""
+        self._newest = max(self._newest, segment.begins_at)
+        if segment.follows and self._stretches:
+            self._begins_at = self._stretches.pop().begins_at
+        else:
+            self._begins_at = segment.begins_at
+
+    def end(self, epoch: int) -> None:
+        """The segment is counted. It was written under that epoch."""
+        self._stretches.append(Stretch(begins_at=self._begins_at, ends_at=self._newest, epoch=epoch))
+
+    def count(self, step: Step) -> None:
+        self._newest = step.at
+        if step.at < self._since:
+            return
+        self._began = step.at if self._began is None else self._began
+        self._events += 1
+        if not step.ordered:
+            self._now += [(verdict.node, verdict) for verdict in step.verdicts if verdict.decision is Decision.EVICT]
+            self._then += [(evicted(line), line) for line in step.then if _evicts(line)]
+
+    def told(self) -> WhatIf:
+        now = Counter(node for node, _ in self._now)
+        then = Counter(node for node, _ in self._then)
+        more, fewer = now - then, then - now
+        return WhatIf(
+            since=self._began,
+            events=self._events,
+            evictions=len(self._now),
+            also=newest(self._now, more),
+            not_then=newest(self._then, fewer),
+            stretches=tuple(
+                msgspec.structs.replace(one, begins_at=max(one.begins_at, self._since))
+                for one in self._stretches
+                if one.ends_at >= self._since
+            ),
+        )
+
+
+def _reaching(found: list[Path], since: float) -> list[Path]:
+    """Segments with events after ``since``: all that begin later, and the one before them."""
+    later = [path for path in found if int(path.name[:15]) / 1000 > since]
+    return found[-len(later) - 1 :]
+
+
+def _evicts(line: str) -> bool:
+    """Whether a line of ``describe`` is a verdict that evicts."""
+    return line.startswith("verdict ") and f"({Decision.EVICT}): " in line
+
+
+# ---- trial process
+# ``python -m everstep_controller.journal.what_if PARENT``: decides a journal again under another policy, as standard
+# input asks,
+# and says on standard output what came of it. It ends with its parent, of that process id.
+#
+# No pool of ``multiprocessing``: where the controller is killed, the worker of one waits on for ever, and so do its
+# semaphores in ``/dev/shm``.
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """``since``: unix seconds. ``journal``: a directory."""
+
+    journal: str
+    policy: CorePolicy
+    since: float
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found, or the code and words of the error for which nothing was."""
+
+    found: WhatIf | None = None
+    code: str = ""
+    message: str = ""
+
+
+async def tried(trial: Trial) -> WhatIf:
+    """What that policy would have done; who is cancelled meanwhile ends the process.
+
+    Raises NotFound where nothing is recorded, MalformedMessage, and Unavailable where the process ended without a word.
+    """
+    command = [sys.executable, "-P", "-m", __name__, str(os.getpid())]
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+    try:
+        said, _ = await process.communicate(msgspec.msgpack.encode(trial))
+    except BaseException:
+        process.kill()
+        await process.wait()
+        raise
+    try:
+        outcome = msgspec.msgpack.decode(said, type=Outcome)
+    except msgspec.DecodeError as error:
+        raise Unavailable(f"the trial's process ended with status {process.returncode}: try again") from error
+    if outcome.found is None:
+        raise BY_CODE.get(outcome.code, EverstepError)(outcome.message)
+    return outcome.found
+
+
+def _outcome(asked: bytes) -> Outcome:
+    trial = msgspec.msgpack.decode(asked, type=Trial)
+    try:
+        return Outcome(found=what_if(Path(trial.journal), trial.policy, trial.since))
+    except EverstepError as error:
+        return Outcome(code=error.code, message=str(error))
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[1]), signal.SIGKILL)
+    sys.stdout.buffer.write(msgspec.msgpack.encode(_outcome(sys.stdin.buffer.read())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Choose one leader among several controllers, and hand over between them."""

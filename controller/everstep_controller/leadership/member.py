@@ -1,0 +1,209 @@
+"""One controller among any number: it stands by until it leads, leads until it is superseded, and stands by again.
+
+Over PostgreSQL the lease decides. Over SQLite, which belongs to one machine, a controller leads at once, and one that
+is superseded ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+
+from sqlalchemy import Engine
+from starlette.types import Receive, Scope, Send
+
+from everstep.clock import Clock
+from everstep.errors import Unavailable
+from everstep_controller.api.auth import Headers
+from everstep_controller.api.credentials import Keyring
+from everstep_controller.app import Controller, MakeRemediator, document
+from everstep_controller.config import ControllerSettings
+from everstep_controller.leadership.candidate import Candidate, Won
+from everstep_controller.leadership.lease import NotLeading, Tenure
+from everstep_controller.leadership.standby import Standby
+from everstep_controller.leadership.takeover_gate import Threshold
+from everstep_controller.runtime import startup_state
+from everstep_controller.runtime.startup_state import NOTHING, Known
+from everstep_controller.server.connections import Peer
+from everstep_controller.store import table_access
+from everstep_controller.store.database import engine_of, parse_url
+from everstep_controller.store.database_errors import Resigned, Superseded
+from everstep_controller.store.rows import Loaded
+from everstep_controller.store.threads import Store
+
+log = logging.getLogger(__name__)
+
+
+class Member:
+    """The process's ASGI application, whoever leads. ``run`` it, and cancel that to end in order.
+
+    Args:
+        database: its URL, with the password.
+        address: where others reach this controller, ``http://HOST:PORT``; empty where they cannot.
+
+    Attributes:
+        settled: set as soon as it is known who leads.
+        on_end: called when this controller ceases to lead: connections of before are void.
+    """
+
+    def __init__(
+        self,
+        settings: ControllerSettings,
+        keyring: Keyring,
+        clock: Clock,
+        make_remediator: MakeRemediator,
+        *,
+        database: str,
+        address: str = "",
+    ) -> None:
+        self._settings = settings
+        self._keyring = keyring
+        self._clock = clock
+        self._make_remediator = make_remediator
+        self._url = parse_url(database)
+        self._address = address
+        self._candidate: Candidate | None = None
+        self._controller: Controller | None = None
+        self._known = NOTHING
+        self._resigned = False
+        document()
+        self.standby = Standby(settings, keyring, clock, self._leader)
+        self.settled = asyncio.Event()
+        self.threshold = Threshold()
+        self.on_end: Callable[[], None] = lambda: None
+
+    def leading(self) -> Controller | None:
+        """The controller to ask, while this one is sure that it leads."""
+        controller = self._controller
+        return controller if controller is not None and controller.certain() else None
+
+    def refusal(self) -> NotLeading:
+        """What whoever wants a leader is told while this controller is none."""
+        return self.standby.refusal()
+
+    def knock(self, node: str, headers: Headers, peer: Peer) -> None:
+        """An agent has come while this controller does not lead."""
+        self.standby.knock(node, headers, peer)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        controller = self.leading()
+        await (controller.app if controller is not None else self.standby)(scope, receive, send)
+
+    async def run(self) -> None:
+        """Until cancelled. Raises what a controller cannot go on from; then the process must end at once, and not wait
+        for its threads."""
+        while True:
+            await self._term()
+
+    def release(self) -> None:
+        """Ends sessions and streams, so that the server can stop."""
+        if self._controller is not None:
+            self._controller.release()
+
+    def _leader(self) -> str:
+        seen = self._candidate.leader if self._candidate is not None else None
+        return seen.address if seen is not None else ""
+
+    def _engine(self) -> Engine:
+        return engine_of(self._url, most_idle_s=self._settings.lease_s, name=self._settings.name)
+
+    async def _term(self) -> None:
+        """From standing by to the end of one leadership."""
+        settings = self._settings
+        store = Store(self._engine(), commit_timeout_s=settings.commit_timeout_s)
+        if self._url.drivername == "sqlite":
+            await self._lead(store, await store.take_over())
+            return
+        candidate = self._candidate = Candidate(
+            self._engine(),
+            self._clock,
+            name=settings.name,
+            address=self._address,
+            lease_s=settings.lease_s,
+            renew_s=settings.lease_renew_s,
+            threshold=self.threshold,
+            knocks=self.standby.begin(),
+            goes_last=self._resigned,
+        )
+        try:
+            won = await self._stand_by(candidate, store)
+            self._resigned = False
+            await self._lead(store, won.loaded, won.known, candidate, won.tenure)
+        except Superseded as error:
+            log.warning("stepping down: %s", error)
+            self._resigned = isinstance(error, Resigned)
+            await self._leave(store, candidate)
+        except asyncio.CancelledError:
+            await self._leave(store, candidate)
+            raise
+
+    async def _stand_by(self, candidate: Candidate, store: Store) -> Won:
+        watching = asyncio.create_task(self._watch(candidate, store))
+        try:
+            return await candidate.elected(store, lambda: self._known)
+        finally:
+            watching.cancel()
+            self._known = NOTHING
+
+    async def _watch(self, candidate: Candidate, store: Store) -> None:
+        """While it stands by: tells when it is known who leads, and keeps up with who may read the metrics, and
+        with what it would start from."""
+        await candidate.looked.wait()
+        self.settled.set()
+        while True:
+            with contextlib.suppress(Unavailable):
+                self.standby.admit(await store.look(table_access.load_credentials))
+                self._known = await store.look(functools.partial(startup_state.read, known=self._known))
+            await asyncio.sleep(self._settings.lease_s)
+
+    async def _lead(
+        self,
+        store: Store,
+        loaded: Loaded,
+        known: Known = NOTHING,
+        candidate: Candidate | None = None,
+        tenure: Tenure | None = None,
+    ) -> None:
+        """Ends by an error only; one after which this process may go on leaves it out of the leader's place."""
+        try:
+            controller = await Controller.lead(
+                self._settings, self._keyring, store, loaded, known, self._clock, self._make_remediator, tenure
+            )
+            self._controller, self._candidate = controller, None
+            self.settled.set()
+        finally:
+            self.threshold.open()
+        nodes = len(loaded.nodes) + len(loaded.same)
+        log.info("leading: epoch %d, %d nodes, %d jobs", loaded.epoch, nodes, len(loaded.jobs))
+        try:
+            await self._until_over(controller, candidate, loaded.epoch, tenure)
+        except (Superseded, asyncio.CancelledError):
+            self._controller = None
+            self.on_end()
+            await controller.stop()
+            raise
+
+    async def _leave(self, store: Store, candidate: Candidate) -> None:
+        await asyncio.to_thread(store.close)
+        await candidate.close()
+
+    async def _until_over(
+        self, controller: Controller, candidate: Candidate | None, epoch: int, tenure: Tenure | None
+    ) -> None:
+        """Ends by an error only: of the loop, of the lease, or of what looks after the outside."""
+        assert controller.task is not None
+        tasks: set[asyncio.Future[None]] = {controller.task, controller.outside.ended}
+        if candidate is not None and tenure is not None:
+            tasks.add(asyncio.create_task(candidate.renewing(epoch, tenure, controller.elsewhere.look), name="lease"))
+        if controller.doubt is not None:
+            tasks.add(asyncio.create_task(controller.doubt.superseded(), name="doubt"))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks - {controller.task, controller.outside.ended}:
+                task.cancel()

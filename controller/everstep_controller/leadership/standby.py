@@ -1,0 +1,125 @@
+"""What a controller answers while another one leads: that it is there, who to ask, and what only it recorded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
+from starlette.types import Receive, Scope, Send
+
+from everstep import __version__
+from everstep.clock import Clock
+from everstep.errors import EverstepError
+from everstep.wire.v1.agent import MAX_BODY_BYTES
+from everstep.wire.v1.operator_history import TryPolicy
+from everstep_controller.api.auth import Gate, Headers
+from everstep_controller.api.credentials import Credentials, Keyring
+from everstep_controller.api.routes import PLAIN, POLICY
+from everstep_controller.config import ControllerSettings
+from everstep_controller.journal.trials import Trials
+from everstep_controller.leadership.lease import Knocks, NotLeading
+from everstep_controller.rulebook import with_rules
+from everstep_controller.server import responses
+from everstep_controller.server.connections import SCOPE_KEY, Peer
+from everstep_controller.store.rows import CredentialRow
+
+LEADER_HEADER = b"everstep-leader"
+_TRY = msgspec.json.Decoder(TryPolicy)
+
+
+class Standby:
+    """An ASGI application. It keeps no connection open, so that everybody is at the leader's port soon.
+
+    Args:
+        leader: the leader's address as far as it is known, else empty.
+
+    Attributes:
+        knocks: agents that were sent on since this controller stands by.
+    """
+
+    def __init__(self, settings: ControllerSettings, keyring: Keyring, clock: Clock, leader: Callable[[], str]) -> None:
+        self.knocks = Knocks(clock, settings.resign_after_s / 3)
+        self._settings = settings
+        self._keyring = keyring
+        self._clock = clock
+        self._leader = leader
+        self._gate = self._gate_of(())
+        self._trials = Trials(settings.journal_dir)
+        registry = self._registry = CollectorRegistry()
+        Gauge("everstep_controller_info", "The program.", ["version"], registry=registry).labels(__version__).set(1)
+        Gauge("everstep_controller_leader", "1 where this controller leads.", registry=registry).set(0)
+        insistent = Gauge("everstep_controller_knocks", "Nodes that insist on this controller.", registry=registry)
+        insistent.set_function(lambda: self.knocks.insistent())
+
+    def admit(self, credentials: Iterable[CredentialRow]) -> None:
+        """Stored credentials as they are now: who may read the metrics."""
+        self._gate = self._gate_of(credentials)
+
+    def _gate_of(self, credentials: Iterable[CredentialRow]) -> Gate:
+        return Gate.of(self._settings, self._keyring, Credentials(credentials), {}, self._clock, self._clock.wall)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        try:
+            if path == "/healthz":
+                await responses.answer(send, b'{"ok":true,"role":"standby"}')
+            elif path == "/readyz":
+                body = msgspec.json.encode({"ok": False, "role": "standby", "leader": self._leader()})
+                await responses.answer(send, body, 503)
+            elif path == "/metrics":
+                self._gate.admit(PLAIN["metrics"].access, scope["headers"], scope.get(SCOPE_KEY))
+                text = CONTENT_TYPE_LATEST.encode()
+                await responses.answer(send, generate_latest(self._registry), media_type=text)
+            elif _asks_here(scope):
+                await self._try(scope, receive, send)
+            else:
+                raise self.refusal()
+        except responses.ClientGone:
+            pass
+        except NotLeading as error:
+            await _refuse(send, error)
+        except EverstepError as error:
+            await responses.refuse(send, error)
+
+    def begin(self) -> Knocks:
+        """This controller stands by from now on; who knocked before does not count."""
+        self.knocks = Knocks(self._clock, self._settings.resign_after_s / 3)
+        return self.knocks
+
+    def knock(self, node: str, headers: Headers, peer: Peer) -> None:
+        """An agent asks for a session. Only one that could have it counts."""
+        with contextlib.suppress(EverstepError):
+            self._gate.agent(headers, node, peer)
+            self.knocks.hear(node)
+
+    async def _try(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Tries a change on what was recorded here while this controller led."""
+        self._gate.admit(POLICY["try_policy"].access, scope["headers"], scope.get(SCOPE_KEY))
+        wanted = responses.decode(_TRY, await responses.read_body(scope, receive, MAX_BODY_BYTES))
+        told = await self._trials.outcome(with_rules(self._settings.policy), wanted, self._clock.wall())
+        await responses.answer(send, responses.encode(told), headers=[(b"connection", b"close")])
+
+    def refusal(self) -> NotLeading:
+        """What whoever wants a leader is told."""
+        leader = self._leader()
+        where = f"ask {leader}" if leader else "which one does is being settled: ask again"
+        return NotLeading(f"this controller stands by, another one leads: {where}", leader)
+
+
+def _asks_here(scope: Scope) -> bool:
+    route = POLICY["try_policy"]
+    asked = scope.get("method") == route.method and scope.get("path") == route.path
+    return asked and responses.query(scope).get("here") in ("true", "1")
+
+
+async def _refuse(send: Send, error: NotLeading) -> None:
+    """The problem with one field more, and a header that says the same to who reads no bodies."""
+    said = msgspec.json.decode(responses.problem_of(error))
+    headers = [*responses.error_headers(error), (b"connection", b"close")]
+    said["role"] = "standby"
+    if error.leader:
+        said["leader"] = error.leader
+        headers.append((LEADER_HEADER, error.leader.encode()))
+    await responses.answer(send, msgspec.json.encode(said), error.status, headers, responses.MEDIA_TYPE.encode())

@@ -1,0 +1,523 @@
+"""What operators are shown: the fleet's state as messages, read in the event loop's thread.
+
+What is shown may be ahead of the database by the one transaction that is being written; directives and answers to
+changes never are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+
+import msgspec
+
+from everstep import __version__
+from everstep.errors import NotFound
+from everstep.ids import Rank, Version
+from everstep.vocabulary import Finding, JobState
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1 import operator_history as past
+from everstep.wire.v1.directives import RunProbe
+from everstep.wire.v1.operator import ProbeRow, ProbeStatus, Recovery
+from everstep.wire.v1.training import AnyReport, GenerationSpec, ProbeFinished, RankProgress, Resumed
+from everstep_controller.core.health.eviction import budget, budget_left
+from everstep_controller.core.health.evidence import offender_score
+from everstep_controller.core.health.maintenance import planned_for
+from everstep_controller.core.health.node_state import IN_SERVICE
+from everstep_controller.core.health.outbreaks import signature, spared_of, standing
+from everstep_controller.core.jobs.membership import (
+    Rosters,
+    able_nodes,
+    jobs_seated_on,
+    promised,
+    seats_of,
+    spares,
+    why_not,
+)
+from everstep_controller.core.records import JobRecord, NodeRecord
+from everstep_controller.core.state import FleetState, JobLive
+from everstep_controller.leadership.lease import Told
+from everstep_controller.runtime.commit_buffer import Absence
+from everstep_controller.runtime.push import Outbox
+from everstep_controller.store.rows import cursor_at, place_of
+
+# ---- boards
+# What is gathered from reports for people to read; no decision rests on it.
+#
+# The core counts who resumed and who passed a probe. Here the rest of what those reports say is kept: the phases of a
+# recovery, the figures of a probe.
+
+PROBES_KEPT = 256
+
+
+class _Resuming(msgspec.Struct):
+    """What the ranks of a generation said of their way back."""
+
+    restored: Version | None = None
+    ranks: set[int] = msgspec.field(default_factory=set)
+    phases_s: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class Recoveries:
+    """How each generation came to step.
+
+    Args:
+        jobs: as they were stored: what came to step in an earlier life is not told again.
+    """
+
+    def __init__(self, jobs: Iterable[JobRecord] = ()) -> None:
+        self._resuming: dict[tuple[str, int], _Resuming] = {}
+        self._told: dict[str, int] = {
+            job.job: job.generation.number for job in jobs if job.generation is not None and job.resumed_at is not None
+        }
+
+    def resumed(self, report: Resumed) -> None:
+        """A rank's first step in a generation."""
+        heard = self._resuming.setdefault((report.job, report.generation), _Resuming())
+        heard.ranks.add(report.rank)
+        heard.restored = report.restored if heard.restored is None else heard.restored
+        for phase, seconds in report.phases_s.items():
+            heard.phases_s[phase] = max(seconds, heard.phases_s.get(phase, 0.0))
+
+    def forget(self, job: str) -> None:
+        """The job is known no more."""
+        self._told.pop(job, None)
+        self._resuming = {key: heard for key, heard in self._resuming.items() if key[0] != job}
+
+    def current(self, job: JobRecord) -> Recovery | None:
+        """The newest generation's recovery, as far as it has come."""
+        spec = job.generation
+        if spec is None:
+            return None
+        heard = self._resuming.get((job.job, spec.number), _Resuming())
+        return Recovery(
+            generation=spec.number,
+            reason=spec.reason,
+            sentence=spec.sentence,
+            trace=spec.trace,
+            decided_at=job.opened_at,
+            seconds=None if job.resumed_at is None else max(0.0, job.resumed_at - job.opened_at),
+            restored=heard.restored,
+            resumed=len(heard.ranks),
+            world_size=spec.world_size,
+            phases_s=dict(heard.phases_s),
+        )
+
+    def finished(self, job: JobRecord) -> Recovery | None:
+        """The recovery that has just ended with this change of the job; each is returned once."""
+        spec = job.generation
+        if spec is None or job.resumed_at is None or self._told.get(job.job) == spec.number:
+            return None
+        recovery = self.current(job)
+        self._told[job.job] = spec.number
+        self._resuming = {key: heard for key, heard in self._resuming.items() if key[0] != job.job}
+        return recovery
+
+
+class Probes:
+    """The newest probes and what their members measured; forgotten at a restart."""
+
+    def __init__(self) -> None:
+        self._probes: dict[str, ProbeStatus] = {}
+        self._answers: dict[str, dict[str, ProbeFinished]] = {}
+
+    def started(self, probe: RunProbe, now: float) -> None:
+        """A node was told to take part."""
+        if probe.probe in self._probes:
+            return
+        self._probes[probe.probe] = ProbeStatus(probe=probe.probe, nodes=probe.nodes, started_at=now, trace=probe.trace)
+        self._answers[probe.probe] = {}
+        while len(self._probes) > PROBES_KEPT:
+            oldest = next(iter(self._probes))
+            del self._probes[oldest], self._answers[oldest]
+
+    def answered(self, node: str, report: ProbeFinished) -> None:
+        """A member's result."""
+        status = self._probes.get(report.probe)
+        if status is None or node not in status.nodes:  # a node speaks of its own part only
+            return
+        answers = self._answers[report.probe]
+        answers[node] = report
+        complete = set(status.nodes) <= set(answers)
+        failed = any(not answer.ok for answer in answers.values())
+        self._probes[report.probe] = msgspec.structs.replace(
+            status,
+            ok=False if failed else True if complete else None,
+            answers={member: answer.detail or ("ok" if answer.ok else "failed") for member, answer in answers.items()},
+            rows=_slowest(answers.values()),
+        )
+
+    def newest(self) -> tuple[ProbeStatus, ...]:
+        """Newest first."""
+        return tuple(reversed(self._probes.values()))
+
+    def page(self, node: str, cursor: str, limit: int) -> tuple[tuple[ProbeStatus, ...], str]:
+        """Probes that ``node`` (empty: any) takes part in, newest first, from after ``cursor`` on; and the cursor of
+        the page after. Raises MalformedMessage for a cursor that nobody was given."""
+        place = place_of(cursor, (int,))
+        found = [
+            status
+            for status in self.newest()
+            if (not node or node in status.nodes) and (place is None or _number(status.probe) < place[0])
+        ]
+        more = len(found) > limit
+        return tuple(found[:limit]), cursor_at([_number(found[limit - 1].probe)]) if more else ""
+
+    def get(self, probe: str) -> ProbeStatus:
+        """Raises NotFound."""
+        status = self._probes.get(probe)
+        if status is None:
+            raise NotFound(f"no probe {probe!r}: the newest {PROBES_KEPT} since the controller's start are kept")
+        return status
+
+
+def _number(probe: str) -> int:
+    """The fleet counts its probes."""
+    return int(probe.rpartition("-")[2])
+
+
+def _slowest(answers: Iterable[ProbeFinished]) -> tuple[ProbeRow, ...]:
+    """Per size, the longest latency and the lowest bandwidth that a member saw."""
+    rows: dict[int, ProbeRow] = {}
+    for answer in answers:
+        for size, latency_s, bandwidth in answer.rows:
+            other = rows.get(size)
+            rows[size] = ProbeRow(
+                bytes=size,
+                latency_s=max(latency_s, other.latency_s) if other else latency_s,
+                bandwidth_bytes_per_s=min(bandwidth, other.bandwidth_bytes_per_s) if other else bandwidth,
+            )
+    return tuple(rows[size] for size in sorted(rows))
+
+
+class Boards:
+    """Both boards, fed from the same reports."""
+
+    def __init__(self, jobs: Iterable[JobRecord] = ()) -> None:
+        self.recoveries = Recoveries(jobs)
+        self.probes = Probes()
+
+    def report(self, node: str, body: AnyReport) -> None:
+        """A report that the core has taken."""
+        if isinstance(body, Resumed):
+            self.recoveries.resumed(body)
+        elif isinstance(body, ProbeFinished):
+            self.probes.answered(node, body)
+
+
+_STEP, _STEP_S = attrgetter("step"), attrgetter("step_s")
+
+OVER = (JobState.FINISHED, JobState.FAILED)
+LONGEST_PAGE = 1000
+"""Entries in an answer, at most."""
+IN_OUTBREAK = "outbreak"
+"""How nodes are counted that serve although an outbreak's finding stands on them: they are not healthy."""
+OUTBREAK_NODES_NAMED = 32
+"""Nodes of an outbreak that are named in the fleet's status, at most."""
+
+
+class Desk(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a view may look at."""
+
+    state: FleetState
+    outbox: Outbox
+    epoch: int
+    started_at: float
+    now: Callable[[], float]
+    lag_s: Callable[[], float]
+    queued: Callable[[], int]
+    newest_event: Callable[[], int]
+    away: Callable[[], Absence | None] = lambda: None
+    remedies_open: Callable[[], int] = lambda: 0
+    journal_gaps: Callable[[], int] = lambda: 0
+    elsewhere: Callable[[], Told] = Told
+    clock_ahead_s: Callable[[], float] = lambda: 0.0
+
+    def budget_left(self) -> int:
+        """How many nodes may be evicted now."""
+        return budget_left(self.state, self.now())
+
+    def node(self, node: str) -> NodeRecord:
+        """Raises NotFound."""
+        record = self.state.nodes.get(node)
+        if record is None:
+            raise NotFound(f"no node {node!r}: `everstep nodes` lists them; a node appears when its agent registers")
+        return record
+
+    def job(self, job: str) -> JobRecord:
+        """Raises NotFound."""
+        record = self.state.jobs.get(job)
+        if record is None:
+            raise NotFound(f"no job {job!r}: `everstep jobs` lists them; a job appears when its first launcher joins")
+        return record
+
+
+class NodeFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Which nodes are asked for; an empty field asks for all. ``state``: one, or several with commas between, as
+    ``standing_of`` names them.
+    ``label``: NAME, or NAME=VALUE. ``model``: a part of the GPUs' name. ``gpu``: one's UUID or serial number."""
+
+    state: str = ""
+    rack: str = ""
+    switch: str = ""
+    job: str = ""
+    model: str = ""
+    driver: str = ""
+    gpu: str = ""
+    label: str = ""
+
+    def lets(self, state: FleetState, record: NodeRecord) -> bool:
+        """Whether the node is one of them, its job apart."""
+        if self.state and standing_of(state, record) not in self.state.split(","):
+            return False
+        if (self.rack and record.domain.rack != self.rack) or (self.switch and record.domain.switch != self.switch):
+            return False
+        if self.model and not any(self.model.lower() in gpu.name.lower() for gpu in record.gpus):
+            return False
+        if self.driver and record.driver_version != self.driver:
+            return False
+        if self.gpu and not any(self.gpu in (gpu.uuid, gpu.serial) for gpu in record.gpus):
+            return False
+        name, _, value = self.label.partition("=")
+        return not name or (name in record.labels and (not value or record.labels[name] == value))
+
+
+def standing_of(state: FleetState, record: NodeRecord) -> str:
+    """The node's state, or IN_OUTBREAK for one that serves only because its finding is an outbreak's."""
+    if record.state in IN_SERVICE and spared_of(state, record):
+        return IN_OUTBREAK
+    return str(record.state)
+
+
+def node_counts(state: FleetState) -> dict[str, int]:
+    """How many nodes there are in each state, by ``standing_of``."""
+    return dict(Tally(standing_of(state, record) for record in state.nodes.values()))
+
+
+def outbreaks(state: FleetState) -> tuple[op.Outbreak, ...]:
+    """The outbreaks that stand, the oldest first."""
+    known = len(state.nodes)
+    return tuple(
+        op.Outbreak(
+            finding=one.name,
+            rule=one.rule,
+            count=len(one.nodes),
+            nodes=one.nodes[:OUTBREAK_NODES_NAMED],
+            since=one.since,
+            sentence=one.sentence(known),
+            advice=one.advice(),
+        )
+        for one in standing(state)
+    )
+
+
+def _reason(record: NodeRecord, spared: Sequence[Finding]) -> str:
+    """Why the node is in its state, and what stands on it that an outbreak keeps it from being evicted for."""
+    if not spared or record.state not in IN_SERVICE:
+        return record.sentence
+    found = "; ".join(f"{signature(finding)} stands on {record.node}: {finding.message}" for finding in spared[:3])
+    return f"{found}; not evicted, since it is part of an outbreak (see: everstep status); before: {record.sentence}"
+
+
+def _job_of(state: FleetState, node: str) -> str | None:
+    """In whose running roster the node is."""
+    seated = jobs_seated_on(state, node) if node in state.live_nodes else []
+    return next((job.job for job in seated if job.state not in OVER and node in seats_of(job.generation)), None)
+
+
+def node_summary(desk: Desk, record: NodeRecord, job: str | None) -> op.NodeSummary:
+    live = desk.state.live_nodes.get(record.node)
+    spared = spared_of(desk.state, record)
+    return op.NodeSummary(
+        node=record.node,
+        state=record.state,
+        since=record.since,
+        reason=_reason(record, spared),
+        connected=desk.outbox.has_receiver(record.node),
+        last_seen_at=live.pulse.heard_at if live is not None and live.pulse.heard_at > 0 else None,
+        job=job,
+        gpus=len(record.gpus),
+        findings=len(record.known()),
+        domain=record.domain,
+        model=record.gpus[0].name if record.gpus else "",
+        labels=record.labels,
+        hold=record.hold,
+        driver=record.driver_version,
+        outbreaks=tuple(dict.fromkeys(signature(finding) for finding in spared)),
+    )
+
+
+def nodes_found(desk: Desk, wanted: NodeFilter) -> list[str]:
+    """The names of the nodes that are asked for, in order."""
+    state = desk.state
+    if wanted.job:
+        job = state.jobs.get(wanted.job)
+        names = seats_of(job.generation) if job is not None and job.state not in OVER else []
+    else:
+        names = list(state.nodes)
+    return sorted(name for name in names if name in state.nodes and wanted.lets(state, state.nodes[name]))
+
+
+def page_of(found: Sequence[str], cursor: str, limit: int) -> tuple[Sequence[str], str]:
+    """The names from after ``cursor`` on, and what is the next page's cursor; empty where there is none."""
+    begin = bisect_right(found, cursor) if cursor else 0
+    page = found[begin : begin + limit]
+    return page, page[-1] if begin + limit < len(found) else ""
+
+
+def node_summaries(desk: Desk, names: Iterable[str]) -> list[op.NodeSummary]:
+    """Of the nodes that there are still."""
+    state = desk.state
+    return [node_summary(desk, state.nodes[name], _job_of(state, name)) for name in names if name in state.nodes]
+
+
+def node_detail(desk: Desk, node: str) -> op.NodeDetail:
+    """All but the verdicts, which are in the store. Raises NotFound."""
+    record = desk.node(node)
+    return op.NodeDetail(
+        summary=node_summary(desk, record, _job_of(desk.state, node)),
+        incarnation=record.incarnation,
+        agent_version=record.agent_version,
+        driver_version=record.driver_version,
+        boot_id=record.boot_id,
+        vault=record.vault,
+        gpus=record.gpus,
+        host=record.host,
+        findings=record.known(),
+        evictions=len(record.evictions),
+        outbox=desk.outbox.depth(node),
+        registered_at=record.registered_at,
+        offences=round(offender_score(record, desk.now(), desk.state.policy.offender_half_life_s), 3),
+        hold=record.hold,
+        cordoned_by=record.foreign,
+        maintenance_until=record.maintenance_until,
+        planned=tuple(
+            op.PlannedWindow(starts_at=one.starts_at, until=one.until, sentence=one.sentence)
+            for one in planned_for(desk.state, record)
+        ),
+        held_by=record.held_by,
+    )
+
+
+def _progress(spec: GenerationSpec | None, live: JobLive | None) -> list[RankProgress]:
+    """The running generation's progress, by rank."""
+    if spec is None or live is None:
+        return []
+    known = live.pace.progress
+    return [known[rank] for rank in sorted(known) if known[rank].generation == spec.number]
+
+
+def unable(state: FleetState, job: JobRecord) -> dict[str, str]:
+    """Nodes that offer themselves to the job and may not be seated now, and why."""
+    worked_out: Rosters = {}
+    promises = promised(state, job, worked_out)
+    fit = {*able_nodes(state, job, worked_out=worked_out), *seats_of(job.generation)}
+    return {node: why_not(state, job, node, promises) for node in job.launchers if node not in fit}
+
+
+def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
+    """Linear in the job's ranks, and quick: Prometheus and dashboards ask often."""
+    spec, live = job.generation, state.live_jobs.get(job.job)
+    progress = live.pace.progress if live is not None else {}
+    number = spec.number if spec is not None else 0
+    known = [one for one in progress.values() if one.generation == number]
+    newest = (live.pace.newest_step or 0) if live is not None else 0
+    step = max(job.ended_step, newest) if job.state in OVER else min(map(_STEP, known), default=newest)
+    step_s = max(map(_STEP_S, known), default=0.0)
+    return op.JobSummary(
+        job=job.job,
+        state=job.state,
+        generation=spec.number if spec else 0,
+        world_size=spec.world_size if spec else 0,
+        nodes=len(seats_of(spec)),
+        spares=len(spares(state, job)),
+        step=step,
+        step_s=step_s,
+        loss=_loss(progress, spec),
+        committed=live.committed if live else None,
+        verified=live.verified if live else None,
+        reason=job.sentence,
+    )
+
+
+def _loss(progress: Mapping[Rank, RankProgress], spec: GenerationSpec | None) -> float | None:
+    """The lowest rank's that tells one: most often the first."""
+    number, ranks = (spec.number, spec.world_size) if spec is not None and progress else (0, 0)
+    for rank in range(ranks):
+        one = progress.get(rank)
+        if one is not None and one.generation == number and one.loss is not None:
+            return one.loss
+    return None
+
+
+def jobs_found(desk: Desk, job_state: str) -> list[str]:
+    """The names of the jobs in this state, or of all where it is empty, in order."""
+    return sorted(name for name, job in desk.state.jobs.items() if not job_state or job.state == job_state)
+
+
+def job_detail(desk: Desk, job: str) -> op.JobDetail:
+    """All but the recoveries, which are in the store. Raises NotFound."""
+    record = desk.job(job)
+    spec = record.generation
+    return op.JobDetail(
+        summary=job_summary(desk.state, record),
+        spec=record.spec,
+        roster=spec.roster if spec else (),
+        spares=tuple(spares(desk.state, record)),
+        store=spec.store if spec else None,
+        ranks=tuple(
+            op.RankStatus(rank=one.rank, node=spec.node_of(one.rank), step=one.step, step_s=one.step_s, loss=one.loss)
+            for one in _progress(spec, desk.state.live_jobs.get(job))
+            if spec is not None and one.rank < spec.world_size
+        ),
+        unable=unable(desk.state, record),
+    )
+
+
+def fleet_status(desk: Desk, jobs: Iterable[op.JobSummary]) -> op.FleetStatus:
+    """``jobs``: those that are not over."""
+    state = desk.state
+    return op.FleetStatus(
+        version=__version__,
+        epoch=desk.epoch,
+        now=desk.now(),
+        started_at=desk.started_at,
+        nodes=node_counts(state),
+        jobs=tuple(jobs),
+        connected=desk.outbox.connected(),
+        budget_left=desk.budget_left(),
+        breaker=state.fleet.breaker,
+        newest_event=desk.newest_event(),
+        breaker_at=state.fleet.breaker_at if state.fleet.breaker else 0.0,
+        store_away=state.store_away,
+        outbreaks=outbreaks(state),
+    )
+
+
+def budget_status(desk: Desk) -> past.BudgetStatus:
+    state = desk.state
+    now = budget(state, desk.now())
+    return past.BudgetStatus(
+        window_s=now.window_s,
+        breaker=now.breaker,
+        breaker_at=now.breaker_at,
+        scopes=tuple(
+            past.BudgetScope(
+                kind=one.kind,
+                name=one.name,
+                limit=one.limit,
+                used=one.used,
+                left=0 if now.breaker else one.left,
+                nodes=one.of,
+                frees_at=0.0 if now.breaker else one.frees_at,
+            )
+            for one in now.scopes
+        ),
+        held=tuple(
+            past.HeldEviction(node=record.node, finding=record.overruled, held_by=record.held_by)
+            for record in state.nodes.values()
+            if record.overruled
+        ),
+    )

@@ -1,0 +1,256 @@
+"""Posts the picture of alerts when it changes, and again now and then.
+
+What is posted for the first time is in the database before, and leaves it once its end was taken by the receiver: a
+controller that follows tells the end of what it finds there. Ends may be told twice, and are never left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from datetime import UTC, datetime
+
+import msgspec
+from sqlalchemy.exc import SQLAlchemyError
+
+from everstep.errors import Unavailable
+from everstep.vocabulary import JobState, NodeState
+from everstep_controller.core.health.outbreaks import standing
+from everstep_controller.core.state import FleetState
+from everstep_controller.remediation.remediator import guarded
+from everstep_controller.remediation.webhook import Receiver
+from everstep_controller.store.database_errors import StoreAway
+from everstep_controller.store.rows import AlertRow, Loaded
+
+# ---- alerts
+# What stands wrong now, as alerts in the form of Alertmanager's webhooks, so that its receivers understand it.
+#
+# Alerts are a picture of the present, not a log: the whole picture is posted when it changes, and again every few
+# minutes, so that a post that was lost is made good by the next. What a picture cannot show is what has ended since the
+# one before, so whatever may have been told is kept in the database until its end was told.
+# Format: Alertmanager's configuration reference, ``webhook_config``, version 4.
+
+OUT = {NodeState.QUARANTINED: "warning", NodeState.LOST: "warning", NodeState.REPAIR: "critical"}
+"""States of a node that somebody should know of, and how much they matter."""
+ENDED_S = 3600.0
+"""Seconds for which a job that failed is still told."""
+MOST = 1000
+"""Alerts in one post; what is more goes into further ones."""
+
+
+class Alert(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that stands wrong. ``labels`` say which one it is; ``since`` is wall seconds."""
+
+    labels: dict[str, str]
+    summary: str
+    since: float
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits by which the same alert is known again."""
+        text = "\0".join(f"{name}={self.labels[name]}" for name in sorted(self.labels))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def alerts_of(state: FleetState, now: float) -> list[Alert]:
+    """Everything that stands wrong, the fleet's own first."""
+    return [*_fleet(state), *_jobs(state, now), *_nodes(state)]
+
+
+def store_away(reason: str, since: float) -> Alert:
+    """The one alert that cannot be kept in the database before it is told."""
+    return _alert("EverstepStoreAway", "critical", f"the database is away: {reason}", since)
+
+
+def _fleet(state: FleetState) -> Iterable[Alert]:
+    if state.store_away:
+        yield store_away(state.store_away, state.store_away_at)
+    if state.fleet.breaker:
+        yield _alert("EverstepBreakerOpen", "critical", state.fleet.breaker, state.fleet.breaker_at)
+    for one in standing(state):
+        words = f"{one.sentence(len(state.nodes))}. {one.advice()}"
+        yield _alert("EverstepOutbreak", "critical", words, one.since, finding=one.name)
+
+
+def _jobs(state: FleetState, now: float) -> Iterable[Alert]:
+    for job in state.jobs.values():
+        if job.state is JobState.PAUSED:
+            yield _alert("EverstepJobPaused", "critical", job.sentence, job.since, run=job.job)
+        elif job.state is JobState.FAILED and now - job.since < ENDED_S:
+            yield _alert("EverstepJobFailed", "critical", job.sentence, job.since, run=job.job)
+
+
+def _nodes(state: FleetState) -> Iterable[Alert]:
+    for record in state.nodes.values():
+        severity = OUT.get(record.state)
+        if severity is not None:
+            words = f"{record.sentence}; {record.hold}" if record.hold else record.sentence
+            yield _alert("EverstepNodeOut", severity, words, record.since, node=record.node, state=str(record.state))
+
+
+def _alert(name: str, severity: str, summary: str, since: float, **labels: str) -> Alert:
+    return Alert(labels={"alertname": name, "severity": severity, **labels}, summary=summary[:1024], since=since)
+
+
+def maybe_told(loaded: Loaded) -> list[Alert]:
+    """What earlier lives may have told without its end: what they kept, and that the database was away, if they ended
+    while it was."""
+    kept = [msgspec.json.decode(row.doc, type=Alert) for row in loaded.alerts]
+    return [*kept, store_away("", loaded.newest_at)] if loaded.epoch > 1 else kept
+
+
+class Post(msgspec.Struct, frozen=True, kw_only=True):
+    """One post, and the fingerprints of the alerts whose end it tells."""
+
+    body: bytes
+    over: tuple[str, ...]
+
+
+def posts(firing: list[Alert], resolved: list[Alert], now: float, controller: str) -> Iterator[Post]:
+    """The whole picture, at most MOST alerts in a post; what has ended comes first."""
+    told = [*((alert, now) for alert in resolved), *((alert, None) for alert in firing)]
+    for start in range(0, len(told), MOST):
+        page = told[start : start + MOST]
+        body = {
+            "version": "4",
+            "groupKey": "everstep",
+            "truncatedAlerts": 0,
+            "status": "firing" if firing else "resolved",
+            "receiver": "everstep",
+            "groupLabels": {},
+            "commonLabels": {},
+            "commonAnnotations": {},
+            "externalURL": controller,
+            "alerts": [_told(alert, ended_at, controller) for alert, ended_at in page],
+        }
+        over = tuple(alert.fingerprint for alert, ended_at in page if ended_at is not None)
+        yield Post(body=msgspec.json.encode(body), over=over)
+
+
+def _told(alert: Alert, ended_at: float | None, controller: str) -> dict[str, object]:
+    return {
+        "status": "firing" if ended_at is None else "resolved",
+        "labels": alert.labels,
+        "annotations": {"summary": alert.summary},
+        "startsAt": _when(alert.since),
+        "endsAt": "0001-01-01T00:00:00Z" if ended_at is None else _when(ended_at),
+        "generatorURL": controller,
+        "fingerprint": alert.fingerprint,
+    }
+
+
+def _when(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
+
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+"""Seconds between two looks at what stands wrong."""
+REPEAT_S = 300.0
+"""Seconds after which a picture that has not changed is posted again, while anything stands wrong."""
+RETRY_S = 10.0
+"""Seconds after a post that failed until the picture of then is tried."""
+
+Write = Callable[[list[AlertRow], list[str]], Awaitable[None]]
+"""Stores alerts and deletes those of the fingerprints, durable on return. Raises Superseded, StoreAway, and
+SQLAlchemy's errors."""
+
+
+class Alerting:
+    """Watches ``state`` until cancelled.
+
+    Args:
+        url: an Alertmanager-compatible receiver. Raises ConfigurationError for anything but http and https.
+        token: sent as a bearer token; empty for none.
+        controller: this controller's URL, for people who want to look.
+        told: what earlier lives may have told, and not the end of it.
+        check_leading: raises Unavailable where this controller may not be sure that it leads: what stood when it was
+            stopped may be over, and another has said so.
+        failed: called for each post that failed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str,
+        controller: str,
+        state: FleetState,
+        now: Callable[[], float],
+        write: Write,
+        told: Iterable[Alert] = (),
+        check_leading: Callable[[], None] = lambda: None,
+        failed: Callable[[], None],
+    ) -> None:
+        self._receiver = Receiver(url, "a receiver of alerts")
+        self._token = token
+        self._controller = controller
+        self._state = state
+        self._now = now
+        self._write = write
+        self._check_leading = check_leading
+        self._failed = failed
+        self._told = {alert.fingerprint: alert for alert in told}
+        self._stored = {name: alert.since for name, alert in self._told.items()}
+        self._due = 0.0
+        self._failing = False
+
+    async def run(self) -> None:
+        """Looks and posts until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """One look, and a post where one is due."""
+        now = self._now()
+        firing = {alert.fingerprint: alert for alert in alerts_of(self._state, now)}
+        resolved = [alert for name, alert in self._told.items() if name not in firing]
+        changed = bool(resolved) or not firing.keys() <= self._told.keys()
+        due = now >= self._due or (changed and not self._failing)
+        if due:
+            self._told |= firing  # before it is known whether they were taken: no answer is no refusal
+        try:
+            await self._remember()
+            if due and (firing or resolved):
+                await self._tell(list(firing.values()), resolved, now)
+                await self._remember()
+        except Unavailable as error:
+            log.warning("alerts were not taken: %s", error)
+            self._failed()
+            self._failing, self._due = True, now + RETRY_S
+
+    async def _tell(self, firing: list[Alert], resolved: list[Alert], now: float) -> None:
+        """Posts the picture. Raises Unavailable at the first post that is not taken."""
+        for post in posts(firing, resolved, now, self._controller):
+            self._check_leading()
+            await asyncio.to_thread(guarded, self._post, post.body)
+            for name in post.over:
+                del self._told[name]
+        self._failing, self._due = False, now + REPEAT_S
+
+    async def _remember(self) -> None:
+        """Brings the database up to date. While it cannot be written alerts are told all the same, and kept later.
+        Raises Unavailable where another controller leads."""
+        begun = [alert for name, alert in self._told.items() if self._stored.get(name) != alert.since]
+        over = [name for name in self._stored if name not in self._told]
+        if self._state.store_away or not (begun or over):
+            return
+        rows = [AlertRow(fingerprint=one.fingerprint, doc=msgspec.json.encode(one).decode()) for one in begun]
+        try:
+            await self._write(rows, over)
+        except (StoreAway, SQLAlchemyError) as error:
+            log.warning("alerts that were told are not kept for the next controller yet: %s", error)
+            return
+        self._stored = {name: alert.since for name, alert in self._told.items()}
+
+    def _post(self, body: bytes) -> None:
+        headers = {"Content-Type": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        status, _ = self._receiver.ask("POST", headers, body)
+        if status >= 300:
+            raise Unavailable(f"{self._receiver.host} answered {status}")

@@ -1,0 +1,285 @@
+"""Kubernetes: nodes are cordoned, tainted and, where asked, emptied; every step leaves an event at the node.
+
+Our cordon is known by the annotation ``everstep.dev/cordon``, which holds the remedy's id and reason, on a node whose
+``unschedulable`` was last set by us, as its managed fields say (``kubectl uncordon`` and ``cordon`` leave annotations
+alone). Any other is somebody else's and stays. Nodes are patched only as they were read: a taint that somebody adds
+meanwhile is not lost. A reboot is asked for by the annotation ``everstep.dev/reboot``, which a site's own reboot
+controller acts on, and is done when the node's boot id has changed. Roles: ``deploy/kubernetes/rbac.yaml``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from everstep.errors import ConfigurationError, Conflict, Unavailable
+from everstep.ids import NodeId
+from everstep_controller.core.effects import Remedy, RemedyKind
+from everstep_controller.remediation.remediator import MARK, Standing, Unfinished, reason_of
+
+TIMEOUT_S = 10.0
+CORDON, REBOOT, REPAIR = "everstep.dev/cordon", "everstep.dev/reboot", "everstep.dev/repair"
+NO_NOTES = {CORDON: None, REBOOT: None, REPAIR: None}
+TAINT = {"key": "everstep.dev/quarantined", "value": "true", "effect": "NoSchedule"}
+MIRROR = "kubernetes.io/config.mirror"
+"""The annotation of a pod that only shows what the node runs from a file of its own: evicting it moves nothing."""
+ANCIENT = "ancient-changes"
+"""The manager under which an API server puts what the oldest of more than ten managers have set."""
+NODES_A_PAGE = 500
+
+
+class Unanswered(Unavailable):
+    """No answer came, not even a refusal."""
+
+
+def connect(kubeconfig: str = "") -> Any:
+    """The official client's ``CoreV1Api``: by ``kubeconfig``, or as the pod that this runs in.
+
+    Raises ConfigurationError where the client is not installed or finds no cluster.
+    """
+    try:
+        from kubernetes import client, config  # takes most of a second: only who uses Kubernetes pays for it
+    except ModuleNotFoundError:
+        raise ConfigurationError(
+            "remediation by Kubernetes needs its client: `pip install everstep[kubernetes]`"
+        ) from None
+    try:
+        if kubeconfig:
+            config.load_kube_config(kubeconfig)  # type: ignore[no-untyped-call]
+        else:
+            config.load_incluster_config()  # type: ignore[no-untyped-call]
+    except (config.ConfigException, OSError) as error:
+        raise ConfigurationError(f"no Kubernetes cluster is configured: {error}") from error
+    return client.CoreV1Api()
+
+
+class Kubernetes:
+    """Satisfies ``Remediator``. A node's name is its name in the cluster.
+
+    Args:
+        api: a ``CoreV1Api`` (``connect``).
+        evict: whether a cordon also evicts the node's pods (not those of daemon sets, nor static ones), by the eviction
+            API, so that disruption budgets hold.
+        namespace: where events are written.
+    """
+
+    name = "kubernetes"
+    dry_run = False
+    kinds = frozenset({RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REBOOT, RemedyKind.REPAIR})
+
+    def __init__(self, api: Any, *, evict: bool = False, namespace: str = "default") -> None:
+        self._api = api
+        self._evict = evict
+        self._namespace = namespace
+
+    def apply(self, remedy: Remedy) -> None:
+        node = self._read(remedy.node)
+        if _is_others(node):
+            self._leave(node)
+            raise _others(remedy)
+        change = self._change(node, remedy)
+        try:
+            self._tell(node, remedy)  # first: of a node that shows what was asked for nobody asks again
+        finally:  # no node stays in service because its event was not taken
+            if change is not None:
+                self._patch(node, change)
+            if remedy.kind is RemedyKind.CORDON and self._evict:
+                self._empty(remedy.node)
+
+    def _change(self, node: Any, remedy: Remedy) -> dict[str, Any] | None:
+        """The patch that brings ``remedy`` about; None where nothing is to be changed."""
+        notes = _annotations(node)
+        match remedy.kind:
+            case RemedyKind.CORDON | RemedyKind.REPAIR:
+                mine = {CORDON: notes[CORDON] if _is_ours(node) else reason_of(remedy)}
+                if remedy.kind is RemedyKind.REPAIR:
+                    mine[REPAIR] = reason_of(remedy)
+                if _is_ours(node) and mine.items() <= notes.items():
+                    return None
+                return _merge_patch(mine, unschedulable=True, taints=[*_others_taints(node), TAINT])
+            case RemedyKind.UNCORDON:
+                taints = _others_taints(node)
+                is_marked = not NO_NOTES.keys().isdisjoint(notes) or len(taints) < len(node.spec.taints or ())
+                if not node.spec.unschedulable and not is_marked:
+                    return None
+                return _merge_patch(NO_NOTES, unschedulable=False, taints=taints)
+            case RemedyKind.REBOOT:
+                if notes.get(REBOOT, "").startswith(remedy.id + " "):
+                    return None
+                return _merge_patch({REBOOT: f"{remedy.id} {_boot_id(node)}"})
+            case _:
+                raise Conflict(f"kubernetes cannot {remedy.kind}")
+
+    def is_done(self, remedy: Remedy) -> bool:
+        node = self._read(remedy.node)
+        notes, is_out = _annotations(node), bool(node.spec.unschedulable)
+        match remedy.kind:
+            case RemedyKind.CORDON:
+                return is_out and not (self._evict and self._pods(remedy.node))
+            case RemedyKind.REPAIR:
+                return is_out and notes.get(REPAIR, "").startswith(f"{MARK} {remedy.id}:")
+            case RemedyKind.UNCORDON:
+                if _is_others(node):
+                    raise _others(remedy)
+                return not is_out and CORDON not in notes
+            case RemedyKind.REBOOT:
+                asked, _, booted = notes.get(REBOOT, "").partition(" ")
+                return asked == remedy.id and booted != _boot_id(node)
+            case _:
+                return False
+
+    def _leave(self, node: Any) -> None:
+        """Takes from a node that somebody else has cordoned what is left of a cordon of ours."""
+        if CORDON in _annotations(node):
+            self._patch(node, _merge_patch(NO_NOTES, taints=_others_taints(node)))
+
+    def _patch(self, node: Any, change: dict[str, Any]) -> None:
+        """Changes the node if it still is as it was read; it is asked again otherwise."""
+        change["metadata"]["resourceVersion"] = node.metadata.resource_version
+        self._call(self._api.patch_node, node.metadata.name, change, field_manager=MARK)
+
+    def standing(self, nodes: Sequence[NodeId]) -> dict[NodeId, Standing]:
+        wanted, found, more = set(nodes), dict[NodeId, Standing](), None
+        while True:
+            page = self._call(self._api.list_node, limit=NODES_A_PAGE, _continue=more)
+            for node in page.items:
+                if node.metadata.name in wanted:
+                    found[node.metadata.name] = _standing(node)
+            more = page.metadata._continue
+            if not more:
+                return found
+
+    def close(self) -> None:
+        self._api.api_client.close()
+
+    # --- pods and events -------------------------------------------------------------------------------------------
+
+    def _pods(self, node: NodeId) -> list[Any]:
+        """Pods on the node that an eviction is to move: neither a daemon set's, nor static, nor over."""
+        listed = self._call(self._api.list_pod_for_all_namespaces, field_selector=f"spec.nodeName={node}")
+        return [
+            pod
+            for pod in listed.items
+            if pod.status.phase not in ("Succeeded", "Failed")
+            and MIRROR not in (pod.metadata.annotations or {})
+            and not any(owner.kind == "DaemonSet" for owner in pod.metadata.owner_references or ())
+        ]
+
+    def _empty(self, node: NodeId) -> None:
+        """Evicts every pod; a refusal, as by a disruption budget (429), is of that pod only, and raised at the end."""
+        pods = self._pods(node)
+        refusals: list[Conflict | Unavailable] = []
+        for pod in pods:
+            if pod.metadata.deletion_timestamp is None:
+                try:
+                    self._evict_pod(pod.metadata.name, pod.metadata.namespace)
+                except Unanswered:
+                    raise  # each of the others would wait as long
+                except (Conflict, Unavailable) as refusal:
+                    refusals.append(refusal)
+        if refusals:
+            passing = [refusal for refusal in refusals if isinstance(refusal, Unavailable)]
+            first = (passing or refusals)[0]
+            kind = Unfinished if passing else Conflict
+            raise kind(f"{len(refusals)} pods of {len(pods)} stay on {node}: {first}") from first
+
+    def _evict_pod(self, name: str, namespace: str) -> None:
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": name, "namespace": namespace},
+        }
+        self._call(self._api.create_namespaced_pod_eviction, name, namespace, body, gone=True)
+
+    def _tell(self, node: Any, remedy: Remedy) -> None:
+        """An event at the node; its name is the remedy's, so that it is there once."""
+        at = datetime.fromtimestamp(remedy.at, UTC).isoformat().replace("+00:00", "Z")
+        event = {
+            "metadata": {"name": f"{MARK}.{remedy.id}".lower().replace("_", "-"), "namespace": self._namespace},
+            "involvedObject": {"kind": "Node", "name": remedy.node, "uid": node.metadata.uid},
+            "reason": "Everstep" + remedy.kind.title().replace("_", ""),
+            "message": remedy.sentence[:1024],
+            "type": "Normal" if remedy.kind is RemedyKind.UNCORDON else "Warning",
+            "source": {"component": MARK},
+            "firstTimestamp": at,
+            "lastTimestamp": at,
+            "count": 1,
+        }
+        self._call(self._api.create_namespaced_event, self._namespace, event, gone=True)
+
+    def _read(self, node: NodeId) -> Any:
+        return self._call(self._api.read_node, node)
+
+    def _call(self, ask: Callable[..., Any], *arguments: Any, gone: bool = False, **options: Any) -> Any:
+        """One request. ``gone``: that what it is about is there already, or no longer, is as good as done."""
+        from kubernetes.client.exceptions import ApiException
+        from urllib3.exceptions import HTTPError
+
+        try:
+            return ask(*arguments, **options, _request_timeout=TIMEOUT_S)
+        except ApiException as error:
+            if gone and error.status in (404, 409):
+                return None
+            if error.status and 400 <= error.status < 500 and error.status not in (408, 409, 429):
+                raise Conflict(f"kubernetes refuses: {error.status} {error.reason}") from error
+            raise Unavailable(f"kubernetes: {error.status} {error.reason}") from error
+        except (HTTPError, OSError) as error:
+            raise Unanswered(f"kubernetes did not answer: {type(error).__name__}") from error
+
+
+def _annotations(node: Any) -> dict[str, str]:
+    return dict(node.metadata.annotations or {})
+
+
+def _is_ours(node: Any) -> bool:
+    """Whether the node is out of service by us. Where a server keeps no managed fields, our annotation is believed."""
+    set_by = {
+        entry.manager
+        for entry in node.metadata.managed_fields or ()
+        if "f:unschedulable" in ((entry.fields_v1 or {}).get("f:spec") or {})
+    }
+    is_marked = bool(node.spec.unschedulable) and CORDON in _annotations(node)
+    return is_marked and (not set_by or not set_by.isdisjoint((MARK, ANCIENT)))
+
+
+def _is_others(node: Any) -> bool:
+    return bool(node.spec.unschedulable) and not _is_ours(node)
+
+
+def _others(remedy: Remedy) -> Conflict:
+    return Conflict(f"{remedy.node} is cordoned by somebody else")
+
+
+def _others_taints(node: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            name: value
+            for name, value in (
+                ("key", one.key),
+                ("value", one.value),
+                ("effect", one.effect),
+                ("timeAdded", one.time_added),
+            )
+            if value is not None
+        }
+        for one in node.spec.taints or ()
+        if one.key != TAINT["key"]
+    ]
+
+
+def _boot_id(node: Any) -> str:
+    return str(node.status.node_info.boot_id)
+
+
+def _merge_patch(annotations: Mapping[str, str | None], **spec: Any) -> dict[str, Any]:
+    """A merge patch: an annotation of None goes, taints are replaced as a whole."""
+    return {"metadata": {"annotations": annotations}, "spec": spec}
+
+
+def _standing(node: Any) -> Standing:
+    if not node.spec.unschedulable:
+        return Standing()
+    if _is_others(node):
+        return Standing(cordoned_by="kubernetes", reason="cordoned")
+    return Standing(cordoned_by=MARK, reason=_annotations(node)[CORDON])

@@ -1,0 +1,219 @@
+"""Slurm: nodes are drained with our reason, resumed, and rebooted by ``scontrol``.
+
+A reboot's reason holds the time of the boot before it, as Slurm tells it, and is read back by a later one: only Slurm's
+own clock is asked, and whoever leads next finds in Slurm what was asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import msgspec
+
+from everstep.errors import ConfigurationError, Conflict, Unavailable
+from everstep.ids import NodeId
+from everstep_controller.core.effects import Remedy, RemedyKind
+from everstep_controller.remediation.remediator import MARK, Standing, reason_of
+
+TIMEOUT_S = 10.0
+OUT = frozenset({"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "MAINT", "RESERVED"})
+"""Flags of a node that takes no new jobs because somebody said so (``scontrol`` manual, NODE STATES)."""
+OF_ITSELF = (
+    "Not responding",
+    "Node unexpectedly rebooted",
+    "ResumeTimeout reached",
+    "Reboot ASAP",
+    "reboot timed out",
+    "Low ",
+    "gres/",
+    "Epilog error",
+    "Prolog error",
+    "Duplicate jobid",
+    "Kill task failed",
+    "batch job complete failure",
+    "Powered down",
+)
+"""How slurmctld's own reasons begin for a node that it took ``DOWN`` (its strings). With another one somebody did."""
+REBOOTING = frozenset({"REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED"})
+BOOT_JITTER_S = 5.0
+"""Seconds by which the time of one and the same boot may differ: Slurm reckons it anew, from the node's uptime and its
+own clock, whenever the node registers."""
+_FIELD = re.compile(r"(?:^|\s)(\w+)=")
+_REBOOT = re.compile(rf"{MARK} (\S+) after boot of (\S+): ")
+_UNKNOWN = re.compile(r"Node \S+ not found")
+_REFUSED = (
+    "Invalid node name specified",
+    "Invalid user id",
+    "error: Permission denied",
+    "Access/permission denied",
+    "RebootProgram isn't defined",
+    "Requested operation not supported",
+)
+"""What ``scontrol`` says where asking again is of no use. Anything else (nobody there, a backup in standby, munge away,
+words of another release) may pass."""
+
+
+class SlurmNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A node as ``scontrol show node`` tells of it. ``booted_at``: wall seconds, 0.0 where it is not known."""
+
+    states: frozenset[str]
+    reason: str
+    booted_at: float
+
+    @property
+    def is_out(self) -> bool:
+        by_somebody = bool(self.reason) and not self.is_ours and not self.reason.startswith(OF_ITSELF)
+        return bool(self.states & OUT) or ("DOWN" in self.states and by_somebody)
+
+    @property
+    def is_ours(self) -> bool:
+        return self.reason.startswith(MARK)
+
+    def booted_before(self, remedy: Remedy) -> float | None:
+        """The boot before the reboot ``remedy``, in wall seconds; None where that was not asked for."""
+        asked = _REBOOT.match(self.reason)
+        return _wall(asked[2]) if asked and asked[1] == remedy.id else None
+
+
+def parse_node(line: str) -> SlurmNode:
+    """One line of ``scontrol --oneliner show node``."""
+    places = list(_FIELD.finditer(line))
+    ends = [place.start() for place in places[1:]] + [len(line)]
+    fields = {place[1]: line[place.end() : end].strip() for place, end in zip(places, ends, strict=True)}
+    reason, _, _ = fields.get("Reason", "").rpartition(" [")
+    return SlurmNode(
+        states=frozenset(re.split(r"[+*~#!%$@^-]+", fields.get("State", ""))) - {""},
+        reason=reason or fields.get("Reason", ""),
+        booted_at=_wall(fields.get("BootTime", "")),
+    )
+
+
+def _wall(text: str) -> float:
+    """``scontrol`` says UTC, as its environment asks for, without a zone."""
+    try:
+        return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return 0.0
+
+
+class Slurm:
+    """Satisfies ``Remediator``. A node's name is its name in Slurm.
+
+    Args:
+        scontrol: the program; Raises ConfigurationError where it is not there.
+        configuration: Slurm's configuration file, empty for Slurm's own default.
+    """
+
+    name = "slurm"
+    dry_run = False
+    kinds = frozenset({RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REBOOT, RemedyKind.REPAIR})
+
+    def __init__(self, scontrol: str = "scontrol", configuration: str = "") -> None:
+        found = shutil.which(scontrol)
+        if found is None:
+            raise ConfigurationError(f"{scontrol!r} is not on this machine: install Slurm's client programs")
+        self._scontrol = found
+        self._environment = {**os.environ, "LC_ALL": "C", "SLURM_TIME_FORMAT": "standard", "TZ": "UTC"}
+        if configuration:
+            self._environment["SLURM_CONF"] = configuration
+
+    def apply(self, remedy: Remedy) -> None:
+        if self.is_done(remedy):
+            return
+        node = self._show(remedy.node)
+        self._check_ours(node, remedy)
+        match remedy.kind:
+            case RemedyKind.CORDON | RemedyKind.REPAIR:
+                self._run("update", f"NodeName={remedy.node}", "State=DRAIN", f"Reason={_plain(reason_of(remedy))}")
+            case RemedyKind.UNCORDON:
+                self._run("update", f"NodeName={remedy.node}", "State=RESUME")
+            case RemedyKind.REBOOT:
+                if node.booted_before(remedy) is not None:
+                    return
+                if node.states & REBOOTING:
+                    raise Unavailable(
+                        f"{remedy.node} is being rebooted for another reason ({node.reason or 'none given'})"
+                    )
+                self._run("reboot", "ASAP", "nextstate=DOWN", f"reason={_reboot_reason(remedy, node)}", remedy.node)
+            case _:
+                raise Conflict(f"slurm cannot {remedy.kind}")
+
+    def is_done(self, remedy: Remedy) -> bool:
+        node = self._show(remedy.node)
+        match remedy.kind:
+            case RemedyKind.CORDON:
+                return node.is_out
+            case RemedyKind.REPAIR:
+                return node.is_out and node.reason.startswith(f"{MARK} {remedy.id}:")
+            case RemedyKind.UNCORDON:
+                return not node.is_out and not ("DOWN" in node.states and node.is_ours)
+            case RemedyKind.REBOOT:
+                before = node.booted_before(remedy)
+                is_back = not node.states & REBOOTING
+                return before is not None and is_back and node.booted_at > before + BOOT_JITTER_S
+            case _:
+                return False
+
+    @staticmethod
+    def _check_ours(node: SlurmNode, remedy: Remedy) -> None:
+        if node.is_out and not node.is_ours:
+            raise Conflict(f"{remedy.node} is out of service by somebody else ({node.reason or 'no reason given'})")
+
+    def standing(self, nodes: Sequence[NodeId]) -> dict[NodeId, Standing]:
+        wanted = set(nodes)
+        found: dict[NodeId, Standing] = {}
+        for line in self._run("--oneliner", "show", "nodes").splitlines():
+            name = line.partition("NodeName=")[2].partition(" ")[0]
+            if name in wanted:
+                found[name] = _standing(parse_node(line))
+        return found
+
+    def close(self) -> None:
+        pass
+
+    def _show(self, node: NodeId) -> SlurmNode:
+        return parse_node(self._run("--oneliner", "show", "node", node))
+
+    def _run(self, *arguments: str) -> str:
+        try:
+            done = subprocess.run(
+                [self._scontrol, *arguments],
+                env=self._environment,
+                capture_output=True,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=TIMEOUT_S,
+                check=False,
+                stdin=subprocess.DEVNULL,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise Unavailable(f"scontrol did not answer within {TIMEOUT_S:g} s") from error
+        words = " ".join((done.stderr or done.stdout).split())
+        is_known = _UNKNOWN.fullmatch(words) is None
+        if done.returncode == 0 and is_known:
+            return done.stdout
+        said = words[-400:] or f"it ended with {done.returncode}"
+        if not is_known or any(sign in words for sign in _REFUSED):
+            raise Conflict(f"scontrol {arguments[0]} was refused: {said}")
+        raise Unavailable(f"scontrol {arguments[0]} was of no use: {said}")
+
+
+def _reboot_reason(remedy: Remedy, node: SlurmNode) -> str:
+    booted = datetime.fromtimestamp(node.booted_at, UTC).replace(tzinfo=None).isoformat(timespec="seconds")
+    return _plain(f"{MARK} {remedy.id} after boot of {booted}: {remedy.sentence}"[:256])
+
+
+def _plain(reason: str) -> str:
+    return reason.replace("=", ":")  # it would read as a field
+
+
+def _standing(node: SlurmNode) -> Standing:
+    if not node.is_out:
+        return Standing()
+    return Standing(cordoned_by=MARK if node.is_ours else "slurm", reason=node.reason)

@@ -1,0 +1,157 @@
+"""Remedies posted to a URL of the site's own; what it answers is what is believed.
+
+``POST URL`` has the remedy in JSON. ``Everstep-Remedy`` is its id: a receiver does the same id once, however often it
+is posted. ``Everstep-Signature`` is ``sha256=`` and the HMAC-SHA256, in hex, of ``TIMESTAMP.METHOD.ID.BODY`` under the
+webhook's own secret, ``Everstep-Timestamp`` the seconds in it, so that an old post cannot be played again. The answer,
+also that of ``GET URL?remedy=ID`` by which it is read back, is JSON: ``{"state": "done" | "pending" | "refused",
+"detail": "..."}``. With ``cordons`` set, ``GET URL?nodes=a,b`` answers with an object that has, for each node that is
+kept out of service, ``{"cordoned_by": "...", "reason": "..."}``, and nothing is posted of one that somebody other than
+``everstep`` keeps out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import http.client
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+from urllib.parse import urlencode, urlsplit
+
+import msgspec
+
+from everstep.errors import UNREADABLE, ConfigurationError, Conflict, Unavailable
+from everstep.ids import NodeId
+from everstep_controller.config import is_http_url
+from everstep_controller.core.effects import Remedy, RemedyKind
+from everstep_controller.remediation.remediator import MARK, Standing
+
+# ---- receiver
+# Somebody's URL that remedies or alerts are sent to: one exchange, one connection.
+
+TIMEOUT_S = 5.0
+LARGEST_ANSWER_BYTES = 1 << 20
+
+
+class Receiver:
+    """Belongs to whoever asks; one thread at a time.
+
+    Args:
+        url: http or https. Raises ConfigurationError for anything else.
+        what: what is expected there, for messages: "a webhook".
+    """
+
+    def __init__(self, url: str, what: str) -> None:
+        if not is_http_url(url):
+            raise ConfigurationError(f"{url!r} cannot be {what}: use http://HOST/PATH or https://HOST/PATH")
+        parts = urlsplit(url)
+        self.host = parts.hostname or ""
+        self._what = what
+        self._parts = parts
+
+    def ask(
+        self, method: str, headers: dict[str, str], body: bytes = b"", query: dict[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        """Status and beginning of the answer. Raises Unavailable where there is none."""
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self.host, self._parts.port, timeout=TIMEOUT_S)
+        try:
+            connection.request(method, self._path(query or {}), body or None, headers)
+            response = connection.getresponse()
+            return response.status, response.read(LARGEST_ANSWER_BYTES)
+        except (OSError, http.client.HTTPException) as error:
+            raise Unavailable(f"{self._what} at {self.host}: {type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+
+    def _path(self, query: dict[str, str]) -> str:
+        asked = "&".join(filter(None, (self._parts.query, urlencode(query))))
+        return (self._parts.path or "/") + (f"?{asked}" if asked else "")
+
+
+NODES_AT_ONCE = 100
+
+
+class Said(msgspec.Struct, frozen=True, kw_only=True):
+    """What the receiver says of a remedy."""
+
+    state: Literal["done", "pending", "refused"]
+    detail: str = ""
+
+
+def signature(secret: bytes, timestamp: str, method: str, subject: str, body: bytes) -> str:
+    """The value of ``Everstep-Signature``."""
+    text = f"{timestamp}.{method}.{subject}.".encode() + body
+    return "sha256=" + hmac.new(secret, text, hashlib.sha256).hexdigest()
+
+
+class Webhook:
+    """Satisfies ``Remediator``.
+
+    Args:
+        url: http or https. Raises ConfigurationError for anything else.
+        wall: the wall clock, for the signature's time.
+        cordons: whether the receiver can tell who has cordoned a node.
+    """
+
+    name = "webhook"
+    dry_run = False
+    kinds = frozenset(RemedyKind)
+
+    def __init__(self, url: str, secret: bytes, *, wall: Callable[[], float], cordons: bool = False) -> None:
+        self._receiver = Receiver(url, "a webhook")
+        self._secret = secret
+        self._wall = wall
+        self._cordons = cordons
+
+    def apply(self, remedy: Remedy) -> None:
+        shown = self.standing([remedy.node]).get(remedy.node, Standing())
+        if shown.cordoned_by not in ("", MARK):
+            raise Conflict(f"{remedy.node} is out of service by somebody else ({shown.cordoned_by})")
+        self._said("POST", remedy, msgspec.json.encode(remedy))
+
+    def is_done(self, remedy: Remedy) -> bool:
+        return self._said("GET", remedy, b"").state == "done"
+
+    def standing(self, nodes: Sequence[NodeId]) -> dict[NodeId, Standing]:
+        found: dict[NodeId, Standing] = {}
+        for first in range(0, len(nodes) if self._cordons else 0, NODES_AT_ONCE):
+            names = ",".join(nodes[first : first + NODES_AT_ONCE])
+            answer = self._ask("GET", {"nodes": names}, names, b"")
+            found |= _decoded(answer, dict[NodeId, Standing])
+        return found
+
+    def close(self) -> None:
+        pass
+
+    def _said(self, method: str, remedy: Remedy, body: bytes) -> Said:
+        query = {} if method == "POST" else {"remedy": remedy.id}
+        said: Said = _decoded(self._ask(method, query, remedy.id, body), Said)
+        if said.state == "refused":
+            raise Conflict(f"the webhook refuses: {said.detail or 'no reason given'}")
+        return said
+
+    def _ask(self, method: str, query: dict[str, str], subject: str, body: bytes) -> bytes:
+        status, answer = self._receiver.ask(method, self._headers(method, subject, body), body, query)
+        if status < 300:
+            return answer
+        text = f"the webhook answered {status}: {answer[:200].decode(errors='replace')}"
+        if 400 <= status < 500 and status not in (408, 425, 429):
+            raise Conflict(text)
+        raise Unavailable(text)
+
+    def _headers(self, method: str, subject: str, body: bytes) -> dict[str, str]:
+        timestamp = str(int(self._wall()))
+        return {
+            "Content-Type": "application/json",
+            "Everstep-Remedy": subject,
+            "Everstep-Timestamp": timestamp,
+            "Everstep-Signature": signature(self._secret, timestamp, method, subject, body),
+        }
+
+
+def _decoded(answer: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(answer, type=kind)
+    except UNREADABLE as error:
+        raise Unavailable(f"the webhook's answer is not understood: {error}") from error

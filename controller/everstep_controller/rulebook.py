@@ -1,0 +1,192 @@
+"""Reads the rules on findings: the shipped policy files, and a site's over them, kind by kind and key by key."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from everstep.errors import ConfigurationError
+from everstep.settings import parse_toml
+from everstep.vocabulary import FindingKind
+from everstep.wire.v1.operator_history import PolicyChange, PolicyChecked, PolicyDocument
+from everstep_controller.core.policy import REMEMBERED, RUNGS, CorePolicy, Rule, Rulebook, SecondPass
+
+POLICY_FOLDER = Path(__file__).parent / "policy"
+
+
+class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file of whole rules."""
+
+    rule: tuple[Rule, ...] = ()
+
+
+Tables = dict[tuple[str, str], dict[str, Any]]
+
+
+def load_rulebook(site: Path | None = None, folder: Path = POLICY_FOLDER) -> Rulebook:
+    """The shipped rules, and those of the ``*.toml`` in ``site`` over them.
+
+    A site's rule of the same kind (and name) replaces the keys that it gives and keeps the others; one with a new name
+    stands before the kind's nameless rule. Raises ConfigurationError with file, line and key for what is wrong.
+    """
+    if site is not None and not site.is_dir():
+        raise ConfigurationError(f"the policy folder {site} is no directory")
+    tables = _read(folder)
+    for key, table in (_read(site) if site is not None else {}).items():
+        tables[key] = {**tables.get(key, {}), **table}
+    return _book(tables)
+
+
+def changed_rules(rulebook: Rulebook, changes: Iterable[Mapping[str, Any]]) -> Rulebook:
+    """The rules with ``changes`` over them, as a site's file would be. Raises ConfigurationError."""
+    tables: Tables = {
+        (str(rule.kind), rule.name): msgspec.to_builtins(rule) for rules in rulebook.kinds.values() for rule in rules
+    }
+    for change in changes:
+        key = (str(change.get("kind", "")), str(change.get("name", "")))
+        if key not in tables and "source" not in change:
+            raise ConfigurationError(f"there is no rule {'.'.join(filter(None, key))!r}; a new one needs its source")
+        tables[key] = {**tables.get(key, {}), **change}
+    return _book(tables)
+
+
+def _book(tables: Tables) -> Rulebook:
+    rules = [_whole(table) for table in tables.values()]
+    rulebook = Rulebook({kind: _of_kind(rules, kind) for kind in FindingKind})
+    if missing := [kind for kind, found in rulebook.kinds.items() if not found or found[-1].name]:
+        raise ConfigurationError(f"no rule without a name judges {', '.join(missing)}")
+    return rulebook
+
+
+@functools.cache
+def shipped_rulebook() -> Rulebook:
+    """The rules as shipped."""
+    return load_rulebook()
+
+
+def with_rules(policy: CorePolicy, site: Path | None = None) -> CorePolicy:
+    """The policy with its rulebook read, where it has none yet. Raises ConfigurationError."""
+    if policy.rules.kinds and site is None:
+        return policy
+    rules = shipped_rulebook() if site is None else load_rulebook(site)
+    return msgspec.structs.replace(policy, rules=rules)
+
+
+# --- inside ------------------------------------------------------------------------------------------------------
+
+
+def _read(folder: Path) -> Tables:
+    """The rules of all files in the folder, as tables whose keys and values were checked, by kind and name."""
+    tables: Tables = {}
+    for path in sorted(folder.glob("*.toml")):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"{path}: cannot be read: {error}") from error
+        file = parse_toml(text, str(path), PolicyFile, (PolicyFile, Rule))
+        for rule, table in zip(file.rule, tomllib.loads(text).get("rule", ()), strict=True):
+            key = (str(rule.kind), rule.name)
+            if key in tables:
+                raise ConfigurationError(f"{path}: {rule.id} has two rules in {folder}")
+            tables[key] = table
+    return tables
+
+
+def _whole(table: dict[str, Any]) -> Rule:
+    """The rule as all files together give it."""
+    try:
+        rule = msgspec.convert(table, Rule)
+    except msgspec.ValidationError as error:
+        name = ".".join(str(table[key]) for key in ("kind", "name") if table.get(key))
+        raise ConfigurationError(f"rule {name}: {error}") from error
+    for wrong, mend in _contradictions(rule):
+        if wrong:
+            raise ConfigurationError(f"rule {rule.id}: {mend}")
+    return rule
+
+
+def _of_kind(rules: list[Rule], kind: FindingKind) -> tuple[Rule, ...]:
+    return tuple(sorted((rule for rule in rules if rule.kind is kind), key=lambda rule: (not rule.name, rule.name)))
+
+
+def _contradictions(rule: Rule) -> tuple[tuple[bool, str], ...]:
+    n, m = rule.n_of
+    seconds = (rule.window_s, rule.boot_grace_s, rule.repeat_s, rule.same_s, rule.clear_s, rule.correlated_s)
+    order = [RUNGS.index(rung) for rung in rule.ladder if rung in RUNGS]
+    return (
+        (not rule.source, "it has no source: say where its numbers come from"),
+        (not 1 <= n <= m <= REMEMBERED, f"n_of = [{n}, {m}] must be [n, m] with 1 <= n <= m <= {REMEMBERED}"),
+        (n > 1 and rule.window_s <= 0, "n_of counts within window_s: give it, above zero"),
+        (min(seconds) < 0, "seconds cannot be negative"),
+        (rule.same_s > rule.repeat_s, "same_s is the beginning of repeat_s, and so no longer"),
+        (len(order) != len(rule.ladder), f"a ladder is made of {', '.join(RUNGS)}"),
+        (not order or order != sorted(set(order)), "a ladder has its cures once each, weakest first"),
+        (rule.passes < 1, "passes must be at least 1"),
+        (rule.correlated_nodes < 2, "correlated_nodes must be at least 2: one node is no correlation"),
+        (not 0 < rule.correlated_share <= 1, "correlated_share is a share of the fleet: above 0, at most 1"),
+        (
+            rule.second_pass is not SecondPass.NONE and not rule.diagnostics,
+            "a second pass needs diagnostics to be passed on the way back",
+        ),
+    )
+
+
+# ---- policy change
+# A change of policy, checked as the settings are.
+
+
+def document(policy: CorePolicy) -> PolicyDocument:
+    """The policy as people read it."""
+    knobs: dict[str, Any] = msgspec.to_builtins(policy)
+    del knobs["rules"]
+    rules = (rule for kind in policy.rules.kinds.values() for rule in kind)
+    return PolicyDocument(knobs=knobs, rules=tuple(msgspec.to_builtins(rule) for rule in rules))
+
+
+def apply(policy: CorePolicy, change: PolicyChange) -> CorePolicy:
+    """The policy with the change. Raises ConfigurationError for what cannot be put in force, and how to mend it."""
+    if "rules" in change.knobs:
+        raise ConfigurationError("rules is no knob: give the rules beside the knobs")
+    knobs: dict[str, Any] = {name: getattr(policy, name) for name in policy.__struct_fields__ if name != "rules"}
+    try:
+        changed = msgspec.convert({**knobs, **change.knobs}, CorePolicy, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"a knob is wrong: {error}") from error
+    return msgspec.structs.replace(changed, rules=changed_rules(policy.rules, change.rules)).validate()
+
+
+def check(policy: CorePolicy, change: PolicyChange) -> PolicyChecked:
+    """Whether the change could be put in force, and what of the policy it changes."""
+    try:
+        changed = apply(policy, change)
+    except ConfigurationError as error:
+        return PolicyChecked(ok=False, complaint=str(error))
+    return PolicyChecked(ok=True, changes=_differences(document(policy), document(changed)))
+
+
+def _differences(before: PolicyDocument, after: PolicyDocument) -> dict[str, str]:
+    told = {
+        name: f"{_text(before.knobs[name])} -> {_text(value)}"
+        for name, value in after.knobs.items()
+        if value != before.knobs[name]
+    }
+    rules = {_name(rule): rule for rule in before.rules}
+    for rule in after.rules:
+        was = rules.get(_name(rule), {})
+        for key in sorted(rule.keys() | was.keys()):
+            if rule.get(key) != was.get(key):
+                told[f"{_name(rule)}: {key}"] = f"{_text(was.get(key))} -> {_text(rule.get(key))}"
+    return told
+
+
+def _name(rule: dict[str, Any]) -> str:
+    return f"{rule['kind']}.{rule['name']}" if rule.get("name") else str(rule["kind"])
+
+
+def _text(value: Any) -> str:
+    return "default" if value is None else msgspec.json.encode(value).decode()

@@ -1,0 +1,1 @@
+"""Run the core: take events in, store what it decides, push directives to agents."""

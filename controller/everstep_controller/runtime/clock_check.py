@@ -1,0 +1,137 @@
+"""Doubt the machine's clock: at start against the database, and while the controller runs against its own time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from everstep.errors import ConfigurationError, Unavailable
+from everstep_controller.runtime.clock import FOLLOW_EVERY_S, FOLLOWED_S, SteadyTime
+
+log = logging.getLogger(__name__)
+
+NOTE_EVERY_S = 60.0
+"""Seconds between two notes of the time in the database. The next start compares its clock with the last one."""
+SLEWED_S = 60.0
+"""A difference up to this is left to ``SteadyTime.follow``."""
+APART_S = 1.0
+"""Difference between the controller's time and the wall clock from which on the log mentions it."""
+
+
+def check_start(wall: float, newest_at: float, most_days: float) -> None:
+    """Raises ConfigurationError where the wall clock is implausibly far ahead of the database.
+
+    Everything that a controller writes carries its time. One start with a clock that is ahead by months would stamp
+    new events months ahead, end credentials early, and let retention by age delete the history.
+
+    Args:
+        wall: the wall clock now.
+        newest_at: the newest time in the database; 0.0 where there is none.
+        most_days: how many days may lie between them; 0: any number.
+    """
+    ahead_days = (wall - newest_at) / 86400
+    if not newest_at or not most_days or ahead_days <= most_days:
+        return
+    raise ConfigurationError(
+        f"this machine's clock says {_utc(wall)}, which is {ahead_days:.0f} days after the newest time in the "
+        f"database, {_utc(newest_at)}. If the clock is wrong, set it (`timedatectl`) and start again. If no controller "
+        "has run since then and the clock is right, start once with --trust-clock"
+    )
+
+
+def set_back_s(wall: float, newest_at: float, *, trust_clock: bool) -> float:
+    """Seconds by which a controller that starts sets its time back, and with it whatever the database dates later
+    than ``wall``. 0.0 unless an operator vouches for the clock, and where the difference is gone soon by itself."""
+    behind_s = newest_at - wall
+    return behind_s if trust_clock and behind_s > SLEWED_S else 0.0
+
+
+class ClockWatch:
+    """Leads the controller's time back to the wall clock, and logs once when they part and once when they agree.
+
+    Args:
+        note: writes the controller's time into the database.
+    """
+
+    def __init__(self, steady: SteadyTime, note: Callable[[float], Awaitable[None]]) -> None:
+        self._steady = steady
+        self._note = note
+        self._noted_at = -NOTE_EVERY_S
+        self._said: Callable[[float], str] | None = None
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(FOLLOW_EVERY_S)
+
+    async def look(self) -> None:
+        """Compares once, and notes the time where that is due."""
+        self._steady.follow()
+        self._tell(self._steady.ahead_s())
+        now = self._steady.now()
+        if now - self._noted_at < NOTE_EVERY_S:
+            return
+        self._noted_at = now
+        try:
+            await self._note(now)
+        except (Unavailable, SQLAlchemyError) as error:
+            log.warning("the time was not noted in the database, to be tried again in %.0f s: %s", NOTE_EVERY_S, error)
+
+    def _tell(self, ahead_s: float) -> None:
+        words = _words(ahead_s)
+        if words is self._said:
+            return
+        self._said = words
+        if words is None:
+            log.info("the controller's time and the machine's clock agree again")
+        else:
+            log.warning(words(ahead_s))
+
+
+def _words(ahead_s: float) -> Callable[[float], str] | None:
+    if ahead_s < -FOLLOWED_S:
+        return _clock_leapt
+    if ahead_s > FOLLOWED_S:
+        return _far_ahead
+    if abs(ahead_s) > APART_S:
+        return _apart
+    return None
+
+
+def _clock_leapt(ahead_s: float) -> str:
+    return (
+        f"the machine's clock is {_span(-ahead_s)} ahead of the controller's time, which does not follow it so far. "
+        "If the clock is wrong, set it; if it is right, restart the controller"
+    )
+
+
+def _far_ahead(ahead_s: float) -> str:
+    return (
+        f"the controller's time is {_span(ahead_s)} ahead of the machine's clock: the clock was ahead at an earlier "
+        "start, or is wrong now. If it is right, restart the controller once with --trust-clock; until then new events "
+        "carry times that are too late"
+    )
+
+
+def _apart(ahead_s: float) -> str:
+    where = "ahead of" if ahead_s > 0 else "behind"
+    return (
+        f"the controller's time is {_span(abs(ahead_s))} {where} the machine's clock, and comes back to it at a tenth "
+        "of a second per second"
+    )
+
+
+def _span(seconds: float) -> str:
+    for unit, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.1f} {name}"
+    return f"{seconds:.1f} s"
+
+
+def _utc(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")

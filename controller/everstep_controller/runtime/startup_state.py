@@ -1,0 +1,97 @@
+"""The core's state from what the database held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+from sqlalchemy import Connection
+
+from everstep.errors import UNREADABLE
+from everstep.ids import Version
+from everstep.vocabulary import Finding
+from everstep_controller.core import engine
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.records import Eviction, FleetRecord, JobRecord, NodeRecord, VersionRecord
+from everstep_controller.core.state import FleetState
+from everstep_controller.store.reader import NONE, Marks, changes
+from everstep_controller.store.rows import Loaded
+
+# ---- read ahead
+# What a standby has read before its turn comes: the nodes' records, which are most of what a leader starts from.
+#
+# A fleet whose leader died waits while the next one restores its state. Records change seldom (a beat changes none), so
+# a
+# standby that looks now and then has nearly all of them decoded by then, and reads the few others in the transaction
+# that
+# takes the database over.
+
+
+class Known(NamedTuple):
+    """Records and their marks, by node. Never changed: the next reading makes another one."""
+
+    marks: Marks
+    records: dict[str, NodeRecord]
+
+
+NOTHING = Known(NONE, {})
+
+
+def read(connection: Connection, known: Known) -> Known:
+    """``known`` brought up to date. Raises what the database raises. For a thread of its own."""
+    found = changes(connection, known.marks)
+    marks = {node: known.marks.nodes[node] for node in found.same}
+    records = {node: known.records[node] for node in found.same}
+    for row in found.rows:
+        try:
+            records[row.node] = msgspec.json.decode(row.doc, type=NodeRecord)
+        except UNREADABLE:  # of another release: who leads says so
+            continue
+        marks[row.node] = row.mark
+    return Known(Marks(found.server, marks), records)
+
+
+class _FirstFleet(msgspec.Struct):
+    """The fleet's document under schema 0001: evictions by time alone."""
+
+    evictions: list[float] = []
+
+
+def _fleet(doc: str, nodes: Iterable[NodeRecord]) -> FleetRecord:
+    """The fleet's record. What schema 0001 counted against the budget is found again at the nodes."""
+    record, times = msgspec.json.decode(doc, type=FleetRecord), msgspec.json.decode(doc, type=_FirstFleet).evictions
+    if times:
+        known = [
+            Eviction(at=at, node=node.node, rack=node.domain.rack)
+            for node in nodes
+            for at in node.evictions
+            if at in times
+        ]
+        record.evicted = sorted(known, key=lambda one: one.at)
+    return record
+
+
+def restored(policy: CorePolicy, loaded: Loaded, known: Known = NOTHING) -> FleetState:
+    """The state as it was stored, made of the ``known`` records themselves."""
+    nodes = {node: known.records[node] for node in loaded.same}
+    nodes |= {node: msgspec.json.decode(doc, type=NodeRecord) for node, doc in loaded.nodes.items()}
+    for (node, key), doc in loaded.standing.items():
+        nodes[node].findings[key] = msgspec.json.decode(doc, type=Finding)
+    return engine.restore(
+        policy,
+        _fleet(loaded.fleet, nodes.values()) if loaded.fleet is not None else None,
+        list(nodes.values()),
+        [msgspec.json.decode(doc, type=JobRecord) for doc in loaded.jobs.values()],
+        [
+            VersionRecord(
+                job=row.job,
+                version=Version(row.generation, row.step),
+                committed_at=row.committed_at,
+                verified_at=row.verified_at,
+                bytes=row.bytes,
+                ranks=row.ranks,
+            )
+            for row in loaded.versions
+        ],
+    )

@@ -1,0 +1,183 @@
+"""``everstep-controller serve``: a controller from its settings to its orderly, or sudden, end.
+
+Apart from ``everstep_controller.main``, whose other commands need neither a web server nor, mostly, a database:
+importing
+those takes a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+import uvicorn
+import uvloop
+from sqlalchemy import Engine
+from sqlalchemy.exc import SQLAlchemyError
+
+from everstep.errors import ConfigurationError, EverstepError
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep_controller.api.credentials import Keyring
+from everstep_controller.config import ControllerSettings, read_password
+from everstep_controller.leadership.member import Member
+from everstep_controller.process_lifecycle import write_atomically
+from everstep_controller.remediation.service import remediator
+from everstep_controller.runtime.clock_check import check_start
+from everstep_controller.server.listener import (
+    Server,
+    address_of,
+    check_certificate,
+    ears,
+    listen,
+    raise_file_limit,
+    server_config,
+    settle_interpreter,
+    warn_of_plain_text,
+)
+from everstep_controller.store import table_access
+from everstep_controller.store.database import open_database, parse_url
+from everstep_controller.store.database_errors import StoreAway, diagnose
+
+log = logging.getLogger("everstep_controller")
+
+EXIT_CRASHED = 70
+"""A transaction failed; the supervisor should start the controller again."""
+
+
+def serve(settings: ControllerSettings) -> int:
+    """Serves until it is told to end; the exit status. Ends the process with EXIT_CRASHED where a transaction failed.
+
+    Raises ConfigurationError for what an operator can mend.
+    """
+    raise_file_limit()
+    settle_interpreter()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(settings))
+
+
+def _database(settings: ControllerSettings) -> str:
+    """The database's URL with the password that stands in a file; it goes into no log and no message."""
+    if not settings.database_password_file:
+        return settings.database
+    url = parse_url(settings.database).set(password=read_password(settings.database_password_file))
+    return url.render_as_string(hide_password=False)
+
+
+async def _serve(settings: ControllerSettings) -> int:
+    keyring = Keyring.of_file(settings.secret_file)
+    check_certificate(settings)
+    engine = await asyncio.to_thread(
+        open_database, _database(settings), migrate=settings.migrate, check=settings.check_database
+    )
+    await asyncio.to_thread(_check_clock, engine, settings)
+    engine.dispose()  # it was for the schema: each leadership has connections of its own
+    listeners = [listen(settings.address)]
+    if (second := settings.operators_address) is not None:
+        listeners.append(listen(second, "operators_listen"))
+    address, *operators = map(address_of, listeners)
+    for place in (address, *operators):
+        warn_of_plain_text(settings, place)
+    settings = msgspec.structs.replace(settings, name=settings.name or _own_name(settings, address))
+    member = Member(
+        settings,
+        keyring,
+        SYSTEM_CLOCK,
+        lambda: remediator(settings, SYSTEM_CLOCK),
+        database=_database(settings),
+        address=_advertised(settings, address),
+    )
+    running = asyncio.create_task(member.run(), name="member")
+    await _begun(running, member, settings)
+    server = Server(server_config(settings, member), member.release, settings.stop_grace_s)
+    member.on_end = server.hang_up
+    running.add_done_callback(lambda _task: server.end())
+    announcing = asyncio.create_task(_announce(server, settings, address, *operators))
+    await server.serve(sockets=[*ears(listeners[0]), *listeners[1:]])
+    announcing.cancel()
+    if settings.ready_file:
+        Path(settings.ready_file).unlink(missing_ok=True)
+    return await _end(running, settings)
+
+
+async def _begun(running: asyncio.Task[None], member: Member, settings: ControllerSettings) -> None:
+    """Waits until it is known who leads. Raises ConfigurationError where this controller cannot begin."""
+    settled = asyncio.create_task(member.settled.wait())
+    await asyncio.wait({running, settled}, return_when=asyncio.FIRST_COMPLETED)
+    settled.cancel()
+    if not running.done():
+        return
+    try:
+        running.result()
+    except SQLAlchemyError as error:
+        raise ConfigurationError(diagnose(error, parse_url(settings.database))) from error
+    except StoreAway as error:
+        raise ConfigurationError(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a RecursionError may be of anything that was begun
+        raise ConfigurationError(
+            f"what the database holds is not understood ({error}): it was written by another release; run that one"
+        ) from error
+
+
+def _check_clock(engine: Engine, settings: ControllerSettings) -> None:
+    """Raises ConfigurationError where this machine's clock is far ahead of the database. The newest time of a restored
+    copy says nothing: it is as old as the backup."""
+    if settings.trust_clock:
+        return
+    try:
+        with engine.connect() as connection:
+            newest_at = 0.0 if table_access.is_copy(connection) else table_access.newest_at(connection)
+    except SQLAlchemyError as error:
+        raise ConfigurationError(diagnose(error, parse_url(settings.database))) from error
+    check_start(SYSTEM_CLOCK.wall(), newest_at, settings.clock_doubt_days)
+
+
+_ANYWHERE = ("0.0.0.0:", "[::]:")
+
+
+def _own_name(settings: ControllerSettings, address: str) -> str:
+    """A name that no other controller has."""
+    if settings.advertise or not address.startswith(_ANYWHERE):
+        return settings.advertise or address
+    return f"{socket.gethostname()}:{address.rpartition(':')[2]}"
+
+
+def _advertised(settings: ControllerSettings, address: str) -> str:
+    """Where others reach this controller; empty where it listens everywhere and was not told a name."""
+    if not settings.advertise and address.startswith(_ANYWHERE):
+        return ""
+    scheme = "https" if settings.tls_certificate else "http"
+    return f"{scheme}://{settings.advertise or address}"
+
+
+async def _announce(server: uvicorn.Server, settings: ControllerSettings, address: str, *operators: str) -> None:
+    while not server.started:
+        await asyncio.sleep(0.002)  # uvicorn offers no event for it
+    database = parse_url(settings.database).render_as_string(hide_password=True)
+    log.info("serving on %s, database %s", " and ".join((address, *operators)), database)
+    if settings.ready_file:
+        places = zip(("address", "operators_address"), (address, *operators), strict=False)
+        write_atomically(Path(settings.ready_file), {"pid": os.getpid(), **dict(places)})
+
+
+async def _end(running: asyncio.Task[None], settings: ControllerSettings) -> int:
+    """0 after an orderly end. After a failed transaction the process ends at once: its threads may hang."""
+    running.cancel()
+    await asyncio.wait({running})
+    failure = None if running.cancelled() else running.exception()
+    if failure is None:
+        log.info("stopped")
+        return 0
+    trouble = str(failure) or type(failure).__name__
+    if isinstance(failure, SQLAlchemyError):
+        trouble = diagnose(failure, parse_url(settings.database))
+    log.critical(
+        "a transaction came to nothing, and nothing of it was acknowledged: %s; start the controller again",
+        trouble,
+        exc_info=None if isinstance(failure, SQLAlchemyError | EverstepError) else failure,
+    )
+    logging.shutdown()
+    os._exit(EXIT_CRASHED)

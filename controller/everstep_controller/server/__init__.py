@@ -1,0 +1,1 @@
+"""Hold the port: the listener, connections, agents' sessions, and how errors are said."""

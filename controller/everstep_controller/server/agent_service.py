@@ -1,0 +1,341 @@
+"""What an agent may ask and what follows from it, whatever way it came: by HTTP or in a session.
+
+A fleet of 12,500 nodes beats 12,500 times a second; a beat that says nothing new costs one ``touch``, no transaction
+and no task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from everstep.clock import Clock
+from everstep.errors import EverstepError, MalformedMessage, NotFound, StaleGeneration, Unavailable
+from everstep.wire.framing import SPOKEN, negotiate
+from everstep.wire.v1.agent import Heartbeat, Register, Registered, Reports
+from everstep.wire.v1.training import AnyReport, LauncherJoined
+from everstep_controller.core import engine
+from everstep_controller.core import events as ev
+from everstep_controller.leadership.leader_checks import Doubt
+from everstep_controller.read_models.prometheus import Metrics
+from everstep_controller.runtime.intake import Urgency
+from everstep_controller.runtime.loop import FleetLoop
+from everstep_controller.runtime.push import Encoded
+from everstep_controller.runtime.transaction import Transaction, new_trace
+from everstep_controller.server import responses
+from everstep_controller.server.connections import Descriptors
+
+# ---- one by one
+# What may take a while is done one thing in each turn of the event loop, so that beats are answered in between.
+
+Soon = Callable[[Callable[[], None]], None]
+
+
+class OneByOne:
+    """Keeps the order. For the event loop's thread only."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def __call__(self, work: Callable[[], None]) -> None:
+        self._waiting.append(work)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        work = self._waiting[0]
+        try:
+            work()
+        finally:
+            self._waiting.popleft()
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self._next)
+
+
+log = logging.getLogger(__name__)
+
+_REGISTER = msgspec.json.Decoder(Register)
+
+
+class BeatAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``HeartbeatAnswer`` over encoded directives."""
+
+    server_at: float
+    resend: bool = False
+    directives: tuple[Encoded, ...] = ()
+    hold: bool = True
+    unsure_of: int = 0
+
+
+class _Offer(msgspec.Struct):
+    """What every protocol version's Register has in common."""
+
+    protocols: tuple[int, ...]
+
+
+_OFFER = msgspec.json.Decoder(_Offer)
+
+
+class AgentDesk:
+    """Takes what agents say. Every method raises what the agent is to be told.
+
+    Args:
+        soon: runs something in a turn of its own, in order.
+        name: how this controller calls itself to agents.
+        heartbeat_interval_s: how often agents are told to beat.
+        marks: (node, incarnation) to the newest report number that was taken, as stored.
+        poisoned: (node, incarnation, number) of reports that an earlier life of the controller did not survive.
+        charge_reports: told of a node and how many reports it sends at a time; raises RateLimited for too many.
+        doubt: whether another controller may lead; None where none can.
+    """
+
+    def __init__(
+        self,
+        *,
+        loop: FleetLoop,
+        metrics: Metrics,
+        clock: Clock,
+        descriptors: Descriptors,
+        soon: Soon,
+        name: str,
+        heartbeat_interval_s: float,
+        marks: dict[tuple[str, int], int],
+        poisoned: frozenset[tuple[str, int, int]],
+        charge_reports: Callable[[str, int], None] = lambda node, count: None,
+        doubt: Doubt | None = None,
+    ) -> None:
+        self._charge_reports = charge_reports
+        self._doubt = doubt
+        self.outbox = loop.outbox
+        self.metrics = metrics
+        self.descriptors = descriptors
+        self.soon = soon
+        self.wall: Callable[[], float] = clock.wall
+        self._loop = loop
+        self._state = loop.state
+        self._now = loop.now
+        self._name = name
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._marks = {node: (incarnation, through) for (node, incarnation), through in sorted(marks.items())}
+        self._poisoned = poisoned
+        self._met: dict[str, int] = {}
+
+    def check_life(self, node: str, incarnation: int) -> None:
+        """Raises NotFound where the node (or this life of it) must register first, StaleGeneration where it is over."""
+        record = self._state.nodes.get(node)
+        if record is None:
+            raise NotFound(f"node {node} is not known here: register first")
+        if incarnation < record.incarnation:
+            raise StaleGeneration(
+                f"incarnation {incarnation} of node {node} is over: {record.incarnation} registered since"
+            )
+        if incarnation > record.incarnation:
+            raise NotFound(f"incarnation {incarnation} of node {node} is not known here: register first")
+
+    def hold(self, node: str) -> bool:
+        """Whether the node's session is to stay open between beats; see ``HeartbeatAnswer``."""
+        if not self.descriptors.scarce:
+            return True
+        return not self.descriptors.exhausted and self._is_wanted(node)
+
+    def unsure_of(self) -> int:
+        """See ``HeartbeatAnswer``."""
+        return self._doubt.unsure_of() if self._doubt is not None else 0
+
+    def _is_wanted(self, node: str) -> bool:
+        """Whether a job that is not over has a launcher on the node: it may be sent directives at any moment."""
+        live = self._state.live_nodes.get(node)
+        return live is not None and bool(live.open)
+
+    # --- register ------------------------------------------------------------------------------------------------
+
+    def register(self, node: str, register: Register) -> asyncio.Future[Registered]:
+        """Begins a life of the node, or introduces it again in the same one."""
+        if register.node != node:
+            raise MalformedMessage(f"the body speaks of node {register.node}, the path of {node}")
+        protocol = negotiate(register.protocols)
+        return self._loop.enqueue(lambda tx, now: self._begin_life(register, protocol, tx, now), node)
+
+    def _begin_life(self, register: Register, protocol: int, tx: Transaction, now: float) -> Registered:
+        """Answers with the number of the first directive of this life. In a new life older ones are void."""
+        node, outbox = register.node, self.outbox
+        known = self._state.nodes.get(node)
+        fresh = known is None or known.incarnation != register.incarnation
+        first = outbox.next_number(node) if fresh else outbox.oldest(node)
+        tx.hear(ev.AgentRegistered(register=register, trace=new_trace()), now)
+        if fresh:
+            outbox.acknowledge(node, first - 1)
+            outbox.dismiss(node, register.incarnation)
+        log.info(
+            "node %s registers: incarnation %d, agent %s, %d GPUs",
+            node,
+            register.incarnation,
+            register.agent_version,
+            len(register.gpus),
+            extra={"node": node},
+        )
+        return Registered(
+            protocol=protocol,
+            heartbeat_interval_s=self._heartbeat_interval_s,
+            next_directive=first,
+            controller=self._name,
+            server_at=self.wall(),
+            hold=self.hold(node),
+        )
+
+    # --- heartbeat -----------------------------------------------------------------------------------------------
+
+    def beat(self, node: str, beat: Heartbeat) -> asyncio.Future[bool] | bool:
+        """Takes a beat, now or in a transaction. True: its node's findings are to be sent again."""
+        self._loop.check_leading()
+        if beat.succession is not None and self._doubt is not None:
+            self._doubt.hear(beat.succession)
+        heard = engine.Heard.NEWS
+        if beat.findings is None:
+            heard = engine.touch(self._state, node, beat.incarnation, self._now(), beat.ranks)
+        if heard is not engine.Heard.QUIET:
+            self.check_life(node, beat.incarnation)
+        if beat.directives_through:
+            self.outbox.acknowledge(node, beat.directives_through)
+        if heard is not engine.Heard.QUIET:
+            self._check_offers(node, beat)
+        picture = beat.findings
+        waits = picture is not None and engine.picture_can_wait(self._state, node, picture, beat.ranks)
+        comes = bool(self._state.unmet) and node in self._state.unmet
+        if comes and (waits or heard is not engine.Heard.NEWS):
+            self._meet(node, beat.incarnation)
+        if heard is not engine.Heard.NEWS:
+            return heard is engine.Heard.UNKNOWN
+        urgency = Urgency.ROUTINE if waits else Urgency.URGENT
+        try:
+            taken = self._loop.enqueue(lambda tx, now: self._changed(node, beat, tx, now), node, urgency)
+        except Unavailable:
+            engine.touch(self._state, node, beat.incarnation, self._now())  # it was heard all the same
+            raise
+        if not (comes and waits):
+            return taken
+        taken.add_done_callback(_heed)  # whoever leads after us asks for it again
+        return False
+
+    def _check_offers(self, node: str, beat: Heartbeat) -> None:
+        """Raises NotFound where this controller cannot go on from its records with a node whose first picture this is,
+        or is to come."""
+        live = self._state.live_nodes.get(node)
+        if live is None or live.picture:
+            return
+        if job := engine.lacks(self._state, node, beat.ranks):
+            raise NotFound(f"the launcher of job {job} on node {node} is not known here: register and join again")
+
+    def _meet(self, node: str, incarnation: int) -> None:
+        """The first word of a node since this controller began. A whole fleet says it in the same second: they come
+        before the core together, and ahead of their registrations."""
+        asked = bool(self._met)
+        self._met[node] = incarnation
+        if asked:
+            return
+        try:
+            told = self._loop.enqueue(self._meet_all)
+        except Unavailable:  # the node says it again in a second
+            self._met.clear()
+        else:
+            told.add_done_callback(_heed)
+
+    def _meet_all(self, tx: Transaction, now: float) -> None:
+        met, self._met = self._met, {}
+        (node, incarnation), *others = met.items()
+        tx.hear(ev.NodeHeard(node=node, incarnation=incarnation, others=tuple(others), trace=new_trace()), now)
+
+    @staticmethod
+    def _changed(node: str, beat: Heartbeat, tx: Transaction, now: float) -> bool:
+        event = ev.HeartbeatChanged(
+            node=node, incarnation=beat.incarnation, findings=beat.findings, ranks=beat.ranks, trace=new_trace()
+        )
+        tx.hear(event, now)
+        return False
+
+    # --- reports -------------------------------------------------------------------------------------------------
+
+    def reports(self, node: str, reports: Reports) -> asyncio.Future[int]:
+        """Takes reports; the number of the newest that is durable."""
+        self._charge_reports(node, len(reports.reports))
+        bodies = [report.body for report in reports.reports]
+        urgency = Urgency.ROUTINE if engine.reports_can_wait(self._state, node, bodies) else Urgency.URGENT
+        return self._loop.enqueue(lambda tx, now: self._take_reports(node, reports, tx, now), node, urgency)
+
+    def hurry(self, node: str) -> None:
+        """More reports of the node have come while earlier ones wait."""
+        self._loop.hurry(node)
+
+    def _take_reports(self, node: str, reports: Reports, tx: Transaction, now: float) -> int:
+        """Runs every report that was not taken before; returns the newest number taken."""
+        incarnation = reports.incarnation
+        self.check_life(node, incarnation)
+        life, before = self._marks.get(node, (incarnation, 0))
+        before = through = before if life == incarnation else 0
+        taken = 0
+        for report in reports.reports:
+            if report.number > through:
+                through = report.number
+                if (node, incarnation, report.number) in self._poisoned:
+                    continue
+                taken += 1
+                self._take_report(node, incarnation, report.number, report.body, tx, now)
+        self.metrics.reports_taken(taken, len(reports.reports) - taken)
+        if through > before:
+            tx.mark(node, incarnation, through)
+            self._marks[node] = (incarnation, through)
+        return through
+
+    def _take_report(
+        self, node: str, incarnation: int, number: int, body: AnyReport, tx: Transaction, now: float
+    ) -> None:
+        event = ev.ReportArrived(
+            node=node,
+            incarnation=incarnation,
+            number=number,
+            body=body,
+            entropy=secrets.token_hex(32) if isinstance(body, LauncherJoined) else "",
+            trace=new_trace(),
+        )
+        try:
+            tx.handle(event, now)
+        except EverstepError as error:  # about a job that is gone, say: taken, so that the others are not held up
+            self.metrics.refused("agents/reports/one", error.code)
+            log.warning("report %d (%s) refused: %s", number, type(body).__name__, error, extra={"node": node})
+
+    # --- connections ---------------------------------------------------------------------------------------------
+
+    def disconnected(self, node: str, incarnation: int) -> None:
+        """The node's connection ended without our doing, and it has no other."""
+        event = ev.NodeDisconnected(node=node, incarnation=incarnation, trace=new_trace())
+        try:
+            told = self._loop.enqueue(lambda tx, now: tx.hear(event, now), node)
+        except EverstepError as error:  # nobody is left to tell
+            log.info("the end of a connection of node %s was not taken up: %s", node, error, extra={"node": node})
+        else:
+            told.add_done_callback(_heed)
+
+
+def _heed(future: asyncio.Future[Any]) -> None:
+    """Nobody waits for it: a refusal (the controller is stopping) is no error of ours."""
+    if not future.cancelled():
+        future.exception()
+
+
+def decode_register(body: bytes) -> Register:
+    """Raises VersionMismatch for a message of a protocol that is not spoken here, else MalformedMessage."""
+    try:
+        return responses.decode(_REGISTER, body)
+    except MalformedMessage:
+        try:
+            offer = responses.decode(_OFFER, body)
+        except MalformedMessage:
+            offer = _Offer(protocols=SPOKEN)
+        negotiate(offer.protocols)
+        raise

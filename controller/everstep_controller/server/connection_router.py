@@ -1,0 +1,212 @@
+"""The first bytes of a connection: an agent that opens its session is answered here, everything else is HTTP.
+
+A session is opened without uvicorn, whose objects would outlive the upgrade: a fleet that hangs up between beats opens
+thousands a second, one that does not holds them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Protocol
+from urllib.parse import unquote
+
+from everstep.errors import EverstepError
+from everstep.wire.v1.agent import UPGRADE
+from everstep_controller.api.auth import Gate, Headers
+from everstep_controller.leadership.takeover_gate import PATIENCE_S, Threshold
+from everstep_controller.server import responses
+from everstep_controller.server.agent_service import AgentDesk
+from everstep_controller.server.connections import Descriptors, Peer
+from everstep_controller.server.responses import MEDIA_TYPE, problem_of
+from everstep_controller.server.session import Session
+
+log = logging.getLogger(__name__)
+
+MOST_HEAD_BYTES = 16 << 10
+FIRST_REQUEST_S = 10.0
+"""Seconds that a new connection may take to say what it wants: it holds a file descriptor meanwhile."""
+
+_BEFORE_NODE, _AFTER_NODE = b"GET /v1/agents/", b"/session"
+_WANTED = UPGRADE.encode()
+_ACCEPTED = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: " + _WANTED + b"\r\n\r\n"
+
+MakeHttp = Callable[[], asyncio.Protocol]
+
+
+class Leader(Protocol):
+    """What of a controller that leads sessions are held with."""
+
+    @property
+    def agents(self) -> AgentDesk: ...
+    @property
+    def gate(self) -> Gate: ...
+
+
+class House(Protocol):
+    """The process behind the port."""
+
+    threshold: Threshold
+
+    def leading(self) -> Leader | None:
+        """The controller here, while it leads."""
+
+    def refusal(self) -> EverstepError:
+        """What an agent is told while none does."""
+
+    def knock(self, node: str, headers: Headers, peer: Peer) -> None:
+        """An agent has come while none does."""
+
+
+class Front(asyncio.Protocol):
+    """A connection until it is known what it is for.
+
+    Args:
+        connections: everything that is told to ``shutdown`` when the server stops.
+        make_http: uvicorn's protocol, for whatever is not a session.
+    """
+
+    __slots__ = ("_connections", "_deadline", "_descriptors", "_head", "_house", "_make_http", "_transport")
+
+    def __init__(
+        self,
+        house: House,
+        descriptors: Descriptors,
+        connections: set[Any],
+        make_http: MakeHttp,
+    ) -> None:
+        self._house = house
+        self._descriptors = descriptors
+        self._connections = connections
+        self._make_http = make_http
+        self._head = b""
+        self._transport: asyncio.Transport
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        self._connections.add(self)
+        self._descriptors.open += 1
+        self._descriptors.make_room()
+        if self._descriptors.spent:
+            transport.abort()
+            return
+        self._deadline = asyncio.get_running_loop().call_later(FIRST_REQUEST_S, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._house.threshold.forget(self)
+        self._leave()
+        self._descriptors.open -= 1
+
+    def shutdown(self) -> None:
+        """The server stops."""
+        self._transport.close()
+
+    def abort(self) -> None:
+        """It has stopped, and waits no longer."""
+        self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        head = self._head = self._head + data
+        if not head.startswith(_BEFORE_NODE) and not _BEFORE_NODE.startswith(head):
+            self._to_http()
+            return
+        end = head.find(b"\r\n\r\n")
+        if end > MOST_HEAD_BYTES or (end < 0 and len(head) > MOST_HEAD_BYTES):
+            self._to_http()
+            return
+        if end < 0:
+            return
+        lines = head[:end].split(b"\r\n")
+        path, headers = _path(lines[0]), [_header(line) for line in lines[1:]]
+        if not path.endswith(_AFTER_NODE) or (b"upgrade", _WANTED) not in headers:
+            self._to_http()
+            return
+        node = unquote(path[: -len(_AFTER_NODE)].decode("latin-1"))
+        leader = self._house.leading()
+        if leader is None:
+            self._house.knock(node, headers, Peer.of(self._transport))
+            self._wait()
+            return
+        try:
+            identity = leader.gate.agent(headers, node, Peer.of(self._transport))
+        except EverstepError as error:
+            leader.agents.metrics.refused("agents/session", error.code)
+            self._refuse(error)
+            return
+        self._open(Session(leader.agents, leader.gate, identity, self._transport, self._ended), head[end + 4 :])
+
+    def _wait(self) -> None:
+        """Until it is known whether this process leads, where that is being settled."""
+        if not self._house.threshold.holds(self):
+            self._refuse(self._house.refusal())
+            return
+        self._leave()
+        self._transport.pause_reading()
+        self._deadline = asyncio.get_running_loop().call_later(PATIENCE_S, self._give_up)
+
+    def _give_up(self) -> None:
+        self._house.threshold.forget(self)
+        self._refuse(self._house.refusal())
+
+    def settled(self) -> None:
+        """It is known: what was asked for is looked at again."""
+        self._leave()
+        self._transport.resume_reading()
+        self.data_received(b"")
+
+    def _refuse(self, error: EverstepError) -> None:
+        self._transport.write(_refusal(error))
+        self._transport.close()
+
+    def _open(self, session: Session, first: bytes) -> None:
+        """Hands the connection over; ``first`` is what came after the upgrade already."""
+        self._leave()
+        self._connections.add(session)
+        self._descriptors.hold(session)
+        self._transport.set_protocol(session)
+        session.begin(_ACCEPTED, first)
+
+    def _ended(self, session: Session) -> None:
+        self._connections.discard(session)
+        self._descriptors.forget(session)
+        self._descriptors.open -= 1
+
+    def _to_http(self) -> None:
+        self._leave()
+        http = self._make_http()
+        self._transport.set_protocol(http)
+        http.connection_made(self._transport)
+        http.data_received(self._head)
+
+    def _leave(self) -> None:
+        self._connections.discard(self)
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def _path(request_line: bytes) -> bytes:
+    """What follows ``GET /v1/agents/``; empty for a request line that is none."""
+    parts = request_line.split(b" ")
+    return parts[1][len(_BEFORE_NODE) - len(b"GET ") :] if len(parts) == 3 and parts[2] == b"HTTP/1.1" else b""
+
+
+def _header(line: bytes) -> tuple[bytes, bytes]:
+    name, _, value = line.partition(b":")
+    return name.strip().lower(), value.strip()
+
+
+def _refusal(error: EverstepError) -> bytes:
+    """The HTTP answer to an upgrade that is not accepted."""
+    body = problem_of(error)
+    headers = [
+        (b"content-type", MEDIA_TYPE.encode()),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+        *responses.error_headers(error),
+    ]
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), *(b": ".join(h) for h in headers)]
+    return b"\r\n".join((*lines, b"", body))

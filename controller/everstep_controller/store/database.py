@@ -1,0 +1,359 @@
+"""Opening the database: drivers, durability, migrations, and errors a person can act on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+
+from everstep.errors import ConfigurationError
+from everstep_controller.store.database_errors import diagnose, shown
+from everstep_controller.store.table_access import LIVES
+from everstep_controller.store.tables import HEAD
+
+# ---- migrate
+# Schema migrations by Alembic, over a connection that is already in a transaction.
+
+
+def config() -> Config:
+    """Alembic's configuration; give it the connection under ``attributes["connection"]``."""
+    made = Config()
+    made.set_main_option("script_location", "everstep_controller.store:migrations")
+    made.set_main_option("path_separator", "os")
+    return made
+
+
+def upgrade(connection: Connection) -> None:
+    """Runs the missing migrations in the connection's transaction."""
+    made = config()
+    made.attributes["connection"] = connection
+    command.upgrade(made, "head")
+
+
+def head() -> str:
+    """The newest migration there is."""
+    newest = ScriptDirectory.from_config(config()).get_current_head()
+    assert newest is not None
+    return newest
+
+
+# ---- check
+# Check a SQLite file before a controller starts from it.
+#
+# SQLite opens a file that was cut short or overwritten in part, and fails only when it reads the damaged pages:
+# requests
+# would be answered with errors hours after the damage. ``PRAGMA quick_check`` reads every page once.
+
+log = logging.getLogger(__name__)
+
+TELL_EVERY_S = 5.0
+"""Seconds between two lines of log while a large file is checked."""
+INSTRUCTIONS = 100_000
+"""Steps of SQLite's machine between two looks at the time: some milliseconds."""
+_BUSY_S = 5.0
+
+
+def check_file(path: Path) -> None:
+    """Reads the whole file once; a file that is missing or empty is a new database.
+
+    Raises:
+        ConfigurationError: it is damaged; the message says what SQLite found and what to do.
+    """
+    size = path.stat().st_size if path.exists() else 0
+    if not size:
+        return
+    began = time.perf_counter()
+    told = began
+
+    def tell() -> int:
+        nonlocal told
+        now = time.perf_counter()
+        if now - told >= TELL_EVERY_S:
+            told = now
+            log.info("checking the database %s (%d MiB) for damage, for %.0f s so far", path, size >> 20, now - began)
+        return 0
+
+    try:
+        with contextlib.closing(sqlite3.connect(path, timeout=_BUSY_S)) as connection:
+            connection.set_progress_handler(tell, INSTRUCTIONS)
+            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.OperationalError as error:  # locked, no permission, a failing disk: opening it says what to do
+        log.warning("the database %s could not be checked for damage: %s", path, error)
+        return
+    except sqlite3.DatabaseError as error:
+        found = str(error)
+    if found != "ok":
+        raise ConfigurationError(_damaged(path, found))
+
+
+def _damaged(path: Path, found: str) -> str:
+    words = "; ".join(line for line in found.splitlines() if not line.startswith("***"))
+    return (
+        f"the database file {path} is damaged (SQLite: {words[:300]}). Move it and its -wal and -shm files away, put "
+        "the newest backup in its place and start again; docs/operations.md, Backup and restore, has the commands"
+    )
+
+
+BUSY_TIMEOUT_MS = 5000
+"""How long SQLite waits for another process's lock. Long enough for a backup's snapshot, short enough to be noticed."""
+
+CONNECT_TIMEOUT_S = 3
+STATEMENT_TIMEOUT_MS = 10_000
+"""A PostgreSQL statement that takes longer is ended by the server; a controller has given it up before."""
+
+_MIGRATION_LOCK = 0x6576_6572_7374_6570
+"""PostgreSQL advisory lock (``everstep`` in ASCII): of several controllers starting at once, one migrates."""
+
+_WRITE = {"everstep_write": True}
+_migrating = threading.Lock()
+
+
+def parse_url(database: str) -> URL:
+    """The database's URL with our drivers filled in. Raises ConfigurationError where it is of another kind."""
+    try:
+        url = make_url(database)
+    except ArgumentError:
+        raise ConfigurationError(
+            f"{database.split('@')[-1]!r} is not a database URL: use sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME"
+        ) from None
+    if url.drivername in ("postgresql", "postgres"):
+        return url.set(drivername="postgresql+psycopg")
+    if url.drivername in ("sqlite", "postgresql+psycopg"):
+        return url
+    raise ConfigurationError(
+        f"databases of kind {url.drivername!r} are not supported: use sqlite:///PATH or postgresql://..."
+    )
+
+
+def _private_file(path: str) -> None:
+    """Makes the SQLite file readable by its owner only: it holds the jobs' transfer secrets. Of one that is there and
+    others can read, as a copy may be, the log says so: who may read it is for whoever made it to say."""
+    parent = Path(path).absolute().parent
+    if not parent.is_dir():
+        raise ConfigurationError(f"the directory {parent} of the database does not exist: `mkdir -p {parent}`")
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+        os.close(descriptor)
+        if mode & 0o077:
+            log.warning("other users can read %s, and secrets in it (mode %04o): `chmod 600 %s`", path, mode, path)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the database file {path} cannot be opened: {error.strerror}; check its and {parent}'s owner and mode"
+        ) from error
+
+
+def _sqlite_engine(url: URL) -> Engine:
+    if not url.database or url.database == ":memory:":
+        raise ConfigurationError("an in-memory SQLite forgets everything at a restart: give a file, sqlite:///PATH")
+    _private_file(url.database)
+    engine = create_engine(url)
+
+    @event.listens_for(engine, "connect")
+    def _configure(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # sqlite3 would commit around DDL; we say BEGIN ourselves
+        for pragma in (
+            f"busy_timeout={BUSY_TIMEOUT_MS}",
+            "journal_mode=WAL",
+            "synchronous=FULL",
+            "foreign_keys=ON",
+        ):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        write = connection.get_execution_options().get("everstep_write", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+    return engine
+
+
+def application_of(name: str) -> str:
+    """How the sessions of the controller ``name`` call themselves; PostgreSQL cuts longer ones off."""
+    return f"everstep-controller {name}".strip().encode("ascii", "replace").decode()[:63]
+
+
+def _postgresql_engine(url: URL, most_idle_s: float, name: str) -> Engine:
+    options = {
+        "statement_timeout": STATEMENT_TIMEOUT_MS,
+        "synchronous_commit": "on",
+        "idle_in_transaction_session_timeout": round(most_idle_s * 1000),
+    }
+    return create_engine(
+        url,
+        pool_size=2,
+        pool_pre_ping=True,
+        connect_args={
+            "connect_timeout": CONNECT_TIMEOUT_S,
+            "application_name": application_of(name),
+            "options": " ".join(f"-c {name}={value}" for name, value in options.items()),
+            "tcp_user_timeout": STATEMENT_TIMEOUT_MS,
+        },
+    )
+
+
+def engine_of(url: URL, *, most_idle_s: float = 0.0, name: str = "") -> Engine:
+    """An engine whose connections are set up for us; nothing is connected yet.
+
+    Args:
+        most_idle_s: PostgreSQL ends a session that says nothing inside a transaction for longer, so that a controller
+            that was stopped there holds no lock for ever; 0 is no limit.
+        name: of the controller whose sessions they are.
+    """
+    return _sqlite_engine(url) if url.drivername == "sqlite" else _postgresql_engine(url, most_idle_s, name)
+
+
+def _revision(connection: Connection) -> str | None:
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    value: str | None = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+    return value
+
+
+def _refuse_unknown(revision: str | None, url: URL) -> None:
+    if revision is not None and revision > HEAD:
+        raise ConfigurationError(
+            f"the database at {shown(url)} has schema {revision}, this program knows up to {HEAD}: "
+            "upgrade everstep, or restore the backup that belongs to this release"
+        )
+
+
+@contextmanager
+def _migration_turn(connection: Connection) -> Iterator[None]:
+    """Waits until no other controller migrates this database."""
+    with _migrating:
+        if connection.dialect.name == "postgresql":
+            connection.execute(text("SET LOCAL statement_timeout = 0"))
+            connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
+        yield
+
+
+def _migrate(engine: Engine, url: URL) -> None:
+    with engine.connect() as plain:
+        connection = plain.execution_options(**_WRITE)
+        with connection.begin(), _migration_turn(connection):
+            revision = _revision(connection)
+            _refuse_unknown(revision, url)
+            if revision != HEAD:
+                upgrade(connection)
+
+
+def _check_schema(engine: Engine, url: URL) -> None:
+    with engine.connect() as connection:
+        revision = _revision(connection)
+    _refuse_unknown(revision, url)
+    if revision != HEAD:
+        raise ConfigurationError(
+            f"the database at {shown(url)} has schema {revision or 'none'}, this program needs {HEAD}: "
+            "start once with --migrate"
+        )
+
+
+def open_database(database: str, *, migrate: bool = True, check: bool = False) -> Engine:
+    """An engine for ``database`` (a URL) whose schema is current.
+
+    Args:
+        check: read a SQLite file once and refuse a damaged one, before anything is written to it. PostgreSQL checks
+            its pages itself, where it was set up with checksums.
+        migrate: bring the schema up to date, in one transaction (on PostgreSQL under an advisory lock). Without it
+            an old schema is refused.
+
+    Raises:
+        ConfigurationError: wrong URL, nothing there, no permission, a newer schema, damage; the message says
+            how to mend it.
+    """
+    url = parse_url(database)
+    if check and url.drivername == "sqlite" and url.database:
+        check_file(Path(url.database))
+    engine = engine_of(url)
+    try:
+        if migrate:
+            _migrate(engine, url)
+        else:
+            _check_schema(engine, url)
+    except (DBAPIError, SQLAlchemyError) as error:
+        engine.dispose()
+        raise ConfigurationError(diagnose(error, url)) from error
+    except ConfigurationError:
+        engine.dispose()
+        raise
+    return engine
+
+
+def writing(connection: Connection) -> Connection:
+    """The connection, set to take the write lock at each BEGIN (SQLite would find out too late otherwise)."""
+    return connection.execution_options(**_WRITE)
+
+
+# ---- backup
+# A copy of a SQLite database while its controller writes, and what makes a copy fit to go on from.
+
+
+def back_up(database: str, target: Path) -> int:
+    """Writes ``target``: the database as one transaction sees it, whole and checked. Writers are not held up.
+
+    Args:
+        database: its URL.
+
+    Returns the copy's size in bytes. Raises ConfigurationError where there is no such database, where it is not
+    SQLite's, and where something is at ``target`` already.
+    """
+    url = parse_url(database)
+    if url.drivername != "sqlite" or not url.database:
+        raise ConfigurationError("this copies a SQLite database; of PostgreSQL make one with pg_dump")
+    path = Path(url.database)
+    if not path.is_file():
+        raise ConfigurationError(f"there is no database at {path}")
+    with _draft(target) as draft:
+        with _opened(path, "ro") as source:
+            source.execute("VACUUM INTO ?", (str(draft),))
+        with _opened(draft, "rw") as copy:
+            (verdict,) = copy.execute("PRAGMA integrity_check").fetchone()
+            if verdict != "ok":
+                raise ConfigurationError(f"the database at {path} is damaged: {verdict}")
+            copy.execute("UPDATE meta SET value = value + ? WHERE key = 'epoch'", (LIVES,))
+            copy.commit()
+    return target.stat().st_size
+
+
+@contextlib.contextmanager
+def _opened(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
+    uri = f"{path.absolute().as_uri()}?mode={mode}"
+    try:
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+            yield connection
+    except sqlite3.Error as error:
+        raise ConfigurationError(f"the database cannot be copied: {error}") from error
+
+
+@contextlib.contextmanager
+def _draft(target: Path) -> Iterator[Path]:
+    """An empty file beside ``target``, for this user's eyes; it becomes ``target`` when it is complete."""
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        if target.exists():
+            raise ConfigurationError(f"{target} exists already: give a name that is not taken")
+        os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        yield draft
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.rename(target)
+    except OSError as error:
+        raise ConfigurationError(f"{target} cannot be written: {error.strerror}") from error
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,234 @@
+"""Writing: one connection, numbered batches, and the fence that every transaction passes first."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from typing import TypeVar
+
+import msgspec
+from sqlalchemy import Connection, Engine, Table, and_, bindparam, delete, insert, select, update
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.sql.dml import Insert
+
+from everstep_controller.store import table_access, tables
+from everstep_controller.store.database import writing
+from everstep_controller.store.database_errors import StoreAway, Superseded, cut, diagnose, is_away
+from everstep_controller.store.reader import NONE, Marks, load_state
+from everstep_controller.store.rows import Batch, Loaded
+from everstep_controller.store.table_access import LIVES, execute_many, leave_room, upsert
+
+T = TypeVar("T")
+
+_FLEET_ROW = 1
+EPOCH, BATCH, LED = "epoch", "batch", "led"
+
+Claim = Callable[[Connection, int], None]
+"""Writes into the transaction of a take-over, given its epoch."""
+
+
+class Writer:
+    """The one writing connection, made again where it broke. Used from one thread only, but for ``abort``.
+
+    Raises (from every method that writes) Superseded where another controller has taken the database over since
+    ``take_over``, StoreAway where the database cannot be used, and what SQLAlchemy raises where a row is wrong.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._connection: Connection | None = None
+        self._committing = False
+        self._lives: dict[str, int] = {}
+        self.epoch = 0
+
+    @property
+    def connected(self) -> bool:
+        """Whether the connection was there already."""
+        return self._connection is not None
+
+    def close(self) -> None:
+        """Ends the connection."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def abort(self) -> None:
+        """Makes what hangs in the other thread fail soon; a local disk that hangs cannot be helped. Any thread."""
+        connection = self._connection
+        if connection is not None:
+            cut(connection)
+
+    def take_over(self, *, expected: int | None = None, claim: Claim | None = None, known: Marks = NONE) -> Loaded:
+        """Fences every earlier controller off and reads what there is, in one transaction.
+
+        Args:
+            expected: the epoch that must still be there; Superseded where another controller was faster.
+            known: of records that were read before, and are not read again.
+        """
+        with self._transaction() as connection:
+            found = _lock_meta(connection)
+            if expected is not None and found[EPOCH] != expected:
+                raise Superseded(f"another controller was faster: epoch {found[EPOCH]}, not {expected}")
+            epoch = found[EPOCH] + 1
+            _set_meta(connection, EPOCH, epoch)
+            _note_life(connection, found[EPOCH], epoch)
+            if claim is not None:
+                claim(connection, epoch)
+            loaded = load_state(connection, epoch, found[BATCH], known)
+        self.epoch = epoch
+        return loaded
+
+    def commit(self, batches: Sequence[Batch]) -> None:
+        """Writes those of the numbered batches that were not applied before, in one transaction."""
+        with self._fenced() as (connection, newest):
+            for batch in batches:
+                if batch.number > newest:
+                    _write(connection, batch, self._lives)
+            if batches and batches[-1].number > newest:
+                _set_meta(connection, BATCH, batches[-1].number)
+
+    def run(self, change: Callable[[Connection], T]) -> T:
+        """Runs ``change`` in a transaction of its own, behind the same fence."""
+        with self._fenced() as (connection, _):
+            return change(connection)
+
+    @contextlib.contextmanager
+    def _fenced(self) -> Iterator[tuple[Connection, int]]:
+        with self._transaction() as connection:
+            found = _lock_meta(connection)
+            if found[EPOCH] != self.epoch:
+                raise Superseded(
+                    f"another controller took the database over (epoch {found[EPOCH]}, this one has {self.epoch})"
+                )
+            yield connection, found[BATCH]
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[Connection]:
+        self._committing = False
+        try:
+            connection = self._connected()
+            transaction = connection.begin()
+            yield connection
+            self._committing = True
+            transaction.commit()
+        except BaseException as error:
+            self._drop()
+            if isinstance(error, DBAPIError) and is_away(error):
+                raise StoreAway(diagnose(error, self._engine.url), kept=self._committing) from error
+            raise
+
+    def _connected(self) -> Connection:
+        if self._connection is None:
+            self._connection = writing(self._engine.connect())
+        return self._connection
+
+    def _drop(self) -> None:
+        """Ends a connection in an unknown state; what it had not committed is rolled back by the database."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.invalidate()
+            connection.close()
+
+
+_META = tables.meta.c
+# Statements of every transaction are built once: putting one together takes longer than running it.
+_LOCK_META = select(_META.key, _META.value).where(_META.key.in_((BATCH, EPOCH))).order_by(_META.key).with_for_update()
+_SET_META = update(tables.meta).where(_META.key == bindparam("of")).values(value=bindparam("to"))
+
+
+def _lock_meta(connection: Connection) -> dict[str, int]:
+    """``epoch`` and ``batch``, locked until the transaction's end: transactions that write come one after another."""
+    return {row.key: row.value for row in connection.execute(_LOCK_META)}
+
+
+def _set_meta(connection: Connection, key: str, value: int) -> None:
+    connection.execute(_SET_META, {"of": key, "to": value})
+
+
+def _note_life(connection: Connection, found: int, epoch: int) -> None:
+    """A database in which the last life is far behind the epoch that was ``found`` is a copy."""
+    led = connection.execute(select(_META.value).where(_META.key == LED)).scalar()
+    if led is not None and found - led >= LIVES:
+        leave_room(connection)
+    upsert(connection, tables.meta, [{"key": LED, "value": epoch}])
+
+
+def _write(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
+    """``lives``: which life each node's newest mark was of."""
+    _forget(connection, batch, lives)
+    upsert(connection, tables.nodes, [{"node": node, "doc": doc} for node, doc in batch.nodes.items()])
+    _write_standing(connection, batch.standing)
+    upsert(connection, tables.jobs, [{"job": job, "doc": doc} for job, doc in batch.jobs.items()])
+    if batch.fleet is not None:
+        upsert(connection, tables.fleet, [{"id": _FLEET_ROW, "doc": batch.fleet}])
+    for table, rows in (
+        (tables.generations, batch.generations),
+        (tables.recoveries, batch.recoveries),
+        (tables.verdicts, batch.verdicts),
+        (tables.audit, batch.audit),
+        (tables.outbox, batch.outbox),
+        (tables.poisoned_reports, batch.poisoned),
+    ):
+        _insert(connection, table, rows)
+    upsert(connection, tables.versions, [msgspec.structs.asdict(row) for row in batch.versions.values()])
+    table_access.write_credentials(connection, batch.credentials.values())
+    table_access.write_remedies(connection, batch.remedies.values())
+    table_access.write_findings(connection, batch.findings)
+    _write_delivery(connection, batch, lives)
+
+
+_STANDS_NO_MORE = delete(tables.standing_findings).where(
+    and_(tables.standing_findings.c.node == bindparam("of"), tables.standing_findings.c.key == bindparam("is"))
+)
+_PRUNE_OUTBOX = delete(tables.outbox).where(
+    and_(tables.outbox.c.node == bindparam("of"), tables.outbox.c.seq <= bindparam("last"))
+)
+_DROP_OUTBOX = delete(tables.outbox).where(
+    and_(tables.outbox.c.node == bindparam("of"), tables.outbox.c.seq == bindparam("is"))
+)
+_PRUNE_MARKS = delete(tables.report_marks).where(
+    and_(tables.report_marks.c.node == bindparam("of"), tables.report_marks.c.incarnation < bindparam("last"))
+)
+
+
+def _forget(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
+    """Deletes what is known no more. History by time (audit log, findings, remedies) goes by its age."""
+    nodes, jobs = list(batch.forgotten_nodes), list(batch.forgotten_jobs)
+    of_nodes = (tables.nodes, tables.standing_findings, tables.verdicts, tables.outbox, tables.report_marks)
+    for table in of_nodes if nodes else ():
+        connection.execute(delete(table).where(table.c.node.in_(nodes)))
+    for table in (tables.jobs, tables.generations, tables.recoveries, tables.versions) if jobs else ():
+        connection.execute(delete(table).where(table.c.job.in_(jobs)))
+    for node in nodes:
+        lives.pop(node, None)
+
+
+def _write_standing(connection: Connection, standing: dict[tuple[str, str], str]) -> None:
+    gone = [{"of": node, "is": key} for (node, key), doc in standing.items() if not doc]
+    execute_many(connection, _STANDS_NO_MORE, gone)
+    rows = [{"node": node, "key": key, "doc": doc} for (node, key), doc in standing.items() if doc]
+    upsert(connection, tables.standing_findings, rows)
+
+
+def _write_delivery(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
+    marks = [
+        {"node": node, "incarnation": incarnation, "through": through}
+        for (node, incarnation), through in batch.marks.items()
+    ]
+    pruned = [{"of": node, "last": through} for node, through in batch.pruned.items()]
+    execute_many(connection, _PRUNE_OUTBOX, pruned)
+    execute_many(connection, _DROP_OUTBOX, [{"of": node, "is": seq} for node, seq in batch.dropped])
+    upsert(connection, tables.report_marks, marks)
+    begun = {node: life for node, life in batch.marks if lives.get(node) != life}
+    execute_many(connection, _PRUNE_MARKS, [{"of": node, "last": life} for node, life in begun.items()])
+    lives |= begun
+
+
+def _insert(connection: Connection, table: Table, rows: Iterable[msgspec.Struct]) -> None:
+    execute_many(connection, _insert_statement(table), [msgspec.structs.asdict(row) for row in rows])
+
+
+@cache
+def _insert_statement(table: Table) -> Insert:
+    return insert(table)

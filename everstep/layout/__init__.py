@@ -1,0 +1,1 @@
+"""The layout of checkpoint memory and of checkpoints on storage, over any buffer."""

@@ -1,0 +1,103 @@
+"""What the bytes of a checkpoint on storage hash to: a file in its folder, written by vaults, read by ranks.
+
+A digest stands for an archive inside a file, not for the file: of a file a rank reads the archives of what it needs,
+each from end to end. torch does not look into the folder in which this lies.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+import xxhash
+
+from everstep.errors import UNREADABLE, DigestMismatch, MalformedMessage
+
+# ---- range digests
+# Digests of byte ranges that pass by one after another.
+
+
+class RangeHasher:
+    """xxh3-128 of each range, fed with the ranges' bytes one after another while they are still in the cache.
+
+    Args:
+        lengths: of the ranges, bytes.
+        known: the digest of each, where it is known already; the bytes of that range are not looked at. Empty: of none.
+    """
+
+    def __init__(self, lengths: Sequence[int], known: Sequence[bytes | None] = ()) -> None:
+        self._left = deque(lengths)
+        self._known = deque(known or [None] * len(lengths))
+        self._digests: list[bytes] = []
+        self._hash = xxhash.xxh3_128()
+
+    def update(self, view: memoryview) -> None:
+        while view:
+            self._close_finished()
+            part = view[: self._left[0]]
+            if self._known[0] is None:
+                self._hash.update(part)
+            self._left[0] -= len(part)
+            view = view[len(part) :]
+
+    def _close_finished(self) -> None:
+        while self._left and not self._left[0]:
+            self._left.popleft()
+            known = self._known.popleft()
+            if known is not None:
+                self._digests.append(known)
+                continue
+            self._digests.append(self._hash.digest())
+            self._hash = xxhash.xxh3_128()
+
+    def digests(self) -> bytes:
+        """All digests, one after another. To be asked once everything was fed."""
+        self._close_finished()
+        return b"".join(self._digests)
+
+
+DIGESTS = ".everstep/digests"
+"""Its name in a checkpoint's folder."""
+DIGEST_BYTES = 16
+_FORMAT = 1
+
+
+class ArchiveDigest(msgspec.Struct, frozen=True, array_like=True):
+    """The xxh3-128 of ``length`` bytes from ``offset`` on in a file."""
+
+    offset: int
+    length: int
+    digest: bytes
+
+
+class StoredDigests(msgspec.Struct, frozen=True, array_like=True):
+    """The xxh3-128 of ``.metadata``, and those of all archives by the name of their file."""
+
+    metadata: bytes
+    files: dict[str, tuple[ArchiveDigest, ...]]
+
+
+class _Sealed(msgspec.Struct, frozen=True, array_like=True):
+    format: int
+    digests: msgspec.Raw
+
+
+def encode_digests(digests: StoredDigests) -> bytes:
+    """The file's bytes. The same digests give the same."""
+    body = msgspec.msgpack.encode(_Sealed(_FORMAT, msgspec.Raw(msgspec.msgpack.encode(digests))))
+    return xxhash.xxh3_128_digest(body) + body
+
+
+def decode_digests(data: bytes) -> StoredDigests:
+    """Raises DigestMismatch where these are not the bytes that were written, MalformedMessage for another format."""
+    body = data[DIGEST_BYTES:]
+    if xxhash.xxh3_128_digest(body) != data[:DIGEST_BYTES]:
+        raise DigestMismatch(f"{DIGESTS} is not what was written")
+    try:
+        sealed = msgspec.msgpack.decode(body, type=_Sealed)
+        if sealed.format != _FORMAT:
+            raise MalformedMessage(f"{DIGESTS} has format {sealed.format}, of another release: {_FORMAT} is read here")
+        return msgspec.msgpack.decode(sealed.digests, type=StoredDigests)
+    except UNREADABLE as error:
+        raise MalformedMessage(f"{DIGESTS} cannot be read: {error}") from error

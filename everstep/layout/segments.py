@@ -1,0 +1,319 @@
+"""A slot's header: two records that say the same, each with a digest of its own.
+
+::
+
+      0  u32  state            4  u32  rank
+      8  u64  generation      16  u64  step           24  u64  sequence
+     32  u64  manifest_bytes  40  u64  payload_bytes
+     48  u16  slot            50  u16  slots          52  u32  zero
+     56  16s  xxh3-128 of the chunk digests           72  16s  nonce of the segment
+     88  zeros
+    112  u64  xxh3-64 of what is before it
+
+The first record is believed where its digest is right, else the second. Whoever writes, writes both, the first one
+first, before it touches anything that depends on them. So a writer that dies in the middle leaves either what was
+before, while all its bytes are still there, or what comes after.
+A record that is all zeros has no right digest: an empty slot says that it is empty.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+
+import msgspec
+import xxhash
+
+from everstep.errors import DigestMismatch, VersionMismatch
+from everstep.ids import Version
+
+# ---- segment header
+# What a segment says of itself as a whole: how many slots, of how many bytes each, and whose.
+#
+# Written once, twice over: in the file's first page and in its last. A copy is believed by its digest and where it
+# agrees with the file's length; where neither is, the length and the slots' own records say what it must have been::
+#
+# 0  8s   magic
+# 8  u32  layout           12  u32  slots
+# 16  u64  slot_bytes
+# 24  u32  kind             28  u32  number (local rank, rank, or group)
+# 32  16s  nonce            48  64s  job
+# 112  16s  xxh3-128 of what is before it
+
+PAGE = 4096
+MAGIC = b"EVRSTEP\x02"
+LAYOUT = 2
+MOST_SLOTS = 64
+NONCE_BYTES = 16
+KINDS = ("own", "replica", "parity")
+"""Of segments, in the order of their numbers in the header."""
+
+_HEADER_BODY = struct.Struct("<8sIIQII16s64s")
+_DIGEST_BYTES = 16
+HEADER_BYTES = _HEADER_BODY.size + _DIGEST_BYTES
+_FORMAT_1 = b"EVRSTEP\x01\x01\x00\x00\x00"
+
+Clue = tuple[bytes, int, int]
+"""What a slot's record says of its segment: nonce, its own number, and how many slots there are."""
+
+
+class SegmentHeader(msgspec.Struct, frozen=True):
+    """``slot_bytes``: of each slot, behind its header page. ``nonce``: which file this is, whatever its path."""
+
+    slots: int
+    slot_bytes: int
+    nonce: bytes
+    kind: str = "own"
+    number: int = 0
+    job: str = ""
+
+    @property
+    def length(self) -> int:
+        """Bytes of the file."""
+        return segment_bytes(self.slots, self.slot_bytes)
+
+    def base(self, slot: int) -> int:
+        """Where a slot's header page begins."""
+        return PAGE + slot * (PAGE + self.slot_bytes)
+
+
+def segment_bytes(slots: int, slot_bytes: int) -> int:
+    """Size of a segment file."""
+    return PAGE + slots * (PAGE + slot_bytes) + PAGE
+
+
+def write_header(buffer: memoryview, header: SegmentHeader) -> None:
+    """Writes both copies of the header of a segment that fills ``buffer``."""
+    raw = _pack(header)
+    for at in _places(len(buffer)):
+        buffer[at : at + HEADER_BYTES] = raw
+
+
+def is_intact(buffer: memoryview, header: SegmentHeader) -> bool:
+    """Whether both copies say this."""
+    raw = _pack(header)
+    return all(bytes(buffer[at : at + HEADER_BYTES]) == raw for at in _places(len(buffer)))
+
+
+def read_header(buffer: memoryview, clue_at: Callable[[int], Clue | None]) -> tuple[SegmentHeader, bool]:
+    """The header, and whether both copies are intact.
+
+    ``clue_at``: what a slot's record that can be believed and begins at an offset says of its segment. A header that is
+    made out from those does not know its kind, number and job. Raises DigestMismatch where nothing fits, and
+    VersionMismatch for a segment of layout 1.
+    """
+    if len(buffer) < 2 * PAGE:
+        raise DigestMismatch(f"{len(buffer)} bytes are no segment")
+    copies = [_unpack(bytes(buffer[at : at + HEADER_BYTES]), len(buffer)) for at in _places(len(buffer))]
+    found = next((copy for copy in copies if copy is not None), None)
+    if found is not None:
+        return found, copies[0] == copies[1]
+    begin = bytes(buffer[: len(_FORMAT_1)])
+    if begin == _FORMAT_1:
+        raise VersionMismatch(
+            f"its slots are in layout 1, and this release reads layout {LAYOUT}: let the jobs that have slots here end "
+            "under the release that wrote them, or remove the file and lose them"
+        )
+    fitting = [(_witnesses(header, clue_at), header) for header in _fitting(len(buffer), clue_at)]
+    witnesses, made_out = max(fitting, key=lambda each: each[0], default=(0, None))
+    if made_out is None or not witnesses:
+        raise DigestMismatch(f"not a segment of layout {LAYOUT}: it begins with {begin!r}, and no slot is in it")
+    return made_out, False
+
+
+def _places(length: int) -> tuple[int, int]:
+    return 0, length - PAGE
+
+
+def _pack(header: SegmentHeader) -> bytes:
+    kind = KINDS.index(header.kind)
+    body = _HEADER_BODY.pack(
+        MAGIC, LAYOUT, header.slots, header.slot_bytes, kind, header.number, header.nonce, header.job.encode()
+    )
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def _unpack(raw: bytes, length: int) -> SegmentHeader | None:
+    body, digest = raw[: _HEADER_BODY.size], raw[_HEADER_BODY.size :]
+    if xxhash.xxh3_128_digest(body) != digest:
+        return None
+    magic, layout, slots, slot_bytes, kind, number, nonce, job = _HEADER_BODY.unpack(body)
+    if (magic, layout) != (MAGIC, LAYOUT) or kind >= len(KINDS) or segment_bytes(slots, slot_bytes) != length:
+        return None
+    return SegmentHeader(slots, slot_bytes, nonce, KINDS[kind], number, job.rstrip(b"\0").decode())
+
+
+def _fitting(length: int, clue_at: Callable[[int], Clue | None]) -> Iterator[SegmentHeader]:
+    """All segments of ``length`` bytes of which some slot speaks, each nonce by itself."""
+    for slots in range(1, MOST_SLOTS + 1):
+        stride, rest = divmod(length - 2 * PAGE, slots)
+        if rest or stride % PAGE or stride <= PAGE:
+            continue
+        bare = SegmentHeader(slots, stride - PAGE, b"")
+        clues = (clue_at(bare.base(slot)) for slot in range(slots))
+        for nonce in {clue[0] for clue in clues if clue is not None}:
+            yield msgspec.structs.replace(bare, nonce=nonce)
+
+
+def _witnesses(header: SegmentHeader, clue_at: Callable[[int], Clue | None]) -> int:
+    """Slots whose records say that they are just there, in a segment of so many."""
+    return sum(clue_at(header.base(slot)) == (header.nonce, slot, header.slots) for slot in range(header.slots))
+
+
+RECORD_PLACES = (0, 2048)
+"""In the slot's header page."""
+MEND_FLAG_AT = 1024
+"""In the slot's header page: a word that says that the slot is being mended, see ``SegmentView.mend``."""
+
+_RECORD_BODY = struct.Struct("<IIQQQQQHHI16s16s24x")
+RECORD_BYTES = _RECORD_BODY.size + 8
+NO_DIGEST = bytes(16)
+
+
+class SlotState(IntEnum):
+    """COPIED is for bytes that are whole while their digests are missing. DAMAGED is never written: neither record
+    can be believed."""
+
+    EMPTY = 0
+    FILLING = 1
+    SEALED = 2
+    COPIED = 3
+    DAMAGED = 4
+
+
+class SlotHeader(msgspec.Struct, frozen=True):
+    """What a slot says of itself: whose shard, of which version, how many bytes of manifest and payload.
+
+    ``sequence`` counts the segment's fills, so that two of the same version differ. ``table``: digest of the chunk
+    digests, zeros before the slot is sealed.
+    """
+
+    state: SlotState
+    rank: int
+    version: Version
+    manifest_bytes: int
+    payload_bytes: int
+    sequence: int = 0
+    table: bytes = NO_DIGEST
+
+
+class Look(msgspec.Struct, frozen=True):
+    """Both records of a slot as they were. ``header``: what the slot is, None where neither can be believed.
+
+    ``bad``: the records (0, 1) that cannot. ``agree`` is False too where a writer is, or died, between the two.
+    """
+
+    raw: tuple[bytes, bytes]
+    header: SlotHeader | None
+    bad: tuple[int, ...]
+    agree: bool
+
+    @property
+    def state(self) -> SlotState:
+        return SlotState.DAMAGED if self.header is None else self.header.state
+
+
+def clue(raw: bytes) -> tuple[bytes, int, int] | None:
+    """What a record says of its segment: nonce, slot, slots. None where it cannot be believed."""
+    if not _is_whole(raw):
+        return None
+    fields = _RECORD_BODY.unpack_from(raw)
+    return fields[11], fields[7], fields[8]
+
+
+class Records:
+    """The records of all slots of a segment whose header is known.
+
+    ``fits``: whether a slot has room for what a header says it holds.
+    """
+
+    def __init__(self, buffer: memoryview, segment: SegmentHeader, fits: Callable[[int, int], bool]) -> None:
+        self._buffer = buffer
+        self._nonce = segment.nonce
+        self._slots = segment.slots
+        self._bases = [segment.base(slot) for slot in range(segment.slots)]
+        self._fits = fits
+        self._seen: list[tuple[bytes, SlotHeader | None]] = [(b"", None)] * segment.slots
+
+    def header(self, slot: int) -> SlotHeader | None:
+        """What the slot is, EMPTY included; None where neither record can be believed. Raises IndexError."""
+        raw = self._raw(slot, 0)
+        seen, header = self._seen[slot]
+        if raw != seen:  # most slots are as they were at the last look
+            header = self._parse(slot, raw)
+            self._seen[slot] = raw, header
+        return header or self._parse(slot, self._raw(slot, 1))
+
+    def look(self, slot: int) -> Look:
+        """Both records, for whoever mends them."""
+        raw = self._raw(slot, 0), self._raw(slot, 1)
+        first, second = self._parse(slot, raw[0]), self._parse(slot, raw[1])
+        bad = tuple(number for number, found in enumerate((first, second)) if found is None)
+        return Look(raw, first or second, bad, first is not None and first == second)
+
+    def write(self, slot: int, header: SlotHeader) -> None:
+        """Writes both."""
+        raw = self._pack(slot, header)
+        for number in (0, 1):
+            self._write(slot, number, raw)
+
+    def mend(self, slot: int, look: Look) -> bool:
+        """Writes the record that is bad, or was not written any more, from its twin.
+
+        Only of slots that stand: one that is filled has a writer. False where the slot is no longer what was seen.
+        """
+        if look.header is None or look.header.state in _WRITTEN or look.raw != self.look(slot).raw:
+            return False
+        raw = self._pack(slot, look.header)
+        for number in (0, 1):
+            if look.raw[number] != raw:
+                self._write(slot, number, raw)
+        return True
+
+    def _raw(self, slot: int, number: int) -> bytes:
+        at = self._bases[slot] + RECORD_PLACES[number]
+        return bytes(self._buffer[at : at + RECORD_BYTES])
+
+    def _write(self, slot: int, number: int, raw: bytes) -> None:
+        at = self._bases[slot] + RECORD_PLACES[number]
+        self._buffer[at : at + RECORD_BYTES] = raw
+
+    def _pack(self, slot: int, header: SlotHeader) -> bytes:
+        version = header.version
+        body = _RECORD_BODY.pack(
+            header.state,
+            header.rank,
+            version.generation,
+            version.step,
+            header.sequence,
+            header.manifest_bytes,
+            header.payload_bytes,
+            slot,
+            self._slots,
+            0,
+            header.table,
+            self._nonce,
+        )
+        return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+
+    def _parse(self, slot: int, raw: bytes) -> SlotHeader | None:
+        if not _is_whole(raw):
+            return None
+        state, rank, generation, step, sequence, manifest, payload, at, slots, _, table, nonce = (
+            _RECORD_BODY.unpack_from(raw)
+        )
+        if (at, slots, nonce) != (slot, self._slots, self._nonce) or state >= SlotState.DAMAGED:
+            return None
+        if not self._fits(manifest, payload):
+            return None
+        version = Version(generation, step)
+        return SlotHeader(_STATES[state], rank, version, manifest, payload, sequence, table)
+
+
+def _is_whole(raw: bytes) -> bool:
+    return xxhash.xxh3_64_intdigest(raw[: _RECORD_BODY.size]) == int.from_bytes(raw[_RECORD_BODY.size :], "little")
+
+
+_STATES = tuple(SlotState)
+_WRITTEN = (SlotState.FILLING, SlotState.COPIED)

@@ -1,0 +1,427 @@
+"""Checkpoint slots in shared memory: the layout, over any buffer, without I/O.
+
+A *segment* is one file that holds the slots of one rank::
+
+    offset 0              segment header, one page (``segment_header``)
+    PAGE + i * stride     slot i: header of two records, one page (``segment_records``); chunk digests, manifest,
+                          payload (64-byte aligned)
+    the last page         the segment header once more
+
+A slot goes EMPTY -> FILLING -> COPIED -> SEALED. It is believed only when a record of its header has a right digest
+and says SEALED; its chunk digests (xxh3-128 per CHUNK_BYTES of manifest and of payload) only when they hash to the
+header's digest of them; its bytes only when they hash to the chunk digests. A writer killed in the middle of a fill
+leaves FILLING behind, which nobody reads; one killed before it hashed what it had copied, COPIED: that is sealed for
+it.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import msgspec
+import xxhash
+
+from everstep.errors import ConfigurationError, Conflict, DigestMismatch, OutOfSlotMemory
+from everstep.ids import Version
+from everstep.layout.segments import (
+    MEND_FLAG_AT,
+    NONCE_BYTES,
+    PAGE,
+    RECORD_BYTES,
+    RECORD_PLACES,
+    Look,
+    Records,
+    SegmentHeader,
+    SlotHeader,
+    SlotState,
+    clue,
+    read_header,
+    segment_bytes,
+    write_header,
+)
+
+ALIGN = 64
+CHUNK_BYTES = 8 << 20
+DIGEST_BYTES = 16
+SLOTS = 5
+"""Of one rank: the one being filled, the two sealed last, the committed one, and the one to be committed next."""
+
+_WORD = struct.Struct("<Q")
+_MENDING = 0xB5E9_6A3C_1D57_F208
+"""A slot's flag while it is being mended; no flipped bit makes it of zero."""
+_FENCE = threading.Lock()
+"""Taking it orders this thread's stores before its later loads, as seen by other processes."""
+
+
+def segment_name(kind: str, number: int) -> str:
+    """The file of a local rank's own slots (``own``), or of the copies of another node's rank (``replica``)."""
+    return f"{kind}-{number}"
+
+
+def _aligned(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def chunk_count(n: int) -> int:
+    """Chunks that ``n`` bytes are hashed in."""
+    return -(-n // CHUNK_BYTES)
+
+
+def slot_bytes_for(manifest_bytes: int, payload_bytes: int) -> int:
+    """Bytes a slot needs behind its header for a manifest and a payload of these sizes."""
+    return _aligned(_payload_offset(manifest_bytes, payload_bytes) + payload_bytes, PAGE)
+
+
+def _table_bytes(payload_bytes: int) -> int:
+    return (chunk_count(payload_bytes) + 1) * DIGEST_BYTES
+
+
+def _payload_offset(manifest_bytes: int, payload_bytes: int) -> int:
+    return _aligned(_table_bytes(payload_bytes) + manifest_bytes, ALIGN)
+
+
+def chunk_digests(data: memoryview) -> Iterator[bytes]:
+    """xxh3-128 of each CHUNK_BYTES of ``data``."""
+    for start in range(0, len(data), CHUNK_BYTES):
+        yield xxhash.xxh3_128_digest(data[start : start + CHUNK_BYTES])
+
+
+def format_segment(
+    buffer: memoryview,
+    slots: int,
+    slot_bytes: int,
+    *,
+    nonce: bytes = bytes(NONCE_BYTES),
+    kind: str = "own",
+    number: int = 0,
+    job: str = "",
+) -> None:
+    """Writes an empty segment's headers over ``buffer``, which it fills. ``nonce`` should be of no other segment.
+
+    Raises OutOfSlotMemory where the buffer is too small, ConfigurationError where it is not just as long as it must be.
+    """
+    need = segment_bytes(slots, slot_bytes)
+    if len(buffer) < need:
+        raise OutOfSlotMemory(
+            f"{slots} slots of {slot_bytes} bytes need {need} bytes with their headers, the segment has {len(buffer)}"
+        )
+    if slot_bytes % PAGE or len(buffer) != need:
+        raise ConfigurationError(
+            f"slot_bytes must be a multiple of {PAGE}, not {slot_bytes}; the segment is {need} bytes, not {len(buffer)}"
+        )
+    header = SegmentHeader(slots, slot_bytes, nonce, kind, number, job)
+    write_header(buffer, header)
+    records = Records(buffer, header, lambda _manifest, _payload: True)
+    for slot in range(slots):
+        records.write(slot, _EMPTY)
+
+
+_EMPTY = SlotHeader(SlotState.EMPTY, 0, Version(0, 0), 0, 0)
+
+
+class SegmentView:
+    """A segment's slots over a writable (or, for readers, read-only) buffer.
+
+    A segment header of which one copy was damaged is read from the other, and where both were, from the slots;
+    ``mended_header`` says so. Raises DigestMismatch where the buffer is no segment of this layout, VersionMismatch
+    where it is one of an older layout.
+    """
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer = buffer
+        self.segment, intact = read_header(buffer, self._clue)
+        self.mended_header = not intact
+        self.slots = self.segment.slots
+        self.slot_bytes = self.segment.slot_bytes
+        size = self.slot_bytes  # no method of ours: the memory is to go with its last holder, not with the next gc
+        self._records = Records(buffer, self.segment, lambda said, held: _payload_offset(said, held) + held <= size)
+        self._copied = 0
+        known = [self._records.header(slot) for slot in range(self.slots)]
+        self._sequence = max((header.sequence for header in known if header is not None), default=0)
+
+    def _clue(self, base: int) -> tuple[bytes, int, int] | None:
+        found = (clue(bytes(self._buffer[base + at : base + at + RECORD_BYTES])) for at in RECORD_PLACES)
+        return next((each for each in found if each is not None), None)
+
+    def _base(self, slot: int) -> int:
+        if not 0 <= slot < self.slots:
+            raise IndexError(f"slot {slot} of {self.slots}")
+        return self.segment.base(slot)
+
+    # --- headers --------------------------------------------------------------------------------------------------
+
+    def header(self, slot: int) -> SlotHeader | None:
+        """The slot's header, or None where it is empty, or damaged in both its records."""
+        self._base(slot)  # raises IndexError
+        header = self._records.header(slot)
+        return None if header is None or header.state is SlotState.EMPTY else header
+
+    def headers(self) -> list[SlotHeader | None]:
+        """Of all slots, in their order."""
+        return [self.header(slot) for slot in range(self.slots)]
+
+    def look(self, slot: int) -> Look:
+        """Both records of the slot's header; tells a damaged slot from an empty one."""
+        return self._records.look(slot)
+
+    def mend_records(self, slot: int, look: Look) -> bool:
+        """Writes one record from the other. False where the slot is no longer what was seen, or is being filled."""
+        with self._mending(slot):
+            return self._records.mend(slot, look)
+
+    def sealed(self) -> Iterator[tuple[int, SlotHeader]]:
+        """The slots that say SEALED, with their headers."""
+        return self._in_states(SlotState.SEALED)
+
+    def whole(self) -> Iterator[tuple[int, SlotHeader]]:
+        """The same, and those that say COPIED."""
+        return self._in_states(SlotState.SEALED, SlotState.COPIED)
+
+    def _in_states(self, *states: SlotState) -> Iterator[tuple[int, SlotHeader]]:
+        for slot in range(self.slots):
+            header = self.header(slot)
+            if header is not None and header.state in states:
+                yield slot, header
+
+    def _require(self, slot: int) -> SlotHeader:
+        header = self.header(slot)
+        if header is None:
+            raise DigestMismatch(f"slot {slot} is empty or its header is damaged")
+        return header
+
+    # --- filling --------------------------------------------------------------------------------------------------
+
+    def begin(self, slot: int, rank: int, version: Version, manifest: bytes, payload_bytes: int) -> memoryview:
+        """``reserve`` with the manifest written: returns the payload to fill."""
+        _, payload = self.reserve(slot, rank, version, len(manifest), payload_bytes)
+        start = self._base(slot) + PAGE + _table_bytes(payload_bytes)
+        self._buffer[start : start + len(manifest)] = manifest
+        return payload
+
+    def reserve(
+        self, slot: int, rank: int, version: Version, manifest_bytes: int, payload_bytes: int
+    ) -> tuple[memoryview, memoryview]:
+        """Marks the slot FILLING, and returns the manifest and the payload to fill.
+
+        Raises OutOfSlotMemory where the two do not fit, and Conflict where the slot is being mended.
+        """
+        offset = _payload_offset(manifest_bytes, payload_bytes)
+        if offset + payload_bytes > self.slot_bytes:
+            raise OutOfSlotMemory(
+                f"a manifest of {manifest_bytes} and a payload of {payload_bytes} bytes need {offset + payload_bytes} "
+                f"bytes, the slot has {self.slot_bytes}"
+            )
+        base = self._base(slot)
+        self._sequence += 1
+        header = SlotHeader(SlotState.FILLING, rank, version, manifest_bytes, payload_bytes, self._sequence)
+        self._records.write(slot, header)
+        with _FENCE:
+            pass
+        if self._is_being_mended(slot):
+            raise Conflict(f"slot {slot} is being mended; it can be filled in a moment")
+        payload = self._buffer[base + PAGE + offset : base + PAGE + offset + payload_bytes]
+        return self._buffer[self._manifest_range(slot, header)], payload
+
+    def copied(self, slot: int) -> None:
+        """Marks a slot that is being filled COPIED: all its bytes are there, and whoever finds it so may seal it.
+
+        Raises DigestMismatch where the slot is not being filled.
+        """
+        header = self.header(slot)
+        if header is None or header.state is not SlotState.FILLING:
+            raise DigestMismatch(f"slot {slot} is not being filled")
+        self._copied = header.sequence
+        self._records.write(slot, msgspec.structs.replace(header, state=SlotState.COPIED))
+
+    def seal(self, slot: int, digests: Sequence[bytes] | None = None) -> SlotHeader:
+        """Writes the digests and marks the slot SEALED, the last step of a fill; unless ``seal_for`` was quicker.
+
+        ``digests`` (the manifest's, then one per payload chunk) is for a caller who hashed these very bytes as they
+        came in; without it, everything is hashed here. Raises DigestMismatch where the slot was never begun, or the
+        number of digests is not that of its bytes.
+        """
+        header = self.header(slot)
+        if header is not None and header.state is SlotState.SEALED and header.sequence == self._copied:
+            return header
+        if header is None or header.state is SlotState.SEALED:
+            raise DigestMismatch(f"slot {slot} was never begun")
+        if digests is None:
+            digests = self.digests_anew(slot, header)
+        if len(digests) != chunk_count(header.payload_bytes) + 1:
+            raise DigestMismatch(f"{len(digests)} digests do not seal a payload of {header.payload_bytes} bytes")
+        return self._seal(slot, header, b"".join(digests))
+
+    def seal_for(self, slot: int, header: SlotHeader, digests: Sequence[bytes]) -> bool:
+        """Seals what another process copied and left, from ``digests_anew``. False where it no longer is ``header``."""
+        with self._mending(slot):
+            if header.state is not SlotState.COPIED or self.header(slot) != header:
+                return False
+            self._seal(slot, header, b"".join(digests))
+            return True
+
+    def digests_anew(self, slot: int, header: SlotHeader) -> list[bytes]:
+        """The manifest's and then each chunk's, of the bytes as they are."""
+        manifest = self._buffer[self._manifest_range(slot, header)]
+        return list(self._all_digests(manifest, self._payload_of(slot, header)))
+
+    def _seal(self, slot: int, header: SlotHeader, table: bytes) -> SlotHeader:
+        start = self._base(slot) + PAGE
+        self._buffer[start : start + len(table)] = table
+        sealed = msgspec.structs.replace(header, state=SlotState.SEALED, table=xxhash.xxh3_128_digest(table))
+        self._records.write(slot, sealed)
+        return sealed
+
+    def discard(self, slot: int) -> None:
+        """Marks the slot EMPTY. For the slot's own writer; others have ``discard_bad``."""
+        self._records.write(slot, msgspec.structs.replace(_EMPTY, sequence=self._sequence))
+
+    @staticmethod
+    def _all_digests(manifest: memoryview, payload: memoryview) -> Iterator[bytes]:
+        yield xxhash.xxh3_128_digest(manifest)
+        yield from chunk_digests(payload)
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    def _manifest_range(self, slot: int, header: SlotHeader) -> slice:
+        start = self._base(slot) + PAGE + _table_bytes(header.payload_bytes)
+        return slice(start, start + header.manifest_bytes)
+
+    def payload(self, slot: int) -> memoryview:
+        """The payload's bytes, unchecked."""
+        return self._payload_of(slot, self._require(slot))
+
+    def _payload_of(self, slot: int, header: SlotHeader) -> memoryview:
+        start = self._base(slot) + PAGE + _payload_offset(header.manifest_bytes, header.payload_bytes)
+        return self._buffer[start : start + header.payload_bytes]
+
+    def digests(self, slot: int) -> list[bytes]:
+        """The sealed digests, checked: the manifest's, then one per payload chunk. Raises DigestMismatch."""
+        table = self._table(slot, self._require(slot))
+        return [table[at : at + DIGEST_BYTES] for at in range(0, len(table), DIGEST_BYTES)]
+
+    def _table(self, slot: int, header: SlotHeader) -> bytes:
+        start = self._base(slot) + PAGE
+        table = bytes(self._buffer[start : start + _table_bytes(header.payload_bytes)])
+        if xxhash.xxh3_128_digest(table) != header.table:
+            raise DigestMismatch(f"the chunk digests of slot {slot} (version {header.version}) are not what was sealed")
+        return table
+
+    def manifest_view(self, slot: int) -> memoryview:
+        """The manifest's bytes, unchecked."""
+        return self._buffer[self._manifest_range(slot, self._require(slot))]
+
+    def manifest(self, slot: int) -> bytes:
+        """The manifest, checked. Raises DigestMismatch."""
+        header = self._require(slot)
+        manifest = bytes(self._buffer[self._manifest_range(slot, header)])
+        if xxhash.xxh3_128_digest(manifest) != self._table(slot, header)[:DIGEST_BYTES]:
+            raise DigestMismatch(f"the manifest of slot {slot} (version {header.version}) is not what was sealed")
+        return manifest
+
+    def check_chunks(self, slot: int, start: int = 0, length: int | None = None) -> None:
+        """Hashes the chunks that hold payload bytes [start, start + length).
+
+        Raises DigestMismatch, and IndexError where the range is not within the payload. The header is read once, so
+        that a slot which is filled anew meanwhile is a mismatch and nothing worse.
+        """
+        header = self._require(slot)
+        payload, table = self._payload_of(slot, header), self._table(slot, header)
+        end = len(payload) if length is None else start + length
+        if not 0 <= start <= end <= len(payload):
+            raise IndexError(f"bytes {start} to {end} are not within a payload of {len(payload)} bytes")
+        for index in range(start // CHUNK_BYTES, chunk_count(end)):
+            sealed = table[(index + 1) * DIGEST_BYTES : (index + 2) * DIGEST_BYTES]
+            if xxhash.xxh3_128_digest(payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]) != sealed:
+                raise DigestMismatch(f"chunk {index} of slot {slot} is not what was sealed")
+
+    def check(self, slot: int) -> None:
+        """Hashes everything. Raises DigestMismatch."""
+        self.manifest(slot)
+        self.check_chunks(slot)
+
+    # --- mending --------------------------------------------------------------------------------------------------
+
+    def _is_being_mended(self, slot: int) -> bool:
+        at = self._base(slot) + MEND_FLAG_AT
+        return int.from_bytes(self._buffer[at : at + _WORD.size], "little") == _MENDING
+
+    def _flag(self, slot: int, value: int) -> None:
+        at = self._base(slot) + MEND_FLAG_AT
+        self._buffer[at : at + _WORD.size] = _WORD.pack(value)
+
+    @contextmanager
+    def _mending(self, slot: int) -> Iterator[None]:
+        """Inside, the slot's own writer gives way, or has begun a fill already, which the header then says.
+
+        The writer says FILLING and then looks at the flag; a mender sets the flag and then looks at the header. So one
+        of them sees the other, and no mender ever writes into a fill. For one mender at a time.
+        """
+        self._flag(slot, _MENDING)
+        try:
+            with _FENCE:
+                pass
+            yield
+        finally:
+            self._flag(slot, 0)
+
+    def discard_bad(self, slot: int, header: SlotHeader | None) -> bool:
+        """Marks the slot EMPTY if it still is what ``header`` says (None: damaged)."""
+        with self._mending(slot):
+            if self._records.header(slot) != header:
+                return False
+            self.discard(slot)
+            return True
+
+    def rebuilt_table(self, slot: int, header: SlotHeader) -> bytes | None:
+        """The chunk digests made anew from bytes that are whole; None where they are not."""
+        table = b"".join(self.digests_anew(slot, header))
+        return table if xxhash.xxh3_128_digest(table) == header.table else None
+
+    def mend(
+        self,
+        slot: int,
+        header: SlotHeader,
+        *,
+        chunks: Mapping[int, bytes] = {},
+        manifest: bytes | None = None,
+        table: bytes | None = None,
+    ) -> bool:
+        """Writes bytes into a slot that stands. False where it is no longer what ``header`` says."""
+        with self._mending(slot):
+            if self.header(slot) != header:
+                return False
+            base = self._base(slot) + PAGE
+            payload = base + _payload_offset(header.manifest_bytes, header.payload_bytes)
+            pieces = [(base, table), (base + _table_bytes(header.payload_bytes), manifest)]
+            for at, piece in [*pieces, *((payload + i * CHUNK_BYTES, chunk) for i, chunk in chunks.items())]:
+                if piece is not None:
+                    self._buffer[at : at + len(piece)] = piece
+            return True
+
+    def settle_mend(self, slot: int) -> bool:
+        """Ends a mend whose mender died. False where there is none."""
+        if not self._is_being_mended(slot):
+            return False
+        self._flag(slot, 0)
+        return True
+
+
+# ---- slot choice
+# Which slot of a segment to write over. Pure.
+
+
+def slot_to_fill(headers: list[SlotHeader | None], keep: set[Version]) -> int:
+    """Which slot to fill next: an empty or unfinished one, else the oldest that is not to be kept.
+
+    ``keep`` are versions that somebody may still need. Raises OutOfSlotMemory where every slot holds one of those.
+    """
+    free = [i for i, h in enumerate(headers) if h is None or h.state is not SlotState.SEALED]
+    if free:
+        return free[0]
+    old = [(h.version, i) for i, h in enumerate(headers) if h is not None and h.version not in keep]
+    if not old:
+        raise OutOfSlotMemory(f"all {len(headers)} slots hold versions that are still needed: {sorted(keep)}")
+    return min(old)[1]

@@ -1,0 +1,117 @@
+"""What a change of policy would have done with the past: told of one controller's journal, or of several together.
+
+Each controller writes a journal while it leads, and one leads at a time: together theirs are the past of the fleet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+from typing import TypeVar
+
+import msgspec
+
+from everstep.errors import EverstepError, NotFound
+from everstep.wire.v1.operator_history import Stretch, Tried
+
+T = TypeVar("T")
+
+FAILOVER_S = 60.0
+"""Seconds from a leader's last event to the first of the next one, at most, for which nothing is taken to be missing: a
+journal is written when something happens."""
+
+
+def gaps(stretches: Iterable[Stretch]) -> tuple[tuple[float, float], ...]:
+    """(from, to) between stretches, oldest first, but for those in which nobody else can have led."""
+    ordered = sorted(stretches, key=lambda one: one.begins_at)
+    return tuple(
+        (before.ends_at, after.begins_at)
+        for before, after in pairwise(ordered)
+        if before.ends_at < after.begins_at and not _follows(before, after)
+    )
+
+
+def _follows(before: Stretch, after: Stretch) -> bool:
+    return after.epoch == before.epoch + 1 and after.begins_at - before.ends_at <= FAILOVER_S
+
+
+def newest(found: Iterable[tuple[str, T]], wanted: Counter[str]) -> tuple[T, ...]:
+    """The newest ``wanted`` of each node, of what is given oldest first as (node, what); in that order."""
+    left = wanted.copy()
+    kept: list[T] = []
+    for node, one in reversed(list(found)):
+        if left[node] > 0:
+            left[node] -= 1
+            kept.append(one)
+    return tuple(kept[::-1])
+
+
+def evicted(line: str) -> str:
+    """The node that a verdict evicts, from the line that a journal has of it: ``verdict NODE-NUMBER (evict): ...``."""
+    return line.split()[1].rpartition("-")[0]
+
+
+def in_words(told: Tried) -> str:
+    """What came of it, in a sentence."""
+    also, not_then = len(told.also), len(told.not_then)
+    nodes = ", ".join(verdict.node for verdict in told.also[:20])
+    sentence = f"it would have evicted {'once' if told.evictions == 1 else f'{told.evictions} times'}"
+    sentence += f"; also {nodes}" if also else ""
+    sentence += f"; {not_then} {'eviction' if not_then == 1 else 'evictions'} would not have been" if not_then else ""
+    sentence = sentence if also or not_then else f"{sentence}, as happened"
+    if told.gaps:
+        hours = sum(end - begin for begin, end in told.gaps) / 3600.0
+        sentence += f"; {hours:.1f} h of the time are not recorded here ({len(told.gaps)} gaps)"
+    return sentence
+
+
+def together(answers: Mapping[str, Tried | EverstepError]) -> Tried:
+    """One outcome from those of several controllers, by address; what one of them could not say is named.
+
+    A controller that never led has nothing to say. A journal that two of them have (one directory, or two addresses of
+    one controller) counts once. Raises what the first one said where none says anything.
+    """
+    parts = _distinct([said for said in answers.values() if isinstance(said, Tried)])
+    silent = {url: said for url, said in answers.items() if isinstance(said, EverstepError)}
+    if not parts:
+        raise next((said for said in silent.values() if not isinstance(said, NotFound)), next(iter(silent.values())))
+    told = _summed(parts)
+    missing = "".join(
+        f"; {url} is not counted: {said}" for url, said in silent.items() if not isinstance(said, NotFound)
+    )
+    return msgspec.structs.replace(told, sentence=in_words(told) + missing)
+
+
+def _distinct(parts: Iterable[Tried]) -> list[Tried]:
+    """The parts without those that tell only what another one tells: a leadership is one controller's."""
+    kept: list[Tried] = []
+    counted: set[int] = set()
+    for part in parts:
+        epochs = {one.epoch for one in part.stretches}
+        if not kept or not epochs <= counted:
+            kept.append(part)
+            counted |= epochs
+    return kept
+
+
+def _summed(parts: list[Tried]) -> Tried:
+    parts = sorted(parts, key=lambda part: part.since)
+    also = sorted((verdict for part in parts for verdict in part.also), key=lambda verdict: verdict.at)
+    not_then = [line for part in parts for line in part.not_then]
+    now, then = _by_node(also, lambda verdict: verdict.node), _by_node(not_then, evicted)
+    more, fewer = (Counter(node for node, _ in found) for found in (now, then))
+    stretches = tuple(sorted((one for part in parts for one in part.stretches), key=lambda one: one.begins_at))
+    return Tried(
+        since=min((part.since for part in parts if part.since), default=0.0),
+        events=sum(part.events for part in parts),
+        evictions=sum(part.evictions for part in parts),
+        also=newest(now, more - fewer),
+        not_then=newest(then, fewer - more),
+        gaps=gaps(stretches),
+        stretches=stretches,
+    )
+
+
+def _by_node(found: Iterable[T], node: Callable[[T], str]) -> list[tuple[str, T]]:
+    return [(node(one), one) for one in found]

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from everstep_agent.drivers.kmsg import LINE_BYTES, READ_BYTES, KernelLog, LogPosition
+from everstep_agent.findings.xids import XidReader, normal_bus_id
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kern.log"
+
+
+@pytest.fixture
+def logs() -> Iterator[list[KernelLog]]:
+    opened: list[KernelLog] = []
+    yield opened
+    for log in opened:
+        log.close()
+
+
+def opened(logs: list[KernelLog], path: Path, position: LogPosition | None = None) -> KernelLog:
+    log = KernelLog(str(path), position)
+    logs.append(log)
+    log.open()
+    return log
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def test_a_file_is_followed_from_its_end(path: Path, logs: list[KernelLog]) -> None:
+    append(path, "old\n")
+    log = opened(logs, path)
+    append(path, "new\n")
+    assert log.read() == ["new"]
+    assert log.read() == []
+
+
+def test_a_file_that_comes_later_is_read_from_its_beginning(path: Path, logs: list[KernelLog]) -> None:
+    log = opened(logs, path)
+    assert log.error
+    assert not log.has_news()
+    append(path, "first\n")
+    assert log.has_news()
+    assert log.read() == ["first"]
+    assert not log.error
+
+
+def test_a_line_without_its_end_waits_for_it(path: Path, logs: list[KernelLog]) -> None:
+    append(path, "")
+    log = opened(logs, path)
+    append(path, "NVRM: Xid (PCI:00")
+    assert log.read() == []
+    append(path, "00:1b:00): 79\n")
+    assert log.read() == ["NVRM: Xid (PCI:0000:1b:00): 79"]
+
+
+def test_rotation_loses_no_line(path: Path, logs: list[KernelLog]) -> None:
+    append(path, "")
+    log = opened(logs, path)
+    append(path, "before\n")
+    path.rename(path.with_suffix(".1"))
+    append(path.with_suffix(".1"), "late\n")
+    append(path, "after\n")
+    lines: list[str] = []
+    for _ in range(4):
+        lines += log.read()
+    assert lines == ["before", "late", "after"]
+
+
+def test_a_file_cut_short_is_read_from_its_new_beginning(path: Path, logs: list[KernelLog]) -> None:
+    append(path, "")
+    log = opened(logs, path)
+    append(path, "a long first line\n")
+    log.read()
+    path.write_text("x\n")
+    assert [line for _ in range(3) for line in log.read()] == ["x"]
+
+
+def test_an_endless_line_is_cut_and_costs_bounded_memory(path: Path, logs: list[KernelLog]) -> None:
+    append(path, "")
+    log = opened(logs, path)
+    append(path, "x" * (3 * READ_BYTES) + "\nnext\n")
+    lines = [line for _ in range(6) for line in log.read()]
+    assert [len(line) for line in lines] == [LINE_BYTES, 4]
+    assert lines[-1] == "next"
+
+
+def test_one_read_is_bounded(path: Path, logs: list[KernelLog]) -> None:
+    append(path, "")
+    log = opened(logs, path)
+    append(path, "y" * 99 + "\n" + ("z" * 99 + "\n") * 10_000)
+    assert len(log.read()) <= READ_BYTES // 100 + 1
+
+
+def test_a_later_life_goes_on_where_the_earlier_one_was(path: Path, logs: list[KernelLog]) -> None:
+    append(path, "")
+    log = opened(logs, path)
+    append(path, "seen\nhalf")
+    log.read()
+    append(path, " and half\nmissed\n")
+    assert opened(logs, path, log.position).read() == ["half and half", "missed"]
+
+
+def test_bytes_that_are_no_text_do_no_harm(path: Path, logs: list[KernelLog]) -> None:
+    append(path, "")
+    log = opened(logs, path)
+    path.write_bytes(b"\xff\xfe\x00 NVRM\n")
+    assert len(log.read()) == 1
+
+
+def test_a_pipe_wakes_its_reader_and_survives_its_writers(tmp_path: Path, logs: list[KernelLog]) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    log = opened(logs, pipe)
+    assert log.wakes is not None
+    for word in ("one", "two"):
+        with pipe.open("w") as writer:
+            writer.write(f"{word}\n")
+        assert log.read() == [word]
+    assert log.read() == []
+
+
+def test_kernel_records_are_read_once_by_their_numbers(logs: list[KernelLog], tmp_path: Path) -> None:
+    log = opened(logs, tmp_path / "none", LogPosition(sequence=7))
+    assert log._record(b"4,7,100,-;old\n") == []
+    assert log._record(b"4,8,101,-;NVRM: new\n SUBSYSTEM=pci\n") == ["NVRM: new"]
+    assert log.position.sequence == 8
+
+
+def test_a_fresh_installation_takes_no_old_lines_for_news() -> None:
+    log = KernelLog("/nowhere", not_before_s=1000.0)
+    assert log._record(b"4,1,999000000,-;NVRM: last month\n") == []
+    assert log._record(b"4,2,1000000001,-;NVRM: just now\n") == ["NVRM: just now"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lines=st.lists(st.text(st.characters(codec="ascii", exclude_characters="\r\n"), max_size=60), max_size=20),
+    cuts=st.lists(st.integers(0, 2000), max_size=10),
+)
+def test_however_a_log_grows_its_lines_are_the_same(lines: list[str], cuts: list[int]) -> None:
+    text = "".join(line + "\n" for line in lines)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "log"
+        path.touch()
+        log = KernelLog(str(path))
+        log.open()
+        read: list[str] = []
+        for start, end in itertools.pairwise([0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]):
+            append(path, text[start:end])
+            read += log.read()
+        log.close()
+    assert read == [line for line in lines if line]
+
+
+@pytest.mark.parametrize(
+    ("line", "bus", "xid"),
+    [
+        ("NVRM: Xid (PCI:0000:1b:00): 79, pid=1234, GPU has fallen off the bus.", "0000:1b:00", 79),
+        ("[ 12.5] NVRM: Xid (PCI:0000:9D:00): 48, pid='<unknown>', An uncorrectable double bit", "0000:9d:00", 48),
+        ("NVRM: Xid (PCI:0000:c3:00.0): 13, Graphics Exception", "0000:c3:00", 13),
+        ("NVRM: GPU 0000:1b:00.0: GPU has fallen off the bus.", "0000:1b:00", 79),
+        ("NVRM: The NVIDIA GPU 0000:41:00.0 has fallen off the bus and is not responding", "0000:41:00", 79),
+        ("NVRM: GPU at PCI:0000:1b:00: GPU has fallen off the bus", "0000:1b:00", 79),
+    ],
+)
+def test_xid_lines_of_all_kinds_are_understood(line: str, bus: str, xid: int) -> None:
+    event = XidReader().read(line)
+    assert event is not None
+    assert (event.pci_bus_id, event.xid, event.source) == (bus, xid, "kernel")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "Xid (PCI:0000:1b:00): 79",
+        "NVRM: loading NVIDIA UNIX x86_64 Kernel Module",
+        "NVRM: GPU at PCI:0000:1b:00: GPU-3cee808f-8392-92fe-b845-3fa6f3cc8cff",
+        "NVRM: Xid (PCI:zzzz): 79",
+    ],
+)
+def test_other_lines_are_none(line: str) -> None:
+    assert XidReader().read(line) is None
+
+
+def test_the_recovery_action_is_taken_from_the_line() -> None:
+    event = XidReader().read(
+        "NVRM: Xid (PCI:0000:1b:00): 154, GPU recovery action changed from 0x0 (None) to 0x4 (Drain and Reset)"
+    )
+    assert event is not None
+    assert event.recovery == 4
+
+
+@pytest.mark.parametrize("spelling", ["0000:1B:00.0", "00000000:1b:00", "1b:00.0", "0000:1b:00"])
+def test_all_spellings_of_a_pci_address_are_one(spelling: str) -> None:
+    assert normal_bus_id(spelling) == "0000:1b:00"
+
+
+def test_a_record_of_several_lines_is_split_as_it_was_printed() -> None:
+    text = (
+        b"NVRM: The NVIDIA GPU 0000:b3:00.0\\x0aNVRM: (PCI ID: 10de:26b5) installed in this system has"
+        b"\\x0aNVRM: fallen off the bus and is not responding to commands.\\x0a"
+    )
+    log = KernelLog("/dev/kmsg")
+    assert log._record(b"3,42,2000001,-;" + text + b"\n SUBSYSTEM=pci\n") == [
+        "NVRM: The NVIDIA GPU 0000:b3:00.0",
+        "NVRM: (PCI ID: 10de:26b5) installed in this system has",
+        "NVRM: fallen off the bus and is not responding to commands.",
+    ]
+
+
+def test_other_escapes_of_a_record_stay_as_they_are() -> None:
+    log = KernelLog("/dev/kmsg")
+    assert log._record(b"3,43,2000002,-;a\\x1b[31m and \\x5cx0a\n") == ["a\\x1b[31m and \\x5cx0a"]

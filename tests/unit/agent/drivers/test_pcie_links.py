@@ -1,0 +1,139 @@
+"""Whose PCIe link is too slow or too narrow, and whose only rests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from everstep_agent.drivers import sysfs
+from everstep_agent.drivers.sysfs import PcieLimit
+from everstep_agent.sensors.gpu import GpuSensor
+from everstep_agent.sensors.samples import GpuSample
+from everstep_agent.virtual.scenario import Machine
+
+from tests.support.sensing import BUS, Control, Judge, gpu
+
+LINK = f"gpu.pcie_link/{BUS}"
+
+
+def link(generation: int = 5, width: int = 16, busy: float | None = 0.95) -> GpuSample:
+    """A GPU that can do generation 5 with 16 lanes, whose link was read while it was ``busy``."""
+    return gpu(
+        pcie_generation=generation,
+        pcie_generation_max=5,
+        pcie_width=width,
+        pcie_width_max=16,
+        pcie_utilization=busy,
+    )
+
+
+# --- rules -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sample", [link(generation=4), link(width=8)])
+def test_link_below_its_own_under_load_is_found(sample: GpuSample) -> None:
+    assert Judge().polls(6, sample) == {LINK}
+
+
+@pytest.mark.parametrize("busy", [0.0, 0.01, 0.3, None])
+def test_link_of_a_gpu_that_rests_is_not_judged(busy: float | None) -> None:
+    assert Judge().polls(100, link(generation=1, width=4, busy=busy)) == set()
+
+
+def test_link_that_rests_in_between_is_not_judged() -> None:
+    judge = Judge()
+    for _ in range(20):
+        assert judge.polls(2, link(generation=1)) == set()
+        assert judge.polls(1, link()) == set()
+
+
+def test_link_is_judged_across_polls_that_did_not_read_it() -> None:
+    judge = Judge()
+    for _ in range(5):
+        assert judge.polls(1, link(generation=4)) == set()
+        assert judge.polls(9, link(generation=4, busy=None)) == set()
+    assert judge.polls(1, link(generation=4)) == {LINK}
+
+
+def test_link_that_is_whole_again_under_load_clears() -> None:
+    judge = Judge()
+    assert judge.polls(6, link(generation=4)) == {LINK}
+    assert judge.polls(61, link()) == set()
+
+
+@pytest.mark.parametrize("sample", [link(generation=4), link(width=8)])
+def test_a_boot_ends_what_was_found_of_a_link(sample: GpuSample) -> None:
+    judge = Judge()
+    assert judge.polls(6, sample) == {LINK}
+    assert judge.polls(1, link(busy=0.0), boot_id="boot-2") == set()
+
+
+# --- the platform ------------------------------------------------------------------------------------------------
+
+
+def _pci(root: Path, port: dict[str, str], device: dict[str, str]) -> Path:
+    """A GPU at 0000:1b:00.0 behind a port, as the kernel shows both."""
+    folder = root / "devices/pci0000:15/0000:15:01.0/0000:1b:00.0"
+    folder.mkdir(parents=True)
+    for place, files in ((folder.parent, port), (folder, device)):
+        for name, text in files.items():
+            (place / name).write_text(f"{text}\n")
+    links = root / "bus/pci/devices"
+    links.mkdir(parents=True)
+    (links / "0000:1b:00.0").symlink_to(folder)
+    return root
+
+
+def _limit(speed: str, width: str) -> dict[str, str]:
+    return {"max_link_speed": speed, "max_link_width": width}
+
+
+@pytest.mark.parametrize(
+    ("port", "device", "expected"),
+    [
+        (_limit("32.0 GT/s PCIe", "16"), _limit("32.0 GT/s PCIe", "16"), PcieLimit(5, 16)),
+        (_limit("16.0 GT/s PCIe", "8"), _limit("32.0 GT/s PCIe", "16"), PcieLimit(4, 8)),
+        (_limit("64.0 GT/s PCIe", "16"), _limit("32.0 GT/s PCIe", "16"), PcieLimit(5, 16)),
+        (_limit("2.5 GT/s PCIe", "1"), _limit("32.0 GT/s PCIe", "16"), PcieLimit(1, 1)),
+        (_limit("8 GT/s", "16"), _limit("Unknown", "255"), PcieLimit(3, 16)),
+        ({}, _limit("32.0 GT/s PCIe", "16"), PcieLimit(5, 16)),
+        (_limit("Unknown", "0"), _limit("nonsense", "-"), PcieLimit(None, None)),
+        ({}, {}, PcieLimit(None, None)),
+    ],
+)
+def test_platform_limits_a_link(
+    tmp_path: Path, port: dict[str, str], device: dict[str, str], expected: PcieLimit
+) -> None:
+    assert sysfs.pcie_limit(_pci(tmp_path, port, device), "0000:1b:00") == expected
+
+
+def test_platform_without_the_device_limits_nothing(tmp_path: Path) -> None:
+    assert sysfs.pcie_limit(tmp_path, "0000:1b:00") == PcieLimit(None, None)
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def test_link_and_load_are_of_the_same_poll(machine: Machine, control: Control) -> None:
+    """A link that was read while the GPU rested is not held against the load of a later poll."""
+    sensor = GpuSensor(slow_every=10, doing=lambda what: None)
+    control.write(gpus={"0": {"pcie_generation": 1, "gpu_utilization": 0.0}})
+    machine.refresh()
+    assert sensor.poll()[0].pcie_utilization == 0.0
+    control.write(gpus={"0": {"pcie_generation": 5, "gpu_utilization": 1.0}})
+    machine.refresh()
+    for _ in range(8):
+        sample = sensor.poll()[0]
+        assert (sample.pcie_generation, sample.gpu_utilization) == (1, 1.0)
+        assert (sample.pcie_utilization, sample.pcie_generations_missing) == (None, None)
+    sample = sensor.poll()[0]
+    assert (sample.pcie_generation, sample.pcie_utilization, sample.pcie_generations_missing) == (5, 1.0, 0)
+
+
+def test_link_as_fast_as_its_slot_lacks_nothing(machine: Machine, control: Control) -> None:
+    control.write(gpus={"0": {"pcie_generation": 4, "pcie_width": 8, "gpu_utilization": 1.0}})
+    machine.refresh()
+    sensor = GpuSensor(slow_every=1, doing=lambda what: None, platform=lambda bus_id: PcieLimit(4, 8))
+    sample = sensor.poll()[0]
+    assert (sample.pcie_generation_max, sample.pcie_width_max) == (4, 8)
+    assert (sample.pcie_generations_missing, sample.pcie_lanes_missing) == (0, 0)

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from everstep_agent.findings.rules import Event, load_policy
+from everstep_agent.findings.xids import load_xids, recovery_action
+
+from everstep.errors import ConfigurationError
+from everstep.vocabulary import Action, Mode, Severity
+
+RULE = """
+[[rule]]
+id = "gpu-too-hot"
+kind = "gpu.temperature"
+metric = "gpu.temperature_c"
+test = "at_least"
+threshold = 80
+severity = "warning"
+message = "GPU {subject} is at {value} degC"
+clear_after_s = 60.0
+source = "our own cooling"
+"""
+
+
+def site(folder: Path, text: str) -> Path:
+    path = folder / "site.toml"
+    path.write_text(text)
+    return path
+
+
+def test_every_shipped_rule_has_a_source_and_an_end() -> None:
+    policy = load_policy()
+    for rule in [*policy.rules, *policy.lines]:
+        assert rule.source, rule.id
+        assert rule.clear_after_s is not None or rule.clear_on, rule.id
+
+
+def test_only_critical_rules_enforce() -> None:
+    for rule in [*load_policy().rules, *load_policy().lines]:
+        assert rule.mode is not Mode.ENFORCE or rule.severity is Severity.CRITICAL, rule.id
+
+
+def test_a_sites_rule_replaces_ours_of_the_same_id(tmp_path: Path) -> None:
+    policy = load_policy([site(tmp_path, RULE)])
+    (rule,) = [rule for rule in policy.rules if rule.id == "gpu-too-hot"]
+    assert (rule.threshold, rule.source) == (80, "our own cooling")
+    assert len(policy.rules) == len(load_policy().rules)
+
+
+def test_a_site_overrides_single_columns_of_the_xid_table(tmp_path: Path) -> None:
+    path = site(tmp_path, '[[xid]]\nxid = 63\naction = "reset_gpu"\nmode = "enforce"\nsource = "our vendor"\n')
+    policy = load_policy([path])
+    assert (policy.xid(63).action, policy.xid(63).severity) == (Action.RESET_GPU, load_xids()[63].severity)
+    assert policy.xid_mode(63) is Mode.ENFORCE
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "says"),
+    [
+        ("threshold", "treshold", "did you mean `threshold`"),
+        ("gpu.temperature_c", "gpu.temprature_c", "no metric 'gpu.temprature_c'"),
+        ("gpu.temperature_c", "cpu.temperature_c", "must begin with one of"),
+        ('"at_least"', '"above"', "Invalid enum value 'above'"),
+        ("80", '"hot"', "Expected `float`"),
+        ("{value}", "{valeu}", "may use {subject}"),
+        ("clear_after_s = 60.0", "", "has no end"),
+        ("threshold = 80", "threshold = 80\nn_of = [3, 2]", "1 <= n <= m"),
+        ('test = "at_least"', 'test = "increase"', "needs window_s"),
+        ("threshold = 80", "threshold = ", "not TOML"),
+    ],
+)
+def test_a_mistake_in_a_policy_is_named_with_its_file(tmp_path: Path, was: str, becomes: str, says: str) -> None:
+    path = site(tmp_path, RULE.replace(was, becomes))
+    with pytest.raises(ConfigurationError) as caught:
+        load_policy([path])
+    assert says in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_mistyped_key_is_found_on_its_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"site\.toml line 7: unknown key `treshold`"):
+        load_policy([site(tmp_path, RULE.replace("threshold", "treshold"))])
+
+
+def test_a_policy_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"nowhere\.toml"):
+        load_policy([tmp_path / "nowhere.toml"])
+
+
+def test_a_pattern_that_is_none_is_refused(tmp_path: Path) -> None:
+    text = (
+        '[[line]]\nid="x"\nkind="host.kernel"\npattern="("\nseverity="info"\nmessage="m"\nsource="s"\nclear_after_s=1.0'
+    )
+    with pytest.raises(ConfigurationError, match="no regular expression"):
+        load_policy([site(tmp_path, text)])
+
+
+def test_every_xid_of_the_table_is_read_and_every_fatal_one_has_a_cure() -> None:
+    table = load_xids()
+    assert len(table) == 110
+    for entry in table.values():
+        if entry.severity is Severity.CRITICAL:
+            assert Action.strongest(entry.action, Action.RESET_GPU) is entry.action, entry
+
+
+def test_a_gpu_off_the_bus_takes_at_least_a_drain() -> None:
+    entry = load_xids()[79]
+    assert entry.severity is Severity.CRITICAL
+    assert Action.strongest(entry.action, Action.DRAIN) is entry.action
+
+
+def test_a_recovery_action_of_a_newer_driver_is_not_taken_lightly() -> None:
+    assert recovery_action(0) is Action.NONE
+    assert recovery_action(99) is Action.REBOOT_NODE
+
+
+def test_every_action_of_an_xid_has_a_way_to_be_over() -> None:
+    policy = load_policy()
+    for action in Action:
+        clearing = policy.clearing(action)
+        assert clearing.clear_after_s is not None or Event.BOOT in clearing.clear_on

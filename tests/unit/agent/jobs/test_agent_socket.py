@@ -1,0 +1,408 @@
+"""``agent.sock`` over real unix sockets, with real processes that are really stopped and killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from everstep_agent.jobs.registry import LocalJobs
+from everstep_agent.jobs.seats import LocalJob
+from everstep_agent.jobs.socket import REFUSALS, LocalServer
+
+from everstep.ids import Version
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.framing import FrameDecoder, encode_frame
+from everstep.wire.v1.directives import KillRank, NewGeneration, VersionNotice
+from everstep.wire.v1.local import MAX_FRAME_BYTES, FromAgent, Hello, RankExited, Role, Tick, Welcome
+from everstep.wire.v1.training import (
+    FindingRaised,
+    GenerationSpec,
+    JobSpec,
+    LauncherJoined,
+    RankLost,
+    RankUnresponsive,
+    RestoreRule,
+)
+
+T = TypeVar("T")
+DEADLINE_S = 60.0
+
+
+def spec(number: int, secret: str = "s" * 16) -> GenerationSpec:
+    return GenerationSpec(
+        job="j",
+        number=number,
+        reason="formed",  # type: ignore[arg-type]
+        sentence="",
+        trace="",
+        seats=("n1",),
+        store="127.0.0.1:1",
+        store_node="n1",
+        restore=RestoreRule(),
+        holders=(),
+        replica_nodes={},
+        secret=secret,
+        spec=JobSpec(job="j", nproc_per_node=2),
+        issued_at=0.0,
+    )
+
+
+class Agent:
+    """The agent's local half over a real socket, with what it would report."""
+
+    def __init__(self, run_dir: Path, max_connections: int = 16, exit_grace_s: float = 0.003) -> None:
+        self.reports: list[Any] = []
+        self.path = run_dir / "agent.sock"
+        self.jobs = LocalJobs(
+            "n1", SYSTEM_CLOCK, self, exit_grace_s=exit_grace_s, silence_s=0.3, unresponsive_after_s=60.0
+        )
+        welcome = Welcome(protocol=1, node="n1", vault_socket="/v", tick_interval_s=0.02)
+        self.server = LocalServer(self.path, welcome, self.jobs, max_connections)
+        self.children: list[subprocess.Popen[str]] = []
+        self.clients: list[Client] = []
+
+    def report(self, report: Any) -> None:
+        self.reports.append(report)
+
+    def finding(self, raised: FindingRaised) -> None:
+        self.reports.append(raised)
+
+    def configure_vault(self, job: LocalJob) -> None:
+        pass
+
+    def forget_in_vault(self, job: str) -> None:
+        pass
+
+    def forget_seals(self, job: str, before: int) -> None:
+        pass
+
+    def new_trace(self) -> str:
+        return "t"
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(delay_s, call)
+
+    async def until(self, condition: Callable[[], T]) -> T:
+        """What ``condition`` returns, once it is true. Raises TimeoutError past the deadline."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not (found := condition()):
+                await asyncio.sleep(0.002)
+            return found
+
+    async def one(self, kind: type[T]) -> T:
+        return (await self.until(lambda: [r for r in self.reports if isinstance(r, kind)]))[0]
+
+    async def rank(self, local_rank: int, *last_word: str) -> subprocess.Popen[str]:
+        """A rank's process that is connected and ticks in generation 1."""
+        arguments = [str(self.path), "j", str(local_rank), "1", str(local_rank), *last_word]
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.local_peer", *arguments], stdout=subprocess.PIPE, text=True
+        )
+        self.children.append(child)
+        assert child.stdout is not None
+        assert (await asyncio.to_thread(child.stdout.readline)).strip() == "ready"
+        return child
+
+    async def connect(self) -> Client:
+        reader, writer = await asyncio.open_unix_connection(str(self.path))
+        self.clients.append(Client(reader, writer))
+        return self.clients[-1]
+
+    async def launcher(self) -> Client:
+        client = await self.connect()
+        await client.say(Hello(protocols=(1,), role=Role.LAUNCHER, job="j", pid=os.getpid()))
+        offer = LauncherJoined(job="j", at=0.0, spec=JobSpec(job="j"), launcher=5, store="127.0.0.1:1")
+        await client.say(offer)
+        await client.next(Welcome)
+        await self.one(LauncherJoined)
+        return client
+
+
+class Client:
+    """A connection to the agent made by the test itself."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+        self._decoder: FrameDecoder[FromAgent] = FrameDecoder(FromAgent, MAX_FRAME_BYTES)
+        self._heard: list[FromAgent] = []
+
+    async def say(self, message: Any) -> None:
+        self.writer.write(encode_frame(message))
+        await self.writer.drain()
+
+    async def next(self, kind: type[T]) -> T:
+        """The next message, which must be of this kind."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not self._heard:
+                data = await self.reader.read(1 << 16)
+                assert data, "the agent closed the connection"
+                self._heard += self._decoder.feed(data)
+        message = self._heard.pop(0)
+        assert isinstance(message, kind), message
+        return message
+
+    async def closed(self) -> bool:
+        """Whether the agent ends the connection."""
+        async with asyncio.timeout(DEADLINE_S):
+            with contextlib.suppress(ConnectionError):
+                while await self.reader.read(1 << 16):
+                    pass
+        return True
+
+
+@contextlib.asynccontextmanager
+async def agent(run_dir: Path, **settings: Any) -> AsyncIterator[Agent]:
+    node = Agent(run_dir, **settings)
+    await node.server.start()
+    watch = asyncio.create_task(node.server.watch(0.01))
+    try:
+        yield node
+    finally:
+        watch.cancel()
+        node.server.close()
+        for client in node.clients:
+            client.writer.close()
+            with contextlib.suppress(ConnectionError):
+                await client.writer.wait_closed()
+        for child in node.children:
+            child.kill()
+            child.wait()
+            assert child.stdout is not None
+            child.stdout.close()
+        await asyncio.sleep(0.01)
+
+
+def play(story: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(story)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+def test_only_the_owner_can_open_the_socket(run_dir: Path) -> None:
+    async def story() -> None:
+        async with agent(run_dir) as node:
+            assert node.path.stat().st_mode & 0o777 == 0o600
+        assert not node.path.exists()
+
+    play(story())
+
+
+def test_a_socket_left_behind_by_a_killed_agent_is_replaced(run_dir: Path) -> None:
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(run_dir / "agent.sock"))
+    left.close()
+
+    async def story() -> None:
+        async with agent(run_dir) as node:
+            await node.launcher()
+
+    play(story())
+
+
+def test_a_killed_process_is_a_lost_rank(run_dir: Path) -> None:
+    async def story() -> None:
+        async with agent(run_dir) as node:
+            await node.launcher()
+            node.jobs.directives([NewGeneration(spec=spec(1))])
+            rank = await node.rank(1)
+            rank.kill()
+            lost = await node.one(RankLost)
+            assert (lost.generation, lost.rank, lost.local_rank, lost.replacement) == (1, 1, 1, True)
+            assert lost.detail == "its connection ended"
+
+    play(story())
+
+
+def test_the_launchers_word_on_the_exit_is_in_the_report(run_dir: Path) -> None:
+    async def story() -> None:
+        async with agent(run_dir, exit_grace_s=DEADLINE_S) as node:
+            launcher = await node.launcher()
+            node.jobs.directives([NewGeneration(spec=spec(1))])
+            rank = await node.rank(0)
+            rank.kill()
+            rank.wait()
+            await launcher.say(
+                RankExited(local_rank=0, pid=rank.pid, exit_code=None, signal=signal.SIGKILL, replacement=True)
+            )
+            assert (await node.one(RankLost)).signal == signal.SIGKILL
+
+    play(story())
+
+
+def test_a_process_that_says_goodbye_is_not_lost(run_dir: Path) -> None:
+    async def story() -> None:
+        async with agent(run_dir) as node:
+            node.jobs.directives([NewGeneration(spec=spec(1))])
+            await node.rank(0, "done")
+            await node.until(lambda: not node.jobs.is_busy())
+            await asyncio.sleep(0.01)
+            assert node.reports == []
+
+    play(story())
+
+
+def test_a_stopped_process_is_found_by_the_kernels_word_and_told_once(run_dir: Path) -> None:
+    async def story() -> None:
+        async with agent(run_dir) as node:
+            node.jobs.directives([NewGeneration(spec=spec(1))])
+            rank = await node.rank(0)
+            rank.send_signal(signal.SIGSTOP)
+            told = await node.one(RankUnresponsive)
+            assert (told.rank, told.process_state) == (0, "T")
+            rank.send_signal(signal.SIGCONT)
+            rank.send_signal(signal.SIGSTOP)
+            rank.send_signal(signal.SIGCONT)
+
+    play(story())
+
+
+def test_a_kill_ends_the_stopped_process_and_is_told_to_the_launcher(run_dir: Path) -> None:
+    async def story() -> None:
+        async with agent(run_dir) as node:
+            launcher = await node.launcher()
+            node.jobs.directives([NewGeneration(spec=spec(1))])
+            await launcher.next(NewGeneration)
+            rank = await node.rank(0)
+            rank.send_signal(signal.SIGSTOP)
+            await node.one(RankUnresponsive)
+            body = KillRank(job="j", generation=1, rank=0, local_rank=0, reason="it hangs")
+            node.jobs.directives([body])
+            assert await asyncio.to_thread(rank.wait, DEADLINE_S) == -signal.SIGKILL
+            assert await launcher.next(KillRank) == body
+            assert (await node.one(RankLost)).detail.startswith("killed on the controller's word: it hangs")
+
+    play(story())
+
+
+def test_a_kill_after_the_process_is_gone_hurts_nobody(run_dir: Path) -> None:
+    async def story() -> None:
+        async with agent(run_dir) as node:
+            rank = await node.rank(0)
+            (connection,) = node.server.connections
+            rank.kill()
+            rank.wait()
+            connection.kill()
+
+    play(story())
+
+
+def test_a_peer_that_does_not_read_holds_nobody_up_and_hears_the_newest_afterwards(run_dir: Path) -> None:
+    async def story() -> None:
+        async with agent(run_dir) as node:
+            client = await node.connect()
+            await client.say(Hello(protocols=(1,), role=Role.RANK, job="j", pid=os.getpid(), local_rank=0))
+            await client.next(Welcome)
+            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            big = spec(1, secret="s" * 200_000)
+            for number in range(1, 60):
+                node.jobs.directives([NewGeneration(spec=spec(number, big.secret))])
+                notice = VersionNotice(job="j", generation=number, committed=Version(number, 1), candidate=2)
+                node.jobs.directives([notice])
+            (connection,) = node.server.connections
+            assert connection.unsent_bytes < 1 << 20
+            client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+            newest: dict[type, Any] = {}
+            while not (VersionNotice in newest and newest[VersionNotice].committed == Version(59, 1)):
+                message: Any = await client.next(object)
+                newest[type(message)] = message
+            assert newest[NewGeneration].spec.number == 59
+
+    play(story())
+
+
+@pytest.mark.parametrize(
+    ("first", "why"),
+    [
+        (encode_frame(Tick(generation=1, rank=0, step=1, step_s=0.1)), "malformed"),
+        (encode_frame(Hello(protocols=(9,), role=Role.RANK, job="j", pid=1, local_rank=0)), "protocol_version"),
+        (encode_frame(Hello(protocols=(1,), role=Role.RANK, job="j", pid=1)), "malformed"),
+        ((1 << 30).to_bytes(4, "big") + b"x", "malformed"),
+        (encode_frame({"type": "Nonsense"}), "malformed"),
+    ],
+    ids=["tick_first", "other_protocol", "no_local_rank", "oversized", "unknown_message"],
+)
+def test_what_is_not_understood_is_cut_and_counted(run_dir: Path, first: bytes, why: str) -> None:
+    async def story() -> None:
+        async with agent(run_dir) as node:
+            client = await node.connect()
+            client.writer.write(first)
+            assert await client.closed()
+            assert dict(node.server.counts) == dict.fromkeys(REFUSALS, 0) | {why: 1}
+            await node.launcher()  # others are served on
+
+    play(story())
+
+
+def test_a_rank_that_sends_nonsense_is_lost_with_the_reason(run_dir: Path) -> None:
+    async def story() -> None:
+        async with agent(run_dir) as node:
+            node.jobs.directives([NewGeneration(spec=spec(1))])
+            client = await node.connect()
+            await client.say(Hello(protocols=(1,), role=Role.RANK, job="j", pid=os.getpid(), local_rank=0))
+            await client.next(Welcome)
+            client.writer.write((1 << 30).to_bytes(4, "big") + b"x")
+            assert "over the limit" in (await node.one(RankLost)).detail
+
+    play(story())
+
+
+def test_one_connection_too_many_is_turned_away(run_dir: Path) -> None:
+    async def story() -> None:
+        async with agent(run_dir, max_connections=2) as node:
+            for _ in range(2):
+                await node.connect()
+            turned_away = await node.connect()
+            assert await turned_away.closed()
+            assert node.server.counts["forbidden"] == 1
+
+    play(story())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_users_process_is_turned_away() -> None:
+    async def story(directory: Path) -> None:
+        async with agent(directory) as node:
+            directory.chmod(0o755)
+            node.path.chmod(0o777)
+            stranger = socket.socket(socket.AF_UNIX)
+            os.seteuid(65534)
+            try:
+                stranger.connect(str(node.path))
+            finally:
+                os.seteuid(0)
+            assert await asyncio.to_thread(stranger.recv, 1) == b""
+            assert node.server.counts["forbidden"] == 1
+            stranger.close()
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        play(story(Path(directory)))
+
+
+def test_when_the_agent_ends_nobody_is_reported(run_dir: Path) -> None:
+    async def story() -> None:
+        async with agent(run_dir) as node:
+            launcher = await node.launcher()
+            node.jobs.directives([NewGeneration(spec=spec(1))])
+            await node.rank(0)
+            before = list(node.reports)
+            node.server.close()
+            assert await launcher.closed()
+            await asyncio.sleep(0.02)
+            assert node.reports == before
+
+    play(story())

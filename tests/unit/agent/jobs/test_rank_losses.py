@@ -1,0 +1,339 @@
+"""What a node concludes from its connections: which rank is lost, which one is ended, which one is silent."""
+
+from __future__ import annotations
+
+import pytest
+
+from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
+from everstep.wire.v1.local import Goodbye, Role
+from everstep.wire.v1.training import CollectiveFailed, RankFinished, RankLost, RankUnresponsive
+from tests.support.local_node import FakePeer, Node, exited, generation, kill
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_rank_is_reported_after_the_grace_when_the_launcher_says_nothing(node: Node) -> None:
+    node.launcher()
+    rank = node.rank(1)
+    node.regroup(1)
+    node.jobs.gone(rank, "its connection ended")
+    assert node.of(RankLost) == []
+    node.wait(0.003)
+    (lost,) = node.of(RankLost)
+    assert (lost.generation, lost.rank, lost.local_rank, lost.replacement) == (1, 1, 1, True)
+    assert lost.trace
+    node.wait()
+    assert len(node.of(RankLost)) == 1
+
+
+@pytest.mark.parametrize("word_first", [True, False])
+def test_the_launchers_word_is_merged_whichever_comes_first(node: Node, word_first: bool) -> None:
+    launcher, rank = node.launcher(), node.rank(0)
+    node.regroup(1)
+    if word_first:
+        node.jobs.heard(launcher, exited(rank))
+        node.jobs.gone(rank, "its connection ended")
+    else:
+        node.jobs.gone(rank, "its connection ended")
+        node.jobs.heard(launcher, exited(rank))
+    (lost,) = node.of(RankLost)
+    assert (lost.signal, lost.exit_code) == (9, None)
+    assert "signal 9" in lost.detail
+    node.wait()
+    assert len(node.of(RankLost)) == 1
+
+
+def test_a_word_that_comes_late_is_not_another_loss(node: Node) -> None:
+    launcher, rank = node.launcher(), node.rank(0)
+    node.regroup(1)
+    node.jobs.gone(rank, "ended")
+    node.wait()
+    node.jobs.heard(launcher, exited(rank))
+    assert len(node.of(RankLost)) == 1
+
+
+def test_a_late_word_that_nobody_will_replace_it_is_told(node: Node) -> None:
+    launcher, rank = node.launcher(), node.rank(0)
+    node.regroup(1)
+    node.jobs.gone(rank, "ended")
+    node.wait()
+    node.regroup(2)
+    node.jobs.heard(launcher, exited(rank, replacement=False))
+    told = [(r.generation, r.replacement) for r in node.of(RankLost)]
+    assert told == [(1, True), (2, False)]
+
+
+def test_without_a_launcher_there_is_no_replacement(node: Node) -> None:
+    rank = node.rank(0)
+    node.regroup(1)
+    node.jobs.gone(rank, "ended")
+    node.wait()
+    assert [r.replacement for r in node.of(RankLost)] == [False]
+
+
+def test_a_generation_that_still_counts_on_a_place_nobody_takes_is_told_once(node: Node) -> None:
+    launcher, rank = node.launcher(), node.rank(0)
+    other = node.rank(1)
+    node.regroup(1)
+    node.jobs.heard(launcher, exited(rank, replacement=False))
+    node.jobs.gone(rank, "ended")
+    node.regroup(2)
+    assert [(r.generation, r.rank, r.replacement) for r in node.of(RankLost)] == [(1, 0, False), (2, 0, False)]
+    node.jobs.heard(launcher, exited(rank, replacement=False))
+    assert len(node.of(RankLost)) == 2
+    assert other.generations == [1, 2]
+
+
+def test_a_spare_that_ends_is_nobodys_loss(node: Node) -> None:
+    spare = node.rank(1)
+    node.regroup(1, (0, "n1", 0))
+    node.jobs.gone(spare, "ended")
+    node.wait()
+    assert node.of(RankLost) == []
+
+
+def test_a_rank_before_its_first_generation_is_nobodys_loss(node: Node) -> None:
+    node.jobs.gone(node.rank(0), "ended")
+    node.wait()
+    assert node.of(RankLost) == []
+
+
+def test_a_rank_that_says_goodbye_is_not_lost(node: Node) -> None:
+    launcher, rank = node.launcher(), node.rank(0)
+    node.regroup(1)
+    node.jobs.heard(rank, Goodbye())
+    node.jobs.gone(rank, "ended")
+    node.jobs.heard(launcher, exited(rank, signal=None, replacement=False))
+    node.wait()
+    assert node.of(RankLost) == []
+
+
+def test_a_rank_that_finished_is_not_lost_though_it_ticked_on(node: Node) -> None:
+    rank = node.rank(0)
+    node.regroup(1)
+    node.jobs.heard(rank, RankFinished(job="j", at=0.0, generation=1, rank=0, step=9))
+    node.tick(rank, 1, 0)
+    node.jobs.gone(rank, "ended")
+    node.wait()
+    assert node.of(RankLost) == []
+
+
+def test_a_finished_rank_that_a_new_generation_needs_again_can_be_lost(node: Node) -> None:
+    rank = node.rank(0)
+    node.regroup(1)
+    node.jobs.heard(rank, RankFinished(job="j", at=0.0, generation=1, rank=0, step=9))
+    node.regroup(2)
+    node.jobs.gone(rank, "ended")
+    node.wait()
+    assert [r.generation for r in node.of(RankLost)] == [2]
+
+
+def test_a_rank_that_died_before_its_hello_is_lost_by_the_launchers_word(node: Node) -> None:
+    launcher = node.launcher()
+    node.regroup(1)
+    dead = FakePeer(77)
+    node.jobs.heard(launcher, exited(dead, 1))
+    node.jobs.heard(launcher, exited(dead, 1))
+    assert [(r.rank, r.local_rank, r.replacement) for r in node.of(RankLost)] == [(1, 1, True)]
+
+
+def test_a_second_process_for_a_place_is_the_loss_of_the_first(node: Node) -> None:
+    first = node.rank(0)
+    node.launcher()
+    node.regroup(1)
+    second = node.rank(0)
+    node.wait()
+    assert first.closed
+    assert [r.generation for r in node.of(RankLost)] == [1]
+    node.jobs.gone(first, "ended")
+    node.wait()
+    assert len(node.of(RankLost)) == 1
+    node.regroup(2)
+    assert second.generations == [2]
+
+
+def test_a_process_that_connects_anew_is_not_lost(node: Node) -> None:
+    first = node.rank(0)
+    node.regroup(1)
+    node.peer(Role.RANK, 0, pid=first.pid)
+    node.jobs.gone(first, "ended")
+    node.wait()
+    assert node.of(RankLost) == []
+
+
+def test_a_replacement_is_not_offered_the_generation_its_predecessor_was_lost_in(node: Node) -> None:
+    node.launcher()
+    rank = node.rank(0)
+    node.regroup(1)
+    node.jobs.gone(rank, "ended")
+    replacement = node.rank(0)
+    assert replacement.generations == []
+    node.wait()
+    node.regroup(2)
+    assert replacement.generations == [2]
+    assert [r.generation for r in node.of(RankLost)] == [1]
+
+
+def test_a_loss_in_a_new_generation_is_one_of_that_generation(node: Node) -> None:
+    node.launcher()
+    rank = node.rank(1)
+    node.regroup(1)
+    node.regroup(2)
+    node.jobs.gone(rank, "ended")
+    node.wait()
+    assert [r.generation for r in node.of(RankLost)] == [2]
+
+
+def test_after_the_agents_restart_a_loss_is_known_from_ticks(node: Node) -> None:
+    rank = node.rank(1)
+    node.tick(rank, 7, 5)
+    node.jobs.gone(rank, "ended")
+    node.wait()
+    assert [(r.generation, r.rank) for r in node.of(RankLost)] == [(7, 5)]
+
+
+# --- kills ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_kill_goes_to_the_process_and_its_launcher(node: Node) -> None:
+    launcher, rank = node.launcher(), node.rank(0)
+    node.regroup(1)
+    node.tick(rank, 1, 0)
+    node.push(kill(1))
+    assert rank.killed
+    assert launcher.got(KillRank) == [kill(1)]
+
+
+@pytest.mark.parametrize("kill_first", [True, False])
+def test_a_killed_rank_is_no_loss_of_the_generation_made_for_its_replacement(node: Node, kill_first: bool) -> None:
+    launcher, rank = node.launcher(), node.rank(0)
+    node.regroup(1)
+    node.tick(rank, 1, 0)
+    both = [kill(1), NewGeneration(spec=generation(2))]
+    node.push(*(both if kill_first else both[::-1]))
+    assert rank.generations == [1]
+    node.jobs.heard(launcher, exited(rank))
+    node.jobs.gone(rank, "ended")
+    replacement = node.rank(0)
+    assert replacement.generations == [2]
+    assert [(r.generation, r.replacement) for r in node.of(RankLost)] == [(1, True)]
+
+
+def test_a_kill_that_comes_after_the_next_generation_still_finds_the_hung_process(node: Node) -> None:
+    node.launcher()
+    rank = node.rank(0)
+    node.regroup(1)
+    node.tick(rank, 1, 0)
+    node.regroup(2)
+    node.push(kill(1))
+    assert rank.killed
+    node.jobs.gone(rank, "ended")
+    node.wait()
+    assert [r.generation for r in node.of(RankLost)] == [1]
+
+
+def test_a_killed_rank_that_nobody_replaces_is_a_loss_of_the_newest_generation(node: Node) -> None:
+    launcher, rank = node.launcher(), node.rank(0)
+    node.regroup(1)
+    node.tick(rank, 1, 0)
+    node.push(kill(1), NewGeneration(spec=generation(2)))
+    node.jobs.heard(launcher, exited(rank, replacement=False))
+    node.jobs.gone(rank, "ended")
+    assert [(r.generation, r.replacement) for r in node.of(RankLost)] == [(2, False)]
+
+
+def test_a_stale_kill_never_reaches_the_replacement(node: Node) -> None:
+    node.launcher()
+    rank = node.rank(0)
+    node.regroup(1)
+    node.jobs.gone(rank, "ended")
+    node.wait()
+    early = node.rank(0)
+    node.push(kill(1))
+    assert not early.killed
+    node.regroup(2)
+    node.tick(early, 2, 0)
+    node.push(kill(1))
+    assert not early.killed
+    assert node.jobs.counts["directives_stale"] == 2
+
+
+def test_the_word_of_a_killed_rank_is_not_passed_on(node: Node) -> None:
+    rank = node.rank(0)
+    node.regroup(1)
+    node.tick(rank, 1, 0)
+    node.push(kill(1))
+    node.jobs.heard(rank, CollectiveFailed(job="j", at=0.0, generation=1, rank=0, step=3, detail="x"))
+    assert node.of(CollectiveFailed) == []
+
+
+# --- silence ----------------------------------------------------------------------------------------------------------
+
+
+def silent(node: Node, seconds: float, lag: float = 0.0) -> list[RankUnresponsive]:
+    node.clock.advance(seconds)
+    node.jobs.watch(lag)
+    return node.of(RankUnresponsive)
+
+
+def test_a_stopped_process_is_told_soon_and_once(node: Node) -> None:
+    rank = node.rank(1)
+    node.regroup(1)
+    node.tick(rank, 1, 1)
+    rank.state = "T"
+    assert silent(node, 0.25) == []
+    (told,) = silent(node, 0.1)
+    assert (told.generation, told.rank, told.local_rank, told.process_state) == (1, 1, 1, "T")
+    assert len(silent(node, 5.0)) == 1
+
+
+def test_a_busy_process_is_given_longer(node: Node) -> None:
+    rank = node.rank(0)
+    node.regroup(1)
+    node.tick(rank, 1, 0)
+    rank.state = "R"
+    assert silent(node, 0.95) == []
+    assert [r.process_state for r in silent(node, 0.1)] == ["R"]
+
+
+def test_a_word_ends_a_silence_and_the_next_is_told_again(node: Node) -> None:
+    rank = node.rank(0)
+    node.regroup(1)
+    for _ in range(2):
+        node.tick(rank, 1, 0)
+        silent(node, 1.1)
+    assert len(node.of(RankUnresponsive)) == 2
+
+
+def test_a_silence_that_outlasts_a_generation_is_told_in_the_next(node: Node) -> None:
+    rank = node.rank(0)
+    node.regroup(1)
+    node.tick(rank, 1, 0)
+    rank.state = "T"
+    silent(node, 0.4)
+    node.regroup(2)
+    assert len(silent(node, 0.1)) == 1
+    assert [r.generation for r in silent(node, 0.3)] == [1, 2]
+
+
+def test_the_agents_own_lateness_is_not_held_against_ranks(node: Node) -> None:
+    rank = node.rank(0)
+    node.regroup(1)
+    node.tick(rank, 1, 0)
+    assert silent(node, 3.0, lag=2.9) == []
+
+
+@pytest.mark.parametrize("which", ["never_ticked", "spare", "condemned", "finished", "stopped"])
+def test_who_need_not_tick_is_not_told(node: Node, which: str) -> None:
+    rank = node.rank(0)
+    node.regroup(1, (0, "n2" if which == "spare" else "n1", 0))
+    if which != "never_ticked":
+        node.tick(rank, 1, 0)
+    if which == "condemned":
+        node.push(kill(1))
+    if which == "finished":
+        node.jobs.heard(rank, RankFinished(job="j", at=0.0, generation=1, rank=0, step=9))
+    if which == "stopped":
+        node.launcher()
+        node.push(StopJob(job="j", ok=True, reason="done"))
+    assert silent(node, 5.0) == []

@@ -1,0 +1,103 @@
+"""What a node does alone is right to the last element, or told as wrong with the place."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from everstep_agent.probes import child as checks
+from everstep_agent.probes.prober import Prober
+
+from everstep.vocabulary import ProbeKind
+from everstep.wire.v1.directives import RunProbe
+
+CPU = torch.device("cpu")
+
+
+def _silent(_what: str) -> None:
+    pass
+
+
+def _probe(kind: ProbeKind) -> RunProbe:
+    return RunProbe(probe="probe-1", nodes=("n1",), store="127.0.0.1:0", repeats=2, timeout_s=60.0, kind=kind)
+
+
+def test_the_known_product_is_what_integers_give_whatever_the_order_of_summation() -> None:
+    left, right, known = checks.known_product(512, CPU)
+    assert torch.equal((left.long() @ right.long()).float(), known)
+    assert torch.equal(left @ right, known)
+    halves = left[:, :256] @ right[:256] + left[:, 256:] @ right[256:]
+    assert torch.equal(halves, known)
+    assert known.abs().max() < 2**24
+
+
+def test_one_wrong_element_is_told_with_its_place() -> None:
+    _, _, known = checks.known_product(512, CPU)
+    found = known.clone()
+    found[3, 7] += 1.0
+    with pytest.raises(checks.WrongResult, match=r"wrong in 1 of 262144 places, first at \[3, 7\]"):
+        checks._compare(found, known, "product 1 of 2 on cpu")
+
+
+def test_a_word_that_does_not_hold_its_pattern_is_told() -> None:
+    chunk = torch.full((64,), -1, dtype=torch.int64)
+    checks._check_words(chunk, -1, CPU)
+    chunk[5] = 0
+    with pytest.raises(checks.WrongResult, match="1 words of cpu's memory do not hold pattern 0xffffffffffffffff"):
+        checks._check_words(chunk, -1, CPU)
+
+
+def test_addresses_that_fall_together_are_told() -> None:
+    whole = torch.empty(64, dtype=torch.int64)
+    checks._addresses([whole[:32], whole[32:]], CPU)
+    with pytest.raises(checks.WrongResult, match="do not hold their own number"):
+        checks._addresses([whole[:32], whole[:32]], CPU)
+
+
+def test_the_probe_process_does_what_the_kind_says() -> None:
+    async def act() -> None:
+        prober = Prober()
+        try:
+            computed = await prober.run(_probe(ProbeKind.COMPUTE), "n1")
+            remembered = await prober.run(_probe(ProbeKind.MEMORY), "n1")
+        finally:
+            await prober.close()
+        assert computed.ok, computed.detail
+        assert remembered.ok, remembered.detail
+        assert not computed.wrong
+        assert remembered.rows
+        assert all(rate > 0 for _, _, rate in remembered.rows)
+
+    asyncio.run(act())
+
+
+def test_a_wrong_result_is_said_to_be_wrong_and_a_probe_that_cannot_be_done_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from everstep_agent.probes import child
+    from everstep_agent.probes.probe_messages import Ask
+
+    def wrong(_probe: RunProbe, _doing: checks.Doing) -> checks.Rows:
+        raise checks.WrongResult("one place")
+
+    def full(_probe: RunProbe, _doing: checks.Doing) -> checks.Rows:
+        raise RuntimeError("CUDA out of memory")
+
+    ask = Ask(probe=_probe(ProbeKind.COMPUTE), node="n1", deadline=0.0)
+    monkeypatch.setattr(child, "compute", wrong)
+    assert child.run_probe(ask, _silent).wrong
+    monkeypatch.setattr(child, "compute", full)
+    answer = child.run_probe(ask, _silent)
+    assert (answer.ok, answer.wrong) == (False, False)
+
+
+@pytest.mark.gpu
+def test_every_gpu_computes_the_known_product_and_keeps_its_patterns() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    count = torch.cuda.device_count()
+    assert len(checks.compute(_probe(ProbeKind.COMPUTE), _silent)) == count
+    rows = checks.memory(_probe(ProbeKind.MEMORY), _silent)
+    assert len(rows) == count
+    assert all(rate > 0 for _, _, rate in rows)

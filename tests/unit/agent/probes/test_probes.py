@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from everstep_agent.probes.probe_messages import bus_bandwidth, row, store_address
+from everstep_agent.probes.prober import Prober
+
+from everstep.wire.v1.directives import RunProbe
+from everstep.wire.v1.training import ProbeFinished
+
+SIZES = (8, 65536)
+
+
+def probe(*nodes: str, name: str = "probe-1", store: str = "127.0.0.1:0", **values: Any) -> RunProbe:
+    trace = str(os.getpid())  # two test runs on one machine do not meet
+    settings = {"sizes": SIZES, "repeats": 2, "timeout_s": 60.0, "trace": trace, **values}
+    return RunProbe(probe=name, nodes=nodes, store=store, **settings)
+
+
+def play(count: int, scene: Callable[..., Awaitable[Any]]) -> Any:
+    async def act() -> Any:
+        probers = [Prober() for _ in range(count)]
+        try:
+            return await scene(*probers)
+        finally:
+            for prober in probers:
+                await prober.close()
+
+    return asyncio.run(act())
+
+
+def test_bus_bandwidth_is_what_each_link_carries() -> None:
+    assert bus_bandwidth(2, 1000, 1.0) == 1000
+    assert bus_bandwidth(4, 1000, 1.0) == 1500
+    assert row(2, 100, [3.0, 1.0, 2.0]) == (100, 2.0, 50.0)
+
+
+def test_all_members_derive_the_same_port_and_the_next_probe_another() -> None:
+    first = store_address(probe("n1", "n2"))
+    assert store_address(probe("n1", "n2")) == first
+    assert store_address(probe("n1", "n2", name="probe-2")) != first
+    assert 20_000 <= first[1] < 32_000
+    assert store_address(probe("n1", "n2", store="10.0.0.1:7800")) == ("10.0.0.1", 7800)
+
+
+def test_two_nodes_sum_and_both_tell_times_for_every_size() -> None:
+    async def scene(one: Prober, two: Prober) -> None:
+        for name in ("probe-1", "probe-2"):
+            asked = probe("n1", "n2", name=name)
+            answers = await asyncio.gather(one.run(asked, "n1"), two.run(asked, "n2"))
+            for answer in answers:
+                assert answer.ok, answer.detail
+                assert answer.began
+                assert [size for size, _, _ in answer.rows] == list(SIZES)
+                assert all(latency > 0 and rate > 0 for _, latency, rate in answer.rows)
+            if name == "probe-1":
+                warm = one.pid
+        assert one.pid == warm
+
+    play(2, scene)
+
+
+def test_failures_are_answers_that_say_what_failed() -> None:
+    async def scene(prober: Prober) -> None:
+        alone = await prober.run(probe("n1"), "n1")
+        assert alone.ok, alone.detail
+        assert len(alone.rows) == 1
+        warm = prober.pid
+
+        stranger = await prober.run(probe("n1", "n2"), "n3")
+        assert (stranger.ok, stranger.detail) == (False, "n3 is not among the nodes of this probe")
+        assert not stranger.began
+
+        unknown = await prober.run(probe("n1", "n2", backend="mpi"), "n1")
+        assert "no backend 'mpi'" in unknown.detail
+        assert not unknown.began
+
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            answer = await prober.run(probe("n1", "n2", store=f"127.0.0.1:{port}"), "n1")
+        assert f"cannot host the store at 127.0.0.1:{port}" in answer.detail
+        assert not answer.began
+        assert prober.pid == warm
+
+        absent = await prober.run(probe("n1", "n2", name="alone", timeout_s=1.0), "n1")
+        assert not absent.ok
+        assert absent.detail
+        assert absent.began, "it could have exchanged with whoever was there"
+
+    play(1, scene)
+
+
+def test_a_probe_process_that_dies_is_an_answer_and_is_replaced() -> None:
+    async def scene(prober: Prober) -> ProbeFinished:
+        assert (await prober.run(probe("n1"), "n1")).ok
+        pid = prober.pid
+        assert pid is not None
+        waiting = asyncio.create_task(prober.run(probe("n1", "n2", timeout_s=30.0), "n1"))
+        async with asyncio.timeout(60):
+            while prober._child is None or "connecting" not in prober._child.doing:
+                await asyncio.sleep(0.01)
+        os.kill(pid, signal.SIGKILL)
+        answer = await waiting
+        assert (await prober.run(probe("n1"), "n1")).ok
+        assert prober.pid != pid
+        return answer
+
+    answer = play(1, scene)
+    assert not answer.ok
+    assert "exit status -9" in answer.detail
+    assert not answer.began
+
+
+def test_a_node_without_torch_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+
+    async def scene(prober: Prober) -> ProbeFinished:
+        return await prober.run(probe("n1", "n2"), "n1")
+
+    answer = play(1, scene)
+    assert answer.detail == "the probe process ended (exit status 1) at: loading torch"
+    assert (answer.ok, answer.began) == (False, False)
+
+
+def test_a_process_that_is_not_ready_in_time_has_not_begun_and_one_that_waits_for_others_has() -> None:
+    async def scene(prober: Prober) -> tuple[ProbeFinished, ProbeFinished]:
+        cold = await prober.run(probe("n1", "n2", timeout_s=0.01), "n1")
+        assert (await prober.run(probe("n1"), "n1")).ok
+        assert prober.pid is not None
+        child = prober._child
+        assert child is not None
+
+        async def stop_when_it_waits() -> int:
+            while "connecting" not in child.doing:
+                await asyncio.sleep(0.01)
+            os.kill(child.pid, signal.SIGSTOP)
+            return child.pid
+
+        stopped = asyncio.create_task(stop_when_it_waits())
+        late = await prober.run(probe("n1", "n2", timeout_s=5.0), "n1")
+        await stopped
+        return cold, late
+
+    cold, late = play(1, scene)
+    assert (cold.ok, cold.began) == (False, False)
+    assert late.detail == "no result within 5 s at: connecting to the others"
+    assert (late.ok, late.began) == (False, True)
+
+
+def test_torch_goes_on_being_loaded_when_a_probe_no_longer_waits_and_the_next_finds_it_loaded() -> None:
+    async def scene(prober: Prober) -> None:
+        cold = await prober.run(probe("n1", timeout_s=0.01), "n1")
+        assert cold.detail == "no result within 0.01 s at: loading torch"
+        first = prober.pid
+        assert first is not None
+        assert (await prober.run(probe("n1"), "n1")).ok
+        assert prober.pid == first
+
+    play(1, scene)
+
+
+def test_a_process_that_never_has_torch_is_ended() -> None:
+    async def act() -> None:
+        prober = Prober(load_s=0.0)
+        try:
+            assert not (await prober.run(probe("n1", timeout_s=0.01), "n1")).ok
+            assert prober.pid is None
+        finally:
+            await prober.close()
+
+    asyncio.run(act())
+
+
+def test_a_process_that_nobody_asks_is_let_go() -> None:
+    async def act() -> None:
+        prober = Prober(idle_s=0.01)
+        try:
+            assert (await prober.run(probe("n1"), "n1")).ok
+            async with asyncio.timeout(60):
+                while prober.pid is not None:
+                    await asyncio.sleep(0.01)
+        finally:
+            await prober.close()
+
+    asyncio.run(act())
+
+
+@pytest.mark.gpu
+def test_every_gpu_of_a_node_computes_the_same() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+
+    async def scene(prober: Prober) -> None:
+        answer = await prober.run(probe("n1", timeout_s=120.0), "n1")
+        assert answer.ok, answer.detail
+        assert len(answer.rows) == torch.cuda.device_count()
+
+    play(1, scene)

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from everstep_agent.findings.assessment import MOST_SAID, Memory
+from everstep_agent.findings.xid_history import MOST_RECORDS
+from everstep_agent.sensors.samples import PortSample, SensorState, XidEvent
+
+from everstep.vocabulary import Action, Finding, Mode, Severity
+from tests.support.sensing import BUS, FELL_OFF, Judge, gpu
+
+XID_79 = f"gpu.xid/{BUS}/79"
+
+
+def only(judge: Judge) -> Finding:
+    (finding,) = judge.assessor.findings
+    return finding
+
+
+def test_a_healthy_node_has_no_findings() -> None:
+    judge = Judge()
+    assert judge.polls(200, gpu(temperature_margin_c=40, ecc_uncorrected=0, nvlinks_down=0)) == set()
+
+
+def test_a_gpu_off_the_bus_is_critical_and_to_be_drained_at_its_first_line() -> None:
+    judge = Judge()
+    assert judge.lines(FELL_OFF) == {XID_79}
+    finding = only(judge)
+    assert (finding.xid, finding.severity, finding.action, finding.mode) == (
+        79,
+        Severity.CRITICAL,
+        Action.DRAIN,
+        Mode.ENFORCE,
+    )
+    assert finding.evidence["line"] == FELL_OFF
+    assert finding.trace
+
+
+def test_a_reboot_ends_it() -> None:
+    judge = Judge()
+    judge.polls(1, gpu())
+    judge.lines(FELL_OFF)
+    assert judge.polls(5, gpu()) == {XID_79}
+    assert judge.polls(1, gpu(), boot_id="boot-2") == set()
+
+
+def test_a_reset_seen_in_the_energy_counter_ends_it() -> None:
+    judge = Judge()
+    judge.polls(1, gpu(energy_j=5000.0))
+    judge.lines(FELL_OFF)
+    assert judge.polls(1, gpu(energy_j=5010.0)) == {XID_79}
+    assert judge.polls(1, gpu(energy_j=3.0)) == set()
+
+
+def test_a_lost_gpu_that_answers_again_has_been_reset() -> None:
+    judge = Judge()
+    judge.polls(1, gpu())
+    judge.lines(FELL_OFF)
+    assert judge.polls(3, gpu(lost=True, error="GPU is lost")) == {XID_79, f"gpu.lost/{BUS}"}
+    assert judge.polls(1, gpu()) == {f"gpu.lost/{BUS}"}
+    assert judge.polls(11, gpu()) == set()
+
+
+def test_another_gpu_in_its_place_ends_even_what_asks_for_repair() -> None:
+    judge = Judge()
+    assert judge.polls(1, gpu(remap_failure=1)) == {f"gpu.row_remap_failure/{BUS}"}
+    assert judge.polls(100, gpu(remap_failure=0)) == {f"gpu.row_remap_failure/{BUS}"}
+    assert judge.polls(1, gpu(uuid="GPU-b")) == set()
+
+
+def test_time_alone_never_ends_a_fatal_xid() -> None:
+    judge = Judge()
+    judge.polls(1, gpu())
+    judge.lines(FELL_OFF)
+    judge.clock.advance(1e6)
+    assert judge.polls(3, gpu()) == {XID_79}
+
+
+def test_an_application_fault_is_watched_and_forgotten_when_it_stays_quiet() -> None:
+    judge = Judge()
+    judge.polls(1, gpu())
+    judge.lines(f"NVRM: Xid (PCI:{BUS}): 13, pid=1, Graphics SM Warp Exception")
+    assert (only(judge).severity, only(judge).mode) == (Severity.WARNING, Mode.OBSERVE)
+    judge.clock.advance(590.0)
+    assert judge.polls(1, gpu()) == {f"gpu.xid/{BUS}/13"}
+    judge.clock.advance(20.0)
+    assert judge.polls(1, gpu()) == set()
+
+
+def test_kernel_log_and_nvml_telling_of_the_same_event_count_once() -> None:
+    judge = Judge()
+    judge.lines(FELL_OFF)
+    judge.assessor.xid_events([XidEvent(pci_bus_id=BUS, xid=79, source="nvml")], judge.now())
+    assert judge.keys() == {XID_79}
+    assert judge.assessor.xids.totals == {(BUS, 79): 1}
+
+
+def test_a_storm_of_lines_makes_few_updates_and_keeps_the_count() -> None:
+    judge = Judge()
+    updates = sum(judge.assessor.kernel_lines([FELL_OFF], judge.now()) for _ in range(20_000))
+    assert updates <= 16
+    assert judge.assessor.xids.totals == {(BUS, 79): 20_000}
+    assert only(judge).value == 16_384
+
+
+def test_a_log_of_garbage_grows_nothing_without_bound() -> None:
+    judge = Judge()
+    judge.assessor.kernel_lines((f"NVRM: Xid (PCI:0000:1b:00): {xid}, x" for xid in range(1000, 6000)), judge.now())
+    judge.assessor.kernel_lines((f"SXid (PCI:0000:{n:x}:00.0): 1, Fatal" for n in range(5000)), judge.now())
+    assert len(judge.assessor.findings) == MOST_RECORDS + MOST_SAID
+    assert len(judge.assessor.xids.totals) == MOST_RECORDS
+
+
+def test_a_finding_stays_equal_until_something_that_matters_changes() -> None:
+    judge = Judge()
+    judge.polls(10, gpu(temperature_margin_c=1))
+    before = only(judge)
+    judge.polls(10, gpu(temperature_margin_c=-3))
+    assert only(judge) == before
+
+
+def test_the_drivers_own_word_is_taken_when_it_is_stronger() -> None:
+    judge = Judge()
+    judge.polls(1, gpu())
+    judge.lines(f"NVRM: Xid (PCI:{BUS}): 13, pid=1, Graphics Exception")
+    judge.lines(
+        f"NVRM: Xid (PCI:{BUS}): 154, GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)"
+    )
+    findings = {finding.key: finding for finding in judge.assessor.findings}
+    assert findings.keys() == {f"gpu.xid/{BUS}/13", f"gpu.recovery_action/{BUS}"}
+    assert {finding.action for finding in findings.values()} == {Action.REBOOT_NODE}
+    assert {finding.severity for finding in findings.values()} == {Severity.CRITICAL}
+
+
+def test_the_drivers_weaker_word_does_not_soften_the_table() -> None:
+    judge = Judge()
+    judge.lines(FELL_OFF)
+    judge.lines(f"NVRM: Xid (PCI:{BUS}): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)")
+    findings = {finding.key: finding for finding in judge.assessor.findings}
+    assert findings[XID_79].action is Action.DRAIN
+
+
+def test_nvmls_recovery_action_makes_a_finding_that_ends_with_it() -> None:
+    judge = Judge()
+    assert judge.polls(1, gpu(recovery_action=1)) == {f"gpu.recovery_action/{BUS}"}
+    assert only(judge).action is Action.RESET_GPU
+    assert judge.polls(12, gpu(recovery_action=0)) == set()
+
+
+def test_the_gravest_of_findings_with_one_key_is_shown_since_the_first() -> None:
+    judge = Judge()
+    judge.assessor.sensor(SensorState(hangs=1, detail="at gpu 3"), judge.now())
+    first = only(judge)
+    assert first.severity is Severity.WARNING
+    judge.clock.advance(30.0)
+    judge.assessor.sensor(SensorState(hangs=3, detail="at gpu 3"), judge.now())
+    last = only(judge)
+    assert (last.severity, last.since, last.trace, last.key) == (
+        Severity.CRITICAL,
+        first.since,
+        first.trace,
+        first.key,
+    )
+
+
+def test_a_library_that_does_not_load_on_a_node_with_gpus_is_no_health() -> None:
+    judge = Judge()
+    assert judge.polls(3, nvml_error="NVML Shared Library Not Found", pci_gpus=8) == {"sensor.failed/nvml"}
+    assert only(judge).severity is Severity.CRITICAL
+
+
+def test_a_node_without_gpus_needs_no_nvml() -> None:
+    assert Judge().polls(10, nvml_error="NVML Shared Library Not Found", pci_gpus=0) == set()
+
+
+def test_gpus_on_the_bus_that_nvml_does_not_list_are_missed() -> None:
+    judge = Judge()
+    assert judge.polls(3, gpu(), pci_gpus=2) == {"gpu.lost/gpus"}
+    assert judge.polls(11, gpu(), pci_gpus=1) == set()
+
+
+def test_a_gpu_that_was_lost_before_the_agent_began_is_missed_and_the_others_are_not() -> None:
+    judge = Judge()
+    assert judge.polls(3, gpu(), pci_gpus=2, nvml_error="GPU 1: handle: GPU is lost") == {"gpu.lost/gpus"}
+    assert "GPU 1: handle" in only(judge).message
+
+
+def test_a_library_that_lists_nothing_on_a_node_with_gpus_is_no_health() -> None:
+    assert Judge().polls(3, pci_gpus=8) == {"sensor.failed/nvml"}
+
+
+def test_the_sites_expected_count_goes_before_the_bus() -> None:
+    assert Judge(expected=4).polls(3, gpu(), pci_gpus=1) == {"gpu.lost/gpus"}
+
+
+def test_frozen_telemetry_is_stale() -> None:
+    judge = Judge()
+    assert judge.polls(31, gpu(energy_j=42.0)) == {f"sensor.stale/{BUS}"}
+
+
+CARD = {"address": "946d:ae03:00f1:0000", "board": "MT_0000000838"}
+
+
+def port(up: bool, was_up: bool = True) -> PortSample:
+    return PortSample(name="mlx5_0/1", kind="infiniband", up=up, was_up=was_up, identity=CARD)
+
+
+def test_a_port_that_fell_is_a_fault_and_one_that_never_rose_is_not() -> None:
+    assert Judge().polls(10, ports=(port(up=False, was_up=False),)) == set()
+    judge = Judge()
+    assert judge.polls(3, ports=(port(up=False),)) == {"network.port_down/mlx5_0/1"}
+    assert only(judge).evidence == CARD
+    assert judge.polls(31, ports=(port(up=True),)) == set()
+
+
+def test_a_kernel_panic_is_critical_until_the_next_boot() -> None:
+    judge = Judge()
+    judge.polls(1, gpu())
+    judge.lines("Kernel panic - not syncing: Fatal exception")
+    assert only(judge).severity is Severity.CRITICAL
+    assert judge.polls(100, gpu()) == {"host.kernel/kernel-panic"}
+    assert judge.polls(1, gpu(), boot_id="boot-2") == set()
+
+
+def test_what_only_a_reset_ends_survives_the_agent() -> None:
+    judge = Judge()
+    judge.polls(1, gpu(ecc_uncorrected=0))
+    judge.lines(FELL_OFF)
+    judge.polls(1, gpu(ecc_uncorrected=3))
+    before = judge.assessor.findings
+    kept = msgspec.json.decode(msgspec.json.encode(judge.assessor.memory()), type=Memory)
+    again = Judge(memory=kept)
+    assert again.keys() == {XID_79, f"gpu.ecc_uncorrectable/{BUS}"}
+    assert {f.since for f in again.assessor.findings} == {f.since for f in before}
+    again.clock.advance(100.0)
+    assert again.polls(2, gpu(ecc_uncorrected=3)) == {XID_79, f"gpu.ecc_uncorrectable/{BUS}"}
+    assert again.polls(1, gpu(energy_j=0.5)) == set()
+
+
+def test_a_boot_while_the_agent_was_away_ends_what_a_boot_ends() -> None:
+    judge = Judge()
+    judge.polls(1, gpu())
+    judge.lines(FELL_OFF)
+    again = Judge(memory=judge.assessor.memory())
+    assert again.keys() == {XID_79}
+    assert again.assessor.boot("boot-2")
+    assert again.keys() == set()
+
+
+@pytest.mark.parametrize("skew_s", [3.0, -3.0])
+def test_a_clock_far_from_the_controllers_is_told(skew_s: float) -> None:
+    judge = Judge()
+    from tests.support.sensing import poll
+
+    for _ in range(10):
+        judge.clock.advance(1.0)
+        judge.assessor.poll(poll(), skew_s, judge.now())
+    assert judge.keys() == {"host.clock_skew/host"}

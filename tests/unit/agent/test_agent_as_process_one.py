@@ -1,0 +1,92 @@
+"""An agent as process 1 of a process namespace, which is what it is in a container."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.agents import DEADLINE_S, TOKEN
+from tests.support.controller_stub import ControllerStub
+from tests.support.processes import is_running
+from tests.support.waiting import until
+
+UNSHARE = ("unshare", "--user", "--map-current-user", "--pid", "--fork")
+
+
+def _cannot() -> bool:
+    if shutil.which("unshare") is None:
+        return True
+    return subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode != 0
+
+
+pytestmark = pytest.mark.skipif(_cannot(), reason="this machine makes no process namespaces without root")
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="ev-one-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def contained(base: Path, controller: str, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """``unshare`` with an agent as its child, which is process 1 to itself."""
+    (base / "token").write_text(TOKEN)
+    command = [*UNSHARE, sys.executable, "-m", "everstep_agent.main", "--node", "n1", "--controller", controller]
+    command += ["--token-file", str(base / "token"), "--run-dir", str(base / "run"), "--virtual", "default:2"]
+    command += ["--segment-dir", str(base / "segments" / "n1"), *options]
+    outer = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    family: list[int] = []
+    try:
+        until((base / "run" / "agent.json").exists, "the agent is ready")
+        family = descendants(outer.pid)
+        yield outer
+    finally:
+        for pid in [*reversed(family or descendants(outer.pid)), outer.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        outer.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below ``pid`` as this namespace numbers them, parents first."""
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+    return [each for child in children for each in (child, *descendants(child))]
+
+
+def test_as_process_1_it_serves_with_vault_and_sensors_and_ends_in_order(
+    base: Path, controller: ControllerStub
+) -> None:
+    with contained(base, controller.url) as outer:
+        said = json.loads((base / "run" / "agent.json").read_text())
+        assert said["pid"] == 1
+        assert min(said["vault_pid"], said["sensor_pid"]) > 1
+        controller.wait_for(lambda: controller.listening)
+        agent, *helpers = descendants(outer.pid)
+        assert len(helpers) >= 2
+        os.kill(agent, signal.SIGTERM)
+        assert outer.wait(DEADLINE_S) == 0
+        assert not any(is_running(pid) for pid in helpers)
+        assert not (base / "run" / "agent.json").exists()
+
+
+def test_as_process_1_it_follows_a_parent_outside_its_namespace(base: Path, controller: ControllerStub) -> None:
+    with contained(base, controller.url, "--die-with-parent") as outer:
+        family = descendants(outer.pid)
+        outer.kill()
+        until(lambda: not any(is_running(pid) for pid in family), "all its processes are gone")
+        assert not (base / "segments" / "n1").exists()

@@ -1,0 +1,156 @@
+"""How the agent's processes begin and end, and what its daemons write down."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from everstep_agent.lifecycle import (
+    JsonLines,
+    RunDirectory,
+    TextLines,
+    clear_segments,
+    private_directory,
+    write_atomically,
+)
+
+from everstep.errors import ConfigurationError
+
+
+def test_two_agents_never_share_a_run_directory(tmp_path: Path) -> None:
+    first = RunDirectory(tmp_path / "run")
+    with pytest.raises(ConfigurationError, match="another agent runs in"):
+        RunDirectory(tmp_path / "run")
+    first.leave()
+    RunDirectory(tmp_path / "run").leave()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_lock_that_went_with_its_holder_is_not_taken_for_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = RunDirectory(tmp_path)
+    flock = fcntl.flock
+    tried: list[int] = []
+
+    def flock_after_the_holder_has_left(descriptor: int, operation: int) -> None:
+        if not tried:
+            first.leave()
+        tried.append(descriptor)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_after_the_holder_has_left)
+    second = RunDirectory(tmp_path)
+    assert len(tried) == 2
+    with pytest.raises(ConfigurationError, match="another agent runs in"):
+        RunDirectory(tmp_path)
+    second.leave()
+
+
+def test_a_run_directory_is_for_its_owner_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o755)
+    RunDirectory(tmp_path / "run").leave()
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_somebody_elses_directory_is_refused(tmp_path: Path) -> None:
+    os.chown(tmp_path, 65534, 65534)
+    with pytest.raises(ConfigurationError, match="belongs to another user"):
+        private_directory(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+@pytest.mark.parametrize("where", ["everstep-0/run", "everstep-0/everstep/run"])
+def test_a_directory_in_one_of_somebody_elses_is_refused(tmp_path: Path, where: str) -> None:
+    """Whoever owns ``/tmp/everstep-1000`` puts what they like in the place of what lies there."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (shared / "everstep-0").mkdir(mode=0o777)
+    os.chown(shared / "everstep-0", 65534, 65534)
+    with pytest.raises(ConfigurationError, match="everstep-0 belongs to another user"):
+        private_directory(shared / where)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
+def test_a_directory_behind_somebody_elses_link_is_refused(tmp_path: Path) -> None:
+    shared, precious = tmp_path / "shared", tmp_path / "home"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    precious.mkdir(mode=0o755)
+    (shared / "everstep-0").symlink_to(precious)
+    os.lchown(shared / "everstep-0", 65534, 65534)
+    with pytest.raises(ConfigurationError, match="belongs to another user"):
+        private_directory(shared / "everstep-0")
+    assert precious.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_later_life_has_a_larger_number_even_if_the_clock_went_back(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    first = directory.incarnation(1000.0)
+    assert first == 1_000_000
+    assert directory.incarnation(2000.0) == 2_000_000
+    assert directory.incarnation(500.0) == 2_000_001
+    (tmp_path / "incarnation").write_text("not a number")
+    assert directory.incarnation(3000.0) == 3_000_000
+    directory.leave("incarnation", "never-there")
+    assert not (tmp_path / "incarnation").exists()
+
+
+def test_a_file_is_replaced_whole_and_private(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "f.json", {"a": 1})
+    write_atomically(tmp_path / "f.json", {"a": 2})
+    assert json.loads((tmp_path / "f.json").read_text()) == {"a": 2}
+    assert (tmp_path / "f.json").stat().st_mode & 0o777 == 0o600
+    assert [p.name for p in tmp_path.iterdir()] == ["f.json"]
+
+
+def test_what_a_killed_vault_left_is_unlinked(tmp_path: Path) -> None:
+    segments = tmp_path / "everstep-0" / "n1"
+    (segments / "job").mkdir(parents=True)
+    (segments / "job" / "rank0").write_bytes(b"x")
+    (segments / ".lock").write_bytes(b"")
+    assert clear_segments(segments) == 2
+    assert list(tmp_path.iterdir()) == []
+    assert clear_segments(segments) == 0
+
+
+def test_a_neighbours_segments_stay(tmp_path: Path) -> None:
+    mine, other = tmp_path / "everstep-0" / "n1", tmp_path / "everstep-0" / "n2"
+    mine.mkdir(parents=True)
+    other.mkdir()
+    clear_segments(mine)
+    assert other.is_dir()
+
+
+def record(**extra: object) -> logging.LogRecord:
+    made = logging.makeLogRecord({"name": "agent", "levelname": "INFO", "levelno": 20, "msg": "rank %d", "args": (3,)})
+    made.__dict__.update(extra)
+    return made
+
+
+def test_a_json_line_has_what_a_search_needs() -> None:
+    line = json.loads(JsonLines().format(record(node="n1", trace="t1")))
+    assert line["message"] == "rank 3"
+    assert (line["node"], line["trace"], line["level"]) == ("n1", "t1", "info")
+    assert line["at"].endswith("+00:00")
+
+
+def test_a_text_line_shows_only_known_fields() -> None:
+    assert TextLines().format(record(node="n1", trace="")).endswith("rank 3 [node=n1]")
+    assert TextLines().format(record()).endswith("rank 3")
+
+
+def test_what_others_said_forges_no_line_and_steers_no_terminal() -> None:
+    """An agent's version, a trace: texts that a node chooses."""
+    forged = record(node="n1", trace="t\n12:00:00 INFO    olga ordered to evict n2")
+    forged.msg, forged.args = "agent %s", ("1\x1b[2J\r\n12:00:00 INFO    all is well",)
+    first, *others = TextLines().format(forged).split("\n")
+    assert len(others) == 2
+    assert all(line.startswith("  ") for line in others)
+    assert not any(sign in first + "".join(others) for sign in "\x1b\r")

@@ -1,0 +1,274 @@
+"""What ``/metrics`` shows, name by name, and who may see it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import socket
+import struct
+import threading
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+from everstep_agent import metrics
+from everstep_agent.metrics import MOST_HEAD_BYTES, AgentCollector, AgentNumbers, MetricsServer, resident_bytes
+from everstep_agent.sensors.samples import GpuSample
+from everstep_agent.sensors.sensor_messages import Picture
+from prometheus_client.core import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from everstep.clock import ManualClock
+from everstep.log_throttle import BURST
+from everstep.vocabulary import Finding, FindingKind, Severity
+from everstep.wire.v1.agent import Gpu
+from everstep.wire.v1.local import StatisticsAnswer
+
+DEADLINE_S = 60.0
+BUS = "0000:1b:00"
+SAMPLE = GpuSample(
+    index=0,
+    pci_bus_id=BUS,
+    uuid="GPU-0",
+    temperature_c=45,
+    power_w=320.0,
+    energy_j=12.5,
+    gpu_utilization=0.9,
+    memory_used_bytes=3 << 30,
+    memory_total_bytes=80 << 30,
+    ecc_uncorrected=2,
+)
+XID = Finding(kind=FindingKind.GPU_XID, subject=BUS, severity=Severity.CRITICAL, message="m", xid=79, since=1.0)
+
+
+def a_picture(*gpus: GpuSample, **more: Any) -> Picture:
+    identity = Gpu(index=0, uuid="GPU-0", name="H100", pci_bus_id=BUS, memory_bytes=80 << 30)
+    return Picture(at=0.0, gpu_ids=(identity,), gpus=gpus, xid_counts={(BUS, 79): 3}, **more)
+
+
+def numbers(**changes: Any) -> AgentNumbers:
+    fields: dict[str, Any] = {
+        "node": "n1",
+        "version": "0.1.0",
+        "picture": a_picture(SAMPLE),
+        "findings": (XID,),
+        "spool_reports": 4,
+        "spool_bytes": 100,
+        "spool_dropped": 1,
+        "spool_refused": 0,
+        "requests": {("heartbeat", "ok"): 7},
+        "registrations": 1,
+        "silent_s": 0.5,
+        "local": {"ranks_lost": 2},
+        "refused_connections": {"forbidden": 1},
+        "refused_scrapes": 5,
+        "connections": 3,
+        "jobs": 1,
+        "snapshot_every": {"job": 3},
+        "clock_skew_s": 0.25,
+        "vault_up": True,
+        "vault_restarts": 0,
+        "vault": StatisticsAnswer(
+            request=1, counters={"fetched_bytes": 9}, refused={"stale": 1}, levels={"sealed_slots": 4}
+        ),
+        "processes": {"supervisor": 1},
+    }
+    return AgentNumbers(**{**fields, **changes})
+
+
+def shown(*, dcgm_names: bool = False, **changes: Any) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    collector = AgentCollector(lambda: numbers(**changes), dcgm_names=dcgm_names)
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in collector.collect()
+        for sample in family.samples
+    }
+
+
+def value(samples: dict[tuple[str, frozenset[tuple[str, str]]], float], name: str, **labels: str) -> float:
+    found = [v for (n, have), v in samples.items() if n == name and labels.items() <= dict(have).items()]
+    assert len(found) == 1, f"{name} {labels}: {len(found)} series"
+    return found[0]
+
+
+def test_the_agents_own_state_is_shown() -> None:
+    samples = shown()
+    assert value(samples, "everstep_agent_spool_reports", node="n1") == 4
+    assert value(samples, "everstep_agent_spool_dropped_total") == 1
+    assert value(samples, "everstep_agent_requests_total", line="heartbeat", outcome="ok") == 7
+    assert value(samples, "everstep_agent_local_events_total", event="ranks_lost") == 2
+    assert value(samples, "everstep_agent_connections_refused_total", reason="forbidden") == 1
+    assert value(samples, "everstep_agent_findings", severity="critical") == 1
+    assert value(samples, "everstep_agent_controller_silent_seconds") == 0.5
+    assert value(samples, "everstep_agent_clock_skew_seconds") == 0.25
+    assert value(samples, "everstep_agent_snapshot_every_steps", node="n1", run="job") == 3
+
+
+def test_the_vaults_counters_are_shown_and_its_absence_too() -> None:
+    samples = shown()
+    assert value(samples, "everstep_vault_up") == 1
+    assert value(samples, "everstep_vault_fetched_bytes_total") == 9
+    assert value(samples, "everstep_vault_sealed_slots") == 4
+    assert value(samples, "everstep_vault_requests_refused_total", code="stale") == 1
+    assert value(shown(vault_up=False, vault=None), "everstep_vault_up") == 0
+
+
+def test_gpus_are_shown_in_base_units() -> None:
+    samples = shown()
+    assert value(samples, "everstep_gpu_temperature_celsius", gpu="0", model="H100") == 45
+    assert value(samples, "everstep_gpu_utilization_ratio") == 0.9
+    assert value(samples, "everstep_gpu_memory_used_bytes") == 3 << 30
+    assert value(samples, "everstep_gpu_ecc_uncorrectable_total") == 2
+    assert value(samples, "everstep_gpu_xids_total", gpu="0", xid="79") == 3
+
+
+def test_what_a_device_does_not_offer_has_no_series() -> None:
+    names = {name for name, _ in shown()}
+    assert "everstep_gpu_nvlinks" not in names
+    assert "everstep_gpu_memory_temperature_celsius" not in names
+
+
+def test_a_lost_gpu_keeps_its_series_and_shows_that_it_is_lost() -> None:
+    samples = shown(picture=a_picture(GpuSample(index=0, pci_bus_id=BUS, uuid="GPU-0", lost=True)))
+    assert value(samples, "everstep_gpu_up", gpu="0") == 0
+    assert math.isnan(value(samples, "everstep_gpu_temperature_celsius", gpu="0"))
+
+
+def test_a_node_without_a_picture_shows_the_rest() -> None:
+    assert value(shown(picture=None), "everstep_agent_spool_reports") == 4
+
+
+def test_dcgm_exporters_names_units_and_labels_are_exact() -> None:
+    samples = shown(dcgm_names=True)
+    labels = {
+        "gpu": "0",
+        "UUID": "GPU-0",
+        "pci_bus_id": BUS,
+        "device": "nvidia0",
+        "modelName": "H100",
+        "hostname": "n1",
+    }
+    assert value(samples, "DCGM_FI_DEV_GPU_TEMP", **labels) == 45
+    assert value(samples, "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", **labels) == 12500
+    assert value(samples, "DCGM_FI_DEV_GPU_UTIL", **labels) == 90
+    assert value(samples, "DCGM_FI_DEV_FB_USED", **labels) == 3 << 10
+    assert value(samples, "DCGM_FI_DEV_FB_FREE", **labels) == 77 << 10
+    assert not any(name.startswith("DCGM") for name, _ in shown())
+
+
+def test_the_last_xid_goes_back_to_none_when_its_finding_clears() -> None:
+    assert value(shown(dcgm_names=True, picture=a_picture(SAMPLE, findings=(XID,))), "DCGM_FI_DEV_XID_ERRORS") == 79
+    assert value(shown(dcgm_names=True), "DCGM_FI_DEV_XID_ERRORS") == 0
+
+
+def test_every_family_has_a_help_and_one_type() -> None:
+    registry = CollectorRegistry()
+    registry.register(AgentCollector(numbers, dcgm_names=True))
+    families = list(registry.collect())
+    assert len({f.name for f in families}) == len(families)
+    assert all(f.documentation for f in families)
+
+
+def test_a_process_that_is_gone_has_no_memory() -> None:
+    assert resident_bytes(1 << 22) is None
+
+
+def ask(server: MetricsServer, path: str = "/metrics", **headers: str) -> tuple[int, str]:
+    request = urllib.request.Request(f"http://{server.address}{path}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_the_door_opens_for_the_token_alone() -> None:
+    tokens = ["secret"]
+    server = MetricsServer("127.0.0.1", 0, lambda: tokens[0], AgentCollector(numbers, dcgm_names=True), ManualClock())
+    try:
+        status, text = ask(server, Authorization="Bearer secret")
+        assert status == 200
+        assert any(f.name == "everstep_gpu_up" for f in text_string_to_metric_families(text))
+        assert ask(server)[0] == 401
+        assert ask(server, Authorization="Bearer other")[0] == 401
+        assert ask(server, "/", Authorization="Bearer secret")[0] == 404
+        tokens[0] = ""
+        assert ask(server, Authorization="Bearer ")[0] == 401
+        assert server.refused == 3
+    finally:
+        server.close()
+
+
+def test_a_scrape_that_fails_does_not_close_the_door(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> AgentNumbers:
+        raise TimeoutError("the event loop is busy")
+
+    server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(fails, dcgm_names=False), ManualClock())
+    try:
+        for _ in range(2):
+            assert ask(server, Authorization="Bearer secret")[0] == 503
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /metrics HTTP/1.1\r\n" + b"X-Long: " + b"y" * MOST_HEAD_BYTES + b"\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\n" + (b"X: " + b"y" * 4096 + b"\r\n") * (MOST_HEAD_BYTES // 4096) + b"\r\n",
+        b"GET /" + b"y" * MOST_HEAD_BYTES + b" HTTP/1.1\r\n\r\n",
+    ],
+    ids=["line", "lines", "path"],
+)
+def test_large_head_of_a_scrape_is_refused(head: bytes) -> None:
+    server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(numbers, dcgm_names=False), ManualClock())
+    host, _, port = server.address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), DEADLINE_S) as connection:
+            connection.sendall(head[: MOST_HEAD_BYTES + 1])  # no more than is read, so that the answer is not lost
+            assert connection.recv(64).split(b" ")[1] == b"431"
+        assert ask(server, Authorization="Bearer secret")[0] == 200
+    finally:
+        server.close()
+
+
+def test_scrapers_that_hang_up_leave_few_lines_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(numbers, dcgm_names=False), ManualClock())
+    host, _, port = server.address.rpartition(":")
+    try:
+        for _ in range(3 * BURST):
+            with socket.create_connection((host, int(port)), DEADLINE_S) as connection:
+                connection.sendall(b"GET /met")
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset
+        assert ask(server, Authorization="Bearer secret")[0] == 200  # those before are over
+    finally:
+        server.close()
+    lines = [record for record in caplog.records if "a scrape from" in record.message]
+    assert len(lines) == BURST
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_who_asks_a_letter_at_a_time_keeps_nobody_waiting_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "ASKED_WITHIN_S", 0.2)
+    server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(numbers, dcgm_names=False), ManualClock())
+    ended = threading.Event()
+
+    def drip(slow: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while not ended.wait(0.02):
+                slow.sendall(b"x")
+
+    host, _, port = server.address.rpartition(":")
+    with socket.create_connection((host, int(port))) as slow:
+        dripping = threading.Thread(target=drip, args=(slow,))
+        dripping.start()
+        try:
+            assert ask(server, Authorization="Bearer secret")[0] == 200
+        finally:
+            ended.set()
+            dripping.join()
+            server.close()

@@ -1,0 +1,167 @@
+"""The agent's settings: where they come from, and which contradictions are refused."""
+
+from __future__ import annotations
+
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from everstep_agent.config import (
+    ENVIRONMENT_PREFIX,
+    PRESETS,
+    AgentSettings,
+    from_command_line,
+    listen_address,
+    read_token,
+)
+
+from everstep.errors import ConfigurationError
+
+NEEDED = ["--node", "n1", "--controller", "http://127.0.0.1:7700", "--run-dir", "/tmp/x", "--token-file", "/tmp/t"]
+
+
+def parsed(*more: str, **environ: str) -> AgentSettings:
+    return from_command_line([*NEEDED, *more], environ)
+
+
+def changed(**fields: Any) -> AgentSettings:
+    return msgspec.structs.replace(parsed(), **fields)
+
+
+def test_every_setting_says_what_it_is_for() -> None:
+    for name, hint in typing.get_type_hints(AgentSettings, include_extras=True).items():
+        _, *meta = typing.get_args(hint)
+        assert meta, f"{name} has no description"
+        assert len(meta[0].description) > 20, name
+
+
+def test_an_option_wins_over_the_environment_and_that_over_the_preset() -> None:
+    environ = {"EVERSTEP_AGENT_METRICS_LISTEN": "127.0.0.1:1111"}
+    production = ("--preset", "production")
+    assert parsed(*production).metrics_listen == PRESETS["production"]["metrics_listen"]
+    assert parsed(*production, **environ).metrics_listen == "127.0.0.1:1111"
+    assert parsed(*production, "--metrics-listen", "127.0.0.1:2", **environ).metrics_listen == "127.0.0.1:2"
+    assert parsed().metrics_listen == "127.0.0.1:0"
+
+
+def test_what_a_launcher_or_kubernetes_reads_is_no_setting_of_the_agents() -> None:
+    beside = {"EVERSTEP_AGENT_SOCKET": "/run/everstep/agent.sock", "EVERSTEP_AGENT_SERVICE_HOST": "10.0.0.1"}
+    assert parsed(**beside) == parsed()
+
+
+def test_the_environment_has_the_same_types() -> None:
+    settings = parsed(
+        EVERSTEP_AGENT_DIE_WITH_PARENT="yes", EVERSTEP_AGENT_SPOOL_REPORTS="100", EVERSTEP_AGENT_SILENCE_S="0.5"
+    )
+    assert (settings.die_with_parent, settings.spool_reports, settings.silence_s) == (True, 100, 0.5)
+
+
+def test_an_unknown_or_unreadable_variable_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match="EVERSTEP_AGENT_SPOOL_REPORT: no such setting"):
+        parsed(EVERSTEP_AGENT_SPOOL_REPORT="3")
+    with pytest.raises(ConfigurationError, match="EVERSTEP_AGENT_SPOOL_REPORTS='many'"):
+        parsed(EVERSTEP_AGENT_SPOOL_REPORTS="many")
+    with pytest.raises(ConfigurationError, match="DIE_WITH_PARENT='maybe'"):
+        parsed(EVERSTEP_AGENT_DIE_WITH_PARENT="maybe")
+
+
+def test_controllers_are_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = from_command_line(["--controller", "http://a:1/, https://b:2", *NEEDED[:2], *NEEDED[4:]], {})
+    assert settings.controllers == ("http://a:1", "https://b:2")
+    with pytest.raises(SystemExit):
+        parsed("--spool-reports", "many")
+    assert "many" in capsys.readouterr().err
+
+
+def test_virtual_gpus_come_without_the_machines_kernel_log() -> None:
+    assert parsed().kernel_log_path == "/dev/kmsg"
+    assert parsed("--virtual", "default:2").kernel_log_path == ""
+    assert parsed("--virtual", "default:2", "--kernel-log", "/tmp/log").kernel_log_path == "/tmp/log"
+
+
+@pytest.mark.parametrize(
+    ("fields", "mend"),
+    [
+        ({"node": "a b"}, "--node"),
+        ({"run_dir": Path("/tmp") / ("x" * 100)}, "shorter --run-dir"),
+        ({"preset": "home"}, "lab, production"),
+        ({"log_format": "xml"}, "text nor json"),
+        ({"log_level": "loud"}, "debug"),
+        ({"virtual_control": Path("/c")}, "--virtual"),
+        ({"controllers": ()}, "--controller"),
+        ({"controllers": ("127.0.0.1:7700",)}, "http://HOST:PORT"),
+        ({"controllers": ("http://a:1/path",)}, "http://HOST:PORT"),
+        ({"ca_file": Path("/ca")}, "https"),
+        ({"vault_listen": "0.0.0.0:7702"}, "name the address"),
+        ({"vault_listen": "7702"}, "host:port"),
+        ({"vault_memory_limit_bytes": 0}, "no room for any slot"),
+        ({"vault_send_bytes_per_s": 1e6}, "under 4 MiB"),
+        ({"metrics_listen": "here"}, "host:port"),
+        ({"token_file": None}, "--metrics-token-file"),
+        ({"preset": "production", "controllers": ("https://c:1",)}, "--vault-listen 10"),
+        ({"seal_window_s": 0.0}, "--seal-window-s must be more"),
+        ({"tick_interval_s": 0.3}, "under two ticks"),
+        ({"unresponsive_after_s": 0.2}, "--unresponsive-after-s"),
+        ({"retry_idle_s": 0.1}, "--retry-idle-s"),
+        ({"spool_reports": 1}, "--spool-reports"),
+        ({"spool_bytes": 1}, "--spool-bytes"),
+        ({"vault_linger_s": 0.0}, "--vault-linger-s"),
+        ({"leave_vault": "agent"}, "--die-with-parent"),
+        ({"leave_vault": "me", "die_with_parent": True}, "agent or parent"),
+        ({"max_connections": 1}, "--max-connections"),
+    ],
+)
+def test_a_contradiction_is_refused_with_the_mend(fields: dict[str, Any], mend: str) -> None:
+    with pytest.raises(ConfigurationError, match=mend):
+        changed(**fields).validate()
+
+
+def test_a_node_without_metrics_needs_no_token() -> None:
+    assert changed(token_file=None, metrics_listen="").validate().token_file is None
+
+
+def test_a_token_is_one_word_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    with pytest.raises(ConfigurationError, match="cannot read the agent token file"):
+        read_token(file, "agent token")
+    for content in (b"", b"\n", b"two words", b"t\xc3\xb6ken", b"\x30\x82\xff\xfe"):
+        file.write_bytes(content)
+        with pytest.raises(ConfigurationError, match="does not hold"):
+            read_token(file, "agent token")
+    file.write_text("agent:n1:mac\n")
+    assert read_token(file, "agent token") == "agent:n1:mac"
+    assert read_token(None, "agent token") == ""
+
+
+def test_addresses_to_listen_on_may_have_port_0() -> None:
+    assert listen_address("127.0.0.1:0") == ("127.0.0.1", 0)
+    assert listen_address("[::1]:80") == ("::1", 80)
+    for wrong in ("", "host", "host:x", ":1", "host:70000"):
+        with pytest.raises(ConfigurationError):
+            listen_address(wrong)
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        from_command_line(["--help"], {})
+    shown = capsys.readouterr().out
+    for field in msgspec.structs.fields(AgentSettings):
+        option = "--controller" if field.name == "controllers" else "--" + field.name.replace("_", "-")
+        assert option in shown
+    assert ENVIRONMENT_PREFIX in shown
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_every_preset_gives_values_of_the_settings_types(preset: str) -> None:
+    for name, hint in typing.get_type_hints(AgentSettings).items():
+        kinds = [typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,) if kind is not Ellipsis]
+        value = PRESETS[preset].get(name)
+        assert value is None or type(value) in kinds, name
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_virtual_gpus_come_without_the_machines_kernel_log_in_every_preset(preset: str) -> None:
+    assert parsed("--preset", preset).kernel_log_path == "/dev/kmsg"
+    assert parsed("--preset", preset, "--virtual", "default").kernel_log_path == ""

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from everstep_agent.config import AgentSettings
+from everstep_agent.uplink.credentials import enrol, ensure_token, renew_token
+
+from everstep.bearer_tokens import hash_secret, split_stored
+from everstep.errors import ConfigurationError, Conflict, PermissionDenied, Unavailable
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.v1 import enrolment as wire
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1.agent import Heartbeat
+from tests.support.controllers import ControllerProcess, controller_process
+from tests.support.forked import ForkPool
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def process(program_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess]:
+    with controller_process(tmp_path_factory.mktemp("controller"), program_forks) as process:
+        yield process
+
+
+def told(process: ControllerProcess, path: str, body: Any, kind: type[Any]) -> Any:
+    status, answer = process.ask("POST", path, body)
+    assert status == 200, answer
+    return msgspec.json.decode(answer, type=kind)
+
+
+@pytest.fixture
+def settings(process: ControllerProcess, tmp_path: Path) -> Callable[..., AgentSettings]:
+    """An agent's settings, with a join token of its own and no token yet."""
+
+    def make(node: str, **wanted: Any) -> AgentSettings:
+        issued = told(process, "/v1/credentials", wire.IssueJoin(reason="a test", **wanted), wire.Issued)
+        (tmp_path / "join").write_text(issued.token)
+        return AgentSettings(
+            node=node,
+            controllers=(process.url,),
+            run_dir=tmp_path / "run",
+            token_file=tmp_path / "token",
+            join_token_file=tmp_path / "join",
+        ).validate()
+
+    return make
+
+
+def token(settings: AgentSettings) -> str:
+    assert settings.token_file is not None
+    return settings.token_file.read_text().strip()
+
+
+def is_good(process: ControllerProcess, settings: AgentSettings) -> bool:
+    path, beat = f"/v1/agents/{settings.node}/heartbeat", Heartbeat(incarnation=1, seq=1, sent_at=0.0)
+    status, _ = process.ask("POST", path, beat, headers={"Authorization": f"Bearer {token(settings)}"})
+    return status in (200, 404, 409)
+
+
+def test_the_token_is_written_for_the_agent_alone_and_nothing_else_is_left(
+    process: ControllerProcess, settings: Callable[..., AgentSettings], tmp_path: Path
+) -> None:
+    mine = settings("alone")
+    enrol(mine)
+    assert is_good(process, mine)
+    assert stat.S_IMODE(os.stat(tmp_path / "token").st_mode) == 0o600
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["join", "token"]
+
+
+def test_an_answer_that_was_lost_is_asked_for_again_with_the_same_secret(
+    process: ControllerProcess, settings: Callable[..., AgentSettings], tmp_path: Path
+) -> None:
+    mine, secret = settings("lost"), "5" * 64
+    (tmp_path / ".token.enrolling").write_text(secret)
+    join = {"Authorization": f"Bearer {(tmp_path / 'join').read_text()}"}
+    asked = wire.Enrol(node="lost", secret_hash=hash_secret(secret))
+    assert process.ask("POST", "/v1/enrol", asked, join)[0] == 200
+    enrol(mine)
+    assert split_stored(token(mine))[1] == secret
+    assert is_good(process, mine)
+
+
+def test_an_attempt_that_nobody_heard_is_made_again_with_the_same_secret(
+    settings: Callable[..., AgentSettings], tmp_path: Path
+) -> None:
+    mine = settings("unheard")
+    with pytest.raises(Unavailable):
+        enrol(msgspec.structs.replace(mine, controllers=("http://127.0.0.1:1",)))
+    secret = (tmp_path / ".token.enrolling").read_text().strip()
+    enrol(mine)
+    assert split_stored(token(mine))[1] == secret
+
+
+def test_a_refusal_is_the_controllers_own_and_writes_no_token(settings: Callable[..., AgentSettings]) -> None:
+    with pytest.raises(PermissionDenied, match="for nodes named other"):
+        enrol(mine := settings("stranger", subject="other*"))
+    assert mine.token_file is not None
+    assert not mine.token_file.exists()
+    enrol(settings("twice", uses=None))
+    (mine.token_file).unlink()
+    with pytest.raises(Conflict, match="is enrolled already"):
+        enrol(msgspec.structs.replace(settings("twice")))
+
+
+def test_the_next_controller_is_asked_where_one_does_not_answer(
+    process: ControllerProcess, settings: Callable[..., AgentSettings]
+) -> None:
+    mine = settings("second")
+    enrol(msgspec.structs.replace(mine, controllers=("http://127.0.0.1:1", *mine.controllers)))
+    assert is_good(process, mine)
+    with pytest.raises(Unavailable):
+        enrol(msgspec.structs.replace(mine, controllers=("http://127.0.0.1:1",)))
+
+
+def test_an_agent_with_a_token_or_without_a_join_token_does_not_enrol(
+    settings: Callable[..., AgentSettings], tmp_path: Path
+) -> None:
+    mine = settings("content")
+    asyncio.run(ensure_token(msgspec.structs.replace(mine, join_token_file=None), asyncio.Event()))
+    assert not (tmp_path / "token").exists()
+    (tmp_path / "token").write_text("agent:content:mac")
+    asyncio.run(ensure_token(mine, asyncio.Event()))
+    assert token(mine) == "agent:content:mac"
+
+
+def test_an_agent_waits_for_its_controller_and_can_be_stopped_meanwhile(
+    settings: Callable[..., AgentSettings], caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = msgspec.structs.replace(settings("waits"), controllers=("http://127.0.0.1:1",))
+
+    async def scenario() -> None:
+        stop = asyncio.Event()
+        waiting = asyncio.create_task(ensure_token(mine, stop))
+        async with asyncio.timeout(DEADLINE_S):
+            while "not enrolled yet" not in caplog.text:
+                await asyncio.sleep(0.005)
+            stop.set()
+            await waiting
+
+    asyncio.run(scenario())
+    assert len([record for record in caplog.records if "not enrolled yet" in record.message]) == 1
+
+
+def test_a_join_token_that_cannot_be_read_is_said_at_once(settings: Callable[..., AgentSettings]) -> None:
+    mine = settings("blind")
+    assert mine.join_token_file is not None
+    mine.join_token_file.unlink()
+    with pytest.raises(ConfigurationError, match="join token file"):
+        asyncio.run(ensure_token(mine, asyncio.Event()))
+
+
+def test_a_refused_token_is_read_again_and_only_then_enrolled_for(
+    process: ControllerProcess, settings: Callable[..., AgentSettings], tmp_path: Path
+) -> None:
+    mine = settings("renews")
+    (tmp_path / "token").write_text("agent:renews:old")
+    assert asyncio.run(renew_token(mine, "agent:renews:older")) == "agent:renews:old"
+    assert asyncio.run(renew_token(mine, "agent:renews:old")) == token(mine)
+    assert is_good(process, mine)
+
+
+@pytest.mark.slow
+def test_an_agent_as_a_process_joins_and_joins_again_when_an_operator_revoked_its_credential(
+    process: ControllerProcess, settings: Callable[..., AgentSettings], tmp_path: Path
+) -> None:
+    mine = settings("joins", uses=None)
+    command = [sys.executable, "-m", "everstep_agent.main", "--node", "joins", "--controller", process.url]
+    command += ["--token-file", str(mine.token_file), "--join-token-file", str(mine.join_token_file)]
+    command += ["--run-dir", str(tmp_path / "run"), "--segment-dir", str(tmp_path / "segments")]
+    command += ["--virtual", "default", "--die-with-parent", "--stop-vault"]
+    with (tmp_path / "agent.log").open("wb") as log:
+        agent = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        wait_for(lambda: is_registered(process, "joins"), tmp_path)
+        before = token(mine)
+        path = f"/v1/credentials/{split_stored(before)[0]}/revoke"
+        told(process, path, op.Because(reason="a test"), op.Changed)
+        wait_for(lambda: token(mine) != before and is_good(process, mine), tmp_path)
+    finally:
+        agent.terminate()
+        assert agent.wait(DEADLINE_S) == 0
+
+
+def is_registered(process: ControllerProcess, node: str) -> bool:
+    status, body = process.ask("GET", "/v1/nodes")
+    return status == 200 and node in [one["node"] for one in json.loads(body)["nodes"]]
+
+
+def wait_for(condition: Callable[[], bool], directory: Path) -> None:
+    end = SYSTEM_CLOCK.monotonic() + DEADLINE_S
+    while not condition():
+        if SYSTEM_CLOCK.monotonic() > end:
+            raise AssertionError("waited in vain:\n" + (directory / "agent.log").read_text())
+        time.sleep(0.02)

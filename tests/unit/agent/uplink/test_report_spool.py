@@ -1,0 +1,249 @@
+"""Unsent reports: numbered, bounded, gathered, and kept for the next life."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from everstep_agent.uplink.spool import Spool, is_urgent
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.ids import Version
+from everstep.vocabulary import Finding, FindingKind, Severity
+from everstep.wire.v1.training import (
+    AnyReport,
+    FindingCleared,
+    FindingRaised,
+    JobSpec,
+    LauncherJoined,
+    RankLost,
+    Sealed,
+)
+from tests.support.uplinks import lost
+
+
+def sealed(step: int, *, rank: int = 0, safe: bool = True, digests: dict[str, str] | None = None) -> Sealed:
+    version = Version(1, step)
+    return Sealed(job="j", at=0.0, generation=1, rank=rank, version=version, bytes=10, safe=safe, digests=digests or {})
+
+
+def joined() -> LauncherJoined:
+    return LauncherJoined(job="j", at=0.0, spec=JobSpec(job="j"), launcher=1, store="127.0.0.1:1")
+
+
+def raised(severity: Severity) -> FindingRaised:
+    return FindingRaised(finding=Finding(kind=FindingKind.GPU_XID, subject="g", severity=severity, message="m"))
+
+
+def a_spool(file: Path | None = None, *, most_reports: int = 64, most_bytes: int = 1 << 20) -> Spool:
+    return Spool(file, most_reports=most_reports, most_bytes=most_bytes, window_s=0.1)
+
+
+def bodies(spool: Spool) -> list[AnyReport]:
+    return [n.body for n in spool.batch()]
+
+
+def test_an_urgent_report_is_due_at_once_and_a_seal_after_the_window() -> None:
+    spool = a_spool()
+    assert spool.wait_s(5.0) is None
+    spool.add(sealed(1), 5.0)
+    assert spool.wait_s(5.0) == pytest.approx(0.1)
+    assert spool.wait_s(6.0) == 0.0
+    spool.add(lost(), 5.0)
+    assert spool.wait_s(5.0) == 0.0
+
+
+def test_what_somebody_waits_for_is_urgent() -> None:
+    assert is_urgent(lost())
+    assert is_urgent(joined())
+    assert is_urgent(FindingCleared(key="k"))
+    assert is_urgent(raised(Severity.CRITICAL))
+    assert not is_urgent(raised(Severity.WARNING))
+    assert not is_urgent(sealed(1))
+
+
+def test_an_urgent_report_takes_what_waits_along_in_order() -> None:
+    spool = a_spool()
+    spool.add(sealed(1), 0.0)
+    spool.add(lost(), 0.0)
+    assert [n.number for n in spool.batch()] == [1, 2]
+
+
+def test_reports_stay_until_they_are_acknowledged() -> None:
+    spool = a_spool()
+    for rank in range(3):
+        spool.add(lost(rank), 0.0)
+    assert len(spool.batch()) == 3
+    spool.acknowledged(2)
+    assert [n.number for n in spool.batch()] == [3]
+    spool.acknowledged(3)
+    assert len(spool) == 0
+    assert spool.size_bytes == 0
+
+
+def test_a_later_word_on_a_seal_replaces_the_earlier_and_keeps_its_digests() -> None:
+    spool = a_spool()
+    spool.add(sealed(1, safe=False, digests={"params": "aa"}), 0.0)
+    spool.add(sealed(1, safe=True), 0.05)
+    assert bodies(spool) == [sealed(1, safe=True, digests={"params": "aa"})]
+    assert spool.wait_s(0.1) == 0.0  # as due as the first word was
+
+
+def test_every_version_and_rank_keeps_a_seal_of_its_own() -> None:
+    spool = a_spool()
+    for step, rank in [(1, 0), (1, 1), (2, 0)]:
+        spool.add(sealed(step, rank=rank), 0.0)
+    assert len(bodies(spool)) == 3
+
+
+def test_a_seal_on_its_way_is_not_changed() -> None:
+    spool = a_spool()
+    spool.add(sealed(1, safe=False), 0.0)
+    spool.batch()
+    spool.add(sealed(1, safe=True), 0.0)
+    assert bodies(spool) == [sealed(1, safe=False), sealed(1, safe=True)]
+
+
+def test_over_the_bound_the_oldest_seals_go_first_and_losses_stay() -> None:
+    spool = a_spool(most_reports=64)
+    spool.add(lost(), 0.0)
+    for step in range(200):
+        spool.add(sealed(step), 0.0)
+    kept = bodies(spool)
+    assert len(kept) <= 64
+    assert kept[0] == lost()
+    assert kept[-1] == sealed(199)
+    assert spool.dropped == 201 - len(kept)
+
+
+def test_losses_alone_are_bounded_too() -> None:
+    spool = a_spool(most_reports=64)
+    for rank in range(300):
+        spool.add(lost(rank), 0.0)
+    assert len(spool) <= 64
+    assert bodies(spool)[-1] == lost(299)
+
+
+def test_bytes_are_bounded() -> None:
+    spool = a_spool(most_bytes=20_000)
+    for rank in range(60):
+        spool.add(RankLost(job="j", at=0.0, generation=1, rank=rank, local_rank=0, detail="x" * 1000), 0.0)
+    assert spool.size_bytes <= 20_000
+    assert spool.dropped > 0
+
+
+def test_a_request_is_bounded_in_reports_and_bytes() -> None:
+    spool = a_spool(most_reports=5000, most_bytes=64 << 20)
+    for rank in range(1500):
+        spool.add(lost(rank), 0.0)
+    assert len(spool.batch()) == 1024
+    assert len(spool.batch(10)) == 10
+    big = a_spool(most_reports=5000, most_bytes=64 << 20)
+    for rank in range(1000):
+        big.add(RankLost(job="j", at=0.0, generation=1, rank=rank, local_rank=0, detail="x" * 4000), 0.0)
+    assert 100 < len(big.batch()) < 140
+
+
+def test_a_report_that_is_never_taken_can_be_left_out() -> None:
+    spool = a_spool()
+    spool.add(lost(0), 0.0)
+    spool.add(lost(1), 0.0)
+    spool.refuse(1)
+    assert bodies(spool) == [lost(1)]
+    assert spool.refused == 1
+
+
+def test_a_killed_agents_reports_are_said_by_the_next(tmp_path: Path) -> None:
+    file = tmp_path / "reports"
+    first = a_spool(file)
+    first.add(sealed(1), 0.0)
+    first.add(lost(), 0.0)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert bodies(a_spool(file)) == [lost()]  # a seal is worth no write to the disk: the next step brings another
+
+
+def test_the_next_life_does_not_repeat_what_was_acknowledged(tmp_path: Path) -> None:
+    first = a_spool(tmp_path / "reports")
+    for rank in range(3):
+        first.add(lost(rank), 0.0)
+    first.acknowledged(2)
+    assert bodies(a_spool(tmp_path / "reports")) == [lost(2)]
+
+
+def test_the_next_life_makes_no_offers_for_launchers_it_does_not_see(tmp_path: Path) -> None:
+    first = a_spool(tmp_path / "reports")
+    first.add(joined(), 0.0)
+    first.add(lost(), 0.0)
+    assert bodies(a_spool(tmp_path / "reports")) == [lost()]
+
+
+def test_a_record_torn_by_the_crash_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "reports"
+    first = a_spool(file)
+    first.add(lost(0), 0.0)
+    first.add(lost(1), 0.0)
+    file.write_bytes(file.read_bytes()[:-5])
+    assert bodies(a_spool(file)) == [lost(0)]
+
+
+def test_damage_loses_only_what_is_behind_it(tmp_path: Path) -> None:
+    file = tmp_path / "reports"
+    first = a_spool(file)
+    first.add(lost(0), 0.0)
+    whole = file.stat().st_size
+    first.add(lost(1), 0.0)
+    content = bytearray(file.read_bytes())
+    content[whole + 6] ^= 0xFF
+    file.write_bytes(content)
+    assert bodies(a_spool(file)) == [lost(0)]
+
+
+def test_the_file_is_empty_when_everything_is_acknowledged_and_bounded_otherwise(tmp_path: Path) -> None:
+    file = tmp_path / "reports"
+    spool = a_spool(file, most_bytes=10_000)
+    for step in range(2000):
+        spool.add(sealed(step), 0.0)
+        if step > 5:
+            spool.acknowledged(step - 5)
+    assert file.stat().st_size <= 4 * 10_000 + 1000
+    spool.acknowledged(5000)
+    assert file.stat().st_size == 0
+
+
+@given(st.lists(st.one_of(st.integers(0, 5).map(sealed), st.integers(0, 5).map(lost), st.just(None)), max_size=60))
+def test_numbers_rise_and_nothing_is_lost_below_the_bounds(steps: list[AnyReport | None]) -> None:
+    spool = a_spool()
+    heard: dict[int, AnyReport] = {}
+    for step in steps:
+        if step is not None:
+            spool.add(step, 0.0)
+            continue
+        batch = spool.batch()
+        heard |= {n.number: n.body for n in batch}
+        if batch:
+            spool.acknowledged(batch[-1].number)
+    heard |= {n.number: n.body for n in spool.batch()}
+    assert list(heard) == sorted(heard)
+    said = [s for s in steps if s is not None]
+    assert sum(isinstance(b, RankLost) for b in heard.values()) == sum(isinstance(s, RankLost) for s in said)
+    assert {b.version for b in heard.values() if isinstance(b, Sealed)} == {
+        s.version for s in said if isinstance(s, Sealed)
+    }
+    assert spool.dropped == 0
+
+
+def test_seals_of_a_generation_that_is_over_are_left_out_sent_or_not() -> None:
+    """Their slots are filled again: a controller that took over and knows of no newer one would commit them."""
+    spool = a_spool()
+    spool.add(sealed(1, safe=False), 0.0)
+    spool.batch()
+    spool.add(sealed(1), 0.0)
+    spool.add(lost(), 0.0)
+    newer, others = (msgspec.structs.replace(sealed(2), generation=2), msgspec.structs.replace(sealed(1), job="k"))
+    spool.add(newer, 0.0)
+    spool.add(others, 0.0)
+    spool.forget_seals("j", before=2)
+    assert bodies(spool) == [lost(), newer, others]
+    assert spool.dropped == 0

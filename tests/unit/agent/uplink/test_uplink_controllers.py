@@ -1,0 +1,109 @@
+"""An agent with several controllers: it stays with one that answers, and goes on to the next where that does not."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from everstep.errors import PermissionDenied, Unavailable
+from tests.support.controller_stub import DEADLINE_S, ControllerStub, serving
+from tests.support.uplinks import TOKEN, Bench, lost, refuse_always, refuse_once, stop, until
+
+
+def test_when_one_controller_goes_the_next_is_used_for_everything(bench: Bench, controller: ControllerStub) -> None:
+    async def story(second: ControllerStub) -> None:
+        async with bench.line(controller.url, second.url) as line:
+            await until(lambda: controller.listening)
+            controller.stop()
+            await until(lambda: second.listening)
+            line.uplink.report(lost())
+            await until(lambda: second.taken)
+            second.push(stop())
+            await until(lambda: line.node.directives)
+
+    with serving(ControllerStub(TOKEN)) as second:
+        asyncio.run(story(second))
+
+
+def test_a_controller_that_accepts_and_never_answers_is_given_up(bench: Bench, controller: ControllerStub) -> None:
+    async def story(mute: socket.socket) -> None:
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        async with bench.line(url, controller.url, connect_timeout_s=0.1) as line:
+            await until(lambda: line.node.registrations)
+
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        asyncio.run(story(mute))
+
+
+def test_a_controller_that_stops_answering_in_a_session_is_left_for_the_next(
+    bench: Bench, controller: ControllerStub
+) -> None:
+    async def story(second: ControllerStub) -> None:
+        async with bench.line(controller.url, second.url, answer_timeout_s=0.1, connect_timeout_s=0.1) as line:
+            await until(lambda: controller.beats)
+            controller.unanswered.add("heartbeat")
+            await until(lambda: second.beats)
+            assert line.uplink.outcomes["heartbeat", "unavailable"] >= 1
+
+    with serving(ControllerStub(TOKEN)) as second:
+        asyncio.run(story(second))
+
+
+@pytest.mark.parametrize("what", ["session", "heartbeat"])
+def test_a_controller_that_is_not_in_charge_sends_the_agent_on_to_the_next(
+    bench: Bench, controller: ControllerStub, what: str
+) -> None:
+    async def story(second: ControllerStub) -> None:
+        async with bench.line(controller.url, second.url) as line:
+            await until(lambda: controller.beats)
+            refuse_always(controller, what, Unavailable("another controller has the lease", DEADLINE_S))
+            controller.drop()
+            line.uplink.report(lost())
+            await until(lambda: second.taken)
+
+    with serving(ControllerStub(TOKEN)) as second:
+        asyncio.run(story(second))
+
+
+def test_a_controller_that_only_a_person_can_mend_is_asked_slowly_and_the_others_as_ever(
+    bench: Bench, controller: ControllerStub
+) -> None:
+    async def story(second: ControllerStub) -> None:
+        refuse_always(controller, "session", PermissionDenied("not your node"))
+        refuse_always(second, "session", Unavailable("standing by", 0.0))
+        async with bench.line(controller.url, second.url) as line:
+            await until(lambda: line.uplink.outcomes["session", "unavailable"] >= 5)
+            assert line.uplink.outcomes["session", "forbidden"] == 1
+
+    with serving(ControllerStub(TOKEN)) as second:
+        asyncio.run(story(second))
+
+
+def test_a_lone_controller_that_refuses_a_beat_is_stayed_with(bench: Bench, controller: ControllerStub) -> None:
+    async def story() -> None:
+        async with bench.line(controller.url) as line:
+            await until(lambda: line.node.registrations)
+            refuse_once(controller, "heartbeat", Unavailable("too much to do", 0.0))
+            await until(lambda: line.uplink.outcomes["heartbeat", "unavailable"])
+            beats = len(controller.beats)
+            await until(lambda: len(controller.beats) > beats)
+            assert line.uplink.outcomes["session", "ok"] == 1
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("shape", ["problem details", "the older shape"])
+def test_a_refused_session_is_understood_in_either_shape(
+    bench: Bench, controller: ControllerStub, caplog: pytest.LogCaptureFixture, shape: str
+) -> None:
+    controller.old_errors = shape == "the older shape"
+    controller.refusals["session"] = lambda head: (_ for _ in ()).throw(PermissionDenied("not your node"))
+
+    async def story() -> None:
+        async with bench.line(controller.url) as line:
+            await until(lambda: line.uplink.outcomes["session", "forbidden"])
+
+    asyncio.run(story())
+    assert "not your node (403)" in caplog.text

@@ -1,0 +1,82 @@
+"""An agent's uplink and a real controller: the two sides of a session, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.bearer_tokens import TokenRole, mint
+from everstep.wire.v1.directives import NewGeneration
+from tests.support.controllers import SECRET, InProcess, joined
+from tests.support.sessions import Line as Dialled
+from tests.support.sessions import Served, served
+from tests.support.uplinks import Bench, Line, until
+
+Story = Callable[[Line, Served], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[Served]:
+    with served(InProcess(f"sqlite:///{tmp_path / 'c.db'}")) as server:
+        yield server
+
+
+def play(story: Story, controller: Served, directory: Path) -> None:
+    bench = Bench(directory)
+    bench.token_file.write_text(mint(SECRET, TokenRole.AGENT, "n1"))
+
+    async def told() -> None:
+        async with bench.line(f"http://{controller.address}") as line:
+            await until(lambda: line.uplink.outcomes["heartbeat", "ok"])
+            await story(line, controller)
+
+    asyncio.run(told())
+
+
+def test_a_report_is_taken_and_the_directive_it_causes_is_pushed_and_acknowledged(
+    controller: Served, tmp_path: Path
+) -> None:
+    async def story(line: Line, served: Served) -> None:
+        line.uplink.report(joined("j", 1.0))
+        await until(lambda: any(isinstance(d.body, NewGeneration) for d in line.node.directives))
+        await until(lambda: not len(line.spool))
+        await until(lambda: not served.controller.outbox.depth("n1"))
+
+    play(story, controller, tmp_path)
+
+
+def test_a_controller_short_of_descriptors_is_left_between_beats_and_does_not_miss_the_node(
+    controller: Served, tmp_path: Path
+) -> None:
+    async def story(line: Line, served: Served) -> None:
+        served.descriptors.scarce_from = served.descriptors.exhausted_from = 0
+        line.uplink.nudge()
+        await until(lambda: not served.controller.outbox.has_receiver("n1"))
+        assert served.controller.loop.state.live_nodes["n1"].gone_at is None
+        line.uplink.report(joined("j", 1.0))
+        await until(lambda: not len(line.spool))
+        line.uplink.nudge()
+        await until(lambda: any(isinstance(d.body, NewGeneration) for d in line.node.directives))
+        await until(lambda: not served.controller.outbox.depth("n1"))
+        assert line.node.registrations == 1
+
+    play(story, controller, tmp_path)
+
+
+def test_an_agent_that_is_let_go_hangs_up_and_comes_back_with_news(controller: Served, tmp_path: Path) -> None:
+    async def story(line: Line, served: Served) -> None:
+        await until(lambda: line.uplink.outcomes["heartbeat", "ok"])
+        served.descriptors.scarce_from = 0
+        with closing(Dialled(served.address)):
+            await until(lambda: not served.controller.outbox.has_receiver("n1"))
+        assert served.controller.loop.state.live_nodes["n1"].gone_at is None
+        line.uplink.report(joined("j", 1.0))
+        await until(lambda: not len(line.spool))
+        assert line.node.registrations == 1
+
+    play(story, controller, tmp_path)

@@ -1,0 +1,234 @@
+"""Slots that an earlier vault left: served at once, and none before it was hashed, however long that takes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from everstep_agent.vault.memory.adoption import Adoption
+from everstep_agent.vault.memory.reading import Library
+from everstep_agent.vault.memory.segments import Segment, SegmentKey, SegmentStore
+from everstep_agent.vault.reporting import Findings, Tally
+from everstep_agent.vault.transfer.receiving import _holds
+
+from everstep.errors import DigestMismatch
+from everstep.ids import Version
+from everstep.layout.segments import SlotHeader
+from everstep.layout.slots import CHUNK_BYTES, SegmentView, slot_bytes_for
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.v1 import local
+from everstep.wire.v1.transfer import Put
+from tests.support.borrowing import borrowed, rank_of, read
+from tests.support.held_vault import HELD
+from tests.support.vaults import DEADLINE_S, JOB, RankMemory, Vaults, map_segment, noise, vaults
+
+KEY = SegmentKey(JOB, "own", 0)
+LENGTH = CHUNK_BYTES + 1000
+
+
+@pytest.fixture
+def fleet() -> Iterator[Vaults]:
+    with vaults() as running:
+        yield running
+
+
+class Left:
+    """What a vault left: slot ``n`` holds version 1:n of rank 0. Over it a store that begins, and hashes by ``go``."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, slots: int = 2, threads: int = 1) -> None:
+        directory.mkdir(mode=0o700)
+        path = SegmentStore(directory, "n1", None).open(KEY, slot_bytes_for(16, LENGTH), 5).path
+        self.view = map_segment(path)
+        for slot in range(slots):
+            self.fill(slot, Version(1, slot))
+        self.rot: set[int] = set()
+        self.told: list[str] = []
+        self.order: list[int] = []
+        self._go = threading.Event()
+        monkeypatch.setattr(Adoption, "_hash", self._held(Adoption._hash))
+        self.store = SegmentStore(directory, "n1", None)
+        self.adoption = Adoption(self.store, threads)
+
+    def _held(self, hashed):  # type: ignore[no-untyped-def]
+        def wait(adoption: Adoption, segment: Segment, slot: int, header: SlotHeader) -> bool:
+            assert self._go.wait(DEADLINE_S)
+            self.order.append(slot)
+            return bool(hashed(adoption, segment, slot, header))
+
+        return wait
+
+    def fill(self, slot: int, version: Version) -> None:
+        self.view.begin(slot, 0, version, b"manifest", LENGTH)[:] = noise(LENGTH, version.step)
+        self.view.seal(slot)
+
+    def spoil(self, slot: int) -> None:
+        self.view.payload(slot)[LENGTH - 1] ^= 1
+
+    def begin(self) -> int:
+        found = self.adoption.find()
+        self.store.listen(lambda damage: self.told.append(damage.message))
+        self.adoption.start()
+        return found
+
+    def go(self) -> None:
+        self._go.set()
+
+    def segment(self) -> Segment:
+        found = self.store.get(KEY)
+        assert found is not None
+        return found
+
+    def listed(self, patience_s: float = 0.0) -> tuple[set[int], int]:
+        slots, unchecked = self.adoption.inventory(JOB, patience_s)
+        return {slot.version.step for slot in slots}, unchecked
+
+    def close(self) -> None:
+        self.go()
+        self.adoption.stop()
+
+
+@pytest.fixture
+def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Left]:
+    made = Left(tmp_path / "segments", monkeypatch)
+    yield made
+    made.close()
+
+
+def test_nothing_is_listed_or_counted_before_it_is_hashed(left: Left) -> None:
+    left.spoil(1)
+    assert left.begin() == 2
+    assert left.listed() == (set(), 2)
+    assert left.segment().sealed() == []
+    left.go()
+    assert left.listed(DEADLINE_S) == ({0}, 0)
+    assert [slot for slot, _ in left.segment().sealed()] == [0]
+    assert len(left.told) == 1
+    assert "the slot is discarded" in left.told[0]
+    assert left.view.header(1) is None
+
+
+def test_an_unchecked_slot_that_is_asked_for_is_hashed_for_that_and_a_corrupt_one_never_served(left: Left) -> None:
+    left.spoil(1)
+    left.begin()
+    library = Library(left.store, Findings("n1", SYSTEM_CLOCK, Tally(), lambda _: None))
+    served = library.open(JOB, 0, Version(1, 0), ((0, LENGTH),))
+    assert bytes(served.payload) == noise(LENGTH, 0)
+    with pytest.raises(DigestMismatch):
+        library.open(JOB, 0, Version(1, 1), ((LENGTH - 10, 10),))
+    assert left.view.header(1) is None
+
+
+def test_an_unchecked_slot_is_hashed_even_for_somebody_who_would_hash_it_himself(left: Left) -> None:
+    left.begin()
+    library = Library(left.store, Findings("n1", SYSTEM_CLOCK, Tally(), lambda _: None))
+    chunks = [(at, min(CHUNK_BYTES, LENGTH - at)) for at in range(0, LENGTH, CHUNK_BYTES)]
+    left.spoil(1)
+    with pytest.raises(DigestMismatch):
+        list(library.pieces(JOB, 0, Version(1, 1), chunks, unhashed=True))
+    left.go()
+    assert left.listed(DEADLINE_S) == ({0}, 0)
+    left.spoil(0)
+    sent = [bytes(view) for _, views in library.pieces(JOB, 0, Version(1, 0), chunks, unhashed=True) for view in views]
+    assert b"".join(sent) == bytes(left.view.payload(0)) != noise(LENGTH, 0)
+
+
+def test_an_unchecked_slot_is_no_copy_that_is_here_already(left: Left) -> None:
+    left.begin()
+    _, header = next(iter(left.view.sealed()))
+    digests = left.view.digests(0)
+    put = Put(
+        generation=1,
+        rank=0,
+        version=header.version,
+        slot_bytes=left.view.slot_bytes,
+        slots=left.view.slots,
+        manifest_bytes=header.manifest_bytes,
+        payload_bytes=header.payload_bytes,
+        digests=b"".join(digests),
+    )
+    assert not _holds(left.segment(), put)
+    left.go()
+    assert left.listed(DEADLINE_S) == ({0, 1}, 0)
+    assert _holds(left.segment(), put)
+
+
+def test_the_newest_versions_are_hashed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = Left(tmp_path / "segments", monkeypatch, slots=4)
+    left.begin()
+    left.go()
+    assert left.listed(DEADLINE_S) == ({0, 1, 2, 3}, 0)
+    left.close()
+    assert left.order == [3, 2, 1, 0]
+
+
+def test_several_are_hashed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = Left(tmp_path / "segments", monkeypatch, slots=3, threads=3)
+    together = threading.Barrier(3)
+    manifest = SegmentView.manifest
+
+    def met(view: SegmentView, slot: int) -> bytes:
+        if threading.current_thread().name == "adopt":
+            together.wait(DEADLINE_S)
+        return manifest(view, slot)
+
+    monkeypatch.setattr(SegmentView, "manifest", met)
+    left.begin()
+    left.go()
+    assert left.listed(DEADLINE_S) == ({0, 1, 2}, 0)
+    left.close()
+
+
+def test_what_a_rank_fills_anew_meanwhile_is_its_own_and_no_damage(left: Left) -> None:
+    left.begin()
+    left.fill(1, Version(1, 7))
+    assert left.listed() == ({7}, 1)
+    left.go()
+    assert left.listed(DEADLINE_S) == ({0, 7}, 0)
+    assert left.told == []
+
+
+def test_a_vault_that_ends_does_not_hash_to_the_end(left: Left) -> None:
+    left.begin()
+    left.adoption._stopping = True
+    left.go()
+    left.adoption.stop()
+    assert left.listed() == (set(), 2)
+    left.view.check(0)
+
+
+def test_a_vault_whose_slots_take_long_to_hash_serves_at_once_and_only_what_is_right(
+    fleet: Vaults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vault = fleet.start("n1")
+    rank = RankMemory(vault.client(), rank=0, slot_bytes=slot_bytes_for(16, LENGTH))
+    rank.fill(0, Version(1, 1), noise(LENGTH, 1))
+    rank.fill(1, Version(1, 2), noise(LENGTH, 2))
+    rank.view.payload(1)[0] ^= 1
+    vault.kill()
+    held = tmp_path / "held"
+    held.touch()
+    monkeypatch.setenv(HELD, str(held))
+    vault.module = "tests.support.held_vault"
+    vault.start()
+    client = fleet.configure(vault)["n1"]
+    statistics = client.ask(local.Statistics)
+    assert isinstance(statistics, local.StatisticsAnswer)
+    assert statistics.levels["sealed_slots"] == 0
+    listed = client.post(local.Inventory, job=JOB)
+    said = client.post(local.SlotSealed, job=JOB, generation=1, rank=0, local_rank=0, slot=1, version=Version(1, 2))
+
+    with rank_of(vault) as reader, closing(borrowed(reader, "n1")) as channel:
+        assert read(channel, 0, Version(1, 1), [(0, LENGTH)]) == noise(LENGTH, 1)
+        with pytest.raises(DigestMismatch):
+            read(channel, 0, Version(1, 2), [(0, LENGTH)])
+    assert client.finding().finding.finding.subject == f"{JOB}/rank0/1:2"
+    held.unlink()
+    answer = client.wait(listed)
+    assert isinstance(answer, local.InventoryAnswer)
+    assert ([slot.version for slot in answer.slots], answer.unchecked) == ([Version(1, 1)], 0)
+    refused = client.wait(said)
+    assert isinstance(refused, local.Failed)
+    assert refused.code == "not_found"

@@ -1,0 +1,87 @@
+"""A container's limit is not the machine's memory: slots are refused that the kernel would kill for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from everstep_agent.vault.memory import shared_memory
+from everstep_agent.vault.memory.shared_memory import Budget, group_left_bytes
+
+from everstep.errors import OutOfSlotMemory
+
+GIB = 1 << 30
+NOTHING_CACHED = "anon 5\ninactive_file 0\nactive_file 0\n"
+CACHED = "anon 5\ninactive_file 3000\nactive_file 200\nshmem 90\n"
+
+
+def left(tmp_path: Path, own: str, files: Mapping[str, str]) -> int | None:
+    """What is left on a machine with these files under its groups' mount."""
+    for name, text in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "own").write_text(own)
+    return group_left_bytes(tmp_path / "cgroup", tmp_path / "own")
+
+
+def group(folder: str, limit: object, used: int, stat: str = NOTHING_CACHED, high: object = "max") -> dict[str, str]:
+    said = {"memory.max": f"{limit}\n", "memory.high": f"{high}\n", "memory.current": f"{used}\n", "memory.stat": stat}
+    return {f"{folder}/{name}" if folder else name: text for name, text in said.items()}
+
+
+def test_a_container_that_sees_its_own_group_at_the_root(tmp_path: Path) -> None:
+    assert left(tmp_path, "0::/\n", group("", 8 * GIB, 5 * GIB)) == 3 * GIB
+
+
+def test_files_that_are_cached_are_let_go_of_and_slots_are_not(tmp_path: Path) -> None:
+    assert left(tmp_path, "0::/\n", group("", 10_000, 9_000, CACHED)) == 10_000 - 9_000 + 3_200
+
+
+@pytest.mark.parametrize("limit", ["max", 9 * GIB])
+def test_where_the_kernel_holds_up_rather_than_kills_is_a_limit_too(tmp_path: Path, limit: object) -> None:
+    assert left(tmp_path, "0::/\n", group("", limit, 5 * GIB, high=7 * GIB)) == 2 * GIB
+
+
+def test_the_tightest_group_around_counts(tmp_path: Path) -> None:
+    files = group("slurm", 4 * GIB, 3 * GIB) | group("slurm/job1", "max", GIB) | group("slurm/job1/step", 3 * GIB, GIB)
+    assert left(tmp_path, "0::/slurm/job1/step\n", files) == GIB
+
+
+@pytest.mark.parametrize("path", ["/kubepods/pod7/c1", "/../../elsewhere"])
+def test_a_path_that_only_the_machine_has_means_the_root_that_is_seen(tmp_path: Path, path: str) -> None:
+    assert left(tmp_path, f"0::{path}\n", group("", 2 * GIB, GIB)) == GIB
+
+
+def test_version_1_beside_version_2(tmp_path: Path) -> None:
+    files = {
+        "memory/docker/c/memory.limit_in_bytes": "5000\n",
+        "memory/docker/c/memory.usage_in_bytes": "4500\n",
+        "memory/docker/c/memory.stat": "inactive_file 1\ntotal_inactive_file 100\ntotal_active_file 20\n",
+        "memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "memory/memory.usage_in_bytes": "7\n",
+        "memory/memory.stat": "total_inactive_file 100\n",
+    }
+    assert left(tmp_path, "4:memory:/docker/c\n1:cpu,cpuacct:/x\n0::/\n", files) == 620
+
+
+@pytest.mark.parametrize("own", ["0::/a\n", "", "nonsense\n", "3:cpu:/a\n"])
+def test_where_nothing_limits_or_nobody_says_there_is_no_limit(tmp_path: Path, own: str) -> None:
+    assert left(tmp_path, own, group("a", "max", 5)) is None
+    assert group_left_bytes(tmp_path, tmp_path / "not there") is None
+
+
+def test_what_a_group_has_no_room_for_is_refused_with_the_arithmetic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = Budget(tmp_path, None)
+    monkeypatch.setattr(shared_memory, "group_left_bytes", lambda: 70_000)
+    assert budget.free_bytes() == 70_000
+    with (
+        pytest.raises(OutOfSlotMemory, match=r"needs 70001 bytes; .* has 70000 free .*: raise the memory limit of the"),
+        budget.admit(tmp_path / "slots", 70_001, "five slots"),
+    ):
+        pass
+    monkeypatch.setattr(shared_memory, "group_left_bytes", lambda: -5)
+    assert budget.free_bytes() == 0

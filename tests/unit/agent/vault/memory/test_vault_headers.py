@@ -1,0 +1,168 @@
+"""A bit that flips in a segment's own header: no slot is lost by it, and somebody is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from everstep_agent.vault.memory.adoption import Adoption
+from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
+
+from everstep.errors import ConfigurationError
+from everstep.ids import Version
+from everstep.layout.segments import HEADER_BYTES, PAGE, RECORD_PLACES, SlotState
+from everstep.layout.slots import _MENDING, SegmentView, slot_bytes_for
+from everstep.vocabulary import FindingKind
+from everstep.wire.v1 import local
+from tests.support.vaults import DEADLINE_S, JOB, RankMemory, Vaults, map_segment
+
+KEY = SegmentKey(JOB, "own", 0)
+
+
+def flip(path: Path, at: int, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
+def store_with_a_slot(directory: Path) -> Path:
+    """A store that is gone, and the file it left: five slots, one of them sealed."""
+    directory.mkdir(mode=0o700)
+    path = SegmentStore(directory, "n1", None).open(KEY, slot_bytes_for(16, 100), 5).path
+    fill(map_segment(path), 3)
+    return path
+
+
+def fill(view: SegmentView, slot: int) -> None:
+    view.begin(slot, 2, Version(1, 9), b"manifest", 100)[:] = bytes(range(100))
+    view.seal(slot)
+
+
+def adopt(store: SegmentStore) -> int:
+    """What a vault does that starts again. Returns how many slots it found good."""
+    adoption = Adoption(store)
+    adoption.find()
+    adoption.start()
+    try:
+        found, unchecked = adoption.inventory(JOB, DEADLINE_S)
+    finally:
+        adoption.stop()
+    assert unchecked == 0
+    return len(found)
+
+
+def test_no_bit_of_a_segments_header_costs_a_slot_when_the_vault_starts_again(tmp_path: Path) -> None:
+    path = store_with_a_slot(tmp_path / "segments")
+    for at in range(HEADER_BYTES):
+        for bit in range(8):
+            flip(path, at, bit)
+            store = SegmentStore(tmp_path / "segments", "n1", None)
+            told: list[str] = []
+            assert adopt(store) == 1, (at, bit)
+            store.listen(lambda damage, told=told: told.append(damage.message))
+            assert told == [f"the header of {path} was damaged; it is written anew, and its slots stand"], (at, bit)
+            segment = store.get(KEY)
+            assert segment is not None
+            segment.view.check(3)
+            assert map_segment(path).mended_header is False, (at, bit)
+
+
+def test_a_segment_of_which_nothing_can_be_told_is_given_up_and_that_is_told(tmp_path: Path) -> None:
+    path = store_with_a_slot(tmp_path / "segments")
+    path.write_bytes(bytes(path.stat().st_size))
+    store = SegmentStore(tmp_path / "segments", "n1", None)
+    told: list[str] = []
+    assert adopt(store) == 0
+    store.listen(lambda damage: told.append(damage.message))
+    assert len(told) == 1
+    assert "given up" in told[0]
+    assert not path.exists()
+
+
+def test_a_slot_that_is_found_bad_when_the_vault_starts_again_is_told(tmp_path: Path) -> None:
+    path = store_with_a_slot(tmp_path / "segments")
+    map_segment(path).payload(3)[7] ^= 1
+    store = SegmentStore(tmp_path / "segments", "n1", None)
+    told: list[str] = []
+    assert adopt(store) == 0
+    store.listen(lambda damage: told.append(damage.subject))
+    assert told == ["job/rank2/1:9"]
+
+
+def test_a_slot_whose_header_is_damaged_in_both_records_is_told_when_the_vault_starts_again(tmp_path: Path) -> None:
+    path = store_with_a_slot(tmp_path / "segments")
+    for at in record_places(path, 3):
+        flip(path, at, 0)
+    store = SegmentStore(tmp_path / "segments", "n1", None)
+    told: list[str] = []
+    assert adopt(store) == 0
+    store.listen(lambda damage: told.append(damage.subject))
+    assert told == ["job/own-0/slot3"]
+    assert map_segment(path).look(3).state is SlotState.EMPTY
+
+
+def test_a_mend_whose_vault_was_killed_does_not_keep_the_slot_from_being_filled(tmp_path: Path) -> None:
+    path = store_with_a_slot(tmp_path / "segments")
+    view = map_segment(path)
+    view._flag(3, _MENDING)
+    assert adopt(SegmentStore(tmp_path / "segments", "n1", None)) == 1
+    fill(view, 3)
+    view.check(3)
+
+
+def test_a_segment_under_another_ones_name_is_given_up(tmp_path: Path) -> None:
+    path = store_with_a_slot(tmp_path / "segments")
+    path.rename(path.parent / "own-1")
+    store = SegmentStore(tmp_path / "segments", "n1", None)
+    told: list[str] = []
+    assert adopt(store) == 0
+    store.listen(lambda damage: told.append(damage.message))
+    assert "is given up: it is the segment job/own-0" in told[0]
+
+
+def test_slots_of_an_older_layout_keep_the_vault_from_starting_and_stay(tmp_path: Path) -> None:
+    path = store_with_a_slot(tmp_path / "segments")
+    old = b"EVRSTEP\x01" + (1).to_bytes(4, "little") + bytes(8 * PAGE)
+    path.write_bytes(old)
+    with pytest.raises(ConfigurationError, match="let the jobs that have slots here end under the release"):
+        Adoption(SegmentStore(tmp_path / "segments", "n1", None)).find()
+    assert path.read_bytes() == old
+
+
+def record_places(path: Path, slot: int) -> tuple[int, ...]:
+    base = map_segment(path).segment.base(slot)
+    return tuple(base + place for place in RECORD_PLACES)
+
+
+@pytest.mark.parametrize("at", [0, 8, 12, 16, 18])
+def test_a_new_rank_finds_its_slots_under_a_header_with_a_flipped_bit(fleet: Vaults, at: int) -> None:
+    vault = fleet.start("n1")
+    supervisor = fleet.configure()["n1"]
+    before = RankMemory(vault.client(), rank=2)
+    fill(before.view, 3)
+    flip(before.path, at, 4)
+    after = RankMemory(vault.client(), rank=2)
+    after.view.check(3)
+    assert (after.view.slots, after.view.slot_bytes) == (before.view.slots, before.view.slot_bytes)
+    found = supervisor.finding().finding
+    assert (found.job, found.finding.kind, found.finding.subject) == (JOB, FindingKind.SLOT_CORRUPT, "job/own-0")
+    assert versions(fleet) == {Version(1, 9)}
+
+
+def test_a_vault_that_was_killed_tells_the_next_supervisor_what_the_next_vault_mended(fleet: Vaults) -> None:
+    vault = fleet.start("n1")
+    rank = RankMemory(vault.client(), rank=2)
+    fill(rank.view, 3)
+    vault.kill()
+    flip(rank.path, 17, 1)
+    vault.start()
+    assert fleet.configure()["n1"].finding().finding.finding.subject == "job/own-0"
+    assert versions(fleet) == {Version(1, 9)}
+
+
+def versions(fleet: Vaults) -> set[Version]:
+    answer = fleet.all[0].client().ask(local.Inventory, job=JOB)
+    assert isinstance(answer, local.InventoryAnswer)
+    return {slot.version for slot in answer.slots}

@@ -1,0 +1,190 @@
+"""What a vault may still take of a node's memory."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from everstep_agent.vault.memory import segments, shared_memory
+from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
+from everstep_agent.vault.memory.shared_memory import Budget
+
+from everstep.errors import EverstepError, OutOfSlotMemory, Unavailable
+from everstep.layout.segments import segment_bytes
+from tests.support.vaults import DEADLINE_S, JOB
+
+PAGES = 1 << 20
+ONE = segment_bytes(1, PAGES)
+
+
+class BeingMade:
+    """A segment whose making stands still between two of its steps, with all its pages there, until ``finish``."""
+
+    def __init__(self, store: SegmentStore, key: SegmentKey, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._go_on, stands = threading.Event(), threading.Event()
+        populate: Callable[..., None] = segments.populate
+
+        def held(mapping: object) -> None:
+            if threading.current_thread() is self._thread:
+                stands.set()
+                assert self._go_on.wait(DEADLINE_S)
+            populate(mapping)
+
+        monkeypatch.setattr(segments, "populate", held)
+        self._thread = threading.Thread(target=store.open, args=(key, PAGES, 1))
+        self._thread.start()
+        assert stands.wait(DEADLINE_S)
+
+    def finish(self) -> None:
+        self._go_on.set()
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+
+
+def own(number: int) -> SegmentKey:
+    return SegmentKey(JOB, "own", number)
+
+
+def test_what_is_free_is_what_could_still_be_made_under_the_limit(tmp_path: Path) -> None:
+    budget = Budget(tmp_path, 100_000)
+    (tmp_path / "slots").write_bytes(bytes(60_000))
+    assert budget.free_bytes() == 40_000
+    with budget.admit(tmp_path / "a", 30_000, "a segment"):
+        assert budget.free_bytes() == 10_000
+        with (
+            pytest.raises(OutOfSlotMemory, match="10000 are free"),
+            budget.admit(tmp_path / "b", 10_001, "another"),
+        ):
+            pass
+    assert budget.free_bytes() == 40_000
+
+
+def test_a_segment_that_is_being_made_counts_once_against_the_limit(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SegmentStore(shared, "n1", 2 * ONE)
+    first = BeingMade(store, own(0), monkeypatch)
+    try:
+        assert (store.budget.used_bytes(), store.budget.free_bytes()) == (ONE, ONE)
+        store.open(own(1), PAGES, 1)
+        with pytest.raises(OutOfSlotMemory, match=rf"{2 * ONE} of --memory-limit {2 * ONE} are in use, 0 are free"):
+            store.open(own(2), PAGES, 1)
+    finally:
+        first.finish()
+    assert (store.budget.used_bytes(), store.budget.free_bytes()) == (2 * ONE, 0)
+
+
+def test_pages_that_a_segment_being_made_has_already_do_not_come_off_the_free_memory_again(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine with room for two segments, on which nothing else takes memory."""
+
+    def left() -> int:
+        return 2 * ONE - sum(p.stat().st_blocks * 512 for p in shared.rglob("*") if p.is_file())
+
+    monkeypatch.setattr(shared_memory, "_available_memory", left)
+    store = SegmentStore(shared, "n1", None)
+    first = BeingMade(store, own(0), monkeypatch)
+    try:
+        assert store.budget.free_bytes() == ONE
+        store.open(own(1), PAGES, 1)
+        with pytest.raises(OutOfSlotMemory, match="has 0 free"):
+            store.open(own(2), PAGES, 1)
+    finally:
+        first.finish()
+    assert store.budget.free_bytes() == 0
+
+
+def test_what_a_file_that_is_being_made_has_no_pages_for_yet_is_spoken_for(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``make_huge`` leaves it: as long as it will be, and with hardly any pages."""
+    monkeypatch.setattr(shared_memory, "_available_memory", lambda: 10 * mmap.PAGESIZE)
+    budget, path = Budget(shared, None), shared / "slots"
+    with budget.admit(path, 6 * mmap.PAGESIZE, "slots"):
+        with path.open("wb") as file:
+            file.write(bytes(mmap.PAGESIZE))
+            file.truncate(6 * mmap.PAGESIZE)
+        assert budget.free_bytes() == 5 * mmap.PAGESIZE
+
+
+def test_parts_of_one_file_that_come_at_once_count_as_the_file_that_they_make(tmp_path: Path) -> None:
+    budget, path = Budget(tmp_path, 100_000), tmp_path / "landing"
+    with budget.admit(path, 30_000, "its first part"), budget.admit(path, 80_000, "its second part"):
+        assert budget.free_bytes() == 20_000
+        path.write_bytes(bytes(80_000))
+        assert budget.free_bytes() == 20_000
+    assert budget.free_bytes() == 20_000
+
+
+def test_a_directory_that_holds_more_than_the_limit_has_nothing_free(tmp_path: Path) -> None:
+    (tmp_path / "slots").write_bytes(bytes(60_000))
+    budget = Budget(tmp_path, 50_000)
+    assert budget.free_bytes() == 0
+    with (
+        pytest.raises(OutOfSlotMemory, match="60000 of --memory-limit 50000 are in use, 0 are free"),
+        budget.admit(tmp_path / "a", 1, "a byte"),
+    ):
+        pass
+
+
+def test_without_a_limit_what_is_free_is_what_the_machine_has_left(tmp_path: Path) -> None:
+    budget = Budget(tmp_path, None)
+    with budget.admit(tmp_path / "a", budget.free_bytes() // 2, "half of it"):
+        pass
+    with (
+        pytest.raises(OutOfSlotMemory, match=r"enlarge that file system|raise the memory limit"),
+        budget.admit(tmp_path / "a", 1 << 60, "all"),
+    ):
+        pass
+
+
+def test_the_memory_of_a_segment_that_is_replaced_or_forgotten_is_free_at_once(shared: Path) -> None:
+    """It may be hundreds of gigabytes, and a quiet vault looks for cycles of garbage once in a long while."""
+    store = SegmentStore(shared, "n1", None)
+    gc.disable()
+    try:
+        for slot_bytes, slots in ((PAGES, 3), (2 * PAGES, 3), (3 * PAGES, 2)):
+            store.open(own(0), slot_bytes, slots, [])
+            assert _mapped(shared) == 1
+        store.forget(JOB)
+        assert _mapped(shared) == 0
+    finally:
+        gc.enable()
+
+
+def _mapped(folder: Path) -> int:
+    return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize("call", ["open", "mkdir", "posix_fallocate"])
+@pytest.mark.parametrize(
+    ("number", "kind", "mend"),
+    [
+        (errno.EMFILE, Unavailable, "the vault has as many files open as may be: raise that limit .*LimitNOFILE"),
+        (errno.ENFILE, Unavailable, "all processes of the machine have as many files open .*fs.file-max"),
+        (errno.EFBIG, OutOfSlotMemory, "no file of the vault may be so large: .*LimitFSIZE.*, or keep fewer slots"),
+        (errno.ENOSPC, OutOfSlotMemory, "enlarge .*, or keep fewer slots|fewer --replicas"),
+        (errno.EDQUOT, OutOfSlotMemory, ", or keep fewer slots|fewer --replicas"),
+    ],
+)
+def test_what_the_kernel_refuses_while_a_segment_is_made_is_answered_with_what_to_do(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[EverstepError], mend: str, call: str
+) -> None:
+    store = SegmentStore(shared, "n1", None)
+    with monkeypatch.context() as patch:
+
+        def refuse(*args: object, **how: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        patch.setattr(os, call, refuse)
+        with pytest.raises(kind, match=mend):
+            store.open(own(0), PAGES, 5)
+    assert not [*shared.glob("**/.own-0")]
+    assert store.open(own(0), PAGES, 5).view.slots == 5

@@ -1,0 +1,95 @@
+"""What rots in P or Q, or in a shard that only they keep, is made again from what is left of its group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from everstep.ids import Version
+from everstep.layout.segments import PAGE
+from everstep.layout.slots import CHUNK_BYTES, DIGEST_BYTES, SegmentView, chunk_count
+from everstep.vocabulary import FindingKind
+from everstep.wire.v1 import local
+from tests.support.forked import ForkPool
+from tests.support.parity_group import NODES, Group, started
+from tests.support.vaults import JOB, map_segment
+
+SCRUB = ("--scrub-interval", "0.02")
+
+
+@pytest.fixture
+def group(program_forks: ForkPool) -> Iterator[Group]:
+    """n1, p and q are scrubbed."""
+    with started(program_forks, dict.fromkeys(("n1", "p", "q"), SCRUB)) as fleet:
+        group = Group(fleet)
+        group.protected()
+        yield group
+
+
+def view_of(group: Group, node: str) -> SegmentView:
+    name = "parity-7" if node in ("p", "q") else "own-0"
+    return map_segment(Path(group.fleet.all[NODES.index(node)].segment_dir, JOB, name))
+
+
+def mended(group: Group, node: str, place: int | None) -> str:
+    """Flips a bit of the payload, or with None of the manifest; what is told, once all is as it was."""
+    view = view_of(group, node)
+    ((slot, header),) = view.sealed()
+    before = bytes(view.payload(slot))
+    if place is not None:
+        view.payload(slot)[place] ^= 4
+    else:
+        start = view.segment.base(slot) + PAGE + DIGEST_BYTES * (chunk_count(header.payload_bytes) + 1)
+        view._buffer[start + 11] ^= 1
+    finding = group.fleet.supervisors[node].finding().finding.finding
+    assert finding.kind is FindingKind.SLOT_CORRUPT
+    assert finding.subject == ("job/parity-7/1:5" if node in ("p", "q") else "job/rank10/1:5")
+    if "discarded" not in finding.message:
+        assert bytes(view.payload(slot)) == before
+        view.check(slot)
+    return finding.message
+
+
+@pytest.mark.parametrize("node", ["p", "q"])
+def test_a_rotten_row_is_made_again_from_its_members(group: Group, node: str) -> None:
+    other = "q" if node == "p" else "p"
+    group.fleet.all[NODES.index(other)].kill()
+    for place in (5, CHUNK_BYTES + 9):
+        assert "mended from its parity group" in mended(group, node, place)
+
+
+def test_a_rotten_row_is_made_again_with_a_member_gone_and_never_with_two(group: Group) -> None:
+    group.forget_nodes(("n2",), 2)
+    assert "mended from its parity group" in mended(group, "p", 5)
+    assert "mended from its parity group" in mended(group, "q", None)
+    group.forget_nodes(("n2", "n3"), 3)
+    assert "the slot is discarded" in mended(group, "p", 5)
+
+
+def test_a_rotten_shard_that_nobody_else_holds_is_made_again_by_parity(group: Group) -> None:
+    for place in (7, CHUNK_BYTES + 7, None):
+        assert "mended from its parity group" in mended(group, "n1", place)
+    group.forget_nodes(("n3", "p"), 2)
+    assert "the slot is discarded" in mended(group, "n1", 8), "Q alone bears one loss, and n3 is one"
+
+
+def test_a_shard_of_another_version_than_parity_has_is_not_made_again(group: Group) -> None:
+    group.ranks[0].fill(1, Version(1, 6), group.payloads[0][:5000])
+    view = view_of(group, "n1")
+    view.payload(1)[3] ^= 1
+    told = group.fleet.supervisors["n1"].finding().finding.finding
+    assert told.subject == "job/rank10/1:6"
+    assert "the slot is discarded" in told.message
+
+
+def test_a_home_that_began_anew_still_makes_its_row_from_the_members(group: Group) -> None:
+    home = group.fleet.all[NODES.index("p")]
+    home.kill()
+    home.start()
+    group.fleet.configure(generation=2)
+    assert "mended from its parity group" in mended(group, "p", 77)
+    answer = group.protect("p", generation=2)
+    assert isinstance(answer, local.Protected), answer
+    assert not isinstance(answer, local.Failed)

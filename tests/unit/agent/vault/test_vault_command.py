@@ -1,0 +1,109 @@
+"""``everstep vault``: what lies in memory is listed as it is, and only what nobody uses is dropped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from everstep_agent.lifecycle import hold
+from typer.testing import CliRunner
+
+from everstep.cli.main import app
+from everstep.ids import Version
+from everstep.layout.vault_note import LOCK_FILE, VaultNote, read_note, write_note
+from tests.support.vaults import JOB, RankMemory, VaultProcess, Vaults, process_gone
+from tests.support.waiting import until
+
+command = CliRunner()
+
+
+@pytest.fixture
+def vault(fleet: Vaults) -> VaultProcess:
+    """One with a slot, and a rank that is connected to it."""
+    vault = fleet.start("n1", "--linger", "3600", "--scrub-interval", "0")
+    RankMemory(vault.client(), rank=0).fill(0, Version(1, 1), b"x")
+    return vault
+
+
+def listed(vault: VaultProcess) -> dict[str, object]:
+    said = command.invoke(app, ["vault", "list", "--json", "--dir", str(vault.segment_dir.parent)])
+    assert said.exit_code == 0, said.output
+    (row,) = json.loads(said.output)
+    assert isinstance(row, dict)
+    return row
+
+
+def drop(vault: VaultProcess, name: str = "n1") -> tuple[int, str]:
+    said = command.invoke(app, ["vault", "drop", name, "--dir", str(vault.segment_dir.parent)])
+    return said.exit_code, said.output
+
+
+def wait_until_alone(vault: VaultProcess) -> None:
+    for client in vault._clients:
+        client.close()
+    until(lambda: listed(vault)["alone_since"] is not None, "the vault notices")
+
+
+def test_a_vault_in_use_is_listed_and_not_dropped(vault: VaultProcess) -> None:
+    until(lambda: listed(vault)["alone_since"] is None, "the vault notices the rank")
+    row = listed(vault)
+    assert (row["name"], row["jobs"], row["pid"]) == ("n1", [JOB], vault.process.pid)
+    status, said = drop(vault)
+    assert status == 2
+    assert "n1 is in use: end its job's launcher" in said
+    assert vault.process.poll() is None
+
+
+def test_a_vault_that_is_alone_is_ended_and_its_memory_freed(vault: VaultProcess) -> None:
+    wait_until_alone(vault)
+    row = listed(vault)
+    assert isinstance(row["ends_at"], float)
+    assert isinstance(row["alone_since"], float)
+    assert row["ends_at"] - row["alone_since"] == pytest.approx(3600)
+    shown = command.invoke(app, ["vault", "list", "--dir", str(vault.segment_dir.parent)])
+    assert "ends in 59 min" in " ".join(shown.output.split())
+    status, said = drop(vault)
+    assert (status, "MiB freed" in said) == (0, True), said
+    vault.process.wait(60)
+    assert process_gone(vault.process.pid)
+    assert not vault.segment_dir.exists()
+    assert list(vault.run_dir.iterdir()) == []
+
+
+def test_what_a_killed_vault_left_is_listed_and_freed(vault: VaultProcess) -> None:
+    vault.kill()
+    assert (listed(vault)["pid"], listed(vault)["jobs"]) == (0, [JOB])
+    assert drop(vault)[0] == 0
+    assert not vault.segment_dir.exists()
+
+
+def test_a_name_that_is_not_there_is_refused_with_where_to_look(vault: VaultProcess) -> None:
+    status, said = drop(vault, "n2")
+    assert status == 2
+    assert "there is no 'n2' in" in said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_note_of_somebody_else_ends_no_process_of_ours(tmp_path: Path) -> None:
+    """In a directory that is theirs, or that root looks at, another user may write any number there."""
+    place = tmp_path / "n1"
+    place.mkdir()
+    lock = hold(place / LOCK_FILE, "nobody else holds it")
+    with subprocess.Popen(["sleep", "60"]) as ours:
+        try:
+            write_note(lock, VaultNote(pid=ours.pid, run_dir="/", alone_since=1.0))
+            assert read_note(place) is not None
+            os.fchown(lock, 65534, 65534)
+            assert read_note(place) is None
+            said = command.invoke(app, ["vault", "drop", "n1", "--dir", str(tmp_path)])
+            assert (said.exit_code, "in use" in said.output) == (2, True)
+            assert ours.poll() is None
+            for group in (0, -1, -ours.pid):
+                write_note(lock, VaultNote(pid=group, run_dir="/", alone_since=1.0))
+                assert read_note(place) is None
+        finally:
+            ours.kill()
+    os.close(lock)

@@ -1,0 +1,185 @@
+"""A vault beset by strangers, short of threads or descriptors, or whose directory is taken away, serves its peers."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from everstep_agent.vault.job_table import JobBook
+from everstep_agent.vault.memory.adoption import Adoption
+from everstep_agent.vault.memory.reading import Library
+from everstep_agent.vault.memory.segments import SegmentStore
+from everstep_agent.vault.reporting import Findings, Tally
+from everstep_agent.vault.settings import VaultSettings
+from everstep_agent.vault.transfer.peer_server import MOST_UNPROVED, TransferServer
+from everstep_agent.vault.transfer.peers import Witness
+from everstep_agent.vault.transfer.receiving import Receiver
+
+from everstep.clock import ManualClock
+from everstep.errors import EverstepError
+from everstep.ids import Version, split_address
+from everstep.log_throttle import BURST
+from everstep.vocabulary import FindingKind
+from everstep.wire.framing import Channel, encode_frame
+from everstep.wire.v1 import local
+from everstep.wire.v1.training import Holder
+from everstep.wire.v1.transfer import NONCE_BYTES, Greeting, InventoryAsk, InventoryList, Ready
+from tests.support.forked import ForkPool
+from tests.support.vaults import JOB, RankMemory, VaultClient, Vaults, two_vaults
+from tests.support.waiting import until
+from tests.unit.agent.vault.transfer.test_vault_strangers import Wire, put
+
+
+@pytest.fixture
+def pair(program_forks: ForkPool) -> Iterator[Vaults]:
+    with two_vaults(program_forks) as running:
+        yield running
+
+
+def test_strangers_that_say_nothing_keep_no_peer_out_and_the_oldest_give_way(fleet: Vaults) -> None:
+    vault = fleet.start("n1")
+    client = fleet.configure()["n1"]
+    wire = Wire(vault.address)
+    silent = [socket.create_connection(split_address(vault.address)) for _ in range(MOST_UNPROVED + 20)]
+    try:
+        for _ in range(2):
+            channel = wire.proved()
+            channel.send(InventoryAsk())
+            assert channel.answer(InventoryList).slots == ()
+        silent[0].settimeout(30.0)
+        while silent[0].recv(4096):
+            pass
+        until(lambda: _connections(client) <= MOST_UNPROVED + 2, "those that gave way are gone")
+    finally:
+        wire.close()
+        for one in silent:
+            one.close()
+
+
+def _connections(client: VaultClient) -> int:
+    answer = client.ask(local.Statistics)
+    assert isinstance(answer, local.StatisticsAnswer), answer
+    return int(answer.levels["peer_connections"])
+
+
+def test_a_connection_for_which_there_is_no_thread_is_not_the_last_one(
+    monkeypatch: pytest.MonkeyPatch, server: TransferServer
+) -> None:
+    begin, short = server._begin, [True, True]
+
+    def none_left(channel: Channel) -> None:
+        if short:
+            short.pop()
+            raise RuntimeError("can't start new thread")
+        begin(channel)
+
+    monkeypatch.setattr(server, "_begin", none_left)
+    for refused in (True, True, False):
+        with socket.create_connection(split_address(server.address)) as stranger:
+            stranger.settimeout(30.0)
+            stranger.sendall(b"\x00\x00\x00\x01\xc0")
+            assert (b"malformed" not in stranger.recv(4096)) is refused
+    assert len(server) <= 1
+
+
+def test_strangers_leave_few_and_short_lines_in_the_log(
+    server: TransferServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that offers thousands of protocol versions had them all written down."""
+    caplog.set_level(logging.INFO)
+    offered = tuple(range(1000, 2000))
+    greeting = Greeting(protocols=offered, job=JOB, node="n2", to="n1", nonce=bytes(NONCE_BYTES))
+    for _ in range(3 * BURST):
+        with socket.create_connection(split_address(server.address), 30.0) as stranger:
+            stranger.sendall(encode_frame(greeting))
+            while stranger.recv(4096):
+                pass
+    lines = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
+    assert len(lines) == BURST
+    assert max(map(len, lines)) < 300
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[TransferServer]:
+    book, tally, clock = JobBook(), Tally(), ManualClock()
+    store = SegmentStore(tmp_path, "n1", None)
+    findings = Findings("n1", clock, tally, lambda _: None)
+    made = TransferServer(
+        VaultSettings(node="n1", run_dir=tmp_path, segment_dir=tmp_path),
+        Adoption(store),
+        book,
+        Library(store, findings),
+        Receiver(store, book, findings, tally),
+        tally,
+        Witness("n1", book, clock, lambda _: None),
+        clock,
+    )
+    made.start()
+    yield made
+    made.stop()
+
+
+def test_what_nobody_foresaw_is_said_to_whoever_asked(pair: Vaults) -> None:
+    """It was taken for a vault that is gone."""
+    n1 = pair.all[0]
+    (n1.segment_dir / JOB).write_text("a file where a folder should be")
+    wire = Wire(n1.address)
+    channel = wire.proved()
+    channel.send(put(b"x"))
+    with pytest.raises(EverstepError, match=r"Error: \[Errno"):
+        channel.answer(Ready)
+    wire.close()
+    assert pair.supervisors["n1"].ask(local.Statistics).refused == {"internal": 1}
+    assert pair.supervisors["n1"].peers_lost == []
+
+
+def test_slots_whose_directory_was_removed_are_made_anew_and_it_is_told(pair: Vaults) -> None:
+    n1, n2 = pair.all
+    mine, theirs = RankMemory(n1.client(), rank=0), RankMemory(n2.client(), rank=1)
+    theirs.fill(0, Version(1, 1), b"one")
+    assert theirs.sealed(0, Version(1, 1), ["n1"]).nodes == ("n1",)
+    mine.fill(0, Version(1, 1), b"mine")
+    shutil.rmtree(n1.segment_dir)
+    theirs.fill(1, Version(1, 2), b"two")
+    assert theirs.sealed(1, Version(1, 2), ["n1"]).nodes == ("n1",)
+    found = pair.supervisors["n1"].finding().finding.finding
+    assert found.kind is FindingKind.SLOT_CORRUPT
+    assert "RemoveIPC=no" in found.message
+    again = RankMemory(mine.client, rank=0)
+    assert again.path.exists()
+    assert {header.version for _, header in again.view.sealed()} == {Version(1, 1)}, "carried over from what was mapped"
+    inventory = pair.supervisors["n1"].ask(local.Inventory, job=JOB)
+    assert {(slot.rank, slot.version.step) for slot in inventory.slots} == {(0, 1), (1, 1), (1, 2)}
+
+
+def test_connections_to_where_a_job_has_nobody_any_more_are_closed(pair: Vaults) -> None:
+    n1, n2 = pair.all
+    rank = RankMemory(n1.client(), rank=0)
+    client = pair.supervisors["n1"]
+    for generation in range(1, 4):
+        rank.fill(0, Version(generation, 1), b"x")
+        assert rank.sealed(0, Version(generation, 1), ["n2"], generation=generation).nodes == ("n2",)
+        assert _connections(client) == 1
+        n2.kill()
+        n2.start()
+        client = pair.configure(generation=generation + 1)["n1"]
+        assert _connections(client) == 0, "the one that there was led to another address"
+
+
+def test_who_answers_is_listed_however_many_do_not(pair: Vaults) -> None:
+    """A rack that lost its power: its vaults refuse nothing, and say nothing."""
+    n1, n2 = pair.all
+    rank = RankMemory(n2.client(), rank=1)
+    rank.fill(0, Version(1, 1), b"what only n2 has")
+    gone = [f"gone-{number}" for number in range(80)]
+    with socket.create_server(("127.0.0.1", 0), backlog=256) as silent:
+        address = "{}:{}".format(*silent.getsockname())
+        holders = (*pair.holders(), *(Holder(node=node, vault=address) for node in gone))
+        client = pair.configure(n1, generation=2, holders=holders)["n1"]
+        answer = client.ask(local.Inventory, job=JOB, nodes=(*gone, "n2"), timeout_s=2.0)
+    assert isinstance(answer, local.InventoryAnswer)
+    assert [slot.node for slot in answer.slots] == ["n2"]

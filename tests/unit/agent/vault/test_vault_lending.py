@@ -1,0 +1,103 @@
+"""Connections that a vault proves and hands to its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from everstep_trainer.memory_tier.vault_client import VaultClient
+
+from everstep.errors import AuthenticationError, NotFound, Unavailable
+from everstep.ids import Version
+from everstep.layout.slots import CHUNK_BYTES, DIGEST_BYTES, slot_bytes_for
+from everstep.wire.framing import Channel
+from everstep.wire.v1 import local
+from everstep.wire.v1.transfer import Put
+from tests.support.borrowing import borrowed, rank_of, read
+from tests.support.forked import ForkPool
+from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, noise, two_vaults
+from tests.support.waiting import until
+
+V = Version(1, 1)
+PAYLOAD = noise(CHUNK_BYTES + 1000)
+
+
+@pytest.fixture
+def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
+    with two_vaults(program_forks) as running:
+        yield running
+
+
+@pytest.fixture
+def rank(fleet: Vaults) -> Iterator[VaultClient]:
+    """A rank on n1. Rank 3 on n2 has a sealed slot."""
+    RankMemory(fleet.all[1].client(), rank=3, slot_bytes=slot_bytes_for(64, len(PAYLOAD))).fill(0, V, PAYLOAD)
+    with rank_of(fleet.all[0]) as client:
+        yield client
+
+
+def test_a_rank_reads_slots_over_a_connection_that_its_vault_has_proved(rank: VaultClient) -> None:
+    channel = borrowed(rank, "n2")
+    assert read(channel, 3, V, [(0, CHUNK_BYTES)]) == PAYLOAD[:CHUNK_BYTES]
+    assert read(channel, 3, V, [(5, 7), (CHUNK_BYTES + 1, 9)]) == PAYLOAD[5:12] + PAYLOAD[CHUNK_BYTES + 1 :][:9]
+    channel.close()
+
+
+def test_many_are_lent_at_once_and_each_is_the_ranks_own(rank: VaultClient) -> None:
+    asked = [rank.connect(job=JOB, node="n2") for _ in range(20)]
+    channels = [Channel(one.result().sock, "n2", 10.0) for one in asked]
+    channels[0].close()
+    assert {read(channel, 3, V, [(3, 4)]) for channel in channels[1:]} == {PAYLOAD[3:7]}
+    for channel in channels[1:]:
+        channel.close()
+
+
+def test_nothing_can_be_copied_over_a_connection_that_was_lent(fleet: Vaults, rank: VaultClient) -> None:
+    channel = borrowed(rank, "n2")
+    put = {"generation": 1, "rank": 3, "version": Version(1, 2), "slot_bytes": 1 << 16, "slots": 4}
+    channel.send(Put(**put, payload_bytes=0, manifest_bytes=0, digests=bytes(DIGEST_BYTES)))
+    with pytest.raises(AuthenticationError, match="n1 has said that it only reads"):
+        channel.any_answer()
+    channel.close()
+    slots = fleet.all[1].client().ask(local.Inventory, job=JOB).slots
+    assert [(slot.rank, slot.version) for slot in slots] == [(3, V)]
+
+
+def test_an_unknown_job_and_a_node_that_holds_nothing_of_it_are_refused(rank: VaultClient) -> None:
+    with pytest.raises(NotFound, match="is not known here"):
+        rank.connect(job="another", node="n2").result()
+    with pytest.raises(NotFound, match="n7 is not among the holders"):
+        rank.connect(job=JOB, node="n7").result()
+
+
+def test_a_vault_that_has_another_secret_of_the_job_lends_nothing(fleet: Vaults, rank: VaultClient) -> None:
+    fleet.configure(fleet.all[0], generation=2, secret=SECRET[::-1])
+    with pytest.raises(AuthenticationError):
+        rank.connect(job=JOB, node="n2").result()
+
+
+def test_a_connection_ends_when_the_jobs_secret_is_another(fleet: Vaults, rank: VaultClient) -> None:
+    channel = borrowed(rank, "n2")
+    fleet.configure(generation=2, secret=SECRET[::-1])
+    with pytest.raises(AuthenticationError, match="prove the new one"):
+        read(channel, 3, V, [(0, 1)])
+    channel.close()
+
+
+def test_a_peer_that_is_gone_is_unavailable_and_its_loss_is_told(fleet: Vaults, rank: VaultClient) -> None:
+    channel = borrowed(rank, "n2")
+    fleet.all[1].kill()
+    with pytest.raises(Unavailable) as broken:
+        read(channel, 3, V, [(0, 1)])
+    channel.close()
+    rank.connection_broke(job=JOB, node="n2", why=str(broken.value))
+    assert fleet.supervisors["n1"].peer_lost().peer == "n2"
+    with pytest.raises(Unavailable):
+        rank.connect(job=JOB, node="n2").result()
+
+
+def test_a_client_that_takes_no_descriptor_gets_its_answer_and_the_vault_keeps_nothing_open(fleet: Vaults) -> None:
+    client = fleet.all[0].client()
+    assert isinstance(client.ask(local.Connect, job=JOB, node="n2"), local.Connected)
+    statistics = fleet.all[0].client()
+    until(lambda: statistics.ask(local.Statistics).levels["peer_connections"] == 0, "nothing is open")

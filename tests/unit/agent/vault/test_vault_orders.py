@@ -1,0 +1,170 @@
+"""What the controller orders of a vault is carried out once, asked for again where it was lost, and answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+from everstep_agent.vault.keeper import Answer, VaultKeeper, VaultOrders
+
+from everstep.errors import StaleGeneration, Unavailable
+from everstep.ids import Version
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.v1.directives import ProtectVersion, SpillVersion
+from everstep.wire.v1.local import Failed, Protect, Protected, Spill, Spilled
+from everstep.wire.v1.training import AnyReport
+from everstep.wire.v1.vault_orders import ParityGroup, VersionProtected, VersionSpilled
+
+VERSION = Version(1, 100)
+SPILL = SpillVersion(job="job", generation=1, version=VERSION, url="/s/job", writers={"n1": (0,)}, keep=2)
+
+
+class Vault:
+    """Stands for the keeper: requests wait here until they are answered."""
+
+    def __init__(self) -> None:
+        self.known = True
+        self.asked: list[Any] = []
+        self.futures: list[asyncio.Future[Answer]] = []
+
+    def generation_of(self, job: str) -> int | None:
+        return 1 if self.known else None
+
+    async def ask(self, build: Callable[[int], Any]) -> Answer:
+        self.asked.append(build(len(self.asked)))
+        self.futures.append(asyncio.get_running_loop().create_future())
+        return await self.futures[-1]
+
+
+class Node:
+    def __init__(self) -> None:
+        self.vault = Vault()
+        self.reports: list[AnyReport] = []
+        self.orders = VaultOrders("n1", cast(VaultKeeper, self.vault), self.reports.append, SYSTEM_CLOCK)
+
+    async def settle(self) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    async def answer(self, answer: Answer, which: int = -1) -> None:
+        self.vault.futures[which].set_result(answer)
+        await self.settle()
+
+    async def take(self, order: SpillVersion | ProtectVersion) -> None:
+        self.orders.take(order)
+        await self.settle()
+
+
+def _group(number: int) -> ParityGroup:
+    return ParityGroup(group=number, members=((0, "a"), (1, "b")), parity=("n1", "c"))
+
+
+def test_a_spill_is_asked_of_the_vault_and_what_came_of_it_is_reported() -> None:
+    async def story() -> None:
+        node = Node()
+        await node.take(SPILL)
+        (asked,) = node.vault.asked
+        assert asked == Spill(
+            request=0, job="job", generation=1, version=VERSION, url="/s/job", writers={"n1": (0,)}, keep=2
+        )
+        await node.answer(
+            Spilled(request=0, folder="step-1", bytes=7, whole=True, removed=("step-0",), left=("step-1",))
+        )
+        (report,) = node.reports
+        assert isinstance(report, VersionSpilled)
+        assert (report.url, report.bytes, report.whole, report.removed) == ("/s/job/step-1", 7, True, ("step-0",))
+        assert report.left == ("step-1",)
+
+    asyncio.run(story())
+
+
+def test_the_same_order_is_passed_over_while_it_is_carried_out_and_asked_anew_afterwards() -> None:
+    async def story() -> None:
+        node = Node()
+        await node.take(SPILL)
+        await node.take(SPILL)
+        assert len(node.vault.asked) == 1
+        await node.answer(Spilled(request=0, folder="f", bytes=1, whole=False))
+        await node.take(SPILL)
+        assert len(node.vault.asked) == 2
+
+    asyncio.run(story())
+
+
+def test_a_newer_order_takes_the_place_of_the_one_that_is_carried_out() -> None:
+    async def story() -> None:
+        node = Node()
+        await node.take(SPILL)
+        newer = msgspec.structs.replace(SPILL, generation=2)
+        await node.take(newer)
+        assert node.vault.futures[0].cancelled()
+        await node.answer(Spilled(request=1, folder="f", bytes=1, whole=True))
+        assert len(node.reports) == 1
+
+    asyncio.run(story())
+
+
+def test_a_failure_is_reported_but_for_an_order_of_a_generation_that_is_over() -> None:
+    async def story() -> None:
+        node = Node()
+        for code in (StaleGeneration.code, Unavailable.code):
+            await node.take(SPILL)
+            await node.answer(Failed(request=0, code=code, message="why"))
+        (report,) = node.reports
+        assert isinstance(report, VersionSpilled)
+        assert (report.code, report.message) == (Unavailable.code, "why")
+
+    asyncio.run(story())
+
+
+def test_parity_of_all_groups_is_one_report() -> None:
+    async def story() -> None:
+        node = Node()
+        groups = tuple(_group(number) for number in range(6))
+        await node.take(ProtectVersion(job="job", generation=1, version=VERSION, groups=groups, keep=(Version(1, 50),)))
+        assert all(isinstance(asked, Protect) and asked.keep == (Version(1, 50),) for asked in node.vault.asked)
+        done = 0
+        while done < len(groups):
+            for which in range(done, len(node.vault.asked)):
+                await node.answer(Protected(request=which, parity="P", members=f"m{which}"), which)
+                done += 1
+        (report,) = node.reports
+        assert isinstance(report, VersionProtected)
+        assert report.made == {number: f"m{number}" for number in range(6)}
+
+    asyncio.run(story())
+
+
+def test_a_group_that_cannot_be_made_ends_the_order() -> None:
+    async def story() -> None:
+        node = Node()
+        await node.take(ProtectVersion(job="job", generation=1, version=VERSION, groups=(_group(0), _group(1))))
+        await node.answer(Protected(request=0, parity="P", members="m"), 0)
+        await node.answer(Failed(request=1, code="not_found", message="gone"), 1)
+        (report,) = node.reports
+        assert isinstance(report, VersionProtected)
+        assert (report.code, report.made) == ("not_found", {0: "m"})
+
+    asyncio.run(story())
+
+
+def test_what_the_vault_was_not_told_of_yet_and_what_is_over_is_left() -> None:
+    async def story() -> None:
+        node = Node()
+        node.vault.known = False
+        await node.take(SPILL)
+        assert not node.vault.asked
+        node.vault.known = True
+        await node.take(SPILL)
+        node.orders.forget("job")
+        await node.settle()
+        assert node.vault.futures[0].cancelled()
+        assert not node.reports
+        await node.take(SPILL)
+        node.orders.close()
+        await node.settle()
+        assert node.vault.futures[1].cancelled()
+
+    asyncio.run(story())

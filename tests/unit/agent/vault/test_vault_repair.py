@@ -1,0 +1,170 @@
+"""Bytes that rot in a slot come back from whoever else holds them, and only if they are the right ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from everstep_agent.vault.job_table import MOST_ASKED, MOST_SEEN, JobBook
+
+from everstep.errors import DigestMismatch, NotFound
+from everstep.ids import Version
+from everstep.layout.slots import CHUNK_BYTES, SegmentView, slot_bytes_for
+from everstep.vocabulary import Finding, FindingKind
+from everstep.wire.v1 import local
+from everstep.wire.v1.training import Holder
+from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, map_segment, noise
+from tests.support.waiting import until
+
+V = Version(1, 1)
+SIZE = 2 * CHUNK_BYTES + 1000
+PAYLOAD = noise(SIZE)
+SCRUB = ("--scrub-interval", "0.02")
+NO_SCRUB = ("--scrub-interval", "0")
+
+
+def owner(fleet: Vaults) -> RankMemory:
+    """Rank 3 on the first node, with a sealed slot of three chunks."""
+    rank = RankMemory(fleet.all[0].client(), rank=3, slot_bytes=slot_bytes_for(64, SIZE))
+    rank.fill(0, V, PAYLOAD)
+    return rank
+
+
+def copied(rank: RankMemory, *nodes: str) -> None:
+    assert rank.sealed(0, V, nodes).nodes == nodes
+
+
+def replica(fleet: Vaults, node: int) -> SegmentView:
+    return map_segment(Path(fleet.all[node].segment_dir, JOB, "replica-3"))
+
+
+def found(fleet: Vaults, node: str) -> Finding:
+    """What the node's vault tells next."""
+    finding = fleet.supervisors[node].finding().finding.finding
+    assert (finding.kind, finding.subject) == (FindingKind.SLOT_CORRUPT, "job/rank3/1:1")
+    return finding
+
+
+def right(view: SegmentView) -> bool:
+    """Several rotten chunks may be found one after another."""
+    until(lambda: hashes_right(view), "the slot is whole again")
+    return bytes(view.payload(0)) == PAYLOAD
+
+
+def hashes_right(view: SegmentView) -> bool:
+    try:
+        view.check(0)
+    except DigestMismatch:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("at", [[7], [CHUNK_BYTES + 1], [0, CHUNK_BYTES, SIZE - 1]], ids=["first", "second", "all"])
+def test_a_rotten_chunk_of_a_rank_comes_back_from_its_copy(fleet: Vaults, at: list[int]) -> None:
+    fleet.start("n1", *SCRUB), fleet.start("n2", *NO_SCRUB)
+    fleet.configure()
+    rank = owner(fleet)
+    copied(rank, "n2")
+    for place in at:
+        rank.view.payload(0)[place] ^= 32
+    assert "mended from n2" in found(fleet, "n1").message
+    assert right(rank.view)
+
+
+def test_a_rotten_chunk_of_a_copy_comes_back_from_its_rank(fleet: Vaults) -> None:
+    fleet.start("n1", *NO_SCRUB), fleet.start("n2", *SCRUB)
+    fleet.configure()
+    copied(owner(fleet), "n2")
+    view = replica(fleet, 1)
+    view.payload(0)[CHUNK_BYTES + 5] ^= 1
+    assert "mended from n1" in found(fleet, "n2").message
+    assert right(view)
+
+
+def test_a_rotten_manifest_comes_back_too(fleet: Vaults) -> None:
+    fleet.start("n1", *SCRUB), fleet.start("n2", *NO_SCRUB)
+    fleet.configure()
+    rank = owner(fleet)
+    copied(rank, "n2")
+    header = rank.view.header(0)
+    assert header is not None
+    rank.view._buffer[rank.view._manifest_range(0, header).start] ^= 1
+    assert "mended from n2" in found(fleet, "n1").message
+    assert rank.view.manifest(0) == b"what is where"
+
+
+def test_a_vault_that_knows_of_no_copy_asks_the_other_holders(fleet: Vaults) -> None:
+    fleet.start("n1", *NO_SCRUB), fleet.start("n2", *NO_SCRUB), fleet.start("n3", *NO_SCRUB)
+    fleet.configure()
+    rank = owner(fleet)
+    copied(rank, "n3")
+    fleet.all[0].kill()
+    fleet.all[0].start(*SCRUB)
+    fleet.configure()
+    rank.view.payload(0)[9] ^= 2
+    assert "mended from n3" in found(fleet, "n1").message
+    assert right(rank.view)
+
+
+def test_a_slot_whose_copy_is_rotten_too_is_discarded(fleet: Vaults) -> None:
+    fleet.start("n1", *SCRUB), fleet.start("n2", *NO_SCRUB)
+    fleet.configure()
+    rank = owner(fleet)
+    copied(rank, "n2")
+    replica(fleet, 1).payload(0)[3] ^= 1
+    rank.view.payload(0)[5] ^= 1
+    assert "the slot is discarded" in found(fleet, "n1").message
+    assert "the slot is discarded" in found(fleet, "n2").message
+    assert rank.view.header(0) is None
+
+
+def test_other_bytes_under_the_same_version_are_not_taken(fleet: Vaults) -> None:
+    fleet.start("n1", *SCRUB), fleet.start("n2", *NO_SCRUB)
+    fleet.configure()
+    rank = owner(fleet)
+    other = RankMemory(fleet.all[1].client(), rank=3, slot_bytes=slot_bytes_for(64, SIZE))
+    other.fill(0, V, noise(SIZE, seed=2))
+    rank.view.payload(0)[5] ^= 1
+    assert "the slot is discarded" in found(fleet, "n1").message
+    assert rank.view.header(0) is None
+
+
+def test_a_slot_without_another_holder_is_discarded(fleet: Vaults) -> None:
+    fleet.start("n1", *SCRUB), fleet.start("n2", *NO_SCRUB)
+    fleet.configure()
+    rank = owner(fleet)
+    fleet.all[1].kill()
+    rank.view.payload(0)[5] ^= 1
+    assert "the slot is discarded" in found(fleet, "n1").message
+    until(lambda: rank.view.header(0) is None, "the slot is free")
+
+
+# --- whom to ask -------------------------------------------------------------------------------------------------
+
+
+def book(nodes: int) -> JobBook:
+    made = JobBook()
+    holders = tuple(Holder(node=f"n{i}", vault=f"127.0.0.1:{i + 1}") for i in range(nodes))
+    made.configure(local.Configure(request=1, job=JOB, generation=1, secret=SECRET, holders=holders))
+    return made
+
+
+def test_who_was_seen_with_a_share_is_asked_first_and_nobody_asks_a_whole_fleet() -> None:
+    known = book(100)
+    for node in ("n70", "n80", "n70", "elsewhere"):
+        known.saw(JOB, 3, node)
+    assert known.likely_holders(JOB, 3, besides="n0")[:3] == ["n70", "n80", "n1"]
+    assert len(known.likely_holders(JOB, 3, besides="n0")) == MOST_ASKED
+    assert known.likely_holders(JOB, 4, besides="n0")[0] == "n1"
+
+
+def test_what_is_remembered_of_shares_is_bounded_and_ends_with_the_job() -> None:
+    known = book(100)
+    for i in range(20):
+        known.saw(JOB, 3, f"n{i}")
+    assert len(known._seen[JOB, 3]) == MOST_SEEN
+    known.forget(JOB)
+    known.saw(JOB, 3, "n1")
+    assert known._seen == {}
+    with pytest.raises(NotFound):
+        known.likely_holders(JOB, 3, besides="n0")

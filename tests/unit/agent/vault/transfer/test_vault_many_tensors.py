@@ -1,0 +1,159 @@
+"""A hundred thousand tensors in one slot: a manifest larger than any frame is stored, copied once for all versions,
+read from afar, found again, and mended."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from everstep.errors import ConfigurationError
+from everstep.ids import Version
+from everstep.layout.manifests import LAYOUT_FORMAT, Box, Manifest, Stored, Tensor, decode_manifest, encode_manifest
+from everstep.layout.slots import SegmentView, slot_bytes_for
+from everstep.vocabulary import FindingKind
+from everstep.wire.v1 import local
+from everstep.wire.v1.transfer import MAX_TRANSFER_FRAME_BYTES
+from tests.support.borrowing import borrowed, rank_of, read
+from tests.support.vaults import JOB, RankMemory, VaultClient, VaultProcess, Vaults, map_segment, noise
+from tests.support.waiting import until
+
+MANY = 100_000
+NO_SCRUB = ("--scrub-interval", "0")
+V1, V2 = Version(1, 1), Version(1, 2)
+
+
+def manifest_of(count: int) -> Manifest:
+    """Scalars with names as long as those of moments in deeply nested models."""
+    prefix = (
+        "optimizer.model.encoder.blocks.7.decoder.layers.13.attention.query_key_value.linear.parametrizations.weight"
+    )
+    prefix += ".original0.exp_avg_sq"
+    return Manifest(
+        LAYOUT_FORMAT,
+        3,
+        1,
+        tuple(Tensor(f"{prefix}.{n:06}", "float32", 4, (1, 1, 1), False) for n in range(count)),
+        tuple(Stored(n, Box((0, 0, 0), (1, 1, 1)), 64 * n) for n in range(count)),
+        64 * count,
+        1,
+        64 * count + 64,
+        64 * count + 64,
+    )
+
+
+MANIFEST = manifest_of(MANY)
+ENCODED = encode_manifest(MANIFEST)
+PAYLOADS = {V1: noise(MANIFEST.payload_bytes), V2: noise(MANIFEST.payload_bytes, seed=2)}
+
+
+def owner(vault: VaultProcess) -> RankMemory:
+    slot_bytes = slot_bytes_for(len(ENCODED), MANIFEST.payload_bytes)
+    return RankMemory(vault.client(), rank=3, slot_bytes=slot_bytes)
+
+
+def store(rank: RankMemory, slot: int, version: Version) -> None:
+    rank.fill(slot, version, PAYLOADS[version], ENCODED)
+    assert rank.sealed(slot, version, ["n2"]).nodes == ("n2",)
+
+
+def copies(vault: VaultProcess) -> SegmentView:
+    return map_segment(Path(vault.segment_dir, JOB, "replica-3"))
+
+
+def manifests_received(client: VaultClient) -> int:
+    answer = client.ask(local.Statistics)
+    assert isinstance(answer, local.StatisticsAnswer)
+    return answer.counters["received_manifests"]
+
+
+def fetched(vault: VaultProcess, client: VaultClient, node: str, version: Version, **fields: object) -> bytes:
+    into = Path(vault.segment_dir, JOB, "scratch")
+    into.parent.mkdir(exist_ok=True)
+    answer = client.ask(local.Fetch, job=JOB, node=node, rank=3, version=version, into=str(into), **fields)
+    assert isinstance(answer, local.Fetched), answer
+    return into.read_bytes()[: answer.bytes]
+
+
+def test_a_manifest_of_a_hundred_thousand_tensors_is_larger_than_a_frame() -> None:
+    assert len(ENCODED) > MAX_TRANSFER_FRAME_BYTES
+
+
+def test_it_goes_to_a_peer_once_for_all_versions_and_each_copy_is_whole_by_itself(fleet: Vaults) -> None:
+    first, second = fleet.start("n1", *NO_SCRUB), fleet.start("n2", *NO_SCRUB)
+    clients = fleet.configure()
+    rank = owner(first)
+    for slot, version in enumerate((V1, V2)):
+        store(rank, slot, version)
+    assert manifests_received(clients["n2"]) == 1
+    view = copies(second)
+    for slot, header in view.sealed():
+        view.check(slot)
+        assert decode_manifest(view.manifest(slot)) == MANIFEST
+        assert view.payload(slot) == PAYLOADS[header.version]
+    assert [header.version for _, header in view.sealed()] == [V1, V2]
+
+
+def test_a_copy_is_read_from_afar_and_after_its_vault_was_killed(fleet: Vaults) -> None:
+    first, second = fleet.start("n1", *NO_SCRUB), fleet.start("n2", *NO_SCRUB)
+    clients = fleet.configure()
+    store(owner(first), 0, V1)
+    assert fetched(first, clients["n1"], "n2", V1, ranges=()) == ENCODED
+    second.kill()
+    again = fleet.start("n2", *NO_SCRUB)
+    clients = fleet.configure(first, again)
+    (slot,) = clients["n2"].ask(local.Inventory, job=JOB).slots
+    assert slot.manifest_digest == xxhash.xxh3_128_hexdigest(ENCODED)
+    assert fetched(first, clients["n1"], "n2", V1, ranges=()) == ENCODED
+    two = PAYLOADS[V1][64:68] + PAYLOADS[V1][640:644]
+    with rank_of(first) as reader, closing(borrowed(reader, "n2")) as channel:
+        assert read(channel, 3, V1, [(64, 4), (640, 4)]) == two
+
+
+def test_a_copy_whose_manifest_rotted_while_its_vault_was_away_is_not_believed(fleet: Vaults) -> None:
+    first, second = fleet.start("n1", *NO_SCRUB), fleet.start("n2", *NO_SCRUB)
+    fleet.configure()
+    store(owner(first), 0, V1)
+    second.kill()
+    copies(second).manifest_view(0)[len(ENCODED) // 2] ^= 1
+    again = fleet.start("n2", *NO_SCRUB)
+    clients = fleet.configure(first, again)
+    assert clients["n2"].finding().finding.finding.kind is FindingKind.SLOT_CORRUPT
+    assert clients["n2"].ask(local.Inventory, job=JOB).slots == ()
+
+
+@pytest.mark.parametrize("rotten", ["n1", "n2"])
+def test_a_bit_that_flips_in_it_is_found_and_mended_from_the_other_holder(fleet: Vaults, rotten: str) -> None:
+    first, second = (fleet.start(n, "--scrub-interval", "0.02" if n == rotten else "0") for n in ("n1", "n2"))
+    clients = fleet.configure()
+    rank = owner(first)
+    store(rank, 0, V1)
+    view = rank.view if rotten == "n1" else copies(second)
+    view.manifest_view(0)[len(ENCODED) - 3] ^= 64
+    other = "n2" if rotten == "n1" else "n1"
+    assert f"mended from {other}" in clients[rotten].finding().finding.finding.message
+    until(lambda: bytes(view.manifest_view(0)) == ENCODED, "the manifest is whole again")
+    view.check(0)
+
+
+def test_what_rotted_in_an_older_copy_is_sent_again(fleet: Vaults) -> None:
+    first, second = fleet.start("n1", *NO_SCRUB), fleet.start("n2", *NO_SCRUB)
+    clients = fleet.configure()
+    rank = owner(first)
+    store(rank, 0, V1)
+    copies(second).manifest_view(0)[100] ^= 1
+    store(rank, 1, V2)
+    assert manifests_received(clients["n2"]) == 2
+    view = copies(second)
+    (slot,) = (slot for slot, header in view.sealed() if header.version == V2)
+    view.check(slot)
+
+
+def test_more_than_a_manifest_may_be_is_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep.layout.manifests.MOST_MANIFEST_BYTES", 10_000)
+    with pytest.raises(
+        ConfigurationError, match=r"shapes of 1000 tensors .* take \d+ bytes, and a manifest 10000 at most"
+    ):
+        encode_manifest(manifest_of(1000))

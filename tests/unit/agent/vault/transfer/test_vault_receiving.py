@@ -1,0 +1,216 @@
+"""Transfers that are cut off, sent twice, or outlived by their job: no bytes unhashed, no slot and no memory held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+import xxhash
+from everstep_agent.vault.job_table import JobBook
+from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
+from everstep_agent.vault.reporting import Findings, Tally
+from everstep_agent.vault.transfer.receiving import Incoming, Receiver, fill_from_other_versions
+
+from everstep.errors import Conflict, OutOfSlotMemory, Unavailable
+from everstep.ids import Version
+from everstep.layout.segments import SlotState
+from everstep.layout.slots import CHUNK_BYTES
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.framing import Channel
+from everstep.wire.v1 import local
+from everstep.wire.v1.transfer import PIECE_GOOD, Ack, ManifestPart, Part, PartDone, Put, PutDone, Ready, chunk_bits
+from tests.support.forked import ForkPool
+from tests.support.vaults import JOB, SECRET, Vaults, vaults
+from tests.support.waiting import until
+from tests.unit.agent.vault.transfer.test_vault_strangers import MANIFEST, Wire, begin, bulk, put
+
+
+@pytest.fixture
+def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
+    with vaults(program_forks) as running:
+        running.start("n1")
+        running.configure()
+        yield running
+
+
+@pytest.fixture
+def wire(fleet: Vaults) -> Iterator[Wire]:
+    connections = Wire(fleet.all[0].address)
+    yield connections
+    connections.close()
+
+
+def _wait_for_connections(fleet: Vaults, count: int) -> None:
+    client = fleet.supervisors["n1"]
+    until(lambda: client.ask(local.Statistics).levels["peer_connections"] == count, f"{count} connections")
+
+
+def _sent(channel: Channel, transfer: bytes, payload: bytes) -> None:
+    channel.send(Part(transfer=transfer, first=0, chunks=1))
+    bulk(channel, payload, PIECE_GOOD)
+    channel.answer(PartDone)
+
+
+def test_a_chunk_that_is_sent_once_more_and_cut_off_counts_no_longer(fleet: Vaults, wire: Wire) -> None:
+    first, second = wire.proved(), wire.proved()
+    transfer = begin(first, put(bytes(1000)))
+    _sent(first, transfer, bytes(1000))
+    second.send(Part(transfer=transfer, first=0, chunks=1))
+    bulk(second, b"\1" * 500)
+    second.close()
+    _wait_for_connections(fleet, 1)
+    first.send(PutDone(transfer=transfer))
+    with pytest.raises(Conflict, match="0 of 1 chunks have come"):
+        first.answer(Ack)
+    _sent(first, transfer, bytes(1000))
+    first.send(PutDone(transfer=transfer))
+    first.answer(Ack)
+
+
+class _Sender:
+    """A connection of n8 that sends these bytes; ``half_way``: what happens when half of them are there."""
+
+    def __init__(self, payload: bytes, half_way: Callable[[], object] | None = None) -> None:
+        self._payload = payload
+        self._half_way = half_way
+
+    def receive_into(self, view: memoryview) -> None:
+        half = len(view) // 2
+        view[:half] = self._payload[:half]
+        if self._half_way is not None:
+            self._half_way()
+            view[half : half + 1] = self._payload[half : half + 1]
+            raise Unavailable("the connection broke")
+        view[half:] = self._payload[half:]
+
+    def status(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("what", ["chunk", "manifest"])
+def test_what_two_send_at_once_does_not_count_where_one_of_them_breaks_off_last(tmp_path: Path, what: str) -> None:
+    """A slot would be sealed whose bytes are not what was sealed, and this node be blamed for it."""
+    store, book, tally = SegmentStore(tmp_path, "n1", None), JobBook(), Tally()
+    book.configure(local.Configure(request=1, job=JOB, generation=1, secret=SECRET, holders=()))
+    receiver = Receiver(store, book, Findings("n1", SYSTEM_CLOCK, tally, lambda raised: None), tally)
+    incoming = receiver.begin(JOB, "n8", put(bytes(1000)))
+    assert incoming is not None
+
+    def chunk(sender: _Sender) -> None:
+        receiver.part(JOB, "n8", Part(transfer=incoming.id, first=0, chunks=1), cast(Channel, sender))
+
+    def manifest(sender: _Sender) -> None:
+        receiver.manifest(JOB, "n8", ManifestPart(transfer=incoming.id), cast(Channel, sender))
+
+    send, other, right = (chunk, manifest, bytes(1000)) if what == "chunk" else (manifest, chunk, MANIFEST)
+    other(_Sender(MANIFEST if what == "chunk" else bytes(1000)))
+    with pytest.raises(Unavailable):
+        send(_Sender(b"\1" * len(right), lambda: send(_Sender(right))))
+    with pytest.raises(Conflict, match="chunks have come"):
+        receiver.finish(JOB, "n8", incoming.id)
+    send(_Sender(right))
+    receiver.finish(JOB, "n8", incoming.id)
+
+
+def test_a_manifest_that_is_sent_once_more_and_cut_off_counts_no_longer(fleet: Vaults, wire: Wire) -> None:
+    first, second = wire.proved(), wire.proved()
+    transfer = begin(first, put(bytes(1000)))
+    _sent(first, transfer, bytes(1000))
+    second.send(ManifestPart(transfer=transfer))
+    bulk(second, b"\1" * (len(MANIFEST) - 1))
+    second.close()
+    _wait_for_connections(fleet, 1)
+    first.send(PutDone(transfer=transfer))
+    with pytest.raises(Conflict, match="no manifest"):
+        first.answer(Ack)
+
+
+@pytest.mark.parametrize("half_sent", [False, True])
+def test_a_transfer_of_a_generation_that_is_over_holds_no_slot(fleet: Vaults, wire: Wire, half_sent: bool) -> None:
+    """Its sender may be gone without a word. With two slots the other one holds what is committed."""
+    committed = Version(1, 1)
+    sender = wire.proved(node="n8")
+    transfer = begin(sender, put(b"committed", slots=2))
+    _sent(sender, transfer, b"committed")
+    sender.send(PutDone(transfer=transfer))
+    sender.answer(Ack)
+    stale = begin(sender, put(bytes(1000), slots=2, version=Version(1, 2), keep=(committed,)))
+    if half_sent:
+        sender.send(Part(transfer=stale, first=0, chunks=1))
+        bulk(sender, bytes(500))
+    fleet.configure(generation=2)
+    other = wire.proved(node="n9")
+    newer = put(b"newer", slots=2, generation=2, version=Version(2, 3), keep=(committed,))
+
+    transfer = until(lambda: _begun(other, newer), "the slot is free", deadline_s=5.0)
+    _sent(other, transfer, b"newer")
+    other.send(PutDone(transfer=transfer))
+    other.answer(Ack)
+
+
+def _begun(channel: Channel, message: Put) -> bytes:
+    try:
+        return begin(channel, message)
+    except OutOfSlotMemory:
+        return b""
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["no word of the old connection's end", "closed"])
+def test_who_offers_the_same_again_goes_on_where_its_old_connection_is(fleet: Vaults, wire: Wire, closed: bool) -> None:
+    """All was sent anew, into another slot, where the end of the old connection had not been seen yet."""
+    payload = bytes(CHUNK_BYTES) + b"\1" * 1000
+    first = wire.proved()
+    transfer = begin(first, put(payload))
+    _sent(first, transfer, payload[:CHUNK_BYTES])
+    first.send(Part(transfer=transfer, first=1, chunks=1))
+    bulk(first, payload[CHUNK_BYTES:-1])
+    if closed:
+        first.close()
+    second = wire.proved()
+    second.send(put(payload))
+    ready = second.answer(Ready)
+    assert (ready.manifest, ready.here) == (False, chunk_bits([0]))
+    second.send(Part(transfer=ready.transfer, first=1, chunks=1))
+    bulk(second, payload[CHUNK_BYTES:], PIECE_GOOD)
+    second.answer(PartDone)
+    second.send(PutDone(transfer=ready.transfer))
+    second.answer(Ack)
+    if not closed:
+        with pytest.raises(Unavailable):
+            first.answer(PartDone)
+
+
+def test_memory_of_a_job_that_ended_in_the_middle_of_a_copy_is_given_back(fleet: Vaults, wire: Wire) -> None:
+    channel = wire.proved()
+    begin(channel, put(bytes(1000)))
+    maps = Path(f"/proc/{fleet.all[0].process.pid}/maps")
+    assert "replica-0" in maps.read_text()
+    fleet.supervisors["n1"].ask(local.Forget, job=JOB)
+    channel.close()
+    until(lambda: "replica-0" not in maps.read_text(), "nothing of it is mapped any more")
+
+
+def test_another_version_that_goes_while_it_is_copied_from_costs_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot was discarded by who found it rotten: the transfer failed, and held its own slot for good."""
+    segment = SegmentStore(tmp_path, "n1", None).open(SegmentKey(JOB, "replica", 0), 1 << 16, 4)
+    view = segment.view
+    view.begin(0, 0, Version(1, 1), MANIFEST, 5)[:] = b"other"
+    sealed = view.seal(0)
+    digests = view.digests
+
+    def and_gone(slot: int) -> list[bytes]:
+        found = digests(slot)
+        view.discard(slot)
+        return found
+
+    monkeypatch.setattr(view, "digests", and_gone)
+    monkeypatch.setattr(view, "manifest", lambda slot: MANIFEST)
+    incoming = Incoming(JOB, "n8", put(b"other", version=Version(1, 2)), segment, 1)
+    assert sealed.state is SlotState.SEALED
+    assert incoming.digests[1] == xxhash.xxh3_128_digest(b"other")
+    assert fill_from_other_versions(incoming) == 0
+    assert incoming.done == set()

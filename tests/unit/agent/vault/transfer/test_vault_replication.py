@@ -1,0 +1,317 @@
+"""Slots that go from one vault to others, over real sockets between real processes."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from everstep.ids import Version
+from everstep.layout.segments import SlotState
+from everstep.layout.slots import CHUNK_BYTES, SegmentView, slot_bytes_for
+from everstep.vocabulary import FindingKind, Severity
+from everstep.wire.v1 import local
+from tests.support.vaults import JOB, RankMemory, VaultClient, Vaults, map_segment, noise
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow
+
+BIG = 40 * CHUNK_BYTES
+
+
+def statistics(client: VaultClient) -> local.StatisticsAnswer:
+    answer = client.ask(local.Statistics)
+    assert isinstance(answer, local.StatisticsAnswer)
+    return answer
+
+
+def slots_at(client: VaultClient) -> dict[Version, local.SlotInfo]:
+    answer = client.ask(local.Inventory, job=JOB)
+    assert isinstance(answer, local.InventoryAnswer)
+    return {slot.version: slot for slot in answer.slots}
+
+
+def opened(slot: local.SlotInfo) -> tuple[SegmentView, int]:
+    return map_segment(Path(slot.path)), slot.slot
+
+
+def big_rank(fleet: Vaults, node: int = 0, payload: bytes = b"") -> RankMemory:
+    """A rank with a slot that takes a while to send."""
+    rank = RankMemory(fleet.all[node].client(), rank=0, slot_bytes=slot_bytes_for(64, BIG))
+    rank.fill(0, Version(1, 1), payload or bytes(BIG))
+    return rank
+
+
+def test_a_sealed_slot_is_acknowledged_by_each_peer_that_holds_a_copy_which_hashes_right(fleet: Vaults) -> None:
+    fleet.start("n1"), fleet.start("n2"), fleet.start("n3")
+    clients = fleet.configure()
+    rank = RankMemory(fleet.all[0].client(), rank=0)
+    payload = noise(100_000)
+    rank.fill(0, Version(1, 7), payload)
+    answer = rank.sealed(0, Version(1, 7), ["n2", "n3"])
+    assert isinstance(answer, local.Replicated)
+    assert (answer.nodes, answer.failed) == (("n2", "n3"), {})
+    for node in ("n2", "n3"):
+        copy = slots_at(clients[node])[Version(1, 7)]
+        assert (copy.node, copy.rank, copy.replica) == (node, 0, True)
+        view, slot = opened(copy)
+        view.check(slot)
+        assert view.payload(slot) == payload
+        assert view.manifest(slot) == b"what is where"
+    assert statistics(clients["n1"]).counters["replicated_slots"] == 2
+    assert statistics(clients["n2"]).counters["received_bytes"] == len(payload) + len(b"what is where")
+
+
+def test_a_large_payload_goes_over_several_connections_and_arrives_whole(fleet: Vaults) -> None:
+    fleet.start("n1", "--streams", "3", "--scrub-interval", "0"), fleet.start("n2")
+    clients = fleet.configure()
+    size = 20 * CHUNK_BYTES + 12345
+    rank = RankMemory(fleet.all[0].client(), rank=5, slot_bytes=slot_bytes_for(100, size))
+    payload = noise(CHUNK_BYTES) * 20 + noise(12345, seed=2)
+    rank.fill(1, Version(1, 1), payload)
+    assert rank.sealed(1, Version(1, 1), ["n2"]).nodes == ("n2",)
+    view, slot = opened(slots_at(clients["n2"])[Version(1, 1)])
+    view.check(slot)
+    assert view.payload(slot) == payload
+    assert statistics(clients["n2"]).levels["peer_connections"] >= 2
+
+
+def test_a_copy_that_is_there_already_is_acknowledged_without_being_sent_again(fleet: Vaults) -> None:
+    fleet.start("n1"), fleet.start("n2")
+    clients = fleet.configure()
+    rank = RankMemory(fleet.all[0].client(), rank=0)
+    rank.fill(0, Version(1, 1), b"x" * 1000)
+    for _ in range(2):
+        assert rank.sealed(0, Version(1, 1), ["n2"]).nodes == ("n2",)
+    assert statistics(clients["n2"]).counters["received_slots"] == 1
+
+
+def test_nothing_is_sent_where_equal_copies_elsewhere_make_the_slot_safe(fleet: Vaults) -> None:
+    fleet.start("n1"), fleet.start("n2")
+    clients = fleet.configure()
+    rank = RankMemory(fleet.all[0].client(), rank=0)
+    rank.fill(0, Version(1, 1), b"x")
+    answer = rank.sealed(0, Version(1, 1), [])
+    assert isinstance(answer, local.Replicated)
+    assert answer.nodes == ()
+    assert slots_at(clients["n2"]) == {}
+
+
+def test_a_slot_that_is_not_sealed_as_is_said_is_not_replicated(fleet: Vaults) -> None:
+    fleet.start("n1"), fleet.start("n2")
+    fleet.configure()
+    rank = RankMemory(fleet.all[0].client(), rank=0)
+    rank.fill(0, Version(1, 1), b"x")
+    for slot, version in ((0, Version(1, 2)), (1, Version(1, 1)), (9, Version(1, 1))):
+        answer = rank.sealed(slot, version, ["n2"])
+        assert isinstance(answer, local.Failed)
+        assert answer.code == "not_found"
+
+
+def test_what_waits_behind_a_slow_peer_is_superseded_by_what_is_newer(fleet: Vaults) -> None:
+    fleet.start("n1"), fleet.start("n2")
+    clients = fleet.configure()
+    rank = RankMemory(fleet.all[0].client(), rank=0)
+    for slot in range(4):
+        rank.fill(slot, Version(1, slot), b"x" * 1000)
+    fleet.all[1].stop()
+    requests = [rank.post_sealed(0, Version(1, 0), ["n2"])]
+    until(lambda: statistics(clients["n1"]).levels["peer_connections"], "the first copy is under way")
+    requests += [rank.post_sealed(slot, Version(1, slot), ["n2"]) for slot in range(1, 4)]
+    assert rank.client.wait(requests[1]).failed == {"n2": "superseded by 1:2"}
+    assert rank.client.wait(requests[2]).failed == {"n2": "superseded by 1:3"}
+    fleet.all[1].process.send_signal(signal.SIGCONT)
+    assert rank.client.wait(requests[0]).nodes == ("n2",)
+    assert rank.client.wait(requests[3]).nodes == ("n2",)
+    assert set(slots_at(clients["n2"])) == {Version(1, 0), Version(1, 3)}
+    assert statistics(clients["n1"]).counters["superseded"] == 2
+
+
+def test_what_may_be_committed_goes_before_newer_versions_that_may_not(fleet: Vaults) -> None:
+    fleet.start("n1"), fleet.start("n2")
+    clients = fleet.configure()
+    rank = RankMemory(fleet.all[0].client(), rank=0)
+    for slot in range(4):
+        rank.fill(slot, Version(1, slot), b"x" * 1000)
+    fleet.all[1].stop()
+    requests = [rank.post_sealed(0, Version(1, 0), ["n2"])]
+    until(lambda: statistics(clients["n1"]).levels["peer_connections"], "the first copy is under way")
+    requests += [rank.post_sealed(slot, Version(1, slot), ["n2"], kept=slot in (1, 2)) for slot in range(1, 4)]
+    assert rank.client.wait(requests[1]).failed == {"n2": "superseded by 1:2"}
+    assert rank.client.wait(requests[3]).failed == {"n2": "superseded by 1:2"}
+    fleet.all[1].process.send_signal(signal.SIGCONT)
+    assert rank.client.wait(requests[2]).nodes == ("n2",)
+    assert set(slots_at(clients["n2"])) == {Version(1, 0), Version(1, 2)}
+
+
+def test_a_transfer_of_a_generation_that_is_over_is_refused(fleet: Vaults) -> None:
+    fleet.start("n1"), fleet.start("n2")
+    fleet.configure()
+    clients = fleet.configure(fleet.all[1], generation=2)
+    rank = RankMemory(fleet.all[0].client(), rank=0)
+    rank.fill(0, Version(1, 1), b"x")
+    answer = rank.sealed(0, Version(1, 1), ["n2"])
+    assert answer.nodes == ()
+    assert answer.failed["n2"].startswith("stale: n2: job job is in generation 2, 1 is over")
+    assert slots_at(clients["n2"]) == {}
+    assert statistics(clients["n2"]).refused["stale"] == 1
+
+
+def test_a_slot_sealed_in_a_generation_that_is_over_is_refused_at_once(fleet: Vaults) -> None:
+    fleet.start("n1")
+    fleet.configure(generation=3)
+    rank = RankMemory(fleet.all[0].client(), rank=0)
+    rank.fill(0, Version(2, 1), b"x")
+    answer = rank.sealed(0, Version(2, 1), ["n2"], generation=2)
+    assert isinstance(answer, local.Failed)
+    assert answer.code == "stale"
+
+
+def test_an_older_generation_cannot_be_configured_over_a_newer_one(fleet: Vaults) -> None:
+    fleet.start("n1")
+    client = fleet.configure(generation=3)["n1"]
+    said = {"job": JOB, "secret": "x" * 20, "holders": ()}
+    assert client.ask(local.Configure, generation=2, **said).code == "stale"
+    assert isinstance(client.ask(local.Configure, generation=3, **said), local.Done)
+    assert client.ask(local.Configure, generation=3, **(said | {"secret": "short"})).code == "configuration"
+
+
+def test_a_peer_that_is_gone_or_unknown_is_named_with_the_reason(fleet: Vaults) -> None:
+    fleet.start("n1"), fleet.start("n2")
+    fleet.configure()
+    fleet.all[1].kill()
+    rank = RankMemory(fleet.all[0].client(), rank=0)
+    rank.fill(0, Version(1, 1), b"x")
+    answer = rank.sealed(0, Version(1, 1), ["n2", "n9"])
+    assert answer.nodes == ()
+    assert answer.failed["n2"].startswith("unavailable: n2 does not answer at")
+    assert answer.failed["n9"].startswith("not_found: n9 is not among the holders")
+
+
+def test_a_peer_that_restarted_is_reached_again_over_a_new_connection(fleet: Vaults) -> None:
+    fleet.start("n1"), fleet.start("n2")
+    fleet.configure()
+    rank = RankMemory(fleet.all[0].client(), rank=0)
+    rank.fill(0, Version(1, 1), b"x")
+    assert rank.sealed(0, Version(1, 1), ["n2"]).nodes == ("n2",)
+    fleet.all[1].kill()
+    fleet.all[1].start("--listen", fleet.all[1].address)
+    fleet.configure(fleet.all[1])
+    rank.fill(1, Version(1, 2), b"y")
+    assert rank.sealed(1, Version(1, 2), ["n2"]).nodes == ("n2",)
+
+
+def test_a_peer_that_hears_of_the_job_a_moment_later_is_asked_again(fleet: Vaults) -> None:
+    fleet.start("n1"), fleet.start("n2")
+    fleet.configure(fleet.all[0])
+    rank = RankMemory(fleet.all[0].client(), rank=0)
+    rank.fill(0, Version(1, 1), b"x")
+    supervisor = fleet.all[1].client()
+    request = rank.post_sealed(0, Version(1, 1), ["n2"])
+    until(lambda: statistics(supervisor).refused.get("not_found"), "n2 refused a job that it does not know")
+    fleet.configure(fleet.all[1])
+    assert rank.client.wait(request).nodes == ("n2",)
+
+
+def test_copies_of_what_the_rank_keeps_are_not_overwritten(fleet: Vaults) -> None:
+    fleet.start("n1"), fleet.start("n2")
+    fleet.configure()
+    keep = Version(1, 1), Version(1, 2)
+    rank = RankMemory(fleet.all[0].client(), rank=0)
+    for step in range(1, 9):
+        rank.fill(step % 5, Version(1, step), b"%d" % step)
+        assert rank.sealed(step % 5, Version(1, step), ["n2"], keep=keep).nodes == ("n2",)
+    copies = slots_at(fleet.all[1].client())
+    assert set(copies) == {*keep, Version(1, 6), Version(1, 7), Version(1, 8)}
+
+
+def test_a_larger_slot_makes_a_larger_copy_segment_that_keeps_what_was_there(fleet: Vaults) -> None:
+    fleet.start("n1"), fleet.start("n2")
+    clients = fleet.configure()
+    small = RankMemory(fleet.all[0].client(), rank=0, slot_bytes=8192)
+    small.fill(0, Version(1, 1), b"small")
+    assert small.sealed(0, Version(1, 1), ["n2"]).nodes == ("n2",)
+    large = RankMemory(fleet.all[0].client(), rank=0, slot_bytes=1 << 21)
+    large.fill(1, Version(1, 2), noise(1_000_000))
+    assert large.sealed(1, Version(1, 2), ["n2"]).nodes == ("n2",)
+    copies = slots_at(clients["n2"])
+    assert set(copies) == {Version(1, 1), Version(1, 2)}
+    for copy in copies.values():
+        view, slot = opened(copy)
+        view.check(slot)
+
+
+def test_bytes_that_rotted_at_the_sender_are_found_by_the_receiver_and_then_by_their_owner(fleet: Vaults) -> None:
+    fleet.start("n1"), fleet.start("n2")
+    clients = fleet.configure()
+    rank = big_rank(fleet)
+    rank.view.payload(0)[17 * CHUNK_BYTES + 3] ^= 1
+    answer = rank.sealed(0, Version(1, 1), ["n2"])
+    assert answer.nodes == ()
+    assert answer.failed["n2"].startswith("digest_mismatch: n2: chunk 17")
+    at_receiver = clients["n2"].finding().finding
+    assert at_receiver.job == JOB
+    assert (at_receiver.finding.kind, at_receiver.finding.subject) == (FindingKind.TRANSFER_CORRUPT, "n1")
+    assert "chunk 17" in at_receiver.finding.message
+    at_sender = clients["n1"].finding().finding.finding
+    assert (at_sender.kind, at_sender.subject) == (FindingKind.SLOT_CORRUPT, "job/rank0/1:1")
+    assert at_sender.severity is Severity.WARNING
+    assert slots_at(clients["n1"]) == slots_at(clients["n2"]) == {}
+    counted = statistics(clients["n2"])
+    assert (counted.counters["corrupt_transfers"], counted.refused["digest_mismatch"]) == (1, 1)
+
+
+def test_a_slot_that_is_filled_anew_while_it_is_sent_accuses_nobody(fleet: Vaults) -> None:
+    fleet.start("n1"), fleet.start("n2")
+    clients = fleet.configure()
+    rank = big_rank(fleet, payload=noise(CHUNK_BYTES) * 40)
+    fleet.all[1].stop()
+    request = rank.post_sealed(0, Version(1, 1), ["n2"])
+    statistics(clients["n1"])  # the request before it on the loop has been taken up
+    rank.view.begin(0, 0, Version(1, 2), b"", 1000)[:] = bytes(1000)
+    fleet.all[1].process.send_signal(signal.SIGCONT)
+    answer = rank.client.wait(request)
+    assert isinstance(answer, local.Failed) or answer.failed["n2"].startswith("conflict")
+    assert slots_at(clients["n2"]) == {}
+    assert statistics(clients["n2"]).counters["corrupt_transfers"] == 0
+    assert statistics(clients["n1"]).counters["corrupt_slots"] == 0
+
+
+def test_a_sender_killed_in_the_middle_of_a_transfer_leaves_no_copy_and_no_slot_taken(fleet: Vaults) -> None:
+    fleet.start("n1"), fleet.start("n2"), fleet.start("n3")
+    clients = fleet.configure()
+    big_rank(fleet).post_sealed(0, Version(1, 1), ["n2"])
+    copies = fleet.all[1].segment_dir / JOB / "replica-0"
+    until(lambda: copies.exists() and map_segment(copies).header(0), "the transfer is under way")
+    fleet.all[0].kill()
+    until(lambda: statistics(clients["n2"]).levels["peer_connections"] == 0, "n2 noticed")
+    finished = statistics(clients["n2"]).counters["received_slots"]
+    assert len(slots_at(clients["n2"])) == finished
+    rank = RankMemory(fleet.all[2].client(), rank=0)
+    rank.fill(0, Version(1, 2), b"again")
+    assert rank.sealed(0, Version(1, 2), ["n2"]).nodes == ("n2",)
+    view = map_segment(copies)
+    states = [header.state for slot in range(view.slots) if (header := view.header(slot)) is not None]
+    assert states == [SlotState.SEALED] * (finished + 1)  # what was left in the middle made room
+
+
+def test_a_receiver_killed_in_the_middle_of_a_fill_does_not_believe_it_afterwards(fleet: Vaults) -> None:
+    fleet.start("n1"), fleet.start("n2")
+    fleet.configure()
+    rank = big_rank(fleet)
+    request = rank.post_sealed(0, Version(1, 1), ["n2"])
+    copies = fleet.all[1].segment_dir / JOB / "replica-0"
+    until(lambda: copies.exists() and map_segment(copies).header(0), "the transfer is under way")
+    fleet.all[1].stop()
+    sealed = bool(list(map_segment(copies).sealed()))
+    fleet.all[1].kill()
+    answer = rank.client.wait(request)
+    assert isinstance(answer, local.Replicated)
+    assert sealed or answer.failed["n2"].startswith("unavailable")
+    fleet.all[1].start()
+    client = fleet.configure()["n2"]
+    assert bool(slots_at(client)) == sealed
+    assert rank.sealed(0, Version(1, 1), ["n2"]).nodes == ("n2",)
+    view, slot = opened(slots_at(client)[Version(1, 1)])
+    view.check(slot)

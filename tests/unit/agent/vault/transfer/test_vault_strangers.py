@@ -1,0 +1,483 @@
+"""What a vault does with peers that do not know the secret, or know it and lie."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import xxhash
+from everstep_agent.vault.job_table import JobFacts
+from everstep_agent.vault.transfer.peers import introduce
+
+from everstep.errors import (
+    AuthenticationError,
+    Conflict,
+    DigestMismatch,
+    EverstepError,
+    MalformedMessage,
+    NotFound,
+    OutOfSlotMemory,
+    StaleGeneration,
+    Unavailable,
+    VersionMismatch,
+)
+from everstep.ids import Version, split_address
+from everstep.layout.manifests import MOST_MANIFEST_BYTES
+from everstep.layout.slots import CHUNK_BYTES, chunk_digests
+from everstep.vocabulary import FindingKind
+from everstep.wire.framing import VAULTS_SPEAK, Channel, connect, encode_frame
+from everstep.wire.v1 import local
+from everstep.wire.v1.transfer import (
+    NONCE_BYTES,
+    PIECE_GOOD,
+    PIECE_MOVED_ON,
+    Ack,
+    Challenge,
+    Data,
+    Get,
+    Greeting,
+    InventoryAsk,
+    InventoryList,
+    ManifestPart,
+    Part,
+    PartDone,
+    Proof,
+    Put,
+    PutDone,
+    Ready,
+    Refused,
+    prove,
+)
+from tests.support.forked import ForkPool
+from tests.support.vaults import JOB, SECRET, VaultClient, Vaults, vaults
+from tests.support.waiting import until
+
+V = Version(1, 1)
+MANIFEST = b"manifest"
+
+
+@pytest.fixture
+def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
+    with vaults(program_forks) as running:
+        running.start("n1")
+        yield running
+
+
+@pytest.fixture
+def supervisor(fleet: Vaults) -> VaultClient:
+    return fleet.configure()["n1"]
+
+
+def facts(secret: str = SECRET, job: str = JOB) -> JobFacts:
+    return JobFacts(job=job, generation=1, secret=secret.encode(), holders={})
+
+
+class Wire:
+    """Connections to n1 as other nodes' vaults, or strangers, would make them; closed with the test."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channels: list[Channel] = []
+
+    def dial(self) -> Channel:
+        channel = connect(self.address, "n1", 5.0, 10.0)
+        self._channels.append(channel)
+        return channel
+
+    def proved(self, node: str = "n8", known: JobFacts | None = None, to: str = "n1") -> Channel:
+        channel = self.dial()
+        introduce(channel, known or facts(), node, to)
+        return channel
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+
+@pytest.fixture
+def wire(fleet: Vaults) -> Iterator[Wire]:
+    connections = Wire(fleet.all[0].address)
+    yield connections
+    connections.close()
+
+
+def refused(client: VaultClient) -> dict[str, int]:
+    answer = client.ask(local.Statistics)
+    assert isinstance(answer, local.StatisticsAnswer)
+    return answer.refused
+
+
+def put(payload: bytes, **fields: object) -> Put:
+    said = {
+        "generation": 1,
+        "rank": 0,
+        "version": V,
+        "slot_bytes": 1 << 16,
+        "slots": 4,
+        "payload_bytes": len(payload),
+        "manifest_bytes": len(MANIFEST),
+        "digests": b"".join([xxhash.xxh3_128_digest(MANIFEST), *chunk_digests(memoryview(payload))]),
+    }
+    return Put(**(said | fields))
+
+
+def begin(channel: Channel, message: Put) -> bytes:
+    """The transfer, with the manifest there."""
+    channel.send(message)
+    ready = channel.answer(Ready)
+    if ready.manifest:
+        channel.send(ManifestPart(transfer=ready.transfer))
+        bulk(channel, MANIFEST, PIECE_GOOD)
+        channel.answer(PartDone)
+    return ready.transfer
+
+
+def bulk(channel: Channel, *pieces: bytes) -> None:
+    channel.send_bulk([memoryview(piece) for piece in pieces])
+
+
+def test_a_stranger_is_refused_and_counted(wire: Wire, supervisor: VaultClient) -> None:
+    with pytest.raises(AuthenticationError, match="does not know the secret"):
+        wire.proved(known=facts("some other secret of 30 letters"))
+    until(lambda: refused(supervisor) == {"unauthenticated": 1}, "it is counted")
+
+
+def test_a_job_nobody_knows_here_is_not_found(wire: Wire, supervisor: VaultClient) -> None:
+    with pytest.raises(NotFound, match="job other is not known here"):
+        wire.proved(known=facts(job="other"))
+
+
+def test_who_means_another_node_is_refused(wire: Wire, supervisor: VaultClient) -> None:
+    with pytest.raises(AuthenticationError, match="means to reach n3, and this is n1"):
+        wire.proved(to="n3")
+
+
+def test_a_proof_cannot_be_played_back(wire: Wire, supervisor: VaultClient) -> None:
+    greeting = Greeting(protocols=VAULTS_SPEAK, job=JOB, node="n8", to="n1", nonce=secrets.token_bytes(NONCE_BYTES))
+    first = wire.dial()
+    first.send(greeting)
+    challenge = first.opening_answer()
+    assert isinstance(challenge, Challenge)
+    overheard = Proof(mac=prove(SECRET.encode(), "client", greeting, challenge))
+    first.send(overheard)
+    assert isinstance(first.opening_answer(), Proof)
+    second = wire.dial()
+    second.send(greeting)
+    assert isinstance(second.opening_answer(), Challenge)
+    second.send(overheard)
+    assert second.opening_answer().code == "unauthenticated"
+
+
+def test_the_servers_proof_does_not_do_for_the_client() -> None:
+    greeting = Greeting(protocols=VAULTS_SPEAK, job=JOB, node="n8", to="n1", nonce=bytes(NONCE_BYTES))
+    challenge = Challenge(protocol=VAULTS_SPEAK[0], nonce=bytes(NONCE_BYTES))
+    roles = {prove(b"secret", role, greeting, challenge) for role in ("client", "server")}
+    others = {
+        prove(
+            b"secret", "client", Greeting(protocols=VAULTS_SPEAK, job=job, node=node, to=to, nonce=bytes(32)), challenge
+        )
+        for job, node, to in (("job2", "n8", "n1"), (JOB, "n9", "n1"), (JOB, "n8", "n2"))
+    }
+    assert len(roles | others) == 5
+
+
+def test_a_client_is_not_fooled_by_a_server_without_the_secret() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = "{}:{}".format(*listener.getsockname())
+        channel = connect(address, "n1", 5.0, 10.0)
+        impostor = Channel(listener.accept()[0], "client", 10.0)
+        impostor.send(Challenge(protocol=VAULTS_SPEAK[0], nonce=bytes(NONCE_BYTES)))
+        impostor.send(Proof(mac=bytes(32)))
+        with pytest.raises(AuthenticationError, match="or is not n1"):
+            introduce(channel, facts(), "n8", "n1")
+        impostor.close()
+        channel.close()
+
+
+def test_no_protocol_in_common_is_said_plainly(wire: Wire, supervisor: VaultClient) -> None:
+    channel = wire.dial()
+    channel.send(Greeting(protocols=(99,), job=JOB, node="n8", to="n1", nonce=bytes(NONCE_BYTES)))
+    assert channel.opening_answer().code == VersionMismatch.code
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x00\x00\x10\x01",
+        b"\x00\x00\x00\x04junk",
+        b"\x00\x00\x10\x00" + b"\x81\xa1x" + b"\x91" * 4093,
+        encode_frame(Proof(mac=bytes(32))),
+    ],
+    ids=["another protocol", "a frame over the limit", "no message", "nested without end", "out of turn"],
+)
+def test_junk_ends_the_connection_and_nothing_else(
+    fleet: Vaults, wire: Wire, supervisor: VaultClient, junk: bytes
+) -> None:
+    with socket.create_connection(split_address(fleet.all[0].address)) as sock:
+        sock.settimeout(10.0)
+        sock.sendall(junk)
+        received = b""
+        while data := sock.recv(4096):
+            received += data
+        assert b"malformed" in received
+    wire.proved().close()
+    assert refused(supervisor) == {"malformed": 1}
+
+
+def test_a_silent_stranger_holds_nobody_up(fleet: Vaults, wire: Wire, supervisor: VaultClient) -> None:
+    with socket.create_connection(split_address(fleet.all[0].address)):
+        channel = wire.proved()
+        channel.send(InventoryAsk())
+        assert channel.answer(InventoryList).slots == ()
+
+
+def test_a_chunk_that_does_not_hash_right_is_refused_and_names_the_sender(wire: Wire, supervisor: VaultClient) -> None:
+    channel = wire.proved(node="n8")
+    payload = bytes(CHUNK_BYTES + 5)
+    transfer = begin(channel, put(payload, slot_bytes=1 << 24))
+    channel.send(Part(transfer=transfer, first=0, chunks=2))
+    bulk(channel, b"\1" + payload[1:CHUNK_BYTES], PIECE_GOOD, payload[CHUNK_BYTES:], PIECE_GOOD)
+    with pytest.raises(DigestMismatch, match="chunk 0 of rank 0's version 1:1"):
+        channel.answer(PartDone)
+    found = supervisor.finding().finding.finding
+    assert (found.kind, found.subject) == (FindingKind.TRANSFER_CORRUPT, "n8")
+    channel.send(PutDone(transfer=transfer))
+    with pytest.raises(NotFound):
+        channel.answer(Ack)
+    channel.send(InventoryAsk())
+    assert channel.answer(InventoryList).slots == ()
+    assert refused(supervisor) == {"digest_mismatch": 1, "not_found": 1}
+
+
+def test_a_manifest_that_does_not_hash_right_is_refused(wire: Wire, supervisor: VaultClient) -> None:
+    channel = wire.proved()
+    channel.send(put(b"x"))
+    transfer = channel.answer(Ready).transfer
+    channel.send(ManifestPart(transfer=transfer))
+    bulk(channel, MANIFEST[::-1], PIECE_GOOD)
+    with pytest.raises(DigestMismatch, match="the manifest of rank 0's version 1:1"):
+        channel.answer(PartDone)
+    assert supervisor.finding().finding.finding.kind is FindingKind.TRANSFER_CORRUPT
+    channel.send(PutDone(transfer=transfer))
+    with pytest.raises(NotFound):
+        channel.answer(Ack)
+
+
+@pytest.mark.usefixtures("supervisor")
+def test_a_manifest_larger_than_any_may_be_is_refused_before_it_is_sent(wire: Wire) -> None:
+    channel = wire.proved()
+    raw = msgspec.msgpack.decode(msgspec.msgpack.encode(put(b"x"))) | {"manifest_bytes": MOST_MANIFEST_BYTES + 1}
+    channel.send_bulk([memoryview(encode_frame(raw))])
+    with pytest.raises(MalformedMessage):
+        channel.answer(Ready)
+
+
+@pytest.mark.usefixtures("supervisor")
+def test_a_slot_without_its_manifest_is_not_sealed_and_half_a_manifest_is_sent_again(wire: Wire) -> None:
+    channel = wire.proved()
+    channel.send(put(bytes(10)))
+    transfer = channel.answer(Ready).transfer
+    channel.send(Part(transfer=transfer, first=0, chunks=1))
+    bulk(channel, bytes(10), PIECE_GOOD)
+    channel.answer(PartDone)
+    channel.send(PutDone(transfer=transfer))
+    with pytest.raises(Conflict, match="no manifest"):
+        channel.answer(Ack)
+    channel.send(ManifestPart(transfer=transfer))
+    bulk(channel, MANIFEST[:3])
+    channel.close()
+    again = wire.proved()
+
+    def offered() -> Ready | None:
+        again.send(put(bytes(10)))
+        ready = again.answer(Ready)
+        return ready if ready.here else None
+
+    ready = until(offered, "the vault has seen the connection's end")
+    assert ready.manifest, "and what came of it is not taken for the whole"
+    again.send(ManifestPart(transfer=ready.transfer))
+    bulk(again, MANIFEST, PIECE_GOOD)
+    again.answer(PartDone)
+    again.send(PutDone(transfer=ready.transfer))
+    again.answer(Ack)
+    again.send(InventoryAsk())
+    (slot,) = again.answer(InventoryList).slots
+    assert slot.manifest_digest == xxhash.xxh3_128_hexdigest(MANIFEST)
+
+
+@pytest.mark.usefixtures("supervisor")
+def test_a_manifest_that_another_version_has_is_not_asked_for_again(wire: Wire) -> None:
+    channel = wire.proved()
+    transfer = begin(channel, put(b"first"))
+    channel.send(Part(transfer=transfer, first=0, chunks=1))
+    bulk(channel, b"first", PIECE_GOOD)
+    channel.answer(PartDone)
+    channel.send(PutDone(transfer=transfer))
+    channel.answer(Ack)
+    channel.send(put(b"other", version=Version(1, 2)))
+    assert not channel.answer(Ready).manifest
+
+
+def test_a_vault_of_the_release_before_is_told_to_be_upgraded(wire: Wire) -> None:
+    """It would send a manifest where none is taken."""
+    channel = wire.dial()
+    channel.send(Greeting(protocols=(1,), job=JOB, node="n8", to="n1", nonce=bytes(NONCE_BYTES)))
+    answer = channel.opening_answer()
+    assert isinstance(answer, Refused)
+    assert answer.code == VersionMismatch.code
+    assert "upgrade the caller" in answer.message
+
+
+def test_a_slot_that_moved_on_at_the_sender_is_dropped_without_a_finding(wire: Wire, supervisor: VaultClient) -> None:
+    channel = wire.proved()
+    transfer = begin(channel, put(bytes(10)))
+    channel.send(Part(transfer=transfer, first=0, chunks=1))
+    bulk(channel, b"other new ", PIECE_MOVED_ON)
+    with pytest.raises(Conflict, match="filled the slot anew"):
+        channel.answer(PartDone)
+    assert supervisor.findings == []
+    assert refused(supervisor) == {"conflict": 1}
+    transfer = begin(channel, put(bytes(10)))
+    channel.send(Part(transfer=transfer, first=0, chunks=1))
+    bulk(channel, bytes(10), PIECE_GOOD)
+    channel.answer(PartDone)
+    channel.send(PutDone(transfer=transfer))
+    channel.answer(Ack)
+
+
+def test_a_slot_is_not_sealed_before_every_chunk_has_come(wire: Wire, supervisor: VaultClient) -> None:
+    channel = wire.proved()
+    transfer = begin(channel, put(bytes(10)))
+    channel.send(PutDone(transfer=transfer))
+    with pytest.raises(Conflict, match="0 of 1 chunks have come"):
+        channel.answer(Ack)
+
+
+def test_a_transfer_that_was_under_way_when_its_generation_ended_is_not_sealed(
+    fleet: Vaults, wire: Wire, supervisor: VaultClient
+) -> None:
+    channel = wire.proved()
+    transfer = begin(channel, put(bytes(10)))
+    channel.send(Part(transfer=transfer, first=0, chunks=1))
+    bulk(channel, bytes(10), PIECE_GOOD)
+    channel.answer(PartDone)
+    fleet.configure(generation=2)
+    channel.send(PutDone(transfer=transfer))
+    with pytest.raises(StaleGeneration):
+        channel.answer(Ack)
+
+
+def test_a_transfer_belongs_to_the_node_that_began_it(wire: Wire, supervisor: VaultClient) -> None:
+    mine, theirs = wire.proved(node="n8"), wire.proved(node="n9")
+    transfer = begin(mine, put(bytes(10)))
+    theirs.send(PutDone(transfer=transfer))
+    with pytest.raises(NotFound):
+        theirs.answer(Ack)
+    theirs.send(Part(transfer=transfer, first=0, chunks=1))
+    with pytest.raises(MalformedMessage):
+        theirs.answer(PartDone)
+
+
+def test_who_knows_the_secret_of_one_job_reaches_nothing_of_another(wire: Wire, supervisor: VaultClient) -> None:
+    secret = "a secret of the other job, for tests"
+    supervisor.ask(local.Configure, job="other", generation=1, secret=secret, holders=())
+    mine = wire.proved()
+    transfer = begin(mine, put(bytes(10)))
+    with pytest.raises(AuthenticationError):
+        wire.proved(known=facts(secret))
+    theirs = wire.proved(known=facts(secret, job="other"))
+    theirs.send(PutDone(transfer=transfer))
+    with pytest.raises(NotFound):
+        theirs.answer(Ack)
+    mine.send(Part(transfer=transfer, first=0, chunks=1))
+    bulk(mine, bytes(10), PIECE_GOOD)
+    mine.answer(PartDone)
+    mine.send(PutDone(transfer=transfer))
+    mine.answer(Ack)
+    theirs.send(InventoryAsk())
+    assert theirs.answer(InventoryList).slots == ()
+    theirs.send(Get(rank=0, version=V, ranges=((0, 10),)))
+    with pytest.raises(NotFound):
+        theirs.any_answer()
+    theirs.send(Part(transfer=transfer, first=0, chunks=1))
+    with pytest.raises(MalformedMessage):
+        theirs.answer(PartDone)
+    assert refused(supervisor) == {"unauthenticated": 1, "not_found": 2, "malformed": 1}
+
+
+def test_a_sender_that_went_away_frees_the_slot_it_was_filling(wire: Wire, supervisor: VaultClient) -> None:
+    for _ in range(5):
+        channel = wire.proved()
+        begin(channel, put(bytes(10)))
+        channel.close()
+    until(lambda: supervisor.ask(local.Statistics).levels["peer_connections"] == 0, "the vault noticed")
+    four = [wire.proved() for _ in range(4)]
+    for step, channel in enumerate(four):
+        begin(channel, put(bytes(10), version=Version(1, step)))
+    fifth = wire.proved()
+    fifth.send(put(bytes(10), version=Version(1, 5)))
+    with pytest.raises(OutOfSlotMemory):
+        fifth.answer(Ready)
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (put(bytes(10), digests=b"short"), MalformedMessage),
+        (put(bytes(10), payload_bytes=CHUNK_BYTES * 3), MalformedMessage),
+        (put(bytes(10), slot_bytes=1 << 47), OutOfSlotMemory),
+        (put(bytes(10), generation=0), StaleGeneration),
+        (Get(rank=0, version=V, ranges=()), NotFound),
+        (Part(transfer=bytes(16), first=0, chunks=1), MalformedMessage),
+    ],
+    ids=["digests", "length", "memory", "generation", "nothing there", "no transfer"],
+)
+def test_a_request_that_cannot_be_served_says_why(
+    wire: Wire, supervisor: VaultClient, message: Put, error: type[EverstepError]
+) -> None:
+    channel = wire.proved()
+    channel.send(message)
+    with pytest.raises(error):
+        channel.any_answer()
+
+
+def test_a_part_beyond_the_end_is_refused(wire: Wire, supervisor: VaultClient) -> None:
+    channel = wire.proved()
+    transfer = begin(channel, put(bytes(10)))
+    channel.send(Part(transfer=transfer, first=1, chunks=1))
+    with pytest.raises(MalformedMessage, match="beyond the payload's end"):
+        channel.answer(PartDone)
+
+
+def test_an_oversized_frame_of_a_proved_peer_is_refused_before_it_is_read(wire: Wire, supervisor: VaultClient) -> None:
+    channel = wire.proved()
+    bulk(channel, (64 << 20).to_bytes(4, "big"))
+    with pytest.raises(MalformedMessage, match="over the limit"):
+        channel.any_answer()
+
+
+def test_a_connection_does_not_outlive_its_secret_or_its_job(
+    fleet: Vaults, wire: Wire, supervisor: VaultClient
+) -> None:
+    before = wire.proved()
+    fleet.configure(secret="a new secret of the same job")
+    before.send(InventoryAsk())
+    with pytest.raises(AuthenticationError, match="has changed"):
+        before.answer(InventoryList)
+    after = wire.proved(known=facts("a new secret of the same job"))
+    supervisor.ask(local.Forget, job=JOB)
+    after.send(InventoryAsk())
+    with pytest.raises(NotFound):
+        after.answer(InventoryList)
+
+
+def test_a_peer_that_says_nothing_more_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        channel = connect("{}:{}".format(*listener.getsockname()), "n1", 1.0, 0.05)
+        with pytest.raises(Unavailable, match=r"n1 sent nothing for 0\.05 s"):
+            channel.answer(Data)
+        channel.close()

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import pytest
+from everstep_agent.sensors.gpu import GpuSensor
+from everstep_agent.virtual.virtual_nvml import uninstall
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_is_read_whole() -> None:
+    uninstall()
+    sensor = GpuSensor(slow_every=1, doing=lambda what: None)
+    try:
+        samples = sensor.poll()
+        if not samples:
+            pytest.skip(f"no GPU here: {sensor.error}")
+        for sample in samples:
+            assert not sample.error
+            assert not sample.lost
+            assert sample.temperature_c is not None
+            assert sample.power_w is not None
+            assert sample.energy_j is not None
+            assert sample.memory_total_bytes
+            assert len(sample.pci_bus_id) == len("0000:1b:00")
+        for gpu in sensor.known.values():
+            assert gpu.vbios
+            assert gpu.part_number == gpu.part_number.strip()
+        assert sensor.wait(0.0) in (None, [])
+    finally:
+        sensor.close()

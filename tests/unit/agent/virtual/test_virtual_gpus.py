@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import ctypes
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pynvml
+import pytest
+from everstep_agent.drivers.nvml import sram_threshold_exceeded
+from everstep_agent.sensors.gpu import REOPEN_EVERY, GpuSensor
+from everstep_agent.sensors.samples import GpuIdentity, HostIdentity
+from everstep_agent.sensors.sensor_messages import wire_gpu, wire_host
+from everstep_agent.virtual.scenario import Machine, load_scenario
+from everstep_agent.virtual.virtual_nvml import install, uninstall
+
+from everstep.clock import ManualClock
+from everstep.errors import ConfigurationError
+from everstep.wire.v1.agent import Gpu, Host
+from tests.support.sensing import Control
+
+
+def sensor() -> GpuSensor:
+    return GpuSensor(slow_every=1, doing=lambda what: None)
+
+
+def test_the_real_library_functions_see_virtual_gpus(machine: Machine) -> None:
+    pynvml.nvmlInit()
+    assert pynvml.nvmlDeviceGetCount() == 8
+    handle = pynvml.nvmlDeviceGetHandleByIndex(3)
+    assert pynvml.nvmlDeviceGetPciInfo(handle).busId == "00000000:61:00.0"
+    assert pynvml.nvmlDeviceGetName(handle) == "NVIDIA H100 80GB HBM3"
+    assert pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU) == 45
+    with pytest.raises(pynvml.NVMLError):
+        pynvml.nvmlDeviceGetHandleByIndex(8)
+
+
+def test_every_value_of_a_sample_is_read(machine: Machine) -> None:
+    sample = sensor().poll()[0]
+    assert not sample.error
+    missing = {field for field in sample.__struct_fields__ if getattr(sample, field) is None}
+    assert missing == {"retired_pages"}  # not offered since Ampere
+
+
+def test_a_gpu_is_named_as_its_vendor_names_it(machine: Machine) -> None:
+    sensed = sensor()
+    sensed.poll()
+    gpu = wire_gpu(next(iter(sensed.known.values())))
+    told = (gpu.serial, gpu.part_number, gpu.vbios, gpu.inforom)
+    first = machine.gpus[0]
+    assert told == (first.serial, "692-2G520-0200-000", "96.00.74.00.01", "G520.0200.00.05")
+
+
+def test_words_of_hardware_that_are_too_long_for_a_message_are_cut() -> None:
+    long = "x" * 1000
+    gpu = wire_gpu(GpuIdentity(index=0, pci_bus_id="0", uuid="u", part_number=long, vbios=long, inforom=long))
+    assert msgspec.json.decode(msgspec.json.encode(gpu), type=Gpu) == gpu
+    host = wire_host(HostIdentity(vendor=long, product=long, serial=long, chassis_serial=long, kernel=long))
+    assert msgspec.json.decode(msgspec.json.encode(host), type=Host) == host
+
+
+def test_two_nodes_have_different_gpus() -> None:
+    assert load_scenario("default", "n1").gpu[0].uuid != load_scenario("default", "n2").gpu[0].uuid
+    assert load_scenario("default", "n1") == load_scenario("default", "n1")
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "value"),
+    [
+        ({"temperature_c": 85}, "temperature_margin_c", 2),
+        ({"ecc_uncorrected": 2}, "ecc_uncorrected", 2),
+        ({"remap_pending": True}, "remap_pending", 1),
+        ({"throttle_reasons": 0x40}, "hardware_throttled", 1),
+        ({"throttle_reasons": 0x4}, "hardware_throttled", 0),
+        ({"pcie_width": 8, "gpu_utilization": 1.0}, "pcie_lanes_missing", 8),
+        ({"recovery_action": 2}, "recovery_action", 2),
+        ({"sram_threshold_exceeded": True}, "sram_threshold_exceeded", 1),
+        ({"processes": 2}, "processes", 2),
+        ({"lost": True}, "is_lost", 1),
+        ({"missing": True}, "is_lost", 1),
+        ({"error": 999}, "unreadable", 1),
+    ],
+)
+def test_the_control_file_reaches_the_sample(
+    machine: Machine, control: Control, change: dict[str, object], field: str, value: int
+) -> None:
+    gpus = sensor()
+    gpus.poll()
+    control.write(gpus={"2": change})
+    assert machine.refresh()
+    samples = gpus.poll()
+    assert getattr(samples[2], field) == value
+    assert not samples[0].error
+
+
+def test_an_older_gpu_counts_its_retired_pages(machine: Machine, control: Control) -> None:
+    control.write(gpus={"0": {"retired_pages": 7}})
+    machine.refresh()
+    assert sensor().poll()[0].retired_pages == 7
+
+
+def test_what_a_gpu_does_not_offer_is_not_asked_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = sensor()
+    gpus.poll()
+    asked: list[object] = []
+    monkeypatch.setattr(pynvml.nvmlLib, "nvmlDeviceGetRetiredPages_v2", lambda *arguments: asked.append(arguments))
+    pynvml._nvmlGetFunctionPointer_cache.clear()
+    gpus.poll()
+    assert asked == []
+
+
+def test_nvlinks_that_fall_are_counted_against_those_that_were_up(machine: Machine, control: Control) -> None:
+    gpus = sensor()
+    assert (gpus.poll()[0].nvlinks, gpus.poll()[0].nvlinks_down) == (18, 0)
+    control.write(gpus={"0": {"nvlinks_down": 3}})
+    machine.refresh()
+    assert gpus.poll()[0].nvlinks_down == 3
+
+
+def test_a_gpu_that_vanishes_stays_in_the_picture_as_lost_and_returns(machine: Machine, control: Control) -> None:
+    gpus = sensor()
+    assert len(gpus.poll()) == 8
+    control.write(gpus={"2": {"missing": True}})
+    machine.refresh()
+    samples = [gpus.poll() for _ in range(REOPEN_EVERY + 1)][-1]
+    assert [sample.lost for sample in samples] == [False, False, True, False, False, False, False, False]
+    control.write()
+    machine.refresh()
+    samples = [gpus.poll() for _ in range(REOPEN_EVERY + 1)][-1]
+    assert not any(sample.lost for sample in samples)
+
+
+def test_a_gpu_that_is_lost_from_the_beginning_is_told_of(machine: Machine, control: Control) -> None:
+    control.write(gpus={"2": {"lost": True}})
+    machine.refresh()
+    gpus = sensor()
+    assert len(gpus.poll()) == 7
+    assert "GPU 2" in gpus.error
+
+
+def test_a_gpu_that_needs_a_reset_says_so(machine: Machine, control: Control) -> None:
+    control.write(gpus={"0": {"error": pynvml.NVML_ERROR_RESET_REQUIRED}})
+    gpus = sensor()
+    gpus.poll()
+    machine.refresh()
+    sample = gpus.poll()[0]
+    assert (sample.recovery_action, sample.lost) == (1, False)
+    assert "requires restart" in sample.error
+
+
+def test_a_library_that_fails_is_an_error_and_is_tried_again(machine: Machine, control: Control) -> None:
+    control.write(nvml_error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+    machine.refresh()
+    gpus = sensor()
+    assert gpus.poll() == ()
+    assert "Driver Not Loaded" in gpus.error
+    control.write()
+    machine.refresh()
+    assert len([gpus.poll() for _ in range(REOPEN_EVERY)][-1]) == 8
+    assert not gpus.error
+
+
+def test_a_hang_really_blocks_the_call_until_it_is_taken_back(machine: Machine, control: Control) -> None:
+    gpus = sensor()
+    gpus.poll()
+    control.write(gpus={"1": {"hang": True}})
+    machine.refresh()
+    polled = threading.Event()
+    thread = threading.Thread(target=lambda: (gpus.poll(), polled.set()), daemon=True)
+    thread.start()
+    assert not polled.wait(0.3)
+    control.write()
+    assert polled.wait(60)
+    thread.join()
+
+
+def test_an_xid_is_said_once_by_event_and_by_line(machine: Machine, control: Control) -> None:
+    gpus = sensor()
+    gpus.poll()
+    control.write(gpus={"0": {"xid": 48}}, lines=["a line"])
+    events = gpus.wait(5.0)
+    assert events is not None
+    assert [(event.pci_bus_id, event.xid) for event in events] == [("0000:1b:00", 48)]
+    assert machine.take_lines() == ["a line", "NVRM: Xid (PCI:0000:1b:00): 48, raised by the control file"]
+    control.write(gpus={"0": {"xid": 48}}, lines=["a line", "another"])
+    assert gpus.wait(0.2) == []
+    assert machine.take_lines() == ["another"]
+
+
+def test_a_machine_that_goes_on_says_nothing_twice(control: Control) -> None:
+    control.write(gpus={"0": {"xid": 48}}, lines=["said"])
+    resumed = Machine(load_scenario("default", "n1"), str(control.path), resumed=True)
+    resumed.refresh()
+    assert (resumed.take_events(), resumed.take_lines()) == ([], [])
+
+
+def test_a_reset_begins_the_energy_counter_anew(control: Control) -> None:
+    clock = ManualClock()
+    machine = Machine(load_scenario("default:1", "n1"), str(control.path))
+    install(machine, clock)
+    try:
+        gpus = sensor()
+        before = gpus.poll()[0].energy_j
+        control.write(gpus={"0": {"reset_at": clock.wall()}})
+        machine.refresh()
+        clock.advance(1.0)
+        after = gpus.poll()[0].energy_j
+    finally:
+        uninstall()
+    assert before is not None
+    assert after is not None
+    assert after < before
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"gpus": {"0": {"temprature_c": 95}}}', "did you mean `temperature_c`"),
+        ('{"gpus": {"9": {}}}', "no GPU 9: this machine has 8"),
+        ('{"gpu": {}}', "did you mean `gpus`"),
+        ('{"ports": {"eth9": {}}}', "no port eth9"),
+        ('{"gpus": {"0": {"temperature_c": "hot"}}}', "Expected `int`"),
+        ("{", "control file"),
+    ],
+)
+def test_a_bad_control_file_changes_nothing_and_is_explained(
+    machine: Machine, control: Control, content: str, says: str
+) -> None:
+    control.path.write_text(content)
+    assert machine.refresh()
+    assert says in machine.error
+    assert machine.gpus == list(load_scenario("default", "n1").gpu)
+    control.write()
+    machine.refresh()
+    assert not machine.error
+
+
+def test_a_scenario_file_describes_single_gpus_and_fills_up(tmp_path: Path) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text('name = "two"\ngpus = 2\nboot_id = "b"\n[[gpu]]\ntemperature_c = 91\n[host]\nzombies = 3\n')
+    scenario = load_scenario(str(path), "n1")
+    assert [gpu.temperature_c for gpu in scenario.gpu] == [91, 45]
+    assert (scenario.boot_id, scenario.host.zombies) == ("b", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("gpus = 1\n[[gpu]]\ntemprature_c = 91\n", r"s\.toml line 3: unknown key `temprature_c`.*`temperature_c`"),
+        ("gpuz = 1\n", r"s\.toml line 1: unknown key `gpuz`"),
+        ("gpus = 100\n", r"<= 64"),
+        ("gpus = 0\n[[gpu]]\n", "are described"),
+        ("gpus = \n", "not TOML"),
+    ],
+)
+def test_a_mistake_in_a_scenario_is_named_with_its_line(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=says):
+        load_scenario(str(path), "n1")
+
+
+@pytest.mark.parametrize("which", ["default:x", "default:65", "nowhere.toml"])
+def test_a_scenario_that_is_none_is_refused(which: str) -> None:
+    with pytest.raises(ConfigurationError):
+        load_scenario(which, "n1")
+
+
+def test_default_takes_a_number_of_gpus() -> None:
+    assert len(load_scenario("default:2", "n1").gpu) == 2
+
+
+def test_sram_status_is_handed_to_c_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function of the real library takes an address; pynvml would hand over a copy of the struct just as well."""
+    status, given = pynvml.c_nvmlEccSramErrorStatus_v1_t(), list[int]()
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    def answer(_handle: int, address: int) -> int:
+        given.append(address)
+        if address == ctypes.addressof(status):
+            status.bThresholdExceeded = 1
+        return int(pynvml.NVML_SUCCESS)
+
+    untyped = ctypes.CDLL(None)._FuncPtr(ctypes.cast(answer, ctypes.c_void_p).value)
+    monkeypatch.setattr(pynvml, "c_nvmlEccSramErrorStatus_v1_t", lambda: status)
+    monkeypatch.setattr(pynvml, "nvmlLib", SimpleNamespace(nvmlDeviceGetSramEccErrorStatus=untyped))
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    assert sram_threshold_exceeded(ctypes.c_void_p(1)) == 1
+    assert given == [ctypes.addressof(status)]

@@ -1,0 +1,125 @@
+"""Every route and every kind of bearer, from the routes' own table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from everstep_controller.api.routes import PLAIN, ROUTES, Access, Route
+from starlette.testclient import TestClient
+
+from everstep.bearer_tokens import TokenRole, job_token
+from everstep.vocabulary import JobState
+from everstep.wire.v1 import enrolment as wire
+from everstep.wire.v1 import operator as op
+from tests.support.controllers import OPERATOR, VIEWER, InProcess, Speaker, bearer, joined, post
+
+EVERY_ROUTE = {**ROUTES, **PLAIN}
+ADMITTED = {
+    Access.OPEN: {"nobody", "n1's agent", "n2's agent", "viewer", "operator", "j's trainer", "k's trainer", "join"},
+    Access.AGENT: {"n1's agent"},
+    Access.READ: {"viewer", "operator"},
+    Access.JOB: {"viewer", "operator", "j's trainer"},
+    Access.CHANGE: {"operator"},
+    Access.JOIN: {"join"},
+}
+"""Who may ask for a route about node n1 and job j."""
+BEARERS = sorted(ADMITTED[Access.OPEN])
+ENDLESS = {"stream"}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    database = tmp_path_factory.mktemp("access") / "c.db"
+    with TestClient(InProcess(f"sqlite:///{database}")) as client:
+        speaker = Speaker(client, "n1")
+        speaker.register()
+        speaker.report(joined("j", 1.0), joined("k", 1.0))
+        yield client
+
+
+@pytest.fixture(scope="module")
+def headers(client: TestClient) -> dict[str, dict[str, str]]:
+    """What each bearer sends."""
+    controller = client.app.controller  # type: ignore[attr-defined]
+    assert controller is not None
+    jobs = controller.loop.state.jobs
+    join = post(client, "/v1/credentials", wire.IssueJoin(reason="a test", uses=None), wire.Issued)
+    return {
+        "nobody": {},
+        "n1's agent": bearer(TokenRole.AGENT, "n1"),
+        "n2's agent": bearer(TokenRole.AGENT, "n2"),
+        "viewer": VIEWER,
+        "operator": OPERATOR,
+        "j's trainer": {"Authorization": f"Bearer {job_token('j', jobs['j'].secret)}"},
+        "k's trainer": {"Authorization": f"Bearer {job_token('k', jobs['k'].secret)}"},
+        "join": {"Authorization": f"Bearer {join.token}"},
+    }
+
+
+def asked(route: Route) -> str:
+    """The route about node n1 and job j."""
+    names = {"node": "n1", "job": "j", "order": "hold", "id": "0" * 16}
+    path = re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], "x"), route.path)
+    if route.access is Access.JOB and "{job}" not in route.path:
+        return path + "?job=j"
+    return path
+
+
+@pytest.mark.parametrize("who", BEARERS)
+@pytest.mark.parametrize("name", EVERY_ROUTE)
+def test_a_route_is_for_whom_the_table_says_and_for_nobody_else(
+    client: TestClient, headers: dict[str, dict[str, str]], name: str, who: str
+) -> None:
+    route = EVERY_ROUTE[name]
+    admitted = who in ADMITTED[route.access]
+    if admitted and name in ENDLESS:
+        pytest.skip("an event stream does not end by itself")
+    answer = client.request(route.method, asked(route), headers=headers[who])
+    if admitted:
+        assert answer.status_code not in (401, 403), answer.text
+    else:
+        assert answer.status_code == (401 if who == "nobody" else 403), answer.text
+        assert answer.headers["content-type"] == "application/problem+json"
+
+
+@pytest.mark.parametrize("name", [name for name, route in EVERY_ROUTE.items() if route.access is Access.JOB])
+def test_a_trainer_reads_its_own_job_and_no_other(
+    client: TestClient, headers: dict[str, dict[str, str]], name: str
+) -> None:
+    route, own = EVERY_ROUTE[name], headers["j's trainer"]
+    others = [route.path.replace("{job}", "k")] if "{job}" in route.path else [route.path, route.path + "?job=k"]
+    for path in others:
+        assert client.get(path, headers=own).status_code == 403
+        twice = path.partition("?")[0] + "?job=j&job=k"
+        assert client.get(twice, headers=own).status_code in (403, 422)
+
+
+def test_every_route_that_changes_something_for_an_operator_needs_a_reason() -> None:
+    for name, route in EVERY_ROUTE.items():
+        if route.access is Access.CHANGE and route.method != "GET":
+            for kind in getattr(route.body, "__args__", (route.body,)):
+                required = {field.name for field in msgspec.structs.fields(kind) if field.required}
+                assert "reason" in required, f"{name} can be ordered without saying why"
+
+
+def test_a_trainers_token_ends_with_its_job_and_so_does_what_it_reads_of_it(tmp_path: Path) -> None:
+    app = InProcess(f"sqlite:///{tmp_path / 'c.db'}")
+    with TestClient(app) as client:
+        Speaker(client, "n1").register()
+        Speaker(client, "n1").report(joined("j", 1.0))
+        assert app.controller is not None
+        gate, jobs = app.controller.gate, app.controller.loop.state.jobs
+        own = {"Authorization": f"Bearer {job_token('j', jobs['j'].secret)}"}
+        assert client.get("/v1/jobs/j", headers=own).status_code == 200
+        sent = [(b"authorization", own["Authorization"].encode())]
+        identity = gate.admit(Access.JOB, sent, None, job="j")
+        assert gate.holds(identity)
+        post(client, "/v1/jobs/j/stop", op.Because(reason="x"), op.Changed)
+        assert client.get("/v1/jobs/j", headers=own).status_code == 401
+        assert not gate.holds(identity)
+        jobs["j"].state, jobs["j"].secret = JobState.FORMING, "that of another run by this name"
+        assert not gate.holds(identity)

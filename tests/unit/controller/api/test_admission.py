@@ -1,0 +1,282 @@
+"""What people read is bounded by identity, takes turns, and keeps no agent waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from everstep_controller.api.admission import Admission
+from everstep_controller.app import Controller
+from everstep_controller.server.connections import REST_KEY
+
+from everstep.bearer_tokens import Identity, TokenRole
+from everstep.clock import ManualClock
+from everstep.errors import RateLimited
+from everstep.wire.v1.agent import Heartbeat
+from tests.support.controllers import VIEWER, InProcess, bearer, registration
+
+VERA, OTTO = Identity(TokenRole.VIEWER, "vera"), Identity(TokenRole.VIEWER, "otto")
+DEADLINE_S = 60.0
+MANY = 1000
+
+
+def admission(clock: ManualClock, **given: Any) -> Admission:
+    return Admission(**{"most": 2, "most_bytes": 100, "share": 1.0, "monotonic": clock.monotonic, **given})
+
+
+# --- the limits --------------------------------------------------------------------------------------------------
+
+
+def test_requests_under_way_are_limited_by_identity() -> None:
+    refused: list[str] = []
+    limit = admission(ManualClock(), refused=refused.append)
+    places = [limit.enter(VERA) for _ in range(2)]
+    with pytest.raises(RateLimited, match="viewer vera has 2 requests under way") as caught:
+        limit.enter(VERA)
+    assert caught.value.retry_after_s > 0
+    assert refused == ["under_way"]
+    limit.enter(OTTO)
+    places[0].leave()
+    limit.enter(VERA)
+    assert len(limit) == 3
+
+
+def test_nodes_that_join_with_one_token_are_not_limited() -> None:
+    limit = admission(ManualClock())
+    for _ in range(100):
+        limit.enter(Identity(TokenRole.JOIN, "rack3-*", "0123"))
+
+
+def test_unread_bytes_are_limited_by_identity() -> None:
+    refused: list[str] = []
+    limit = admission(ManualClock(), most=10, refused=refused.append)
+    first, second, third = (limit.enter(VERA) for _ in range(3))
+    first.hold(60)
+    second.hold(40)
+    with pytest.raises(RateLimited, match="100 bytes of answers wait for viewer vera"):
+        third.hold(1)
+    limit.enter(OTTO).hold(60)
+    assert (refused, limit.held_bytes) == (["bytes"], 160)
+    first.leave()
+    third.hold(60)
+
+
+def test_single_answer_may_be_larger_than_the_byte_limit() -> None:
+    limit = admission(ManualClock())
+    limit.enter(VERA).hold(1000)
+    assert limit.held_bytes == 1000
+
+
+# --- turns -------------------------------------------------------------------------------------------------------
+
+
+def test_identities_take_turns_however_much_one_asks() -> None:
+    ran: list[str] = []
+
+    async def asks(limit: Admission, who: Identity, name: str) -> None:
+        place = limit.enter(who)
+        for _ in range(2):
+            await place.turn()
+            ran.append(name)
+
+    async def scenario() -> None:
+        limit = admission(ManualClock(), most=10)
+        vera = [asks(limit, VERA, f"vera {number}") for number in range(3)]
+        await asyncio.gather(*vera, asks(limit, OTTO, "otto"))
+
+    asyncio.run(scenario())
+    assert ran[:4] == ["vera 0", "otto", "vera 1", "otto"]
+    assert len(ran) == 8
+
+
+def test_one_slice_runs_in_a_turn_of_the_loop() -> None:
+    turns: list[int] = [0]
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        limit = admission(ManualClock(), most=10)
+
+        def begin() -> None:
+            turns.append(0)
+            loop.call_soon(begin)
+
+        async def asks() -> None:
+            place = limit.enter(VERA)
+            for _ in range(5):
+                await place.turn()
+                turns[-1] += 1
+
+        begin()
+        await asyncio.gather(*(asks() for _ in range(4)))
+
+    asyncio.run(scenario())
+    assert sum(turns) == 20
+    assert max(turns) == 1
+
+
+def test_loop_is_left_to_others_for_as_long_as_a_slice_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, waits = ManualClock(), list[float]()
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        limit = admission(clock, share=0.25)
+
+        def call_later(seconds: float, call: Callable[[], None]) -> Any:
+            waits.append(seconds)
+            clock.advance(seconds)
+            return loop.call_soon(call)
+
+        monkeypatch.setattr(loop, "call_later", call_later)
+        place = limit.enter(VERA)
+        for took in (0.25, 0.0, 0.5, 0.0):
+            await place.turn()
+            clock.advance(took)
+
+    asyncio.run(scenario())
+    assert waits == [0.75, 1.5]
+
+
+def test_request_that_is_given_up_leaves_its_turn_to_the_next() -> None:
+    async def scenario() -> None:
+        limit = admission(ManualClock())
+        place = limit.enter(VERA)
+        gone = asyncio.create_task(place.turn())
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.wait({gone})
+        async with asyncio.timeout(DEADLINE_S):
+            await place.turn()
+
+    asyncio.run(scenario())
+
+
+# --- a controller ------------------------------------------------------------------------------------------------
+
+
+Send = Callable[[Any], Awaitable[None]]
+
+
+class Asked:
+    """One request to an ASGI application, and what it was answered. It is held back until ``taken`` is set."""
+
+    def __init__(self, path: str, headers: dict[str, str], body: bytes = b"") -> None:
+        self.taken = asyncio.Event()
+        self.rested_s = 0.0
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self.body = b""
+        self._given = body
+        self._scope: dict[str, Any] = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST" if body else "GET",
+            "path": path.partition("?")[0],
+            "query_string": path.partition("?")[2].encode(),
+            "root_path": "",
+            "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+            REST_KEY: self._rest,
+        }
+
+    def _rest(self, seconds: float) -> None:
+        self.rested_s = seconds
+
+    async def __call__(self, controller: Controller) -> Asked:
+        async with asyncio.timeout(DEADLINE_S):
+            await controller.app(self._scope, self._receive, self._send)
+        return self
+
+    async def _receive(self) -> Any:
+        return {"type": "http.request", "body": self._given}
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], dict(message["headers"])
+            return
+        self.body += message["body"]
+        if message.get("more_body"):
+            await self.taken.wait()
+
+
+def play(tmp_path: Path, scenario: Callable[[Controller], Coroutine[Any, Any, None]], **settings: Any) -> None:
+    """With a thousand nodes."""
+
+    async def with_controller() -> None:
+        controller = await InProcess(f"sqlite:///{tmp_path / 'c.db'}", **settings).start()
+        try:
+            nodes = [f"n{number:04}" for number in range(MANY)]
+            said = [(name, msgspec.json.encode(registration(name))) for name in nodes]
+            for name, body in said:
+                asked = Asked(f"/v1/agents/{name}/register", bearer(TokenRole.AGENT, name), body)
+                assert (await asked(controller)).status == 200
+            await scenario(controller)
+        finally:
+            await controller.stop()
+
+    asyncio.run(with_controller())
+
+
+def beat() -> Asked:
+    body = msgspec.json.encode(Heartbeat(incarnation=1, seq=1, sent_at=0.0))
+    return Asked("/v1/agents/n0000/heartbeat", bearer(TokenRole.AGENT, "n0000"), body)
+
+
+def test_beats_are_answered_while_a_large_page_is_made(tmp_path: Path) -> None:
+    async def scenario(controller: Controller) -> None:
+        pages = [Asked("/v1/nodes?limit=1000", VIEWER) for _ in range(4)]
+        asking = [asyncio.create_task(page(controller)) for page in pages]
+        for _ in range(8):  # of forty slices
+            assert (await beat()(controller)).status == 200
+            await asyncio.sleep(0)
+        assert not any(page.status for page in pages)
+        for page in pages:
+            page.taken.set()
+        await asyncio.gather(*asking)
+        assert [len(json.loads(page.body)["nodes"]) for page in pages] == [MANY] * 4
+
+    play(tmp_path, scenario)
+
+
+def test_reader_with_too_much_under_way_is_told_to_come_again(tmp_path: Path) -> None:
+    async def scenario(controller: Controller) -> None:
+        pages = [Asked("/v1/nodes?limit=1000", VIEWER) for _ in range(3)]
+        asking = [asyncio.create_task(page(controller)) for page in pages]
+        await asyncio.wait({asking[-1]})
+        assert pages[-1].status == 429
+        assert pages[-1].headers[b"retry-after"] == b"1"
+        assert pages[-1].rested_s == 1.0
+        assert json.loads(pages[-1].body)["code"] == "rate_limited"
+        assert (await beat()(controller)).status == 200
+        other = Asked("/v1/jobs", bearer(TokenRole.VIEWER, "otto"))
+        assert (await other(controller)).status == 200
+        exposition = controller.metrics.exposition(()).decode()
+        assert 'everstep_controller_requests_over_limit_total{limit="under_way"} 1.0' in exposition
+        assert "everstep_controller_requests_under_way 2.0" in exposition
+        for page in pages[:2]:
+            page.taken.set()
+        await asyncio.gather(*asking)
+        assert [page.status for page in pages] == [200, 200, 429]
+        assert (await Asked("/v1/jobs", VIEWER)(controller)).status == 200
+
+    play(tmp_path, scenario, requests_under_way=2)
+
+
+def test_reader_that_takes_nothing_is_held_no_more_than_it_may(tmp_path: Path) -> None:
+    async def scenario(controller: Controller) -> None:
+        first = Asked("/v1/nodes?limit=1000", VIEWER)
+        asking = asyncio.create_task(first(controller))
+        while not first.body:
+            await asyncio.sleep(0)
+        refused = await Asked("/v1/nodes?limit=1000", VIEWER)(controller)
+        assert refused.status == 429
+        assert b"bytes of answers wait for viewer vera" in refused.body
+        assert len(first.body) == 64 << 10
+        first.taken.set()
+        await asking
+        assert len(json.loads(first.body)["nodes"]) == MANY
+
+    play(tmp_path, scenario, answer_bytes=200_000)

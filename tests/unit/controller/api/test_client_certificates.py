@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import ssl
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from everstep_controller.api.auth import Gate
+from everstep_controller.api.credentials import Credentials, Keyring
+from everstep_controller.config import ControllerSettings
+from everstep_controller.server.connections import Peer, identity_of
+from typer.testing import CliRunner
+
+from everstep.bearer_tokens import Identity, TokenRole, mint
+from everstep.cli.main import app
+from everstep.clock import ManualClock
+from everstep.errors import AuthenticationError
+from everstep.wire.v1.agent import Frame, Heartbeat, Refused
+from everstep.wire.v1.directives import NewGeneration
+from tests.support.certificates import Authority, Pair
+from tests.support.controllers import (
+    SECRET,
+    ControllerProcess,
+    InProcess,
+    bearer,
+    controller_process,
+    joined,
+    registration,
+)
+from tests.support.forked import ForkPool
+from tests.support.sessions import AgentSession, Served, served
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl")
+
+
+def shown(*uris: str, not_after: str = "Nov 15 00:00:00 2033 GMT") -> dict[str, Any]:
+    """A certificate as ``getpeercert`` shows it."""
+    return {"subjectAltName": tuple(("URI", uri) for uri in uris), "notAfter": not_after}
+
+
+@pytest.mark.parametrize(
+    ("uri", "role", "subject"),
+    [
+        ("everstep://agent/n1", TokenRole.AGENT, "n1"),
+        ("everstep://operator/olga", TokenRole.OPERATOR, "olga"),
+        ("everstep://viewer/wall%20display", TokenRole.VIEWER, "wall display"),
+    ],
+)
+def test_a_certificate_speaks_for_whom_it_names(uri: str, role: TokenRole, subject: str) -> None:
+    end = ssl.cert_time_to_seconds("Nov 15 00:00:00 2033 GMT")
+    assert identity_of(shown(uri, "https://example.org/")) == Identity(role, subject, "certificate", end)
+
+
+@pytest.mark.parametrize(
+    "uris",
+    [
+        (),
+        ("https://agent/n1",),
+        ("everstep://agent/",),
+        ("everstep://agent/n1/n2",),
+        ("everstep://king/n1",),
+        ("everstep://join/n1",),
+        ("everstep://agent@operator/olga",),
+        ("everstep://[agent/n1",),
+        ("everstep://agent/n1", "everstep://agent/n2"),
+        ("everstep://agent/n1", "everstep://operator/olga"),
+    ],
+)
+def test_a_certificate_without_exactly_one_name_speaks_for_nobody(uris: tuple[str, ...]) -> None:
+    assert identity_of(shown(*uris)) is None
+
+
+def test_a_certificate_counts_until_it_ends_and_a_token_beside_it_decides() -> None:
+    clock = ManualClock(wall=ssl.cert_time_to_seconds("Nov 15 00:00:00 2023 GMT"))
+    gate = Gate.of(ControllerSettings(), Keyring((SECRET,)), Credentials(), {}, clock, clock.wall)
+    peer = Peer("127.0.0.1", shown("everstep://agent/n1", not_after="Nov 15 00:00:10 2023 GMT"))
+    assert gate.agent([], "n1", peer).credential == "certificate"
+    token = [(b"authorization", f"Bearer {mint(SECRET, TokenRole.AGENT, 'n2')}".encode())]
+    assert gate.agent(token, "n2", peer).subject == "n2"
+    with pytest.raises(AuthenticationError):
+        gate.agent([(b"authorization", b"Bearer wrong")], "n1", peer)
+    clock.advance(11.0)
+    with pytest.raises(AuthenticationError):
+        gate.agent([], "n1", peer)
+
+
+def _ends_in(clock: ManualClock, seconds: float) -> str:
+    """What a certificate says that ends so many seconds from now."""
+    return time.strftime("%b %d %H:%M:%S %Y GMT", time.gmtime(clock.wall() + seconds))
+
+
+@pytest.fixture
+def ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Served, ManualClock]]:
+    """A controller, and its clock. Every connection shows a certificate of n1 that ends in a second."""
+    clock = ManualClock(wall=1_700_000_000.0)
+    peer = Peer("127.0.0.1", shown("everstep://agent/n1", not_after=_ends_in(clock, 1.0)))
+    monkeypatch.setattr(Peer, "of", lambda transport: peer)
+    with served(InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=clock)) as server:
+        yield server, clock
+
+
+def test_a_session_ends_with_its_certificate(ending: tuple[Served, ManualClock]) -> None:
+    server, clock = ending
+    with closing(AgentSession(server.address, "n1", headers={})) as session:
+        session.register()
+        session.beat(findings=())
+        clock.advance(1.5)
+        session.say(Frame.HEARTBEAT, Heartbeat(incarnation=1, seq=9, sent_at=0.0))
+        refused = session.answer(Refused)
+        assert (refused.of, refused.code) == (Frame.HEARTBEAT, "unauthenticated")
+        assert "certificate has ended" in refused.message
+        assert session.ended()
+
+
+def test_a_session_whose_certificate_has_ended_is_pushed_nothing_more(ending: tuple[Served, ManualClock]) -> None:
+    server, clock = ending
+    by_token = AgentSession(server.address, "n2")
+    with closing(by_token), closing(AgentSession(server.address, "n1", headers={})) as session:
+        for one in (session, by_token):
+            one.register()
+            one.beat(findings=())
+        session.report(joined("j", 1.0, nodes=2))
+        clock.advance(1.5)
+        by_token.report(joined("j", 1.0, nodes=2))
+        assert by_token.directive(NewGeneration).spec.number == 1
+        refused = session.answer(Refused)
+        assert (refused.of, refused.code) == (0, "unauthenticated")
+        assert session.pushed == []
+        assert session.ended()
+
+
+def test_a_stream_ends_with_the_certificate_of_its_reader() -> None:
+    clock = ManualClock(wall=1_700_000_000.0)
+    gate = Gate.of(ControllerSettings(), Keyring((SECRET,)), Credentials(), {}, clock, clock.wall)
+    reader = gate.identify([], Peer("", shown("everstep://viewer/wall", not_after=_ends_in(clock, 10.0))))
+    assert gate.holds(reader)
+    clock.advance(11.0)
+    assert not gate.holds(reader)
+
+
+# --- with a real controller --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def process(
+    program_forks: ForkPool, authority: Authority, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ControllerProcess]:
+    server = authority.server()
+    arguments = ("--tls-certificate", str(server.certificate), "--tls-key", str(server.key))
+    arguments += ("--tls-client-ca", str(authority.pair.certificate))
+    with controller_process(tmp_path_factory.mktemp("controller"), program_forks, arguments=arguments) as process:
+        yield process
+
+
+def ask(
+    process: ControllerProcess, tls: ssl.SSLContext, method: str, path: str, body: Any = None, **headers: str
+) -> tuple[int, Any]:
+    host, _, port = process.listen.rpartition(":")
+    connection = http.client.HTTPSConnection(host, int(port), timeout=120, context=tls)
+    try:
+        connection.request(method, path, None if body is None else msgspec.json.encode(body), headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+@needs_openssl
+def test_an_agents_certificate_speaks_for_its_node_and_for_no_other(
+    process: ControllerProcess, authority: Authority
+) -> None:
+    tls = authority.trust(authority.client("everstep://agent/n1"))
+    assert ask(process, tls, "POST", "/v1/agents/n1/register", registration("n1"))[0] == 200
+    assert ask(process, tls, "POST", "/v1/agents/n2/register", registration("n2"))[0] == 403
+    assert ask(process, tls, "GET", "/v1/status")[0] == 403
+
+
+@needs_openssl
+def test_who_shows_no_certificate_needs_a_token(process: ControllerProcess, authority: Authority) -> None:
+    assert ask(process, authority.trust(), "GET", "/v1/status")[0] == 401
+    assert ask(process, authority.trust(authority.client()), "GET", "/v1/status")[0] == 401
+    assert ask(process, authority.trust(), "GET", "/v1/status", **bearer(TokenRole.VIEWER, "vera"))[0] == 200
+
+
+@needs_openssl
+def test_a_certificate_of_a_strange_authority_ends_the_connection(
+    process: ControllerProcess, authority: Authority, tmp_path: Path
+) -> None:
+    stranger = Authority(tmp_path, "stranger").client("everstep://operator/olga")
+    with pytest.raises((ssl.SSLError, ConnectionError, http.client.HTTPException)):
+        ask(process, authority.trust(stranger), "GET", "/v1/status")
+
+
+def command(process: ControllerProcess, authority: Authority, client: Pair, *words: str) -> Any:
+    options = ["--controller", f"https://{process.listen}", "--ca-file", str(authority.pair.certificate)]
+    options += ["--certificate", str(client.certificate), "--key", str(client.key)]
+    return CliRunner().invoke(app, [*options, *words])
+
+
+@needs_openssl
+def test_an_operator_orders_by_certificate_and_stands_in_the_log_by_its_name(
+    process: ControllerProcess, authority: Authority
+) -> None:
+    olga = authority.client("everstep://operator/olga")
+    done = command(process, authority, olga, "token", "issue", "--role", "viewer", "--subject", "wall", "-r", "for all")
+    assert done.exit_code == 0, done.output
+    token = done.stdout.strip()
+    assert ask(process, authority.trust(), "GET", "/v1/status", Authorization=f"Bearer {token}")[0] == 200
+    events = command(process, authority, olga, "events", "--json").stdout
+    assert "olga issued viewer credential" in events
+    assert token not in events

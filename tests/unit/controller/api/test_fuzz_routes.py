@@ -1,0 +1,247 @@
+"""Bad input on every route, on the bare port, and in a session: refused each, and nothing is left of it.
+
+Deterministic by its seed. Memory is that of the controller's process, from the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import random
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from everstep_controller.api.routes import PLAIN, ROUTES, Access, Route
+from everstep_controller.server.responses import MEDIA_TYPE
+
+from everstep.bearer_tokens import TokenRole, hash_secret
+from everstep.wire.v1 import agent
+from everstep.wire.v1 import enrolment as wire
+from everstep.wire.v1.agent import Frame, Refused, encode_frame
+from everstep.wire.v1.training import RankLost
+from tests.support.controllers import OPERATOR, ControllerProcess, bearer, controller_process, joined, registration
+from tests.support.forked import ForkPool
+from tests.support.fuzz import damaged, hopeless, requests_of_strangers
+from tests.support.sessions import AgentSession
+
+SEED = 20_240_607
+DAMAGED_PER_ROUTE = 30
+MOST_GROWTH_BYTES = 96 << 20
+"""What the process may hold more at the end than at the beginning: some requests of 20 MiB were under way."""
+AGENT = bearer(TokenRole.AGENT, "n1")
+LOST = RankLost(job="j", at=1.0, generation=1, rank=0, local_rank=0, detail="killed\x00by hand")
+REPORTS = agent.Reports(
+    incarnation=1,
+    reports=(agent.Numbered(number=1, body=joined("j", 1.0)), agent.Numbered(number=2, body=LOST)),
+)
+GOOD: dict[str, Any] = {
+    "register": registration("n1"),
+    "heartbeat": agent.Heartbeat(incarnation=1, seq=1, sent_at=1.0, findings=()),
+    "reports": REPORTS,
+    "enrol": wire.Enrol(node="n9", secret_hash=hash_secret("s")),
+    "issue_credential": wire.IssueJoin(reason="fuzz", subject="nobody-*"),
+}
+BODIED = [name for name, route in ROUTES.items() if route.body is not None]
+
+
+@pytest.fixture(scope="module")
+def process(program_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess]:
+    limits = tmp_path_factory.mktemp("limits") / "limits.toml"
+    limits.write_text("agent_requests_per_s = 1e6\nrequests_per_s = 1e6\nfailed_authentications_per_s = 1e6\n")
+    with controller_process(
+        tmp_path_factory.mktemp("controller"), program_forks, arguments=("--settings", str(limits))
+    ) as process:
+        assert process.ask("POST", "/v1/agents/n1/register", registration("n1"), AGENT)[0] == 200
+        yield process
+        assert is_well(process)
+
+
+@pytest.fixture(scope="module")
+def join(process: ControllerProcess) -> dict[str, str]:
+    _, body = process.ask("POST", "/v1/credentials", wire.IssueJoin(reason="fuzz", uses=None, replace=True))
+    return {"Authorization": f"Bearer {msgspec.json.decode(body, type=wire.Issued).token}"}
+
+
+def is_well(process: ControllerProcess) -> bool:
+    """Whether it still decides: an answer that needs the loop and the database."""
+    beat = agent.Heartbeat(incarnation=1, seq=9, sent_at=1.0, findings=())
+    return process.ask("POST", "/v1/agents/n1/heartbeat", beat, AGENT)[0] in (200, 404)
+
+
+def resident_bytes(process: ControllerProcess) -> int:
+    assert process.process is not None
+    with open(f"/proc/{process.process.pid}/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmRSS:"))
+
+
+def headers_for(route: Route, join: dict[str, str]) -> dict[str, str]:
+    if route.access is Access.AGENT:
+        return AGENT
+    return join if route.access is Access.JOIN else OPERATOR
+
+
+def concrete(path: str) -> str:
+    names = {"node": "n1", "job": "j", "order": "hold", "id": "0" * 16}
+    return re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], "x"), path)
+
+
+class Asker:
+    """Requests over a kept connection, made again where it was closed."""
+
+    def __init__(self, process: ControllerProcess, headers: dict[str, str]) -> None:
+        self._process, self._headers = process, headers
+        self._connection = process.connection()
+
+    def __call__(self, method: str, path: str, body: bytes, **headers: str) -> tuple[int, str]:
+        """Status and media type; 413 where the controller hung up on a body of more than 1 MiB."""
+        try:
+            return self._ask(method, path, body, headers)
+        except (ConnectionError, http.client.RemoteDisconnected):
+            self._connection.close()  # the controller closed it after its last answer, or in the middle of this body
+            self._connection = self._process.connection()
+        try:
+            return self._ask(method, path, body, headers)
+        except ConnectionError:
+            assert len(body) > agent.MAX_BODY_BYTES
+            self._connection.close()
+            self._connection = self._process.connection()
+            return 413, MEDIA_TYPE
+
+    def _ask(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
+        self._connection.request(method, path, body, {**self._headers, **headers})
+        response = self._connection.getresponse()
+        response.read()
+        return response.status, response.headers["content-type"]
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@pytest.mark.parametrize("name", BODIED)
+def test_a_body_that_cannot_be_the_message_is_refused_as_the_senders_fault(
+    process: ControllerProcess, join: dict[str, str], name: str
+) -> None:
+    route, rng = ROUTES[name], random.Random(f"{SEED} {name}")
+    body = msgspec.json.encode(GOOD.get(name, {"reason": "fuzz"}))
+    ask = Asker(process, headers_for(route, join))
+    try:
+        for bad in hopeless(body, rng):
+            status, media = ask(route.method, concrete(route.path), bad)
+            assert 400 <= status < 500, (status, bad[:200])
+            assert media == MEDIA_TYPE
+        for media in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "x" * 5000):
+            assert ask(route.method, concrete(route.path), body, **{"content-type": media})[0] == 415, media
+    finally:
+        ask.close()
+
+
+@pytest.mark.parametrize("name", BODIED)
+def test_a_damaged_message_is_taken_or_refused_and_never_an_error_of_the_controllers(
+    process: ControllerProcess, join: dict[str, str], name: str
+) -> None:
+    route, rng = ROUTES[name], random.Random(f"{SEED} damaged {name}")
+    body = msgspec.json.encode(GOOD.get(name, {"reason": "fuzz"}))
+    ask = Asker(process, headers_for(route, join))
+    try:
+        for _ in range(DAMAGED_PER_ROUTE):
+            bad = damaged(body, rng)
+            status, _ = ask(route.method, concrete(route.path), bad)
+            assert status < 500, (status, bad)
+    finally:
+        ask.close()
+
+
+@pytest.mark.parametrize("name", [*ROUTES, *PLAIN])
+def test_a_damaged_path_or_query_is_never_an_error_of_the_controllers(
+    process: ControllerProcess, join: dict[str, str], name: str
+) -> None:
+    route = {**ROUTES, **PLAIN}[name]
+    rng = random.Random(f"{SEED} path {name}")
+    names = ("%00", "%ff%fe", "..%2f..%2fetc", "%E2%80%AE", "n" * 300, "%0d%0aX:%20y", "'%22;--", "%F0%9F%92%A9")
+    ask = Asker(process, headers_for(route, join))
+    try:
+        for bad in names:
+            path = re.sub(r"\{\w+\}", lambda _found, bad=bad: bad, route.path)
+            query = "&".join(f"{one}={rng.choice(names)}" for one in (*route.query, "surprise"))
+            if name != "stream" or route.query:
+                status, _ = ask(route.method, f"{path}?{query}", b"{}" if route.body is not None else b"")
+                assert status < 500, (status, path, query)
+    finally:
+        ask.close()
+
+
+def test_what_is_no_request_is_answered_4xx_or_hung_up_on_and_held_in_no_memory(process: ControllerProcess) -> None:
+    before = resident_bytes(process)
+    for bad in requests_of_strangers():
+        answer = answer_to(process, bad)
+        assert answer == b"" or re.match(rb"HTTP/1\.1 4\d\d ", answer), (bad[:100], answer[:100])
+    assert is_well(process)
+    assert resident_bytes(process) - before < MOST_GROWTH_BYTES
+
+
+def answer_to(process: ControllerProcess, sent: bytes) -> bytes:
+    """What comes back before the other end closes, or is closed by us once nothing more is said."""
+    host, _, port = process.listen.rpartition(":")
+    with socket.create_connection((host, int(port)), 10) as line:
+        try:
+            line.sendall(sent)
+            line.shutdown(socket.SHUT_WR)
+            return line.recv(1 << 16)
+        except OSError:  # it was hung up on
+            return b""
+
+
+# --- sessions ----------------------------------------------------------------------------------------------------
+
+
+def bad_frames(rng: random.Random) -> Iterator[bytes]:
+    """Frames of which none is right, each for a session of its own."""
+    yield b"\x00\x00\x00\x00"
+    yield b"\xff\xff\xff\xff\x02"
+    yield (1 << 21).to_bytes(4, "big") + b"\x03"
+    for kind in (0, 5, Frame.REGISTERED, Frame.PUSH, 255):
+        yield b"\x00\x00\x00\x03" + bytes((kind,)) + b"{}"
+    good = {Frame.REGISTER: GOOD["register"], Frame.HEARTBEAT: GOOD["heartbeat"], Frame.REPORTS: REPORTS}
+    for kind, message in good.items():
+        body = msgspec.json.encode(message)
+        for bad in hopeless(body, rng):
+            if len(bad) <= agent.MAX_BODY_BYTES:
+                yield encode_frame(kind, bad)
+        for _ in range(DAMAGED_PER_ROUTE):
+            yield encode_frame(kind, damaged(body, rng))
+            yield damaged(encode_frame(kind, body), rng)
+    yield encode_frame(Frame.ACKNOWLEDGE, b'{"through":-1}')
+    yield encode_frame(Frame.ACKNOWLEDGE, b'{"through":99999999999999999999}')
+
+
+def test_a_bad_frame_is_refused_or_ends_its_session_and_the_controller_serves_on(process: ControllerProcess) -> None:
+    before = resident_bytes(process)
+    for bad in bad_frames(random.Random(SEED)):
+        session = AgentSession(process.listen, "n1")
+        try:
+            with contextlib.suppress(OSError):  # it may be hung up on already
+                session.send(bad)
+                session.sock.shutdown(socket.SHUT_WR)
+            for kind, message in frames(session):
+                assert kind is not Frame.REFUSED or is_the_senders_fault(message), message
+        finally:
+            session.close()
+    assert is_well(process)
+    assert resident_bytes(process) - before < MOST_GROWTH_BYTES
+
+
+def frames(session: AgentSession) -> Iterator[tuple[Frame, Any]]:
+    """What comes until the controller closes."""
+    try:
+        while True:
+            yield session.next_frame()
+    except (EOFError, ConnectionResetError):
+        return
+
+
+def is_the_senders_fault(refused: Refused) -> bool:
+    return refused.code not in ("internal", "unavailable")

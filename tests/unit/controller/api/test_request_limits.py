@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from everstep_controller.api.auth import MOST_REPORTS, Buckets, FailedAuthentications, RequestLimits, network_of
+from starlette.testclient import TestClient
+
+from everstep.bearer_tokens import Identity, TokenRole
+from everstep.clock import ManualClock
+from everstep.errors import AuthenticationError, RateLimited
+from everstep.wire.v1.training import FindingCleared
+from tests.support.controllers import InProcess, Refused, Speaker
+
+N1, N2 = Identity(TokenRole.AGENT, "n1"), Identity(TokenRole.AGENT, "n2")
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(monotonic=1000.0)
+
+
+def limits(clock: ManualClock, **given: float) -> RequestLimits:
+    chosen = {"agents_per_s": 8.0, "reports_per_s": 1024.0, "others_per_s": 4.0, "burst_s": 2.0, **given}
+    return RequestLimits(**chosen, monotonic=clock.monotonic)
+
+
+def spend(charge: RequestLimits, identity: Identity, most: int = 1000) -> int:
+    """How many requests pass before one is refused."""
+    for passed in range(most):
+        try:
+            charge.charge(identity)
+        except RateLimited:
+            return passed
+    return most
+
+
+def test_a_burst_passes_and_then_as_many_as_come_in_a_second(clock: ManualClock) -> None:
+    limit = limits(clock)
+    assert spend(limit, N1) == 16
+    clock.advance(1.0)
+    assert spend(limit, N1) == 8
+    clock.advance(3600.0)
+    assert spend(limit, N1) == 16
+
+
+def test_a_refusal_says_when_to_come_again_and_that_is_the_truth(clock: ManualClock) -> None:
+    limit = limits(clock)
+    spend(limit, N1)
+    with pytest.raises(RateLimited) as caught:
+        limit.charge(N1)
+    assert 0 < caught.value.retry_after_s <= 0.125
+    clock.advance(caught.value.retry_after_s + 1e-9)
+    limit.charge(N1)
+
+
+def test_reports_are_counted_by_node_however_many_come_at_a_time(clock: ManualClock) -> None:
+    limit = limits(clock)
+    for _ in range(2):
+        limit.charge_reports("n1", MOST_REPORTS)
+    with pytest.raises(RateLimited, match=r"too many reports of node n1: send these 512 again in 0\.5 s") as caught:
+        limit.charge_reports("n1", 512)
+    limit.charge_reports("n2", 512)
+    clock.advance(caught.value.retry_after_s)
+    limit.charge_reports("n1", 512)
+
+
+def test_a_full_request_of_reports_passes_however_slow_they_may_come(clock: ManualClock) -> None:
+    limit = limits(clock, reports_per_s=1.0)
+    for _ in range(2):
+        limit.charge_reports("n1", MOST_REPORTS)
+        clock.advance(MOST_REPORTS)
+
+
+def test_reports_beyond_the_limit_are_refused_and_taken_when_they_come_again(
+    clock: ManualClock, tmp_path: Path
+) -> None:
+    application = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=clock, agent_reports_per_s=100.0)
+    with TestClient(application) as client:
+        speaker = Speaker(client, "n1")
+        speaker.register()
+        many = [FindingCleared(key=f"host.disk/{i}") for i in range(MOST_REPORTS)]
+        assert speaker.report(*many).through == MOST_REPORTS
+        with pytest.raises(Refused, match="429 rate_limited: too many reports of node n1"):
+            speaker.report(*many)
+        speaker.beat()
+        clock.advance(MOST_REPORTS / 100.0)
+        assert speaker.report(*many, first=MOST_REPORTS + 1).through == 2 * MOST_REPORTS
+
+
+def test_one_identity_does_not_use_up_what_another_may(clock: ManualClock) -> None:
+    limit = limits(clock)
+    spend(limit, N1)
+    assert spend(limit, N2) == 16
+    assert spend(limit, Identity(TokenRole.VIEWER, "n1")) == 8
+    assert spend(limit, Identity(TokenRole.JOIN, "*", "n1")) == 16
+
+
+def test_idle_buckets_cost_no_memory_and_busy_ones_a_bounded_amount(clock: ManualClock) -> None:
+    buckets: Buckets[int] = Buckets(1.0, 5.0, clock.monotonic, most=100)
+    for key in range(10_000):
+        buckets.take(key)
+        assert len(buckets) <= 101
+    clock.advance(10.0)
+    for key in range(101):
+        buckets.take(key)
+    clock.advance(10.0)
+    buckets.take(-1)
+    assert len(buckets) <= 101
+
+
+def test_who_has_used_up_a_bucket_does_not_get_another_when_idle_ones_are_forgotten(clock: ManualClock) -> None:
+    buckets: Buckets[str] = Buckets(1.0, 2.0, clock.monotonic, most=4)
+    for idle in ("a", "b", "c"):
+        buckets.take(idle)
+    clock.advance(1.5)
+    buckets.take("busy", 2)
+    buckets.take("d")
+    assert len(buckets) == 2
+    assert buckets.take("busy") == 1.0
+
+
+def test_failures_of_one_address_are_slowed_down_and_said_once(
+    clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = FailedAuthentications(per_s=1.0, burst_s=3.0, monotonic=clock.monotonic)
+    wrong = AuthenticationError("the token does not verify")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            failures.note("10.0.0.1", wrong)
+        with pytest.raises(RateLimited, match=r"from 10\.0\.0\.1"):
+            failures.note("10.0.0.1", wrong)
+        failures.note("10.0.0.2", wrong)
+    assert len(caplog.records) == 1
+    clock.advance(60.0)
+    failures.note("10.0.0.1", wrong)
+    assert "5 failed authentications" in caplog.text
+
+
+def test_an_attacker_with_a_whole_ipv6_network_is_one(clock: ManualClock) -> None:
+    assert network_of("2001:db8::1") == network_of("2001:db8::ffff:1") != network_of("2001:db8:0:1::1")
+    assert network_of("::ffff:10.0.0.1") == network_of("10.0.0.1") == "10.0.0.1"
+    assert network_of("fe80::1%eth0") == network_of("fe80::2")
+    assert network_of("") == ""

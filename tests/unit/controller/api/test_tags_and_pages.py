@@ -1,0 +1,335 @@
+"""Every list comes in pages, and every order heeds If-Match: from the routes' own table, and one by one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+import pytest
+from everstep_controller.api.routes import ROUTES
+from everstep_controller.core.policy import CorePolicy
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from everstep.clock import ManualClock
+from everstep.ids import Version
+from everstep.vocabulary import FindingKind, NodeState
+from everstep.wire.v1 import enrolment as wire
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1 import operator_history as past
+from everstep.wire.v1.agent import Domain
+from everstep.wire.v1.training import FindingRaised, ProbeFinished, RankProgress
+from tests.support.controllers import OPERATOR, InProcess, Refused, Speaker, get, joined, post
+from tests.support.eventful import WORN_OUT
+from tests.support.spoken import FELL_OFF, fleet, resume, running_job
+
+ONE_EVICTION = msgspec.structs.replace(CorePolicy.lab(), eviction_count=1, eviction_share=0.1)
+BECAUSE = op.Because(reason="a smell of smoke")
+BY_NUMBER = {"events", "audit"}
+"""Lists that are resumed by the number of an event, as their stream is."""
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[TestClient]:
+    database, journal = f"sqlite:///{tmp_path / 'c.db'}", str(tmp_path / "journal")
+    app = InProcess(database, clock=ManualClock(), journal_dir=journal, policy=ONE_EVICTION)
+    with TestClient(app) as client:
+        yield client
+
+
+@pytest.fixture
+def any_client(database: str) -> Iterator[TestClient]:
+    with TestClient(InProcess(database, clock=ManualClock()), raise_server_exceptions=False) as client:
+        yield client
+
+
+def tag(client: TestClient, path: str) -> str:
+    answer = client.get(path, headers=OPERATOR)
+    assert answer.status_code == 200, answer.text
+    return str(answer.headers["etag"])
+
+
+def seen(etag: str) -> dict[str, str]:
+    return OPERATOR | {"If-Match": etag}
+
+
+def issue(client: TestClient, subject: str) -> wire.Credential:
+    issued: wire.Issued = post(client, "/v1/credentials", wire.IssueViewer(subject=subject, reason="x"), wire.Issued)
+    return issued.credential
+
+
+def probe(client: TestClient, *nodes: str) -> str:
+    body = op.StartProbe(nodes=nodes, reason="a new cable")
+    return str(post(client, "/v1/probes", body, op.ProbeStatus).probe)
+
+
+# --- the table ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, route in ROUTES.items() if route.answers.__name__.endswith("List")])
+def test_a_list_comes_in_pages(name: str) -> None:
+    if name in BY_NUMBER:
+        assert {"limit", "after"} <= set(ROUTES[name].query)
+    else:
+        assert "next" in {field.name for field in msgspec.structs.fields(ROUTES[name].answers)}
+        assert {"limit", "cursor"} <= set(ROUTES[name].query)
+
+
+@pytest.mark.parametrize("name", [name for name, route in ROUTES.items() if route.method == "POST"])
+def test_an_order_is_compared_with_what_has_a_tag_or_says_why_it_may_come_twice(name: str) -> None:
+    route = ROUTES[name]
+    assert bool(route.matches) != bool(route.repeats)
+    for path in re.findall(r"/v1/[\w{}/]+", route.matches):
+        assert any(other.tagged and other.path == path for other in ROUTES.values()), path
+
+
+def out_of_budget(client: TestClient) -> None:
+    """Two nodes fall ill, each of its own illness; the second is held, and the breaker latches."""
+    for speaker, finding in zip(fleet(client, "n3", "n4"), (FELL_OFF, WORN_OUT), strict=True):
+        speaker.report(FindingRaised(finding=finding))
+    assert get(client, "/v1/budget", past.BudgetStatus).breaker
+
+
+def change(name: str, credential: str, until: float) -> tuple[str, Any]:
+    """An order of that route which is in place after ``client`` was prepared as below."""
+    probed = op.StartProbe(nodes=("n1", "n2"), reason="slow")
+    orders: dict[str, tuple[str, Any]] = {
+        "start_probe": ("/v1/probes", probed),
+        "reset_breaker": ("/v1/breaker/reset", BECAUSE),
+        "stop": ("/v1/jobs/j/stop", BECAUSE),
+        "resize": ("/v1/jobs/j/resize", op.Resize(size=1, reason="x")),
+        "maintenance": ("/v1/maintenance", past.Maintenance(until=until, reason="x", node="n1")),
+        "cancel_maintenance": ("/v1/maintenance/cancel", past.CancelMaintenance(reason="x", node="n1")),
+        "order": ("/v1/nodes/n1/hold", BECAUSE),
+        "check_policy": ("/v1/policy/check", past.PolicyChange(knobs={"eviction_count": 2})),
+        "try_policy": ("/v1/policy/try", past.TryPolicy(change=past.PolicyChange(knobs={"eviction_count": 2}))),
+        "issue_credential": ("/v1/credentials", wire.IssueViewer(subject="v", reason="x")),
+        "revoke_credential": (f"/v1/credentials/{credential}/revoke", BECAUSE),
+        "rotate_credential": (f"/v1/credentials/{credential}/rotate", wire.Rotate(reason="x")),
+    }
+    return orders[name]
+
+
+LOOKS = {"check_policy", "try_policy"}
+"""Take a body, and change nothing."""
+
+
+@pytest.mark.parametrize("name", [name for name, route in ROUTES.items() if route.matches])
+def test_an_order_is_carried_out_once_for_one_look(client: TestClient, name: str) -> None:
+    running_job(client, "n1", "n2")
+    out_of_budget(client)
+    credential = issue(client, "grafana").id
+    until = get(client, "/v1/status", op.FleetStatus).now + 3600
+    path, body = change(name, credential, until)
+    if name == "cancel_maintenance":
+        plan = past.Maintenance(starts_at=until - 1800, until=until, reason="x", node="n1")
+        post(client, "/v1/maintenance", plan, op.Changed)
+    before = get(client, "/v1/events?limit=1000", op.EventList)
+    with pytest.raises(Refused, match="412 outdated"):
+        post(client, path, body, Any, seen('"0123456789abcdef"'))
+    assert get(client, "/v1/events?limit=1000", op.EventList) == before
+    looked_at = ROUTES[name].matches.partition(",")[0].format(node="n1", job="j", id=credential)
+    etag = tag(client, looked_at)
+    assert tag(client, looked_at) == etag
+    post(client, path, body, Any, seen(etag))
+    if name not in LOOKS:
+        with pytest.raises(Refused, match="412 outdated"):
+            post(client, path, body, Any, seen(etag))
+
+
+@pytest.mark.parametrize("name", [name for name, route in ROUTES.items() if route.tagged])
+def test_what_has_a_tag_is_not_sent_again(client: TestClient, name: str) -> None:
+    running_job(client, "n1", "n2")
+    path = ROUTES[name].path.format(node="n1", job="j", id=issue(client, "grafana").id)
+    for known in (tag(client, path), "*"):
+        again = client.get(path, headers=OPERATOR | {"If-None-Match": known})
+        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag(client, path))
+
+
+NUMBERS = st.one_of(
+    st.integers(), st.floats().map(repr), st.sampled_from(["nan", "-inf", "1_0", str(2**63), str(-(2**63) - 1), "９"])
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(parts=[10**30])
+@example(parts=[2**63, 1])
+@example(parts=["nan", "x"])
+@given(parts=st.lists(st.one_of(NUMBERS, st.text(max_size=5)), min_size=1, max_size=3))
+def test_a_cursor_that_nobody_was_given_is_refused_or_leads_somewhere(
+    any_client: TestClient, parts: list[object]
+) -> None:
+    cursor = quote("~".join(map(str, parts)))
+    for route in ROUTES.values():
+        if "cursor" in route.query:
+            answer = any_client.get(f"{route.path}?job=j&cursor={cursor}", headers=OPERATOR)
+            assert answer.status_code in (200, 422), (route.path, cursor, answer.text)
+
+
+# --- one by one --------------------------------------------------------------------------------------------------
+
+
+def test_a_rack_that_changed_since_is_not_taken_out(client: TestClient) -> None:
+    for name, rack in (("n1", "r1"), ("n2", "r1"), ("n3", "r2")):
+        Speaker(client, name).register(domain=Domain(rack=rack))
+    window = past.Maintenance(until=get(client, "/v1/status", op.FleetStatus).now + 3600, reason="x", rack="r1")
+    etag = tag(client, "/v1/nodes?rack=r1")
+    post(client, "/v1/nodes/n3/hold", BECAUSE, op.Changed)
+    assert tag(client, "/v1/nodes?rack=r1") == etag, "another rack's nodes are not its own"
+    post(client, "/v1/nodes/n2/hold", BECAUSE, op.Changed)
+    with pytest.raises(Refused, match="412 outdated"):
+        post(client, "/v1/maintenance", window, op.Changed, seen(etag))
+    post(client, "/v1/maintenance", window, op.Changed, seen(tag(client, "/v1/nodes?rack=r1")))
+
+
+def test_a_page_of_nodes_has_another_tag_when_a_node_is_held_or_somebody_cordons_it(tmp_path: Path) -> None:
+    app = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=ManualClock(), policy=ONE_EVICTION)
+    with TestClient(app) as client:
+        speakers = fleet(client, *(f"n{number}" for number in range(1, 5)))
+        for speaker, finding in zip(speakers, (FELL_OFF, WORN_OUT), strict=False):
+            speaker.report(FindingRaised(finding=finding))
+        nodes = {one.node: one for one in get(client, "/v1/nodes", op.NodeList).nodes}
+        assert nodes["n1"].state is NodeState.QUARANTINED
+        seen_tags = [tag(client, "/v1/nodes")]
+        post(client, "/v1/nodes/n1/hold", BECAUSE, op.Changed)
+        seen_tags.append(tag(client, "/v1/nodes"))
+        assert app.controller is not None
+        record = app.controller.loop.state.nodes["n2"]
+        for name in ("foreign", "held_by"):
+            setattr(record, name, f"another {getattr(record, name)}")
+            seen_tags.append(tag(client, "/v1/nodes"))
+    assert len(set(seen_tags)) == 4
+
+
+def test_a_job_is_sent_again_when_it_has_recovered_or_committed_and_orders_heed_what_was_decided_only(
+    tmp_path: Path,
+) -> None:
+    app = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=ManualClock())
+    with TestClient(app) as client:
+        speakers = fleet(client, "n1", "n2")
+        for speaker in speakers:
+            speaker.report(joined("j", 1.0, nodes=2))
+
+        def sent_again(etag: str) -> int:
+            return client.get("/v1/jobs/j", headers=OPERATOR | {"If-None-Match": etag}).status_code
+
+        etag = tag(client, "/v1/jobs/j")
+        assert sent_again(etag) == 304
+        resume(speakers[:1], 1)
+        assert sent_again(etag) == 200
+        resume(speakers, 1)
+        etag = tag(client, "/v1/jobs/j")
+        speakers[0].beat(ranks=(RankProgress(job="j", generation=1, rank=0, step=7, step_s=0.1),))
+        assert sent_again(etag) == 304, "a heartbeat changes nothing"
+        assert app.controller is not None
+        app.controller.loop.state.live_jobs["j"].committed = Version(1, 5)
+        assert sent_again(etag) == 200
+        post(client, "/v1/jobs/j/stop", BECAUSE, op.Changed, seen(etag))
+
+
+def test_probes_come_in_pages_newest_first_and_by_node(client: TestClient) -> None:
+    fleet(client, "n1", "n2", "n3", "n4")
+    names = []
+    for nodes in (("n1", "n2"), ("n3", "n4"), ("n1", "n3"), ("n2", "n4"), ("n1", "n4")):
+        names.append(probe(client, *nodes))
+        for node in nodes:
+            Speaker(client, node).report(ProbeFinished(probe=names[-1], ok=True), first=len(names) + 1)
+    first = get(client, "/v1/probes?limit=2", op.ProbeList)
+    second = get(client, f"/v1/probes?limit=2&cursor={first.next}", op.ProbeList)
+    newest = probe(client, "n1", "n2")
+    third = get(client, f"/v1/probes?limit=2&cursor={second.next}", op.ProbeList)
+    shown = [one.probe for page in (first, second, third) for one in page.probes]
+    assert (shown, third.next) == (names[::-1], "")
+    mine = get(client, "/v1/probes?node=n1&limit=3", op.ProbeList)
+    assert [one.probe for one in mine.probes] == [newest, names[4], names[2]]
+    assert [one.probe for one in get(client, f"/v1/probes?node=n1&cursor={mine.next}", op.ProbeList).probes] == [
+        names[0]
+    ]
+    with pytest.raises(Refused, match="no cursor"):
+        get(client, "/v1/probes?cursor=nonsense", op.ProbeList)
+
+
+def test_what_a_node_says_of_a_probe_that_it_takes_no_part_in_counts_for_nothing(client: TestClient) -> None:
+    speakers = fleet(client, "n1", "n2", "n3")
+    name = probe(client, "n1", "n2")
+    speakers[2].report(ProbeFinished(probe=name, ok=False, detail="the link of n1 is bad", rows=((1, 9.0, 1.0),)))
+    status = get(client, f"/v1/probes/{name}", op.ProbeStatus)
+    assert (status.ok, status.answers, status.rows) == (None, {}, ())
+
+
+def test_what_the_controller_found_itself_is_shown_with_what_the_agent_tells(tmp_path: Path) -> None:
+    policy = msgspec.structs.replace(CorePolicy.lab(), slow_link_bytes_per_s=1e9)
+    app = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=ManualClock(), policy=policy)
+    with TestClient(app) as client:
+        fleet(client, "n1", "n2")[0].report(FindingRaised(finding=FELL_OFF))
+        etag, name = tag(client, "/v1/nodes"), probe(client, "n1", "n2")
+        Speaker(client, "n2").report(ProbeFinished(probe=name, ok=True, rows=((1 << 20, 1e-4, 1e6),)), first=2)
+        assert tag(client, "/v1/nodes") != etag
+        known = {node: get(client, f"/v1/nodes/{node}", op.NodeDetail) for node in ("n1", "n2")}
+    assert [finding.kind for finding in known["n1"].findings] == [FindingKind.GPU_XID]
+    assert [finding.kind for finding in known["n2"].findings] == [FindingKind.NETWORK_SLOW_LINK]
+    assert [known[node].summary.findings for node in known] == [1, 1]
+
+
+def test_credentials_come_in_pages_oldest_first_though_all_are_of_one_moment(client: TestClient) -> None:
+    made = {issue(client, f"v{i}").id for i in range(7)}
+    join = post(client, "/v1/credentials", wire.IssueJoin(reason="x"), wire.Issued).credential.id
+    ids: list[str] = []
+    page = get(client, "/v1/credentials?limit=3", wire.CredentialList, OPERATOR)
+    ids += [one.id for one in page.credentials]
+    while page.next:
+        page = get(client, f"/v1/credentials?limit=3&cursor={page.next}", wire.CredentialList, OPERATOR)
+        ids += [one.id for one in page.credentials]
+    assert (len(ids), set(ids)) == (8, made | {join})
+    joins = get(client, "/v1/credentials?role=join&limit=1", wire.CredentialList, OPERATOR)
+    assert ([one.id for one in joins.credentials], joins.next) == ([join], "")
+    (third,) = get(client, "/v1/credentials?subject=v3", wire.CredentialList, OPERATOR).credentials
+    assert third.subject == "v3"
+    for wrong in ("cursor=nonsense", "cursor=x~y", "role=king"):
+        with pytest.raises(Refused, match="422"):
+            get(client, f"/v1/credentials?{wrong}", wire.CredentialList, OPERATOR)
+
+
+def test_credentials_keep_their_tag_and_their_places_under_another_controller(tmp_path: Path) -> None:
+    clock = ManualClock()
+
+    def life() -> TestClient:
+        return TestClient(InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=clock))
+
+    with life() as client:
+        for i in range(5):
+            one = issue(client, f"v{i}")
+        post(client, f"/v1/credentials/{one.id}/revoke", BECAUSE, op.Changed)
+        page = get(client, "/v1/credentials?limit=2", wire.CredentialList, OPERATOR)
+        rest = get(client, f"/v1/credentials?cursor={page.next}", wire.CredentialList, OPERATOR)
+        etags = tag(client, "/v1/credentials"), tag(client, f"/v1/credentials/{one.id}")
+    with life() as client:
+        assert get(client, f"/v1/credentials?cursor={page.next}", wire.CredentialList, OPERATOR) == rest
+        assert (tag(client, "/v1/credentials"), tag(client, f"/v1/credentials/{one.id}")) == etags
+
+
+def test_credentials_that_are_forgotten_leave_pages_and_tag_as_after_a_new_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("everstep_controller.api.credentials.FIRST_SWEEP", 1)
+    clock = ManualClock()
+
+    def life() -> TestClient:
+        return TestClient(InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=clock))
+
+    with life() as client:
+        kept = issue(client, "kept")
+        post(client, f"/v1/credentials/{issue(client, 'gone').id}/revoke", BECAUSE, op.Changed)
+        clock.advance(31 * 86400.0)
+        new = issue(client, "new")
+        page = get(client, "/v1/credentials", wire.CredentialList, OPERATOR)
+        assert page.credentials == (kept, new)
+        etag = tag(client, "/v1/credentials")
+    with life() as client:
+        assert get(client, "/v1/credentials", wire.CredentialList, OPERATOR) == page
+        assert tag(client, "/v1/credentials") == etag

@@ -1,0 +1,61 @@
+"""A name is all of what is said: one with a line's end behind it would look like another's, in every list and log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from everstep_controller.api.routes import PATH, QUERY
+from everstep_controller.server.connections import identity_of
+
+from everstep.ids import Address, JobId, NodeId, check_name
+from everstep.wire import export
+from everstep.wire.v1.enrolment import Enrol, PersonName
+
+HASH = "ab" * 32
+
+
+@pytest.mark.parametrize("kind", [NodeId, JobId, PersonName])
+def test_a_name_that_ends_with_a_line_is_refused(kind: Any) -> None:
+    assert msgspec.convert("n1", kind) == "n1"
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert("n1\n", kind)
+
+
+def test_so_is_an_address_and_a_node_that_enrols() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert("n1:7000\n", Address)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(msgspec.json.encode(Enrol(node="rack3-n07\n", secret_hash=HASH)), type=Enrol)
+    with pytest.raises(ValueError, match="cannot name a node"):
+        check_name("n1\n", "node")
+
+
+def _patterns(part: Any) -> Iterator[str]:
+    if isinstance(part, dict):
+        for name, value in part.items():
+            if name == "pattern" and isinstance(value, str):
+                yield value
+            else:
+                yield from _patterns(value)
+    elif isinstance(part, list):
+        for one in part:
+            yield from _patterns(one)
+
+
+def test_no_text_that_is_held_against_a_pattern_may_have_a_line_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "in_schema", lambda part: part)
+    kinds = [msgspec.json.schema(kind) for kind in (*PATH.values(), *QUERY.values())]
+    found = set(_patterns([export.schema(module) for module in export.MODULES] + kinds))
+    assert any(pattern.endswith("\\Z") for pattern in found)
+    free = {r"^(0|[1-9][0-9]{0,5})$", r"^[^=]+(=|$)"}  # of a schema alone; of a label's value, which is any text
+    assert not {pattern for pattern in found if pattern.endswith(("$", "$)"))} - free
+
+
+@pytest.mark.parametrize("name", ["n1%0a", "olga%00", "olga%0d%0aroot", "%1b[2J"])
+def test_a_certificate_speaks_for_nobody_whose_name_cannot_be_printed(name: str) -> None:
+    ends = {"notAfter": "Jan  1 00:00:00 2030 GMT"}
+    assert identity_of({"subjectAltName": (("URI", "everstep://operator/olga"),), **ends}) is not None
+    assert identity_of({"subjectAltName": (("URI", f"everstep://operator/{name}"),), **ends}) is None

@@ -1,0 +1,351 @@
+"""What is committed, what is verified, and what a generation may start from."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import pytest
+from everstep_controller.core.checkpoints.commits import corroborated, count_votes
+from everstep_controller.core.effects import Effect, PutJob, PutVersion
+from everstep_controller.core.events import OperatorAction, StoreChanged
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.records import Homes, Share
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.ids import Version
+from everstep.vocabulary import JobState, NodeState
+from everstep.wire.v1.directives import NewGeneration, StopJob, VersionNotice
+from everstep.wire.v1.training import RestoreRule, Sealed
+from tests.support.core_fleet import CoreFleet, decisions, generations, sent
+
+ballots = st.dictionaries(st.integers(0, 7), st.sampled_from("abc"), min_size=1)
+
+
+def _versions(effects: list[Effect]) -> list[tuple[Version, bool]]:
+    return [(e.doc.version, e.doc.verified_at is not None) for e in effects if isinstance(e, PutVersion)]
+
+
+# --- votes -------------------------------------------------------------------------------------------------------
+
+
+@given(ballots)
+def test_liars_are_exactly_those_outside_a_strict_majority(votes: dict[int, str]) -> None:
+    vote, counts = count_votes({"g": votes}), Counter(votes.values())
+    majority = [digest for digest, count in counts.items() if 2 * count > len(votes)]
+    if majority:
+        assert vote.liars == {rank for rank, digest in votes.items() if digest != majority[0]}
+        assert not vote.tied
+    else:
+        assert vote.tied == set(votes)
+        assert not vote.liars
+
+
+@given(st.dictionaries(st.sampled_from("gh"), ballots))
+def test_nobody_is_both_a_liar_and_tied(digests: dict[str, dict[int, str]]) -> None:
+    vote = count_votes(digests)
+    assert not vote.liars & vote.tied
+    assert vote.unanimous == all(len(set(votes.values())) == 1 for votes in digests.values())
+
+
+def test_a_digest_that_nobody_shares_verifies_nothing() -> None:
+    assert corroborated({"g": {0: "a", 1: "a"}}, frozenset({0, 1}))
+    assert not corroborated({"g": {0: "a"}, "h": {1: "a"}}, frozenset({0, 1}))
+    assert not corroborated({"g": {0: "a", 1: "a"}}, frozenset({0, 1, 2}))
+
+
+# --- commits -----------------------------------------------------------------------------------------------------
+
+
+@given(st.permutations([(rank, step) for rank in range(3) for step in (1, 2, 3)]))
+def test_what_all_ranks_vouch_for_is_verified_whatever_the_order(order: list[tuple[int, int]]) -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    seen: dict[int, set[int]] = {}
+    newest = 0
+    for rank, step in order:
+        fleet.seal(step, rank)
+        seen.setdefault(step, set()).add(rank)
+        newest = max(newest, step) if len(seen[step]) == 3 else newest
+        assert fleet.state.live_jobs["job"].verified == (Version(1, newest) if newest else None)
+
+
+def test_a_version_commits_only_when_every_share_is_safe() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.seal(4, 0)
+    assert _versions(fleet.seal(4, 1, safe=False)) == []
+    assert _versions(fleet.seal(5)) == [(Version(1, 5), True)]
+
+
+def test_without_digests_a_version_is_committed_and_not_verified() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    assert _versions(fleet.seal(4, digests={0: "", 1: ""})) == [(Version(1, 4), False)]
+
+
+def test_seals_of_a_generation_that_is_over_are_refused() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.lose_rank(0)
+    assert fleet.seal(4, generation=1) == []
+    assert fleet.state.ignored["sealed.stale"] == 2
+
+
+def test_until_an_announced_boundary_digests_are_compared_and_nothing_is_committed() -> None:
+    fleet = CoreFleet()
+    fleet.start(2, 1)
+    fleet.seal(3)
+    fleet.order(OperatorAction.DRAIN, node="n1")
+    assert fleet.job().leaving is not None
+    candidate = fleet.state.live_jobs["job"].candidate or 0
+    assert _versions(fleet.seal(candidate)) == [], "the ranks of the next generation were told of 1:3"
+    assert fleet.state.live_jobs["job"].verified == Version(1, candidate)
+    assert fleet.spec().restore.floor == fleet.state.live_jobs["job"].committed == Version(1, 3)
+
+
+def test_the_first_seal_behind_a_boundary_crosses_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(2, 1)
+    fleet.seal(3)
+    fleet.order(OperatorAction.DRAIN, node="n1")
+    number, step = fleet.spec().number, (fleet.spec().after_step or 0) + 1
+    for rank, member in enumerate(fleet.spec().roster):
+        words = Sealed(
+            job="job",
+            at=fleet.now,
+            generation=number,
+            rank=rank,
+            version=Version(number, step),
+            bytes=1,
+            safe=True,
+            kept=True,
+        )
+        effects = fleet.report(member.node, words)
+    assert fleet.job().leaving is None
+    assert _versions(effects) == [(Version(number, step), False)]
+
+
+def test_the_window_of_open_versions_is_bounded() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    for step in range(200):
+        fleet.seal(step + 1, 0)
+    assert len(fleet.state.live_jobs["job"].ballots) == fleet.policy.version_window
+
+
+def test_a_version_commits_only_when_every_rank_keeps_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.seal(4, 0)
+    assert _versions(fleet.seal(4, 1, kept=False)) == []
+    assert fleet.state.live_jobs["job"].verified == Version(1, 4), "its digests are compared all the same"
+
+
+def test_a_commit_announces_a_candidate_that_no_rank_has_finished_yet() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.progress(step=40, step_s=0.05)
+    fleet.advance(0.2, "n1", "n2")
+    notice = sent(fleet.seal(41), VersionNotice)
+    assert set(notice) == {"n1", "n2"}
+    assert notice["n1"] == VersionNotice(job="job", generation=1, committed=Version(1, 41), candidate=52), (
+        "ten steps are the half second that is aimed at, and one is under way"
+    )
+
+
+@pytest.mark.parametrize(("step_s", "candidate"), [(30.0, 9), (0.5, 9), (0.002, 258)])
+def test_candidates_come_as_often_as_the_policy_aims_at_whatever_a_step_takes(step_s: float, candidate: int) -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.progress(step=7, step_s=step_s)
+    assert sent(fleet.seal(7), VersionNotice)["n1"].candidate == candidate
+
+
+def test_only_what_was_announced_is_committed() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.progress(step=7, step_s=0.5)
+    fleet.seal(7)
+    assert _versions(fleet.seal(8)) == []
+    assert _versions(fleet.seal(9)) == [(Version(1, 9), True)]
+
+
+def test_a_large_job_commits_less_often_than_a_small_one() -> None:
+    candidates = []
+    for nodes in (2, 8):
+        fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), commit_rank_s=0.5))
+        fleet.start(nodes)
+        fleet.progress(step=7, step_s=0.1)
+        notice = sent(fleet.seal(7), VersionNotice)["n1"]
+        candidates.append((notice.candidate or 0) - 7)
+    assert candidates == [1 + 10, 1 + 40]
+
+
+def test_a_candidate_that_a_rank_heard_of_too_late_gives_way_to_another() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.progress(step=7, step_s=0.5)
+    fleet.seal(7)
+    fleet.seal(9, 0)
+    fleet.seal(9, 1, kept=False)
+    fleet.advance(1.0, "n1", "n2")
+    fleet.progress(step=14, step_s=0.5)
+    late = fleet.advance(4.0, "n1", "n2")
+    notice = sent(late, VersionNotice)["n1"]
+    assert notice.committed == Version(1, 7)
+    assert notice.candidate is not None
+    assert notice.candidate > 14
+    assert _versions(fleet.seal(notice.candidate)) == [(Version(1, notice.candidate), True)]
+
+
+def test_after_a_restart_of_the_controller_commits_go_on() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.progress(step=7, step_s=0.5)
+    fleet.seal(7)
+    fleet.restart()
+    assert _versions(fleet.seal(9)) == [], "perhaps it was given up already"
+    fleet.progress(step=12, step_s=0.5)
+    late = fleet.advance(4.0, "n1", "n2")
+    notice = sent(late, VersionNotice)["n1"]
+    assert notice.committed == Version(1, 7)
+    assert _versions(fleet.seal(notice.candidate)) == [(Version(1, notice.candidate), True)]
+
+
+def test_nothing_is_committed_while_the_database_is_away_and_the_next_candidate_is_when_it_is_back() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.progress(step=7, step_s=0.5)
+    fleet.seal(7)
+    fleet.feed(StoreChanged(away=True, reason="disk full", trace=fleet.trace()))
+    assert _versions(fleet.seal(9)) == []
+    fleet.progress(step=10, step_s=0.5)
+    assert sent(fleet.advance(6.0, "n1", "n2"), VersionNotice) == {}, "nothing is announced that cannot be kept"
+    assert fleet.spec().restore.floor is None
+    fleet.feed(StoreChanged(away=False, trace=fleet.trace()))
+    fleet.progress(step=22, step_s=0.5)
+    notice = sent(fleet.advance(4.0, "n1", "n2"), VersionNotice)["n1"]
+    assert notice.committed == Version(1, 7)
+    assert _versions(fleet.seal(notice.candidate)) == [(Version(1, notice.candidate), True)]
+
+
+def test_who_holds_a_committed_version_is_written_once_for_all_versions_of_a_generation() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.progress(step=7, step_s=0.5)
+    assert any(isinstance(effect, PutJob) for effect in fleet.seal(7))
+    assert fleet.job().homes == Homes(1, {"n1": Share(), "n2": Share()})
+    assert not any(isinstance(effect, PutJob) for effect in fleet.seal(9))
+
+
+# --- what a generation may start from ----------------------------------------------------------------------------
+
+
+def test_the_first_generation_starts_from_scratch_and_a_later_one_from_what_is_whole() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    assert fleet.spec().restore == RestoreRule(scratch=True)
+    fleet.lose_rank(0)
+    assert fleet.spec().restore == RestoreRule()
+    fleet.resume()
+    fleet.seal(4)
+    fleet.lose_rank(0)
+    assert fleet.spec().restore == RestoreRule(floor=Version(2, 4))
+
+
+def test_corruption_goes_back_to_the_newest_verified_version() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, 1)
+    fleet.seal(4)
+    fleet.seal(5, kept=False)
+    effects = fleet.seal(6, digests={2: "bad"})
+    assert decisions(effects) == [("n3", "evict")]
+    assert fleet.spec().restore == RestoreRule(floor=Version(1, 4), ceiling=Version(1, 5))
+    assert fleet.seats() == ["n1", "n2", "n5", "n4"]
+    assert "n3" not in [holder.node for holder in fleet.spec().holders]
+    assert "n3" in sent(effects, NewGeneration)
+
+
+def test_corruption_goes_back_to_what_was_committed_later_where_nobody_could_compare() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, 1)
+    fleet.progress(step=4, step_s=0.5)
+    candidate = sent(fleet.seal(4), VersionNotice)["n1"].candidate
+    assert _versions(fleet.seal(candidate, digests={0: "", 1: "", 2: "", 3: ""})) == [(Version(1, candidate), False)]
+    fleet.seal(candidate + 1, digests={2: "bad"})
+    assert fleet.spec().restore.ceiling == Version(1, candidate)
+
+
+def test_the_ceiling_holds_through_further_losses_until_a_new_commit() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, 1)
+    fleet.seal(4)
+    fleet.seal(6, digests={2: "bad"})
+    fleet.lose_rank(0)
+    assert fleet.spec().restore.ceiling == Version(1, 4)
+    fleet.resume(restored=Version(1, 4), step=5)
+    fleet.seal(5)
+    fleet.lose_rank(0)
+    assert fleet.spec().restore == RestoreRule(floor=Version(3, 5))
+
+
+def test_corruption_before_anything_was_verified_starts_anew() -> None:
+    fleet = CoreFleet()
+    fleet.start(4)
+    fleet.seal(4, digests={2: "bad"})
+    assert fleet.spec().restore == RestoreRule(scratch=True)
+
+
+def test_a_mismatch_in_a_vote_cut_short_still_bounds_what_is_restored() -> None:
+    fleet = CoreFleet()
+    fleet.start(4)
+    fleet.seal(4)
+    fleet.seal(5, 0, 1, 2, digests={2: "bad"})
+    fleet.lose_rank(3)
+    assert fleet.spec().restore.ceiling == Version(1, 4)
+
+
+def test_a_liar_that_cannot_be_evicted_stops_the_job_in_the_end() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, min_nodes=3)
+    fleet.seal(1)
+    for _ in range(3):
+        last = fleet.seal(2, digests={1: "bad"})
+    assert fleet.job_state() is JobState.FAILED
+    assert set(sent(last, StopJob)) == {"n1", "n2", "n3"}
+    assert fleet.node_state("n2") is NodeState.QUARANTINED, "nothing needs it any more"
+    assert fleet.state.nodes["n2"].needs_operator
+
+
+def test_where_digests_never_agreed_the_vote_itself_is_under_suspicion() -> None:
+    fleet = CoreFleet()
+    fleet.start(2, 2)
+    fleet.seal(1, digests={1: "bad"})
+    fleet.disconnect("n1")
+    fleet.advance(30.0, "n2", "n3", "n4")
+    assert fleet.seats() == ["n3", "n2"] or fleet.seats() == ["n2", "n3"]
+    fleet.resume()
+    assert decisions(fleet.seal(1, digests={1: "bad"})) == [(n, "no_action") for n in fleet.seats()]
+    fleet.resume()
+    fleet.seal(1, digests={1: "bad"})
+    assert fleet.job_state() is JobState.FAILED
+    assert "must be DTensors or tracked under names of their own" in fleet.job().sentence
+
+
+def test_ranks_of_one_node_that_disagree_convict_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(1, 1, nproc_per_node=2)
+    fleet.seal(1)
+    assert decisions(fleet.seal(2, digests={1: "bad"})) == [("n1", "evict")]
+    assert fleet.seats() == ["n2"]
+
+
+def test_several_liars_leave_in_one_generation() -> None:
+    fleet = CoreFleet()
+    fleet.start(5, 0)
+    fleet.seal(1)
+    effects = fleet.seal(2, digests={1: "bad", 3: "worse"})
+    assert len(generations(effects)) == 1
+    assert fleet.seats() == ["n1", "n3", "n5"]

@@ -1,0 +1,245 @@
+"""Versions kept by parity: who is told to make it, when it counts, and what is gone back to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from everstep_controller.core.checkpoints.restore_points import restorability_of
+from everstep_controller.core.effects import Effect
+
+from everstep.errors import NotFound, StaleGeneration, Unavailable
+from everstep.ids import Version
+from everstep.vocabulary import JobState
+from everstep.wire.v1.directives import ProtectVersion, StopJob, VersionNotice
+from everstep.wire.v1.vault_orders import VersionProtected
+from tests.support.core_fleet import CoreFleet, audits, sent
+
+SIX = tuple(f"n{at + 1}" for at in range(6))
+
+
+def _fleet(nodes: int = 6, **spec: Any) -> CoreFleet:
+    fleet = CoreFleet()
+    fleet.start(nodes, **({"parity": 4, "min_nodes": 4} | spec))
+    return fleet
+
+
+def _commit(fleet: CoreFleet, step: int, **how: Any) -> list[Effect]:
+    fleet.progress(step)
+    fleet.state.live_jobs["job"].candidate = step
+    return fleet.seal(step, **how)
+
+
+def _made(fleet: CoreFleet, node: str, order: ProtectVersion, members: str = "m", **said: Any) -> list[Effect]:
+    made = {} if "code" in said else {group.group: members for group in order.groups}
+    return fleet.report(
+        node, VersionProtected(job="job", at=fleet.now, version=order.version, **({"made": made} | said))
+    )
+
+
+def _protect(fleet: CoreFleet, step: int, **how: Any) -> Version:
+    """Commits a version, and every home makes its parity."""
+    orders = sent(_commit(fleet, step, **how), ProtectVersion)
+    assert orders
+    for node, order in orders.items():
+        _made(fleet, node, order)
+    return order.version
+
+
+def test_the_homes_of_each_group_are_told_and_the_version_is_pinned() -> None:
+    fleet = _fleet()
+    effects = _commit(fleet, 10)
+    orders = sent(effects, ProtectVersion)
+    groups = {group.group: group for order in orders.values() for group in order.groups}
+    assert sorted(rank for group in groups.values() for rank, _ in group.members) == list(range(6))
+    for node, order in orders.items():
+        assert all(node in group.parity for group in order.groups)
+    assert {node for group in groups.values() for node in group.parity} == set(orders)
+    assert sent(effects, VersionNotice)["n1"].pinned == (Version(1, 10),)
+
+
+def test_parity_counts_when_all_homes_made_it_of_the_same_bytes() -> None:
+    fleet = _fleet()
+    *others, last = sent(_commit(fleet, 10), ProtectVersion).items()
+    for node, order in others:
+        _made(fleet, node, order)
+    assert fleet.job().shielded is None
+    effects = _made(fleet, *last)
+    shielded = fleet.job().shielded
+    assert shielded is not None
+    assert shielded.protection.version == Version(1, 10)
+    assert "kept by parity" in audits(effects, "parity.kept")[0]
+
+
+def test_parity_of_different_bytes_is_none() -> None:
+    fleet = _fleet()
+    *others, last = sent(_commit(fleet, 10), ProtectVersion).items()
+    for node, order in others:
+        _made(fleet, node, order, members="a")
+    effects = _made(fleet, *last, members="b")
+    assert fleet.job().shielded is None
+    assert "different shards" in audits(effects, "parity.given_up")[0]
+
+
+def test_the_version_before_stays_protected_and_pinned_until_the_next_one_is() -> None:
+    fleet = _fleet()
+    old = _protect(fleet, 10)
+    fleet.advance(fleet.policy.protect_interval_s + 0.1, *SIX)
+    effects = _commit(fleet, 40)
+    orders = sent(effects, ProtectVersion)
+    assert {order.keep for order in orders.values()} == {(old,)}
+    assert sent(effects, VersionNotice)["n1"].pinned == (old, Version(1, 40))
+    shielded = fleet.job().shielded
+    assert shielded is not None
+    assert shielded.protection.version == old
+    for node, order in orders.items():
+        _made(fleet, node, order)
+    assert sent(_commit(fleet, 60), VersionNotice)["n1"].pinned == (Version(1, 40),)
+
+
+def test_versions_are_not_protected_more_often_than_the_policy_says() -> None:
+    fleet = _fleet()
+    _protect(fleet, 10)
+    assert not sent(_commit(fleet, 11), ProtectVersion)
+    fleet.advance(fleet.policy.protect_interval_s + 0.1, *SIX)
+    assert sent(_commit(fleet, 40), ProtectVersion)
+
+
+def test_homes_that_do_not_answer_are_told_again_also_by_a_controller_that_begins_anew() -> None:
+    fleet = _fleet()
+    *others, (silent, _) = sent(_commit(fleet, 10), ProtectVersion).items()
+    for node, own in others:
+        _made(fleet, node, own)
+    again = sent(fleet.advance(2 * fleet.policy.order_again_s, *SIX), ProtectVersion)
+    assert list(again) == [silent]
+    fleet.restart()
+    for node in SIX:
+        fleet.beat(node)
+    again = sent(fleet.advance(2 * fleet.policy.order_again_s, *SIX), ProtectVersion)
+    assert set(again) == {silent, *(node for node, _ in others)}
+    for node, own in again.items():
+        _made(fleet, node, own)
+    assert fleet.job().shielded is not None
+
+
+def test_a_group_that_lost_a_node_is_given_up_and_others_are_formed_of_who_is_left() -> None:
+    fleet = _fleet()
+    _commit(fleet, 10)
+    fleet.disconnect("n6")
+    fleet.advance(30, *SIX[:5])
+    assert fleet.job().protecting is None
+    assert len(fleet.seats()) == 5
+    fleet.resume(step=11)
+    fleet.advance(fleet.policy.order_again_max_s, *SIX[:5])
+    orders = sent(_commit(fleet, 50), ProtectVersion)
+    assert {len(group.members) for order in orders.values() for group in order.groups} == {2, 3}
+
+
+def test_parity_that_cannot_be_made_for_weeks_is_waited_for_as_long_as_the_policy_says() -> None:
+    fleet = _fleet()
+    node, order = next(iter(sent(_commit(fleet, 10), ProtectVersion).items()))
+    fleet.job().protect_failures = 5000
+    _made(fleet, node, order, code=NotFound.code, message="no")
+    assert fleet.job().protect_not_before == fleet.now + fleet.policy.order_again_max_s
+
+
+@pytest.mark.parametrize("code", [NotFound.code, Unavailable.code])
+def test_what_cannot_be_made_is_given_up_and_waited_after(code: str) -> None:
+    fleet = _fleet()
+    node, order = next(iter(sent(_commit(fleet, 10), ProtectVersion).items()))
+    for _ in range(1 if code == NotFound.code else fleet.policy.order_failures):
+        assert fleet.job().protecting is not None
+        _made(fleet, node, order, code=code, message="no")
+    assert fleet.job().protecting is None
+    assert not sent(_commit(fleet, 11), ProtectVersion)
+
+
+def test_an_order_of_a_generation_that_is_over_costs_nothing() -> None:
+    fleet = _fleet()
+    node, order = next(iter(sent(_commit(fleet, 10), ProtectVersion).items()))
+    for _ in range(20):
+        _made(fleet, node, order, code=StaleGeneration.code, message="over")
+    assert fleet.job().protecting is not None
+
+
+def test_a_generation_is_told_what_parity_keeps() -> None:
+    fleet = _fleet()
+    version = _protect(fleet, 10)
+    fleet.lose_rank(0)
+    rule = fleet.spec().restore
+    assert rule.protection is not None
+    assert rule.protection.version == version
+    assert rule.protection.seats == SIX
+    assert rule.pinned == (version,)
+
+
+def test_what_a_loss_costs_knows_parity() -> None:
+    fleet = _fleet(replicas=1)
+    version = _protect(fleet, 10)
+    _commit(fleet, 12)
+    told = {one.name: one for one in restorability_of(fleet.state, fleet.job()).exposures}
+    assert told["n1"].whole
+    assert told["n1"].falls_back == version
+    assert f"parity has version {version}" in told["n1"].sentence
+    assert told["n1, n2"].whole
+    fleet.disconnect("n6")
+    fleet.advance(30, *SIX[:5])
+    told = {one.name: one for one in restorability_of(fleet.state, fleet.job()).exposures}
+    assert told["n1"].falls_back == version
+    assert not told["n1, n2"].whole
+
+
+def test_nodes_without_a_group_are_named_and_counted_as_they_are() -> None:
+    fleet = _fleet(5, parity=2, replicas=1)
+    effects = _commit(fleet, 10)
+    alone = audits(effects, "parity.grouped")[0]
+    for node, order in sent(effects, ProtectVersion).items():
+        _made(fleet, node, order)
+    told = {one.name: one.whole for one in restorability_of(fleet.state, fleet.job()).exposures if one.kind == "node"}
+    assert alone.endswith("; n5 have neither parity nor a copy")
+    assert {node for node, whole in told.items() if not whole} == {"n5"}
+
+
+def test_what_may_be_corrupt_is_not_kept() -> None:
+    fleet = _fleet(3 + 3)
+    _protect(fleet, 10)
+    fleet.lose_rank(0)
+    fleet.resume(step=11)
+    fleet.seal(12, kept=False, digests=dict.fromkeys(range(6), "d0") | {5: "liar"})
+    assert fleet.job().shielded is not None, "it is what is known to be clean"
+    fleet.state.live_jobs["job"].committed = fleet.state.live_jobs["job"].verified = None
+    fleet.resume(step=13)
+    fleet.seal(14, kept=False, digests=dict.fromkeys(range(fleet.spec().world_size), "d0") | {0: "liar"})
+    assert fleet.job().shielded is None
+
+
+def test_a_jobs_end_lets_go_of_everything() -> None:
+    fleet = _fleet()
+    _protect(fleet, 10)
+    fleet.finish()
+    assert fleet.job_state() is JobState.FINISHED
+    assert (fleet.job().shielded, fleet.job().protecting) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"parity": 1, "max_nodes": 4}, "parity of one member"),
+        ({"parity": 4, "max_nodes": 3}, "parity needs 4 nodes"),
+        ({"parity": 4, "max_nodes": 6, "min_nodes": 3, "replicas": 1}, "goes on with 3"),
+    ],
+)
+def test_parity_that_cannot_be_is_refused_with_the_arithmetic(spec: dict[str, int], words: str) -> None:
+    fleet = CoreFleet()
+    fleet.register("n1")
+    fleet.beat("n1")
+    fleet.join("n1", **spec)
+    assert "job" not in fleet.state.jobs
+    assert words in sent(fleet.effects, StopJob)["n1"].reason
+
+
+def test_a_job_without_parity_is_told_nothing_of_it() -> None:
+    fleet = _fleet(parity=0)
+    assert not sent(_commit(fleet, 10), ProtectVersion)
+    fleet.lose_rank(0)
+    assert fleet.spec().restore.protection is None

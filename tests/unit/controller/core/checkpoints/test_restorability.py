@@ -1,0 +1,235 @@
+"""What a job would go back to now, and which loss it could not bear."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import msgspec
+from everstep_controller.core.checkpoints.restore_points import restorability_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.ids import Version
+from everstep.vocabulary import Finding, FindingKind, Severity
+from everstep.wire.v1.agent import Domain
+from everstep.wire.v1.operator import Exposure, Restorability
+from tests.support.core_fleet import CoreFleet
+
+Kept = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
+"""Node to (copies, alike) of what its ranks seal."""
+
+
+def _fleet(racks: str, **spec: int) -> CoreFleet:
+    """A node in each of the racks named."""
+    fleet = CoreFleet()
+    for at, rack in enumerate(racks):
+        fleet.register(f"n{at + 1}", domain=Domain(rack=rack))
+        fleet.beat(f"n{at + 1}")
+    fleet.join(*[f"n{at + 1}" for at in range(len(racks))], **{"min_nodes": 1, "max_nodes": len(racks), **spec})
+    fleet.resume()
+    return fleet
+
+
+def _commit(fleet: CoreFleet, kept: Kept, step: int = 5) -> None:
+    """Every rank seals the version, and says where else its share lies."""
+    for member in fleet.spec().roster:
+        copies, alike = kept.get(member.node, ((), ()))
+        fleet.seal_one(step, member.rank, replicas=copies, alike=alike)
+
+
+def _ask(fleet: CoreFleet) -> Restorability:
+    answer = restorability_of(fleet.state, fleet.job())
+    msgspec.json.decode(msgspec.json.encode(answer), type=Restorability)
+    return answer
+
+
+def _of(answer: Restorability, kind: str, name: str) -> Exposure:
+    return next(one for one in answer.exposures if (one.kind, one.name) == (kind, name))
+
+
+PAIRED: Kept = {"n1": (("n3",), ()), "n2": (("n4",), ()), "n3": (("n1",), ()), "n4": (("n2",), ())}
+
+
+# --- answers -----------------------------------------------------------------------------------------------------
+
+
+def test_with_copies_in_another_rack_any_node_and_any_rack_may_go() -> None:
+    fleet = _fleet("aabb", nproc_per_node=2)
+    _commit(fleet, PAIRED)
+    answer = _ask(fleet)
+    assert answer.version == Version(1, 5)
+    assert all(one.whole for one in answer.exposures if one.kind in ("node", "rack"))
+    assert _of(answer, "rack", "a").sentence == (
+        "without rack a (2 nodes): version 1:5 stays whole; the job goes on with 2 of 4 nodes"
+    )
+
+
+def test_a_node_and_its_copy_are_named_as_the_pair_that_must_not_go_together() -> None:
+    fleet = _fleet("aabb", nproc_per_node=2)
+    _commit(fleet, PAIRED)
+    answer = _ask(fleet)
+    fatal = [one.nodes for one in answer.exposures if not one.whole]
+    assert fatal == [("n1", "n3"), ("n2", "n4")]
+    assert answer.exposures[0].nodes == ("n1", "n3"), "what would cost something comes first"
+    assert answer.exposures[0].ranks == (0, 1, 4, 5)
+    assert "what the ranks on n1, n3 stored of version 1:5 may be gone" in answer.exposures[0].sentence
+    assert answer.sentence.endswith("2 pairs cannot be spared, such as n1 and n3")
+
+
+def test_a_node_without_a_copy_is_the_one_that_must_not_go() -> None:
+    fleet = _fleet("ab", replicas=1)
+    _commit(fleet, {})
+    answer = _ask(fleet)
+    assert not _of(answer, "node", "n1").whole
+    assert "2 nodes, 2 racks cannot be spared, such as n1" in answer.sentence
+
+
+def test_a_job_on_one_node_depends_on_it() -> None:
+    fleet = _fleet("a", nproc_per_node=2)
+    _commit(fleet, {})
+    only = _of(_ask(fleet), "node", "n1")
+    assert (only.whole, only.nodes_left, only.ranks) == (False, 0, (0, 1))
+    assert only.sentence.endswith("fewer than 1 node are left and the job is paused")
+
+
+def test_what_others_hold_alike_survives_one_of_them_whichever_it_is() -> None:
+    fleet = _fleet("abcd")
+    nodes = fleet.seats()
+    _commit(fleet, {node: ((), tuple(other for other in nodes if other != node)) for node in nodes})
+    answer = _ask(fleet)
+    assert all(one.whole == (one.kind != "pair") for one in answer.exposures), "two of them may hold one part alone"
+
+
+def test_of_two_nodes_that_say_nothing_of_copies_not_both_may_go_however_many_copies_were_asked_for() -> None:
+    fleet = _fleet("ab", replicas=3)
+    _commit(fleet, {})
+    answer = _ask(fleet)
+    assert [one.nodes for one in answer.exposures if not one.whole] == [("n1", "n2")]
+
+
+def test_whether_the_job_could_go_on_is_said_beside_whether_its_version_is_whole() -> None:
+    fleet = _fleet("aabb", min_nodes=3)
+    _commit(fleet, PAIRED)
+    answer = _ask(fleet)
+    assert _of(answer, "node", "n1").nodes_left == 3
+    assert _of(answer, "rack", "a").nodes_left == 0
+    assert _of(answer, "rack", "a").sentence.endswith("fewer than 3 nodes are left and the job is paused")
+
+
+def test_before_the_first_commit_a_loss_starts_anew_or_takes_what_is_whole() -> None:
+    fleet = _fleet("ab")
+    assert _ask(fleet).sentence == "nothing of job job is committed yet: after a loss it takes what is found whole"
+
+
+def test_after_corruption_the_ceiling_is_told() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, 1)
+    fleet.seal(4)
+    fleet.seal(6, digests={2: "bad"})
+    assert _ask(fleet).ceiling == Version(1, 4)
+
+
+# --- holders that are gone ---------------------------------------------------------------------------------------
+
+
+def test_a_holder_out_of_reach_is_not_counted_on() -> None:
+    fleet = _fleet("aabb")
+    _commit(fleet, PAIRED)
+    fleet.disconnect("n3")
+    fleet.advance(10.0, "n1", "n2", "n4")
+    answer = _ask(fleet)
+    assert answer.missing == ()
+    assert not _of(answer, "node", "n1").whole
+    assert _of(answer, "node", "n2").whole
+
+
+def test_a_holder_that_was_rebooted_has_lost_its_copies() -> None:
+    fleet = _fleet("aabb")
+    _commit(fleet, PAIRED)
+    fleet.advance(1.0, "n1", "n2", "n3", "n4")
+    fleet.register("n3", boot_id="boot-2")
+    assert not _of(_ask(fleet), "node", "n1").whole
+
+
+def test_what_nobody_in_reach_holds_is_told() -> None:
+    fleet = _fleet("aabb")
+    _commit(fleet, PAIRED)
+    for node in ("n1", "n3"):
+        fleet.disconnect(node)
+    fleet.advance(40.0, "n2", "n4")
+    answer = _ask(fleet)
+    assert answer.missing == (0, 2)
+    assert "version 1:5 cannot be restored now: what the ranks on n1, n3 stored is not held by" in answer.sentence
+
+
+def test_holders_are_known_after_a_restart_and_in_the_next_generation() -> None:
+    fleet = _fleet("aabb")
+    _commit(fleet, PAIRED)
+    before = _ask(fleet)
+    fleet.restart()
+    for node in fleet.seats():
+        fleet.beat(node)
+    assert _ask(fleet) == before
+    fleet.leave("n4")
+    answer = _ask(fleet)
+    assert answer.version == Version(1, 5)
+    assert [one.nodes for one in answer.exposures if not one.whole] == [("n1", "n3"), ("n2", "n4")]
+
+
+# --- against a dumb one ------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.sets(st.integers(0, 4), max_size=3), st.booleans()), min_size=5, max_size=5),
+    st.integers(1, 3),
+)
+def test_answers_agree_with_looking_for_every_share(kept: list[tuple[set[int], bool]], replicas: int) -> None:
+    fleet = _fleet("aabbc", replicas=replicas)
+    nodes = fleet.seats()
+    others = {node: tuple(nodes[o] for o in sorted(kept[at][0]) if nodes[o] != node) for at, node in enumerate(nodes)}
+    copied = {node: kept[at][1] for at, node in enumerate(nodes)}
+    _commit(fleet, {n: (others[n], ()) if copied[n] else ((), others[n]) for n in nodes})
+    answer = _ask(fleet)
+    for one in answer.exposures:
+        assert one.whole == _whole(nodes, others, copied, replicas, set(one.nodes)), one
+    told = {one.nodes for one in answer.exposures if one.kind == "pair"}
+    alone = {one.name for one in answer.exposures if one.kind == "node" and one.whole}
+    assert told == {pair for pair in combinations(nodes, 2) if alone.issuperset(pair)}
+
+
+def test_what_a_lost_vault_held_is_not_counted_on() -> None:
+    fleet = _fleet("abc")
+    _commit(fleet, {"n1": (("n2",), ()), "n2": (("n3",), ()), "n3": (("n1",), ())})
+    assert _of(_ask(fleet), "node", "n1").whole
+    gone = Finding(kind=FindingKind.VAULT_LOST, subject="vault", severity=Severity.CRITICAL, message="signal 9")
+    fleet.raise_finding("n2", gone)
+    assert not _of(_ask(fleet), "node", "n1").whole
+    fleet.clear_finding("n2", gone.key)
+    assert _of(_ask(fleet), "node", "n1").whole
+
+
+def _whole(
+    nodes: list[str], others: dict[str, tuple[str, ...]], copied: dict[str, bool], replicas: int, lost: set[str]
+) -> bool:
+    """Every part of every share is on a node that is left, whichever of the possible holders a part is on."""
+    for node in nodes:
+        if replicas == 1 and node in lost:
+            return False
+        if not others[node]:
+            holders = [{node, *rest} for rest in combinations([n for n in nodes if n != node], replicas - 1)]
+        elif copied[node]:
+            holders = [{node, *others[node]}]
+        else:
+            count = min(replicas - 1, len(others[node]))
+            holders = [{node, *rest} for rest in combinations(others[node], count)]
+        if any(some <= lost for some in holders):
+            return False
+    return True
+
+
+def test_what_is_missing_is_named_in_the_order_of_ranks() -> None:
+    fleet = _fleet("abcdef")
+    _commit(fleet, {f"n{at}": ((f"n{at % 6 + 1}",), ()) for at in range(1, 7)})
+    fleet.disconnect("n1")
+    fleet.advance(30.0)
+    assert "what the ranks on n1, n2, n3, n4, n5, n6 stored" in _ask(fleet).sentence

@@ -1,0 +1,341 @@
+"""Blame that takes two is settled with partners known to be good, before anybody is convicted."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from everstep_controller.core.events import OperatorAction, ProbeRequested
+from everstep_controller.core.policy import CorePolicy
+
+from everstep.vocabulary import FindingKind, JobState, NodeState, ProbeKind
+from everstep.wire.v1.agent import Domain
+from everstep.wire.v1.directives import RunProbe
+from everstep.wire.v1.training import ProbeFinished
+from tests.support.core_fleet import CoreFleet, audits, decisions, generations, sent
+from tests.support.findings import slow_link, xid
+
+
+def _fleet(nodes: int = 4, **more: int) -> CoreFleet:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), eviction_count=10))
+    fleet.start(nodes, **more)
+    fleet.advance(301.0, *[f"n{i + 1}" for i in range(nodes)])
+    return fleet
+
+
+def _pairs(fleet: CoreFleet) -> dict[str, str]:
+    """By suspect, who it is tried with."""
+    return {str(p.candidate): next(n for n in p.nodes if n != p.candidate) for p in fleet.state.probes.values()}
+
+
+def test_both_suspects_of_a_slow_link_are_tried_and_never_with_one_another() -> None:
+    fleet = _fleet()
+    assert decisions(fleet.raise_finding("n1", slow_link())) == []
+    pairs = _pairs(fleet)
+    assert set(pairs) == {"n1", "n2"}
+    assert set(pairs.values()) == {"n3", "n4"}
+
+
+@pytest.mark.parametrize(
+    ("bad", "evicted"),
+    [({"n1"}, {"n1"}), ({"n2"}, {"n2"}), ({"n1", "n2"}, {"n1", "n2"}), (set(), set())],
+)
+def test_who_fails_with_a_good_partner_too_is_convicted_and_nobody_else(bad: set[str], evicted: set[str]) -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n1", slow_link())
+    said = [
+        verdict for suspect in ("n1", "n2") for verdict in decisions(fleet.finish_probe(suspect, ok=suspect not in bad))
+    ]
+    assert {node for node, decision in said if decision == "evict"} == evicted
+    assert fleet.state.cases == {}
+    if not bad:
+        assert "the link between n1 and n2 is suspected" in audits(fleet.effects, "second_pass.nobody")[-1]
+        assert fleet.state.nodes["n1"].undecided == {}
+
+
+def test_without_a_good_partner_nobody_is_convicted_and_a_person_is_told() -> None:
+    fleet = _fleet(2)
+    fleet.raise_finding("n1", slow_link())
+    said = decisions(fleet.advance(0.1, "n1", "n2"))
+    assert said == [("n1", "recommend"), ("n2", "recommend")]
+    assert fleet.node_state("n1") is NodeState.HEALTHY
+
+
+def test_a_probe_that_nobody_answers_convicts_nobody() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n1", slow_link())
+    said = decisions(fleet.advance(100.0, "n1", "n2", "n3", "n4"))
+    assert ("n1", "recommend") in said
+    assert not [node for node, decision in said if decision == "evict"]
+    assert fleet.state.cases == {}
+
+
+def test_a_partner_that_falls_ill_during_the_probe_proves_nothing_and_another_is_taken() -> None:
+    fleet = _fleet(6)
+    fleet.raise_finding("n1", slow_link())
+    partner = _pairs(fleet)["n1"]
+    fleet.raise_finding(partner, xid())
+    assert decisions(fleet.finish_probe("n1", ok=False)) == []
+    assert _pairs(fleet)["n1"] not in (partner, "n2")
+
+
+def test_a_partner_comes_from_another_rack_where_there_is_one() -> None:
+    fleet = CoreFleet()
+    for node, rack in (("a1", "A"), ("a2", "A"), ("a3", "A"), ("b1", "B"), ("b2", "B")):
+        fleet.register(node, domain=Domain(rack=rack))
+        fleet.beat(node)
+    fleet.advance(301.0, "a1", "a2", "a3", "b1", "b2")
+    fleet.raise_finding("a1", slow_link("a2"))
+    assert set(_pairs(fleet).values()) == {"b1", "b2"}
+
+
+def test_a_sick_node_is_no_measure_for_others() -> None:
+    fleet = _fleet(4)
+    fleet.raise_finding("n3", msgspec.structs.replace(xid(), kind=FindingKind.SENSOR_HUNG))
+    fleet.raise_finding("n1", slow_link())
+    assert "n3" not in _pairs(fleet).values()
+
+
+def test_a_suspect_waits_for_a_partner_that_takes_part_in_another_probe() -> None:
+    fleet = _fleet(3)
+    fleet.raise_finding("n1", slow_link())
+    assert list(_pairs(fleet).values()) == ["n3"]
+    first = next(iter(_pairs(fleet)))
+    other = "n2" if first == "n1" else "n1"
+    decisions(fleet.finish_probe(first, ok=True))
+    fleet.advance(0.6, "n1", "n2", "n3")
+    assert _pairs(fleet) == {other: "n3"}
+
+
+def test_while_one_suspect_is_tried_a_look_at_the_other_begins_nothing_more_for_it() -> None:
+    fleet = _fleet(5)
+    fleet.feed(ProbeRequested(nodes=("n4", "n5"), actor="ada", trace=fleet.trace()))
+    asked = next(iter(fleet.state.probes))
+    fleet.raise_finding("n1", slow_link())
+    assert len(fleet.state.probes) == 2
+    for node in ("n4", "n5"):
+        fleet.report(node, ProbeFinished(probe=asked, ok=True))
+    fleet.advance(1.6, *fleet.state.nodes)
+    assert sorted(str(probe.candidate) for probe in fleet.state.probes.values()) == ["n1", "n2"]
+
+
+def test_a_suspect_that_is_on_its_way_back_meanwhile_is_tried_beside_its_diagnostics() -> None:
+    fleet = _fleet(3)
+    fleet.solos = False
+    fleet.raise_finding("n1", slow_link())
+    (first,) = _pairs(fleet)
+    other = "n2" if first == "n1" else "n1"
+    fleet.raise_finding(other, xid())
+    fleet.clear_finding(other, xid().key)
+    fleet.order(OperatorAction.READMIT, node=other)
+    assert fleet.node_state(other) is NodeState.PROBATION
+    fleet.finish_probe(first, ok=True)
+    fleet.advance(0.6, "n1", "n2", "n3")
+    tried = [probe.case != "" for probe in fleet.state.probes.values() if probe.candidate == other]
+    assert sorted(tried) == [False, True]
+
+
+def test_a_suspect_that_is_lost_while_it_waits_for_a_partner_is_waited_for_no_more() -> None:
+    fleet = _fleet(3)
+    fleet.raise_finding("n1", slow_link())
+    (first,) = _pairs(fleet)
+    other = "n2" if first == "n1" else "n1"
+    fleet.disconnect(other)
+    fleet.advance(2.0, first, "n3")
+    assert fleet.node_state(other) is NodeState.LOST
+    fleet.finish_probe(first, ok=True)
+    assert fleet.state.cases == {}
+
+
+def test_a_node_on_its_way_back_is_cleared_by_a_second_partner_and_the_first_is_convicted() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, 1)
+    fleet.raise_finding("n2", xid())
+    fleet.clear_finding("n2", xid().key)
+    everyone = [f"n{i}" for i in range(1, 6)]
+    fleet.advance(2.5, *everyone)
+    first = _pairs(fleet)["n2"]
+    assert decisions(fleet.finish_probe("n2", ok=False)) == []
+    assert set(_pairs(fleet)) == {"n2", first}
+    assert decisions(fleet.finish_probe(first, ok=False)) == []
+    said = decisions(fleet.finish_probe("n2", ok=True))
+    assert (first, "evict") in said
+    assert ("n2", "quarantine") not in said
+
+
+def test_a_case_is_begun_once_however_often_the_link_is_reported() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n1", slow_link())
+    fleet.raise_finding("n2", slow_link("n1"))
+    assert len(fleet.state.cases) == 1
+    assert len(fleet.state.probes) == 2
+
+
+def test_a_controllers_restart_begins_the_case_anew() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n1", slow_link())
+    fleet.restart()
+    fleet.advance(0.1, "n1", "n2", "n3", "n4")
+    assert set(_pairs(fleet)) == {"n1", "n2"}
+
+
+def test_a_slow_probe_on_the_way_back_is_a_failed_one() -> None:
+    policy = msgspec.structs.replace(CorePolicy.lab(), slow_link_bytes_per_s=1e9)
+    fleet = CoreFleet(policy)
+    fleet.start(4, 1)
+    fleet.raise_finding("n2", xid())
+    fleet.clear_finding("n2", xid().key)
+    everyone = [f"n{i}" for i in range(1, 6)]
+    fleet.advance(2.5, *everyone)
+    name = next(iter(fleet.state.probes))
+    rows = ((8, 1e-4, 1e5), (1 << 20, 0.01, 4e8))
+    fleet.report("n2", ProbeFinished(probe=name, ok=True, rows=rows))
+    assert "slow, 0.400 GB/s of 1 at 1048576 bytes" in audits(fleet.effects, "probe.result")[-1]
+    assert len(fleet.state.cases) == 1
+
+
+@pytest.mark.parametrize("bad", [{"n1"}, set()])
+def test_a_slow_probe_that_a_person_asked_for_is_settled_with_good_partners(bad: set[str]) -> None:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), slow_link_bytes_per_s=1e9, eviction_count=10))
+    fleet.start(4)
+    fleet.advance(301.0, "n1", "n2", "n3", "n4")
+    fleet.feed(ProbeRequested(nodes=("n1", "n2"), actor="ada"))
+    name = next(iter(fleet.state.probes))
+    fleet.report("n1", ProbeFinished(probe=name, ok=True, rows=((1 << 20, 0.01, 4e8),)))
+    assert set(_pairs(fleet)) == {"n1", "n2"}
+    assert set(_pairs(fleet).values()) == {"n3", "n4"}
+    said = [
+        verdict for suspect in ("n1", "n2") for verdict in decisions(fleet.finish_probe(suspect, ok=suspect not in bad))
+    ]
+    assert {node for node, decision in said if decision == "evict"} == bad
+    kinds = {node: [found.kind for found in fleet.state.nodes[node].own.values()] for node in ("n1", "n2")}
+    assert kinds["n2"] == []
+    assert kinds["n1"] == ([FindingKind.NETWORK_SLOW_LINK] if bad else [])
+    assert fleet.state.nodes["n2"].undecided == {}
+
+
+# --- digests -----------------------------------------------------------------------------------------------------
+
+
+def _tied(**more: int) -> CoreFleet:
+    fleet = CoreFleet()
+    fleet.solos = False
+    fleet.start(2, 1, **more)
+    fleet.seal(4)
+    return fleet
+
+
+def _computed(fleet: CoreFleet, node: str, *, ok: bool = True, wrong: bool = False) -> list[tuple[str, str]]:
+    name = next(n for n, p in fleet.state.probes.items() if p.nodes == (node,))
+    return decisions(fleet.report(node, ProbeFinished(probe=name, ok=ok, wrong=wrong, detail="first at [3, 7]")))
+
+
+def test_the_nodes_of_a_tie_do_work_whose_result_is_known() -> None:
+    fleet = _tied()
+    effects = fleet.seal(5, digests={0: "x", 1: "y"})
+    probes = sent(effects, RunProbe)
+    assert {node: body.kind for node, body in probes.items()} == {"n1": ProbeKind.COMPUTE, "n2": ProbeKind.COMPUTE}
+    assert generations(effects)[0].restore.ceiling is not None
+
+
+def test_who_computes_wrongly_is_convicted_and_the_job_leaves_it_at_once() -> None:
+    fleet = _tied()
+    fleet.seal(5, digests={0: "x", 1: "y"})
+    assert _computed(fleet, "n1") == []
+    assert _computed(fleet, "n2", ok=False, wrong=True) == [("n2", "evict")]
+    assert fleet.seats() == ["n1", "n3"]
+    assert fleet.spec().after_step is None
+    assert fleet.state.nodes["n2"].needs_operator
+
+
+def test_work_that_could_not_be_done_convicts_nobody() -> None:
+    fleet = _tied()
+    fleet.seal(5, digests={0: "x", 1: "y"})
+    _computed(fleet, "n1")
+    assert _computed(fleet, "n2", ok=False, wrong=False) == []
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+
+
+def test_ties_while_the_nodes_are_tried_are_the_same_tie_and_do_not_end_the_job() -> None:
+    fleet = _tied()
+    for step in range(5, 10):
+        fleet.seal(step, digests={0: "x", 1: "y"})
+        fleet.resume(step=step)
+    assert fleet.job_state() is JobState.RUNNING
+    assert len(fleet.state.cases) == 1
+
+
+def test_a_tie_of_nodes_that_were_tried_already_counts() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.seal(4)
+    for step in range(5, 8):
+        fleet.seal(step, digests={0: "x", 1: "y"})
+        fleet.resume(step=step)
+    assert fleet.job_state() is JobState.FAILED
+
+
+def test_two_pairs_that_fail_while_all_partners_are_busy_are_both_tried() -> None:
+    fleet = _fleet(6)
+    everybody = [f"n{i}" for i in range(1, 7)]
+    fleet.feed(ProbeRequested(nodes=tuple(everybody), actor="olga", trace=fleet.trace()))
+    fleet.raise_finding("n1", slow_link("n2"))
+    fleet.raise_finding("n3", slow_link("n4"))
+    assert sorted(case.suspects for case in fleet.state.cases.values()) == [("n1", "n2"), ("n3", "n4")]
+    for node in everybody:
+        fleet.report(node, ProbeFinished(probe=next(iter(fleet.state.probes)), ok=True))
+    for pair in ("n1", "n2"), ("n3", "n4"):
+        fleet.advance(2.0, *everybody)
+        for suspect in pair:
+            decisions(fleet.finish_probe(suspect, ok=True))
+    assert fleet.state.cases == {}
+    assert len(audits(fleet.effects, "second_pass.nobody")) == 2
+
+
+def test_a_peer_that_is_out_already_is_not_tried_again() -> None:
+    fleet = _fleet(6)
+    fleet.raise_finding("n2", xid())
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+    fleet.raise_finding("n1", slow_link())
+    assert set(_pairs(fleet)) == {"n1"}
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_who_computes_wrongly_is_convicted_though_its_job_is_over_or_paused_meanwhile(over: bool) -> None:
+    fleet = _tied(min_nodes=2)
+    fleet.seal(5, digests={0: "x", 1: "y"})
+    if over:
+        fleet.order(OperatorAction.STOP_JOB, job="job")
+    else:
+        fleet.leave("n3")
+        fleet.leave("n1")
+    assert fleet.job_state() is (JobState.FAILED if over else JobState.PAUSED)
+    _computed(fleet, "n1")
+    assert ("n2", "evict") in _computed(fleet, "n2", ok=False, wrong=True)
+    assert fleet.state.nodes["n2"].needs_operator
+
+
+def test_a_diagnostic_sends_what_the_policy_says_and_a_persons_probe_what_is_usual() -> None:
+    fleet = _fleet()
+    diagnostic = sent(fleet.raise_finding("n1", slow_link()), RunProbe)["n1"]
+    asked = sent(fleet.feed(ProbeRequested(nodes=("n3", "n4"), actor="ada", trace="t")), RunProbe)["n3"]
+    assert diagnostic.sizes == fleet.policy.probe_sizes
+    assert asked.sizes == RunProbe(probe="p", nodes=("a", "b"), store="s:0", timeout_s=1.0, trace="t").sizes
+    assert asked.sizes != diagnostic.sizes
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [(ProbeKind.MEMORY, FindingKind.MEMORY_WRONG), (ProbeKind.COMPUTE, FindingKind.COMPUTE_WRONG)],
+)
+def test_what_came_out_wrong_on_the_way_back_is_called_what_it_is(wrong: ProbeKind, found: FindingKind) -> None:
+    fleet = _fleet()
+    fleet.solos = False
+    fleet.raise_finding("n2", xid())
+    fleet.clear_finding("n2", xid().key)
+    fleet.advance(30.0, "n1", "n2", "n3", "n4")
+    while fleet.node_state("n2") is NodeState.PROBATION:
+        name, probe = next((name, probe) for name, probe in fleet.state.probes.items() if probe.nodes == ("n2",))
+        bad = probe.kind is wrong
+        fleet.report("n2", ProbeFinished(probe=name, ok=not bad, wrong=bad, began=True, detail="first at [3, 7]"))
+    assert [finding.kind for finding in fleet.state.nodes["n2"].own.values()] == [found]
+    assert fleet.state.nodes["n2"].needs_operator

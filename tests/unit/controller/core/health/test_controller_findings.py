@@ -1,0 +1,306 @@
+"""What the controller finds itself is judged by its rule, as what agents find is: no shorter way to an eviction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from everstep_controller.core.effects import PutVerdict, RequestRemedy
+from everstep_controller.core.events import ActionReported, ProbeRequested
+from everstep_controller.core.jobs.stragglers import KEY as SLOW
+from everstep_controller.core.policy import CorePolicy, Rulebook
+from everstep_controller.rulebook import with_rules
+
+from everstep.vocabulary import Action, FindingKind, Mode, NodeState
+from everstep.wire.v1.training import ProbeFinished
+from tests.support.core_fleet import CoreFleet, audits, decisions, generations
+from tests.support.findings import xid
+
+FLAPS = f"{FindingKind.RANK_FLAPPING}/ranks"
+
+
+def _policy(kind: FindingKind, knobs: dict[str, Any] | None = None, **keys: Any) -> CorePolicy:
+    """The lab's policy with other ``knobs``, and other ``keys`` in the kind's nameless rule."""
+    policy = with_rules(CorePolicy.lab())
+    kinds = dict(policy.rules.kinds)
+    kinds[kind] = (*kinds[kind][:-1], msgspec.structs.replace(kinds[kind][-1], **keys))
+    quick = {"straggler_windows": 5, "straggler_count": 4, "rank_flap_count": 3, "flap_window_s": 20.0}
+    return msgspec.structs.replace(policy, rules=Rulebook(kinds), **(quick | (knobs or {})))
+
+
+def _fleet(policy: CorePolicy, nodes: int = 4, spares: int = 1, **spec: int) -> CoreFleet:
+    fleet = CoreFleet(policy)
+    fleet.start(nodes, spares, **spec)
+    return fleet
+
+
+def _slow(fleet: CoreFleet, seconds: int, rank: int = 1) -> list[tuple[str, str]]:
+    """The job steps for so long, and waits for one rank."""
+    before = len(fleet.effects)
+    fleet.train(seconds, {rank: 4.0})
+    return decisions(fleet.effects[before:])
+
+
+def _flap(fleet: CoreFleet, job: str = "job") -> list[tuple[str, str]]:
+    """The job's first rank is lost three times."""
+    before = len(fleet.effects)
+    for _ in range(3):
+        fleet.lose_rank(0, job=job)
+    return decisions(fleet.effects[before:])
+
+
+def _last_words(fleet: CoreFleet, node: str) -> str:
+    return [e.verdict.sentence for e in fleet.effects if isinstance(e, PutVerdict) and e.verdict.node == node][-1]
+
+
+# --- mode --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [Mode.OBSERVE, Mode.RECOMMEND])
+def test_a_straggler_is_replaced_whatever_its_rule_says_of_its_fitness(mode: Mode) -> None:
+    fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=mode))
+    said = _slow(fleet, 14)
+    assert said == ([("n2", "recommend")] if mode is Mode.RECOMMEND else [])
+    assert fleet.seats() == ["n1", "n5", "n3", "n4"]
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+
+
+def test_a_straggler_is_evicted_where_a_site_enforces_it_and_its_job_regroups_once() -> None:
+    fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE))
+    assert _slow(fleet, 14) == [("n2", "evict")]
+    assert [spec.reason for spec in generations(fleet.effects)] == ["formed", "straggler"]
+    assert "rule rank.straggler: report 1 of 1; step 1 of 2 is drain until it clears" in _last_words(fleet, "n2")
+
+
+def test_without_a_spare_the_job_goes_on_with_fewer_once_its_straggler_is_evicted() -> None:
+    fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE), spares=0)
+    assert _slow(fleet, 14) == [("n2", "evict")]
+    assert fleet.seats() == ["n1", "n3", "n4"]
+    assert fleet.spec().after_step is not None, "while it computes nothing is broken, so it leaves at a boundary"
+
+
+def test_a_straggler_that_its_job_needs_is_held_and_let_go_when_it_is_swift_again() -> None:
+    fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE), spares=0, min_nodes=4)
+    assert _slow(fleet, 14) == [("n2", "hold_by_budget")]
+    assert fleet.state.nodes["n2"].overruled == SLOW
+    fleet.train(24, {})
+    assert fleet.state.held == {}
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+
+
+def test_a_node_that_loses_ranks_is_evicted_where_a_site_enforces_it() -> None:
+    fleet = _fleet(_policy(FindingKind.RANK_FLAPPING, mode=Mode.ENFORCE))
+    assert _flap(fleet) == [("n1", "evict")]
+    assert fleet.seats() == ["n5", "n2", "n3", "n4"]
+    assert FLAPS in fleet.state.nodes["n1"].causes
+
+
+def test_a_liar_whose_rule_only_observes_is_not_spoken_of() -> None:
+    fleet = _fleet(_policy(FindingKind.DIGEST_MISMATCH, mode=Mode.OBSERVE))
+    fleet.seal(10)
+    assert decisions(fleet.seal(11, digests={1: "bad"})) == []
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+    assert fleet.spec().reason == "corruption", "what is restored is no question of blame"
+
+
+# --- what spares a node ------------------------------------------------------------------------------------------
+
+
+def test_a_straggler_is_judged_once_it_was_named_as_often_as_its_rule_asks() -> None:
+    policy = _policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE, n_of=(2, 3), window_s=3600.0)
+    fleet = _fleet(policy, spares=0)
+    assert _slow(fleet, 14) == []
+    fleet.train(24, {})
+    assert SLOW not in fleet.state.nodes["n2"].own
+    assert _slow(fleet, 14) == [("n2", "evict")]
+    assert "report 2 of 2 within 3600 s" in _last_words(fleet, "n2")
+
+
+def test_ranks_that_are_lost_while_a_node_comes_up_are_held_against_it_only_afterwards() -> None:
+    fleet = _fleet(_policy(FindingKind.RANK_FLAPPING, {"flap_window_s": 600.0}, mode=Mode.ENFORCE, boot_grace_s=60.0))
+    assert _flap(fleet) == []
+    fleet.advance(50.0, *fleet.state.nodes)
+    assert fleet.node_state("n1") is NodeState.HEALTHY
+    fleet.advance(15.0, *fleet.state.nodes)
+    assert fleet.node_state("n1") is NodeState.QUARANTINED
+
+
+def test_jobs_that_lose_ranks_on_many_nodes_at_once_accuse_none_of_them() -> None:
+    fleet = CoreFleet(_policy(FindingKind.RANK_FLAPPING, mode=Mode.ENFORCE))
+    nodes = [f"n{number}" for number in range(1, 9)]
+    fleet.register(*nodes)
+    said = []
+    for number in range(0, 8, 2):
+        job = f"job{number}"
+        fleet.join(*nodes[number : number + 2], job=job, min_nodes=1, max_nodes=2)
+        fleet.resume(job=job)
+        said += _flap(fleet, job)
+    assert [decision for _, decision in said] == ["evict", "evict", *["correlated"] * 4]
+    assert [node for node, _ in said].count("n1") == [node for node, _ in said].count("n3") == 2  # and taken back
+    assert fleet.node_state("n1") is fleet.node_state("n3") is NodeState.PROBATION
+
+
+def test_a_good_partner_that_fails_is_not_evicted_where_the_rule_only_says_so() -> None:
+    fleet = _fleet(_policy(FindingKind.PROBE_FAILED, mode=Mode.RECOMMEND))
+    fleet.raise_finding("n2", xid())
+    fleet.clear_finding("n2", xid().key)
+    fleet.advance(2.5, *fleet.state.nodes)
+    tried = next(probe for probe in fleet.state.probes.values() if probe.candidate == "n2")
+    partner = next(node for node in tried.nodes if node != "n2")
+    decisions(fleet.finish_probe("n2", ok=False))
+    decisions(fleet.finish_probe(partner, ok=False))
+    assert (partner, "recommend") in decisions(fleet.finish_probe("n2", ok=True))
+    assert fleet.node_state(partner) is NodeState.HEALTHY
+
+
+def test_of_two_liars_one_may_be_held_by_the_budget_and_the_other_leaves_at_once() -> None:
+    fleet = _fleet(_policy(FindingKind.DIGEST_MISMATCH, {"eviction_job_count": 1}), nodes=2, spares=1)
+    fleet.solos = False
+    fleet.seal(4)
+    fleet.seal(5, digests={0: "x", 1: "y"})
+    for node in ("n1", "n2"):
+        name = next(name for name, probe in fleet.state.probes.items() if probe.candidate == node)
+        fleet.report(node, ProbeFinished(probe=name, ok=False, wrong=True, detail="a product came out wrong"))
+    assert [decision for _, decision in decisions(fleet.effects)][-2:] == ["evict", "hold_by_budget"]
+    assert fleet.seats() == ["n3", "n2"]
+
+
+# --- the way back ------------------------------------------------------------------------------------------------
+
+
+def test_an_evicted_straggler_comes_back_by_its_diagnostics_and_its_job_takes_it_again() -> None:
+    fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE), nodes=3, min_nodes=2)
+    _slow(fleet, 14)
+    assert fleet.job().slow == {"n2": "n2 was replaced because it was slow"}
+    fleet.resume(step=400)
+    fleet.train(16, {})
+    assert fleet.node_state("n2") is NodeState.PROBATION
+    assert "memory check of n2" in audits(fleet.effects, "probe.started")[0]
+    for side in next(iter(fleet.state.probes.values())).nodes:
+        fleet.probe_result(side)
+    fleet.train(6, {})
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+    assert fleet.job().slow == {}
+
+
+def test_a_node_that_lost_ranks_is_forgiven_by_its_job_once_it_has_passed_its_diagnostics() -> None:
+    policy = _policy(FindingKind.RANK_FLAPPING, {"probe_required": False}, mode=Mode.ENFORCE)
+    fleet = _fleet(policy)
+    _flap(fleet)
+    assert "n1" in fleet.job().excluded
+    fleet.advance(40.0, *fleet.state.nodes)
+    assert fleet.node_state("n1") is NodeState.HEALTHY
+    assert "n1" not in fleet.job().excluded
+
+
+def test_what_was_not_seen_again_is_over_for_the_next_controller_too() -> None:
+    fleet = _fleet(_policy(FindingKind.RANK_FLAPPING))
+    _flap(fleet)
+    fleet.restart()
+    assert FLAPS in fleet.state.nodes["n1"].own
+    fleet.advance(21.0, *fleet.state.nodes)
+    assert FLAPS not in fleet.state.nodes["n1"].own
+    assert audits(fleet.effects, "finding.cleared") == ["rank.flapping/ranks was not seen again on n1"]
+
+
+def test_a_node_at_the_slow_end_of_a_link_is_tried_again_after_a_while() -> None:
+    fleet = _fleet(
+        _policy(
+            FindingKind.NETWORK_SLOW_LINK,
+            {"slow_link_bytes_per_s": 1e9, "eviction_count": 10, "probe_required": False},
+            boot_grace_s=0.0,
+            clear_s=5.0,
+        )
+    )
+    fleet.feed(ProbeRequested(nodes=("n1", "n2"), actor="ada"))
+    name = next(iter(fleet.state.probes))
+    fleet.report("n1", ProbeFinished(probe=name, ok=True, rows=((1 << 20, 0.01, 4e8),)))
+    decisions(fleet.finish_probe("n2", ok=True))
+    assert decisions(fleet.finish_probe("n1", ok=False)) == [("n1", "evict")]
+    fleet.advance(6.0, *fleet.state.nodes)
+    assert fleet.node_state("n1") is NodeState.QUARANTINED, "clear for 5 s since it was not seen again after 2"
+    fleet.advance(8.0, *fleet.state.nodes)
+    assert fleet.node_state("n1") is NodeState.HEALTHY
+
+
+# --- diagnostics -------------------------------------------------------------------------------------------------
+
+
+def _fail_diagnostics(fleet: CoreFleet, **answer: Any) -> None:
+    """The node's next memory check comes to this end."""
+    for _ in range(100):
+        if any(probe.candidate == "n2" for probe in fleet.state.probes.values()):
+            break
+        fleet.advance(1.0, *fleet.state.nodes)
+    name = next(name for name, probe in fleet.state.probes.items() if probe.candidate == "n2")
+    fleet.report("n2", ProbeFinished(probe=name, ok=False, began=True, detail="no memory left", **answer))
+
+
+def _on_its_way_back(policy: CorePolicy, remediate: Mode = Mode.RECOMMEND) -> CoreFleet:
+    fleet = _fleet(msgspec.structs.replace(policy, offender_repair_score=99.0))
+    fleet.solos = False
+    fleet.raise_finding("n2", xid())
+    fleet.clear_finding("n2", xid().key)
+    fleet.policy = fleet.state.policy = msgspec.structs.replace(fleet.policy, remediate=remediate)
+    return fleet
+
+
+def test_diagnostics_that_fail_again_and_again_climb_the_ladder_of_their_rule() -> None:
+    fleet = _on_its_way_back(_policy(FindingKind.PROBE_FAILED, same_s=1.0), Mode.ENFORCE)
+    _fail_diagnostics(fleet)
+    assert fleet.state.nodes["n2"].action is Action.DRAIN
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+    _fail_diagnostics(fleet)
+    fleet.advance(0.5, *fleet.state.nodes)
+    reboots = [e.remedy for e in fleet.effects if isinstance(e, RequestRemedy) and e.remedy.kind == "reboot"]
+    assert [remedy.node for remedy in reboots] == ["n2"]
+    course = fleet.state.nodes["n2"].course
+    assert course is not None
+    assert "memory" in course.checks, "what it has to pass is what it had to pass before"
+
+
+def test_where_their_rule_only_says_so_the_node_is_tried_again_and_nothing_is_done_to_it() -> None:
+    policy = _policy(FindingKind.PROBE_FAILED, mode=Mode.RECOMMEND, same_s=1.0)
+    fleet = _on_its_way_back(policy, Mode.ENFORCE)
+    for _ in range(3):
+        _fail_diagnostics(fleet)
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+    fleet.advance(1.0, *fleet.state.nodes)
+    assert {e.remedy.kind for e in fleet.effects if isinstance(e, RequestRemedy)} == {"cordon"}
+
+
+@pytest.mark.parametrize(("mode", "condemned"), [(Mode.ENFORCE, ["GPU-n2"]), (Mode.RECOMMEND, [])])
+def test_wrong_products_condemn_a_node_where_their_rule_is_enforced(mode: Mode, condemned: list[str]) -> None:
+    fleet = _on_its_way_back(_policy(FindingKind.MEMORY_WRONG, mode=mode))
+    _fail_diagnostics(fleet, wrong=True)
+    record = fleet.state.nodes["n2"]
+    assert record.state is NodeState.QUARANTINED
+    assert (record.needs_operator, record.condemned) == (bool(condemned), condemned)
+
+
+def test_a_reset_that_cures_memory_does_not_cure_who_computes_wrongly_as_well() -> None:
+    fleet = _on_its_way_back(_policy(FindingKind.MEMORY_WRONG), Mode.ENFORCE)
+    _fail_diagnostics(fleet, wrong=True)
+    record = fleet.state.nodes["n2"]
+    (memory,) = record.own.values()
+    wrong = msgspec.structs.replace(memory, kind=FindingKind.COMPUTE_WRONG)
+    record.own[wrong.key] = wrong
+    fleet.advance(5.0, *fleet.state.nodes)
+    (reset,) = (e.remedy for e in fleet.effects if isinstance(e, RequestRemedy) and e.remedy.kind == "reset_gpu")
+    fleet.feed(ActionReported(id=reset.id, node="n2", ok=True, trace=fleet.trace()))
+    assert list(record.own) == [wrong.key]
+    assert record.needs_operator
+
+
+def test_a_liar_that_was_held_does_not_come_back_from_the_dead_into_service() -> None:
+    fleet = _fleet(_policy(FindingKind.DIGEST_MISMATCH), min_nodes=4)
+    fleet.state.fleet.breaker = "latched"
+    fleet.seal(4)
+    assert decisions(fleet.seal(5, digests={1: "bad"})) == [("n2", "hold_by_budget")]
+    fleet.disconnect("n2")
+    fleet.advance(2.0, "n1", "n3", "n4", "n5")
+    assert fleet.node_state("n2") is NodeState.LOST
+    fleet.register("n2")
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+    assert fleet.state.nodes["n2"].condemned == ["GPU-n2"]

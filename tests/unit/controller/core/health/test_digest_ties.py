@@ -1,0 +1,121 @@
+"""A tie of digests accuses its nodes for a stated time, and what is proved outlasts it."""
+
+from __future__ import annotations
+
+import msgspec
+from everstep_controller.core.events import OperatorAction
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.records import NodeRecord
+from everstep_controller.core.startup import restore
+
+from everstep.vocabulary import FindingKind, NodeState, Severity
+from everstep.wire.v1.training import ProbeFinished
+from tests.support.core_fleet import CoreFleet, decisions
+
+DAY_S = 86400.0
+KEY = f"{FindingKind.DIGEST_MISMATCH}/parameters"
+
+
+def _fleet() -> CoreFleet:
+    fleet = CoreFleet()
+    fleet.start(4, min_nodes=2)
+    fleet.seal(2)
+    _tie(fleet, "n1", "n2", 5)
+    fleet.resume(step=6)
+    return fleet
+
+
+def _tie(fleet: CoreFleet, one: str, other: str, step: int) -> list[tuple[str, str]]:
+    """These two keep one shard, and the others the other; only these differ."""
+    spec, before = fleet.running(), len(fleet.effects)
+    for member in spec.roster:
+        tied = member.node in (one, other)
+        fleet.seal_one(step, member.rank, digests={"shard 0": member.node} if tied else {"shard 1": "alike"})
+    return decisions(fleet.effects[before:])
+
+
+def _wait(fleet: CoreFleet, days: float) -> None:
+    fleet.stop_controller(days * DAY_S)
+    for node in fleet.state.nodes:
+        fleet.touch(node)
+    fleet.advance(2.0, *fleet.state.nodes)
+
+
+def _accused(fleet: CoreFleet) -> list[str]:
+    return [node for node, record in fleet.state.nodes.items() if KEY in record.own]
+
+
+def test_who_is_in_a_second_tie_with_others_within_a_week_is_convicted() -> None:
+    fleet = _fleet()
+    assert _accused(fleet) == ["n1", "n2"]
+    _wait(fleet, 6.0)
+    assert _accused(fleet) == ["n1", "n2"]
+    assert ("n1", "evict") in _tie(fleet, "n1", "n3", 30)
+
+
+def test_a_tie_of_long_ago_convicts_nobody_and_its_warning_is_over() -> None:
+    fleet = _fleet()
+    _wait(fleet, 7.1)
+    assert _accused(fleet) == []
+    assert ("n1", "evict") not in _tie(fleet, "n1", "n3", 30)
+    assert _accused(fleet) == ["n1", "n3"]
+    fleet.resume(step=31)
+    assert ("n3", "evict") in _tie(fleet, "n3", "n4", 40), "the newer tie counts"
+
+
+def test_a_tie_that_was_stored_without_its_date_is_as_old_as_its_warning() -> None:
+    fleet = _fleet()
+    stored = []
+    for record in fleet.state.nodes.values():
+        words = msgspec.to_builtins(record)
+        words.pop("against_at", None)
+        words["own_until"] = {}
+        stored.append(msgspec.convert(words, NodeRecord))
+    fleet.state = restore(fleet.policy, fleet.state.fleet, stored, list(fleet.state.jobs.values()))
+    state = fleet.state
+    assert state.nodes["n1"].against == ["n2"]
+    fleet.restart()
+    for node in state.nodes:
+        fleet.beat(node)
+    _wait(fleet, 7.1)
+    assert _accused(fleet) == []
+    assert ("n1", "evict") not in _tie(fleet, "n1", "n3", 30)
+
+
+def test_a_further_tie_takes_nothing_back_of_what_was_proved() -> None:
+    fleet = CoreFleet()
+    fleet.solos = False
+    fleet.start(2, min_nodes=2)
+    fleet.seal(4)
+    fleet.seal(5, digests={0: "x", 1: "y"})
+    for name, probe in list(fleet.state.probes.items()):
+        wrong = probe.nodes == ("n2",)
+        fleet.report(probe.nodes[0], ProbeFinished(probe=name, ok=not wrong, wrong=wrong, detail="first at [3, 7]"))
+    assert fleet.state.nodes["n2"].held_by == "needed:job"
+    fleet.resume(step=6)
+    fleet.seal(6, digests={0: "x", 1: "y"})
+    assert fleet.state.nodes["n2"].own[KEY].severity is Severity.CRITICAL
+    fleet.register("n3")
+    fleet.beat("n3")
+    fleet.join("n3", min_nodes=2, max_nodes=2)
+    fleet.advance(10.0, *fleet.state.nodes)
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+
+
+def test_the_same_two_in_a_tie_again_are_no_news_of_either_though_somebody_vouched_for_one_of_them() -> None:
+    fleet = _fleet()
+    for step in (7, 9):
+        fleet.order(OperatorAction.HOLD, node="n2")
+        fleet.order(OperatorAction.READMIT, node="n2")
+        assert "evict" not in {decision for _, decision in _tie(fleet, "n1", "n2", step)}
+        fleet.resume(step=step + 1)
+    assert fleet.node_state("n1") is NodeState.HEALTHY
+
+
+def test_of_two_liars_one_that_stays_for_want_of_budget_leaves_the_matter_open() -> None:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), eviction_count=1))
+    fleet.start(5, min_nodes=2)
+    fleet.seal(4)
+    said = decisions(fleet.seal(5, digests={1: "x", 2: "y"}))
+    assert [decision for node, decision in said if node in ("n2", "n3")] == ["evict", "hold_by_budget"]
+    assert len(fleet.job().ties) == 1, "of these a few end the job"

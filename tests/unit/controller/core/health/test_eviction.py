@@ -1,0 +1,316 @@
+"""Evictions happen on evidence, under a budget, never below a minimum; and every one has a way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from everstep_controller.core.effects import PutVerdict
+from everstep_controller.core.events import OperatorAction, ProbeRequested
+from everstep_controller.core.policy import CorePolicy
+
+from everstep.errors import Conflict, NotFound
+from everstep.vocabulary import Action, Finding, FindingKind, JobState, Mode, NodeState, ProbeKind, Severity
+from everstep.wire.v1.agent import Gpu
+from everstep.wire.v1.directives import KillRank, RunProbe
+from tests.support.core_fleet import CoreFleet, decisions, generations, sent
+from tests.support.findings import xid
+
+
+def _running(nodes: int = 3, spares: int = 1, **more: int) -> CoreFleet:
+    fleet = CoreFleet()
+    fleet.start(nodes, spares, **more)
+    fleet.seal(10)
+    return fleet
+
+
+# --- rules -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("finding", "decision"),
+    [
+        (xid(), "evict"),
+        (xid(13, Action.RESTART_RANK), "recommend"),
+        (msgspec.structs.replace(xid(), mode=Mode.RECOMMEND), "recommend"),
+        (msgspec.structs.replace(xid(), mode=Mode.OBSERVE), None),
+        (msgspec.structs.replace(xid(), severity=Severity.WARNING), None),
+        (msgspec.structs.replace(xid(), kind=FindingKind.GPU_LOST, action=Action.NONE), "evict"),
+        (msgspec.structs.replace(xid(), kind=FindingKind.SENSOR_HUNG), "recommend"),
+        (msgspec.structs.replace(xid(), kind=FindingKind.SLOT_CORRUPT), "no_action"),
+    ],
+)
+def test_each_kind_of_finding_has_its_decision(finding: Finding, decision: str | None) -> None:
+    fleet = _running()
+    effects = fleet.raise_finding("n2", finding)
+    assert decisions(effects) == ([("n2", decision)] if decision else [])
+
+
+def test_the_same_finding_is_judged_once() -> None:
+    fleet = _running()
+    sensor = msgspec.structs.replace(xid(), kind=FindingKind.SENSOR_HUNG)
+    assert decisions(fleet.raise_finding("n2", sensor)) == [("n2", "recommend")]
+    assert decisions(fleet.beat("n2", sensor)) == []
+
+
+def test_a_corrupt_slot_is_judged_once_whoever_found_it_and_however_it_was_told() -> None:
+    fleet = _running()
+    restoring = Finding(
+        kind=FindingKind.SLOT_CORRUPT, subject="job/rank1/1:10", severity=Severity.WARNING, message="found restoring"
+    )
+    scrubbing = msgspec.structs.replace(restoring, message="found by the scrubber")
+    assert decisions(fleet.raise_finding("n2", restoring)) == [("n2", "no_action")]
+    assert decisions(fleet.beat("n2", restoring)) == []
+    assert decisions(fleet.raise_finding("n2", scrubbing)) == []
+    assert decisions(fleet.beat("n2", scrubbing)) == []
+    another = msgspec.structs.replace(restoring, subject="job/rank1/1:11")
+    assert decisions(fleet.raise_finding("n2", another)) == [("n2", "no_action")]
+
+
+def _rotten(step: int, **more: Any) -> Finding:
+    words = {"severity": Severity.WARNING, "mode": Mode.OBSERVE, "message": "it is mended from n4"}
+    return Finding(kind=FindingKind.SLOT_CORRUPT, subject=f"job/rank1/1:{step}", **(words | more))
+
+
+def test_slots_that_rot_on_one_node_again_and_again_are_a_reason_to_test_its_memory() -> None:
+    fleet = _running()
+    for step in (1, 2):
+        assert decisions(fleet.raise_finding("n2", _rotten(step))) == [("n2", "no_action")]
+        assert decisions(fleet.raise_finding("n3", _rotten(step))) == [("n3", "no_action")]
+        fleet.now += 1000.0
+    effects = fleet.raise_finding("n2", _rotten(3))
+    (sentence,) = [effect.verdict.sentence for effect in effects if isinstance(effect, PutVerdict)]
+    assert "recommended for n2: drain" in sentence
+    assert "report 3 of 3 within 86400 s" in sentence
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+    rule = fleet.policy.rules.of_kind(FindingKind.SLOT_CORRUPT)
+    assert rule.diagnostics[0] is ProbeKind.MEMORY
+
+
+def test_one_rotten_slot_counts_once_however_many_tell_of_it() -> None:
+    fleet = _running()
+    for since in range(1, 9):
+        fleet.raise_finding("n2", _rotten(1, since=float(since)))
+    assert ("n2", "recommend") not in decisions(fleet.effects)
+
+
+def test_rotten_slots_of_different_days_are_no_reason() -> None:
+    fleet = _running()
+    for step in range(1, 5):
+        assert decisions(fleet.raise_finding("n2", _rotten(step))) == [("n2", "no_action")]
+        fleet.clear_finding("n2", _rotten(step).key)
+        fleet.now += 50_000.0
+
+
+def test_a_finding_that_grows_worse_is_judged_again() -> None:
+    fleet = _running()
+    fleet.beat("n2", msgspec.structs.replace(xid(), severity=Severity.WARNING))
+    assert decisions(fleet.beat("n2", xid())) == [("n2", "evict")]
+
+
+def test_an_evicted_node_is_left_at_a_boundary() -> None:
+    fleet = _running()
+    spec = generations(fleet.raise_finding("n2", xid()))[0]
+    assert spec.after_step is not None
+    assert spec.after_step >= 12
+    assert fleet.seats() == ["n1", "n4", "n3"]
+
+
+def test_before_the_first_step_an_eviction_does_not_wait_for_a_boundary() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, 1)
+    fleet.lose_rank(0)
+    assert generations(fleet.raise_finding("n2", xid()))[0].after_step is None
+
+
+# --- budget ------------------------------------------------------------------------------------------------------
+
+
+def test_no_eviction_takes_a_job_below_its_minimum_until_a_spare_comes() -> None:
+    fleet = _running(2, 0, min_nodes=2)
+    effects = fleet.raise_finding("n2", xid())
+    assert decisions(effects) == [("n2", "hold_by_budget")]
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+    fleet.register("n3")
+    fleet.join("n3")
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+    assert fleet.seats() == ["n1", "n3"]
+
+
+def test_a_cleared_finding_is_not_acted_on_when_the_spare_comes() -> None:
+    fleet = _running(2, 0, min_nodes=2)
+    fleet.raise_finding("n2", xid())
+    fleet.clear_finding("n2", xid().key)
+    fleet.register("n3")
+    fleet.join("n3")
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+
+
+def test_the_window_frees_the_budget_only_before_the_breaker_latched() -> None:
+    policy = msgspec.structs.replace(CorePolicy.lab(), eviction_count=1, eviction_window_s=60.0)
+    fleet = CoreFleet(policy)
+    fleet.start(6)
+    fleet.raise_finding("n1", xid())
+    fleet.advance(61.0, *[f"n{i}" for i in range(1, 7)])
+    assert decisions(fleet.raise_finding("n2", xid())) == [("n2", "evict")]
+    assert decisions(fleet.raise_finding("n3", xid(62))) == [("n3", "hold_by_budget")]
+    fleet.advance(61.0, *[f"n{i}" for i in range(1, 7)])
+    assert decisions(fleet.raise_finding("n4", xid(62))) == [("n4", "hold_by_budget")]
+
+
+# --- ways back ---------------------------------------------------------------------------------------------------
+
+
+def _quarantined() -> CoreFleet:
+    fleet = _running()
+    fleet.raise_finding("n2", xid())
+    fleet.resume(step=20)
+    return fleet
+
+
+def test_quarantine_lasts_while_its_cause_stands() -> None:
+    fleet = _quarantined()
+    fleet.advance(30.0, "n1", "n2", "n3", "n4")
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+
+
+def test_a_cleared_cause_leads_through_probe_and_beats_to_health() -> None:
+    fleet = _quarantined()
+    fleet.clear_finding("n2", xid().key)
+    effects = fleet.advance(2.5, "n1", "n2", "n3", "n4")
+    assert fleet.node_state("n2") is NodeState.PROBATION
+    assert set(sent(effects, RunProbe)) == {"n1", "n2"}
+    fleet.advance(5.0, "n1", "n2", "n3", "n4")
+    assert fleet.node_state("n2") is NodeState.PROBATION
+    fleet.probe_result("n1")
+    assert decisions(fleet.probe_result("n2")) == [("n2", "readmit")]
+
+
+def test_a_failed_probe_means_quarantine_and_another_partner_later() -> None:
+    fleet = _quarantined()
+    fleet.clear_finding("n2", xid().key)
+    fleet.advance(2.5, "n1", "n2", "n3", "n4")
+    fleet.probe_result("n1", False, "time-out")
+    effects = fleet.probe_result("n2", False, "time-out")
+    assert decisions(effects) == []
+    assert {body.nodes for body in sent(effects, RunProbe).values()} == {("n3", "n2"), ("n4", "n1")}
+    fleet.probe_result("n4")
+    fleet.probe_result("n1")
+    fleet.probe_result("n3", False, "time-out")
+    assert decisions(fleet.probe_result("n2", False, "time-out")) == [("n2", "quarantine")]
+
+
+def test_a_probe_without_an_answer_fails() -> None:
+    fleet = _quarantined()
+    fleet.clear_finding("n2", xid().key)
+    fleet.advance(2.5, "n1", "n2", "n3", "n4")
+    said = decisions(fleet.advance(62.0, "n1", "n2", "n3", "n4"))
+    assert ("n2", "quarantine") in said
+    assert not [node for node, decision in said if decision == "evict"]
+
+
+def test_a_finding_on_probation_sends_the_node_back() -> None:
+    fleet = _quarantined()
+    fleet.clear_finding("n2", xid().key)
+    fleet.advance(2.5, "n1", "n2", "n3", "n4")
+    assert decisions(fleet.raise_finding("n2", xid())) == [("n2", "quarantine")]
+
+
+def test_without_a_healthy_partner_clean_beats_must_do() -> None:
+    fleet = CoreFleet()
+    fleet.start(1)
+    fleet.disconnect("n1")
+    fleet.advance(2.0)
+    assert fleet.job_state() is JobState.PAUSED
+    fleet.register("n1")
+    fleet.join("n1", again=True, generation=1)
+    fleet.advance(5.0, "n1")
+    assert fleet.node_state("n1") is NodeState.HEALTHY
+    assert fleet.spec().number == 2
+
+
+def test_repeat_offenders_wait_longer() -> None:
+    fleet = _quarantined()
+    waits = []
+    for _ in range(3):
+        waits.append(fleet.state.nodes["n2"].returns_at - fleet.now)
+        fleet.order(OperatorAction.READMIT, node="n2")
+        fleet.order(OperatorAction.READMIT, node="n2") if fleet.node_state("n2") is NodeState.HELD else None
+        fleet.probe_result("n1")
+        fleet.probe_result("n2")
+        fleet.clear_finding("n2", xid().key)
+        for _ in range(3):
+            fleet.beat("n2")
+        assert fleet.node_state("n2") is NodeState.HEALTHY
+        fleet.raise_finding("n2", xid())
+    assert waits[0] <= waits[1] < waits[2]
+
+
+def test_a_sick_newcomer_serves_only_when_it_is_well() -> None:
+    fleet = CoreFleet()
+    fleet.register("n1", findings=(xid(),))
+    assert fleet.node_state("n1") is NodeState.QUARANTINED
+    assert fleet.state.fleet.evicted == []
+
+
+def test_a_liar_stays_out_until_readmitted_or_repaired() -> None:
+    fleet = _running(3, 1)
+    fleet.seal(11, digests={1: "bad"})
+    fleet.register("n2")
+    fleet.advance(60.0, "n1", "n2", "n3", "n4")
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+    new = Gpu(index=0, uuid="GPU-new", name="virtual", pci_bus_id="0", memory_bytes=1)
+    fleet.register("n2", gpus=(new,))
+    fleet.advance(3.0, "n1", "n2", "n3", "n4")
+    assert fleet.node_state("n2") is NodeState.PROBATION
+
+
+# --- operators ---------------------------------------------------------------------------------------------------
+
+
+def test_a_held_node_stays_until_its_job_regroups() -> None:
+    fleet = _running()
+    fleet.order(OperatorAction.HOLD, node="n2")
+    assert fleet.spec().number == 1
+    fleet.lose_rank(0)
+    assert fleet.seats() == ["n1", "n4", "n3"]
+
+
+def test_a_drain_that_would_pause_a_job_is_refused_and_an_eviction_is_not() -> None:
+    fleet = _running(2, 0, min_nodes=2)
+    with pytest.raises(Conflict, match="needs 2 nodes"):
+        fleet.order(OperatorAction.DRAIN, node="n2")
+    effects = fleet.order(OperatorAction.EVICT, node="n2")
+    assert fleet.job_state() is JobState.PAUSED
+    assert set(sent(effects, KillRank)) == {"n2"}
+
+
+def test_an_operators_eviction_needs_no_budget() -> None:
+    fleet = _running(3, 1)
+    fleet.order(OperatorAction.EVICT, node="n1")
+    assert fleet.state.fleet.evicted == []
+    assert fleet.state.nodes["n1"].needs_operator
+
+
+def test_orders_that_make_no_sense_are_refused_and_change_nothing() -> None:
+    fleet = _running()
+    before = len(fleet.effects)
+    for kind, subject, error in (
+        (OperatorAction.DRAIN, {"node": "n9"}, NotFound),
+        (OperatorAction.READMIT, {"node": "n1"}, Conflict),
+        (OperatorAction.STOP_JOB, {"job": "none"}, NotFound),
+        (OperatorAction.RESIZE_JOB, {"job": "job", "size": 9}, Conflict),
+        (OperatorAction.RESET_BREAKER, {}, Conflict),
+    ):
+        with pytest.raises(error):
+            fleet.order(kind, **subject)
+    assert len(fleet.effects) == before
+
+
+def test_a_probe_for_information_judges_nobody() -> None:
+    fleet = _running()
+    fleet.feed(ProbeRequested(nodes=("n1", "n2"), actor="ada"))
+    assert decisions(fleet.probe_result("n1", False, "slow")) == []
+    with pytest.raises(Conflict, match="two or more"):
+        fleet.feed(ProbeRequested(nodes=("n1", "n1"), actor="ada"))

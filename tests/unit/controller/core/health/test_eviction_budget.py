@@ -1,0 +1,223 @@
+"""Evictions are bounded for the fleet, a rack and a job; what is held says by what, and is judged anew after it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from everstep_controller.core.effects import Effect, PutVerdict
+from everstep_controller.core.events import OperatorAction, ProbeRequested, StoreChanged
+from everstep_controller.core.health.eviction import budget, budget_left
+from everstep_controller.core.policy import CorePolicy
+
+from everstep.errors import ConfigurationError, Unavailable
+from everstep.vocabulary import Finding, NodeState
+from everstep.wire.v1.agent import Domain
+from tests.support.core_fleet import CoreFleet, audits, decisions
+from tests.support.findings import xid
+
+NODES = [f"n{number}" for number in range(1, 9)]
+
+
+def _fleet(racks: int = 0, **policy: object) -> CoreFleet:
+    """Eight nodes; with ``racks``, in so many of them, one after the other."""
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), eviction_window_s=60.0, **policy))
+    for index, node in enumerate(NODES):
+        fleet.register(node, domain=Domain(rack=f"r{index % racks}") if racks else None)
+        fleet.beat(node)
+    return fleet
+
+
+def _sick(fleet: CoreFleet, *nodes: str) -> list[Effect]:
+    """Each falls ill in its own way, so that no sickness is taken for that of many."""
+    return [effect for node in nodes for effect in fleet.raise_finding(node, _ill(node))]
+
+
+def _ill(node: str) -> Finding:
+    return xid(100 + int(node[1:]))
+
+
+def _sentences(effects: list[Effect]) -> list[str]:
+    return [effect.verdict.sentence for effect in effects if isinstance(effect, PutVerdict)]
+
+
+# --- scopes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_racks_budget_holds_its_nodes_and_no_others() -> None:
+    fleet = _fleet(racks=2, eviction_rack_count=1)
+    effects = _sick(fleet, "n1", "n3", "n2")
+    assert decisions(effects) == [("n1", "evict"), ("n3", "hold_by_budget"), ("n2", "evict")]
+    assert "rack r0 has used its budget of 1 eviction in 60 s" in _sentences(effects)[1]
+    assert fleet.state.nodes["n3"].held_by == "rack:r0"
+    assert fleet.state.fleet.breaker == ""
+
+
+def test_a_racks_share_counts_its_own_nodes() -> None:
+    fleet = _fleet(racks=2, eviction_rack_share=0.5)
+    assert decisions(_sick(fleet, "n1", "n3", "n5"))[-1] == ("n5", "hold_by_budget")
+    scopes = {scope.id: scope for scope in budget(fleet.state, fleet.now).scopes}
+    assert (scopes["rack:r0"].limit, scopes["rack:r0"].of) == (2, 4)
+
+
+def test_a_jobs_budget_holds_its_nodes_and_no_others() -> None:
+    fleet = _fleet(eviction_job_count=1)
+    fleet.join("n1", "n2", "n3", "n4", min_nodes=1, max_nodes=4)
+    effects = _sick(fleet, "n1", "n2", "n8")
+    assert decisions(effects) == [("n1", "evict"), ("n2", "hold_by_budget"), ("n8", "evict")]
+    assert "job job has used its budget" in _sentences(effects)[1]
+
+
+def test_what_a_rack_holds_is_carried_out_when_its_window_has_passed() -> None:
+    fleet = _fleet(racks=2, eviction_rack_count=1)
+    _sick(fleet, "n1", "n3")
+    assert decisions(fleet.advance(59.0, *NODES)) == []
+    assert ("n3", "evict") in decisions(fleet.advance(2.0, *NODES))
+
+
+def test_what_cleared_while_it_was_held_is_never_carried_out() -> None:
+    fleet = _fleet(racks=2, eviction_rack_count=1)
+    _sick(fleet, "n1", "n3")
+    fleet.clear_finding("n3", _ill("n3").key)
+    assert decisions(fleet.advance(61.0, *NODES)) == []
+    assert fleet.node_state("n3") is NodeState.HEALTHY
+    assert fleet.state.held == {}
+
+
+def test_the_budget_is_told_with_limits_and_what_is_left_of_them() -> None:
+    fleet = _fleet(racks=2)
+    fleet.join("n1", "n2", min_nodes=1, max_nodes=2)
+    assert [scope.id for scope in budget(fleet.state, fleet.now).scopes] == ["fleet"]
+    _sick(fleet, "n1")
+    told = budget(fleet.state, fleet.now)
+    assert [(scope.id, scope.used, scope.left) for scope in told.scopes] == [
+        ("fleet", 1, 3),
+        ("rack:r0", 1, 3),
+        ("job:job", 1, 1),
+    ]
+    assert told.scopes[0].frees_at == fleet.now + 60.0
+    assert budget_left(fleet.state, fleet.now + 61.0) == 4
+
+
+# --- the breaker -------------------------------------------------------------------------------------------------
+
+
+def test_one_eviction_more_than_the_fleet_allows_latches_the_breaker() -> None:
+    fleet = _fleet(eviction_count=2)
+    effects = _sick(fleet, "n1", "n2", "n3", "n4")
+    assert [what for _, what in decisions(effects)] == ["evict", "evict", "hold_by_budget", "hold_by_budget"]
+    assert len(audits(effects, "fleet.breaker")) == 1
+    assert "the fleet's budget of 2 evictions in 60 s is used up" in budget(fleet.state, fleet.now).breaker
+    assert budget_left(fleet.state, fleet.now) == 0
+    assert decisions(fleet.advance(300.0, *NODES)) == []
+
+
+def test_behind_an_open_breaker_findings_come_and_go_and_nodes_are_readmitted() -> None:
+    fleet = _fleet(eviction_count=1, probe_required=False)
+    _sick(fleet, "n1", "n2")
+    fleet.clear_finding("n1", _ill("n1").key)
+    assert ("n1", "readmit") in decisions(fleet.advance(30.0, *NODES))
+    fleet.clear_finding("n2", _ill("n2").key)
+    _sick(fleet, "n3")
+    assert fleet.state.nodes["n3"].held_by == "fleet"
+    assert list(fleet.state.held["fleet"]) == ["n3"]
+
+
+def test_a_reset_judges_what_stands_now_and_nothing_of_what_cleared() -> None:
+    fleet = _fleet(eviction_count=1)
+    _sick(fleet, "n1", "n2", "n3", "n4")
+    fleet.clear_finding("n2", _ill("n2").key)
+    effects = fleet.order(OperatorAction.RESET_BREAKER)
+    assert decisions(effects) == [("n3", "evict")]
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+    assert fleet.state.fleet.breaker != ""
+    assert list(fleet.state.held["fleet"]) == ["n4"]
+
+
+def test_the_same_hold_is_said_once() -> None:
+    fleet = _fleet(eviction_count=1)
+    _sick(fleet, "n1", "n2", "n3")
+    effects = fleet.order(OperatorAction.RESET_BREAKER)
+    assert decisions(effects) == [("n2", "evict")]
+    assert decisions(fleet.advance(30.0, *NODES)) == []
+
+
+def test_a_breaker_that_latched_outlives_the_controller_with_what_it_holds() -> None:
+    fleet = _fleet(eviction_count=1)
+    _sick(fleet, "n1", "n2")
+    fleet.restart()
+    assert list(fleet.state.held["fleet"]) == ["n2"]
+    assert decisions(fleet.order(OperatorAction.RESET_BREAKER)) == [("n2", "evict")]
+
+
+def test_hundreds_of_convictions_in_a_job_that_needs_all_its_nodes_are_held_one_by_one() -> None:
+    fleet = _fleet()
+    fleet.join(*NODES, min_nodes=8, max_nodes=8)
+    fleet.resume()
+    effects = _sick(fleet, *NODES)
+    assert decisions(effects) == [(node, "hold_by_budget") for node in NODES]
+    assert {record.held_by for record in fleet.state.nodes.values()} == {"needed:job"}
+    fleet.register("n9")
+    fleet.join("n9")
+    assert [node for node in NODES if fleet.node_state(node) is NodeState.QUARANTINED] == ["n1"]
+
+
+# --- contradictions ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"eviction_rack_count": 0},
+        {"eviction_job_count": 0},
+        {"eviction_rack_share": 0.0},
+        {"eviction_job_share": 1.1},
+        {"suspect_at_most_s": 1.0},
+        {"accused_after_s": 5.0},
+        {"peer_witnesses": 0},
+        {"reunion_s": -1.0},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_knobs_that_contradict_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        msgspec.structs.replace(CorePolicy.lab(), **wrong).validate()
+
+
+# --- without a database ------------------------------------------------------------------------------------------
+
+
+def test_while_the_database_is_away_nobody_is_evicted_and_no_budget_is_used() -> None:
+    fleet = _fleet()
+    away = fleet.feed(StoreChanged(away=True, reason="connection refused"))
+    assert "the database is away (connection refused)" in audits(away, "store.away")[0]
+    effects = _sick(fleet, "n1", "n2")
+    assert [what for _, what in decisions(effects)] == ["hold_by_budget", "hold_by_budget"]
+    assert fleet.state.nodes["n1"].held_by == "store"
+    assert fleet.state.fleet.evicted == []
+    fleet.clear_finding("n2", _ill("n2").key)
+    back = fleet.feed(StoreChanged(away=False))
+    assert len(audits(back, "store.back")) == 1
+    assert decisions(back) == [("n1", "evict")]
+
+
+def test_while_the_database_is_away_orders_are_refused_with_the_reason() -> None:
+    fleet = _fleet()
+    fleet.feed(StoreChanged(away=True, reason="disk full"))
+    fleet.feed(StoreChanged(away=True, reason="disk still full"))
+    assert len(audits(fleet.effects, "store.away")) == 1
+    with pytest.raises(Unavailable, match="disk still full"):
+        fleet.order(OperatorAction.HOLD, node="n1")
+    with pytest.raises(Unavailable, match="give it again"):
+        fleet.feed(ProbeRequested(nodes=("n1", "n2"), actor="ada"))
+    fleet.feed(StoreChanged(away=False))
+    fleet.order(OperatorAction.HOLD, node="n1")
+    assert fleet.node_state("n1") is NodeState.HELD
+
+
+@pytest.mark.parametrize("left_s", [0.5, 30.0])
+def test_an_eviction_counts_until_its_whole_window_has_passed(left_s: float) -> None:
+    fleet = _fleet(racks=2, eviction_rack_count=1, quarantine_min_s=1000.0)
+    _sick(fleet, "n1")
+    fleet.advance(60.0 - left_s, *NODES)
+    assert decisions(_sick(fleet, "n3")) == [("n3", "hold_by_budget")]
+    assert ("n3", "evict") in decisions(fleet.advance(left_s + 0.1, *NODES))

@@ -1,0 +1,55 @@
+"""How many findings of a node the controller keeps, which ones, and what choosing them costs."""
+
+from __future__ import annotations
+
+import pytest
+from everstep_controller.core.events import HeartbeatChanged
+from everstep_controller.core.health import findings as pictures
+from everstep_controller.core.records import NodeRecord
+
+from everstep.vocabulary import Finding, FindingKind, Severity
+from everstep.wire.v1.agent import MOST_FINDINGS
+from tests.support.core_fleet import CoreFleet
+
+
+def disk(number: int, severity: Severity = Severity.WARNING) -> Finding:
+    return Finding(kind=FindingKind.HOST_DISK, subject=f"/mnt/{number}", severity=severity, message="90 % full")
+
+
+@pytest.fixture
+def fleet() -> CoreFleet:
+    fleet = CoreFleet()
+    fleet.register("n1")
+    return fleet
+
+
+def beat(fleet: CoreFleet, *findings: Finding) -> None:
+    fleet.feed(HeartbeatChanged(node="n1", incarnation=fleet.incarnations["n1"], findings=findings, trace="t"))
+
+
+def test_picture_of_many_findings_weighs_each_once(fleet: CoreFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    weighed: list[str] = []
+    weight = pictures._weight
+
+    def counted(record: NodeRecord, key: str) -> tuple[bool, int]:
+        weighed.append(key)
+        return weight(record, key)
+
+    monkeypatch.setattr(pictures, "_weight", counted)
+    beat(fleet, *(disk(number) for number in range(2000)))
+    assert len(fleet.state.nodes["n1"].findings) == MOST_FINDINGS
+    assert len(weighed) <= 2000
+
+
+def test_picture_of_many_findings_keeps_the_gravest(fleet: CoreFleet) -> None:
+    mild = [disk(number) for number in range(MOST_FINDINGS)]
+    grave = [disk(1000 + number, Severity.CRITICAL) for number in range(3)]
+    beat(fleet, *grave, *mild)
+    assert list(fleet.state.nodes["n1"].findings) == [finding.key for finding in [*grave, *mild[3:]]]
+
+
+def test_finding_beyond_the_bound_replaces_the_oldest_mild_one(fleet: CoreFleet) -> None:
+    mild = [disk(number) for number in range(MOST_FINDINGS)]
+    beat(fleet, *mild)
+    fleet.raise_finding("n1", disk(1000))
+    assert list(fleet.state.nodes["n1"].findings) == [*(finding.key for finding in mild[1:]), disk(1000).key]

@@ -1,0 +1,435 @@
+"""Somebody's word keeps a node out: maintenance, other people's cordons, an operator's hold. All are respected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from everstep_controller.core.effects import Effect, PutGeneration, PutVerdict, RemedyKind, RequestRemedy
+from everstep_controller.core.events import NodeObserved, OperatorAction, StoreChanged
+from everstep_controller.core.policy import CorePolicy
+
+from everstep.errors import Conflict, NotFound
+from everstep.vocabulary import Action, JobState, Mode, NodeState
+from everstep.wire.v1.agent import Domain
+from tests.support.core_fleet import CoreFleet, audits, decisions, generations
+from tests.support.findings import xid
+
+EVERYONE = [f"n{i}" for i in range(1, 6)]
+
+
+def _fleet(**knobs: Any) -> CoreFleet:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), **knobs))
+    fleet.start(4, 1)
+    fleet.seal(10)
+    return fleet
+
+
+def _observe(fleet: CoreFleet, node: str, by: str = "", reason: str = "") -> list[Effect]:
+    return fleet.feed(NodeObserved(node=node, cordoned_by=by, reason=reason, trace=fleet.trace()))
+
+
+def _kinds(effects: list[Effect]) -> list[RemedyKind]:
+    return [effect.remedy.kind for effect in effects if isinstance(effect, RequestRemedy)]
+
+
+def _maintain(fleet: CoreFleet, seconds: float = 60.0, **subject: Any) -> list[Effect]:
+    return fleet.order(OperatorAction.MAINTENANCE, until=fleet.now + seconds, **subject)
+
+
+# --- other people's cordons --------------------------------------------------------------------------------------
+
+
+def test_a_foreign_cordon_keeps_new_work_away_and_is_named() -> None:
+    fleet = _fleet()
+    effects = _observe(fleet, "n2", "maria", "fan")
+    assert fleet.node_state("n2") is NodeState.HELD
+    assert fleet.state.nodes["n2"].sentence.startswith("n2 is cordoned by maria (fan)")
+    assert generations(effects) == []
+    assert _kinds(effects) == []
+    fleet.lose_rank(0)
+    assert "n2" not in fleet.seats()
+
+
+def test_a_foreign_cordon_is_never_lifted_by_us_and_its_end_leads_through_probation() -> None:
+    fleet = _fleet()
+    _observe(fleet, "n2", "maria")
+    with pytest.raises(Conflict, match="cordoned by maria"):
+        fleet.order(OperatorAction.READMIT, node="n2")
+    effects = _observe(fleet, "n2")
+    assert fleet.node_state("n2") is NodeState.PROBATION
+    for node in next(iter(fleet.state.probes.values())).nodes:
+        fleet.probe_result(node)
+    fleet.advance(4.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+    assert _kinds([*effects, *fleet.effects]) == []
+
+
+def test_nothing_is_done_by_itself_to_a_node_that_somebody_else_has_cordoned() -> None:
+    fleet = _fleet(remediate=Mode.ENFORCE)
+    fleet.raise_finding("n2", xid(119, Action.RESET_GPU))
+    _observe(fleet, "n2", "maria")
+    fleet.resume(step=40)
+    before = len(fleet.effects)
+    fleet.advance(30.0, *EVERYONE)
+    assert _kinds(fleet.effects[before:]) == []
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+    fleet.clear_finding("n2", xid(119, Action.RESET_GPU).key)
+    fleet.advance(10.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.HELD
+
+
+def test_a_node_that_was_lost_while_cordoned_comes_back_to_be_held() -> None:
+    fleet = _fleet()
+    fleet.disconnect("n2")
+    fleet.advance(3.0, "n1", "n3", "n4", "n5")
+    _observe(fleet, "n2", "maria")
+    fleet.hear("n2")
+    assert fleet.node_state("n2") is NodeState.HELD
+
+
+def test_an_observation_that_says_nothing_new_changes_nothing() -> None:
+    fleet = _fleet()
+    assert _observe(fleet, "n2") == []
+    assert _observe(fleet, "stranger", "maria") == []
+
+
+# --- an operator's hold ------------------------------------------------------------------------------------------
+
+
+def test_a_hold_outlasts_findings_cordons_and_maintenance() -> None:
+    fleet = _fleet()
+    fleet.order(OperatorAction.HOLD, node="n2")
+    assert ("n2", "evict") not in decisions(fleet.raise_finding("n2", xid()))
+    _observe(fleet, "n2", "maria")
+    _observe(fleet, "n2")
+    _maintain(fleet, 5.0, node="n2")
+    fleet.advance(10.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.HELD
+    fleet.order(OperatorAction.READMIT, node="n2")
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+
+
+def test_a_node_that_was_held_on_its_way_back_goes_on_with_it() -> None:
+    fleet = _fleet()
+    fleet.order(OperatorAction.EVICT, node="n2")
+    fleet.order(OperatorAction.READMIT, node="n2")
+    assert fleet.node_state("n2") is NodeState.PROBATION
+    fleet.order(OperatorAction.HOLD, node="n2")
+    fleet.order(OperatorAction.READMIT, node="n2")
+    assert fleet.node_state("n2") is NodeState.PROBATION
+
+
+def test_a_hold_of_an_older_release_is_a_hold() -> None:
+    fleet = _fleet()
+    fleet.order(OperatorAction.HOLD, node="n2")
+    fleet.state.nodes["n2"].hold = ""
+    fleet.restart()
+    _observe(fleet, "n2", "maria")
+    _observe(fleet, "n2")
+    assert fleet.node_state("n2") is NodeState.HELD
+
+
+# --- maintenance -------------------------------------------------------------------------------------------------
+
+
+def test_in_maintenance_a_node_leaves_its_job_at_a_boundary_and_comes_back_by_probation_at_the_end() -> None:
+    fleet = _fleet()
+    effects = _maintain(fleet, node="n2")
+    assert generations(effects)[0].after_step is not None
+    assert _kinds(effects) == [RemedyKind.CORDON]
+    fleet.advance(59.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.HELD
+    fleet.advance(1.1, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.PROBATION
+
+
+def test_silence_and_findings_in_the_window_are_held_against_nobody() -> None:
+    fleet = _fleet()
+    _maintain(fleet, node="n2")
+    others = ["n1", "n3", "n4", "n5"]
+    fleet.raise_finding("n2", xid())
+    said = decisions(fleet.advance(40.0, *others))
+    assert not [decision for _, decision in said if decision in ("evict", "quarantine", "repair")]
+    fleet.register("n2", boot_id="boot-2")
+    fleet.advance(25.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.PROBATION
+    assert fleet.state.nodes["n2"].offences == 0.0
+
+
+def test_what_still_stands_at_the_end_keeps_the_node_out() -> None:
+    fleet = _fleet()
+    _maintain(fleet, 5.0, node="n2")
+    fleet.raise_finding("n2", xid())
+    fleet.advance(6.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+
+
+def test_a_node_that_is_away_at_the_end_comes_back_when_it_is_heard() -> None:
+    fleet = _fleet()
+    _maintain(fleet, 30.0, node="n2")
+    fleet.advance(31.0, "n1", "n3", "n4", "n5")
+    assert fleet.node_state("n2") is NodeState.LOST
+    fleet.hear("n2")
+    assert fleet.node_state("n2") is NodeState.PROBATION
+
+
+def test_maintenance_of_a_held_node_that_its_job_needs_is_refused() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, min_nodes=4)
+    fleet.order(OperatorAction.HOLD, node="n1")
+    assert (fleet.job_state(), fleet.seats()) == (JobState.RUNNING, ["n1", "n2", "n3", "n4"])
+    with pytest.raises(Conflict, match="job job needs 4 nodes and 3 would be left"):
+        _maintain(fleet, node="n1")
+    assert fleet.job_state() is JobState.RUNNING
+
+
+def test_a_held_node_that_stays_in_its_seat_counts_when_another_is_to_be_maintained() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, min_nodes=3)
+    fleet.order(OperatorAction.HOLD, node="n1")
+    _maintain(fleet, node="n2")
+    assert (fleet.job_state(), fleet.seats()) == (JobState.RUNNING, ["n1", "n3", "n4"])
+    with pytest.raises(Conflict, match="job job needs 3 nodes"):
+        _maintain(fleet, node="n3")
+
+
+def test_a_rack_in_maintenance_holds_all_its_nodes_and_those_that_come_up_in_it() -> None:
+    fleet = CoreFleet()
+    for node, rack in (("a1", "A"), ("a2", "A"), ("b1", "B")):
+        fleet.register(node, domain=Domain(rack=rack))
+    _maintain(fleet, rack="A")
+    fleet.register("a3", domain=Domain(rack="A"))
+    held = [node for node in fleet.state.nodes if fleet.node_state(node) is NodeState.HELD]
+    assert held == ["a1", "a2", "a3"]
+    fleet.advance(61.0, "a1", "a2", "a3", "b1")
+    assert {fleet.node_state(node) for node in held} <= {NodeState.PROBATION, NodeState.HEALTHY}
+    assert fleet.state.fleet.maintenance == []
+
+
+def test_maintenance_goes_on_after_a_restart_of_the_controller() -> None:
+    fleet = _fleet()
+    _maintain(fleet, node="n2")
+    fleet.restart()
+    fleet.advance(59.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.HELD
+    fleet.advance(2.0, *EVERYONE)
+    assert fleet.node_state("n2") is not NodeState.HELD
+
+
+def test_an_operator_ends_a_window_early() -> None:
+    fleet = _fleet()
+    _maintain(fleet, node="n2")
+    fleet.order(OperatorAction.READMIT, node="n2")
+    assert fleet.node_state("n2") is NodeState.PROBATION
+    fleet.advance(70.0, *EVERYONE)
+    assert fleet.node_state("n2") is not NodeState.HELD
+
+
+def test_a_node_that_was_readmitted_early_is_not_taken_back_into_its_racks_window() -> None:
+    fleet = CoreFleet()
+    for node in ("a1", "a2"):
+        fleet.register(node, domain=Domain(rack="A"))
+    _maintain(fleet, rack="A")
+    fleet.order(OperatorAction.READMIT, node="a1")
+    fleet.register("a1", domain=Domain(rack="A"))
+    fleet.register("a2", domain=Domain(rack="A"))
+    assert fleet.node_state("a1") is not NodeState.HELD
+    assert fleet.node_state("a2") is NodeState.HELD
+
+
+def test_a_window_that_cannot_be_is_refused_and_changes_nothing() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, min_nodes=3)
+    before = len(fleet.effects)
+    with pytest.raises(Conflict, match="needs an end in the future"):
+        _maintain(fleet, -1.0, node="n2")
+    with pytest.raises(NotFound, match="no node in rack R9"):
+        _maintain(fleet, rack="R9")
+    with pytest.raises(Conflict, match="needs 3 nodes"):
+        _maintain(fleet, node="n2")
+    with pytest.raises(NotFound):
+        _maintain(fleet, node="n9")
+    assert len(fleet.effects) == before
+
+
+def test_a_held_node_that_falls_ill_is_left_to_who_holds_it_and_says_so() -> None:
+    fleet = _fleet()
+    fleet.order(OperatorAction.HOLD, node="n2")
+    _observe(fleet, "n3", "maria")
+    assert decisions(fleet.raise_finding("n2", xid(79))) == [("n2", "recommend")]
+    assert decisions(fleet.raise_finding("n3", xid(79))) == [("n3", "recommend")]
+    said = [e.verdict.sentence for e in fleet.effects if isinstance(e, PutVerdict)]
+    assert said[0].endswith("nothing is done by itself, since ada ordered to hold n2: because")
+    assert said[1].endswith(
+        "nothing is done by itself, since n3 is cordoned by maria, and stays out until that is lifted"
+    )
+    assert fleet.seats() == ["n1", "n2", "n3", "n4"]
+
+
+@pytest.mark.parametrize("order", [OperatorAction.MAINTENANCE, OperatorAction.REPAIR])
+def test_an_order_about_a_node_that_leaves_at_a_boundary_does_not_hurry_its_job(order: OperatorAction) -> None:
+    fleet = _fleet()
+    fleet.progress(20)
+    fleet.raise_finding("n2", xid(79))
+    assert fleet.job().leaving is not None
+    assert generations(fleet.order(order, node="n2", until=fleet.now + 60)) == []
+    assert fleet.job().leaving is not None
+
+
+def test_an_order_says_to_whom_and_for_how_long() -> None:
+    fleet = CoreFleet()
+    fleet.start(2, 1)
+    assert audits(fleet.order(OperatorAction.HOLD, node="n1"), "operator.hold") == ["ada ordered to hold n1: because"]
+    window = fleet.order(OperatorAction.MAINTENANCE, node="n2", until=fleet.now + 90)
+    assert audits(window, "operator.maintenance") == ["ada ordered maintenance of n2 for 90 s: because"]
+    resized = fleet.order(OperatorAction.RESIZE_JOB, job="job", size=1)
+    assert audits(resized, "operator.resize_job") == ["ada ordered to bound job job to 1 node: because"]
+    stopped = fleet.order(OperatorAction.STOP_JOB, job="job")
+    assert audits(stopped, "operator.stop_job") == ["ada ordered to stop job job: because"]
+
+
+def test_no_remedy_is_asked_for_in_a_window() -> None:
+    fleet = _fleet(remediate=Mode.ENFORCE)
+    fleet.raise_finding("n2", xid(119, Action.RESET_GPU))
+    _maintain(fleet, 30.0, node="n2")
+    fleet.resume(step=40)
+    before = len(fleet.effects)
+    fleet.advance(20.0, *EVERYONE)
+    assert _kinds(fleet.effects[before:]) == []
+    assert "in maintenance" in fleet.state.nodes["n2"].course.hindered  # type: ignore[union-attr]
+    fleet.advance(15.0, *EVERYONE)
+    assert RemedyKind.RESET_GPU in _kinds(fleet.effects[before:])
+
+
+# --- planned ahead -----------------------------------------------------------------------------------------------
+
+
+def _planned(fleet: CoreFleet, starts_in_s: float, lasts_s: float, **subject: str) -> None:
+    starts_at = fleet.now + starts_in_s
+    fleet.order(OperatorAction.MAINTENANCE, starts_at=starts_at, until=starts_at + lasts_s, **subject)
+
+
+def _everybody(fleet: CoreFleet, seconds: float) -> None:
+    fleet.advance(seconds, *fleet.state.nodes)
+
+
+def test_a_planned_window_changes_nothing_until_its_time() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    _planned(fleet, 30.0, 10.0, node="n2")
+    _everybody(fleet, 29.0)
+    assert (fleet.node_state("n2"), fleet.seats()) == (NodeState.HEALTHY, ["n1", "n2", "n3"])
+    _everybody(fleet, 2.0)
+    assert (fleet.node_state("n2"), fleet.seats()) == (NodeState.HELD, ["n1", "n3"])
+    _everybody(fleet, 10.0)
+    assert fleet.node_state("n2") is NodeState.PROBATION
+
+
+def test_windows_that_follow_one_another_are_one_absence() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.order(OperatorAction.MAINTENANCE, node="n2", until=fleet.now + 20.0)
+    _planned(fleet, 20.0, 20.0, node="n2")
+    _planned(fleet, 35.0, 20.0, node="n2")
+    before = len(fleet.effects)
+    _everybody(fleet, 54.0)
+    assert fleet.node_state("n2") is NodeState.HELD
+    assert audits(fleet.effects[before:], "node.probation") == []
+    _everybody(fleet, 2.0)
+    assert fleet.node_state("n2") is NodeState.PROBATION
+    assert fleet.state.fleet.maintenance == []
+
+
+def test_a_node_that_joins_its_rack_meanwhile_is_in_the_racks_window_too() -> None:
+    fleet = CoreFleet()
+    fleet.register("n1", domain=Domain(rack="A"))
+    _planned(fleet, 30.0, 60.0, rack="A")
+    fleet.register("n2", domain=Domain(rack="A"))
+    _everybody(fleet, 31.0)
+    fleet.register("n3", domain=Domain(rack="A"))
+    assert {fleet.node_state(node) for node in ("n1", "n2", "n3")} == {NodeState.HELD}
+
+
+def test_what_was_planned_for_a_rack_is_cancelled_for_that_rack_alone() -> None:
+    fleet = CoreFleet()
+    fleet.register("n1", domain=Domain(rack="A"))
+    fleet.register("n2", domain=Domain(rack="B"))
+    for rack in ("A", "B"):
+        _planned(fleet, 30.0, 60.0, rack=rack)
+    fleet.order(OperatorAction.CANCEL_MAINTENANCE, rack="A")
+    _everybody(fleet, 31.0)
+    assert (fleet.node_state("n1"), fleet.node_state("n2")) == (NodeState.HEALTHY, NodeState.HELD)
+
+
+def test_a_window_that_began_while_no_controller_was_there_begins_late_and_one_that_ended_never() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    _planned(fleet, 10.0, 100.0, node="n2")
+    _planned(fleet, 10.0, 20.0, node="n3")
+    fleet.now += 60.0
+    fleet.restart()
+    _everybody(fleet, 1.0)
+    assert (fleet.node_state("n2"), fleet.node_state("n3")) == (NodeState.HELD, NodeState.HEALTHY)
+    assert [window.node for window in fleet.state.fleet.maintenance] == ["n2"]
+
+
+def test_while_the_database_is_away_a_planned_window_waits() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    _planned(fleet, 10.0, 100.0, node="n2")
+    fleet.feed(StoreChanged(away=True, reason="disk full"))
+    _everybody(fleet, 20.0)
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+    fleet.feed(StoreChanged(away=False))
+    _everybody(fleet, 2.0)
+    assert fleet.node_state("n2") is NodeState.HELD
+
+
+def test_who_is_readmitted_early_still_has_what_is_planned_for_later() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.order(OperatorAction.MAINTENANCE, node="n2", until=fleet.now + 20.0)
+    _planned(fleet, 60.0, 20.0, node="n2")
+    fleet.order(OperatorAction.READMIT, node="n2")
+    assert fleet.node_state("n2") is NodeState.PROBATION
+    _everybody(fleet, 61.0)
+    assert fleet.node_state("n2") is NodeState.HELD
+
+
+def test_a_job_that_needs_its_nodes_pauses_when_a_planned_window_begins() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, min_nodes=3)
+    _planned(fleet, 10.0, 20.0, node="n2")
+    _everybody(fleet, 11.0)
+    assert fleet.job_state() is JobState.PAUSED
+
+
+def test_of_windows_that_begin_at_once_none_takes_the_others_nodes_in() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, spares=2)
+    (spare, other) = sorted(fleet.state.nodes.keys() - set(fleet.seats()))
+    _planned(fleet, 10.0, 60.0, node="n2")
+    _planned(fleet, 10.0, 60.0, node=spare)
+    before = len(fleet.effects)
+    _everybody(fleet, 11.0)
+    rosters = [set(one.spec.seats) for one in fleet.effects[before:] if isinstance(one, PutGeneration)]
+    assert rosters == [{"n1", "n3", other}]
+
+
+@pytest.mark.parametrize("again", ["restarts", "wakes"])
+def test_nothing_is_done_to_a_node_whose_window_came_while_the_controller_was_away(again: str) -> None:
+    fleet = _fleet(remediate=Mode.ENFORCE)
+    fleet.raise_finding("n2", xid(119, Action.RESET_GPU))
+    fleet.resume(step=40)
+    _planned(fleet, 0.5, 60.0, node="n2")
+    before = len(fleet.effects)
+    if again == "wakes":
+        fleet.stop_controller(10.0)
+    else:
+        fleet.now += 10.0
+        fleet.restart()
+    _everybody(fleet, 30.0)
+    assert audits(fleet.effects[before:], "maintenance.begun")
+    assert not {RemedyKind.RESET_GPU, RemedyKind.REBOOT} & set(_kinds(fleet.effects[before:]))

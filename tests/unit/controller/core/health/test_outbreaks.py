@@ -1,0 +1,293 @@
+"""The same fault on many nodes, at once or one after the other: nobody is out in the end, and no person is needed."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from everstep_controller.core.effects import RemedyKind, RequestRemedy
+from everstep_controller.core.events import OperatorAction
+from everstep_controller.core.health.eviction import budget
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.rulebook import with_rules
+
+from everstep.vocabulary import Action, Finding, Mode, NodeState
+from tests.support.core_fleet import CoreFleet, audits, decisions
+from tests.support.findings import slow_link, uncorrectable_ecc, xid
+
+WINDOW_S = 120.0
+IN_SERVICE = (NodeState.HEALTHY, NodeState.PROBATION)
+
+
+def _fleet(nodes: int, **knobs: object) -> CoreFleet:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.production(), probe_required=False, **knobs))
+    fleet.register(*_names(nodes))
+    return fleet
+
+
+def _names(nodes: int) -> list[str]:
+    return [f"n{number}" for number in range(1, nodes + 1)]
+
+
+def _hand_out(fleet: CoreFleet, nodes: list[str], finding: Finding, over_s: float = 0.0) -> None:
+    for node in nodes:
+        fleet.raise_finding(node, finding)
+        if over_s:
+            fleet.advance(over_s / len(nodes), *fleet.state.nodes)
+
+
+def _out(fleet: CoreFleet) -> list[str]:
+    return [node for node, record in fleet.state.nodes.items() if record.state not in IN_SERVICE]
+
+
+def _used(fleet: CoreFleet) -> int:
+    return budget(fleet.state, fleet.now).scopes[0].used
+
+
+# --- of all nodes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [*range(2, 65), 300])
+def test_a_fault_of_all_nodes_at_one_instant_leaves_nobody_out_and_needs_no_person(nodes: int) -> None:
+    fleet = _fleet(nodes)
+    _hand_out(fleet, _names(nodes), xid())
+    assert _out(fleet) == []
+    assert (_used(fleet), fleet.state.fleet.breaker, fleet.state.held) == (0, "", {})
+    assert len(audits(fleet.effects, "fleet.correlated_finding")) == 1
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 5, 8, 16, 33, 64])
+def test_the_same_where_they_show_it_one_after_the_other_within_the_window(nodes: int) -> None:
+    fleet = _fleet(nodes)
+    _hand_out(fleet, _names(nodes), xid(), over_s=WINDOW_S - 1.0)
+    assert _out(fleet) == []
+    fleet.advance(150.0, *_names(nodes))
+    assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker) == ([], 0, "")
+    assert {record.state for record in fleet.state.nodes.values()} == {NodeState.HEALTHY}
+    assert len(audits(fleet.effects, "fleet.correlated_finding")) == 1
+
+
+@pytest.mark.parametrize("nodes", [2, 8, 9, 40, 200])
+def test_so_many_errors_of_memory_that_it_takes_more_to_tell_leave_nobody_out_either(nodes: int) -> None:
+    fleet = _fleet(nodes)
+    _hand_out(fleet, _names(nodes), uncorrectable_ecc())
+    assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker) == ([], 0, "")
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 8, 16, 24, 40])
+def test_a_driver_that_shows_in_several_findings_leaves_nobody_out(nodes: int) -> None:
+    fleet = _fleet(nodes)
+    for node in _names(nodes):
+        for finding in (xid(119), xid(154), uncorrectable_ecc()):
+            fleet.raise_finding(node, finding)
+    assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker) == ([], 0, "")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_in_any_order_and_pace_with_a_restart_in_between(seed: int) -> None:
+    rng = random.Random(seed)
+    nodes = rng.randint(4, 40)
+    names = rng.sample(_names(nodes), rng.randint(max(4, nodes // 2), nodes))
+    fleet = _fleet(nodes)
+    restarts = rng.sample(range(len(names)), 2)
+    for place, node in enumerate(names):
+        fleet.raise_finding(node, xid())
+        if rng.random() < 0.5:
+            fleet.advance(rng.uniform(0.0, 100.0 / len(names)), *fleet.state.nodes)
+        if place in restarts:
+            fleet.restart()
+    assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker) == ([], 0, "")
+    fleet.restart()
+    fleet.advance(150.0, *fleet.state.nodes)
+    assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker) == ([], 0, "")
+
+
+def test_one_that_got_well_before_the_others_fell_ill_is_acquitted_too() -> None:
+    fleet = _fleet(12)
+    fleet.raise_finding("n1", xid())
+    fleet.clear_finding("n1", xid().key)
+    fleet.advance(80.0, *_names(12))
+    assert fleet.node_state("n1") is NodeState.PROBATION
+    _hand_out(fleet, ["n2", "n3"], xid())
+    assert (_out(fleet), _used(fleet)) == ([], 0)
+
+
+# --- of few ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 8, 64, 200])
+def test_one_node_with_the_fault_is_evicted_with_the_report_of_it(nodes: int) -> None:
+    fleet = _fleet(nodes)
+    assert decisions(fleet.raise_finding("n1", xid())) == [("n1", "evict")]
+    fleet.advance(130.0, *_names(nodes))
+    assert _out(fleet) == ["n1"]
+
+
+@pytest.mark.parametrize("nodes", [20, 64, 200])
+def test_a_bad_pair_of_a_large_fleet_is_evicted_with_the_reports_of_it(nodes: int) -> None:
+    fleet = _fleet(nodes)
+    _hand_out(fleet, ["n1", "n2"], xid())
+    assert _out(fleet) == ["n1", "n2"]
+    fleet.advance(130.0, *_names(nodes))
+    assert _out(fleet) == ["n1", "n2"]
+
+
+def test_a_bad_pair_of_a_small_fleet_is_one_that_leaves_and_one_that_is_held_and_no_breaker() -> None:
+    fleet = _fleet(8)
+    _hand_out(fleet, ["n1", "n2"], xid())
+    assert _out(fleet) == ["n1"]
+    assert fleet.state.nodes["n2"].held_by == "shared:gpu.xid/79"
+    assert "n1 shows gpu.xid/79 as well" in audits(fleet.effects, "verdict.hold_by_budget")[0]
+    assert fleet.state.fleet.breaker == ""
+    fleet.advance(3700.0, *_names(8))
+    assert _out(fleet) == ["n1", "n2"]
+
+
+def test_another_fault_beyond_the_budget_latches_the_breaker_while_a_pair_is_held() -> None:
+    fleet = _fleet(8)
+    _hand_out(fleet, ["n1", "n2"], xid())
+    fleet.raise_finding("n3", xid(48))
+    assert fleet.state.fleet.breaker != ""
+
+
+def test_both_ends_of_one_pair_are_no_outbreak() -> None:
+    fleet = _fleet(4)
+    fleet.advance(301.0, *_names(4))
+    fleet.raise_finding("n1", slow_link("n2"))
+    assert "second_pass.begun" in [e.entry.kind for e in fleet.effects if hasattr(e, "entry")]
+    fleet.raise_finding("n2", slow_link("n1"))
+    assert audits(fleet.effects, "fleet.correlated_finding") == []
+
+
+# --- what an acquittal takes back --------------------------------------------------------------------------------
+
+
+def test_an_acquitted_node_has_no_offence_no_step_and_no_eviction_to_its_name() -> None:
+    fleet = _fleet(12)
+    _hand_out(fleet, ["n1", "n2"], xid(119, Action.RESET_GPU))
+    fleet.advance(30.0, *_names(12))
+    _hand_out(fleet, ["n3"], xid(119, Action.RESET_GPU))
+    record = fleet.state.nodes["n1"]
+    assert record.offences == pytest.approx(0.0, abs=1e-9)
+    assert (record.evictions, record.steps, record.causes) == ([], {}, [])
+    assert "the eviction of n1 is taken back: gpu.xid/119 is on 3 of 12 nodes within 120 s" in record.sentence
+
+
+def test_what_else_a_node_is_out_for_keeps_it_out() -> None:
+    fleet = _fleet(12)
+    _hand_out(fleet, ["n1"], xid(119))
+    _hand_out(fleet, ["n1"], uncorrectable_ecc())
+    _hand_out(fleet, ["n2", "n3"], xid(119))
+    assert _out(fleet) == ["n1"]
+    assert fleet.state.nodes["n1"].causes == [uncorrectable_ecc().key]
+    assert _used(fleet) == 1
+
+
+def test_whom_a_person_evicted_stays_out() -> None:
+    fleet = _fleet(12)
+    fleet.order(OperatorAction.EVICT, node="n1")
+    _hand_out(fleet, _names(12), xid())
+    assert _out(fleet) == ["n1"]
+
+
+def test_who_was_evicted_long_before_the_others_stays_out() -> None:
+    fleet = _fleet(12)
+    _hand_out(fleet, ["n1"], xid())
+    fleet.advance(130.0, *_names(12))
+    _hand_out(fleet, _names(12)[1:], xid())
+    assert _out(fleet) == ["n1"]
+
+
+def test_nothing_is_done_to_a_machine_for_a_moment_and_nobody_is_given_to_people_within_the_window() -> None:
+    fleet = _fleet(20, remediate=Mode.ENFORCE)
+    _hand_out(fleet, ["n1"], xid(119, Action.RESET_GPU))
+    _hand_out(fleet, ["n2"], xid(79))
+    fleet.advance(0.9, *_names(20))
+    assert [r for r in _remedies(fleet) if r is not RemedyKind.CORDON] == []
+    fleet.advance(118.0, *_names(20))
+    assert [r for r in _remedies(fleet) if r is not RemedyKind.CORDON] == [RemedyKind.RESET_GPU]
+    fleet.advance(3.0, *_names(20))
+    assert RemedyKind.REPAIR in _remedies(fleet)
+
+
+def _remedies(fleet: CoreFleet) -> list[RemedyKind]:
+    return [effect.remedy.kind for effect in fleet.effects if isinstance(effect, RequestRemedy)]
+
+
+def test_a_held_rack_may_lose_its_node_once_the_outbreak_has_given_its_place_back() -> None:
+    fleet = _fleet(24)
+    policy = with_rules(fleet.policy)
+    assert policy.eviction_share * 24 < 3
+    _hand_out(fleet, ["n1", "n2", "n3"], xid())
+    assert fleet.state.nodes["n3"].held_by.startswith("shared:")
+    _hand_out(fleet, ["n4"], xid())
+    assert (_used(fleet), fleet.state.held) == (0, {})
+    fleet.raise_finding("n9", xid(48))
+    assert _out(fleet) == ["n9"]
+
+
+# --- while it lasts, and afterwards ------------------------------------------------------------------------------
+
+
+def test_whoever_comes_back_while_it_lasts_does_not_fall_back_for_it() -> None:
+    fleet = _fleet(12)
+    fleet.raise_finding("n1", xid(48))
+    fleet.clear_finding("n1", xid(48).key)
+    fleet.advance(61.0, *_names(12))
+    assert fleet.node_state("n1") is NodeState.PROBATION
+    _hand_out(fleet, ["n2", "n3", "n4"], xid())
+    fleet.raise_finding("n1", xid())
+    assert fleet.node_state("n1") is NodeState.PROBATION
+
+
+def test_an_acquitted_node_on_which_it_still_stands_afterwards_is_judged_by_that() -> None:
+    fleet = _fleet(12)
+    _hand_out(fleet, ["n1", "n2", "n3"], xid())
+    for node in ("n2", "n3"):
+        fleet.clear_finding(node, xid().key)
+    fleet.advance(250.0, *_names(12))
+    assert _out(fleet) == ["n1"]
+    assert len(audits(fleet.effects, "fleet.correlated_finding_over")) == 1
+
+
+def test_an_outbreak_of_one_driver_is_not_over_because_a_node_of_another_shows_the_same() -> None:
+    fleet = _fleet(0)
+    fleet.register(*[f"old{number}" for number in range(40)], driver_version="550")
+    fleet.register(*[f"new{number}" for number in range(4)], driver_version="570")
+    _hand_out(fleet, ["new0", "new1", "new2"], uncorrectable_ecc())
+    assert _out(fleet) == []
+    assert ("old0", "evict") in decisions(fleet.raise_finding("old0", uncorrectable_ecc()))
+    assert ("new3", "correlated") in decisions(fleet.raise_finding("new3", uncorrectable_ecc()))
+    assert audits(fleet.effects, "fleet.correlated_finding_over") == []
+
+
+def test_who_shows_it_on_its_way_back_is_one_of_the_many() -> None:
+    fleet = _fleet(9)
+    returning = ["n4", "n5", "n6", "n7", "n8"]
+    for node in (*returning, "n9"):
+        fleet.order(OperatorAction.HOLD, node=node)
+    _hand_out(fleet, ["n1", "n2", "n3"], xid())
+    fleet.advance(90.0, *_names(9))
+    fleet.raise_finding("n9", xid())
+    fleet.advance(10.0, *_names(9))
+    for node in returning:
+        fleet.order(OperatorAction.RELEASE, node=node)
+    _hand_out(fleet, returning, xid())
+    for node in ("n1", "n2", "n3"):
+        fleet.clear_finding(node, xid().key)
+    fleet.advance(25.0, *_names(9))
+    fleet.order(OperatorAction.RELEASE, node="n9")
+    assert _out(fleet) == []
+
+
+def test_who_was_judged_at_the_end_of_one_outbreak_is_acquitted_by_the_next_one() -> None:
+    fleet = _fleet(12)
+    _hand_out(fleet, ["n1", "n2", "n3", "n4"], xid())
+    for node in ("n2", "n3", "n4"):
+        fleet.clear_finding(node, xid().key)
+    fleet.advance(WINDOW_S + 10.0, *_names(12))
+    assert _out(fleet) == ["n1"]
+    fleet.advance(40.0, *_names(12))
+    _hand_out(fleet, ["n5", "n6", "n7", "n8"], xid())
+    assert (_out(fleet), _used(fleet)) == ([], 0)

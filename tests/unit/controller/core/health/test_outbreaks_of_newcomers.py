@@ -1,0 +1,161 @@
+"""An outbreak spares those who are in it for as long as it stands on enough that serve, and others only while as many
+show it: it does not switch a rule off."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from everstep_controller.core.events import OperatorAction
+from everstep_controller.core.policy import CorePolicy
+
+from everstep.vocabulary import Action, Finding, FindingKind, NodeState, Severity
+from tests.support.core_fleet import CoreFleet, audits, decisions
+
+NODES = [f"n{number}" for number in range(60)]
+IN_IT = NODES[:4]
+DAY_S = 86400.0
+
+
+def _lost(number: int = 0) -> Finding:
+    return Finding(
+        kind=FindingKind.GPU_LOST,
+        subject=f"GPU-{number}",
+        severity=Severity.CRITICAL,
+        message="the GPU is lost",
+        action=Action.REBOOT_NODE,
+    )
+
+
+def _outbreak(**policy: object) -> CoreFleet:
+    """Four nodes of sixty that have shown it at once, and serve with it."""
+    policy = {"probe_required": False, "eviction_count": 9, "eviction_share": 1.0} | policy
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), eviction_window_s=600.0, **policy))
+    fleet.register(*NODES)
+    _wait(fleet, 400.0)
+    for node in IN_IT:
+        fleet.raise_finding(node, _lost())
+    for _ in range(12):
+        _wait(fleet, 20.0)
+    assert [fleet.node_state(node) for node in IN_IT] == [NodeState.HEALTHY] * 4
+    return fleet
+
+
+def _wait(fleet: CoreFleet, seconds: float, without: tuple[str, ...] = ()) -> None:
+    beating = [node for node in fleet.state.nodes if node not in without]
+    fleet.stop_controller(seconds)
+    for node in beating:
+        fleet.touch(node)
+    fleet.advance(2.0, *beating)
+
+
+def test_who_shows_it_days_later_is_judged_for_itself_while_those_in_it_stay_spared() -> None:
+    fleet = _outbreak()
+    for _ in range(48):
+        _wait(fleet, DAY_S / 24)
+    assert decisions(fleet.raise_finding("n50", _lost())) == [("n50", "evict")]
+    for _ in range(12):
+        _wait(fleet, 20.0)
+    assert [fleet.node_state(node) for node in IN_IT] == [NodeState.HEALTHY] * 4
+    assert not audits(fleet.effects, "fleet.correlated_finding_over")
+
+
+def test_as_many_that_show_it_days_later_are_spared_and_whoever_was_judged_before_is_acquitted() -> None:
+    fleet = _outbreak()
+    _wait(fleet, DAY_S)
+    before = len(fleet.effects)
+    for node in NODES[50:54]:
+        fleet.raise_finding(node, _lost())
+    sentence = audits(fleet.effects[before:], "verdict.correlated")[-1]
+    assert "gpu.lost is on 4 nodes within 120 s" in sentence
+    for _ in range(12):
+        _wait(fleet, 20.0)
+    assert {fleet.node_state(node) for node in NODES} == {NodeState.HEALTHY}
+    assert fleet.state.fleet.evicted == []
+
+
+@pytest.mark.parametrize("order", [OperatorAction.EVICT, OperatorAction.REPAIR, OperatorAction.HOLD])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_nodes_that_are_out_or_dead_keep_no_outbreak_alive(order: OperatorAction, restarted: bool) -> None:
+    fleet = _outbreak()
+    for node in IN_IT:
+        fleet.order(order, node=node)
+        fleet.disconnect(node)
+    _wait(fleet, DAY_S, without=tuple(IN_IT))
+    if restarted:
+        fleet.restart()
+        for node in NODES[4:]:
+            fleet.beat(node)
+    assert decisions(fleet.raise_finding("n50", _lost())) == [("n50", "evict")]
+    assert fleet.state.outbreaks == {}
+
+
+def test_after_a_restart_those_in_it_stay_spared_and_others_are_judged_for_themselves() -> None:
+    fleet = _outbreak()
+    _wait(fleet, DAY_S)
+    fleet.restart()
+    for node in NODES:
+        fleet.beat(node, *([_lost()] if node in IN_IT else []))
+    assert decisions(fleet.raise_finding("n50", _lost())) == [("n50", "evict")]
+    _wait(fleet, 130.0)
+    assert [fleet.node_state(node) for node in IN_IT] == [NodeState.HEALTHY] * 4
+
+
+def test_a_restart_in_its_midst_forgets_nobody_who_has_just_shown_it() -> None:
+    fleet = _fresh()
+    for node in IN_IT:
+        fleet.raise_finding(node, _lost())
+    fleet.restart()
+    for node in NODES:
+        fleet.beat(node, *([_lost()] if node in IN_IT else []))
+    assert decisions(fleet.raise_finding("n50", _lost())) == [("n50", "correlated")]
+
+
+def _fresh() -> CoreFleet:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), probe_required=False, eviction_count=9))
+    fleet.register(*NODES)
+    _wait(fleet, 400.0)
+    return fleet
+
+
+def test_nodes_that_are_held_for_it_one_after_the_other_are_no_outbreak() -> None:
+    fleet = _fresh()
+    fleet.join(*NODES[:6], min_nodes=6, max_nodes=6)
+    fleet.resume()
+    for node in NODES[:4]:
+        fleet.raise_finding(node, _lost())
+        assert fleet.state.nodes[node].held_by == "needed:job"
+        _wait(fleet, 200.0)
+    assert fleet.state.outbreaks == {}
+    assert not audits(fleet.effects, "fleet.correlated_finding")
+
+
+def test_one_on_which_it_cleared_waits_no_more() -> None:
+    fleet = _outbreak()
+    _wait(fleet, DAY_S)
+    fleet.raise_finding("n0", _lost(1))
+    fleet.clear_finding("n0", _lost(0).key)
+    assert fleet.state.outbreaks["gpu.lost"]["n0"], "another GPU of it shows the same"
+    fleet.clear_finding("n0", _lost(1).key)
+    assert not fleet.state.outbreaks["gpu.lost"]["n0"]
+    assert decisions(fleet.raise_finding("n0", _lost(0))) == [("n0", "evict")]
+
+
+def test_at_its_end_those_that_are_left_go_within_the_budget_and_latch_no_breaker() -> None:
+    fleet = _outbreak(eviction_count=1)
+    _wait(fleet, DAY_S)
+    fleet.clear_finding("n0", _lost().key)
+    for _ in range(12):
+        _wait(fleet, 20.0)
+    assert len(fleet.state.fleet.evicted) == 1
+    assert fleet.state.fleet.breaker == ""
+    assert len([node for node in IN_IT if fleet.state.nodes[node].held_by == "shared:gpu.lost"]) == 2
+
+
+def test_one_that_shows_it_while_an_outbreak_stands_latches_no_breaker() -> None:
+    fleet = _outbreak(eviction_count=1)
+    _wait(fleet, DAY_S)
+    other = msgspec.structs.replace(_lost(), kind=FindingKind.GPU_NVLINK)
+    fleet.raise_finding("n40", other)
+    fleet.raise_finding("n50", _lost())
+    assert fleet.node_state("n40") is NodeState.QUARANTINED
+    assert (fleet.state.nodes["n50"].held_by, fleet.state.fleet.breaker) == ("shared:gpu.lost", "")

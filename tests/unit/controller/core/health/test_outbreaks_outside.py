@@ -1,0 +1,112 @@
+"""The same fault on many nodes that do not serve yet: on probation in their seats or outside, back from a power loss,
+or new. Nobody is out for it in the end, no job pauses, and no offence stays."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from everstep_controller.core.events import NodeObserved, OperatorAction
+from everstep_controller.core.policy import CorePolicy
+
+from everstep.vocabulary import Action, JobState, NodeState
+from tests.support.core_fleet import CoreFleet, audits, decisions
+from tests.support.findings import xid
+
+DRIVERS = xid(119, Action.RESET_GPU)
+
+
+def _fleet(nodes: int, **shape: int) -> tuple[CoreFleet, list[str]]:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.production(), probe_required=False))
+    fleet.start(nodes, **shape)
+    fleet.seal(10)
+    return fleet, list(fleet.state.nodes)
+
+
+def _lift_cordons(fleet: CoreFleet, names: list[str]) -> None:
+    for by in ("maria", ""):
+        for node in names:
+            fleet.feed(NodeObserved(node=node, cordoned_by=by, trace=fleet.trace()))
+
+
+def _states(fleet: CoreFleet, names: list[str]) -> set[NodeState]:
+    return {fleet.node_state(node) for node in names}
+
+
+def _all_well(fleet: CoreFleet, names: list[str]) -> None:
+    assert [fleet.state.nodes[node].offences for node in names] == [0.0] * len(names)
+    assert fleet.state.fleet.evicted == []
+    assert len(audits(fleet.effects, "fleet.correlated_finding")) == 1
+    fleet.advance(160.0, *names)
+    assert _states(fleet, names) == {NodeState.HEALTHY}
+    assert fleet.state.fleet.breaker == ""
+
+
+def test_on_probation_in_their_seats() -> None:
+    fleet, names = _fleet(10)
+    _lift_cordons(fleet, names)
+    assert _states(fleet, names) == {NodeState.PROBATION}
+    for node in names:
+        fleet.raise_finding(node, DRIVERS)
+    assert fleet.job_state() is JobState.RUNNING
+    assert len(fleet.seats()) >= 8
+    _all_well(fleet, names)
+
+
+def test_what_came_while_all_were_cordoned_is_judged_together_when_that_ends() -> None:
+    fleet, names = _fleet(10)
+    for node in names:
+        fleet.feed(NodeObserved(node=node, cordoned_by="maria", trace=fleet.trace()))
+        fleet.raise_finding(node, DRIVERS)
+    for node in names:
+        fleet.feed(NodeObserved(node=node, trace=fleet.trace()))
+    assert fleet.job_state() is JobState.RUNNING
+    _all_well(fleet, names)
+
+
+def test_back_from_a_power_loss_with_another_driver() -> None:
+    fleet, names = _fleet(12)
+    for node in names:
+        fleet.disconnect(node)
+    fleet.advance(90.0)
+    assert _states(fleet, names) == {NodeState.LOST}
+    for node in names:
+        fleet.register(node, boot_id="boot-2", driver_version="570", findings=(DRIVERS,))
+    assert _states(fleet, names) == {NodeState.PROBATION}
+    _all_well(fleet, names)
+
+
+@pytest.mark.parametrize("count", [2, 5, 20])
+def test_a_new_fleet(count: int) -> None:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.production(), probe_required=False))
+    names = [f"n{number}" for number in range(count)]
+    for node in names:
+        fleet.register(node, driver_version="570", findings=(DRIVERS,))
+    assert _states(fleet, names) <= {NodeState.HEALTHY, NodeState.PROBATION}
+    _all_well(fleet, names)
+
+
+def test_one_of_many_stays_out_and_its_relapse_counts() -> None:
+    fleet, names = _fleet(12)
+    fleet.disconnect("n2")
+    fleet.advance(90.0, *(node for node in names if node != "n2"))
+    fleet.register("n2", boot_id="boot-2", findings=(DRIVERS,))
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+    fleet.advance(300.0, *names)
+    assert (fleet.node_state("n2"), round(fleet.state.nodes["n2"].offences)) == (NodeState.QUARANTINED, 1)
+
+
+def test_a_node_in_its_seat_is_not_taken_out_below_what_its_job_needs() -> None:
+    fleet, names = _fleet(4, min_nodes=4)
+    fleet.order(OperatorAction.HOLD, node="n2")
+    fleet.raise_finding("n2", DRIVERS)
+    fleet.order(OperatorAction.RELEASE, node="n2")
+    assert (fleet.job_state(), fleet.node_state("n2")) == (JobState.RUNNING, NodeState.PROBATION)
+    before = len(fleet.effects)
+    fleet.advance(60.0, *names)
+    assert (fleet.job_state(), fleet.node_state("n2")) == (JobState.RUNNING, NodeState.PROBATION)
+    assert decisions(fleet.effects[before:]) == []  # it is said once
+    fleet.register("n5")
+    fleet.join("n5")
+    fleet.advance(10.0, *names, "n5")
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+    assert fleet.seats() == ["n1", "n5", "n3", "n4"]

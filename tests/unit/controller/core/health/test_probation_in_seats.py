@@ -1,0 +1,192 @@
+"""A node that was only held keeps its seat while it is on probation: whatever its diagnostics show, to take it out is
+an eviction, with its proof, its budget and what its job needs. And what a beat tells counts before the beat does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from everstep_controller.core.effects import Effect
+from everstep_controller.core.events import OperatorAction
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.records import Course
+
+from everstep.vocabulary import FindingKind, JobState, NodeState, ProbeKind
+from everstep.wire.v1.training import ProbeFinished
+from tests.support.core_fleet import CoreFleet, decisions, generations
+from tests.support.findings import xid
+
+FIVE = [f"n{i}" for i in range(1, 6)]
+
+
+def _released(fleet: CoreFleet, *, min_nodes: int = 4, spares: int = 1) -> CoreFleet:
+    """``n2`` was held, and is on probation in its seat."""
+    fleet.start(4, spares, min_nodes=min_nodes)
+    fleet.seal(10)
+    fleet.order(OperatorAction.HOLD, node="n2")
+    fleet.order(OperatorAction.RELEASE, node="n2")
+    assert fleet.node_state("n2") is NodeState.PROBATION
+    assert "n2" in fleet.seats()
+    return fleet
+
+
+def _fail_with_two(fleet: CoreFleet) -> list[Effect]:
+    """Its all-reduce fails, and fails with another good partner too."""
+    partner = next(p.nodes[0] for p in fleet.state.probes.values() if p.candidate == "n2")
+    fleet.finish_probe("n2", ok=False)
+    fleet.finish_probe(partner, ok=True)
+    return fleet.finish_probe("n2", ok=False)
+
+
+def _stays(fleet: CoreFleet) -> None:
+    assert (fleet.node_state("n2"), fleet.job_state()) == (NodeState.PROBATION, JobState.RUNNING)
+    assert "n2" in fleet.seats()
+
+
+def test_without_a_proof_a_failed_diagnostic_takes_no_node_out_of_its_job() -> None:
+    fleet = _released(CoreFleet())
+    before = len(fleet.effects)
+    said = decisions(fleet.advance(31.0, *FIVE))  # nobody answers the probe
+    said += decisions(fleet.advance(91.0, *FIVE))  # nor the second pass
+    assert {decision for _, decision in said} == {"recommend"}
+    assert generations(fleet.effects[before:]) == []
+    assert fleet.state.nodes["n2"].offences == 0.0
+    _stays(fleet)
+
+
+def _checked(**knobs: int) -> CoreFleet:
+    """``n2`` is on probation in its seat, and computes something whose result is known before anything else."""
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), **knobs))
+    fleet.solos = False
+    _released(fleet)
+    fleet.order(OperatorAction.HOLD, node="n2")
+    fleet.state.nodes["n2"].course = Course(checks=(ProbeKind.COMPUTE, ProbeKind.ALL_REDUCE))
+    fleet.order(OperatorAction.RELEASE, node="n2")
+    return fleet
+
+
+def _alone(fleet: CoreFleet, *, ok: bool = False, wrong: bool = False) -> list[tuple[str, str]]:
+    name = next(name for name, probe in fleet.state.probes.items() if probe.nodes == ("n2",))
+    return decisions(
+        fleet.report("n2", ProbeFinished(probe=name, ok=ok, began=True, wrong=wrong, detail="no CUDA device"))
+    )
+
+
+def _is_tried(fleet: CoreFleet) -> bool:
+    return any(probe.nodes == ("n2",) for probe in fleet.state.probes.values())
+
+
+def test_it_is_tried_again_after_a_wait_that_doubles_and_comes_back_when_it_passes_all() -> None:
+    fleet = _checked()
+    for wait_s in (2.0, 4.0, 8.0):
+        assert _alone(fleet) == [("n2", "recommend")]
+        fleet.advance(wait_s - 0.5, *FIVE)
+        assert not _is_tried(fleet)
+        _stays(fleet)
+        fleet.advance(1.0, *FIVE)
+        assert _is_tried(fleet)
+    _alone(fleet, ok=True)
+    fleet.finish_probe("n2", ok=True)
+    fleet.advance(2.0, *FIVE)
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+    assert fleet.state.nodes["n2"].own == {}
+
+
+def test_a_controller_that_follows_goes_on_trying() -> None:
+    fleet = _checked()
+    _alone(fleet)
+    fleet.restart()
+    fleet.hear(*FIVE)
+    fleet.advance(3.0, *FIVE)
+    _stays(fleet)
+    assert _is_tried(fleet)
+
+
+def test_what_it_computes_wrongly_evicts_it_under_the_budget() -> None:
+    fleet = _checked(eviction_job_count=1)
+    assert _alone(fleet, wrong=True) == [("n2", "evict")]
+    assert [one.node for one in fleet.state.fleet.evicted] == ["n2"]
+
+
+def test_with_a_proof_it_is_evicted_and_the_budget_knows_of_it() -> None:
+    fleet = _released(CoreFleet())
+    said = _fail_with_two(fleet)
+    assert decisions(said) == [("n2", "evict")]
+    assert [one.node for one in fleet.state.fleet.evicted] == ["n2"]
+    assert (fleet.node_state("n2"), fleet.job_state()) == (NodeState.QUARANTINED, JobState.RUNNING)
+    assert "n2" not in fleet.seats()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "spares", "held_by"),
+    [({}, 0, "needed:job"), ({"eviction_job_count": 1}, 2, "job:job"), ({"eviction_count": 1}, 2, "fleet")],
+)
+def test_what_holds_an_eviction_holds_that_of_a_proof_too(knobs: dict[str, Any], spares: int, held_by: str) -> None:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), **knobs))
+    everyone = [f"n{i}" for i in range(1, 5 + spares)]
+    fleet.start(4, spares, min_nodes=4)
+    fleet.seal(10)
+    if spares:  # the budget's only eviction
+        fleet.raise_finding("n4", xid())
+        fleet.resume(step=20)
+    fleet.order(OperatorAction.HOLD, node="n2")
+    fleet.order(OperatorAction.RELEASE, node="n2")
+    assert decisions(_fail_with_two(fleet)) == [("n2", "hold_by_budget")]
+    assert fleet.state.nodes["n2"].held_by == held_by
+    _stays(fleet)
+    fleet.advance(1.0, *everyone)
+    assert not [p for p in fleet.state.probes.values() if p.candidate == "n2"], "it waits before it is tried again"
+    fleet.advance(3.0, *everyone)
+    fleet.finish_probe("n2", ok=True)
+    fleet.advance(2.0, *everyone)
+    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].overruled) == (NodeState.HEALTHY, "")
+
+
+def test_one_on_which_nothing_computes_goes_back_into_quarantine() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, 1)
+    fleet.order(OperatorAction.HOLD, node="n5")
+    fleet.order(OperatorAction.RELEASE, node="n5")
+    said = decisions(fleet.advance(31.0, *FIVE)) + decisions(fleet.advance(91.0, *FIVE))
+    assert ("n5", "quarantine") in said
+    assert fleet.state.fleet.evicted == []
+
+
+def test_a_lemon_that_a_person_let_serve_is_not_sent_to_repair_out_of_its_seat() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, 1, min_nodes=4)
+    fleet.state.nodes["n2"].offences, fleet.state.nodes["n2"].offended_at = 20.0, fleet.now
+    fleet.order(OperatorAction.HOLD, node="n2")
+    fleet.order(OperatorAction.RELEASE, node="n2")
+    _stays(fleet)
+
+
+# --- the last clean pass -----------------------------------------------------------------------------------------
+
+
+def test_a_beat_that_tells_of_something_grave_is_no_clean_pass() -> None:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), probe_required=False))
+    fleet.start(4, 1)
+    fleet.order(OperatorAction.HOLD, node="n5")
+    fleet.order(OperatorAction.RELEASE, node="n5")
+    for _ in range(fleet.policy.probation_beats - 1):
+        fleet.now += 1.0
+        fleet.beat("n5")
+    assert fleet.node_state("n5") is NodeState.PROBATION
+    fleet.now += 1.0
+    said = decisions(fleet.beat("n5", xid()))
+    assert said == [("n5", "quarantine")]
+    assert fleet.state.fleet.evicted == []
+
+
+def test_one_that_tells_of_nothing_grave_is() -> None:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), probe_required=False))
+    fleet.start(4, 1)
+    fleet.order(OperatorAction.HOLD, node="n5")
+    fleet.order(OperatorAction.RELEASE, node="n5")
+    mild = msgspec.structs.replace(xid(), kind=FindingKind.AGENT_OVERFLOW, xid=None)
+    for _ in range(fleet.policy.probation_beats):
+        fleet.now += 1.0
+        fleet.beat("n5", mild)
+    assert fleet.node_state("n5") is NodeState.HEALTHY

@@ -1,0 +1,153 @@
+"""A probe that could not be run says nothing of anybody: who fails it convicts neither itself nor its partner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from everstep_controller.core.policy import CorePolicy
+
+from everstep.vocabulary import NodeState
+from everstep.wire.v1.training import ProbeFinished
+from tests.support.core_fleet import CoreFleet, audits, decisions
+from tests.support.findings import slow_link, xid
+
+NO_TORCH = "the probe process ended (exit status 1) at: loading torch"
+
+
+def _fleet(nodes: int = 6, spares: int = 0) -> CoreFleet:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), eviction_count=10))
+    fleet.start(nodes, spares)
+    fleet.advance(301.0, *fleet.state.nodes)
+    return fleet
+
+
+def _probe_of(fleet: CoreFleet, suspect: str) -> tuple[str, str]:
+    """The probe by which it is tried, and with whom."""
+    name, probe = next((n, p) for n, p in fleet.state.probes.items() if p.candidate == suspect)
+    return name, next(node for node in probe.nodes if node != suspect)
+
+
+def _tell(fleet: CoreFleet, node: str, name: str, **how: Any) -> list[tuple[str, str]]:
+    before = len(fleet.effects)
+    if name in fleet.state.probes:
+        fleet.report(node, ProbeFinished(probe=name, **how))
+    return decisions(fleet.effects[before:])
+
+
+def _pass(fleet: CoreFleet, suspect: str) -> list[tuple[str, str]]:
+    name, partner = _probe_of(fleet, suspect)
+    return [*_tell(fleet, partner, name, ok=True), *_tell(fleet, suspect, name, ok=True)]
+
+
+def _return(fleet: CoreFleet, node: str) -> None:
+    """The node was out, and is on probation now."""
+    fleet.raise_finding(node, xid())
+    fleet.resume(step=90)
+    fleet.clear_finding(node, xid().key)
+    fleet.advance(2.5, *fleet.state.nodes)
+    assert fleet.node_state(node) is NodeState.PROBATION
+
+
+# --- who serves --------------------------------------------------------------------------------------------------
+
+
+def test_a_partner_that_cannot_probe_convicts_nobody_and_another_is_taken() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n1", slow_link())
+    unable = []
+    for _ in range(2):
+        name, partner = _probe_of(fleet, "n1")
+        unable.append(partner)
+        assert _tell(fleet, partner, name, ok=False, detail=NO_TORCH) == []
+    assert len({"n1", "n2", *unable, _probe_of(fleet, "n1")[1]}) == 5, "and never the same again, nor a suspect"
+    assert _pass(fleet, "n1") == []
+    assert _pass(fleet, "n2") == []
+    assert "the link between n1 and n2 is suspected" in audits(fleet.effects, "second_pass.nobody")[-1]
+
+
+def test_where_none_of_three_partners_can_probe_a_person_is_told() -> None:
+    fleet = _fleet(8)
+    fleet.raise_finding("n1", slow_link())
+    for _ in range(3):
+        name, partner = _probe_of(fleet, "n1")
+        _tell(fleet, partner, name, ok=False, detail=NO_TORCH)
+    assert _pass(fleet, "n2") == [("n1", "recommend")]
+    assert fleet.node_state("n1") is NodeState.HEALTHY
+
+
+def test_a_suspect_that_cannot_probe_is_not_convicted() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n1", slow_link())
+    name, _ = _probe_of(fleet, "n1")
+    _tell(fleet, "n1", name, ok=False, detail=NO_TORCH)
+    assert _pass(fleet, "n2") == [("n1", "recommend")]
+    assert fleet.node_state("n1") is NodeState.HEALTHY
+
+
+def test_who_waited_for_one_that_cannot_probe_is_not_convicted_whoever_tells_first() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n1", slow_link())
+    name, partner = _probe_of(fleet, "n1")
+    assert _tell(fleet, "n1", name, ok=False, began=True, detail="no result within 30 s at: meeting the others") == []
+    assert _tell(fleet, partner, name, ok=False, detail="no result within 30 s at: loading torch") == []
+    assert _probe_of(fleet, "n1")[1] != partner
+
+
+def test_who_fails_with_one_that_could_take_part_is_convicted_as_ever() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n1", slow_link())
+    name, partner = _probe_of(fleet, "n1")
+    _tell(fleet, partner, name, ok=False, began=True, detail="timed out")
+    _tell(fleet, "n1", name, ok=False, began=True, detail="timed out")
+    assert ("n1", "evict") in _pass(fleet, "n2")
+
+
+def test_a_wrong_sum_convicts_whatever_else_its_agent_tells() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n1", slow_link())
+    name, _ = _probe_of(fleet, "n1")
+    _tell(fleet, "n1", name, ok=False, wrong=True, detail="the sum is wrong")
+    assert ("n1", "evict") in _pass(fleet, "n2")
+
+
+# --- who is on its way back --------------------------------------------------------------------------------------
+
+
+def test_the_partner_of_a_node_on_its_way_back_is_no_suspect_where_it_cannot_probe() -> None:
+    fleet = _fleet(5, 1)
+    _return(fleet, "n2")
+    name, partner = _probe_of(fleet, "n2")
+    assert _tell(fleet, partner, name, ok=False, detail=NO_TORCH) == []
+    assert [probe.candidate for probe in fleet.state.probes.values()] == ["n2"]
+    assert _probe_of(fleet, "n2")[1] != partner
+    assert _pass(fleet, "n2") == []
+    said = decisions(fleet.advance(30.0, *fleet.state.nodes))
+    assert said == [("n2", "readmit")]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_node_on_its_way_back_that_cannot_probe_stays_out_without_an_offence(alone: bool) -> None:
+    fleet = _fleet(5, 1)
+    fleet.solos = not alone
+    _return(fleet, "n2")
+    offences, before = fleet.state.nodes["n2"].offences, len(fleet.effects)
+    name = next(name for name, probe in fleet.state.probes.items() if probe.candidate == "n2")
+    assert _tell(fleet, "n2", name, ok=False, detail=NO_TORCH) == [("n2", "quarantine")]
+    assert fleet.state.probes == {}
+    assert fleet.state.nodes["n2"].offences == offences
+    assert NO_TORCH in audits(fleet.effects[before:], "verdict.quarantine")[0]
+
+
+def test_a_fleet_in_which_nobody_can_probe_loses_nobody_by_the_return_of_one() -> None:
+    fleet = _fleet(8, 1)
+    _return(fleet, "n2")
+    before = len(fleet.effects)
+    for _ in range(60):
+        for name, probe in list(fleet.state.probes.items()):
+            for node in probe.nodes:
+                _tell(fleet, node, name, ok=False, detail=NO_TORCH)
+        fleet.advance(10.0, *fleet.state.nodes)
+    assert {node for node, _ in decisions(fleet.effects[before:])} == {"n2"}
+    assert not [said for said in decisions(fleet.effects[before:]) if said[1] == "evict"]

@@ -1,0 +1,174 @@
+"""The mildest cure is carried out: a rank's process is ended, another takes its place, and the node stays."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from everstep_controller.core.effects import Send
+from everstep_controller.core.events import StoreChanged
+from everstep_controller.core.policy import CorePolicy
+
+from everstep.errors import ConfigurationError
+from everstep.vocabulary import Action, Finding, GenerationReason, NodeState
+from everstep.wire.v1.agent import Gpu
+from everstep.wire.v1.directives import KillRank, NewGeneration
+from tests.support.core_fleet import CoreFleet, audits, decisions, generations, sent
+from tests.support.findings import xid
+
+NODES = ("n1", "n2", "n3")
+OTHERS = ("n4", "n5", "n6")
+LAB = CorePolicy.lab()
+
+
+def _fleet(policy: CorePolicy = LAB, ranks: int = 2, gpus: int = 2, others: tuple[str, ...] = ()) -> CoreFleet:
+    """Three nodes with so many GPUs, on each of which so many ranks compute, and ``others`` that do nothing."""
+    fleet = CoreFleet(policy)
+    for node in (*NODES, *others):
+        cards = tuple(
+            Gpu(index=i, uuid=f"GPU-{node}-{i}", name="virtual", pci_bus_id=f"{i}b:00", memory_bytes=1 << 30)
+            for i in range(gpus)
+        )
+        fleet.register(node, gpus=cards)
+        fleet.beat(node)
+    fleet.join(*NODES, min_nodes=1, max_nodes=3, nproc_per_node=ranks)
+    fleet.resume()
+    return fleet
+
+
+def _stopped(subject: str = "1b:00", number: int = 43) -> Finding:
+    return msgspec.structs.replace(xid(number, Action.RESTART_RANK), subject=subject)
+
+
+def _killed(fleet: CoreFleet, since: int) -> list[tuple[str, int, int]]:
+    """(node, rank, generation) of each kill sent since then."""
+    sends = [effect for effect in fleet.effects[since:] if isinstance(effect, Send)]
+    return [(s.node, s.body.rank, s.body.generation) for s in sends if isinstance(s.body, KillRank)]
+
+
+def test_the_rank_of_the_gpu_is_replaced_and_all_keep_their_seats() -> None:
+    fleet = _fleet()
+    before = len(fleet.effects)
+    effects = fleet.raise_finding("n2", _stopped())
+    assert decisions(effects) == [("n2", "restart")]
+    assert _killed(fleet, before) == [("n2", 3, 1)]
+    assert [type(e.body) for e in effects if isinstance(e, Send) and e.node == "n2"] == [KillRank, NewGeneration]
+    assert fleet.seats() == list(NODES)
+    assert fleet.spec().reason is GenerationReason.RANK_LOST
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+    assert fleet.state.fleet.evicted == []
+
+
+@pytest.mark.parametrize(("ranks", "subject"), [(2, "somewhere"), (1, "1b:00")])
+def test_where_no_rank_can_be_told_from_the_gpu_all_of_the_node_are_replaced(ranks: int, subject: str) -> None:
+    fleet = _fleet(ranks=ranks)
+    before = len(fleet.effects)
+    fleet.raise_finding("n2", _stopped(subject))
+    assert [rank for _, rank, _ in _killed(fleet, before)] == list(range(ranks, 2 * ranks))
+    assert len(generations(fleet.effects[before:])) == 1
+
+
+def test_one_crash_that_two_gpus_tell_of_replaces_both_ranks_and_counts_once() -> None:
+    fleet = _fleet()
+    before = len(fleet.effects)
+    fleet.raise_finding("n2", _stopped("0b:00"))
+    fleet.raise_finding("n2", _stopped("1b:00"))
+    assert _killed(fleet, before) == [("n2", 2, 1), ("n2", 3, 2)]
+    assert decisions(fleet.effects[before:]) == [("n2", "restart")]
+    assert len(fleet.state.nodes["n2"].restarted) == len(fleet.state.fleet.restarted) == 1
+
+
+def test_a_process_that_the_fault_has_ended_itself_is_not_ended_twice() -> None:
+    fleet = _fleet()
+    fleet.lose_rank(3)
+    before = len(fleet.effects)
+    assert decisions(fleet.raise_finding("n2", _stopped())) == [("n2", "no_action")]
+    assert (_killed(fleet, before), generations(fleet.effects[before:])) == ([], [])
+
+
+def test_an_end_that_the_agent_tells_of_later_is_the_one_that_was_ordered() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n2", _stopped())
+    before = len(fleet.effects)
+    fleet.lose_rank(3, generation=1)
+    assert generations(fleet.effects[before:]) == []
+
+
+def test_a_repeat_within_the_week_takes_the_next_step() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n2", _stopped())
+    fleet.clear_finding("n2", _stopped().key)
+    fleet.resume(step=5)
+    fleet.advance(3600.0, *NODES)
+    assert decisions(fleet.raise_finding("n2", _stopped())) == [("n2", "evict")]
+    assert fleet.state.nodes["n2"].action is Action.RESET_GPU
+
+
+def test_where_nobody_computes_there_is_nobody_to_restart() -> None:
+    fleet = CoreFleet()
+    fleet.register(*NODES)
+    assert decisions(fleet.raise_finding("n2", _stopped())) == [("n2", "no_action")]
+    assert sent(fleet.effects, KillRank) == {}
+
+
+# --- caps --------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_whose_restarts_are_used_up_is_due_for_the_next_step() -> None:
+    fleet = _fleet(msgspec.structs.replace(LAB, restarts_per_node=1))
+    fleet.state.nodes["n2"].restarted = [fleet.now - 3600.0]
+    assert decisions(fleet.raise_finding("n2", _stopped())) == [("n2", "evict")]
+    assert "its ranks were restarted 1 times within 7 days" in audits(fleet.effects, "verdict.evict")[0]
+
+
+def test_restarts_beyond_the_fleets_cap_wait_for_it() -> None:
+    fleet = _fleet(msgspec.structs.replace(LAB, restarts_per_fleet=1, remedy_fleet_window_s=30.0), others=OTHERS)
+    fleet.raise_finding("n1", _stopped())
+    fleet.resume(step=5)
+    before = len(fleet.effects)
+    assert decisions(fleet.raise_finding("n2", _stopped())) == [("n2", "recommend")]
+    assert _killed(fleet, before) == []
+    fleet.advance(32.0, *NODES, *OTHERS)
+    assert _killed(fleet, before) == [("n2", 3, 2)]
+
+
+def test_what_has_cleared_while_it_waited_is_left_alone() -> None:
+    fleet = _fleet(msgspec.structs.replace(LAB, restarts_per_fleet=1, remedy_fleet_window_s=30.0))
+    fleet.raise_finding("n1", _stopped())
+    fleet.resume(step=5)
+    before = len(fleet.effects)
+    fleet.raise_finding("n2", _stopped())
+    fleet.clear_finding("n2", _stopped().key)
+    fleet.advance(32.0, *NODES)
+    assert _killed(fleet, before) == []
+
+
+def test_a_restart_waits_for_the_database_since_it_could_be_forgotten() -> None:
+    fleet = _fleet()
+    before = len(fleet.effects)
+    fleet.feed(StoreChanged(away=True, reason="disk full"))
+    fleet.raise_finding("n2", _stopped())
+    assert _killed(fleet, before) == []
+    fleet.feed(StoreChanged(away=False))
+    fleet.advance(7.0, *NODES)
+    assert _killed(fleet, before) == [("n2", 3, 1)]
+
+
+def test_many_nodes_at_once_are_software_and_no_rank_is_restarted_for_it() -> None:
+    fleet = _fleet(others=OTHERS)
+    said = [decision for node in NODES for _, decision in decisions(fleet.raise_finding(node, _stopped()))]
+    assert said == ["restart", "restart", "correlated"]
+
+
+def test_a_cap_below_one_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="restarts_per_fleet"):
+        msgspec.structs.replace(LAB, restarts_per_fleet=0).validate()
+
+
+def test_the_next_controller_knows_what_was_restarted() -> None:
+    fleet = _fleet(msgspec.structs.replace(LAB, restarts_per_node=1))
+    fleet.raise_finding("n2", _stopped())
+    fleet.restart()
+    before = len(fleet.effects)
+    fleet.advance(120.0, *NODES)
+    fleet.raise_finding("n2", _stopped(number=45))
+    assert ("n2", "evict") in decisions(fleet.effects[before:])

@@ -1,0 +1,200 @@
+"""Nodes that offend again and again wait longer, and in the end go to repair; what is long past is forgiven."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from everstep_controller.core.events import OperatorAction
+from everstep_controller.core.health.evidence import evidence_of, offender_score
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.records import NodeRecord
+
+from everstep.errors import NotFound
+from everstep.vocabulary import NodeState
+from everstep.wire.v1.agent import Domain, Gpu
+from everstep.wire.v1.operator_history import Evidence
+from everstep.wire.v1.training import ProbeFinished
+from tests.support.core_fleet import CoreFleet
+from tests.support.findings import xid
+
+EVERYONE = [f"n{i}" for i in range(1, 6)]
+
+
+def _fleet(**knobs: float) -> CoreFleet:
+    quick = {"offender_half_life_s": 1000.0, "eviction_count": 50, "offender_repair_score": 4.0} | knobs
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), **quick))
+    fleet.start(4, 1)
+    return fleet
+
+
+def _score(fleet: CoreFleet, node: str = "n2") -> float:
+    return offender_score(fleet.state.nodes[node], fleet.now, fleet.policy.offender_half_life_s)
+
+
+def _evict_and_return(fleet: CoreFleet) -> float:
+    """One eviction; the way back by an operator's word. Returns the seconds that it would have waited."""
+    fleet.raise_finding("n2", xid())
+    wait = fleet.state.nodes["n2"].returns_at - fleet.now
+    fleet.clear_finding("n2", xid().key)
+    fleet.order(OperatorAction.READMIT, node="n2")
+    for node in ("n1", "n2"):
+        fleet.probe_result(node)
+    fleet.advance(4.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+    return wait
+
+
+def test_a_score_halves_with_each_half_life() -> None:
+    record = NodeRecord(node="n", incarnation=1, vault="n:1", offences=4.0, offended_at=100.0)
+    assert offender_score(record, 100.0, 50.0) == 4.0
+    assert offender_score(record, 150.0, 50.0) == 2.0
+    assert offender_score(record, 90.0, 50.0) == 4.0
+    assert offender_score(NodeRecord(node="n", incarnation=1, vault="n:1"), 100.0, 50.0) == 0.0
+
+
+def test_each_further_offence_waits_about_twice_as_long() -> None:
+    fleet = _fleet(offender_wait_max_s=1000.0)
+    waits = [_evict_and_return(fleet) for _ in range(3)]
+    assert waits[0] == fleet.policy.quarantine_min_s
+    assert waits[1] >= 4.9
+    assert waits[2] > 1.9 * waits[1]
+
+
+DAY_S = 400.0
+HALF_LIFE_S = 7 * DAY_S
+"""A week of short days, in the proportions of the production policy."""
+
+
+def _repaired_at(times: list[float]) -> int | None:
+    """Which eviction at one of ``times``, counted from 1, sends the node to repair; None where none does."""
+    policy = msgspec.structs.replace(
+        CorePolicy.production(),
+        offender_half_life_s=HALF_LIFE_S,
+        eviction_count=50,
+        eviction_share=1.0,
+        probe_required=False,
+        probation_beats=1,
+        quarantine_min_s=0.0,
+    )
+    assert policy.offender_repair_score == 5.0
+    fleet = CoreFleet(policy)
+    names = [f"n{number}" for number in range(1, 9)]
+    fleet.register(*names)
+    begin = fleet.now
+    for count, at in enumerate(times, 1):
+        fleet.advance(begin + at - fleet.now, *names)
+        fleet.raise_finding("n2", xid())
+        fleet.clear_finding("n2", xid().key)
+        fleet.advance(130.0, *names)  # until nobody else can turn out to show the same
+        if fleet.node_state("n2") is NodeState.REPAIR:
+            return count
+        if fleet.node_state("n2") is NodeState.QUARANTINED:
+            fleet.order(OperatorAction.READMIT, node="n2")
+            fleet.advance(10.0, *names)
+        assert fleet.node_state("n2") is NodeState.HEALTHY
+    return None
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        pytest.param([number * DAY_S for number in range(6)], id="one a day"),
+        pytest.param([number * 150.0 for number in range(6)], id="in a row"),
+        pytest.param([number * HALF_LIFE_S / 4 for number in range(6)], id="over the half-life"),
+    ],
+)
+def test_the_fifth_offence_of_a_half_life_means_repair(times: list[float]) -> None:
+    assert _repaired_at(times) == 5
+
+
+def test_offences_two_days_apart_mean_repair_by_their_score() -> None:
+    """Four in each half-life: a score of 5.05 with the twelfth, and of 5 with the fourteenth when it is looked at again
+    two minutes later, which is much of these short days."""
+    assert _repaired_at([number * 2 * DAY_S for number in range(16)]) == 14
+
+
+def test_an_offence_every_half_life_never_means_repair() -> None:
+    assert _repaired_at([number * HALF_LIFE_S for number in range(6)]) is None
+
+
+def test_an_offence_taken_back_counts_towards_no_repair() -> None:
+    fleet = _fleet(offender_repair_score=2.0)
+    fleet.raise_finding("n2", xid())
+    for other in ("n1", "n3", "n4"):
+        fleet.raise_finding(other, xid())
+    record = fleet.state.nodes["n2"]
+    assert (record.offended, _score(fleet)) == ([], 0.0)
+
+
+def test_at_the_threshold_the_node_goes_to_repair_instead_of_back() -> None:
+    fleet = _fleet()
+    for _ in range(3):
+        _evict_and_return(fleet)
+    fleet.raise_finding("n2", xid())
+    fleet.advance(119.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.QUARANTINED  # others may show the same
+    fleet.advance(2.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.REPAIR
+    assert "offends again and again: its offences of the last 1000 s weigh 4 of 4" in fleet.state.nodes["n2"].sentence
+
+
+def test_a_node_that_comes_back_from_repair_begins_with_a_clean_score() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n2", xid())
+    fleet.order(OperatorAction.REPAIR, node="n2")
+    fleet.order(OperatorAction.READMIT, node="n2")
+    assert (_score(fleet), fleet.state.nodes["n2"].offended) == (0.0, [])
+
+
+def test_offences_long_past_are_forgiven() -> None:
+    fleet = _fleet(offender_half_life_s=10.0)
+    _evict_and_return(fleet)
+    fleet.advance(100.0, *EVERYONE)
+    assert _score(fleet) < 0.01
+
+
+def test_a_failed_probe_counts_half_and_an_operators_word_nothing() -> None:
+    fleet = _fleet()
+    fleet.order(OperatorAction.EVICT, node="n2")
+    assert _score(fleet) == 0.0
+    fleet.order(OperatorAction.READMIT, node="n2")
+    fleet.solos = False
+    while fleet.state.probes:
+        name, probe = next(iter(fleet.state.probes.items()))
+        ok = "n2" not in probe.nodes
+        for node in probe.nodes:
+            fleet.report(node, ProbeFinished(probe=name, ok=ok, began=True, detail="time-out"))
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+    assert _score(fleet) == pytest.approx(0.5, abs=0.01)
+
+
+# --- evidence ----------------------------------------------------------------------------------------------------
+
+
+def test_the_evidence_holds_what_a_vendor_asks_for() -> None:
+    fleet = CoreFleet()
+    gpus = tuple(
+        Gpu(index=i, uuid=f"GPU-{i}-uuid", name="H100", pci_bus_id=f"0000:{i}b:00.0", memory_bytes=80, serial=f"S{i}")
+        for i in range(2)
+    )
+    fleet.register("n1", "n2", gpus=gpus, driver_version="570.133", domain=Domain(rack="R7"))
+    found = msgspec.structs.replace(xid(), subject="0000:1b:00.0", evidence={"line": "NVRM: Xid 79"})
+    fleet.raise_finding("n1", found)
+    evidence = evidence_of(fleet.state, "n1", fleet.now)
+    assert [(gpu.serial, gpu.uuid) for gpu in evidence.suspects] == [("S1", "GPU-1-uuid")]
+    assert (evidence.driver_version, evidence.domain.rack, evidence.rule) == ("570.133", "R7", "gpu.xid")
+    assert evidence.findings == (found,)
+    assert len(evidence.evictions) == 1
+    assert [note.what for note in evidence.history] == ["finding", "action", "verdict"]
+    assert evidence.history[0].detail["line"] == "NVRM: Xid 79"
+    assert msgspec.json.decode(msgspec.json.encode(evidence), type=Evidence) == evidence
+
+
+def test_evidence_survives_a_restart_and_is_refused_for_a_stranger() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n2", xid())
+    before = evidence_of(fleet.state, "n2", fleet.now)
+    fleet.restart()
+    assert evidence_of(fleet.state, "n2", fleet.now) == before
+    with pytest.raises(NotFound):
+        evidence_of(fleet.state, "n9", fleet.now)

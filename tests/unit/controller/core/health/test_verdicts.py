@@ -1,0 +1,388 @@
+"""Findings across time and nodes: what counts, when nothing is decided yet, and whose fault it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from everstep_controller.core.effects import Audit, PutVerdict
+from everstep_controller.core.policy import CorePolicy, Rule, Rulebook, Scope
+from everstep_controller.rulebook import with_rules
+
+from everstep.vocabulary import Action, Finding, FindingKind, Mode, NodeState, Severity
+from tests.support.core_fleet import CoreFleet, audits, decisions
+from tests.support.findings import port_down, xid
+
+SIX = [f"n{i}" for i in range(1, 7)]
+
+
+def _changed(kind: FindingKind, **keys: Any) -> CorePolicy:
+    """The lab's policy with other keys in the kind's nameless rule."""
+    policy = with_rules(CorePolicy.lab())
+    kinds = dict(policy.rules.kinds)
+    kinds[kind] = (*kinds[kind][:-1], msgspec.structs.replace(kinds[kind][-1], **keys))
+    return msgspec.structs.replace(policy, rules=Rulebook(kinds))
+
+
+def _fleet(policy: CorePolicy | None = None, nodes: int = 6, **more: Any) -> CoreFleet:
+    fleet = CoreFleet(policy)
+    fleet.start(nodes, **more)
+    fleet.seal(10)
+    return fleet
+
+
+def _sentences(fleet: CoreFleet, node: str) -> list[str]:
+    return [e.verdict.sentence for e in fleet.effects if isinstance(e, PutVerdict) and e.verdict.node == node]
+
+
+# --- the sentence ------------------------------------------------------------------------------------------------
+
+
+def test_a_decision_names_rule_count_rung_and_what_would_clear_it() -> None:
+    fleet = _fleet(_changed(FindingKind.GPU_NVLINK, boot_grace_s=0.0))
+    nvlink = Finding(
+        kind=FindingKind.GPU_NVLINK,
+        subject="0",
+        severity=Severity.CRITICAL,
+        action=Action.RESET_GPU,
+        message="2 NVLinks of GPU 0 are down",
+    )
+    fleet.raise_finding("n2", nvlink)
+    assert _sentences(fleet, "n2") == [
+        "n2: 2 NVLinks of GPU 0 are down (rule gpu.nvlink: report 1 of 1; step 1 of 3 is reset gpu; "
+        "over once it is clear for 30 s); evicted"
+    ]
+    assert fleet.state.nodes["n2"].action is Action.RESET_GPU
+
+
+# --- N of M ------------------------------------------------------------------------------------------------------
+
+
+def _counting(**more: Any) -> CorePolicy:
+    keys = {"n_of": (3, 6), "window_s": 100.0, "boot_grace_s": 0.0}
+    return _changed(FindingKind.NETWORK_PORT_DOWN, **(keys | more))
+
+
+def _flap(fleet: CoreFleet, node: str, finding: Finding) -> list[tuple[str, str]]:
+    said = decisions(fleet.raise_finding(node, finding))
+    fleet.clear_finding(node, finding.key)
+    return said
+
+
+def test_a_rule_that_counts_decides_at_the_nth_bad_report_of_the_last_m() -> None:
+    fleet = _fleet(_counting())
+    for _ in range(2):
+        assert ("n2", "evict") not in _flap(fleet, "n2", port_down())
+        fleet.advance(10.0, *SIX)
+    assert ("n2", "evict") in decisions(fleet.raise_finding("n2", port_down()))
+    assert "report 3 of 3 within 100 s" in _sentences(fleet, "n2")[-1]
+
+
+def test_a_cycle_of_raise_and_clear_counts_once_however_often_it_is_reported() -> None:
+    fleet = _fleet(_counting())
+    for _ in range(5):
+        fleet.raise_finding("n2", port_down())
+        fleet.beat("n2", port_down())
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+
+
+def test_reports_older_than_the_window_do_not_count() -> None:
+    fleet = _fleet(_counting())
+    for _ in range(4):
+        _flap(fleet, "n2", port_down())
+        fleet.advance(60.0, *SIX)
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+
+
+def test_parts_of_a_node_are_counted_apart_unless_the_rule_says_the_node() -> None:
+    ports = [port_down(f"mlx5_{i}") for i in range(3)]
+    apart = _fleet(_counting())
+    together = _fleet(_counting(scope=Scope.NODE))
+    for fleet in (apart, together):
+        for port in ports:
+            _flap(fleet, "n2", port)
+    assert apart.node_state("n2") is NodeState.HEALTHY
+    assert together.node_state("n2") is NodeState.QUARANTINED
+
+
+def test_a_standing_finding_that_began_anew_counts_again() -> None:
+    fleet = _fleet(_counting())
+    for since in (1.0, 2.0):
+        fleet.beat("n2", port_down(since=since))
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+    fleet.beat("n2", port_down(since=3.0))
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+
+
+def test_an_application_xid_is_the_gpus_only_when_the_same_gpu_shows_it_twice_in_a_day() -> None:
+    fleet = _fleet()
+    once = msgspec.structs.replace(
+        xid(13, Action.RESTART_RANK), severity=Severity.WARNING, mode=Mode.OBSERVE, value=1.0
+    )
+    assert decisions(fleet.beat("n2", once)) == []
+    assert decisions(fleet.beat("n3", once)) == []
+    twice = msgspec.structs.replace(once, value=2.0)
+    assert decisions(fleet.beat("n2", twice)) == [("n2", "recommend")]
+    assert "report 2 of 2 within 86400 s" in _sentences(fleet, "n2")[-1]
+
+
+def test_an_application_xid_that_cleared_in_between_still_counts_for_the_day() -> None:
+    fleet = _fleet()
+    once = msgspec.structs.replace(xid(13, Action.RESTART_RANK), severity=Severity.WARNING, mode=Mode.OBSERVE)
+    fleet.raise_finding("n2", once)
+    fleet.clear_finding("n2", once.key)
+    fleet.now += 7200.0
+    assert decisions(fleet.raise_finding("n2", once)) == [("n2", "recommend")]
+
+
+def test_of_too_many_findings_the_gravest_are_remembered_and_those_that_keep_the_node_out() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n2", xid(79))
+    for number in range(1000, 1400):
+        mild = msgspec.structs.replace(xid(number, Action.NONE), severity=Severity.WARNING)
+        fleet.raise_finding("n2", mild)
+    for number in range(2000, 2100):
+        fleet.raise_finding("n2", xid(number))
+    kept = fleet.state.nodes["n2"].findings
+    assert len(kept) == 256
+    assert xid(79).key in kept
+    assert sum(finding.severity is Severity.CRITICAL for finding in kept.values()) == 101
+
+
+def test_a_storm_of_mild_findings_hides_no_grave_one() -> None:
+    fleet = _fleet()
+    for number in range(200, 300):
+        mild = msgspec.structs.replace(xid(number, Action.NONE), severity=Severity.WARNING)
+        fleet.raise_finding("n2", mild)
+    assert audits(fleet.raise_finding("n2", xid(79)), "finding") == ["XID 79: GPU has fallen off the bus (n2)"]
+
+
+def test_what_is_counted_of_a_node_is_bounded() -> None:
+    fleet = _fleet(_counting())
+    for number in range(200):
+        fleet.raise_finding("n2", port_down(f"port-{number}"))
+    assert len(fleet.state.nodes["n2"].reports) <= 64
+    assert len(fleet.state.nodes["n2"].notes) <= 48
+
+
+# --- floods ------------------------------------------------------------------------------------------------------
+
+
+def test_a_power_cap_that_flaps_ten_times_a_second_costs_a_few_lines_and_delays_nobody() -> None:
+    fleet = _fleet()
+    cap = Finding(
+        kind=FindingKind.GPU_THROTTLED,
+        subject="0",
+        severity=Severity.WARNING,
+        action=Action.DRAIN,
+        message="power cap",
+        mode=Mode.RECOMMEND,
+    )
+    for _ in range(600):
+        fleet.raise_finding("n2", cap)
+        fleet.clear_finding("n2", cap.key)
+        fleet.now += 0.1
+    lines = [e for e in fleet.effects if isinstance(e, Audit) and e.entry.kind.startswith("finding")]
+    assert len(lines) < 40
+    assert decisions(fleet.effects).count(("n2", "recommend")) == 1
+    assert decisions(fleet.raise_finding("n2", xid())) == [("n2", "evict")]
+
+
+def test_a_storm_of_critical_findings_is_judged_every_time_and_advised_a_few_times() -> None:
+    fleet = _fleet(_changed(FindingKind.GPU_XID, mode=Mode.RECOMMEND))
+    for number in range(200):
+        fleet.raise_finding("n2", msgspec.structs.replace(xid(), subject=f"GPU-{number}"))
+    assert len(_sentences(fleet, "n2")) < 16
+    assert audits(fleet.effects, "finding")[-1].endswith("number 128 of a burst of gpu.xid")
+    fleet.advance(6.0, *SIX)
+    fleet.raise_finding("n2", msgspec.structs.replace(xid(), subject="GPU-new"))
+    assert "burst" not in audits(fleet.effects, "finding")[-1]
+
+
+def test_a_storm_during_an_outbreak_queues_one_look_a_second() -> None:
+    fleet = _fleet(nodes=12)
+    for i in range(1, 5):
+        fleet.raise_finding(f"n{i}", xid())
+    before = len(fleet.state.deadlines)
+    for _ in range(100):
+        fleet.clear_finding("n4", xid().key)
+        fleet.raise_finding("n4", xid())
+        fleet.now += 0.01
+    assert len(fleet.state.deadlines) <= before + 2
+
+
+# --- boot grace --------------------------------------------------------------------------------------------------
+
+
+def test_links_that_are_down_at_boot_judge_nobody_and_those_that_stay_down_do() -> None:
+    fleet = _fleet()
+    for node in SIX:
+        assert decisions(fleet.raise_finding(node, port_down())) == []
+    for node in SIX[1:]:
+        fleet.clear_finding(node, port_down().key)
+    fleet.advance(299.0, *SIX)
+    assert fleet.node_state("n1") is NodeState.HEALTHY
+    said = decisions(fleet.advance(2.0, *SIX))
+    assert said == [("n1", "evict")]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_links_that_stay_down_after_the_reboot_of_a_quarantined_node_keep_it_out(first: bool) -> None:
+    fleet = _fleet()
+    fleet.advance(301.0, *SIX)
+    fleet.raise_finding("n2", xid())
+    fleet.register("n2", boot_id="boot-2", findings=(xid(), port_down()))
+    if first:  # what cleared in the grace had it out, and it is on probation when that ends
+        fleet.clear_finding("n2", xid().key)
+    fleet.advance(310.0, *SIX)
+    if not first:
+        assert fleet.state.nodes["n2"].causes == [xid().key, port_down().key]
+        fleet.clear_finding("n2", xid().key)
+    fleet.advance(100.0, *SIX)
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+    fleet.clear_finding("n2", port_down().key)
+    fleet.advance(100.0, *SIX)
+    assert fleet.node_state("n2") is not NodeState.QUARANTINED
+
+
+def test_an_agents_restart_is_no_boot_and_gives_no_new_grace() -> None:
+    fleet = _fleet()
+    fleet.advance(301.0, *SIX)
+    fleet.register("n2")
+    assert decisions(fleet.raise_finding("n2", port_down())) == [("n2", "evict")]
+
+
+def test_a_newcomer_whose_links_are_still_coming_up_is_not_turned_away() -> None:
+    fleet = CoreFleet()
+    fleet.register("n1", findings=(port_down(),))
+    assert fleet.node_state("n1") is NodeState.HEALTHY
+
+
+# --- correlated findings -----------------------------------------------------------------------------------------
+
+
+def test_the_same_xid_on_a_quarter_of_the_fleet_evicts_nobody_in_the_end_and_is_said_once() -> None:
+    fleet = _fleet(nodes=12)
+    said = [decisions(fleet.raise_finding(f"n{i}", xid())) for i in range(1, 9)]
+    assert said[:2] == [[("n1", "evict")], [("n2", "evict")]]
+    assert said[2] == [("n1", "correlated"), ("n2", "correlated"), ("n3", "correlated")]
+    assert said[3:] == [[(f"n{i}", "correlated")] for i in range(4, 9)]
+    assert len(audits(fleet.effects, "fleet.correlated_finding")) == 1
+    assert fleet.node_state("n1") is fleet.node_state("n2") is NodeState.PROBATION
+
+
+def test_different_xids_are_different_faults() -> None:
+    fleet = _fleet(nodes=12)
+    said = [decisions(fleet.raise_finding(f"n{i}", xid(60 + i))) for i in range(1, 5)]
+    assert said == [[(f"n{i}", "evict")] for i in range(1, 5)]
+
+
+def test_most_nodes_of_one_driver_version_are_a_drivers_fault_in_a_large_fleet() -> None:
+    fleet = CoreFleet(_changed(FindingKind.GPU_XID, correlated_nodes=100))
+    fleet.register(*[f"old{i}" for i in range(20)], driver_version="550.54")
+    fleet.register(*[f"new{i}" for i in range(4)], driver_version="570.133")
+    fleet.raise_finding("new0", xid())
+    fleet.raise_finding("new1", xid())
+    assert decisions(fleet.raise_finding("new2", xid()))[-1] == ("new2", "correlated")
+    assert fleet.node_state("new0") is fleet.node_state("new1") is NodeState.PROBATION
+    assert "3 of the 4 nodes with driver 570.133" in _sentences(fleet, "new2")[-1]
+
+
+def test_after_an_outbreak_who_still_shows_it_is_judged_by_what_stands_then() -> None:
+    fleet = _fleet(nodes=12)
+    names = [f"n{i}" for i in range(1, 13)]
+    for node in names[:6]:
+        fleet.raise_finding(node, xid())
+        fleet.advance(1.0, *names)
+    fleet.advance(60.0, *names)
+    for node in names[:5]:
+        fleet.clear_finding(node, xid().key)
+    said = decisions(fleet.advance(130.0, *names))
+    assert ("n6", "evict") in said
+    assert not {(node, "evict") for node in names[:5]} & set(said)
+
+
+def test_while_an_outbreak_stands_nobody_is_evicted_for_it_however_long() -> None:
+    fleet = _fleet(nodes=12)
+    names = [f"n{i}" for i in range(1, 13)]
+    for node in names[:8]:
+        fleet.raise_finding(node, xid())
+    assert ("n5", "evict") not in decisions(fleet.advance(400.0, *names))
+    assert len(audits(fleet.effects, "fleet.correlated_finding")) == 1
+
+
+def test_what_was_undecided_survives_a_restart_of_the_controller() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n1", port_down())
+    fleet.advance(200.0, *SIX)
+    fleet.restart()
+    assert ("n1", "evict") in decisions(fleet.advance(120.0, *SIX))
+
+
+# --- modes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "finding", "decision"),
+    [
+        (Mode.ENFORCE, Mode.ENFORCE, "evict"),
+        (Mode.RECOMMEND, Mode.ENFORCE, "recommend"),
+        (Mode.ENFORCE, Mode.RECOMMEND, "recommend"),
+        (Mode.OBSERVE, Mode.ENFORCE, None),
+        (Mode.ENFORCE, Mode.OBSERVE, None),
+    ],
+)
+def test_the_weaker_mode_of_rule_and_finding_holds(rule: Mode, finding: Mode, decision: str | None) -> None:
+    fleet = _fleet(_changed(FindingKind.GPU_XID, mode=rule))
+    said = decisions(fleet.raise_finding("n2", msgspec.structs.replace(xid(), mode=finding)))
+    assert said == ([("n2", decision)] if decision else [])
+
+
+def test_a_rule_that_only_says_so_spares_a_liar_too() -> None:
+    fleet = _fleet(_changed(FindingKind.DIGEST_MISMATCH, mode=Mode.RECOMMEND))
+    said = decisions(fleet.seal(11, digests={1: "bad"}))
+    assert said == [("n2", "recommend")]
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+
+
+def test_a_repeat_of_a_recommended_cure_recommends_the_next() -> None:
+    fleet = _fleet(_changed(FindingKind.GPU_XID, mode=Mode.RECOMMEND))
+    once = xid(43, Action.RESTART_RANK)
+    for _ in range(3):
+        fleet.raise_finding("n2", once)
+        fleet.clear_finding("n2", once.key)
+        fleet.advance(61.0, *SIX)
+    assert "recommended for n2: restart rank" in _sentences(fleet, "n2")[0]
+    assert "recommended for n2: reset gpu (rule gpu.xid: report 1 of 1; step 2 of 4" in _sentences(fleet, "n2")[1]
+    assert "recommended for n2: reboot node" in _sentences(fleet, "n2")[2]
+
+
+def test_one_crash_that_all_gpus_of_a_node_tell_of_is_one_step_of_the_ladder() -> None:
+    fleet = _fleet()
+    for number in range(8):
+        fleet.raise_finding("n2", msgspec.structs.replace(xid(43, Action.RESTART_RANK), subject=f"GPU-{number}"))
+    assert decisions(fleet.effects) == [("n2", "restart")]
+
+
+def test_every_shipped_rule_can_be_judged() -> None:
+    for kind in FindingKind:
+        fleet = _fleet(nodes=4)
+        fleet.advance(400.0, "n1", "n2", "n3", "n4")
+        finding = Finding(
+            kind=kind, subject="x", severity=Severity.CRITICAL, action=Action.REPAIR, message=f"{kind} of x"
+        )
+        fleet.raise_finding("n2", finding)
+        rule: Rule = fleet.policy.rules.rule(finding)
+        evicted = fleet.node_state("n2") is NodeState.QUARANTINED
+        convicts = rule.mode is Mode.ENFORCE and not rule.heals and rule.n_of[0] == 1 and rule.second_pass != "pair"
+        assert evicted == convicts, kind
+
+
+def test_what_an_agent_invents_is_followed_within_bounds() -> None:
+    fleet = _fleet(msgspec.structs.replace(CorePolicy.lab(), eviction_count=1))
+    for number in range(1000, 1700):
+        fleet.raise_finding("n2", xid(number))
+        fleet.raise_finding("n3", xid(number))
+    assert len(fleet.state.sightings) <= 512
+    assert len(fleet.state.live_nodes["n2"].bursts) == 1

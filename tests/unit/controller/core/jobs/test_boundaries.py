@@ -1,0 +1,104 @@
+"""A generation that names its boundary follows when that is behind the ranks, at once where they do not get there."""
+
+from __future__ import annotations
+
+from everstep_controller.core.effects import Effect
+from everstep_controller.core.events import OperatorAction
+
+from everstep.wire.v1.training import CollectiveFailed
+from tests.support.core_fleet import CoreFleet, generations
+
+STAYS = ("n1", "n2", "n4")
+
+
+def _leaving() -> tuple[CoreFleet, int]:
+    """A job that is to leave n3 behind a boundary, and after which step that is."""
+    fleet = CoreFleet()
+    fleet.start(4)
+    fleet.progress(5)
+    fleet.order(OperatorAction.DRAIN, node="n3")
+    after = fleet.spec().after_step
+    assert after is not None
+    assert fleet.job().leaving is not None
+    return fleet, after
+
+
+def _wait_for_the_boundary(fleet: CoreFleet) -> list[Effect]:
+    before = len(fleet.effects)
+    fallback_at = fleet.state.live_jobs["job"].fallback_at
+    fleet.advance(fallback_at - fleet.now - 0.01, *fleet.state.nodes)
+    assert fleet.job().leaving is not None, "nobody has said that it entered, and there is time"
+    fleet.advance(0.1, *fleet.state.nodes)
+    return fleet.effects[before:]
+
+
+def test_a_boundary_that_all_have_stepped_to_is_crossed_and_the_announced_generation_stands() -> None:
+    fleet, after = _leaving()
+    fleet.progress(after)
+    assert generations(_wait_for_the_boundary(fleet)) == []
+    assert (fleet.job().leaving, fleet.spec().seats) == (None, STAYS)
+
+
+def test_a_boundary_that_is_one_step_away_is_not_reached() -> None:
+    fleet, after = _leaving()
+    fleet.progress(after - 1)
+    (spec,) = generations(_wait_for_the_boundary(fleet))
+    assert f"the boundary after step {after} was not reached in time" in spec.sentence
+    assert (spec.after_step, spec.seats) == (None, STAYS)
+
+
+def test_a_smaller_bound_waits_for_a_boundary_too() -> None:
+    fleet = CoreFleet()
+    fleet.start(4)
+    fleet.progress(5)
+    (spec,) = generations(fleet.order(OperatorAction.RESIZE_JOB, job="job", size=3))
+    assert (spec.after_step or 0) > 5
+
+
+def test_where_nobody_knows_how_long_a_step_takes_the_boundary_is_ahead_all_the_same() -> None:
+    fleet = CoreFleet()
+    fleet.start(4)
+    fleet.progress(5, step_s=0.0)
+    fleet.order(OperatorAction.DRAIN, node="n3")
+    assert (fleet.spec().after_step or 0) > 5
+
+
+def test_a_newcomer_that_waits_behind_the_boundary_says_nothing_of_who_is_before_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, 1)
+    fleet.progress(5)
+    fleet.order(OperatorAction.DRAIN, node="n3")
+    spec, running = fleet.spec(), fleet.running()
+    (newcomer,) = (member for member in spec.roster if member.node == "n4")
+    fleet.progress_of(newcomer.rank, 0, spec=spec)
+    assert fleet.job().leaving == running
+    (regrouped,) = generations(fleet.lose_rank(0))
+    assert regrouped.number == spec.number + 1
+
+
+def test_a_newcomer_that_cannot_meet_the_others_at_the_boundary_is_heard_before_they_wait_for_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, 1)
+    fleet.progress(5)
+    fleet.order(OperatorAction.DRAIN, node="n3")
+    spec = fleet.spec()
+    (newcomer,) = (member for member in spec.roster if member.node == "n4")
+    word = CollectiveFailed(
+        job="job", at=fleet.now, generation=spec.number, rank=newcomer.rank, step=0, detail="broken pipe"
+    )
+    fleet.report("n4", word)
+    (regrouped,) = generations(fleet.advance(1.0, *fleet.state.nodes))
+    assert (regrouped.number, regrouped.after_step) == (spec.number + 1, None)
+    assert regrouped.seats == spec.seats
+    assert "nobody says who is lost" in regrouped.sentence
+
+
+def test_who_is_no_member_of_the_announced_generation_is_no_witness_of_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, 1)
+    fleet.progress(5)
+    fleet.order(OperatorAction.DRAIN, node="n3")
+    spec = fleet.spec()
+    rank = fleet.running().ranks_on("n3")[0]
+    fleet.report("n3", CollectiveFailed(job="job", at=fleet.now, generation=spec.number, rank=rank, step=0, detail=""))
+    assert generations(fleet.advance(1.0, *fleet.state.nodes)) == []

@@ -1,0 +1,74 @@
+"""A spare that is convicted and whose eviction is held takes a seat only where its job would fall below its minimum."""
+
+from __future__ import annotations
+
+import msgspec
+from everstep_controller.core.jobs.membership import why_not
+from everstep_controller.core.policy import CorePolicy
+
+from everstep.vocabulary import JobState
+from tests.support.core_fleet import CoreFleet
+from tests.support.findings import xid
+
+
+def _fleet(nodes: int, spares: int, held: str = "n5", **shape: int) -> CoreFleet:
+    """A fleet whose breaker holds the eviction of ``held``."""
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), eviction_count=1, growth_interval_s=1.0))
+    fleet.start(nodes, spares, **shape)
+    fleet.register("x1")
+    fleet.beat("x1")
+    fleet.raise_finding("x1", xid(200))
+    fleet.raise_finding(held, xid(105))
+    assert fleet.state.nodes[held].held_by == "fleet"
+    return fleet
+
+
+def test_a_clean_spare_goes_before_one_whose_eviction_is_held() -> None:
+    fleet = _fleet(4, 2)
+    fleet.lose_rank(1, replacement=False)
+    assert fleet.seats() == ["n1", "n6", "n3", "n4"]
+
+
+def test_a_job_that_can_go_on_with_fewer_goes_on_without_it() -> None:
+    fleet = _fleet(4, 1, min_nodes=2)
+    fleet.lose_rank(1, replacement=False)
+    assert fleet.seats() == ["n1", "n3", "n4"]
+    fleet.resume(step=20)
+    fleet.advance(60.0, *fleet.state.nodes)
+    assert fleet.seats() == ["n1", "n3", "n4"], "nor does the job grow with it"
+    assert "eviction is held" in why_not(fleet.state, fleet.job(), "n5")
+
+
+def test_a_job_that_would_pause_takes_it_and_no_more_than_it_needs() -> None:
+    fleet = _fleet(4, 2, min_nodes=4)
+    fleet.raise_finding("n6", xid(106))
+    fleet.lose_rank(1, replacement=False)
+    assert fleet.job_state() is JobState.RUNNING
+    assert fleet.seats() == ["n1", "n5", "n3", "n4"]
+
+
+def test_of_two_that_it_would_need_one_for_it_takes_one() -> None:
+    fleet = _fleet(4, 2, min_nodes=3)
+    fleet.raise_finding("n6", xid(106))
+    for node in ("n1", "n2"):
+        fleet.disconnect(node)
+    fleet.advance(30.0, "n3", "n4", "n5", "n6", "x1")
+    assert len([node for node in fleet.seats() if node in ("n5", "n6")]) == 1
+    assert len(fleet.seats()) == 3
+
+
+def test_one_that_has_a_seat_keeps_it() -> None:
+    fleet = _fleet(4, 1, held="n2", min_nodes=2)
+    fleet.lose_rank(0, replacement=False)
+    assert fleet.seats() == ["n5", "n2", "n3", "n4"]
+
+
+def test_a_job_grows_with_it_once_nothing_stands_against_it_any_more() -> None:
+    fleet = _fleet(4, 1, min_nodes=2)
+    fleet.lose_rank(1, replacement=False)
+    fleet.resume(step=20)
+    fleet.advance(5.0, *fleet.state.nodes)
+    fleet.clear_finding("n5", xid(105).key)
+    fleet.advance(0.1, *fleet.state.nodes)
+    fleet.resume(step=21)
+    assert fleet.seats() == ["n1", "n3", "n4", "n5"]

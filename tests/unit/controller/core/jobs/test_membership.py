@@ -1,0 +1,124 @@
+"""Who is in the next roster, and who is not, and why."""
+
+from __future__ import annotations
+
+from everstep_controller.core.events import OperatorAction, OperatorCommand
+from everstep_controller.core.jobs.membership import choose_seats, describe_change
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.wire.v1.directives import NewGeneration
+from tests.support.core_fleet import CoreFleet, generations, sent
+
+names = st.lists(st.sampled_from([f"n{i}" for i in range(9)]), unique=True)
+
+
+def test_a_spare_takes_the_lost_nodes_rank_numbers() -> None:
+    assert choose_seats(["a", "b", "c"], ["a", "c", "s"], 3) == ["a", "s", "c"]
+
+
+def test_without_a_spare_the_survivors_keep_their_order() -> None:
+    assert choose_seats(["a", "b", "c"], ["c", "a"], 3) == ["a", "c"]
+
+
+def test_a_smaller_bound_drops_the_last_seats() -> None:
+    assert choose_seats(["a", "b", "c"], ["a", "b", "c", "s"], 2) == ["a", "b"]
+
+
+@given(names, names, st.integers(1, 9))
+def test_seats_are_as_many_as_can_be_and_survivors_stay_in_order(before: list[str], able: list[str], most: int) -> None:
+    seats = choose_seats(before, able, most)
+    assert len(seats) == len(set(seats)) == min(most, len(able))
+    survivors = [node for node in seats if node in before]
+    assert survivors == [node for node in before if node in survivors]
+    if len([node for node in before if node in able]) <= most:
+        assert set(survivors) == set(before) & set(able)
+
+
+@given(names, names)
+def test_with_enough_spares_every_survivor_keeps_its_ranks(before: list[str], spares: list[str]) -> None:
+    lost = before[::2]
+    fresh = [f"s-{name}" for name in spares]
+    seats = choose_seats(before, [n for n in before if n not in lost] + fresh, len(before))
+    if len(fresh) >= len(lost):
+        assert all(seats[i] == node for i, node in enumerate(before) if node not in lost)
+
+
+def test_the_change_is_said_in_words() -> None:
+    assert describe_change([], ["a", "b"], 2) == "forms with 2 nodes"
+    assert describe_change(["a", "b"], ["a", "b"], 2) == "keeps all 2 nodes"
+    assert describe_change(["a", "b"], ["a", "c"], 2) == "takes c in place of b"
+    assert describe_change(["a", "b", "c"], ["a", "c"], 3) == "goes on with 2 of 3 nodes, without b"
+    assert describe_change(["a", "b", "c"], ["a", "d"], 3) == "takes d and goes on with 2 of 3 nodes, without b, c"
+    assert describe_change(["a"], ["a", "b"], 2) == "grows to 2 nodes with b"
+
+
+def test_sentences_stay_short_whatever_number_of_nodes_they_are_about() -> None:
+    many, fewer = [f"n{i}" for i in range(1000)], [f"n{i}" for i in range(0, 1000, 2)]
+    assert describe_change(many, fewer, 1000) == (
+        "goes on with 500 of 1000 nodes, without n1, n3, n5, n7, n9, n11, n13, n15 and 492 more"
+    )
+    assert describe_change(fewer, many, 1000).endswith("and 492 more")
+    fleet = CoreFleet()
+    fleet.start(2)
+    order = OperatorCommand(kind=OperatorAction.DRAIN, node="n2", actor="ada", reason="because " * 1000, trace="t")
+    fleet.feed(order)
+    assert len(fleet.spec().sentence) < 4096
+    assert fleet.spec().sentence.endswith("goes on with 1 of 2 nodes, without n2")
+
+
+# --- in the fleet ------------------------------------------------------------------------------------------------
+
+
+def test_the_store_stays_until_its_node_leaves_and_then_goes_to_the_first_survivor() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, 1)
+    fleet.lose_rank(1, replacement=False)
+    assert (fleet.seats(), fleet.spec().store_node) == (["n1", "n4", "n3"], "n1")
+    fleet.leave("n1")
+    assert (fleet.seats(), fleet.spec().store_node, fleet.spec().store) == (["n4", "n3"], "n4", "n4:8000")
+
+
+def test_those_who_leave_the_roster_are_told_too() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, 1)
+    effects = fleet.lose_rank(1, replacement=False)
+    assert set(sent(effects, NewGeneration)) == {"n1", "n2", "n3", "n4"}
+    assert all(body.spec == generations(effects)[0] for body in sent(effects, NewGeneration).values())
+
+
+def test_vaults_of_former_members_stay_holders_while_they_answer_or_may_hold_what_counts() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, 1)
+    fleet.lose_rank(1, replacement=False)
+    assert [holder.node for holder in fleet.spec().holders] == ["n1", "n4", "n3", "n2"]
+    fleet.disconnect("n2")
+    fleet.lose_rank(0)
+    assert [holder.node for holder in fleet.spec().holders] == ["n1", "n4", "n3", "n2"], "nothing is committed since"
+    fleet.resume()
+    fleet.seal(4)
+    fleet.lose_rank(0)
+    assert [holder.node for holder in fleet.spec().holders] == ["n1", "n4", "n3"]
+
+
+def test_a_member_that_is_out_of_reach_stays_a_holder_since_its_vault_outlives_its_agent() -> None:
+    fleet = CoreFleet()
+    fleet.start(4)
+    fleet.seal(4)
+    fleet.disconnect("n2")
+    fleet.disconnect("n3")
+    fleet.fail_collective(0)
+    assert fleet.seats() == ["n1", "n4"]
+    assert {"n2", "n3"} < {holder.node for holder in fleet.spec().holders}
+
+
+def test_a_launcher_that_an_agents_new_life_has_not_heard_gets_no_seat_until_it_says_so() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, 1)
+    fleet.register("n4")
+    fleet.lose_rank(2, replacement=False)
+    assert fleet.seats() == ["n1", "n2"]
+    fleet.resume()
+    fleet.join("n4", again=True)
+    fleet.advance(3.0, "n1", "n2", "n4")
+    assert set(fleet.seats()) == {"n1", "n2", "n4"}

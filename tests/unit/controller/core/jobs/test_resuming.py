@@ -1,0 +1,153 @@
+"""Ranks that do not come into a generation: they are replaced, and what becomes of their node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from everstep_controller.core.effects import Effect, Send
+from everstep_controller.core.events import OperatorAction
+from everstep_controller.core.jobs.membership import why_not
+from everstep_controller.core.policy import CorePolicy
+
+from everstep.errors import Conflict
+from everstep.vocabulary import JobState
+from everstep.wire.v1.directives import KillRank
+from everstep.wire.v1.training import RankLost
+from tests.support.core_fleet import CoreFleet, audits
+
+DEADLINE_S = 10.0
+POLICY = msgspec.structs.replace(CorePolicy.lab(), resume_deadline_s=DEADLINE_S, growth_interval_s=1.0)
+
+
+def _fleet(nodes: int = 4, **spec: Any) -> CoreFleet:
+    fleet = CoreFleet(POLICY)
+    fleet.start(nodes, **spec)
+    return fleet
+
+
+def _killed(effects: list[Effect]) -> list[tuple[str, int, int]]:
+    """Node, local rank and generation of every process that was to be ended."""
+    bodies = ((one.node, one.body) for one in effects if isinstance(one, Send) and isinstance(one.body, KillRank))
+    return [(node, body.local_rank, body.generation) for node, body in bodies]
+
+
+def _miss_a_generation(fleet: CoreFleet, *missing: int) -> list[Effect]:
+    """A rank is replaced; all but those ranks enter the generation that follows, and its deadline passes."""
+    fleet.lose_rank(0)
+    return _miss_this_one(fleet, *missing)
+
+
+def _miss_this_one(fleet: CoreFleet, *missing: int) -> list[Effect]:
+    before, spec = len(fleet.effects), fleet.spec()
+    deadline_s = fleet.state.live_jobs["job"].resume_due - fleet.now
+    for member in spec.roster:
+        if member.rank not in missing:
+            fleet.progress_of(member.rank, 5, spec=spec)
+    fleet.advance(deadline_s + 1.0, *fleet.state.nodes)
+    return fleet.effects[before:]
+
+
+def _replace(fleet: CoreFleet, node: str, rank: int, generation: int, local_rank: int = 0) -> None:
+    """The process that was to be ended has ended, and another has its place."""
+    words = RankLost(
+        job="job",
+        at=fleet.now,
+        generation=generation,
+        rank=rank,
+        local_rank=local_rank,
+        signal=9,
+        detail="killed on the controller's word",
+        replacement=True,
+    )
+    fleet.report(node, words)
+
+
+def _step(fleet: CoreFleet, step: int) -> None:
+    fleet.resume(step=step)
+    fleet.advance(2.0, *fleet.state.nodes)
+    fleet.progress(step + 2)
+    fleet.advance(3.0, *fleet.state.nodes)
+
+
+def test_a_rank_that_never_enters_is_ended_and_its_node_has_a_seat_again_when_another_has_its_place() -> None:
+    fleet = _fleet()
+    effects = _miss_a_generation(fleet, 3)
+    assert _killed(effects) == [("n4", 0, 2)]
+    assert fleet.seats() == ["n1", "n2", "n3"]
+    assert "rank 3 on it did not enter generation 2 in time" in why_not(fleet.state, fleet.job(), "n4")
+    fleet.resume(step=20)
+    _replace(fleet, "n4", 3, 2)
+    _step(fleet, 40)
+    assert fleet.seats() == ["n1", "n2", "n3", "n4"]
+
+
+def test_a_node_waits_until_each_of_its_ranks_that_did_not_enter_is_replaced() -> None:
+    fleet = _fleet(2, nproc_per_node=2)
+    assert _killed(_miss_a_generation(fleet, 2, 3)) == [("n2", 0, 2), ("n2", 1, 2)]
+    fleet.resume(step=20)
+    _replace(fleet, "n2", 2, 2, local_rank=0)
+    assert not fleet.job().launchers["n2"].able
+    fleet.restart()
+    _replace(fleet, "n2", 3, 2, local_rank=1)
+    assert fleet.job().launchers["n2"].able
+
+
+def test_a_paused_job_goes_on_with_the_node_that_it_waits_for() -> None:
+    fleet = _fleet(min_nodes=4)
+    for attempt in range(1, 4):  # however often: it has nothing else to do
+        _miss_a_generation(fleet, 3) if attempt == 1 else _miss_this_one(fleet, 3)
+        assert fleet.job_state() is JobState.PAUSED
+        _replace(fleet, "n4", 3, fleet.spec().number)
+        fleet.advance(3.0, *fleet.state.nodes)
+        assert (fleet.job_state(), len(fleet.seats())) == (JobState.RUNNING, 4)
+
+
+def test_a_running_job_does_not_wait_for_the_same_node_again_and_again_until_somebody_readmits_it() -> None:
+    fleet = _fleet()
+    _miss_a_generation(fleet, 3)
+    fleet.resume(step=20)
+    _replace(fleet, "n4", 3, 2)
+    again = fleet.spec().number
+    assert fleet.seats() == ["n1", "n2", "n3", "n4"]
+    _miss_this_one(fleet, 3)
+    assert fleet.seats() == ["n1", "n2", "n3"]
+    fleet.resume(step=60)
+    _replace(fleet, "n4", 3, again)
+    _step(fleet, 80)
+    assert fleet.seats() == ["n1", "n2", "n3"]
+    fleet.order(OperatorAction.READMIT, node="n4")
+    _step(fleet, 100)
+    assert fleet.seats() == ["n1", "n2", "n3", "n4"]
+    fleet.resume(step=120)
+    assert fleet.job().launchers["n4"].late == 0
+    with pytest.raises(Conflict, match="n4 is healthy and in service"):
+        fleet.order(OperatorAction.READMIT, node="n4")
+
+
+def test_a_node_without_a_replacement_may_be_readmitted_too() -> None:
+    fleet = _fleet()
+    fleet.lose_rank(3, replacement=False)
+    _step(fleet, 20)
+    assert fleet.seats() == ["n1", "n2", "n3"]
+    fleet.order(OperatorAction.READMIT, node="n4")
+    _step(fleet, 40)
+    assert fleet.seats() == ["n1", "n2", "n3", "n4"]
+
+
+def test_where_every_node_has_ranks_that_never_enter_it_is_said_so_and_these_are_restarted_in_the_end() -> None:
+    fleet = _fleet(2, nproc_per_node=2)
+    fleet.lose_rank(0)
+    number = fleet.spec().number
+    for rank in (0, 2):
+        fleet.progress_of(rank, 5)
+    effects = fleet.advance(2.0 * DEADLINE_S, "n1", "n2")
+    (overdue,) = audits(effects, "generation.overdue")
+    assert "2 of 4 ranks have not entered it, on each node some; waiting on" in overdue
+    effects = fleet.advance(8.0 * DEADLINE_S, "n1", "n2")
+    assert _killed(effects)[:2] == [("n1", 1, number), ("n2", 1, number)]
+    assert fleet.spec().number == number + 1
+    assert fleet.seats() == ["n1", "n2"]
+    fleet.resume(step=20)
+    assert audits(fleet.effects, "resumed")

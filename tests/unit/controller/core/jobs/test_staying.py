@@ -1,0 +1,96 @@
+"""A hold, or somebody else's cordon, keeps new work away; what runs there goes on, where its job needs it."""
+
+from __future__ import annotations
+
+import pytest
+from everstep_controller.core.events import NodeObserved, OperatorAction
+from everstep_controller.core.policy import CorePolicy
+
+from everstep.errors import Conflict
+from everstep.vocabulary import JobState, NodeState
+from tests.support.core_fleet import CoreFleet
+from tests.support.findings import xid
+
+FOUR = ["n1", "n2", "n3", "n4"]
+
+
+def _fleet(nodes: int = 4, spares: int = 0, **shape: int) -> CoreFleet:
+    fleet = CoreFleet(CorePolicy.lab())
+    fleet.start(nodes, spares, **({"min_nodes": 4} | shape))
+    fleet.seal(10)
+    return fleet
+
+
+def _held(fleet: CoreFleet, by: str, *names: str) -> None:
+    for node in names:
+        if by == "hold":
+            fleet.order(OperatorAction.HOLD, node=node)
+        else:
+            fleet.feed(NodeObserved(node=node, cordoned_by="maria", trace=fleet.trace()))
+
+
+@pytest.mark.parametrize("by", ["hold", "cordon"])
+def test_a_job_that_needs_a_held_node_keeps_it_when_it_regroups(by: str) -> None:
+    fleet = _fleet()
+    _held(fleet, by, "n2")
+    fleet.lose_rank(0)
+    assert (fleet.job_state(), fleet.seats()) == (JobState.RUNNING, FOUR)
+    assert fleet.job().sentence.endswith("keeps all 4 nodes; it keeps n2 all the same, since it needs 4 nodes")
+    fleet.restart()
+    fleet.hear("n1", "n2", "n3", "n4")
+    fleet.lose_rank(3)
+    assert (fleet.job_state(), fleet.seats()) == (JobState.RUNNING, FOUR)
+
+
+def test_one_that_can_do_without_does() -> None:
+    fleet = _fleet(spares=1)
+    _held(fleet, "hold", "n2")
+    fleet.lose_rank(0)
+    assert sorted(fleet.seats()) == ["n1", "n3", "n4", "n5"]
+    assert "all the same" not in fleet.job().sentence
+
+
+def test_a_node_that_was_only_held_keeps_its_seat_while_it_is_on_probation() -> None:
+    fleet = _fleet()
+    _held(fleet, "hold", *FOUR)
+    for node in FOUR:
+        fleet.order(OperatorAction.RELEASE, node=node)
+    assert {fleet.node_state(node) for node in FOUR} == {NodeState.PROBATION}
+    fleet.lose_rank(0)
+    assert (fleet.job_state(), fleet.seats()) == (JobState.RUNNING, FOUR)
+
+
+def test_a_held_node_with_what_would_evict_it_is_left() -> None:
+    fleet = _fleet()
+    _held(fleet, "hold", "n2")
+    fleet.raise_finding("n2", xid())
+    fleet.lose_rank(0)
+    assert fleet.job_state() is JobState.PAUSED
+
+
+def test_a_rank_that_cannot_be_replaced_leaves_whatever_is_needed() -> None:
+    fleet = _fleet()
+    _held(fleet, "hold", "n2")
+    fleet.lose_rank(1, replacement=False)
+    assert fleet.job_state() is JobState.PAUSED
+    fleet.order(OperatorAction.RELEASE, node="n2")
+    assert fleet.job_state() is JobState.PAUSED
+
+
+def test_maintenance_is_left_for_also_by_a_node_that_is_held() -> None:
+    fleet = _fleet(min_nodes=3)
+    _held(fleet, "hold", "n2")
+    fleet.order(OperatorAction.MAINTENANCE, node="n2", until=fleet.now + 60.0)
+    fleet.resume(step=40)
+    assert fleet.seats() == ["n1", "n3", "n4"]
+    with pytest.raises(Conflict, match="job job needs 3 nodes and 2 would be left"):
+        fleet.order(OperatorAction.DRAIN, node="n1")
+
+
+def test_a_held_node_counts_for_nothing_where_another_is_to_leave() -> None:
+    fleet = _fleet(5)
+    _held(fleet, "hold", "n2")
+    with pytest.raises(Conflict, match="would be left"):
+        fleet.order(OperatorAction.DRAIN, node="n1")
+    fleet.raise_finding("n3", xid())
+    assert (fleet.job_state(), len(fleet.seats())) == (JobState.RUNNING, 5)

@@ -1,0 +1,224 @@
+"""Who is slow, window after window, is named, and replaced where a spare is able; never on one bad moment."""
+
+from __future__ import annotations
+
+import msgspec
+from everstep_controller.core.events import OperatorAction
+from everstep_controller.core.jobs.progress import Laggards, laggards_of
+from everstep_controller.core.jobs.stragglers import KEY, slow_nodes
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.state import Pace
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.ids import Version
+from everstep.vocabulary import Decision, GenerationReason, JobState
+from everstep.wire.v1.agent import Domain
+from everstep.wire.v1.training import RankProgress
+from tests.support.core_fleet import CoreFleet, audits, decisions, generations
+
+POLICY = msgspec.structs.replace(
+    CorePolicy.lab(), straggler_factor=1.5, straggler_window_s=2.0, straggler_windows=5, straggler_count=4
+)
+
+
+def _start(nodes: int = 4, spares: int = 1, policy: CorePolicy = POLICY, **spec: int) -> CoreFleet:
+    fleet = CoreFleet(policy)
+    fleet.start(nodes, spares, **spec)
+    return fleet
+
+
+def _run(fleet: CoreFleet, seconds: float, **slow: float) -> None:
+    """The job steps for so long; each rank is busy for 0.03 s of a step, those on nodes in ``slow`` for as long."""
+    end = fleet.now + seconds
+    while fleet.now < end:
+        spec = fleet.running()
+        step = int(20 * (fleet.now - fleet.state.jobs["job"].created_at)) + 2
+        for member in spec.roster:
+            word = RankProgress(
+                job="job",
+                generation=spec.number,
+                rank=member.rank,
+                step=step,
+                step_s=0.05,
+                busy_s=slow.get(member.node, 0.03),
+            )
+            fleet.touch(member.node, word)
+        fleet.advance(0.5, *fleet.state.nodes)
+
+
+def test_a_node_that_is_slow_window_after_window_is_named_and_replaced_at_a_boundary() -> None:
+    fleet = _start()
+    _run(fleet, 7.0, n2=0.049)
+    assert decisions(fleet.effects) == []
+    _run(fleet, 3.0, n2=0.049)
+    assert decisions(fleet.effects) == [("n2", Decision.RECOMMEND)]
+    spec = generations(fleet.effects)[-1]
+    assert (spec.reason, spec.after_step is not None) == (GenerationReason.STRAGGLER, True)
+    assert fleet.seats() == ["n1", "n5", "n3", "n4"]
+    assert "takes n5 in place of n2" in spec.sentence
+    assert KEY in fleet.state.nodes["n2"].own
+
+
+def test_without_a_spare_it_is_only_named_and_stays() -> None:
+    fleet = _start(spares=0)
+    _run(fleet, 30.0, n2=0.049)
+    assert decisions(fleet.effects) == [("n2", Decision.RECOMMEND)], "once for as long as it lasts"
+    assert fleet.spec().number == 1
+
+
+def test_policy_can_leave_it_at_a_recommendation() -> None:
+    fleet = _start(policy=msgspec.structs.replace(POLICY, straggler_replace=False))
+    _run(fleet, 30.0, n2=0.049)
+    assert decisions(fleet.effects) == [("n2", Decision.RECOMMEND)]
+    assert fleet.spec().number == 1
+
+
+def test_a_slow_moment_is_no_slow_node() -> None:
+    fleet = _start()
+    for _ in range(6):
+        _run(fleet, 4.0, n2=0.049)
+        _run(fleet, 6.0)
+    assert decisions(fleet.effects) == []
+
+
+def test_slow_windows_before_an_interruption_do_not_count_after_it() -> None:
+    fleet = _start(spares=0)
+    _run(fleet, 12.0, n2=0.049)
+    assert decisions(fleet.effects) == [("n2", Decision.RECOMMEND)]
+    fleet.lose_rank(0)
+    fleet.advance(30.0, *fleet.state.nodes)
+    assert KEY not in fleet.state.nodes["n2"].own
+    fleet.resume(restored=Version(1, 100), step=1001)
+    _run(fleet, 4.0)
+    assert KEY not in fleet.state.nodes["n2"].own, "it keeps up since then"
+    assert fleet.state.live_jobs["job"].slow == {}
+
+
+def test_a_controller_that_takes_over_compares_the_ranks_of_jobs_that_step() -> None:
+    fleet = _start(spares=0)
+    _run(fleet, 5.0)
+    fleet.restart()
+    _run(fleet, 12.0, n2=0.049)
+    assert decisions(fleet.effects) == [("n2", Decision.RECOMMEND)]
+
+
+def test_a_pause_lasts_as_many_windows_as_go_into_it() -> None:
+    fleet = _start(nodes=3, spares=0, min_nodes=3)
+    _run(fleet, 7.0, n2=0.049)
+    assert decisions(fleet.effects) == []
+    fleet.leave("n3")
+    fleet.advance(30.0, *fleet.state.nodes)
+    assert fleet.job().state is JobState.PAUSED
+    fleet.join("n3", min_nodes=3, max_nodes=3)
+    assert fleet.job().state is JobState.RUNNING
+    fleet.resume(restored=Version(1, 100), step=1001)
+    _run(fleet, 3.0, n2=0.049)
+    assert KEY not in fleet.state.nodes["n2"].own, "two windows of five"
+
+
+def test_who_computes_longer_than_others_that_hardly_compute_is_not_slow() -> None:
+    fleet = _start()
+    _run(fleet, 30.0, n1=0.0001, n2=0.0010, n3=0.0001, n4=0.0001, n5=0.0001)
+    assert decisions(fleet.effects) == []
+
+
+def test_where_many_are_slow_it_is_not_the_nodes() -> None:
+    fleet = _start(nodes=6)
+    _run(fleet, 30.0, n2=0.049, n3=0.049)
+    assert decisions(fleet.effects) == []
+
+
+def test_ranks_that_do_not_measure_themselves_are_compared_with_nobody() -> None:
+    fleet = _start()
+    for step in range(2, 40):
+        fleet.progress(step)
+        fleet.advance(1.0, *fleet.state.nodes)
+    assert fleet.spec().number == 1
+
+
+def test_who_keeps_up_again_is_cleared() -> None:
+    fleet = _start(spares=0)
+    _run(fleet, 12.0, n2=0.049)
+    _run(fleet, 14.0)
+    assert KEY not in fleet.state.nodes["n2"].own
+    assert audits(fleet.effects, "finding.cleared") == ["rank.straggler/ranks was not seen again on n2"]
+
+
+def test_a_replaced_straggler_is_taken_again_only_where_the_job_could_not_run_without_it() -> None:
+    fleet = _start(nodes=3, min_nodes=2)
+    _run(fleet, 12.0, n2=0.049)
+    fleet.resume(restored=Version(1, 100), step=400)
+    assert fleet.seats() == ["n1", "n4", "n3"]
+    fleet.leave("n4")
+    assert fleet.seats() == ["n1", "n3"], "one slow node costs all others more than one that is missing"
+    fleet.leave("n3")
+    assert fleet.seats() == ["n1", "n2"]
+
+
+def test_a_job_grows_by_those_who_come_back_and_lets_its_straggler_go() -> None:
+    fleet = _start(nodes=3, min_nodes=2)
+    _run(fleet, 12.0, n2=0.049)
+    fleet.resume(restored=Version(1, 100), step=400)
+    fleet.leave("n4")
+    fleet.leave("n3")
+    assert fleet.seats() == ["n1", "n2"]
+    fleet.resume(restored=Version(3, 500), step=501)
+    fleet.join("n3", "n4")
+    _run(fleet, 60.0)
+    assert set(fleet.seats()) == {"n1", "n3", "n4"}
+
+
+def test_a_readmitted_straggler_is_a_spare_like_others() -> None:
+    fleet = _start(nodes=3, min_nodes=2)
+    _run(fleet, 12.0, n2=0.049)
+    fleet.resume(restored=Version(1, 100), step=400)
+    fleet.order(OperatorAction.READMIT, node="n2")
+    assert fleet.job().slow == {}
+    fleet.leave("n4")
+    assert fleet.seats() == ["n1", "n2", "n3"]
+
+
+def test_a_node_is_not_replaced_while_another_boundary_is_ahead() -> None:
+    fleet = _start()
+    _run(fleet, 7.5, n2=0.049)
+    fleet.order(OperatorAction.DRAIN, node="n1")
+    assert fleet.job().leaving is not None
+    _run(fleet, 1.0, n2=0.049)
+    assert [spec.reason for spec in generations(fleet.effects)][1:] == [GenerationReason.OPERATOR]
+
+
+# --- comparing ---------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=30))
+def test_at_most_half_of_the_ranks_stand_out_from_their_median(busy: list[float]) -> None:
+    pace = Pace()
+    for rank, busy_s in enumerate(busy):
+        pace.progress[rank] = RankProgress(job="j", generation=1, rank=rank, step=1, step_s=1.0, busy_s=busy_s)
+    lag = laggards_of("j", pace, 1.2)
+    assert lag.known == len(busy)
+    assert 2 * len(lag.slow) <= len(busy)
+    assert all(busy[rank] > 1.2 * lag.median_s for rank in lag.slow)
+
+
+def test_two_ranks_cannot_tell_which_of_them_is_slow() -> None:
+    fleet = _start(nodes=2)
+    spec = fleet.spec()
+    assert slow_nodes(spec, Laggards("job", 2, 0.1, {0: 0.5}), 0.5) == {}
+    assert slow_nodes(_start(nodes=3).spec(), Laggards("job", 3, 0.1, {0: 0.5}), 0.5) == {"n1": 0.5}
+
+
+def test_one_that_no_spare_can_replace_does_not_keep_another_from_being_replaced() -> None:
+    """Blocks of two nodes within a rack; the only spare is in the second one's rack."""
+    fleet = CoreFleet(msgspec.structs.replace(POLICY, straggler_share=0.5))
+    for number in range(1, 6):
+        fleet.register(f"n{number}", domain=Domain(rack="r0" if number < 3 else "r1"))
+        fleet.beat(f"n{number}")
+    shape = {"min_nodes": 2, "max_nodes": 4, "block_nodes": 2, "block_within": "rack", "nproc_per_node": 2}
+    fleet.join("n1", "n2", "n3", "n4", **shape)
+    fleet.resume()
+    fleet.join("n5", **shape)
+    _run(fleet, 20.0, n1=0.06, n4=0.06)
+    assert fleet.seats() == ["n1", "n2", "n3", "n5"]
+    assert list(fleet.job().slow) == ["n4"]

@@ -1,0 +1,219 @@
+"""Many silent at once: a doubt of the network and of ourselves, before it is a doubt of any node."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from everstep_controller.core.events import Tick
+from everstep_controller.core.liveness import correlation
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.state import Tally
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep.vocabulary import NodeState
+from everstep.wire.v1.agent import Domain
+from tests.support.core_fleet import CoreFleet, audits, decisions, generations
+
+LAB = CorePolicy.lab()
+
+
+def _racks(racks: int, nodes: int, policy: CorePolicy = LAB) -> CoreFleet:
+    """Nodes r1n1, r1n2, ... in racks r1, r2, ..., heard in full."""
+    fleet = CoreFleet(policy)
+    for rack in range(1, racks + 1):
+        for node in range(1, nodes + 1):
+            fleet.register(f"r{rack}n{node}", domain=Domain(rack=f"r{rack}"))
+            fleet.beat(f"r{rack}n{node}")
+    return fleet
+
+
+def _others(fleet: CoreFleet, *prefixes: str) -> list[str]:
+    return [node for node in fleet.state.nodes if not node.startswith(prefixes)]
+
+
+def _states(fleet: CoreFleet, prefix: str) -> set[NodeState]:
+    return {record.state for node, record in fleet.state.nodes.items() if node.startswith(prefix)}
+
+
+def test_a_silent_rack_is_named_once_and_nobody_of_it_is_lost_before_patience_is_over() -> None:
+    fleet = _racks(5, 4)
+    effects = fleet.advance(12.0, *_others(fleet, "r1"))
+    assert _states(fleet, "r1") == {NodeState.SUSPECT}
+    (sentence,) = audits(effects, "fleet.correlated_silence")
+    assert sentence.startswith("4 of 20 nodes are silent at once, and have in common: rack r1 (4 of 4)")
+    assert audits(effects, "node.lost") == []
+    fleet.advance(10.0, *_others(fleet, "r1"))
+    assert _states(fleet, "r1") == {NodeState.LOST}
+    assert _states(fleet, "r2") == {NodeState.HEALTHY}
+    assert decisions(fleet.effects) == []
+
+
+def test_a_node_beside_a_silent_rack_is_taken_at_its_word() -> None:
+    fleet = _racks(5, 4)
+    effects = fleet.advance(8.0, *_others(fleet, "r1", "r2n1"))
+    assert _states(fleet, "r1") == {NodeState.SUSPECT}
+    assert fleet.node_state("r2n1") is NodeState.LOST
+    assert len(audits(effects, "node.lost")) == 1
+
+
+def test_all_nodes_of_one_agent_version_are_a_suspicion_against_that_version() -> None:
+    fleet = CoreFleet()
+    for node in range(12):
+        fleet.register(f"n{node}", driver_version="570" if node < 3 else "560")
+        fleet.beat(f"n{node}")
+    effects = fleet.advance(8.0, *[f"n{node}" for node in range(3, 12)])
+    assert "have in common: driver 570 (3 of 3)" in audits(effects, "fleet.correlated_silence")[0]
+    assert fleet.node_state("n0") is NodeState.SUSPECT
+
+
+def test_half_of_a_rack_is_believed_node_by_node() -> None:
+    fleet = _racks(5, 6)
+    effects = fleet.advance(8.0, *_others(fleet, "r1n1", "r1n2", "r1n3"))
+    assert audits(effects, "fleet.correlated_silence") == []
+    assert len(audits(effects, "node.lost")) == 3
+
+
+def test_when_it_is_over_whoever_does_not_follow_soon_is_lost() -> None:
+    fleet = _racks(5, 4)
+    fleet.advance(7.0, *_others(fleet, "r1"))
+    before = len(fleet.effects)
+    fleet.beat("r1n1")
+    fleet.beat("r1n2")
+    fleet.advance(5.0, *_others(fleet, "r1n3", "r1n4"))
+    assert (
+        "of 4 nodes that were silent at once, 2 still are" in audits(fleet.effects[before:], "fleet.correlated_over")[0]
+    )
+    assert {fleet.node_state(node) for node in ("r1n3", "r1n4")} == {NodeState.SUSPECT}
+    fleet.advance(1.5, *_others(fleet, "r1n3", "r1n4"))
+    assert {fleet.node_state(node) for node in ("r1n3", "r1n4")} == {NodeState.LOST}
+    assert {fleet.node_state(node) for node in ("r1n1", "r1n2")} == {NodeState.HEALTHY}
+
+
+def test_who_is_about_to_be_lost_as_the_others_return_has_as_long_as_anybody_to_follow() -> None:
+    fleet = _racks(5, 4)
+    fleet.advance(LAB.dead_after_s - 0.5, *_others(fleet, "r1"))
+    fleet.advance(2.0, *_others(fleet, "r1n4"))
+    assert fleet.node_state("r1n4") is NodeState.SUSPECT
+    fleet.advance(LAB.dead_after_s, *_others(fleet, "r1n4"))
+    assert fleet.node_state("r1n4") is NodeState.LOST
+
+
+def test_nodes_that_return_one_after_the_other_from_a_cut_network_are_all_taken_back() -> None:
+    fleet = _racks(10, 4)
+    fleet.advance(10.0)
+    effects, back = [], []
+    for node in list(fleet.state.nodes):
+        back.append(node)
+        effects += fleet.advance(0.1, *back)
+    assert audits(effects, "node.lost") == []
+    assert _states(fleet, "r") == {NodeState.HEALTHY}
+
+
+def test_a_job_whose_own_ranks_miss_members_of_a_silent_rack_goes_on_without_them() -> None:
+    fleet = _racks(3, 4)
+    nodes = list(fleet.state.nodes)
+    fleet.join(*nodes, min_nodes=1, max_nodes=12)
+    fleet.resume()
+    fleet.advance(4.0, *_others(fleet, "r1"))
+    assert fleet.spec().number == 1
+    effects = fleet.fail_collective(5)
+    assert [len(spec.seats) for spec in generations(effects)] == [8]
+    assert _states(fleet, "r1") == {NodeState.SUSPECT}
+
+
+def test_a_reboot_of_the_whole_fleet_evicts_nobody_and_says_little() -> None:
+    fleet = _racks(8, 4)
+    before = len(fleet.effects)
+    for node in list(fleet.state.nodes):
+        fleet.disconnect(node)
+    fleet.advance(10.0)
+    for node in list(fleet.state.nodes):
+        fleet.register(node, boot_id="boot-2", domain=fleet.state.nodes[node].domain)
+        fleet.beat(node)
+    fleet.advance(5.0, *fleet.state.nodes)
+    effects = fleet.effects[before:]
+    assert _states(fleet, "r") == {NodeState.HEALTHY}
+    assert decisions(effects) == []
+    assert len(audits(effects, "fleet.correlated_silence")) == len(audits(effects, "fleet.correlated_over")) == 1
+    assert len(audits(effects, "node.disconnected")) < 12
+
+
+def test_a_thundering_return_after_a_power_cut_is_taken_back_without_a_verdict_against_anybody() -> None:
+    fleet = _racks(4, 4)
+    fleet.advance(40.0)
+    assert _states(fleet, "r") == {NodeState.LOST}
+    for node in list(fleet.state.nodes):
+        fleet.register(node, boot_id="boot-2", domain=fleet.state.nodes[node].domain)
+        fleet.beat(node)
+    fleet.advance(200.0, *fleet.state.nodes)
+    assert {what for _, what in decisions(fleet.effects)} <= {"readmit"}
+    assert fleet.state.fleet.evicted == []
+
+
+def test_who_is_looked_at_only_when_its_silence_would_be_a_loss_is_suspected_and_gets_no_seat_anew() -> None:
+    """A Tick came too late for the look at which it would have been suspected first."""
+    fleet = CoreFleet()
+    fleet.start(2, spares=4)
+    for node in ("n4", "n5", "n6"):
+        fleet.disconnect(node)
+    fleet.now += LAB.dead_after_s + 1.0
+    fleet.feed(Tick(trace="t"))
+    assert _states(fleet, "n") == {NodeState.SUSPECT}
+    (spec,) = generations(fleet.fail_collective(0))
+    assert spec.seats == ("n1",)
+
+
+def test_a_pause_of_the_controller_is_nobodys_silence() -> None:
+    """Beats wait unread meanwhile; whichever is handled first, a Tick or the first of them, nobody is called late."""
+    for beat_first in (False, True):
+        fleet = _racks(4, 4)
+        fleet.advance(3.0, *fleet.state.nodes)
+        if beat_first:
+            fleet.now += 30.0
+            fleet.touch("r1n1")
+            fleet.feed(Tick(trace="t"))
+        else:
+            fleet.stop_controller(30.0)
+        effects = fleet.advance(2.0)
+        for node in list(fleet.state.nodes):
+            fleet.touch(node)
+        effects += fleet.advance(8.0, *fleet.state.nodes)
+        assert audits(effects, "node.suspect") == []
+        assert _states(fleet, "r") == {NodeState.HEALTHY}
+
+
+@pytest.mark.parametrize("knob", ["correlated_share", "correlated_part_share"])
+def test_shares_outside_their_range_are_refused(knob: str) -> None:
+    with pytest.raises(Exception, match=knob):
+        msgspec.structs.replace(LAB, **{knob: 1.5}).validate()
+
+
+acts = st.lists(
+    st.tuples(
+        st.sampled_from(["register", "disconnect", "beat", "wait", "move"]), st.integers(0, 9), st.integers(0, 2)
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None)
+@given(acts)
+def test_tallies_and_what_follows_from_them_are_those_of_a_recount(history: list[tuple[str, int, int]]) -> None:
+    """``check_invariants`` recounts after every event; here, also who is over the line."""
+    fleet = CoreFleet()
+    for what, number, rack in history:
+        node = f"n{number}"
+        if what in ("register", "move") or node not in fleet.incarnations:
+            fleet.register(node, domain=Domain(rack=f"r{rack}"), driver_version=f"5{rack}")
+        elif what == "disconnect":
+            fleet.disconnect(node)
+        elif what == "beat":
+            fleet.beat(node)
+        else:
+            fleet.advance(1.0 + rack, *[f"n{i}" for i in range(number) if f"n{i}" in fleet.incarnations])
+        state = fleet.state
+        fleet_tally = state.tallies.get(correlation.FLEET, Tally())
+        over = fleet_tally.silent >= max(LAB.correlated_minimum, LAB.correlated_share * fleet_tally.expected)
+        everybody = fleet_tally.silent == fleet_tally.expected >= 2
+        assert (correlation.FLEET in state.crossed) == (over or everybody)

@@ -1,0 +1,169 @@
+"""A node that is lost again and again is named; one that is lost with others, or by somebody's word, is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from everstep_controller.core.events import OperatorAction
+from everstep_controller.core.liveness.node_liveness import KEY
+from everstep_controller.core.policy import CorePolicy, Rulebook
+
+from everstep.vocabulary import Action, FindingKind, Mode, NodeState
+from tests.support.core_fleet import CoreFleet, audits, decisions, with_rules
+from tests.support.findings import xid
+
+LAB = msgspec.structs.replace(CorePolicy.lab(), probe_required=False)
+COUNT, WINDOW_S = LAB.node_flap_count, LAB.node_flap_window_s
+TOGETHER_S = 120.0
+"""Losses within it belong together (the rule's ``correlated_s``)."""
+
+
+def _fleet(mode: Mode = Mode.RECOMMEND, nodes: int = 8, **knobs: Any) -> CoreFleet:
+    policy = with_rules(msgspec.structs.replace(LAB, node_flap_window_s=24 * WINDOW_S, **knobs))
+    rule = msgspec.structs.replace(policy.rules.of_kind(FindingKind.NODE_FLAPPING), mode=mode)
+    rules = Rulebook(kinds={**policy.rules.kinds, FindingKind.NODE_FLAPPING: (rule,)})
+    fleet = CoreFleet(msgspec.structs.replace(policy, rules=rules))
+    fleet.start(nodes, min_nodes=2)
+    fleet.seal(5)
+    return fleet
+
+
+def _others(fleet: CoreFleet, *nodes: str) -> list[str]:
+    return [node for node in fleet.state.nodes if node not in nodes and node in fleet.state.reachable]
+
+
+def _lose(fleet: CoreFleet, node: str) -> None:
+    """Its connection closes, and it does not come back in its time."""
+    fleet.disconnect(node)
+    fleet.advance(2.5, *_others(fleet, node))
+    assert node not in fleet.state.reachable
+
+
+def _come_back(fleet: CoreFleet, node: str) -> None:
+    fleet.hear(node)
+    fleet.advance(6.0, *_others(fleet))
+
+
+def _flap(fleet: CoreFleet, node: str, times: int) -> None:
+    """Lost and back, often, and so far apart that these losses have nothing to do with others."""
+    for _ in range(times):
+        _lose(fleet, node)
+        _come_back(fleet, node)
+        fleet.advance(TOGETHER_S, *_others(fleet))
+
+
+def _is_named(fleet: CoreFleet, node: str) -> bool:
+    return KEY in fleet.state.nodes[node].own
+
+
+def test_a_node_that_is_lost_again_and_again_is_named_once_and_goes_on_serving() -> None:
+    fleet = _fleet()
+    _flap(fleet, "n1", COUNT - 1)
+    assert not _is_named(fleet, "n1")
+    fleet.restart()
+    fleet.advance(4.0, *fleet.state.nodes)
+    before = len(fleet.effects)
+    _flap(fleet, "n1", 2)
+    said = [one for one in decisions(fleet.effects[before:]) if one[1] == "recommend"]
+    assert said == [("n1", "recommend")]
+    (sentence,) = audits(fleet.effects[before:], "verdict.recommend")
+    assert f"n1 was lost {COUNT} times within 4 h" in sentence
+    assert fleet.state.nodes["n1"].own[KEY].value == COUNT + 1
+    assert fleet.node_state("n1") is NodeState.HEALTHY
+
+
+def test_losses_of_long_ago_do_not_count_and_the_finding_lapses() -> None:
+    fleet = _fleet()
+    _flap(fleet, "n1", COUNT)
+    assert _is_named(fleet, "n1")
+    fleet.now += 24 * WINDOW_S
+    fleet.stop_controller(1.0)
+    fleet.advance(2.0, *_others(fleet))
+    assert not _is_named(fleet, "n1")
+    _flap(fleet, "n1", COUNT - 1)
+    assert not _is_named(fleet, "n1")
+
+
+def test_losses_that_others_share_are_nobodys_own_whoever_was_lost_first() -> None:
+    fleet = _fleet()
+    for _ in range(COUNT + 1):
+        for node in ("n1", "n2", "n3"):
+            _lose(fleet, node)
+        for node in ("n1", "n2", "n3"):
+            _come_back(fleet, node)
+        fleet.advance(TOGETHER_S, *_others(fleet))
+    assert [fleet.state.nodes[node].lost for node in ("n1", "n2", "n3")] == [[], [], []]
+    assert not any(_is_named(fleet, node) for node in fleet.state.nodes)
+
+
+def test_losses_on_both_sides_of_a_change_of_the_leader_are_shared_all_the_same() -> None:
+    fleet = _fleet()
+    _lose(fleet, "n1")
+    _lose(fleet, "n2")
+    assert len(fleet.state.nodes["n1"].lost) == len(fleet.state.nodes["n2"].lost) == 1
+    fleet.restart()
+    fleet.advance(4.0, *_others(fleet))
+    _lose(fleet, "n3")
+    assert [fleet.state.nodes[node].lost for node in ("n1", "n2", "n3")] == [[], [], []]
+
+
+def test_who_was_named_is_acquitted_when_others_are_lost_in_the_same_moment() -> None:
+    fleet = _fleet()
+    _flap(fleet, "n1", COUNT - 1)
+    _lose(fleet, "n1")
+    assert _is_named(fleet, "n1")
+    _lose(fleet, "n2")
+    assert _is_named(fleet, "n1")
+    _lose(fleet, "n3")
+    assert not _is_named(fleet, "n1")
+    assert "is taken back: 3 of 8 nodes were lost at once" in audits(fleet.effects, "finding.cleared")[-1]
+
+
+def test_a_correlated_silence_is_no_loss_of_a_nodes_own_even_where_it_is_believed() -> None:
+    fleet = _fleet()
+    for node in ("n1", "n2", "n3", "n4"):
+        fleet.disconnect(node)
+    fleet.advance(LAB.correlated_patience_s + 5.0, "n5", "n6", "n7", "n8")
+    assert fleet.node_state("n1") is NodeState.LOST
+    assert [fleet.state.nodes[node].lost for node in ("n1", "n2", "n3", "n4")] == [[], [], [], []]
+
+
+def test_absences_that_somebody_ordered_do_not_count() -> None:
+    fleet, hung = _fleet(remediate=Mode.ENFORCE), xid(119, Action.RESET_GPU)
+    fleet.order(OperatorAction.MAINTENANCE, node="n1", until=fleet.now + 60.0)
+    _lose(fleet, "n1")
+    fleet.order(OperatorAction.HOLD, node="n2")
+    _lose(fleet, "n2")
+    fleet.raise_finding("n3", hung)
+    fleet.resume(step=40)
+    fleet.advance(1.5, *_others(fleet))
+    assert fleet.state.nodes["n3"].course is not None
+    assert fleet.state.nodes["n3"].course.remedy
+    fleet.clear_finding("n3", hung.key)
+    fleet.advance(3.0, *_others(fleet))
+    assert fleet.node_state("n3") is NodeState.PROBATION
+    _lose(fleet, "n3")
+    assert [fleet.state.nodes[node].lost for node in ("n1", "n2", "n3")] == [[], [], []]
+
+
+def test_where_a_site_enforces_it_the_node_stays_out_when_it_comes_back_and_takes_no_budget() -> None:
+    fleet = _fleet(Mode.ENFORCE)
+    _flap(fleet, "n1", COUNT)
+    assert fleet.node_state("n1") is NodeState.QUARANTINED
+    assert fleet.state.fleet.evicted == []
+    assert "n1" not in fleet.seats()
+    fleet.now += 24 * WINDOW_S
+    fleet.stop_controller(1.0)
+    _come_back(fleet, "n1")
+    assert fleet.node_state("n1") is NodeState.HEALTHY
+
+
+def test_an_operators_readmission_forgets_the_losses() -> None:
+    fleet = _fleet(Mode.ENFORCE)
+    _flap(fleet, "n1", COUNT)
+    fleet.order(OperatorAction.READMIT, node="n1")
+    fleet.advance(6.0, *_others(fleet))
+    assert fleet.node_state("n1") is NodeState.HEALTHY
+    _flap(fleet, "n1", COUNT - 1)
+    assert fleet.node_state("n1") is NodeState.HEALTHY

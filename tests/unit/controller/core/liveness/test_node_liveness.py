@@ -1,0 +1,201 @@
+"""Suspect before lost, doubt of oneself before doubt of many."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from everstep_controller.core.engine import Heard, touch
+from everstep_controller.core.events import NodeDisconnected, OperatorAction, Tick
+from everstep_controller.core.policy import CorePolicy
+
+from everstep.errors import NotFound, StaleGeneration
+from everstep.vocabulary import JobState, NodeState
+from tests.support.core_fleet import CoreFleet, audits, generations
+
+
+def test_an_unknown_node_or_another_life_is_asked_to_resend() -> None:
+    fleet = CoreFleet()
+    fleet.register("n1")
+    fleet.beat("n1")
+    assert touch(fleet.state, "n1", 1, fleet.now) is Heard.QUIET
+    assert touch(fleet.state, "n1", 2, fleet.now) is Heard.UNKNOWN
+    assert touch(fleet.state, "n9", 1, fleet.now) is Heard.UNKNOWN
+
+
+def test_reports_of_another_life_are_refused() -> None:
+    fleet = CoreFleet()
+    fleet.register("n1")
+    fleet.register("n1")
+    fleet.incarnations["n1"] = 1
+    with pytest.raises(StaleGeneration, match="incarnation 1 of n1"):
+        fleet.beat("n1")
+    fleet.incarnations["n9"] = 1
+    with pytest.raises(NotFound, match="register first"):
+        fleet.beat("n9")
+
+
+def test_an_earlier_life_cannot_register() -> None:
+    fleet = CoreFleet()
+    fleet.register("n1")
+    fleet.register("n1")
+    fleet.incarnations["n1"] = 0
+    with pytest.raises(StaleGeneration, match="later incarnation"):
+        fleet.register("n1")
+
+
+def test_a_late_disconnection_of_an_earlier_life_is_dropped() -> None:
+    fleet = CoreFleet()
+    fleet.register("n1")
+    fleet.register("n1")
+    fleet.feed(NodeDisconnected(node="n1", incarnation=1))
+    assert fleet.node_state("n1") is NodeState.HEALTHY
+
+
+def test_beats_keep_a_node_healthy() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.advance(30.0, "n1", "n2")
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+    assert fleet.spec().number == 1
+
+
+def test_a_suspicion_refuted_by_a_touch_leaves_no_trace_in_the_roster() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.advance(3.0, "n1", "n2")
+    assert fleet.node_state("n3") is NodeState.SUSPECT
+    assert fleet.touch("n3") is Heard.NEWS
+    assert fleet.node_state("n3") is NodeState.HEALTHY
+    assert fleet.spec().number == 1
+
+
+def test_a_lagging_observer_waits_longer() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.now += 4.0
+    fleet.feed(Tick(lag_s=3.5))
+    assert {fleet.node_state(n) for n in ("n1", "n2", "n3")} == {NodeState.HEALTHY}
+
+
+def test_a_reconnect_within_grace_changes_nothing() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.disconnect("n3")
+    fleet.advance(0.5, "n1", "n2")
+    fleet.hear("n3")
+    fleet.advance(3.0, "n1", "n2", "n3")
+    assert fleet.node_state("n3") is NodeState.HEALTHY
+    assert fleet.spec().number == 1
+
+
+def test_without_a_witness_the_grace_is_waited_for() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.disconnect("n3")
+    assert generations(fleet.advance(0.9, "n1", "n2")) == []
+    assert len(generations(fleet.advance(0.2, "n1", "n2"))) == 1
+    assert fleet.node_state("n3") is NodeState.LOST
+
+
+def test_a_generation_that_has_not_resumed_is_a_witness_after_a_moment() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.lose_rank(0)
+    assert generations(fleet.disconnect("n3")) == []
+    assert [spec.number for spec in generations(fleet.advance(0.2, "n1", "n2"))] == [3]
+
+
+def test_a_node_dropped_on_a_witness_comes_back_as_a_spare_without_probation() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.disconnect("n3")
+    fleet.fail_collective(0)
+    assert fleet.seats() == ["n1", "n2"]
+    fleet.hear("n3")
+    fleet.resume()
+    assert fleet.node_state("n3") is NodeState.HEALTHY
+    fleet.advance(1.5, "n1", "n2", "n3")
+    assert fleet.seats() == ["n1", "n2", "n3"]
+
+
+def test_a_mass_silence_is_believed_after_patience() -> None:
+    fleet = CoreFleet()
+    fleet.start(4)
+    assert generations(fleet.advance(8.0)) == []
+    fleet.advance(20.0)
+    assert {fleet.node_state(f"n{i}") for i in (1, 2, 3, 4)} == {NodeState.LOST}
+    assert fleet.job_state() is JobState.PAUSED
+
+
+def test_a_node_that_is_readmitted_while_its_connection_is_closed_is_offered_when_it_is_heard() -> None:
+    fleet = CoreFleet()
+    fleet.start(2, min_nodes=2)
+    fleet.order(OperatorAction.HOLD, node="n2")
+    fleet.order(OperatorAction.EVICT, node="n1")
+    assert fleet.job_state() is JobState.PAUSED
+    fleet.order(OperatorAction.READMIT, node="n1")
+    for node in next(iter(fleet.state.probes.values())).nodes if fleet.state.probes else ():
+        fleet.probe_result(node)
+    fleet.advance(4.0, "n1", "n2")
+    fleet.disconnect("n2")
+    fleet.order(OperatorAction.READMIT, node="n2")
+    assert (fleet.node_state("n2"), fleet.job_state()) == (NodeState.SUSPECT, JobState.PAUSED)
+    fleet.hear("n2")
+    fleet.advance(0.3, "n1", "n2")
+    assert fleet.job_state() is JobState.RUNNING
+
+
+def test_a_node_that_is_readmitted_while_it_is_silent_gets_no_seat_before_its_next_word() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.order(OperatorAction.HOLD, node="n2")
+    fleet.lose_rank(1, replacement=False)
+    assert fleet.seats() == ["n1"]
+    fleet.resume()
+    fleet.advance(4.0, "n1")
+    fleet.order(OperatorAction.READMIT, node="n2")
+    fleet.advance(1.0, "n1")
+    assert (fleet.node_state("n2"), fleet.seats()) == (NodeState.SUSPECT, ["n1"])
+    fleet.hear("n2")
+    fleet.advance(1.0, "n1", "n2")
+    assert (fleet.node_state("n2"), fleet.seats()) == (NodeState.HEALTHY, ["n1", "n2"])
+
+
+def test_an_agents_restart_with_its_launchers_costs_nothing() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.disconnect("n2")
+    fleet.register("n2")
+    fleet.join("n2", again=True, generation=1)
+    fleet.advance(10.0, "n1", "n2", "n3")
+    assert fleet.spec().number == 1
+
+
+def test_launchers_that_do_not_join_again_are_taken_for_gone() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.register("n2")
+    effects = fleet.advance(6.0, "n1", "n2", "n3")
+    assert "did not join again" in audits(effects, "launcher.left")[0]
+    assert fleet.seats() == ["n1", "n3"]
+
+
+def test_a_reboot_ends_the_nodes_launchers_at_once() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.register("n2", boot_id="boot-2")
+    assert fleet.seats() == ["n1", "n3"]
+
+
+def test_a_launcher_that_leaves_takes_its_node_out() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.leave("n1", orderly=True)
+    assert fleet.seats() == ["n2", "n3"]
+    assert fleet.spec().reason == "store_lost"
+
+
+def test_the_production_preset_waits_longer_than_the_lab() -> None:
+    lab, production = CorePolicy.lab(), CorePolicy.production()
+    assert lab.dead_after_s < production.dead_after_s
+    assert msgspec.json.decode(msgspec.json.encode(lab), type=CorePolicy) == lab

@@ -1,0 +1,194 @@
+"""What a node says of a job, or of ranks, that are not its own changes nothing: one that was taken over must not end,
+slow down or blame others. Nor does what nobody could mean stop the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import pytest
+from everstep_controller.core.effects import Effect, PutJob, Send
+from everstep_controller.core.records import StoredCheckpoint
+
+from everstep.ids import Version
+from everstep.vocabulary import FindingKind, JobState
+from everstep.wire.v1.agent import Acknowledge, Heartbeat, Register, Reports
+from everstep.wire.v1.directives import KillRank, SpillVersion, StopJob, VersionNotice
+from everstep.wire.v1.training import CollectiveFailed, LauncherJoined, RankStalled, SpillPlan, UserError
+from everstep.wire.v1.vault_orders import VersionSpilled
+from tests.support.core_fleet import CoreFleet, audits, decisions, sent
+
+REPORTS: tuple[tuple[type[Any], dict[str, Any]], ...] = (
+    (CollectiveFailed, {"step": 5, "detail": "reset by peer"}),
+    (RankStalled, {"step": 5, "collectives": 10, "stalled_s": 1.0, "threshold_s": 1.0}),
+    (UserError, {"step": 5, "error": "ValueError: bad batch", "traceback": ""}),
+)
+
+
+def _say(fleet: CoreFleet, node: str, kind: type[Any], rank: int, **more: Any) -> list[Effect]:
+    return fleet.report(node, kind(job="job", at=fleet.now, generation=fleet.spec().number, rank=rank, **more))
+
+
+@pytest.mark.parametrize("node", ["stranger", "n2"])
+@pytest.mark.parametrize("rank", [0, 2, 1000])
+@pytest.mark.parametrize(("kind", "more"), REPORTS, ids=[kind.__name__ for kind, _ in REPORTS])
+def test_a_node_speaks_for_no_rank_of_another(kind: type[Any], more: dict[str, Any], node: str, rank: int) -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.register("stranger")
+    fleet.progress(5)
+    before = fleet.spec()
+    _say(fleet, node, kind, rank, **more)
+    effects = fleet.advance(10.0, "n1", "n2", "n3", "stranger")
+    assert fleet.job_state() is JobState.RUNNING
+    assert fleet.spec() == before
+    assert not [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.body, KillRank)]
+    assert all(finding.kind is not FindingKind.RANK_FLAPPING for finding in fleet.state.nodes["n1"].own.values())
+
+
+def test_what_lies_on_storage_is_struck_by_no_node_that_offered_itself_to_no_such_job() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.register("stranger")
+    stored = StoredCheckpoint(
+        version=Version(1, 100), url="/store/job/step-100", bytes=10, begun_at=fleet.now, at=fleet.now
+    )
+    fleet.job().stored = [stored]
+    said = VersionSpilled(
+        job="job", at=fleet.now, version=Version(1, 200), attempt=0, url="/store/job/x", removed=("step-100",)
+    )
+    assert not [effect for effect in fleet.report("stranger", said) if isinstance(effect, PutJob)]
+    assert fleet.job().stored == [stored]
+    fleet.report("n1", said)
+    assert fleet.job().stored == []
+
+
+def test_a_node_that_offered_itself_to_no_such_job_accuses_no_vault_in_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.register("stranger")
+    assert not audits(fleet.lose_peer("stranger", "n1"), "peer.lost")
+    assert audits(fleet.lose_peer("n2", "n1"), "peer.lost")
+
+
+def test_a_job_that_is_run_once_more_has_another_secret() -> None:
+    fleet = CoreFleet()
+    fleet.start(1)
+    before = fleet.job().secret
+    fleet.finish()
+    fleet.now += 1.0
+    fleet.launchers["job", "n1"] = int(fleet.now * 1000)
+    with patch("tests.support.core_fleet.ENTROPY", "cd" * 32):
+        fleet.join("n1")
+    assert fleet.job_state() is JobState.RUNNING
+    assert fleet.job().secret == fleet.spec().secret == "cd" * 32 != before
+
+
+@pytest.mark.parametrize(
+    "url", ["/elsewhere/job/step-100", "/store/job/..", "/store/job/step/deeper", "s3://evil/step-100"]
+)
+def test_a_job_is_sent_to_no_checkpoint_outside_its_folder(url: str) -> None:
+    fleet = CoreFleet()
+    fleet.start(1, spill=SpillPlan(every=100, to="/store"))
+    fleet.progress(100)
+    fleet.state.live_jobs["job"].candidate = 100
+    order = sent(fleet.seal(100), SpillVersion)["n1"]
+    said = VersionSpilled(job="job", at=fleet.now, version=order.version, attempt=order.attempt, url=url, whole=True)
+    fleet.report("n1", said)
+    assert fleet.job().stored == []
+    assert fleet.job().spilling is not None
+
+
+def test_one_node_outvotes_nobody_in_a_group_of_others() -> None:
+    """Groups have names alone: whoever has many ranks could vote in one that two others share, and convict them."""
+    fleet = CoreFleet()
+    fleet.start(3, nproc_per_node=4)
+    fleet.progress(5)
+    for rank in range(12):
+        digest = {"replicated-4": "wrong" if rank < 4 else "right"} if rank < 4 or rank in (4, 8) else {}
+        fleet.seal_one(5, rank, digests=digest)
+    assert not [node for node, decision in decisions(fleet.effects) if decision == "evict"]
+    assert set(fleet.spec().seats) == {"n1", "n2", "n3"}
+
+
+def test_ranks_of_one_node_still_convict_another_rank_of_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, nproc_per_node=4)
+    fleet.progress(5)
+    for rank in range(12):
+        digest = {"replicated-4": "wrong" if rank == 7 else "right"} if 4 <= rank < 8 else {}
+        fleet.seal_one(5, rank, digests=digest)
+    assert [node for node, decision in decisions(fleet.effects) if decision == "evict"] == ["n2"]
+
+
+def _join(fleet: CoreFleet, node: str, job: str, generation: int) -> list[Effect]:
+    spec = msgspec.structs.replace(fleet.job().spec, job=job)
+    words = LauncherJoined(job=job, at=fleet.now, spec=spec, launcher=1, store="s:1", generation=generation)
+    return fleet.report(node, words)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_no_node_uses_up_the_numbers_of_generations(known: bool) -> None:
+    """The next one could be neither sent nor read again: no controller began any more over such a record."""
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.register("stranger")
+    before, last = fleet.spec(), (1 << 48) - 1
+    effects = _join(fleet, "stranger", "job" if known else "other", last)
+    assert not sent(effects, StopJob)["stranger"].ok
+    assert fleet.spec() == before
+    assert set(fleet.state.jobs) == {"job"}
+    _join(fleet, "stranger", "job", before.number + 5)
+    assert fleet.spec().number == before.number + 6, "records that are behind are still made good"
+    fleet.restart()
+
+
+@pytest.mark.parametrize("step_s", [5e-324, 1e-300, 1e308])
+def test_a_step_that_takes_no_time_or_all_of_it_stops_nothing(step_s: float) -> None:
+    fleet = CoreFleet()
+    fleet.start(1)
+    for step in range(2, 40, 4):
+        fleet.progress(step, step_s=step_s)
+        fleet.seal(step)
+        fleet.advance(5.0, "n1")
+    for notice in sent(fleet.effects, VersionNotice).values():
+        msgspec.msgpack.decode(msgspec.msgpack.encode(notice), type=VersionNotice)
+    fleet.restart()
+
+
+def _numbers(kind: msgspec.inspect.Type, where: str, seen: set[type]) -> Iterator[tuple[str, msgspec.inspect.IntType]]:
+    parts: list[tuple[str, Any]] = []
+    match kind:
+        case msgspec.inspect.IntType():
+            yield where, kind
+        case msgspec.inspect.StructType() if kind.cls not in seen:
+            seen.add(kind.cls)
+            parts = [(f"{kind.cls.__name__}.{field.name}", field.type) for field in kind.fields]
+        case msgspec.inspect.UnionType():
+            parts = [(where, one) for one in kind.types]
+        case msgspec.inspect.DictType():
+            parts = [(where, kind.key_type), (where, kind.value_type)]
+        case msgspec.inspect.TupleType():
+            parts = [(where, one) for one in kind.item_types]
+        case msgspec.inspect.VarTupleType() | msgspec.inspect.ListType() | msgspec.inspect.SetType():
+            parts = [(where, kind.item_type)]
+        case msgspec.inspect.Metadata():
+            parts = [(where, kind.type)]
+    for place, part in parts:
+        yield from _numbers(part, place, seen)
+
+
+def test_every_number_that_a_node_may_say_has_bounds() -> None:
+    """MessagePack and databases end at 64 bits: a larger one could not be written, or said to other nodes."""
+    seen: set[type] = set()
+    said = [
+        found
+        for kind in (Register, Heartbeat, Reports, Acknowledge)
+        for found in _numbers(msgspec.inspect.type_info(kind), kind.__name__, seen)
+    ]
+    assert len(said) > 30
+    assert not [
+        where for where, kind in said if (kind.ge, kind.gt) == (None, None) or (kind.le, kind.lt) == (None, None)
+    ]

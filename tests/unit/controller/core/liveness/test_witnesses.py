@@ -1,0 +1,268 @@
+"""What others say of a silent node shortens the wait for it, and never more than that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from everstep_controller.core.events import StoreChanged, Tick
+from everstep_controller.core.jobs import generations as rosters
+from everstep_controller.core.jobs.membership import next_seats
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.records import JobRecord
+from everstep_controller.core.state import FleetState
+
+from everstep.vocabulary import JobState, NodeState
+from tests.support.core_fleet import CoreFleet, audits, generations
+
+LAB = CorePolicy.lab()
+
+
+def _running(nodes: int = 4) -> CoreFleet:
+    """A job whose nodes beat once a second, and did so for a while."""
+    fleet = CoreFleet()
+    fleet.start(nodes)
+    fleet.advance(4.5, *[f"n{i + 1}" for i in range(nodes)])
+    return fleet
+
+
+def test_a_closed_connection_and_a_lost_vault_are_enough_without_a_failed_collective() -> None:
+    fleet = _running()
+    fleet.disconnect("n4")
+    fleet.lose_peer("n1", "n4")
+    (spec,) = generations(fleet.advance(0.2, "n1", "n2", "n3"))
+    assert spec.seats == ("n1", "n2", "n3")
+    assert "n4 closed its connection, and its vault is lost to n1" in spec.sentence
+
+
+def test_one_lost_vault_alone_changes_nothing() -> None:
+    fleet = _running()
+    fleet.lose_peer("n1", "n4")
+    assert generations(fleet.advance(1.9, "n1", "n2", "n3")) == []
+    assert fleet.node_state("n4") is NodeState.HEALTHY
+
+
+def test_a_node_that_goes_on_beating_is_there_however_many_have_lost_its_vault() -> None:
+    fleet = _running()
+    for _ in range(10):
+        for node in ("n1", "n2", "n3"):
+            fleet.lose_peer(node, "n4")
+        fleet.advance(1.0, "n1", "n2", "n3", "n4")
+    assert fleet.node_state("n4") is NodeState.HEALTHY
+    assert fleet.spec().number == 1
+
+
+def test_two_nodes_that_lost_a_silent_one_shorten_the_wait_to_its_next_beat() -> None:
+    fleet = _running()
+    fleet.lose_peer("n1", "n4")
+    fleet.lose_peer("n2", "n4")
+    effects = fleet.advance(1.8, "n1", "n2", "n3")
+    assert "n4 said nothing for" in audits(effects, "node.suspect")[0]
+    (spec,) = generations(effects)
+    assert "n4 is silent, and its vault is lost to n1, n2" in spec.sentence
+    assert fleet.node_state("n4") is NodeState.SUSPECT
+
+
+def test_a_failed_collective_and_one_lost_vault_shorten_it_as_well() -> None:
+    fleet = _running()
+    fleet.lose_peer("n1", "n4")
+    fleet.fail_collective(0)
+    effects = fleet.advance(1.8, "n1", "n2", "n3")
+    assert [spec.seats for spec in generations(effects)][-1] == ("n1", "n2", "n3")
+
+
+def test_what_was_said_before_a_nodes_word_is_void() -> None:
+    fleet = _running()
+    fleet.lose_peer("n1", "n4")
+    fleet.lose_peer("n2", "n4")
+    fleet.advance(0.5)
+    fleet.touch("n4")
+    assert generations(fleet.advance(2.0, "n1", "n2", "n3")) == []
+    assert fleet.node_state("n4") is NodeState.HEALTHY
+
+
+def test_a_stranger_to_the_job_accuses_nobody_and_is_accused_by_nobody() -> None:
+    fleet = _running(3)
+    fleet.register("n9")
+    fleet.lose_peer("n1", "n9")
+    fleet.lose_peer("n1", "n1")
+    fleet.lose_peer("n1", "n77")
+    assert fleet.state.ignored["peer_lost.stranger"] == 3
+
+
+def test_a_later_life_of_the_node_is_not_accused_by_what_was_said_of_the_earlier() -> None:
+    fleet = _running()
+    fleet.disconnect("n4")
+    fleet.lose_peer("n1", "n4")
+    fleet.register("n4")
+    fleet.join("n4", again=True, generation=1)
+    assert generations(fleet.advance(3.0, "n1", "n2", "n3", "n4")) == []
+
+
+# --- after the controller's own start ----------------------------------------------------------------------------
+
+
+def test_a_regrouping_right_after_the_start_waits_a_moment_for_members_that_were_not_heard() -> None:
+    fleet = _running()
+    fleet.restart()
+    fleet.hear("n1")
+    assert generations(fleet.lose_rank(0)) == []
+    effects = [effect for node in ("n2", "n3", "n4") for effect in fleet.hear(node)]
+    effects += fleet.advance(0.01)
+    (spec,) = generations(effects)
+    assert spec.seats == ("n1", "n2", "n3", "n4")
+    assert spec.reason == "rank_lost"
+
+
+def test_who_does_not_come_back_to_a_fresh_controller_in_time_is_left_out() -> None:
+    fleet = _running()
+    fleet.restart()
+    fleet.hear("n1", "n2", "n3")
+    fleet.lose_rank(0)
+    (spec,) = generations(fleet.advance(1.1, "n1", "n2", "n3"))
+    assert spec.seats == ("n1", "n2", "n3")
+    assert "n4 has not been heard since this controller began, and rank 0 on n1 lost" in spec.sentence
+    assert fleet.node_state("n4") is NodeState.HEALTHY
+
+
+def test_while_members_keep_coming_to_a_fresh_controller_the_others_are_waited_for() -> None:
+    fleet = CoreFleet()
+    fleet.start(10, 1)
+    fleet.restart()
+    fleet.hear("n1")
+    fleet.lose_rank(0)
+    heard = ["n1"]
+    for number in range(2, 11):
+        assert generations(fleet.advance(0.4, *heard)) == []
+        heard.append(f"n{number}")
+        effects = fleet.hear(heard[-1])
+    (spec,) = generations([*effects, *fleet.advance(0.01)])
+    assert spec.world_size == 10
+
+
+def test_once_none_has_come_for_a_while_the_others_are_left_out_however_late_it_is_by_then() -> None:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), reunion_at_most_s=2.0))
+    fleet.start(10, 1)
+    fleet.restart()
+    fleet.hear("n1")
+    fleet.lose_rank(0)
+    came = fleet.now
+    heard = ["n1"]
+    while not (specs := generations(fleet.advance(0.4, *heard))):
+        heard.append(f"n{len(heard) + 1}")
+        fleet.hear(heard[-1])
+    assert specs[0].seats == tuple(heard)
+    assert fleet.now - came == pytest.approx(2.0)
+
+
+def test_a_spare_that_was_not_heard_yet_is_not_chosen_and_is_offered_when_it_is() -> None:
+    fleet = CoreFleet()
+    fleet.start(2, 1)
+    fleet.restart()
+    fleet.hear("n1")
+    fleet.hear("n2")
+    fleet.leave("n2")
+    assert fleet.seats() == ["n1"]
+    fleet.resume()
+    fleet.advance(1.5, "n1")
+    fleet.hear("n3")
+    fleet.advance(0.1, "n1", "n3")
+    assert fleet.seats() == ["n1", "n3"]
+
+
+def test_a_job_that_could_grow_is_looked_at_once_for_all_nodes_that_come_back_to_a_fresh_controller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A look takes as long as the job has nodes: one for each of them would hold up the whole fleet."""
+    looks: list[str] = []
+
+    def looking(state: FleetState, job: JobRecord, *given: Any) -> list[str]:
+        looks.append(job.job)
+        return next_seats(state, job, *given)
+
+    fleet = CoreFleet()
+    nodes = [f"n{i + 1}" for i in range(8)]
+    fleet.register(*nodes)
+    for node in nodes:
+        fleet.beat(node)
+    fleet.join(*nodes, min_nodes=4, max_nodes=10, join_wait_s=1.0)
+    fleet.advance(2.0, *nodes)
+    fleet.resume()
+    fleet.restart()
+    monkeypatch.setattr(rosters, "next_seats", looking)
+    for node in nodes:
+        fleet.hear(node)
+    assert looks == []
+    fleet.advance(0.01, *nodes)
+    assert looks == ["job"]
+
+
+def test_a_fresh_controller_without_a_reason_to_regroup_waits_as_long_as_ever() -> None:
+    fleet = _running()
+    fleet.restart()
+    for node in ("n1", "n2", "n3"):
+        fleet.hear(node)
+    assert generations(fleet.advance(4.0, "n1", "n2", "n3")) == []
+    assert len(generations(fleet.advance(4.0, "n1", "n2", "n3"))) == 1
+    assert fleet.node_state("n4") is NodeState.LOST
+
+
+# --- many at once ------------------------------------------------------------------------------------------------
+
+
+def test_nodes_that_are_lost_at_the_same_moment_cost_their_job_one_regrouping() -> None:
+    fleet = _running(9)
+    for node in ("n8", "n9"):
+        fleet.disconnect(node)
+    (spec,) = generations(fleet.advance(1.2, *[f"n{i}" for i in range(1, 8)]))
+    assert len(spec.seats) == 7
+    assert spec.sentence.startswith("n8, n9 are lost (n8 did not come back within")
+
+
+def test_losses_that_come_one_after_the_other_are_gathered_while_a_generation_begins() -> None:
+    fleet = _running(9)
+    fleet.disconnect("n9")
+    fleet.fail_collective(0)
+    opened = 0
+    for node in ("n5", "n6", "n7", "n8"):
+        fleet.now += 0.01
+        fleet.disconnect(node)
+        opened += len(generations(fleet.advance(0.02, "n1", "n2", "n3", "n4")))
+    opened += len(generations(fleet.advance(0.5, "n1", "n2", "n3", "n4")))
+    assert fleet.seats() == ["n1", "n2", "n3", "n4"]
+    assert opened <= 2
+
+
+def test_while_the_database_is_away_nodes_are_lost_and_jobs_regroup_as_ever() -> None:
+    fleet = _running()
+    fleet.feed(StoreChanged(away=True, reason="it does not answer"))
+    fleet.disconnect("n4")
+    assert len(generations(fleet.advance(1.2, "n1", "n2", "n3"))) == 1
+    assert fleet.node_state("n4") is NodeState.LOST
+    assert fleet.job_state() is JobState.RUNNING
+
+
+def test_of_several_deadlines_in_one_tick_silences_count_before_a_roster_is_chosen() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, spares=1)
+    fleet.advance(4.5, "n1", "n2", "n3", "n4")
+    silent_s = 1.5
+    fleet.advance(silent_s, "n1", "n2", "n3")
+    assert fleet.node_state("n4") is NodeState.HEALTHY
+    fleet.disconnect("n3")
+    fleet.lose_peer("n1", "n3")
+    fleet.touch("n1")
+    fleet.touch("n2")
+    fleet.now += 0.9
+    (spec,) = generations(fleet.feed(Tick(trace=fleet.trace())))
+    assert fleet.node_state("n4") is NodeState.SUSPECT
+    assert spec.seats == ("n1", "n2")
+
+
+def test_a_node_that_was_heard_stays_in_where_another_is_silent_however_many_have_lost_its_vault() -> None:
+    fleet = _running()
+    fleet.disconnect("n4")
+    fleet.lose_peer("n1", "n3")
+    fleet.fail_collective(0)
+    assert fleet.seats() == ["n1", "n2", "n3"]

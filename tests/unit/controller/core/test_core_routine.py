@@ -1,0 +1,63 @@
+"""What the shell may let rest for a moment: nobody's recovery, no suspicion and nothing new and grave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from everstep_controller.core.engine import picture_can_wait, reports_can_wait
+
+from everstep.vocabulary import Severity
+from everstep.wire.v1.training import FindingCleared, FindingRaised, RankLost
+from tests.support.core_fleet import CoreFleet
+from tests.support.findings import xid
+
+CRITICAL = FindingRaised(finding=xid(79))
+MILD = FindingRaised(finding=msgspec.structs.replace(xid(31), severity=Severity.WARNING))
+LOST = RankLost(job="job", at=0.0, generation=1, rank=0, local_rank=0, detail="")
+
+
+@pytest.fixture
+def fleet() -> CoreFleet:
+    """A node that has shown its picture."""
+    fleet = CoreFleet()
+    fleet.register("n1")
+    fleet.beat("n1")
+    return fleet
+
+
+@pytest.mark.parametrize(
+    ("reports", "waits"),
+    [([MILD], True), ([FindingCleared(key="x")], True), ([CRITICAL], False), ([MILD, LOST], False)],
+    ids=["mild", "cleared", "critical", "a loss behind it"],
+)
+def test_only_what_is_mild_may_wait(fleet: CoreFleet, reports: list[Any], waits: bool) -> None:
+    assert reports_can_wait(fleet.state, "n1", reports) is waits
+
+
+def test_a_critical_finding_that_stands_may_wait_when_it_is_said_again_and_a_graver_form_may_not(
+    fleet: CoreFleet,
+) -> None:
+    fleet.report("n1", MILD)
+    graver = FindingRaised(finding=msgspec.structs.replace(MILD.finding, severity=Severity.CRITICAL))
+    assert graver.finding.key == MILD.finding.key
+    assert not reports_can_wait(fleet.state, "n1", [graver])
+    assert not picture_can_wait(fleet.state, "n1", [graver.finding])
+    fleet.report("n1", graver)
+    assert reports_can_wait(fleet.state, "n1", [graver])
+    assert picture_can_wait(fleet.state, "n1", [graver.finding])
+
+
+def test_the_picture_of_a_stranger_does_not_wait_and_the_first_of_a_node_that_is_known_does() -> None:
+    fleet = CoreFleet()
+    assert not picture_can_wait(fleet.state, "n1", ())
+    fleet.register("n1")
+    fleet.restart()
+    assert picture_can_wait(fleet.state, "n1", [MILD.finding])
+    assert not picture_can_wait(fleet.state, "n1", [CRITICAL.finding])
+
+
+def test_the_picture_of_a_node_that_is_suspected_does_not_wait(fleet: CoreFleet) -> None:
+    fleet.disconnect("n1")
+    assert not picture_can_wait(fleet.state, "n1", ())

@@ -1,0 +1,37 @@
+"""The queue of deadlines against a list that is searched through: what is due comes once, the earliest first."""
+
+from __future__ import annotations
+
+from everstep_controller.core.engine import next_deadline
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.startup import restore
+from everstep_controller.core.transition import pop_due, push_deadline
+from hypothesis import given
+from hypothesis import strategies as st
+
+Deadline = tuple[float, str, str]
+deadlines = st.tuples(st.sampled_from([1.0, 2.0, 3.0, 4.0]), st.sampled_from(["node", "job"]), st.sampled_from("ab"))
+
+
+def _pop(waiting: list[Deadline], now: float) -> tuple[str, str] | None:
+    """The earliest that is due; of several the one that was asked for first."""
+    due = [one for one in waiting if one[0] <= now]
+    if not due:
+        return None
+    first = min(due, key=lambda one: one[0])
+    waiting.remove(first)
+    return first[1:]
+
+
+@given(st.lists(st.one_of(deadlines, st.sampled_from([1.0, 2.0, 3.5])), max_size=60))
+def test_what_is_due_comes_once_and_the_earliest_first(acts: list[Deadline | float]) -> None:
+    state, waiting = restore(CorePolicy.lab()), list[Deadline]()
+    while pop_due(state, float("inf")):
+        pass
+    for act in acts:
+        if isinstance(act, float):
+            assert pop_due(state, act) == _pop(waiting, act)
+        else:
+            push_deadline(state, *act)
+            waiting += [act] if act not in waiting else []
+        assert next_deadline(state) == min((due for due, _, _ in waiting), default=None)

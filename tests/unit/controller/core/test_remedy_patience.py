@@ -1,0 +1,176 @@
+"""How long a remedy is asked for: what is to stand until the outside has answered, a cure while the core waits."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import msgspec
+import pytest
+from everstep_controller.core.effects import Remedy, RemedyKind
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.remediation.executor import PATIENCE_S, PATIENCE_SHARE
+from everstep_controller.store.rows import RemedyState
+
+from everstep.errors import Unavailable
+from tests.support.remedy_desk import Book, Machine, run, wanted
+
+
+def test_what_is_never_confirmed_is_given_up_when_patience_is_over() -> None:
+    machine, book = Machine(pending=10**9), Book()
+    done = machine.is_done
+
+    def later(remedy: Remedy) -> bool:
+        book.now += PATIENCE_S[remedy.kind]
+        return done(remedy)
+
+    machine.is_done = later  # type: ignore[method-assign]
+    run(machine, book, wanted(1))
+    assert book.told[0].detail == "it was not confirmed within 300 s"
+
+
+@pytest.mark.parametrize("kind", [RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REPAIR])
+def test_what_is_to_stand_is_asked_for_until_the_outside_is_back_however_long_it_was_away(kind: RemedyKind) -> None:
+    machine, book, failures = Machine(away=9), Book(), Counter[str]()
+    machine.kinds = frozenset(RemedyKind)
+    ask = machine.apply
+
+    def later(remedy: Remedy) -> None:
+        book.now += PATIENCE_S[remedy.kind] / 2
+        ask(remedy)
+
+    machine.apply = later  # type: ignore[method-assign]
+    run(machine, book, wanted(1, kind), failed=lambda: failures.update(["failed"]))
+    assert machine.applied == ["n1-a1"]
+    assert book.states("n1-a1") == ["begun", "confirmed"]
+    assert failures["failed"] == 4
+
+
+@pytest.mark.parametrize("kind", [RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REPAIR])
+def test_what_an_earlier_life_began_is_asked_for_however_long_the_outside_could_not_be_looked_at(
+    kind: RemedyKind,
+) -> None:
+    """Patience is with an outside that answers: one that is back, and has not done it, was never asked in this life."""
+    machine, book = Machine(pending=3), Book()
+    machine.kinds, looks = frozenset(RemedyKind), itertools.count()
+    done = machine.is_done
+
+    def later(remedy: Remedy) -> bool:
+        book.now += PATIENCE_S[remedy.kind] / 4
+        if next(looks) < 4:
+            raise Unavailable("it does not answer")
+        return done(remedy)
+
+    machine.is_done = later  # type: ignore[method-assign]
+    run(machine, book, left=[wanted(1, kind, state=RemedyState.BEGUN)])
+    assert machine.applied == ["n1-a1"]
+    assert book.states("n1-a1") == ["confirmed"]
+
+
+def test_what_was_not_done_when_the_outside_was_back_is_given_up_for_that() -> None:
+    """And not for the absence before it."""
+    machine, book = Machine(pending=10**9), Book()
+    looks, done = itertools.count(), machine.is_done
+
+    def later(remedy: Remedy) -> bool:
+        book.now += PATIENCE_S[remedy.kind] / 4
+        if next(looks) < 4:
+            raise Unavailable("it does not answer")
+        return done(remedy)
+
+    machine.is_done = later  # type: ignore[method-assign]
+    run(machine, book, wanted(1))
+    assert book.told[0].detail == "it was not confirmed within 300 s"
+
+
+def test_a_cure_is_not_asked_for_any_more_when_patience_is_over_even_of_an_outside_that_was_away() -> None:
+    machine, book = Machine(away=3), Book()
+    ask = machine.apply
+
+    def later(remedy: Remedy) -> None:
+        book.now += PATIENCE_S[remedy.kind]
+        ask(remedy)
+
+    machine.apply = later  # type: ignore[method-assign]
+    run(machine, book, wanted(1, RemedyKind.REBOOT))
+    assert machine.applied == []
+    assert [(told.ok, told.detail) for told in book.told] == [(False, "it does not answer within 3600 s")]
+
+
+@pytest.mark.parametrize("kind", [RemedyKind.RESET_GPU, RemedyKind.REBOOT])
+def test_the_core_waits_for_a_cure_longer_than_the_desk_wants_to(kind: RemedyKind) -> None:
+    assert PATIENCE_S[kind] <= PATIENCE_SHARE * CorePolicy().remedy_timeout_s
+
+
+@pytest.mark.parametrize("waited_s", [0.0, 500.0])
+@pytest.mark.parametrize("due_s", [1800.0, 30.0])
+def test_a_cure_has_its_full_patience_and_is_given_up_before_the_core_does(waited_s: float, due_s: float) -> None:
+    """Whatever the core's policy is, and while it waited behind another remedy of its node."""
+    machine, book = Machine(pending=10**9), Book()
+    at, waited_s, step_s = book.now, waited_s * due_s / 1800.0, due_s / 100
+    book.now += waited_s
+    done = machine.is_done
+
+    def later(remedy: Remedy) -> bool:
+        book.now += step_s
+        return done(remedy)
+
+    machine.is_done = later  # type: ignore[method-assign]
+    run(machine, book, wanted(1, RemedyKind.REBOOT, at=at, due=at + due_s))
+    assert [told.ok for told in book.told] == [False]
+    assert machine.applied == ["n1-a1"]
+    assert PATIENCE_SHARE * due_s <= book.now - at - waited_s
+    assert book.now < at + due_s
+
+
+def test_patience_with_a_cure_begins_when_the_outside_could_hear_of_it() -> None:
+    """It was away at first. Given up sooner, it would be carried out while the node serves again."""
+    machine, book = Machine(away=1, pending=10**9), Book()
+    at, asked_at, ask, done = book.now, 0.0, machine.apply, machine.is_done
+
+    def late(remedy: Remedy) -> None:
+        nonlocal asked_at
+        if machine.away:
+            book.now += 500.0
+        asked_at = book.now
+        ask(remedy)
+
+    def later(remedy: Remedy) -> bool:
+        book.now += 10.0
+        return done(remedy)
+
+    machine.apply, machine.is_done = late, later  # type: ignore[method-assign]
+    run(machine, book, wanted(1, RemedyKind.REBOOT, at=at, due=at + 1800.0))
+    assert (machine.applied, [told.ok for told in book.told]) == (["n1-a1"], [False])
+    assert book.now - asked_at >= PATIENCE_SHARE * 1800.0
+    assert book.now < at + 1800.0
+
+
+def test_a_cure_that_would_end_after_the_core_has_given_it_up_is_not_asked_for() -> None:
+    machine, book = Machine(), Book()
+    run(machine, book, wanted(1, RemedyKind.REBOOT, at=book.now - 600.0, due=book.now + 1200.0))
+    assert machine.applied == []
+    assert "too late to ask" in book.told[0].detail
+
+
+def test_an_order_whose_answer_was_lost_is_looked_for_when_it_is_too_late_to_repeat_it() -> None:
+    machine, book = Machine(pending=1), Book()
+    ask = machine.apply
+
+    def lost(remedy: Remedy) -> None:
+        ask(remedy)
+        book.now += 700.0
+        raise Unavailable("the connection broke", 0.0)
+
+    machine.apply = lost  # type: ignore[method-assign]
+    run(machine, book, wanted(1, RemedyKind.REBOOT, at=book.now, due=book.now + 1800.0))
+    assert machine.applied == ["n1-a1"]
+    assert [told.ok for told in book.told] == [True]
+
+
+def test_a_cure_that_is_done_is_done_however_late_an_heir_looks() -> None:
+    machine, book = Machine(), Book()
+    machine.applied = ["n1-a1"]
+    row = wanted(1, RemedyKind.REBOOT, at=book.now - 100.0, due=book.now)
+    run(machine, book, left=[msgspec.structs.replace(row, state=RemedyState.BEGUN)])
+    assert [told.ok for told in book.told] == [True]

@@ -1,0 +1,389 @@
+"""Nodes that are gone and jobs that are over leave memory and store: by a person's word, or by their age."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from everstep_controller.core import retirement
+from everstep_controller.core.effects import DropJob, DropNode, NoteCleared, PutNode, PutVerdict, RequestRemedy
+from everstep_controller.core.events import OperatorAction, StoreChanged
+from everstep_controller.core.policy import CorePolicy
+
+from everstep.errors import Conflict, NotFound
+from everstep.ids import Version
+from everstep.vocabulary import JobState, NodeState, ProbeKind
+from everstep.wire.v1.agent import Gpu
+from everstep.wire.v1.directives import StopJob
+from tests.support.core_fleet import CoreFleet, audits, generations, sent
+from tests.support.findings import xid
+
+DAY = 86400.0
+LAB = CorePolicy.lab()
+POLICY = msgspec.structs.replace(LAB, forget_nodes_after_s=2 * DAY, forget_jobs_after_s=DAY)
+
+
+def _fleet(policy: CorePolicy = POLICY, nodes: int = 3, spares: int = 1, **spec: int) -> CoreFleet:
+    fleet = CoreFleet(policy)
+    fleet.start(nodes, spares, **spec)
+    fleet.seal(5)
+    return fleet
+
+
+def _lose(fleet: CoreFleet, *nodes: str) -> None:
+    """They close their connections and do not come back; the others beat."""
+    for node in nodes:
+        fleet.disconnect(node)
+    fleet.advance(3.0, *(node for node in fleet.state.nodes if node in fleet.state.reachable and node not in nodes))
+    assert {fleet.node_state(node) for node in nodes} == {NodeState.LOST}
+
+
+def _finish(fleet: CoreFleet) -> None:
+    """The job is over, and the newest commit with it."""
+    fleet.finish()
+    assert fleet.job_state() is JobState.FINISHED
+
+
+def _pass(fleet: CoreFleet, days: float) -> None:
+    """So many days go by in which the nodes that are there beat now and then."""
+    for _ in range(round(days * 4)):
+        fleet.now += DAY / 4 - 30.0
+        fleet.stop_controller(1.0)
+        fleet.advance(29.0, *(node for node in fleet.state.nodes if node in fleet.state.reachable))
+
+
+def _refused(fleet: CoreFleet, node: str) -> str:
+    with pytest.raises(Conflict) as refusal:
+        fleet.order(OperatorAction.FORGET, node=node)
+    return str(refusal.value)
+
+
+# --- by a person's word ------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_is_heard_or_that_a_job_counts_on_is_not_forgotten() -> None:
+    fleet = _fleet(nodes=2, spares=1, min_nodes=2)
+    assert "n3 is heard: end its agent first" in _refused(fleet, "n3")
+    _lose(fleet, "n3")
+    _lose(fleet, "n2")
+    assert fleet.job_state() is JobState.PAUSED
+    assert "n2 is in the roster of job, which is paused" in _refused(fleet, "n2")
+    with pytest.raises(NotFound, match="no node n9"):
+        fleet.order(OperatorAction.FORGET, node="n9")
+
+
+def test_a_node_that_may_hold_what_a_job_would_go_back_to_is_not_forgotten_until_the_next_commit() -> None:
+    fleet = _fleet()
+    _lose(fleet, "n2")
+    fleet.resume(step=9)
+    assert "n2 may hold a share of what job has committed" in _refused(fleet, "n2")
+    fleet.advance(1.0, "n1", "n3", "n4")
+    fleet.seal(40)
+    fleet.order(OperatorAction.FORGET, node="n2")
+    assert "n2" not in fleet.state.nodes
+
+
+def test_who_takes_part_in_a_probe_is_not_forgotten_before_it_has_ended() -> None:
+    fleet = _fleet(nodes=2, spares=2)
+    fleet.raise_finding("n4", xid())
+    fleet.clear_finding("n4", xid().key)
+    fleet.advance(2.5, *fleet.state.nodes)
+    partner = next(node for probe in fleet.state.probes.values() for node in probe.nodes if node != "n4")
+    _lose(fleet, "n4")
+    assert "a probe of n4 is under way" in _refused(fleet, "n4"), partner
+
+
+def test_nothing_leads_to_a_forgotten_node_and_it_comes_back_as_a_new_one() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n4", xid())
+    _lose_quarantined(fleet, "n4")
+    effects = fleet.order(OperatorAction.FORGET, node="n4")
+    assert [e.node for e in effects if isinstance(e, DropNode)] == ["n4"]
+    assert not [e for e in effects if isinstance(e, PutNode) and e.node == "n4"]
+    assert [e.key for e in effects if isinstance(e, NoteCleared)] == [xid().key]
+    assert [e.remedy.kind for e in effects if isinstance(e, RequestRemedy)] == ["uncordon"]
+    assert audits(effects, "node.forgotten") == ["ada ordered to forget n4: because"]
+    assert b'"n4"' not in msgspec.json.encode((fleet.state.jobs, fleet.state.sightings, fleet.state.held))
+    fleet.advance(60.0, "n1", "n2", "n3")
+    before = len(fleet.effects)
+    fleet.register("n4")
+    fleet.raise_finding("n4", xid())
+    assert next(e.verdict.id for e in fleet.effects[before:] if isinstance(e, PutVerdict)) == "n4-1"
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_who_was_forgotten_in_quarantine_comes_back_through_a_probe(restarted: bool) -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n4", xid())
+    _lose_quarantined(fleet, "n4")
+    fleet.order(OperatorAction.FORGET, node="n4")
+    if restarted:
+        fleet.restart()
+    _comes_back_through_a_probe(fleet, "n4")
+    assert "n4" not in fleet.state.fleet.unfit
+
+
+def test_who_was_forgotten_in_repair_comes_back_through_a_probe() -> None:
+    fleet = _fleet()
+    fleet.order(OperatorAction.REPAIR, node="n4")
+    _lose_quarantined(fleet, "n4")
+    fleet.order(OperatorAction.FORGET, node="n4")
+    _comes_back_through_a_probe(fleet, "n4")
+
+
+def test_who_was_forgotten_when_it_was_lost_on_its_way_back_comes_back_through_what_was_due() -> None:
+    fleet = _fleet()
+    _illness_is_over(fleet, "n4")
+    assert fleet.node_state("n4") is NodeState.PROBATION
+    fleet.disconnect("n4")
+    fleet.advance(40.0, "n1", "n2", "n3")
+    assert fleet.node_state("n4") is NodeState.LOST
+    fleet.order(OperatorAction.FORGET, node="n4")
+    assert fleet.state.fleet.unfit["n4"].checks == (ProbeKind.MEMORY, ProbeKind.COMPUTE, ProbeKind.ALL_REDUCE)
+    _comes_back_through_a_probe(fleet, "n4")
+
+
+def test_who_was_forgotten_when_a_person_held_it_on_its_way_back_comes_back_through_what_was_due() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n4", xid())
+    fleet.order(OperatorAction.HOLD, node="n4")
+    _illness_is_over(fleet, "n4")
+    assert fleet.node_state("n4") is NodeState.HELD
+    _lose_quarantined(fleet, "n4")
+    fleet.order(OperatorAction.FORGET, node="n4")
+    _comes_back_through_a_probe(fleet, "n4")
+
+
+def _illness_is_over(fleet: CoreFleet, node: str) -> None:
+    """It was out for an XID, which has cleared: nothing keeps it in quarantine any more."""
+    fleet.raise_finding(node, xid())
+    fleet.clear_finding(node, xid().key)
+    fleet.advance(2.5, *fleet.state.nodes)
+
+
+def test_who_was_forgotten_by_age_in_quarantine_comes_back_through_a_probe() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n4", xid())
+    _lose_quarantined(fleet, "n4")
+    _pass(fleet, 2.5)
+    assert "n4" not in fleet.state.nodes
+    _comes_back_through_a_probe(fleet, "n4")
+
+
+def test_who_was_forgotten_when_lost_and_nothing_else_comes_back_as_anybody_new() -> None:
+    fleet = _fleet()
+    _lose(fleet, "n4")
+    fleet.order(OperatorAction.FORGET, node="n4")
+    fleet.register("n4")
+    assert fleet.node_state("n4") is NodeState.HEALTHY
+
+
+def test_gpus_that_computed_wrongly_need_somebodys_word_also_after_their_node_was_forgotten() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n4", xid())
+    fleet.state.nodes["n4"].condemned = ["GPU-n4"]
+    _lose_quarantined(fleet, "n4")
+    fleet.order(OperatorAction.FORGET, node="n4")
+    fleet.register("n4", gpus=(_gpu("GPU-n4"),))
+    fleet.advance(60.0, *fleet.state.nodes)
+    assert (fleet.node_state("n4"), fleet.state.nodes["n4"].needs_operator) == (NodeState.QUARANTINED, True)
+    fleet.register("n4", gpus=(_gpu("GPU-new"),))
+    fleet.advance(3.0, *fleet.state.nodes)
+    assert fleet.node_state("n4") is NodeState.PROBATION
+
+
+def test_of_very_many_names_those_that_were_forgotten_first_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retirement, "MOST_UNFIT", 1)
+    fleet = _fleet(nodes=2, spares=2)
+    for node in ("n3", "n4"):
+        fleet.raise_finding(node, xid())
+        _lose_quarantined(fleet, node)
+        fleet.order(OperatorAction.FORGET, node=node)
+    assert list(fleet.state.fleet.unfit) == ["n4"]
+
+
+def _gpu(uuid: str) -> Gpu:
+    return Gpu(index=0, uuid=uuid, name="H100", pci_bus_id="0", memory_bytes=80 << 30)
+
+
+def _comes_back_through_a_probe(fleet: CoreFleet, node: str) -> None:
+    fleet.advance(60.0, *fleet.state.nodes)
+    before = len(fleet.effects)
+    fleet.register(node)
+    assert fleet.node_state(node) is NodeState.QUARANTINED
+    assert "was forgotten while it was out of service" in fleet.state.nodes[node].sentence
+    assert [e.verdict.node for e in fleet.effects[before:] if isinstance(e, PutVerdict)] == [node]
+    fleet.advance(3.0, *fleet.state.nodes)
+    assert fleet.node_state(node) is NodeState.PROBATION
+    assert any(node in probe.nodes for probe in fleet.state.probes.values())
+
+
+def _lose_quarantined(fleet: CoreFleet, node: str) -> None:
+    fleet.disconnect(node)
+    fleet.advance(3.0, *(other for other in fleet.state.nodes if other != node))
+    assert node not in fleet.state.reachable
+
+
+def test_an_order_waits_for_the_database() -> None:
+    fleet = _fleet()
+    _lose(fleet, "n4")
+    fleet.feed(StoreChanged(away=True, reason="disk full"))
+    with pytest.raises(Exception, match="the database is away"):
+        fleet.order(OperatorAction.FORGET, node="n4")
+
+
+# --- by age ------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_is_not_heard_for_long_is_forgotten_and_one_that_is_heard_is_not() -> None:
+    fleet = _fleet()
+    _lose(fleet, "n4")
+    _pass(fleet, 1.9)
+    assert "n4" in fleet.state.nodes
+    _pass(fleet, 0.3)
+    assert list(fleet.state.nodes) == ["n1", "n2", "n3"]
+    (sentence,) = audits(fleet.effects, "node.forgotten")
+    assert sentence == "n4 was not heard for 2.2 days and is forgotten"
+
+
+def test_what_a_person_has_a_say_in_stays_until_a_person_ends_it() -> None:
+    fleet = _fleet(nodes=2, spares=4)
+    fleet.order(OperatorAction.HOLD, node="n3")
+    fleet.order(OperatorAction.REPAIR, node="n4")
+    fleet.state.nodes["n5"].condemned = ["GPU-n5"]
+    for node in ("n3", "n4", "n5", "n6"):
+        _lose_quarantined(fleet, node)
+    _pass(fleet, 2.5)
+    assert list(fleet.state.nodes) == ["n1", "n2", "n3", "n4", "n5"]
+    fleet.order(OperatorAction.FORGET, node="n4")
+    assert "n4" not in fleet.state.nodes
+
+
+def test_the_age_of_an_absence_outlives_the_controller() -> None:
+    fleet = _fleet()
+    _lose(fleet, "n4")
+    _pass(fleet, 1.5)
+    fleet.restart()
+    _pass(fleet, 1.0)
+    assert "n4" not in fleet.state.nodes
+
+
+def test_zero_forgets_nothing_and_asks_for_no_look() -> None:
+    never = dict.fromkeys(("forget_nodes_after_s", "forget_jobs_after_s", "desert_jobs_after_s"), 0.0)
+    fleet = _fleet(msgspec.structs.replace(LAB, **never))
+    _lose(fleet, "n4")
+    _finish(fleet)
+    _pass(fleet, 3.0)
+    assert ("n4" in fleet.state.nodes, list(fleet.state.jobs)) == (True, ["job"])
+    assert not [kind for _, kind, _ in fleet.state.queued if kind == "retention"]
+
+
+def test_a_job_that_is_over_for_long_is_forgotten_and_one_of_its_name_begins_anew() -> None:
+    fleet = _fleet()
+    _finish(fleet)
+    _pass(fleet, 0.9)
+    assert list(fleet.state.jobs) == ["job"]
+    before = len(fleet.effects)
+    _pass(fleet, 0.3)
+    assert fleet.state.jobs == fleet.state.live_jobs == {}
+    assert [e.job for e in fleet.effects[before:] if isinstance(e, DropJob)] == ["job"]
+    fleet.join("n1", "n2", min_nodes=1, max_nodes=2)
+    assert generations(fleet.effects)[-1].number == 1
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_node_whose_job_is_over_is_forgotten_with_the_homes_of_its_versions(left: bool) -> None:
+    fleet = _fleet()
+    _finish(fleet)
+    if left:
+        fleet.leave("n2", orderly=True)
+    _lose(fleet, "n2")
+    fleet.order(OperatorAction.FORGET, node="n2")
+    assert fleet.job().homes is None
+    assert "n2" not in fleet.job().launchers
+
+
+def test_a_job_that_is_not_over_is_never_old() -> None:
+    fleet = _fleet()
+    _pass(fleet, 3.0)
+    assert list(fleet.state.jobs) == ["job"]
+
+
+def test_of_very_many_a_look_forgets_some_and_the_next_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retirement, "MOST_AT_ONCE", 2)
+    fleet = _fleet(nodes=1, spares=3)
+    _lose(fleet, "n2", "n3")
+    _lose(fleet, "n4")
+    fleet.now += 2 * DAY
+    fleet.stop_controller(600.0)
+    assert len(fleet.state.nodes) == 2
+    fleet.advance(2.0, "n1")
+    assert list(fleet.state.nodes) == ["n1"]
+
+
+def test_while_the_database_is_away_nothing_is_forgotten() -> None:
+    fleet = _fleet()
+    _lose(fleet, "n4")
+    fleet.feed(StoreChanged(away=True, reason="disk full"))
+    _pass(fleet, 3.0)
+    assert "n4" in fleet.state.nodes
+    fleet.feed(StoreChanged(away=False))
+    _pass(fleet, 0.3)
+    assert "n4" not in fleet.state.nodes
+
+
+def test_an_age_below_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="forget_nodes_after_s"):
+        msgspec.structs.replace(LAB, forget_nodes_after_s=-1.0).validate()
+
+
+# --- jobs that nobody goes on with -------------------------------------------------------------------------------
+
+
+def _deserted() -> CoreFleet:
+    """A job of three nodes, none of which has a launcher any more."""
+    fleet = _fleet(nodes=3, spares=0, min_nodes=2)
+    for node in ("n1", "n2", "n3"):
+        fleet.leave(node, orderly=True)
+    assert fleet.job_state() is JobState.PAUSED
+    return fleet
+
+
+def test_a_job_that_all_launchers_have_left_is_ended_when_none_comes_for_a_day_and_its_vaults_are_told() -> None:
+    fleet = _deserted()
+    _pass(fleet, 0.8)
+    fleet.restart()
+    before = len(fleet.effects)
+    _pass(fleet, 0.5)
+    assert fleet.job_state() is JobState.FAILED
+    assert fleet.job().sentence == "all its launchers have left, and none came for 24 h: its memory is given back"
+    assert set(sent(fleet.effects[before:], StopJob)) == {"n1", "n2", "n3"}
+
+
+def test_one_that_a_launcher_comes_back_to_goes_on_from_memory_and_is_waited_for_anew_when_it_leaves() -> None:
+    fleet = _deserted()
+    _pass(fleet, 0.8)
+    fleet.join("n1", "n2", min_nodes=2, max_nodes=3)
+    fleet.advance(5.0, "n1", "n2", "n3")
+    assert (fleet.job_state(), fleet.spec().restore.floor) == (JobState.RUNNING, Version(1, 5))
+    _pass(fleet, 1.5)
+    fleet.leave("n1")
+    fleet.leave("n2")
+    _pass(fleet, 0.8)
+    assert fleet.job_state() is JobState.PAUSED
+
+
+def test_one_that_never_formed_is_ended_too_and_one_whose_nodes_are_only_out_of_reach_is_not() -> None:
+    fleet = _fleet(nodes=2, spares=0, min_nodes=2)
+    fleet.register("m1")
+    fleet.join("m1", job="alone", min_nodes=2, max_nodes=2, join_wait_s=5.0)
+    fleet.leave("m1", job="alone")
+    _lose(fleet, "n1", "n2")
+    _pass(fleet, 1.5)
+    assert (fleet.job_state("alone"), fleet.job_state()) == (JobState.FAILED, JobState.PAUSED)
+
+
+def test_zero_waits_for_ever() -> None:
+    fleet = _deserted()
+    fleet.policy = fleet.state.policy = msgspec.structs.replace(fleet.policy, desert_jobs_after_s=0.0)
+    _pass(fleet, 3.0)
+    assert fleet.job_state() is JobState.PAUSED

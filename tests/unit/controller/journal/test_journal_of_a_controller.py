@@ -1,0 +1,34 @@
+"""A real controller's journal, killed in the middle, replays to the decisions that were made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.controllers import ControllerProcess
+from tests.support.eventful import EventfulFleet
+from tests.support.forked import ForkPool
+
+
+def _replayed(journal: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "everstep_controller.main", "replay", str(journal), "--differences"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_what_a_killed_controller_decided_is_decided_again(program_forks: ForkPool, tmp_path: Path) -> None:
+    settings, journal = tmp_path / "settings.toml", tmp_path / "journal"
+    settings.write_text(f'journal_dir = "{journal}"\n')
+    process = ControllerProcess(tmp_path, program_forks, arguments=("--settings", str(settings)))
+    try:
+        process.start()
+        EventfulFleet(process.ask)
+        process.kill()
+        process.start()
+        process.terminate()
+    finally:
+        process.end()
+    done = _replayed(journal)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "each decided as it was then" in done.stdout
+    assert len(list(journal.glob("*.journal"))) == 2

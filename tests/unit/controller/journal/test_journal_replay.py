@@ -1,0 +1,250 @@
+"""What was decided is written down, and decided again from what is written."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from everstep_controller.core.effects import RemedyKind, RequestRemedy
+from everstep_controller.core.events import ProbeRequested
+from everstep_controller.core.health import diagnostics, node_state
+from everstep_controller.core.jobs import generations
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.transition import Turn
+from everstep_controller.journal import recorder
+from everstep_controller.journal.recorder import MAGIC, RETRY_S, Journal, read_segment, segments
+from everstep_controller.journal.replay import HIDDEN, Step, replay
+
+from everstep.errors import ConfigurationError, MalformedMessage
+from everstep.vocabulary import Action, Mode, NodeState
+from everstep.wire.v1.agent import Gpu
+from everstep.wire.v1.directives import RunProbe
+from tests.support.core_fleet import ENTROPY, START, CoreFleet
+from tests.support.findings import xid
+from tests.support.journaled import JournaledFleet
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[JournaledFleet]:
+    made = JournaledFleet(tmp_path / "journal")
+    yield made
+    made.journal.close()
+
+
+def _incident(fleet: CoreFleet) -> None:
+    fleet.start(4, 1)
+    fleet.seal(5)
+    fleet.advance(30.0, "n1", "n2", "n3", "n4", "n5")
+    fleet.raise_finding("n2", xid())
+    fleet.advance(8.0, "n1", "n3", "n4")
+    fleet.lose_rank(1)
+
+
+def _steps(directory: Path) -> list[Step]:
+    return [step for path in segments(directory) for step in replay(path).steps]
+
+
+def test_every_event_is_decided_as_it_was_then_without_the_beats(fleet: JournaledFleet, tmp_path: Path) -> None:
+    _incident(fleet)
+    fleet.journal.close()
+    steps = _steps(tmp_path / "journal")
+    assert [line for step in steps for line in step.difference()] == []
+    assert any("verdict n2-1 (evict)" in line for step in steps for line in step.now)
+    assert any("node.suspect: n5" in line for step in steps for line in step.now)
+
+
+def test_ticks_that_found_everybody_well_are_not_kept(fleet: JournaledFleet, tmp_path: Path) -> None:
+    fleet.register(*[f"m{i}" for i in range(20)])
+    for i in range(20):
+        fleet.beat(f"m{i}")
+    before = len(fleet.effects)
+    fleet.advance(60.0, *[f"m{i}" for i in range(20)])
+    assert len(fleet.effects) == before
+    fleet.journal.close()
+    assert {step.what for step in _steps(tmp_path / "journal")} == {
+        "ControllerStarted",
+        "AgentRegistered",
+        *(f"beat of m{i}" for i in range(20)),
+    }
+
+
+def test_a_core_that_decides_otherwise_shows_the_difference(
+    fleet: JournaledFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _incident(fleet)
+    fleet.journal.close()
+
+    def never(turn: Turn, node: str, finding: object, sentence: str) -> bool:
+        return False
+
+    monkeypatch.setattr("everstep_controller.core.health.findings.evict", never)
+    different = [step for step in _steps(tmp_path / "journal") if step.differs]
+    assert different
+    assert any(line.startswith("-verdict n2-1 (evict)") for line in different[0].difference())
+
+
+def test_other_places_for_copies_than_the_words_name_are_a_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = JournaledFleet(tmp_path / "journal")
+    fleet.start(12)
+    fleet.journal.close()
+    assert not any(step.differs for step in _steps(tmp_path / "journal"))
+    place = generations.place_replicas
+
+    def otherwise(*asked: Any) -> dict[str, tuple[str, ...]]:
+        placed = place(*asked)
+        (first, one), (second, other) = list(placed.items())[-2:]
+        return placed | {first: other, second: one}
+
+    monkeypatch.setattr(generations, "place_replicas", otherwise)
+    different = [step for step in _steps(tmp_path / "journal") if step.differs]
+    assert different
+    assert all(step.then == step.now and step.difference()[-1] == HIDDEN for step in different)
+
+
+def test_another_gpu_to_reset_and_another_probe_than_the_words_name_are_differences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = JournaledFleet(tmp_path, msgspec.structs.replace(CorePolicy.lab(), remediate=Mode.ENFORCE))
+    gpus = tuple(Gpu(index=i, uuid=f"GPU-{i}", name="virtual", pci_bus_id=str(i), memory_bytes=1) for i in range(2))
+    fleet.register("n1", "n2", "n3", "n4", gpus=gpus)
+    for node in fleet.state.nodes:
+        fleet.beat(node)
+    fleet.raise_finding("n2", xid(119, Action.RESET_GPU))
+    fleet.advance(5.0, *fleet.state.nodes)
+    fleet.feed(ProbeRequested(nodes=("n3", "n4"), actor="ada", trace=fleet.trace()))
+    fleet.journal.close()
+    (reset,) = [
+        e.remedy for e in fleet.effects if isinstance(e, RequestRemedy) and e.remedy.kind is RemedyKind.RESET_GPU
+    ]
+    assert reset.gpus == ("GPU-0",)
+    assert not any(step.differs for step in _steps(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(node_state, "suspect_gpus", lambda record, _: record.gpus[1:])
+        assert [step.difference()[-1] for step in _steps(tmp_path) if step.differs] == [HIDDEN]
+    monkeypatch.setattr(diagnostics, "RunProbe", partial(RunProbe, repeats=1))
+    assert [step.difference()[-1] for step in _steps(tmp_path) if step.differs] == [HIDDEN]
+
+
+def test_secrets_are_not_written_and_the_files_are_their_owners_only(fleet: JournaledFleet, tmp_path: Path) -> None:
+    _incident(fleet)
+    fleet.journal.close()
+    found = segments(tmp_path / "journal")
+    assert stat.S_IMODE((tmp_path / "journal").stat().st_mode) == 0o700
+    for path in found:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        beginning, entries = read_segment(path)
+        told = bytes(beginning.state) + b"".join(msgspec.msgpack.encode(entry) for entry in entries)
+        assert ENTROPY.encode() not in told
+
+
+def test_a_new_segment_begins_with_the_whole_state_and_without_its_secrets(tmp_path: Path) -> None:
+    fleet = JournaledFleet(tmp_path / "journal", segment_bytes=2000)
+    _incident(fleet)
+    for step in range(6, 40):
+        fleet.seal(step)
+        asyncio.run(fleet.journal.drained())
+        fleet.advance(3.0, "n1", "n3", "n4", "n5")
+    fleet.journal.close()
+    found = segments(tmp_path / "journal")
+    assert len(found) > 1
+    assert [step for path in found for step in replay(path).steps if step.differs] == []
+    beginning, _ = read_segment(found[-1])
+    assert ENTROPY.encode() not in bytes(beginning.state)
+
+
+def test_what_a_crash_cut_off_does_not_hide_what_came_before(fleet: JournaledFleet, tmp_path: Path) -> None:
+    _incident(fleet)
+    fleet.journal.close()
+    path = segments(tmp_path / "journal")[0]
+    whole = len(_steps(tmp_path / "journal"))
+    path.write_bytes(path.read_bytes()[:-40])
+    assert 0 < len(_steps(tmp_path / "journal")) < whole
+
+
+def test_old_segments_go_first_and_the_one_being_written_never(tmp_path: Path) -> None:
+    fleet = JournaledFleet(tmp_path / "journal", segment_bytes=1500, most_bytes=8000)
+    fleet.start(4)
+    for step in range(5, 80):
+        fleet.seal(step)
+        asyncio.run(fleet.journal.drained())
+        fleet.advance(3.0, "n1", "n2", "n3", "n4")
+    fleet.journal.close()
+    found = segments(tmp_path / "journal")
+    assert sum(path.stat().st_size for path in found[:-1]) <= 8000
+    assert int(found[0].name[:15]) / 1000 > START
+
+
+def test_a_disk_that_takes_nothing_costs_the_journal_a_gap_and_decisions_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "journal"
+    fleet = JournaledFleet(folder, segment_bytes=1)
+    fleet.start(4)
+    asyncio.run(fleet.journal.drained())
+    folder.rename(tmp_path / "before")
+    for step in range(5, 15):
+        fleet.seal(step)
+        asyncio.run(fleet.journal.drained())
+    assert caplog.text.count("has a gap from here") == 1
+    fleet.raise_finding("n2", xid())
+    assert fleet.state.nodes["n2"].state is NodeState.QUARANTINED
+    folder.mkdir()
+    fleet.advance(RETRY_S + 1.0, "n1", "n3", "n4")
+    fleet.journal.close()
+    assert fleet.journal.gaps == 1
+    assert _steps(folder)
+
+
+@pytest.mark.parametrize(("entries", "gaps"), [(1, 0), (200, 1)])
+def test_a_large_state_that_waits_for_a_busy_disk_is_no_reason_for_a_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: int, gaps: int
+) -> None:
+    monkeypatch.setattr(recorder, "MOST_WAITING_BYTES", 4096)
+    fleet = JournaledFleet(tmp_path / "journal", segment_bytes=1)
+    fleet.start(4)
+    asyncio.run(fleet.journal.drained())
+    busy, free = threading.Event(), threading.Event()
+    fleet.journal._writing = fleet.journal._thread.submit(lambda: (busy.set(), free.wait(60)))  # type: ignore[assignment]
+    try:
+        assert busy.wait(60)
+        for step in range(5, 5 + entries):
+            fleet.seal(step)
+            fleet.journal.flush()
+    finally:
+        free.set()
+    fleet.journal.close()
+    assert fleet.journal.gaps == gaps
+
+
+def test_what_is_no_journal_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.journal"
+    wrong.write_bytes(b"something else")
+    with pytest.raises(MalformedMessage, match="is no journal: it does not begin with"):
+        replay(wrong)
+    wrong.write_bytes(MAGIC)
+    with pytest.raises(MalformedMessage, match="ends before its first event"):
+        replay(wrong)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="cannot be made"):
+        Journal(tmp_path / "file" / "journal", most_bytes=1, keep_s=1.0)
+
+
+def test_the_command_tells_the_incident_and_that_nothing_differs(fleet: JournaledFleet, tmp_path: Path) -> None:
+    _incident(fleet)
+    fleet.journal.close()
+    command = [sys.executable, "-m", "everstep.cli.main", "replay", str(tmp_path / "journal"), "--node", "n2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "verdict n2-1 (evict)" in done.stdout
+    assert "each decided as it was then" in done.stdout

@@ -1,0 +1,117 @@
+"""A change of policy tried on the journals of several controllers: as on one that has all of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+from everstep_controller.journal.recorder import Journal, segments
+from everstep_controller.journal.trials import _told
+from everstep_controller.journal.what_if import what_if
+
+from everstep.errors import Conflict, EverstepError, NotFound, Unavailable
+from everstep.policy_trials import FAILOVER_S, gaps, together
+from everstep.vocabulary import Action, Decision, Verdict
+from everstep.wire.v1.operator_history import Stretch, Tried
+from tests.support.core_fleet import START
+from tests.support.findings import xid
+from tests.support.journaled import JournaledFleet
+
+A, B, C = "https://a:7700", "https://b:7700", "https://c:7700"
+
+
+def _follow(fleet: JournaledFleet, folder: Path) -> None:
+    """The controller whose journal is ``folder`` leads from now on."""
+    fleet.journal.close()
+    fleet.journal = Journal(folder, most_bytes=1 << 30, keep_s=86400.0)
+    fleet.epoch += 1
+    fleet.now += 1.0
+    fleet.restart()
+    fleet.hear(*(node for node in fleet.state.nodes))
+    fleet.advance(3.0, *fleet.state.nodes)
+
+
+def _past(tmp_path: Path) -> JournaledFleet:
+    """a, b and a again lead; under each of them a node is evicted."""
+    fleet = JournaledFleet(tmp_path / "a")
+    fleet.start(6, 2)
+    fleet.seal(5)
+    fleet.raise_finding("n2", xid(79))
+    for folder, node, number in (("b", "n3", 48), ("a", "n4", 95)):
+        fleet.advance(8.0, *fleet.state.nodes)
+        _follow(fleet, tmp_path / folder)
+        fleet.raise_finding(node, xid(number))
+    fleet.journal.close()
+    return fleet
+
+
+def _tried(fleet: JournaledFleet, folder: Path, since: float = START, **knobs: object) -> Tried:
+    return _told(what_if(folder, msgspec.structs.replace(fleet.policy, **knobs), since))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_several_journals_say_what_one_with_all_of_it_says(tmp_path: Path, count: int) -> None:
+    fleet = _past(tmp_path)
+    (tmp_path / "all").mkdir()
+    for segment in (*segments(tmp_path / "a"), *segments(tmp_path / "b")):
+        shutil.copy(segment, tmp_path / "all")
+    whole = _tried(fleet, tmp_path / "all", eviction_count=count)
+    parts = {url: _tried(fleet, tmp_path / name, eviction_count=count) for url, name in ((A, "a"), (B, "b"))}
+    told = together(parts)
+    assert sorted(told.not_then) == sorted(whole.not_then)
+    assert msgspec.structs.replace(told, not_then=whole.not_then) == whole  # its lines have no time to be ordered by
+    assert (whole.gaps, len(whole.not_then)) == ((), {1: 2, 2: 1, 4: 0}[count])
+
+
+def test_what_a_controller_that_does_not_answer_recorded_is_a_gap_and_named(tmp_path: Path) -> None:
+    fleet = _past(tmp_path)
+    told = together({A: _tried(fleet, tmp_path / "a"), B: Unavailable("nobody answers")})
+    assert (told.evictions, len(told.gaps)) == (2, 1)
+    assert told.sentence.endswith("; https://b:7700 is not counted: nobody answers")
+
+
+def test_one_that_never_led_is_no_gap(tmp_path: Path) -> None:
+    fleet = _past(tmp_path)
+    parts = {A: _tried(fleet, tmp_path / "a"), B: _tried(fleet, tmp_path / "b"), C: NotFound("nothing is recorded")}
+    assert together(parts).sentence == "it would have evicted 3 times, as happened"
+
+
+def test_a_journal_that_two_have_counts_once(tmp_path: Path) -> None:
+    fleet = _past(tmp_path)
+    part = _tried(fleet, tmp_path / "a")
+    assert together({A: part, C: part}) == together({A: part})
+
+
+def test_what_one_would_have_done_and_another_saw_happen_is_no_difference() -> None:
+    """A node that left later than it would have under the change, and once more."""
+    words = {"sentence": "n3: XID 48", "action": Action.DRAIN, "evidence": (), "trace": "t"}
+    verdict = Verdict(id="n3-1", node="n3", decision=Decision.EVICT, at=120.0, **words)  # type: ignore[arg-type]
+    line = "verdict n3-1 (evict): n3: XID 48"
+    parts = [
+        Tried(since=at, events=1, evictions=1, stretches=(Stretch(begins_at=at, ends_at=at + 99.0, epoch=epoch),))
+        for epoch, at in ((1, 100.0), (2, 200.0))
+    ]
+    replace = msgspec.structs.replace
+    told = together({A: replace(parts[0], also=(verdict,)), B: replace(parts[1], not_then=(line, line))})
+    assert (told.evictions, told.also, told.not_then) == (2, (), (line,))
+
+
+def test_what_is_said_where_nobody_recorded_anything() -> None:
+    none: dict[str, Tried | EverstepError] = {A: NotFound("nothing is recorded in a"), B: Conflict("set journal_dir")}
+    with pytest.raises(Conflict, match="set journal_dir"):
+        together(none)
+    with pytest.raises(NotFound, match="nothing is recorded in a"):
+        together({A: none[A]})
+
+
+@pytest.mark.parametrize(
+    ("epoch", "later", "missing"), [(8, 1.0, False), (8, FAILOVER_S + 1.0, True), (9, 1.0, True), (7, 1.0, True)]
+)
+def test_a_failover_within_a_minute_is_no_gap_and_a_leadership_that_nobody_shows_is(
+    epoch: int, later: float, missing: bool
+) -> None:
+    first = Stretch(begins_at=0.0, ends_at=100.0, epoch=7)
+    second = Stretch(begins_at=100.0 + later, ends_at=200.0 + later, epoch=epoch)
+    assert gaps((second, first)) == (((100.0, 100.0 + later),) if missing else ())

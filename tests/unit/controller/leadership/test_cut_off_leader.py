@@ -1,0 +1,94 @@
+"""A leader that is cut off from the database alone: another one leads, and the old one learns of it from its agents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from everstep.bearer_tokens import TokenRole, mint
+from everstep.wire.v1 import operator as op
+from tests.support.agents import agent_process
+from tests.support.controllers import PATIENT, SECRET, VIEWER, ControllerProcess
+from tests.support.cut_line import CutLine, line_to
+from tests.support.databases import give_schema
+from tests.support.forked import ForkPool
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = "lease_s = 1.5\nlease_renew_s = 0.3\n[policy]\n" + PATIENT
+
+
+@contextmanager
+def two_controllers(
+    forks: ForkPool, directory: Path, database: str, line: CutLine
+) -> Iterator[tuple[ControllerProcess, ControllerProcess]]:
+    """The first one leads, and reaches the database over ``line``."""
+    give_schema(database)
+    settings = directory / "settings.toml"
+    settings.write_text(SETTINGS)
+    made = []
+    try:
+        for name, url in (("a", line.url), ("b", database)):
+            (directory / name).mkdir()
+            made.append(
+                ControllerProcess(directory / name, forks, database=url, arguments=("--settings", str(settings)))
+            )
+            made[-1].start()
+        until(made[0].leads, "the first to lead")
+        yield made[0], made[1]
+    finally:
+        for one in made:
+            one.end()
+
+
+def connected(controller: ControllerProcess) -> int:
+    status, body = controller.ask("GET", "/v1/status", None, VIEWER)
+    return msgspec.json.decode(body, type=op.FleetStatus).connected if status == 200 else 0
+
+
+def ready(controller: ControllerProcess) -> tuple[int, dict[str, object]]:
+    status, body = controller.ask("GET", "/readyz", None, {})
+    return status, json.loads(body)
+
+
+def node_states(controller: ControllerProcess) -> list[str]:
+    return [node["state"] for node in json.loads(controller.ask("GET", "/v1/nodes", None, VIEWER)[1])["nodes"]]
+
+
+def test_a_leader_that_alone_is_cut_off_from_the_database_stands_by_when_another_leads_and_its_nodes_move(
+    program_forks: ForkPool, tmp_path: Path, postgres: str
+) -> None:
+    with (
+        line_to(postgres) as line,
+        two_controllers(program_forks, tmp_path, postgres, line) as (old, new),
+        agent_process(f"{old.url},{new.url}") as agent,
+    ):
+        agent.token_file.write_text(mint(SECRET, TokenRole.AGENT, "n1"))
+        agent.start()
+        until(lambda: connected(old), "the agent's session")
+        line.cut()
+        until(new.leads, "the other one to lead")
+        until(lambda: connected(new), "the agent to come to the new leader")
+        until(lambda: ready(old)[0] == 503, "the old one to stand by")
+        assert ready(old)[1]["role"] == "standby"
+        assert "stepping down" in old.log()
+        assert node_states(new) == ["healthy"]
+        line.mend()
+        until(lambda: ready(old)[1]["leader"] == new.url, "the old one to see who leads")
+
+
+def test_a_leader_whose_lease_cannot_be_renewed_says_that_the_database_is_away(
+    program_forks: ForkPool, tmp_path: Path, postgres: str
+) -> None:
+    with line_to(postgres) as line, two_controllers(program_forks, tmp_path, postgres, line) as (old, _new):
+        assert "database" not in ready(old)[1]
+        line.cut()
+        until(lambda: ready(old)[1].get("database") == "away", "the leader to say so")
+        assert b"everstep_controller_database_away 1.0" in old.ask("GET", "/metrics", None, VIEWER)[1]
+        line.mend()

@@ -1,0 +1,224 @@
+"""Three real controllers over a real PostgreSQL: whoever leads is killed, or stopped, while reports pour in."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import msgspec
+import psycopg
+import pytest
+from sqlalchemy.engine import make_url
+
+from everstep.bearer_tokens import TokenRole, mint
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1.agent import Heartbeat
+from tests.support.agents import agent_process
+from tests.support.controllers import PATIENT, SECRET, VIEWER, ControllerProcess, bearer, registration
+from tests.support.forked import ForkPool
+from tests.support.report_stream import EVERY_FINDING, ReportStream, events, reporting
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow
+
+BECAUSE = op.Because(reason="asked of the one asleep")
+N1 = bearer(TokenRole.AGENT, "n1")
+STOPPED_S = float(os.environ.get("EVERSTEP_TEST_STOPPED_S", "0"))
+SHORT_LEASE = "" if STOPPED_S else "lease_s = 1.5\nlease_renew_s = 0.3\n"
+
+
+@pytest.fixture
+def controllers(program_forks: ForkPool, tmp_path: Path, postgres: str) -> Iterator[list[ControllerProcess]]:
+    settings = tmp_path / "settings.toml"
+    settings.write_text(SHORT_LEASE + EVERY_FINDING + PATIENT)
+    made = []
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        made.append(
+            ControllerProcess(
+                tmp_path / name, program_forks, database=postgres, arguments=("--settings", str(settings))
+            )
+        )
+    try:
+        yield [controller.start() for controller in made]
+    finally:
+        for controller in made:
+            controller.end()
+
+
+def leader_of(controllers: list[ControllerProcess]) -> ControllerProcess:
+    until(lambda: any(one.leads() for one in controllers), "a leader")
+    (leader,) = [one for one in controllers if one.leads()]
+    return leader
+
+
+def more(stream: ReportStream) -> None:
+    before = stream.acknowledged
+    until(lambda: stream.acknowledged > before + 20 * stream.PER_REQUEST, "reports to be acknowledged")
+
+
+def test_a_standby_says_who_leads_and_follows_at_once_where_the_leader_ends_in_order(
+    controllers: list[ControllerProcess],
+) -> None:
+    leader, *others = controllers
+    assert leader.leads()
+    for standby in others:
+        assert standby.ask("GET", "/healthz", None, {})[0] == 200
+        status, body = standby.ask("GET", "/readyz", None, {})
+        assert (status, json.loads(body)) == (503, {"ok": False, "role": "standby", "leader": leader.url})
+        with closing(standby.connection()) as connection:
+            connection.request("POST", "/v1/agents/n1/register", msgspec.json.encode(registration("n1")), N1)
+            response = connection.getresponse()
+            problem = json.loads(response.read())
+        assert response.status == 503
+        assert response.headers["everstep-leader"] == problem["leader"] == leader.url
+        assert problem["code"] == "unavailable"
+        assert standby.ask("GET", "/metrics", None, {})[0] == 401
+        assert b"everstep_controller_leader 0.0" in standby.ask("GET", "/metrics", None, VIEWER)[1]
+    assert b"everstep_controller_leader 1.0" in leader.ask("GET", "/metrics", None, VIEWER)[1]
+    assert leader.terminate() == 0
+    until(lambda: any(one.leads() for one in others), "another leader")
+
+
+def test_killed_leaders_are_followed_and_every_acknowledged_write_is_there_once(
+    controllers: list[ControllerProcess],
+) -> None:
+    with reporting(*controllers) as stream:
+        for _ in range(3):
+            more(stream)
+            leader = leader_of(controllers)
+            leader.kill()
+            until(lambda: any(one.leads() for one in controllers), "another leader")
+            leader.start()
+        more(stream)
+    stream.check(leader_of(controllers))
+
+
+def test_a_leader_that_was_stopped_and_wakes_does_no_harm_and_stands_by(controllers: list[ControllerProcess]) -> None:
+    with reporting(*controllers) as stream:
+        more(stream)
+        stopped = leader_of(controllers)
+        assert stopped.process is not None
+        others = [one for one in controllers if one is not stopped]
+        beat = msgspec.json.encode(Heartbeat(incarnation=1, seq=1, sent_at=0.0))
+        with closing(stopped.connection()) as kept:
+            kept.request("POST", "/v1/agents/n1/heartbeat", beat, N1)
+            assert kept.getresponse().read()
+            stopped.process.send_signal(signal.SIGSTOP)
+            try:
+                until(lambda: any(one.leads() for one in others), "another leader")
+                kept.request("POST", "/v1/agents/n1/heartbeat", beat, N1)  # it waits in the stopped one's socket
+                more(stream)
+            finally:
+                stopped.process.send_signal(signal.SIGCONT)
+            try:
+                assert kept.getresponse().status == 503
+            except ConnectionError:  # it had learned that it was followed before it read this, and hung up
+                pass
+        until(lambda: stopped.ask("GET", "/readyz", None, {})[1].count(b"http://"), "it to stand by")
+        assert stopped.process.poll() is None
+        leader = leader_of(controllers)
+        assert leader is not stopped
+        leader.kill()
+        more(stream)
+    stream.check(leader_of(controllers))
+
+
+@contextmanager
+def no_write_goes_on(postgres: str) -> Iterator[Callable[[], bool]]:
+    """Every write waits for the row that this holds; the function says whether one does. Over at the end."""
+    plain = make_url(postgres).set(drivername="postgresql").render_as_string(hide_password=False)
+    with psycopg.connect(plain) as holder, psycopg.connect(plain, autocommit=True) as looking:
+        holder.execute("SELECT value FROM meta WHERE key = 'epoch' FOR UPDATE")
+        waiting = (
+            "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+            " AND application_name LIKE 'everstep-controller%'"
+        )
+        yield lambda: looking.execute(waiting).fetchone() != (0,)
+        holder.rollback()
+
+
+def test_a_write_that_was_under_way_when_its_leader_was_stopped_comes_to_nothing_when_it_wakes(
+    controllers: list[ControllerProcess], postgres: str
+) -> None:
+    """Its epoch is over, as the write itself finds that it repeats, or the renewal of the lease, whichever comes first.
+
+    EVERSTEP_TEST_STOPPED_S=30: it sleeps for so long, with the lease that controllers have by default.
+    """
+    with reporting(*controllers) as stream, ThreadPoolExecutor(1) as hands:
+        more(stream)
+        stopped = leader_of(controllers)
+        assert stopped.process is not None
+        others = [one for one in controllers if one is not stopped]
+        with no_write_goes_on(postgres) as waits:
+            order = hands.submit(stopped.ask, "POST", "/v1/nodes/n1/hold", BECAUSE, timeout_s=STOPPED_S + 60.0)
+            until(waits, "a write to be under way")
+            stopped.process.send_signal(signal.SIGSTOP)
+            asleep_at = time.perf_counter()
+        try:
+            until(lambda: any(one.leads() for one in others), "another leader")
+            more(stream)
+            until(lambda: time.perf_counter() >= asleep_at + STOPPED_S, "it to have slept", STOPPED_S + 1.0)
+            assert not order.done()
+        finally:
+            stopped.process.send_signal(signal.SIGCONT)
+        assert order.result(60)[0] == 503
+        until(lambda: stopped.ask("GET", "/readyz", None, {})[1].count(b"http://"), "it to stand by")
+        assert re.search(r"stepping down: .*\b(took the database over|has taken the lease of epoch 1)\b", stopped.log())
+        assert stopped.process.poll() is None
+        more(stream)
+    leader = leader_of(controllers)
+    assert leader is not stopped
+    assert events(leader, "operator.hold") == []
+    stream.check(leader)
+
+
+def taking(controller: ControllerProcess) -> int:
+    return controller.log().count("taking the lease")
+
+
+def test_a_standby_that_is_stopped_while_it_takes_over_is_followed_too(
+    controllers: list[ControllerProcess], postgres: str
+) -> None:
+    leader = leader_of(controllers)
+    others = [one for one in controllers if one is not leader]
+    with no_write_goes_on(postgres) as waits:
+        leader.kill()
+        until(lambda: waits() and any(map(taking, others)), "a standby to take over")
+        stopped = next(one for one in others if taking(one))
+        assert stopped.process is not None
+        stopped.process.send_signal(signal.SIGSTOP)
+    try:
+        (follower,) = [one for one in others if one is not stopped]
+        until(follower.leads, "the other one to lead")
+    finally:
+        stopped.process.send_signal(signal.SIGCONT)
+    until(lambda: stopped.ask("GET", "/readyz", None, {})[1].count(b"http://"), "it to stand by")
+    assert follower.leads()
+
+
+def connected(controller: ControllerProcess) -> int:
+    status, body = controller.ask("GET", "/v1/status", None, VIEWER)
+    return msgspec.json.decode(body, type=op.FleetStatus).connected if status == 200 else 0
+
+
+def test_a_real_agents_session_moves_by_itself_and_is_no_loss(controllers: list[ControllerProcess]) -> None:
+    with agent_process(",".join(one.url for one in controllers)) as agent:
+        agent.token_file.write_text(mint(SECRET, TokenRole.AGENT, "n1"))
+        agent.start()
+        for _ in range(2):
+            leader = leader_of(controllers)
+            until(lambda leader=leader: connected(leader), "the agent's session")
+            leader.kill()
+        last = leader_of(controllers)
+        until(lambda: connected(last), "the agent's session at the last controller")
+        assert len(events(last, "node.registered")) == 1
+        assert events(last, "node.lost") == []
+        assert agent.end() == 0

@@ -1,0 +1,86 @@
+"""What a leader makes of nodes at other doors: whom it heard itself, and that nothing is given up untold."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from everstep_controller.config import ControllerSettings
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.state import NodeLive, Pulse
+from everstep_controller.leadership.leader_checks import Elsewhere
+from everstep_controller.leadership.lease import Resignation, Told
+
+from everstep.clock import ManualClock
+from everstep.errors import Unavailable
+
+AT_THE_OTHER_DOOR = Told(knocks={"b": 19})
+
+
+class Loop:
+    """Stands for the fleet's loop: two nodes, and an audit log that may be away."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.now = clock.monotonic
+        self.state = SimpleNamespace(live_nodes={"n1": NodeLive(pulse=Pulse()), "n2": NodeLive(pulse=Pulse())})
+        self.away = False
+        self.kinds: list[str] = []
+
+    async def submit(self, stimulus: Any) -> None:
+        if self.away:
+            raise Unavailable("the database is away")
+        stimulus(SimpleNamespace(note=lambda entry: self.kinds.append(entry.kind)), 0.0)
+
+    def hear(self, node: str) -> None:
+        self.state.live_nodes[node].pulse.heard_at = self.now()
+
+
+def watch(loop: Loop, clock: ManualClock, **settings: Any) -> Elsewhere:
+    given = ControllerSettings(secret_file="unused", policy=CorePolicy.lab(), **settings)
+    return Elsewhere(given, loop, clock)  # type: ignore[arg-type]
+
+
+def looks(elsewhere: Elsewhere, clock: ManualClock, times: int) -> Resignation | None:
+    """What the last of so many looks, a second apart, came to."""
+
+    async def last() -> Resignation | None:
+        found = None
+        for _ in range(times):
+            clock.advance(1.0)
+            found = await elsewhere.look(AT_THE_OTHER_DOOR)
+        return found
+
+    return asyncio.run(last())
+
+
+def test_a_node_counts_as_heard_for_some_seconds_after_its_last_word() -> None:
+    clock = ManualClock(monotonic=1000.0)
+    loop = Loop(clock)
+    elsewhere = watch(loop, clock)
+    for node in ("n1", "n2"):
+        loop.hear(node)
+        clock.advance(1.0)
+    loop.hear("n1")
+    assert looks(elsewhere, clock, 19) is None  # nineteen against two for the first four looks, and then against fewer
+    assert (found := looks(elsewhere, clock, 1)) is not None
+    assert found.heir == "b"
+    assert loop.kinds == ["controller.resigned"]
+
+
+def test_nothing_is_given_up_before_it_can_be_written_why() -> None:
+    clock = ManualClock(monotonic=1000.0)
+    loop = Loop(clock)
+    elsewhere = watch(loop, clock)
+    loop.away = True
+    assert looks(elsewhere, clock, 30) is None
+    loop.away = False
+    assert looks(elsewhere, clock, 1) is not None
+    assert loop.kinds == ["controller.resigned"]
+
+
+def test_it_can_be_turned_off() -> None:
+    clock = ManualClock(monotonic=1000.0)
+    loop = Loop(clock)
+    assert looks(watch(loop, clock, resign_after_s=0.0), clock, 1000) is None
+    assert loop.kinds == []

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from everstep_controller.leadership.lease import MOST_DOUBLINGS, Notice, Reach, Resignation, Told, is_deaf
+from hypothesis import given
+from hypothesis import strategies as st
+
+AFTER_S, GAP_S = 15.0, 5.0
+
+
+def found(
+    looks: Iterable[tuple[int, dict[str, int]]], *, resignations: int = 0, every_s: float = 1.0
+) -> list[tuple[float, Resignation | Notice]]:
+    """What followed, and when, from looks at how many are heard and who knocks where."""
+    reach = Reach(AFTER_S, GAP_S)
+    told = []
+    for look, (heard, knocks) in enumerate(looks):
+        result = reach.look(look * every_s, heard, Told(knocks=knocks, resignations=resignations))
+        if result is not None:
+            told.append((look * every_s, result))
+    return told
+
+
+def resigned(told: list[tuple[float, Resignation | Notice]]) -> list[tuple[float, str]]:
+    return [(at, one.heir) for at, one in told if isinstance(one, Resignation)]
+
+
+def kinds(told: list[tuple[float, Resignation | Notice]]) -> list[str]:
+    return [one.kind for _, one in told if isinstance(one, Notice)]
+
+
+def test_a_leader_that_hears_nobody_while_the_fleet_is_at_another_door_resigns_for_that_one() -> None:
+    (at, result), *_ = found([(0, {"b": 40, "c": 3})] * 20)
+    assert at == AFTER_S
+    assert isinstance(result, Resignation)
+    assert result.heir == "b"
+    assert "for 15 s 40 nodes came again and again to b, which stands by, and this leader heard none" in result.sentence
+
+
+def test_a_fleet_that_is_down_or_cut_off_from_everybody_is_at_nobodys_door() -> None:
+    assert found([(0, {})] * 500) == []
+
+
+def test_agents_that_find_the_leader_in_the_end_move_nothing() -> None:
+    assert found([(0, {"b": 40})] * 14 + [(5, {"b": 40})] + [(40, {"b": 40})] * 10 + [(40, {})] * 100) == []
+
+
+def test_a_fleet_in_two_halves_stays_with_its_leader_which_says_so_once_and_when_it_is_over() -> None:
+    looks = [(20, {"b": 20})] * 300 + [(40, {})] * 30
+    assert resigned(found(looks)) == []
+    assert kinds(found(looks)) == ["controller.split", "controller.split_over"]
+    (at, _), _over = found(looks)
+    assert at == 2 * AFTER_S
+
+
+def test_nine_tenths_of_the_fleet_elsewhere_is_the_margin() -> None:
+    assert is_deaf(10, 100)
+    assert not is_deaf(11, 100)
+    assert is_deaf(0, 1)
+    assert not is_deaf(1, 9)
+    assert not is_deaf(0, 0)
+
+
+def test_a_moment_in_which_it_was_otherwise_begins_the_wait_anew() -> None:
+    looks = [(0, {"b": 40})] * 10 + [(0, {})] + [(0, {"b": 40})] * 20
+    assert resigned(found(looks))[0] == (11 + AFTER_S, "b")
+
+
+def test_a_process_that_was_stopped_has_seen_nothing_in_between() -> None:
+    reach, told = Reach(AFTER_S, GAP_S), Told(knocks={"b": 40})
+    assert all(reach.look(at, 0, told) is None for at in (0.0, 1.0, 2.0, 3.0))
+    assert all(reach.look(at, 0, told) is None for at in (60.0, 61.0, 62.0, 74.0))
+
+
+def test_after_each_resignation_in_a_row_the_next_one_waits_twice_as_long() -> None:
+    looks = [(0, {"b": 40})] * 2000
+    waited = [resigned(found(looks, resignations=many))[0][0] for many in (0, 1, 2, MOST_DOUBLINGS, 99)]
+    assert waited == [15.0, 30.0, 60.0, 960.0, 960.0]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 50), st.dictionaries(st.sampled_from("bc"), st.integers(0, 50))),
+        max_size=60,
+    ),
+    st.integers(0, 2),
+)
+def test_whoever_resigns_was_deaf_at_every_look_of_its_patience_and_its_heir_had_most_knocks(
+    looks: list[tuple[int, dict[str, int]]], resignations: int
+) -> None:
+    waits = int(AFTER_S * 2**resignations)
+    for at, heir in resigned(found(looks, resignations=resignations)):
+        last = int(at)
+        assert last >= waits
+        for heard, knocks in looks[last - waits : last + 1]:
+            assert 0 < max(knocks.values(), default=0) >= 10 * heard
+        assert looks[last][1][heir] == max(looks[last][1].values())

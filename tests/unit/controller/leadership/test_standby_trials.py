@@ -1,0 +1,128 @@
+"""What a controller that stands by recorded while it led, asked for a trial of another policy."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from everstep_controller.api.credentials import Keyring
+from everstep_controller.config import ControllerSettings
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.leadership.standby import Standby
+from starlette.testclient import TestClient
+from typer.testing import CliRunner
+
+from everstep.bearer_tokens import TokenRole, mint
+from everstep.cli.main import app
+from everstep.clock import ManualClock
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1 import operator_history as past
+from tests.support.controllers import PATIENT, SECRET, VIEWER, bearer, controller_process, registration
+from tests.support.core_fleet import START
+from tests.support.findings import xid
+from tests.support.forked import ForkPool
+from tests.support.journaled import JournaledFleet
+from tests.support.waiting import until
+
+TRY = past.TryPolicy(change=past.PolicyChange(knobs={"eviction_count": 1}), hours=1.0)
+"""Of a fleet whose budget was four."""
+
+
+def _standby(journal: str = "") -> Standby:
+    settings = ControllerSettings(secret_file="unused", policy=CorePolicy.lab(), journal_dir=journal)
+    return Standby(settings, Keyring((SECRET,)), ManualClock(wall=START + 60.0), lambda: "http://10.0.0.9:7700")
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> str:
+    """What a controller recorded before it stood by: two nodes left."""
+    fleet = JournaledFleet(tmp_path / "journal")
+    fleet.start(4, 2)
+    fleet.seal(5)
+    for node, number in (("n2", 79), ("n3", 48)):
+        fleet.raise_finding(node, xid(number))
+        fleet.advance(8.0, *fleet.state.nodes)
+    fleet.journal.close()
+    return str(tmp_path / "journal")
+
+
+def _ask(standby: Standby, path: str, body: Any = TRY, headers: dict[str, str] = VIEWER) -> tuple[int, Any]:
+    answer = TestClient(standby).post(path, content=msgspec.json.encode(body), headers=headers)
+    return answer.status_code, answer.json()
+
+
+def test_who_stands_by_tells_what_it_recorded_when_it_is_asked_itself(recorded: str) -> None:
+    status, said = _ask(_standby(recorded), "/v1/policy/try?here=true")
+    told = msgspec.convert(said, past.Tried)
+    assert (status, told.evictions, len(told.not_then)) == (200, 1, 1)
+    assert told.not_then[0].startswith("verdict n3-1 (evict)")
+
+
+def test_and_names_the_leader_to_whoever_asks_for_one(recorded: str) -> None:
+    for path in ("/v1/policy/try", "/v1/policy/try?here=false", "/v1/policy/check?here=true"):
+        status, said = _ask(_standby(recorded), path, headers={})
+        assert (status, said["role"], said["leader"]) == (503, "standby", "http://10.0.0.9:7700")
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ({}, TRY, 401),
+        (bearer(TokenRole.AGENT, "n1"), TRY, 403),
+        (VIEWER, {"change": {"knobs": {"eviction_cuont": 1}}}, 422),
+        (VIEWER, {"change": 1}, 422),
+        (VIEWER, TRY, 409),
+    ],
+)
+def test_it_is_as_strict_as_a_leader(headers: dict[str, str], body: Any, status: int) -> None:
+    assert _ask(_standby(), "/v1/policy/try?here=true", body, headers)[0] == status
+
+
+def test_one_that_never_led_has_nothing_to_tell(tmp_path: Path) -> None:
+    assert _ask(_standby(str(tmp_path)), "/v1/policy/try?here=true")[0] == 404
+
+
+# --- with real controllers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_command_tells_of_all_that_two_controllers_recorded_one_after_the_other(
+    program_forks: ForkPool, tmp_path: Path, postgres: str
+) -> None:
+    with ExitStack() as stack:
+        pair = []
+        for name in "ab":
+            (tmp_path / name).mkdir()
+            settings = tmp_path / name / "settings.toml"
+            settings.write_text(f'journal_dir = "{tmp_path / name / "journal"}"\n[policy]\n{PATIENT}')
+            options = {"database": postgres, "arguments": ("--settings", str(settings))}
+            pair.append(stack.enter_context(controller_process(tmp_path / name, program_forks, **options)))
+        for leader, other, node in ((pair[0], pair[1], "n1"), (pair[1], pair[0], "n2")):
+            until(leader.leads, "the first one to lead")
+            assert leader.ask("POST", f"/v1/agents/{node}/register", registration(node), _agent(node))[0] == 200
+            evict = leader.ask("POST", f"/v1/nodes/{node}/evict", op.Because(reason="to see it"))
+            assert evict[0] == 200, evict
+            if node == "n1":
+                assert leader.terminate() == 0
+                until(other.leads, "another one to lead")
+                leader.start()
+        token, change = tmp_path / "token", tmp_path / "change.toml"
+        token.write_text(mint(SECRET, TokenRole.VIEWER, "vera"))
+        change.write_text("[policy]\neviction_count = 1\n")
+        words = ["--controller", f"{pair[0].url},{pair[1].url}", "--token-file", str(token)]
+        done = CliRunner().invoke(app, [*words, "policy", "try", str(change), "--json"])
+        assert done.exit_code == 0, done.output
+        told = msgspec.json.decode(done.stdout, type=past.Tried)
+        assert [one.epoch for one in told.stretches] == [1, 2]
+        assert (told.gaps, told.evictions) == ((), 0), "people ordered those"
+        assert "as happened" in told.sentence
+        alone = pair[0].ask("POST", "/v1/policy/try?here=true", TRY, VIEWER)
+        assert alone[0] == 200
+        assert msgspec.json.decode(alone[1], type=past.Tried).events < told.events
+
+
+def _agent(node: str) -> dict[str, str]:
+    return bearer(TokenRole.AGENT, node)

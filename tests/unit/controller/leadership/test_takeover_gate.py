@@ -1,0 +1,87 @@
+"""Agents that come to a controller that does not lead: told so at once, or kept waiting while it takes over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from everstep.bearer_tokens import TokenRole
+from tests.support.controllers import InProcess, bearer
+from tests.support.sessions import Line, Served, served, upgrade
+
+
+@pytest.fixture
+def standby(tmp_path: Path) -> Iterator[Served]:
+    with served(InProcess(f"sqlite:///{tmp_path / 'c.db'}")) as controller:
+        controller.leads = False
+        yield controller
+
+
+def knock(controller: Served) -> Line:
+    line = Line(controller.address)
+    line.send(upgrade("n1", bearer(TokenRole.AGENT, "n1")))
+    return line
+
+
+def refusal(line: Line) -> tuple[int, str]:
+    status, head = line.head()
+    length = next(int(h.split(b":")[1]) for h in head.split(b"\r\n") if h.startswith(b"content-length"))
+    problem = msgspec.json.decode(line.take(length))
+    assert line.ended()
+    line.close()
+    return status, problem["detail"]
+
+
+def waiting(controller: Served) -> int:
+    return len(controller.threshold._waiting)
+
+
+def test_who_stands_by_refuses_at_once_and_says_why(standby: Served) -> None:
+    assert refusal(knock(standby)) == (503, "it stands by")
+
+
+def test_who_comes_while_it_takes_over_is_let_in_when_it_leads(
+    standby: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "everstep_controller.server.connection_router.PATIENCE_S", 60.0
+    )  # the first is to be there still when the last comes
+    standby.on_loop(standby.threshold.close)
+    with ExitStack() as open_lines:
+        lines = [knock(standby) for _ in range(40)]
+        for line in lines:
+            open_lines.callback(line.close)
+        standby.until(lambda: waiting(standby) == len(lines))
+        standby.leads = True
+        standby.on_loop(standby.threshold.open)
+        assert [line.head()[0] for line in lines] == [101] * len(lines)
+
+
+def test_who_comes_while_it_takes_over_is_refused_when_another_one_leads(standby: Served) -> None:
+    standby.on_loop(standby.threshold.close)
+    line = knock(standby)
+    standby.until(lambda: waiting(standby) == 1)
+    standby.on_loop(standby.threshold.open)
+    assert refusal(line)[0] == 503
+
+
+def test_nobody_is_kept_waiting_for_longer_than_an_agent_waits(
+    standby: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("everstep_controller.server.connection_router.PATIENCE_S", 0.05)
+    standby.on_loop(standby.threshold.close)
+    assert refusal(knock(standby))[0] == 503
+    assert waiting(standby) == 0
+
+
+def test_who_hangs_up_meanwhile_is_done_without(standby: Served) -> None:
+    standby.on_loop(standby.threshold.close)
+    line = knock(standby)
+    standby.until(lambda: waiting(standby) == 1)
+    line.close()
+    standby.on_loop(standby.threshold.open)
+    standby.until(lambda: waiting(standby) == 0 and standby.descriptors.open == 0)

@@ -1,0 +1,106 @@
+"""A leader that reaches the database and not its nodes: it gives its lease up for the controller that they come to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from everstep.bearer_tokens import TokenRole, mint
+from everstep.wire.v1 import operator as op
+from tests.support.agents import AgentProcess, agent_process
+from tests.support.controllers import PATIENT, SECRET, VIEWER, ControllerProcess
+from tests.support.cut_line import CutLine, line_to_port
+from tests.support.databases import give_schema
+from tests.support.forked import ForkPool
+from tests.support.report_stream import events
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = "lease_s = 1.5\nlease_renew_s = 0.3\nresign_after_s = 2.0\n[policy]\n" + PATIENT
+
+
+class Pair:
+    """Two controllers over one database, of which the first leads, and a line to each."""
+
+    def __init__(self, forks: ForkPool, directory: Path, database: str, stack: ExitStack) -> None:
+        give_schema(database)
+        settings = directory / "settings.toml"
+        settings.write_text(SETTINGS)
+        self.controllers: list[ControllerProcess] = []
+        self.lines: list[CutLine] = []
+        for name in "ab":
+            (directory / name).mkdir()
+            arguments = ("--settings", str(settings))
+            one = ControllerProcess(directory / name, forks, database=database, arguments=arguments)
+            stack.callback(one.end)
+            self.controllers.append(one.start())
+            self.lines.append(stack.enter_context(line_to_port(lambda one=one: one.listen)))
+            until(self.controllers[0].leads, "the first to lead")
+
+    def agent(self, node: str, stack: ExitStack, *lines: CutLine) -> AgentProcess:
+        """An agent of ``node``, over these lines or both."""
+        urls = ",".join(line.url for line in lines or self.lines)
+        agent = stack.enter_context(agent_process(urls, node))
+        agent.token_file.write_text(mint(SECRET, TokenRole.AGENT, node))
+        agent.start("--answer-timeout-s", "1")
+        return agent
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def pair(program_forks: ForkPool, tmp_path: Path, postgres: str, stack: ExitStack) -> Pair:
+    return Pair(program_forks, tmp_path, postgres, stack)
+
+
+def connected(controller: ControllerProcess) -> int:
+    status, body = controller.ask("GET", "/v1/status", None, VIEWER)
+    return msgspec.json.decode(body, type=op.FleetStatus).connected if status == 200 else 0
+
+
+def metric(controller: ControllerProcess, name: str) -> float:
+    text = controller.ask("GET", "/metrics", None, VIEWER)[1].decode()
+    return float(next(line for line in text.splitlines() if line.startswith(f"everstep_controller_{name} ")).split()[1])
+
+
+def test_a_leader_that_none_of_its_nodes_reaches_gives_the_lease_to_the_controller_that_they_come_to(
+    pair: Pair, stack: ExitStack
+) -> None:
+    (old, new), (line, _other) = pair.controllers, pair.lines
+    for node in ("n1", "n2"):
+        pair.agent(node, stack)
+    until(lambda: connected(old) == 2, "the agents' sessions")
+    line.cut()
+    until(lambda: metric(new, "knocks") == 2 or new.leads(), "the agents to insist on the other one")
+    until(new.leads, "the other one to lead")
+    until(lambda: connected(new) == 2, "the agents to come to it")
+    until(lambda: json.loads(old.ask("GET", "/readyz", None, {})[1]).get("leader") == new.url, "the old one to see it")
+    assert "stepping down: for" in old.log()
+    (told,) = events(new, "controller.resigned")
+    assert f" came again and again to {new.listen}, which stands by, and this leader heard none" in told.sentence
+    assert [events(new, kind) for kind in ("node.suspect", "node.lost", "verdict.evict")] == [[], [], []]
+    until(lambda: metric(new, "resignations") == 1.0, "the number of leaders that resigned")
+    line.mend()
+    assert new.leads()
+    assert (metric(old, "leader"), metric(old, "knocks")) == (0.0, 0.0)
+
+
+def test_a_fleet_in_two_halves_stays_where_it_is_and_people_are_told(pair: Pair, stack: ExitStack) -> None:
+    (leader, standby), (line, other) = pair.controllers, pair.lines
+    pair.agent("n1", stack, line)
+    pair.agent("n2", stack, other)
+    until(lambda: connected(leader) == 1, "the session of the half that reaches it")
+    until(lambda: events(leader, "controller.split"), "the split to be told")
+    until(lambda: metric(leader, "nodes_elsewhere") == metric(standby, "knocks") == 1.0, "the metrics to tell of it")
+    assert leader.leads()
+    assert events(leader, "controller.resigned") == []

@@ -1,0 +1,496 @@
+"""What stands wrong is posted when it changes, and again now and then, in the form of Alertmanager's webhooks."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from everstep_controller.core.events import NodeObserved, OperatorAction, StoreChanged
+from everstep_controller.remediation import alerts as alerting
+from everstep_controller.remediation.alerts import (
+    MOST,
+    REPEAT_S,
+    RETRY_S,
+    Alert,
+    Alerting,
+    alerts_of,
+    maybe_told,
+    posts,
+)
+from everstep_controller.remediation.remediator import MARK, DryRun, Standing
+from everstep_controller.remediation.service import Observer
+from everstep_controller.remediation.webhook import Receiver
+from everstep_controller.store.database_errors import StoreAway, Superseded
+from everstep_controller.store.rows import AlertRow, Loaded
+from starlette.testclient import TestClient
+
+from everstep.errors import ConfigurationError, Unavailable
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1.training import FindingCleared, FindingRaised
+from tests.support.controllers import InProcess, Speaker, post
+from tests.support.core_fleet import CoreFleet
+from tests.support.findings import xid
+
+
+class Inbox:
+    """A receiver of alerts. ``takes``: how many more posts it answers with 200; None is all."""
+
+    def __init__(self) -> None:
+        self.posts: list[dict[str, Any]] = []
+        self.status = 200
+        self.takes: int | None = None
+        self._came = threading.Condition()
+        self.tokens: set[str | None] = set()
+        inbox = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                inbox.tokens.add(self.headers["Authorization"])
+                self.send_response(inbox._take(body))
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/alerts"
+
+    def _take(self, body: dict[str, Any]) -> int:
+        if self.status != 200 or self.takes == 0:
+            return max(self.status, 503)
+        self.takes = self.takes and self.takes - 1
+        with self._came:
+            self.posts.append(body)
+            self._came.notify_all()
+        return 200
+
+    def wait_for(self, status: str) -> None:
+        """Until the newest thing said of a node is that its alert has this status."""
+        with self._came:
+            assert self._came.wait_for(lambda: self._newest() == status, 30.0), self.posts
+
+    def _newest(self) -> str:
+        told = [alert for body in self.posts for alert in body["alerts"] if "node" in alert["labels"]]
+        return str(told[-1]["status"]) if told else ""
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def inbox() -> Iterator[Inbox]:
+    made = Inbox()
+    yield made
+    made.close()
+
+
+class Watch:
+    """Alerting over a fleet, by the controllers that lead it one after another. ``kept``: what its database has."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self.fleet = CoreFleet()
+        self.fleet.start(4, 1)
+        self.failures = 0
+        self.kept: dict[str, AlertRow] = {}
+        self.trouble: Exception | None = None
+        self.leads = True
+        self._inbox = inbox
+        self._epoch = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """A controller begins to lead, after the one before if there was one."""
+        self._epoch += 1
+        loaded = Loaded(
+            epoch=self._epoch,
+            batch=0,
+            fleet=None,
+            nodes={},
+            standing={},
+            jobs={},
+            outbox=[],
+            marks={},
+            poisoned=frozenset(),
+            newest_audit=0,
+            newest_at=self.fleet.now,
+            versions=[],
+            alerts=list(self.kept.values()),
+        )
+        self.alerting = Alerting(
+            self._inbox.url,
+            token="a token",
+            controller="http://c:1",
+            state=self.fleet.state,
+            now=lambda: self.fleet.now,
+            write=self._write,
+            told=maybe_told(loaded),
+            check_leading=self._check_leading,
+            failed=self._failed,
+        )
+
+    async def _write(self, told: list[AlertRow], over: list[str]) -> None:
+        if self.trouble is not None:
+            raise self.trouble
+        self.kept |= {row.fingerprint: row for row in told}
+        for fingerprint in over:
+            self.kept.pop(fingerprint, None)
+
+    def _check_leading(self) -> None:
+        if not self.leads:
+            raise Unavailable("it was stopped")
+
+    def _failed(self) -> None:
+        self.failures += 1
+
+    def look(self) -> None:
+        asyncio.run(self.alerting.look())
+
+
+def _names(post: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(alert["labels"]["alertname"], alert["status"]) for alert in post["alerts"]]
+
+
+def test_a_fleet_that_is_well_posts_nothing(inbox: Inbox) -> None:
+    watch = Watch(inbox)
+    watch.look()
+    watch.fleet.now += REPEAT_S + 1
+    watch.look()
+    assert inbox.posts == []
+
+
+def test_an_evicted_node_is_told_repeated_and_told_as_resolved(inbox: Inbox) -> None:
+    watch = Watch(inbox)
+    watch.fleet.raise_finding("n2", xid())
+    watch.look()
+    watch.look()
+    assert [_names(post) for post in inbox.posts] == [[("EverstepNodeOut", "firing")]]
+    (alert,) = inbox.posts[0]["alerts"]
+    assert alert["labels"]["node"] == "n2"
+    assert "XID 79" in alert["annotations"]["summary"]
+    assert inbox.posts[0]["version"] == "4"
+    watch.fleet.now += REPEAT_S + 1
+    watch.look()
+    assert len(inbox.posts) == 2
+    del watch.fleet.state.nodes["n2"]
+    watch.look()
+    assert _names(inbox.posts[2]) == [("EverstepNodeOut", "resolved")]
+    assert inbox.posts[2]["status"] == "resolved"
+    assert inbox.tokens == {"Bearer a token"}
+
+
+def test_a_post_that_failed_is_made_good_by_the_next(inbox: Inbox) -> None:
+    watch = Watch(inbox)
+    watch.fleet.raise_finding("n2", xid())
+    inbox.status = 503
+    watch.look()
+    watch.look()
+    assert watch.failures == 1
+    inbox.status = 200
+    watch.fleet.now += RETRY_S
+    watch.look()
+    assert [_names(post) for post in inbox.posts] == [[("EverstepNodeOut", "firing")]]
+
+
+def test_a_post_that_failed_as_nobody_expected_is_counted_and_made_good(
+    inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch(inbox)
+    watch.fleet.raise_finding("n2", xid())
+
+    def broken(*_: object) -> tuple[int, bytes]:
+        raise UnicodeError("label too long")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Receiver, "ask", broken)
+        watch.look()
+    assert watch.failures == 1
+    watch.fleet.now += RETRY_S
+    watch.look()
+    assert [_names(post) for post in inbox.posts] == [[("EverstepNodeOut", "firing")]]
+
+
+def test_the_breaker_a_paused_job_and_an_absent_database_are_told_first(inbox: Inbox) -> None:
+    fleet = CoreFleet()
+    fleet.start(2, min_nodes=2)
+    fleet.state.fleet.breaker, fleet.state.store_away = "the budget is used up", "the disk is full"
+    fleet.leave("n1")
+    alerts = alerts_of(fleet.state, fleet.now)
+    names = [alert.labels["alertname"] for alert in alerts]
+    assert names == ["EverstepStoreAway", "EverstepBreakerOpen", "EverstepJobPaused"]
+    assert set(alerts[-1].labels) == {"alertname", "severity", "run"}  # as the rules for Prometheus name a job
+
+
+def test_the_alert_of_a_node_that_is_out_says_who_holds_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, 1)
+    fleet.raise_finding("n2", xid())
+    fleet.order(OperatorAction.HOLD, node="n2")
+    (alert,) = alerts_of(fleet.state, fleet.now)
+    assert alert.summary.endswith("evicted; ada ordered to hold n2: because")
+
+
+def _many(kind: str, count: int) -> list[Alert]:
+    return [Alert(labels={"alertname": kind, "node": f"n{i}"}, summary="s", since=0.0) for i in range(count)]
+
+
+def test_posts_are_bounded_tell_everything_and_what_has_ended_first() -> None:
+    made = list(posts(_many("X", MOST), _many("Y", MOST + 7), 1.0, "http://c"))
+    bodies = [json.loads(one.body) for one in made]
+    assert [len(body["alerts"]) for body in bodies] == [MOST, MOST, 7]
+    told = [(alert["labels"]["alertname"], alert["status"]) for body in bodies for alert in body["alerts"]]
+    assert told == [("Y", "resolved")] * (MOST + 7) + [("X", "firing")] * MOST
+    assert len({alert["fingerprint"] for body in bodies for alert in body["alerts"]}) == 2 * MOST + 7
+    assert {(body["status"], body["truncatedAlerts"]) for body in bodies} == {("firing", 0)}
+    assert [len(one.over) for one in made] == [MOST, 7, 0]
+
+
+def test_more_ends_than_a_post_takes_are_all_told_also_where_a_post_fails(inbox: Inbox) -> None:
+    watch = Watch(inbox)
+    watch.kept = {
+        alert.fingerprint: AlertRow(fingerprint=alert.fingerprint, doc=json.dumps(_plain(alert)))
+        for alert in _many("X", 2 * MOST + 5)
+    }
+    watch.begin()
+    inbox.takes = 1
+    watch.look()
+    assert (watch.failures, len(inbox.posts)) == (1, 1)
+    inbox.takes = None
+    watch.fleet.now += RETRY_S
+    watch.look()
+    ended = [alert["fingerprint"] for one in inbox.posts for alert in one["alerts"]]
+    assert len(ended) == len(set(ended)) == 2 * MOST + 5 + 1  # and that the database is there
+    assert watch.kept == {}
+    watch.look()
+    assert len(inbox.posts) == 3
+
+
+def _plain(alert: Alert) -> dict[str, Any]:
+    return {"labels": alert.labels, "summary": alert.summary, "since": alert.since}
+
+
+def test_an_end_that_came_while_nobody_led_is_told_by_the_controller_that_follows(inbox: Inbox) -> None:
+    watch = Watch(inbox)
+    watch.fleet.raise_finding("n2", xid())
+    began = watch.fleet.now
+    watch.look()
+    (fingerprint,) = watch.kept
+    watch.fleet.now += 5.0
+    del watch.fleet.state.nodes["n2"]
+    watch.begin()
+    watch.look()
+    told = {alert["labels"]["alertname"]: alert for alert in inbox.posts[1]["alerts"]}
+    assert (told["EverstepNodeOut"]["status"], told["EverstepNodeOut"]["fingerprint"]) == ("resolved", fingerprint)
+    assert _seconds(told["EverstepNodeOut"]["startsAt"]) == began
+    assert watch.kept == {}
+    watch.begin()
+    watch.look()
+    assert _names(inbox.posts[2]) == [("EverstepStoreAway", "resolved")]
+
+
+def test_an_alert_is_kept_before_it_is_told_and_until_its_end_was_taken(inbox: Inbox) -> None:
+    watch = Watch(inbox)
+    inbox.status = 503
+    watch.fleet.raise_finding("n2", xid())
+    watch.look()
+    assert (len(watch.kept), inbox.posts) == (1, [])  # an answer that was lost looks the same
+    del watch.fleet.state.nodes["n2"]
+    watch.fleet.now += RETRY_S
+    watch.look()
+    assert len(watch.kept) == 1
+    inbox.status = 200
+    watch.fleet.now += RETRY_S
+    watch.look()
+    assert [_names(one) for one in inbox.posts] == [[("EverstepNodeOut", "resolved")]]
+    assert watch.kept == {}
+
+
+def test_an_absence_of_the_database_is_told_with_its_true_beginning_and_its_end(inbox: Inbox) -> None:
+    watch = Watch(inbox)
+    watch.fleet.feed(StoreChanged(away=True, reason="the disk is full"))
+    began = watch.fleet.now
+    watch.trouble = StoreAway("the disk is full")
+    watch.fleet.raise_finding("n2", xid())
+    watch.look()
+    watch.fleet.now += REPEAT_S + 1
+    watch.fleet.feed(StoreChanged(away=True, reason="it is full still"))
+    watch.look()
+    assert [_seconds(one["alerts"][0]["startsAt"]) for one in inbox.posts] == [began, began]
+    assert watch.kept == {}
+    watch.trouble = None
+    watch.fleet.feed(StoreChanged(away=False))
+    watch.look()
+    assert _names(inbox.posts[2])[0] == ("EverstepStoreAway", "resolved")
+    assert _seconds(inbox.posts[2]["alerts"][0]["startsAt"]) == began
+    assert {alert.labels["alertname"] for alert in alerts_of(watch.fleet.state, watch.fleet.now)} == {
+        json.loads(row.doc)["labels"]["alertname"] for row in watch.kept.values()
+    }
+
+
+def test_a_life_that_follows_tells_that_the_database_is_there_since_the_one_before_may_have_died_without_it(
+    inbox: Inbox,
+) -> None:
+    watch = Watch(inbox)
+    watch.fleet.feed(StoreChanged(away=True, reason="the disk is full"))
+    watch.look()
+    (fired,) = inbox.posts[0]["alerts"]
+    watch.fleet.state.store_away = ""
+    watch.begin()
+    watch.look()
+    (ended,) = inbox.posts[1]["alerts"]
+    assert (ended["status"], ended["fingerprint"]) == ("resolved", fired["fingerprint"])
+
+
+def test_who_may_not_lead_any_more_tells_nothing(inbox: Inbox) -> None:
+    watch = Watch(inbox)
+    watch.fleet.raise_finding("n2", xid())
+    watch.leads = False
+    watch.look()
+    watch.leads, watch.trouble = True, Superseded("another controller took the database over")
+    watch.kept.clear()
+    watch.begin()
+    watch.look()
+    assert (inbox.posts, watch.failures) == ([], 2)
+
+
+def _seconds(when: str) -> float:
+    return datetime.fromisoformat(when).timestamp()
+
+
+# --- across lives, over a database --------------------------------------------------------------------------------
+
+
+def test_a_node_that_heals_while_its_alerts_are_not_looked_after_is_told_as_resolved_after_the_restart(
+    inbox: Inbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alerting, "LOOK_S", 0.02)
+    database = f"sqlite:///{tmp_path / 'c.db'}"
+    with TestClient(InProcess(database, alert_url=inbox.url)) as client:
+        speaker = Speaker(client, "n1")
+        speaker.register()
+        speaker.report(FindingRaised(finding=xid()))
+        inbox.wait_for("firing")
+    with TestClient(InProcess(database)) as client:
+        speaker.client = client
+        speaker.report(FindingCleared(key=xid().key))
+        post(client, "/v1/nodes/n1/readmit", op.Because(reason="a new board"), op.Changed)
+    with TestClient(InProcess(database, alert_url=inbox.url)):
+        inbox.wait_for("resolved")
+
+
+def test_a_receiver_that_cannot_be_is_refused() -> None:
+    async def write(_told: list[AlertRow], _over: list[str]) -> None:
+        raise AssertionError
+
+    state = CoreFleet().state
+    with pytest.raises(ConfigurationError, match="cannot be a receiver of alerts"):
+        Alerting("ftp://x", token="", controller="", state=state, now=lambda: 0.0, write=write, failed=lambda: None)
+    with pytest.raises(ConfigurationError, match="cannot be a webhook"):
+        Receiver("http://pager.example:77000/x", "a webhook")
+
+
+# --- cordons of others -------------------------------------------------------------------------------------------
+
+
+class Shown(DryRun):
+    """A scheduler that shows ``nodes``. ``broken``: how often it fails before, as no remediator should."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: dict[str, Standing] = {}
+        self.broken = 0
+
+    def standing(self, nodes: Any) -> dict[str, Standing]:
+        if self.broken > 0:
+            self.broken -= 1
+            raise UnicodeDecodeError("utf-8", b"\xfc", 0, 1, "invalid start byte")
+        return self.nodes
+
+
+def test_an_observer_whose_look_failed_as_nobody_expected_looks_again(caplog: pytest.LogCaptureFixture) -> None:
+    fleet, shown, told, failures = CoreFleet(), Shown(), list[NodeObserved](), list[int]()
+    fleet.start(1)
+    shown.nodes = {"n1": Standing(cordoned_by="ada", reason="a fan")}
+    shown.broken = 2
+
+    async def story() -> None:
+        seen = asyncio.Event()
+
+        async def tell(event: NodeObserved) -> None:
+            told.append(event)
+            fleet.feed(event)
+            seen.set()
+
+        observer = Observer(shown, fleet.state, tell, failed=lambda: failures.append(1))
+        tasks = [asyncio.create_task(observer.run(every_s=0.0)), asyncio.create_task(seen.wait())]
+        async with asyncio.timeout(60):
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        assert done == {tasks[1]}
+        tasks[0].cancel()
+        await asyncio.wait(tasks)
+
+    asyncio.run(story())
+    assert [event.cordoned_by for event in told] == ["ada"]
+    assert len(failures) == 2
+    assert "invalid start byte" in caplog.text
+
+
+def test_a_cordon_of_ours_that_is_gone_is_told_where_it_was_there_before_the_look() -> None:
+    fleet, shown, told, busy = CoreFleet(), Shown(), list[NodeObserved](), set[str]()
+    fleet.start(5)
+
+    async def tell(event: NodeObserved) -> None:
+        told.append(event)
+        fleet.feed(event)
+
+    observer = Observer(shown, fleet.state, tell, settled=lambda node: node not in busy)
+    for node in ("n1", "n2", "n3", "n4"):
+        fleet.order(OperatorAction.HOLD, node=node)
+    busy.add("n2")  # its cordon is still being asked for
+    shown.nodes = {node: Standing() for node in ("n1", "n5")}  # not seen yet: it may never have been taken
+    asyncio.run(observer.look())
+    assert told == []
+    shown.nodes = {node: Standing(cordoned_by=MARK) for node in ("n1", "n2", "n3", "n4")}
+    asyncio.run(observer.look())
+    shown.nodes = {node: Standing() for node in ("n1", "n2", "n5")}
+    shown.nodes["n3"] = Standing(cordoned_by=MARK)
+    fleet.feed(StoreChanged(away=True, reason="gone", trace="away"))
+    asyncio.run(observer.look())
+    assert told == []
+    fleet.feed(StoreChanged(away=False, trace="back"))
+    asyncio.run(observer.look())  # n4 is not known there, or not told of
+    asyncio.run(observer.look())
+    assert [(event.node, bool(event.uncordoned)) for event in told] == [("n1", True)]
+
+
+def test_a_persons_cordon_is_told_once_and_its_end_too_and_ours_never() -> None:
+    fleet, shown, told = CoreFleet(), Shown(), list[NodeObserved]()
+    fleet.start(3)
+
+    async def tell(event: NodeObserved) -> None:
+        told.append(event)
+        fleet.feed(event)
+
+    observer = Observer(shown, fleet.state, tell)
+    shown.nodes = {
+        "n1": Standing(cordoned_by="ada", reason="a fan"),
+        "n2": Standing(cordoned_by=MARK, reason="everstep x"),
+        "n9": Standing(cordoned_by="ada"),
+    }
+    asyncio.run(observer.look())
+    asyncio.run(observer.look())
+    assert [(event.node, event.cordoned_by, event.reason) for event in told] == [("n1", "ada", "a fan")]
+    shown.nodes = {}
+    asyncio.run(Observer(shown, fleet.state, tell).look())
+    assert [(event.node, event.cordoned_by) for event in told[1:]] == [("n1", "")]

@@ -1,0 +1,201 @@
+"""Kubernetes: whose a cordon is, what is kept of others, what is evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from everstep_controller.core.effects import RemedyKind
+from everstep_controller.remediation.kubernetes import Kubernetes
+from everstep_controller.remediation.remediator import Standing
+
+from everstep.errors import Conflict, Unavailable
+from tests.support import kube
+from tests.support.remedies import carry_out, remedy
+
+RBAC = Path(__file__).parents[4] / "deploy" / "kubernetes" / "rbac.yaml"
+
+
+@pytest.fixture
+def cluster() -> Iterator[kube.Cluster]:
+    made = kube.Cluster("n1", "n2")
+    yield made
+    made.close()
+
+
+def test_kubernetes_keeps_others_taints_and_notes_and_tells_an_event_once(cluster: kube.Cluster) -> None:
+    made = Kubernetes(cluster.api())
+    made.apply(remedy(1))
+    made.apply(remedy(1))
+    node = cluster.nodes["n1"]
+    assert node["spec"]["unschedulable"]
+    assert [taint["key"] for taint in node["spec"]["taints"]] == ["nvidia.com/gpu", "everstep.dev/quarantined"]
+    assert node["metadata"]["annotations"]["site"] == "a"
+    assert [event["reason"] for event in cluster.events.values()] == ["EverstepCordon"]
+    made.apply(remedy(2, RemedyKind.UNCORDON))
+    assert node["spec"] == {"unschedulable": False, "taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]}
+    assert node["metadata"]["annotations"] == {"site": "a"}
+
+
+def test_kubernetes_empties_a_cordoned_node_but_for_daemons_and_static_pods_where_asked(cluster: kube.Cluster) -> None:
+    cluster.add_pod("trainer", "n1")
+    cluster.add_pod("agent", "n1", owner="DaemonSet")
+    cluster.add_pod("static", "n1", owner="Node", **{"kubernetes.io/config.mirror": "a hash"})
+    cluster.add_pod("other", "n2")
+    made = Kubernetes(cluster.api(), evict=True)
+    made.apply(remedy(1))
+    assert made.is_done(remedy(1))
+    assert set(cluster.pods) == {"agent", "static", "other"}
+
+
+def test_kubernetes_takes_a_new_boot_id_for_a_reboot(cluster: kube.Cluster) -> None:
+    made = Kubernetes(cluster.api())
+    made.apply(remedy(1, RemedyKind.REBOOT))
+    made.apply(remedy(1, RemedyKind.REBOOT))
+    assert sum(1 for method, _, _ in cluster.calls if method == "PATCH") == 1
+    assert not made.is_done(remedy(1, RemedyKind.REBOOT))
+    cluster.boot("n1", "boot-2")
+    assert made.is_done(remedy(1, RemedyKind.REBOOT))
+
+
+def test_what_a_person_has_lifted_is_lifted_and_can_be_cordoned_again(cluster: kube.Cluster) -> None:
+    made = Kubernetes(cluster.api())
+    made.apply(remedy(1))
+    cluster.kubectl("n1", unschedulable=None)
+    assert made.standing(["n1"])["n1"] == Standing()
+    carry_out(made, remedy(2))
+    assert made.standing(["n1"])["n1"].reason.startswith("everstep n1-a2:")
+    cluster.kubectl("n1", unschedulable=None)
+    carry_out(made, remedy(3, RemedyKind.REPAIR))
+    assert made.standing(["n1"])["n1"].reason.startswith("everstep n1-a3:")
+    cluster.kubectl("n1", unschedulable=None)
+    carry_out(made, remedy(4, RemedyKind.UNCORDON))
+    assert cluster.nodes["n1"]["metadata"]["annotations"] == {"site": "a"}
+
+
+def test_a_persons_own_cordon_after_ours_was_lifted_is_theirs(cluster: kube.Cluster) -> None:
+    made = Kubernetes(cluster.api())
+    made.apply(remedy(1))
+    cluster.kubectl("n1", unschedulable=None)
+    cluster.kubectl("n1", unschedulable=True)
+    assert made.standing(["n1"])["n1"] == Standing(cordoned_by="kubernetes", reason="cordoned")
+    with pytest.raises(Conflict, match="somebody else"):
+        made.apply(remedy(2, RemedyKind.UNCORDON))
+    with pytest.raises(Conflict, match="somebody else"):
+        made.is_done(remedy(2, RemedyKind.UNCORDON))
+    node = cluster.nodes["n1"]
+    assert node["spec"] == {"unschedulable": True, "taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]}
+    assert node["metadata"]["annotations"] == {"site": "a"}
+
+
+@pytest.mark.parametrize("managers", [None, ["ancient-changes"]])
+def test_our_cordon_is_ours_where_the_server_no_longer_says_who_set_it(
+    cluster: kube.Cluster, managers: list[str] | None
+) -> None:
+    made = Kubernetes(cluster.api())
+    made.apply(remedy(1))
+    node = cluster.nodes["n1"]
+    if managers is None:
+        del node["metadata"]["managedFields"]
+    else:
+        node["metadata"]["managedFields"][0]["manager"] = managers[0]
+    carry_out(made, remedy(2, RemedyKind.UNCORDON))
+    assert not node["spec"]["unschedulable"]
+
+
+def test_a_taint_that_somebody_adds_meanwhile_is_not_lost(cluster: kube.Cluster) -> None:
+    made = Kubernetes(cluster.api())
+    for number, kind in enumerate((RemedyKind.CORDON, RemedyKind.UNCORDON)):
+        cluster.meanwhile = lambda kind=kind: cluster.taint("n1", f"site/{kind}")
+        with pytest.raises(Unavailable, match="409"):
+            made.apply(remedy(number, kind))
+        carry_out(made, remedy(number, kind))
+    keys = [taint["key"] for taint in cluster.nodes["n1"]["spec"]["taints"]]
+    assert keys == ["nvidia.com/gpu", "site/cordon", "site/uncordon"]
+
+
+def test_a_repair_is_told_by_its_own_note(cluster: kube.Cluster) -> None:
+    made = Kubernetes(cluster.api())
+    carry_out(made, remedy(1, RemedyKind.REPAIR))
+    assert not made.is_done(remedy(2, RemedyKind.REPAIR))
+    carry_out(made, remedy(2, RemedyKind.REPAIR))
+
+
+def test_a_pod_that_a_disruption_budget_holds_keeps_no_other_pod_on_the_node(cluster: kube.Cluster) -> None:
+    for name in ("a", "b", "c", "d"):
+        cluster.add_pod(name, "n1")
+    cluster.guarded = {"a", "c"}
+    made = Kubernetes(cluster.api(), evict=True)
+    with pytest.raises(Unavailable, match=r"2 pods of 4 stay on n1.*429"):
+        made.apply(remedy(1))
+    assert set(cluster.pods) == {"a", "c"}
+    assert not made.is_done(remedy(1))
+    cluster.guarded = set()
+    made.apply(remedy(1))
+    assert made.is_done(remedy(1))
+
+
+def test_an_event_that_is_not_taken_keeps_no_node_in_service_and_is_told_later(cluster: kube.Cluster) -> None:
+    made = Kubernetes(cluster.api())
+    cluster.broken = {"events"}
+    with pytest.raises(Unavailable):
+        made.apply(remedy(1))
+    assert cluster.nodes["n1"]["spec"]["unschedulable"]
+    assert not cluster.events
+    cluster.broken = set()
+    made.apply(remedy(1))
+    made.apply(remedy(1))
+    assert [event["reason"] for event in cluster.events.values()] == ["EverstepCordon"]
+
+
+def test_a_node_that_shows_what_was_asked_for_has_its_event_since_nobody_asks_again(cluster: kube.Cluster) -> None:
+    made = Kubernetes(cluster.api())
+    for number, kind in enumerate(sorted(made.kinds)):
+        cluster.calls.clear()
+        made.apply(remedy(number, kind))
+        (_, _, event), (method, path, _) = cluster.calls
+        assert event["metadata"]["name"] == f"everstep.n1-a{number}"
+        assert (method, path) == ("PATCH", "/api/v1/nodes/n1"), kind
+
+
+def test_the_roles_to_be_bound_allow_what_is_asked_for_and_no_more(cluster: kube.Cluster) -> None:
+    evicting = _rights("everstep-controller-evict")
+    assert _rights("everstep-controller") == _used(cluster, evict=False)
+    assert _rights("everstep-controller") | evicting == _used(cluster, evict=True)
+    bound = {one["roleRef"]["name"]: one["subjects"] for one in _manifests() if one["kind"].endswith("Binding")}
+    (account,) = (one["metadata"] for one in _manifests() if one["kind"] == "ServiceAccount")
+    whom = [{"kind": "ServiceAccount", "name": account["name"], "namespace": account["namespace"]}]
+    assert bound == dict.fromkeys(("everstep-controller", "everstep-controller-evict", "everstep-events"), whom)
+
+
+def _used(cluster: kube.Cluster, *, evict: bool) -> set[tuple[str, str]]:
+    """Rights that everything a remediator can be asked for takes."""
+    cluster.used.clear()
+    made = Kubernetes(cluster.api(), evict=evict)
+    for number, kind in enumerate(sorted(made.kinds)):
+        cluster.add_pod("trainer", "n1")
+        made.apply(remedy(number, kind))
+        made.is_done(remedy(number, kind))
+    made.standing(["n1", "n2"])
+    cluster.kubectl("n1", unschedulable=None)
+    return set(cluster.used)
+
+
+def _manifests() -> list[Any]:
+    return list(yaml.safe_load_all(RBAC.read_text()))
+
+
+def _rights(role: str) -> set[tuple[str, str]]:
+    """What the cluster role allows, and, of the one that is always bound, the role for events."""
+    names = {role, "everstep-events"} if role == "everstep-controller" else {role}
+    rules = [
+        rule
+        for one in _manifests()
+        if one["kind"].endswith("Role") and one["metadata"]["name"] in names
+        for rule in one["rules"]
+    ]
+    assert all(rule["apiGroups"] == [""] for rule in rules)
+    return {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}

@@ -1,0 +1,85 @@
+"""What looks after the outside does not end by itself in silence: the process ends, as it does with its loop."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from everstep_controller.api.credentials import Keyring
+from everstep_controller.config import ControllerSettings
+from everstep_controller.core.effects import RemedyKind
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.leadership.member import Member
+from everstep_controller.remediation.alerts import Alerting
+from everstep_controller.remediation.executor import RemedyDesk
+from everstep_controller.remediation.remediator import DryRun
+from everstep_controller.remediation.service import Observer
+from everstep_controller.store.database_errors import Superseded
+from everstep_controller.store.rows import RemedyRow, RemedyState
+
+from everstep.system_clock import SYSTEM_CLOCK
+from tests.support.controllers import SECRET
+from tests.support.databases import give_schema
+
+
+class Bug(Exception):
+    """Nobody has thought of it."""
+
+
+async def _broken(*_: object, **__: object) -> None:
+    raise Bug
+
+
+def member(directory: Path) -> Member:
+    database = f"sqlite:///{directory}/c.db"
+    give_schema(database)
+    settings = ControllerSettings(
+        secret_file="unused", policy=CorePolicy.lab(), name="c", database=database, alert_url="http://127.0.0.1:1/"
+    )
+    return Member(settings, Keyring((SECRET,)), SYSTEM_CLOCK, DryRun, database=database)
+
+
+async def ended(made: Member) -> None:
+    async with asyncio.timeout(60):
+        await made.run()
+
+
+@pytest.mark.parametrize("kind", [Observer, Alerting])
+def test_a_watch_that_ends_by_itself_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type
+) -> None:
+    monkeypatch.setattr(kind, "look", _broken)
+    with pytest.raises(Bug):
+        asyncio.run(ended(member(tmp_path)))
+
+
+def test_a_node_whose_remedies_nobody_carries_out_any_more_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RemedyDesk, "_carry_out", _broken)
+    row = RemedyRow(id="r1", node="n1", kind=RemedyKind.CORDON, state=RemedyState.WANTED, requested_at=1.0, doc="{}")
+
+    async def story() -> None:
+        made = member(tmp_path)
+        running = asyncio.create_task(ended(made))
+        async with asyncio.timeout(60):
+            await made.settled.wait()
+        controller = made.leading()
+        assert controller is not None
+        controller.outside.desk.requested([row])
+        await running
+
+    with pytest.raises(Bug):
+        asyncio.run(story())
+
+
+def test_alerts_that_another_controller_has_taken_over_end_the_leadership(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def superseded(*_: object) -> None:
+        raise Superseded("another controller took the database over")
+
+    monkeypatch.setattr(Alerting, "look", superseded)
+    with pytest.raises(Superseded):
+        asyncio.run(ended(member(tmp_path)))

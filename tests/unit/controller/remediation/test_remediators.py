@@ -1,0 +1,299 @@
+"""What every remediator promises, of a dry run, a webhook, a real Slurm and a Kubernetes API alike."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+from everstep_controller.core.effects import Remedy, RemedyKind
+from everstep_controller.remediation.kubernetes import REPAIR, Kubernetes
+from everstep_controller.remediation.remediator import MARK, DryRun, Remediator, Standing
+from everstep_controller.remediation.slurm import Slurm, parse_node
+from everstep_controller.remediation.webhook import Webhook
+
+from everstep.errors import Conflict, Unavailable
+from tests.support import kube, slurm
+from tests.support.hook import Receiver
+from tests.support.remedies import carry_out, remedy
+
+SECRET = b"the webhook's own secret"
+DEADLINE_S = 60.0
+each_kind = pytest.mark.parametrize("kind", RemedyKind)
+
+
+class Outside:
+    """One remediator and the world behind it.
+
+    ``acts``: how often something was done to a node. ``why``: the reason that stands there for a node in repair.
+    ``boots``: the node comes up again, where it was told to reboot. ``knows_nodes``: whether it can tell one node from
+    another, who has cordoned it, and when nobody answers; ``cordon``: somebody else takes n1 out of service;
+    ``vanish``: the world does not answer from now on.
+    """
+
+    knows_nodes = True
+
+    def __init__(self, remediator: Remediator) -> None:
+        self.remediator = remediator
+
+    def acts(self) -> int:
+        raise NotImplementedError
+
+    def why(self) -> str:
+        raise NotImplementedError
+
+    def boots(self) -> None:
+        pass
+
+    def cordon(self) -> None:
+        raise NotImplementedError
+
+    def vanish(self) -> None:
+        raise NotImplementedError
+
+    def carry_out(self, remedy: Remedy) -> None:
+        carry_out(self.remediator, remedy)
+
+    def uncordon(self) -> None:
+        """A person gives n1 back, whoever took it."""
+        pytest.skip(f"{self.remediator.name} does not tell of a node that is in service")
+
+    def is_to_offer(self, kind: RemedyKind) -> None:
+        if kind not in self.remediator.kinds:
+            pytest.skip(f"{self.remediator.name} offers no {kind}")
+
+    def is_to_know_nodes(self) -> None:
+        if not self.knows_nodes:
+            pytest.skip(f"{self.remediator.name} asks nobody")
+
+
+class InTheLog(Outside):
+    knows_nodes = False
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        super().__init__(DryRun())
+        self._caplog = caplog
+
+    def _lines(self) -> list[str]:
+        return [record.getMessage() for record in self._caplog.records if record.name.endswith("remediator")]
+
+    def acts(self) -> int:
+        return len(self._lines())
+
+    def why(self) -> str:
+        return self._lines()[-1]
+
+
+class AtAReceiver(Outside):
+    def __init__(self, receiver: Receiver) -> None:
+        super().__init__(Webhook(receiver.url, SECRET, wall=lambda: 1.7e9, cordons=True))
+        self._receiver = receiver
+
+    def acts(self) -> int:
+        return len(self._receiver.done)
+
+    def why(self) -> str:
+        return list(self._receiver.done.values())[-1]["sentence"]
+
+    def cordon(self) -> None:
+        self._receiver.cordoned["n1"] = {"cordoned_by": "ada", "reason": "her own"}
+
+    def vanish(self) -> None:
+        self._receiver.status = 503
+
+
+class InSlurm(Outside):
+    """``directory``: for a ``scontrol`` that writes down what it was asked and hands it on to the real one."""
+
+    def __init__(self, cluster: slurm.Cluster, directory: Path) -> None:
+        self._asked = directory / "asked"
+        self._asked.touch()
+        program = directory / "scontrol"
+        program.write_text(f'#!/bin/sh\necho "$*" >> {self._asked}\nexec scontrol "$@"\n')
+        program.chmod(0o700)
+        super().__init__(Slurm(str(program), configuration=str(cluster.client_configuration())))
+        self._cluster, self._rebooted = cluster, cluster.reboots()
+
+    def acts(self) -> int:
+        return sum(1 for line in self._asked.read_text().splitlines() if "show node" not in line)
+
+    def why(self) -> str:
+        return parse_node(self._cluster.shown()).reason
+
+    def boots(self) -> None:
+        self._cluster.boot_as_told(self._rebooted)
+
+    def cordon(self) -> None:
+        self._cluster.scontrol("update", "NodeName=n1", "State=DRAIN", "Reason=a person's own")
+
+    def uncordon(self) -> None:
+        self._cluster.scontrol("update", "NodeName=n1", "State=RESUME")
+
+    def vanish(self) -> None:
+        self._cluster.pause()
+
+
+class InKubernetes(Outside):
+    def __init__(self, cluster: kube.Cluster) -> None:
+        super().__init__(Kubernetes(cluster.api()))
+        self._cluster = cluster
+
+    def acts(self) -> int:
+        return sum(1 for method, _, _ in self._cluster.calls if method == "PATCH")
+
+    def why(self) -> str:
+        return str(self._cluster.nodes["n1"]["metadata"]["annotations"][REPAIR])
+
+    def boots(self) -> None:
+        self._cluster.boot("n1", "boot-2")
+
+    def cordon(self) -> None:
+        self._cluster.kubectl("n1", unschedulable=True)
+
+    def uncordon(self) -> None:
+        self._cluster.kubectl("n1", unschedulable=False)
+
+    def vanish(self) -> None:
+        self._cluster.away = True
+
+
+@contextmanager
+def _in_the_log(request: pytest.FixtureRequest) -> Iterator[Outside]:
+    caplog = request.getfixturevalue("caplog")
+    with caplog.at_level(logging.INFO, logger="everstep_controller.remediation.remediator"):
+        yield InTheLog(caplog)
+
+
+@contextmanager
+def _at_a_receiver(_: pytest.FixtureRequest) -> Iterator[Outside]:
+    receiver = Receiver(SECRET, nodes=("n1", "n2"))
+    try:
+        yield AtAReceiver(receiver)
+    finally:
+        receiver.close()
+
+
+@contextmanager
+def _in_slurm(request: pytest.FixtureRequest) -> Iterator[Outside]:
+    cluster = request.getfixturevalue("real_slurm")
+    cluster.make_idle()
+    try:
+        yield InSlurm(cluster, request.getfixturevalue("tmp_path"))
+    finally:
+        cluster.resume()
+
+
+@contextmanager
+def _in_kubernetes(_: pytest.FixtureRequest) -> Iterator[Outside]:
+    cluster = kube.Cluster("n1", "n2", "n3")
+    try:
+        yield InKubernetes(cluster)
+    finally:
+        cluster.close()
+
+
+WORLDS: dict[str, Callable[[pytest.FixtureRequest], AbstractContextManager[Outside]]] = {
+    "dry_run": _in_the_log,
+    "webhook": _at_a_receiver,
+    "slurm": _in_slurm,
+    "kubernetes": _in_kubernetes,
+}
+
+
+@pytest.fixture(params=WORLDS)
+def outside(request: pytest.FixtureRequest) -> Iterator[Outside]:
+    with WORLDS[request.param](request) as made:
+        yield made
+
+
+def _wait(happens: Callable[[], object]) -> None:
+    end = time.perf_counter() + DEADLINE_S
+    while not happens():
+        assert time.perf_counter() < end
+        time.sleep(0.02)
+
+
+# --- the contract ------------------------------------------------------------------------------------------------
+
+
+def test_a_cordon_is_read_back_and_given_back(outside: Outside) -> None:
+    assert not outside.remediator.is_done(remedy(1))
+    outside.carry_out(remedy(1))
+    outside.carry_out(remedy(2, RemedyKind.UNCORDON))
+    assert outside.remediator.standing(["n1"]).get("n1", Standing()) == Standing()
+
+
+@each_kind
+def test_asking_again_and_again_does_it_once(outside: Outside, kind: RemedyKind) -> None:
+    outside.is_to_offer(kind)
+    if kind is RemedyKind.UNCORDON:
+        outside.carry_out(remedy(1))
+    wanted, before = remedy(2, kind), outside.acts()
+    for _ in range(3):
+        outside.remediator.apply(wanted)
+    assert outside.acts() == before + 1
+    if kind is RemedyKind.REBOOT:
+        outside.boots()
+    _wait(lambda: outside.remediator.is_done(wanted))
+    outside.remediator.apply(wanted)
+    assert outside.remediator.is_done(wanted)
+    assert outside.acts() == before + 1
+
+
+def test_a_node_handed_to_repair_says_why(outside: Outside) -> None:
+    wanted = remedy(3, RemedyKind.REPAIR)
+    assert not outside.remediator.is_done(wanted)
+    outside.carry_out(wanted)
+    assert wanted.sentence.partition("=")[2] in outside.why()
+
+
+def test_what_it_cannot_do_is_refused(outside: Outside) -> None:
+    refused = set(RemedyKind) - outside.remediator.kinds
+    if not refused:
+        pytest.skip(f"{outside.remediator.name} can do everything")
+    for kind in refused:
+        with pytest.raises(Conflict, match="cannot"):
+            outside.remediator.apply(remedy(4, kind))
+    assert outside.acts() == 0
+
+
+@each_kind
+def test_a_node_that_is_not_known_outside_is_given_up(outside: Outside, kind: RemedyKind) -> None:
+    outside.is_to_know_nodes()
+    outside.is_to_offer(kind)
+    with pytest.raises(Conflict):
+        outside.remediator.apply(remedy(1, kind, node="n9"))
+
+
+def test_somebody_elses_cordon_is_seen_and_never_lifted(outside: Outside) -> None:
+    outside.is_to_know_nodes()
+    outside.cordon()
+    shown = outside.remediator.standing(["n1", "n2"])["n1"]
+    assert shown.cordoned_by not in ("", MARK)
+    before = outside.acts()
+    for kind in (RemedyKind.UNCORDON, RemedyKind.REBOOT, RemedyKind.REPAIR):
+        with pytest.raises(Conflict, match="somebody else"):
+            outside.remediator.apply(remedy(2, kind))
+    assert outside.remediator.standing(["n1"])["n1"] == shown
+    assert outside.acts() == before
+
+
+def test_our_own_cordon_is_shown_until_somebody_lifts_it(outside: Outside) -> None:
+    outside.is_to_know_nodes()
+    outside.remediator.apply(remedy(1))
+    taken = outside.remediator.standing(["n1"])
+    outside.uncordon()
+    assert taken["n1"].cordoned_by == MARK
+    assert outside.remediator.standing(["n1"]) == {"n1": Standing()}
+
+
+def test_an_outside_that_is_away_will_be_asked_again(outside: Outside) -> None:
+    outside.is_to_know_nodes()
+    outside.vanish()
+    with pytest.raises(Unavailable):
+        outside.remediator.apply(remedy(1))
+    with pytest.raises(Unavailable):
+        outside.remediator.is_done(remedy(1))

@@ -1,0 +1,273 @@
+"""A machine's clock that is wrong when the controller starts, or is changed while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from everstep_controller.core.records import Eviction, FleetRecord, NodeRecord, Window
+from everstep_controller.runtime.clock import FOLLOW_EVERY_S, FOLLOWED_S, SLEW, SteadyTime
+from everstep_controller.runtime.clock_check import NOTE_EVERY_S, ClockWatch, check_start, set_back_s
+from everstep_controller.runtime.startup_state import NOTHING, Known
+from everstep_controller.store import table_access
+from everstep_controller.store.database import open_database
+from everstep_controller.store.database_errors import StoreAway
+from everstep_controller.store.reader import NONE, Reader
+from everstep_controller.store.rows import AuditRow, Batch, CredentialRow, Loaded
+from everstep_controller.store.set_back import set_back
+from everstep_controller.store.table_access import LIVES, SET_BACK
+from everstep_controller.store.writer import Writer
+from sqlalchemy import Engine, text
+from starlette.testclient import TestClient
+
+from everstep.clock import ManualClock
+from everstep.errors import ConfigurationError
+from everstep.wire.v1 import operator as op
+from tests.support.controllers import VIEWER, InProcess, Speaker, controller_process, get
+from tests.support.forked import ForkPool
+from tests.support.waiting import until
+
+DAY = 86400.0
+RIGHT = 1_700_000_000.0
+
+
+def advances(steady: SteadyTime, clock: ManualClock, looks: int) -> Iterator[float]:
+    """By how much ``steady`` advances between two looks."""
+    for _ in range(looks):
+        before = steady.now()
+        steady.follow()
+        assert steady.now() == before
+        clock.advance(FOLLOW_EVERY_S)
+        yield steady.now() - before
+
+
+@pytest.mark.parametrize("jump_s", [-75.0, 75.0, -FOLLOWED_S, FOLLOWED_S - 1])
+def test_steady_time_comes_back_to_the_wall_clock(jump_s: float) -> None:
+    clock = ManualClock(wall=RIGHT)
+    steady = SteadyTime(clock)
+    clock.jump_wall(jump_s)
+    looks = int(abs(jump_s) / (SLEW * FOLLOW_EVERY_S)) + 2
+    for advance in advances(steady, clock, looks):
+        assert (1 - SLEW) * FOLLOW_EVERY_S - 1e-3 <= advance <= (1 + SLEW) * FOLLOW_EVERY_S + 1e-3
+    assert abs(steady.ahead_s()) < 1e-3
+
+
+def test_steady_time_ignores_a_clock_that_leaps_ahead() -> None:
+    clock = ManualClock(wall=RIGHT)
+    steady = SteadyTime(clock)
+    clock.jump_wall(100 * DAY)
+    assert list(advances(steady, clock, 8)) == pytest.approx([FOLLOW_EVERY_S] * 8)
+    clock.jump_wall(-100 * DAY)
+    assert steady.ahead_s() == pytest.approx(0.0)
+
+
+def test_steady_time_counts_timers_in_its_own_speed() -> None:
+    clock = ManualClock(wall=RIGHT)
+    steady = SteadyTime(clock)
+    clock.jump_wall(-75.0)
+    steady.follow()
+    due = steady.now() + 9.0
+    clock.advance(steady.seconds_until(due))
+    assert steady.now() == pytest.approx(due)
+    assert steady.seconds_until(due - 1.0) == 0.0
+
+
+def test_start_is_refused_with_a_clock_far_ahead() -> None:
+    check_start(RIGHT + 6.9 * DAY, RIGHT, 7.0)
+    check_start(RIGHT - 100 * DAY, RIGHT, 7.0)
+    check_start(RIGHT, 0.0, 7.0)
+    check_start(RIGHT + 100 * DAY, RIGHT, 0.0)
+    with pytest.raises(ConfigurationError, match=r"100 days after.*start once with --trust-clock"):
+        check_start(RIGHT + 100 * DAY, RIGHT, 7.0)
+
+
+def test_time_is_set_back_only_by_an_operators_word() -> None:
+    assert set_back_s(RIGHT, RIGHT + DAY, trust_clock=False) == 0.0
+    assert set_back_s(RIGHT, RIGHT + DAY, trust_clock=True) == DAY
+    assert set_back_s(RIGHT, RIGHT + 1.0, trust_clock=True) == 0.0
+    assert set_back_s(RIGHT, RIGHT - DAY, trust_clock=True) == 0.0
+
+
+def test_process_refuses_a_clock_far_ahead_of_its_database(program_forks: ForkPool, tmp_path: Path) -> None:
+    database = f"sqlite:///{tmp_path / 'controller.db'}"
+    engine = open_database(database)
+    writer = Writer(engine)
+    writer.take_over()
+    writer.commit([Batch(number=1, audit=[AuditRow(id=1, at=RIGHT, kind="operator.hold", sentence="kept")])])
+    writer.close()
+    engine.dispose()
+    with (
+        pytest.raises(AssertionError, match="start once with --trust-clock"),
+        controller_process(tmp_path, program_forks, database=database),
+    ):
+        pass
+    with controller_process(tmp_path, program_forks, database=database, arguments=("--trust-clock",)) as process:
+        until(lambda: newest_at(database) > RIGHT, "the time in the database")
+        assert process.terminate() == 0
+    with controller_process(tmp_path, program_forks, database=database):  # what the last life wrote is recent
+        pass
+
+
+def newest_at(database: str) -> float:
+    engine = open_database(database)
+    try:
+        with engine.connect() as connection:
+            return table_access.newest_at(connection)
+    finally:
+        engine.dispose()
+
+
+def test_database_knows_the_time_of_a_quiet_fleet(writer: Writer, engine: Engine) -> None:
+    writer.commit([Batch(number=1, audit=[AuditRow(id=1, at=RIGHT, kind="test", sentence="s")])])
+    writer.run(lambda connection: table_access.mark(connection, RIGHT + 30 * DAY))
+    with engine.connect() as connection:
+        assert table_access.newest_at(connection) == RIGHT + 30 * DAY
+        assert not table_access.is_copy(connection)
+
+
+def test_database_that_is_a_copy_says_nothing_of_the_time(writer: Writer, engine: Engine) -> None:
+    restored = text("UPDATE meta SET value = value + :lives WHERE key = 'epoch'")
+    writer.run(lambda connection: connection.execute(restored, {"lives": LIVES}))
+    with engine.connect() as connection:
+        assert table_access.is_copy(connection)
+
+
+def test_watch_notes_the_time_and_tells_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    clock = ManualClock(wall=RIGHT)
+    noted: list[float] = []
+
+    async def note(now: float) -> None:
+        noted.append(now)
+        if len(noted) == 1:
+            raise StoreAway("the disk is full")
+
+    async def body() -> None:
+        watch = ClockWatch(SteadyTime(clock), note)
+        clock.jump_wall(-20.0)
+        for _ in range(3 * int(NOTE_EVERY_S / FOLLOW_EVERY_S) + 12):
+            await watch.look()
+            clock.advance(FOLLOW_EVERY_S)
+
+    asyncio.run(body())
+    said = [record.getMessage() for record in caplog.records]
+    assert [round((at - RIGHT) / NOTE_EVERY_S) for at in noted] == [0, 1, 2, 3, 4]
+    assert sum("ahead of the machine's clock" in line for line in said) == 1
+    assert sum("agree again" in line for line in said) == 1
+    assert sum("the disk is full" in line for line in said) == 1
+
+
+def test_history_is_pruned_by_the_clock_that_deletes_less(tmp_path: Path) -> None:
+    clock = ManualClock(wall=RIGHT + 100 * DAY)
+    served = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=clock, retention_days=90.0)
+    with TestClient(served) as client:
+        assert served.controller is not None
+        clock.jump_wall(-100 * DAY)
+        assert served.controller.keep().since == RIGHT - 90 * DAY
+        shown = client.get("/metrics", headers=VIEWER).text
+        assert "everstep_controller_clock_ahead_seconds 8.64e+06" in shown
+        clock.jump_wall(200 * DAY)
+        assert served.controller.keep().since == RIGHT + 10 * DAY
+
+
+def test_trusted_clock_sets_a_wrong_start_right(tmp_path: Path) -> None:
+    database = f"sqlite:///{tmp_path / 'c.db'}"
+    ahead = InProcess(database, clock=ManualClock(wall=RIGHT + 100 * DAY))
+    with TestClient(ahead) as client:
+        Speaker(client, "n1").register()
+    doubted = InProcess(database, clock=ManualClock(wall=RIGHT + 75.0))
+    with TestClient(doubted):
+        assert doubted.controller is not None
+        assert doubted.controller.loop.now() >= RIGHT + 100 * DAY
+    trusted = InProcess(database, clock=ManualClock(wall=RIGHT + 150.0), trust_clock=True)
+    with TestClient(trusted) as client:
+        assert trusted.controller is not None
+        assert trusted.controller.loop.now() == RIGHT + 150.0
+        Speaker(client, "n2").register()
+        told = {event.kind: event for event in get(client, "/v1/events", op.EventList).events}
+        assert told[SET_BACK].at == told["node.registered"].at == RIGHT + 150.0
+    after = InProcess(database, clock=ManualClock(wall=RIGHT + 200.0))
+    with TestClient(after):
+        assert after.controller is not None
+        assert after.controller.loop.now() == RIGHT + 200.0
+        nodes = after.controller.loop.state.nodes.values()
+        assert {node.registered_at for node in nodes} == {RIGHT + 150.0}
+
+
+def test_events_are_found_by_time_after_it_was_set_back(writer: Writer, engine: Engine) -> None:
+    wrong = RIGHT + 100 * DAY
+    times = [RIGHT, RIGHT + 10, wrong, wrong + 1, RIGHT + 20, RIGHT + 30, RIGHT + 40]
+    kinds = ["test"] * 4 + [SET_BACK] + ["test"] * 2
+    rows = [
+        AuditRow(id=number, at=at, kind=kind, sentence="s")
+        for number, (at, kind) in enumerate(zip(times, kinds, strict=True), start=1)
+    ]
+    writer.commit([Batch(number=1, audit=rows)])
+    reader = Reader(engine)
+
+    def found(since: float | None, until: float | None) -> list[int]:
+        return [row.id for row in reader.events(after=0, limit=10, since=since, until=until)]
+
+    assert found(RIGHT + 25, None) == [6, 7]
+    assert found(RIGHT + 20, RIGHT + 40) == [5, 6]
+    assert found(None, RIGHT + 5) == [1]
+    assert found(RIGHT + 5, RIGHT + 25) == [2, 3, 4, 5]
+
+
+def test_set_back_moves_what_the_wrong_clock_wrote() -> None:
+    newest, wall = RIGHT + 100 * DAY, RIGHT
+    node = NodeRecord(
+        node="n1",
+        incarnation=1,
+        vault="h:1",
+        since=newest - 10.0,
+        registered_at=RIGHT - 50.0,
+        returns_at=newest + 600.0,
+        maintenance_until=RIGHT + 3600.0,
+        lost=[RIGHT - 9.0, newest],
+        shown_at={"k": newest},
+        reports={"r": [(newest, True)]},
+    )
+    known = msgspec.structs.replace(node, node="n2")
+    window = Window(until=RIGHT + 2 * DAY, sentence="planned", node="n1")
+    fleet = FleetRecord(evicted=[Eviction(at=newest, node="n1")], maintenance=[window])
+    credential = CredentialRow(
+        id="c", role="agent", subject="n1", hash="", created_at=RIGHT - 1.0, created_by="olga", expires_at=RIGHT + DAY
+    )
+    late = msgspec.structs.replace(credential, id="d", created_at=newest, expires_at=newest + DAY)
+    loaded = Loaded(
+        epoch=3,
+        batch=1,
+        fleet=msgspec.json.encode(fleet).decode(),
+        same=frozenset({"n2"}),
+        nodes={"n1": msgspec.json.encode(node).decode()},
+        standing={},
+        jobs={},
+        outbox=[],
+        marks={},
+        poisoned=frozenset(),
+        newest_audit=7,
+        newest_at=newest,
+        versions=[],
+        credentials=[credential, late],
+    )
+    after, batch = set_back(loaded, Known(NONE, {"n2": known}), wall)
+    assert (after.newest_at, after.newest_audit, after.same) == (wall, 8, frozenset())
+    assert (batch.nodes, batch.fleet) == (after.nodes, after.fleet)
+    assert [(row.id, row.kind, row.at) for row in batch.audit] == [(8, SET_BACK, wall)]
+    for name in ("n1", "n2"):
+        found = msgspec.json.decode(after.nodes[name], type=NodeRecord)
+        assert (found.since, found.registered_at, found.returns_at) == (wall, RIGHT - 50.0, wall + 600.0)
+        assert (found.lost, found.shown_at, found.reports) == ([RIGHT - 9.0, wall], {"k": wall}, {"r": [(wall, True)]})
+        assert found.maintenance_until == RIGHT + 3600.0
+    changed = msgspec.json.decode(after.fleet or "", type=FleetRecord)
+    assert (changed.evicted[0].at, changed.maintenance) == (wall, [window])
+    assert [(row.created_at, row.expires_at) for row in after.credentials] == [
+        (RIGHT - 1.0, RIGHT + DAY),
+        (wall, wall + DAY),
+    ]
+    assert set_back(after, NOTHING, wall)[0].nodes == after.nodes

@@ -1,0 +1,300 @@
+"""What the loop does while the database is away, and when it is back. The core's part is in the core's own tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from everstep_controller.core import effects as fx
+from everstep_controller.core import engine
+from everstep_controller.core import events as ev
+from everstep_controller.core.state import FleetState
+from everstep_controller.leadership.lease import NotLeading
+from everstep_controller.runtime import commit_buffer
+from everstep_controller.runtime.transaction import Decide
+from everstep_controller.store.database_errors import StoreAway, Superseded
+from everstep_controller.store.rows import (
+    AuditRow,
+    Batch,
+    FindingRow,
+    GenerationRow,
+    OutboxRow,
+    RecoveryRow,
+    RemedyRow,
+    RemedyState,
+    VerdictRow,
+)
+
+from everstep.errors import Unavailable
+from everstep.wire.v1.directives import AnyDirective, KillRank, StopJob
+from tests.support.generations import generation
+from tests.support.running_loop import Running, scenario, settle
+
+AWAY = StoreAway("the disk is full: make room on it")
+
+
+@pytest.fixture(autouse=True)
+def _retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit_buffer, "FIRST_RETRY_S", 0.0)
+    monkeypatch.setattr(commit_buffer, "LONGEST_RETRY_S", 0.0)
+
+
+def kill(node: str) -> KillRank:
+    return KillRank(job="j", generation=1, rank=0, local_rank=0, reason=node)
+
+
+def end(node: str) -> StopJob:
+    return StopJob(job="j", ok=True, reason=node)
+
+
+def noting(news: list[ev.StoreChanged], sends: bool = True, directive: Callable[[str], AnyDirective] = kill) -> Decide:
+    """The core, which keeps what it hears of the database; each registration sends the node a directive."""
+
+    def decide(state: FleetState, event: ev.Event, now: float) -> list[fx.Effect]:
+        if isinstance(event, ev.StoreChanged):
+            news.append(event)
+            return []
+        effects = engine.handle(state, event, now)
+        if sends and isinstance(event, ev.AgentRegistered):
+            node = event.register.node
+            effects.append(fx.Send(node, directive(node)))
+        return effects
+
+    return decide
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def goes_away(running: Running) -> None:
+    running.disk.failure = AWAY
+    with pytest.raises(Unavailable, match=r"not promised: send it again.*the disk is full"):
+        await running.register("n1")
+
+
+def bodies(running: Running, node: str) -> list[bytes]:
+    return [one.body.json for one in running.outbox.pending(node)]
+
+
+def test_nobody_is_acknowledged_while_the_database_is_away_and_the_loop_goes_on() -> None:
+    news: list[ev.StoreChanged] = []
+
+    async def body(running: Running) -> None:
+        await goes_away(running)
+        with pytest.raises(Unavailable, match="not promised"):
+            await running.register("n2")
+        assert set(running.loop.state.nodes) == {"n1", "n2"}
+        away = running.loop.away()
+        assert away is not None
+        assert "the disk is full" in away.reason
+        assert [(one.away, "disk is full" in one.reason) for one in news] == [(True, True)]
+        assert running.audit == []
+
+    scenario(body, decide=noting(news))
+
+
+def test_the_reason_of_an_absence_is_that_of_the_newest_try() -> None:
+    async def body(running: Running) -> None:
+        await goes_away(running)
+        running.disk.failure = StoreAway("nothing listens there")
+        away = running.loop.away()
+        await until(lambda: away is not None and away.reason == "nothing listens there")
+
+    scenario(body, decide=noting([]))
+
+
+def test_an_answer_that_promises_nothing_is_given_all_the_same() -> None:
+    async def body(running: Running) -> None:
+        await goes_away(running)
+        assert await running.register("n2", forgettable=True) == "n2"
+
+    scenario(body, decide=noting([]))
+
+
+def test_when_the_database_is_back_everything_is_written_before_anything_is_told() -> None:
+    news: list[ev.StoreChanged] = []
+
+    async def body(running: Running) -> None:
+        written = len(running.disk.written)
+        await goes_away(running)
+        for node in ("n2", "n3"):
+            assert await running.register(node, forgettable=True) == node
+        running.disk.failure = None
+        await until(lambda: running.loop.away() is None and len(news) == 2)
+        assert not news[1].away
+        batches = running.disk.written[written:]
+        assert {node for batch in batches for node in batch.nodes} == {"n1", "n2", "n3"}
+        numbers = [row.id for batch in batches for row in batch.audit]
+        assert numbers == sorted(set(numbers)) == [row.id for row in running.audit]
+        assert await running.register("n4") == "n4"
+
+    scenario(body, decide=noting(news))
+
+
+def test_what_is_decided_meanwhile_is_pushed_and_what_failed_first_is_held_back() -> None:
+    async def body(running: Running) -> None:
+        await goes_away(running)
+        await running.register("n2", forgettable=True)
+        assert bodies(running, "n1") == []
+        assert len(bodies(running, "n2")) == 1
+        running.disk.failure = None
+        await until(lambda: bodies(running, "n1"))
+        assert running.loop.away() is None
+        kept = [row.node for batch in running.disk.written for row in batch.outbox]
+        assert kept.count("n2") == 1
+
+    scenario(body, decide=noting([]))
+
+
+def test_a_directive_held_back_is_sent_with_a_number_beyond_those_that_overtook_it() -> None:
+    async def body(running: Running) -> None:
+        await goes_away(running)
+        await running.register("n1", forgettable=True)
+        (overtook,) = running.outbox.pending("n1")
+        running.outbox.acknowledge("n1", overtook.seq)
+        running.disk.failure = None
+        await until(lambda: running.outbox.pending("n1"))
+        (late,) = running.outbox.pending("n1")
+        assert late.seq > overtook.seq
+
+    scenario(body, decide=noting([]))
+
+
+def test_a_jobs_end_is_never_told_from_memory() -> None:
+    """Launchers that have heard it are gone. A controller that follows this one and does not know of the end would have
+    the job wait for them for ever."""
+
+    async def body(running: Running) -> None:
+        await goes_away(running)
+        for node in ("n2", "n3"):
+            await running.register(node, forgettable=True)
+            assert bodies(running, node) == []
+        running.disk.failure = None
+        await until(lambda: bodies(running, "n3"))
+        assert len(bodies(running, "n2")) == 1
+
+    scenario(body, decide=noting([], directive=end))
+
+
+def test_jobs_whose_generation_was_held_back_are_named_to_the_core() -> None:
+    news: list[ev.StoreChanged] = []
+    decide = noting(news, sends=False)
+
+    def forming(state: FleetState, event: ev.Event, now: float) -> list[fx.Effect]:
+        effects = decide(state, event, now)
+        if isinstance(event, ev.AgentRegistered):
+            effects.append(fx.PutGeneration(generation(1), now))
+        return effects
+
+    async def body(running: Running) -> None:
+        await goes_away(running)
+        await until(lambda: news)
+        assert news[0].unsent == (generation(1).job,)
+
+    scenario(body, decide=forming)
+
+
+def test_at_the_bound_nothing_more_is_taken_and_nothing_is_lost() -> None:
+    async def body(running: Running) -> None:
+        await goes_away(running)
+        taken = 0
+        refused = None
+        while refused is None:
+            try:
+                await running.register(f"m{taken}", forgettable=True)
+                taken += 1
+            except Unavailable as error:
+                refused = error
+        assert "nothing more is taken until it is back" in str(refused)
+        assert taken > 2
+        running.disk.failure = None
+        await until(lambda: running.loop.away() is None)
+        assert len({node for batch in running.disk.written for node in batch.nodes}) == taken + 1
+
+    scenario(body, decide=noting([]), away_limit_bytes=20_000)
+
+
+TEXT = "x" * 10_000
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Batch(fleet=TEXT),
+        Batch(nodes={"n1": TEXT}),
+        Batch(standing={("n1", "key"): TEXT}),
+        Batch(jobs={"j": TEXT}),
+        Batch(outbox=[OutboxRow(node="n1", seq=1, body=TEXT)]),
+        Batch(generations=[GenerationRow(job="j", number=1, reason="", trace="", issued_at=1.0, doc=TEXT)]),
+        Batch(recoveries=[RecoveryRow(job="j", generation=1, doc=TEXT)]),
+        Batch(verdicts=[VerdictRow(id="1", node="n1", decision="evict", at=1.0, trace="", doc=TEXT)]),
+        Batch(audit=[AuditRow(id=1, at=1.0, kind="test", sentence=TEXT[:5000], detail=TEXT[5000:])]),
+        Batch(findings=[FindingRow(node="n1", key="key", kind="test", at=1.0, doc=TEXT)]),
+        Batch(
+            remedies={
+                "1": RemedyRow(id="1", node="n1", kind="cordon", state=RemedyState.WANTED, requested_at=1.0, doc=TEXT)
+            }
+        ),
+    ],
+    ids=lambda batch: next(name for name in batch.__struct_fields__ if name != "number" and getattr(batch, name)),
+)
+def test_what_waits_is_measured_by_its_texts(batch: Batch) -> None:
+    assert len(TEXT) <= batch.size() < len(TEXT) + 1000
+
+
+def test_a_batch_that_the_store_keeps_is_not_given_to_it_twice() -> None:
+    async def body(running: Running) -> None:
+        running.disk.failure = StoreAway("the connection broke in COMMIT", kept=True)
+        with pytest.raises(Unavailable):
+            await running.register("n1")
+        await until(lambda: running.disk.tries > 3)
+        running.disk.failure = None
+        await until(lambda: running.loop.away() is None)
+        assert not [batch for batch in running.disk.written if "n1" in batch.nodes]
+
+    scenario(body, decide=noting([], sends=False))
+
+
+def test_a_controller_that_was_superseded_meanwhile_ends_and_nothing_of_it_counts() -> None:
+    async def body(running: Running) -> None:
+        await goes_away(running)
+        running.disk.failure = Superseded("another controller took the database over")
+        with pytest.raises(Superseded):
+            await running.task
+        assert not [batch for batch in running.disk.written if "n1" in batch.nodes]
+        assert running.audit == []
+
+    scenario(body, decide=noting([]))
+
+
+def test_who_may_not_be_sure_to_lead_decides_and_answers_nothing() -> None:
+    leads = True
+
+    def check() -> None:
+        if not leads:
+            raise NotLeading("another one may lead")
+
+    async def body(running: Running) -> None:
+        nonlocal leads
+        await running.register("n1")
+        running.disk.open.clear()
+        waiting = running.register("n2")
+        await settle()
+        queued = running.register("n3")
+        await settle()
+        leads = False
+        with pytest.raises(NotLeading):
+            await running.register("n4")
+        running.disk.open.set()
+        assert await waiting == "n2"  # it is durable, behind the fence
+        await settle()
+        assert not queued.done()
+        leads = True
+        assert await queued == "n3"
+
+    scenario(body, decide=noting([]), check_leading=check)

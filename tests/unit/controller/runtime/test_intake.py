@@ -1,0 +1,213 @@
+"""The queue before the loop: what is urgent goes first, what is routine is shed first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from everstep_controller.runtime.intake import LONGEST_REST_S, ROUTINE_SHARE, Intake, Urgency, Waiting
+
+from everstep.errors import Unavailable
+
+
+class Queue:
+    """An intake of names, and what it shed."""
+
+    def __init__(self, limit: int, group: int = 10) -> None:
+        self.shed: list[Urgency] = []
+        self.intake: Intake[str] = Intake(limit, group, self.shed.append)
+
+    def put(self, name: str, urgency: Urgency = Urgency.URGENT, source: str = "") -> Waiting[str]:
+        waiting = Waiting(name, asyncio.get_running_loop().create_future(), source or name, urgency)
+        self.intake.put(waiting)
+        return waiting
+
+    def take(self, worked_s: float = 0.0) -> list[str]:
+        """The next group, of which the transaction took so long."""
+        taken = self.intake.take()
+        self.intake.rest_after(taken, worked_s)
+        return [waiting.stimulus for waiting in taken]
+
+
+def in_a_loop(test: Callable[[], None]) -> None:
+    async def run() -> None:
+        test()
+
+    asyncio.run(run())
+
+
+def test_urgent_stimuli_go_before_routine_ones_and_each_class_in_order() -> None:
+    def test() -> None:
+        queue = Queue(10)
+        queue.put("beat 1", Urgency.ROUTINE)
+        queue.put("report 1")
+        queue.put("beat 2", Urgency.ROUTINE)
+        queue.put("report 2")
+        assert queue.take() == ["report 1", "report 2", "beat 1", "beat 2"]
+
+    in_a_loop(test)
+
+
+def test_routine_stimuli_keep_a_share_of_each_transaction() -> None:
+    def test() -> None:
+        queue = Queue(100, group=2 * ROUTINE_SHARE)
+        for number in range(40):
+            queue.put(f"report {number}")
+        for number in range(10):
+            queue.put(f"beat {number}", Urgency.ROUTINE)
+        taken = queue.take()
+        assert [name for name in taken if name.startswith("beat")] == ["beat 0", "beat 1"]
+        assert len(taken) == 2 * ROUTINE_SHARE
+
+    in_a_loop(test)
+
+
+def test_a_full_queue_refuses_a_routine_stimulus_and_says_when_to_come_again() -> None:
+    def test() -> None:
+        queue = Queue(1)
+        queue.put("report")
+        with pytest.raises(Unavailable) as refusal:
+            queue.put("beat", Urgency.ROUTINE)
+        assert refusal.value.retry_after_s > 0
+        assert queue.shed == [Urgency.ROUTINE]
+        assert queue.take() == ["report"]
+
+    in_a_loop(test)
+
+
+def test_a_full_queue_sheds_its_oldest_routine_stimulus_for_an_urgent_one() -> None:
+    def test() -> None:
+        queue = Queue(2)
+        oldest = queue.put("beat 1", Urgency.ROUTINE)
+        queue.put("beat 2", Urgency.ROUTINE)
+        queue.put("report")
+        assert isinstance(oldest.done.exception(), Unavailable)
+        assert queue.shed == [Urgency.ROUTINE]
+        assert queue.take() == ["report", "beat 2"]
+
+    in_a_loop(test)
+
+
+def test_an_urgent_stimulus_is_shed_only_when_nothing_routine_waits() -> None:
+    def test() -> None:
+        queue = Queue(1)
+        queue.put("report 1")
+        with pytest.raises(Unavailable):
+            queue.put("report 2")
+        assert queue.shed == [Urgency.URGENT]
+
+    in_a_loop(test)
+
+
+def test_the_age_of_the_oldest_is_that_of_either_class() -> None:
+    def test() -> None:
+        queue = Queue(5)
+        assert queue.intake.oldest_s() == 0.0
+        queue.put("report").arrived_at -= 5.0
+        queue.put("beat", Urgency.ROUTINE).arrived_at -= 60.0
+        assert queue.intake.oldest_s() >= 60.0
+
+    in_a_loop(test)
+
+
+def test_whoever_waits_is_refused_when_the_queue_ends() -> None:
+    def test() -> None:
+        queue = Queue(5)
+        waiting = [queue.put("report"), queue.put("beat", Urgency.ROUTINE)]
+        queue.intake.refuse_all(Unavailable("stopping"))
+        assert all(isinstance(one.done.exception(), Unavailable) for one in waiting)
+        assert len(queue.intake) == 0
+
+    in_a_loop(test)
+
+
+def test_after_routine_work_what_is_routine_rests_and_what_is_urgent_does_not() -> None:
+    def test() -> None:
+        queue = Queue(10)
+        queue.put("warning 1", Urgency.ROUTINE)
+        assert queue.intake.due_in_s() == 0.0
+        assert queue.take(worked_s=60.0) == ["warning 1"]
+        queue.put("warning 2", Urgency.ROUTINE)
+        assert 0.0 < (queue.intake.due_in_s() or 0.0) <= LONGEST_REST_S
+        assert queue.take() == []
+        assert queue.intake.oldest_s() == 0.0, "a rest is no lag"
+        queue.put("report")
+        assert queue.intake.due_in_s() == 0.0
+        assert queue.take(worked_s=60.0) == ["report"]
+
+    in_a_loop(test)
+
+
+def test_urgent_work_lets_nothing_rest() -> None:
+    def test() -> None:
+        queue = Queue(10)
+        queue.put("report")
+        queue.take(worked_s=60.0)
+        queue.put("warning", Urgency.ROUTINE)
+        assert queue.take() == ["warning"]
+
+    in_a_loop(test)
+
+
+def test_a_full_group_of_what_is_routine_does_not_rest() -> None:
+    def test() -> None:
+        queue = Queue(100, group=8)
+        queue.put("warning", Urgency.ROUTINE)
+        queue.take(worked_s=60.0)
+        for number in range(9):
+            queue.put(f"picture {number}", Urgency.ROUTINE)
+        assert queue.intake.due_in_s() == 0.0
+        assert len(queue.take(worked_s=60.0)) == 8
+        assert queue.take() == []
+
+    in_a_loop(test)
+
+
+@pytest.mark.parametrize("parked", [False, True], ids=["queued", "parked in its session"])
+def test_what_a_node_said_before_something_urgent_goes_before_it(parked: bool) -> None:
+    def test() -> None:
+        queue = Queue(10)
+        queue.put("warning", Urgency.ROUTINE, "a")
+        queue.take(worked_s=60.0)
+        queue.put("picture of a", Urgency.ROUTINE, "a")
+        queue.put("picture of b", Urgency.ROUTINE, "b")
+        if parked:
+            queue.intake.hurry("a")
+        else:
+            queue.put("loss on a", source="a")
+        assert queue.take() == ["picture of a"] + ["loss on a"] * (not parked)
+        queue.intake.hurry("b")
+        assert queue.take() == ["picture of b"]
+
+    in_a_loop(test)
+
+
+def test_what_was_shed_is_not_hurried() -> None:
+    def test() -> None:
+        queue = Queue(1)
+        queue.put("picture", Urgency.ROUTINE, "a")
+        queue.put("loss on b", source="b")
+        queue.intake.hurry("a")
+        assert queue.take() == ["loss on b"]
+
+    in_a_loop(test)
+
+
+def test_what_a_node_says_after_something_urgent_does_not_pass_it() -> None:
+    def test() -> None:
+        queue = Queue(100, group=ROUTINE_SHARE)
+        for number in range(2 * ROUTINE_SHARE):
+            queue.put(f"loss {number}", source=f"node {number}")
+        last = f"node {2 * ROUTINE_SHARE - 1}"
+        queue.put("picture of the last", Urgency.ROUTINE, last)
+        queue.put("picture of another", Urgency.ROUTINE, "another")
+        taken = [name for _ in range(4) for name in queue.take()]
+        assert taken.index("picture of another") < ROUTINE_SHARE
+        assert taken[-1] == "picture of the last"
+        queue.put("next picture of the last", Urgency.ROUTINE, last)
+        queue.take(worked_s=60.0)
+        queue.put("its warning", Urgency.ROUTINE, last)
+        assert queue.take() == [], "nothing urgent of its node waits any more"
+
+    in_a_loop(test)

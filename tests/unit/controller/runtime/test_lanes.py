@@ -1,0 +1,49 @@
+"""The end of a thread in which a database is spoken to, while a call to that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from everstep_controller.store import threads
+from everstep_controller.store.threads import Lane, Store
+from sqlalchemy import Engine
+
+LONG_S = 5.0
+
+
+def ended(lane: Lane, until: threading.Event) -> list[str]:
+    """What came of a call that waits for ``until``, and of the last one, when the lane was closed meanwhile."""
+    came: list[str] = []
+
+    async def story() -> None:
+        calling = asyncio.create_task(lane.call(lambda: until.wait(LONG_S), 10 * LONG_S))
+        await asyncio.sleep(0)  # it is under way
+        await asyncio.to_thread(lane.close, lambda: came.append("last"))
+        came.append("closed")
+        until.set()
+        await calling
+
+    asyncio.run(story())
+    return came
+
+
+def test_a_call_that_hangs_is_cut_and_what_was_to_be_done_last_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "CLOSE_S", 0.01)
+    monkeypatch.setattr(threads, "ABORT_S", LONG_S)
+    cut = threading.Event()
+    assert ended(Lane("test", cut.set), cut) == ["last", "closed"]
+
+
+def test_a_call_that_cannot_be_cut_keeps_nobody_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "CLOSE_S", 0.01)
+    monkeypatch.setattr(threads, "ABORT_S", 0.01)
+    assert ended(Lane("test", lambda: None), threading.Event()) == ["closed"]
+
+
+def test_a_store_may_be_closed_again(engine: Engine) -> None:
+    store = Store(engine)
+    asyncio.run(store.look(lambda connection: None))
+    for _ in range(2):
+        store.close()

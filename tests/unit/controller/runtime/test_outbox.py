@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from everstep_controller.runtime.push import HINTS_AT_ONCE, SPAN, Body, Outbox, Outgoing, generation_topic
+from everstep_controller.store.rows import OutboxRow
+
+
+def outgoing(outbox: Outbox, node: str, body: str = "{}", *, topic: str = "") -> Outgoing:
+    return Outgoing(node=node, seq=outbox.number(node), body=Body(body), durable=not topic, topic=topic)
+
+
+def seqs(outbox: Outbox, node: str, after: int = 0) -> list[int]:
+    return [one.seq for one in outbox.pending(node, after)]
+
+
+def test_numbers_grow_across_lives_even_when_everything_was_acknowledged() -> None:
+    first, second = Outbox(1), Outbox(2)
+    assert [first.number("a"), first.number("a"), first.number("b")] == [SPAN + 1, SPAN + 2, SPAN + 1]
+    assert second.number("a") == 2 * SPAN + 1
+
+
+def test_stored_directives_come_before_new_ones() -> None:
+    outbox = Outbox(2, [OutboxRow(node="a", seq=SPAN + 4, body="{}"), OutboxRow(node="a", seq=SPAN + 5, body="{}")])
+    outbox.deliver([outgoing(outbox, "a")])
+    assert seqs(outbox, "a") == [SPAN + 4, SPAN + 5, 2 * SPAN + 1]
+    assert outbox.oldest("a") == SPAN + 4
+
+
+def test_an_acknowledgement_is_cumulative_and_handed_on_once() -> None:
+    outbox = Outbox(0)
+    outbox.deliver([outgoing(outbox, "a") for _ in range(3)])
+    outbox.acknowledge("a", 2)
+    outbox.acknowledge("a", 1)
+    assert seqs(outbox, "a") == [3]
+    assert outbox.take_pruned() == {"a": 2}
+    assert outbox.take_pruned() == {}
+
+
+def test_nothing_is_left_of_a_node_that_is_forgotten_but_how_far_its_numbers_came() -> None:
+    outbox = Outbox(0)
+    for node in ("a", "b"):
+        outbox.deliver([outgoing(outbox, node), outgoing(outbox, node), generation(outbox, node=node)])
+        outbox.deliver([generation(outbox, node=node)])
+        outbox.acknowledge(node, 1)
+    outbox.forget("a")
+    assert (seqs(outbox, "a"), outbox.total()) == ([], 2)
+    assert outbox.take_pruned() == {"b": 1}
+    assert outbox.take_dropped() == [("b", 3)]
+    assert outbox.number("a") == 5
+
+
+def test_a_newer_hint_of_the_same_topic_replaces_the_older() -> None:
+    outbox = Outbox(0)
+    outbox.deliver([outgoing(outbox, "a", topic="versions/j"), outgoing(outbox, "a")])
+    outbox.deliver([outgoing(outbox, "a", topic="versions/j"), outgoing(outbox, "a", topic="versions/k")])
+    assert seqs(outbox, "a") == [2, 3, 4]
+
+
+def generation(outbox: Outbox, number: int = 1, *, at_boundary: bool = False, node: str = "a") -> Outgoing:
+    text = f'{{"type":"NewGeneration","spec":{{"job":"j","number":{number}}}}}'
+    return Outgoing(
+        node=node, seq=outbox.number(node), body=Body(text), topic=generation_topic("j"), replaces=not at_boundary
+    )
+
+
+def test_a_node_that_is_away_is_kept_one_generation_of_a_job_and_not_all_it_has_missed() -> None:
+    outbox = Outbox(0)
+    for number in range(1, 5):
+        outbox.deliver([generation(outbox, number), outgoing(outbox, "a", f"kill {number}")])
+    assert [one.body.text for one in outbox.pending("a")][-2:] == [generation(Outbox(0), 4).body.text, "kill 4"]
+    assert outbox.depth("a") == 5, "a generation, and four directives of other kinds"
+    assert outbox.take_dropped() == [("a", 1), ("a", 3), ("a", 5)]
+    assert outbox.take_dropped() == []
+
+
+def test_a_generation_that_begins_at_a_boundary_leaves_the_one_that_must_reach_it() -> None:
+    outbox = Outbox(0)
+    outbox.deliver([generation(outbox, 1)])
+    outbox.deliver([generation(outbox, 2, at_boundary=True)])
+    assert seqs(outbox, "a") == [1, 2]
+    outbox.deliver([generation(outbox, 3)])
+    assert seqs(outbox, "a") == [3]
+
+
+def test_a_stored_generation_gives_way_to_one_of_a_later_life() -> None:
+    stored = generation(Outbox(0), 1).body.text
+    outbox = Outbox(2, [OutboxRow(node="a", seq=SPAN + 4, body=stored), OutboxRow(node="a", seq=SPAN + 5, body="{}")])
+    outbox.deliver([generation(outbox, 2)])
+    assert seqs(outbox, "a") == [SPAN + 5, 2 * SPAN + 1]
+    assert outbox.take_dropped() == [("a", SPAN + 4)]
+
+
+class Session:
+    """What takes a node's directives."""
+
+    def __init__(self, incarnation: int = 1) -> None:
+        self.incarnation = incarnation
+        self.pushed: list[int] = []
+        self.dismissed = False
+
+    def push(self, directives: Sequence[Outgoing]) -> None:
+        self.pushed += [one.seq for one in directives]
+
+    def dismiss(self) -> None:
+        self.dismissed = True
+
+
+def test_a_session_is_handed_what_waits_and_then_what_is_committed_for_its_own_node() -> None:
+    outbox, session = Outbox(0), Session()
+    outbox.deliver([outgoing(outbox, "a")])
+    assert [one.seq for one in outbox.attach("a", session)] == [1]
+    outbox.deliver([outgoing(outbox, "a"), outgoing(outbox, "b"), outgoing(outbox, "a")])
+    assert session.pushed == [2, 3]
+    assert outbox.connected() == 1
+
+
+def test_the_newest_session_of_a_node_takes_the_place_of_the_one_before() -> None:
+    outbox, first, second = Outbox(0), Session(), Session()
+    outbox.attach("a", first)
+    outbox.attach("a", second)
+    outbox.detach("a", first)
+    outbox.deliver([outgoing(outbox, "a")])
+    assert (first.dismissed, first.pushed, second.pushed) == (True, [], [1])
+    outbox.detach("a", second)
+    assert not outbox.has_receiver("a")
+
+
+def test_the_session_of_another_life_is_dismissed() -> None:
+    outbox, session = Outbox(0), Session(incarnation=1)
+    outbox.attach("a", session)
+    outbox.dismiss("a", 1)
+    assert not session.dismissed
+    outbox.dismiss("a", 2)
+    assert session.dismissed
+    assert not outbox.has_receiver("a")
+
+
+def test_closing_ends_every_session() -> None:
+    outbox, sessions = Outbox(0), [Session(), Session()]
+    for node, session in zip("ab", sessions, strict=True):
+        outbox.attach(node, session)
+    outbox.close()
+    assert [session.dismissed for session in sessions] == [True, True]
+
+
+def test_a_stored_body_is_held_once_however_many_nodes_wait_for_it() -> None:
+    rows = [OutboxRow(node=node, seq=1, body="{}") for node in ("a", "b")]
+    outbox = Outbox(0, rows)
+    (one,), (other,) = outbox.pending("a"), outbox.pending("b")
+    assert one.body is other.body
+
+
+def test_an_acknowledgement_of_what_was_never_sent_takes_only_what_was() -> None:
+    outbox = Outbox(0)
+    outbox.deliver([outgoing(outbox, "a")])
+    outbox.acknowledge("a", 1000)
+    assert outbox.take_pruned() == {"a": 1}
+    outbox.deliver([outgoing(outbox, "a")])
+    assert seqs(outbox, "a") == [2]
+
+
+def test_hints_to_many_nodes_are_sent_a_few_at_a_time_and_in_order_with_what_comes_after() -> None:
+    async def scenario() -> None:
+        outbox, nodes = Outbox(0), [f"n{number}" for number in range(3 * HINTS_AT_ONCE)]
+        sessions = {node: Session() for node in nodes}
+        for node, session in sessions.items():
+            outbox.attach(node, session)
+        outbox.deliver([outgoing(outbox, node, topic="versions/j") for node in nodes])
+        assert not any(session.pushed for session in sessions.values())
+        outbox.deliver([outgoing(outbox, nodes[-1])])
+        assert sessions[nodes[-1]].pushed == [1, 2]
+        newer = Session()
+        assert [one.seq for one in outbox.attach(nodes[-2], newer)] == [1]
+        await asyncio.sleep(0)
+        assert sum(bool(session.pushed) for session in sessions.values()) == HINTS_AT_ONCE + 1
+        while not all(sessions[node].pushed for node in nodes[:-2]):
+            await asyncio.sleep(0)
+        assert all(sessions[node].pushed == [1] for node in nodes[:-2])
+        assert newer.pushed == []
+
+    asyncio.run(scenario())

@@ -1,0 +1,449 @@
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from everstep_controller.core import engine
+from everstep_controller.core.events import ReportArrived
+from starlette.testclient import TestClient
+
+from everstep.bearer_tokens import TokenRole
+from everstep.vocabulary import Finding, FindingKind, NodeState, Severity
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1.agent import MAX_BODY_BYTES, MOST_FINDINGS, Heartbeat, Register
+from everstep.wire.v1.directives import NewGeneration
+from everstep.wire.v1.training import FindingRaised, RankLost, RankProgress
+from tests.support.controllers import (
+    OPERATOR,
+    VIEWER,
+    InProcess,
+    Refused,
+    Speaker,
+    bearer,
+    get,
+    joined,
+    registration,
+)
+from tests.support.waiting import until
+
+WARNING = Finding(kind=FindingKind.HOST_DISK, subject="/", severity=Severity.WARNING, message="90 % full")
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> InProcess:
+    return InProcess(f"sqlite:///{tmp_path / 'c.db'}")
+
+
+@pytest.fixture
+def client(served: InProcess) -> Iterator[TestClient]:
+    with TestClient(served) as client:
+        yield client
+
+
+def refused_total(client: TestClient, route: str, code: str) -> float:
+    name = f'everstep_controller_requests_refused_total{{code="{code}",route="{route}"}} '
+    text = client.get("/metrics", headers=VIEWER).text
+    return next((float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name)), 0.0)
+
+
+def test_a_registered_node_is_known_and_told_how_to_beat(client: TestClient) -> None:
+    answer = Speaker(client, "n1").register()
+    assert (answer.protocol, answer.heartbeat_interval_s, answer.controller) == (1, 1.0, "test")
+    found = get(client, "/v1/nodes", op.NodeList)
+    assert [(one.node, one.state, one.connected) for one in found.nodes] == [("n1", NodeState.HEALTHY, False)]
+
+
+def test_a_beat_that_says_nothing_new_writes_nothing(served: InProcess, client: TestClient) -> None:
+    speaker = Speaker(client, "n1")
+    speaker.register()
+    speaker.beat(findings=())
+    assert served.controller is not None
+    commits = served.controller.metrics.registry.get_sample_value("everstep_controller_commit_seconds_count")
+    for _ in range(5):
+        assert speaker.beat().resend is False
+    after = served.controller.metrics.registry.get_sample_value("everstep_controller_commit_seconds_count")
+    assert after == commits
+    assert served.controller.metrics.registry.get_sample_value("everstep_controller_heartbeats_total") == 6.0
+
+
+def test_a_finding_in_a_beat_is_durable_when_it_is_answered(served: InProcess, client: TestClient) -> None:
+    speaker = Speaker(client, "n1")
+    speaker.register()
+    speaker.beat(findings=(WARNING,))
+    detail = get(client, "/v1/nodes/n1", op.NodeDetail)
+    assert [finding.kind for finding in detail.findings] == [FindingKind.HOST_DISK]
+    assert detail.summary.findings == 1
+
+
+def test_reports_draw_random_bytes_only_for_a_new_job(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing gives the interpreter's lock away, so that a report would wait for whatever thread takes it."""
+    speaker = Speaker(client, "n1")
+    speaker.register()
+    drawn: list[int | None] = []
+    token_hex = secrets.token_hex
+
+    def counted(count: int | None = None) -> str:
+        drawn.append(count)
+        return token_hex(count)
+
+    monkeypatch.setattr(secrets, "token_hex", counted)
+    speaker.report(*(FindingRaised(finding=WARNING) for _ in range(50)))
+    assert drawn == []
+    speaker.report(joined("j", 1.0, nodes=2), first=51)
+    assert drawn == [32]
+
+
+def test_beat_with_too_many_findings_is_refused(client: TestClient) -> None:
+    speaker = Speaker(client, "n1")
+    speaker.register()
+    speaker.beat(findings=(WARNING,))
+    many = tuple(msgspec.structs.replace(WARNING, subject=f"/mnt/{number}") for number in range(MOST_FINDINGS + 1))
+    with pytest.raises(Refused, match=f"length <= {MOST_FINDINGS}"):
+        speaker.beat(findings=many)
+    assert len(get(client, "/v1/nodes/n1", op.NodeDetail).findings) == 1
+    speaker.beat(findings=many[1:])
+    assert len(get(client, "/v1/nodes/n1", op.NodeDetail).findings) == MOST_FINDINGS
+
+
+def test_registration_with_too_many_findings_is_refused(client: TestClient) -> None:
+    many = tuple(msgspec.structs.replace(WARNING, subject=f"/mnt/{number}") for number in range(MOST_FINDINGS + 1))
+    with pytest.raises(Refused, match=f"length <= {MOST_FINDINGS}"):
+        Speaker(client, "n1").register(findings=many)
+    assert get(client, "/v1/nodes", op.NodeList).nodes == ()
+
+
+def test_after_the_controllers_restart_a_node_is_asked_for_its_picture_once(tmp_path: Path) -> None:
+    database = f"sqlite:///{tmp_path / 'c.db'}"
+    with TestClient(InProcess(database)) as client:
+        Speaker(client, "n1").register(findings=(WARNING,))
+    with TestClient(InProcess(database)) as client:
+        speaker = Speaker(client, "n1")
+        assert get(client, "/v1/nodes/n1", op.NodeDetail).findings[0].kind == FindingKind.HOST_DISK
+        assert speaker.beat().resend is True
+        assert speaker.beat(findings=()).resend is False
+        assert speaker.beat().resend is False
+
+
+def test_a_node_that_beats_is_known_to_be_there_after_a_restart_before_it_has_shown_or_registered_anything(
+    tmp_path: Path,
+) -> None:
+    database = f"sqlite:///{tmp_path / 'c.db'}"
+    with TestClient(InProcess(database)) as client:
+        for node in ("n1", "n2"):
+            speaker = Speaker(client, node)
+            speaker.register()
+            speaker.report(joined("j", 1.0, nodes=2))
+    with TestClient(InProcess(database)) as client:
+        speakers = [Speaker(client, node) for node in ("n1", "n2")]
+        assert all(speaker.beat().resend for speaker in speakers)
+        lost = RankLost(job="j", at=2.0, generation=1, rank=0, local_rank=0, replacement=True, detail="")
+        speakers[0].report(lost, first=2)
+        job = get(client, "/v1/jobs/j", op.JobDetail)
+        assert job.summary.generation == 2
+        assert {member.node for member in job.roster} == {"n1", "n2"}
+
+
+def test_a_first_beat_that_shows_what_was_found_is_answered_at_once_and_leaves_nothing_to_ask_for(
+    tmp_path: Path,
+) -> None:
+    database = f"sqlite:///{tmp_path / 'c.db'}"
+    with TestClient(InProcess(database)) as client:
+        Speaker(client, "n1").register()
+    with TestClient(InProcess(database)) as client:
+        speaker = Speaker(client, "n1")
+        assert speaker.beat(findings=(WARNING,)).resend is False
+        until(lambda: get(client, "/v1/nodes/n1", op.NodeDetail).findings, "the finding")
+        assert speaker.beat().resend is False
+
+
+@pytest.mark.parametrize("findings", [None, ()])
+def test_ranks_of_a_job_that_the_controller_does_not_know_make_their_node_register_and_join_again(
+    tmp_path: Path, findings: tuple[Finding, ...] | None
+) -> None:
+    database = f"sqlite:///{tmp_path / 'c.db'}"
+    with TestClient(InProcess(database)) as client:
+        speaker = Speaker(client, "n1")
+        speaker.register()
+        speaker.report(joined("j", 1.0))
+    with TestClient(InProcess(database)) as client:
+        speaker = Speaker(client, "n1")
+        for stranger in (("other", 1), ("j", 2)):
+            ranks = (RankProgress(job=stranger[0], generation=stranger[1], rank=0, step=1, step_s=0.1),)
+            with pytest.raises(Refused, match=f"the launcher of job {stranger[0]} on node n1 is not known here"):
+                speaker.beat(ranks=ranks, findings=findings)
+        known = (RankProgress(job="j", generation=1, rank=0, step=1, step_s=0.1),)
+        assert speaker.beat(ranks=known, findings=findings).resend is (findings is None)
+
+
+def test_a_joining_launcher_forms_a_generation_that_its_node_receives_once(client: TestClient) -> None:
+    speaker = Speaker(client, "n1")
+    speaker.register()
+    speaker.report(joined("j", 1.0, nproc_per_node=2))
+    received = speaker.directives()
+    assert [type(one.body) for one in received] == [NewGeneration]
+    spec = received[0].body.spec  # type: ignore[union-attr]
+    assert (spec.number, spec.world_size, len(spec.secret)) == (1, 2, 64)
+    assert speaker.directives() == ()
+
+
+def test_a_directive_that_is_not_acknowledged_comes_again_and_survives_a_restart(tmp_path: Path) -> None:
+    database = f"sqlite:///{tmp_path / 'c.db'}"
+    with TestClient(InProcess(database)) as client:
+        speaker = Speaker(client, "n1")
+        after = speaker.register().next_directive - 1
+        speaker.report(joined("j", 1.0))
+        first = speaker.directives()
+        speaker.after = after
+        assert speaker.directives() == first
+    with TestClient(InProcess(database)) as client:
+        again = Speaker(client, "n1")
+        again.after = after
+        assert again.directives()[0] == first[0]
+        again.after = first[-1].seq
+        assert again.directives() == ()
+        again.beat(findings=(WARNING,))  # the next transaction takes the acknowledgement along
+    with TestClient(InProcess(database)) as client:
+        assert Speaker(client, "n1").directives() == ()
+
+
+def test_what_was_sent_to_an_earlier_life_is_void_for_the_next(client: TestClient) -> None:
+    first = Speaker(client, "n1")
+    first.register()
+    first.report(joined("j", 1.0))
+    second = Speaker(client, "n1", incarnation=2)
+    second.register()
+    assert [type(one.body) for one in second.directives()] == []
+
+
+def test_registering_again_in_the_same_life_keeps_its_directives(client: TestClient) -> None:
+    speaker = Speaker(client, "n1")
+    speaker.register()
+    speaker.report(joined("j", 1.0))
+    speaker.register()
+    assert [type(one.body) for one in speaker.directives()] == [NewGeneration]
+
+
+def test_a_beat_brings_directives_to_a_node_without_a_session(client: TestClient) -> None:
+    speaker = Speaker(client, "n1")
+    speaker.register()
+    speaker.report(joined("j", 1.0))
+    assert [type(one.body) for one in speaker.beat().directives] == [NewGeneration]
+
+
+def test_a_report_that_is_sent_twice_counts_once(served: InProcess, client: TestClient) -> None:
+    speaker = Speaker(client, "n1")
+    speaker.register()
+    assert speaker.report(joined("j", 1.0)).through == 1
+    assert speaker.report(joined("j", 1.0), joined("k", 1.0), first=1).through == 2
+    assert speaker.report(joined("j", 1.0), first=1).through == 2
+    assert served.controller is not None
+    registry = served.controller.metrics.registry
+    assert registry.get_sample_value("everstep_controller_reports_total") == 2.0
+    assert registry.get_sample_value("everstep_controller_reports_repeated_total") == 2.0
+    created = [one for one in get(client, "/v1/events", op.EventList).events if one.kind == "job.created"]
+    assert [one.job for one in created] == ["j", "k"]
+
+
+def test_the_numbers_taken_are_remembered_across_a_restart(tmp_path: Path) -> None:
+    database = f"sqlite:///{tmp_path / 'c.db'}"
+    with TestClient(InProcess(database)) as client:
+        speaker = Speaker(client, "n1")
+        speaker.register()
+        speaker.report(joined("j", 1.0), joined("k", 1.0))
+    with TestClient(InProcess(database)) as client:
+        again = Speaker(client, "n1")
+        assert again.report(joined("other", 1.0), first=2).through == 2
+        assert [one.job for one in get(client, "/v1/jobs", op.JobList).jobs] == ["j", "k"]
+
+
+def test_a_report_that_the_core_does_not_survive_is_dropped_by_the_next_life_and_only_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = engine.handle
+
+    def with_an_error(state: Any, event: Any, now: float) -> Any:
+        if isinstance(event, ReportArrived) and event.body.job == "poison":
+            raise ZeroDivisionError("an error of our own")
+        return handle(state, event, now)
+
+    monkeypatch.setattr("everstep_controller.runtime.transaction.engine.handle", with_an_error)
+    database = f"sqlite:///{tmp_path / 'c.db'}"
+    batch = (joined("before", 1.0), joined("poison", 1.0), joined("after", 1.0))
+    first = InProcess(database)
+    with TestClient(first) as client:
+        speaker = Speaker(client, "n1")
+        speaker.register()
+        assert refusal(speaker.report, *batch).code == "unavailable"
+        assert first.controller is not None
+        assert first.controller.task is not None
+        assert isinstance(first.controller.task.exception(), ZeroDivisionError)
+        assert client.get("/readyz").status_code == 503
+    with TestClient(InProcess(database)) as client:
+        again = Speaker(client, "n1")
+        assert again.report(*batch).through == 3
+        assert {one.job for one in get(client, "/v1/jobs", op.JobList).jobs} == {"before", "after"}
+        (event,) = [one for one in get(client, "/v1/events", op.EventList).events if one.kind == "controller.poisoned"]
+        assert "report 2 (LauncherJoined) of n1" in event.sentence
+
+
+def test_ranks_progress_in_a_beat_is_shown(client: TestClient) -> None:
+    speaker = Speaker(client, "n1")
+    speaker.register()
+    speaker.beat(findings=())
+    speaker.report(joined("j", 1.0))
+    speaker.beat(ranks=(RankProgress(job="j", generation=1, rank=0, step=41, step_s=0.2, loss=2.5),))
+    summary = get(client, "/v1/jobs/j", op.JobDetail).summary
+    assert (summary.step, summary.step_s, summary.loss) == (41, 0.2, 2.5)
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------
+
+
+def refusal(call: Any, *arguments: Any, **fields: Any) -> Refused:
+    with pytest.raises(Refused) as caught:
+        call(*arguments, **fields)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "says"),
+    [
+        ({}, 401, "everstep-controller token"),
+        ({"Authorization": "Basic abc"}, 401, "must be `Bearer TOKEN`"),
+        ({"Authorization": "Bearer agent:n1:0000"}, 401, "minted under another secret"),
+        ({"Authorization": "Bearer \xff"}, 401, "mint it again with `everstep-controller token`"),
+        (bearer(TokenRole.AGENT, "n1", b"another secret, long enough"), 401, "minted under another secret"),
+        (bearer(TokenRole.AGENT, "n2"), 403, "belongs to node n2 and cannot speak for node n1"),
+        (VIEWER, 403, "a viewer token is not for this: it needs that of the node's agent"),
+        (OPERATOR, 403, "an operator token is not for this"),
+    ],
+)
+def test_only_the_nodes_own_agent_may_speak_for_it(
+    client: TestClient, headers: dict[str, str], status: int, says: str
+) -> None:
+    encoded = {name: value.encode("latin-1") for name, value in headers.items()}
+    body = msgspec.json.encode(registration("n1"))
+    response = client.post("/v1/agents/n1/register", content=body, headers=encoded)
+    assert response.status_code == status
+    assert says in response.json()["detail"]
+    assert get(client, "/v1/nodes", op.NodeList).nodes == ()
+    assert refused_total(client, "agents/register", response.json()["code"]) == 1.0
+
+
+def test_another_protocol_version_is_refused_even_when_its_message_looks_different(client: TestClient) -> None:
+    body = {**msgspec.to_builtins(registration("n1")), "protocols": [7, 8], "from_the_future": True}
+    response = client.post("/v1/agents/n1/register", json=body, headers=bearer(TokenRole.AGENT, "n1"))
+    assert (response.status_code, response.json()["code"]) == (426, "protocol_version")
+    assert "offered [7, 8], spoken here [1]; upgrade this side" in response.json()["detail"]
+
+
+def test_a_body_about_another_node_than_the_path_is_refused(client: TestClient) -> None:
+    body = msgspec.json.encode(registration("n2"))
+    response = client.post("/v1/agents/n1/register", content=body, headers=bearer(TokenRole.AGENT, "n1"))
+    assert response.status_code == 422
+    assert "the body speaks of node n2, the path of n1" in response.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "truncated?"),
+        (msgspec.json.encode(registration("n1"))[:-20], "truncated?"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b'{"protocols":[1],"node":"n1","incarnation":-1,"agent_version":"x","vault":"h:1"}', "`$.incarnation`"),
+        (b'{"protocols":[1],"node":"n1","agent_version":"x","vault":"h:1"}', "missing required field `incarnation`"),
+        (b"[]", "Expected `object`"),
+    ],
+)
+def test_a_body_that_is_no_message_is_refused_with_the_place_of_the_mistake(
+    client: TestClient, body: bytes, says: str
+) -> None:
+    response = client.post("/v1/agents/n1/register", content=body, headers=bearer(TokenRole.AGENT, "n1"))
+    assert response.status_code == 422
+    assert response.json()["code"] == "malformed"
+    assert says in response.json()["detail"]
+
+
+def test_an_agent_of_a_later_release_is_registered_with_what_this_one_knows(client: TestClient) -> None:
+    told = {**msgspec.to_builtins(registration("n1")), "mood": "fine", "host": {"vendor": "ACME", "colour": "blue"}}
+    headers = bearer(TokenRole.AGENT, "n1")
+    assert client.post("/v1/agents/n1/register", content=msgspec.json.encode(told), headers=headers).status_code == 200
+    assert client.get("/v1/nodes/n1", headers=bearer(TokenRole.VIEWER, "eve")).json()["host"]["vendor"] == "ACME"
+
+
+def test_an_oversized_body_is_refused_before_it_is_read(client: TestClient) -> None:
+    headers = bearer(TokenRole.AGENT, "n1")
+    whole = client.post("/v1/agents/n1/heartbeat", content=b"x" * (MAX_BODY_BYTES + 1), headers=headers)
+    pieces = (b"x" * (1 << 16) for _ in range((MAX_BODY_BYTES >> 16) + 1))
+    chunked = client.post("/v1/agents/n1/heartbeat", content=pieces, headers=headers)
+    for response in (whole, chunked):
+        assert (response.status_code, response.json()["code"]) == (413, "too_large")
+        assert str(MAX_BODY_BYTES) in response.json()["detail"]
+    assert refused_total(client, "agents/heartbeat", "too_large") == 2.0
+
+
+def test_too_many_reports_in_one_request_are_refused(client: TestClient) -> None:
+    speaker = Speaker(client, "n1")
+    speaker.register()
+    refused = refusal(speaker.report, *[joined("j", 1.0)] * 1025)
+    assert (refused.status, refused.code) == (422, "malformed")
+
+
+@pytest.mark.parametrize("incarnation", [1, 3])
+def test_a_life_that_is_not_the_registered_one_is_refused_everywhere(client: TestClient, incarnation: int) -> None:
+    Speaker(client, "n1", incarnation=2).register()
+    other = Speaker(client, "n1", incarnation=incarnation)
+    expected = (409, "stale") if incarnation < 2 else (404, "not_found")
+    for call in (other.beat, lambda: other.beat(findings=()), lambda: other.report(joined("j", 1.0)), other.directives):
+        refused = refusal(call)
+        assert (refused.status, refused.code) == expected
+    assert get(client, "/v1/jobs", op.JobList).jobs == ()
+
+
+def test_an_older_life_cannot_register_over_a_newer(client: TestClient) -> None:
+    Speaker(client, "n1", incarnation=2).register()
+    refused = refusal(Speaker(client, "n1", incarnation=1).register)
+    assert (refused.status, refused.code) == (409, "stale")
+    assert get(client, "/v1/nodes/n1", op.NodeDetail).incarnation == 2
+
+
+def test_a_node_that_never_registered_is_told_to(client: TestClient) -> None:
+    stranger = Speaker(client, "n1")
+    for call in (stranger.beat, lambda: stranger.report(joined("j", 1.0)), stranger.directives):
+        refused = refusal(call)
+        assert refused.status == 404
+        assert "register first" in refused.message
+
+
+def test_a_session_that_is_asked_for_without_its_upgrade_is_refused(client: TestClient) -> None:
+    response = client.get("/v1/agents/n1/session", headers=bearer(TokenRole.AGENT, "n1"))
+    assert response.status_code == 426
+    assert "Upgrade: everstep/1" in response.json()["detail"]
+
+
+def test_a_path_or_a_method_that_does_not_exist_is_said_in_the_same_way(client: TestClient) -> None:
+    headers = bearer(TokenRole.AGENT, "n1")
+    for method, path, status in (
+        ("GET", "/v1/agents/n1/heartbeat", 405),
+        ("POST", "/v1/agents/n1/dance", 404),
+        ("GET", "/nothing", 404),
+        ("DELETE", "/v1/nodes", 405),
+    ):
+        response = client.request(method, path, headers=headers)
+        assert response.status_code == status
+        assert set(response.json()) == {"type", "title", "status", "detail", "code"}
+        assert response.headers["content-type"] == "application/problem+json"
+
+
+def test_a_message_with_every_field_survives_the_way_in(client: TestClient) -> None:
+    beat = Heartbeat(incarnation=1, seq=1, sent_at=1.5, findings=(WARNING,), ranks=(), reports_through=3)
+    Speaker(client, "n1").register()
+    response = client.post(
+        "/v1/agents/n1/heartbeat", content=msgspec.json.encode(beat), headers=bearer(TokenRole.AGENT, "n1")
+    )
+    assert response.status_code == 200
+    assert msgspec.json.decode(msgspec.json.encode(registration("n1")), type=Register) == registration("n1")

@@ -1,0 +1,108 @@
+"""Who counts at the door of a controller that stands by, and who goes last when the lease is vacant."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from everstep_controller.api.credentials import Keyring
+from everstep_controller.config import ControllerSettings
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.leadership.candidate import Candidate, Won
+from everstep_controller.leadership.lease import Knocks
+from everstep_controller.leadership.standby import Standby
+from everstep_controller.leadership.takeover_gate import Threshold
+from everstep_controller.runtime.startup_state import NOTHING
+from everstep_controller.server.connections import NOBODY
+from everstep_controller.store.database import engine_of, open_database, parse_url
+from everstep_controller.store.leases import LeaseSession, claim
+from everstep_controller.store.threads import Store
+from everstep_controller.store.writer import Writer
+from sqlalchemy import Engine
+
+from everstep.bearer_tokens import TokenRole, mint
+from everstep.clock import ManualClock
+from tests.support.controllers import SECRET
+
+DEADLINE_S = 60.0
+
+
+def authorization(role: TokenRole, subject: str, secret: bytes = SECRET) -> list[tuple[bytes, bytes]]:
+    return [(b"authorization", f"Bearer {mint(secret, role, subject)}".encode())]
+
+
+def test_only_an_agent_with_a_credential_of_its_own_counts() -> None:
+    clock = ManualClock()
+    settings = ControllerSettings(secret_file="unused", policy=CorePolicy.lab(), resign_after_s=15.0)
+    standby = Standby(settings, Keyring((SECRET,)), clock, lambda: "")
+    for _ in range(7):
+        standby.knock("n1", authorization(TokenRole.AGENT, "n1"), NOBODY)
+        standby.knock("n2", authorization(TokenRole.AGENT, "n1"), NOBODY)
+        standby.knock("n3", authorization(TokenRole.AGENT, "n3", b"another fleet's secret, 32 bytes"), NOBODY)
+        standby.knock("n4", authorization(TokenRole.VIEWER, "n4"), NOBODY)
+        standby.knock("n5", [], NOBODY)
+        clock.advance(1.0)
+    assert standby.knocks.insistent() == 1
+    standby.begin()
+    assert standby.knocks.insistent() == 0
+
+
+@pytest.fixture
+def vacant(postgres: str) -> Engine:
+    """A database whose leader has gone."""
+    engine = open_database(postgres)
+    session, writer = LeaseSession(engine), Writer(engine)
+    assert session.hold(1)
+    writer.take_over(claim=claim("c1", "", 30.0, free=True))
+    writer.close()
+    session.close()
+    engine.dispose()
+    return engine_of(parse_url(postgres))
+
+
+def candidate(engine: Engine, clock: ManualClock, knocks: Knocks) -> Candidate:
+    """One that gave its lease up before."""
+    return Candidate(
+        engine,
+        clock,
+        name="c2",
+        address="",
+        lease_s=5.0,
+        renew_s=1.0,
+        threshold=Threshold(),
+        knocks=knocks,
+        goes_last=True,
+    )
+
+
+async def elected(engine: Engine, clock: ManualClock, knocks: Knocks, wait_s: float) -> tuple[bool, Won]:
+    """Whether it took the lease at its first look, and what it started from when so much time had passed."""
+    store, one = Store(engine), candidate(engine, clock, knocks)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            winning = asyncio.create_task(one.elected(store, lambda: NOTHING))
+            looked = asyncio.create_task(one.looked.wait())
+            done, _ = await asyncio.wait({winning, looked}, return_when=asyncio.FIRST_COMPLETED)
+            looked.cancel()
+            clock.advance(wait_s)
+            return winning in done, await winning
+    finally:
+        await asyncio.to_thread(store.close)
+        await one.close()
+
+
+def test_who_resigned_leaves_a_vacant_lease_to_others_first_and_takes_it_where_nobody_does(vacant: Engine) -> None:
+    clock = ManualClock()
+    at_once, won = asyncio.run(elected(vacant, clock, Knocks(clock, 5.0), 5.0))
+    assert not at_once
+    assert won.loaded.epoch == 2
+
+
+def test_who_resigned_does_not_wait_where_nodes_insist_on_it(vacant: Engine) -> None:
+    clock = ManualClock()
+    knocks = Knocks(clock, 5.0)
+    knocks.hear("n1")
+    clock.advance(6.0)
+    knocks.hear("n1")
+    at_once, _won = asyncio.run(elected(vacant, clock, knocks, 0.0))
+    assert at_once

@@ -1,0 +1,206 @@
+"""A controller process that is asked for more than it may take: what is refused, with which reason, what is counted,
+and what comes first.
+
+The database is locked from outside for a moment, so that a transaction waits and the queue behind it fills.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from everstep.bearer_tokens import TokenRole
+from everstep.vocabulary import Action, Finding, FindingKind, Severity
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1.agent import Frame, Heartbeat, Numbered, Refused, Reports, ReportsAnswer
+from everstep.wire.v1.training import FindingRaised
+from tests.support.controllers import OPERATOR, PATIENT, VIEWER, ControllerProcess, bearer, controller_process
+from tests.support.forked import ForkPool
+from tests.support.sessions import AgentSession
+from tests.support.waiting import until
+
+ROOM = 4
+"""Stimuli that may wait."""
+LOCKABLE = f"queue_limit = {ROOM}\ncommit_timeout_s = 30.0\n"
+
+
+@contextmanager
+def controller(program_forks: ForkPool, folder: Path, settings: str) -> Iterator[ControllerProcess]:
+    file = folder / "settings.toml"
+    file.write_text(f"{settings}[policy]\nfinding_burst = 1000000\n{PATIENT}")
+    with controller_process(folder, program_forks, arguments=("--settings", str(file))) as process:
+        yield process
+
+
+@contextmanager
+def locked(process: ControllerProcess) -> Iterator[None]:
+    """Another program writes: no transaction comes to its end meanwhile."""
+    with closing(sqlite3.connect(process.database.removeprefix("sqlite:///"), isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+        other.execute("ROLLBACK")
+
+
+@contextmanager
+def sessions(process: ControllerProcess, count: int) -> Iterator[list[AgentSession]]:
+    """Agents that have registered and told that they find nothing."""
+    with ExitStack() as stack:
+        made = []
+        for number in range(count):
+            session = stack.enter_context(closing(AgentSession(process.listen, f"n{number}")))
+            session.register()
+            session.beat(findings=())
+            made.append(session)
+        yield made
+
+
+def disk(severity: Severity) -> FindingRaised:
+    """A report from which nothing follows, so that nothing but what a test says is in the queue."""
+    finding = Finding(kind=FindingKind.HOST_DISK, subject="/", severity=severity, message="full", action=Action.NONE)
+    return FindingRaised(finding=finding)
+
+
+MILD, URGENT = disk(Severity.WARNING), disk(Severity.CRITICAL)
+
+
+def measured(process: ControllerProcess, name: str) -> float:
+    _, body = process.ask("GET", "/metrics", None, OPERATOR)
+    found = re.search(rf"^everstep_controller_{re.escape(name)} (\S+)$", body.decode(), re.MULTILINE)
+    assert found, name
+    return float(found[1])
+
+
+def shed(process: ControllerProcess, kind: str) -> float:
+    return measured(process, f'shed_total{{class="{kind}"}}')
+
+
+def fill(process: ControllerProcess, said: list[tuple[AgentSession, FindingRaised]], waiting: int) -> None:
+    """Each says its report, one after another; then so many wait, of which one is being written."""
+    for left, (session, report) in reversed(list(enumerate(reversed(said)))):
+        session.say_reports(report)
+        until(lambda left=left: measured(process, "queue_depth") == waiting - left, "the queue to fill")
+
+
+def refusal(process: ControllerProcess, method: str, path: str, body: Any, headers: dict[str, str]) -> dict[str, Any]:
+    """What a request is refused with; its headers beside the problem's fields."""
+    with closing(process.connection()) as connection:
+        connection.request(method, path, None if body is None else msgspec.json.encode(body), headers)
+        answer: http.client.HTTPResponse = connection.getresponse()
+        return {**json.loads(answer.read()), "status": answer.status, "retry_after": answer.headers["Retry-After"]}
+
+
+def first_findings(process: ControllerProcess) -> dict[str, int]:
+    """The id of the first finding of each node."""
+    _, body = process.ask("GET", "/v1/events?kind=finding&limit=999", None, VIEWER)
+    found: dict[str, int] = {}
+    for event in msgspec.json.decode(body, type=op.EventList).events:
+        found.setdefault(event.node, event.id)
+    return found
+
+
+def test_what_is_mild_is_shed_with_a_reason_and_what_is_urgent_takes_its_place_and_is_decided_first(
+    program_forks: ForkPool, tmp_path: Path
+) -> None:
+    with controller(program_forks, tmp_path, LOCKABLE) as process, sessions(process, 8) as said:
+        assert (shed(process, "routine"), shed(process, "urgent")) == (0, 0)
+        with locked(process):
+            fill(process, [(said[0], URGENT)], 1)
+            fill(process, [(one, MILD) for one in said[1 : 1 + ROOM]], 1 + ROOM)
+            said[5].say_reports(MILD)
+            refused = said[5].answer(Refused)
+            assert (refused.of, refused.code) == (Frame.REPORTS, "unavailable")
+            assert (refused.retry_after_s or 0) > 0
+            assert f"{ROOM} requests wait already" in refused.message
+            reports = Reports(incarnation=1, reports=(Numbered(number=1, body=MILD),))
+            told = refusal(process, "POST", "/v1/agents/n6/reports", reports, bearer(TokenRole.AGENT, "n6"))
+            assert (told["status"], told["code"], told["retry_after"]) == (503, "unavailable", "1")
+            assert shed(process, "routine") == 2
+            said[7].say_reports(URGENT)
+            given_up = said[1].answer(Refused)  # the oldest
+            assert (given_up.of, given_up.code) == (Frame.REPORTS, "unavailable")
+            assert (shed(process, "routine"), shed(process, "urgent")) == (3, 0)
+        for session in (said[0], said[7], said[2], said[3], said[4]):
+            assert session.answer(ReportsAnswer).through == 1
+        for session in (said[1], said[5]):  # what was refused is sent again, and lost nothing
+            session.say(Frame.REPORTS, reports)
+            assert session.answer(ReportsAnswer).through == 1
+        at = first_findings(process)
+        assert at["n0"] < at["n7"] < min(at["n2"], at["n3"], at["n4"])
+        assert "database is away" not in process.log()
+
+
+def test_where_only_urgent_things_wait_the_next_is_told_to_come_again_and_so_is_an_operator(
+    program_forks: ForkPool, tmp_path: Path
+) -> None:
+    with controller(program_forks, tmp_path, LOCKABLE) as process, sessions(process, 6) as said:
+        with locked(process):
+            fill(process, [(said[0], URGENT)], 1)
+            fill(process, [(one, URGENT) for one in said[1 : 1 + ROOM]], 1 + ROOM)
+            said[5].say_reports(URGENT)
+            assert said[5].answer(Refused).code == "unavailable"
+            told = refusal(process, "POST", "/v1/nodes/n5/hold", op.Because(reason="a fan"), OPERATOR)
+            assert (told["status"], told["code"], told["retry_after"]) == (503, "unavailable", "1")
+            assert "send this again" in told["detail"]
+            assert (shed(process, "routine"), shed(process, "urgent")) == (0, 2)
+            answered, _ = process.ask("GET", "/v1/status", None, VIEWER)
+            assert answered == 200
+        assert [session.answer(ReportsAnswer).through for session in said[: 1 + ROOM]] == [1] * (1 + ROOM)
+        status, _ = process.ask("POST", "/v1/nodes/n5/hold", op.Because(reason="a fan"), OPERATOR)
+        assert status == 200
+        assert "database is away" not in process.log()
+
+
+RATES = "agent_requests_per_s = 4.0\nrequests_per_s = 4.0\nrequest_burst_s = 5.0\n"
+BURST = 20
+
+
+def test_who_asks_too_often_is_told_when_to_come_again_by_request_and_in_a_session(
+    program_forks: ForkPool, tmp_path: Path
+) -> None:
+    with controller(program_forks, tmp_path, RATES) as process, sessions(process, 1) as (session,):
+        answers = [process.ask("GET", "/v1/status", None, VIEWER)[0] for _ in range(3 * BURST)]
+        assert answers[:BURST] == [200] * BURST
+        assert 429 in answers
+        while (told := refusal(process, "GET", "/v1/events?limit=1", None, VIEWER))["status"] != 429:
+            pass
+        assert (told["code"], told["retry_after"]) == ("rate_limited", "1")
+        assert "too many requests of viewer vera: come again in" in told["detail"]
+        refused = beaten_until_refused(session)
+        assert (refused.of, refused.code) == (Frame.HEARTBEAT, "rate_limited")
+        assert 0 < (refused.retry_after_s or 0) <= 0.25
+        report = Reports(incarnation=1, reports=(Numbered(number=1, body=MILD),))
+        assert taken_in_the_end(session, report) == 1
+        assert measured(process, 'requests_refused_total{code="rate_limited",route="session"}') >= 1
+        assert measured(process, 'requests_refused_total{code="rate_limited",route="/v1/status"}') >= 1
+
+
+def beaten_until_refused(session: AgentSession) -> Refused:
+    for seq in range(100, 100 + 10 * BURST):
+        session.say(Frame.HEARTBEAT, Heartbeat(incarnation=1, seq=seq, sent_at=0.0))
+    while True:
+        _, message = session.next_frame()
+        if isinstance(message, Refused):
+            return message
+
+
+def taken_in_the_end(session: AgentSession, report: Reports) -> int:
+    """Sends it again when it may, as agents do, until it is taken."""
+    while True:
+        session.say(Frame.REPORTS, report)
+        while True:
+            _, message = session.next_frame()
+            if isinstance(message, ReportsAnswer):
+                return message.through
+            if isinstance(message, Refused) and message.of == Frame.REPORTS:
+                assert message.retry_after_s
+                time.sleep(message.retry_after_s)
+                break

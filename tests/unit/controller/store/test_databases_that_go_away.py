@@ -1,0 +1,219 @@
+"""Real controllers whose real database is stopped, hangs, or is full, while a job runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psycopg
+import pytest
+from everstep_controller.core.jobs.generations import EPOCH_SPAN
+from sqlalchemy.engine import make_url
+
+from everstep.bearer_tokens import TokenRole
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1.agent import Heartbeat, HeartbeatAnswer, Numbered, Registered, Reports
+from everstep.wire.v1.directives import NewGeneration
+from everstep.wire.v1.training import AnyReport, GenerationSpec, RankLost
+from tests.support.controllers import (
+    OPERATOR,
+    VIEWER,
+    ControllerProcess,
+    bearer,
+    controller_process,
+    joined,
+    registration,
+)
+from tests.support.forked import ForkPool
+from tests.support.postgres import Server, own_postgres
+from tests.support.report_stream import events
+from tests.support.waiting import until
+
+__all__ = ["own_postgres"]
+
+
+class Agent:
+    """One node's agent."""
+
+    def __init__(self, controller: ControllerProcess, node: str) -> None:
+        self.controller = controller
+        self.path = f"/v1/agents/{node}"
+        self.headers = bearer(TokenRole.AGENT, node)
+        self.number = 0
+        status, body = self._post("register", registration(node))
+        assert status == 200, body
+        self.after = msgspec.json.decode(body, type=Registered).next_directive - 1
+
+    def report(self, body: AnyReport, *, again: bool = False) -> int:
+        """The answer's status."""
+        self.number += not again
+        report = Reports(incarnation=1, reports=(Numbered(number=self.number, body=body),))
+        return self._post("reports", report)[0]
+
+    def beat(self) -> int:
+        return self._post("heartbeat", Heartbeat(incarnation=1, seq=1, sent_at=0.0))[0]
+
+    def generation(self, above: int = 0) -> GenerationSpec:
+        """The next generation that is pushed, of a number over ``above``."""
+        found = until(lambda: [spec for spec in self._pushed() if spec.number > above], "a generation")
+        assert isinstance(found[-1], GenerationSpec)
+        return found[-1]
+
+    def _pushed(self) -> list[GenerationSpec]:
+        beat = Heartbeat(incarnation=1, seq=1, sent_at=0.0, directives_through=self.after)
+        status, body = self._post("heartbeat", beat)
+        assert status == 200, body
+        directives = msgspec.json.decode(body, type=HeartbeatAnswer).directives
+        self.after = directives[-1].seq if directives else self.after
+        return [one.body.spec for one in directives if isinstance(one.body, NewGeneration)]
+
+    def _post(self, verb: str, body: Any) -> tuple[int, bytes]:
+        return self.controller.ask("POST", f"{self.path}/{verb}", body, self.headers)
+
+
+def lost(spec: GenerationSpec) -> RankLost:
+    return RankLost(
+        job=spec.job,
+        at=1.0,
+        generation=spec.number,
+        rank=0,
+        local_rank=0,
+        detail="end of file",
+        signal=9,
+        replacement=True,
+    )
+
+
+def status_of(controller: ControllerProcess) -> op.FleetStatus:
+    return msgspec.json.decode(controller.ask("GET", "/v1/status", None, VIEWER)[1], type=op.FleetStatus)
+
+
+def check_surfaces(controller: ControllerProcess) -> None:
+    """What everybody is told while the database is away."""
+    status, body = controller.ask("GET", "/readyz", None, {})
+    assert (status, json.loads(body)["database"]) == (200, "away")
+    assert status_of(controller).store_away
+    assert b"everstep_controller_database_away 1.0" in controller.ask("GET", "/metrics", None, VIEWER)[1]
+    order = {"reason": "a fan to be looked at"}
+    status, body = controller.ask("POST", "/v1/nodes/n2/hold", order, OPERATOR)
+    assert status == 503
+    assert "the database is away" in json.loads(body)["detail"]
+    assert "the database is away" in controller.log()
+
+
+@contextmanager
+def regrouping_without(controller: ControllerProcess, go_away: Callable[[], None]) -> Iterator[None]:
+    """A job of one node loses a rank as the database goes away, and another one meanwhile; all that is checked. The
+    body brings the database back."""
+    n1, n2 = Agent(controller, "n1"), Agent(controller, "n2")
+    assert n1.report(joined("job", 1.0)) == 200
+    running = n1.generation()
+    go_away()
+    assert n1.report(lost(running)) == 503
+    first = n1.generation(running.number)
+    assert first.number == EPOCH_SPAN + 1
+    assert n1.report(lost(first)) == 503
+    second = n1.generation(first.number)
+    assert second.number == first.number + 1
+    assert (n1.beat(), n2.beat()) == (200, 200)
+    check_surfaces(controller)
+    yield
+    until(lambda: not status_of(controller).store_away, "the database's return to be noticed")
+    assert n1.report(lost(first), again=True) == 200
+    assert [event.kind for event in events(controller, "store.back")] == ["store.back"]
+    controller.kill()
+    controller.start()
+    status, body = controller.ask("GET", "/v1/jobs", None, VIEWER)
+    assert status == 200, body
+    (job,) = msgspec.json.decode(body, type=op.JobList).jobs
+    assert job.generation == second.number
+    regrouped = [event.generation for event in events(controller, "generation")]
+    assert regrouped[-2:] == [first.number, second.number]
+
+
+@pytest.mark.parametrize("how", ["stopped", "hanging"])
+def test_a_job_regroups_while_postgresql_is_away_and_all_is_written_when_it_is_back(
+    program_forks: ForkPool, how: str, tmp_path: Path, own_postgres: Server
+) -> None:
+    database = own_postgres.url.replace("/postgres?", f"/{how}?")
+
+    plain = make_url(own_postgres.url).set(drivername="postgresql").render_as_string(hide_password=False)
+    with psycopg.connect(plain, autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {how}".encode())
+    settings = tmp_path / "settings.toml"
+    settings.write_text("commit_timeout_s = 0.5\nlease_s = 1.5\nlease_renew_s = 0.5\n")
+    go_away, come_back = (
+        (own_postgres.stop, own_postgres.start) if how == "stopped" else (own_postgres.hang, own_postgres.wake)
+    )
+    with controller_process(
+        tmp_path, program_forks, database=database, arguments=("--settings", str(settings))
+    ) as controller:
+        try:
+            with regrouping_without(controller, go_away):
+                time.sleep(2.0)  # longer than the lease: its holder goes on, for nobody else can have taken it
+                check_surfaces(controller)
+                come_back()
+        finally:
+            come_back()
+
+
+def test_a_full_disk_stops_no_regroup_and_all_is_written_when_there_is_room(
+    program_forks: ForkPool, tmp_path: Path
+) -> None:
+    with controller_process(tmp_path, program_forks) as controller:
+        assert controller.process is not None
+        pid = controller.process.pid
+        size = os.stat(tmp_path / "controller.db").st_size
+
+        def fill() -> None:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (min(size, 8192), resource.RLIM_INFINITY))
+
+        with regrouping_without(controller, fill):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def order(server: Server, *statements: str) -> None:
+    plain = make_url(server.url).set(drivername="postgresql").render_as_string(hide_password=False)
+    with psycopg.connect(plain, autocommit=True) as connection:
+        connection.execute("SET default_transaction_read_only = off")
+        for statement in statements:
+            connection.execute(statement.encode())
+
+
+def test_a_leader_comes_back_first_when_the_database_that_was_read_only_can_be_written_again(
+    program_forks: ForkPool, tmp_path: Path, own_postgres: Server
+) -> None:
+    """What it decided meanwhile nobody else knows."""
+    order(own_postgres, "CREATE DATABASE readonly")
+    database = own_postgres.url.replace("/postgres?", "/readonly?")
+    settings = tmp_path / "settings.toml"
+    settings.write_text("commit_timeout_s = 0.5\nlease_s = 1.5\nlease_renew_s = 0.3\n")
+    (tmp_path / "standby").mkdir()
+    given: Any = {"database": database, "arguments": ("--settings", str(settings))}
+    with (
+        controller_process(tmp_path, program_forks, **given) as leader,
+        controller_process(tmp_path / "standby", program_forks, **given) as standby,
+    ):
+        agent = Agent(leader, "n1")
+        assert agent.report(joined("job", 1.0)) == 200
+        running = agent.generation()
+        order(own_postgres, "ALTER SYSTEM SET default_transaction_read_only = on", "SELECT pg_reload_conf()")
+        try:
+            until(lambda: status_of(leader).store_away, "the leader to see it")
+            assert agent.report(lost(running)) == 503
+            regrouped = agent.generation(running.number)
+            until(lambda: "cannot be asked for" in standby.log(), "the standby to have tried")
+        finally:
+            order(own_postgres, "ALTER SYSTEM RESET default_transaction_read_only", "SELECT pg_reload_conf()")
+        until(lambda: leader.log().count("all is written"), "everything to be written")
+        assert [event.generation for event in events(leader, "generation")] == [running.number, regrouped.number]
+        assert "taking the lease" in standby.log()
+        assert "leading:" not in standby.log()
+        assert standby.log().count("taking the lease") == 1

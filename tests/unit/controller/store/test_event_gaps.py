@@ -1,0 +1,134 @@
+"""A reader of the event stream is told what it will never get: after a restore, and where retention was faster."""
+
+from __future__ import annotations
+
+import http.client
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+from everstep_controller.store.database import back_up, open_database
+from everstep_controller.store.retention import Keep, prune_events
+from everstep_controller.store.table_access import RESTORED, ROOM
+from everstep_controller.store.writer import Writer
+
+from everstep.bearer_tokens import TokenRole
+from everstep.cli.client import Client
+from everstep.cli.events import _follow
+from everstep.wire.v1 import operator as op
+from tests.support.controllers import VIEWER, ControllerProcess, bearer, controller_process, registration
+from tests.support.forked import ForkPool
+
+
+def register(process: ControllerProcess, node: str) -> None:
+    path = f"/v1/agents/{node}/register"
+    status, body = process.ask("POST", path, registration(node), bearer(TokenRole.AGENT, node))
+    assert status == 200, body
+
+
+def events(process: ControllerProcess) -> tuple[op.Event, ...]:
+    """All of them, oldest first."""
+    _, body = process.ask("GET", "/v1/events?limit=999", None, VIEWER)
+    return msgspec.json.decode(body, type=op.EventList).events
+
+
+def next_frame(response: http.client.HTTPResponse) -> dict[str, str]:
+    """The next event of a stream: its fields by name."""
+    while True:
+        frame = {}
+        while (line := response.readline().decode()) not in ("\n", ""):
+            name, _, value = line.rstrip("\n").partition(": ")
+            frame[name] = value
+        if "event" in frame:
+            return frame
+        assert line, "the stream has ended"
+
+
+def test_no_event_of_a_restored_database_has_an_id_that_was_given_before(
+    program_forks: ForkPool, tmp_path: Path
+) -> None:
+    copied = tmp_path / "copy.db"
+    with controller_process(tmp_path, program_forks) as process:
+        register(process, "n1")
+        back_up(process.database, copied)
+        register(process, "n2")
+        seen = events(process)
+        process.kill()
+        for file in tmp_path.glob("controller.db*"):
+            file.unlink()
+        shutil.move(copied, tmp_path / "controller.db")
+        process.start()
+        register(process, "n3")
+        known = events(process)
+        restored, *after = [event for event in known if event.id >= ROOM]
+        assert (restored.kind, restored.id) == (RESTORED, ROOM)
+        assert [event.node for event in after if event.kind == "node.registered"] == ["n3"]
+        common = tuple(event for event in known if event.id < ROOM)
+        assert common == seen[: len(common)] != seen
+        with closing(process.connection()) as stream:
+            stream.request("GET", "/v1/events/stream", headers={**VIEWER, "Last-Event-ID": str(seen[-1].id)})
+            response = stream.getresponse()
+            while not (line := response.readline()).startswith(b"id: "):
+                assert line
+            assert line == b"id: %d\n" % ROOM
+        process.kill()
+        process.start()  # one that follows in the ordinary way
+        assert [event.id for event in events(process)][: len(known)] == [event.id for event in known]
+        assert [event.kind for event in events(process)].count(RESTORED) == 1
+
+
+def test_an_id_that_this_database_never_gave_is_answered_with_a_gap(program_forks: ForkPool, tmp_path: Path) -> None:
+    with controller_process(tmp_path, program_forks) as process, closing(process.connection()) as stream:
+        register(process, "n1")
+        newest = events(process)[-1].id
+        stream.request("GET", f"/v1/events/stream?after={newest + 500}", headers=VIEWER)
+        response = stream.getresponse()
+        frames = [next_frame(response)]
+        register(process, "n2")
+        frames.append(next_frame(response))
+    gap = msgspec.json.decode(frames[0]["data"], type=op.EventGap)
+    assert (frames[0]["event"], frames[0]["id"]) == ("gap", str(newest))
+    assert (gap.after, gap.through, gap.reason) == (newest + 500, newest, "unknown")
+    assert (frames[1]["event"], frames[1]["id"]) == ("audit", str(newest + 1))
+
+
+def test_the_client_names_the_gap_that_retention_has_left(program_forks: ForkPool, tmp_path: Path) -> None:
+    """One event of many is left; a reader that saw the first is told that the others are gone."""
+    with controller_process(tmp_path, program_forks) as process:
+        for node in ("n1", "n2", "n3"):
+            register(process, node)
+        process.terminate()
+        engine = open_database(process.database)
+        writer = Writer(engine)
+        newest = writer.take_over().newest_audit
+        nothing = Keep(since=1e12, events=0, orders=9, rows=9, generations=9)
+        writer.run(lambda connection: prune_events(connection, nothing))
+        writer.close()
+        engine.dispose()
+        process.start()
+        client = Client(process.url, VIEWER["Authorization"].removeprefix("Bearer "))
+        with closing(client.stream("/v1/events/stream?after=1")) as stream:
+            name, data = next(stream)
+    gap = msgspec.json.decode(data, type=op.EventGap)
+    assert (name, gap.after, gap.through, gap.reason) == ("gap", 1, newest - 1, "deleted")
+
+
+def test_the_command_says_a_gap_and_goes_on_behind_it(capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[str] = []
+
+    class Played(Client):
+        def stream(self, path: str) -> Iterator[tuple[str, bytes]]:
+            asked.append(path)
+            if len(asked) > 1:
+                raise KeyboardInterrupt
+            yield (
+                "gap",
+                msgspec.json.encode(op.EventGap(after=3, through=7, reason="deleted", sentence="4 to 7 are gone")),
+            )
+
+    _follow(Played("http://c:1", ""), 3, True)
+    assert asked == ["/v1/events/stream?after=3", "/v1/events/stream?after=7"]
+    assert capsys.readouterr() == ("", "4 to 7 are gone\n")

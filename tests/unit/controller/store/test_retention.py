@@ -1,0 +1,337 @@
+from __future__ import annotations
+
+import asyncio
+import re
+
+import msgspec
+import pytest
+from everstep_controller.api.stream import with_gaps
+from everstep_controller.store import retention, tables
+from everstep_controller.store import retention as retention_module
+from everstep_controller.store.database import open_database
+from everstep_controller.store.database_errors import StoreAway
+from everstep_controller.store.reader import Reader
+from everstep_controller.store.retention import Bite, Keep, chores, prune_events
+from everstep_controller.store.rows import AuditRow, Batch, GenerationRow, RecoveryRow, VerdictRow, VersionRow
+from everstep_controller.store.table_access import ROOM
+from everstep_controller.store.threads import Store
+from everstep_controller.store.writer import Writer
+from sqlalchemy import Connection, Engine, event, func, insert, select, text
+from sqlalchemy.exc import DBAPIError
+
+EVERYTHING = Keep(since=0.0, events=1_000_000, orders=1_000_000, rows=1_000_000, generations=1_000_000)
+
+
+def keep(**changed: float) -> Keep:
+    return msgspec.structs.replace(EVERYTHING, **changed)
+
+
+def audit(*numbers: int) -> list[AuditRow]:
+    return [AuditRow(id=number, at=float(number), kind="test", sentence="s") for number in numbers]
+
+
+def ids(engine: Engine) -> list[int]:
+    with engine.connect() as connection:
+        return list(connection.execute(select(tables.audit.c.id).order_by(tables.audit.c.id)).scalars())
+
+
+def bites(engine: Engine, what: Keep) -> list[Bite]:
+    """The first one of each kind, and of each job."""
+    with engine.connect() as connection:
+        return [bite for chore in chores(connection, what) if (bite := chore(connection)) is not None]
+
+
+def pruned(writer: Writer, engine: Engine, what: Keep) -> int:
+    """Deletes one bite of everything; how many rows the largest had."""
+    taken = writer.run(lambda connection: prune_events(connection, what))
+    for bite in bites(engine, what):
+        writer.run(bite.take)
+        taken = max(taken, len(bite.keys))
+    return taken
+
+
+@pytest.mark.parametrize("what", [keep(since=7.0), keep(events=4)], ids=["by age", "by number"])
+def test_old_events_are_deleted_and_the_log_stays_append_only(writer: Writer, engine: Engine, what: Keep) -> None:
+    writer.commit([Batch(number=1, audit=audit(*range(1, 11)))])
+    pruned(writer, engine, what)
+    assert ids(engine) == [7, 8, 9, 10]
+    with engine.connect() as connection, pytest.raises(DBAPIError, match="append-only"), connection.begin():
+        connection.execute(text("DELETE FROM audit"))
+    writer.commit([Batch(number=2, audit=audit(11))])
+    assert ids(engine) == [7, 8, 9, 10, 11]
+
+
+def test_lines_are_counted_not_the_ids_that_a_restore_left_out(writer: Writer, engine: Engine) -> None:
+    writer.commit([Batch(number=1, audit=audit(*range(1, 11), *range(ROOM, ROOM + 3)))])
+    pruned(writer, engine, keep(events=5))
+    assert ids(engine) == [9, 10, ROOM, ROOM + 1, ROOM + 2]
+    pruned(writer, engine, keep(events=4))
+    assert ids(engine) == [10, ROOM, ROOM + 1, ROOM + 2]
+    for _ in range(2):  # a bite does not reach over what was left out
+        pruned(writer, engine, keep(events=2))
+    assert ids(engine) == [ROOM + 1, ROOM + 2]
+
+
+def flooded(orders: int, flood: int, *, kind: str = "operator.hold") -> list[AuditRow]:
+    """Lines of people, followed by those of an agent that has gone wild."""
+    return [
+        AuditRow(id=number, at=float(number), kind=kind if number <= orders else "finding", sentence="s")
+        for number in range(1, orders + flood + 1)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["operator.hold", "credential.revoked"])
+@pytest.mark.parametrize("what", [keep(since=1e12), keep(events=5)], ids=["by age", "by number"])
+def test_operators_lines_outlive_a_flood_of_others(writer: Writer, engine: Engine, what: Keep, kind: str) -> None:
+    writer.commit([Batch(number=1, audit=flooded(4, 40, kind=kind))])
+    while pruned(writer, engine, what):
+        pass
+    left = ids(engine)
+    assert left[:4] == [1, 2, 3, 4]
+    assert len(left) == (5 if what.since else 9)
+    writer.commit([Batch(number=2, audit=audit(45))])
+    assert pruned(writer, engine, what) == 1
+
+
+def test_operators_lines_have_a_quota_of_their_own(
+    writer: Writer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "BITE", 10)
+    writer.commit([Batch(number=1, audit=flooded(30, 3))])
+    assert [pruned(writer, engine, keep(orders=5)) for _ in range(4)] == [10, 10, 5, 0]
+    assert ids(engine) == [*range(26, 34)]
+
+
+def test_operators_lines_cannot_be_deleted_by_the_others_mark(writer: Writer, engine: Engine) -> None:
+    writer.commit([Batch(number=1, audit=flooded(2, 4))])
+    pruned(writer, engine, keep(since=1e12))
+    assert ids(engine) == [1, 2, 6]
+    with engine.connect() as connection, pytest.raises(DBAPIError, match="append-only"), connection.begin():
+        connection.execute(text("DELETE FROM audit WHERE id = 1"))
+
+
+def test_enrolments_are_no_lines_of_people(writer: Writer, engine: Engine) -> None:
+    writer.commit([Batch(number=1, audit=flooded(4, 4, kind="credential.enrolled"))])
+    pruned(writer, engine, keep(events=2))
+    assert ids(engine) == [7, 8]
+
+
+def test_the_stream_names_every_gap_between_operators_lines(writer: Writer, engine: Engine) -> None:
+    kinds = ["x", "operator.hold", "x", "x", "operator.evict", "x", "x", "x"]
+    rows = [AuditRow(id=number, at=1.0, kind=kind, sentence="s") for number, kind in enumerate(kinds, start=1)]
+    writer.commit([Batch(number=1, audit=rows)])
+    pruned(writer, engine, keep(events=2))
+    found = Reader(engine).following(0, 10)
+    frames = b"".join(with_gaps(0, found))
+    assert re.findall(rb"id: (\d+)\nevent: (\w+)", frames) == [
+        (b"1", b"gap"),
+        (b"2", b"audit"),
+        (b"4", b"gap"),
+        (b"5", b"audit"),
+        (b"6", b"gap"),
+        (b"7", b"audit"),
+        (b"8", b"audit"),
+    ]
+
+
+def test_the_stream_hears_of_the_newest_id_that_was_deleted(writer: Writer, engine: Engine) -> None:
+    writer.commit([Batch(number=1, audit=audit(*range(1, 11)))])
+    pruned(writer, engine, keep(events=4))
+    found = Reader(engine).following(2, 3)
+    assert ([row.id for row in found.rows], found.pruned, found.newest) == ([7, 8, 9], 6, 10)
+
+
+def test_the_newest_event_is_kept_whatever_its_age(writer: Writer, engine: Engine) -> None:
+    writer.commit([Batch(number=1, audit=audit(1, 2, 3))])
+    pruned(writer, engine, keep(since=1e12, events=0))
+    assert ids(engine) == [3]
+    writer.close()
+    loaded = Writer(engine).take_over()
+    assert (loaded.newest_audit, loaded.newest_at) == (3, 3.0)
+
+
+def test_what_is_young_and_little_is_left_alone(writer: Writer, engine: Engine) -> None:
+    writer.commit([Batch(number=1, audit=audit(1, 2, 3))])
+    assert pruned(writer, engine, EVERYTHING) == 0
+    assert ids(engine) == [1, 2, 3]
+
+
+def test_a_long_history_goes_in_small_bites(writer: Writer, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "BITE", 10)
+    writer.commit([Batch(number=1, audit=audit(*range(1, 36)))])
+    assert [pruned(writer, engine, keep(events=5)) for _ in range(4)] == [10, 10, 10, 0]
+    assert ids(engine) == [31, 32, 33, 34, 35]
+
+
+@pytest.mark.parametrize(
+    ("what", "left"),
+    [(keep(since=5.0), ["a9", "b1"]), (keep(rows=3), ["a2", "a9", "b1"]), (keep(rows=2, since=1.5), ["a9", "b1"])],
+)
+def test_of_verdicts_the_newest_of_each_node_stays(writer: Writer, engine: Engine, what: Keep, left: list[str]) -> None:
+    rows = [
+        VerdictRow(id=f"{node}-{at}", node=node, decision="evict", at=float(at), trace="", doc=f"{node}{at}")
+        for node, at in (("a", 1), ("a", 2), ("a", 9), ("b", 1))
+    ]
+    writer.commit([Batch(number=1, verdicts=rows)])
+    while pruned(writer, engine, what):
+        pass
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT doc FROM verdicts ORDER BY doc")).scalars().all() == left
+
+
+def test_rosters_and_recoveries_of_each_job_stay_up_to_their_number(writer: Writer, engine: Engine) -> None:
+    generations = [
+        GenerationRow(job=job, number=number, reason="formed", trace="", issued_at=1.0, doc="{}")
+        for job in ("j", "k")
+        for number in range(1, 6 if job == "j" else 3)
+    ]
+    recoveries = [RecoveryRow(job="j", generation=number, doc=str(number)) for number in range(1, 6)]
+    batch = Batch(number=1, jobs={"j": "{}", "k": "{}"}, generations=generations, recoveries=recoveries)
+    writer.commit([batch])
+    pruned(writer, engine, keep(generations=2))
+    with engine.connect() as connection:
+        left = connection.execute(text("SELECT job, number FROM generations ORDER BY job, number")).all()
+        came = connection.execute(text("SELECT generation FROM recoveries ORDER BY generation")).scalars().all()
+    assert left == [("j", 4), ("j", 5), ("k", 1), ("k", 2)]
+    assert came == [4, 5]
+
+
+def test_of_versions_the_newest_stay_and_the_newest_verified_one(
+    writer: Writer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "VERSIONS_KEPT", 3)
+    rows = [
+        VersionRow(job="j", generation=1, step=step, committed_at=1.0, verified_at=2.0 if step < 3 else None)
+        for step in range(10)
+    ]
+    writer.commit([Batch(number=1, jobs={"j": "{}"}, versions={("j", 1, row.step): row for row in rows})])
+    pruned(writer, engine, EVERYTHING)
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT step FROM versions ORDER BY step")).scalars().all() == [2, 7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("what", "left"),
+    [
+        (keep(since=5.0), ["k9.0", "kNone"]),
+        (keep(rows=3), ["k3.0", "k9.0", "kNone"]),
+        (keep(rows=1), ["kNone"]),
+        (keep(rows=2, since=2.0), ["k9.0", "kNone"]),
+        (keep(rows=0, since=1e9), ["kNone"]),
+    ],
+)
+def test_findings_and_remedies_that_stand_are_kept_and_those_that_are_over_go(
+    writer: Writer, engine: Engine, what: Keep, left: list[str]
+) -> None:
+    def raised(connection: Connection) -> None:
+        for ended in (None, 1.0, 3.0, 9.0):
+            name = f"k{ended}"
+            row = {"node": "n", "key": name, "kind": "x", "at": 0.5, "cleared_at": ended, "doc": "{}"}
+            connection.execute(insert(tables.findings).values(**row))
+            asked = {"id": name, "node": "n", "kind": "x", "state": "x", "requested_at": ended or 0.5, "detail": ""}
+            connection.execute(insert(tables.remedies).values(**asked, ended_at=ended, doc="{}"))
+
+    writer.run(raised)
+    while pruned(writer, engine, what):
+        pass
+    with engine.connect() as connection:
+        assert sorted(connection.execute(select(tables.findings.c.key)).scalars()) == left
+        assert sorted(connection.execute(select(tables.remedies.c.id)).scalars()) == left
+
+
+@pytest.mark.parametrize("kind", ["verdicts", "findings"])
+def test_a_flood_is_deleted_in_bites_until_as_many_are_left_as_may_be(
+    writer: Writer, engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(retention, "BITE", 10)
+    table = tables.metadata.tables[kind]
+
+    def flood(connection: Connection) -> None:
+        for at in range(1, 36):
+            verdict = {"id": f"a-{at:02}", "decision": "evict", "trace": ""}
+            more = verdict if kind == "verdicts" else {"key": f"k{at}", "kind": "x", "cleared_at": float(at)}
+            connection.execute(insert(table).values(node="a", at=float(at), doc="{}", **more))
+
+    writer.run(flood)
+    assert [pruned(writer, engine, keep(rows=5)) for _ in range(4)] == [10, 10, 10, 0]
+    with engine.connect() as connection:
+        assert sorted(connection.execute(select(table.c.at)).scalars()) == [31.0, 32.0, 33.0, 34.0, 35.0]
+
+
+def test_each_transaction_deletes_of_one_job_and_looks_for_nothing(
+    database: str, engine: Engine, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What hundreds of jobs have, little or much, holds up no decision: the writing thread is told primary keys."""
+    jobs = [f"j{number}" for number in range(300)]
+    generations = [
+        GenerationRow(job=job, number=number, reason="formed", trace="", issued_at=1.0, doc="{}")
+        for job in jobs
+        for number in range(1, 5 if job < "j11" else 3)
+    ]
+    writer.commit([Batch(number=1, jobs=dict.fromkeys(jobs, "{}"), generations=generations, audit=audit(1, 2))])
+    monkeypatch.setattr(retention_module, "BETWEEN_BITES_S", 0.0)
+
+    async def body() -> list[list[str]]:
+        own = open_database(database)
+        store = Store(own)
+        await store.take_over()
+        written: list[list[str]] = []
+
+        def note(connection: Connection, _cursor: object, statement: str, parameters: object, *_: object) -> None:
+            if not connection.get_execution_options().get("everstep_write"):
+                return
+            if "FROM meta" in statement and " IN " in statement:  # the fence, which every transaction begins with
+                written.append([])
+            elif not statement.startswith("BEGIN"):
+                written[-1].append(f"{statement} {parameters}")
+
+        event.listen(own, "before_cursor_execute", note)
+        task = asyncio.create_task(retention_module.retaining(store, lambda: keep(generations=2), first_s=0.0))
+        left = select(func.count()).select_from(tables.generations)
+        async with asyncio.timeout(60):
+            while await store.look(lambda connection: connection.execute(left).scalar()) > 2 * len(jobs):
+                await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        store.close()
+        return written
+
+    events, *written = asyncio.run(body())
+    crowded = [job for job in jobs if job < "j11"]
+    assert len(events) <= 3
+    assert len(written) == len(crowded)
+    for (statement,), job in zip(written, sorted(crowded), strict=True):
+        assert statement.startswith("DELETE FROM generations")
+        assert {other for other in crowded if f"'{other}'" in statement} == {job}
+
+
+def test_the_background_task_goes_on_after_an_absence_of_the_database(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention_module, "ROUND_S", 0.0)
+
+    async def body() -> None:
+        store = Store(open_database(database))
+        await store.take_over()
+        await store.commit(Batch(audit=audit(*range(1, 11))))
+        write, tries = store.write, 0
+
+        async def failing_first(change: object) -> object:
+            nonlocal tries
+            tries += 1
+            if tries == 1:
+                raise StoreAway("the disk is full")
+            return await write(change)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(store, "write", failing_first)
+        task = asyncio.create_task(retention_module.retaining(store, lambda: keep(events=4), first_s=0.0))
+        async with asyncio.timeout(60):
+            while (
+                await store.look(lambda connection: connection.execute(text("SELECT count(*) FROM audit")).scalar()) > 4
+            ):
+                await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        store.close()
+
+    asyncio.run(body())

@@ -1,0 +1,115 @@
+"""Commits whose answer is lost: whether they were carried out is looked up before anything is written again."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from typing import Any
+
+import psycopg
+import pytest
+from everstep_controller.store.database_errors import StoreAway
+from everstep_controller.store.rows import AuditRow, Batch
+from everstep_controller.store.threads import Store
+from sqlalchemy import Engine, text
+
+
+class Answers:
+    """What becomes of the database's answers to COMMIT."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lost = 0
+        self.broken = False
+        self.late = threading.Event()
+        self.late.set()
+        commit, connect = engine.dialect.do_commit, engine.dialect.connect
+        kind: Any = sqlite3.OperationalError if engine.dialect.name == "sqlite" else psycopg.OperationalError
+
+        def committing(connection: Any) -> None:
+            commit(connection)
+            self.late.wait(60)
+            if self.lost:
+                self.lost -= 1
+                raise kind("disk I/O error: the answer is lost")
+
+        def connecting(*given: Any, **named: Any) -> Any:
+            if self.broken:
+                raise kind("connection refused")
+            return connect(*given, **named)
+
+        monkeypatch.setattr(engine.dialect, "do_commit", committing)
+        monkeypatch.setattr(engine.dialect, "connect", connecting)
+
+
+@pytest.fixture
+def answers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Answers:
+    return Answers(engine, monkeypatch)
+
+
+def entry(number: int) -> Batch:
+    return Batch(audit=[AuditRow(id=number, at=1.0, kind="test", sentence=f"entry {number}")])
+
+
+def written(engine: Engine) -> list[int]:
+    with engine.connect() as connection:
+        return list(connection.execute(text("SELECT id FROM audit ORDER BY id")).scalars())
+
+
+def test_a_lost_answer_is_made_up_for_at_once_and_nobody_notices(engine: Engine, answers: Answers) -> None:
+    async def body() -> None:
+        store = Store(engine)
+        await store.take_over()
+        answers.lost = 1
+        await store.commit(entry(1))
+        await store.commit(entry(2))
+        assert written(engine) == [1, 2]
+        store.close()
+
+    asyncio.run(body())
+
+
+def test_what_was_carried_out_before_the_database_went_away_is_not_carried_out_again(
+    engine: Engine, answers: Answers
+) -> None:
+    async def body() -> None:
+        store = Store(engine)
+        await store.take_over()
+        answers.lost, answers.broken = 1, True
+        with pytest.raises(StoreAway) as away:
+            await store.commit(entry(1))
+        assert away.value.kept
+        with pytest.raises(StoreAway) as still_away:
+            await store.commit(entry(2))
+        assert not still_away.value.kept
+        answers.broken = False
+        await store.commit(entry(2))
+        await store.commit(Batch())
+        assert written(engine) == [1, 2]
+        store.close()
+
+    asyncio.run(body())
+
+
+def test_a_commit_that_takes_too_long_is_broken_off_and_looked_up(engine: Engine, answers: Answers) -> None:
+    async def body() -> None:
+        store = Store(engine, commit_timeout_s=0.1)
+        await store.take_over()
+        answers.late.clear()
+        with pytest.raises(StoreAway, match="hangs: no answer for") as away:
+            await store.commit(entry(1))
+        assert away.value.kept
+        with pytest.raises(StoreAway, match="hangs"):
+            await store.commit(entry(2))
+        answers.late.set()
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    await store.commit(entry(2))
+                    break
+                except StoreAway:
+                    await asyncio.sleep(0.01)
+        assert written(engine) == [1, 2]
+        store.close()
+
+    asyncio.run(body())

@@ -1,0 +1,355 @@
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import msgspec
+import psycopg
+import pytest
+from sqlalchemy.engine import make_url
+
+from everstep.bearer_tokens import TokenRole, mint, verify
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1.agent import Heartbeat, Numbered, Registered, Reports
+from everstep.wire.v1.directives import NewGeneration
+from tests.support.controllers import (
+    SECRET,
+    VIEWER,
+    ControllerProcess,
+    bearer,
+    controller_process,
+    joined,
+    registration,
+)
+from tests.support.forked import ForkPool
+from tests.support.processes import is_running
+from tests.support.report_stream import EVERY_FINDING, events, reporting
+from tests.support.sessions import AgentSession
+from tests.support.waiting import until
+
+N1 = bearer(TokenRole.AGENT, "n1")
+
+
+@pytest.fixture
+def process(program_forks: ForkPool, tmp_path: Path) -> Iterator[ControllerProcess]:
+    with controller_process(tmp_path, program_forks) as process:
+        yield process
+
+
+def register(process: ControllerProcess, node: str = "n1") -> Registered:
+    path, headers = f"/v1/agents/{node}/register", bearer(TokenRole.AGENT, node)
+    status, body = process.ask("POST", path, registration(node), headers)
+    assert status == 200, body
+    return msgspec.json.decode(body, type=Registered)
+
+
+def connected(process: ControllerProcess) -> int:
+    return msgspec.json.decode(process.ask("GET", "/v1/status", None, VIEWER)[1], type=op.FleetStatus).connected
+
+
+@contextmanager
+def session_of(process: ControllerProcess, node: str = "n1") -> Iterator[AgentSession]:
+    """A registered node's session, closed at the end."""
+    with closing(AgentSession(process.listen, node)) as session:
+        session.register()
+        yield session
+
+
+def test_the_ready_file_names_the_process_and_where_it_serves(tmp_path: Path) -> None:
+    """Of a controller that was started by its command line, over no database yet; it ends in order, and comes again."""
+    with controller_process(tmp_path) as process:
+        for _ in range(2):
+            ready = json.loads(process.ready_file.read_text())
+            assert process.process is not None
+            assert ready["pid"] == process.process.pid
+            assert process.ready_file.stat().st_mode & 0o077 == 0
+            assert process.ask("GET", "/healthz", headers={}) == (200, b'{"ok":true,"role":"controller"}')
+            assert process.ask("GET", "/readyz", headers={})[0] == 200
+            assert process.ask("GET", "/metrics", headers={})[0] == 401
+            assert b"everstep_controller_connected_agents 0.0" in process.ask("GET", "/metrics", None, VIEWER)[1]
+            assert process.terminate() == 0
+            process.start()
+
+
+def test_a_directive_is_pushed_when_it_is_committed(process: ControllerProcess) -> None:
+    with session_of(process) as session:
+        session.report(joined("j", 1.0))
+        assert session.directive(NewGeneration).spec.number == 1
+        assert connected(process) == 1
+
+
+def test_a_session_that_breaks_is_told_to_the_core(process: ControllerProcess) -> None:
+    with session_of(process):
+        pass
+    until(lambda: events(process, "node.disconnected"), "the disconnection in the audit log")
+    assert [event.node for event in events(process, "node.disconnected")] == ["n1"]
+
+
+def test_a_session_that_breaks_while_there_is_a_newer_one_means_nothing(process: ControllerProcess) -> None:
+    with session_of(process) as first, session_of(process) as second:
+        assert first.ended()
+        first.close()
+        second.beat(findings=())
+        register(process, "n2")
+        assert events(process, "node.disconnected") == []
+
+
+def test_sigterm_ends_sessions_and_streams_in_order(process: ControllerProcess) -> None:
+    with session_of(process) as session, closing(process.connection()) as stream:
+        stream.request("GET", "/v1/events/stream?after=0", headers=VIEWER)
+        response = stream.getresponse()
+        assert response.readline() == b"retry: 500\n"
+        assert process.terminate() == 0
+        assert session.ended()
+        response.read()  # to its end
+    assert not process.ready_file.exists()
+    assert "node.disconnected" not in process.log()
+
+
+def test_the_event_stream_begins_after_the_last_event_seen_and_goes_on(process: ControllerProcess) -> None:
+    register(process)
+
+    def next_event(response: http.client.HTTPResponse) -> op.Event:
+        while not (line := response.readline()).startswith(b"data: "):
+            assert line
+        return msgspec.json.decode(line[6:], type=op.Event)
+
+    with closing(process.connection()) as stream:
+        stream.request("GET", "/v1/events/stream", headers={**VIEWER, "Last-Event-ID": "0"})
+        response = stream.getresponse()
+        seen = [next_event(response)]
+        while seen[-1].kind != "node.registered":
+            seen.append(next_event(response))
+        register(process, "n2")
+        seen.append(next_event(response))
+    assert (seen[-1].kind, seen[-1].node) == ("node.registered", "n2")
+    assert [event.id for event in seen] == list(range(1, len(seen) + 1))
+
+
+def test_whatever_was_acknowledged_before_a_kill_is_there_exactly_once_after_it(
+    program_forks: ForkPool, tmp_path: Path
+) -> None:
+    """Reports are posted all the while; the controller is killed three times in the middle of it and restarted."""
+    settings = tmp_path / "settings.toml"
+    settings.write_text(EVERY_FINDING)
+    with controller_process(tmp_path, program_forks, arguments=("--settings", str(settings))) as process:
+        register(process)
+        with reporting(process) as stream:
+            for _ in range(3):
+                before = stream.acknowledged
+                until(lambda before=before: stream.acknowledged > before + 140, "reports to be acknowledged")
+                process.kill()
+                process.start()
+            before = stream.acknowledged
+            until(lambda: stream.acknowledged > before, "reports after the last restart")
+        stream.check(process)
+        assert process.ask("GET", "/v1/status", None, VIEWER)[0] == 200
+
+
+def test_a_second_controller_over_the_same_database_fences_the_first_off(
+    program_forks: ForkPool, tmp_path: Path
+) -> None:
+    first_home, second_home = tmp_path / "first", tmp_path / "second"
+    first_home.mkdir()
+    second_home.mkdir()
+    with (
+        controller_process(first_home, program_forks) as first,
+        controller_process(second_home, program_forks, database=first.database) as second,
+    ):
+        headers, body = bearer(TokenRole.AGENT, "n1"), registration("n1")
+        status, answer = first.ask("POST", "/v1/agents/n1/register", body, headers)
+        assert (status, json.loads(answer)["code"]) == (503, "unavailable")
+        assert first.process is not None
+        assert first.process.wait(60) == 70
+        assert "another controller took the database over" in first.log()
+        assert "start the controller again" in first.log()
+        assert second.ask("POST", "/v1/agents/n1/register", body, headers)[0] == 200
+
+
+def test_a_controller_that_should_die_with_its_parent_does(tmp_path: Path) -> None:
+    secret, ready = tmp_path / "secret", tmp_path / "ready.json"
+    secret.write_bytes(SECRET)
+    secret.chmod(0o600)
+    command = [
+        sys.executable,
+        "-m",
+        "everstep_controller.main",
+        "serve",
+        "--listen",
+        "127.0.0.1:0",
+        "--die-with-parent",
+    ]
+    command += [
+        "--database",
+        f"sqlite:///{tmp_path / 'c.db'}",
+        "--secret-file",
+        str(secret),
+        "--ready-file",
+        str(ready),
+    ]
+    script = (
+        f"import subprocess, time; subprocess.Popen({command!r})\n"
+        f"import pathlib\nwhile not pathlib.Path({str(ready)!r}).exists(): time.sleep(0.01)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+    pids: list[int] = []
+
+    def seen() -> bool:
+        if not pids and ready.exists():
+            pids.append(json.loads(ready.read_text())["pid"])
+        return bool(pids) or parent.poll() is not None
+
+    until(seen, "the controller to serve")
+    assert parent.wait(60) == 0
+    until(lambda: not pids or not is_running(pids[0]), "the controller to follow its parent")
+    assert not ready.exists()
+
+
+def test_a_database_over_postgresql_serves_and_survives_a_kill(
+    program_forks: ForkPool, tmp_path: Path, postgres: str
+) -> None:
+    with controller_process(tmp_path, program_forks, database=postgres) as process:
+        register(process)
+        reports = Reports(incarnation=1, reports=(Numbered(number=1, body=joined("j", 1.0)),))
+        assert process.ask("POST", "/v1/agents/n1/reports", reports, N1)[0] == 200
+        process.kill()
+        process.start()
+        jobs = msgspec.json.decode(process.ask("GET", "/v1/jobs", None, VIEWER)[1], type=op.JobList).jobs
+        assert [(job.job, job.generation) for job in jobs] == [("j", 1)]
+
+
+def test_a_database_connection_that_breaks_costs_nobody_anything(
+    program_forks: ForkPool, tmp_path: Path, postgres: str, postgres_server: str
+) -> None:
+    with controller_process(tmp_path, program_forks, database=postgres) as process:
+        register(process)
+        plain = make_url(postgres_server).set(drivername="postgresql").render_as_string(hide_password=False)
+        with psycopg.connect(plain, autocommit=True) as connection:
+            name = make_url(postgres).database
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s AND pid <> pg_backend_pid()",
+                (name,),
+            )
+        register(process, "n2")
+        nodes = msgspec.json.decode(process.ask("GET", "/v1/nodes", None, VIEWER)[1], type=op.NodeList).nodes
+        assert [one.node for one in nodes] == ["n1", "n2"]
+        assert events(process, "store.away") == []
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "everstep_controller.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ}, check=False)
+
+
+def test_a_certificate_that_is_none_is_refused_before_anything_is_served(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    secret.chmod(0o600)
+    arguments = ("--secret-file", str(secret), "--database", f"sqlite:///{tmp_path / 'c.db'}")
+    refused = run("serve", *arguments, "--tls-certificate", str(secret), "--tls-key", str(secret))
+    assert refused.returncode == 2
+    assert "cannot be used" in refused.stderr
+
+
+def test_a_state_that_another_release_wrote_is_not_guessed_at(program_forks: ForkPool, tmp_path: Path) -> None:
+    with controller_process(tmp_path, program_forks) as process:
+        register(process)
+        assert process.terminate() == 0
+        with closing(sqlite3.connect(tmp_path / "controller.db")) as connection, connection:
+            connection.execute("UPDATE nodes SET doc = '{\"node\": 7}'")
+        with pytest.raises(AssertionError, match="written by another release"):
+            process.start()
+
+
+def test_a_password_from_a_file_opens_the_database_and_is_shown_nowhere(
+    program_forks: ForkPool, tmp_path: Path, postgres: str
+) -> None:
+    """The server trusts local connections: this shows that the password is taken, not that it is checked."""
+    password = tmp_path / "password"
+    password.write_text("correct horse\n")
+    password.chmod(0o600)
+    arguments = ("--database-password-file", str(password))
+    with controller_process(tmp_path, program_forks, database=postgres, arguments=arguments) as process:
+        register(process)
+        log = process.log()
+        assert "serving on" in log
+        assert "correct horse" not in log
+
+
+def test_what_an_operator_must_mend_is_said_in_one_line_with_status_2(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    secret.chmod(0o644)
+    refused = run("serve", "--secret-file", str(secret), "--database", f"sqlite:///{tmp_path / 'c.db'}")
+    assert refused.returncode == 2
+    assert f"`chmod 600 {secret}`" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    secret.chmod(0o600)
+    gone = run("serve", "--secret-file", str(secret), "--database", "postgresql://nobody@127.0.0.1:1/none")
+    assert gone.returncode == 2
+    assert "start PostgreSQL" in gone.stderr
+
+
+def test_an_address_in_use_is_said(process: ControllerProcess, tmp_path: Path) -> None:
+    other = tmp_path / "other.db"
+    arguments = ("--secret-file", str(process.secret_file), "--database", f"sqlite:///{other}")
+    refused = run("serve", "--listen", process.listen, *arguments)
+    assert refused.returncode == 2
+    assert f"cannot listen on {process.listen}" in refused.stderr
+
+
+def test_events_are_followed_across_a_restart_of_the_controller(process: ControllerProcess, tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text(mint(SECRET, TokenRole.VIEWER, "vera"))
+    command = [sys.executable, "-m", "everstep.cli.main", "--controller", process.url, "--token-file", str(token_file)]
+    with subprocess.Popen([*command, "events", "--follow", "--json"], stdout=subprocess.PIPE) as following:
+        assert following.stdout is not None
+        try:
+            for restarted, node in ((False, "n1"), (True, "n2")):
+                if restarted:
+                    process.kill()
+                    process.start()
+                register(process, node)
+                while (event := msgspec.json.decode(following.stdout.readline(), type=op.Event)).node != node:
+                    pass
+                assert event.kind == "node.registered"
+            following.send_signal(signal.SIGINT)
+            assert following.wait(60) == 0
+        finally:
+            following.kill()
+
+
+def test_the_token_command_prints_a_token_that_verifies(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    secret.chmod(0o600)
+    printed = run("token", "--role", "agent", "--subject", "n1", "--secret-file", str(secret)).stdout.strip()
+    assert printed == mint(SECRET, TokenRole.AGENT, "n1")
+    assert verify(SECRET, printed).subject == "n1"
+
+
+def test_the_log_is_one_json_object_a_line_and_holds_no_token(process: ControllerProcess) -> None:
+    register(process)
+    process.ask("GET", "/v1/status", None, {"Authorization": "Bearer operator:eve:wrong"})
+    assert process.terminate() == 0
+    lines = [json.loads(line) for line in process.log().splitlines()]
+    assert any(line.get("node") == "n1" for line in lines)
+    assert "Bearer" not in process.log()
+    assert "wrong" not in process.log()
+
+
+def test_a_beat_by_http_brings_no_directives_while_there_is_a_session_for_them(process: ControllerProcess) -> None:
+    with session_of(process) as session:
+        session.report(joined("j", 1.0))
+        for seq in range(1, 4):
+            beat = Heartbeat(incarnation=1, seq=seq, sent_at=0.0, findings=() if seq == 1 else None)
+            status, body = process.ask("POST", "/v1/agents/n1/heartbeat", beat, N1)
+            assert (status, "directives" in json.loads(body)) == (200, False)

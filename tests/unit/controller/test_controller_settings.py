@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+from everstep_controller.config import ControllerSettings, load_settings, read_password, read_secret
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.rulebook import with_rules
+
+from everstep.errors import ConfigurationError
+from everstep.vocabulary import FindingKind, Mode
+
+GIVEN = {"secret_file": "secret"}
+
+
+def test_an_explicit_argument_wins_over_file_environment_and_preset(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text("listen = '127.0.0.1:3'\ngroup_commit = 3\n[policy]\nversion_window = 7\n")
+    environment = {
+        "EVERSTEP_CONTROLLER_LISTEN": "127.0.0.1:2",
+        "EVERSTEP_CONTROLLER_GROUP_COMMIT": "2",
+        "EVERSTEP_CONTROLLER_QUEUE_LIMIT": "22",
+        "EVERSTEP_CONTROLLER_POLICY_VERSION_WINDOW": "5",
+        "EVERSTEP_CONTROLLER_POLICY_DEAD_AFTER_S": "9.5",
+    }
+    given = {**GIVEN, "listen": "127.0.0.1:4"}
+    settings = load_settings(given, preset="lab", file=file, environment=environment)
+    assert (settings.listen, settings.group_commit, settings.queue_limit) == ("127.0.0.1:4", 3, 22)
+    assert (settings.policy.version_window, settings.policy.dead_after_s) == (7, 9.5)
+    assert settings.policy.growth_interval_s == CorePolicy.lab().growth_interval_s
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("POLICY_EVICTON_COUNT", "POLICY_EVICTION_COUNT"), ("RETENTION_DYAS", "RETENTION_DAYS"), ("POLICY_RULES", "")],
+)
+def test_a_misspelt_variable_is_refused_with_the_one_that_was_meant(name: str, meant: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"EVERSTEP_CONTROLLER_{name}: no such setting; .*{meant}"):
+        load_settings(GIVEN, environment={f"EVERSTEP_CONTROLLER_{name}": "2"})
+
+
+def test_every_link_to_a_service_of_that_name_is_passed_over() -> None:
+    links = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTPS", "PORT", "PORT_7700_TCP", "PORT_7700_TCP_PROTO",
+             "PORT_7700_TCP_PORT", "PORT_7700_TCP_ADDR", "COMMAND")  # fmt: skip
+    environment = {f"EVERSTEP_CONTROLLER_{link}": "x" for link in links}
+    assert load_settings(GIVEN, environment=environment) == load_settings(GIVEN, environment={})
+
+
+def test_what_a_platform_puts_into_the_environment_is_not_taken_for_a_setting() -> None:
+    environment = {"EVERSTEP_CONTROLLER_PORT": "tcp://10.0.0.1:7700", "EVERSTEP_CONTROLLER": "http://c:7700"}
+    plain = ControllerSettings(secret_file="secret", policy=with_rules(CorePolicy()))
+    assert load_settings(GIVEN, environment=environment) == plain
+
+
+def test_a_sites_rules_are_read_with_the_settings_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
+    rules = tmp_path / "site.toml"
+    rules.write_text('[[rule]]\nkind = "gpu.xid"\nmode = "observe"\nsource = "a test"\n')
+    settings = load_settings({**GIVEN, "policy_dir": str(tmp_path)}, environment={})
+    assert settings.policy.rules.of_kind(FindingKind.GPU_XID).mode is Mode.OBSERVE
+    rules.write_text('[[rule]]\nkind = "gpu.xid"\nmoed = "observe"\nsource = "a test"\n')
+    with pytest.raises(ConfigurationError, match="line 3: unknown key `moed`"):
+        load_settings({**GIVEN, "policy_dir": str(tmp_path)}, environment={})
+
+
+def test_cures_cannot_be_enforced_where_nothing_carries_them_out(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text("[policy]\nremediate = 'enforce'\n")
+    with pytest.raises(ConfigurationError, match="dry_run carries none out"):
+        load_settings(GIVEN, file=file, environment={})
+
+
+@pytest.mark.parametrize("url", ["http://pager.example:77000/x", "http://pager.example:x/", "ftp://x", "http:///x"])
+def test_an_address_that_cannot_be_is_refused_at_the_start(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="alert_url"):
+        load_settings({**GIVEN, "alert_url": url}, environment={})
+    hook = {"remediation": "webhook", "webhook_url": url, "webhook_secret_file": "w"}
+    with pytest.raises(ConfigurationError, match="webhook_url"):
+        load_settings({**GIVEN, **hook}, environment={})
+
+
+@pytest.mark.parametrize("preset", ["lab", "production"])
+def test_every_preset_is_free_of_contradictions(preset: str) -> None:
+    assert load_settings(GIVEN, preset=preset, environment={}).secret_file == "secret"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"secret_file": ""}, "openssl rand"),
+        ({"listen": "7700"}, "expected host:port"),
+        ({"listen": "127.0.0.1:99999"}, "expected host:port"),
+        ({"tls_key": "k"}, "give both or none"),
+        ({"heartbeat_interval_s": 4.0}, "one late beat must not make a suspect"),
+        ({"group_commit": 0}, "at least 1"),
+        ({"resign_after_s": 2.0}, "at least lease_s"),
+        ({"commit_timeout_s": 0}, "commit_timeout_s must be positive"),
+        ({"remediation": "webhook"}, "give all or none"),
+        ({"remediation": "email"}, "a setting is wrong: .*email"),
+        ({"remediation": "webhook", "webhook_url": "ftp://x", "webhook_secret_file": "f"}, "http or https"),
+        ({"grup_commit": 3}, "unknown field `grup_commit`"),
+        ({"group_commit": "many"}, "group_commit"),
+    ],
+)
+def test_a_contradiction_or_a_typo_is_refused_with_its_mend(given: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        load_settings({**GIVEN, **given}, environment={})
+
+
+def test_a_settings_file_with_a_typo_or_none_at_all_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        load_settings(GIVEN, file=file, environment={})
+    file.write_text("listen = ")
+    with pytest.raises(ConfigurationError, match="is not TOML"):
+        load_settings(GIVEN, file=file, environment={})
+    file.write_text("[policy]\ndead_after = 3\n")
+    with pytest.raises(ConfigurationError, match="dead_after"):
+        load_settings(GIVEN, file=file, environment={})
+
+
+def test_an_unknown_preset_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="production or lab"):
+        load_settings(GIVEN, preset="labs", environment={})
+
+
+def test_every_setting_says_what_it_is_for() -> None:
+    tree = ast.parse(inspect.getsource(ControllerSettings)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    undocumented = [
+        statement.target.id
+        for statement, following in zip(tree.body, tree.body[1:], strict=False)
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and not (isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant))
+    ]
+    assert undocumented == []
+
+
+def test_a_secret_that_others_can_read_is_refused_with_the_command_to_run(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("0123456789abcdef\n")
+    file.chmod(0o644)
+    with pytest.raises(ConfigurationError, match=f"chmod 600 {file}"):
+        read_secret(str(file))
+    file.chmod(0o600)
+    assert read_secret(str(file)) == b"0123456789abcdef"
+
+
+def test_a_missing_or_short_secret_says_how_to_make_one(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    with pytest.raises(ConfigurationError, match="openssl rand"):
+        read_secret(str(file))
+    file.write_text("short")
+    file.chmod(0o600)
+    with pytest.raises(ConfigurationError, match="openssl rand"):
+        read_secret(str(file))
+
+
+def test_a_database_password_comes_from_a_private_file(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("short\n")
+    file.chmod(0o600)
+    assert read_password(str(file)) == "short"
+    file.chmod(0o640)
+    with pytest.raises(ConfigurationError, match="chmod 600"):
+        read_password(str(file))
+    file.chmod(0o600)
+    file.write_text("\n")
+    with pytest.raises(ConfigurationError, match="is empty"):
+        read_password(str(file))
+    file.write_bytes(b"\xff")
+    with pytest.raises(ConfigurationError, match="is not text"):
+        read_password(str(file))
+
+
+@pytest.mark.parametrize(
+    ("database", "why"),
+    [
+        ("sqlite:///c.db", "is for postgresql"),
+        ("postgresql://host/name", "is for postgresql://USER@HOST/NAME"),
+        ("postgresql://user:shown@host/name", "take it out of the URL"),
+    ],
+)
+def test_a_password_file_that_does_not_fit_the_database_is_refused(database: str, why: str) -> None:
+    given = {**GIVEN, "database": database, "database_password_file": "password"}
+    with pytest.raises(ConfigurationError, match=why):
+        load_settings(given, environment={})

@@ -1,0 +1,452 @@
+from __future__ import annotations
+
+import io
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+from rich.console import Console
+from rich.markup import render
+from typer.testing import CliRunner, Result
+
+from everstep import __version__
+from everstep.bearer_tokens import TokenRole, mint
+from everstep.cli import tables
+from everstep.cli.main import app
+from everstep.ids import Version
+from everstep.vocabulary import JobState, NodeState, Verdict
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1 import operator_history as past
+from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, Numbered, Reports
+from everstep.wire.v1.operator_history import Evidence
+from everstep.wire.v1.training import AnyReport, FindingRaised, JobSpec, ProbeFinished, RankLost, RankProgress, Resumed
+from tests.support.controllers import (
+    PATIENT,
+    SECRET,
+    ControllerProcess,
+    bearer,
+    controller_process,
+    joined,
+    registration,
+)
+from tests.support.forked import ForkPool
+from tests.support.spoken import FELL_OFF
+
+
+class Fleet:
+    """Three nodes that have lived through a rank's loss and a GPU's fall."""
+
+    def __init__(self, process: ControllerProcess) -> None:
+        self.process = process
+        self.numbers: dict[str, int] = {}
+        for node in ("n1", "n2", "n3"):
+            gpu = Gpu(index=0, uuid=f"GPU-{node}", name="H200", pci_bus_id="0000:01:00.0", memory_bytes=141 << 30)
+            self.post(node, "register", registration(node, gpus=(gpu,), domain=Domain(rack="r1")))
+            self.post(node, "heartbeat", Heartbeat(incarnation=1, seq=1, sent_at=0.0, findings=()))
+            self.report(node, joined("gpt", 1.0, nodes=2))
+        self.resumed(1)
+        self.report(
+            "n2",
+            RankLost(job="gpt", at=1.0, generation=1, rank=1, local_rank=0, detail="killed", signal=9, trace="kill-1"),
+        )
+        self.resumed(2)
+        progress = (RankProgress(job="gpt", generation=2, rank=0, step=7, step_s=0.04, loss=2.25),)
+        self.post("n1", "heartbeat", Heartbeat(incarnation=1, seq=2, sent_at=0.0, ranks=progress))
+        self.report("n1", FindingRaised(finding=FELL_OFF))
+
+    def post(self, node: str, verb: str, body: Any) -> None:
+        status, answer = self.process.ask("POST", f"/v1/agents/{node}/{verb}", body, bearer(TokenRole.AGENT, node))
+        assert status == 200, answer
+
+    def report(self, node: str, body: AnyReport) -> None:
+        number = self.numbers[node] = self.numbers.get(node, 0) + 1
+        self.post(node, "reports", Reports(incarnation=1, reports=(Numbered(number=number, body=body),)))
+
+    def resumed(self, generation: int) -> None:
+        for rank, node in enumerate(("n1", "n2")):
+            self.report(
+                node,
+                Resumed(
+                    job="gpt", at=1.0, generation=generation, rank=rank, step=1, restored=None, phases_s={"abort": 0.01}
+                ),
+            )
+
+
+@pytest.fixture(scope="module")
+def fleet(program_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "settings.toml").write_text(f"[policy]\n{PATIENT}")
+    with controller_process(folder, program_forks, arguments=("--settings", str(folder / "settings.toml"))) as process:
+        yield Fleet(process)
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep.cli.context.console.width", 240)
+    monkeypatch.setattr("everstep.cli.context.complaints.width", 240)
+    for name in ("EVERSTEP_CONTROLLER", "EVERSTEP_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def token(tmp_path: Path, role: TokenRole = TokenRole.OPERATOR, secret: bytes = SECRET) -> str:
+    file = tmp_path / "token"
+    file.write_text(mint(secret, role, "olga") + "\n")
+    return str(file)
+
+
+@pytest.fixture
+def run(fleet: Fleet, tmp_path: Path) -> Any:
+    def invoke(*arguments: str) -> Result:
+        head = ["--controller", fleet.process.url, "--token-file", token(tmp_path)]
+        return CliRunner().invoke(app, [*head, *arguments])
+
+    return invoke
+
+
+def test_the_status_is_one_screen(run: Any) -> None:
+    result = run("status")
+    assert result.exit_code == 0, result.output
+    for word in ("2 healthy", "1 quarantined", "gpt", "evictions left"):
+        assert word in result.output
+
+
+def test_status_names_unfit_nodes_with_the_reason(run: Any) -> None:
+    lines = run("status").output.splitlines()
+    (begin,) = [number for number, line in enumerate(lines) if "needs attention" in line]
+    named = " ".join(lines[begin:])
+    assert "n1" in named
+    assert "fallen off the bus" in named
+    assert "n3" not in named, "it is healthy"
+
+
+def test_status_names_the_first_unfit_nodes_of_many() -> None:
+    fleet = op.FleetStatus(version="1", epoch=1, now=9.0, started_at=0.0, nodes={"lost": 30, "healthy": 1})
+    found = [op.NodeSummary(node=f"n{n}", state=NodeState.LOST, since=1.0, reason="silent") for n in range(20)]
+    console = Console(file=io.StringIO(), width=120)
+    console.print(tables.attention(fleet, found))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("silent") == 20
+    assert "and 10 more: everstep nodes" in text
+
+
+def test_top_draws_the_fleet_anew_until_it_is_interrupted(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+
+    def pause(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("everstep.cli.main.time.sleep", pause)
+    result = run("top", "--interval", "0.5")
+    assert result.exit_code == 0, result.output
+    assert looks == [0.5] * 3
+    assert re.search(r"evictions left.*gpt.*n1\s+quarantined.*n2\s+healthy", result.output, re.DOTALL)
+
+
+def test_nodes_are_listed_with_state_and_reason(run: Any) -> None:
+    result = run("nodes")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"n1\s+quarantined\s+\d+ s", result.output)
+    assert "fallen off the bus" in result.output
+
+
+def test_a_node_is_shown_with_gpus_findings_and_verdicts(run: Any) -> None:
+    result = run("node", "show", "n1")
+    assert result.exit_code == 0, result.output
+    for word in ("GPU-n1", "141 GiB", "XID 79", "NVIDIA XID catalogue", "evict", "r1"):
+        assert word in result.output
+
+
+def test_jobs_and_a_jobs_recoveries_are_shown(run: Any) -> None:
+    assert re.search(r"gpt\s+running", run("jobs").output)
+    result = run("job", "show", "gpt")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"2\s+rank_lost.*abort 10\.0 ms.*kill-1", result.output)
+
+
+def drawn(what: Any, width: int) -> list[str]:
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(what)
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines() if line.strip()]
+
+
+JOB = op.JobSummary(
+    job="llama-70b-pretrain",
+    state=JobState.RUNNING,
+    generation=1234,
+    world_size=1024,
+    nodes=128,
+    spares=12,
+    step=1234567,
+    step_s=0.0123,
+    loss=12.3456,
+    committed=Version(1234, 1234560),
+    verified=Version(1234, 1234560),
+)
+
+
+@pytest.mark.parametrize(("width", "shown"), [(80, False), (200, True)])
+def test_a_job_is_one_line_whatever_the_terminals_width(width: int, shown: bool) -> None:
+    head, _, row = drawn(tables.jobs([JOB]), width)
+    assert ("verified" in head) is shown
+    for word in ("llama-70b-pretrain", "running", "1234567", "1024", "12.3456", "1234560"):
+        assert word in row
+
+
+def test_a_nodes_reason_has_room_on_a_terminal_of_80_columns() -> None:
+    why = "XID 79: GPU has fallen off the bus"
+    node = op.NodeSummary(node="node-17", state=NodeState.QUARANTINED, since=0.0, reason=why, job="gpt", gpus=8)
+    assert why in drawn(tables.nodes([node], 100.0), 80)[-1]
+
+
+def test_who_holds_a_node_is_said_beside_why_it_is_out() -> None:
+    words = "ada ordered to hold n1: a fan"
+    node = op.NodeSummary(node="n1", state=NodeState.QUARANTINED, since=0.0, reason="XID 79", hold=words)
+    assert f"XID 79; {words}" in " ".join(drawn(tables.nodes([node], 100.0), 160))
+    detail = op.NodeDetail(summary=node, incarnation=1, hold=words)
+    assert any(line.startswith("hold") and words in line for line in drawn(tables.node(detail, 100.0), 80))
+
+
+def test_a_job_shows_who_waits_and_why_and_a_stopped_eviction_since_when() -> None:
+    job = op.JobDetail(
+        summary=JOB, spec=JobSpec(job="llama"), unable={"n4": "its launcher has no replacement for a lost rank"}
+    )
+    assert any(
+        re.match(r"n4 waits\s+its launcher has no replacement", line) for line in drawn(tables.job(job, 0.0), 80)
+    )
+    fleet = op.FleetStatus(
+        version="1", epoch=1, now=190.0, started_at=0.0, nodes={}, breaker="the budget is used up", breaker_at=10.0
+    )
+    assert any("stopped since 3 min: the budget" in line for line in drawn(tables.status(fleet), 120))
+
+
+def test_a_trace_is_told_as_a_story_with_times(run: Any) -> None:
+    result = run("events", "--trace", "bus-79")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"\+0\.0 ms\s+finding\s+n1", result.output)
+    assert [word for word in ("finding", "verdict.evict", "generation") if word in result.output]
+    assert "nothing is known of trace nope" in run("events", "--trace", "nope").output
+
+
+def test_a_verdict_is_explained(run: Any) -> None:
+    result = run("verdict", "explain", "n1-1")
+    assert result.exit_code == 0, result.output
+    assert "XID 79: GPU has fallen off the bus" in result.output
+    assert "xid-79 (NVIDIA XID catalogue)" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        (("status",), op.FleetStatus),
+        (("nodes",), op.NodeList),
+        (("node", "show", "n1"), op.NodeDetail),
+        (("jobs",), op.JobList),
+        (("job", "show", "gpt"), op.JobDetail),
+        (("verdict", "explain", "n1-1"), Verdict),
+        (("findings",), past.FindingList),
+        (("verdicts", "--node", "n1"), past.VerdictList),
+        (("checkpoints", "--job", "gpt"), past.CheckpointList),
+        (("remedies",), past.RemedyList),
+        (("budget",), past.BudgetStatus),
+        (("policy", "show"), past.PolicyDocument),
+        (("job", "exposures", "gpt"), op.Restorability),
+    ],
+)
+def test_every_reader_prints_json_for_scripts(run: Any, arguments: tuple[str, ...], kind: Any) -> None:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    msgspec.json.decode(result.output, type=kind)
+
+
+def test_the_past_and_what_is_left_are_shown(run: Any) -> None:
+    assert "XID 79: GPU has fallen off the bus" in run("findings", "--standing").output
+    assert re.search(r"n1-1\s+evict", run("verdicts").output)
+    assert re.search(r"n1\s+cordon", run("remedies").output)
+    assert re.search(r"fleet\s+\d+", run("budget").output)
+    assert "eviction_count" in run("policy", "show").output
+    assert "gpu.xid" in run("policy", "show", "--rules").output
+    assert "node n2" in run("job", "exposures", "gpt").output
+    listed = run("nodes", "--state", "healthy", "--rack", "r1").output
+    assert ("n1" in listed, "n2" in listed) == (False, True)
+
+
+def test_a_nodes_evidence_is_written_for_its_owner_only(run: Any, tmp_path: Path) -> None:
+    file = tmp_path / "n1.json"
+    assert "findings" in run("evidence", "n1", "--output", str(file)).output
+    assert msgspec.json.decode(file.read_bytes(), type=Evidence).node == "n1"
+    assert file.stat().st_mode & 0o077 == 0
+
+
+def test_a_change_of_policy_is_checked_from_a_file(run: Any, tmp_path: Path) -> None:
+    change = tmp_path / "change.toml"
+    change.write_text('[policy]\neviction_count = 2\n\n[[rule]]\nkind = "gpu.lost"\nmode = "observe"\n')
+    assert re.search(r"eviction_count\s+4 -> 2", run("policy", "check", str(change)).output)
+    change.write_text("[policy]\neviction_cuont = 2\n")
+    wrong = run("policy", "check", str(change))
+    assert (wrong.exit_code, "eviction_cuont" in wrong.output) == (1, True)
+    change.write_text("")
+    same = run("policy", "check", str(change))
+    assert (same.exit_code, "it would change nothing" in same.output) == (0, True)
+    change.write_text("[knobs]\n")
+    assert "give [policy] and [[rule]] only" in run("policy", "check", str(change)).output
+    refused = run("policy", "try", str(tmp_path / "absent.toml"))
+    assert "cannot be read" in refused.output
+
+
+def test_events_in_json_are_one_a_line(run: Any) -> None:
+    lines = run("events", "--json", "--limit", "3").output.splitlines()
+    assert [msgspec.json.decode(line, type=op.Event).kind for line in lines]
+    assert len(lines) == 3
+
+
+def test_an_order_is_answered_with_its_trace(run: Any) -> None:
+    result = run("node", "hold", "n3", "--reason", "cable change")
+    assert result.exit_code == 0, result.output
+    assert "olga ordered to hold n3: cable change" in result.output
+    trace = re.search(r"events --trace (\w+)", result.output)
+    assert trace is not None
+    assert "operator.hold" in run("events", "--trace", trace.group(1)).output
+    assert run("node", "readmit", "n3", "--reason", "done").exit_code == 0
+
+
+def test_a_refusal_is_said_with_status_1(run: Any) -> None:
+    result = run("node", "show", "n99")
+    assert result.exit_code == 1
+    assert "no node 'n99'" in result.stderr
+    assert run("job", "stop", "nope", "--reason", "x").exit_code == 1
+
+
+def test_a_probe_waits_for_its_result(run: Any, fleet: Fleet) -> None:
+    def answer() -> None:
+        asked: list[op.ProbeStatus] = []
+        while not asked:
+            _, body = fleet.process.ask("GET", "/v1/probes")
+            probes = msgspec.json.decode(body, type=op.ProbeList).probes
+            asked = [probe for probe in probes if set(probe.nodes) == {"n2", "n3"}]
+            time.sleep(0.005)
+        for node in ("n2", "n3"):
+            fleet.report(node, ProbeFinished(probe=asked[0].probe, ok=True, rows=((65536, 0.0005, 2.0e9),)))
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    result = run("probe", "n2", "n3", "--timeout", "30")
+    answering.join(30)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"64\.0 KiB\s+500 us\s+1\.9 GiB/s", result.output)
+    assert re.search(r"probe-\d+\s+n2, n3\s.*\spassed", run("probes", "--node", "n3").output)
+    assert json.loads(run("probes", "--node", "n1", "--json").stdout)["probes"] == []
+
+
+def test_maintenance_is_ordered_for_a_while(run: Any) -> None:
+    result = run("node", "maintenance", "n3", "--hours", "0.5", "--reason", "a new fan")
+    assert result.exit_code == 0, result.output
+    assert "a new fan" in result.output
+    assert run("node", "readmit", "n3", "--reason", "done early").exit_code == 0
+
+
+def test_maintenance_is_planned_shown_and_cancelled(run: Any) -> None:
+    plan = run("node", "maintenance", "n3", "--in-hours", "48", "--hours", "2", "--reason", "a new board")
+    assert plan.exit_code == 0, plan.output
+    assert re.search(r"planned in 1 d 23 h for 2 h.*a new board", run("node", "show", "n3").output, re.DOTALL)
+    assert run("node", "cancel-maintenance", "n3", "--reason", "no board came").exit_code == 0
+    assert "planned" not in run("node", "show", "n3").output.replace("no board came", "")
+
+
+def test_a_node_that_is_there_is_not_forgotten(run: Any) -> None:
+    refused = run("node", "forget", "n3", "--reason", "gone")
+    assert (refused.exit_code, "end its agent first" in refused.stderr) == (1, True)
+
+
+def test_no_controller_there_is_said_with_status_2(tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        result = CliRunner().invoke(app, ["--controller", url, "--token-file", token(tmp_path), "status"])
+    assert result.exit_code == 2
+    assert f"no controller answers at {url}" in result.stderr
+    assert "--controller or EVERSTEP_CONTROLLER" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["status"], "--token-file or EVERSTEP_TOKEN_FILE"),
+        (["--token-file", "/nonexistent", "status"], "cannot be read"),
+        (["--controller", "ftp://x", "status"], "--token-file"),
+    ],
+)
+def test_a_missing_token_is_said_with_status_2(arguments: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
+def test_a_wrong_token_or_address_is_said_with_status_2(fleet: Fleet, tmp_path: Path) -> None:
+    wrong = token(tmp_path, secret=b"another secret, long enough")
+    result = CliRunner().invoke(app, ["--controller", fleet.process.url, "--token-file", wrong, "status"])
+    assert result.exit_code == 2
+    assert "minted under another secret" in result.stderr
+    result = CliRunner().invoke(app, ["--controller", "127.0.0.1:7700", "--token-file", wrong, "status"])
+    assert result.exit_code == 2
+    assert "use http://HOST:PORT" in result.stderr
+
+
+def test_a_viewer_is_told_that_orders_need_an_operator(fleet: Fleet, tmp_path: Path) -> None:
+    head = ["--controller", fleet.process.url, "--token-file", token(tmp_path, TokenRole.VIEWER)]
+    result = CliRunner().invoke(app, [*head, "node", "hold", "n3", "--reason", "x"])
+    assert result.exit_code == 1
+    assert "it needs that of an operator" in result.stderr
+
+
+def test_the_environment_names_controller_and_token(fleet: Fleet, tmp_path: Path) -> None:
+    environment = {"EVERSTEP_CONTROLLER": fleet.process.url, "EVERSTEP_TOKEN_FILE": token(tmp_path)}
+    assert CliRunner().invoke(app, ["nodes"], env=environment).exit_code == 0
+
+
+@pytest.mark.parametrize("arguments", [["version"], ["--version"]])
+def test_the_version_needs_no_controller(arguments: list[str]) -> None:
+    assert CliRunner().invoke(app, arguments).output.strip() == __version__
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*path, name))
+
+
+def test_help_keeps_its_brackets() -> None:
+    """Rich would take ``[policy]`` in a help text for markup, and leave it out."""
+    helped = CliRunner().invoke(app, ["policy", "try", "--help"], env={"COLUMNS": "120"}).output
+    assert "knobs under [policy], rules as [[rule]] tables" in helped
+    for path, command in commands(typer.main.get_command(app)):
+        for text in (command.help, *(getattr(one, "help", None) for one in command.params)):
+            shown = render(text or "").plain
+            assert shown.count("[") == (text or "").count("["), f"{path}: {text!r} is shown as {shown!r}"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.4, "0 s"), (59, "59 s"), (61, "1 min"), (3660, "1 h 1 min"), (90000, "1 d 1 h")]
+)
+def test_ages_are_said_as_people_say_them(seconds: float, said: str) -> None:
+    assert tables.age(seconds) == said
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.00083, "830 us"), (0.0123, "12.3 ms"), (1.239, "1.24 s")])
+def test_durations_are_said_as_people_say_them(seconds: float, said: str) -> None:
+    assert tables.duration(seconds) == said
+
+
+@pytest.mark.parametrize(("count", "said"), [(8, "8 B"), (65536, "64.0 KiB"), (141 << 30, "141 GiB")])
+def test_sizes_are_said_as_people_say_them(count: int, said: str) -> None:
+    assert tables.size(count) == said

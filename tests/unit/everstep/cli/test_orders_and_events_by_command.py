@@ -1,0 +1,225 @@
+"""What the command makes of what people type, and of what others said: against ports that write down what comes."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+import typer
+from rich.text import Text
+from typer.testing import CliRunner, Result
+
+from everstep.cli import context, tables
+from everstep.cli.client import path
+from everstep.cli.events import wall
+from everstep.cli.main import app
+from everstep.errors import ConfigurationError
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.v1 import operator as op
+
+EVENTS = [{"id": n, "at": 1795400000.0 + n, "kind": "x", "sentence": f"said {n}", "trace": "t"} for n in range(1, 2301)]
+
+
+class Controller:
+    """Takes every order but those to node ``n9``; has 2300 events, the newest of them 5000 by its own account."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+        asked = self.asked
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                asked.append(("GET", self.path))
+                place = urlsplit(self.path)
+                wanted = {name: values[0] for name, values in parse_qs(place.query).items()}
+                if place.path == "/v1/status":
+                    self._say(200, {"version": "1", "epoch": 1, "now": 1.0, "started_at": 1.0, "nodes": {}, "jobs": [],
+                                    "newest_event": 5000})  # fmt: skip
+                elif place.path == "/v1/events/stream":
+                    self._say(403, {"code": "forbidden", "detail": "enough"})
+                elif "node" in wanted:
+                    self._say(200, {"events": [], "next_after": 0})
+                else:
+                    fit = [one for one in EVENTS if int(str(one["id"])) > int(wanted.get("after", 0))]
+                    limit = int(wanted["limit"])
+                    self._say(200, {"events": fit[-limit:] if "newest" in wanted else fit[:limit], "next_after": 0})
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers.get("content-length", 0)))
+                asked.append(("POST", self.path))
+                if "/n9/" in self.path:
+                    self._say(404, {"code": "not_found", "detail": "no node n9"})
+                else:
+                    self._say(200, {"trace": "t", "sentence": "olga ordered it"})
+
+            def _say(self, status: int, body: dict[str, Any]) -> None:
+                said = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(said)))
+                self.end_headers()
+                self.wfile.write(said)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def run(self, token: Path, *arguments: str) -> Result:
+        token.write_text("t")
+        return CliRunner().invoke(app, ["--controller", self.url, "--token-file", str(token), *arguments])
+
+
+@pytest.fixture
+def controller() -> Iterator[Controller]:
+    made = Controller()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+# --- names -------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_one_part_of_a_path_whatever_stands_in_it(controller: Controller, tmp_path: Path) -> None:
+    controller.run(tmp_path / "t", "node", "hold", "n1/evict?", "--reason", "x")
+    controller.run(tmp_path / "t", "job", "resize", "j/stop?", "2", "--reason", "x")
+    assert controller.asked == [("POST", "/v1/nodes/n1%2Fevict%3F/hold"), ("POST", "/v1/jobs/j%2Fstop%3F/resize")]
+
+
+def test_an_empty_name_is_refused_before_anybody_is_asked(controller: Controller, tmp_path: Path) -> None:
+    for order in (("node", "evict", ""), ("node", "show", ""), ("job", "stop", "")):
+        reason = () if "show" in order else ("--reason", "x")
+        result = controller.run(tmp_path / "t", *order, *reason)
+        assert (result.exit_code, "a name is empty" in result.output) == (2, True)
+    assert controller.asked == []
+    with pytest.raises(ConfigurationError):
+        path("nodes", "")
+
+
+def test_an_order_goes_to_each_node_and_a_refusal_keeps_no_other_from_it(
+    controller: Controller, tmp_path: Path
+) -> None:
+    result = controller.run(tmp_path / "t", "node", "drain", "n1", "n9", "n2", "n1", "--reason", "rack moves")
+    assert [asked[1] for asked in controller.asked] == [f"/v1/nodes/{node}/drain" for node in ("n1", "n9", "n2")]
+    assert (result.exit_code, result.output.count("olga ordered it"), "no node n9" in result.output) == (1, 2, True)
+
+
+def test_a_blank_reason_is_refused_before_anybody_is_asked(controller: Controller, tmp_path: Path) -> None:
+    assert controller.run(tmp_path / "t", "node", "hold", "n1", "--reason", " ").exit_code == 2
+    assert controller.asked == []
+
+
+# --- events ------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_told_to_its_end_however_long_it_is(controller: Controller, tmp_path: Path) -> None:
+    result = controller.run(tmp_path / "t", "events", "--trace", "t", "--json")
+    assert len(result.output.splitlines()) == len(EVENTS)
+
+
+def test_more_events_than_a_page_has_can_be_asked_for(controller: Controller, tmp_path: Path) -> None:
+    result = controller.run(tmp_path / "t", "events", "--limit", "1500", "--json")
+    assert [json.loads(line)["id"] for line in result.output.splitlines()] == list(range(801, 2301))
+
+
+def test_who_follows_what_has_not_happened_yet_is_not_read_the_whole_log(
+    controller: Controller, tmp_path: Path
+) -> None:
+    controller.run(tmp_path / "t", "events", "--follow", "--node", "n7")
+    assert controller.asked[-1] == ("GET", "/v1/events/stream?after=5000")
+
+
+def test_the_log_of_orders_is_asked_for_by_node_and_time(controller: Controller, tmp_path: Path) -> None:
+    result = controller.run(tmp_path / "t", "audit", "--since", "2h", "--until", "2026-11-20T12:00+00:00")
+    assert result.exit_code == 0, result.output
+    asked = urlsplit(controller.asked[0][1])
+    assert (asked.path, parse_qs(asked.query)["until"]) == ("/v1/audit", ["1795176000.0"])
+
+
+def test_times_are_so_long_ago_or_iso() -> None:
+    assert abs(SYSTEM_CLOCK.wall() - 5400 - wall("1.5h")) < 60
+    assert wall("2026-11-20T12:00+01:00") == 1795172400.0
+    for text in ("soon", "2 hours", "-2h", ""):
+        with pytest.raises(ConfigurationError, match="is not a time"):
+            wall(text)
+
+
+# --- what is printed ---------------------------------------------------------------------------------------------
+
+
+def test_an_event_is_one_line_with_its_date() -> None:
+    event = op.Event(id=1, at=1795400000.0, kind="x", sentence="a\n2 forged", trace="t")
+    line = tables.event_line(event).plain
+    assert "\n" not in line
+    assert "11-2" in line
+
+
+def test_what_others_said_cannot_steer_a_terminal() -> None:
+    out = io.StringIO()
+    printer = context._Printer(file=out, force_terminal=True, width=80)
+    printer.print(Text("GPU \x1b]0;owned\x07\x9b2J\u202e", style="red"))
+    assert out.getvalue().startswith("\x1b[31mGPU \ufffd]0;owned")
+    assert not set("\x9b\u202e\x07") & set(out.getvalue())
+
+
+def test_the_lines_of_a_pipe_are_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    out = io.StringIO()
+    printer = context._Printer(file=out)
+    printer.print("why " * 100)
+    assert len(out.getvalue().splitlines()) == 1
+
+
+def test_when_a_budget_frees_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from everstep.cli import history as past
+    from everstep.wire.v1 import operator_history
+
+    scope = operator_history.BudgetScope(kind="fleet", name="", limit=1, used=1, left=0, nodes=6, frees_at=1300.0)
+
+    class Told:
+        def get(self, *_: Any) -> operator_history.BudgetStatus:
+            return operator_history.BudgetStatus(window_s=300.0, scopes=(scope,))
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(past, "controller", lambda _: _Given(Told()))
+    monkeypatch.setattr(past.SYSTEM_CLOCK.__class__, "wall", lambda _: 1000.0)
+    monkeypatch.setattr(past, "show", lambda _message, _as_json, view: drawn.append(view))
+    past.budget(typer.Context(typer.main.get_command(app)))
+    assert list(drawn[0].columns[-1].cells) == ["5 min"]
+
+
+def test_a_latched_breaker_promises_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from everstep.cli import history as past
+    from everstep.wire.v1 import operator_history
+
+    scope = operator_history.BudgetScope(kind="fleet", name="", limit=1, used=1, left=0, nodes=6)
+
+    class Told:
+        def get(self, *_: Any) -> operator_history.BudgetStatus:
+            return operator_history.BudgetStatus(window_s=300.0, breaker="the budget is used up", scopes=(scope,))
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(past, "controller", lambda _: _Given(Told()))
+    monkeypatch.setattr(past, "show", lambda _message, _as_json, view: drawn.append(view))
+    past.budget(typer.Context(typer.main.get_command(app)))
+    assert list(drawn[0].columns[-1].cells) == ["after everstep reset-breaker"]
+
+
+class _Given:
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def __enter__(self) -> Any:
+        return self._given
+
+    def __exit__(self, *_: object) -> None:
+        pass

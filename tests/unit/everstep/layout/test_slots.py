@@ -1,0 +1,202 @@
+"""The slot layout over plain memory."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.errors import ConfigurationError, DigestMismatch, OutOfSlotMemory, VersionMismatch
+from everstep.ids import Version
+from everstep.layout.segments import PAGE, RECORD_PLACES, Records, SlotHeader, SlotState, segment_bytes
+from everstep.layout.slots import CHUNK_BYTES, SegmentView, chunk_digests, format_segment, slot_bytes_for, slot_to_fill
+
+
+def segment(slot_bytes: int = 64 * PAGE, slots: int = 4) -> SegmentView:
+    buffer = memoryview(bytearray(segment_bytes(slots, slot_bytes)))
+    format_segment(buffer, slots, slot_bytes)
+    return SegmentView(buffer)
+
+
+def filled(view: SegmentView, slot: int, version: Version, payload: bytes, manifest: bytes = b"manifest") -> None:
+    view.begin(slot, 3, version, manifest, len(payload))[:] = payload
+    view.seal(slot)
+
+
+def sealed_header(step: int) -> SlotHeader:
+    return SlotHeader(SlotState.SEALED, 0, Version(1, step), 0, 0)
+
+
+@given(manifest=st.binary(max_size=300), payload=st.binary(max_size=5000))
+def test_what_was_sealed_is_read_back(manifest: bytes, payload: bytes) -> None:
+    view = segment(slot_bytes_for(len(manifest), len(payload)))
+    filled(view, 2, Version(4, 5), payload, manifest)
+    ((slot, header),) = view.sealed()
+    assert (slot, header.state, header.rank, header.version) == (2, SlotState.SEALED, 3, Version(4, 5))
+    assert (header.manifest_bytes, header.payload_bytes) == (len(manifest), len(payload))
+    view.check(2)
+    assert view.manifest(2) == manifest
+    assert view.payload(2) == payload
+
+
+def test_a_fill_that_was_broken_off_is_not_believed() -> None:
+    view = segment()
+    filled(view, 0, Version(1, 1), b"old")
+    view.begin(0, 3, Version(1, 2), b"", 100)
+    assert view.header(0).state is SlotState.FILLING
+    assert list(view.sealed()) == []
+
+
+def test_one_damaged_record_is_read_from_its_twin_and_two_are_told_from_an_empty_slot() -> None:
+    buffer = memoryview(bytearray(segment_bytes(1, PAGE)))
+    format_segment(buffer, 1, PAGE)
+    view = SegmentView(buffer)
+    assert (view.look(0).state, view.look(0).agree) == (SlotState.EMPTY, True)
+    filled(view, 0, Version(1, 1), b"x")
+    sealed = view.header(0)
+    buffer[PAGE + 8] ^= 1
+    assert view.header(0) == sealed
+    assert view.look(0).bad == (0,)
+    buffer[PAGE + RECORD_PLACES[1] + 8] ^= 1
+    assert view.header(0) is None
+    assert (view.look(0).state, view.look(0).bad) == (SlotState.DAMAGED, (0, 1))
+    with pytest.raises(DigestMismatch, match="empty or its header is damaged"):
+        view.payload(0)
+
+
+def test_zeros_are_damaged_and_not_empty() -> None:
+    buffer = memoryview(bytearray(segment_bytes(1, PAGE)))
+    format_segment(buffer, 1, PAGE)
+    buffer[PAGE : 2 * PAGE] = bytes(PAGE)
+    assert SegmentView(buffer).look(0).state is SlotState.DAMAGED
+
+
+def test_a_record_of_an_unknown_state_or_of_another_slot_is_not_believed() -> None:
+    view = segment(slots=2)
+    for state, slot in ((SlotState.DAMAGED, 0), (SlotState.SEALED, 1)):
+        record = view._records._pack(slot, SlotHeader(state, 0, Version(1, 1), 0, 0))
+        for place in RECORD_PLACES:
+            view._buffer[PAGE + place : PAGE + place + len(record)] = record
+        assert view.look(0).state is SlotState.DAMAGED
+
+
+def test_a_segment_of_layout_1_is_refused_with_what_to_do() -> None:
+    buffer = memoryview(bytearray(segment_bytes(1, PAGE)))
+    struct.pack_into("<8sIIQ", buffer, 0, b"EVRSTEP\x01", 1, 1, PAGE)
+    with pytest.raises(VersionMismatch, match="let the jobs that have slots here end"):
+        SegmentView(buffer)
+
+
+def test_two_fills_of_one_version_have_headers_that_differ() -> None:
+    view = segment()
+    filled(view, 0, Version(1, 1), b"x")
+    first = view.header(0)
+    filled(SegmentView(view._buffer), 0, Version(1, 1), b"x")
+    assert view.header(0) != first
+
+
+@pytest.mark.parametrize("at", [0, CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES + 99])
+def test_one_flipped_bit_is_found_in_its_chunk_and_in_no_other(at: int) -> None:
+    view = segment(slot_bytes_for(8, 2 * CHUNK_BYTES + 100), slots=1)
+    filled(view, 0, Version(1, 1), bytes(2 * CHUNK_BYTES + 100))
+    view.payload(0)[at] ^= 4
+    bad = at // CHUNK_BYTES
+    with pytest.raises(DigestMismatch, match=f"chunk {bad} of slot 0"):
+        view.check(0)
+    for chunk in {0, 1, 2} - {bad}:
+        view.check_chunks(0, chunk * CHUNK_BYTES, 100)
+
+
+def test_a_range_outside_the_payload_is_refused_before_anything_is_hashed() -> None:
+    view = segment()
+    filled(view, 0, Version(1, 1), b"x" * 100)
+    for start, length in ((90, 11), (-1, 5), (101, 0), (0, -1), (CHUNK_BYTES, 1)):
+        with pytest.raises(IndexError, match="not within a payload of 100 bytes"):
+            view.check_chunks(0, start, length)
+
+
+def test_digests_taken_while_the_bytes_came_in_seal_as_well_as_hashing_at_the_end() -> None:
+    ours, theirs = segment(slots=1), segment(slots=1)
+    payload = b"y" * 1000
+    ours.begin(0, 3, Version(1, 1), b"m", 1000)[:] = payload
+    ours.seal(0, [xxhash.xxh3_128_digest(b"m"), *chunk_digests(memoryview(payload))])
+    filled(theirs, 0, Version(1, 1), payload, b"m")
+    assert ours.digests(0) == theirs.digests(0)
+    ours.check(0)
+
+
+def test_the_wrong_number_of_digests_seals_nothing() -> None:
+    view = segment()
+    view.begin(0, 3, Version(1, 1), b"m", 1000)
+    with pytest.raises(DigestMismatch, match="1 digests do not seal"):
+        view.seal(0, [bytes(16)])
+    with pytest.raises(DigestMismatch, match="never begun"):
+        view.seal(1)
+
+
+def test_a_slot_too_small_says_how_much_is_needed() -> None:
+    with pytest.raises(OutOfSlotMemory, match=r"need \d+ bytes, the slot has 4096"):
+        segment(PAGE).begin(0, 0, Version(1, 1), b"", PAGE)
+    with pytest.raises(OutOfSlotMemory, match="need 40960 bytes with their headers, the segment has 100"):
+        format_segment(memoryview(bytearray(100)), 4, PAGE)
+
+
+def test_slots_that_are_not_whole_pages_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="multiple of 4096"):
+        format_segment(memoryview(bytearray(segment_bytes(1, 5000))), 1, 5000)
+
+
+def test_bytes_that_are_no_segment_are_refused() -> None:
+    for data in (b"", bytes(PAGE), b"EVRSTEP\x02" + bytes(PAGE), bytes(8 * PAGE)):
+        with pytest.raises(DigestMismatch, match=r"no segment|not a segment"):
+            SegmentView(memoryview(data))
+
+
+def test_an_unsealed_slot_is_filled_before_any_sealed_one() -> None:
+    filling = SlotHeader(SlotState.FILLING, 0, Version(9, 9), 0, 0)
+    assert slot_to_fill([sealed_header(1), filling, None], set()) == 1
+    assert slot_to_fill([sealed_header(1), None, filling], set()) == 1
+
+
+def test_the_oldest_slot_that_is_not_needed_is_filled_next() -> None:
+    headers = [sealed_header(3), sealed_header(1), sealed_header(2), sealed_header(4)]
+    assert slot_to_fill(headers, set()) == 1
+    assert slot_to_fill(headers, {Version(1, 1), Version(1, 2)}) == 0
+    with pytest.raises(OutOfSlotMemory, match="still needed"):
+        slot_to_fill(headers, {Version(1, step) for step in range(1, 5)})
+
+
+def test_headers_are_parsed_once_while_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    view, parsed = segment(), []
+    parse = Records._parse
+    monkeypatch.setattr(Records, "_parse", lambda self, slot, raw: parsed.append(slot) or parse(self, slot, raw))
+    for slot in range(4):
+        filled(view, slot, Version(1, slot + 1), b"payload")
+    view.headers()
+    parsed.clear()
+    assert [header.version.step for header in view.headers() if header] == [1, 2, 3, 4]
+    assert parsed == []
+    filled(view, 2, Version(1, 9), b"payload")
+    parsed.clear()
+    assert [header.version.step for header in view.headers() if header] == [1, 2, 9, 4]
+    assert set(parsed) == {2}
+
+
+def test_header_damaged_after_a_look_is_not_believed() -> None:
+    buffer = memoryview(bytearray(segment_bytes(4, 64 * PAGE)))
+    format_segment(buffer, 4, 64 * PAGE)
+    view = SegmentView(buffer)
+    filled(view, 1, Version(1, 5), b"payload")
+    assert view.header(1) is not None
+    for place in RECORD_PLACES:
+        header = view.header(1)
+        assert header is not None
+        assert header.version == Version(1, 5), "the other record still says so"
+        buffer[view.segment.base(1) + place + 16] ^= 1
+    assert view.header(1) is None
+    for place in RECORD_PLACES:
+        buffer[view.segment.base(1) + place + 16] ^= 1
+    assert view.header(1) == header

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from everstep_controller.api.credentials import LOOK_EVERY_S, Keyring, fingerprint
+from everstep_controller.config import read_secrets
+
+from everstep.bearer_tokens import TokenRole, hash_secret, job_of, job_token, mint, split_stored, stored_token, verify
+from everstep.clock import ManualClock
+from everstep.errors import AuthenticationError, ConfigurationError
+
+OLD, NEW = b"the secret of last year", b"the secret of this year"
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    file = tmp_path / "secret"
+    rewrite(file, OLD)
+    return file
+
+
+def rewrite(file: Path, *lines: bytes) -> None:
+    """As a person should: written beside it, then moved over it."""
+    draft = file.with_suffix(".new")
+    draft.write_bytes(b"\n".join(lines) + b"\n")
+    draft.chmod(0o600)
+    draft.rename(file)
+
+
+def test_a_minted_token_says_who_it_speaks_for() -> None:
+    token = mint(OLD, TokenRole.AGENT, "n1")
+    assert (verify(OLD, token).role, verify(OLD, token).subject) == (TokenRole.AGENT, "n1")
+
+
+@pytest.mark.parametrize("role", [TokenRole.JOIN, TokenRole.TRAINER])
+def test_join_and_trainer_tokens_are_not_minted(role: TokenRole) -> None:
+    with pytest.raises(ValueError, match="not minted"):
+        mint(OLD, role, "n1")
+
+
+@pytest.mark.parametrize(
+    "token",
+    ["", "agent", "agent:n1", "agent:n1:", "viewer:n1:{mac}", "agent:n2:{mac}", "agent::{mac}", "agent:n1:{mac}0", "é"],
+)
+def test_whatever_is_not_the_token_does_not_verify(token: str) -> None:
+    mac = mint(OLD, TokenRole.AGENT, "n1").rpartition(":")[2]
+    with pytest.raises(AuthenticationError):
+        verify(OLD, token.format(mac=mac))
+
+
+def test_a_file_may_hold_several_secrets_and_none_may_be_short(secret_file: Path) -> None:
+    rewrite(secret_file, NEW, b"", OLD)
+    assert read_secrets(str(secret_file)) == (NEW, OLD)
+    rewrite(secret_file, NEW, b"short")
+    with pytest.raises(ConfigurationError, match="has 5 bytes"):
+        read_secrets(str(secret_file))
+
+
+def test_secrets_are_rotated_without_a_restart(secret_file: Path) -> None:
+    clock, keyring = ManualClock(), Keyring.of_file(str(secret_file))
+    old, new = mint(OLD, TokenRole.VIEWER, "vera"), mint(NEW, TokenRole.VIEWER, "vera")
+    assert keyring.refresh(clock) == 0
+    rewrite(secret_file, NEW, OLD)
+    clock.advance(LOOK_EVERY_S)
+    assert keyring.refresh(clock) == 1
+    assert [keyring.verify(token).credential for token in (new, old)] == [fingerprint(NEW), fingerprint(OLD)]
+    rewrite(secret_file, NEW)
+    clock.advance(LOOK_EVERY_S)
+    assert keyring.refresh(clock) == 2
+    assert keyring.names == {fingerprint(NEW)}
+    with pytest.raises(AuthenticationError):
+        keyring.verify(old)
+
+
+@pytest.mark.parametrize("damage", ["gone", "open to all", "empty"])
+def test_a_damaged_secret_file_leaves_the_secrets_that_held(
+    secret_file: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, keyring = ManualClock(), Keyring.of_file(str(secret_file))
+    token = mint(OLD, TokenRole.VIEWER, "vera")
+    if damage == "gone":
+        secret_file.unlink()
+    elif damage == "empty":
+        rewrite(secret_file, b"")
+    else:
+        rewrite(secret_file, NEW)
+        secret_file.chmod(0o644)
+    clock.advance(LOOK_EVERY_S)
+    assert keyring.refresh(clock) == 0
+    assert keyring.verify(token).subject == "vera"
+    assert "stay as they were" in caplog.text
+    rewrite(secret_file, NEW)
+    clock.advance(LOOK_EVERY_S)
+    assert keyring.refresh(clock) == 1
+
+
+def test_a_job_token_names_its_job_and_changes_with_its_secret() -> None:
+    token = job_token("llama.7b", "s1")
+    assert job_of(token) == "llama.7b"
+    assert token not in (job_token("llama.7b", "s2"), job_token("llama", "s1"))
+    assert "s1" not in token
+
+
+def test_a_stored_token_is_split_into_id_and_secret() -> None:
+    assert split_stored(stored_token("ab12", "cd34")) == ("ab12", "cd34")
+    assert split_stored("es1.ab12") == split_stored("es2.ab12.cd34") == split_stored("") == ("", "")
+    assert hash_secret("cd34") != "cd34"

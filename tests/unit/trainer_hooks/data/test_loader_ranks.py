@@ -1,0 +1,119 @@
+"""Real ranks with loaders that have workers: kills and other world sizes skip no sample and repeat none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from everstep_trainer.data.sampler import ElasticSampler, pack
+
+from everstep.wire.v1.training import JobSpec, RankFinished, RestoreRule, Resumed
+from tests.support import loaded_training
+from tests.support.exact_training import Fault, reached, read_diaries
+from tests.support.generations import JOB
+from tests.support.loaded_data import SIZE
+from tests.support.loaded_training import BATCH, LENGTHS, SEED
+from tests.support.processes import parents_of_all
+from tests.support.stage import Stage, stage
+from tests.support.vaults import vaults
+from tests.support.waiting import until
+
+STEPS = 40
+pytestmark = pytest.mark.slow
+
+
+def form(scene: Stage, number: int, *ranks: int, **more: Any) -> None:
+    rule = RestoreRule(scratch=number == 1)
+    scene.form(number, *ranks, spec=JobSpec(job=JOB, replicas=1, nproc_per_node=len(ranks)), restore=rule, **more)
+
+
+def samples_of_steps(kind: str) -> list[list[int]]:
+    """What each step has to see, in order."""
+    if kind.startswith("stream"):
+        return [[n % SIZE for n in range((step - 1) * BATCH, step * BATCH)] for step in range(1, STEPS + 1)]
+    rows = pack(LENGTHS, 20, seed=SEED) if kind == "packed" else [(n,) for n in range(SIZE)]
+    sampler = ElasticSampler(len(rows), global_batch=BATCH, seed=SEED)
+    return [[i for row in sampler.indices(step).tolist() for i in rows[row]] for step in range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("kind", loaded_training.KINDS)
+def test_kills_and_other_world_sizes_skip_no_sample_and_repeat_none(forks, tmp_path, kind):
+    faults = (Fault(2, 9, "forward"), Fault(0, 17, "reduced"))
+    train = partial(
+        loaded_training.train, folder=str(tmp_path), until=STEPS, kind=kind, faults=faults, last_steps={3: 30}
+    )
+    with vaults(forks) as fleet:
+        vault = fleet.start("n1")
+        fleet.configure(vault)
+        with stage(forks, train, vault.run_dir) as scene:
+            scene.start(0, 1, 2)
+            form(scene, 1, 0, 1, 2)
+            scene.ranks.pop(2).wait()
+            form(scene, 2, 0, 1)
+            scene.ranks.pop(0).wait()
+            scene.start(0, 2)
+            form(scene, 3, 0, 1, 2)
+            until(lambda: reached(tmp_path, 3, 30, ranks=3), "step 30")
+            form(scene, 4, 0, 1)
+            scene.heard(RankFinished, 2, where=lambda m: m.generation == 4)
+            assert scene.finish() == [0, 0, 0]
+    rows = read_diaries(tmp_path)
+    assert {row["generation"] for row in rows} == {1, 2, 3, 4}
+    committed = steps_that_stand(rows)
+    assert committed.keys() == set(range(1, STEPS + 1))
+    expected = samples_of_steps(kind)
+    for step, seen in committed.items():
+        assert seen["states"] == 1, f"all ranks have the same parameters after step {step}"
+        assert not Counter(seen["samples"]) - Counter(expected[step - 1]), f"none is repeated in step {step}"
+        if seen["whole"]:
+            assert seen["samples"] == expected[step - 1], f"none is skipped in step {step}"
+    assert {step for step, seen in committed.items() if not seen["whole"]} <= {8, 9, 16, 17}, "whom a kill struck"
+    if kind != "packed":
+        what_is_drawn_is_the_samples_own(rows, expected)
+
+
+def what_is_drawn_is_the_samples_own(rows: list[dict[str, Any]], expected: list[list[int]]) -> None:
+    """Whoever loaded it, and however often. A step that straddles two epochs may have one sample twice."""
+    drawn: dict[tuple[int, int], set[float]] = {}
+    for row in rows:
+        for index, noise in zip(row["samples"], row["noise"], strict=True):
+            drawn.setdefault((row["step"], index), set()).add(noise)
+    assert all(len(values) <= expected[step - 1].count(index) for (step, index), values in drawn.items())
+
+
+def steps_that_stand(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Of each step the last generation that finished it: its samples in order, and whether all ranks said theirs."""
+    worlds = {1: 3, 2: 2, 3: 3, 4: 2}
+    steps = {}
+    for step in range(1, STEPS + 1):
+        last = max((row["generation"] for row in rows if row["step"] == step), default=0)
+        of_it = sorted((r for r in rows if (r["step"], r["generation"]) == (step, last)), key=lambda r: r["rank"])
+        if of_it:
+            steps[step] = {
+                "samples": [index for row in of_it for index in row["samples"]],
+                "states": len({row["state"] for row in of_it}),
+                "whole": len(of_it) == worlds[last],
+            }
+    return steps
+
+
+def test_a_rank_that_waits_for_its_data_leaves_at_once_and_its_workers_end(forks, tmp_path):
+    train = partial(loaded_training.wait_for_data, folder=str(tmp_path))
+    with stage(forks, train) as scene:
+        scene.start(0, 1)
+        form(scene, 1, 0, 1)
+        pids = [rank.pid for rank in scene.ranks.values()]
+        until(lambda: all(Path(tmp_path, f"waits-{pid}").exists() and children(pid) for pid in pids), "both wait")
+        stuck = [child for pid in pids for child in children(pid)]
+        form(scene, 2, 0, 1)
+        scene.heard(Resumed, 2, where=lambda m: m.generation == 2)
+        assert [rank.pid for rank in scene.ranks.values()] == pids, "the same processes"
+        until(lambda: not any(child in children(pid) for pid in pids for child in stuck), "the end of their workers")
+        assert scene.finish() == [0, 0]
+
+
+def children(pid: int) -> list[int]:
+    return [child for child, parent in parents_of_all().items() if parent == pid]

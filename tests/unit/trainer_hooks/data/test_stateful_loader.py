@@ -1,0 +1,114 @@
+"""A real StatefulDataLoader that is tracked goes on where its rank was, or is refused with what to do instead."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from everstep_trainer.parallel.replica_groups import Place, Replica
+from everstep_trainer.run import Run
+from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.state.blob import decode_blob, encode_blob
+
+from everstep.errors import NotRestorable
+from tests.support.waiting import until
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+
+class Stored(IdleKeeper):
+    """Takes what is tracked, and restores what was stored before, as bytes."""
+
+    def __init__(self, blob: bytes | None = None) -> None:
+        self.blob = blob
+        self.tracked: Any = None
+
+    def track(self, objects: Any, choices: object) -> int:
+        self.tracked = objects["loader"]
+        if self.blob is not None:
+            self.tracked.load_state_dict(decode_blob(self.blob))
+        return 0
+
+    def keep(self) -> bytes:
+        return encode_blob(self.tracked.state_dict())
+
+
+def new_loader(**options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        generator = torch.Generator().manual_seed(1)
+        return StatefulDataLoader(list(range(30)), batch_size=4, shuffle=True, generator=generator, **options)
+
+
+def tracked(keeper: Stored, rank: int, world: int, replica: Replica | None = None) -> Any:
+    """``replica``: what the ranks have said of this one."""
+    loader = new_loader()
+    run = Run(Place(rank=rank, world_size=world), keeper)
+    run._parallel._replica = replica or run._parallel._replica
+    run.track(loader=loader)
+    return loader
+
+
+def test_it_goes_on_where_it_was_at_the_same_world_size():
+    keeper = Stored()
+    batches = iter(tracked(keeper, 1, 2))
+    next(batches)
+    next(batches)
+    blob = keeper.keep()
+    rest = [batch.tolist() for batch in batches]
+    assert [batch.tolist() for batch in tracked(Stored(blob), 1, 2)] == rest
+
+
+def test_ranks_of_one_replica_are_at_the_same_samples():
+    keeper = Stored()
+    batches = iter(tracked(keeper, 3, 4, Replica(1, 2)))
+    next(batches)
+    blob = keeper.keep()
+    rest = [batch.tolist() for batch in batches]
+    assert [batch.tolist() for batch in tracked(Stored(blob), 2, 4, Replica(1, 2))] == rest
+    with pytest.raises(NotRestorable, match="data-parallel rank 0 was lost"):
+        tracked(Stored(blob), 1, 4, Replica(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "reason"),
+    [
+        (1, 3, "stored on 2 data-parallel ranks, and there are 3 now"),
+        (0, 2, "StatefulDataLoader of data-parallel rank 0 was lost"),
+    ],
+)
+def test_another_world_size_or_rank_is_refused_with_what_to_do(rank, world, reason):
+    keeper = Stored()
+    next(iter(tracked(keeper, 1, 2)))
+    with pytest.raises(NotRestorable, match=f"({reason}).*Use run.loader"):
+        tracked(Stored(keeper.keep()), rank, world)
+
+
+@pytest.mark.parametrize("how", [{"back": 1}, {"back": 0, "policy": "replay"}], ids=["back", "replay"])
+def test_a_guard_that_computes_data_again_is_refused_beside_it_with_what_to_do(how):
+    run = Run(Place(), Stored())
+    run.guard(**how)
+    with pytest.raises(ValueError, match=r"loader is a StatefulDataLoader.*take run.loader.*back=0"):
+        run.track(loader=new_loader())
+
+
+def test_a_guard_that_leaves_updates_out_goes_with_it():
+    run = Run(Place(), Stored())
+    guard = run.guard(back=0)
+    run.track(loader=new_loader())
+    assert not guard.allows(torch.tensor(float("nan")))
+
+
+def test_its_workers_end_with_the_generation():
+    loader = new_loader(num_workers=2)
+    run = Run(Place(), Stored())
+    run.track(loader=loader)
+    next(iter(loader))
+    workers = loader._iterator._workers
+    assert all(worker.is_alive() for worker in workers)
+    run.close()
+    until(lambda: not any(worker.is_alive() for worker in workers), "the end of the workers")

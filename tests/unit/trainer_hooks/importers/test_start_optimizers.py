@@ -1,0 +1,113 @@
+"""Optimizer state in an ordinary checkpoint that is not one tensor for each parameter: shared, and nested in lists."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from everstep_agent.spill.__main__ import carry_out
+from everstep_trainer.state.tracked_state import TrackedState
+from torch import nn
+
+from everstep.ids import Version
+from tests.support.sharing_optimizer import SharingOptimizer
+from tests.support.spilling import fill_slots, start_alone
+
+VERSION = Version(2, 5)
+FORMS = ("spill", "file")
+
+
+def job(kind: Any = SharingOptimizer, **how: Any) -> dict[str, Any]:
+    model = nn.Linear(3, 3)
+    return {"model": model, "optimizer": kind(model.parameters(), **how)}
+
+
+def stored(tracked: dict[str, Any], folder: Path, form: str) -> Path:
+    if form == "spill":
+        order = fill_slots(folder / "slots", TrackedState(tracked), VERSION, world=2)
+        assert carry_out(msgspec.structs.replace(order, url=str(folder / "out"))).whole
+        return folder / "out"
+    state = {key: one.state_dict() for key, one in tracked.items()}
+    if form == "folder":
+        dcp.save(state, checkpoint_id=folder / "theirs", no_dist=True)
+        return folder / "theirs"
+    torch.save(state, folder / "file.pt")
+    return folder / "file.pt"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_parameters_share_on_storage_they_share_again(tmp_path: Path, form: str) -> None:
+    before, after = job(), job()
+    before["optimizer"].step()
+    start_alone(stored(before, tmp_path, form), after, TrackedState(after))
+    one, two = after["optimizer"].state.values()
+    assert one["step"] is two["step"]
+    assert one["anchor"].data_ptr() == after["model"].weight.data_ptr()
+    assert one["average"] is not two["average"]
+    for _ in range(3):
+        before["optimizer"].step()
+        after["optimizer"].step()
+    pairs = zip(before["model"].parameters(), after["model"].parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_what_a_parameter_shares_is_apart_from_one_of_another_dtype(tmp_path: Path) -> None:
+    before, after = job(), job()
+    before["optimizer"].step()
+    after["model"].bfloat16()
+    start_alone(stored(before, tmp_path, "file"), after, TrackedState(after))
+    anchor = after["optimizer"].state[after["model"].weight]["anchor"]
+    assert anchor.dtype is torch.float32
+    assert torch.equal(anchor, before["model"].weight)
+
+
+def train(tracked: dict[str, Any], numbers: Iterable[int]) -> list[float]:
+    losses = []
+    for number in numbers:
+        x, y = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(number))
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            tracked["optimizer"].zero_grad()
+            loss: torch.Tensor = (tracked["model"](x) - y).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        losses.append(float(tracked["optimizer"].step(closure)))
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.distributed.checkpoint's, of a single process
+@pytest.mark.parametrize("form", [*FORMS, "folder"])
+def test_what_is_nested_in_lists_comes_back(tmp_path: Path, form: str) -> None:
+    how: dict[str, Any] = {"lr": 0.5, "history_size": 3, "max_iter": 2}
+    before, after = job(torch.optim.LBFGS, **how), job(torch.optim.LBFGS, **how)
+    train(before, range(4))
+    start_alone(stored(before, tmp_path, form), after, TrackedState(after))
+    assert train(before, range(4, 7)) == train(after, range(4, 7))
+
+
+class Held:
+    """Keeps the tensor that it is given."""
+
+    value = torch.arange(5000.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def test_a_file_that_is_written_over_after_the_start_changes_nothing(tmp_path: Path) -> None:
+    before, after = {"model": nn.Linear(3, 3), "held": Held()}, {"model": nn.Linear(3, 3), "held": Held()}
+    path = stored(before, tmp_path, "file")
+    start_alone(path, after, TrackedState(after))
+    with path.open("r+b") as file:
+        file.write(bytes(os.path.getsize(path)))
+    assert torch.equal(after["held"].value, before["held"].value)  # type: ignore[union-attr]

@@ -1,0 +1,170 @@
+"""A job that starts from weights as safetensors files, one or several with an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from everstep_trainer.importers.checkpoint_files import checkpoints_at, open_checkpoint
+from everstep_trainer.importers.importer import read_checkpoint
+from everstep_trainer.importers.storage_reads import Damaged
+from everstep_trainer.runtime.regroup import tell_ranks_apart
+from everstep_trainer.state.blob import as_bytes
+from everstep_trainer.state.tracked_state import TrackedState
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from everstep.errors import NotRestorable
+from everstep.layout.manifests import Box
+from tests.support.layouts import Layout, Trained, playing
+from tests.support.spilling import start_alone
+
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}
+
+
+def written(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """A safetensors file as its format is described."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for name, tensor in tensors.items():
+        body = as_bytes(tensor)
+        place = [len(data), len(data) + len(body)]
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        data += body
+    head = json.dumps(header).encode()
+    return len(head).to_bytes(8, "little") + head + data
+
+
+class Tied(nn.Module):
+    """As a language model with one matrix for words that come and go; an empty and a scalar tensor besides."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"embed": nn.Embedding(7, 4, dtype=dtype), "norm": nn.LayerNorm(4, dtype=dtype)})
+        self.lm_head = nn.Linear(4, 7, bias=False, dtype=dtype)
+        self.lm_head.weight = self.model["embed"].weight  # type: ignore[assignment]
+        self.scale = nn.Parameter(torch.randn((), dtype=dtype))
+        self.none = nn.Parameter(torch.empty(0, 3, dtype=dtype))
+
+
+def saved(model: Tied, folder: Path, files: int = 1, without: str = "lm_head.weight") -> Path:
+    """As transformers does: of what is tied one, and an index where there are several files."""
+    folder.mkdir()
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != without}
+    (folder / "config.json").write_text("{}")
+    if files == 1:
+        (folder / "model.safetensors").write_bytes(written(state))
+        return folder
+    where = {name: f"model-{number % files + 1:05}-of-{files:05}.safetensors" for number, name in enumerate(state)}
+    for file in set(where.values()):
+        (folder / file).write_bytes(written({name: state[name] for name in state if where[name] == file}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return folder
+
+
+def started(model: nn.Module, path: object) -> Any:
+    tracked: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    assert start_alone(path, tracked, TrackedState(tracked)) == 0
+    return model
+
+
+@pytest.mark.parametrize("without", ["lm_head.weight", "model.embed.weight"])
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_folder_of_weights_is_read_and_what_is_tied_is_there_once(tmp_path: Path, files: int, without: str) -> None:
+    before = Tied()
+    after = started(Tied(), saved(before, tmp_path / "llama", files, without))
+    assert all(torch.equal(a, b) for a, b in zip(after.parameters(), before.parameters(), strict=True))
+    assert after.lm_head.weight is after.model["embed"].weight
+
+
+def test_a_file_is_read_from_an_object_store_and_into_another_dtype(tmp_path: Path) -> None:
+    before = Tied(torch.bfloat16)
+    with fsspec.open(f"memory://{tmp_path}/weights.safetensors", "wb") as file:
+        file.write(written(before.state_dict()))
+    after = started(Tied(), f"memory://{tmp_path}/weights.safetensors")
+    assert torch.equal(after.model["embed"].weight, before.model["embed"].weight.float())
+
+
+def test_each_rank_of_a_mesh_has_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceMesh, "__init__", DeviceMesh.__init__)  # put back afterwards
+    tell_ranks_apart()
+    layout = Layout(shard=2, tp=2, hidden=(7, 5, 3, 6))
+    whole = {name: p.detach() for name, p in layout.net().named_parameters()}
+    (tmp_path / "model.safetensors").write_bytes(written({**whole, "constant": torch.arange(5.0)}))
+    for rank in range(layout.world):
+        with playing(rank, (layout.world,)):
+            trained = Trained(layout)
+            places = {name: at.clone() for name, at in trained.places.items()}
+            (url,) = checkpoints_at(str(tmp_path))
+            tracked = {"model": trained.model}
+            read_checkpoint(url, tracked, TrackedState(tracked), rank, layout.world).finish()
+            for name, parameter in trained.module.named_parameters():
+                local: torch.Tensor = parameter.detach().to_local()  # type: ignore[operator]
+                assert torch.equal(local, whole[name].take(places[name])), (rank, name)
+
+
+def test_rows_that_nobody_asks_for_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.safetensors").write_bytes(written({"w": torch.arange(60).view(10, 3, 2)}))
+    checkpoint = open_checkpoint(str(tmp_path / "a.safetensors"))
+    asked: list[int] = []
+    plain = checkpoint._bytes  # type: ignore[attr-defined]
+    monkeypatch.setattr(checkpoint, "_bytes", lambda file, at, n: (asked.append(n), plain(file, at, n))[1])
+    ((_, value),) = checkpoint.read("w", Box((4, 1, 0), (2, 2, 1)))
+    assert value.tolist() == torch.arange(60).view(10, 3, 2)[4:6, 1:3, :1].tolist()
+    assert asked == [2 * 3 * 2 * 8]
+
+
+def test_of_several_files_without_an_index_one_has_to_be_named(tmp_path: Path) -> None:
+    for name in ("adapter.safetensors", "other.safetensors"):
+        (tmp_path / name).write_bytes(written(Tied().state_dict()))
+    with pytest.raises(NotRestorable, match=r"has adapter\.safetensors, other\.safetensors: name the one"):
+        checkpoints_at(str(tmp_path))
+    assert checkpoints_at(str(tmp_path / "other.safetensors")) == [str(tmp_path / "other.safetensors")]
+    (tmp_path / "model.safetensors").write_bytes(written(Tied().state_dict()))
+    assert checkpoints_at(str(tmp_path)) == [str(tmp_path / "model.safetensors")]
+
+
+def test_what_is_not_tied_any_more_is_missed_with_what_to_do(tmp_path: Path) -> None:
+    after = Tied()
+    after.lm_head.weight = nn.Parameter(torch.zeros(7, 4))
+    with pytest.raises(NotRestorable, match=r"not in it \(model\.lm_head\.weight\).* tie what was tied"):
+        started(after, saved(Tied(), tmp_path / "llama"))
+
+
+@pytest.mark.parametrize(
+    ("harm", "sentence"),
+    [
+        ("short", "is not whole"),
+        ("head", "no safetensors file, or not all of it"),
+        ("json", "is no safetensors file: "),
+        ("empty", "is too short"),
+        ("gone", "model-00002-of-00003.safetensors is missing"),
+        ("index", "has no lm_head.weight, which the index says"),
+    ],
+)
+def test_a_damaged_one_is_refused_with_its_files_name(tmp_path: Path, harm: str, sentence: str) -> None:
+    folder = saved(Tied(), tmp_path / "llama", 3)
+    file, index = folder / "model-00002-of-00003.safetensors", folder / "model.safetensors.index.json"
+    body = file.read_bytes()
+    if harm == "index":
+        said = json.loads(index.read_text())
+        said["weight_map"]["lm_head.weight"] = file.name
+        index.write_text(json.dumps(said))
+    elif harm == "gone":
+        file.unlink()
+    else:
+        harmed = {"short": body[:-3], "head": bytes(4) + b"\1" + body[5:], "json": body[:9] + body[10:], "empty": b""}
+        file.write_bytes(harmed[harm])
+    with pytest.raises(Damaged, match=sentence):
+        started(Tied(), folder)
+
+
+def test_a_dtype_that_torch_has_not_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(written({"w": torch.zeros(2)}).replace(b'"F32"', b'"X12"'))
+    with pytest.raises(NotRestorable, match="w is of X12, which torch has no tensors of"):
+        open_checkpoint(str(tmp_path / "a.safetensors"))

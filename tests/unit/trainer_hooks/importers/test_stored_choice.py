@@ -1,0 +1,265 @@
+"""Ranks that start from storage agree on a checkpoint, whatever is written, removed or damaged there meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from everstep_agent.spill.__main__ import carry_out
+from everstep_agent.spill.writer import folder_of
+from everstep_trainer.importers import checkpoint_files
+from everstep_trainer.importers.importer import Start, read_checkpoint
+from everstep_trainer.importers.source_agreement import StoredChoice
+from everstep_trainer.importers.storage_reads import AGAIN, MOST_TRIES, Damaged, patiently
+from everstep_trainer.state.tracked_state import TrackedState
+from torch import nn
+
+from everstep.errors import NotRestorable
+from everstep.ids import Version
+from everstep.system_clock import SYSTEM_CLOCK
+from tests.support.spilling import fill_slots
+
+WORLD = 2
+Reading = Callable[[int, str], None]
+
+
+class Rank:
+    """A layer whose weights are all the same number, with momentum or without."""
+
+    def __init__(self, value: float = 0.0, *, stepped: bool = False) -> None:
+        self.model = nn.Linear(6, 4)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        if stepped:
+            self.model(torch.ones(1, 6)).sum().backward()
+            self.optimizer.step()
+        nn.init.constant_(self.model.weight, value)
+        self.tracked: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        self.state = TrackedState(self.tracked)
+        self.unusable: list[str] = []
+        self.waited: list[float] = []
+
+    def load(self, store: dist.Store, rank: int, places: Sequence[str], reading: Reading) -> int:
+        def read(url: str) -> Start:
+            reading(rank, url)
+            return read_checkpoint(url, self.tracked, self.state, rank, WORLD)
+
+        choice = StoredChoice(
+            store, rank, WORLD, SYSTEM_CLOCK, lambda url, _: self.unusable.append(url), self.waited.append
+        )
+        return choice.load(places, read)
+
+    @property
+    def value(self) -> float:
+        (value,) = set(self.model.weight.flatten().tolist())
+        return float(value)
+
+
+def _store(root: Path, step: int, *, stepped: bool = True) -> Path:
+    """A checkpoint of a step, whose number is in all weights; each of two ranks wrote half of it."""
+    rank = Rank(float(step), stepped=stepped)
+    order = fill_slots(root / f"slots-{step}", rank.state, Version(1, step), world=2, layout="sharded")
+    carry_out(msgspec.structs.replace(order, url=str(root / "out")))
+    folder = root / "out" / folder_of(Version(1, step))
+    os.utime(folder / ".metadata", (step, step))
+    return folder
+
+
+def _flip(folder: Path, step: int) -> None:
+    """A bit in the half of the weights that rank 1 wrote."""
+    file = folder / "__1_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[data.index(torch.full((4,), float(step)).numpy().tobytes())] ^= 1
+    file.write_bytes(data)
+
+
+def _load(
+    *places: object, ranks: Sequence[Rank] = (), others: Sequence[str] | None = None, reading: Reading = lambda *_: None
+) -> tuple[list[Rank], list[int | Exception]]:
+    """All ranks at once, through one store; ``others``: what rank 1 was told, where that is something else."""
+    ranks = list(ranks) or [Rank() for _ in range(WORLD)]
+    store, told = dist.HashStore(), [str(place) for place in places]
+
+    def one(rank: int) -> int | Exception:
+        try:
+            return ranks[rank].load(store, rank, told if rank == 0 or others is None else others, reading)
+        except NotRestorable as error:
+            return error
+
+    with ThreadPoolExecutor(WORLD) as pool:
+        return list(ranks), list(pool.map(one, range(WORLD), timeout=120))
+
+
+def test_a_checkpoint_that_appears_while_ranks_look_is_taken_by_none_or_all(tmp_path: Path) -> None:
+    _store(tmp_path, 5)
+
+    def reading(rank: int, _: str) -> None:
+        if rank == 0:  # it has chosen
+            _store(tmp_path, 9)
+
+    ranks, steps = _load(tmp_path / "out", reading=reading)
+    assert steps == [5, 5]
+    assert [rank.value for rank in ranks] == [5, 5]
+
+
+def test_one_that_is_removed_under_a_rank_is_taken_by_none(tmp_path: Path) -> None:
+    _store(tmp_path, 5)
+    newest = _store(tmp_path, 9)
+
+    def reading(rank: int, url: str) -> None:
+        if rank == 1 and url == str(newest):
+            shutil.rmtree(newest)
+
+    ranks, steps = _load(tmp_path / "out", reading=reading)
+    assert steps == [5, 5]
+    assert [rank.value for rank in ranks] == [5, 5]
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["by-the-controller", "in-a-folder"])
+def test_of_a_damaged_one_the_one_before_is_taken_by_all_and_it_is_told(tmp_path: Path, named: bool) -> None:
+    folders = [_store(tmp_path, step) for step in (3, 5, 9)]
+    for folder, step in zip(folders[1:], (5, 9), strict=True):
+        _flip(folder, step)
+    ranks, steps = _load(*(folders[::-1] if named else [tmp_path / "out"]))
+    assert steps == [3, 3]
+    assert [rank.value for rank in ranks] == [3, 3]
+    assert [rank.unusable for rank in ranks] == [[str(folders[2]), str(folders[1])]] * 2
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), TimeoutError()], ids=["error", "timeout"])
+def test_storage_that_fails_a_rank_for_a_moment_costs_no_checkpoint(tmp_path: Path, error: OSError) -> None:
+    _store(tmp_path, 5)
+    _store(tmp_path, 9)
+    tries = itertools.count(1)
+
+    def reading(rank: int, _: str) -> None:
+        if rank == 1 and next(tries) < MOST_TRIES:
+            raise error
+
+    ranks, steps = _load(tmp_path / "out", reading=reading)
+    assert steps == [9, 9]
+    assert [rank.unusable for rank in ranks] == [[], []]
+    assert ranks[0].waited == []
+    assert len(ranks[1].waited) == MOST_TRIES - 1
+    assert all(0 < waited <= AGAIN.limit_s(n) for n, waited in enumerate(ranks[1].waited))
+
+
+def test_storage_that_fails_while_rank_0_looks_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _store(tmp_path, 5)
+    answers: list[OSError] = [ConnectionResetError(104, "Connection reset by peer")]
+    there = checkpoint_files.checkpoints_at
+
+    def look(url: str) -> list[str]:
+        if answers:
+            raise answers.pop()
+        return there(url)
+
+    monkeypatch.setattr(checkpoint_files, "checkpoints_at", look)
+    assert _load(tmp_path / "out")[1] == [5, 5]
+
+
+def test_what_only_a_storages_package_has_a_name_for_is_an_error_of_storage_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package = ModuleType("botocore.exceptions")
+    package.BotoCoreError = type("BotoCoreError", (Exception,), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    waited: list[float] = []
+
+    def read() -> None:
+        raise package.BotoCoreError("the endpoint is away")
+
+    with pytest.raises(OSError, match="the endpoint is away"):
+        patiently(read, waited.append)
+    assert len(waited) == MOST_TRIES - 1
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_what_is_damaged_is_read_once_more_and_not_again(tmp_path: Path, mended: bool) -> None:
+    _store(tmp_path, 5)
+    newest = _store(tmp_path, 9)
+    asked: list[str] = []
+
+    def reading(rank: int, url: str) -> None:
+        if rank == 1 and url == str(newest):
+            asked.append(url)
+            if len(asked) == 1 or not mended:
+                raise Damaged("a bit flipped on its way")
+
+    ranks, steps = _load(tmp_path / "out", reading=reading)
+    assert steps == ([9, 9] if mended else [5, 5])
+    assert ranks[1].unusable == ([] if mended else [str(newest)])
+    assert len(asked) == 2
+    assert ranks[1].waited == []
+
+
+def test_what_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    _store(tmp_path, 5)
+    newest = _store(tmp_path, 9)
+    asked: list[str] = []
+
+    def reading(rank: int, url: str) -> None:
+        if rank == 1 and url == str(newest):
+            asked.append(url)
+            raise FileNotFoundError(url)
+
+    ranks, steps = _load(tmp_path / "out", reading=reading)
+    assert steps == [5, 5]
+    assert len(asked) == 1
+    assert ranks[1].waited == []
+
+
+def test_what_one_rank_cannot_read_again_and_again_is_used_by_none(tmp_path: Path) -> None:
+    _store(tmp_path, 5)
+    newest = _store(tmp_path, 9)
+
+    def reading(rank: int, url: str) -> None:
+        if rank == 1 and url == str(newest):
+            raise OSError(5, "Input/output error")
+
+    ranks, steps = _load(tmp_path / "out", reading=reading)
+    assert steps == [5, 5]
+    assert [rank.value for rank in ranks] == [5, 5]
+    assert [rank.unusable for rank in ranks] == [[], [str(newest)]]
+
+
+def test_nothing_of_a_damaged_one_is_left_where_the_one_before_has_less(tmp_path: Path) -> None:
+    _store(tmp_path, 5, stepped=False)
+    _flip(_store(tmp_path, 9), 9)
+    ranks, steps = _load(tmp_path / "out")
+    assert steps == [5, 5]
+    assert [dict(rank.optimizer.state) for rank in ranks] == [{}, {}]
+
+
+def test_where_none_can_be_used_all_ranks_say_why(tmp_path: Path) -> None:
+    folder = _store(tmp_path, 9)
+    _flip(folder, 9)
+    _, said = _load(folder)
+    for error in said:
+        assert isinstance(error, NotRestorable)
+        assert str(error).startswith(f"no checkpoint on storage can be used: {folder}: rank 0: {folder}/__1_0.distcp")
+
+
+def test_other_objects_than_were_stored_are_refused_and_nothing_older_is_tried(tmp_path: Path) -> None:
+    _store(tmp_path, 5)
+    _store(tmp_path, 9)
+    other = Rank()
+    other.model.weight = nn.Parameter(torch.zeros(3, 3))
+    _, said = _load(tmp_path / "out", ranks=[Rank(), other])
+    assert all("model.weight is [3, 3] now, and [4, 6] in" in str(error) for error in said)
+
+
+def test_what_rank_0_was_told_counts(tmp_path: Path) -> None:
+    folder = _store(tmp_path, 5)
+    assert _load(folder, others=[])[1] == [5, 5]
+    assert _load(others=[str(folder)])[1] == [0, 0]

@@ -1,0 +1,228 @@
+"""Bits that flip in files on storage: found before anything is restored from them."""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import msgspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from everstep_agent.spill.__main__ import carry_out
+from everstep_agent.spill.writer import folder_of
+from everstep_trainer.importers.storage_reads import Damaged
+from everstep_trainer.state.tracked_state import TrackedState
+from torch import nn
+
+from everstep.errors import DigestMismatch, MalformedMessage
+from everstep.ids import Version
+from everstep.layout.digests import DIGESTS, ArchiveDigest, StoredDigests, decode_digests, encode_digests
+from tests.support.spilling import fill_slots, start_alone
+
+VERSION = Version(3, 12)
+
+
+class Small:
+    """A layer, momentum, a schedule."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Linear(5, 3)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.tracked: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        self.state = TrackedState(self.tracked)
+
+    def train(self) -> Small:
+        self.model(torch.ones(2, 5)).sum().backward()
+        self.optimizer.step()
+        self.schedule.step()
+        return self
+
+    def saved(self) -> dict[str, Any]:
+        return {key: tracked.state_dict() for key, tracked in self.tracked.items()}
+
+    def start_from(self, url: object) -> int:
+        return start_alone(url, self.tracked, self.state)
+
+    def contents(self) -> str:
+        torch.set_printoptions(precision=9)
+        return repr(self.saved())
+
+
+@pytest.fixture(scope="module")
+def before() -> Small:
+    return Small().train()
+
+
+def _spilled(before: Small, tmp_path: Path, **how: Any) -> Path:
+    order = fill_slots(tmp_path / "slots", before.state, VERSION, **how)
+    assert carry_out(msgspec.structs.replace(order, url=str(tmp_path / "out"))).whole
+    return tmp_path / "out" / folder_of(VERSION)
+
+
+def _flipped(path: Path, bit: int, try_it: Callable[[], None]) -> None:
+    right = path.read_bytes()
+    wrong = bytearray(right)
+    wrong[bit >> 3] ^= 1 << (bit & 7)
+    path.write_bytes(wrong)
+    try:
+        try_it()
+    finally:
+        path.write_bytes(right)
+
+
+def _found_or_harmless(before: Small, url: object, path: Path, bits: list[int]) -> int:
+    """How many of the flips are found; what comes of the others is what was saved."""
+    found = 0
+
+    def try_it() -> None:
+        nonlocal found
+        after, said = Small(), path.name
+        try:
+            after.start_from(url)
+        except Damaged as error:
+            found, said = found + 1, str(error)
+        else:
+            assert after.contents() == before.contents()
+        assert path.name in said
+
+    for bit in bits:
+        _flipped(path, bit, try_it)
+    return found
+
+
+def _drawn(path: Path, count: int) -> list[int]:
+    return random.Random(path.name).sample(range(8 * path.stat().st_size), count)
+
+
+READ = re.compile(r"model\..*|.*momentum_buffer|everstep\.(version|blob\.0)")
+"""What rank 0 restores from; the rest is there for programs without Everstep, and for other ranks."""
+
+
+def _read_archives(folder: Path, file: str) -> list[tuple[int, int]]:
+    """Offset and length of what rank 0 restores from."""
+    stored = dcp.FileSystemReader(folder).read_metadata().storage_data
+    return [
+        (i.offset, i.length) for index, i in stored.items() if READ.fullmatch(index.fqn) and i.relative_path == file
+    ]
+
+
+def test_a_bit_in_whatever_is_restored_of_our_own_is_found(tmp_path: Path, before: Small) -> None:
+    folder = _spilled(before, tmp_path, world=2, layout="sharded")
+    draw = random.Random(5)
+    for file in ("__0_0.distcp", "__1_0.distcp"):
+        bits = [8 * at + draw.randrange(8 * length) for at, length in _read_archives(folder, file) for _ in range(6)]
+        assert len(bits) >= 18
+        assert _found_or_harmless(before, folder, folder / file, bits) == len(bits)
+    for file in (".metadata", DIGESTS):
+        bits = _drawn(folder / file, 60)
+        assert _found_or_harmless(before, folder, folder / file, bits) == len(bits)
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp"])
+def test_no_bit_of_our_own_files_changes_what_is_restored(tmp_path: Path, before: Small, file: str) -> None:
+    folder = _spilled(before, tmp_path, world=2, layout="sharded")
+    assert _found_or_harmless(before, folder, folder / file, _drawn(folder / file, 150)) > 0
+
+
+def test_bytes_of_another_checkpoint_are_found_though_they_are_whole_in_themselves(
+    tmp_path: Path, before: Small
+) -> None:
+    folder, other = _spilled(before, tmp_path / "a"), _spilled(Small().train().train(), tmp_path / "b")
+    (folder / "__0_0.distcp").write_bytes((other / "__0_0.distcp").read_bytes())
+    with pytest.raises(Damaged, match=r"__0_0\.distcp is damaged: \d+ bytes at \d+ do not have the digest they had"):
+        Small().start_from(folder)
+
+
+def test_a_folder_of_a_release_without_digests_is_loaded_and_checked_by_its_archives(
+    tmp_path: Path, before: Small
+) -> None:
+    folder = _spilled(before, tmp_path)
+    (folder / DIGESTS).unlink()
+    after = Small()
+    assert after.start_from(folder) == VERSION.step
+    assert after.contents() == before.contents()
+    file = folder / "__0_0.distcp"
+    weight = before.model.weight.detach().numpy().tobytes()
+    at = 8 * file.read_bytes().index(weight)
+    bits = list(range(at, at + 8 * len(weight), 11))
+    assert _found_or_harmless(before, folder, file, bits) == len(bits)
+    _found_or_harmless(before, folder, file, _drawn(file, 100))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_bit_in_a_file_that_dcp_wrote_is_found_or_harmless(tmp_path: Path, before: Small) -> None:
+    dcp.save(before.saved(), checkpoint_id=tmp_path / "theirs", no_dist=True)
+    file = tmp_path / "theirs" / "__0_0.distcp"
+    assert _found_or_harmless(before, tmp_path / "theirs", file, _drawn(file, 150)) > 50
+
+
+def test_a_bit_in_a_torch_save_file_is_found_or_harmless(tmp_path: Path, before: Small) -> None:
+    file = tmp_path / "file.pt"
+    torch.save(before.saved(), file)
+    assert _found_or_harmless(before, file, file, _drawn(file, 300)) > 100
+
+
+def test_a_bit_in_a_torch_save_file_behind_a_url_is_found(before: Small) -> None:
+    written = io.BytesIO()
+    torch.save(before.saved(), written)
+    body = bytearray(written.getvalue())
+    body[body.index(before.model.weight.detach().numpy().tobytes()) + 3] ^= 16
+    fsspec.filesystem("memory").pipe("/flipped.pt", bytes(body))
+    with pytest.raises(Damaged, match=r"memory://flipped\.pt is damaged"):
+        Small().start_from("memory://flipped.pt")
+
+
+def test_of_a_mapped_file_only_what_is_used_is_looked_at(tmp_path: Path, before: Small) -> None:
+    model, big = before.model.state_dict(), torch.arange(1000.0)
+    torch.save({"model": model, "unused": big}, tmp_path / "file.pt")
+    at = (tmp_path / "file.pt").read_bytes().index(big[500:600].numpy().tobytes())
+
+    def try_it() -> None:
+        after = Small()
+        after.start_from(tmp_path / "file.pt")
+        assert torch.equal(after.model.weight, before.model.weight)
+
+    _flipped(tmp_path / "file.pt", 8 * at, try_it)
+
+
+def test_every_bit_of_a_tensor_in_a_mapped_file_is_looked_at(tmp_path: Path, before: Small) -> None:
+    torch.save({"model": before.model.state_dict()}, tmp_path / "file.pt")
+    weight = before.model.weight.detach().numpy().tobytes()
+    at = 8 * (tmp_path / "file.pt").read_bytes().index(weight)
+    bits = list(range(at, at + 8 * len(weight), 7))
+    assert _found_or_harmless(before, tmp_path / "file.pt", tmp_path / "file.pt", bits) == len(bits)
+
+
+def test_what_torch_save_wrote_before_it_had_checksums_is_refused_with_what_to_do(
+    tmp_path: Path, before: Small
+) -> None:
+    torch.save({"model": before.model.state_dict()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(Damaged, match=r"old\.pt is damaged, or not what torch\.save writes \(a zip archive, since"):
+        Small().start_from(tmp_path / "old.pt")
+
+
+def test_digests_are_believed_only_as_they_were_written() -> None:
+    digests = StoredDigests(b"m" * 16, {"__0_0.distcp": (ArchiveDigest(0, 5, b"d" * 16),)})
+    body = encode_digests(digests)
+    assert decode_digests(body) == digests
+    for bit in range(8 * len(body)):
+        wrong = bytearray(body)
+        wrong[bit >> 3] ^= 1 << (bit & 7)
+        with pytest.raises(DigestMismatch, match="is not what was written"):
+            decode_digests(bytes(wrong))
+
+
+def test_digests_of_another_release_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as later:
+        later.setattr("everstep.layout.digests._FORMAT", 2)
+        body = encode_digests(StoredDigests(b"m" * 16, {}))
+    with pytest.raises(MalformedMessage, match="has format 2, of another release: 1 is read here"):
+        decode_digests(body)

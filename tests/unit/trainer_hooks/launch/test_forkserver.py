@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from everstep_trainer.launch.forkserver import preload
+
+from everstep.errors import MalformedMessage
+from tests.support.forked import ROOT, ChildFailed, ForkPool, fork_pool
+from tests.support.processes import is_running
+from tests.support.waiting import until
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def fail() -> None:
+    raise ValueError("on purpose")
+
+
+def sleep(*_: object) -> None:
+    signal.pause()
+
+
+def who() -> dict[str, object]:
+    import gc
+
+    return {
+        "leads_session": os.getsid(0) == os.getpid(),
+        "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        "terminate": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
+        "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        "collects": gc.isenabled(),
+        "descriptors": sorted(os.readlink(f"/proc/self/fd/{fd}").partition(":")[0] for fd in open_descriptors()),
+        "name": os.environ.get("NAME"),
+    }
+
+
+def open_descriptors() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
+
+
+def start_grandchild(path: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    Path(path).write_text(str(child.pid))
+    signal.pause()
+
+
+def hold_memory(path: str) -> None:
+    held = b"x" * (400 << 20)
+    Path(path).write_text(str(len(held)))
+    signal.pause()
+
+
+def draw() -> float:
+    import numpy
+
+    return float(numpy.random.random())
+
+
+def torch_state() -> tuple[bool, int]:
+    import torch
+
+    return torch.cuda.is_initialized(), int(torch.ones(3).sum())
+
+
+@pytest.fixture
+def bare() -> Iterator[ForkPool]:
+    """A fork server that imports nothing, for what has nothing to do with torch."""
+    with fork_pool(modules=()) as pool:
+        yield pool
+
+
+def test_a_child_runs_what_it_was_forked_for(bare: ForkPool) -> None:
+    children = [bare.start(add, n, 1) for n in range(5)]
+    assert [child.result() for child in children] == [1, 2, 3, 4, 5]
+    assert children[0].wait().code == 0
+
+
+def test_a_child_starts_with_a_clean_slate(bare: ForkPool) -> None:
+    state = bare.start(who, environment={"NAME": "n"}).result()
+    descriptors = state.pop("descriptors")
+    assert state == {
+        "leads_session": True,
+        "interrupt": True,
+        "terminate": True,
+        "blocked": 0,
+        "collects": True,
+        "name": "n",
+    }
+    assert not [name for name in descriptors if name in ("socket", "anon_inode")], descriptors
+
+
+def test_an_exception_in_a_child_is_its_end_and_nobody_elses(bare: ForkPool) -> None:
+    with pytest.raises(ChildFailed, match="on purpose"):
+        bare.start(fail).result()
+    assert bare.start(add, 1, 1).result() == 2
+
+
+def test_a_death_by_signal_is_reported_as_such(bare: ForkPool) -> None:
+    child = bare.start(sleep)
+    os.kill(child.pid, signal.SIGTERM)
+    end = child.wait()
+    assert (end.pid, end.code, end.signal) == (child.pid, None, signal.SIGTERM)
+
+
+def test_a_signal_to_the_dead_does_nothing(bare: ForkPool) -> None:
+    child = bare.start(add, 1, 1)
+    child.wait()
+    child.signal(signal.SIGKILL)
+    assert bare.start(add, 1, 1).result() == 2
+
+
+def test_what_a_killed_child_started_dies_with_it(bare: ForkPool, tmp_path: Path) -> None:
+    child = bare.start(start_grandchild, str(tmp_path / "pid"))
+    until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "its number")
+    grandchild = int((tmp_path / "pid").read_text())
+    assert is_running(grandchild)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    until(lambda: not is_running(grandchild), "the grandchild's end")
+
+
+def test_children_die_when_their_server_is_killed(bare: ForkPool) -> None:
+    pids = [bare.start(sleep, n).pid for n in range(3)]
+    bare._server.kill()
+    bare._server.wait()
+    until(lambda: not any(map(is_running, pids)), "their end")
+
+
+def test_the_server_and_its_children_end_when_nobody_listens(bare: ForkPool) -> None:
+    pid = bare.start(sleep).pid
+    bare.close()
+    assert bare._server.returncode == 0
+    until(lambda: not is_running(pid), "its end")
+
+
+def test_a_server_that_has_ended_has_outlived_its_children(bare: ForkPool, tmp_path: Path) -> None:
+    """Also one that takes a while to die, since its memory is freed first."""
+    child = bare.start(hold_memory, str(tmp_path / "held"))
+    until(lambda: (tmp_path / "held").exists() and (tmp_path / "held").read_text(), "what it holds")
+    pid = child.pid
+    bare.close()
+    assert not is_running(pid)
+
+
+def test_a_message_that_does_not_fit_is_refused_with_the_mend(bare: ForkPool) -> None:
+    with pytest.raises(MalformedMessage, match="shorten the script's arguments"):
+        bare.start(add, "x" * (1 << 18), 1)
+
+
+def test_children_have_torch_and_no_cuda_context(forks: ForkPool) -> None:
+    assert forks.start(torch_state).result() == (False, 3)
+
+
+def devices() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def compute_on_a_device() -> float:
+    import torch
+
+    return float(torch.ones(8, device="cuda").sum())
+
+
+@pytest.mark.gpu
+def test_children_may_each_use_cuda(forks: ForkPool) -> None:
+    if forks.start(devices).result() == 0:
+        pytest.skip("no CUDA device here")
+    assert [child.result() for child in [forks.start(compute_on_a_device) for _ in range(2)]] == [8.0, 8.0]
+
+
+def test_children_draw_different_random_numbers(forks: ForkPool) -> None:
+    assert forks.start(draw).result() != forks.start(draw).result()
+
+
+def test_a_missing_package_is_an_error_and_a_missing_module_of_it_is_not() -> None:
+    command = "from everstep_trainer.launch.forkserver import preload; preload({modules!r})"
+
+    def run(*modules: str) -> subprocess.CompletedProcess[str]:
+        code = command.format(modules=modules)
+        return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert callable(preload)
+    assert run("json.of_another_version").returncode == 0
+    assert "no_such_package" in run("no_such_package").stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "said"),
+    [
+        ("value = 1", 0, ""),
+        ("raise ValueError('no')", 1, "cannot be imported here: ValueError('no')"),
+        ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", 1, "starts threads"),
+    ],
+)
+def test_preload_refuses_what_no_fork_survives(tmp_path: Path, source: str, status: int, said: str) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    code = "import sys; from everstep_trainer.launch.forkserver import preload_named as p; p(); sys.modules['mine']"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "EVERSTEP_PRELOAD": "mine"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert said in done.stderr
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_killed_server_is_replaced_without_another_import(bare: ForkPool) -> None:
+    """The next one is forked from the same zygote, whose children have nothing left of the one before."""
+    before = bare.start(sleep)
+    server = parent_of(before.pid)
+    assert parent_of(server) == bare._server.pid
+    os.kill(server, signal.SIGKILL)
+    until(lambda: not is_running(before.pid), "the end of what it had forked")
+    bare.serve_anew()
+    after = bare.start(sleep)
+    assert parent_of(after.pid) != server
+    assert parent_of(parent_of(after.pid)) == bare._server.pid
+
+
+def test_stopped_server_ends_with_its_zygote(bare: ForkPool) -> None:
+    child = bare.start(sleep)
+    server = parent_of(child.pid)
+    os.kill(server, signal.SIGSTOP)
+    bare._server.terminate()
+    assert bare._server.wait(60) == 0
+    assert not is_running(server)
+    assert not is_running(child.pid)
+
+
+def test_another_server_takes_place_of_living_one(bare: ForkPool) -> None:
+    child = bare.start(sleep)
+    server = parent_of(child.pid)
+    bare.serve_anew()
+    assert bare.start(add, 1, 1).result() == 2
+    assert not is_running(server)
+    until(lambda: not is_running(child.pid), "the end of its child")

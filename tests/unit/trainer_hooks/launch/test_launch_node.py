@@ -1,0 +1,73 @@
+"""Where a node's store listens, how many ranks it offers, and what its standbys do beforehand."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+from everstep_trainer.launch import launcher
+from everstep_trainer.launch.launcher import listening_socket, rendezvous_host
+from everstep_trainer.launch.options import count
+
+from everstep.errors import ConfigurationError
+from tests.support.forked import ForkPool
+
+
+def test_a_single_node_meets_on_loopback_and_a_given_address_is_taken_as_it_is() -> None:
+    assert rendezvous_host(None, several_nodes=False) == "127.0.0.1"
+    assert rendezvous_host("192.0.2.7", several_nodes=True) == "192.0.2.7"
+
+
+@pytest.mark.parametrize(
+    ("by_name", "by_route", "expected"),
+    [
+        ("10.0.0.5", "10.9.9.9", "10.0.0.5"),
+        ("127.0.1.1", "10.9.9.9", "10.9.9.9"),
+        (None, "10.9.9.9", "10.9.9.9"),
+        ("127.0.1.1", None, "127.0.0.1"),
+    ],
+)
+def test_several_nodes_meet_where_the_others_can_reach_this_one(
+    monkeypatch: pytest.MonkeyPatch, by_name: str | None, by_route: str | None, expected: str
+) -> None:
+    monkeypatch.setattr(launcher, "_by_name", lambda: by_name)
+    monkeypatch.setattr(launcher, "_by_route", lambda: by_route)
+    assert rendezvous_host(None, several_nodes=True) == expected
+
+
+def test_the_store_listens_on_its_own_address_alone_before_it_is_served() -> None:
+    with listening_socket("127.0.0.1") as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+        with socket.create_connection(listener.getsockname()[:2]):
+            pass  # waits in the queue
+
+
+def test_an_address_of_another_machine_is_refused_with_the_mend() -> None:
+    with pytest.raises(ConfigurationError, match="--local-addr"):
+        listening_socket("192.0.2.7")
+
+
+def test_ranks_are_counted_by_core_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert count("cpu") == os.cpu_count()
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert (count("auto"), count("gpu")) == (os.cpu_count(), 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert (count("auto"), count("gpu"), count("cpu")) == (8, 8, os.cpu_count())
+
+
+def warm_up_and_draw() -> tuple[float, float, int]:
+    import torch
+    from everstep_trainer.launch.process_setup import warm_up
+
+    torch.manual_seed(7)
+    expected = torch.rand(1).item()
+    torch.manual_seed(7)
+    warm_up()
+    return expected, torch.rand(1).item(), len(os.listdir("/proc/self/task"))
+
+
+def test_warming_up_leaves_the_random_numbers_as_they_were(forks: ForkPool) -> None:
+    expected, drawn, threads = forks.start(warm_up_and_draw).result()
+    assert drawn == expected
+    assert threads == 1

@@ -1,0 +1,82 @@
+"""What ranks write is moved on, whatever becomes of the files and of whoever looks on."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import io
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from everstep_trainer.launch.processes import Outputs
+
+
+class Refusing(io.RawIOBase):
+    """A file on a full disk, or a terminal that is gone."""
+
+    name = "worker-1.out"
+
+    def __init__(self, error: int) -> None:
+        self.error: int | None = error
+        self.text = b""
+
+    def write(self, data: Any) -> int:
+        if self.error is not None:
+            raise OSError(self.error, os.strerror(self.error))
+        self.text += bytes(data)
+        return len(bytes(data))
+
+
+def test_a_full_disk_is_told_of_once_and_lines_are_shown_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    async def play() -> bytes:
+        outputs = Outputs(tmp_path, True, lambda serial: f"rank {serial}")
+        out, err = outputs.open(1)
+        (pump,) = (p for p in outputs._pumps if p._file.name.endswith(".out"))
+        pump._file.close()
+        full = Refusing(errno.ENOSPC)
+        pump._file = full  # type: ignore[assignment]
+        for line in (b"one\n", b"two\n"):
+            os.write(out, line)
+            pump.read()
+        full.error = None
+        os.write(out, b"three\n")
+        pump.read()
+        for descriptor in (out, err):
+            os.close(descriptor)
+        outputs.drain()
+        return full.text
+
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(play()) == b"three\n"
+    assert capfdbinary.readouterr().out == b"[rank 1]: one\n[rank 1]: two\n[rank 1]: three\n"
+    assert [record.getMessage() for record in caplog.records] == [
+        "what ranks write is lost: worker-1.out cannot be written: [Errno 28] No space left on device"
+    ]
+
+
+def test_a_terminal_that_is_gone_is_told_of_once_and_files_are_written_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def play() -> None:
+        outputs = Outputs(tmp_path, True, str)
+        out, err = outputs.open(1)
+        (pump,) = (p for p in outputs._pumps if p._file.name.endswith(".out"))
+        pump._tee = (lambda: b"", Refusing(errno.EPIPE))  # type: ignore[assignment]
+        for line in (b"one\n", b"two\n"):
+            os.write(out, line)
+            pump.read()
+        for descriptor in (out, err):
+            os.close(descriptor)
+        outputs.drain()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(play())
+    assert (tmp_path / "worker-1.out").read_text() == "one\ntwo\n"
+    assert [record.getMessage() for record in caplog.records] == [
+        "what ranks write is not shown any more: [Errno 32] Broken pipe"
+    ]

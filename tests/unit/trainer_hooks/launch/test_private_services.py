@@ -1,0 +1,427 @@
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from everstep_trainer.launch import private_services
+from everstep_trainer.launch.private_services import PrivateServices, Service
+from everstep_trainer.launch.processes import Outputs
+
+from everstep.bearer_tokens import TokenRole, verify
+from everstep.clock import ManualClock
+from everstep.errors import ConfigurationError, Unavailable
+from everstep.layout.vault_note import LOCK_FILE
+from everstep.system_clock import SYSTEM_CLOCK
+
+READY = """
+import json, os, pathlib, signal, sys
+path = pathlib.Path(sys.argv[1])
+path.parent.mkdir(exist_ok=True)
+path.with_name("draft").write_text(json.dumps({"pid": os.getpid(), "address": sys.argv[2]}))
+path.with_name("draft").rename(path)
+signal.pause()
+"""
+FAILING = "import sys; print('the disk is full'); sys.exit(3)"
+
+
+class Stage:
+    """A service over stand-in programs, and a count of its starts."""
+
+    def __init__(self, directory: Path) -> None:
+        self.ready_file = directory / "ready.json"
+        self.log_file = directory / "service.log"
+        self.clock = ManualClock()
+        self.service = Service("stand-in", self.log_file, self.ready_file, self.clock)
+        self.told: list[Mapping[str, object] | None] = []
+        self.program = READY
+
+    def pid(self) -> int:
+        """Of the service that is ready, 0 where none is."""
+        return int(json.loads(self.ready_file.read_text())["pid"]) if self.ready_file.exists() else 0
+
+    def command(self, last: Mapping[str, object] | None) -> list[str]:
+        self.told.append(last)
+        return [sys.executable, "-c", self.program, str(self.ready_file), f"address-{len(self.told)}"]
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+def played(stage: Stage, act: Callable[[int], Awaitable[None]]) -> None:
+    """Starts the service, lets ``act`` do something with its pid, ends it."""
+
+    async def play() -> None:
+        try:
+            ready = await stage.service.start(stage.command)
+            pid = ready["pid"]
+            assert isinstance(pid, int)
+            await act(pid)
+        finally:
+            await stage.service.end()
+
+    asyncio.run(play())
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.perf_counter() + 60
+    while not condition():
+        assert time.perf_counter() < deadline, "never happened"
+        await asyncio.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    return not os.path.exists(f"/proc/{pid}")
+
+
+def test_a_service_is_ready_when_its_file_says_so_and_ends_when_told(stage: Stage) -> None:
+    pids: list[int] = []
+
+    async def act(pid: int) -> None:
+        pids.append(pid)
+        assert os.getsid(pid) == pid  # Ctrl-C in the terminal does not reach it
+
+    played(stage, act)
+    assert gone(pids[0])
+
+
+def test_a_service_that_fails_to_start_shows_the_end_of_its_log(stage: Stage) -> None:
+    stage.program = FAILING
+
+    async def act(_: int) -> None:
+        raise AssertionError("it cannot be ready")
+
+    with pytest.raises(Unavailable, match=r"ended with status 3 while starting(.|\n)*the disk is full"):
+        played(stage, act)
+
+
+KILLED_ONCE = """
+import os, pathlib, signal, sys
+mark = pathlib.Path(sys.argv[1]).with_name("killed")
+if not mark.exists():
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_service_that_is_killed_while_it_starts_is_started_once_more(stage: Stage) -> None:
+    stage.program = KILLED_ONCE + READY
+
+    async def act(pid: int) -> None:
+        (stage.ready_file.parent / "killed").unlink()
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: stage.pid() not in (0, pid))
+
+    played(stage, act)
+
+
+def test_a_service_that_is_killed_at_each_start_fails_in_the_end(stage: Stage) -> None:
+    stage.program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+    async def act(_: int) -> None:
+        raise AssertionError("it cannot be ready")
+
+    with pytest.raises(Unavailable, match="ended with status -9 while starting"):
+        played(stage, act)
+
+
+def test_the_ready_file_of_an_earlier_life_is_not_believed(stage: Stage) -> None:
+    stage.ready_file.write_text('{"pid": 1, "address": "old"}')
+
+    async def act(pid: int) -> None:
+        assert pid != 1
+
+    played(stage, act)
+
+
+def test_a_service_that_dies_is_started_again_with_what_it_said_before(stage: Stage) -> None:
+    async def act(pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: len(stage.told) == 2 and stage.ready_file.exists())
+        assert stage.told[0] is None
+        assert stage.told[1] is not None
+        assert stage.told[1]["address"] == "address-1"
+
+    played(stage, act)
+
+
+async def kill_again_and_again(stage: Stage, pid: int, times: int, every_s: float) -> None:
+    for count in range(times):
+        stage.clock.advance(every_s)
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda count=count, old=pid: len(stage.told) == count + 2 and stage.pid() not in (0, old))
+        pid = stage.pid()
+
+
+def test_a_service_that_dies_now_and_then_is_started_again_for_ever(stage: Stage) -> None:
+    async def act(pid: int) -> None:
+        await kill_again_and_again(
+            stage, pid, 2 * private_services.RESTARTS, every_s=private_services.RESTART_WINDOW_S / 4
+        )
+
+    played(stage, act)
+
+
+def test_a_service_that_dies_too_often_at_once_is_left_alone(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    async def act(pid: int) -> None:
+        await kill_again_and_again(stage, pid, private_services.RESTARTS, every_s=1.0)
+        os.kill(stage.pid(), signal.SIGKILL)
+        await eventually(lambda: stage.service._watch is not None and stage.service._watch.done())
+        assert len(stage.told) == 1 + private_services.RESTARTS
+
+    played(stage, act)
+    assert "ended 6 times within 60 s, the last time with status -9; training goes on without it" in caplog.text
+
+
+def test_a_service_that_does_not_come_back_is_left_alone(stage: Stage) -> None:
+    async def act(pid: int) -> None:
+        stage.program = FAILING
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: stage.service._watch is not None and stage.service._watch.done())
+        assert len(stage.told) == 2
+
+    played(stage, act)
+
+
+def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(private_services, "NEEDED", {"controller": ("no_such_web_framework",), "agent": ("msgspec",)})
+    with pytest.raises(ConfigurationError, match=r"lacks no_such_web_framework.*everstep\[controller\]"):
+        asyncio.run(PrivateServices(tmp_path, "j", SYSTEM_CLOCK).start())
+
+
+@pytest.fixture
+def services(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PrivateServices]:
+    """The pair of services, played by stand-ins."""
+
+    def controller(run_dir: Path, listen: str) -> list[str]:
+        return [sys.executable, "-c", READY, str(run_dir / "controller.json"), listen]
+
+    def agent(run_dir: Path, address: str, linger_s: float | None) -> list[str]:
+        return [sys.executable, "-c", READY, str(run_dir / "agent" / "agent.json"), address]
+
+    monkeypatch.setattr(private_services, "_controller_command", controller)
+    monkeypatch.setattr(private_services, "_agent_command", agent)
+    monkeypatch.setattr(private_services, "SEGMENTS", short_path / "shm")
+    monkeypatch.setattr(private_services, "NEEDED", {})
+    return PrivateServices(short_path / "state", "j", SYSTEM_CLOCK)
+
+
+def test_private_services_keep_their_secrets_to_this_user_and_leave_only_logs(
+    services: PrivateServices, short_path: Path
+) -> None:
+    async def play() -> None:
+        try:
+            socket = await services.start()
+            run_dir = socket.parents[1]
+            assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+            secret = (run_dir / "secret").read_bytes()
+            for name, role in (("agent.token", TokenRole.AGENT), ("operator.token", TokenRole.OPERATOR)):
+                assert stat.S_IMODE((run_dir / name).stat().st_mode) == 0o600
+                assert verify(secret, (run_dir / name).read_text()).role is role
+        finally:
+            await services.end()
+
+    asyncio.run(play())
+    left = {path.name for path in (short_path / "state").rglob("*") if path.is_file()}
+    assert left == {".lock", "j.controller.log", "j.agent.log"}
+
+
+def test_what_a_killed_launcher_left_is_swept_away_and_a_living_ones_is_not(
+    services: PrivateServices, short_path: Path
+) -> None:
+    state = short_path / "state"
+    for name in ("run-dead", "run-alive"):
+        (state / name).mkdir(parents=True)
+        (state / name / "lock").touch()
+    segments = short_path / "shm" / f"everstep-{os.getuid()}" / "run-dead"
+    segments.mkdir(parents=True)
+
+    async def play() -> None:
+        with (state / "run-alive" / "lock").open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            try:
+                await services.start()
+            finally:
+                await services.end()
+
+    asyncio.run(play())
+    assert {path.name for path in state.glob("run-*")} == {"run-alive"}
+    assert not segments.exists()
+
+
+class Left:
+    """What a killed launcher of job ``j`` left: a run directory with its secrets, and slots in shared memory."""
+
+    def __init__(self, short_path: Path, name: str = "run-left", job: str = "j") -> None:
+        self.run_dir = short_path / "state" / name
+        self.segments = short_path / "shm" / f"everstep-{os.getuid()}" / name
+        (self.run_dir / "agent").mkdir(parents=True)
+        (self.segments / job).mkdir(parents=True)
+        for file, text in (("job", job), ("secret", "old secret"), ("operator.token", "old"), ("lock", "")):
+            (self.run_dir / file).write_text(text)
+        (self.segments / job / "own-0").write_bytes(b"slots")
+
+
+def started_in(services: PrivateServices) -> Path:
+    """The run directory that the services were started in. They are ended again."""
+
+    async def play() -> Path:
+        try:
+            return (await services.start()).parents[1]
+        finally:
+            await services.end()
+
+    return asyncio.run(play())
+
+
+def test_what_a_killed_launcher_of_the_same_job_left_is_taken_over(services: PrivateServices, short_path: Path) -> None:
+    left = Left(short_path)
+
+    async def play() -> None:
+        try:
+            assert (await services.start()).parents[1] == left.run_dir
+            assert (left.run_dir / "secret").read_text() == "old secret"
+            assert (left.segments / "j" / "own-0").read_bytes() == b"slots"
+        finally:
+            await services.end()
+
+    asyncio.run(play())
+    assert not left.run_dir.exists()
+    assert not left.segments.exists()
+
+
+def test_what_is_of_another_job_or_not_in_memory_any_more_is_swept_away(
+    services: PrivateServices, short_path: Path
+) -> None:
+    other, booted = Left(short_path, "run-other", job="other"), Left(short_path, "run-booted")
+    (booted.segments / "j" / "own-0").unlink()
+    assert started_in(services) not in (other.run_dir, booted.run_dir)
+    assert not any(path.exists() for left in (other, booted) for path in (left.run_dir, left.segments))
+
+
+def test_what_a_vault_waits_with_for_another_launcher_stays(services: PrivateServices, short_path: Path) -> None:
+    other = Left(short_path, job="other")
+    with (other.segments / LOCK_FILE).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        started_in(services)
+    assert (other.segments / "other" / "own-0").exists()
+    assert other.run_dir.exists()
+
+
+def test_a_service_of_the_launcher_before_that_does_not_end_is_killed_first(
+    services: PrivateServices, short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = Left(short_path)
+    monkeypatch.setattr(private_services, "GONE_WAIT_S", 0.2)
+    stubborn = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", str(left.run_dir)])
+    stranger = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    try:
+        (left.run_dir / "controller.json").write_text(json.dumps({"pid": stubborn.pid}))
+        (left.run_dir / "agent" / "agent.json").write_text(json.dumps({"pid": stranger.pid}))
+        assert started_in(services) == left.run_dir
+        assert stubborn.wait(60) == -signal.SIGKILL
+        assert stranger.poll() is None, "its number is one that a service had once"
+    finally:
+        for process in (stubborn, stranger):
+            process.kill()
+            process.wait()
+
+
+def test_an_agent_of_the_launcher_before_that_has_not_said_its_number_yet_is_waited_for(
+    services: PrivateServices, short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, started = Left(short_path), private_services._controller_command
+    held = (left.run_dir / "agent" / "agent.lock").open("w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    looked: list[Path] = []
+
+    def is_held(directory: Path, name: str = LOCK_FILE) -> bool:
+        if looked:
+            held.close()
+        looked.append(directory)
+        return run_directory_is_held(directory, name)
+
+    def controller(run_dir: Path, listen: str) -> list[str]:
+        assert held.closed, "the agent's lock was free before anything was started"
+        return started(run_dir, listen)
+
+    run_directory_is_held = private_services.is_held
+    monkeypatch.setattr(private_services, "is_held", is_held)
+    monkeypatch.setattr(private_services, "_controller_command", controller)
+    assert started_in(services) == left.run_dir
+
+
+def test_what_was_taken_over_stays_where_its_services_do_not_come_up(
+    services: PrivateServices, short_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = Left(short_path)
+    monkeypatch.setattr(
+        private_services, "_controller_command", lambda run_dir, listen: [sys.executable, "-c", FAILING]
+    )
+    with pytest.raises(Unavailable, match="the disk is full"):
+        started_in(services)
+    assert (left.segments / "j" / "own-0").exists()
+    assert (left.run_dir / "secret").exists()
+    assert "everstep vault drop" in caplog.text
+
+
+def test_a_state_directory_too_deep_for_sockets_is_refused_with_the_mend(
+    services: PrivateServices, short_path: Path
+) -> None:
+    deep = PrivateServices(short_path / ("d" * 90), "j", SYSTEM_CLOCK)
+
+    async def play() -> None:
+        try:
+            await deep.start()
+        finally:
+            await deep.end()
+
+    with pytest.raises(ConfigurationError, match="shorter --state-dir"):
+        asyncio.run(play())
+    assert not list((short_path / ("d" * 90)).glob("run-*"))
+
+
+def test_a_state_directory_that_cannot_be_written_is_refused_with_the_mend(
+    services: PrivateServices, short_path: Path
+) -> None:
+    (short_path / "home").touch()
+    unwritable = PrivateServices(short_path / "home" / "state", "j", SYSTEM_CLOCK)
+    with pytest.raises(ConfigurationError, match="name another directory with --state-dir"):
+        asyncio.run(unwritable.start())
+
+
+def test_so_is_a_directory_for_output_that_cannot_be_made(short_path: Path) -> None:
+    (short_path / "logs").touch()
+    with pytest.raises(ConfigurationError, match=r"--log-dir: ranks' output cannot be kept in .*/logs/j"):
+        Outputs(short_path / "logs" / "j", False, str)
+
+
+def test_a_service_that_cannot_be_started_again_is_told_of(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    async def act(pid: int) -> None:
+        stage.log_file.unlink()
+        stage.log_file.mkdir()
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: "the private stand-in cannot be started" in caplog.text)
+
+    played(stage, act)
+
+
+def test_only_the_newest_logs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private_services, "KEPT_LOGS", 2)
+    for age in range(4):
+        path = tmp_path / f"{age}.log"
+        path.touch()
+        os.utime(path, (1000 - age, 1000 - age))
+    private_services._prune(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"0.log", "1.log"}

@@ -1,0 +1,68 @@
+"""What a worker frees stays with it, and a standby holds memory before it needs it."""
+
+from __future__ import annotations
+
+import resource
+
+from everstep_trainer.launch.process_setup import (
+    PIECE,
+    anonymous_bytes,
+    keep_freed_memory,
+    largest_sibling,
+    touch_ahead,
+)
+
+from tests.support.forked import ForkPool
+
+
+def faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def faults_of_models() -> list[int]:
+    """Page faults of building 32 MiB of tensors again and again, each time after the last were freed.
+
+    glibc's aligned allocation needs a round or two until its free blocks fit.
+    """
+    import torch
+
+    keep_freed_memory()
+    counts = []
+    for _ in range(5):
+        before = faults()
+        tensors = [torch.ones(1 << 20) for _ in range(8)]
+        counts.append(faults() - before)
+        del tensors
+    return counts
+
+
+def faults_after_touching(wanted: int) -> tuple[int, int, int]:
+    """(bytes touched, growth of resident memory, faults of building as much afterwards)."""
+    import torch
+
+    keep_freed_memory()
+    before = anonymous_bytes()
+    touched = touch_ahead(wanted)
+    grown = anonymous_bytes() - before
+    first = faults()
+    tensors = [torch.ones(1 << 20) for _ in range(wanted // (4 << 20) - 1)]
+    count = faults() - first
+    del tensors
+    return touched, grown, count
+
+
+def test_memory_of_a_model_is_not_faulted_in_again_and_again(forks: ForkPool) -> None:
+    first, *_, last = forks.start(faults_of_models).result()
+    assert first > 8000  # 32 MiB in pages of 4 KiB
+    assert last < first / 10
+
+
+def test_memory_touched_ahead_serves_later_tensors_without_faults(forks: ForkPool) -> None:
+    touched, grown, count = forks.start(faults_after_touching, 4 * PIECE).result()
+    assert touched == 4 * PIECE
+    assert grown > 3 * PIECE
+    assert count < 2000  # of 15,000 pages
+
+
+def test_without_sibling_ranks_there_is_nothing_to_follow() -> None:
+    assert largest_sibling() == 0

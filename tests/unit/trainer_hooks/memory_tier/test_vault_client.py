@@ -1,0 +1,138 @@
+"""The rank's line to the vault: errors by their class, and requests that survive a vault's restart."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from everstep_trainer.memory_tier import vault_client
+from everstep_trainer.memory_tier.vault_client import VaultClient
+
+from everstep.errors import NotFound, OutOfSlotMemory, Unavailable
+from everstep.wire.framing import FrameDecoder, encode_frame
+from everstep.wire.v1 import local
+
+Answer = Callable[[local.ToVault], local.FromVault | None]
+
+
+class StubVault:
+    """Answers frames on a unix socket, one connection at a time; None closes the connection instead."""
+
+    def __init__(self, path: Path, answer: Answer) -> None:
+        self.asked: list[local.ToVault] = []
+        self._answer = answer
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection:
+                self._converse(connection)
+
+    def _converse(self, connection: socket.socket) -> None:
+        frames: FrameDecoder[local.ToVault] = FrameDecoder(local.ToVault, local.MAX_FRAME_BYTES)
+        while data := connection.recv(1 << 16):
+            for message in frames.feed(data):
+                self.asked.append(message)
+                answer = self._answer(message)
+                if answer is None:
+                    return
+                connection.sendall(encode_frame(answer))
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(5)
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> Iterator[Callable[[Answer], tuple[StubVault, VaultClient]]]:
+    made: list[StubVault | VaultClient] = []
+
+    def start(answer: Answer) -> tuple[StubVault, VaultClient]:
+        stub = StubVault(tmp_path / "v.sock", answer)
+        client = VaultClient(str(tmp_path / "v.sock"), timeout_s=10.0)
+        made.extend([client, stub])
+        return stub, client
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def empty(message: local.ToVault) -> local.FromVault:
+    return local.InventoryAnswer(request=message.request, slots=())
+
+
+@pytest.mark.parametrize(("code", "kind"), [("not_found", NotFound), ("slot_memory", OutOfSlotMemory)])
+def test_a_refusal_comes_back_as_the_error_of_its_code(
+    talk: Callable[[Answer], tuple[StubVault, VaultClient]], code: str, kind: type[Exception]
+) -> None:
+    _, client = talk(lambda m: local.Failed(request=m.request, code=code, message="no room at all"))
+    with pytest.raises(kind, match="no room at all"):
+        client.inventory("job")
+
+
+def test_a_request_is_sent_again_when_the_vault_went_away_with_it(
+    talk: Callable[[Answer], tuple[StubVault, VaultClient]],
+) -> None:
+    answers: list[Callable[[local.ToVault], local.FromVault | None]] = [lambda _: None, empty]
+    stub, client = talk(lambda m: answers.pop(0)(m))
+    assert client.inventory("job") == ()
+    assert len(stub.asked) == 2
+    assert stub.asked[0] == stub.asked[1]
+
+
+def test_slots_that_are_not_hashed_yet_are_asked_for_again(
+    talk: Callable[[Answer], tuple[StubVault, VaultClient]],
+) -> None:
+    left = [2, 1, 0]
+    stub, client = talk(lambda m: local.InventoryAnswer(request=m.request, slots=(), unchecked=left.pop(0)))
+    assert client.inventory("job") == ()
+    assert len(stub.asked) == 3
+
+
+def test_slots_that_nobody_comes_to_hash_are_done_without(
+    talk: Callable[[Answer], tuple[StubVault, VaultClient]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vault_client, "CHECKED_WITHIN_S", 0.01)
+    _, client = talk(lambda m: local.InventoryAnswer(request=m.request, slots=(), unchecked=1))
+    assert client.inventory("job") == ()
+
+
+def test_a_finding_in_between_is_not_taken_for_an_answer(
+    talk: Callable[[Answer], tuple[StubVault, VaultClient]],
+) -> None:
+    _, client = talk(lambda m: local.InventoryAnswer(request=m.request + 1000, slots=()))
+    client._timeout_s = 0.05
+    with pytest.raises(Unavailable, match="did not answer in time"):
+        client.inventory("job")
+
+
+def test_a_vault_that_is_not_there_is_unavailable_after_the_timeout(tmp_path: Path) -> None:
+    client = VaultClient(str(tmp_path / "nobody.sock"), timeout_s=0.05)
+    try:
+        with pytest.raises(Unavailable, match=r"nobody\.sock did not answer in time"):
+            client.inventory("job")
+    finally:
+        client.close()
+
+
+def test_closing_ends_what_waits(tmp_path: Path) -> None:
+    client = VaultClient(str(tmp_path / "nobody.sock"), timeout_s=60.0)
+    future = client.fetch(job="job", node="n2", rank=0, version=local.Version(1, 1), ranges=(), into="/x")
+    client.close()
+    with pytest.raises(Unavailable, match="was closed"):
+        future.result(5)
+    with pytest.raises(Unavailable, match="was closed"):
+        client.inventory("job")

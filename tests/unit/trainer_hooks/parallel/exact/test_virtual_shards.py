@@ -1,0 +1,88 @@
+"""Exact mode under fully_shard: however a model is sharded, and over however many ranks, its numbers are the same."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from everstep_trainer.parallel.exact.summation import Partial, clip_in_fixed_order, virtual_in_turn
+from everstep_trainer.runtime.peer_wait import Waits
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.support import virtual_shards
+from tests.support.virtual_shards import LAYOUTS, STEPS, trained_whole
+
+WORLDS = (4, 3, 1)
+
+
+def on_ranks(forks: Any, function: Any, world: int) -> list[dict[str, Any]]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [forks.start(function, rank, world, store.port) for rank in range(world)]
+    return [rank.result() for rank in ranks]
+
+
+@pytest.fixture(scope="module")
+def told(session_forks: Any) -> dict[int, list[dict[str, Any]]]:
+    return {world: on_ranks(session_forks, virtual_shards.trained_in_every_layout, world) for world in WORLDS}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_four_three_and_one_ranks_compute_the_same_bits_of_a_sharded_model(told, layout):
+    of_all = [rank[layout] for ranks in told.values() for rank in ranks]
+    assert len(of_all) == sum(WORLDS)
+    assert all(steps == of_all[0] for steps in of_all)
+    assert len(set(of_all[0])) == STEPS, "it trained"
+
+
+@pytest.mark.parametrize("layout", ["shards", "replicas of shards", "one layer"])
+def test_a_sharded_model_has_the_bits_of_one_that_is_not(told, layout):
+    assert told[3][0][layout] == trained_whole()
+
+
+def test_what_cannot_be_exact_is_refused_with_what_to_do_instead(forks):
+    said = on_ranks(forks, virtual_shards.what_is_refused, 4)
+    assert said[0] == said[1] == said[2] == said[3]
+    words = {
+        "tensor parallel": "weight is a DTensor that fully_shard did not make: .* nor a pipeline. Go on without",
+        "tensor parallel in shards": "the model is laid out as .*: virtual ranks take .* nor a pipeline. Go on without",
+        "a part of the ranks": "the model is laid out as .* over 2 of 4 ranks: virtual ranks take",
+        "a divide factor": "Scale the loss instead",
+        "a narrow parameter": "keep parameters in the wider of the two",
+        "fused": "needs fused=False",
+        "Adafactor": "such as AdamW or SGD",
+    }
+    assert said[0].keys() == words.keys()
+    for case, pattern in words.items():
+        assert re.search(pattern, said[0][case]), said[0][case]
+
+
+def test_the_norm_in_a_fixed_order_is_that_of_torch_but_for_rounding():
+    shapes = [(5, 7), (1, 3), (4,), (), (0, 3), (2, 3, 5)]
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for parameter in parameters[1:]:
+        parameter.grad = torch.randn_like(parameter)
+    expected = torch.cat([p.grad.reshape(-1) for p in parameters[1:]]).double()
+    norm = clip_in_fixed_order(parameters, 0.5, Waits(lambda _: None))
+    assert norm.item() == pytest.approx(expected.norm().item(), rel=1e-6)
+    clipped = torch.cat([p.grad.reshape(-1) for p in parameters[1:]]).double()
+    assert torch.allclose(clipped, expected * 0.5 / expected.norm(), rtol=1e-5)
+    clip_in_fixed_order(parameters, 9.0, Waits(lambda _: None))
+    assert torch.equal(clipped, torch.cat([p.grad.reshape(-1) for p in parameters[1:]]).double()), "small enough"
+
+
+@given(st.data(), st.integers(1, 70))
+def test_of_virtual_ranks_that_come_in_turn_few_sums_are_held(data, virtual):
+    world = data.draw(st.integers(1, virtual))
+    played = [virtual_in_turn(rank, world, virtual) for rank in range(world)]
+    partial: Partial[int] = Partial(virtual, lambda a, b: a + b)
+    for turn in range(max(map(len, played))):
+        for rank in data.draw(st.permutations(range(world))):
+            for leaf in played[rank][turn : turn + 1]:
+                partial.put((leaf, leaf + 1), 1)
+        assert len(partial.parts) <= virtual.bit_length()
+    assert partial.parts == [((0, virtual), virtual)]

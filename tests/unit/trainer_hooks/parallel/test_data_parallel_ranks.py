@@ -1,0 +1,78 @@
+"""Real ranks, two to a replica: kills and another number of replicas skip no sample, repeat none and bend no loss."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from everstep_trainer.data.sampler import ElasticSampler
+
+from everstep.wire.v1.training import JobSpec, RankFinished, RestoreRule
+from tests.support.exact_training import Fault, reached, read_diaries
+from tests.support.generations import JOB
+from tests.support.stage import Stage, stage
+from tests.support.tensor_parallel_training import BATCH, SAMPLES, SEED, SPLIT, train_alone, training
+from tests.support.vaults import vaults
+from tests.support.waiting import until
+
+STEPS = 36
+Row = dict[str, Any]
+
+
+def form(scene: Stage, number: int, *ranks: int) -> None:
+    spec = JobSpec(job=JOB, replicas=1, nproc_per_node=len(ranks))
+    scene.form(number, *ranks, spec=spec, restore=RestoreRule(scratch=number == 1))
+
+
+@pytest.mark.slow
+def test_replicas_of_two_ranks_go_on_as_one_process_would_whatever_becomes_of_their_number(forks, tmp_path):
+    train = training(tmp_path, STEPS, Fault(3, 12, "forward"), last_steps={2: 24})
+    with vaults(forks) as fleet:
+        vault = fleet.start("n1")
+        fleet.configure(vault)
+        with stage(forks, train, vault.run_dir) as scene:
+            scene.start(0, 1, 2, 3)
+            form(scene, 1, 0, 1, 2, 3)
+            scene.ranks.pop(3).wait()
+            form(scene, 2, 0, 1)
+            until(lambda: reached(tmp_path, 2, 24, ranks=2), "step 24")
+            scene.start(3)
+            form(scene, 3, 0, 1, 2, 3)
+            scene.heard(RankFinished, 4, where=lambda m: m.generation == 3)
+            assert scene.finish() == [0, 0, 0, 0]
+    steps = that_stand(read_diaries(tmp_path))
+    assert steps.keys() == set(range(1, STEPS + 1))
+    counts = {step: rows[0]["replicas"] for step, rows in steps.items()}
+    assert set(counts.values()) == {1, 2}, "the number of replicas changed under way"
+    sampler = ElasticSampler(SAMPLES, global_batch=BATCH, seed=SEED)
+    seen: list[int] = []
+    for step, rows in sorted(steps.items()):
+        by_replica: dict[int, list[Row]] = defaultdict(list)
+        for row in rows:
+            by_replica[row["replica"]].append(row)
+        assert sorted(by_replica) == list(range(counts[step]))
+        assert all(len(peers) == SPLIT for peers in by_replica.values())
+        for peers in by_replica.values():
+            assert peers[0]["samples"] == peers[1]["samples"], f"ranks of one replica, in step {step}"
+            assert peers[0]["own_loss"] == peers[1]["own_loss"], f"ranks of one replica, in step {step}"
+        samples = [index for replica in sorted(by_replica) for index in by_replica[replica][0]["samples"]]
+        assert samples == sampler.global_indices(step).tolist()
+        seen += samples
+    for epoch in range(STEPS * BATCH // SAMPLES):
+        assert sorted(seen[epoch * SAMPLES : (epoch + 1) * SAMPLES]) == list(range(SAMPLES)), "each sample once"
+    expected = train_alone(counts)
+    for step, rows in steps.items():
+        assert [row["loss"] for row in rows] == pytest.approx([expected[step]] * len(rows), rel=1e-4), f"step {step}"
+
+
+def that_stand(rows: list[Row]) -> dict[int, list[Row]]:
+    """Of each step what the ranks of the last generation had that computed it."""
+    last: dict[int, int] = {}
+    for row in rows:
+        last[row["step"]] = max(row["generation"], last.get(row["step"], 0))
+    standing: dict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["generation"] == last[row["step"]]:
+            standing[row["step"]].append(row)
+    return standing

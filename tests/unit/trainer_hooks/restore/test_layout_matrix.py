@@ -1,0 +1,130 @@
+"""Every layout to every other, on as many ranks and on more and fewer, with real processes; what was gathered by name
+before a regrouping is what is gathered after it, to the bit.
+
+Sizes of the model are drawn for each walk, one smaller than the number of ranks; ``EVERSTEP_MATRIX_SEED`` draws others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from everstep.ids import Version
+from everstep.layout.manifests import chunk
+from everstep.wire.v1.training import GenerationSpec, RestoreRule
+from tests.support.forked import ChildFailed, ForkPool
+from tests.support.generations import generation
+from tests.support.generations_played import Played, play
+from tests.support.layouts import Layout, layouts_of
+from tests.support.vaults import Vaults, vaults
+
+WORLD = 4
+DEADLINE_S = 110.0
+PARTS = 3
+"""So that each of them ends in time on a busy machine."""
+SEED = int(os.environ.get("EVERSTEP_MATRIX_SEED", "1"))
+
+
+def drawn(part: int) -> dict[str, Any]:
+    """Sizes of a model; of its layers one is narrower than any mesh, and the others divide as they come."""
+    chance = random.Random(f"{SEED}/{part}")
+    hidden = [chance.randint(1, WORLD - 1), *(chance.randint(WORLD, 13) for _ in range(3))]
+    return {"width": chance.randint(2, 9), "hidden": tuple(chance.sample(hidden, 4))}
+
+
+@pytest.fixture
+def fleet(forks: ForkPool) -> Iterator[Vaults]:
+    with vaults(forks) as running:
+        yield running
+
+
+def walk(names: list[str]) -> list[str]:
+    """A walk over which each name is followed by each, itself included, once (Hierholzer's)."""
+    ahead = {name: list(names) for name in names}
+    path, done = [names[0]], []
+    while path:
+        if ahead[path[-1]]:
+            path.append(ahead[path[-1]].pop())
+        else:
+            done.append(path.pop())
+    return done[::-1]
+
+
+def play_all(
+    forks: ForkPool, fleet: Vaults, layouts: Iterable[Layout], nodes: Sequence[str] = ("n1",) * WORLD
+) -> list[Played]:
+    """A generation of each layout, one after another; what was restored and trained in each. ``nodes``: of the ranks,
+    one for all or one for each."""
+    running = {node: fleet.start(node) for node in dict.fromkeys(nodes)}
+    fleet.configure()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    parts = [(spec_of(number, layout, store.port, nodes), layout) for number, layout in enumerate(layouts, 1)]
+    sockets = [str(running[node].run_dir / "vault.sock") for node in nodes]
+    processes = [forks.start(play, parts, rank, sockets[rank]) for rank in range(WORLD)]
+    results: list[list[Played]] = [process.result(DEADLINE_S) for process in processes]
+    return results[0]
+
+
+def spec_of(number: int, layout: Layout, port: int, nodes: Sequence[str]) -> GenerationSpec:
+    ranks = [(node, nodes[:rank].count(node)) for rank, node in enumerate(nodes[: layout.world])]
+    return generation(number, ranks=ranks, store=f"127.0.0.1:{port}", restore=RestoreRule())
+
+
+def differences(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not np.array_equal(one[name], other[name])]
+
+
+def test_a_walk_follows_each_by_each_once() -> None:
+    steps = walk(["a", "b", "c"])
+    assert len(steps) == 10
+    assert len(set(itertools.pairwise(steps))) == 9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_layout_is_restored_into_every_other_to_the_bit(forks: ForkPool, fleet: Vaults, part: int) -> None:
+    layouts = {name: layout for world in (2, 3, 4) for name, layout in layouts_of(world).items()}
+    first, ways = chunk(len(layouts) ** 2, part, PARTS)
+    names, sizes = walk(sorted(layouts))[first : first + ways + 1], drawn(part)
+    said = play_all(forks, fleet, [msgspec.structs.replace(layouts[name], **sizes) for name in names])
+    assert not wrong_ways(names, said), sizes
+    assert len(said) == ways + 1
+
+
+@pytest.mark.slow
+def test_layouts_are_restored_from_the_memory_of_other_nodes(forks: ForkPool, fleet: Vaults) -> None:
+    layouts = layouts_of(4)
+    names = sorted(layouts)
+    assert not wrong_ways(
+        names, play_all(forks, fleet, [layouts[name] for name in names], nodes=("n1", "n2", "n3", "n4"))
+    )
+
+
+def wrong_ways(names: Sequence[str], said: Sequence[Played]) -> list[Any]:
+    """Where something else was restored than what had been there before."""
+    wrong: list[Any] = []
+    for number, (before, after) in enumerate(itertools.pairwise(said), 2):
+        way = f"{names[number - 2]} -> {names[number - 1]}"
+        if after["restored"].version != Version(number - 1, number - 1):
+            wrong.append((way, after["restored"]))
+        elif found := differences(before["after"], after["before"]):
+            wrong.append((way, found[:5]))
+    return wrong
+
+
+@pytest.mark.slow
+def test_objects_that_are_gone_from_all_ranks_are_named_on_all_of_them(forks: ForkPool, fleet: Vaults) -> None:
+    """One stage of a pipeline alone is not the model, and so is not restored as if it were."""
+    with pytest.raises(
+        ChildFailed, match=r"NotRestorable: the tracked state.* tensors are gone from all ranks \(model\."
+    ):
+        play_all(forks, fleet, [Layout(pp=2), Layout(replicate=2, lost=2)])

@@ -1,0 +1,132 @@
+"""Which version is taken: the newest whole one inside the rule, and a sentence where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from everstep_trainer.restore.version_choice import choose
+
+from everstep.errors import MalformedMessage, NotRestorable
+from everstep.ids import Version
+from everstep.layout.manifests import LAYOUT_FORMAT, Box, Manifest, Stored, Tensor
+from everstep.wire.v1.local import SlotInfo
+from everstep.wire.v1.training import RestoreRule
+from everstep.wire.v1.vault_orders import NodeGroup, Protection
+
+CATALOG = (Tensor("weight", "float32", 4, (4, 2), False),)
+
+
+def half(rank: int) -> Manifest:
+    """Rank 0 and rank 1 hold two rows each."""
+    stored = (Stored(0, Box((2 * rank, 0), (2, 2)), 0),)
+    return Manifest(LAYOUT_FORMAT, rank, 2, CATALOG, stored, 64, 0, 128, 0)
+
+
+def manifest_of(digest: str) -> Manifest:
+    if digest == "damaged":
+        raise MalformedMessage("manifest damaged is not what was sealed")
+    return half(int(digest))
+
+
+def slot(rank: int, version: Version, node: str = "", *, replica: bool = False, digest: str = "") -> SlotInfo:
+    return SlotInfo(
+        node=node or f"n{rank}",
+        rank=rank,
+        version=version,
+        path=f"/x/{rank}",
+        slot=0,
+        replica=replica,
+        manifest_digest=digest or str(rank),
+    )
+
+
+def both(*versions: Version) -> list[SlotInfo]:
+    return [slot(rank, version) for version in versions for rank in (0, 1)]
+
+
+OLD, MIDDLE, NEW = Version(1, 9), Version(1, 10), Version(2, 10)
+
+
+def chosen(rule: RestoreRule, slots: Sequence[SlotInfo]) -> Version | None:
+    return choose(rule, slots, manifest_of).version
+
+
+def test_the_newest_whole_version_is_taken() -> None:
+    assert chosen(RestoreRule(floor=OLD), both(OLD, MIDDLE, NEW)) == NEW
+
+
+def test_a_newer_version_that_is_not_whole_is_passed_over_and_the_sentence_says_so() -> None:
+    choice = choose(RestoreRule(floor=OLD), [*both(OLD, MIDDLE), slot(0, NEW)], manifest_of)
+    assert choice.version == MIDDLE
+    assert "2:10: 1 of 1 tensors are not whole, weight among them" in choice.sentence
+
+
+def test_a_replica_stands_in_for_a_slot_that_is_gone() -> None:
+    slots = [slot(0, NEW), slot(1, NEW, "n0", replica=True)]
+    assert chosen(RestoreRule(floor=NEW), slots) == NEW
+
+
+def test_nothing_newer_than_the_ceiling_is_taken() -> None:
+    assert chosen(RestoreRule(floor=OLD, ceiling=MIDDLE), both(OLD, MIDDLE, NEW)) == MIDDLE
+
+
+def test_nothing_older_than_the_floor_is_taken_in_silence() -> None:
+    with pytest.raises(NotRestorable, match="version 1:10 was committed, and nothing from it on is whole"):
+        chosen(RestoreRule(floor=MIDDLE), [*both(OLD), slot(0, MIDDLE)])
+
+
+def test_without_a_floor_and_without_a_whole_version_training_starts_from_scratch() -> None:
+    assert chosen(RestoreRule(), []) is None
+    assert chosen(RestoreRule(), [slot(1, OLD)]) is None
+
+
+def test_without_a_floor_a_whole_version_is_still_taken() -> None:
+    assert chosen(RestoreRule(), both(OLD)) == OLD
+
+
+def test_scratch_means_that_nothing_stored_is_restored() -> None:
+    assert chosen(RestoreRule(scratch=True), both(NEW)) is None
+
+
+def test_a_damaged_manifest_does_not_count() -> None:
+    slots = [*both(OLD), slot(0, NEW), slot(1, NEW, digest="damaged")]
+    assert chosen(RestoreRule(floor=OLD), slots) == OLD
+    with pytest.raises(NotRestorable, match="none of 1 manifests can be read: manifest damaged"):
+        chosen(RestoreRule(floor=NEW), [slot(1, NEW, digest="damaged")])
+
+
+def test_the_choice_does_not_depend_on_the_order_of_the_answers() -> None:
+    slots = [*both(OLD, MIDDLE), slot(0, NEW)]
+    assert choose(RestoreRule(), slots, manifest_of) == choose(RestoreRule(), slots[::-1], manifest_of)
+
+
+def _kept_by_parity(version: Version) -> Protection:
+    group = NodeGroup(members=("n0", "n1"), parity=("n2", "n3"))
+    return Protection(version=version, seats=("n0", "n1"), nproc_per_node=1, groups=(group,))
+
+
+def test_what_parity_keeps_is_taken_where_nothing_newer_is_whole_and_the_sentence_says_what_was_lost() -> None:
+    rule = RestoreRule(floor=MIDDLE, protection=_kept_by_parity(OLD))
+    assert chosen(rule, both(OLD, MIDDLE)) == MIDDLE
+    choice = choose(rule, [*both(OLD), slot(0, MIDDLE)], manifest_of)
+    assert choice.version == OLD
+    assert "1:10 was committed and is lost, and 1:9, which parity keeps, is whole" in choice.sentence
+
+
+def test_parity_lets_no_other_version_below_the_floor_in_nor_one_above_the_ceiling() -> None:
+    rule = RestoreRule(floor=NEW, protection=_kept_by_parity(MIDDLE))
+    with pytest.raises(NotRestorable):
+        chosen(rule, both(OLD))
+    capped = RestoreRule(floor=NEW, ceiling=OLD, protection=_kept_by_parity(MIDDLE))
+    with pytest.raises(NotRestorable):
+        chosen(capped, both(MIDDLE))
+
+
+def test_the_checkpoint_on_storage_is_gone_back_to_only_where_nothing_in_memory_is_whole() -> None:
+    rule = RestoreRule(floor=MIDDLE, storage="/stored/job/step-00000005-g1")
+    assert chosen(rule, both(MIDDLE)) == MIDDLE
+    choice = choose(rule, [slot(0, MIDDLE)], manifest_of)
+    assert choice.version is None
+    assert "version 1:10 was committed" in choice.sentence
+    assert choice.sentence.endswith("the job goes back to /stored/job/step-00000005-g1")

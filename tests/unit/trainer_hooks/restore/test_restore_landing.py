@@ -1,0 +1,155 @@
+"""What comes from other nodes, with a vault that is a thread: it writes what it is asked for, when it may."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from everstep_trainer.restore import byte_moves as cutting
+from everstep_trainer.restore import remote_slots as module
+from everstep_trainer.restore.byte_moves import Batch, Moves, batches_of
+from everstep_trainer.restore.remote_slots import Landing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep.errors import DigestMismatch, EverstepError, Unavailable
+from everstep.ids import Version
+from everstep.wire.v1.local import Fetched, SlotInfo
+
+BATCH = 1 << 12
+
+
+def slot(rank: int = 0) -> SlotInfo:
+    return SlotInfo(node="n2", rank=rank, version=Version(1, 1), path="", slot=0, replica=False, manifest_digest="")
+
+
+def payload_of(rank: int, size: int = 40 * BATCH) -> bytes:
+    return b"".join((rank << 24 | number).to_bytes(4, "little") for number in range(size // 4))
+
+
+class Peer:
+    """A vault that answers at once, or as ``answer`` says."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], EverstepError | None] = lambda _: None) -> None:
+        self.answer = answer
+        self.asked: list[dict[str, Any]] = []
+
+    def fetch(self, **ask: Any) -> Future[Fetched]:
+        self.asked.append(ask)
+        told: Future[Fetched] = Future()
+        error = self.answer(ask)
+        if error is not None:
+            told.set_exception(error)
+            return told
+        data = b"".join(payload_of(ask["rank"])[at : at + n] for at, n in ask["ranges"])
+        path = Path(ask["into"])
+        path.touch()
+        with path.open("r+b") as file:
+            file.seek(ask["into_offset"])
+            file.write(data)
+        told.set_result(Fetched(request=0, bytes=len(data)))
+        return told
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BATCH_BYTES", BATCH)
+    monkeypatch.setattr(cutting, "BATCH_BYTES", BATCH)
+    monkeypatch.setattr(module, "WINDOW_BYTES", module.PLACES * BATCH)
+
+
+def landing(peer: Any, path: Path, batches: list[Batch]) -> Landing:
+    return Landing(peer, "job", lambda: path, batches)
+
+
+def planned(pieces: list[tuple[int, int]], rank: int = 0) -> tuple[list[torch.Tensor], list[Batch]]:
+    moves, targets = Moves(), []
+    for at, length in pieces:
+        targets.append(torch.zeros(length, dtype=torch.uint8))
+        moves.add(targets[-1], [(at, length)])
+    return targets, list(batches_of(slot(rank), moves.rows()))
+
+
+def expected(pieces: list[tuple[int, int]], rank: int = 0) -> list[bytes]:
+    return [payload_of(rank)[at : at + length] for at, length in pieces]
+
+
+def bytes_of(targets: list[torch.Tensor]) -> list[bytes]:
+    return [target.numpy().tobytes() for target in targets]
+
+
+spots = st.tuples(st.integers(0, 39 * BATCH), st.integers(1, BATCH))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(spots, min_size=1, max_size=12))
+def test_whatever_is_wanted_of_a_slot_lands_where_it_belongs(pieces: list[tuple[int, int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setattr(module, "BATCH_BYTES", BATCH)
+        patch.setattr(cutting, "BATCH_BYTES", BATCH)
+        patch.setattr(module, "WINDOW_BYTES", module.PLACES * BATCH)
+        targets, batches = planned(pieces)
+        assert all(batch.nbytes <= BATCH for batch in batches)
+        assert landing(Peer(), Path(folder, "scratch"), batches).finish() == []
+        assert bytes_of(targets) == expected(pieces)
+
+
+def test_much_goes_through_a_window_that_does_not_grow(tmp_path: Path) -> None:
+    pieces = [(0, 40 * BATCH)]
+    targets, batches = planned(pieces)
+    peer, path = Peer(), tmp_path / "scratch"
+    under_way = landing(peer, path, batches)
+    under_way.begin()
+    assert len(peer.asked) == module.PLACES
+    assert under_way.finish() == []
+    under_way.close()
+    assert len(peer.asked) == 40
+    assert path.stat().st_size == module.WINDOW_BYTES
+    assert bytes_of(targets) == expected(pieces)
+
+
+def test_neighbours_are_fetched_as_one_range_and_far_ones_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting, "GAP_BYTES", 100)
+    _, (batch,) = planned([(0, 10), (64, 10), (174, 10), (285, 5), (20, 30)])
+    assert batch.ranges == ((0, 184), (285, 5))
+    assert batch.nbytes == 189
+
+
+@pytest.mark.parametrize("error", [DigestMismatch("rotten"), Unavailable("silent")])
+def test_a_slot_that_fails_is_named_once_and_the_others_come(tmp_path: Path, error: EverstepError) -> None:
+    pieces = [(0, 12 * BATCH)]
+    _, bad = planned(pieces, rank=1)
+    targets, good = planned(pieces, rank=2)
+    peer, path = Peer(lambda ask: error if ask["rank"] == 1 and ask["ranges"][0][0] >= BATCH else None), tmp_path / "s"
+    under_way = landing(peer, path, bad + good)
+    (failure,) = under_way.finish()
+    assert (failure.slot.rank, failure.corrupt) == (1, isinstance(error, DigestMismatch))
+    assert bytes_of(targets) == expected(pieces, rank=2)
+    assert sum(ask["rank"] == 1 for ask in peer.asked) <= module.PLACES + 1
+
+
+def test_what_a_vault_may_still_write_lands_in_no_file_that_is_used_again(tmp_path: Path) -> None:
+    path = tmp_path / "scratch"
+    silent = landing(Peer(lambda _: Unavailable("silent")), path, planned([(0, 10)])[1])
+    path.touch()
+    silent.finish()
+    silent.close()
+    assert not path.exists()
+
+
+def test_no_place_that_a_failed_fetch_may_write_late_is_given_to_another(tmp_path: Path) -> None:
+    _, bad = planned([(0, 2 * BATCH)], rank=1)
+    _, good = planned([(0, 30 * BATCH)], rank=2)
+    peer = Peer(lambda ask: Unavailable("silent") if ask["rank"] == 1 else None)
+    under_way = landing(peer, tmp_path / "scratch", bad + good)
+    under_way.begin()
+    at_first = len(peer.asked)
+    under_way.finish()
+    lost = {ask["into_offset"] // BATCH for ask in peer.asked if ask["rank"] == 1}
+    later = {ask["into_offset"] // BATCH for ask in peer.asked[at_first:] if ask["rank"] == 2}
+    assert not lost & later

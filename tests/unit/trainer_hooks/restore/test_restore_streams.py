@@ -1,0 +1,285 @@
+"""What a rank receives itself: it lands where it belongs, and counts only where it hashed right."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from everstep_trainer.restore import byte_moves as cutting
+from everstep_trainer.restore import remote_slots as module
+from everstep_trainer.restore.byte_moves import Batch, Filled, Moves, batches_of
+from everstep_trainer.restore.remote_slots import BadTransfer, Streams
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep.errors import DigestMismatch, MalformedMessage, NotFound
+from everstep.ids import Version
+from everstep.layout.slots import CHUNK_BYTES
+from everstep.wire.framing import Channel
+from everstep.wire.v1.local import SlotInfo
+from everstep.wire.v1.transfer import Data, DataEnd, Get, refusal
+from tests.support.lending import DEADLINE_S, Act, LendingVault, lending, refuse, serve, serve_well, wanted
+
+BATCH, BLOCK = 1 << 14, 1 << 12
+PAYLOAD = b"".join(number.to_bytes(4, "little") for number in range(10 * BATCH // 4))
+
+
+def slot(node: str = "n2", rank: int = 0) -> SlotInfo:
+    return SlotInfo(node=node, rank=rank, version=Version(1, 1), path="", slot=0, replica=False, manifest_digest="")
+
+
+@pytest.fixture(autouse=True)
+def small_batches() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cutting, "BATCH_BYTES", BATCH)
+        patch.setattr(cutting, "GAP_BYTES", 100)
+        patch.setattr(module, "BLOCK_BYTES", BLOCK)
+        yield
+
+
+def planned(pieces: list[tuple[int, int]], of: SlotInfo | None = None) -> tuple[list[torch.Tensor], list[Batch]]:
+    moves, targets = Moves(), []
+    for at, length in pieces:
+        targets.append(torch.zeros(length, dtype=torch.uint8))
+        moves.add(targets[-1], [(at, length)])
+    return targets, list(batches_of(of or slot(), moves.rows()))
+
+
+def received(vault: LendingVault, batches: list[Batch]) -> Streams:
+    stand_in: Any = vault
+    streams = Streams(stand_in, "job", batches)
+    streams.finish()
+    streams.close()
+    return streams
+
+
+def bytes_of(targets: list[torch.Tensor]) -> list[bytes]:
+    return [target.numpy().tobytes() for target in targets]
+
+
+spots = st.tuples(st.integers(0, 9 * BATCH), st.integers(1, BATCH))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(spots, min_size=1, max_size=80))
+def test_whatever_is_wanted_of_a_slot_lands_where_it_belongs(pieces: list[tuple[int, int]]) -> None:
+    targets, batches = planned(pieces)
+    with lending({0: PAYLOAD}) as vault:
+        assert received(vault, batches).failures == []
+    assert bytes_of(targets) == [PAYLOAD[at : at + length] for at, length in pieces]
+
+
+def test_chunks_are_asked_for_one_by_one_and_come_over_several_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting, "BATCH_BYTES", 2 * CHUNK_BYTES)
+    monkeypatch.setattr(module, "BLOCK_BYTES", 256 << 10)
+    size = 8 * CHUNK_BYTES + 5
+    payload = bytes(CHUNK_BYTES) + PAYLOAD * (7 * CHUNK_BYTES // len(PAYLOAD) + 1)
+    targets, batches = planned([(0, size)])
+    with lending({0: payload}) as vault:
+        assert received(vault, batches).failures == []
+        assert len(vault.lent) == 2
+        chunks = sorted(each for _, ranges in vault.asked for each in ranges)
+    assert chunks == [(at, min(CHUNK_BYTES, size - at)) for at in range(0, size, CHUNK_BYTES)]
+    assert bytes_of(targets) == [payload[:size]]
+
+
+def wrong_digest(channel: Channel, get: Get, payload: bytes) -> None:
+    data = bytearray(wanted(get, payload))
+    data[len(data) // 2] ^= 1
+    digests = b"".join(xxhash.xxh3_128_digest(payload[at : at + length]) for at, length in get.ranges)
+    serve(channel, bytes(data), digests)
+
+
+def no_digests(channel: Channel, get: Get, payload: bytes) -> None:
+    serve(channel, wanted(get, payload), b"")
+
+
+def dies(channel: Channel, get: Get, payload: bytes) -> None:
+    data = wanted(get, payload)
+    channel.send(Data(bytes=len(data)))
+    channel.send_bulk([memoryview(data)[: len(data) // 2]])
+    channel.close()
+
+
+def announces(more: int) -> Act:
+    def act(channel: Channel, get: Get, payload: bytes) -> None:
+        channel.send(Data(bytes=len(wanted(get, payload)) + more))
+
+    return act
+
+
+def refuses_on_the_way(channel: Channel, get: Get, payload: bytes) -> None:
+    data = wanted(get, payload)
+    channel.send(Data(bytes=len(data)))
+    channel.send_bulk([memoryview(data)])
+    channel.send_status(False)
+    channel.send(refusal(DigestMismatch("chunk 3 is rotten")))
+
+
+def contradicts_itself(channel: Channel, get: Get, payload: bytes) -> None:
+    data = wanted(get, payload)
+    channel.send(Data(bytes=len(data)))
+    channel.send_bulk([memoryview(data)])
+    channel.send_status(False)
+    channel.send(DataEnd(digests=b""))
+
+
+WRONGS = {
+    "wrong digest": (wrong_digest, True, "did not hash right"),
+    "no digests": (no_digests, True, "did not hash right"),
+    "dies": (dies, False, "closed the connection"),
+    "announces more": (announces(1), False, "were asked for"),
+    "announces less": (announces(-1), False, "were asked for"),
+    "rotten on the way": (refuses_on_the_way, True, "rotten"),
+    "contradicts itself": (contradicts_itself, False, "and then that it can"),
+    "not there": (refuse(NotFound("no such version")), False, "no such version"),
+    "does not understand": (refuse(MalformedMessage("what?")), False, "what"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONGS)
+def test_what_goes_wrong_on_the_way_fails_that_slot_and_no_other(wrong: str) -> None:
+    act, corrupt, why = WRONGS[wrong]
+    bad, good = slot("n2"), slot("n3", 1)
+    lost, lost_batches = planned([(0, 4 * BATCH)], bad)
+    targets, batches = planned([(0, 4 * BATCH)], good)
+    with lending({0: PAYLOAD, 1: PAYLOAD}, {"n2": [serve_well, act]}) as vault:
+        streams = received(vault, lost_batches + batches)
+        (failure,) = streams.failures
+        assert failure.slot is bad
+        assert failure.corrupt is corrupt
+        assert why in failure.reason
+        assert [batch.slot.node for batch in streams.landed] == ["n2", "n3", "n3", "n3", "n3"]
+        doubted = isinstance(failure, BadTransfer)
+        assert sum(node == "n2" for node, _ in vault.asked) == 2 + doubted
+        assert vault.broke == ([("n2", failure.reason)] if wrong == "dies" else [])
+    assert bytes_of(targets) == [PAYLOAD[: 4 * BATCH]]
+    assert lost[0][:BATCH].numpy().tobytes() == PAYLOAD[:BATCH]
+
+
+def hangs_up(channel: Channel, get: Get, payload: bytes) -> None:
+    channel.close()
+
+
+ROTTEN, GONE = DigestMismatch("chunk 3 is rotten"), NotFound("it was overwritten")
+
+DOUBTED = {
+    "is right where it lies": ([wrong_digest, serve_well], True, True),
+    "comes wrong again": ([wrong_digest, wrong_digest], True, True),
+    "is refused for what it is not": ([wrong_digest, refuse(MalformedMessage("what?"))], True, True),
+    "does not come again": ([wrong_digest, hangs_up], True, True),
+    "is wrong where it lies": ([wrong_digest, refuse(ROTTEN)], False, True),
+    "is found wrong on the way": ([wrong_digest, refuses_on_the_way], False, True),
+    "is not there any more": ([wrong_digest, refuse(GONE)], False, False),
+}
+
+
+@pytest.mark.parametrize("what", DOUBTED)
+def test_what_comes_wrong_is_believed_never_and_the_holder_is_asked_whether_it_is_wrong_there(what: str) -> None:
+    acts, blamed_on_the_way, corrupt = DOUBTED[what]
+    hashed: list[bool] = []
+
+    def noted(act: Act) -> Act:
+        def noting(channel: Channel, get: Get, payload: bytes) -> None:
+            hashed.append(not get.unhashed)
+            act(channel, get, payload)
+
+        return noting
+
+    _, batches = planned([(0, 2 * BATCH)])
+    with lending({0: PAYLOAD}, {"n2": [noted(act) for act in acts]}) as vault:
+        streams = received(vault, batches)
+    (failure,) = streams.failures
+    assert hashed == [False, True]
+    assert streams.landed == []
+    assert isinstance(failure, BadTransfer) is blamed_on_the_way
+    assert failure.corrupt is corrupt
+
+
+def test_what_the_holder_tells_by_itself_is_not_blamed_on_the_way() -> None:
+    _, batches = planned([(0, BATCH)])
+    with lending({0: PAYLOAD}, {"n2": [refuses_on_the_way]}) as vault:
+        (failure,) = received(vault, batches).failures
+    assert not isinstance(failure, BadTransfer)
+
+
+def test_a_holder_that_stands_still_is_given_up() -> None:
+    still = threading.Event()
+
+    def stall(channel: Channel, get: Get, payload: bytes) -> None:
+        channel.send(Data(bytes=BATCH))
+        channel.send_bulk([memoryview(payload)[: BLOCK + 7]])
+        assert still.wait(DEADLINE_S)
+
+    _, batches = planned([(0, BATCH)])
+    with lending({0: PAYLOAD}, {"n2": [stall]}, io_timeout_s=0.05) as vault:
+        (failure,) = received(vault, batches).failures
+        still.set()
+    assert "sent nothing for 0.05 s" in failure.reason
+    assert not failure.corrupt
+
+
+def test_a_holder_out_of_reach_fails_its_slot() -> None:
+    _, batches = planned([(0, 2 * BATCH)])
+    with lending({0: PAYLOAD}) as vault:
+        vault.away.add("n2")
+        (failure,) = received(vault, batches).failures
+    assert failure.reason == "n2 is away"
+
+
+def test_nothing_is_written_any_more_once_a_restore_was_left() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def pause(channel: Channel, get: Get, payload: bytes) -> None:
+        channel.send(Data(bytes=BATCH))
+        channel.send_bulk([memoryview(payload)[:BLOCK]])
+        begun.set()
+        assert go_on.wait(DEADLINE_S)
+        channel.send_bulk([memoryview(payload)[BLOCK:BATCH]])
+
+    targets, batches = planned([(0, 2 * BATCH)])
+    with lending({0: PAYLOAD}, {"n2": [pause]}) as vault:
+        stand_in: Any = vault
+        streams = Streams(stand_in, "job", batches)
+        streams.begin()
+        assert begun.wait(DEADLINE_S)
+        streams.close()
+        targets[0].fill_(7)
+        go_on.set()
+        streams.finish()
+        assert len(vault.asked) == 1
+    assert bool((targets[0] == 7).all())
+
+
+targets_of = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), max_size=8)
+
+
+@given(targets_of, st.integers(0, 31), st.integers(1, 8))
+def test_memory_is_filled_where_each_of_its_bytes_was_written(
+    done: list[tuple[int, int]], at: int, length: int
+) -> None:
+    memory = torch.zeros(40, dtype=torch.uint8)
+    taken: set[int] = set()
+    rows = []
+    for begin, count in done:
+        if taken.isdisjoint(range(begin, begin + count)):
+            taken |= set(range(begin, begin + count))
+            moves = Moves()
+            moves.add(memory[begin : begin + count], [(0, count)])
+            rows.append(moves.rows())
+    assert Filled(rows).holds(memory[at : at + length]) == taken.issuperset(range(at, at + length))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_a_thread_left_in_the_middle_is_not_taken_for_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise ArithmeticError("a mistake of ours")
+
+    monkeypatch.setattr(module, "copy_rows", fails)
+    _, batches = planned([(at, 1) for at in range(0, BATCH, 8)])
+    with lending({0: PAYLOAD}) as vault, pytest.raises(AssertionError, match="1 batches neither came nor failed"):
+        received(vault, batches)

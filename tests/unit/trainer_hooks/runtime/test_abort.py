@@ -1,0 +1,200 @@
+"""A collective that waits for somebody who will not come is ended, and nothing else is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import tempfile
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from everstep_trainer.config import HookSettings
+from everstep_trainer.runtime import abort
+from everstep_trainer.runtime.abort import SET_UP_S, GlooBackend, NcclBackend, backend_named, gloo_loops
+from everstep_trainer.runtime.regroup import Rendezvous
+
+from tests.support.stage import host_store
+from tests.support.waiting import until
+
+WORLD = 3
+
+
+def wait_in_vain(port: int, rank: int, elements: int) -> dict[str, object]:
+    """Joins a group, then waits in an all-reduce that rank 0 never enters, or for its message where there are no
+    ``elements``, until told to abort."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    backend = GlooBackend()
+    backend.prepare()
+    dist.init_process_group("gloo", store=dist.PrefixStore("g", store), rank=rank, world_size=WORLD)
+    dist.all_reduce(torch.ones(1))
+    store.set(f"ready/{rank}", b"")
+    if rank == 0:
+        signal.pause()
+    with socket.socket() as listener, socket.create_connection(("127.0.0.1", port)) as bystander:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        aborted: list[int] = []
+
+        def abort_when_told() -> None:
+            store.wait(["abort"], timedelta(seconds=60))
+            aborted.append(backend.abort())
+            aborted.append(backend.abort())
+
+        thread = threading.Thread(target=abort_when_told)
+        thread.start()
+        error = ""
+        try:
+            dist.all_reduce(torch.ones(elements)) if elements else dist.recv(torch.ones(1), 0)
+        except RuntimeError as caught:
+            error = str(caught)
+        thread.join()
+        bystander.getpeername()
+        store.set(f"alive/{rank}", b"")  # the store's connection still works
+        return {"error": error, "aborted": aborted, "loops": len(gloo_loops())}
+
+
+@pytest.mark.parametrize("elements", [1, 3_000_000, 0])
+def test_whoever_waits_for_a_stopped_peer_is_freed(forks, elements):
+    with tempfile.TemporaryDirectory(prefix="everstep-") as folder:
+        port_file = Path(folder) / "port"
+        forks.start(host_store, str(port_file))
+        port = int(until(lambda: port_file.read_text() if port_file.exists() else "", "the store serves"))
+        ranks = [forks.start(wait_in_vain, port, rank, elements) for rank in range(WORLD)]
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
+        store.wait([f"ready/{rank}" for rank in range(WORLD)])
+        os.kill(ranks[0].pid, signal.SIGSTOP)
+        store.set("abort", b"")
+        for rank in ranks[1:]:
+            outcome = rank.result()
+            assert outcome["error"]
+            assert outcome["aborted"][0] == WORLD - 1, "every connection of the group, and no other"
+            assert outcome["loops"] == 1
+
+
+def abort_without_groups() -> tuple[int, int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        return len(gloo_loops()), GlooBackend().abort()
+
+
+def test_a_process_without_groups_has_nothing_to_abort(forks):
+    """In one of its own: tests before it may have left groups in this one."""
+    assert tuple(forks.start(abort_without_groups).result()) == (0, 0)
+
+
+def test_only_connections_to_the_named_port_are_found_and_shut():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as ours, listener.accept()[0] as theirs:
+            assert abort.connections_to(port) == [ours.fileno()]
+            held = abort.shut_connections([ours.fileno()], lambda: [ours.fileno()])
+            abort.close_all(held)
+            assert len(held) == 1
+            assert theirs.recv(1) == b""
+
+
+def test_a_descriptor_that_changed_hands_is_left_alone():
+    ours, theirs = socket.socketpair()
+    with socket.socket() as listener, ours, theirs:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with socket.create_connection(listener.getsockname()) as connection, listener.accept()[0] as far:
+            assert abort.shut_connections([connection.fileno()], list) == []
+            far.sendall(b"x")
+            assert connection.recv(1) == b"x"
+
+
+def test_unix_sockets_pipes_and_closed_numbers_are_never_shut():
+    ours, theirs = socket.socketpair()
+    reading, writing = os.pipe()
+    os.close(reading)
+    with ours, theirs:
+        fds = [ours.fileno(), writing, reading]
+        assert abort.shut_connections(fds, lambda: fds) == []
+        ours.sendall(b"x")
+        assert theirs.recv(1) == b"x"
+    os.close(writing)
+
+
+def test_the_backend_follows_the_setting_and_the_machine():
+    assert isinstance(backend_named("gloo"), GlooBackend)
+    assert isinstance(backend_named("nccl"), NcclBackend)
+    expected = NcclBackend if torch.cuda.is_available() and dist.is_nccl_available() else GlooBackend
+    assert isinstance(backend_named("auto"), expected)
+
+
+def nccl_environment() -> dict[str, str | None]:
+    NcclBackend().prepare()
+    return {name: os.environ.get(f"TORCH_NCCL_{name}") for name in ("USE_COMM_NONBLOCKING", "NONBLOCKING_TIMEOUT")}
+
+
+def test_all_nccl_communicators_are_set_up_without_blocking(forks):
+    """Also those of groups that a training function makes, for which nobody passes options."""
+    expected = {"USE_COMM_NONBLOCKING": "1", "NONBLOCKING_TIMEOUT": str(SET_UP_S)}
+    assert forks.start(nccl_environment).result() == expected
+
+
+class Communicator:
+    """One whose abort takes until it is allowed to end."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.aborts = 0
+
+    def abort(self) -> None:
+        self.aborts += 1
+        assert self.may_end.wait(60)
+
+
+def test_nccl_aborts_are_begun_once_and_waited_for(monkeypatch):
+    backend, communicator = NcclBackend(), Communicator()
+    monkeypatch.setattr(backend._gloo, "abort", lambda: 0)
+    monkeypatch.setattr(backend, "_communicators", lambda: [communicator])
+    assert [backend.abort(), backend.abort()] == [1, 0]
+    assert not backend.settle(0.0)
+    communicator.may_end.set()
+    assert backend.settle(60.0)
+    assert communicator.aborts == 1
+
+
+def test_broken_groups_are_destroyed_after_their_aborts(monkeypatch):
+    """Destroying a group waits for what hangs in it, under the lock that the abort needs."""
+    done: list[str] = []
+    backend = NcclBackend()
+    monkeypatch.setattr(backend, "abort", lambda: done.append("abort"))
+    monkeypatch.setattr(backend, "settle", lambda timeout_s: done.append("settle"))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroy"))
+    rendezvous = Rendezvous(backend, HookSettings())
+    rendezvous.leave(broken=True)
+    rendezvous.leave(broken=False)
+    assert done == ["abort", "settle", "destroy", "destroy"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nccl_set_up_with_a_missing_peer_can_be_aborted(forks):
+    """One device is enough: rank 1 never calls, so the communicator's non-blocking set-up never ends by itself."""
+    assert tuple(forks.start(abort_nccl_set_up).result()) == (1, True, 8.0)
+
+
+def abort_nccl_set_up() -> tuple[int, bool, float]:
+    """Communicators aborted, whether that ended in time, and a sum that the GPU makes afterwards."""
+    backend, device = NcclBackend(), torch.device("cuda", 0)
+    backend.prepare()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cuda:nccl", store=store, rank=0, world_size=2)
+    backend.connect(device)
+    ended = backend.abort()
+    settled = backend.settle(60.0)
+    return ended, settled, float(torch.ones(8, device=device).sum())

@@ -1,0 +1,251 @@
+"""Errors of collectives are told from errors of the training function."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from everstep_trainer.runtime.worker import (
+    Unexplained,
+    describe,
+    full_traceback,
+    is_communication_error,
+    release_frames,
+)
+
+from everstep.vocabulary import GenerationReason
+from everstep.wire.v1.training import CollectiveFailed, UserError
+from tests.support import training
+from tests.support.stage import Stage, stage
+
+GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:12345"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(GLOO),
+        RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:1, remote process exited or there was a network error"),
+        dist.DistBackendError("anything"),
+        dist.DistNetworkError("Failed to recv, got 0 bytes"),
+        dist.DistStoreError("wait timeout after 5000ms, keys: /g1/x"),
+    ],
+)
+def test_a_lost_peer_is_recognized(error):
+    assert is_communication_error(error)
+
+
+def _all_reduce(_rank: int) -> None:
+    while True:
+        dist.all_reduce(torch.ones(1000))
+
+
+def _messages(rank: int) -> None:
+    while True:
+        dist.recv(torch.ones(1000), 1) if rank == 0 else dist.send(torch.ones(1000), 0)
+
+
+def _replicas(_rank: int) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+    while True:
+        model(torch.ones(2, 64)).sum().backward()
+
+
+def _monitored_barrier(_rank: int) -> None:
+    while True:
+        dist.monitored_barrier()
+
+
+def _new_group(rank: int) -> None:
+    if rank == 0:
+        dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
+
+
+def _key_of_the_store(rank: int) -> None:
+    if rank == 0:
+        dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=0.2))
+
+
+def raised(port: int, rank: int, use) -> list[object]:
+    """What rank 0 of two makes of torch's own error once rank 1 has left in the midst of it."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore("g", store), rank=rank, world_size=2)
+    store.set(f"there/{rank}", b"")
+    try:
+        use(rank)
+    except RuntimeError as error:
+        return [is_communication_error(error), describe(error)]
+    return []
+
+
+@pytest.mark.parametrize("use", [_all_reduce, _messages, _replicas, _monitored_barrier, _new_group, _key_of_the_store])
+def test_what_torch_raises_where_a_peer_is_lost_is_recognized(forks, use):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    left, lost = (forks.start(raised, store.port, rank, use) for rank in range(2))
+    store.wait(["there/0", "there/1"], timedelta(seconds=30))
+    lost.kill()
+    recognized, text = left.result()
+    assert recognized, text
+
+
+def mixed_up(port: int, rank: int) -> list[object]:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore("g", store), rank=rank, world_size=2)
+    try:
+        dist.all_gather([torch.zeros(3)] * 2, torch.ones(4))
+    except RuntimeError as error:
+        return [is_communication_error(error), describe(error)]
+    return []
+
+
+def test_a_collective_called_wrongly_is_the_callers_error(forks):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [forks.start(mixed_up, store.port, rank) for rank in range(2)]
+    for rank in ranks:
+        recognized, text = rank.result()
+        assert not recognized, text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://bucket/shard-7: Connection refused",
+        "Connection reset by peer",
+        "reading /data/gloo/shard-3 failed",
+        "Caught RuntimeError in DataLoader worker process 0.\n" + GLOO,
+        "NCCL is not what this model wants",
+    ],
+)
+def test_an_error_that_only_speaks_of_a_connection_is_the_users_own(text):
+    assert not is_communication_error(RuntimeError(text))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError(GLOO), RuntimeError("mat1 and mat2 shapes cannot be multiplied"), KeyError("x"), OSError("disk")],
+)
+def test_a_users_own_error_is_not(error):
+    assert not is_communication_error(error)
+
+
+def test_an_error_raised_from_a_lost_peer_counts_as_one():
+    error = ValueError("the epoch failed")
+    error.__cause__ = RuntimeError(GLOO)
+    assert is_communication_error(error)
+
+
+def test_an_error_while_handling_a_lost_peer_counts_unless_it_says_otherwise():
+    def fail(suppress: bool) -> BaseException:
+        try:
+            try:
+                raise RuntimeError(GLOO)
+            except RuntimeError:
+                if suppress:
+                    raise ValueError("mine") from None
+                raise ValueError("mine")  # noqa: B904 - the context is the point
+        except ValueError as error:
+            return error
+
+    assert is_communication_error(fail(suppress=False))
+    assert not is_communication_error(fail(suppress=True))
+
+
+def test_a_description_is_one_bounded_line_and_a_traceback_ends_with_the_error():
+    with pytest.raises(ValueError, match="xxx") as caught:
+        raise ValueError("x" * 100_000)
+    assert len(describe(caught.value)) == 4096
+    assert len(full_traceback(caught.value, 1000)) == 1000
+
+
+def test_of_a_worker_processs_traceback_a_description_has_the_end():
+    told = "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File ..."
+    assert describe(KeyErrorOfAWorker(f"{told}\nKeyError: 'label'\n")) == (
+        "KeyErrorOfAWorker: Caught KeyError in DataLoader worker process 0. KeyError: 'label'"
+    )
+    cuda = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with `TORCH_USE_CUDA_DSA`.\n")
+    assert "\n" not in describe(cuda)
+    assert describe(MemoryError()) == "MemoryError"
+
+
+class KeyErrorOfAWorker(Exception):
+    pass
+
+
+class Unspeakable(RuntimeError):
+    def __str__(self) -> str:
+        raise KeyError("no words")
+
+
+def test_what_no_message_can_hold_and_what_cannot_be_told_are_described_all_the_same():
+    name = os.fsdecode(b"data/\xff.bin")
+    error = FileNotFoundError(name)
+    assert describe(error) == "FileNotFoundError: data/\\udcff.bin"
+    full_traceback(error).encode()
+    assert not is_communication_error(Unspeakable())
+    assert describe(Unspeakable()) == "Unspeakable: <exception str() failed>"
+    assert "Unspeakable" in full_traceback(Unspeakable())
+
+
+def test_released_frames_let_go_of_the_model():
+    class Model:
+        pass
+
+    def train() -> None:
+        model = Model()
+        alive.append(weakref.ref(model))
+        raise ValueError("mine")
+
+    alive: list[weakref.ref] = []
+    try:
+        train()
+    except ValueError as error:
+        caught = error
+    assert alive[0]() is not None
+    release_frames(caught)
+    gc.collect()
+    assert alive[0]() is None
+
+
+def test_a_failure_at_the_same_step_again_and_again_is_at_last_the_training_functions():
+    tried = Unexplained(3)
+    assert not tried.give_up(7, GenerationReason.NODE_LOST)
+    assert not tried.give_up(7, GenerationReason.COLLECTIVE_FAILED)
+    assert tried.give_up(7, GenerationReason.COLLECTIVE_FAILED)
+
+
+def test_a_step_further_or_a_loss_that_was_named_starts_the_count_anew():
+    tried = Unexplained(2)
+    assert not tried.give_up(7, GenerationReason.FORMED)
+    assert not tried.give_up(8, GenerationReason.COLLECTIVE_FAILED)
+    assert not tried.give_up(8, GenerationReason.RANK_LOST)
+    assert tried.give_up(8, GenerationReason.COLLECTIVE_FAILED)
+
+
+def _blind(scene: Stage, number: int) -> None:
+    scene.form(number, 0, 1, reason=GenerationReason.COLLECTIVE_FAILED)
+
+
+def test_an_error_that_looks_like_a_lost_peers_at_every_try_ends_the_job_with_its_traceback(forks):
+    with stage(forks, training.fail_like_gloo_at_step_3, blind_tries=3) as scene:
+        scene.start(0, 1)
+        scene.form(1, 0, 1)
+        for number in (1, 2):
+            scene.heard(CollectiveFailed, 1, where=lambda m, number=number: (m.generation, m.rank) == (number, 0))
+            _blind(scene, number + 1)
+        error = scene.heard(UserError, 1)[0]
+        assert (error.generation, error.rank, error.step) == (3, 0, 2)
+        assert "fail_like_gloo_at_step_3" in error.traceback
+        assert not [
+            m
+            for p in scene.agent.peers
+            for m in p.messages
+            if isinstance(m, CollectiveFailed) and m.rank == 0 and m.generation == 3
+        ]
+        assert scene.finish(ok=False, reason="a user's error") == [1, 1]

@@ -1,0 +1,233 @@
+"""Regroup is raised in the main thread's training function, and nowhere else."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import pytest
+import torch
+from everstep_trainer.runtime.interrupt import Interrupter, Regroup
+from torch.nn.modules import module as torch_modules
+
+from tests.support.waiting import until
+
+
+def spin_until(condition: Callable[[], bool]) -> None:
+    """Python code that never blocks, as a training function between two collectives."""
+    while not condition():
+        pass
+
+
+@pytest.fixture
+def interrupter() -> Interrupter:
+    return Interrupter()
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Callable[[Callable[[], object]], threading.Thread]]:
+    threads: list[threading.Thread] = []
+
+    def start(work: Callable[[], object]) -> threading.Thread:
+        thread = threading.Thread(target=work)
+        threads.append(thread)
+        thread.start()
+        return thread
+
+    yield start
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_a_function_in_python_code_ends_with_regroup(interrupter, elsewhere):
+    started = threading.Event()
+
+    def function() -> None:
+        started.set()
+        spin_until(lambda: False)
+
+    elsewhere(lambda: started.wait(60) and interrupter.interrupt())
+    assert isinstance(interrupter.call(function), Regroup)
+
+
+@pytest.mark.parametrize("wait", [lambda: Future().result(), lambda: queue.Queue().get(), lambda: time.sleep(3600)])
+def test_a_function_that_waits_in_pythons_own_code_is_woken_for_it(interrupter, elsewhere, wait):
+    main, started = threading.get_ident(), threading.Event()
+
+    def function() -> None:
+        started.set()
+        wait()
+
+    def interrupt() -> None:
+        started.wait(60)
+        until(lambda: sys._current_frames()[main].f_code.co_name in ("wait", "<lambda>"), "it waits")
+        interrupter.interrupt()
+
+    elsewhere(interrupt)
+    assert isinstance(interrupter.call(function), Regroup)
+
+
+def test_the_result_of_a_function_that_returns_is_none_and_errors_come_back(interrupter):
+    assert interrupter.call(lambda: None) is None
+    error = ValueError("mine")
+
+    def fail() -> None:
+        raise error
+
+    assert interrupter.call(fail) is error
+
+
+def test_nothing_is_raised_outside_of_a_call(interrupter):
+    assert interrupter.interrupt() is False
+    interrupter.call(lambda: None)
+    assert interrupter.interrupt() is False
+
+
+def test_a_request_that_came_too_late_is_taken_back(interrupter):
+    for _ in range(200):
+        barrier = threading.Barrier(2)
+
+        def late(barrier: threading.Barrier = barrier) -> None:
+            barrier.wait(60)
+            interrupter.interrupt()
+
+        thread = threading.Thread(target=late)
+        thread.start()
+        failure = interrupter.call(lambda barrier=barrier: barrier.wait(60) and None)
+        thread.join()
+        assert failure is None or isinstance(failure, Regroup)
+        sum(range(100))  # a request that was left over would be raised here
+
+
+def test_an_atomic_section_is_finished_first(interrupter, elsewhere):
+    inside, asked = threading.Event(), threading.Event()
+    written: list[str] = []
+
+    def function() -> None:
+        with interrupter.atomic():
+            inside.set()
+            spin_until(asked.is_set)
+            written.append("whole")
+        written.append("not reached")
+
+    elsewhere(lambda: inside.wait(60) and interrupter.interrupt() and asked.set())
+    assert isinstance(interrupter.call(function), Regroup)
+    assert written == ["whole"]
+
+
+def test_nested_atomic_sections_end_with_the_outermost(interrupter, elsewhere):
+    inside, asked = threading.Event(), threading.Event()
+    written: list[str] = []
+
+    def function() -> None:
+        with interrupter.atomic():
+            with interrupter.atomic():
+                inside.set()
+                spin_until(asked.is_set)
+            written.append("outer goes on")
+        written.append("not reached")
+
+    elsewhere(lambda: inside.wait(60) and interrupter.interrupt() and asked.set())
+    assert isinstance(interrupter.call(function), Regroup)
+    assert written == ["outer goes on"]
+
+
+def test_a_call_is_interrupted_at_most_once(interrupter, elsewhere):
+    started, caught = threading.Event(), threading.Event()
+    second: list[bool] = []
+
+    def function() -> None:
+        started.set()
+        try:
+            spin_until(lambda: False)
+        except Regroup:
+            caught.set()
+            spin_until(lambda: bool(second))
+            raise
+
+    def ask_twice() -> None:
+        started.wait(60)
+        interrupter.interrupt()
+        caught.wait(60)
+        second.append(interrupter.interrupt())
+
+    elsewhere(ask_twice)
+    assert isinstance(interrupter.call(function), Regroup)
+    assert second == [False]
+
+
+def test_each_call_can_be_interrupted_anew(interrupter, elsewhere):
+    for _ in range(3):
+        started = threading.Event()
+
+        def function(started: threading.Event = started) -> None:
+            started.set()
+            spin_until(lambda: False)
+
+        elsewhere(lambda started=started: started.wait(60) and interrupter.interrupt())
+        assert isinstance(interrupter.call(function), Regroup)
+
+
+def test_a_thread_that_is_asked_leaves_where_it_calls_a_module_next(interrupter, elsewhere):
+    layer = torch.nn.Linear(2, 2)
+    started, asked = threading.Event(), threading.Event()
+    passed: list[str] = []
+
+    def function() -> None:
+        started.set()
+        spin_until(asked.is_set)
+        passed.append("python code goes on")
+        layer(torch.ones(1, 2))
+        passed.append("not reached")
+
+    elsewhere(lambda: started.wait(60) and (interrupter.ask(), asked.set()))
+    assert isinstance(interrupter.call(function), Regroup)
+    assert passed == ["python code goes on"]
+
+
+def test_asking_leaves_other_threads_and_later_calls_alone(interrupter, elsewhere):
+    layer = torch.nn.Linear(2, 2)
+    started, computed = threading.Event(), threading.Event()
+
+    def ask_and_compute() -> None:
+        started.wait(60)
+        interrupter.ask()
+        layer(torch.ones(1, 2))
+        computed.set()
+
+    def function() -> None:
+        started.set()
+        spin_until(computed.is_set)
+
+    elsewhere(ask_and_compute)
+    assert interrupter.call(function) is None
+    assert not torch_modules._global_forward_pre_hooks
+    assert interrupter.call(lambda: layer(torch.ones(1, 2)).sum() and None) is None
+
+
+def test_an_atomic_section_may_call_modules(interrupter, elsewhere):
+    layer = torch.nn.Linear(2, 2)
+    started, asked = threading.Event(), threading.Event()
+    written: list[str] = []
+
+    def function() -> None:
+        with interrupter.atomic():
+            started.set()
+            spin_until(asked.is_set)
+            layer(torch.ones(1, 2))
+            written.append("whole")
+        layer(torch.ones(1, 2))
+        written.append("not reached")
+
+    elsewhere(lambda: started.wait(60) and (interrupter.ask(), asked.set()))
+    assert isinstance(interrupter.call(function), Regroup)
+    assert written == ["whole"]
+
+
+def test_ordinary_handlers_let_regroup_pass():
+    assert not issubclass(Regroup, Exception)

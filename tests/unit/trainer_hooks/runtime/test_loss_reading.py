@@ -1,0 +1,40 @@
+"""A reported loss, which a thread reads that can tell nobody of an error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from everstep_trainer.runtime.progress import LossReading
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+
+def test_numbers_of_every_kind_are_read():
+    reading = LossReading()
+    assert reading.value() is None
+    for loss in (
+        2.5,
+        torch.tensor(2.5),
+        torch.tensor([[2.5]], dtype=torch.bfloat16),
+        torch.tensor(2.5).requires_grad_(),
+    ):
+        reading.offer(loss)
+        assert reading.value() == 2.5
+
+
+@pytest.mark.parametrize("loss", [torch.ones(2), torch.ones(0), torch.tensor(1j)])
+def test_what_is_not_one_number_is_refused_where_it_is_reported(loss):
+    reading = LossReading()
+    reading.offer(1.5)
+    with pytest.raises(ValueError, match=r"run\.report takes one real number"):
+        reading.offer(loss)
+    assert reading.value() == 1.5
+
+
+def test_of_a_distributed_tensor_this_ranks_own_is_read_and_no_collective_is_made(alone: None):
+    mesh = init_device_mesh("cpu", (1,))
+    reading = LossReading()
+    reading.offer(distribute_tensor(torch.tensor(0.5), mesh, [Replicate()]))
+    assert reading.value() == 0.5
+    with pytest.raises(ValueError, match="full_tensor"):
+        reading.offer(distribute_tensor(torch.ones(1), mesh, [Shard(0)]))

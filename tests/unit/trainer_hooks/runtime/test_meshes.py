@@ -1,0 +1,70 @@
+"""torch's memory of DTensor operations, across generations in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from everstep_trainer.runtime import regroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@pytest.fixture(autouse=True)
+def told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceMesh, "__init__", DeviceMesh.__init__)  # put back afterwards
+    regroup.tell_ranks_apart()
+
+
+@contextmanager
+def playing(rank: int, world: int = 4, other_groups: int = 0) -> Iterator[DeviceMesh]:
+    """This process as ``rank`` of a generation whose collectives do nothing. ``other_groups`` are made before those of
+    the mesh."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        for _ in range(other_groups):
+            dist.new_group([rank])
+        yield init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    finally:
+        dist.destroy_process_group()
+
+
+def comes_back_on(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of what an operation on a tensor on ``mesh`` gives."""
+    return DTensor.from_local(torch.ones(2, 6), mesh, [Shard(0)], run_check=False).detach().device_mesh
+
+
+def test_what_an_operation_gives_lies_on_the_mesh_of_the_rank_that_the_process_has_now() -> None:
+    with ThreadPoolExecutor(1) as backward:  # torch remembers in each thread for itself
+        for rank in (3, 1, 0, 3):
+            with playing(rank) as mesh:
+                assert comes_back_on(mesh["shard"]).get_coordinate() == (rank % 2,)
+                assert backward.submit(comes_back_on, mesh["shard"]).result().get_coordinate() == (rank % 2,)
+
+
+def test_meshes_of_one_rank_are_equal_in_two_generations_so_that_torch_keeps_what_it_remembers() -> None:
+    with playing(2) as mesh:
+        before = mesh
+    with playing(2) as mesh:
+        assert (mesh, mesh["shard"]) == (before, before["shard"])
+        assert hash(mesh) == hash(before)
+        assert [mesh.get_group(dim).size() for dim in range(2)] == [2, 2]
+    with playing(3) as mesh:
+        assert mesh != before
+
+
+def test_what_an_operation_gives_has_the_groups_that_there_are_now_where_they_were_made_in_another_order() -> None:
+    with playing(2) as mesh:
+        before = comes_back_on(mesh["shard"])
+    with playing(2, other_groups=3) as mesh:
+        now = comes_back_on(mesh["shard"])
+        assert now._dim_group_names == mesh["shard"]._dim_group_names
+        assert now._dim_group_names != before._dim_group_names
+        assert now.get_group().size() == 2
+        flat = mesh._flatten("all")
+        assert comes_back_on(flat)._dim_group_names == flat._dim_group_names

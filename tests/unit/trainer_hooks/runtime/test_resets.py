@@ -1,0 +1,126 @@
+"""A send to a peer that has died ends, however late gloo notices the death."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from everstep_trainer.runtime.abort import GlooBackend, drop_late
+
+from tests.support.stage import host_store
+from tests.support.waiting import until
+
+ENOUGH = timedelta(seconds=30)
+PTRACE_ATTACH, PTRACE_DETACH = 16, 17
+WALL = 0x40000000  # waitpid: threads too
+
+
+@contextmanager
+def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as ours,
+        listener.accept()[0] as theirs,
+    ):
+        yield ours, theirs
+
+
+def test_writes_to_a_closed_connection_are_lost_and_its_end_is_read():
+    with connected() as (ours, theirs):
+        drop_late(ours)
+        theirs.sendall(b"last words")
+        theirs.close()
+        for _ in range(3):
+            ours.sendall(b"x")
+        assert ours.recv(100) == b"last words"
+        assert ours.recv(100) == b""
+
+
+def test_the_reset_that_tells_of_a_death_is_heard():
+    with connected() as (ours, theirs):
+        drop_late(ours)
+        ours.sendall(b"never read")
+        theirs.close()
+        with pytest.raises(ConnectionResetError):
+            ours.recv(1)
+
+
+def test_a_reset_is_heard_where_nothing_was_unread():
+    with connected() as (ours, theirs):
+        drop_late(ours)
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        theirs.close()
+        with pytest.raises(ConnectionResetError):
+            ours.recv(1)
+
+
+def send_to_the_dead(port: int, rank: int) -> bool:
+    """Rank 0 sends, when told to, what rank 1 waits for; whether that came to an end."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=ENOUGH, wait_for_workers=False)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    GlooBackend().prepare()
+    dist.init_process_group("gloo", store=dist.PrefixStore("g", store), rank=rank, world_size=2, timeout=ENOUGH)
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        receiving = dist.irecv(torch.ones(64), 0)
+        dist.send(torch.ones(1), 0)  # arrives after the word that this rank is ready to receive
+        assert receiving is not None
+        receiving.wait()
+    dist.recv(torch.ones(1), 1)
+    store.set("ready", b"")
+    store.wait(["die"], ENOUGH)
+    work = dist.isend(torch.ones(64), 1)
+    store.set("sent", b"")
+    assert work is not None
+    return work.wait(ENOUGH / 2)
+
+
+@contextmanager
+def held(thread_id: int) -> Iterator[None]:
+    """One thread of another process stands still."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = [ctypes.c_long] * 4
+    if libc.ptrace(PTRACE_ATTACH, thread_id, 0, 0):
+        pytest.skip("processes may not be traced here")
+    os.waitpid(thread_id, WALL)
+    try:
+        yield
+    finally:
+        libc.ptrace(PTRACE_DETACH, thread_id, 0, 0)
+
+
+def gloo_thread(pid: int) -> int:
+    (found,) = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir() if _name(task) == "gloo_tcp_loop\n"]
+    return found
+
+
+def _name(task: Path) -> str:
+    try:
+        return (task / "comm").read_text()
+    except OSError:  # another thread, which has just ended
+        return ""
+
+
+def test_a_send_that_begins_before_gloo_notices_the_peers_death_ends(forks):
+    with tempfile.TemporaryDirectory(prefix="everstep-") as folder:
+        port_file = Path(folder) / "port"
+        forks.start(host_store, str(port_file))
+        port = int(until(lambda: port_file.read_text() if port_file.exists() else "", "the store serves"))
+        ranks = [forks.start(send_to_the_dead, port, rank) for rank in range(2)]
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=ENOUGH, wait_for_workers=False)
+        store.wait(["ready"])
+        with held(gloo_thread(ranks[0].pid)):
+            ranks[1].kill()
+            store.set("die", b"")
+            store.wait(["sent"])
+        assert ranks[0].result()

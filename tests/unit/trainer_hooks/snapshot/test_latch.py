@@ -1,0 +1,45 @@
+"""What the training thread and the copier wait for."""
+
+from __future__ import annotations
+
+import threading
+
+from everstep_trainer.snapshot.job import Latch
+
+
+def test_latch_waits_until_it_is_set() -> None:
+    latch = Latch()
+    assert not latch.wait(0.001)
+    assert not latch.is_set()
+    latch.set()
+    assert latch.wait(0.0)
+    assert latch.wait(0.0), "it stays set"
+
+
+def test_latch_lets_all_threads_go_that_wait() -> None:
+    latch, gone = Latch(), []
+    threads = [threading.Thread(target=lambda: gone.append(latch.wait(60.0))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    latch.set()
+    for thread in threads:
+        thread.join(60.0)
+    assert gone == [True] * 4
+
+
+def test_latch_set_by_several_threads_is_set_once() -> None:
+    latch, failed = Latch(), []
+
+    def set_it() -> None:
+        try:
+            latch.set()
+        except RuntimeError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=set_it) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    assert not failed
+    assert latch.is_set()

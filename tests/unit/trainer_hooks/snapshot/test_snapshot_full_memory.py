@@ -1,0 +1,95 @@
+"""Where memory for slots is short: training goes on, says so with the arithmetic, and what was stored before stands."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from everstep_trainer.memory_tier.vault_client import VaultClient
+from torch import nn
+
+from everstep.ids import Version
+from everstep.wire.v1.training import RestoreRule
+from tests.support.forked import ForkPool
+from tests.support.lone_rank import LoneRank
+from tests.support.vaults import vaults
+from tests.support.waiting import until
+
+ROOM_BYTES = 1 << 20
+"""For five slots of the model as it is, and not of one with a larger layer beside it."""
+
+
+def test_a_full_memory_file_system_is_told_with_its_arithmetic_and_training_goes_on(
+    program_forks: ForkPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with vaults(program_forks) as fleet:
+        vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", "20000")
+        fleet.configure()
+        client = VaultClient(str(vault.run_dir / "vault.sock"))
+        rank = LoneRank(fleet, client)
+        try:
+            with caplog.at_level(logging.WARNING):
+                rank.steps(1, 3)
+        finally:
+            client.close()
+    assert ", training goes on without: 2 slots of" in caplog.text
+    assert "--memory-limit 20000" in caplog.text
+
+
+def test_memory_that_is_too_small_for_a_model_that_grew_leaves_the_last_version_of_before(
+    program_forks: ForkPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with vaults(program_forks) as fleet:
+        vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", str(ROOM_BYTES))
+        fleet.configure()
+        client = VaultClient(str(vault.run_dir / "vault.sock"))
+        rank = LoneRank(fleet, client)
+        try:
+            snapshots = rank.snapshotter(1)
+            for step in (1, 2, 3):
+                rank.step(snapshots, step)
+            rank.model.register_parameter("more", nn.Parameter(torch.ones(ROOM_BYTES // 4)))
+            with caplog.at_level(logging.WARNING):
+                for step in (4, 5):
+                    rank.step(snapshots, step)
+                snapshots.close(finish=True)
+            assert "training goes on without" in caplog.text
+            assert f"--memory-limit {ROOM_BYTES}" in caplog.text
+            assert max(rank.sealed()) == Version(1, 3)
+            result = rank.restore(2, RestoreRule())
+        finally:
+            client.close()
+    assert result.version == Version(1, 3)
+    assert torch.equal(rank.model.weight, torch.full((64, 64), 3.0))
+
+
+def test_a_model_that_grew_beyond_five_slots_goes_on_in_two_and_keeps_what_was_committed(
+    program_forks: ForkPool,
+) -> None:
+    """Two larger slots do not fit beside all five of before, but beside two of them."""
+    limit = 500 << 10
+    with vaults(program_forks) as fleet:
+        vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", str(limit))
+        fleet.configure()
+        client = VaultClient(str(vault.run_dir / "vault.sock"))
+        rank = LoneRank(fleet, client)
+        try:
+            snapshots = rank.snapshotter(1)
+            for step in (1, 2, 3):
+                rank.step(snapshots, step)
+            until(lambda: max(rank.sealed()) == Version(1, 3), "the third step is stored")
+            before = rank.path.stat().st_size
+            assert rank.view().slots == 5
+            snapshots.note(Version(1, 1), 6)
+            rank.model.register_parameter("more", nn.Parameter(torch.ones(32 << 10)))
+            for step in (4, 5, 6, 7):
+                rank.step(snapshots, step)
+            snapshots.close(finish=True)
+            assert rank.view().slots == 2
+            assert rank.sealed() == {Version(1, 1), Version(1, 6)}, "it was the only one that was announced"
+            assert before + rank.path.stat().st_size > limit
+            for slot in (0, 1):
+                rank.view().check(slot)
+        finally:
+            client.close()

@@ -1,0 +1,192 @@
+"""Gathered copies against copies one by one: the same bytes in every piece, and none anywhere else."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from everstep_trainer.snapshot import copy
+from everstep_trainer.snapshot.copy import MOST_BUFFERS, SMALL_BYTES, Gather, HashingGather, Targets
+from everstep_trainer.state.layout import ALIGN
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep.layout import slots
+from everstep.native import copy_hash
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint8)
+UNTOUCHED = 0xA5
+
+pieces = st.tuples(
+    st.sampled_from([0, 1, 3, 16, 17, 500, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1, SMALL_BYTES]),
+    st.sampled_from(DTYPES),
+    st.sampled_from(["plain", "scalar", "strided", "negated"]),
+    st.integers(0, 3),
+)
+
+
+@dataclass
+class File:
+    """A file in memory, mapped."""
+
+    descriptor: int
+    address: int
+    payload: torch.Tensor
+
+
+@contextmanager
+def mapped(nbytes: int) -> Iterator[File]:
+    """The payload begins behind what is not its own, as in a segment."""
+    descriptor = os.memfd_create("everstep-test")
+    try:
+        os.ftruncate(descriptor, mmap.PAGESIZE + nbytes)
+        whole = mmap.mmap(descriptor, 0)
+        payload = torch.frombuffer(whole, dtype=torch.uint8)[mmap.PAGESIZE :]
+        yield File(descriptor, ctypes.addressof(ctypes.c_char.from_buffer(whole)), payload)
+        assert not any(whole[: mmap.PAGESIZE])
+    finally:
+        os.close(descriptor)
+
+
+def made(count: int, dtype: torch.dtype, form: str) -> torch.Tensor:
+    raw = torch.randint(0, 2, (2 * count,), dtype=torch.uint8).to(dtype)
+    if form == "scalar":
+        return torch.ones((), dtype=dtype)
+    if form == "strided":
+        return raw[::2]
+    if form == "negated" and dtype is torch.complex64:
+        return raw[:count].conj()
+    return raw[:count]
+
+
+CHUNK = 1 << 14
+"""So that there are some."""
+
+
+class Hashing:
+    """What hashes as it copies, held against hashes made afterwards."""
+
+    def __init__(self, targets: Targets, sources: list[torch.Tensor]) -> None:
+        assert copy_hash is not None
+        assert targets.payload is not None
+        self._payload = targets.payload
+        with chunks_of(CHUNK):
+            self._gather = HashingGather(targets.payload, targets, sources, copy_hash)
+
+    def copy(self) -> None:
+        digests = self._gather.copy()
+        with chunks_of(CHUNK):
+            assert digests == list(slots.chunk_digests(memoryview(self._payload.numpy())))
+
+
+@contextmanager
+def chunks_of(nbytes: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (slots, copy):
+            patch.setattr(module, "CHUNK_BYTES", nbytes)
+        yield
+
+
+KINDS = [Gather, pytest.param(Hashing, marks=pytest.mark.skipif(copy_hash is None, reason="it was not compiled"))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
+@given(st.lists(pieces, max_size=60))
+def test_every_byte_of_each_piece_arrives_and_none_beside_it(
+    kind: type[Gather | Hashing], drawn: list[tuple[int, torch.dtype, str, int]]
+) -> None:
+    """``others`` lines between two pieces belong to somebody else, as the Python state does."""
+    sources, starts, at = [], [], 0
+    for count, dtype, form, others in drawn:
+        source = made(count, dtype, form)
+        at += others * ALIGN
+        starts.append(at)
+        sources.append(source)
+        at += -(-source.nbytes // ALIGN) * ALIGN
+    with mapped(at + ALIGN) as file:
+        payload = file.payload
+        targets = [
+            payload[start : start + source.nbytes].view(source.dtype).view(source.shape)
+            for start, source in zip(starts, sources, strict=True)
+        ]
+        gather = kind(Targets(targets, file, payload), sources)
+        for _ in range(2):
+            payload.fill_(UNTOUCHED)
+            gather.copy()
+            expected = [source.clone().resolve_conj().resolve_neg() for source in sources]
+            assert all(map(_same_bytes, targets, expected))
+            assert _outside(payload, starts, sources) <= {UNTOUCHED, 0}, "between pieces of one run there are zeroes"
+            for (_, _, _, others), start in zip(drawn, starts, strict=True):
+                theirs = payload[start - others * ALIGN : start]
+                assert theirs.eq(UNTOUCHED).all(), "what is between two pieces and no padding is left alone"
+            for source in sources:  # and with other values the next time
+                source.copy_(torch.zeros_like(source))
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    flat = [torch.empty(t.numel(), dtype=t.dtype).copy_(t.flatten()).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*flat)
+
+
+def _outside(payload: torch.Tensor, starts: list[int], sources: list[torch.Tensor]) -> set[int]:
+    mask = torch.ones_like(payload, dtype=torch.bool)
+    for start, source in zip(starts, sources, strict=True):
+        mask[start : start + source.nbytes] = False
+    return set(payload[mask].tolist())
+
+
+def _many(file: File, count: int) -> tuple[Gather, list[torch.Tensor]]:
+    sources = [torch.randn(256) for _ in range(count)]
+    targets = [file.payload[i << 10 : (i + 1) << 10].view(torch.float32) for i in range(count)]
+    return Gather(Targets(targets, file), sources), sources
+
+
+def test_the_pieces_of_a_state_of_small_tensors_go_in_a_few_calls() -> None:
+    with mapped(1000 << 10) as file:
+        gather, sources = _many(file, 1000)
+        assert len(gather._runs) == -(-1000 // (MOST_BUFFERS // 2))
+        assert not gather._sources
+        gather.copy()
+        assert torch.equal(file.payload.view(torch.float32), torch.cat(sources))
+
+
+def test_what_a_limit_on_files_cuts_short_is_copied_all_the_same() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with mapped(64 << 10) as file:
+        gather, sources = _many(file, 64)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, hard))
+            gather.copy()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, before)
+        assert torch.equal(file.payload.view(torch.float32), torch.cat(sources))
+
+
+@pytest.mark.skipif(copy_hash is None, reason="it was not compiled")
+def test_what_several_threads_copy_is_what_one_copies() -> None:
+    assert copy_hash is not None
+    before = torch.get_num_threads()
+    size = copy.WORTH_A_THREAD_BYTES
+    with mapped(3 * size) as file:
+        sources = [torch.arange(size // 8 + 1000, dtype=torch.int64) * k for k in (1, 3)]
+        starts = [0, size + 8000]
+        targets = [file.payload[at : at + s.nbytes].view(s.dtype) for at, s in zip(starts, sources, strict=True)]
+        gather = HashingGather(file.payload, targets, sources, copy_hash)
+        try:
+            torch.set_num_threads(3)
+            digests = gather.copy()
+        finally:
+            torch.set_num_threads(before)
+        assert all(map(torch.equal, targets, sources))
+        assert digests == list(slots.chunk_digests(memoryview(file.payload.numpy())))

@@ -1,0 +1,161 @@
+"""The GPU's way: page-locked slots, a stream of its own, and an event before the next update."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+import torch.distributed as dist
+from everstep_trainer.memory_tier.vault_client import MappedSegment, VaultClient
+from everstep_trainer.restore import Restoration
+from everstep_trainer.sdc.digest import WeightedDigest
+from everstep_trainer.snapshot.pace import Stopwatch
+from everstep_trainer.snapshot.planning import page_lock
+from everstep_trainer.snapshot.snapshotter import Snapshotter
+from everstep_trainer.state.python_state import decode
+from everstep_trainer.state.tracked_state import TrackedState
+from torch import nn
+
+from everstep.ids import Version
+from everstep.layout.segments import segment_bytes
+from everstep.layout.slots import format_segment
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.v1.training import RestoreRule
+from tests.support.generations import generation
+from tests.support.vaults import vaults
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def test_a_snapshot_of_gpu_state_is_of_its_step_and_comes_back_to_the_bit() -> None:
+    """The update that follows ``wait`` on the training stream must not reach into the copy."""
+    with vaults() as fleet:
+        vault = fleet.start("n1")
+        fleet.configure()
+        client = VaultClient(str(vault.run_dir / "vault.sock"))
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        spec = generation(1)
+        objects = {"model": model, "optimizer": optimizer}
+        snapshots = Snapshotter(client, TrackedState(objects), spec, spec.roster[0], dist.HashStore(), lambda _: None)
+        try:
+            for step in range(1, 6):
+                model(torch.randn(64, 1024, device="cuda")).square().mean().backward()
+                snapshots.wait()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 5:
+                    expected = [p.detach().clone() for p in model.parameters()]
+                snapshots.begin(step)
+            snapshots.wait()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            snapshots.close(finish=True)
+            again = generation(2, restore=RestoreRule())
+            result = Restoration(client, again, again.roster[0], dist.HashStore()).fill(TrackedState(objects))
+        finally:
+            client.close()
+        assert result.version == Version(1, 5)
+        assert all(torch.equal(a, b) for a, b in zip(expected, model.parameters(), strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+def test_state_on_two_gpus_of_one_process_is_of_its_step_on_both() -> None:
+    """The second GPU is behind the first at every step, and neither's update reaches into the copy."""
+    with vaults() as fleet:
+        vault = fleet.start("n1")
+        fleet.configure()
+        client = VaultClient(str(vault.run_dir / "vault.sock"))
+        model = nn.ModuleList([nn.Linear(2048, 2048).to(f"cuda:{index}") for index in range(2)])
+        spec = generation(1)
+        state = TrackedState({"model": model})
+        snapshots = Snapshotter(client, state, spec, spec.roster[0], dist.HashStore(), lambda _: None)
+        try:
+            for step in range(1, 6):
+                snapshots.wait()
+                with torch.no_grad():
+                    busy = torch.randn(4096, 4096, device="cuda:1")
+                    for _ in range(20):
+                        busy = busy @ busy
+                    for parameter in model.parameters():
+                        parameter.fill_(step)
+                snapshots.begin(step)
+            snapshots.wait()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            snapshots.close(finish=True)
+            again = generation(2, restore=RestoreRule())
+            result = Restoration(client, again, again.roster[0], dist.HashStore()).fill(state)
+        finally:
+            client.close()
+        assert result.version == Version(1, 5)
+        assert [parameter.unique().tolist() for parameter in model.parameters()] == [[5.0]] * 4
+
+
+def test_the_digest_of_a_tensor_is_the_same_on_the_gpu_and_on_the_host() -> None:
+    tensors = [torch.randn(n) for n in (5, 40_000, 3_000_000)]
+    on_gpu = [t.cuda() for t in tensors]
+    assert WeightedDigest(on_gpu).value() == WeightedDigest(tensors).value()
+
+
+def test_a_gradient_scaler_is_stored_without_waiting_for_the_gpu() -> None:
+    scaler = torch.amp.GradScaler("cuda", init_scale=512.0)
+    scaler.scale(torch.ones((), device="cuda"))
+    state = TrackedState({"scaler": scaler})
+    assert scaler._scale is not None
+    state.taken().data()
+    torch.cuda._sleep(100_000_000)
+    scaler._scale.mul_(2)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        blob = state.taken()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    scaler._scale.mul_(2)
+    assert decode(blob.data()).objects["scaler"]["scale"] == 1024.0
+
+
+def test_what_a_snapshot_holds_up_is_told_in_the_streams_time() -> None:
+    """Between events: a wait of the thread counts where the GPU has nothing to do meanwhile, else it does not."""
+    told: list[tuple[float, float | None]] = []
+    watch, gpus = Stopwatch(lambda *step: told.append(step), SYSTEM_CLOCK), [torch.device("cuda", 0)]
+    for idle in (False, True, False):
+        watch.step_ends(gpus)
+        torch.cuda._sleep(1_000_000_000)  # cycles: half a second or more
+        if idle:
+            torch.cuda.synchronize()
+        with watch.held_up(stored=True):
+            Event().wait(0.1)
+    watch.step_ends(gpus)
+    torch.cuda.synchronize()
+    watch.step_ends(gpus)
+    (step_s, under), (_, alone) = told[:2]
+    assert step_s > 0.1
+    assert under is not None
+    assert alone is not None
+    assert under < 0.05 < 0.1 <= alone
+
+
+def test_slot_memory_is_registered_while_it_is_held_and_can_be_registered_again_after_that(tmp_path: Path) -> None:
+    path, length = tmp_path / "own-0", segment_bytes(2, 1 << 20)
+    path.write_bytes(bytes(length))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping, memoryview(mapping) as whole:
+        format_segment(whole, 2, 1 << 20)
+    segment = MappedSegment(str(path))
+    buffer, cudart = segment.buffer, torch.cuda.cudart()
+    address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+    page_lock(segment)
+    assert int(cudart.cudaHostRegister(address, length, 0)) != 0, "it is registered"
+    del segment
+    gc.collect()
+    assert int(cudart.cudaHostRegister(address, length, 0)) == 0, "it was given back"
+    assert int(cudart.cudaHostUnregister(address)) == 0

@@ -1,0 +1,88 @@
+"""Registering slot memory with CUDA, and giving it back: with a CUDA runtime that only writes down what it is asked."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+from everstep_trainer.memory_tier.vault_client import MappedSegment
+from everstep_trainer.snapshot.planning import page_lock
+
+from everstep.layout.segments import PAGE, segment_bytes
+from everstep.layout.slots import format_segment
+
+
+class Runtime:
+    """cudaHostRegister and cudaHostUnregister; ``code`` is what the next registration answers."""
+
+    def __init__(self) -> None:
+        self.code = 0
+        self.registered: dict[int, int] = {}
+        self.refused: list[int] = []
+
+    def cudaHostRegister(self, address: int, length: int, flags: int) -> int:
+        assert flags == 1
+        if self.code == 0:
+            assert address not in self.registered, "cudaErrorHostMemoryAlreadyRegistered"
+            self.registered[address] = length
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        if self.registered.pop(address, None) is None:
+            self.refused.append(address)
+            return 713
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    made = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    return made
+
+
+def segment_at(path: Path) -> MappedSegment:
+    path.write_bytes(bytes(segment_bytes(2, PAGE)))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping, memoryview(mapping) as whole:
+        format_segment(whole, 2, PAGE)
+    return MappedSegment(str(path))
+
+
+def test_a_segment_is_registered_once_and_given_back_when_nobody_holds_it(runtime: Runtime, tmp_path: Path) -> None:
+    segment = segment_at(tmp_path / "own-0")
+    page_lock(segment)
+    page_lock(segment)
+    assert list(runtime.registered.values()) == [segment_bytes(2, PAGE)]
+    payload = torch.frombuffer(segment.buffer, dtype=torch.uint8)
+    del segment
+    gc.collect()
+    assert runtime.registered == {}, "a view of the mapping does not keep it registered"
+    assert payload.numel() == segment_bytes(2, PAGE)
+    assert runtime.refused == []
+
+
+def test_the_larger_segment_that_takes_its_place_is_registered_by_itself(runtime: Runtime, tmp_path: Path) -> None:
+    old, new = segment_at(tmp_path / "old"), segment_at(tmp_path / "new")
+    page_lock(old)
+    page_lock(new)
+    assert len(runtime.registered) == 2
+    del old
+    gc.collect()
+    assert len(runtime.registered) == 1
+    del new
+    gc.collect()
+    assert (runtime.registered, runtime.refused) == ({}, [])
+
+
+def test_what_cannot_be_locked_is_said_and_nothing_is_given_back(runtime: Runtime, tmp_path: Path) -> None:
+    runtime.code = 2
+    segment = segment_at(tmp_path / "own-0")
+    with pytest.raises(RuntimeError, match=r"cannot page-lock \d+ bytes .* CUDA error 2; raise the limit .*ulimit -l"):
+        page_lock(segment)
+    assert not segment.page_locked
+    del segment
+    gc.collect()
+    assert runtime.refused == []

@@ -1,0 +1,324 @@
+"""Ranks whose tracked tensors change at different steps: all plan anew, and their versions are whole again."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from everstep_trainer.memory_tier.vault_client import VaultClient
+from everstep_trainer.restore import Restoration
+from everstep_trainer.snapshot import exchange, planning, snapshotter
+from everstep_trainer.snapshot.exchange import Exchange, Round, Superseded
+from everstep_trainer.snapshot.slot_negotiation import Choices
+from everstep_trainer.snapshot.snapshotter import Snapshotter
+from everstep_trainer.state.layout import Layout, Part
+from everstep_trainer.state.tracked_state import TrackedState
+from torch import nn
+
+from everstep.clock import ManualClock
+from everstep.errors import Unavailable
+from everstep.ids import Version
+from everstep.layout.manifests import Box
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.vocabulary import FindingKind, Severity
+from everstep.wire.v1.training import FindingRaised, RestoreRule
+from tests.support.forked import ForkPool
+from tests.support.generations import JOB, generation
+from tests.support.vaults import Vaults, map_segment, vaults
+
+WORLD = (("n1", 0), ("n1", 1))
+DEADLINE_S = 60.0
+
+
+class Model(nn.Module):
+    """With a buffer that training changes, and an expert that it trains, each from some step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("dropped", torch.zeros(4))
+
+
+class Pair:
+    """Two ranks of a node, in threads, step by step beside each other.
+
+    Args:
+        dropped, trained: by rank, from which step on its buffer changes, and its expert is trained.
+    """
+
+    def __init__(self, fleet: Vaults, dropped: tuple[int, int] = (1, 1), trained: tuple[int, int] = (1, 1)) -> None:
+        vault = fleet.start("n1")
+        fleet.configure()
+        self.changes = max(*dropped, *trained)
+        self._dropped, self._trained = dropped, trained
+        self._directory = fleet.segments / "n1" / JOB
+        self._clients = [VaultClient(str(vault.run_dir / "vault.sock")) for _ in WORLD]
+        self._give_up_at = time.perf_counter() + DEADLINE_S
+        self._beside = threading.Barrier(2, action=self._look)
+        self._enough = False
+        self.objects = [self._built(number) for number in range(2)]
+
+    def _built(self, number: int) -> dict[str, Any]:
+        model, expert = Model(), nn.Linear(8, 8)
+        optimizer = torch.optim.AdamW([*model.parameters(), *expert.parameters()])
+        return {"model": model, f"expert{number}": expert, "optimizer": optimizer}
+
+    def train(self) -> None:
+        """Until both have stored a step after the last change."""
+        spec, store = generation(1, ranks=WORLD), dist.HashStore()
+
+        def run(number: int) -> None:
+            state, member = TrackedState(self.objects[number]), spec.roster[number]
+            snapshots = Snapshotter(self._clients[number], state, spec, member, store, lambda _: None)
+            step = 0
+            while not self._enough:
+                step += 1
+                self._beside.wait(DEADLINE_S)
+                snapshots.wait()
+                self._step(number, step)
+                snapshots.begin(step)
+            snapshots.close(finish=True)
+
+        self._both(run)
+
+    def _step(self, number: int, step: int) -> None:
+        objects = self.objects[number]
+        for parameter in objects["model"].parameters():
+            parameter.grad = torch.full_like(parameter, step)
+        for parameter in objects[f"expert{number}"].parameters():
+            parameter.grad = torch.ones_like(parameter) if step >= self._trained[number] else None
+        objects["optimizer"].step()
+        if step >= self._dropped[number]:
+            objects["model"].dropped += 1 + number
+
+    def _look(self) -> None:
+        after = [version for version in self.stored_by_both() if version.step > self.changes]
+        self._enough = bool(after) or time.perf_counter() > self._give_up_at
+
+    def stored_by_both(self) -> set[Version]:
+        paths = [self._directory / f"own-{number}" for number in range(2)]
+        return set.intersection(*(_sealed(path) if path.exists() else set() for path in paths))
+
+    def restore(self) -> list[tuple[Version | None, dict[str, Any]]]:
+        spec, store = generation(2, ranks=WORLD, restore=RestoreRule()), dist.HashStore()
+        found: dict[int, tuple[Version | None, dict[str, Any]]] = {}
+
+        def run(number: int) -> None:
+            objects = self._built(number)
+            restoration = Restoration(self._clients[number], spec, spec.roster[number], store)
+            found[number] = restoration.fill(TrackedState(objects)).version, objects
+
+        self._both(run)
+        return [found[number] for number in range(2)]
+
+    def _both(self, run: Any) -> None:
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+
+def _sealed(path: Path) -> set[Version]:
+    return {header.version for _, header in map_segment(path).sealed()}
+
+
+@pytest.fixture
+def fleet(program_forks: ForkPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Vaults]:
+    monkeypatch.setattr(exchange, "ASK_S", 0.05)
+    monkeypatch.setattr(snapshotter, "ASK_S", 0.05)
+    with vaults(program_forks) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("dropped", "trained"),
+    [((3, 6), (1, 1)), ((9, 4), (1, 1)), ((5, 1000), (1, 1)), ((1, 1), (6, 3)), ((1, 1), (4, 4)), ((12, 3), (5, 8))],
+)
+def test_ranks_whose_tensors_change_at_different_steps_store_whole_versions_again(
+    fleet: Vaults, dropped: tuple[int, int], trained: tuple[int, int]
+) -> None:
+    pair = Pair(fleet, dropped, trained)
+    try:
+        pair.changes = max(step for step in (*dropped, *trained) if step < 1000)
+        pair.train()
+        restored = pair.restore()
+        versions = {version for version, _ in restored}
+        assert len(versions) == 1
+        (version,) = versions
+        assert version is not None
+        assert version.step > pair.changes
+        for number, (_, objects) in enumerate(restored):
+            changed = max(0, version.step + 1 - dropped[number]) * (1 + number)
+            assert objects["model"].dropped.tolist() == [changed] * 4
+            expert = objects[f"expert{number}"].weight
+            assert objects["optimizer"].state[expert]["step"].item() == version.step + 1 - trained[number]
+    finally:
+        pair.close()
+
+
+# --- the exchange alone
+
+
+def layout(size: int) -> Layout:
+    return Layout((Part("t", "float32", 4, (size,), Box((0,), (size,))),))
+
+
+class Ranks:
+    """Exchanges over one store, which counts what is asked of it."""
+
+    def __init__(self, world: int) -> None:
+        self.asked = 0
+        self.store = dist.HashStore()
+        self.stop = threading.Event()
+        self.each = [Exchange(self, rank, world, SYSTEM_CLOCK, self.stop) for rank in range(world)]  # type: ignore[arg-type]
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        return self.store.check(keys)
+
+    def set(self, key: str, value: Any) -> None:
+        self.store.set(key, value)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self.store.multi_get(keys)
+
+    def tell(self, *said: tuple[Layout, int]) -> list[Round]:
+        """All at once, until all have one."""
+        made: dict[int, Round] = {}
+
+        def run(rank: int) -> None:
+            while rank not in made:
+                try:
+                    made[rank] = self.each[rank].layouts(*said[rank], DEADLINE_S)
+                except Superseded:
+                    continue
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(said))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [made[rank] for rank in range(len(said))]
+
+
+def test_a_round_holds_from_the_last_step_that_any_rank_can_begin_with() -> None:
+    ranks, one = Ranks(3), layout(1)
+    rounds = ranks.tell((one, 0), (one, 4), (layout(2), 3))
+    assert {(each.number, each.since) for each in rounds} == {(0, 4)}
+    assert [each.parts[0].shape for each in rounds[0].layouts] == [(1,), (1,), (2,)]
+    assert rounds[0].layouts[0] is rounds[0].layouts[1]
+
+
+def test_who_has_nothing_new_tells_it_once_more_in_the_round_that_another_opened() -> None:
+    ranks, one, two = Ranks(2), layout(1), layout(2)
+    ranks.tell((one, 0), (one, 0))
+    with pytest.raises(Unavailable):
+        ranks.each[1].layouts(two, 7, 0.01)
+    rounds = ranks.tell((one, 9), (two, 8))
+    assert {(each.number, each.since) for each in rounds} == {(1, 9)}
+    assert [each.parts[0].shape for each in rounds[1].layouts] == [(1,), (2,)]
+
+
+def test_who_waits_in_a_round_joins_the_next_one_that_others_went_on_to() -> None:
+    ranks, one, two, three = Ranks(2), layout(1), layout(2), layout(3)
+    ranks.tell((one, 0), (one, 0))
+    with pytest.raises(Unavailable):
+        ranks.each[0].layouts(two, 5, 0.01)
+    with pytest.raises(Unavailable):  # what it told for the round before would not be believed any more
+        ranks.each[0].layouts(three, 6, 0.01)
+    rounds = ranks.tell((three, 7), (one, 8))
+    assert {(each.number, each.since) for each in rounds} == {(2, 8)}
+    assert [each.parts[0].shape for each in rounds[1].layouts] == [(3,), (1,)]
+
+
+def test_what_was_told_in_a_round_stands_since_others_may_have_read_it() -> None:
+    ranks, one = Ranks(2), layout(1)
+    with pytest.raises(Unavailable):
+        ranks.each[0].layouts(one, 3, 0.01)
+    rounds = ranks.tell((one, 8), (one, 1))
+    assert {(each.number, each.since) for each in rounds} == {(0, 3)}
+
+
+def test_the_store_is_asked_now_and_then_and_never_while_versions_are_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange, "ASK_S", 3600.0)
+    ranks, one, two = Ranks(2), layout(1), layout(2)
+    ranks.tell((one, 0), (one, 0))
+    before = ranks.asked
+    assert not any(ranks.each[0].superseded() for _ in range(100))
+    assert ranks.asked == before, "the round has just come about"
+    monkeypatch.setattr(exchange, "ASK_S", 0.0)
+    ranks.each[0].committed()
+    assert not ranks.each[0].superseded()
+    assert ranks.asked == before + 1
+    with pytest.raises(Unavailable):
+        ranks.each[1].layouts(two, 5, 0.01)
+    assert ranks.each[0].superseded()
+
+
+# --- what is told of it
+
+
+def test_after_a_new_round_the_store_is_asked_sooner_and_then_less_and_less() -> None:
+    ranks, clock = Ranks(2), ManualClock()
+    began_at = clock.monotonic()
+    first = Exchange(ranks, 0, 2, clock, ranks.stop)  # type: ignore[arg-type]
+    ranks.each[0] = first
+    ranks.tell((layout(1), 1), (layout(1), 1))
+    ranks.tell((layout(2), 2), (layout(2), 2))
+    asked_at = []
+    for _ in range(1000):
+        clock.advance(0.01)
+        before = ranks.asked
+        assert not first.superseded()
+        if ranks.asked > before:
+            asked_at.append(clock.monotonic())
+    pauses = [later - sooner for sooner, later in itertools.pairwise([began_at, *asked_at])]
+    assert pauses[:7] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.0, 3.0], abs=0.015)
+
+
+def test_that_nothing_can_be_planned_is_told_once_by_the_first_rank_that_is_there(
+    fleet: Vaults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshotter, "PLAN_S", 0.05)
+    monkeypatch.setattr(snapshotter, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(snapshotter, "RETRY_S", 0.0)
+    monkeypatch.setattr(planning, "UNPLANNED_S", 0.3)
+    vault = fleet.start("n1")
+    fleet.configure()
+    client = VaultClient(str(vault.run_dir / "vault.sock"))
+    heard: list[Any] = []
+    try:
+        model, spec = nn.Linear(4, 4), generation(1, ranks=[*WORLD, ("n1", 2)])
+        state, store = TrackedState({"model": model}), dist.HashStore()
+        snapshots = Snapshotter(client, state, spec, spec.roster[1], store, heard.append, choices=Choices(overlap=True))
+        step, end = 0, time.perf_counter() + DEADLINE_S
+        while not heard and time.perf_counter() < end:
+            step += 1
+            snapshots.begin(step)
+            snapshots.wait()
+        for more in range(5):
+            snapshots.begin(step + 1 + more)
+            snapshots.wait()
+        snapshots.close(finish=True)
+    finally:
+        client.close()
+    (raised,) = heard
+    assert isinstance(raised, FindingRaised)
+    finding = raised.finding
+    assert (finding.kind, finding.severity, finding.subject) == (FindingKind.NOT_STORED, Severity.WARNING, "plan/job")
+    assert "ranks 0, 2 have not told" in finding.message

@@ -1,0 +1,398 @@
+"""One rank's snapshots and restores over a real vault: what is kept, what is believed, what never stops training."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from everstep_trainer.snapshot import snapshotter as module
+from everstep_trainer.snapshot.job import Phase
+from everstep_trainer.snapshot.slot_negotiation import Choices
+from everstep_trainer.snapshot.snapshotter import Snapshotter
+from everstep_trainer.state.tracked_state import TrackedState
+from torch import nn
+
+from everstep.errors import NotRestorable
+from everstep.ids import Version
+from everstep.layout.segments import SlotState
+from everstep.vocabulary import FindingKind
+from everstep.wire.v1.training import FindingRaised, JobSpec, RestoreRule, Sealed
+from tests.support.forked import ForkPool
+from tests.support.generations import JOB, generation
+from tests.support.lone_rank import LoneRank, lone_rank
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def rank(program_forks: ForkPool) -> Iterator[LoneRank]:
+    with lone_rank(program_forks) as made:
+        yield made
+
+
+def test_a_snapshot_is_of_the_step_it_was_begun_after_whatever_comes_later(rank: LoneRank) -> None:
+    rank.steps(1, 3)
+    result = rank.restore(2, RestoreRule())
+    assert (result.version, result.step) == (Version(1, 3), 3)
+    assert rank.model.weight.unique().tolist() == [3.0]
+    assert rank.counter.text == "step 3"
+    assert result.bytes_by_source["own"] == (64 * 64 + 64) * 4
+
+
+def test_a_generation_s_first_version_is_kept_and_reported_safe_where_no_node_could_hold_a_copy(rank: LoneRank) -> None:
+    reports: list[Sealed] = []
+    rank.steps(1, 3, hear=reports.append)
+    assert [(r.version, r.safe, r.kept, r.rank) for r in reports] == [(Version(1, 1), True, True, 0)]
+    rank.steps(2, 4, hear=reports.append, restored=Version(1, 3), first=4)
+    assert reports[-1].version == Version(2, 4)
+
+
+def test_five_slots_keep_the_two_newest_the_committed_and_the_next_to_be(rank: LoneRank) -> None:
+    snapshots = rank.snapshotter(1)
+    for step in range(1, 10):
+        rank.step(snapshots, step)
+    snapshots.wait()
+    assert {Version(1, 1), Version(1, 8)} <= rank.sealed(), "the first version is kept, with no word from anybody"
+    snapshots.note(Version(1, 1), 11)
+    for step in range(10, 19):
+        rank.step(snapshots, step)
+    snapshots.wait()
+    assert {Version(1, 1), Version(1, 11), Version(1, 17)} <= rank.sealed(), "11 may be committed, or not"
+    snapshots.note(Version(1, 11), 20)
+    for step in range(19, 29):
+        rank.step(snapshots, step)
+    snapshots.close(finish=True)
+    assert {v.step for v in rank.sealed()} == {11, 20, 26, 27, 28}
+
+
+def test_two_slots_keep_the_committed_version_and_the_next_to_be_and_store_nothing_else(rank: LoneRank) -> None:
+    reports: list[Sealed] = []
+    snapshots = rank.snapshotter(1, reports.append, choices=Choices(slots=2))
+    for step in range(1, 6):
+        rank.step(snapshots, step)
+    until(lambda: rank.sealed() == {Version(1, 1)}, "the first version is stored, with no word from anybody")
+    snapshots.note(Version(1, 1), 7)
+    for step in range(6, 10):
+        rank.step(snapshots, step)
+    until(lambda: rank.sealed() == {Version(1, 1), Version(1, 7)}, "the candidate is stored")
+    snapshots.note(Version(1, 1), 11)  # some rank had heard of 7 too late: it never will be committed
+    for step in range(10, 13):
+        rank.step(snapshots, step)
+    until(lambda: rank.sealed() == {Version(1, 1), Version(1, 11)}, "the next one takes its place")
+    snapshots.note(Version(1, 11), 14)
+    for step in range(13, 16):
+        rank.step(snapshots, step)
+    snapshots.close(finish=True)
+    assert rank.sealed() == {Version(1, 11), Version(1, 14)}
+    assert [(r.version.step, r.kept) for r in reports] == [(step, True) for step in (1, 7, 11, 14)]
+    assert rank.view().slots == 2
+    assert rank.restore(2, RestoreRule(floor=Version(1, 11))).version == Version(1, 14)
+
+
+def test_with_two_slots_the_floor_stays_until_the_generation_has_its_own_commit(rank: LoneRank) -> None:
+    choices = Choices(slots=2)
+    first = rank.snapshotter(1, choices=choices)
+    rank.step(first, 1)
+    first.wait()
+    first.note(None, 2)
+    rank.step(first, 2)
+    first.close(finish=True)
+    rule = RestoreRule(floor=Version(1, 1))
+    second = rank.snapshotter(2, restored=Version(1, 2), rule=rule, choices=choices)
+    for step in (3, 4):
+        rank.step(second, step)
+    second.note(None, 5)
+    rank.step(second, 5)
+    second.close(finish=True)
+    assert rank.sealed() == {Version(1, 1), Version(2, 5)}
+
+
+def test_of_so_many_steps_one_is_stored_where_the_user_says_so_and_what_is_announced(rank: LoneRank) -> None:
+    snapshots = rank.snapshotter(1, choices=Choices(every=4))
+    for step in range(1, 15):
+        if step == 9:
+            snapshots.note(Version(1, 1), 10)
+        rank.step(snapshots, step)
+    assert snapshots.every(14) == 4
+    snapshots.close(finish=True)
+    assert {v.step for v in rank.sealed()} == {1, 4, 8, 10, 12}
+    assert rank.restore(2, RestoreRule(floor=Version(1, 1))).version == Version(1, 12)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [({"every": 0}, "take 1"), ({"slots": 3}, "take 5"), ({"slots": 2, "every": 2}, "leave out every=2")],
+)
+def test_choices_that_are_none_say_what_to_take(wrong: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Choices(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_candidate_that_was_sealed_before_it_was_announced_is_not_told_as_kept(rank: LoneRank) -> None:
+    reports: list[Sealed] = []
+    snapshots = rank.snapshotter(1, reports.append)
+    for step in range(1, 6):
+        rank.step(snapshots, step)
+    snapshots.wait()
+    snapshots.note(Version(1, 1), 4)
+    for step in range(6, 9):
+        rank.step(snapshots, step)
+    snapshots.close(finish=True)
+    assert [r.version.step for r in reports] == [1]
+
+
+def test_what_was_committed_before_is_kept_until_the_generation_has_its_own_commit(rank: LoneRank) -> None:
+    rank.steps(1, 6)
+    snapshots = rank.snapshotter(2, restored=Version(1, 6), rule=RestoreRule(floor=Version(1, 4)))
+    for step in range(7, 12):
+        rank.step(snapshots, step)
+    snapshots.wait()
+    snapshots.note(None, 13)
+    for step in range(12, 17):
+        rank.step(snapshots, step)
+    snapshots.close(finish=True)
+    assert rank.sealed() >= {Version(1, 4), Version(2, 13), Version(2, 15), Version(2, 16)}
+
+
+def test_versions_that_a_rollback_left_behind_count_for_nothing(rank: LoneRank) -> None:
+    rank.steps(1, 4)
+    rule = RestoreRule(floor=Version(1, 1), ceiling=Version(1, 2))
+    snapshots = rank.snapshotter(2, restored=Version(1, 2), rule=rule)
+    rank.step(snapshots, 3)
+    snapshots.close(finish=True)
+    assert {Version(1, 1), Version(1, 2), Version(2, 3)} <= rank.sealed()
+
+
+def test_a_write_that_was_interrupted_is_not_believed(rank: LoneRank) -> None:
+    rank.steps(1, 3)
+    view, slot = rank.view(), rank.slot_of(Version(1, 3))
+    header = view.header(slot)
+    assert header is not None
+    view.begin(slot, 0, Version(1, 4), view.manifest(slot), header.payload_bytes)
+    assert view.header(slot).state is SlotState.FILLING  # type: ignore[union-attr]
+    assert rank.restore(2, RestoreRule()).version == Version(1, 2)
+    assert rank.model.weight.unique().tolist() == [2.0]
+
+
+def test_a_slot_with_a_flipped_bit_is_reported_and_an_older_version_taken(rank: LoneRank) -> None:
+    rank.steps(1, 3)
+    rank.damage(Version(1, 3))
+    findings: list[FindingRaised] = []
+    result = rank.restore(2, RestoreRule(floor=Version(1, 2)), findings)
+    assert result.version == Version(1, 2)
+    assert rank.model.weight.unique().tolist() == [2.0]
+    assert [f.finding.kind for f in findings] == [FindingKind.SLOT_CORRUPT]
+    assert findings[0].finding.subject == f"{JOB}/rank0/1:3"
+
+
+def test_no_version_older_than_the_committed_one_is_taken_when_that_is_damaged(rank: LoneRank) -> None:
+    rank.steps(1, 3)
+    rank.damage(Version(1, 3))
+    with pytest.raises(NotRestorable, match="version 1:3 was committed"):
+        rank.restore(2, RestoreRule(floor=Version(1, 3)))
+
+
+def test_a_vault_that_restarts_costs_no_snapshot(rank: LoneRank) -> None:
+    vault = rank.fleet.all[0]
+    reports: list[Sealed] = []
+    snapshots = rank.snapshotter(1, reports.append)
+    rank.step(snapshots, 1)
+    until(lambda: reports, "the first report")
+    vault.kill()
+    for step in range(2, 5):
+        rank.step(snapshots, step)
+    snapshots.wait()
+    vault.start()
+    rank.fleet.configure()
+    snapshots.note(None, 5)
+    rank.step(snapshots, 5)
+    until(lambda: any(r.version == Version(1, 5) and r.safe for r in reports), "a report after the restart")
+    snapshots.close(finish=True)
+    assert rank.restore(2, RestoreRule()).version == Version(1, 5)
+
+
+def test_python_state_that_outgrows_its_place_gets_a_larger_one(rank: LoneRank) -> None:
+    snapshots = rank.snapshotter(1)
+    rank.step(snapshots, 1)
+    snapshots.wait()
+    rank.counter.text = "x" * 300_000
+    snapshots.begin(2)
+    snapshots.close(finish=True)
+    assert rank.restore(2, RestoreRule()).version == Version(1, 2)
+    assert rank.counter.text == "x" * 300_000
+
+
+def test_tensors_that_appear_later_are_planned_anew(rank: LoneRank) -> None:
+    snapshots = rank.snapshotter(1)
+    rank.step(snapshots, 1)
+    rank.model.register_parameter("late", nn.Parameter(torch.full((5,), 7.0)))
+    rank.step(snapshots, 2)
+    snapshots.close(finish=True)
+    manifest = rank.view().manifest(rank.slot_of(Version(1, 2)))
+    assert b"model.late" in manifest
+
+
+def test_a_generation_that_ends_unfinished_leaves_the_copy_unsealed(
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The live state may already be changing, so what was copied of it is not to be believed."""
+    entered, go_on = threading.Event(), threading.Event()
+    copy = module.Sources.copy
+
+    def slow_copy(*arguments: object, **more: object) -> object:
+        entered.set()
+        go_on.wait(60)
+        return copy(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module.Sources, "copy", slow_copy)
+    snapshots = rank.snapshotter(1, choices=Choices(overlap=True))
+    rank.step(snapshots, 1)
+    assert entered.wait(60)
+    closing = threading.Thread(target=snapshots.close, args=(False,))
+    closing.start()
+    until(lambda: snapshots._last.copied.is_set(), "the wait is over")  # type: ignore[union-attr]
+    go_on.set()
+    closing.join(10)
+    assert rank.sealed() == set()
+
+
+@pytest.mark.parametrize("rows", [64, 16 << 10])
+def test_a_small_share_is_copied_when_begin_returns_and_a_large_one_by_another_thread(
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    threads: list[threading.Thread] = []
+    copy = module.Sources.copy
+
+    def noted_copy(*arguments: object, **more: object) -> object:
+        threads.append(threading.current_thread())
+        return copy(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module.Sources, "copy", noted_copy)
+    snapshots = rank.snapshotter(1)
+    rank.model.weight = nn.Parameter(torch.zeros(rows, 64))
+    for step in (1, 2, 3):
+        rank.step(snapshots, step)
+        if rows == 64 and step > 1:
+            assert snapshots._last.copied.is_set()  # type: ignore[union-attr]
+        snapshots.wait()
+    snapshots.close(finish=True)
+    assert {Version(1, 2), Version(1, 3)} <= rank.sealed()
+    assert (threading.current_thread() in threads[1:]) == (rows == 64), "the first one may be planned yet"
+
+
+def test_a_copy_in_the_training_thread_that_the_generation_ends_is_not_waited_for(
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ended(BaseException):
+        """As the guard raises it into the training thread."""
+
+    def interrupted(*_: object, **__: object) -> object:
+        raise Ended
+
+    snapshots = rank.snapshotter(1)
+    rank.step(snapshots, 1)
+    snapshots.wait()
+    monkeypatch.setattr(module.Sources, "copy", interrupted)
+    with pytest.raises(Ended):
+        rank.step(snapshots, 2)
+    snapshots.wait()
+    snapshots.close(finish=False)
+    assert rank.sealed() == {Version(1, 1)}
+
+
+@pytest.mark.parametrize("overlap", [None, True])
+def test_what_one_rank_alone_holds_is_copied_before_the_next_step_begins_unless_the_job_overlaps(
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch, overlap: bool | None
+) -> None:
+    go_on = threading.Event()
+    copy = module.Sources.copy
+
+    def slow_copy(self: module.Sources, *arguments: object, **more: object) -> object:
+        go_on.wait(60)
+        return copy(self, *arguments, **more)  # type: ignore[arg-type]
+
+    spec = generation(1, ranks=[("n1", 0), ("n1", 1)], spec=JobSpec(job=JOB, nproc_per_node=2))
+    store, choices = dist.HashStore(), Choices(overlap=overlap)
+    stages = [TrackedState({"model": nn.ModuleDict({f"stage{number}": nn.Linear(8, 8)})}) for number in (0, 1)]
+    first, second = (
+        Snapshotter(rank.client, stage, spec, member, store, lambda _: None, choices=choices)
+        for stage, member in zip(stages, spec.roster, strict=True)
+    )
+    for snapshots in (first, second):  # what a stage alone holds is known when that is planned
+        snapshots.begin(1)
+    for snapshots in (first, second):
+        snapshots.wait()
+    monkeypatch.setattr(module.Sources, "copy", slow_copy)
+    begun = threading.Thread(target=first.begin, args=(2,))
+    begun.start()
+    if overlap:
+        begun.join(10)
+        assert not begun.is_alive()
+        assert not first._last.copied.is_set()  # type: ignore[union-attr]
+    else:
+        until(lambda: first._last.phase is Phase.COPYING, "the copy has begun")  # type: ignore[union-attr]
+        assert begun.is_alive()
+    go_on.set()
+    begun.join(10)
+    first.wait()
+    for snapshots in (first, second):
+        snapshots.close(finish=True)
+    assert Version(1, 2) in rank.sealed()
+
+
+def test_a_rank_that_stays_away_from_the_plan_does_not_stop_the_training(
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.05)
+    spec = generation(1, ranks=[("n1", 0), ("n2", 0)], spec=JobSpec(job=JOB, max_nodes=2))
+    state = TrackedState(rank.objects())
+    snapshots = Snapshotter(rank.client, state, spec, spec.roster[0], dist.HashStore(), lambda _: None)
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 4):
+            rank.step(snapshots, step)
+        began = time.perf_counter()
+        snapshots.wait()
+        assert time.perf_counter() - began < 5  # a deadline, not a measurement
+    snapshots.close(finish=True)
+    assert "no snapshot of step 1: it could not be planned in time" in caplog.text
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_store_that_was_cut_as_the_generation_ended_is_not_told_of(
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, over: bool
+) -> None:
+    tried = threading.Event()
+
+    def cut(*_: object) -> None:
+        tried.set()
+        raise dist.DistNetworkError("Broken pipe")
+
+    monkeypatch.setattr(module.Snapshotter, "_snapshot", cut)
+    spec = generation(1)
+    store, state = dist.HashStore(), TrackedState(rank.objects())
+    with caplog.at_level(logging.WARNING):
+        snapshots = Snapshotter(rank.client, state, spec, spec.roster[0], store, lambda _: None, is_over=lambda: over)
+        rank.step(snapshots, 1)
+        snapshots.begin(2)  # returns once the first one has been tried
+        assert tried.wait(60)
+        told = "cannot snapshot step 1, training goes on without: Broken pipe" in caplog.text
+        snapshots.close(finish=True)
+    assert told is not over
+
+
+def test_state_that_cannot_be_stored_is_told_to_the_user_at_once(rank: LoneRank) -> None:
+    snapshots = rank.snapshotter(1)
+    rank.counter.text = print  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"\['counter'\]\['text'\] is a builtins\."):
+        snapshots.begin(1)
+    snapshots.close(finish=True)
+
+
+def test_a_restore_waits_for_nobody_when_the_vault_holds_nothing(rank: LoneRank) -> None:
+    result = rank.restore(1, RestoreRule())
+    assert result.version is None
+    assert "from scratch" in result.sentence

@@ -1,0 +1,290 @@
+"""Updates of tracked state while it is copied: who waits for the copy, and what becomes of one that was overtaken."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+import torch.distributed as dist
+from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.restore import Restoration
+from everstep_trainer.run import Run
+from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.runtime.interrupt import Regroup
+from everstep_trainer.snapshot import snapshotter as module
+from everstep_trainer.snapshot.mutation_guard import Writes
+from everstep_trainer.snapshot.slot_negotiation import Choices
+from everstep_trainer.snapshot.snapshotter import Snapshotter
+from everstep_trainer.state.tracked_state import TrackedState
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from everstep.errors import OutOfSlotMemory
+from everstep.ids import Version
+from everstep.layout.slots import SegmentView
+from everstep.wire.v1.training import JobSpec, RestoreRule
+from tests.support.forked import ForkPool
+from tests.support.generations import JOB, generation
+from tests.support.layouts import playing
+from tests.support.lone_rank import LoneRank, lone_rank
+
+
+@pytest.fixture
+def rank(program_forks: ForkPool) -> Iterator[LoneRank]:
+    with lone_rank(program_forks) as made:
+        yield made
+
+
+class CopyingKeeper(IdleKeeper):
+    """Snapshots whose copier stands still until somebody has waited for it, or let it go on."""
+
+    def __init__(self, rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._rank = rank
+        self.go_on = threading.Event()
+        self.begun = threading.Event()
+        copy = module.Sources.copy
+
+        def late_copy(*arguments: object, **more: object) -> object:
+            self.begun.set()
+            assert self.go_on.wait(60), "nobody waits for the copy"
+            return copy(*arguments, **more)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(module.Sources, "copy", late_copy)
+
+    def track(self, objects: Mapping[str, object], choices: Choices) -> int:
+        spec = generation(1)
+        state = TrackedState(objects)
+        self.snapshots = Snapshotter(
+            self._rank.client, state, spec, spec.roster[0], dist.HashStore(), lambda _: None, choices=choices
+        )
+        return 0
+
+    def before_update(self) -> None:
+        self.go_on.set()
+        self.snapshots.wait()
+
+    def step_finished(self, step: int) -> None:
+        self.snapshots.begin(step)
+
+    def is_copied(self) -> bool:
+        assert self.snapshots._last is not None
+        return self.snapshots._last.copied.is_set()
+
+    def ended(self) -> None:
+        assert self.snapshots._last is not None
+        assert self.snapshots._last.over.wait(60)
+
+
+def large() -> nn.Linear:
+    """More than the training thread copies itself."""
+    return nn.Linear(1024, 1024, bias=False)
+
+
+def restored(rank: LoneRank, objects: Mapping[str, object]) -> Version | None:
+    spec = generation(2, restore=RestoreRule())
+    return Restoration(rank.client, spec, spec.roster[0], dist.HashStore()).fill(TrackedState(objects)).version
+
+
+def test_every_one_of_listed_optimizers_waits_for_the_copy(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = [nn.ModuleDict({f"stage{number}": nn.Linear(8, 8)}) for number in (0, 1)]
+    optimizers = [torch.optim.SGD(stage.parameters(), lr=0.1) for stage in stages]
+    keeper = CopyingKeeper(rank, monkeypatch)
+    run = Run(Place(), keeper)
+    run.track(model=stages, optimizer=optimizers)
+    run.step_finished()
+    stood = stages[1]["stage1"].weight.detach().clone()
+    for parameter in stages[1].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizers[1].step()
+    keeper.go_on.set()
+    keeper.snapshots.close(finish=True)
+    again = [nn.ModuleDict({f"stage{number}": nn.Linear(8, 8)}) for number in (0, 1)]
+    assert restored(rank, {"model": again}) == Version(1, 1)
+    assert torch.equal(again[1]["stage1"].weight, stood)
+
+
+def test_an_optimizer_that_outlives_a_generation_asks_only_the_run_that_goes_on() -> None:
+    class Over(IdleKeeper):
+        def before_update(self) -> None:
+            raise Regroup
+
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    first = Run(Place(), Over())
+    first.track(model=model, optimizer=[optimizer])
+    with pytest.raises(Regroup):
+        optimizer.step()
+    first.close()
+    Run(Place(), IdleKeeper()).track(model=model, optimizer=[optimizer])
+    optimizer.step()
+
+
+def test_a_copy_that_an_update_overtook_is_dropped_and_training_waits_for_later_ones(
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, keeper = large(), CopyingKeeper(rank, monkeypatch)
+    run = Run(Place(), keeper)
+    run.track(model=model, optimizer=torch.optim.SGD(model.parameters()))
+    run.step_finished()
+    assert keeper.begun.wait(60)
+    with torch.no_grad():
+        model.weight.add_(1)  # as a momentum encoder in a forward pass
+    keeper.go_on.set()
+    keeper.ended()
+    for _ in range(2):
+        run.step_finished()
+        assert keeper.is_copied()
+        with torch.no_grad():
+            model.weight.add_(1)
+    keeper.snapshots.close(finish=True)
+    assert {version.step for version in rank.sealed()} == {2, 3}
+    assert caplog.text.count("model.weight changed while step 1 was copied") == 1
+    assert caplog.text.count("run.before_update()") == 1
+    again = large()
+    assert restored(rank, {"model": again}) == Version(1, 3)
+    assert torch.equal(again.weight + 1, model.weight)
+
+
+def test_an_update_that_began_under_the_copy_and_is_counted_after_it_drops_it_too(
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch counts a write when it is done."""
+    model, keeper = large(), CopyingKeeper(rank, monkeypatch)
+    copied = SegmentView.copied
+
+    def copied_and_changed(view: SegmentView, slot: int) -> None:
+        copied(view, slot)
+        with torch.no_grad():
+            model.weight.add_(1)
+
+    monkeypatch.setattr(SegmentView, "copied", copied_and_changed)
+    keeper.go_on.set()
+    run = Run(Place(), keeper)
+    run.track(model=model, optimizer=torch.optim.SGD(model.parameters()))
+    run.step_finished()
+    keeper.ended()
+    keeper.snapshots.close(finish=True)
+    assert rank.sealed() == set()
+    assert not list(rank.view().whole())
+
+
+def test_without_an_optimizer_training_waits_for_each_copy_unless_it_asks_before_it_updates(
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, keeper = large(), CopyingKeeper(rank, monkeypatch)
+    run = Run(Place(), keeper)
+    run.track(model=model)
+    keeper.go_on.set()
+    for _ in range(2):
+        run.step_finished()
+        assert keeper.is_copied()
+        model.weight.data.add_(1)  # which torch does not count
+    run.before_update()
+    stood = model.weight.detach().clone()
+    keeper.go_on.clear()
+    run.step_finished()
+    assert not keeper.is_copied()
+    run.before_update()
+    assert keeper.is_copied()
+    model.weight.data.add_(1)
+    keeper.snapshots.close(finish=True)
+    again = large()
+    assert restored(rank, {"model": again}) == Version(1, 3)
+    assert torch.equal(again.weight, stood)
+
+
+def of_two(rank: LoneRank) -> tuple[list[Snapshotter], list[nn.Linear]]:
+    """Two ranks of one node with a copy of a model each; what they store of step 2 is stored by the second alone."""
+    spec = generation(1, ranks=[("n1", 0), ("n1", 1)], spec=JobSpec(job=JOB, nproc_per_node=2))
+    store, models = dist.HashStore(), [nn.Linear(8, 8) for _ in spec.roster]
+    both = [
+        Snapshotter(rank.client, TrackedState({"model": model}), spec, member, store, lambda _: None)
+        for model, member in zip(models, spec.roster, strict=True)
+    ]
+    for call in (Snapshotter.wait, lambda snapshots: snapshots.begin(1), Snapshotter.wait):
+        for snapshots in both:
+            call(snapshots)
+    both[1].begin(2)
+    assert both[1]._last is not None
+    assert both[1]._last.copied.wait(60)
+    return both, models
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_what_another_rank_died_over_is_not_stored_for_it_from_state_that_has_changed(
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    covered: list[object] = []
+    monkeypatch.setattr(module, "store_with_covers", lambda *_: covered.append(True))
+    both, models = of_two(rank)
+    if changed:
+        with torch.no_grad():
+            models[1].weight.add_(1)
+    for snapshots in both:
+        snapshots.close(finish=True)
+    assert bool(covered) is not changed
+
+
+def test_a_step_that_another_rank_died_over_and_nobody_could_store_for_it_is_told(
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise OutOfSlotMemory("no slot is free")
+
+    monkeypatch.setattr(module, "store_with_covers", fails)
+    for snapshots in of_two(rank)[0]:
+        snapshots.close(finish=True)
+    assert "cannot cover step 2, training goes on without: no slot is free" in caplog.text
+
+
+def test_what_optimizers_do_to_shards_and_whole_parameters_is_counted() -> None:
+    model = nn.Linear(4, 4)
+    with playing(0, (2,)) as mesh:
+        model.bias = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False))
+        state = TrackedState({"model": model})
+        writes = Writes(state.tensors())
+        counts = writes.counts()
+        assert writes.since(counts) == []
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+            torch.optim.AdamW([parameter], foreach=parameter is model.weight).step()
+        assert writes.since(counts) == ["model.bias", "model.weight"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, as it compiles
+def test_a_compiled_step_of_a_tracked_optimizer_is_not_compiled_again() -> None:
+    torch.compiler.reset()
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), torch.tensor(1e-3), foreach=False)
+    Run(Place(), IdleKeeper()).track(model=model, optimizer=optimizer)
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(6):
+        model(torch.ones(1, 4)).sum().backward()
+        with torch._dynamo.config.patch(error_on_recompile=number > 1):  # state is made in the first
+            step()
+
+
+@pytest.mark.parametrize(("every", "warned"), [(1, False), (2, True), (4, True)])
+def test_gradients_that_are_added_up_over_steps_are_warned_of_once(
+    every: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = Run(Place(rank=0, world_size=1), IdleKeeper())
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(until=80):
+        model(torch.ones(1, 2)).sum().backward()
+        if step % every == 0 and step % 7:  # what a loss scaler leaves out now and then is no sum
+            optimizer.step()
+            optimizer.zero_grad()
+    assert caplog.text.count("up over several steps are not stored") == warned
+
+
+def test_gradients_of_a_step_that_was_interrupted_are_gone_when_the_state_is_restored() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    Run(Place(rank=0, world_size=1), IdleKeeper()).track(model=model, optimizer=optimizer)
+    assert [parameter.grad for parameter in model.parameters()] == [None, None]

@@ -1,0 +1,112 @@
+"""LBFGS keeps its state for all parameters at once: in a fresh process, in other layouts, and where it cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from everstep_trainer.snapshot.plan import divide, manifest_for
+from everstep_trainer.state.optimizer_state import to_live
+from everstep_trainer.state.python_state import Merged, decode
+from everstep_trainer.state.tracked_state import TrackedState
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from everstep.errors import NotRestorable
+from tests.support.forked import ForkPool
+
+WIDTH = 4
+"""torch flattens what is sharded evenly only."""
+
+
+class Job:
+    def __init__(self, *, sharded: bool, layers: int = 2, backwards: bool = False) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+        if sharded:
+            fully_shard(self.model)
+        parameters = [*self.model.parameters()]
+        self.optimizer = torch.optim.LBFGS(parameters[:: -1 if backwards else 1], lr=0.5, history_size=4, max_iter=3)
+        self.state = TrackedState({"model": self.model, "optimizer": self.optimizer})
+
+    def step(self, number: int) -> float:
+        x, y = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(number))
+
+        def closure() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            loss = (self.model(x) - y).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        return float(self.optimizer.step(closure))  # type: ignore[arg-type]
+
+    def restore(self, other: Job) -> None:
+        """What ``other`` has, whose parameters lie as this one's do, or are whole on one rank."""
+        tensors = other.state.tensors()
+        live = {tensor.name: tensor.local for tensor in tensors}
+        layouts = [other.state.layout(tensors, 0, 1)]
+        catalog = manifest_for(0, layouts, divide(layouts, ["n1"], 1)[0], 1 << 16).catalog
+        python = Merged([decode(other.state.blob())], self.state.python_names())
+        self.state.require_python(python)
+        with torch.no_grad():
+            for index, target in self.state.targets(catalog):
+                target.local.copy_(live[catalog[index].name])
+        self.state.load_python(python)
+
+    def weights(self) -> list[torch.Tensor]:
+        return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in self.model.parameters()]
+
+
+def goes_on_as(before: Job, after: Job) -> None:
+    for number in range(3):
+        before.step(number)
+    after.restore(before)
+    for number in range(3, 6):
+        assert before.step(number) == after.step(number)
+    assert all(torch.equal(a, b) for a, b in zip(before.weights(), after.weights(), strict=True))
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("into", [True, False])
+def test_a_fresh_process_goes_on_to_the_bit_whether_parameters_are_sharded_or_not(
+    alone: None, sharded: bool, into: bool
+) -> None:
+    before, after = Job(sharded=sharded), Job(sharded=into)
+    goes_on_as(before, after)
+    (state,) = after.optimizer.state.values()
+    assert all(isinstance(tensor, DTensor) is into for tensor in (state["d"], state["H_diag"], *state["old_dirs"]))
+
+
+def on_two(rank: int, port: int) -> None:
+    """In a process of its own."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    goes_on_as(Job(sharded=True), Job(sharded=True))
+    dist.destroy_process_group()
+
+
+def test_on_two_ranks_of_fsdp2_as_well(forks: ForkPool) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for rank in [forks.start(on_two, rank, store.port) for rank in range(2)]:
+        rank.result()
+
+
+@pytest.mark.parametrize("other", [{"layers": 1}, {"backwards": True}], ids=["a part", "another order"])
+def test_other_parameters_than_its_vectors_are_of_are_refused_by_name(other: dict[str, Any]) -> None:
+    before = Job(sharded=False)
+    before.step(0)
+    with pytest.raises(NotRestorable, match=r"optimizer is an LBFGS, which keeps vectors over all of its parameters"):
+        Job(sharded=False, **other).restore(before)
+
+
+def test_what_is_nested_in_a_parameters_state_comes_back_to_its_device() -> None:
+    with FakeTensorMode():
+        parameter = nn.Parameter(torch.empty(3, device="cuda"))
+        stored = {"Q": [torch.empty(3, 3), None], "by": {"k": (torch.empty(2), 1.5)}}
+        live = to_live(torch.optim.SGD([parameter], lr=0.1), parameter, stored)
+    assert [live["Q"][0].device.type, live["by"]["k"][0].device.type] == ["cuda", "cuda"]
+    assert (live["Q"][1], live["by"]["k"][1]) == (None, 1.5)

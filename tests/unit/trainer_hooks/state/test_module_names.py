@@ -1,0 +1,73 @@
+"""A tensor has one name, whatever a model is wrapped in: a job that shrinks to one rank has no replicas any more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from everstep_trainer.state.layout import Sharing
+from everstep_trainer.state.tracked_state import TrackedState
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+pytestmark = [
+    pytest.mark.usefixtures("alone"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # torch's own, as it compiles
+]
+
+
+class Nested(nn.Module):
+    """Has parts that are called as wrappers call theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+        self.modules_too = nn.ModuleList([nn.Linear(2, 2, bias=False)])
+
+
+def names(*wrapped: nn.Module) -> list[str]:
+    (model,) = wrapped
+    return sorted(tensor.name for tensor in TrackedState({"model": model}).tensors())
+
+
+NESTED = ["model.module.bias", "model.module.weight", "model.modules_too.0.weight"]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: model,
+        DistributedDataParallel,
+        torch.compile,
+        lambda model: torch.compile(DistributedDataParallel(model)),
+        lambda model: DistributedDataParallel(torch.compile(model)),
+        lambda model: DistributedDataParallel(checkpoint_wrapper(model)),
+    ],
+)
+def test_wrappers_add_nothing_to_names(wrap):
+    assert names(wrap(Nested())) == NESTED
+
+
+def test_replicas_further_in_add_nothing_either():
+    assert names(nn.Sequential(DistributedDataParallel(Nested()))) == names(nn.Sequential(Nested()))
+    averaged = names(AveragedModel(DistributedDataParallel(Nested())))
+    assert averaged == names(AveragedModel(Nested()))
+    assert "model.module.module.weight" in averaged
+
+
+def test_tied_parameters_keep_all_their_names():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    state = TrackedState({"model": torch.compile(DistributedDataParallel(nn.Sequential(first, second)))})
+    parts = {part.name: part.aliases for part in state.layout(state.tensors(), 0, 1).parts}
+    assert parts["model.0.weight"] == ("model.1.weight",)
+
+
+@pytest.mark.parametrize(("broadcasts", "sharing"), [(True, Sharing.FIRST), (False, Sharing.OWN)])
+def test_buffers_that_a_replica_is_sent_are_rank_0s_wherever_it_stands(broadcasts, sharing):
+    norm = nn.BatchNorm1d(2)
+    state = TrackedState({"model": torch.compile(DistributedDataParallel(norm, forward_sync_buffers=broadcasts))})
+    norm.running_mean += 1
+    (moved,) = (tensor for tensor in state.tensors() if tensor.name == "model.running_mean")
+    assert moved.sharing is sharing

@@ -1,0 +1,142 @@
+"""Tensors that are not quite plain: they come back as they were, or are refused before they are stored."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from everstep_trainer.restore import Restoration
+from everstep_trainer.restore.restorer import Restoration as Restorer
+from everstep_trainer.snapshot.snapshotter import Snapshotter
+from everstep_trainer.state.blob import decode_blob, encode_blob
+from everstep_trainer.state.layout import Sharing
+from everstep_trainer.state.tracked_state import TrackedState
+from torch import nn
+
+from everstep.errors import NotRestorable
+from everstep.wire.v1.training import RestoreRule
+from tests.support.forked import ForkPool
+from tests.support.generations import generation
+from tests.support.lone_rank import LoneRank, lone_rank
+
+VALUES = torch.tensor([1 + 2j, 3 - 1j])
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+
+
+class Holder(nn.Module):
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("held", buffer)
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+def inferred() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.arange(3.0)
+
+
+ODD: dict[str, Callable[[], torch.Tensor]] = {
+    "conjugate": lambda: VALUES.clone().conj(),
+    "negative": lambda: VALUES.clone().conj().imag,
+    "large conjugate": lambda: torch.complex(torch.arange(4096.0), torch.ones(4096)).conj(),
+    "inferred": inferred,
+    "not a number": lambda: torch.full((4,), float("nan")),
+    "half of complex": lambda: torch.ones(2, dtype=torch.complex32),
+    "packed": lambda: torch.arange(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    "transposed": lambda: torch.arange(6.0).reshape(2, 3).t(),
+}
+
+
+def raw(tensor: torch.Tensor) -> list[int]:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def rank(program_forks: ForkPool) -> Iterator[LoneRank]:
+    with lone_rank(program_forks) as made:
+        yield made
+
+
+def stores(rank: LoneRank, objects: dict[str, Any]) -> None:
+    spec = generation(1)
+    snapshots = Snapshotter(rank.client, TrackedState(objects), spec, spec.roster[0], dist.HashStore(), lambda _: None)
+    for step in (1, 2):
+        snapshots.wait()
+        snapshots.begin(step)
+    snapshots.close(finish=True)
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_it_comes_back_as_it_was(rank: LoneRank, what: str) -> None:
+    stores(rank, {"model": Holder(ODD[what]())})
+    fresh = Holder(ODD[what]())
+    kind = fresh.held.dtype
+    with torch.inference_mode(), torch.no_grad():
+        fresh.held.copy_(torch.zeros_like(fresh.held))
+    assert raw(fresh.held) != raw(ODD[what]())
+    spec = generation(2, restore=RestoreRule())
+    restored = Restoration(rank.client, spec, spec.roster[0], dist.HashStore()).fill(TrackedState({"model": fresh}))
+    assert restored.step == 2
+    assert (raw(fresh.held), fresh.held.dtype) == (raw(ODD[what]()), kind)
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_a_constant_is_no_buffer_that_training_changes(what: str) -> None:
+    model = Holder(ODD[what]())
+    state = TrackedState({"model": model})
+    assert {tensor.sharing for tensor in state.tensors()} == {Sharing.EQUAL}
+    assert state.unchanged()
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_it_is_python_state_too(what: str) -> None:
+    back = decode_blob(encode_blob(ODD[what]()))
+    assert (raw(back), back.shape) == (raw(ODD[what]()), ODD[what]().shape)
+
+
+def test_a_buffer_of_inference_mode_that_changes_is_seen_to() -> None:
+    model = Holder(inferred())
+    state = TrackedState({"model": model})
+    state.tensors()
+    with torch.inference_mode():
+        model.held += 1
+    assert not state.unchanged()
+
+
+def test_what_one_rank_cannot_fill_is_told_to_all_at_once(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that raised by itself left the others to wait for it until they gave up."""
+    stores(rank, {"model": Holder(torch.ones(2))})
+    spec = generation(2, ranks=[("n1", 0), ("n1", 1)], restore=RestoreRule())
+    store = dist.HashStore()
+    read = Restorer._read
+
+    def failing(self: Restorer, *args: Any) -> Any:
+        if self._member.rank == 1:
+            raise RuntimeError("one element refers to the memory of another")
+        return read(self, *args)
+
+    monkeypatch.setattr(Restorer, "_read", failing)
+    raised: dict[int, Exception] = {}
+
+    def restore(number: int) -> None:
+        try:
+            state = TrackedState({"model": Holder(torch.zeros(2))})
+            Restoration(rank.client, spec, spec.roster[number], store).fill(state)
+        except (NotRestorable, RuntimeError) as error:
+            raised[number] = error
+
+    threads = [threading.Thread(target=restore, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert isinstance(raised[0], NotRestorable)
+    assert str(raised[0]) == "rank 1: one element refers to the memory of another"
+    assert type(raised[1]) is RuntimeError

@@ -1,0 +1,78 @@
+"""State that is one rank's goes back to that rank alone, and to nobody else without a word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.run import Run
+from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.state.tracked_state import TrackedState
+
+from everstep.errors import NotRestorable
+
+
+class Cursor:
+    """How far a rank has read."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Kept(IdleKeeper):
+    """Has what it is given to track."""
+
+    def track(self, objects: Any, choices: object) -> int:
+        self.tracked = objects
+        TrackedState(objects)
+        return 0
+
+
+def tracked(cursor: object, rank: int = 1, world: int = 2, **choices: Any) -> Any:
+    keeper = Kept()
+    Run(Place(rank=rank, world_size=world), keeper).track(cursor=cursor, **{"per_rank": ["cursor"]} | choices)
+    return keeper.tracked["cursor"]
+
+
+def test_it_comes_back_to_the_rank_that_stored_it():
+    after = Cursor()
+    tracked(after).load_state_dict(tracked(Cursor(7)).state_dict())
+    assert after.at == 7
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "reason"),
+    [(0, 2, "cursor of rank 0 was lost with its process: that of 1"), (1, 3, "cursor was stored on 2 ranks, and")],
+)
+def test_another_rank_or_number_of_them_is_refused_with_what_to_do(rank, world, reason):
+    stored, after = tracked(Cursor(7)).state_dict(), Cursor()
+    with pytest.raises(NotRestorable, match=f"{reason}.*leave cursor out of per_rank"):
+        tracked(after, rank, world).load_state_dict(stored)
+    assert after.at == 0
+
+
+def test_what_was_stored_of_no_rank_in_particular_is_refused():
+    with pytest.raises(NotRestorable, match="what is stored of cursor does not say whose it is"):
+        tracked(Cursor()).load_state_dict({"at": 7})
+
+
+@pytest.mark.parametrize(
+    ("cursor", "names", "error", "sentence"),
+    [
+        (Cursor(), "cursor", TypeError, "takes a list"),
+        (Cursor(), ["curser"], ValueError, "curser, which is not tracked"),
+        (torch.nn.Linear(1, 1), ["cursor"], TypeError, "modules and optimizers"),
+        (object(), ["cursor"], TypeError, "has no state_dict"),
+    ],
+)
+def test_what_cannot_be_one_ranks_is_refused_by_name(cursor, names, error, sentence):
+    with pytest.raises(error, match=sentence):
+        tracked(cursor, per_rank=names)

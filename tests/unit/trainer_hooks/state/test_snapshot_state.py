@@ -1,0 +1,307 @@
+"""Tracked state: names, boxes, ties, the blob, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from everstep_trainer.data.sampler import ElasticSampler
+from everstep_trainer.state.blob import decode_blob, encode_blob
+from everstep_trainer.state.layout import Sharing
+from everstep_trainer.state.python_state import Merged, decode
+from everstep_trainer.state.tracked_state import TrackedState
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from everstep.errors import ConfigurationError, MalformedMessage, NotRestorable
+from everstep.layout.manifests import Tensor
+from tests.support.given_state import GivenState
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+        self.tied = nn.Linear(3, 4, bias=False)
+        self.tied.weight = self.inner.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("constant", torch.ones(5))
+        self.register_buffer("scratch", torch.ones(5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.inner(x) + self.tied(x))
+
+
+def trained() -> tuple[Model, torch.optim.Optimizer, TrackedState]:
+    torch.manual_seed(1)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = TrackedState({"model": model, "optimizer": optimizer})
+    model(torch.randn(6, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer, state
+
+
+def catalog_of(state: TrackedState) -> tuple[Tensor, ...]:
+    parts = state.layout(state.tensors(), 0, 1).parts
+    return tuple(Tensor(p.name, p.dtype, p.itemsize, p.shape, p.sharing is Sharing.OWN) for p in parts)
+
+
+def load(state: TrackedState, *blobs: bytes) -> None:
+    """The Python state of one rank, or of several."""
+    state.load_python(Merged([decode(blob) for blob in blobs], state.python_names()))
+
+
+def test_tensors_are_named_by_their_object_and_their_parameter_and_tied_ones_come_once() -> None:
+    _, _, state = trained()
+    names = [t.name for t in state.tensors()]
+    assert "model.inner.weight" in names
+    assert "model.tied.weight" not in names
+    assert "optimizer.model.inner.weight.exp_avg" in names
+    assert "model.constant" in names
+    assert "model.scratch" not in names
+    assert len(names) == len(set(names))
+
+
+def test_the_other_names_of_what_is_tied_and_the_groups_of_parameters_are_told() -> None:
+    model = Model()
+    model.again = model.inner
+    optimizer = torch.optim.SGD([{"params": [model.inner.weight]}, {"params": [model.inner.bias]}], lr=0.1)
+    state = TrackedState({"model": model, "optimizer": optimizer})
+    parts = {p.name: p for p in state.layout(state.tensors(), 0, 1).parts}
+    assert set(parts["model.inner.weight"].aliases) == {"model.tied.weight", "model.again.weight"}
+    assert parts["model.inner.bias"].aliases == ("model.again.bias",)
+    assert parts["model.constant"].aliases == ()
+    assert parts["model.inner.weight"].groups == (("optimizer", 0),)
+    assert parts["model.inner.bias"].groups == (("optimizer", 1),)
+    assert parts["model.norm.weight"].groups == ()
+    every_name = {f"model.{name}" for name in model.state_dict()}
+    assert every_name == {name for part in parts.values() for name in (part.name, *part.aliases)}
+
+
+def test_running_statistics_are_each_ranks_own_and_constants_are_not() -> None:
+    _, _, state = trained()
+    sharing = {t.name: t.sharing for t in state.tensors()}
+    assert sharing["model.norm.running_mean"] is Sharing.OWN
+    assert sharing["model.norm.num_batches_tracked"] is Sharing.OWN
+    assert sharing["model.constant"] is Sharing.EQUAL
+    parts = {p.name: p for p in state.layout(state.tensors(), 2, 4).parts}
+    assert parts["model.norm.running_mean"].shape == (4, 4)
+    assert parts["model.norm.running_mean"].box.offset == (2, 0)
+
+
+def test_wrappers_of_modules_leave_no_trace_in_names() -> None:
+    model = nn.Sequential(OrderedDict(block=nn.Linear(2, 2)))
+    plain = [t.name for t in TrackedState({"model": model}).tensors()]
+    compiled = torch.compile(model, backend="eager")
+    assert [t.name for t in TrackedState({"model": compiled}).tensors()] == plain
+
+
+def test_a_change_of_the_set_of_tensors_is_noticed() -> None:
+    model, optimizer, state = trained()
+    assert not state.unchanged()
+    state.tensors()
+    assert state.unchanged()
+    optimizer.step()
+    assert state.unchanged()
+    model.inner.bias.data = model.inner.bias.data.clone()
+    assert not state.unchanged()
+    state.tensors()
+    optimizer.state[model.inner.bias]["exp_avg"] = torch.zeros(4)
+    assert not state.unchanged()
+    state.tensors()
+    model.constant += 1
+    assert not state.unchanged()
+    assert {t.name: t.sharing for t in state.tensors()}["model.constant"] is Sharing.OWN
+
+
+def test_a_state_is_complete_once_the_optimizer_has_stepped() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TrackedState({"model": model, "optimizer": optimizer})
+    assert not state.complete()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert state.complete()
+
+
+def test_a_fresh_process_gets_room_for_the_moments_that_were_stored() -> None:
+    _, _, state = trained()
+    catalog = catalog_of(state)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    fresh = TrackedState({"model": model, "optimizer": optimizer})
+    assert {catalog[i].name for i, _ in fresh.targets(catalog)} == {t.name for t in catalog}
+    moments = optimizer.state[model.inner.weight]
+    assert moments["exp_avg"].shape == (4, 3)
+    assert moments["step"].shape == ()
+    assert moments["step"].device.type == "cpu"
+
+
+def test_another_model_than_was_stored_is_refused_by_name() -> None:
+    _, _, state = trained()
+    catalog = catalog_of(state)
+    other = nn.Sequential(nn.Linear(3, 4))
+    with pytest.raises(NotRestorable, match=r"new \(model\.0\.weight, model\.0\.bias\)"):
+        TrackedState({"model": other}).targets(catalog)
+    wider = [Tensor(t.name, t.dtype, t.itemsize, (9, 9), t.own) for t in catalog]
+    with pytest.raises(NotRestorable, match=r"float32 \[4, 3\] now, and was stored as float32 \[9, 9\]"):
+        state.targets(tuple(wider))
+
+
+def test_python_state_comes_back_with_hyper_parameters_and_schedules() -> None:
+    model, optimizer, _ = trained()
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+    optimizer.step()
+    schedule.step()
+    blob = TrackedState({"model": model, "optimizer": optimizer, "schedule": schedule}).blob()
+    model2 = Model()
+    optimizer2 = torch.optim.AdamW(model2.parameters(), lr=0.5)
+    schedule2 = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer2, T_max=10)
+    load(TrackedState({"model": model2, "optimizer": optimizer2, "schedule": schedule2}), blob)
+    assert optimizer2.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert optimizer2.param_groups[0]["betas"] == (0.9, 0.999)
+    assert schedule2.state_dict() == schedule.state_dict()
+
+
+def test_optimizer_state_that_is_no_tensor_comes_back() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.state[parameter] = {"count": 3, "momentum_buffer": None}
+    blob = TrackedState({"optimizer": optimizer}).blob()
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    load(TrackedState({"optimizer": other}), blob)
+    assert other.state[other.param_groups[0]["params"][0]] == {"count": 3, "momentum_buffer": None}
+
+
+@pytest.mark.parametrize(
+    ("tracked", "mend"),
+    [
+        ([1], "track each of its members under a name of its own"),
+        (object(), "give it both, or leave it out"),
+        (ElasticSampler(10, global_batch=2), "samples are a function of the step: leave it out"),
+        (DataLoader([1, 2]), r"take run\.loader or run\.sampler"),
+        (DistributedSampler([1, 2], num_replicas=2, rank=0), r"take run\.loader or run\.sampler"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_has_no_state_dict_is_refused_by_name_with_what_to_do(tracked: object, mend: str) -> None:
+    with pytest.raises(TypeError, match=f"odd is a {type(tracked).__name__}, .*{mend}"):
+        TrackedState({"odd": tracked})
+
+
+class Counting(torch.optim.SGD):
+    """Has state that is of no parameter."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        seen = self.state["seen"].get("steps", torch.zeros(2))
+        self.state["seen"] = {"steps": seen + 1, "last": 7}
+
+
+def test_optimizer_state_that_is_of_no_parameter_comes_back_and_changes_no_plan() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer, fresh = Counting(model.parameters(), lr=0.1), Counting(other.parameters(), lr=0.1)
+    optimizer.step()
+    state = TrackedState({"model": model, "optimizer": optimizer})
+    state.tensors()
+    optimizer.step()
+    assert state.unchanged()
+    blob = state.blob()
+    optimizer.state[model.weight]["new"] = torch.ones(1)
+    assert not state.unchanged()
+    load(TrackedState({"model": other, "optimizer": fresh}), blob)
+    assert fresh.state["seen"]["steps"].tolist() == [2.0, 2.0]
+    assert fresh.state["seen"]["last"] == 7
+    with pytest.raises(ValueError, match=r"one of several optimizers under optimizer .*'seen': track each"):
+        TrackedState({"model": model, "optimizer": [optimizer, torch.optim.SGD(other.parameters())]}).blob()
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({"hook": print}, r"state\['objects'\]\['odd'\]\['hook'\] is a builtins\."),
+        ({"a": [1, {"b": object()}]}, r"\['a'\]\[1\]\['b'\] is a builtins\.object"),
+        ({"a": np.array([object()])}, "numpy array of object"),
+        ({frozenset(): 1}, "key of type frozenset.*take strings, numbers or tuples"),
+        ({(1, print): 1}, "key of type builtin_function_or_method"),
+    ],
+)
+def test_state_that_would_need_pickle_is_refused_with_its_path(value: Any, path: str) -> None:
+    with pytest.raises(TypeError, match=path):
+        TrackedState({"odd": GivenState(value)}).blob()
+
+
+def test_a_blob_over_the_limit_is_refused_with_the_mend() -> None:
+    with pytest.raises(ConfigurationError, match="keep large tensors in a module"):
+        TrackedState({"odd": GivenState(bytes(9 << 20))}).blob()
+
+
+def test_state_that_contains_itself_is_refused() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(TypeError, match="contains itself"):
+        encode_blob(loop)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.floats(allow_nan=False)
+keys = st.recursive(
+    st.text() | st.integers() | st.binary() | st.none() | st.floats(allow_nan=False),
+    lambda inner: st.tuples(inner, inner),
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(keys, inner) | st.sets(st.integers()),
+    max_leaves=12,
+)
+
+
+@given(values)
+def test_python_values_come_back_equal_and_of_the_same_type(value: Any) -> None:
+    back = decode_blob(encode_blob(value))
+    assert back == value
+    assert type(back) is type(value)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.5),
+        torch.zeros(0, 4),
+        torch.randn(3, 2).bfloat16(),
+        torch.arange(6).view(2, 3).t(),
+        torch.ones(2) > 0,
+    ],
+)
+def test_tensors_inside_python_state_come_back_to_the_bit(tensor: torch.Tensor) -> None:
+    back = decode_blob(encode_blob({"t": tensor}))["t"]
+    assert back.dtype == tensor.dtype
+    assert torch.equal(back, tensor)
+
+
+def test_numpy_and_odd_numbers_come_back() -> None:
+    value = {
+        "a": np.arange(6, dtype="<i2").reshape(2, 3),
+        "s": np.float32(1.5),
+        "n": math.nan,
+        "c": 1 + 2j,
+        "big": 1 << 200,
+    }
+    back = decode_blob(encode_blob(value))
+    assert (back["a"] == value["a"]).all()
+    assert back["a"].dtype == np.dtype("<i2")
+    assert back["s"] == np.float32(1.5)
+    assert math.isnan(back["n"])
+    assert (back["c"], back["big"]) == (1 + 2j, 1 << 200)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\xc7\x05\x63abcde", encode_blob({"t": torch.ones(4)})[:-3]])
+def test_bytes_that_are_no_blob_are_refused(data: bytes) -> None:
+    with pytest.raises(MalformedMessage):
+        decode_blob(data)

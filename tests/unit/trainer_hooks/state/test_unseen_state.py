@@ -1,0 +1,97 @@
+"""State that is not where it is looked for: told by name when it is tracked, instead of lost with the first rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.run import Run
+from everstep_trainer.runtime.generation_session import IdleKeeper
+from torch import nn
+
+
+def track(**objects: object) -> None:
+    Run(Place(), IdleKeeper()).track(**objects)
+
+
+def test_an_optimizer_that_trains_what_no_tracked_module_holds_is_refused() -> None:
+    """Its state would be stored, and the values of the parameter lost."""
+    model, loss = nn.Linear(2, 2), nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW([*model.parameters(), *loss.parameters()])
+    with pytest.raises(
+        ValueError, match=r"optimizer trains 2 parameters .*\(of shape \[3, 2\], \[3\]\).*Track what hold"
+    ):
+        track(model=model, optimizer=optimizer)
+    with pytest.raises(ValueError, match="optimizer trains 2 parameters"):
+        track(model=[model], optimizer=[optimizer])
+    track(model=model, loss=loss, optimizer=optimizer)
+    track(model=model, more=nn.ParameterList(loss.parameters()), optimizer=optimizer)
+
+
+class Overriding(nn.Linear):
+    """Says more than it holds, by a method of its own."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**super().state_dict(*args, **kwargs), "count": 3}
+
+
+class Saving(nn.Linear):
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        destination[f"{prefix}count"] = torch.ones(1)
+
+
+def hooked() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_state_dict_post_hook(lambda module, said, prefix, _: said.update({f"{prefix}count": torch.ones(1)}))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (Overriding(2, 2), "count"),
+        (Saving(2, 2), "count"),
+        (hooked(), "count"),
+        (nn.Sequential(Saving(2, 2)), "0.count"),
+        (nn.Sequential(hooked()), "0.count"),
+    ],
+)
+def test_what_a_module_adds_to_its_state_dict_is_told_of(
+    model: nn.Module, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    track(model=model)
+    assert f"model has {name} in its state_dict(), which are none of its parameters" in caplog.text
+    assert "get_extra_state" in caplog.text
+
+
+class Renaming(nn.Linear):
+    """Has other names on storage, parts for the whole, and extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 4)
+        self.register_state_dict_post_hook(self._rename)
+
+    @staticmethod
+    def _rename(module: nn.Module, said: dict[str, Any], prefix: str, _: Any) -> None:
+        weight = said.pop(f"{prefix}weight")
+        said |= {f"{prefix}query": weight[:2], f"{prefix}key": weight[2:]}
+
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: int) -> None:
+        pass
+
+
+class Raising(nn.Linear):
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        raise RuntimeError("not now")
+
+
+@pytest.mark.parametrize("model", [Renaming(), nn.Sequential(Renaming()), Raising(2, 2), nn.BatchNorm1d(2)])
+def test_who_only_renames_what_is_stored_hears_nothing(model: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    track(model=model)
+    assert "state_dict" not in caplog.text

@@ -1,0 +1,259 @@
+"""Losses that are NaN or jump: no update, back to a version that was kept, with the batch or without."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from everstep_trainer.loss_guard import LossDiverged, LossHistory, SpikeRule
+from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.run import Run
+from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.state.blob import decode_blob, encode_blob
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.vocabulary import Finding, FindingKind, Mode, NodeState, Severity
+from everstep.wire.v1.training import FindingRaised, JobSpec, RankFinished, RestoreRule
+from tests.support import guarded_training
+from tests.support.core_fleet import CoreFleet, audits, decisions
+from tests.support.exact_training import Fault, read_diaries
+from tests.support.generations import JOB
+from tests.support.guarded_training import Bad
+from tests.support.stage import stage
+from tests.support.vaults import vaults
+
+NAN = float("nan")
+ALL = range(1, 41)
+
+
+def alone(folder: Path, updates: Collection[int] = ALL, bad: Bad | None = None, **options: Any) -> list[dict[str, Any]]:
+    folder.mkdir()
+    guarded_training.train(Run(Place(), IdleKeeper()), str(folder), updates, bad, **options)
+    return sorted(read_diaries(folder), key=lambda row: row["step"])
+
+
+def end(rows: list[dict[str, Any]]) -> str:
+    return str(rows[-1]["state"])
+
+
+def test_nothing_happens_where_nothing_is_wrong(tmp_path):
+    rows = alone(tmp_path / "guarded", back=2, every=3)
+    assert [row["data_step"] for row in rows] == list(ALL)
+    assert end(rows) == end(alone(tmp_path / "free", back=0))
+    assert rows[-1]["records"] == []
+
+
+@pytest.mark.parametrize(("back", "every"), [(1, 1), (1, 10), (2, 5), (3, 1), (5, 7)])
+@pytest.mark.parametrize("value", [NAN, float("inf"), 1e4], ids=["nan", "inf", "spike"])
+def test_a_batch_that_stays_bad_is_left_out_and_the_rest_is_as_if_it_had_never_been(tmp_path, back, every, value):
+    rows = alone(tmp_path / "bad", bad=Bad([23], value), policy="skip", back=back, every=every)
+    refused = [row for row in rows if not row["allowed"]]
+    assert [row["data_step"] for row in refused] == [23]
+    kept = [1, *(step + 1 for step in range(1, 22) if step % every == 0)]
+    (record,) = rows[-1]["records"]
+    assert record["back_to"] == kept[-back:][0], "of those from which a good loss came, that many back or the oldest"
+    assert (record["data_step"], record["policy"]) == (23, "skip")
+    applied = applied_steps(rows)
+    assert applied == [step for step in ALL if step != 23]
+    assert rows[-1]["state"] == reference(tmp_path, applied)
+
+
+def applied_steps(rows: list[dict[str, Any]]) -> list[int]:
+    """The data steps whose updates stand in the end: who goes back undoes what he did since."""
+    applied: list[int] = []
+    for row in rows:
+        if row["allowed"]:
+            applied.append(row["data_step"])
+        elif (to := row["records"][-1]["back_to"]) is not None:
+            applied = [step for step in applied if step < to]
+    return applied
+
+
+def reference(folder: Path, data_steps: list[int]) -> str:
+    """What training on exactly these leaves behind, without a guard's doing."""
+
+    class Listed(Run):
+        """Data steps from a list."""
+
+        def sampler(self, *given: Any, **more: Any) -> Any:
+            sampler, order = super().sampler(*given, **more), data_steps
+
+            class Renamed:
+                def indices(self, step: int) -> torch.Tensor:
+                    return sampler.indices(order[step - 1])
+
+                def weight(self, step: int) -> float:
+                    return sampler.weight(step)
+
+            return Renamed()
+
+    (folder / "reference").mkdir()
+    guarded_training.train(
+        Listed(Place(), IdleKeeper()), str(folder / "reference"), range(1, len(data_steps) + 1), back=0, spike=None
+    )
+    return end(sorted(read_diaries(folder / "reference"), key=lambda row: row["step"]))
+
+
+@pytest.mark.parametrize(("back", "every"), [(1, 10), (2, 1), (1, 1), (3, 20)])
+@pytest.mark.parametrize("step", [1, 2, 10, 15, 20])
+def test_an_update_that_was_bad_under_a_good_loss_is_taken_back(tmp_path, back, every, step):
+    """A gradient that is NaN shows in the next loss: what was kept in between is as bad, and the first steps of a
+    generation have nothing but what it began with."""
+    once = Bad([step], NAN, times=1)
+    rows = alone(tmp_path / "bad", gradients=once, policy="replay", back=back, every=every)
+    assert [row["data_step"] for row in rows if not row["allowed"]] == [step + 1]
+    assert applied_steps(rows) == list(ALL)
+    assert end(rows) == end(alone(tmp_path / "clean"))
+
+
+@pytest.mark.parametrize("step", [1, 10, 15])
+def test_a_batch_whose_gradient_is_bad_each_time_is_left_out_at_the_second_refusal(tmp_path, step):
+    rows = alone(tmp_path / "bad", gradients=Bad([step], NAN), policy="skip", back=1, every=10)
+    assert [row["data_step"] for row in rows if not row["allowed"]] == [step + 1, step + 2]
+    applied = applied_steps(rows)
+    assert applied == [data_step for data_step in ALL if not step <= data_step <= step + 2]
+    assert end(rows) == reference(tmp_path, applied)
+
+
+def test_what_is_excluded_is_neither_kept_nor_put_back():
+    run = Run(Place(), IdleKeeper())
+    guard = run.guard(back=1, every=1)
+    model = torch.nn.Linear(4, 1)
+    model.register_buffer("odd", torch.eye(3).to_sparse())
+    model.register_buffer("cache", torch.zeros(3))
+    run.track(exclude=["model.odd", "model.cache"], model=model)
+    begun = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight += 1
+        model.cache += 1
+    assert not guard.allows(torch.tensor(NAN))
+    assert torch.equal(model.weight, begun)
+    assert torch.equal(model.cache, torch.ones(3))
+
+
+def test_a_first_batch_that_is_bad_costs_no_version(tmp_path):
+    """No loss has shown yet that the state is good, but no update has made it another one either."""
+    bad, gradients = Bad([1], NAN, times=1), Bad([2], NAN, times=1)
+    rows = alone(tmp_path / "bad", bad=bad, gradients=gradients, policy="replay")
+    assert [row["data_step"] for row in rows if not row["allowed"]] == [1, 3]
+    assert end(rows) == end(alone(tmp_path / "clean"))
+
+
+@pytest.mark.parametrize(("back", "every"), [(1, 1), (2, 5), (0, 1)])
+def test_a_batch_that_was_bad_once_is_computed_again_and_leaves_no_trace(tmp_path, back, every):
+    bad = Bad([23], NAN, times=1)
+    rows = alone(tmp_path / "bad", bad=bad, policy="replay", back=back, every=every)
+    assert sum(not row["allowed"] for row in rows) == 1
+    assert applied_steps(rows) == list(ALL)
+    if back:  # without a version the running statistics of the refused pass stay
+        assert end(rows) == end(alone(tmp_path / "clean"))
+
+
+def test_what_comes_back_again_and_again_ends_the_run_with_what_to_look_at(tmp_path):
+    with pytest.raises(LossDiverged, match=r"data step 23 is nan .*after 3 refusals.*learning rate"):
+        alone(tmp_path / "bad", bad=Bad([23], NAN), policy="replay", back=2, every=5)
+
+
+def test_several_bad_batches_are_left_out_without_reaching_the_limit_where_good_ones_lie_between(tmp_path):
+    rows = alone(tmp_path / "bad", bad=Bad([20, 22, 24, 26, 28], NAN), back=2, every=3, limit=2)
+    assert applied_steps(rows) == [step for step in ALL if step not in (20, 22, 24, 26, 28)]
+    assert end(rows) == reference(tmp_path, applied_steps(rows))
+
+
+def test_its_state_can_be_stored_and_goes_on():
+    run = Run(Place(), IdleKeeper())
+    guard = run.guard(back=0)
+    for loss in (1.0, 1.1, math.inf, 0.9):
+        guard.allows(torch.tensor(loss))
+    other = Run(Place(), IdleKeeper()).guard(back=0)
+    other.load_state_dict(decode_blob(encode_blob(guard.state_dict())))
+    assert (other.data_step, other.records) == (5, guard.records)
+    assert other.state_dict() == guard.state_dict()
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    for options in ({"policy": "ignore"}, {"back": -1}, {"every": 0}, {"spike": 0.0}, {"warmup": 65}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            Run(Place(), IdleKeeper()).guard(**options)
+    run = Run(Place(), IdleKeeper())
+    run.guard()
+    with pytest.raises(ValueError, match="has a guard already"):
+        run.guard()
+    with pytest.raises(ValueError, match="under the name guard"):
+        run.track(guard=torch.nn.Linear(1, 1))
+
+
+losses = st.lists(st.floats(0.01, 100.0), min_size=16, max_size=64)
+
+
+@given(losses, st.floats(0.0, 1e6))
+def test_a_spike_is_so_many_spreads_above_the_median(past, loss):
+    middle = statistics.median(past)
+    spread = max(1.4826 * statistics.median([abs(p - middle) for p in past]), 0.01 * middle)
+    assert bool(LossHistory(SpikeRule(), past).judge(loss)) == (loss > middle + 10 * spread)
+
+
+@given(losses)
+def test_lower_losses_are_never_spikes_and_what_is_not_finite_always_is(past):
+    history = LossHistory(SpikeRule(), past)
+    assert history.judge(min(past)) == history.judge(-math.e) == ""
+    assert all(history.judge(loss) for loss in (NAN, math.inf, -math.inf))
+
+
+def test_nothing_but_nan_counts_before_the_warmup_and_where_spikes_are_allowed():
+    assert LossHistory(SpikeRule(), [1.0] * 15).judge(1e9) == ""
+    assert LossHistory(SpikeRule(spike=None), [1.0] * 64).judge(1e9) == ""
+    assert LossHistory(SpikeRule(), [1.0] * 16).judge(1.2) != ""
+
+
+def test_a_refused_loss_is_an_event_and_accuses_nobody():
+    fleet = CoreFleet()
+    fleet.start(3, 1)
+    finding = Finding(
+        kind=FindingKind.RANK_LOSS,
+        subject="job/g1/step23",
+        severity=Severity.INFO,
+        message="job job: the loss of data step 23 is nan",
+        mode=Mode.OBSERVE,
+    )
+    effects = fleet.raise_finding("n2", finding)
+    assert ["the loss of data step 23 is nan (n2)" in line for line in audits(effects, "finding")] == [True]
+    assert all(decision == "no_action" for _, decision in decisions(effects))
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+
+
+@pytest.mark.slow
+def test_two_ranks_go_back_together_and_a_rank_that_is_killed_meanwhile_changes_nothing(forks, tmp_path):
+    """The kill is in the fifth step after the refusal: what the guard knows is restored with everything else."""
+    train = partial(guarded_training.train_on, folder=str(tmp_path), faults=(Fault(1, 28, "reduced"),))
+    with vaults(forks) as fleet:
+        vault = fleet.start("n1")
+        fleet.configure(vault)
+        with stage(forks, train, vault.run_dir) as scene:
+            spec = JobSpec(job=JOB, replicas=1, nproc_per_node=2)
+            scene.start(0, 1)
+            scene.form(1, 0, 1, spec=spec)
+            scene.ranks.pop(1).wait()
+            scene.start(1)
+            scene.form(2, 0, 1, spec=spec, restore=RestoreRule())
+            scene.heard(RankFinished, 2, where=lambda m: m.generation == 2)
+            (raised,) = scene.heard(FindingRaised, 1)
+            assert scene.finish() == [0, 0]
+    assert (raised.finding.kind, raised.finding.evidence) == (FindingKind.RANK_LOSS, {"data_step": "23"})
+    assert "the loss of data step 23 is nan" in raised.finding.message
+    rows = read_diaries(tmp_path)
+    assert {row["generation"] for row in rows if row["rank"] == 1} == {1, 2}
+    for rank in (0, 1):
+        standing = {row["step"]: row for row in sorted(rows, key=lambda r: r["generation"]) if row["rank"] == rank}
+        ordered = [standing[step] for step in sorted(standing)]
+        assert [row["data_step"] for row in ordered if not row["allowed"]] == [23]
+        assert [record["back_to"] for record in ordered[-1]["records"]] == [17]
+        assert applied_steps(ordered) == [step for step in ALL if step != 23]
+    assert len({row["parameters"] for row in rows if row["data_step"] == max(ALL)}) == 1

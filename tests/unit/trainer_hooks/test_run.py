@@ -1,0 +1,281 @@
+"""The run object, and what it does where Everstep does not run the script."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from everstep_trainer.data.rng import stream_seed
+from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.run import Run
+from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.runtime.peer_wait import Waits
+from everstep_trainer.runtime.progress import Progress
+from everstep_trainer.runtime.worker import reset_thread_state
+
+import everstep
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def draws() -> tuple[float, float, float]:
+    return torch.rand(1).item(), random.random(), float(np.random.rand())
+
+
+def test_the_public_names_are_these():
+    assert everstep.__all__ == ["ElasticSampler", "HookSettings", "Regroup", "Run", "main"]
+    for name in everstep.__all__:
+        assert getattr(everstep, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        everstep.nonsense  # noqa: B018 - the access is the test
+
+
+def test_importing_the_package_does_not_import_torch():
+    code = "import sys, trainer_hooks; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_without_everstep_there_is_one_rank_and_steps_are_a_range(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "EVERSTEP_WORKER_PID"):
+        monkeypatch.delenv(name, raising=False)
+    seen: list[int] = []
+
+    def train(run: Run) -> None:
+        model = run.replicate(torch.nn.Linear(2, 2))
+        run.track(model=model)
+        assert (run.rank, run.world_size, run.distributed, run.generation) == (0, 1, False, 0)
+        assert isinstance(model, torch.nn.Linear)
+        with pytest.raises(RuntimeError, match=r"run\.distributed"):
+            run.mesh  # noqa: B018 - the access is the test
+        for step in run.steps(until=4):
+            with run.atomic():
+                run.report(loss=torch.tensor(1.0))
+            seen.append(step)
+        assert run.finished == 4
+
+    everstep.main(train)
+    assert seen == [1, 2, 3, 4]
+
+
+def untracked_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "nothing is tracked" in record.getMessage()]
+
+
+def test_run_that_tracks_nothing_is_warned_once(caplog):
+    run = Run(Place(generation=1), IdleKeeper())
+    for _ in run.steps(until=3):
+        pass
+    (warning,) = untracked_warnings(caplog)
+    assert "from scratch" in warning
+    assert "run.track(" in warning
+
+
+def test_own_loop_that_tracks_nothing_is_warned(caplog):
+    run = Run(Place(generation=1), IdleKeeper())
+    run.step_finished()
+    run.step_finished()
+    assert len(untracked_warnings(caplog)) == 1
+
+
+@pytest.mark.parametrize("place", [Place(generation=1, rank=1), Place()], ids=["other_rank", "without_everstep"])
+def test_only_the_first_rank_of_a_kept_run_is_warned(caplog, place):
+    run = Run(place, IdleKeeper())
+    run.step_finished()
+    assert untracked_warnings(caplog) == []
+
+
+def test_tracked_run_is_not_warned(caplog):
+    run = Run(Place(generation=1), IdleKeeper())
+    run.track(model=torch.nn.Linear(2, 2))
+    run.step_finished()
+    assert untracked_warnings(caplog) == []
+
+
+def test_run_that_keeps_checkpoints_itself_is_not_warned(caplog):
+    """``everstep_trainer.memory_tier.dcp`` keeps what it is given in the memory tier, without ``track``."""
+    run = Run(Place(generation=1, tier=lambda: SimpleNamespace(is_over=False)), IdleKeeper())
+    assert run.tier is not None
+    run.step_finished()
+    assert untracked_warnings(caplog) == []
+
+
+def test_a_rank_that_the_others_wait_for_is_busy_and_they_are_not():
+    """Two ranks step side by side, 50 ms each; one of them waits for the other for 40 of these."""
+    ranks = [Progress(window=8), Progress(window=8)]
+    for progress in ranks:
+        progress.enter(1, 0, lambda: 0)
+        assert progress.busy_s is None
+    for step in (1, 2, 3):
+        for progress, waited in zip(ranks, (0.04, 0.001), strict=True):
+            progress._step_began -= 0.05
+            progress.waited(waited / 2)
+            progress.waited(waited / 2)
+            progress.finish(step)
+    waiting, slow = (progress.busy_s for progress in ranks)
+    assert waiting is not None
+    assert slow is not None
+    assert slow > 1.5 * waiting
+    ranks[0].enter(2, 0, lambda: 0)
+    assert ranks[0].busy_s is None, "another generation, another rank"
+
+
+def test_waits_on_the_cpu_are_told_and_a_collective_that_raises_is_not():
+    told: list[float] = []
+    waits = Waits(told.append)
+    with waits.on(torch.device("cpu")):
+        pass
+    with pytest.raises(RuntimeError), waits.on(torch.device("cpu")):
+        raise RuntimeError("peer is gone")
+    assert len(told) == 1
+    assert told[0] >= 0.0
+
+
+def test_an_error_of_the_training_function_is_raised_as_it_is(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+
+    def train(run: Run) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        everstep.main(train)
+
+
+def test_random_streams_depend_on_seed_step_and_rank_only():
+    def streams(rank: int, seed: int) -> list[tuple[float, float, float]]:
+        run = Run(Place(rank=rank, world_size=2), IdleKeeper())
+        return [draws() for _ in run.steps(until=3, seed=seed)]
+
+    assert streams(0, 1) == streams(0, 1)
+    values = [v for rank in (0, 1) for seed in (1, 2) for v in streams(rank, seed)]
+    assert len(set(values)) == len(values)
+    assert 0 <= stream_seed(1, 2, 3) < 1 << 63
+
+
+def test_a_loop_of_ones_own_has_the_same_random_streams():
+    run, others = Run(Place(rank=1, world_size=2), IdleKeeper()), []
+    for step in (1, 2, 3):
+        run.seed_step(step, seed=4)
+        others.append(draws())
+        run.step_finished()
+    run = Run(Place(rank=1, world_size=2), IdleKeeper())
+    assert [draws() for _ in run.steps(until=3, seed=4)] == others
+
+
+def test_a_step_that_was_left_is_not_finished():
+    run = Run(Place(), IdleKeeper())
+    for step in run.steps(until=10):
+        if step == 3:
+            break
+    assert run.finished == 2
+    assert next(iter(run.steps(until=10))) == 3
+
+
+def test_a_loop_of_ones_own_says_when_a_step_is_finished():
+    run = Run(Place(), IdleKeeper())
+    run.step_finished()
+    run.step_finished()
+    assert run.finished == 2
+
+
+def test_begun_steps_are_told_and_seeds_of_others_are_not():
+    class Told(IdleKeeper):
+        def __init__(self) -> None:
+            self.begun: list[int] = []
+
+        def step_begun(self, step: int) -> None:
+            self.begun.append(step)
+
+    keeper = Told()
+    run = Run(Place(), keeper)
+    for step in run.steps(until=9):
+        if step == 2:
+            break
+    run.seed_step(1000)  # for an evaluation, say
+    assert keeper.begun == [1, 2]
+
+
+def test_the_optimizer_asks_before_every_update():
+    class Counting(IdleKeeper):
+        asked = 0
+
+        def before_update(self) -> None:
+            self.asked += 1
+
+    keeper = Counting()
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    Run(Place(), keeper).track(model=model, optimizer=optimizer)
+    optimizer.step()
+    optimizer.step()
+    assert keeper.asked == 2
+
+
+def test_steps_resume_after_the_restored_one():
+    class Restored(IdleKeeper):
+        def track(self, objects: object, choices: object) -> int:
+            return 41
+
+    run = Run(Place(), Restored())
+    run.track(model=torch.nn.Linear(1, 1))
+    assert list(run.steps(until=43)) == [42, 43]
+
+
+def test_the_threads_torch_state_is_put_back():
+    torch.set_grad_enabled(False)
+    torch.set_autocast_enabled("cpu", True)
+    torch._C._autograd._push_saved_tensors_default_hooks(lambda t: t, lambda t: t)
+    reset_thread_state()
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_under_torchrun_the_group_comes_from_the_environment(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, torch.distributed as dist, everstep\n"
+        "def train(run):\n"
+        "    total = run.mean(torch.tensor(float(run.rank)))\n"
+        "    assert run.distributed and run.mesh.size() == 2 and total == 0.5, total\n"
+        "    steps = list(run.steps(until=2))\n"
+        "    open(f'{__file__}.{run.rank}', 'w').write(str(steps))\n"
+        "everstep.main(train, settings=everstep.HookSettings(backend='gloo'))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert [Path(f"{script}.{rank}").read_text() for rank in (0, 1)] == ["[1, 2]"] * 2
+
+
+def test_existing_process_group_is_used_and_left_alone(tmp_path):
+    """As Ray leaves one behind, or a script that makes its own: no RANK in the environment says who is who."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch, torch.distributed as dist, everstep\n"
+        "rank = int(sys.argv[1])\n"
+        "dist.init_process_group('gloo', init_method=f'file://{__file__}.store', rank=rank, world_size=2)\n"
+        "def train(run):\n"
+        "    assert (run.rank, run.world_size, run.device.type) == (rank, 2, 'cpu')\n"
+        "    assert run.distributed and run.mesh.size() == 2\n"
+        "    assert run.mean(torch.tensor(float(run.rank))) == 0.5\n"
+        "everstep.main(train, settings=everstep.HookSettings(backend='gloo'))\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "dist.destroy_process_group()\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    ranks = [subprocess.Popen([*command, str(n)], env=environment, stderr=subprocess.PIPE) for n in (0, 1)]
+    try:
+        errors = [rank.communicate(timeout=120)[1].decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], errors

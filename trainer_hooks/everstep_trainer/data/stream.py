@@ -1,0 +1,267 @@
+"""Data that can only be read one after another, split over ranks and workers by position.
+
+A sample's number is its place in an endless sequence: the data set, over and over. Each step takes the next
+``global_batch`` of it. Who can jump (``Seekable``) reads its own samples only. Who cannot reads everything up to them:
+on ``n`` ranks with ``w`` workers ``n * w`` times as much as is used, and after a restore all that came before again.
+
+All of these must read the same. So data that cannot jump have random streams of their own while they are read, seeded
+from (seed, epoch) where each begins: whoever shuffles there does so alike. Who can jump draws for each sample from
+(seed, step, place in the global batch), and must not shuffle by what it draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from functools import partial
+from itertools import count, islice
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker
+
+from everstep_trainer.data.rng import host_streams, seed_batch, seed_epoch, seed_sample, set_host_streams
+from everstep_trainer.data.sampler import share_of
+
+# ---- portions
+# What a loader fetches, in which order, and with which random numbers.
+
+
+class Portion(msgspec.Struct, frozen=True):
+    """The samples of one part (``run.parts``) of one step.
+
+    first: the place of the first one in the step's global batch. indices: into the data set; of a stream, positions
+    from its beginning.
+    """
+
+    step: int
+    first: int
+    indices: tuple[int, ...]
+
+
+class Shares(Protocol):
+    """A sampler that says where in the global batch this rank's samples are."""
+
+    def indices(self, step: int) -> torch.Tensor: ...
+
+    def share(self) -> tuple[int, int]: ...
+
+
+class Portions:
+    """The portions of the parts that this rank computes, from a step's part ``first_part`` (from 0) on, without end."""
+
+    def __init__(self, shares: Sequence[Shares], first_step: int, first_part: int = 0) -> None:
+        self._shares = shares
+        self._first_step = first_step
+        self._first_part = first_part
+
+    def __iter__(self) -> Iterator[Portion]:
+        return islice(self._all(), self._first_part, None)
+
+    def _all(self) -> Iterator[Portion]:
+        for step in count(self._first_step):
+            for share in self._shares:
+                yield Portion(step, share.share()[0], tuple(share.indices(step).tolist()))
+
+
+Collate = Callable[[list[Any]], Any]
+
+
+def batch_of(portion: Portion, seed: int, fetch: Callable[[int], Any], collate: Collate) -> Any:
+    """What ``collate`` makes of ``fetch(index)`` of each sample, with streams seeded from (seed, step, place in the
+    global batch) for each, and from (seed, step, place of the first) for ``collate``.
+
+    So what is drawn for a sample depends neither on the worker that fetches it nor on the number of ranks, and what is
+    drawn for a batch on that number only. In a main process that fetches itself, the streams afterwards are what they
+    were before.
+    """
+    with _streams_kept():
+        fetched = []
+        for place, index in enumerate(portion.indices, portion.first):
+            seed_sample(seed, portion.step, place)
+            fetched.append(fetch(index))
+        seed_batch(seed, portion.step, portion.first)
+        return collate(fetched)
+
+
+def batch_together(portion: Portion, seed: int, fetch: Callable[[list[int]], list[Any]], collate: Collate) -> Any:
+    """The same where all samples are fetched in one call, with streams seeded from the place of the first."""
+    first = msgspec.structs.replace(portion, indices=portion.indices[:1])
+    return batch_of(first, seed, lambda _: fetch(list(portion.indices)), lambda fetched: collate(fetched[0]))
+
+
+@contextmanager
+def _streams_kept() -> Iterator[None]:
+    before = host_streams()
+    try:
+        yield
+    finally:
+        set_host_streams(before)
+
+
+class Mapped:
+    """A map-style data set that is asked for portions: what torch's fetcher hands over is the whole portion.
+
+    together: asks for all samples of a portion at once. What the data set draws is then seeded from the place of the
+    first.
+    """
+
+    def __init__(self, dataset: Any, seed: int, collate: Collate, *, together: bool = False) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._collate = collate
+        self._together = together
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, portion: Portion) -> Any:
+        if not self._together:
+            return batch_of(portion, self._seed, self._one, self._collate)
+        return batch_together(portion, self._seed, self._dataset.__getitems__, self._collate)
+
+    def _one(self, index: int) -> Any:
+        """As torch asks, which prefers ``__getitems__``: a data set may have that one only."""
+        several = getattr(self._dataset, "__getitems__", None)
+        return self._dataset[index] if several is None else several([index])[0]
+
+
+def the_same(value: Any) -> Any:
+    """In the place of a collate function: a portion is collated already."""
+    return value
+
+
+@runtime_checkable
+class Seekable(Protocol):
+    """An iterable data set that can jump."""
+
+    def seek(self, position: int) -> None:
+        """The next ``iter()`` begins at sample ``position`` of the endless sequence, counted from 0."""
+
+
+class StreamSampler:
+    """Positions of a stream: step ``s`` (from 1) takes ``(s - 1) * global_batch`` up to ``s * global_batch``."""
+
+    def __init__(self, *, global_batch: int, rank: int = 0, world_size: int = 1) -> None:
+        self._batch = global_batch
+        self._rank, self._world = rank, world_size
+        share_of(rank, world_size, global_batch)
+
+    def of(self, rank: int, world_size: int) -> StreamSampler:
+        """The same samples, as ``rank`` of another number of ranks has them."""
+        other = copy(self)
+        other._rank, other._world = rank, world_size
+        return other
+
+    def share(self) -> tuple[int, int]:
+        """Where this rank's samples begin and end in the global batch."""
+        return share_of(self._rank, self._world, self._batch)
+
+    def indices(self, step: int) -> torch.Tensor:
+        """This rank's positions of the step: int64."""
+        if step < 1:
+            raise ValueError(f"steps count from 1, not {step}")
+        start, end = self.share()
+        return torch.arange(start, end) + (step - 1) * self._batch
+
+    def weight(self, step: int) -> float:
+        """See ElasticSampler."""
+        start, end = self.share()
+        return (end - start) * self._world / self._batch
+
+
+class Reader:
+    """Reads samples of one stream by rising position.
+
+    Raises ValueError where the data end for good.
+    """
+
+    def __init__(self, dataset: Iterable[Any], seed: int = 0) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self.seekable = isinstance(dataset, Seekable)
+        self._streams: tuple[Any, ...] | None = None
+        self._iterator: Iterator[Any] | None = None
+        self._next = 0
+        self._epoch = 0
+
+    def read(self, position: int) -> Any:
+        """The sample at ``position``, which is not behind: by a jump, or by reading what lies between."""
+        if self.seekable and position != self._next:
+            self._iterator = None
+            self._next = position
+        while self._next < position:
+            self._step()
+        return self._step()
+
+    def read_apart(self, positions: Iterable[int]) -> list[Any]:
+        """These samples, with the epoch's random streams. Leaves others behind than there were."""
+        if self._streams is not None:
+            set_host_streams(self._streams)
+        samples = [self.read(position) for position in positions]
+        self._streams = host_streams()
+        return samples
+
+    def _step(self) -> Any:
+        """The sample at ``_next``."""
+        for _ in range(2):
+            if self._iterator is None:
+                self._iterator = self._begin()
+            try:
+                sample = next(self._iterator)
+            except StopIteration:
+                self._iterator = None
+                self._epoch += 1
+                continue
+            self._next += 1
+            return sample
+        raise ValueError(f"the data end before sample {self._next}: an epoch of them has no samples")
+
+    def _begin(self) -> Iterator[Any]:
+        if self.seekable:
+            self._dataset.seek(self._next)  # type: ignore[attr-defined]  # Seekable
+        elif hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(self._epoch)
+        if not self.seekable:
+            seed_epoch(self._seed, self._epoch)
+        return iter(self._dataset)
+
+
+class Streamed(IterableDataset[Any]):
+    """Whole batches for a DataLoader without a batch size: worker ``w`` of ``n`` makes each ``n``-th, which is the
+    order in which the DataLoader asks them.
+
+    Each worker reads the whole sequence. Data sets that split themselves by ``get_worker_info()``, as torch's
+    documentation shows and Hugging Face's do, would give it a part: it is hidden from them, from their threads too.
+    """
+
+    def __init__(self, dataset: Iterable[Any], portions: Portions, collate: Collate, seed: int) -> None:
+        self._dataset = dataset
+        self._portions = portions
+        self._collate = collate
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        mine, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        worker._worker_info = None
+        reader, collate = Reader(self._dataset, self._seed), partial(self._collated, info)
+        for number, portion in enumerate(self._portions):
+            if number % workers == mine:
+                yield self._batch(reader, portion, collate)
+
+    def _batch(self, reader: Reader, portion: Portion, collate: Collate) -> Any:
+        if reader.seekable:
+            return batch_of(portion, self._seed, reader.read, collate)
+        return batch_together(portion, self._seed, reader.read_apart, collate)
+
+    def _collated(self, info: Any, samples: list[Any]) -> Any:
+        """With the worker to be seen: torch's own collate function then makes tensors in shared memory."""
+        worker._worker_info = info
+        try:
+            return self._collate(samples)
+        finally:
+            worker._worker_info = None

@@ -1,0 +1,114 @@
+"""Where a training script hands over its training function."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import multiprocessing
+import os
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from everstep.clock import Clock
+from everstep.errors import ConfigurationError
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep_trainer.config import HookSettings
+from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.run import Run
+from everstep_trainer.runtime.abort import backend_named
+from everstep_trainer.runtime.assignment import current_assignment, wait_for_local_rank
+from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.runtime.regroup import device_for
+from everstep_trainer.runtime.worker import TrainingFunction, Worker
+
+log = logging.getLogger(__name__)
+
+
+def main(train: TrainingFunction, *, settings: HookSettings | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
+    """Runs ``train(run)``: kept stepping under ``everstep-launch``, as it is everywhere else.
+
+    * Under ``everstep-launch`` it is entered once in each generation; returns when the job has ended well.
+    * Elsewhere a process group that exists already (Ray's, or the script's own) is used, and left as it was.
+    * Under plain torchrun (RANK and WORLD_SIZE are set) the process group comes from the environment.
+    * Otherwise there is one rank and no process group.
+
+    In the latter three nothing is tracked, and what ``train`` raises is raised. Raises SystemExit(1) when the job was
+    stopped for an error, ConfigurationError for settings that contradict each other, for a coroutine or a generator,
+    and in a child of multiprocessing's that imports the script to be started.
+    """
+    _check(train)
+    settings = (settings or HookSettings()).validate()
+    assignment = current_assignment()
+    if assignment is not None:
+        _give_up_own_group()
+        local_rank = wait_for_local_rank()
+        Worker(msgspec.structs.replace(assignment, local_rank=local_rank), settings, clock).work(train)
+    elif dist.is_available() and dist.is_initialized():
+        _run_in_group(train, _device_of_group())
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _run_under_torchrun(train, settings)
+    else:
+        train(Run(Place(device=_own_device()), IdleKeeper()))
+
+
+def _check(train: TrainingFunction) -> None:
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as its own check of this is made
+        raise ConfigurationError(
+            "a child process that multiprocessing spawned (a data loader's worker, say) imports the script, and would "
+            "train too: call everstep.main under `if __name__ == '__main__':`"
+        )
+    if inspect.iscoroutinefunction(train) or inspect.isgeneratorfunction(train):
+        raise ConfigurationError("the training function is a coroutine or a generator: to call it runs nothing of it")
+
+
+def _give_up_own_group() -> None:
+    """Destroy the process group that the script made.
+
+    Its members are fixed, while each generation has members of its own.
+    """
+    if dist.is_available() and dist.is_initialized():
+        log.warning(
+            "this script called init_process_group: under everstep-launch that group is replaced by the group of each "
+            "generation, and a replacement for a lost rank cannot join it; leave the call out where EVERSTEP_JOB is in "
+            "the environment"
+        )
+        dist.destroy_process_group()
+
+
+def _device_of_group() -> torch.device:
+    """The device that whoever made the process group chose for this process."""
+    nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+def _own_device() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _run_under_torchrun(train: TrainingFunction, settings: HookSettings) -> None:
+    backend = backend_named(settings.backend)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = device_for(backend, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend.name)
+    try:
+        _run_in_group(train, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _run_in_group(train: TrainingFunction, device: torch.device) -> None:
+    """Run the training function once, on the ranks of the process group that there is."""
+    place = Place(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        device=device,
+        mesh=lambda: init_device_mesh(device.type, (dist.get_world_size(),)),
+    )
+    train(Run(place, IdleKeeper()))

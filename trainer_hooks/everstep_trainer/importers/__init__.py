@@ -1,0 +1,1 @@
+"""Start a job from an ordinary checkpoint: DCP folders, torch.save files, safetensors."""

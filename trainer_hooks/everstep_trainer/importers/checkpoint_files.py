@@ -1,0 +1,481 @@
+"""Ordinary checkpoints, read a box at a time: a torch.distributed.checkpoint folder, a torch.save file, or weights as
+safetensors files (``safetensors_files``).
+
+Everything is checked before it is used: what Everstep wrote against its digests, in one pass with reading, archives of
+others against their own checksums (docs/decisions/0043). Nothing is unpickled but tensors and plain values: archives by
+torch's restricted reader (``weights_only=True``), and ``.metadata`` by one that knows the classes torch writes there
+and no other.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pathlib
+import pickle
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, BinaryIO, Protocol
+
+import msgspec
+import torch
+import xxhash
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from everstep.errors import UNREADABLE, ConfigurationError, DigestMismatch, MalformedMessage, NotRestorable
+from everstep.layout.digests import DIGESTS, decode_digests
+from everstep.layout.manifests import Box, Extent, whole
+from everstep.layout.object_storage import filesystem_of
+from everstep_trainer.importers.storage_reads import Damaged, MappedArchive, check_archive, fetched
+from everstep_trainer.snapshot.copy import part_of
+from everstep_trainer.state.optimizer_state import each_tensor
+
+# ---- safetensors files
+# Weights as safetensors files, one or several with an index, read a box at a time: what transformers'
+# ``save_pretrained`` writes. Such a file is the length of its header (8 bytes, little-endian), that header in JSON, and
+# the bytes of all tensors: nothing of it can be code, and nothing tells a flipped bit.
+
+SUFFIX = ".safetensors"
+INDEX = f"{SUFFIX}.index.json"
+MOST_HEADER_BYTES = 100_000_000
+"""As the format's own library has it."""
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """Of a tensor: its file, and where its bytes begin in that."""
+
+    file: str
+    at: int
+
+
+def weights_in(filesystem: Any, folder: str) -> str:
+    """The index, or the one file of weights, that a folder has; empty where it has neither.
+
+    Raises NotRestorable where it has several.
+    """
+    if not filesystem.isdir(folder):
+        return ""
+    names = sorted(entry.rstrip("/").rpartition("/")[2] for entry in filesystem.ls(folder, detail=False))
+    found = [n for n in names if n.endswith(INDEX)] or [n for n in names if n.endswith(SUFFIX)]
+    usual = [name for name in found if name.startswith("model.")]
+    if len(usual or found) > 1:
+        raise NotRestorable(f"{folder} has {', '.join(found)}: name the one to start from")
+    return f"{folder}/{(usual or found)[0]}" if found else ""
+
+
+class Safetensors:
+    """A checkpoint (everstep_trainer.importers.checkpoint_files) of weights alone.
+
+    Raises Damaged where a file is not whole, or no safetensors file; NotRestorable for tensors that torch cannot hold.
+    """
+
+    def __init__(self, url: str, filesystem: Any, path: str) -> None:
+        self.url = url
+        self._fs = filesystem
+        self._folder, _, name = path.rpartition("/")
+        self._places: dict[str, _Place] = {}
+        self._tensors: dict[str, tuple[torch.dtype, Extent]] = {}
+        if name.endswith(INDEX):
+            index = self._decoded(name, self._bytes(name, 0, None), _Index)
+            files: dict[str, set[str]] = defaultdict(set)
+            for key, file in index.weight_map.items():
+                files[file].add(key)
+            for file, wanted in files.items():
+                self._take(file, wanted)
+        else:
+            self._take(name, None)
+        self.tensors: Mapping[str, tuple[torch.dtype, Extent]] = self._tensors
+        self.paths: Mapping[str, tuple[str | int, ...]] = {key: (key,) for key in self.tensors}
+
+    def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The rows that the box lies in are read, and no others."""
+        dtype, shape = self.tensors[key]
+        rows = whole(shape)
+        if shape:
+            rows = Box((box.offset[0], *rows.offset[1:]), (box.size[0], *shape[1:]))
+        place, row = self._places[key], math.prod(shape[1:]) * dtype.itemsize
+        data = self._bytes(place.file, place.at + sum(rows.offset) * row, rows.volume * dtype.itemsize)
+        value = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        yield box, part_of(value.view(dtype).reshape(rows.size), rows, box)
+
+    def value(self, key: str) -> Any:
+        ((_, value),) = self.read(key, whole(self.tensors[key][1]))
+        return value
+
+    def origin(self, key: str) -> object:
+        return self._places[key]
+
+    def close(self) -> None:
+        """Nothing was fetched."""
+
+    def _take(self, file: str, wanted: set[str] | None) -> None:
+        """What a file has, all of it or the tensors that the index says it has."""
+        size = self._size(file)
+        length = int.from_bytes(self._bytes(file, 0, 8), "little")
+        if length > min(size - 8, MOST_HEADER_BYTES):
+            raise Damaged(f"{self._folder}/{file} is no safetensors file, or not all of it")
+        header = self._decoded(file, self._bytes(file, 8, length), dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        if lacking := sorted((wanted or set()) - header.keys()):
+            raise Damaged(f"{self._folder}/{file} has no {lacking[0]}, which the index says is there")
+        for key in header.keys() if wanted is None else wanted:
+            entry = self._decoded(file, header[key], _Entry)
+            dtype = _DTYPES.get(entry.dtype)
+            if dtype is None:
+                raise NotRestorable(f"{self._folder}/{file}: {key} is of {entry.dtype}, which torch has no tensors of")
+            begin, end = entry.data_offsets
+            if end - begin != math.prod(entry.shape) * dtype.itemsize or not 0 <= begin <= end <= size - 8 - length:
+                raise Damaged(f"{self._folder}/{file} is not whole: the place of {key} is not what its shape says")
+            self._places[key] = _Place(file, 8 + length + begin)
+            self._tensors[key] = dtype, entry.shape
+
+    def _decoded(self, file: str, data: bytes | msgspec.Raw, kind: Any) -> Any:
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except UNREADABLE as error:
+            raise Damaged(f"{self._folder}/{file} is no safetensors file: {error}") from error
+
+    def _size(self, file: str) -> int:
+        try:
+            return int(self._fs.size(f"{self._folder}/{file}"))
+        except FileNotFoundError as error:
+            raise Damaged(f"{self.url}: {file} is missing") from error
+
+    def _bytes(self, file: str, offset: int, length: int | None) -> bytes:
+        try:
+            with self._fs.open(f"{self._folder}/{file}", "rb") as opened:
+                opened.seek(offset)
+                data = bytes(opened.read(-1 if length is None else length))
+        except FileNotFoundError as error:
+            raise Damaged(f"{self.url}: {file} is missing") from error
+        if length is not None and len(data) != length:
+            raise Damaged(f"{self._folder}/{file} is too short: it ends {length - len(data)} bytes early")
+        return data
+
+
+Path = tuple[str | int, ...]
+_SPILLED = re.compile(r"step-\d+-g\d+")
+
+
+def _member(kind: object, name: str) -> object:
+    """A member of an enumeration as early releases of Python 3.11 pickle it (3.11.2 does): ``getattr(kind, name)``."""
+    if kind is not dcp._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"getattr of {kind!r} has no place in a checkpoint's metadata")
+    return dcp._MEM_FORMAT_ENCODING[name]
+
+
+_KNOWN = {
+    ("builtins", "getattr"): _member,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    ("collections", "OrderedDict"): dict,
+    ("pathlib", "PosixPath"): pathlib.PurePosixPath,  # where it was saved: of no use here
+    ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
+} | {
+    ("torch.distributed.checkpoint.metadata", kind.__name__): kind
+    for kind in (
+        dcp.Metadata,
+        dcp.MetadataIndex,
+        dcp.TensorStorageMetadata,
+        dcp.BytesStorageMetadata,
+        dcp.ChunkStorageMetadata,
+        dcp.TensorProperties,
+        dcp.StorageMeta,
+        dcp._MEM_FORMAT_ENCODING,
+    )
+}
+
+
+class Checkpoint(Protocol):
+    """What is stored, by flattened key: ``paths`` has the path in the nested state dict that it was made of."""
+
+    url: str
+    paths: Mapping[str, Path]
+    tensors: Mapping[str, tuple[torch.dtype, Extent]]
+
+    def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Disjoint parts of ``box`` with their values, which together make it up. Raises NotRestorable (Damaged where
+        the bytes are not those that were written), OSError."""
+
+    def value(self, key: str) -> Any:
+        """A tensor in full, or another value. Raises NotRestorable for what would have to be unpickled, Damaged,
+        OSError."""
+
+    def origin(self, key: str) -> object:
+        """Where a tensor lies; two that are one tensor, or were when they were stored, lie in one place."""
+
+    def close(self) -> None:
+        """All ranks of the node have opened it, or this one has no use for it: a file that was fetched goes. What was
+        read stays."""
+
+
+def checkpoints_at(url: str) -> list[str]:
+    """What there is to start from at a path or URL, as it is now: itself, or in a folder with Everstep's checkpoints
+    in it these, the newest first.
+
+    Raises NotRestorable where there is none, ConfigurationError for a URL nobody knows, OSError.
+    """
+    filesystem, path = _place(url)
+    filesystem.invalidate_cache()
+    if filesystem.isfile(path) or filesystem.isfile(f"{path}/.metadata"):
+        return [url]
+    if weights := weights_in(filesystem, path):
+        return [f"{url.rstrip('/')}/{weights.rpartition('/')[2]}"]
+    found = [f"{url.rstrip('/')}/{name}" for name in _newest_first(filesystem, path)]
+    if not found:
+        raise NotRestorable(
+            f"{url} is no checkpoint to start from: neither a torch.save file, nor a folder with .metadata or "
+            "safetensors files in it, nor one with such folders as Everstep names them (step-00001234-g7)"
+        )
+    return found
+
+
+def open_checkpoint(url: str) -> Checkpoint:
+    """One of those that ``checkpoints_at`` names. Raises NotRestorable, Damaged, OSError where it cannot be read."""
+    filesystem, path = _place(url)
+    if path.endswith((SUFFIX, INDEX)):
+        return Safetensors(url, filesystem, path)
+    return TorchFile(url, filesystem, path) if filesystem.isfile(path) else Folder(url, filesystem, path)
+
+
+def _place(url: str) -> tuple[Any, str]:
+    try:
+        filesystem, path = filesystem_of(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigurationError(f"there is no way to {url!r}: {error}") from error
+    return filesystem, path.rstrip("/")
+
+
+def _newest_first(filesystem: Any, path: str) -> list[str]:
+    """By when they were written: a job that starts again from storage counts its generations from 1 again."""
+    if not filesystem.isdir(path):
+        return []
+    names = [entry.rstrip("/").rpartition("/")[2] for entry in filesystem.ls(path, detail=False)]
+    found = []
+    for name in filter(_SPILLED.fullmatch, names):
+        with suppress(FileNotFoundError):  # not whole, or removed while we look
+            found.append((filesystem.modified(f"{path}/{name}/.metadata"), name))
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+class _MetadataReader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = _KNOWN.get((module, name))
+        if known is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            known = getattr(torch, name)
+        if known is None:
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
+        return known
+
+
+class Folder:
+    """What torch.distributed.checkpoint.save wrote, or a vault."""
+
+    def __init__(self, url: str, filesystem: Any, path: str) -> None:
+        self.url = url
+        self._fs = filesystem
+        self._path = path
+        body = self._bytes(".metadata")
+        self._digests = self._digests_with(body)
+        try:
+            metadata = _MetadataReader(io.BytesIO(body)).load()
+        except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError) as error:
+            raise Damaged(f"{url}/.metadata cannot be read: {error}") from error
+        if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.storage_data, dict):
+            raise NotRestorable(f"{url}/.metadata is not what torch.distributed.checkpoint writes")
+        self._described = metadata.state_dict_metadata
+        self._stored: dict[dcp.MetadataIndex, _StorageInfo] = metadata.storage_data
+        paths: Mapping[str, Path] = metadata.planner_data or {}
+        self.paths: Mapping[str, Path] = {key: paths.get(key) or tuple(key.split(".")) for key in self._described}
+        self.tensors: Mapping[str, tuple[torch.dtype, Extent]] = {
+            key: (entry.properties.dtype, tuple(entry.size))
+            for key, entry in self._described.items()
+            if isinstance(entry, dcp.TensorStorageMetadata)
+        }
+
+    def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        entry = self._described[key]
+        assert isinstance(entry, dcp.TensorStorageMetadata)
+        filled = 0
+        for chunk in entry.chunks:
+            held = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            common = held.intersect(box)
+            if common is not None:
+                filled += common.volume
+                yield common, part_of(self._tensor(key, chunk.offsets, held), held, common)
+        if filled != box.volume:
+            raise Damaged(f"{self.url}: parts of {key} are missing, or are there twice")
+
+    def value(self, key: str) -> Any:
+        if key not in self.tensors:
+            return self._load(key, dcp.MetadataIndex(key))
+        dtype, shape = self.tensors[key]
+        value = torch.empty(shape, dtype=dtype)
+        for box, part in self.read(key, whole(shape)):
+            part_of(value, whole(shape), box).copy_(part)
+        return value
+
+    def origin(self, key: str) -> object:
+        entry = self._described[key]
+        assert isinstance(entry, dcp.TensorStorageMetadata)
+        indices = (dcp.MetadataIndex(key, chunk.offsets) for chunk in entry.chunks)
+        return tuple((at.relative_path, at.offset) for at in map(self._stored.get, indices) if at is not None) or key
+
+    def close(self) -> None:
+        """Nothing was fetched."""
+
+    def _tensor(self, key: str, offset: Extent, held: Box) -> torch.Tensor:
+        tensor = self._load(key, dcp.MetadataIndex(key, offset))
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != held.size:
+            raise Damaged(f"{self.url}: what is stored of {key} at {tuple(offset)} is not what .metadata says")
+        return tensor
+
+    def _load(self, key: str, index: dcp.MetadataIndex) -> Any:
+        info = self._stored.get(index)
+        if info is None:
+            raise Damaged(f"{self.url}: .metadata does not say where {key} is")
+        if getattr(info, "transform_descriptors", None):
+            raise NotRestorable(f"{self.url}: {key} was written through an extension ({info.transform_descriptors})")
+        data = self._bytes(info.relative_path, info.offset, info.length)
+        self._check(info, data)
+        return _restricted(io.BytesIO(data), f"{self.url}/{info.relative_path}: {key}")
+
+    def _check(self, info: _StorageInfo, data: bytes) -> None:
+        """Raises Damaged where these are not the bytes that were written."""
+        what = f"{self.url}/{info.relative_path}"
+        if len(data) != info.length:
+            raise Damaged(f"{what} is too short: it ends {info.length - len(data)} bytes before what .metadata says")
+        if self._digests is None:
+            check_archive(data, f"{what} at {info.offset}")
+        elif self._digests.get((info.relative_path, info.offset)) != (info.length, xxhash.xxh3_128_digest(data)):
+            raise Damaged(f"{what} is damaged: {info.length} bytes at {info.offset} do not have the digest they had")
+
+    def _digests_with(self, metadata: bytes) -> dict[tuple[str, int], tuple[int, bytes]] | None:
+        """Length and digest of each archive, by file and offset. None in a folder of others or of an early release."""
+        try:
+            body = self._bytes(DIGESTS)
+        except Damaged:
+            return None
+        try:
+            digests = decode_digests(body)
+        except DigestMismatch as error:
+            raise Damaged(f"{self.url}: {error}") from error
+        except MalformedMessage as error:
+            raise NotRestorable(f"{self.url}: {error}") from error
+        if digests.metadata != xxhash.xxh3_128_digest(metadata):
+            raise Damaged(f"{self.url}/.metadata is damaged: it does not have the digest it had")
+        return {(name, one.offset): (one.length, one.digest) for name, all_ in digests.files.items() for one in all_}
+
+    def _bytes(self, name: str, offset: int = 0, length: int = -1) -> bytes:
+        try:
+            with self._fs.open(f"{self._path}/{name}", "rb") as file:
+                file.seek(offset)
+                return bytes(file.read(length))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise Damaged(f"{self.url}: {name} is missing") from error
+
+
+def _restricted(file: BinaryIO, what: str, **how: Any) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, **how)
+    except pickle.UnpicklingError as error:
+        raise NotRestorable(
+            f"{what} cannot be read without running code that is stored in it. Where you trust it, load it with "
+            f"torch.load(..., weights_only=False) and save what you need as tensors and plain values. ({error})"
+        ) from error
+    except (RuntimeError, EOFError, ValueError) as error:
+        raise Damaged(f"{what} is not what torch.save writes: {error}") from error
+
+
+class TorchFile:
+    """What torch.save wrote: nested dictionaries of tensors and values, mapped; fetched before, where it is not on this
+    machine."""
+
+    def __init__(self, url: str, filesystem: Any, path: str) -> None:
+        self.url = url
+        self._fetched: pathlib.Path | None = None
+        if "file" in filesystem.protocol:
+            self._archive = self._mapped(path, path)
+        else:
+            with fetched(filesystem, path, url) as local:
+                self._archive = self._mapped(str(local), url)
+                self._fetched = local
+        state = self._archive.content
+        if not isinstance(state, Mapping):
+            raise NotRestorable(f"{url} holds a {type(state).__qualname__}, not a dictionary of state")
+        leaves = dict(_leaves((), state))
+        self.paths: Mapping[str, Path] = {".".join(map(str, path)): path for path in leaves}
+        self._values = {key: leaves[path] for key, path in self.paths.items()}
+        self.tensors: Mapping[str, tuple[torch.dtype, Extent]] = {
+            key: (value.dtype, tuple(value.shape))
+            for key, value in self._values.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        value = self._checked(key)
+        yield box, part_of(value, whole(tuple(value.shape)), box)
+
+    def value(self, key: str) -> Any:
+        return each_tensor(self._checked(key), torch.clone)  # somebody may write over what is mapped
+
+    def origin(self, key: str) -> object:
+        value = self._values[key]
+        return (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else key
+
+    def _checked(self, key: str) -> Any:
+        self._archive.check(self._values[key])
+        return self._values[key]
+
+    def close(self) -> None:
+        if self._fetched is not None:
+            self._fetched.unlink(missing_ok=True)  # what is mapped stays, here and in other ranks
+
+    def _mapped(self, path: str, what: str) -> MappedArchive:
+        load = partial(_restricted, path, self.url, mmap=True)  # type: ignore[arg-type]  # torch maps only a path's file
+        return MappedArchive(path, what, load)
+
+
+def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """As torch.distributed.checkpoint flattens, but for keys, which keep their type."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves((*path, key), item)
+    elif isinstance(value, list) and any(isinstance(item, Mapping | torch.Tensor) for item in value):
+        for index, item in enumerate(value):
+            yield from _leaves((*path, index), item)
+    else:
+        yield path, value

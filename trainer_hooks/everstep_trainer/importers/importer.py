@@ -1,0 +1,477 @@
+"""A job that starts from an ordinary checkpoint: each rank reads what it needs of it into what is tracked.
+
+Of Everstep's own checkpoints all comes back, the step too. Of others the tensors of modules must all be there; an
+optimizer or another object that is not stays as it was made, which is said in the log. Steps then begin at 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from everstep.errors import NotRestorable
+from everstep.layout.manifests import Tensor
+from everstep_trainer.importers.checkpoint_files import Checkpoint, Path, open_checkpoint
+from everstep_trainer.restore.restorer import Before
+from everstep_trainer.snapshot.copy import part_of
+from everstep_trainer.state.blob import as_bytes, dtype_name
+from everstep_trainer.state.layout import Part, Sharing
+from everstep_trainer.state.optimizer_state import to_live
+from everstep_trainer.state.python_state import Merged, PythonState, decode, difference
+from everstep_trainer.state.tensors import TrackedTensor
+from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules, unwrapped
+from everstep_trainer.state.tracked_state import Aliases, TrackedState
+
+# ---- plain keys
+# Keys of ordinary checkpoints: under which an object may have been saved, and nested state of what is there.
+
+
+def plain(key: str) -> str:
+    """A key as it would be, had the model not been compiled."""
+    return unwrapped(key).removeprefix(".")
+
+
+def joined(path: Path) -> str:
+    return plain(".".join(map(str, path)))
+
+
+def prefixes(top: str, usual: tuple[str, ...] | None) -> Iterator[str]:
+    """Under which keys an object may have been saved: its own, those that are usual, and none at all."""
+    for key in dict.fromkeys((top, *(usual or ()))):
+        yield f"{key}."
+        yield f"{key}_state_dict."
+    if usual is not None:
+        yield ""
+
+
+def rest(path: Path, prefix: str) -> Path:
+    """A path without the parts that make up a flattened key."""
+    return next(path[n:] for n in range(1, len(path) + 1) if len(joined(path[:n])) >= len(prefix))
+
+
+def nested(leaves: Mapping[Path, Any]) -> Any:
+    """Nested state from its leaves: integers in paths are indices of lists."""
+    if () in leaves:
+        return leaves[()]
+    heads = dict.fromkeys(path[0] for path in leaves)
+    made = {head: nested({p[1:]: v for p, v in leaves.items() if p[0] == head}) for head in heads}
+    if made and all(isinstance(head, int) for head in made) and sorted(made) == list(range(len(made))):
+        return [made[index] for index in range(len(made))]
+    return made
+
+
+class Keys:
+    """Those of one checkpoint, by what they would be, had the model not been compiled."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._stored_as: dict[str, str] = {}
+        for key in checkpoint.paths:
+            name = plain(key)
+            self._stored_as[name] = key if name not in checkpoint.paths else name
+        heads = (path[:n] for path in checkpoint.paths.values() for n in range(1, len(path)))
+        self.whole = {"", *(f"{joined(head)}." for head in set(heads))}
+        """What keys begin with, up to where one dictionary lies in another."""
+
+    def at(self, place: str) -> str:
+        """The key itself."""
+        return self._stored_as.get(place, place)
+
+    def under(self, prefix: str) -> Any:
+        """The nested state under a key, or None where there is nothing."""
+        found = [key for name, key in self._stored_as.items() if name.startswith(f"{prefix}.")]
+        if not found:
+            return None
+        return nested({rest(self._checkpoint.paths[key], prefix): self._checkpoint.value(key) for key in found})
+
+
+# ---- plain modules
+# Modules in an ordinary checkpoint: under which keys one has what its tensors are called now.
+#
+# One rule of names serves all tensors of a tracked module, so that none is taken for another that is called alike:
+# ``model.norm.weight`` may be the norm of what was saved under ``model``, or that of a part that is called so.
+
+log = logging.getLogger(__name__)
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """How a name within a tracked module becomes a key: what comes off its front, and what stands there instead."""
+
+    prefix: str
+    off: str = ""
+
+    def key(self, name: str) -> str:
+        """``name`` begins with the key under which the module is tracked."""
+        return self.prefix + name.partition(".")[2].removeprefix(self.off)
+
+
+class StoredModules:
+    """What a checkpoint has of the modules that are tracked, by the keys under which these are."""
+
+    def __init__(self, checkpoint: Checkpoint, keys: Keys, modules: Mapping[str, Sequence[torch.nn.Module]]) -> None:
+        self._checkpoint = checkpoint
+        self._keys = keys
+        self._modules = modules
+        self._rules: dict[str, Rule] = {}
+
+    def keys_of(self, parts: Iterable[Part]) -> dict[str, str]:
+        """Where each tensor of the modules is. Raises NotRestorable naming what is nowhere."""
+        of: dict[str, list[Part]] = defaultdict(list)
+        for part in parts:
+            of[part.name.partition(".")[0]].append(part)
+        keys: dict[str, str] = {}
+        missing: list[str] = []
+        for top, mine in of.items():
+            found: dict[str, str] = {}
+            for rule in self._possible(top):
+                under = dict(self._found(mine, rule))
+                if len(under) > len(found) or top not in self._rules:
+                    self._rules[top], found = rule, under
+                if len(under) == len(mine):
+                    break
+            missing += [part.name for part in mine if part.name not in found]
+            keys |= found
+        if missing:
+            stored = self._checkpoint.tensors
+            raise NotRestorable(
+                f"{self._checkpoint.url} has not all that is tracked: {len(missing)} of {len(keys) + len(missing)} "
+                f"tensors of modules are not in it ({', '.join(missing[:3])}); it has {len(stored)} tensors "
+                f"({', '.join(sorted(stored)[:3])}). Track the module under the key it was saved under, and tie what "
+                "was tied: that is stored under one of its names"
+            )
+        return keys
+
+    def extra(self) -> Iterator[tuple[torch.nn.Module, Any]]:
+        """Modules' extra state, as far as there is some."""
+        for top, roots in self._modules.items():
+            for name, module in (found for root in roots for found in named_modules(top, root)):
+                if type(module).get_extra_state is torch.nn.Module.get_extra_state:
+                    continue
+                rules = [self._rules[top]] if top in self._rules else self._possible(top)
+                found = [value for rule in rules if (value := self._extra(f"{name}._extra_state", rule)) is not None]
+                if found:
+                    yield module, found[0]
+                else:
+                    log.warning("%s has no %s._extra_state: it starts as it was made", self._checkpoint.url, name)
+
+    def _extra(self, name: str, rule: Rule) -> Any:
+        key = self._keys.at(rule.key(name))
+        return self._checkpoint.value(key) if key in self._checkpoint.paths else self._keys.under(rule.key(name))
+
+    def _found(self, parts: Sequence[Part], rule: Rule) -> Iterator[tuple[str, str]]:
+        for part in parts:
+            places = (self._keys.at(rule.key(name)) for name in (part.name, *part.aliases))
+            key = next((place for place in places if place in self._checkpoint.tensors), None)
+            if key is not None:
+                yield part.name, key
+
+    def _possible(self, top: str) -> Iterator[Rule]:
+        """Those under which the checkpoint has something by itself, and then those that only look so; then with the
+        name that transformers' models give to what is below a head, or without it."""
+        usual = ("model", "state_dict") if len(self._modules) == 1 else None
+        whole = self._keys.whole
+        for prefix in sorted(prefixes(top, usual), key=lambda prefix: prefix not in whole):
+            yield Rule(prefix)
+            yield Rule(f"{prefix}module.")
+        for base in {_base(root) for root in self._modules[top]} - {""} if usual else ():
+            yield Rule(f"{base}.")
+            yield Rule("", off=f"{base}.")
+
+
+def _base(root: torch.nn.Module) -> str:
+    names = (getattr(module, "base_model_prefix", "") for module in root.modules())
+    return next((name for name in names if name and isinstance(name, str)), "")
+
+
+# ---- plain optimizers
+# Optimizers in an ordinary checkpoint: by parameters' names, as get_optimizer_state_dict has them, or by numbers, as
+# ``state_dict()`` has; nested, or flattened by name, as torchtitan saves.
+
+
+class Moment(msgspec.Struct, frozen=True):
+    """A part of a parameter's state: its name there, and the keys under which it is stored: several where it is nested
+    in lists or dictionaries, one behind another."""
+
+    optimizer: torch.optim.Optimizer
+    parameter: torch.Tensor
+    full: str
+    """Its full name, as a tensor's."""
+    name: str
+    keys: tuple[str, ...]
+
+
+class StoredOptimizers:
+    """What a checkpoint has of the optimizers that are tracked, by the keys under which these are."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, keys: Keys, optimizers: Mapping[str, list[torch.optim.Optimizer]]
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._keys = keys
+        self._optimizers = optimizers
+        self._names: dict[int, str] = {}
+        self._prefixes: dict[str, str | None] = {}
+        self._within: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        """By the key of a parameter's state, by the name in it."""
+        self._depth: dict[str, int] = {}
+        for key, path in checkpoint.paths.items():
+            above, _, name = plain(key).rpartition(".")
+            at = next((n + 2 for n, part in enumerate(path[:-3]) if part == "state"), 0)
+            if at:
+                above, name = joined(path[:at]), str(path[at])
+                self._depth[key] = at + 1
+            self._within[above][name].append(key)
+
+    def moments(self, names: dict[int, str], aliases: Aliases) -> Iterator[Moment]:
+        """What there is of the state of parameters, whose full names are given by identity.
+
+        ``aliases``: other names under which their state may be.
+        """
+        self._names = names
+        for top, optimizers in self._optimizers.items():
+            prefix, number = self._prefix(top), -1
+            for optimizer in optimizers:
+                for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                    number += 1
+                    name = names.get(id(parameter), "")
+                    called_by = (name.partition(".")[2], name, str(number))
+                    others = (other.partition(".")[2] for other in aliases.get(name, ()))
+                    for called in (*called_by, *others) if name and prefix else ():
+                        found = self._within.get(f"{prefix}.state.{called}", {})
+                        for part, keys in found.items():
+                            yield Moment(optimizer, parameter, f"{top}.{name}.{part}", part, tuple(keys))
+                        if found:
+                            break
+
+    def value(self, moment: Moment) -> Any:
+        """Of one that is no tensor, or has tensors in it."""
+        found = {self._checkpoint.paths[key][self._depth.get(key, 0) :]: key for key in moment.keys}
+        if len(found) == 1 and moment.keys[0] not in self._depth:
+            return self._checkpoint.value(moment.keys[0])
+        return nested({path: self._checkpoint.value(key) for path, key in found.items()})
+
+    def options(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Each parameter group with the hyper-parameters that are stored for it. After ``moments``. Raises
+        NotRestorable where groups are others than were stored."""
+        for top in self._optimizers:
+            if (prefix := self._prefix(top)) is None:
+                continue
+            groups, live = self._keys.under(f"{prefix}.param_groups"), self._groups_of(top)
+            if not isinstance(groups, list):
+                groups = self._by_name(top, prefix)
+            if len(groups) != len(live):
+                now, then = len(live), len(groups)
+                raise NotRestorable(f"{top} has {now} parameter groups now, and {then} in {self._checkpoint.url}")
+            for group, stored in zip(live, groups, strict=True):
+                yield group, {key: value for key, value in stored.items() if key != "params"}
+
+    def _prefix(self, top: str) -> str | None:
+        """The key under which an optimizer's state is, or None where it is not in the checkpoint."""
+        if top not in self._prefixes:
+            usual = ("optimizer", "optim") if len(self._optimizers) == 1 else ()
+            candidates = [prefix.rstrip(".") for prefix in prefixes(top, usual) if prefix]
+            paths = self._checkpoint.paths
+            found = (p for p in candidates if any(key.startswith(f"{p}.param_groups.") for key in paths))
+            self._prefixes[top] = next(found, None)
+            if self._prefixes[top] is None:
+                log.warning("%s has no state of %s: it starts as it was made", self._checkpoint.url, top)
+        return self._prefixes[top]
+
+    def _groups_of(self, top: str) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers[top] for group in optimizer.param_groups]
+
+    def _by_name(self, top: str, prefix: str) -> list[dict[str, Any]]:
+        """The options of each live group, where they are stored for each parameter by its name
+        (``flatten_optimizer_state_dict``, as torchtitan has it)."""
+        stored: dict[str, dict[str, Any]] = defaultdict(dict)
+        begin = f"{prefix}.param_groups."
+        for key in self._checkpoint.paths:
+            if key.startswith(begin):
+                name, _, option = plain(key.removeprefix(begin)).rpartition(".")
+                stored[name][option] = self._checkpoint.value(key)
+        return [self._agreed(top, stored, self._names_in(group)) for group in self._groups_of(top)]
+
+    def _names_in(self, group: Mapping[str, Any]) -> list[str]:
+        """Of a group's parameters that are tracked, without the key of their module."""
+        names = (self._names.get(id(parameter), "") for parameter in group["params"])
+        return [name.partition(".")[2] for name in names if name]
+
+    def _agreed(self, top: str, stored: Mapping[str, dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+        """What is stored for these names. Raises NotRestorable where that differs, or is not there."""
+        for name in names:
+            if name not in stored:
+                raise NotRestorable(f"{self._checkpoint.url} has no options of {name}, which {top} trains now")
+            if different := difference(stored[names[0]], stored[name]):
+                raise NotRestorable(
+                    f"{top} has {names[0]} and {name} in one parameter group now, and in {self._checkpoint.url} they "
+                    f"differ in {different}: keep them in groups of their own"
+                )
+        return stored[names[0]] if names else {}
+
+
+_VERSION = "everstep.version"
+_BLOB = "everstep.blob"
+_OWN = re.compile(r"everstep\.own\.(\d{1,7})\.(.+)")
+
+
+def read_checkpoint(url: str, objects: Mapping[str, object], state: TrackedState, rank: int, world: int) -> Start:
+    """Reads the checkpoint at ``url`` into the tensors of ``state``, which tracks ``objects``. What is no tensor is
+    read too, and put into the objects by ``finish``.
+
+    Each rank calls it for itself; there is no collective. Raises NotRestorable with what is missing or does not fit,
+    Damaged where what is stored is not what was written, OSError where reading fails.
+    """
+    started = Start(open_checkpoint(url), objects, state, rank)
+    try:
+        started.read(world)
+    except Exception:
+        started.undo()
+        raise
+    return started
+
+
+class Start:
+    """A checkpoint on its way into a rank's objects."""
+
+    def __init__(self, checkpoint: Checkpoint, objects: Mapping[str, object], state: TrackedState, rank: int) -> None:
+        self._checkpoint = checkpoint
+        self._state = state
+        self._rank = rank
+        tracked = TrackedObjects(objects)
+        self._others = tracked.others
+        modules: defaultdict[str, list[torch.nn.Module]] = defaultdict(list)
+        for key, module in tracked.modules:
+            modules[key].append(module)
+        optimizers: defaultdict[str, list[torch.optim.Optimizer]] = defaultdict(list)
+        for key, optimizer in tracked.optimizers:
+            optimizers[key].append(optimizer)
+        self._keys = Keys(checkpoint)
+        self._tops = frozenset(modules)
+        self._modules = StoredModules(checkpoint, self._keys, modules)
+        self._optimizers = StoredOptimizers(checkpoint, self._keys, optimizers)
+        self._step = 0
+        self._puts: list[Callable[[], object]] = []
+        self._rows: dict[str, list[int]] = defaultdict(list)
+        for key in checkpoint.paths:
+            if (own := _OWN.fullmatch(key)) is not None:
+                self._rows[own[2]].append(int(own[1]))
+        self._before = Before(state, values=False)
+
+    def read(self, world: int) -> None:
+        """All that this rank needs."""
+        self._fill_tensors(world)
+        if _VERSION in self._checkpoint.tensors:
+            self._read_blob()
+        else:
+            self._read_objects()
+
+    def finish(self) -> int:
+        """Puts what is no tensor into the objects; returns the step the checkpoint is of, 0 where it does not say."""
+        for put in self._puts:
+            put()
+        self._checkpoint.close()
+        self._state.settle()
+        log.info("started from %s at step %d", self._checkpoint.url, self._step)
+        return self._step
+
+    def undo(self) -> None:
+        """Takes away the optimizers' state that was made for this checkpoint: another one may have none of it."""
+        self._checkpoint.close()
+        self._before.undo()
+
+    # --- tensors
+
+    def _fill_tensors(self, world: int) -> None:
+        """Parameters, buffers and moments."""
+        live = self._state.tensors()
+        parts = {p.name: p for p in self._state.layout(live, self._rank, world).parts}
+        mine = [p for p in parts.values() if p.name.partition(".")[0] in self._tops]
+        keys = self._modules.keys_of(mine)
+        tied_there = self._tied_there(keys)
+        catalog = [self._as_stored(part, keys[part.name], tied_there.get(part.name, ())) for part in mine]
+        tied = {self._checkpoint.origin(keys[t.name]): n for n, t in enumerate(catalog) if not t.own}
+        names = {id(t.place[t.key]): t.name for t in live if t.parameter}
+        for moment in self._optimizers.moments(names, tied_there):
+            if moment.keys[0] not in self._checkpoint.tensors or len(moment.keys) > 1:
+                value = to_live(moment.optimizer, moment.parameter, self._optimizers.value(moment))
+                moment.optimizer.state[moment.parameter][moment.name] = value
+                continue
+            keys[moment.full] = key = moment.keys[0]
+            dtype, shape = self._checkpoint.tensors[key]
+            tensor = Tensor(moment.full, dtype_name(dtype), dtype.itemsize, shape, False)
+            first = tied.setdefault(self._checkpoint.origin(key), len(catalog))
+            if first < len(catalog) and catalog[first].dtype == tensor.dtype:
+                known = catalog[first]
+                catalog[first] = msgspec.structs.replace(known, aliases=(*known.aliases, moment.full))
+            else:
+                catalog.append(tensor)
+        for index, target in self._state.targets(tuple(catalog)):
+            self._fill(target, catalog[index], keys[catalog[index].name])
+
+    def _tied_there(self, keys: Mapping[str, str]) -> Aliases:
+        """Other names that a vault wrote a live tensor under: its state in an optimizer is under one of these."""
+        if _VERSION not in self._checkpoint.tensors:
+            return {}
+        places: dict[object, list[str]] = defaultdict(list)
+        for key in self._checkpoint.tensors:
+            if key.partition(".")[0] in self._tops:
+                places[self._checkpoint.origin(key)].append(key)
+        alike = {name: tuple(places[self._checkpoint.origin(key)]) for name, key in keys.items()}
+        return {name: tuple(key for key in all_ if key != name) for name, all_ in alike.items() if len(all_) > 1}
+
+    def _as_stored(self, part: Part, key: str, aliases: tuple[str, ...] = ()) -> Tensor:
+        """A catalog entry that the live tensor fits; torch converts between dtypes while it copies."""
+        shape = part.shape[1:] if part.sharing is Sharing.OWN else part.shape
+        stored = self._checkpoint.tensors
+        if stored[key][1] != shape:
+            raise NotRestorable(
+                f"{part.name} is {list(shape)} now, and {list(stored[key][1])} in {self._checkpoint.url}"
+            )
+        rows = sorted(self._rows.get(part.name, ()))
+        if not rows:
+            return Tensor(part.name, part.dtype, part.itemsize, shape, False, aliases)
+        return Tensor(part.name, part.dtype, part.itemsize, (rows[-1] + 1, *shape), True, ranks=tuple(rows))
+
+    def _fill(self, target: TrackedTensor, tensor: Tensor, key: str) -> None:
+        """Of a buffer that each rank stored for itself the values that this one begins with."""
+        if tensor.own:
+            key = f"everstep.own.{tensor.row_of(self._rank)}.{tensor.name}"
+        if not target.box.volume:
+            return
+        with torch.no_grad():
+            for box, value in self._checkpoint.read(key, target.box):
+                part_of(target.local, target.box, box).copy_(value)
+
+    # --- everything else
+
+    def _read_blob(self) -> None:
+        """The Python state of Everstep's own checkpoint: this rank's, or the first's for a rank that is new, and what
+        that one did not know from others."""
+        ranks = [int(k.rpartition(".")[2]) for k in self._checkpoint.tensors if k.startswith(f"{_BLOB}.")]
+        names, told = self._state.python_names(), list[PythonState]()
+        for rank in sorted(ranks, key=lambda rank: (rank != self._rank, rank)):
+            told.append(decode(as_bytes(self._checkpoint.value(f"{_BLOB}.{rank}"))))
+            if not names.difference(*(state.names for state in told)):
+                break
+        merged = Merged(told, names)
+        self._state.require_python(merged)
+        self._puts.append(partial(self._state.load_python, merged))
+        _, self._step = self._checkpoint.value(_VERSION).tolist()
+
+    def _read_objects(self) -> None:
+        """Hyper-parameters, modules' extra state, and the state of objects that are neither modules nor optimizers."""
+        self._puts += [partial(module.set_extra_state, value) for module, value in self._modules.extra()]
+        self._puts += [partial(group.update, options) for group, options in self._optimizers.options()]
+        for key, tracked in self._others.items():
+            found = [f for p in prefixes(key, None) if (f := self._keys.under(p.rstrip("."))) is not None]
+            if found:
+                self._puts.append(partial(tracked.load_state_dict, found[0]))
+            else:
+                log.warning("%s has no state of %s: it starts as it was made", self._checkpoint.url, key)

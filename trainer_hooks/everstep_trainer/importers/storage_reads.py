@@ -1,0 +1,251 @@
+"""Checksums of the zip archives that torch.save writes: torch's own reader passes over them.
+
+What is looked at is what torch uses: the directory's entries against the records' own headers, and the CRC-32 of each
+record that is read.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import logging
+import os
+import random
+import re
+import shutil
+import struct
+import tempfile
+import zipfile
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from time import sleep
+from typing import Any, TypeVar
+
+import torch
+
+from everstep.clock import Backoff
+from everstep.errors import NotRestorable
+from everstep.layout.object_storage import storage_errors
+from everstep_trainer.runtime.interrupt import SLICE_S
+
+_DATA = re.compile(r"[^/]+/data/[^/]+")
+"""The record of a tensor's bytes; all others are small."""
+_CHUNK = 1 << 20
+_MALFORMED = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, LookupError, OverflowError, OSError)
+_UNSUPPORTED = (NotImplementedError, RuntimeError)
+"""What a damaged directory comes to in ``zipfile``: offsets before the file's begin, compressions that nobody has."""
+
+
+class Damaged(NotRestorable):
+    """What is stored is not what was written, or not all of it is there: another checkpoint may serve."""
+
+
+@contextmanager
+def _zip_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (*_MALFORMED, *_UNSUPPORTED) as error:
+        raise Damaged(
+            f"{what} is damaged, or not what torch.save writes (a zip archive, since torch 1.6): {error}"
+        ) from error
+
+
+def check_archive(data: bytes, what: str) -> None:
+    """Looks at all of an archive in memory. Raises Damaged, which names ``what``."""
+    with _zip_errors(what), zipfile.ZipFile(io.BytesIO(data)) as archive:
+        for record in archive.infolist():
+            _check_record(archive, record)
+
+
+def _check_record(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
+    if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
+        raise zipfile.BadZipFile(f"{record.filename} is compressed")
+    with archive.open(record) as file:  # which compares the checksum when it comes to the end
+        while file.read(_CHUNK):
+            pass
+
+
+class MappedArchive:
+    """An archive whose tensors torch has mapped: each record is looked at when something of it is first used.
+
+    Args:
+        path: of the file, on this machine.
+        what: its name in errors.
+        load: maps it, and returns what is in it.
+
+    Raises Damaged where the archive, or a record that is no tensor's, is not what was written.
+    """
+
+    def __init__(self, path: str, what: str, load: Callable[[], object]) -> None:
+        self._what = what
+        self._unchecked: dict[str, zipfile.ZipInfo] = {}
+        with _zip_errors(what):
+            self._zip = zipfile.ZipFile(path)
+            for record in self._zip.infolist():
+                if _DATA.fullmatch(record.filename):
+                    self._unchecked[record.filename] = record
+                else:
+                    _check_record(self._zip, record)
+        self._records = sorted(self._unchecked.values(), key=lambda record: record.header_offset)
+        self.content = load()
+        self._mappings = list(_mappings_of(path))
+
+    def check(self, value: object) -> None:
+        """Looks at a tensor's bytes; for another value that may have tensors in it, at all bytes. Raises Damaged."""
+        if isinstance(value, torch.Tensor):
+            self._check(self._record_of(value))
+        elif not isinstance(value, str | bytes | int | float | bool | None):
+            self._check(self._records)
+
+    def _check(self, records: list[zipfile.ZipInfo]) -> None:
+        for record in records:
+            if record.filename in self._unchecked:
+                with _zip_errors(self._what):
+                    _check_record(self._zip, record)
+                del self._unchecked[record.filename]
+
+    def _record_of(self, tensor: torch.Tensor) -> list[zipfile.ZipInfo]:
+        """The record that the tensor's storage is mapped from; all of them where it lies elsewhere."""
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return self._records
+        storage = tensor.untyped_storage()
+        first = storage.data_ptr()
+        for begin, end, offset in self._mappings:
+            if begin <= first and first + storage.nbytes() <= end:
+                at = first - begin + offset
+                number = bisect_right(self._records, at, key=lambda record: record.header_offset) - 1
+                if number >= 0 and storage.nbytes() <= self._records[number].file_size:
+                    return [self._records[number]]
+        return self._records
+
+
+def _mappings_of(path: str) -> Iterator[tuple[int, int, int]]:
+    """Where the file is mapped in this process: the first and last address, and the offset of the first in it."""
+    real = os.path.realpath(path)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5] == real:
+            begin, _, end = fields[0].partition("-")
+            yield int(begin, 16), int(end, 16), int(fields[2], 16)
+
+
+# ---- fetched file
+# A file of an object store on this node's disk: fetched once for all processes of the node, mapped, and removed.
+
+_COPY_CHUNK = 16 << 20
+
+
+@contextmanager
+def fetched(filesystem: Any, path: str, url: str) -> Iterator[Path]:
+    """Where the file of ``url`` lies on this machine, in the folder for temporary files (``TMPDIR``).
+
+    Until the block ends no other process removes it or looks whether it is whole: map it in there, and unlink it when
+    nobody is about to map it any more. A block that raises unlinks it, since what came may not be what is stored.
+
+    Raises NotRestorable where there is no room for it, OSError.
+    """
+    size = filesystem.info(path).get("size")
+    if size is None:
+        raise NotRestorable(f"{url} does not say how large it is. {_MEND}")
+    local = Path(tempfile.gettempdir()) / f"everstep-start-{os.getuid()}-{filesystem.ukey(path)[:32]}.pt"
+    descriptor = _locked(local)
+    try:
+        if os.fstat(descriptor).st_size != size:  # nobody has it mapped: it never was whole
+            _fetch(filesystem, path, url, descriptor, size)
+        yield local
+    except BaseException:
+        local.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+_MEND = (
+    "Convert it to a folder, of which each rank reads what it needs "
+    "(torch.distributed.checkpoint.format_utils.torch_save_to_dcp)"
+)
+
+
+def _locked(local: Path) -> int:
+    """The file at ``local``, made if need be, which other processes wait for."""
+    while True:
+        descriptor = os.open(local, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(descriptor).st_uid != os.getuid():
+                raise PermissionError(f"{local} belongs to another user")
+            while True:
+                with suppress(BlockingIOError):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                sleep(SLICE_S)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), local.lstat()):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # it was removed while we waited
+
+
+def _fetch(filesystem: Any, path: str, url: str, descriptor: int, size: int) -> None:
+    os.ftruncate(descriptor, 0)
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if size > free:
+        raise NotRestorable(
+            f"{url} has {size} bytes, and {tempfile.gettempdir()} room for {free}: every rank maps such a file, so it "
+            f"is fetched first. Set TMPDIR to a larger disk, or: {_MEND[0].lower()}{_MEND[1:]}"
+        )
+    with filesystem.open(path, "rb") as source, os.fdopen(os.dup(descriptor), "wb") as target:
+        while chunk := source.read(_COPY_CHUNK):
+            target.write(chunk)
+    if (came := os.fstat(descriptor).st_size) != size:
+        raise OSError(f"{url} has {size} bytes, and {came} came")
+
+
+# ---- storage patience
+# Storage that fails for a moment is asked again; what is damaged is read once more, and what is gone is gone.
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+AGAIN = Backoff(floor_s=0.5, ceiling_s=8.0)
+MOST_TRIES = 5
+"""Of what fails: 0.5, 1, 2 and 4 s at most lie between them. A job that goes back a checkpoint loses many minutes."""
+
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""Errors that say what is there, not that nobody could look."""
+
+
+def pause(seconds: float) -> None:
+    """Waits, in slices."""
+    for _ in range(round(seconds / SLICE_S)):
+        sleep(SLICE_S)
+
+
+def patiently(read: Callable[[], T], wait: Callable[[float], None] = pause) -> T:
+    """What ``read`` returns, which is called again where a storage failed it (a time-out is that too), and once more
+    where it raised Damaged: a bit may have flipped on its way.
+
+    Raises what it raised last, and OSError for what only the storage's package has a name for.
+    """
+    failed, damaged = 0, False
+    while True:
+        try:
+            return read()
+        except _FINAL:
+            raise
+        except Damaged as error:
+            if damaged:
+                raise
+            damaged = True
+            log.warning("storage is read once more: %s", error)
+        except storage_errors() as error:
+            failed += 1
+            if failed == MOST_TRIES:
+                raise error if isinstance(error, OSError) else OSError(str(error)) from error
+            log.warning("storage fails, try %d of %d: %s", failed, MOST_TRIES, error)
+            wait(AGAIN.delay_s(failed - 1, random.random()))

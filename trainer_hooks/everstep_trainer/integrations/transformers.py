@@ -1,0 +1,91 @@
+"""transformers' Trainer inside a training function: its state is kept after every update, and restored.
+
+    def train(run):
+        forget()
+        arguments = TrainingArguments("out", max_steps=10_000, save_strategy="no", ...)
+        trainer = Trainer(AutoModelForCausalLM.from_pretrained(...), arguments)
+        keep(trainer, run, run.loader(dataset, global_batch=64, seed=1, collate_fn=collate, num_workers=2), seed=1)
+        trainer.train()
+
+A step of the run ends with an update of the Trainer's (``state.global_step``): it is a batch, or as many as
+``gradient_accumulation_steps`` says, which a restored run computes again. accelerate finds the process group that the
+generation has, and uses it. Needs the distributions ``transformers`` and ``accelerate``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate.state import AcceleratorState, GradientState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from everstep_trainer.data.loader import Loader
+from everstep_trainer.run import Run
+
+
+def forget() -> None:
+    """What accelerate holds for the whole process: ranks and devices of the generation before. Call it first of all in
+    the training function; TrainingArguments ask for it."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def keep(trainer: Trainer, run: Run, loader: Loader, *, seed: int = 0, **also: Any) -> None:
+    """Lets a Trainer go on from the last update that the run has, with the batches of ``loader``.
+
+    Its arguments say ``max_steps``, which ends it: batches are without end, and their sizes are the loader's.
+
+    Args:
+        seed: of what is drawn at random, as of ``run.steps``.
+        also: what else is to be kept, by names of its own, such as callbacks with ``state_dict``.
+    """
+    if trainer.args.max_steps <= 0:
+        raise ValueError("a Trainer that is kept ends at TrainingArguments(max_steps=...): its batches are without end")
+    accumulated = trainer.args.gradient_accumulation_steps
+    trainer.get_train_dataloader = lambda: _Batches(run, loader, accumulated)
+    trainer.add_callback(_KeepState(trainer, run, seed, also))
+
+
+class _Batches:
+    """The batches from the first that is still to do. It is asked for them when the state has been restored."""
+
+    def __init__(self, run: Run, loader: Loader, accumulated: int) -> None:
+        self._run = run
+        self._loader = loader
+        self._accumulated = accumulated
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._loader.batch, itertools.count(self._run.finished * self._accumulated + 1))
+
+
+class _KeepState(TrainerCallback):
+    """Tracks model, optimizer, schedule and loss scaler, and finishes a step of the run with each update."""
+
+    def __init__(self, trainer: Trainer, run: Run, seed: int, also: dict[str, Any]) -> None:
+        self._trainer = trainer
+        self._run = run
+        self._seed = seed
+        self._also = also
+        self._steps: Iterator[int] = iter(())
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """All has been made and wrapped, and nothing has been loaded."""
+        trainer = self._trainer
+        named = {"schedule": trainer.lr_scheduler}
+        if trainer.accelerator.scaler is not None:
+            named["scaler"] = trainer.accelerator.scaler
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # in accelerate's wrapper
+        self._run.track(model=trainer.model_wrapped, optimizer=optimizer, **named, **self._also)
+        self._steps = self._run.steps(until=sys.maxsize, seed=self._seed)
+        state.global_step = trainer._initial_global_step = trainer._globalstep_last_logged = self._run.finished
+        if state.global_step >= state.max_steps:
+            control.should_training_stop = True
+        next(self._steps)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        next(self._steps)

@@ -1,0 +1,159 @@
+"""The launcher's line to its node's agent: offers the node to the job, hears what is decided.
+
+Training never depends on it. While the agent is away the line is tried again and again, and reports wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+
+from everstep.clock import Backoff
+from everstep.errors import AuthenticationError, EverstepError, MalformedMessage, Unavailable
+from everstep.wire.framing import SPOKEN, FrameDecoder, encode_frame
+from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob, VersionNotice
+from everstep.wire.v1.local import MAX_FRAME_BYTES, FromAgent, Goodbye, Hello, LauncherLost, RankExited, Role, Welcome
+from everstep.wire.v1.training import LauncherJoined
+
+log = logging.getLogger(__name__)
+
+RETRY = Backoff(floor_s=0.02, ceiling_s=1.0)
+HELD_BACK = 256
+"""Reports kept while the agent is away; the oldest go first. A launcher makes a handful in an hour."""
+GREETING_S = 10.0
+"""How long an agent may take to say Welcome before it is tried anew."""
+_CREDENTIALS = struct.Struct("3i")
+
+Directive = NewGeneration | KillRank | StopJob
+
+
+class AgentLink:
+    """Keeps one connection to ``path``.
+
+    Args:
+        joined: makes the LauncherJoined to say after each Welcome.
+        heard: gets every directive for the job.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        job: str,
+        joined: Callable[[], LauncherJoined],
+        heard: Callable[[Directive], None],
+    ) -> None:
+        self._path = path
+        self._hello = Hello(protocols=SPOKEN, role=Role.LAUNCHER, job=job, pid=os.getpid())
+        self._joined = joined
+        self._heard = heard
+        self._writer: asyncio.StreamWriter | None = None
+        self._waiting: deque[RankExited] = deque(maxlen=HELD_BACK)
+        self.node: str | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the agent has welcomed this launcher and is still there."""
+        return self._writer is not None
+
+    def report(self, message: RankExited) -> None:
+        """Sends at once, or when the agent is back."""
+        if self._writer is None:
+            self._waiting.append(message)
+        else:
+            self._writer.write(encode_frame(message))
+
+    def rejoin(self) -> None:
+        """Says LauncherJoined again: what it tells has changed."""
+        if self._writer is not None:
+            self._writer.write(encode_frame(self._joined()))
+
+    async def run(self) -> None:
+        """Connects, listens, and begins again, until cancelled."""
+        attempt = 0
+        told = ""
+        while True:
+            try:
+                await self._session()
+                attempt, told = 0, ""
+                log.warning("the agent at %s closed the connection; training goes on, trying again", self._path)
+            except (OSError, EverstepError) as error:
+                sentence = f"no agent at {self._path}: {error}"
+                if attempt >= 3 and sentence != told:  # an agent that restarts is back within a few tries
+                    log.warning("%s; training goes on, trying again", sentence)
+                    told = sentence
+            await asyncio.sleep(RETRY.delay_s(attempt, random.random()))
+            attempt += 1
+
+    async def goodbye(self, detail: str) -> None:
+        """Leaves in order, where the agent is there to hear it."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        try:
+            writer.write(encode_frame(Goodbye(detail=detail[:4096])))
+            async with asyncio.timeout(1.0):  # wait_for of Python 3.11 may swallow a second Ctrl-C's cancellation
+                await writer.drain()
+        except (OSError, TimeoutError):
+            log.debug("the agent did not hear the goodbye")
+        finally:
+            writer.close()
+
+    async def _session(self) -> None:
+        """One connection, from Hello to end-of-file. Raises OSError or EverstepError where it fails."""
+        reader, writer = await asyncio.open_unix_connection(self._path)
+        try:
+            _check_peer(writer)
+            writer.write(encode_frame(self._hello))
+            decoder: FrameDecoder[FromAgent] = FrameDecoder(FromAgent, MAX_FRAME_BYTES)
+            rest = await self._greeting(reader, decoder)
+            self._open(writer)
+            self._pass_on(rest)
+            while data := await reader.read(1 << 16):
+                self._pass_on(decoder.feed(data))
+        finally:
+            if self._writer is writer:
+                self._writer = None
+            writer.close()
+
+    async def _greeting(self, reader: asyncio.StreamReader, decoder: FrameDecoder[FromAgent]) -> list[FromAgent]:
+        """Waits for Welcome; returns what came in the same breath after it."""
+        messages: list[FromAgent] = []
+        while not messages:
+            async with asyncio.timeout(GREETING_S):
+                data = await reader.read(1 << 16)
+            if not data:
+                raise Unavailable("it closed the connection instead of a welcome; its log says why")
+            messages = decoder.feed(data)
+        welcome = messages.pop(0)
+        if not isinstance(welcome, Welcome):
+            raise MalformedMessage(f"it began with {type(welcome).__name__} instead of a Welcome")
+        self.node = welcome.node
+        return messages
+
+    def _open(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self.rejoin()
+        while self._waiting:
+            self.report(self._waiting.popleft())
+
+    def _pass_on(self, messages: list[FromAgent]) -> None:
+        for message in messages:
+            if isinstance(message, NewGeneration | KillRank | StopJob):
+                self._heard(message)
+            else:
+                assert isinstance(message, Welcome | VersionNotice | LauncherLost)
+
+
+def _check_peer(writer: asyncio.StreamWriter) -> None:
+    """Raises AuthenticationError unless the agent runs as this user or as root."""
+    connection: socket.socket = writer.get_extra_info("socket")
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(raw)
+    if uid not in (0, os.getuid()):
+        raise AuthenticationError(f"it belongs to user {uid}, neither this user nor root: not trusted")

@@ -1,0 +1,73 @@
+"""``everstep-launch``: the command."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from everstep.errors import ConfigurationError, EverstepError
+from everstep.parent_process import die_with_parent
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep_trainer.launch.launcher import Outcome, launch
+from everstep_trainer.launch.options import UNUSED, LaunchOptions, parse
+
+log = logging.getLogger(__name__)
+
+USAGE = 2
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the launcher; returns the exit status.
+
+    0: the job finished. 1: it failed. 2: the command line is wrong. 128 and the signal's number: ended by it (130 for
+    Ctrl-C). A script that never calls ``everstep.main``: the status of the first of its processes that failed.
+    """
+    parent = os.getppid()
+    logging.basicConfig(level=logging.INFO, format="everstep-launch: %(message)s", stream=sys.stderr)
+    try:
+        options = parse(sys.argv[1:] if argv is None else argv, os.environ)
+        for name in options.unused:
+            log.info("--%s changes nothing here: %s", name.replace("_", "-"), UNUSED[name])
+        if options.die_with_parent:
+            die_with_parent(parent)
+        outcome = asyncio.run(_run(options))
+    except ConfigurationError as error:
+        print(f"everstep-launch: {error}", file=sys.stderr)
+        return USAGE
+    except EverstepError as error:
+        print(f"everstep-launch: {error}", file=sys.stderr)
+        return 1
+    if outcome.code:
+        print(f"everstep-launch: {outcome.sentence}", file=sys.stderr)
+    return outcome.code
+
+
+async def _run(options: LaunchOptions) -> Outcome:
+    """The launcher, ended in order by the first signal; a second one does not wait for anybody."""
+    loop = asyncio.get_running_loop()
+    work = asyncio.create_task(launch(options, SYSTEM_CLOCK, os.environ))
+    received: list[signal.Signals] = []
+
+    def end(number: signal.Signals) -> None:
+        received.append(number)
+        work.cancel()
+
+    for number in ENDING_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            continue  # as nohup asked for
+        loop.add_signal_handler(number, end, number)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        return Outcome(128 + received[0], f"ended by {received[0].name}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,177 @@
+"""The launcher's side of the fork server: orders out, births and deaths in, on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from everstep_trainer.launch.fork_messages import Channel, Fork, FromForkServer, Serve, Signal, pair
+
+# ---- deaths
+# Waiting for a subprocess on the event loop, without a thread.
+
+
+async def death(process: subprocess.Popen[bytes]) -> int:
+    """Returns the process's status once it is dead and reaped."""
+    if process.poll() is None:
+        await _readable(os.pidfd_open(process.pid))
+    return process.wait()
+
+
+async def _readable(descriptor: int) -> None:
+    loop = asyncio.get_running_loop()
+    happened = asyncio.Event()
+    loop.add_reader(descriptor, happened.set)
+    try:
+        await happened.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+log = logging.getLogger(__name__)
+
+END_WAIT_S = 5.0
+"""How long the fork server may take to kill its children and go; it needs milliseconds."""
+
+
+class Lost:
+    """The fork server is gone, and all it forked with it."""
+
+
+class ForkServerLink:
+    """Starts one fork server and speaks to it. ``heard`` gets what it says, ``Lost`` last.
+
+    The fork server is forked from a zygote that has torch imported. The zygote outlives it, so that the next one is
+    there in milliseconds.
+
+    Args:
+        environment: the server's, and thereby its children's, environment.
+        modules: what the zygote imports; None for the default list.
+    """
+
+    def __init__(
+        self,
+        heard: Callable[[FromForkServer | Lost], None],
+        environment: Mapping[str, str],
+        modules: Sequence[str] | None = None,
+    ) -> None:
+        self._heard = heard
+        self._environment = dict(environment)
+        self._modules = modules
+        self._zygote: subprocess.Popen[bytes] | None = None
+        self._orders: Channel[Any] | None = None
+        self._channel: Channel[FromForkServer] | None = None
+
+    def start(self) -> None:
+        """Starts the server; orders may follow at once and wait until it has imported what it should."""
+        assert self._channel is None, "one server at a time"
+        ours, theirs = pair()
+        with theirs:
+            if not self._ask_zygote(theirs):
+                self._start_zygote()
+                self._ask_zygote(theirs)  # where that has ended already, nobody has ``theirs``: the server is lost
+        self._channel = Channel(ours, FromForkServer)
+        asyncio.get_running_loop().add_reader(ours.fileno(), self._receive)
+
+    def _ask_zygote(self, control: socket.socket) -> bool:
+        """Order a fork server with ``control`` as its end of the channel; False where there is no living zygote."""
+        if self._zygote is None or self._orders is None or self._zygote.poll() is not None:
+            return False
+        try:
+            self._orders.send(Serve(), (control.fileno(),))
+        except OSError:
+            return False
+        return True
+
+    def _start_zygote(self) -> None:
+        self._end_zygote()
+        ours, theirs = pair()
+        # -P: what is imported here must not be found in the current directory, whatever lies there.
+        command = [sys.executable, "-P", "-m", "everstep_trainer.launch.forkserver"]
+        command += ["--orders", str(theirs.fileno()), "--parent", str(os.getpid())]
+        if self._modules is not None:
+            command += ["--preload", *self._modules]
+        with theirs:
+            # A session of its own: Ctrl-C in the terminal is for the launcher, which ends the children in order.
+            self._zygote = subprocess.Popen(
+                command, env=self._environment, pass_fds=[theirs.fileno()], start_new_session=True
+            )
+        self._orders = Channel(ours, Serve)
+
+    def _end_zygote(self) -> None:
+        """Kill the zygote, if there is one, and with it its fork server."""
+        zygote, self._zygote = self._zygote, None
+        orders, self._orders = self._orders, None
+        if orders is not None:
+            orders.close()
+        if zygote is not None:
+            zygote.kill()
+            zygote.wait()
+
+    def fork(
+        self,
+        serial: int,
+        target: str,
+        arguments: Mapping[str, Any],
+        *,
+        environment: Mapping[str, str | None] | None = None,
+        descriptors: tuple[int, ...] = (),
+    ) -> None:
+        """Orders a child; ``Forked`` follows. The descriptors may be closed afterwards."""
+        order = Fork(serial=serial, target=target, arguments=dict(arguments), environment=dict(environment or {}))
+        self._send(order, descriptors)
+
+    def signal(self, serial: int, number: signal.Signals) -> None:
+        """Sends a signal to a child; nothing happens where it is dead already."""
+        self._send(Signal(serial=serial, number=int(number)))
+
+    async def end(self) -> None:
+        """Ends the server and whatever it still has; returns when it is gone."""
+        self._forget_channel()
+        if self._zygote is None:
+            return
+        self._zygote.terminate()  # while it still imports it would not look at its orders
+        try:
+            async with asyncio.timeout(END_WAIT_S):
+                await death(self._zygote)
+        except TimeoutError:
+            log.warning("the fork server did not end within %s s; killing it", END_WAIT_S)
+        finally:
+            self._end_zygote()
+
+    def _send(self, message: Fork | Signal, descriptors: tuple[int, ...] = ()) -> None:
+        if self._channel is None:
+            return
+        try:
+            self._channel.send(message, descriptors)
+        except (BrokenPipeError, ConnectionResetError):
+            self._receive()  # finds the end-of-file and says Lost
+
+    def _receive(self) -> None:
+        while self._channel is not None:
+            try:
+                received = self._channel.receive(wait=False)
+            except BlockingIOError:
+                return
+            if received is None:
+                self._lose()
+                return
+            self._heard(received[0])
+
+    def _lose(self) -> None:
+        self._forget_channel()
+        self._heard(Lost())
+
+    def _forget_channel(self) -> None:
+        if self._channel is not None:
+            asyncio.get_running_loop().remove_reader(self._channel.fileno())
+            self._channel.close()
+            self._channel = None

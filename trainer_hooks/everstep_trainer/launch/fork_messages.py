@@ -1,0 +1,146 @@
+"""Messages with file descriptors between two processes of one launcher.
+
+A sequenced-packet unix socket pair keeps message boundaries, carries descriptors, and says end-of-file when the
+other side is gone. Both ends are ours by birth, so there is nobody to authenticate.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from everstep.errors import UNREADABLE, MalformedMessage
+
+# ---- messages
+# What launcher, fork server and workers say to one another. Never leaves the machine, so it needs no version.
+
+
+class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To the fork server: fork a child that calls ``target`` (``module:function``).
+
+    The function is called with the tuple of descriptors that came along, and ``arguments`` by keyword. ``environment``
+    is laid over the fork server's own; None removes a name. ``serial`` is the launcher's number for this child.
+    """
+
+    serial: int
+    target: str
+    arguments: dict[str, Any] = {}
+    environment: dict[str, str | None] = {}
+
+
+class Signal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To the fork server: send ``number`` to a child (SIGKILL: to its whole process group). A no-op once it is dead.
+
+    It goes through the fork server because only the parent can be sure that the pid still names its child.
+    """
+
+    serial: int
+    number: int
+
+
+class Serve(msgspec.Struct, frozen=True, tag=True):
+    """To the zygote: fork a fork server. Its end of the channel to the launcher comes along."""
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From the fork server: what was to be imported is."""
+
+
+class Forked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From the fork server: the child exists."""
+
+    serial: int
+    pid: int
+
+
+class Exited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From the fork server: the child is dead and reaped; one of ``code`` and ``signal`` is set."""
+
+    serial: int
+    pid: int
+    code: int | None
+    signal: int | None
+
+
+class Arrived(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From a worker: the script has run as far as ``everstep.main``."""
+
+
+class Promote(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To a standby: you are ``local_rank`` now."""
+
+    local_rank: int
+
+
+ToForkServer = Fork | Signal
+FromForkServer = Ready | Forked | Exited
+
+
+MAX_BYTES = 192 << 10
+"""Under the kernel's default send buffer (208 KiB), so that one message always fits."""
+MAX_DESCRIPTORS = 8
+
+T = TypeVar("T")
+
+
+class Channel(Generic[T]):
+    """One end of a socket pair; ``kind`` is the (union) type of what arrives at it."""
+
+    def __init__(self, end: socket.socket, kind: Any) -> None:
+        self._socket = end
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def send(self, message: msgspec.Struct, descriptors: tuple[int, ...] = ()) -> None:
+        """Hands over one message. Raises OSError where the other side is gone, MalformedMessage where it is too big."""
+        body = self._encoder.encode(message)
+        if len(body) > MAX_BYTES:
+            raise MalformedMessage(
+                f"a {type(message).__name__} of {len(body)} bytes is over the limit of {MAX_BYTES}: "
+                "shorten the script's arguments"
+            )
+        socket.send_fds(self._socket, [body], list(descriptors), socket.MSG_NOSIGNAL)
+
+    def receive(self, *, wait: bool = True) -> tuple[T, tuple[int, ...]] | None:
+        """The next message and its descriptors (close-on-exec), or None at end-of-file.
+
+        Raises BlockingIOError when nothing is there and ``wait`` is false, MalformedMessage for an unknown message.
+        """
+        flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
+        room = socket.CMSG_LEN(MAX_DESCRIPTORS * array.array("i").itemsize)
+        try:
+            body, ancillary, _, _ = self._socket.recvmsg(MAX_BYTES, room, flags)
+        except ConnectionResetError:
+            return None
+        if not body:
+            return None
+        descriptors = _descriptors(ancillary)
+        try:
+            return self._decoder.decode(body), descriptors
+        except UNREADABLE as error:
+            for number in descriptors:
+                os.close(number)
+            raise MalformedMessage(f"a packet of {len(body)} bytes is not a known message: {error}") from error
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, ...]:
+    numbers = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+    return tuple(numbers)
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected ends, both close-on-exec."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,0 +1,329 @@
+"""The fork server: torch imported, one thread, a child in milliseconds; and the zygote that it is forked from.
+
+``python -m everstep_trainer.launch.forkserver --orders FD --parent PID`` is the zygote. It imports torch once and then
+only waits: for each ``Serve`` of the launcher it forks a fork server, which shares its memory. A fork server that dies
+is therefore replaced in milliseconds, without another import. Where the zygote dies, the kernel kills its fork server.
+
+The launcher speaks to the fork server in ``everstep_trainer.launch.fork_messages`` over a socket pair. It reports the
+death of
+a child at once. When the launcher is gone it kills what it forked, waits for that and ends; when it is gone itself, the
+kernel kills its children.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from everstep.parent_process import die_with_parent
+from everstep_trainer.launch.fork_messages import Channel, Exited, Fork, Forked, Ready, Serve, Signal, ToForkServer
+from everstep_trainer.launch.process_setup import call_process, fresh_signals, signal_group
+
+# ---- preload
+# What the zygote imports, so that no fork server and no worker has to.
+#
+# Everything here is imported lazily by ordinary training code at its first step, or its first failure; in a fresh
+# process that is where a replacement loses its seconds. Importing them together takes about 1.5 s and 310 MB once;
+# a child forked afterwards shares the pages and starts in 5 to 10 ms.
+
+PRELOAD = "EVERSTEP_PRELOAD"
+"""The environment variable with the modules of ``--preload``, separated by commas."""
+MODULES = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.tensor.experimental",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.optim",  # DistributedDataParallel looks for it
+    "torch.distributed.algorithms.ddp_comm_hooks",
+    "torch.optim",
+    "torch._dynamo",  # the first optimizer.step() imports it: 0.3 to 2 s
+    "torch.utils.data",
+    "torch.utils.checkpoint",
+    "torch.profiler._cupti_monitor",  # the first backward imports it
+    "encodings.idna",  # the first look-up of a host's name imports it: 2 ms
+    "xxhash",
+    "everstep_trainer.entry_point",  # everstep.main and what it takes
+)
+
+
+def preload(modules: Iterable[str] = MODULES) -> None:
+    """Imports ``modules`` and takes all that is there out of the garbage collector's sight.
+
+    Frozen objects are never walked, so a collection in a child does not touch (and thereby copy) the shared pages.
+    Raises ImportError for a missing package; a package's modules may be missing, since they differ between versions.
+    Asserts that CUDA stays untouched: a context does not survive a fork.
+    """
+    gc.disable()
+    for name in modules:
+        _import_if_there(name)
+    cuda = sys.modules.get("torch.cuda")
+    assert cuda is None or not cuda.is_initialized(), "an import initialized CUDA; forked workers could not use it"
+    gc.freeze()  # with what garbage the imports left, 2 % of it: collecting that takes 0.3 s and returns no page
+
+
+def preload_named(environ: Mapping[str, str] = os.environ) -> None:
+    """Import what ``--preload`` names, so that ranks and standbys share it. Call it before ``preload``.
+
+    Raises SystemExit, with what to do, for a module that cannot be imported, that starts a Python thread or that
+    initializes CUDA: neither a thread nor a CUDA context survives the fork of a rank.
+    """
+    for name in filter(None, environ.get(PRELOAD, "").split(",")):
+        threads = threading.active_count()
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            raise SystemExit(f"everstep-launch: --preload {name}: it cannot be imported here: {error!r}") from error
+        cuda = sys.modules.get("torch.cuda")
+        if threading.active_count() > threads:
+            raise SystemExit(f"everstep-launch: --preload {name}: it starts threads, which no fork has; leave it out")
+        if cuda is not None and cuda.is_initialized():
+            raise SystemExit(f"everstep-launch: --preload {name}: it initializes CUDA, which no fork may; leave it out")
+
+
+def _import_if_there(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        package = name.partition(".")[0]
+        if missing.name is None or missing.name == package or not name.startswith(missing.name):
+            raise
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What a freshly forked child is to do."""
+
+    order: Fork
+    descriptors: tuple[int, ...]
+
+    def run(self) -> None:
+        """Calls the target with the child's environment and descriptors; its exceptions are the process's end."""
+        for name, value in self.order.environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        module, _, function = self.order.target.partition(":")
+        target: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        target(self.descriptors, **self.order.arguments)
+
+
+class Zygote:
+    """Holds what was imported, and forks one fork server after another from it."""
+
+    def __init__(self, orders: Channel[Serve]) -> None:
+        self._orders = orders
+        self._server = 0
+        """The fork server's pid until it is reaped; then 0."""
+
+    def serve(self) -> Channel[ToForkServer]:
+        """Wait for orders. Returns only in a forked fork server, with its channel to the launcher."""
+        signal.signal(signal.SIGCHLD, self._reap)
+        signal.signal(signal.SIGTERM, self._end)
+        while True:
+            received = self._orders.receive()
+            if received is None:
+                self._end()
+                continue
+            _, (control,) = received
+            self._kill_server()
+            channel = self._fork(control)
+            if channel is not None:
+                return channel
+
+    def _fork(self, control: int) -> Channel[ToForkServer] | None:
+        zygote = os.getpid()
+        # Blocked until it is known who is who: a handler must not run in the child, or before the pid is noted.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent(zygote, signal.SIGKILL)
+            call_process("everstep-forks")
+            self._orders.close()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            return Channel(socket.socket(fileno=control), ToForkServer)
+        self._server = pid
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(control)
+        return None
+
+    def _reap(self, *_: object) -> None:
+        if self._server and os.waitpid(self._server, os.WNOHANG)[0]:
+            self._server = 0
+
+    def _kill_server(self) -> None:
+        """Make sure that the fork server before is dead: its children must not meet those of the next one."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD, signal.SIGTERM))
+        if self._server:
+            os.kill(self._server, signal.SIGKILL)  # not reaped yet, so the number is still its own
+            os.waitpid(self._server, 0)
+            self._server = 0
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _end(self, *_: object) -> None:
+        """Let the fork server end in order, which kills its children, and end once it has."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
+        if self._server:
+            os.kill(self._server, signal.SIGTERM)
+            os.kill(self._server, signal.SIGCONT)  # one that was stopped would not hear it
+            os.waitpid(self._server, 0)
+        os._exit(0)
+
+
+class ForkServer:
+    """The loop between the launcher's orders and the children's deaths."""
+
+    def __init__(self, control: Channel[ToForkServer]) -> None:
+        self._control = control
+        self._children: dict[int, int] = {}
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._woken.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._control, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+
+    def serve(self) -> Task | None:
+        """Serves until the launcher is gone (None), or returns in a forked child with what that is to do."""
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._end)
+        while True:
+            ready = {key.fileobj for key, _ in self._selector.select()}
+            if self._woken in ready:
+                self._woken.recv(4096)
+            self._reap()
+            if self._control in ready:
+                received = self._control.receive()
+                if received is None:
+                    self._end()
+                    return None
+                order, descriptors = received
+                task = self._obey(order, descriptors)
+                if task is not None:
+                    return task
+
+    def _obey(self, order: ToForkServer, descriptors: tuple[int, ...]) -> Task | None:
+        if isinstance(order, Signal):
+            self._signal(order)
+            return None
+        return self._fork(order, descriptors)
+
+    def _fork(self, order: Fork, descriptors: tuple[int, ...]) -> Task | None:
+        server = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Blocked until the child has its own handlers: it must never run the server's.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        pid = os.fork()
+        if pid == 0:
+            self._leave(server)
+            return Task(order, descriptors)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._children[order.serial] = pid
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._tell(Forked(serial=order.serial, pid=pid))
+        return None
+
+    def _leave(self, server: int) -> None:
+        """In the child: a session of its own, bound to the server's life, without the server's sockets and handlers."""
+        die_with_parent(server, signal.SIGKILL)
+        os.setsid()
+        fresh_signals()
+        self._selector.close()
+        self._control.close()
+        self._wake.close()
+        self._woken.close()
+        gc.enable()
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:  # seeded once, at import; ``random`` looks after itself
+            numpy.random.seed()
+
+    def _signal(self, order: Signal) -> None:
+        pid = self._children.get(order.serial)
+        if pid is None:
+            return
+        os.kill(pid, order.number)  # not reaped yet, so the number is still its own
+        if order.number == signal.SIGKILL:
+            signal_group(pid, order.number)
+
+    def _reap(self) -> None:
+        serials = {pid: serial for serial, pid in self._children.items()}
+        while self._children:
+            dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if dead is None:
+                return
+            exited = dead.si_code == os.CLD_EXITED
+            if not (exited and dead.si_status == 0):
+                # Data loader workers and the like; the zombie keeps the group's number from being used again.
+                signal_group(dead.si_pid, signal.SIGKILL)
+            os.waitpid(dead.si_pid, 0)
+            serial = serials[dead.si_pid]
+            del self._children[serial]
+            code, number = (dead.si_status, None) if exited else (None, dead.si_status)
+            self._tell(Exited(serial=serial, pid=dead.si_pid, code=code, signal=number))
+
+    def _tell(self, message: Forked | Exited) -> None:
+        try:
+            self._control.send(message)
+        except OSError:
+            self._end()
+
+    def _end(self, *_: object) -> None:
+        """Kills all children and ends when they are gone: who waits for this process may count on that."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for pid in self._children.values():
+            with contextlib.suppress(ProcessLookupError):  # a signal came between its reaping and its forgetting
+                os.kill(pid, signal.SIGKILL)
+            signal_group(pid, signal.SIGKILL)
+        for pid in self._children.values():
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        os._exit(0)
+
+
+def main() -> None:
+    """Entry point; returns only in children, when their target has."""
+    parser = argparse.ArgumentParser(prog="everstep-forkserver")
+    parser.add_argument("--orders", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--preload", nargs="*", default=list(MODULES))
+    options = parser.parse_args()
+    die_with_parent(options.parent)
+    call_process("everstep-zygote")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Python 3.12 counts numpy's BLAS threads, which step aside for a fork by themselves (pthread_atfork).
+    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+    preload_named()
+    preload(options.preload)
+    control = Zygote(Channel(socket.socket(fileno=options.orders), Serve)).serve()
+    control.send(Ready())
+    task = ForkServer(control).serve()
+    if task is not None:
+        task.run()
+
+
+if __name__ == "__main__":
+    main()

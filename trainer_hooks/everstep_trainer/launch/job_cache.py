@@ -1,0 +1,226 @@
+"""Let standbys import in advance what the node's ranks have imported in their training functions.
+
+Trainers and compilers import much of themselves in the first step. A rank notes the names of these modules after the
+first step of each generation; a standby, whose script has come as far as ``everstep.main``, imports them while it
+waits. Nothing here runs in the fork server, so threads that a module starts are not lost in a fork.
+
+Only modules of the standard library and of PACKAGES are followed, which are known to import without a rank, a process
+group or a device. Users' own modules are not: they may read RANK, open files or touch a GPU when they are imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+
+# ---- cache
+# A folder on this node for what the processes of one job make and the next ones need again: compiled code, imports.
+#
+# Ranks of a node share it, replacements find it, and so does the next launcher of the same job. Without it torch keeps
+# compiled code in a folder of the system's temporary directory whose name anybody can guess.
+
+log = logging.getLogger(__name__)
+
+USED = "used"
+"""A file in each folder, touched when a launcher begins to use it."""
+UNUSED_DAYS = 30
+"""After so long without a launcher of its job a folder is removed by the next launcher of any job."""
+
+
+def cache_environment(state_dir: Path, name: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Make a job's folder, and return the variables by which ranks find it; empty where it cannot be made.
+
+    Where ``environ`` sets torch's or Triton's variables already, these stay as they are.
+
+    Args:
+        state_dir: where launchers keep files; the folder is ``cache/NAME`` in it, for this user alone (mode 0700).
+        name: the job's, or its script's where the job's name was drawn.
+        environ: the launcher's environment.
+    """
+    folder = state_dir / "cache" / name
+    try:
+        for directory in (state_dir, folder.parent, folder):
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _require_own(folder)
+        (folder / USED).touch()
+        _sweep(folder.parent, (folder / USED).stat().st_mtime)
+    except OSError as error:
+        log.warning("no folder for compiled code and imports, ranks go without: %s", error)
+        return {}
+    wanted = {
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+    }
+    if "TORCHINDUCTOR_CACHE_DIR" not in environ:  # inductor's Triton cache is inside its own folder otherwise
+        wanted["TRITON_CACHE_DIR"] = str(folder / "triton")
+    return {CACHE: str(folder), **{name: value for name, value in wanted.items() if name not in environ}}
+
+
+def _require_own(folder: Path) -> None:
+    """Code is loaded from it. Raises PermissionError where somebody else could write there."""
+    found = folder.stat()
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        raise PermissionError(f"{folder} belongs to or can be written by another user; remove it, or set --state-dir")
+
+
+def _sweep(parent: Path, now: float) -> None:
+    """Remove the folders that no launcher has used for long. A job that has run for longer compiles anew."""
+    for used in parent.glob(f"*/{USED}"):
+        if used.stat().st_mtime < now - UNUSED_DAYS * 86_400:
+            shutil.rmtree(used.parent, ignore_errors=True)
+
+
+CACHE = "EVERSTEP_CACHE"
+"""The environment variable that names the job's folder on this node; ``launch/cache.py`` makes it."""
+PACKAGES = frozenset(
+    {
+        "accelerate",
+        "aiohttp",
+        "attr",
+        "certifi",
+        "charset_normalizer",
+        "dateutil",
+        "datasets",
+        "dill",
+        "einops",
+        "filelock",
+        "fsspec",
+        "httpx",
+        "huggingface_hub",
+        "idna",
+        "jinja2",
+        "lightning",
+        "lightning_fabric",
+        "lightning_utilities",
+        "markupsafe",
+        "mpmath",
+        "networkx",
+        "numpy",
+        "packaging",
+        "pandas",
+        "peft",
+        "PIL",
+        "psutil",
+        "pyarrow",
+        "pytorch_lightning",
+        "regex",
+        "requests",
+        "safetensors",
+        "scipy",
+        "sklearn",
+        "sympy",
+        "timm",
+        "tokenizers",
+        "torch",
+        "torchaudio",
+        "torchdata",
+        "torchmetrics",
+        "torchvision",
+        "tqdm",
+        "trainer_hooks",
+        "transformers",
+        "triton",
+        "typing_extensions",
+        "urllib3",
+        "yaml",
+    }
+)
+MOST = 20_000
+"""Names in one file; what goes beyond is left out."""
+MOST_BYTES = 4 << 20
+
+
+def is_followed(name: str) -> bool:
+    """Whether a standby imports a module of this name because a rank has."""
+    package = name.partition(".")[0]
+    return package in PACKAGES or package in sys.stdlib_module_names
+
+
+class Noted:
+    """The names that one local rank has noted, over all processes that had its place.
+
+    Args:
+        folder: the job's on this node.
+        local_rank: whose file it is; each local rank has one, so that no two processes write the same.
+    """
+
+    def __init__(self, folder: Path, local_rank: int) -> None:
+        self._file = folder / f"imports-{local_rank}"
+        self._known = len(sys.modules)
+        self._before = frozenset(sys.modules)
+
+    def note(self) -> None:
+        """Note what was imported since this object was made. Does nothing where there is nothing new."""
+        if len(sys.modules) == self._known:
+            return
+        modules = sys.modules.copy()
+        self._known = len(modules)
+        new = [name for name, module in modules.items() if name not in self._before and _can_be_named(name, module)]
+        names = list(dict.fromkeys([*read(self._file), *new]))[:MOST]
+        aside = self._file.with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError):  # a full or missing disk costs a standby its lead, and nothing else
+            aside.write_text("\n".join(names))
+            aside.replace(self._file)
+
+
+def read(file: Path) -> list[str]:
+    """The names in a file of ``Noted`` that are followed; none where there is no file, or one that is too long."""
+    try:
+        if file.stat().st_size > MOST_BYTES:
+            return []
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError):
+        return []
+    return [name for name in text.split("\n")[:MOST] if is_followed(name)]
+
+
+class Follower:
+    """A standby's side: imports what ranks of the node have noted.
+
+    Args:
+        folder: the job's on this node; None where there is none, and nothing to follow.
+        wanted: whether this process is needed now: it stops between two modules.
+    """
+
+    def __init__(self, folder: Path | None, wanted: Callable[[], bool]) -> None:
+        self._folder = folder
+        self._wanted = wanted
+        self._read: dict[Path, int] = {}
+
+    def follow(self) -> None:
+        """Import what is new in the folder. A module that cannot be imported is left to whoever needs it."""
+        for name in self._new():
+            if self._wanted():
+                return
+            if name not in sys.modules:
+                with contextlib.suppress(Exception, SystemExit):
+                    importlib.import_module(name)
+
+    def _new(self) -> Iterator[str]:
+        if self._folder is None:
+            return
+        for file in sorted(self._folder.glob("imports-*")):
+            with contextlib.suppress(OSError):
+                if (written := file.stat().st_mtime_ns) != self._read.get(file) and not file.suffix:
+                    self._read[file] = written
+                    yield from read(file)
+
+
+def folder_of(environ: Mapping[str, str]) -> Path | None:
+    """The job's folder on this node, where the launcher could make one."""
+    return Path(environ[CACHE]) if environ.get(CACHE) else None
+
+
+def _can_be_named(name: str, module: ModuleType | None) -> bool:
+    """Whether ``import name`` gives the module: some are made by hand."""
+    spec = getattr(module, "__spec__", None)
+    return spec is not None and spec.name == name and spec.origin is not None and is_followed(name)

@@ -1,0 +1,517 @@
+"""A controller and an agent for one launcher alone, when none was given or found.
+
+They live in a directory of their own (``run_directory``) with a secret and a token made for the occasion, listen on
+loopback, die with the launcher, and are started again when they die before it. Of a launcher that is killed the vault
+stays for a while, with the checkpoints: a launcher of the same job that comes in time goes on with it (decision 0036).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import importlib.util
+import json
+import logging
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from everstep.bearer_tokens import TokenRole, mint
+from everstep.clock import Clock
+from everstep.errors import ConfigurationError, Unavailable
+from everstep.layout.vault_note import is_held, read_note
+from everstep.parent_process import PARENT_VARIABLE
+from everstep_trainer.launch.fork_client import death
+from everstep_trainer.launch.summary import read_detail, summary
+
+# ---- run directory
+# Where a launcher's private services live: made for one launcher, left by one that is killed, taken over by the next.
+#
+# A launcher that ends in order takes its directory and its vault's memory along. One that is killed leaves both, and
+# for
+# a while its vault: a launcher of the same job goes on with them, any other sweeps away what nobody is waiting in.
+
+log = logging.getLogger(__name__)
+
+SEGMENTS = Path("/dev/shm")  # noqa: S108 - shared memory is the point
+SOCKET_PATH_BYTES = 107
+"""What sockaddr_un holds."""
+POLL_S = 0.02
+GONE_WAIT_S = 15.0
+"""For processes that have been told to end, or killed; freeing a vault's memory takes longest."""
+
+
+def state_dir(given: str | None, environ: Mapping[str, str]) -> Path:
+    """Where logs and private services' files go: --state-dir, or $XDG_STATE_HOME/everstep."""
+    if given is not None:
+        return Path(given).resolve()
+    base = environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "everstep"
+
+
+class RunDirectory:
+    """A directory (mode 0700) that is this launcher's own, by a lock that ends with it.
+
+    Args:
+        state_dir: where it is made, as ``run-*``.
+        job: whose; what a killed launcher of the same job left is taken over where its checkpoints are in memory still.
+
+    Raises ConfigurationError where the path is too long for sockets, Unavailable where the services of the launcher
+    before do not end.
+    """
+
+    def __init__(self, state_dir: Path, job: str) -> None:
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _locked(state_dir / ".lock"):
+            taken = _take_over(state_dir, job)
+            self.path, self._lock = taken or _make(state_dir, job)
+        self.taken_over = taken is not None
+        if len(os.fsencode(self.path / "agent" / "agent.sock")) > SOCKET_PATH_BYTES - 8:
+            self.remove()
+            raise ConfigurationError(
+                f"{self.path} is too long a path for unix sockets (at most {SOCKET_PATH_BYTES} bytes with the "
+                "socket's name): give a shorter --state-dir"
+            )
+        if self.taken_over:
+            log.info("going on with what job %s, whose launcher was killed, left in memory: %s", job, self.path.name)
+            _end_services(self.path)
+
+    @property
+    def segments(self) -> Path:
+        return segment_dir(self.path)
+
+    def leave(self) -> None:
+        """Lets go of it; the next launcher of the job finds everything."""
+        os.close(self._lock)
+
+    def remove(self) -> None:
+        """Ends the vault, where its agent could not, and unlinks everything."""
+        _end_vault(self.path)
+        _remove(self.path)
+        os.close(self._lock)
+
+
+def segment_dir(run_dir: Path) -> Path:
+    """Where the vault keeps its segments; named after the run directory, so that sweeping finds it."""
+    return SEGMENTS / f"everstep-{os.getuid()}" / run_dir.name
+
+
+def _make(state_dir: Path, job: str) -> tuple[Path, int]:
+    run_dir = Path(tempfile.mkdtemp(prefix="run-", dir=state_dir))
+    lock = os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    (run_dir / "job").write_text(job)
+    return run_dir, lock
+
+
+def _take_over(state_dir: Path, job: str) -> tuple[Path, int] | None:
+    """What the job's last launcher left; what others left and nobody waits in is swept away."""
+    found = None
+    for left in sorted(state_dir.glob("run-*")):
+        lock = os.open(left / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        if found is None and _holds(left, job):
+            found = left, lock
+            continue
+        if not is_held(segment_dir(left)):
+            _remove(left)
+        os.close(lock)
+    return found
+
+
+def _holds(run_dir: Path, job: str) -> bool:
+    """Whether the directory is of that job and checkpoints of it are in memory; after a boot they are not."""
+    with contextlib.suppress(OSError):
+        of_job = (run_dir / "job").read_text() == job and (run_dir / "operator.token").exists()
+        return of_job and any((segment_dir(run_dir) / job).glob("own-*"))
+    return False
+
+
+def _end_services(run_dir: Path) -> None:
+    """They follow their launcher by themselves, the agent before the vault is taken from it."""
+    for ready_file in (run_dir / "agent" / "agent.json", run_dir / "controller.json"):
+        pid = _pid_in(ready_file)
+        if not _gone(pid, run_dir):
+            log.warning("process %d of the launcher before did not end within %g s; killing it", pid, GONE_WAIT_S)
+            _kill(pid, run_dir)
+    _wait_for_agent(run_dir / "agent" / "agent.lock")
+
+
+def _wait_for_agent(lock_file: Path) -> None:
+    """Returns when nobody holds the agent's lock: one that had just been started again says its pid nowhere yet.
+
+    Raises Unavailable where it is held on.
+    """
+    for _ in range(int(GONE_WAIT_S / POLL_S)):
+        if not is_held(lock_file.parent, lock_file.name):
+            return
+        time.sleep(POLL_S)
+    raise Unavailable(f"an agent of the launcher before holds {lock_file}; end it, or give another --state-dir")
+
+
+def _end_vault(run_dir: Path) -> None:
+    """That of an agent that was killed and not started again."""
+    note = read_note(segment_dir(run_dir))
+    if note is not None and is_held(segment_dir(run_dir)):
+        _kill(note.pid, run_dir)
+
+
+def _kill(pid: int, run_dir: Path) -> None:
+    """Raises Unavailable where the process stays: two must not work over one directory."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    if not _gone(pid, run_dir):
+        raise Unavailable(f"process {pid} over {run_dir} does not end; end it, or give another --state-dir")
+
+
+def _gone(pid: int, run_dir: Path) -> bool:
+    """Whether the process that was started over ``run_dir`` has ended, or does so in time."""
+    try:
+        descriptor = os.pidfd_open(pid) if pid > 0 else -1
+    except ProcessLookupError:
+        return True
+    if descriptor < 0:
+        return True
+    try:
+        is_other = os.fsencode(run_dir) not in Path(f"/proc/{pid}/cmdline").read_bytes()  # the number is used again
+        return is_other or bool(select.select([descriptor], [], [], GONE_WAIT_S)[0])
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _pid_in(ready_file: Path) -> int:
+    try:
+        return int(json.loads(ready_file.read_text())["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove(run_dir: Path) -> None:
+    shutil.rmtree(run_dir, ignore_errors=True)
+    shutil.rmtree(segment_dir(run_dir), ignore_errors=True)
+
+
+NODE = "local"
+START_WAIT_S = 60.0
+"""Until a service must say that it is ready; it takes about a second, on a loaded machine several."""
+END_WAIT_S = 10.0
+KEPT_LOGS = 40
+"""Log files of earlier runs that are kept, two for each."""
+RESTARTS = 5
+RESTART_WINDOW_S = 60.0
+"""So many unexpected ends of one service within this time are cured by another start; one more is no coincidence."""
+EARLY_KILLS = 3
+"""Kills (by the kernel for want of memory, say) of one service in a row that it may meet before it is ready."""
+AGENT_AWAY_S = 30.0
+"""How long the vault is without agent and ranks at most, where all of them were killed at once, on a loaded machine."""
+NEEDED = {
+    "controller": ("everstep_controller.main", "fastapi", "uvicorn", "sqlalchemy", "alembic", "prometheus_client"),
+    "agent": ("everstep_agent.main", "pynvml", "prometheus_client"),
+}
+
+
+class PrivateServices:
+    """The pair of them.
+
+    Args:
+        state_dir: where logs stay, and the run directory is made.
+        name: of the logs; the job's.
+        clock: for the deadline of the start.
+        linger_s: how long the vault waits for another launcher where this one is killed; None: not at all.
+    """
+
+    def __init__(self, state_dir: Path, name: str, clock: Clock, linger_s: float | None = None) -> None:
+        self._state_dir = state_dir
+        self._name = name
+        self._clock = clock
+        self._linger_s = linger_s
+        self._place: RunDirectory | None = None
+        self._serves = False
+        self._services: list[Service] = []
+        self._address = ""
+
+    async def start(self) -> Path:
+        """Starts both; returns the agent's socket once it is there.
+
+        Raises ConfigurationError where a package is missing, or the directory cannot be written, Unavailable with the
+        log's end where one does not come up.
+        """
+        _check_installed()
+        logs = self._state_dir / "logs"
+        try:
+            logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _prune(logs)
+            place = self._place = await asyncio.to_thread(RunDirectory, self._state_dir, self._name)
+            run_dir = place.path
+            if not place.taken_over:
+                _write_secrets(run_dir)
+        except OSError as error:
+            raise ConfigurationError(
+                f"logs and services of the launcher cannot be kept in {self._state_dir}: {error}; name another "
+                "directory with --state-dir"
+            ) from error
+        controller = Service(
+            "controller", logs / f"{self._name}.controller.log", run_dir / "controller.json", self._clock
+        )
+        self._services.append(controller)
+        address = self._address = await self._start_controller(controller, run_dir)
+        agent = Service("agent", logs / f"{self._name}.agent.log", run_dir / "agent" / "agent.json", self._clock)
+        self._services.append(agent)
+        await agent.start(lambda _: _agent_command(run_dir, address, self._linger_s))
+        self._serves = True
+        return run_dir / "agent" / "agent.sock"
+
+    async def summary(self) -> list[str]:
+        """Return what the controller makes of the job, in lines for people; nothing where there is none to ask."""
+        if self._place is None or not self._serves:
+            return []
+        token = self._place.path / "operator.token"
+        detail = await read_detail(f"http://{self._address}", token, self._name)
+        return [] if detail is None else summary(detail)
+
+    async def end(self) -> None:
+        """Ends the agent, then the controller, and removes the run directory.
+
+        One that was taken over stays where its services did not come up: what it holds may be wanted all the same.
+        """
+        for service in reversed(self._services):
+            await service.end()
+        self._services.clear()
+        place, self._place = self._place, None
+        if place is None:
+            return
+        if place.taken_over and not self._serves:
+            log.warning("what the killed launcher left stays in memory: everstep vault list, everstep vault drop")
+            place.leave()
+        else:
+            place.remove()
+
+    async def _start_controller(self, service: Service, run_dir: Path) -> str:
+        def command(last: Mapping[str, object] | None) -> list[str]:
+            listen = str(last["address"]) if last is not None else "127.0.0.1:0"
+            return _controller_command(run_dir, listen)
+
+        ready = await service.start(command)
+        token = run_dir / "operator.token"
+        log.info(
+            "to look: EVERSTEP_CONTROLLER=http://%s EVERSTEP_TOKEN_FILE=%s everstep status", ready["address"], token
+        )
+        return str(ready["address"])
+
+
+class Service:
+    """One of the pair: started, watched, started again, ended."""
+
+    def __init__(self, name: str, log_file: Path, ready_file: Path, clock: Clock) -> None:
+        self._name = name
+        self._log_file = log_file
+        self._ready_file = ready_file
+        self._clock = clock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self, command: Callable[[Mapping[str, object] | None], list[str]]) -> Mapping[str, object]:
+        """Starts it and keeps it; returns what its ready file says.
+
+        ``command`` makes the command line, given what the ready file said the last time (None at first). Raises
+        Unavailable with the end of its log where it does not come up.
+        """
+        ready = await self._launch(command(None))
+        self._watch = asyncio.create_task(self._keep(command, ready), name=f"keep {self._name}")
+        return ready
+
+    async def end(self) -> None:
+        """SIGTERM, and SIGKILL to its process group where that is not enough."""
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            async with asyncio.timeout(END_WAIT_S):
+                await death(process)
+        except TimeoutError:
+            log.warning("the private %s did not end within %s s; killing it", self._name, END_WAIT_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    async def _launch(self, command: list[str]) -> Mapping[str, object]:
+        """Starts it until it is ready; one that is killed meanwhile is not at fault, and is started again."""
+        for _ in range(EARLY_KILLS):
+            try:
+                return await self._launch_once(command)
+            except Unavailable as error:
+                status = self._process.returncode if self._process is not None else None
+                if status is None or status >= 0:
+                    raise
+                log.warning("%s", error)
+        return await self._launch_once(command)
+
+    async def _launch_once(self, command: list[str]) -> Mapping[str, object]:
+        try:
+            process = self._process = self._begin(command)
+        except OSError as error:
+            raise Unavailable(f"the private {self._name} cannot be started: {error}") from error
+        deadline = self._clock.monotonic() + START_WAIT_S
+        while (ready := self._read_ready(process.pid)) is None:
+            if process.poll() is not None:
+                raise Unavailable(self._failure(f"ended with status {process.returncode} while starting"))
+            if self._clock.monotonic() > deadline:
+                raise Unavailable(self._failure(f"was not ready within {START_WAIT_S:g} s"))
+            await asyncio.sleep(POLL_S)
+        return ready
+
+    def _begin(self, command: list[str]) -> subprocess.Popen[bytes]:
+        self._ready_file.unlink(missing_ok=True)
+        descriptor = os.open(self._log_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            # A session of its own: Ctrl-C in the terminal is for the launcher, which ends it in order.
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=descriptor,
+                env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+                start_new_session=True,
+            )
+        finally:
+            os.close(descriptor)
+
+    def _read_ready(self, pid: int) -> Mapping[str, object] | None:
+        try:
+            said: dict[str, object] = json.loads(self._ready_file.read_text())
+        except FileNotFoundError:
+            return None
+        return said if said.get("pid") == pid else None
+
+    async def _keep(
+        self, command: Callable[[Mapping[str, object] | None], list[str]], ready: Mapping[str, object]
+    ) -> None:
+        ends: deque[float] = deque(maxlen=RESTARTS + 1)
+        while True:
+            process = self._process
+            assert process is not None
+            status = await death(process)
+            ends.append(self._clock.monotonic())
+            if len(ends) > RESTARTS and ends[-1] - ends[0] < RESTART_WINDOW_S:
+                log.error(
+                    "the private %s ended %d times within %g s, the last time with status %s; training goes on without "
+                    "it (log: %s)",
+                    self._name,
+                    len(ends),
+                    RESTART_WINDOW_S,
+                    status,
+                    self._log_file,
+                )
+                return
+            log.warning(
+                "the private %s ended with status %s; starting it again (log: %s)", self._name, status, self._log_file
+            )
+            try:
+                ready = await self._launch(command(ready))
+            except Unavailable as error:
+                log.error("%s", error)
+                return
+
+    def _failure(self, what: str) -> str:
+        try:
+            lines = self._log_file.read_text(errors="replace").splitlines()[-15:]
+        except OSError:
+            lines = []
+        shown = "\n".join(f"  | {line}" for line in lines) or "  | (nothing)"
+        return f"the private {self._name} {what}; the end of {self._log_file}:\n{shown}"
+
+
+# -P below: "agent" and "controller" are names that a user's own directory may have too.
+
+
+def _controller_command(run_dir: Path, listen: str) -> list[str]:
+    command = [sys.executable, "-P", "-m", "everstep_controller.main", "serve", "--listen", listen]
+    command += ["--database", f"sqlite:///{run_dir / 'controller.db'}", "--secret-file", str(run_dir / "secret")]
+    return [*command, "--preset", "lab", "--ready-file", str(run_dir / "controller.json"), "--die-with-parent"]
+
+
+def _agent_command(run_dir: Path, controller: str, linger_s: float | None) -> list[str]:
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "everstep_agent.main",
+        "--node",
+        NODE,
+        "--controller",
+        f"http://{controller}",
+    ]
+    command += ["--token-file", str(run_dir / "agent.token"), "--run-dir", str(run_dir / "agent")]
+    command += ["--segment-dir", str(segment_dir(run_dir)), "--vault-listen", "127.0.0.1:0"]
+    if linger_s is None:
+        command += ["--leave-vault", "agent", "--vault-linger-s", str(AGENT_AWAY_S)]
+    else:
+        command += ["--leave-vault", "parent", "--vault-linger-s", str(linger_s)]
+    return [*command, "--metrics-listen", "127.0.0.1:0", "--stop-vault", "--die-with-parent"]
+
+
+def _write_secrets(run_dir: Path) -> None:
+    secret = secrets.token_hex(32)
+    _write_private(run_dir / "secret", secret)
+    _write_private(run_dir / "agent.token", mint(secret.encode(), TokenRole.AGENT, NODE))
+    _write_private(run_dir / "operator.token", mint(secret.encode(), TokenRole.OPERATOR, "launcher"))
+
+
+def _write_private(path: Path, text: str) -> None:
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        file.write(text)
+
+
+def _check_installed() -> None:
+    missing = {extra: [name for name in names if not _installed(name)] for extra, names in NEEDED.items()}
+    gone = {extra: names for extra, names in missing.items() if names}
+    if gone:
+        what = "; ".join(f"the {extra} lacks {', '.join(names)}" for extra, names in gone.items())
+        raise ConfigurationError(
+            "no agent was given (--agent-socket) or found, and a private controller and agent cannot be started: "
+            f"{what}. Install them with: pip install 'everstep[{','.join(sorted(gone))}]'"
+        )
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _prune(logs: Path) -> None:
+    by_age = sorted(logs.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for old in by_age[KEPT_LOGS:]:
+        old.unlink(missing_ok=True)

@@ -1,0 +1,343 @@
+"""The processes of one launcher: made, spoken to, signalled and ended. What is to be done is decided elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from signal import Signals
+from typing import BinaryIO
+
+import msgspec
+
+from everstep.errors import ConfigurationError, Unavailable
+from everstep_trainer.launch.fork_client import ForkServerLink, Lost
+from everstep_trainer.launch.fork_messages import Arrived, Channel, FromForkServer, Promote, pair
+from everstep_trainer.launch.forkserver import PRELOAD
+from everstep_trainer.launch.job_cache import cache_environment
+from everstep_trainer.launch.options import LaunchOptions
+from everstep_trainer.launch.private_services import state_dir
+from everstep_trainer.launch.process_setup import handles
+from everstep_trainer.runtime.assignment import AGENT_SOCKET, JOB, LOCAL_RANK, START_FROM
+
+# ---- environment
+# Environment variables of the fork server and of workers; what a generation decides, the worker sets itself.
+
+log = logging.getLogger(__name__)
+
+
+def server_environment(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str, str]:
+    """The fork server's, and so every worker's. One thread for each rank unless told otherwise, as torchrun does.
+
+    It has to be set before torch is imported, which is before GPUs are counted: ``gpu`` and ``auto`` are several.
+    Makes the job's folder for compiled code, and names it.
+    """
+    name = options.cache_name or options.job
+    environment = {**environ, **cache_environment(state_dir(options.state_dir, environ), name, environ)}
+    environment[PRELOAD] = ",".join(options.preload)
+    if options.nproc_per_node != 1 and "OMP_NUM_THREADS" not in environ:
+        environment["OMP_NUM_THREADS"] = "1"
+        log.info("OMP_NUM_THREADS is not set: each rank gets 1 thread, so that ranks do not fight over cores")
+    return environment
+
+
+def worker_environment(
+    options: LaunchOptions, *, agent_socket: str, nproc: int, local_rank: int | None
+) -> dict[str, str | None]:
+    """What a worker has from its birth; a standby's LOCAL_RANK is unset, whatever the launcher's own is."""
+    return {
+        JOB: options.job,
+        AGENT_SOCKET: agent_socket,
+        LOCAL_RANK: None if local_rank is None else str(local_rank),
+        START_FROM: options.start_from,
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "TORCHELASTIC_RUN_ID": options.job,
+        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def plain_environment(*, local_rank: int, nproc: int, host: str, port: int) -> dict[str, str]:
+    """On a single node ranks are known beforehand: what a script needs that never calls ``everstep.main``."""
+    rank = str(local_rank)
+    return {
+        "RANK": rank,
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": str(nproc),
+        "ROLE_WORLD_SIZE": str(nproc),
+        "ROLE_NAME": "default",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "NODE_RANK": "0",
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+# ---- output
+# What workers write: to files, and with --tee on the launcher's own output, each line with its rank.
+
+CHUNK_BYTES = 1 << 16
+
+
+class Outputs:
+    """Pipes from workers into ``directory``.
+
+    Args:
+        directory: made where it is missing; files are ``worker-SERIAL.out`` and ``.err``.
+        tee: also write every line to this process's stdout or stderr.
+        label: the present name of a worker by its serial, such as ``rank 3``.
+
+    Raises ConfigurationError where the directory cannot be made.
+    """
+
+    def __init__(self, directory: Path, tee: bool, label: Callable[[int], str]) -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"--log-dir: ranks' output cannot be kept in {directory}: {error}") from error
+        self._directory = directory
+        self._tee = tee
+        self._label = label
+        self._pumps: set[_Pump] = set()
+
+    def open(self, serial: int) -> tuple[int, int]:
+        """Descriptors for the worker's stdout and stderr; close them once they were passed on."""
+        return self._open(serial, "out", sys.stdout.buffer), self._open(serial, "err", sys.stderr.buffer)
+
+    def drain(self) -> None:
+        """Takes what the dead have left in their pipes, and closes everything."""
+        for pump in list(self._pumps):
+            pump.read()
+            pump.close()
+
+    def _open(self, serial: int, kind: str, shown: BinaryIO) -> int:
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(reading, False)
+        file = (self._directory / f"worker-{serial}.{kind}").open("ab", buffering=0)
+        tee = (lambda: f"[{self._label(serial)}]: ".encode(), shown) if self._tee else None
+        self._pumps.add(_Pump(reading, file, tee, self._pumps.discard))
+        return writing
+
+
+class _Pump:
+    """One pipe into one file."""
+
+    def __init__(
+        self,
+        pipe: int,
+        file: BinaryIO,
+        tee: tuple[Callable[[], bytes], BinaryIO] | None,
+        closed: Callable[[_Pump], None],
+    ) -> None:
+        self._pipe = pipe
+        self._file = file
+        self._tee = tee
+        self._closed = closed
+        self._line = b""
+        self._lost = False
+        asyncio.get_running_loop().add_reader(pipe, self.read)
+
+    def read(self) -> None:
+        """Moves what is there; closes at end-of-file."""
+        while True:
+            try:
+                data = os.read(self._pipe, CHUNK_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                self.close()
+                return
+            try:
+                self._file.write(data)
+                self._lost = False
+            except OSError as error:  # what could be written later is; the rank must not wait in its pipe
+                if not self._lost:
+                    log.warning("what ranks write is lost: %s cannot be written: %s", self._file.name, error)
+                self._lost = True
+            self._show(data)
+
+    def close(self) -> None:
+        if self._file.closed:
+            return
+        if self._line:
+            self._show(b"\n")
+        asyncio.get_running_loop().remove_reader(self._pipe)
+        os.close(self._pipe)
+        self._file.close()
+        self._closed(self)
+
+    def _show(self, data: bytes) -> None:
+        if self._tee is None:
+            return
+        label, shown = self._tee
+        *lines, self._line = (self._line + data).split(b"\n")
+        if lines:
+            try:
+                shown.write(b"".join(label() + line + b"\n" for line in lines))
+                shown.flush()
+            except OSError as error:
+                log.warning("what ranks write is not shown any more: %s", error)
+                self._tee = None
+
+
+STORE_SERIAL = 0
+COUNT_SERIAL = -1
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """A worker's script came to ``everstep.main``."""
+
+    serial: int
+
+
+StaffEvent = FromForkServer | Lost | Heard
+
+
+class Staff:
+    """Store host, workers and standbys, through one fork server.
+
+    Args:
+        listener: the rendezvous store's listening socket. It stays open here, so that the address outlives its host.
+        happened: gets births, deaths and arrivals.
+        label: the present name of a worker, for its lines of output.
+    """
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        environ: Mapping[str, str],
+        listener: socket.socket,
+        happened: Callable[[StaffEvent], None],
+        label: Callable[[int], str],
+    ) -> None:
+        self._options = options
+        self._listener = listener
+        self._happened = happened
+        self._forks = ForkServerLink(happened, server_environment(options, environ))
+        self._controls: dict[int, Channel[Arrived]] = {}
+        directory = Path(options.log_dir) / options.job if options.log_dir is not None else None
+        self._outputs = Outputs(directory, options.tee, label) if directory is not None else None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where the rendezvous store is."""
+        host, port = self._listener.getsockname()[:2]
+        return host, port
+
+    def start(self) -> None:
+        """Starts the fork server and in it the store host; orders wait until torch is imported."""
+        self._forks.start()
+        self.host_store()
+
+    def host_store(self) -> None:
+        """Forks the process that serves the store."""
+        host, port = self.address
+        target = "everstep_trainer.launch.store_host:host"
+        arguments = {"address": host, "port": port}
+        self._forks.fork(STORE_SERIAL, target, arguments, descriptors=(self._listener.fileno(),))
+
+    async def count_ranks(self) -> int:
+        """Ranks of this node. Raises ConfigurationError where there is no GPU, Unavailable without a fork server."""
+        kind = self._options.nproc_per_node
+        if isinstance(kind, int):
+            return kind
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        target = "everstep_trainer.launch.options:report_count"
+        self._forks.fork(COUNT_SERIAL, target, {"kind": kind}, descriptors=(writing,))
+        os.close(writing)
+        text = await _read_all(reading)
+        if not text:
+            raise Unavailable("the fork server ended before it could count devices; what it said is above")
+        if int(text) == 0:
+            raise ConfigurationError("--nproc-per-node gpu: no CUDA device is visible here; give a number, cpu or auto")
+        return int(text)
+
+    def start_worker(self, serial: int, local_rank: int | None, *, nproc: int, agent_socket: str) -> None:
+        """Forks a worker, or a standby where ``local_rank`` is None."""
+        options = self._options
+        environment = worker_environment(options, agent_socket=agent_socket, nproc=nproc, local_rank=local_rank)
+        if options.max_nodes == 1 and local_rank is not None:
+            host, port = self.address
+            environment |= plain_environment(local_rank=local_rank, nproc=nproc, host=host, port=port)
+        arguments = {"script": options.script, "module": options.module, "arguments": list(options.arguments)}
+        outputs = self._outputs.open(serial) if self._outputs is not None else ()
+        ours, theirs = pair()
+        with theirs:
+            self._forks.fork(
+                serial,
+                "everstep_trainer.launch.worker_process:run",
+                arguments,
+                environment=environment,
+                descriptors=(theirs.fileno(), *outputs),
+            )
+        for descriptor in outputs:
+            os.close(descriptor)
+        self._controls[serial] = Channel(ours, Arrived)
+        asyncio.get_running_loop().add_reader(ours.fileno(), self._listen, serial)
+
+    def promote(self, serial: int, local_rank: int) -> None:
+        """Tells a standby what it is now. Where it has just died, its exit follows."""
+        try:
+            self._controls[serial].send(Promote(local_rank=local_rank))
+        except (KeyError, OSError):
+            log.debug("worker %d is gone before its promotion", serial)
+
+    def signal(self, serials: Iterable[int], number: signal.Signals) -> None:
+        """Sends a signal to each; those that are dead already do not mind."""
+        for serial in serials:
+            self._forks.signal(serial, number)
+
+    def pass_on(self, number: Signals, living: Iterable[tuple[int, int]]) -> None:
+        """Sends a signal to those of ``living`` (serials and pids) that have a handler for it: others it would end."""
+        able = [serial for serial, pid in living if handles(pid, number)]
+        self.signal(able, number)
+        if able:
+            log.info("%s is passed on to %d processes that handle it", number.name, len(able))
+        else:
+            log.warning("%s changes nothing: no rank has a handler for it", number.name)
+
+    def hang_up(self, serial: int) -> None:
+        """Closes the line to a worker."""
+        control = self._controls.pop(serial, None)
+        if control is not None:
+            asyncio.get_running_loop().remove_reader(control.fileno())
+            control.close()
+
+    async def end(self) -> None:
+        """Ends the fork server, and with it everyone who is left."""
+        try:
+            await self._forks.end()
+        finally:
+            for serial in list(self._controls):
+                self.hang_up(serial)
+            if self._outputs is not None:
+                self._outputs.drain()
+
+    def _listen(self, serial: int) -> None:
+        try:
+            received = self._controls[serial].receive(wait=False)
+        except BlockingIOError:
+            return
+        if received is None:
+            self.hang_up(serial)
+        else:
+            self._happened(Heard(serial))
+
+
+async def _read_all(descriptor: int) -> bytes:
+    reader = asyncio.StreamReader()
+    pipe = os.fdopen(descriptor, "rb", buffering=0)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
+    )
+    try:
+        return await reader.read()
+    finally:
+        transport.close()

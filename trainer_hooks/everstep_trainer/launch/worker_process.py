@@ -1,0 +1,69 @@
+"""A worker's process: the user's script as ``__main__``, as if a shell had started it."""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+import sys
+import traceback
+from time import perf_counter
+from types import TracebackType
+
+from everstep_trainer.launch.process_setup import call_process, keep_freed_memory, step_forward_to_oom_killer
+from everstep_trainer.runtime.assignment import BORN, CONTROL_FD, LOCAL_RANK, WORKER_PID
+
+
+def run(descriptors: tuple[int, ...], *, script: str, module: bool, arguments: list[str]) -> None:
+    """Runs ``script`` (a file, or a module's name) to its end. ``descriptors``: control socket[, stdout, stderr].
+
+    Returns when the script does; raises SystemExit with its status where it left that way or by an exception.
+    """
+    control, *outputs = descriptors
+    local_rank = os.environ.get(LOCAL_RANK)
+    call_process("everstep-spare" if local_rank is None else f"everstep-rank{local_rank}")
+    os.environ[CONTROL_FD] = str(control)
+    os.environ[WORKER_PID] = str(os.getpid())
+    os.environ[BORN] = repr(perf_counter())
+    _take_outputs(outputs)
+    keep_freed_memory()
+    step_forward_to_oom_killer()
+    sys.argv = [script, *arguments]
+    try:
+        if module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - what the interpreter itself does at the end of a script
+        _show(error)
+        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
+
+
+def _take_outputs(outputs: list[int]) -> None:
+    for stream, descriptor in zip((sys.stdout, sys.stderr), outputs, strict=False):
+        os.dup2(descriptor, stream.fileno())
+        os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        # A killed process loses what it buffered: keep that to one line.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+
+
+def _show(error: BaseException) -> None:
+    """The traceback from the script on, without the frames that led to it. Goes through ``sys.excepthook``."""
+    tail = error.__traceback__
+    while tail is not None and _ours(tail):
+        tail = tail.tb_next
+    hook = sys.excepthook
+    if hook is sys.__excepthook__:
+        traceback.print_exception(type(error), error, tail)
+    else:
+        hook(type(error), error, tail)
+
+
+def _ours(frame: TracebackType) -> bool:
+    return frame.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>")

@@ -1,0 +1,133 @@
+"""Slots of one checkpoint as DCP's metadata, and where each of its chunks lies. Nothing in it is pickled."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
+
+from everstep.errors import UNREADABLE, MalformedMessage
+from everstep.layout.manifests import Box, Manifest, Stored
+from everstep_trainer.state.blob import decode_blob, dtype_of, encode_blob
+
+# ---- steps
+# Which step a checkpoint is of, where only DCP's name for it is known.
+
+
+def step_of(checkpoint_id: str | os.PathLike[str] | None) -> int:
+    """The number at its end. Raises ValueError where there is none."""
+    found = re.search(r"(\d+)\D*$", os.fspath(checkpoint_id or ""))
+    if found is None:
+        raise ValueError(f"which step {checkpoint_id!r} is cannot be told: give VaultWriter or VaultReader the step")
+    return int(found[1])
+
+
+class Aside(msgspec.Struct, frozen=True):
+    """What a slot holds besides tensors: values that are none, by name, and the paths of names in nested state."""
+
+    values: dict[str, bytes] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+
+
+_aside = msgspec.msgpack.Decoder(Aside)
+
+
+def encode_aside(aside: Aside) -> bytes:
+    return msgspec.msgpack.encode(aside)
+
+
+def decode_aside(data: bytes) -> Aside:
+    """Raises MalformedMessage."""
+    try:
+        return _aside.decode(data)
+    except UNREADABLE as error:
+        raise MalformedMessage(f"what a checkpoint's slot holds besides tensors cannot be read: {error}") from error
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where an item lies: in the slot of supply ``supply``; ``stored`` None: in what the slot holds besides tensors."""
+
+    supply: int
+    stored: Stored | None = None
+
+
+def metadata_of(manifests: Sequence[Manifest], asides: Sequence[Aside]) -> Metadata:
+    """DCP's metadata of a checkpoint from all its ranks' slots, the places of items as its ``storage_data``."""
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, Place] = {}
+    paths: dict[str, Any] = {}
+    for supply, (manifest, aside) in enumerate(zip(manifests, asides, strict=True)):
+        for tensor in manifest.catalog:
+            properties = TensorProperties(dtype=dtype_of(tensor.dtype))
+            entries.setdefault(tensor.name, TensorStorageMetadata(properties, torch.Size(tensor.shape), []))
+        for stored in manifest.stored:
+            name = manifest.catalog[stored.tensor].name
+            entry = entries[name]
+            if not isinstance(entry, TensorStorageMetadata):
+                raise MalformedMessage(f"{name} is a tensor in one slot of a checkpoint, and none in another")
+            index = MetadataIndex(name, torch.Size(stored.box.offset))
+            if index not in places:
+                places[index] = Place(supply, stored)
+                entry.chunks.append(chunk_of(stored.box))
+        for name in aside.values:
+            entries.setdefault(name, BytesStorageMetadata())
+            places.setdefault(MetadataIndex(name), Place(supply))
+        paths.update(aside.paths)
+    return Metadata(state_dict_metadata=entries, planner_data=paths or None, storage_data=places)
+
+
+def chunk_of(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size))
+
+
+# ---- planner
+# DCP's planners without pickle: what is no tensor is stored as Everstep stores Python state.
+#
+# torch's own planners store it by ``torch.save`` and read it by ``torch.load`` with ``weights_only=False``, so that
+# whoever can put bytes into a peer's memory could run code here.
+
+PLAIN = b"everstep\x01"
+"""What begins bytes that were stored without pickle."""
+
+
+class VaultSavePlanner(DefaultSavePlanner):
+    """torch's default planner, but for values that are no tensors: TypeError for those that would need pickle."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if write_item.type is WriteItemType.BYTE_IO:
+            return io.BytesIO(PLAIN + encode_blob(object, path=write_item.index.fqn))
+        return super().transform_object(write_item, object)
+
+
+class VaultLoadPlanner(DefaultLoadPlanner):
+    """torch's default planner, but for values that are no tensors: they are read without pickle."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Raises MalformedMessage for bytes that another planner stored."""
+        data = value.getvalue()
+        if not data.startswith(PLAIN):
+            raise MalformedMessage(
+                f"{read_item.dest_index.fqn} was stored by another planner: load it with that one's counterpart"
+            )
+        loaded = decode_blob(data[len(PLAIN) :])
+        fqn = read_item.dest_index.fqn
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[fqn], loaded)
+        else:
+            self.state_dict[fqn] = loaded

@@ -1,0 +1,213 @@
+"""``torch.distributed.checkpoint.load`` from the vaults: byte ranges from the nearest holder, hashed before use."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections import defaultdict
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from everstep.errors import EverstepError, MalformedMessage, NotRestorable
+from everstep.ids import Version
+from everstep.layout.manifests import Box, Manifest, decode_manifest
+from everstep.wire.v1.local import SlotInfo
+from everstep_trainer.memory_tier.dcp.dcp_format import (
+    PLAIN,
+    Aside,
+    Place,
+    VaultLoadPlanner,
+    decode_aside,
+    metadata_of,
+    step_of,
+)
+from everstep_trainer.memory_tier.tier import Tier
+from everstep_trainer.restore.fetch import Loader, Read, Supply
+from everstep_trainer.restore.local_slots import BadSlot
+from everstep_trainer.restore.version_choice import FIRST_CHECKPOINT_RANK
+
+log = logging.getLogger(__name__)
+
+
+class Destination(msgspec.Struct, frozen=True):
+    """A live tensor to fill, and its box in the whole."""
+
+    local: torch.Tensor
+    box: Box
+    parameter: bool = True
+
+
+class VaultReader(StorageReader):
+    """Reads the newest whole checkpoint of the memory tier, or that of one step, into any layout.
+
+    Use it with ``planner=VaultLoadPlanner()``. All ranks load together.
+
+    Args:
+        tier: this rank's place, ``run.tier``.
+        step: which checkpoint. None: the number at the end of the ``checkpoint_id`` that DCP is given, or the newest
+            whole one where it is given none.
+        allow_pickle: whether values that are no tensors may be read that another planner stored as pickles. They come
+            from other nodes' memory, and run what they say.
+    """
+
+    def __init__(self, tier: Tier, step: int | None = None, *, allow_pickle: bool = False) -> None:
+        self._tier = tier
+        self._given = step
+        self._step = step
+        self._allow_pickle = allow_pickle
+        self._supplies: list[list[Supply]] = []
+        self._asides: list[Aside] = []
+        self._metadata: Metadata | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Raises ValueError for an id without a number."""
+        self._step = self._given if self._given is not None or checkpoint_id is None else step_of(checkpoint_id)
+        self._metadata = None
+
+    def newest(self) -> int | None:
+        """The step of the newest whole checkpoint; None where there is none. All ranks ask together."""
+        try:
+            return self._agreed()[0].step
+        except NotRestorable:
+            return None
+
+    def read_metadata(self, *args: Any, **_: Any) -> Metadata:
+        """Raises NotRestorable where no whole checkpoint is there.
+
+        A parameter by the name of ``kwargs`` would tell torch that each rank has metadata of its own to fall back on.
+        """
+        if self._metadata is None:
+            self._take(*self._agreed())
+        assert self._metadata is not None
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Raises NotRestorable where every copy of a slot is damaged, TypeError for pickles that are not allowed."""
+        tensors: dict[int, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            place = self._place(item)
+            if item.type is LoadItemType.BYTE_IO:
+                self._load_value(item, self._asides[place.supply].values[item.storage_index.fqn], planner)
+            else:
+                tensors[place.supply].append(item)
+        for supply, items in tensors.items():
+            self._from_first_good(supply, items, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+    # --- which checkpoint
+
+    def _agreed(self) -> tuple[Version, list[SlotInfo]]:
+        """The version that rank 0 found, and its slots. Raises NotRestorable on all ranks where it found none."""
+        found = self._tier.checkpoints()
+        chosen = self._newest_whole(found) if self._tier.member.rank == 0 else None
+        version = self._tier.agree(chosen)
+        self._tier.note_loaded(version)
+        return version, found.get(version, [])
+
+    def _newest_whole(self, found: dict[Version, list[SlotInfo]]) -> Version | None:
+        for version in sorted(found, reverse=True):
+            if self._step in (None, version.step):
+                try:
+                    self._manifests_of(found[version])
+                    return version
+                except NotRestorable as error:
+                    log.info("checkpoint %s is left out: %s", version, error)
+        return None
+
+    def _manifests_of(self, slots: list[SlotInfo]) -> list[list[Supply]]:
+        """Every rank's slots with their manifests, nearest first. Raises NotRestorable where a rank has none."""
+        supplies: dict[int, list[Supply]] = defaultdict(list)
+        world = 0
+        for slot in slots:
+            try:
+                manifest = self._manifest(slot)
+            except (EverstepError, BadSlot) as error:
+                log.info("a slot on %s is left out: %s", slot.node, error)
+                continue
+            world = manifest.world
+            supplies[slot.rank - FIRST_CHECKPOINT_RANK].append(Supply(slot, manifest))
+        missing = [rank for rank in range(max(world, 1)) if rank not in supplies]
+        if missing:
+            raise NotRestorable(f"the slots of ranks {missing} of {world} are missing")
+        return [supplies[rank] for rank in range(world)]
+
+    def _manifest(self, slot: SlotInfo) -> Manifest:
+        if slot.node == self._tier.member.node:
+            return decode_manifest(self._tier.local.manifest(slot))
+        loader = self._loader([])
+        return decode_manifest(loader.fetch_manifest(slot))
+
+    def _take(self, version: Version, slots: list[SlotInfo]) -> None:
+        self._supplies = self._manifests_of(slots)
+        self._asides = [self._aside(rank, supplies) for rank, supplies in enumerate(self._supplies)]
+        self._metadata = metadata_of([supplies[0].manifest for supplies in self._supplies], self._asides)
+
+    # --- reading
+
+    def _loader(self, targets: list[Destination]) -> Loader:
+        tier = self._tier
+        return Loader(tier.vault, tier.spec.job, tier.member, targets, tier.local)
+
+    def _aside(self, rank: int, supplies: list[Supply]) -> Aside:
+        for supply in supplies:
+            loader = self._loader([])
+            try:
+                return decode_aside(loader.python_state(supply))
+            except (BadSlot, MalformedMessage) as error:
+                log.warning("rank %d's slot on %s is not used: %s", rank, supply.slot.node, error)
+        raise NotRestorable(f"every copy of rank {rank}'s slot is damaged")
+
+    def _place(self, item: ReadItem) -> Place:
+        place: Place = self.read_metadata().storage_data[item.storage_index]
+        return place
+
+    def _from_first_good(self, rank: int, items: list[ReadItem], planner: LoadPlanner) -> None:
+        live = [planner.resolve_tensor(item) for item in items]
+        reads = [self._read(index, item) for index, item in enumerate(items)]
+        loader = self._loader([Destination(t.detach(), read.box) for t, read in zip(live, reads, strict=True)])
+        for supply in self._supplies[rank]:
+            _, failures = loader.load(reads, [supply], 0)
+            if not failures:
+                break
+            log.warning("rank %d's slot on %s is not used: %s", rank, supply.slot.node, failures[0])
+        else:
+            raise NotRestorable(f"every copy of rank {rank}'s slot is damaged")
+        for item, tensor in zip(items, live, strict=True):
+            planner.commit_tensor(item, tensor)
+
+    def _read(self, want: int, item: ReadItem) -> Read:
+        stored = self._place(item).stored
+        assert stored is not None, "a tensor has a place in the payload"
+        offset = tuple(a + b for a, b in zip(stored.box.offset, item.storage_offsets, strict=True))
+        return Read(want, 0, stored, Box(offset, tuple(item.lengths)))
+
+    def _load_value(self, item: ReadItem, data: bytes, planner: LoadPlanner) -> None:
+        name = item.storage_index.fqn
+        plain = data.startswith(PLAIN)
+        if not plain and not self._allow_pickle:
+            raise TypeError(f"{name} was stored as a pickle, and to read it runs what it says: allow_pickle=True does")
+        if plain and not isinstance(planner, VaultLoadPlanner):
+            raise TypeError(f"{name} was stored by VaultSavePlanner: load with planner=VaultLoadPlanner()")
+        planner.load_bytes(item, io.BytesIO(data))

@@ -1,0 +1,221 @@
+"""``torch.distributed.checkpoint.save`` into the vault: copied to shared memory, hashed, and copied to other nodes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from everstep.errors import EverstepError, StaleGeneration
+from everstep.ids import Version
+from everstep.layout.manifests import BLOB_PREFIX, LAYOUT_FORMAT, Box, Manifest, Stored, Tensor, encode_manifest
+from everstep.layout.segments import SlotState
+from everstep.layout.slots import slot_bytes_for, slot_to_fill
+from everstep.wire.v1.local import Replicated
+from everstep_trainer.memory_tier.dcp.dcp_format import PLAIN, Aside, encode_aside, step_of
+from everstep_trainer.memory_tier.tier import SLOTS, Tier
+from everstep_trainer.memory_tier.vault_client import MappedSegment
+from everstep_trainer.snapshot.copy import slot_view, write_blob
+from everstep_trainer.state.blob import dtype_name
+from everstep_trainer.state.layout import ALIGN
+
+log = logging.getLogger(__name__)
+
+
+class VaultWriter(StorageWriter):
+    """Writes checkpoints into the memory tier; the two written last are kept, and the newest that all ranks wrote.
+
+    Use it with ``planner=VaultSavePlanner()``. DCP's own collectives make it one checkpoint of all ranks.
+    ``async_save`` takes it as well, with ``process_group=`` a group of its own that was made in this generation.
+
+    Args:
+        tier: this rank's place, ``run.tier``.
+        step: the checkpoint's number; of one generation a later one has a higher number. None: the number at the end
+            of the ``checkpoint_id`` that DCP is given, such as ``outputs/step-40``.
+        allow_pickle: whether values that are no tensors may be stored by another planner, that is, as pickles.
+    """
+
+    def __init__(self, tier: Tier, step: int | None = None, *, allow_pickle: bool = False) -> None:
+        self._tier = tier
+        self._step = step
+        self._version = Version(tier.spec.number, step or 0)
+        self._allow_pickle = allow_pickle
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Raises ValueError where nothing says which step it is."""
+        step = self._step if self._step is not None else step_of(checkpoint_id)
+        self._version = Version(self._tier.spec.number, step)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raises ValueError in a thread that would use whatever process group is the default one by then."""
+        if threading.current_thread() is not threading.main_thread() and _is_over_default_group():
+            raise ValueError(
+                "a thread that saves by itself must have a process group of its own, or after a regroup it uses that "
+                "of the next generation: async_save(..., process_group=dist.new_group(backend='gloo'))"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Fills and seals a slot; the future is done when it has its copies on other nodes, or cannot have them.
+
+        Raises TypeError for pickled values where they are not allowed, OutOfSlotMemory where there is no room.
+        """
+        tensors: list[WriteItem] = []
+        others: list[WriteItem] = []
+        for item in plan.items:
+            (others if item.type is WriteItemType.BYTE_IO else tensors).append(item)
+        values = {item.index.fqn: self._value(item, planner) for item in others}
+        aside = encode_aside(Aside(values, plan.planner_data or {}))
+        manifest = self._manifest(tensors, len(aside))
+        with self._tier.filling:
+            segment, slot = self._fill(tensors, planner, manifest, aside)
+        results = [WriteResult(item.index, nbytes_of(item), None) for item in plan.items]
+        return self._replicated(segment, slot, manifest.payload_bytes, results)
+
+    def _fill(
+        self, tensors: list[WriteItem], planner: SavePlanner, manifest: Manifest, aside: bytes
+    ) -> tuple[MappedSegment, int]:
+        self._require_generation()
+        body = encode_manifest(manifest)
+        segment = self._segment(len(body), manifest.payload_bytes)
+        slot = self._slot(segment)
+        payload = segment.view.begin(slot, self._tier.rank, self._version, body, manifest.payload_bytes)
+        whole = torch.frombuffer(payload, dtype=torch.uint8)
+        stored = iter(manifest.stored)
+        with torch.no_grad():
+            for item in tensors:
+                if box_of(item).volume:
+                    at = next(stored)
+                    live: Any = planner.resolve_data(item)
+                    slot_view(whole, at.at, manifest.catalog[at.tensor].dtype, at.box.size).copy_(live)
+        write_blob(payload, manifest, aside)
+        self._require_generation()
+        segment.view.seal(slot)
+        return segment, slot
+
+    def _require_generation(self) -> None:
+        if self._tier.is_over:
+            raise StaleGeneration(f"checkpoint {self._version} is given up: its generation was left")
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """A checkpoint is whole when the slots of all its ranks are there; nothing is written last."""
+        self._tier.note_whole(self._version)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+    def _value(self, item: WriteItem, planner: SavePlanner) -> bytes:
+        data: Any = planner.resolve_data(item)
+        value: bytes = data.getvalue()
+        if not value.startswith(PLAIN) and not self._allow_pickle:
+            raise TypeError(
+                f"{item.index.fqn} would be stored as a pickle: save with planner=VaultSavePlanner(), or say "
+                "allow_pickle=True here and to the reader, which will run what it reads"
+            )
+        return value
+
+    def _manifest(self, items: list[WriteItem], aside_bytes: int) -> Manifest:
+        catalog: dict[str, Tensor] = {}
+        index_of: dict[str, int] = {}
+        stored: list[Stored] = []
+        at = 0
+        for item in items:
+            data = item.tensor_data
+            assert data is not None, "an item that is no bytes is a tensor"
+            dtype = data.properties.dtype
+            tensor = Tensor(item.index.fqn, dtype_name(dtype), dtype.itemsize, tuple(data.size), False)
+            catalog.setdefault(tensor.name, tensor)
+            index = index_of.setdefault(tensor.name, len(index_of))
+            box = box_of(item)
+            if box.volume:
+                stored.append(Stored(index, box, at))
+                at = -(-(at + box.volume * dtype.itemsize) // ALIGN) * ALIGN
+        end = at + BLOB_PREFIX + aside_bytes
+        world = self._tier.spec.world_size
+        found = tuple(catalog.values())
+        return Manifest(LAYOUT_FORMAT, self._tier.member.rank, world, found, tuple(stored), at, aside_bytes, end, end)
+
+    def _segment(self, manifest_bytes: int, payload_bytes: int) -> MappedSegment:
+        needed = slot_bytes_for(manifest_bytes, payload_bytes)
+        return self._tier.vault.open_segment(self._tier.spec.job, self._tier.local_rank, needed, slots=SLOTS)
+
+    def _slot(self, segment: MappedSegment) -> int:
+        """Over the oldest that nobody needs; what was written before under this version is given up."""
+        view = segment.view
+        for slot, header in list(view.sealed()):
+            if header.version == self._version:
+                view.discard(slot)
+        headers = view.headers()
+        sealed = sorted(h.version for h in headers if h is not None and h.state is SlotState.SEALED)
+        whole = self._tier.newest_whole()
+        others = [version for version in sealed if version != whole]
+        return slot_to_fill(headers, {*others[-1:], whole} if whole in sealed else set(sealed[-2:]))
+
+    def _replicated(
+        self, segment: MappedSegment, slot: int, nbytes: int, results: list[WriteResult]
+    ) -> Future[list[WriteResult]]:
+        tier, done = self._tier, Future[list[WriteResult]]()
+        to = tier.spec.replica_nodes.get(tier.member.node, ())
+        if not to:
+            done.set_result(results)
+            return done
+        sealed = tier.vault.sealed(
+            job=tier.spec.job,
+            generation=tier.spec.number,
+            rank=tier.rank,
+            local_rank=tier.local_rank,
+            slot=slot,
+            version=self._version,
+            replicate=((0, nbytes),),
+            to=to,
+            keep=tuple(sorted({header.version for _, header in segment.view.sealed()})),
+        )
+
+        def told(answer: Any) -> None:
+            try:
+                copied: Replicated = answer.result()
+                if copied.failed:
+                    log.warning("checkpoint %s has no copy on some nodes: %s", self._version, copied.failed)
+            except EverstepError as error:
+                log.warning("checkpoint %s has no copies on other nodes: %s", self._version, error)
+            done.set_result(results)
+
+        sealed.add_done_callback(told)
+        return done
+
+
+def _is_over_default_group() -> bool:
+    """Whether DCP's save, above here, was given no process group. It tells a storage writer nothing of that."""
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        wrapper = frame.f_locals.get("distW")
+        if wrapper is not None:
+            return bool(wrapper.use_dist and wrapper.group is None)
+    return False
+
+
+def box_of(item: WriteItem) -> Box:
+    """Of a tensor's item."""
+    assert item.tensor_data is not None, "an item that is no bytes is a tensor"
+    chunk = item.tensor_data.chunk
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def nbytes_of(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    return box_of(item).volume * item.tensor_data.properties.dtype.itemsize

@@ -1,0 +1,481 @@
+"""A rank's line to its node's vault: requests out, answers in, over one unix socket and one reader thread.
+
+Every request is idempotent, so a request that was not answered when the vault went away is sent again to the next
+vault on the same path; callers see at most a longer wait. Errors the vault answers with come back as the class of
+``everstep.errors`` with that code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import mmap
+import os
+import socket
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from everstep import errors
+from everstep.clock import Backoff, Clock
+from everstep.ids import Version
+from everstep.layout.slots import SLOTS, SegmentView
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.framing import FrameDecoder, encode_frame
+from everstep.wire.v1.local import (
+    MAX_FRAME_BYTES,
+    CheckRoom,
+    Connect,
+    Connected,
+    ConnectionBroke,
+    Failed,
+    Fetch,
+    Fetched,
+    FromVault,
+    Inventory,
+    InventoryAnswer,
+    OpenSegment,
+    Replicated,
+    Segment,
+    SegmentNeed,
+    SlotInfo,
+    SlotSealed,
+    ToVault,
+    VaultFinding,
+)
+from everstep.wire.v1.training import PeerLost
+from everstep.wire.v1.vault_orders import ParityGroup
+
+# ---- locality
+# Which NUMA node a rank's memory should be near: its GPU's, else that of the processors it may run on.
+
+SYSFS = Path("/sys")
+
+
+def numa_node(sysfs: Path = SYSFS) -> int | None:
+    """None where the machine has one node only, or the rank belongs to none of them more than to another.
+
+    A process that has not used CUDA yet is judged by its processors (``numactl``, Slurm's and the launcher's bindings).
+    """
+    nodes = _nodes(sysfs)
+    if len(nodes) < 2:
+        return None
+    device = _gpu_address()
+    if device is not None:
+        return _of_device(sysfs, device)
+    allowed = os.sched_getaffinity(0)
+    return next((node for node, processors in nodes.items() if allowed <= processors), None)
+
+
+def _nodes(sysfs: Path) -> dict[int, set[int]]:
+    """The processors of each node that has some."""
+    found = {}
+    for folder in sorted((sysfs / "devices/system/node").glob("node[0-9]*")):
+        if processors := _listed((folder / "cpulist").read_text()):
+            found[int(folder.name.removeprefix("node"))] = processors
+    return found
+
+
+def _listed(text: str) -> set[int]:
+    """The kernel's form of a set of numbers: ``0-3,8``."""
+    numbers: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def _gpu_address() -> str | None:
+    """Where on the PCI bus the GPU is that this process uses, as sysfs writes it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
+def _of_device(sysfs: Path, address: str) -> int | None:
+    try:
+        node = int((sysfs / "bus/pci/devices" / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None  # -1: the firmware does not say
+
+
+# ---- mapped segment
+# A segment file in a rank's own memory.
+
+
+class MappedSegment:
+    """A segment file mapped writable into this process. The mapping lives as long as this object or a view of it.
+
+    ``descriptor``: of the file, open as long as this object lives; ``address``: of the mapping's first byte.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+        status = os.fstat(self.descriptor)
+        self._map = mmap.mmap(self.descriptor, 0)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.identity = (status.st_dev, status.st_ino)
+        self.buffer = memoryview(self._map)
+        self.view = SegmentView(self.buffer)
+        self.slot_bytes = self.view.slot_bytes
+        self.page_locked = False
+
+    @property
+    def directory(self) -> str:
+        """Where scratch files that the vault may write to go."""
+        return os.path.dirname(self.path)
+
+    def is_named(self) -> bool:
+        """Whether the path still names the file that is mapped (a restarted vault may have made another)."""
+        try:
+            status = os.stat(self.path)
+        except FileNotFoundError:
+            return False
+        return (status.st_dev, status.st_ino) == self.identity
+
+
+log = logging.getLogger(__name__)
+
+RECEIVE_BYTES = 1 << 16
+MOST_DESCRIPTORS = 16
+"""In one call; the kernel ends a read behind the first frame that has one."""
+TICK_S = 0.25
+"""How often the reader looks for requests whose deadline passed."""
+OPEN_TIMEOUT_S = 300.0
+"""For a segment to be made: the first touch of its pages runs at 0.6 GB/s, and all ranks of a node begin together."""
+DECODE_TIMEOUT_S = 300.0
+"""For a slot that is made again from parity: all the others of its group are read for that."""
+CHECKED_WITHIN_S = 20.0
+"""For vaults to hash what they found when they began, newest versions first; ranks wait a minute for one another."""
+RECONNECT = Backoff(floor_s=0.01, ceiling_s=0.5)
+
+
+class Lent(msgspec.Struct, frozen=True):
+    """A proved connection to another node's vault, and how long to wait on it."""
+
+    sock: socket.socket
+    answer_timeout_s: float
+    io_timeout_s: float
+
+
+class _Pending(msgspec.Struct):
+    frame: bytes
+    deadline: float
+    future: Future[Any]
+
+
+class VaultClient:
+    """Speaks to the vault at ``socket_path``; connects when first used, reconnects when the vault restarts.
+
+    Args:
+        socket_path: the node's ``vault.sock``.
+        timeout_s: how long a request waits for its answer, reconnections included, before Unavailable.
+    """
+
+    def __init__(self, socket_path: str, *, timeout_s: float = 10.0, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._path = socket_path
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._pending: dict[int, _Pending] = {}
+        self._socket: socket.socket | None = None
+        self._segments: dict[str, MappedSegment] = {}
+        self._closed = threading.Event()
+        self._wanted = threading.Event()
+        self._reader = threading.Thread(target=self._run, name="everstep-vault", daemon=True)
+        self._reader.start()
+
+    # --- requests
+
+    def open_segment(
+        self,
+        job: str,
+        local_rank: int,
+        slot_bytes: int,
+        slots: int = SLOTS,
+        keep: tuple[Version, ...] | None = None,
+    ) -> MappedSegment:
+        """The rank's segment, mapped writable, with slots of at least ``slot_bytes``.
+
+        With ``keep`` it has just so many slots; where they were more, these versions are the first that stay.
+        Raises OutOfSlotMemory where the node has no room, Unavailable where the vault does not answer.
+        """
+        near = numa_node()
+        answer: Segment = self._ask(
+            lambda n: OpenSegment(
+                request=n, job=job, local_rank=local_rank, slot_bytes=slot_bytes, slots=slots, numa_node=near, keep=keep
+            ),
+            OPEN_TIMEOUT_S,
+        ).result()
+        known = self._segments.get(answer.path)
+        if known is None or known.slot_bytes != answer.slot_bytes or not known.is_named():
+            known = self._segments[answer.path] = MappedSegment(answer.path)
+        return known
+
+    def check_room(
+        self,
+        job: str,
+        needs: tuple[SegmentNeed, ...],
+        *,
+        tentative: bool = False,
+        below: int = 0,
+        keep: tuple[Version, ...] = (),
+    ) -> None:
+        """Whether the node has all of these segments, or could make them. See CheckRoom for the rest.
+
+        Raises OutOfSlotMemory, with the arithmetic, where it could not; Unavailable.
+        """
+        self._ask(
+            lambda n: CheckRoom(request=n, job=job, needs=needs, tentative=tentative, below=below, keep=keep)
+        ).result()
+
+    def mapped(self, path: str) -> MappedSegment:
+        """The rank's segment at ``path`` in the mapping that is there already, or in a new one that is kept as well.
+
+        Raises OSError where there is none, DigestMismatch where it is no segment.
+        """
+        known = self._segments.get(path)
+        if known is None or not known.is_named():
+            known = self._segments[path] = MappedSegment(path)
+        return known
+
+    def sealed(
+        self,
+        *,
+        job: str,
+        generation: int,
+        rank: int,
+        local_rank: int,
+        slot: int,
+        version: Version,
+        replicate: tuple[tuple[int, int], ...] = (),
+        to: tuple[str, ...] = (),
+        keep: tuple[Version, ...] = (),
+        kept: bool = False,
+    ) -> Future[Replicated]:
+        """Says that a slot is sealed; the future holds which nodes have a copy now. Returns at once."""
+        return self._ask(
+            lambda n: SlotSealed(
+                request=n,
+                job=job,
+                generation=generation,
+                rank=rank,
+                local_rank=local_rank,
+                slot=slot,
+                version=version,
+                replicate=replicate,
+                to=to,
+                keep=keep,
+                kept=kept,
+            )
+        )
+
+    def inventory(self, job: str, nodes: tuple[str, ...] = (), *, timeout_s: float = 1.0) -> tuple[SlotInfo, ...]:
+        """The job's sealed slots here and in the vaults of ``nodes``; a silent node is left out after ``timeout_s``.
+
+        Vaults that began a moment ago, and have yet to hash what they found, are given CHECKED_WITHIN_S for it.
+        """
+        deadline = self._clock.monotonic() + CHECKED_WITHIN_S
+        while True:
+            answer: InventoryAnswer = self._ask(
+                lambda n: Inventory(request=n, job=job, nodes=nodes, timeout_s=timeout_s)
+            ).result()
+            if not answer.unchecked:
+                return answer.slots
+            if self._clock.monotonic() > deadline:
+                log.warning("%d slots are left out: no vault has hashed them yet", answer.unchecked, extra={"job": job})
+                return answer.slots
+
+    def fetch(
+        self,
+        *,
+        job: str,
+        node: str,
+        rank: int,
+        version: Version,
+        ranges: tuple[tuple[int, int], ...],
+        into: str,
+        into_offset: int = 0,
+        group: ParityGroup | None = None,
+    ) -> Future[Fetched]:
+        """Copies the manifest of a slot on ``node`` into the file ``into``. With a ``group`` the slot is made again
+        from that; then (offset, length) ranges can be had too, one after another. Returns at
+        once; the future raises DigestMismatch, NotFound, Unavailable, or NotRestorable where the group has lost too
+        much."""
+        return self._ask(
+            lambda n: Fetch(
+                request=n,
+                job=job,
+                node=node,
+                rank=rank,
+                version=version,
+                ranges=ranges,
+                into=into,
+                into_offset=into_offset,
+                group=group,
+            ),
+            None if group is None else DECODE_TIMEOUT_S,
+        )
+
+    def connect(self, *, job: str, node: str) -> Future[Lent]:
+        """A connection of the caller's own to ``node``'s vault, which the vault here has proved. Returns at once; the
+        future raises NotFound, Unavailable, AuthenticationError."""
+        return self._ask(lambda n: Connect(request=n, job=job, node=node))
+
+    def connection_broke(self, *, job: str, node: str, why: str) -> None:
+        """Tells the vault that such a connection ended without the caller's doing. Returns at once."""
+        self._ask(lambda n: ConnectionBroke(request=n, job=job, node=node, why=why[:1000]))
+
+    def close(self) -> None:
+        """Ends the connection and its thread; what is unanswered raises Unavailable. Mappings stay valid."""
+        self._closed.set()
+        self._wanted.set()
+        with self._lock:
+            self._drop_connection()
+        self._reader.join(timeout=2.0)
+        self._fail_pending(lambda _: True, "the connection to the vault was closed")
+
+    # --- sending
+
+    def _ask(self, build: Callable[[int], ToVault], timeout_s: float | None = None) -> Future[Any]:
+        """Sends a request built around its number. The future never outlives the timeout by more than a tick."""
+        number = next(self._numbers)
+        patience_s = self._timeout_s if timeout_s is None else timeout_s
+        pending = _Pending(encode_frame(build(number)), self._clock.monotonic() + patience_s, Future())
+        with self._lock:
+            if self._closed.is_set():
+                raise errors.Unavailable("the connection to the vault was closed")
+            self._pending[number] = pending
+            if self._socket is not None:
+                self._send(pending.frame)
+        self._wanted.set()
+        return pending.future
+
+    def _send(self, frame: bytes) -> None:
+        assert self._socket is not None
+        try:
+            self._socket.sendall(frame)
+        except OSError:
+            self._drop_connection()  # the request stays pending and is sent again
+
+    def _drop_connection(self) -> None:
+        if self._socket is None:
+            return
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # already gone
+        self._socket = None
+
+    # --- the reader thread
+
+    def _run(self) -> None:
+        attempt = 0
+        while not self._closed.is_set():
+            self._wanted.wait()
+            if self._closed.is_set():
+                return
+            connection = self._connect()
+            if connection is None:
+                self._expire()
+                self._closed.wait(RECONNECT.delay_s(attempt, 1.0))
+                attempt += 1
+                continue
+            attempt = 0
+            with connection:
+                self._serve(connection)
+
+    def _connect(self) -> socket.socket | None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(TICK_S)
+            connection.connect(self._path)
+        except OSError:
+            connection.close()
+            return None
+        with self._lock:
+            self._socket = connection
+            for pending in list(self._pending.values()):
+                if self._socket is not None:
+                    self._send(pending.frame)
+        return connection
+
+    def _serve(self, connection: socket.socket) -> None:
+        decoder: FrameDecoder[FromVault] = FrameDecoder(FromVault, MAX_FRAME_BYTES)
+        lent: deque[socket.socket] = deque()
+        try:
+            while not self._closed.is_set() and self._receive(connection, decoder, lent):
+                pass
+        finally:
+            for sock in lent:
+                sock.close()
+
+    def _receive(self, connection: socket.socket, decoder: FrameDecoder[FromVault], lent: deque[socket.socket]) -> bool:
+        """Takes what came, or notes that nothing did; False where the connection has ended. A descriptor comes with or
+        before the end of the frame that it belongs to, in the order of those frames."""
+        data = b""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(
+                connection, RECEIVE_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+            lent.extend(socket.socket(fileno=descriptor) for descriptor in descriptors)
+        except TimeoutError:
+            self._expire()
+            return True
+        except OSError:
+            pass
+        try:
+            for answer in decoder.feed(data):
+                self._take(answer, lent)
+        except errors.MalformedMessage as error:
+            log.warning("the vault sent what cannot be read, connecting anew: %s", error)
+            data = b""
+        if not data:
+            with self._lock:
+                if self._socket is connection:
+                    self._drop_connection()
+        return bool(data)
+
+    def _take(self, answer: FromVault, lent: deque[socket.socket]) -> None:
+        if isinstance(answer, VaultFinding | PeerLost):
+            return  # for supervisors
+        result: FromVault | Lent = answer
+        if isinstance(answer, Connected):
+            if not lent:
+                raise errors.MalformedMessage("a connection was announced, and none came")
+            result = Lent(lent.popleft(), answer.answer_timeout_s, answer.io_timeout_s)
+        with self._lock:
+            pending = self._pending.pop(answer.request, None)
+        if pending is None:  # answered after its deadline, or twice after a reconnect
+            if isinstance(result, Lent):
+                result.sock.close()
+        elif isinstance(answer, Failed):
+            kind = errors.BY_CODE.get(answer.code, errors.EverstepError)
+            pending.future.set_exception(kind(answer.message))
+        else:
+            pending.future.set_result(result)
+
+    def _expire(self) -> None:
+        now = self._clock.monotonic()
+        self._fail_pending(lambda p: p.deadline <= now, f"the vault at {self._path} did not answer in time")
+
+    def _fail_pending(self, chosen: Callable[[_Pending], bool], message: str) -> None:
+        with self._lock:
+            late = [number for number, pending in self._pending.items() if chosen(pending)]
+            dropped = [self._pending.pop(number) for number in late]
+        for pending in dropped:
+            pending.future.set_exception(errors.Unavailable(message))

@@ -1,0 +1,1 @@
+"""Divide a step over ranks: replicas of the model, gradients, and exact mode."""

@@ -1,0 +1,190 @@
+"""Replicas of a model whose gradients are the same to the last bit on any number of ranks.
+
+Each rank computes its virtual ranks one after another, whole forward and backward passes on the same samples with the
+same random numbers whoever plays them; their gradients are added along one tree (``sums.py``, ``sharded.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from everstep_trainer.parallel.exact.sharded import TAKEN, ShardedGradients, sharded_gradients
+from everstep_trainer.parallel.exact.summation import Room, VirtualMean
+from everstep_trainer.parallel.gradients import refuse_sparse
+
+
+class Gradients:
+    """Those of parameters of one dtype and device, one after another in flat buffers ``[n]`` that are used again."""
+
+    def __init__(self, parameters: list[nn.Parameter], mean: VirtualMean) -> None:
+        self._parameters = parameters
+        self._mean = mean
+        self._room = Room()
+        self._spare: list[torch.Tensor] = []
+        self._partial = mean.partial(self._add)
+
+    def begin(self) -> None:
+        """A step: what gradients there are belong to the one before."""
+        self._spare += [values for _, values in self._partial.parts]
+        self._partial = self._mean.partial(self._add)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def take(self, rank: int | None) -> None:
+        """A virtual rank's gradients are there: takes them away. A parameter that it did not use counts as zero.
+
+        None: of a repeated pass, which counts for nothing.
+        """
+        if rank is not None:
+            self._keep(rank)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def give(self) -> None:
+        """The mean over all virtual ranks as the parameters' gradients. A collective."""
+        sizes = [parameter.numel() for parameter in self._parameters]
+        values_of_all = torch.split(self._mean.mean(self._partial, self._room), sizes)
+        for parameter, values in zip(self._parameters, values_of_all, strict=True):
+            parameter.grad = values.view_as(parameter)
+
+    def _keep(self, rank: int) -> None:
+        taken = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+        flat = self._spare.pop() if self._spare else taken[0].new_empty(sum(p.numel() for p in self._parameters))
+        torch.cat([gradient.reshape(-1) for gradient in taken], out=flat)
+        self._partial.put((rank, rank + 1), flat)
+
+    def _add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        self._spare.append(right)
+        return left.add_(right)
+
+
+class VirtualReplicas:
+    """The module's gradients in exact mode.
+
+    Args:
+        equal_already: every replica will be restored from one checkpoint, so rank 0's state need not be sent to all.
+
+    Raises ValueError or TypeError, with the name of the part, for what cannot be exact.
+    """
+
+    def __init__(self, module: nn.Module, mean: VirtualMean, *, equal_already: bool) -> None:
+        _refuse_running_statistics(module)
+        refuse_sparse(module, "be added over virtual ranks: take sparse=False")
+        _refuse_nondeterminism(module)
+        self._module = module
+        shards = sharded_gradients(module, mean)
+        self.sharded = bool(shards)
+        _refuse_other_shards(module, shards)
+        self._mean = mean
+        self._shards = shards
+        self._still: dict[str, tuple[torch.Tensor, int]] = {}
+        self._arrange()
+        if dist.is_initialized() and not equal_already:
+            _send_first_ranks(module)
+
+    def _arrange(self) -> None:
+        """Buffers for the parameters that are trained now. A collective."""
+        self._trained = _trained(self._module)
+        by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for parameter in self._trained:
+            by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        self._gradients = [Gradients(parameters, self._mean) for parameters in by_kind.values()]
+        if dist.is_initialized():
+            _refuse_differences(self._mean.virtual_ranks, [p for p in self._module.parameters() if p.requires_grad])
+
+    def begin(self) -> None:
+        """Before the first virtual rank of a step. Parameters may have been frozen or thawed, on all ranks alike."""
+        if [*map(id, _trained(self._module))] != [*map(id, self._trained)]:
+            for parameter in self._trained:
+                parameter.grad = None
+            self._arrange()
+        self._still = {name: (buffer, buffer._version) for name, buffer in self._module.named_buffers()}
+        for gradients in self._gradients:
+            gradients.begin()
+        for shards in self._shards:
+            shards.begin()
+
+    def take(self, rank: int | None) -> None:
+        """After the backward pass of each virtual rank; None: after one that is repeated."""
+        self._refuse_changed_buffers()
+        for gradients in self._gradients:
+            gradients.take(rank)
+        for shards in self._shards:
+            shards.take()
+
+    def give(self) -> None:
+        """After the last: the gradients of the step are there. A collective."""
+        for gradients in self._gradients:
+            gradients.give()
+        for shards in self._shards:
+            shards.give()
+
+    def _refuse_changed_buffers(self) -> None:
+        for name, buffer in self._module.named_buffers():
+            before, version = self._still.get(name, (None, 0))
+            if buffer is not before or buffer._version != version:
+                raise ValueError(
+                    f"the buffer {name} changes in the forward pass, so it depends on which virtual ranks a rank "
+                    "plays: exact mode cannot have it. Freeze it, or go on without virtual_ranks"
+                )
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+
+
+def _refuse_running_statistics(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats and part.training:
+            raise ValueError(
+                f"{name or 'the model'} is a {type(part).__name__} with running statistics, which depend on which "
+                "virtual ranks a rank plays: exact mode cannot have them. Take GroupNorm or LayerNorm, "
+                "track_running_stats=False, or put that module in eval()"
+            )
+
+
+def _refuse_other_shards(module: nn.Module, shards: Sequence[ShardedGradients]) -> None:
+    known = {parameter for gradients in shards for parameter in gradients.parameters}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.requires_grad and parameter not in known:
+            raise TypeError(f"{name} is a DTensor that fully_shard did not make: {TAKEN}")
+
+
+def _refuse_nondeterminism(module: nn.Module) -> None:
+    on_gpu = any(parameter.is_cuda for parameter in module.parameters())
+    if on_gpu and not torch.are_deterministic_algorithms_enabled():
+        raise ValueError(
+            "exact mode on a GPU needs kernels that add in one order: call torch.use_deterministic_algorithms(True) "
+            "before run.replicate, with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment"
+        )
+
+
+def _refuse_differences(virtual_ranks: int, parameters: list[nn.Parameter]) -> None:
+    """The number of threads is part of how a CPU's kernels add."""
+    device = parameters[0].device if parameters else torch.device("cpu")
+    own = torch.tensor([virtual_ranks, torch.get_num_threads(), sum(p.numel() for p in parameters)], device=device)
+    everybodys = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybodys, own)
+    for place, what in enumerate(("virtual ranks", "threads (torch.set_num_threads)", "trained parameters")):
+        found = [int(values[place]) for values in everybodys]
+        if len(set(found)) > 1:
+            raise ValueError(f"ranks differ in the number of {what}: {found}. Exact mode needs them equal")
+
+
+def _send_first_ranks(module: nn.Module) -> None:
+    """Rank 0's parameters and buffers to all, as DistributedDataParallel does; not shards, which are no replicas."""
+    with torch.no_grad():
+        for tensor in _state(module):
+            dist.broadcast(tensor.data, src=0)
+
+
+def _state(module: nn.Module) -> Iterator[torch.Tensor]:
+    for tensor in (*module.parameters(), *module.buffers()):
+        if math.prod(tensor.shape) and not isinstance(tensor, DTensor):
+            yield tensor

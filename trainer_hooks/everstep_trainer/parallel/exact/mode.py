@@ -1,0 +1,97 @@
+"""A run in exact mode: which virtual ranks this rank plays, and what they make of its models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from everstep_trainer.data.loader import batches_of
+from everstep_trainer.data.rng import EVERYBODY, seed_step
+from everstep_trainer.data.sampler import Part, Sampler
+from everstep_trainer.parallel.exact.exact_replicas import VirtualReplicas
+from everstep_trainer.parallel.exact.summation import VirtualMean
+from everstep_trainer.state.tracked_objects import several
+
+_WHOLE = ("Adafactor", "LBFGS", "Muon")
+"""Optimizers of torch that look at more than one element at a time: at what a rank has of a parameter."""
+
+
+class ExactMode:
+    """The virtual ranks of one run and generation."""
+
+    def __init__(self, mean: VirtualMean) -> None:
+        self.mean = mean
+        self._begun = self._given = False
+        self._models: list[VirtualReplicas] = []
+        self._sharded = False
+
+    def add(self, model: nn.Module, *, equal_already: bool) -> None:
+        """See ``Run.replicate``. A collective."""
+        replicas = VirtualReplicas(model, self.mean, equal_already=equal_already)
+        if replicas.sharded:
+            self._sharded = True
+            self.mean.deal_in_turn()
+        self._models.append(replicas)
+
+    def played(self) -> list[tuple[int, int]]:
+        """The virtual ranks that this rank plays, and of how many."""
+        return [(rank, self.mean.virtual_ranks) for rank in self.mean.mine]
+
+    def parts(self, sampler: Sampler, step: int, seed: int) -> Iterator[Part]:
+        """See ``Run.parts``.
+
+        A pass over shards is a matter of all ranks: who has fewer virtual ranks than another repeats its last one.
+        """
+        batches = batches_of(sampler, step)
+        self._begun = True
+        for model in self._models:
+            model.begin()
+        for rank in self.mean.mine:
+            seed_step(seed, step, rank)
+            share = sampler.of(rank, self.mean.virtual_ranks)
+            part = Part(rank, share.indices(step), share.weight(step), next(batches))
+            yield part
+            for model in self._models:
+                model.take(rank)
+        for _ in range(self.mean.passes - len(self.mean.mine) if self._sharded else 0):
+            yield Part(part.rank, part.indices, part.weight, part.batch, repeated=True)
+            for model in self._models:
+                model.take(None)
+        for model in self._models:
+            model.give()
+        seed_step(seed, step, EVERYBODY)
+        self._given = True
+
+    def step_finished(self) -> None:
+        """Raises RuntimeError where the step's gradients are not those of its virtual ranks."""
+        begun, given = self._begun, self._given
+        self._begun = self._given = False
+        if given:
+            return
+        if begun:
+            raise RuntimeError("the loop over run.parts was left before its end, so this step had no gradients")
+        raise RuntimeError(
+            "a model of this run has virtual_ranks, and this step has not taken its parts, so that each rank would "
+            "train by itself: compute the step in `for part in run.parts(sampler, step)`"
+        )
+
+    def require_elementwise(self, tracked: Iterable[object]) -> None:
+        """Raises ValueError for an optimizer whose numbers depend on how its parameters are sharded."""
+        every = [one for some in tracked for one in several(some)]
+        for optimizer in every if self._sharded else ():
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                continue
+            name = type(optimizer).__name__
+            if name in _WHOLE and type(optimizer).__module__.startswith("torch.optim"):
+                raise ValueError(
+                    f"{name} looks at a whole parameter, of which a rank has a part: exact mode under fully_shard "
+                    "takes optimizers that go element by element, such as AdamW or SGD"
+                )
+            for group in optimizer.param_groups:
+                if group.get("fused") and any(p.device.type == "cpu" for p in group["params"]):
+                    raise ValueError(
+                        f"the fused {name} of a CPU rounds a shard's last elements otherwise than others: exact mode "
+                        "under fully_shard needs fused=False"
+                    )

@@ -1,0 +1,280 @@
+"""Gradients of parameters that ``fully_shard`` splits over the ranks, in exact mode.
+
+``fully_shard`` takes a reduce-scatter of one's own. The one here is an all-to-all: after each pass a rank has its slice
+of every rank's gradients, and adds them along the tree (``tree.py``). Virtual ranks are dealt out in turn, so those of
+one pass are neighbours: of a slice there are never more than the logarithm of the virtual ranks held, and of whole
+gradients those of one module, as without exact mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from everstep_trainer.parallel.exact.summation import Node, Partial, Room, VirtualMean, all_gather, cover, exchange
+
+_SETTERS = (
+    "set_custom_reduce_scatter",
+    "set_force_sum_reduction_for_comms",
+    "set_gradient_divide_factor",
+    "set_reduce_scatter_unused_params",
+    "set_requires_all_reduce",
+)
+
+
+TAKEN = (
+    "virtual ranks take replicas (DDP), fully_shard over all ranks, or HSDP, and neither tensor parallelism nor a "
+    "pipeline. Go on without virtual_ranks"
+)
+
+
+class Scratch:
+    """Where fully_shard puts what nobody reads: one piece of memory for all modules."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def of(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """``[count]``, zeros as long as nobody writes there."""
+        known = self._memory.get((dtype, device))
+        if known is None or known.numel() < count:
+            known = self._memory[dtype, device] = torch.zeros(count, dtype=dtype, device=device)
+        return known[:count]
+
+
+class ShardedGradients:
+    """Those of parameters that ``fully_shard`` communicates together; for it, the reduce-scatter.
+
+    A sum has the wider of the parameters' dtype and that of the reduction, and is divided and rounded to the
+    parameters' once, at the end.
+
+    Args:
+        of: fully_shard's own record of them. Its fields are private, and read in torch 2.13.
+    """
+
+    def __init__(self, module: FSDPModule, of: Any, mean: VirtualMean, room: Room, scratch: Scratch) -> None:
+        self._module, self._of = module, of
+        self._mean, self._room, self._scratch = mean, room, scratch
+        mesh = of.fsdp_params[0].sharded_param.device_mesh
+        self._shards: dist.ProcessGroup = mesh.get_group(mesh.ndim - 1)
+        self._ranks = dist.get_process_group_ranks(self._shards)
+        self._replicas: dist.ProcessGroup | None = mesh.get_group(0) if mesh.ndim == 2 else None
+        self._rows = _rows(mesh.mesh, self._replicas, self._ranks)
+        self._partials: list[Partial[torch.Tensor]] = []
+        self._spare: list[torch.Tensor] = []
+        self._given: torch.Tensor | None = None
+        self._round = self._call = 0
+        module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]  # its base class is private
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trained ones, in the order of their gradients in what fully_shard sends."""
+        every = [known.sharded_param for known in self._of.fsdp_params]
+        return [parameter for parameter in every if parameter.requires_grad]
+
+    def begin(self) -> None:
+        """A step: what gradients there are belong to the one before."""
+        self._module.set_requires_gradient_sync(True, recurse=False)
+        self._module.set_requires_all_reduce(False, recurse=False)  # of replicas (HSDP), which is done here
+        self._spare += [values for partial in self._partials for _, values in partial.parts]
+        self._partials = []
+        self._given, self._round, self._call = None, 0, 0
+        self._drop()
+
+    def take(self) -> None:
+        """All ranks have done a pass."""
+        self._round, self._call = self._round + 1, 0
+        self._drop()
+
+    def give(self) -> None:
+        """The mean over all virtual ranks as the parameters' gradients. A collective."""
+        sizes = self._sizes()
+        mine = self._total()
+        values = mine if mine is not None else torch.zeros(sum(sizes), device=self._of.device)
+        if mine is not None and self._replicas is not None and len(self._rows) > 1:
+            whole = mine.new_empty(len(self._rows) * mine.numel())
+            with self._mean.waits.on(mine.device):
+                all_gather(whole, mine, group=self._replicas)
+            values = whole[: sum(sizes)]
+        for parameter, part in zip(self.parameters, torch.split(values, sizes), strict=True):
+            assert isinstance(parameter, DTensor)
+            local = parameter.to_local().detach()
+            gradient = part[: local.numel()].view(local.shape).to(local)
+            parameter.grad = DTensor.from_local(
+                gradient,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Called by fully_shard: for what it gives, which it then fills, and for what it wants back, which is unused.
+
+        Where it has nobody to send to it stops there.
+        """
+        (count,) = map(int, size)
+        if self._given is None:
+            self._given = torch.empty(count, dtype=dtype, device=device)
+            return self._given
+        given, self._given = self._given, None
+        if len(self._ranks) == 1:
+            self._collect(given)
+        return self._scratch.of(count, dtype, device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        """Called by fully_shard. What is wanted back is there when the step's last pass is over, see ``give``."""
+        self._collect(input_tensor)
+
+    def _collect(self, gradients: torch.Tensor) -> None:
+        """``[ranks that share the parameters * n]``, a part for each of them."""
+        if gradients.numel() != len(self._ranks) * sum(self._sizes()):
+            raise ValueError("parameters were frozen or thawed between two passes of a step: exact mode needs the same")
+        received = gradients
+        if len(self._ranks) > 1:
+            received = self._room.of("shards", gradients, gradients.numel())
+            with self._mean.waits.on(gradients.device):
+                dist.all_to_all_single(received, gradients, group=self._shards)
+        values = received.view(len(self._ranks), -1).to(self._dtype(gradients.dtype))
+        partial = self._mean.partial()
+        for rank, own in zip(self._ranks, values, strict=True):
+            for leaf in self._leaves([rank]):
+                partial.put((leaf, leaf + 1), own)
+        parts = dict(partial.parts)
+        if len(self._rows) > 1:
+            covers = [cover(self._mean.virtual_ranks, self._leaves(ranks)) for ranks in self._rows]
+            parts = exchange(partial.parts, covers, values[0], self._room, self._mean.waits, self._replicas)
+        self._keep(parts)
+
+    def _keep(self, parts: dict[Node, torch.Tensor]) -> None:
+        """Adds them to those of the same call of other passes: a module may be called several times in one."""
+        if self._call == len(self._partials):
+            self._partials.append(self._mean.partial(self._add))
+        for node, values in parts.items():
+            own = self._spare.pop() if self._spare else torch.empty_like(values)
+            self._partials[self._call].put(node, own.copy_(values))
+        self._call += 1
+
+    def _total(self) -> torch.Tensor | None:
+        total: torch.Tensor | None = None
+        for partial in self._partials:
+            for leaf in _missing(partial, self._mean.virtual_ranks):  # it did not use the module: counts as zero
+                partial.put((leaf, leaf + 1), torch.zeros_like(partial.parts[0][1]))
+            ((_, values),) = partial.parts
+            total = values if total is None else total.add_(values)
+        return None if total is None else total.div_(self._mean.virtual_ranks)
+
+    def _leaves(self, ranks: Sequence[int]) -> list[int]:
+        """What the ranks play in this pass: the last may have too few virtual ranks for all."""
+        first = self._round * self._mean.world_size
+        return [first + rank for rank in ranks if first + rank < self._mean.virtual_ranks]
+
+    def _sizes(self) -> list[int]:
+        """Of each parameter's part of a slice: the rows of a rank that has most, or its even share."""
+        found = []
+        for parameter in self.parameters:
+            assert isinstance(parameter, DTensor)
+            dim, ways = _shard(parameter).dim, len(self._ranks)
+            found.append(-(-parameter.shape[dim] // ways) * (parameter.numel() // max(1, parameter.shape[dim])))
+        return found
+
+    def _dtype(self, reduced: torch.dtype) -> torch.dtype:
+        return torch.promote_types(reduced, self.parameters[0].dtype)
+
+    def _drop(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        self._spare.append(right)
+        return left.add_(right)
+
+
+def sharded_gradients(model: nn.Module, mean: VirtualMean) -> list[ShardedGradients]:
+    """One for each group of parameters that ``fully_shard`` communicates together.
+
+    Raises TypeError or ValueError, with the module's name, for what cannot be exact.
+    """
+    room, scratch, found = Room(), Scratch(), []
+    for name, module, group in _groups(model):
+        _require_data_parallelism(name, group, mean.world_size)
+        _require_mean(name, group)
+        if any(known.sharded_param.requires_grad for known in group.fsdp_params):
+            found.append(ShardedGradients(module, group, mean, room, scratch))
+    return found
+
+
+def _groups(model: nn.Module) -> Iterator[tuple[str, FSDPModule, Any]]:
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        if any(not hasattr(module, setter) for setter in _SETTERS):
+            raise TypeError("virtual ranks under fully_shard need torch 2.13 or later: go on without virtual_ranks")
+        state = module._get_fsdp_state()
+        groups = state._fsdp_param_groups
+        if len(groups) > 1:
+            raise TypeError(f"{name or 'the model'} has parameters on several meshes: go on without virtual_ranks")
+        if groups and id(state) not in seen:
+            seen.add(id(state))
+            yield name or "the model", module, groups[0]
+
+
+def _require_data_parallelism(name: str, group: Any, world_size: int) -> None:
+    for known in group.fsdp_params:
+        mesh, placements = known.sharded_param.device_mesh, known.sharded_param.placements
+        kinds = tuple(map(type, placements))
+        if kinds not in ((Shard,), (Replicate, Shard)) or mesh.size() != world_size:
+            raise TypeError(f"{name} is laid out as {placements} over {mesh.size()} of {world_size} ranks: {TAKEN}")
+
+
+def _require_mean(name: str, group: Any) -> None:
+    if group.gradient_divide_factor is not None or group._all_reduce_hook is not None:
+        raise ValueError(
+            f"{name} has a gradient divide factor or an all-reduce hook: with virtual ranks gradients are the mean "
+            "over these. Scale the loss instead"
+        )
+    for known in group.fsdp_params:
+        narrow, computed = known.sharded_param.dtype, group.mp_policy.param_dtype
+        if computed is not None and torch.promote_types(narrow, computed) != narrow:
+            raise ValueError(
+                f"{name} computes in {computed}, and its parameters are {narrow}, which would round the gradients of "
+                "virtual ranks: keep parameters in the wider of the two"
+            )
+
+
+def _rows(mesh: torch.Tensor, replicas: dist.ProcessGroup | None, own: list[int]) -> list[list[int]]:
+    """The ranks that share one replica's parameters, for each replica, in the order of ``replicas``."""
+    if replicas is None:
+        return [own]
+    rows: list[list[int]] = mesh.tolist()
+    return [row for rank in dist.get_process_group_ranks(replicas) for row in rows if rank in row]
+
+
+def _missing(partial: Partial[torch.Tensor], leaves: int) -> list[int]:
+    edges = [0, *(edge for node, _ in partial.parts for edge in node), leaves]
+    return [leaf for end, start in list(pairwise(edges))[::2] for leaf in range(end, start)]
+
+
+def _shard(parameter: DTensor) -> Shard:
+    placement = parameter.placements[-1]
+    assert isinstance(placement, Shard)
+    return placement

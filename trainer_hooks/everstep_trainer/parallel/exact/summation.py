@@ -1,0 +1,310 @@
+"""The mean over all virtual ranks of what each rank has of its own, the same to the last bit on any number of ranks.
+
+Each rank adds up the subtrees that it has whole. An all-to-all hands each rank its slice of all of them, it adds along
+the rest of the tree, an all-gather hands the sums back. The wire carries a ring's bytes times the subtrees of a rank,
+of which there are at most 2 log2(V), and one where V divides by a power of two of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from everstep_trainer.runtime.peer_wait import Waits
+
+# ---- assign
+# Which virtual ranks a physical rank plays.
+
+
+def virtual_of(rank: int, world_size: int, virtual_ranks: int) -> range:
+    """The virtual ranks of ``rank``: neighbours, as many as any other rank's or one more. At least one.
+
+    What neighbours have can be added before it is sent. Raises ValueError for more ranks than virtual ones.
+    """
+    _require_work(world_size, virtual_ranks)
+    return range(rank * virtual_ranks // world_size, (rank + 1) * virtual_ranks // world_size)
+
+
+def virtual_in_turn(rank: int, world_size: int, virtual_ranks: int) -> range:
+    """The same, dealt out one after another: what all ranks have of their n-th ones are neighbours.
+
+    So what they send as they go can be added at once, and is not held until the last one is there.
+    """
+    _require_work(world_size, virtual_ranks)
+    return range(rank, virtual_ranks, world_size)
+
+
+def _require_work(world_size: int, virtual_ranks: int) -> None:
+    if virtual_ranks < world_size:
+        raise ValueError(
+            f"{virtual_ranks} virtual ranks leave some of {world_size} ranks without work: "
+            f"take virtual_ranks={world_size} or more (any number, and the same for the whole of a run)"
+        )
+
+
+# ---- tree
+# The order in which leaves are summed: one binary tree over all of them, whoever holds which.
+#
+# A node is the range ``[first, last)`` of its leaves. It is cut after the largest power of two of leaves that is less
+# than it has, so a tree is fixed by the number of its leaves alone. Floating-point addition is not associative: sums
+# are
+# sure to be equal to the last bit only where they were taken along the same tree.
+
+T = TypeVar("T")
+Node = tuple[int, int]
+Add = Callable[[T, T], T]
+"""``add(left, right)``; may write over ``left``, and is handed neither of them again."""
+
+
+def halves(node: Node) -> tuple[Node, Node]:
+    """The two children of a node of two leaves or more."""
+    first, last = node
+    middle = first + (1 << ((last - first - 1).bit_length() - 1))
+    return (first, middle), (middle, last)
+
+
+def cover(leaves: int, chosen: Iterable[int]) -> tuple[Node, ...]:
+    """The fewest nodes that together have the chosen leaves and no others, from left to right."""
+    nodes: Partial[None] = Partial(leaves, lambda left, right: None)
+    for leaf in chosen:
+        nodes.put((leaf, leaf + 1), None)
+    return tuple(node for node, _ in nodes.parts)
+
+
+def fold(node: Node, parts: Mapping[Node, T], add: Add[T]) -> T:
+    """The sum of a node from those of nodes below it. ``parts`` covers the node once, with nodes of its tree."""
+    if node in parts:
+        return parts[node]
+    left, right = halves(node)
+    return add(fold(left, parts, add), fold(right, parts, add))
+
+
+class Partial(Generic[T]):
+    """Sums of nodes that come in any order, each leaf once, with as few values held as can be."""
+
+    def __init__(self, leaves: int, add: Add[T]) -> None:
+        self._leaves = leaves
+        self._add = add
+        self._held: dict[Node, T] = {}
+
+    def put(self, node: Node, value: T) -> None:
+        """What a leaf or a whole node has."""
+        while node != (0, self._leaves):
+            left, right = halves(self._parent(node))
+            other = right if node == left else left
+            if other not in self._held:
+                break
+            known = self._held.pop(other)
+            value = self._add(value, known) if node == left else self._add(known, value)
+            node = (left[0], right[1])
+        self._held[node] = value
+
+    @property
+    def parts(self) -> list[tuple[Node, T]]:
+        """One value for each node of the cover of what has come, from left to right."""
+        return sorted(self._held.items(), key=lambda part: part[0])
+
+    def _parent(self, node: Node) -> Node:
+        parent = (0, self._leaves)
+        while node not in (below := halves(parent)):
+            parent = below[0] if node[1] <= below[0][1] else below[1]
+        return parent
+
+
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""By its name from torch 2.13 on; the older one warns there."""
+
+
+class Room:
+    """Memory of a mean that is taken in every step: pages are touched once."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def of(self, name: str, like: torch.Tensor, *shape: int) -> torch.Tensor:
+        """Zeros at first, then what was left there."""
+        key = (name, like.dtype, like.device, shape)
+        if key not in self._tensors:
+            self._tensors[key] = like.new_zeros(shape)
+        return self._tensors[key]
+
+
+def exchange(
+    parts: Sequence[tuple[Node, torch.Tensor]],
+    covers: Sequence[tuple[Node, ...]],
+    like: torch.Tensor,
+    room: Room,
+    waits: Waits,
+    group: dist.ProcessGroup | None = None,
+) -> dict[Node, torch.Tensor]:
+    """This rank's slice of what all ranks of ``group`` have: ``[ceil(n / ranks)]`` of each node. A collective.
+
+    Args:
+        parts: what this rank has, ``[n]`` of each node.
+        covers: the nodes of each rank, which all of them know.
+        like: of ``[n]``, for a rank that has nothing.
+    """
+    width = max(1, -(-like.numel() // len(covers)))
+    sent = room.of("sent", like, len(covers), len(parts), width)
+    for i, (_, values) in enumerate(parts):
+        for r, piece in enumerate(torch.split(values, width)):
+            sent[r, i, : piece.numel()] = piece
+    sizes = [len(nodes) * width for nodes in covers]
+    received = room.of("received", like, sum(sizes))
+    own = [len(parts) * width] * len(covers)
+    with waits.on(like.device):
+        dist.all_to_all_single(received, sent.view(-1), output_split_sizes=sizes, input_split_sizes=own, group=group)
+    nodes = [node for nodes in covers for node in nodes]
+    return dict(zip(nodes, received.view(-1, width), strict=True))
+
+
+class VirtualMean:
+    """One rank's part in means over ``virtual_ranks``; without a process group it plays them all."""
+
+    def __init__(self, virtual_ranks: int, rank: int, world_size: int, waits: Waits) -> None:
+        self.virtual_ranks = virtual_ranks
+        self.world_size = world_size
+        self.waits = waits
+        self._rank = rank
+        self._deal(virtual_of)
+
+    def deal_in_turn(self) -> None:
+        """Ranks play ``virtual_in_turn`` from here on. Before the first step, on all ranks."""
+        self._deal(virtual_in_turn)
+
+    def _deal(self, played: Callable[[int, int, int], range]) -> None:
+        of_all = [played(rank, self.world_size, self.virtual_ranks) for rank in range(self.world_size)]
+        self.mine = of_all[self._rank]
+        self.passes = max(map(len, of_all))
+        self._covers = [cover(self.virtual_ranks, leaves) for leaves in of_all]
+
+    def partial(self, add: Add[torch.Tensor] = torch.Tensor.add_) -> Partial[torch.Tensor]:
+        """For this rank's own values, one of each of its virtual ranks."""
+        return Partial(self.virtual_ranks, add)
+
+    def mean(self, partial: Partial[torch.Tensor], room: Room) -> torch.Tensor:
+        """The mean of all virtual ranks' values, which are ``[n]`` of one dtype and device. A collective.
+
+        It lies in ``room``, or where a value did.
+        """
+        parts = partial.parts
+        assert tuple(node for node, _ in parts) == self._covers[self._rank], "one value of each virtual rank"
+        if len(self._covers) == 1:
+            return self._fold(dict(parts))
+        like = parts[0][1]
+        mine = self._fold(exchange(parts, self._covers, like, room, self.waits))
+        whole = room.of("whole", mine, len(self._covers) * mine.numel())
+        with self.waits.on(mine.device):
+            all_gather(whole, mine)
+        return whole[: like.numel()]
+
+    def mean_of(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The same of one scalar of each of this rank's virtual ranks. Those of repeated passes come last."""
+        partial = self.partial()
+        for leaf, value in zip(self.mine, values[: len(self.mine)], strict=True):
+            partial.put((leaf, leaf + 1), value.detach().clone().reshape(1))
+        return self.mean(partial, Room())[0]
+
+    def _fold(self, parts: dict[Node, torch.Tensor]) -> torch.Tensor:
+        """Divided here and nowhere else: where one divides is part of the rounding."""
+        total = fold((0, self.virtual_ranks), parts, torch.Tensor.add_)
+        return total.div_(self.virtual_ranks)
+
+
+# ---- norm
+# The norm of gradients, added in an order that does not depend on how they are sharded.
+#
+# A row of a parameter (along the dimension that is sharded; of whole ones the first) lies on one rank, so ranks add the
+# squares of their rows, and each adds those of all rows. Halves are added element by element: kernels of sums take
+# another order on other shapes and numbers of threads.
+
+_EPSILON = 1e-6
+"""Added to the norm, as by torch.nn.utils.clip_grad_norm_."""
+
+
+@torch.no_grad()
+def clip_in_fixed_order(parameters: Iterable[torch.Tensor], max_norm: float, waits: Waits) -> torch.Tensor:
+    """Scales gradients to a 2-norm of at most ``max_norm``, as torch.nn.utils.clip_grad_norm_ does.
+
+    Returns the norm before, a scalar of float32, or float64 where a gradient is. A collective where gradients are
+    sharded. Raises TypeError for a layout other than that of fully_shard.
+    """
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    squares = _of_all_rows([_rows(gradient) for gradient in gradients], gradients, waits)
+    norm = _pairwise(torch.stack([_pairwise(rows[None])[0] for rows in squares])[None])[0].sqrt()
+    scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+    for gradient in gradients:
+        _local(gradient).mul_(scale)
+    return norm
+
+
+def _of_all_rows(
+    squares: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], waits: Waits
+) -> Sequence[torch.Tensor]:
+    """Of each gradient the sums of squares of all its rows, from those of the rows that are here."""
+    every = list(squares)
+    by_group: dict[dist.ProcessGroup, list[int]] = {}
+    for place, gradient in enumerate(gradients):
+        if isinstance(gradient, DTensor) and gradient.device_mesh.size(-1) > 1:
+            mesh = gradient.device_mesh
+            by_group.setdefault(mesh.get_group(mesh.ndim - 1), []).append(place)
+    for group, places in by_group.items():
+        ways = dist.get_world_size(group)
+        counts = [gradients[place].shape[_dim(gradients[place])] for place in places]
+        widths = [-(-count // ways) for count in counts]
+        dtype = torch.float64 if any(squares[p].dtype == torch.float64 for p in places) else torch.float32
+        own = squares[places[0]].new_zeros(sum(widths), dtype=dtype)
+        for place, piece in zip(places, torch.split(own, widths), strict=True):
+            piece[: squares[place].numel()] = squares[place]
+        whole = own.new_empty(ways * own.numel())
+        with waits.on(own.device):
+            all_gather(whole, own, group=group)
+        for place, count, rows in zip(places, counts, torch.split(whole.view(ways, -1), widths, dim=1), strict=True):
+            every[place] = rows.reshape(-1)[:count].to(squares[place].dtype)
+    wide = torch.float64 if any(rows.dtype == torch.float64 for rows in every) else torch.float32
+    return [rows.to(wide) for rows in every]
+
+
+def _rows(gradient: torch.Tensor) -> torch.Tensor:
+    """Of each row that is here the sum of squares, ``[rows]`` in float32 or float64."""
+    local = _local(gradient)
+    if local.ndim == 0:
+        local = local[None]
+    moved = local.movedim(_dim(gradient), 0)
+    width = moved.shape[1:].numel()
+    wide = torch.float64 if local.dtype == torch.float64 else torch.float32
+    return _pairwise(moved.reshape(moved.shape[0], width).to(wide).square())
+
+
+def _pairwise(values: torch.Tensor) -> torch.Tensor:
+    """``[n, m]`` to ``[n]``: the right half is added to the left one until one column is left.
+
+    Writes over ``values``.
+    """
+    while (width := values.shape[1]) > 1:
+        half = (width + 1) // 2
+        values[:, : width - half] += values[:, half:]
+        values = values[:, :half]
+    return values.sum(1) if values.shape[1] == 0 else values[:, 0]
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _dim(gradient: torch.Tensor) -> int:
+    """The one that is sharded."""
+    if not isinstance(gradient, DTensor):
+        return 0
+    *replicated, shard = gradient.placements
+    if not isinstance(shard, Shard) or not all(isinstance(placement, Replicate) for placement in replicated):
+        raise TypeError(f"a gradient is laid out as {gradient.placements}: only what fully_shard shards has this norm")
+    return shard.dim

@@ -1,0 +1,247 @@
+"""Which replica of the model a rank belongs to: it has the replica's samples and random numbers, not some of its own.
+
+Under DDP, FSDP2 and HSDP every rank is a replica. Under tensor parallelism, and in a pipeline, several ranks compute
+one: with samples of its own each would compute a part of another batch, and with random numbers of its own the part of
+a layer before which something else was dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
+
+from everstep_trainer.memory_tier.tier import Tier
+from everstep_trainer.state.tracked_objects import several
+
+# ---- place
+# Where a rank stands in its generation.
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank stands in its generation. ``restores``: a version will be restored for certain."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    generation: int = 0
+    device: torch.device = torch.device("cpu")
+    restores: bool = False
+    mesh: Callable[[], DeviceMesh] | None = None
+    tier: Callable[[], Tier] | None = None
+
+
+SHOWN = 8
+"""So many replicas are named by an error: there may be thousands."""
+
+
+class Replica(msgspec.Struct, frozen=True):
+    """Replica ``index`` of ``count``, counted from 0; ``stage``: of its pipeline, the one that this rank has."""
+
+    index: int
+    count: int
+    stage: int = 0
+
+
+class DataParallel:
+    """What a rank's replica is: the rank itself, until the training function says otherwise.
+
+    Args:
+        device: where collectives take their tensors from; None without a process group.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device | None) -> None:
+        self._world = world_size
+        self._device = device
+        self._replica = Replica(rank, world_size)
+        self._mesh: DeviceMesh | None = None
+        self._went_by_it = ""
+        self.said = False
+
+    def say(self, replicas: DeviceMesh | tuple[int, int], stage: DeviceMesh | int) -> Replica:
+        """See ``Run.data_parallel``. A collective."""
+        if self.said:
+            raise ValueError("run.data_parallel was called before in this generation: one call says what a replica is")
+        if self._went_by_it:
+            raise ValueError(
+                f"{self._went_by_it} went by one replica a rank already: call run.data_parallel before it, "
+                "as soon as the mesh is made"
+            )
+        index, count = _place_among(replicas)
+        replica = Replica(index, count, _place_among(stage)[0] if isinstance(stage, DeviceMesh) else stage)
+        _require_whole_replicas(self._of_all_ranks(replica), self._world)
+        self._replica, self.said = replica, True
+        self._mesh = replicas if isinstance(replicas, DeviceMesh) else None
+        return replica
+
+    def replica_for(self, use: str) -> Replica:
+        """The replica, for ``use``; from here on it cannot become another one."""
+        self._went_by_it = self._went_by_it or use
+        return self._replica
+
+    @property
+    def one_a_rank(self) -> bool:
+        """Whether every rank is a replica of its own."""
+        return self._replica.count == self._world
+
+    def add_gradients_over_replicas(self, options: dict[str, Any]) -> bool:
+        """Gives options of DistributedDataParallel the group of ranks that have the same part of all replicas.
+
+        False where no group is known, and none is needed: there is one replica. Raises ValueError where there are more.
+        """
+        replica = self.replica_for("run.replicate")
+        if self.one_a_rank or "process_group" in options:
+            return True
+        if self._mesh is not None and self._mesh.ndim == 1:
+            options["process_group"] = self._mesh.get_group()
+            return True
+        if replica.count == 1:
+            return False
+        raise ValueError(
+            "run.replicate does not know over which ranks to add gradients: give run.data_parallel a mesh of one "
+            'dimension, such as mesh["dp"], or run.replicate a process_group'
+        )
+
+    def mean(self, value: torch.Tensor | None, weight: float) -> torch.Tensor:
+        """See ``Run.mean``. A collective."""
+        self.replica_for("run.mean")
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if not self.one_a_rank:
+            return self._mean_over_replicas(value, weight)
+        if value is None:
+            raise ValueError(
+                "this rank has no loss, and is a replica of its own: in a pipeline say by run.data_parallel which "
+                "ranks are one replica"
+            )
+        total = value.detach().clone() * weight
+        if self._device is not None:
+            dist.all_reduce(total)
+            total /= self._world
+        return total
+
+    def _mean_over_replicas(self, value: torch.Tensor | None, weight: float) -> torch.Tensor:
+        """As many ranks of each replica have its value, so the mean over these ranks is that over replicas."""
+        known = torch.zeros((), device=self._device) if value is None else value.detach()
+        weighted: torch.Tensor = known * weight
+        have = weighted.new_zeros(self._replica.count, dtype=torch.float64)
+        have[self._replica.index] = value is not None
+        sums = torch.cat([weighted.double().reshape(-1), have])
+        dist.all_reduce(sums)
+        counts: list[float] = sums[-self._replica.count :].tolist()
+        if counts[0] == 0 or len(set(counts)) > 1:
+            found = ", ".join(f"{ranks:.0f} of number {index}" for index, ranks in [*enumerate(counts)][:SHOWN])
+            raise ValueError(
+                f"not equally many ranks of {self._replica.count} replicas have a loss, or none: {found}. The same "
+                "ranks of each give it to run.mean, such as those of a pipeline's last stage, and all others None"
+            )
+        return (sums[: weighted.numel()] / sum(counts)).to(weighted.dtype).reshape(weighted.shape)
+
+    def _of_all_ranks(self, own: Replica) -> list[tuple[int, int]]:
+        """The index and the count that each rank says."""
+        if self._device is None:
+            return [(own.index, own.count)]
+        mine = torch.tensor([own.index, own.count], device=self._device)
+        everybodys = [torch.empty_like(mine) for _ in range(self._world)]
+        dist.all_gather(everybodys, mine)
+        return [(index, count) for index, count in torch.stack(everybodys).tolist()]
+
+
+def _place_among(replicas: DeviceMesh | tuple[int, int]) -> tuple[int, int]:
+    """This rank's place and the number of places; of a mesh of several dimensions, in the order of its ranks."""
+    if not isinstance(replicas, DeviceMesh):
+        index, count = replicas
+        return index, count
+    coordinate = replicas.get_coordinate()
+    if coordinate is None or int(replicas.mesh[tuple(coordinate)]) != dist.get_rank():
+        raise ValueError(
+            f"rank {dist.get_rank()} has no place on the mesh {replicas}: make meshes inside the training function, "
+            "anew in each generation, and take of a mesh over all ranks the dimensions of the replicas (mesh['dp'])"
+        )
+    index = 0
+    for place, size in zip(coordinate, replicas.shape, strict=True):
+        index = index * size + place
+    return index, replicas.size()
+
+
+def _require_whole_replicas(said: list[tuple[int, int]], world_size: int) -> None:
+    """Raises ValueError unless all ranks agree how many replicas there are, and these are of equally many ranks."""
+    counts = sorted({count for _, count in said})
+    if len(counts) > 1:
+        raise ValueError(f"ranks differ in how many replicas they say there are: {counts}")
+    (count,) = counts
+    ranks_of = Counter(index for index, _ in said)
+    each = world_size // count if count > 0 else 0
+    if each * count == world_size and all(ranks_of[index] == each for index in range(count)):
+        return
+    found = ", ".join(f"{ranks} of number {index}" for index, ranks in sorted(ranks_of.items())[:SHOWN])
+    raise ValueError(
+        f"{world_size} ranks are not {count} replicas of equally many ranks, counted from 0: there are {found}. "
+        "Give run.data_parallel the mesh of the replicas, such as mesh['dp'], or (index, count)"
+    )
+
+
+# ---- model parallel
+# Whether a model looks as if one replica of it took several ranks, for a word to who has not said so.
+
+log = logging.getLogger(__name__)
+
+
+def warn_of_model_parallelism(tracked: Iterable[object], world_size: int) -> None:
+    """To be asked where nobody said what a replica is: a line in the log where it seems to be more than one rank."""
+    sign = sign_of_model_parallelism(tracked, world_size)
+    if sign:
+        log.warning(
+            "%s, and run.data_parallel was not called: each of %d ranks has samples and random numbers of its own. "
+            'Say which ranks are one replica, by run.data_parallel(mesh["dp"]), or that each is one, by '
+            "run.data_parallel((run.rank, run.world_size))",
+            sign,
+            world_size,
+        )
+
+
+def sign_of_model_parallelism(tracked: Iterable[object], world_size: int) -> str:
+    """What in the modules among ``tracked`` (or in lists there) looks so; empty where nothing does.
+
+    Stages of a pipeline are not seen where they are plain modules.
+    """
+    for one in tracked:
+        for module in several(one):
+            if isinstance(module, nn.Module):
+                for sign in _signs(module, "", sharded=False, world_size=world_size):
+                    return sign
+    return ""
+
+
+def _signs(module: nn.Module, name: str, *, sharded: bool, world_size: int) -> Iterator[str]:
+    """``sharded``: by fully_shard, which is data parallelism, as part of a module further out."""
+    if isinstance(module, DistributedDataParallel) and (size := dist.get_world_size(module.process_group)) < world_size:
+        yield f"a model is replicated over {size} of {world_size} ranks"
+    sharded = sharded or isinstance(module, FSDPModule)
+    parameters: Mapping[str, torch.Tensor | None] = module._parameters
+    for key, parameter in parameters.items():
+        if isinstance(parameter, DTensor) and (how := _how(parameter, sharded, world_size)):
+            yield f"{name}{key} {how}"
+    for key, part in module.named_children():
+        yield from _signs(part, f"{name}{key}.", sharded=sharded, world_size=world_size)
+
+
+def _how(parameter: DTensor, sharded: bool, world_size: int) -> str:
+    mesh, placements = parameter.device_mesh, parameter.placements
+    hybrid = len(placements) > 1 and isinstance(placements[0], Replicate)
+    of_data = (2 if hybrid else 1) if sharded else 0  # fully_shard's dimensions come first
+    for dim in range(of_data, mesh.ndim):
+        if mesh.size(dim) > 1 and not isinstance(placements[dim], Replicate):
+            return f"is split over {mesh.size(dim)} ranks"
+    return f"is sharded over {mesh.size()} of {world_size} ranks" if sharded and mesh.size() < world_size else ""

@@ -1,0 +1,110 @@
+"""Which parts of a step a rank computes, and how the gradients of all parts are added: by ranks, or virtual ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep_trainer.data.loader import batches_of
+from everstep_trainer.data.rng import EVERYBODY
+from everstep_trainer.data.sampler import Part, Sampler
+from everstep_trainer.loss_guard import Loss
+from everstep_trainer.parallel.exact.mode import ExactMode
+from everstep_trainer.parallel.exact.summation import VirtualMean
+from everstep_trainer.parallel.gradients import replicate
+from everstep_trainer.parallel.replica_groups import DataParallel, Place
+from everstep_trainer.runtime.peer_wait import Waits
+from everstep_trainer.state.untracked_state import Unrestored
+
+
+class Replication:
+    """What ``Run`` does by replicas. ``waited``: hears of seconds that went by in collectives."""
+
+    def __init__(self, place: Place, parallel: DataParallel, waited: Callable[[float], None]) -> None:
+        self._place = place
+        self._parallel = parallel
+        self._waited = waited
+        self._exact: ExactMode | None = None
+        self._unrestored = Unrestored()
+        self._equal_already = place.restores
+
+    def step_finished(self) -> None:
+        """See Run."""
+        if self._exact is not None:
+            self._exact.step_finished()
+
+    def replicate(self, model: nn.Module, exact: bool, virtual_ranks: int | None, options: dict[str, Any]) -> nn.Module:
+        """See Run."""
+        if virtual_ranks is not None:
+            return self._replicate_virtually(model, virtual_ranks, exact, options)
+        if self._exact is not None:
+            raise ValueError("another model of this run has virtual_ranks: give them to all, or to none")
+        if self._place.mesh is None:
+            return model
+        if not self._parallel.add_gradients_over_replicas(options):
+            return model
+        replicas = replicate(model, exact=exact, equal_already=self._equal_already, waited=self._waited, **options)
+        self._unrestored.add(model, replicas.process_group, ignored=replicas.parameters_to_ignore)
+        return replicas
+
+    def _replicate_virtually(self, model: nn.Module, count: int, exact: bool, options: dict[str, Any]) -> nn.Module:
+        if options or not exact:
+            raise TypeError(f"with virtual_ranks there is no DistributedDataParallel: leave out {sorted(options)}")
+        self._parallel.replica_for("run.replicate")
+        if not self._parallel.one_a_rank:
+            raise ValueError(
+                "exact mode (virtual_ranks) takes replicas of one rank each, sharded by fully_shard or not, not "
+                "tensor parallelism or a pipeline: go on without virtual_ranks"
+            )
+        if self._exact is None:
+            place = self._place
+            self._exact = ExactMode(VirtualMean(count, place.rank, place.world_size, Waits(self._waited)))
+        elif (known := self._exact.mean.virtual_ranks) != count:
+            raise ValueError(f"another model of this run has {known} virtual ranks, not {count}")
+        self._exact.add(model, equal_already=self._equal_already)
+        if self._place.mesh is not None:
+            self._unrestored.add(model)
+        return model
+
+    def restored(self, objects: Mapping[str, object], exclude: Iterable[str]) -> None:
+        """Tracked state is that of the version, if there was one: makes replicas equal in what is not part of it."""
+        if self._equal_already:
+            self._unrestored.send(objects, exclude)
+        self._equal_already = False
+
+    def require_elementwise(self, tracked: Iterable[object]) -> None:
+        """Raises ValueError where exact mode cannot have an optimizer that is tracked."""
+        if self._exact is not None:
+            self._exact.require_elementwise(tracked)
+
+    def played(self) -> list[tuple[int, int]]:
+        """The replicas whose parts this rank computes, and of how many."""
+        if self._exact is not None:
+            return self._exact.played()
+        replica = self._parallel.replica_for("run.loader")
+        return [(replica.index, replica.count)]
+
+    def stream(self) -> tuple[int, int]:
+        """Whose random numbers a step begins with: (replica, stage); with virtual ranks everybody's, on all alike."""
+        replica = self._parallel.replica_for("run.steps")
+        return (replica.index, replica.stage) if self._exact is None else (EVERYBODY, 0)
+
+    def parts(self, sampler: Sampler, step: int, seed: int) -> Iterator[Part]:
+        """See Run."""
+        if self._exact is not None:
+            yield from self._exact.parts(sampler, step, seed)
+            return
+        batches = batches_of(sampler, step)
+        replica = self._parallel.replica_for("run.parts")
+        yield Part(replica.index, sampler.indices(step), sampler.weight(step), next(batches))
+
+    def mean(self, value: Loss | None, weight: float) -> torch.Tensor:
+        """See Run."""
+        if value is not None and not isinstance(value, torch.Tensor):
+            if self._exact is not None:
+                return self._exact.mean.mean_of([each * weight for each in value])
+            (value,) = value
+        return self._parallel.mean(value, weight)

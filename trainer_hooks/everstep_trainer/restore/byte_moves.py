@@ -1,0 +1,191 @@
+"""What is copied to which address, in columns: a million tensors are three arrays, not a million objects.
+
+Live memory is written by address, past torch: two tensors of one dtype whose bytes are both in a row are the same
+bytes. What is not so (a part of a larger box, another device) stays a copy between two tensors of torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from everstep.layout.manifests import Range
+from everstep.layout.slots import CHUNK_BYTES
+from everstep.wire.v1.local import SlotInfo
+
+# ---- rows
+# Copies of bytes in columns: a million tensors are three arrays, not a million objects.
+
+Column = np.ndarray
+
+
+class Rows(NamedTuple):
+    """Copies in ascending order of ``source`` (byte offsets): ``length`` bytes each, to the address ``target``."""
+
+    source: Column
+    target: Column
+    length: Column
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.length.sum())
+
+    def cut(self, every: int) -> Rows:
+        """The same copies, none across a multiple of ``every`` bytes of the source."""
+        first, last = self.source // every, (self.source + self.length - 1) // every
+        count = last - first + 1
+        which = np.repeat(np.arange(len(count)), count)
+        block = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + first[which]
+        start = np.maximum(self.source[which], block * every)
+        end = np.minimum(self.source[which] + self.length[which], (block + 1) * every)
+        cut = Rows(start, self.target[which] + start - self.source[which], end - start)
+        if np.any(start[1:] < start[:-1]):  # pieces of two copies of the same bytes
+            order = np.argsort(start, kind="stable")
+            cut = Rows(*(column[order] for column in cut))
+        return cut
+
+
+NOTHING = Rows(*(np.zeros(0, np.int64) for _ in range(3)))
+
+
+SMALL_BYTES = 64 << 10
+"""Below, to hand Python's lock over costs more than the copy."""
+
+_libc = ctypes.CDLL(None)
+_libc.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_libc.memmove.restype = None
+_locked = ctypes.PyDLL(None)
+_locked.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_locked.memmove.restype = None
+
+
+class Moves:
+    """Collects copies into live tensors, which stay alive as long as this does."""
+
+    def __init__(self) -> None:
+        self._source: list[int] = []
+        self._target: list[int] = []
+        self._length: list[int] = []
+        self._tensors: list[torch.Tensor] = []
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def add(self, target: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+        """Fills ``target``, for which ``is_plain`` holds, with byte ranges of the source one after another."""
+        address = target.data_ptr()
+        for start, length in ranges:
+            self._source.append(start)
+            self._target.append(address)
+            self._length.append(length)
+            address += length
+        if address - target.data_ptr() != target.nbytes:
+            raise ValueError(f"{address - target.data_ptr()} bytes do not fill a tensor of {target.nbytes}")
+        self._tensors.append(target)
+
+    def rows(self) -> Rows:
+        """In order of the source; what lies side by side at both ends is one copy."""
+        if not self._source:
+            return NOTHING
+        columns = np.array((self._source, self._target, self._length), np.int64)
+        source, target, length = columns[:, np.argsort(columns[0], kind="stable")]
+        ends = source[:-1] + length[:-1]
+        joined = (ends == source[1:]) & (target[:-1] + length[:-1] == target[1:])
+        begins = np.flatnonzero(np.concatenate(([True], ~joined)))
+        return Rows(source[begins], target[begins], np.add.reduceat(length, begins))
+
+    def settle(self) -> None:
+        """Tells torch that the tensors were written, as its own writes would have."""
+        torch.autograd.graph.increment_version(self._tensors)
+
+
+class Filled:
+    """Live memory that copies have filled, whose targets do not overlap."""
+
+    def __init__(self, done: Sequence[Rows]) -> None:
+        rows = Rows(*(np.concatenate(columns) for columns in zip(NOTHING, *done, strict=True)))
+        order = np.argsort(rows.target)
+        begins, ends = rows.target[order], (rows.target + rows.length)[order]
+        first = np.flatnonzero(np.concatenate(([True], begins[1:] > ends[:-1]))) if len(begins) else order
+        self._begins = begins[first]
+        self._ends = ends[np.append(first[1:] - 1, len(ends) - 1)] if len(begins) else ends
+
+    def holds(self, target: torch.Tensor) -> bool:
+        """Whether all of a tensor's bytes, which lie in a row, are among it."""
+        at = int(np.searchsorted(self._begins, target.data_ptr(), side="right")) - 1
+        return at >= 0 and target.data_ptr() + target.nbytes <= int(self._ends[at])
+
+
+def copy_rows(base: int, rows: Rows) -> None:
+    """Copies out of the memory that begins at address ``base``."""
+    for source, target, length in zip(*(column.tolist() for column in rows), strict=True):
+        (_locked if length < SMALL_BYTES else _libc).memmove(target, base + source, length)
+
+
+def is_plain(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether stored elements of ``dtype`` are this tensor's own bytes in its own order."""
+    return (
+        type(target) in (torch.Tensor, torch.nn.Parameter)
+        and target.layout is torch.strided
+        and target.dtype == dtype
+        and target.device.type == "cpu"
+        and target.is_contiguous()
+        and not target.is_conj()
+        and not target.is_neg()
+    )
+
+
+# ---- batches
+# A slot's bytes that are wanted, in pieces that are asked for, received and hashed by themselves.
+
+BATCH_BYTES = 2 * CHUNK_BYTES
+"""Of a slot in one request: whole chunks, so that each is hashed once where it lies."""
+GAP_BYTES = 4 << 10
+"""Bytes between two ranges that are cheaper to fetch than another range."""
+MOST_RANGES = 1 << 16
+"""A quarter of what a vault takes in one request."""
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """Ranges of a slot that are fetched together, none across a chunk's end, and the copies out of where they land one
+    after another."""
+
+    slot: SlotInfo
+    ranges: tuple[Range, ...]
+    rows: Rows
+    nbytes: int
+
+
+def batches_of(slot: SlotInfo, rows: Rows) -> Iterator[Batch]:
+    """What to ask for, so that ``rows`` can be copied, whose sources are offsets in the slot's payload."""
+    rows = rows.cut(min(BATCH_BYTES, CHUNK_BYTES))
+    block = rows.source // BATCH_BYTES
+    for first, last in _runs(block[1:] != block[:-1], len(block)):
+        for begin in range(first, last, MOST_RANGES):
+            yield _batch(slot, Rows(*(column[begin : min(begin + MOST_RANGES, last)] for column in rows)))
+
+
+def _runs(breaks: np.ndarray, count: int) -> Iterator[tuple[int, int]]:
+    """(first, one behind the last) of each run; ``breaks`` says of each member but the first whether it begins one."""
+    if count:
+        begins = [0, *(np.flatnonzero(breaks) + 1).tolist()]
+        yield from zip(begins, [*begins[1:], count], strict=True)
+
+
+def _batch(slot: SlotInfo, rows: Rows) -> Batch:
+    ends = np.maximum.accumulate(rows.source + rows.length)
+    chunk = rows.source // CHUNK_BYTES
+    apart = (rows.source[1:] > ends[:-1] + GAP_BYTES) | (chunk[1:] != chunk[:-1])
+    runs = list(_runs(apart, len(ends)))
+    begins = np.array([int(rows.source[first]) for first, _ in runs])
+    lengths = np.array([int(ends[last - 1]) for _, last in runs]) - begins
+    lands = np.cumsum(lengths) - lengths
+    counts = [last - first for first, last in runs]
+    landed = rows.source + np.repeat(lands - begins, counts)
+    ranges = tuple(zip(begins.tolist(), lengths.tolist(), strict=True))
+    return Batch(slot, ranges, Rows(landed, rows.target, rows.length), int(lengths.sum()))

@@ -1,0 +1,278 @@
+"""One pass over a slot: each chunk is hashed and copied at once, by several threads.
+
+A chunk is copied as its hash is made, so its bytes reach live memory before its digest is known. A chunk that is not
+what was sealed fails the whole pass: then nothing of what was filled may be used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, auto
+
+import numpy as np
+import torch
+import xxhash
+
+from everstep.errors import DigestMismatch
+from everstep.layout.manifests import Range
+from everstep.layout.segments import SlotState
+from everstep.layout.slots import CHUNK_BYTES, SegmentView, chunk_count
+from everstep.native import SHORTEST_BYTES, CopyHash, copy_hash
+from everstep.wire.v1.local import SlotInfo
+from everstep_trainer.restore.byte_moves import NOTHING, Rows, copy_rows
+
+BLOCK_BYTES = 2 << 20
+"""Hashed, then copied, where nothing does both at once: from 1 MiB on the C library writes past the cache, which takes
+half the time, and a block of this size is still in the cache when it is copied."""
+WORTH_A_THREAD_BYTES = 16 << 20
+MOST_THREADS = 8
+"""By then memory is what is waited for."""
+
+
+class Sweep:
+    """Checks chunks of a payload and copies from it, once.
+
+    Args:
+        payload: where it is mapped.
+        rows: what to copy; sources are offsets in the payload.
+        digests: of each chunk, as sealed.
+        checked: the chunks to hash; of others the bytes are taken as they are.
+        native: what hashes and copies at once.
+
+    Raises IndexError where a copy would begin or end outside the payload.
+    """
+
+    def __init__(
+        self,
+        payload: memoryview,
+        rows: Rows,
+        digests: Sequence[bytes],
+        checked: Iterable[int],
+        native: CopyHash | None = copy_hash,
+    ) -> None:
+        if len(rows.source) and (int(rows.source[0]) < 0 or int((rows.source + rows.length).max()) > len(payload)):
+            raise IndexError(f"a tensor is said to lie outside a payload of {len(payload)} bytes")
+        checked = frozenset(checked)
+        if checked and not 0 <= min(checked) <= max(checked) < len(digests):
+            raise IndexError(f"chunks {min(checked)} to {max(checked)} are not among {len(digests)}")
+        self._payload = payload
+        self._address = np.frombuffer(payload, np.uint8).ctypes.data if len(payload) else 0
+        self._digests = digests
+        self._checked = checked
+        self._native = native
+        self._block_bytes = BLOCK_BYTES if native is None else CHUNK_BYTES
+        self._rows = rows.cut(self._block_bytes)
+        blocks = self._rows.source // self._block_bytes
+        found, begins = np.unique(blocks, return_index=True)
+        ends = np.append(begins, len(blocks))[1:]
+        self._of_block = dict(zip(found.tolist(), zip(begins.tolist(), ends.tolist(), strict=True), strict=True))
+        touched = {block * self._block_bytes // CHUNK_BYTES for block in found.tolist()}
+        self._chunks = sorted(touched | self._checked)
+        self._stop = threading.Event()
+        self._failures: list[Exception] = []
+
+    def run(self, threads: int) -> None:
+        """Raises DigestMismatch, naming a chunk. When this returns or raises, no thread copies any more."""
+        todo = iter(self._chunks)
+        worth = len(self._chunks) * CHUNK_BYTES // WORTH_A_THREAD_BYTES
+        helpers = [
+            threading.Thread(target=self._work, args=(todo,), name="everstep-restore", daemon=True)
+            for _ in range(min(threads - 1, worth))
+        ]
+        try:
+            for helper in helpers:
+                helper.start()
+            self._work(todo)
+        except BaseException:
+            self._stop.set()
+            raise
+        finally:
+            for helper in helpers:
+                if helper.ident is not None:
+                    helper.join()
+        if self._failures:
+            raise self._failures[0]
+
+    def _work(self, todo: Iterable[int]) -> None:
+        for chunk in todo:
+            if self._stop.is_set():
+                return
+            try:
+                self._sweep(chunk)
+            except DigestMismatch as error:
+                self._failures.append(error)
+                self._stop.set()
+
+    def _sweep(self, chunk: int) -> None:
+        start = chunk * CHUNK_BYTES
+        end = min(start + CHUNK_BYTES, len(self._payload))
+        if chunk not in self._checked:
+            self._copy_and_hash(start, end, None)
+            return
+        if self._native is not None and end - start >= SHORTEST_BYTES:
+            digest = self._at_once(self._native, start, end)
+        else:
+            hasher = xxhash.xxh3_128()
+            self._copy_and_hash(start, end, hasher)
+            digest = hasher.digest()
+        if digest != self._digests[chunk]:
+            raise DigestMismatch(f"chunk {chunk} is not what was sealed")
+
+    def _at_once(self, native: CopyHash, start: int, end: int) -> bytes:
+        source, target, length = self._in_block(start)
+        source = source - start
+        columns = (source.ctypes.data, target.ctypes.data, length.ctypes.data)
+        return native.scatter(self._address + start, end - start, *columns, len(source))
+
+    def _copy_and_hash(self, start: int, end: int, hasher: xxhash.xxh3_128 | None) -> None:
+        for at in range(start, end, self._block_bytes):
+            if hasher is not None:
+                hasher.update(self._payload[at : min(at + self._block_bytes, end)])
+            copy_rows(self._address, self._in_block(at))
+
+    def _in_block(self, at: int) -> Rows:
+        """What is copied of the block that begins there."""
+        first, last = self._of_block.get(at // self._block_bytes, (0, 0))
+        return Rows(*(column[first:last] for column in self._rows))
+
+
+def threads_for(ranks: int) -> int:
+    """How many threads each of so many ranks of this machine should copy with."""
+    return max(2, min(MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
+
+
+def chunks_of(ranges: Iterable[tuple[int, int]]) -> set[int]:
+    """The chunks that (offset, length) ranges touch."""
+    runs = (range(start // CHUNK_BYTES, (start + length - 1) // CHUNK_BYTES + 1) for start, length in ranges if length)
+    return set(itertools.chain.from_iterable(runs))
+
+
+def chunks_of_rows(rows: Rows) -> set[int]:
+    """The chunks that copies read."""
+    cut = rows.cut(CHUNK_BYTES)
+    return set(np.unique(cut.source // CHUNK_BYTES).tolist())
+
+
+# ---- local
+# This node's slots, read straight from their segment files, and nothing of them unchecked.
+
+
+def map_readable(path: str, length: int = 0) -> memoryview:
+    """A file mapped shared and read-only: a fault costs a third of a private mapping's. Raises OSError."""
+    with open(path, "rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ))
+
+
+def as_tensor(buffer: memoryview) -> torch.Tensor:
+    """Read-only bytes as a tensor to copy from.
+
+    torch has no read-only tensors and warns of what a write would do. Here it would end the process: the pages cannot
+    be written.
+    """
+    array = np.frombuffer(buffer, np.uint8)
+    alias = (ctypes.c_ubyte * array.nbytes).from_address(array.ctypes.data)
+    alias.source = array  # type: ignore[attr-defined]  # the tensor keeps the alias, the alias the mapping
+    return torch.frombuffer(alias, dtype=torch.uint8)
+
+
+class BadSlot(Exception):
+    """A slot that cannot be used, and why; ``corrupt`` when its bytes are not what was sealed."""
+
+    def __init__(self, slot: SlotInfo, reason: str, *, corrupt: bool) -> None:
+        super().__init__(reason)
+        self.slot = slot
+        self.reason = reason
+        self.corrupt = corrupt
+
+
+class Check(Enum):
+    """Which chunks of a slot a reader hashes: all of them, those that it reads, or none, because another rank's word
+    on them is heard before anything is used."""
+
+    ALL = auto()
+    READ = auto()
+    NONE = auto()
+
+
+class LocalSlots:
+    """Sealed slots in this node's segment files.
+
+    Args:
+        own: a segment that this process has mapped already, by its path; None of another one, which is then mapped
+            read-only. To map a slot anew costs as much as to copy it.
+        threads: that copy and hash side by side.
+    """
+
+    def __init__(self, own: Callable[[str], SegmentView | None] = lambda _: None, threads: int = 2) -> None:
+        self._own = own
+        self._threads = threads
+        self._views: dict[str, SegmentView] = {}
+
+    def _view(self, slot: SlotInfo) -> SegmentView:
+        if slot.path not in self._views:
+            self._views[slot.path] = self._own(slot.path) or SegmentView(map_readable(slot.path))
+        return self._views[slot.path]
+
+    def manifest(self, slot: SlotInfo) -> bytes:
+        """The slot's manifest, checked. Raises BadSlot."""
+        try:
+            return self._require(slot).manifest(slot.slot)
+        except (DigestMismatch, OSError) as error:
+            raise self._bad(slot, error) from error
+
+    def sweep(
+        self, slot: SlotInfo, rows: Rows = NOTHING, also: Iterable[Range] = (), check: Check = Check.ALL
+    ) -> torch.Tensor:
+        """Copies ``rows`` out of the slot, and hashes what ``check`` says; returns the payload.
+
+        ``also``: ranges that will be read from what is returned. Raises BadSlot, after which nothing of what was
+        copied may be used.
+        """
+        try:
+            view = self._require(slot)
+            digests, payload = view.digests(slot.slot)[1:], view.payload(slot.slot)
+            if len(digests) != chunk_count(len(payload)):
+                raise _MovedOn(f"slot {slot.slot} of {slot.path} is being filled anew")
+            checked: Iterable[int] = ()
+            if check is Check.ALL:
+                checked = range(len(digests))
+            elif check is Check.READ:
+                checked = chunks_of_rows(rows) | chunks_of(also)
+            Sweep(payload, rows, digests, checked).run(self._threads)
+            return as_tensor(payload)
+        except (DigestMismatch, IndexError, OSError) as error:
+            raise self._bad(slot, error) from error
+
+    def require_still(self, slot: SlotInfo) -> None:
+        """Raises BadSlot where the slot was filled anew since."""
+        try:
+            self._require(slot)
+        except DigestMismatch as error:
+            raise self._bad(slot, error) from error
+
+    def _require(self, slot: SlotInfo) -> SegmentView:
+        view = self._view(slot)
+        header = view.header(slot.slot)
+        said = (SlotState.SEALED, slot.rank, slot.version)
+        if header is None or (header.state, header.rank, header.version) != said:
+            raise _MovedOn(f"slot {slot.slot} of {slot.path} is not rank {slot.rank}'s {slot.version} any more")
+        return view
+
+    def _bad(self, slot: SlotInfo, error: Exception) -> BadSlot:
+        """A slot that was filled anew while it was hashed is not corrupt."""
+        corrupt = isinstance(error, DigestMismatch) and not isinstance(error, _MovedOn)
+        if corrupt:
+            try:
+                self._require(slot)
+            except _MovedOn as moved:
+                return BadSlot(slot, str(moved), corrupt=False)
+        return BadSlot(slot, str(error), corrupt=corrupt)
+
+
+class _MovedOn(DigestMismatch):
+    """The slot is another one by now: no corruption."""

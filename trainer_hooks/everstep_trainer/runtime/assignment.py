@@ -1,0 +1,167 @@
+"""What the launcher tells a worker, and when: the worker's side of ``everstep_trainer.launch``.
+
+A script that ``everstep-launch`` runs is one of two things. An *active* worker has a local rank from the start. A
+*standby* runs the script too, so that everything it imports is there, but waits in ``wait_for_local_rank`` until a
+worker has died; then it has that worker's local rank. Neither knows its rank before a generation says so::
+
+    assignment = current_assignment()
+    if assignment is not None:                    # started by everstep-launch
+        local_rank = wait_for_local_rank()        # a standby may wait here for hours
+        ...                                       # say Hello to assignment.agent_socket, wait for a generation
+        set_torchrun_environment(spec, member)    # before entering the training function, in every generation
+
+Not thread-safe: for the main thread.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import sys
+
+import msgspec
+
+from everstep.ids import split_address
+from everstep.wire.v1.training import GenerationSpec, Member
+from everstep_trainer.launch.fork_messages import Arrived, Channel, Promote
+from everstep_trainer.launch.job_cache import Follower, folder_of
+from everstep_trainer.launch.process_setup import Waiting, call_process
+
+JOB = "EVERSTEP_JOB"
+AGENT_SOCKET = "EVERSTEP_AGENT_SOCKET"
+CONTROL_FD = "EVERSTEP_CONTROL_FD"
+WORKER_PID = "EVERSTEP_WORKER_PID"
+BORN = "EVERSTEP_WORKER_BORN"
+START_FROM = "EVERSTEP_START_FROM"
+LOCAL_RANK = "LOCAL_RANK"
+FOLLOW_EVERY_S = 1.0
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is told at its birth. ``local_rank`` is None for a standby that was not promoted yet.
+
+    ``start_from``: the checkpoint that a job starts from where nothing is in memory; empty for none. ``born``: when the
+    process of an active worker began to run (perf_counter); None for a standby, for which nobody waited.
+    """
+
+    job: str
+    agent_socket: str
+    local_rank: int | None
+    start_from: str = ""
+    born: float | None = None
+
+
+class LauncherGone(SystemExit):
+    """The launcher ended while a standby waited: there is nothing left to wait for (exit status 1)."""
+
+
+def current_assignment() -> Assignment | None:
+    """The worker's assignment, or None where this process was not started by ``everstep-launch``.
+
+    A child of a worker (of a data loader, say) inherits the environment but is no worker: None there too.
+    """
+    if os.environ.get(WORKER_PID) != str(os.getpid()):
+        return None
+    local_rank = os.environ.get(LOCAL_RANK)
+    return Assignment(
+        job=os.environ[JOB],
+        agent_socket=os.environ[AGENT_SOCKET],
+        local_rank=None if local_rank is None else int(local_rank),
+        start_from=os.environ.get(START_FROM, ""),
+        born=None if local_rank is None or BORN not in os.environ else float(os.environ[BORN]),
+    )
+
+
+def wait_for_local_rank() -> int:
+    """This worker's local rank: at once for an active worker, after its promotion for a standby.
+
+    Tells the launcher that the script has come this far, which is what makes it one whose ranks can be replaced.
+    Sets LOCAL_RANK in a promoted standby. Raises LauncherGone when the launcher ends first, RuntimeError outside
+    ``everstep-launch``.
+    """
+    assignment = current_assignment()
+    if assignment is None:
+        raise RuntimeError("this process was not started by everstep-launch: there is no local rank to wait for")
+    if assignment.local_rank is None and "torch" in sys.modules:
+        from everstep_trainer.launch.process_setup import warm_up
+
+        warm_up()
+    control = _control()
+    if control is not None:
+        _announce(control)
+    if assignment.local_rank is not None:
+        return assignment.local_rank
+    if control is None:
+        raise LauncherGone("everstep: the launcher is gone")
+    return _promotion(control)
+
+
+_channel: Channel[Promote] | None = None
+
+
+def _control() -> Channel[Promote] | None:
+    """The control channel, opened once; None once the launcher closed it."""
+    global _channel  # one per process, as the descriptor is
+    if _channel is None and CONTROL_FD in os.environ:
+        _channel = Channel(socket.socket(fileno=int(os.environ.pop(CONTROL_FD))), Promote)
+    return _channel
+
+
+def _announce(control: Channel[Promote]) -> None:
+    try:
+        control.send(Arrived())
+    except OSError:
+        return  # an orphan for a moment: the kernel ends this process with its launcher
+
+
+def _promotion(control: Channel[Promote]) -> int:
+    def wanted(within_s: float = 0.0) -> bool:
+        return bool(select.select([control], [], [], within_s)[0])
+
+    memory, imports = Waiting(), Follower(folder_of(os.environ), wanted)
+    while True:
+        memory.follow()
+        imports.follow()
+        if wanted(FOLLOW_EVERY_S):
+            break
+    received = control.receive()
+    if received is None:
+        raise LauncherGone("everstep: the launcher is gone")
+    promote, _ = received
+    os.environ[LOCAL_RANK] = str(promote.local_rank)
+    call_process(f"everstep-rank{promote.local_rank}")
+    return promote.local_rank
+
+
+def torchrun_environment(spec: GenerationSpec, member: Member) -> dict[str, str]:
+    """The variables torchrun would set for ``member`` if the generation were one of its restarts.
+
+    The group rank of a node is its place among the roster's nodes, ordered by their first rank. ``init_method`` env://
+    finds the generation's store under MASTER_ADDR and MASTER_PORT as a client, on rank 0 too.
+    """
+    nodes, locals_here = list(spec.seats), spec.spec.nproc_per_node
+    host, port = split_address(spec.store)
+    group = str(nodes.index(member.node))
+    return {
+        "RANK": str(member.rank),
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_RANK": str(member.local_rank),
+        "LOCAL_WORLD_SIZE": str(locals_here),
+        "GROUP_RANK": group,
+        "GROUP_WORLD_SIZE": str(len(nodes)),
+        "NODE_RANK": group,
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(member.rank),
+        "ROLE_WORLD_SIZE": str(spec.world_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": spec.job,
+        "TORCHELASTIC_RESTART_COUNT": str(max(0, spec.number - 1)),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def set_torchrun_environment(spec: GenerationSpec, member: Member) -> None:
+    """Sets ``os.environ`` to what torchrun would give ``member`` in this generation; call it at each one."""
+    os.environ.update(torchrun_environment(spec, member))

@@ -1,0 +1,274 @@
+"""The line to the node's agent: one thread, one unix socket, for the life of the process.
+
+The thread sleeps until a directive or the next tick is due. Training never waits for it: a message that the agent
+does not take at once is kept, and sent by this thread when it does; an agent that is gone is reconnected to for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from everstep.clock import Clock
+from everstep.errors import MalformedMessage, Unavailable, VersionMismatch
+from everstep.wire.framing import FrameDecoder, encode_frame, negotiate
+from everstep.wire.v1.local import MAX_FRAME_BYTES, FromAgent, Goodbye, Hello, Tick, ToAgent, Welcome
+from everstep_trainer.config import HookSettings
+
+logger = logging.getLogger(__name__)
+
+RECEIVE_BYTES = 1 << 16
+DEFAULT_TICK_S = 0.2
+
+
+class Listener(Protocol):
+    """What the link calls from its thread. Neither method may block."""
+
+    def hear(self, message: FromAgent) -> None:
+        """A directive came."""
+
+    def pulse(self) -> Tick | None:
+        """A tick is due: looks after itself, and returns what to send (None: nothing yet)."""
+
+    def pressing(self) -> bool:
+        """Whether pulses should come at ``press_interval_s`` instead of the agent's interval."""
+
+
+class Outbox:
+    """Frames on their way, oldest first, at most ``limit``; the one that is partly sent is never dropped."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._frames: deque[bytes] = deque()
+        self._sent = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._frames)
+
+    def put(self, frame: bytes) -> None:
+        if len(self._frames) >= self._limit:
+            del self._frames[1 if self._sent else 0]
+        self._frames.append(frame)
+
+    def put_first(self, frames: list[bytes]) -> None:
+        """For a new connection: these go before all that waits, and a partly sent frame starts over."""
+        self._sent = 0
+        self._frames.extendleft(reversed(frames))
+
+    def flush(self, connection: socket.socket) -> None:
+        """Sends what the socket takes now. Raises OSError where the connection is gone."""
+        while self._frames:
+            frame = self._frames[0]
+            try:
+                self._sent += connection.send(
+                    memoryview(frame)[self._sent :], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+                )
+            except BlockingIOError:
+                return
+            if self._sent == len(frame):
+                self._frames.popleft()
+                self._sent = 0
+
+
+class Link:
+    """The connection to ``agent.sock``.
+
+    Args:
+        hello: the first frame of every connection.
+        listener: called from the link's thread.
+        uniform: draws from [0, 1) for the back-off's jitter.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        hello: Hello,
+        listener: Listener,
+        settings: HookSettings,
+        clock: Clock,
+        uniform: Callable[[], float],
+    ) -> None:
+        self._path = path
+        self._hello = hello
+        self._listener = listener
+        self._settings = settings
+        self._clock = clock
+        self._uniform = uniform
+        self._lock = threading.Lock()
+        self._outbox = Outbox(settings.outbox_frames)
+        self._standing: ToAgent | None = None
+        self._connection: socket.socket | None = None
+        self._welcome: Welcome | None = None
+        self._welcomed = threading.Event()
+        self._refused: VersionMismatch | None = None
+        self._closing = threading.Event()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="everstep-link", daemon=True)
+
+    def start(self, timeout_s: float) -> Welcome:
+        """Starts the thread; returns the agent's Welcome. Raises Unavailable when none came in time."""
+        self._thread.start()
+        if not self._welcomed.wait(timeout_s):
+            raise Unavailable(f"no agent answered at {self._path} within {timeout_s:.0f} s: is everstep-agent running?")
+        if self._refused is not None:
+            raise self._refused
+        assert self._welcome is not None
+        return self._welcome
+
+    def send(self, message: ToAgent) -> None:
+        """Sends a message, at once where the agent takes it, else when it does. Never blocks; from any thread."""
+        frame = encode_frame(message)
+        with self._lock:
+            self._outbox.put(frame)
+            self._flush()
+            waiting = bool(self._outbox) and self._connection is not None
+        if waiting:
+            self._wake()
+
+    def stand(self, message: ToAgent | None) -> None:
+        """Sends a message that stays true: it is said again after every reconnect, until the next ``stand``."""
+        self._standing = message
+        if message is not None:
+            self.send(message)
+
+    def close(self, detail: str) -> None:
+        """Says goodbye and ends the thread."""
+        self.send(Goodbye(detail=detail))
+        self._closing.set()
+        self._wake()
+        self._thread.join()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    # --- sending
+
+    def _flush(self) -> None:
+        if self._connection is None:
+            return
+        try:
+            self._outbox.flush(self._connection)
+        except OSError:
+            pass  # the thread sees the end of the connection and reconnects
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_write, b"\0")
+        except BlockingIOError:
+            pass  # it has a wake-up waiting already
+
+    # --- the thread
+
+    def _run(self) -> None:
+        attempt = 0
+        while not self._closing.is_set():
+            connection = self._connect()
+            if connection is None:
+                self._pause(self._settings.reconnect.delay_s(attempt, self._uniform()))
+                attempt += 1
+                continue
+            attempt = 0
+            with connection:
+                try:
+                    self._serve(connection)
+                finally:
+                    with self._lock:
+                        self._connection = None
+
+    def _connect(self) -> socket.socket | None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(self._path)
+        except OSError:
+            connection.close()
+            return None
+        first: list[ToAgent] = [self._hello]
+        if (tick := self._listener.pulse()) is not None:
+            first.append(tick)
+        if self._standing is not None:
+            first.append(self._standing)
+        with self._lock:
+            self._outbox.put_first([encode_frame(m) for m in first])
+            self._connection = connection
+            self._flush()
+        return connection
+
+    def _pause(self, seconds: float) -> None:
+        """Waits for the next attempt, and keeps the pulse."""
+        until = self._clock.monotonic() + seconds
+        while not self._closing.is_set() and (left := until - self._clock.monotonic()) > 0:
+            self._listener.pulse()
+            self._closing.wait(min(left, self._interval_s()))
+
+    def _interval_s(self) -> float:
+        if self._listener.pressing():
+            return self._settings.press_interval_s
+        return self._welcome.tick_interval_s if self._welcome is not None else DEFAULT_TICK_S
+
+    def _serve(self, connection: socket.socket) -> None:
+        decoder: FrameDecoder[FromAgent] = FrameDecoder(FromAgent, MAX_FRAME_BYTES)
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection, selectors.EVENT_READ)
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            due = self._clock.monotonic() + self._interval_s()
+            wanted = selectors.EVENT_READ
+            while not self._closing.is_set():
+                if (now_wanted := self._wanted_events()) != wanted:
+                    wanted = now_wanted
+                    selector.modify(connection, wanted)
+                events = {key.fd: mask for key, mask in selector.select(max(0.0, due - self._clock.monotonic()))}
+                if self._wake_read in events:
+                    os.read(self._wake_read, 4096)
+                if not self._exchange(connection, decoder, events.get(connection.fileno(), 0)):
+                    return
+                if self._clock.monotonic() >= due or self._listener.pressing():
+                    self._tick()
+                    due = self._clock.monotonic() + self._interval_s()
+
+    def _wanted_events(self) -> int:
+        with self._lock:
+            return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
+
+    def _exchange(self, connection: socket.socket, decoder: FrameDecoder[FromAgent], events: int) -> bool:
+        """Sends and receives what is there; False at the end of the connection."""
+        if events & selectors.EVENT_WRITE:
+            with self._lock:
+                self._flush()
+        if not events & selectors.EVENT_READ:
+            return True
+        try:
+            data = connection.recv(RECEIVE_BYTES)
+            for message in decoder.feed(data):
+                self._take(message)
+        except OSError:
+            return False
+        except MalformedMessage as error:
+            logger.warning("the agent sent what cannot be read, connecting anew: %s", error)
+            return False
+        return bool(data)
+
+    def _take(self, message: FromAgent) -> None:
+        if isinstance(message, Welcome):
+            try:
+                negotiate((message.protocol,))
+            except VersionMismatch as error:
+                self._refused = error
+            self._welcome = message
+            self._welcomed.set()
+        else:
+            self._listener.hear(message)
+
+    def _tick(self) -> None:
+        """Ticks do not queue up: one that the agent cannot take now is worth nothing later."""
+        tick = self._listener.pulse()
+        if tick is None:
+            return
+        with self._lock:
+            if not self._outbox:
+                self._outbox.put(encode_frame(tick))
+                self._flush()

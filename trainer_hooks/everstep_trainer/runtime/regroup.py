@@ -1,0 +1,287 @@
+"""Into a generation's process group, and out of it, in the same process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial, wraps
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from everstep.ids import split_address
+from everstep.wire.v1.training import GenerationSpec, Member
+from everstep_trainer.config import HookSettings
+from everstep_trainer.runtime import abort
+from everstep_trainer.runtime.abort import CollectiveBackend
+from everstep_trainer.runtime.interrupt import Regroup, poll_unless, wait_unless
+
+# ---- meshes
+# Device meshes of one process that plays different ranks in the course of time, told apart.
+#
+# torch remembers what it worked out for an operation on DTensors (where its output lies, what is to be sent) by the
+# meshes of its inputs, in every thread that computes, and compares meshes by the ranks in them: not by the place this
+# process has among those, nor by process group. After a regrouping that gives it another rank, the first ``detach`` of
+# a
+# parameter would come back on the mesh of an older generation: with another rank's offsets, and with the names of
+# groups
+# in which this process no longer is. The same after one in which the model is laid out in another way, and so makes
+# other
+# groups: they are named by counting.
+#
+# A mesh does carry what tells ranks apart that are threads of one process, and is compared by it. Here the rank goes
+# there, and the names of the groups. So a process that keeps its rank and its layout keeps what torch remembers, which
+# is
+# about 0.1 s of its first step.
+
+_make = DeviceMesh.__init__
+_numbers: dict[tuple[object, ...], int] = {}
+
+
+@wraps(_make)
+def _make_for_rank(mesh: DeviceMesh, *args: Any, **options: Any) -> None:
+    _make(mesh, *args, **options)
+    if mesh._thread_id is None and dist.is_initialized():
+        mesh._thread_id = _number_of(mesh)
+        mesh._hash = None
+
+
+def _number_of(mesh: DeviceMesh) -> int:
+    """One number for each rank with each set of groups; a part of a mesh has its root's groups, or some besides."""
+    root = mesh._get_root_mesh()
+    groups = tuple(getattr(mesh, "_dim_group_names", ()))
+    of_root = None if root is mesh else root._thread_id
+    return _numbers.setdefault((dist.get_rank(), of_root, groups), len(_numbers))
+
+
+def tell_ranks_apart() -> None:
+    """From here on a mesh of this process equals one over the same ranks only where the process had the same rank, and
+    the groups in it have the same names."""
+    DeviceMesh.__init__ = _make_for_rank  # type: ignore[method-assign, assignment]
+
+
+logger = logging.getLogger(__name__)
+
+CONNECT_RETRY_S = 0.01
+CONNECT_TIMEOUT_S = 2.0
+RELEASE_TIMEOUT_S = 0.5
+SETTLE_S = 5.0
+"""How long a communicator's abort is waited for before its group is destroyed. Destroying first would wait for what
+hangs, and the abort for that."""
+BOUNDARY_JOIN_S = 3600.0
+"""Longest wait for the members of a generation that begins at a boundary: a newcomer is there long before the others,
+who may have steps of minutes to finish. The controller's deadlines end it where somebody does not come."""
+
+
+class Group:
+    """A generation's process group, seen from one rank. ``store`` is the generation's own, under its prefix."""
+
+    def __init__(self, spec: GenerationSpec, member: Member, store: Store, device: torch.device) -> None:
+        self.spec = spec
+        self.member = member
+        self.store = store
+        self.device = device
+        self._group: Any = dist.distributed_c10d._get_default_group()
+        self._mesh: DeviceMesh | None = None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """A one-dimensional mesh over all ranks, made when first asked for. Users build other shapes from it."""
+        if self._mesh is None:
+            self._mesh = init_device_mesh(self.device.type, (self.spec.world_size,))
+        return self._mesh
+
+    def collectives(self) -> int:
+        """Collectives this rank has begun in the group; cheap, and safe from any thread."""
+        return int(self._group._get_sequence_number_for_group())
+
+
+def device_for(backend: CollectiveBackend, local_rank: int) -> torch.device:
+    """The device a local rank computes on: its CUDA device under NCCL, the CPU otherwise."""
+    return torch.device("cuda", local_rank) if "nccl" in backend.name else torch.device("cpu")
+
+
+class Rendezvous:
+    """Joins and leaves generations.
+
+    ``join`` blocks in torch's C++ code, on the store and on peers. All that it can block on hangs on sockets of this
+    process: ``cut_store`` here and the backend's ``abort``, from the signal thread, end it within milliseconds.
+    """
+
+    def __init__(self, backend: CollectiveBackend, settings: HookSettings) -> None:
+        tell_ranks_apart()
+        self._backend = backend
+        self._settings = settings
+        self._address: tuple[str, int] | None = None
+        self._connection: TCPStore | None = None
+        self._cut = False
+        self._retired: list[object] = []
+        self._releasing: list[threading.Thread] = []
+        self.group: Group | None = None
+
+    # --- in
+
+    def join(self, spec: GenerationSpec, member: Member, is_over: Callable[[], bool]) -> None:
+        """Forms ``group``, the process group of ``spec``, together with its other members.
+
+        Raises Regroup when ``is_over`` became true meanwhile, RuntimeError (torch's network errors are such) when the
+        store or a member did not answer within ``join_timeout_s``.
+        """
+        try:
+            self.group = self._join(spec, member, is_over)
+        except (Regroup, RuntimeError) as error:
+            self._forget_connection()
+            self.leave(broken=True)
+            if is_over():
+                raise Regroup from error
+            raise
+
+    def _join(self, spec: GenerationSpec, member: Member, is_over: Callable[[], bool]) -> Group:
+        base = self._connect(spec.store, is_over)
+        if is_over():  # whoever cuts the connection from here on breaks what follows
+            raise Regroup
+        store = PrefixStore(f"g{spec.number}", base)
+        device = device_for(self._backend, member.local_rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._initialize(store, member.rank, spec)
+        group = Group(spec, member, store, device)
+        self._prove(device, spec.world_size, is_over)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self._settings.collective_timeout_s))
+        return group
+
+    def _connect(self, address: str, is_over: Callable[[], bool]) -> TCPStore:
+        """The store's connection: the one there is, where it is to the same address and whole."""
+        wanted = split_address(address)
+        if self._connection is not None and wanted == self._address and not self._cut and _answers(self._connection):
+            return self._connection
+        self._forget_connection()
+        self._address, self._cut = wanted, False
+        _bind_like(wanted[0])
+        self._wait_reachable(wanted, is_over)
+        timeout = timedelta(seconds=self._settings.join_timeout_s)
+        self._connection = TCPStore(*wanted, is_master=False, timeout=timeout, wait_for_workers=False)
+        return self._connection
+
+    def _wait_reachable(self, address: tuple[str, int], is_over: Callable[[], bool]) -> None:
+        """Until something listens there: TCPStore's own attempts cannot be interrupted, and are loud."""
+        deadline = perf_counter() + self._settings.join_timeout_s
+        while True:
+            try:
+                socket.create_connection(address, CONNECT_TIMEOUT_S).close()
+                return
+            except OSError as error:
+                if is_over():
+                    raise Regroup from error
+                if perf_counter() > deadline:
+                    raise RuntimeError(f"no rendezvous store at {address[0]}:{address[1]}: {error}") from error
+            sleep(CONNECT_RETRY_S)
+
+    def _initialize(self, store: Store, rank: int, spec: GenerationSpec) -> None:
+        hook = sys.excepthook
+        # An initialization that failed has counted its group all the same, and the count names the next one: ranks
+        # that failed differently often would look for one another under different keys.
+        dist.distributed_c10d._world.group_count = 0
+        dist.init_process_group(
+            self._backend.name,
+            store=store,
+            rank=rank,
+            world_size=spec.world_size,
+            timeout=timedelta(seconds=self._settings.join_timeout_s if spec.after_step is None else BOUNDARY_JOIN_S),
+        )
+        sys.excepthook = hook  # torch wraps it anew each time, which would nest as generations pass
+
+    def _prove(self, device: torch.device, world_size: int, is_over: Callable[[], bool]) -> None:
+        """A first all-reduce: everybody is there, and every connection carries data.
+
+        On a GPU the ranks meet over gloo before: once a collective waits for the set-up of NCCL's communicator, the
+        set-up cannot be aborted any more (see ``NcclBackend``).
+        """
+        self._backend.connect(device)
+        present = torch.ones(1)
+        wait_unless(dist.all_reduce(present, async_op=True), is_over)
+        if device.type == "cuda":
+            present = torch.ones(1, device=device)
+            poll_unless(dist.all_reduce(present, async_op=True), is_over)
+        if int(present.item()) != world_size:
+            raise RuntimeError(f"{int(present.item())} of {world_size} ranks took part in the first all-reduce")
+
+    # --- out
+
+    def leave(self, *, broken: bool) -> None:
+        """Destroys all process groups of the process, if there are any; ``release`` lets go of what they hold.
+
+        ``broken``: they are aborted first, with whatever still waits in them.
+        """
+        self._retire(self.group)
+        self.group = None
+        if not dist.is_initialized():
+            return
+        if broken:
+            self._backend.abort()
+            self._backend.settle(SETTLE_S)
+        for group in list(dist.distributed_c10d._world.pg_map):
+            self._retire(group)
+        dist.destroy_process_group()
+
+    def _retire(self, group: object) -> None:
+        if group is not None:
+            self._retired.append(group)
+
+    def release(self) -> None:
+        """Drops the last references to groups that were left, beside the caller: call it when nobody else has any.
+
+        A group's destructor waits for its threads, which takes gloo 10 to 20 ms, and for an operation that nobody can
+        wake (see ``waiting``) until its time-out. It does so without the GIL.
+        """
+        retired, self._retired = self._retired, []
+        self._releasing = [thread for thread in self._releasing if thread.is_alive()]
+        if retired:
+            thread = threading.Thread(target=retired.clear, name="everstep-release", daemon=True)
+            thread.start()
+            self._releasing.append(thread)
+
+    def close(self) -> None:
+        """The end of the process is near: a destructor that returned while the interpreter ends would abort it."""
+        self.leave(broken=False)
+        self._forget_connection()
+        self.release()
+        deadline = perf_counter() + RELEASE_TIMEOUT_S
+        for thread in self._releasing:
+            thread.join(max(0.0, deadline - perf_counter()))
+
+    def _forget_connection(self) -> None:
+        self._connection = None
+
+    def cut_store(self) -> None:
+        """From another thread: breaks the connection to the store, so that nobody waits on it any longer."""
+        if self._address is None:
+            return
+        port = self._address[1]
+        self._cut = True
+        to_store = partial(abort.connections_to, port)
+        abort.close_all(abort.shut_connections(to_store(), to_store))
+
+
+def _answers(connection: TCPStore) -> bool:
+    """Whether the store's host is the one that it was connected to: one that ended has another at its address."""
+    try:
+        connection.check(["answers"])
+    except RuntimeError:
+        return False
+    return True
+
+
+def _bind_like(store_host: str) -> None:
+    """A job that meets on the loopback interface computes on it too: gloo would listen on the host's address."""
+    if store_host in ("127.0.0.1", "localhost", "::1"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

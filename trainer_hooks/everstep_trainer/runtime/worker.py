@@ -1,0 +1,492 @@
+"""A rank's life under ``everstep-launch``: one training function, entered once in each generation."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import random
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from everstep.clock import Clock
+from everstep.vocabulary import GenerationReason
+from everstep.wire.framing import SPOKEN
+from everstep.wire.v1.directives import StopJob
+from everstep.wire.v1.local import Hello, Role, Welcome
+from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, Member, RankFinished, UserError
+from everstep_trainer.config import HookSettings
+from everstep_trainer.launch.job_cache import Noted, folder_of
+from everstep_trainer.memory_tier.tier import Tier
+from everstep_trainer.memory_tier.vault_client import VaultClient
+from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.run import Run
+from everstep_trainer.runtime import interrupt
+from everstep_trainer.runtime.abort import backend_named
+from everstep_trainer.runtime.assignment import Assignment, set_torchrun_environment
+from everstep_trainer.runtime.directives import Attendant, Orders, Presence
+from everstep_trainer.runtime.generation_session import GenerationKeeper, Timeline
+from everstep_trainer.runtime.interrupt import Interrupter, Regroup
+from everstep_trainer.runtime.link import Link
+from everstep_trainer.runtime.progress import Progress
+from everstep_trainer.runtime.regroup import Group, Rendezvous
+
+# ---- blame
+# Whose fault an exception is: a lost peer shows as an error in the training function, and is none of its own.
+
+# How the errors of gloo and NCCL begin that are plain RuntimeErrors (torch 2.13: gloo's name their source file). What
+# only speaks of a connection may come from a user's own: data from the network, say.
+_COMMUNICATION = re.compile(
+    r"\[(enforce fail at )?[^\]\s]*gloo/[^\]\s]*:\d+\]|Gloo connectFullMesh failed|\[Rank \d+\]: .*monitoredBarrier"
+    r"|NCCL [Ee]rror( in:| \d)"
+)
+_TRACEBACK = "raceback (most recent call last):"
+_TYPES = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether the error, or one it was raised from, is that of a collective or the rendezvous store."""
+    return any(_is_one(e) for e in _chain(error))
+
+
+def _is_one(error: BaseException) -> bool:
+    if isinstance(error, _TYPES):
+        return True
+    return isinstance(error, RuntimeError) and _COMMUNICATION.match(_words(error)) is not None
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    found: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in found:
+        found.append(current)
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return found
+
+
+class Unexplained:
+    """Communication errors of this rank in groups that had come about, generation after generation, at the same step,
+    with nobody lost: whatever raises them does so at each try.
+
+    Args:
+        limit: with so many in a row they are the training function's own.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._step = -1
+        self._count = 0
+
+    def give_up(self, step: int, reason: GenerationReason) -> bool:
+        """Counts one after step ``step`` of a generation begun for ``reason``; whether the limit is reached."""
+        again = step == self._step and reason is GenerationReason.COLLECTIVE_FAILED
+        self._step, self._count = step, self._count + 1 if again else 1
+        return self._count >= self._limit
+
+
+def describe(error: BaseException, limit: int = 4096) -> str:
+    """One line: the class and what it says; of a traceback in there (a worker process's), the end."""
+    lines = [line.strip() for line in _words(error).splitlines() if line.strip()]
+    if len(lines) > 2 and any(line.endswith(_TRACEBACK) for line in lines):
+        lines = [lines[0], lines[-1]]
+    kind = type(error).__name__
+    return (f"{kind}: {' '.join(lines)}" if lines else kind)[:limit]
+
+
+def full_traceback(error: BaseException, limit: int = 65_000) -> str:
+    """The traceback with causes; cut in front where it is longer than ``limit`` characters, since the end says most."""
+    return _sendable("".join(traceback.format_exception(error)))[-limit:]
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return _sendable(str(error))
+    except Exception:  # noqa: BLE001 - as the interpreter does: an error that cannot be told is one all the same
+        return "<exception str() failed>"
+
+
+def _sendable(text: str) -> str:
+    """Without surrogates, which names of files have where they are not text, and which no message can hold."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Lets go of every local variable the error's frames hold: the model, and with it the old process group."""
+    if error is None:
+        return
+    for one in _chain(error):
+        if one.__traceback__ is not None:
+            traceback.clear_frames(one.__traceback__)
+            one.__traceback__ = None
+
+
+# ---- thread state
+# The main thread's torch state, put back after an interrupt.
+#
+# An exception raised between two byte codes can hit the exit of a context manager just before it restores what it
+# changed: gradients stay off, or a checkpointed block's hooks stay installed. Such state belongs to the thread, not to
+# objects that go away, so the next generation would inherit it.
+
+
+def reset_thread_state() -> None:
+    """Grad mode on, autocast off, no saved-tensor hooks, no determinism of a checkpoint's recomputation left over."""
+    torch.set_grad_enabled(True)
+    for device in ("cpu", "cuda"):
+        torch.set_autocast_enabled(device, False)
+    torch.clear_autocast_cache()
+    _drop_saved_tensor_hooks()
+
+
+def _drop_saved_tensor_hooks() -> None:
+    """torch has no public way to look at this stack; a version without these functions keeps what it has."""
+    autograd = torch._C._autograd
+    top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
+    if top is None:
+        return
+    while top(True) is not None:
+        autograd._pop_saved_tensors_default_hooks()
+
+
+logger = logging.getLogger(__name__)
+
+TrainingFunction = Callable[[Run], None]
+EXPECTED_WITHIN_S = 0.5
+"""A process that replaces another hears of its generation within this; a spare's may wait for hours."""
+
+
+def _show(text: str) -> None:
+    """On stderr, where the training function has left one that takes it: the job hears of it in any case."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _is_return(failure: BaseException) -> bool:
+    """``sys.exit()`` in the training function."""
+    return isinstance(failure, SystemExit) and failure.code in (None, 0)
+
+
+def _end_child(failure: BaseException | None) -> None:
+    """The end of a child that training code forked by hand and let leave the training function: it speaks for nobody,
+    whatever of its parent's connections it has."""
+    if failure is not None and not _is_return(failure):
+        _show(full_traceback(failure))
+    os._exit(0 if failure is None or _is_return(failure) else 1)
+
+
+class Worker:
+    """One rank's process. For the main thread.
+
+    Args:
+        assignment: its local rank is known (a standby was promoted before).
+    """
+
+    def __init__(self, assignment: Assignment, settings: HookSettings, clock: Clock) -> None:
+        assert assignment.local_rank is not None
+        self._job = assignment.job
+        self._local_rank = assignment.local_rank
+        self._start_from = assignment.start_from
+        self._settings = settings
+        self._clock = clock
+        self._pid = os.getpid()
+        self._orders = Orders()
+        self._progress = Progress(settings.step_window)
+        self._interrupter = Interrupter()
+        backend = backend_named(settings.backend)
+        backend.prepare()
+        self._rendezvous = Rendezvous(backend, settings)
+        self._presence = Presence(
+            self._orders,
+            self._progress,
+            self._interrupter,
+            backend.abort,
+            self._rendezvous.cut_store,
+            self._ask_for_replacement,
+            settings,
+        )
+        interrupt.leave_when(lambda: self._presence.unwelcome, self._wait_failed)
+        self._attendant = Attendant(
+            self._orders, self._presence, self._progress, lambda m: self._link.send(m), settings, clock
+        )
+        hello = Hello(
+            protocols=SPOKEN, role=Role.RANK, job=self._job, pid=os.getpid(), local_rank=assignment.local_rank
+        )
+        self._link = Link(assignment.agent_socket, hello, self._attendant, settings, clock, random.random)
+        self._welcome: Welcome | None = None
+        self._timeline = Timeline(assignment.born)
+        if assignment.born is not None:
+            self._timeline.end("start")
+        folder = folder_of(os.environ)
+        self._imports = None if folder is None else Noted(folder, assignment.local_rank)
+        self._unexplained = Unexplained(settings.blind_tries)
+
+    def work(self, train: TrainingFunction) -> None:
+        """Takes part in generation after generation until the job is stopped.
+
+        Returns when the job ended well; raises SystemExit(1) when it did not, and KeyboardInterrupt when the training
+        function raised that. There ``sys.exit()`` is a return, and with another status an error like any: what a rank
+        leaves with, all must hear of. Raises Unavailable when no agent answers at the start.
+        """
+        self._welcome = self._link.start(self._settings.first_contact_s)
+        gc.freeze()  # what was imported is not garbage: a collection between generations then costs microseconds
+        detail = "failed"
+        try:
+            self._live(train)
+            detail = "finished"
+        finally:
+            self._rendezvous.close()
+            if "_vault" in self.__dict__:
+                self._vault.close()
+            self._link.close(detail)
+
+    @cached_property
+    def _vault(self) -> VaultClient:
+        """Connected to when something is tracked first; kept for the life of the process."""
+        assert self._welcome is not None
+        return VaultClient(self._welcome.vault_socket, clock=self._clock)
+
+    # --- from generation to generation
+
+    def _live(self, train: TrainingFunction) -> None:
+        number, parked = 0, True
+        while True:
+            order = self._next_order(number, parked)
+            if isinstance(order, StopJob):
+                self._stop(order)
+                return
+            assert self._welcome is not None
+            number = order.number
+            member = order.member(self._welcome.node, self._local_rank)
+            parked = member is None
+            if member is None:
+                logger.info("generation %d goes on without this process: parked", number, extra=self._extra(order))
+            else:
+                self._timeline.end("wait")
+                self._take_part(order, member, train)
+
+    def _next_order(self, number: int, parked: bool) -> GenerationSpec | StopJob:
+        """What follows generation ``number``.
+
+        The timeline of a parked process begins when that arrives. That of a process for which no standby was there goes
+        on where its generation was decided before it came: the agent says so at once.
+        """
+        order = self._orders.wait_next(number, EXPECTED_WITHIN_S if "start" in self._timeline.phases_s else 0.0)
+        if order is None:
+            order = self._orders.wait_next(number)
+            if parked:
+                self._timeline = Timeline()
+        assert order is not None
+        return order
+
+    def _stop(self, stop: StopJob) -> None:
+        if not stop.ok:
+            _show(f"everstep: job {stop.job} was stopped: {stop.reason}")
+            raise SystemExit(1)
+
+    def _take_part(self, spec: GenerationSpec, member: Member, train: TrainingFunction) -> None:
+        """One generation, from its rendezvous until it is left."""
+        self._attendant.enter(spec, member)
+        try:
+            if self._join(spec, member):
+                failure = self._enter(spec, member, train)
+                if failure is None or _is_return(failure):
+                    release_frames(failure)
+                    self._finished(spec, member)
+                else:
+                    self._failed(spec, member, failure)
+        finally:
+            self._presence.leave()
+            self._link.stand(None)
+            self._attendant.leave()
+
+    def _join(self, spec: GenerationSpec, member: Member) -> bool:
+        """Whether the generation's group came about; where it did not, what comes next is known or was waited for."""
+        self._presence.join(spec.number)
+        try:
+            self._rendezvous.join(spec, member, self._presence.is_over)
+        except Regroup:
+            self._presence.leave()
+            self._rendezvous.release()
+            return False
+        except RuntimeError as error:
+            self._presence.leave()
+            self._rendezvous.release()
+            self._tell_collective_failed(spec, member, describe(error))
+            self._await_order(spec, member, describe(error))
+            return False
+        finally:
+            self._timeline.end("rendezvous")
+        set_torchrun_environment(spec, member)
+        reset_thread_state()
+        return True
+
+    def _enter(self, spec: GenerationSpec, member: Member, train: TrainingFunction) -> BaseException | None:
+        """Runs the training function once; returns what it raised. Keeps nothing of it but the error's frames."""
+        group = self._rendezvous.group
+        assert group is not None
+        self._progress.enter(spec.number, member.rank, group.collectives)
+        keeper = GenerationKeeper(
+            group,
+            orders=self._orders,
+            progress=self._progress,
+            interrupter=self._interrupter,
+            vault=lambda: self._vault,
+            send=self._link.send,
+            timeline=self._timeline,
+            clock=self._clock,
+            start_from=self._start_from,
+            stepped=self._note_imports,
+        )
+        self._attendant.keeper = keeper
+        self._presence.enter()
+        run = Run(self._place(group), keeper)
+        failure = self._interrupter.call(partial(train, run))
+        if os.getpid() != self._pid:
+            _end_child(failure)
+        self._presence.leave()
+        run.close()
+        self._timeline = Timeline(self._presence.disturbance())
+        self._timeline.end("abort")
+        if failure is not None and self._is_news(spec, failure):
+            # Before the group is left: whoever waits in it hears the verdict instead of a lost peer.
+            if self._unexplained.give_up(self._progress.step, spec.reason):
+                self._blame_training(spec, member, describe(failure), full_traceback(failure))
+            else:
+                self._tell_collective_failed(spec, member, describe(failure))
+        self._attendant.keeper = None
+        keeper.close()
+        return failure
+
+    def _note_imports(self) -> None:
+        """The first step of a generation is made: what it imported, a standby may import in advance."""
+        if self._imports is not None:
+            self._imports.note()
+
+    def _wait_failed(self, error: BaseException) -> None:
+        if isinstance(error, Regroup) or is_communication_error(error):
+            self._interrupter.note(error)
+
+    def _is_news(self, spec: GenerationSpec, failure: BaseException) -> bool:
+        return is_communication_error(failure) and not self._orders.superseded(spec.number)
+
+    def _place(self, group: Group) -> Place:
+        spec, member = group.spec, group.member
+        return Place(
+            rank=member.rank,
+            world_size=spec.world_size,
+            local_rank=member.local_rank,
+            local_world_size=spec.spec.nproc_per_node,
+            generation=spec.number,
+            device=group.device,
+            restores=spec.restore.floor is not None,
+            mesh=lambda: group.mesh,
+            tier=lambda: Tier(self._vault, spec, member, group.store),
+        )
+
+    # --- how a training function ends
+
+    def _finished(self, spec: GenerationSpec, member: Member) -> None:
+        """It returned. The group stays until everybody is done: peers may still read what this rank sent."""
+        self._link.stand(
+            RankFinished(
+                **self._report(),
+                generation=spec.number,
+                rank=member.rank,
+                step=self._progress.step,
+                begun=self._progress.begun,
+            )
+        )
+        order = self._orders.wait_next(spec.number)
+        self._timeline = Timeline()
+        if not isinstance(order, StopJob):
+            self._leave_group(broken=True)
+        self._timeline.end("teardown")
+
+    def _failed(self, spec: GenerationSpec, member: Member, failure: BaseException) -> None:
+        """It raised: because of a peer, for a newer generation, or on its own account."""
+        if isinstance(failure, KeyboardInterrupt):
+            raise failure
+        at_boundary = isinstance(failure, Regroup) and not self._orders.is_over(spec.number, -1)
+        communication, text, trace = is_communication_error(failure), describe(failure), full_traceback(failure)
+        release_frames(failure)
+        self._leave_group(broken=not at_boundary)
+        self._timeline.end("teardown")
+        if isinstance(failure, Regroup):
+            return
+        if communication:
+            self._await_order(spec, member, text)
+        elif self._orders.wait_next(spec.number, self._settings.explanation_grace_s) is None:
+            self._blame_training(spec, member, text, trace)
+
+    def _leave_group(self, *, broken: bool) -> None:
+        """Destroys the groups; those that the training function's objects held first let go of them here."""
+        self._progress.leave()
+        self._rendezvous.leave(broken=broken)
+        gc.collect()
+        self._rendezvous.release()
+
+    def _await_order(self, spec: GenerationSpec, member: Member, detail: str) -> None:
+        """A collective failed, and the controller says how the job goes on. However long it is away, that is no error
+        of the training function's. One that took over has heard no witness: the word is said until it is answered.
+        """
+        began = self._clock.monotonic()
+        while self._orders.wait_next(spec.number, self._settings.regroup_wait_s) is None:
+            waited_s = self._clock.monotonic() - began
+            words = "a collective failed %.0f s ago (%s); still waiting to hear how the job goes on"
+            logger.warning(words, waited_s, detail, extra=self._extra(spec))
+            self._tell_collective_failed(spec, member, detail)
+
+    def _tell_collective_failed(self, spec: GenerationSpec, member: Member, detail: str) -> None:
+        """At once: a witness's word shortens the wait for a rank's loss to be believed."""
+        self._link.stand(
+            CollectiveFailed(
+                **self._report(),
+                generation=spec.number,
+                rank=member.rank,
+                step=self._progress.step,
+                detail=detail,
+            )
+        )
+
+    def _blame_training(self, spec: GenerationSpec, member: Member, error: str, trace: str) -> None:
+        """No generation explained the error: it is the training function's own. Waits for what the job makes of it.
+
+        Raises SystemExit(1) when nobody says anything within ``verdict_wait_s``.
+        """
+        _show(trace)
+        self._link.stand(
+            UserError(
+                **self._report(),
+                generation=spec.number,
+                rank=member.rank,
+                step=self._progress.step,
+                error=error,
+                traceback=trace,
+            )
+        )
+        if self._orders.wait_next(spec.number, self._settings.verdict_wait_s) is None:
+            logger.error("nobody said what becomes of the job: giving up", extra=self._extra(spec))
+            raise SystemExit(1)
+
+    def _ask_for_replacement(self) -> None:
+        """From the link's thread: the main thread is beyond reach. Whoever takes this place starts with clean hands."""
+        logger.error("the main thread did not leave within %.1f s: this process ends", self._settings.leave_within_s)
+        with contextlib.suppress(Exception):  # stderr may be gone
+            faulthandler.dump_traceback()
+        os._exit(os.EX_TEMPFAIL)
+
+    def _report(self) -> dict[str, Any]:
+        """What every report of something new begins with. No trace: a new fault begins a new story."""
+        return {"job": self._job, "at": self._clock.wall()}
+
+    def _extra(self, spec: GenerationSpec) -> dict[str, Any]:
+        node = self._welcome.node if self._welcome is not None else ""
+        return {"node": node, "job": self._job, "generation": spec.number, "trace": spec.trace}

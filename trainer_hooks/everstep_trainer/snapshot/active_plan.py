@@ -1,0 +1,250 @@
+"""A plan in use: this rank's share, its manifest, and the segment with views into its slots."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from everstep.errors import OutOfSlotMemory
+from everstep.ids import Version
+from everstep.layout.manifests import Manifest, encode_manifest
+from everstep.layout.segments import PAGE
+from everstep.layout.slots import slot_bytes_for
+from everstep.wire.v1.training import GenerationSpec, Member
+from everstep_trainer.memory_tier.vault_client import MappedSegment, VaultClient
+from everstep_trainer.restore.version_choice import FIRST_CHECKPOINT_RANK
+from everstep_trainer.snapshot.copy import Targets, slot_view
+from everstep_trainer.snapshot.exchange import Exchange, Superseded
+from everstep_trainer.snapshot.plan import Share, divide, manifest_for, needs_of, payload_bytes, shared_alike
+from everstep_trainer.snapshot.slot_negotiation import DEFAULT, Agreed, Choices, Provision, Quartermaster, provisions
+from everstep_trainer.state.layout import ALIGN, Layout
+
+log = logging.getLogger(__name__)
+
+SMALLEST_BLOB_BYTES = 16 << 10
+"""Room for Python state: twice its first size, and at least this. A longer one makes a new manifest, no new plan."""
+
+
+SMALL_BYTES = 2 << 20
+SMALL_PIECES = 2048
+"""Up to here a share is copied sooner than another thread, with Python's lock to be had, begins to: 0.1 to 0.5 ms."""
+
+
+class Planned:
+    """What each snapshot needs, made once: nothing in here depends on the step, but that only those from ``since`` on
+    are stored by it.
+
+    ``with_covers``: the same for all that this rank can store, where others' pieces are among it.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        share: Share,
+        manifest: Manifest,
+        segment: MappedSegment,
+        since: int,
+        with_covers: Planned | None = None,
+    ) -> None:
+        self.layout = layout
+        self.since = since
+        self.share = share
+        self.manifest = manifest
+        self.manifest_bytes = encode_manifest(manifest)
+        self._manifest_digest = xxhash.xxh3_128_digest(self.manifest_bytes)
+        self.segment = segment
+        self.with_covers = with_covers
+        self.is_small = manifest.payload_bytes <= SMALL_BYTES and len(manifest.stored) <= SMALL_PIECES
+        self._targets: dict[int, Targets] = {}
+
+    def fits(self, blob_bytes: int) -> bool:
+        """Whether Python state of this size fits where the manifest says."""
+        return blob_bytes <= self.manifest.blob_capacity
+
+    def slot_digests(self, chunks: Sequence[bytes] | None) -> list[bytes] | None:
+        """All that a slot is sealed with, from those of its payload's chunks."""
+        return None if chunks is None else [self._manifest_digest, *chunks]
+
+    def targets(self, slot: int) -> Targets:
+        """Views into a slot that was begun with this plan's manifest, one for each piece of the share."""
+        if slot not in self._targets:
+            payload = torch.frombuffer(self.segment.view.payload(slot), dtype=torch.uint8)
+            views = (
+                slot_view(payload, stored.at, tensor.dtype, stored.box.size[1:] if tensor.own else stored.box.size)
+                for stored in self.manifest.stored
+                for tensor in (self.manifest.catalog[stored.tensor],)
+            )
+            self._targets[slot] = Targets(views, self.segment, payload)
+        return self._targets[slot]
+
+
+class _Agreement(NamedTuple):
+    """What ranks told of ``layout``, and what came of it. ``mine``: the layout as it is shared on all ranks."""
+
+    layout: Layout
+    mine: Layout
+    layouts: list[Layout]
+    share: Share
+    since: int
+
+
+class Planner:
+    """Makes plans, in the copier thread: exchange of layouts, division, provision, manifest, segment.
+
+    Args:
+        keep: what goes along into a segment of fewer slots, the most important first.
+    """
+
+    def __init__(
+        self,
+        vault: VaultClient,
+        spec: GenerationSpec,
+        member: Member,
+        exchange: Exchange,
+        timeout_s: float,
+        choices: Choices = DEFAULT,
+        keep: Callable[[], Sequence[Version]] = tuple,
+    ) -> None:
+        self._vault = vault
+        self._spec = spec
+        self._member = member
+        self._exchange = exchange
+        self._timeout_s = timeout_s
+        self._require = choices.require
+        self._keep = keep
+        self._quartermaster = Quartermaster(
+            spec, member, choices, exchange.put, partial(exchange.get, timeout_s=timeout_s)
+        )
+        self._agreement: _Agreement | None = None
+        self.agreed = Agreed(provisions(choices)[0])
+
+    def plan(self, layout: Layout, blob_bytes: int, since: int) -> Planned:
+        """A plan for ``layout`` with room for ``blob_bytes`` of Python state.
+
+        The ranks exchange layouts only where ``layout`` is not the last one planned, or ``superseded`` said so;
+        ``since`` is as in Exchange.layouts. Raises Unavailable, OutOfSlotMemory, and ValueError where ranks hold
+        different tensors under one name.
+        """
+        if self._agreement is None or self._agreement.layout is not layout:
+            self._agree(layout, blob_bytes, since)
+            self._tell_lack()
+        assert self._agreement is not None
+        _, _, layouts, share, since = self._agreement
+        manifest = manifest_for(self._member.rank, layouts, share, _capacity(blob_bytes))
+        if not share.covers or self.agreed.provision.lean:
+            return Planned(layout, share, manifest, self._open(manifest), since)
+        wide = share.with_covers()
+        wide_manifest = manifest_for(self._member.rank, layouts, wide, _capacity(blob_bytes))
+        segment = self._open(wide_manifest)
+        return Planned(layout, share, manifest, segment, since, Planned(layout, wide, wide_manifest, segment, since))
+
+    def superseded(self) -> bool:
+        """Whether other ranks plan anew, as this one then has to; see Exchange."""
+        if not self._exchange.superseded():
+            return False
+        self._agreement = None
+        return True
+
+    def absent(self) -> list[int]:
+        """Ranks without which nothing can be planned; see Exchange."""
+        return self._exchange.absent()
+
+    def takes_for_the_same(self, planned: Layout, layout: Layout) -> bool:
+        """Whether ``layout`` is what the plan for ``planned`` makes of that, since other ranks knew it before."""
+        agreement = self._agreement
+        return agreement is not None and agreement.layout is planned and agreement.mine == layout
+
+    def _agree(self, layout: Layout, blob_bytes: int, since: int) -> None:
+        rank = self._member.rank
+        while True:
+            try:
+                told = self._exchange.layouts(layout, since, self._timeout_s)
+                layouts = shared_alike(told.layouts)
+                shares = divide(layouts, self._nodes(), self._spec.spec.replicas, self._spec.replica_nodes)
+                manifest = manifest_for(rank, layouts, shares[rank], _capacity(blob_bytes))
+                ask = partial(self._ask_for_room, layouts, shares, manifest)
+                self.agreed = self._quartermaster.agree(str(told.number), ask)
+            except Superseded:
+                continue
+            self._agreement = _Agreement(layout, layouts[rank], layouts, shares[rank], told.since)
+            return
+
+    def _nodes(self) -> list[str]:
+        return [self._spec.node_of(rank) for rank in range(self._spec.world_size)]
+
+    def _ask_for_room(
+        self, layouts: list[Layout], shares: list[Share], manifest: Manifest, provision: Provision, tentative: bool
+    ) -> None:
+        """Whether the node has room for all that its ranks and its vault will need. Raises OutOfSlotMemory.
+
+        What ranks differ in besides their tensors is taken to be as this rank has it: Python state, and the manifest.
+        """
+        encoded, whole = len(encode_manifest(manifest)), _whole_bytes(manifest)
+
+        def slot_bytes(rank: int) -> int:
+            share = shares[rank] if provision.lean or not shares[rank].covers else shares[rank].with_covers()
+            payload = payload_bytes(layouts[rank], share, manifest.blob_capacity)
+            return self._slot_bytes(provision, encoded, payload, whole)
+
+        needs = needs_of(self._member.node, self._spec, shares, provision.slots, slot_bytes)
+        below = 0 if provision.spare else FIRST_CHECKPOINT_RANK  # not for the sake of a loss that may come
+        self._vault.check_room(self._spec.job, tuple(needs), tentative=tentative, below=below, keep=tuple(self._keep()))
+
+    def _tell_lack(self) -> None:
+        """Before anybody needs what there is no room for. Raises OutOfSlotMemory where the job requires checkpoints."""
+        lacking, why = self.agreed.lacking, self.agreed.why
+        if not lacking:
+            return
+        if self._require:
+            raise OutOfSlotMemory(why)
+        if lacking == self._member.node and self._member.local_rank == 0:
+            where = {"node": lacking, "job": self._spec.job, "generation": self._spec.number}
+            log.error("this node has no memory for all of the job's checkpoints: %s", why, extra=where)
+
+    def _open(self, manifest: Manifest) -> MappedSegment:
+        """The rank's segment, with room for ``manifest``; for more than that where the job has memory to spare."""
+        encoded, provision = len(encode_manifest(manifest)), self.agreed.provision
+        whole = _whole_bytes(manifest)
+        return self._open_slots(provision.slots, self._slot_bytes(provision, encoded, manifest.payload_bytes, whole))
+
+    def _slot_bytes(self, provision: Provision, encoded: int, payload: int, whole: int) -> int:
+        """Of a slot for a manifest and a payload of so many bytes. ``whole``: no share can be larger."""
+        if not provision.spare:
+            return slot_bytes_for(encoded, payload)
+        return slot_bytes_for(2 * encoded, self._larger_payload(payload, whole)) + PAGE
+
+    def _larger_payload(self, payload: int, whole: int) -> int:
+        """Of the share that is left to a rank when one node goes, bytes.
+
+        Enlarging a segment costs the first touch of its pages, so it should not come on top of a loss.
+        """
+        world, node = self._spec.world_size, self._spec.spec.nproc_per_node
+        fewer = max(world - node, node)
+        more = -(-payload * world // fewer) if world > node else 0
+        return max(payload, min(more, whole))
+
+    def _open_slots(self, slots: int, slot_bytes: int) -> MappedSegment:
+        """With slots for pinned versions, where the node has the memory: without them these are let go too early."""
+        job, more, keep = self._spec.job, self._spec.spec.pinned_slots, tuple(self._keep())
+        if more:
+            try:
+                return self._vault.open_segment(job, self._member.local_rank, slot_bytes, slots + more, keep)
+            except OutOfSlotMemory as error:
+                log.warning("no memory to keep versions for parity or storage: %s", error, extra={"job": job})
+        return self._vault.open_segment(job, self._member.local_rank, slot_bytes, slots, keep)
+
+
+def _capacity(blob_bytes: int) -> int:
+    return max(SMALLEST_BLOB_BYTES, 2 * blob_bytes)
+
+
+def _whole_bytes(manifest: Manifest) -> int:
+    """A slot that holds everything: no share can be larger."""
+    tensors = sum(math.prod(t.shape) * t.itemsize + ALIGN for t in manifest.catalog)
+    return tensors + manifest.blob_capacity + 2 * ALIGN

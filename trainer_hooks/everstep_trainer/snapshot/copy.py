@@ -1,0 +1,433 @@
+"""Live tensors to slot bytes: views made once in a plan, then nothing but copies.
+
+On the CPU all pieces are copied with Python's lock released, and hashed on the way where that is to be had. On a GPU
+they go to page-locked slot memory on a stream of their own, behind an event of the training stream and before an event
+that the next optimizer step waits on; on several GPUs of one process so on each of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+import xxhash
+
+from everstep.layout.manifests import BLOB_PREFIX, Box, Manifest
+from everstep.layout.slots import CHUNK_BYTES, chunk_count
+from everstep.native import SHORTEST_BYTES, CopyHash, copy_hash
+from everstep_trainer.restore.byte_moves import Rows
+from everstep_trainer.sdc.digest import WeightedDigest
+from everstep_trainer.snapshot.mutation_guard import Writes
+from everstep_trainer.snapshot.plan import Share
+from everstep_trainer.state.blob import dtype_of
+from everstep_trainer.state.layout import ALIGN
+from everstep_trainer.state.tensors import TrackedTensor
+
+# ---- device
+# Which GPUs a rank's state lies on, and which one a thread acts on.
+
+
+def gpus_of(tensors: Iterable[TrackedTensor]) -> tuple[torch.device, ...]:
+    """The GPUs that tracked tensors lie on, lowest first: mostly one. None of them where all are on the host."""
+    found = {tensor.local.device for tensor in tensors if tensor.local.is_cuda}
+    return tuple(sorted(found, key=lambda device: device.index or 0))
+
+
+def current_gpu() -> torch.device | None:
+    """The GPU that the calling thread acts on; None in a process that has not used CUDA."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+# ---- gather
+# Copies of many tensors into one slot: what is small and lies side by side goes in one call.
+#
+# ``torch._foreach_copy_`` takes 0.9 us a tensor on a CPU whatever its size. A slot is also a file, and the kernel
+# gathers
+# into a file what lies at up to 1,024 addresses: ``pwritev`` takes 0.1 us a tensor, and Python and torch have no part
+# in
+# it. So small pieces are gathered by runs; the bytes between two of them are zeroes.
+
+SMALL_BYTES = 8 << 10
+"""Up to here a piece costs more to begin than to copy; from here on the kernel is slower than torch, page by page."""
+MOST_BUFFERS = 1024
+"""Of one call: IOV_MAX in limits.h."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.pwritev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
+_libc.pwritev.restype = ctypes.c_ssize_t
+_zeroes = ctypes.create_string_buffer(ALIGN)
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Target and source."""
+
+
+class Mapped(Protocol):
+    """A file that is mapped writable: its descriptor, and the address of its first byte."""
+
+    @property
+    def descriptor(self) -> int: ...
+
+    @property
+    def address(self) -> int: ...
+
+
+class Targets(list[torch.Tensor]):
+    """Views into a slot of ``file``. ``payload``: all that is hashed of the slot, where the digests are wanted."""
+
+    def __init__(self, views: Iterable[torch.Tensor], file: Mapped, payload: torch.Tensor | None = None) -> None:
+        super().__init__(views)
+        self.file = file
+        self.payload = payload
+
+
+class _Buffer(ctypes.Structure):
+    """struct iovec of sys/uio.h."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class _Run(NamedTuple):
+    """Pairs whose targets lie side by side: ``length`` bytes at ``offset`` of the file, made up of ``buffers``."""
+
+    targets: list[torch.Tensor]
+    sources: list[torch.Tensor]
+    buffers: ctypes.Array[_Buffer]
+    offset: int
+    length: int
+
+
+class Gather:
+    """Pairs of tensors of one dtype and shape each, to be copied again and again; the memory of none may move.
+
+    Args:
+        targets: contiguous, disjoint parts of one payload that begin at multiples of ALIGN.
+        sources: live tensors on the CPU.
+    """
+
+    def __init__(self, targets: Targets, sources: list[torch.Tensor]) -> None:
+        self._file = targets.file
+        pairs = list(zip(targets, sources, strict=True))
+        large = [pair for pair in pairs if not _is_small(pair[1])]
+        self._targets, self._sources = [target for target, _ in large], [source for _, source in large]
+        self._runs = [self._run(run) for run in _runs([pair for pair in pairs if _is_small(pair[1])])]
+
+    def copy(self) -> None:
+        """Everything, without Python's lock for most of it."""
+        with torch.no_grad():
+            if self._targets:
+                torch._foreach_copy_(self._targets, self._sources)
+            for run in self._runs:
+                written = _libc.pwritev(self._file.descriptor, run.buffers, len(run.buffers), run.offset)
+                if written != run.length:  # a limit of the process on files, say
+                    torch._foreach_copy_(run.targets, run.sources)
+
+    def _run(self, run: list[Pair]) -> _Run:
+        buffers: list[_Buffer] = []
+        at = start = run[0][0].data_ptr()
+        for target, source in run:
+            if gap := target.data_ptr() - at:
+                buffers.append(_Buffer(ctypes.addressof(_zeroes), gap))
+            buffers.append(_Buffer(source.data_ptr(), source.nbytes))
+            at = _end(target)
+        array = (_Buffer * len(buffers))(*buffers)
+        return _Run([t for t, _ in run], [s for _, s in run], array, start - self._file.address, at - start)
+
+
+def _runs(pairs: list[Pair]) -> Iterator[list[Pair]]:
+    """Pairs of which one target follows the other with nothing but padding between, as many as one call may take."""
+    run: list[Pair] = []
+    for target, source in pairs:
+        if run and (2 * len(run) >= MOST_BUFFERS or not 0 <= target.data_ptr() - _end(run[-1][0]) < ALIGN):
+            yield run
+            run = []
+        run.append((target, source))
+    if run:
+        yield run
+
+
+def _is_small(source: torch.Tensor) -> bool:
+    plain = type(source) in (torch.Tensor, torch.nn.Parameter) and not source.is_conj() and not source.is_neg()
+    return plain and source.is_contiguous() and 0 < source.nbytes <= SMALL_BYTES
+
+
+def _end(target: torch.Tensor) -> int:
+    return target.data_ptr() + target.nbytes
+
+
+# ---- hashing gather
+# Copies of many tensors into one slot that make the digests of its chunks in the same pass.
+#
+# What would be hashed when the slot is sealed need not be read again, and the digests are of what was in live memory,
+# not
+# of what lies in the slot by then. As fast as a plain copy, so that training is not held up for longer.
+
+WORTH_A_THREAD_BYTES = 16 << 20
+
+
+class _Chunk(NamedTuple):
+    """``rows``: what fills it, but the other way round: to the offset ``source`` in the chunk, from the address
+    ``target``. ``columns``: where the rows' columns are."""
+
+    address: int
+    length: int
+    rows: Rows
+    columns: tuple[int, int, int]
+
+
+class HashingGather:
+    """Pairs of tensors of one dtype and shape each, to be copied again and again; the memory of none may move.
+
+    Args:
+        payload: the slot's bytes, all that is hashed; what nothing is copied to is hashed as it is then.
+        targets: contiguous, disjoint parts of it.
+        sources: live tensors on the CPU.
+    """
+
+    def __init__(
+        self, payload: torch.Tensor, targets: list[torch.Tensor], sources: list[torch.Tensor], native: CopyHash
+    ) -> None:
+        self._native = native
+        self._payload = payload
+        pairs = [pair for pair in zip(targets, sources, strict=True) if pair[1].nbytes]
+        self._plain = [pair for pair in pairs if _is_plain(pair[1])]
+        others = [pair for pair in pairs if not _is_plain(pair[1])]
+        self._targets, self._sources = [target for target, _ in others], [source for _, source in others]
+        self._chunks = list(self._cut())
+
+    def copy(self) -> list[bytes]:
+        """Everything, without Python's lock for most of it; the xxh3-128 of each chunk."""
+        if self._targets:
+            with torch.no_grad():
+                torch._foreach_copy_(self._targets, self._sources)
+        digests = [b""] * len(self._chunks)
+        todo = iter(range(len(digests)))
+
+        def work() -> None:
+            for number in todo:
+                digests[number] = self._fill(self._chunks[number])
+
+        worth = min(torch.get_num_threads(), self._payload.numel() // WORTH_A_THREAD_BYTES)
+        helpers = [threading.Thread(target=work, name="everstep-copy", daemon=True) for _ in range(worth - 1)]
+        for helper in helpers:
+            helper.start()
+        work()
+        for helper in helpers:
+            helper.join()
+        if not all(digests):
+            raise RuntimeError("a thread that copied has failed")
+        return digests
+
+    def _cut(self) -> Iterator[_Chunk]:
+        base = self._payload.data_ptr()
+        columns = [(to.data_ptr() - base, source.data_ptr(), source.nbytes) for to, source in self._plain]
+        rows = Rows(*np.array(sorted(columns), np.int64).reshape(-1, 3).T.copy()).cut(CHUNK_BYTES)
+        count = chunk_count(self._payload.numel())
+        bounds = np.searchsorted(rows.source, np.arange(count + 1) * CHUNK_BYTES).tolist()
+        for number, (first, last) in enumerate(itertools.pairwise(bounds)):
+            start = number * CHUNK_BYTES
+            source, target, length = (column[first:last] for column in rows)
+            size = min(CHUNK_BYTES, self._payload.numel() - start)
+            yield _chunk(base + start, size, Rows(source - start, target.copy(), length.copy()))
+
+    def _fill(self, chunk: _Chunk) -> bytes:
+        address, length, rows, columns = chunk
+        if length >= SHORTEST_BYTES:
+            return self._native.gather(address, length, *columns, len(rows.source))
+        for to, source, nbytes in zip(*(column.tolist() for column in rows), strict=True):
+            ctypes.memmove(address + to, source, nbytes)
+        return xxhash.xxh3_128_digest(ctypes.string_at(address, length))
+
+
+def _chunk(address: int, length: int, rows: Rows) -> _Chunk:
+    offsets, sources, sizes = (column.ctypes.data for column in rows)
+    return _Chunk(address, length, rows, (offsets, sources, sizes))
+
+
+def _is_plain(source: torch.Tensor) -> bool:
+    """Whether its bytes are its elements in a row."""
+    kind = type(source) in (torch.Tensor, torch.nn.Parameter) and not source.is_conj() and not source.is_neg()
+    return kind and source.is_contiguous()
+
+
+Digests = Callable[[], dict[str, WeightedDigest]]
+"""Makes them, or gives those made before. Their buffers are cleared on the stream that is current then."""
+
+MOST_GATHERS = 16
+"""One for each slot of a segment, and some for segments before it."""
+
+
+def part_of(local: torch.Tensor, held: Box, wanted: Box) -> torch.Tensor:
+    """The view of ``local``, which is box ``held``, on box ``wanted`` inside it."""
+    view = local
+    for dim, (start, size, base) in enumerate(zip(wanted.offset, wanted.size, held.offset, strict=True)):
+        if size != view.shape[dim]:
+            view = view.narrow(dim, start - base, size)
+    return view
+
+
+def slot_view(payload: torch.Tensor, at: int, dtype: str, size: Sequence[int]) -> torch.Tensor:
+    """Bytes of a payload from ``at`` on as a contiguous tensor."""
+    kind = dtype_of(dtype)
+    return payload[at : at + math.prod(size) * kind.itemsize].view(kind).view(tuple(size))
+
+
+class Copied(NamedTuple):
+    """What was made on the way. ``digests``: of groups of tensors; ``chunks``: the xxh3-128 of each chunk of the slot's
+    payload as it is now, None where they are still to be made."""
+
+    digests: dict[str, torch.Tensor]
+    chunks: list[bytes] | None = None
+
+
+class Sources:
+    """Where a share's bytes come from: views of live tensors, and copies of those that a forward pass may change."""
+
+    def __init__(self, tensors: list[TrackedTensor], share: Share | None) -> None:
+        """``share`` None: nothing is planned yet, so every volatile tensor is staged."""
+        self.share = share
+        wanted = None if share is None else {piece.part for piece in (*share.pieces, *share.covers)}
+        self._volatile = [(i, t) for i, t in enumerate(tensors) if t.volatile and (wanted is None or i in wanted)]
+        self._staged = {i: torch.empty_like(t.local) for i, t in self._volatile}
+        self._tensors = tensors
+        self.writes = Writes(t for t in tensors if t.parameter)
+        gpus = gpus_of(tensors)
+        self.mover = DeviceMover(gpus) if gpus else HostMover()
+        self._views: list[torch.Tensor] | None = None
+        self._digests: tuple[Share, dict[str, WeightedDigest]] | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        return isinstance(self.mover, DeviceMover)
+
+    def begin(self) -> None:
+        """Copies the volatile tensors aside; from the training thread, before the next forward pass."""
+        if self._volatile:
+            with torch.no_grad():
+                now = [t.now() for _, t in self._volatile]
+                torch._foreach_copy_([*self._staged.values()], now)
+        self.mover.begin()
+
+    def copy(self, share: Share, targets: Targets, *, digest: bool) -> Copied:
+        """Copies the share's pieces to ``targets``, and digests each of its groups if asked to.
+
+        From the copier thread. On a GPU both are enqueued when this returns; ``mover.finish`` waits for them, after
+        which the digests are host tensors.
+        """
+        return self.mover.run(targets, self._views_of(share), partial(self._digests_of, share) if digest else dict)
+
+    def _views_of(self, share: Share) -> list[torch.Tensor]:
+        if share is not self.share:
+            return [self._view(piece.part, piece.box) for piece in share.pieces]
+        if self._views is None:
+            self._views = [self._view(piece.part, piece.box) for piece in share.pieces]
+        return self._views
+
+    def _view(self, part: int, box: Box) -> torch.Tensor:
+        tensor = self._tensors[part]
+        local = self._staged.get(part, tensor.local)
+        own = len(box.size) > len(tensor.box.size)  # stored with the rank as an extra leading dimension
+        return part_of(local, tensor.box, Box(box.offset[1:], box.size[1:]) if own else box)
+
+    def _digests_of(self, share: Share) -> dict[str, WeightedDigest]:
+        if self._digests is None or self._digests[0] is not share:
+            made = {
+                group: WeightedDigest([self._tensors[i].local for i in members])
+                for group, members in share.groups.items()
+            }
+            self._digests = share, made
+        return self._digests[1]
+
+
+def write_blob(payload: memoryview, manifest: Manifest, blob: bytes) -> None:
+    """The Python state into its place, behind its length."""
+    at = manifest.blob_at
+    payload[at : at + BLOB_PREFIX] = len(blob).to_bytes(BLOB_PREFIX, "little")
+    payload[at + BLOB_PREFIX : at + BLOB_PREFIX + len(blob)] = blob
+
+
+class HostMover:
+    """Copies between host tensors; done when ``run`` returns."""
+
+    def __init__(self) -> None:
+        self._gathers: dict[tuple[int, int], tuple[Targets, list[torch.Tensor], Gather | HashingGather]] = {}
+
+    def begin(self) -> None:
+        """Called by the training thread when the state is as it shall be copied."""
+
+    def run(self, targets: Targets, sources: list[torch.Tensor], digests: Digests) -> Copied:
+        chunks = self._gather(targets, sources).copy()
+        return Copied({group: digest.start() for group, digest in digests().items()}, chunks)
+
+    def _gather(self, targets: Targets, sources: list[torch.Tensor]) -> Gather | HashingGather:
+        """Made once for each slot; a list is known by its identity as long as it is held here."""
+        key = (id(targets), id(sources))
+        if key not in self._gathers:
+            if len(self._gathers) >= MOST_GATHERS:
+                self._gathers.clear()
+            if copy_hash is not None and targets.payload is not None:
+                gather: Gather | HashingGather = HashingGather(targets.payload, targets, sources, copy_hash)
+            else:
+                gather = Gather(targets, sources)
+            self._gathers[key] = targets, sources, gather
+        return self._gathers[key][2]
+
+    def order_before_step(self) -> None:
+        """Called by the training thread before the state changes again."""
+
+    def finish(self) -> None:
+        """Waits, in the copier thread, until the bytes are there."""
+
+
+class Lane:
+    """One GPU's part: a stream of its own between two events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits leaves its core
+
+
+class DeviceMover(HostMover):
+    """Copies from GPUs, each on a stream of its own, into page-locked slots."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        super().__init__()
+        self.lanes = [Lane(device) for device in devices]
+
+    def begin(self) -> None:
+        for lane in self.lanes:
+            lane.ready.record(torch.cuda.current_stream(lane.device))
+
+    def run(self, targets: Targets, sources: list[torch.Tensor], digests: Digests) -> Copied:
+        with torch.no_grad(), ExitStack() as current:
+            # all at once: each copy goes by the stream that is current on its GPU, and a digest may want several GPUs
+            for lane in reversed(self.lanes):  # the thread acts on the first of them
+                current.enter_context(torch.cuda.stream(lane.stream))
+                lane.stream.wait_event(lane.ready)
+            wanted = digests()  # before the copies: the thread waits for what it makes of them on the GPU
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+            # to the host on this stream: read on another one they would wait for all that training has enqueued there
+            made = {group: digest.start().to("cpu", non_blocking=True) for group, digest in wanted.items()}
+            for lane in self.lanes:
+                lane.copied.record(lane.stream)
+        return Copied(made)
+
+    def order_before_step(self) -> None:
+        for lane in self.lanes:
+            torch.cuda.current_stream(lane.device).wait_event(lane.copied)
+
+    def finish(self) -> None:
+        for lane in self.lanes:
+            lane.copied.synchronize()

@@ -1,0 +1,431 @@
+"""Small Python state as bytes and back: MessagePack, no pickle.
+
+Numbers, strings, bytes, None, lists, tuples, dicts, sets, collections.OrderedDict and Counter, torch.Size, integers of
+any size, tensors, numpy arrays and scalars, torch dtypes and devices come back as what they were; members of an
+enumeration, and what else is a kind of number, string or bytes, as that. Everything else is a TypeError that names the
+path to it, other kinds of dictionaries and tuples among it.
+
+Tensors on a GPU are copied to the host behind what the GPU still has to do; who asks for the bytes waits for that, not
+who takes the state.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from everstep.errors import UNREADABLE, ConfigurationError, MalformedMessage
+
+# ---- refusals
+# What looks as if it could be stored, and would come back without some of it: refused by name, with what to do.
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ODD_BITS = re.compile(r"torch\.(u?int[1-7]|bits\w+)")
+"""dtypes that torch cannot copy."""
+
+
+def require_bytes_of_its_own(name: str, tensor: torch.Tensor, mend: str) -> None:
+    """Raises TypeError, ending with ``mend``, where the bytes at a tensor's address are not all of it.
+
+    A tensor that wraps others (8-bit optimizer state, float8 weights) has no memory, and all of them the same address.
+    """
+    if what := lacks(tensor):
+        raise TypeError(f"{name} {what}: {mend}")
+
+
+def lacks(tensor: torch.Tensor) -> str:
+    """Why a tensor cannot be stored, in words; empty where it can."""
+    if is_lazy(tensor):
+        return "is not initialized: give the model a first batch before"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"has the layout {tensor.layout if tensor.layout is not torch.strided else 'of a nested tensor'}"
+    if tensor.is_quantized:
+        return "is quantized, with a scale that is not among its elements"
+    if type(tensor) not in _PLAIN and bool(is_traceable_wrapper_subclass(tensor)):
+        return f"is a {type(tensor).__qualname__}, which wraps other tensors"
+    if tensor.is_meta:
+        return "lies on the meta device, where it has no memory yet"
+    if _ODD_BITS.fullmatch(str(tensor.dtype)):
+        return f"is of {tensor.dtype}, which torch does not copy"
+    if tensor.numel() and not tensor.data_ptr():
+        return "has elements and no memory"
+    return ""
+
+
+def refuse_overlap(name: str, tensor: torch.Tensor) -> None:
+    """Raises TypeError where elements share their memory, as those of an expanded tensor do: it cannot be filled."""
+    if tensor.numel() and any(
+        size > 1 and not stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
+    ):
+        raise TypeError(
+            f"{name} is expanded: several of its elements have the same memory, which cannot be restored. "
+            "Keep its own, by clone(), or leave it out by run.track(exclude=...)"
+        )
+
+
+def refuse_own_shard(name: str, parameter: torch.Tensor, moment: torch.Tensor) -> None:
+    """Raises TypeError for optimizer state of a sharded parameter that is a plain tensor of the shape of its shard.
+
+    Each rank has its own values there, and plain tensors are taken to be equal on all.
+    """
+    if not isinstance(parameter, DTensor) or isinstance(moment, DTensor) or not moment.ndim:
+        return
+    shard = parameter._local_tensor.shape
+    if moment.shape == shard != parameter.shape:
+        raise TypeError(
+            f"{name} is a plain tensor of shape {list(shard)}, as this rank's shard of its parameter is, whose whole "
+            f"shape is {list(parameter.shape)}: it would be stored as if it were equal on all ranks. Make it as a "
+            "DTensor, by torch.zeros_like(parameter), or leave it out by run.track(exclude=...)"
+        )
+
+
+def refuse_fsdp1(top: str, parameter: torch.Tensor) -> None:
+    """Raises TypeError for a parameter of FSDP1."""
+    if type(parameter).__name__ == "FlatParameter" or hasattr(parameter, "_is_flat_param"):
+        raise TypeError(f"{top} is sharded by FSDP1, whose parameters have no boxes: use fully_shard (FSDP2)")
+
+
+def refuse_zero(top: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raises TypeError for an optimizer that keeps its state in another one."""
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        raise TypeError(
+            f"{top} is a ZeroRedundancyOptimizer, whose state is in an optimizer inside it and would not be stored: "
+            "use fully_shard (FSDP2), which shards optimizer state too"
+        )
+
+
+def refuse_long_history(top: str, optimizer: torch.optim.LBFGS, limit: int) -> None:
+    """Raises ValueError for LBFGS whose lists of past steps and gradients, which are Python state, will be over
+    ``limit`` bytes."""
+    (group,) = optimizer.param_groups
+    history, one = group["history_size"], 2 * sum(p.numel() * p.element_size() for p in group["params"])
+    if history * one > limit:
+        shorter = f"take history_size={limit // one} or less, or " if limit >= one else ""
+        raise ValueError(
+            f"{top} is an LBFGS with history_size={history}, which will keep {history * one} bytes in lists. These are "
+            f"stored as Python state, up to {limit} bytes: {shorter}leave its state out by "
+            f"run.track(exclude=['{top}.*']), so that it begins with an empty history after a loss"
+        )
+
+
+MAX_BLOB_BYTES = 8 << 20
+MAX_DEPTH = 32
+"""Nesting beyond this is taken for a cycle."""
+
+_TUPLE, _SET, _FROZENSET, _INTEGER, _TENSOR, _ARRAY, _SCALAR, _DTYPE, _DEVICE, _COMPLEX, _MAPPING = range(1, 12)
+_COUNTER, _ORDERED, _SIZE = range(12, 15)
+_PLAIN_KEYS = (str, float, bool, bytes, type(None))
+_AS_IT_IS = frozenset({float, bool, bytes, type(None)})
+_ARRAY_KINDS = frozenset("biufc")
+_ARRAYS = (np.ndarray, np.memmap)
+_MAPPINGS: dict[type, int] = {Counter: _COUNTER, OrderedDict: _ORDERED}
+_TUPLES: dict[type, int] = {tuple: _TUPLE, torch.Size: _SIZE}
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Number:
+    """A tensor on a GPU that is stored as the number that it holds: what ``item()`` gives, which would wait for it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Nested:
+    """An extension whose value is encoded with what is around it."""
+
+    def __init__(self, code: int, value: Any) -> None:
+        self.code = code
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"{self.code}: {self.value!r}"
+
+
+class _Coming:
+    """A tensor on its way from a GPU; its number, or its elements in row-major order."""
+
+    def __init__(self, tensor: torch.Tensor, *, number: bool) -> None:
+        self._number = number
+        self._host = tensor.detach().contiguous().to("cpu", non_blocking=True)
+        self._copied = torch.cuda.current_stream(tensor.device).record_event()
+
+    def longest(self) -> float | bytes:
+        """Something that is as long when encoded, or longer."""
+        return 0.0 if self._number else bytes(self._host.nbytes)
+
+    def value(self) -> Any:
+        """Waits for the copy."""
+        self._copied.synchronize()
+        return self._host.item() if self._number else as_bytes(self._host)
+
+
+class Blob:
+    """A value as it was when this was made, on its way to bytes. ``room``: that it takes at most.
+
+    Raises TypeError with the path of what cannot be stored, ConfigurationError for more than ``limit`` bytes.
+    """
+
+    def __init__(self, value: Any, path: str = "state", limit: int = MAX_BLOB_BYTES) -> None:
+        packed, self._awaited = _pack(value, path, 0), False
+        data = self._encode(packed, lambda coming: coming.longest())
+        self.room = len(data)
+        self._packed: Any = packed if self._awaited else None
+        self._data: bytes | None = None if self._awaited else data
+        if self.room > limit:
+            raise ConfigurationError(
+                f"the Python state of {path} takes {self.room} bytes, the limit is {limit}, and most of it is "
+                f"{self._largest(value, path)}: keep large tensors in a module, or each by a name of its own in an "
+                "optimizer's state, where they are stored in parts"
+            )
+
+    def data(self) -> bytes:
+        """Waits for what is copied from a GPU. From one thread at a time."""
+        if self._data is None:
+            self._data, self._packed = self._encode(self._packed, lambda coming: coming.value()), None
+        return self._data
+
+    def _largest(self, value: Any, path: str) -> str:
+        """The path of what takes most of ``value``: down to where nothing has a third of what it is in."""
+        pairs = [*value.items()] if isinstance(value, Mapping) else []
+        if isinstance(value, list | tuple):
+            pairs = [*enumerate(value)]
+        sizes = [len(self._encode(_pack(inside, path, 0), lambda coming: coming.longest())) for _, inside in pairs]
+        if not sizes or 3 * max(sizes) < sum(sizes):
+            return path
+        key, inside = pairs[sizes.index(max(sizes))]
+        return self._largest(inside, f"{path}[{key!r}]")
+
+    def _encode(self, packed: Any, read: Callable[[_Coming], Any]) -> bytes:
+        def finish(value: Any) -> Any:
+            if isinstance(value, _Nested):
+                return msgspec.msgpack.Ext(value.code, encoder.encode(value.value))
+            self._awaited = True
+            return read(value)
+
+        encoder = msgspec.msgpack.Encoder(enc_hook=finish)
+        return encoder.encode(packed)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of that name. Raises MalformedMessage where torch has none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise MalformedMessage(f"{name!r} is no dtype of torch {torch.__version__}")
+    return dtype
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    """The tensor's elements in row-major order."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def from_bytes(data: bytes | bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A fresh tensor. Raises MalformedMessage where the sizes do not fit."""
+    kind = dtype_of(dtype)
+    if math.prod(shape) * kind.itemsize != len(data):
+        raise MalformedMessage(f"{len(data)} bytes are no {dtype} tensor of shape {shape}")
+    if not data:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).reshape(shape)
+
+
+def encode_blob(value: Any, path: str = "state", limit: int = MAX_BLOB_BYTES) -> bytes:
+    """``value`` as bytes.
+
+    Raises TypeError with the path of what cannot be stored, ConfigurationError for more than ``limit`` bytes.
+    """
+    return Blob(value, path, limit).data()
+
+
+def decode_blob(data: bytes | memoryview) -> Any:
+    """Raises MalformedMessage."""
+    try:
+        return msgspec.msgpack.decode(data, ext_hook=_unpack)
+    except (*UNREADABLE, ValueError, TypeError) as error:
+        raise MalformedMessage(f"the stored Python state cannot be read: {error}") from error
+
+
+def _ext(code: int, value: Any) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(code, _encoder.encode(value))
+
+
+_Path = str | tuple[Any, object]
+"""Where a value is, said only in errors: a name, or a path and a key in what it leads to."""
+
+
+def _said(path: _Path) -> str:
+    return path if isinstance(path, str) else f"{_said(path[0])}[{path[1]!r}]"
+
+
+def _pack(value: Any, path: _Path, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise TypeError(f"{_said(path)} is nested more than {MAX_DEPTH} deep, or contains itself")
+    kind = type(value)
+    if kind in _AS_IT_IS:
+        return value
+    if kind is str:
+        return _text(value, path)
+    if kind is int:
+        return value if -(1 << 63) <= value < 1 << 63 else _ext(_INTEGER, hex(value))
+    if kind is list:
+        return [_pack(v, (path, i), depth + 1) for i, v in enumerate(value)]
+    if kind is dict or isinstance(value, Mapping):
+        return _pack_mapping(value, path, depth)
+    return _pack_rest(value, path, depth)
+
+
+def _pack_mapping(value: Mapping[Any, Any], path: _Path, depth: int) -> Any:
+    """A map of MessagePack where its keys can be; else a list of pairs, since an extension cannot be hashed."""
+    kind = type(value)
+    if kind is not dict and kind not in _MAPPINGS:
+        raise _other(value, path, "dict(...)")
+    pairs = [
+        (k if type(k) is str and k.isascii() else _pack_key(k, path), _pack(v, (path, k), depth + 1))
+        for k, v in value.items()
+    ]
+    if kind in _MAPPINGS:
+        return _Nested(_MAPPINGS[kind], pairs)
+    if msgspec.msgpack.Ext in {type(key) for key, _ in pairs}:
+        return _Nested(_MAPPING, pairs)
+    return dict(pairs)
+
+
+def _pack_key(key: Any, path: _Path) -> Any:
+    if type(key) in _PLAIN_KEYS:
+        return _text(key, path) if type(key) is str else key
+    if type(key) is int:
+        return _pack(key, path, 0)
+    if type(key) is tuple:
+        return _ext(_TUPLE, [_pack_key(k, path) for k in key])
+    raise TypeError(
+        f"{_said(path)} has a key of type {type(key).__qualname__}, which cannot be stored without pickle: "
+        "take strings, numbers or tuples of them for keys in state_dict(), or leave it out"
+    )
+
+
+def _text(value: str, path: _Path) -> str:
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise TypeError(
+                f"{_said(path)} has the string {value!r}, which is no text: so Python reads a file's name "
+                "whose bytes are no UTF-8. Give bytes in state_dict(), by os.fsencode(...)"
+            ) from None
+    return value
+
+
+def _pack_rest(value: Any, path: _Path, depth: int) -> Any:
+    if isinstance(value, tuple):
+        if type(value) not in _TUPLES:
+            raise _other(value, path, "tuple(...)")
+        return _Nested(_TUPLES[type(value)], [_pack(v, (path, i), depth + 1) for i, v in enumerate(value)])
+    if isinstance(value, set | frozenset):
+        items = sorted((_pack(v, path, depth + 1) for v in value), key=repr)
+        return _Nested(_SET if isinstance(value, set) else _FROZENSET, items)
+    if isinstance(value, Number):
+        return _Coming(value.tensor, number=True)
+    if isinstance(value, torch.Tensor):
+        _require_plain(value, path)
+        elements = _Coming(value, number=False) if value.is_cuda else as_bytes(value)
+        return _Nested(_TENSOR, [dtype_name(value.dtype), list(value.shape), elements])
+    if isinstance(value, np.ndarray | np.generic):
+        return _pack_numpy(value, path)
+    if isinstance(value, torch.dtype):
+        return _ext(_DTYPE, dtype_name(value))
+    if isinstance(value, torch.device):
+        return _ext(_DEVICE, str(value))
+    if isinstance(value, complex):
+        return _ext(_COMPLEX, [value.real, value.imag])
+    if isinstance(value, bool | int | float | str | bytes):
+        return _pack(_plain(value), path, depth)
+    raise TypeError(
+        f"{_said(path)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored "
+        "without pickle: leave it out of state_dict(), or store the numbers it is made of"
+    )
+
+
+def _other(value: Any, path: _Path, mend: str) -> TypeError:
+    """Of a kind that would not come back: what is restored would be a plain one, without what makes it another."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return TypeError(
+        f"{_said(path)} is a {kind}, which would come back as another type: give a {mend} of it in state_dict()"
+    )
+
+
+def _require_plain(tensor: torch.Tensor, path: _Path) -> None:
+    if isinstance(tensor, DTensor):
+        raise TypeError(
+            f"{_said(path)} is a DTensor: track the module that holds it (AveragedModel, say), so that it is "
+            "stored in parts"
+        )
+    require_bytes_of_its_own(
+        _said(path), tensor, "leave it out of state_dict(), or store the dense tensors it is made of"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A subclass (an enum member, say) as its plain value."""
+    base = next(b for b in (bool, int, float, str, bytes) if isinstance(value, b))
+    return base(value.value if hasattr(value, "value") else value)
+
+
+def _pack_numpy(value: Any, path: _Path) -> msgspec.msgpack.Ext:
+    if value.dtype.kind not in _ARRAY_KINDS:
+        raise TypeError(
+            f"{_said(path)} is a numpy array of {value.dtype}, which cannot be stored without pickle: "
+            "store numbers, or lists of strings"
+        )
+    if isinstance(value, np.ndarray) and type(value) not in _ARRAYS:
+        raise _other(value, path, "numpy array")
+    code = _ARRAY if isinstance(value, np.ndarray) else _SCALAR
+    return _ext(code, [value.dtype.str, list(value.shape), value.tobytes()])
+
+
+def _unpack(code: int, data: memoryview) -> Any:
+    value = msgspec.msgpack.decode(data, ext_hook=_unpack)
+    if code == _TENSOR:
+        return from_bytes(value[2], value[0], tuple(value[1]))
+    if code in (_ARRAY, _SCALAR):
+        return _unpack_numpy(code, value)
+    simple: dict[int, Callable[[Any], Any]] = {
+        _TUPLE: tuple,
+        _SET: set,
+        _FROZENSET: frozenset,
+        _INTEGER: lambda v: int(v, 16),
+        _DTYPE: dtype_of,
+        _DEVICE: torch.device,
+        _COMPLEX: lambda v: complex(*v),
+        _MAPPING: dict,
+        _COUNTER: lambda pairs: Counter(dict(pairs)),
+        _ORDERED: OrderedDict,
+        _SIZE: torch.Size,
+    }
+    if code not in simple:
+        raise ValueError(f"extension {code} is not known here")
+    return simple[code](value)
+
+
+def _unpack_numpy(code: int, value: Any) -> Any:
+    dtype = np.dtype(value[0])
+    if dtype.kind not in _ARRAY_KINDS:
+        raise ValueError(f"numpy dtype {value[0]!r} is not stored here")
+    array = np.frombuffer(value[2], dtype=dtype).reshape(value[1]).copy()
+    return array if code == _ARRAY else array[()]

@@ -1,0 +1,340 @@
+"""The Python state of tracked objects: all that is no tensor of a module or an optimizer.
+
+Every rank stores its own. What belongs to a parameter or a module stands under its full name, so that a rank of another
+layout takes it from whichever ranks had it: a rank of a pipeline knows of its stage's parameters only, and in the next
+generation of other ones. What belongs to neither (a schedule, a sampler) comes from a rank of the same stage.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from everstep.errors import MalformedMessage, NotRestorable
+from everstep_trainer.state.blob import Blob, Number, decode_blob, encode_blob
+
+# ---- schedules
+# Schedules keep a list with an entry for each of their optimizer's groups, by its place.
+#
+# A rank with other layers may have other groups, or fewer: a stage of a pipeline without biases has none for them. So
+# the
+# entries are taken where the parameters of a group stood.
+
+PER_GROUP = frozenset({"base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas"})
+"""In torch's ``state_dict()`` of them."""
+
+Place = tuple[int, int]
+"""Which of several stored states, and which of its groups."""
+
+
+def regrouped(states: Sequence[Any], places: Sequence[Place]) -> Any:
+    """The first of these states of one schedule, with entries for groups that stood at ``places``."""
+    first = states[0]
+    if isinstance(first, dict):
+        return {key: _entry(key, [of[key] for of in states if key in of], places, len(states)) for key in first}
+    if isinstance(first, list) and all(isinstance(of, list) and len(of) == len(first) for of in states):
+        return [regrouped(of, places) for of in zip(*states, strict=True)]  # schedules in a schedule
+    return first
+
+
+def _entry(key: Any, values: Sequence[Any], places: Sequence[Place], count: int) -> Any:
+    if len(values) < count:
+        return values[0]
+    if key not in PER_GROUP:
+        return regrouped(values, places)
+    if all(isinstance(values[of], list) and at < len(values[of]) for of, at in places):
+        return [values[of][at] for of, at in places]
+    return values[0]
+
+
+# ---- one rank
+# Tracked objects whose state is one rank's, and fits no other: how far it has read its own file, say.
+
+FIELDS = frozenset({"rank", "world_size", "state"})
+"""Of what is stored of such an object."""
+
+
+class OfOneRank:
+    """Stands in for a tracked object: its state is given back to the rank that stored it, at the same world size.
+
+    Args:
+        called: what it is, for messages. ranks: what counts as a rank. mend: what to do where it cannot be restored.
+    """
+
+    def __init__(
+        self, tracked: Any, rank: int, world_size: int, *, called: str, mend: str, ranks: str = "rank"
+    ) -> None:
+        self._tracked = tracked
+        self._rank = rank
+        self._world = world_size
+        self._called = called
+        self._ranks = ranks
+        self._mend = mend
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rank": self._rank, "world_size": self._world, "state": self._tracked.state_dict()}
+
+    def load_state_dict(self, stored: Any) -> None:
+        """Raises NotRestorable for the state of another rank, or of another number of them."""
+        if not isinstance(stored, Mapping) or stored.keys() != FIELDS:
+            raise NotRestorable(f"what is stored of {self._called} does not say whose it is. {self._mend}")
+        if stored["world_size"] != self._world:
+            raise NotRestorable(
+                f"{self._called} was stored on {stored['world_size']} {self._ranks}s, and there are {self._world} now: "
+                f"its state cannot be split anew. {self._mend}"
+            )
+        if stored["rank"] != self._rank:
+            raise NotRestorable(
+                f"{self._called} of {self._ranks} {self._rank} was lost with its process: that of "
+                f"{stored['rank']} does not fit in its place. {self._mend}"
+            )
+        self._tracked.load_state_dict(stored["state"])
+
+
+def apart(objects: Mapping[str, object], names: Sequence[str], rank: int, world_size: int) -> dict[str, object]:
+    """The objects, with those of ``names`` as this rank's own. Raises TypeError or ValueError for what cannot be."""
+    if isinstance(names, str):
+        raise TypeError(f"per_rank takes a list of names: per_rank=[{names!r}]")
+    for name in names:
+        if name not in objects:
+            raise ValueError(f"per_rank names {name}, which is not tracked")
+        if isinstance(objects[name], torch.nn.Module | torch.optim.Optimizer | list | tuple):
+            raise TypeError(f"per_rank names {name}: modules and optimizers are stored by their tensors' layout")
+        if not hasattr(objects[name], "state_dict") or not hasattr(objects[name], "load_state_dict"):
+            raise TypeError(
+                f"{name} is a {type(objects[name]).__qualname__}, which has no state_dict and load_state_dict"
+            )
+    return {
+        key: OfOneRank(tracked, rank, world_size, called=key, mend=_mend(key)) if key in names else tracked
+        for key, tracked in objects.items()
+    }
+
+
+def marks_of(objects: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """For each such object a tensor of this rank's own, by its name. Checkpoints of others have none.
+
+    A version lacks such a tensor where a rank's slot is gone, so it is not whole, and the one before serves. And what a
+    rank alone has of tensors is copied to other nodes, with its Python state.
+    """
+    return {f"{key}.of_rank": torch.zeros(1) for key, tracked in objects.items() if isinstance(tracked, OfOneRank)}
+
+
+def _mend(key: str) -> str:
+    return (
+        f"Derive it from the step, go on with the ranks that there were (everstep-launch --nnodes N:N), or leave {key} "
+        "out of per_rank where any rank's state will do"
+    )
+
+
+FORMAT = 2
+
+Name = tuple[str, str]
+"""The key under which an object is tracked, and a parameter's full name in it; ("", name) is a module with state of its
+own, (key, "") another object."""
+
+_ON_GPU = {"scale": "_scale", "_growth_tracker": "_growth_tracker"}
+"""What of a gradient scaler's state is a tensor: where it says it, and where it has it."""
+_STRUCTURE = frozenset({"params", "param_names"})
+"""What in a parameter group says which parameters it has, and so is the layout's."""
+
+
+MAX_NAMES_BYTES = 64 << 20
+
+
+class Group(msgspec.Struct, frozen=True):
+    """A parameter group: the full names of its parameters, packed (``pack_names``), and its hyper-parameters."""
+
+    packed: bytes
+    options: dict[str, Any]
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return unpack_names(self.packed)
+
+
+def pack_names(names: Iterable[str]) -> bytes:
+    """Names as few bytes. They are written with every snapshot, and change with the objects only."""
+    return zlib.compress("\0".join(names).encode(), 1)
+
+
+def unpack_names(data: bytes) -> tuple[str, ...]:
+    """Raises MalformedMessage, also for names that would take more than MAX_NAMES_BYTES."""
+    try:
+        reader = zlib.decompressobj()
+        text = reader.decompress(data, MAX_NAMES_BYTES).decode()
+    except (zlib.error, UnicodeDecodeError) as error:
+        raise MalformedMessage(f"the names of a parameter group cannot be read: {error}") from error
+    if not reader.eof:
+        raise MalformedMessage(f"the names of a parameter group are cut short, or take over {MAX_NAMES_BYTES} bytes")
+    return tuple(text.split("\0")) if text else ()
+
+
+class PythonState(msgspec.Struct, frozen=True):
+    """One rank's. By the key of an optimizer its parameter groups, and by parameter its state that is no tensor; extra
+    state of modules by their full names; the state of all other objects by their keys."""
+
+    groups: dict[str, list[Group]]
+    scalars: dict[str, dict[str, dict[str, Any]]]
+    extra: dict[str, Any]
+    objects: dict[str, Any]
+
+    @property
+    def names(self) -> frozenset[Name]:
+        """All of which this says something."""
+        members = ((top, fqn) for top, groups in self.groups.items() for group in groups for fqn in group.members)
+        return frozenset((*members, *(("", name) for name in self.extra), *((key, "") for key in self.objects)))
+
+
+def encode(state: PythonState) -> Blob:
+    """Raises TypeError with the path of what cannot be stored, ConfigurationError for too much of it."""
+    groups = {top: [[g.packed, g.options] for g in groups] for top, groups in state.groups.items()}
+    return Blob(
+        {
+            "format": FORMAT,
+            "groups": groups,
+            "scalars": state.scalars,
+            "extra": state.extra,
+            "objects": state.objects,
+        }
+    )
+
+
+def decode(data: bytes | memoryview) -> PythonState:
+    """Raises MalformedMessage."""
+    blob = decode_blob(data)
+    if not isinstance(blob, dict) or blob.get("format") != FORMAT:
+        raise MalformedMessage(
+            f"a slot's Python state is not of format {FORMAT}, which this release reads: "
+            "go on with the release that stored it, or start the job anew"
+        )
+    try:
+        groups = {top: [Group(packed, options) for packed, options in groups] for top, groups in blob["groups"].items()}
+        state = PythonState(groups, blob["scalars"], blob["extra"], blob["objects"])
+        state.names  # noqa: B018 - unpacked once, so that a damaged one is found here
+        return state
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise MalformedMessage(f"a slot's Python state cannot be read: {error}") from error
+
+
+def state_of(tracked: Any) -> Any:
+    """``tracked.state_dict()``; of a gradient scaler on a GPU without its reading two numbers from there, which would
+    wait for all that the GPU still has to do."""
+    if not isinstance(tracked, torch.amp.GradScaler):
+        return tracked.state_dict()
+    held = {key: getattr(tracked, name, None) for key, name in _ON_GPU.items()}
+    live = {key: Number(value) for key, value in held.items() if isinstance(value, torch.Tensor) and value.is_cuda}
+    if len(live) < len(held):
+        return tracked.state_dict()
+    unused = object.__new__(type(tracked))  # it says what it would begin with, for it has not made its tensors yet
+    unused.__dict__.update(tracked.__dict__ | dict.fromkeys(_ON_GPU.values()))
+    state = unused.state_dict()
+    return state | {key: number for key, number in live.items() if key in state}
+
+
+def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of an optimizer's parameter group."""
+    return {key: value for key, value in group.items() if key not in _STRUCTURE}
+
+
+class Merged:
+    """What several ranks stored of one version, as one rank of any layout needs it.
+
+    Args:
+        states: the nearest to what this rank is first; of a name that several know the first one's word is taken.
+        names: of this rank. States that know exactly these names are of the same stage, and go before others.
+    """
+
+    def __init__(self, states: Sequence[PythonState], names: frozenset[Name]) -> None:
+        ordered = sorted(states, key=lambda state: state.names != names)
+        self._states = ordered
+        self.extra: dict[str, Any] = {}
+        self.objects: dict[str, Any] = {}
+        self._groups: dict[str, list[Group]] = defaultdict(list)
+        self._scalars: dict[Name, dict[str, Any]] = {}
+        self._group_of: dict[Name, dict[str, Any]] = {}
+        self._by_index: dict[tuple[str, int], dict[str, Any]] = {}
+        for state in reversed(ordered):
+            self.extra.update(state.extra)
+            self.objects.update(state.objects)
+            self._scalars |= {(top, fqn): s for top, of in state.scalars.items() for fqn, s in of.items()}
+            for top, groups in state.groups.items():
+                self._groups[top] += groups
+                self._by_index |= {(top, index): group.options for index, group in enumerate(groups)}
+                self._group_of |= {(top, fqn): group.options for group in groups for fqn in group.members}
+
+    def knows(self, top: str, fqn: str) -> bool:
+        """Whether an optimizer trained a parameter of this name."""
+        return (top, fqn) in self._group_of
+
+    def scalars(self, top: str, fqn: str) -> dict[str, Any]:
+        """An optimizer's state of a parameter that is no tensor."""
+        return self._scalars.get((top, fqn), {})
+
+    def members(self, top: str) -> list[tuple[str, ...]]:
+        """The parameters of each group that the optimizer had on any of the ranks, in their order."""
+        return [group.members for group in self._groups[top]]
+
+    def options(self, top: str, index: int, members: Sequence[str]) -> dict[str, Any]:
+        """The hyper-parameters of an optimizer's group ``index``, which has these parameters now.
+
+        Raises NotRestorable where they were in no group of it, or in groups that differ in their hyper-parameters.
+        """
+        if not members:
+            return self._by_index.get((top, index), {})
+        new = [fqn for fqn in members if (top, fqn) not in self._group_of]
+        if new:
+            raise NotRestorable(
+                f"{top} trains {len(new)} parameters ({', '.join(new[:3])}) that it did not train when the version was "
+                "stored: restore with the objects that were tracked"
+            )
+        first = self._group_of[top, members[0]]
+        for fqn in members:
+            other = self._group_of[top, fqn]
+            if other is not first and encode_blob(other) != encode_blob(first):
+                raise NotRestorable(
+                    f"{members[0]} and {fqn} are in one parameter group of {top} now, and were stored in groups of "
+                    f"different hyper-parameters ({difference(first, other)}): keep them in groups of their own"
+                )
+        return first
+
+    def schedule(self, key: str, top: str, members: Sequence[Sequence[str]]) -> Any:
+        """The state of the schedule that is tracked under ``key``, for an optimizer with groups of these parameters."""
+        states = [state for state in self._states if key in state.objects]
+        places: dict[str, Place] = {}
+        for number, state in enumerate(states):
+            for index, group in enumerate(state.groups.get(top, ())):
+                for fqn in group.members:
+                    places.setdefault(fqn, (number, index))
+        wanted = [places.get(of[0]) if of else (0, index) for index, of in enumerate(members)]
+        found = [place for place in wanted if place is not None]
+        as_stored = [(0, index) for index in range(len(states[0].groups.get(top, ())))]
+        if found == as_stored or len(found) < len(wanted):
+            return self.objects[key]
+        return regrouped([state.objects[key] for state in states], found)
+
+    def require(self, names: Iterable[Name]) -> None:
+        """Raises NotRestorable where an object or a module's extra state was not stored."""
+        for top, fqn in names:
+            if not fqn and top not in self.objects:
+                raise NotRestorable(f"{top} is tracked now, but was not when the version was stored")
+
+
+def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """What differs, in words; nothing where nothing does."""
+    keys = sorted(k for k in one.keys() | other.keys() if encode_blob(one.get(k)) != encode_blob(other.get(k)))
+    return ", ".join(f"{key} {one.get(key)!r} and {other.get(key)!r}" for key in keys)
+
+
+def put_options(group: dict[str, Any], stored: Mapping[str, Any]) -> None:
+    """Stored hyper-parameters into a live parameter group."""
+    for key, value in stored.items():
+        present = group.get(key)
+        if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
+            present.copy_(value)  # schedulers hold on to the tensor itself
+        else:
+            group[key] = value

@@ -1,0 +1,497 @@
+"""What a training run must not lose: the tensors and the small Python state of the objects a user tracks.
+
+Tensors are named ``model.blocks.0.weight`` (the key under which the object is tracked, then its own name for it) and
+``optimizer.model.blocks.0.weight.exp_avg`` (the optimizer's key, the parameter's full name, the optimizer's key for
+it). A plain tensor is taken to be equal on all ranks; what differs between them must be a DTensor, or a buffer that
+training changes. Everything that is not a tensor of a module or an optimizer goes into the blob.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from everstep.errors import NotRestorable
+from everstep.layout.manifests import Lies, Tensor
+from everstep_trainer.state import optimizer_state
+from everstep_trainer.state.blob import MAX_BLOB_BYTES, Blob, lacks, refuse_fsdp1, refuse_long_history, refuse_own_shard
+from everstep_trainer.state.layout import Layout, Sharing
+from everstep_trainer.state.optimizer_state import is_complete, lies_of, room_for
+from everstep_trainer.state.python_state import (
+    Group,
+    Merged,
+    Name,
+    PythonState,
+    encode,
+    group_options,
+    marks_of,
+    pack_names,
+    put_options,
+    state_of,
+)
+from everstep_trainer.state.tensors import (
+    Exclusions,
+    Identity,
+    Still,
+    TrackedTensor,
+    local_parts,
+    refuse_namesakes,
+    refuse_other_groups,
+    refuse_other_model,
+    require_dense,
+    same,
+    still,
+)
+from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules
+
+__all__ = ["TrackedState", "TrackedTensor"]
+
+
+# ---- ties
+# What is one tensor under several names: tied in a module, or shared by parameters in an optimizer.
+#
+# What is tied in one layout may be apart in another: word embeddings that a pipeline has in its first stage and in its
+# last, each with optimizer state of its own, are one parameter on a single rank.
+
+Twin = tuple[str, TrackedTensor, TrackedTensor]
+"""A name that was stored apart from that of a live tensor, which it is tied to now; this, and one to read into."""
+Aliases = Mapping[str, tuple[str, ...]]
+"""The other names of a tensor, by its first."""
+
+
+def aliases_in(modules: Iterable[tuple[str, torch.nn.Module]], tensors: Iterable[TrackedTensor]) -> Aliases:
+    """Those of tied tensors, and of those in modules that stand in several places."""
+    first = {_memory(t.place[t.key]): t.name for t in tensors}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for top, root in modules:
+        for prefix, module in named_modules(top, root, remove_duplicate=False):
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                name = f"{prefix}.{key}"
+                known = first.get(_memory(tensor)) if tensor is not None else None
+                if known not in (None, name) and key not in module._non_persistent_buffers_set:
+                    aliases[known] = (*aliases.get(known, ()), name)
+    return aliases
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What two tensors have in common that are tied."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    dense = not is_lazy(local) and local.layout is torch.strided and local.numel()
+    return (local.data_ptr(), local.size(), local.stride(), local.dtype) if dense else (id(tensor),)
+
+
+def other_names(name: str, aliases: Aliases, optimizers: Iterable[str]) -> Iterator[str]:
+    """Of a tensor, and of optimizer state where its parameter has them."""
+    yield from aliases.get(name, ())
+    for top in optimizers:
+        if name.startswith(f"{top}."):
+            parameter, _, key = name.removeprefix(f"{top}.").rpartition(".")
+            yield from (f"{top}.{alias}.{key}" for alias in aliases.get(parameter, ()))
+
+
+class StoredNames:
+    """The names under which a version's tensors may be live.
+
+    Args:
+        catalog: of the version.
+        optimizers: the keys under which they are tracked.
+    """
+
+    def __init__(self, catalog: tuple[Tensor, ...] = (), optimizers: Collection[str] = ()) -> None:
+        self._optimizers = optimizers
+        self._exact = {tensor.name: index for index, tensor in enumerate(catalog)}
+        self._aliases = {tensor.name: tensor.aliases for tensor in catalog if tensor.aliases}
+        self.index_of = dict(self._exact)
+        for name, index in self._exact.items() if self._aliases else ():
+            for other in other_names(name, self._aliases, optimizers):
+                self.index_of.setdefault(other, index)
+        self._alike = {one: (n, *others) for n, others in self._aliases.items() for one in (n, *others)}
+
+    def of(self, name: str) -> Iterator[str]:
+        """A stored tensor's names: its own, and those that no other was stored under."""
+        yield name
+        if self._aliases:
+            yield from (n for n in other_names(name, self._aliases, self._optimizers) if n not in self._exact)
+
+    def alike(self, name: str) -> tuple[str, ...]:
+        """All names of what one of these was stored under."""
+        return self._alike.get(name, (name,))
+
+    def apart(self, live: Iterable[TrackedTensor], aliases: Aliases) -> list[Twin]:
+        """What is tied now and was stored under several names: each but the first."""
+        return [
+            (other, tensor, msgspec.structs.replace(tensor, local=torch.empty_like(tensor.local)))
+            for tensor in (live if aliases else ())
+            for other in other_names(tensor.name, aliases, self._optimizers)
+            if other in self._exact and self._exact[other] != self.index_of[tensor.name]
+        ]
+
+
+def require_alike(twins: Iterable[Twin]) -> None:
+    """Raises NotRestorable where what is tied now was stored apart with other values."""
+    for name, one, other in twins:
+        if not same(one.local, other.local):
+            raise NotRestorable(
+                f"{name} and {one.name} are one tensor now, and were stored apart, with different "
+                "values: keep them apart, or begin with weights in which they are alike"
+            )
+
+
+_Named = tuple[str, Mapping[Any, Any], Any, torch.Tensor]
+
+
+class TrackedState:
+    """The tracked objects of one training function.
+
+    Args:
+        objects: modules (DDP and FSDP2 are seen through), optimizers, and anything else with ``state_dict`` and
+            ``load_state_dict``; under one key also a list of modules or of optimizers, such as a rank's stages of a
+            pipeline, whose names are taken to be those of one model. Raises TypeError for what is none of these, or was
+            sharded by FSDP1 or ZeroRedundancyOptimizer; ValueError for LBFGS with a history too long to be stored.
+        exclude: patterns of names of tensors that are neither stored nor restored. Raises ValueError for one that
+            matches nothing, here or, of optimizer state, when that is there.
+    """
+
+    def __init__(self, objects: Mapping[str, object], exclude: Iterable[str] = ()) -> None:
+        self._exclude = Exclusions(exclude)
+        tracked = TrackedObjects(objects)
+        self._modules, self._optimizers, self._others = tracked.modules, tracked.optimizers, tracked.others
+        self._broadcast = tuple(f"{name}." for name in tracked.broadcast)
+        self._fqns = self._names()
+        self._refuse_long_histories()
+        self._identity = Identity()
+        self._still: list[Still] = []
+        self._scalars: list[tuple[str, torch.optim.Optimizer, str, dict[str, Any], str]] = []
+        self._extra: list[tuple[str, torch.nn.Module]] = []
+        self._packed: list[bytes] | None = None
+        self._lies: dict[str, Lies] = {}
+        self._tied: dict[str, dict[str, None]] = defaultdict(dict)
+        """Optimizer state that is another tensor too, by the name that this has."""
+        self._marks = marks_of(self._others)
+        self._stored = StoredNames()
+        self._apart: list[Twin] = []
+        self._looked = False
+        self._changing: set[str] = set()
+        self.settle()
+        if exclude:
+            self.tensors()
+
+    def _refuse_long_histories(self) -> None:
+        for top, optimizer in self._optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                first, *_ = next(self._trained(optimizer))
+                if not self._exclude.covers(f"{top}.{first}.old_dirs"):
+                    refuse_long_history(top, optimizer, MAX_BLOB_BYTES)
+
+    # --- finding tensors
+
+    def settle(self) -> None:
+        """Takes the buffers as they are now for unchanged: those that training changes from here on are found out."""
+        self._settled = {name: still(b) for name, _, _, b in self._buffers() if not lacks(b)}
+
+    def tensors(self) -> list[TrackedTensor]:
+        """All tensors now, in an order that is the same on every rank. Tied ones once, under their first name.
+
+        Call it between an optimizer step and the next forward pass. Raises TypeError for placements other than
+        Shard and Replicate, and for tensors whose memory is not all of them.
+        """
+        self._reshard()
+        self._fqns = self._names()
+        self._looked = True
+        self._tied.clear()
+        self._identity, self._still, self._scalars, self._packed = Identity(), [], [], None
+        self._extra = [
+            (name, module)
+            for _, name, module in self._all_modules()
+            if type(module).get_extra_state is not torch.nn.Module.get_extra_state
+        ]
+        for _, _, module in self._all_modules():
+            self._identity.module(module)
+        found: dict[Any, TrackedTensor] = {}
+        for name, place, key, parameter in self._wanted(self._parameters()):
+            self._add(found, name, place, key, parameter, Sharing.EQUAL, parameter=True)
+        for name, place, key, buffer in self._wanted(self._buffers()):
+            self._add(found, name, place, key, buffer, self._sharing_of(name, buffer), parameter=False)
+        for name, place, key, moment in self._wanted(self._moments()):
+            self._add(found, name, place, key, moment, Sharing.EQUAL, parameter=False, lies=self._lies[name])
+        to_come = [top for top, optimizer in self._optimizers if not is_complete(optimizer)]
+        self._exclude.require_used([tensor.name for tensor in found.values()], to_come)
+        for name, mark in self._marks.items():
+            self._add(found, name, self._marks, name, mark, Sharing.OWN, parameter=False)
+        tensors = list(found.values())
+        refuse_namesakes(tensors)
+        return tensors
+
+    def _wanted(self, tensors: Iterable[_Named]) -> Iterator[_Named]:
+        return (each for each in tensors if not self._exclude.covers(each[0]))
+
+    def complete(self) -> bool:
+        """Whether every optimizer has state for every parameter it trains, as it has after a step or a restore."""
+        return all(is_complete(optimizer) for _, optimizer in self._optimizers)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for _, optimizer in self._optimizers]
+
+    @property
+    def asks(self) -> bool:
+        """Whether an optimizer is tracked, whose steps are announced."""
+        return bool(self._optimizers)
+
+    def unchanged(self) -> bool:
+        """Whether the tensors are still those that ``tensors`` found, in the same memory. Fast: every step asks."""
+        return self._looked and self._identity.unchanged() and all(still.holds(still.buffer) for still in self._still)
+
+    def _reshard(self) -> None:
+        for _, module in self._modules:
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+
+    def _names(self) -> dict[int, str]:
+        """Parameters' full names by identity; of a tied one, the first."""
+        names: dict[int, str] = {}
+        for name, _, _, parameter in self._parameters():
+            names.setdefault(id(parameter), name)
+        return names
+
+    def _add(
+        self,
+        found: dict[Any, TrackedTensor],
+        name: str,
+        place: Mapping[Any, Any],
+        key: Any,
+        tensor: torch.Tensor,
+        sharing: Sharing,
+        *,
+        parameter: bool,
+        lies: Lies | None = None,
+    ) -> None:
+        """``lies``: of optimizer state."""
+        parts = local_parts(name, tensor)
+        if sharing is Sharing.EQUAL:
+            self._identity.tensor(place, key, tensor, shaped=lies is None)
+        else:
+            self._identity.moving(place, key, tensor)
+        for local, box in parts:
+            identity = (local.data_ptr(), local.size(), local.stride(), local.dtype) if local.numel() else id(tensor)
+            first = found.get(identity)
+            if first is not None and lies is not None and name != first.name:
+                self._tied[first.name][name] = None
+            if first is None:
+                found[identity] = TrackedTensor(
+                    name, tuple(tensor.shape), box, local, sharing, parameter, place, key, lies or Lies.UNTOLD, tensor
+                )
+
+    def _sharing_of(self, name: str, buffer: torch.Tensor) -> Sharing:
+        """A constant is equal everywhere. What training was seen to change is rank 0's under DDP, which broadcasts it
+        before each forward pass, and each rank's own elsewhere."""
+        if isinstance(buffer, DTensor):
+            return Sharing.EQUAL
+        require_dense(name, buffer)
+        settled = self._settled.get(name)
+        if name not in self._changing and settled is not None and settled.holds(buffer):
+            self._still.append(settled)
+            return Sharing.EQUAL
+        self._changing.add(name)
+        return Sharing.FIRST if name.startswith(self._broadcast) else Sharing.OWN
+
+    def _parameters(self) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
+        for top, prefix, module in self._all_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    refuse_fsdp1(top, parameter)
+                    yield f"{prefix}.{key}", module._parameters, key, parameter
+
+    def _buffers(self) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
+        for _, prefix, module in self._all_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and key not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{key}", module._buffers, key, buffer
+
+    def _all_modules(self) -> Iterator[tuple[str, str, torch.nn.Module]]:
+        for top, root in self._modules:
+            for name, module in named_modules(top, root):
+                yield top, name, module
+
+    def _moments(self) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
+        for top, optimizer in self._optimizers:
+            self._identity.optimizer(optimizer)
+            for fqn, parameter, _ in self._trained(optimizer):
+                state = optimizer.state.get(parameter)
+                if state is None:
+                    continue
+                self._identity.state(state)
+                self._exclude.require_whole(f"{top}.{fqn}", state)
+                for key, value in state.items():
+                    name = f"{top}.{fqn}.{key}"
+                    if not isinstance(value, torch.Tensor):
+                        if not self._exclude.covers(name):
+                            self._scalars.append((top, optimizer, fqn, state, key))
+                        continue
+                    if not isinstance(key, str) and not self._exclude.covers(name):
+                        raise TypeError(
+                            f"{top} has a tensor of {fqn} under {key!r}, which is a {type(key).__qualname__}: "
+                            "state is stored and found by names, so take a string for the key"
+                        )
+                    if not self._exclude.covers(name):
+                        refuse_own_shard(name, parameter, value)
+                    self._lies[name] = lies_of(parameter, value)
+                    yield name, state, key, value
+
+    def _trained(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+        """Parameters with their names and groups; one that is in no tracked module is named by its place."""
+        for _, index, group in self._all_groups():
+            if any(group is own for own in optimizer.param_groups):
+                for name, parameter in zip(self._names_in(group, index), group["params"], strict=True):
+                    yield name, parameter, group
+
+    # --- targets of a restore
+
+    def layout(self, tensors: list[TrackedTensor], rank: int, world: int) -> Layout:
+        """What this rank holds, for the plan."""
+        aliases, groups = {**aliases_in(self._modules, tensors)}, self._groups()
+        for name, others in self._tied.items():
+            aliases[name] = (*aliases.get(name, ()), *others)
+        return Layout(tuple(t.part(rank, world, aliases.get(t.name, ()), groups.get(t.name, ())) for t in tensors))
+
+    def _groups(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """Which optimizers train a parameter, each with the index of its parameter group."""
+        groups: dict[str, tuple[tuple[str, int], ...]] = {}
+        for top, index, group in self._all_groups():
+            for name in (self._fqns.get(id(parameter)) for parameter in group["params"]):
+                if name is not None:
+                    groups[name] = (*groups.get(name, ()), (top, index))
+        return groups
+
+    def targets(self, catalog: tuple[Tensor, ...]) -> list[tuple[int, TrackedTensor]]:
+        """Live tensors to fill, each with the index of its source in ``catalog``. Others of the catalog may be live on
+        other ranks.
+
+        Optimizer state that a fresh process does not have yet is created (moments.py).
+
+        Raises NotRestorable where a tensor was not stored, or as another one.
+        """
+        self._stored = StoredNames(catalog, [top for top, _ in self._optimizers])
+        index_of = self._stored.index_of
+        self._changing.update(tensor.name for tensor in catalog if tensor.own)
+        self._create_moments(catalog)
+        live = [t for t in self.tensors() if t.name in index_of or t.name not in self._marks]
+        refuse_other_model(live, index_of, catalog)
+        refuse_other_groups(live, index_of, catalog, self._groups(), {top for top, _ in self._optimizers})
+        self._apart = self._stored.apart(live, aliases_in(self._modules, live))
+        return [*((index_of[t.name], t) for t in live), *((index_of[name], beside) for name, _, beside in self._apart)]
+
+    def _create_moments(self, catalog: tuple[Tensor, ...]) -> None:
+        wanted: dict[str, list[tuple[str, Tensor]]] = {}
+        for tensor in catalog:
+            for name in self._stored.of(tensor.name):
+                if not self._exclude.covers(name):
+                    prefix, _, key = name.rpartition(".")
+                    wanted.setdefault(prefix, []).append((key, tensor))
+        tied = {tensor.name for tensor in catalog if tensor.aliases}
+        live = chain(self._parameters(), self._buffers()) if tied else ()
+        one = {name: tensor.detach() for name, _, _, tensor in live if name in tied}
+        for top, optimizer in self._optimizers:
+            for fqn, parameter, group in self._trained(optimizer):
+                for key, tensor in wanted.get(f"{top}.{fqn}", ()):
+                    state = optimizer.state[parameter]
+                    if key not in state:
+                        known = one.get(tensor.name)
+                        state[key] = room_for(optimizer, group, parameter, key, tensor) if known is None else known
+                    if tensor.aliases:
+                        one.setdefault(tensor.name, state[key])
+
+    # --- the Python state
+
+    def blob(self) -> bytes:
+        """What ``taken`` takes, as bytes; waits for what of it lies on a GPU."""
+        return self.taken().data()
+
+    def taken(self) -> Blob:
+        """Hyper-parameters, optimizer state that is no tensor, and the state of all other objects, as they are now.
+
+        Raises TypeError with the path of what cannot be stored, ConfigurationError for too much of it.
+        """
+        if not self._looked:
+            self.tensors()
+        scalars: dict[str, dict[str, dict[str, Any]]] = {}
+        for top, optimizer, fqn, state, key in self._scalars:
+            scalars.setdefault(top, {}).setdefault(fqn, {})[key] = optimizer_state.to_store(optimizer, state[key])
+        for top, shared in optimizer_state.shared_state(self._optimizers):
+            scalars.setdefault(top, {})[optimizer_state.SHARED] = shared
+        groups: dict[str, list[Group]] = {}
+        for packed, (top, _, group) in zip(self._packed_names(), self._all_groups(), strict=True):
+            groups.setdefault(top, []).append(Group(packed, group_options(group)))
+        extra = {name: module.get_extra_state() for name, module in self._extra}
+        objects = {key: state_of(tracked) for key, tracked in self._others.items()}
+        return encode(PythonState(groups, scalars, extra, objects))
+
+    def python_names(self) -> frozenset[Name]:
+        """All that ``load_python`` needs something of."""
+        if not self._looked:
+            self.tensors()
+        trained = ((top, fqn) for top, optimizer in self._optimizers for fqn, *_ in self._trained(optimizer))
+        return frozenset((*trained, *(("", name) for name, _ in self._extra), *((key, "") for key in self._others)))
+
+    def require_python(self, stored: Merged) -> None:
+        """Raises NotRestorable where ``load_python`` would not find what it needs, or would have to mix it."""
+        require_alike(self._apart)
+        self._apart = []
+        for top, index, group in self._all_groups():
+            stored.options(top, index, self._stored_names(stored, top, self._names_in(group, index)))
+        for top, optimizer in self._optimizers:
+            if optimizer_state.is_of_all(optimizer):
+                optimizer_state.require_same_vector(
+                    top, stored.members(top), [name for name, *_ in self._trained(optimizer)]
+                )
+        stored.require(self.python_names())
+
+    def load_python(self, stored: Merged) -> None:
+        """Puts stored Python state into the objects. Raises NotRestorable where they are others than were stored."""
+        members: dict[str, list[list[str]]] = defaultdict(list)
+        for top, index, group in self._all_groups():
+            names = self._stored_names(stored, top, self._names_in(group, index))
+            put_options(group, stored.options(top, index, names))
+            members[top].append(names)
+        for top, optimizer in self._optimizers:
+            for fqn, parameter, _ in self._trained(optimizer):
+                (name,) = self._stored_names(stored, top, [fqn])
+                if scalars := stored.scalars(top, name):
+                    optimizer.state[parameter].update(optimizer_state.to_live(optimizer, parameter, scalars))
+            optimizer_state.put_shared(optimizer, stored.scalars(top, optimizer_state.SHARED))
+        stored.require(self.python_names())
+        for name, module in self._extra:
+            if name in stored.extra:
+                module.set_extra_state(stored.extra[name])
+        for key, tracked in self._others.items():
+            top = next((top for top, one in self._optimizers if getattr(tracked, "optimizer", None) is one), "")
+            alone = [key for key, _ in self._optimizers].count(top) == 1
+            tracked.load_state_dict(stored.schedule(key, top, members[top]) if alone else stored.objects[key])
+
+    def _all_groups(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
+        """Every parameter group, with its optimizer's key and its number among the groups under that."""
+        counts: dict[str, int] = {}
+        for top, optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                index = counts[top] = counts.get(top, -1) + 1
+                yield top, index, group
+
+    def _names_in(self, group: dict[str, Any], index: int) -> list[str]:
+        return [self._fqns.get(id(p), f"group{index}.{i}") for i, p in enumerate(group["params"])]
+
+    def _stored_names(self, stored: Merged, top: str, names: list[str]) -> list[str]:
+        return [next((n for n in self._stored.alike(name) if stored.knows(top, n)), name) for name in names]
+
+    def _packed_names(self) -> list[bytes]:
+        if self._packed is None:
+            self._packed = [pack_names(self._names_in(group, index)) for _, index, group in self._all_groups()]
+        return self._packed

@@ -1,0 +1,149 @@
+"""What tracked objects have that is not found where state is looked for, told before the first step.
+
+Of a module its parameters, buffers and extra state are stored. What it adds to ``state_dict()`` by a hook, or by a
+method of its own, is not; nor are parameters that an optimizer trains and no tracked module holds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.nn.parameter import is_lazy
+
+from everstep_trainer.sdc.digest import WeightedDigest
+from everstep_trainer.state.tensors import Exclusions
+from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules, unwrapped
+
+# ---- unrestored
+# What of replicated models no restore brings: excluded tensors, buffers that are not persistent, untracked modules.
+#
+# DistributedDataParallel's constructor sends rank 0's state to all. Where a version will be restored that is left out:
+# the restore makes replicas equal. But not in what is no part of it, which each rank's program made for itself.
+
+
+class Unrestored:
+    """The replicated models of a generation that restores a version."""
+
+    def __init__(self) -> None:
+        self._models: list[tuple[nn.Module, frozenset[str], dist.ProcessGroup | None]] = []
+
+    def add(self, model: nn.Module, group: dist.ProcessGroup | None = None, *, ignored: Iterable[str] = ()) -> None:
+        """A model with replicas on the ranks of ``group`` (None: on all). ``ignored``: names that are a rank's own."""
+        self._models.append((model, frozenset(ignored), group))
+
+    def send(self, objects: Mapping[str, object], exclude: Iterable[str]) -> None:
+        """After the restore of ``objects`` without ``exclude``: gives all replicas what rank 0's program made.
+
+        A collective. Ranks compare digests first, since mostly all have read or computed the same.
+        """
+        restored = {id(tensor) for tensor in _restored(objects, exclude)}
+        for model, ignored, group in self._models:
+            tensors = [tensor for tensor in _replicated(model, ignored) if id(tensor) not in restored]
+            if tensors and not _alike(tensors, group):
+                _send_first_ranks(tensors, group)
+
+
+def _restored(objects: Mapping[str, object], exclude: Iterable[str]) -> Iterator[torch.Tensor]:
+    exclusions = Exclusions(exclude)
+    for top, root in TrackedObjects(objects).modules:
+        for name, module in named_modules(top, root):
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                stored = key not in module._non_persistent_buffers_set and not exclusions.covers(f"{name}.{key}")
+                if tensor is not None and stored:
+                    yield tensor
+
+
+def _replicated(model: nn.Module, ignored: frozenset[str]) -> Iterator[torch.Tensor]:
+    """Not shards, which are no replicas."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        dense = not isinstance(tensor, DTensor) and not is_lazy(tensor) and tensor.layout is torch.strided
+        if dense and tensor.numel() and name not in ignored:
+            yield tensor
+
+
+def _alike(tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> bool:
+    own = WeightedDigest(tensors).start().reshape(1)
+    everybodys = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everybodys, own, group=group)
+    return len(set(torch.cat(everybodys).tolist())) == 1
+
+
+def _send_first_ranks(tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    with torch.no_grad():
+        for tensor in tensors:
+            sent = tensor.detach().contiguous()
+            dist.broadcast(sent, src=first, group=group)
+            if sent.data_ptr() != tensor.data_ptr():
+                tensor.copy_(sent)
+
+
+log = logging.getLogger(__name__)
+
+SHOWN = 3
+
+
+def look_for_unseen(objects: Mapping[str, object]) -> None:
+    """Raises ValueError for an optimizer with parameters in no tracked module, and warns, by name, of what modules say
+    in ``state_dict()`` that is none of their tensors."""
+    tracked = TrackedObjects(objects)
+    held = {id(parameter) for _, module in tracked.modules for parameter in module.parameters()}
+    for top, optimizer in tracked.optimizers:
+        strays = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in held]
+        if strays:
+            shapes = ", ".join(str(list(parameter.shape)) for parameter in strays[:SHOWN])
+            raise ValueError(
+                f"{top} trains {len(strays)} parameters that are in no tracked module (of shape {shapes}): their "
+                "values would not be stored. Track what holds them, such as a loss with weights of its own, or "
+                "torch.nn.ParameterList([...]) of them; and make an optimizer after what replaces parameters, such as "
+                "fully_shard"
+            )
+    for top, module in tracked.modules:
+        if names := list(_unseen(module)):
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            log.warning(
+                "%s has %s%s in its state_dict(), which are none of its parameters and buffers. Only these are stored: "
+                "what cannot be made from them begins anew after a loss. Give it by get_extra_state, hold it in a "
+                "buffer, or track an object of its own that has it",
+                top,
+                ", ".join(names[:SHOWN]),
+                more,
+            )
+
+
+def _unseen(root: nn.Module) -> Iterator[str]:
+    """Names in ``state_dict()`` whose values share no memory with what is stored; asked only where somebody changes
+    what it says, since torch's own says nothing else."""
+    if not any(map(_says_more, root.modules())):
+        return
+    try:
+        said = root.state_dict(keep_vars=True)
+    except Exception:  # of the module's own code, which may work at other times only
+        log.info("the state_dict() of a %s cannot be looked at now", type(root).__qualname__, exc_info=True)
+        return
+    stored = {_memory(tensor) for tensor in (*root.parameters(), *root.buffers())}
+    for name, value in said.items():
+        if name.endswith(_EXTRA_STATE_KEY_SUFFIX):
+            continue
+        if not isinstance(value, torch.Tensor) or (value.numel() and _memory(value) not in stored):
+            yield unwrapped(name)
+
+
+def _says_more(module: nn.Module) -> bool:
+    kind = type(module)
+    own = (kind.state_dict, kind._save_to_state_dict) != (nn.Module.state_dict, nn.Module._save_to_state_dict)
+    return own or bool(module._state_dict_hooks)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """What a tensor has in common with its views."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if is_lazy(local) or local.layout is not torch.strided:
+        return id(tensor)
+    return local.untyped_storage().data_ptr() or id(tensor)

@@ -1,5 +1,0 @@
-"""From the newest whole version in the vaults to live tensors, in whatever layout the new generation has."""
-
-from trainer_hooks.restore.restorer import Restoration, RestoreResult
-
-__all__ = ["Restoration", "RestoreResult"]
