@@ -13,6 +13,7 @@ import msgspec
 import xxhash
 
 from everstep.errors import UNREADABLE, DigestMismatch, MalformedMessage
+from everstep.native import DIGEST_BYTES
 
 # ---- range digests
 # Digests of byte ranges that pass by one after another.
@@ -59,7 +60,6 @@ class RangeHasher:
 
 DIGESTS = ".everstep/digests"
 """Its name in a checkpoint's folder."""
-DIGEST_BYTES = 16
 _FORMAT = 1
 
 

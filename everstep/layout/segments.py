@@ -27,6 +27,7 @@ import xxhash
 
 from everstep.errors import DigestMismatch, VersionMismatch
 from everstep.ids import Version
+from everstep.native import DIGEST_BYTES
 
 # ---- segment header
 # What a segment says of itself as a whole: how many slots, of how many bytes each, and whose.
@@ -50,8 +51,7 @@ KINDS = ("own", "replica", "parity")
 """Of segments, in the order of their numbers in the header."""
 
 _HEADER_BODY = struct.Struct("<8sIIQII16s64s")
-_DIGEST_BYTES = 16
-HEADER_BYTES = _HEADER_BODY.size + _DIGEST_BYTES
+HEADER_BYTES = _HEADER_BODY.size + DIGEST_BYTES
 _FORMAT_1 = b"EVRSTEP\x01\x01\x00\x00\x00"
 
 Clue = tuple[bytes, int, int]

@@ -42,10 +42,10 @@ from everstep.layout.segments import (
     segment_bytes,
     write_header,
 )
+from everstep.native import DIGEST_BYTES
 
 ALIGN = 64
 CHUNK_BYTES = 8 << 20
-DIGEST_BYTES = 16
 SLOTS = 5
 """Of one rank: the one being filled, the two sealed last, the committed one, and the one to be committed next."""
 

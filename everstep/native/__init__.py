@@ -17,6 +17,7 @@ LIBRARY = Path(__file__).with_name("copy_hash.so")
 SHORTEST_BYTES = 241
 """XXH3 hashes shorter input by other rules."""
 DIGEST_BYTES = 16
+"""Size of an xxh3-128 digest."""
 OFF = "EVERSTEP_NATIVE"
 """Environment variable: 0 leaves the library alone."""
 

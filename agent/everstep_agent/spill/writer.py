@@ -19,10 +19,11 @@ import xxhash
 
 from everstep.errors import UNREADABLE, DigestMismatch, MalformedMessage, NotFound
 from everstep.ids import Version
-from everstep.layout.digests import DIGEST_BYTES, DIGESTS, ArchiveDigest, RangeHasher, StoredDigests, encode_digests
+from everstep.layout.digests import DIGESTS, ArchiveDigest, RangeHasher, StoredDigests, encode_digests
 from everstep.layout.manifests import BLOB_PREFIX, Manifest, Range, decode_manifest
 from everstep.layout.segments import SlotState
 from everstep.layout.slots import CHUNK_BYTES, SegmentView
+from everstep.native import DIGEST_BYTES
 from everstep_agent.spill.dcp_metadata import ObjectEntry, TensorEntry, decode_state, encode_metadata, require_format
 from everstep_agent.spill.layout import Division, FilePlan, FromSlot, Literal, divide, file_of, merge
 from everstep_agent.spill.target import Growing, Target

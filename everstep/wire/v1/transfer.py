@@ -46,7 +46,7 @@ import msgspec
 from everstep.errors import BY_CODE, EverstepError
 from everstep.ids import GenerationNumber, JobId, NodeId, Rank, Version
 from everstep.layout.manifests import MOST_MANIFEST_BYTES
-from everstep.layout.slots import DIGEST_BYTES
+from everstep.native import DIGEST_BYTES
 from everstep.wire.v1.base import Message, ShortText
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.vault_orders import ParityGroup

@@ -19,7 +19,8 @@ import xxhash
 from everstep.errors import ConfigurationError, DigestMismatch, EverstepError, MalformedMessage, NotRestorable
 from everstep.ids import Version
 from everstep.layout.manifests import MOST_MANIFEST_BYTES
-from everstep.layout.slots import CHUNK_BYTES, DIGEST_BYTES, chunk_count, slot_bytes_for, slot_to_fill
+from everstep.layout.slots import CHUNK_BYTES, chunk_count, slot_bytes_for, slot_to_fill
+from everstep.native import DIGEST_BYTES
 from everstep.wire.v1.local import Fetch, Protect
 from everstep.wire.v1.vault_orders import ParityGroup
 from everstep_agent.vault.job_table import JobBook

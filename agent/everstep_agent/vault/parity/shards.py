@@ -11,7 +11,8 @@ import xxhash
 
 from everstep.errors import UNREADABLE, DigestMismatch, EverstepError, MalformedMessage, NotFound
 from everstep.ids import NodeId, Rank, Version
-from everstep.layout.slots import CHUNK_BYTES, DIGEST_BYTES, chunk_count
+from everstep.layout.slots import CHUNK_BYTES, chunk_count
+from everstep.native import DIGEST_BYTES
 from everstep.wire.framing import Channel
 from everstep.wire.v1.transfer import Data, DataEnd, Digests, DigestsAsk, Get
 from everstep.wire.v1.vault_orders import ParityGroup

@@ -9,7 +9,8 @@ from everstep_trainer.memory_tier.vault_client import VaultClient
 
 from everstep.errors import AuthenticationError, NotFound, Unavailable
 from everstep.ids import Version
-from everstep.layout.slots import CHUNK_BYTES, DIGEST_BYTES, slot_bytes_for
+from everstep.layout.slots import CHUNK_BYTES, slot_bytes_for
+from everstep.native import DIGEST_BYTES
 from everstep.wire.framing import Channel
 from everstep.wire.v1 import local
 from everstep.wire.v1.transfer import Put

@@ -16,7 +16,7 @@ from everstep_trainer.restore.restorer import SlotReporter
 
 from everstep.ids import Version
 from everstep.layout.manifests import BLOB_PREFIX, LAYOUT_FORMAT, Manifest, Stored, Tensor, whole
-from everstep.layout.slots import DIGEST_BYTES
+from everstep.native import DIGEST_BYTES
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import FindingKind
 from everstep.wire.framing import Channel

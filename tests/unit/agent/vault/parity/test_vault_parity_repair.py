@@ -9,7 +9,8 @@ import pytest
 
 from everstep.ids import Version
 from everstep.layout.segments import PAGE
-from everstep.layout.slots import CHUNK_BYTES, DIGEST_BYTES, SegmentView, chunk_count
+from everstep.layout.slots import CHUNK_BYTES, SegmentView, chunk_count
+from everstep.native import DIGEST_BYTES
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local
 from tests.support.forked import ForkPool
