@@ -1,14 +1,7 @@
-"""A fleet whose core is driven through a journal, and a day in its life in which everything happens once.
-
-``python -m tests.support.journaled DIRECTORY`` writes such a journal, as ``FORMAT.journal``: one of each format that
-was released is kept in tests/released/journals, and is never written again.
-"""
+"""A fleet whose core is driven through a journal, and a day in its life in which everything happens once."""
 
 from __future__ import annotations
 
-import shutil
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +17,7 @@ from everstep_controller.core.events import (
     StoreChanged,
 )
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.journal.recorder import MAGIC, Journal, segments
+from everstep_controller.journal.recorder import Journal
 
 from everstep.ids import Version
 from everstep.vocabulary import Action, Severity
@@ -33,9 +26,6 @@ from everstep.wire.v1.training import RankProgress
 from everstep.wire.v1.vault_orders import VersionProtected, VersionSpilled
 from tests.support.core_fleet import CoreFleet
 from tests.support.findings import xid
-
-FORMAT = MAGIC.split()[1].decode()
-"""The format that is written now."""
 
 
 class JournaledFleet(CoreFleet):
@@ -121,17 +111,3 @@ def _what_vaults_say(fleet: CoreFleet) -> None:
     fleet.report(node, VersionProtected(job="job", at=fleet.now, version=version, made={0: "p0"}))
     fleet.leave(fleet.spec().roster[-1].node, orderly=True)
     fleet.resume()
-
-
-def main(directory: Path) -> None:
-    """Writes the journal of a fleet to which everything happens."""
-    with tempfile.TemporaryDirectory() as folder:
-        fleet = JournaledFleet(Path(folder))
-        everything(fleet)
-        fleet.journal.close()
-        (segment,) = segments(Path(folder))
-        shutil.copyfile(segment, directory / f"{FORMAT}.journal")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

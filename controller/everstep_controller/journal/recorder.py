@@ -71,15 +71,14 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """One event that was handled. ``decisions``: ``describe`` of its effects; ``digest``: of all that these are, None
-    in a journal of before. ``partial``: of a part of them, as it was written then; nobody reads it."""
+    """One event that was handled. ``decisions``: ``describe`` of its effects; ``digest``: a hash of the effects in
+    full."""
 
     at: float
     event: Event
     reads: tuple[Read, ...]
     decisions: tuple[str, ...]
-    partial: int | None = None
-    digest: int | None = None
+    digest: int
 
 
 class Journal:
@@ -147,7 +146,7 @@ class Journal:
             return
         if isinstance(event, ReportArrived):
             event = msgspec.structs.replace(event, entropy=_BLANK)
-        self._add(Entry(now, event, tuple(turn.reads), decisions, digest=digest(effects)))
+        self._add(Entry(now, event, tuple(turn.reads), decisions, digest(effects)))
 
     def _add(self, frame: msgspec.Struct) -> None:
         body = _encoder.encode(frame)

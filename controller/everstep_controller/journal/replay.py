@@ -121,7 +121,7 @@ def _steps(state: FleetState, entries: Iterable[Entry]) -> Iterator[Step]:
             now=now,
             verdicts=verdicts,
             ordered=isinstance(event, OperatorCommand) and bool(event.node),
-            hidden=now == entry.decisions and entry.digest is not None and entry.digest != today,
+            hidden=now == entry.decisions and entry.digest != today,
         )
 
 

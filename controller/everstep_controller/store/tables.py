@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sqlalchemy import BigInteger, Column, Float, Index, Integer, MetaData, PrimaryKeyConstraint, Table, Text
 
-HEAD = "0007"
+HEAD = "0001"
 """The newest migration; a database at this revision needs no migration tool at start."""
 
 metadata = MetaData()

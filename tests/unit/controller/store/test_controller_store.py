@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from everstep_controller.store import reader as history
 from everstep_controller.store import table_access
-from everstep_controller.store.database import head, open_database
+from everstep_controller.store.database import engine_of, head, open_database, parse_url, upgrade, writing
 from everstep_controller.store.database_errors import StoreAway, Superseded
 from everstep_controller.store.reader import Reader
 from everstep_controller.store.rows import (
@@ -26,7 +26,7 @@ from everstep_controller.store.rows import (
 )
 from everstep_controller.store.tables import HEAD, metadata
 from everstep_controller.store.writer import Writer
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, inspect, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from everstep.errors import ConfigurationError
@@ -288,6 +288,19 @@ def test_the_tables_here_are_those_of_the_newest_migration(engine: Engine) -> No
     with engine.connect() as connection:
         found = compare_metadata(MigrationContext.configure(connection), metadata)
     assert found == []
+
+
+def test_migration_that_is_cut_off_leaves_nothing(database: str) -> None:
+    engine = engine_of(parse_url(database))
+    with engine.connect() as plain:
+        connection = writing(plain)
+        cut = connection.begin()
+        upgrade(connection)
+        cut.rollback()
+    with engine.connect() as connection:
+        assert inspect(connection).get_table_names() == []
+    engine.dispose()
+    open_database(database).dispose()
 
 
 def test_a_schema_of_a_newer_release_is_refused(database: str) -> None:

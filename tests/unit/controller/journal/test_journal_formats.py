@@ -1,4 +1,4 @@
-"""A journal that an older release wrote is read and decided again; what cannot be read says who can read it."""
+"""Which journals are read, and what is said of one that cannot be."""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ from everstep_controller.journal.replay import replay
 
 from everstep.errors import MalformedMessage
 from everstep.wire.v1.training import AnyReport
-from tests.support.journaled import FORMAT, JournaledFleet, everything
+from tests.support.journaled import JournaledFleet, everything
 
-RELEASED = Path(__file__).parents[3] / "released" / "journals"
-FIRST = RELEASED / "1.journal"
-EVENTS_OF_1 = 94
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A segment with every kind of event in it."""
+    directory = tmp_path_factory.mktemp("journal")
+    fleet = JournaledFleet(directory)
+    everything(fleet)
+    fleet.journal.close()
+    (segment,) = segments(directory)
+    return segment
 
 
 def kinds(segment: Path) -> set[str]:
@@ -46,39 +53,12 @@ def beginning_of(segment: Path) -> Beginning:
     return read_segment(segment)[0]
 
 
-def test_a_journal_of_the_present_format_is_kept() -> None:
-    assert (RELEASED / f"{FORMAT}.journal").exists()
+def test_journal_holds_every_kind_of_event_and_report(recorded: Path) -> None:
+    assert every_kind() - kinds(recorded) == set()
 
 
-def test_what_is_kept_would_hold_every_event_and_report_that_there_is(tmp_path: Path) -> None:
-    fleet = JournaledFleet(tmp_path)
-    everything(fleet)
-    fleet.journal.close()
-    (segment,) = segments(tmp_path)
-    assert every_kind() - kinds(segment) == set()
-
-
-def test_the_first_format_is_read_to_its_end_and_decided_again() -> None:
-    recording = replay(FIRST)
-    steps = list(recording.steps)
-    assert (recording.version, len(steps)) == ("0.1.0", EVENTS_OF_1)
-    assert kinds(FIRST) <= every_kind()
-    told = [line for step in steps for line in step.then]
-    assert any("verdict n2-1 (evict)" in line for line in told)
-    assert any("job.finished" in line for line in told)
-    assert sum(bool(step.now) for step in steps) > EVENTS_OF_1 / 2
-
-
-def test_the_command_shows_what_an_older_release_recorded() -> None:
-    command = [sys.executable, "-m", "everstep.cli.main", "replay", str(FIRST), "--node", "n2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode in (0, 1), done.stderr
-    assert "written by everstep 0.1.0" in done.stdout
-    assert "verdict n2-1 (evict)" in done.stdout
-
-
-def test_a_newer_format_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    newer = written(tmp_path / "newer.journal", beginning_of(FIRST), magic=b"everstep-journal 73\n")
+def test_newer_format_is_refused_with_what_to_do(recorded: Path, tmp_path: Path) -> None:
+    newer = written(tmp_path / "newer.journal", beginning_of(recorded), magic=b"everstep-journal 73\n")
     with pytest.raises(MalformedMessage, match=r"of format 73, and this release .* reads format 1: replay it with"):
         replay(newer)
     command = [sys.executable, "-m", "everstep_controller.main", "replay", str(newer)]
@@ -88,8 +68,8 @@ def test_a_newer_format_is_refused_with_what_to_do(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_an_event_that_is_not_known_is_refused_where_it_comes(tmp_path: Path) -> None:
-    beginning, entries = read_segment(FIRST)
+def test_unknown_event_is_refused_where_it_comes(recorded: Path, tmp_path: Path) -> None:
+    beginning, entries = read_segment(recorded)
     first = next(entries)
     unknown = msgspec.msgpack.encode([first.at, {"type": "MoonRose", "trace": "t"}, [], []])
     recording = replay(written(tmp_path / "odd.journal", beginning, first, unknown))
@@ -98,9 +78,9 @@ def test_an_event_that_is_not_known_is_refused_where_it_comes(tmp_path: Path) ->
         next(recording.steps)
 
 
-def test_a_state_that_is_not_understood_names_the_release_that_wrote_it(tmp_path: Path) -> None:
+def test_state_not_understood_names_the_release_that_wrote_it(recorded: Path, tmp_path: Path) -> None:
     old = Beginning(version="0.0.7", at=1.0, state=msgspec.Raw(msgspec.msgpack.encode({"nodes": 3})))
     with pytest.raises(MalformedMessage, match=r"everstep 0\.0\.7, whose state this release .* replay it with that"):
         replay(written(tmp_path / "old.journal", old))
     with pytest.raises(MalformedMessage, match=r"how .* begins is not understood"):
-        replay(written(tmp_path / "odd.journal", next(read_segment(FIRST)[1])))
+        replay(written(tmp_path / "odd.journal", next(read_segment(recorded)[1])))
