@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from everstep.cli.context import DEFAULT_CONTROLLER, Access
-from everstep.cli.local_runs import local_runs, state_dir
+from everstep.cli.context import DEFAULT_CONTROLLER, Access, local_runs, state_dir
 from everstep.cli.main import app
 from everstep.errors import ConfigurationError
 

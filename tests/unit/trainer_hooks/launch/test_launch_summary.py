@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from everstep_trainer.launch.summary import MOST_LISTED, read_detail, summary
+from everstep_trainer.launch.private_services import MOST_LISTED, read_detail, summary
 
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.operator import JobDetail, JobSummary, Recovery
