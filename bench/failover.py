@@ -15,6 +15,7 @@ import http.client
 import json
 import secrets
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -22,7 +23,6 @@ import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.progress import Progress
@@ -30,16 +30,61 @@ from rich.progress import Progress
 from bench.load.postgres import own_postgres
 from bench.table import Row, finish, parser_of
 from everstep.bearer_tokens import TokenRole, mint
-from everstep.wire.v1.agent import Heartbeat, Numbered, Register, Reports
+from everstep.wire.v1.agent import (
+    PREFIX_BYTES,
+    UPGRADE,
+    Frame,
+    Heartbeat,
+    Numbered,
+    Register,
+    Reports,
+    encode_frame,
+)
 from everstep.wire.v1.training import AnyReport, JobSpec, LauncherJoined, RankLost
 
 CONTROLLERS = 3
+FRAMES = {Register: Frame.REGISTER, Heartbeat: Frame.HEARTBEAT, Reports: Frame.REPORTS}
+ANSWERS = (Frame.REGISTERED, Frame.HEARTBEAT_ANSWER, Frame.REPORTS_ANSWER, Frame.REFUSED)
 BEAT, REGROUP = "killed leader to the first beat answered", "killed leader to the first regroup durable"
 FLOOR_S, AIM_S = 3.0, 1.0
 LEASE_S = 5.0
 """The default of the setting; a stopped leader is followed after so long."""
 AGAIN_S = 0.01
 """Between two rounds of the controllers."""
+
+
+class Session:
+    """A node's session with one controller, for one message at a time. Raises OSError where it ends or is refused."""
+
+    def __init__(self, address: str, node: str, token: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._socket = socket.create_connection((host, int(port)), 5)
+        self._stream = self._socket.makefile("rb")
+        request = (
+            f"GET /v1/agents/{node}/session HTTP/1.1\r\nHost: bench\r\nConnection: Upgrade\r\n"
+            f"Upgrade: {UPGRADE}\r\nAuthorization: Bearer {token}\r\n\r\n"
+        )
+        self._socket.sendall(request.encode())
+        if b" 101 " not in self._stream.readline():
+            self.close()
+            raise ConnectionRefusedError(f"{address} opens no session")
+        while self._stream.readline().strip():
+            pass  # the answer's headers
+
+    def ask(self, message: Register | Heartbeat | Reports) -> bool:
+        """Whether the message was taken."""
+        self._socket.sendall(encode_frame(FRAMES[type(message)], msgspec.json.encode(message)))
+        while True:
+            prefix = self._stream.read(PREFIX_BYTES)
+            frame = self._stream.read(int.from_bytes(prefix, "big"))
+            if not frame:
+                raise ConnectionResetError("the session ended")
+            if frame[0] in ANSWERS:
+                return frame[0] != Frame.REFUSED
+
+    def close(self) -> None:
+        self._stream.close()
+        self._socket.close()
 
 
 class Fleet:
@@ -53,6 +98,7 @@ class Fleet:
         self._secret_file.write_text(secrets.token_hex(32))
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._addresses: dict[int, str] = {}
+        self._sessions: dict[tuple[str, str], Session] = {}
         self._number = 0
         self.leader = 0
 
@@ -81,34 +127,37 @@ class Fleet:
         self.start(one)
 
     def end(self) -> None:
+        for session in self._sessions.values():
+            session.close()
         for process in self._processes.values():
             process.kill()
             process.wait(10)
 
-    def ask(self, node: str, verb: str, body: Any, *, without: int | None = None) -> bytes:
-        """The first answer of status 200, from whichever controller gives it; not of ``without``, whose port would let
-        the client wait."""
+    def ask(self, node: str, message: Register | Heartbeat | Reports, *, without: int | None = None) -> None:
+        """Says it until one of the controllers takes it; not to ``without``, whose port would let the client wait."""
         end = time.perf_counter() + 60
         while time.perf_counter() < end:
             for one in sorted(self._addresses, key=lambda one: one != self.leader):
-                if one != without:
-                    status, answer = self._post(self._addresses[one], node, verb, body)
-                    if status == 200:
-                        self.leader = one
-                        return answer
+                if one != without and self._say(self._addresses[one], node, message):
+                    self.leader = one
+                    return
             time.sleep(AGAIN_S)
-        raise SystemExit(f"nobody answered {verb} within a minute")
+        raise SystemExit(f"nobody answered {type(message).__name__} within a minute")
 
-    def _post(self, address: str, node: str, verb: str, body: Any) -> tuple[int, bytes]:
-        host, _, port = address.rpartition(":")
-        headers = {"Authorization": f"Bearer {mint(self._secret_file.read_bytes().strip(), TokenRole.AGENT, node)}"}
-        with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=5)) as connection:
-            try:
-                connection.request("POST", f"/v1/agents/{node}/{verb}", msgspec.json.encode(body), headers)
-                response = connection.getresponse()
-                return response.status, response.read()
-            except (OSError, http.client.HTTPException):
-                return 0, b""
+    def _say(self, address: str, node: str, message: Register | Heartbeat | Reports) -> bool:
+        """Whether the controller took the message, in a session that stays open for what is said next."""
+        session = self._sessions.pop((address, node), None)
+        try:
+            if session is None:
+                token = mint(self._secret_file.read_bytes().strip(), TokenRole.AGENT, node)
+                session = Session(address, node, token)
+            taken = session.ask(message)
+        except OSError:
+            if session is not None:
+                session.close()
+            return False
+        self._sessions[address, node] = session
+        return taken
 
     def check_generation(self, wanted: int) -> None:
         """Each loss led to one generation more, or the figures are not what they say."""
@@ -123,14 +172,16 @@ class Fleet:
 
     def register(self, node: str) -> None:
         vault = "127.0.0.1:1"
-        self.ask(node, "register", Register(protocols=(1,), node=node, incarnation=1, agent_version="b", vault=vault))
+        self.ask(node, Register(protocols=(1,), node=node, incarnation=1, agent_version="b", vault=vault))
+        if node != "n0":  # it says nothing more
+            self._sessions.pop((self._addresses[self.leader], node)).close()
 
     def beat(self, *, without: int | None = None) -> None:
-        self.ask("n0", "heartbeat", Heartbeat(incarnation=1, seq=1, sent_at=0.0), without=without)
+        self.ask("n0", Heartbeat(incarnation=1, seq=1, sent_at=0.0), without=without)
 
     def report(self, body: AnyReport) -> None:
         self._number += 1
-        self.ask("n0", "reports", Reports(incarnation=1, reports=(Numbered(number=self._number, body=body),)))
+        self.ask("n0", Reports(incarnation=1, reports=(Numbered(number=self._number, body=body),)))
 
     def form(self, nodes: int, progress: Progress) -> None:
         """Registers the nodes, and lets one of them begin a job."""

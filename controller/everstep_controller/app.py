@@ -21,7 +21,7 @@ from everstep_controller.api.auth import Gate
 from everstep_controller.api.credentials import Credentials, Keyring
 from everstep_controller.api.history import HistoryRoutes
 from everstep_controller.api.operators import CredentialRoutes, OperatorRoutes, PolicyRoutes
-from everstep_controller.api.routes import AGENT, CREDENTIALS, HISTORY, OPERATOR, PLAIN, POLICY
+from everstep_controller.api.routes import CREDENTIALS, HISTORY, OPERATOR, PLAIN, POLICY
 from everstep_controller.api.stream import AuditFeed, Readers
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core import engine as fleet
@@ -44,7 +44,6 @@ from everstep_controller.runtime.push import Outbox
 from everstep_controller.runtime.startup_state import NOTHING, Known, restored
 from everstep_controller.runtime.transaction import AuditNumbers
 from everstep_controller.server import connections
-from everstep_controller.server.agent_routes import AgentRoutes
 from everstep_controller.server.agent_service import AgentDesk, OneByOne
 from everstep_controller.store import table_access
 from everstep_controller.store.retention import Keep, retaining
@@ -172,11 +171,7 @@ class Controller:
             charge_reports=gate.reports,
             doubt=self.doubt,
         )
-        self.app = AgentRoutes(
-            self._operators(gate),
-            desk=self.agents,
-            gate=gate,
-        )
+        self.app = self._operators(gate)
         self.task: asyncio.Task[None] | None = None
         self.background: list[asyncio.Task[None]] = []
 
@@ -313,7 +308,6 @@ class Controller:
         endpoints.install_routes(
             app, gate, admission, CREDENTIALS, CredentialRoutes(loop=self.loop, credentials=self.credentials)
         )
-        endpoints.install_known_routes(app, AGENT)
         self._open_routes(app, gate, admission)
         return app
 

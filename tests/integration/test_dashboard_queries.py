@@ -27,6 +27,7 @@ from everstep.bearer_tokens import TokenRole, mint
 from examples.demo.world import World, wait_for
 from tests.support.controllers import bearer, joined
 from tests.support.eventful import EventfulFleet
+from tests.support.sessions import Door
 
 pytestmark = [
     pytest.mark.slow,
@@ -103,15 +104,17 @@ def scraping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Ev
         flags = [f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
         flags += [f"--web.listen-address={address}", "--log.level=error"]
         process = subprocess.Popen(["prometheus", *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        door = Door(world.url.removeprefix("http://"))
         try:
             wait_for(lambda: scraped(address), "both targets are scraped")
-            fleet = EventfulFleet(lambda *asked: tell(world, *asked), world.secret)
+            fleet = EventfulFleet(lambda *asked: tell(world, *asked), door, world.secret)
             fleet.report("node-6", joined("ended", 1.0))
             operator = bearer(TokenRole.OPERATOR, "olga", world.secret)
             assert tell(world, "POST", "/v1/jobs/ended/stop", {"reason": "it is done"}, operator)[0] == 200
             assert tell(world, "GET", "/v1/status", None, {})[0] == 401
             yield address, fleet
         finally:
+            door.close()
             process.send_signal(signal.SIGKILL)
             process.wait()
 

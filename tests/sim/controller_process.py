@@ -1,9 +1,8 @@
 """A controller: the real core, transaction and outbox in a shell whose every step can be its last.
 
-It does what ``everstep_controller.runtime.loop`` and the agents' routes do: stimuli that wait together share a
-transaction; nobody is
-answered and nothing is pushed before it is durable. While the database is away it decides on in memory, promises
-nothing, and writes everything when it is back.
+It does what ``everstep_controller.runtime.loop`` and ``everstep_controller.server.session`` do: stimuli that wait
+together share a transaction; nobody is answered and nothing is pushed before it is durable. While the database is away
+it decides on in memory, promises nothing, and writes everything when it is back.
 """
 
 from __future__ import annotations

@@ -19,12 +19,15 @@ from everstep_controller.app import Controller
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.remediation.remediator import DryRun, Remediator
+from everstep_controller.server import responses
+from everstep_controller.server.agent_service import BeatAnswer, decode_register
 from everstep_controller.store.database import open_database
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
 from everstep.bearer_tokens import TokenRole, mint
 from everstep.clock import Clock
+from everstep.errors import EverstepError
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.agent import Heartbeat, HeartbeatAnswer, Numbered, Register, Registered, Reports, ReportsAnswer
 from everstep.wire.v1.directives import Directive
@@ -32,6 +35,9 @@ from everstep.wire.v1.training import AnyReport, JobSpec, LauncherJoined
 from tests.support.databases import give_schema
 from tests.support.forked import ForkPool
 from tests.support.programs import Forked
+
+_HEARTBEAT = msgspec.json.Decoder(Heartbeat)
+_REPORTS = msgspec.json.Decoder(Reports)
 
 SECRET = b"a secret of the tests, 32 bytes."
 
@@ -104,7 +110,10 @@ class InProcess:
 
 
 class Speaker:
-    """One agent's requests through a TestClient; answers decoded, refusals raised as ``Refused``."""
+    """One agent's messages to a controller in this process; answers decoded, refusals raised as ``Refused``.
+
+    Messages go through the checks of a session, but no connection is open: directives come with the beats' answers.
+    """
 
     def __init__(self, client: TestClient, node: str, incarnation: int = 1) -> None:
         self.client = client
@@ -117,20 +126,22 @@ class Speaker:
 
     def register(self, **fields: Any) -> Registered:
         said = registration(self.node, self.incarnation, **fields)
-        answer = self._post("register", said, Registered)
+        answer: Registered = self.tell(said)
         self.after = answer.next_directive - 1
         return answer
 
     def beat(self, **fields: Any) -> HeartbeatAnswer:
         self.seq += 1
         beat = Heartbeat(incarnation=self.incarnation, seq=self.seq, sent_at=0.0, **fields)
-        return self._post("heartbeat", beat, HeartbeatAnswer)
+        answer: HeartbeatAnswer = self.tell(beat)
+        return answer
 
     def report(self, *bodies: AnyReport, first: int | None = None) -> ReportsAnswer:
         start = self.number + 1 if first is None else first
         numbered = tuple(Numbered(number=start + i, body=body) for i, body in enumerate(bodies))
         self.number = max(self.number, start + len(bodies) - 1)
-        return self._post("reports", Reports(incarnation=self.incarnation, reports=numbered), ReportsAnswer)
+        answer: ReportsAnswer = self.tell(Reports(incarnation=self.incarnation, reports=numbered))
+        return answer
 
     def directives(self) -> tuple[Directive, ...]:
         """What a beat brings that acknowledges everything brought before."""
@@ -139,9 +150,35 @@ class Speaker:
             self.after = found[-1].seq
         return found
 
-    def _post(self, verb: str, body: Any, kind: type[Any]) -> Any:
-        path = f"/v1/agents/{self.node}/{verb}"
-        return _decoded(self.client.post(path, content=msgspec.json.encode(body), headers=self.headers), kind)
+    def tell(self, message: Register | Heartbeat | Reports) -> Any:
+        """The answer to one message, which may be one that no agent would send."""
+        return self.tell_raw(type(message), msgspec.json.encode(message))
+
+    def tell_raw(self, kind: type[Any], body: bytes) -> Any:
+        """The answer to a message's bytes."""
+        app: Any = self.client.app
+        assert self.client.portal is not None
+        try:
+            return self.client.portal.call(answer_agent, app.controller, self.node, kind, body, self.headers)
+        except EverstepError as error:
+            raise Refused(error.status, error.code, str(error)) from error
+
+
+async def answer_agent(controller: Controller, node: str, kind: type[Any], body: bytes, headers: dict[str, str]) -> Any:
+    """What the controller answers to one message of an agent that has no session. Raises EverstepError."""
+    pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+    controller.gate.agent(pairs, node, None)
+    desk = controller.agents
+    if kind is Register:
+        return await desk.register(node, decode_register(body))
+    if kind is Reports:
+        return ReportsAnswer(through=await desk.reports(node, responses.decode(_REPORTS, body)))
+    outcome = desk.beat(node, responses.decode(_HEARTBEAT, body))
+    resend = outcome if isinstance(outcome, bool) else await outcome
+    desk.metrics.beats += 1
+    directives = tuple(one.encoded() for one in desk.outbox.pending(node))
+    answer = responses.encode(BeatAnswer(desk.wall(), resend, directives))
+    return msgspec.json.decode(answer, type=HeartbeatAnswer)
 
 
 class Refused(Exception):
@@ -191,6 +228,7 @@ class ControllerProcess:
         self.arguments = arguments
         self.listen = "127.0.0.1:0"
         self.process: subprocess.Popen[bytes] | Forked | None = None
+        self.sessions: dict[str, Any] = {}
 
     def start(self, deadline_s: float = 90.0) -> ControllerProcess:
         self.ready_file.unlink(missing_ok=True)
@@ -234,6 +272,8 @@ class ControllerProcess:
 
     def end(self) -> None:
         """Whatever state it is in, it is gone afterwards."""
+        for session in self.sessions.values():
+            session.close()
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait(60)

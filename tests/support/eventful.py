@@ -13,10 +13,11 @@ from everstep.bearer_tokens import TokenRole
 from everstep.ids import Version
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from everstep.wire.v1 import operator_history as past
-from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, Numbered, Reports
+from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, Numbered, Register, Reports
 from everstep.wire.v1.training import AnyReport, FindingRaised, RankLost, RankProgress, Resumed, Sealed
 from tests.support import spoken
 from tests.support.controllers import SECRET, bearer, joined, registration
+from tests.support.sessions import Doors, tell
 
 Ask = Callable[[str, str, Any, dict[str, str]], tuple[int, bytes]]
 """Method, path, body and headers of a request; its status and answer. As ``ControllerProcess.ask``."""
@@ -50,8 +51,9 @@ def write_settings(folder: Path) -> Path:
 class EventfulFleet:
     """Six nodes, of which job ``llama`` lost a rank, and then node-1 to a fallen GPU; node-5, sick as well, is held."""
 
-    def __init__(self, ask: Ask, secret: bytes = SECRET) -> None:
+    def __init__(self, ask: Ask, door: Doors, secret: bytes = SECRET) -> None:
         self._ask = ask
+        self._door = door
         self._secret = secret
         self._numbers: dict[str, int] = {}
         self._beats = 1000  # beyond the numbers of the beats below
@@ -73,17 +75,16 @@ class EventfulFleet:
 
     def report(self, node: str, body: AnyReport) -> None:
         number = self._numbers[node] = self._numbers.get(node, 0) + 1
-        self._post(node, "reports", Reports(incarnation=1, reports=(Numbered(number=number, body=body),)))
+        self._tell(node, Reports(incarnation=1, reports=(Numbered(number=number, body=body),)))
 
     def beat(self) -> None:
         """Send one quiet heartbeat of every node, so that none of them is lost meanwhile."""
         self._beats += 1
         for node in RACKS:
-            self._post(node, "heartbeat", Heartbeat(incarnation=1, seq=self._beats, sent_at=0.0))
+            self._tell(node, Heartbeat(incarnation=1, seq=self._beats, sent_at=0.0))
 
-    def _post(self, node: str, verb: str, body: Any) -> None:
-        headers = bearer(TokenRole.AGENT, node, self._secret)
-        status, answer = self._ask("POST", f"/v1/agents/{node}/{verb}", body, headers)
+    def _tell(self, node: str, message: Register | Heartbeat | Reports) -> None:
+        status, answer = tell(self._door, node, message, bearer(TokenRole.AGENT, node, self._secret))
         assert status == 200, answer
 
     def _appear(self, node: str) -> None:
@@ -98,8 +99,8 @@ class EventfulFleet:
         words = registration(
             node, gpus=(gpu,), domain=Domain(rack=RACKS[node]), labels={"pool": "train"}, agent_version="0.1.0"
         )
-        self._post(node, "register", words)
-        self._post(node, "heartbeat", Heartbeat(incarnation=1, seq=1, sent_at=0.0, findings=()))
+        self._tell(node, words)
+        self._tell(node, Heartbeat(incarnation=1, seq=1, sent_at=0.0, findings=()))
 
     def _resumed(self, generation: int, *nodes: str) -> None:
         restored = Version(1, 1) if generation > 1 else None
@@ -130,7 +131,7 @@ class EventfulFleet:
             done = RankProgress(
                 job="llama", generation=generation, rank=rank, step=7 * generation, step_s=0.04, loss=2.25
             )
-            self._post(node, "heartbeat", Heartbeat(incarnation=1, seq=generation, sent_at=0.0, ranks=(done,)))
+            self._tell(node, Heartbeat(incarnation=1, seq=generation, sent_at=0.0, ranks=(done,)))
 
     def _wait_for_cordon(self) -> None:
         """Remedies are carried out beside the loop; what follows from them comes when it comes."""

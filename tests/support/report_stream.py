@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import http.client
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
-from everstep.bearer_tokens import TokenRole
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.agent import Numbered, Reports, ReportsAnswer
+from everstep.wire.v1.agent import Numbered, Reports
 from everstep.wire.v1.training import FindingRaised
-from tests.support.controllers import VIEWER, ControllerProcess, bearer, registration
+from tests.support.controllers import VIEWER, ControllerProcess, registration
+from tests.support.sessions import tell
 
 EVERY_FINDING = "node_events_burst = 1000000\n[policy]\nfinding_burst = 1000000\n"
 """Settings under which every report leaves a line in the audit log, however many there are."""
@@ -34,7 +34,7 @@ def finding(number: int) -> FindingRaised:
 
 
 class ReportStream(threading.Thread):
-    """Posts the reports of node ``n1``, a few at a time, each again until somebody has acknowledged it."""
+    """Sends the reports of node ``n1``, a few at a time, each again until somebody has acknowledged it."""
 
     PER_REQUEST = 7
 
@@ -43,32 +43,29 @@ class ReportStream(threading.Thread):
         self.controllers = controllers
         self.acknowledged = 0
         self.over = threading.Event()
-        self.headers = bearer(TokenRole.AGENT, "n1")
 
     def run(self) -> None:
         turn = 0
         while not self.over.is_set():
             controller = self.controllers[turn % len(self.controllers)]
             try:
-                status, body = self._post(controller)
-            except (OSError, http.client.HTTPException):
-                status, body = 0, b""
+                status, answer = self._report(controller)
+            except (OSError, EOFError):
+                status, answer = 0, None
             if status == 200:
-                self.acknowledged = msgspec.json.decode(body, type=ReportsAnswer).through
+                self.acknowledged = answer.through
                 continue
             if status != 404:  # else it leads now, and wants the node to register, which was done
                 turn += 1
                 self.over.wait(0.005)
 
-    def _post(self, controller: ControllerProcess) -> tuple[int, bytes]:
+    def _report(self, controller: ControllerProcess) -> tuple[int, Any]:
         numbers = range(self.acknowledged + 1, self.acknowledged + 1 + self.PER_REQUEST)
         batch = tuple(Numbered(number=number, body=finding(number)) for number in numbers)
-        answer = controller.ask(
-            "POST", "/v1/agents/n1/reports", Reports(incarnation=1, reports=batch), self.headers, timeout_s=2.0
-        )
-        if answer[0] == 404:
-            controller.ask("POST", "/v1/agents/n1/register", registration("n1"), self.headers, timeout_s=2.0)
-        return answer
+        told = tell(controller, "n1", Reports(incarnation=1, reports=batch), timeout_s=2.0)
+        if told[0] == 404:
+            tell(controller, "n1", registration("n1"), timeout_s=2.0)
+        return told
 
     def check(self, leader: ControllerProcess) -> None:
         """Everything acknowledged is in the leader's audit log, in order, and nothing twice."""

@@ -1,4 +1,4 @@
-"""An agent's session for tests: a blocking client of real frames, and a served controller inside the test's process."""
+"""An agent's session for tests: a blocking client of real frames, and a served controller inside the test's door."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from everstep_controller.api.auth import Headers
@@ -19,6 +19,7 @@ from everstep_controller.server.connection_router import Front
 from everstep_controller.server.connections import Descriptors, Peer
 
 from everstep.bearer_tokens import TokenRole
+from everstep.errors import BY_CODE
 from everstep.wire.v1.agent import (
     NUMBER_BYTES,
     PREFIX_BYTES,
@@ -30,6 +31,7 @@ from everstep.wire.v1.agent import (
     HeartbeatAnswer,
     Numbered,
     Refused,
+    Register,
     Registered,
     Reports,
     ReportsAnswer,
@@ -104,8 +106,16 @@ class AgentSession(Line):
     ``headers``: of its upgrade; by default a token of the node's.
     """
 
-    def __init__(self, address: str, node: str, incarnation: int = 1, headers: dict[str, str] | None = None) -> None:
-        super().__init__(address)
+    def __init__(
+        self,
+        address: str,
+        node: str,
+        incarnation: int = 1,
+        headers: dict[str, str] | None = None,
+        timeout_s: float = 10.0,
+    ) -> None:
+        super().__init__(address, timeout_s)
+        self.address = address
         self.node = node
         self.incarnation = incarnation
         self.pushed: list[Directive] = []
@@ -113,7 +123,25 @@ class AgentSession(Line):
         self._number = 0
         self.send(upgrade(node, bearer(TokenRole.AGENT, node) if headers is None else headers))
         status, head = self.head()
-        assert status == 101, head
+        if status != 101:
+            length = next(
+                int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length")
+            )
+            problem = msgspec.json.decode(self.take(length))
+            self.close()
+            raise NotUpgraded(status, problem)
+
+    def broken(self) -> bool:
+        """Whether the other end closed; reads what is there."""
+        self.sock.settimeout(0.0)
+        try:
+            while data := self.sock.recv(1 << 20):
+                self._read += data
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def say(self, kind: Frame, message: Any) -> None:
         self.send(encode_frame(kind, msgspec.json.encode(message)))
@@ -137,10 +165,15 @@ class AgentSession(Line):
 
     def answer(self, kind: type[T]) -> T:
         """The next frame that is no push. Raises AssertionError where it is another."""
+        message = self.any_answer()
+        assert isinstance(message, kind), message
+        return message
+
+    def any_answer(self) -> Any:
+        """The next frame that is no push."""
         while True:
             _, message = self.next_frame()
             if not isinstance(message, DirectivesAnswer):
-                assert isinstance(message, kind), message
                 return message
 
     def directive(self, kind: type[T]) -> T:
@@ -178,6 +211,70 @@ class AgentSession(Line):
 
     def acknowledge(self, through: int) -> None:
         self.say(Frame.ACKNOWLEDGE, Acknowledge(through=through))
+
+
+class Doors(Protocol):
+    """Where agents come to, and the sessions that they have open there by node. ``ControllerProcess`` is one."""
+
+    listen: str
+    sessions: dict[str, Any]
+
+
+class Door:
+    """The address of a controller that another program started. ``close`` it."""
+
+    def __init__(self, listen: str) -> None:
+        self.listen = listen
+        self.sessions: dict[str, Any] = {}
+
+    def close(self) -> None:
+        for session in self.sessions.values():
+            session.close()
+
+
+FRAMES = {Register: Frame.REGISTER, Heartbeat: Frame.HEARTBEAT, Reports: Frame.REPORTS}
+
+
+def tell(
+    door: Doors,
+    node: str,
+    message: Register | Heartbeat | Reports,
+    headers: dict[str, str] | None = None,
+    timeout_s: float = 35.0,
+) -> tuple[int, Any]:
+    """Says one thing in a node's session with a controller, which stays open for what is said next.
+
+    Returns 200 and the answer; of a refusal its code's status and ``{"code", "detail"}``, or what an upgrade that is
+    refused was answered. Raises OSError and EOFError for a connection that breaks.
+    """
+    session = door.sessions.get(node)
+    if session is not None and (session.address != door.listen or session.broken()):
+        session.close()
+        session = None
+    if session is None:
+        try:
+            session = door.sessions[node] = AgentSession(door.listen, node, headers=headers, timeout_s=timeout_s)
+        except NotUpgraded as refused:
+            door.sessions.pop(node, None)
+            return refused.status, refused.problem
+    session.sock.settimeout(timeout_s)
+    try:
+        session.say(FRAMES[type(message)], message)
+        answer = session.any_answer()
+    except (OSError, EOFError):
+        door.sessions.pop(node).close()
+        raise
+    if isinstance(answer, Refused):
+        return BY_CODE[answer.code].status, {"code": answer.code, "detail": answer.message}
+    return 200, answer
+
+
+class NotUpgraded(AssertionError):
+    """A session was refused: the HTTP status, and the problem document."""
+
+    def __init__(self, status: int, problem: dict[str, Any]) -> None:
+        super().__init__(f"{status} {problem}")
+        self.status, self.problem = status, problem
 
 
 class Served:

@@ -92,16 +92,6 @@ def methods(method: str) -> list[str]:
     return ["GET", "HEAD"] if method == "GET" else [method]
 
 
-def install_known_routes(app: FastAPI, routes: Mapping[str, Route]) -> None:
-    """Makes routes known that are answered in front of FastAPI, so that another method is told which one there is."""
-
-    async def unreachable(request: Request) -> Response:
-        raise NotFound(f"{request.url.path} is not answered here")
-
-    for name, route in routes.items():
-        app.add_api_route(route.path, unreachable, methods=[route.method], name=name, include_in_schema=False)
-
-
 def misfit(path_params: Mapping[str, str]) -> str | None:
     """Why a path names nothing that there can be; None where it fits."""
     for name, value in path_params.items():

@@ -76,10 +76,6 @@ def _statuses(name: str, route: Route) -> list[int]:
         statuses |= {404, 409, 413, 415}
     if route.matches:
         statuses |= {412}
-    if route.access is Access.AGENT:
-        statuses |= {404, 409}
-    if name == "register":
-        statuses |= {426}
     return sorted(statuses)
 
 
@@ -100,7 +96,7 @@ def _operation(name: str, route: Route, schemas: dict[Any, dict[str, Any]]) -> d
         "operationId": name,
         "summary": route.summary,
         "description": _description(route),
-        "tags": ["agents" if route.access is Access.AGENT else "operators"],
+        "tags": ["operators"],
         "security": [] if route.access is Access.OPEN else [{"bearer": []}, {"certificate": []}],
         "parameters": _parameters(route),
         "responses": {

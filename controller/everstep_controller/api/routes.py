@@ -10,7 +10,7 @@ import msgspec
 from everstep.bearer_tokens import TokenRole
 from everstep.ids import JobId, NodeId, TraceId, Whole, whole
 from everstep.vocabulary import Decision, JobState, NodeState, Verdict
-from everstep.wire.v1 import agent, enrolment
+from everstep.wire.v1 import enrolment
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1 import operator_history as past
 from everstep.wire.v1.operator_history import Evidence, JobCheckpoints
@@ -119,14 +119,6 @@ def _change(
     path: str, body: Any, summary: str, matches: str, answers: Any = op.Changed, access: Access = Access.CHANGE
 ) -> Route:
     return Route(method="POST", path=path, access=access, summary=summary, answers=answers, body=body, matches=matches)
-
-
-def _agent(verb: str, body: Any, answers: Any, summary: str) -> Route:
-    path = f"/v1/agents/{{node}}/{verb}"
-    repeats = "What comes again is known by its incarnation and number, and counts once"
-    return Route(
-        method="POST", path=path, access=Access.AGENT, summary=summary, answers=answers, body=body, repeats=repeats
-    )
 
 
 OPERATOR: dict[str, Route] = {
@@ -274,13 +266,7 @@ CREDENTIALS: dict[str, Route] = {
     ),
 }
 
-AGENT: dict[str, Route] = {
-    "register": _agent("register", agent.Register, agent.Registered, "Begin a life."),
-    "heartbeat": _agent("heartbeat", agent.Heartbeat, agent.HeartbeatAnswer, "Once a second."),
-    "reports": _agent("reports", agent.Reports, agent.ReportsAnswer, "What happened; answered when durable."),
-}
-
-ROUTES: dict[str, Route] = {**OPERATOR, **HISTORY, **POLICY, **CREDENTIALS, **AGENT}
+ROUTES: dict[str, Route] = {**OPERATOR, **HISTORY, **POLICY, **CREDENTIALS}
 """Every route that has a message for its answer."""
 
 PLAIN: dict[str, Route] = {

@@ -1,4 +1,4 @@
-"""What an agent may ask and what follows from it, whatever way it came: by HTTP or in a session.
+"""What an agent may ask in its session, and what follows from it.
 
 A fleet of 12,500 nodes beats 12,500 times a second; a beat that says nothing new costs one ``touch``, no transaction
 and no task.

@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any, Protocol
 from urllib.parse import unquote
 
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, VersionMismatch
 from everstep.wire.v1.agent import UPGRADE
 from everstep_controller.api.auth import Gate, Headers
 from everstep_controller.leadership.takeover_gate import PATIENCE_S, Threshold
@@ -121,17 +121,21 @@ class Front(asyncio.Protocol):
             return
         lines = head[:end].split(b"\r\n")
         path, headers = _path(lines[0]), [_header(line) for line in lines[1:]]
-        if not path.endswith(_AFTER_NODE) or (b"upgrade", _WANTED) not in headers:
+        if not path.endswith(_AFTER_NODE):
             self._to_http()
             return
+        is_upgrade = (b"upgrade", _WANTED) in headers
         node = unquote(path[: -len(_AFTER_NODE)].decode("latin-1"))
         leader = self._house.leading()
         if leader is None:
-            self._house.knock(node, headers, Peer.of(self._transport))
+            if is_upgrade:
+                self._house.knock(node, headers, Peer.of(self._transport))
             self._wait()
             return
         try:
             identity = leader.gate.agent(headers, node, Peer.of(self._transport))
+            if not is_upgrade:
+                raise VersionMismatch(f"a session is asked for with `Connection: Upgrade` and `Upgrade: {UPGRADE}`")
         except EverstepError as error:
             leader.agents.metrics.refused("agents/session", error.code)
             self._refuse(error)

@@ -1,16 +1,4 @@
-"""The agent's HTTP requests and their answers.
-
-=======  ==================================  ==============================  =======================
-method   path                                body                            answer
-=======  ==================================  ==============================  =======================
-POST     /v1/agents/{node}/register          Register                        Registered
-POST     /v1/agents/{node}/heartbeat         Heartbeat                       HeartbeatAnswer
-POST     /v1/agents/{node}/reports           Reports (urgent)                ReportsAnswer
-GET      /v1/agents/{node}/session           (upgrade)                       frames, ``session``
-=======  ==================================  ==============================  =======================
-
-Errors are ``{"error": {"code", "message"}}`` with the status of ``everstep.errors``.
-"""
+"""An agent's session with the controller: its frames and their messages."""
 
 from __future__ import annotations
 

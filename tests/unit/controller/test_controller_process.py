@@ -18,7 +18,7 @@ from sqlalchemy.engine import make_url
 
 from everstep.bearer_tokens import TokenRole, mint, verify
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.agent import Heartbeat, Numbered, Registered, Reports
+from everstep.wire.v1.agent import Numbered, Registered, Reports
 from everstep.wire.v1.directives import NewGeneration
 from tests.support.controllers import (
     SECRET,
@@ -32,7 +32,7 @@ from tests.support.controllers import (
 from tests.support.forked import ForkPool
 from tests.support.processes import is_running
 from tests.support.report_stream import EVERY_FINDING, events, reporting
-from tests.support.sessions import AgentSession
+from tests.support.sessions import AgentSession, tell
 from tests.support.waiting import until
 
 N1 = bearer(TokenRole.AGENT, "n1")
@@ -45,10 +45,10 @@ def process(program_forks: ForkPool, tmp_path: Path) -> Iterator[ControllerProce
 
 
 def register(process: ControllerProcess, node: str = "n1") -> Registered:
-    path, headers = f"/v1/agents/{node}/register", bearer(TokenRole.AGENT, node)
-    status, body = process.ask("POST", path, registration(node), headers)
-    assert status == 200, body
-    return msgspec.json.decode(body, type=Registered)
+    status, answer = tell(process, node, registration(node))
+    assert status == 200, answer
+    assert isinstance(answer, Registered)
+    return answer
 
 
 def connected(process: ControllerProcess) -> int:
@@ -164,14 +164,13 @@ def test_a_second_controller_over_the_same_database_fences_the_first_off(
         controller_process(first_home, program_forks) as first,
         controller_process(second_home, program_forks, database=first.database) as second,
     ):
-        headers, body = bearer(TokenRole.AGENT, "n1"), registration("n1")
-        status, answer = first.ask("POST", "/v1/agents/n1/register", body, headers)
-        assert (status, json.loads(answer)["code"]) == (503, "unavailable")
+        status, problem = tell(first, "n1", registration("n1"))
+        assert (status, problem["code"]) == (503, "unavailable")
         assert first.process is not None
         assert first.process.wait(60) == 70
         assert "another controller took the database over" in first.log()
         assert "start the controller again" in first.log()
-        assert second.ask("POST", "/v1/agents/n1/register", body, headers)[0] == 200
+        assert tell(second, "n1", registration("n1"))[0] == 200
 
 
 def test_a_controller_that_should_die_with_its_parent_does(tmp_path: Path) -> None:
@@ -219,7 +218,7 @@ def test_a_database_over_postgresql_serves_and_survives_a_kill(
     with controller_process(tmp_path, program_forks, database=postgres) as process:
         register(process)
         reports = Reports(incarnation=1, reports=(Numbered(number=1, body=joined("j", 1.0)),))
-        assert process.ask("POST", "/v1/agents/n1/reports", reports, N1)[0] == 200
+        assert tell(process, "n1", reports)[0] == 200
         process.kill()
         process.start()
         jobs = msgspec.json.decode(process.ask("GET", "/v1/jobs", None, VIEWER)[1], type=op.JobList).jobs
@@ -344,12 +343,3 @@ def test_the_log_is_one_json_object_a_line_and_holds_no_token(process: Controlle
     assert any(line.get("node") == "n1" for line in lines)
     assert "Bearer" not in process.log()
     assert "wrong" not in process.log()
-
-
-def test_a_beat_by_http_brings_no_directives_while_there_is_a_session_for_them(process: ControllerProcess) -> None:
-    with session_of(process) as session:
-        session.report(joined("j", 1.0))
-        for seq in range(1, 4):
-            beat = Heartbeat(incarnation=1, seq=seq, sent_at=0.0, findings=() if seq == 1 else None)
-            status, body = process.ask("POST", "/v1/agents/n1/heartbeat", beat, N1)
-            assert (status, "directives" in json.loads(body)) == (200, False)

@@ -21,9 +21,9 @@ from everstep.errors import ConfigurationError, Conflict, PermissionDenied, Unav
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.agent import Heartbeat
 from tests.support.controllers import ControllerProcess, controller_process
 from tests.support.forked import ForkPool
+from tests.support.sessions import AgentSession, NotUpgraded
 
 DEADLINE_S = 60.0
 
@@ -64,9 +64,13 @@ def token(settings: AgentSettings) -> str:
 
 
 def is_good(process: ControllerProcess, settings: AgentSettings) -> bool:
-    path, beat = f"/v1/agents/{settings.node}/heartbeat", Heartbeat(incarnation=1, seq=1, sent_at=0.0)
-    status, _ = process.ask("POST", path, beat, headers={"Authorization": f"Bearer {token(settings)}"})
-    return status in (200, 404, 409)
+    try:
+        AgentSession(process.listen, settings.node, headers={"Authorization": f"Bearer {token(settings)}"}).close()
+    except NotUpgraded as refused:
+        if refused.status in (401, 403):
+            return False
+        raise
+    return True
 
 
 def test_the_token_is_written_for_the_agent_alone_and_nothing_else_is_left(

@@ -22,7 +22,7 @@ from everstep.bearer_tokens import Identity, TokenRole, mint
 from everstep.cli.main import app
 from everstep.clock import ManualClock
 from everstep.errors import AuthenticationError
-from everstep.wire.v1.agent import Frame, Heartbeat, Refused
+from everstep.wire.v1.agent import UPGRADE, Frame, Heartbeat, Refused
 from everstep.wire.v1.directives import NewGeneration
 from tests.support.certificates import Authority, Pair
 from tests.support.controllers import (
@@ -32,7 +32,6 @@ from tests.support.controllers import (
     bearer,
     controller_process,
     joined,
-    registration,
 )
 from tests.support.forked import ForkPool
 from tests.support.sessions import AgentSession, Served, served
@@ -182,8 +181,13 @@ def test_an_agents_certificate_speaks_for_its_node_and_for_no_other(
     process: ControllerProcess, authority: Authority
 ) -> None:
     tls = authority.trust(authority.client("everstep://agent/n1"))
-    assert ask(process, tls, "POST", "/v1/agents/n1/register", registration("n1"))[0] == 200
-    assert ask(process, tls, "POST", "/v1/agents/n2/register", registration("n2"))[0] == 403
+    wanted = {"Connection": "Upgrade", "Upgrade": UPGRADE}
+    host, _, port = process.listen.rpartition(":")
+    for node, status in (("n1", 101), ("n2", 403)):
+        connection = http.client.HTTPSConnection(host, int(port), timeout=120, context=tls)
+        with closing(connection):
+            connection.request("GET", f"/v1/agents/{node}/session", None, wanted)
+            assert connection.getresponse().status == status
     assert ask(process, tls, "GET", "/v1/status")[0] == 403
 
 

@@ -64,7 +64,9 @@ def test_a_join_token_can_do_nothing_but_enrol(client: TestClient) -> None:
     join = join_token(client)
     for path in ("/v1/status", "/v1/credentials", "/v1/nodes/n1"):
         assert client.get(path, headers=join).status_code == 403
-    assert client.post("/v1/agents/n1/heartbeat", headers=join).status_code == 403
+    joining = Speaker(client, "n1")
+    joining.headers = join
+    assert refusal(joining.beat).status == 403
 
 
 def test_a_one_time_token_enrols_one_node(client: TestClient) -> None:

@@ -18,30 +18,27 @@ import pytest
 from everstep_controller.api.routes import PLAIN, ROUTES, Access, Route
 from everstep_controller.server.responses import MEDIA_TYPE
 
-from everstep.bearer_tokens import TokenRole, hash_secret
+from everstep.bearer_tokens import hash_secret
 from everstep.wire.v1 import agent
 from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1.agent import Frame, Refused, encode_frame
 from everstep.wire.v1.training import RankLost
-from tests.support.controllers import OPERATOR, ControllerProcess, bearer, controller_process, joined, registration
+from tests.support.controllers import OPERATOR, ControllerProcess, controller_process, joined, registration
 from tests.support.forked import ForkPool
 from tests.support.fuzz import damaged, hopeless, requests_of_strangers
-from tests.support.sessions import AgentSession
+from tests.support.sessions import AgentSession, tell
 
 SEED = 20_240_607
 DAMAGED_PER_ROUTE = 30
 MOST_GROWTH_BYTES = 96 << 20
 """What the process may hold more at the end than at the beginning: some requests of 20 MiB were under way."""
-AGENT = bearer(TokenRole.AGENT, "n1")
 LOST = RankLost(job="j", at=1.0, generation=1, rank=0, local_rank=0, detail="killed\x00by hand")
 REPORTS = agent.Reports(
     incarnation=1,
     reports=(agent.Numbered(number=1, body=joined("j", 1.0)), agent.Numbered(number=2, body=LOST)),
 )
+BEAT = agent.Heartbeat(incarnation=1, seq=1, sent_at=1.0, findings=())
 GOOD: dict[str, Any] = {
-    "register": registration("n1"),
-    "heartbeat": agent.Heartbeat(incarnation=1, seq=1, sent_at=1.0, findings=()),
-    "reports": REPORTS,
     "enrol": wire.Enrol(node="n9", secret_hash=hash_secret("s")),
     "issue_credential": wire.IssueJoin(reason="fuzz", subject="nobody-*"),
 }
@@ -55,7 +52,7 @@ def process(program_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -
     with controller_process(
         tmp_path_factory.mktemp("controller"), program_forks, arguments=("--settings", str(limits))
     ) as process:
-        assert process.ask("POST", "/v1/agents/n1/register", registration("n1"), AGENT)[0] == 200
+        assert tell(process, "n1", registration("n1"))[0] == 200
         yield process
         assert is_well(process)
 
@@ -69,7 +66,7 @@ def join(process: ControllerProcess) -> dict[str, str]:
 def is_well(process: ControllerProcess) -> bool:
     """Whether it still decides: an answer that needs the loop and the database."""
     beat = agent.Heartbeat(incarnation=1, seq=9, sent_at=1.0, findings=())
-    return process.ask("POST", "/v1/agents/n1/heartbeat", beat, AGENT)[0] in (200, 404)
+    return tell(process, "n1", beat)[0] in (200, 404)
 
 
 def resident_bytes(process: ControllerProcess) -> int:
@@ -79,8 +76,6 @@ def resident_bytes(process: ControllerProcess) -> int:
 
 
 def headers_for(route: Route, join: dict[str, str]) -> dict[str, str]:
-    if route.access is Access.AGENT:
-        return AGENT
     return join if route.access is Access.JOIN else OPERATOR
 
 
@@ -205,7 +200,7 @@ def bad_frames(rng: random.Random) -> Iterator[bytes]:
     yield (1 << 21).to_bytes(4, "big") + b"\x03"
     for kind in (0, 5, Frame.REGISTERED, Frame.PUSH, 255):
         yield b"\x00\x00\x00\x03" + bytes((kind,)) + b"{}"
-    good = {Frame.REGISTER: GOOD["register"], Frame.HEARTBEAT: GOOD["heartbeat"], Frame.REPORTS: REPORTS}
+    good = {Frame.REGISTER: registration("n1"), Frame.HEARTBEAT: BEAT, Frame.REPORTS: REPORTS}
     for kind, message in good.items():
         body = msgspec.json.encode(message)
         for bad in hopeless(body, rng):

@@ -22,7 +22,7 @@ def test_what_a_killed_controller_decided_is_decided_again(program_forks: ForkPo
     process = ControllerProcess(tmp_path, program_forks, arguments=("--settings", str(settings)))
     try:
         process.start()
-        EventfulFleet(process.ask)
+        EventfulFleet(process.ask, process)
         process.kill()
         process.start()
         process.terminate()

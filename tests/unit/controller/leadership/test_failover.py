@@ -19,11 +19,12 @@ from sqlalchemy.engine import make_url
 
 from everstep.bearer_tokens import TokenRole, mint
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.agent import Heartbeat
+from everstep.wire.v1.agent import Frame, Heartbeat, Refused
 from tests.support.agents import agent_process
-from tests.support.controllers import PATIENT, SECRET, VIEWER, ControllerProcess, bearer, registration
+from tests.support.controllers import PATIENT, SECRET, VIEWER, ControllerProcess, bearer
 from tests.support.forked import ForkPool
 from tests.support.report_stream import EVERY_FINDING, ReportStream, events, reporting
+from tests.support.sessions import AgentSession
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -74,7 +75,7 @@ def test_a_standby_says_who_leads_and_follows_at_once_where_the_leader_ends_in_o
         status, body = standby.ask("GET", "/readyz", None, {})
         assert (status, json.loads(body)) == (503, {"ok": False, "role": "standby", "leader": leader.url})
         with closing(standby.connection()) as connection:
-            connection.request("POST", "/v1/agents/n1/register", msgspec.json.encode(registration("n1")), N1)
+            connection.request("GET", "/v1/status", None, VIEWER)
             response = connection.getresponse()
             problem = json.loads(response.read())
         assert response.status == 503
@@ -107,20 +108,20 @@ def test_a_leader_that_was_stopped_and_wakes_does_no_harm_and_stands_by(controll
         stopped = leader_of(controllers)
         assert stopped.process is not None
         others = [one for one in controllers if one is not stopped]
-        beat = msgspec.json.encode(Heartbeat(incarnation=1, seq=1, sent_at=0.0))
-        with closing(stopped.connection()) as kept:
-            kept.request("POST", "/v1/agents/n1/heartbeat", beat, N1)
-            assert kept.getresponse().read()
+        with closing(AgentSession(stopped.listen, "n2")) as kept:
+            kept.register()
+            kept.beat(findings=())
             stopped.process.send_signal(signal.SIGSTOP)
             try:
                 until(lambda: any(one.leads() for one in others), "another leader")
-                kept.request("POST", "/v1/agents/n1/heartbeat", beat, N1)  # it waits in the stopped one's socket
+                beat = Heartbeat(incarnation=1, seq=2, sent_at=0.0)
+                kept.say(Frame.HEARTBEAT, beat)  # it waits in the stopped one's socket
                 more(stream)
             finally:
                 stopped.process.send_signal(signal.SIGCONT)
             try:
-                assert kept.getresponse().status == 503
-            except ConnectionError:  # it had learned that it was followed before it read this, and hung up
+                assert kept.answer(Refused).code == "unavailable"
+            except (ConnectionError, EOFError):  # it had learned that it was followed before it read this, and hung up
                 pass
         until(lambda: stopped.ask("GET", "/readyz", None, {})[1].count(b"http://"), "it to stand by")
         assert stopped.process.poll() is None

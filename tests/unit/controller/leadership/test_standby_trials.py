@@ -25,6 +25,7 @@ from tests.support.core_fleet import START
 from tests.support.findings import xid
 from tests.support.forked import ForkPool
 from tests.support.journaled import JournaledFleet
+from tests.support.sessions import tell
 from tests.support.waiting import until
 
 TRY = past.TryPolicy(change=past.PolicyChange(knobs={"eviction_count": 1}), hours=1.0)
@@ -102,7 +103,7 @@ def test_the_command_tells_of_all_that_two_controllers_recorded_one_after_the_ot
             pair.append(stack.enter_context(controller_process(tmp_path / name, program_forks, **options)))
         for leader, other, node in ((pair[0], pair[1], "n1"), (pair[1], pair[0], "n2")):
             until(leader.leads, "the first one to lead")
-            assert leader.ask("POST", f"/v1/agents/{node}/register", registration(node), _agent(node))[0] == 200
+            assert tell(leader, node, registration(node))[0] == 200
             evict = leader.ask("POST", f"/v1/nodes/{node}/evict", op.Because(reason="to see it"))
             assert evict[0] == 200, evict
             if node == "n1":

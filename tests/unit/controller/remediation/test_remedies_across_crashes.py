@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from everstep.bearer_tokens import TokenRole
 from everstep.vocabulary import Action
-from everstep.wire.v1.agent import Numbered, Reports
+from everstep.wire.v1.agent import Numbered, Register, Reports
 from everstep.wire.v1.operator_history import RemedyList
 from everstep.wire.v1.training import FindingRaised
 from tests.support import kube, slurm
-from tests.support.controllers import VIEWER, ControllerProcess, bearer, controller_process, registration
+from tests.support.controllers import VIEWER, ControllerProcess, controller_process, registration
 from tests.support.findings import xid
 from tests.support.forked import ForkPool
 from tests.support.hook import Receiver
+from tests.support.sessions import tell
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -130,13 +130,13 @@ def controller_with(program_forks: ForkPool, remediation: str, directory: Path) 
 def fall_off_the_bus(process: ControllerProcess, node: str = "n1") -> None:
     """An idle node of a small fleet reports what takes it out: it is cordoned, and rebooted a moment later."""
     for name in ("n1", "n2", "n3", "n4"):
-        _post(process, name, "register", registration(name))
+        _tell(process, name, registration(name))
     report = FindingRaised(finding=xid(action=Action.REBOOT_NODE))
-    _post(process, node, "reports", Reports(incarnation=1, reports=(Numbered(number=1, body=report),)))
+    _tell(process, node, Reports(incarnation=1, reports=(Numbered(number=1, body=report),)))
 
 
-def _post(process: ControllerProcess, node: str, verb: str, body: object) -> None:
-    status, answer = process.ask("POST", f"/v1/agents/{node}/{verb}", body, bearer(TokenRole.AGENT, node))
+def _tell(process: ControllerProcess, node: str, message: Register | Reports) -> None:
+    status, answer = tell(process, node, message)
     assert status == 200, answer
 
 

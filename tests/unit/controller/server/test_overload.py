@@ -18,12 +18,11 @@ from typing import Any
 
 import msgspec
 
-from everstep.bearer_tokens import TokenRole
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import Frame, Heartbeat, Numbered, Refused, Reports, ReportsAnswer
 from everstep.wire.v1.training import FindingRaised
-from tests.support.controllers import OPERATOR, PATIENT, VIEWER, ControllerProcess, bearer, controller_process
+from tests.support.controllers import OPERATOR, PATIENT, VIEWER, ControllerProcess, controller_process
 from tests.support.forked import ForkPool
 from tests.support.sessions import AgentSession
 from tests.support.waiting import until
@@ -121,8 +120,8 @@ def test_what_is_mild_is_shed_with_a_reason_and_what_is_urgent_takes_its_place_a
             assert (refused.retry_after_s or 0) > 0
             assert f"{ROOM} requests wait already" in refused.message
             reports = Reports(incarnation=1, reports=(Numbered(number=1, body=MILD),))
-            told = refusal(process, "POST", "/v1/agents/n6/reports", reports, bearer(TokenRole.AGENT, "n6"))
-            assert (told["status"], told["code"], told["retry_after"]) == (503, "unavailable", "1")
+            said[6].say(Frame.REPORTS, reports)
+            assert said[6].answer(Refused).code == "unavailable"
             assert shed(process, "routine") == 2
             said[7].say_reports(URGENT)
             given_up = said[1].answer(Refused)  # the oldest

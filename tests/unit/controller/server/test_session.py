@@ -20,6 +20,7 @@ from everstep.bearer_tokens import TokenRole
 from everstep.vocabulary import NodeState
 from everstep.wire.v1.agent import (
     MAX_BODY_BYTES,
+    UPGRADE,
     Frame,
     HeartbeatAnswer,
     Refused,
@@ -72,15 +73,17 @@ def ready(dial: Dial, node: str = "n1", incarnation: int = 1) -> AgentSession:
 
 
 def test_a_session_is_refused_by_an_http_answer(controller: Served) -> None:
-    for headers, status, code in (
-        ({}, 401, "unauthenticated"),
-        ({"Authorization": "Bearer agent:n1:0000"}, 401, "unauthenticated"),
-        (bearer(TokenRole.AGENT, "n2"), 403, "forbidden"),
-        (bearer(TokenRole.VIEWER, "vera"), 403, "forbidden"),
-        (OPERATOR, 403, "forbidden"),
+    for headers, wanted, status, code in (
+        ({}, UPGRADE, 401, "unauthenticated"),
+        ({"Authorization": "Bearer agent:n1:0000"}, UPGRADE, 401, "unauthenticated"),
+        (bearer(TokenRole.AGENT, "n2"), UPGRADE, 403, "forbidden"),
+        (bearer(TokenRole.VIEWER, "vera"), UPGRADE, 403, "forbidden"),
+        (OPERATOR, UPGRADE, 403, "forbidden"),
+        (bearer(TokenRole.AGENT, "n1"), "everstep/9", 426, "protocol_version"),
+        ({}, "everstep/9", 401, "unauthenticated"),
     ):
         line = Line(controller.address)
-        line.send(upgrade("n1", headers))
+        line.send(upgrade("n1", headers, wanted))
         said, head = line.head()
         length = next(int(h.split(b":")[1]) for h in head.split(b"\r\n") if h.startswith(b"content-length"))
         problem = msgspec.json.decode(line.take(length))

@@ -17,16 +17,14 @@ import pytest
 from everstep_controller.core.jobs.generations import EPOCH_SPAN
 from sqlalchemy.engine import make_url
 
-from everstep.bearer_tokens import TokenRole
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.agent import Heartbeat, HeartbeatAnswer, Numbered, Registered, Reports
+from everstep.wire.v1.agent import Heartbeat, Numbered, Reports
 from everstep.wire.v1.directives import NewGeneration
 from everstep.wire.v1.training import AnyReport, GenerationSpec, RankLost
 from tests.support.controllers import (
     OPERATOR,
     VIEWER,
     ControllerProcess,
-    bearer,
     controller_process,
     joined,
     registration,
@@ -34,6 +32,7 @@ from tests.support.controllers import (
 from tests.support.forked import ForkPool
 from tests.support.postgres import Server, own_postgres
 from tests.support.report_stream import events
+from tests.support.sessions import AgentSession, tell
 from tests.support.waiting import until
 
 __all__ = ["own_postgres"]
@@ -44,21 +43,19 @@ class Agent:
 
     def __init__(self, controller: ControllerProcess, node: str) -> None:
         self.controller = controller
-        self.path = f"/v1/agents/{node}"
-        self.headers = bearer(TokenRole.AGENT, node)
+        self.node = node
         self.number = 0
-        status, body = self._post("register", registration(node))
-        assert status == 200, body
-        self.after = msgspec.json.decode(body, type=Registered).next_directive - 1
+        status, answer = tell(controller, node, registration(node))
+        assert status == 200, answer
 
     def report(self, body: AnyReport, *, again: bool = False) -> int:
         """The answer's status."""
         self.number += not again
         report = Reports(incarnation=1, reports=(Numbered(number=self.number, body=body),))
-        return self._post("reports", report)[0]
+        return tell(self.controller, self.node, report)[0]
 
     def beat(self) -> int:
-        return self._post("heartbeat", Heartbeat(incarnation=1, seq=1, sent_at=0.0))[0]
+        return tell(self.controller, self.node, Heartbeat(incarnation=1, seq=1, sent_at=0.0))[0]
 
     def generation(self, above: int = 0) -> GenerationSpec:
         """The next generation that is pushed, of a number over ``above``."""
@@ -67,15 +64,13 @@ class Agent:
         return found[-1]
 
     def _pushed(self) -> list[GenerationSpec]:
-        beat = Heartbeat(incarnation=1, seq=1, sent_at=0.0, directives_through=self.after)
-        status, body = self._post("heartbeat", beat)
-        assert status == 200, body
-        directives = msgspec.json.decode(body, type=HeartbeatAnswer).directives
-        self.after = directives[-1].seq if directives else self.after
-        return [one.body.spec for one in directives if isinstance(one.body, NewGeneration)]
-
-    def _post(self, verb: str, body: Any) -> tuple[int, bytes]:
-        return self.controller.ask("POST", f"{self.path}/{verb}", body, self.headers)
+        """Generations that came by now, answers to a beat or pushed before its answer."""
+        assert self.beat() == 200
+        session: AgentSession = self.controller.sessions[self.node]
+        pushed, session.pushed = session.pushed, []
+        if pushed:
+            session.acknowledge(pushed[-1].seq)
+        return [one.body.spec for one in pushed if isinstance(one.body, NewGeneration)]
 
 
 def lost(spec: GenerationSpec) -> RankLost:

@@ -15,18 +15,17 @@ from everstep_controller.store.retention import Keep, prune_events
 from everstep_controller.store.table_access import RESTORED, ROOM
 from everstep_controller.store.writer import Writer
 
-from everstep.bearer_tokens import TokenRole
 from everstep.cli.client import Client
 from everstep.cli.events import _follow
 from everstep.wire.v1 import operator as op
-from tests.support.controllers import VIEWER, ControllerProcess, bearer, controller_process, registration
+from tests.support.controllers import VIEWER, ControllerProcess, controller_process, registration
 from tests.support.forked import ForkPool
+from tests.support.sessions import tell
 
 
 def register(process: ControllerProcess, node: str) -> None:
-    path = f"/v1/agents/{node}/register"
-    status, body = process.ask("POST", path, registration(node), bearer(TokenRole.AGENT, node))
-    assert status == 200, body
+    status, answer = tell(process, node, registration(node))
+    assert status == 200, answer
 
 
 def events(process: ControllerProcess) -> tuple[op.Event, ...]:

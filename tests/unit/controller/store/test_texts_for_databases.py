@@ -10,8 +10,9 @@ from starlette.testclient import TestClient
 
 from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
+from everstep.wire.v1.agent import Reports
 from everstep.wire.v1.training import RankLost
-from tests.support.controllers import OPERATOR, VIEWER, InProcess, Speaker, get, joined, post
+from tests.support.controllers import OPERATOR, VIEWER, InProcess, Refused, Speaker, get, joined, post
 from tests.support.postgres import postgres, postgres_server
 
 __all__ = ["postgres", "postgres_server"]
@@ -52,8 +53,9 @@ def test_a_number_that_no_column_holds_is_refused_at_the_door(client: TestClient
     speaker.register()
     for number in (1 << 53, 1 << 63, 1 << 64, -1):
         body = b'{"incarnation":1,"reports":[{"number":%d,"body":{"type":"UserError","job":"j","at":1.0}}]}' % number
-        answer = client.post("/v1/agents/n1/reports", content=body, headers=speaker.headers)
-        assert answer.status_code == 422, number
+        with pytest.raises(Refused) as refused:
+            speaker.tell_raw(Reports, body)
+        assert refused.value.status == 422, number
     for query in (f"after={1 << 63}", f"after={1 << 64}", f"limit={1 << 63}"):
         assert client.get(f"/v1/events?{query}", headers=VIEWER).status_code == 422
     assert client.get("/v1/status", headers=OPERATOR).status_code == 200

@@ -25,19 +25,19 @@ from everstep.ids import Version
 from everstep.vocabulary import JobState, NodeState, Verdict
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1 import operator_history as past
-from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, Numbered, Reports
+from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, Numbered, Register, Reports
 from everstep.wire.v1.operator_history import Evidence
 from everstep.wire.v1.training import AnyReport, FindingRaised, JobSpec, ProbeFinished, RankLost, RankProgress, Resumed
 from tests.support.controllers import (
     PATIENT,
     SECRET,
     ControllerProcess,
-    bearer,
     controller_process,
     joined,
     registration,
 )
 from tests.support.forked import ForkPool
+from tests.support.sessions import tell
 from tests.support.spoken import FELL_OFF
 
 
@@ -49,8 +49,8 @@ class Fleet:
         self.numbers: dict[str, int] = {}
         for node in ("n1", "n2", "n3"):
             gpu = Gpu(index=0, uuid=f"GPU-{node}", name="H200", pci_bus_id="0000:01:00.0", memory_bytes=141 << 30)
-            self.post(node, "register", registration(node, gpus=(gpu,), domain=Domain(rack="r1")))
-            self.post(node, "heartbeat", Heartbeat(incarnation=1, seq=1, sent_at=0.0, findings=()))
+            self.tell(node, registration(node, gpus=(gpu,), domain=Domain(rack="r1")))
+            self.tell(node, Heartbeat(incarnation=1, seq=1, sent_at=0.0, findings=()))
             self.report(node, joined("gpt", 1.0, nodes=2))
         self.resumed(1)
         self.report(
@@ -59,16 +59,16 @@ class Fleet:
         )
         self.resumed(2)
         progress = (RankProgress(job="gpt", generation=2, rank=0, step=7, step_s=0.04, loss=2.25),)
-        self.post("n1", "heartbeat", Heartbeat(incarnation=1, seq=2, sent_at=0.0, ranks=progress))
+        self.tell("n1", Heartbeat(incarnation=1, seq=2, sent_at=0.0, ranks=progress))
         self.report("n1", FindingRaised(finding=FELL_OFF))
 
-    def post(self, node: str, verb: str, body: Any) -> None:
-        status, answer = self.process.ask("POST", f"/v1/agents/{node}/{verb}", body, bearer(TokenRole.AGENT, node))
+    def tell(self, node: str, message: Register | Heartbeat | Reports) -> None:
+        status, answer = tell(self.process, node, message)
         assert status == 200, answer
 
     def report(self, node: str, body: AnyReport) -> None:
         number = self.numbers[node] = self.numbers.get(node, 0) + 1
-        self.post(node, "reports", Reports(incarnation=1, reports=(Numbered(number=number, body=body),)))
+        self.tell(node, Reports(incarnation=1, reports=(Numbered(number=number, body=body),)))
 
     def resumed(self, generation: int) -> None:
         for rank, node in enumerate(("n1", "n2")):
