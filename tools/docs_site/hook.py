@@ -1,0 +1,45 @@
+"""MkDocs hook: add the pages that are made from the code, and load Mermaid only where a page draws a diagram."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from tools.docs_site import commands, events, findings, metrics, python_api, rest, scenarios, settings
+
+PAGES: dict[str, Callable[[], str]] = {
+    "reference/python.md": python_api.page,
+    "reference/cli/everstep.md": commands.everstep_page,
+    "reference/cli/everstep-agent.md": commands.agent_page,
+    "reference/cli/everstep-controller.md": commands.controller_page,
+    "reference/cli/everstep-launch.md": commands.launch_page,
+    "reference/settings/agent.md": settings.agent_page,
+    "reference/settings/controller.md": settings.controller_page,
+    "reference/settings/policy.md": settings.policy_page,
+    "reference/settings/trainer.md": settings.trainer_page,
+    "reference/rest.md": rest.routes_page,
+    "reference/rest-models.md": rest.models_page,
+    "reference/metrics.md": metrics.page,
+    "reference/findings.md": findings.page,
+    "reference/events.md": events.page,
+    "contributing/transcripts.md": scenarios.page,
+}
+"""What is made, by its place in the site."""
+
+_MERMAID_SCRIPT = re.compile(r'<script src="[^"]*mermaid\.min\.js"></script>\s*')
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    for path, make in PAGES.items():
+        files.append(File.generated(config, path, content=make()))
+    return files
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Leave out Mermaid's three megabytes where no diagram is."""
+    return output if 'class="mermaid"' in output else _MERMAID_SCRIPT.sub("", output)
