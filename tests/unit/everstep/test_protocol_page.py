@@ -1,4 +1,4 @@
-"""Clients written from docs/protocol.md alone, against a real controller and a real vault.
+"""Clients written from docs/reference/protocol.md alone, against a real controller and a real vault.
 
 They use sockets and general libraries for JSON and MessagePack, and nothing of this project's own wire code. Where one
 of them fails the page has to change with the protocol.
