@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 from tools.docs_site import commands, events, findings, metrics, python_api, rest, scenarios, settings
 
@@ -30,6 +33,8 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 """What is made, by its place in the site."""
 
+_ROOT = Path(__file__).parents[2]
+_RELATIVE_LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>\.\.?/[^)#\s]+)\)")
 _MERMAID_SCRIPT = re.compile(r'<script src="[^"]*mermaid\.min\.js"></script>\s*')
 
 
@@ -38,6 +43,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, make in PAGES.items():
         files.append(File.generated(config, path, content=make()))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
+    """Show links to files of the repository outside docs/ as plain code: they work there, and not on the site."""
+    folder = (Path(config.docs_dir) / page.file.src_uri).parent
+
+    def replaced(link: re.Match[str]) -> str:
+        target = Path(os.path.normpath(folder / link["target"]))
+        outside = not target.is_relative_to(config.docs_dir) and target.is_relative_to(_ROOT)
+        return f"`{target.relative_to(_ROOT)}`" if outside and target.exists() else link[0]
+
+    return _RELATIVE_LINK.sub(replaced, markdown)
 
 
 def on_post_page(output: str, **_: Any) -> str:
