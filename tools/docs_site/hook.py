@@ -57,6 +57,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
     return _RELATIVE_LINK.sub(replaced, markdown)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Drop the double colons that introduce examples in docstrings."""
+    return re.sub(r"::</p>", ":</p>", re.sub(r"<p>::</p>\s*", "", html))
+
+
 def on_post_page(output: str, **_: Any) -> str:
     """Leave out Mermaid's three megabytes where no diagram is."""
     return output if 'class="mermaid"' in output else _MERMAID_SCRIPT.sub("", output)

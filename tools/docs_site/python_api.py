@@ -10,6 +10,8 @@ _MODULES = {
     "PyTorch Lightning": "everstep_trainer.integrations.lightning",
     "Hugging Face Transformers": "everstep_trainer.integrations.transformers",
 }
+_BARE = "\n    options:\n      show_root_heading: false\n      show_root_toc_entry: false\n      heading_level: 3"
+"""Options of a module whose heading stands above it already."""
 
 
 def page() -> str:
@@ -19,6 +21,6 @@ def page() -> str:
         "# Python API\n\nA training script imports `everstep`; nothing else of it is needed for an ordinary run. "
         "[The training function](training-function.md) explains how the parts belong together.\n"
     ]
-    parts += [f"## {name}\n\n::: everstep.{name}\n" for name in names]
-    parts += [f"## {title}\n\n::: {module}\n" for title, module in _MODULES.items()]
+    parts += [f"::: everstep.{name}\n" for name in names]
+    parts += [f"## {title}\n\n`{module}`\n\n::: {module}{_BARE}\n" for title, module in _MODULES.items()]
     return "\n".join(parts)
