@@ -20,7 +20,7 @@ from everstep_controller.core.policy import CorePolicy
 from everstep_trainer.config import HookSettings
 
 from tools.docs_site.commands import argparse_flags, subparsers
-from tools.docs_site.markdown import code, from_docstring, sentence
+from tools.docs_site.markdown import code, from_docstring, sentence, table
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,13 +129,13 @@ def _presets(presets: Any) -> str:
 
 
 def _changed(preset: msgspec.Struct, default: msgspec.Struct) -> str:
-    """Return what a preset changes, one line a setting."""
+    """Return a section with what the preset ``lab`` changes."""
     rows = [
-        f"- `{name} = {getattr(preset, name)!r}`"
+        (code(name), code(getattr(preset, name)), code(getattr(default, name)))
         for name in default.__struct_fields__
         if name not in ("policy", "rules") and getattr(preset, name) != getattr(default, name)
     ]
-    return "\n".join(rows)
+    return "\n## Preset lab\n\n" + table(("Setting", "With `lab`", "Default"), rows)
 
 
 def controller_page() -> str:
@@ -153,10 +153,10 @@ def controller_page() -> str:
         "`everstep-controller serve` takes each setting from its command line, then from the TOML file that "
         "`--settings` names, then from the environment, then from the preset that `--preset` names (`production` "
         "unless said otherwise), then from the default below. How it decides is set by the "
-        "[decision policy](policy.md).\n\nThe preset `lab` changes:\n\n" + _changed(kind.preset("lab"), kind())
+        "[decision policy](policy.md)."
     )
     settings = [one for one in settings_of(kind) if one.name != "policy"]
-    return _page("Controller settings", introduction, settings, names)
+    return _page("Controller settings", introduction, settings, names) + _changed(kind.preset("lab"), kind())
 
 
 def policy_page() -> str:
@@ -168,11 +168,10 @@ def policy_page() -> str:
     introduction = (
         "How the controller decides. In a settings file these stand under `[policy]`; `everstep policy check` and "
         "`everstep policy try` say what a change would do. Rules on single kinds of findings have "
-        "[a page of their own](../findings.md).\n\nThe preset `lab` changes:\n\n"
-        + _changed(CorePolicy.lab(), CorePolicy())
+        "[a page of their own](../findings.md)."
     )
     settings = [one for one in settings_of(CorePolicy) if one.name != "rules"]
-    return _page("Decision policy", introduction, settings, names)
+    return _page("Decision policy", introduction, settings, names) + _changed(CorePolicy.lab(), CorePolicy())
 
 
 def trainer_page() -> str:
