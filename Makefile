@@ -44,7 +44,7 @@ lint: $(STAMP) ## ruff, mypy --strict, import-linter
 
 .PHONY: docs
 docs: $(STAMP) ## build the documentation site into out/site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .PHONY: docs-serve
 docs-serve: $(STAMP) ## show the documentation site at http://127.0.0.1:8000 while you write

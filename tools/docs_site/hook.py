@@ -1,4 +1,4 @@
-"""MkDocs hook: add the pages that are made from the code, and load Mermaid only where a page draws a diagram."""
+"""MkDocs hook: add the pages that are made from the code, and take every script from the site itself."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ PAGES: dict[str, Callable[[], str]] = {
 
 _ROOT = Path(__file__).parents[2]
 _RELATIVE_LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>\.\.?/[^)#\s]+)\)")
+_WORKER_ADDRESS = "https://unpkg.com/iframe-worker/shim"
+"""Where the theme has the script from by which search works in files; version 1.0.4 of it is in docs/assets."""
 _MERMAID_SCRIPT = re.compile(r'<script src="[^"]*mermaid\.min\.js"></script>\s*')
 
 
@@ -62,6 +64,16 @@ def on_page_content(html: str, **_: Any) -> str:
     return re.sub(r"::</p>", ":</p>", re.sub(r"<p>::</p>\s*", "", html))
 
 
-def on_post_page(output: str, **_: Any) -> str:
-    """Leave out Mermaid's three megabytes where no diagram is."""
-    return output if 'class="mermaid"' in output else _MERMAID_SCRIPT.sub("", output)
+def on_post_template(output_content: str, **_: Any) -> str:
+    """Do the same for the page that a server shows for a missing address."""
+    return _bundled(output_content, "/")
+
+
+def on_post_page(output: str, page: Page, **_: Any) -> str:
+    """Take scripts from the site itself, and leave out Mermaid's three megabytes where no diagram is."""
+    return _bundled(output, "../" * page.url.count("/"))
+
+
+def _bundled(html: str, root: str) -> str:
+    html = html.replace(_WORKER_ADDRESS, f"{root}assets/javascripts/iframe-worker.js")
+    return html if 'class="mermaid"' in html else _MERMAID_SCRIPT.sub("", html)
