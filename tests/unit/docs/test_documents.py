@@ -66,7 +66,7 @@ def test_every_relative_link_leads_somewhere(document: Path) -> None:
 @each_document
 def test_every_file_that_is_named_in_code_is_there(document: Path) -> None:
     for name in re.findall(
-        r"`((?:agent|controller|trainer_hooks|everstep|dashboards|deploy|docs)/[\w./*-]+)`", prose(document)
+        r"`((?:agent|controller|trainer_hooks|everstep|dashboards|deploy|docs|tests|bench)/[\w./*-]+)`", prose(document)
     ):
         if name.startswith("deploy/secrets"):
             continue
@@ -86,7 +86,7 @@ def command_lines(document: Path) -> Iterator[list[str]]:
         if language not in ("", "sh", "bash", "console"):
             continue
         for line in block.replace("\\\n", " ").splitlines():
-            yield from simple_commands(line)
+            yield from simple_commands(re.sub(r"\$(\w+)", r"\1", line))  # a variable stands for any word
 
 
 def simple_commands(line: str) -> Iterator[list[str]]:
@@ -108,6 +108,8 @@ def check_everstep(arguments: list[str]) -> None:
         return
     command: Any = typer.main.get_command(app)
     options = {option for parameter in command.params for option in parameter.opts}
+    if arguments == ["--version"]:
+        return
     while arguments:
         word = arguments.pop(0)
         if word.startswith("-"):
@@ -199,29 +201,25 @@ def rows(document: str, heading: str) -> list[list[str]]:
     return cells[2:]
 
 
-def test_every_promise_has_a_test() -> None:
-    section = (ROOT / "docs/guarantees.md").read_text().partition("## Promises\n")[2].partition("\n## ")[0]
-    parts = re.findall(r"^### .+$", section, re.MULTILINE)
-    promises = [row for part in parts for row in rows("docs/guarantees.md", part)]
-    assert len(promises) == section.count("\n| ") - len(parts) > 20
-    for promise, _, tests in promises:
-        assert TEST.search(tests), f"nothing proves: {promise}"
+def section(document: str, heading: str) -> str:
+    """The text under a heading, up to the next one of its level."""
+    level = heading.partition(" ")[0]
+    text = FENCE.sub("", (ROOT / document).read_text())
+    assert f"\n{heading}\n" in text, f"{document} has no {heading}"
+    return re.split(rf"^{level} ", text.split(f"\n{heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
 
 
-def gpu_tests(path: Path) -> set[str]:
-    """The tests of a file that are marked, one by one or all together."""
-    tree = ast.parse(path.read_text())
-    tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
-    together = [ast.unparse(node.value) for node in tree.body if isinstance(node, ast.Assign)]
-    if any("mark.gpu" in value for value in together):
-        return {test.name for test in tests}
-    return {test.name for test in tests if any("mark.gpu" in ast.unparse(mark) for mark in test.decorator_list)}
+def test_every_promise_has_a_name_of_its_own() -> None:
+    promises = re.findall(r"^\* (.*)$", section("docs/concepts/guarantees.md", "## Promises"), re.MULTILINE)
+    names = [re.match(r"\*\*`([a-z0-9-]+)`\*\* ", promise) for promise in promises]
+    assert None not in names
+    assert len(promises) == len({name[1] for name in names if name}) > 20
 
 
-def test_every_gpu_test_is_in_the_table() -> None:
-    named = {TEST.findall(test)[0] for test, _ in rows("docs/gpu.md", "## Tests that need one")}
+def test_every_file_of_gpu_tests_is_on_the_page() -> None:
+    named = set(re.findall(r"`(tests/[\w/]+\.py)`", section("docs/how-to/gpu.md", "## Tests that need a GPU")))
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
-    assert named == {(str(path.relative_to(ROOT)), name) for path in files for name in gpu_tests(path)}
+    assert named == {str(path.relative_to(ROOT)) for path in files if path != Path(__file__)}
 
 
 # --- what there is -----------------------------------------------------------------------------------------------
@@ -248,10 +246,21 @@ def routes_of(application: Any) -> set[tuple[str, str]]:
 def test_every_alert_is_explained() -> None:
     rules = yaml.safe_load((ROOT / "dashboards" / "prometheus" / "everstep.rules.yml").read_text())
     alerts = {rule["alert"] for group in rules["groups"] for rule in group["rules"] if "alert" in rule}
-    assert {row[0] for row in rows("docs/operations.md", "## Alerts")} == alerts
+    headings = re.findall(r"^## (Everstep\w+)$", (ROOT / "docs/how-to/runbook.md").read_text(), re.MULTILINE)
+    assert sorted(headings) == sorted(alerts)
 
 
-def test_every_state_is_explained() -> None:
-    assert {row[0] for row in rows("docs/operations.md", "## States of a node")} == set(NodeState)
-    jobs = {state for row in rows("docs/operations.md", "## Jobs") for state in row[0].split(", ")}
-    assert jobs == set(JobState)
+def drawn_states(document: str) -> set[str]:
+    """The states in the first state diagram of a page."""
+    drawn = re.search(
+        r"^```mermaid\nstateDiagram-v2\n(.*?)^```$", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert drawn is not None
+    ends = re.findall(r"^ *(\S+) --> ([^\s:]+)", drawn[1], re.MULTILINE)
+    return {state for pair in ends for state in pair} - {"[*]"}
+
+
+def test_every_state_is_drawn_and_explained() -> None:
+    nodes, jobs = "docs/concepts/node-states.md", "docs/concepts/job-states.md"
+    assert {row[0] for row in rows(nodes, "## States")} == drawn_states(nodes) == set(NodeState)
+    assert {row[0] for row in rows(jobs, "# The life of a job")} == drawn_states(jobs) == set(JobState)
