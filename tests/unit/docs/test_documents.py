@@ -253,12 +253,10 @@ def test_every_alert_is_explained() -> None:
 
 
 def drawn_states(document: str) -> set[str]:
-    """The states in the first state diagram of a page."""
-    drawn = re.search(
-        r"^```mermaid\nstateDiagram-v2\n(.*?)^```$", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL
-    )
-    assert drawn is not None
-    ends = re.findall(r"^ *(\S+) --> ([^\s:]+)", drawn[1], re.MULTILINE)
+    """The states in the diagrams of a page that stand before its table of states."""
+    text = (ROOT / document).read_text().partition("| state |")[0]
+    diagrams = [block for kind, block in FENCE.findall(text) if kind == "mermaid"]
+    ends = re.findall(r"^ *(\S+) --> ([^\s:]+)", "\n".join(diagrams), re.MULTILINE)
     return {state for pair in ends for state in pair} - {"[*]"}
 
 
