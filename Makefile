@@ -42,6 +42,14 @@ lint: $(STAMP) ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+.PHONY: docs
+docs: $(STAMP) ## build the documentation site into out/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+.PHONY: docs-serve
+docs-serve: $(STAMP) ## show the documentation site at http://127.0.0.1:8000 while you write
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict
+
 .PHONY: bench
 bench: $(STAMP) ## every bench in its quick size
 	$(BIN)/python -m bench.controller_latency --quick

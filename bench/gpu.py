@@ -1,6 +1,6 @@
 """Prove and measure on this machine's GPUs what needs one, within ten minutes: make gpu.
 
-    python -m bench.gpu [--json FILE] [--only NAME] [--limit-s 560] [--docs docs/gpu.md]
+    python -m bench.gpu [--json FILE] [--only NAME] [--limit-s 560] [--docs docs/how-to/gpu.md]
     python -m bench.gpu --from-json FILE        # only write the document, from a run elsewhere
     python -m bench.gpu --device cpu            # the same code in tiny sizes, to see that it runs
 
@@ -29,7 +29,7 @@ from bench.table import Row, finish, parser_of, write_json
 LIMIT_S = 560.0
 LEAST_S = 5.0
 """No step is begun with less left."""
-DOCUMENT = ROOT / "docs" / "gpu.md"
+DOCUMENT = ROOT / "docs" / "how-to" / "gpu.md"
 FOLDER = ROOT / "out" / "gpu"
 TAIL_LINES = 12
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -128,7 +128,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="for the steps' logs, emptied first")
     parser.add_argument(
-        "--docs", type=Path, metavar="FILE", help="write the figures there (default docs/gpu.md, on GPUs)"
+        "--docs", type=Path, metavar="FILE", help="write the figures there (default docs/how-to/gpu.md, on GPUs)"
     )
     parser.add_argument("--from-json", type=Path, metavar="FILE", help="run nothing, write the figures of that run")
     return parser.parse_args(argv)

@@ -1,6 +1,6 @@
 """How long a job stands still after a failure, on any number of nodes: measured where it could be, scaled by a model.
 
-What was measured (docs/measures.md, ``bench.recovery``: 4 ranks on one machine) and how it is scaled:
+What was measured (docs/measures/recovery.md, ``bench.recovery``: 4 ranks on one machine) and how it is scaled:
 
 detection
     A process's death reaches its agent as end-of-file: ``seen_s``. A GPU that drops out kills its process too, and its

@@ -1,4 +1,4 @@
-"""The part of docs/gpu.md that bench.gpu writes: its figures, between two markers."""
+"""The part of docs/how-to/gpu.md that bench.gpu writes: its figures, between two markers."""
 
 from __future__ import annotations
 

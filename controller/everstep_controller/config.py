@@ -360,7 +360,7 @@ def _check_environment(environment: Mapping[str, str]) -> None:
     known = _variables(ENVIRONMENT_PREFIX, ControllerSettings) | _variables(POLICY_PREFIX, CorePolicy)
     if wrong := unknown(environment, ENVIRONMENT_PREFIX, known, others=(SECRETS_COMMAND,)):
         near = get_close_matches(wrong[0], known, n=1)
-        mend = f"do you mean {near[0]}?" if near else "docs/operations.md says where settings are named"
+        mend = f"do you mean {near[0]}?" if near else "docs/how-to/tune.md says where settings are read"
         raise ConfigurationError(f"{', '.join(wrong)}: no such setting; {mend}")
 
 

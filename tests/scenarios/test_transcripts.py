@@ -6,7 +6,6 @@ EVERSTEP_REWRITE=1 writes them as they are today; the difference is for review.
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from tests.scenarios.transcript import parsed, rewritten
 
 TRANSCRIPTS = sorted(Path(__file__).parent.glob("*.txt"))
-DOCUMENT = Path(__file__).parents[2] / "docs" / "scenarios.md"
 
 
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
@@ -34,8 +32,3 @@ def test_a_transcript_says_first_what_happened_and_what_is_proved(path: Path) ->
     assert 3 <= len(lines) <= 8
     assert all(len(line) <= 128 for line in lines)
     assert commands
-
-
-def test_every_transcript_is_named_in_the_documents() -> None:
-    named = re.findall(r"\(\.\./tests/scenarios/(\w+)\.txt\)", DOCUMENT.read_text())
-    assert sorted(set(named)) == [path.stem for path in TRANSCRIPTS]

@@ -25,7 +25,7 @@ with warnings.catch_warnings():
 WORLD, WORKERS, BATCH = 2, 2, 3
 SIZES = {"map": 8, "stream": 12}
 """Samples of a rank in an epoch. Epochs end at different steps, and that of the map inside a batch; of the stream each
-worker has whole batches, and equally many: torchdata 0.11 loses track of others (docs/guarantees.md)."""
+worker has whole batches, and equally many: torchdata 0.11 loses track of others (docs/concepts/limits.md)."""
 
 
 class Mapped(Dataset[int]):

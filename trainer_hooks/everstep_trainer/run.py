@@ -263,7 +263,7 @@ class Run:
         last bit as if it had not. ``options`` go to DistributedDataParallel.
 
         ``virtual_ranks`` makes the numbers those of so many ranks, to the last bit, whatever the world size is (exact
-        mode: docs/guarantees.md). It must not change in the life of a run. The model itself is returned, and its
+        mode: docs/how-to/exact-mode.md). It must not change in the life of a run. The model itself is returned, and its
         gradients are made by ``parts``. Takes a model that ``fully_shard`` has sharded over all ranks, too. Raises
         ValueError or TypeError for what cannot be exact, by its name.
         """

@@ -105,7 +105,7 @@ def _damaged(path: Path, found: str) -> str:
     words = "; ".join(line for line in found.splitlines() if not line.startswith("***"))
     return (
         f"the database file {path} is damaged (SQLite: {words[:300]}). Move it and its -wal and -shm files away, put "
-        "the newest backup in its place and start again; docs/operations.md, Backup and restore, has the commands"
+        "the newest backup in its place and start again; docs/how-to/back-up.md has the commands"
     )
 
 

@@ -1,6 +1,6 @@
 """What operators ask and are told.
 
-Which route takes and answers what: docs/api.md. Reading needs a viewer's or an operator's token, changing an
+docs/reference shows which route takes and answers what. Reading needs a viewer's or an operator's token, changing an
 operator's. Times are wall seconds of the controller.
 """
 

@@ -191,7 +191,7 @@ class BudgetStatus(Message, frozen=True, kw_only=True):
 
 
 class PolicyDocument(Message, frozen=True, kw_only=True):
-    """The policy in force. ``knobs`` as in docs/operations.md, ``rules`` on findings as in the policy files."""
+    """The policy in force. ``knobs`` as in docs/reference/settings, ``rules`` on findings as in the policy files."""
 
     knobs: dict[str, Any]
     rules: tuple[dict[str, Any], ...]

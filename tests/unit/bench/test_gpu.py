@@ -211,7 +211,7 @@ def test_a_step_runs_as_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_docs_name_every_step_and_hold_the_markers() -> None:
-    text = (ROOT / "docs" / "gpu.md").read_text()
+    text = (ROOT / "docs" / "how-to" / "gpu.md").read_text()
     assert [text.count(marker) for marker in (report.BEGIN, report.END)] == [1, 1]
     assert [step.name for step in STEPS if f"| `{step.name}` |" not in text] == []
     assert sum(step.limit_s >= gpu.LIMIT_S for step in STEPS) == 0

@@ -1,4 +1,4 @@
-"""Every example of docs/api.md, run with bash and curl against a controller process; answers have the shape shown."""
+"""Run every example of the REST pages with bash and curl against a controller; answers have the shape shown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,18 @@ from tests.support.controllers import SECRET, controller_process
 from tests.support.eventful import EventfulFleet, write_settings
 from tests.support.forked import ForkPool
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "api.md"
+REFERENCE = Path(__file__).parents[3] / "docs" / "reference"
+PAGES = (
+    "rest-examples-basics.md",
+    "rest-examples-nodes.md",
+    "rest-examples-findings.md",
+    "rest-examples-jobs.md",
+    "rest-examples-events.md",
+    "rest-examples-policy.md",
+    "rest-examples-credentials.md",
+    "rest-errors.md",
+)
+"""In the order in which they are read: examples rely on those before them."""
 PROGRAMS = ("bash", "curl", "jq", "openssl")
 MISSING = [program for program in PROGRAMS if shutil.which(program) is None]
 
@@ -57,20 +68,25 @@ class Outcome:
     complaint: str
 
 
+def text() -> str:
+    """Return all pages, one after another."""
+    return "\n".join((REFERENCE / page).read_text() for page in PAGES)
+
+
 def setup() -> str:
     """What has to be typed once, before the examples."""
-    return "\n".join(text for language, text in BLOCK.findall(DOCUMENT.read_text()) if language == "sh")
+    return "\n".join(block for language, block in BLOCK.findall(text()) if language == "sh")
 
 
 def examples() -> list[tuple[Step, ...]]:
     """The blocks of commands with their answers, in the order of the document."""
-    blocks = [text for language, text in BLOCK.findall(DOCUMENT.read_text()) if language == "console"]
+    blocks = [block for language, block in BLOCK.findall(text()) if language == "console"]
     return [tuple(_steps(block)) for block in blocks]
 
 
 def _steps(block: str) -> Iterator[Step]:
-    for text in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-        lines = text.splitlines()
+    for said in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        lines = said.splitlines()
         last = next(number for number, line in enumerate(lines) if not line.endswith("\\"))
         yield Step("\n".join(lines[: last + 1]), "\n".join(lines[last + 1 :]).strip())
 
@@ -219,7 +235,7 @@ def _name(block: tuple[Step, ...]) -> str:
 
 @pytest.mark.skipif(bool(MISSING), reason=f"not on this machine: {', '.join(MISSING)}")
 @pytest.mark.parametrize("number", range(len(examples())), ids=[_name(block) for block in examples()])
-def test_every_example_is_answered_as_the_document_shows(reading: Reading, number: int) -> None:
+def test_examples_answer_as_shown(reading: Reading, number: int) -> None:
     for step, done in reading.up_to(number):
         told = f"{step.command}\n{done.output}\n{done.complaint}"
         if TYPE_PREFIX in step.shown:
@@ -236,7 +252,7 @@ def _asks_for(step: Step, method: str, path: str) -> bool:
     return step.method == method and re.search(asked, step.command) is not None
 
 
-def test_every_route_that_people_ask_has_an_example() -> None:
+def test_examples_cover_every_operator_route() -> None:
     steps = [step for block in examples() for step in block]
     routes = {**OPERATOR, **HISTORY, **POLICY, **CREDENTIALS, **PLAIN}.values()
     without = [
@@ -247,11 +263,9 @@ def test_every_route_that_people_ask_has_an_example() -> None:
     assert without == []
 
 
-def test_every_code_that_the_api_answers_is_in_the_table() -> None:
-    section = DOCUMENT.read_text().split("### Errors\n", 1)[1].split("\n## ", 1)[0]
-    told = {
-        code for cell in re.findall(r"^\| (`.*?`) \| \d+ \|", section, re.M) for code in re.findall(r"`(\w+)`", cell)
-    }
+def test_errors_page_lists_every_code() -> None:
+    page = (REFERENCE / "rest-errors.md").read_text()
+    told = {code for cell in re.findall(r"^\| (`.*?`) \| \d+ \|", page, re.M) for code in re.findall(r"`(\w+)`", cell)}
     assert told == TITLES.keys() - OF_VAULTS - {"protocol", "http"}
 
 
@@ -272,5 +286,5 @@ def test_every_code_that_the_api_answers_is_in_the_table() -> None:
         ('{"sentence": "n1: gone; ..."}', {"sentence": "n1: lost; generation 2"}, True),
     ],
 )
-def test_an_answer_is_like_what_is_shown_when_its_keys_are(shown: str, real: Any, differs: bool) -> None:
+def test_examples_compare_shapes_and_sentences(shown: str, real: Any, differs: bool) -> None:
     assert bool(complaint_about(read_shown(shown), real)) is differs

@@ -1,4 +1,4 @@
-"""Clients written from docs/protocol.md alone, against a real controller and a real vault.
+"""Clients written from docs/reference/protocol.md alone, against a real controller and a real vault.
 
 They use sockets and general libraries for JSON and MessagePack, and nothing of this project's own wire code. Where one
 of them fails the page has to change with the protocol.
@@ -26,7 +26,7 @@ from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, Vaults, vaults
 from tests.support.vaults import SECRET as JOB_SECRET
 
-PAGE = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "protocol.md").read_text()
 DEADLINE_S = 60.0
 LIFE = 1795178529000
 

@@ -201,7 +201,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_nodes, block_within: nodes that form one tensor x pipeline block, and the domain it must not leave.
     priority: of jobs that want the same node the higher one gets it.
     replicas: nodes that hold each byte of a checkpoint; on a single node, ranks (2: any one may be lost).
-    parity: members of groups that also keep clean versions by two parities (0: none); see docs/operations.md.
+    parity: members of groups that also keep clean versions by two parities (0: none); see docs/how-to/checkpoints.md.
     spill_to, spill_every, spill_keep: a path or URL to which versions go (None: none does), steps from one to the next
         at least, and how many stay there (0: all).
     digest_interval: steps between parameter digests, besides those of what is to be committed (0: none at all).

@@ -123,7 +123,7 @@ def _tool(name: str, *arguments: str) -> None:
 
 
 def test_a_postgresql_that_was_dumped_and_restored_is_gone_on_from(tmp_path: Path, postgres: str) -> None:
-    """The commands are those of docs/operations.md."""
+    """The commands are those of docs/how-to/back-up.md."""
     engine = open_database(postgres)
     writer = Writer(engine)
     writer.take_over()

@@ -1,0 +1,116 @@
+"""Page of findings: every kind, the agent's rules that raise them and the controller's rules that judge them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from everstep_agent.findings.rules import LineRule, load_policy
+from everstep_agent.findings.rules import Rule as AgentRule
+from everstep_agent.findings.xids import load_xids, unknown_xid
+from everstep_controller.core.policy import Rule
+from everstep_controller.rulebook import shipped_rulebook
+
+from everstep.vocabulary import Action, FindingKind, Mode, Severity
+from tools.docs_site.markdown import code, sentence, table
+from tools.docs_site.settings import Setting, settings_of
+
+
+def page() -> str:
+    """Return the page."""
+    policy, book = load_policy(), shipped_rulebook()
+    agent = policy.rules
+    raised = {kind: [rule.id for rule in (*agent, *policy.lines) if rule.kind is kind] for kind in FindingKind}
+    kinds = [
+        (code(kind), ", ".join(map(code, raised[kind])), ", ".join(code(rule.id) for rule in book.kinds[kind]))
+        for kind in FindingKind
+    ]
+    parts = [
+        "# Findings and rules\n\nA finding is a fact that a sensor, a probe or a check saw. Rules of the agent turn "
+        "measured values into findings; rules of the controller decide what follows from them. A site changes "
+        "the agent's by the [setting](settings/agent.md) `site_policy`, and the controller's by the "
+        "[setting](settings/controller.md) `policy_dir`.\n",
+        "## Kinds\n",
+        "A kind without an agent's rule is raised by other code, such as the vault or the controller itself.\n",
+        table(("Kind", "Raised by", "Judged by"), kinds),
+        f"Severities: {_words(Severity)}.\n",
+        f"Actions, weakest first: {_words(Action)}.\n",
+        f"Modes, weakest first: {_words(Mode)}.\n",
+        "## Rules of the agent\n",
+        table(
+            ("Rule", "Metric", "Test", "Polls", "Severity", "Action", "Mode", "Clears", "Source"),
+            [_agent_row(rule) for rule in agent],
+        ),
+        "## Rules of the agent on lines of the kernel log\n",
+        table(
+            ("Rule", "Pattern", "Severity", "Action", "Mode", "Clears", "Source"),
+            [_line_row(rule) for rule in policy.lines],
+        ),
+        "## Rules of the controller\n",
+        table(
+            ("Rule", "Counts", "Mode", "Actions in turn", "Probes before return", "Source"),
+            [_controller_row(rule) for rules in book.kinds.values() for rule in rules],
+        ),
+        "## Keys of a controller's rule\n",
+        table(
+            ("Key", "Default", "Meaning"),
+            [_key_row(one) for one in settings_of(Rule)],
+        ),
+        "## XIDs\n",
+        "NVIDIA's driver reports faults of a GPU by number. An XID that is not listed has the severity "
+        f"`{unknown_xid(0).severity}` and the action `{unknown_xid(0).action}`.\n",
+        _xids(),
+    ]
+    return "\n".join(parts)
+
+
+def _words(values: Iterable[str]) -> str:
+    return ", ".join(code(str(one)) for one in values)
+
+
+def _agent_row(rule: AgentRule) -> tuple[object, ...]:
+    window = f" within {rule.window_s:g} s" if rule.window_s else ""
+    return (
+        code(rule.id),
+        code(rule.metric),
+        f"{str(rule.test).replace('_', ' ')} {rule.threshold:g}{window}",
+        f"{rule.n_of[0]} of {rule.n_of[1]}",
+        rule.severity,
+        rule.action,
+        rule.mode,
+        _clears(rule),
+        rule.source,
+    )
+
+
+def _line_row(rule: LineRule) -> tuple[object, ...]:
+    return code(rule.id), code(rule.pattern), rule.severity, rule.action, rule.mode, _clears(rule), rule.source
+
+
+def _clears(rule: AgentRule | LineRule) -> str:
+    after = f"after {rule.clear_after_s:g} s" if rule.clear_after_s is not None else ""
+    return ", ".join(filter(None, (after, *map(str, rule.clear_on))))
+
+
+def _key_row(key: Setting) -> tuple[str, str, str]:
+    return code(key.name), code(key.default) or "required", sentence(key.description)
+
+
+def _controller_row(rule: Rule) -> tuple[object, ...]:
+    least = f"{rule.minimum} or graver" if rule.minimum is not Severity.CRITICAL else str(rule.minimum)
+    counted = f", {rule.n_of[0]} of {rule.n_of[1]} reports in {rule.window_s:g} s" if rule.n_of[1] > 1 else ""
+    only = f"XID {', '.join(map(str, rule.xids))}, " if rule.xids else ""
+    return (
+        code(rule.id),
+        only + least + counted,
+        rule.mode,
+        ", ".join(str(one) for one in rule.ladder),
+        ", ".join(str(one) for one in rule.diagnostics) + (f", {rule.passes} times" if rule.passes > 1 else ""),
+        rule.source,
+    )
+
+
+def _xids() -> str:
+    entries = sorted(load_xids().values(), key=lambda one: one.xid)
+    names = list(entries[0].__struct_fields__)
+    rows = [[getattr(one, name) for name in names] for one in entries]
+    return table([name.replace("_", " ").capitalize() for name in names], rows)

@@ -1,0 +1,128 @@
+"""Page of metrics: every Prometheus family of the controller and of an agent, from the collectors themselves."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import tempfile
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from everstep_agent import metrics as agent_metrics
+from everstep_agent.sensors.samples import GpuSample
+from everstep_agent.sensors.sensor_messages import Picture
+from everstep_agent.vault import reporting, service
+from everstep_controller.api.credentials import Keyring
+from everstep_controller.app import Controller
+from everstep_controller.config import ControllerSettings
+from everstep_controller.remediation.remediator import DryRun
+from everstep_controller.store.database import open_database
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import CollectorRegistry
+
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.v1.local import StatisticsAnswer
+from tools.docs_site.markdown import code, sentence, table
+
+Family = tuple[str, str, str, tuple[str, ...]]
+"""Name as Prometheus shows it, type, help and labels."""
+
+
+def page() -> str:
+    """Return the page."""
+    agents = list(_of_agent())
+    names = ("Name", "Type", "Labels", "Meaning")
+    parts = [
+        "# Metrics\n\nThe controller serves `GET /metrics` to a viewer's token; an agent serves it at its "
+        "`metrics_listen` address. No series of the controller carries a node's name, because a fleet has thousands. "
+        "Recording rules and alerts are in `dashboards/prometheus/everstep.rules.yml`.\n"
+    ]
+    for title, families in (
+        ("Controller", asyncio.run(_of_controller())),
+        ("Agent", [one for one in agents if one[0].startswith("everstep_agent_")]),
+        ("Vault", [one for one in agents if one[0].startswith("everstep_vault_")]),
+        ("GPUs", [one for one in agents if one[0].startswith("everstep_gpu_")]),
+        ("GPUs, under the names of dcgm-exporter", [one for one in agents if one[0].startswith("DCGM_")]),
+    ):
+        parts.append(f"## {title}\n")
+        if title.endswith("exporter"):
+            parts.append("Shown where the agent's setting `dcgm_names` is on.\n")
+        rows = [
+            (code(name), kind, ", ".join(map(code, labels)), sentence(text)) for name, kind, text, labels in families
+        ]
+        parts.append(table(names, rows))
+    return "\n".join(parts)
+
+
+async def _of_controller() -> list[Family]:
+    """Start a controller over an empty database and read its registry."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = ControllerSettings(database=f"sqlite:///{Path(folder) / 'controller.db'}")
+        engine = open_database(settings.database)
+        keyring = Keyring((b"a secret that nobody is asked for",))
+        controller = await Controller.start(settings, keyring, engine, SYSTEM_CLOCK, DryRun)
+        try:
+            return sorted(_families(controller.metrics.registry))
+        finally:
+            await controller.stop()
+
+
+def _families(registry: CollectorRegistry) -> Iterator[Family]:
+    """Yield the families of a registry with the labels that each declares, also where no series exists yet."""
+    for collector in registry._collector_to_names:
+        if isinstance(collector, MetricWrapperBase):
+            suffix = "_total" if collector._type == "counter" else ""
+            yield collector._name + suffix, collector._type, collector._documentation, tuple(collector._labelnames)
+        else:
+            yield from _collected(collector.collect())
+
+
+def _collected(families: Iterable[Any]) -> Iterator[Family]:
+    for one in families:
+        labels = tuple(getattr(one, "_labelnames", ())) or tuple(one.samples[0].labels if one.samples else ())
+        yield one.name + ("_total" if one.type == "counter" else ""), one.type, one.documentation, labels
+
+
+def _of_agent() -> Iterator[Family]:
+    counters, refused = reporting.Tally().read()
+    vault = StatisticsAnswer(request=0, counters=counters, refused=refused, levels=dict.fromkeys(_levels(), 0))
+    gpu = _filled(GpuSample)
+    picture = Picture(at=0.0, gpus=(gpu,))
+    numbers = _filled(agent_metrics.AgentNumbers, vault=vault, picture=picture)
+    yield from _collected(agent_metrics.AgentCollector(lambda: numbers, dcgm_names=True).collect())
+
+
+def _levels() -> list[str]:
+    """Return the names of what a vault measures, from the dictionary that its service fills."""
+    for node in ast.walk(ast.parse(inspect.getsource(service))):
+        if (
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == "levels"
+            and isinstance(node.value, ast.Dict)
+        ):
+            return [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
+    raise AssertionError("the vault's service fills no dictionary named levels")
+
+
+def _filled(struct: type[Any], **given: Any) -> Any:
+    """Return a struct in which every number is there, so that every family shows."""
+    hints = typing.get_type_hints(struct)
+    return struct(**{name: given[name] if name in given else _value(hints[name]) for name in struct.__struct_fields__})
+
+
+def _value(hint: Any) -> Any:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return _value(next(one for one in typing.get_args(hint) if one is not type(None)))
+    origin = typing.get_origin(hint) or hint
+    if origin is tuple:
+        return ()
+    if origin in (dict, typing.Mapping) or getattr(origin, "__name__", "") == "Mapping":
+        return {}
+    if isinstance(origin, type) and issubclass(origin, msgspec.Struct):
+        return _filled(origin)
+    return {bool: False, int: 1, float: 1.0}.get(origin, "")
