@@ -89,6 +89,7 @@ def as_written(value: Any) -> Any:
     return [as_written(inner) for inner in value] if isinstance(value, list) else value
 
 
+@pytest.mark.promise("robust-port")
 @schema.parametrize()
 @settings(
     max_examples=EXAMPLES,

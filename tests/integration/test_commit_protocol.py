@@ -160,6 +160,7 @@ def run_through(rounds: Sequence[Round], monkeypatch: pytest.MonkeyPatch, at_lea
 ROUNDS = draw(SEED, 1, SINGLES) + draw(SEED, 2, PAIRS)
 
 
+@pytest.mark.promise("commit-protocol")
 @pytest.mark.timeout(300 + 60 * len(ROUNDS))
 def test_whoever_dies_at_whichever_point_what_is_restored_is_one_whole_version(
     undisturbed: None, monkeypatch: pytest.MonkeyPatch

@@ -50,6 +50,7 @@ def told(row: Row) -> Row:
     return {key: value for key, value in row.items() if key not in ("generation", "rank", "step")}
 
 
+@pytest.mark.promise("exact-recovery")
 @pytest.mark.parametrize("seed", [5, 12])
 def test_after_three_kills_losses_and_parameters_are_those_of_an_undisturbed_run_to_the_last_bit(
     calm: list[Row], seed: int

@@ -126,6 +126,7 @@ def test_run_is_found_without_an_address_and_summed_up(short_path: Path) -> None
     assert re.search(rf"generation 2: {line} s, rank_lost: ", launcher.err)
 
 
+@pytest.mark.promise("clean-exit")
 def test_ctrl_c_leaves_no_process_no_socket_and_no_segment(run: Run) -> None:
     run.pid_at(rank=0, step=5)
     services, segments = run.launcher.descendants(), run.segments()
@@ -136,6 +137,7 @@ def test_ctrl_c_leaves_no_process_no_socket_and_no_segment(run: Run) -> None:
     assert not list((run.directory / "state").glob("run-*"))
 
 
+@pytest.mark.promise("clean-exit")
 @pytest.mark.parametrize("vault_too", [False, True])
 def test_a_launcher_that_comes_again_after_it_was_killed_restores_from_memory(
     short_path: Path, vault_too: bool
@@ -168,6 +170,7 @@ def test_a_launcher_that_comes_again_after_it_was_killed_restores_from_memory(
     assert not list((short_path / "state").glob("run-*"))
 
 
+@pytest.mark.promise("clean-exit")
 @pytest.mark.parametrize("flags", [(), ("--job", "gone", "--vault-linger-s", "0.5")])
 def test_a_killed_launcher_takes_its_services_along_and_then_its_vaults_memory(
     short_path: Path, flags: tuple[str, ...]
@@ -201,6 +204,7 @@ def test_a_killed_private_agent_finds_its_vault_again(run: Run) -> None:
     assert not is_running(vault)
 
 
+@pytest.mark.promise("lost-rank-replaced")
 def test_job_resumes_after_launcher_joins_late(short_path: Path) -> None:
     """The agent's launcher stands still when the next agent starts, and all ranks end before it has joined that one."""
     (short_path / "train.py").write_text(TRAIN.replace("until=60", "until=300"))
@@ -246,6 +250,7 @@ everstep.main(train)
 """
 
 
+@pytest.mark.promise("uneven-steps")
 def test_rank_that_stops_alone_ends_job_with_error(short_path: Path) -> None:
     (short_path / "train.py").write_text(EARLY)
     argv = ["--nproc-per-node", "3", "--state-dir", str(short_path / "state"), "train.py", "one"]
@@ -256,6 +261,7 @@ def test_rank_that_stops_alone_ends_job_with_error(short_path: Path) -> None:
     assert "ended with SIGKILL" not in launcher.err
 
 
+@pytest.mark.promise("uneven-steps")
 def test_ranks_that_stop_early_together_end_job_well(short_path: Path) -> None:
     (short_path / "train.py").write_text(EARLY)
     argv = ["--nproc-per-node", "3", "--state-dir", str(short_path / "state"), "train.py", "all"]
@@ -263,6 +269,7 @@ def test_ranks_that_stop_early_together_end_job_well(short_path: Path) -> None:
         assert launcher.wait() == 0, launcher.err
 
 
+@pytest.mark.promise("training-independent")
 def test_a_private_controller_that_dies_is_back_for_the_next_failure(run: Run) -> None:
     run.pid_at(rank=0, step=5)
     (controller,) = [pid for pid in run.launcher.descendants() if b"everstep_controller.main" in command_line(pid)]

@@ -54,6 +54,7 @@ def trained(folder: Path, *faults: Fault, **environment: str) -> list[dict[str, 
     return rows
 
 
+@pytest.mark.promise("lightning")
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_trainer_whose_ranks_are_killed_goes_on_from_the_last_batch(short_path: Path, package: str) -> None:
     faults = [Fault(1, 5, "forward"), Fault(0, 10, "updated")]
@@ -72,6 +73,7 @@ def test_a_trainer_whose_ranks_are_killed_goes_on_from_the_last_batch(short_path
     assert len({row["rate"] for row in rows}) == STEPS, "the schedule went on"
 
 
+@pytest.mark.promise("lightning")
 def test_a_kill_among_accumulated_batches_loses_no_gradient_and_not_the_loss_scale(short_path: Path) -> None:
     def last(rows: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:
         whole = sorted(rows, key=lambda row: int(row["generation"]))

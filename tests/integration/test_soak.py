@@ -18,6 +18,7 @@ FAULTS_S, SEED = 12, 11
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.promise("soak")
 @pytest.mark.timeout(900)
 def test_a_job_comes_through_random_faults_exactly_and_nothing_is_left(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.soak", "--seconds", str(FAULTS_S), "--seed", str(SEED), "--pace", "0.1"]

@@ -129,6 +129,7 @@ def _named(launcher: Launched, words: str) -> int:
     return 0
 
 
+@pytest.mark.promise("storage-checkpoints")
 def test_versions_go_to_storage_as_ordinary_checkpoints_and_old_ones_go(short_path: Path, elsewhere: Elsewhere) -> None:
     stored = Stored(short_path / "stored", "spilled")
     with launched(short_path, *_argv(short_path, "--spill-keep", "2"), _script(short_path, 64)) as launcher:
@@ -138,6 +139,7 @@ def test_versions_go_to_storage_as_ordinary_checkpoints_and_old_ones_go(short_pa
     elsewhere.load(stored.folder / stored.whole()[-1], 64)  # with nobody there any more who removes it
 
 
+@pytest.mark.promise("storage-checkpoints")
 @pytest.mark.parametrize("victim", ["everstep_agent.vault.process", "everstep_agent.main", "everstep_controller.main"])
 def test_a_write_goes_on_when_who_asked_for_it_is_killed(short_path: Path, elsewhere: Elsewhere, victim: str) -> None:
     stored = Stored(short_path / "stored", "spilled")

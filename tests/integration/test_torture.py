@@ -50,6 +50,7 @@ def told(row: Row) -> Row:
     return {key: value for key, value in row.items() if key not in ("generation", "rank", "step")}
 
 
+@pytest.mark.promise("torture")
 def test_whatever_is_killed_the_run_ends_as_one_that_nothing_happened_to() -> None:
     plan = [*map(Round.parse, PLAN.split())] if PLAN else draw_plan(SEED, ROUNDS)
     print(_again(plan))

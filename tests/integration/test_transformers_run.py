@@ -36,6 +36,7 @@ def trained(folder: Path, *faults: Fault, **environment: str) -> list[dict[str, 
     return rows
 
 
+@pytest.mark.promise("transformers")
 @pytest.mark.parametrize(
     ("accumulates", "environment"), [(1, {}), (3, {}), (1, {"TRANSFORMERS_FSDP": "1"})], ids=["1", "3", "fsdp2"]
 )

@@ -60,6 +60,7 @@ def played() -> list[Outcome]:
     return list(outcomes(range(DEFAULT_SEEDS), jobs=2))
 
 
+@pytest.mark.promise("simulation")
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # the worlds take a minute of two cores, or of what others leave of them
 def test_every_promise_holds_in_the_default_worlds(played: list[Outcome]) -> None:

@@ -134,6 +134,7 @@ def test_the_event_stream_begins_after_the_last_event_seen_and_goes_on(process: 
     assert [event.id for event in seen] == list(range(1, len(seen) + 1))
 
 
+@pytest.mark.promise("acknowledged-is-durable")
 def test_whatever_was_acknowledged_before_a_kill_is_there_exactly_once_after_it(
     program_forks: ForkPool, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ def _named(text: str) -> list[str]:
     return re.findall(r"`(\w+)`", text)
 
 
+@pytest.mark.promise("vendor-document")
 def test_every_field_of_the_document_is_in_the_table_and_nothing_else() -> None:
     assert all(ROWS)
     fields = [name for row in ROWS if row for name in _named(row[1])]

@@ -43,6 +43,7 @@ def test_every_value_of_a_sample_is_read(machine: Machine) -> None:
     assert missing == {"retired_pages"}  # not offered since Ampere
 
 
+@pytest.mark.promise("vendor-document")
 def test_a_gpu_is_named_as_its_vendor_names_it(machine: Machine) -> None:
     sensed = sensor()
     sensed.poll()

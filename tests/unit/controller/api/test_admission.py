@@ -75,6 +75,7 @@ def test_single_answer_may_be_larger_than_the_byte_limit() -> None:
 # --- turns -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("fair-answers")
 def test_identities_take_turns_however_much_one_asks() -> None:
     ran: list[str] = []
 
@@ -94,6 +95,7 @@ def test_identities_take_turns_however_much_one_asks() -> None:
     assert len(ran) == 8
 
 
+@pytest.mark.promise("fair-answers")
 def test_one_slice_runs_in_a_turn_of_the_loop() -> None:
     turns: list[int] = [0]
 
@@ -225,6 +227,7 @@ def beat() -> Asked:
     return Asked("/v1/agents/n0000/heartbeat", bearer(TokenRole.AGENT, "n0000"), body)
 
 
+@pytest.mark.promise("fair-answers")
 def test_beats_are_answered_while_a_large_page_is_made(tmp_path: Path) -> None:
     async def scenario(controller: Controller) -> None:
         pages = [Asked("/v1/nodes?limit=1000", VIEWER) for _ in range(4)]
@@ -241,6 +244,7 @@ def test_beats_are_answered_while_a_large_page_is_made(tmp_path: Path) -> None:
     play(tmp_path, scenario)
 
 
+@pytest.mark.promise("fair-answers")
 def test_reader_with_too_much_under_way_is_told_to_come_again(tmp_path: Path) -> None:
     async def scenario(controller: Controller) -> None:
         pages = [Asked("/v1/nodes?limit=1000", VIEWER) for _ in range(3)]

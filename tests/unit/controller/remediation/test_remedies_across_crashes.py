@@ -157,6 +157,7 @@ BEFORE = {
 """How the remedies stand while a request is under way; wanted: not begun either."""
 
 
+@pytest.mark.promise("remediation-once")
 @DONE_OR_LOST
 @pytest.mark.parametrize("what", ["cordon", "reboot"])
 def test_a_controller_killed_between_begun_and_confirmed_has_every_remedy_done_once(
@@ -167,6 +168,7 @@ def test_a_controller_killed_between_begun_and_confirmed_has_every_remedy_done_o
     assert sorted(asked) == sorted(["cordon", "reboot", *again])
 
 
+@pytest.mark.promise("remediation-once")
 @DONE_OR_LOST
 @pytest.mark.parametrize("what", ["cordon", "EverstepCordon", "reboot", "EverstepReboot"])
 def test_a_controller_killed_while_it_changes_kubernetes_leaves_every_change_and_event_there_once(

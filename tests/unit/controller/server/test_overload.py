@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from everstep.bearer_tokens import TokenRole
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
@@ -107,6 +108,7 @@ def first_findings(process: ControllerProcess) -> dict[str, int]:
     return found
 
 
+@pytest.mark.promise("overload")
 def test_what_is_mild_is_shed_with_a_reason_and_what_is_urgent_takes_its_place_and_is_decided_first(
     program_forks: ForkPool, tmp_path: Path
 ) -> None:
@@ -138,6 +140,7 @@ def test_what_is_mild_is_shed_with_a_reason_and_what_is_urgent_takes_its_place_a
         assert "database is away" not in process.log()
 
 
+@pytest.mark.promise("overload")
 def test_where_only_urgent_things_wait_the_next_is_told_to_come_again_and_so_is_an_operator(
     program_forks: ForkPool, tmp_path: Path
 ) -> None:
@@ -163,6 +166,7 @@ RATES = "agent_requests_per_s = 4.0\nrequests_per_s = 4.0\nrequest_burst_s = 5.0
 BURST = 20
 
 
+@pytest.mark.promise("overload")
 def test_who_asks_too_often_is_told_when_to_come_again_by_request_and_in_a_session(
     program_forks: ForkPool, tmp_path: Path
 ) -> None:

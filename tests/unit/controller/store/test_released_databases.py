@@ -90,6 +90,7 @@ def test_every_table_of_a_revision_holds_something(database: str, revision: str)
     assert [name for name, rows in left_by(database, revision).items() if not rows] == []
 
 
+@pytest.mark.promise("backups")
 def test_no_row_and_no_column_of_a_release_is_lost(database: str, revision: str) -> None:
     before = left_by(database, revision)
     open_database(database).dispose()
@@ -166,6 +167,7 @@ def test_its_history_is_read(database: str, revision: str) -> None:
     engine.dispose()
 
 
+@pytest.mark.promise("backups")
 def test_a_controller_goes_on_with_it(database: str, revision: str) -> None:
     before = left_by(database, revision)
     through = {row["node"]: row["through"] for row in before["report_marks"]}

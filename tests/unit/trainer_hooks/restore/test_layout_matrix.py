@@ -89,6 +89,7 @@ def test_a_walk_follows_each_by_each_once() -> None:
     assert len(set(itertools.pairwise(steps))) == 9
 
 
+@pytest.mark.promise("layout-change")
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_layout_is_restored_into_every_other_to_the_bit(forks: ForkPool, fleet: Vaults, part: int) -> None:
@@ -121,6 +122,7 @@ def wrong_ways(names: Sequence[str], said: Sequence[Played]) -> list[Any]:
     return wrong
 
 
+@pytest.mark.promise("layout-change")
 @pytest.mark.slow
 def test_objects_that_are_gone_from_all_ranks_are_named_on_all_of_them(forks: ForkPool, fleet: Vaults) -> None:
     """One stage of a pipeline alone is not the model, and so is not restored as if it were."""

@@ -99,6 +99,7 @@ def fleet(forks: ForkPool) -> Iterator[Fleet]:
         yield Fleet(forks, running)
 
 
+@pytest.mark.promise("exact-recovery")
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["uneven", "counting"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
@@ -114,6 +115,7 @@ def test_a_run_that_is_restored_on_as_many_ranks_goes_on_to_the_bit(fleet: Fleet
         assert after["fingerprint"] == whole["fingerprint"]
 
 
+@pytest.mark.promise("same-state-other-world-size")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 def test_four_ranks_become_three_and_four_again_with_nothing_lost(fleet: Fleet, layout: str) -> None:
@@ -128,6 +130,7 @@ def test_four_ranks_become_three_and_four_again_with_nothing_lost(fleet: Fleet, 
         assert read == rank["held"], "each reads what it holds: of shards never the whole"
 
 
+@pytest.mark.promise("rank-reassignment")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp"])
 def test_a_process_that_plays_another_rank_in_the_next_generation_goes_on_to_the_bit(fleet: Fleet, layout: str) -> None:
@@ -140,6 +143,7 @@ def test_a_process_that_plays_another_rank_in_the_next_generation_goes_on_to_the
         assert third["fingerprint"] == uninterrupted["fingerprint"]
 
 
+@pytest.mark.promise("node-loss")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 def test_the_state_survives_a_node_that_is_gone_with_its_memory(fleet: Fleet, layout: str) -> None:
@@ -150,6 +154,7 @@ def test_the_state_survives_a_node_that_is_gone_with_its_memory(fleet: Fleet, la
     assert {r["restored_as"] for r in three} == {r["fingerprint"] for r in four}
 
 
+@pytest.mark.promise("finished-step-survives")
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [NODES, ("n1",) * 4], ids=["four nodes", "one node"])
 @pytest.mark.parametrize(("layout", "how"), [("ddp", "copying"), ("ddp", "finished"), ("fsdp2", "finished")])
@@ -164,6 +169,7 @@ def test_a_finished_step_outlives_each_process_that_finished_it(
     assert [r["fingerprint"] for r in after] == [r["fingerprint"] for r in whole]
 
 
+@pytest.mark.promise("per-rank-state")
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [NODES, ("n1",) * 4], ids=["four nodes", "one node"])
 @pytest.mark.parametrize(("how", "newest"), [("copying", 3), ("finished", 4)])
@@ -178,6 +184,7 @@ def test_a_version_without_what_is_one_ranks_alone_is_none(
     assert [r["read"] for r in after] == [5 * (rank + 1) for rank in range(4)]
 
 
+@pytest.mark.promise("per-rank-state")
 @pytest.mark.slow
 def test_what_is_one_ranks_alone_survives_its_node(fleet: Fleet) -> None:
     fleet.run(1, 3, model="reading")

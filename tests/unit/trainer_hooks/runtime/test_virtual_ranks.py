@@ -35,6 +35,7 @@ def go_on(scene: Stage, number: int, ranks: range) -> None:
     scene.heard(Resumed, len(ranks), where=lambda m: m.generation == number)
 
 
+@pytest.mark.promise("exact-mode", "exact-mode-sharded")
 @pytest.mark.slow
 @pytest.mark.parametrize(("virtual_ranks", "sharded"), [(4, False), (7, False), (7, True)])
 def test_four_three_two_and_one_ranks_compute_the_same_bits(forks, tmp_path, virtual_ranks, sharded):

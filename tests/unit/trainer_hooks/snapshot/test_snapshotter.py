@@ -51,6 +51,7 @@ def test_a_generation_s_first_version_is_kept_and_reported_safe_where_no_node_co
     assert reports[-1].version == Version(2, 4)
 
 
+@pytest.mark.promise("committed-stays", "training-independent")
 def test_five_slots_keep_the_two_newest_the_committed_and_the_next_to_be(rank: LoneRank) -> None:
     snapshots = rank.snapshotter(1)
     for step in range(1, 10):
@@ -93,6 +94,7 @@ def test_two_slots_keep_the_committed_version_and_the_next_to_be_and_store_nothi
     assert rank.restore(2, RestoreRule(floor=Version(1, 11))).version == Version(1, 14)
 
 
+@pytest.mark.promise("committed-stays")
 def test_with_two_slots_the_floor_stays_until_the_generation_has_its_own_commit(rank: LoneRank) -> None:
     choices = Choices(slots=2)
     first = rank.snapshotter(1, choices=choices)
@@ -132,6 +134,7 @@ def test_choices_that_are_none_say_what_to_take(wrong: dict[str, int], words: st
         Choices(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.promise("committed-stays")
 def test_a_candidate_that_was_sealed_before_it_was_announced_is_not_told_as_kept(rank: LoneRank) -> None:
     reports: list[Sealed] = []
     snapshots = rank.snapshotter(1, reports.append)
@@ -145,6 +148,7 @@ def test_a_candidate_that_was_sealed_before_it_was_announced_is_not_told_as_kept
     assert [r.version.step for r in reports] == [1]
 
 
+@pytest.mark.promise("committed-stays")
 def test_what_was_committed_before_is_kept_until_the_generation_has_its_own_commit(rank: LoneRank) -> None:
     rank.steps(1, 6)
     snapshots = rank.snapshotter(2, restored=Version(1, 6), rule=RestoreRule(floor=Version(1, 4)))
@@ -167,6 +171,7 @@ def test_versions_that_a_rollback_left_behind_count_for_nothing(rank: LoneRank) 
     assert {Version(1, 1), Version(1, 2), Version(2, 3)} <= rank.sealed()
 
 
+@pytest.mark.promise("restored-is-whole")
 def test_a_write_that_was_interrupted_is_not_believed(rank: LoneRank) -> None:
     rank.steps(1, 3)
     view, slot = rank.view(), rank.slot_of(Version(1, 3))
@@ -178,6 +183,7 @@ def test_a_write_that_was_interrupted_is_not_believed(rank: LoneRank) -> None:
     assert rank.model.weight.unique().tolist() == [2.0]
 
 
+@pytest.mark.promise("restored-is-whole")
 def test_a_slot_with_a_flipped_bit_is_reported_and_an_older_version_taken(rank: LoneRank) -> None:
     rank.steps(1, 3)
     rank.damage(Version(1, 3))
@@ -189,6 +195,7 @@ def test_a_slot_with_a_flipped_bit_is_reported_and_an_older_version_taken(rank: 
     assert findings[0].finding.subject == f"{JOB}/rank0/1:3"
 
 
+@pytest.mark.promise("restore-floor")
 def test_no_version_older_than_the_committed_one_is_taken_when_that_is_damaged(rank: LoneRank) -> None:
     rank.steps(1, 3)
     rank.damage(Version(1, 3))

@@ -81,6 +81,7 @@ def calm(session_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -> d
     return dict(states)
 
 
+@pytest.mark.promise("no-torn-step")
 @pytest.mark.parametrize("point", POINTS)
 def test_a_kill_at_any_point_of_any_ranks_ends_in_one_consistent_version(forks, tmp_path, calm, point):
     kills = [Kill(FIRST + APART * n, point, ranks) for n, ranks in enumerate(SUBSETS)]
@@ -91,6 +92,7 @@ def test_a_kill_at_any_point_of_any_ranks_ends_in_one_consistent_version(forks, 
     assert {row["step"] for row in rows} == calm.keys()
 
 
+@pytest.mark.promise("no-torn-step")
 def test_so_do_kills_of_ranks_that_alone_hold_their_shards(forks, tmp_path):
     """Who was not killed has gone on to a step that the others never finished, and goes back by one."""
     for folder in (alone := tmp_path / "calm", killed := tmp_path / "killed"):
