@@ -41,7 +41,7 @@ def test_readme_script_runs_under_plain_python(script: Path) -> None:
     done = subprocess.run(
         [sys.executable, script.name],
         cwd=script.parent,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=True,
