@@ -77,7 +77,7 @@ def demo(tmp_path: Path, short_path: Path) -> Iterator[Demo]:
         demo.kill()
 
 
-@pytest.mark.nightly  # tests/integration/test_soak.py is the smaller one
+@pytest.mark.nightly  # test_torture.py and test_commit_protocol.py are the smaller ones
 @pytest.mark.timeout(1200)
 def test_every_fault_is_recovered_and_the_run_is_as_if_nothing_had_happened(tmp_path: Path, short_path: Path) -> None:
     demo = Demo(tmp_path, short_path, "--fast")

@@ -1,4 +1,4 @@
-"""A short soak: random faults while a job trains, and everything that must hold afterwards (see ``bench/soak``)."""
+"""A soak: random faults while a job trains, and everything that must hold afterwards (see ``bench/soak``)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from examples.demo.world import descendants
 
 ROOT = Path(__file__).parents[2]
-FAULTS_S, SEED = 12, 11
+FAULTS_S, SEED = 60, 11
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]  # test_torture.py is the smaller one
 
 
 @pytest.mark.promise("soak")

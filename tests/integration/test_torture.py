@@ -1,7 +1,7 @@
 """Random processes of a training run are killed at random moments, round after round; the run is, to the last bit, the
 run that nothing happened to.
 
-Every suite plays three rounds of the seed ``EVERSTEP_TORTURE_SEED`` (1; it is printed). The nightly test plays
+Every suite plays six rounds of the seed ``EVERSTEP_TORTURE_SEED`` (1; it is printed). The nightly test plays
 ``EVERSTEP_TORTURE_ROUNDS`` (30). A failure prints the rounds that led to it:
 ``EVERSTEP_TORTURE_PLAN="4:vault+rank1 0:launcher"`` plays just these instead.
 """
@@ -18,7 +18,7 @@ from tests.support.exact_training import SAMPLES, read_diaries
 from tests.support.torture import KINDS, STEPS_A_ROUND, WORLD, Round, draw_plan, lost_or_repeated, tortured
 
 SEED = int(os.environ.get("EVERSTEP_TORTURE_SEED") or 1)
-FEW, MANY = 3, int(os.environ.get("EVERSTEP_TORTURE_ROUNDS", "30"))
+FEW, MANY = 6, int(os.environ.get("EVERSTEP_TORTURE_ROUNDS", "30"))
 PLAN = os.environ.get("EVERSTEP_TORTURE_PLAN", "")
 LAST_STEPS = 20
 Row = dict[str, Any]
