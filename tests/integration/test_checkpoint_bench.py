@@ -79,6 +79,7 @@ def test_parity_outlives_any_two_nodes_without_a_copy() -> None:
     assert losses.double_kills(2, 1, parity=losses.PARITY).lost == []
 
 
+@pytest.mark.slow
 def test_what_a_rank_raises_ends_the_measurement_with_its_traceback() -> None:
     with Crew() as crew, pytest.raises(RankFailed, match="ZeroDivisionError"):
         crew.run(divmod, [(1, 0), (1, 1)])

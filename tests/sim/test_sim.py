@@ -87,6 +87,7 @@ def trace_digest() -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.slow
 def test_a_world_repeats_itself_to_the_letter() -> None:
     """Also in another process, whose hashes of strings are others."""
     script = "import logging; logging.disable(50); from tests.sim.test_sim import trace_digest; print(trace_digest())"

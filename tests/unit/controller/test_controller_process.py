@@ -35,6 +35,8 @@ from tests.support.report_stream import EVERY_FINDING, events, reporting
 from tests.support.sessions import AgentSession
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 N1 = bearer(TokenRole.AGENT, "n1")
 
 

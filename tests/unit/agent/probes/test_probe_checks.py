@@ -12,6 +12,8 @@ from everstep_agent.probes.prober import Prober
 from everstep.vocabulary import ProbeKind
 from everstep.wire.v1.directives import RunProbe
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

@@ -33,6 +33,8 @@ from tests.support.vaults import (
     vaults,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def fleet() -> Iterator[Vaults]:

@@ -227,6 +227,7 @@ def beat() -> Asked:
     return Asked("/v1/agents/n0000/heartbeat", bearer(TokenRole.AGENT, "n0000"), body)
 
 
+@pytest.mark.slow
 @pytest.mark.promise("fair-answers")
 def test_beats_are_answered_while_a_large_page_is_made(tmp_path: Path) -> None:
     async def scenario(controller: Controller) -> None:
@@ -244,6 +245,7 @@ def test_beats_are_answered_while_a_large_page_is_made(tmp_path: Path) -> None:
     play(tmp_path, scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.promise("fair-answers")
 def test_reader_with_too_much_under_way_is_told_to_come_again(tmp_path: Path) -> None:
     async def scenario(controller: Controller) -> None:
@@ -269,6 +271,7 @@ def test_reader_with_too_much_under_way_is_told_to_come_again(tmp_path: Path) ->
     play(tmp_path, scenario, requests_under_way=2)
 
 
+@pytest.mark.slow
 def test_reader_that_takes_nothing_is_held_no_more_than_it_may(tmp_path: Path) -> None:
     async def scenario(controller: Controller) -> None:
         first = Asked("/v1/nodes?limit=1000", VIEWER)

@@ -26,6 +26,7 @@ def cluster() -> Iterator[kube.Cluster]:
     made.close()
 
 
+@pytest.mark.slow
 def test_kubernetes_keeps_others_taints_and_notes_and_tells_an_event_once(cluster: kube.Cluster) -> None:
     made = Kubernetes(cluster.api())
     made.apply(remedy(1))

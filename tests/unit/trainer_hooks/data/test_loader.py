@@ -154,6 +154,7 @@ def test_loading_takes_no_random_number_from_the_training(make, workers):
     assert draws(load=True) == draws(load=False)
 
 
+@pytest.mark.slow
 def test_virtual_ranks_load_each_its_own_part(make):
     run = run_of()
     loader = run.loader(make(), global_batch=BATCH, seed=SEED, collate_fn=as_tuple, num_workers=2)
@@ -287,9 +288,11 @@ def _workers_since(before: set[Any]) -> list[Any]:
     return [child for child in multiprocessing.active_children() if child not in before]
 
 
+@pytest.mark.slow
 @pytest.mark.promise("loader-worker-killed")
 @OF_KILLED_WORKERS
 @pytest.mark.usefixtures("interrupted")
+@pytest.mark.parametrize("make", ["map-style", "stream that workers split"], indirect=True)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_worker_that_is_killed_between_two_steps_costs_no_sample_and_no_error(make, victim):
     before, run = set(multiprocessing.active_children()), run_of()
@@ -303,6 +306,7 @@ def test_a_worker_that_is_killed_between_two_steps_costs_no_sample_and_no_error(
     assert first + rest == loaded(make())
 
 
+@pytest.mark.slow
 @pytest.mark.promise("loader-worker-killed")
 @OF_KILLED_WORKERS
 @pytest.mark.usefixtures("interrupted")
@@ -319,6 +323,7 @@ def test_nor_does_one_that_dies_while_it_is_waited_for_in_the_midst_of_a_step(tm
     assert "was killed by SIGKILL" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.promise("loader-worker-killed")
 @OF_KILLED_WORKERS
 @pytest.mark.usefixtures("interrupted")
