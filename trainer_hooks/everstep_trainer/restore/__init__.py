@@ -9,7 +9,7 @@ __all__ = ["Restoration", "RestoreResult"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the restorer when it is asked for: the snapshot package, which it imports, imports a module of this one."""
+    """Import the restorer when it is asked for: it imports the snapshot package, which imports a module of this one."""
     if name not in __all__:
         raise AttributeError(name)
     from everstep_trainer.restore import restorer
