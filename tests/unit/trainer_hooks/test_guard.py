@@ -50,6 +50,7 @@ def test_nothing_happens_where_nothing_is_wrong(tmp_path):
     assert rows[-1]["records"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.promise("guard-rollback")
 @pytest.mark.parametrize(("back", "every"), [(1, 1), (1, 10), (2, 5), (3, 1), (5, 7)])
 @pytest.mark.parametrize("value", [NAN, float("inf"), 1e4], ids=["nan", "inf", "spike"])
@@ -102,6 +103,7 @@ def reference(folder: Path, data_steps: list[int]) -> str:
     return end(sorted(read_diaries(folder / "reference"), key=lambda row: row["step"]))
 
 
+@pytest.mark.slow
 @pytest.mark.promise("guard-rollback")
 @pytest.mark.parametrize(("back", "every"), [(1, 10), (2, 1), (1, 1), (3, 20)])
 @pytest.mark.parametrize("step", [1, 2, 10, 15, 20])

@@ -25,6 +25,8 @@ from everstep.ids import Version
 from everstep.layout.digests import DIGESTS, ArchiveDigest, StoredDigests, decode_digests, encode_digests
 from tests.support.spilling import fill_slots, start_alone
 
+pytestmark = pytest.mark.slow
+
 VERSION = Version(3, 12)
 
 

@@ -259,6 +259,7 @@ def test_what_optimizers_do_to_shards_and_whole_parameters_is_counted() -> None:
         assert writes.since(counts) == ["model.bias", "model.weight"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, as it compiles
 def test_a_compiled_step_of_a_tracked_optimizer_is_not_compiled_again() -> None:
     torch.compiler.reset()
