@@ -44,7 +44,7 @@ test-fast: $(STAMP) ## the tests that start no training run and take no seconds,
 
 .PHONY: test-for
 test-for: $(STAMP) ## the tests that depend on files, nearest first (FILES="a.py b.py", DISTANCE=2: at most two imports away)
-	$(PYTEST) -m "not nightly" $$($(BIN)/python tools/tests_for.py $(if $(DISTANCE),--distance $(DISTANCE)) $(FILES))
+	tests=$$($(BIN)/python tools/tests_for.py $(if $(DISTANCE),--distance $(DISTANCE)) $(FILES)) && $(PYTEST) -m "not nightly" $$tests
 
 .PHONY: test-nightly
 test-nightly: $(STAMP) ## the longest tests: torture, all pairs of layouts, 2,000 simulated worlds (SEEDS, FIRST)

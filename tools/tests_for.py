@@ -161,10 +161,13 @@ def main(arguments: list[str] | None = None) -> int:
         if not (ROOT / known).is_file():
             parser.error(f"{name} is not a file of this repository")
         changed.append(known)
-    for distance, path in dependent_tests(changed, repository_files(ROOT)):
-        if options.distance is None or distance <= options.distance:
-            print(f"{distance} {path}" if options.show_distance else path)
-    return 0
+    found = dependent_tests(changed, repository_files(ROOT))
+    near = [(distance, path) for distance, path in found if options.distance is None or distance <= options.distance]
+    for distance, path in near:
+        print(f"{distance} {path}" if options.show_distance else path)
+    if not near:
+        print(f"no test depends on {', '.join(changed)}", file=sys.stderr)
+    return 0 if near else 1  # pytest without arguments would run the whole suite
 
 
 def _with_parents(names: Iterable[str]) -> Iterator[str]:

@@ -85,3 +85,8 @@ def test_command_refuses_an_unknown_file(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         main(["no/such.py"])
     assert "no/such.py is not a file" in capsys.readouterr().err
+
+
+def test_command_fails_when_no_test_depends_on_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(ROOT / "tools" / "tests_for.py"), "--distance", "0"]) == 1
+    assert capsys.readouterr() == ("", "no test depends on tools/tests_for.py\n")
