@@ -31,9 +31,25 @@ setup: $(STAMP) ## make .venv with everything pinned by constraints.txt
 demo: $(STAMP) ## a real training run through seven faults, on this machine (FAST=1, LAYOUT=fsdp2)
 	$(BIN)/python -m examples.demo $(if $(FAST),--fast) $(if $(LAYOUT),--layout $(LAYOUT))
 
+PYTEST := $(BIN)/python -m pytest
+SHARED := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 .PHONY: test
-test: $(STAMP) ## all tests, two files at a time (WORKERS=0: one after another)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+test: $(STAMP) ## all tests but the nightly ones, two files at a time (WORKERS=0: one after another)
+	$(PYTEST) -m "not nightly" $(SHARED)
+
+.PHONY: test-fast
+test-fast: $(STAMP) ## the tests that start no training run and take no seconds, in about a minute
+	$(PYTEST) -m "not slow and not nightly" $(SHARED) tests/unit tests/contract tests/model tests/scenarios tests/sim
+
+.PHONY: test-for
+test-for: $(STAMP) ## the tests that depend on files, nearest first (FILES="a.py b.py", DISTANCE=2: at most two imports away)
+	tests=$$($(BIN)/python tools/tests_for.py $(if $(DISTANCE),--distance $(DISTANCE)) $(FILES)) && $(PYTEST) -m "not nightly" $$tests
+
+.PHONY: test-nightly
+test-nightly: $(STAMP) ## the longest tests: torture, all pairs of layouts, 2,000 simulated worlds (SEEDS, FIRST)
+	$(PYTEST) -m nightly
+	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0)
 
 .PHONY: lint
 lint: $(STAMP) ## ruff, mypy --strict, import-linter

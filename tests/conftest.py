@@ -22,6 +22,10 @@ from tests.support.forked import ForkPool, fork_pool, torch_forks
 settings.register_profile("everstep", deadline=None, phases=[phase for phase in Phase if phase is not Phase.explain])
 settings.load_profile("everstep")
 
+pytest_plugins = ["tests.support.promises"]
+
+PROCESS_FIXTURES = {"forks", "session_forks", "program_forks", "postgres", "own_postgres"}
+
 LONGEST_TEMPORARY = 24
 """Bytes of the path of the directory for temporary files: sockets are made some way below, and have 107 for theirs."""
 
@@ -59,14 +63,26 @@ def own_temporary_directory() -> None:
     Finalize(None, shutil.rmtree, (own,), {"ignore_errors": True}, exitpriority=-200)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuses two tests of one name, of which xdist would run one. Files with slow tests come first: when the last are
-    begun, whoever shares the work should not have to wait for one of them."""
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Refuse two tests of one name, of which xdist would run one. Where files are shared among workers, put those with
+    slow tests first, so that no worker begins a long file while the others have nothing left to do."""
     twice = [name for name, times in Counter(item.nodeid for item in items).items() if times > 1]
     if twice:
         raise pytest.UsageError(f"tests must have names of their own: {', '.join(twice)}")
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow)
+    for item in items:
+        if starts_processes(item):
+            item.add_marker("slow")
+
+
+def starts_processes(item: pytest.Item) -> bool:
+    """Tell whether a test gets processes or a PostgreSQL database from a fixture. Such a test counts as slow."""
+    variants = getattr(item, "callspec", None)
+    postgres = variants is not None and "postgresql" in variants.params.values()
+    return postgres or not PROCESS_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session")

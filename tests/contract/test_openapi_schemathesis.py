@@ -22,7 +22,7 @@ from everstep.wire.v1 import enrolment as wire
 from tests.support.controllers import OPERATOR, ControllerProcess, controller_process
 from tests.support.forked import ForkPool
 
-EXAMPLES = 12
+EXAMPLES = 6
 """Of each route and kind of data, besides what schemathesis derives from the description's own boundaries."""
 ENDLESS = "/v1/events/stream"
 
@@ -85,6 +85,7 @@ def as_written(value: Any) -> Any:
     return [as_written(inner) for inner in value] if isinstance(value, list) else value
 
 
+@pytest.mark.promise("robust-port")
 @schema.parametrize()
 @settings(
     max_examples=EXAMPLES,

@@ -162,6 +162,7 @@ def _of_earlier_release(kind: type[Message], without: str) -> type[msgspec.Struc
     )
 
 
+@pytest.mark.promise("mixed-versions")
 @pytest.mark.parametrize("told", TOLD, ids=lambda told: type(told).__name__)
 def test_what_a_later_release_tells_is_understood_by_what_this_one_knows(told: Message) -> None:
     plain = _of_later_release(told)
@@ -169,6 +170,7 @@ def test_what_a_later_release_tells_is_understood_by_what_this_one_knows(told: M
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=type(told)) == told
 
 
+@pytest.mark.promise("mixed-versions")
 @pytest.mark.parametrize(("kind", "name", "message"), ADDED, ids=lambda value: getattr(value, "__name__", None))
 def test_a_field_that_was_added_is_passed_over_before_and_missed_by_nobody_after(
     kind: type[Message], name: str, message: Message
@@ -188,6 +190,7 @@ def test_what_is_asked_for_is_refused_where_it_is_not_understood(asked: Request)
         msgspec.convert(strange, type(asked))
 
 
+@pytest.mark.promise("mixed-versions")
 def test_a_job_that_asks_for_what_is_not_known_is_refused_with_its_launcher() -> None:
     joined = msgspec.to_builtins(LauncherJoined(job="j", at=1.0, spec=SPEC, launcher=1, store="n1:8000"))
     joined["spec"]["of_later"] = 1

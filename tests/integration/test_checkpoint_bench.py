@@ -51,6 +51,7 @@ def test_snapshots_of_a_gpu_are_measured_and_come_back() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_shards_are_copied_survive_a_lost_node_and_come_back_on_three_ranks() -> None:
     with Crew() as crew:
         rows = {row.name: row for row in four.shards(crew, Size(3, 64 << 10, "shards"), 1, judged=False)}
@@ -62,6 +63,7 @@ def test_shards_are_copied_survive_a_lost_node_and_come_back_on_three_ranks() ->
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_three_copies_outlive_any_two_nodes_and_two_copies_those_that_do_not_copy_each_other() -> None:
     assert losses.double_kills(2, 3).lost == []
     two = losses.double_kills(4, 2)
@@ -72,16 +74,19 @@ def test_three_copies_outlive_any_two_nodes_and_two_copies_those_that_do_not_cop
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_parity_outlives_any_two_nodes_without_a_copy() -> None:
     assert losses.double_kills(2, 1, parity=losses.PARITY).lost == []
 
 
+@pytest.mark.slow
 def test_what_a_rank_raises_ends_the_measurement_with_its_traceback() -> None:
     with Crew() as crew, pytest.raises(RankFailed, match="ZeroDivisionError"):
         crew.run(divmod, [(1, 0), (1, 1)])
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_bench_that_is_ended_leaves_no_vault_no_rank_and_no_memory() -> None:
     bench = subprocess.Popen([sys.executable, "-m", "bench.checkpoint", "--quick", "--only", "slot to"], cwd=ROOT)
     try:

@@ -2,8 +2,8 @@
 whole, and one version of all ranks: each step leaves behind, to the last bit, what it leaves where nobody dies.
 
 Two nodes, whose vaults hold copies of each other's ranks. In the moment of each death both ranks are killed as well, so
-that everything comes from the vaults. Some of each are drawn: ``EVERSTEP_PROTOCOL_POINTS`` and
-``EVERSTEP_PROTOCOL_PAIRS`` say how many (``all`` of them), ``EVERSTEP_PROTOCOL_SEED`` draws others.
+that everything comes from the vaults. Every suite draws a few rounds by ``EVERSTEP_PROTOCOL_SEED``. The nightly tests
+try every point alone, and ``EVERSTEP_PROTOCOL_PAIRS`` pairs (``all`` of them if so asked).
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ AHEAD, ON = 20, 3
 STRETCH = 200
 """How many are waited for at a time."""
 SEED = int(os.environ.get("EVERSTEP_PROTOCOL_SEED", "7"))
-SINGLES = os.environ.get("EVERSTEP_PROTOCOL_POINTS", "3")
-PAIRS = os.environ.get("EVERSTEP_PROTOCOL_PAIRS", "1")
+PAIRS = os.environ.get("EVERSTEP_PROTOCOL_PAIRS", "20")
 Round = tuple[tuple[Point, str], ...]
 
 pytestmark = pytest.mark.slow
@@ -157,17 +156,26 @@ def run_through(rounds: Sequence[Round], monkeypatch: pytest.MonkeyPatch, at_lea
         return run.finish()
 
 
-ROUNDS = draw(SEED, 1, SINGLES) + draw(SEED, 2, PAIRS)
+FEW = draw(SEED, 1, "2") + draw(SEED, 2, "1")
+MANY = draw(SEED, 1, "all") + draw(SEED, 2, PAIRS)
 
 
-@pytest.mark.timeout(300 + 60 * len(ROUNDS))
+@pytest.mark.promise("commit-protocol")
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        pytest.param(FEW, marks=pytest.mark.timeout(300 + 60 * len(FEW))),
+        pytest.param(MANY, marks=[pytest.mark.nightly, pytest.mark.timeout(300 + 60 * len(MANY))]),
+    ],
+    ids=["few", "many"],
+)
 def test_whoever_dies_at_whichever_point_what_is_restored_is_one_whole_version(
-    undisturbed: None, monkeypatch: pytest.MonkeyPatch
+    undisturbed: None, monkeypatch: pytest.MonkeyPatch, rounds: list[Round]
 ) -> None:
-    rows = run_through(ROUNDS, monkeypatch)
+    rows = run_through(rounds, monkeypatch)
     steps = {row["step"] for row in rows}
     assert steps == set(range(1, max(steps) + 1))
-    assert len({row["generation"] for row in rows}) > len(ROUNDS)
+    assert len({row["generation"] for row in rows}) > len(rounds)
     calm = {
         (row["rank"], row["step"]): (row["state"], row["samples"]) for row in run_through([], monkeypatch, max(steps))
     }

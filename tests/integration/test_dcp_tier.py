@@ -57,6 +57,7 @@ everstep.main(train)
 """
 
 
+@pytest.mark.promise("memory-tier")
 @pytest.mark.slow
 def test_the_generation_after_a_loss_loads_the_last_checkpoint(short_path: Path) -> None:
     """Saved by a thread of torch's, when a rank dies in the middle of the next one, which the other waits for."""

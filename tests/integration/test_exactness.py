@@ -50,7 +50,8 @@ def told(row: Row) -> Row:
     return {key: value for key, value in row.items() if key not in ("generation", "rank", "step")}
 
 
-@pytest.mark.parametrize("seed", [5, 12])
+@pytest.mark.promise("exact-recovery")
+@pytest.mark.parametrize("seed", [5, pytest.param(12, marks=pytest.mark.nightly)])
 def test_after_three_kills_losses_and_parameters_are_those_of_an_undisturbed_run_to_the_last_bit(
     calm: list[Row], seed: int
 ) -> None:

@@ -139,6 +139,7 @@ def training(short_path: Path, controllers: list[ControllerProcess]) -> Iterator
             yield Training(short_path, controllers, launcher)
 
 
+@pytest.mark.promise("single-leader")
 @pytest.mark.timeout(500)
 def test_training_regroups_under_whoever_leads_and_loses_no_step(training: Training) -> None:
     training.go_on(generation=1)

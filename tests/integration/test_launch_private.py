@@ -41,6 +41,13 @@ os.write(1, f"saved by rank {os.environ['RANK']}{chr(10)}".encode())
 """
 
 
+def gated(*gates: int) -> str:
+    """``TRAIN``, whose ranks wait at each of these steps until a file named after the step is there."""
+    wait = "def wait_at(step):\n    while not (STEPS.parent / f'go-{step}').exists():\n        time.sleep(0.02)\n\n"
+    gate = f"wait_at(step) if step in {set(gates)} else time.sleep(0.02)"
+    return TRAIN.replace("time.sleep(0.02)", gate).replace("def train(", wait + "def train(")
+
+
 class Run:
     """A launcher with private services, and what its ranks wrote down."""
 
@@ -103,10 +110,7 @@ def test_a_killed_rank_is_replaced_and_the_job_ends_well(run: Run) -> None:
 
 def test_run_is_found_without_an_address_and_summed_up(short_path: Path) -> None:
     """``everstep status`` finds the run's private controller; at its end the launcher says what failures cost."""
-    wait = "def wait_for_go():\n    while not (STEPS.parent / 'go').exists():\n        time.sleep(0.02)\n\n"
-    slow = "time.sleep(0.02) if step < 60 else wait_for_go()"
-    script = TRAIN.replace("time.sleep(0.02)", slow).replace("def train(", wait + "def train(")
-    (short_path / "train.py").write_text(script)
+    (short_path / "train.py").write_text(gated(60))
     with launched(short_path, "--nproc-per-node", "2", "--standby-delay-s", "0.1", "train.py") as launcher:
         run = Run(short_path, launcher)
         os.kill(run.pid_at(rank=1, step=20), signal.SIGKILL)
@@ -116,7 +120,7 @@ def test_run_is_found_without_an_address_and_summed_up(short_path: Path) -> None
             environment.pop(name, None)
         command = [sys.executable, "-m", "everstep.cli.main", "status"]
         told = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
-        (short_path / "go").touch()
+        (short_path / "go-60").touch()
         assert launcher.wait() == 0, launcher.err
     assert told.returncode == 0, told.stderr
     assert "1 healthy" in told.stdout
@@ -126,6 +130,7 @@ def test_run_is_found_without_an_address_and_summed_up(short_path: Path) -> None
     assert re.search(rf"generation 2: {line} s, rank_lost: ", launcher.err)
 
 
+@pytest.mark.promise("clean-exit")
 def test_ctrl_c_leaves_no_process_no_socket_and_no_segment(run: Run) -> None:
     run.pid_at(rank=0, step=5)
     services, segments = run.launcher.descendants(), run.segments()
@@ -136,6 +141,7 @@ def test_ctrl_c_leaves_no_process_no_socket_and_no_segment(run: Run) -> None:
     assert not list((run.directory / "state").glob("run-*"))
 
 
+@pytest.mark.promise("clean-exit")
 @pytest.mark.parametrize("vault_too", [False, True])
 def test_a_launcher_that_comes_again_after_it_was_killed_restores_from_memory(
     short_path: Path, vault_too: bool
@@ -168,6 +174,7 @@ def test_a_launcher_that_comes_again_after_it_was_killed_restores_from_memory(
     assert not list((short_path / "state").glob("run-*"))
 
 
+@pytest.mark.promise("clean-exit")
 @pytest.mark.parametrize("flags", [(), ("--job", "gone", "--vault-linger-s", "0.5")])
 def test_a_killed_launcher_takes_its_services_along_and_then_its_vaults_memory(
     short_path: Path, flags: tuple[str, ...]
@@ -201,28 +208,30 @@ def test_a_killed_private_agent_finds_its_vault_again(run: Run) -> None:
     assert not is_running(vault)
 
 
+@pytest.mark.promise("lost-rank-replaced")
 def test_job_resumes_after_launcher_joins_late(short_path: Path) -> None:
     """The agent's launcher stands still when the next agent starts, and all ranks end before it has joined that one."""
-    (short_path / "train.py").write_text(TRAIN.replace("until=60", "until=300"))
-    argv = ["--nproc-per-node", "2", "--state-dir", str(short_path / "state"), "train.py"]
+    (short_path / "train.py").write_text(gated(20, 50))
+    argv = ["--nproc-per-node", "2", "--hang-threshold-s", "120", "--state-dir", str(short_path / "state"), "train.py"]
     with launched(short_path, *argv, warm=False) as launcher:
         run = Run(short_path, launcher)
-        before = run.pid_at(rank=0, step=5)
+        before = run.pid_at(rank=0, step=20)
         (agent,) = [pid for pid in launcher.descendants() if b"everstep_agent.main" in command_line(pid)]
         os.kill(agent, signal.SIGKILL)
         launcher.eventually(lambda: "starting it again" in launcher.err, "another agent")
         launcher.process.send_signal(signal.SIGSTOP)
         try:
             launcher.eventually(lambda: connections(run.directory, "agent.sock") >= 2, "both ranks at the next agent")
-            step = max(step for _, _, step, _ in run.lines())
-            run.pid_at(rank=1, step=step + 30)  # each has ticked by now
+            (short_path / "go-20").touch()
+            run.pid_at(rank=1, step=50)  # each has ticked by now
             os.kill(launcher.child_named("everstep-forks"), signal.SIGKILL)
             launcher.eventually(lambda: not is_running(before), "the end of the ranks")
             launcher.eventually(lambda: connections(run.directory, "agent.sock") == 0, "the end of their connections")
+            (short_path / "go-50").touch()
         finally:
             launcher.process.send_signal(signal.SIGCONT)
         assert launcher.wait() == 0, launcher.err
-        assert {step for rank, _, step, _ in run.lines() if rank == 0} == set(range(1, 301))
+        assert {step for rank, _, step, _ in run.lines() if rank == 0} == set(range(1, 61))
 
 
 EARLY = """
@@ -246,6 +255,7 @@ everstep.main(train)
 """
 
 
+@pytest.mark.promise("uneven-steps")
 def test_rank_that_stops_alone_ends_job_with_error(short_path: Path) -> None:
     (short_path / "train.py").write_text(EARLY)
     argv = ["--nproc-per-node", "3", "--state-dir", str(short_path / "state"), "train.py", "one"]
@@ -256,6 +266,7 @@ def test_rank_that_stops_alone_ends_job_with_error(short_path: Path) -> None:
     assert "ended with SIGKILL" not in launcher.err
 
 
+@pytest.mark.promise("uneven-steps")
 def test_ranks_that_stop_early_together_end_job_well(short_path: Path) -> None:
     (short_path / "train.py").write_text(EARLY)
     argv = ["--nproc-per-node", "3", "--state-dir", str(short_path / "state"), "train.py", "all"]
@@ -263,6 +274,7 @@ def test_ranks_that_stop_early_together_end_job_well(short_path: Path) -> None:
         assert launcher.wait() == 0, launcher.err
 
 
+@pytest.mark.promise("training-independent")
 def test_a_private_controller_that_dies_is_back_for_the_next_failure(run: Run) -> None:
     run.pid_at(rank=0, step=5)
     (controller,) = [pid for pid in run.launcher.descendants() if b"everstep_controller.main" in command_line(pid)]
@@ -294,7 +306,7 @@ def test_the_rank_on_a_gpu_that_stopped_gets_another_process_and_the_job_ends_we
         "EVERSTEP_AGENT_VIRTUAL": "default:2",
         "EVERSTEP_AGENT_VIRTUAL_CONTROL": str(control),
     }
-    with launched(short_path, *argv, warm=False, **site) as launcher:
+    with launched(short_path, *argv, **site) as launcher:
         run = Run(short_path, launcher)
         victim = run.pid_at(rank=1, step=10)
         (short_path / "new.json").write_text('{"gpus": {"1": {"xid": 43}}}')

@@ -263,6 +263,7 @@ def test_zygote_killed_while_it_imports_is_started_once_more(agent: FakeAgent, s
         assert all(map(is_running, after))
 
 
+@pytest.mark.promise("fork-server")
 def test_fork_server_is_replaced_from_its_zygote(agent: FakeAgent, script: Path) -> None:
     """Torch is imported once: the zygote outlives the fork servers, and is replaced with them where it dies itself."""
     with start(agent, script, "--max-restarts", "5", warm=False) as launcher:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import importlib
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import IdleKeeper
 
 from tests.support.exact_training import SEED, Fault, read_diaries
+from tests.support.forked import ForkPool
 from tests.support.launched import launched
 
-ROOT = Path(__file__).parents[2]
 STEPS, WORLD, BATCH, SAMPLES = 16, 2, 8, 500
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("pytorch_lightning") is None, reason="no Lightning here")]
 
@@ -27,7 +27,10 @@ PACKAGES = [
     "pytorch_lightning",
     pytest.param(
         "lightning.pytorch",
-        marks=pytest.mark.skipif(find_spec("lightning") is None, reason="the package lightning is not installed"),
+        marks=[
+            pytest.mark.nightly,
+            pytest.mark.skipif(find_spec("lightning") is None, reason="the package lightning is not installed"),
+        ],
     ),
 ]
 
@@ -54,6 +57,7 @@ def trained(folder: Path, *faults: Fault, **environment: str) -> list[dict[str, 
     return rows
 
 
+@pytest.mark.promise("lightning")
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_trainer_whose_ranks_are_killed_goes_on_from_the_last_batch(short_path: Path, package: str) -> None:
     faults = [Fault(1, 5, "forward"), Fault(0, 10, "updated")]
@@ -72,6 +76,7 @@ def test_a_trainer_whose_ranks_are_killed_goes_on_from_the_last_batch(short_path
     assert len({row["rate"] for row in rows}) == STEPS, "the schedule went on"
 
 
+@pytest.mark.promise("lightning")
 def test_a_kill_among_accumulated_batches_loses_no_gradient_and_not_the_loss_scale(short_path: Path) -> None:
     def last(rows: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:
         whole = sorted(rows, key=lambda row: int(row["generation"]))
@@ -83,30 +88,23 @@ def test_a_kill_among_accumulated_batches_loses_no_gradient_and_not_the_loss_sca
     assert last(trained(short_path / "k", *faults, LIGHTNING_ACCUMULATES="4")) == undisturbed
 
 
+def fitting() -> dict[str, bool]:
+    """Tell for each package whether its Trainer takes the integration's classes."""
+    warnings.simplefilter("ignore")
+    from everstep_trainer.integrations.lightning import KeepState, Ranks
+
+    fits = {}
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        package = importlib.import_module(name)
+        environments = importlib.import_module(f"{name}.plugins.environments")
+        fits[name] = issubclass(KeepState, package.Callback) and issubclass(Ranks, environments.ClusterEnvironment)
+    return fits
+
+
 @pytest.mark.skipif(find_spec("lightning") is None, reason="the package lightning is not installed")
-@pytest.mark.parametrize(
-    ("imported", "used"),
-    [
-        ("lightning.pytorch", "lightning.pytorch"),
-        ("pytorch_lightning", "pytorch_lightning"),
-        ("", "lightning.pytorch"),
-        ("lightning.pytorch,pytorch_lightning", "lightning.pytorch"),
-        ("lightning.pytorch,pytorch_lightning", "pytorch_lightning"),
-    ],
-)
-def test_lightning_classes_fit_the_imported_package(imported: str, used: str) -> None:
+def test_lightning_classes_fit_both_packages(forks: ForkPool) -> None:
     """Two packages hold the same classes, and a Trainer refuses those of the other one."""
-    script = f"""
-import importlib
-for name in filter(None, {imported!r}.split(",")):
-    importlib.import_module(name)
-from everstep_trainer.integrations.lightning import KeepState, Ranks
-package = importlib.import_module({used!r})
-environments = importlib.import_module({used!r} + ".plugins.environments")
-assert issubclass(KeepState, package.Callback)
-assert issubclass(Ranks, environments.ClusterEnvironment)
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, cwd=ROOT)
+    assert forks.start(fitting).result() == {"lightning.pytorch": True, "pytorch_lightning": True}
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own: advice about this machine, torch's deprecations

@@ -14,6 +14,7 @@ from tests.support.sharded_job import DEADLINE_S, NODES, ShardedJob
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.promise("parity")
 @pytest.mark.timeout(400)
 def test_a_node_and_its_copy_at_once_and_parity_has_what_they_held(tmp_path: Path) -> None:
     with World(tmp_path / "out", NODES) as world:

@@ -1,4 +1,4 @@
-"""A short soak: random faults while a job trains, and everything that must hold afterwards (see ``bench/soak``)."""
+"""A soak: random faults while a job trains, and everything that must hold afterwards (see ``bench/soak``)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import pytest
 from examples.demo.world import descendants
 
 ROOT = Path(__file__).parents[2]
-FAULTS_S, SEED = 12, 11
+FAULTS_S, SEED = 60, 11
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]  # test_torture.py is the smaller one
 
 
+@pytest.mark.promise("soak")
 @pytest.mark.timeout(900)
 def test_a_job_comes_through_random_faults_exactly_and_nothing_is_left(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.soak", "--seconds", str(FAULTS_S), "--seed", str(SEED), "--pace", "0.1"]

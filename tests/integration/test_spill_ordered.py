@@ -129,6 +129,7 @@ def _named(launcher: Launched, words: str) -> int:
     return 0
 
 
+@pytest.mark.promise("storage-checkpoints")
 def test_versions_go_to_storage_as_ordinary_checkpoints_and_old_ones_go(short_path: Path, elsewhere: Elsewhere) -> None:
     stored = Stored(short_path / "stored", "spilled")
     with launched(short_path, *_argv(short_path, "--spill-keep", "2"), _script(short_path, 64)) as launcher:
@@ -138,8 +139,8 @@ def test_versions_go_to_storage_as_ordinary_checkpoints_and_old_ones_go(short_pa
     elsewhere.load(stored.folder / stored.whole()[-1], 64)  # with nobody there any more who removes it
 
 
-@pytest.mark.parametrize("victim", ["everstep_agent.vault.process", "everstep_agent.main", "everstep_controller.main"])
-def test_a_write_goes_on_when_who_asked_for_it_is_killed(short_path: Path, elsewhere: Elsewhere, victim: str) -> None:
+@pytest.mark.promise("storage-checkpoints")
+def test_a_write_goes_on_when_who_asked_for_it_is_killed(short_path: Path, elsewhere: Elsewhere) -> None:
     stored = Stored(short_path / "stored", "spilled")
     argv = _argv(short_path, "--spill-keep", "0", every=20)
     with launched(short_path, *argv, _script(short_path, 1024)) as launcher:
@@ -148,11 +149,13 @@ def test_a_write_goes_on_when_who_asked_for_it_is_killed(short_path: Path, elsew
             """A writer is at work, and the version it writes is not whole."""
             return _named(launcher, "everstep_agent.spill") if set(stored.begun()) - set(stored.whole()) else 0
 
-        launcher.eventually(caught, "a version being written")
-        (name,) = set(stored.begun()) - set(stored.whole())
-        os.kill(_named(launcher, victim), signal.SIGKILL)
-        launcher.eventually(lambda: name in stored.whole(), f"{name} whole after the death of {victim}")
-        elsewhere.load(stored.folder / name, 1024)
+        for victim in ("everstep_controller.main", "everstep_agent.vault.process", "everstep_agent.main"):
+            launcher.eventually(caught, "a version being written")
+            (name,) = set(stored.begun()) - set(stored.whole())
+            os.kill(_named(launcher, victim), signal.SIGKILL)
+            launcher.eventually(lambda name=name: name in stored.whole(), f"{name} whole after the death of {victim}")
+            elsewhere.load(stored.folder / name, 1024)
+            launcher.eventually(lambda victim=victim: _named(launcher, victim), f"another {victim}")
 
 
 def test_a_job_that_was_stopped_goes_on_from_storage_by_itself(short_path: Path) -> None:

@@ -118,6 +118,7 @@ def started_from(url: str) -> tuple[int, set[float]]:
     return step, {value for parameter in model.parameters() for value in parameter.unique().tolist()}
 
 
+@pytest.mark.promise("storage-checkpoints")
 def test_checkpoints_on_an_object_store_are_whole_or_not_there(
     server: ObjectServer, program_forks: ForkPool, tmp_path: Path
 ) -> None:

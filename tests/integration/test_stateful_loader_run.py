@@ -15,6 +15,7 @@ STEPS = 12
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.promise("stateful-loader")
 def test_ranks_killed_in_the_middle_of_an_epoch_lose_no_sample_and_repeat_none(short_path: Path) -> None:
     """Map-style and iterable data over several epochs, which end at different steps."""
     faults = [Fault(1, 5, "forward"), Fault(0, 8, "begun")]

@@ -1,8 +1,9 @@
 """Random processes of a training run are killed at random moments, round after round; the run is, to the last bit, the
 run that nothing happened to.
 
-``EVERSTEP_TORTURE_ROUNDS`` (6) and ``EVERSTEP_TORTURE_SEED`` (1; it is printed) ask for another run. A failure prints
-the rounds that led to it: ``EVERSTEP_TORTURE_PLAN="4:vault+rank1 0:launcher"`` plays just these again.
+Every suite plays six rounds of the seed ``EVERSTEP_TORTURE_SEED`` (1; it is printed). The nightly test plays
+``EVERSTEP_TORTURE_ROUNDS`` (30). A failure prints the rounds that led to it:
+``EVERSTEP_TORTURE_PLAN="4:vault+rank1 0:launcher"`` plays just these instead.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from tests.support.exact_training import SAMPLES, read_diaries
 from tests.support.torture import KINDS, STEPS_A_ROUND, WORLD, Round, draw_plan, lost_or_repeated, tortured
 
 SEED = int(os.environ.get("EVERSTEP_TORTURE_SEED") or 1)
-ROUNDS = int(os.environ.get("EVERSTEP_TORTURE_ROUNDS", "6"))
+FEW, MANY = 6, int(os.environ.get("EVERSTEP_TORTURE_ROUNDS", "30"))
 PLAN = os.environ.get("EVERSTEP_TORTURE_PLAN", "")
 LAST_STEPS = 20
 Row = dict[str, Any]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240 + 40 * ROUNDS)]
+pytestmark = pytest.mark.slow
 
 
 def run_through(plan: list[Round], until: int) -> list[Row]:
@@ -50,8 +51,16 @@ def told(row: Row) -> Row:
     return {key: value for key, value in row.items() if key not in ("generation", "rank", "step")}
 
 
-def test_whatever_is_killed_the_run_ends_as_one_that_nothing_happened_to() -> None:
-    plan = [*map(Round.parse, PLAN.split())] if PLAN else draw_plan(SEED, ROUNDS)
+@pytest.mark.promise("torture")
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        pytest.param(FEW, marks=pytest.mark.timeout(240 + 40 * FEW)),
+        pytest.param(MANY, marks=[pytest.mark.nightly, pytest.mark.timeout(240 + 40 * MANY)]),
+    ],
+)
+def test_whatever_is_killed_the_run_ends_as_one_that_nothing_happened_to(rounds: int) -> None:
+    plan = [*map(Round.parse, PLAN.split())] if PLAN else draw_plan(SEED, rounds)
     print(_again(plan))
     until = STEPS_A_ROUND * len(plan) + LAST_STEPS
     undisturbed = {(row["rank"], row["step"]): told(row) for row in run_through([], until)}

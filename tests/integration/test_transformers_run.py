@@ -36,8 +36,9 @@ def trained(folder: Path, *faults: Fault, **environment: str) -> list[dict[str, 
     return rows
 
 
+@pytest.mark.promise("transformers")
 @pytest.mark.parametrize(
-    ("accumulates", "environment"), [(1, {}), (3, {}), (1, {"TRANSFORMERS_FSDP": "1"})], ids=["1", "3", "fsdp2"]
+    ("accumulates", "environment"), [(3, {}), (1, {"TRANSFORMERS_FSDP": "1"})], ids=["accumulated", "fsdp2"]
 )
 def test_a_trainer_whose_ranks_are_killed_goes_on_from_the_last_update(
     short_path: Path, accumulates: int, environment: dict[str, str]

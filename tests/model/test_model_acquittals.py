@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import msgspec
+import pytest
 from everstep_controller.core.effects import Audit, PutVerdict
 from everstep_controller.core.health.eviction import budget
 from everstep_controller.core.health.evidence import offender_score
@@ -148,6 +149,7 @@ class Acquittals(RuleBasedStateMachine):
                     assert record.state is not NodeState.QUARANTINED or record.causes != [what.key]
 
 
+@pytest.mark.promise("outbreaks")
 def test_what_was_taken_back_leaves_nothing_behind() -> None:
     most = settings(
         max_examples=40, stateful_step_count=15, deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -7,6 +7,7 @@ and the controller is restarted, in any order. After each step the model says wh
 from __future__ import annotations
 
 import msgspec
+import pytest
 from everstep_controller.core.effects import PutVerdict
 from everstep_controller.core.events import OperatorAction, StoreChanged
 from everstep_controller.core.health.eviction import budget, budget_left
@@ -241,6 +242,7 @@ class Budget(RuleBasedStateMachine):
             assert held_by == "" or held_by.startswith("needed:"), f"{name} is still held by {held_by}"
 
 
+@pytest.mark.promise("eviction-budget")
 def test_the_budgets_are_those_of_a_recount_and_nothing_is_held_for_ever() -> None:
     most = settings(
         max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]

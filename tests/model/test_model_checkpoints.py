@@ -8,6 +8,7 @@ from what was committed last.
 from __future__ import annotations
 
 import msgspec
+import pytest
 from everstep_controller.core.effects import Effect, PutVersion
 from everstep_controller.core.engine import Heard
 from everstep_controller.core.events import OperatorAction, StoreChanged
@@ -156,6 +157,7 @@ class Checkpoints(RuleBasedStateMachine):
         assert self.fleet.job().ceiling is None
 
 
+@pytest.mark.promise("commit-complete")
 def test_a_version_is_committed_exactly_when_all_keep_what_was_announced_last() -> None:
     run_state_machine_as_test(
         Checkpoints,

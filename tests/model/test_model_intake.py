@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+import pytest
 from everstep_controller.runtime.intake import ROUTINE_SHARE, Intake, Urgency, Waiting
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -133,5 +134,6 @@ class Queues(RuleBasedStateMachine):
         self.loop.close()
 
 
+@pytest.mark.promise("report-order")
 def test_what_waits_is_taken_once_in_the_order_of_a_dumb_list() -> None:
     run_state_machine_as_test(Queues, settings=settings(max_examples=80, stateful_step_count=40, deadline=None))

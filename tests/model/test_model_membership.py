@@ -11,6 +11,7 @@ from collections import Counter
 from itertools import chain, combinations
 
 import msgspec
+import pytest
 from everstep_controller.core.engine import Heard
 from everstep_controller.core.events import ControllerStarted, OperatorAction, StoreChanged
 from everstep_controller.core.jobs.generations import EPOCH_SPAN
@@ -212,6 +213,7 @@ class Membership(RuleBasedStateMachine):
         assert not any(self.runs(BLOCKS, [*self.free(BLOCKS), *taken]) for taken in choices if len(taken) <= spare)
 
 
+@pytest.mark.promise("rosters-whole")
 def test_rosters_are_whole_and_as_large_as_they_can_be_whatever_happens() -> None:
     run_state_machine_as_test(
         Membership,

@@ -190,6 +190,7 @@ class Slots(RuleBasedStateMachine):
             assert max(self.whole()) >= Version(self.number, regular[-2])
 
 
+@pytest.mark.promise("committed-stays")
 @pytest.mark.parametrize(("slots", "every", "changing"), [(5, 1, False), (5, 3, False), (2, 1, False), (5, 1, True)])
 def test_what_was_committed_is_whole_at_every_moment_in_five_slots_and_in_two(
     slots: int, every: int, changing: bool

@@ -7,6 +7,7 @@ all, and asks of each node in how many of the latest it was slow, and for how lo
 from __future__ import annotations
 
 import msgspec
+import pytest
 from everstep_controller.core.jobs.stragglers import KEY
 from everstep_controller.core.policy import CorePolicy
 from hypothesis import given, settings
@@ -50,6 +51,7 @@ def _slow(window: Window, ranks: int, share: float) -> set[int]:
     return slow if len(slow) == 1 or len(slow) / (len(window) // ranks) <= share else set()
 
 
+@pytest.mark.promise("slow-node-fair")
 @settings(deadline=None, max_examples=60)
 @given(histories(), st.integers(1, WINDOWS), st.sampled_from([0.1, 0.4]))
 def test_who_is_named_is_who_all_windows_say(history: tuple[int, int, list[Window]], count: int, share: float) -> None:

@@ -35,6 +35,7 @@ def _without_figures(words: str) -> str:
     return re.sub(r"step \d+|\d+\.\d+ s|\d+ clean beats", "#", words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_beats_that_are_not_played_change_no_decision(seed: int) -> None:
     lazy, eager = _decisions(seed, eager=False), _decisions(seed, eager=True)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.sim.campaign import outcomes, shorten
 from tests.sim.minimize import shortest
-from tests.sim.mutants.hunt import DEFAULT_SEEDS
 from tests.sim.plan import make
 from tests.sim.run import Outcome, play
 
+ROOT = Path(__file__).parents[2]
+WORLDS = 50
+"""Worlds of every suite, the first ones; ``make test-nightly`` plays 2,000."""
 SEEN_IN_DEFAULT_WORLDS = {
     "controller.resigned",
     "fleet.breaker",
@@ -57,11 +62,12 @@ SEEN_IN_DEFAULT_WORLDS = {
 
 @pytest.fixture(scope="module")
 def played() -> list[Outcome]:
-    return list(outcomes(range(DEFAULT_SEEDS), jobs=2))
+    return list(outcomes(range(WORLDS), jobs=2))
 
 
+@pytest.mark.promise("simulation")
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # the worlds take a minute of two cores, or of what others leave of them
+@pytest.mark.timeout(600)  # the worlds take ten seconds of two cores, or of what others leave of them
 def test_every_promise_holds_in_the_default_worlds(played: list[Outcome]) -> None:
     broken = sorted((outcome for outcome in played if outcome.checker), key=lambda outcome: outcome.seed)
     assert not broken, "\n\n".join(str(shorten(outcome.seed, outcome.checker)) for outcome in broken[:3])
@@ -74,21 +80,22 @@ def test_the_default_worlds_see_what_can_happen(played: list[Outcome]) -> None:
     assert seen >= SEEN_IN_DEFAULT_WORLDS, sorted(SEEN_IN_DEFAULT_WORLDS - seen)
 
 
+def trace_digest() -> str:
+    """Digest of everything that one world prints."""
+    digest = hashlib.sha256()
+    play(make(2), lambda *words: digest.update(repr(words).encode()))
+    return digest.hexdigest()
+
+
+@pytest.mark.slow
 def test_a_world_repeats_itself_to_the_letter() -> None:
-    script = (
-        "import hashlib, logging; logging.disable(50)\n"
-        "from tests.sim.plan import make\nfrom tests.sim.run import play\n"
-        "digest = hashlib.sha256()\n"
-        "play(make(2), lambda *words: digest.update(repr(words).encode()))\n"
-        "print(digest.hexdigest())"
+    """Also in another process, whose hashes of strings are others."""
+    script = "import logging; logging.disable(50); from tests.sim.test_sim import trace_digest; print(trace_digest())"
+    environment = {"PYTHONHASHSEED": "1", "PATH": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    told = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, check=True, text=True, cwd=ROOT
     )
-    told = [
-        subprocess.run(
-            [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed, "PATH": ""}, capture_output=True, check=True
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert told[0] == told[1]
+    assert told.stdout.strip() == trace_digest()
 
 
 def test_a_plan_keeps_the_faults_it_is_asked_to_keep() -> None:

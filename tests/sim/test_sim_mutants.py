@@ -11,6 +11,7 @@ from tests.sim.mutants.mutant import Mutant
 from tests.sim.mutants.surgery import mistaken
 
 
+@pytest.mark.promise("simulation")
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
 def test_a_mistake_is_seen(mutant: Mutant) -> None:

@@ -18,7 +18,7 @@ from everstep.wire.v1.transfer import Data, DataEnd, Get, refusal
 
 Ranges = Sequence[tuple[int, int]]
 Act = Callable[[Channel, Get, bytes], None]
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 def serve_well(channel: Channel, get: Get, payload: bytes) -> None:

@@ -249,7 +249,7 @@ def _train(
         return {}
     snapshotter.wait()
     with heard:
-        assert heard.wait_for(lambda: not save or not losses or _is_sealed(sealed, until), 20), sealed
+        assert heard.wait_for(lambda: not save or not losses or _is_sealed(sealed, until), 60), sealed
     snapshotter.close(finish=True)
     return {
         "restored": result,

@@ -318,7 +318,7 @@ class Served:
 
     def run(self, coroutine: Any) -> Any:
         """The coroutine's result, run on the controller's loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
     def on_loop(self, call: Callable[[], T]) -> T:
         """What ``call`` returns on the controller's loop."""
@@ -357,7 +357,7 @@ class Served:
             self.run(self._stop())
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(10)
+            self._thread.join(60)
             self._loop.close()
 
 

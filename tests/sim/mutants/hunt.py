@@ -17,7 +17,7 @@ from tests.sim.plan import make
 from tests.sim.run import CRASH, Outcome, play
 
 DEFAULT_SEEDS = 150
-"""Worlds that ``make test`` plays, and in which every mutant must be seen."""
+"""Worlds in which every mutant must be seen."""
 
 
 @dataclass(frozen=True)

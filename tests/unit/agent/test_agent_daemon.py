@@ -37,6 +37,8 @@ from tests.support.processes import is_running
 from tests.support.vaults import VaultClient
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def agent(controller: ControllerStub) -> Iterator[AgentProcess]:

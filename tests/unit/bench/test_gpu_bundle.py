@@ -63,6 +63,7 @@ def test_wheels_are_packed_for_the_gpu_machine(tmp_path: Path, monkeypatch: pyte
     assert command[-len(wanted()) :] == wanted()
 
 
+@pytest.mark.slow
 def test_an_environment_sees_the_wheels_and_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel_of(tmp_path / "bundle", "packed_for_gpus")
     monkeypatch.setattr(gpu_bundle, "IMPORTED", ("torch", "msgspec", "packed_for_gpus"))

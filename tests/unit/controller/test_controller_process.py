@@ -35,6 +35,8 @@ from tests.support.report_stream import EVERY_FINDING, events, reporting
 from tests.support.sessions import AgentSession, tell
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 N1 = bearer(TokenRole.AGENT, "n1")
 
 
@@ -134,6 +136,7 @@ def test_the_event_stream_begins_after_the_last_event_seen_and_goes_on(process: 
     assert [event.id for event in seen] == list(range(1, len(seen) + 1))
 
 
+@pytest.mark.promise("acknowledged-is-durable")
 def test_whatever_was_acknowledged_before_a_kill_is_there_exactly_once_after_it(
     program_forks: ForkPool, tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ def test_promtool_finds_the_rules_sound() -> None:
     subprocess.run(command, check=True, timeout=120, capture_output=True)
 
 
+@pytest.mark.slow
 @promtool
 def test_alerts_fire_when_they_must_and_only_then() -> None:
     command = ["promtool", "test", "rules", str(PROMETHEUS / "everstep.test.yml")]

@@ -107,6 +107,7 @@ def test_prometheus_scrapes_the_services_at_the_ports_they_listen_on() -> None:
             assert (ROOT / source).exists() or source in COMPOSE["volumes"], mount
 
 
+@pytest.mark.slow
 def test_make_secrets_writes_what_the_programs_take(tmp_path: Path) -> None:
     """As its owner; the containers' own users read what is open inside a directory that only the owner enters."""
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy", ignore=shutil.ignore_patterns("secrets"))

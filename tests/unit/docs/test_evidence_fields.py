@@ -19,6 +19,7 @@ def _named(text: str) -> list[str]:
     return re.findall(r"`(\w+)`", text)
 
 
+@pytest.mark.promise("vendor-document")
 def test_evidence_page_names_every_field_once() -> None:
     fields = [name for names, _ in ITEMS for name in _named(names)]
     assert sorted(fields) == sorted(Evidence.__struct_fields__)

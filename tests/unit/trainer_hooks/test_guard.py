@@ -50,6 +50,8 @@ def test_nothing_happens_where_nothing_is_wrong(tmp_path):
     assert rows[-1]["records"] == []
 
 
+@pytest.mark.slow
+@pytest.mark.promise("guard-rollback")
 @pytest.mark.parametrize(("back", "every"), [(1, 1), (1, 10), (2, 5), (3, 1), (5, 7)])
 @pytest.mark.parametrize("value", [NAN, float("inf"), 1e4], ids=["nan", "inf", "spike"])
 def test_a_batch_that_stays_bad_is_left_out_and_the_rest_is_as_if_it_had_never_been(tmp_path, back, every, value):
@@ -101,6 +103,8 @@ def reference(folder: Path, data_steps: list[int]) -> str:
     return end(sorted(read_diaries(folder / "reference"), key=lambda row: row["step"]))
 
 
+@pytest.mark.slow
+@pytest.mark.promise("guard-rollback")
 @pytest.mark.parametrize(("back", "every"), [(1, 10), (2, 1), (1, 1), (3, 20)])
 @pytest.mark.parametrize("step", [1, 2, 10, 15, 20])
 def test_an_update_that_was_bad_under_a_good_loss_is_taken_back(tmp_path, back, every, step):
@@ -146,6 +150,7 @@ def test_a_first_batch_that_is_bad_costs_no_version(tmp_path):
     assert end(rows) == end(alone(tmp_path / "clean"))
 
 
+@pytest.mark.promise("guard-rollback")
 @pytest.mark.parametrize(("back", "every"), [(1, 1), (2, 5), (0, 1)])
 def test_a_batch_that_was_bad_once_is_computed_again_and_leaves_no_trace(tmp_path, back, every):
     bad = Bad([23], NAN, times=1)
@@ -229,6 +234,7 @@ def test_a_refused_loss_is_an_event_and_accuses_nobody():
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
+@pytest.mark.promise("guard-rollback")
 @pytest.mark.slow
 def test_two_ranks_go_back_together_and_a_rank_that_is_killed_meanwhile_changes_nothing(forks, tmp_path):
     """The kill is in the fifth step after the refusal: what the guard knows is restored with everything else."""

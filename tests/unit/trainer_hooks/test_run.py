@@ -237,6 +237,7 @@ def test_the_threads_torch_state_is_put_back():
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_group_comes_from_the_environment(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -254,6 +255,7 @@ def test_under_torchrun_the_group_comes_from_the_environment(tmp_path):
     assert [Path(f"{script}.{rank}").read_text() for rank in (0, 1)] == ["[1, 2]"] * 2
 
 
+@pytest.mark.slow
 def test_existing_process_group_is_used_and_left_alone(tmp_path):
     """As Ray leaves one behind, or a script that makes its own: no RANK in the environment says who is who."""
     script = tmp_path / "script.py"

@@ -1,5 +1,17 @@
-"""From the newest whole version in the vaults to live tensors, in whatever layout the new generation has."""
+"""Restore the newest whole version in the vaults into live tensors, in whatever layout the new generation has."""
 
-from everstep_trainer.restore.restorer import Restoration, RestoreResult
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from everstep_trainer.restore.restorer import Restoration, RestoreResult
 
 __all__ = ["Restoration", "RestoreResult"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the restorer when it is asked for: it imports the snapshot package, which imports a module of this one."""
+    if name not in __all__:
+        raise AttributeError(name)
+    from everstep_trainer.restore import restorer
+
+    return getattr(restorer, name)

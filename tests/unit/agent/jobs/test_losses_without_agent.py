@@ -78,6 +78,7 @@ def test_ranks_of_other_nodes_places_are_nobodys_loss(node: Node) -> None:
     assert node.of(RankLost) == []
 
 
+@pytest.mark.promise("lost-rank-replaced")
 def test_late_launcher_still_replaces_lost_rank(node: Node) -> None:
     """The launcher of a restarted agent is slower than its ranks, and one of them ends before it has joined again."""
     rank = node.rank(0)

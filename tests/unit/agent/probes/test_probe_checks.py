@@ -12,6 +12,8 @@ from everstep_agent.probes.prober import Prober
 from everstep.vocabulary import ProbeKind
 from everstep.wire.v1.directives import RunProbe
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 
@@ -23,6 +25,7 @@ def _probe(kind: ProbeKind) -> RunProbe:
     return RunProbe(probe="probe-1", nodes=("n1",), store="127.0.0.1:0", repeats=2, timeout_s=60.0, kind=kind)
 
 
+@pytest.mark.promise("probation")
 def test_the_known_product_is_what_integers_give_whatever_the_order_of_summation() -> None:
     left, right, known = checks.known_product(512, CPU)
     assert torch.equal((left.long() @ right.long()).float(), known)

@@ -16,6 +16,8 @@ from everstep_agent.probes.prober import Prober
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import ProbeFinished
 
+pytestmark = pytest.mark.slow
+
 SIZES = (8, 65536)
 
 

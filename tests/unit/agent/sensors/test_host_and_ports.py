@@ -159,13 +159,14 @@ def test_a_mount_that_does_not_answer_is_timed_and_blocks_nobody(
         answer.set()
     for thread in threading.enumerate():
         if thread.daemon and thread is not threading.current_thread():
-            thread.join(10)
+            thread.join(60)
     assert all(sample.silent_s == 0 and sample.free_fraction is not None for sample in sensor.poll())
 
 
 # --- by which a vendor knows the parts ------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("vendor-document")
 def test_a_port_is_named_as_its_vendor_names_it_also_when_it_is_gone(tmp_path: Path) -> None:
     card = tmp_path / "devices/0000:5e:00.0"
     card.mkdir(parents=True)

@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.sensing import BUS, Judge, gpu
 
+pytestmark = pytest.mark.slow
+
 KINDS = 29
 """So many different XIDs were told of in the 800,000 lines that a monitor elsewhere wrote."""
 

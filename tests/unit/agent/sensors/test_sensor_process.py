@@ -110,6 +110,7 @@ def test_the_control_file_can_say_all_of_it(settings: SensorSettings, control: C
     play(settings, scene)
 
 
+@pytest.mark.promise("sensor-failure")
 def test_a_hung_driver_is_told_explained_and_survived(settings: SensorSettings, control: Control) -> None:
     async def scene(sensing: Watched) -> None:
         first = sensing.process.pid
@@ -135,6 +136,7 @@ def test_a_driver_that_hangs_again_and_again_is_critical(settings: SensorSetting
     play(msgspec.structs.replace(settings, deadline_s=0.5, start_deadline_s=1.5), scene)
 
 
+@pytest.mark.promise("sensor-failure")
 def test_a_stopped_sensor_process_is_hung_too(settings: SensorSettings) -> None:
     async def scene(sensing: Watched) -> None:
         pid = sensing.process.pid
@@ -207,6 +209,7 @@ def test_a_state_file_that_is_damaged_is_done_without(settings: SensorSettings) 
     play(settings, scene)
 
 
+@pytest.mark.promise("sensor-failure")
 def test_a_log_that_cannot_be_read_is_a_finding(settings: SensorSettings, tmp_path: Path) -> None:
     async def scene(sensing: Watched) -> None:
         await sensing.until_finding("sensor.failed/kernel-log")

@@ -155,6 +155,7 @@ def test_a_report_that_is_never_taken_can_be_left_out() -> None:
     assert spool.refused == 1
 
 
+@pytest.mark.promise("reports-survive")
 def test_a_killed_agents_reports_are_said_by_the_next(tmp_path: Path) -> None:
     file = tmp_path / "reports"
     first = a_spool(file)

@@ -145,6 +145,7 @@ def test_reports_that_wait_for_their_answer_hold_up_no_beat(bench: Bench, contro
     asyncio.run(story())
 
 
+@pytest.mark.promise("report-order")
 def test_an_urgent_report_does_not_wait_for_the_answer_to_earlier_ones_and_brings_them_along(
     bench: Bench, controller: ControllerStub
 ) -> None:
@@ -167,6 +168,7 @@ def test_an_urgent_report_does_not_wait_for_the_answer_to_earlier_ones_and_bring
     asyncio.run(story())
 
 
+@pytest.mark.promise("reports-survive")
 def test_while_the_controller_is_away_reports_wait_and_then_arrive_once(
     bench: Bench, controller: ControllerStub, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -431,6 +431,7 @@ def test_reports_of_an_earlier_life_are_said_after_registering(tmp_path: Path) -
     assert spool.sent_through == 1
 
 
+@pytest.mark.promise("stale-findings")
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_finding_of_an_earlier_life_that_stands_no_more_is_followed_by_the_picture(
     tmp_path: Path, refused: bool

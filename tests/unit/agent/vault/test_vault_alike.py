@@ -89,6 +89,7 @@ def spots(manifest: Manifest) -> list[tuple[int, int]]:
     return [(s.at, s.at + s.box.volume * manifest.catalog[s.tensor].itemsize) for s in manifest.stored]
 
 
+@pytest.mark.promise("bit-flips")
 def test_every_piece_comes_back_from_whoever_stored_it_too(fleet: Fleet) -> None:
     pieces = spots(fleet.manifest())
     assert len(fleet.payloads[0]) > CHUNK_BYTES + 1

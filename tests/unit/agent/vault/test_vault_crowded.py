@@ -40,6 +40,7 @@ def pair(program_forks: ForkPool) -> Iterator[Vaults]:
         yield running
 
 
+@pytest.mark.promise("strangers")
 def test_strangers_that_say_nothing_keep_no_peer_out_and_the_oldest_give_way(fleet: Vaults) -> None:
     vault = fleet.start("n1")
     client = fleet.configure()["n1"]

@@ -135,6 +135,7 @@ def test_a_vault_that_is_still_beginning_or_ending_is_waited_for(place: Place) -
     play(story())
 
 
+@pytest.mark.promise("vault-restart")
 def test_a_vault_that_takes_long_over_what_it_found_is_kept(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that hashes for ever, longer than a vault is given to begin."""
     command = vault_keeper.vault_command

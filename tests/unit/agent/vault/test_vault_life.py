@@ -33,6 +33,8 @@ from tests.support.vaults import (
     vaults,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def fleet() -> Iterator[Vaults]:
@@ -99,6 +101,7 @@ def test_a_segment_that_must_grow_takes_its_good_slots_along(fleet: Vaults) -> N
     assert sorted(p.name for p in large.path.parent.iterdir()) == ["own-0"]
 
 
+@pytest.mark.promise("finished-step-survives")
 def test_what_a_rank_copied_and_did_not_live_to_seal_is_sealed_for_it(fleet: Vaults) -> None:
     vault = fleet.start("n1")
     rank = RankMemory(vault.client(), rank=0)

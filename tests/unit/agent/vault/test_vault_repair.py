@@ -59,6 +59,7 @@ def hashes_right(view: SegmentView) -> bool:
     return True
 
 
+@pytest.mark.promise("bit-flips")
 @pytest.mark.parametrize("at", [[7], [CHUNK_BYTES + 1], [0, CHUNK_BYTES, SIZE - 1]], ids=["first", "second", "all"])
 def test_a_rotten_chunk_of_a_rank_comes_back_from_its_copy(fleet: Vaults, at: list[int]) -> None:
     fleet.start("n1", *SCRUB), fleet.start("n2", *NO_SCRUB)
@@ -118,6 +119,7 @@ def test_a_slot_whose_copy_is_rotten_too_is_discarded(fleet: Vaults) -> None:
     assert rank.view.header(0) is None
 
 
+@pytest.mark.promise("bit-flips")
 def test_other_bytes_under_the_same_version_are_not_taken(fleet: Vaults) -> None:
     fleet.start("n1", *SCRUB), fleet.start("n2", *NO_SCRUB)
     fleet.configure()

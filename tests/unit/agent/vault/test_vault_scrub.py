@@ -133,6 +133,7 @@ def test_flipped_bits_among_the_chunk_digests_and_in_what_they_are_of_cost_the_s
     assert bench.rank.header(0) is None
 
 
+@pytest.mark.promise("bit-flips")
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_flipped_bit_in_a_slots_header_is_mended_and_told_once(bench: Bench, number: int) -> None:
     bench.fill(1, Version(4, 5))

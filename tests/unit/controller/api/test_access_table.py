@@ -69,6 +69,7 @@ def asked(route: Route) -> str:
     return path
 
 
+@pytest.mark.promise("roles")
 @pytest.mark.parametrize("who", BEARERS)
 @pytest.mark.parametrize("name", EVERY_ROUTE)
 def test_a_route_is_for_whom_the_table_says_and_for_nobody_else(
@@ -86,6 +87,7 @@ def test_a_route_is_for_whom_the_table_says_and_for_nobody_else(
         assert answer.headers["content-type"] == "application/problem+json"
 
 
+@pytest.mark.promise("roles")
 @pytest.mark.parametrize("name", [name for name, route in EVERY_ROUTE.items() if route.access is Access.JOB])
 def test_a_trainer_reads_its_own_job_and_no_other(
     client: TestClient, headers: dict[str, dict[str, str]], name: str

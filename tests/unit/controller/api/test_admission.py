@@ -74,6 +74,7 @@ def test_single_answer_may_be_larger_than_the_byte_limit() -> None:
 # --- turns -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("fair-answers")
 def test_identities_take_turns_however_much_one_asks() -> None:
     ran: list[str] = []
 
@@ -93,6 +94,7 @@ def test_identities_take_turns_however_much_one_asks() -> None:
     assert len(ran) == 8
 
 
+@pytest.mark.promise("fair-answers")
 def test_one_slice_runs_in_a_turn_of_the_loop() -> None:
     turns: list[int] = [0]
 
@@ -223,6 +225,8 @@ async def beat(controller: Controller) -> None:
         await taken
 
 
+@pytest.mark.slow
+@pytest.mark.promise("fair-answers")
 def test_beats_are_answered_while_a_large_page_is_made(tmp_path: Path) -> None:
     async def scenario(controller: Controller) -> None:
         pages = [Asked("/v1/nodes?limit=1000", VIEWER) for _ in range(4)]
@@ -239,6 +243,8 @@ def test_beats_are_answered_while_a_large_page_is_made(tmp_path: Path) -> None:
     play(tmp_path, scenario)
 
 
+@pytest.mark.slow
+@pytest.mark.promise("fair-answers")
 def test_reader_with_too_much_under_way_is_told_to_come_again(tmp_path: Path) -> None:
     async def scenario(controller: Controller) -> None:
         pages = [Asked("/v1/nodes?limit=1000", VIEWER) for _ in range(3)]
@@ -263,6 +269,7 @@ def test_reader_with_too_much_under_way_is_told_to_come_again(tmp_path: Path) ->
     play(tmp_path, scenario, requests_under_way=2)
 
 
+@pytest.mark.slow
 def test_reader_that_takes_nothing_is_held_no_more_than_it_may(tmp_path: Path) -> None:
     async def scenario(controller: Controller) -> None:
         first = Asked("/v1/nodes?limit=1000", VIEWER)

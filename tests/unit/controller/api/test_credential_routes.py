@@ -124,6 +124,7 @@ def test_a_credential_expires(client: TestClient, clock: ManualClock) -> None:
     assert sees_status(client, issued.token) == 401
 
 
+@pytest.mark.promise("revocation")
 def test_a_revoked_credential_is_refused_from_the_next_request_on(client: TestClient) -> None:
     issued = issue(client, wire.IssueViewer(subject="guest", reason="a visit"))
     assert sees_status(client, issued.token) == 200

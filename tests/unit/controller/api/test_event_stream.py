@@ -140,6 +140,7 @@ def _streamed(feed: AuditFeed, after: int, stored: Following, until: bytes) -> l
     return [(int(frame["id"]), frame["event"]) for frame in frames if "id" in frame]
 
 
+@pytest.mark.promise("event-stream")
 def test_a_reader_whose_next_events_were_deleted_is_told_which_and_gets_the_rest() -> None:
     feed = AuditFeed(43)
     stored = Following(_rows(41, 3), pruned=40, newest=43)
@@ -183,6 +184,7 @@ def test_a_reader_that_saw_what_is_about_to_be_published_misses_nothing() -> Non
 # --- bounds ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("slow-readers")
 @pytest.mark.parametrize("words", [10, 9000], ids=["many", "long"])
 def test_what_is_sent_at_a_time_is_bounded_by_rows_and_by_bytes(words: int) -> None:
     feed, sent = AuditFeed(0), list[bytes]()

@@ -116,6 +116,7 @@ class Asker:
         self._connection.close()
 
 
+@pytest.mark.promise("robust-port")
 @pytest.mark.parametrize("name", BODIED)
 def test_a_body_that_cannot_be_the_message_is_refused_as_the_senders_fault(
     process: ControllerProcess, join: dict[str, str], name: str
@@ -213,6 +214,7 @@ def bad_frames(rng: random.Random) -> Iterator[bytes]:
     yield encode_frame(Frame.ACKNOWLEDGE, b'{"through":99999999999999999999}')
 
 
+@pytest.mark.promise("robust-port")
 def test_a_bad_frame_is_refused_or_ends_its_session_and_the_controller_serves_on(process: ControllerProcess) -> None:
     before = resident_bytes(process)
     for bad in bad_frames(random.Random(SEED)):

@@ -52,6 +52,7 @@ def gate(clock: ManualClock, secret_file: Path, credentials: Credentials) -> Gat
     return Gate.of(settings, Keyring.of_file(str(secret_file)), credentials, {}, clock, clock.wall)
 
 
+@pytest.mark.promise("revocation")
 def test_a_session_ends_with_what_proved_its_identity(
     gate: Gate, clock: ManualClock, secret_file: Path, credentials: Credentials
 ) -> None:

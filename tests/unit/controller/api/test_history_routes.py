@@ -203,6 +203,7 @@ def test_what_people_did_with_credentials_is_an_order_too(client: TestClient) ->
     assert kinds == ["credential.issued"]
 
 
+@pytest.mark.promise("vendor-document")
 def test_a_node_that_goes_to_repair_has_its_evidence_in_one_document(client: TestClient) -> None:
     (speaker,) = fleet(client, "n1")
     speaker.incarnation = 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import pytest
 from everstep_controller.api.auth import Buckets
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +37,7 @@ class _Bucket:
         return 0
 
 
+@pytest.mark.promise("overload")
 @given(st.sampled_from([0.5, 1.0, 2.0, 8.0]), st.sampled_from([0.5, 1.0, 2.0, 5.0]), requests)
 def test_a_request_is_let_through_as_a_bucket_of_drops_would(
     per_s: float, burst_s: float, asked: list[tuple[int, str, int]]

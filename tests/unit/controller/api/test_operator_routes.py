@@ -94,6 +94,7 @@ def test_all_that_followed_from_one_stimulus_is_found_by_its_trace(client: TestC
     assert "generation" in kinds
 
 
+@pytest.mark.promise("eviction-evidence")
 def test_a_verdict_is_explained_by_its_evidence(client: TestClient) -> None:
     speakers = running_job(client, "n1", "n2", spare="n3")
     speakers[0].report(FindingRaised(finding=FELL_OFF))
@@ -239,6 +240,7 @@ def _concrete(path: str) -> str:
     return path
 
 
+@pytest.mark.promise("strangers")
 @pytest.mark.parametrize("name", OPERATOR_ROUTES)
 def test_every_route_refuses_strangers_and_agents_and_changes_need_an_operator(client: TestClient, name: str) -> None:
     route = OPERATOR_ROUTES[name]
@@ -306,6 +308,7 @@ def test_refusals_are_counted_by_route_and_not_by_what_was_asked(client: TestCli
     assert "/no/such/path" not in text
 
 
+@pytest.mark.promise("user-error")
 def test_an_exception_of_the_training_function_ends_the_job_with_its_words_and_is_counted_once(
     client: TestClient,
 ) -> None:

@@ -90,6 +90,7 @@ def ids(text: bytes) -> list[int]:
     return [int(number) for number in re.findall(rb"id: (\d+)\nevent: audit\ndata: [^\n]*\n\n", text)]
 
 
+@pytest.mark.promise("slow-readers")
 def test_readers_that_never_read_are_few_hold_little_and_are_cut_off(process: ControllerProcess) -> None:
     before = connections(process)
     stuck = [ask_and_never_read(process) for _ in range(MOST_OF_ONE)]

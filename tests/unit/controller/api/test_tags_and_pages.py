@@ -156,6 +156,7 @@ NUMBERS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(parts=[10**30])
 @example(parts=[2**63, 1])
@@ -262,6 +263,7 @@ def test_what_a_node_says_of_a_probe_that_it_takes_no_part_in_counts_for_nothing
     assert (status.ok, status.answers, status.rows) == (None, {}, ())
 
 
+@pytest.mark.promise("eviction-evidence")
 def test_what_the_controller_found_itself_is_shown_with_what_the_agent_tells(tmp_path: Path) -> None:
     policy = msgspec.structs.replace(CorePolicy.lab(), slow_link_bytes_per_s=1e9)
     app = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=ManualClock(), policy=policy)

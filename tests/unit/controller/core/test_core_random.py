@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+import pytest
 from everstep_controller.core.effects import Effect, PutGeneration, PutVerdict, PutVersion, RequestRemedy
 from everstep_controller.core.engine import check_invariants, handle, next_deadline, take
 from everstep_controller.core.events import ActionReported, Event, NodeObserved, OperatorAction, Tick
@@ -157,6 +158,7 @@ def quick_policy() -> CorePolicy:
     return with_rules(msgspec.structs.replace(CorePolicy.lab(), remediate=Mode.ENFORCE, **quick))
 
 
+@pytest.mark.promise("eviction-evidence", "generations-increase")
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(histories)
 def test_invariants_hold_after_every_event(history: list[Act]) -> None:
@@ -216,6 +218,7 @@ def test_after_quiet_nothing_stays_undecided(history: list[Act]) -> None:
             assert fleet.state.live_jobs[name].pending is None
 
 
+@pytest.mark.promise("replay")
 @settings(max_examples=40, deadline=None)
 @given(histories)
 def test_the_same_log_gives_the_same_effects_without_the_beats(history: list[Act]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from everstep_controller.core.events import ControllerStarted, StoreChanged
 from everstep_controller.core.jobs.generations import EPOCH_SPAN
 
@@ -14,6 +15,7 @@ def _running() -> CoreFleet:
     return fleet
 
 
+@pytest.mark.promise("database-outage")
 def test_a_generation_that_nobody_was_told_of_is_followed_by_one_that_no_other_controller_can_give() -> None:
     fleet = _running()
     fleet.lose_rank(0)

@@ -29,6 +29,7 @@ def test_what_is_never_confirmed_is_given_up_when_patience_is_over() -> None:
     assert book.told[0].detail == "it was not confirmed within 300 s"
 
 
+@pytest.mark.promise("cordons-returned")
 @pytest.mark.parametrize("kind", [RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REPAIR])
 def test_what_is_to_stand_is_asked_for_until_the_outside_is_back_however_long_it_was_away(kind: RemedyKind) -> None:
     machine, book, failures = Machine(away=9), Book(), Counter[str]()
@@ -102,6 +103,7 @@ def test_the_core_waits_for_a_cure_longer_than_the_desk_wants_to(kind: RemedyKin
     assert PATIENCE_S[kind] <= PATIENCE_SHARE * CorePolicy().remedy_timeout_s
 
 
+@pytest.mark.promise("remediation-caps")
 @pytest.mark.parametrize("waited_s", [0.0, 500.0])
 @pytest.mark.parametrize("due_s", [1800.0, 30.0])
 def test_a_cure_has_its_full_patience_and_is_given_up_before_the_core_does(waited_s: float, due_s: float) -> None:
@@ -146,6 +148,7 @@ def test_patience_with_a_cure_begins_when_the_outside_could_hear_of_it() -> None
     assert book.now < at + 1800.0
 
 
+@pytest.mark.promise("remediation-caps")
 def test_a_cure_that_would_end_after_the_core_has_given_it_up_is_not_asked_for() -> None:
     machine, book = Machine(), Book()
     run(machine, book, wanted(1, RemedyKind.REBOOT, at=book.now - 600.0, due=book.now + 1200.0))

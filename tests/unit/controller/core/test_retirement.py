@@ -60,6 +60,7 @@ def _refused(fleet: CoreFleet, node: str) -> str:
 # --- by a person's word ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("forgotten-nodes")
 def test_a_node_that_is_heard_or_that_a_job_counts_on_is_not_forgotten() -> None:
     fleet = _fleet(nodes=2, spares=1, min_nodes=2)
     assert "n3 is heard: end its agent first" in _refused(fleet, "n3")
@@ -110,6 +111,7 @@ def test_nothing_leads_to_a_forgotten_node_and_it_comes_back_as_a_new_one() -> N
     assert next(e.verdict.id for e in fleet.effects[before:] if isinstance(e, PutVerdict)) == "n4-1"
 
 
+@pytest.mark.promise("forgotten-nodes")
 @pytest.mark.parametrize("restarted", [False, True])
 def test_who_was_forgotten_in_quarantine_comes_back_through_a_probe(restarted: bool) -> None:
     fleet = _fleet()
@@ -122,6 +124,7 @@ def test_who_was_forgotten_in_quarantine_comes_back_through_a_probe(restarted: b
     assert "n4" not in fleet.state.fleet.unfit
 
 
+@pytest.mark.promise("forgotten-nodes")
 def test_who_was_forgotten_in_repair_comes_back_through_a_probe() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.REPAIR, node="n4")
@@ -130,6 +133,7 @@ def test_who_was_forgotten_in_repair_comes_back_through_a_probe() -> None:
     _comes_back_through_a_probe(fleet, "n4")
 
 
+@pytest.mark.promise("forgotten-nodes")
 def test_who_was_forgotten_when_it_was_lost_on_its_way_back_comes_back_through_what_was_due() -> None:
     fleet = _fleet()
     _illness_is_over(fleet, "n4")
@@ -160,6 +164,7 @@ def _illness_is_over(fleet: CoreFleet, node: str) -> None:
     fleet.advance(2.5, *fleet.state.nodes)
 
 
+@pytest.mark.promise("forgotten-nodes")
 def test_who_was_forgotten_by_age_in_quarantine_comes_back_through_a_probe() -> None:
     fleet = _fleet()
     fleet.raise_finding("n4", xid())
@@ -245,6 +250,7 @@ def test_a_node_that_is_not_heard_for_long_is_forgotten_and_one_that_is_heard_is
     assert sentence == "n4 was not heard for 2.2 days and is forgotten"
 
 
+@pytest.mark.promise("forgotten-nodes")
 def test_what_a_person_has_a_say_in_stays_until_a_person_ends_it() -> None:
     fleet = _fleet(nodes=2, spares=4)
     fleet.order(OperatorAction.HOLD, node="n3")
@@ -348,6 +354,7 @@ def _deserted() -> CoreFleet:
     return fleet
 
 
+@pytest.mark.promise("deserted-job")
 def test_a_job_that_all_launchers_have_left_is_ended_when_none_comes_for_a_day_and_its_vaults_are_told() -> None:
     fleet = _deserted()
     _pass(fleet, 0.8)
@@ -359,6 +366,7 @@ def test_a_job_that_all_launchers_have_left_is_ended_when_none_comes_for_a_day_a
     assert set(sent(fleet.effects[before:], StopJob)) == {"n1", "n2", "n3"}
 
 
+@pytest.mark.promise("deserted-job")
 def test_one_that_a_launcher_comes_back_to_goes_on_from_memory_and_is_waited_for_anew_when_it_leaves() -> None:
     fleet = _deserted()
     _pass(fleet, 0.8)

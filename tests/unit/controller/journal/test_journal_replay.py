@@ -53,6 +53,7 @@ def _steps(directory: Path) -> list[Step]:
     return [step for path in segments(directory) for step in replay(path).steps]
 
 
+@pytest.mark.promise("replay")
 def test_every_event_is_decided_as_it_was_then_without_the_beats(fleet: JournaledFleet, tmp_path: Path) -> None:
     _incident(fleet)
     fleet.journal.close()

@@ -61,6 +61,7 @@ def node_states(controller: ControllerProcess) -> list[str]:
     return [node["state"] for node in json.loads(controller.ask("GET", "/v1/nodes", None, VIEWER)[1])["nodes"]]
 
 
+@pytest.mark.promise("cut-off-leader")
 def test_a_leader_that_alone_is_cut_off_from_the_database_stands_by_when_another_leads_and_its_nodes_move(
     program_forks: ForkPool, tmp_path: Path, postgres: str
 ) -> None:

@@ -79,6 +79,7 @@ def test_it_steps_down_before_a_higher_epoch_that_is_proved() -> None:
     assert played(story, OTHER, SECRET)
 
 
+@pytest.mark.promise("cut-off-leader")
 @pytest.mark.parametrize(
     "said",
     [

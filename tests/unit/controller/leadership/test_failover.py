@@ -65,6 +65,7 @@ def more(stream: ReportStream) -> None:
     until(lambda: stream.acknowledged > before + 20 * stream.PER_REQUEST, "reports to be acknowledged")
 
 
+@pytest.mark.promise("single-leader")
 def test_a_standby_says_who_leads_and_follows_at_once_where_the_leader_ends_in_order(
     controllers: list[ControllerProcess],
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_standby_says_who_leads_and_follows_at_once_where_the_leader_ends_in_o
     until(lambda: any(one.leads() for one in others), "another leader")
 
 
+@pytest.mark.promise("acknowledged-is-durable")
 def test_killed_leaders_are_followed_and_every_acknowledged_write_is_there_once(
     controllers: list[ControllerProcess],
 ) -> None:
@@ -102,6 +104,7 @@ def test_killed_leaders_are_followed_and_every_acknowledged_write_is_there_once(
     stream.check(leader_of(controllers))
 
 
+@pytest.mark.promise("old-leader-fenced")
 def test_a_leader_that_was_stopped_and_wakes_does_no_harm_and_stands_by(controllers: list[ControllerProcess]) -> None:
     with reporting(*controllers) as stream:
         more(stream)
@@ -146,6 +149,7 @@ def no_write_goes_on(postgres: str) -> Iterator[Callable[[], bool]]:
         holder.rollback()
 
 
+@pytest.mark.promise("old-leader-fenced")
 def test_a_write_that_was_under_way_when_its_leader_was_stopped_comes_to_nothing_when_it_wakes(
     controllers: list[ControllerProcess], postgres: str
 ) -> None:
@@ -210,6 +214,7 @@ def connected(controller: ControllerProcess) -> int:
     return msgspec.json.decode(body, type=op.FleetStatus).connected if status == 200 else 0
 
 
+@pytest.mark.promise("single-leader")
 def test_a_real_agents_session_moves_by_itself_and_is_no_loss(controllers: list[ControllerProcess]) -> None:
     with agent_process(",".join(one.url for one in controllers)) as agent:
         agent.token_file.write_text(mint(SECRET, TokenRole.AGENT, "n1"))

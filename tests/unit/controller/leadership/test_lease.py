@@ -101,6 +101,7 @@ def test_an_absence_counts_from_the_first_renewal_that_failed_to_the_next_that_d
     assert tenure.absent_s() is None
 
 
+@pytest.mark.promise("old-leader-fenced")
 def test_a_leader_that_was_stopped_must_renew_before_it_says_anything() -> None:
     clock = ManualClock()
     tenure = Tenure(clock, 10.0)

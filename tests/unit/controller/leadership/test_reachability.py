@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import pytest
 from everstep_controller.leadership.lease import MOST_DOUBLINGS, Notice, Reach, Resignation, Told, is_deaf
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +39,7 @@ def test_a_leader_that_hears_nobody_while_the_fleet_is_at_another_door_resigns_f
     assert "for 15 s 40 nodes came again and again to b, which stands by, and this leader heard none" in result.sentence
 
 
+@pytest.mark.promise("unreachable-leader")
 def test_a_fleet_that_is_down_or_cut_off_from_everybody_is_at_nobodys_door() -> None:
     assert found([(0, {})] * 500) == []
 
@@ -73,12 +75,14 @@ def test_a_process_that_was_stopped_has_seen_nothing_in_between() -> None:
     assert all(reach.look(at, 0, told) is None for at in (60.0, 61.0, 62.0, 74.0))
 
 
+@pytest.mark.promise("unreachable-leader")
 def test_after_each_resignation_in_a_row_the_next_one_waits_twice_as_long() -> None:
     looks = [(0, {"b": 40})] * 2000
     waited = [resigned(found(looks, resignations=many))[0][0] for many in (0, 1, 2, MOST_DOUBLINGS, 99)]
     assert waited == [15.0, 30.0, 60.0, 960.0, 960.0]
 
 
+@pytest.mark.promise("unreachable-leader")
 @given(
     st.lists(
         st.tuples(st.integers(0, 50), st.dictionaries(st.sampled_from("bc"), st.integers(0, 50))),

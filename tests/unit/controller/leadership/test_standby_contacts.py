@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import pytest
 from everstep_controller.leadership.lease import PAUSE_S, Knocks
 
 from everstep.clock import ManualClock
 
 
+@pytest.mark.promise("unreachable-leader")
 def test_an_agent_that_tries_addresses_in_turn_is_not_insistent() -> None:
     clock = ManualClock()
     knocks = Knocks(clock, insistent_s=5.0)

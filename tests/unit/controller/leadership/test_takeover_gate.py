@@ -44,6 +44,7 @@ def test_who_stands_by_refuses_at_once_and_says_why(standby: Served) -> None:
     assert refusal(knock(standby)) == (503, "it stands by")
 
 
+@pytest.mark.promise("failover-rejoin")
 def test_who_comes_while_it_takes_over_is_let_in_when_it_leads(
     standby: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def metric(controller: ControllerProcess, name: str) -> float:
     return float(next(line for line in text.splitlines() if line.startswith(f"everstep_controller_{name} ")).split()[1])
 
 
+@pytest.mark.promise("unreachable-leader")
 def test_a_leader_that_none_of_its_nodes_reaches_gives_the_lease_to_the_controller_that_they_come_to(
     pair: Pair, stack: ExitStack
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_leader_that_none_of_its_nodes_reaches_gives_the_lease_to_the_controll
     assert (metric(old, "leader"), metric(old, "knocks")) == (0.0, 0.0)
 
 
+@pytest.mark.promise("unreachable-leader")
 def test_a_fleet_in_two_halves_stays_where_it_is_and_people_are_told(pair: Pair, stack: ExitStack) -> None:
     (leader, standby), (line, other) = pair.controllers, pair.lines
     pair.agent("n1", stack, line)

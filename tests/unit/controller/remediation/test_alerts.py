@@ -256,6 +256,7 @@ def test_posts_are_bounded_tell_everything_and_what_has_ended_first() -> None:
     assert [len(one.over) for one in made] == [MOST, 7, 0]
 
 
+@pytest.mark.promise("alerts-resolved")
 def test_more_ends_than_a_post_takes_are_all_told_also_where_a_post_fails(inbox: Inbox) -> None:
     watch = Watch(inbox)
     watch.kept = {
@@ -280,6 +281,7 @@ def _plain(alert: Alert) -> dict[str, Any]:
     return {"labels": alert.labels, "summary": alert.summary, "since": alert.since}
 
 
+@pytest.mark.promise("alerts-resolved")
 def test_an_end_that_came_while_nobody_led_is_told_by_the_controller_that_follows(inbox: Inbox) -> None:
     watch = Watch(inbox)
     watch.fleet.raise_finding("n2", xid())
@@ -299,6 +301,7 @@ def test_an_end_that_came_while_nobody_led_is_told_by_the_controller_that_follow
     assert _names(inbox.posts[2]) == [("EverstepStoreAway", "resolved")]
 
 
+@pytest.mark.promise("alerts-resolved")
 def test_an_alert_is_kept_before_it_is_told_and_until_its_end_was_taken(inbox: Inbox) -> None:
     watch = Watch(inbox)
     inbox.status = 503
@@ -371,6 +374,7 @@ def _seconds(when: str) -> float:
 # --- across lives, over a database --------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("alerts-resolved")
 def test_a_node_that_heals_while_its_alerts_are_not_looked_after_is_told_as_resolved_after_the_restart(
     inbox: Inbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

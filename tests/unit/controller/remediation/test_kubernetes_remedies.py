@@ -26,6 +26,7 @@ def cluster() -> Iterator[kube.Cluster]:
     made.close()
 
 
+@pytest.mark.slow
 def test_kubernetes_keeps_others_taints_and_notes_and_tells_an_event_once(cluster: kube.Cluster) -> None:
     made = Kubernetes(cluster.api())
     made.apply(remedy(1))
@@ -76,6 +77,7 @@ def test_what_a_person_has_lifted_is_lifted_and_can_be_cordoned_again(cluster: k
     assert cluster.nodes["n1"]["metadata"]["annotations"] == {"site": "a"}
 
 
+@pytest.mark.promise("holds-respected")
 def test_a_persons_own_cordon_after_ours_was_lifted_is_theirs(cluster: kube.Cluster) -> None:
     made = Kubernetes(cluster.api())
     made.apply(remedy(1))
@@ -124,6 +126,7 @@ def test_a_repair_is_told_by_its_own_note(cluster: kube.Cluster) -> None:
     carry_out(made, remedy(2, RemedyKind.REPAIR))
 
 
+@pytest.mark.promise("kubernetes-events")
 def test_a_pod_that_a_disruption_budget_holds_keeps_no_other_pod_on_the_node(cluster: kube.Cluster) -> None:
     for name in ("a", "b", "c", "d"):
         cluster.add_pod(name, "n1")
@@ -138,6 +141,7 @@ def test_a_pod_that_a_disruption_budget_holds_keeps_no_other_pod_on_the_node(clu
     assert made.is_done(remedy(1))
 
 
+@pytest.mark.promise("kubernetes-events")
 def test_an_event_that_is_not_taken_keeps_no_node_in_service_and_is_told_later(cluster: kube.Cluster) -> None:
     made = Kubernetes(cluster.api())
     cluster.broken = {"events"}
@@ -151,6 +155,7 @@ def test_an_event_that_is_not_taken_keeps_no_node_in_service_and_is_told_later(c
     assert [event["reason"] for event in cluster.events.values()] == ["EverstepCordon"]
 
 
+@pytest.mark.promise("kubernetes-events")
 def test_a_node_that_shows_what_was_asked_for_has_its_event_since_nobody_asks_again(cluster: kube.Cluster) -> None:
     made = Kubernetes(cluster.api())
     for number, kind in enumerate(sorted(made.kinds)):

@@ -226,6 +226,7 @@ def test_a_cordon_is_read_back_and_given_back(outside: Outside) -> None:
     assert outside.remediator.standing(["n1"]).get("n1", Standing()) == Standing()
 
 
+@pytest.mark.promise("remediation-once")
 @each_kind
 def test_asking_again_and_again_does_it_once(outside: Outside, kind: RemedyKind) -> None:
     outside.is_to_offer(kind)
@@ -268,6 +269,7 @@ def test_a_node_that_is_not_known_outside_is_given_up(outside: Outside, kind: Re
         outside.remediator.apply(remedy(1, kind, node="n9"))
 
 
+@pytest.mark.promise("holds-respected")
 def test_somebody_elses_cordon_is_seen_and_never_lifted(outside: Outside) -> None:
     outside.is_to_know_nodes()
     outside.cordon()

@@ -157,6 +157,7 @@ BEFORE = {
 """How the remedies stand while a request is under way; wanted: not begun either."""
 
 
+@pytest.mark.promise("remediation-once")
 @DONE_OR_LOST
 @pytest.mark.parametrize("what", ["cordon", "reboot"])
 def test_a_controller_killed_between_begun_and_confirmed_has_every_remedy_done_once(
@@ -167,8 +168,10 @@ def test_a_controller_killed_between_begun_and_confirmed_has_every_remedy_done_o
     assert sorted(asked) == sorted(["cordon", "reboot", *again])
 
 
-@DONE_OR_LOST
-@pytest.mark.parametrize("what", ["cordon", "EverstepCordon", "reboot", "EverstepReboot"])
+@pytest.mark.promise("remediation-once")
+@pytest.mark.parametrize(
+    ("what", "does"), [("cordon", False), ("EverstepCordon", True), ("reboot", True), ("EverstepReboot", False)]
+)
 def test_a_controller_killed_while_it_changes_kubernetes_leaves_every_change_and_event_there_once(
     program_forks: ForkPool, what: str, does: bool, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from tests.support import kube
 from tests.support.remedy_desk import AT_ONCE, Book, Machine, run, wanted
 
 
+@pytest.mark.promise("remediation-once")
 def test_a_remedy_is_begun_in_the_records_before_it_is_asked_for() -> None:
     machine, book = Machine(pending=3), Book()
     seen: list[list[str]] = []
@@ -31,6 +32,7 @@ def test_a_remedy_is_begun_in_the_records_before_it_is_asked_for() -> None:
     assert [(told.id, told.ok, told.trace) for told in book.told] == [("n1-a1", True, "t")]
 
 
+@pytest.mark.promise("remediation-once")
 def test_what_was_begun_in_an_earlier_life_is_read_back_before_it_is_asked_for_again() -> None:
     machine, book = Machine(), Book()
     machine.applied = ["n1-a1"]
@@ -77,6 +79,7 @@ def test_a_remedy_that_failed_as_nobody_expected_is_said_counted_and_asked_for_a
     assert "KeyError: 'spec'" in caplog.text
 
 
+@pytest.mark.promise("cordons-returned")
 def test_who_may_not_lead_any_more_asks_for_nothing() -> None:
     machine, book = Machine(), Book()
     doubts = iter([NotLeading("it was stopped")] * 3)
@@ -198,6 +201,7 @@ def evictions(cluster: kube.Cluster) -> int:
     return sum(path.endswith("/eviction") for _, path, _ in cluster.calls)
 
 
+@pytest.mark.promise("kubernetes-events")
 @pytest.mark.parametrize("later", [RemedyKind.UNCORDON, RemedyKind.REPAIR])
 def test_a_cordon_whose_pods_are_held_gives_way_to_the_way_back_and_to_a_repair_and_evicts_no_more(
     guarded: kube.Cluster, later: RemedyKind

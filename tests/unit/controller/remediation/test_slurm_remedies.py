@@ -18,6 +18,7 @@ from tests.support import slurm
 from tests.support.remedies import carry_out, remedy
 
 
+@pytest.mark.promise("remediation-once")
 def test_slurm_drains_with_our_reason_and_reboots_once(real_slurm: slurm.Cluster) -> None:
     real_slurm.make_idle()
     remediator = Slurm(configuration=str(real_slurm.configuration))

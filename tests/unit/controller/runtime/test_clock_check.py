@@ -45,6 +45,7 @@ def advances(steady: SteadyTime, clock: ManualClock, looks: int) -> Iterator[flo
         yield steady.now() - before
 
 
+@pytest.mark.promise("clock-check")
 @pytest.mark.parametrize("jump_s", [-75.0, 75.0, -FOLLOWED_S, FOLLOWED_S - 1])
 def test_steady_time_comes_back_to_the_wall_clock(jump_s: float) -> None:
     clock = ManualClock(wall=RIGHT)
@@ -92,6 +93,7 @@ def test_time_is_set_back_only_by_an_operators_word() -> None:
     assert set_back_s(RIGHT, RIGHT - DAY, trust_clock=True) == 0.0
 
 
+@pytest.mark.promise("clock-check")
 def test_process_refuses_a_clock_far_ahead_of_its_database(program_forks: ForkPool, tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'controller.db'}"
     engine = open_database(database)
@@ -161,6 +163,7 @@ def test_watch_notes_the_time_and_tells_once(caplog: pytest.LogCaptureFixture) -
     assert sum("the disk is full" in line for line in said) == 1
 
 
+@pytest.mark.promise("clock-check")
 def test_history_is_pruned_by_the_clock_that_deletes_less(tmp_path: Path) -> None:
     clock = ManualClock(wall=RIGHT + 100 * DAY)
     served = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=clock, retention_days=90.0)
@@ -174,6 +177,7 @@ def test_history_is_pruned_by_the_clock_that_deletes_less(tmp_path: Path) -> Non
         assert served.controller.keep().since == RIGHT + 10 * DAY
 
 
+@pytest.mark.promise("clock-check")
 def test_trusted_clock_sets_a_wrong_start_right(tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'c.db'}"
     ahead = InProcess(database, clock=ManualClock(wall=RIGHT + 100 * DAY))

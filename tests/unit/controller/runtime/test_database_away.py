@@ -260,6 +260,7 @@ def test_a_batch_that_the_store_keeps_is_not_given_to_it_twice() -> None:
     scenario(body, decide=noting([], sends=False))
 
 
+@pytest.mark.promise("database-outage")
 def test_a_controller_that_was_superseded_meanwhile_ends_and_nothing_of_it_counts() -> None:
     async def body(running: Running) -> None:
         await goes_away(running)
@@ -272,6 +273,7 @@ def test_a_controller_that_was_superseded_meanwhile_ends_and_nothing_of_it_count
     scenario(body, decide=noting([]))
 
 
+@pytest.mark.promise("old-leader-fenced")
 def test_who_may_not_be_sure_to_lead_decides_and_answers_nothing() -> None:
     leads = True
 

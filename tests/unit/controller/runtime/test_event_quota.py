@@ -85,6 +85,7 @@ def events(client: TestClient, node: str, kind: str) -> list[op.Event]:
     return list(get(client, f"/v1/events?node={node}&kind={kind}&limit=1000", op.EventList).events)
 
 
+@pytest.mark.promise("audit-orders")
 def test_flood_of_one_node_is_suppressed_counted_and_told(client: TestClient) -> None:
     wild, other = Speaker(client, "n1"), Speaker(client, "n2")
     wild.register()

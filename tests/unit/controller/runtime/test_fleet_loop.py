@@ -19,6 +19,7 @@ from tests.support.running_loop import Running, scenario, settle
 from tests.support.uplinks import lost
 
 
+@pytest.mark.promise("acknowledged-is-durable")
 def test_nobody_is_answered_before_the_transaction_is_durable() -> None:
     async def body(running: Running) -> None:
         running.disk.open.clear()
@@ -274,6 +275,7 @@ def test_what_is_routine_rests_for_a_multiple_of_what_its_transaction_took(monke
     scenario(body)
 
 
+@pytest.mark.promise("report-order")
 def test_something_urgent_of_a_node_does_not_wait_for_what_rests_and_goes_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -164,6 +164,7 @@ def test_a_full_group_of_what_is_routine_does_not_rest() -> None:
     in_a_loop(test)
 
 
+@pytest.mark.promise("report-order")
 @pytest.mark.parametrize("parked", [False, True], ids=["queued", "parked in its session"])
 def test_what_a_node_said_before_something_urgent_goes_before_it(parked: bool) -> None:
     def test() -> None:

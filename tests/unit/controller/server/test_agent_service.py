@@ -91,6 +91,7 @@ def test_reports_draw_random_bytes_only_for_a_new_job(client: TestClient, monkey
     assert drawn == [32]
 
 
+@pytest.mark.promise("bounded-node")
 def test_beat_with_too_many_findings_is_refused(client: TestClient) -> None:
     speaker = Speaker(client, "n1")
     speaker.register()
@@ -122,6 +123,7 @@ def test_after_the_controllers_restart_a_node_is_asked_for_its_picture_once(tmp_
         assert speaker.beat().resend is False
 
 
+@pytest.mark.promise("failover-rejoin")
 def test_a_node_that_beats_is_known_to_be_there_after_a_restart_before_it_has_shown_or_registered_anything(
     tmp_path: Path,
 ) -> None:
@@ -303,6 +305,7 @@ def refusal(call: Any, *arguments: Any, **fields: Any) -> Refused:
     return caught.value
 
 
+@pytest.mark.promise("strangers")
 @pytest.mark.parametrize(
     ("headers", "status", "says"),
     [
@@ -359,6 +362,7 @@ def test_a_body_that_is_no_message_is_refused_with_the_place_of_the_mistake(
     assert says in refused.message
 
 
+@pytest.mark.promise("mixed-versions")
 def test_an_agent_of_a_later_release_is_registered_with_what_this_one_knows(client: TestClient) -> None:
     told = {**msgspec.to_builtins(registration("n1")), "mood": "fine", "host": {"vendor": "ACME", "colour": "blue"}}
     Speaker(client, "n1").tell_raw(Register, msgspec.json.encode(told))
@@ -372,6 +376,7 @@ def test_too_many_reports_in_one_message_are_refused(client: TestClient) -> None
     assert (refused.status, refused.code) == (422, "malformed")
 
 
+@pytest.mark.promise("stale-refused")
 @pytest.mark.parametrize("incarnation", [1, 3])
 def test_a_life_that_is_not_the_registered_one_is_refused_everywhere(client: TestClient, incarnation: int) -> None:
     Speaker(client, "n1", incarnation=2).register()

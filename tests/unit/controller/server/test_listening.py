@@ -36,7 +36,7 @@ async def _turns_until_all_are_taken(listeners: list[socket.socket]) -> int:
             stack.enter_context(socket.create_connection(listeners[0].getsockname()))
         servers = [await loop.create_server(Taken, sock=listener) for listener in listeners]
         loop.call_soon(next_turn)
-        await asyncio.wait_for(all_taken, 20)
+        await asyncio.wait_for(all_taken, 60)
         for server in servers:
             server.close()
     return seen[-1] - seen[0]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from everstep.wire.v1 import operator as op
@@ -106,6 +107,7 @@ def first_findings(process: ControllerProcess) -> dict[str, int]:
     return found
 
 
+@pytest.mark.promise("overload")
 def test_what_is_mild_is_shed_with_a_reason_and_what_is_urgent_takes_its_place_and_is_decided_first(
     program_forks: ForkPool, tmp_path: Path
 ) -> None:
@@ -137,6 +139,7 @@ def test_what_is_mild_is_shed_with_a_reason_and_what_is_urgent_takes_its_place_a
         assert "database is away" not in process.log()
 
 
+@pytest.mark.promise("overload")
 def test_where_only_urgent_things_wait_the_next_is_told_to_come_again_and_so_is_an_operator(
     program_forks: ForkPool, tmp_path: Path
 ) -> None:
@@ -162,6 +165,7 @@ RATES = "agent_requests_per_s = 4.0\nrequests_per_s = 4.0\nrequest_burst_s = 5.0
 BURST = 20
 
 
+@pytest.mark.promise("overload")
 def test_who_asks_too_often_is_told_when_to_come_again_by_request_and_in_a_session(
     program_forks: ForkPool, tmp_path: Path
 ) -> None:

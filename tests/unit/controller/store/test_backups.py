@@ -28,6 +28,7 @@ def epoch(process: ControllerProcess) -> int:
     return msgspec.json.decode(process.ask("GET", "/v1/status", None, VIEWER)[1], type=op.FleetStatus).epoch
 
 
+@pytest.mark.promise("backups")
 def test_a_copy_made_while_reports_pour_in_is_whole_and_a_controller_goes_on_from_it(
     program_forks: ForkPool, tmp_path: Path
 ) -> None:
@@ -122,6 +123,7 @@ def _tool(name: str, *arguments: str) -> None:
     subprocess.run([str(program), *arguments], check=True, capture_output=True, timeout=120)
 
 
+@pytest.mark.promise("event-stream")
 def test_a_postgresql_that_was_dumped_and_restored_is_gone_on_from(tmp_path: Path, postgres: str) -> None:
     """The commands are those of docs/how-to/back-up.md."""
     engine = open_database(postgres)

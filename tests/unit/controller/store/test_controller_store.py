@@ -148,6 +148,7 @@ def test_documents_replace_what_was_there(writer: Writer, engine: Engine) -> Non
         assert connection.execute(text("SELECT doc FROM fleet")).scalars().all() == ["b"]
 
 
+@pytest.mark.promise("generations-increase")
 def test_two_rosters_cannot_share_a_number_and_nothing_of_the_attempt_is_kept(writer: Writer, engine: Engine) -> None:
     commit(writer, Batch(generations=[generation(1)]))
     with pytest.raises(IntegrityError):
@@ -157,6 +158,7 @@ def test_two_rosters_cannot_share_a_number_and_nothing_of_the_attempt_is_kept(wr
         assert connection.execute(text("SELECT count(*) FROM audit")).scalar() == 0
 
 
+@pytest.mark.promise("audit-append-only")
 @pytest.mark.parametrize("change", ["UPDATE audit SET sentence = 'nothing happened'", "DELETE FROM audit"])
 def test_the_audit_log_cannot_be_rewritten(writer: Writer, engine: Engine, change: str) -> None:
     commit(writer, Batch(audit=[audit(1)]))
@@ -173,6 +175,7 @@ REPLACED = (
 UPSERTED = f"INSERT INTO audit {FORGED} AND true ON CONFLICT (id) DO UPDATE SET kind = 'forged'"
 
 
+@pytest.mark.promise("audit-append-only")
 @pytest.mark.parametrize("recursive", [False, True], ids=["", "recursive triggers"])
 @pytest.mark.parametrize("change", [*REPLACED, UPSERTED])
 def test_audit_log_refuses_replacement_in_sqlite(tmp_path: Path, change: str, recursive: bool) -> None:
@@ -190,6 +193,7 @@ def test_audit_log_refuses_replacement_in_sqlite(tmp_path: Path, change: str, re
     engine.dispose()
 
 
+@pytest.mark.promise("audit-append-only")
 def test_audit_log_refuses_upserts(writer: Writer, engine: Engine) -> None:
     commit(writer, Batch(audit=[audit(1), audit(2)]))
     change = UPSERTED
@@ -199,6 +203,7 @@ def test_audit_log_refuses_upserts(writer: Writer, engine: Engine) -> None:
         assert set(connection.execute(text("SELECT kind FROM audit")).scalars()) == {audit(1).kind}
 
 
+@pytest.mark.promise("old-leader-fenced")
 def test_a_controller_that_was_superseded_writes_nothing_more(writer: Writer, engine: Engine) -> None:
     second = Writer(engine)
     second.take_over()

@@ -52,6 +52,7 @@ def replace(path: Path) -> None:
     path.write_bytes(b"no database at all\n" * 500)
 
 
+@pytest.mark.promise("sqlite-durable")
 @pytest.mark.parametrize("damage", [cut, cut_by_pages, overwrite, replace], ids=lambda damage: damage.__name__)
 def test_check_refuses_a_damaged_file(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     path = filled(tmp_path / "controller.db")
@@ -87,6 +88,7 @@ def test_check_tells_how_long_it_takes(
     assert any("checking the database" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.promise("sqlite-durable")
 def test_process_refuses_a_damaged_file(program_forks: ForkPool, tmp_path: Path) -> None:
     overwrite(filled(tmp_path / "controller.db", 4000))  # a page that no start reads
     trusting = ("--trust-clock",)

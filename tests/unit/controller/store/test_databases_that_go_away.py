@@ -133,6 +133,7 @@ def regrouping_without(controller: ControllerProcess, go_away: Callable[[], None
     assert regrouped[-2:] == [first.number, second.number]
 
 
+@pytest.mark.promise("database-outage")
 @pytest.mark.parametrize("how", ["stopped", "hanging"])
 def test_a_job_regroups_while_postgresql_is_away_and_all_is_written_when_it_is_back(
     program_forks: ForkPool, how: str, tmp_path: Path, own_postgres: Server
@@ -159,6 +160,7 @@ def test_a_job_regroups_while_postgresql_is_away_and_all_is_written_when_it_is_b
             come_back()
 
 
+@pytest.mark.promise("database-outage")
 def test_a_full_disk_stops_no_regroup_and_all_is_written_when_there_is_room(
     program_forks: ForkPool, tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def next_frame(response: http.client.HTTPResponse) -> dict[str, str]:
         assert line, "the stream has ended"
 
 
+@pytest.mark.promise("event-stream")
 def test_no_event_of_a_restored_database_has_an_id_that_was_given_before(
     program_forks: ForkPool, tmp_path: Path
 ) -> None:
@@ -79,6 +80,7 @@ def test_no_event_of_a_restored_database_has_an_id_that_was_given_before(
         assert [event.kind for event in events(process)].count(RESTORED) == 1
 
 
+@pytest.mark.promise("event-stream")
 def test_an_id_that_this_database_never_gave_is_answered_with_a_gap(program_forks: ForkPool, tmp_path: Path) -> None:
     with controller_process(tmp_path, program_forks) as process, closing(process.connection()) as stream:
         register(process, "n1")

@@ -9,6 +9,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.promise("sqlite-durable")
 def test_writers_killed_two_hundred_times_lose_nothing_durable_and_leave_nothing_twice(
     tmp_path: Path,
 ) -> None:

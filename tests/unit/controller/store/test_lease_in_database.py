@@ -70,6 +70,7 @@ def test_the_lock_is_free_when_its_session_has_ended_long_before_the_lease_does(
     assert standby.look().expires_in_s > 0
 
 
+@pytest.mark.promise("single-leader")
 def test_only_one_of_two_that_saw_the_same_lease_gets_it(engine: Engine, session: Open) -> None:
     one, other = session(), session()
     seen = one.look()

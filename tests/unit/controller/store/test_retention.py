@@ -50,6 +50,7 @@ def pruned(writer: Writer, engine: Engine, what: Keep) -> int:
     return taken
 
 
+@pytest.mark.promise("audit-append-only")
 @pytest.mark.parametrize("what", [keep(since=7.0), keep(events=4)], ids=["by age", "by number"])
 def test_old_events_are_deleted_and_the_log_stays_append_only(writer: Writer, engine: Engine, what: Keep) -> None:
     writer.commit([Batch(number=1, audit=audit(*range(1, 11)))])
@@ -80,6 +81,7 @@ def flooded(orders: int, flood: int, *, kind: str = "operator.hold") -> list[Aud
     ]
 
 
+@pytest.mark.promise("audit-orders")
 @pytest.mark.parametrize("kind", ["operator.hold", "credential.revoked"])
 @pytest.mark.parametrize("what", [keep(since=1e12), keep(events=5)], ids=["by age", "by number"])
 def test_operators_lines_outlive_a_flood_of_others(writer: Writer, engine: Engine, what: Keep, kind: str) -> None:
@@ -93,6 +95,7 @@ def test_operators_lines_outlive_a_flood_of_others(writer: Writer, engine: Engin
     assert pruned(writer, engine, what) == 1
 
 
+@pytest.mark.promise("audit-orders")
 def test_operators_lines_have_a_quota_of_their_own(
     writer: Writer, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +105,7 @@ def test_operators_lines_have_a_quota_of_their_own(
     assert ids(engine) == [*range(26, 34)]
 
 
+@pytest.mark.promise("audit-orders")
 def test_operators_lines_cannot_be_deleted_by_the_others_mark(writer: Writer, engine: Engine) -> None:
     writer.commit([Batch(number=1, audit=flooded(2, 4))])
     pruned(writer, engine, keep(since=1e12))
@@ -163,6 +167,7 @@ def test_a_long_history_goes_in_small_bites(writer: Writer, engine: Engine, monk
     assert ids(engine) == [31, 32, 33, 34, 35]
 
 
+@pytest.mark.promise("retention")
 @pytest.mark.parametrize(
     ("what", "left"),
     [(keep(since=5.0), ["a9", "b1"]), (keep(rows=3), ["a2", "a9", "b1"]), (keep(rows=2, since=1.5), ["a9", "b1"])],
@@ -210,6 +215,7 @@ def test_of_versions_the_newest_stay_and_the_newest_verified_one(
         assert connection.execute(text("SELECT step FROM versions ORDER BY step")).scalars().all() == [2, 7, 8, 9]
 
 
+@pytest.mark.promise("retention")
 @pytest.mark.parametrize(
     ("what", "left"),
     [
@@ -239,6 +245,7 @@ def test_findings_and_remedies_that_stand_are_kept_and_those_that_are_over_go(
         assert sorted(connection.execute(select(tables.remedies.c.id)).scalars()) == left
 
 
+@pytest.mark.promise("retention")
 @pytest.mark.parametrize("kind", ["verdicts", "findings"])
 def test_a_flood_is_deleted_in_bites_until_as_many_are_left_as_may_be(
     writer: Writer, engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -69,6 +69,7 @@ def test_a_lost_answer_is_made_up_for_at_once_and_nobody_notices(engine: Engine,
     asyncio.run(body())
 
 
+@pytest.mark.promise("acknowledged-is-durable")
 def test_what_was_carried_out_before_the_database_went_away_is_not_carried_out_again(
     engine: Engine, answers: Answers
 ) -> None:

@@ -93,6 +93,7 @@ def stands_by(leader: str = "") -> Answer:
 NOBODY = "http://127.0.0.1:1"
 
 
+@pytest.mark.promise("single-leader")
 def test_the_leader_is_found_among_controllers_that_are_away_or_stand_by(controllers: Controllers) -> None:
     addresses = [NOBODY, controllers.add(stands_by()), controllers.add(leads)]
     client = Client(",".join(addresses), "token")

@@ -77,6 +77,7 @@ def bits(places: list[int]) -> Iterator[int]:
     return (at * 8 + bit for at in places for bit in range(8))
 
 
+@pytest.mark.promise("bit-flips")
 def test_no_bit_of_a_header_costs_a_slot_and_each_is_seen() -> None:
     for bit in bits(SEGMENT_HEADERS + RECORDS):
         view = flipped(bit)
@@ -85,6 +86,7 @@ def test_no_bit_of_a_header_costs_a_slot_and_each_is_seen() -> None:
         assert any(not view.look(slot).agree for slot in range(SLOTS)) == (bit // 8 in RECORDS), bit
 
 
+@pytest.mark.promise("bit-flips")
 def test_every_bit_of_digests_manifest_and_payload_is_seen_and_costs_its_own_slot_only() -> None:
     for slot in range(SLOTS):
         for bit in bits(list(contents(slot))):

@@ -80,6 +80,7 @@ def version_and_state(image: bytearray, slot: int) -> tuple[SlotState, Version |
     return look.state, None if look.header is None or look.state is SlotState.EMPTY else look.header.version
 
 
+@pytest.mark.promise("torn-writes")
 @given(old=st.binary(min_size=1, max_size=100), new=st.binary(min_size=1, max_size=100))
 @settings(max_examples=30, deadline=None)
 def test_a_fill_that_is_cut_anywhere_leaves_the_old_slot_whole_or_a_filling_one(old: bytes, new: bytes) -> None:
@@ -123,6 +124,7 @@ def test_a_discard_that_is_cut_anywhere_leaves_the_slot_or_an_empty_one() -> Non
     assert seen == sorted(seen, key=lambda state: state[0] is SlotState.EMPTY)
 
 
+@pytest.mark.promise("torn-writes")
 def test_what_a_cut_left_at_odds_is_mended_to_what_was_read() -> None:
     image = empty()
     fill(view_of(image), 0, OLD, b"old")
@@ -251,6 +253,7 @@ def race(at: int, mend: Mender, *, mender_first: bool) -> tuple[bytearray, list[
     return image, done
 
 
+@pytest.mark.promise("torn-writes")
 @pytest.mark.parametrize("mender_first", [True, False])
 @pytest.mark.parametrize("mend", MENDERS)
 def test_a_mender_never_spoils_what_a_fill_seals(mend: Mender, mender_first: bool) -> None:

@@ -39,6 +39,7 @@ def column(values: list[int]) -> np.ndarray:
     return np.array(values, np.int64)
 
 
+@pytest.mark.promise("copy-hash")
 @settings(deadline=None, max_examples=300)
 @given(lengths, offsets, st.lists(st.tuples(st.integers(0, MOST_BYTES), lengths, offsets), max_size=6))
 @example(1024, 0, [])
@@ -62,6 +63,7 @@ def test_what_is_scattered_arrives_and_its_whole_source_is_hashed(
         assert not target[begin + size :].any()
 
 
+@pytest.mark.promise("copy-hash")
 @settings(deadline=None, max_examples=300)
 @given(lengths, offsets, st.lists(st.tuples(st.integers(0, MOST_BYTES), offsets), max_size=8))
 @example(8192, 0, [(0, 0), (8192, 0)])

@@ -81,6 +81,7 @@ def test_each_step_has_its_samples_through_several_epochs(make):
     assert [[index for index, _ in batch] for batch in loaded(make())] == expected(make)
 
 
+@pytest.mark.promise("loader-deterministic")
 @pytest.mark.parametrize("workers", [1, 3])
 def test_neither_samples_nor_what_is_drawn_for_them_depend_on_workers(make, workers):
     assert loaded(make(), num_workers=workers, prefetch_factor=2) == loaded(make())
@@ -104,6 +105,7 @@ def test_steps_in_any_order_have_their_own_samples(make):
     assert [loader.batch(step) for step in (4, 5, 2, 3, 20)] == [whole[step - 1] for step in (4, 5, 2, 3, 20)]
 
 
+@pytest.mark.promise("loader-deterministic")
 @pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
 def test_what_a_collate_function_draws_depends_neither_on_workers_nor_on_where_the_loading_began(make, part):
     def data() -> Any:
@@ -152,6 +154,7 @@ def test_loading_takes_no_random_number_from_the_training(make, workers):
     assert draws(load=True) == draws(load=False)
 
 
+@pytest.mark.slow
 def test_virtual_ranks_load_each_its_own_part(make):
     run = run_of()
     loader = run.loader(make(), global_batch=BATCH, seed=SEED, collate_fn=as_tuple, num_workers=2)
@@ -179,6 +182,7 @@ def test_a_stream_that_jumps_reads_what_it_uses_and_one_that_cannot_everything_b
     assert plain.epochs == [0, 1, 2]
 
 
+@pytest.mark.promise("loader-deterministic")
 @pytest.mark.parametrize("lazy", [True, False], ids=["as it is read", "at once"])
 @pytest.mark.parametrize("generator", ["random", "torch", "numpy"])
 def test_a_stream_that_shuffles_itself_has_one_order_for_all_readers(generator, lazy):
@@ -284,8 +288,11 @@ def _workers_since(before: set[Any]) -> list[Any]:
     return [child for child in multiprocessing.active_children() if child not in before]
 
 
+@pytest.mark.slow
+@pytest.mark.promise("loader-worker-killed")
 @OF_KILLED_WORKERS
 @pytest.mark.usefixtures("interrupted")
+@pytest.mark.parametrize("make", ["map-style", "stream that workers split"], indirect=True)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_worker_that_is_killed_between_two_steps_costs_no_sample_and_no_error(make, victim):
     before, run = set(multiprocessing.active_children()), run_of()
@@ -299,6 +306,8 @@ def test_a_worker_that_is_killed_between_two_steps_costs_no_sample_and_no_error(
     assert first + rest == loaded(make())
 
 
+@pytest.mark.slow
+@pytest.mark.promise("loader-worker-killed")
 @OF_KILLED_WORKERS
 @pytest.mark.usefixtures("interrupted")
 def test_nor_does_one_that_dies_while_it_is_waited_for_in_the_midst_of_a_step(tmp_path, caplog):
@@ -314,6 +323,8 @@ def test_nor_does_one_that_dies_while_it_is_waited_for_in_the_midst_of_a_step(tm
     assert "was killed by SIGKILL" in caplog.text
 
 
+@pytest.mark.slow
+@pytest.mark.promise("loader-worker-killed")
 @OF_KILLED_WORKERS
 @pytest.mark.usefixtures("interrupted")
 def test_a_sample_that_kills_every_worker_is_an_error_that_names_worker_and_signal(tmp_path):

@@ -39,6 +39,7 @@ def samples_of_steps(kind: str) -> list[list[int]]:
     return [[i for row in sampler.indices(step).tolist() for i in rows[row]] for step in range(1, STEPS + 1)]
 
 
+@pytest.mark.promise("loader-deterministic")
 @pytest.mark.parametrize("kind", loaded_training.KINDS)
 def test_kills_and_other_world_sizes_skip_no_sample_and_repeat_none(forks, tmp_path, kind):
     faults = (Fault(2, 9, "forward"), Fault(0, 17, "reduced"))

@@ -41,6 +41,7 @@ def test_a_data_set_of_a_billion_samples_needs_no_memory():
     assert len(set(sampler.indices(12_345_678).tolist())) == 64
 
 
+@pytest.mark.promise("loader-deterministic", "no-sample-lost")
 @given(
     st.integers(1, 200), st.integers(1, 16), seeds, st.lists(st.integers(1, 16), min_size=1, max_size=12), st.booleans()
 )
@@ -59,6 +60,7 @@ def test_the_sequence_of_samples_does_not_depend_on_the_world_sizes(size, batch,
         assert torch.cat(parts).tolist() == alone.indices(step).tolist() == alone.global_indices(step).tolist()
 
 
+@pytest.mark.promise("no-sample-lost")
 @given(st.integers(1, 100), st.integers(1, 16), seeds)
 def test_each_epoch_sees_every_sample_exactly_once(size, batch, seed):
     sampler = ElasticSampler(size, global_batch=batch, seed=seed)
@@ -87,6 +89,7 @@ def test_shares_differ_by_at_most_one_sample_and_weights_average_to_one(batch, w
         assert [s.weight(1) for s in samplers] == [1.0] * world
 
 
+@pytest.mark.promise("same-state-other-world-size")
 def test_weighted_means_of_unequal_shares_are_the_mean_over_samples():
     losses = torch.rand(1000, dtype=torch.float64)
     samplers = [ElasticSampler(1000, global_batch=32, seed=2, rank=r, world_size=3) for r in range(3)]

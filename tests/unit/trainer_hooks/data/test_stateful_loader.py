@@ -103,6 +103,7 @@ def test_a_guard_that_leaves_updates_out_goes_with_it():
     assert not guard.allows(torch.tensor(float("nan")))
 
 
+@pytest.mark.promise("stateful-loader")
 def test_its_workers_end_with_the_generation():
     loader = new_loader(num_workers=2)
     run = Run(Place(), Stored())

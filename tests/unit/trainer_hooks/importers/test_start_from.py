@@ -111,6 +111,7 @@ def test_a_job_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     assert after.contents() == before.contents()
 
 
+@pytest.mark.promise("import-checkpoints")
 @ANY_TORCH
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 def test_what_dcp_saved_of_an_fsdp2_job_is_read_into_one(tmp_path: Path, alone: None, flat: bool) -> None:
@@ -123,6 +124,7 @@ def test_what_dcp_saved_of_an_fsdp2_job_is_read_into_one(tmp_path: Path, alone: 
     assert after.contents() == before.contents()
 
 
+@pytest.mark.promise("import-checkpoints")
 @ANY_TORCH
 @pytest.mark.parametrize("harm", ["differ", "missing"])
 def test_options_by_name_have_to_be_those_of_a_group(tmp_path: Path, before: Job, harm: str) -> None:
@@ -140,6 +142,7 @@ def test_options_by_name_have_to_be_those_of_a_group(tmp_path: Path, before: Job
         Job(trained=False).start_from(tmp_path / "flat.pt")
 
 
+@pytest.mark.promise("import-checkpoints")
 @pytest.mark.parametrize("form", ["named", "usual", "wrapped", "compiled"])
 @pytest.mark.parametrize("url", ["{}/file.pt", "memory://{}/file.pt"], ids=["path", "url"])
 def test_a_torch_save_file_is_read(tmp_path: Path, before: Job, form: str, url: str) -> None:

@@ -46,6 +46,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.promise("import-checkpoints")
 @pytest.mark.parametrize("form", [lambda s: s, lambda s: {"model": s}, lambda s: {"state_dict": s}])
 def test_a_part_that_is_called_as_models_are_saved_is_not_taken_for_the_whole(tmp_path: Path, form: Any) -> None:
     before = Outer()

@@ -41,6 +41,7 @@ def stored(tracked: dict[str, Any], folder: Path, form: str) -> Path:
     return folder / "file.pt"
 
 
+@pytest.mark.promise("tracked-state-exact")
 @pytest.mark.parametrize("form", FORMS)
 def test_what_parameters_share_on_storage_they_share_again(tmp_path: Path, form: str) -> None:
     before, after = job(), job()

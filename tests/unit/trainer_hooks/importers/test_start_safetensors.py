@@ -73,6 +73,7 @@ def started(model: nn.Module, path: object) -> Any:
     return model
 
 
+@pytest.mark.promise("import-checkpoints")
 @pytest.mark.parametrize("without", ["lm_head.weight", "model.embed.weight"])
 @pytest.mark.parametrize("files", [1, 3])
 def test_a_folder_of_weights_is_read_and_what_is_tied_is_there_once(tmp_path: Path, files: int, without: str) -> None:

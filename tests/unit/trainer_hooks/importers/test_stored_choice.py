@@ -100,6 +100,7 @@ def _load(
         return list(ranks), list(pool.map(one, range(WORLD), timeout=120))
 
 
+@pytest.mark.promise("storage-choice")
 def test_a_checkpoint_that_appears_while_ranks_look_is_taken_by_none_or_all(tmp_path: Path) -> None:
     _store(tmp_path, 5)
 
@@ -112,6 +113,7 @@ def test_a_checkpoint_that_appears_while_ranks_look_is_taken_by_none_or_all(tmp_
     assert [rank.value for rank in ranks] == [5, 5]
 
 
+@pytest.mark.promise("storage-choice")
 def test_one_that_is_removed_under_a_rank_is_taken_by_none(tmp_path: Path) -> None:
     _store(tmp_path, 5)
     newest = _store(tmp_path, 9)
@@ -125,6 +127,7 @@ def test_one_that_is_removed_under_a_rank_is_taken_by_none(tmp_path: Path) -> No
     assert [rank.value for rank in ranks] == [5, 5]
 
 
+@pytest.mark.promise("storage-choice")
 @pytest.mark.parametrize("named", [True, False], ids=["by-the-controller", "in-a-folder"])
 def test_of_a_damaged_one_the_one_before_is_taken_by_all_and_it_is_told(tmp_path: Path, named: bool) -> None:
     folders = [_store(tmp_path, step) for step in (3, 5, 9)]
@@ -136,6 +139,7 @@ def test_of_a_damaged_one_the_one_before_is_taken_by_all_and_it_is_told(tmp_path
     assert [rank.unusable for rank in ranks] == [[str(folders[2]), str(folders[1])]] * 2
 
 
+@pytest.mark.promise("storage-choice")
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), TimeoutError()], ids=["error", "timeout"])
 def test_storage_that_fails_a_rank_for_a_moment_costs_no_checkpoint(tmp_path: Path, error: OSError) -> None:
     _store(tmp_path, 5)
@@ -219,6 +223,7 @@ def test_what_is_gone_is_not_waited_for(tmp_path: Path) -> None:
     assert ranks[1].waited == []
 
 
+@pytest.mark.promise("storage-choice")
 def test_what_one_rank_cannot_read_again_and_again_is_used_by_none(tmp_path: Path) -> None:
     _store(tmp_path, 5)
     newest = _store(tmp_path, 9)
@@ -233,6 +238,7 @@ def test_what_one_rank_cannot_read_again_and_again_is_used_by_none(tmp_path: Pat
     assert [rank.unusable for rank in ranks] == [[], [str(newest)]]
 
 
+@pytest.mark.promise("storage-choice")
 def test_nothing_of_a_damaged_one_is_left_where_the_one_before_has_less(tmp_path: Path) -> None:
     _store(tmp_path, 5, stepped=False)
     _flip(_store(tmp_path, 9), 9)

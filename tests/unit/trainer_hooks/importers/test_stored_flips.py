@@ -25,6 +25,8 @@ from everstep.ids import Version
 from everstep.layout.digests import DIGESTS, ArchiveDigest, StoredDigests, decode_digests, encode_digests
 from tests.support.spilling import fill_slots, start_alone
 
+pytestmark = pytest.mark.slow
+
 VERSION = Version(3, 12)
 
 
@@ -114,6 +116,7 @@ def _read_archives(folder: Path, file: str) -> list[tuple[int, int]]:
     ]
 
 
+@pytest.mark.promise("storage-checked")
 def test_a_bit_in_whatever_is_restored_of_our_own_is_found(tmp_path: Path, before: Small) -> None:
     folder = _spilled(before, tmp_path, world=2, layout="sharded")
     draw = random.Random(5)
@@ -126,12 +129,14 @@ def test_a_bit_in_whatever_is_restored_of_our_own_is_found(tmp_path: Path, befor
         assert _found_or_harmless(before, folder, folder / file, bits) == len(bits)
 
 
+@pytest.mark.promise("storage-checked")
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp"])
 def test_no_bit_of_our_own_files_changes_what_is_restored(tmp_path: Path, before: Small, file: str) -> None:
     folder = _spilled(before, tmp_path, world=2, layout="sharded")
     assert _found_or_harmless(before, folder, folder / file, _drawn(folder / file, 150)) > 0
 
 
+@pytest.mark.promise("storage-checked")
 def test_bytes_of_another_checkpoint_are_found_though_they_are_whole_in_themselves(
     tmp_path: Path, before: Small
 ) -> None:
@@ -157,6 +162,7 @@ def test_a_folder_of_a_release_without_digests_is_loaded_and_checked_by_its_arch
     _found_or_harmless(before, folder, file, _drawn(file, 100))
 
 
+@pytest.mark.promise("storage-checked")
 @pytest.mark.filterwarnings("ignore")
 def test_a_bit_in_a_file_that_dcp_wrote_is_found_or_harmless(tmp_path: Path, before: Small) -> None:
     dcp.save(before.saved(), checkpoint_id=tmp_path / "theirs", no_dist=True)
@@ -193,6 +199,7 @@ def test_of_a_mapped_file_only_what_is_used_is_looked_at(tmp_path: Path, before:
     _flipped(tmp_path / "file.pt", 8 * at, try_it)
 
 
+@pytest.mark.promise("storage-checked")
 def test_every_bit_of_a_tensor_in_a_mapped_file_is_looked_at(tmp_path: Path, before: Small) -> None:
     torch.save({"model": before.model.state_dict()}, tmp_path / "file.pt")
     weight = before.model.weight.detach().numpy().tobytes()

@@ -215,6 +215,7 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@pytest.mark.promise("fork-server")
 def test_killed_server_is_replaced_without_another_import(bare: ForkPool) -> None:
     """The next one is forked from the same zygote, whose children have nothing left of the one before."""
     before = bare.start(sleep)

@@ -52,7 +52,7 @@ class StubVault:
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._thread.join(5)
+        self._thread.join(60)
 
 
 @pytest.fixture
@@ -133,6 +133,6 @@ def test_closing_ends_what_waits(tmp_path: Path) -> None:
     future = client.fetch(job="job", node="n2", rank=0, version=local.Version(1, 1), ranges=(), into="/x")
     client.close()
     with pytest.raises(Unavailable, match="was closed"):
-        future.result(5)
+        future.result(60)
     with pytest.raises(Unavailable, match="was closed"):
         client.inventory("job")

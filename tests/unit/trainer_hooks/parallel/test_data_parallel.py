@@ -37,6 +37,7 @@ def ranks(session_forks: Any) -> list[dict[str, Any]]:
     return on_four_ranks(session_forks, replicas.what_a_rank_has)
 
 
+@pytest.mark.promise("replica-groups")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_of_one_replica_share_its_samples_and_random_numbers(ranks, layout):
     of_layout = [rank[layout] for rank in ranks]
@@ -56,12 +57,14 @@ def test_ranks_of_one_replica_share_its_samples_and_random_numbers(ranks, layout
     assert len(set(values)) == len(values), "replicas, stages and steps have streams of their own"
 
 
+@pytest.mark.promise("replica-groups")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_mean_over_replicas_is_the_mean_over_samples_on_every_rank(ranks, layout):
     losses = replicas.loss_of(ElasticSampler(SAMPLES, global_batch=BATCH, seed=3).global_indices(1)).item()
     assert [rank[layout]["mean"] for rank in ranks] == pytest.approx([losses] * WORLD, rel=1e-6)
 
 
+@pytest.mark.promise("replica-groups")
 def test_what_is_no_division_into_replicas_is_refused_on_all_ranks(forks):
     refusals = on_four_ranks(forks, replicas.what_is_refused)
     assert [set(refused) for refused in refusals] == [set(refusals[0])] * WORLD

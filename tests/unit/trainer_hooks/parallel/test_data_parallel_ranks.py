@@ -25,6 +25,7 @@ def form(scene: Stage, number: int, *ranks: int) -> None:
     scene.form(number, *ranks, spec=spec, restore=RestoreRule(scratch=number == 1))
 
 
+@pytest.mark.promise("replica-groups")
 @pytest.mark.slow
 def test_replicas_of_two_ranks_go_on_as_one_process_would_whatever_becomes_of_their_number(forks, tmp_path):
     train = training(tmp_path, STEPS, Fault(3, 12, "forward"), last_steps={2: 24})

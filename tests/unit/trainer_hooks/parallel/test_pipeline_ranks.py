@@ -21,6 +21,7 @@ def numbers(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["samples"], row["loss"], row["state"]
 
 
+@pytest.mark.promise("pipeline-recovery")
 @pytest.mark.slow
 def test_two_pipelines_of_two_stages_go_on_to_the_bit_after_the_loss_of_a_stage(forks, tmp_path):
     """One of the first stages dies between two micro-batches, one of the last before it updates."""

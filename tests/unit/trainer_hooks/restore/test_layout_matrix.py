@@ -1,5 +1,5 @@
-"""Every layout to every other, on as many ranks and on more and fewer, with real processes; what was gathered by name
-before a regrouping is what is gathered after it, to the bit.
+"""Restoring each layout into others, on as many ranks and on more and fewer, with real processes; what was gathered by
+name before a regrouping is what is gathered after it, to the bit. The nightly tests restore every one into every other.
 
 Sizes of the model are drawn for each walk, one smaller than the number of ranks; ``EVERSTEP_MATRIX_SEED`` draws others.
 """
@@ -89,7 +89,9 @@ def test_a_walk_follows_each_by_each_once() -> None:
     assert len(set(itertools.pairwise(steps))) == 9
 
 
+@pytest.mark.promise("layout-change")
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_layout_is_restored_into_every_other_to_the_bit(forks: ForkPool, fleet: Vaults, part: int) -> None:
     layouts = {name: layout for world in (2, 3, 4) for name, layout in layouts_of(world).items()}
@@ -98,6 +100,16 @@ def test_every_layout_is_restored_into_every_other_to_the_bit(forks: ForkPool, f
     said = play_all(forks, fleet, [msgspec.structs.replace(layouts[name], **sizes) for name in names])
     assert not wrong_ways(names, said), sizes
     assert len(said) == ways + 1
+
+
+@pytest.mark.promise("layout-change")
+@pytest.mark.slow
+def test_each_layout_is_restored_into_another_to_the_bit(forks: ForkPool, fleet: Vaults) -> None:
+    layouts = {name: layout for world in (2, 3, 4) for name, layout in layouts_of(world).items()}
+    names, sizes = random.Random(SEED).sample(sorted(layouts), len(layouts)), drawn(0)
+    said = play_all(forks, fleet, [msgspec.structs.replace(layouts[name], **sizes) for name in names])
+    assert not wrong_ways(names, said), sizes
+    assert len(said) == len(names)
 
 
 @pytest.mark.slow
@@ -121,6 +133,7 @@ def wrong_ways(names: Sequence[str], said: Sequence[Played]) -> list[Any]:
     return wrong
 
 
+@pytest.mark.promise("layout-change")
 @pytest.mark.slow
 def test_objects_that_are_gone_from_all_ranks_are_named_on_all_of_them(forks: ForkPool, fleet: Vaults) -> None:
     """One stage of a pipeline alone is not the model, and so is not restored as if it were."""

@@ -52,6 +52,7 @@ def chosen(rule: RestoreRule, slots: Sequence[SlotInfo]) -> Version | None:
     return choose(rule, slots, manifest_of).version
 
 
+@pytest.mark.promise("restored-is-whole")
 def test_the_newest_whole_version_is_taken() -> None:
     assert chosen(RestoreRule(floor=OLD), both(OLD, MIDDLE, NEW)) == NEW
 
@@ -71,6 +72,7 @@ def test_nothing_newer_than_the_ceiling_is_taken() -> None:
     assert chosen(RestoreRule(floor=OLD, ceiling=MIDDLE), both(OLD, MIDDLE, NEW)) == MIDDLE
 
 
+@pytest.mark.promise("restore-floor")
 def test_nothing_older_than_the_floor_is_taken_in_silence() -> None:
     with pytest.raises(NotRestorable, match="version 1:10 was committed, and nothing from it on is whole"):
         chosen(RestoreRule(floor=MIDDLE), [*both(OLD), slot(0, MIDDLE)])

@@ -70,6 +70,7 @@ def lies(channel: Channel, get: Get, payload: bytes) -> None:
     serve(channel, bytes(len(wanted(get, payload))), bytes(DIGEST_BYTES * len(get.ranges)))
 
 
+@pytest.mark.promise("restored-is-whole")
 @pytest.mark.parametrize("wrong", [breaks, lies])
 def test_the_next_holder_is_asked_for_what_did_not_come_and_for_all_that_a_liar_sent(
     wrong: Act, monkeypatch: pytest.MonkeyPatch

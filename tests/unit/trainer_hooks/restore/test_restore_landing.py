@@ -86,6 +86,7 @@ def bytes_of(targets: list[torch.Tensor]) -> list[bytes]:
 spots = st.tuples(st.integers(0, 39 * BATCH), st.integers(1, BATCH))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.lists(spots, min_size=1, max_size=12))
 def test_whatever_is_wanted_of_a_slot_lands_where_it_belongs(pieces: list[tuple[int, int]]) -> None:

@@ -18,6 +18,7 @@ from tests.support.saving import stage, stages
 from tests.support.vaults import Vaults, map_segment, vaults
 
 NODES = ("n1", "n2", "n3", "n4")
+ONE_NODE = ("n1",) * 4
 
 
 class Fleet:
@@ -99,9 +100,9 @@ def fleet(forks: ForkPool) -> Iterator[Fleet]:
         yield Fleet(forks, running)
 
 
+@pytest.mark.promise("exact-recovery")
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["uneven", "counting"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(("layout", "model"), [("ddp", "counting"), ("fsdp2", "uneven")])
 def test_a_run_that_is_restored_on_as_many_ranks_goes_on_to_the_bit(fleet: Fleet, layout: str, model: str) -> None:
     uninterrupted = fleet.run(1, 8, layout=layout, model=model, rule=RestoreRule(scratch=True), save=False)
     first = fleet.run(2, 5, layout=layout, model=model)
@@ -114,6 +115,7 @@ def test_a_run_that_is_restored_on_as_many_ranks_goes_on_to_the_bit(fleet: Fleet
         assert after["fingerprint"] == whole["fingerprint"]
 
 
+@pytest.mark.promise("same-state-other-world-size")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 def test_four_ranks_become_three_and_four_again_with_nothing_lost(fleet: Fleet, layout: str) -> None:
@@ -128,8 +130,9 @@ def test_four_ranks_become_three_and_four_again_with_nothing_lost(fleet: Fleet, 
         assert read == rank["held"], "each reads what it holds: of shards never the whole"
 
 
+@pytest.mark.promise("rank-reassignment")
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp"])
+@pytest.mark.parametrize("layout", ["ddp", "hsdp"])
 def test_a_process_that_plays_another_rank_in_the_next_generation_goes_on_to_the_bit(fleet: Fleet, layout: str) -> None:
     uninterrupted = fleet.run(1, 8, layout=layout, rule=RestoreRule(scratch=True), save=False)[0]
     turned = (*NODES[1:], NODES[0])
@@ -140,19 +143,23 @@ def test_a_process_that_plays_another_rank_in_the_next_generation_goes_on_to_the
         assert third["fingerprint"] == uninterrupted["fingerprint"]
 
 
+@pytest.mark.promise("node-loss")
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_the_state_survives_a_node_that_is_gone_with_its_memory(fleet: Fleet, layout: str) -> None:
-    four = fleet.run(1, 3, layout=layout)
+def test_the_state_survives_a_node_that_is_gone_with_its_memory(fleet: Fleet) -> None:
+    four = fleet.run(1, 3, layout="fsdp2")
     assert all(r["sealed"][-1].safe for r in four)
     fleet.by_node["n2"].kill()
-    three = fleet.run(2, 4, layout=layout, nodes=("n1", "n3", "n4"))
+    three = fleet.run(2, 4, layout="fsdp2", nodes=("n1", "n3", "n4"))
     assert {r["restored_as"] for r in three} == {r["fingerprint"] for r in four}
 
 
+@pytest.mark.promise("finished-step-survives")
 @pytest.mark.slow
-@pytest.mark.parametrize("nodes", [NODES, ("n1",) * 4], ids=["four nodes", "one node"])
-@pytest.mark.parametrize(("layout", "how"), [("ddp", "copying"), ("ddp", "finished"), ("fsdp2", "finished")])
+@pytest.mark.parametrize(
+    ("layout", "how", "nodes"),
+    [("ddp", "copying", NODES), ("ddp", "finished", ONE_NODE), ("fsdp2", "finished", NODES)],
+    ids=["ddp-copying-four-nodes", "ddp-finished-one-node", "fsdp2-finished-four-nodes"],
+)
 def test_a_finished_step_outlives_each_process_that_finished_it(
     fleet: Fleet, layout: str, how: str, nodes: Sequence[str]
 ) -> None:
@@ -164,9 +171,13 @@ def test_a_finished_step_outlives_each_process_that_finished_it(
     assert [r["fingerprint"] for r in after] == [r["fingerprint"] for r in whole]
 
 
+@pytest.mark.promise("per-rank-state")
 @pytest.mark.slow
-@pytest.mark.parametrize("nodes", [NODES, ("n1",) * 4], ids=["four nodes", "one node"])
-@pytest.mark.parametrize(("how", "newest"), [("copying", 3), ("finished", 4)])
+@pytest.mark.parametrize(
+    ("how", "newest", "nodes"),
+    [("copying", 3, NODES), ("finished", 4, ONE_NODE)],
+    ids=["copying-four-nodes", "finished-one-node"],
+)
 def test_a_version_without_what_is_one_ranks_alone_is_none(
     fleet: Fleet, how: str, newest: int, nodes: Sequence[str]
 ) -> None:
@@ -178,6 +189,7 @@ def test_a_version_without_what_is_one_ranks_alone_is_none(
     assert [r["read"] for r in after] == [5 * (rank + 1) for rank in range(4)]
 
 
+@pytest.mark.promise("per-rank-state")
 @pytest.mark.slow
 def test_what_is_one_ranks_alone_survives_its_node(fleet: Fleet) -> None:
     fleet.run(1, 3, model="reading")
@@ -195,22 +207,6 @@ def test_replicas_agree_on_their_digests_and_shards_have_none(fleet: Fleet) -> N
     assert digests[0][0] != digests[0][1]
     sharded = fleet.run(2, 4, layout="fsdp2")
     assert all(s.digests == {} for r in sharded for s in r["sealed"])
-
-
-@pytest.mark.slow
-def test_without_a_committed_version_and_without_slots_training_starts_from_scratch(fleet: Fleet) -> None:
-    ranks = fleet.run(1, 1)
-    assert [r["restored"].version for r in ranks] == [None] * 4
-    assert [r["restored"].step for r in ranks] == [0] * 4
-
-
-@pytest.mark.slow
-def test_shards_are_restored_into_replicas_and_replicas_into_shards(fleet: Fleet) -> None:
-    sharded = fleet.run(1, 2, layout="fsdp2")
-    replicated = fleet.run(2, 4, layout="ddp")
-    again = fleet.run(3, 4, layout="fsdp2", nodes=NODES[:3])
-    assert {r["restored_as"] for r in replicated} == {r["fingerprint"] for r in sharded}
-    assert {r["restored_as"] for r in again} == {r["fingerprint"] for r in replicated}
 
 
 @pytest.mark.slow

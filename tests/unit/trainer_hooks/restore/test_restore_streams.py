@@ -141,6 +141,7 @@ WRONGS = {
 }
 
 
+@pytest.mark.promise("restored-is-whole")
 @pytest.mark.parametrize("wrong", WRONGS)
 def test_what_goes_wrong_on_the_way_fails_that_slot_and_no_other(wrong: str) -> None:
     act, corrupt, why = WRONGS[wrong]
@@ -178,6 +179,7 @@ DOUBTED = {
 }
 
 
+@pytest.mark.promise("restored-is-whole")
 @pytest.mark.parametrize("what", DOUBTED)
 def test_what_comes_wrong_is_believed_never_and_the_holder_is_asked_whether_it_is_wrong_there(what: str) -> None:
     acts, blamed_on_the_way, corrupt = DOUBTED[what]

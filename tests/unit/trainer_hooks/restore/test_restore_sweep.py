@@ -37,6 +37,7 @@ def filled_by(
     return [target.numpy().tobytes() for target in targets]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(ranges, min_size=1, max_size=3), max_size=4), st.integers(1, 3))
 def test_every_tensor_gets_its_ranges_one_after_another(plan: list[list[tuple[int, int]]], threads: int) -> None:

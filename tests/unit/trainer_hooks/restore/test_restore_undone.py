@@ -78,6 +78,7 @@ def restores(rank: LoneRank, objects: dict[str, Any], number: int) -> RestoreRes
     return Restoration(rank.client, spec, spec.roster[0], dist.HashStore()).fill(TrackedState(objects))
 
 
+@pytest.mark.promise("restore-leaves-nothing")
 def test_a_rank_whose_only_version_rotted_starts_from_scratch_with_what_was_built(rank: LoneRank) -> None:
     stores(rank, built(), 1, steps=1)
     rank.damage(Version(1, 1))
@@ -89,6 +90,7 @@ def test_a_rank_whose_only_version_rotted_starts_from_scratch_with_what_was_buil
     assert Version(2, 1) in rank.sealed()
 
 
+@pytest.mark.promise("restore-leaves-nothing")
 def test_of_a_rotten_version_nothing_is_left_where_the_one_before_has_less(rank: LoneRank) -> None:
     stores(rank, built(), 1, untrained=1, steps=2)
     rank.damage(Version(1, 2))
@@ -129,6 +131,7 @@ def both_store(clients: list[VaultClient]) -> None:
     side_by_side(work)
 
 
+@pytest.mark.promise("restore-leaves-nothing")
 def test_a_rank_that_read_all_it_needed_puts_that_back_when_another_could_not(program_forks: ForkPool) -> None:
     with vaults(program_forks) as fleet:
         vault = fleet.start("n1")

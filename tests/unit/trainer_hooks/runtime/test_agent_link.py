@@ -53,7 +53,7 @@ class Listener:
 
     def wait_for(self, count: int) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.heard) >= count, 10)
+            assert self.changed.wait_for(lambda: len(self.heard) >= count, 60)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_an_agent_that_reads_nothing_does_not_block_the_sender(tmp_path, listene
         connection, _ = server.accept()
         with connection:
             connection.sendall(encode_frame(Welcome(protocol=1, node="n1", vault_socket="", tick_interval_s=0.1)))
-            starting.join(10)
+            starting.join(60)
             for step in range(SETTINGS.outbox_frames):
                 link.send(RankFinished(job=JOB, at=0.0, trace="x" * 64, generation=1, rank=0, step=step))
             received = read_all(connection, SETTINGS.outbox_frames)

@@ -84,6 +84,7 @@ def raised(port: int, rank: int, use) -> list[object]:
     return []
 
 
+@pytest.mark.promise("user-error")
 @pytest.mark.parametrize("use", [_all_reduce, _messages, _replicas, _monitored_barrier, _new_group, _key_of_the_store])
 def test_what_torch_raises_where_a_peer_is_lost_is_recognized(forks, use):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -113,6 +114,7 @@ def test_a_collective_called_wrongly_is_the_callers_error(forks):
         assert not recognized, text
 
 
+@pytest.mark.promise("user-error")
 @pytest.mark.parametrize(
     "text",
     [
@@ -232,6 +234,7 @@ def _blind(scene: Stage, number: int) -> None:
     scene.form(number, 0, 1, reason=GenerationReason.COLLECTIVE_FAILED)
 
 
+@pytest.mark.promise("user-error")
 def test_an_error_that_looks_like_a_lost_peers_at_every_try_ends_the_job_with_its_traceback(forks):
     with stage(forks, training.fail_like_gloo_at_step_3, blind_tries=3) as scene:
         scene.start(0, 1)

@@ -40,7 +40,7 @@ def elsewhere() -> Iterator[Callable[[Callable[[], object]], threading.Thread]]:
 
     yield start
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 

@@ -39,6 +39,7 @@ def comes_back_on(mesh: DeviceMesh) -> DeviceMesh:
     return DTensor.from_local(torch.ones(2, 6), mesh, [Shard(0)], run_check=False).detach().device_mesh
 
 
+@pytest.mark.promise("rank-reassignment")
 def test_what_an_operation_gives_lies_on_the_mesh_of_the_rank_that_the_process_has_now() -> None:
     with ThreadPoolExecutor(1) as backward:  # torch remembers in each thread for itself
         for rank in (3, 1, 0, 3):

@@ -16,6 +16,7 @@ def orders() -> Orders:
     return Orders()
 
 
+@pytest.mark.promise("stale-refused")
 def test_an_older_or_equal_generation_is_dropped(orders):
     assert orders.hear_generation(generation(5))
     assert not orders.hear_generation(generation(5))

@@ -61,6 +61,7 @@ def test_ranks_blocked_by_a_stopped_peer_are_freed_by_the_news_alone(forks):
         assert scene.finish() == [0, 0, 0]
 
 
+@pytest.mark.promise("stale-refused")
 def test_a_rank_that_slept_through_an_eviction_parks_when_it_wakes(forks):
     with stage(forks, training.sum_ones) as scene:
         scene.start(0, 1, 2)
@@ -166,6 +167,7 @@ def test_a_join_without_a_store_waits_for_a_newer_generation(forks):
         assert scene.finish() == [0, 0]
 
 
+@pytest.mark.promise("newcomers-meet")
 def test_a_store_that_was_started_again_at_its_address_is_met_anew(forks):
     """Its host died with its fork server between two generations: the connection of the one before leads nowhere."""
     with stage(forks, training.sum_ones) as scene:
@@ -181,6 +183,7 @@ def test_a_store_that_was_started_again_at_its_address_is_met_anew(forks):
         assert scene.finish() == [0, 0]
 
 
+@pytest.mark.promise("newcomers-meet")
 def test_a_newcomer_waits_at_a_boundary_longer_than_for_members_that_are_on_their_way(forks):
     """The others have steps to finish first, which may take minutes."""
     with stage(forks, training.sum_ones, join_timeout_s=0.5) as scene:
@@ -197,6 +200,7 @@ def test_a_newcomer_waits_at_a_boundary_longer_than_for_members_that_are_on_thei
         assert scene.finish() == [0, 0, 0]
 
 
+@pytest.mark.promise("no-orphaned-wait")
 def test_a_lost_peer_is_told_of_until_somebody_says_how_the_job_goes_on(forks):
     """The controller is away, or is another by now and never heard of it: no error of the training function's."""
     with stage(forks, training.sum_ones, explanation_grace_s=0.05, regroup_wait_s=0.2) as scene:
@@ -211,6 +215,7 @@ def test_a_lost_peer_is_told_of_until_somebody_says_how_the_job_goes_on(forks):
         assert scene.finish() == [0, 0]
 
 
+@pytest.mark.promise("no-orphaned-wait")
 def test_a_join_that_fails_is_told_of_until_somebody_says_how_the_job_goes_on(forks):
     with stage(forks, training.sum_ones, join_timeout_s=0.3, explanation_grace_s=0.05, regroup_wait_s=0.2) as scene:
         scene.start(0, 1)
@@ -232,6 +237,7 @@ def test_a_join_that_times_out_is_a_failed_collective(forks):
         assert scene.finish() == [0, 0]
 
 
+@pytest.mark.promise("user-error")
 def test_a_users_error_is_reported_whole_and_ends_the_rank_with_the_job(forks):
     with stage(forks, training.fail_at_step_3, explanation_grace_s=0.05) as scene:
         scene.start(0, 1)
@@ -243,6 +249,7 @@ def test_a_users_error_is_reported_whole_and_ends_the_rank_with_the_job(forks):
         assert scene.finish(ok=False, reason="a user's error") == [1, 1]
 
 
+@pytest.mark.promise("caught-errors")
 def test_a_step_in_which_a_lost_peers_error_was_caught_is_not_finished(forks):
     with stage(forks, training.skip_what_fails) as scene:
         scene.start(0, 1)
@@ -257,6 +264,7 @@ def test_a_step_in_which_a_lost_peers_error_was_caught_is_not_finished(forks):
         assert scene.finish() == [0]
 
 
+@pytest.mark.promise("caught-errors")
 def test_a_step_in_which_regroup_was_caught_is_not_finished(forks):
     with stage(forks, training.skip_even_regroup, interrupt_after_s=0.05) as scene:
         scene.start(0)

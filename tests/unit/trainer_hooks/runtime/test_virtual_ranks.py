@@ -20,7 +20,7 @@ from tests.support.stage import Stage, stage
 from tests.support.vaults import vaults
 from tests.support.waiting import until
 
-STEPS = 60
+STEPS, VIRTUAL_RANKS = 60, 7
 Row = dict[str, Any]
 
 
@@ -35,13 +35,14 @@ def go_on(scene: Stage, number: int, ranks: range) -> None:
     scene.heard(Resumed, len(ranks), where=lambda m: m.generation == number)
 
 
+@pytest.mark.promise("exact-mode", "exact-mode-sharded")
 @pytest.mark.slow
-@pytest.mark.parametrize(("virtual_ranks", "sharded"), [(4, False), (7, False), (7, True)])
-def test_four_three_two_and_one_ranks_compute_the_same_bits(forks, tmp_path, virtual_ranks, sharded):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_four_three_two_and_one_ranks_compute_the_same_bits(forks, tmp_path, sharded):
     alone, together = tmp_path / "alone", tmp_path / "together"
     alone.mkdir()
     together.mkdir()
-    forks.start(virtual_training.train_alone, str(alone), STEPS, virtual_ranks, sharded).result()
+    forks.start(virtual_training.train_alone, str(alone), STEPS, VIRTUAL_RANKS, sharded).result()
     reference = {row["step"]: row for row in read_diaries(alone)}
     assert reference.keys() == set(range(1, STEPS + 1))
     faults = (Fault(3, 12, "forward"), Fault(1, 36, "reduced"))
@@ -49,7 +50,7 @@ def test_four_three_two_and_one_ranks_compute_the_same_bits(forks, tmp_path, vir
         virtual_training.train,
         folder=str(together),
         until=STEPS,
-        virtual_ranks=virtual_ranks,
+        virtual_ranks=VIRTUAL_RANKS,
         sharded=sharded,
         faults=faults,
         last_steps={2: 24, 4: 48},

@@ -41,6 +41,7 @@ def exchange(port: int, rank: int) -> list[float | str]:
     return said
 
 
+@pytest.mark.promise("pipeline-recovery")
 def test_a_message_may_be_late_and_one_that_never_comes_is_given_up(forks):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [forks.start(exchange, store.port, rank) for rank in range(2)]

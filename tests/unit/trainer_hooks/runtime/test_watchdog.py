@@ -115,6 +115,7 @@ def again(scene: Scene, generation: int) -> None:
     scene.watchdog.enter(None)
 
 
+@pytest.mark.promise("long-steps")
 def test_what_is_as_slow_at_the_next_try_is_no_hang_from_then_on():
     """As is a validation of 20 s after every tenth step."""
     scene = Scene()
@@ -129,6 +130,7 @@ def test_what_is_as_slow_at_the_next_try_is_no_hang_from_then_on():
     assert scene.look(25.0) is not None, "twice as long is one again"
 
 
+@pytest.mark.promise("long-steps")
 def test_what_takes_longer_than_the_first_steps_may_comes_to_its_end():
     scene = Scene()
     scene.steps(10)

@@ -1,4 +1,4 @@
-"""A rank of a hundred thousand tensors, stored, copied to another node, and restored from there on a third."""
+"""A rank whose manifest is larger than a frame, stored, copied to another node, and restored from there on a third."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
-MANY = 100_000
-PATH = "module_of_" * 14
-"""Names of which 100,000 and their shapes are more than a frame may have."""
+MANY = 25_000
+PATH = "module_of_" * 70
+"""A prefix so long that the names and shapes of ``MANY`` tensors are more than a frame may have."""
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def stage(count: int, value: float) -> nn.Module:
     return module
 
 
-def test_a_hundred_thousand_tensors_come_back_from_another_node(fleet: Vaults) -> None:
+def test_manifest_larger_than_a_frame_is_restored_remotely(fleet: Vaults) -> None:
     clients = {vault.node: VaultClient(str(vault.run_dir / "vault.sock"), timeout_s=60.0) for vault in fleet.all}
     try:
         _lose_and_restore(fleet, clients)

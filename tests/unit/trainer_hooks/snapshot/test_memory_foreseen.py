@@ -93,6 +93,7 @@ def ranks(fleet: Vaults) -> Iterator[Make]:
         yield make
 
 
+@pytest.mark.promise("memory-fits")
 def test_a_node_with_room_for_some_of_its_ranks_says_so_at_once_with_the_sum(
     ranks: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_node_with_room_for_some_of_its_ranks_says_so_at_once_with_the_sum(
     two.step(2)
 
 
+@pytest.mark.promise("memory-fits")
 def test_a_job_that_finds_no_room_for_five_slots_takes_two_and_says_what_that_costs_and_why(
     ranks: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -174,6 +176,7 @@ def test_whoever_requires_checkpoints_hears_of_it_before_the_first_step(ranks: M
             snapshots.first_plan.wait()
 
 
+@pytest.mark.promise("memory-fits")
 def test_where_optimizers_have_no_state_yet_whoever_requires_checkpoints_hears_of_it_after_the_first_step(
     ranks: Make,
 ) -> None:
@@ -186,6 +189,7 @@ def test_where_optimizers_have_no_state_yet_whoever_requires_checkpoints_hears_o
         two.snapshotters[0].wait()
 
 
+@pytest.mark.promise("memory-fits")
 def test_a_script_that_requires_checkpoints_is_stopped_by_track(fleet: Vaults) -> None:
     vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", str(STATE))
     fleet.configure()

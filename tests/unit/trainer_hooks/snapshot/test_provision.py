@@ -44,6 +44,7 @@ def agree(choices: Choices, *best: Provision | None) -> list[Agreed]:
     return [node.quartermaster.agree("start", node.ask) for node in nodes]
 
 
+@pytest.mark.promise("memory-fits")
 @pytest.mark.parametrize(
     ("choices", "best", "taken", "why"),
     [

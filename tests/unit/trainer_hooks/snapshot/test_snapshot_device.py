@@ -70,6 +70,7 @@ def test_what_is_stored_of_a_gpu_is_what_stood_there_and_comes_back(cuda: Preten
     assert again.weight.unique().tolist() == [2.0]
 
 
+@pytest.mark.promise("overtaken-copy")
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_write_that_is_enqueued_before_the_copy_is_done_drops_it_unless_it_was_asked_for(
     cuda: PretendedCuda, client: VaultClient, monkeypatch: pytest.MonkeyPatch, asked: bool

@@ -20,6 +20,7 @@ ROOM_BYTES = 1 << 20
 """For five slots of the model as it is, and not of one with a larger layer beside it."""
 
 
+@pytest.mark.promise("memory-limit")
 def test_a_full_memory_file_system_is_told_with_its_arithmetic_and_training_goes_on(
     program_forks: ForkPool, caplog: pytest.LogCaptureFixture
 ) -> None:

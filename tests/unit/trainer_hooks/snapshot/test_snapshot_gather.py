@@ -98,6 +98,7 @@ def chunks_of(nbytes: int) -> Iterator[None]:
 KINDS = [Gather, pytest.param(Hashing, marks=pytest.mark.skipif(copy_hash is None, reason="it was not compiled"))]
 
 
+@pytest.mark.promise("copy-hash")
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(st.lists(pieces, max_size=60))

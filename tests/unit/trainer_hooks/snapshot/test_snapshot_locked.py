@@ -14,6 +14,8 @@ from everstep_trainer.snapshot.planning import page_lock
 from everstep.layout.segments import PAGE, segment_bytes
 from everstep.layout.slots import format_segment
 
+pytestmark = pytest.mark.slow
+
 
 class Runtime:
     """cudaHostRegister and cudaHostUnregister; ``code`` is what the next registration answers."""

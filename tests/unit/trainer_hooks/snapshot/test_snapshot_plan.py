@@ -43,6 +43,7 @@ def sharded(rows: int, world: int) -> list[Layout]:
     return layouts
 
 
+@pytest.mark.promise("node-loss")
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 def test_every_byte_of_replicated_state_lies_on_as_many_nodes_as_asked_or_ranks_of_a_single_one(
     sizes: list[int], nodes: int, per_node: int, replicas: int
@@ -87,6 +88,7 @@ def test_where_only_others_hold_it_alike_these_are_taken_and_named() -> None:
     assert [share.alike for share in shares] == [("n3",), ("n4",), ("n1",), ("n2",)]
 
 
+@pytest.mark.promise("finished-step-survives")
 def test_on_one_node_every_byte_is_stored_once_and_covered_by_another_rank() -> None:
     layouts = replicated([512 * 16] * 8 + [1] * 40, 4)
     shares = divide(layouts, ["n1"] * 4, 2)
@@ -311,6 +313,7 @@ def test_a_job_that_is_short_of_memory_gets_two_slots_of_the_size_of_its_share(n
     assert [need.number for need in foreseen] == list(range(nodes.count("n1")))
 
 
+@pytest.mark.promise("memory-fits")
 def test_a_nodes_vault_is_foreseen_to_keep_its_ranks_slots_and_the_copies_that_are_sent_there() -> None:
     """Shards on two nodes of two ranks each, each node the home of the other's copies; two slots more for parity."""
 

@@ -143,6 +143,7 @@ def fleet(program_forks: ForkPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         yield made
 
 
+@pytest.mark.promise("changing-layout")
 @pytest.mark.parametrize(
     ("dropped", "trained"),
     [((3, 6), (1, 1)), ((9, 4), (1, 1)), ((5, 1000), (1, 1)), ((1, 1), (6, 3)), ((1, 1), (4, 4)), ((12, 3), (5, 8))],
@@ -214,6 +215,7 @@ class Ranks:
         return [made[rank] for rank in range(len(said))]
 
 
+@pytest.mark.promise("changing-layout")
 def test_a_round_holds_from_the_last_step_that_any_rank_can_begin_with() -> None:
     ranks, one = Ranks(3), layout(1)
     rounds = ranks.tell((one, 0), (one, 4), (layout(2), 3))
@@ -291,6 +293,7 @@ def test_after_a_new_round_the_store_is_asked_sooner_and_then_less_and_less() ->
     assert pauses[:7] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.0, 3.0], abs=0.015)
 
 
+@pytest.mark.promise("changing-layout")
 def test_that_nothing_can_be_planned_is_told_once_by_the_first_rank_that_is_there(
     fleet: Vaults, monkeypatch: pytest.MonkeyPatch
 ) -> None:

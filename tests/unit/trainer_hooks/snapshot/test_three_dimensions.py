@@ -132,6 +132,8 @@ def load(layout: Layout, slots: Slots) -> dict[str, np.ndarray]:
     return merged(pieces)
 
 
+@pytest.mark.slow
+@pytest.mark.promise("layout-change")
 @pytest.mark.parametrize("name", THREE)
 def test_every_byte_of_a_mesh_of_three_dimensions_is_stored_with_its_copies_and_read_into_others(name: str) -> None:
     whole, slots, shares, names = store(THREE[name])

@@ -1,5 +1,8 @@
-"""Ranks are killed at each point of a step, in every combination, and all go on from one version that is nobody's torn
-step: what each step leaves behind is, to the last bit, what it leaves in a run that nobody was killed in."""
+"""Ranks are killed at each point of a step, and all go on from one version that is nobody's torn step: what each step
+leaves behind is, to the last bit, what it leaves in a run that nobody was killed in.
+
+Every suite kills one combination of ranks at each point; the nightly tests kill every combination at each of them.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,19 @@ from tests.support.waiting import until
 
 WORLD, FIRST, APART = 3, 5, 6
 SUBSETS = [ranks for count in range(1, WORLD + 1) for ranks in combinations(range(WORLD), count)]
-STEPS = FIRST + APART * len(SUBSETS)
-OF_SHARDS = [Kill(FIRST + APART * n, point, SUBSETS[n % len(SUBSETS)]) for n, point in enumerate(POINTS)]
-STEPS_OF_SHARDS = FIRST + APART * len(OF_SHARDS)
+AT_EACH_POINT = [Kill(FIRST + APART * n, point, SUBSETS[n % len(SUBSETS)]) for n, point in enumerate(POINTS)]
+STEPS = FIRST + APART * max(len(AT_EACH_POINT), len(SUBSETS))
 
 pytestmark = pytest.mark.slow
 
 
-def run_through(
-    forks: ForkPool, folder: Path, kills: Sequence[Kill], steps: int = STEPS, *, sharded: bool = False
-) -> list[dict[str, Any]]:
+def of_every_combination(point: str) -> list[Kill]:
+    return [Kill(FIRST + APART * n, point, ranks) for n, ranks in enumerate(SUBSETS)]
+
+
+def run_through(forks: ForkPool, folder: Path, kills: Sequence[Kill], *, sharded: bool = False) -> list[dict[str, Any]]:
     """A whole run on one node; a generation after each kill. What the ranks wrote down."""
-    train = partial(injections.train, folder=str(folder), until=steps, kills=kills, sharded=sharded)
+    train = partial(injections.train, folder=str(folder), until=STEPS, kills=kills, sharded=sharded)
     with vaults(forks) as fleet:
         vault = fleet.start("n1")
         fleet.configure(vault)
@@ -81,26 +85,31 @@ def calm(session_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -> d
     return dict(states)
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_any_point_of_any_ranks_ends_in_one_consistent_version(forks, tmp_path, calm, point):
-    kills = [Kill(FIRST + APART * n, point, ranks) for n, ranks in enumerate(SUBSETS)]
+@pytest.mark.promise("no-torn-step")
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param(AT_EACH_POINT, id="each-point"),
+        *(pytest.param(of_every_combination(point), id=point, marks=pytest.mark.nightly) for point in POINTS),
+    ],
+)
+def test_a_kill_at_any_point_of_any_ranks_ends_in_one_consistent_version(forks, tmp_path, calm, kills):
     rows = run_through(forks, tmp_path, kills)
-    assert len(list(tmp_path.glob("died-*"))) == sum(map(len, SUBSETS))
+    assert len(list(tmp_path.glob("died-*"))) == sum(len(kill.ranks) for kill in kills)
     torn = [(row["generation"], row["step"], row["rank"]) for row in rows if row["state"] != calm[row["step"]]]
     assert not torn
     assert {row["step"] for row in rows} == calm.keys()
 
 
+@pytest.mark.promise("no-torn-step")
 def test_so_do_kills_of_ranks_that_alone_hold_their_shards(forks, tmp_path):
     """Who was not killed has gone on to a step that the others never finished, and goes back by one."""
     for folder in (alone := tmp_path / "calm", killed := tmp_path / "killed"):
         folder.mkdir()
-    calm = {
-        (row["step"], row["rank"]): row["state"] for row in run_through(forks, alone, (), STEPS_OF_SHARDS, sharded=True)
-    }
-    assert len(calm) == WORLD * STEPS_OF_SHARDS == len(set(calm.values())), "each rank has its own"
-    rows = run_through(forks, killed, OF_SHARDS, STEPS_OF_SHARDS, sharded=True)
-    assert len(list(killed.glob("died-*"))) == sum(len(kill.ranks) for kill in OF_SHARDS)
+    calm = {(row["step"], row["rank"]): row["state"] for row in run_through(forks, alone, (), sharded=True)}
+    assert len(calm) == WORLD * STEPS == len(set(calm.values())), "each rank has its own"
+    rows = run_through(forks, killed, AT_EACH_POINT, sharded=True)
+    assert len(list(killed.glob("died-*"))) == sum(len(kill.ranks) for kill in AT_EACH_POINT)
     torn = [(r["generation"], r["step"], r["rank"]) for r in rows if r["state"] != calm[r["step"], r["rank"]]]
     assert not torn
     assert {(row["step"], row["rank"]) for row in rows} == calm.keys()

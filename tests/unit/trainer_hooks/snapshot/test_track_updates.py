@@ -87,6 +87,7 @@ def restored(rank: LoneRank, objects: Mapping[str, object]) -> Version | None:
     return Restoration(rank.client, spec, spec.roster[0], dist.HashStore()).fill(TrackedState(objects)).version
 
 
+@pytest.mark.promise("no-torn-step")
 def test_every_one_of_listed_optimizers_waits_for_the_copy(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = [nn.ModuleDict({f"stage{number}": nn.Linear(8, 8)}) for number in (0, 1)]
     optimizers = [torch.optim.SGD(stage.parameters(), lr=0.1) for stage in stages]
@@ -121,6 +122,7 @@ def test_an_optimizer_that_outlives_a_generation_asks_only_the_run_that_goes_on(
     optimizer.step()
 
 
+@pytest.mark.promise("overtaken-copy")
 def test_a_copy_that_an_update_overtook_is_dropped_and_training_waits_for_later_ones(
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -147,6 +149,7 @@ def test_a_copy_that_an_update_overtook_is_dropped_and_training_waits_for_later_
     assert torch.equal(again.weight + 1, model.weight)
 
 
+@pytest.mark.promise("overtaken-copy")
 def test_an_update_that_began_under_the_copy_and_is_counted_after_it_drops_it_too(
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +173,7 @@ def test_an_update_that_began_under_the_copy_and_is_counted_after_it_drops_it_to
     assert not list(rank.view().whole())
 
 
+@pytest.mark.promise("overtaken-copy")
 def test_without_an_optimizer_training_waits_for_each_copy_unless_it_asks_before_it_updates(
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +216,7 @@ def of_two(rank: LoneRank) -> tuple[list[Snapshotter], list[nn.Linear]]:
     return both, models
 
 
+@pytest.mark.promise("overtaken-copy")
 @pytest.mark.parametrize("changed", [False, True])
 def test_what_another_rank_died_over_is_not_stored_for_it_from_state_that_has_changed(
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch, changed: bool
@@ -239,6 +244,7 @@ def test_a_step_that_another_rank_died_over_and_nobody_could_store_for_it_is_tol
     assert "cannot cover step 2, training goes on without: no slot is free" in caplog.text
 
 
+@pytest.mark.promise("overtaken-copy")
 def test_what_optimizers_do_to_shards_and_whole_parameters_is_counted() -> None:
     model = nn.Linear(4, 4)
     with playing(0, (2,)) as mesh:
@@ -253,6 +259,7 @@ def test_what_optimizers_do_to_shards_and_whole_parameters_is_counted() -> None:
         assert writes.since(counts) == ["model.bias", "model.weight"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, as it compiles
 def test_a_compiled_step_of_a_tracked_optimizer_is_not_compiled_again() -> None:
     torch.compiler.reset()

@@ -70,6 +70,7 @@ def goes_on_as(before: Job, after: Job) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before.weights(), after.weights(), strict=True))
 
 
+@pytest.mark.promise("tracked-state-exact")
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("into", [True, False])
 def test_a_fresh_process_goes_on_to_the_bit_whether_parameters_are_sharded_or_not(

@@ -62,6 +62,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
+@pytest.mark.promise("tracked-state-exact")
 @pytest.mark.parametrize("tells", [True, False], ids=["of this release", "of one before"])
 @pytest.mark.parametrize("build", [Scaled, spread])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -152,6 +153,7 @@ def restored_into(model: nn.Module, optimizer: torch.optim.Optimizer, fresh: nn.
     return other
 
 
+@pytest.mark.promise("tracked-state-exact")
 def test_what_parameters_share_in_an_optimizer_they_share_again() -> None:
     model, fresh = nn.Linear(3, 3), nn.Linear(3, 3)
     optimizer = SharingOptimizer(model.parameters())

@@ -73,6 +73,7 @@ def stores(rank: LoneRank, objects: dict[str, Any]) -> None:
     snapshots.close(finish=True)
 
 
+@pytest.mark.promise("tracked-state-exact")
 @pytest.mark.parametrize("what", ODD)
 def test_it_comes_back_as_it_was(rank: LoneRank, what: str) -> None:
     stores(rank, {"model": Holder(ODD[what]())})

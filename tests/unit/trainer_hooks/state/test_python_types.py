@@ -38,6 +38,7 @@ def shape_of(value: Any) -> Any:
     return type(value)
 
 
+@pytest.mark.promise("tracked-state-exact")
 @pytest.mark.parametrize("value", KEPT, ids=repr)
 def test_it_comes_back_as_the_type_that_it_was(value: Any) -> None:
     back = decode_blob(encode_blob(value))
@@ -45,6 +46,7 @@ def test_it_comes_back_as_the_type_that_it_was(value: Any) -> None:
     assert shape_of(back) == shape_of(value)
 
 
+@pytest.mark.promise("tracked-state-exact")
 @pytest.mark.parametrize("value", REFUSED, ids=lambda value: type(value).__name__)
 def test_what_would_come_back_as_another_type_is_refused_with_its_path_and_what_to_do(value: Any) -> None:
     mend = r"tuple\(\.\.\.\)" if isinstance(value, tuple) else r"dict\(\.\.\.\)"

@@ -32,6 +32,7 @@ MADE = {
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")  # torch tells that sparse tensors are in beta
 
 
+@pytest.mark.promise("partial-state-refused")
 @pytest.mark.parametrize("what", MADE)
 def test_a_buffer_that_is_not_all_in_its_memory_is_refused_unless_it_is_left_out(what: str) -> None:
     model = nn.Linear(2, 2)
@@ -46,6 +47,7 @@ def test_a_buffer_that_is_not_all_in_its_memory_is_refused_unless_it_is_left_out
     assert left.unchanged()
 
 
+@pytest.mark.promise("tracked-state-exact")
 def test_a_buffer_whose_elements_share_their_memory_is_refused_by_name_and_may_be_python_state() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.arange(8.0).expand(4, 8))
@@ -62,6 +64,7 @@ def test_a_lazy_layer_is_refused_until_it_has_seen_a_batch() -> None:
     assert len(TrackedState({"model": model}).tensors()) == 2
 
 
+@pytest.mark.promise("partial-state-refused")
 def test_optimizer_state_that_wraps_others_is_refused_and_not_taken_for_tied() -> None:
     model = nn.Linear(4, 4, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
@@ -70,6 +73,7 @@ def test_optimizer_state_that_wraps_others_is_refused_and_not_taken_for_tied() -
         TrackedState({"model": model, "optimizer": optimizer}).tensors()
 
 
+@pytest.mark.promise("partial-state-refused")
 def test_a_shard_that_wraps_others_is_refused() -> None:
     model = nn.Linear(4, 4, bias=False)
     with playing(0, (2,)) as mesh:
@@ -79,6 +83,7 @@ def test_a_shard_that_wraps_others_is_refused() -> None:
             TrackedState({"model": model}).tensors()
 
 
+@pytest.mark.promise("partial-state-refused")
 def test_optimizer_state_of_a_shard_of_ones_own_is_refused_by_name() -> None:
     """It would have been stored by one rank, and come back on all."""
     with playing(0, (2,)) as mesh:
@@ -97,6 +102,7 @@ def test_optimizer_state_of_a_shard_of_ones_own_is_refused_by_name() -> None:
         TrackedState(tracked, exclude=["optimizer.*"]).tensors()
 
 
+@pytest.mark.promise("partial-state-refused")
 @pytest.mark.parametrize("what", MADE)
 def test_the_same_in_python_state_is_refused_with_its_path(what: str) -> None:
     with pytest.raises(TypeError, match=rf"state\['ema'\] .*{what}.*leave it out of state_dict"):
@@ -110,6 +116,7 @@ def test_a_shard_in_python_state_is_for_the_module_that_holds_it() -> None:
             encode_blob({"ema": shard})
 
 
+@pytest.mark.promise("partial-state-refused")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_an_optimizer_that_shards_its_state_by_itself_is_refused() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -168,6 +175,7 @@ def test_what_has_no_elements_shares_no_memory_whatever_its_strides():
     assert [tensor.name for tensor in TrackedState({"model": model}).tensors()] == ["model.none"]
 
 
+@pytest.mark.promise("partial-state-refused")
 def test_two_tensors_of_one_name_are_refused_unless_they_are_alike():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"model\.weight is the name of two tensors .*run\.track\(first="):
@@ -185,6 +193,7 @@ def test_two_tensors_of_one_name_are_refused_unless_they_are_alike():
         TrackedState({"model": first, "optimizer": optimizers}).tensors()
 
 
+@pytest.mark.promise("partial-state-refused")
 def test_a_group_that_is_not_there_again_is_refused_also_where_nothing_else_is_lost_with_it():
     def built() -> tuple[nn.Sequential, torch.optim.SGD]:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

@@ -52,6 +52,7 @@ class Layers:
         return found
 
 
+@pytest.mark.promise("layout-change")
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_rates_go_on_by_what_they_are_of_and_not_by_their_places(schedule: str, first: int) -> None:

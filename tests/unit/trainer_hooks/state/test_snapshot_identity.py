@@ -192,6 +192,7 @@ def test_each_change_of_what_is_tracked_is_seen_at_once(change: Callable[[Subjec
     assert subject.state.unchanged()
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # the first use of a kernel takes its time
 @given(st.lists(st.sampled_from(CHANGES), min_size=1, max_size=6))
 def test_what_a_search_would_find_otherwise_is_never_missed_without_torch_s_own_check(
@@ -202,6 +203,7 @@ def test_what_a_search_would_find_otherwise_is_never_missed_without_torch_s_own_
         _never_missed(changes)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(CHANGES), min_size=1, max_size=6))
 def test_what_a_search_would_find_otherwise_is_never_missed(changes: list[Callable[[Subject], None]]) -> None:

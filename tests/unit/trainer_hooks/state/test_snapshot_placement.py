@@ -43,6 +43,7 @@ def cut_by_hand(whole: torch.Tensor, dims: list[tuple[int, int, int]]) -> torch.
     return whole
 
 
+@pytest.mark.promise("layout-change")
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("mesh_name", MESHES)
 @pytest.mark.parametrize("out", [8, 12, 7, 11])

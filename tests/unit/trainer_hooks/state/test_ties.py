@@ -96,6 +96,7 @@ def as_trained(ranks: list[Rank]) -> None:
             assert len(rank.optimizer.state[one]) == 3
 
 
+@pytest.mark.promise("layout-change")
 @pytest.mark.parametrize(("stages", "into"), [(1, 2), (2, 1), (2, 2), (1, 1)])
 def test_what_is_tied_on_one_rank_and_apart_on_two_is_restored_from_either(stages: int, into: int) -> None:
     after = job(into, trained=False)

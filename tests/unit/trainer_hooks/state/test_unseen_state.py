@@ -16,6 +16,7 @@ def track(**objects: object) -> None:
     Run(Place(), IdleKeeper()).track(**objects)
 
 
+@pytest.mark.promise("partial-state-refused")
 def test_an_optimizer_that_trains_what_no_tracked_module_holds_is_refused() -> None:
     """Its state would be stored, and the values of the parameter lost."""
     model, loss = nn.Linear(2, 2), nn.Linear(2, 3)

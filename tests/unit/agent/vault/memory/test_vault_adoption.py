@@ -97,6 +97,7 @@ def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Left]:
     made.close()
 
 
+@pytest.mark.promise("vault-restart")
 def test_nothing_is_listed_or_counted_before_it_is_hashed(left: Left) -> None:
     left.spoil(1)
     assert left.begin() == 2
@@ -110,6 +111,7 @@ def test_nothing_is_listed_or_counted_before_it_is_hashed(left: Left) -> None:
     assert left.view.header(1) is None
 
 
+@pytest.mark.promise("vault-restart")
 def test_an_unchecked_slot_that_is_asked_for_is_hashed_for_that_and_a_corrupt_one_never_served(left: Left) -> None:
     left.spoil(1)
     left.begin()
@@ -199,6 +201,7 @@ def test_a_vault_that_ends_does_not_hash_to_the_end(left: Left) -> None:
     left.view.check(0)
 
 
+@pytest.mark.promise("vault-restart")
 def test_a_vault_whose_slots_take_long_to_hash_serves_at_once_and_only_what_is_right(
     fleet: Vaults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

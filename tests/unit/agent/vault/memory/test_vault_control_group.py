@@ -72,6 +72,7 @@ def test_where_nothing_limits_or_nobody_says_there_is_no_limit(tmp_path: Path, o
     assert group_left_bytes(tmp_path, tmp_path / "not there") is None
 
 
+@pytest.mark.promise("memory-fits")
 def test_what_a_group_has_no_room_for_is_refused_with_the_arithmetic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

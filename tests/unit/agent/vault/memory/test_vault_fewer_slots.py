@@ -72,6 +72,7 @@ def test_more_slots_than_asked_for_serve_where_nobody_counts_them(shared: Path) 
     assert store.open(KEY, PAGE, 5, ()) is segment
 
 
+@pytest.mark.promise("memory-fits")
 def test_two_slots_need_not_fit_beside_all_five_and_what_is_foreseen_is_what_is_made(shared: Path) -> None:
     """As after a loss that leaves a rank a share twice as large, on a node that five slots fill."""
     larger = 2 * SLOT

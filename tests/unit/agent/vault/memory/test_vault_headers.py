@@ -53,6 +53,7 @@ def adopt(store: SegmentStore) -> int:
     return len(found)
 
 
+@pytest.mark.promise("bit-flips")
 def test_no_bit_of_a_segments_header_costs_a_slot_when_the_vault_starts_again(tmp_path: Path) -> None:
     path = store_with_a_slot(tmp_path / "segments")
     for at in range(HEADER_BYTES):
@@ -136,6 +137,7 @@ def record_places(path: Path, slot: int) -> tuple[int, ...]:
     return tuple(base + place for place in RECORD_PLACES)
 
 
+@pytest.mark.promise("bit-flips")
 @pytest.mark.parametrize("at", [0, 8, 12, 16, 18])
 def test_a_new_rank_finds_its_slots_under_a_header_with_a_flipped_bit(fleet: Vaults, at: int) -> None:
     vault = fleet.start("n1")

@@ -65,6 +65,7 @@ def test_what_is_free_is_what_could_still_be_made_under_the_limit(tmp_path: Path
     assert budget.free_bytes() == 40_000
 
 
+@pytest.mark.promise("memory-limit")
 def test_a_segment_that_is_being_made_counts_once_against_the_limit(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_segment_that_is_being_made_counts_once_against_the_limit(
     assert (store.budget.used_bytes(), store.budget.free_bytes()) == (2 * ONE, 0)
 
 
+@pytest.mark.promise("memory-limit")
 def test_pages_that_a_segment_being_made_has_already_do_not_come_off_the_free_memory_again(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +147,7 @@ def test_without_a_limit_what_is_free_is_what_the_machine_has_left(tmp_path: Pat
         pass
 
 
+@pytest.mark.promise("memory-limit")
 def test_the_memory_of_a_segment_that_is_replaced_or_forgotten_is_free_at_once(shared: Path) -> None:
     """It may be hundreds of gigabytes, and a quiet vault looks for cycles of garbage once in a long while."""
     store = SegmentStore(shared, "n1", None)

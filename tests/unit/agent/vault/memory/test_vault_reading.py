@@ -146,6 +146,7 @@ def test_ranges_outside_the_payload_are_refused(
     assert bring(fleet, ((0, 4),), by) == PAYLOAD[:4]
 
 
+@pytest.mark.promise("restored-is-whole")
 @pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
 def test_a_rotten_chunk_is_never_served_and_its_slot_is_given_up(fleet: Vaults, owner: RankMemory, by: int) -> None:
     owner.view.payload(0)[2 * CHUNK_BYTES + 1] ^= 128

@@ -61,6 +61,7 @@ def test_a_rotten_row_is_made_again_from_its_members(group: Group, node: str) ->
         assert "mended from its parity group" in mended(group, node, place)
 
 
+@pytest.mark.promise("bit-flips")
 def test_a_rotten_row_is_made_again_with_a_member_gone_and_never_with_two(group: Group) -> None:
     group.forget_nodes(("n2",), 2)
     assert "mended from its parity group" in mended(group, "p", 5)
@@ -69,6 +70,7 @@ def test_a_rotten_row_is_made_again_with_a_member_gone_and_never_with_two(group:
     assert "the slot is discarded" in mended(group, "p", 5)
 
 
+@pytest.mark.promise("bit-flips")
 def test_a_rotten_shard_that_nobody_else_holds_is_made_again_by_parity(group: Group) -> None:
     for place in (7, CHUNK_BYTES + 7, None):
         assert "mended from its parity group" in mended(group, "n1", place)

@@ -182,6 +182,7 @@ def test_who_offers_the_same_again_goes_on_where_its_old_connection_is(fleet: Va
             first.answer(PartDone)
 
 
+@pytest.mark.promise("memory-limit")
 def test_memory_of_a_job_that_ended_in_the_middle_of_a_copy_is_given_back(fleet: Vaults, wire: Wire) -> None:
     channel = wire.proved()
     begin(channel, put(bytes(1000)))

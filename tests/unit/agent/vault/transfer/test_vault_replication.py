@@ -145,6 +145,7 @@ def test_what_may_be_committed_goes_before_newer_versions_that_may_not(fleet: Va
     assert set(slots_at(clients["n2"])) == {Version(1, 0), Version(1, 2)}
 
 
+@pytest.mark.promise("stale-refused")
 def test_a_transfer_of_a_generation_that_is_over_is_refused(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
     fleet.configure()

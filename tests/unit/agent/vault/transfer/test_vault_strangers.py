@@ -139,6 +139,7 @@ def bulk(channel: Channel, *pieces: bytes) -> None:
     channel.send_bulk([memoryview(piece) for piece in pieces])
 
 
+@pytest.mark.promise("strangers")
 def test_a_stranger_is_refused_and_counted(wire: Wire, supervisor: VaultClient) -> None:
     with pytest.raises(AuthenticationError, match="does not know the secret"):
         wire.proved(known=facts("some other secret of 30 letters"))
@@ -155,6 +156,7 @@ def test_who_means_another_node_is_refused(wire: Wire, supervisor: VaultClient) 
         wire.proved(to="n3")
 
 
+@pytest.mark.promise("strangers")
 def test_a_proof_cannot_be_played_back(wire: Wire, supervisor: VaultClient) -> None:
     greeting = Greeting(protocols=VAULTS_SPEAK, job=JOB, node="n8", to="n1", nonce=secrets.token_bytes(NONCE_BYTES))
     first = wire.dial()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from everstep_controller.core.effects import Effect
 from everstep_controller.core.records import StoredCheckpoint
 
@@ -62,6 +63,7 @@ def test_none_is_ordered_before_its_time_nor_while_one_is_on_its_way() -> None:
     assert sent(_commit(fleet, 260), SpillVersion)["n1"].version == Version(1, 260)
 
 
+@pytest.mark.promise("storage-checkpoints")
 def test_a_checkpoint_is_there_when_one_node_says_that_all_of_it_is() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
@@ -296,6 +298,7 @@ def test_what_the_run_before_wrote_is_not_doubted() -> None:
     assert fleet.spec().restore.storage == "/store/job/a"
 
 
+@pytest.mark.promise("storage-choice")
 def test_a_generation_is_told_of_the_checkpoints_before_the_newest_that_nothing_speaks_against() -> None:
     fleet = _fleet(3, replicas=2)
     fleet.job().stored = [
@@ -317,6 +320,7 @@ def test_a_job_that_asks_for_no_storage_any_more_pins_nothing() -> None:
     assert fleet.spec().restore.pinned == ()
 
 
+@pytest.mark.promise("storage-credentials")
 def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
     fleet = CoreFleet()
     fleet.register("n1")

@@ -30,6 +30,7 @@ def _versions(effects: list[Effect]) -> list[tuple[Version, bool]]:
 # --- votes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("digest-majority")
 @given(ballots)
 def test_liars_are_exactly_those_outside_a_strict_majority(votes: dict[int, str]) -> None:
     vote, counts = count_votes({"g": votes}), Counter(votes.values())
@@ -42,6 +43,7 @@ def test_liars_are_exactly_those_outside_a_strict_majority(votes: dict[int, str]
         assert not vote.liars
 
 
+@pytest.mark.promise("digest-majority")
 @given(st.dictionaries(st.sampled_from("gh"), ballots))
 def test_nobody_is_both_a_liar_and_tied(digests: dict[str, dict[int, str]]) -> None:
     vote = count_votes(digests)
@@ -85,6 +87,7 @@ def test_without_digests_a_version_is_committed_and_not_verified() -> None:
     assert _versions(fleet.seal(4, digests={0: "", 1: ""})) == [(Version(1, 4), False)]
 
 
+@pytest.mark.promise("stale-refused")
 def test_seals_of_a_generation_that_is_over_are_refused() -> None:
     fleet = CoreFleet()
     fleet.start(2)
@@ -135,6 +138,7 @@ def test_the_window_of_open_versions_is_bounded() -> None:
     assert len(fleet.state.live_jobs["job"].ballots) == fleet.policy.version_window
 
 
+@pytest.mark.promise("committed-stays")
 def test_a_version_commits_only_when_every_rank_keeps_it() -> None:
     fleet = CoreFleet()
     fleet.start(2)
@@ -163,6 +167,7 @@ def test_candidates_come_as_often_as_the_policy_aims_at_whatever_a_step_takes(st
     assert sent(fleet.seal(7), VersionNotice)["n1"].candidate == candidate
 
 
+@pytest.mark.promise("committed-stays")
 def test_only_what_was_announced_is_committed() -> None:
     fleet = CoreFleet()
     fleet.start(2)
@@ -255,6 +260,7 @@ def test_the_first_generation_starts_from_scratch_and_a_later_one_from_what_is_w
     assert fleet.spec().restore == RestoreRule(floor=Version(2, 4))
 
 
+@pytest.mark.promise("restore-clean")
 def test_corruption_goes_back_to_the_newest_verified_version() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1)

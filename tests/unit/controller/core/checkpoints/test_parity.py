@@ -71,6 +71,7 @@ def test_parity_counts_when_all_homes_made_it_of_the_same_bytes() -> None:
     assert "kept by parity" in audits(effects, "parity.kept")[0]
 
 
+@pytest.mark.promise("parity")
 def test_parity_of_different_bytes_is_none() -> None:
     fleet = _fleet()
     *others, last = sent(_commit(fleet, 10), ProtectVersion).items()

@@ -87,6 +87,7 @@ def _most_taken(apart: dict[str, Site], k: int) -> int:
     return groups * k
 
 
+@pytest.mark.promise("parity")
 @given(any_roster, st.integers(2, 6), st.data())
 def test_any_two_losses_cost_nothing_and_a_third_only_its_own_group(
     sites: list[Site], parity: int, data: st.DataObject

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import combinations
 
+import pytest
 from everstep_controller.core.checkpoints.placement import Site, place_replicas
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +51,7 @@ def _fleet_of(racks: int, per_rack: int) -> dict[str, Site]:
 # --- apart -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("copies-across-domains")
 @given(rosters)
 def test_one_copy_shares_as_few_domains_with_its_node_as_any_choice_could(sites: list[Site]) -> None:
     named = _named(sites)
@@ -190,6 +192,7 @@ def test_however_often_nodes_change_nobody_gets_more_than_twice_his_share(change
 # --- in the fleet ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("copies-across-domains")
 def test_every_change_of_the_roster_places_copies_anew_across_racks() -> None:
     fleet = CoreFleet()
     for node, rack in (("n1", "a"), ("n2", "a"), ("n3", "b"), ("n4", "b"), ("n5", "a")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import msgspec
+import pytest
 from everstep_controller.core.checkpoints.restore_points import restorability_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -179,6 +180,7 @@ def test_holders_are_known_after_a_restart_and_in_the_next_generation() -> None:
 # --- against a dumb one ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("restorability")
 @given(
     st.lists(st.tuples(st.sets(st.integers(0, 4), max_size=3), st.booleans()), min_size=5, max_size=5),
     st.integers(1, 3),

@@ -27,6 +27,7 @@ def _pairs(fleet: CoreFleet) -> dict[str, str]:
     return {str(p.candidate): next(n for n in p.nodes if n != p.candidate) for p in fleet.state.probes.values()}
 
 
+@pytest.mark.promise("blame-isolation")
 def test_both_suspects_of_a_slow_link_are_tried_and_never_with_one_another() -> None:
     fleet = _fleet()
     assert decisions(fleet.raise_finding("n1", slow_link())) == []
@@ -35,6 +36,7 @@ def test_both_suspects_of_a_slow_link_are_tried_and_never_with_one_another() -> 
     assert set(pairs.values()) == {"n3", "n4"}
 
 
+@pytest.mark.promise("blame-isolation")
 @pytest.mark.parametrize(
     ("bad", "evicted"),
     [({"n1"}, {"n1"}), ({"n2"}, {"n2"}), ({"n1", "n2"}, {"n1", "n2"}), (set(), set())],
@@ -52,6 +54,7 @@ def test_who_fails_with_a_good_partner_too_is_convicted_and_nobody_else(bad: set
         assert fleet.state.nodes["n1"].undecided == {}
 
 
+@pytest.mark.promise("blame-isolation")
 def test_without_a_good_partner_nobody_is_convicted_and_a_person_is_told() -> None:
     fleet = _fleet(2)
     fleet.raise_finding("n1", slow_link())
@@ -60,6 +63,7 @@ def test_without_a_good_partner_nobody_is_convicted_and_a_person_is_told() -> No
     assert fleet.node_state("n1") is NodeState.HEALTHY
 
 
+@pytest.mark.promise("blame-isolation")
 def test_a_probe_that_nobody_answers_convicts_nobody() -> None:
     fleet = _fleet()
     fleet.raise_finding("n1", slow_link())

@@ -4,6 +4,7 @@ a job's budget holds a node for as long as the job has it."""
 from __future__ import annotations
 
 import msgspec
+import pytest
 from everstep_controller.core.events import OperatorAction
 from everstep_controller.core.policy import CorePolicy
 
@@ -25,6 +26,7 @@ def _ill(node: str) -> Finding:
 # --- what latches it ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("eviction-budget")
 def test_a_node_that_its_job_needs_latches_nothing_however_often_it_is_asked_again() -> None:
     fleet = _fleet(eviction_count=2)
     fleet.start(4, min_nodes=4)
@@ -61,6 +63,7 @@ def _crowd(**policy: object) -> CoreFleet:
     return fleet
 
 
+@pytest.mark.promise("eviction-budget")
 def test_evictions_that_an_outbreak_takes_back_cover_what_latched_the_breaker() -> None:
     fleet = _crowd()
     for number in range(4):
@@ -129,6 +132,7 @@ def _held_by_its_job() -> CoreFleet:
     return fleet
 
 
+@pytest.mark.promise("eviction-budget")
 def test_a_job_that_is_over_holds_nobody() -> None:
     fleet = _held_by_its_job()
     fleet.finish()

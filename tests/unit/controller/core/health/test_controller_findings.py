@@ -80,6 +80,7 @@ def test_without_a_spare_the_job_goes_on_with_fewer_once_its_straggler_is_evicte
     assert fleet.spec().after_step is not None, "while it computes nothing is broken, so it leaves at a boundary"
 
 
+@pytest.mark.promise("rules-have-sources")
 def test_a_straggler_that_its_job_needs_is_held_and_let_go_when_it_is_swift_again() -> None:
     fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE), spares=0, min_nodes=4)
     assert _slow(fleet, 14) == [("n2", "hold_by_budget")]
@@ -126,6 +127,7 @@ def test_ranks_that_are_lost_while_a_node_comes_up_are_held_against_it_only_afte
     assert fleet.node_state("n1") is NodeState.QUARANTINED
 
 
+@pytest.mark.promise("rules-have-sources")
 def test_jobs_that_lose_ranks_on_many_nodes_at_once_accuse_none_of_them() -> None:
     fleet = CoreFleet(_policy(FindingKind.RANK_FLAPPING, mode=Mode.ENFORCE))
     nodes = [f"n{number}" for number in range(1, 9)]

@@ -25,6 +25,7 @@ def _site(tmp_path: Path, text: str) -> Path:
     return tmp_path
 
 
+@pytest.mark.promise("rules-have-sources")
 @pytest.mark.parametrize("kind", FindingKind)
 def test_every_kind_of_finding_has_a_rule(kind: FindingKind) -> None:
     assert shipped_rulebook().kinds[kind][-1].name == ""
@@ -119,6 +120,7 @@ def test_a_folder_without_a_rule_for_some_kind_is_refused(tmp_path: Path) -> Non
         load_rulebook(tmp_path / "absent")
 
 
+@pytest.mark.promise("rules-have-sources")
 def test_a_core_without_a_rulebook_judges_nothing_in_silence() -> None:
     finding = Finding(kind=FindingKind.GPU_XID, subject="0", severity=Severity.CRITICAL, message="")
     with pytest.raises(AssertionError, match=r"no rule for gpu\.xid"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from everstep_controller.core.events import OperatorAction
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import NodeRecord
@@ -53,6 +54,7 @@ def test_who_is_in_a_second_tie_with_others_within_a_week_is_convicted() -> None
     assert ("n1", "evict") in _tie(fleet, "n1", "n3", 30)
 
 
+@pytest.mark.promise("digest-majority")
 def test_a_tie_of_long_ago_convicts_nobody_and_its_warning_is_over() -> None:
     fleet = _fleet()
     _wait(fleet, 7.1)

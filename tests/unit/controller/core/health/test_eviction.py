@@ -127,6 +127,7 @@ def test_before_the_first_step_an_eviction_does_not_wait_for_a_boundary() -> Non
 # --- budget ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("eviction-budget")
 def test_no_eviction_takes_a_job_below_its_minimum_until_a_spare_comes() -> None:
     fleet = _running(2, 0, min_nodes=2)
     effects = fleet.raise_finding("n2", xid())
@@ -147,6 +148,7 @@ def test_a_cleared_finding_is_not_acted_on_when_the_spare_comes() -> None:
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
+@pytest.mark.promise("eviction-budget")
 def test_the_window_frees_the_budget_only_before_the_breaker_latched() -> None:
     policy = msgspec.structs.replace(CorePolicy.lab(), eviction_count=1, eviction_window_s=60.0)
     fleet = CoreFleet(policy)
@@ -175,6 +177,7 @@ def test_quarantine_lasts_while_its_cause_stands() -> None:
     assert fleet.node_state("n2") is NodeState.QUARANTINED
 
 
+@pytest.mark.promise("eviction-evidence")
 def test_a_cleared_cause_leads_through_probe_and_beats_to_health() -> None:
     fleet = _quarantined()
     fleet.clear_finding("n2", xid().key)

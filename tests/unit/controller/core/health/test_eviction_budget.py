@@ -186,6 +186,7 @@ def test_knobs_that_contradict_are_refused(wrong: dict[str, float]) -> None:
 # --- without a database ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("database-outage")
 def test_while_the_database_is_away_nobody_is_evicted_and_no_budget_is_used() -> None:
     fleet = _fleet()
     away = fleet.feed(StoreChanged(away=True, reason="connection refused"))

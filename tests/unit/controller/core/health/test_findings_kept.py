@@ -27,6 +27,7 @@ def beat(fleet: CoreFleet, *findings: Finding) -> None:
     fleet.feed(HeartbeatChanged(node="n1", incarnation=fleet.incarnations["n1"], findings=findings, trace="t"))
 
 
+@pytest.mark.promise("bounded-node")
 def test_picture_of_many_findings_weighs_each_once(fleet: CoreFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     weighed: list[str] = []
     weight = pictures._weight

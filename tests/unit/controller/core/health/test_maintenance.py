@@ -52,6 +52,7 @@ def test_a_foreign_cordon_keeps_new_work_away_and_is_named() -> None:
     assert "n2" not in fleet.seats()
 
 
+@pytest.mark.promise("holds-respected")
 def test_a_foreign_cordon_is_never_lifted_by_us_and_its_end_leads_through_probation() -> None:
     fleet = _fleet()
     _observe(fleet, "n2", "maria")
@@ -66,6 +67,7 @@ def test_a_foreign_cordon_is_never_lifted_by_us_and_its_end_leads_through_probat
     assert _kinds([*effects, *fleet.effects]) == []
 
 
+@pytest.mark.promise("holds-respected")
 def test_nothing_is_done_by_itself_to_a_node_that_somebody_else_has_cordoned() -> None:
     fleet = _fleet(remediate=Mode.ENFORCE)
     fleet.raise_finding("n2", xid(119, Action.RESET_GPU))
@@ -98,6 +100,7 @@ def test_an_observation_that_says_nothing_new_changes_nothing() -> None:
 # --- an operator's hold ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("holds-respected")
 def test_a_hold_outlasts_findings_cordons_and_maintenance() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.HOLD, node="n2")
@@ -145,6 +148,7 @@ def test_in_maintenance_a_node_leaves_its_job_at_a_boundary_and_comes_back_by_pr
     assert fleet.node_state("n2") is NodeState.PROBATION
 
 
+@pytest.mark.promise("holds-respected")
 def test_silence_and_findings_in_the_window_are_held_against_nobody() -> None:
     fleet = _fleet()
     _maintain(fleet, node="n2")
@@ -158,6 +162,7 @@ def test_silence_and_findings_in_the_window_are_held_against_nobody() -> None:
     assert fleet.state.nodes["n2"].offences == 0.0
 
 
+@pytest.mark.promise("probation")
 def test_what_still_stands_at_the_end_keeps_the_node_out() -> None:
     fleet = _fleet()
     _maintain(fleet, 5.0, node="n2")

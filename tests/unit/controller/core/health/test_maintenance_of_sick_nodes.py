@@ -45,6 +45,7 @@ def _failed(fleet: CoreFleet) -> None:
     fleet.feed(ActionReported(id=cure.id, node="n2", ok=False, detail="it hangs", trace=fleet.trace()))
 
 
+@pytest.mark.promise("holds-respected")
 @BOTH
 def test_a_quarantined_node_that_is_held_is_neither_treated_nor_comes_back_until_it_is_released(
     order: OperatorAction,
@@ -62,6 +63,7 @@ def test_a_quarantined_node_that_is_held_is_neither_treated_nor_comes_back_until
     assert _cures(fleet.effects[before:]) == [RemedyKind.RESET_GPU]
 
 
+@pytest.mark.promise("holds-respected")
 def test_one_that_got_well_is_held_and_tried_when_it_is_released() -> None:
     fleet = _sick()
     fleet.order(OperatorAction.HOLD, node="n2")
@@ -143,6 +145,7 @@ def test_a_release_ends_a_hold_and_nothing_else() -> None:
     assert fleet.node_state("n3") is NodeState.PROBATION
 
 
+@pytest.mark.promise("probation")
 def test_what_stands_when_a_held_node_is_released_keeps_it_out() -> None:
     fleet = _sick()
     fleet.order(OperatorAction.HOLD, node="n3")
@@ -153,6 +156,7 @@ def test_what_stands_when_a_held_node_is_released_keeps_it_out() -> None:
     assert not sent(fleet.effects[before:], RunProbe)
 
 
+@pytest.mark.promise("probation")
 def test_what_stands_when_a_cordon_is_lifted_keeps_the_node_out() -> None:
     fleet = _sick()
     fleet.feed(NodeObserved(node="n3", cordoned_by="maria", trace=fleet.trace()))
@@ -161,6 +165,7 @@ def test_what_stands_when_a_cordon_is_lifted_keeps_the_node_out() -> None:
     assert fleet.node_state("n3") is NodeState.QUARANTINED
 
 
+@pytest.mark.promise("probation")
 def test_what_a_reboot_cured_does_not_count_when_the_node_is_heard_again() -> None:
     fleet = _sick()
     fleet.order(OperatorAction.HOLD, node="n3")
@@ -190,6 +195,7 @@ def _examined(fleet: CoreFleet) -> NodeState:
     return fleet.node_state("n3")
 
 
+@pytest.mark.promise("probation")
 def test_who_is_readmitted_with_a_finding_serves_at_the_operators_word_until_it_gets_worse() -> None:
     fleet = _readmitted_with(xid())
     fleet.beat("n3", xid(), xid(31, Action.NONE))

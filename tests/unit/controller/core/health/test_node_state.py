@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from everstep_controller.core.effects import Effect, Remedy, RemedyKind, RequestRemedy
 from everstep_controller.core.events import ActionReported, OperatorAction
 from everstep_controller.core.health.evidence import evidence_of
@@ -130,6 +131,7 @@ def test_remedies_of_different_controllers_never_share_an_id() -> None:
 # --- the ladder --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("remediation-caps")
 def test_a_cure_is_asked_for_once_the_node_has_left_its_jobs() -> None:
     fleet = _fleet()
     fleet.raise_finding("n2", _hung())
@@ -214,6 +216,7 @@ def test_a_cure_of_which_nothing_is_heard_leads_to_the_next() -> None:
     assert _kinds(fleet.advance(31.0, *EVERYONE)) == ["reboot"]
 
 
+@pytest.mark.promise("remediation-caps")
 def test_after_the_last_cure_the_node_goes_to_repair_with_its_evidence() -> None:
     fleet = _reset_due()
     _report(fleet, RemedyKind.RESET_GPU, ok=False, detail="busy")
@@ -302,6 +305,7 @@ def test_nothing_is_done_by_itself_to_a_node_that_an_operator_took_out() -> None
 # --- caps --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("remediation-caps")
 def test_a_node_is_not_rebooted_for_ever() -> None:
     fleet = _fleet(remedies_per_node=1)
     fleet.raise_finding("n2", _hung())
@@ -311,6 +315,7 @@ def test_a_node_is_not_rebooted_for_ever() -> None:
     assert "it was reset or rebooted 1 times within 7 days" in fleet.state.nodes["n2"].sentence
 
 
+@pytest.mark.promise("remediation-caps")
 def test_the_fleets_cap_makes_others_wait_and_says_so_once() -> None:
     fleet = _fleet(remedies_per_fleet=1, remedy_fleet_window_s=60.0)
     fleet.raise_finding("n2", _hung())
@@ -356,6 +361,7 @@ def _pass(fleet: CoreFleet) -> ProbeKind:
     return probe.kind
 
 
+@pytest.mark.promise("probation")
 def test_the_way_back_leads_through_the_diagnostics_that_the_reason_calls_for_as_often_as_it_says() -> None:
     ecc = msgspec.structs.replace(_hung(), kind=FindingKind.GPU_ECC_UNCORRECTABLE, xid=None)
     fleet = _on_probation(ecc)

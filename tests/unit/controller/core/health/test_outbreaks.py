@@ -48,6 +48,7 @@ def _used(fleet: CoreFleet) -> int:
 # --- of all nodes ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("outbreaks")
 @pytest.mark.parametrize("nodes", [*range(2, 65), 300])
 def test_a_fault_of_all_nodes_at_one_instant_leaves_nobody_out_and_needs_no_person(nodes: int) -> None:
     fleet = _fleet(nodes)
@@ -57,6 +58,7 @@ def test_a_fault_of_all_nodes_at_one_instant_leaves_nobody_out_and_needs_no_pers
     assert len(audits(fleet.effects, "fleet.correlated_finding")) == 1
 
 
+@pytest.mark.promise("outbreaks")
 @pytest.mark.parametrize("nodes", [2, 3, 4, 5, 8, 16, 33, 64])
 def test_the_same_where_they_show_it_one_after_the_other_within_the_window(nodes: int) -> None:
     fleet = _fleet(nodes)
@@ -84,6 +86,7 @@ def test_a_driver_that_shows_in_several_findings_leaves_nobody_out(nodes: int) -
     assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker) == ([], 0, "")
 
 
+@pytest.mark.promise("outbreaks")
 @pytest.mark.parametrize("seed", range(20))
 def test_in_any_order_and_pace_with_a_restart_in_between(seed: int) -> None:
     rng = random.Random(seed)
@@ -116,6 +119,7 @@ def test_one_that_got_well_before_the_others_fell_ill_is_acquitted_too() -> None
 # --- of few ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("outbreaks")
 @pytest.mark.parametrize("nodes", [1, 2, 3, 8, 64, 200])
 def test_one_node_with_the_fault_is_evicted_with_the_report_of_it(nodes: int) -> None:
     fleet = _fleet(nodes)
@@ -124,6 +128,7 @@ def test_one_node_with_the_fault_is_evicted_with_the_report_of_it(nodes: int) ->
     assert _out(fleet) == ["n1"]
 
 
+@pytest.mark.promise("outbreaks")
 @pytest.mark.parametrize("nodes", [20, 64, 200])
 def test_a_bad_pair_of_a_large_fleet_is_evicted_with_the_reports_of_it(nodes: int) -> None:
     fleet = _fleet(nodes)
@@ -199,6 +204,7 @@ def test_who_was_evicted_long_before_the_others_stays_out() -> None:
     assert _out(fleet) == ["n1"]
 
 
+@pytest.mark.promise("remediation-delay")
 def test_nothing_is_done_to_a_machine_for_a_moment_and_nobody_is_given_to_people_within_the_window() -> None:
     fleet = _fleet(20, remediate=Mode.ENFORCE)
     _hand_out(fleet, ["n1"], xid(119, Action.RESET_GPU))

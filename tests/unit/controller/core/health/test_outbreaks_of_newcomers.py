@@ -48,6 +48,7 @@ def _wait(fleet: CoreFleet, seconds: float, without: tuple[str, ...] = ()) -> No
     fleet.advance(2.0, *beating)
 
 
+@pytest.mark.promise("outbreaks")
 def test_who_shows_it_days_later_is_judged_for_itself_while_those_in_it_stay_spared() -> None:
     fleet = _outbreak()
     for _ in range(48):
@@ -73,6 +74,7 @@ def test_as_many_that_show_it_days_later_are_spared_and_whoever_was_judged_befor
     assert fleet.state.fleet.evicted == []
 
 
+@pytest.mark.promise("outbreaks")
 @pytest.mark.parametrize("order", [OperatorAction.EVICT, OperatorAction.REPAIR, OperatorAction.HOLD])
 @pytest.mark.parametrize("restarted", [False, True])
 def test_nodes_that_are_out_or_dead_keep_no_outbreak_alive(order: OperatorAction, restarted: bool) -> None:

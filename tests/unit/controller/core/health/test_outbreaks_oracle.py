@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
+import pytest
 from everstep_controller.core.health import outbreaks
 from everstep_controller.core.policy import Rule, SecondPass
 from everstep_controller.core.state import FleetState
@@ -148,6 +149,7 @@ def _judge(
     return bool(why), set(new), said
 
 
+@pytest.mark.promise("outbreaks")
 @settings(deadline=None, max_examples=50)
 @given(rules, st.lists(st.sampled_from(["", "1", "1", "2"]), min_size=3, max_size=9), acts)
 def test_an_outbreak_is_what_everything_ever_shown_says(

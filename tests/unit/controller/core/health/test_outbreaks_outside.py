@@ -41,6 +41,7 @@ def _all_well(fleet: CoreFleet, names: list[str]) -> None:
     assert fleet.state.fleet.breaker == ""
 
 
+@pytest.mark.promise("outbreaks-outside")
 def test_on_probation_in_their_seats() -> None:
     fleet, names = _fleet(10)
     _lift_cordons(fleet, names)
@@ -52,6 +53,7 @@ def test_on_probation_in_their_seats() -> None:
     _all_well(fleet, names)
 
 
+@pytest.mark.promise("outbreaks-outside")
 def test_what_came_while_all_were_cordoned_is_judged_together_when_that_ends() -> None:
     fleet, names = _fleet(10)
     for node in names:
@@ -63,6 +65,7 @@ def test_what_came_while_all_were_cordoned_is_judged_together_when_that_ends() -
     _all_well(fleet, names)
 
 
+@pytest.mark.promise("outbreaks-outside")
 def test_back_from_a_power_loss_with_another_driver() -> None:
     fleet, names = _fleet(12)
     for node in names:
@@ -75,6 +78,7 @@ def test_back_from_a_power_loss_with_another_driver() -> None:
     _all_well(fleet, names)
 
 
+@pytest.mark.promise("outbreaks-outside")
 @pytest.mark.parametrize("count", [2, 5, 20])
 def test_a_new_fleet(count: int) -> None:
     fleet = CoreFleet(msgspec.structs.replace(CorePolicy.production(), probe_required=False))
@@ -85,6 +89,7 @@ def test_a_new_fleet(count: int) -> None:
     _all_well(fleet, names)
 
 
+@pytest.mark.promise("outbreaks-outside")
 def test_one_of_many_stays_out_and_its_relapse_counts() -> None:
     fleet, names = _fleet(12)
     fleet.disconnect("n2")
@@ -95,6 +100,7 @@ def test_one_of_many_stays_out_and_its_relapse_counts() -> None:
     assert (fleet.node_state("n2"), round(fleet.state.nodes["n2"].offences)) == (NodeState.QUARANTINED, 1)
 
 
+@pytest.mark.promise("outbreaks-outside")
 def test_a_node_in_its_seat_is_not_taken_out_below_what_its_job_needs() -> None:
     fleet, names = _fleet(4, min_nodes=4)
     fleet.order(OperatorAction.HOLD, node="n2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.read_models import fleet_views, prometheus
 from everstep_controller.remediation.alerts import Alert, alerts_of
@@ -36,6 +37,7 @@ def _alerts(fleet: CoreFleet) -> list[Alert]:
     return [one for one in alerts_of(fleet.state, fleet.now) if one.labels["alertname"] == "EverstepOutbreak"]
 
 
+@pytest.mark.promise("outbreaks-shown")
 def test_status_names_a_standing_outbreak() -> None:
     fleet = _outbreak()
     (one,) = _status(fleet).outbreaks
@@ -47,6 +49,7 @@ def test_status_names_a_standing_outbreak() -> None:
     assert "every 120 s" in one.advice
 
 
+@pytest.mark.promise("outbreaks-shown")
 def test_status_counts_no_node_of_an_outbreak_as_healthy() -> None:
     assert _status(_outbreak()).nodes == {"outbreak": 10, "healthy": 30}
 
@@ -91,6 +94,7 @@ def test_metrics_count_outbreaks_and_their_nodes() -> None:
     assert samples["everstep_controller_outbreak_nodes", ()] == 10
 
 
+@pytest.mark.promise("outbreaks-shown")
 def test_an_outbreak_is_an_alert_until_it_is_over() -> None:
     fleet = _outbreak()
     (alert,) = _alerts(fleet)
@@ -102,6 +106,7 @@ def test_an_outbreak_is_an_alert_until_it_is_over() -> None:
     assert _status(fleet).nodes == {"healthy": 40}
 
 
+@pytest.mark.promise("outbreaks-shown")
 def test_an_outbreak_keeps_its_beginning_over_a_restart() -> None:
     fleet = _outbreak()
     before = _status(fleet).outbreaks

@@ -44,6 +44,7 @@ def _stays(fleet: CoreFleet) -> None:
     assert "n2" in fleet.seats()
 
 
+@pytest.mark.promise("outbreaks-outside")
 def test_without_a_proof_a_failed_diagnostic_takes_no_node_out_of_its_job() -> None:
     fleet = _released(CoreFleet())
     before = len(fleet.effects)
@@ -118,6 +119,7 @@ def test_with_a_proof_it_is_evicted_and_the_budget_knows_of_it() -> None:
     assert "n2" not in fleet.seats()
 
 
+@pytest.mark.promise("outbreaks-outside")
 @pytest.mark.parametrize(
     ("knobs", "spares", "held_by"),
     [({}, 0, "needed:job"), ({"eviction_job_count": 1}, 2, "job:job"), ({"eviction_count": 1}, 2, "fleet")],
@@ -165,6 +167,7 @@ def test_a_lemon_that_a_person_let_serve_is_not_sent_to_repair_out_of_its_seat()
 # --- the last clean pass -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("probation")
 def test_a_beat_that_tells_of_something_grave_is_no_clean_pass() -> None:
     fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), probe_required=False))
     fleet.start(4, 1)

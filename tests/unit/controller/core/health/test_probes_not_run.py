@@ -86,6 +86,7 @@ def test_a_suspect_that_cannot_probe_is_not_convicted() -> None:
     assert fleet.node_state("n1") is NodeState.HEALTHY
 
 
+@pytest.mark.promise("blame-isolation")
 def test_who_waited_for_one_that_cannot_probe_is_not_convicted_whoever_tells_first() -> None:
     fleet = _fleet()
     fleet.raise_finding("n1", slow_link())
@@ -140,6 +141,7 @@ def test_a_node_on_its_way_back_that_cannot_probe_stays_out_without_an_offence(a
     assert NO_TORCH in audits(fleet.effects[before:], "verdict.quarantine")[0]
 
 
+@pytest.mark.promise("blame-isolation")
 def test_a_fleet_in_which_nobody_can_probe_loses_nobody_by_the_return_of_one() -> None:
     fleet = _fleet(8, 1)
     _return(fleet, "n2")

@@ -77,6 +77,7 @@ def test_one_crash_that_two_gpus_tell_of_replaces_both_ranks_and_counts_once() -
     assert len(fleet.state.nodes["n2"].restarted) == len(fleet.state.fleet.restarted) == 1
 
 
+@pytest.mark.promise("rank-restart-caps")
 def test_a_process_that_the_fault_has_ended_itself_is_not_ended_twice() -> None:
     fleet = _fleet()
     fleet.lose_rank(3)
@@ -120,6 +121,7 @@ def test_a_node_whose_restarts_are_used_up_is_due_for_the_next_step() -> None:
     assert "its ranks were restarted 1 times within 7 days" in audits(fleet.effects, "verdict.evict")[0]
 
 
+@pytest.mark.promise("rank-restart-caps")
 def test_restarts_beyond_the_fleets_cap_wait_for_it() -> None:
     fleet = _fleet(msgspec.structs.replace(LAB, restarts_per_fleet=1, remedy_fleet_window_s=30.0), others=OTHERS)
     fleet.raise_finding("n1", _stopped())

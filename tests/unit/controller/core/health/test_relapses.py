@@ -63,6 +63,7 @@ def _be_evicted_by_a_person(fleet: CoreFleet) -> None:
     fleet.order(OperatorAction.EVICT, node="n2")
 
 
+@pytest.mark.promise("remediation-caps")
 @pytest.mark.parametrize("again", [_fall_ill, _show_something_else, _be_evicted_by_a_person])
 def test_a_relapse_asks_for_nothing_beside_a_reset_that_may_still_be_carried_out(again: object) -> None:
     fleet = _back_while_a_reset_is_under_way()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from everstep_controller.core.effects import Effect, RemedyKind, RequestRemedy
 from everstep_controller.core.events import ActionReported, OperatorAction
 from everstep_controller.core.policy import CorePolicy
@@ -41,6 +42,7 @@ def _cures(effects: list[Effect]) -> list[RemedyKind]:
     return [kind for kind in kinds if kind in CURES]
 
 
+@pytest.mark.promise("remediation-caps")
 def test_after_a_failed_reset_and_a_reboot_that_cured_a_repeat_goes_to_repair() -> None:
     fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), remediate=Mode.ENFORCE, probe_required=False))
     fleet.start(4, 1)

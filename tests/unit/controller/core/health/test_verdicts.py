@@ -169,6 +169,7 @@ def test_what_is_counted_of_a_node_is_bounded() -> None:
 # --- floods ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("boot-grace")
 def test_a_power_cap_that_flaps_ten_times_a_second_costs_a_few_lines_and_delays_nobody() -> None:
     fleet = _fleet()
     cap = Finding(
@@ -215,6 +216,7 @@ def test_a_storm_during_an_outbreak_queues_one_look_a_second() -> None:
 # --- boot grace --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("boot-grace")
 def test_links_that_are_down_at_boot_judge_nobody_and_those_that_stay_down_do() -> None:
     fleet = _fleet()
     for node in SIX:
@@ -227,6 +229,7 @@ def test_links_that_are_down_at_boot_judge_nobody_and_those_that_stay_down_do() 
     assert said == [("n1", "evict")]
 
 
+@pytest.mark.promise("boot-grace")
 @pytest.mark.parametrize("first", [True, False])
 def test_links_that_stay_down_after_the_reboot_of_a_quarantined_node_keep_it_out(first: bool) -> None:
     fleet = _fleet()
@@ -262,6 +265,7 @@ def test_a_newcomer_whose_links_are_still_coming_up_is_not_turned_away() -> None
 # --- correlated findings -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("outbreaks")
 def test_the_same_xid_on_a_quarter_of_the_fleet_evicts_nobody_in_the_end_and_is_said_once() -> None:
     fleet = _fleet(nodes=12)
     said = [decisions(fleet.raise_finding(f"n{i}", xid())) for i in range(1, 9)]
@@ -278,6 +282,7 @@ def test_different_xids_are_different_faults() -> None:
     assert said == [[(f"n{i}", "evict")] for i in range(1, 5)]
 
 
+@pytest.mark.promise("outbreaks")
 def test_most_nodes_of_one_driver_version_are_a_drivers_fault_in_a_large_fleet() -> None:
     fleet = CoreFleet(_changed(FindingKind.GPU_XID, correlated_nodes=100))
     fleet.register(*[f"old{i}" for i in range(20)], driver_version="550.54")
@@ -289,6 +294,7 @@ def test_most_nodes_of_one_driver_version_are_a_drivers_fault_in_a_large_fleet()
     assert "3 of the 4 nodes with driver 570.133" in _sentences(fleet, "new2")[-1]
 
 
+@pytest.mark.promise("outbreaks")
 def test_after_an_outbreak_who_still_shows_it_is_judged_by_what_stands_then() -> None:
     fleet = _fleet(nodes=12)
     names = [f"n{i}" for i in range(1, 13)]

@@ -50,6 +50,7 @@ def _best(
     return best
 
 
+@pytest.mark.promise("rosters-whole")
 @given(few, few, st.integers(1, 6), st.sampled_from([2, 3]))
 def test_rosters_are_as_large_and_as_little_changed_as_the_best_of_all(
     before: list[str], able: list[str], most: int, block: int
@@ -61,6 +62,7 @@ def test_rosters_are_as_large_and_as_little_changed_as_the_best_of_all(
     assert _score(seats, before, block) == _best(before, able, most, block, None)
 
 
+@pytest.mark.promise("rosters-whole")
 @given(few, few, racks, st.integers(1, 6))
 def test_within_racks_too(before: list[str], able: list[str], rack: dict[str, str], most: int) -> None:
     before = [node for one in _chunks(before, 2) if len(one) == 2 and len({rack[n] for n in one}) == 1 for node in one]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from everstep_controller.core.effects import Effect
 from everstep_controller.core.events import OperatorAction
 
@@ -76,6 +77,7 @@ def test_a_newcomer_that_waits_behind_the_boundary_says_nothing_of_who_is_before
     assert regrouped.number == spec.number + 1
 
 
+@pytest.mark.promise("newcomers-meet")
 def test_a_newcomer_that_cannot_meet_the_others_at_the_boundary_is_heard_before_they_wait_for_it() -> None:
     fleet = CoreFleet()
     fleet.start(3, 1)

@@ -14,6 +14,7 @@ from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from tests.support.core_fleet import CoreFleet, decisions, generations, sent
 
 
+@pytest.mark.promise("stuck-rank-named")
 def test_the_rank_behind_all_others_is_the_stuck_one() -> None:
     assert name_stuck({0: (5, 10), 1: (5, 9), 2: (5, 10)}, [], {}) == 1
     assert name_stuck({0: (5, 10), 1: (4, 99)}, [], {}) == 1
@@ -27,6 +28,7 @@ def test_of_several_silent_ones_the_one_clearly_behind_is_named() -> None:
     assert name_stuck({0: (5, 10)}, [1, 2], {1: 4, 2: 5}) == 1
 
 
+@pytest.mark.promise("stuck-rank-named")
 def test_nobody_is_named_by_guessing() -> None:
     assert name_stuck({0: (5, 10), 1: (5, 10)}, [], {}) is None
     assert name_stuck({0: (5, 10), 1: (5, 10)}, [2, 3], {2: 5, 3: 5}) is None
@@ -66,6 +68,7 @@ def test_all_ranks_stalled_alike_leave_together_and_nobody_is_killed() -> None:
     assert fleet.spec().number == 2
 
 
+@pytest.mark.promise("long-steps")
 def test_who_has_returned_is_not_killed_for_one_that_saves_what_was_trained() -> None:
     fleet = CoreFleet()
     fleet.start(3)

@@ -169,6 +169,7 @@ def _away(fleet: CoreFleet, away: bool = True) -> None:
     fleet.feed(StoreChanged(away=away, reason="disk full", trace=fleet.trace()))
 
 
+@pytest.mark.promise("generations-increase")
 def test_a_running_job_regroups_while_the_database_is_away_under_numbers_that_no_other_controller_gives() -> None:
     fleet = CoreFleet()
     fleet.feed(ControllerStarted(epoch=3))
@@ -296,6 +297,7 @@ def test_one_that_leaves_before_its_ranks_are_at_their_end_is() -> None:
     assert fleet.job_state() is JobState.PAUSED
 
 
+@pytest.mark.promise("deserted-job")
 def test_a_node_that_a_launcher_has_left_is_told_of_the_end_as_well_since_its_vault_keeps_slots() -> None:
     fleet = CoreFleet()
     fleet.start(3)
@@ -404,6 +406,7 @@ def test_a_restart_before_a_boundary_still_ends_at_it_or_falls_back() -> None:
     assert generations(effects)[0].after_step is None
 
 
+@pytest.mark.promise("restore-clean")
 def test_a_restart_keeps_the_ceiling_above_which_nothing_is_restored() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1)

@@ -69,6 +69,7 @@ def stops(fleet: CoreFleet, node: str, job: str) -> list[StopJob]:
 # --- the cap -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("bounded-node")
 def test_job_beyond_the_cap_of_its_node_is_refused() -> None:
     fleet = fleet_of("n1")
     wait(fleet, "n1", "a", "b", "c", "d")
@@ -178,6 +179,7 @@ def test_job_that_keeps_memory_is_not_dropped_for_another() -> None:
 # --- what an offer costs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("bounded-node")
 @pytest.mark.parametrize("ended", [10, 200])
 def test_jobs_that_ended_on_a_node_cost_no_lookup(ended: int) -> None:
     fleet = fleet_of("n1")

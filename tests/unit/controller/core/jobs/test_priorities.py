@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
+import pytest
 from everstep_controller.core.events import OperatorAction
 from everstep_controller.core.jobs import membership
 from everstep_controller.core.jobs.membership import next_seats, why_not
@@ -34,6 +35,7 @@ def _why(fleet: CoreFleet, job: str, node: str) -> str:
 # --- one at a time -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("job-priorities")
 def test_a_node_computes_for_one_job_at_a_time() -> None:
     fleet = _fleet(2)
     _start(fleet, "one", "n1", "n2")
@@ -152,6 +154,7 @@ def _wait(fleet: CoreFleet, seconds: float) -> None:
     fleet.advance(seconds, "n1", "n2", "n3", "n4")
 
 
+@pytest.mark.promise("job-priorities")
 def test_a_job_that_cannot_run_takes_what_it_needs_at_a_boundary() -> None:
     fleet = _crowded()
     _wait(fleet, 1.9)
@@ -210,6 +213,7 @@ def test_jobs_of_one_priority_take_nothing_from_each_other() -> None:
     assert fleet.job_state("two") is JobState.FORMING
 
 
+@pytest.mark.promise("job-priorities")
 def test_who_gave_does_not_take_it_back() -> None:
     fleet = _crowded()
     _wait(fleet, 2.1)

@@ -71,6 +71,7 @@ def _step(fleet: CoreFleet, step: int) -> None:
     fleet.advance(3.0, *fleet.state.nodes)
 
 
+@pytest.mark.promise("lost-rank-replaced")
 def test_a_rank_that_never_enters_is_ended_and_its_node_has_a_seat_again_when_another_has_its_place() -> None:
     fleet = _fleet()
     effects = _miss_a_generation(fleet, 3)
@@ -94,6 +95,7 @@ def test_a_node_waits_until_each_of_its_ranks_that_did_not_enter_is_replaced() -
     assert fleet.job().launchers["n2"].able
 
 
+@pytest.mark.promise("lost-rank-replaced")
 def test_a_paused_job_goes_on_with_the_node_that_it_waits_for() -> None:
     fleet = _fleet(min_nodes=4)
     for attempt in range(1, 4):  # however often: it has nothing else to do
@@ -136,6 +138,7 @@ def test_a_node_without_a_replacement_may_be_readmitted_too() -> None:
     assert fleet.seats() == ["n1", "n2", "n3", "n4"]
 
 
+@pytest.mark.promise("lost-rank-replaced")
 def test_where_every_node_has_ranks_that_never_enter_it_is_said_so_and_these_are_restarted_in_the_end() -> None:
     fleet = _fleet(2, nproc_per_node=2)
     fleet.lose_rank(0)

@@ -29,6 +29,7 @@ def _held(fleet: CoreFleet, by: str, *names: str) -> None:
             fleet.feed(NodeObserved(node=node, cordoned_by="maria", trace=fleet.trace()))
 
 
+@pytest.mark.promise("held-nodes-keep-jobs")
 @pytest.mark.parametrize("by", ["hold", "cordon"])
 def test_a_job_that_needs_a_held_node_keeps_it_when_it_regroups(by: str) -> None:
     fleet = _fleet()
@@ -42,6 +43,7 @@ def test_a_job_that_needs_a_held_node_keeps_it_when_it_regroups(by: str) -> None
     assert (fleet.job_state(), fleet.seats()) == (JobState.RUNNING, FOUR)
 
 
+@pytest.mark.promise("held-nodes-keep-jobs")
 def test_one_that_can_do_without_does() -> None:
     fleet = _fleet(spares=1)
     _held(fleet, "hold", "n2")
@@ -50,6 +52,7 @@ def test_one_that_can_do_without_does() -> None:
     assert "all the same" not in fleet.job().sentence
 
 
+@pytest.mark.promise("held-nodes-keep-jobs")
 def test_a_node_that_was_only_held_keeps_its_seat_while_it_is_on_probation() -> None:
     fleet = _fleet()
     _held(fleet, "hold", *FOUR)
@@ -60,6 +63,7 @@ def test_a_node_that_was_only_held_keeps_its_seat_while_it_is_on_probation() -> 
     assert (fleet.job_state(), fleet.seats()) == (JobState.RUNNING, FOUR)
 
 
+@pytest.mark.promise("held-nodes-keep-jobs")
 def test_a_held_node_with_what_would_evict_it_is_left() -> None:
     fleet = _fleet()
     _held(fleet, "hold", "n2")
@@ -77,6 +81,7 @@ def test_a_rank_that_cannot_be_replaced_leaves_whatever_is_needed() -> None:
     assert fleet.job_state() is JobState.PAUSED
 
 
+@pytest.mark.promise("held-nodes-keep-jobs")
 def test_maintenance_is_left_for_also_by_a_node_that_is_held() -> None:
     fleet = _fleet(min_nodes=3)
     _held(fleet, "hold", "n2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from everstep_controller.core.events import OperatorAction
 from everstep_controller.core.jobs.progress import Laggards, laggards_of
 from everstep_controller.core.jobs.stragglers import KEY, slow_nodes
@@ -60,6 +61,7 @@ def test_a_node_that_is_slow_window_after_window_is_named_and_replaced_at_a_boun
     assert KEY in fleet.state.nodes["n2"].own
 
 
+@pytest.mark.promise("slow-node-fair")
 def test_without_a_spare_it_is_only_named_and_stays() -> None:
     fleet = _start(spares=0)
     _run(fleet, 30.0, n2=0.049)
@@ -74,6 +76,7 @@ def test_policy_can_leave_it_at_a_recommendation() -> None:
     assert fleet.spec().number == 1
 
 
+@pytest.mark.promise("slow-node-fair")
 def test_a_slow_moment_is_no_slow_node() -> None:
     fleet = _start()
     for _ in range(6):
@@ -123,6 +126,7 @@ def test_who_computes_longer_than_others_that_hardly_compute_is_not_slow() -> No
     assert decisions(fleet.effects) == []
 
 
+@pytest.mark.promise("slow-node-fair")
 def test_where_many_are_slow_it_is_not_the_nodes() -> None:
     fleet = _start(nodes=6)
     _run(fleet, 30.0, n2=0.049, n3=0.049)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
+import pytest
 from everstep_controller.core.jobs.joining import Plan, choose_takings, rivals_below
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -101,6 +102,7 @@ def _runs(fleet: CoreFleet, job: str) -> bool:
     return job in fleet.state.jobs and fleet.job_state(job) is JobState.RUNNING
 
 
+@pytest.mark.promise("job-priorities")
 @settings(deadline=None, max_examples=100)
 @given(worlds())
 def test_a_job_takes_what_lets_it_run_and_leaves_the_others_what_they_need(world: World) -> None:

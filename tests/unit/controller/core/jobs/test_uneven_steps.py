@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from everstep_controller.core.effects import Send
 
 from everstep.vocabulary import JobState
@@ -15,6 +16,7 @@ def _training(ranks: int = 4) -> CoreFleet:
     return fleet
 
 
+@pytest.mark.promise("uneven-steps")
 def test_rank_that_leaves_while_others_go_on_ends_job() -> None:
     fleet = _training()
     for rank in range(4):
@@ -42,6 +44,7 @@ def test_stall_of_ranks_that_went_on_kills_nobody() -> None:
     assert "rank 1 left the training function after step 6 while rank 0 goes on with step 7" in fleet.job().sentence
 
 
+@pytest.mark.promise("uneven-steps")
 def test_ranks_in_the_same_last_step_are_waited_for() -> None:
     fleet = _training(3)
     fleet.finish(1, begun=6)

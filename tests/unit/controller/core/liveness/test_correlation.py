@@ -36,6 +36,7 @@ def _states(fleet: CoreFleet, prefix: str) -> set[NodeState]:
     return {record.state for node, record in fleet.state.nodes.items() if node.startswith(prefix)}
 
 
+@pytest.mark.promise("correlated-silence")
 def test_a_silent_rack_is_named_once_and_nobody_of_it_is_lost_before_patience_is_over() -> None:
     fleet = _racks(5, 4)
     effects = fleet.advance(12.0, *_others(fleet, "r1"))
@@ -122,6 +123,7 @@ def test_a_job_whose_own_ranks_miss_members_of_a_silent_rack_goes_on_without_the
     assert _states(fleet, "r1") == {NodeState.SUSPECT}
 
 
+@pytest.mark.promise("correlated-silence")
 def test_a_reboot_of_the_whole_fleet_evicts_nobody_and_says_little() -> None:
     fleet = _racks(8, 4)
     before = len(fleet.effects)
@@ -164,6 +166,7 @@ def test_who_is_looked_at_only_when_its_silence_would_be_a_loss_is_suspected_and
     assert spec.seats == ("n1",)
 
 
+@pytest.mark.promise("controller-pause")
 def test_a_pause_of_the_controller_is_nobodys_silence() -> None:
     """Beats wait unread meanwhile; whichever is handled first, a Tick or the first of them, nobody is called late."""
     for beat_first in (False, True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from everstep_controller.core.events import OperatorAction
 from everstep_controller.core.liveness.node_liveness import KEY
 from everstep_controller.core.policy import CorePolicy, Rulebook
@@ -57,6 +58,7 @@ def _is_named(fleet: CoreFleet, node: str) -> bool:
     return KEY in fleet.state.nodes[node].own
 
 
+@pytest.mark.promise("flapping-nodes")
 def test_a_node_that_is_lost_again_and_again_is_named_once_and_goes_on_serving() -> None:
     fleet = _fleet()
     _flap(fleet, "n1", COUNT - 1)
@@ -85,6 +87,7 @@ def test_losses_of_long_ago_do_not_count_and_the_finding_lapses() -> None:
     assert not _is_named(fleet, "n1")
 
 
+@pytest.mark.promise("flapping-nodes")
 def test_losses_that_others_share_are_nobodys_own_whoever_was_lost_first() -> None:
     fleet = _fleet()
     for _ in range(COUNT + 1):
@@ -129,6 +132,7 @@ def test_a_correlated_silence_is_no_loss_of_a_nodes_own_even_where_it_is_believe
     assert [fleet.state.nodes[node].lost for node in ("n1", "n2", "n3", "n4")] == [[], [], [], []]
 
 
+@pytest.mark.promise("flapping-nodes")
 def test_absences_that_somebody_ordered_do_not_count() -> None:
     fleet, hung = _fleet(remediate=Mode.ENFORCE), xid(119, Action.RESET_GPU)
     fleet.order(OperatorAction.MAINTENANCE, node="n1", until=fleet.now + 60.0)

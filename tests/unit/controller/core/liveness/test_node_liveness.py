@@ -59,6 +59,7 @@ def test_beats_keep_a_node_healthy() -> None:
     assert fleet.spec().number == 1
 
 
+@pytest.mark.promise("heard-is-alive")
 def test_a_suspicion_refuted_by_a_touch_leaves_no_trace_in_the_roster() -> None:
     fleet = CoreFleet()
     fleet.start(3)

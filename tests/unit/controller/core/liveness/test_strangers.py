@@ -101,6 +101,7 @@ def test_a_job_is_sent_to_no_checkpoint_outside_its_folder(url: str) -> None:
     assert fleet.job().spilling is not None
 
 
+@pytest.mark.promise("digest-majority")
 def test_one_node_outvotes_nobody_in_a_group_of_others() -> None:
     """Groups have names alone: whoever has many ranks could vote in one that two others share, and convict them."""
     fleet = CoreFleet()

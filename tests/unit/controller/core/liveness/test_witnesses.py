@@ -43,6 +43,7 @@ def test_one_lost_vault_alone_changes_nothing() -> None:
     assert fleet.node_state("n4") is NodeState.HEALTHY
 
 
+@pytest.mark.promise("heard-is-alive")
 def test_a_node_that_goes_on_beating_is_there_however_many_have_lost_its_vault() -> None:
     fleet = _running()
     for _ in range(10):
@@ -126,6 +127,7 @@ def test_who_does_not_come_back_to_a_fresh_controller_in_time_is_left_out() -> N
     assert fleet.node_state("n4") is NodeState.HEALTHY
 
 
+@pytest.mark.promise("failover-rejoin")
 def test_while_members_keep_coming_to_a_fresh_controller_the_others_are_waited_for() -> None:
     fleet = CoreFleet()
     fleet.start(10, 1)
@@ -198,6 +200,7 @@ def test_a_job_that_could_grow_is_looked_at_once_for_all_nodes_that_come_back_to
     assert looks == ["job"]
 
 
+@pytest.mark.promise("controller-pause")
 def test_a_fresh_controller_without_a_reason_to_regroup_waits_as_long_as_ever() -> None:
     fleet = _running()
     fleet.restart()
@@ -234,6 +237,7 @@ def test_losses_that_come_one_after_the_other_are_gathered_while_a_generation_be
     assert opened <= 2
 
 
+@pytest.mark.promise("database-outage")
 def test_while_the_database_is_away_nodes_are_lost_and_jobs_regroup_as_ever() -> None:
     fleet = _running()
     fleet.feed(StoreChanged(away=True, reason="it does not answer"))

@@ -44,18 +44,21 @@ def test_a_writer_takes_its_step_from_the_name_that_dcp_is_given(tier: Tier) -> 
     assert fixed._version.step == 5
 
 
+@pytest.mark.promise("memory-tier-newest")
 def test_a_thread_that_saves_must_have_a_process_group_of_its_own(tier: Tier) -> None:
     state = {"weight": torch.zeros(2)}
     with pytest.raises(CheckpointException, match=r"process_group=dist.new_group\(backend='gloo'\)"):
         dcp.async_save(state, storage_writer=VaultWriter(tier, 1)).result()
 
 
+@pytest.mark.promise("memory-tier-newest")
 def test_what_a_generation_left_behind_writes_nothing(tier: Tier) -> None:
     tier.is_over = True
     with pytest.raises(CheckpointException, match="its generation was left"):
         dcp.save({"weight": torch.zeros(2)}, storage_writer=VaultWriter(tier, 1))
 
 
+@pytest.mark.promise("memory-tier-newest")
 def test_a_writer_does_not_go_to_another_process_and_says_what_to_do(tier: Tier) -> None:
     with pytest.raises(TypeError, match=r"AsyncCheckpointerType\.THREAD"):
         pickle.dumps(VaultWriter(tier, 1))

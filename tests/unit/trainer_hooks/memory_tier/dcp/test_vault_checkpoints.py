@@ -73,6 +73,7 @@ def equal(one: Any, other: Any) -> bool:
     return notes == other[1] and [n for n in arrays if not np.array_equal(arrays[n], other[0][n])] in ([], ["schedule"])
 
 
+@pytest.mark.promise("memory-tier")
 @pytest.mark.slow
 def test_what_was_saved_is_loaded_into_other_layouts_and_on_fewer_ranks(fleet: Fleet) -> None:
     tp, hybrid = Layout(tp=4), Layout(replicate=2, shard=2)
@@ -87,6 +88,7 @@ def test_what_was_saved_is_loaded_into_other_layouts_and_on_fewer_ranks(fleet: F
     assert equal(more[1], saved)
 
 
+@pytest.mark.promise("memory-tier")
 @pytest.mark.slow
 def test_a_checkpoint_outlives_a_node_and_a_rotten_slot(fleet: Fleet) -> None:
     (saved,) = fleet.run(1, FOUR, ("save", 2, FSDP))
@@ -107,6 +109,7 @@ def test_two_checkpoints_are_kept_and_one_that_is_not_there_is_said_to_be_missin
         fleet.run(2, FOUR[:2], ("load", 1, Layout(tp=2)))
 
 
+@pytest.mark.promise("memory-tier-newest")
 @pytest.mark.slow
 def test_the_newest_that_all_ranks_wrote_is_kept_however_many_come_to_nothing_after_it(fleet: Fleet) -> None:
     split, torn = Layout(shard=2), [("torn", step, Layout(shard=2)) for step in (2, 3, 4)]
@@ -118,6 +121,7 @@ def test_the_newest_that_all_ranks_wrote_is_kept_however_many_come_to_nothing_af
     assert equal(loaded, saved)
 
 
+@pytest.mark.promise("memory-tier")
 @pytest.mark.slow
 def test_pickles_are_neither_written_nor_read_unless_they_are_allowed(fleet: Fleet) -> None:
     saved, loaded = fleet.run(1, FOUR[:2], ("pickle", 1, Layout(tp=2)), ("unpickle", 1, Layout(tp=2)))

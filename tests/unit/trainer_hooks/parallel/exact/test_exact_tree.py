@@ -58,6 +58,7 @@ def test_leaves_that_come_in_any_order_leave_what_their_cover_says(data, leaves)
     assert dict(growing.parts) == {node: whole(node) for node in cover(leaves, chosen)}
 
 
+@pytest.mark.promise("exact-mode")
 @pytest.mark.parametrize("deal", [virtual_of, virtual_in_turn])
 @given(data=st.data(), virtual=counts)
 def test_the_sum_is_the_same_to_the_last_bit_on_any_number_of_ranks(deal, data, virtual):

@@ -31,6 +31,7 @@ def told(session_forks: Any) -> dict[int, list[dict[str, Any]]]:
     return {world: on_ranks(session_forks, virtual_shards.trained_in_every_layout, world) for world in WORLDS}
 
 
+@pytest.mark.promise("exact-mode-sharded")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_four_three_and_one_ranks_compute_the_same_bits_of_a_sharded_model(told, layout):
     of_all = [rank[layout] for ranks in told.values() for rank in ranks]
@@ -39,6 +40,7 @@ def test_four_three_and_one_ranks_compute_the_same_bits_of_a_sharded_model(told,
     assert len(set(of_all[0])) == STEPS, "it trained"
 
 
+@pytest.mark.promise("exact-mode-sharded")
 @pytest.mark.parametrize("layout", ["shards", "replicas of shards", "one layer"])
 def test_a_sharded_model_has_the_bits_of_one_that_is_not(told, layout):
     assert told[3][0][layout] == trained_whole()
@@ -75,6 +77,7 @@ def test_the_norm_in_a_fixed_order_is_that_of_torch_but_for_rounding():
     assert torch.equal(clipped, torch.cat([p.grad.reshape(-1) for p in parameters[1:]]).double()), "small enough"
 
 
+@pytest.mark.promise("exact-mode-sharded")
 @given(st.data(), st.integers(1, 70))
 def test_of_virtual_ranks_that_come_in_turn_few_sums_are_held(data, virtual):
     world = data.draw(st.integers(1, virtual))
