@@ -33,9 +33,9 @@ from everstep.wire.v1.agent import (
     UPGRADE,
     Acknowledge,
     DirectivesAnswer,
-    Frame,
+    FrameKind,
     Heartbeat,
-    Numbered,
+    NumberedReport,
     Register,
     Reports,
     encode_frame,
@@ -64,10 +64,10 @@ class Node:
         self._generation = 0
         self._heard_at = 0.0
         self._news = threading.Condition()
-        self._answers: queue.SimpleQueue[tuple[Frame, bytes]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[FrameKind, bytes]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
         register = Register(protocols=(1,), node=name, incarnation=1, agent_version="bench", vault="127.0.0.1:1")
-        self._ask(Frame.REGISTER, register, Frame.REGISTERED)
+        self._ask(FrameKind.REGISTER, register, FrameKind.REGISTERED)
 
     def _upgrade(self, token: str) -> None:
         request = (
@@ -81,7 +81,7 @@ class Node:
         while self._stream.readline().strip():
             pass  # the answer's headers
 
-    def _ask(self, kind: Frame, body: Any, answered_by: Frame) -> None:
+    def _ask(self, kind: FrameKind, body: Any, answered_by: FrameKind) -> None:
         self._socket.sendall(encode_frame(kind, msgspec.json.encode(body)))
         answer, said = self._answers.get(timeout=20)
         if answer is not answered_by:
@@ -91,8 +91,8 @@ class Node:
         with contextlib.suppress(OSError, ValueError):  # the bench is over
             while prefix := self._stream.read(PREFIX_BYTES):
                 frame = self._stream.read(int.from_bytes(prefix, "big"))
-                kind, body = Frame(frame[0]), frame[1:]
-                if kind is Frame.PUSH:
+                kind, body = FrameKind(frame[0]), frame[1:]
+                if kind is FrameKind.PUSH:
                     self._take(body, time.perf_counter())
                 else:
                     self._answers.put((kind, body))
@@ -105,18 +105,18 @@ class Node:
                     self._generation, self._heard_at = directive.body.spec.number, heard_at
                     self._news.notify_all()
         done = Acknowledge(through=directives[-1].seq)
-        self._socket.sendall(encode_frame(Frame.ACKNOWLEDGE, msgspec.json.encode(done)))
+        self._socket.sendall(encode_frame(FrameKind.ACKNOWLEDGE, msgspec.json.encode(done)))
 
     def report(self, body: AnyReport) -> None:
         self._number += 1
-        numbered = (Numbered(number=self._number, body=body),)
-        self._ask(Frame.REPORTS, Reports(incarnation=1, reports=numbered), Frame.REPORTS_ANSWER)
+        numbered = (NumberedReport(number=self._number, body=body),)
+        self._ask(FrameKind.REPORTS, Reports(incarnation=1, reports=numbered), FrameKind.REPORTS_ANSWER)
 
     def beat(self, first: bool) -> None:
         self._seq += 1
         findings = () if first else None
         beat = Heartbeat(incarnation=1, seq=self._seq, sent_at=0.0, findings=findings)
-        self._ask(Frame.HEARTBEAT, beat, Frame.HEARTBEAT_ANSWER)
+        self._ask(FrameKind.HEARTBEAT, beat, FrameKind.HEARTBEAT_ANSWER)
 
     def heard(self, generation: int) -> float:
         """When the generation arrived."""

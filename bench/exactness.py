@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
-from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.runtime.generation_session import IdleSession
 from rich.progress import Progress
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -74,7 +74,7 @@ class Training:
         """Returns the seconds that clipping took, which changes nothing."""
         for part in self.run.parts(self.sampler, number):
             loss = self.whole(self.data[part.indices]).square().mean()
-            (loss * part.weight).backward()
+            (loss * part.loss_weight).backward()
         clipped = time.perf_counter()
         if isinstance(next(self.model.parameters()), DTensor):
             self._clip(self.model.parameters(), 1e9)
@@ -90,9 +90,11 @@ def rank_main(rank: int, world: int, folder: str, steps: int) -> None:
     store = dist.FileStore(f"{folder}/store-{world}", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     data = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0))
-    grouped = Place(rank=rank, world_size=world, mesh=lambda: init_device_mesh("cpu", (world,)))
+    grouped = RankContext(rank=rank, world_size=world, mesh=lambda: init_device_mesh("cpu", (world,)))
     trainings = {
-        kind: Training(kind, Run(grouped if world > 1 or kind in (FSDP, SHARDED) else Place(), IdleKeeper()), data)
+        kind: Training(
+            kind, Run(grouped if world > 1 or kind in (FSDP, SHARDED) else RankContext(), IdleSession()), data
+        )
         for kind in KINDS
     }
     measured = Measured()

@@ -33,9 +33,9 @@ from everstep.bearer_tokens import TokenRole, mint
 from everstep.wire.v1.agent import (
     PREFIX_BYTES,
     UPGRADE,
-    Frame,
+    FrameKind,
     Heartbeat,
-    Numbered,
+    NumberedReport,
     Register,
     Reports,
     encode_frame,
@@ -43,8 +43,8 @@ from everstep.wire.v1.agent import (
 from everstep.wire.v1.training import AnyReport, JobSpec, LauncherJoined, RankLost
 
 CONTROLLERS = 3
-FRAMES = {Register: Frame.REGISTER, Heartbeat: Frame.HEARTBEAT, Reports: Frame.REPORTS}
-ANSWERS = (Frame.REGISTERED, Frame.HEARTBEAT_ANSWER, Frame.REPORTS_ANSWER, Frame.REFUSED)
+FRAMES = {Register: FrameKind.REGISTER, Heartbeat: FrameKind.HEARTBEAT, Reports: FrameKind.REPORTS}
+ANSWERS = (FrameKind.REGISTERED, FrameKind.HEARTBEAT_ANSWER, FrameKind.REPORTS_ANSWER, FrameKind.REFUSED)
 BEAT, REGROUP = "killed leader to the first beat answered", "killed leader to the first regroup durable"
 FLOOR_S, AIM_S = 3.0, 1.0
 LEASE_S = 5.0
@@ -80,7 +80,7 @@ class Session:
             if not frame:
                 raise ConnectionResetError("the session ended")
             if frame[0] in ANSWERS:
-                return frame[0] != Frame.REFUSED
+                return frame[0] != FrameKind.REFUSED
 
     def close(self) -> None:
         self._stream.close()
@@ -181,7 +181,7 @@ class Fleet:
 
     def report(self, body: AnyReport) -> None:
         self._number += 1
-        self.ask("n0", Reports(incarnation=1, reports=(Numbered(number=self._number, body=body),)))
+        self.ask("n0", Reports(incarnation=1, reports=(NumberedReport(number=self._number, body=body),)))
 
     def form(self, nodes: int, progress: Progress) -> None:
         """Registers the nodes, and lets one of them begin a job."""
@@ -199,7 +199,7 @@ class Fleet:
             local_rank=0,
             detail="bench",
             signal=9,
-            replacement=True,
+            has_replacement=True,
         )
         self.report(words)
 

@@ -82,7 +82,7 @@ def _settings(interval_s: float) -> str:
         return f"heartbeat_interval_s = {interval_s}\n"
     return (
         f"heartbeat_interval_s = {interval_s}\n[policy]\nsuspect_after_s = {2.5 * interval_s}\n"
-        f"suspect_at_most_s = {4 * interval_s}\ndead_after_s = {5 * interval_s}\n"
+        f"suspect_after_max_s = {4 * interval_s}\nlost_after_s = {5 * interval_s}\n"
     )
 
 

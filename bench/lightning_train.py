@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch
-from everstep_trainer.integrations.lightning import Batches, KeepState, Ranks
+from everstep_trainer.integrations.lightning import EverstepCallback, EverstepEnvironment, RemainingBatches
 from pytorch_lightning import LightningModule, Trainer
 
 import everstep
@@ -44,14 +44,14 @@ def train(run: everstep.Run) -> None:
         accelerator="cpu",
         devices=run.local_world_size,
         strategy="ddp",
-        plugins=[Ranks(run)],
-        callbacks=[KeepState(run)],
+        plugins=[EverstepEnvironment(run)],
+        callbacks=[EverstepCallback(run)],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=False,
     )
-    trainer.fit(Module(run), Batches(run, run.loader(samples, global_batch=BATCH * run.world_size)))
+    trainer.fit(Module(run), RemainingBatches(run, run.loader(samples, global_batch=BATCH * run.world_size)))
 
 
 if __name__ == "__main__":

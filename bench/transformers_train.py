@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch
-from everstep_trainer.integrations.transformers import forget, keep
+from everstep_trainer.integrations.transformers import attach, reset_accelerate
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -42,7 +42,7 @@ class Tell(TrainerCallback):
 
 def train(run: everstep.Run) -> None:
     torch.set_num_threads(1)
-    forget()
+    reset_accelerate()
     arguments = TrainingArguments(
         os.path.join(os.environ["BENCH_FOLDER"], "out"),
         max_steps=int(os.environ["BENCH_STEPS"]),
@@ -56,7 +56,7 @@ def train(run: everstep.Run) -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, **shape))
     trainer = Trainer(model, arguments)
     trainer.add_callback(Tell(run, model))
-    keep(trainer, run, run.loader(Texts(), global_batch=BATCH * run.world_size))
+    attach(trainer, run, run.loader(Texts(), global_batch=BATCH * run.world_size))
     trainer.train()
 
 

@@ -59,14 +59,14 @@ FLEET = (
     Panel(
         "Agents connected",
         "Nodes with a session.",
-        ((f"{C}connected_agents", "connected"),),
+        ((f"{C}agents_connected", "connected"),),
         "stat",
         width=4,
     ),
     Panel(
         "Held evictions",
         "Convicted nodes that stay: `everstep budget` says what holds each.",
-        ((f"{C}evictions_held", "held"),),
+        ((f"{C}evictions_deferred", "held"),),
         "stat",
         width=4,
         bad_above=1,
@@ -74,7 +74,7 @@ FLEET = (
     Panel(
         "Silent nodes",
         "Over their deadline or cut off, and not lost yet.",
-        ((f"{C}nodes_silent", "silent"),),
+        ((f"{C}nodes_missing_heartbeats", "silent"),),
         "stat",
         width=4,
         bad_above=1,
@@ -90,7 +90,7 @@ FLEET = (
     Panel(
         "Open remedies",
         "Cordons, resets, reboots and tickets under way.",
-        ((f"{C}remedies_open", "open"),),
+        ((f"{C}remediations_open", "open"),),
         "stat",
         width=4,
     ),
@@ -148,8 +148,8 @@ JOB = (
         "Beyond memory",
         "Step of the version that parity keeps, and of the newest checkpoint on storage.",
         (
-            (_job("job_protected_step"), "parity {{run}}"),
-            (_job("job_stored_step"), "storage {{run}}"),
+            (_job("job_parity_step"), "parity {{run}}"),
+            (_job("job_storage_step"), "storage {{run}}"),
         ),
     ),
     Panel(
@@ -192,7 +192,7 @@ CONTROLLER = (
     Panel(
         "Database away",
         "For how long it could not be written.",
-        ((f"max({C}database_away_seconds)", "away"),),
+        ((f"max({C}database_outage_seconds)", "away"),),
         "stat",
         unit="s",
         width=4,
@@ -201,7 +201,7 @@ CONTROLLER = (
     Panel(
         "Waiting for it",
         "Decisions in memory.",
-        ((f"max({C}database_away_bytes)", "waiting"),),
+        ((f"max({C}database_outage_buffered_bytes)", "waiting"),),
         "stat",
         unit="bytes",
         width=4,
@@ -218,12 +218,14 @@ CONTROLLER = (
         "Heartbeats", "Per second.", ((f"sum(rate({C}heartbeats_total[1m]))", "heartbeats"),), "stat", "reqps", width=4
     ),
     Panel("Role", "1 leads, 0 stands by.", ((f"{C}leader", "{{instance}}"),)),
-    Panel("Knocks", "Nodes that come again and again to one that stands by.", ((f"{C}knocks", "{{instance}}"),)),
+    Panel(
+        "Knocks", "Nodes that come again and again to one that stands by.", ((f"{C}standby_contacts", "{{instance}}"),)
+    ),
     Panel(
         "Time to decide and to commit",
         "The core's time per event; a transaction, until it is durable.",
         (
-            (f"histogram_quantile(0.99, sum by (le) (rate({C}handle_seconds_bucket[5m])))", "decide, 99 %"),
+            (f"histogram_quantile(0.99, sum by (le) (rate({C}event_handling_seconds_bucket[5m])))", "decide, 99 %"),
             (f"histogram_quantile(0.5, sum by (le) (rate({C}commit_seconds_bucket[5m])))", "commit, median"),
             ("everstep:commit_seconds:p99", "commit, 99 %"),
         ),
@@ -239,7 +241,7 @@ CONTROLLER = (
     Panel(
         "Shed",
         "Refused per second because too much waited; agents keep it and send it again.",
-        ((f"sum by (class) (rate({C}shed_total[5m]))", "{{class}}"),),
+        ((f"sum by (class) (rate({C}requests_shed_total[5m]))", "{{class}}"),),
     ),
     Panel(
         "Events handled",
@@ -253,15 +255,15 @@ CONTROLLER = (
         (
             (f"sum(rate({C}reports_total[5m]))", "taken"),
             (f"sum(rate({C}reports_repeated_total[5m]))", "repeated"),
-            (f"sum by (reason) (rate({C}ignored_total[5m]))", "ignored: {{reason}}"),
+            (f"sum by (reason) (rate({C}reports_ignored_total[5m]))", "ignored: {{reason}}"),
         ),
     ),
     Panel(
         "Connections cut",
         "Per hour: agents that did not read their pushes, readers of the event stream that took nothing.",
         (
-            (f"sum(increase({C}sessions_cut_total[1h]))", "sessions"),
-            (f"sum(increase({C}streams_cut_total[1h]))", "streams"),
+            (f"sum(increase({C}agent_sessions_cut_total[1h]))", "sessions"),
+            (f"sum(increase({C}event_streams_cut_total[1h]))", "streams"),
         ),
     ),
     Panel(
@@ -274,7 +276,7 @@ CONTROLLER = (
         "Per minute, refused since their bearer had too much at once; and how many are under way.",
         (
             (f"sum by (limit) (rate({C}requests_over_limit_total[5m])) * 60", "{{limit}}"),
-            (f"max({C}requests_under_way)", "under way now"),
+            (f"max({C}requests_in_flight)", "under way now"),
         ),
     ),
 )
@@ -282,8 +284,8 @@ CONTROLLER = (
 AGENTS = (
     Panel(
         "Words to the controller",
-        "Per second, by line and outcome.",
-        ((f"sum by (line, outcome) (rate({A}requests_total[5m]))", "{{line}} {{outcome}}"),),
+        "Per second, by request and outcome.",
+        ((f"sum by (request, outcome) (rate({A}requests_total[5m]))", "{{request}} {{outcome}}"),),
     ),
     Panel(
         "Unanswered",

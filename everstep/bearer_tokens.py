@@ -43,7 +43,7 @@ class TokenRole(StrEnum):
     JOIN = "join"
 
 
-MINTED = (TokenRole.AGENT, TokenRole.OPERATOR, TokenRole.VIEWER)
+MINTABLE_ROLES = (TokenRole.AGENT, TokenRole.OPERATOR, TokenRole.VIEWER)
 """Roles that the fleet's secret can mint: a join token is always stored, a trainer's comes from its job."""
 
 
@@ -62,7 +62,7 @@ class Identity(msgspec.Struct, frozen=True):
     ends_at: float = math.inf
 
 
-def may_be_token(text: str) -> bool:
+def looks_like_token(text: str) -> bool:
     """Whether a file's text can be one at all: one word of ASCII, and not a key, a secret's lines or a page of HTML."""
     return text.isascii() and text.isprintable() and bool(text) and " " not in text
 
@@ -76,7 +76,7 @@ def epoch_proof(secret: bytes, epoch: int) -> str:
     return _mac(secret, "epoch", str(epoch))
 
 
-def proves_epoch(secrets: Iterable[bytes], epoch: int, proof: str) -> bool:
+def is_epoch_proof(secrets: Iterable[bytes], epoch: int, proof: str) -> bool:
     """Whether ``proof`` was made for ``epoch`` under one of the secrets."""
     return any(hmac.compare_digest(proof.encode(), epoch_proof(one, epoch).encode()) for one in secrets)
 
@@ -99,8 +99,10 @@ def split_secrets(content: bytes) -> tuple[bytes, ...]:
 
 def mint(secret: bytes, role: TokenRole, subject: str) -> str:
     """A token for ``subject`` in ``role``. Raises ValueError where there can be none."""
-    if role not in MINTED:
-        raise ValueError(f"a {role} token is not minted from the fleet's secret: use one of {', '.join(MINTED)}")
+    if role not in MINTABLE_ROLES:
+        raise ValueError(
+            f"a {role} token is not minted from the fleet's secret: use one of {', '.join(MINTABLE_ROLES)}"
+        )
     if ":" in subject or not subject:
         raise ValueError(f"{subject!r} cannot be a token's subject: it must not be empty or contain a colon")
     return f"{role}:{subject}:{_mac(check_secret(secret), role, subject)}"
@@ -108,10 +110,10 @@ def mint(secret: bytes, role: TokenRole, subject: str) -> str:
 
 def verify(secret: bytes, token: str) -> Identity:
     """Who a minted ``token`` speaks for. Raises AuthenticationError where it does not verify."""
-    return verify_any((secret,), token)[0]
+    return verify_with_secret((secret,), token)[0]
 
 
-def verify_any(secrets: Iterable[bytes], token: str) -> tuple[Identity, bytes]:
+def verify_with_secret(secrets: Iterable[bytes], token: str) -> tuple[Identity, bytes]:
     """Who a minted ``token`` speaks for, and the secret it was minted under. Raises AuthenticationError."""
     role, _, rest = token.partition(":")
     subject, _, mac = rest.rpartition(":")
@@ -133,7 +135,7 @@ def job_token(job: str, secret: str) -> str:
     return f"{JOB_PREFIX}{job}.{hmac.new(secret.encode(), _JOB_TEXT, hashlib.sha256).hexdigest()}"
 
 
-def job_of(token: str) -> str:
+def claimed_job(token: str) -> str:
     """The job that a token of the third form speaks of; nothing is proved by it."""
     return token[len(JOB_PREFIX) :].rpartition(".")[0]
 

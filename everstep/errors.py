@@ -31,7 +31,7 @@ from typing import ClassVar
 
 import msgspec
 
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are no message of the type asked for, or one that is nested without end."""
 
 

@@ -9,48 +9,51 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 
 
-def whole(pattern: str) -> msgspec.Meta:
+def full_match(pattern: str) -> msgspec.Meta:
     """For a text that is all of this pattern: with ``$`` Python lets a line's end follow, and a name with one looks
     like another. A JSON schema's ``$`` does not, and ``\\Z`` is unknown there: give schemas to ``in_schema``."""
     return msgspec.Meta(pattern=rf"^{pattern}\Z")
 
 
-def in_schema(part: Any) -> Any:
+def with_portable_patterns(part: Any) -> Any:
     """A JSON schema, or a part of one, in which ``whole`` texts end as schemas say it."""
     if isinstance(part, dict):
-        return {name: _pattern(value) if name == "pattern" else in_schema(value) for name, value in part.items()}
-    return [in_schema(one) for one in part] if isinstance(part, list) else part
+        return {
+            name: _pattern(value) if name == "pattern" else with_portable_patterns(value)
+            for name, value in part.items()
+        }
+    return [with_portable_patterns(one) for one in part] if isinstance(part, list) else part
 
 
 def _pattern(value: Any) -> Any:
     whole = isinstance(value, str) and value.endswith(r"\Z")
-    return value.removesuffix(r"\Z") + "$" if whole else in_schema(value)
+    return value.removesuffix(r"\Z") + "$" if whole else with_portable_patterns(value)
 
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 _NAME = re.compile(NAME_PATTERN)
 
-NodeId = Annotated[str, whole(NAME_PATTERN)]
+NodeId = Annotated[str, full_match(NAME_PATTERN)]
 """A machine, by the name its operator gave it (host name by default)."""
 
-JobId = Annotated[str, whole(NAME_PATTERN)]
+JobId = Annotated[str, full_match(NAME_PATTERN)]
 """A training run across restarts and regroupings."""
 
 TraceId = Annotated[str, msgspec.Meta(max_length=64)]
 """One stimulus and all that followed from it: on every message, log line and audit row of a failure's way."""
 
-Whole = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 """A count or a number that every JSON reader and every database column holds exactly."""
 
-Number = Annotated[int, msgspec.Meta(ge=-(1 << 53), lt=1 << 53)]
+SafeInt = Annotated[int, msgspec.Meta(ge=-(1 << 53), lt=1 << 53)]
 """The same, where it may be negative. Whatever a node says is bounded: what it says is written, and said to others."""
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 GenerationNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
-Incarnation = Whole
+Incarnation = NonNegativeInt
 """One life of an agent or launcher: milliseconds of the wall clock at its start, so a later life is larger."""
 
-Address = Annotated[str, whole(r"[!-.0-~]{1,253}:[0-9]{1,5}")]
+Address = Annotated[str, full_match(r"[!-.0-~]{1,253}:[0-9]{1,5}")]
 """``host:port``, in ASCII."""
 
 
@@ -61,17 +64,17 @@ class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
     """
 
     generation: GenerationNumber
-    step: Whole
+    step: NonNegativeInt
 
     def __str__(self) -> str:
         return f"{self.generation}:{self.step}"
 
 
-def check_name(value: str, what: str) -> str:
+def check_name(value: str, kind: str) -> str:
     """Returns ``value`` if it may name a node or a job. Raises ValueError with the rule otherwise."""
     if not _NAME.fullmatch(value):
         raise ValueError(
-            f"{value!r} cannot name a {what}: use 1 to 63 letters, digits, dots, dashes or underscores, "
+            f"{value!r} cannot name a {kind}: use 1 to 63 letters, digits, dots, dashes or underscores, "
             "beginning with a letter or digit"
         )
     return value
@@ -91,7 +94,7 @@ def split_address(address: str) -> tuple[str, int]:
 _SECRET_WORDS = ("secret", "token", "key", "password", "passwd", "signature", "sig", "credential")
 
 
-def why_not_storage(url: str) -> str:
+def storage_url_error(url: str) -> str:
     """Why a job cannot have its checkpoints written to ``url``, with the mend; empty where it can.
 
     What is told to a controller is stored, logged and shown. So credentials have no place in it, and are not repeated

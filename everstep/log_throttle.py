@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 BURST = 10
-EVERY_S = 10.0
-MOST_CHARACTERS = 500
+PERIOD_S = 10.0
+MAX_CHARACTERS = 500
 """Of a line's message: what a stranger sent may be quoted in it."""
 
 
@@ -31,12 +31,12 @@ class LogThrottle:
         monotonic: Callable[[], float],
         *,
         burst: int = BURST,
-        every_s: float = EVERY_S,
+        period_s: float = PERIOD_S,
     ) -> None:
         self._log = log
         self._monotonic = monotonic
         self._burst = burst
-        self._every_s = every_s
+        self._every_s = period_s
         self._lock = threading.Lock()
         self._ends_at = monotonic()
         self._said = self._left_out = 0
@@ -60,4 +60,4 @@ class LogThrottle:
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}... ({len(text)} characters)"
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({len(text)} characters)"

@@ -8,12 +8,12 @@ import signal
 
 from everstep.errors import ConfigurationError
 
-PARENT_VARIABLE = "EVERSTEP_STARTED_BY"
+PARENT_VARIABLE = "EVERSTEP_PARENT_PID"
 """In a child's environment: the pid of the process that started it."""
 _PR_SET_PDEATHSIG = 1
 
 
-def starting_process() -> int:
+def parent_pid() -> int:
     """The pid of the process that started this one, for ``die_with_parent``: as it said itself, or as the kernel says,
     for whom another takes its place where it ends before anybody asks. Takes the word out of the environment."""
     return int(os.environ.pop(PARENT_VARIABLE, "") or os.getppid())

@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from everstep.errors import EverstepError, NotFound
-from everstep.wire.v1.operator_history import Stretch, Tried
+from everstep.wire.v1.operator_history import PolicyTrialResult, RecordedSpan
 
 T = TypeVar("T")
 
@@ -22,9 +22,9 @@ FAILOVER_S = 60.0
 journal is written when something happens."""
 
 
-def gaps(stretches: Iterable[Stretch]) -> tuple[tuple[float, float], ...]:
+def recording_gaps(spans: Iterable[RecordedSpan]) -> tuple[tuple[float, float], ...]:
     """(from, to) between stretches, oldest first, but for those in which nobody else can have led."""
-    ordered = sorted(stretches, key=lambda one: one.begins_at)
+    ordered = sorted(spans, key=lambda one: one.begins_at)
     return tuple(
         (before.ends_at, after.begins_at)
         for before, after in pairwise(ordered)
@@ -32,13 +32,13 @@ def gaps(stretches: Iterable[Stretch]) -> tuple[tuple[float, float], ...]:
     )
 
 
-def _follows(before: Stretch, after: Stretch) -> bool:
+def _follows(before: RecordedSpan, after: RecordedSpan) -> bool:
     return after.epoch == before.epoch + 1 and after.begins_at - before.ends_at <= FAILOVER_S
 
 
-def newest(found: Iterable[tuple[str, T]], wanted: Counter[str]) -> tuple[T, ...]:
+def newest_per_node(found: Iterable[tuple[str, T]], counts: Counter[str]) -> tuple[T, ...]:
     """The newest ``wanted`` of each node, of what is given oldest first as (node, what); in that order."""
-    left = wanted.copy()
+    left = counts.copy()
     kept: list[T] = []
     for node, one in reversed(list(found)):
         if left[node] > 0:
@@ -47,32 +47,32 @@ def newest(found: Iterable[tuple[str, T]], wanted: Counter[str]) -> tuple[T, ...
     return tuple(kept[::-1])
 
 
-def evicted(line: str) -> str:
+def evicted_node(line: str) -> str:
     """The node that a verdict evicts, from the line that a journal has of it: ``verdict NODE-NUMBER (evict): ...``."""
     return line.split()[1].rpartition("-")[0]
 
 
-def in_words(told: Tried) -> str:
+def describe_result(result: PolicyTrialResult) -> str:
     """What came of it, in a sentence."""
-    also, not_then = len(told.also), len(told.not_then)
-    nodes = ", ".join(verdict.node for verdict in told.also[:20])
-    sentence = f"it would have evicted {'once' if told.evictions == 1 else f'{told.evictions} times'}"
+    also, not_then = len(result.added_evictions), len(result.avoided_evictions)
+    nodes = ", ".join(verdict.node for verdict in result.added_evictions[:20])
+    sentence = f"it would have evicted {'once' if result.evictions == 1 else f'{result.evictions} times'}"
     sentence += f"; also {nodes}" if also else ""
     sentence += f"; {not_then} {'eviction' if not_then == 1 else 'evictions'} would not have been" if not_then else ""
     sentence = sentence if also or not_then else f"{sentence}, as happened"
-    if told.gaps:
-        hours = sum(end - begin for begin, end in told.gaps) / 3600.0
-        sentence += f"; {hours:.1f} h of the time are not recorded here ({len(told.gaps)} gaps)"
+    if result.gaps:
+        hours = sum(end - begin for begin, end in result.gaps) / 3600.0
+        sentence += f"; {hours:.1f} h of the time are not recorded here ({len(result.gaps)} gaps)"
     return sentence
 
 
-def together(answers: Mapping[str, Tried | EverstepError]) -> Tried:
+def merge_results(answers: Mapping[str, PolicyTrialResult | EverstepError]) -> PolicyTrialResult:
     """One outcome from those of several controllers, by address; what one of them could not say is named.
 
     A controller that never led has nothing to say. A journal that two of them have (one directory, or two addresses of
     one controller) counts once. Raises what the first one said where none says anything.
     """
-    parts = _distinct([said for said in answers.values() if isinstance(said, Tried)])
+    parts = _distinct([said for said in answers.values() if isinstance(said, PolicyTrialResult)])
     silent = {url: said for url, said in answers.items() if isinstance(said, EverstepError)}
     if not parts:
         raise next((said for said in silent.values() if not isinstance(said, NotFound)), next(iter(silent.values())))
@@ -80,36 +80,36 @@ def together(answers: Mapping[str, Tried | EverstepError]) -> Tried:
     missing = "".join(
         f"; {url} is not counted: {said}" for url, said in silent.items() if not isinstance(said, NotFound)
     )
-    return msgspec.structs.replace(told, sentence=in_words(told) + missing)
+    return msgspec.structs.replace(told, sentence=describe_result(told) + missing)
 
 
-def _distinct(parts: Iterable[Tried]) -> list[Tried]:
+def _distinct(parts: Iterable[PolicyTrialResult]) -> list[PolicyTrialResult]:
     """The parts without those that tell only what another one tells: a leadership is one controller's."""
-    kept: list[Tried] = []
+    kept: list[PolicyTrialResult] = []
     counted: set[int] = set()
     for part in parts:
-        epochs = {one.epoch for one in part.stretches}
+        epochs = {one.epoch for one in part.spans}
         if not kept or not epochs <= counted:
             kept.append(part)
             counted |= epochs
     return kept
 
 
-def _summed(parts: list[Tried]) -> Tried:
+def _summed(parts: list[PolicyTrialResult]) -> PolicyTrialResult:
     parts = sorted(parts, key=lambda part: part.since)
-    also = sorted((verdict for part in parts for verdict in part.also), key=lambda verdict: verdict.at)
-    not_then = [line for part in parts for line in part.not_then]
-    now, then = _by_node(also, lambda verdict: verdict.node), _by_node(not_then, evicted)
+    also = sorted((verdict for part in parts for verdict in part.added_evictions), key=lambda verdict: verdict.at)
+    not_then = [line for part in parts for line in part.avoided_evictions]
+    now, then = _by_node(also, lambda verdict: verdict.node), _by_node(not_then, evicted_node)
     more, fewer = (Counter(node for node, _ in found) for found in (now, then))
-    stretches = tuple(sorted((one for part in parts for one in part.stretches), key=lambda one: one.begins_at))
-    return Tried(
+    stretches = tuple(sorted((one for part in parts for one in part.spans), key=lambda one: one.begins_at))
+    return PolicyTrialResult(
         since=min((part.since for part in parts if part.since), default=0.0),
         events=sum(part.events for part in parts),
         evictions=sum(part.evictions for part in parts),
-        also=newest(now, more - fewer),
-        not_then=newest(then, fewer - more),
-        gaps=gaps(stretches),
-        stretches=stretches,
+        added_evictions=newest_per_node(now, more - fewer),
+        avoided_evictions=newest_per_node(then, fewer - more),
+        gaps=recording_gaps(stretches),
+        spans=stretches,
     )
 
 

@@ -22,7 +22,9 @@ _SERVICE_LINK = re.compile(
 """What Kubernetes puts into every pod beside a service that has the prefix for its name."""
 
 
-def unknown(names: Iterable[str], prefix: str, known: Collection[str], others: Collection[str] = ()) -> list[str]:
+def unknown_variables(
+    names: Iterable[str], prefix: str, known: Collection[str], others: Collection[str] = ()
+) -> list[str]:
     """The variables that begin with ``prefix`` and are no setting: neither ``known`` nor, under the same prefix, of
     ``others``. All three are whole names."""
     ours = (name for name in names if name.startswith(prefix) and name not in known and name not in others)
@@ -55,10 +57,10 @@ def parse_toml(text: str, name: str, kind: type[T], known: Iterable[type[msgspec
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"{name}: not TOML: {error}") from error
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{name}{_line(text, str(error))}: {explain(error, known)}") from error
+        raise ConfigurationError(f"{name}{_line(text, str(error))}: {explain_error(error, known)}") from error
 
 
-def explain(error: msgspec.ValidationError, known: Iterable[type[msgspec.Struct]]) -> str:
+def explain_error(error: msgspec.ValidationError, known: Iterable[type[msgspec.Struct]]) -> str:
     """The message of a failed conversion, with the nearest known key where one was mistyped."""
     message = str(error)
     unknown = _UNKNOWN.search(message)

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 import msgspec
 
-from everstep.ids import NodeId, Number, TraceId
+from everstep.ids import NodeId, SafeInt, TraceId
 
 
 class FindingKind(StrEnum):
@@ -33,7 +33,7 @@ class FindingKind(StrEnum):
     HOST_MEMORY = "host.memory"
     HOST_DISK = "host.disk"
     HOST_CLOCK_SKEW = "host.clock_skew"
-    HOST_PROCESSES = "host.processes"
+    HOST_STUCK_PROCESSES = "host.stuck_processes"
     HOST_KERNEL = "host.kernel"
     SENSOR_HUNG = "sensor.hung"
     SENSOR_FAILED = "sensor.failed"
@@ -45,15 +45,15 @@ class FindingKind(StrEnum):
     VAULT_LOST = "vault.lost"
     SLOT_CORRUPT = "vault.slot_corrupt"
     TRANSFER_CORRUPT = "vault.transfer_corrupt"
-    STORED_CORRUPT = "vault.stored_corrupt"
+    STORAGE_CORRUPT = "vault.storage_corrupt"
     COPIES_MISSING = "vault.copies_missing"
-    MEMORY_SHORT = "vault.memory_short"
-    NOT_STORED = "vault.not_stored"
+    MEMORY_LOW = "vault.memory_low"
+    NO_CHECKPOINT = "vault.no_checkpoint"
     DIGEST_MISMATCH = "sdc.digest_mismatch"
     PROBE_FAILED = "probe.failed"
     COMPUTE_WRONG = "probe.compute_wrong"
     MEMORY_WRONG = "probe.memory_wrong"
-    AGENT_OVERFLOW = "agent.overflow"
+    AGENT_SPOOL_OVERFLOW = "agent.spool_overflow"
 
 
 class Severity(StrEnum):
@@ -164,7 +164,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     source: str = ""
     value: float | None = None
     threshold: float | None = None
-    xid: Number | None = None
+    xid: SafeInt | None = None
     since: float = 0.0
     trace: TraceId = ""
     evidence: dict[str, str] = {}
@@ -183,7 +183,7 @@ class Decision(StrEnum):
     """
 
     EVICT = "evict"
-    HOLD_BY_BUDGET = "hold_by_budget"
+    DEFER_EVICTION = "defer_eviction"
     CORRELATED = "correlated"
     RESTART = "restart"
     RECOMMEND = "recommend"

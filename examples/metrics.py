@@ -24,7 +24,7 @@ class Metrics:
         """After the optimizer's step. ``loss`` is this rank's mean; the line has the mean over all samples."""
         if self._path is None:
             return
-        mean = self._run.mean(loss, self._sampler.weight(step)).item()
+        mean = self._run.mean(loss, self._sampler.loss_weight(step)).item()
         if self._run.rank != 0:
             return
         line = {

@@ -51,7 +51,7 @@ def train(run: everstep.Run) -> None:  # (1) entered once in each generation
     for step in run.steps(until=ARGS.steps, seed=ARGS.seed):  # (4) goes on after the restored step
         inputs, targets = (part.to(run.device) for part in DATASET[sampler.indices(step)])
         loss = next_byte_loss(replicas(inputs), targets)
-        (loss * sampler.weight(step)).backward()
+        (loss * sampler.loss_weight(step)).backward()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

@@ -35,7 +35,7 @@ def train(run: everstep.Run) -> None:
     for step in run.steps(until=ARGS.steps, seed=ARGS.seed):
         inputs, targets = (part.to(run.device) for part in DATASET[sampler.indices(step)])
         loss = next_byte_loss(model(inputs), targets)
-        (loss * sampler.weight(step)).backward()
+        (loss * sampler.loss_weight(step)).backward()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

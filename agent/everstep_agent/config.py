@@ -20,15 +20,15 @@ from urllib.parse import urlsplit
 import msgspec
 
 from everstep import __version__
-from everstep.bearer_tokens import may_be_token
+from everstep.bearer_tokens import looks_like_token
 from everstep.errors import ConfigurationError
 from everstep.ids import check_name
-from everstep.settings import unknown
+from everstep.settings import unknown_variables
 from everstep.wire.v1.agent import Labels
-from everstep_agent.vault.settings import SLOWEST_SEND_BYTES_PER_S
+from everstep_agent.vault.settings import MIN_SEND_BYTES_PER_S
 
 ENVIRONMENT_PREFIX = "EVERSTEP_AGENT_"
-LAUNCHERS_SOCKET = "EVERSTEP_AGENT_SOCKET"
+SOCKET_VARIABLE = "EVERSTEP_AGENT_SOCKET"
 """By which a launcher is told where its agent is; a user's profile may have it."""
 
 
@@ -115,7 +115,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     stop_vault: Annotated[
         bool, _doc("at the end also end the vault and unlink its slots; without it the next agent takes the vault over")
     ] = False
-    leave_vault: Annotated[
+    vault_survives_kill_of: Annotated[
         str,
         _doc(
             "with --die-with-parent: whose kill the vault outlives, for the next agent over this run directory: agent "
@@ -139,7 +139,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
             "seconds between a rank's ticks; shorter finds a stopped rank sooner and costs each rank that many wakeups"
         ),
     ] = 0.2
-    silence_s: Annotated[
+    stopped_after_s: Annotated[
         float,
         _doc("seconds without a tick after which a rank whose process the kernel shows as stopped is reported"),
     ] = 0.5
@@ -152,13 +152,13 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     exit_grace_s: Annotated[
         float, _doc("seconds a lost rank's report waits for its launcher's word on the exit status")
     ] = 0.003
-    seal_window_s: Annotated[
+    report_batch_window_s: Annotated[
         float, _doc("seconds that checkpoint reports are gathered into one request; urgent reports never wait")
     ] = 0.02
-    spool_reports: Annotated[
+    spool_max_reports: Annotated[
         int, _doc("unsent reports kept while the controller is away; the oldest checkpoint reports give way first")
     ] = 8192
-    spool_bytes: Annotated[int, _doc("bytes of unsent reports kept, on disk and in memory")] = 8 << 20
+    spool_max_bytes: Annotated[int, _doc("bytes of unsent reports kept, on disk and in memory")] = 8 << 20
     connect_timeout_s: Annotated[
         float,
         _doc(
@@ -173,10 +173,10 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
             "longer than the pauses that it may take (5 s are borne by the defaults of its policy)"
         ),
     ] = 6.0
-    retry_busy_s: Annotated[
+    retry_max_busy_s: Annotated[
         float, _doc("longest pause between attempts at an absent controller while a job is on the node, seconds")
     ] = 0.2
-    retry_idle_s: Annotated[
+    retry_max_idle_s: Annotated[
         float, _doc("the same without a job, seconds; spares a returning controller the whole idle fleet at once")
     ] = 1.0
     max_connections: Annotated[
@@ -201,13 +201,13 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.run_dir / "agent.json"
 
     @property
-    def segments(self) -> Path:
+    def resolved_segment_dir(self) -> Path:
         """The vault's directory, with the default filled in."""
         return self.segment_dir or Path(f"/dev/shm/everstep-{os.getuid()}") / self.node  # noqa: S108 - made 0700
 
     def validate(self) -> AgentSettings:
         """Returns these settings. Raises ConfigurationError, with the mend, for a contradiction."""
-        check(self, tuple(PRESETS))
+        check_settings(self, tuple(PRESETS))
         return self
 
 
@@ -238,17 +238,17 @@ def tls_context(settings: AgentSettings) -> ssl.SSLContext | None:
     return context
 
 
-def read_token(path: Path | None, what: str) -> str:
+def read_token(path: Path | None, description: str) -> str:
     """The token in a file, or an empty string where no file is named. Raises ConfigurationError where it has none."""
     if path is None:
         return ""
     try:
         token = path.read_text().strip()
     except OSError as error:
-        raise ConfigurationError(f"cannot read the {what} file {path}: {error.strerror}") from error
+        raise ConfigurationError(f"cannot read the {description} file {path}: {error.strerror}") from error
     except UnicodeDecodeError:
         token = ""
-    refuse(not may_be_token(token), f"{path} does not hold a {what}: expected one line")
+    raise_if(not looks_like_token(token), f"{path} does not hold a {description}: expected one line")
     return token
 
 
@@ -296,8 +296,8 @@ def _convert(name: str, kind: Any, text: str) -> Any:
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     names = {ENVIRONMENT_PREFIX + field.upper(): (field, kind) for field, (kind, _) in _field_types().items()}
-    wrong = unknown(environ, ENVIRONMENT_PREFIX, names, others=(LAUNCHERS_SOCKET,))
-    refuse(bool(wrong), f"{', '.join(wrong)}: no such setting; known are {', '.join(sorted(names))}")
+    wrong = unknown_variables(environ, ENVIRONMENT_PREFIX, names, others=(SOCKET_VARIABLE,))
+    raise_if(bool(wrong), f"{', '.join(wrong)}: no such setting; known are {', '.join(sorted(names))}")
     return {names[n][0]: _convert(n, names[n][1], text) for n, text in environ.items() if n in names}
 
 
@@ -333,13 +333,13 @@ def _argument(name: str, kind: Any) -> typing.Callable[[str], Any]:
 # ---- settings checks
 # Contradictions in the agent's settings, each refused with its mend.
 
-LONGEST_SOCKET_PATH = 107
+MAX_SOCKET_PATH_BYTES = 107
 """Bytes a unix socket's path may have on Linux (sun_path less its terminating zero)."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def check(settings: AgentSettings, presets: Collection[str]) -> None:
+def check_settings(settings: AgentSettings, presets: Collection[str]) -> None:
     """Raises ConfigurationError for the first contradiction."""
     _check_names(settings, presets)
     _check_addresses(settings)
@@ -347,7 +347,7 @@ def check(settings: AgentSettings, presets: Collection[str]) -> None:
     _check_sizes(settings)
 
 
-def listen_address(text: str) -> tuple[str, int]:
+def parse_listen_address(text: str) -> tuple[str, int]:
     """``host:port`` to listen on, port 0 allowed. Raises ConfigurationError where it is not one."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
@@ -355,11 +355,11 @@ def listen_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def labels_of(settings: AgentSettings) -> dict[str, str]:
+def parse_labels(settings: AgentSettings) -> dict[str, str]:
     """The node's labels. Raises ConfigurationError for one that is not NAME=VALUE, or cannot be."""
     told = ",".join(settings.labels)
     parts = [label.partition("=") for label in settings.labels]
-    refuse(any(not equals for _, equals, _ in parts), f"--labels {told}: give NAME=VALUE")
+    raise_if(any(not equals for _, equals, _ in parts), f"--labels {told}: give NAME=VALUE")
     try:
         found: dict[str, str] = msgspec.convert({name: value for name, _, value in parts}, Labels)
     except msgspec.ValidationError as error:
@@ -367,9 +367,9 @@ def labels_of(settings: AgentSettings) -> dict[str, str]:
     return found
 
 
-def refuse(condition: bool, message: str) -> None:
+def raise_if(is_invalid: bool, message: str) -> None:
     """Raises ConfigurationError with ``message`` where ``condition`` holds."""
-    if condition:
+    if is_invalid:
         raise ConfigurationError(message)
 
 
@@ -379,78 +379,80 @@ def _check_names(s: AgentSettings, presets: Collection[str]) -> None:
     except ValueError as error:
         raise ConfigurationError(f"{error}; give another with --node") from error
     longest = len(os.fsencode(s.agent_socket.absolute()))
-    refuse(
-        longest > LONGEST_SOCKET_PATH,
-        f"{s.agent_socket} has {longest} bytes and a unix socket's path may have {LONGEST_SOCKET_PATH}: "
+    raise_if(
+        longest > MAX_SOCKET_PATH_BYTES,
+        f"{s.agent_socket} has {longest} bytes and a unix socket's path may have {MAX_SOCKET_PATH_BYTES}: "
         "give a shorter --run-dir",
     )
-    labels_of(s)
-    refuse(s.preset not in presets, f"--preset {s.preset!r} is not one of {', '.join(presets)}")
-    refuse(s.log_format not in ("text", "json"), f"--log-format {s.log_format!r} is neither text nor json")
+    parse_labels(s)
+    raise_if(s.preset not in presets, f"--preset {s.preset!r} is not one of {', '.join(presets)}")
+    raise_if(s.log_format not in ("text", "json"), f"--log-format {s.log_format!r} is neither text nor json")
     levels = ("debug", "info", "warning", "error")
-    refuse(s.log_level not in levels, f"--log-level {s.log_level!r} is not one of {', '.join(levels)}")
-    refuse(
+    raise_if(s.log_level not in levels, f"--log-level {s.log_level!r} is not one of {', '.join(levels)}")
+    raise_if(
         s.virtual_control is not None and not s.virtual,
         "--virtual-control steers virtual GPUs and there are none: give --virtual SCENARIO.toml too",
     )
 
 
 def _check_addresses(s: AgentSettings) -> None:
-    refuse(not s.controllers, "an agent needs a controller: give --controller http://HOST:PORT")
+    raise_if(not s.controllers, "an agent needs a controller: give --controller http://HOST:PORT")
     for url in s.controllers:
         parts = urlsplit(url)
-        refuse(
+        raise_if(
             parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"),
             f"{url!r} is not a controller's base URL: expected http://HOST:PORT or https://HOST:PORT",
         )
-    refuse(
+    raise_if(
         s.ca_file is not None and not any(url.startswith("https://") for url in s.controllers),
         "--ca-file is for https:// controllers and none is given",
     )
-    refuse(
+    raise_if(
         s.join_token_file is not None and s.token_file is None,
         "--join-token-file needs --token-file: where the node's own token is to be kept",
     )
-    refuse(
+    raise_if(
         (s.client_certificate is None) != (s.client_key is None),
         "--client-certificate and --client-key belong together: give both or none",
     )
-    host, _ = listen_address(s.vault_listen)
-    refuse(
+    host, _ = parse_listen_address(s.vault_listen)
+    raise_if(
         host in ("", "0.0.0.0", "::"),  # noqa: S104 - the refusal of it
         f"--vault-listen {s.vault_listen} cannot be told to other nodes: name the address they reach this node by",
     )
     remote = any(urlsplit(url).hostname not in LOOPBACK for url in s.controllers)
-    refuse(
+    raise_if(
         s.preset == "production" and remote and host in LOOPBACK,
         f"--vault-listen {s.vault_listen} is out of other nodes' reach, and they hold this node's replicas: "
         "give the address they reach this node by, such as --vault-listen 10.0.0.7:7702",
     )
     if s.metrics_listen:
-        listen_address(s.metrics_listen)
-        refuse(
+        parse_listen_address(s.metrics_listen)
+        raise_if(
             s.metrics_token_file is None and s.token_file is None,
             "/metrics needs a token: give --token-file or --metrics-token-file, or --metrics-listen '' to turn it off",
         )
 
 
 def _check_times(s: AgentSettings) -> None:
-    for name in _SECONDS:
-        refuse(getattr(s, name) <= 0, f"--{name.replace('_', '-')} must be more than 0 s")
-    refuse(
-        s.silence_s < 2 * s.tick_interval_s,
-        f"--silence-s {s.silence_s} is under two ticks of {s.tick_interval_s} s: one late tick would be an alarm",
+    for name in _POSITIVE_SECONDS:
+        raise_if(getattr(s, name) <= 0, f"--{name.replace('_', '-')} must be more than 0 s")
+    raise_if(
+        s.stopped_after_s < 2 * s.tick_interval_s,
+        f"--stopped-after-s {s.stopped_after_s} is under two ticks of {s.tick_interval_s} s: one late tick "
+        "would be an alarm",
     )
-    refuse(
-        s.unresponsive_after_s < s.silence_s,
-        f"--unresponsive-after-s {s.unresponsive_after_s} is under --silence-s {s.silence_s}, "
+    raise_if(
+        s.unresponsive_after_s < s.stopped_after_s,
+        f"--unresponsive-after-s {s.unresponsive_after_s} is under --stopped-after-s {s.stopped_after_s}, "
         "so a stopped process would be found later than a busy one",
     )
-    refuse(
-        s.retry_idle_s < s.retry_busy_s,
-        f"--retry-idle-s {s.retry_idle_s} is under --retry-busy-s {s.retry_busy_s}: an idle node may wait longer",
+    raise_if(
+        s.retry_max_idle_s < s.retry_max_busy_s,
+        f"--retry-max-idle-s {s.retry_max_idle_s} is under --retry-max-busy-s {s.retry_max_busy_s}: an idle "
+        "node may wait longer",
     )
-    refuse(
+    raise_if(
         s.answer_timeout_s < s.connect_timeout_s,
         f"--answer-timeout-s {s.answer_timeout_s} is under --connect-timeout-s {s.connect_timeout_s}: "
         "a controller has to open a session before it can answer in it",
@@ -458,35 +460,41 @@ def _check_times(s: AgentSettings) -> None:
 
 
 def _check_sizes(s: AgentSettings) -> None:
-    refuse(s.leave_vault not in ("", "agent", "parent"), f"--leave-vault {s.leave_vault}: agent or parent")
-    refuse(
-        bool(s.leave_vault) and not s.die_with_parent,
-        "--leave-vault belongs to --die-with-parent; without that a vault is left anyway, unless --stop-vault is given",
+    raise_if(
+        s.vault_survives_kill_of not in ("", "agent", "parent"),
+        f"--vault-survives-kill-of {s.vault_survives_kill_of}: agent or parent",
+    )
+    raise_if(
+        bool(s.vault_survives_kill_of) and not s.die_with_parent,
+        "--vault-survives-kill-of belongs to --die-with-parent; without that a vault is left anyway, unless "
+        "--stop-vault is given",
     )
     limit = s.vault_memory_limit_bytes
-    refuse(
+    raise_if(
         limit is not None and limit <= 0,
         f"--vault-memory-limit-bytes {limit} leaves no room for any slot: give more, or leave it out",
     )
     rate = s.vault_send_bytes_per_s
-    refuse(
-        rate is not None and rate < SLOWEST_SEND_BYTES_PER_S,
+    raise_if(
+        rate is not None and rate < MIN_SEND_BYTES_PER_S,
         f"--vault-send-bytes-per-s {rate} is under 4 MiB: a peer would give a transfer up that stands still",
     )
-    refuse(s.spool_reports < 64, "--spool-reports under 64 loses reports in the first second of an absence")
-    refuse(s.spool_bytes < 1 << 20, f"--spool-bytes {s.spool_bytes} is under 1 MiB, the size of one request")
-    refuse(s.max_connections < 2, "--max-connections must leave room for a launcher and a rank")
+    raise_if(s.spool_max_reports < 64, "--spool-max-reports under 64 loses reports in the first second of an absence")
+    raise_if(
+        s.spool_max_bytes < 1 << 20, f"--spool-max-bytes {s.spool_max_bytes} is under 1 MiB, the size of one request"
+    )
+    raise_if(s.max_connections < 2, "--max-connections must leave room for a launcher and a rank")
 
 
-_SECONDS = (
+_POSITIVE_SECONDS = (
     "vault_linger_s",
     "tick_interval_s",
-    "silence_s",
+    "stopped_after_s",
     "unresponsive_after_s",
     "exit_grace_s",
-    "seal_window_s",
+    "report_batch_window_s",
     "connect_timeout_s",
     "answer_timeout_s",
-    "retry_busy_s",
-    "retry_idle_s",
+    "retry_max_busy_s",
+    "retry_max_idle_s",
 )

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from everstep.errors import ConfigurationError
-from everstep.plain_text import PlainLines
+from everstep.plain_text import PlainLineFormatter
 
 
 def private_directory(path: Path) -> Path:
@@ -25,12 +25,12 @@ def private_directory(path: Path) -> Path:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.stat().st_uid != os.geteuid():
         raise ConfigurationError(f"{path} belongs to another user; give a directory of your own")
-    _check_way(path.absolute())
+    _check_parent_owners(path.absolute())
     path.chmod(0o700)
     return path
 
 
-def _check_way(path: Path) -> None:
+def _check_parent_owners(path: Path) -> None:
     """Whoever owns a directory puts others in the place of those in it: below one where all may make some (``/tmp``,
     ``/dev/shm``) our names can be foreseen, so what leads to ``path`` must be ours or root's, links too."""
     below: list[Path] = []
@@ -53,7 +53,7 @@ def write_atomically(path: Path, content: Any) -> None:
     draft.rename(path)
 
 
-def hold(lock_file: Path, refusal: str) -> int:
+def acquire_lock(lock_file: Path, error_message: str) -> int:
     """Makes what lies beside ``lock_file`` this process's own; returns the descriptor of a lock that ends with it.
 
     The file may be unlinked by its holder, as the last thing before the descriptor is closed. Raises
@@ -64,14 +64,14 @@ def hold(lock_file: Path, refusal: str) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        raise ConfigurationError(refusal) from None
+        raise ConfigurationError(error_message) from None
     if lock_file.exists() and os.path.samestat(lock_file.stat(), os.fstat(lock)):
         return lock
     os.close(lock)
-    return hold(lock_file, refusal)  # a holder that ended at this moment took the file along
+    return acquire_lock(lock_file, error_message)  # a holder that ended at this moment took the file along
 
 
-class RunDirectory:
+class AgentRunDirectory:
     """An agent's own directory: held by a lock, so that two agents never serve the same sockets.
 
     Raises ConfigurationError where another agent holds it.
@@ -81,9 +81,9 @@ class RunDirectory:
         self.path = private_directory(path.absolute())
         self._lock_file = self.path / "agent.lock"
         refusal = f"another agent runs in {self.path}; stop it, or give another --run-dir"
-        self._lock = hold(self._lock_file, refusal)
+        self._lock = acquire_lock(self._lock_file, refusal)
 
-    def incarnation(self, wall: float) -> int:
+    def next_incarnation(self, wall: float) -> int:
         """This life's number: milliseconds of ``wall``, but more than any earlier life's where the clock went back."""
         file = self.path / "incarnation"
         last = int(file.read_text()) if file.exists() and file.read_text().strip().isdigit() else 0
@@ -91,7 +91,7 @@ class RunDirectory:
         write_atomically(file, now)
         return now
 
-    def leave(self, *names: str) -> None:
+    def release(self, *names: str) -> None:
         """Removes ``names`` and the lock from the directory, which itself stays, with what the next life needs."""
         for name in names:
             (self.path / name).unlink(missing_ok=True)
@@ -99,7 +99,7 @@ class RunDirectory:
         os.close(self._lock)
 
 
-def clear_segments(directory: Path) -> int:
+def delete_segments(directory: Path) -> int:
     """Unlinks what a vault that was killed left in its segment directory, and the directory; returns how many files.
 
     Only for a directory whose vault is known to be gone: a live vault's ranks would lose their slots.
@@ -120,15 +120,17 @@ def clear_segments(directory: Path) -> int:
 # ---- log format
 # How a daemon's log lines look: for people, or one JSON object a line for machines.
 
-FIELDS = ("node", "job", "generation", "trace")
+LOG_FIELDS = ("node", "job", "generation", "trace")
 """What a record may carry in ``extra`` so that a search by it finds the whole story."""
 
 
-class TextLines(PlainLines):
+class TextLines(PlainLineFormatter):
     """Time, level, message, and the fields that are known."""
 
     def text(self, record: logging.LogRecord) -> str:
-        known = [f"{name}={getattr(record, name)}" for name in FIELDS if getattr(record, name, None) not in (None, "")]
+        known = [
+            f"{name}={getattr(record, name)}" for name in LOG_FIELDS if getattr(record, name, None) not in (None, "")
+        ]
         line = super().text(record)
         return f"{line} [{' '.join(known)}]" if known else line
 
@@ -144,14 +146,14 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= {name: getattr(record, name) for name in FIELDS if hasattr(record, name)}
+        line |= {name: getattr(record, name) for name in LOG_FIELDS if hasattr(record, name)}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(line).decode()
 
 
-def log_to_stderr(style: str, level: str) -> None:
+def log_to_stderr(log_format: str, level: str) -> None:
     """Sends the whole process's log to stderr as ``text`` or ``json``."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if style == "json" else TextLines())
+    handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

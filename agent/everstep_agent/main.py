@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from everstep.errors import ConfigurationError, EverstepError
-from everstep.parent_process import die_with_parent, starting_process
+from everstep.parent_process import die_with_parent, parent_pid
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_agent.config import AgentSettings, from_command_line
 from everstep_agent.lifecycle import log_to_stderr
@@ -53,7 +53,7 @@ async def serve(settings: AgentSettings, parent: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command's entry; returns its exit status."""
-    parent = starting_process()
+    parent = parent_pid()
     try:
         settings = from_command_line(arguments)
         log_to_stderr(settings.log_format, settings.log_level)

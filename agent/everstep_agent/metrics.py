@@ -37,17 +37,17 @@ from everstep.log_throttle import LogThrottle
 from everstep.vocabulary import Finding, Severity
 from everstep.wire.v1.local import StatisticsAnswer
 from everstep_agent.sensors.samples import GpuSample
-from everstep_agent.sensors.sensor_messages import Picture
+from everstep_agent.sensors.sensor_messages import SensorReport
 
 MIB = 1 << 20
 
 
-class AgentNumbers(msgspec.Struct, frozen=True, kw_only=True):
+class AgentMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """One moment of the agent, taken in its event loop."""
 
     node: str
     version: str
-    picture: Picture | None
+    sensor_report: SensorReport | None
     findings: tuple[Finding, ...]
     spool_reports: int
     spool_bytes: int
@@ -55,17 +55,17 @@ class AgentNumbers(msgspec.Struct, frozen=True, kw_only=True):
     spool_refused: int
     requests: Mapping[tuple[str, str], int]
     registrations: int
-    silent_s: float | None
-    local: Mapping[str, int]
+    controller_silent_s: float | None
+    local_event_counts: Mapping[str, int]
     refused_connections: Mapping[str, int]
     refused_scrapes: int
     connections: int
     jobs: int
-    snapshot_every: Mapping[str, int]
+    snapshot_interval_steps: Mapping[str, int]
     clock_skew_s: float | None
-    vault_up: bool
+    is_vault_up: bool
     vault_restarts: int
-    vault: StatisticsAnswer | None
+    vault_statistics: StatisticsAnswer | None
     processes: Mapping[str, int]
 
 
@@ -75,7 +75,7 @@ class _Gauge(msgspec.Struct, frozen=True):
     name: str
     help: str
     field: str
-    counter: bool = False
+    is_counter: bool = False
     scale: float = 1.0
 
 
@@ -85,7 +85,7 @@ _GPU = (
     _Gauge("memory_temperature_celsius", "Temperature of the GPU's memory.", "memory_temperature_c"),
     _Gauge("power_watts", "Power drawn.", "power_w"),
     _Gauge("power_limit_watts", "Power limit in force.", "power_limit_w"),
-    _Gauge("energy_joules", "Energy used since the driver was loaded.", "energy_j", counter=True),
+    _Gauge("energy_joules", "Energy used since the driver was loaded.", "energy_j", is_counter=True),
     _Gauge("sm_clock_hertz", "Clock of the streaming multiprocessors.", "sm_clock_mhz", scale=1e6),
     _Gauge("memory_clock_hertz", "Clock of the memory.", "memory_clock_mhz", scale=1e6),
     _Gauge("utilization_ratio", "Share of the time that a kernel was running.", "gpu_utilization"),
@@ -94,21 +94,24 @@ _GPU = (
     _Gauge("memory_total_bytes", "Memory there is.", "memory_total_bytes"),
     _Gauge("throttled_by_hardware", "1 while the hardware slows the GPU down.", "hardware_throttled"),
     _Gauge("throttled_by_heat", "1 while heat slows the GPU down.", "heat_throttled"),
-    _Gauge("ecc_correctable", "Corrected memory errors since the driver was loaded.", "ecc_corrected", counter=True),
+    _Gauge("ecc_correctable", "Corrected memory errors since the driver was loaded.", "ecc_corrected", is_counter=True),
     _Gauge(
-        "ecc_uncorrectable", "Uncorrected memory errors since the driver was loaded.", "ecc_uncorrected", counter=True
+        "ecc_uncorrectable",
+        "Uncorrected memory errors since the driver was loaded.",
+        "ecc_uncorrected",
+        is_counter=True,
     ),
     _Gauge("remapped_rows_correctable", "Memory rows remapped after corrected errors.", "remapped_corrected"),
     _Gauge("remapped_rows_uncorrectable", "Memory rows remapped after uncorrected errors.", "remapped_uncorrected"),
     _Gauge("row_remap_pending", "1 while a row waits for a reset to be remapped.", "remap_pending"),
     _Gauge("row_remap_failed", "1 when a row could not be remapped.", "remap_failure"),
     _Gauge("retired_pages", "Memory pages retired (before Ampere).", "retired_pages"),
-    _Gauge("pcie_replays", "PCIe packets sent again.", "pcie_replays", counter=True),
+    _Gauge("pcie_replays", "PCIe packets sent again.", "pcie_replays", is_counter=True),
     _Gauge("pcie_link_generation", "PCIe generation in use (lower while idle).", "pcie_generation"),
     _Gauge("pcie_link_width", "PCIe lanes in use.", "pcie_width"),
     _Gauge("nvlinks", "NVLinks there are.", "nvlinks"),
     _Gauge("nvlinks_down", "NVLinks that are down.", "nvlinks_down"),
-    _Gauge("nvlink_errors", "NVLink errors.", "nvlink_errors", counter=True),
+    _Gauge("nvlink_errors", "NVLink errors.", "nvlink_errors", is_counter=True),
     _Gauge("processes", "Compute processes on the GPU.", "processes"),
 )
 
@@ -137,18 +140,18 @@ class AgentCollector(Collector):
         dcgm_names: also yield dcgm-exporter's names.
     """
 
-    def __init__(self, numbers: Callable[[], AgentNumbers], *, dcgm_names: bool) -> None:
-        self._numbers = numbers
+    def __init__(self, read_metrics: Callable[[], AgentMetrics], *, dcgm_names: bool) -> None:
+        self._numbers = read_metrics
         self._dcgm_names = dcgm_names
 
     def collect(self) -> Iterator[Metric]:
         numbers = self._numbers()
         yield from _agent_families(numbers)
         yield from _vault_families(numbers)
-        if numbers.picture is not None:
-            yield from _gpu_families(numbers.node, numbers.picture)
+        if numbers.sensor_report is not None:
+            yield from _gpu_families(numbers.node, numbers.sensor_report)
             if self._dcgm_names:
-                yield from _dcgm_families(numbers.node, numbers.picture)
+                yield from _dcgm_families(numbers.node, numbers.sensor_report)
 
 
 def resident_bytes(pid: int) -> int | None:
@@ -176,90 +179,110 @@ def _counter(
     return family
 
 
-def _agent_families(n: AgentNumbers) -> Iterator[Metric]:
+def _agent_families(metrics: AgentMetrics) -> Iterator[Metric]:
     build = GaugeMetricFamily("everstep_agent_build_info", "The agent's version.", labels=("node", "version"))
-    build.add_metric((n.node, n.version), 1)
+    build.add_metric((metrics.node, metrics.version), 1)
     yield build
-    yield from _gauge("spool_reports", "Reports the controller has not acknowledged.", n.node, n.spool_reports)
-    yield from _gauge("spool_bytes", "Bytes of them.", n.node, n.spool_bytes)
-    yield from _gauge("controller_silent_seconds", "Seconds since a controller answered a beat.", n.node, n.silent_s)
-    yield from _gauge("clock_skew_seconds", "This clock ahead of the controller's.", n.node, n.clock_skew_s)
-    yield from _gauge("connections", "Launchers and ranks connected.", n.node, n.connections)
-    yield from _gauge("jobs", "Jobs known on the node.", n.node, n.jobs)
+    yield from _gauge(
+        "spool_reports", "Reports the controller has not acknowledged.", metrics.node, metrics.spool_reports
+    )
+    yield from _gauge("spool_bytes", "Bytes of them.", metrics.node, metrics.spool_bytes)
+    yield from _gauge(
+        "controller_silent_seconds",
+        "Seconds since a controller answered a beat.",
+        metrics.node,
+        metrics.controller_silent_s,
+    )
+    yield from _gauge("clock_skew_seconds", "This clock ahead of the controller's.", metrics.node, metrics.clock_skew_s)
+    yield from _gauge("connections", "Launchers and ranks connected.", metrics.node, metrics.connections)
+    yield from _gauge("jobs", "Jobs known on the node.", metrics.node, metrics.jobs)
     apart = "Steps from one snapshot of a job's ranks to the next; 0: of announced steps only."
-    paces = GaugeMetricFamily("everstep_agent_snapshot_every_steps", apart, labels=("node", "run"))
-    for job, every in n.snapshot_every.items():
-        paces.add_metric((n.node, job), every)
+    paces = GaugeMetricFamily("everstep_agent_snapshot_interval_steps", apart, labels=("node", "run"))
+    for job, every in metrics.snapshot_interval_steps.items():
+        paces.add_metric((metrics.node, job), every)
     yield paces
-    if n.picture is not None:
-        yield from _gauge("sensor_poll_seconds", "How long the newest sensor poll took.", n.node, n.picture.poll_s)
-        yield from _gauge("sensor_polled_at_seconds", "When it came (wall clock).", n.node, n.picture.polled_at)
+    if metrics.sensor_report is not None:
+        yield from _gauge(
+            "sensor_poll_seconds", "How long the newest sensor poll took.", metrics.node, metrics.sensor_report.poll_s
+        )
+        yield from _gauge(
+            "sensor_polled_at_seconds", "When it came (wall clock).", metrics.node, metrics.sensor_report.polled_at
+        )
     node = ("node",)
-    yield _counter("agent_spool_dropped", "Reports lost over the spool's bounds.", node, [((n.node,), n.spool_dropped)])
-    yield _counter("agent_reports_refused", "Reports no controller takes.", node, [((n.node,), n.spool_refused)])
-    yield _counter("agent_registrations", "Registrations answered.", node, [((n.node,), n.registrations)])
-    restarts = n.picture.restarts if n.picture is not None else 0
-    yield _counter("agent_sensor_restarts", "Ends of the sensor process.", node, [((n.node,), restarts)])
+    yield _counter(
+        "agent_spool_dropped", "Reports lost over the spool's bounds.", node, [((metrics.node,), metrics.spool_dropped)]
+    )
+    yield _counter(
+        "agent_reports_refused", "Reports no controller takes.", node, [((metrics.node,), metrics.spool_refused)]
+    )
+    yield _counter("agent_registrations", "Registrations answered.", node, [((metrics.node,), metrics.registrations)])
+    restarts = metrics.sensor_report.sensor_restarts if metrics.sensor_report is not None else 0
+    yield _counter("agent_sensor_restarts", "Ends of the sensor process.", node, [((metrics.node,), restarts)])
     yield _counter(
         "agent_requests",
-        "What was asked of controllers, by line (session, register, heartbeat, reports) and outcome.",
-        ("node", "line", "outcome"),
-        (((n.node, line, outcome), count) for (line, outcome), count in n.requests.items()),
+        "What was asked of controllers, by request (session, register, heartbeat, reports) and outcome.",
+        ("node", "request", "outcome"),
+        (((metrics.node, request, outcome), count) for (request, outcome), count in metrics.requests.items()),
     )
     yield _counter(
         "agent_local_events",
         "What happened to local ranks and their words.",
         ("node", "event"),
-        (((n.node, event), count) for event, count in n.local.items()),
+        (((metrics.node, event), count) for event, count in metrics.local_event_counts.items()),
     )
     yield _counter(
         "agent_connections_refused",
         "Local connections turned away or cut.",
         ("node", "reason"),
-        (((n.node, reason), count) for reason, count in n.refused_connections.items()),
+        (((metrics.node, reason), count) for reason, count in metrics.refused_connections.items()),
     )
     yield _counter(
-        "agent_scrapes_refused", "Requests for metrics without the token.", node, [((n.node,), n.refused_scrapes)]
+        "agent_scrapes_refused",
+        "Requests for metrics without the token.",
+        node,
+        [((metrics.node,), metrics.refused_scrapes)],
     )
-    yield _findings(n)
+    yield _findings(metrics)
     memory = GaugeMetricFamily(
         "everstep_agent_resident_memory_bytes", "Resident memory of the agent's processes.", labels=("node", "process")
     )
-    for process, pid in n.processes.items():
+    for process, pid in metrics.processes.items():
         if (size := resident_bytes(pid)) is not None:
-            memory.add_metric((n.node, process), size)
+            memory.add_metric((metrics.node, process), size)
     yield memory
 
 
-def _findings(n: AgentNumbers) -> Metric:
+def _findings(metrics: AgentMetrics) -> Metric:
     family = GaugeMetricFamily(
         "everstep_agent_findings", "Findings that hold, by severity.", labels=("node", "severity")
     )
     for severity in Severity:
-        family.add_metric((n.node, str(severity)), sum(f.severity is severity for f in n.findings))
+        family.add_metric((metrics.node, str(severity)), sum(f.severity is severity for f in metrics.findings))
     return family
 
 
-def _vault_families(n: AgentNumbers) -> Iterator[Metric]:
+def _vault_families(metrics: AgentMetrics) -> Iterator[Metric]:
     up = GaugeMetricFamily("everstep_vault_up", "1 while the node's vault serves.", labels=("node",))
-    up.add_metric((n.node,), float(n.vault_up))
+    up.add_metric((metrics.node,), float(metrics.is_vault_up))
     yield up
-    yield _counter("vault_restarts", "Ends of the vault's process.", ("node",), [((n.node,), n.vault_restarts)])
-    if n.vault is None:
+    yield _counter(
+        "vault_restarts", "Ends of the vault's process.", ("node",), [((metrics.node,), metrics.vault_restarts)]
+    )
+    if metrics.vault_statistics is None:
         return
-    for name, count in n.vault.counters.items():
+    for name, count in metrics.vault_statistics.counters.items():
         yield _counter(
-            f"vault_{name}", f"{name.replace('_', ' ')} since the vault started.", ("node",), [((n.node,), count)]
+            f"vault_{name}", f"{name.replace('_', ' ')} since the vault started.", ("node",), [((metrics.node,), count)]
         )
-    for name, level in n.vault.levels.items():
+    for name, level in metrics.vault_statistics.gauges.items():
         family = GaugeMetricFamily(f"everstep_vault_{name}", f"{name.replace('_', ' ')} now.", labels=("node",))
-        family.add_metric((n.node,), level)
+        family.add_metric((metrics.node,), level)
         yield family
     yield _counter(
         "vault_requests_refused",
         "Requests the vault refused, by reason.",
         ("node", "code"),
-        (((n.node, code), count) for code, count in n.vault.refused.items()),
+        (((metrics.node, code), count) for code, count in metrics.vault_statistics.refused.items()),
     )
 
 
@@ -270,45 +293,45 @@ def _value(sample: GpuSample, gauge: _Gauge) -> float | None:
     return float(value) * gauge.scale
 
 
-def _gpu_families(node: str, picture: Picture) -> Iterator[Metric]:
-    models = {gpu.uuid: gpu.name for gpu in picture.gpu_ids}
+def _gpu_families(node: str, report: SensorReport) -> Iterator[Metric]:
+    models = {gpu.uuid: gpu.name for gpu in report.gpu_identities}
     labels = ("node", "gpu", "uuid", "pci_bus_id", "model")
-    rows = [(gpu, (node, str(gpu.index), gpu.uuid, gpu.pci_bus_id, models.get(gpu.uuid, ""))) for gpu in picture.gpus]
+    rows = [(gpu, (node, str(gpu.index), gpu.uuid, gpu.pci_bus_id, models.get(gpu.uuid, ""))) for gpu in report.gpus]
     up = GaugeMetricFamily("everstep_gpu_up", "0 when the GPU is lost or cannot be read.", labels=labels)
     for sample, where in rows:
         up.add_metric(where, float(not sample.lost and not sample.error))
     yield up
     for gauge in _GPU:
-        kind = CounterMetricFamily if gauge.counter else GaugeMetricFamily
+        kind = CounterMetricFamily if gauge.is_counter else GaugeMetricFamily
         family = kind(f"everstep_gpu_{gauge.name}", gauge.help, labels=labels)
         for sample, where in rows:
             if (value := _value(sample, gauge)) is not None:
                 family.add_metric(where, value)
         if family.samples:
             yield family
-    yield _xids(node, picture)
+    yield _xids(node, report)
 
 
-def _xids(node: str, picture: Picture) -> Metric:
-    index = {gpu.pci_bus_id: str(gpu.index) for gpu in picture.gpus}
+def _xids(node: str, report: SensorReport) -> Metric:
+    index = {gpu.pci_bus_id: str(gpu.index) for gpu in report.gpus}
     return _counter(
         "gpu_xids",
         "XIDs seen since the agent started.",
         ("node", "gpu", "pci_bus_id", "xid"),
-        (((node, index.get(bus, ""), bus, str(xid)), n) for (bus, xid), n in picture.xid_counts.items()),
+        (((node, index.get(bus, ""), bus, str(xid)), n) for (bus, xid), n in report.xid_counts.items()),
     )
 
 
-def _dcgm_families(node: str, picture: Picture) -> Iterator[Metric]:
-    models = {gpu.uuid: gpu.name for gpu in picture.gpu_ids}
+def _dcgm_families(node: str, report: SensorReport) -> Iterator[Metric]:
+    models = {gpu.uuid: gpu.name for gpu in report.gpu_identities}
     extra = [
         (_Gauge("FB_FREE", "Framebuffer memory free (in MiB).", ""), _free_mib),
-        (_Gauge("XID_ERRORS", "Newest XID whose finding holds, 0 for none.", ""), lambda s: _xid(s, picture)),
+        (_Gauge("XID_ERRORS", "Newest XID whose finding holds, 0 for none.", ""), lambda s: _xid(s, report)),
     ]
     plain = [(gauge, lambda s, g=gauge: _value(s, g)) for gauge in _DCGM]
     for gauge, read in plain + extra:
         family = Metric(f"DCGM_FI_DEV_{gauge.name}", gauge.help, "unknown")
-        for sample in picture.gpus:
+        for sample in report.gpus:
             value = read(sample)
             if value is not None:
                 family.add_sample(family.name, _dcgm_labels(node, sample, models.get(sample.uuid, "")), value)
@@ -333,10 +356,10 @@ def _free_mib(sample: GpuSample) -> float | None:
     return (sample.memory_total_bytes - sample.memory_used_bytes) / MIB
 
 
-def _xid(sample: GpuSample, picture: Picture) -> float:
+def _xid(sample: GpuSample, report: SensorReport) -> float:
     """The XID of the GPU's newest finding; subjects of GPU findings are bus ids or UUIDs."""
     names = (sample.pci_bus_id, sample.uuid)
-    held = [f for f in picture.findings if f.xid is not None and f.subject in names]
+    held = [f for f in report.findings if f.xid is not None and f.subject in names]
     newest = max(held, key=lambda f: f.since, default=None)
     return float(newest.xid or 0) if newest is not None else 0.0
 
@@ -346,12 +369,12 @@ def _xid(sample: GpuSample, picture: Picture) -> float:
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 2.0
+SOCKET_TIMEOUT_S = 2.0
 """For a scraper's next byte."""
-MOST_HEAD_BYTES = 16 << 10
+MAX_HEAD_BYTES = 16 << 10
 """Of a scrape's request line and headers. The standard library has bounds for each line and for their number, which
 come to 6.5 MB."""
-ASKED_WITHIN_S = 4.0
+REQUEST_TIMEOUT_S = 4.0
 """For a scraper to say its request and take its answer; another waits meanwhile."""
 
 
@@ -364,24 +387,24 @@ class MetricsServer:
 
     def __init__(self, host: str, port: int, token: Callable[[], str], collector: Collector, clock: Clock) -> None:
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Undescribed(collector))
-        self.refused = 0
-        self._server = _Server((host, port), _handler(registry, token, self._count_refused), clock)
+        registry.register(_LazyCollector(collector))
+        self.refused_count = 0
+        self._server = _MetricsTcpServer((host, port), _handler(registry, token, self._count_refused), clock)
         bound = self._server.server_address
         self.address = f"{host}:{bound[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.5,), name="metrics", daemon=True)
         self._thread.start()
 
     def _count_refused(self) -> None:
-        self.refused += 1
+        self.refused_count += 1
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join(PATIENCE_S)
+        self._thread.join(SOCKET_TIMEOUT_S)
 
 
-class _Undescribed(Collector):
+class _LazyCollector(Collector):
     """Keeps the registry from collecting at registration, when there is nothing yet."""
 
     def __init__(self, inner: Collector) -> None:
@@ -394,7 +417,7 @@ class _Undescribed(Collector):
         return []
 
 
-class _Server(socketserver.TCPServer):
+class _MetricsTcpServer(socketserver.TCPServer):
     allow_reuse_address = True
     request_queue_size = 16
 
@@ -405,7 +428,7 @@ class _Server(socketserver.TCPServer):
         super().__init__(address, handler)
 
     def process_request(self, request: socket.socket, client_address: Any) -> None:  # type: ignore[override]
-        late = threading.Timer(ASKED_WITHIN_S, _hang_up, (request,))
+        late = threading.Timer(REQUEST_TIMEOUT_S, _close_connection, (request,))
         late.daemon = True
         late.start()
         try:
@@ -417,24 +440,24 @@ class _Server(socketserver.TCPServer):
         self._say(logging.INFO, "a scrape from %s failed: %s", client_address, sys.exception() or "no reason")
 
 
-def _hang_up(request: socket.socket) -> None:
+def _close_connection(request: socket.socket) -> None:
     with contextlib.suppress(OSError):  # it has been answered
         request.shutdown(socket.SHUT_RDWR)
 
 
-class _Head:
+class _RequestHead:
     """Reads a request's head from ``inner``, MOST_HEAD_BYTES at most: a longer one is refused as a line too long is."""
 
     def __init__(self, inner: BufferedIOBase) -> None:
         self._inner = inner
-        self._left = MOST_HEAD_BYTES
+        self._remaining_bytes = MAX_HEAD_BYTES
 
     def readline(self, size: int) -> bytes:
         """As a file's. Raises LineTooLong where the head goes on beyond its bound."""
-        if self._left < 0:
+        if self._remaining_bytes < 0:
             raise http.client.LineTooLong("head")
-        line = self._inner.readline(min(size, self._left + 1))
-        self._left -= len(line)
+        line = self._inner.readline(min(size, self._remaining_bytes + 1))
+        self._remaining_bytes -= len(line)
         return line
 
     def close(self) -> None:
@@ -445,15 +468,15 @@ def _handler(
     registry: CollectorRegistry, token: Callable[[], str], count_refused: Callable[[], None]
 ) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):
-        timeout = PATIENCE_S
+        timeout = SOCKET_TIMEOUT_S
         raw_requestline: bytes
 
         def setup(self) -> None:
             super().setup()
-            self.rfile = _Head(self.rfile)  # type: ignore[assignment]
+            self.rfile = _RequestHead(self.rfile)  # type: ignore[assignment]
 
         def parse_request(self) -> bool:
-            if len(self.raw_requestline) <= MOST_HEAD_BYTES:
+            if len(self.raw_requestline) <= MAX_HEAD_BYTES:
                 return super().parse_request()
             self.command, self.request_version, self.requestline = "GET", self.protocol_version, ""
             self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)

@@ -21,37 +21,37 @@ from everstep import __version__
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError
 from everstep.vocabulary import Finding
-from everstep.wire.framing import SPOKEN
-from everstep.wire.v1.agent import NO_HOST, Domain
+from everstep.wire.framing import SUPPORTED_VERSIONS
+from everstep.wire.v1.agent import UNKNOWN_HOST, Domain
 from everstep.wire.v1.directives import Directive, ProtectVersion, RunProbe, SpillVersion, VersionNotice
 from everstep.wire.v1.local import Welcome
 from everstep.wire.v1.training import AnyReport, FindingCleared, FindingRaised, RankProgress
-from everstep_agent.config import AgentSettings, labels_of, listen_address, read_token
-from everstep_agent.findings.node_findings import FindingBoard, SelfFacts, SkewEstimate, assess
-from everstep_agent.jobs.registry import LocalJobs
+from everstep_agent.config import AgentSettings, parse_labels, parse_listen_address, read_token
+from everstep_agent.findings.node_findings import AgentHealth, ClockSkewEstimate, NodeFindings, find_agent_problems
+from everstep_agent.jobs.registry import JobRegistry
 from everstep_agent.jobs.seats import LocalJob
-from everstep_agent.jobs.socket import LocalServer
-from everstep_agent.lifecycle import RunDirectory, write_atomically
-from everstep_agent.sensors.monitor import SensorProcess, SensorSettings
-from everstep_agent.sensors.sensor_messages import Picture
+from everstep_agent.jobs.socket import AgentSocketServer
+from everstep_agent.lifecycle import AgentRunDirectory, write_atomically
+from everstep_agent.sensors.monitor import SensorMonitor, SensorSettings
+from everstep_agent.sensors.sensor_messages import SensorReport
 from everstep_agent.uplink.client import Uplink
-from everstep_agent.uplink.heartbeat import Conversation, NodeFacts
+from everstep_agent.uplink.heartbeat import HeartbeatProtocol, NodeFacts
 from everstep_agent.uplink.spool import Spool
-from everstep_agent.vault.keeper import VaultKeeper, VaultOrders
+from everstep_agent.vault.keeper import VaultManager, VaultOrderRunner
 
 if TYPE_CHECKING:
-    from everstep_agent.metrics import AgentNumbers, MetricsServer
+    from everstep_agent.metrics import AgentMetrics, MetricsServer
     from everstep_agent.probes.prober import Prober
 
 log = logging.getLogger(__name__)
 
-FIRST_PICTURE_WITHIN_S = 3.0
+FIRST_REPORT_TIMEOUT_S = 3.0
 """How long the first registration waits for the sensors, so that it can name the GPUs; a slow driver comes later."""
 
-LAST_WORDS_S = 0.5
+FINAL_FLUSH_TIMEOUT_S = 0.5
 """How long an ending agent tries to hand over its last reports; what is left waits in the spool's file."""
 
-ROUND_S = 1.0
+SELF_CHECK_INTERVAL_S = 1.0
 """Between looks at itself."""
 
 LOOP_RESTART_S = 0.5
@@ -77,54 +77,56 @@ class Supervisor:
     Raises ConfigurationError for settings that cannot be used, and where another agent holds the run directory.
     """
 
-    def __init__(self, settings: AgentSettings, clock: Clock, orphaned: asyncio.Event) -> None:
+    def __init__(self, settings: AgentSettings, clock: Clock, parent_exited: asyncio.Event) -> None:
         read_token(settings.token_file, "agent token")  # before anything is written: a typo must leave no trace
         self._settings = settings
         self._clock = clock
-        self._orphaned = orphaned
-        self._directory = RunDirectory(settings.run_dir)
+        self._parent_exited = parent_exited
+        self._directory = AgentRunDirectory(settings.run_dir)
         try:
-            self._sensors = SensorProcess(_sensor_settings(settings), clock, self._on_picture)
+            self._sensors = SensorMonitor(_sensor_settings(settings), clock, self._on_sensor_report)
         except ConfigurationError:
-            self._directory.leave()
+            self._directory.release()
             raise
-        self.incarnation = self._directory.incarnation(clock.wall())
+        self.incarnation = self._directory.next_incarnation(clock.wall())
         self._loop = asyncio.get_running_loop()
-        self._picture: Picture | None = None
-        self._seen = asyncio.Event()
-        self._skew = SkewEstimate()
-        self._self = SelfFacts()
-        self._told: ReadyFile | None = None
+        self._sensor_report: SensorReport | None = None
+        self._first_report_received = asyncio.Event()
+        self._clock_skew = ClockSkewEstimate()
+        self._agent_health = AgentHealth()
+        self._announced: ReadyFile | None = None
         self._prober: Prober | None = None
         self._metrics: MetricsServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._board = FindingBoard(self.new_trace)
-        self._vault = VaultKeeper(settings, clock, self.finding, self.report, self._on_vault)
-        self._orders = VaultOrders(settings.node, self._vault, self.report, clock)
+        self._findings = NodeFindings(self.new_trace_id)
+        self._vault = VaultManager(settings, clock, self.report_finding, self.report, self._on_vault_change)
+        self._orders = VaultOrderRunner(settings.node, self._vault, self.report, clock)
         self._spool = Spool(
             settings.run_dir / "reports.spool",
-            most_reports=settings.spool_reports,
-            most_bytes=settings.spool_bytes,
-            window_s=settings.seal_window_s,
+            max_reports=settings.spool_max_reports,
+            max_bytes=settings.spool_max_bytes,
+            batch_window_s=settings.report_batch_window_s,
         )
-        self._conversation = Conversation(settings.node, self.incarnation, __version__)
-        self._uplink = Uplink(settings, self._conversation, self._spool, self, clock)
-        self._jobs = LocalJobs(
+        self._heartbeat_protocol = HeartbeatProtocol(settings.node, self.incarnation, __version__)
+        self._uplink = Uplink(settings, self._heartbeat_protocol, self._spool, self, clock)
+        self._jobs = JobRegistry(
             settings.node,
             clock,
             self,
             exit_grace_s=settings.exit_grace_s,
-            silence_s=settings.silence_s,
+            stopped_after_s=settings.stopped_after_s,
             unresponsive_after_s=settings.unresponsive_after_s,
         )
-        self._local = LocalServer(settings.agent_socket, self._welcome(), self._jobs, settings.max_connections)
+        self._socket_server = AgentSocketServer(
+            settings.agent_socket, self._welcome(), self._jobs, settings.max_connections
+        )
 
     def _welcome(self) -> Welcome:
         return Welcome(
-            protocol=max(SPOKEN),
+            protocol=max(SUPPORTED_VERSIONS),
             node=self._settings.node,
             vault_socket=str(self._settings.vault_socket.absolute()),
-            tick_interval_s=self._settings.tick_interval_s,
+            rank_heartbeat_interval_s=self._settings.tick_interval_s,
         )
 
     # --- life ----------------------------------------------------------------------------------------------------
@@ -133,30 +135,32 @@ class Supervisor:
         """Serves until ``stop`` is set, then ends in order. Raises Unavailable where no vault can be started."""
         try:
             await self._vault.start()
-            await self._local.start()
+            await self._socket_server.start()
             self._start_metrics()
-            self._keep("sensors", self._sensors.run)
-            self._keep("vault", self._vault.run)
-            self._keep("silence watch", lambda: self._local.watch(self._settings.tick_interval_s / 2))
-            await self._first_picture(stop)
-            self._keep("uplink", self._uplink.run)
-            self._keep("self-health", self._look_at_itself)
+            self._keep_running("sensors", self._sensors.run)
+            self._keep_running("vault", self._vault.run)
+            self._keep_running(
+                "silence watch", lambda: self._socket_server.watch_silence(self._settings.tick_interval_s / 2)
+            )
+            await self._wait_first_report(stop)
+            self._keep_running("uplink", self._uplink.run)
+            self._keep_running("self-health", self._run_self_checks)
             log.info("agent of node %s serves", self._settings.node, extra={"node": self._settings.node})
             await stop.wait()
         finally:
             await self._end()
 
-    async def _first_picture(self, stop: asyncio.Event) -> None:
-        waits = [asyncio.ensure_future(self._seen.wait()), asyncio.ensure_future(stop.wait())]
-        await asyncio.wait(waits, timeout=FIRST_PICTURE_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+    async def _wait_first_report(self, stop: asyncio.Event) -> None:
+        waits = [asyncio.ensure_future(self._first_report_received.wait()), asyncio.ensure_future(stop.wait())]
+        await asyncio.wait(waits, timeout=FIRST_REPORT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
 
-    def _keep(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
+    def _keep_running(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
         """Runs ``loop`` for as long as the agent lives, and again when it fails."""
-        self._start(self._again_and_again(name, loop))
+        self._start_task(self._restart_on_failure(name, loop))
 
-    async def _again_and_again(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
+    async def _restart_on_failure(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
                 await loop()
@@ -164,16 +168,16 @@ class Supervisor:
                 log.exception("the agent's %s failed and is started again", name, extra={"node": self._settings.node})
             await asyncio.sleep(LOOP_RESTART_S)
 
-    def _start(self, work: Awaitable[None]) -> None:
+    def _start_task(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _end(self) -> None:
         """Trainers are told nothing: they run on, and come again to the next agent."""
-        if self._conversation.registered:
-            await self._uplink.flush(LAST_WORDS_S)
-        self._local.close()
+        if self._heartbeat_protocol.is_registered:
+            await self._uplink.flush(FINAL_FLUSH_TIMEOUT_S)
+        self._socket_server.close()
         self._orders.close()
         for task in list(self._tasks):
             task.cancel()
@@ -181,49 +185,49 @@ class Supervisor:
         if self._prober is not None:
             await self._prober.close()
         left = ["agent.json", "agent.sock"]
-        if not self._leaves_vault():
+        if not self._should_leave_vault():
             await self._vault.stop()
             left += ["vault.json", "vault.sock"]
         else:
-            self._vault.leave()
+            self._vault.detach()
             log.info("jobs have slots here: the vault serves on, for the next agent over %s", self._settings.run_dir)
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
         if not len(self._spool):
             left.append("reports.spool")
         self._spool.close()
-        self._directory.leave(*left)
+        self._directory.release(*left)
 
-    def _leaves_vault(self) -> bool:
+    def _should_leave_vault(self) -> bool:
         """Whether somebody may come back for what the vault holds."""
         if not self._vault.has_segments():
             return False
-        if self._settings.leave_vault == "parent" and self._orphaned.is_set():
+        if self._settings.vault_survives_kill_of == "parent" and self._parent_exited.is_set():
             return True
         return not (self._settings.die_with_parent or self._settings.stop_vault)
 
-    async def _look_at_itself(self) -> None:
+    async def _run_self_checks(self) -> None:
         while True:
-            self._announce()
-            self._assess()
-            for change in self._board.expire(self._clock.monotonic()):
+            self._write_ready_file()
+            self._update_own_findings()
+            for change in self._findings.expire(self._clock.monotonic()):
                 self.report(change)
-            if self._skew.skew_s is not None:
-                self._sensors.note_clock_skew(self._skew.skew_s)
-            await asyncio.sleep(ROUND_S)
+            if self._clock_skew.skew_s is not None:
+                self._sensors.set_clock_skew(self._clock_skew.skew_s)
+            await asyncio.sleep(SELF_CHECK_INTERVAL_S)
 
-    def _assess(self) -> None:
-        lost_at = (self._self.vault_lost_at or self._clock.wall()) if self._vault.lost else 0.0
-        since = (self._self.spool_since or self._clock.wall()) if self._spool.dropped else 0.0
-        self._self = SelfFacts(
-            vault_lost=self._vault.lost,
-            vault_lost_at=lost_at,
-            spool_dropped=self._spool.dropped,
-            spool_since=since,
+    def _update_own_findings(self) -> None:
+        lost_at = (self._agent_health.vault_down_at or self._clock.wall()) if self._vault.down_reason else 0.0
+        since = (self._agent_health.spool_dropped_since or self._clock.wall()) if self._spool.dropped_count else 0.0
+        self._agent_health = AgentHealth(
+            vault_down_reason=self._vault.down_reason,
+            vault_down_at=lost_at,
+            spool_dropped=self._spool.dropped_count,
+            spool_dropped_since=since,
         )
-        self._tell(self._board.replace("agent", assess(self._self)))
+        self._report_all(self._findings.replace_source("agent", find_agent_problems(self._agent_health)))
 
-    def _announce(self) -> None:
+    def _write_ready_file(self) -> None:
         ready = ReadyFile(
             pid=os.getpid(),
             node=self._settings.node,
@@ -234,92 +238,92 @@ class Supervisor:
             metrics=self._metrics.address if self._metrics is not None else "",
             metrics_token_file=str(self._metrics_token_file() or ""),
         )
-        if ready != self._told:
+        if ready != self._announced:
             write_atomically(self._settings.ready_file, ready)
-            self._told = ready
+            self._announced = ready
 
     # --- what the parts say --------------------------------------------------------------------------------------
 
-    def _on_picture(self, picture: Picture) -> None:
-        self._picture = picture
-        self._tell(self._board.replace("sensors", picture.findings))
-        if picture.polled_at:
-            self._seen.set()
+    def _on_sensor_report(self, report: SensorReport) -> None:
+        self._sensor_report = report
+        self._report_all(self._findings.replace_source("sensors", report.findings))
+        if report.polled_at:
+            self._first_report_received.set()
 
-    def _on_vault(self) -> None:
-        self._assess()
-        self._announce()
-        self._uplink.nudge()
+    def _on_vault_change(self) -> None:
+        self._update_own_findings()
+        self._write_ready_file()
+        self._uplink.beat_now()
 
-    def _tell(self, changes: list[FindingRaised | FindingCleared]) -> None:
+    def _report_all(self, changes: list[FindingRaised | FindingCleared]) -> None:
         for change in changes:
             self.report(change)
 
-    def finding(self, raised: FindingRaised) -> None:
+    def report_finding(self, raised: FindingRaised) -> None:
         """From the vault, a rank or a launcher."""
-        self.report(self._board.hold(raised, self._clock.monotonic()))
+        self.report(self._findings.add_one_time(raised, self._clock.monotonic()))
 
     def report(self, report: AnyReport) -> None:
         """Something the controller must hear."""
         self._uplink.report(report)
 
-    def configure_vault(self, job: LocalJob) -> None:
+    def configure_vault_job(self, job: LocalJob) -> None:
         self._vault.configure(job)
 
-    def forget_in_vault(self, job: str) -> None:
-        self._orders.forget(job)
+    def delete_from_vault(self, job: str) -> None:
+        self._orders.cancel_job(job)
         self._vault.forget(job)
 
-    def forget_seals(self, job: str, before: int) -> None:
-        self._spool.forget_seals(job, before)
+    def drop_seals(self, job: str, before_generation: int) -> None:
+        self._spool.drop_seals(job, before_generation)
 
-    def new_trace(self) -> str:
+    def new_trace_id(self) -> str:
         """A new stimulus' id."""
         return uuid.uuid4().hex[:16]
 
-    def later(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
-        return self._loop.call_later(delay_s, call)
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        return self._loop.call_later(delay_s, callback)
 
     # --- what the controller asks --------------------------------------------------------------------------------
 
-    def facts(self) -> NodeFacts:
-        picture = self._picture
+    def node_facts(self) -> NodeFacts:
+        picture = self._sensor_report
         return NodeFacts(
-            vault=self._vault.address,
+            vault_address=self._vault.address,
             boot_id=picture.boot_id if picture is not None else "",
             driver_version=picture.driver_version if picture is not None else "",
             domain=Domain(rack=self._settings.rack, switch=self._settings.switch, power=self._settings.power),
-            labels=labels_of(self._settings),
-            gpus=picture.gpu_ids if picture is not None else (),
-            host=picture.host_id if picture is not None else NO_HOST,
+            labels=parse_labels(self._settings),
+            gpus=picture.gpu_identities if picture is not None else (),
+            host=picture.host_identity if picture is not None else UNKNOWN_HOST,
         )
 
     def findings(self) -> tuple[Finding, ...]:
-        return self._board.picture
+        return self._findings.findings
 
-    def progress(self) -> tuple[RankProgress, ...]:
-        return self._jobs.progress()
+    def rank_progress(self) -> tuple[RankProgress, ...]:
+        return self._jobs.rank_progress()
 
     def is_busy(self) -> bool:
         return self._jobs.is_busy()
 
-    def on_known(self, shown: Collection[str]) -> None:
-        for offer in self._jobs.offers(shown):
+    def on_recognized(self, known_jobs: Collection[str]) -> None:
+        for offer in self._jobs.launcher_offers(known_jobs):
             self.report(offer)
 
-    def on_clock(self, server_at: float, received_at: float, round_trip_s: float) -> None:
-        self._skew.heard(server_at, received_at, round_trip_s)
+    def on_server_time(self, server_at: float, received_at: float, round_trip_s: float) -> None:
+        self._clock_skew.add_sample(server_at, received_at, round_trip_s)
 
     def on_directives(self, directives: list[Directive]) -> None:
         """Carries out what the controller asks; ranks hear of it before this returns."""
         bodies = [directive.body for directive in directives]
         apart = RunProbe | SpillVersion | ProtectVersion
-        self._jobs.directives([body for body in bodies if not isinstance(body, apart)])
+        self._jobs.handle_directives([body for body in bodies if not isinstance(body, apart)])
         for body in bodies:
             if isinstance(body, RunProbe):
-                self._start(self._probe(body))
+                self._start_task(self._probe(body))
             elif isinstance(body, SpillVersion | ProtectVersion):
-                self._orders.take(body)
+                self._orders.submit(body)
             elif not isinstance(body, VersionNotice):
                 log.info("directive %s", type(body).__name__, extra={"node": self._settings.node})
 
@@ -345,41 +349,41 @@ class Supervisor:
             MetricsServer,
         )
 
-        collector = AgentCollector(self._numbers_from_thread, dcgm_names=self._settings.dcgm_names)
-        host, port = listen_address(self._settings.metrics_listen)
+        collector = AgentCollector(self._read_metrics_from_thread, dcgm_names=self._settings.dcgm_names)
+        host, port = parse_listen_address(self._settings.metrics_listen)
         file = self._metrics_token_file()
         self._metrics = MetricsServer(host, port, lambda: read_token(file, "metrics token"), collector, self._clock)
 
-    def _numbers_from_thread(self) -> AgentNumbers:
-        return asyncio.run_coroutine_threadsafe(self._numbers(), self._loop).result(1.5)
+    def _read_metrics_from_thread(self) -> AgentMetrics:
+        return asyncio.run_coroutine_threadsafe(self._read_metrics(), self._loop).result(1.5)
 
-    async def _numbers(self) -> AgentNumbers:
-        from everstep_agent.metrics import AgentNumbers
+    async def _read_metrics(self) -> AgentMetrics:
+        from everstep_agent.metrics import AgentMetrics
 
         answered_at = self._uplink.answered_at
         processes = {"supervisor": os.getpid(), "sensors": self._sensors.pid, "vault": self._vault.pid}
-        return AgentNumbers(
+        return AgentMetrics(
             node=self._settings.node,
             version=__version__,
-            picture=self._picture,
-            findings=self._board.picture,
+            sensor_report=self._sensor_report,
+            findings=self._findings.findings,
             spool_reports=len(self._spool),
             spool_bytes=self._spool.size_bytes,
-            spool_dropped=self._spool.dropped,
-            spool_refused=self._spool.refused,
+            spool_dropped=self._spool.dropped_count,
+            spool_refused=self._spool.refused_count,
             requests=dict(self._uplink.outcomes),
-            registrations=self._conversation.registrations,
-            silent_s=None if answered_at is None else self._clock.monotonic() - answered_at,
-            local=dict(self._jobs.counts),
-            refused_connections=dict(self._local.counts),
-            refused_scrapes=self._metrics.refused if self._metrics is not None else 0,
-            connections=len(self._local.connections),
+            registrations=self._heartbeat_protocol.registrations,
+            controller_silent_s=None if answered_at is None else self._clock.monotonic() - answered_at,
+            local_event_counts=dict(self._jobs.event_counts),
+            refused_connections=dict(self._socket_server.refused_counts),
+            refused_scrapes=self._metrics.refused_count if self._metrics is not None else 0,
+            connections=len(self._socket_server.connections),
             jobs=len(self._jobs.jobs),
-            snapshot_every=self._jobs.snapshot_every(),
-            clock_skew_s=self._skew.skew_s,
-            vault_up=not self._vault.lost,
+            snapshot_interval_steps=self._jobs.snapshot_interval_steps(),
+            clock_skew_s=self._clock_skew.skew_s,
+            is_vault_up=not self._vault.down_reason,
             vault_restarts=self._vault.restarts,
-            vault=await self._vault.statistics(0.5),
+            vault_statistics=await self._vault.statistics(0.5),
             processes={name: pid for name, pid in processes.items() if pid},
         )
 

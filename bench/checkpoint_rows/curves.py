@@ -10,7 +10,7 @@ from statistics import median
 import matplotlib as mpl
 
 mpl.use("Agg")
-from everstep_trainer.snapshot.slot_negotiation import LEAN_SLOTS
+from everstep_trainer.snapshot.slot_negotiation import CANDIDATE_ONLY_SLOTS
 from matplotlib import pyplot as plt
 
 from bench.checkpoint_rows.fleet import Fleet
@@ -19,7 +19,7 @@ from bench.checkpoint_rows.rank import Restores, Stalls, restores, snapshots
 from bench.checkpoint_rows.state import Size
 from bench.table import Row
 from everstep.ids import Version
-from everstep.layout.slots import SLOTS
+from everstep.layout.slots import SLOTS_PER_RANK
 
 STATE_MIB = (16, 64, 256, 1024, 2048, 4096)
 TENSORS = (10, 100, 1000, 10_000, 100_000)
@@ -38,7 +38,7 @@ class Point:
     stall: float | None = None
     restore: float | None = None
     memcpy: float | None = None
-    slots: int = SLOTS
+    slots: int = SLOTS_PER_RANK
     why: str = ""
 
 
@@ -71,7 +71,7 @@ def curves(crew: Crew, path: Path, quick: bool) -> list[Row]:
 def _point(crew: Crew, at: int, size: Size, world: int) -> Point:
     """What ``world`` ranks on as many nodes do; the slowest of each round, median."""
     nodes = [f"n{number}" for number in range(world)]
-    slots = SLOTS if _fit(size.nbytes) else LEAN_SLOTS
+    slots = SLOTS_PER_RANK if _fit(size.nbytes) else CANDIDATE_ONLY_SLOTS
     try:
         with Fleet(nodes) as fleet:
             spec, warm = fleet.generation(nodes, 1), str(fleet.warm)
@@ -99,7 +99,7 @@ def _point(crew: Crew, at: int, size: Size, world: int) -> Point:
 
 def _fit(nbytes: int) -> bool:
     """Whether this machine has room for all slots of such a state, the state, and what a memcpy fills."""
-    return (SLOTS + 2) * nbytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return (SLOTS_PER_RANK + 2) * nbytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _slowest(rounds: list[list[float]]) -> float:
@@ -107,7 +107,7 @@ def _slowest(rounds: list[list[float]]) -> float:
 
 
 def _rows(name: str, unit: str, point: Point) -> list[Row]:
-    where = f"{name}: {point.at} {unit}" + (f", {point.slots} slots" if point.slots != SLOTS else "")
+    where = f"{name}: {point.at} {unit}" + (f", {point.slots} slots" if point.slots != SLOTS_PER_RANK else "")
     if point.stall is None or point.restore is None or point.memcpy is None:
         return [Row(f"{where}, stall and restore", None, "ms", against=point.why)]
     return [

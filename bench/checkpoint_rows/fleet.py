@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from everstep_controller.core.checkpoints.parity import form_groups
-from everstep_controller.core.checkpoints.placement import Site, place_replicas
+from everstep_controller.core.checkpoints.placement import FailureDomains, place_replicas
 from torch.distributed import TCPStore
 
 from everstep.ids import Version
@@ -76,7 +76,7 @@ class NodeVault:
             decoder: FrameDecoder[local.FromVault] = FrameDecoder(local.FromVault, local.MAX_FRAME_BYTES)
             while data := connection.recv(1 << 16):
                 for answer in decoder.feed(data):
-                    if isinstance(answer, local.Failed):
+                    if isinstance(answer, local.RequestFailed):
                         raise RuntimeError(f"the vault of {self.node} refuses: {answer.message}")
                     if getattr(answer, "request", None) == message.request:
                         return answer
@@ -163,7 +163,7 @@ class Fleet:
         ``protection``: what parity keeps."""
         self.number += 1
         holders = tuple(Holder(node=vault.node, vault=vault.address) for vault in self.vaults.values())
-        sites = {node: Site(rack=node) for node in nodes}
+        sites = {node: FailureDomains(rack=node) for node in nodes}
         spec = GenerationSpec(
             job=JOB,
             number=self.number,
@@ -173,17 +173,21 @@ class Fleet:
             seats=tuple(nodes),
             store=f"127.0.0.1:{self.store.port}",
             store_node=nodes[0],
-            restore=RestoreRule(scratch=floor is None, floor=floor, protection=protection),
+            restore=RestoreRule(from_scratch=floor is None, floor=floor, protection=protection),
             holders=holders,
             replica_nodes=place_replicas(nodes, sites, replicas),
             secret=SECRET,
             spec=JobSpec(
-                job=JOB, max_nodes=len(nodes), replicas=replicas, digest_interval=DIGEST_INTERVAL, parity=parity
+                job=JOB,
+                max_nodes=len(nodes),
+                replicas=replicas,
+                digest_interval=DIGEST_INTERVAL,
+                parity_group_size=parity,
             ),
             issued_at=0.0,
         )
         for vault in self.vaults.values():
-            said = local.Configure(request=1, job=JOB, generation=self.number, secret=SECRET, holders=holders)
+            said = local.ConfigureJob(request=1, job=JOB, generation=self.number, secret=SECRET, holders=holders)
             vault.ask(said)
         return spec
 
@@ -192,7 +196,7 @@ class Fleet:
 
         Raises RuntimeError where a vault refuses, or P and Q of a group are of different bytes.
         """
-        grouping = form_groups(nodes, {node: Site(rack=node) for node in nodes}, parity)
+        grouping = form_groups(nodes, {node: FailureDomains(rack=node) for node in nodes}, parity)
         protection = Protection(version=version, seats=tuple(nodes), nproc_per_node=1, groups=grouping.groups)
         for group in protection.shards():
             made = [
@@ -201,7 +205,7 @@ class Fleet:
                 )
                 for home in group.parity
             ]
-            members = {one.members for one in made if isinstance(one, local.Protected)}
+            members = {one.members_digest for one in made if isinstance(one, local.Protected)}
             if len(members) != 1:
                 raise RuntimeError(f"P and Q of group {group.group} do not belong together: {made}")
         return protection
@@ -211,7 +215,7 @@ class Fleet:
 
     def stated_bytes(self) -> int:
         """What the vaults say that their files take."""
-        return sum(vault.statistics().levels["segment_bytes"] for vault in self.vaults.values())
+        return sum(vault.statistics().gauges["segment_bytes"] for vault in self.vaults.values())
 
 
 class MemoryWatch:

@@ -15,8 +15,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from everstep_trainer.restore import Restoration
-from everstep_trainer.snapshot.pace import Stopwatch
-from everstep_trainer.snapshot.slot_negotiation import Choices
+from everstep_trainer.snapshot.pace import StepStopwatch
+from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
 
@@ -27,7 +27,7 @@ from bench.checkpoint_rows.single import MIB, NODE, marks
 from bench.checkpoint_rows.state import Model, Size
 from bench.table import Row
 from everstep.ids import Version
-from everstep.layout.slots import SLOTS
+from everstep.layout.slots import SLOTS_PER_RANK
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import GenerationSpec
 
@@ -84,7 +84,7 @@ def measured(spec: GenerationSpec, socket: str, size: Size, repeats: int) -> Fig
         gpu = torch.device("cuda", GPU)
         torch.cuda.set_device(gpu)
         one, model, heard = Rank(spec, 0, socket, stack), Model(size, gpu), Heard()
-        snapshotter, step = warm(one, model, heard, stack, Choices(every=1, slots=SLOTS))
+        snapshotter, step = warm(one, model, heard, stack, SnapshotOptions(interval=1, slots=SLOTS_PER_RANK))
         figures = Figures(torch.cuda.get_device_name(gpu))
         on_gpu = torch.ones(size.nbytes, dtype=torch.uint8, device=gpu)
         pinned = torch.empty(size.nbytes, dtype=torch.uint8, pin_memory=True)
@@ -140,27 +140,27 @@ def _steps(
     """For how long each of ``count`` steps after ``step`` was held up, and what each took where the loss is read."""
     told: list[float | None] = []
     took: list[float] = []
-    watch = Stopwatch(lambda _, held_up: told.append(held_up), SYSTEM_CLOCK)
+    watch = StepStopwatch(lambda _, held_up: told.append(held_up), SYSTEM_CLOCK)
     for number in range(step + 1, step + 1 + count):
         began = time.perf_counter()
         work.enqueue()
         if snapshotter is not None:
-            with watch.held_up():
+            with watch.blocked():
                 snapshotter.wait()
         model.update(number)
         if reads_loss:
             torch.cuda.synchronize(work.gpu)
-        watch.step_ends([work.gpu])
+        watch.end_step([work.gpu])
         if snapshotter is not None:
-            with watch.held_up(stored=True):
+            with watch.blocked(has_snapshot=True):
                 snapshotter.begin(number)
         took.append(time.perf_counter() - began)
     if snapshotter is not None:
-        with watch.held_up():
+        with watch.blocked():
             snapshotter.wait()
     torch.cuda.synchronize(work.gpu)
     for _ in range(2):  # the last step's end is told when it has come
-        watch.step_ends([work.gpu])
+        watch.end_step([work.gpu])
         torch.cuda.synchronize(work.gpu)
     return [held_up for held_up in told if held_up is not None], took
 

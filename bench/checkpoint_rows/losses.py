@@ -28,7 +28,7 @@ from bench.checkpoint_rows.fleet import Fleet
 from bench.table import Row
 from everstep.errors import NotRestorable
 from everstep.ids import Version
-from everstep.wire.v1.training import GenerationSpec, Sealed
+from everstep.wire.v1.training import GenerationSpec, VersionSealed
 from everstep.wire.v1.vault_orders import Protection
 
 NODES = tuple(f"n{number}" for number in range(1, 7))
@@ -149,9 +149,9 @@ def _train(
     victims are gone."""
     store, changed, safe = dist.HashStore(), threading.Condition(), dict[int, int]()
 
-    def hear(report: Sealed) -> None:
+    def hear(report: VersionSealed) -> None:
         with changed:
-            if report.version.step == COMMITTED and report.kept and report.safe:
+            if report.version.step == COMMITTED and report.commit_candidate and report.durable:
                 safe[report.rank] = report.bytes
             changed.notify_all()
 

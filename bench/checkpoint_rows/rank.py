@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore import Restoration
-from everstep_trainer.snapshot.slot_negotiation import Choices
+from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
 
@@ -23,8 +23,8 @@ from bench.checkpoint_rows.limits import WarmMemory
 from bench.checkpoint_rows.state import Model, Size
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
-from everstep.layout.slots import CHUNK_BYTES, SLOTS
-from everstep.wire.v1.training import FindingRaised, GenerationSpec, Sealed
+from everstep.layout.slots import CHUNK_BYTES, SLOTS_PER_RANK
+from everstep.wire.v1.training import FindingRaised, GenerationSpec, VersionSealed
 
 PRODUCT = 768
 """A next step's compute is products of square matrices of this size: they stay in the cache of one core."""
@@ -96,10 +96,10 @@ class Heard:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self.at: dict[int, float] = {}
-        self.last: Sealed | None = None
+        self.last: VersionSealed | None = None
 
-    def hear(self, report: Sealed | FindingRaised) -> None:
-        if not isinstance(report, Sealed):  # a finding: what is short is logged too
+    def hear(self, report: VersionSealed | FindingRaised) -> None:
+        if not isinstance(report, VersionSealed):  # a finding: what is short is logged too
             return
         with self._changed:
             self.at[report.version.step] = time.perf_counter()
@@ -120,7 +120,7 @@ def snapshots(
     repeats: int,
     compute_s: float,
     overlap: bool | None = None,
-    slots: int = SLOTS,
+    slots: int = SLOTS_PER_RANK,
 ) -> Stalls:
     """Snapshots of a rank in a generation of its own, after some that nobody counts.
 
@@ -130,13 +130,13 @@ def snapshots(
     with ExitStack() as stack:
         one = Rank(spec, rank, socket, stack)
         model, heard = Model(size), Heard()
-        snapshotter, step = warm(one, model, heard, stack, Choices(overlap=overlap, slots=slots))
+        snapshotter, step = warm(one, model, heard, stack, SnapshotOptions(overlap=overlap, slots=slots))
         assert heard.last is not None
         payload = sum(part.numel() * part.element_size() for part in model.parts)
         nbytes = min(payload, heard.last.bytes)
         arrays = model.arrays() if size.tensors <= FEW else [np.ones(nbytes, np.uint8)]
         reference = WarmMemory(Path(memory), arrays, nbytes)
-        stalls = Stalls(reference.nbytes, heard.last.replicas)
+        stalls = Stalls(reference.nbytes, heard.last.full_copies)
         work = _Work(compute_s)
         for _ in range(repeats):
             step = _without_compute(one, model, snapshotter, heard, reference, stalls, step + 1)
@@ -152,14 +152,14 @@ def lean(spec: GenerationSpec, rank: int, socket: str, size: Size) -> int:
     """Versions that are to be committed, with two slots a rank; the last step."""
     with ExitStack() as stack:
         one = Rank(spec, rank, socket, stack)
-        return warm(one, Model(size), Heard(), stack, Choices(slots=2))[1]
+        return warm(one, Model(size), Heard(), stack, SnapshotOptions(slots=2))[1]
 
 
-def warm(one: Rank, model: Model, heard: Heard, stack: ExitStack, choices: Choices) -> tuple[Snapshotter, int]:
+def warm(one: Rank, model: Model, heard: Heard, stack: ExitStack, choices: SnapshotOptions) -> tuple[Snapshotter, int]:
     """A snapshotter that has stored some versions, and the last one's step."""
     model.update(0)
     state = TrackedState({"model": model.module})
-    snapshotter = Snapshotter(one.vault, state, one.spec, one.member, one.store, heard.hear, choices=choices)
+    snapshotter = Snapshotter(one.vault, state, one.spec, one.member, one.store, heard.hear, options=choices)
     stack.callback(snapshotter.close, finish=True)
     refused = _Refusals()
     logging.getLogger("everstep_trainer").addHandler(refused)
@@ -187,7 +187,7 @@ def _warm_up(one: Rank, model: Model, snapshotter: Snapshotter, heard: Heard, re
         snapshotter.wait()
         model.update(step)
         one.meet()
-        snapshotter.note(None, step)
+        snapshotter.update_versions(None, step)
         snapshotter.begin(step)
         snapshotter.wait()
         mine = torch.tensor(float(heard.wait(step, 5.0)))
@@ -208,7 +208,7 @@ def _without_compute(
     stalls.blocked.append(blocked)
     await_seal(one, step)
     step += 1
-    snapshotter.note(None, step)
+    snapshotter.update_versions(None, step)
     began, blocked = _snapshot(one, model, snapshotter, step)
     stalls.digested.append(blocked)
     assert heard.wait(step, SEAL_S), f"step {step} was not sealed"
@@ -228,15 +228,15 @@ def _snapshot(one: Rank, model: Model, snapshotter: Snapshotter, step: int) -> t
 
 
 def _announce_if_lean(snapshotter: Snapshotter, step: int) -> None:
-    if not snapshotter.every(step):
-        snapshotter.note(None, step)
+    if not snapshotter.interval_at(step):
+        snapshotter.update_versions(None, step)
 
 
 def await_seal(one: Rank, step: int) -> None:
     """A version that nobody reports is seen in its slot."""
     view = one.vault.open_segment(one.spec.job, one.member.local_rank, 1, slots=1).view
     deadline = time.monotonic() + SEAL_S
-    while all(header.version != Version(one.spec.number, step) for _, header in view.sealed()):
+    while all(header.version != Version(one.spec.number, step) for _, header in view.sealed_slots()):
         assert time.monotonic() < deadline, f"step {step} was not sealed"
         time.sleep(0.001)
 
@@ -267,7 +267,7 @@ def _back_to_back(
     one.meet()
     began = time.perf_counter()
     for each in range(step, step + count):
-        snapshotter.note(None, each)
+        snapshotter.update_versions(None, each)
         snapshotter.begin(each)
         snapshotter.wait()
     last = step + count - 1
@@ -338,7 +338,7 @@ def replications(spec: GenerationSpec, socket: str, nbytes: int, to: str, repeat
                 payload[chunk : chunk + 8] = number.to_bytes(8, "little")
             segment.view.seal(slot)
             began = time.perf_counter()
-            answer = vault.sealed(
+            answer = vault.report_sealed(
                 job=spec.job,
                 generation=spec.number,
                 rank=0,
@@ -346,7 +346,7 @@ def replications(spec: GenerationSpec, socket: str, nbytes: int, to: str, repeat
                 slot=slot,
                 version=version,
                 replicate=((0, nbytes),),
-                to=(to,),
+                replica_nodes=(to,),
             ).result()
             took.append(time.perf_counter() - began)
             assert answer.nodes == (to,), answer.failed

@@ -8,8 +8,8 @@ from statistics import median
 import numpy as np
 import torch
 from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.restore.byte_moves import Moves, batches_of
-from everstep_trainer.restore.remote_slots import Streams
+from everstep_trainer.restore.byte_moves import TensorCopies, split_into_batches
+from everstep_trainer.restore.remote_slots import SlotStreams
 
 from bench.checkpoint_rows.fleet import JOB, Fleet
 from bench.checkpoint_rows.limits import loopback
@@ -72,9 +72,9 @@ def _fill(vault: VaultClient, nbytes: int) -> SlotInfo:
 
 def _read_s(vault: VaultClient, slot: SlotInfo, target: torch.Tensor) -> float:
     began = time.perf_counter()
-    moves = Moves()
+    moves = TensorCopies()
     moves.add(target, [(0, target.nbytes)])
-    streams = Streams(vault, JOB, batches_of(slot, moves.rows()))
+    streams = SlotStreams(vault, JOB, split_into_batches(slot, moves.table()))
     try:
         failures = streams.finish()
     finally:

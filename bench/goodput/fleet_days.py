@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from everstep_controller.core import events as ev
-from everstep_controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, RequestRemedy, Send
+from everstep_controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, RequestRemediation, Send
 from everstep_controller.core.policy import CorePolicy
 
 from bench.failures import Failure, load
@@ -30,7 +30,7 @@ from everstep.wire.v1.training import (
     RankLost,
     RankProgress,
     Resumed,
-    Sealed,
+    VersionSealed,
 )
 
 PROBE_S = 10.0
@@ -109,7 +109,7 @@ class FleetDays(FleetOfNodes):
                     self._opened(spec)
                 case PutVerdict(verdict=verdict) if verdict.decision is Decision.EVICT:
                     self._evicted(verdict.node)
-                case RequestRemedy(remedy=remedy):
+                case RequestRemediation(remediation=remedy):
                     self._remedy(remedy.id, remedy.node, remedy.kind)
                 case Send(node=name, body=RunProbe() as body):
                     self._after(PROBE_S, lambda n=name, b=body: self._probe(n, b))  # type: ignore[misc]
@@ -131,7 +131,7 @@ class FleetDays(FleetOfNodes):
 
     def _told(self, kind: str, sentence: str) -> None:
         self.counts[kind] += 1
-        if kind == "fleet.breaker":
+        if kind == "fleet.breaker_tripped":
             self._after(self.plan.reset_s, self._reset)
         elif kind == "job.paused":
             self._interrupt("too few nodes")
@@ -139,7 +139,7 @@ class FleetDays(FleetOfNodes):
             self.decisions.append((self.now - START, f"{kind}: {sentence}"))
 
     def _reset(self) -> None:
-        if self.state.fleet.breaker:
+        if self.state.fleet.breaker_reason:
             self.counts["breaker resets"] += 1
             self._command(ev.OperatorAction.RESET_BREAKER)
 
@@ -183,7 +183,7 @@ class FleetDays(FleetOfNodes):
                 self._break(node, failure.cause, symptom)
 
     def _seated(self, node: Node) -> bool:
-        return self._spec is not None and node.name in self._spec.seated
+        return self._spec is not None and node.name in self._spec.seated_nodes
 
     def _fall_silent(self, struck: Sequence[Node], cause: str) -> None:
         transient = TRANSIENTS_S.get(cause)
@@ -214,7 +214,7 @@ class FleetDays(FleetOfNodes):
             self._register(node)
             self._join(node)
         else:
-            self._handle(ev.NodeHeard(node=node.name, incarnation=node.life, trace=self._trace()))
+            self._handle(ev.NodeSeen(node=node.name, incarnation=node.life, trace=self._trace()))
             self._beat_until_well(node, node.life)
 
     def _peers_notice(self) -> None:
@@ -264,7 +264,7 @@ class FleetDays(FleetOfNodes):
 
     def _rank_lost(self, node: Node) -> None:
         spec = self._spec
-        member = spec.member(node.name, 0) if spec is not None else None
+        member = spec.member_at(node.name, 0) if spec is not None else None
         if spec is None or member is None:
             return
         self._report(
@@ -275,7 +275,7 @@ class FleetDays(FleetOfNodes):
     def _digests_differ(self, liar: Node) -> None:
         """The digests of this step: all agree but one. Those before the lie agreed, and say what is clean."""
         spec = self._stepping
-        if not liar.lies or spec is None or liar.name not in spec.seated or not self.accounts.stepping:
+        if not liar.lies or spec is None or liar.name not in spec.seated_nodes or not self.accounts.stepping:
             if liar.lies and liar.ill:
                 self._after(self.model.digest_interval_s, lambda: self._digests_differ(liar))
             return
@@ -286,14 +286,14 @@ class FleetDays(FleetOfNodes):
                 digest = "wrong" if member.node == wrong else f"d{at}"
                 self._report(
                     self.by_name[member.node],
-                    Sealed(
+                    VersionSealed(
                         job=JOB,
                         at=self.now,
                         generation=spec.number,
                         rank=member.rank,
                         version=Version(spec.number, at),
                         bytes=0,
-                        safe=True,
+                        durable=True,
                         digests={"replicated": digest},
                     ),
                 )
@@ -316,7 +316,7 @@ class FleetDays(FleetOfNodes):
     def _opened(self, spec: GenerationSpec) -> None:
         """A generation was decided: at once, or at the end of a step to come."""
         before, self._spec = self._spec, spec
-        newcomers = len(spec.seated - before.seated) if before is not None else 0
+        newcomers = len(spec.seated_nodes - before.seated_nodes) if before is not None else 0
         self.least_spares = min(self.least_spares, self._idle(spec))
         self._resumes += 1
         attempt = self._resumes
@@ -337,7 +337,7 @@ class FleetDays(FleetOfNodes):
     def _idle(self, spec: GenerationSpec) -> int:
         """Healthy nodes beside the roster."""
         healthy = (NodeState.HEALTHY, NodeState.SUSPECT)
-        return sum(1 for n in self.nodes if n.name not in spec.seated and self._fit(n, healthy))
+        return sum(1 for n in self.nodes if n.name not in spec.seated_nodes and self._fit(n, healthy))
 
     def _leave_at_boundary(self, attempt: int, cause: str) -> None:
         if attempt == self._resumes and self.accounts.stepping:
@@ -388,9 +388,9 @@ class FleetDays(FleetOfNodes):
 DECIDED = (
     "generation",
     "node.lost",
-    "fleet.breaker",
+    "fleet.breaker_tripped",
     "job.paused",
     "verdict.evict",
     "verdict.readmit",
-    "verdict.hold_by_budget",
+    "verdict.defer_eviction",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from everstep_controller.core import events as ev
-from everstep_controller.core.effects import RemedyKind
+from everstep_controller.core.effects import RemediationKind
 from everstep_controller.core.policy import CorePolicy
 
 from bench.goodput.fleet_time import FleetInTime, Node, Observer
@@ -99,24 +99,24 @@ class FleetOfNodes(FleetInTime):
             self._command(ev.OperatorAction.READMIT, node.name)
             self._beat_until_well(node, node.life)
         job = self.state.jobs[JOB]
-        if node.name in job.excluded or not job.launchers[node.name].able:
+        if node.name in job.excluded_nodes or not job.launchers[node.name].usable:
             self._command(ev.OperatorAction.READMIT, node.name)
 
-    def _remedy(self, remedy: str, name: str, kind: RemedyKind) -> None:
+    def _remedy(self, remedy: str, name: str, kind: RemediationKind) -> None:
         """Carried out; what is broken stays so until it is repaired."""
-        wait_s = REBOOT_S if kind in (RemedyKind.REBOOT, RemedyKind.RESET_GPU) else 1.0
-        event = ev.ActionReported(id=remedy, node=name, ok=True, trace=self._trace())
+        wait_s = REBOOT_S if kind in (RemediationKind.REBOOT, RemediationKind.RESET_GPU) else 1.0
+        event = ev.RemediationFinished(remediation_id=remedy, node=name, succeeded=True, trace=self._trace())
         self._after(wait_s, lambda: self._handle(event))
 
     def _probe(self, name: str, body: RunProbe) -> None:
         well = all(self.by_name[n].away_until is None and not self.by_name[n].ill for n in body.nodes)
         rows = ((8, 1e-5, 1e11),) if well else ()
         detail = "" if well else "failed"
-        answer = ProbeFinished(probe=body.probe, ok=well, detail=detail, rows=rows, began=True)
+        answer = ProbeFinished(probe=body.probe, ok=well, detail=detail, rows=rows, started=True)
         self._report(self.by_name[name], answer)
 
     def _command(self, kind: ev.OperatorAction, node: str | None = None) -> None:
-        command = ev.OperatorCommand(kind=kind, actor="on call", reason="mended", node=node, trace=self._trace())
+        command = ev.OperatorCommand(action=kind, actor="on call", reason="mended", node=node, trace=self._trace())
         try:
             self._handle(command)
         except EverstepError:

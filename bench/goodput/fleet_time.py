@@ -15,7 +15,7 @@ from collections.abc import Callable
 from everstep_controller.core import engine
 from everstep_controller.core import events as ev
 from everstep_controller.core.effects import Effect
-from everstep_controller.core.liveness.node_liveness import FORGET_S
+from everstep_controller.core.liveness.node_liveness import PAUSE_DECAY_S
 from everstep_controller.core.policy import CorePolicy
 
 from bench.goodput.accounts import HOUR_S
@@ -72,7 +72,7 @@ class FleetInTime:
     """
 
     def __init__(self, policy: CorePolicy, nodes: int, hours: float, *, eager: bool, observe: Observer | None) -> None:
-        self.state = engine.restore(policy)
+        self.state = engine.restore_state(policy)
         self.now = START
         self.nodes = [Node(f"n{index:05d}") for index in range(nodes)]
         self.by_name = {node.name: node for node in self.nodes}
@@ -142,7 +142,7 @@ class FleetInTime:
     def _hear_lazily(self) -> None:
         """Somebody was heard within the last second: the core is not deaf."""
         if not self._eager:
-            self.state.hearing.last_at = self.now - BEAT_S / 2
+            self.state.observer.last_received_at = self.now - BEAT_S / 2
 
     def _sleep(self, node: Node) -> None:
         """From now on the node's beats are known without being played. ``heard_at`` lies where no silence can begin."""
@@ -150,20 +150,20 @@ class FleetInTime:
             return
         if not node.sleeps:
             node.sleeps, node.slept_at = True, self.now
-        pulse = self.state.live_nodes[node.name].pulse
-        pulse.heard_at = self._beyond
-        pulse.longest_s = max(pulse.longest_s, BEAT_S)
+        pulse = self.state.node_runtime[node.name].heartbeats
+        pulse.last_seen_at = self._beyond
+        pulse.longest_pause_s = max(pulse.longest_pause_s, BEAT_S)
 
     def _wake(self, node: Node) -> None:
         """Its beats count one by one again, beginning with the last of those that were not played."""
         if node.sleeps:
             node.sleeps = False
-            live = self.state.live_nodes[node.name]
+            live = self.state.node_runtime[node.name]
             beats = int((self.now - node.slept_at) / BEAT_S)
-            faded_s = live.pulse.longest_s * (1.0 - BEAT_S / FORGET_S) ** beats
-            live.pulse.heard_at, live.pulse.longest_s = self.now - BEAT_S, max(BEAT_S, faded_s)
-            live.watched = False
-            self._handle(ev.NodeHeard(node=node.name, incarnation=node.life, trace=self._trace()))
+            faded_s = live.heartbeats.longest_pause_s * (1.0 - BEAT_S / PAUSE_DECAY_S) ** beats
+            live.heartbeats.last_seen_at, live.heartbeats.longest_pause_s = self.now - BEAT_S, max(BEAT_S, faded_s)
+            live.has_silence_deadline = False
+            self._handle(ev.NodeSeen(node=node.name, incarnation=node.life, trace=self._trace()))
 
     def _beat_all(self) -> None:
         for node in self.nodes:
@@ -171,8 +171,8 @@ class FleetInTime:
                 self._beat(node)
 
     def _beat(self, node: Node) -> None:
-        heard = engine.touch(self.state, node.name, node.life, self.now, self._progress(node))
-        if heard is engine.Heard.NEWS:
+        heard = engine.apply_heartbeat(self.state, node.name, node.life, self.now, self._progress(node))
+        if heard is engine.HeartbeatResult.NEWS:
             self._handle(
                 ev.HeartbeatChanged(
                     node=node.name, incarnation=node.life, ranks=self._progress(node), trace=self._trace()

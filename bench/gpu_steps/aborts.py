@@ -23,7 +23,7 @@ from bench.gpu_steps.sheet import NotRun, Sheet, not_run, require_gpus
 from bench.table import Row
 
 FLOOR_S, AIM_S = 2.0, 0.5
-"""After 2 s (``HookSettings.leave_within_s``) a process that has not left its generation is replaced."""
+"""After 2 s (``HookSettings.leave_timeout_s``) a process that has not left its generation is replaced."""
 ANSWER_S, STORE_S = 60.0, timedelta(seconds=60)
 LOCKED_S = 5
 """What torch is told to wait for a set-up at most, where a collective was called too early."""
@@ -86,7 +86,7 @@ def missing_peer() -> tuple[float, float]:
     time.sleep(1.0)  # so that the set-up is under way in NCCL's own thread
     began = time.perf_counter()
     backend.abort()
-    settled = backend.settle(ANSWER_S)
+    settled = backend.wait_aborted(ANSWER_S)
     seconds = time.perf_counter() - began
     assert settled, f"the abort was not done within {ANSWER_S:.0f} s"
     dist.destroy_process_group()

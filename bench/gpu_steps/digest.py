@@ -38,7 +38,7 @@ def step(sheet: Sheet, device: str) -> None:
     sheet.add(Row("copy within device memory, read and written", copy / 1e9, "GB/s"))
     sheet.add(*rate_rows(tensors, where, copy))
     few = [torch.ones(512, dtype=torch.bfloat16, device=where) for _ in range(SMALL_TENSORS)]
-    took = timed(WeightedDigest(few).start, where)
+    took = timed(WeightedDigest(few).enqueue, where)
     sheet.add(Row(f"digest of {SMALL_TENSORS} tensors of 1 KiB", took * 1e3, "ms"))
 
 
@@ -56,7 +56,7 @@ def rate_rows(tensors: list[torch.Tensor], where: torch.device, copy: float) -> 
     try:
         for size in (usual, *(size for size in BLOCKS if size != usual)):
             digests.BLOCK_ROWS = size
-            rate = nbytes / timed(WeightedDigest(tensors).start, where)
+            rate = nbytes / timed(WeightedDigest(tensors).enqueue, where)
             name = f"digest of {nbytes >> 20} MiB"
             marks = (FLOOR_PERCENT, AIM_PERCENT) if size == usual and where.type == "cuda" else (None, None)
             if size != usual:

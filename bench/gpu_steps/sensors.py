@@ -12,7 +12,7 @@ from everstep_agent.probes.child import MATMUL_SIZE_CPU, MATMUL_SIZE_CUDA
 from everstep_agent.probes.prober import Prober
 from everstep_agent.sensors.gpu import GpuSensor
 from everstep_agent.sensors.samples import GpuSample
-from everstep_agent.virtual.scenario import Machine, load_scenario
+from everstep_agent.virtual.scenario import VirtualMachine, load_scenario
 from everstep_agent.virtual.virtual_nvml import install, uninstall
 
 from bench.gpu_steps.sheet import Sheet, not_run
@@ -41,7 +41,7 @@ class NoGpuListed(Exception):
 
 def step(sheet: Sheet, device: str) -> None:
     if device == "cpu":
-        install(Machine(load_scenario("default:2", "n1"), control=""), SYSTEM_CLOCK)
+        install(VirtualMachine(load_scenario("default:2", "n1"), control_path=""), SYSTEM_CLOCK)
     try:
         nvml(sheet)
     except NoGpuListed as error:
@@ -54,7 +54,7 @@ def step(sheet: Sheet, device: str) -> None:
 
 def nvml(sheet: Sheet) -> None:
     """Polls of all GPUs, as the agent's sensor process makes them."""
-    sensor = GpuSensor(slow_every=1, doing=lambda what: None)
+    sensor = GpuSensor(slow_every=1, set_activity=lambda what: None)
     took = []
     try:
         for _ in range(POLLS):
@@ -63,7 +63,7 @@ def nvml(sheet: Sheet) -> None:
             took.append(time.perf_counter() - began)
         if not samples:
             raise NoGpuListed(f"NVML lists no GPU: {sensor.error or 'it gives no reason'}")
-        sheet.note(gpus=[gpu.name for gpu in sensor.known.values()], driver=sensor.driver_version)
+        sheet.note(gpus=[gpu.name for gpu in sensor.known_gpus.values()], driver=sensor.driver_version)
         sheet.add(*sample_rows(samples), poll_row(took[1:]), event_row(sensor))
     finally:
         sensor.close()
@@ -96,7 +96,7 @@ def poll_row(took: list[float]) -> Row:
 
 def event_row(sensor: GpuSensor) -> Row:
     """Whether XIDs can be waited for."""
-    events = sensor.wait(0.0)
+    events = sensor.wait_xid_events(0.0)
     found = "no event set: XIDs come from the kernel log alone" if events is None else f"{len(events)} pending"
     return Row("NVML: XID events can be waited for", float(events is not None), "", against=found)
 

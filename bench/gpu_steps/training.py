@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from everstep_trainer.restore import Restoration
 from everstep_trainer.sdc.digest import WeightedDigest
-from everstep_trainer.snapshot.pace import Stopwatch
-from everstep_trainer.snapshot.slot_negotiation import Choices
+from everstep_trainer.snapshot.pace import StepStopwatch
+from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
 
@@ -31,7 +31,7 @@ from bench.gpu_steps.gpt import Shape, Training
 from bench.gpu_steps.sheet import NotRun, Sheet
 from bench.table import Row
 from everstep.ids import Version
-from everstep.layout.slots import SLOTS
+from everstep.layout.slots import SLOTS_PER_RANK
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import GenerationSpec
 
@@ -91,7 +91,7 @@ def fitting(shapes: tuple[Shape, ...]) -> Shape:
         if line.startswith("MemAvailable:")
     )
     for shape in shapes:
-        slots = SLOTS * shape.state_bytes
+        slots = SLOTS_PER_RANK * shape.state_bytes
         if slots < 0.95 * shared and slots + shape.state_bytes + ROOM_BYTES < host:
             return shape
     raise NotRun(f"/dev/shm has {shared >> 30} GiB free and the host {host >> 30}: too little for {shapes[-1].name}")
@@ -152,8 +152,8 @@ def trained(
         run.gradients()
         run.update()  # makes the moments
         state = TrackedState({"model": run.model, "optimizer": run.optimizer})
-        choices = Choices(every=1, slots=SLOTS)
-        snapshotter = Snapshotter(one.vault, state, spec, one.member, one.store, heard.hear, choices=choices)
+        choices = SnapshotOptions(interval=1, slots=SLOTS_PER_RANK)
+        snapshotter = Snapshotter(one.vault, state, spec, one.member, one.store, heard.hear, options=choices)
         stack.callback(snapshotter.close, finish=True)
         figures, loop = Figures(sum(tensor.nbytes for tensor in run.state())), Loop(run, snapshotter, where)
         figures.limit = pinned_copies(figures.nbytes, where, repeats, to_host=True)
@@ -199,7 +199,7 @@ class Loop:
     def _store(self, heard: Heard, figures: Figures, patience_s: float) -> bool:
         """Whether the step that is made now was sealed within ``patience_s``; only then there are figures of it."""
         self._compute()
-        self._snapshotter.note(None, self.step)  # what may be committed is reported when it is sealed
+        self._snapshotter.update_versions(None, self.step)  # what may be committed is reported when it is sealed
         _synchronize(self._where)
         began = time.perf_counter()
         self._snapshotter.begin(self.step)
@@ -222,26 +222,26 @@ class Loop:
         """Seconds of each of ``count`` steps, and for how long each snapshot held them up. ``every`` 0: no snapshot."""
         told: list[float | None] = []
         took: list[float] = []
-        watch = Stopwatch(lambda _, held_up: told.append(held_up), SYSTEM_CLOCK)
+        watch = StepStopwatch(lambda _, held_up: told.append(held_up), SYSTEM_CLOCK)
         gpus = [self._where] if self._where.type == "cuda" else []
         for number in range(count):
             began = time.perf_counter()
             self.step += 1
             loss = self._run.gradients()
-            with watch.held_up():
+            with watch.blocked():
                 self._snapshotter.wait()
             self._run.update()
             loss.item()
-            watch.step_ends(gpus)
+            watch.end_step(gpus)
             if every and number % every == 0:
-                with watch.held_up(stored=True):
+                with watch.blocked(has_snapshot=True):
                     self._snapshotter.begin(self.step)
             took.append(time.perf_counter() - began)
-        with watch.held_up():
+        with watch.blocked():
             self._snapshotter.wait()
         for _ in range(2):  # a step's end is told once it has come
             _synchronize(self._where)
-            watch.step_ends(gpus)
+            watch.end_step(gpus)
         return took[1:], [held_up for held_up in told if held_up is not None]
 
 

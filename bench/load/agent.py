@@ -17,12 +17,12 @@ import msgspec
 from bench.load import messages
 from bench.load.messages import BeatForm
 from everstep.wire.v1.agent import (
-    ANSWER_EVERY_S,
-    NUMBER_BYTES,
+    ANSWER_INTERVAL_S,
+    DIRECTIVE_NUMBER_BYTES,
     PREFIX_BYTES,
-    Frame,
+    FrameKind,
+    FrameRefused,
     HeartbeatAnswer,
-    Refused,
     Registered,
     ReportsAnswer,
 )
@@ -222,7 +222,7 @@ class Agent:
         asks = self.away or bool(self._asked) or not self.hold or now + 0.5 * interval_s >= self._ask_at
         frame = self._form.fill(self.seq, now, self.number, self._after, asks=asks, shows=self.away)
         if asks:
-            self._ask_at = now + ANSWER_EVERY_S * (1.0 if self._ask_at else random.random())
+            self._ask_at = now + ANSWER_INTERVAL_S * (1.0 if self._ask_at else random.random())
             self.beat_sent_at = time.time()
         self.send(frame)
         if self._spool and not self._asked:
@@ -279,27 +279,27 @@ class Agent:
         return data[at:]
 
     def _take(self, kind: int, body: bytes, now: float) -> None:
-        if kind == Frame.HEARTBEAT_ANSWER:
+        if kind == FrameKind.HEARTBEAT_ANSWER:
             self._beat_answered(body, now)
-        elif kind == Frame.REPORTS_ANSWER:
+        elif kind == FrameKind.REPORTS_ANSWER:
             self._reports_answered(body, now)
-        elif kind == Frame.PUSH:
+        elif kind == FrameKind.PUSH:
             for directive in msgspec.json.decode(body, type=_Push).directives:
                 self._directive(directive.seq, bytes(directive.body), now)
-        elif kind == Frame.DEFLATED_PUSH:
-            self._after = int.from_bytes(body[:NUMBER_BYTES], "big")
-            self._enter(self._host.seats_of(body[NUMBER_BYTES:], True), now)
-        elif kind == Frame.LET_GO:
+        elif kind == FrameKind.DEFLATED_PUSH:
+            self._after = int.from_bytes(body[:DIRECTIVE_NUMBER_BYTES], "big")
+            self._enter(self._host.seats_of(body[DIRECTIVE_NUMBER_BYTES:], True), now)
+        elif kind == FrameKind.GO_AWAY:
             self.hold = False
             if not self._asked and not self.beat_sent_at:
                 self._host.ended(self)
-        elif kind == Frame.REGISTERED:
-            self.hold = msgspec.json.decode(body, type=Registered).hold
+        elif kind == FrameKind.REGISTERED:
+            self.hold = msgspec.json.decode(body, type=Registered).keep_open
             self._host.progressed(self, "registered")
         else:
-            refusal = msgspec.json.decode(body, type=Refused)
-            what = Frame(refusal.of).name if refusal.of else "session"
-            if refusal.of == Frame.REPORTS:  # said again with the next beat
+            refusal = msgspec.json.decode(body, type=FrameRefused)
+            what = FrameKind(refusal.frame_kind).name if refusal.frame_kind else "session"
+            if refusal.frame_kind == FrameKind.REPORTS:  # said again with the next beat
                 self._take_back()
             self._host.refused(self, f"{what}: {refusal.code}: {refusal.message}")
 
@@ -350,5 +350,5 @@ def read_generation(body: bytes, deflated: bool) -> Seats | None:
     if not isinstance(spec, NewGeneration):
         return None
     generation = spec.spec
-    first = {node: place * generation.spec.nproc_per_node for node, place in generation.places.items()}
+    first = {node: place * generation.spec.nproc_per_node for node, place in generation.seat_index.items()}
     return Seats(generation.job, generation.number, first)

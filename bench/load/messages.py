@@ -7,7 +7,17 @@ import time
 import msgspec
 
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
-from everstep.wire.v1.agent import UPGRADE, Domain, Frame, Gpu, Heartbeat, Numbered, Register, Reports, encode_frame
+from everstep.wire.v1.agent import (
+    UPGRADE,
+    Domain,
+    FrameKind,
+    Gpu,
+    Heartbeat,
+    NumberedReport,
+    Register,
+    Reports,
+    encode_frame,
+)
 from everstep.wire.v1.training import AnyReport, JobSpec, LauncherJoined, RankLost, RankProgress, Resumed
 
 RANKS = 8
@@ -59,13 +69,13 @@ def register(index: int) -> bytes:
         domain=Domain(rack=f"rack-{index // 16:05d}", switch=f"leaf-{index // 64:04d}", power=f"pdu-{index // 32:05d}"),
         gpus=gpus,
     )
-    return encode_frame(Frame.REGISTER, msgspec.json.encode(message))
+    return encode_frame(FrameKind.REGISTER, msgspec.json.encode(message))
 
 
 def picture() -> bytes:
     """A beat with the whole picture: all is well."""
     beat = Heartbeat(incarnation=INCARNATION, seq=1, sent_at=0.0, findings=())
-    return encode_frame(Frame.HEARTBEAT, msgspec.json.encode(beat))
+    return encode_frame(FrameKind.HEARTBEAT, msgspec.json.encode(beat))
 
 
 class BeatForm:
@@ -105,13 +115,13 @@ class BeatForm:
         Ranks step all the time."""
         findings = '"findings":[],' if shows else ""
         body = self._body(seq, at, int(at / STEP_S) & 0xFFFFFF, reports, directives, findings)
-        return encode_frame(Frame.HEARTBEAT if asks else Frame.QUIET_BEAT, body)
+        return encode_frame(FrameKind.HEARTBEAT if asks else FrameKind.ONE_WAY_HEARTBEAT, body)
 
 
 def reports(first: int, bodies: list[AnyReport]) -> bytes:
     """Reports from number ``first`` on."""
-    numbered = tuple(Numbered(number=first + place, body=body) for place, body in enumerate(bodies))
-    return encode_frame(Frame.REPORTS, msgspec.json.encode(Reports(incarnation=INCARNATION, reports=numbered)))
+    numbered = tuple(NumberedReport(number=first + place, body=body) for place, body in enumerate(bodies))
+    return encode_frame(FrameKind.REPORTS, msgspec.json.encode(Reports(incarnation=INCARNATION, reports=numbered)))
 
 
 def launcher_joined(job: str, nodes: int, store_port: int, launcher: int) -> LauncherJoined:

@@ -107,7 +107,7 @@ def _ms(distribution: Distribution, share: float) -> float:
     return distribution.quantile(share) * 1e3
 
 
-JUDGEMENTS = ("correlated", "evict", "hold_by_budget")
+JUDGEMENTS = ("correlated", "evict", "defer_eviction")
 """What the verdicts on many nodes that fail at once are."""
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from everstep.cli.client import Client
+from everstep.cli.client import ControllerClient
 from everstep.errors import EverstepError
 from everstep.ids import Version
 from everstep.vocabulary import JobState, NodeState
-from everstep.wire.v1.operator import Because, Changed
+from everstep.wire.v1.operator import ChangeResult, ReasonOnlyRequest
 from examples.demo.story import Run
 from examples.demo.watch import Watch
 from examples.demo.world import Node, World, descendants, wait_for
@@ -67,8 +67,8 @@ class Fleet:
         self._number = itertools.count()
         self._lost: Losses | None = None
 
-    def client(self) -> Client:
-        return Client(self.world.url, self.world.operator_token)
+    def client(self) -> ControllerClient:
+        return ControllerClient(self.world.url, self.world.operator_token)
 
     # --- beginning and end ---------------------------------------------------------------------------------------
 
@@ -218,7 +218,8 @@ class Fleet:
         nodes = ", ".join(f"{n.node} {n.state.value} ({n.reason})" for n in self.watch.nodes)
         job = self.watch.job
         return (
-            f"down {sorted(self.down)}; {nodes}; job {job.summary if job else None}, unable {job.unable if job else ''}"
+            f"down {sorted(self.down)}; {nodes}; job {job.summary if job else None}, unable "
+            f"{job.ineligible_nodes if job else ''}"
         )
 
     def step(self) -> int:
@@ -275,8 +276,8 @@ class Fleet:
     def ask(self, node: Node, what: str) -> str:
         """An operator's order; returns what became of it."""
         try:
-            body = Because(reason="the soak says so")
-            return self.client().post(f"/v1/nodes/{node.name}/{what}", body, Changed).sentence
+            body = ReasonOnlyRequest(reason="the soak says so")
+            return self.client().post(f"/v1/nodes/{node.name}/{what}", body, ChangeResult).sentence
         except EverstepError as error:
             return f"refused: {error}"
 

@@ -68,7 +68,7 @@ def train(run: everstep.Run) -> None:
         indices = sampler.indices(step)
         loss = (whole(inputs[indices]) - targets[indices]).square().mean()
         log.samples(step, loss.item(), indices.tolist())
-        (loss * sampler.weight(step)).backward()
+        (loss * sampler.loss_weight(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
         run.report(loss=loss)

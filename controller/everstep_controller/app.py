@@ -16,58 +16,66 @@ from sqlalchemy import Engine
 from everstep import __version__
 from everstep.clock import Clock
 from everstep_controller.api import endpoints, openapi
-from everstep_controller.api.admission import Admission
-from everstep_controller.api.auth import Gate
-from everstep_controller.api.credentials import Credentials, Keyring
+from everstep_controller.api.admission import AdmissionControl
+from everstep_controller.api.auth import Authenticator
+from everstep_controller.api.credentials import CredentialBook, Keyring
 from everstep_controller.api.history import HistoryRoutes
 from everstep_controller.api.operators import CredentialRoutes, OperatorRoutes, PolicyRoutes
-from everstep_controller.api.routes import CREDENTIALS, HISTORY, OPERATOR, PLAIN, POLICY
-from everstep_controller.api.stream import AuditFeed, Readers
+from everstep_controller.api.routes import (
+    CREDENTIAL_ROUTES,
+    HISTORY_ROUTES,
+    OPERATOR_ROUTES,
+    PLAIN_ROUTES,
+    POLICY_ROUTES,
+)
+from everstep_controller.api.stream import AuditFeed, StreamReservations
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core import engine as fleet
 from everstep_controller.core.state import FleetState
 from everstep_controller.journal.recorder import Journal
-from everstep_controller.leadership.leader_checks import Doubt, Elsewhere
+from everstep_controller.leadership.leader_checks import EpochCheck, StandbyWatch
 from everstep_controller.leadership.lease import Tenure
 from everstep_controller.read_models import fleet_views
-from everstep_controller.read_models.fleet_views import Boards
+from everstep_controller.read_models.fleet_views import ReadModels
 from everstep_controller.read_models.prometheus import FleetCollector, Metrics
 from everstep_controller.remediation.remediator import Remediator
-from everstep_controller.remediation.service import Outside
+from everstep_controller.remediation.service import RemediationService
 from everstep_controller.rulebook import with_rules
 from everstep_controller.runtime.clock import SteadyTime
-from everstep_controller.runtime.clock_check import ClockWatch, set_back_s
-from everstep_controller.runtime.commit_buffer import Absence
-from everstep_controller.runtime.event_quota import EventQuota, telling
+from everstep_controller.runtime.clock_check import ClockMonitor, clock_set_back_s
+from everstep_controller.runtime.commit_buffer import DatabaseOutage
+from everstep_controller.runtime.event_quota import EventQuota, run_suppressed_reports
 from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.push import Outbox
-from everstep_controller.runtime.startup_state import NOTHING, Known, restored
+from everstep_controller.runtime.startup_state import NO_RECORDS, KnownRecords, restore_state
 from everstep_controller.runtime.transaction import AuditNumbers
 from everstep_controller.server import connections
-from everstep_controller.server.agent_service import AgentDesk, OneByOne
+from everstep_controller.server.agent_service import AgentService, SerialQueue
 from everstep_controller.store import table_access
-from everstep_controller.store.retention import Keep, retaining
-from everstep_controller.store.rows import Loaded
-from everstep_controller.store.set_back import clamp_history, set_back
-from everstep_controller.store.threads import Store
+from everstep_controller.store.retention import RetentionLimits, run_retention
+from everstep_controller.store.rows import LoadedState
+from everstep_controller.store.set_back import clamp_history, set_times_back
+from everstep_controller.store.threads import DatabaseStore
 
 
 def _journal(settings: ControllerSettings) -> Journal | None:
     if not settings.journal_dir:
         return None
     keep_s = settings.journal_days * 86400.0
-    return Journal(Path(settings.journal_dir), most_bytes=settings.journal_bytes, keep_s=keep_s)
+    return Journal(Path(settings.journal_dir), max_bytes=settings.journal_bytes, keep_s=keep_s)
 
 
-async def _set_back(store: Store, loaded: Loaded, known: Known, wall: float) -> tuple[Loaded, Known]:
+async def _set_back(
+    store: DatabaseStore, loaded: LoadedState, known: KnownRecords, wall: float
+) -> tuple[LoadedState, KnownRecords]:
     """Sets the times of the database back to the wall clock, in the database first."""
-    moved, batch = await asyncio.to_thread(set_back, loaded, known, wall)
+    moved, batch = await asyncio.to_thread(set_times_back, loaded, known, wall)
     await store.commit(batch)
     await store.write(lambda connection: clamp_history(connection, wall))
-    return moved, NOTHING
+    return moved, NO_RECORDS
 
 
-document = functools.cache(openapi.document)
+openapi_document = functools.cache(openapi.document)
 """The description of all routes; 70 ms, which a standby spends before anybody waits for it."""
 
 MakeRemediator = Callable[[], Remediator]
@@ -86,8 +94,8 @@ class Controller:
         self,
         settings: ControllerSettings,
         keyring: Keyring,
-        store: Store,
-        loaded: Loaded,
+        store: DatabaseStore,
+        loaded: LoadedState,
         state: FleetState,
         clock: Clock,
         make_remediator: MakeRemediator,
@@ -96,7 +104,7 @@ class Controller:
         self._tenure = tenure
         self._settings = settings
         self._clock = clock
-        self.doubt = Doubt(tenure, keyring, clock, loaded.epoch) if tenure is not None else None
+        self.epoch_check = EpochCheck(tenure, keyring, clock, loaded.epoch) if tenure is not None else None
         self.metrics = Metrics()
         self.feed = AuditFeed(loaded.newest_audit)
         self.outbox = Outbox(loaded.epoch, loaded.outbox)
@@ -112,21 +120,21 @@ class Controller:
             state=state,
             outbox=self.outbox,
             commit=store.commit,
-            steady=self.steady,
+            clock=self.steady,
             metrics=self.metrics,
-            numbers=numbers,
-            boards=Boards(state.jobs.values()),
+            audit_numbers=numbers,
+            read_models=ReadModels(state.jobs.values()),
             on_audit=self.feed.publish,
-            on_remedies=lambda rows: self.outside.desk.requested(rows),
+            on_remediations=lambda rows: self.remediation.executor.enqueue(rows),
             decide=self.journal.decide if self.journal else fleet.handle,
             quota=self.quota,
             epoch=loaded.epoch,
             check_leading=tenure.check if tenure is not None else lambda: None,
-            group=settings.group_commit,
+            max_batch=settings.max_commit_batch,
             queue_limit=settings.queue_limit,
-            away_limit_bytes=settings.away_limit_bytes,
+            outage_buffer_bytes=settings.outage_buffer_bytes,
         )
-        self.outside = Outside(
+        self.remediation = RemediationService(
             settings,
             make_remediator(),
             loop=self.loop,
@@ -135,9 +143,9 @@ class Controller:
             write_alerts=lambda told, over: store.write(
                 lambda connection: table_access.write_alerts(connection, told, over)
             ),
-            failed=self.metrics.remediation_failures.inc,
+            on_failure=self.metrics.remediation_failures.inc,
         )
-        self.desk = fleet_views.Desk(
+        self.view_context = fleet_views.ViewContext(
             state=state,
             outbox=self.outbox,
             epoch=loaded.epoch,
@@ -146,33 +154,33 @@ class Controller:
             lag_s=self.loop.lag.recent_s,
             queued=self.loop.queued,
             newest_event=lambda: self.feed.newest,
-            away=self.away,
-            remedies_open=self.outside.desk.open,
+            database_outage=self.database_outage,
+            open_remediations=self.remediation.executor.open_count,
             journal_gaps=lambda: self.journal.gaps if self.journal is not None else 0,
-            elsewhere=lambda: self.elsewhere.told,
+            standby_report=lambda: self.standby_watch.report,
             clock_ahead_s=self.steady.ahead_s,
         )
-        self.elsewhere = Elsewhere(settings, self.loop, clock)
-        self._gauges = FleetCollector(self.desk)
+        self.standby_watch = StandbyWatch(settings, self.loop, clock)
+        self._gauges = FleetCollector(self.view_context)
         self.metrics.registry.register(self._gauges)
-        self.credentials = Credentials(loaded.credentials)
-        gate = Gate.of(settings, keyring, self.credentials, state.jobs, clock, self.loop.now)
-        self.gate = gate
-        self.agents = AgentDesk(
+        self.credentials = CredentialBook(loaded.credentials)
+        gate = Authenticator.from_settings(settings, keyring, self.credentials, state.jobs, clock, self.loop.now)
+        self.authenticator = gate
+        self.agent_service = AgentService(
             loop=self.loop,
             metrics=self.metrics,
             clock=clock,
-            descriptors=connections.of_this_process(),
-            soon=OneByOne(),
+            descriptors=connections.process_descriptors(),
+            defer=SerialQueue(),
             name=settings.name,
             heartbeat_interval_s=settings.heartbeat_interval_s,
-            marks=loaded.marks,
-            poisoned=loaded.poisoned,
-            charge_reports=gate.reports,
-            doubt=self.doubt,
+            report_marks=loaded.report_marks,
+            poisoned_reports=loaded.poisoned,
+            charge_reports=gate.charge_reports,
+            epoch_check=self.epoch_check,
         )
-        self.app = self._operators(gate)
-        self.task: asyncio.Task[None] | None = None
+        self.app = self._operator_app(gate)
+        self.loop_task: asyncio.Task[None] | None = None
         self.background: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -180,9 +188,9 @@ class Controller:
         cls,
         settings: ControllerSettings,
         keyring: Keyring,
-        store: Store,
-        loaded: Loaded,
-        known: Known,
+        store: DatabaseStore,
+        loaded: LoadedState,
+        known_records: KnownRecords,
         clock: Clock,
         make_remediator: MakeRemediator,
         tenure: Tenure | None = None,
@@ -194,11 +202,11 @@ class Controller:
         Raises what the database raises. When it returns, requests may be served.
         """
         rules = with_rules(settings.policy)
-        if set_back_s(clock.wall(), loaded.newest_at, trust_clock=settings.trust_clock):
-            loaded, known = await _set_back(store, loaded, known, clock.wall())
-        state = await asyncio.to_thread(restored, rules, loaded, known)  # who comes meanwhile is heard
+        if clock_set_back_s(clock.wall(), loaded.newest_at, trust_clock=settings.trust_clock):
+            loaded, known_records = await _set_back(store, loaded, known_records, clock.wall())
+        state = await asyncio.to_thread(restore_state, rules, loaded, known_records)  # who comes meanwhile is heard
         controller = cls(settings, keyring, store, loaded, state, clock, make_remediator, tenure)
-        task = controller.task = asyncio.create_task(controller.loop.run(), name="fleet loop")
+        task = controller.loop_task = asyncio.create_task(controller.loop.run(), name="fleet loop")
         started = asyncio.create_task(controller.loop.started.wait())
         await asyncio.wait({task, started}, return_when=asyncio.FIRST_COMPLETED)
         started.cancel()
@@ -207,12 +215,14 @@ class Controller:
                 await asyncio.to_thread(controller.journal.close)
             store.close()
             await task
-        controller.outside.start()
-        watch = ClockWatch(controller.steady, lambda now: store.write(lambda held: table_access.mark(held, now)))
+        controller.remediation.start()
+        watch = ClockMonitor(controller.steady, lambda now: store.write(lambda held: table_access.mark(held, now)))
         controller.background = [
-            asyncio.create_task(retaining(store, controller.keep), name="retention"),
+            asyncio.create_task(run_retention(store, controller.retention_limits), name="retention"),
             asyncio.create_task(watch.run(), name="clock"),
-            asyncio.create_task(telling(controller.loop.submit, controller.quota), name="suppressed events"),
+            asyncio.create_task(
+                run_suppressed_reports(controller.loop.submit, controller.quota), name="suppressed events"
+            ),
         ]
         return controller
 
@@ -226,13 +236,13 @@ class Controller:
         make_remediator: MakeRemediator,
     ) -> Controller:
         """Takes a database over that no other controller shares, and leads. Raises as ``lead``."""
-        store = Store(engine, commit_timeout_s=settings.commit_timeout_s)
-        return await cls.lead(settings, keyring, store, await store.take_over(), NOTHING, clock, make_remediator)
+        store = DatabaseStore(engine, commit_timeout_s=settings.commit_timeout_s)
+        return await cls.lead(settings, keyring, store, await store.take_over(), NO_RECORDS, clock, make_remediator)
 
-    def keep(self) -> Keep:
+    def retention_limits(self) -> RetentionLimits:
         """What history stays, as of now. Of two clocks that differ, the one that deletes less counts."""
         settings = self._settings
-        return Keep(
+        return RetentionLimits(
             since=min(self.loop.now(), self._clock.wall()) - settings.retention_days * 86400,
             events=settings.retention_events,
             orders=settings.retention_orders,
@@ -240,100 +250,106 @@ class Controller:
             generations=settings.retention_generations,
         )
 
-    def away(self) -> Absence | None:
+    def database_outage(self) -> DatabaseOutage | None:
         """The database's absence: nothing can be written, or the lease not be renewed."""
-        away = self.loop.away()
-        return away if away is not None or self.doubt is None else self.doubt.absence(self.loop.now())
+        away = self.loop.database_outage()
+        return (
+            away if away is not None or self.epoch_check is None else self.epoch_check.database_outage(self.loop.now())
+        )
 
-    def certain(self) -> bool:
+    def is_certain_leader(self) -> bool:
         """Whether it may answer as the leader now."""
-        return self._tenure is None or self._tenure.certain()
+        return self._tenure is None or self._tenure.is_certain()
 
-    def release(self) -> None:
+    def close_connections(self) -> None:
         """Ends sessions and streams, so that the server can stop."""
         self.outbox.close()
         self.feed.close()
 
     async def stop(self) -> None:
         """Ends the loop and closes the database, once what is being written has been."""
-        self.release()
-        tasks = {task for task in (self.task, *self.background) if task is not None}
+        self.close_connections()
+        tasks = {task for task in (self.loop_task, *self.background) if task is not None}
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        await self.outside.stop()
+        await self.remediation.stop()
         if self.journal is not None:
             await asyncio.to_thread(self.journal.close)
         await asyncio.to_thread(self.store.close)
 
-    def serving(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether the loop still runs."""
-        return self.task is not None and not self.task.done()
+        return self.loop_task is not None and not self.loop_task.done()
 
-    def _operators(self, gate: Gate) -> FastAPI:
+    def _operator_app(self, gate: Authenticator) -> FastAPI:
         """Everything but the agents' routes, which stand in front of it: FastAPI costs 8 us a request."""
         app = FastAPI(
             title="Everstep controller", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
         )
-        app.openapi = document  # type: ignore[method-assign]
+        app.openapi = openapi_document  # type: ignore[method-assign]
         endpoints.install_error_handlers(app, self.metrics)
         settings = self._settings
-        admission = Admission(
-            most=settings.requests_under_way,
-            most_bytes=settings.answer_bytes,
-            share=settings.answering_share,
+        admission = AdmissionControl(
+            max_requests=settings.max_concurrent_requests,
+            max_bytes=settings.max_unsent_answer_bytes,
+            loop_share=settings.answer_loop_share,
             monotonic=self._clock.monotonic,
-            refused=self.metrics.over_limit,
+            on_refused=self.metrics.over_limit,
         )
         self.metrics.watch_requests(admission)
-        readers = Readers()
+        readers = StreamReservations()
         self.metrics.watch_streams(readers)
         past = HistoryRoutes(
-            desk=self.desk,
+            context=self.view_context,
             store=self.store,
             feed=self.feed,
-            gate=gate,
+            authenticator=gate,
             admission=admission,
             readers=readers,
-            cut=self.metrics.streams_cut.inc,
+            on_stream_cut=self.metrics.streams_cut.inc,
         )
-        app.add_api_route(PLAIN["stream"].path, past.stream, methods=["GET"], include_in_schema=False)
+        app.add_api_route(PLAIN_ROUTES["stream"].path, past.stream, methods=["GET"], include_in_schema=False)
         endpoints.install_routes(
-            app, gate, admission, OPERATOR, OperatorRoutes(desk=self.desk, loop=self.loop, store=self.store)
+            app,
+            gate,
+            admission,
+            OPERATOR_ROUTES,
+            OperatorRoutes(context=self.view_context, loop=self.loop, store=self.store),
         )
-        endpoints.install_routes(app, gate, admission, HISTORY, past)
+        endpoints.install_routes(app, gate, admission, HISTORY_ROUTES, past)
         endpoints.install_routes(
-            app, gate, admission, POLICY, PolicyRoutes(self.desk, self._journal_dir, self._flush_journal)
+            app, gate, admission, POLICY_ROUTES, PolicyRoutes(self.view_context, self._journal_dir, self._flush_journal)
         )
         endpoints.install_routes(
-            app, gate, admission, CREDENTIALS, CredentialRoutes(loop=self.loop, credentials=self.credentials)
+            app, gate, admission, CREDENTIAL_ROUTES, CredentialRoutes(loop=self.loop, credentials=self.credentials)
         )
         self._open_routes(app, gate, admission)
         return app
 
     async def _flush_journal(self) -> None:
         if self.journal is not None:
-            await self.journal.drained()
+            await self.journal.drain()
 
-    def _open_routes(self, app: FastAPI, gate: Gate, admission: Admission) -> None:
+    def _open_routes(self, app: FastAPI, gate: Authenticator, admission: AdmissionControl) -> None:
         async def health(_request: Request) -> Response:
             return Response(b'{"ok":true,"role":"controller"}', media_type="application/json")
 
         async def ready(_request: Request) -> Response:
-            ok, away = self.serving(), self.away()
+            ok, away = self.is_serving(), self.database_outage()
             body: dict[str, object] = {"ok": ok, "role": "controller"}
-            if self.doubt is not None:
-                body |= self.doubt.shown()
+            if self.epoch_check is not None:
+                body |= self.epoch_check.proof_fields()
             if away is not None:  # still ready: running jobs need it, and no other controller could do more
-                body["database"] = "away"
+                body["database"] = "unavailable"
             return Response(msgspec.json.encode(body), status_code=200 if ok else 503, media_type="application/json")
 
         async def metrics(request: Request) -> Response:
-            identity = endpoints.admit(gate, PLAIN["metrics"].access, request)
+            identity = endpoints.authorize(gate, PLAIN_ROUTES["metrics"].access, request)
 
             async def shown() -> Response:
-                await self._gauges.look(lambda: endpoints.turn(request))
-                return Response(self.metrics.exposition(self.desk.state.jobs), media_type=CONTENT_TYPE_LATEST)
+                await self._gauges.refresh(lambda: endpoints.turn(request))
+                return Response(self.metrics.render(self.view_context.state.jobs), media_type=CONTENT_TYPE_LATEST)
 
             return await endpoints.placed(admission, identity, request, shown)
 

@@ -16,7 +16,7 @@ import msgspec
 from everstep.bearer_tokens import check_secret, split_secrets
 from everstep.errors import ConfigurationError
 from everstep.ids import split_address
-from everstep.settings import unknown
+from everstep.settings import unknown_variables
 from everstep.vocabulary import Mode
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.rulebook import with_rules
@@ -93,29 +93,29 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     whose tokens have expired tries about one tenth of its nodes a second. Right tokens pass whatever others do."""
     request_burst_s: float = 5.0
     """Seconds' worth of each of these limits that may come at once: a restart brings everybody at the same moment."""
-    requests_under_way: int = 16
+    max_concurrent_requests: int = 16
     """Requests of one operator, viewer or job's trainers that may wait, be worked on, or be sent at a time; more are
     answered 429. A dashboard has one or two; displays that share a token share these."""
-    answer_bytes: int = 32 << 20
+    max_unsent_answer_bytes: int = 32 << 20
     """Bytes of answers to one of them that may wait until it has taken them; an answer that comes on top is 429. A
     thousand nodes are some 200 KB."""
-    answering_share: float = 0.5
+    answer_loop_share: float = 0.5
     """Of the event loop's time, what answers to all of them may take while agents' beats and reports wait for it too:
     after each slice of an answer the loop is theirs for as long as that took. Larger answers people sooner while
     somebody reads much, and agents later."""
     heartbeat_interval_s: float = 1.0
     """Seconds between an agent's beats. Shorter finds silence sooner; 12,500 nodes at 1 s cost well under a core."""
-    group_commit: int = 256
+    max_commit_batch: int = 256
     """Most requests that share one transaction: larger is more throughput under a storm, longer for its first."""
     queue_limit: int = 20_000
     """Requests that may wait for a transaction; beyond it agents are told to come again, and their spools hold."""
     commit_timeout_s: float = 2.0
     """Seconds a transaction may take before it is broken off and the database counts as away. Nothing is decided while
     one is written: longer makes a database that hangs delay a regroup, shorter takes a slow one for a dead one."""
-    away_limit_bytes: int = 64 << 20
+    outage_buffer_bytes: int = 64 << 20
     """About how many bytes of decisions are kept in memory while the database is away; beyond it agents are told to
     come again, and their spools hold. A regroup of 1,000 ranks is some 100 KiB."""
-    clock_doubt_days: float = 7.0
+    max_clock_ahead_days: float = 7.0
     """Days that the machine's clock may be ahead of the newest time in the database when the controller starts. Beyond
     that the clock is taken for wrong, and the start is refused: a clock that is months ahead would end credentials and
     delete history by age. A running controller notes the time every minute, so this is how long none may have run.
@@ -163,7 +163,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Where remedies are posted."""
     webhook_secret_file: str = ""
     """A file with the secret that signs those posts, readable by its owner only."""
-    webhook_cordons: bool = False
+    webhook_reports_cordons: bool = False
     """Whether that receiver can tell which nodes people have taken out of service."""
     slurm_conf: str = ""
     """Slurm's configuration file. Empty: Slurm's own default."""
@@ -259,10 +259,12 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
                 "positive, and request_burst_s long enough for one request",
             ),
             (
-                min(self.requests_under_way, self.answer_bytes) < 1 or not 0 < self.answering_share <= 1,
-                "requests_under_way and answer_bytes must be at least 1, and answering_share more than 0 and at most 1",
+                min(self.max_concurrent_requests, self.max_unsent_answer_bytes) < 1
+                or not 0 < self.answer_loop_share <= 1,
+                "max_concurrent_requests and max_unsent_answer_bytes must be at least 1, and "
+                "answer_loop_share more than 0 and at most 1",
             ),
-            (self.group_commit < 1 or self.queue_limit < 1, "group_commit and queue_limit must be at least 1"),
+            (self.max_commit_batch < 1 or self.queue_limit < 1, "max_commit_batch and queue_limit must be at least 1"),
             (
                 self.commit_timeout_s <= 0 or self.stop_grace_s < 0,
                 "commit_timeout_s must be positive and stop_grace_s not negative",
@@ -274,12 +276,12 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
                 "retention_days must be positive, retention_events, retention_orders and retention_rows at least 1000, "
                 "retention_generations at least 16",
             ),
-            (self.clock_doubt_days < 0, "clock_doubt_days must not be negative; 0 believes any clock"),
+            (self.max_clock_ahead_days < 0, "max_clock_ahead_days must not be negative; 0 believes any clock"),
             (
                 self.node_events_burst < 1 or self.node_events_per_s <= 0,
                 "node_events_burst must be at least 1 and node_events_per_s positive",
             ),
-            (self.away_limit_bytes < 1 << 20, "away_limit_bytes must be at least 1048576"),
+            (self.outage_buffer_bytes < 1 << 20, "outage_buffer_bytes must be at least 1048576"),
             (
                 not 0.2 <= self.lease_renew_s <= self.lease_s / 3,
                 f"lease_renew_s ({self.lease_renew_s}) must be at least 0.2 and at most a third of lease_s "
@@ -303,8 +305,9 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
                 "alert_token_file is for alert_url, and there is none",
             ),
             (
-                self.policy.remediate is Mode.ENFORCE and self.remediation == "dry_run",
-                "policy.remediate = enforce asks for resets and reboots, and remediation = dry_run carries none out: "
+                self.policy.remediation_mode is Mode.ENFORCE and self.remediation == "dry_run",
+                "policy.remediation_mode = enforce asks for resets and reboots, and remediation = dry_run carries none "
+                "out: "
                 "name what does",
             ),
             (
@@ -358,7 +361,7 @@ def _variables(prefix: str, kind: type[msgspec.Struct]) -> dict[str, str]:
 def _check_environment(environment: Mapping[str, str]) -> None:
     """Raises ConfigurationError for a variable that would be a setting, were it spelled as one."""
     known = _variables(ENVIRONMENT_PREFIX, ControllerSettings) | _variables(POLICY_PREFIX, CorePolicy)
-    if wrong := unknown(environment, ENVIRONMENT_PREFIX, known, others=(SECRETS_COMMAND,)):
+    if wrong := unknown_variables(environment, ENVIRONMENT_PREFIX, known, others=(SECRETS_COMMAND,)):
         near = get_close_matches(wrong[0], known, n=1)
         mend = f"do you mean {near[0]}?" if near else "docs/how-to/tune.md says where settings are read"
         raise ConfigurationError(f"{', '.join(wrong)}: no such setting; {mend}")

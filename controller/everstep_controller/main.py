@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from everstep import __version__
-from everstep.bearer_tokens import MINTED, TokenRole, mint
+from everstep.bearer_tokens import MINTABLE_ROLES, TokenRole, mint
 from everstep.errors import EverstepError
-from everstep.parent_process import die_with_parent, starting_process
+from everstep.parent_process import die_with_parent, parent_pid
 from everstep_controller.config import PRESETS, ControllerSettings, load_settings, read_secrets
 from everstep_controller.journal import replay
 from everstep_controller.process_lifecycle import log_to_stderr
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     backup.add_argument("file", metavar="FILE", type=Path)
     backup.add_argument("--database", metavar="URL", default=ControllerSettings().database)
     token = commands.add_parser("token", help="print a bearer token")
-    token.add_argument("--role", choices=[role.value for role in MINTED], required=True)
+    token.add_argument("--role", choices=[role.value for role in MINTABLE_ROLES], required=True)
     token.add_argument("--subject", metavar="NAME", required=True, help="a node's name for agents, yours otherwise")
     token.add_argument("--secret-file", metavar="FILE", required=True)
     return parser
@@ -84,7 +84,7 @@ def _token(arguments: dict[str, Any]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Ends the process with 0, EXIT_CONFIGURATION (what to mend is said on stderr) or ``serve``'s EXIT_CRASHED."""
-    parent = starting_process()
+    parent = parent_pid()
     options = _parser().parse_args(argv)
     arguments = vars(options).copy()
     command = arguments.pop("command")

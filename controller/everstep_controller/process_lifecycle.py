@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from everstep.plain_text import PlainLines
+from everstep.plain_text import PlainLineFormatter
 
 _FIELDS = ("node", "job", "generation", "trace")
 
@@ -41,7 +41,7 @@ def log_to_stderr() -> None:
     """Readable lines on a terminal, JSON elsewhere."""
     handler = logging.StreamHandler(sys.stderr)
     if sys.stderr.isatty():
-        handler.setFormatter(PlainLines())
+        handler.setFormatter(PlainLineFormatter())
     else:
         handler.setFormatter(JsonLines())
     root = logging.getLogger()

@@ -13,8 +13,15 @@ import msgspec
 from everstep.errors import ConfigurationError
 from everstep.settings import parse_toml
 from everstep.vocabulary import FindingKind
-from everstep.wire.v1.operator_history import PolicyChange, PolicyChecked, PolicyDocument
-from everstep_controller.core.policy import REMEMBERED, RUNGS, CorePolicy, Rule, Rulebook, SecondPass
+from everstep.wire.v1.operator_history import PolicyChange, PolicyCheckResult, PolicyDocument
+from everstep_controller.core.policy import (
+    LADDER_ACTIONS,
+    MAX_REMEMBERED,
+    BlameIsolationMethod,
+    CorePolicy,
+    Rulebook,
+    VerdictRule,
+)
 
 POLICY_FOLDER = Path(__file__).parent / "policy"
 
@@ -22,7 +29,7 @@ POLICY_FOLDER = Path(__file__).parent / "policy"
 class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One file of whole rules."""
 
-    rule: tuple[Rule, ...] = ()
+    rule: tuple[VerdictRule, ...] = ()
 
 
 Tables = dict[tuple[str, str], dict[str, Any]]
@@ -45,7 +52,9 @@ def load_rulebook(site: Path | None = None, folder: Path = POLICY_FOLDER) -> Rul
 def changed_rules(rulebook: Rulebook, changes: Iterable[Mapping[str, Any]]) -> Rulebook:
     """The rules with ``changes`` over them, as a site's file would be. Raises ConfigurationError."""
     tables: Tables = {
-        (str(rule.kind), rule.name): msgspec.to_builtins(rule) for rules in rulebook.kinds.values() for rule in rules
+        (str(rule.kind), rule.name): msgspec.to_builtins(rule)
+        for rules in rulebook.rules_by_kind.values()
+        for rule in rules
     }
     for change in changes:
         key = (str(change.get("kind", "")), str(change.get("name", "")))
@@ -58,7 +67,7 @@ def changed_rules(rulebook: Rulebook, changes: Iterable[Mapping[str, Any]]) -> R
 def _book(tables: Tables) -> Rulebook:
     rules = [_whole(table) for table in tables.values()]
     rulebook = Rulebook({kind: _of_kind(rules, kind) for kind in FindingKind})
-    if missing := [kind for kind, found in rulebook.kinds.items() if not found or found[-1].name]:
+    if missing := [kind for kind, found in rulebook.rules_by_kind.items() if not found or found[-1].name]:
         raise ConfigurationError(f"no rule without a name judges {', '.join(missing)}")
     return rulebook
 
@@ -71,7 +80,7 @@ def shipped_rulebook() -> Rulebook:
 
 def with_rules(policy: CorePolicy, site: Path | None = None) -> CorePolicy:
     """The policy with its rulebook read, where it has none yet. Raises ConfigurationError."""
-    if policy.rules.kinds and site is None:
+    if policy.rules.rules_by_kind and site is None:
         return policy
     rules = shipped_rulebook() if site is None else load_rulebook(site)
     return msgspec.structs.replace(policy, rules=rules)
@@ -88,7 +97,7 @@ def _read(folder: Path) -> Tables:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"{path}: cannot be read: {error}") from error
-        file = parse_toml(text, str(path), PolicyFile, (PolicyFile, Rule))
+        file = parse_toml(text, str(path), PolicyFile, (PolicyFile, VerdictRule))
         for rule, table in zip(file.rule, tomllib.loads(text).get("rule", ()), strict=True):
             key = (str(rule.kind), rule.name)
             if key in tables:
@@ -97,10 +106,10 @@ def _read(folder: Path) -> Tables:
     return tables
 
 
-def _whole(table: dict[str, Any]) -> Rule:
+def _whole(table: dict[str, Any]) -> VerdictRule:
     """The rule as all files together give it."""
     try:
-        rule = msgspec.convert(table, Rule)
+        rule = msgspec.convert(table, VerdictRule)
     except msgspec.ValidationError as error:
         name = ".".join(str(table[key]) for key in ("kind", "name") if table.get(key))
         raise ConfigurationError(f"rule {name}: {error}") from error
@@ -110,27 +119,27 @@ def _whole(table: dict[str, Any]) -> Rule:
     return rule
 
 
-def _of_kind(rules: list[Rule], kind: FindingKind) -> tuple[Rule, ...]:
+def _of_kind(rules: list[VerdictRule], kind: FindingKind) -> tuple[VerdictRule, ...]:
     return tuple(sorted((rule for rule in rules if rule.kind is kind), key=lambda rule: (not rule.name, rule.name)))
 
 
-def _contradictions(rule: Rule) -> tuple[tuple[bool, str], ...]:
-    n, m = rule.n_of
-    seconds = (rule.window_s, rule.boot_grace_s, rule.repeat_s, rule.same_s, rule.clear_s, rule.correlated_s)
-    order = [RUNGS.index(rung) for rung in rule.ladder if rung in RUNGS]
+def _contradictions(rule: VerdictRule) -> tuple[tuple[bool, str], ...]:
+    n, m = rule.n_of_m
+    seconds = (rule.window_s, rule.boot_grace_s, rule.step_memory_s, rule.coalesce_s, rule.clear_s, rule.correlated_s)
+    order = [LADDER_ACTIONS.index(rung) for rung in rule.ladder if rung in LADDER_ACTIONS]
     return (
         (not rule.source, "it has no source: say where its numbers come from"),
-        (not 1 <= n <= m <= REMEMBERED, f"n_of = [{n}, {m}] must be [n, m] with 1 <= n <= m <= {REMEMBERED}"),
-        (n > 1 and rule.window_s <= 0, "n_of counts within window_s: give it, above zero"),
+        (not 1 <= n <= m <= MAX_REMEMBERED, f"n_of_m = [{n}, {m}] must be [n, m] with 1 <= n <= m <= {MAX_REMEMBERED}"),
+        (n > 1 and rule.window_s <= 0, "n_of_m counts within window_s: give it, above zero"),
         (min(seconds) < 0, "seconds cannot be negative"),
-        (rule.same_s > rule.repeat_s, "same_s is the beginning of repeat_s, and so no longer"),
-        (len(order) != len(rule.ladder), f"a ladder is made of {', '.join(RUNGS)}"),
+        (rule.coalesce_s > rule.step_memory_s, "coalesce_s is the beginning of step_memory_s, and so no longer"),
+        (len(order) != len(rule.ladder), f"a ladder is made of {', '.join(LADDER_ACTIONS)}"),
         (not order or order != sorted(set(order)), "a ladder has its cures once each, weakest first"),
-        (rule.passes < 1, "passes must be at least 1"),
+        (rule.required_passes < 1, "passes must be at least 1"),
         (rule.correlated_nodes < 2, "correlated_nodes must be at least 2: one node is no correlation"),
         (not 0 < rule.correlated_share <= 1, "correlated_share is a share of the fleet: above 0, at most 1"),
         (
-            rule.second_pass is not SecondPass.NONE and not rule.diagnostics,
+            rule.blame_isolation is not BlameIsolationMethod.NONE and not rule.diagnostics,
             "a second pass needs diagnostics to be passed on the way back",
         ),
     )
@@ -140,15 +149,15 @@ def _contradictions(rule: Rule) -> tuple[tuple[bool, str], ...]:
 # A change of policy, checked as the settings are.
 
 
-def document(policy: CorePolicy) -> PolicyDocument:
+def policy_document(policy: CorePolicy) -> PolicyDocument:
     """The policy as people read it."""
     knobs: dict[str, Any] = msgspec.to_builtins(policy)
     del knobs["rules"]
-    rules = (rule for kind in policy.rules.kinds.values() for rule in kind)
+    rules = (rule for kind in policy.rules.rules_by_kind.values() for rule in kind)
     return PolicyDocument(knobs=knobs, rules=tuple(msgspec.to_builtins(rule) for rule in rules))
 
 
-def apply(policy: CorePolicy, change: PolicyChange) -> CorePolicy:
+def apply_change(policy: CorePolicy, change: PolicyChange) -> CorePolicy:
     """The policy with the change. Raises ConfigurationError for what cannot be put in force, and how to mend it."""
     if "rules" in change.knobs:
         raise ConfigurationError("rules is no knob: give the rules beside the knobs")
@@ -160,13 +169,13 @@ def apply(policy: CorePolicy, change: PolicyChange) -> CorePolicy:
     return msgspec.structs.replace(changed, rules=changed_rules(policy.rules, change.rules)).validate()
 
 
-def check(policy: CorePolicy, change: PolicyChange) -> PolicyChecked:
+def check_change(policy: CorePolicy, change: PolicyChange) -> PolicyCheckResult:
     """Whether the change could be put in force, and what of the policy it changes."""
     try:
-        changed = apply(policy, change)
+        changed = apply_change(policy, change)
     except ConfigurationError as error:
-        return PolicyChecked(ok=False, complaint=str(error))
-    return PolicyChecked(ok=True, changes=_differences(document(policy), document(changed)))
+        return PolicyCheckResult(ok=False, error=str(error))
+    return PolicyCheckResult(ok=True, changes=_differences(policy_document(policy), policy_document(changed)))
 
 
 def _differences(before: PolicyDocument, after: PolicyDocument) -> dict[str, str]:

@@ -23,24 +23,24 @@ from everstep.errors import ConfigurationError, EverstepError
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_controller.api.credentials import Keyring
 from everstep_controller.config import ControllerSettings, read_password
-from everstep_controller.leadership.member import Member
+from everstep_controller.leadership.member import ControllerReplica
 from everstep_controller.process_lifecycle import write_atomically
-from everstep_controller.remediation.service import remediator
-from everstep_controller.runtime.clock_check import check_start
+from everstep_controller.remediation.service import create_remediator
+from everstep_controller.runtime.clock_check import check_clock_at_start
 from everstep_controller.server.listener import (
-    Server,
+    ControllerServer,
     address_of,
     check_certificate,
-    ears,
+    duplicate_listeners,
     listen,
     raise_file_limit,
     server_config,
-    settle_interpreter,
-    warn_of_plain_text,
+    tune_interpreter,
+    warn_if_plaintext,
 )
 from everstep_controller.store import table_access
 from everstep_controller.store.database import open_database, parse_url
-from everstep_controller.store.database_errors import StoreAway, diagnose
+from everstep_controller.store.database_errors import DatabaseUnavailable, diagnose
 
 log = logging.getLogger("everstep_controller")
 
@@ -54,7 +54,7 @@ def serve(settings: ControllerSettings) -> int:
     Raises ConfigurationError for what an operator can mend.
     """
     raise_file_limit()
-    settle_interpreter()
+    tune_interpreter()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings))
 
@@ -80,32 +80,32 @@ async def _serve(settings: ControllerSettings) -> int:
         listeners.append(listen(second, "operators_listen"))
     address, *operators = map(address_of, listeners)
     for place in (address, *operators):
-        warn_of_plain_text(settings, place)
+        warn_if_plaintext(settings, place)
     settings = msgspec.structs.replace(settings, name=settings.name or _own_name(settings, address))
-    member = Member(
+    member = ControllerReplica(
         settings,
         keyring,
         SYSTEM_CLOCK,
-        lambda: remediator(settings, SYSTEM_CLOCK),
+        lambda: create_remediator(settings, SYSTEM_CLOCK),
         database=_database(settings),
         address=_advertised(settings, address),
     )
     running = asyncio.create_task(member.run(), name="member")
     await _begun(running, member, settings)
-    server = Server(server_config(settings, member), member.release, settings.stop_grace_s)
-    member.on_end = server.hang_up
-    running.add_done_callback(lambda _task: server.end())
+    server = ControllerServer(server_config(settings, member), member.close_connections, settings.stop_grace_s)
+    member.on_leadership_lost = server.close_all
+    running.add_done_callback(lambda _task: server.request_stop())
     announcing = asyncio.create_task(_announce(server, settings, address, *operators))
-    await server.serve(sockets=[*ears(listeners[0]), *listeners[1:]])
+    await server.serve(sockets=[*duplicate_listeners(listeners[0]), *listeners[1:]])
     announcing.cancel()
     if settings.ready_file:
         Path(settings.ready_file).unlink(missing_ok=True)
     return await _end(running, settings)
 
 
-async def _begun(running: asyncio.Task[None], member: Member, settings: ControllerSettings) -> None:
+async def _begun(running: asyncio.Task[None], member: ControllerReplica, settings: ControllerSettings) -> None:
     """Waits until it is known who leads. Raises ConfigurationError where this controller cannot begin."""
-    settled = asyncio.create_task(member.settled.wait())
+    settled = asyncio.create_task(member.leader_known.wait())
     await asyncio.wait({running, settled}, return_when=asyncio.FIRST_COMPLETED)
     settled.cancel()
     if not running.done():
@@ -114,7 +114,7 @@ async def _begun(running: asyncio.Task[None], member: Member, settings: Controll
         running.result()
     except SQLAlchemyError as error:
         raise ConfigurationError(diagnose(error, parse_url(settings.database))) from error
-    except StoreAway as error:
+    except DatabaseUnavailable as error:
         raise ConfigurationError(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a RecursionError may be of anything that was begun
         raise ConfigurationError(
@@ -132,7 +132,7 @@ def _check_clock(engine: Engine, settings: ControllerSettings) -> None:
             newest_at = 0.0 if table_access.is_copy(connection) else table_access.newest_at(connection)
     except SQLAlchemyError as error:
         raise ConfigurationError(diagnose(error, parse_url(settings.database))) from error
-    check_start(SYSTEM_CLOCK.wall(), newest_at, settings.clock_doubt_days)
+    check_clock_at_start(SYSTEM_CLOCK.wall(), newest_at, settings.max_clock_ahead_days)
 
 
 _ANYWHERE = ("0.0.0.0:", "[::]:")

@@ -15,9 +15,9 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
-from everstep.bearer_tokens import may_be_token
+from everstep.bearer_tokens import looks_like_token
 from everstep.errors import (
-    UNREADABLE,
+    DECODE_ERRORS,
     AuthenticationError,
     ConfigurationError,
     Conflict,
@@ -34,7 +34,7 @@ T = TypeVar("T")
 TIMEOUT_S = 10.0
 STREAM_TIMEOUT_S = 60.0
 """Seconds without a byte after which a stream counts as broken; the controller comments every 15."""
-PAUSES_S = (0.2,) * 15
+LEADER_RETRY_DELAYS_S = (0.2,) * 15
 """Between two rounds of the controllers while none of them leads: a leader that is gone is followed within three
 seconds."""
 
@@ -54,7 +54,7 @@ _BY_CODE: dict[str, type[EverstepError]] = {
 }
 
 
-class _StandsBy(Unavailable):
+class _NotLeader(Unavailable):
     """The one that was asked does not lead. ``leader``: the address of the one that does, as far as it knows."""
 
     def __init__(self, message: str, leader: str) -> None:
@@ -62,7 +62,7 @@ class _StandsBy(Unavailable):
         self.leader = leader
 
 
-class Client:
+class ControllerClient:
     """Speaks to whichever of several controllers leads, and finds it again when that changes.
 
     Args:
@@ -81,18 +81,18 @@ class Client:
     def get(self, path: str, kind: type[T], /, **query: str | int) -> T:
         """The answer of a GET. Raises EverstepError with what the controller said, Unavailable where none answers."""
         asked = {name: value for name, value in query.items() if value not in ("", None)}
-        return self._decode(self._ask("GET", path + (f"?{urlencode(asked)}" if asked else "")), kind)
+        return self._decode(self._request("GET", path + (f"?{urlencode(asked)}" if asked else "")), kind)
 
     def post(self, path: str, body: Any, kind: type[T], *, timeout_s: float = TIMEOUT_S) -> T:
         """The answer of a POST. Raises as ``get``. One that may have been taken is not sent again."""
-        return self._decode(self._ask("POST", path, msgspec.json.encode(body), timeout_s), kind)
+        return self._decode(self._request("POST", path, msgspec.json.encode(body), timeout_s), kind)
 
     @property
-    def several(self) -> bool:
+    def has_several_controllers(self) -> bool:
         """Whether more than one address was given."""
         return len(self._urls) > 1
 
-    def post_to_each(
+    def post_to_all(
         self, path: str, body: Any, kind: type[T], *, timeout_s: float = TIMEOUT_S
     ) -> dict[str, T | EverstepError]:
         """What every controller that was given says, by its address, whether it leads or not: an answer, or why not."""
@@ -115,7 +115,7 @@ class Client:
     def stream(self, path: str) -> Iterator[tuple[str, bytes]]:
         """The name and the ``data`` of each server-sent event. Raises Unavailable when the stream breaks."""
         name = ""
-        connection, response = self._reach("GET", path, None, STREAM_TIMEOUT_S)
+        connection, response = self._send_to_leader("GET", path, None, STREAM_TIMEOUT_S)
         try:
             while line := response.readline():
                 if line.startswith(b"event: "):
@@ -127,8 +127,8 @@ class Client:
         finally:
             connection.close()
 
-    def _ask(self, method: str, path: str, body: bytes | None = None, timeout_s: float = TIMEOUT_S) -> bytes:
-        connection, response = self._reach(method, path, body, timeout_s)
+    def _request(self, method: str, path: str, body: bytes | None = None, timeout_s: float = TIMEOUT_S) -> bytes:
+        connection, response = self._send_to_leader(method, path, body, timeout_s)
         try:
             return response.read()
         except (OSError, http.client.HTTPException) as error:
@@ -136,11 +136,11 @@ class Client:
         finally:
             connection.close()
 
-    def _reach(
+    def _send_to_leader(
         self, method: str, path: str, body: bytes | None, timeout_s: float
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """The leader's answer. While controllers stand by and none leads yet, it waits a little for one that does."""
-        for pause_s in (*PAUSES_S, None):
+        for pause_s in (*LEADER_RETRY_DELAYS_S, None):
             refused: Unavailable | None = None
             stand_by = False
             left = deque(dict.fromkeys((self._leader, *self._urls)))
@@ -150,11 +150,11 @@ class Client:
                 tried.add(url)
                 try:
                     found = self._send(url, method, path, body, timeout_s)
-                except _StandsBy as error:
+                except _NotLeader as error:
                     refused, stand_by = error, True
                     if error.leader not in tried and urlsplit(error.leader).scheme == urlsplit(url).scheme:
                         left.appendleft(error.leader)
-                except _Away as error:
+                except _NoAnswer as error:
                     refused = refused or error
                 else:
                     self._leader = url
@@ -182,7 +182,7 @@ class Client:
             connection.connect()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise _away(url, error) from error
+            raise _no_answer(url, error) from error
         try:
             connection.request(method, path, body, self._headers)
             response = connection.getresponse()
@@ -191,7 +191,7 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             if method == "GET":
-                raise _away(url, error) from error
+                raise _no_answer(url, error) from error
             raise Unavailable(
                 f"{url} broke off ({error}), and whether it took the order is not known: look before you give it again"
             ) from error
@@ -203,25 +203,25 @@ class Client:
     def _decode(self, body: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(body, type=kind)
-        except UNREADABLE as error:
+        except DECODE_ERRORS as error:
             raise MalformedMessage(
                 f"the answer of {self._leader} is not understood ({error}): is it a controller of this release?"
             ) from error
 
 
-class _Away(Unavailable):
+class _NoAnswer(Unavailable):
     """Nobody answers at an address."""
 
 
-def _away(url: str, error: Exception) -> _Away:
+def _no_answer(url: str, error: Exception) -> _NoAnswer:
     if isinstance(error, ssl.SSLCertVerificationError):
-        return _Away(
+        return _NoAnswer(
             f"the certificate of {url} is not trusted ({error.verify_message}): give the authority that signed it "
             "(--ca-file or EVERSTEP_CA_FILE)"
         )
     if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
-        return _Away(f"{url} does not speak TLS: is the address http://, or the port another one?")
-    return _Away(
+        return _NoAnswer(f"{url} does not speak TLS: is the address http://, or the port another one?")
+    return _NoAnswer(
         f"no controller answers at {url} ({error}): is it running, and is the address right "
         "(--controller or EVERSTEP_CONTROLLER)?"
     )
@@ -241,7 +241,7 @@ def _refusal(status: int, body: bytes, url: str) -> EverstepError:
     except (ValueError, KeyError, TypeError):
         return EverstepError(f"{url} answered {status}, and not as a controller does: is the address right?")
     if said.get("role") == "standby":
-        return _StandsBy(message, str(said.get("leader", "")))
+        return _NotLeader(message, str(said.get("leader", "")))
     if code == "unauthenticated":
         message += "; give the right token file (--token-file or EVERSTEP_TOKEN_FILE)"
     return _BY_CODE.get(code, EverstepError)(message)
@@ -268,6 +268,6 @@ def read_token(path: str) -> str:
         raise ConfigurationError(f"the token file {path!r} cannot be read: {error}") from error
     if not token:
         raise ConfigurationError(f"the token file {path!r} is empty")
-    if not may_be_token(token):
+    if not looks_like_token(token):
         raise ConfigurationError(f"{path!r} does not hold a token, which is one word on one line: is it another file?")
     return token

@@ -18,13 +18,13 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from everstep.cli.client import Client, path, read_token
+from everstep.cli.client import ControllerClient, path, read_token
 from everstep.errors import AuthenticationError, ConfigurationError, EverstepError, Unavailable
 from everstep.ids import check_name, split_address
-from everstep.plain_text import without_control
+from everstep.plain_text import escape_control
 from everstep.wire.v1 import operator as op
 
-WIDE = 10_000
+PIPE_WIDTH = 10_000
 
 
 class _Printer(Console):
@@ -37,23 +37,26 @@ class _Printer(Console):
     def __init__(self, **named: Any) -> None:
         super().__init__(**named)
         if not self.is_terminal and "COLUMNS" not in os.environ:
-            self.width = WIDE
+            self.width = PIPE_WIDTH
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(without_control(segment.text), segment.style)
+            yield segment if segment.control else Segment(escape_control(segment.text), segment.style)
 
 
 console = _Printer()
-complaints = _Printer(stderr=True)
+error_console = _Printer(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Reason = Annotated[
-    str, typer.Option("--reason", "-r", help="Why; it stands in the log for ever.", callback=lambda text: _said(text))
+    str,
+    typer.Option(
+        "--reason", "-r", help="Why; it stands in the log for ever.", callback=lambda text: _require_reason(text)
+    ),
 ]
 
 
-def _said(reason: str) -> str:
+def _require_reason(reason: str) -> str:
     if not reason.strip():
         raise typer.BadParameter("say why: it stands in the log for ever")
     return reason
@@ -62,7 +65,7 @@ def _said(reason: str) -> str:
 DEFAULT_CONTROLLER = "http://127.0.0.1:7700"
 
 
-class Access(msgspec.Struct, frozen=True):
+class ConnectionOptions(msgspec.Struct, frozen=True):
     """Where the controller is and how to be known there: by a token, or by a certificate.
 
     ``controller`` is empty where none was given; ``run`` names a run of everstep-launch on this machine.
@@ -75,7 +78,7 @@ class Access(msgspec.Struct, frozen=True):
     key: str = ""
     run: str = ""
 
-    def resolved(self, environ: Mapping[str, str]) -> Access:
+    def resolved(self, environ: Mapping[str, str]) -> ConnectionOptions:
         """Return the access with a controller: the given one, else a run's on this machine, else the usual address.
 
         Raises:
@@ -88,7 +91,7 @@ class Access(msgspec.Struct, frozen=True):
         if self.run or not (self.token_file or self.ca_file or self.certificate):
             run = choose(state_dir(environ), self.run)
             if run is not None:
-                return Access(run.url, run.token_file)
+                return ConnectionOptions(run.url, run.token_file)
         return msgspec.structs.replace(self, controller=DEFAULT_CONTROLLER)
 
     def token(self) -> str:
@@ -109,37 +112,37 @@ class Access(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def controller(context: typer.Context) -> Iterator[Client]:
+def connected_client(context: typer.Context) -> Iterator[ControllerClient]:
     """A client; errors become a sentence and an exit code."""
-    given: Access = context.obj
-    with complaining():
+    given: ConnectionOptions = context.obj
+    with reporting_errors():
         access = given.resolved(os.environ)
-        yield Client(access.controller, access.token(), tls=access.tls())
+        yield ControllerClient(access.controller, access.token(), tls=access.tls())
 
 
 @contextmanager
-def complaining() -> Iterator[None]:
+def reporting_errors() -> Iterator[None]:
     """Errors that people can mend become a sentence and an exit code."""
     try:
         yield
     except (ConfigurationError, AuthenticationError, Unavailable) as error:
-        complain("everstep: ", error)
+        print_error("everstep: ", error)
         raise typer.Exit(2) from None
     except EverstepError as error:
-        complain("refused: ", error)
+        print_error("refused: ", error)
         raise typer.Exit(1) from None
 
 
-def complain(who: str, error: Exception) -> None:
+def print_error(prefix: str, error: Exception) -> None:
     """What is wrong, on a line of its own."""
-    complaints.print(Text.assemble((who, "bold red"), str(error)), soft_wrap=True)
+    error_console.print(Text.assemble((prefix, "bold red"), str(error)), soft_wrap=True)
 
 
-def order(context: typer.Context, body: Any, *place: str) -> None:
+def send_order(context: typer.Context, body: Any, *path_parts: str) -> None:
     """Gives an order at a path of these parts, and says what follows from it."""
-    with controller(context) as client:
-        changed = client.post(path(*place), body, op.Changed)
-        print_changed(changed.sentence, changed.trace)
+    with connected_client(context) as client:
+        changed = client.post(path(*path_parts), body, op.ChangeResult)
+        print_change(changed.sentence, changed.trace)
 
 
 def show(message: Any, as_json: bool, view: RenderableType) -> None:
@@ -150,7 +153,7 @@ def show(message: Any, as_json: bool, view: RenderableType) -> None:
         console.print(view)
 
 
-def print_changed(sentence: str, trace: str) -> None:
+def print_change(sentence: str, trace: str) -> None:
     """What an order led to, and how to follow it."""
     console.print(sentence or "done", highlight=False, markup=False)
     console.print(f"everstep events --trace {trace}", style="dim", highlight=False)

@@ -12,13 +12,13 @@ import msgspec
 import typer
 
 from everstep.cli import tables
-from everstep.cli.client import Client
-from everstep.cli.context import Json, console, controller
+from everstep.cli.client import ControllerClient
+from everstep.cli.context import Json, connected_client, console
 from everstep.errors import ConfigurationError, Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import operator as op
 
-AT_ONCE = 1000
+PAGE_SIZE = 1000
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 
@@ -49,14 +49,14 @@ def events(
 ) -> None:
     """What happened and what was decided, newest last."""
     wanted = {"trace": trace, "node": node, "job": job, "kind": kind}
-    with controller(context) as client:
+    with connected_client(context) as client:
         newest = client.get("/v1/status", op.FleetStatus).newest_event if follow else 0
         if trace:
-            found = _all(client, **wanted, **_times(since, until))
+            found = _all_events(client, **wanted, **_time_range(since, until))
         else:
-            found = _newest(client, "/v1/events", limit, **wanted, **_times(since, until))
+            found = _newest_events(client, "/v1/events", limit, **wanted, **_time_range(since, until))
         if trace and not as_json and not follow:
-            console.print(tables.story(found) if found else f"nothing is known of trace {trace}", markup=False)
+            console.print(tables.trace_table(found) if found else f"nothing is known of trace {trace}", markup=False)
             return
         for event in found:
             _print(event, as_json)
@@ -74,12 +74,12 @@ def audit(
     as_json: Json = False,
 ) -> None:
     """What people ordered and why, newest last."""
-    with controller(context) as client:
-        for event in _newest(client, "/v1/audit", limit, node=node, job=job, **_times(since, until)):
+    with connected_client(context) as client:
+        for event in _newest_events(client, "/v1/audit", limit, node=node, job=job, **_time_range(since, until)):
             _print(event, as_json)
 
 
-def wall(text: str) -> float:
+def parse_time(text: str) -> float:
     """Wall seconds of a time as people give it: so long ago, or ISO 8601, in this machine's zone where it names none.
     Raises ConfigurationError."""
     if ago := _AGO.fullmatch(text):
@@ -92,31 +92,31 @@ def wall(text: str) -> float:
         ) from error
 
 
-def _times(since: str, until: str) -> dict[str, str]:
-    return {name: repr(wall(text)) for name, text in (("since", since), ("until", until)) if text}
+def _time_range(since: str, until: str) -> dict[str, str]:
+    return {name: repr(parse_time(text)) for name, text in (("since", since), ("until", until)) if text}
 
 
-def _all(client: Client, **wanted: str) -> list[op.Event]:
+def _all_events(client: ControllerClient, **wanted: str) -> list[op.Event]:
     """Every event that fits, oldest first."""
     found: list[op.Event] = []
     while True:
         after = found[-1].id if found else 0
-        page = client.get("/v1/events", op.EventList, limit=AT_ONCE, after=after, **wanted).events
+        page = client.get("/v1/events", op.EventList, limit=PAGE_SIZE, after=after, **wanted).events
         found += page
-        if len(page) < AT_ONCE:
+        if len(page) < PAGE_SIZE:
             return found
 
 
-def _newest(client: Client, path: str, limit: int, **wanted: str) -> list[op.Event]:
+def _newest_events(client: ControllerClient, path: str, limit: int, **wanted: str) -> list[op.Event]:
     """The newest events that fit, oldest first. Beyond a page they are read from the first one that fits on."""
-    if limit <= AT_ONCE:
+    if limit <= PAGE_SIZE:
         return list(client.get(path, op.EventList, limit=limit, newest="true", **wanted).events)
     found: list[op.Event] = []
     while True:
         after = found[-1].id if found else 0
-        page = client.get(path, op.EventList, limit=AT_ONCE, after=after, **wanted).events
+        page = client.get(path, op.EventList, limit=PAGE_SIZE, after=after, **wanted).events
         found = [*found, *page][-limit:]
-        if len(page) < AT_ONCE:
+        if len(page) < PAGE_SIZE:
             return found
 
 
@@ -128,14 +128,14 @@ def _print(event: op.Event, as_json: bool) -> None:
         console.print(tables.event_line(event), soft_wrap=True)
 
 
-def _fits(event: op.Event, *, trace: str, node: str, job: str, kind: str) -> bool:
+def _matches(event: op.Event, *, trace: str, node: str, job: str, kind: str) -> bool:
     same = all(
         not wanted or had == wanted for had, wanted in ((event.trace, trace), (event.node, node), (event.job, job))
     )
     return same and event.kind.startswith(kind)
 
 
-def _follow(client: Client, after: int, as_json: bool, **wanted: str) -> None:
+def _follow(client: ControllerClient, after: int, as_json: bool, **wanted: str) -> None:
     """Prints what comes, across restarts of the controller, until interrupted."""
     try:
         while True:
@@ -148,7 +148,7 @@ def _follow(client: Client, after: int, as_json: bool, **wanted: str) -> None:
                         continue
                     event = msgspec.json.decode(data, type=op.Event)
                     after = event.id
-                    if _fits(event, **wanted):
+                    if _matches(event, **wanted):
                         _print(event, as_json)
             except Unavailable:
                 pass  # it restarts; the next stream begins after the last event seen

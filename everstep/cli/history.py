@@ -1,4 +1,4 @@
-"""``everstep findings``, ``verdicts``, ``checkpoints``, ``remedies``, ``probes``, ``budget`` and ``evidence``."""
+"""``everstep findings``, ``verdicts``, ``checkpoints``, ``remediations``, ``probes``, ``budget`` and ``evidence``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import typer
 from rich.text import Text
 
 from everstep.cli import tables
-from everstep.cli.client import Client, path
-from everstep.cli.context import Json, console, controller, show
+from everstep.cli.client import ControllerClient, path
+from everstep.cli.context import Json, connected_client, console, show
 from everstep.cli.tables import age, size
 from everstep.errors import ConfigurationError
 from everstep.system_clock import SYSTEM_CLOCK
@@ -23,19 +23,19 @@ from everstep.wire.v1 import operator_history as past
 from everstep.wire.v1.operator_history import Evidence, JobCheckpoints
 
 T = TypeVar("T")
-PAGE = 1000
+PAGE_SIZE = 1000
 
 Node = Annotated[str, typer.Option(help="Only of this node.")]
-Most = Annotated[int, typer.Option("--limit", min=1, help="At most so many, newest first.")]
+LimitOption = Annotated[int, typer.Option("--limit", min=1, help="At most so many, newest first.")]
 
 
-def pages(client: Client, place: str, kind: type[T], most: int, /, **query: str) -> Iterator[T]:
+def fetch_pages(client: ControllerClient, url_path: str, kind: type[T], limit: int, /, **query: str) -> Iterator[T]:
     """The pages of a list, as many as it takes for ``most`` entries."""
     cursor = ""
-    while most > 0:
-        page: Any = client.get(place, kind, **query, limit=min(most, PAGE), cursor=cursor)
+    while limit > 0:
+        page: Any = client.get(url_path, kind, **query, limit=min(limit, PAGE_SIZE), cursor=cursor)
         yield page
-        most -= PAGE
+        limit -= PAGE_SIZE
         cursor = page.next
         if not cursor:
             return
@@ -43,7 +43,7 @@ def pages(client: Client, place: str, kind: type[T], most: int, /, **query: str)
 
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
-    for command in (findings, verdicts, checkpoints, remedies, probes, budget, evidence):
+    for command in (findings, verdicts, checkpoints, remediations, probes, budget, evidence):
         app.command()(command)
 
 
@@ -51,35 +51,41 @@ def findings(
     context: typer.Context,
     node: Node = "",
     kind: Annotated[str, typer.Option(help="Only of this kind, such as gpu.xid.")] = "",
-    standing: Annotated[bool, typer.Option(help="Only those that have not cleared.")] = False,
-    limit: Most = 100,
+    active: Annotated[bool, typer.Option(help="Only those that have not cleared.")] = False,
+    limit: LimitOption = 100,
     as_json: Json = False,
 ) -> None:
     """What was found on nodes, newest first."""
-    with controller(context) as client:
-        wanted = {"node": node, "kind": kind, "standing": "true" if standing else ""}
+    with connected_client(context) as client:
+        wanted = {"node": node, "kind": kind, "active": "true" if active else ""}
         seen = tuple(
-            one for page in pages(client, "/v1/findings", past.FindingList, limit, **wanted) for one in page.findings
+            one
+            for page in fetch_pages(client, "/v1/findings", past.FindingList, limit, **wanted)
+            for one in page.findings
         )
         now, view = SYSTEM_CLOCK.wall(), tables.table("node", "severity", "finding", "seen", "cleared")
         for one in seen:
             cleared = "-" if one.cleared_at is None else f"{age(now - one.cleared_at)} ago"
-            view.add_row(one.node, one.finding.severity, one.finding.message, f"{age(now - one.at)} ago", cleared)
+            view.add_row(
+                one.node, one.finding.severity, one.finding.message, f"{age(now - one.raised_at)} ago", cleared
+            )
         show(past.FindingList(findings=seen), as_json, view)
 
 
 def verdicts(
     context: typer.Context,
     node: Node = "",
-    decision: Annotated[str, typer.Option(help="Only these: evict, hold_by_budget, readmit, ...")] = "",
-    limit: Most = 100,
+    decision: Annotated[str, typer.Option(help="Only these: evict, defer_eviction, readmit, ...")] = "",
+    limit: LimitOption = 100,
     as_json: Json = False,
 ) -> None:
     """What was decided about nodes, newest first."""
-    with controller(context) as client:
+    with connected_client(context) as client:
         wanted = {"node": node, "decision": decision}
         given = tuple(
-            one for page in pages(client, "/v1/verdicts", past.VerdictList, limit, **wanted) for one in page.verdicts
+            one
+            for page in fetch_pages(client, "/v1/verdicts", past.VerdictList, limit, **wanted)
+            for one in page.verdicts
         )
         now, view = SYSTEM_CLOCK.wall(), tables.table("verdict", "decision", "when", "why")
         for one in given:
@@ -91,38 +97,38 @@ def checkpoints(
     context: typer.Context,
     job: Annotated[str, typer.Argument(metavar="[JOB]", help="What this job has to go back to now.")] = "",
     of: Annotated[str, typer.Option("--job", help="Of the history, only this job's.")] = "",
-    limit: Most = 20,
+    limit: LimitOption = 20,
     as_json: Json = False,
 ) -> None:
     """Versions that were committed, newest first; of a JOB those that it has now, and where."""
-    with controller(context) as client:
+    with connected_client(context) as client:
         if job:
-            _kept(client, job, as_json)
+            _show_job_checkpoints(client, job, as_json)
         else:
-            _committed(client, of, limit, as_json)
+            _show_committed(client, of, limit, as_json)
 
 
-def _kept(client: Client, job: str, as_json: bool) -> None:
+def _show_job_checkpoints(client: ControllerClient, job: str, as_json: bool) -> None:
     told, now = client.get(path("jobs", job, "checkpoints"), JobCheckpoints), SYSTEM_CLOCK.wall()
     view = tables.table("version", "where", "since", "size", "restorable", "why, or where", right=("size",))
     for one in told.versions:
-        where = one.place if one.state == "whole" else f"to {one.place}"
+        where = one.tier if one.state == "complete" else f"to {one.tier}"
         can = Text("yes", style="green") if one.restorable else Text("no", style="yellow")
         why = ", ".join(filter(None, (one.sentence, "verified" if one.verified else "", one.url)))
         view.add_row(
-            str(one.version), where, f"{age(now - one.at)} ago", size(one.bytes) if one.bytes else "-", can, why
+            str(one.version), where, f"{age(now - one.since)} ago", size(one.bytes) if one.bytes else "-", can, why
         )
     if not as_json:
         console.print(told.sentence, highlight=False, markup=False)
-        if told.trouble:
-            console.print(f"last trouble: {told.trouble}", highlight=False, markup=False)
+        if told.last_error:
+            console.print(f"last trouble: {told.last_error}", highlight=False, markup=False)
     show(told, as_json, view)
 
 
-def _committed(client: Client, job: str, limit: int, as_json: bool) -> None:
+def _show_committed(client: ControllerClient, job: str, limit: int, as_json: bool) -> None:
     kept = tuple(
         one
-        for page in pages(client, "/v1/checkpoints", past.CheckpointList, limit, job=job)
+        for page in fetch_pages(client, "/v1/checkpoints", past.CheckpointList, limit, job=job)
         for one in page.checkpoints
     )
     now, view = (
@@ -135,31 +141,33 @@ def _committed(client: Client, job: str, limit: int, as_json: bool) -> None:
     show(past.CheckpointList(checkpoints=kept), as_json, view)
 
 
-def remedies(
+def remediations(
     context: typer.Context,
     node: Node = "",
-    state: Annotated[str, typer.Option(help="Only these: wanted, begun, confirmed, failed or superseded.")] = "",
-    limit: Most = 50,
+    state: Annotated[str, typer.Option(help="Only these: requested, started, confirmed, failed or superseded.")] = "",
+    limit: LimitOption = 50,
     as_json: Json = False,
 ) -> None:
     """What was asked of Slurm, Kubernetes or the webhook, and what came of it."""
-    with controller(context) as client:
-        wanted = {"node": node, "remedy_state": state}
+    with connected_client(context) as client:
+        wanted = {"node": node, "remediation_state": state}
         asked = tuple(
-            one for page in pages(client, "/v1/remedies", past.RemedyList, limit, **wanted) for one in page.remedies
+            one
+            for page in fetch_pages(client, "/v1/remediations", past.RemediationList, limit, **wanted)
+            for one in page.remediations
         )
         now, view = SYSTEM_CLOCK.wall(), tables.table("node", "action", "state", "asked", "why")
         for one in asked:
             why = f"{one.sentence} ({one.detail})" if one.detail else one.sentence
             view.add_row(one.node, one.kind.replace("_", " "), one.state, f"{age(now - one.requested_at)} ago", why)
-        show(past.RemedyList(remedies=asked), as_json, view)
+        show(past.RemediationList(remediations=asked), as_json, view)
 
 
-def probes(context: typer.Context, node: Node = "", limit: Most = 50, as_json: Json = False) -> None:
+def probes(context: typer.Context, node: Node = "", limit: LimitOption = 50, as_json: Json = False) -> None:
     """Probes since the controller began to lead, newest first."""
-    with controller(context) as client:
+    with connected_client(context) as client:
         known = tuple(
-            one for page in pages(client, "/v1/probes", op.ProbeList, limit, node=node) for one in page.probes
+            one for page in fetch_pages(client, "/v1/probes", op.ProbeList, limit, node=node) for one in page.probes
         )
         now, view = SYSTEM_CLOCK.wall(), tables.table("probe", "nodes", "begun", "outcome")
         for one in known:
@@ -170,7 +178,7 @@ def probes(context: typer.Context, node: Node = "", limit: Most = 50, as_json: J
 
 def budget(context: typer.Context, as_json: Json = False) -> None:
     """What may still be evicted, and who is held."""
-    with controller(context) as client:
+    with connected_client(context) as client:
         now, left = SYSTEM_CLOCK.wall(), client.get("/v1/budget", past.BudgetStatus)
         view = tables.table(
             "of", "left", "limit", "used", "nodes", "frees in", right=("left", "limit", "used", "nodes")
@@ -185,9 +193,9 @@ def budget(context: typer.Context, as_json: Json = False) -> None:
         if not as_json:
             if left.breaker:
                 console.print(Text(left.breaker, style="bold red"))
-            for held in left.held:
+            for held in left.deferred:
                 console.print(
-                    f"{held.node} stays, held by {held.held_by}: {held.finding}", highlight=False, markup=False
+                    f"{held.node} stays, held by {held.deferred_by}: {held.finding}", highlight=False, markup=False
                 )
 
 
@@ -197,7 +205,7 @@ def evidence(
     output: Annotated[Path | None, typer.Option(help="Write the document there instead of showing it.")] = None,
 ) -> None:
     """Everything known against a node in one JSON document, for its vendor."""
-    with controller(context) as client:
+    with connected_client(context) as client:
         bundle = client.get(path("nodes", node, "evidence"), Evidence)
         text = msgspec.json.format(msgspec.json.encode(bundle), indent=2) + b"\n"
         if output is None:
@@ -215,12 +223,12 @@ def exposures(
     context: typer.Context, job: Annotated[str, typer.Argument(metavar="JOB")], as_json: Json = False
 ) -> None:
     """What the job would go back to now, and which loss it could not bear."""
-    with controller(context) as client:
+    with connected_client(context) as client:
         told = client.get(path("jobs", job, "restorability"), op.Restorability)
         view = tables.table("loss", "checkpoint", "nodes left", "what follows", right=("nodes left",))
         for one in told.exposures:
             name = one.name or "+".join(one.nodes)
-            whole = Text("whole", style="green") if one.whole else Text("broken", style="bold red")
+            whole = Text("whole", style="green") if one.restorable else Text("broken", style="bold red")
             view.add_row(f"{one.kind} {name}", whole, str(one.nodes_left), one.sentence)
         if not as_json:
             console.print(told.sentence, highlight=False, markup=False)

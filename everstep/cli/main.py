@@ -17,8 +17,17 @@ from rich.text import Text
 
 from everstep import __version__
 from everstep.cli import events, history, nodes, policy, tables, tokens, vault
-from everstep.cli.client import Client, path
-from everstep.cli.context import DEFAULT_CONTROLLER, Access, Json, Reason, console, controller, order, show
+from everstep.cli.client import ControllerClient, path
+from everstep.cli.context import (
+    DEFAULT_CONTROLLER,
+    ConnectionOptions,
+    Json,
+    Reason,
+    connected_client,
+    console,
+    send_order,
+    show,
+)
 from everstep.errors import Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import Verdict
@@ -78,20 +87,20 @@ def connect(
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the release and exit.")
     ] = False,
 ) -> None:
-    context.obj = Access(address, token_file, ca_file, certificate, key, run)
+    context.obj = ConnectionOptions(address, token_file, ca_file, certificate, key, run)
 
 
 @app.command()
 def status(context: typer.Context, as_json: Json = False) -> None:
     """The fleet on one screen, with the nodes that need attention."""
-    with controller(context) as client:
+    with connected_client(context) as client:
         fleet = client.get("/v1/status", op.FleetStatus)
         named = () if as_json else _unfit(client, fleet)
         view = tables.status(fleet)
         show(fleet, as_json, Group(view, tables.attention(fleet, named)) if named else view)
 
 
-def _unfit(client: Client, fleet: op.FleetStatus) -> tuple[op.NodeSummary, ...]:
+def _unfit(client: ControllerClient, fleet: op.FleetStatus) -> tuple[op.NodeSummary, ...]:
     """The first of the nodes that are not healthy, those that a person has to look after before others."""
     found: list[op.NodeSummary] = []
     for state in tables.BY_URGENCY:
@@ -118,23 +127,26 @@ def top(
     interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 1.0,
 ) -> None:
     """The fleet as it stands, drawn again and again until interrupted; nodes that are not healthy come first."""
-    with controller(context) as client, Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
-        view = _look(client)
+    with (
+        connected_client(context) as client,
+        Live(console=console, screen=console.is_terminal, auto_refresh=False) as live,
+    ):
+        view = _fleet_view(client)
         try:
             while True:
                 live.update(view, refresh=True)
                 time.sleep(interval_s)
                 try:
-                    view = _look(client)
+                    view = _fleet_view(client)
                 except Unavailable as error:  # it restarts, or the network does
                     view = Text(f"{error}; trying again", style="yellow")
         except KeyboardInterrupt:
             return
 
 
-def _look(client: Client) -> RenderableType:
+def _fleet_view(client: ControllerClient) -> RenderableType:
     fleet = client.get("/v1/status", op.FleetStatus)
-    return tables.top(fleet, nodes.every(client), SYSTEM_CLOCK.wall())
+    return tables.top(fleet, nodes.fetch_nodes(client), SYSTEM_CLOCK.wall())
 
 
 @app.command()
@@ -144,16 +156,16 @@ def jobs(
     as_json: Json = False,
 ) -> None:
     """All jobs and how far they are."""
-    with controller(context) as client:
-        pages = history.pages(client, "/v1/jobs", op.JobList, sys.maxsize, job_state=state)
+    with connected_client(context) as client:
+        pages = history.fetch_pages(client, "/v1/jobs", op.JobList, sys.maxsize, job_state=state)
         found = tuple(job for page in pages for job in page.jobs)
         show(op.JobList(jobs=found, total=len(found)), as_json, tables.jobs(found))
 
 
 @job_app.command("show")
-def jobshow(context: typer.Context, job: JobName, as_json: Json = False) -> None:
+def job_show(context: typer.Context, job: JobName, as_json: Json = False) -> None:
     """One job: ranks, versions, recoveries."""
-    with controller(context) as client:
+    with connected_client(context) as client:
         detail = client.get(path("jobs", job), op.JobDetail)
         show(detail, as_json, tables.job(detail, SYSTEM_CLOCK.wall()))
 
@@ -161,19 +173,19 @@ def jobshow(context: typer.Context, job: JobName, as_json: Json = False) -> None
 @job_app.command()
 def stop(context: typer.Context, job: JobName, reason: Reason) -> None:
     """End the job."""
-    order(context, op.Because(reason=reason), "jobs", job, "stop")
+    send_order(context, op.ReasonOnlyRequest(reason=reason), "jobs", job, "stop")
 
 
 @job_app.command()
 def resize(context: typer.Context, job: JobName, size: Annotated[int, typer.Argument(min=1)], reason: Reason) -> None:
     """Bound the job's nodes, from its next boundary on."""
-    order(context, op.Resize(size=size, reason=reason), "jobs", job, "resize")
+    send_order(context, op.Resize(size=size, reason=reason), "jobs", job, "resize")
 
 
 @app.command("reset-breaker")
 def reset_breaker(context: typer.Context, reason: Reason) -> None:
     """Allow automatic evictions again; verdicts of before are not acted on."""
-    order(context, op.Because(reason=reason), "breaker", "reset")
+    send_order(context, op.ReasonOnlyRequest(reason=reason), "breaker", "reset")
 
 
 @verdict_app.command("explain")
@@ -181,7 +193,7 @@ def verdict_explain(
     context: typer.Context, verdict: Annotated[str, typer.Argument(metavar="ID")], as_json: Json = False
 ) -> None:
     """A verdict's sentence and the evidence it rests on."""
-    with controller(context) as client:
+    with connected_client(context) as client:
         found = client.get(path("verdicts", verdict), Verdict)
         show(found, as_json, tables.verdict(found, SYSTEM_CLOCK.wall()))
 
@@ -196,7 +208,7 @@ def probe(
     as_json: Json = False,
 ) -> None:
     """Let nodes run an all-reduce among them: latency and bus bandwidth by size."""
-    with controller(context) as client:
+    with connected_client(context) as client:
         body = op.StartProbe(nodes=tuple(between), backend=backend, reason=reason)
         found = client.post("/v1/probes", body, op.ProbeStatus)
         deadline = SYSTEM_CLOCK.monotonic() + timeout_s

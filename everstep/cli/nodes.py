@@ -9,8 +9,8 @@ import typer
 
 from everstep.cli import history as past
 from everstep.cli import tables
-from everstep.cli.client import Client, path
-from everstep.cli.context import Json, Reason, complain, controller, order, print_changed, show
+from everstep.cli.client import ControllerClient, path
+from everstep.cli.context import Json, Reason, connected_client, print_change, print_error, send_order, show
 from everstep.errors import AuthenticationError, EverstepError, Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import operator as op
@@ -30,48 +30,50 @@ def nodes(
     rack: Annotated[str, typer.Option(help="Only in this rack.")] = "",
     switch: Annotated[str, typer.Option(help="Only at this switch.")] = "",
     job: Annotated[str, typer.Option(help="Only in this job's roster.")] = "",
-    model: Annotated[str, typer.Option(help="Only with GPUs of whose name this is a part.")] = "",
+    gpu_model: Annotated[str, typer.Option(help="Only with GPUs of whose name this is a part.")] = "",
     driver: Annotated[str, typer.Option(help="Only with this version of the driver.")] = "",
     gpu: Annotated[str, typer.Option(help="Only the one with this GPU: its UUID or serial number.")] = "",
     label: Annotated[str, typer.Option(metavar="NAME[=VALUE]", help="Only with this label.")] = "",
     as_json: Json = False,
 ) -> None:
     """Nodes and how they stand."""
-    with controller(context) as client:
+    with connected_client(context) as client:
         where = {"state": state, "rack": rack, "switch": switch, "job": job}
-        found = every(client, **where, model=model, driver=driver, gpu=gpu, label=label)
+        found = fetch_nodes(client, **where, gpu_model=gpu_model, driver=driver, gpu=gpu, label=label)
         show(op.NodeList(nodes=found, total=len(found)), as_json, tables.nodes(found, SYSTEM_CLOCK.wall()))
 
 
-def every(client: Client, **wanted: str) -> tuple[op.NodeSummary, ...]:
+def fetch_nodes(client: ControllerClient, **wanted: str) -> tuple[op.NodeSummary, ...]:
     """All nodes that fit."""
     return tuple(
-        node for page in past.pages(client, "/v1/nodes", op.NodeList, sys.maxsize, **wanted) for node in page.nodes
+        node
+        for page in past.fetch_pages(client, "/v1/nodes", op.NodeList, sys.maxsize, **wanted)
+        for node in page.nodes
     )
 
 
 @app.command("show")
-def nodeshow(context: typer.Context, node: Node, as_json: Json = False) -> None:
+def node_show(context: typer.Context, node: Node, as_json: Json = False) -> None:
     """One node: state, findings, GPUs, verdicts."""
-    with controller(context) as client:
+    with connected_client(context) as client:
         detail = client.get(path("nodes", node), op.NodeDetail)
         show(detail, as_json, tables.node(detail, SYSTEM_CLOCK.wall()))
 
 
-def _each(context: typer.Context, nodes: list[str], kind: str, reason: str) -> None:
+def _order_each(context: typer.Context, nodes: list[str], kind: str, reason: str) -> None:
     """The same order to one node after another. One that is refused keeps no other from its own."""
     refused = 0
-    with controller(context) as client:
+    with connected_client(context) as client:
         for place in [path("nodes", node, kind) for node in dict.fromkeys(nodes)]:
             try:
-                changed = client.post(place, op.Because(reason=reason), op.Changed)
+                changed = client.post(place, op.ReasonOnlyRequest(reason=reason), op.ChangeResult)
             except (AuthenticationError, Unavailable):
                 raise  # nor will the others be taken
             except EverstepError as error:
-                complain("refused: ", error)
+                print_error("refused: ", error)
                 refused += 1
             else:
-                print_changed(changed.sentence, changed.trace)
+                print_change(changed.sentence, changed.trace)
     if refused:
         raise typer.Exit(1)
 
@@ -79,31 +81,31 @@ def _each(context: typer.Context, nodes: list[str], kind: str, reason: str) -> N
 @app.command()
 def drain(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
     """Leave running jobs at a step boundary, then stay out."""
-    _each(context, nodes, "drain", reason)
+    _order_each(context, nodes, "drain", reason)
 
 
 @app.command()
 def hold(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
     """Keep the node out of new rosters; what runs there goes on. One that is out gets no cure and stays out."""
-    _each(context, nodes, "hold", reason)
+    _order_each(context, nodes, "hold", reason)
 
 
 @app.command()
 def release(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
     """End a hold or a drain, and nothing else: the node is tried, or treated further."""
-    _each(context, nodes, "release", reason)
+    _order_each(context, nodes, "release", reason)
 
 
 @app.command()
 def readmit(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
     """Let the node come back, by way of a probe and probation."""
-    _each(context, nodes, "readmit", reason)
+    _order_each(context, nodes, "readmit", reason)
 
 
 @app.command()
 def evict(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
     """Take the node out of every job at once, whatever the budget says."""
-    _each(context, nodes, "evict", reason)
+    _order_each(context, nodes, "evict", reason)
 
 
 @app.command()
@@ -113,20 +115,20 @@ def maintenance(
     hours: Annotated[float, typer.Option(min=0.01, max=366 * 24, help="How long.")],
     node: Annotated[str, typer.Argument(metavar="NODE")] = "",
     rack: Annotated[str, typer.Option(help="All nodes of this rack instead.")] = "",
-    in_hours: Annotated[
+    starts_in_hours: Annotated[
         float, typer.Option(min=0.0, max=366 * 24, help="When it begins: so many hours from now.")
     ] = 0.0,
 ) -> None:
     """Leave jobs at a boundary for so long, and come back by probation; nothing that happens meanwhile counts."""
-    begins = SYSTEM_CLOCK.wall() + in_hours * 3600
-    window = operator_history.Maintenance(
-        starts_at=begins if in_hours else None,
+    begins = SYSTEM_CLOCK.wall() + starts_in_hours * 3600
+    window = operator_history.MaintenanceRequest(
+        starts_at=begins if starts_in_hours else None,
         until=begins + hours * 3600,
         reason=reason,
         node=node or None,
         rack=rack or None,
     )
-    order(context, window, "maintenance")
+    send_order(context, window, "maintenance")
 
 
 @app.command("cancel-maintenance")
@@ -138,16 +140,16 @@ def cancel_maintenance(
 ) -> None:
     """Maintenance that is planned does not begin; a window that has begun ends by readmit."""
     plan = operator_history.CancelMaintenance(reason=reason, node=node or None, rack=rack or None)
-    order(context, plan, "maintenance", "cancel")
+    send_order(context, plan, "maintenance", "cancel")
 
 
 @app.command()
 def repair(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
     """Take the node out until a person readmits it."""
-    _each(context, nodes, "repair", reason)
+    _order_each(context, nodes, "repair", reason)
 
 
 @app.command()
 def forget(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
     """Drop a node that is gone for good, with all that is known of it."""
-    _each(context, nodes, "forget", reason)
+    _order_each(context, nodes, "forget", reason)

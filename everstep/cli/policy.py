@@ -11,13 +11,13 @@ import typer
 from rich.markup import escape
 
 from everstep.cli import tables
-from everstep.cli.client import Client
-from everstep.cli.context import Json, console, controller, show
+from everstep.cli.client import ControllerClient
+from everstep.cli.context import Json, connected_client, console, show
 from everstep.errors import ConfigurationError, Conflict
-from everstep.policy_trials import together
+from everstep.policy_trials import merge_results
 from everstep.wire.v1 import operator_history as past
 
-TRY_S = 600.0
+TRIAL_TIMEOUT_S = 600.0
 """Seconds that a controller may take to decide its part of a month again."""
 
 app = typer.Typer(help="The policy: show, check, try.", no_args_is_help=True)
@@ -51,13 +51,13 @@ def show_(
     as_json: Json = False,
 ) -> None:
     """The policy in force."""
-    with controller(context) as client:
+    with connected_client(context) as client:
         policy = client.get("/v1/policy", past.PolicyDocument)
         if rules:
             view = tables.table("rule", "mode", "ladder", "n of m", "source")
             for rule in policy.rules:
                 name = ".".join(filter(None, (rule["kind"], rule.get("name", ""))))
-                counted = "-".join(map(str, rule.get("n_of", (1, 1))))
+                counted = "-".join(map(str, rule.get("n_of_m", (1, 1))))
                 ladder = ", ".join(rule.get("ladder", ("drain", "repair")))
                 view.add_row(name, rule.get("mode", "enforce"), ladder, counted, rule["source"])
         else:
@@ -70,15 +70,15 @@ def show_(
 @app.command()
 def check(context: typer.Context, file: Change, as_json: Json = False) -> None:
     """Whether a change could be put in force, and what it changes."""
-    with controller(context) as client:
-        checked = client.post("/v1/policy/check", _read(file), past.PolicyChecked)
+    with connected_client(context) as client:
+        checked = client.post("/v1/policy/check", _read(file), past.PolicyCheckResult)
         view = tables.table("what", "change")
         for name, change in checked.changes.items():
             view.add_row(name, change)
         if checked.ok or as_json:
             show(checked, as_json, view if checked.changes else "it would change nothing")
         if not checked.ok:
-            raise Conflict(f"{file}: {checked.complaint}")
+            raise Conflict(f"{file}: {checked.error}")
 
 
 @app.command("try")
@@ -89,20 +89,22 @@ def try_(
     as_json: Json = False,
 ) -> None:
     """What a change would have done with what the controllers' journals recorded."""
-    with controller(context) as client:
-        told = _tried(client, past.TryPolicy(change=_read(file), hours=hours))
+    with connected_client(context) as client:
+        told = _run_trial(client, past.PolicyTrialRequest(change=_read(file), hours=hours))
         view = tables.table("would have been evicted", "why")
-        for verdict in told.also:
+        for verdict in told.added_evictions:
             view.add_row(verdict.node, verdict.sentence)
-        show(told, as_json, view if told.also else told.sentence)
+        show(told, as_json, view if told.added_evictions else told.sentence)
         if not as_json:
             console.print(f"{told.events} events decided again; {told.sentence}", highlight=False, markup=False)
-            for line in told.not_then:
+            for line in told.avoided_evictions:
                 console.print(f"would not have been: {line}", highlight=False, markup=False)
 
 
-def _tried(client: Client, wanted: past.TryPolicy) -> past.Tried:
+def _run_trial(client: ControllerClient, wanted: past.PolicyTrialRequest) -> past.PolicyTrialResult:
     """Of several controllers each is asked, since each recorded what it decided while it led."""
-    if not client.several:
-        return client.post("/v1/policy/try", wanted, past.Tried, timeout_s=TRY_S)
-    return together(client.post_to_each("/v1/policy/try?here=true", wanted, past.Tried, timeout_s=TRY_S))
+    if not client.has_several_controllers:
+        return client.post("/v1/policy/try", wanted, past.PolicyTrialResult, timeout_s=TRIAL_TIMEOUT_S)
+    return merge_results(
+        client.post_to_all("/v1/policy/try?local=true", wanted, past.PolicyTrialResult, timeout_s=TRIAL_TIMEOUT_S)
+    )

@@ -35,13 +35,13 @@ STYLES: dict[str, str] = {
     Severity.WARNING: "yellow",
     Severity.CRITICAL: "bold red",
     Decision.EVICT: "bold red",
-    Decision.HOLD_BY_BUDGET: "yellow",
+    Decision.DEFER_EVICTION: "yellow",
     Decision.RESTART: "yellow",
     Decision.READMIT: "green",
 }
 
 
-def state(value: str) -> Text:
+def styled_state(value: str) -> Text:
     """A state in its colour."""
     return Text(str(value), style=STYLES.get(value, ""))
 
@@ -92,7 +92,7 @@ def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) ->
     return made
 
 
-class Overview:
+class ResponsiveTable:
     """One line a thing. ``columns``: by the width of terminal that they need, the widest first."""
 
     def __init__(
@@ -133,19 +133,21 @@ def _pairs(rows: Iterable[tuple[str, RenderableType]]) -> Table:
 
 def status(fleet: op.FleetStatus) -> RenderableType:
     """The fleet on one screen."""
-    counts = Text(", ").join(Text.assemble(str(count), " ", state(name)) for name, count in sorted(fleet.nodes.items()))
+    counts = Text(", ").join(
+        Text.assemble(str(count), " ", styled_state(name)) for name, count in sorted(fleet.nodes.items())
+    )
     budget: RenderableType = f"{fleet.budget_left} evictions left"
     if fleet.breaker:
         since = age(fleet.now - fleet.breaker_at)
         budget = Text(f"automatic eviction is stopped since {since}: {fleet.breaker}", style="bold red")
-    away = Text(f"away, running jobs only regroup: {fleet.store_away}", style="bold red")
+    away = Text(f"away, running jobs only regroup: {fleet.database_outage}", style="bold red")
     head = _pairs(
         (
             ("controller", f"{fleet.version}, up {age(fleet.now - fleet.started_at)}, life {fleet.epoch}"),
             ("nodes", counts if fleet.nodes else "none has registered yet"),
-            ("connected", str(fleet.connected)),
+            ("connected", str(fleet.connected_nodes)),
             ("budget", budget),
-            *((("database", away),) if fleet.store_away else ()),
+            *((("database", away),) if fleet.database_outage else ()),
             *(("outbreak", _outbreak(one, fleet.now)) for one in fleet.outbreaks),
         )
     )
@@ -158,7 +160,11 @@ def _outbreak(one: op.Outbreak, now: float) -> Text:
 
 def _standing(one: op.NodeSummary) -> Text:
     """The node's state; one that is only spared as part of an outbreak is not shown as healthy."""
-    return Text.assemble(state(one.state), (" (outbreak)", "bold red")) if one.outbreaks else state(one.state)
+    return (
+        Text.assemble(styled_state(one.state), (" (outbreak)", "bold red"))
+        if one.outbreaks
+        else styled_state(one.state)
+    )
 
 
 BY_URGENCY = (
@@ -184,7 +190,7 @@ def attention(fleet: op.FleetStatus, found: Sequence[op.NodeSummary]) -> Rendera
 
 def nodes(found: Iterable[op.NodeSummary], now: float) -> RenderableType:
     """One line a node."""
-    return Overview(
+    return ResponsiveTable(
         (_node_row(one, now) for one in found),
         columns={
             160: ("node", "state", "for", "job", "gpus", "findings", "heard", "rack", "switch", "driver", "why"),
@@ -213,8 +219,8 @@ def _node_row(one: op.NodeSummary, now: float) -> dict[str, RenderableType]:
         "heard": heard if one.connected else Text(heard, style="yellow"),
         "rack": one.domain.rack or "-",
         "switch": one.domain.switch or "-",
-        "driver": one.driver or "-",
-        "why": one.reason if one.hold in ("", one.reason) else f"{one.reason}; {one.hold}",
+        "driver": one.driver_version or "-",
+        "why": one.reason if one.hold_reason in ("", one.reason) else f"{one.reason}; {one.hold_reason}",
     }
 
 
@@ -235,11 +241,11 @@ def node(detail: op.NodeDetail, now: float) -> RenderableType:
             ("domain", " ".join(filter(None, (one.domain.rack, one.domain.switch, one.domain.power))) or "-"),
             ("labels", " ".join(f"{name}={value}" for name, value in one.labels.items()) or "-"),
             ("evictions", str(detail.evictions)),
-            ("offences", f"{detail.offences:.2f}"),
+            ("offences", f"{detail.offence_score:.2f}"),
             ("maintenance", _maintenance(detail, now)),
-            ("hold", detail.hold or "-"),
-            ("cordoned by", detail.cordoned_by or "-"),
-            *((("eviction held by", detail.held_by),) if detail.held_by else ()),
+            ("hold", detail.hold_reason or "-"),
+            ("cordoned by", detail.external_cordon_by or "-"),
+            *((("eviction held by", detail.eviction_deferred_by),) if detail.eviction_deferred_by else ()),
         )
     )
     parts: list[RenderableType] = [head]
@@ -253,7 +259,7 @@ def node(detail: op.NodeDetail, now: float) -> RenderableType:
     if detail.verdicts:
         made = table("verdict", "decision", "ago", "why")
         for verdict in detail.verdicts:
-            made.add_row(verdict.id, state(verdict.decision), age(now - verdict.at), verdict.sentence)
+            made.add_row(verdict.id, styled_state(verdict.decision), age(now - verdict.at), verdict.sentence)
         parts.append(made)
     return Group(*parts)
 
@@ -264,7 +270,7 @@ def _maintenance(detail: op.NodeDetail, now: float) -> str:
     lines = [f"for another {age(until - now)}"] if until > now else []
     lines += [
         f"planned in {age(one.starts_at - now)} for {age(one.until - one.starts_at)}: {one.sentence}"
-        for one in detail.planned
+        for one in detail.planned_maintenance
     ]
     return "\n".join(lines) or "-"
 
@@ -275,7 +281,7 @@ def findings(found: Iterable[Finding], now: float) -> RenderableType:
     for one in found:
         made.add_row(
             f"{one.kind} {one.subject}" + (f" XID {one.xid}" if one.xid is not None else ""),
-            state(one.severity),
+            styled_state(one.severity),
             f"{age(now - one.since)} ago" if one.since else "-",
             one.message,
             str(one.action),
@@ -286,7 +292,7 @@ def findings(found: Iterable[Finding], now: float) -> RenderableType:
 
 def jobs(found: Iterable[op.JobSummary]) -> RenderableType:
     """One line a job."""
-    return Overview(
+    return ResponsiveTable(
         (_job_row(one) for one in found),
         columns={
             128: (
@@ -311,7 +317,7 @@ def jobs(found: Iterable[op.JobSummary]) -> RenderableType:
 def _job_row(one: op.JobSummary) -> dict[str, RenderableType]:
     return {
         "job": Text(one.job, style="bold"),
-        "state": state(one.state),
+        "state": styled_state(one.state),
         "gen": str(one.generation),
         "ranks": str(one.world_size),
         "nodes": str(one.nodes),
@@ -346,22 +352,22 @@ def job(detail: op.JobDetail, now: float) -> RenderableType:
         parts.append(made)
     if detail.spares:
         parts.append(Text(f"spares: {', '.join(detail.spares)}"))
-    if detail.unable:
-        parts.append(_pairs((f"{node} waits", why) for node, why in detail.unable.items()))
+    if detail.ineligible_nodes:
+        parts.append(_pairs((f"{node} waits", why) for node, why in detail.ineligible_nodes.items()))
     if detail.recoveries:
         parts.append(recoveries(detail.recoveries, now))
     return Group(*parts)
 
 
-def recoveries(found: Iterable[op.Recovery], now: float) -> RenderableType:
+def recoveries(found: Iterable[op.GenerationRecovery], now: float) -> RenderableType:
     """What each generation cost."""
     made = table("gen", "reason", "ago", "took", "from", "phases (slowest rank)", "trace", right=("gen", "took"))
     for one in found:
-        took: RenderableType = Text(f"{one.resumed}/{one.world_size} back", style="yellow")
-        if one.seconds is not None:
-            took = duration(one.seconds)
+        took: RenderableType = Text(f"{one.resumed_ranks}/{one.world_size} back", style="yellow")
+        if one.duration_s is not None:
+            took = duration(one.duration_s)
         phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in one.phases_s.items())
-        restored = _version(one.restored) if one.restored else "scratch" if one.resumed else "-"
+        restored = _version(one.restored) if one.restored else "scratch" if one.resumed_ranks else "-"
         made.add_row(
             str(one.generation), str(one.reason), age(now - one.decided_at), took, restored, phases or "-", one.trace
         )
@@ -390,7 +396,7 @@ def _kind_style(kind: str) -> str:
     return "green" if "resumed" in kind or "readmit" in kind else ""
 
 
-def story(events: Iterable[op.Event]) -> RenderableType:
+def trace_table(events: Iterable[op.Event]) -> RenderableType:
     """All that followed from one stimulus, with times from its first event on."""
     made = table("after", "kind", "node", "job", "what", right=("after",))
     first: float | None = None
@@ -417,7 +423,7 @@ def verdict(one: Verdict, now: float) -> RenderableType:
         (
             ("verdict", Text(one.id, style="bold")),
             ("node", one.node),
-            ("decision", state(one.decision)),
+            ("decision", styled_state(one.decision)),
             ("because", one.sentence),
             ("cure", str(one.action)),
             ("given", f"{age(now - one.at)} ago"),

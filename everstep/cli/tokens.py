@@ -17,7 +17,7 @@ from rich.text import Text
 from everstep.bearer_tokens import TokenRole
 from everstep.cli import history, tables
 from everstep.cli.client import path
-from everstep.cli.context import Json, Reason, console, controller, print_changed, show
+from everstep.cli.context import Json, Reason, connected_client, console, print_change, show
 from everstep.cli.tables import age
 from everstep.errors import ConfigurationError, EverstepError
 from everstep.system_clock import SYSTEM_CLOCK
@@ -44,17 +44,19 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """Who has a credential. Secrets are kept nowhere, and not shown."""
-    with controller(context) as client:
-        listed = history.pages(client, "/v1/credentials", wire.CredentialList, sys.maxsize, role=role, subject=subject)
+    with connected_client(context) as client:
+        listed = history.fetch_pages(
+            client, "/v1/credentials", wire.CredentialList, sys.maxsize, role=role, subject=subject
+        )
         found, now = [one for page in listed for one in page.credentials], SYSTEM_CLOCK.wall()
-        living = [one for one in found if everything or _lives(one, now)]
+        living = [one for one in found if everything or _is_valid(one, now)]
         show(wire.CredentialList(credentials=tuple(living)), as_json, _table(living, now))
 
 
 @app.command("show")
 def show_(context: typer.Context, id: CredentialId, as_json: Json = False) -> None:
     """One credential, dead or alive."""
-    with controller(context) as client:
+    with connected_client(context) as client:
         found = client.get(path("credentials", id), wire.Credential)
         show(found, as_json, _table([found], SYSTEM_CLOCK.wall()))
 
@@ -74,9 +76,9 @@ def issue(
     out: Out = "",
 ) -> None:
     """Make a credential. Its token is shown this once."""
-    with controller(context) as client:
-        life_s = seconds(expires) if expires else None
-        body: wire.Issue
+    with connected_client(context) as client:
+        life_s = parse_duration(expires) if expires else None
+        body: wire.IssueRequest
         if role == "join":
             body = wire.IssueJoin(
                 subject=subject or "*",
@@ -87,25 +89,25 @@ def issue(
                 note=note,
             )
         else:
-            body = _KINDS[role](subject=_named(subject, role), reason=reason, expires_in_s=life_s, note=note)
-        with _handed_out(out) as hand_out:
+            body = _KINDS[role](subject=_require_subject(subject, role), reason=reason, expires_in_s=life_s, note=note)
+        with _token_output(out) as hand_out:
             hand_out(client.post("/v1/credentials", body, wire.Issued))
 
 
 @app.command()
 def revoke(context: typer.Context, id: CredentialId, reason: Reason) -> None:
     """End a credential at once."""
-    with controller(context) as client:
-        changed = client.post(path("credentials", id, "revoke"), op.Because(reason=reason), op.Changed)
-        print_changed(changed.sentence, changed.trace)
+    with connected_client(context) as client:
+        changed = client.post(path("credentials", id, "revoke"), op.ReasonOnlyRequest(reason=reason), op.ChangeResult)
+        print_change(changed.sentence, changed.trace)
 
 
 @app.command()
 def rotate(context: typer.Context, id: CredentialId, reason: Reason, grace: Duration = "1h", out: Out = "") -> None:
     """Make a second credential for the same subject; the first lives on for the grace."""
-    with controller(context) as client:
-        body = wire.Rotate(reason=reason, grace_s=seconds(grace))
-        with _handed_out(out) as hand_out:
+    with connected_client(context) as client:
+        body = wire.Rotate(reason=reason, grace_s=parse_duration(grace))
+        with _token_output(out) as hand_out:
             hand_out(client.post(path("credentials", id, "rotate"), body, wire.Issued))
 
 
@@ -117,14 +119,14 @@ _KINDS: dict[str, type[wire.IssueAgent | wire.IssueTrainer | wire.IssueOperator 
 }
 
 
-def _named(subject: str, role: str) -> str:
+def _require_subject(subject: str, role: str) -> str:
     if not subject:
         what = {"agent": "the node", "trainer": "the job"}.get(role, "who it is for")
         raise ConfigurationError(f"--role {role} needs --subject: {what}")
     return subject
 
 
-def seconds(text: str) -> float:
+def parse_duration(text: str) -> float:
     """``90s``, ``30m``, ``12h`` or ``30d`` in seconds. Raises ConfigurationError."""
     found = _DURATION.fullmatch(text.strip())
     if found is None:
@@ -133,7 +135,7 @@ def seconds(text: str) -> float:
 
 
 @contextmanager
-def _handed_out(out: str) -> Iterator[Callable[[wire.Issued], None]]:
+def _token_output(out: str) -> Iterator[Callable[[wire.Issued], None]]:
     """What to do with an issued credential. The file is made before it is asked for: its token is shown only once."""
     if not out:
         yield lambda issued: typer.echo(issued.token)  # alone on stdout, so that it can be piped
@@ -155,7 +157,7 @@ def _handed_out(out: str) -> Iterator[Callable[[wire.Issued], None]]:
             raise
 
 
-def _lives(one: wire.Credential, now: float) -> bool:
+def _is_valid(one: wire.Credential, now: float) -> bool:
     return one.revoked_at is None and (one.expires_at is None or now < one.expires_at)
 
 

@@ -15,22 +15,22 @@ import typer
 from rich.console import RenderableType
 
 from everstep.cli import tables
-from everstep.cli.context import Json, complaining, console, show
+from everstep.cli.context import Json, console, reporting_errors, show
 from everstep.cli.tables import age, size
 from everstep.errors import ConfigurationError, Unavailable
-from everstep.layout.vault_note import is_held, read_note
+from everstep.layout.vault_note import is_locked, read_note
 from everstep.system_clock import SYSTEM_CLOCK
 
 app = typer.Typer(help="Checkpoint memory of this machine: list it, drop what nobody uses.", no_args_is_help=True)
 
-ENDS_WITHIN_S = 30.0
+STOP_TIMEOUT_S = 30.0
 Directory = Annotated[
     Path | None,
     typer.Option("--dir", help="Where vaults have their directories: the parent of an agent's --segment-dir."),
 ]
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
+class VaultMemory(msgspec.Struct, frozen=True, kw_only=True):
     """One directory of slots. ``pid``: its vault, 0 where none lives. ``alone_since``, ``ends_at``: wall seconds, as in
     ``VaultNote``; None where an agent or a rank is connected."""
 
@@ -38,14 +38,14 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     jobs: tuple[str, ...]
     bytes: int
     pid: int
-    alone_since: float | None
+    idle_since: float | None
     ends_at: float | None
 
 
 @app.command("list")
 def list_(directory: Directory = None, as_json: Json = False) -> None:
     """Every vault's memory under your user's directory in /dev/shm, and what vaults that are gone left there."""
-    found = [_memory(path) for path in _places(directory)]
+    found = [_memory(path) for path in _vault_directories(directory)]
     show(found, as_json, _table(found))
 
 
@@ -55,12 +55,12 @@ def drop(
     directory: Directory = None,
 ) -> None:
     """Free what a vault holds that nobody is connected to, or what one that is gone left. Its checkpoints are lost."""
-    with complaining():
-        path = next((path for path in _places(directory) if path.name == name), None)
+    with reporting_errors():
+        path = next((path for path in _vault_directories(directory) if path.name == name), None)
         if path is None:
             raise ConfigurationError(f"there is no {name!r} in {_base(directory)}; everstep vault list says what is")
         before = _memory(path)
-        _end(path, before)
+        _stop_vault(path, before)
         shutil.rmtree(path, ignore_errors=True)
         console.print(f"{name}: {size(before.bytes)} freed", highlight=False)
 
@@ -69,50 +69,50 @@ def _base(directory: Path | None) -> Path:
     return directory if directory is not None else Path(f"/dev/shm/everstep-{os.getuid()}")  # noqa: S108
 
 
-def _places(directory: Path | None) -> Iterator[Path]:
+def _vault_directories(directory: Path | None) -> Iterator[Path]:
     base = _base(directory)
     yield from (
         sorted(path for path in base.iterdir() if path.is_dir() and not path.is_symlink()) if base.is_dir() else ()
     )
 
 
-def _memory(path: Path) -> Memory:
-    note = read_note(path) if is_held(path) else None
+def _memory(path: Path) -> VaultMemory:
+    note = read_note(path) if is_locked(path) else None
     files = [file for file in path.rglob("*") if file.is_file()]
-    return Memory(
+    return VaultMemory(
         name=path.name,
         jobs=tuple(sorted(job.name for job in path.iterdir() if job.is_dir())),
         bytes=sum(file.stat().st_size for file in files),
         pid=note.pid if note is not None else 0,
-        alone_since=note.alone_since if note is not None else None,
+        idle_since=note.idle_since if note is not None else None,
         ends_at=note.ends_at if note is not None else None,
     )
 
 
-def _table(found: list[Memory]) -> RenderableType:
+def _table(found: list[VaultMemory]) -> RenderableType:
     made = tables.table("name", "jobs", "memory", "vault", right=("memory",))
     for one in found:
         made.add_row(one.name, ", ".join(one.jobs) or "-", size(one.bytes), _state(one))
     return made
 
 
-def _state(one: Memory) -> str:
+def _state(one: VaultMemory) -> str:
     if not one.pid:
         return "gone"
-    if one.alone_since is None:
+    if one.idle_since is None:
         return f"pid {one.pid}, in use"
     now = SYSTEM_CLOCK.wall()
     ends = "" if one.ends_at is None else f", ends in {age(one.ends_at - now)}"
-    return f"pid {one.pid}, alone for {age(now - one.alone_since)}{ends}"
+    return f"pid {one.pid}, alone for {age(now - one.idle_since)}{ends}"
 
 
-def _end(path: Path, memory: Memory) -> None:
+def _stop_vault(path: Path, memory: VaultMemory) -> None:
     """Ends the vault, if one lives. Raises ConfigurationError where it is in use, Unavailable where it does not end."""
-    if not is_held(path):
+    if not is_locked(path):
         return
-    if not memory.pid or memory.alone_since is None:
+    if not memory.pid or memory.idle_since is None:
         raise ConfigurationError(f"{path.name} is in use: end its job's launcher, or the node's agent, first")
     with os.fdopen(os.pidfd_open(memory.pid)) as vault:
         signal.pidfd_send_signal(vault.fileno(), signal.SIGTERM)
-        if not select.select([vault], [], [], ENDS_WITHIN_S)[0]:
-            raise Unavailable(f"the vault (pid {memory.pid}) did not end within {ENDS_WITHIN_S:g} s of SIGTERM")
+        if not select.select([vault], [], [], STOP_TIMEOUT_S)[0]:
+            raise Unavailable(f"the vault (pid {memory.pid}) did not end within {STOP_TIMEOUT_S:g} s of SIGTERM")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 import xxhash
 
-from everstep.errors import UNREADABLE, DigestMismatch, MalformedMessage
+from everstep.errors import DECODE_ERRORS, DigestMismatch, MalformedMessage
 from everstep.native import DIGEST_BYTES
 
 # ---- range digests
@@ -58,7 +58,7 @@ class RangeHasher:
         return b"".join(self._digests)
 
 
-DIGESTS = ".everstep/digests"
+DIGESTS_FILE = ".everstep/digests"
 """Its name in a checkpoint's folder."""
 _FORMAT = 1
 
@@ -93,11 +93,13 @@ def decode_digests(data: bytes) -> StoredDigests:
     """Raises DigestMismatch where these are not the bytes that were written, MalformedMessage for another format."""
     body = data[DIGEST_BYTES:]
     if xxhash.xxh3_128_digest(body) != data[:DIGEST_BYTES]:
-        raise DigestMismatch(f"{DIGESTS} is not what was written")
+        raise DigestMismatch(f"{DIGESTS_FILE} is not what was written")
     try:
         sealed = msgspec.msgpack.decode(body, type=_Sealed)
         if sealed.format != _FORMAT:
-            raise MalformedMessage(f"{DIGESTS} has format {sealed.format}, of another release: {_FORMAT} is read here")
+            raise MalformedMessage(
+                f"{DIGESTS_FILE} has format {sealed.format}, of another release: {_FORMAT} is read here"
+            )
         return msgspec.msgpack.decode(sealed.digests, type=StoredDigests)
-    except UNREADABLE as error:
-        raise MalformedMessage(f"{DIGESTS} cannot be read: {error}") from error
+    except DECODE_ERRORS as error:
+        raise MalformedMessage(f"{DIGESTS_FILE} cannot be read: {error}") from error

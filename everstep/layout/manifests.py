@@ -12,7 +12,7 @@ from enum import IntEnum
 
 import msgspec
 
-from everstep.errors import UNREADABLE, ConfigurationError, MalformedMessage
+from everstep.errors import DECODE_ERRORS, ConfigurationError, MalformedMessage
 
 # ---- boxes
 # Boxes: axis-aligned parts of tensors, in the coordinates of the whole (global) tensor. Pure.
@@ -49,19 +49,19 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
         size[dim] = length
         return Box(tuple(offset), tuple(size))
 
-    def without(self, hole: Box) -> list[Box]:
+    def subtract(self, other: Box) -> list[Box]:
         """What is left of this box when ``hole``, which must lie inside it, is cut out: disjoint boxes."""
         rest: list[Box] = []
         offset, size = list(self.offset), list(self.size)
         for dim in range(len(size)):
-            before = hole.offset[dim] - offset[dim]
-            after = offset[dim] + size[dim] - hole.offset[dim] - hole.size[dim]
+            before = other.offset[dim] - offset[dim]
+            after = offset[dim] + size[dim] - other.offset[dim] - other.size[dim]
             if before:
                 rest.append(Box(tuple(offset), (*size[:dim], before, *size[dim + 1 :])))
             if after:
-                start = hole.offset[dim] + hole.size[dim]
+                start = other.offset[dim] + other.size[dim]
                 rest.append(Box((*offset[:dim], start, *offset[dim + 1 :]), (*size[:dim], after, *size[dim + 1 :])))
-            offset[dim], size[dim] = hole.offset[dim], hole.size[dim]
+            offset[dim], size[dim] = other.offset[dim], other.size[dim]
         return rest
 
 
@@ -72,14 +72,14 @@ def chunk(length: int, index: int, count: int) -> tuple[int, int]:
     return start, min(full, length - start)
 
 
-def whole(shape: Extent) -> Box:
+def full_box(shape: Extent) -> Box:
     """The box of a tensor of this shape in full."""
     return Box((0,) * len(shape), shape)
 
 
-def uncovered(wanted: Box, boxes: Iterable[Box]) -> list[Box]:
+def uncovered(target: Box, boxes: Iterable[Box]) -> list[Box]:
     """The parts of ``wanted`` that no box covers; empty when it is covered."""
-    rest = [wanted] if wanted.volume else []
+    rest = [target] if target.volume else []
     for box in boxes:
         if not rest:
             break
@@ -89,31 +89,31 @@ def uncovered(wanted: Box, boxes: Iterable[Box]) -> list[Box]:
 
 def _cut(part: Box, box: Box) -> list[Box]:
     hole = part.intersect(box)
-    return [part] if hole is None else part.without(hole)
+    return [part] if hole is None else part.subtract(hole)
 
 
-def byte_ranges(held: Box, wanted: Box, itemsize: int, at: int) -> list[Range]:
+def byte_ranges(stored: Box, selected: Box, itemsize: int, offset: int) -> list[Range]:
     """Where ``wanted`` lies when ``held``, which contains it, is stored in row-major order from byte ``at`` on.
 
     (offset, length) of each contiguous run, ascending; one after another they are ``wanted`` in row-major order.
     """
-    if not wanted.volume:
+    if not selected.volume:
         return []
-    split = run_dimension(held, wanted)
-    strides = _byte_strides(held.size, itemsize)
-    length = math.prod(wanted.size[split:]) * itemsize
-    start = at + sum((w - h) * s for w, h, s in zip(wanted.offset, held.offset, strides, strict=True))
-    steps = [[i * stride for i in range(n)] for n, stride in zip(wanted.size[:split], strides[:split], strict=True)]
+    split = run_dimension(stored, selected)
+    strides = _byte_strides(stored.size, itemsize)
+    length = math.prod(selected.size[split:]) * itemsize
+    start = offset + sum((w - h) * s for w, h, s in zip(selected.offset, stored.offset, strides, strict=True))
+    steps = [[i * stride for i in range(n)] for n, stride in zip(selected.size[:split], strides[:split], strict=True)]
     return [(start + sum(step), length) for step in itertools.product(*steps)]
 
 
-def run_dimension(held: Box, wanted: Box) -> int:
+def run_dimension(stored: Box, selected: Box) -> int:
     """The first dimension of a contiguous run: all behind it are wanted in full, and before it there is one each."""
-    split = len(held.size)
-    while split and wanted.size[split - 1] == held.size[split - 1]:
+    split = len(stored.size)
+    while split and selected.size[split - 1] == stored.size[split - 1]:
         split -= 1
     split = max(0, split - 1)
-    while split and wanted.size[split - 1] == 1:
+    while split and selected.size[split - 1] == 1:
         split -= 1
     return split
 
@@ -127,25 +127,25 @@ def _byte_strides(size: Sequence[int], itemsize: int) -> list[int]:
 
 
 LAYOUT_FORMAT = 1
-MOST_MANIFEST_BYTES = 64 << 20
+MAX_MANIFEST_BYTES = 64 << 20
 """Some 500,000 tensors with long names. It stands in each slot, is read as a whole, and goes to whoever reads one."""
-BLOB_PREFIX = 8
+BLOB_LENGTH_BYTES = 8
 """Bytes of the little-endian length that stands before the Python state."""
 
 
-class Lies(IntEnum):
+class TensorPlacement(IntEnum):
     """Where an optimizer had a tensor of its state: as a plain tensor on the host or on its parameter's device, or
     spread over its parameter's mesh (a DTensor). WHOLE: plain, in full, beside a parameter of its shape that is a
     DTensor. UNTOLD: on a CPU, by releases before, and of what is no such state."""
 
-    UNTOLD = 0
+    UNKNOWN = 0
     HOST = 1
     DEVICE = 2
-    SPREAD = 3
-    WHOLE = 4
+    DTENSOR = 3
+    FULL = 4
 
 
-class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class TensorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tensor of the job, as every manifest lists it.
 
     ``own``: each rank has its own values, and ``shape`` begins with the number of ranks; ``ranks`` are those that have
@@ -158,28 +158,28 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     dtype: str
     itemsize: int
     shape: Extent
-    own: bool
+    per_rank: bool
     aliases: tuple[str, ...] = ()
     groups: tuple[tuple[str, int], ...] = ()
     ranks: tuple[int, ...] = ()
-    lies: Lies = Lies.UNTOLD
+    placement: TensorPlacement = TensorPlacement.UNKNOWN
 
     @property
-    def rows(self) -> tuple[int, ...]:
+    def owner_ranks(self) -> tuple[int, ...]:
         """Of an own tensor, the ranks that have it."""
         return self.ranks or tuple(range(self.shape[0]))
 
-    def row_of(self, rank: int) -> int:
+    def source_rank(self, rank: int) -> int:
         """Which rank's values a rank of a later generation begins with: its own, or a copy of another's."""
-        return rank if rank in self.rows else self.rows[rank % len(self.rows)]
+        return rank if rank in self.owner_ranks else self.owner_ranks[rank % len(self.owner_ranks)]
 
 
-class Stored(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class StoredBox(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A box in a slot: of tensor ``catalog[tensor]``, contiguous in row-major order from byte ``at`` of the payload."""
 
     tensor: int
     box: Box
-    at: int
+    offset: int
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
@@ -193,13 +193,13 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
     format: int
     rank: int
-    world: int
-    catalog: tuple[Tensor, ...]
-    stored: tuple[Stored, ...]
-    blob_at: int
+    world_size: int
+    catalog: tuple[TensorInfo, ...]
+    stored: tuple[StoredBox, ...]
+    blob_offset: int
     blob_capacity: int
     payload_bytes: int
-    exclusive: int
+    exclusive_bytes: int
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -209,12 +209,12 @@ _decoder = msgspec.msgpack.Decoder(Manifest)
 def encode_manifest(manifest: Manifest) -> bytes:
     """Raises ConfigurationError where it takes more than MOST_MANIFEST_BYTES."""
     data = _encoder.encode(manifest)
-    if len(data) > MOST_MANIFEST_BYTES:
+    if len(data) > MAX_MANIFEST_BYTES:
         tensors, stored = len(manifest.catalog), len(manifest.stored)
         names = sum(len(tensor.name) for tensor in manifest.catalog)
         raise ConfigurationError(
             f"the names ({names} bytes) and shapes of {tensors} tensors and the places of {stored} in this rank's slot "
-            f"take {len(data)} bytes, and a manifest {MOST_MANIFEST_BYTES} at most: track fewer tensors, or larger ones"
+            f"take {len(data)} bytes, and a manifest {MAX_MANIFEST_BYTES} at most: track fewer tensors, or larger ones"
         )
     return data
 
@@ -223,7 +223,7 @@ def decode_manifest(data: bytes) -> Manifest:
     """Raises MalformedMessage for anything but a manifest of this format whose indices hold."""
     try:
         manifest = _decoder.decode(data)
-    except UNREADABLE as error:
+    except DECODE_ERRORS as error:
         raise MalformedMessage(f"a slot's manifest cannot be read: {error}") from error
     if manifest.format != LAYOUT_FORMAT:
         raise MalformedMessage(f"a slot's manifest has format {manifest.format}, this release reads {LAYOUT_FORMAT}")
@@ -232,14 +232,14 @@ def decode_manifest(data: bytes) -> Manifest:
     return manifest
 
 
-def _stored_in_bounds(manifest: Manifest, stored: Stored) -> bool:
+def _stored_in_bounds(manifest: Manifest, stored: StoredBox) -> bool:
     if not 0 <= stored.tensor < len(manifest.catalog):
         return False
     tensor = manifest.catalog[stored.tensor]
-    end = stored.at + stored.box.volume * tensor.itemsize
+    end = stored.offset + stored.box.volume * tensor.itemsize
     inside = all(
         o >= 0 and n > 0 and o + n <= full
         for o, n, full in zip(stored.box.offset, stored.box.size, tensor.shape, strict=False)
     )
     dims = len(stored.box.size) == len(tensor.shape) == len(stored.box.offset)
-    return dims and inside and stored.at >= 0 and end <= manifest.payload_bytes
+    return dims and inside and stored.offset >= 0 and end <= manifest.payload_bytes

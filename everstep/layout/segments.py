@@ -42,10 +42,10 @@ from everstep.native import DIGEST_BYTES
 # 32  16s  nonce            48  64s  job
 # 112  16s  xxh3-128 of what is before it
 
-PAGE = 4096
+PAGE_BYTES = 4096
 MAGIC = b"EVRSTEP\x02"
-LAYOUT = 2
-MOST_SLOTS = 64
+LAYOUT_VERSION = 2
+MAX_SLOTS = 64
 NONCE_BYTES = 16
 KINDS = ("own", "replica", "parity")
 """Of segments, in the order of their numbers in the header."""
@@ -54,7 +54,7 @@ _HEADER_BODY = struct.Struct("<8sIIQII16s64s")
 HEADER_BYTES = _HEADER_BODY.size + DIGEST_BYTES
 _FORMAT_1 = b"EVRSTEP\x01\x01\x00\x00\x00"
 
-Clue = tuple[bytes, int, int]
+SegmentHint = tuple[bytes, int, int]
 """What a slot's record says of its segment: nonce, its own number, and how many slots there are."""
 
 
@@ -69,67 +69,70 @@ class SegmentHeader(msgspec.Struct, frozen=True):
     job: str = ""
 
     @property
-    def length(self) -> int:
+    def total_bytes(self) -> int:
         """Bytes of the file."""
         return segment_bytes(self.slots, self.slot_bytes)
 
-    def base(self, slot: int) -> int:
+    def slot_offset(self, slot: int) -> int:
         """Where a slot's header page begins."""
-        return PAGE + slot * (PAGE + self.slot_bytes)
+        return PAGE_BYTES + slot * (PAGE_BYTES + self.slot_bytes)
 
 
 def segment_bytes(slots: int, slot_bytes: int) -> int:
     """Size of a segment file."""
-    return PAGE + slots * (PAGE + slot_bytes) + PAGE
+    return PAGE_BYTES + slots * (PAGE_BYTES + slot_bytes) + PAGE_BYTES
 
 
 def write_header(buffer: memoryview, header: SegmentHeader) -> None:
     """Writes both copies of the header of a segment that fills ``buffer``."""
     raw = _pack(header)
-    for at in _places(len(buffer)):
+    for at in _header_offsets(len(buffer)):
         buffer[at : at + HEADER_BYTES] = raw
 
 
 def is_intact(buffer: memoryview, header: SegmentHeader) -> bool:
     """Whether both copies say this."""
     raw = _pack(header)
-    return all(bytes(buffer[at : at + HEADER_BYTES]) == raw for at in _places(len(buffer)))
+    return all(bytes(buffer[at : at + HEADER_BYTES]) == raw for at in _header_offsets(len(buffer)))
 
 
-def read_header(buffer: memoryview, clue_at: Callable[[int], Clue | None]) -> tuple[SegmentHeader, bool]:
+def read_header(buffer: memoryview, hint_at: Callable[[int], SegmentHint | None]) -> tuple[SegmentHeader, bool]:
     """The header, and whether both copies are intact.
 
     ``clue_at``: what a slot's record that can be believed and begins at an offset says of its segment. A header that is
     made out from those does not know its kind, number and job. Raises DigestMismatch where nothing fits, and
     VersionMismatch for a segment of layout 1.
     """
-    if len(buffer) < 2 * PAGE:
+    if len(buffer) < 2 * PAGE_BYTES:
         raise DigestMismatch(f"{len(buffer)} bytes are no segment")
-    copies = [_unpack(bytes(buffer[at : at + HEADER_BYTES]), len(buffer)) for at in _places(len(buffer))]
+    copies = [_unpack(bytes(buffer[at : at + HEADER_BYTES]), len(buffer)) for at in _header_offsets(len(buffer))]
     found = next((copy for copy in copies if copy is not None), None)
     if found is not None:
         return found, copies[0] == copies[1]
     begin = bytes(buffer[: len(_FORMAT_1)])
     if begin == _FORMAT_1:
         raise VersionMismatch(
-            f"its slots are in layout 1, and this release reads layout {LAYOUT}: let the jobs that have slots here end "
+            f"its slots are in layout 1, and this release reads layout {LAYOUT_VERSION}: let the jobs that "
+            "have slots here end "
             "under the release that wrote them, or remove the file and lose them"
         )
-    fitting = [(_witnesses(header, clue_at), header) for header in _fitting(len(buffer), clue_at)]
+    fitting = [(_matching_slots(header, hint_at), header) for header in _candidate_headers(len(buffer), hint_at)]
     witnesses, made_out = max(fitting, key=lambda each: each[0], default=(0, None))
     if made_out is None or not witnesses:
-        raise DigestMismatch(f"not a segment of layout {LAYOUT}: it begins with {begin!r}, and no slot is in it")
+        raise DigestMismatch(
+            f"not a segment of layout {LAYOUT_VERSION}: it begins with {begin!r}, and no slot is in it"
+        )
     return made_out, False
 
 
-def _places(length: int) -> tuple[int, int]:
-    return 0, length - PAGE
+def _header_offsets(length: int) -> tuple[int, int]:
+    return 0, length - PAGE_BYTES
 
 
 def _pack(header: SegmentHeader) -> bytes:
     kind = KINDS.index(header.kind)
     body = _HEADER_BODY.pack(
-        MAGIC, LAYOUT, header.slots, header.slot_bytes, kind, header.number, header.nonce, header.job.encode()
+        MAGIC, LAYOUT_VERSION, header.slots, header.slot_bytes, kind, header.number, header.nonce, header.job.encode()
     )
     return body + xxhash.xxh3_128_digest(body)
 
@@ -139,31 +142,31 @@ def _unpack(raw: bytes, length: int) -> SegmentHeader | None:
     if xxhash.xxh3_128_digest(body) != digest:
         return None
     magic, layout, slots, slot_bytes, kind, number, nonce, job = _HEADER_BODY.unpack(body)
-    if (magic, layout) != (MAGIC, LAYOUT) or kind >= len(KINDS) or segment_bytes(slots, slot_bytes) != length:
+    if (magic, layout) != (MAGIC, LAYOUT_VERSION) or kind >= len(KINDS) or segment_bytes(slots, slot_bytes) != length:
         return None
     return SegmentHeader(slots, slot_bytes, nonce, KINDS[kind], number, job.rstrip(b"\0").decode())
 
 
-def _fitting(length: int, clue_at: Callable[[int], Clue | None]) -> Iterator[SegmentHeader]:
+def _candidate_headers(length: int, clue_at: Callable[[int], SegmentHint | None]) -> Iterator[SegmentHeader]:
     """All segments of ``length`` bytes of which some slot speaks, each nonce by itself."""
-    for slots in range(1, MOST_SLOTS + 1):
-        stride, rest = divmod(length - 2 * PAGE, slots)
-        if rest or stride % PAGE or stride <= PAGE:
+    for slots in range(1, MAX_SLOTS + 1):
+        stride, rest = divmod(length - 2 * PAGE_BYTES, slots)
+        if rest or stride % PAGE_BYTES or stride <= PAGE_BYTES:
             continue
-        bare = SegmentHeader(slots, stride - PAGE, b"")
-        clues = (clue_at(bare.base(slot)) for slot in range(slots))
+        bare = SegmentHeader(slots, stride - PAGE_BYTES, b"")
+        clues = (clue_at(bare.slot_offset(slot)) for slot in range(slots))
         for nonce in {clue[0] for clue in clues if clue is not None}:
             yield msgspec.structs.replace(bare, nonce=nonce)
 
 
-def _witnesses(header: SegmentHeader, clue_at: Callable[[int], Clue | None]) -> int:
+def _matching_slots(header: SegmentHeader, clue_at: Callable[[int], SegmentHint | None]) -> int:
     """Slots whose records say that they are just there, in a segment of so many."""
-    return sum(clue_at(header.base(slot)) == (header.nonce, slot, header.slots) for slot in range(header.slots))
+    return sum(clue_at(header.slot_offset(slot)) == (header.nonce, slot, header.slots) for slot in range(header.slots))
 
 
-RECORD_PLACES = (0, 2048)
+RECORD_OFFSETS = (0, 2048)
 """In the slot's header page."""
-MEND_FLAG_AT = 1024
+REPAIR_FLAG_OFFSET = 1024
 """In the slot's header page: a word that says that the slot is being mended, see ``SegmentView.mend``."""
 
 _RECORD_BODY = struct.Struct("<IIQQQQQHHI16s16s24x")
@@ -195,10 +198,10 @@ class SlotHeader(msgspec.Struct, frozen=True):
     manifest_bytes: int
     payload_bytes: int
     sequence: int = 0
-    table: bytes = NO_DIGEST
+    table_digest: bytes = NO_DIGEST
 
 
-class Look(msgspec.Struct, frozen=True):
+class SlotRecordPair(msgspec.Struct, frozen=True):
     """Both records of a slot as they were. ``header``: what the slot is, None where neither can be believed.
 
     ``bad``: the records (0, 1) that cannot. ``agree`` is False too where a writer is, or died, between the two.
@@ -206,15 +209,15 @@ class Look(msgspec.Struct, frozen=True):
 
     raw: tuple[bytes, bytes]
     header: SlotHeader | None
-    bad: tuple[int, ...]
-    agree: bool
+    invalid: tuple[int, ...]
+    is_consistent: bool
 
     @property
     def state(self) -> SlotState:
         return SlotState.DAMAGED if self.header is None else self.header.state
 
 
-def clue(raw: bytes) -> tuple[bytes, int, int] | None:
+def parse_segment_hint(raw: bytes) -> tuple[bytes, int, int] | None:
     """What a record says of its segment: nonce, slot, slots. None where it cannot be believed."""
     if not _is_whole(raw):
         return None
@@ -222,7 +225,7 @@ def clue(raw: bytes) -> tuple[bytes, int, int] | None:
     return fields[11], fields[7], fields[8]
 
 
-class Records:
+class SlotRecords:
     """The records of all slots of a segment whose header is known.
 
     ``fits``: whether a slot has room for what a header says it holds.
@@ -232,7 +235,7 @@ class Records:
         self._buffer = buffer
         self._nonce = segment.nonce
         self._slots = segment.slots
-        self._bases = [segment.base(slot) for slot in range(segment.slots)]
+        self._bases = [segment.slot_offset(slot) for slot in range(segment.slots)]
         self._fits = fits
         self._seen: list[tuple[bytes, SlotHeader | None]] = [(b"", None)] * segment.slots
 
@@ -245,12 +248,12 @@ class Records:
             self._seen[slot] = raw, header
         return header or self._parse(slot, self._raw(slot, 1))
 
-    def look(self, slot: int) -> Look:
+    def read_pair(self, slot: int) -> SlotRecordPair:
         """Both records, for whoever mends them."""
         raw = self._raw(slot, 0), self._raw(slot, 1)
         first, second = self._parse(slot, raw[0]), self._parse(slot, raw[1])
         bad = tuple(number for number, found in enumerate((first, second)) if found is None)
-        return Look(raw, first or second, bad, first is not None and first == second)
+        return SlotRecordPair(raw, first or second, bad, first is not None and first == second)
 
     def write(self, slot: int, header: SlotHeader) -> None:
         """Writes both."""
@@ -258,25 +261,25 @@ class Records:
         for number in (0, 1):
             self._write(slot, number, raw)
 
-    def mend(self, slot: int, look: Look) -> bool:
+    def repair(self, slot: int, seen: SlotRecordPair) -> bool:
         """Writes the record that is bad, or was not written any more, from its twin.
 
         Only of slots that stand: one that is filled has a writer. False where the slot is no longer what was seen.
         """
-        if look.header is None or look.header.state in _WRITTEN or look.raw != self.look(slot).raw:
+        if seen.header is None or seen.header.state in _WRITTEN or seen.raw != self.read_pair(slot).raw:
             return False
-        raw = self._pack(slot, look.header)
+        raw = self._pack(slot, seen.header)
         for number in (0, 1):
-            if look.raw[number] != raw:
+            if seen.raw[number] != raw:
                 self._write(slot, number, raw)
         return True
 
     def _raw(self, slot: int, number: int) -> bytes:
-        at = self._bases[slot] + RECORD_PLACES[number]
+        at = self._bases[slot] + RECORD_OFFSETS[number]
         return bytes(self._buffer[at : at + RECORD_BYTES])
 
     def _write(self, slot: int, number: int, raw: bytes) -> None:
-        at = self._bases[slot] + RECORD_PLACES[number]
+        at = self._bases[slot] + RECORD_OFFSETS[number]
         self._buffer[at : at + RECORD_BYTES] = raw
 
     def _pack(self, slot: int, header: SlotHeader) -> bytes:
@@ -292,7 +295,7 @@ class Records:
             slot,
             self._slots,
             0,
-            header.table,
+            header.table_digest,
             self._nonce,
         )
         return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")

@@ -27,30 +27,30 @@ import xxhash
 from everstep.errors import ConfigurationError, Conflict, DigestMismatch, OutOfSlotMemory
 from everstep.ids import Version
 from everstep.layout.segments import (
-    MEND_FLAG_AT,
     NONCE_BYTES,
-    PAGE,
+    PAGE_BYTES,
     RECORD_BYTES,
-    RECORD_PLACES,
-    Look,
-    Records,
+    RECORD_OFFSETS,
+    REPAIR_FLAG_OFFSET,
     SegmentHeader,
     SlotHeader,
+    SlotRecordPair,
+    SlotRecords,
     SlotState,
-    clue,
+    parse_segment_hint,
     read_header,
     segment_bytes,
     write_header,
 )
 from everstep.native import DIGEST_BYTES
 
-ALIGN = 64
+ALIGNMENT_BYTES = 64
 CHUNK_BYTES = 8 << 20
-SLOTS = 5
+SLOTS_PER_RANK = 5
 """Of one rank: the one being filled, the two sealed last, the committed one, and the one to be committed next."""
 
 _WORD = struct.Struct("<Q")
-_MENDING = 0xB5E9_6A3C_1D57_F208
+_REPAIR_MARK = 0xB5E9_6A3C_1D57_F208
 """A slot's flag while it is being mended; no flipped bit makes it of zero."""
 _FENCE = threading.Lock()
 """Taking it orders this thread's stores before its later loads, as seen by other processes."""
@@ -72,7 +72,7 @@ def chunk_count(n: int) -> int:
 
 def slot_bytes_for(manifest_bytes: int, payload_bytes: int) -> int:
     """Bytes a slot needs behind its header for a manifest and a payload of these sizes."""
-    return _aligned(_payload_offset(manifest_bytes, payload_bytes) + payload_bytes, PAGE)
+    return _aligned(_payload_offset(manifest_bytes, payload_bytes) + payload_bytes, PAGE_BYTES)
 
 
 def _table_bytes(payload_bytes: int) -> int:
@@ -80,7 +80,7 @@ def _table_bytes(payload_bytes: int) -> int:
 
 
 def _payload_offset(manifest_bytes: int, payload_bytes: int) -> int:
-    return _aligned(_table_bytes(payload_bytes) + manifest_bytes, ALIGN)
+    return _aligned(_table_bytes(payload_bytes) + manifest_bytes, ALIGNMENT_BYTES)
 
 
 def chunk_digests(data: memoryview) -> Iterator[bytes]:
@@ -108,13 +108,14 @@ def format_segment(
         raise OutOfSlotMemory(
             f"{slots} slots of {slot_bytes} bytes need {need} bytes with their headers, the segment has {len(buffer)}"
         )
-    if slot_bytes % PAGE or len(buffer) != need:
+    if slot_bytes % PAGE_BYTES or len(buffer) != need:
         raise ConfigurationError(
-            f"slot_bytes must be a multiple of {PAGE}, not {slot_bytes}; the segment is {need} bytes, not {len(buffer)}"
+            f"slot_bytes must be a multiple of {PAGE_BYTES}, not {slot_bytes}; the segment is {need} bytes, "
+            f"not {len(buffer)}"
         )
     header = SegmentHeader(slots, slot_bytes, nonce, kind, number, job)
     write_header(buffer, header)
-    records = Records(buffer, header, lambda _manifest, _payload: True)
+    records = SlotRecords(buffer, header, lambda _manifest, _payload: True)
     for slot in range(slots):
         records.write(slot, _EMPTY)
 
@@ -133,23 +134,23 @@ class SegmentView:
     def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
         self.segment, intact = read_header(buffer, self._clue)
-        self.mended_header = not intact
+        self.header_was_repaired = not intact
         self.slots = self.segment.slots
         self.slot_bytes = self.segment.slot_bytes
         size = self.slot_bytes  # no method of ours: the memory is to go with its last holder, not with the next gc
-        self._records = Records(buffer, self.segment, lambda said, held: _payload_offset(said, held) + held <= size)
+        self._records = SlotRecords(buffer, self.segment, lambda said, held: _payload_offset(said, held) + held <= size)
         self._copied = 0
         known = [self._records.header(slot) for slot in range(self.slots)]
         self._sequence = max((header.sequence for header in known if header is not None), default=0)
 
     def _clue(self, base: int) -> tuple[bytes, int, int] | None:
-        found = (clue(bytes(self._buffer[base + at : base + at + RECORD_BYTES])) for at in RECORD_PLACES)
+        found = (parse_segment_hint(bytes(self._buffer[base + at : base + at + RECORD_BYTES])) for at in RECORD_OFFSETS)
         return next((each for each in found if each is not None), None)
 
     def _base(self, slot: int) -> int:
         if not 0 <= slot < self.slots:
             raise IndexError(f"slot {slot} of {self.slots}")
-        return self.segment.base(slot)
+        return self.segment.slot_offset(slot)
 
     # --- headers --------------------------------------------------------------------------------------------------
 
@@ -163,20 +164,20 @@ class SegmentView:
         """Of all slots, in their order."""
         return [self.header(slot) for slot in range(self.slots)]
 
-    def look(self, slot: int) -> Look:
+    def read_records(self, slot: int) -> SlotRecordPair:
         """Both records of the slot's header; tells a damaged slot from an empty one."""
-        return self._records.look(slot)
+        return self._records.read_pair(slot)
 
-    def mend_records(self, slot: int, look: Look) -> bool:
+    def repair_records(self, slot: int, seen: SlotRecordPair) -> bool:
         """Writes one record from the other. False where the slot is no longer what was seen, or is being filled."""
-        with self._mending(slot):
-            return self._records.mend(slot, look)
+        with self._repairing(slot):
+            return self._records.repair(slot, seen)
 
-    def sealed(self) -> Iterator[tuple[int, SlotHeader]]:
+    def sealed_slots(self) -> Iterator[tuple[int, SlotHeader]]:
         """The slots that say SEALED, with their headers."""
         return self._in_states(SlotState.SEALED)
 
-    def whole(self) -> Iterator[tuple[int, SlotHeader]]:
+    def complete_slots(self) -> Iterator[tuple[int, SlotHeader]]:
         """The same, and those that say COPIED."""
         return self._in_states(SlotState.SEALED, SlotState.COPIED)
 
@@ -197,7 +198,7 @@ class SegmentView:
     def begin(self, slot: int, rank: int, version: Version, manifest: bytes, payload_bytes: int) -> memoryview:
         """``reserve`` with the manifest written: returns the payload to fill."""
         _, payload = self.reserve(slot, rank, version, len(manifest), payload_bytes)
-        start = self._base(slot) + PAGE + _table_bytes(payload_bytes)
+        start = self._base(slot) + PAGE_BYTES + _table_bytes(payload_bytes)
         self._buffer[start : start + len(manifest)] = manifest
         return payload
 
@@ -220,12 +221,12 @@ class SegmentView:
         self._records.write(slot, header)
         with _FENCE:
             pass
-        if self._is_being_mended(slot):
+        if self._is_being_repaired(slot):
             raise Conflict(f"slot {slot} is being mended; it can be filled in a moment")
-        payload = self._buffer[base + PAGE + offset : base + PAGE + offset + payload_bytes]
+        payload = self._buffer[base + PAGE_BYTES + offset : base + PAGE_BYTES + offset + payload_bytes]
         return self._buffer[self._manifest_range(slot, header)], payload
 
-    def copied(self, slot: int) -> None:
+    def mark_copied(self, slot: int) -> None:
         """Marks a slot that is being filled COPIED: all its bytes are there, and whoever finds it so may seal it.
 
         Raises DigestMismatch where the slot is not being filled.
@@ -249,28 +250,28 @@ class SegmentView:
         if header is None or header.state is SlotState.SEALED:
             raise DigestMismatch(f"slot {slot} was never begun")
         if digests is None:
-            digests = self.digests_anew(slot, header)
+            digests = self.compute_digests(slot, header)
         if len(digests) != chunk_count(header.payload_bytes) + 1:
             raise DigestMismatch(f"{len(digests)} digests do not seal a payload of {header.payload_bytes} bytes")
         return self._seal(slot, header, b"".join(digests))
 
-    def seal_for(self, slot: int, header: SlotHeader, digests: Sequence[bytes]) -> bool:
+    def seal_copied(self, slot: int, header: SlotHeader, digests: Sequence[bytes]) -> bool:
         """Seals what another process copied and left, from ``digests_anew``. False where it no longer is ``header``."""
-        with self._mending(slot):
+        with self._repairing(slot):
             if header.state is not SlotState.COPIED or self.header(slot) != header:
                 return False
             self._seal(slot, header, b"".join(digests))
             return True
 
-    def digests_anew(self, slot: int, header: SlotHeader) -> list[bytes]:
+    def compute_digests(self, slot: int, header: SlotHeader) -> list[bytes]:
         """The manifest's and then each chunk's, of the bytes as they are."""
         manifest = self._buffer[self._manifest_range(slot, header)]
         return list(self._all_digests(manifest, self._payload_of(slot, header)))
 
     def _seal(self, slot: int, header: SlotHeader, table: bytes) -> SlotHeader:
-        start = self._base(slot) + PAGE
+        start = self._base(slot) + PAGE_BYTES
         self._buffer[start : start + len(table)] = table
-        sealed = msgspec.structs.replace(header, state=SlotState.SEALED, table=xxhash.xxh3_128_digest(table))
+        sealed = msgspec.structs.replace(header, state=SlotState.SEALED, table_digest=xxhash.xxh3_128_digest(table))
         self._records.write(slot, sealed)
         return sealed
 
@@ -286,7 +287,7 @@ class SegmentView:
     # --- reading --------------------------------------------------------------------------------------------------
 
     def _manifest_range(self, slot: int, header: SlotHeader) -> slice:
-        start = self._base(slot) + PAGE + _table_bytes(header.payload_bytes)
+        start = self._base(slot) + PAGE_BYTES + _table_bytes(header.payload_bytes)
         return slice(start, start + header.manifest_bytes)
 
     def payload(self, slot: int) -> memoryview:
@@ -294,7 +295,7 @@ class SegmentView:
         return self._payload_of(slot, self._require(slot))
 
     def _payload_of(self, slot: int, header: SlotHeader) -> memoryview:
-        start = self._base(slot) + PAGE + _payload_offset(header.manifest_bytes, header.payload_bytes)
+        start = self._base(slot) + PAGE_BYTES + _payload_offset(header.manifest_bytes, header.payload_bytes)
         return self._buffer[start : start + header.payload_bytes]
 
     def digests(self, slot: int) -> list[bytes]:
@@ -303,9 +304,9 @@ class SegmentView:
         return [table[at : at + DIGEST_BYTES] for at in range(0, len(table), DIGEST_BYTES)]
 
     def _table(self, slot: int, header: SlotHeader) -> bytes:
-        start = self._base(slot) + PAGE
+        start = self._base(slot) + PAGE_BYTES
         table = bytes(self._buffer[start : start + _table_bytes(header.payload_bytes)])
-        if xxhash.xxh3_128_digest(table) != header.table:
+        if xxhash.xxh3_128_digest(table) != header.table_digest:
             raise DigestMismatch(f"the chunk digests of slot {slot} (version {header.version}) are not what was sealed")
         return table
 
@@ -321,7 +322,7 @@ class SegmentView:
             raise DigestMismatch(f"the manifest of slot {slot} (version {header.version}) is not what was sealed")
         return manifest
 
-    def check_chunks(self, slot: int, start: int = 0, length: int | None = None) -> None:
+    def verify_chunks(self, slot: int, start: int = 0, length: int | None = None) -> None:
         """Hashes the chunks that hold payload bytes [start, start + length).
 
         Raises DigestMismatch, and IndexError where the range is not within the payload. The header is read once, so
@@ -337,29 +338,29 @@ class SegmentView:
             if xxhash.xxh3_128_digest(payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]) != sealed:
                 raise DigestMismatch(f"chunk {index} of slot {slot} is not what was sealed")
 
-    def check(self, slot: int) -> None:
+    def verify(self, slot: int) -> None:
         """Hashes everything. Raises DigestMismatch."""
         self.manifest(slot)
-        self.check_chunks(slot)
+        self.verify_chunks(slot)
 
     # --- mending --------------------------------------------------------------------------------------------------
 
-    def _is_being_mended(self, slot: int) -> bool:
-        at = self._base(slot) + MEND_FLAG_AT
-        return int.from_bytes(self._buffer[at : at + _WORD.size], "little") == _MENDING
+    def _is_being_repaired(self, slot: int) -> bool:
+        at = self._base(slot) + REPAIR_FLAG_OFFSET
+        return int.from_bytes(self._buffer[at : at + _WORD.size], "little") == _REPAIR_MARK
 
     def _flag(self, slot: int, value: int) -> None:
-        at = self._base(slot) + MEND_FLAG_AT
+        at = self._base(slot) + REPAIR_FLAG_OFFSET
         self._buffer[at : at + _WORD.size] = _WORD.pack(value)
 
     @contextmanager
-    def _mending(self, slot: int) -> Iterator[None]:
+    def _repairing(self, slot: int) -> Iterator[None]:
         """Inside, the slot's own writer gives way, or has begun a fill already, which the header then says.
 
         The writer says FILLING and then looks at the flag; a mender sets the flag and then looks at the header. So one
         of them sees the other, and no mender ever writes into a fill. For one mender at a time.
         """
-        self._flag(slot, _MENDING)
+        self._flag(slot, _REPAIR_MARK)
         try:
             with _FENCE:
                 pass
@@ -367,20 +368,20 @@ class SegmentView:
         finally:
             self._flag(slot, 0)
 
-    def discard_bad(self, slot: int, header: SlotHeader | None) -> bool:
+    def discard_if_unchanged(self, slot: int, header: SlotHeader | None) -> bool:
         """Marks the slot EMPTY if it still is what ``header`` says (None: damaged)."""
-        with self._mending(slot):
+        with self._repairing(slot):
             if self._records.header(slot) != header:
                 return False
             self.discard(slot)
             return True
 
-    def rebuilt_table(self, slot: int, header: SlotHeader) -> bytes | None:
+    def rebuild_table(self, slot: int, header: SlotHeader) -> bytes | None:
         """The chunk digests made anew from bytes that are whole; None where they are not."""
-        table = b"".join(self.digests_anew(slot, header))
-        return table if xxhash.xxh3_128_digest(table) == header.table else None
+        table = b"".join(self.compute_digests(slot, header))
+        return table if xxhash.xxh3_128_digest(table) == header.table_digest else None
 
-    def mend(
+    def repair(
         self,
         slot: int,
         header: SlotHeader,
@@ -390,10 +391,10 @@ class SegmentView:
         table: bytes | None = None,
     ) -> bool:
         """Writes bytes into a slot that stands. False where it is no longer what ``header`` says."""
-        with self._mending(slot):
+        with self._repairing(slot):
             if self.header(slot) != header:
                 return False
-            base = self._base(slot) + PAGE
+            base = self._base(slot) + PAGE_BYTES
             payload = base + _payload_offset(header.manifest_bytes, header.payload_bytes)
             pieces = [(base, table), (base + _table_bytes(header.payload_bytes), manifest)]
             for at, piece in [*pieces, *((payload + i * CHUNK_BYTES, chunk) for i, chunk in chunks.items())]:
@@ -401,9 +402,9 @@ class SegmentView:
                     self._buffer[at : at + len(piece)] = piece
             return True
 
-    def settle_mend(self, slot: int) -> bool:
+    def finish_repair(self, slot: int) -> bool:
         """Ends a mend whose mender died. False where there is none."""
-        if not self._is_being_mended(slot):
+        if not self._is_being_repaired(slot):
             return False
         self._flag(slot, 0)
         return True

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from everstep.errors import UNREADABLE
+from everstep.errors import DECODE_ERRORS
 
 LOCK_FILE = ".vault.lock"
 _NOTE_BYTES = 4096
@@ -28,7 +28,7 @@ class VaultNote(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: Pid
     run_dir: str
-    alone_since: float | None = None
+    idle_since: float | None = None
     ends_at: float | None = None
 
 
@@ -44,7 +44,7 @@ def read_note(directory: Path) -> VaultNote | None:
         with (directory / LOCK_FILE).open("rb") as file:
             note = msgspec.json.decode(file.read(_NOTE_BYTES), type=VaultNote)
             return note if _owner_of(note.pid) in (None, os.fstat(file.fileno()).st_uid) else None
-    except (OSError, *UNREADABLE):
+    except (OSError, *DECODE_ERRORS):
         return None
 
 
@@ -56,7 +56,7 @@ def _owner_of(pid: int) -> int | None:
         return None
 
 
-def is_held(directory: Path, name: str = LOCK_FILE) -> bool:
+def is_locked(directory: Path, name: str = LOCK_FILE) -> bool:
     """Whether a process holds the lock ``name`` in ``directory``."""
     try:
         lock = os.open(directory / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

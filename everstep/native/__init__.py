@@ -14,11 +14,11 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("copy_hash.so")
-SHORTEST_BYTES = 241
+MIN_BYTES = 241
 """XXH3 hashes shorter input by other rules."""
 DIGEST_BYTES = 16
 """Size of an xxh3-128 digest."""
-OFF = "EVERSTEP_NATIVE"
+ENV_VARIABLE = "EVERSTEP_NATIVE"
 """Environment variable: 0 leaves the library alone."""
 
 _Address = ctypes.c_void_p
@@ -52,7 +52,7 @@ class CopyHash:
 
 
 def _load() -> CopyHash | None:
-    if os.environ.get(OFF) == "0" or not LIBRARY.exists():
+    if os.environ.get(ENV_VARIABLE) == "0" or not LIBRARY.exists():
         return None
     try:
         library = ctypes.CDLL(str(LIBRARY))

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from everstep.ids import in_schema
+from everstep.ids import with_portable_patterns
 from everstep.wire.v1 import (
     agent,
     directives,
@@ -48,7 +48,7 @@ def _messages(module: ModuleType) -> list[type[Message]]:
     return sorted(found, key=lambda kind: kind.__name__)
 
 
-def schema(module: ModuleType) -> dict[str, Any]:
+def module_schema(module: ModuleType) -> dict[str, Any]:
     """One document: every message of the module and its parts under ``$defs``, with whatever those refer to."""
     _, components = msgspec.json.schema_components(_messages(module), ref_template="#/$defs/{name}")
     name = module.__name__.removeprefix("everstep.wire.")
@@ -56,16 +56,16 @@ def schema(module: ModuleType) -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": name,
         "description": (module.__doc__ or "").strip().splitlines()[0],
-        "$defs": in_schema(dict(sorted(components.items()))),
+        "$defs": with_portable_patterns(dict(sorted(components.items()))),
     }
 
 
-def text(module: ModuleType) -> str:
+def schema_text(module: ModuleType) -> str:
     """The document as it is checked in."""
-    return json.dumps(schema(module), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(module_schema(module), indent=2, ensure_ascii=False) + "\n"
 
 
-def path(module: ModuleType) -> Path:
+def schema_path(module: ModuleType) -> Path:
     """Where the module's document is checked in."""
     return SCHEMA_DIRECTORY / (module.__name__.removeprefix("everstep.wire.") + ".json")
 
@@ -74,8 +74,8 @@ def main() -> None:
     """Writes all of them."""
     SCHEMA_DIRECTORY.mkdir(exist_ok=True)
     for module in MODULES:
-        path(module).write_text(text(module))
-        print(path(module))
+        schema_path(module).write_text(schema_text(module))
+        print(schema_path(module))
 
 
 if __name__ == "__main__":

@@ -13,23 +13,23 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from everstep.errors import UNREADABLE, MalformedMessage, Unavailable, VersionMismatch
+from everstep.errors import DECODE_ERRORS, MalformedMessage, Unavailable, VersionMismatch
 from everstep.ids import split_address
 from everstep.wire.v1 import transfer
 
 # ---- version
 # Which protocol versions this build speaks, and how two sides agree on one.
 
-SPOKEN: tuple[int, ...] = (1,)
-VAULTS_SPEAK: tuple[int, ...] = (2,)
+SUPPORTED_VERSIONS: tuple[int, ...] = (1,)
+VAULT_SUPPORTED_VERSIONS: tuple[int, ...] = (2,)
 """Among themselves. In version 1 a slot's manifest was part of the frame that offered it."""
 MOST_SHOWN = 8
 """Of offered versions, in a refusal."""
 
 
-def negotiate(offered: Iterable[int], spoken: Iterable[int] = SPOKEN) -> int:
+def negotiate(offered: Iterable[int], supported: Iterable[int] = SUPPORTED_VERSIONS) -> int:
     """The newest version in both. Raises VersionMismatch, saying which side is older, where there is none."""
-    theirs, ours = set(offered), set(spoken)
+    theirs, ours = set(offered), set(supported)
     both = theirs & ours
     if both:
         return max(both)
@@ -89,7 +89,7 @@ class FrameDecoder(Generic[T]):
             try:
                 messages.append(self._decoder.decode(body))
             # msgspec lets bad UTF-8, and what is nested without end, through as the latter two
-            except UNREADABLE as error:
+            except DECODE_ERRORS as error:
                 raise MalformedMessage(f"a frame of {length} bytes is not a known message: {error}") from error
         return messages
 
@@ -101,13 +101,13 @@ class FrameDecoder(Generic[T]):
 
 _opening: msgspec.msgpack.Decoder[transfer.Opening] = msgspec.msgpack.Decoder(transfer.Opening)
 _opening_answer: msgspec.msgpack.Decoder[transfer.OpeningAnswer] = msgspec.msgpack.Decoder(transfer.OpeningAnswer)
-_request: msgspec.msgpack.Decoder[transfer.Request] = msgspec.msgpack.Decoder(transfer.Request)
-_answer: msgspec.msgpack.Decoder[transfer.Answer] = msgspec.msgpack.Decoder(transfer.Answer)
+_request: msgspec.msgpack.Decoder[transfer.TransferRequest] = msgspec.msgpack.Decoder(transfer.TransferRequest)
+_answer: msgspec.msgpack.Decoder[transfer.TransferAnswer] = msgspec.msgpack.Decoder(transfer.TransferAnswer)
 
-MOST_VECTORS = 512
+MAX_IOVECS = 512
 
 
-class Channel:
+class VaultChannel:
     """A connected TCP socket. Used by one thread at a time; ``shutdown`` may come from any.
 
     Every method raises Unavailable where the peer is gone or too slow, and MalformedMessage for what it should not
@@ -121,41 +121,41 @@ class Channel:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
-        self._patience_s = 0.0
-        self.patience(timeout_s)
+        self._receive_timeout_s = 0.0
+        self.set_receive_timeout(timeout_s)
 
-    def patience(self, timeout_s: float) -> None:
+    def set_receive_timeout(self, timeout_s: float) -> None:
         """How long to wait for the peer's next bytes, seconds."""
-        if timeout_s != self._patience_s:
+        if timeout_s != self._receive_timeout_s:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_s))
-            self._patience_s = timeout_s
+            self._receive_timeout_s = timeout_s
 
     # --- frames ---------------------------------------------------------------------------------------------------
 
     def send(self, message: Any) -> None:
         self.send_bulk([memoryview(encode_frame(message))])
 
-    def opening(self) -> transfer.Opening:
+    def receive_opening(self) -> transfer.Opening:
         return self._frame(_opening, transfer.MAX_GREETING_BYTES)
 
-    def opening_answer(self) -> transfer.OpeningAnswer:
+    def receive_opening_answer(self) -> transfer.OpeningAnswer:
         return self._frame(_opening_answer, transfer.MAX_GREETING_BYTES)
 
-    def request(self) -> transfer.Request:
+    def receive_request(self) -> transfer.TransferRequest:
         return self._frame(_request, transfer.MAX_TRANSFER_FRAME_BYTES)
 
-    def answer(self, kind: type[T]) -> T:
+    def receive_answer(self, kind: type[T]) -> T:
         """The peer's answer, of that kind. Raises what a refusal stands for."""
-        answer = self.any_answer()
+        answer = self.receive_any_answer()
         if isinstance(answer, kind):
             return answer
         raise MalformedMessage(f"{self.peer} answered with {type(answer).__name__}, not with {kind.__name__}")
 
-    def any_answer(self) -> transfer.Answer:
+    def receive_any_answer(self) -> transfer.TransferAnswer:
         """The peer's answer, of any kind. Raises what a refusal stands for."""
         answer = self._frame(_answer, transfer.MAX_TRANSFER_FRAME_BYTES)
-        if isinstance(answer, transfer.Refused):
-            raise transfer.refused_error(answer, self.peer)
+        if isinstance(answer, transfer.TransferRefused):
+            raise transfer.error_from_refused(answer, self.peer)
         return answer
 
     def _frame(self, decoder: msgspec.msgpack.Decoder[T], most: int) -> T:
@@ -168,7 +168,7 @@ class Channel:
         self.receive_into(memoryview(body))
         try:
             return decoder.decode(body)
-        except UNREADABLE as error:
+        except DECODE_ERRORS as error:
             raise MalformedMessage(f"{self.peer} sent a frame that is no known message: {error}") from error
 
     # --- bulk -----------------------------------------------------------------------------------------------------
@@ -179,18 +179,18 @@ class Channel:
             try:
                 count = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
             except BlockingIOError as error:
-                raise Unavailable(f"{self.peer} sent nothing for {self._patience_s} s") from error
+                raise Unavailable(f"{self.peer} sent nothing for {self._receive_timeout_s} s") from error
             except OSError as error:
                 raise Unavailable(f"the connection to {self.peer} broke: {error.strerror or error}") from error
             if not count:
                 raise Unavailable(f"{self.peer} closed the connection")
             view = view[count:]
 
-    def status(self) -> bool:
+    def receive_piece_status(self) -> bool:
         """Whether the piece just received still was the slot's."""
         byte = bytearray(1)
         self.receive_into(memoryview(byte))
-        return bytes(byte) == transfer.PIECE_GOOD
+        return bytes(byte) == transfer.PIECE_VALID
 
     def send_bulk(self, views: Sequence[memoryview]) -> None:
         """Sends the views one after another; when this returns, their bytes have been read."""
@@ -198,8 +198,8 @@ class Channel:
             if len(views) == 1:
                 self._sock.sendall(views[0])
             else:
-                for start in range(0, len(views), MOST_VECTORS):
-                    self._send_vector(list(views[start : start + MOST_VECTORS]))
+                for start in range(0, len(views), MAX_IOVECS):
+                    self._send_vector(list(views[start : start + MAX_IOVECS]))
         except BlockingIOError as error:
             raise Unavailable(f"{self.peer} takes no bytes any more") from error
         except OSError as error:
@@ -213,8 +213,8 @@ class Channel:
             if views:
                 views[0] = views[0][sent:]
 
-    def send_status(self, good: bool) -> None:
-        self.send_bulk([memoryview(transfer.PIECE_GOOD if good else transfer.PIECE_MOVED_ON)])
+    def send_piece_status(self, good: bool) -> None:
+        self.send_bulk([memoryview(transfer.PIECE_VALID if good else transfer.PIECE_STALE)])
 
     # --- the end --------------------------------------------------------------------------------------------------
 
@@ -234,13 +234,13 @@ class Channel:
         self._sock.close()
 
 
-def connect(address: str, peer: str, connect_timeout_s: float, io_timeout_s: float) -> Channel:
+def connect(address: str, peer: str, connect_timeout_s: float, io_timeout_s: float) -> VaultChannel:
     """Raises Unavailable where nobody listens at ``address``."""
     try:
         sock = socket.create_connection(split_address(address), connect_timeout_s)
     except (OSError, ValueError) as error:
         raise Unavailable(f"{peer} does not answer at {address}: {error}") from error
-    return Channel(sock, peer, io_timeout_s)
+    return VaultChannel(sock, peer, io_timeout_s)
 
 
 def _timeval(seconds: float) -> bytes:

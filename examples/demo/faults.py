@@ -76,14 +76,14 @@ def sealed_versions(path: Path) -> set[Version]:
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory,
         memoryview(memory) as view,
     ):
-        return {header.version for _, header in SegmentView(view).sealed()}
+        return {header.version for _, header in SegmentView(view).sealed_slots()}
 
 
 def flip_in_slots(path: Path) -> None:
     """Flips one bit in the middle of the payload of every sealed slot of a segment file."""
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory, memoryview(memory) as view:
         segment = SegmentView(view)
-        for slot, _ in segment.sealed():
+        for slot, _ in segment.sealed_slots():
             with segment.payload(slot) as payload:
                 payload[len(payload) // 2] ^= 0x10
 

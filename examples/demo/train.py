@@ -110,7 +110,7 @@ def train(run: everstep.Run) -> None:
         inputs, targets = (part.to(run.device) for part in DATASET[indices])
         loss = next_byte_loss(whole(inputs), targets)
         log.samples(step, loss.item(), indices.tolist())
-        (loss * sampler.weight(step)).backward()
+        (loss * sampler.loss_weight(step)).backward()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

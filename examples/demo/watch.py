@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from everstep.cli.client import Client
+from everstep.cli.client import ControllerClient
 from everstep.errors import EverstepError
 from everstep.vocabulary import NodeState
 from everstep.wire.v1.operator import Event, EventList, JobDetail, NodeList, NodeSummary
@@ -20,7 +20,7 @@ class Watch:
     ``on_event`` is called for every line of the audit log, once, in order, from that thread.
     """
 
-    def __init__(self, client: Callable[[], Client], job: str, on_event: Callable[[Event], None]) -> None:
+    def __init__(self, client: Callable[[], ControllerClient], job: str, on_event: Callable[[Event], None]) -> None:
         self._client = client
         self._job = job
         self._on_event = on_event
@@ -56,7 +56,7 @@ class Watch:
         if self.job is None:
             return False
         done = [r for r in self.job.recoveries if r.generation >= generation]
-        return any(r.world_size and r.resumed >= r.world_size for r in done)
+        return any(r.world_size and r.resumed_ranks >= r.world_size for r in done)
 
     def _run(self) -> None:
         while not self._stop.wait(POLL_S):

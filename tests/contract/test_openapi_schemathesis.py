@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import schemathesis
 from everstep_controller.api import openapi
-from everstep_controller.api.routes import ROUTES, Access
+from everstep_controller.api.routes import ROUTES, RouteAccess
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.config import SchemathesisConfig
 
@@ -70,8 +70,8 @@ def join(process: ControllerProcess) -> dict[str, str]:
 def headers_for(case: Any, join: dict[str, str]) -> dict[str, str]:
     """Those of somebody whom the route is for."""
     name = case.operation.definition.raw["operationId"]
-    access = ROUTES[name].access if name in ROUTES else Access.READ
-    if access is Access.JOIN:
+    access = ROUTES[name].access if name in ROUTES else RouteAccess.READ
+    if access is RouteAccess.JOIN:
         return join
     return OPERATOR
 

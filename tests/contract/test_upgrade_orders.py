@@ -15,14 +15,14 @@ from everstep.wire.v1.agent import (
     Heartbeat,
     HeartbeatAnswer,
     Host,
-    Numbered,
+    NumberedReport,
     Register,
     Registered,
     Reports,
 )
 from everstep.wire.v1.base import Message, Request
 from everstep.wire.v1.directives import Directive, NewGeneration, VersionNotice
-from everstep.wire.v1.local import Hello, Role
+from everstep.wire.v1.local import ConnectionRole, Hello
 from everstep.wire.v1.training import (
     GenerationSpec,
     Holder,
@@ -30,8 +30,8 @@ from everstep.wire.v1.training import (
     LauncherJoined,
     RankProgress,
     RestoreRule,
-    Sealed,
     SpillPlan,
+    VersionSealed,
 )
 from everstep.wire.v1.vault_orders import NodeGroup, Protection
 
@@ -54,8 +54,8 @@ GENERATION = GenerationSpec(
             nproc_per_node=1,
             groups=(NodeGroup(members=("n1", "n2"), parity=("n3", "n4")),),
         ),
-        storage="/checkpoints/2-5",
-        storage_before=("/checkpoints/2-1",),
+        storage_url="/checkpoints/2-5",
+        older_storage_urls=("/checkpoints/2-1",),
     ),
     holders=(Holder(node="n1", vault="n1:7000", rack="r1"),),
     replica_nodes={"n1": ("n2",)},
@@ -98,22 +98,29 @@ TOLD: tuple[Message, ...] = (
     Reports(
         incarnation=1,
         reports=(
-            Numbered(number=1, body=LauncherJoined(job="j", at=1.0, spec=SPEC, launcher=1, store="n1:8000")),
-            Numbered(
+            NumberedReport(number=1, body=LauncherJoined(job="j", at=1.0, spec=SPEC, launcher=1, store="n1:8000")),
+            NumberedReport(
                 number=2,
-                body=Sealed(
-                    job="j", at=1.0, generation=3, rank=0, version=Version(3, 1), bytes=1, safe=True, digests={"w": "d"}
+                body=VersionSealed(
+                    job="j",
+                    at=1.0,
+                    generation=3,
+                    rank=0,
+                    version=Version(3, 1),
+                    bytes=1,
+                    durable=True,
+                    digests={"w": "d"},
                 ),
             ),
         ),
     ),
-    Hello(protocols=(1,), role=Role.RANK, job="j", pid=1, local_rank=0),
+    Hello(protocols=(1,), role=ConnectionRole.RANK, job="j", pid=1, local_rank=0),
 )
 ADDED = [(Gpu, "vbios", GPU), (Register, "host", TOLD[0])] + [
     (type(message), name, message)
     for message, name in (
         (GENERATION.holders[0], "rack"),
-        (GENERATION.restore, "storage_before"),
+        (GENERATION.restore, "older_storage_urls"),
         (GENERATION.restore, "protection"),
         (TOLD[3].directives[1].body, "pinned"),  # type: ignore[attr-defined]
     )
@@ -183,7 +190,7 @@ def test_a_field_that_was_added_is_passed_over_before_and_missed_by_nobody_after
     assert back == msgspec.structs.replace(message, **{name: missing}) != message
 
 
-@pytest.mark.parametrize("asked", [SPEC, SpillPlan(every=1, to="/c")], ids=lambda asked: type(asked).__name__)
+@pytest.mark.parametrize("asked", [SPEC, SpillPlan(every_steps=1, url="/c")], ids=lambda asked: type(asked).__name__)
 def test_what_is_asked_for_is_refused_where_it_is_not_understood(asked: Request) -> None:
     strange = {**msgspec.to_builtins(asked), "of_later": 1}
     with pytest.raises(msgspec.ValidationError, match="unknown field `of_later`"):

@@ -9,7 +9,7 @@ import pytest
 from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire import export
 from everstep.wire.v1 import agent
-from everstep.wire.v1.agent import Heartbeat, Numbered, Register, Reports
+from everstep.wire.v1.agent import Heartbeat, NumberedReport, Register, Reports
 from everstep.wire.v1.training import FindingRaised, JobSpec, LauncherJoined, RankProgress
 
 FINDING = Finding(kind=FindingKind.GPU_XID, subject="gpu0", severity=Severity.CRITICAL, message="fell off", xid=79)
@@ -25,10 +25,10 @@ MESSAGES = (
     Reports(
         incarnation=1,
         reports=(
-            Numbered(
+            NumberedReport(
                 number=1, body=LauncherJoined(job="j", at=1.0, spec=JobSpec(job="j"), launcher=1, store="127.0.0.1:2")
             ),
-            Numbered(number=2, body=FindingRaised(finding=FINDING)),
+            NumberedReport(number=2, body=FindingRaised(finding=FINDING)),
         ),
     ),
 )
@@ -36,17 +36,19 @@ MESSAGES = (
 
 @pytest.mark.parametrize("module", export.MODULES, ids=lambda module: module.__name__.rsplit(".", 1)[-1])
 def test_the_checked_in_schema_is_current(module: ModuleType) -> None:
-    assert export.path(module).read_text() == export.text(module), "run `make schema` and review the difference"
+    assert export.schema_path(module).read_text() == export.schema_text(module), (
+        "run `make schema` and review the difference"
+    )
 
 
 @pytest.mark.parametrize("module", export.MODULES, ids=lambda module: module.__name__.rsplit(".", 1)[-1])
 def test_the_schema_is_a_schema(module: ModuleType) -> None:
-    jsonschema.Draft202012Validator.check_schema(export.schema(module))
+    jsonschema.Draft202012Validator.check_schema(export.module_schema(module))
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_what_is_sent_satisfies_its_schema(message: msgspec.Struct) -> None:
-    schema = {**export.schema(agent), "$ref": f"#/$defs/{type(message).__name__}"}
+    schema = {**export.module_schema(agent), "$ref": f"#/$defs/{type(message).__name__}"}
     jsonschema.Draft202012Validator(schema).validate(msgspec.json.decode(msgspec.json.encode(message)))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from everstep_controller.core.checkpoints.placement import Site, place_replicas
+from everstep_controller.core.checkpoints.placement import FailureDomains, place_replicas
 
 from bench.checkpoint_rows import four, gpu, losses, reading
 from bench.checkpoint_rows.processes import Crew, RankFailed
@@ -67,7 +67,7 @@ def test_shards_are_copied_survive_a_lost_node_and_come_back_on_three_ranks() ->
 def test_three_copies_outlive_any_two_nodes_and_two_copies_those_that_do_not_copy_each_other() -> None:
     assert losses.double_kills(2, 3).lost == []
     two = losses.double_kills(4, 2)
-    copies = place_replicas(losses.NODES, {node: Site(rack=node) for node in losses.NODES}, 2)
+    copies = place_replicas(losses.NODES, {node: FailureDomains(rack=node) for node in losses.NODES}, 2)
     together = [(a, b) for a, b in two.killed if b in copies[a] or a in copies[b]]
     assert two.lost == together
     assert 0 < len(together) < len(two.killed), "take a seed that has both"

@@ -40,7 +40,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 SCRAPE = ROOT / "deploy" / "prometheus" / "prometheus.yml"
 RULES = ROOT / "dashboards" / "prometheus" / "everstep.rules.yml"
-WITHOUT_SERIES = ("xids_total", "job_protected_step", "job_stored_step")
+WITHOUT_SERIES = ("xids_total", "job_parity_step", "job_storage_step")
 """XIDs have a series each from the first one on; the two steps exist for runs that ask for parity or storage."""
 
 

@@ -76,7 +76,7 @@ def generation(store: str, number: int, nodes: tuple[str, ...] = ("n1",)) -> New
         seats=nodes,
         store=store,
         store_node=nodes[0],
-        restore=RestoreRule(scratch=True),
+        restore=RestoreRule(from_scratch=True),
         holders=(),
         replica_nodes={},
         secret="00",
@@ -94,7 +94,12 @@ def test_a_standby_takes_the_place_of_a_killed_worker_and_is_followed_by_another
         standby = launcher.child_named("everstep-spare")
         os.kill(first, signal.SIGKILL)
         exited = agent.heard(RankExited)
-        assert (exited.local_rank, exited.pid, exited.signal, exited.replacement) == (1, first, signal.SIGKILL, True)
+        assert (exited.local_rank, exited.pid, exited.signal, exited.has_replacement) == (
+            1,
+            first,
+            signal.SIGKILL,
+            True,
+        )
         assert holder(launcher, script.parent, 1, not_in=(first,)) == standby
         launcher.eventually(lambda: launcher.child_named("everstep-spare") != standby, "a new standby")
         assert holder(launcher, script.parent, 0) in launcher.descendants()
@@ -224,7 +229,7 @@ def test_a_node_that_cannot_keep_a_rank_alive_leaves_once_the_job_goes_on_withou
         joined = agent.heard(LauncherJoined)
         agent.launcher().say(generation(joined.store, 1))
         os.kill(worker, signal.SIGKILL)
-        assert agent.heard(RankExited).replacement is False
+        assert agent.heard(RankExited).has_replacement is False
         agent.launcher().say(generation("127.0.0.1:1", 2, nodes=("n2",)))
         assert launcher.wait() == 1
         assert "local rank 0 died 1 times" in launcher.err

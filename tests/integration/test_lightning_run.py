@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from everstep_trainer.data.sampler import ElasticSampler
-from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.runtime.generation_session import IdleSession
 
 from tests.support.exact_training import SEED, Fault, read_diaries
 from tests.support.forked import ForkPool
@@ -91,13 +91,15 @@ def test_a_kill_among_accumulated_batches_loses_no_gradient_and_not_the_loss_sca
 def fitting() -> dict[str, bool]:
     """Tell for each package whether its Trainer takes the integration's classes."""
     warnings.simplefilter("ignore")
-    from everstep_trainer.integrations.lightning import KeepState, Ranks
+    from everstep_trainer.integrations.lightning import EverstepCallback, EverstepEnvironment
 
     fits = {}
     for name in ("lightning.pytorch", "pytorch_lightning"):
         package = importlib.import_module(name)
         environments = importlib.import_module(f"{name}.plugins.environments")
-        fits[name] = issubclass(KeepState, package.Callback) and issubclass(Ranks, environments.ClusterEnvironment)
+        fits[name] = issubclass(EverstepCallback, package.Callback) and issubclass(
+            EverstepEnvironment, environments.ClusterEnvironment
+        )
     return fits
 
 
@@ -109,7 +111,7 @@ def test_lightning_classes_fit_both_packages(forks: ForkPool) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own: advice about this machine, torch's deprecations
 def test_an_epoch_that_ends_among_accumulated_batches_repeats_no_batch() -> None:
-    from everstep_trainer.integrations.lightning import Batches, KeepState
+    from everstep_trainer.integrations.lightning import EverstepCallback, RemainingBatches
     from pytorch_lightning import LightningModule, Trainer
 
     seen: list[int] = []
@@ -126,7 +128,7 @@ def test_an_epoch_that_ends_among_accumulated_batches_repeats_no_batch() -> None
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 1e-3)
 
-    run = Run(Place(), IdleKeeper())
+    run = Run(RankContext(), IdleSession())
     loader = run.loader(torch.utils.data.TensorDataset(torch.arange(100)[:, None]), global_batch=1, seed=SEED)
     quiet = {
         "enable_checkpointing": False,
@@ -140,9 +142,9 @@ def test_an_epoch_that_ends_among_accumulated_batches_repeats_no_batch() -> None
         accumulate_grad_batches=2,
         accelerator="cpu",
         devices=1,
-        callbacks=[KeepState(run)],
+        callbacks=[EverstepCallback(run)],
         **quiet,
     )
-    trainer.fit(Module(), Batches(run, loader))
+    trainer.fit(Module(), RemainingBatches(run, loader))
     assert seen == [int(loader.indices(step)) for step in range(1, 16)]
-    assert run.finished == trainer.global_step == 9, "the last batch of an epoch ends an update"
+    assert run.last_finished_step == trainer.global_step == 9, "the last batch of an epoch ends an update"

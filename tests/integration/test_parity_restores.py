@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_node_and_its_copy_at_once_and_parity_has_what_they_held(tmp_path: Path) -> None:
     with World(tmp_path / "out", NODES) as world:
-        job = ShardedJob(world, 64, 96, 64, options=("--parity", "2"))
+        job = ShardedJob(world, 64, 96, 64, options=("--parity-group-size", "2"))
         wait_for(lambda: bool(_kept(job)), "a version that parity keeps", DEADLINE_S)
         first = _kept(job)[0]
         wait_for(lambda: _kept(job)[0] > first, "a second one", DEADLINE_S)
@@ -38,4 +38,4 @@ def test_a_node_and_its_copy_at_once_and_parity_has_what_they_held(tmp_path: Pat
 
 def _kept(job: ShardedJob) -> list[Version]:
     """By parity, the newest first."""
-    return [one.version for one in job.versions() if one.place == "parity" and one.state == "whole"]
+    return [one.version for one in job.versions() if one.tier == "parity" and one.state == "complete"]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from everstep.cli.client import Client
+from everstep.cli.client import ControllerClient
 from everstep.errors import NotFound
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.operator_history import JobCheckpoints, KeptVersion
+from everstep.wire.v1.operator_history import CheckpointCopy, JobCheckpoints
 from examples.demo.world import World, wait_for
 from tests.support.launched import Launched, launched
 
@@ -164,23 +164,23 @@ def test_a_job_that_was_stopped_goes_on_from_storage_by_itself(short_path: Path)
         world.start_controller()
         world.boot_nodes()
         node = world.nodes["n1"]
-        client = Client(world.url, world.operator_token)
+        client = ControllerClient(world.url, world.operator_token)
 
         def launch() -> None:
             command = ["-m", "everstep_trainer.launch", "--job", "spilled", "--agent-socket", str(node.agent_socket)]
             command += ["--spill-to", str(short_path / "stored"), "--spill-every", "20", script]
             node.join(command, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
 
-        def stored() -> list[KeptVersion]:
+        def stored() -> list[CheckpointCopy]:
             try:
                 told = client.get("/v1/jobs/spilled/checkpoints", JobCheckpoints)
             except NotFound:  # its launcher is not there yet
                 return []
-            return [one for one in told.versions if one.place == "storage" and one.restorable]
+            return [one for one in told.versions if one.tier == "storage" and one.restorable]
 
         launch()
         wait_for(lambda: bool(stored()), "a checkpoint on storage")
-        client.post("/v1/jobs/spilled/stop", op.Because(reason="to go on later"), op.Changed)
+        client.post("/v1/jobs/spilled/stop", op.ReasonOnlyRequest(reason="to go on later"), op.ChangeResult)
         assert node.launcher is not None
         node.launcher.wait(60)
         steps, newest = short_path / "steps-0", stored()[0]

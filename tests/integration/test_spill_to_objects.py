@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from everstep_agent.spill.writer import folder_of
+from everstep_agent.spill.writer import folder_name
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
@@ -70,7 +70,7 @@ class Job:
                 ranks[source.rank].fill(slot, version, payload, manifest)
 
     def post(self, version: Version) -> int:
-        said = {"job": JOB, "generation": 1, "version": version, "url": URL, "writers": {"n1": (0, 1)}, "keep": 2}
+        said = {"job": JOB, "generation": 1, "version": version, "url": URL, "writers": {"n1": (0, 1)}, "keep_last": 2}
         return self.vaults.supervisors["n1"].post(local.Spill, **said)
 
     def spill(self, version: Version) -> local.Spilled:
@@ -93,7 +93,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
 
 
 def key(version: Version, name: str) -> str:
-    return f"runs/job/{folder_of(version)}/{name}"
+    return f"runs/job/{folder_name(version)}/{name}"
 
 
 def whole(server: ObjectServer) -> list[Version]:
@@ -134,7 +134,7 @@ def test_checkpoints_on_an_object_store_are_whole_or_not_there(
         job = Job(running, tmp_path)
         with pytest.raises(NotRestorable):
             started_from(URL)
-        assert job.spill(first).whole
+        assert job.spill(first).complete
         server.asked = asked
         job.post(second)
         assert held.wait(DEADLINE_S)
@@ -146,11 +146,11 @@ def test_checkpoints_on_an_object_store_are_whole_or_not_there(
         job.vault.start()
         running.configure()
         assert whole(server) == [first]
-        assert job.spill(second).whole
+        assert job.spill(second).complete
         assert server.completed.count(key(second, "__0_0.distcp")) == 1, "what was there is not written again"
         outcome = job.spill(third)
-        assert (outcome.whole, outcome.removed) == (True, (folder_of(first),))
+        assert (outcome.complete, outcome.removed) == (True, (folder_name(first),))
         assert whole(server) == [second, third]
         assert not [name for name in server.objects if name.startswith(key(first, ""))]
         assert started_from(URL) == (30, {30.0})
-        assert elsewhere(LOADED, f"{URL}/{folder_of(second)}").strip() == "{20.0}"
+        assert elsewhere(LOADED, f"{URL}/{folder_name(second)}").strip() == "{20.0}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from everstep_agent.spill.__main__ import carry_out
+from everstep_agent.spill.__main__ import execute
 from everstep_trainer.state.tracked_state import TrackedState
 
 from everstep.ids import Version
@@ -48,7 +48,7 @@ def test_a_job_starts_from_storage_and_goes_on_from_memory(short_path: Path) -> 
     optimizer.step()
     state = TrackedState({"model": model, "optimizer": optimizer})
     order = fill_slots(short_path / "slots", state, Version(5, 40), world=3)
-    carry_out(msgspec.structs.replace(order, url=str(short_path / "stored")))
+    execute(msgspec.structs.replace(order, url=str(short_path / "stored")))
     script, steps = short_path / "train.py", short_path / "steps"
     script.write_text(TRAIN)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 from everstep_controller.core.effects import Audit, PutVerdict
-from everstep_controller.core.health.eviction import budget
+from everstep_controller.core.health.eviction import eviction_budget
 from everstep_controller.core.health.evidence import offender_score
 from everstep_controller.core.policy import CorePolicy
 from hypothesis import HealthCheck, settings
@@ -99,7 +99,7 @@ class Acquittals(RuleBasedStateMachine):
     def restart(self) -> None:
         self.fleet.restart()
         for name in NODES:
-            self.fleet.beat(name, *self.fleet.state.nodes[name].findings.values())
+            self.fleet.beat(name, *self.fleet.state.nodes[name].agent_findings.values())
         self.write_down()
 
     # --- the list --------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class Acquittals(RuleBasedStateMachine):
             if isinstance(effect, PutVerdict) and effect.verdict.decision in (Decision.EVICT, Decision.QUARANTINE):
                 evicted = effect.verdict.decision is Decision.EVICT
                 self.offences.append(_Offence(effect.verdict.node, effect.verdict.at, evicted))
-            elif isinstance(effect, Audit) and effect.entry.kind == "node.acquitted":
+            elif isinstance(effect, Audit) and effect.entry.kind == "node.eviction_rolled_back":
                 its = self.of(effect.entry.node)
                 assert effect.entry.at - its[-1].at <= WINDOW_S
                 assert ("the eviction of" in effect.entry.sentence) == its[-1].eviction
@@ -123,11 +123,11 @@ class Acquittals(RuleBasedStateMachine):
 
     @invariant()
     def what_counts_are_the_evictions_that_were_not_taken_back(self) -> None:
-        assert budget(self.fleet.state, self.fleet.now).scopes[0].used == sum(
+        assert eviction_budget(self.fleet.state, self.fleet.now).scopes[0].used == sum(
             1 for one in self.offences if one.eviction
         )
         for name in NODES:
-            assert self.fleet.state.nodes[name].evictions == [one.at for one in self.of(name) if one.eviction]
+            assert self.fleet.state.nodes[name].eviction_times == [one.at for one in self.of(name) if one.eviction]
 
     @invariant()
     def a_score_is_the_sum_of_offences_each_halved_with_time(self) -> None:
@@ -146,7 +146,7 @@ class Acquittals(RuleBasedStateMachine):
                 offences = [one.at for one in self.of(other)]
                 if offences and self.fleet.now - offences[-1] < WINDOW_S:
                     record = self.fleet.state.nodes[other]
-                    assert record.state is not NodeState.QUARANTINED or record.causes != [what.key]
+                    assert record.state is not NodeState.QUARANTINED or record.quarantine_causes != [what.key]
 
 
 @pytest.mark.promise("outbreaks")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 from everstep_controller.core.effects import PutVerdict
-from everstep_controller.core.events import OperatorAction, StoreChanged
-from everstep_controller.core.health.eviction import budget, budget_left
+from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorAction
+from everstep_controller.core.health.eviction import budget_left, eviction_budget
 from everstep_controller.core.policy import CorePolicy
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -75,9 +75,12 @@ class Budget(RuleBasedStateMachine):
 
     @rule(name=node)
     def falls_ill(self, name: str) -> None:
-        before = self._serves(name) and _ill(name).key not in self.fleet.state.nodes[name].findings
+        before = self._serves(name) and _ill(name).key not in self.fleet.state.nodes[name].agent_findings
         expected = self._expected(name) if before else None
-        seats, held = self._jobs_of(name), {node for node, record in self.fleet.state.nodes.items() if record.held_by}
+        seats, held = (
+            self._jobs_of(name),
+            {node for node, record in self.fleet.state.nodes.items() if record.eviction_deferred_by},
+        )
         self.fleet.raise_finding(name, _ill(name))
         told = self._take_verdicts()
         if before:
@@ -93,7 +96,7 @@ class Budget(RuleBasedStateMachine):
         nodes = [other for other, _ in told]
         assert len(nodes) == len(set(nodes))
         assert set(nodes) <= held
-        assert {decision for _, decision in told} <= {Decision.HOLD_BY_BUDGET}
+        assert {decision for _, decision in told} <= {Decision.DEFER_EVICTION}
         self.latched = self.latched or any(self._full(other) == "fleet" for other, _ in told)
 
     @rule(name=node)
@@ -129,7 +132,7 @@ class Budget(RuleBasedStateMachine):
     def database_changes(self) -> None:
         seats = {name: self._jobs_of(name) for name in NODES}
         self.away = not self.away
-        self.fleet.feed(StoreChanged(away=self.away, reason="gone"))
+        self.fleet.feed(DatabaseAvailabilityChanged(is_unavailable=self.away, reason="gone"))
         self._count_all(seats)
 
     @rule()
@@ -138,7 +141,7 @@ class Budget(RuleBasedStateMachine):
             self.fleet.restart()
             for name in NODES:
                 self.fleet.beat(
-                    name, *([_ill(name)] if _ill(name).key in self.fleet.state.nodes[name].findings else [])
+                    name, *([_ill(name)] if _ill(name).key in self.fleet.state.nodes[name].agent_findings else [])
                 )
             self._take_verdicts()
 
@@ -164,17 +167,17 @@ class Budget(RuleBasedStateMachine):
 
     def _expected(self, name: str) -> Decision:
         if self.latched or self.away:
-            return Decision.HOLD_BY_BUDGET
+            return Decision.DEFER_EVICTION
         full = self._full(name)
         self.latched = full == "fleet"
-        return Decision.HOLD_BY_BUDGET if full else Decision.EVICT
+        return Decision.DEFER_EVICTION if full else Decision.EVICT
 
     def _needed(self, name: str) -> bool:
         return any(len(self.fleet.seats(job)) <= self.fleet.job(job).spec.min_nodes for job in self._jobs_of(name))
 
     def _jobs_of(self, name: str) -> list[str]:
         jobs = [job for job in self.fleet.state.jobs.values() if job.generation is not None and job.state == "running"]
-        return [job.job for job in jobs if job.generation is not None and name in job.generation.seated]
+        return [job.job for job in jobs if job.generation is not None and name in job.generation.seated_nodes]
 
     def _serves(self, name: str) -> bool:
         return self.fleet.node_state(name) in (NodeState.HEALTHY, NodeState.SUSPECT)
@@ -187,12 +190,12 @@ class Budget(RuleBasedStateMachine):
         for name, decision in self._take_verdicts():
             if decision is Decision.EVICT:
                 self._count(name, seats[name])
-        self.latched = bool(self.fleet.state.fleet.breaker)
+        self.latched = bool(self.fleet.state.fleet.breaker_reason)
 
     def _take_verdicts(self) -> list[tuple[str, Decision]]:
         verdicts = [effect.verdict for effect in self.fleet.effects[self.seen :] if isinstance(effect, PutVerdict)]
         self.seen = len(self.fleet.effects)
-        wanted = (Decision.EVICT, Decision.HOLD_BY_BUDGET)
+        wanted = (Decision.EVICT, Decision.DEFER_EVICTION)
         return [(verdict.node, verdict.decision) for verdict in verdicts if verdict.decision in wanted]
 
     # --- what holds always ---------------------------------------------------------------------------------------
@@ -208,7 +211,7 @@ class Budget(RuleBasedStateMachine):
 
     @invariant()
     def what_is_told_is_what_was_counted(self) -> None:
-        told = budget(self.fleet.state, self.fleet.now)
+        told = eviction_budget(self.fleet.state, self.fleet.now)
         recent = self._recent()
         used = {scope.id: scope.used for scope in told.scopes}
         assert used.pop("fleet") == len(recent)
@@ -218,16 +221,16 @@ class Budget(RuleBasedStateMachine):
         assert all(
             used[f"rack:{rack}"] == sum(1 for _, other, _ in recent if other == rack) for _, rack, _ in recent if rack
         )
-        assert bool(told.breaker) == self.latched
+        assert bool(told.breaker_reason) == self.latched
         assert budget_left(self.fleet.state, self.fleet.now) == (0 if self.latched else 4 - len(recent))
 
     @invariant()
     def a_sick_node_serves_only_while_something_holds_its_eviction(self) -> None:
         for name in NODES:
             record = self.fleet.state.nodes[name]
-            if self._serves(name) and _ill(name).key in record.findings and name not in self.vouched:
-                assert record.overruled == _ill(name).key
-                assert name in self.fleet.state.held[record.held_by]
+            if self._serves(name) and _ill(name).key in record.agent_findings and name not in self.vouched:
+                assert record.deferred_eviction_key == _ill(name).key
+                assert name in self.fleet.state.deferred_evictions[record.eviction_deferred_by]
 
     def teardown(self) -> None:
         """Nothing is held for ever: with the breaker reset, the database back and windows passed, all sick nodes go."""
@@ -238,7 +241,7 @@ class Budget(RuleBasedStateMachine):
                 self.breaker_is_reset()
             self.time_passes(WINDOW_S + 0.5)
         for name in NODES:
-            held_by = self.fleet.state.nodes[name].held_by
+            held_by = self.fleet.state.nodes[name].eviction_deferred_by
             assert held_by == "" or held_by.startswith("needed:"), f"{name} is still held by {held_by}"
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 from everstep_controller.core.effects import Effect, PutVersion
-from everstep_controller.core.engine import Heard
-from everstep_controller.core.events import OperatorAction, StoreChanged
+from everstep_controller.core.engine import HeartbeatResult
+from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorAction
 from everstep_controller.core.policy import CorePolicy
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -80,7 +80,7 @@ class Checkpoints(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 0.6, 3.0]))
     def wait(self, seconds: float) -> None:
         for name in NODES:
-            if self.fleet.touch(name) is Heard.UNKNOWN:
+            if self.fleet.touch(name) is HeartbeatResult.UNKNOWN:
                 self.look(self.fleet.beat, name)
         self.look(self.fleet.advance, seconds, *NODES)
 
@@ -105,14 +105,14 @@ class Checkpoints(RuleBasedStateMachine):
     def restart(self) -> None:
         self.away = False
         here = self.committed is not None and self.committed.generation == self.number
-        self.candidate = None if here or self.fleet.job().resumed_at is not None else FIRST
+        self.candidate = None if here or self.fleet.job().generation_resumed_at is not None else FIRST
         self.settled, self.said = self.committed.step if here and self.committed else 0, {}
         self.look(self.fleet.restart)
 
     @rule(away=st.booleans())
     def store(self, away: bool) -> None:
         self.away = away
-        self.look(self.fleet.feed, StoreChanged(away=away, reason="disk full"))
+        self.look(self.fleet.feed, DatabaseAvailabilityChanged(is_unavailable=away, reason="disk full"))
 
     # --- the model -------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Checkpoints(RuleBasedStateMachine):
             return None
         self.settled = at
         announced = self.candidate in (FIRST, at)
-        if not (all(said.values()) and announced) or self.away or self.fleet.job().leaving is not None:
+        if not (all(said.values()) and announced) or self.away or self.fleet.job().outgoing_generation is not None:
             return None
         self.committed = Version(self.number, at)
         return self.committed
@@ -149,12 +149,12 @@ class Checkpoints(RuleBasedStateMachine):
         return effects
 
     def tell(self, at: int, rank: int, safe: bool, kept: bool) -> None:
-        self.fleet.seal_one(at, rank, safe=safe, kept=kept, digests={"world": f"d{at}"})
+        self.fleet.seal_one(at, rank, durable=safe, commit_candidate=kept, digests={"world": f"d{at}"})
 
     @invariant()
     def what_was_committed_is_known_across_restarts_and_generations(self) -> None:
-        assert self.fleet.state.live_jobs["job"].committed == self.committed
-        assert self.fleet.job().ceiling is None
+        assert self.fleet.state.job_runtime["job"].committed_version == self.committed
+        assert self.fleet.job().restore_ceiling is None
 
 
 @pytest.mark.promise("commit-complete")

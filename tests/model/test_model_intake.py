@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import dataclass
 
 import pytest
-from everstep_controller.runtime.intake import ROUTINE_SHARE, Intake, Urgency, Waiting
+from everstep_controller.runtime.intake import ROUTINE_SHARE, Intake, PendingStimulus, Urgency
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -38,7 +38,7 @@ class Queues(RuleBasedStateMachine):
         self.shed: list[Urgency] = []
         self.intake: Intake[int] = Intake(limit, group, self.shed.append)
         self.said = self.turn = 0
-        self.waiting: dict[int, Waiting[int]] = {}
+        self.waiting: dict[int, PendingStimulus[int]] = {}
         self.list: list[_Said] = []
         self.ended: list[int] = []
         self.taken: list[tuple[str, int]] = []
@@ -49,7 +49,7 @@ class Queues(RuleBasedStateMachine):
     def say(self, source: str, urgency: Urgency) -> None:
         self.said += 1
         refused = self._expect_refused(urgency)
-        waiting = Waiting(self.said, self.loop.create_future(), source, urgency)
+        waiting = PendingStimulus(self.said, self.loop.create_future(), source, urgency)
         self.waiting[self.said] = waiting
         try:
             self.intake.put(waiting)
@@ -65,7 +65,7 @@ class Queues(RuleBasedStateMachine):
 
     @rule(source=st.sampled_from(SOURCES))
     def hurry(self, source: str) -> None:
-        self.intake.hurry(source)
+        self.intake.expedite(source)
         self._hurried(source)
 
     @rule()
@@ -83,7 +83,7 @@ class Queues(RuleBasedStateMachine):
     @rule()
     def refuse_all(self) -> None:
         self.intake.refuse_all(Unavailable("over"))
-        assert all(self.waiting[one.number].done.done() for one in self.list)
+        assert all(self.waiting[one.number].future.done() for one in self.list)
         self.ended += [one.number for one in self.list]
         self.list = []
 
@@ -108,7 +108,7 @@ class Queues(RuleBasedStateMachine):
 
     def _end_refused(self, number: int) -> None:
         if number:
-            assert isinstance(self.waiting[number].done.exception(), Unavailable)
+            assert isinstance(self.waiting[number].future.exception(), Unavailable)
             self.ended.append(number)
             self.list = [one for one in self.list if one.number != number]
 
@@ -117,7 +117,7 @@ class Queues(RuleBasedStateMachine):
     @invariant()
     def as_many_wait_as_in_the_list(self) -> None:
         assert len(self.intake) == len(self.list) <= self.limit
-        assert (self.intake.due_in_s() is None) == (not self.list)
+        assert (self.intake.next_due_in_s() is None) == (not self.list)
 
     @invariant()
     def what_a_node_said_is_taken_in_the_order_in_which_it_was_said(self) -> None:

@@ -12,9 +12,9 @@ from itertools import chain, combinations
 
 import msgspec
 import pytest
-from everstep_controller.core.engine import Heard
-from everstep_controller.core.events import ControllerStarted, OperatorAction, StoreChanged
-from everstep_controller.core.jobs.generations import EPOCH_SPAN
+from everstep_controller.core.engine import HeartbeatResult
+from everstep_controller.core.events import ControllerStarted, DatabaseAvailabilityChanged, OperatorAction
+from everstep_controller.core.jobs.generations import NUMBERS_PER_EPOCH
 from everstep_controller.core.policy import CorePolicy
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -39,7 +39,7 @@ POLICY = msgspec.structs.replace(
     probation_beats=1,
     rank_flap_count=1000,
     growth_interval_s=0.5,
-    take_after_s=1.0,
+    preempt_after_s=1.0,
 )
 node = st.sampled_from(NODES)
 job = st.sampled_from([BLOCKS, PLAIN])
@@ -121,7 +121,7 @@ class Membership(RuleBasedStateMachine):
     def beats(self, nodes: list[str]) -> None:
         """A beat of each; who is asked for its findings sends them, as agents do."""
         for name in nodes:
-            if self.fleet.touch(name) is Heard.UNKNOWN:
+            if self.fleet.touch(name) is HeartbeatResult.UNKNOWN:
                 self.look(self.fleet.beat, name)
 
     @rule()
@@ -134,7 +134,7 @@ class Membership(RuleBasedStateMachine):
     @rule(away=st.booleans())
     def store(self, away: bool) -> None:
         self.away = away
-        self.look(self.fleet.feed, StoreChanged(away=away, reason="disk full"))
+        self.look(self.fleet.feed, DatabaseAvailabilityChanged(is_unavailable=away, reason="disk full"))
 
     @rule()
     def quiet(self) -> None:
@@ -164,7 +164,7 @@ class Membership(RuleBasedStateMachine):
     def check_roster(self, spec: GenerationSpec) -> None:
         seats, of = list(spec.seats), spec.job
         assert spec.number > self.numbers.get(of, 0), "numbers rise"
-        assert not self.away or spec.number > self.epoch * EPOCH_SPAN, "and are this controller's own"
+        assert not self.away or spec.number > self.epoch * NUMBERS_PER_EPOCH, "and are this controller's own"
         self.numbers[of] = spec.number
         assert self.runs(of, seats), f"{of} cannot run on {seats}"
         assert len(seats) <= SHAPES[of]["max_nodes"]

@@ -14,16 +14,16 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from everstep_agent.vault.memory.segments import carried
-from everstep_trainer.snapshot.retention import Retention
-from everstep_trainer.snapshot.slot_negotiation import LEAN_SLOTS
+from everstep_agent.vault.memory.segments import slots_to_carry
+from everstep_trainer.snapshot.retention import VersionRetention
+from everstep_trainer.snapshot.slot_negotiation import CANDIDATE_ONLY_SLOTS
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from everstep.ids import Version
 from everstep.layout.segments import SlotHeader, SlotState
-from everstep.layout.slots import SLOTS, SegmentView
+from everstep.layout.slots import SLOTS_PER_RANK, SegmentView
 from everstep.wire.v1.training import RestoreRule
 
 RANKS = 3
@@ -45,9 +45,9 @@ class RankSlots:
 
     def replace(self, slots: int, keep: list[Version]) -> None:
         """What the vault does for another number of slots."""
-        old = SimpleNamespace(slots=len(self.headers), sealed=self._sealed_slots)
+        old = SimpleNamespace(slots=len(self.headers), sealed_slots=self._sealed_slots)
         made: list[SlotHeader | None] = [None] * slots
-        for _, place, header in carried(cast(SegmentView, old), slots, keep):
+        for _, place, header in slots_to_carry(cast(SegmentView, old), slots, keep):
             made[place] = header
         self.headers = made
 
@@ -76,7 +76,7 @@ class Slots(RuleBasedStateMachine):
         self.said: set[int] = set()
         self.first = self.since = restored.step if restored is not None else 0
         for rank in self.ranks:
-            rank.retention = Retention(self.number, RestoreRule(floor=self.committed), restored, self.now)
+            rank.retention = VersionRetention(self.number, RestoreRule(floor=self.committed), restored, self.now)
             rank.finished, rank.filling = self.first, None
             rank.notices.clear()
 
@@ -94,7 +94,7 @@ class Slots(RuleBasedStateMachine):
         self.seal(number)
         rank.finished += 1
         announced = rank.retention.is_candidate(rank.finished)
-        if not announced and (self.now == LEAN_SLOTS or not self.is_regular(rank.finished)):
+        if not announced and (self.now == CANDIDATE_ONLY_SLOTS or not self.is_regular(rank.finished)):
             return
         slot = rank.retention.slot_to_fill(rank.headers, self.is_regular)
         version = Version(self.number, rank.finished)
@@ -106,19 +106,19 @@ class Slots(RuleBasedStateMachine):
         """All ranks have finished the same step, and the layouts of then take fewer slots, or leave room for more."""
         if not self.changing or len({rank.finished for rank in self.ranks}) > 1:
             return
-        self.now = LEAN_SLOTS if self.now == SLOTS else SLOTS
+        self.now = CANDIDATE_ONLY_SLOTS if self.now == SLOTS_PER_RANK else SLOTS_PER_RANK
         self.since = self.ranks[0].finished
         for number, rank in enumerate(self.ranks):
             self.seal(number)
-            rank.replace(self.now, rank.retention.indispensable())
-            rank.retention.provide(self.now)
+            rank.replace(self.now, rank.retention.versions_to_carry())
+            rank.retention.set_slot_count(self.now)
 
     @rule(order=st.permutations(range(RANKS)), deaf=st.none() | rank_number)
     def step_together(self, order: list[int], deaf: int | None) -> None:
         """All ranks that are behind, and then all; who is not ``deaf`` has heard everything."""
         for rank in self.ranks:
             while rank.notices and rank is not (None if deaf is None else self.ranks[deaf]):
-                rank.retention.note(*rank.notices.popleft(), ())
+                rank.retention.update(*rank.notices.popleft(), ())
         first = min(rank.finished for rank in self.ranks)
         for number in [n for n in order if self.ranks[n].finished == first] + order:
             self.step(number)
@@ -133,7 +133,7 @@ class Slots(RuleBasedStateMachine):
         rank.headers[rank.filling] = SlotHeader(SlotState.SEALED, number, header.version, 0, 0)
         rank.filling = None
         if rank.kept:
-            rank.retention.keeps(header.version)
+            rank.retention.keep_candidate(header.version)
             self.told(number, header.version.step)
 
     def told(self, number: int, step: int) -> None:
@@ -156,7 +156,7 @@ class Slots(RuleBasedStateMachine):
     def hear(self, number: int) -> None:
         rank = self.ranks[number]
         if rank.notices:
-            rank.retention.note(*rank.notices.popleft(), ())
+            rank.retention.update(*rank.notices.popleft(), ())
 
     @rule()
     def lose_everything_but_the_slots(self) -> None:
@@ -186,7 +186,7 @@ class Slots(RuleBasedStateMachine):
             for step in range(self.since + 1, min(rank.finished for rank in self.ranks) + 1)
             if self.is_regular(step)
         ]
-        if self.now == SLOTS and len(regular) > 1:
+        if self.now == SLOTS_PER_RANK and len(regular) > 1:
             assert max(self.whole()) >= Version(self.number, regular[-2])
 
 

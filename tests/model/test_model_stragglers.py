@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from everstep_controller.core.jobs.stragglers import KEY
+from everstep_controller.core.jobs.stragglers import STRAGGLER_KEY
 from everstep_controller.core.policy import CorePolicy
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +68,8 @@ def test_who_is_named_is_who_all_windows_say(history: tuple[int, int, list[Windo
         latest = [_slow(one, ranks, share) for one in windows[: number + 1][-WINDOWS:]]
         named.append({node for node in range(nodes) if sum(node in slow for slow in latest) >= count})
         stands = {f"n{at + 1}" for at in set().union(*named[-WINDOWS:])}
-        assert {node for node, record in fleet.state.nodes.items() if KEY in record.own} == stands
+        assert {
+            node for node, record in fleet.state.nodes.items() if STRAGGLER_KEY in record.controller_findings
+        } == stands
     assert {decision for _, decision in decisions(fleet.effects)} <= {Decision.RECOMMEND, Decision.CORRELATED}
     assert fleet.spec().number == 1, "slowness alone takes nobody out"

@@ -10,12 +10,17 @@ from copy import deepcopy
 from typing import Any
 
 import msgspec
-from everstep_controller.core.checkpoints.restore_points import restorability_of
-from everstep_controller.core.effects import RequestRemedy
-from everstep_controller.core.events import ActionReported, NodeObserved, OperatorAction, StoreChanged
+from everstep_controller.core.checkpoints.restore_points import compute_restorability
+from everstep_controller.core.effects import RequestRemediation
+from everstep_controller.core.events import (
+    DatabaseAvailabilityChanged,
+    OperatorAction,
+    RemediationFinished,
+    SchedulerStateChanged,
+)
 from everstep_controller.core.health import eviction
-from everstep_controller.core.jobs.membership import why_not
-from everstep_controller.core.policy import CorePolicy, Rule, Rulebook
+from everstep_controller.core.jobs.membership import no_seat_reason
+from everstep_controller.core.policy import CorePolicy, Rulebook, VerdictRule
 from everstep_controller.runtime.clock import SteadyTime
 
 from everstep.clock import ManualClock
@@ -122,7 +127,7 @@ def _probe(fleet: CoreFleet, words: Words, _options: Options) -> None:
 
 def _answer(fleet: CoreFleet, words: Words, _options: Options) -> None:
     """``answer n1 ok|failed|wrong|unable because``: all sides of the probe that tries n1 report it."""
-    name, probe = next((n, p) for n, p in fleet.state.probes.items() if p.candidate == words[0])
+    name, probe = next((n, p) for n, p in fleet.state.probes.items() if p.tested_node == words[0])
     for node in probe.nodes:
         if name in fleet.state.probes:
             fleet.report(node, _result(name, words))
@@ -131,14 +136,20 @@ def _answer(fleet: CoreFleet, words: Words, _options: Options) -> None:
 def _result(name: str, words: Words) -> ProbeFinished:
     began = words[1] != "unable"
     return ProbeFinished(
-        probe=name, ok=words[1] == "ok", detail=" ".join(words[2:]), wrong=words[1] == "wrong", began=began
+        probe=name, ok=words[1] == "ok", detail=" ".join(words[2:]), wrong_result=words[1] == "wrong", started=began
     )
 
 
 def _action(fleet: CoreFleet, words: Words, _options: Options) -> None:
     """``action n1 ok`` or ``action n1 failed because``: how the node's newest remedy ended."""
-    remedies = [e.remedy for e in fleet.effects if isinstance(e, RequestRemedy) and e.remedy.node == words[0]]
-    fleet.feed(ActionReported(id=remedies[-1].id, node=words[0], ok=words[1] == "ok", detail=" ".join(words[2:])))
+    remedies = [
+        e.remediation for e in fleet.effects if isinstance(e, RequestRemediation) and e.remediation.node == words[0]
+    ]
+    fleet.feed(
+        RemediationFinished(
+            remediation_id=remedies[-1].id, node=words[0], succeeded=words[1] == "ok", detail=" ".join(words[2:])
+        )
+    )
 
 
 # --- jobs --------------------------------------------------------------------------------------------------------
@@ -208,37 +219,40 @@ def _order(fleet: CoreFleet, words: Words, options: Options) -> None:
 
 def _observe(fleet: CoreFleet, words: Words, options: Options) -> None:
     """``observe n2 is reseating a cable by=maria``: the scheduler shows a cordon of hers; without ``by``, none."""
-    event = NodeObserved(node=words[0], cordoned_by=options.get("by", ""), reason=" ".join(words[1:]))
+    event = SchedulerStateChanged(node=words[0], cordoned_by=options.get("by", ""), reason=" ".join(words[1:]))
     fleet.feed(event)
 
 
 def _why(fleet: CoreFleet, words: Words, options: Options) -> Words:
     """``why n5``: an answer to who asks why the node has no seat."""
-    words = [why_not(fleet.state, fleet.job(options.get("job", "job")), node) or "it has a seat" for node in words]
+    words = [
+        no_seat_reason(fleet.state, fleet.job(options.get("job", "job")), node) or "it has a seat" for node in words
+    ]
     return [f"answer: {line}" for line in words]
 
 
 def _restorable(fleet: CoreFleet, words: Words, options: Options) -> Words:
     """``restorable rack:A n3``: what would be restored, and what would be lost with these."""
-    found = restorability_of(fleet.state, fleet.job(options.get("job", "job")))
+    found = compute_restorability(fleet.state, fleet.job(options.get("job", "job")))
     asked = [one.sentence for one in found.exposures if one.name in words or f"{one.kind}:{one.name}" in words]
     return [f"answer: {line}" for line in (found.sentence, *asked)]
 
 
 def _budget(fleet: CoreFleet, _words: Words, _options: Options) -> Words:
     """``budget``: what may be evicted yet."""
-    found = eviction.budget(fleet.state, fleet.now)
-    breaker = [f"breaker: {found.breaker}"] if found.breaker else []
-    return [*breaker, *(f"budget of {s.in_words()}: {s.used} of {s.limit} used" for s in found.scopes)]
+    found = eviction.eviction_budget(fleet.state, fleet.now)
+    breaker = [f"breaker: {found.breaker_reason}"] if found.breaker_reason else []
+    return [*breaker, *(f"budget of {s.describe()}: {s.used} of {s.limit} used" for s in found.scopes)]
 
 
 def _remembered(fleet: CoreFleet, words: Words, _options: Options) -> Words:
     """``remembered n1``: how much is kept of the node."""
-    record, live = fleet.state.nodes[words[0]], fleet.state.live_nodes[words[0]]
+    record, live = fleet.state.nodes[words[0]], fleet.state.node_runtime[words[0]]
     stored = len(msgspec.json.encode(record)) // 1000 + 1
     return [
-        f"{len(record.findings)} findings, {len(record.reports)} counts of reports, {len(record.notes)} notes, "
-        f"{len(live.bursts)} bursts, {len(fleet.state.sightings)} sightings in the fleet; "
+        f"{len(record.agent_findings)} findings, {len(record.report_history)} counts of reports, "
+        f"{len(record.history)} notes, "
+        f"{len(live.finding_bursts)} bursts, {len(fleet.state.sightings)} sightings in the fleet; "
         f"its record is less than {stored} kB"
     ]
 
@@ -252,7 +266,7 @@ def _states(fleet: CoreFleet, words: Words, _options: Options) -> Words:
 
 
 def _policy(fleet: CoreFleet, _words: Words, options: Options) -> None:
-    """``policy remediate=enforce``: other knobs than the lab's."""
+    """``policy remediation_mode=enforce``: other knobs than the lab's."""
     knobs = msgspec.convert({**msgspec.structs.asdict(fleet.policy), **options}, CorePolicy, strict=False)
     fleet.policy = fleet.state.policy = knobs
 
@@ -262,9 +276,10 @@ def _rule(fleet: CoreFleet, words: Words, options: Options) -> None:
     rules = fleet.policy.rules
     kinds = {
         kind: tuple(
-            msgspec.convert(msgspec.to_builtins(rule) | options, Rule) if rule.id in words else rule for rule in of
+            msgspec.convert(msgspec.to_builtins(rule) | options, VerdictRule) if rule.id in words else rule
+            for rule in of
         )
-        for kind, of in rules.kinds.items()
+        for kind, of in rules.rules_by_kind.items()
     }
     fleet.policy = fleet.state.policy = msgspec.structs.replace(fleet.policy, rules=Rulebook(kinds))
 
@@ -272,7 +287,11 @@ def _rule(fleet: CoreFleet, words: Words, options: Options) -> None:
 def _store(fleet: CoreFleet, words: Words, _options: Options) -> None:
     """``store away because`` or ``store back``."""
     away = words[0] == "away"
-    fleet.feed(StoreChanged(away=away, reason=" ".join(words[1:]) or "connection refused" if away else ""))
+    fleet.feed(
+        DatabaseAvailabilityChanged(
+            is_unavailable=away, reason=" ".join(words[1:]) or "connection refused" if away else ""
+        )
+    )
 
 
 def _restart(fleet: CoreFleet, _words: Words, options: Options) -> None:

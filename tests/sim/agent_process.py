@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from everstep_agent.jobs.registry import LocalJobs
+from everstep_agent.jobs.registry import JobRegistry
 from everstep_agent.jobs.seats import LocalJob
-from everstep_agent.uplink.heartbeat import Conversation, NodeFacts
-from everstep_agent.uplink.session import Session, Words
+from everstep_agent.uplink.heartbeat import HeartbeatProtocol, NodeFacts
+from everstep_agent.uplink.session import ControllerSession, UplinkState
 from everstep_agent.uplink.spool import Spool
-from everstep_agent.vault.keeper import VaultOrders
+from everstep_agent.vault.keeper import VaultOrderRunner
 
 from everstep.clock import Backoff
 from everstep.errors import EverstepError
 from everstep.vocabulary import Finding
-from everstep.wire.v1.agent import PREFIX_BYTES, Frame, ReportsAnswer, encode_frame
+from everstep.wire.v1.agent import PREFIX_BYTES, FrameKind, ReportsAnswer, encode_frame
 from everstep.wire.v1.directives import Directive, ProtectVersion, RunProbe, SpillVersion
 from everstep.wire.v1.training import AnyReport, FindingRaised, ProbeFinished, RankProgress
 from tests.sim import facts
@@ -43,16 +43,18 @@ class AgentProcess:
         self.world = machine.world
         self.alive = True
         self.incarnation = incarnation
-        self.spool = Spool(spool_file, most_reports=4096, most_bytes=4 << 20, window_s=0.02)
-        self.words = Words(conversation=Conversation(machine.name, incarnation, "sim"), spool=self.spool)
-        self.jobs = LocalJobs(
-            machine.name, machine.clock, self, exit_grace_s=0.003, silence_s=2.5, unresponsive_after_s=4.0
+        self.spool = Spool(spool_file, max_reports=4096, max_bytes=4 << 20, batch_window_s=0.02)
+        self.words = UplinkState(
+            heartbeat_protocol=HeartbeatProtocol(machine.name, incarnation, "sim"), spool=self.spool
+        )
+        self.jobs = JobRegistry(
+            machine.name, machine.clock, self, exit_grace_s=0.003, stopped_after_s=2.5, unresponsive_after_s=4.0
         )
         self._loop = VirtualLoop(self.world.timeline, do=self._do, real_s=machine.clock.real_s, carry=_no_threads)
         self.vault = VaultLink(machine, self._loop)
-        self.orders = VaultOrders(machine.name, self.vault, self.report, machine.clock)  # type: ignore[arg-type]
+        self.orders = VaultOrderRunner(machine.name, self.vault, self.report, machine.clock)  # type: ignore[arg-type]
         self._line: Line | None = None
-        self._session: Session | None = None
+        self._session: ControllerSession | None = None
         self._controller = self.world.rng.randrange(len(self.world.controllers))
         self._failures = 0
         self._timers: dict[str, Timer] = {}
@@ -97,16 +99,16 @@ class AgentProcess:
         controllers = self.world.controllers
         controller = controllers[self._controller % len(controllers)]
         line = self._line = self.world.wires.connect(self.machine.name, controller.name, self, controller.accept)
-        self._session = Session(
+        self._session = ControllerSession(
             self.words,
             self,
             self.machine.clock,
             lambda kind, body: line.send(0, encode_frame(kind, body)),
             url=controller.name,
             uniform=self.world.rng.random,
-            spread=False,
-            answer_within_s=ANSWER_WITHIN_S,
-            elsewhere=len(controllers) > 1,
+            spread_beat=False,
+            answer_timeout_s=ANSWER_WITHIN_S,
+            has_other_controllers=len(controllers) > 1,
         )
         self._pump()
 
@@ -115,7 +117,7 @@ class AgentProcess:
         if self._session is None:
             return
         try:
-            due = self._session.pump()
+            due = self._session.send_due()
         except EverstepError:
             self._hang_up()
             return
@@ -146,12 +148,12 @@ class AgentProcess:
             return
         kind, body = frame[PREFIX_BYTES], frame[PREFIX_BYTES + 1 :]
         try:
-            self._session.heard(kind, body)
+            self._session.handle_frame(kind, body)
         except EverstepError:
             self._hang_up()
             return
         self._failures = 0
-        if kind == Frame.REPORTS_ANSWER:
+        if kind == FrameKind.REPORTS_ANSWER:
             through = msgspec.json.decode(body, type=ReportsAnswer).through
             self.world.see(facts.Acknowledged(self.machine.name, self.incarnation, through))
         self._pump()
@@ -159,7 +161,7 @@ class AgentProcess:
     def nudge(self) -> None:
         """Something the next beat would tell is worth telling now."""
         if self._session is not None:
-            self._session.beat_at = self.machine.clock.monotonic()
+            self._session.next_beat_at = self.machine.clock.monotonic()
             self._pump()
 
     def report(self, report: AnyReport) -> None:
@@ -171,35 +173,35 @@ class AgentProcess:
     # --- what the session asks of its node (everstep_agent.uplink.session.Node)
     # ---------------------------------------------
 
-    def facts(self) -> NodeFacts:
+    def node_facts(self) -> NodeFacts:
         return self.machine.node_facts()
 
     def findings(self) -> tuple[Finding, ...]:
         return self.machine.findings()
 
-    def progress(self) -> tuple[RankProgress, ...]:
-        return self.jobs.progress()
+    def rank_progress(self) -> tuple[RankProgress, ...]:
+        return self.jobs.rank_progress()
 
     def is_busy(self) -> bool:
         return self.jobs.is_busy()
 
-    def on_known(self, shown: Collection[str]) -> None:
-        for offer in self.jobs.offers(shown):
+    def on_recognized(self, known_jobs: Collection[str]) -> None:
+        for offer in self.jobs.launcher_offers(known_jobs):
             self.report(offer)
 
-    def on_clock(self, server_at: float, received_at: float, round_trip_s: float) -> None: ...
+    def on_server_time(self, server_at: float, received_at: float, round_trip_s: float) -> None: ...
 
     def on_directives(self, directives: list[Directive]) -> None:
         for directive in directives:
             self.world.see(facts.Delivered(self.machine.name, self.incarnation, directive.seq, directive.body))
         bodies: list[Any] = [directive.body for directive in directives]
         apart = RunProbe | SpillVersion | ProtectVersion
-        self.jobs.directives([body for body in bodies if not isinstance(body, apart)])
+        self.jobs.handle_directives([body for body in bodies if not isinstance(body, apart)])
         for body in bodies:
             if isinstance(body, RunProbe):
                 self.machine.probe(body, self._probe_finished)
             elif isinstance(body, SpillVersion | ProtectVersion):
-                self._loop.enter(lambda order=body: self.orders.take(order))  # type: ignore[misc]
+                self._loop.enter(lambda order=body: self.orders.submit(order))  # type: ignore[misc]
 
     def _probe_finished(self, result: ProbeFinished) -> None:
         if self.alive:
@@ -212,33 +214,33 @@ class AgentProcess:
         now = self.machine.clock.monotonic()
         late_s = max(0.0, now - self._looked_at - WATCH_INTERVAL_S)
         self._looked_at = now
-        self.jobs.watch(late_s)
+        self.jobs.check_silence(late_s)
         self._later("watch", WATCH_INTERVAL_S, self._watch)
 
-    def new_trace(self) -> str:
+    def new_trace_id(self) -> str:
         return self.world.trace_id(self.machine.name)
 
-    def later(self, delay_s: float, call: Callable[[], None]) -> Timer:
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         def fire() -> None:
             if self.alive:
-                call()
+                callback()
 
         return self.world.timeline.after(delay_s, fire)
 
-    def finding(self, raised: FindingRaised) -> None:
+    def report_finding(self, raised: FindingRaised) -> None:
         self.report(raised)
 
-    def configure_vault(self, job: LocalJob) -> None:
+    def configure_vault_job(self, job: LocalJob) -> None:
         if job.spec is not None:
-            self.vault.configure(job.name, job.oldest)
+            self.vault.configure(job.name, job.oldest_generation)
 
-    def forget_in_vault(self, job: str) -> None:
-        self._loop.enter(lambda: self.orders.forget(job))
+    def delete_from_vault(self, job: str) -> None:
+        self._loop.enter(lambda: self.orders.cancel_job(job))
         self.vault.forget(job)
 
-    def forget_seals(self, job: str, before: int) -> None:
-        numbers = self.spool.forget_seals(job, before)
-        self.world.see(facts.LeftOut(self.machine.name, self.words.conversation.incarnation, frozenset(numbers)))
+    def drop_seals(self, job: str, before_generation: int) -> None:
+        numbers = self.spool.drop_seals(job, before_generation)
+        self.world.see(facts.LeftOut(self.machine.name, self.words.heartbeat_protocol.incarnation, frozenset(numbers)))
 
 
 def _no_threads(*_: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from everstep_trainer.restore.version_choice import Choice, choose
+from everstep_trainer.restore.version_choice import VersionChoice, choose_version
 
 from everstep.errors import ConfigurationError, NotRestorable, Unavailable
 from everstep.wire.v1.local import SlotInfo
@@ -109,7 +109,7 @@ class Collective:
 
     def _from_storage(self) -> facts.Restored:
         """The checkpoint that the rule names, or the very beginning where it names none."""
-        url = self.spec.restore.storage
+        url = self.spec.restore.storage_url
         if not url:
             return facts.Restored(self.spec, None, scratch(), False)
         try:
@@ -121,9 +121,9 @@ class Collective:
             raise NotRestorable(f"there is no checkpoint at {url}")
         return facts.Restored(self.spec, None, *_joined(states), storage=url)
 
-    def _choose(self, found: dict[SlotInfo, Slot]) -> Choice:
+    def _choose(self, found: dict[SlotInfo, Slot]) -> VersionChoice:
         layouts = {"/".join(map(str, slot.layout)): slot.layout for slot in found.values()}
-        return choose(self.spec.restore, list(found), lambda digest: manifest_of(*layouts[digest]))
+        return choose_version(self.spec.restore, list(found), lambda digest: manifest_of(*layouts[digest]))
 
     def _vault_of(self, node: str) -> Machine | None:
         """Its machine, where its vault is known and answers."""

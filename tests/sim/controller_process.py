@@ -15,16 +15,16 @@ from everstep_controller.core import engine
 from everstep_controller.core import events as ev
 from everstep_controller.core.effects import AuditEntry, Effect
 from everstep_controller.core.state import FleetState
-from everstep_controller.leadership.lease import Knocks, Reach, Resignation, Tenure
-from everstep_controller.read_models.fleet_views import Boards
+from everstep_controller.leadership.lease import LeaderReachability, Resignation, StandbyContacts, Tenure
+from everstep_controller.read_models.fleet_views import ReadModels
 from everstep_controller.runtime.clock import SteadyTime
-from everstep_controller.runtime.push import Outbox, Outgoing
-from everstep_controller.runtime.startup_state import restored
-from everstep_controller.runtime.transaction import AuditNumbers, StandingFindings, Transaction
-from everstep_controller.server.agent_service import AgentDesk
-from everstep_controller.server.connections import Descriptors
-from everstep_controller.server.session import Session
-from everstep_controller.store.rows import Batch, RemedyRow
+from everstep_controller.runtime.push import Outbox, OutgoingDirective
+from everstep_controller.runtime.startup_state import restore_state
+from everstep_controller.runtime.transaction import AuditNumbers, FindingDelta, Transaction
+from everstep_controller.server.agent_service import AgentService
+from everstep_controller.server.connections import DescriptorBudget
+from everstep_controller.server.session import AgentSession
+from everstep_controller.store.rows import Batch, RemediationRow
 
 from everstep.bearer_tokens import Identity, TokenRole
 from everstep.errors import EverstepError, Unavailable
@@ -101,7 +101,7 @@ class ControllerProcess:
         if self.alive:
             return
         self.alive, self.life = True, self.life + 1
-        self._knocks = Knocks(self.clock, RESIGN_AFTER_S / 3)
+        self._knocks = StandbyContacts(self.clock, RESIGN_AFTER_S / 3)
         self._keep_lease(self.life)
 
     def crash(self, *, restart: bool = True) -> None:
@@ -151,14 +151,14 @@ class ControllerProcess:
             if held and not self.leading:
                 self._lead()
             if held:
-                self._tenure.renewed(asked_at)
+                self._tenure.confirm_renewal(asked_at)
                 self._look_elsewhere()
             elif self.leading and self.world.database.away:
-                self._tenure.unreachable()
+                self._tenure.fail_renewal()
             elif self.leading:
                 self.crash()
                 return
-            elif nodes := self._knocks.insistent():
+            elif nodes := self._knocks.count_persistent():
                 self.world.database.tell(self.name, nodes)
             self._keep_lease_later(life)
 
@@ -167,13 +167,13 @@ class ControllerProcess:
     def _look_elsewhere(self) -> None:
         """As ``everstep_controller.leadership.leader_checks`` does with each renewal."""
         told, since = self.world.database.told(), self.now() - HEARD_WITHIN_S
-        heard = sum(live.pulse.heard_at >= since for live in self.state.live_nodes.values())
-        found = self._reach.look(self.clock.monotonic(), heard, told)
+        heard = sum(live.heartbeats.last_seen_at >= since for live in self.state.node_runtime.values())
+        found = self._reach.evaluate(self.clock.monotonic(), heard, told)
         if isinstance(found, Resignation):
             entry = AuditEntry(kind="controller.resigned", sentence=found.sentence, at=self.now())
-            noted = self.enqueue(lambda tx, now: tx.note(entry))
+            noted = self.enqueue(lambda tx, now: tx.add_audit_entry(entry))
             life = self.life
-            noted.add_done_callback(lambda done: self.do(life, lambda: self._resign(done, found.heir)))
+            noted.add_done_callback(lambda done: self.do(life, lambda: self._resign(done, found.successor)))
 
     def _resign(self, noted: Promise, heir: str) -> None:
         if noted.exception() is None and self.leading:
@@ -188,35 +188,35 @@ class ControllerProcess:
         self.leading, self.epoch, self._busy = True, loaded.epoch, False
         self._number = loaded.batch
         self._unwritten: list[Batch] = []
-        self._held_back: list[Outgoing] = []
-        self._unpublished: list[RemedyRow] = []
-        self._news: ev.StoreChanged | None = None
+        self._held_back: list[OutgoingDirective] = []
+        self._unpublished: list[RemediationRow] = []
+        self._news: ev.DatabaseAvailabilityChanged | None = None
         self._away, self._ready = "", False
         self._tenure = Tenure(self.clock, LEASE_S)
-        self._reach = Reach(RESIGN_AFTER_S, LEASE_S)
+        self._reach = LeaderReachability(RESIGN_AFTER_S, LEASE_S)
         self.check_leading = self._tenure.check
-        self.state = restored(self.world.plan.policy, loaded)
-        self._standing = StandingFindings(self.state.nodes.values())
+        self.state = restore_state(self.world.plan.policy, loaded)
+        self._standing = FindingDelta(self.state.nodes.values())
         self._steady = SteadyTime(self.clock, loaded.newest_at)
         self.now = self._steady.now
         self.outbox = Outbox(loaded.epoch, loaded.outbox)
         self._numbers = AuditNumbers(loaded.newest_audit)
-        self._boards = Boards(self.state.jobs.values())
-        self._desk = AgentDesk(
+        self._boards = ReadModels(self.state.jobs.values())
+        self._desk = AgentService(
             loop=self,  # type: ignore[arg-type]
             metrics=METRICS,
             clock=self.clock,
-            descriptors=Descriptors(4096),
-            soon=lambda work: work(),
+            descriptors=DescriptorBudget(4096),
+            defer=lambda work: work(),
             name=self.name,
             heartbeat_interval_s=1.0,
-            marks=loaded.marks,
-            poisoned=loaded.poisoned,
+            report_marks=loaded.report_marks,
+            poisoned_reports=loaded.poisoned,
         )
-        self.world.see(facts.TookOver(self.name, loaded.epoch, dict(loaded.marks)))
+        self.world.see(facts.TookOver(self.name, loaded.epoch, dict(loaded.report_marks)))
         started = ev.ControllerStarted(epoch=loaded.epoch, trace=self.world.trace_id(self.name))
         self.enqueue(lambda tx, now: tx.handle(started, now))
-        self.towards_outside = TowardsOutside(self, loaded.remedies)
+        self.towards_outside = TowardsOutside(self, loaded.remediations)
         self.towards_outside.start()
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class ControllerProcess:
         self._begin_turn()
         return waiting.promise
 
-    def hurry(self, source: str) -> None:
+    def expedite(self, source: str) -> None:
         """What is routine does not wait for company here."""
 
     def _begin_turn(self) -> None:
@@ -264,12 +264,12 @@ class ControllerProcess:
         return True
 
     def _apply(self, waiting: _Waiting, tx: Transaction) -> _Result:
-        tx.forgettable = False
+        tx.is_ephemeral = False
         try:
             value = waiting.stimulus(tx, self.now())
         except EverstepError as error:
             return _Result(waiting, None, error, True)
-        return _Result(waiting, value, None, tx.forgettable)
+        return _Result(waiting, value, None, tx.is_ephemeral)
 
     def _tick(self, tx: Transaction, taken: list[_Waiting]) -> None:
         deadline, now = engine.next_deadline(self.state), self.now()
@@ -287,15 +287,15 @@ class ControllerProcess:
         if news is None:
             return
         tx.handle(news, self.now())
-        if not news.away:
+        if not news.is_unavailable:
             held_back, self._held_back = self._held_back, []
-            tx.send_again(held_back)
+            tx.resend(held_back)
 
     def _keep(self, tx: Transaction, results: list[_Result]) -> None:
         """While the database is away memory goes ahead of it, until a try has succeeded."""
         batch = tx.batch()
         unsent = tuple(dict.fromkeys(row.job for row in batch.generations))
-        self._unpublished += tx.remedies
+        self._unpublished += tx.remediations
         if batch:
             self._number += 1
             batch.number = self._number
@@ -319,15 +319,15 @@ class ControllerProcess:
             self._unwritten.clear()
             if self._away:
                 self._away, self._ready = "", False
-                self._news = ev.StoreChanged(away=False, trace=self.world.trace_id(self.name))
+                self._news = ev.DatabaseAvailabilityChanged(is_unavailable=False, trace=self.world.trace_id(self.name))
             self._finish(tx, results, durable=True)
         else:
             first, self._away, self._ready = not self._away, str(error), False
             if first:
                 self._held_back += tx.outgoing
                 tx.outgoing = []
-                self._news = ev.StoreChanged(
-                    away=True, reason=self._away, unsent=unsent, trace=self.world.trace_id(self.name)
+                self._news = ev.DatabaseAvailabilityChanged(
+                    is_unavailable=True, reason=self._away, unsent_jobs=unsent, trace=self.world.trace_id(self.name)
                 )
             self._try_again_later(self.life, RETRY_S)
             self._finish(tx, results, durable=False)
@@ -391,13 +391,13 @@ class ControllerProcess:
     def accept(self, line: Line) -> ControllerProcess | None:
         """A node connects; None while this is not the leader."""
         if self.alive and not self.leading and not self.paused:
-            self._knocks.hear(line.names[0])
+            self._knocks.record(line.names[0])
         if not self.alive or not self.leading:
             return None
         wire: Any = Wire(line, self.world.timeline)
         identity = Identity(role=TokenRole.AGENT, subject=line.names[0])
         gate: Any = Gate()
-        wire.session = Session(self._desk, gate, identity, wire, lambda _session: None)
+        wire.session = AgentSession(self._desk, gate, identity, wire, lambda _session: None)
         self._sessions[line] = wire
         return self
 

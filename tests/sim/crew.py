@@ -55,25 +55,25 @@ class Crew:
 
     def _answered(self, command: OperatorCommand, error: EverstepError | None) -> None:
         if error is None:
-            self.world.see(facts.Ordered(str(command.kind), command.node or "", command.job or ""))
+            self.world.see(facts.Ordered(str(command.action), command.node or "", command.job or ""))
 
     def _wanted(self) -> list[OperatorCommand]:
         leader = self.world.leader()
         assert leader is not None
         state = leader.state
         commands = []
-        if state.fleet.breaker:
+        if state.fleet.breaker_reason:
             commands.append(self._command(OperatorAction.RESET_BREAKER))
         for node, record in state.nodes.items():
             waits = record.needs_operator or record.state in (NodeState.HELD, NodeState.REPAIR)
-            excluded = any(node in job.excluded for job in state.jobs.values())
-            unable = any(node in job.launchers and not job.launchers[node].able for job in state.jobs.values())
+            excluded = any(node in job.excluded_nodes for job in state.jobs.values())
+            unable = any(node in job.launchers and not job.launchers[node].usable for job in state.jobs.values())
             if waits or excluded or (unable and record.state is NodeState.HEALTHY):
                 commands.append(self._command(OperatorAction.READMIT, node=node))
         for name, job in state.jobs.items():
             if (
-                job.size is not None
-                and job.size < job.spec.max_nodes
+                job.node_limit is not None
+                and job.node_limit < job.spec.max_nodes
                 and job.state
                 in (
                     JobState.RUNNING,
@@ -88,4 +88,6 @@ class Crew:
         self, kind: OperatorAction, node: str | None = None, job: str | None = None, size: int | None = None
     ) -> OperatorCommand:
         trace = self.world.trace_id("crew")
-        return OperatorCommand(kind=kind, actor="crew", reason="mended", node=node, job=job, size=size, trace=trace)
+        return OperatorCommand(
+            action=kind, actor="crew", reason="mended", node=node, job=job, node_limit=size, trace=trace
+        )

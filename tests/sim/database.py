@@ -6,10 +6,18 @@ import random
 from collections.abc import Callable, Sequence
 
 import msgspec
-from everstep_controller.leadership.lease import Told
-from everstep_controller.store.leases import FRESH_S, IN_A_ROW_S, RESERVED_S
-from everstep_controller.store.rows import AuditRow, Batch, GenerationRow, Loaded, OutboxRow, RemedyRow, VersionRow
-from everstep_controller.store.table_access import OPEN
+from everstep_controller.leadership.lease import StandbyReport
+from everstep_controller.store.leases import CONTACTS_VALID_S, RESIGNATION_SERIES_S, SUCCESSOR_WAIT_S
+from everstep_controller.store.rows import (
+    AuditRow,
+    Batch,
+    GenerationRow,
+    LoadedState,
+    OutboxRow,
+    RemediationRow,
+    VersionRow,
+)
+from everstep_controller.store.table_access import OPEN_STATES
 
 from tests.sim.timeline import Timeline
 
@@ -43,7 +51,7 @@ class Database:
         self._holder = ""
         self._expires_at = 0.0
         self._heir = ""
-        self._resigned_at = -IN_A_ROW_S
+        self._resigned_at = -RESIGNATION_SERIES_S
         self._resignations = 0
         self._knocks: dict[str, tuple[int, float]] = {}
         self._fleet: str | None = None
@@ -53,7 +61,7 @@ class Database:
         self.generations: dict[tuple[str, int], GenerationRow] = {}
         self._versions: dict[tuple[str, int, int], VersionRow] = {}
         self._verdicts: set[str] = set()
-        self._remedies: dict[str, RemedyRow] = {}
+        self._remedies: dict[str, RemediationRow] = {}
         self._outbox: dict[str, dict[int, str]] = {}
         self.marks: dict[tuple[str, int], int] = {}
         self._batch = 0
@@ -67,7 +75,7 @@ class Database:
         now = self._timeline.now
         if self.away or (self._holder != holder and now < self._expires_at):
             return False
-        if self._heir not in ("", holder) and now < self._resigned_at + RESERVED_S:
+        if self._heir not in ("", holder) and now < self._resigned_at + SUCCESSOR_WAIT_S:
             return False
         self._holder, self._expires_at, self._heir = holder, now + LEASE_S, ""
         return True
@@ -77,13 +85,17 @@ class Database:
         if not self.away:
             self._knocks[controller] = nodes, self._timeline.now
 
-    def told(self) -> Told:
+    def told(self) -> StandbyReport:
         """What its holder finds beside the lease."""
         now = self._timeline.now
         fresh = {
-            name: nodes for name, (nodes, at) in self._knocks.items() if name != self._holder and at > now - FRESH_S
+            name: nodes
+            for name, (nodes, at) in self._knocks.items()
+            if name != self._holder and at > now - CONTACTS_VALID_S
         }
-        return Told(knocks=fresh, resignations=self._resignations if now < self._resigned_at + IN_A_ROW_S else 0)
+        return StandbyReport(
+            contacts=fresh, resignations=self._resignations if now < self._resigned_at + RESIGNATION_SERIES_S else 0
+        )
 
     def resign(self, holder: str, heir: str) -> None:
         """The lease is the heir's, if it still was this holder's."""
@@ -91,27 +103,29 @@ class Database:
             self._resignations = self.told().resignations + 1
             self._holder, self._heir, self._resigned_at, self._expires_at = "", heir, self._timeline.now, 0.0
 
-    def take_over(self) -> Loaded:
+    def take_over(self) -> LoadedState:
         """Fences every earlier controller off and reads what there is."""
         self.epoch += 1
-        return Loaded(
+        return LoadedState(
             epoch=self.epoch,
             batch=self._batch,
             fleet=self._fleet,
             nodes=dict(self._nodes),
-            standing={place: doc for place, doc in sorted(self._standing.items()) if doc},
+            active_findings={place: doc for place, doc in sorted(self._standing.items()) if doc},
             jobs=dict(self._jobs),
             outbox=[
                 OutboxRow(node=node, seq=seq, body=self._text(rows[seq]))
                 for node, rows in sorted(self._outbox.items())
                 for seq in sorted(rows)
             ],
-            marks=dict(self.marks),
+            report_marks=dict(self.marks),
             poisoned=frozenset(),
             newest_audit=self._newest_audit,
             newest_at=self._newest_at,
             versions=[self._versions[key] for key in sorted(self._versions)],
-            remedies=sorted((row for row in self._remedies.values() if row.state in OPEN), key=lambda row: row.id),
+            remediations=sorted(
+                (row for row in self._remedies.values() if row.state in OPEN_STATES), key=lambda row: row.id
+            ),
         )
 
     def _text(self, body: str) -> str:
@@ -152,7 +166,7 @@ class Database:
             self._fleet = batch.fleet
         self._forget(batch)
         self._nodes |= batch.nodes
-        self._standing |= batch.standing
+        self._standing |= batch.active_findings
         self._jobs |= batch.jobs
         for row in batch.generations:
             if (row.job, row.number) in self.generations:
@@ -169,13 +183,13 @@ class Database:
             self._verdicts.add(verdict.id)
         for out in batch.outbox:
             self._outbox.setdefault(out.node, {})[out.seq] = out.body
-        self._remedies |= batch.remedies
+        self._remedies |= batch.remediations
         self._audit(batch.audit)
-        for node, through in batch.pruned.items():
+        for node, through in batch.acknowledged.items():
             rows = self._outbox.get(node, {})
             for seq in [seq for seq in rows if seq <= through]:
                 del rows[seq]
-        for (node, life), through in batch.marks.items():
+        for (node, life), through in batch.report_marks.items():
             self.marks = {k: v for k, v in self.marks.items() if k[0] != node or k[1] >= life}
             self.marks[node, life] = through
 

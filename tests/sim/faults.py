@@ -97,7 +97,7 @@ class _Draw:
         return self.fault("order", target, detail=str(action), value=float(self.rng.randint(1, 6)))
 
 
-_MOMENTS = ("wanted", "begun", "asked", "ended")
+_MOMENTS = ("requested", "started", "asked", "ended")
 _THEN = ("", "and the agent dies")
 _ACTIONS = (Action.RESET_GPU, Action.RESET_GPU, Action.REBOOT_NODE, Action.REPAIR)
 

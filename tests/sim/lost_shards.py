@@ -31,7 +31,7 @@ def made_again(
                     slot=0,
                     replica=False,
                     manifest_digest="/".join(map(str, slot.layout)),
-                    group=group,
+                    parity_group=group,
                 )
                 yield info, Slot(slot.version, slot.layout, slot.state, sealed=True)
 

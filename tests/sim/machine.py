@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from everstep_agent.uplink.heartbeat import NodeFacts
 
 from everstep.vocabulary import Finding, ProbeKind
-from everstep.wire.framing import SPOKEN
+from everstep.wire.framing import SUPPORTED_VERSIONS
 from everstep.wire.v1.agent import Domain, Gpu
 from everstep.wire.v1.directives import KillRank, RunProbe, StopJob
-from everstep.wire.v1.local import Goodbye, Hello, RankExited, Role
+from everstep.wire.v1.local import ConnectionRole, Goodbye, Hello, RankExited
 from everstep.wire.v1.training import FindingCleared, FindingRaised, LauncherJoined, ProbeFinished
 from tests.sim import facts
 from tests.sim.agent_process import AgentProcess
@@ -149,7 +149,7 @@ class Machine:
     def node_facts(self) -> NodeFacts:
         gpu = Gpu(index=0, uuid=f"GPU-{self.name}-{self._gpu_series}", name="sim", pci_bus_id="0", memory_bytes=1 << 30)
         return NodeFacts(
-            vault=f"{self.name}:7000",
+            vault_address=f"{self.name}:7000",
             boot_id=f"{self.name}-boot-{self._boot}",
             driver_version="570.1",
             domain=self.domain,
@@ -198,13 +198,13 @@ class Machine:
             self.world.wires.connected(self.name, m.name) for m in members
         )
         detail = "" if ok else "no connection"
-        return ProbeFinished(probe=body.probe, ok=ok, detail=detail, rows=((8, 1e-4, 1e9),), began=True)
+        return ProbeFinished(probe=body.probe, ok=ok, detail=detail, rows=((8, 1e-4, 1e9),), started=True)
 
     def _known_work(self, body: RunProbe) -> ProbeFinished:
         """Synthetic work shows a GPU that computes wrongly in under 40 % of cases (SDCHunter, OSDI 2026)."""
         wrong = self.lying and self.world.rng.random() < SEEN_BY_SYNTHETIC_WORK
         detail = "wrong result" if wrong else ""
-        return ProbeFinished(probe=body.probe, ok=not wrong, detail=detail, wrong=wrong, began=True)
+        return ProbeFinished(probe=body.probe, ok=not wrong, detail=detail, wrong_result=wrong, started=True)
 
 
 class Launcher:
@@ -244,7 +244,7 @@ class Launcher:
             self.machine.when_thawed(self._end_of_file)
             return
         if self.machine.agent is not None and self.connected:
-            self.machine.agent.jobs.gone(self, "end of file")
+            self.machine.agent.jobs.handle_disconnect(self, "end of file")
         self.connected = False
 
     def rank_exited(self, process: RankProcess, signal: int) -> None:
@@ -260,7 +260,7 @@ class Launcher:
             pid=process.life,
             exit_code=None if signal else 0,
             signal=signal or None,
-            replacement=not over,
+            has_replacement=not over,
         )
         self._tell(word)
         if not over:
@@ -285,8 +285,11 @@ class Launcher:
         if not self.alive or self.connected or agent is None or self._over:
             return
         self.connected = True
-        agent.jobs.hello(self, Hello(protocols=SPOKEN, role=Role.LAUNCHER, job=self.job.name, pid=self.incarnation))
-        agent.jobs.heard(
+        agent.jobs.handle_hello(
+            self,
+            Hello(protocols=SUPPORTED_VERSIONS, role=ConnectionRole.LAUNCHER, job=self.job.name, pid=self.incarnation),
+        )
+        agent.jobs.handle_message(
             self,
             LauncherJoined(
                 job=self.job.name,
@@ -299,7 +302,7 @@ class Launcher:
 
     def _tell(self, message: Any) -> None:
         if self.machine.agent is not None and self.connected:
-            self.machine.agent.jobs.heard(self, message)
+            self.machine.agent.jobs.handle_message(self, message)
 
     # --- Peer --------------------------------------------------------------------------------------------------------
 

@@ -247,7 +247,7 @@ class Mischief:
         self.world.controller(fault.target).crash()
 
     def crash_at_remedy(self, fault: Fault) -> None:
-        """Whoever leads dies in the middle of the next remedy: it is begun, was just asked for, or has just ended."""
+        """Whoever leads dies in the middle of the next remedy: it is started, was just asked for, or has just ended."""
         self._trap, self._stopped_s = fault.detail, 0.0
 
     def pause_at_remedy(self, fault: Fault) -> None:
@@ -255,7 +255,7 @@ class Mischief:
         self._trap, self._stopped_s = fault.detail, fault.seconds
 
     def _written(self, fact: facts.Durable) -> None:
-        for row in fact.batch.remedies.values():
+        for row in fact.batch.remediations.values():
             self._spring("ended" if row.ended_at is not None else str(row.state))
 
     def _spring(self, moment: str) -> None:
@@ -297,28 +297,28 @@ class Mischief:
         job = fault.target if "job" in action else None
         size = int(fault.value) if action is OperatorAction.RESIZE_JOB else None
         node = fault.target if job is None and action is not OperatorAction.RESET_BREAKER else None
-        self.give(OperatorCommand(kind=action, actor="odd", reason="why not", node=node, job=job, size=size))
+        self.give(OperatorCommand(action=action, actor="odd", reason="why not", node=node, job=job, node_limit=size))
 
     def give(self, command: OperatorCommand) -> None:
         """An order to whoever leads; refused ones are no trouble."""
 
         def answered(error: EverstepError | None) -> None:
             if error is None:
-                self.world.see(facts.Ordered(str(command.kind), command.node or "", command.job or ""))
+                self.world.see(facts.Ordered(str(command.action), command.node or "", command.job or ""))
 
         if (leader := self.world.leader()) is not None:
             leader.order(msgspec.structs.replace(command, trace=self.world.trace_id(command.actor)), answered)
 
     def evict_everybody(self, fault: Fault) -> None:
         for name in self.world.machines:
-            self.give(OperatorCommand(kind=OperatorAction.EVICT, actor="odd", reason="all of them", node=name))
+            self.give(OperatorCommand(action=OperatorAction.EVICT, actor="odd", reason="all of them", node=name))
 
     def maintain_rack(self, fault: Fault) -> None:
         """Drained, rebooted, given back."""
         for machine in self._rack(fault):
-            self.give(OperatorCommand(kind=OperatorAction.DRAIN, actor="crew", reason="kernel", node=machine.name))
+            self.give(OperatorCommand(action=OperatorAction.DRAIN, actor="crew", reason="kernel", node=machine.name))
             self.world.timeline.after(fault.seconds / 2, machine.reboot)
-            back = OperatorCommand(kind=OperatorAction.READMIT, actor="crew", reason="done", node=machine.name)
+            back = OperatorCommand(action=OperatorAction.READMIT, actor="crew", reason="done", node=machine.name)
             self._later(fault, lambda c=back: self.give(c))  # type: ignore[misc]
 
     def maintenance_window(self, fault: Fault) -> None:
@@ -333,7 +333,7 @@ class Mischief:
         if (leader := self.world.leader()) is not None:
             until = leader.now() + fault.seconds
             kind, node = OperatorAction.MAINTENANCE, fault.target
-            self.give(OperatorCommand(kind=kind, actor="crew", reason="firmware", node=node, until=until))
+            self.give(OperatorCommand(action=kind, actor="crew", reason="firmware", node=node, until=until))
 
     def plan_window(self, fault: Fault) -> None:
         """The same, planned ahead."""

@@ -13,9 +13,9 @@ from typing import Any
 from everstep_controller.core.effects import Effect
 from everstep_controller.core.events import Event
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.read_models.fleet_views import Boards
+from everstep_controller.read_models.fleet_views import ReadModels
 from everstep_controller.runtime.push import Outbox
-from everstep_controller.runtime.transaction import AuditNumbers, StandingFindings, Transaction
+from everstep_controller.runtime.transaction import AuditNumbers, FindingDelta, Transaction
 from rich.console import Console
 from rich.progress import Progress
 
@@ -38,7 +38,7 @@ class Onlooker:
         budget.world = SimpleNamespace(plan=SimpleNamespace(policy=policy))  # type: ignore[assignment]
         self._checkers: list[Any] = [Generations(), budget, Suspicion()]
         self._numbers = AuditNumbers(0)
-        self._boards = Boards()
+        self._boards = ReadModels()
         self.state: Any = None
         self.events = 0
         self._see(facts.TookOver("c1", 1, {}))
@@ -48,7 +48,7 @@ class Onlooker:
         if not effects:
             return
         decide = lambda *_: effects  # noqa: E731 - it was decided already
-        written = Transaction(self.state, Outbox(1), self._numbers, METRICS, self._boards, StandingFindings([]), decide)
+        written = Transaction(self.state, Outbox(1), self._numbers, METRICS, self._boards, FindingDelta([]), decide)
         written.handle(event, now)
         self._see(facts.Handled("c1", 1, event, effects, now))
         self._see(facts.Decided("c1", 1, event, effects, now))

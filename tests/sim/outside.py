@@ -10,9 +10,9 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from everstep_controller.core.effects import Remedy, RemedyKind
+from everstep_controller.core.effects import Remediation, RemediationKind
 from everstep_controller.core.events import OperatorAction, OperatorCommand
-from everstep_controller.remediation.remediator import MARK, Standing
+from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus
 
 from everstep.errors import Conflict, EverstepError, Unavailable
 from tests.sim import facts
@@ -28,7 +28,7 @@ CURED_SHARE = 0.8
 SLOW_SHARE = 0.1
 FORGOTTEN_SHARE = 0.05
 BOOTED_S = 8.0
-CURES = (RemedyKind.RESET_GPU, RemedyKind.REBOOT)
+CURES = (RemediationKind.RESET_GPU, RemediationKind.REBOOT)
 
 
 class _Node:
@@ -70,27 +70,27 @@ class Outside:
 
     # --- what a controller asks --------------------------------------------------------------------------------------
 
-    def standing(self, nodes: Sequence[str]) -> dict[str, Standing]:
+    def cordon_status(self, nodes: Sequence[str]) -> dict[str, CordonStatus]:
         shown = {name: self._nodes[name] for name in nodes}
-        return {n: Standing(cordoned_by=one.cordoned_by, reason=one.reason) for n, one in shown.items()}
+        return {n: CordonStatus(cordoned_by=one.cordoned_by, reason=one.reason) for n, one in shown.items()}
 
-    def is_done(self, remedy: Remedy) -> bool:
+    def is_done(self, remedy: Remediation) -> bool:
         node = self._nodes[remedy.node]
         match remedy.kind:
-            case RemedyKind.CORDON:
+            case RemediationKind.CORDON:
                 return bool(node.cordoned_by)
-            case RemedyKind.UNCORDON:
+            case RemediationKind.UNCORDON:
                 return not node.cordoned_by
-            case RemedyKind.REPAIR:
+            case RemediationKind.REPAIR:
                 return node.repair == remedy.id
             case _:
                 return node.cure == remedy.id and node.cured
 
-    def apply(self, remedy: Remedy) -> None:
+    def apply(self, remedy: Remediation) -> None:
         node = self._nodes[remedy.node]
         if self.is_done(remedy) or node.cure == remedy.id:
             return
-        if node.cordoned_by not in ("", MARK):
+        if node.cordoned_by not in ("", CORDON_OWNER):
             raise Conflict(f"{remedy.node} is out of service by {node.cordoned_by}")
         if remedy.kind in CURES and not node.cured:
             raise Unavailable(f"{remedy.node} is being treated for another reason")
@@ -98,14 +98,14 @@ class Outside:
             raise Conflict("not now")
         self._take(node, remedy)
 
-    def _take(self, node: _Node, remedy: Remedy) -> None:
+    def _take(self, node: _Node, remedy: Remediation) -> None:
         match remedy.kind:
-            case RemedyKind.CORDON:
-                node.cordoned_by, node.reason = MARK, remedy.sentence
-            case RemedyKind.UNCORDON:
+            case RemediationKind.CORDON:
+                node.cordoned_by, node.reason = CORDON_OWNER, remedy.sentence
+            case RemediationKind.UNCORDON:
                 node.cordoned_by = node.reason = ""
-            case RemedyKind.REPAIR:
-                node.cordoned_by, node.reason, node.repair = MARK, remedy.sentence, remedy.id
+            case RemediationKind.REPAIR:
+                node.cordoned_by, node.reason, node.repair = CORDON_OWNER, remedy.sentence, remedy.id
                 self.world.see(facts.RemedyCarriedOut(remedy.id, remedy.node, remedy.kind))
                 self.world.timeline.after(4.0 + 6.0 * self.rng.random(), lambda: self._repaired(remedy.node))
             case _:
@@ -117,7 +117,7 @@ class Outside:
 
     # --- what comes of it --------------------------------------------------------------------------------------------
 
-    def _carry_out(self, node: _Node, remedy: Remedy) -> None:
+    def _carry_out(self, node: _Node, remedy: Remediation) -> None:
         if self.rng.random() < FORGOTTEN_SHARE:
             self.world.trace("outside", f"{remedy.id}: {remedy.kind} of {remedy.node} is forgotten")
             node.cure, node.cured = "", True
@@ -126,9 +126,9 @@ class Outside:
         self.world.see(facts.RemedyCarriedOut(remedy.id, remedy.node, remedy.kind))
         if self.rng.random() < CURED_SHARE:
             self.world.timeline.after(4.0 * self.rng.random(), machine.clear_findings)
-        if remedy.kind is RemedyKind.REBOOT:
+        if remedy.kind is RemediationKind.REBOOT:
             machine.reboot()
-        back_s = BOOTED_S if remedy.kind is RemedyKind.REBOOT else 0.0
+        back_s = BOOTED_S if remedy.kind is RemediationKind.REBOOT else 0.0
         self.world.timeline.after(back_s, lambda: setattr(node, "cured", True))
 
     def _repaired(self, node: str) -> None:
@@ -137,7 +137,7 @@ class Outside:
         machine.replace_gpus()
         machine.reboot()
         kind, trace = OperatorAction.READMIT, self.world.trace_id("workshop")
-        back = OperatorCommand(kind=kind, actor="workshop", reason="GPUs replaced", node=node, trace=trace)
+        back = OperatorCommand(action=kind, actor="workshop", reason="GPUs replaced", node=node, trace=trace)
         self.world.timeline.after(8.0, lambda: self._give_back(back))
 
     def _give_back(self, command: OperatorCommand) -> None:
@@ -148,6 +148,6 @@ class Outside:
 
         def answered(error: EverstepError | None) -> None:
             if error is None:
-                self.world.see(facts.Ordered(str(command.kind), command.node or "", ""))
+                self.world.see(facts.Ordered(str(command.action), command.node or "", ""))
 
         leader.order(command, answered)

@@ -87,7 +87,7 @@ def make(seed: int) -> Plan:
     faults = of_all_kinds(rng, plan)
     apart = random.Random(seed ^ 0xCAFE)  # worlds whose jobs keep nothing besides are what they were
     plan = _with_protection(apart, plan)
-    if any(job.spec.spill is not None or job.spec.parity for job in plan.jobs):
+    if any(job.spec.spill is not None or job.spec.parity_group_size for job in plan.jobs):
         faults += of_keeping(apart, plan)
     faults += of_blame(random.Random(seed ^ 0xB1A3E), plan)
     faults += of_return(random.Random(seed ^ 0x2E70), plan)
@@ -152,21 +152,21 @@ def _with_protection(rng: random.Random, plan: Plan) -> Plan:
     """Some jobs ask for parity or for checkpoints on storage. Parity takes nodes of which no two share a rack."""
     jobs = tuple(_protected(rng, job) for job in plan.jobs)
     machines = plan.machines
-    if any(job.spec.parity for job in jobs) and rng.random() < 0.8:
+    if any(job.spec.parity_group_size for job in jobs) and rng.random() < 0.8:
         machines = tuple(
             MachinePlan(m.name, Domain(rack=f"rack-{m.name}"), m.clock_rate, m.clock_offset_s) for m in machines
         )
-    policy = msgspec.structs.replace(plan.policy, protect_interval_s=rng.choice((0.5, 10.0)))
+    policy = msgspec.structs.replace(plan.policy, parity_interval_s=rng.choice((0.5, 10.0)))
     return Plan(**{**plan.__dict__, "jobs": jobs, "machines": machines, "policy": policy})
 
 
 def _protected(rng: random.Random, job: JobPlan) -> JobPlan:
     spec = job.spec
     if rng.random() < 0.3:
-        plan = SpillPlan(every=rng.choice((4, 12)), to="/checkpoints", keep=rng.choice((0, 1, 2)))
+        plan = SpillPlan(every_steps=rng.choice((4, 12)), url="/checkpoints", keep_last=rng.choice((0, 1, 2)))
         spec = msgspec.structs.replace(spec, spill=plan)
     if spec.max_nodes >= 4 and rng.random() < 0.5:
-        spec = msgspec.structs.replace(spec, parity=rng.choice((2, 3, 4)))
+        spec = msgspec.structs.replace(spec, parity_group_size=rng.choice((2, 3, 4)))
         if rng.random() < 0.6:  # in place of copies
             spec = msgspec.structs.replace(spec, replicas=1, min_nodes=max(4, spec.min_nodes))
     return JobPlan(**{**job.__dict__, "spec": spec})
@@ -174,7 +174,7 @@ def _protected(rng: random.Random, job: JobPlan) -> JobPlan:
 
 def _with_pace(rng: random.Random, plan: Plan) -> Plan:
     """Who is slow is found within seconds, and in half of these worlds goes for it."""
-    kinds = dict(plan.policy.rules.kinds)
+    kinds = dict(plan.policy.rules.rules_by_kind)
     mode = rng.choice((Mode.RECOMMEND, Mode.ENFORCE))
     kinds[FindingKind.RANK_STRAGGLER] = tuple(
         msgspec.structs.replace(rule, mode=mode) for rule in kinds[FindingKind.RANK_STRAGGLER]
@@ -195,14 +195,14 @@ def _policy(rng: random.Random) -> CorePolicy:
     return msgspec.structs.replace(
         CorePolicy.lab(),
         rules=_quick_rules(),
-        remediate=rng.choice((Mode.RECOMMEND, Mode.ENFORCE, Mode.ENFORCE)),
-        correlated_patience_s=8.0,
+        remediation_mode=rng.choice((Mode.RECOMMEND, Mode.ENFORCE, Mode.ENFORCE)),
+        correlated_silence_max_s=8.0,
         resume_deadline_s=12.0,
         resume_deadline_max_s=24.0,
         growth_interval_s=rng.choice((1.0, 3.0)),
-        take_after_s=4.0,
+        preempt_after_s=4.0,
         rank_flap_count=rng.choice((4, 30)),
-        flap_window_s=30.0,
+        job_failure_window_s=30.0,
         eviction_count=rng.choice((1, 2, 4)),
         eviction_share=rng.choice((0.3, 1.0)),
         eviction_rack_count=rng.choice((1, 2, 4)),
@@ -216,12 +216,12 @@ def _policy(rng: random.Random) -> CorePolicy:
         probe_timeout_s=6.0,
         probe_retry_max_s=8.0,
         partner_wait_s=1.0,
-        remedy_timeout_s=50.0,  # as the shipped one, with minutes turned into seconds; see PATIENCE_S
-        remedy_settle_s=4.0,
-        remedies_per_node=rng.choice((1, 3)),
-        remedy_node_window_s=60.0,
-        remedies_per_fleet=rng.choice((1, 10)),
-        remedy_fleet_window_s=20.0,
+        remediation_timeout_s=50.0,  # as the shipped one, with minutes turned into seconds; see PATIENCE_S
+        remediation_settle_s=4.0,
+        remediations_per_node=rng.choice((1, 3)),
+        remediation_node_window_s=60.0,
+        remediations_per_fleet=rng.choice((1, 10)),
+        remediation_fleet_window_s=20.0,
         finding_quiet_s=5.0,
     )
 
@@ -234,11 +234,11 @@ def _quick_rules() -> Rulebook:
                 rule,
                 clear_s=rule.clear_s / 60,
                 boot_grace_s=rule.boot_grace_s / 60,
-                repeat_s=60.0,
+                step_memory_s=60.0,
                 correlated_s=rule.correlated_s / 20,
             )
             for rule in rules
         )
-        for kind, rules in shipped_rulebook().kinds.items()
+        for kind, rules in shipped_rulebook().rules_by_kind.items()
     }
     return Rulebook(kinds)

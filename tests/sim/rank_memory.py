@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from everstep_trainer.snapshot.retention import Retention
+from everstep_trainer.snapshot.retention import VersionRetention
 
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
-from everstep.layout.slots import SLOTS
+from everstep.layout.slots import SLOTS_PER_RANK
 from everstep.wire.v1.directives import VersionNotice
-from everstep.wire.v1.training import GenerationSpec, Member, Sealed
+from everstep.wire.v1.training import GenerationSpec, Member, VersionSealed
 from tests.sim.training_state import TrainingState
 from tests.sim.vault_memory import Slot
 
@@ -27,17 +27,17 @@ class RankMemory:
         self._copying: Slot | None = None
         self._spec: GenerationSpec | None = None
         self._member: Member | None = None
-        self._retention: Retention | None = None
+        self._retention: VersionRetention | None = None
 
     def enter(self, spec: GenerationSpec, member: Member, restored: Version | None) -> None:
         """The process takes part in a generation, and has ``restored``."""
         self._spec, self._member = spec, member
-        self._retention = Retention(spec.number, spec.restore, restored)
+        self._retention = VersionRetention(spec.number, spec.restore, restored)
 
     def note(self, notice: VersionNotice) -> None:
         """The controller's word on what is committed, what may be next, and what is to stay besides."""
         if self._retention is not None and self._spec is not None and notice.generation == self._spec.number:
-            self._retention.note(notice.committed, notice.candidate, notice.pinned)
+            self._retention.update(notice.committed, notice.candidate, notice.pinned)
 
     def snapshot(self, step: int, state: TrainingState) -> None:
         """Copies the state into a slot, beside the next step."""
@@ -52,7 +52,7 @@ class RankMemory:
             self._machine.name,
             self._process.local_rank,
             replica=False,
-            slots=SLOTS + spec.spec.pinned_slots,
+            slots=SLOTS_PER_RANK + spec.spec.pinned_slots,
         )
         try:
             segment.slots[retention.slot_to_fill(segment.headers(), _every_step)] = slot
@@ -75,7 +75,7 @@ class RankMemory:
         slot.sealed = True
         kept = retention.is_candidate(slot.version.step)
         if kept:
-            retention.keeps(slot.version)
+            retention.keep_candidate(slot.version)
         interval = spec.spec.digest_interval
         due = interval > 0 and (kept or slot.version.step % interval == 0)
         digests = {"replicated": slot.state.digest} if due and self._job.replicated else {}
@@ -84,7 +84,7 @@ class RankMemory:
             self._report(slot, spec, member, kept, digests, safe=True, nodes=())
             return
         own = self._machine.vault.segment(self._job.name, self._machine.name, self._process.local_rank, replica=False)
-        keep = retention.copies_keep(own.headers(), _every_step)
+        keep = retention.versions_needed_in_copies(own.headers(), _every_step)
         self._world.replicate(self, slot, spec, member, kept, targets, keep)
 
     def replicated(self, slot: Slot, spec: GenerationSpec, member: Member, kept: bool, nodes: tuple[str, ...]) -> None:
@@ -106,16 +106,16 @@ class RankMemory:
     ) -> None:
         if kept or digests:
             self._process.tell(
-                Sealed(
+                VersionSealed(
                     job=spec.job,
                     at=self._machine.clock.wall(),
                     generation=spec.number,
                     rank=member.rank,
                     version=slot.version,
                     bytes=100,
-                    safe=safe,
-                    kept=kept,
-                    replicas=nodes,
+                    durable=safe,
+                    commit_candidate=kept,
+                    full_copies=nodes,
                     digests=digests,
                 )
             )

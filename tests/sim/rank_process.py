@@ -10,12 +10,12 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from everstep_trainer.config import HookSettings
-from everstep_trainer.runtime.directives import Attendant, Orders, Presence
+from everstep_trainer.runtime.directives import DirectiveListener, GenerationMembership, ReceivedDirectives
 
 from everstep.ids import Version
-from everstep.wire.framing import SPOKEN
+from everstep.wire.framing import SUPPORTED_VERSIONS
 from everstep.wire.v1.directives import StopJob, VersionNotice
-from everstep.wire.v1.local import Goodbye, Hello, Role
+from everstep.wire.v1.local import ConnectionRole, Goodbye, Hello
 from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, Member, RankFinished, Resumed, UserError
 from tests.sim import facts
 from tests.sim.rank_memory import RankMemory
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 TICK_S = 1.0
 LOCAL_S = 0.0005
 """Of a frame between two processes of one machine."""
-SETTINGS = HookSettings(stacks_bytes=64, first_step_allowance_s=20.0)
+SETTINGS = HookSettings(max_stack_bytes=64, first_step_allowance_s=20.0)
 
 
 class Progress:
-    """``everstep_trainer.runtime.progress.Progress`` by virtual time."""
+    """``everstep_trainer.runtime.progress.StepProgress`` by virtual time."""
 
     class _Loss:
         @staticmethod
@@ -40,18 +40,18 @@ class Progress:
             return None
 
     def __init__(self) -> None:
-        self.generation = self.rank = self.step = self.begun = self.finished_here = self.collectives = 0
-        self.snapshot_every, self.step_s = 1, 0.0
-        self.busy_s: float | None = None
+        self.generation = self.rank = self.finished_step = self.begun_step = self.finished_steps_here = 0
+        self.collective_count, self.snapshot_every, self.median_step_s = 0, 1, 0.0
+        self.median_busy_s: float | None = None
         self.loss = self._Loss()
 
     def enter(self, generation: int, rank: int) -> None:
-        self.generation, self.rank, self.finished_here = generation, rank, 0
+        self.generation, self.rank, self.finished_steps_here = generation, rank, 0
 
     def finish(self, step: int, step_s: float, busy_s: float) -> None:
-        self.step, self.step_s, self.busy_s = step, step_s, busy_s
-        self.finished_here += 1
-        self.collectives += 1
+        self.finished_step, self.median_step_s, self.median_busy_s = step, step_s, busy_s
+        self.finished_steps_here += 1
+        self.collective_count += 1
 
 
 class RankProcess:
@@ -67,9 +67,9 @@ class RankProcess:
         self.alive = True
         self.stopped = False
         self.connected = False
-        self.orders = Orders()
+        self.orders = ReceivedDirectives()
         self.progress = Progress()
-        self.presence = Presence(
+        self.presence = GenerationMembership(
             self.orders,
             self.progress,  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ class RankProcess:
             _nothing,
             SETTINGS,
         )
-        self.attendant = Attendant(
+        self.attendant = DirectiveListener(
             self.orders,
             self.presence,
             self.progress,  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ class RankProcess:
             SETTINGS,
             self.machine.clock,
         )
-        self.attendant.keeper = None
+        self.attendant.version_listener = None
         self.group: Collective | None = None
         self.state: TrainingState | None = None
         self._number = 0
@@ -125,7 +125,7 @@ class RankProcess:
             return
         agent = self.machine.agent
         if agent is not None and self.connected:
-            agent.jobs.gone(self, "end of file")
+            agent.jobs.handle_disconnect(self, "end of file")
         self.connected = False
 
     def stop(self) -> None:
@@ -173,14 +173,20 @@ class RankProcess:
             self.world.timeline.after(0.3, self._connect)
             return
         self.connected = True
-        agent.jobs.hello(
+        agent.jobs.handle_hello(
             self,
-            Hello(protocols=SPOKEN, role=Role.RANK, job=self.job.name, pid=self.life, local_rank=self.local_rank),
+            Hello(
+                protocols=SUPPORTED_VERSIONS,
+                role=ConnectionRole.RANK,
+                job=self.job.name,
+                pid=self.life,
+                local_rank=self.local_rank,
+            ),
         )
-        if (tick := self.attendant.pulse()) is not None:
-            agent.jobs.heard(self, tick)
+        if (tick := self.attendant.make_tick()) is not None:
+            agent.jobs.handle_message(self, tick)
         if self._standing is not None:
-            agent.jobs.heard(self, self._standing)
+            agent.jobs.handle_message(self, self._standing)
         unsent, self._unsent = self._unsent, deque(maxlen=1024)
         for message in unsent:
             self.tell(message)
@@ -195,7 +201,7 @@ class RankProcess:
         def arrive() -> None:
             agent = self.machine.agent
             if agent is not None and self.connected and self.alive:
-                agent.jobs.heard(self, message)
+                agent.jobs.handle_message(self, message)
             elif self.alive:
                 self._unsent.append(message)
 
@@ -210,10 +216,10 @@ class RankProcess:
         if not self.alive:
             return
         if self.responsive:
-            tick = self.attendant.pulse()
+            tick = self.attendant.make_tick()
             agent = self.machine.agent
             if tick is not None and agent is not None and self.connected:
-                agent.jobs.heard(self, tick)
+                agent.jobs.handle_message(self, tick)
         self.world.timeline.after(TICK_S, self._tick)
 
     def _hear(self, message: Any) -> None:
@@ -221,7 +227,7 @@ class RankProcess:
             if self.group is not None:
                 self._memory.note(message)
             return
-        self.attendant.hear(message)
+        self.attendant.handle_message(message)
         if self.group is None and not self._leaving:
             self._next_order()
 
@@ -237,7 +243,7 @@ class RankProcess:
                 self._exit()
                 return
             self._number = order.number
-            member = order.member(self.machine.name, self.local_rank)
+            member = order.member_at(self.machine.name, self.local_rank)
             if member is not None:
                 self._join(order, member)
 
@@ -258,8 +264,8 @@ class RankProcess:
         assert self._spec is not None
         assert self._member is not None
         self.progress.enter(self._spec.number, self._member.rank)
-        self.progress.step = state.step
-        self.progress.begun = self._next_step(state.step)
+        self.progress.finished_step = state.step
+        self.progress.begun_step = self._next_step(state.step)
         self.state, self._restored = state, version
         self._memory.enter(self._spec, self._member, version)
         self.presence.enter()
@@ -273,8 +279,8 @@ class RankProcess:
             pause_s = 0.005 + 0.03 * self.world.rng.random()
             self.world.timeline.after(pause_s, lambda: self.do(self._leave))
 
-    def ask(self) -> None:
-        """``Interrupter.ask``: the main thread of the simulation always comes by."""
+    def request_regroup(self) -> None:
+        """``Interrupter.request_regroup``: the main thread of the simulation always comes by."""
 
     def interrupt(self) -> bool:
         return False
@@ -295,8 +301,8 @@ class RankProcess:
         """A peer is gone, and this rank's operation says so. It waits outside for what follows."""
         if self.group is not group or self._spec is None or self._member is None or self._leaving:
             return
-        news = not self.orders.superseded(self._spec.number)
-        spec, member, step = self._spec, self._member, self.progress.step
+        news = not self.orders.is_superseded(self._spec.number)
+        spec, member, step = self._spec, self._member, self.progress.finished_step
         self._leave()
         if news and self.group is None:
             at, number = self.machine.clock.wall(), spec.number
@@ -309,7 +315,7 @@ class RankProcess:
         self._stand(word)
 
         def again() -> None:
-            if self._standing is word and not self.orders.superseded(word.generation):
+            if self._standing is word and not self.orders.is_superseded(word.generation):
                 self._witness(word)
 
         self.world.timeline.after(SETTINGS.regroup_wait_s, lambda: self.do(again))
@@ -331,7 +337,7 @@ class RankProcess:
             at=self.machine.clock.wall(),
             generation=self._spec.number,
             rank=self._member.rank,
-            step=self.progress.step,
+            step=self.progress.finished_step,
             error=sentence[:4000],
             traceback="",
         )
@@ -346,22 +352,22 @@ class RankProcess:
         """The step's reduction is done: fence, update, fence again."""
         if self.group is not group or self._leaving or self._spec is None or self._member is None:
             return
-        if self.orders.is_over(self._spec.number, self.progress.step):
+        if self.orders.is_generation_over(self._spec.number, self.progress.finished_step):
             self._leave()
             return
         self._memory.seal_now()  # the optimizer waits for the copy
         self.state = group.next_state(self)
         self.progress.finish(step, step_s, self.job.step_s * self.machine.slowness)
-        self.progress.begun = self._next_step(step)
+        self.progress.begun_step = self._next_step(step)
         self.world.see(
             facts.Stepped(
                 self.life, self.machine.name, self.job.name, self._spec.number, self._member.rank, step, self.state
             )
         )
         self._memory.snapshot(step, self.state)
-        if self.progress.finished_here == 1:
+        if self.progress.finished_steps_here == 1:
             self._acknowledge(step)
-        if self.orders.is_over(self._spec.number, step):
+        if self.orders.is_generation_over(self._spec.number, step):
             self._leave()
         elif self.job.until is not None and step >= self.job.until:
             self._stand(

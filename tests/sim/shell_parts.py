@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from everstep_controller.server.session import Session
+from everstep_controller.server.session import AgentSession
 
 from everstep.bearer_tokens import Identity
 from everstep.errors import EverstepError
@@ -16,12 +16,12 @@ from tests.sim.wires import Line
 class NoMetrics:
     """What the shell tells Prometheus goes nowhere."""
 
-    beats = 0
+    heartbeats = 0
 
-    def handled(self, kind: str, seconds: float) -> None: ...
-    def recovered(self, job: str, reason: str, seconds: float) -> None: ...
-    def reports_taken(self, taken: int, repeated: int) -> None: ...
-    def refused(self, route: str, code: str) -> None: ...
+    def observe_event(self, kind: str, seconds: float) -> None: ...
+    def observe_recovery(self, job: str, reason: str, seconds: float) -> None: ...
+    def count_reports(self, taken: int, repeated: int) -> None: ...
+    def count_refused(self, route: str, code: str) -> None: ...
 
 
 METRICS: Any = NoMetrics()
@@ -57,9 +57,9 @@ class Promise:
 class Gate:
     """Every agent that connects is admitted: who may speak for whom is proved elsewhere (tests/unit/security)."""
 
-    def again(self, identity: Identity) -> None: ...
+    def charge_frame(self, identity: Identity) -> None: ...
 
-    def check_holds(self, identity: Identity) -> None: ...
+    def check_valid(self, identity: Identity) -> None: ...
 
 
 class Wire:
@@ -68,7 +68,7 @@ class Wire:
     def __init__(self, line: Line, timeline: Timeline) -> None:
         self._line = line
         self._timeline = timeline
-        self.session: Session | None = None
+        self.session: AgentSession | None = None
 
     def write(self, data: bytes) -> None:
         self._line.send(1, data)

@@ -6,7 +6,13 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from everstep_agent.spill.writer import FEWEST_LEFT, Stored, folder_of, superfluous, version_of
+from everstep_agent.spill.writer import (
+    MIN_KEPT_CHECKPOINTS,
+    SpilledCheckpoint,
+    folder_name,
+    parse_folder_name,
+    select_removable,
+)
 
 from everstep.errors import ConfigurationError, Unavailable
 from everstep.ids import Version
@@ -49,13 +55,13 @@ class Storage:
         """Some ranks' files; what is there already is written over with the same. Raises Unavailable,
         ConfigurationError."""
         self._check()
-        folder = self._roots.setdefault(root, {}).setdefault(folder_of(version), _Folder())
+        folder = self._roots.setdefault(root, {}).setdefault(folder_name(version), _Folder())
         folder.files.update(files)
 
     def complete(self, root: str, version: Version, ranks: Collection[int]) -> bool:
         """Writes ``.metadata`` where every rank's file is seen; whether it was."""
         self._check()
-        folder = self._roots[root][folder_of(version)]
+        folder = self._roots[root][folder_name(version)]
         if not set(ranks) <= set(folder.files) or (self.lists_late and self._rng.random() < HIDDEN_SHARE):
             return False
         folder.whole_at = folder.whole_at or self._now()
@@ -65,12 +71,14 @@ class Storage:
         """Removes what the real retention names; the names of the folders."""
         found = self._roots[root]
         stored = [
-            Stored(version, folder.whole_at)
+            SpilledCheckpoint(version, folder.whole_at)
             for name, folder in found.items()
-            if (version := version_of(name)) is not None
+            if (version := parse_folder_name(name)) is not None
         ]
         gone = (
-            tuple(folder_of(version) for version in superfluous(stored, max(keep, FEWEST_LEFT), [named]))
+            tuple(
+                folder_name(version) for version in select_removable(stored, max(keep, MIN_KEPT_CHECKPOINTS), [named])
+            )
             if keep
             else ()
         )
@@ -80,7 +88,9 @@ class Storage:
 
     def whole(self, root: str) -> dict[str, Version]:
         """The checkpoints that can be loaded, by their folders' URLs."""
-        found = {name: version_of(name) for name, f in self._roots.get(root, {}).items() if f.whole_at is not None}
+        found = {
+            name: parse_folder_name(name) for name, f in self._roots.get(root, {}).items() if f.whole_at is not None
+        }
         return {f"{root}/{name}": version for name, version in found.items() if version is not None}
 
     def load(self, url: str) -> list[TrainingState] | None:

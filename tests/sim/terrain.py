@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
-from everstep_controller.core.jobs.membership import contradiction, domain_of, least_seats
+from everstep_controller.core.jobs.membership import domain_of, min_seats, spec_error
 
 from everstep.wire.v1.agent import Domain
 from tests.sim.faults import FAULTS_BEGIN_S, FAULTS_END_S, Fault
@@ -58,10 +58,10 @@ def _within(rng: random.Random, job: JobPlan, domains: dict[str, Domain]) -> Job
     within, asks = rng.choice(("rack", "switch")), rng.random() < 0.6
     most = max(job.spec.max_nodes, rng.choice((2, min(4, len(job.nodes)), min(6, len(job.nodes)))))
     spec = msgspec.structs.replace(job.spec, block_nodes=2, block_within=within, max_nodes=most)
-    if not asks or contradiction(spec):
+    if not asks or spec_error(spec):
         return job
     room = Counter(name for node in job.nodes if (name := domain_of(domains[node], within)))
-    if 2 * sum(count // 2 for count in room.values()) < least_seats(spec):
+    if 2 * sum(count // 2 for count in room.values()) < min_seats(spec):
         return job
     return type(job)(**{**job.__dict__, "spec": spec})
 

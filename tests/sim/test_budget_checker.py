@@ -128,17 +128,17 @@ def test_who_has_no_seat_or_lost_it_before_is_not(days: Days) -> None:
 
 def test_behind_a_latched_breaker_nobody_is_evicted_until_it_is_over(days: Days) -> None:
     days.decides(days.evicts("n2"), days.evicts("n3"))
-    days.logs("fleet.breaker", at=5.0)
+    days.logs("fleet.breaker_tripped", at=5.0)
     with pytest.raises(Violation, match="n3 is evicted while the breaker is latched"):
         days.written("n3", 6.0)
-    days.logs("fleet.breaker_over", at=7.0)
+    days.logs("fleet.breaker_reset", at=7.0)
     days.written("n2", 8.0)
 
 
 def test_one_that_is_over_and_latches_again_at_one_time_is_latched(days: Days) -> None:
     days.decides(days.evicts("n2"))
-    days.logs("fleet.breaker", at=5.0)
-    days.logs("fleet.breaker_over", "fleet.breaker", at=6.0)
+    days.logs("fleet.breaker_tripped", at=5.0)
+    days.logs("fleet.breaker_reset", "fleet.breaker_tripped", at=6.0)
     with pytest.raises(Violation, match="n2 is evicted while the breaker is latched"):
         days.written("n2", 7.0)
 

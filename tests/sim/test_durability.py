@@ -54,7 +54,7 @@ class Records:
         self._see(facts.LeftOut("n1", 2, frozenset(numbers)))
 
     def pruned(self) -> None:
-        self._write(pruned={"n1": SEQ})
+        self._write(acknowledged={"n1": SEQ})
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from everstep_controller.core.effects import Remedy, RemedyKind
-from everstep_controller.core.events import NodeObserved
-from everstep_controller.remediation.executor import RemedyDesk
-from everstep_controller.remediation.remediator import Standing
-from everstep_controller.remediation.service import Observer
+from everstep_controller.core.effects import Remediation, RemediationKind
+from everstep_controller.core.events import SchedulerStateChanged
+from everstep_controller.remediation.executor import RemediationExecutor
+from everstep_controller.remediation.remediator import CordonStatus
+from everstep_controller.remediation.service import CordonObserver
 from everstep_controller.runtime.transaction import Transaction
-from everstep_controller.store.rows import RemedyRow
+from everstep_controller.store.rows import RemediationRow
 
 from everstep.clock import Backoff
 from everstep.errors import EverstepError, Unavailable
@@ -31,11 +31,11 @@ LEFT_SHARE = 0.5
 """Of calls that are on their way although the process that made them dies before they arrive."""
 BACKOFF = Backoff(floor_s=0.2, ceiling_s=2.0)
 PATIENCE_S = {
-    RemedyKind.CORDON: 10.0,
-    RemedyKind.UNCORDON: 10.0,
-    RemedyKind.RESET_GPU: 15.0,
-    RemedyKind.REBOOT: 30.0,
-    RemedyKind.REPAIR: 10.0,
+    RemediationKind.CORDON: 10.0,
+    RemediationKind.UNCORDON: 10.0,
+    RemediationKind.RESET_GPU: 15.0,
+    RemediationKind.REBOOT: 30.0,
+    RemediationKind.REPAIR: 10.0,
 }
 """As the desk's own, with minutes turned into seconds."""
 
@@ -45,29 +45,29 @@ class Caller:
 
     name = "simulated"
     dry_run = False
-    kinds = frozenset(RemedyKind)
+    kinds = frozenset(RemediationKind)
 
     def __init__(self, controller: ControllerProcess) -> None:
         self._world = controller.world
         self._outside = controller.world.outside
         self._name, self._epoch = controller.name, controller.epoch
 
-    def apply(self, remedy: Remedy) -> None:
+    def apply(self, remedy: Remediation) -> None:
         self._reach()
         self._world.see(facts.RemedyAsked(self._name, self._epoch, remedy.id, remedy.node, remedy.kind))
         self._outside.apply(remedy)
         if self._outside.rng.random() < UNHEARD_SHARE:
             raise Unavailable("the connection broke while it was asked")
 
-    def is_done(self, remedy: Remedy) -> bool:
+    def is_done(self, remedy: Remediation) -> bool:
         self._reach()
         done = self._outside.is_done(remedy)
         self._world.see(facts.RemedyLookedAt(self._name, self._epoch, remedy.id, done))
         return done
 
-    def standing(self, nodes: Sequence[str]) -> dict[str, Standing]:
+    def cordon_status(self, nodes: Sequence[str]) -> dict[str, CordonStatus]:
         self._reach()
-        return self._outside.standing(nodes)
+        return self._outside.cordon_status(nodes)
 
     def close(self) -> None: ...
 
@@ -79,14 +79,14 @@ class Caller:
 class TowardsOutside:
     """Made for one time of leading, and for the life of its process. ``rows``: remedies that an earlier life left."""
 
-    def __init__(self, controller: ControllerProcess, rows: Iterable[RemedyRow]) -> None:
+    def __init__(self, controller: ControllerProcess, rows: Iterable[RemediationRow]) -> None:
         self._controller = controller
         self._world, self._life = controller.world, controller.life
         self._loop = VirtualLoop(
             self._world.timeline, do=self._do, real_s=controller.clock.real_s, carry=self._carry_call
         )
         caller = Caller(controller)
-        self.desk = RemedyDesk(
+        self.desk = RemediationExecutor(
             caller,
             submit=self._submit,
             now=controller.now,
@@ -96,7 +96,7 @@ class TowardsOutside:
             backoff=BACKOFF,
             patience_s=PATIENCE_S,
         )
-        self._observer = Observer(caller, controller.state, self._tell, settled=self.desk.settled)
+        self._observer = CordonObserver(caller, controller.state, self._tell, is_idle=self.desk.is_idle)
 
     def start(self) -> None:
         """Call once the controller leads."""
@@ -107,10 +107,10 @@ class TowardsOutside:
         """The process was killed."""
         self._loop.end()
 
-    def requested(self, rows: list[RemedyRow]) -> None:
+    def requested(self, rows: list[RemediationRow]) -> None:
         """Remedies that have just become durable, in order."""
         if rows:
-            self._loop.enter(lambda: self.desk.requested(rows))
+            self._loop.enter(lambda: self.desk.enqueue(rows))
 
     def _do(self, call: Callable[[], None]) -> None:
         self._controller.do(self._life, call)
@@ -129,7 +129,7 @@ class TowardsOutside:
         self._controller.enqueue(stimulus).add_done_callback(outcome)
         await done
 
-    async def _tell(self, event: NodeObserved) -> None:
+    async def _tell(self, event: SchedulerStateChanged) -> None:
         trace = self._world.trace_id("observer")
         seen = msgspec.structs.replace(event, trace=trace)
         await self._submit(lambda tx, now: (tx.handle(seen, now), None)[1])

@@ -7,7 +7,7 @@ from functools import cache
 import xxhash
 from everstep_trainer.data.sampler import ElasticSampler
 
-from everstep.layout.manifests import LAYOUT_FORMAT, Manifest, Stored, Tensor, whole
+from everstep.layout.manifests import LAYOUT_FORMAT, Manifest, StoredBox, TensorInfo, full_box
 
 SAMPLES = 1000
 GLOBAL_BATCH = 48
@@ -54,8 +54,8 @@ def manifest_of(rank: int, world: int, per_node: int, replicas: int, replicated:
     parts = [rank]
     if replicated:
         parts += sorted({(rank - per_node * i) % world for i in range(1, replicas)} - {rank})
-    boxes = [box for part in parts if (box := whole((ROWS,)).chunk(0, part, world)).volume]
-    stored = tuple(Stored(0, box, 4 * ROWS * i) for i, box in enumerate(boxes))
+    boxes = [box for part in parts if (box := full_box((ROWS,)).chunk(0, part, world)).volume]
+    stored = tuple(StoredBox(0, box, 4 * ROWS * i) for i, box in enumerate(boxes))
     payload = 4 * ROWS * len(boxes)
-    catalog = (Tensor("weight", "float32", 4, (ROWS,), own=False),)
+    catalog = (TensorInfo("weight", "float32", 4, (ROWS,), per_rank=False),)
     return Manifest(LAYOUT_FORMAT, rank, world, catalog, stored, 0, 0, payload, 0 if replicated else payload)

@@ -76,7 +76,7 @@ class Upkeep:
 
     def _order(self, kind: OperatorAction, **more: Any) -> None:
         subject = {"rack": self._machine.domain.rack} if self._whole == "rack" else {"node": self._machine.name}
-        self._mischief.give(OperatorCommand(kind=kind, actor="crew", reason="firmware", **subject, **more))
+        self._mischief.give(OperatorCommand(action=kind, actor="crew", reason="firmware", **subject, **more))
 
     def _meant(self) -> list[Machine]:
         rack = self._machine.domain.rack
@@ -126,7 +126,7 @@ class Upkeep:
 
     def _readmitted(self) -> None:
         """One node is given back early; the others of its rack are not."""
-        back = OperatorCommand(kind=OperatorAction.READMIT, actor="crew", reason="done", node=self._machine.name)
+        back = OperatorCommand(action=OperatorAction.READMIT, actor="crew", reason="done", node=self._machine.name)
         self._after(self._inside_s, lambda: self._mischief.give(back))
 
     def _leader_dies(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
 from everstep.layout.segments import SlotHeader, SlotState
-from everstep.layout.slots import SLOTS, slot_to_fill
+from everstep.layout.slots import SLOTS_PER_RANK, slot_to_fill
 from tests.sim.training_state import TrainingState
 
 PARITY_SLOTS = 2
@@ -32,7 +32,7 @@ class Segment:
     node: str
     rank: int
     replica: bool
-    slots: list[Slot | None] = field(default_factory=lambda: [None] * SLOTS)
+    slots: list[Slot | None] = field(default_factory=lambda: [None] * SLOTS_PER_RANK)
 
     def headers(self) -> list[SlotHeader | None]:
         """As a segment's file has them."""
@@ -77,7 +77,7 @@ class VaultMemory:
         self.generations: dict[str, int] = {}
         self.full = False
 
-    def segment(self, job: str, node: str, place: int, *, replica: bool, slots: int = SLOTS) -> Segment:
+    def segment(self, job: str, node: str, place: int, *, replica: bool, slots: int = SLOTS_PER_RANK) -> Segment:
         """``place``: the local rank of an own segment, the rank of a copied one. ``slots``: at least so many."""
         segment = self._segments.setdefault((job, node, place), Segment(node, place, replica))
         segment.slots += [None] * (slots - len(segment.slots))

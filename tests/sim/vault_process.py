@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from everstep_agent.spill.writer import folder_of
+from everstep_agent.spill.writer import folder_name
 
 from everstep.errors import DigestMismatch, EverstepError, NotFound, StaleGeneration, Unavailable
 from everstep.ids import Version
-from everstep.wire.v1.local import Failed, Protect, Protected, Spill, Spilled
+from everstep.wire.v1.local import Protect, Protected, RequestFailed, Spill, Spilled
 from tests.sim import facts
 from tests.sim.vault_memory import Parity, Slot
 
@@ -26,7 +26,7 @@ TIMEOUT_S = 1.0
 """Until a vault or a storage that does not answer is given up."""
 
 Ask = Spill | Protect
-Answer = Spilled | Protected | Failed
+Answer = Spilled | Protected | RequestFailed
 Told = Callable[[Answer], None]
 
 
@@ -98,7 +98,7 @@ class VaultProcess:
 
     def _refuse(self, ask: Ask, error: EverstepError) -> None:
         delay_s = TIMEOUT_S if isinstance(error, Unavailable) else 0.0
-        failed = Failed(request=ask.request, code=error.code, message=str(error))
+        failed = RequestFailed(request=ask.request, code=error.code, message=str(error))
         self._later(delay_s, lambda: self._answer(failed))
 
     def _begin(self, ask: Ask) -> None:
@@ -160,13 +160,15 @@ class VaultProcess:
                     raise NotFound(f"the slot of rank {rank} was filled anew meanwhile")
             storage.write(ask.url, ask.version, {rank: shares[rank].state for rank in own})
             whole = storage.complete(ask.url, ask.version, shares)
-            removed = storage.prune(ask.url, ask.keep, ask.version) if whole else ()
+            removed = storage.prune(ask.url, ask.keep_last, ask.version) if whole else ()
             left = tuple(storage.whole(ask.url).values()) if whole else ()
             if whole:
                 self._world.see(facts.StoredWhole(ask.job, ask.version, removed, left))
-            folder = folder_of(ask.version)
-            names = tuple(map(folder_of, left)) if ask.keep else ()
-            return Spilled(request=ask.request, folder=folder, bytes=100, whole=whole, removed=removed, left=names)
+            folder = folder_name(ask.version)
+            names = tuple(map(folder_name, left)) if ask.keep_last else ()
+            return Spilled(
+                request=ask.request, folder=folder, bytes=100, complete=whole, removed=removed, remaining=names
+            )
 
         answer = self._carry_out(ask, write)
         if answer is not None:
@@ -196,7 +198,7 @@ class VaultProcess:
             self._world.see(
                 facts.ParityMade(ask.job, self._machine.name, ask.version, ask.group.group, made.letter, made.digest)
             )
-            return Protected(request=ask.request, parity=made.letter, members=made.digest[:64])  # type: ignore[arg-type]
+            return Protected(request=ask.request, parity=made.letter, members_digest=made.digest[:64])  # type: ignore[arg-type]
 
         answer = self._carry_out(ask, seal)
         if answer is not None:
@@ -204,7 +206,7 @@ class VaultProcess:
 
 
 class VaultLink:
-    """``everstep_agent.vault.keeper.VaultKeeper`` for one life of an agent, as far as orders need it."""
+    """``everstep_agent.vault.keeper.VaultManager`` for one life of an agent, as far as orders need it."""
 
     def __init__(self, machine: Machine, loop: VirtualLoop) -> None:
         self._machine = machine
@@ -219,11 +221,11 @@ class VaultLink:
         self._told.pop(job, None)
         self._machine.vault.forget(job)
 
-    def generation_of(self, job: str) -> int | None:
+    def configured_generation(self, job: str) -> int | None:
         """The generation of a job that the vault was told last; None where it was told of none."""
         return self._told.get(job)
 
-    def ask(self, build: Callable[[int], Ask]) -> Awaitable[Answer]:
+    def request(self, build: Callable[[int], Ask]) -> Awaitable[Answer]:
         """The answer to a request built around its number; one that the agent does not live to hear is nobody's."""
         future = self._loop.create_future()
 

@@ -13,7 +13,7 @@ from everstep_controller.core.state import FleetState
 
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
-from everstep.layout.slots import SLOTS
+from everstep.layout.slots import SLOTS_PER_RANK
 from everstep.wire.v1.training import GenerationSpec, Member
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker
@@ -248,7 +248,7 @@ class World:
         over = target.vault.generations.get(spec.job, 0) > spec.number
         if over or target.vault.full or not slot.sealed or slot.rotten:
             return False
-        slots = SLOTS + spec.spec.pinned_slots
+        slots = SLOTS_PER_RANK + spec.spec.pinned_slots
         segment = target.vault.segment(spec.job, member.node, member.rank, replica=True, slots=slots)
         try:
             segment.begin(Slot(slot.version, slot.layout, slot.state, sealed=True), keep)

@@ -10,7 +10,7 @@ from everstep_trainer.memory_tier.vault_client import VaultClient
 
 from everstep.ids import Version
 from everstep.layout.slots import CHUNK_BYTES
-from everstep.wire.framing import Channel
+from everstep.wire.framing import VaultChannel
 from everstep.wire.v1.transfer import Data, DataEnd, Get
 from tests.support.vaults import JOB, VaultProcess
 
@@ -22,28 +22,28 @@ def rank_of(vault: VaultProcess) -> Iterator[VaultClient]:
         yield client
 
 
-def borrowed(rank: VaultClient, node: str) -> Channel:
+def borrowed(rank: VaultClient, node: str) -> VaultChannel:
     """A connection to ``node``'s vault. Raises what its own vault, or that one, refuses for."""
     lent = rank.connect(job=JOB, node=node).result()
     assert lent.answer_timeout_s >= lent.io_timeout_s > 0
-    return Channel(lent.sock, node, lent.io_timeout_s)
+    return VaultChannel(lent.sock, node, lent.io_timeout_s)
 
 
 def read(
-    channel: Channel, rank: int, version: Version, ranges: Sequence[tuple[int, int]], unhashed: bool = False
+    channel: VaultChannel, rank: int, version: Version, ranges: Sequence[tuple[int, int]], unhashed: bool = False
 ) -> bytes:
     """The ranges one after another. Raises what the holder refuses or breaks off for; AssertionError where the digests
     that it sends are not those of the bytes."""
-    channel.send(Get(rank=rank, version=version, ranges=tuple(ranges), unhashed=unhashed))
-    data = memoryview(bytearray(channel.answer(Data).bytes))
+    channel.send(Get(rank=rank, version=version, ranges=tuple(ranges), skip_hash=unhashed))
+    data = memoryview(bytearray(channel.receive_answer(Data).bytes))
     for start in range(0, len(data), CHUNK_BYTES):
         channel.receive_into(data[start : start + CHUNK_BYTES])
-        if not channel.status():
-            channel.answer(DataEnd)  # raises what it broke off for
+        if not channel.receive_piece_status():
+            channel.receive_answer(DataEnd)  # raises what it broke off for
             raise AssertionError("the holder broke off, and did not say why")
     digests, at = b"", 0
     for _, length in ranges:
         digests += xxhash.xxh3_128_digest(data[at : at + length])
         at += length
-    assert channel.answer(DataEnd).digests == digests
+    assert channel.receive_answer(DataEnd).digests == digests
     return bytes(data)

@@ -20,16 +20,16 @@ import msgspec
 from everstep.errors import AuthenticationError, EverstepError, MalformedMessage, NotFound, Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.agent import (
+    DIRECTIVE_NUMBER_BYTES,
     MAX_BODY_BYTES,
-    NUMBER_BYTES,
     UPGRADE,
     Acknowledge,
     DirectivesAnswer,
-    Frame,
+    FrameKind,
+    FrameRefused,
     Heartbeat,
     HeartbeatAnswer,
-    Numbered,
-    Refused,
+    NumberedReport,
     Register,
     Registered,
     Reports,
@@ -59,7 +59,7 @@ class ControllerStub:
         self.tls = tls
         self.registered: list[Register] = []
         self.beats: list[Heartbeat] = []
-        self.taken: list[Numbered] = []
+        self.taken: list[NumberedReport] = []
         self.heard: list[tuple[str, int]] = []
         self.acknowledged: list[int] = []
         self.refusals: dict[str, Callable[[bytes], None]] = {}
@@ -201,7 +201,7 @@ class ControllerStub:
         if what in self.refusals:
             self.refusals[what](body)
 
-    def answer(self, kind: Frame, body: bytes) -> Any:
+    def answer(self, kind: FrameKind, body: bytes) -> Any:
         """The answer to a frame. Raises EverstepError for a refusal."""
         what = kind.name.lower()
         self._look_at(what, body)
@@ -224,7 +224,7 @@ class ControllerStub:
             next_directive=self._directives[0].seq if self._directives else self.first_directive,
             controller="stub",
             server_at=SYSTEM_CLOCK.wall(),
-            hold=self.hold,
+            keep_open=self.hold,
         )
 
     def _require_node(self) -> None:
@@ -237,9 +237,9 @@ class ControllerStub:
         self.beats.append(beat)
         self._acknowledged(beat.directives_through)
         self.resend &= beat.findings is None
-        return HeartbeatAnswer(server_at=SYSTEM_CLOCK.wall(), resend=self.resend, hold=self.hold)
+        return HeartbeatAnswer(server_at=SYSTEM_CLOCK.wall(), resend=self.resend, keep_open=self.hold)
 
-    def _quiet_beat(self, body: bytes) -> None:
+    def _one_way_heartbeat(self, body: bytes) -> None:
         self._heartbeat(body)
         if self.resend:
             raise NotFound("findings not known")
@@ -261,9 +261,9 @@ class ControllerStub:
 
 
 _ANSWERS = {
-    Frame.REGISTER: Frame.REGISTERED,
-    Frame.HEARTBEAT: Frame.HEARTBEAT_ANSWER,
-    Frame.REPORTS: Frame.REPORTS_ANSWER,
+    FrameKind.REGISTER: FrameKind.REGISTERED,
+    FrameKind.HEARTBEAT: FrameKind.HEARTBEAT_ANSWER,
+    FrameKind.REPORTS: FrameKind.REPORTS_ANSWER,
 }
 
 
@@ -296,7 +296,7 @@ class _Session(asyncio.Protocol):
             end = 4 + int.from_bytes(self._buffer[:4], "big")
             if len(self._buffer) < end:
                 return
-            kind, body, self._buffer = Frame(self._buffer[4]), self._buffer[5:end], self._buffer[end:]
+            kind, body, self._buffer = FrameKind(self._buffer[4]), self._buffer[5:end], self._buffer[end:]
             self._answer(kind, body)
 
     def _begin(self, head: bytes) -> None:
@@ -319,18 +319,18 @@ class _Session(asyncio.Protocol):
         self.transport.write(head.encode() + content)
         self.transport.close()
 
-    def _answer(self, kind: Frame, body: bytes) -> None:
+    def _answer(self, kind: FrameKind, body: bytes) -> None:
         lost = kind.name.lower() in self._stub.unanswered
-        if kind in (Frame.ACKNOWLEDGE, Frame.QUIET_BEAT) and lost:
+        if kind in (FrameKind.ACKNOWLEDGE, FrameKind.ONE_WAY_HEARTBEAT) and lost:
             return
         try:
             answer = self._stub.answer(kind, body)
         except EverstepError as error:
             after_s = error.retry_after_s if isinstance(error, Unavailable) else None
-            refused = Refused(of=kind, code=error.code, message=str(error), retry_after_s=after_s)
-            self._send(Frame.REFUSED, refused)
+            refused = FrameRefused(frame_kind=kind, code=error.code, message=str(error), retry_after_s=after_s)
+            self._send(FrameKind.REFUSED, refused)
             return
-        if kind in (Frame.ACKNOWLEDGE, Frame.QUIET_BEAT) or lost:
+        if kind in (FrameKind.ACKNOWLEDGE, FrameKind.ONE_WAY_HEARTBEAT) or lost:
             return
         first, self.introduced = not self.introduced, True
         if first and isinstance(answer, HeartbeatAnswer):
@@ -349,12 +349,12 @@ class _Session(asyncio.Protocol):
         for directive in directives:
             body = msgspec.json.encode(directive.body)
             if len(body) > DEFLATES_OVER_BYTES:
-                number = directive.seq.to_bytes(NUMBER_BYTES, "big")
-                self.transport.write(encode_frame(Frame.DEFLATED_PUSH, number + zlib.compress(body)))
+                number = directive.seq.to_bytes(DIRECTIVE_NUMBER_BYTES, "big")
+                self.transport.write(encode_frame(FrameKind.DEFLATED_PUSH, number + zlib.compress(body)))
             else:
-                self._send(Frame.PUSH, DirectivesAnswer(directives=(directive,)))
+                self._send(FrameKind.PUSH, DirectivesAnswer(directives=(directive,)))
 
-    def _send(self, kind: Frame, message: Any) -> None:
+    def _send(self, kind: FrameKind, message: Any) -> None:
         self.transport.write(encode_frame(kind, msgspec.json.encode(message)))
 
 

@@ -18,9 +18,9 @@ from everstep_controller.api.credentials import Keyring
 from everstep_controller.app import Controller
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.remediation.remediator import DryRun, Remediator
+from everstep_controller.remediation.remediator import DryRunRemediator, Remediator
 from everstep_controller.server import responses
-from everstep_controller.server.agent_service import BeatAnswer, decode_register
+from everstep_controller.server.agent_service import EncodedHeartbeatAnswer, decode_register
 from everstep_controller.store.database import open_database
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
@@ -29,7 +29,15 @@ from everstep.bearer_tokens import TokenRole, mint
 from everstep.clock import Clock
 from everstep.errors import EverstepError
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep.wire.v1.agent import Heartbeat, HeartbeatAnswer, Numbered, Register, Registered, Reports, ReportsAnswer
+from everstep.wire.v1.agent import (
+    Heartbeat,
+    HeartbeatAnswer,
+    NumberedReport,
+    Register,
+    Registered,
+    Reports,
+    ReportsAnswer,
+)
 from everstep.wire.v1.directives import Directive
 from everstep.wire.v1.training import AnyReport, JobSpec, LauncherJoined
 from tests.support.databases import give_schema
@@ -57,7 +65,7 @@ def registration(node: str, incarnation: int = 1, **fields: Any) -> Register:
     return Register(node=node, incarnation=incarnation, **said)
 
 
-PATIENT = "suspect_after_s = 30.0\nsuspect_at_most_s = 60.0\ndead_after_s = 120.0\n"
+PATIENT = "suspect_after_s = 30.0\nsuspect_after_max_s = 60.0\nlost_after_s = 120.0\n"
 """Lines of [policy] for tests whose nodes may be silent for long: they do not beat while a test speaks for them, and on
 a loaded machine an agent is not as quick as the lab has it."""
 
@@ -84,7 +92,7 @@ class InProcess:
             secret_file="unused", policy=policy or CorePolicy.lab(), name="test", database=database, **settings
         )
         self.clock = clock
-        self.remediator = remediator or DryRun()
+        self.remediator = remediator or DryRunRemediator()
         self.controller: Controller | None = None
 
     async def start(self) -> Controller:
@@ -138,7 +146,7 @@ class Speaker:
 
     def report(self, *bodies: AnyReport, first: int | None = None) -> ReportsAnswer:
         start = self.number + 1 if first is None else first
-        numbered = tuple(Numbered(number=start + i, body=body) for i, body in enumerate(bodies))
+        numbered = tuple(NumberedReport(number=start + i, body=body) for i, body in enumerate(bodies))
         self.number = max(self.number, start + len(bodies) - 1)
         answer: ReportsAnswer = self.tell(Reports(incarnation=self.incarnation, reports=numbered))
         return answer
@@ -167,17 +175,17 @@ class Speaker:
 async def answer_agent(controller: Controller, node: str, kind: type[Any], body: bytes, headers: dict[str, str]) -> Any:
     """What the controller answers to one message of an agent that has no session. Raises EverstepError."""
     pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
-    controller.gate.agent(pairs, node, None)
-    desk = controller.agents
+    controller.authenticator.authorize_agent(pairs, node, None)
+    desk = controller.agent_service
     if kind is Register:
         return await desk.register(node, decode_register(body))
     if kind is Reports:
-        return ReportsAnswer(through=await desk.reports(node, responses.decode(_REPORTS, body)))
-    outcome = desk.beat(node, responses.decode(_HEARTBEAT, body))
+        return ReportsAnswer(through=await desk.take_reports(node, responses.decode(_REPORTS, body)))
+    outcome = desk.take_heartbeat(node, responses.decode(_HEARTBEAT, body))
     resend = outcome if isinstance(outcome, bool) else await outcome
-    desk.metrics.beats += 1
-    directives = tuple(one.encoded() for one in desk.outbox.pending(node))
-    answer = responses.encode(BeatAnswer(desk.wall(), resend, directives))
+    desk.metrics.heartbeats += 1
+    directives = tuple(one.encode() for one in desk.outbox.pending(node))
+    answer = responses.encode(EncodedHeartbeatAnswer(desk.wall(), resend, directives))
     return msgspec.json.decode(answer, type=HeartbeatAnswer)
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 from everstep_controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, PutVersion, Send
-from everstep_controller.core.engine import Heard, check_invariants, handle, next_deadline, touch
+from everstep_controller.core.engine import HeartbeatResult, apply_heartbeat, check_invariants, handle, next_deadline
 from everstep_controller.core.events import (
     AgentRegistered,
     ControllerStarted,
     Event,
     HeartbeatChanged,
     NodeDisconnected,
-    NodeHeard,
+    NodeSeen,
     OperatorAction,
     OperatorCommand,
     ReportArrived,
@@ -21,7 +21,7 @@ from everstep_controller.core.events import (
 )
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionRecord
-from everstep_controller.core.startup import restore
+from everstep_controller.core.startup import restore_state
 from everstep_controller.core.state import FleetState
 from everstep_controller.rulebook import with_rules
 
@@ -37,7 +37,7 @@ from everstep.wire.v1.training import (
     JobSpec,
     LauncherJoined,
     LauncherLeft,
-    PeerLost,
+    PeerConnectionLost,
     ProbeFinished,
     RankFinished,
     RankLost,
@@ -45,8 +45,8 @@ from everstep.wire.v1.training import (
     RankStalled,
     RankUnresponsive,
     Resumed,
-    Sealed,
     UserError,
+    VersionSealed,
 )
 
 START = 1_700_000_000.0
@@ -64,7 +64,7 @@ class CoreFleet:
     def __init__(self, policy: CorePolicy | None = None) -> None:
         self.policy = with_rules(policy or CorePolicy.lab())
         self.solos = True
-        self.state: FleetState = restore(self.policy)
+        self.state: FleetState = restore_state(self.policy)
         self.now = START
         self.effects: list[Effect] = []
         self.incarnations: dict[str, int] = {}
@@ -90,13 +90,13 @@ class CoreFleet:
             if isinstance(effect, Send) and isinstance(effect.body, RunProbe) and len(effect.body.nodes) == 1:
                 self.report(effect.node, ProbeFinished(probe=effect.body.probe, ok=True))
 
-    def touch(self, node: str, *ranks: RankProgress) -> Heard:
+    def touch(self, node: str, *ranks: RankProgress) -> HeartbeatResult:
         """A heartbeat that tells of no findings; where something follows from it, as an event."""
         incarnation = self.incarnations[node]
-        heard = touch(self.state, node, incarnation, self.now, ranks)
-        if heard is Heard.NEWS:
+        heard = apply_heartbeat(self.state, node, incarnation, self.now, ranks)
+        if heard is HeartbeatResult.NEWS:
             self.feed(HeartbeatChanged(node=node, incarnation=incarnation, ranks=ranks, trace=self.trace()))
-        elif node in self.state.unmet:
+        elif node in self.state.unseen:
             self.hear(node)
         return heard
 
@@ -133,7 +133,7 @@ class CoreFleet:
             for e in self.effects
             if isinstance(e, PutVersion)
         ]
-        self.state = restore(self.policy, fleet, nodes, jobs, versions)
+        self.state = restore_state(self.policy, fleet, nodes, jobs, versions)
         return self.feed(ControllerStarted(epoch=self.epoch, trace=self.trace()))
 
     # --- nodes -----------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class CoreFleet:
 
     def hear(self, node: str, *others: str) -> list[Effect]:
         more = tuple((other, self.incarnations[other]) for other in others)
-        return self.feed(NodeHeard(node=node, incarnation=self.incarnations[node], others=more, trace=self.trace()))
+        return self.feed(NodeSeen(node=node, incarnation=self.incarnations[node], others=more, trace=self.trace()))
 
     def report(self, node: str, body: Any) -> list[Effect]:
         self.number += 1
@@ -185,7 +185,7 @@ class CoreFleet:
 
     def lose_peer(self, node: str, peer: str, job: str = "job") -> list[Effect]:
         """The vault on ``node`` cannot reach the one on ``peer`` any more."""
-        return self.report(node, PeerLost(job=job, at=self.now, peer=peer, detail="connection refused"))
+        return self.report(node, PeerConnectionLost(job=job, at=self.now, peer=peer, detail="connection refused"))
 
     def raise_finding(self, node: str, finding: Finding) -> list[Effect]:
         return self.report(node, FindingRaised(finding=finding))
@@ -196,19 +196,19 @@ class CoreFleet:
     def probe_result(self, node: str, ok: bool = True, detail: str = "") -> list[Effect]:
         """The node's answer to the newest probe it takes part in, which it could run."""
         name = next(name for name, probe in reversed(self.state.probes.items()) if node in probe.nodes)
-        return self.report(node, ProbeFinished(probe=name, ok=ok, detail=detail, rows=((8, 1e-4, 1e6),), began=True))
+        return self.report(node, ProbeFinished(probe=name, ok=ok, detail=detail, rows=((8, 1e-4, 1e6),), started=True))
 
     def finish_probe(self, candidate: str, *, ok: bool) -> list[Effect]:
         """All sides of the newest probe that tries ``candidate`` report it, until it is decided."""
         before = len(self.effects)
-        name, probe = next((n, p) for n, p in reversed(self.state.probes.items()) if p.candidate == candidate)
+        name, probe = next((n, p) for n, p in reversed(self.state.probes.items()) if p.tested_node == candidate)
         for node in probe.nodes:
             if name in self.state.probes:
-                self.report(node, ProbeFinished(probe=name, ok=ok, began=True, detail="" if ok else "timed out"))
+                self.report(node, ProbeFinished(probe=name, ok=ok, started=True, detail="" if ok else "timed out"))
         return self.effects[before:]
 
     def order(self, kind: OperatorAction, **subject: Any) -> list[Effect]:
-        return self.feed(OperatorCommand(kind=kind, actor="ada", reason="because", trace=self.trace(), **subject))
+        return self.feed(OperatorCommand(action=kind, actor="ada", reason="because", trace=self.trace(), **subject))
 
     # --- jobs ------------------------------------------------------------------------------------------------
 
@@ -276,12 +276,12 @@ class CoreFleet:
     ) -> None:
         """``spec``: the generation that the rank is in; the running one, unless a beat before has changed that."""
         spec = spec or self.running(job)
-        word = RankProgress(job=job, generation=spec.number, rank=rank, step=step, step_s=step_s, begun=begun)
+        word = RankProgress(job=job, generation=spec.number, rank=rank, step=step, step_s=step_s, started_step=begun)
         self.touch(spec.roster[rank].node, word)
 
     def train(self, seconds: int, busy: dict[int, float], job: str = "job", step_s: float = STEP_S) -> None:
         """All nodes beat and all ranks step in lock step; a rank is busy ``busy`` times as long as others, or once."""
-        step = self.state.live_jobs[job].pace.newest_step or 0
+        step = self.state.job_runtime[job].progress.furthest_step or 0
         longest = step_s * max(busy.values(), default=1.0)
         for second in range(seconds):
             self.advance(1.0, *self.state.nodes)
@@ -298,8 +298,8 @@ class CoreFleet:
         step: int,
         *ranks: int,
         job: str = "job",
-        safe: bool = True,
-        kept: bool = True,
+        durable: bool = True,
+        commit_candidate: bool = True,
         digests: dict[int, str] | None = None,
         generation: int | None = None,
         copied: bool = False,
@@ -319,10 +319,10 @@ class CoreFleet:
                 job,
                 generation,
                 spec,
-                safe=safe,
-                kept=kept,
+                durable=durable,
+                commit_candidate=commit_candidate,
                 digests={"world": digest} if digest else {},
-                replicas=tuple(spec.replica_nodes.get(member.node, ())) if copied else (),
+                full_copies=tuple(spec.replica_nodes.get(member.node, ())) if copied else (),
             )
         return self.effects[before:]
 
@@ -339,8 +339,10 @@ class CoreFleet:
         unless a seal before has changed that. ``more``: other fields, or other values."""
         spec = spec or self.running(job)
         number = spec.number if generation is None else generation
-        fields = {"bytes": 100, "safe": True, "kept": True} | more
-        words = Sealed(job=job, at=self.now, generation=number, rank=rank, version=Version(number, step), **fields)
+        fields = {"bytes": 100, "durable": True, "commit_candidate": True} | more
+        words = VersionSealed(
+            job=job, at=self.now, generation=number, rank=rank, version=Version(number, step), **fields
+        )
         return self.report(spec.roster[rank].node, words)
 
     def lose_rank(
@@ -356,7 +358,7 @@ class CoreFleet:
             local_rank=member.local_rank,
             detail="end of file",
             signal=9,
-            replacement=replacement,
+            has_replacement=replacement,
         )
         return self.report(member.node, words)
 
@@ -393,7 +395,7 @@ class CoreFleet:
             generation=spec.number if generation is None else generation,
             rank=rank,
             local_rank=member.local_rank,
-            silent_s=1.0,
+            unresponsive_s=1.0,
             process_state="T (stopped)",
         )
         return self.report(member.node, words)
@@ -416,7 +418,7 @@ class CoreFleet:
         for member in spec.roster:
             if not ranks or member.rank in ranks:
                 words = RankFinished(
-                    job=job, at=self.now, generation=spec.number, rank=member.rank, step=9, begun=begun
+                    job=job, at=self.now, generation=spec.number, rank=member.rank, step=9, started_step=begun
                 )
                 self.report(member.node, words)
 
@@ -437,7 +439,7 @@ class CoreFleet:
         return spec
 
     def running(self, job: str = "job") -> GenerationSpec:
-        return self.state.jobs[job].leaving or self.spec(job)
+        return self.state.jobs[job].outgoing_generation or self.spec(job)
 
     def seats(self, job: str = "job") -> list[str]:
         return list(dict.fromkeys(member.node for member in self.spec(job).roster))

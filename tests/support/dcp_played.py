@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from everstep_trainer.config import HookSettings
-from everstep_trainer.memory_tier.dcp import Tier, VaultLoadPlanner, VaultReader, VaultSavePlanner, VaultWriter
+from everstep_trainer.memory_tier.dcp import MemoryTier, VaultLoadPlanner, VaultReader, VaultSavePlanner, VaultWriter
 from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.runtime.abort import backend_named
+from everstep_trainer.runtime.abort import make_backend
 from everstep_trainer.runtime.regroup import Rendezvous
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -38,7 +38,7 @@ class Torn(VaultSavePlanner):
 
 def play(generations: Sequence[tuple[GenerationSpec, Sequence[Order]]], rank: int, vault_socket: str) -> list[Any]:
     """Carries out the orders of each generation that has the rank. What rank 0 gathered after each of them."""
-    rendezvous = Rendezvous(backend_named("gloo"), HookSettings())
+    rendezvous = Rendezvous(make_backend("gloo"), HookSettings())
     vault = VaultClient(vault_socket)
     said: list[Any] = []
     try:
@@ -47,20 +47,20 @@ def play(generations: Sequence[tuple[GenerationSpec, Sequence[Order]]], rank: in
                 continue
             rendezvous.join(spec, spec.roster[rank], lambda: False)
             assert rendezvous.group is not None
-            tier = Tier(vault, spec, spec.roster[rank], rendezvous.group.store)
+            tier = MemoryTier(vault, spec, spec.roster[rank], rendezvous.group.store)
             try:
                 said += [_carry_out(order, tier) for order in orders]
             except CheckpointException as error:  # no Exception to Python
                 raise RuntimeError(str(error)) from error
             dist.barrier()
-            rendezvous.leave(broken=False)
+            rendezvous.leave(must_abort=False)
         return said if rank == 0 else []
     finally:
         vault.close()
         rendezvous.close()
 
 
-def _carry_out(order: Order, tier: Tier) -> Any:
+def _carry_out(order: Order, tier: MemoryTier) -> Any:
     what, step, layout = order
     trained = Trained(layout)
     if what in ("save", "pickle", "torn"):

@@ -13,8 +13,8 @@ from everstep.bearer_tokens import TokenRole
 from everstep.ids import Version
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from everstep.wire.v1 import operator_history as past
-from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, Numbered, Register, Reports
-from everstep.wire.v1.training import AnyReport, FindingRaised, RankLost, RankProgress, Resumed, Sealed
+from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, NumberedReport, Register, Reports
+from everstep.wire.v1.training import AnyReport, FindingRaised, RankLost, RankProgress, Resumed, VersionSealed
 from tests.support import spoken
 from tests.support.controllers import SECRET, bearer, joined, registration
 from tests.support.sessions import Doors, tell
@@ -42,7 +42,7 @@ def write_settings(folder: Path) -> Path:
     file = folder / "settings.toml"
     file.write_text(
         f'journal_dir = "{folder / "journal"}"\n\n'
-        "[policy]\nsuspect_after_s = 600.0\nsuspect_at_most_s = 1000.0\ndead_after_s = 2000.0\n"
+        "[policy]\nsuspect_after_s = 600.0\nsuspect_after_max_s = 1000.0\nlost_after_s = 2000.0\n"
         "resume_deadline_s = 600.0\nresume_deadline_max_s = 3600.0\neviction_share = 0.1\n"
     )
     return file
@@ -75,7 +75,7 @@ class EventfulFleet:
 
     def report(self, node: str, body: AnyReport) -> None:
         number = self._numbers[node] = self._numbers.get(node, 0) + 1
-        self._tell(node, Reports(incarnation=1, reports=(Numbered(number=number, body=body),)))
+        self._tell(node, Reports(incarnation=1, reports=(NumberedReport(number=number, body=body),)))
 
     def beat(self) -> None:
         """Send one quiet heartbeat of every node, so that none of them is lost meanwhile."""
@@ -113,15 +113,15 @@ class EventfulFleet:
 
     def _sealed(self, generation: int, *nodes: str) -> None:
         for rank, node in enumerate(nodes):
-            words = Sealed(
+            words = VersionSealed(
                 job="llama",
                 at=1.0,
                 generation=generation,
                 rank=rank,
                 version=Version(generation, 2),
                 bytes=21 << 30,
-                safe=True,
-                kept=True,
+                durable=True,
+                commit_candidate=True,
                 digests={"world": "d0"},
             )
             self.report(node, words)
@@ -138,8 +138,8 @@ class EventfulFleet:
         deadline = time.perf_counter() + 60.0
         while True:
             headers = bearer(TokenRole.VIEWER, "vera", self._secret)
-            _, body = self._ask("GET", "/v1/remedies?remedy_state=confirmed", None, headers)
-            if msgspec.json.decode(body, type=past.RemedyList).remedies:
+            _, body = self._ask("GET", "/v1/remediations?remediation_state=confirmed", None, headers)
+            if msgspec.json.decode(body, type=past.RemediationList).remediations:
                 return
             assert time.perf_counter() < deadline, body
             time.sleep(0.01)

@@ -164,7 +164,7 @@ def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault] = 
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = (replicas(inputs[part]) - targets[part]).square().sum() / len(indices)
                 losses.append(loss.item().hex())
-                scaler.scale(fraught_loss(loss, step) * sampler.weight(step)).backward()
+                scaler.scale(fraught_loss(loss, step) * sampler.loss_weight(step)).backward()
         dying.at("reduced")
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from everstep.wire.framing import FrameDecoder, encode_frame
-from everstep.wire.v1.local import MAX_FRAME_BYTES, Hello, Role, ToAgent, Welcome
+from everstep.wire.v1.local import MAX_FRAME_BYTES, ConnectionRole, Hello, ToAgent, Welcome
 
 M = TypeVar("M")
 DEADLINE_S = 60.0
@@ -47,7 +47,7 @@ class FakeAgent:
 
     def welcome(self) -> Welcome:
         return Welcome(
-            protocol=1, node=self.node, vault_socket=str(self.path.parent / "vault.sock"), tick_interval_s=0.1
+            protocol=1, node=self.node, vault_socket=str(self.path.parent / "vault.sock"), rank_heartbeat_interval_s=0.1
         )
 
     def start(self) -> None:
@@ -87,7 +87,12 @@ class FakeAgent:
 
         def there() -> Peer | None:
             for peer in self.peers:
-                if peer.hello is not None and peer.hello.role is Role.LAUNCHER and peer.messages and not peer.closed:
+                if (
+                    peer.hello is not None
+                    and peer.hello.role is ConnectionRole.LAUNCHER
+                    and peer.messages
+                    and not peer.closed
+                ):
                     return peer
             return None
 

@@ -31,17 +31,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from everstep_trainer.launch.fork_messages import (
-    Channel,
+    ControlChannel,
     Exited,
     Fork,
     Forked,
+    ForkServerReady,
     FromForkServer,
-    Ready,
     Serve,
     Signal,
-    pair,
+    make_socket_pair,
 )
-from everstep_trainer.launch.forkserver import MODULES
+from everstep_trainer.launch.forkserver import PRELOAD_MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
@@ -119,16 +119,16 @@ class ForkPool:
     """A fork server for tests. Not thread-safe."""
 
     def __init__(self, modules: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> None:
-        orders, theirs = pair()
+        orders, theirs = make_socket_pair()
         command = [sys.executable, "-m", "everstep_trainer.launch.forkserver"]
         command += ["--orders", str(theirs.fileno()), "--parent", str(os.getpid())]
-        names = list(MODULES if modules is None else modules)
+        names = list(PRELOAD_MODULES if modules is None else modules)
         command += ["--preload", *names]
         command += names[:1] * (LONGEST_COMMAND // 10)  # room for those of what is forked
         self._inherited = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         with theirs:
             self._server = subprocess.Popen(command, cwd=ROOT, env=self._inherited, pass_fds=[theirs.fileno()])
-        self._orders: Channel[Serve] = Channel(orders, Serve)
+        self._orders: ControlChannel[Serve] = ControlChannel(orders, Serve)
         self._channel = self._order_server()
         self._serial = 0
         self._pids: dict[int, int] = {}
@@ -158,11 +158,11 @@ class ForkPool:
         self._children.append(child)
         return child
 
-    def _order_server(self) -> Channel[FromForkServer]:
-        ours, control = pair()
+    def _order_server(self) -> ControlChannel[FromForkServer]:
+        ours, control = make_socket_pair()
         with control:
             self._orders.send(Serve(), (control.fileno(),))
-        return Channel(ours, FromForkServer)
+        return ControlChannel(ours, FromForkServer)
 
     def serve_anew(self) -> None:
         """Have the zygote fork another fork server. What the one before had forked is dead, or will be."""
@@ -227,7 +227,7 @@ class ForkPool:
                 self._pids[message.serial] = message.pid
             case Exited():
                 self._ends[message.serial] = message
-            case Ready():
+            case ForkServerReady():
                 pass
 
 
@@ -267,7 +267,7 @@ def torch_forks() -> ForkPool:
     """The session's one fork server with torch and every program imported; it ends with this process."""
     from tests.support import programs
 
-    pool = ForkPool((*MODULES, *programs.MODULES, *programs.OF_NODES))
+    pool = ForkPool((*PRELOAD_MODULES, *programs.MODULES, *programs.OF_NODES))
     atexit.register(pool.close)
     return pool
 

@@ -31,7 +31,7 @@ def generation(
         seats=nodes,
         store=store,
         store_node=nodes[0],
-        restore=restore or RestoreRule(scratch=True),
+        restore=restore or RestoreRule(from_scratch=True),
         holders=(),
         replica_nodes=dict.fromkeys(nodes, ()),
         secret="00" * 32,

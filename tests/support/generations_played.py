@@ -10,12 +10,12 @@ import torch.distributed as dist
 from everstep_trainer.config import HookSettings
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore import Restoration
-from everstep_trainer.runtime.abort import backend_named
+from everstep_trainer.runtime.abort import make_backend
 from everstep_trainer.runtime.regroup import Rendezvous
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
 
-from everstep.wire.v1.training import GenerationSpec, Sealed
+from everstep.wire.v1.training import GenerationSpec, VersionSealed
 from tests.support.layouts import Layout, Trained
 
 DEADLINE_S = 60.0
@@ -26,7 +26,7 @@ Played = dict[str, Any]
 
 def play(parts: Sequence[tuple[GenerationSpec, Layout]], rank: int, vault_socket: str) -> list[Played]:
     """Each generation restores, takes one step, keeps it, and ends; ``rank`` sits out those of fewer ranks."""
-    rendezvous = Rendezvous(backend_named("gloo"), HookSettings())
+    rendezvous = Rendezvous(make_backend("gloo"), HookSettings())
     vault = VaultClient(vault_socket)
     said: list[Played] = []
     try:
@@ -36,7 +36,7 @@ def play(parts: Sequence[tuple[GenerationSpec, Layout]], rank: int, vault_socket
             rendezvous.join(spec, spec.roster[rank], lambda: False)
             assert rendezvous.group is not None
             said.append(_one(spec, rank, vault, rendezvous.group.store, layout))
-            rendezvous.leave(broken=False)
+            rendezvous.leave(must_abort=False)
         return said if rank == 0 else []
     finally:
         vault.close()
@@ -51,13 +51,13 @@ def _one(spec: GenerationSpec, rank: int, vault: VaultClient, store: dist.Store,
     before = trained.gathered()
     sealed = threading.Event()
 
-    def hear(_: Sealed) -> None:
+    def hear(_: VersionSealed) -> None:
         sealed.set()
 
     snapshotter = Snapshotter(vault, state, spec, member, store, hear, restored=result.version)
     step = result.step + 1
     trained.step(step)
-    snapshotter.note(None, step)
+    snapshotter.update_versions(None, step)
     snapshotter.begin(step)
     snapshotter.wait()
     assert sealed.wait(DEADLINE_S), "the step was not sealed"

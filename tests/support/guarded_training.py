@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from everstep_trainer.loss_guard import Guard
+from everstep_trainer.loss_guard import LossGuard
 from everstep_trainer.run import Run
 
 from tests.support.exact_training import Diary, Fault, Faults, fingerprint
@@ -36,7 +36,7 @@ def train(
     gradients: Bad | None = None,
     faults: tuple[Fault, ...] = (),
     **options: Any,
-) -> Guard:
+) -> LossGuard:
     """Until the last of the data steps ``updates`` is behind."""
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
@@ -61,7 +61,7 @@ def train(
         if gradients is not None:
             gradients.spoil(data_step, model[0].weight.grad)
         dying.at("reduced")
-        allowed = guard.allows(loss, sampler.weight(data_step))
+        allowed = guard.allows(loss, sampler.loss_weight(data_step))
         if allowed:
             optimizer.step()
             scheduler.step()
@@ -80,4 +80,4 @@ def train(
 
 def train_on(run: Run, folder: str, faults: tuple[Fault, ...]) -> None:
     """In a generation: data step 23 is bad for good."""
-    train(run, folder, range(1, 41), Bad([23], float("nan")), faults=faults, back=2, every=4)
+    train(run, folder, range(1, 41), Bad([23], float("nan")), faults=faults, rollback_copies=2, copy_every=4)

@@ -15,7 +15,7 @@ HELD = "EVERSTEP_TEST_HELD"
 """The environment variable that names the file."""
 
 
-class Held(adoption.Adoption):
+class Held(adoption.SegmentAdoption):
     def _hash(self, segment: adoption.Segment, slot: int, header: SlotHeader) -> bool:
         held = Path(os.environ[HELD])
         until(lambda: self._stopping or not held.exists(), f"{held} is gone")
@@ -23,7 +23,7 @@ class Held(adoption.Adoption):
 
 
 def main() -> None:
-    vault.Adoption = Held  # type: ignore[misc]
+    vault.SegmentAdoption = Held  # type: ignore[misc]
     vault.main()
 
 

@@ -30,7 +30,7 @@ class Receiver:
         class Handler(http.server.BaseHTTPRequestHandler):
             def _serve(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                subject = self.headers["Everstep-Remedy"]
+                subject = self.headers["Everstep-Remediation"]
                 signed = signature(secret, self.headers["Everstep-Timestamp"], self.command, subject, body)
                 status = receiver.status if signed == self.headers["Everstep-Signature"] else 401
                 answer = receiver._answer(self.command, self.path, body) if status == 200 else {}
@@ -57,7 +57,7 @@ class Receiver:
         if "nodes" in query:
             return {node: self.cordoned.get(node, {}) for node in query["nodes"][0].split(",") if node in self._nodes}
         if method == "GET":
-            remedy = query["remedy"][0]
+            remedy = query["remediation"][0]
             return self.says(remedy) if remedy in self.done else {"state": "pending"}
         self.posts += 1
         remedy = json.loads(body)

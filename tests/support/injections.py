@@ -99,7 +99,7 @@ _now: Injector | None = None
 def _install() -> None:
     """Once in a process: its snapshots pass the points of the process's present injector."""
     begin, move = Snapshotter.begin, HostMover.run
-    mark, seal = SegmentView.copied, SegmentView.seal
+    mark, seal = SegmentView.mark_copied, SegmentView.seal
 
     def begun(self: Snapshotter, step: int) -> None:
         assert _now is not None
@@ -131,7 +131,7 @@ def _install() -> None:
 
     Snapshotter.begin = begun  # type: ignore[method-assign]
     HostMover.run = moved  # type: ignore[method-assign]
-    SegmentView.copied = marked  # type: ignore[method-assign]
+    SegmentView.mark_copied = marked  # type: ignore[method-assign]
     SegmentView.seal = sealed  # type: ignore[method-assign]
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 from everstep_controller.core.effects import Effect
 from everstep_controller.core.events import (
-    ActionReported,
+    DatabaseAvailabilityChanged,
     Event,
     HeartbeatChanged,
-    NodeObserved,
     OperatorAction,
     ProbeRequested,
-    StoreChanged,
+    RemediationFinished,
+    SchedulerStateChanged,
 )
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.journal.recorder import Journal
@@ -32,7 +32,7 @@ class JournaledFleet(CoreFleet):
     """Every event goes through the journal in ``directory``."""
 
     def __init__(self, directory: Path, policy: CorePolicy | None = None, **sizes: int) -> None:
-        options = {"most_bytes": 1 << 30, "keep_s": 86400.0, **sizes}
+        options = {"max_bytes": 1 << 30, "keep_s": 86400.0, **sizes}
         self.journal = Journal(directory, **options)  # type: ignore[arg-type]
         super().__init__(policy)
 
@@ -48,9 +48,9 @@ def everything(fleet: CoreFleet) -> None:
     _its_losses(fleet)
     _what_people_want(fleet)
     _what_vaults_say(fleet)
-    fleet.feed(StoreChanged(away=True, reason="it does not answer", trace=fleet.trace()))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="it does not answer", trace=fleet.trace()))
     fleet.lose_rank(0)
-    fleet.feed(StoreChanged(away=False, unsent=("job",), trace=fleet.trace()))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=False, unsent_jobs=("job",), trace=fleet.trace()))
     fleet.resume()
     fleet.raise_user_error(0)
     fleet.resume()
@@ -71,9 +71,11 @@ def _a_fleet_at_work(fleet: CoreFleet) -> None:
 def _its_losses(fleet: CoreFleet) -> None:
     fleet.raise_finding("n2", xid())
     for effect in list(fleet.effects):
-        if type(effect).__name__ == "RequestRemedy":
+        if type(effect).__name__ == "RequestRemediation":
             remedy: Any = effect
-            done = ActionReported(id=remedy.remedy.id, node=remedy.remedy.node, ok=True, detail="as asked")
+            done = RemediationFinished(
+                remediation_id=remedy.remediation.id, node=remedy.remediation.node, succeeded=True, detail="as asked"
+            )
             fleet.feed(done)
     fleet.resume()
     fleet.advance(8.0, "n1", "n3", "n4", "n5", "n6", "n7", "m1")
@@ -92,9 +94,9 @@ def _what_people_want(fleet: CoreFleet) -> None:
     fleet.order(OperatorAction.HOLD, node="m1")
     fleet.order(OperatorAction.READMIT, node="m1")
     fleet.order(OperatorAction.MAINTENANCE, rack="r1", until=fleet.now + 3600.0)
-    fleet.order(OperatorAction.RESIZE_JOB, job="job", size=3)
-    fleet.feed(NodeObserved(node="n6", cordoned_by="kim", reason="a cable", trace=fleet.trace()))
-    fleet.feed(NodeObserved(node="n6", trace=fleet.trace()))
+    fleet.order(OperatorAction.RESIZE_JOB, job="job", node_limit=3)
+    fleet.feed(SchedulerStateChanged(node="n6", cordoned_by="kim", reason="a cable", trace=fleet.trace()))
+    fleet.feed(SchedulerStateChanged(node="n6", trace=fleet.trace()))
     asked = ProbeRequested(nodes=("n5", "n6"), actor="ada", reason="a new cable", trace=fleet.trace())
     fleet.feed(asked)
     for node in asked.nodes:
@@ -105,9 +107,16 @@ def _what_vaults_say(fleet: CoreFleet) -> None:
     node, version = fleet.spec().roster[0].node, Version(fleet.spec().number, 7)
     fleet.seal(7)
     spilled = VersionSpilled(
-        job="job", at=fleet.now, version=version, attempt=1, url="file:///ckpt", bytes=100, whole=True, removed=("x",)
+        job="job",
+        at=fleet.now,
+        version=version,
+        attempt=1,
+        url="file:///ckpt",
+        bytes=100,
+        complete=True,
+        removed=("x",),
     )
     fleet.report(node, spilled)
-    fleet.report(node, VersionProtected(job="job", at=fleet.now, version=version, made={0: "p0"}))
+    fleet.report(node, VersionProtected(job="job", at=fleet.now, version=version, members_digests={0: "p0"}))
     fleet.leave(fleet.spec().roster[-1].node, orderly=True)
     fleet.resume()

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 from everstep_agent.spill import target, writer
-from everstep_agent.spill.__main__ import carry_out
-from everstep_agent.spill.order import Order
+from everstep_agent.spill.__main__ import execute
+from everstep_agent.spill.order import SpillOrder
 
 
 class _Doom:
@@ -31,16 +31,16 @@ class _Doom:
         return self._left < 0
 
 
-def _doomed(order: Order, doom: _Doom) -> None:
-    append, put = target._GrowingFile.append, target.Directory.put
+def _doomed(order: SpillOrder, doom: _Doom) -> None:
+    append, put = target._DirectoryFile.append, target.DirectoryTarget.put
 
-    def dying_append(file: target._GrowingFile, data: bytes | memoryview) -> None:
+    def dying_append(file: target._DirectoryFile, data: bytes | memoryview) -> None:
         if doom.strikes():
             append(file, memoryview(data)[: len(data) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         append(file, data)
 
-    def dying_put(place: target.Directory, name: str, data: bytes) -> None:
+    def dying_put(place: target.DirectoryTarget, name: str, data: bytes) -> None:
         if doom.strikes():
             draft = place._root / f"{name}.dead.tmp"
             draft.parent.mkdir(parents=True, exist_ok=True)
@@ -48,12 +48,12 @@ def _doomed(order: Order, doom: _Doom) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         put(place, name, data)
 
-    target._GrowingFile.append = dying_append  # type: ignore[method-assign]
-    target.Directory.put = dying_put  # type: ignore[method-assign]
-    carry_out(order)
+    target._DirectoryFile.append = dying_append  # type: ignore[method-assign]
+    target.DirectoryTarget.put = dying_put  # type: ignore[method-assign]
+    execute(order)
 
 
-def _killed(order: Order, writes: int) -> bool:
+def _killed(order: SpillOrder, writes: int) -> bool:
     """Whether a writer that may do so many writes was killed."""
     child = os.fork()
     if child == 0:
@@ -74,20 +74,22 @@ def contents(folder: Path) -> str:
 
 def main() -> None:
     folder = Path(sys.argv[2])
-    order = msgspec.structs.replace(msgspec.msgpack.decode(Path(sys.argv[1]).read_bytes(), type=Order), url=str(folder))
+    order = msgspec.structs.replace(
+        msgspec.msgpack.decode(Path(sys.argv[1]).read_bytes(), type=SpillOrder), url=str(folder)
+    )
     os.fsync = lambda descriptor: None  # type: ignore[assignment]  # what is tested dies, not the machine
     seen, deaths = set(), 0
     while _killed(order, deaths):
         deaths += 1
-        assert not list(folder.rglob(writer.METADATA)), "a reader must not see a checkpoint that is not whole"
-        carry_out(order)
+        assert not list(folder.rglob(writer.METADATA_FILE)), "a reader must not see a checkpoint that is not whole"
+        execute(order)
         seen.add(contents(folder))
         shutil.rmtree(folder)
     seen.add(contents(folder))
     shutil.rmtree(folder)
     for writes in range(1, deaths + 1):  # and writers that each come one write further than the last one
         _killed(order, writes // 8)
-    carry_out(order)
+    execute(order)
     seen.add(contents(folder))
     print(deaths, *seen)
 

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 from everstep_controller.store.database import open_database
 from everstep_controller.store.rows import AuditRow, Batch, GenerationRow, OutboxRow
-from everstep_controller.store.writer import Writer
+from everstep_controller.store.writer import DatabaseWriter
 
 NODES = 5
 
@@ -46,13 +46,13 @@ def batch_of(number: int) -> Batch:
         audit=[AuditRow(id=number, at=float(number), kind="test", sentence="x" * 2000)],
         generations=[GenerationRow(job="j", number=number, reason="formed", trace="t", issued_at=0.0, doc="x" * 2000)],
         outbox=[OutboxRow(node="n", seq=number, body="{}")],
-        pruned={"n": number - 1},
+        acknowledged={"n": number - 1},
     )
 
 
 def write_until_killed(path: Path, pipe: int) -> None:
     """The writer: never returns."""
-    writer = Writer(open_database(f"sqlite:///{path}", migrate=False))
+    writer = DatabaseWriter(open_database(f"sqlite:///{path}", migrate=False))
     number = writer.take_over().batch
     log = path.with_name(path.name + "-wal")
     while True:

@@ -9,19 +9,19 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 import xxhash
-from everstep_trainer.memory_tier.vault_client import Lent
+from everstep_trainer.memory_tier.vault_client import VaultConnection
 
 from everstep.errors import EverstepError, Unavailable
 from everstep.layout.slots import CHUNK_BYTES
-from everstep.wire.framing import Channel
-from everstep.wire.v1.transfer import Data, DataEnd, Get, refusal
+from everstep.wire.framing import VaultChannel
+from everstep.wire.v1.transfer import Data, DataEnd, Get, refused_from_error
 
 Ranges = Sequence[tuple[int, int]]
-Act = Callable[[Channel, Get, bytes], None]
+Act = Callable[[VaultChannel, Get, bytes], None]
 DEADLINE_S = 60.0
 
 
-def serve_well(channel: Channel, get: Get, payload: bytes) -> None:
+def serve_well(channel: VaultChannel, get: Get, payload: bytes) -> None:
     """What a vault does."""
     digests = b"".join(xxhash.xxh3_128_digest(payload[at : at + length]) for at, length in get.ranges)
     serve(channel, wanted(get, payload), digests)
@@ -31,17 +31,17 @@ def wanted(get: Get, payload: bytes) -> bytes:
     return b"".join(payload[at : at + length] for at, length in get.ranges)
 
 
-def serve(channel: Channel, data: bytes, digests: bytes) -> None:
+def serve(channel: VaultChannel, data: bytes, digests: bytes) -> None:
     """These bytes and those digests."""
     channel.send(Data(bytes=len(data)))
     for at in range(0, len(data), CHUNK_BYTES):
         channel.send_bulk([memoryview(data)[at : at + CHUNK_BYTES]])
-        channel.send_status(True)
+        channel.send_piece_status(True)
     channel.send(DataEnd(digests=digests))
 
 
 def refuse(error: EverstepError) -> Act:
-    return lambda channel, _get, _payload: channel.send(refusal(error))
+    return lambda channel, _get, _payload: channel.send(refused_from_error(error))
 
 
 class LendingVault:
@@ -63,32 +63,32 @@ class LendingVault:
         self.lent: list[str] = []
         self.broke: list[tuple[str, str]] = []
         self.away: set[str] = set()
-        self._ends: list[Channel] = []
+        self._ends: list[VaultChannel] = []
         self._threads: list[threading.Thread] = []
 
-    def connect(self, *, job: str, node: str) -> Future[Lent]:
-        answer: Future[Lent] = Future()
+    def connect(self, *, job: str, node: str) -> Future[VaultConnection]:
+        answer: Future[VaultConnection] = Future()
         if node in self.away:
             answer.set_exception(Unavailable(f"{node} is away"))
             return answer
         self.lent.append(node)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             sock = socket.create_connection(listener.getsockname())
-            there = Channel(listener.accept()[0], "the rank", DEADLINE_S)
+            there = VaultChannel(listener.accept()[0], "the rank", DEADLINE_S)
         self._ends.append(there)
         thread = threading.Thread(target=self._hold, args=(node, there), daemon=True)
         self._threads.append(thread)
         thread.start()
-        answer.set_result(Lent(sock, DEADLINE_S, self.io_timeout_s))
+        answer.set_result(VaultConnection(sock, DEADLINE_S, self.io_timeout_s))
         return answer
 
-    def connection_broke(self, *, job: str, node: str, why: str) -> None:
-        self.broke.append((node, why))
+    def report_broken_connection(self, *, job: str, node: str, reason: str) -> None:
+        self.broke.append((node, reason))
 
-    def _hold(self, node: str, channel: Channel) -> None:
+    def _hold(self, node: str, channel: VaultChannel) -> None:
         try:
             while True:
-                get = channel.request()
+                get = channel.receive_request()
                 assert isinstance(get, Get)
                 self.asked.append((node, get.ranges))
                 acts = self.acts.get(node)

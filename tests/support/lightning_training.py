@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from everstep_trainer.integrations.lightning import Batches, KeepState, Ranks
+from everstep_trainer.integrations.lightning import EverstepCallback, EverstepEnvironment, RemainingBatches
 
 import everstep
 from tests.support.exact_training import SAMPLES, SEED, Diary, Fault, Faults, Net, data, fingerprint, main
@@ -76,14 +76,14 @@ def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -
         accelerator="cpu",
         devices=run.local_world_size,
         strategy="ddp",
-        plugins=[Ranks(run), *mixed],
-        callbacks=[KeepState(run, seed=SEED)],
+        plugins=[EverstepEnvironment(run), *mixed],
+        callbacks=[EverstepCallback(run, seed=SEED)],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=False,
     )
-    trainer.fit(module, Batches(run, loader))
+    trainer.fit(module, RemainingBatches(run, loader))
 
 
 if __name__ == "__main__":

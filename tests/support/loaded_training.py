@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from everstep_trainer.data.sampler import Packed, pack
+from everstep_trainer.data.sampler import PackedDataset, pack
 from everstep_trainer.run import Run
 
 from tests.support.exact_training import Diary, Fault, Faults, fingerprint, hold
@@ -37,7 +37,7 @@ KINDS = {
     "map-style": (Numbers, collate),
     "stream": (Counted, collate),
     "stream that jumps": (Jumping, collate),
-    "packed": (lambda: Packed(Sixty(), pack(LENGTHS, 20, seed=SEED)), collate_rows),
+    "packed": (lambda: PackedDataset(Sixty(), pack(LENGTHS, 20, seed=SEED)), collate_rows),
 }
 
 
@@ -58,7 +58,7 @@ def train(
         hold(run, step, last_steps)
         samples, inputs = loader.batch(step)
         dying.at("forward")
-        (replicas(inputs).square().mean() * loader.weight(step)).backward()
+        (replicas(inputs).square().mean() * loader.loss_weight(step)).backward()
         dying.at("reduced")
         optimizer.step()
         optimizer.zero_grad()

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
-from everstep_agent.jobs.registry import LocalJobs
+from everstep_agent.jobs.registry import JobRegistry
 from everstep_agent.jobs.seats import LocalJob
 
 from everstep.clock import ManualClock
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.directives import KillRank, NewGeneration
-from everstep.wire.v1.local import Hello, RankExited, Role, Tick
+from everstep.wire.v1.local import ConnectionRole, Hello, RankExited, RankHeartbeat
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Holder, JobSpec, LauncherJoined, RestoreRule
 
 T = TypeVar("T")
@@ -94,31 +94,33 @@ class Node:
         self._timers: list[Timer] = []
         self._traces = 0
         self._pids = 1000
-        self.jobs = LocalJobs("n1", self.clock, self, exit_grace_s=0.003, silence_s=0.3, unresponsive_after_s=1.0)
+        self.jobs = JobRegistry(
+            "n1", self.clock, self, exit_grace_s=0.003, stopped_after_s=0.3, unresponsive_after_s=1.0
+        )
 
-    # what LocalJobs calls
+    # what JobRegistry calls
     def report(self, report: Any) -> None:
         self.reports.append(report)
 
-    def finding(self, raised: FindingRaised) -> None:
+    def report_finding(self, raised: FindingRaised) -> None:
         self.findings.append(raised)
 
-    def configure_vault(self, job: LocalJob) -> None:
+    def configure_vault_job(self, job: LocalJob) -> None:
         assert job.spec is not None
-        self.configured.append(job.oldest)
+        self.configured.append(job.oldest_generation)
 
-    def forget_in_vault(self, job: str) -> None:
+    def delete_from_vault(self, job: str) -> None:
         self.forgotten.append(job)
 
-    def forget_seals(self, job: str, before: int) -> None:
-        self.seals_from[job] = before
+    def drop_seals(self, job: str, before_generation: int) -> None:
+        self.seals_from[job] = before_generation
 
-    def new_trace(self) -> str:
+    def new_trace_id(self) -> str:
         self._traces += 1
         return f"t{self._traces}"
 
-    def later(self, delay_s: float, call: Callable[[], None]) -> Timer:
-        self._timers.append(Timer(self.clock.monotonic() + delay_s, call))
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
+        self._timers.append(Timer(self.clock.monotonic() + delay_s, callback))
         return self._timers[-1]
 
     # what the tests call
@@ -130,29 +132,29 @@ class Node:
             timer.call()
 
     def launcher(self, incarnation: int = 5, job: str = "j") -> FakePeer:
-        peer = self.peer(Role.LAUNCHER, None, job)
+        peer = self.peer(ConnectionRole.LAUNCHER, None, job)
         spec = JobSpec(job=job, max_nodes=2, nproc_per_node=2)
         offer = LauncherJoined(job=job, at=0.0, spec=spec, launcher=incarnation, store="127.0.0.1:1")
-        self.jobs.heard(peer, offer)
+        self.jobs.handle_message(peer, offer)
         return peer
 
     def rank(self, local_rank: int, job: str = "j") -> FakePeer:
-        return self.peer(Role.RANK, local_rank, job)
+        return self.peer(ConnectionRole.RANK, local_rank, job)
 
-    def peer(self, role: Role, local_rank: int | None, job: str = "j", pid: int | None = None) -> FakePeer:
+    def peer(self, role: ConnectionRole, local_rank: int | None, job: str = "j", pid: int | None = None) -> FakePeer:
         self._pids += 1
         peer = FakePeer(pid or self._pids)
-        self.jobs.hello(peer, Hello(protocols=(1,), role=role, job=job, pid=peer.pid, local_rank=local_rank))
+        self.jobs.handle_hello(peer, Hello(protocols=(1,), role=role, job=job, pid=peer.pid, local_rank=local_rank))
         return peer
 
     def push(self, *bodies: Any) -> None:
-        self.jobs.directives(list(bodies))
+        self.jobs.handle_directives(list(bodies))
 
     def regroup(self, number: int, *members: tuple[int, str, int]) -> None:
         self.push(NewGeneration(spec=generation(number, *members)))
 
     def tick(self, peer: FakePeer, generation: int, rank: int, step: int = 1) -> None:
-        self.jobs.heard(peer, Tick(generation=generation, rank=rank, step=step, step_s=0.1))
+        self.jobs.handle_message(peer, RankHeartbeat(generation=generation, rank=rank, step=step, step_s=0.1))
 
     def of(self, kind: type[T]) -> list[T]:
         return [r for r in self.reports if isinstance(r, kind)]
@@ -164,4 +166,4 @@ def kill(generation: int, local_rank: int = 0, rank: int = 0) -> KillRank:
 
 def exited(peer: FakePeer, local_rank: int = 0, *, replacement: bool = True, signal: int | None = 9) -> RankExited:
     code = None if signal is not None else 1
-    return RankExited(local_rank=local_rank, pid=peer.pid, exit_code=code, signal=signal, replacement=replacement)
+    return RankExited(local_rank=local_rank, pid=peer.pid, exit_code=code, signal=signal, has_replacement=replacement)

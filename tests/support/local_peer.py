@@ -13,7 +13,7 @@ import sys
 import time
 
 from everstep.wire.framing import FrameDecoder, encode_frame
-from everstep.wire.v1.local import MAX_FRAME_BYTES, FromAgent, Goodbye, Hello, Role, Tick
+from everstep.wire.v1.local import MAX_FRAME_BYTES, ConnectionRole, FromAgent, Goodbye, Hello, RankHeartbeat
 
 TICK_S = 0.02
 
@@ -23,12 +23,14 @@ def main() -> None:
     agent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     agent.connect(path)
     agent.sendall(
-        encode_frame(Hello(protocols=(1,), role=Role.RANK, job=job, pid=os.getpid(), local_rank=int(local_rank)))
+        encode_frame(
+            Hello(protocols=(1,), role=ConnectionRole.RANK, job=job, pid=os.getpid(), local_rank=int(local_rank))
+        )
     )
     decoder: FrameDecoder[FromAgent] = FrameDecoder(FromAgent, MAX_FRAME_BYTES)
     while not decoder.feed(agent.recv(65536)):
         pass
-    tick = encode_frame(Tick(generation=int(generation), rank=int(rank), step=1, step_s=0.1))
+    tick = encode_frame(RankHeartbeat(generation=int(generation), rank=int(rank), step=1, step_s=0.1))
     agent.sendall(tick)
     print("ready", flush=True)
     if last_word:

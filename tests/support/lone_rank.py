@@ -16,7 +16,7 @@ from torch import nn
 
 from everstep.ids import Version
 from everstep.layout.slots import SegmentView
-from everstep.wire.v1.training import FindingRaised, RestoreRule, Sealed
+from everstep.wire.v1.training import FindingRaised, RestoreRule, VersionSealed
 from tests.support.forked import ForkPool
 from tests.support.generations import JOB, generation
 from tests.support.vaults import Vaults, map_segment, vaults
@@ -57,7 +57,7 @@ class LoneRank:
     def snapshotter(
         self,
         number: int,
-        hear: Callable[[Sealed], None] = lambda _: None,
+        hear: Callable[[VersionSealed], None] = lambda _: None,
         *,
         rule: RestoreRule | None = None,
         **more: object,
@@ -84,10 +84,10 @@ class LoneRank:
         return map_segment(self.path)
 
     def sealed(self) -> set[Version]:
-        return {header.version for _, header in self.view().sealed()}
+        return {header.version for _, header in self.view().sealed_slots()}
 
     def slot_of(self, version: Version) -> int:
-        return next(slot for slot, header in self.view().sealed() if header.version == version)
+        return next(slot for slot, header in self.view().sealed_slots() if header.version == version)
 
     def damage(self, version: Version) -> None:
         """Flips one bit of a stored weight."""

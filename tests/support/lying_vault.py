@@ -6,14 +6,14 @@ import socket
 import threading
 
 import xxhash
-from everstep_agent.vault.job_table import JobBook
-from everstep_agent.vault.transfer.peers import admit
+from everstep_agent.vault.job_table import JobTable
+from everstep_agent.vault.transfer.peers import server_handshake
 
 from everstep.errors import Unavailable
 from everstep.layout.slots import chunk_digests
-from everstep.wire.framing import Channel
+from everstep.wire.framing import VaultChannel
 from everstep.wire.v1 import local
-from everstep.wire.v1.transfer import Data, DataEnd, Digests, DigestsAsk, Get, Request
+from everstep.wire.v1.transfer import Data, DataEnd, Digests, DigestsRequest, Get, TransferRequest
 from tests.support.vaults import DEADLINE_S, JOB, SECRET
 
 MANIFEST = b"m"
@@ -32,7 +32,7 @@ class LyingVault:
         self._manifest = manifest
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._channels: list[Channel] = []
+        self._channels: list[VaultChannel] = []
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
@@ -42,23 +42,23 @@ class LyingVault:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
-            channel = Channel(sock, "a vault", DEADLINE_S)
+            channel = VaultChannel(sock, "a vault", DEADLINE_S)
             self._channels.append(channel)
             self._threads.append(threading.Thread(target=self._serve, args=(channel,)))
             self._threads[-1].start()
 
-    def _serve(self, channel: Channel) -> None:
-        book = JobBook()
-        book.configure(local.Configure(request=1, job=JOB, generation=1, secret=SECRET, holders=()))
+    def _serve(self, channel: VaultChannel) -> None:
+        book = JobTable()
+        book.configure(local.ConfigureJob(request=1, job=JOB, generation=1, secret=SECRET, holders=()))
         try:
-            admit(channel, book, "n2")
+            server_handshake(channel, book, "n2")
             while True:
-                self._answer(channel, channel.request())
+                self._answer(channel, channel.receive_request())
         except Unavailable:
             channel.close()
 
-    def _answer(self, channel: Channel, request: Request) -> None:
-        if isinstance(request, DigestsAsk):
+    def _answer(self, channel: VaultChannel, request: TransferRequest) -> None:
+        if isinstance(request, DigestsRequest):
             digests = [xxhash.xxh3_128_digest(MANIFEST), *chunk_digests(memoryview(self._payload))]
             channel.send(Digests(payload_bytes=len(self._payload), digests=b"".join(digests)))
             return
@@ -67,7 +67,7 @@ class LyingVault:
         length = len(lie)
         channel.send(Data(bytes=length))
         channel.send_bulk([memoryview(lie)])
-        channel.send_status(True)
+        channel.send_piece_status(True)
         channel.send(DataEnd(digests=xxhash.xxh3_128_digest(lie)))
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ class Group:
         answers = [self.protect(home) for home in ("p", "q")]
         assert all(isinstance(answer, local.Protected) for answer in answers), answers
         assert [answer.parity for answer in answers] == ["P", "Q"]
-        assert answers[0].members == answers[1].members
+        assert answers[0].members_digest == answers[1].members_digest
 
     def fetch(
         self, member: int, by: str, ranges: tuple[tuple[int, int], ...], version: Version = V, group: object = GROUP
@@ -62,8 +62,8 @@ class Group:
                 rank=10 + member,
                 version=version,
                 ranges=ranges,
-                into=str(self.fleet.all[at].segment_dir / "scratch"),
-                group=group,
+                target_path=str(self.fleet.all[at].segment_dir / "scratch"),
+                parity_group=group,
             )
         )
 

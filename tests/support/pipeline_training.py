@@ -80,7 +80,7 @@ class Training:
         dying.at("reduced")
         self.optimizer.step()
         self.optimizer.zero_grad()
-        loss = self.run.mean(torch.stack(losses).mean() if losses else None, self.sampler.weight(step))
+        loss = self.run.mean(torch.stack(losses).mean() if losses else None, self.sampler.loss_weight(step))
         state = [*self.model.parameters(), *(m for s in self.optimizer.state.values() for m in s.values())]
         return {"samples": samples.tolist(), "loss": loss.item().hex(), "state": fingerprint(state)}
 

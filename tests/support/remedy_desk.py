@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from everstep_controller.core.effects import Remedy, RemedyKind
-from everstep_controller.core.events import ActionReported
-from everstep_controller.remediation.executor import RemedyDesk
-from everstep_controller.remediation.remediator import Remediator, Standing
-from everstep_controller.store.rows import RemedyRow, RemedyState
+from everstep_controller.core.effects import Remediation, RemediationKind
+from everstep_controller.core.events import RemediationFinished
+from everstep_controller.remediation.executor import RemediationExecutor
+from everstep_controller.remediation.remediator import CordonStatus, Remediator
+from everstep_controller.store.rows import RemediationRow, RemediationState
 
 from everstep.clock import Backoff
 from everstep.errors import Conflict, Unavailable
@@ -26,11 +26,11 @@ class Machine:
     dry_run = False
 
     def __init__(self, pending: int = 0, refuses: bool = False, away: int = 0) -> None:
-        self.kinds = frozenset({RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REBOOT})
+        self.kinds = frozenset({RemediationKind.CORDON, RemediationKind.UNCORDON, RemediationKind.REBOOT})
         self.pending, self.refuses, self.away = pending, refuses, away
         self.applied: list[str] = []
 
-    def apply(self, remedy: Remedy) -> None:
+    def apply(self, remedy: Remediation) -> None:
         if self.away > 0:
             self.away -= 1
             raise Unavailable("it does not answer")
@@ -38,11 +38,11 @@ class Machine:
             raise Conflict("it will not")
         self.applied.append(remedy.id)
 
-    def is_done(self, remedy: Remedy) -> bool:
+    def is_done(self, remedy: Remediation) -> bool:
         self.pending -= remedy.id in self.applied
         return remedy.id in self.applied and self.pending < 0
 
-    def standing(self, nodes: Sequence[str]) -> dict[str, Standing]:
+    def cordon_status(self, nodes: Sequence[str]) -> dict[str, CordonStatus]:
         return {}
 
     def close(self) -> None:
@@ -54,8 +54,8 @@ class Book:
     often nothing is taken at first; ``unsure``: how often after that what was taken is not promised."""
 
     def __init__(self, away: int = 0, unsure: int = 0) -> None:
-        self.written: list[RemedyRow] = []
-        self.told: list[ActionReported] = []
+        self.written: list[RemediationRow] = []
+        self.told: list[RemediationFinished] = []
         self.away = away
         self.unsure = unsure
         self.now = 1000.0
@@ -71,10 +71,10 @@ class Book:
             self.unsure -= 1
             raise Unavailable("the database is away, so this is kept in memory only", 0.0)
 
-    def remedy(self, row: RemedyRow) -> None:
+    def put_remediation(self, row: RemediationRow) -> None:
         self.written.append(row)
 
-    def handle(self, event: ActionReported, _now: float) -> None:
+    def handle(self, event: RemediationFinished, _now: float) -> None:
         self.told.append(event)
 
     def states(self, remedy: str) -> list[str]:
@@ -82,32 +82,41 @@ class Book:
 
 
 def wanted(
-    number: int, kind: RemedyKind = RemedyKind.CORDON, node: str = "n1", at: float = 1.0, due: float = 0.0, **more: Any
-) -> RemedyRow:
+    number: int,
+    kind: RemediationKind = RemediationKind.CORDON,
+    node: str = "n1",
+    at: float = 1.0,
+    due: float = 0.0,
+    **more: Any,
+) -> RemediationRow:
     sentence = "it fell off the bus"
-    remedy = Remedy(id=f"{node}-a{number}", node=node, kind=kind, sentence=sentence, at=at, trace="t", due=due)
-    row = RemedyRow(
+    remedy = Remediation(
+        id=f"{node}-a{number}", node=node, kind=kind, sentence=sentence, at=at, trace="t", deadline=due
+    )
+    row = RemediationRow(
         id=remedy.id,
         node=node,
         kind=kind,
-        state=RemedyState.WANTED,
+        state=RemediationState.REQUESTED,
         requested_at=float(number),
         doc=msgspec.json.encode(remedy).decode(),
     )
     return msgspec.structs.replace(row, **more)
 
 
-def run(machine: Remediator, book: Book, *rows: RemedyRow, left: Sequence[RemedyRow] = (), **more: Any) -> None:
+def run(
+    machine: Remediator, book: Book, *rows: RemediationRow, left: Sequence[RemediationRow] = (), **more: Any
+) -> None:
     """Everything to its end."""
 
     async def to_the_end() -> None:
-        desk = RemedyDesk(
+        desk = RemediationExecutor(
             machine, submit=book.submit, now=lambda: book.now, uniform=lambda: 0.0, rows=left, backoff=AT_ONCE, **more
         )
         desk.start()
-        desk.requested(rows)
+        desk.enqueue(rows)
         async with asyncio.timeout(60):
-            while desk.open():
+            while desk.open_count():
                 await asyncio.sleep(0)
         await desk.stop()
 

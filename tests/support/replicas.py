@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from everstep_trainer.parallel.replica_groups import DataParallel, Place
+from everstep_trainer.parallel.replica_groups import RankContext, ReplicaAssignment
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.runtime.generation_session import IdleSession
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 WORLD, SAMPLES, BATCH = 4, 50, 5
@@ -46,7 +46,7 @@ def grouped(rank: int, port: int) -> Iterator[None]:
 
 def new_run(rank: int) -> Run:
     mesh = lambda: init_device_mesh("cpu", (WORLD,))  # noqa: E731 - as short as it gets
-    return Run(Place(rank=rank, world_size=WORLD, mesh=mesh), IdleKeeper())
+    return Run(RankContext(rank=rank, world_size=WORLD, mesh=mesh), IdleSession())
 
 
 def say(run: Run, layout: str) -> DeviceMesh:
@@ -75,7 +75,7 @@ def what_a_rank_has(rank: int, port: int) -> dict[str, Any]:
                 "loaded": mapped.batch(1),
                 "streamed": streamed.indices(1).tolist(),
                 "drawn": [torch.rand(1).item() for _ in run.steps(until=3, seed=3)],
-                "mean": run.mean(loss if last else None, sampler.weight(1)).item(),
+                "mean": run.mean(loss if last else None, sampler.loss_weight(1)).item(),
             }
     return said
 
@@ -118,8 +118,8 @@ def pairs(rank: int) -> Run:
 
 
 def mean_over_two(rank: int, value: torch.Tensor | None) -> torch.Tensor:
-    parallel = DataParallel(rank, WORLD, torch.device("cpu"))
-    parallel.say((rank // 2, 2), 0)
+    parallel = ReplicaAssignment(rank, WORLD, torch.device("cpu"))
+    parallel.declare((rank // 2, 2), 0)
     return parallel.mean(value, 1.0)
 
 

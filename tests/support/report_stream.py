@@ -11,7 +11,7 @@ import msgspec
 
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.agent import Numbered, Reports
+from everstep.wire.v1.agent import NumberedReport, Reports
 from everstep.wire.v1.training import FindingRaised
 from tests.support.controllers import VIEWER, ControllerProcess, registration
 from tests.support.sessions import tell
@@ -61,7 +61,7 @@ class ReportStream(threading.Thread):
 
     def _report(self, controller: ControllerProcess) -> tuple[int, Any]:
         numbers = range(self.acknowledged + 1, self.acknowledged + 1 + self.PER_REQUEST)
-        batch = tuple(Numbered(number=number, body=finding(number)) for number in numbers)
+        batch = tuple(NumberedReport(number=number, body=finding(number)) for number in numbers)
         told = tell(controller, "n1", Reports(incarnation=1, reports=batch), timeout_s=2.0)
         if told[0] == 404:
             tell(controller, "n1", registration("n1"), timeout_s=2.0)

@@ -10,13 +10,13 @@ from typing import Any
 from everstep_controller.core import engine
 from everstep_controller.core import events as ev
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.read_models.fleet_views import Boards
+from everstep_controller.read_models.fleet_views import ReadModels
 from everstep_controller.read_models.prometheus import Metrics
 from everstep_controller.rulebook import with_rules
 from everstep_controller.runtime.clock import SteadyTime
 from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.push import Outbox
-from everstep_controller.runtime.transaction import AuditNumbers, Decide, Transaction
+from everstep_controller.runtime.transaction import AuditNumbers, DecideFunction, Transaction
 from everstep_controller.store.database_errors import Superseded
 from everstep_controller.store.rows import AuditRow, Batch
 
@@ -48,21 +48,26 @@ class Running:
     """A loop, started; ended by the ``async with``."""
 
     def __init__(
-        self, *, queue_limit: int = 100, clock: Clock = SYSTEM_CLOCK, decide: Decide = engine.handle, **options: Any
+        self,
+        *,
+        queue_limit: int = 100,
+        clock: Clock = SYSTEM_CLOCK,
+        decide: DecideFunction = engine.handle,
+        **options: Any,
     ) -> None:
         self.disk = Disk()
         self.audit: list[AuditRow] = []
         self.outbox = Outbox(1)
         self.loop = FleetLoop(
-            state=engine.restore(with_rules(CorePolicy.lab()), None, [], [], []),
+            state=engine.restore_state(with_rules(CorePolicy.lab()), None, [], [], []),
             outbox=self.outbox,
             commit=self.disk.commit,
-            steady=SteadyTime(clock),
+            clock=SteadyTime(clock),
             metrics=Metrics(),
-            numbers=AuditNumbers(0),
-            boards=Boards(),
+            audit_numbers=AuditNumbers(0),
+            read_models=ReadModels(),
             on_audit=self.audit.extend,
-            on_remedies=lambda _remedies: None,
+            on_remediations=lambda _remedies: None,
             decide=decide,
             queue_limit=queue_limit,
             **options,
@@ -83,7 +88,7 @@ class Running:
         event = ev.AgentRegistered(register=registration(node), trace=f"t-{node}")
 
         def stimulus(tx: Transaction, now: float) -> str:
-            tx.forgettable = forgettable
+            tx.is_ephemeral = forgettable
             tx.handle(event, now)
             return node
 

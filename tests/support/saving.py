@@ -17,17 +17,17 @@ from everstep_trainer.config import HookSettings
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.parallel.gradients import replicate
 from everstep_trainer.restore import Restoration
-from everstep_trainer.runtime.abort import backend_named
+from everstep_trainer.runtime.abort import make_backend
 from everstep_trainer.runtime.regroup import Rendezvous
 from everstep_trainer.snapshot.copy import HostMover
 from everstep_trainer.snapshot.snapshotter import Snapshotter
-from everstep_trainer.state.python_state import apart
+from everstep_trainer.state.python_state import wrap_per_rank
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from everstep.wire.v1.training import FindingRaised, GenerationSpec, Sealed
+from everstep.wire.v1.training import FindingRaised, GenerationSpec, VersionSealed
 
 BATCH = 12
 WIDTH = 10
@@ -120,7 +120,7 @@ class Training:
         self.tracked = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
         if model == "reading":
             everything = {**self.tracked, "cursor": self.cursor}
-            self.tracked = apart(everything, ["cursor"], dist.get_rank(), dist.get_world_size())
+            self.tracked = wrap_per_rank(everything, ["cursor"], dist.get_rank(), dist.get_world_size())
 
     def compute(self, step: int) -> float:
         """Forward and backward of this rank's part of the global batch; the loss over all of it."""
@@ -186,7 +186,7 @@ def stages(
     parts: Sequence[tuple[GenerationSpec, int, int]], vault_socket: str, model: str, layout: str
 ) -> list[dict[str, Any]]:
     """Generation after generation in one process: of each its spec, the rank to play in it, and its last step."""
-    rendezvous = Rendezvous(backend_named("gloo"), HookSettings())
+    rendezvous = Rendezvous(make_backend("gloo"), HookSettings())
     vault = VaultClient(vault_socket)
     said = []
     try:
@@ -195,7 +195,7 @@ def stages(
             assert rendezvous.group is not None
             store = rendezvous.group.store
             said.append(_train(spec, rank, vault, store, Training(model, layout), until, save=True, dies=False))
-            rendezvous.leave(broken=False)
+            rendezvous.leave(must_abort=False)
         return said
     finally:
         vault.close()
@@ -217,10 +217,10 @@ def _train(
     state = TrackedState(training.tracked)
     result = Restoration(vault, spec, member, store, on_finding=findings.append).fill(state)
     restored_as = training.fingerprint()
-    sealed: list[Sealed] = []
+    sealed: list[VersionSealed] = []
     heard = threading.Condition()
 
-    def hear(report: Sealed) -> None:
+    def hear(report: VersionSealed) -> None:
         with heard:
             sealed.append(report)
             heard.notify_all()
@@ -237,7 +237,7 @@ def _train(
             HostMover.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment, return-value]
         began = time.perf_counter()
         if save:
-            snapshotter.note(None, step)  # told of every version, as a candidate
+            snapshotter.update_versions(None, step)  # told of every version, as a candidate
             snapshotter.begin(step)
         blocked.append(waited + time.perf_counter() - began)
     if dies == "copying":
@@ -264,5 +264,5 @@ def _train(
     }
 
 
-def _is_sealed(reports: list[Sealed], step: int) -> bool:
+def _is_sealed(reports: list[VersionSealed], step: int) -> bool:
     return bool(reports) and reports[-1].version.step == step

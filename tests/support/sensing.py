@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from everstep_agent.findings.assessment import Assessor, Instant, Memory
-from everstep_agent.findings.rules import Policy, load_policy
-from everstep_agent.sensors.monitor import SensorProcess, SensorSettings
+from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
+from everstep_agent.findings.rules import FindingPolicy, load_policy
+from everstep_agent.sensors.monitor import SensorMonitor, SensorSettings
 from everstep_agent.sensors.samples import GpuSample, HostSample
-from everstep_agent.sensors.sensor_messages import Picture, Poll
+from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
 
 from everstep.clock import ManualClock
 from everstep.system_clock import SYSTEM_CLOCK
@@ -29,18 +29,22 @@ def gpu(**values: Any) -> GpuSample:
     return GpuSample(**{"index": 0, "pci_bus_id": BUS, "uuid": "GPU-a", "recovery_action": 0, **values})
 
 
-def poll(*gpus: GpuSample, **values: Any) -> Poll:
+def poll(*gpus: GpuSample, **values: Any) -> PollResult:
     """A full poll of a node that has been up for a day."""
     host = HostSample(uptime_s=86_400.0)
-    return Poll(**{"full": True, "boot_id": "boot-1", "host": host, "pci_gpus": len(gpus), "gpus": gpus, **values})
+    return PollResult(
+        **{"is_full": True, "boot_id": "boot-1", "host": host, "pci_gpu_count": len(gpus), "gpus": gpus, **values}
+    )
 
 
 class Judge:
     """An assessor with a clock of its own, one second a poll."""
 
-    def __init__(self, policy: Policy | None = None, memory: Memory | None = None, expected: int | None = None) -> None:
+    def __init__(
+        self, policy: FindingPolicy | None = None, memory: AssessorState | None = None, expected: int | None = None
+    ) -> None:
         self.clock = ManualClock()
-        self.assessor = Assessor(policy or load_policy(), "n1", expected, memory or Memory(), self.now())
+        self.assessor = FindingAssessor(policy or load_policy(), "n1", expected, memory or AssessorState(), self.now())
 
     def now(self) -> Instant:
         return Instant(self.clock.wall(), self.clock.monotonic())
@@ -50,11 +54,11 @@ class Judge:
         for _ in range(count):
             self.clock.advance(1.0)
             moving = [_moving(each, self.clock.monotonic()) for each in gpus]
-            self.assessor.poll(poll(*moving, **values), None, self.now())
+            self.assessor.process_poll(poll(*moving, **values), None, self.now())
         return self.keys()
 
     def lines(self, *lines: str) -> set[str]:
-        self.assessor.kernel_lines(lines, self.now())
+        self.assessor.process_kernel_lines(lines, self.now())
         return self.keys()
 
     def keys(self) -> set[str]:
@@ -86,14 +90,14 @@ class Watched:
 
     def __init__(self, settings: SensorSettings) -> None:
         self._news = asyncio.Event()
-        self.pictures: list[Picture] = []
-        self.process = SensorProcess(settings, SYSTEM_CLOCK, self._take)
+        self.pictures: list[SensorReport] = []
+        self.process = SensorMonitor(settings, SYSTEM_CLOCK, self._take)
 
-    def _take(self, picture: Picture) -> None:
+    def _take(self, picture: SensorReport) -> None:
         self.pictures.append(picture)
         self._news.set()
 
-    async def until(self, holds: Callable[[Picture], bool]) -> Picture:
+    async def until(self, holds: Callable[[SensorReport], bool]) -> SensorReport:
         """The next picture for which ``holds``. Raises TimeoutError after half a minute."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
@@ -102,10 +106,10 @@ class Watched:
                     return self.pictures[-1]
                 await self._news.wait()
 
-    async def until_finding(self, key: str) -> Picture:
+    async def until_finding(self, key: str) -> SensorReport:
         return await self.until(lambda picture: key in {finding.key for finding in picture.findings})
 
-    async def until_no_finding(self, key: str) -> Picture:
+    async def until_no_finding(self, key: str) -> SensorReport:
         return await self.until(lambda picture: key not in {finding.key for finding in picture.findings})
 
 

@@ -14,23 +14,23 @@ import msgspec
 from everstep_controller.api.auth import Headers
 from everstep_controller.app import Controller
 from everstep_controller.leadership.lease import NotLeading
-from everstep_controller.leadership.takeover_gate import Threshold
-from everstep_controller.server.connection_router import Front
-from everstep_controller.server.connections import Descriptors, Peer
+from everstep_controller.leadership.takeover_gate import TakeoverGate
+from everstep_controller.server.connection_router import ConnectionRouter
+from everstep_controller.server.connections import ConnectionPeer, DescriptorBudget
 
 from everstep.bearer_tokens import TokenRole
 from everstep.errors import BY_CODE
 from everstep.wire.v1.agent import (
-    NUMBER_BYTES,
+    DIRECTIVE_NUMBER_BYTES,
     PREFIX_BYTES,
     UPGRADE,
     Acknowledge,
     DirectivesAnswer,
-    Frame,
+    FrameKind,
+    FrameRefused,
     Heartbeat,
     HeartbeatAnswer,
-    Numbered,
-    Refused,
+    NumberedReport,
     Register,
     Registered,
     Reports,
@@ -43,12 +43,12 @@ from tests.support.controllers import InProcess, bearer, registration
 
 T = TypeVar("T")
 
-ANSWERS: dict[Frame, type[Any]] = {
-    Frame.REGISTERED: Registered,
-    Frame.HEARTBEAT_ANSWER: HeartbeatAnswer,
-    Frame.REPORTS_ANSWER: ReportsAnswer,
-    Frame.PUSH: DirectivesAnswer,
-    Frame.REFUSED: Refused,
+ANSWERS: dict[FrameKind, type[Any]] = {
+    FrameKind.REGISTERED: Registered,
+    FrameKind.HEARTBEAT_ANSWER: HeartbeatAnswer,
+    FrameKind.REPORTS_ANSWER: ReportsAnswer,
+    FrameKind.PUSH: DirectivesAnswer,
+    FrameKind.REFUSED: FrameRefused,
 }
 
 
@@ -143,19 +143,22 @@ class AgentSession(Line):
             return True
         return True
 
-    def say(self, kind: Frame, message: Any) -> None:
+    def say(self, kind: FrameKind, message: Any) -> None:
         self.send(encode_frame(kind, msgspec.json.encode(message)))
 
-    def next_frame(self) -> tuple[Frame, Any]:
+    def next_frame(self) -> tuple[FrameKind, Any]:
         """The next frame of any kind, decoded; pushed directives are kept in ``pushed`` too."""
         length = int.from_bytes(self.take(PREFIX_BYTES), "big")
-        kind, body = Frame(self.take(1)[0]), self.take(length - 1)
-        if kind is Frame.DEFLATED_PUSH:
-            seq, text = int.from_bytes(body[:NUMBER_BYTES], "big"), zlib.decompress(body[NUMBER_BYTES:])
+        kind, body = FrameKind(self.take(1)[0]), self.take(length - 1)
+        if kind is FrameKind.DEFLATED_PUSH:
+            seq, text = (
+                int.from_bytes(body[:DIRECTIVE_NUMBER_BYTES], "big"),
+                zlib.decompress(body[DIRECTIVE_NUMBER_BYTES:]),
+            )
             message = DirectivesAnswer(
                 directives=(Directive(seq=seq, body=msgspec.json.decode(text, type=AnyDirective)),)
             )
-        elif kind is Frame.LET_GO:
+        elif kind is FrameKind.GO_AWAY:
             message = None
         else:
             message = msgspec.json.decode(body, type=ANSWERS[kind])
@@ -186,31 +189,33 @@ class AgentSession(Line):
         return found.body
 
     def register(self, **fields: Any) -> Registered:
-        self.say(Frame.REGISTER, registration(self.node, self.incarnation, **fields))
+        self.say(FrameKind.REGISTER, registration(self.node, self.incarnation, **fields))
         return self.answer(Registered)
 
     def beat(self, **fields: Any) -> HeartbeatAnswer:
         self._seq += 1
-        self.say(Frame.HEARTBEAT, Heartbeat(incarnation=self.incarnation, seq=self._seq, sent_at=0.0, **fields))
+        self.say(FrameKind.HEARTBEAT, Heartbeat(incarnation=self.incarnation, seq=self._seq, sent_at=0.0, **fields))
         answer = self.answer(HeartbeatAnswer)
         self.pushed += answer.directives
         return answer
 
     def quiet_beat(self, **fields: Any) -> None:
         self._seq += 1
-        self.say(Frame.QUIET_BEAT, Heartbeat(incarnation=self.incarnation, seq=self._seq, sent_at=0.0, **fields))
+        self.say(
+            FrameKind.ONE_WAY_HEARTBEAT, Heartbeat(incarnation=self.incarnation, seq=self._seq, sent_at=0.0, **fields)
+        )
 
     def report(self, *bodies: AnyReport) -> ReportsAnswer:
         self.say_reports(*bodies)
         return self.answer(ReportsAnswer)
 
     def say_reports(self, *bodies: AnyReport) -> None:
-        numbered = tuple(Numbered(number=self._number + 1 + i, body=body) for i, body in enumerate(bodies))
+        numbered = tuple(NumberedReport(number=self._number + 1 + i, body=body) for i, body in enumerate(bodies))
         self._number += len(bodies)
-        self.say(Frame.REPORTS, Reports(incarnation=self.incarnation, reports=numbered))
+        self.say(FrameKind.REPORTS, Reports(incarnation=self.incarnation, reports=numbered))
 
     def acknowledge(self, through: int) -> None:
-        self.say(Frame.ACKNOWLEDGE, Acknowledge(through=through))
+        self.say(FrameKind.ACKNOWLEDGE, Acknowledge(through=through))
 
 
 class Doors(Protocol):
@@ -232,7 +237,7 @@ class Door:
             session.close()
 
 
-FRAMES = {Register: Frame.REGISTER, Heartbeat: Frame.HEARTBEAT, Reports: Frame.REPORTS}
+FRAMES = {Register: FrameKind.REGISTER, Heartbeat: FrameKind.HEARTBEAT, Reports: FrameKind.REPORTS}
 
 
 def tell(
@@ -264,7 +269,7 @@ def tell(
     except (OSError, EOFError):
         door.sessions.pop(node).close()
         raise
-    if isinstance(answer, Refused):
+    if isinstance(answer, FrameRefused):
         return BY_CODE[answer.code].status, {"code": answer.code, "detail": answer.message}
     return 200, answer
 
@@ -283,9 +288,9 @@ class Served:
     def __init__(self, application: InProcess) -> None:
         self.address = ""
         self.leads = True
-        self.threshold = Threshold()
+        self.takeover_gate = TakeoverGate()
         self.controller: Controller
-        self.descriptors: Descriptors
+        self.descriptors: DescriptorBudget
         self._application = application
         self._loop = asyncio.new_event_loop()
         self._connections: set[Any] = set()
@@ -297,9 +302,9 @@ class Served:
 
     async def _serve(self) -> None:
         self.controller = controller = await self._application.start()
-        descriptors = self.descriptors = controller.agents.descriptors = Descriptors(1000)
+        descriptors = self.descriptors = controller.agent_service.descriptors = DescriptorBudget(1000)
         server = await asyncio.get_running_loop().create_server(
-            lambda: Front(self, descriptors, self._connections, asyncio.Protocol),
+            lambda: ConnectionRouter(self, descriptors, self._connections, asyncio.Protocol),
             "127.0.0.1",
             0,
         )
@@ -310,10 +315,10 @@ class Served:
     def leading(self) -> Controller | None:
         return self.controller if self.leads else None
 
-    def refusal(self) -> NotLeading:
+    def not_leading_error(self) -> NotLeading:
         return NotLeading("it stands by")
 
-    def knock(self, node: str, headers: Headers, peer: Peer) -> None:
+    def record_contact(self, node: str, headers: Headers, peer: ConnectionPeer) -> None:
         """Nobody counts."""
 
     def run(self, coroutine: Any) -> Any:

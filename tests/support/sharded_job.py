@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from everstep.cli.client import Client
+from everstep.cli.client import ControllerClient
 from everstep.errors import NotFound
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.operator_history import JobCheckpoints, KeptVersion
+from everstep.wire.v1.operator_history import CheckpointCopy, JobCheckpoints
 from everstep.wire.v1.training import GenerationSpec
 from examples.demo.world import World
 
@@ -34,14 +34,14 @@ class ShardedJob:
     def __init__(self, world: World, *widths: int, options: tuple[str, ...] = ()) -> None:
         self.world = world
         world.start_controller()
-        self.client = Client(world.url, world.operator_token)
+        self.client = ControllerClient(world.url, world.operator_token)
         world.boot_nodes(deadline_s=DEADLINE_S)
         for node in world.nodes.values():
             command = ["-m", "everstep_trainer.launch", "--job", JOB, "--nnodes", f"2:{len(world.nodes)}"]
             command += ["--agent-socket", str(node.agent_socket), "--join-wait-s", "60", "--replicas", "2", *options]
             node.join([*command, "-m", "tests.support.sharded_training", *map(str, widths)])
 
-    def versions(self) -> tuple[KeptVersion, ...]:
+    def versions(self) -> tuple[CheckpointCopy, ...]:
         """What is kept of it, wherever."""
         try:
             return self.client.get(f"/v1/jobs/{JOB}/checkpoints", JobCheckpoints).versions

@@ -44,7 +44,7 @@ def train(run: everstep.Run, folder: str) -> None:
         time.sleep(PACE_S)
         indices = sampler.indices(step)
         inputs = torch.sin(torch.outer(indices + 1.0, torch.arange(1.0, WIDTH + 1)))
-        (model(inputs).square().mean() * sampler.weight(step)).backward()
+        (model(inputs).square().mean() * sampler.loss_weight(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
         moments = [state[key] for state in optimizer.state.values() for key in sorted(state)]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from everstep_controller.read_models.fleet_views import Desk
+from everstep_controller.read_models.fleet_views import ViewContext
 from everstep_controller.runtime.push import Outbox
 
 from tests.support.core_fleet import CoreFleet
 
 
-def desk_of(fleet: CoreFleet) -> Desk:
+def desk_of(fleet: CoreFleet) -> ViewContext:
     """The views' window on the fleet, at its own time."""
-    return Desk(
+    return ViewContext(
         state=fleet.state,
         outbox=Outbox(1),
         epoch=1,

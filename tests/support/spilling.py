@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 import torch
-from everstep_agent.spill.order import Order, Source
-from everstep_trainer.importers.checkpoint_files import checkpoints_at
+from everstep_agent.spill.order import SlotSource, SpillOrder
+from everstep_trainer.importers.checkpoint_files import find_checkpoints
 from everstep_trainer.importers.importer import read_checkpoint
 from everstep_trainer.memory_tier.vault_client import MappedSegment
-from everstep_trainer.snapshot.copy import Sources, Targets, slot_view, write_blob
-from everstep_trainer.snapshot.plan import divide, manifest_for
+from everstep_trainer.snapshot.copy import SlotTargets, SnapshotSources, slot_view, write_blob
+from everstep_trainer.snapshot.plan import build_manifest, divide_state
 from everstep_trainer.state.layout import Sharing, encode
 from everstep_trainer.state.tensors import TrackedTensor
 from everstep_trainer.state.tracked_state import TrackedState
@@ -67,7 +67,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) ->
 
 def start_alone(url: object, objects: Mapping[str, object], state: TrackedState, rank: int = 0, world: int = 1) -> int:
     """What a rank makes of the newest checkpoint at ``url``, with nobody to agree with; the step."""
-    return read_checkpoint(checkpoints_at(str(url))[0], objects, state, rank, world).finish()
+    return read_checkpoint(find_checkpoints(str(url))[0], objects, state, rank, world).finish()
 
 
 def sharded(tensors: Sequence[TrackedTensor], rank: int, world: int) -> list[TrackedTensor]:
@@ -89,7 +89,7 @@ def fill_slots(
     world: int = 1,
     layout: str = "replicated",
     nodes: int = 0,
-) -> Order:
+) -> SpillOrder:
     """A sealed slot of each rank in a file of its own; an order to write them, with its URL left to the caller.
 
     ``state``: one that all ranks share alike, or in shards, or each rank's own (the stages of a pipeline).
@@ -98,12 +98,12 @@ def fill_slots(
     world, tensors = len(states), [one.tensors() for one in states]
     held = [sharded(mine, r, world) if layout == "sharded" else mine for r, mine in enumerate(tensors)]
     layouts = [states[r].layout(held[r], r, world) for r in range(world)]
-    shares = divide(layouts, [f"n{r % (nodes or world)}" for r in range(world)], 2)
+    shares = divide_state(layouts, [f"n{r % (nodes or world)}" for r in range(world)], 2)
     sources, manifests = [], {}
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(world):
         blob = states[rank].blob()
-        manifest = manifest_for(rank, layouts, shares[rank], 2 * len(blob))
+        manifest = build_manifest(rank, layouts, shares[rank], 2 * len(blob))
         body = encode(manifest)
         slot_bytes = slot_bytes_for(len(body), manifest.payload_bytes)
         path = folder / f"own-{rank}"
@@ -116,15 +116,15 @@ def fill_slots(
         payload = view.begin(0, rank, version, body, manifest.payload_bytes)
         flat = torch.frombuffer(payload, dtype=torch.uint8)
         views = (
-            slot_view(flat, s.at, t.dtype, s.box.size[1:] if t.own else s.box.size)
+            slot_view(flat, s.offset, t.dtype, s.box.size[1:] if t.per_rank else s.box.size)
             for s in manifest.stored
             for t in (manifest.catalog[s.tensor],)
         )
-        copies = Sources(held[rank], shares[rank])
-        copies.begin()
-        copies.copy(shares[rank], Targets(views, segment), digest=False)
+        copies = SnapshotSources(held[rank], shares[rank])
+        copies.stage()
+        copies.copy(shares[rank], SlotTargets(views, segment), digest=False)
         write_blob(payload, manifest, blob)
         view.seal(0)
-        sources.append(Source(rank=rank, path=str(path), slot=0))
+        sources.append(SlotSource(rank=rank, path=str(path), slot=0))
         manifests[rank] = body
-    return Order(url="", version=version, sources=tuple(sources), manifests=manifests, complete=True)
+    return SpillOrder(url="", version=version, sources=tuple(sources), manifests=manifests, complete=True)

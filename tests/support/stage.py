@@ -33,13 +33,13 @@ def host_store(port_file: str, port: int = 0) -> None:
 def play(socket_path: str, local_rank: int, train: Callable[..., None], settings: dict[str, Any]) -> None:
     """In a process of its own: one rank, as everstep-launch would start it."""
     from everstep_trainer.config import HookSettings
-    from everstep_trainer.runtime.assignment import Assignment
+    from everstep_trainer.runtime.assignment import WorkerAssignment
     from everstep_trainer.runtime.worker import Worker
 
     from everstep.system_clock import SYSTEM_CLOCK
 
-    assignment = Assignment(job=JOB, agent_socket=socket_path, local_rank=local_rank)
-    Worker(assignment, HookSettings(backend="gloo", **settings), SYSTEM_CLOCK).work(train)
+    assignment = WorkerAssignment(job=JOB, agent_socket=socket_path, local_rank=local_rank)
+    Worker(assignment, HookSettings(backend="gloo", **settings), SYSTEM_CLOCK).run(train)
 
 
 class Stage:

@@ -61,7 +61,7 @@ def train(run: Run, folder: str, until: int, faults: tuple[Fault, ...], last_ste
         hold(run, step, last_steps)
         loss = loss_of(model, sampler.indices(step))
         dying.at("forward")
-        (loss * sampler.weight(step)).backward()
+        (loss * sampler.loss_weight(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
         diary.write(
@@ -70,7 +70,7 @@ def train(run: Run, folder: str, until: int, faults: tuple[Fault, ...], last_ste
             replicas=replica.count,
             samples=sampler.indices(step).tolist(),
             own_loss=loss.item(),
-            loss=run.mean(loss, sampler.weight(step)).item(),
+            loss=run.mean(loss, sampler.loss_weight(step)).item(),
         )
 
 
@@ -86,9 +86,9 @@ def train_alone(replicas_of_step: Mapping[int, int]) -> dict[int, float]:
         optimizer.zero_grad()
         total = 0.0
         for index in range(count):
-            share = sampler.of(index, count)
+            share = sampler.for_rank(index, count)
             seed_step(SEED, step, index)
-            loss = loss_of(model, share.indices(step)) * share.weight(step) / count
+            loss = loss_of(model, share.indices(step)) * share.loss_weight(step) / count
             loss.backward()
             total += loss.item()
         optimizer.step()

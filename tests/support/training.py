@@ -124,7 +124,7 @@ def train_tracked(run: Run) -> None:
     for step in run.steps(until=STEPS, seed=5):
         inputs = sampler.indices(step)[:, None].remainder(97).float().expand(-1, 512) / 97
         loss = replicas(inputs).square().mean()
-        (loss * sampler.weight(step)).backward()
+        (loss * sampler.loss_weight(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
         run.report(loss=loss)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from everstep_trainer.integrations.transformers import forget, keep
+from everstep_trainer.integrations.transformers import attach, reset_accelerate
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -83,7 +83,7 @@ def shard(trainer: Trainer) -> None:
 
 def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -> None:
     torch.set_num_threads(1)
-    forget()
+    reset_accelerate()
     arguments = TrainingArguments(
         f"{folder}/out",
         max_steps=until,
@@ -105,7 +105,7 @@ def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -
         shard(trainer)
     loader = run.loader(Texts(), global_batch=BATCH, seed=SEED)
     trainer.tell(Diary(Path(folder), run), Faults(faults, Path(folder), run.rank))
-    keep(trainer, run, loader, seed=SEED)
+    attach(trainer, run, loader, seed=SEED)
     trainer.train()
 
 

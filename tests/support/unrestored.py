@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleKeeper
-from everstep_trainer.snapshot.slot_negotiation import Choices
+from everstep_trainer.runtime.generation_session import IdleSession
+from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,11 +28,11 @@ class Net(nn.Module):
         self.register_buffer("odd", torch.eye(3).to_sparse())
 
 
-class Restoring(IdleKeeper):
+class Restoring(IdleSession):
     """Every tracked tensor is 7 in the version; where ranks differ after it, each keeps its own."""
 
-    def track(self, objects: Mapping[str, object], choices: Choices) -> int:
-        for tracked in TrackedState(objects, choices.exclude).tensors():
+    def track(self, objects: Mapping[str, object], options: SnapshotOptions) -> int:
+        for tracked in TrackedState(objects, options.exclude).tensors():
             tracked.local.fill_(7.0)
         return 5
 
@@ -43,7 +43,7 @@ def what_a_rank_has(rank: int, port: int) -> dict[str, dict[str, list[float]]]:
     with grouped(rank, port):
         for kind in KINDS:
             mesh = lambda: init_device_mesh("cpu", (WORLD,))  # noqa: E731 - as short as it gets
-            run = Run(Place(rank=rank, world_size=WORLD, mesh=mesh, restores=True), Restoring())
+            run = Run(RankContext(rank=rank, world_size=WORLD, mesh=mesh, will_restore=True), Restoring())
             net, apart = Net(rank), nn.Linear(2, 2)
             net.register_buffer("seven", torch.zeros(1))
             if kind == "over two ranks":

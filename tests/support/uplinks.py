@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from everstep_agent.config import AgentSettings
 from everstep_agent.uplink.client import Uplink
-from everstep_agent.uplink.heartbeat import Conversation, NodeFacts
+from everstep_agent.uplink.heartbeat import HeartbeatProtocol, NodeFacts
 from everstep_agent.uplink.spool import Spool
 
 from everstep.errors import EverstepError
@@ -36,26 +36,26 @@ class FakeNode:
         self.shown: list[list[str]] = []
         self.round_trips: list[float] = []
 
-    def facts(self) -> NodeFacts:
-        return NodeFacts(vault=self.vault)
+    def node_facts(self) -> NodeFacts:
+        return NodeFacts(vault_address=self.vault)
 
     def findings(self) -> tuple[Finding, ...]:
         return self.seen
 
-    def progress(self) -> tuple[RankProgress, ...]:
+    def rank_progress(self) -> tuple[RankProgress, ...]:
         return (RankProgress(job="j", generation=1, rank=0, step=3, step_s=0.1),)
 
     def is_busy(self) -> bool:
         return True
 
-    def on_known(self, shown: Collection[str]) -> None:
-        self.registrations += not shown
-        self.shown.append(sorted(shown))
+    def on_recognized(self, known_jobs: Collection[str]) -> None:
+        self.registrations += not known_jobs
+        self.shown.append(sorted(known_jobs))
 
     def on_directives(self, directives: list[Directive]) -> None:
         self.directives += directives
 
-    def on_clock(self, server_at: float, received_at: float, round_trip_s: float) -> None:
+    def on_server_time(self, server_at: float, received_at: float, round_trip_s: float) -> None:
         self.round_trips.append(round_trip_s)
 
 
@@ -83,13 +83,13 @@ class Bench:
         given = {
             "connect_timeout_s": 1.0,
             "answer_timeout_s": DEADLINE_S,
-            "seal_window_s": 0.05,
+            "report_batch_window_s": 0.05,
             "token_file": self.token_file,
         }
         chosen = AgentSettings(node="n1", controllers=urls, run_dir=self.directory, **{**given, **settings})
-        spool = Spool(None, most_reports=5000, most_bytes=8 << 20, window_s=chosen.seal_window_s)
+        spool = Spool(None, max_reports=5000, max_bytes=8 << 20, batch_window_s=chosen.report_batch_window_s)
         node = FakeNode()
-        uplink = Uplink(chosen, Conversation("n1", 7, "0.1.0"), spool, node, SYSTEM_CLOCK, uniform)
+        uplink = Uplink(chosen, HeartbeatProtocol("n1", 7, "0.1.0"), spool, node, SYSTEM_CLOCK, uniform)
         running = asyncio.create_task(uplink.run())
         try:
             yield Line(node, uplink, spool)
@@ -111,7 +111,7 @@ async def until_nudged(line: Line, condition: Callable[[], T]) -> T:
     """The same, while the uplink is nudged: a slow retry must not be waited for."""
     async with asyncio.timeout(DEADLINE_S):
         while not (found := condition()):
-            line.uplink.nudge()
+            line.uplink.beat_now()
             await asyncio.sleep(0.002)
         return found
 

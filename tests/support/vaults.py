@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from everstep.ids import Version
-from everstep.layout.slots import SLOTS, SegmentView
+from everstep.layout.slots import SLOTS_PER_RANK, SegmentView
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1 import local
-from everstep.wire.v1.training import Holder, PeerLost
+from everstep.wire.v1.training import Holder, PeerConnectionLost
 from tests.support.forked import ForkPool
 from tests.support.programs import Forked
 from tests.support.waiting import until
@@ -39,7 +39,7 @@ class VaultClient:
         self._frames: FrameDecoder[local.FromVault] = FrameDecoder(local.FromVault, local.MAX_FRAME_BYTES)
         self._answers: dict[int, local.FromVault] = {}
         self.findings: list[local.VaultFinding] = []
-        self.peers_lost: list[PeerLost] = []
+        self.peers_lost: list[PeerConnectionLost] = []
         self._next = 0
 
     def post(self, kind: Callable[..., local.ToVault], **fields: object) -> int:
@@ -62,7 +62,7 @@ class VaultClient:
             self._receive()
         return self.findings.pop(0)
 
-    def peer_lost(self) -> PeerLost:
+    def peer_lost(self) -> PeerConnectionLost:
         """The next word of a peer that is gone, waited for."""
         while not self.peers_lost:
             self._receive()
@@ -83,7 +83,7 @@ class VaultClient:
         for message in self._frames.feed(data):
             if isinstance(message, local.VaultFinding):
                 self.findings.append(message)
-            elif isinstance(message, PeerLost):
+            elif isinstance(message, PeerConnectionLost):
                 self.peers_lost.append(message)
             else:
                 self._answers[message.request] = message
@@ -180,8 +180,8 @@ class Vaults:
         for vault in vaults or self.all:
             client = clients[vault.node] = vault.client()
             said = {"job": JOB, "generation": generation, "secret": SECRET, "holders": self.holders(), **fields}
-            answer = client.ask(local.Configure, **said)
-            assert isinstance(answer, local.Done), answer
+            answer = client.ask(local.ConfigureJob, **said)
+            assert isinstance(answer, local.RequestDone), answer
         self.supervisors |= clients
         return clients
 
@@ -216,8 +216,10 @@ class RankMemory:
 
     def __init__(self, client: VaultClient, rank: int, local_rank: int = 0, slot_bytes: int = 1 << 20) -> None:
         self.client, self.rank, self.local_rank = client, rank, local_rank
-        opened = client.ask(local.OpenSegment, job=JOB, local_rank=local_rank, slot_bytes=slot_bytes, slots=SLOTS)
-        assert isinstance(opened, local.Segment), opened
+        opened = client.ask(
+            local.OpenSegment, job=JOB, local_rank=local_rank, slot_bytes=slot_bytes, slots=SLOTS_PER_RANK
+        )
+        assert isinstance(opened, local.SegmentOpened), opened
         self.path = Path(opened.path)
         self.view = map_segment(self.path)
 
@@ -229,7 +231,7 @@ class RankMemory:
     def copy(self, slot: int, version: Version, payload: bytes, manifest: bytes = b"what is where") -> None:
         """A slot as a rank leaves it that dies before it has hashed it."""
         self.view.begin(slot, self.rank, version, manifest, len(payload))[:] = payload
-        self.view.copied(slot)
+        self.view.mark_copied(slot)
 
     def post_sealed(
         self,
@@ -248,10 +250,10 @@ class RankMemory:
             local_rank=self.local_rank,
             slot=slot,
             version=version,
-            replicate=((0, 1),) if to else (),
-            to=tuple(to),
+            replicate_ranges=((0, 1),) if to else (),
+            replica_nodes=tuple(to),
             keep=tuple(keep),
-            kept=kept,
+            commit_candidate=kept,
         )
 
     def sealed(

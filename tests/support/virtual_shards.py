@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.runtime.generation_session import IdleSession
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -90,7 +90,7 @@ def grouped(rank: int, world: int, port: int) -> Any:
 
 def new_run(rank: int, world: int) -> Run:
     mesh = lambda: init_device_mesh("cpu", (world,))  # noqa: E731 - as short as it gets
-    return Run(Place(rank=rank, world_size=world, mesh=mesh), IdleKeeper())
+    return Run(RankContext(rank=rank, world_size=world, mesh=mesh), IdleSession())
 
 
 def trained_in_every_layout(rank: int, world: int, port: int) -> dict[str, list[str]]:
@@ -108,7 +108,7 @@ def trained_in_every_layout(rank: int, world: int, port: int) -> dict[str, list[
 def trained_whole() -> list[str]:
     """The same here, of a model that is not sharded and has no process group."""
     torch.manual_seed(5)
-    return trained(Run(Place(), IdleKeeper()), Net())
+    return trained(Run(RankContext(), IdleSession()), Net())
 
 
 def trained(run: Run, model: nn.Module) -> list[str]:
@@ -123,10 +123,10 @@ def trained(run: Run, model: nn.Module) -> list[str]:
     for step in run.steps(until=STEPS, seed=3):
         losses, seen = [], []
         for part in run.parts(sampler, step):
-            loss = model(inputs[part.indices]).float().square().mean() * part.weight
+            loss = model(inputs[part.indices]).float().square().mean() * part.loss_weight
             loss.backward()
             losses.append(loss)
-            seen += [] if part.repeated else [part.rank]
+            seen += [] if part.is_repeat else [part.rank]
         assert seen == [*range(run.rank, VIRTUAL, run.world_size)]
         norm = run.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()

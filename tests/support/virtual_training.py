@@ -48,11 +48,11 @@ def train(
         for part in run.parts(sampler, step):
             with torch.autocast("cpu", torch.bfloat16):
                 out = model(inputs[part.indices])
-            loss = (other(out.double()) - targets[part.indices]).square().mean() * part.weight
+            loss = (other(out.double()) - targets[part.indices]).square().mean() * part.loss_weight
             dying.at("forward")
             loss.backward()
             losses.append(loss)
-            samples += [] if part.repeated else [(part.rank, part.indices.tolist())]
+            samples += [] if part.is_repeat else [(part.rank, part.indices.tolist())]
         dying.at("reduced")
         clip = run.clip_grad_norm_ if sharded else nn.utils.clip_grad_norm_
         norm = clip(model.parameters(), 0.5)
@@ -68,7 +68,7 @@ def train(
 
 def train_alone(folder: str, until: int, virtual_ranks: int, sharded: bool) -> None:
     """The same in this process, without a process group."""
-    from everstep_trainer.parallel.replica_groups import Place
-    from everstep_trainer.runtime.generation_session import IdleKeeper
+    from everstep_trainer.parallel.replica_groups import RankContext
+    from everstep_trainer.runtime.generation_session import IdleSession
 
-    train(Run(Place(), IdleKeeper()), folder, until, virtual_ranks, sharded=sharded)
+    train(Run(RankContext(), IdleSession()), folder, until, virtual_ranks, sharded=sharded)

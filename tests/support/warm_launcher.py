@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from everstep_trainer.launch.process_setup import fresh_signals
+from everstep_trainer.launch.process_setup import reset_signals
 
 from tests.support.forked import ChildFailed, leave, torch_forks
 from tests.support.programs import Forked, show_command
@@ -104,7 +104,7 @@ def _become(command: list[str], call: Mapping[str, Any]) -> NoReturn:
         logging.root.removeHandler(handler)
     if call["start_new_session"]:
         os.setsid()
-    fresh_signals()
+    reset_signals()
     for name, descriptor in (("p2cread", 0), ("c2pwrite", 1), ("errwrite", 2)):
         if call[name] != -1:
             os.dup2(call[name], descriptor)

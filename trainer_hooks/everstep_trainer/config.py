@@ -35,18 +35,18 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a failed collective waits for the generation that replaces its own. Past it the rank says once more that
     it failed, and goes on waiting: the controller may be away, or be another by now."""
 
-    blind_tries: int = 8
+    max_unattributed_failures: int = 8
     """Generations in a row in which a rank's collectives may fail at the same step, though the group had come about and
     nobody is lost: after so many the error is the training function's, and ends the job with its traceback. The waits
     between them add up to some 20 s; fewer end a job for a network that was away for a moment."""
 
-    verdict_wait_s: float = 60.0
+    job_decision_wait_s: float = 60.0
     """How long a rank that reported an error, or that finished, waits to hear what becomes of the job."""
 
-    first_contact_s: float = 60.0
+    agent_connect_timeout_s: float = 60.0
     """How long a rank tries to reach its agent at start before it gives up."""
 
-    hang_floor_s: float = 1.0
+    min_hang_threshold_s: float = 1.0
     """Smallest threshold of the watchdog where the job gives none: below it, a busy machine looks like a hang."""
 
     hang_factor: float = 20.0
@@ -62,7 +62,7 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
     step_window: int = 20
     """Steps that the median is taken over: long enough to ride out one slow step, short enough to follow a change."""
 
-    press_interval_s: float = 0.01
+    abort_interval_s: float = 0.01
     """How often sockets are shut again while the main thread has not left a generation that is over: groups open
     connections lazily, and a join opens new ones."""
 
@@ -71,14 +71,14 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
     step or the end of its step, before its Python code is interrupted wherever it is. Sooner gains little: a training
     step passes many such places."""
 
-    leave_within_s: float = 2.0
+    leave_timeout_s: float = 2.0
     """How long a main thread may take to leave a generation that is over, before its process is ended so that the
     launcher replaces it. Nearly always it takes milliseconds; a wait in foreign C++ code cannot be interrupted."""
 
     outbox_frames: int = 1024
     """Messages kept while the agent is away; the oldest are dropped. 1024 seals are minutes of training."""
 
-    stacks_bytes: int = 60_000
+    max_stack_bytes: int = 60_000
     """Bound on the stacks that a stalled rank sends; the wire allows 65,536 characters."""
 
     reconnect: Backoff = Backoff(floor_s=0.02, ceiling_s=1.0)
@@ -91,14 +91,14 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
         self._require_positive()
         if self.hang_factor <= 1:
             raise ConfigurationError(f"hang_factor {self.hang_factor} would call an ordinary step a hang: take over 1")
-        if self.first_step_allowance_s < self.hang_floor_s:
+        if self.first_step_allowance_s < self.min_hang_threshold_s:
             raise ConfigurationError(
-                f"first_step_allowance_s ({self.first_step_allowance_s}) must not be below hang_floor_s "
-                f"({self.hang_floor_s}): the first step is the slowest"
+                f"first_step_allowance_s ({self.first_step_allowance_s}) must not be below min_hang_threshold_s "
+                f"({self.min_hang_threshold_s}): the first step is the slowest"
             )
-        if self.interrupt_after_s >= self.leave_within_s:
+        if self.interrupt_after_s >= self.leave_timeout_s:
             raise ConfigurationError(
-                f"interrupt_after_s ({self.interrupt_after_s}) must be below leave_within_s ({self.leave_within_s}): "
+                f"interrupt_after_s ({self.interrupt_after_s}) must be below leave_timeout_s ({self.leave_timeout_s}): "
                 "a process is replaced only when interrupting it did not help"
             )
         if self.explanation_grace_s >= self.regroup_wait_s:

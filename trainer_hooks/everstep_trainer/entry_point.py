@@ -16,11 +16,11 @@ from everstep.clock import Clock
 from everstep.errors import ConfigurationError
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_trainer.config import HookSettings
-from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.abort import backend_named
+from everstep_trainer.runtime.abort import make_backend
 from everstep_trainer.runtime.assignment import current_assignment, wait_for_local_rank
-from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.runtime.generation_session import IdleSession
 from everstep_trainer.runtime.regroup import device_for
 from everstep_trainer.runtime.worker import TrainingFunction, Worker
 
@@ -45,13 +45,13 @@ def main(train: TrainingFunction, *, settings: HookSettings | None = None, clock
     if assignment is not None:
         _give_up_own_group()
         local_rank = wait_for_local_rank()
-        Worker(msgspec.structs.replace(assignment, local_rank=local_rank), settings, clock).work(train)
+        Worker(msgspec.structs.replace(assignment, local_rank=local_rank), settings, clock).run(train)
     elif dist.is_available() and dist.is_initialized():
         _run_in_group(train, _device_of_group())
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _run_under_torchrun(train, settings)
     else:
-        train(Run(Place(device=_own_device()), IdleKeeper()))
+        train(Run(RankContext(device=_own_device()), IdleSession()))
 
 
 def _check(train: TrainingFunction) -> None:
@@ -89,7 +89,7 @@ def _own_device() -> torch.device:
 
 
 def _run_under_torchrun(train: TrainingFunction, settings: HookSettings) -> None:
-    backend = backend_named(settings.backend)
+    backend = make_backend(settings.backend)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = device_for(backend, local_rank)
     if device.type == "cuda":
@@ -103,7 +103,7 @@ def _run_under_torchrun(train: TrainingFunction, settings: HookSettings) -> None
 
 def _run_in_group(train: TrainingFunction, device: torch.device) -> None:
     """Run the training function once, on the ranks of the process group that there is."""
-    place = Place(
+    place = RankContext(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
@@ -111,4 +111,4 @@ def _run_in_group(train: TrainingFunction, device: torch.device) -> None:
         device=device,
         mesh=lambda: init_device_mesh(device.type, (dist.get_world_size(),)),
     )
-    train(Run(place, IdleKeeper()))
+    train(Run(place, IdleSession()))

@@ -23,34 +23,37 @@ import torch
 from everstep.errors import EverstepError
 from everstep_trainer.data.loader import is_stateful_loader
 from everstep_trainer.state.blob import Blob
-from everstep_trainer.state.python_state import Merged, decode
+from everstep_trainer.state.python_state import MergedState, decode
 from everstep_trainer.state.tensors import TrackedTensor
 from everstep_trainer.state.tracked_state import TrackedState
 
 # ---- spikes
 # Whether a loss is one to go on from: a pure judgement over those before it.
 
-NORMAL_MAD = 1.4826
+MAD_TO_STD = 1.4826
 """Standard deviations in a median absolute deviation, of normal noise."""
-LEAST_SPREAD = 0.01
+MIN_SPREAD = 0.01
 """Of the median: losses that happen to be nearly equal do not make the next one a spike."""
 
 
 class SpikeRule(msgspec.Struct, frozen=True, kw_only=True):
     """What counts as a spike: a loss that many spreads above the median of the last ones.
 
-    spike: in standard deviations, estimated from the median absolute deviation; None: only NaN and infinities count.
+    threshold: in standard deviations, estimated from the median absolute deviation; None: only NaN and infinities
+        count.
     window: losses that are looked at. More: a slow change is mistaken for a spike sooner; fewer: noise is.
     warmup: losses that are needed before anything but NaN counts.
     """
 
-    spike: float | None = 10.0
+    threshold: float | None = 10.0
     window: int = 64
     warmup: int = 16
 
     def __post_init__(self) -> None:
-        if self.spike is not None and self.spike <= 0:
-            raise ValueError(f"spike is {self.spike}: a positive number of standard deviations, or None for NaN only")
+        if self.threshold is not None and self.threshold <= 0:
+            raise ValueError(
+                f"spike_threshold is {self.threshold}: a positive number of standard deviations, or None for NaN only"
+            )
         if not 2 <= self.warmup <= self.window:
             raise ValueError(f"warmup is {self.warmup}: take 2 up to the window of {self.window} losses")
 
@@ -62,15 +65,15 @@ class LossHistory:
         self._rule = rule
         self.losses: deque[float] = deque(losses or (), maxlen=rule.window)
 
-    def judge(self, loss: float) -> str:
+    def describe_problem(self, loss: float) -> str:
         """What is wrong with it, as a phrase; empty where nothing is."""
         if not math.isfinite(loss):
             return f"it is {loss}"
-        if self._rule.spike is None or len(self.losses) < self._rule.warmup:
+        if self._rule.threshold is None or len(self.losses) < self._rule.warmup:
             return ""
         middle = median(self.losses)
-        spread = max(NORMAL_MAD * median(abs(past - middle) for past in self.losses), LEAST_SPREAD * abs(middle))
-        if loss <= middle + self._rule.spike * spread:
+        spread = max(MAD_TO_STD * median(abs(past - middle) for past in self.losses), MIN_SPREAD * abs(middle))
+        if loss <= middle + self._rule.threshold * spread:
             return ""
         return f"it is {(loss - middle) / spread:.1f} standard deviations above the last {len(self.losses)}"
 
@@ -88,7 +91,7 @@ class LossHistory:
 _Form = tuple[object, ...]
 
 
-class KeptVersion:
+class RollbackCopy:
     """A copy of this rank's tracked state, as it was before some data step.
 
     ``forms``: what each of ``tensors`` is a copy of. ``stateful``: the parameters for which each optimizer had state.
@@ -102,91 +105,91 @@ class KeptVersion:
         blob: Blob,
         data_step: int,
     ) -> None:
-        self.forms = forms
+        self.tensor_forms = forms
         self.tensors = tensors
-        self.stateful = stateful
+        self.parameters_with_state = stateful
         self.blob = blob
         self.data_step = data_step
 
 
-class KeptVersions:
+class RollbackCopies:
     """At most ``count`` that are proven, and one on trial."""
 
     def __init__(self, state: TrackedState, count: int) -> None:
         self._state = state
         self._count = count
         self._tracked: list[TrackedTensor] = []
-        self._proven: deque[KeptVersion] = deque()
-        self._trial: KeptVersion | None = None
-        self._spare: KeptVersion | None = None
+        self._confirmed: deque[RollbackCopy] = deque()
+        self._trial: RollbackCopy | None = None
+        self._spare: RollbackCopy | None = None
 
     @property
-    def oldest(self) -> KeptVersion | None:
+    def oldest(self) -> RollbackCopy | None:
         """The oldest that is proven; without any the one on trial."""
-        return self._proven[0] if self._proven else self._trial
+        return self._confirmed[0] if self._confirmed else self._trial
 
-    def keep(self, data_step: int) -> None:
+    def take(self, data_step: int) -> None:
         """The state as it is, before ``data_step``: on trial."""
         self._drop_trial()
-        tracked, spare = self._look(), self._spare
+        tracked, spare = self._find_tensors(), self._spare
         forms, live = [_form(tensor) for tensor in tracked], _live(tracked)
         self._spare = None
-        fits = spare is not None and spare.forms == forms
+        fits = spare is not None and spare.tensor_forms == forms
         room = spare.tensors if spare is not None and fits else [torch.empty_like(tensor) for tensor in live]
         _copy(room, live)
         stateful = [set(optimizer.state) for optimizer in self._state.optimizers]
-        self._trial = KeptVersion(forms, room, stateful, self._state.taken(), data_step)
+        self._trial = RollbackCopy(forms, room, stateful, self._state.capture(), data_step)
 
-    def prove(self) -> None:
+    def confirm(self) -> None:
         """A loss that was computed from the version on trial is good."""
         if self._trial is None:
             return
-        self._proven.append(self._trial)
+        self._confirmed.append(self._trial)
         self._trial = None
-        if len(self._proven) > self._count:
-            self._spare = self._proven.popleft()
+        if len(self._confirmed) > self._count:
+            self._spare = self._confirmed.popleft()
 
     def clear(self) -> None:
         """What is tracked is another state than was kept."""
-        self._proven.clear()
+        self._confirmed.clear()
         self._trial = self._spare = None
 
-    def can_go_back(self) -> bool:
+    def can_roll_back(self) -> bool:
         """Whether there is one, of the tensors that are tracked now. Optimizer state may have come since."""
         version = self.oldest
-        return version is not None and [_form(tensor) for tensor in self._then(version)] == version.forms
+        return version is not None and [_form(tensor) for tensor in self._tensors_of(version)] == version.tensor_forms
 
-    def go_back(self) -> KeptVersion:
-        """To the oldest, where ``can_go_back``; newer ones are forgotten. The caller has asked for tracked state."""
+    def roll_back(self) -> RollbackCopy:
+        """To the oldest, where ``can_roll_back``; newer ones are forgotten. The caller has asked for tracked state."""
         version = self.oldest
-        assert version is not None, "can_go_back was asked"
-        if self._proven:
+        assert version is not None, "can_roll_back was asked"
+        if self._confirmed:
             self._drop_trial()
-            self._proven = deque([version])
-        _copy(_live(self._then(version)), version.tensors)
-        for optimizer, had in zip(self._state.optimizers, version.stateful, strict=True):
+            self._confirmed = deque([version])
+        _copy(_live(self._tensors_of(version)), version.tensors)
+        for optimizer, had in zip(self._state.optimizers, version.parameters_with_state, strict=True):
             for parameter in optimizer.state.keys() - had:
                 del optimizer.state[parameter]
-        self._state.load_python(Merged([decode(version.blob.data())], self._state.python_names()))
+        self._state.load_python(MergedState([decode(version.blob.data())], self._state.python_names()))
         return version
 
     def _drop_trial(self) -> None:
         if self._trial is not None:
             self._spare, self._trial = self._trial, None
 
-    def _look(self) -> list[TrackedTensor]:
-        if not self._tracked or not self._state.unchanged():
+    def _find_tensors(self) -> list[TrackedTensor]:
+        if not self._tracked or not self._state.is_unchanged():
             self._tracked = self._state.tensors()
         return self._tracked
 
-    def _then(self, version: KeptVersion) -> list[TrackedTensor]:
+    def _tensors_of(self, version: RollbackCopy) -> list[TrackedTensor]:
         """What is tracked now, but optimizer state of parameters that had none."""
         since = {
             id(optimizer.state[parameter])
-            for optimizer, had in zip(self._state.optimizers, version.stateful, strict=True)
+            for optimizer, had in zip(self._state.optimizers, version.parameters_with_state, strict=True)
             for parameter in optimizer.state.keys() - had
         }
-        return [tensor for tensor in self._look() if id(tensor.place) not in since]
+        return [tensor for tensor in self._find_tensors() if id(tensor.container) not in since]
 
 
 def _form(tensor: TrackedTensor) -> _Form:
@@ -194,7 +197,7 @@ def _form(tensor: TrackedTensor) -> _Form:
 
 
 def _live(tracked: list[TrackedTensor]) -> list[torch.Tensor]:
-    return [tensor.now() if tensor.volatile else tensor.local for tensor in tracked]
+    return [tensor.current() if tensor.is_volatile else tensor.local for tensor in tracked]
 
 
 def _copy(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
@@ -205,8 +208,8 @@ def _copy(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
 
 log = logging.getLogger(__name__)
 
-RECORDS = 100
-Policy = Literal["skip", "replay"]
+MAX_RECORDS = 100
+GuardPolicy = Literal["skip", "replay"]
 Loss = torch.Tensor | Sequence[torch.Tensor]
 
 
@@ -214,52 +217,55 @@ class LossDiverged(EverstepError, RuntimeError):
     """The loss stayed bad, however often the guard went back; the message says how often and what to look at."""
 
 
-class Guard:
+class LossGuard:
     """See ``Run.guard``. Its count of data steps, the last losses and what it did are tracked with everything else.
 
     Args:
         mean: of a loss over all samples of the step (``Run.mean``). A collective.
-        everywhere: whether something is true on all ranks. A collective.
+        on_all_ranks: whether something is true on all ranks. A collective.
         before_update: is called before tracked state is changed.
-        told: takes the data step and the sentence of each refusal.
-        where: fields for the log.
+        on_refusal: takes the data step and the sentence of each refusal.
+        log_fields: fields for the log.
     """
 
     def __init__(
         self,
         mean: Callable[[Loss | None, float], torch.Tensor],
-        everywhere: Callable[[bool], bool],
+        on_all_ranks: Callable[[bool], bool],
         before_update: Callable[[], None],
-        told: Callable[[int, str], None],
+        on_refusal: Callable[[int, str], None],
         *,
-        policy: Policy,
-        back: int,
-        every: int,
-        limit: int,
+        policy: GuardPolicy,
+        rollback_copies: int,
+        copy_every: int,
+        max_refusals: int,
         rule: SpikeRule,
-        where: Mapping[str, object],
+        log_fields: Mapping[str, object],
     ) -> None:
         if policy not in ("skip", "replay"):
             raise ValueError(f"policy is {policy!r}: skip leaves the batch out, replay computes it again")
-        if back < 0 or every < 1 or limit < 1:
-            raise ValueError(f"back is {back}, every {every}, limit {limit}: at least 0, 1 and 1")
+        if rollback_copies < 0 or copy_every < 1 or max_refusals < 1:
+            raise ValueError(
+                f"rollback_copies is {rollback_copies}, copy_every {copy_every}, max_refusals {max_refusals}: "
+                "at least 0, 1 and 1"
+            )
         self._mean = mean
-        self._everywhere = everywhere
+        self._on_all_ranks = on_all_ranks
         self._before_update = before_update
-        self._told = told
+        self._on_refusal = on_refusal
         self._policy = policy
-        self._back = back
-        self._every = every
-        self._limit = limit
-        self._where = dict(where)
+        self._rollback_copies = rollback_copies
+        self._copy_every = copy_every
+        self._max_refusals = max_refusals
+        self._log_fields = dict(log_fields)
         self._history = LossHistory(rule)
         self._data_step = 1
-        self._left_out: set[int] = set()
-        self._in_a_row = 0
-        self._worst = 0
-        self._records: deque[dict[str, Any]] = deque(maxlen=RECORDS)
+        self._skipped_data_steps: set[int] = set()
+        self._refusals_in_a_row = 0
+        self._highest_refused_step = 0
+        self._records: deque[dict[str, Any]] = deque(maxlen=MAX_RECORDS)
         self._updated: int | None = None
-        self._kept: KeptVersions | None = None
+        self._copies: RollbackCopies | None = None
         self._done_here = 0
 
     @property
@@ -276,91 +282,102 @@ class Guard:
         """Whether to update: call it after the backward pass, on every rank, with what ``Run.mean`` takes.
 
         Where it says no, the state is that of an earlier version if one was kept, and the gradients count for nothing.
-        Waits for the loss. Raises LossDiverged after ``limit`` refusals without a step beyond the last of them.
+        Waits for the loss. Raises LossDiverged after ``max_refusals`` refusals without a step beyond the last of them.
         """
         value = float(self._mean(loss, weight))
-        reason = self._history.judge(value)
+        reason = self._history.describe_problem(value)
         if reason:
             self._refuse(value, reason)
             return False
         self._history.add(value)
         self._updated = self._data_step
-        if self._kept is not None:
-            self._kept.prove()
-        if self._data_step > self._worst:
-            self._in_a_row = 0
+        if self._copies is not None:
+            self._copies.confirm()
+        if self._data_step > self._highest_refused_step:
+            self._refusals_in_a_row = 0
         self._data_step += 1
-        self._pass_left_out()
+        self._skip_data_steps()
         return True
 
     # --- what Run calls
 
-    def require(self, objects: Mapping[str, object]) -> None:
+    def require_compatible(self, objects: Mapping[str, object]) -> None:
         """Raises ValueError for tracked objects that cannot be kept together with the guard."""
         if "guard" in objects:
             raise ValueError("the run's guard is tracked under the name guard: give what you track another one")
-        again = self._back > 0 or self._policy == "replay"
+        again = self._rollback_copies > 0 or self._policy == "replay"
         for key, tracked in objects.items():
             # its iterator goes on, while what is stored of it would stand where the guard went back to
             if again and is_stateful_loader(tracked):
                 raise ValueError(
                     f"{key} is a StatefulDataLoader, which cannot go back in the midst of an epoch: take run.loader, "
                     "which is asked for guard.data_step, or a guard that only leaves updates out "
-                    '(run.guard(policy="skip", back=0))'
+                    '(run.guard(policy="skip", rollback_copies=0))'
                 )
 
-    def watch(self, objects: Mapping[str, object], exclude: Iterable[str] = ()) -> None:
+    def track_objects(self, objects: Mapping[str, object], exclude: Iterable[str] = ()) -> None:
         """The tracked objects, restored; from here on their versions are kept, without what ``exclude`` leaves out."""
-        if self._back:
-            self._kept = KeptVersions(TrackedState(objects, exclude), self._back)
-            self._kept.keep(self._data_step)
+        if self._rollback_copies:
+            self._copies = RollbackCopies(TrackedState(objects, exclude), self._rollback_copies)
+            self._copies.take(self._data_step)
 
     def step_finished(self) -> None:
         """The tracked state stands: keeps it, if its turn has come."""
         self._done_here += 1
-        if self._kept is not None and self._done_here % self._every == 0:
-            self._kept.keep(self._data_step)
+        if self._copies is not None and self._done_here % self._copy_every == 0:
+            self._copies.take(self._data_step)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "data_step": self._data_step,
-            "left_out": sorted(self._left_out),
-            "in_a_row": self._in_a_row,
-            "worst": self._worst,
+            "skipped_data_steps": sorted(self._skipped_data_steps),
+            "refusals_in_a_row": self._refusals_in_a_row,
+            "highest_refused_step": self._highest_refused_step,
             "losses": list(self._history.losses),
             "records": list(self._records),
         }
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
         self._data_step = stored["data_step"]
-        self._left_out = set(stored["left_out"])
-        self._in_a_row, self._worst = stored["in_a_row"], stored["worst"]
+        self._skipped_data_steps = set(stored["skipped_data_steps"])
+        self._refusals_in_a_row, self._highest_refused_step = (
+            stored["refusals_in_a_row"],
+            stored["highest_refused_step"],
+        )
         self._history.losses.extend(stored["losses"])
         self._records.extend(stored["records"])
 
     # --- going back
 
     def _refuse(self, loss: float, reason: str) -> None:
-        self._in_a_row += 1
+        self._refusals_in_a_row += 1
         bad = self._data_step
-        self._worst = max(self._worst, bad)
-        if self._in_a_row > self._limit:
+        self._highest_refused_step = max(self._highest_refused_step, bad)
+        if self._refusals_in_a_row > self._max_refusals:
             raise LossDiverged(
-                f"the loss of data step {bad} is {loss:.6g} ({reason}), after {self._limit} refusals in a row: going "
-                "back does not help. Look at the learning rate and at the data, or raise spike or limit of run.guard"
+                f"the loss of data step {bad} is {loss:.6g} ({reason}), after {self._max_refusals} refusals "
+                "in a row: going back does not help. Look at the learning rate and at the data, or raise "
+                "spike_threshold or max_refusals of run.guard"
             )
         updated = self._updated
         version = self._go_back()
         if self._policy == "skip":
-            self._left_out.add(bad)
-            if self._in_a_row > 1 and version is not None and updated is not None and updated >= version.data_step:
-                self._left_out.add(updated)  # to leave out the loss's own batch did not help: it may be this update
-            self._pass_left_out()
+            self._skipped_data_steps.add(bad)
+            if (
+                self._refusals_in_a_row > 1
+                and version is not None
+                and updated is not None
+                and updated >= version.data_step
+            ):
+                self._skipped_data_steps.add(
+                    updated
+                )  # to leave out the loss's own batch did not help: it may be this update
+            self._skip_data_steps()
         to = "" if version is None else f" and went back to before data step {version.data_step}"
         done = "left its batch out" if self._policy == "skip" else "will compute its batch again"
         message = f"the loss of data step {bad} is {loss:.6g} ({reason}): made no update{to}, {done}"
-        log.warning("%s", message, extra=self._where)
-        self._told(bad, message)
+        log.warning("%s", message, extra=self._log_fields)
+        self._on_refusal(bad, message)
         self._records.append(
             {
                 "data_step": bad,
@@ -371,22 +388,22 @@ class Guard:
             }
         )
 
-    def _go_back(self) -> KeptVersion | None:
+    def _go_back(self) -> RollbackCopy | None:
         """To the oldest version there is. None: some rank has none."""
-        kept = self._kept
-        if not self._everywhere(kept is not None and kept.can_go_back()):
+        kept = self._copies
+        if not self._on_all_ranks(kept is not None and kept.can_roll_back()):
             if kept is not None:
                 kept.clear()
             return None
         assert kept is not None
         self._before_update()
-        version = kept.go_back()
+        version = kept.roll_back()
         self._data_step, self._updated = version.data_step, None
         return version
 
-    def _pass_left_out(self) -> None:
-        while self._data_step in self._left_out:
+    def _skip_data_steps(self) -> None:
+        while self._data_step in self._skipped_data_steps:
             self._data_step += 1
-        oldest = None if self._kept is None else self._kept.oldest
+        oldest = None if self._copies is None else self._copies.oldest
         first = self._data_step if oldest is None else oldest.data_step
-        self._left_out = {step for step in self._left_out if step >= first}
+        self._skipped_data_steps = {step for step in self._skipped_data_steps if step >= first}

@@ -8,14 +8,14 @@ import stat
 
 import msgspec
 
-RECORD_BYTES = 8192
+MAX_RECORD_BYTES = 8192
 """The largest record /dev/kmsg hands out (Linux, CONSOLE_EXT_LOG_MAX)."""
 
 READ_BYTES = 1 << 16
-LINE_BYTES = 8192
+MAX_LINE_BYTES = 8192
 """A longer line is cut there; what follows it up to the next line end is dropped."""
 
-MOST_RECORDS = 512
+MAX_RECORDS_PER_READ = 512
 _LINE_END = rb"\x0a"
 
 
@@ -39,22 +39,22 @@ class KernelLog:
         self._path = path
         self._not_before_us = not_before_s * 1e6
         self._position = position or LogPosition()
-        self._fresh = position is None
+        self._starts_at_end = position is None
         self._descriptor: int | None = None
-        self._kind = 0
-        self._rest = b""
-        self._cut = False
+        self._file_mode = 0
+        self._partial_line = b""
+        self._is_skipping_line = False
         self.error = ""
 
     @property
     def position(self) -> LogPosition:
         """Where the next life goes on; whole lines only."""
-        return msgspec.structs.replace(self._position, offset=max(0, self._position.offset - len(self._rest)))
+        return msgspec.structs.replace(self._position, offset=max(0, self._position.offset - len(self._partial_line)))
 
     @property
-    def wakes(self) -> int | None:
+    def wait_descriptor(self) -> int | None:
         """A descriptor that becomes readable with new lines; None where the log has to be looked at."""
-        return None if self._descriptor is None or stat.S_ISREG(self._kind) else self._descriptor
+        return None if self._descriptor is None or stat.S_ISREG(self._file_mode) else self._descriptor
 
     def open(self) -> None:
         """Opens the log if it is there and not open yet; the reason it cannot be is in ``error``."""
@@ -66,7 +66,7 @@ class KernelLog:
             flags = os.O_RDWR if stat.S_ISFIFO(kind) else os.O_RDONLY
             self._descriptor = os.open(self._path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
-            self._fresh = False
+            self._starts_at_end = False
             self.error = f"{self._path} is not there"
             return
         except OSError as error:
@@ -74,8 +74,8 @@ class KernelLog:
             return
         self.error = ""
         status = os.fstat(self._descriptor)
-        self._kind = status.st_mode
-        if stat.S_ISREG(self._kind):
+        self._file_mode = status.st_mode
+        if stat.S_ISREG(self._file_mode):
             self._seek(status)
 
     def read(self) -> list[str]:
@@ -83,11 +83,11 @@ class KernelLog:
         self.open()
         if self._descriptor is None:
             return []
-        if stat.S_ISCHR(self._kind):
+        if stat.S_ISCHR(self._file_mode):
             return self._read_records(self._descriptor)
         return self._read_bytes(self._descriptor)
 
-    def has_news(self) -> bool:
+    def has_new_data(self) -> bool:
         """Whether a file has grown, was replaced or cut short, or came to be: one system call."""
         try:
             named = os.stat(self._path)
@@ -102,14 +102,14 @@ class KernelLog:
 
     def _seek(self, status: os.stat_result) -> None:
         known = self._position.inode == status.st_ino and self._position.offset <= status.st_size
-        offset = self._position.offset if known else (status.st_size if self._fresh else 0)
-        self._fresh = False
-        self._rest, self._cut = b"", False
+        offset = self._position.offset if known else (status.st_size if self._starts_at_end else 0)
+        self._starts_at_end = False
+        self._partial_line, self._is_skipping_line = b"", False
         self._position = LogPosition(inode=status.st_ino, offset=offset)
 
     def _read_bytes(self, descriptor: int) -> list[str]:
         try:
-            if stat.S_ISREG(self._kind):
+            if stat.S_ISREG(self._file_mode):
                 data = os.pread(descriptor, READ_BYTES, self._position.offset)
             else:
                 data = os.read(descriptor, READ_BYTES)
@@ -122,22 +122,22 @@ class KernelLog:
             self._follow_rotation()
             return []
         self._position = msgspec.structs.replace(self._position, offset=self._position.offset + len(data))
-        return self._lines(data)
+        return self._split_lines(data)
 
-    def _lines(self, data: bytes) -> list[str]:
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        if self._cut and whole:
-            whole, self._cut = whole[1:], False
-        if self._cut:
-            self._rest = b""
-        elif len(self._rest) > LINE_BYTES:
-            whole.append(self._rest)
-            self._rest, self._cut = b"", True
-        return [line[:LINE_BYTES].decode("utf-8", "replace").rstrip("\r") for line in whole if line]
+    def _split_lines(self, data: bytes) -> list[str]:
+        *whole, self._partial_line = (self._partial_line + data).split(b"\n")
+        if self._is_skipping_line and whole:
+            whole, self._is_skipping_line = whole[1:], False
+        if self._is_skipping_line:
+            self._partial_line = b""
+        elif len(self._partial_line) > MAX_LINE_BYTES:
+            whole.append(self._partial_line)
+            self._partial_line, self._is_skipping_line = b"", True
+        return [line[:MAX_LINE_BYTES].decode("utf-8", "replace").rstrip("\r") for line in whole if line]
 
     def _follow_rotation(self) -> None:
         """At the end of a file: goes over to the one that took its name, or to the start of one cut short."""
-        if self._descriptor is None or not stat.S_ISREG(self._kind):
+        if self._descriptor is None or not stat.S_ISREG(self._file_mode):
             return
         try:
             named = os.stat(self._path)
@@ -151,9 +151,9 @@ class KernelLog:
 
     def _read_records(self, descriptor: int) -> list[str]:
         lines: list[str] = []
-        while len(lines) < MOST_RECORDS:
+        while len(lines) < MAX_RECORDS_PER_READ:
             try:
-                record = os.read(descriptor, RECORD_BYTES)
+                record = os.read(descriptor, MAX_RECORD_BYTES)
             except BlockingIOError:
                 break
             except OSError as error:
@@ -163,10 +163,10 @@ class KernelLog:
                 break
             if not record:
                 break
-            lines += self._record(record)
+            lines += self._parse_record(record)
         return lines
 
-    def _record(self, record: bytes) -> list[str]:
+    def _parse_record(self, record: bytes) -> list[str]:
         """``priority,sequence,time,flags;text`` and lines of properties, which begin with a space.
 
         One printk of several lines is one record, in which the kernel escapes each line's end as it does all that is

@@ -10,7 +10,7 @@ import pynvml
 
 from everstep_agent.sensors.samples import GpuIdentity
 
-NOT_OFFERED = frozenset(
+UNSUPPORTED_ERRORS = frozenset(
     {
         pynvml.NVML_ERROR_NOT_SUPPORTED,
         pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
@@ -55,8 +55,8 @@ PROCESSES = pynvml.nvmlDeviceGetComputeRunningProcesses_v3
 
 SENSOR_GPU = pynvml.NVML_TEMPERATURE_GPU
 CLOCK_SM, CLOCK_MEMORY = pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM
-CORRECTED, UNCORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-SINCE_LOAD, LIFETIME = pynvml.NVML_VOLATILE_ECC, pynvml.NVML_AGGREGATE_ECC
+ECC_CORRECTED, ECC_UNCORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+ECC_SINCE_DRIVER_LOAD, ECC_LIFETIME = pynvml.NVML_VOLATILE_ECC, pynvml.NVML_AGGREGATE_ECC
 """Their arguments."""
 
 EVENT_XID = pynvml.nvmlEventTypeXidCriticalError
@@ -68,22 +68,22 @@ _EVENTS = (
     | pynvml.nvmlEventTypeGpuRecoveryAction
 )
 
-MOST_NVLINKS = 18
+MAX_NVLINKS = 18
 
 
-class NvmlFault(Exception):
+class NvmlError(Exception):
     """NVML refused. ``lost``: the GPU is gone from the bus; ``reset_required``: it needs a reset before it answers."""
 
-    def __init__(self, what: str, code: int) -> None:
-        super().__init__(f"{what}: {_text(code)} (NVML error {code})")
+    def __init__(self, operation: str, code: int) -> None:
+        super().__init__(f"{operation}: {_text(code)} (NVML error {code})")
         self.code = code
 
     @property
-    def lost(self) -> bool:
+    def is_gpu_lost(self) -> bool:
         return self.code in (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_GPU_NOT_FOUND)
 
     @property
-    def reset_required(self) -> bool:
+    def is_reset_required(self) -> bool:
         return bool(self.code == pynvml.NVML_ERROR_RESET_REQUIRED)
 
 
@@ -99,25 +99,25 @@ def kernel_bus_id(nvml: str) -> str:
     return f"{int(domain, 16):04x}:{bus}:{device.partition('.')[0]}"
 
 
-class Device:
+class GpuDevice:
     """One GPU's handle. Values that the device does not offer are None, and are not asked for again.
 
     Args:
         links_seen: by GPU, the NVLinks that were ever up; outlives the library, and is added to here.
     """
 
-    def __init__(self, index: int, links_seen: dict[str, set[int]]) -> None:
-        self._handle = _checked("handle", pynvml.nvmlDeviceGetHandleByIndex, index)
-        self._not_offered: set[object] = set()
+    def __init__(self, index: int, nvlinks_seen_up: dict[str, set[int]]) -> None:
+        self._handle = _call("handle", pynvml.nvmlDeviceGetHandleByIndex, index)
+        self._unsupported: set[object] = set()
         self.identity = self._identify(index)
-        self._links_seen_up = links_seen.setdefault(self.identity.uuid, set())
+        self._links_seen_up = nvlinks_seen_up.setdefault(self.identity.uuid, set())
 
     def _identify(self, index: int) -> GpuIdentity:
         memory = self.read(pynvml.nvmlDeviceGetMemoryInfo)
         return GpuIdentity(
             index=index,
-            pci_bus_id=kernel_bus_id(_checked("PCI address", pynvml.nvmlDeviceGetPciInfo, self._handle).busId),
-            uuid=_checked("UUID", pynvml.nvmlDeviceGetUUID, self._handle),
+            pci_bus_id=kernel_bus_id(_call("PCI address", pynvml.nvmlDeviceGetPciInfo, self._handle).busId),
+            uuid=_call("UUID", pynvml.nvmlDeviceGetUUID, self._handle),
             name=self.read(pynvml.nvmlDeviceGetName) or "",
             serial=self.read(pynvml.nvmlDeviceGetSerial) or "",
             memory_bytes=0 if memory is None else memory.total,
@@ -133,37 +133,37 @@ class Device:
 
     def read(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """``function(handle, *arguments)``, or None where it is not offered. Raises NvmlFault."""
-        if (function, arguments) in self._not_offered:
+        if (function, arguments) in self._unsupported:
             return None
         try:
             return function(self._handle, *arguments)
         except pynvml.NVMLError as error:
             # Without arguments, an invalid one can only be the handle: no reason to stop asking.
-            if error.value in NOT_OFFERED or (arguments and error.value == pynvml.NVML_ERROR_INVALID_ARGUMENT):
-                self._not_offered.add((function, arguments))
+            if error.value in UNSUPPORTED_ERRORS or (arguments and error.value == pynvml.NVML_ERROR_INVALID_ARGUMENT):
+                self._unsupported.add((function, arguments))
                 return None
-            raise NvmlFault(function.__name__, error.value) from None
+            raise NvmlError(function.__name__, error.value) from None
 
-    def fields(self, ids: Sequence[int]) -> list[Any]:
+    def read_fields(self, ids: Sequence[int]) -> list[Any]:
         """Field values in the order of ``ids``; None for one that is not offered. Raises NvmlFault."""
         values = self.read(pynvml.nvmlDeviceGetFieldValues, tuple(ids))
         if values is None:
             return [None] * len(ids)
         return [_field(value) for value in values]
 
-    def register(self, events: Any) -> bool:
+    def register_events(self, event_set: Any) -> bool:
         """Takes part in an event set; False where the device offers no events, or refuses."""
         try:
             offered = pynvml.nvmlDeviceGetSupportedEventTypes(self._handle) & _EVENTS
             if offered:
-                pynvml.nvmlDeviceRegisterEvents(self._handle, offered, events)
+                pynvml.nvmlDeviceRegisterEvents(self._handle, offered, event_set)
         except pynvml.NVMLError:
             return False
         return bool(offered)
 
-    def nvlinks(self) -> tuple[int, int]:
+    def count_nvlinks(self) -> tuple[int, int]:
         """How many links have ever been seen up, and how many of those are down. Raises NvmlFault."""
-        up = {link for link in range(MOST_NVLINKS) if self.read(pynvml.nvmlDeviceGetNvLinkState, link)}
+        up = {link for link in range(MAX_NVLINKS) if self.read(pynvml.nvmlDeviceGetNvLinkState, link)}
         self._links_seen_up.update(up)
         return len(self._links_seen_up), len(self._links_seen_up - up)
 
@@ -195,34 +195,34 @@ def _address(handle: Any) -> int:
     return cast(handle, c_void_p).value or 0
 
 
-def _checked(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def _call(operation: str, function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except pynvml.NVMLError as error:
-        raise NvmlFault(what, error.value) from None
+        raise NvmlError(operation, error.value) from None
 
 
 class Nvml:
     """The opened library: its devices and its events. Every method raises NvmlFault."""
 
-    def __init__(self, links_seen: dict[str, set[int]]) -> None:
-        _checked("initialization", pynvml.nvmlInitWithFlags, 0)
+    def __init__(self, nvlinks_seen_up: dict[str, set[int]]) -> None:
+        _call("initialization", pynvml.nvmlInitWithFlags, 0)
         try:
-            self.driver_version: str = _checked("driver version", pynvml.nvmlSystemGetDriverVersion)
-            self.devices: list[Device] = []
-            self.broken: list[tuple[int, NvmlFault]] = []
-            for index in range(_checked("count", pynvml.nvmlDeviceGetCount)):
-                self._add(index, links_seen)
+            self.driver_version: str = _call("driver version", pynvml.nvmlSystemGetDriverVersion)
+            self.devices: list[GpuDevice] = []
+            self.failed_devices: list[tuple[int, NvmlError]] = []
+            for index in range(_call("count", pynvml.nvmlDeviceGetCount)):
+                self._add(index, nvlinks_seen_up)
             self._events = self._register()
-        except NvmlFault:
+        except NvmlError:
             self.close()
             raise
 
     def _add(self, index: int, links_seen: dict[str, set[int]]) -> None:
         try:
-            self.devices.append(Device(index, links_seen))
-        except NvmlFault as fault:
-            self.broken.append((index, fault))
+            self.devices.append(GpuDevice(index, links_seen))
+        except NvmlError as fault:
+            self.failed_devices.append((index, fault))
 
     def _register(self) -> Any:
         """An event set for all devices that take part, or None where none does."""
@@ -232,21 +232,21 @@ class Nvml:
             return None
         registered = 0
         for device in self.devices:
-            registered += device.register(events)
+            registered += device.register_events(events)
         return events if registered else None
 
     @property
     def has_events(self) -> bool:
         return self._events is not None
 
-    def wait(self, timeout_ms: int) -> tuple[Device | None, int, int] | None:
+    def wait_event(self, timeout_ms: int) -> tuple[GpuDevice | None, int, int] | None:
         """The next event as (device, type, data), or None when the time is over. Raises NvmlFault."""
         try:
             event = pynvml.nvmlEventSetWait_v2(self._events, timeout_ms)
         except pynvml.NVMLError as error:
             if error.value == pynvml.NVML_ERROR_TIMEOUT:
                 return None
-            raise NvmlFault("event wait", error.value) from None
+            raise NvmlError("event wait", error.value) from None
         address = _address(event.device)
         device = next((each for each in self.devices if each.handle_value == address), None)
         return device, event.eventType, event.eventData

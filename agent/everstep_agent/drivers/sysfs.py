@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from everstep_agent.sensors.samples import HostIdentity
 
-NVIDIA = "0x10de"
-DISPLAY_CLASSES = ("0x0300", "0x0302")
+NVIDIA_VENDOR_ID = "0x10de"
+DISPLAY_CLASS_PREFIXES = ("0x0300", "0x0302")
 """VGA and 3D controllers; the audio function and NVSwitches (0x0680) of the same vendor are no GPUs."""
 
 
@@ -21,7 +21,7 @@ class PortReading(NamedTuple):
     """One port as the kernel has it; counters are since the driver was loaded. ``folder``: where it is found;
     ``identity``: as in ``PortSample``."""
 
-    folder: Path
+    sysfs_folder: Path
     name: str
     kind: str
     up: bool
@@ -39,7 +39,7 @@ class PcieLimit(NamedTuple):
 
 
 class ProcessCounts(NamedTuple):
-    stuck: int
+    uninterruptible: int
     zombies: int
 
 
@@ -60,24 +60,24 @@ _PCIE_GENERATIONS = {
     "64.0": 6,
 }
 """By gigatransfers a second, as ``max_link_speed`` has them (Linux, drivers/pci/probe.c)."""
-MOST_LANES = 32
+MAX_PCIE_LANES = 32
 """Of a PCIe link. The kernel shows 255 for a width that it does not know."""
 
 
-def _text(path: Path) -> str | None:
+def _read_text(path: Path) -> str | None:
     try:
         return path.read_text().strip()
     except OSError:
         return None
 
 
-def _number(path: Path) -> int | None:
-    text = _text(path)
+def _read_int(path: Path) -> int | None:
+    text = _read_text(path)
     return int(text) if text is not None and text.lstrip("-").isdigit() else None
 
 
-def _sum(folder: Path, names: tuple[str, ...]) -> int | None:
-    values = [value for name in names if (value := _number(folder / name)) is not None]
+def _sum_counters(folder: Path, names: tuple[str, ...]) -> int | None:
+    values = [value for name in names if (value := _read_int(folder / name)) is not None]
     return sum(values) if values else None
 
 
@@ -90,7 +90,7 @@ def _entries(folder: Path) -> list[Path]:
 
 def _identity(device: Path, **words: Path) -> dict[str, str]:
     """What ``words`` hold, and where on the bus the device sits; only what there is."""
-    found = {name: text for name, path in words.items() if (text := _text(path))}
+    found = {name: text for name, path in words.items() if (text := _read_text(path))}
     return found | ({"pci_bus_id": device.resolve().name} if device.is_symlink() else {})
 
 
@@ -98,11 +98,11 @@ def host_identity(sysfs: Path, proc: Path) -> HostIdentity:
     """The machine by its firmware's tables, whose serial numbers only root may read, and the kernel's release."""
     dmi = sysfs / "class/dmi/id"
     return HostIdentity(
-        vendor=_text(dmi / "sys_vendor") or "",
-        product=_text(dmi / "product_name") or "",
-        serial=_text(dmi / "product_serial") or "",
-        chassis_serial=_text(dmi / "chassis_serial") or "",
-        kernel=_text(proc / "sys/kernel/osrelease") or "",
+        vendor=_read_text(dmi / "sys_vendor") or "",
+        product=_read_text(dmi / "product_name") or "",
+        serial=_read_text(dmi / "product_serial") or "",
+        chassis_serial=_read_text(dmi / "chassis_serial") or "",
+        kernel=_read_text(proc / "sys/kernel/osrelease") or "",
     )
 
 
@@ -113,19 +113,19 @@ def infiniband_ports(root: Path) -> list[PortReading]:
         of_device = {"board": device / "board_id", "firmware": device / "fw_ver", "address": device / "node_guid"}
         identity = _identity(device / "device", **of_device)
         for port in _entries(device / "ports"):
-            state = _text(port / "state")
+            state = _read_text(port / "state")
             if state is None:
                 continue
-            rate = (_text(port / "rate") or "").split(" ")[0]
+            rate = (_read_text(port / "rate") or "").split(" ")[0]
             ports.append(
                 PortReading(
-                    folder=port,
+                    sysfs_folder=port,
                     name=f"{device.name}/{port.name}",
                     kind="infiniband",
                     up="ACTIVE" in state,
                     rate_gbps=float(rate) if rate.replace(".", "", 1).isdigit() else None,
-                    errors=_sum(port / "counters", _IB_ERRORS),
-                    link_downs=_number(port / "counters/link_downed"),
+                    errors=_sum_counters(port / "counters", _IB_ERRORS),
+                    link_downs=_read_int(port / "counters/link_downed"),
                     identity=identity,
                 )
             )
@@ -136,40 +136,41 @@ def ethernet_ports(root: Path) -> list[PortReading]:
     """Physical Ethernet ports: bridges, tunnels and containers' ends have no device behind them and are left out."""
     ports = []
     for port in _entries(root / "class/net"):
-        if not (port / "device").exists() or _text(port / "type") != _ARPHRD_ETHER:
+        if not (port / "device").exists() or _read_text(port / "type") != _ARPHRD_ETHER:
             continue
-        speed = _number(port / "speed")
+        speed = _read_int(port / "speed")
         ports.append(
             PortReading(
-                folder=port,
+                sysfs_folder=port,
                 name=port.name,
                 kind="ethernet",
-                up=_text(port / "operstate") == "up",
+                up=_read_text(port / "operstate") == "up",
                 rate_gbps=speed / 1000 if speed is not None and speed > 0 else None,
-                errors=_sum(port / "statistics", _ETHERNET_ERRORS),
-                link_downs=_number(port / "carrier_down_count"),
+                errors=_sum_counters(port / "statistics", _ETHERNET_ERRORS),
+                link_downs=_read_int(port / "carrier_down_count"),
                 identity=_identity(port / "device", address=port / "address"),
             )
         )
     return ports
 
 
-def port_now(port: PortReading) -> PortReading | None:
+def refresh_port(port: PortReading) -> PortReading | None:
     """The port with its state read again, and everything else as it was; None where it is gone."""
     infiniband = port.kind == "infiniband"
-    state = _text(port.folder / ("state" if infiniband else "operstate"))
+    state = _read_text(port.sysfs_folder / ("state" if infiniband else "operstate"))
     if state is None:
         return None
     return port._replace(up="ACTIVE" in state if infiniband else state == "up")
 
 
-def nvidia_gpus_on_pci(root: Path) -> int | None:
+def count_nvidia_gpus_on_pci(root: Path) -> int | None:
     """How many NVIDIA display controllers the PCI bus shows, NVML or not. None where there is no PCI bus to read."""
     folder = root / "bus/pci/devices"
     if not folder.is_dir():
         return None
     return sum(
-        _text(device / "vendor") == NVIDIA and (_text(device / "class") or "").startswith(DISPLAY_CLASSES)
+        _read_text(device / "vendor") == NVIDIA_VENDOR_ID
+        and (_read_text(device / "class") or "").startswith(DISPLAY_CLASS_PREFIXES)
         for device in _entries(folder)
     )
 
@@ -178,11 +179,11 @@ def pcie_limit(root: Path, bus_id: str) -> PcieLimit:
     """What the device at ``bus_id`` (``0000:1b:00``) and the port above it can do together: the lesser of both."""
     device = root / f"bus/pci/devices/{bus_id}.0"
     ends = (device, device.resolve().parent) if device.exists() else ()
-    speeds = [_PCIE_GENERATIONS.get((_text(end / "max_link_speed") or "").partition(" ")[0]) for end in ends]
-    widths = [_number(end / "max_link_width") for end in ends]
+    speeds = [_PCIE_GENERATIONS.get((_read_text(end / "max_link_speed") or "").partition(" ")[0]) for end in ends]
+    widths = [_read_int(end / "max_link_width") for end in ends]
     return PcieLimit(
         min((speed for speed in speeds if speed is not None), default=None),
-        min((width for width in widths if width is not None and 0 < width <= MOST_LANES), default=None),
+        min((width for width in widths if width is not None and 0 < width <= MAX_PCIE_LANES), default=None),
     )
 
 

@@ -10,18 +10,18 @@ import msgspec
 import xxhash
 
 from everstep.vocabulary import Finding, FindingKind, Severity
-from everstep_agent.findings.rules import Event, LineRule, Policy, Rule, RuleHistory
+from everstep_agent.findings.rules import ClearEvent, FindingPolicy, FindingRule, KernelLineRule, RuleHistory
 from everstep_agent.findings.xid_history import XidHistory, XidRecord
-from everstep_agent.findings.xids import XidReader, recovery_action, recovery_name
+from everstep_agent.findings.xids import XidParser, recovery_action, recovery_name
 from everstep_agent.sensors.samples import GpuSample, HostSample, SensorState, XidEvent
-from everstep_agent.sensors.sensor_messages import Poll
+from everstep_agent.sensors.sensor_messages import PollResult
 
 SENSOR_SUBJECT = "nvml"
 HOST_SUBJECT = "host"
-MOST_SAID = 64
+MAX_LINE_FINDINGS = 64
 """Findings from lines of the kernel's log that may stand at a time."""
 
-_GRAVITY = {severity: gravity for gravity, severity in enumerate(Severity)}
+_SEVERITY_ORDER = {severity: gravity for gravity, severity in enumerate(Severity)}
 
 
 class Instant(NamedTuple):
@@ -31,25 +31,25 @@ class Instant(NamedTuple):
     monotonic: float
 
 
-class GpuTrace(msgspec.Struct, frozen=True):
+class GpuResetState(msgspec.Struct, frozen=True):
     """What tells a reset or an exchange of the GPU at a PCI address from one look to the next."""
 
     uuid: str
     energy_j: float | None = None
     lost: bool = False
-    recovery: int | None = None
+    recovery_action: int | None = None
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
+class AssessorState(msgspec.Struct, frozen=True, kw_only=True):
     """What must outlive the agent: findings that only a reset, a boot or an exchange ends, and how to notice those."""
 
     boot_id: str = ""
-    xids: tuple[XidRecord, ...] = ()
-    standing: tuple[Finding, ...] = ()
-    gpus: dict[str, GpuTrace] = {}
+    xid_records: tuple[XidRecord, ...] = ()
+    lasting_findings: tuple[Finding, ...] = ()
+    gpu_reset_states: dict[str, GpuResetState] = {}
 
 
-class Assessor:
+class FindingAssessor:
     """A node's findings.
 
     Every method that takes something in returns True where ``findings`` changed by it.
@@ -61,85 +61,87 @@ class Assessor:
         memory: what an earlier life of the agent left.
     """
 
-    def __init__(self, policy: Policy, node: str, expected_gpus: int | None, memory: Memory, now: Instant) -> None:
+    def __init__(
+        self, policy: FindingPolicy, node: str, expected_gpus: int | None, state: AssessorState, now: Instant
+    ) -> None:
         self._policy = policy
         self._node = node
-        self._expected = expected_gpus
-        self._boot_id = memory.boot_id
-        self._gpus = dict(memory.gpus)
+        self._expected_gpus = expected_gpus
+        self._boot_id = state.boot_id
+        self._gpus = dict(state.gpu_reset_states)
         self._ports: dict[str, dict[str, str]] = {}
         self._uptime_s: float | None = None
         self._histories: dict[tuple[str, str], RuleHistory] = {}
-        self._raised: dict[tuple[str, str], Finding] = {}
-        self._said: dict[tuple[str, str], tuple[LineRule, Finding, float]] = {}
+        self._rule_findings: dict[tuple[str, str], Finding] = {}
+        self._line_findings: dict[tuple[str, str], tuple[KernelLineRule, Finding, float]] = {}
         # With the name of its field, made once: Python's cache of attributes keeps every new string it is asked for.
-        self._scopes: dict[str, list[tuple[Rule, str]]] = {}
+        self._rules_by_scope: dict[str, list[tuple[FindingRule, str]]] = {}
         for rule in policy.rules:
-            self._scopes.setdefault(rule.scope, []).append((rule, rule.field))
-        self._patterns = [(rule, re.compile(rule.pattern)) for rule in policy.lines]
-        self.xids = XidHistory(policy, memory.xids, now.monotonic)
-        self._reader = XidReader(self._bus_of)
-        self._resume(memory.standing)
+            self._rules_by_scope.setdefault(rule.scope, []).append((rule, rule.field))
+        self._line_rules = [(rule, re.compile(rule.pattern)) for rule in policy.line_rules]
+        self.xid_history = XidHistory(policy, state.xid_records, now.monotonic)
+        self._reader = XidParser(self._bus_of)
+        self._restore(state.lasting_findings)
         self.findings: tuple[Finding, ...] = ()
         self._dirty = True
-        self._settle()
+        self._rebuild_findings()
 
     # --- what comes in ---
 
-    def poll(self, poll: Poll, clock_skew_s: float | None, now: Instant) -> bool:
+    def process_poll(self, poll: PollResult, clock_skew_s: float | None, now: Instant) -> bool:
         """A poll of the sensor process."""
-        self._note_boot(poll.boot_id)
+        self._detect_boot(poll.boot_id)
         self._uptime_s = poll.host.uptime_s
         for gpu in poll.gpus:
-            self._gpu(gpu, now)
+            self._process_gpu(gpu, now)
         self._ports = {port.name: port.identity for port in poll.ports}
         for port in poll.ports:
-            self._judge("port", port.name, port, "", now)
+            self._apply_rules("port", port.name, port, "", now)
         for path in poll.paths:
-            self._judge("path", path.path, path, "", now)
+            self._apply_rules("path", path.path, path, "", now)
         host: HostSample = msgspec.structs.replace(poll.host, clock_skew_s=clock_skew_s)
-        self._judge("host", HOST_SUBJECT, host, host.error, now)
-        sensing = self._sensing(poll)
-        self._judge("sensor", SENSOR_SUBJECT, sensing, sensing.detail, now)
-        self._hush(now)
-        return self.xid_events(poll.xids, now)
+        self._apply_rules("host", HOST_SUBJECT, host, host.error, now)
+        sensing = self._sensor_state(poll)
+        self._apply_rules("sensor", SENSOR_SUBJECT, sensing, sensing.detail, now)
+        self._clear_quiet(now)
+        return self.process_xid_events(poll.xids, now)
 
-    def boot(self, boot_id: str) -> bool:
+    def process_boot(self, boot_id: str) -> bool:
         """The kernel's name for this boot, as soon as it is known: ends what a boot ends if it is a new one."""
-        self._note_boot(boot_id)
-        return self._settle()
+        self._detect_boot(boot_id)
+        return self._rebuild_findings()
 
-    def kernel_lines(self, lines: Iterable[str], now: Instant) -> bool:
+    def process_kernel_lines(self, lines: Iterable[str], now: Instant) -> bool:
         """New lines of the kernel's log."""
         for line in lines:
-            event = self._reader.read(line)
+            event = self._reader.parse_line(line)
             if event is not None:
-                self._dirty |= self.xids.take(event, now.wall, now.monotonic)
+                self._dirty |= self.xid_history.add_event(event, now.wall, now.monotonic)
                 continue
-            for rule, pattern in self._patterns:
+            for rule, pattern in self._line_rules:
                 if (match := pattern.search(line)) is not None:
-                    self._say(rule, match.groupdict().get("subject") or rule.id, line, now)
-        return self._settle()
+                    self._add_line_finding(rule, match.groupdict().get("subject") or rule.id, line, now)
+        return self._rebuild_findings()
 
-    def xid_events(self, events: Iterable[XidEvent], now: Instant) -> bool:
+    def process_xid_events(self, events: Iterable[XidEvent], now: Instant) -> bool:
         """XIDs that NVML told of between polls."""
         for event in events:
-            self._dirty |= self.xids.take(event, now.wall, now.monotonic)
-        return self._settle()
+            self._dirty |= self.xid_history.add_event(event, now.wall, now.monotonic)
+        return self._rebuild_findings()
 
-    def sensor(self, state: SensorState, now: Instant) -> bool:
+    def process_sensor_state(self, state: SensorState, now: Instant) -> bool:
         """What is known of the sensing itself. Fields that are None stay as they were."""
-        self._judge("sensor", SENSOR_SUBJECT, state, state.detail, now)
-        return self._settle()
+        self._apply_rules("sensor", SENSOR_SUBJECT, state, state.detail, now)
+        return self._rebuild_findings()
 
-    def memory(self) -> Memory:
+    def export_state(self) -> AssessorState:
         """What to keep for the next life of the agent."""
         sticky = {rule.id for rule in self._policy.rules if rule.clear_after_s is None}
-        return Memory(
+        return AssessorState(
             boot_id=self._boot_id,
-            xids=self.xids.records,
-            standing=tuple(f for (rule, _), f in self._raised.items() if rule in sticky),
-            gpus=dict(self._gpus),
+            xid_records=self.xid_history.records,
+            lasting_findings=tuple(f for (rule, _), f in self._rule_findings.items() if rule in sticky),
+            gpu_reset_states=dict(self._gpus),
         )
 
     # --- GPUs ---
@@ -147,47 +149,49 @@ class Assessor:
     def _bus_of(self, uuid: str) -> str | None:
         return next((bus_id for bus_id, gpu in self._gpus.items() if gpu.uuid == uuid), None)
 
-    def _gpu(self, sample: GpuSample, now: Instant) -> None:
+    def _process_gpu(self, sample: GpuSample, now: Instant) -> None:
         bus_id = sample.pci_bus_id
-        self._notice_reset(sample)
+        self._detect_reset(sample)
         if sample.recovery_action is not None:
-            self._dirty |= self.xids.recovery_read(bus_id, sample.recovery_action, now.monotonic)
-        self._judge("gpu", bus_id, sample, sample.error, now)
+            self._dirty |= self.xid_history.clear_recovery_action(bus_id, sample.recovery_action, now.monotonic)
+        self._apply_rules("gpu", bus_id, sample, sample.error, now)
 
-    def _notice_reset(self, sample: GpuSample) -> None:
+    def _detect_reset(self, sample: GpuSample) -> None:
         """Notices a reset (the energy counter began anew, a lost GPU answers, the driver asks for none any more)."""
         bus_id, before = sample.pci_bus_id, self._gpus.get(sample.pci_bus_id)
         energy = sample.energy_j if sample.energy_j is not None or before is None else before.energy_j
-        self._gpus[bus_id] = GpuTrace(sample.uuid, energy, sample.lost, sample.recovery_action)
+        self._gpus[bus_id] = GpuResetState(sample.uuid, energy, sample.lost, sample.recovery_action)
         if before is None or sample.lost or sample.error:
             return
         restarted = before.energy_j is not None and energy is not None and energy < before.energy_j
-        recovered = bool(before.recovery) and sample.recovery_action == 0
+        recovered = bool(before.recovery_action) and sample.recovery_action == 0
         if before.uuid != sample.uuid:
-            self._happened(Event.REPLACED, bus_id)
+            self._apply_clear_event(ClearEvent.REPLACED, bus_id)
         elif restarted or recovered or before.lost:
-            self._happened(Event.RESET, bus_id)
+            self._apply_clear_event(ClearEvent.RESET, bus_id)
 
-    def _note_boot(self, boot_id: str) -> None:
+    def _detect_boot(self, boot_id: str) -> None:
         before, self._boot_id = self._boot_id, boot_id or self._boot_id
         if before and before != self._boot_id:
-            self._happened(Event.BOOT, None)
-            self._forget_lines(key for key, (rule, _, _) in self._said.items() if Event.BOOT in rule.clear_on)
+            self._apply_clear_event(ClearEvent.BOOT, None)
+            self._clear_lines(
+                key for key, (rule, _, _) in self._line_findings.items() if ClearEvent.BOOT in rule.clear_on
+            )
 
-    def _happened(self, event: Event, subject: str | None) -> None:
-        self._dirty |= self.xids.event(event, subject)
+    def _apply_clear_event(self, event: ClearEvent, subject: str | None) -> None:
+        self._dirty |= self.xid_history.apply_clear_event(event, subject)
         for key, history in self._histories.items():
-            if subject in (None, key[1]) and history.event(event):
-                self._raised.pop(key, None)
+            if subject in (None, key[1]) and history.apply_clear_event(event):
+                self._rule_findings.pop(key, None)
                 self._dirty = True
 
     # --- the sensing itself ---
 
-    def _sensing(self, poll: Poll) -> SensorState:
-        expected = self._expected if self._expected is not None else (poll.pci_gpus or 0)
+    def _sensor_state(self, poll: PollResult) -> SensorState:
+        expected = self._expected_gpus if self._expected_gpus is not None else (poll.pci_gpu_count or 0)
         readable = sum(not gpu.error for gpu in poll.gpus)
         missing = max(0, expected - len(poll.gpus)) if poll.gpus else 0
-        faults = [f"{sensor}: {why}" for sensor, why in poll.faults]
+        faults = [f"{sensor}: {why}" for sensor, why in poll.sensor_errors]
         details = [poll.nvml_error, f"{readable} of {expected} GPUs answer" if missing else "", *faults]
         return SensorState(
             hangs=0,
@@ -200,24 +204,24 @@ class Assessor:
 
     # --- rules ---
 
-    def _judge(self, scope: str, subject: str, sample: msgspec.Struct, detail: str, now: Instant) -> None:
-        for rule, field in self._scopes.get(scope, ()):
+    def _apply_rules(self, scope: str, subject: str, sample: msgspec.Struct, detail: str, now: Instant) -> None:
+        for rule, field in self._rules_by_scope.get(scope, ()):
             key = (rule.id, subject)
             history = self._histories.get(key)
             if history is None:
                 history = self._histories[key] = RuleHistory(rule)
-            if not history.take(getattr(sample, field), now.monotonic, self._uptime_s):
+            if not history.add_value(getattr(sample, field), now.monotonic, self._uptime_s):
                 continue
             self._dirty = True
-            if history.standing:
-                self._raised[key] = self._finding(rule, subject, history.value, detail, now)
+            if history.is_active:
+                self._rule_findings[key] = self._finding(rule, subject, history.value, detail, now)
             else:
-                self._raised.pop(key, None)
+                self._rule_findings.pop(key, None)
 
-    def _finding(self, rule: Rule, subject: str, value: float, detail: str, now: Instant) -> Finding:
+    def _finding(self, rule: FindingRule, subject: str, value: float, detail: str, now: Instant) -> Finding:
         gpu = self._gpus.get(subject)
         identity = self._ports.get(subject, {}) if rule.scope == "port" else {}
-        action, message = rule.action, _message(rule, subject, value, detail)
+        action, message = rule.action, _format_message(rule, subject, value, detail)
         if rule.kind is FindingKind.GPU_RECOVERY_ACTION:
             action, message = recovery_action(int(value)), f"{message} ({recovery_name(int(value))})"
         return Finding(
@@ -235,13 +239,13 @@ class Assessor:
             evidence=dict(identity) if gpu is None else {"uuid": gpu.uuid},
         )
 
-    def _say(self, rule: LineRule, subject: str, line: str, now: Instant) -> None:
+    def _add_line_finding(self, rule: KernelLineRule, subject: str, line: str, now: Instant) -> None:
         key = (rule.id, subject)
-        before = self._said.get(key)
+        before = self._line_findings.get(key)
         if before is not None:
-            self._said[key] = (rule, before[1], now.monotonic)
+            self._line_findings[key] = (rule, before[1], now.monotonic)
             return
-        if len(self._said) >= MOST_SAID:
+        if len(self._line_findings) >= MAX_LINE_FINDINGS:
             return
         finding = Finding(
             kind=rule.kind,
@@ -254,36 +258,36 @@ class Assessor:
             source=rule.source,
             since=now.wall,
         )
-        self._said[key] = (rule, finding, now.monotonic)
+        self._line_findings[key] = (rule, finding, now.monotonic)
         self._dirty = True
 
-    def _hush(self, now: Instant) -> None:
+    def _clear_quiet(self, now: Instant) -> None:
         """Ends what the log has been quiet about for long enough."""
-        self._dirty |= self.xids.quiet(now.monotonic)
-        self._forget_lines(
+        self._dirty |= self.xid_history.drop_quiet(now.monotonic)
+        self._clear_lines(
             key
-            for key, (rule, _, last) in self._said.items()
+            for key, (rule, _, last) in self._line_findings.items()
             if rule.clear_after_s is not None and now.monotonic - last >= rule.clear_after_s
         )
 
-    def _forget_lines(self, keys: Iterable[tuple[str, str]]) -> None:
+    def _clear_lines(self, keys: Iterable[tuple[str, str]]) -> None:
         for key in list(keys):
-            del self._said[key]
+            del self._line_findings[key]
             self._dirty = True
 
-    def _resume(self, standing: tuple[Finding, ...]) -> None:
+    def _restore(self, findings: tuple[Finding, ...]) -> None:
         rules = {rule.id: rule for rule in self._policy.rules}
-        for finding in standing:
+        for finding in findings:
             rule = rules.get(finding.rule)
             if rule is not None:
                 key = (rule.id, finding.subject)
                 self._histories[key] = RuleHistory(rule)
-                self._histories[key].resume(finding.value or 0.0)
-                self._raised[key] = finding
+                self._histories[key].restore_active(finding.value or 0.0)
+                self._rule_findings[key] = finding
 
     # --- the result ---
 
-    def _settle(self) -> bool:
+    def _rebuild_findings(self) -> bool:
         """Puts the findings together again if anything moved: the gravest for each key, since its first sight."""
         if not self._dirty:
             return False
@@ -291,23 +295,23 @@ class Assessor:
         before = {finding.key: finding for finding in self.findings}
         gravest: dict[str, Finding] = {}
         uuids = {bus_id: gpu.uuid for bus_id, gpu in self._gpus.items()}
-        said = [finding for _, finding, _ in self._said.values()]
-        for finding in [*self._raised.values(), *said, *self.xids.findings(uuids)]:
+        said = [finding for _, finding, _ in self._line_findings.values()]
+        for finding in [*self._rule_findings.values(), *said, *self.xid_history.findings(uuids)]:
             other = gravest.get(finding.key)
-            if other is None or _GRAVITY[finding.severity] > _GRAVITY[other.severity]:
+            if other is None or _SEVERITY_ORDER[finding.severity] > _SEVERITY_ORDER[other.severity]:
                 gravest[finding.key] = finding
-        result = tuple(self._traced(finding, before.get(key)) for key, finding in sorted(gravest.items()))
+        result = tuple(self._with_trace(finding, before.get(key)) for key, finding in sorted(gravest.items()))
         changed = result != self.findings
         self.findings = result
         return changed
 
-    def _traced(self, finding: Finding, before: Finding | None) -> Finding:
+    def _with_trace(self, finding: Finding, before: Finding | None) -> Finding:
         since = finding.since if before is None else before.since
         name = f"{self._node}/{finding.key}/{since}"
         return msgspec.structs.replace(finding, since=since, trace=xxhash.xxh3_64_hexdigest(name.encode()))
 
 
-def _message(rule: Rule, subject: str, value: float, detail: str) -> str:
+def _format_message(rule: FindingRule, subject: str, value: float, detail: str) -> str:
     return rule.message.format(
         subject=subject, value=value, threshold=rule.threshold, window_s=rule.window_s, detail=detail or "no detail"
     )

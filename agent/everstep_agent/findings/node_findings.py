@@ -10,15 +10,15 @@ import msgspec
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.training import FindingCleared, FindingRaised
 
-HELD_S = 600.0
+ONE_TIME_FINDING_S = 600.0
 """How long a finding that is told once (a corrupt slot, a rank's word) stays in the picture after it was last told."""
 
-MOST_HELD = 256
+MAX_ONE_TIME_FINDINGS = 256
 
-_ORDER = (Severity.INFO, Severity.WARNING, Severity.CRITICAL)
+_SEVERITY_ORDER = (Severity.INFO, Severity.WARNING, Severity.CRITICAL)
 
 
-class FindingBoard:
+class NodeFindings:
     """The node's picture, from sources that say all they know (``replace``) and from single words (``hold``).
 
     Every critical finding has a trace from the moment it appears, so that what follows from it can be found.
@@ -27,63 +27,63 @@ class FindingBoard:
         new_trace: makes one.
     """
 
-    def __init__(self, new_trace: Callable[[], str]) -> None:
-        self._new_trace = new_trace
+    def __init__(self, new_trace_id: Callable[[], str]) -> None:
+        self._new_trace_id = new_trace_id
         self._sources: dict[str, tuple[Finding, ...]] = {}
-        self._held: dict[str, tuple[float, FindingRaised]] = {}
+        self._one_time: dict[str, tuple[float, FindingRaised]] = {}
         self._traces: dict[str, str] = {}
-        self._picture: tuple[Finding, ...] = ()
+        self._findings: tuple[Finding, ...] = ()
 
     @property
-    def picture(self) -> tuple[Finding, ...]:
+    def findings(self) -> tuple[Finding, ...]:
         """Every finding that holds, one for each key, the worst where two sources say the same key."""
-        return self._picture
+        return self._findings
 
-    def replace(self, source: str, findings: Iterable[Finding]) -> list[FindingRaised | FindingCleared]:
+    def replace_source(self, source: str, findings: Iterable[Finding]) -> list[FindingRaised | FindingCleared]:
         """``source`` knows these and no others; returns what must be told at once."""
         findings = tuple(findings)
         if self._sources.get(source, ()) == findings:
             return []
         self._sources[source] = findings
-        return self._redraw()
+        return self._rebuild()
 
-    def hold(self, raised: FindingRaised, now: float) -> FindingRaised:
+    def add_one_time(self, raised: FindingRaised, now: float) -> FindingRaised:
         """Keeps a finding that nobody will clear for HELD_S from ``now`` (monotonic); returns it with its trace.
 
         The caller tells it: it may belong to a job, which the picture does not say.
         """
-        finding = self._traced(raised.finding)
-        self._held[finding.key] = now, msgspec.structs.replace(raised, finding=finding)
-        while len(self._held) > MOST_HELD:
-            del self._held[next(iter(self._held))]
-        self._redraw()
-        return self._held[finding.key][1]
+        finding = self._with_trace(raised.finding)
+        self._one_time[finding.key] = now, msgspec.structs.replace(raised, finding=finding)
+        while len(self._one_time) > MAX_ONE_TIME_FINDINGS:
+            del self._one_time[next(iter(self._one_time))]
+        self._rebuild()
+        return self._one_time[finding.key][1]
 
     def expire(self, now: float) -> list[FindingRaised | FindingCleared]:
         """Lets go of what was held long enough; returns what must be told at once."""
-        old = [key for key, (at, _) in self._held.items() if now - at >= HELD_S]
+        old = [key for key, (at, _) in self._one_time.items() if now - at >= ONE_TIME_FINDING_S]
         for key in old:
-            del self._held[key]
-        return self._redraw() if old else []
+            del self._one_time[key]
+        return self._rebuild() if old else []
 
-    def _traced(self, finding: Finding) -> Finding:
+    def _with_trace(self, finding: Finding) -> Finding:
         if finding.severity is not Severity.CRITICAL:
             return finding
-        trace = finding.trace or self._traces.get(finding.key) or self._new_trace()
+        trace = finding.trace or self._traces.get(finding.key) or self._new_trace_id()
         self._traces[finding.key] = trace
         return finding if finding.trace else msgspec.structs.replace(finding, trace=trace)
 
-    def _redraw(self) -> list[FindingRaised | FindingCleared]:
+    def _rebuild(self) -> list[FindingRaised | FindingCleared]:
         drawn: dict[str, Finding] = {}
-        held = tuple(raised.finding for _, raised in self._held.values())
+        held = tuple(raised.finding for _, raised in self._one_time.values())
         for findings in (*self._sources.values(), held):
             for finding in findings:
                 other = drawn.get(finding.key)
-                if other is None or _ORDER.index(finding.severity) > _ORDER.index(other.severity):
+                if other is None or _SEVERITY_ORDER.index(finding.severity) > _SEVERITY_ORDER.index(other.severity):
                     drawn[finding.key] = finding
-        before = {f.key: f for f in self._picture if f.severity is Severity.CRITICAL}
-        self._picture = tuple(self._traced(finding) for finding in drawn.values())
-        critical = {f.key: f for f in self._picture if f.severity is Severity.CRITICAL}
+        before = {f.key: f for f in self._findings if f.severity is Severity.CRITICAL}
+        self._findings = tuple(self._with_trace(finding) for finding in drawn.values())
+        critical = {f.key: f for f in self._findings if f.severity is Severity.CRITICAL}
         changes: list[FindingRaised | FindingCleared] = [
             FindingRaised(finding=finding) for key, finding in critical.items() if key not in before
         ]
@@ -95,69 +95,69 @@ class FindingBoard:
 # ---- self health
 # What the agent finds about itself. Facts in, findings out; no clocks, no I/O.
 
-SKEW_SAMPLES = 16
+MAX_SKEW_SAMPLES = 16
 """Heartbeats among which the one with the shortest round trip tells the clocks' difference best."""
 
 
-class SelfFacts(msgspec.Struct, frozen=True, kw_only=True):
+class AgentHealth(msgspec.Struct, frozen=True, kw_only=True):
     """What the supervisor knows of itself.
 
     ``vault_lost``: why the vault is away, empty while it serves; ``vault_lost_at`` since when (wall seconds).
     ``spool_dropped``: reports lost because the controller was away for too long; ``spool_since``: the first of them.
     """
 
-    vault_lost: str = ""
-    vault_lost_at: float = 0.0
+    vault_down_reason: str = ""
+    vault_down_at: float = 0.0
     spool_dropped: int = 0
-    spool_since: float = 0.0
+    spool_dropped_since: float = 0.0
 
 
-def assess(facts: SelfFacts) -> tuple[Finding, ...]:
+def find_agent_problems(health: AgentHealth) -> tuple[Finding, ...]:
     """The findings that follow from ``facts``."""
-    found = (_vault(facts), _spool(facts))
+    found = (_vault_finding(health), _spool_finding(health))
     return tuple(finding for finding in found if finding is not None)
 
 
-def _vault(facts: SelfFacts) -> Finding | None:
-    if not facts.vault_lost:
+def _vault_finding(health: AgentHealth) -> Finding | None:
+    if not health.vault_down_reason:
         return None
     return Finding(
         kind=FindingKind.VAULT_LOST,
         subject="vault",
         severity=Severity.CRITICAL,
-        message=f"this node keeps no checkpoints now: {facts.vault_lost}; it is being started again",
+        message=f"this node keeps no checkpoints now: {health.vault_down_reason}; it is being started again",
         action=Action.NONE,
         mode=Mode.RECOMMEND,
         rule="agent-vault-lost",
         source="the supervisor's own child",
-        since=facts.vault_lost_at,
+        since=health.vault_down_at,
     )
 
 
-def _spool(facts: SelfFacts) -> Finding | None:
-    if not facts.spool_dropped:
+def _spool_finding(health: AgentHealth) -> Finding | None:
+    if not health.spool_dropped:
         return None
     return Finding(
-        kind=FindingKind.AGENT_OVERFLOW,
+        kind=FindingKind.AGENT_SPOOL_OVERFLOW,
         subject="spool",
         severity=Severity.WARNING,
-        message=f"{facts.spool_dropped} reports were lost while no controller answered; "
-        "the oldest checkpoint reports went first: raise --spool-reports, or look after the controller",
+        message=f"{health.spool_dropped} reports were lost while no controller answered; "
+        "the oldest checkpoint reports went first: raise --spool-max-reports, or look after the controller",
         mode=Mode.OBSERVE,
         rule="agent-spool-overflow",
-        source="--spool-reports and --spool-bytes",
-        value=float(facts.spool_dropped),
-        since=facts.spool_since,
+        source="--spool-max-reports and --spool-max-bytes",
+        value=float(health.spool_dropped),
+        since=health.spool_dropped_since,
     )
 
 
-class SkewEstimate:
+class ClockSkewEstimate:
     """This clock against the controller's, from heartbeats: the answer's time is taken for the middle of the trip."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, float]] = deque(maxlen=SKEW_SAMPLES)
+        self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SKEW_SAMPLES)
 
-    def heard(self, server_at: float, received_at: float, round_trip_s: float) -> None:
+    def add_sample(self, server_at: float, received_at: float, round_trip_s: float) -> None:
         """An answer written at ``server_at`` (their clock) came at ``received_at`` (ours) after ``round_trip_s``."""
         skew_s = received_at - round_trip_s / 2 - server_at
         if self._samples and abs(skew_s - self._samples[-1][1]) > 1.0:

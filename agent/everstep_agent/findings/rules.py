@@ -17,7 +17,7 @@ import msgspec
 from everstep.errors import ConfigurationError
 from everstep.settings import load_toml
 from everstep.vocabulary import Action, FindingKind, Mode, Severity
-from everstep_agent.findings.xids import XidEntry, load_xids, unknown_xid
+from everstep_agent.findings.xids import XidEntry, load_xid_table, unknown_xid_entry
 from everstep_agent.sensors.samples import GpuSample, HostSample, PathSample, PortSample, SensorState
 
 POLICY_FOLDER = Path(__file__).parents[1] / "policy"
@@ -40,7 +40,7 @@ class Criterion(StrEnum):
     UNCHANGED = "unchanged"
 
 
-class Event(StrEnum):
+class ClearEvent(StrEnum):
     """What ends a finding that time does not: the machine booted, the GPU was reset, another GPU sits there."""
 
     BOOT = "boot"
@@ -48,14 +48,14 @@ class Event(StrEnum):
     REPLACED = "replaced"
 
 
-class Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StrictStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base: a key that nobody knows is an error."""
 
 
-class Rule(Strict, frozen=True, kw_only=True):
+class FindingRule(StrictStruct, frozen=True, kw_only=True):
     """One rule on a measured value.
 
-    ``n_of`` = [n, m]: bad in n of the last m polls. ``window_s``: for increase and unchanged. ``boot_grace_s``: not
+    ``n_of_m`` = [n, m]: bad in n of the last m polls. ``window_s``: for increase and unchanged. ``boot_grace_s``: not
     judged while the machine is up for less. Over when the test has failed for ``clear_after_s``, or on one of
     ``clear_on``. ``subject`` replaces the sample's own in the finding. ``message`` may use {subject}, {value},
     {threshold}, {window_s} and {detail}.
@@ -70,13 +70,13 @@ class Rule(Strict, frozen=True, kw_only=True):
     message: str
     source: str
     subject: str = ""
-    n_of: tuple[int, int] = (1, 1)
+    n_of_m: tuple[int, int] = (1, 1)
     window_s: float = 0.0
     boot_grace_s: float = 0.0
     action: Action = Action.NONE
     mode: Mode = Mode.RECOMMEND
     clear_after_s: float | None = None
-    clear_on: tuple[Event, ...] = ()
+    clear_on: tuple[ClearEvent, ...] = ()
 
     @property
     def scope(self) -> str:
@@ -87,7 +87,7 @@ class Rule(Strict, frozen=True, kw_only=True):
         return self.metric.partition(".")[2]
 
 
-class LineRule(Strict, frozen=True, kw_only=True):
+class KernelLineRule(StrictStruct, frozen=True, kw_only=True):
     """One rule on a line of the kernel log: a match is a finding. A named group ``subject`` names what it is about."""
 
     id: str
@@ -99,10 +99,10 @@ class LineRule(Strict, frozen=True, kw_only=True):
     action: Action = Action.NONE
     mode: Mode = Mode.RECOMMEND
     clear_after_s: float | None = None
-    clear_on: tuple[Event, ...] = ()
+    clear_on: tuple[ClearEvent, ...] = ()
 
 
-class XidOverride(Strict, frozen=True, kw_only=True):
+class XidOverride(StrictStruct, frozen=True, kw_only=True):
     """A site's own word on an XID; what it leaves out stays as the table has it."""
 
     xid: int
@@ -112,52 +112,54 @@ class XidOverride(Strict, frozen=True, kw_only=True):
     mode: Mode | None = None
 
 
-class Clearing(Strict, frozen=True, kw_only=True):
+class XidClearing(StrictStruct, frozen=True, kw_only=True):
     """When an XID finding is over, by the action that would cure it."""
 
     action: Action
     clear_after_s: float | None = None
-    clear_on: tuple[Event, ...] = ()
+    clear_on: tuple[ClearEvent, ...] = ()
 
 
-class PolicyFile(Strict, frozen=True, kw_only=True):
+class FindingPolicyFile(StrictStruct, frozen=True, kw_only=True):
     """One file; all parts may be left out."""
 
-    rule: tuple[Rule, ...] = ()
-    line: tuple[LineRule, ...] = ()
+    rule: tuple[FindingRule, ...] = ()
+    line: tuple[KernelLineRule, ...] = ()
     xid: tuple[XidOverride, ...] = ()
-    xid_clearing: tuple[Clearing, ...] = ()
+    xid_clearing: tuple[XidClearing, ...] = ()
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True):
+class FindingPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """All that samples are judged by."""
 
-    rules: tuple[Rule, ...]
-    lines: tuple[LineRule, ...]
-    xids: dict[int, XidEntry]
+    rules: tuple[FindingRule, ...]
+    line_rules: tuple[KernelLineRule, ...]
+    xid_entries: dict[int, XidEntry]
     xid_modes: dict[int, Mode]
-    xid_clearing: dict[Action, Clearing]
+    xid_clearing: dict[Action, XidClearing]
 
-    def xid(self, number: int) -> XidEntry:
-        return self.xids.get(number) or unknown_xid(number)
+    def get_xid_entry(self, number: int) -> XidEntry:
+        return self.xid_entries.get(number) or unknown_xid_entry(number)
 
-    def xid_mode(self, number: int) -> Mode:
+    def get_xid_mode(self, number: int) -> Mode:
         """What may be done about it by itself: evict for a fatal one, watch the others."""
-        default = Mode.ENFORCE if self.xid(number).severity is Severity.CRITICAL else Mode.OBSERVE
+        default = Mode.ENFORCE if self.get_xid_entry(number).severity is Severity.CRITICAL else Mode.OBSERVE
         return self.xid_modes.get(number, default)
 
-    def clearing(self, action: Action) -> Clearing:
+    def get_clearing(self, action: Action) -> XidClearing:
         return self.xid_clearing[action]
 
 
-def load_policy(site: Iterable[str | Path] = (), folder: Path = POLICY_FOLDER) -> Policy:
+def load_policy(site_files: Iterable[str | Path] = (), folder: Path = POLICY_FOLDER) -> FindingPolicy:
     """Our rules, and the site's over them. Raises ConfigurationError with file, line and key for what is wrong."""
-    rules: dict[str, Rule] = {}
-    lines: dict[str, LineRule] = {}
-    clearing: dict[Action, Clearing] = {}
+    rules: dict[str, FindingRule] = {}
+    lines: dict[str, KernelLineRule] = {}
+    clearing: dict[Action, XidClearing] = {}
     overrides: dict[int, XidOverride] = {}
-    for path in [*sorted(folder.glob("*.toml")), *map(Path, site)]:
-        part = load_toml(path, PolicyFile, (PolicyFile, Rule, LineRule, XidOverride, Clearing))
+    for path in [*sorted(folder.glob("*.toml")), *map(Path, site_files)]:
+        part = load_toml(
+            path, FindingPolicyFile, (FindingPolicyFile, FindingRule, KernelLineRule, XidOverride, XidClearing)
+        )
         rules |= {rule.id: _checked(rule, path) for rule in part.rule}
         lines |= {rule.id: _checked_line(rule, path) for rule in part.line}
         clearing |= {each.action: each for each in part.xid_clearing}
@@ -167,54 +169,54 @@ def load_policy(site: Iterable[str | Path] = (), folder: Path = POLICY_FOLDER) -
         raise ConfigurationError(
             f"{folder}: no [[xid_clearing]] says when XIDs of action {', '.join(missing)} are over"
         )
-    return Policy(
+    return FindingPolicy(
         rules=tuple(rules.values()),
-        lines=tuple(lines.values()),
-        xids=_overridden(load_xids(), overrides),
+        line_rules=tuple(lines.values()),
+        xid_entries=_apply_overrides(load_xid_table(), overrides),
         xid_modes={xid: each.mode for xid, each in overrides.items() if each.mode is not None},
         xid_clearing=clearing,
     )
 
 
-def _overridden(table: dict[int, XidEntry], overrides: dict[int, XidOverride]) -> dict[int, XidEntry]:
+def _apply_overrides(table: dict[int, XidEntry], overrides: dict[int, XidOverride]) -> dict[int, XidEntry]:
     result = dict(table)
     for xid, site in overrides.items():
-        entry = table.get(xid) or unknown_xid(xid)
+        entry = table.get(xid) or unknown_xid_entry(xid)
         result[xid] = msgspec.structs.replace(
             entry, severity=site.severity or entry.severity, action=site.action or entry.action, source=site.source
         )
     return result
 
 
-def _checked(rule: Rule, path: Path) -> Rule:
+def _checked(rule: FindingRule, path: Path) -> FindingRule:
     where = f"{path}: rule {rule.id!r}"
     struct = SCOPES.get(rule.scope)
     if struct is None:
         raise ConfigurationError(f"{where}: metric {rule.metric!r} must begin with one of {', '.join(SCOPES)}")
     if not hasattr(struct, rule.field):
         raise ConfigurationError(f"{where}: no metric {rule.metric!r}; see agent/everstep_agent/sensors/samples.py")
-    n, m = rule.n_of
+    n, m = rule.n_of_m
     if not 1 <= n <= m:
-        raise ConfigurationError(f"{where}: n_of = [{n}, {m}] must be [n, m] with 1 <= n <= m")
+        raise ConfigurationError(f"{where}: n_of_m = [{n}, {m}] must be [n, m] with 1 <= n <= m")
     if rule.test in (Criterion.INCREASE, Criterion.UNCHANGED) and rule.window_s <= 0:
         raise ConfigurationError(f"{where}: test {rule.test.value!r} needs window_s above zero")
-    _check_end(where, rule.clear_after_s, rule.clear_on)
+    _check_clearing(where, rule.clear_after_s, rule.clear_on)
     _check_message(where, rule.message, {"subject": "", "value": 0.0, "threshold": 0.0, "window_s": 0.0, "detail": ""})
     return rule
 
 
-def _checked_line(rule: LineRule, path: Path) -> LineRule:
+def _checked_line(rule: KernelLineRule, path: Path) -> KernelLineRule:
     where = f"{path}: line rule {rule.id!r}"
     try:
         re.compile(rule.pattern)
     except re.error as error:
         raise ConfigurationError(f"{where}: pattern is no regular expression: {error}") from error
-    _check_end(where, rule.clear_after_s, rule.clear_on)
+    _check_clearing(where, rule.clear_after_s, rule.clear_on)
     _check_message(where, rule.message, {"subject": "", "line": ""})
     return rule
 
 
-def _check_end(where: str, clear_after_s: float | None, clear_on: tuple[Event, ...]) -> None:
+def _check_clearing(where: str, clear_after_s: float | None, clear_on: tuple[ClearEvent, ...]) -> None:
     if clear_after_s is None and not clear_on:
         raise ConfigurationError(f"{where}: has no end: give clear_after_s, clear_on, or both")
 
@@ -230,53 +232,53 @@ def _check_message(where: str, message: str, fields: dict[str, object]) -> None:
 # ---- rule history
 # One rule on one subject through time: N of M, windows, grace, clearing. Pure; seconds are arguments.
 
-WINDOW_PARTS = 64
+MAX_WINDOW_SAMPLES = 64
 """A window is remembered at this resolution, so that an hour costs no more memory than a minute."""
 
 
 class RuleHistory:
     """Whether the rule stands (``standing``), and the value that made it so."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: FindingRule) -> None:
         self.rule = rule
-        self.standing = False
+        self.is_active = False
         self.value = 0.0
-        self._seen: deque[bool] = deque(maxlen=rule.n_of[1])
+        self._recent_results: deque[bool] = deque(maxlen=rule.n_of_m[1])
         self._window: deque[tuple[float, float]] = deque()
-        self._moved_at: float | None = None
-        self._last = 0.0
+        self._changed_at: float | None = None
+        self._last_value = 0.0
         self._good_since: float | None = None
 
-    def take(self, value: float | None, now_s: float, uptime_s: float | None) -> bool:
+    def add_value(self, value: float | None, now_s: float, uptime_s: float | None) -> bool:
         """Takes one poll's value; True where the rule has begun or ceased to stand. None moves nothing."""
         rule = self.rule
         if value is None or (uptime_s is not None and uptime_s < rule.boot_grace_s):
             return False
-        judged = self._judged(value, now_s)
+        judged = self._test(value, now_s)
         if judged is None:
             return False
         bad, shown = judged
-        self._seen.append(bad)
-        if sum(self._seen) >= rule.n_of[0] and not self.standing:
-            self.standing, self.value, self._good_since = True, shown, None
+        self._recent_results.append(bad)
+        if sum(self._recent_results) >= rule.n_of_m[0] and not self.is_active:
+            self.is_active, self.value, self._good_since = True, shown, None
             return True
-        return self.standing and self._ceases(bad, now_s)
+        return self.is_active and self._should_clear(bad, now_s)
 
-    def event(self, event: Event) -> bool:
+    def apply_clear_event(self, event: ClearEvent) -> bool:
         """A reset, a boot or a replacement: history is void; True where the rule ceased to stand by it."""
-        self._seen.clear()
+        self._recent_results.clear()
         self._window.clear()
-        self._moved_at = self._good_since = None
-        if self.standing and event in self.rule.clear_on:
-            self.standing = False
+        self._changed_at = self._good_since = None
+        if self.is_active and event in self.rule.clear_on:
+            self.is_active = False
             return True
         return False
 
-    def resume(self, value: float) -> None:
+    def restore_active(self, value: float) -> None:
         """Stands again, as it did before the agent was restarted."""
-        self.standing, self.value = True, value
+        self.is_active, self.value = True, value
 
-    def _ceases(self, bad: bool, now_s: float) -> bool:
+    def _should_clear(self, bad: bool, now_s: float) -> bool:
         if bad:
             self._good_since = None
             return False
@@ -285,11 +287,11 @@ class RuleHistory:
         after_s = self.rule.clear_after_s
         if after_s is None or now_s - self._good_since < after_s:
             return False
-        self.standing = False
-        self._seen.clear()
+        self.is_active = False
+        self._recent_results.clear()
         return True
 
-    def _judged(self, value: float, now_s: float) -> tuple[bool, float] | None:
+    def _test(self, value: float, now_s: float) -> tuple[bool, float] | None:
         """Whether the value is bad, and what to show for it. None: too early to tell."""
         rule = self.rule
         match rule.test:
@@ -298,22 +300,22 @@ class RuleHistory:
             case Criterion.AT_MOST:
                 return value <= rule.threshold, value
             case Criterion.INCREASE:
-                grown = self._grown(value, now_s)
+                grown = self._increase_in_window(value, now_s)
                 return grown >= rule.threshold, grown
             case Criterion.UNCHANGED:
-                return self._still_s(value, now_s) >= rule.window_s, value
+                return self._unchanged_for_s(value, now_s) >= rule.window_s, value
 
-    def _grown(self, value: float, now_s: float) -> float:
+    def _increase_in_window(self, value: float, now_s: float) -> float:
         window = self._window
         if window and value < window[-1][1]:
             window.clear()
-        if not window or now_s - window[-1][0] >= self.rule.window_s / WINDOW_PARTS:
+        if not window or now_s - window[-1][0] >= self.rule.window_s / MAX_WINDOW_SAMPLES:
             window.append((now_s, value))
         while len(window) > 1 and window[1][0] <= now_s - self.rule.window_s:
             window.popleft()
         return value - window[0][1]
 
-    def _still_s(self, value: float, now_s: float) -> float:
-        if self._moved_at is None or value != self._last:
-            self._moved_at, self._last = now_s, value
-        return now_s - self._moved_at
+    def _unchanged_for_s(self, value: float, now_s: float) -> float:
+        if self._changed_at is None or value != self._last_value:
+            self._changed_at, self._last_value = now_s, value
+        return now_s - self._changed_at

@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity
-from everstep_agent.findings.rules import Event, Policy
-from everstep_agent.findings.xids import RECOVERY_ACTION_CHANGED, recovery_action, recovery_name
+from everstep_agent.findings.rules import ClearEvent, FindingPolicy
+from everstep_agent.findings.xids import XID_RECOVERY_ACTION_CHANGED, recovery_action, recovery_name
 from everstep_agent.sensors.samples import XidEvent
 
 RECOVERY_SETTLE_S = 10.0
 """How long NVML must contradict a recovery action of the kernel log before it is believed."""
 
-MOST_RECORDS = 256
+MAX_XID_RECORDS = 256
 """A log of garbage must not grow the daemon or its heartbeat; no node has so many different faults."""
 
 
@@ -26,11 +26,11 @@ class XidRecord(msgspec.Struct, kw_only=True):
 
     pci_bus_id: str
     xid: int
-    since: float
+    first_seen_at: float
     text: str
     counts: dict[str, int]
-    told: int = 1
-    quiet_since: float = 0.0
+    reported_count: int = 1
+    last_seen_s: float = 0.0
 
     @property
     def count(self) -> int:
@@ -40,63 +40,63 @@ class XidRecord(msgspec.Struct, kw_only=True):
 class XidHistory:
     """All XIDs of a node that are not over."""
 
-    def __init__(self, policy: Policy, records: tuple[XidRecord, ...] = (), now_s: float = 0.0) -> None:
+    def __init__(self, policy: FindingPolicy, records: tuple[XidRecord, ...] = (), now_s: float = 0.0) -> None:
         self._policy = policy
         self._records = {(each.pci_bus_id, each.xid): each for each in records}
         self._recovery: dict[str, tuple[int, float, float]] = {}
         self.totals: dict[tuple[str, int], int] = {}
         for record in records:
-            record.quiet_since = now_s
+            record.last_seen_s = now_s
 
     @property
     def records(self) -> tuple[XidRecord, ...]:
         return tuple(self._records.values())
 
-    def take(self, event: XidEvent, wall: float, now_s: float) -> bool:
+    def add_event(self, event: XidEvent, wall: float, now_s: float) -> bool:
         """Takes one event; True where the findings have changed by it."""
-        if event.xid == RECOVERY_ACTION_CHANGED and event.recovery is not None:
-            if event.pci_bus_id not in self._recovery and len(self._recovery) >= MOST_RECORDS:
+        if event.xid == XID_RECOVERY_ACTION_CHANGED and event.recovery_action is not None:
+            if event.pci_bus_id not in self._recovery and len(self._recovery) >= MAX_XID_RECORDS:
                 return False
-            return self._take_recovery(event.pci_bus_id, event.recovery, wall, now_s)
+            return self._set_recovery_action(event.pci_bus_id, event.recovery_action, wall, now_s)
         key = (event.pci_bus_id, event.xid)
         record = self._records.get(key)
-        if record is None and len(self._records) >= MOST_RECORDS:
+        if record is None and len(self._records) >= MAX_XID_RECORDS:
             return False
         if record is None:
-            record = XidRecord(pci_bus_id=key[0], xid=key[1], since=wall, text=event.text, counts={})
+            record = XidRecord(pci_bus_id=key[0], xid=key[1], first_seen_at=wall, text=event.text, counts={})
             self._records[key] = record
         before = record.count if record.counts else 0
         record.counts[event.source] = record.counts.get(event.source, 0) + event.count
         record.text = record.text or event.text
-        record.quiet_since = now_s
-        if key in self.totals or len(self.totals) < MOST_RECORDS:
+        record.last_seen_s = now_s
+        if key in self.totals or len(self.totals) < MAX_XID_RECORDS:
             self.totals[key] = self.totals.get(key, 0) + record.count - before
-        if before and record.count < 2 * record.told:
+        if before and record.count < 2 * record.reported_count:
             return False
-        record.told = record.count
+        record.reported_count = record.count
         return True
 
-    def recovery_read(self, pci_bus_id: str, number: int, now_s: float) -> bool:
+    def clear_recovery_action(self, pci_bus_id: str, action_number: int, now_s: float) -> bool:
         """NVML's own word on the recovery action; ends what the log said, once it has had time to follow."""
         said = self._recovery.get(pci_bus_id)
-        if said is None or number != 0 or now_s - said[2] < RECOVERY_SETTLE_S:
+        if said is None or action_number != 0 or now_s - said[2] < RECOVERY_SETTLE_S:
             return False
         del self._recovery[pci_bus_id]
         return True
 
-    def quiet(self, now_s: float) -> bool:
+    def drop_quiet(self, now_s: float) -> bool:
         """Drops what has been quiet for as long as its clearing rule asks; True where there was any."""
         over = [key for key, record in self._records.items() if self._is_quiet(record, now_s)]
         for key in over:
             del self._records[key]
         return bool(over)
 
-    def event(self, event: Event, pci_bus_id: str | None = None) -> bool:
+    def apply_clear_event(self, event: ClearEvent, pci_bus_id: str | None = None) -> bool:
         """A boot (of all), a reset or a replacement (of one GPU); True where findings are over by it."""
         over = [
             key
             for key, record in self._records.items()
-            if pci_bus_id in (None, key[0]) and event in self._policy.clearing(self._action(record)).clear_on
+            if pci_bus_id in (None, key[0]) and event in self._policy.get_clearing(self._action(record)).clear_on
         ]
         said = [bus_id for bus_id in self._recovery if pci_bus_id in (None, bus_id)]
         for key in over:
@@ -110,16 +110,16 @@ class XidHistory:
         found = [self._finding(record, uuids) for record in self._records.values()]
         return found + [self._recovery_finding(bus_id, uuids) for bus_id in self._recovery]
 
-    def _take_recovery(self, pci_bus_id: str, number: int, wall: float, now_s: float) -> bool:
+    def _set_recovery_action(self, pci_bus_id: str, action_number: int, wall: float, now_s: float) -> bool:
         said = self._recovery.get(pci_bus_id)
-        if number == 0:
+        if action_number == 0:
             return self._recovery.pop(pci_bus_id, None) is not None
-        self._recovery[pci_bus_id] = (number, wall if said is None else said[1], now_s)
-        return said is None or said[0] != number
+        self._recovery[pci_bus_id] = (action_number, wall if said is None else said[1], now_s)
+        return said is None or said[0] != action_number
 
     def _is_quiet(self, record: XidRecord, now_s: float) -> bool:
-        after_s = self._policy.clearing(self._action(record)).clear_after_s
-        return after_s is not None and now_s - record.quiet_since >= after_s
+        after_s = self._policy.get_clearing(self._action(record)).clear_after_s
+        return after_s is not None and now_s - record.last_seen_s >= after_s
 
     def _driver_action(self, pci_bus_id: str) -> Action:
         said = self._recovery.get(pci_bus_id)
@@ -127,24 +127,24 @@ class XidHistory:
 
     def _action(self, record: XidRecord) -> Action:
         """The stronger of the table and the driver's own word."""
-        return Action.strongest(self._policy.xid(record.xid).action, self._driver_action(record.pci_bus_id))
+        return Action.strongest(self._policy.get_xid_entry(record.xid).action, self._driver_action(record.pci_bus_id))
 
     def _finding(self, record: XidRecord, uuids: dict[str, str]) -> Finding:
-        entry = self._policy.xid(record.xid)
+        entry = self._policy.get_xid_entry(record.xid)
         demanded = self._driver_action(record.pci_bus_id) is not Action.NONE
-        times = f", {record.told} times" if record.told > 1 else ""
+        times = f", {record.reported_count} times" if record.reported_count > 1 else ""
         return Finding(
             kind=FindingKind.GPU_XID,
             subject=record.pci_bus_id,
             severity=Severity.CRITICAL if demanded else entry.severity,
             message=f"XID {record.xid} ({entry.name}) on GPU {record.pci_bus_id}{times}",
             action=self._action(record),
-            mode=Mode.ENFORCE if demanded else self._policy.xid_mode(record.xid),
+            mode=Mode.ENFORCE if demanded else self._policy.get_xid_mode(record.xid),
             rule=f"xid-{record.xid}",
             source=entry.source,
-            value=float(record.told),
+            value=float(record.reported_count),
             xid=record.xid,
-            since=record.since,
+            since=record.first_seen_at,
             evidence=_evidence(record, entry.advice, uuids),
         )
 
@@ -157,7 +157,7 @@ class XidHistory:
             severity=Severity.CRITICAL,
             message=f"the driver asks for recovery of GPU {pci_bus_id}: {recovery_name(number)}",
             action=recovery_action(number),
-            rule=f"xid-{RECOVERY_ACTION_CHANGED}",
+            rule=f"xid-{XID_RECOVERY_ACTION_CHANGED}",
             source="XID 154: the driver's own recovery action",
             value=float(number),
             since=since,

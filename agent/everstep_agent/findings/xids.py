@@ -31,8 +31,8 @@ from everstep_agent.sensors.samples import XidEvent
 
 XID_FILE = Path(__file__).with_name("xids.csv")
 
-FALLEN_OFF_BUS = 79
-RECOVERY_ACTION_CHANGED = 154
+XID_FALLEN_OFF_BUS = 79
+XID_RECOVERY_ACTION_CHANGED = 154
 
 _SEVERITIES = {
     "fatal": Severity.CRITICAL,
@@ -110,14 +110,14 @@ def recovery_name(number: int) -> str:
     return RECOVERY_NAMES[number] if 0 <= number < len(RECOVERY_NAMES) else f"unknown action {number}"
 
 
-def load_xids(path: Path = XID_FILE) -> dict[int, XidEntry]:
+def load_xid_table(path: Path = XID_FILE) -> dict[int, XidEntry]:
     """The table, by number. Raises ConfigurationError for a row that it cannot read."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file)
         return {entry.xid: entry for entry in (_entry(row, f"{path} line {rows.line_num}") for row in rows)}
 
 
-def unknown_xid(xid: int) -> XidEntry:
+def unknown_xid_entry(xid: int) -> XidEntry:
     """For a number that the table lacks: worth a person's look, and no ground to evict by itself."""
     return XidEntry(
         xid, "not in the table", Severity.WARNING, Action.NONE, "look it up", "agent/everstep_agent/xids.csv"
@@ -136,10 +136,10 @@ def _entry(row: dict[str, str], where: str) -> XidEntry:
     return XidEntry(xid, row["name"], severity, action, row["action"], row["source"])
 
 
-MOST_TEXT = 300
-MOST_UUIDS = 64
+MAX_TEXT_LENGTH = 300
+MAX_ANNOUNCED_UUIDS = 64
 """GPUs whose announcements are remembered; a node has sixteen at most."""
-NEAR_LINES = 16
+MAX_LINE_DISTANCE = 16
 """Lines within which one thing is said: its parts may stand apart, where the kernel has something else to say."""
 
 _ADDRESS = (
@@ -149,7 +149,7 @@ _ADDRESS = (
 _UUID = r"GPU-[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 
 _XID = re.compile(r"NVRM: Xid \((?P<where>[^()]{1,128})\): (?P<xid>[0-9]{1,5})\b(?P<rest>.*)", re.ASCII)
-_PLACE = re.compile(rf"(?:PCI:)?{_ADDRESS}")
+_GPU_ADDRESS = re.compile(rf"(?:PCI:)?{_ADDRESS}")
 _NAMED_UUID = re.compile(_UUID)
 _ANNOUNCED = re.compile(rf"GPU at (?:PCI:)?{_ADDRESS}: (?P<uuid>{_UUID})")
 _GPU = re.compile(rf"\bGPU (?:at )?(?:PCI:)?{_ADDRESS}")
@@ -160,23 +160,23 @@ _RECOVERY = re.compile(
 )
 
 
-def normal_bus_id(text: str) -> str:
+def normalize_bus_id(text: str) -> str:
     """A PCI address in the spelling that all sensors use: ``0000:1b:00``, with a longer domain where there is one.
 
     Raises ValueError for what is no address.
     """
-    match = _PLACE.fullmatch(text)
+    match = _GPU_ADDRESS.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is no PCI address: it looks like 0000:1b:00.0")
-    return _bus_id(match)
+    return _bus_id_from_match(match)
 
 
-def _bus_id(match: re.Match[str]) -> str:
+def _bus_id_from_match(match: re.Match[str]) -> str:
     domain = int(match["domain"] or "0", 16)
     return f"{domain:04x}:{int(match['bus'], 16) & 0xFF:02x}:{int(match['slot'], 16):02x}"
 
 
-class XidReader:
+class XidParser:
     """Reads the lines of a log one after the other.
 
     It keeps what a message of several lines has said so far, and which GPU has which UUID. Nothing that a line holds
@@ -186,77 +186,77 @@ class XidReader:
         bus_of: the PCI address of the GPU with a UUID, where something else knows it.
     """
 
-    def __init__(self, bus_of: Callable[[str], str | None] = lambda uuid: None) -> None:
-        self._bus_of = bus_of
-        self._line = 0
+    def __init__(self, find_bus_id: Callable[[str], str | None] = lambda uuid: None) -> None:
+        self._find_bus_id = find_bus_id
+        self._line_number = 0
         self._heading: tuple[int, str, str] | None = None
-        self._fallen: dict[str, int] = {}
-        self.announced: dict[str, str] = {}
+        self._off_bus_lines: dict[str, int] = {}
+        self.bus_id_by_uuid: dict[str, str] = {}
 
-    def read(self, line: str) -> XidEvent | None:
+    def parse_line(self, line: str) -> XidEvent | None:
         """The XID that the line reports, or None.
 
         Words that say that a GPU is off the bus are an XID 79, unless its number was in the lines before.
         """
-        self._line += 1
+        self._line_number += 1
         start = line.find("NVRM:")
         if start < 0:
             return None
         match = _XID.search(line, start)
-        return self._numbered(line, match) if match is not None else self._in_words(line, line[start:])
+        return self._parse_numbered(line, match) if match is not None else self._parse_unnumbered(line, line[start:])
 
-    def _numbered(self, line: str, match: re.Match[str]) -> XidEvent | None:
-        bus_id = self._place(match["where"])
+    def _parse_numbered(self, line: str, match: re.Match[str]) -> XidEvent | None:
+        bus_id = self._find_gpu(match["where"])
         if bus_id is None:
             return None
         xid = int(match["xid"])
-        recovery = _RECOVERY.search(match["rest"]) if xid == RECOVERY_ACTION_CHANGED else None
-        if xid == FALLEN_OFF_BUS:
-            self._note_fallen(bus_id)
+        recovery = _RECOVERY.search(match["rest"]) if xid == XID_RECOVERY_ACTION_CHANGED else None
+        if xid == XID_FALLEN_OFF_BUS:
+            self._note_off_bus(bus_id)
         return XidEvent(
             pci_bus_id=bus_id,
             xid=xid,
             source="kernel",
-            text=line[-MOST_TEXT:].strip(),
-            recovery=None if recovery is None else int(recovery["to"], 16),
+            text=line[-MAX_TEXT_LENGTH:].strip(),
+            recovery_action=None if recovery is None else int(recovery["to"], 16),
         )
 
-    def _place(self, where: str) -> str | None:
+    def _find_gpu(self, where: str) -> str | None:
         """The GPU that the parenthesis names by its address, or by its UUID alone; what else it says is passed over."""
         words = where.split()
         for word in words:
-            if (place := _PLACE.fullmatch(word)) is not None:
-                return _bus_id(place)
+            if (place := _GPU_ADDRESS.fullmatch(word)) is not None:
+                return _bus_id_from_match(place)
         for word in words:
             if _NAMED_UUID.fullmatch(word) is not None:
-                return self.announced.get(word) or self._bus_of(word)
+                return self.bus_id_by_uuid.get(word) or self._find_bus_id(word)
         return None
 
-    def _in_words(self, line: str, words: str) -> XidEvent | None:
+    def _parse_unnumbered(self, line: str, words: str) -> XidEvent | None:
         named = _GPU.search(words)
         if _OFF_BUS in words:
-            return self._off_bus(line, None if named is None else _bus_id(named))
+            return self._parse_off_bus(line, None if named is None else _bus_id_from_match(named))
         if named is not None and words.startswith(_HEADING):
-            self._heading = (self._line, _bus_id(named), line.strip())
+            self._heading = (self._line_number, _bus_id_from_match(named), line.strip())
         if (announced := _ANNOUNCED.search(words)) is not None:
-            self.announced.pop(announced["uuid"], None)
-            self.announced[announced["uuid"]] = _bus_id(announced)
-            if len(self.announced) > MOST_UUIDS:
-                del self.announced[next(iter(self.announced))]
+            self.bus_id_by_uuid.pop(announced["uuid"], None)
+            self.bus_id_by_uuid[announced["uuid"]] = _bus_id_from_match(announced)
+            if len(self.bus_id_by_uuid) > MAX_ANNOUNCED_UUIDS:
+                del self.bus_id_by_uuid[next(iter(self.bus_id_by_uuid))]
         return None
 
-    def _off_bus(self, line: str, bus_id: str | None) -> XidEvent | None:
+    def _parse_off_bus(self, line: str, bus_id: str | None) -> XidEvent | None:
         text, heading, self._heading = line.strip(), self._heading, None
         if bus_id is None:
-            if heading is None or self._line - heading[0] > NEAR_LINES:
+            if heading is None or self._line_number - heading[0] > MAX_LINE_DISTANCE:
                 return None
             bus_id, text = heading[1], f"{heading[2]} ... {text}"
-        told = self._line - self._fallen.get(bus_id, -NEAR_LINES) < NEAR_LINES
-        self._note_fallen(bus_id)
+        told = self._line_number - self._off_bus_lines.get(bus_id, -MAX_LINE_DISTANCE) < MAX_LINE_DISTANCE
+        self._note_off_bus(bus_id)
         if told:
             return None
-        return XidEvent(pci_bus_id=bus_id, xid=FALLEN_OFF_BUS, source="kernel", text=text[:MOST_TEXT])
+        return XidEvent(pci_bus_id=bus_id, xid=XID_FALLEN_OFF_BUS, source="kernel", text=text[:MAX_TEXT_LENGTH])
 
-    def _note_fallen(self, bus_id: str) -> None:
-        near = {other: at for other, at in self._fallen.items() if self._line - at < NEAR_LINES}
-        self._fallen = near | {bus_id: self._line}
+    def _note_off_bus(self, bus_id: str) -> None:
+        near = {other: at for other, at in self._off_bus_lines.items() if self._line_number - at < MAX_LINE_DISTANCE}
+        self._off_bus_lines = near | {bus_id: self._line_number}

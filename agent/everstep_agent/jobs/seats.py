@@ -29,17 +29,17 @@ import msgspec
 
 from everstep.clock import Clock
 from everstep.wire.v1.directives import StopJob
-from everstep.wire.v1.local import FromAgent, RankExited, Tick
+from everstep.wire.v1.local import FromAgent, RankExited, RankHeartbeat
 from everstep.wire.v1.training import AnyReport, GenerationSpec, LauncherJoined, RankLost, RankUnresponsive
 
 # ---- local seats
 # Who sits where on a node: one job, its launcher and its ranks, as plain records.
 
-REMEMBERED_ENDS = 256
+MAX_ENDED_PROCESSES = 256
 """Processes of a job whose end is remembered, so that a late word on one is not taken for another loss."""
 
 
-class Peer(Protocol):
+class LocalConnection(Protocol):
     """A connected process. Compared by identity."""
 
     def send(self, message: FromAgent) -> None: ...
@@ -59,28 +59,28 @@ class Timer(Protocol):
     def cancel(self) -> None: ...
 
 
-class LauncherSeat:
+class ConnectedLauncher:
     """A connected launcher; ``offer`` once it has joined."""
 
-    def __init__(self, job: LocalJob, peer: Peer) -> None:
+    def __init__(self, job: LocalJob, connection: LocalConnection) -> None:
         self.job = job
-        self.peer = peer
+        self.connection = connection
         self.offer: LauncherJoined | None = None
-        self.orderly = False
-        self.detail = ""
+        self.has_said_goodbye = False
+        self.goodbye_detail = ""
 
-    def offer_now(self, wall: float, trace: str = "") -> LauncherJoined:
+    def build_offer(self, wall: float, trace: str = "") -> LauncherJoined:
         """The offer with today's date, and the newest generation that its ranks are in, or were told of."""
         assert self.offer is not None
         return msgspec.structs.replace(
             self.offer,
             at=wall,
             trace=self.offer.trace or trace,
-            generation=max(self.offer.generation, self.job.newest),
+            generation=max(self.offer.generation, self.job.newest_generation),
         )
 
 
-class RankSeat:
+class ConnectedRank:
     """A connected rank process.
 
     ``generation`` and ``rank``: what it was last offered, or ticked from; ``rank`` is None for a spare. ``came_in``:
@@ -89,49 +89,57 @@ class RankSeat:
     present silence was reported.
     """
 
-    def __init__(self, job: LocalJob, peer: Peer, local_rank: int, pid: int, heard_at: float) -> None:
+    def __init__(
+        self, job: LocalJob, connection: LocalConnection, local_rank: int, pid: int, last_seen_at: float
+    ) -> None:
         self.job = job
-        self.peer = peer
+        self.connection = connection
         self.local_rank = local_rank
         self.pid = pid
-        self.heard_at = heard_at
-        self.came_in = 0
+        self.last_seen_at = last_seen_at
+        self.first_generation = 0
         self.generation: int | None = None
         self.rank: int | None = None
-        self.tick: Tick | None = None
-        self.leaving = False
-        self.finished_in: int | None = None
-        self.condemned = ""
-        self.silence_told: int | None = None
+        self.last_tick: RankHeartbeat | None = None
+        self.has_said_goodbye = False
+        self.finished_generation: int | None = None
+        self.kill_reason = ""
+        self.silence_reported_generation: int | None = None
 
-    def assigned(self, generation: int, rank: int | None) -> None:
+    def assign(self, generation: int, rank: int | None) -> None:
         self.generation, self.rank = generation, rank
 
-    def ticked(self, tick: Tick) -> None:
+    def record_tick(self, tick: RankHeartbeat) -> None:
         """Notes a sign of life; it also tells an agent that has just started which rank this is."""
-        self.tick = tick
+        self.last_tick = tick
         if self.generation is None or tick.generation > self.generation:
-            self.assigned(tick.generation, tick.rank)
+            self.assign(tick.generation, tick.rank)
 
     @property
     def is_done(self) -> bool:
         """Whether its end is in order: it said so, or has nothing left to do in its generation."""
-        return self.leaving or (self.finished_in is not None and self.finished_in == self.generation)
+        return self.has_said_goodbye or (
+            self.finished_generation is not None and self.finished_generation == self.generation
+        )
 
-    def plays_until(self, generation: int) -> bool:
+    def is_member_until(self, generation: int) -> bool:
         """Whether this process, and not a later one in its place, plays in ``generation`` or an older one."""
-        return self.tick.generation <= generation if self.tick is not None else self.came_in <= generation
+        return (
+            self.last_tick.generation <= generation
+            if self.last_tick is not None
+            else self.first_generation <= generation
+        )
 
 
-class Loss:
+class RankLoss:
     """A rank's end that is told, or waits a moment for the launcher's word."""
 
-    def __init__(self, seat: RankSeat, *, at: float, trace: str, detail: str) -> None:
-        self.seat = seat
-        self.at = at
+    def __init__(self, process: ConnectedRank, *, lost_at: float, trace: str, detail: str) -> None:
+        self.process = process
+        self.lost_at = lost_at
         self.trace = trace
         self.detail = detail
-        self.told = False
+        self.is_reported = False
         self.timer: Timer | None = None
 
 
@@ -151,50 +159,50 @@ class LocalJob:
     def __init__(self, name: str) -> None:
         self.name = name
         self.spec: GenerationSpec | None = None
-        self.newest = 0
-        self.oldest = 0
-        self.stopped: StopJob | None = None
-        self.end_heard: StopJob | None = None
-        self.launcher: LauncherSeat | None = None
+        self.newest_generation = 0
+        self.oldest_generation = 0
+        self.stop_directive: StopJob | None = None
+        self.pending_stop: StopJob | None = None
+        self.launcher: ConnectedLauncher | None = None
         self.launcher_incarnation = 0
-        self.launcher_gone = False
-        self.ranks: dict[int, RankSeat] = {}
-        self.lost_in: dict[int, int] = {}
-        self.vacant: set[int] = set()
-        self.unattended: set[int] = set()
-        self.vacancy_told: dict[int, int] = {}
-        self.exits: dict[int, RankExited] = {}
-        self.ends: OrderedDict[int, Loss | None] = OrderedDict()
-        self.unplaced: dict[int, RankExited] = {}
+        self.has_lost_launcher = False
+        self.ranks: dict[int, ConnectedRank] = {}
+        self.lost_generations: dict[int, int] = {}
+        self.vacant_local_ranks: set[int] = set()
+        self.ranks_without_launcher: set[int] = set()
+        self.reported_vacancies: dict[int, int] = {}
+        self.pending_exits: dict[int, RankExited] = {}
+        self.ended_processes: OrderedDict[int, RankLoss | None] = OrderedDict()
+        self.unassigned_exits: dict[int, RankExited] = {}
 
-    def once_more(self) -> LocalJob:
+    def new_run(self) -> LocalJob:
         """A new run under this name: of the run before nothing holds. Ranks that wait for its launcher's word stay."""
         fresh = LocalJob(self.name)
-        if self.stopped is None:
+        if self.stop_directive is None:
             fresh.ranks = self.ranks
             for seat in fresh.ranks.values():
-                seat.job, seat.came_in = fresh, 0
+                seat.job, seat.first_generation = fresh, 0
         return fresh
 
-    def heard_of(self, generation: int) -> bool:
+    def note_generation(self, generation: int) -> bool:
         """A rank is in ``generation``; returns whether those before it count no longer because of that."""
-        before = self.oldest
-        self.newest = max(self.newest, generation)
-        self.oldest = max(self.oldest, generation)
-        return self.oldest > before
+        before = self.oldest_generation
+        self.newest_generation = max(self.newest_generation, generation)
+        self.oldest_generation = max(self.oldest_generation, generation)
+        return self.oldest_generation > before
 
-    def told_of(self, spec: GenerationSpec) -> None:
+    def set_next_generation(self, spec: GenerationSpec) -> None:
         """The controller says that ``spec`` follows: at once, or when its boundary is reached."""
-        self.spec, self.newest, self.end_heard = spec, spec.number, None
+        self.spec, self.newest_generation, self.pending_stop = spec, spec.number, None
         if spec.after_step is None:
-            self.oldest = spec.number
+            self.oldest_generation = spec.number
 
-    def remember_end(self, pid: int, loss: Loss | None) -> None:
-        self.ends[pid] = loss
-        while len(self.ends) > REMEMBERED_ENDS:
-            self.ends.popitem(last=False)
+    def remember_ended(self, pid: int, loss: RankLoss | None) -> None:
+        self.ended_processes[pid] = loss
+        while len(self.ended_processes) > MAX_ENDED_PROCESSES:
+            self.ended_processes.popitem(last=False)
 
-    def vacate(self, local_rank: int, *, by_launcher: bool) -> None:
+    def mark_vacant(self, local_rank: int, *, by_launcher: bool) -> None:
         """Mark ``local_rank`` as vacant until a process says Hello for it.
 
         Args:
@@ -203,44 +211,46 @@ class LocalJob:
                 for want of a launcher, and the next one to join replaces the process unless it says that it will not.
         """
         if local_rank not in self.ranks:
-            (self.vacant if by_launcher else self.unattended).add(local_rank)
+            (self.vacant_local_ranks if by_launcher else self.ranks_without_launcher).add(local_rank)
 
-    def seated(self, seat: RankSeat) -> None:
+    def add_rank(self, process: ConnectedRank) -> None:
         """Give ``seat`` its place: a process has said Hello for it."""
-        self.ranks[seat.local_rank] = seat
-        self.vacant.discard(seat.local_rank)
-        self.unattended.discard(seat.local_rank)
+        self.ranks[process.local_rank] = process
+        self.vacant_local_ranks.discard(process.local_rank)
+        self.ranks_without_launcher.discard(process.local_rank)
 
-    def launcher_joined(self, launcher: LauncherSeat, incarnation: int) -> None:
+    def set_launcher(self, launcher: ConnectedLauncher, incarnation: int) -> None:
         """Note the launcher. It replaces the processes that ended while there was none."""
-        self.launcher, self.launcher_incarnation, self.launcher_gone = launcher, incarnation, False
-        self.unattended.clear()
+        self.launcher, self.launcher_incarnation, self.has_lost_launcher = launcher, incarnation, False
+        self.ranks_without_launcher.clear()
 
     def is_vacant(self, local_rank: int) -> bool:
         """Whether nobody plays it, and nobody is going to."""
-        empty = local_rank in self.vacant or local_rank in self.unattended or self.launcher_gone
+        empty = (
+            local_rank in self.vacant_local_ranks or local_rank in self.ranks_without_launcher or self.has_lost_launcher
+        )
         return empty and local_rank not in self.ranks
 
-    def newest_place(self, node: str, seat: RankSeat) -> tuple[int | None, int | None]:
+    def newest_assignment(self, node: str, process: ConnectedRank) -> tuple[int | None, int | None]:
         """Generation and rank of the seat's place in the newest generation known."""
-        if self.spec is None or (seat.generation is not None and seat.generation > self.spec.number):
-            return seat.generation, seat.rank
-        member = self.spec.member(node, seat.local_rank)
+        if self.spec is None or (process.generation is not None and process.generation > self.spec.number):
+            return process.generation, process.rank
+        member = self.spec.member_at(node, process.local_rank)
         return self.spec.number, member.rank if member is not None else None
 
 
 log = logging.getLogger(__name__)
 
 
-class LossOutside(Protocol):
+class LossCallbacks(Protocol):
     """Where losses are reported, and what they need."""
 
     def report(self, report: AnyReport) -> None: ...
-    def new_trace(self) -> str: ...
-    def later(self, delay_s: float, call: Callable[[], None]) -> Timer: ...
+    def new_trace_id(self) -> str: ...
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer: ...
 
 
-class Losses:
+class LossReporter:
     """Tells each loss of one node's ranks once.
 
     Args:
@@ -248,166 +258,171 @@ class Losses:
     """
 
     def __init__(
-        self, node: str, clock: Clock, outside: LossOutside, counts: Counter[str], exit_grace_s: float
+        self, node: str, clock: Clock, callbacks: LossCallbacks, event_counts: Counter[str], exit_grace_s: float
     ) -> None:
         self._node = node
         self._clock = clock
-        self._outside = outside
-        self._counts = counts
+        self._callbacks = callbacks
+        self._event_counts = event_counts
         self._exit_grace_s = exit_grace_s
 
-    def rank_gone(self, seat: RankSeat, detail: str) -> None:
+    def handle_disconnect(self, process: ConnectedRank, detail: str) -> None:
         """A rank's connection ended."""
-        job = seat.job
-        if job.ranks.get(seat.local_rank) is seat:
-            del job.ranks[seat.local_rank]
-        early = job.exits.pop(seat.pid, None)
-        if seat.is_done or job.stopped is not None:
-            job.remember_end(seat.pid, None)
+        job = process.job
+        if job.ranks.get(process.local_rank) is process:
+            del job.ranks[process.local_rank]
+        early = job.pending_exits.pop(process.pid, None)
+        if process.is_done or job.stop_directive is not None:
+            job.remember_ended(process.pid, None)
             return
-        if seat.generation is not None:
-            job.lost_in[seat.local_rank] = seat.generation
-        loss = Loss(seat, at=self._clock.wall(), trace=self._outside.new_trace(), detail=seat.condemned or detail)
-        job.remember_end(seat.pid, loss)
+        if process.generation is not None:
+            job.lost_generations[process.local_rank] = process.generation
+        loss = RankLoss(
+            process,
+            lost_at=self._clock.wall(),
+            trace=self._callbacks.new_trace_id(),
+            detail=process.kill_reason or detail,
+        )
+        job.remember_ended(process.pid, loss)
         self._log(loss)
         if early is not None:
-            self._tell(loss, early)
+            self._report_loss(loss, early)
         else:
-            loss.timer = self._outside.later(self._exit_grace_s, lambda: self._tell(loss, None))
+            loss.timer = self._callbacks.call_later(self._exit_grace_s, lambda: self._report_loss(loss, None))
 
-    def exited(self, job: LocalJob, exited: RankExited) -> None:
+    def handle_exit(self, job: LocalJob, exited: RankExited) -> None:
         """The launcher's word on a process that ended: before, with or after the end of its connection."""
         present = job.ranks.get(exited.local_rank)
         if present is not None and present.pid == exited.pid:
-            job.exits[exited.pid] = exited  # the end of its connection is on the way
+            job.pending_exits[exited.pid] = exited  # the end of its connection is on the way
             return
-        known = exited.pid in job.ends
-        loss = job.ends.get(exited.pid)
-        if loss is not None and not loss.told:
-            self._tell(loss, exited)
+        known = exited.pid in job.ended_processes
+        loss = job.ended_processes.get(exited.pid)
+        if loss is not None and not loss.is_reported:
+            self._report_loss(loss, exited)
         elif known and loss is None:
             return  # it ended in order
-        elif not exited.replacement:
-            job.vacate(exited.local_rank, by_launcher=True)
-            self.tell_vacancies(job, how(exited))
+        elif not exited.has_replacement:
+            job.mark_vacant(exited.local_rank, by_launcher=True)
+            self.report_vacancies(job, describe_exit(exited))
         elif not known:
-            job.remember_end(exited.pid, None)
-            self._died_unheard(job, exited)
+            job.remember_ended(exited.pid, None)
+            self._report_unseen_exit(job, exited)
 
-    def tell_unplaced(self, job: LocalJob) -> None:
+    def report_unassigned_exits(self, job: LocalJob) -> None:
         """Reports what ended before a generation was known, now that one is."""
-        unplaced, job.unplaced = job.unplaced, {}
+        unplaced, job.unassigned_exits = job.unassigned_exits, {}
         for exited in unplaced.values():
-            self._died_unheard(job, exited)
+            self._report_unseen_exit(job, exited)
 
-    def tell_vacancies(self, job: LocalJob, detail: str) -> None:
+    def report_vacancies(self, job: LocalJob, detail: str) -> None:
         """Reports the places that the newest generation has here and nobody will take, each once."""
-        if job.spec is None or job.stopped is not None:
+        if job.spec is None or job.stop_directive is not None:
             return
-        for member in job.spec.on(self._node):
+        for member in job.spec.members_on(self._node):
             if job.is_vacant(member.local_rank):
-                self._vacancy(job, job.spec.number, member.rank, member.local_rank, detail)
+                self._report_vacancy(job, job.spec.number, member.rank, member.local_rank, detail)
 
-    def _vacancy(self, job: LocalJob, generation: int, rank: int, local_rank: int, detail: str) -> None:
-        if job.vacancy_told.get(local_rank) == generation:
+    def _report_vacancy(self, job: LocalJob, generation: int, rank: int, local_rank: int, detail: str) -> None:
+        if job.reported_vacancies.get(local_rank) == generation:
             return
-        job.vacancy_told[local_rank] = job.lost_in[local_rank] = generation
+        job.reported_vacancies[local_rank] = job.lost_generations[local_rank] = generation
         self._report(
             RankLost(
                 job=job.name,
                 at=self._clock.wall(),
-                trace=self._outside.new_trace(),
+                trace=self._callbacks.new_trace_id(),
                 generation=generation,
                 rank=rank,
                 local_rank=local_rank,
                 detail=detail,
-                replacement=False,
+                has_replacement=False,
             )
         )
 
-    def _tell(self, loss: Loss, exited: RankExited | None) -> None:
+    def _report_loss(self, loss: RankLoss, exited: RankExited | None) -> None:
         """Reports a loss, with the launcher's word on it where that came in time."""
-        if loss.told:
+        if loss.is_reported:
             return
-        if exited is None and loss.seat.generation is None and loss.seat.job.spec is None:
+        if exited is None and loss.process.generation is None and loss.process.job.spec is None:
             return  # the launcher's word, when it comes, says what it was lost in
-        loss.told = True
+        loss.is_reported = True
         if loss.timer is not None:
             loss.timer.cancel()
-        seat, job = loss.seat, loss.seat.job
-        replacement = exited.replacement if exited is not None else job.launcher is not None
+        seat, job = loss.process, loss.process.job
+        replacement = exited.has_replacement if exited is not None else job.launcher is not None
         generation, rank = seat.generation, seat.rank
         if not replacement:
-            job.vacate(seat.local_rank, by_launcher=exited is not None)
-            generation, rank = job.newest_place(self._node, seat)
+            job.mark_vacant(seat.local_rank, by_launcher=exited is not None)
+            generation, rank = job.newest_assignment(self._node, seat)
         if generation is None and job.spec is None and exited is not None:
-            self._died_unheard(job, exited)
-        if generation is None or rank is None or job.stopped is not None:
+            self._report_unseen_exit(job, exited)
+        if generation is None or rank is None or job.stop_directive is not None:
             return  # a spare is in nobody's way
         if not replacement:
-            job.vacancy_told[seat.local_rank] = generation
+            job.reported_vacancies[seat.local_rank] = generation
         self._report(
             RankLost(
                 job=job.name,
-                at=loss.at,
+                at=loss.lost_at,
                 trace=loss.trace,
                 generation=generation,
                 rank=rank,
                 local_rank=seat.local_rank,
-                detail=loss.detail if exited is None else f"{loss.detail}; {how(exited)}",
+                detail=loss.detail if exited is None else f"{loss.detail}; {describe_exit(exited)}",
                 exit_code=exited.exit_code if exited is not None else None,
                 signal=exited.signal if exited is not None else None,
-                replacement=replacement,
+                has_replacement=replacement,
             )
         )
 
-    def _died_unheard(self, job: LocalJob, exited: RankExited) -> None:
+    def _report_unseen_exit(self, job: LocalJob, exited: RankExited) -> None:
         """A rank ended before it ever said Hello, or before it said it to this agent; another takes its place."""
-        if job.stopped is not None:
+        if job.stop_directive is not None:
             return
         if job.spec is None:
-            job.unplaced[exited.local_rank] = exited
+            job.unassigned_exits[exited.local_rank] = exited
             return
-        member = job.spec.member(self._node, exited.local_rank)
-        if member is None or (exited.generation is not None and exited.generation < job.oldest):
+        member = job.spec.member_at(self._node, exited.local_rank)
+        if member is None or (exited.generation is not None and exited.generation < job.oldest_generation):
             return  # the other one may play: it was not in there
-        job.lost_in[exited.local_rank] = job.spec.number
+        job.lost_generations[exited.local_rank] = job.spec.number
         if exited.local_rank in job.ranks:
-            job.ranks[exited.local_rank].came_in = job.spec.number + 1
+            job.ranks[exited.local_rank].first_generation = job.spec.number + 1
         self._report(
             RankLost(
                 job=job.name,
                 at=self._clock.wall(),
-                trace=self._outside.new_trace(),
+                trace=self._callbacks.new_trace_id(),
                 generation=job.spec.number,
                 rank=member.rank,
                 local_rank=exited.local_rank,
-                detail=f"{how(exited)} before this agent heard of it",
+                detail=f"{describe_exit(exited)} before this agent heard of it",
                 exit_code=exited.exit_code,
                 signal=exited.signal,
             )
         )
 
     def _report(self, lost: RankLost) -> None:
-        self._counts["ranks_lost"] += 1
-        self._outside.report(lost)
+        self._event_counts["ranks_lost"] += 1
+        self._callbacks.report(lost)
 
-    def _log(self, loss: Loss) -> None:
+    def _log(self, loss: RankLoss) -> None:
         log.warning(
             "local rank %d (pid %d) is gone: %s",
-            loss.seat.local_rank,
-            loss.seat.pid,
+            loss.process.local_rank,
+            loss.process.pid,
             loss.detail,
             extra={
                 "node": self._node,
-                "job": loss.seat.job.name,
-                "generation": loss.seat.generation,
+                "job": loss.process.job.name,
+                "generation": loss.process.generation,
                 "trace": loss.trace,
             },
         )
 
 
-def how(exited: RankExited) -> str:
+def describe_exit(exited: RankExited) -> str:
     """How a process ended, in words."""
     if exited.signal is not None:
         return f"ended by signal {exited.signal}"
@@ -422,63 +437,68 @@ def how(exited: RankExited) -> str:
 # machine is starved, this agent with it. The first shows in the kernel's state letter and is told soon; the second is
 # given longer; the third is seen by the lateness of our own look and is not held against the rank.
 
-STOPPED = "T"
+STOPPED_STATE = "T"
 """Stopped by a signal. A tracer's stop ("t") is short when a profiler samples, and is treated as mere silence."""
 
 
-class SilenceWatch:
+class SilenceMonitor:
     """Looks at the ranks of one node; reports each silence once in each generation.
 
     Args:
-        silence_s: after this long without a word, look at the process; report it if it is stopped.
+        stopped_after_s: after this long without a word, look at the process; report it if it is stopped.
         unresponsive_after_s: after this long report it whatever its state.
     """
 
     def __init__(
         self,
         clock: Clock,
-        outside: LossOutside,
-        counts: Counter[str],
-        silence_s: float,
+        callbacks: LossCallbacks,
+        event_counts: Counter[str],
+        stopped_after_s: float,
         unresponsive_after_s: float,
     ) -> None:
         self._clock = clock
-        self._outside = outside
-        self._counts = counts
-        self._silence_s = silence_s
+        self._callbacks = callbacks
+        self._event_counts = event_counts
+        self._stopped_after_s = stopped_after_s
         self._unresponsive_after_s = unresponsive_after_s
 
-    def look(self, seats: Iterable[RankSeat], own_lag_s: float) -> None:
+    def check(self, processes: Iterable[ConnectedRank], loop_lag_s: float) -> None:
         """One look at all ranks. ``own_lag_s``: how much later it comes than it should have."""
         now = self._clock.monotonic()
-        for seat in seats:
-            seat.heard_at = min(now, seat.heard_at + own_lag_s)
-            silent_s = now - seat.heard_at
-            if silent_s >= self._silence_s and self._matters(seat):
-                self._judge(seat, silent_s)
+        for seat in processes:
+            seat.last_seen_at = min(now, seat.last_seen_at + loop_lag_s)
+            silent_s = now - seat.last_seen_at
+            if silent_s >= self._stopped_after_s and self._is_watched(seat):
+                self._report_if_silent(seat, silent_s)
 
-    def _matters(self, seat: RankSeat) -> bool:
+    def _is_watched(self, process: ConnectedRank) -> bool:
         """Ranks of the roster that have ticked, are expected to, and were not reported yet."""
-        expected = seat.tick is not None and not seat.condemned and not seat.is_done and seat.job.stopped is None
-        return expected and seat.rank is not None and seat.silence_told != seat.generation
+        expected = (
+            process.last_tick is not None
+            and not process.kill_reason
+            and not process.is_done
+            and process.job.stop_directive is None
+        )
+        return expected and process.rank is not None and process.silence_reported_generation != process.generation
 
-    def _judge(self, seat: RankSeat, silent_s: float) -> None:
-        state = seat.peer.process_state()
-        if state != STOPPED and silent_s < self._unresponsive_after_s:
+    def _report_if_silent(self, process: ConnectedRank, silent_s: float) -> None:
+        state = process.connection.process_state()
+        if state != STOPPED_STATE and silent_s < self._unresponsive_after_s:
             return
-        assert seat.generation is not None
-        assert seat.rank is not None
-        seat.silence_told = seat.generation
-        self._counts["ranks_unresponsive"] += 1
-        self._outside.report(
+        assert process.generation is not None
+        assert process.rank is not None
+        process.silence_reported_generation = process.generation
+        self._event_counts["ranks_unresponsive"] += 1
+        self._callbacks.report(
             RankUnresponsive(
-                job=seat.job.name,
+                job=process.job.name,
                 at=self._clock.wall(),
-                trace=self._outside.new_trace(),
-                generation=seat.generation,
-                rank=seat.rank,
-                local_rank=seat.local_rank,
-                silent_s=round(silent_s, 3),
+                trace=self._callbacks.new_trace_id(),
+                generation=process.generation,
+                rank=process.rank,
+                local_rank=process.local_rank,
+                unresponsive_s=round(silent_s, 3),
                 process_state=state,
             )
         )

@@ -22,20 +22,20 @@ from everstep.errors import EverstepError, MalformedMessage, PermissionDenied
 from everstep.wire.framing import FrameDecoder, encode_frame, negotiate
 from everstep.wire.v1.directives import KillRank
 from everstep.wire.v1.local import MAX_FRAME_BYTES, FromAgent, Goodbye, Hello, ToAgent, Welcome
-from everstep_agent.jobs.registry import LocalJobs
+from everstep_agent.jobs.registry import JobRegistry
 
 log = logging.getLogger(__name__)
 
-HELLO_WITHIN_S = 5.0
+HELLO_TIMEOUT_S = 5.0
 """A connection that has not said who it is by then is closed."""
 
-IDLE_LOOK_S = 0.5
+IDLE_CHECK_INTERVAL_S = 0.5
 """Between looks for silent ranks while none is connected."""
 
-UNREAD_BYTES = 256 << 10
+MAX_UNREAD_BYTES = 256 << 10
 """What may wait unread in our own buffer for a peer that does not read; after that only the newest of each kind."""
 
-REFUSALS = ("forbidden", "malformed", "protocol_version", "silent")
+REFUSAL_REASONS = ("forbidden", "malformed", "protocol_version", "no_hello")
 """Why a connection is turned away or cut; ``counts`` has each from the start, so that a rate over it sees the first."""
 
 _SO_PEERPIDFD = 77
@@ -44,7 +44,7 @@ _SO_PEERPIDFD = 77
 _UCRED = struct.Struct("iII")
 
 
-class LocalServer:
+class AgentSocketServer:
     """Listens on ``agent.sock`` and brings what is heard to ``jobs``.
 
     Args:
@@ -54,8 +54,8 @@ class LocalServer:
         max_connections: more are turned away.
     """
 
-    def __init__(self, path: Path, welcome: Welcome, jobs: LocalJobs, max_connections: int) -> None:
-        self.counts: Counter[str] = Counter(dict.fromkeys(REFUSALS, 0))
+    def __init__(self, path: Path, welcome: Welcome, jobs: JobRegistry, max_connections: int) -> None:
+        self.refused_counts: Counter[str] = Counter(dict.fromkeys(REFUSAL_REASONS, 0))
         self.welcome = welcome
         self.jobs = jobs
         self.connections: set[_Connection] = set()
@@ -74,33 +74,33 @@ class LocalServer:
         finally:
             os.umask(before)
 
-    async def watch(self, period_s: float) -> None:
+    async def watch_silence(self, interval_s: float) -> None:
         """Looks for silent ranks until cancelled; the loop's own lateness is taken off their silence."""
         loop = asyncio.get_running_loop()
         while True:
-            pause_s = period_s if self.jobs.is_busy() else IDLE_LOOK_S
+            pause_s = interval_s if self.jobs.is_busy() else IDLE_CHECK_INTERVAL_S
             due = loop.time() + pause_s
             await asyncio.sleep(pause_s)
-            self.jobs.watch(max(0.0, loop.time() - due))
+            self.jobs.check_silence(max(0.0, loop.time() - due))
 
     def close(self) -> None:
         """Closes the socket and all connections, telling nobody: who is connected runs on and comes again."""
         if self._server is not None:
             self._server.close()
         for connection in list(self.connections):
-            connection.abandon()
+            connection.close_silently()
         self._path.unlink(missing_ok=True)
 
-    def refuse(self, why: str, error: EverstepError | str) -> None:
+    def count_refusal(self, reason: str, error: EverstepError | str) -> None:
         """Counts a connection that was turned away or cut, and says why."""
-        self.counts[why] += 1
+        self.refused_counts[reason] += 1
         log.warning("a local connection is closed: %s", error)
 
 
 class _Connection(asyncio.Protocol):
     """One connected process; a ``Peer`` of ``everstep_agent.jobs.seats`` once it has said Hello."""
 
-    def __init__(self, server: LocalServer) -> None:
+    def __init__(self, server: AgentSocketServer) -> None:
         self._server = server
         self._decoder: FrameDecoder[ToAgent] = FrameDecoder(ToAgent, MAX_FRAME_BYTES)
         self._transport: asyncio.Transport | None = None
@@ -109,8 +109,8 @@ class _Connection(asyncio.Protocol):
         self._pid = 0
         self._pidfd = -1
         self._paused = False
-        self._unsent: dict[tuple[type, int], FromAgent] = {}
-        self._cut = ""
+        self._unsent_by_kind: dict[tuple[type, int], FromAgent] = {}
+        self._close_reason = ""
 
     # --- what asyncio calls --------------------------------------------------------------------------------------
 
@@ -121,21 +121,21 @@ class _Connection(asyncio.Protocol):
         try:
             self._admit(transport.get_extra_info("socket"))
         except EverstepError as error:
-            self._server.refuse(error.code, error)
+            self._server.count_refusal(error.code, error)
             transport.abort()
             return
-        transport.set_write_buffer_limits(high=UNREAD_BYTES)
-        self._hello_timer = asyncio.get_running_loop().call_later(HELLO_WITHIN_S, self._too_late)
+        transport.set_write_buffer_limits(high=MAX_UNREAD_BYTES)
+        self._hello_timer = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, self._check_hello)
 
     def data_received(self, data: bytes) -> None:
-        if self._cut:
+        if self._close_reason:
             return
         try:
             for message in self._decoder.feed(data):
-                self._heard(message)
+                self._handle_message(message)
         except EverstepError as error:
-            self._server.refuse(error.code, f"pid {self._pid}: {error}")
-            self._cut = f"its connection was closed: {error}"[:1000]
+            self._server.count_refusal(error.code, f"pid {self._pid}: {error}")
+            self._close_reason = f"its connection was closed: {error}"[:1000]
             self.close()
 
     def pause_writing(self) -> None:
@@ -143,7 +143,7 @@ class _Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._paused = False
-        unsent, self._unsent = self._unsent, {}
+        unsent, self._unsent_by_kind = self._unsent_by_kind, {}
         for message in unsent.values():
             self.send(message)
 
@@ -152,7 +152,7 @@ class _Connection(asyncio.Protocol):
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         if self._hello is not None:
-            self._server.jobs.gone(self, self._cut or self._how_it_ended(exc))
+            self._server.jobs.handle_disconnect(self, self._close_reason or self._describe_end(exc))
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
@@ -165,8 +165,8 @@ class _Connection(asyncio.Protocol):
             return
         if self._paused:
             key = (type(message), message.local_rank if isinstance(message, KillRank) else 0)
-            self._unsent.pop(key, None)
-            self._unsent[key] = message
+            self._unsent_by_kind.pop(key, None)
+            self._unsent_by_kind[key] = message
         else:
             self._transport.write(encode_frame(message))
 
@@ -189,7 +189,7 @@ class _Connection(asyncio.Protocol):
             return ""
         return stat.rpartition(b")")[2].split()[0].decode()
 
-    def abandon(self) -> None:
+    def close_silently(self) -> None:
         """Closes without telling the jobs: it is the agent that goes, not the process."""
         self._hello = None
         self.close()
@@ -215,11 +215,11 @@ class _Connection(asyncio.Protocol):
             )
         self._pidfd = _peer_pidfd(connected, self._pid)
 
-    def _heard(self, message: ToAgent) -> None:
+    def _handle_message(self, message: ToAgent) -> None:
         if self._hello is not None:
             if isinstance(message, Hello):
                 raise MalformedMessage("a second Hello on one connection")
-            self._server.jobs.heard(self, message)
+            self._server.jobs.handle_message(self, message)
             return
         if isinstance(message, Goodbye):
             self.close()
@@ -229,15 +229,15 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None
         protocol = negotiate(message.protocols)
         self._transport.write(encode_frame(msgspec.structs.replace(self._server.welcome, protocol=protocol)))
-        self._server.jobs.hello(self, message)
+        self._server.jobs.handle_hello(self, message)
         self._hello = message
 
-    def _too_late(self) -> None:
+    def _check_hello(self) -> None:
         if self._hello is None:
-            self._server.refuse("silent", f"pid {self._pid} did not say Hello within {HELLO_WITHIN_S} s")
+            self._server.count_refusal("no_hello", f"pid {self._pid} did not say Hello within {HELLO_TIMEOUT_S} s")
             self.close()
 
-    def _how_it_ended(self, exc: Exception | None) -> str:
+    def _describe_end(self, exc: Exception | None) -> str:
         if exc is not None:
             return f"its connection broke: {exc}"
         if self._decoder.pending_bytes:

@@ -26,7 +26,14 @@ from everstep.vocabulary import ProbeKind
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import ProbeFinished
-from everstep_agent.probes.probe_messages import MAX_FRAME_BYTES, Ask, Ready, Stage, row, store_address
+from everstep_agent.probes.probe_messages import (
+    MAX_FRAME_BYTES,
+    ProbeRequest,
+    ProbeStage,
+    TorchLoaded,
+    result_row,
+    store_address,
+)
 
 # ---- checks
 # Work that one node does alone, and whose right result is known: products of matrices, and patterns in memory.
@@ -36,7 +43,7 @@ from everstep_agent.probes.probe_messages import MAX_FRAME_BYTES, Ask, Ready, St
 # partial sums, and one wrong element is a wrong computation. Tensor cores take such operands in TF32 without rounding.
 
 TILE = 64
-LARGEST = 8
+MAX_OPERAND = 8
 """Of the operands: 64 * 8 * 8192 is 2**22."""
 MATMUL_SIZE_CPU = 512
 MATMUL_SIZE_CUDA = 8192
@@ -46,19 +53,19 @@ MEMORY_CPU_BYTES = 64 << 20
 """Of the host: enough to leave its caches, little enough to do beside a job."""
 MEMORY_CUDA_SHARE = 0.5
 """Of what is free on a GPU."""
-CHUNK_BYTES = 256 << 20
+MEMORY_CHUNK_BYTES = 256 << 20
 PATTERNS = (0, -1, 0x5555555555555555, -0x5555555555555556)
 """All zeros, all ones, and every second bit either way; addresses follow."""
 
-Rows = tuple[tuple[int, float, float], ...]
-Doing = Callable[[str], None]
+ProbeRows = tuple[tuple[int, float, float], ...]
+SetStage = Callable[[str], None]
 
 
-class ProbeFault(Exception):
+class ProbeError(Exception):
     """A probe could not be done; the message says why."""
 
 
-class WrongResult(ProbeFault):
+class WrongResult(ProbeError):
     """A probe was done, and what came out is wrong; the message says where."""
 
 
@@ -76,17 +83,17 @@ def synchronize(device: torch.device) -> None:
 # --- products ----------------------------------------------------------------------------------------------------
 
 
-def compute(probe: RunProbe, doing: Doing) -> Rows:
+def check_matmul(probe: RunProbe, set_stage: SetStage) -> ProbeRows:
     """The same product several times on each device. Rows: bytes of the product, median seconds, no bandwidth.
 
     Raises WrongResult for an element that differs from the known one.
     """
-    return tuple(_products(device, max(2, probe.repeats), doing) for device in devices())
+    return tuple(_check_device_matmul(device, max(2, probe.repeats), set_stage) for device in devices())
 
 
-def _products(device: torch.device, repeats: int, doing: Doing) -> tuple[int, float, float]:
+def _check_device_matmul(device: torch.device, repeats: int, set_stage: SetStage) -> tuple[int, float, float]:
     size = MATMUL_SIZE_CUDA if device.type == "cuda" else MATMUL_SIZE_CPU
-    doing(f"matrix products on {device}")
+    set_stage(f"matrix products on {device}")
     left, right, known = known_product(size, device)
     torch.backends.cuda.matmul.allow_tf32 = True
     times = []
@@ -96,14 +103,14 @@ def _products(device: torch.device, repeats: int, doing: Doing) -> tuple[int, fl
         synchronize(device)
         times.append(time.perf_counter() - begun)
         _compare(product, known, f"product {attempt + 1} of {repeats} on {device}")
-    return row(1, known.numel() * known.element_size(), times)
+    return result_row(1, known.numel() * known.element_size(), times)
 
 
 def known_product(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Two matrices and their product, worked out in integers by the CPU from one tile of each; rows and columns have
     signs of their own, so that no two tiles are alike."""
     generator = torch.Generator().manual_seed(MATMUL_SEED)
-    one, other = (torch.randint(-LARGEST, LARGEST + 1, (TILE, TILE), generator=generator) for _ in range(2))
+    one, other = (torch.randint(-MAX_OPERAND, MAX_OPERAND + 1, (TILE, TILE), generator=generator) for _ in range(2))
     signs = (torch.randint(0, 2, (size,), generator=generator) * 2 - 1 for _ in range(2))
     rows, columns = (sign.to(device, torch.float32) for sign in signs)
     times = size // TILE
@@ -113,13 +120,13 @@ def known_product(size: int, device: torch.device) -> tuple[torch.Tensor, torch.
     return left * rows[:, None], right * columns[None, :], known * rows[:, None] * columns[None, :]
 
 
-def _compare(found: torch.Tensor, known: torch.Tensor, what: str) -> None:
+def _compare(found: torch.Tensor, known: torch.Tensor, description: str) -> None:
     if torch.equal(found, known):
         return
     wrong = (found != known).nonzero()
     place = wrong[0].tolist()
     raise WrongResult(
-        f"{what} is wrong in {len(wrong)} of {known.numel()} places, first at {place}: "
+        f"{description} is wrong in {len(wrong)} of {known.numel()} places, first at {place}: "
         f"{found[tuple(place)].item():.9g} instead of {known[tuple(place)].item():.9g}"
     )
 
@@ -127,35 +134,35 @@ def _compare(found: torch.Tensor, known: torch.Tensor, what: str) -> None:
 # --- memory ------------------------------------------------------------------------------------------------------
 
 
-def memory(_probe: RunProbe, doing: Doing) -> Rows:
+def check_memory(_probe: RunProbe, set_stage: SetStage) -> ProbeRows:
     """Patterns written to each device's memory and read back. Rows: bytes, seconds and bytes per second of writing and
     reading all patterns. Raises WrongResult for a word that is not what was written."""
-    return tuple(_memory(device, doing) for device in devices())
+    return tuple(_check_device_memory(device, set_stage) for device in devices())
 
 
-def _memory(device: torch.device, doing: Doing) -> tuple[int, float, float]:
+def _check_device_memory(device: torch.device, set_stage: SetStage) -> tuple[int, float, float]:
     size = MEMORY_CPU_BYTES
     if device.type == "cuda":
         size = int(torch.cuda.mem_get_info(device)[0] * MEMORY_CUDA_SHARE)
-    doing(f"patterns in {size >> 20} MiB of {device}")
-    chunks = [torch.empty(part // 8, dtype=torch.int64, device=device) for part in _parts(size)]
+    set_stage(f"patterns in {size >> 20} MiB of {device}")
+    chunks = [torch.empty(part // 8, dtype=torch.int64, device=device) for part in _chunk_sizes(size)]
     begun = time.perf_counter()
     for pattern in PATTERNS:
         for chunk in chunks:
             chunk.fill_(pattern)
         for chunk in chunks:
             _check_words(chunk, pattern, device)
-    _addresses(chunks, device)
+    _check_addresses(chunks, device)
     synchronize(device)
     seconds = time.perf_counter() - begun
     moved = 2 * (len(PATTERNS) + 1) * size
     return size, seconds, moved / seconds
 
 
-def _parts(size: int) -> Iterator[int]:
+def _chunk_sizes(size: int) -> Iterator[int]:
     while size > 0:
-        yield max(8, min(size, CHUNK_BYTES))
-        size -= CHUNK_BYTES
+        yield max(8, min(size, MEMORY_CHUNK_BYTES))
+        size -= MEMORY_CHUNK_BYTES
 
 
 def _check_words(chunk: torch.Tensor, pattern: int, device: torch.device) -> None:
@@ -164,7 +171,7 @@ def _check_words(chunk: torch.Tensor, pattern: int, device: torch.device) -> Non
         raise WrongResult(f"{wrong} words of {device}'s memory do not hold pattern {pattern & (1 << 64) - 1:#018x}")
 
 
-def _addresses(chunks: list[torch.Tensor], device: torch.device) -> None:
+def _check_addresses(chunks: list[torch.Tensor], device: torch.device) -> None:
     """Each word holds its own number: finds addresses that fall together."""
     first = 0
     for chunk in chunks:
@@ -182,54 +189,54 @@ dist: Any = torch.distributed
 """Its stubs do not export what its documentation does."""
 
 LISTEN_BACKLOG = 64
-LEAST_TIMEOUT_S = 0.1
+MIN_TIMEOUT_S = 0.1
 
 
-def run_probe(ask: Ask, doing: Doing) -> ProbeFinished:
+def run_probe(request: ProbeRequest, set_stage: SetStage) -> ProbeFinished:
     """Takes part; a failure is an answer too. What fails before the first word of what it is doing could not be run."""
-    probe, began = ask.probe, False
+    probe, began = request.probe, False
 
     def begun(what: str) -> None:
         nonlocal began
         began = True
-        doing(what)
+        set_stage(what)
 
     try:
-        return ProbeFinished(probe=probe.probe, ok=True, rows=_work(ask, begun), began=True)
-    except (ProbeFault, ConfigurationError, ValueError, OSError, RuntimeError) as error:
+        return ProbeFinished(probe=probe.probe, ok=True, rows=_run(request, begun), started=True)
+    except (ProbeError, ConfigurationError, ValueError, OSError, RuntimeError) as error:
         # torch reports a peer that vanished, a time-out or a CUDA fault as RuntimeError or one of its children.
         detail = f"{type(error).__name__}: {error}"[:2000]
         wrong = isinstance(error, WrongResult)
-        return ProbeFinished(probe=probe.probe, ok=False, detail=detail, wrong=wrong, began=began)
+        return ProbeFinished(probe=probe.probe, ok=False, detail=detail, wrong_result=wrong, started=began)
 
 
-def _work(ask: Ask, doing: Doing) -> Rows:
+def _run(request: ProbeRequest, set_stage: SetStage) -> ProbeRows:
     """What the probe's kind asks for. A controller from before there were kinds means a product by one node."""
-    probe = ask.probe
+    probe = request.probe
     if probe.kind is ProbeKind.MEMORY:
-        return memory(probe, doing)
+        return check_memory(probe, set_stage)
     if probe.kind is ProbeKind.COMPUTE or len(probe.nodes) == 1:
-        return compute(probe, doing)
-    return all_reduce(ask, doing)
+        return check_matmul(probe, set_stage)
+    return check_all_reduce(request, set_stage)
 
 
 # --- between nodes ---
 
 
-def all_reduce(ask: Ask, doing: Doing) -> Rows:
+def check_all_reduce(request: ProbeRequest, set_stage: SetStage) -> ProbeRows:
     """Median times of a sum over all nodes, for each size; every sum is checked. Raises what torch raises."""
-    probe, rank, left = ask.probe, ask.probe.nodes.index(ask.node), _left(ask)
-    device = _device(probe.backend)
-    listener = None if rank else _listener(probe)
-    doing("meeting the others at the store")
-    store = dist.PrefixStore(probe.probe, _store(probe, listener, left))
-    doing("connecting to the others")
-    group = _group(probe, store, rank, left, device)
+    probe, rank, left = request.probe, request.probe.nodes.index(request.node), _remaining_time(request)
+    device = _backend_device(probe.backend)
+    listener = None if rank else _open_store_listener(probe)
+    set_stage("meeting the others at the store")
+    store = dist.PrefixStore(probe.probe, _open_store(probe, listener, left))
+    set_stage("connecting to the others")
+    group = _create_process_group(probe, store, rank, left, device)
     rows = []
     for size in probe.sizes:
-        doing(f"all-reduce of {size} bytes")
-        rows.append(row(len(probe.nodes), size, _times(group, probe, size, rank, device)))
-    doing("waiting for the others to finish")
+        set_stage(f"all-reduce of {size} bytes")
+        rows.append(result_row(len(probe.nodes), size, _time_all_reduce(group, probe, size, rank, device)))
+    set_stage("waiting for the others to finish")
     # The first node hosts the store: it must not leave while others still read from it.
     store.set(f"done/{rank}", "1")
     if rank == 0:
@@ -237,11 +244,11 @@ def all_reduce(ask: Ask, doing: Doing) -> Rows:
     return tuple(rows)
 
 
-def _left(ask: Ask) -> timedelta:
-    return timedelta(seconds=max(LEAST_TIMEOUT_S, ask.deadline - SYSTEM_CLOCK.monotonic()))
+def _remaining_time(request: ProbeRequest) -> timedelta:
+    return timedelta(seconds=max(MIN_TIMEOUT_S, request.deadline - SYSTEM_CLOCK.monotonic()))
 
 
-def _listener(probe: RunProbe) -> socket.socket:
+def _open_store_listener(probe: RunProbe) -> socket.socket:
     host, port = store_address(probe)
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -250,45 +257,45 @@ def _listener(probe: RunProbe) -> socket.socket:
         listener.listen(LISTEN_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ProbeFault(f"cannot host the store at {host}:{port}: {error.strerror}; probe again") from error
+        raise ProbeError(f"cannot host the store at {host}:{port}: {error.strerror}; probe again") from error
     return listener
 
 
-def _store(probe: RunProbe, listener: socket.socket | None, left: timedelta) -> Any:
+def _open_store(probe: RunProbe, listener: socket.socket | None, timeout: timedelta) -> Any:
     host, port = store_address(probe)
     if listener is None:
-        return dist.TCPStore(host, port, len(probe.nodes), False, timeout=left, wait_for_workers=False)
+        return dist.TCPStore(host, port, len(probe.nodes), False, timeout=timeout, wait_for_workers=False)
     return dist.TCPStore(
         host,
         port,
         len(probe.nodes),
         True,
-        timeout=left,
+        timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
 
 
-def _device(backend: str) -> torch.device:
+def _backend_device(backend: str) -> torch.device:
     if backend == "gloo":
         return torch.device("cpu")
     if backend != "nccl":
-        raise ProbeFault(f"no backend {backend!r}: probes know gloo and nccl")
+        raise ProbeError(f"no backend {backend!r}: probes know gloo and nccl")
     if not torch.cuda.is_available():
-        raise ProbeFault("the nccl backend needs CUDA, and torch finds none here; probe with gloo")
+        raise ProbeError("the nccl backend needs CUDA, and torch finds none here; probe with gloo")
     return torch.device("cuda", 0)
 
 
-def _group(probe: RunProbe, store: Any, rank: int, left: timedelta, device: torch.device) -> Any:
+def _create_process_group(probe: RunProbe, store: Any, rank: int, timeout: timedelta, device: torch.device) -> Any:
     world = len(probe.nodes)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = left
+        options._timeout = timeout
         torch.cuda.set_device(device)
         return dist.ProcessGroupNCCL(store, rank, world, options)
     gloo = dist.ProcessGroupGloo._Options()
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(*store_address(probe)))]
-    gloo._timeout = left
+    gloo._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, world, gloo)
 
 
@@ -300,7 +307,7 @@ def _own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _times(group: Any, probe: RunProbe, size: int, rank: int, device: torch.device) -> list[float]:
+def _time_all_reduce(group: Any, probe: RunProbe, size: int, rank: int, device: torch.device) -> list[float]:
     members = len(probe.nodes)
     tensor = torch.empty(max(1, size // 4), dtype=torch.float32, device=device)
     times = []
@@ -323,12 +330,12 @@ def _times(group: Any, probe: RunProbe, size: int, rank: int, device: torch.devi
 
 def serve(channel: socket.socket) -> None:
     """Answers until the supervisor hangs up, or CUDA has been used."""
-    decoder: FrameDecoder[Ask] = FrameDecoder(Ask, MAX_FRAME_BYTES)
+    decoder: FrameDecoder[ProbeRequest] = FrameDecoder(ProbeRequest, MAX_FRAME_BYTES)
 
     def doing(what: str) -> None:
-        channel.sendall(encode_frame(Stage(doing=what)))
+        channel.sendall(encode_frame(ProbeStage(description=what)))
 
-    channel.sendall(encode_frame(Ready()))
+    channel.sendall(encode_frame(TorchLoaded()))
     while data := channel.recv(1 << 16):
         for ask in decoder.feed(data):
             channel.sendall(encode_frame(run_probe(ask, doing)))

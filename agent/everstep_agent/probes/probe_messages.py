@@ -17,7 +17,7 @@ from everstep.wire.v1.training import ProbeFinished
 MAX_FRAME_BYTES = 1 << 20
 
 
-class Ask(Message, frozen=True, kw_only=True, tag=True):
+class ProbeRequest(Message, frozen=True, kw_only=True, tag=True):
     """To the child: take part as ``node``; be done by ``deadline`` (this machine's monotonic clock)."""
 
     probe: RunProbe
@@ -25,21 +25,21 @@ class Ask(Message, frozen=True, kw_only=True, tag=True):
     deadline: float
 
 
-class Ready(Message, frozen=True, kw_only=True, tag=True):
+class TorchLoaded(Message, frozen=True, kw_only=True, tag=True):
     """From the child, once: torch is loaded."""
 
 
-class Stage(Message, frozen=True, kw_only=True, tag=True):
+class ProbeStage(Message, frozen=True, kw_only=True, tag=True):
     """From the child: what it is about to do, for whoever has to explain its silence."""
 
-    doing: str
+    description: str
 
 
-FromChild = Ready | Stage | ProbeFinished
+FromChild = TorchLoaded | ProbeStage | ProbeFinished
 
 
-FIRST_PORT = 20_000
-PORTS = 12_000
+FIRST_STORE_PORT = 20_000
+STORE_PORT_COUNT = 12_000
 """Below 32768, where Linux begins to hand out ports for outgoing connections (ip_local_port_range)."""
 
 
@@ -55,7 +55,7 @@ def store_address(probe: RunProbe) -> tuple[str, int]:
     if int(port):
         return host.strip("[]"), int(port)
     name = "/".join((probe.probe, probe.trace, *probe.nodes))
-    return host.strip("[]"), FIRST_PORT + xxhash.xxh3_64_intdigest(name.encode()) % PORTS
+    return host.strip("[]"), FIRST_STORE_PORT + xxhash.xxh3_64_intdigest(name.encode()) % STORE_PORT_COUNT
 
 
 def bus_bandwidth(members: int, size_bytes: int, seconds: float) -> float:
@@ -66,7 +66,7 @@ def bus_bandwidth(members: int, size_bytes: int, seconds: float) -> float:
     return 2 * (members - 1) / members * size_bytes / seconds
 
 
-def row(members: int, size_bytes: int, times_s: list[float]) -> tuple[int, float, float]:
+def result_row(members: int, size_bytes: int, times_s: list[float]) -> tuple[int, float, float]:
     """One row of the result: bytes, median seconds, bus bandwidth at that median."""
     middle = median(times_s)
     return size_bytes, middle, bus_bandwidth(members, size_bytes, middle)

@@ -16,7 +16,7 @@ from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import ProbeFinished
-from everstep_agent.probes.probe_messages import MAX_FRAME_BYTES, Ask, FromChild, Ready, Stage
+from everstep_agent.probes.probe_messages import MAX_FRAME_BYTES, FromChild, ProbeRequest, ProbeStage, TorchLoaded
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ REAP_WAIT_S = 10.0
 class ProbeChild:
     """A running probe process. Made inside an event loop, by whose time ``load_by`` is: later it must have torch."""
 
-    def __init__(self, load_by: float) -> None:
+    def __init__(self, load_deadline: float) -> None:
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
@@ -45,11 +45,11 @@ class ProbeChild:
         ours.setblocking(False)
         self._channel = ours
         self._decoder: FrameDecoder[FromChild] = FrameDecoder(FromChild, MAX_FRAME_BYTES)
-        self._heard: deque[FromChild] = deque()
-        self.doing = "loading torch"
-        self.began = False
-        self._hung_up = False
-        self._load_by = load_by
+        self._messages: deque[FromChild] = deque()
+        self.stage = "loading torch"
+        self.has_begun = False
+        self._is_disconnected = False
+        self._load_deadline = load_deadline
         self._loading = asyncio.get_running_loop().create_task(self._load())
 
     @property
@@ -57,62 +57,62 @@ class ProbeChild:
         return self._process.pid
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self._process.poll() is None
 
     @property
     def is_loading(self) -> bool:
         """Whether torch is being loaded still, and may be."""
-        return not self._loading.done() and asyncio.get_running_loop().time() < self._load_by
+        return not self._loading.done() and asyncio.get_running_loop().time() < self._load_deadline
 
-    async def loaded(self) -> bool:
+    async def wait_loaded(self) -> bool:
         """Waits until torch is loaded; False where the process ended before. Whoever stops waiting does not stop the
         loading. Raises OSError, MalformedMessage."""
         return await asyncio.shield(self._loading)
 
     async def _load(self) -> bool:
-        return isinstance(await self._hear(), Ready)
+        return isinstance(await self._next_message(), TorchLoaded)
 
-    async def ask(self, ask: Ask) -> ProbeFinished | None:
+    async def run_probe(self, request: ProbeRequest) -> ProbeFinished | None:
         """The answer, or None where the process ended without one. Raises OSError, MalformedMessage.
 
         ``doing`` says what it was at, ``began`` whether it had come to the probe itself.
         """
-        self.doing, self.began = "beginning", False
-        await asyncio.get_running_loop().sock_sendall(self._channel, encode_frame(ask))
-        while (message := await self._hear()) is not None:
-            if isinstance(message, Stage):
-                self.doing, self.began = message.doing, True
+        self.stage, self.has_begun = "beginning", False
+        await asyncio.get_running_loop().sock_sendall(self._channel, encode_frame(request))
+        while (message := await self._next_message()) is not None:
+            if isinstance(message, ProbeStage):
+                self.stage, self.has_begun = message.description, True
             elif isinstance(message, ProbeFinished):
                 return message
         return None
 
-    async def _hear(self) -> FromChild | None:
+    async def _next_message(self) -> FromChild | None:
         """What it says next; None once it has hung up."""
-        while not self._heard:
+        while not self._messages:
             data = await asyncio.get_running_loop().sock_recv(self._channel, READ_BYTES)
             if not data:
-                self._hung_up = True
+                self._is_disconnected = True
                 return None
-            self._heard.extend(self._decoder.feed(data))
-        return self._heard.popleft()
+            self._messages.extend(self._decoder.feed(data))
+        return self._messages.popleft()
 
-    async def end(self) -> str:
+    async def kill(self) -> str:
         """Kills it and says how it ended."""
         try:
-            if self._hung_up:  # it died: a moment later it can be reaped
-                await self._reaped()
-            killed = self.alive
+            if self._is_disconnected:  # it died: a moment later it can be reaped
+                await self._reap()
+            killed = self.is_alive
             if killed:
                 self._process.kill()
             self._loading.cancel()
             await asyncio.gather(self._loading, return_exceptions=True)
         finally:
             self._channel.close()
-        await self._reaped()
+        await self._reap()
         return "killed" if killed else f"exit status {self._process.returncode}"
 
-    async def _reaped(self) -> None:
+    async def _reap(self) -> None:
         """In a thread, which goes on when this is cancelled: a killed process is always reaped."""
         try:
             await asyncio.to_thread(self._process.wait, REAP_WAIT_S)
@@ -130,13 +130,15 @@ class Prober:
             wait for longer than its own time; the loading goes on, and the next probe finds it done.
     """
 
-    def __init__(self, clock: Clock = SYSTEM_CLOCK, idle_s: float = 900.0, load_s: float = 600.0) -> None:
+    def __init__(
+        self, clock: Clock = SYSTEM_CLOCK, idle_timeout_s: float = 900.0, load_timeout_s: float = 600.0
+    ) -> None:
         self._clock = clock
-        self._idle_s = idle_s
-        self._load_s = load_s
+        self._idle_s = idle_timeout_s
+        self._load_s = load_timeout_s
         self._child: ProbeChild | None = None
-        self._turn = asyncio.Lock()
-        self._idle: asyncio.TimerHandle | None = None
+        self._probe_lock = asyncio.Lock()
+        self._idle_timer: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[str] | None = None
 
     @property
@@ -151,69 +153,71 @@ class Prober:
         """
         deadline = self._clock.monotonic() + probe.timeout_s
         if node not in probe.nodes:
-            return _failed(probe, f"{node} is not among the nodes of this probe")
+            return _failed_result(probe, f"{node} is not among the nodes of this probe")
         try:
             async with asyncio.timeout(probe.timeout_s):
-                await self._turn.acquire()
+                await self._probe_lock.acquire()
         except TimeoutError:
-            return _failed(probe, f"no result within {probe.timeout_s:g} s: an earlier probe went on for so long")
+            return _failed_result(
+                probe, f"no result within {probe.timeout_s:g} s: an earlier probe went on for so long"
+            )
         try:
-            finished = await self._ask(Ask(probe=probe, node=node, deadline=deadline))
+            finished = await self._run_in_child(ProbeRequest(probe=probe, node=node, deadline=deadline))
         finally:
-            self._turn.release()
+            self._probe_lock.release()
         if not finished.ok:
             logger.warning("probe %s failed: %s", probe.probe, finished.detail, extra={"node": node})
         return finished
 
     async def close(self) -> None:
         """Ends the probe process."""
-        if self._idle is not None:
-            self._idle.cancel()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         if self._ending is not None:
             await self._ending
-        await self._drop()
+        await self._end_child()
 
-    async def _ask(self, ask: Ask) -> ProbeFinished:
-        if self._idle is not None:
-            self._idle.cancel()
+    async def _run_in_child(self, request: ProbeRequest) -> ProbeFinished:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         child, finished, why, late = None, None, "", False
         try:
-            child = await self._warm()
-            async with asyncio.timeout(ask.deadline - self._clock.monotonic()):
-                if await child.loaded():
-                    finished = await child.ask(ask)
+            child = await self._loaded_child()
+            async with asyncio.timeout(request.deadline - self._clock.monotonic()):
+                if await child.wait_loaded():
+                    finished = await child.run_probe(request)
         except TimeoutError:
-            why, late = f"no result within {ask.probe.timeout_s:g} s", True
+            why, late = f"no result within {request.probe.timeout_s:g} s", True
         except (OSError, MalformedMessage) as error:
             why = f"the probe process broke: {error}"
         finally:
             is_kept = finished is not None or (child is not None and child.is_loading)
             # Cancelled, late or broken in the middle of a probe: such a process is in no state to be asked again.
-            how = "" if is_kept else await self._drop()
+            how = "" if is_kept else await self._end_child()
         if is_kept:
-            self._idle = asyncio.get_running_loop().call_later(self._idle_s, self._rest)
+            self._idle_timer = asyncio.get_running_loop().call_later(self._idle_s, self._end_idle_child)
         if finished is not None:
             return finished
-        at = "" if child is None else f" at: {child.doing}"
-        began = late and child is not None and child.began  # a process that breaks says nothing of the nodes
-        return _failed(ask.probe, f"{why or f'the probe process ended ({how})'}{at}", began=began)
+        at = "" if child is None else f" at: {child.stage}"
+        began = late and child is not None and child.has_begun  # a process that breaks says nothing of the nodes
+        return _failed_result(request.probe, f"{why or f'the probe process ended ({how})'}{at}", has_begun=began)
 
-    async def _warm(self) -> ProbeChild:
-        if self._child is not None and not self._child.alive:
-            await self._drop()
+    async def _loaded_child(self) -> ProbeChild:
+        if self._child is not None and not self._child.is_alive:
+            await self._end_child()
         if self._child is None:
             self._child = ProbeChild(asyncio.get_running_loop().time() + self._load_s)
         return self._child
 
-    async def _drop(self) -> str:
+    async def _end_child(self) -> str:
         """Ends the process, if there is one, and says how it ended."""
         child, self._child = self._child, None
-        return "" if child is None else await child.end()
+        return "" if child is None else await child.kill()
 
-    def _rest(self) -> None:
-        if not self._turn.locked():
-            self._ending = asyncio.get_running_loop().create_task(self._drop())
+    def _end_idle_child(self) -> None:
+        if not self._probe_lock.locked():
+            self._ending = asyncio.get_running_loop().create_task(self._end_child())
 
 
-def _failed(probe: RunProbe, detail: str, *, began: bool = False) -> ProbeFinished:
-    return ProbeFinished(probe=probe.probe, ok=False, detail=detail[:2000], began=began)
+def _failed_result(probe: RunProbe, detail: str, *, has_begun: bool = False) -> ProbeFinished:
+    return ProbeFinished(probe=probe.probe, ok=False, detail=detail[:2000], started=has_begun)

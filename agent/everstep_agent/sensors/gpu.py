@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from everstep_agent.drivers import nvml
-from everstep_agent.drivers.nvml import Device, Nvml, NvmlFault
+from everstep_agent.drivers.nvml import GpuDevice, Nvml, NvmlError
 from everstep_agent.drivers.sysfs import PcieLimit
 from everstep_agent.sensors.samples import GpuIdentity, GpuSample, XidEvent
 
 REOPEN_EVERY = 10
 """Polls between attempts to open NVML, or to see again a GPU that was lost: opening takes the driver's big lock."""
 
-UNLIMITED = PcieLimit(None, None)
-MOST_EVENTS = 64
+NO_PCIE_LIMIT = PcieLimit(None, None)
+MAX_EVENTS_PER_WAIT = 64
 """Events taken in one go; a storm is counted by the kernel log."""
 
 
@@ -30,18 +30,18 @@ class GpuSensor:
     def __init__(
         self,
         slow_every: int,
-        doing: Callable[[str], None],
-        platform: Callable[[str], PcieLimit] = lambda bus_id: UNLIMITED,
+        set_activity: Callable[[str], None],
+        platform: Callable[[str], PcieLimit] = lambda bus_id: NO_PCIE_LIMIT,
     ) -> None:
         self._slow_every = slow_every
-        self._doing = doing
+        self._set_activity = set_activity
         self._platform = platform
         self._limits: dict[str, PcieLimit] = {}
         self._library: Nvml | None = None
         self._polls = 0
-        self._slow: dict[str, dict[str, Any]] = {}
+        self._slow_values: dict[str, dict[str, Any]] = {}
         self._links_seen: dict[str, set[int]] = {}
-        self.known: dict[str, GpuIdentity] = {}
+        self.known_gpus: dict[str, GpuIdentity] = {}
         self.error = ""
         self.driver_version = ""
 
@@ -50,31 +50,33 @@ class GpuSensor:
         self._open_if_due()
         self._polls += 1
         if self._library is None:
-            return tuple(_blind(gpu, self.error, lost=False) for gpu in self.known.values())
+            return tuple(_unreadable_sample(gpu, self.error, lost=False) for gpu in self.known_gpus.values())
         listed = {device.identity.pci_bus_id: device for device in self._library.devices}
         samples = []
-        for bus_id, identity in self.known.items():
+        for bus_id, identity in self.known_gpus.items():
             device = listed.get(bus_id)
             samples.append(
-                _blind(identity, "NVML no longer lists it", lost=True) if device is None else self._read(device)
+                _unreadable_sample(identity, "NVML no longer lists it", lost=True)
+                if device is None
+                else self._read(device)
             )
         self._reopen_if_broken(samples)
         return tuple(samples)
 
-    def wait(self, timeout_s: float) -> list[XidEvent] | None:
+    def wait_xid_events(self, timeout_s: float) -> list[XidEvent] | None:
         """Waits for NVML events; None where this machine has none to wait for (then nobody has waited)."""
         if self._library is None or not self._library.has_events:
             return None
         events: list[XidEvent] = []
         timeout_ms = max(0, int(timeout_s * 1000))
-        self._doing("nvml event wait")
+        self._set_activity("nvml event wait")
         try:
-            while len(events) < MOST_EVENTS and (event := self._library.wait(timeout_ms)) is not None:
+            while len(events) < MAX_EVENTS_PER_WAIT and (event := self._library.wait_event(timeout_ms)) is not None:
                 device, kind, data = event
                 timeout_ms = 0
                 if kind == nvml.EVENT_XID and device is not None:
                     events.append(XidEvent(pci_bus_id=device.identity.pci_bus_id, xid=data, source="nvml"))
-        except NvmlFault:
+        except NvmlError:
             return None
         return events
 
@@ -86,17 +88,17 @@ class GpuSensor:
     def _open_if_due(self) -> None:
         if self._library is not None or self._polls % REOPEN_EVERY:
             return
-        self._doing("nvml initialization")
+        self._set_activity("nvml initialization")
         try:
             self._library = Nvml(self._links_seen)
-        except NvmlFault as fault:
+        except NvmlError as fault:
             self.error = str(fault)
             return
-        self.error = "; ".join(f"GPU {index}: {fault}" for index, fault in self._library.broken)
+        self.error = "; ".join(f"GPU {index}: {fault}" for index, fault in self._library.failed_devices)
         self.driver_version = self._library.driver_version
         for device in self._library.devices:
             bus_id = device.identity.pci_bus_id
-            self.known[bus_id] = device.identity
+            self.known_gpus[bus_id] = device.identity
             self._limits[bus_id] = self._platform(bus_id)
 
     def _reopen_if_broken(self, samples: list[GpuSample]) -> None:
@@ -104,21 +106,23 @@ class GpuSensor:
         if broken and self._polls % REOPEN_EVERY == 0:
             self.close()
 
-    def _read(self, device: Device) -> GpuSample:
+    def _read(self, device: GpuDevice) -> GpuSample:
         gpu = device.identity
-        self._doing(f"gpu {gpu.index} at {gpu.pci_bus_id}")
+        self._set_activity(f"gpu {gpu.index} at {gpu.pci_bus_id}")
         try:
-            values = _fast(device)
-            if gpu.uuid not in self._slow or (self._polls + gpu.index) % self._slow_every == 0:
-                self._slow[gpu.uuid] = _slow(device, self._limits.get(gpu.pci_bus_id, UNLIMITED))
+            values = _read_fast_values(device)
+            if gpu.uuid not in self._slow_values or (self._polls + gpu.index) % self._slow_every == 0:
+                self._slow_values[gpu.uuid] = _read_slow_values(device, self._limits.get(gpu.pci_bus_id, NO_PCIE_LIMIT))
                 values["pcie_utilization"] = values["gpu_utilization"]
-        except NvmlFault as fault:
-            recovery = 1 if fault.reset_required else None
-            return _blind(gpu, str(fault), lost=fault.lost, recovery_action=recovery)
-        return GpuSample(index=gpu.index, pci_bus_id=gpu.pci_bus_id, uuid=gpu.uuid, **values, **self._slow[gpu.uuid])
+        except NvmlError as fault:
+            recovery = 1 if fault.is_reset_required else None
+            return _unreadable_sample(gpu, str(fault), lost=fault.is_gpu_lost, recovery_action=recovery)
+        return GpuSample(
+            index=gpu.index, pci_bus_id=gpu.pci_bus_id, uuid=gpu.uuid, **values, **self._slow_values[gpu.uuid]
+        )
 
 
-def _blind(gpu: GpuIdentity, error: str, *, lost: bool, recovery_action: int | None = None) -> GpuSample:
+def _unreadable_sample(gpu: GpuIdentity, error: str, *, lost: bool, recovery_action: int | None = None) -> GpuSample:
     return GpuSample(
         index=gpu.index,
         pci_bus_id=gpu.pci_bus_id,
@@ -148,11 +152,11 @@ _SLOW_FIELDS = (
 )
 
 
-def _fast(device: Device) -> dict[str, Any]:
+def _read_fast_values(device: GpuDevice) -> dict[str, Any]:
     """What moves from second to second. Raises NvmlFault."""
     memory = device.read(nvml.MEMORY)
     utilization = device.read(nvml.UTILIZATION)
-    memory_temperature, energy, pending, failure, recovery = device.fields(_FAST_FIELDS)
+    memory_temperature, energy, pending, failure, recovery = device.read_fields(_FAST_FIELDS)
     return {
         "temperature_c": device.read(nvml.TEMPERATURE, nvml.SENSOR_GPU),
         "temperature_margin_c": device.read(nvml.TEMPERATURE_MARGIN),
@@ -171,18 +175,18 @@ def _fast(device: Device) -> dict[str, Any]:
     }
 
 
-def _slow(device: Device, limit: PcieLimit) -> dict[str, Any]:
+def _read_slow_values(device: GpuDevice, limit: PcieLimit) -> dict[str, Any]:
     """What moves rarely, or costs a call for each of many links. Raises NvmlFault."""
-    corrected, uncorrected, replays, recoveries, crc, pcie_fatal, recovery_failed = device.fields(_SLOW_FIELDS)
-    links, links_down = device.nvlinks()
+    corrected, uncorrected, replays, recoveries, crc, pcie_fatal, recovery_failed = device.read_fields(_SLOW_FIELDS)
+    links, links_down = device.count_nvlinks()
     nvlink_counters = [each for each in (replays, recoveries, crc) if each is not None]
     processes = device.read(nvml.PROCESSES)
     return {
         "power_limit_w": _scaled(device.read(nvml.POWER_LIMIT_MW), 1e-3),
         "memory_clock_mhz": device.read(nvml.CLOCK, nvml.CLOCK_MEMORY),
-        "ecc_corrected": device.read(nvml.ECC, nvml.CORRECTED, nvml.SINCE_LOAD),
-        "ecc_uncorrected": device.read(nvml.ECC, nvml.UNCORRECTED, nvml.SINCE_LOAD),
-        "ecc_uncorrected_lifetime": device.read(nvml.ECC, nvml.UNCORRECTED, nvml.LIFETIME),
+        "ecc_corrected": device.read(nvml.ECC, nvml.ECC_CORRECTED, nvml.ECC_SINCE_DRIVER_LOAD),
+        "ecc_uncorrected": device.read(nvml.ECC, nvml.ECC_UNCORRECTED, nvml.ECC_SINCE_DRIVER_LOAD),
+        "ecc_uncorrected_lifetime": device.read(nvml.ECC, nvml.ECC_UNCORRECTED, nvml.ECC_LIFETIME),
         "sram_threshold_exceeded": device.read(nvml.sram_threshold_exceeded),
         "remapped_corrected": corrected,
         "remapped_uncorrected": uncorrected,
@@ -190,9 +194,9 @@ def _slow(device: Device, limit: PcieLimit) -> dict[str, Any]:
         "pcie_replays": device.read(nvml.PCIE_REPLAYS),
         "pcie_fatal_errors": pcie_fatal,
         "pcie_generation": device.read(nvml.PCIE_GENERATION),
-        "pcie_generation_max": _least(device.read(nvml.PCIE_GENERATION_MAX), limit.generation),
+        "pcie_generation_max": _lesser_limit(device.read(nvml.PCIE_GENERATION_MAX), limit.generation),
         "pcie_width": device.read(nvml.PCIE_WIDTH),
-        "pcie_width_max": _least(device.read(nvml.PCIE_WIDTH_MAX), limit.width),
+        "pcie_width_max": _lesser_limit(device.read(nvml.PCIE_WIDTH_MAX), limit.width),
         "nvlinks": links or None,
         "nvlinks_down": links_down if links else None,
         "nvlink_errors": sum(nvlink_counters) if nvlink_counters else None,
@@ -201,7 +205,7 @@ def _slow(device: Device, limit: PcieLimit) -> dict[str, Any]:
     }
 
 
-def _least(offered: int | None, limit: int | None) -> int | None:
+def _lesser_limit(offered: int | None, limit: int | None) -> int | None:
     """What NVML says that the link can do, where the platform does not say less."""
     return offered if offered is None or limit is None else min(offered, limit)
 

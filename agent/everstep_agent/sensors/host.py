@@ -13,7 +13,7 @@ from everstep_agent.sensors.samples import HostSample, PathSample, PortSample
 PROCESSES_EVERY = 30
 """Polls between walks over all processes: a thousand of them cost some ten milliseconds."""
 
-PATHS_EVERY_S = 10.0
+PATH_CHECK_INTERVAL_S = 10.0
 
 
 class HostSensor:
@@ -34,7 +34,7 @@ class HostSensor:
                 uptime_s=sysfs.uptime_s(self._root),
                 memory_available_fraction=available / total,
                 memory_total_bytes=total,
-                stuck_processes=None if self._counts is None else self._counts.stuck,
+                stuck_processes=None if self._counts is None else self._counts.uninterruptible,
                 zombies=None if self._counts is None else self._counts.zombies,
                 load=sysfs.load_average(self._root),
             )
@@ -49,50 +49,50 @@ class PathSensor:
         self._local = paths
         self._root = root
         self._clock = clock
-        self._asked: dict[str, float] = {}
-        self._free: dict[str, float] = {}
+        self._pending_since: dict[str, float] = {}
+        self._free_fractions: dict[str, float] = {}
         self._network: frozenset[str] = frozenset()
-        self._next = 0.0
+        self._next_check_at = 0.0
 
     def poll(self) -> tuple[PathSample, ...]:
         """The newest answers; starts new questions where the last ones are answered and old enough."""
         now = self._clock.monotonic()
-        if now >= self._next:
-            self._next = now + PATHS_EVERY_S
-            self._ask_all(now)
-        asked = dict(self._asked)
+        if now >= self._next_check_at:
+            self._next_check_at = now + PATH_CHECK_INTERVAL_S
+            self._start_checks(now)
+        asked = dict(self._pending_since)
         return tuple(
             PathSample(
                 path=path,
                 network=path in self._network,
-                free_fraction=self._free.get(path),
+                free_fraction=self._free_fractions.get(path),
                 silent_s=now - asked[path] if path in asked else 0.0,
             )
             for path in sorted({*self._local, *self._network})
         )
 
-    def _ask_all(self, now: float) -> None:
+    def _start_checks(self, now: float) -> None:
         try:
             self._network = frozenset(sysfs.network_mounts(self._root))
         except (OSError, ValueError):
             self._network = frozenset()
-        local = [path for path in self._local if path not in self._asked]
+        local = [path for path in self._local if path not in self._pending_since]
         for path in local:
-            self._asked[path] = now
+            self._pending_since[path] = now
         if local:
-            threading.Thread(target=self._ask, args=(local,), daemon=True).start()
-        for path in self._network - self._asked.keys():
-            self._asked[path] = now
-            threading.Thread(target=self._ask, args=([path],), daemon=True).start()
+            threading.Thread(target=self._check_paths, args=(local,), daemon=True).start()
+        for path in self._network - self._pending_since.keys():
+            self._pending_since[path] = now
+            threading.Thread(target=self._check_paths, args=([path],), daemon=True).start()
 
-    def _ask(self, paths: list[str]) -> None:
+    def _check_paths(self, paths: list[str]) -> None:
         for path in paths:
             try:
                 status = os.statvfs(path)
-                self._free[path] = status.f_bavail / max(1, status.f_blocks)
+                self._free_fractions[path] = status.f_bavail / max(1, status.f_blocks)
             except OSError:
-                self._free.pop(path, None)
-            self._asked.pop(path, None)
+                self._free_fractions.pop(path, None)
+            self._pending_since.pop(path, None)
 
 
 # ---- network
@@ -135,5 +135,5 @@ class NetworkSensor:
     def _read(self) -> list[sysfs.PortReading]:
         self._polls += 1
         if self._polls % COUNTERS_EVERY != 1:
-            return [now for port in self._readings if (now := sysfs.port_now(port)) is not None]
+            return [now for port in self._readings if (now := sysfs.refresh_port(port)) is not None]
         return [*sysfs.infiniband_ports(self._root), *sysfs.ethernet_ports(self._root)]

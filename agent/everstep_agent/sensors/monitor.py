@@ -15,23 +15,23 @@ from pathlib import Path
 import msgspec
 
 from everstep.clock import Backoff, Clock
-from everstep.errors import UNREADABLE, ConfigurationError, MalformedMessage
+from everstep.errors import DECODE_ERRORS, ConfigurationError, MalformedMessage
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep_agent.drivers import sysfs
 from everstep_agent.drivers.kmsg import KernelLog, LogPosition
-from everstep_agent.findings.assessment import Assessor, Instant, Memory
+from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
 from everstep_agent.findings.rules import load_policy
 from everstep_agent.sensors.samples import SensorState
 from everstep_agent.sensors.sensor_messages import (
-    DOING_BYTES,
+    ACTIVITY_BYTES,
     MAX_POLL_BYTES,
-    Begin,
-    Picture,
-    Poll,
-    wire_gpu,
-    wire_host,
+    PollResult,
+    SensorConfig,
+    SensorReport,
+    to_wire_gpu,
+    to_wire_host,
 )
-from everstep_agent.virtual.scenario import Machine, Scenario, load_scenario
+from everstep_agent.virtual.scenario import Scenario, VirtualMachine, load_scenario
 
 # ---- settings
 # How the sensors of a node are set.
@@ -43,16 +43,16 @@ class SensorSettings(msgspec.Struct, frozen=True, kw_only=True):
     node: the node's name; goes into log lines and traces.
     interval_s: seconds between polls. 1 s sees a thermal excursion before the driver acts on it, and 8 GPUs cost a
         few milliseconds.
-    deadline_s: how late a poll may be before the sensor process counts as hung and is killed. NVML calls take
+    hang_timeout_s: how late a poll may be before the sensor process counts as hung and is killed. NVML calls take
         microseconds to a few milliseconds, but a busy driver holds its lock for up to seconds: 5 s.
-    start_deadline_s: the same for the first poll. Without persistence mode the driver initialises every GPU when
+    start_timeout_s: the same for the first poll. Without persistence mode the driver initialises every GPU when
         NVML opens, 1 to 3 s each: 60 s.
     slow_every: slow-moving values (ECC, links, retired pages) of each GPU are read at every n-th poll.
     expected_gpus: how many GPUs this node should have. None: as many as the PCI bus shows.
     virtual: scenario file, "default" or "default:N" for a virtual machine; empty for the real one.
     virtual_control: control file of the virtual machine; may appear later.
     kernel_log: /dev/kmsg, or a file or named pipe; empty for none.
-    log_poll_s: how often a plain file is looked at (a device or pipe wakes us itself). 50 ms is below what a
+    kernel_log_poll_s: how often a plain file is looked at (a device or pipe wakes us itself). 50 ms is below what a
         person or a drain can notice, and costs 20 calls of fstat a second.
     state_path: where findings that outlive the agent (XIDs until a reset or a reboot) are kept; empty for nowhere.
     site_policy: TOML files whose rules replace ours of the same id.
@@ -63,14 +63,14 @@ class SensorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str = ""
     interval_s: float = 1.0
-    deadline_s: float = 5.0
-    start_deadline_s: float = 60.0
+    hang_timeout_s: float = 5.0
+    start_timeout_s: float = 60.0
     slow_every: int = 10
     expected_gpus: int | None = None
     virtual: str = ""
     virtual_control: str = ""
     kernel_log: str = "/dev/kmsg"
-    log_poll_s: float = 0.05
+    kernel_log_poll_s: float = 0.05
     state_path: str = ""
     site_policy: tuple[str, ...] = ()
     sysfs_root: str = "/sys"
@@ -81,12 +81,12 @@ class SensorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raises ConfigurationError for settings that contradict each other."""
-        if self.interval_s <= 0 or self.deadline_s <= 0:
-            raise ConfigurationError("interval_s and deadline_s must be above zero")
-        if self.start_deadline_s < self.deadline_s:
+        if self.interval_s <= 0 or self.hang_timeout_s <= 0:
+            raise ConfigurationError("interval_s and hang_timeout_s must be above zero")
+        if self.start_timeout_s < self.hang_timeout_s:
             raise ConfigurationError(
-                f"start_deadline_s ({self.start_deadline_s}) is below deadline_s ({self.deadline_s}): the first poll "
-                "also initialises the driver; raise start_deadline_s"
+                f"start_timeout_s ({self.start_timeout_s}) is below hang_timeout_s ({self.hang_timeout_s}): the "
+                "first poll also initialises the driver; raise start_timeout_s"
             )
         if self.slow_every < 1:
             raise ConfigurationError(f"slow_every must be at least 1, not {self.slow_every}")
@@ -101,31 +101,31 @@ class SensorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 4 << 20
+MAX_STATE_BYTES = 4 << 20
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class SavedSensorState(msgspec.Struct, frozen=True, kw_only=True):
     """The assessor's memory, and how far the kernel's log had been read when it was written."""
 
-    memory: Memory = Memory()
-    log: LogPosition | None = None
+    assessor_state: AssessorState = AssessorState()
+    log_position: LogPosition | None = None
 
 
-def load_kept(path: str) -> Kept:
+def load_sensor_state(path: str) -> SavedSensorState:
     """What is kept at ``path``; nothing where there is no file, or one that cannot be used (that is logged)."""
     if not path:
-        return Kept()
+        return SavedSensorState()
     try:
         with open(path, "rb") as file:
-            return msgspec.json.decode(file.read(MAX_BYTES), type=Kept)
+            return msgspec.json.decode(file.read(MAX_STATE_BYTES), type=SavedSensorState)
     except FileNotFoundError:
-        return Kept()
-    except (OSError, *UNREADABLE) as error:
+        return SavedSensorState()
+    except (OSError, *DECODE_ERRORS) as error:
         logger.warning("sensor state %s cannot be used, starting without: %s", path, error)
-        return Kept()
+        return SavedSensorState()
 
 
-def store_kept(path: str, kept: Kept) -> None:
+def save_sensor_state(path: str, state: SavedSensorState) -> None:
     """Replaces the file at once or not at all; a failure is logged, since sensing goes on without it."""
     if not path:
         return
@@ -133,7 +133,7 @@ def store_kept(path: str, kept: Kept) -> None:
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(kept))
+            file.write(msgspec.json.encode(state))
         draft.rename(path)
     except OSError as error:
         logger.warning("sensor state %s cannot be written: %s", path, error)
@@ -156,8 +156,8 @@ class SensorChild:
         ours, theirs = socket.socketpair()
         page = os.memfd_create("everstep-sensors", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(page, DOING_BYTES)
-            self._page = mmap.mmap(page, DOING_BYTES, prot=mmap.PROT_READ)
+            os.ftruncate(page, ACTIVITY_BYTES)
+            self._activity_page = mmap.mmap(page, ACTIVITY_BYTES, prot=mmap.PROT_READ)
             arguments = [str(theirs.fileno()), str(page), str(os.getpid())]
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "everstep_agent.sensors.sampler", *arguments],
@@ -173,22 +173,22 @@ class SensorChild:
             os.close(page)
         ours.setblocking(False)
         self._channel = ours
-        self._decoder: FrameDecoder[Poll] = FrameDecoder(Poll, MAX_POLL_BYTES)
+        self._decoder: FrameDecoder[PollResult] = FrameDecoder(PollResult, MAX_POLL_BYTES)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     @property
-    def doing(self) -> str:
+    def current_activity(self) -> str:
         """What it said last that it would touch."""
-        return bytes(self._page[:DOING_BYTES]).rstrip(b"\0").decode("utf-8", "replace") or "start"
+        return bytes(self._activity_page[:ACTIVITY_BYTES]).rstrip(b"\0").decode("utf-8", "replace") or "start"
 
-    async def begin(self, begin: Begin) -> None:
+    async def configure(self, config: SensorConfig) -> None:
         """Tells it how to sense. Raises OSError where it is gone."""
-        await asyncio.get_running_loop().sock_sendall(self._channel, encode_frame(begin))
+        await asyncio.get_running_loop().sock_sendall(self._channel, encode_frame(config))
 
-    async def receive(self, deadline: float) -> list[Poll] | None:
+    async def receive(self, deadline: float) -> list[PollResult] | None:
         """The next messages, or None at the end of the process.
 
         Raises TimeoutError when none came until ``deadline`` (the event loop's time), and MalformedMessage.
@@ -198,44 +198,44 @@ class SensorChild:
                 data = await asyncio.get_running_loop().sock_recv(self._channel, READ_BYTES)
         except TimeoutError:
             # We may be the ones who were late: what has arrived meanwhile speaks for the process.
-            data = self._arrived()
+            data = self._read_available()
         return self._decoder.feed(data) if data else None
 
-    def _arrived(self) -> bytes:
+    def _read_available(self) -> bytes:
         try:
             return self._channel.recv(READ_BYTES)
         except BlockingIOError:
             raise TimeoutError from None
 
     @property
-    def gone(self) -> bool:
+    def has_exited(self) -> bool:
         return self._process.poll() is not None
 
-    async def end(self) -> str:
+    async def kill(self) -> str:
         """Kills it, waits a moment for it to vanish, and says how it ended. May be called again."""
         self._channel.close()
-        killed = not self.gone
+        killed = not self.has_exited
         if killed:
             self._process.kill()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + KILL_WAIT_S
-        while not self.gone and loop.time() < deadline:
+        while not self.has_exited and loop.time() < deadline:
             await asyncio.sleep(REAP_CHECK_S)
-        self._page.close()
-        if not self.gone:
+        self._activity_page.close()
+        if not self.has_exited:
             return f"pid {self.pid} does not die: it is held in the kernel"
         return "killed" if killed else f"exit status {self._process.returncode}"
 
 
-BACKLOG_S = 900.0
+MAX_BACKLOG_AGE_S = 900.0
 """Without a memory of its own, the agent takes no line of the kernel's log that is older: what an older one told of has
 been cured, or shows in NVML. A fresh installation must not evict a node for the XID of last month."""
 
-STORM_PAUSE_S = 0.01
+LOG_BURST_PAUSE_S = 0.01
 """Between two portions of a kernel log that does not end, the event loop's other work has its turn."""
 
 
-class SensorProcess:
+class SensorMonitor:
     """Senses a node: ``on_picture`` gets all that is known, at every poll and at once when a finding comes or goes.
 
     Args:
@@ -246,25 +246,25 @@ class SensorProcess:
     Raises ConfigurationError for settings, a policy or a scenario that cannot be used.
     """
 
-    def __init__(self, settings: SensorSettings, clock: Clock, on_picture: Callable[[Picture], None]) -> None:
+    def __init__(self, settings: SensorSettings, clock: Clock, on_report: Callable[[SensorReport], None]) -> None:
         settings.validate()
         self._settings = settings
         self._clock = clock
-        self._on_picture = on_picture
+        self._on_report = on_report
         self._scenario = load_scenario(settings.virtual, settings.node) if settings.virtual else None
-        kept = load_kept(settings.state_path)
+        kept = load_sensor_state(settings.state_path)
         boot_id = _boot_id(settings, self._scenario)
-        self._assessor = Assessor(
-            load_policy(settings.site_policy), settings.node, settings.expected_gpus, kept.memory, self._now()
+        self._assessor = FindingAssessor(
+            load_policy(settings.site_policy), settings.node, settings.expected_gpus, kept.assessor_state, self._now()
         )
-        self._assessor.boot(boot_id)
+        self._assessor.process_boot(boot_id)
         self._log = _kernel_log(settings, kept, boot_id)
         self._log_failed = False
         self._child: SensorChild | None = None
-        self._ending: list[SensorChild] = []
-        self._poll = Poll(full=True, boot_id=boot_id)
+        self._exiting_children: list[SensorChild] = []
+        self._poll = PollResult(is_full=True, boot_id=boot_id)
         self._polled_at = 0.0
-        self._hangs = self._ends = self._restarts = 0
+        self._hangs = self._crashes = self._restarts = 0
         self._skew_s: float | None = None
 
     @property
@@ -273,155 +273,160 @@ class SensorProcess:
         return None if self._child is None else self._child.pid
 
     @property
-    def picture(self) -> Picture:
+    def report(self) -> SensorReport:
         """All that is known now."""
         poll = self._poll
-        return Picture(
+        return SensorReport(
             at=self._clock.wall(),
             boot_id=poll.boot_id,
             driver_version=poll.driver_version,
-            gpu_ids=tuple(wire_gpu(gpu) for gpu in poll.known),
-            host_id=wire_host(poll.host_id),
+            gpu_identities=tuple(to_wire_gpu(gpu) for gpu in poll.known_gpus),
+            host_identity=to_wire_host(poll.host_identity),
             gpus=poll.gpus,
             ports=poll.ports,
             paths=poll.paths,
             host=poll.host,
             findings=self._assessor.findings,
-            xid_counts=self._assessor.xids.totals,
+            xid_counts=self._assessor.xid_history.totals,
             poll_s=poll.poll_s,
             polled_at=self._polled_at,
-            restarts=self._restarts,
+            sensor_restarts=self._restarts,
         )
 
-    def note_clock_skew(self, seconds: float) -> None:
+    def set_clock_skew(self, skew_s: float) -> None:
         """This node's clock minus the controller's, as the heartbeat sees it."""
-        self._skew_s = seconds
+        self._skew_s = skew_s
 
     async def run(self) -> None:
         """Senses until cancelled. Ends the sensor process on the way out."""
         if self._assessor.findings:
-            self._on_picture(self.picture)
+            self._on_report(self.report)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._sense())
+                tasks.create_task(self._run_sensor_processes())
                 if self._log is not None:
-                    tasks.create_task(self._follow(self._log))
+                    tasks.create_task(self._follow_kernel_log(self._log))
         finally:
-            for child in self._ending:
-                await child.end()
+            for child in self._exiting_children:
+                await child.kill()
             if self._log is not None:
                 self._log.close()
-            self._keep()
+            self._save_state()
 
     # --- the sensor process ---
 
-    async def _sense(self) -> None:
+    async def _run_sensor_processes(self) -> None:
         backoff = Backoff(floor_s=self._settings.restart_floor_s, ceiling_s=self._settings.restart_ceiling_s)
         while True:
-            await self._one_life()
+            await self._run_one_process()
             self._restarts += 1
-            failures = self._hangs + self._ends
+            failures = self._hangs + self._crashes
             # No fleet shares this back-off, so it needs no jitter: the whole delay, every time.
             await asyncio.sleep(backoff.delay_s(max(0, failures - 1), 1.0))
 
-    async def _one_life(self) -> None:
+    async def _run_one_process(self) -> None:
         child = self._child = SensorChild()
-        self._ending = [child, *(other for other in self._ending if not other.gone)]
+        self._exiting_children = [child, *(other for other in self._exiting_children if not other.has_exited)]
         reason, hung = "", False
         try:
-            await child.begin(self._begin())
-            await self._listen(child)
+            await child.configure(self._build_config())
+            await self._receive_polls(child)
         except TimeoutError:
             hung = True
-            self._hung(child)
+            self._handle_hang(child)
         except (OSError, MalformedMessage) as error:
             reason = str(error)
         finally:
             self._child = None
-            how = await child.end()
+            how = await child.kill()
         if not hung:
-            self._ended(reason or how)
+            self._handle_crash(reason or how)
 
-    async def _listen(self, child: SensorChild) -> None:
+    async def _receive_polls(self, child: SensorChild) -> None:
         """Takes what the child says until it ends. Raises TimeoutError when a poll is overdue."""
         loop = asyncio.get_running_loop()
-        patience_s = self._settings.interval_s + self._settings.deadline_s
-        deadline = loop.time() + self._settings.start_deadline_s
+        patience_s = self._settings.interval_s + self._settings.hang_timeout_s
+        deadline = loop.time() + self._settings.start_timeout_s
         while (messages := await child.receive(deadline)) is not None:
             for message in messages:
-                self._take(message)
-                if message.full:
+                self._process_message(message)
+                if message.is_full:
                     deadline = loop.time() + patience_s
 
-    def _begin(self) -> Begin:
+    def _build_config(self) -> SensorConfig:
         settings = self._settings
-        return Begin(
+        return SensorConfig(
             interval_s=settings.interval_s,
             slow_every=settings.slow_every,
             sysfs_root=settings.sysfs_root,
             proc_root=settings.proc_root,
             disk_paths=settings.disk_paths,
             scenario=self._scenario,
-            control=settings.virtual_control,
-            resumed=self._restarts > 0,
+            control_file=settings.virtual_control,
+            is_resumed=self._restarts > 0,
         )
 
-    def _take(self, message: Poll) -> None:
+    def _process_message(self, message: PollResult) -> None:
         now = self._now()
-        if message.full:
-            self._hangs = self._ends = 0
+        if message.is_full:
+            self._hangs = self._crashes = 0
             self._poll, self._polled_at = message, now.wall
-            changed = self._assessor.poll(message, self._skew_s, now)
+            changed = self._assessor.process_poll(message, self._skew_s, now)
         else:
-            changed = self._assessor.kernel_lines(message.lines, now)
-            changed |= self._assessor.xid_events(message.xids, now)
-        if changed or message.full:
+            changed = self._assessor.process_kernel_lines(message.kernel_lines, now)
+            changed |= self._assessor.process_xid_events(message.xids, now)
+        if changed or message.is_full:
             self._publish(changed)
 
-    def _hung(self, child: SensorChild) -> None:
+    def _handle_hang(self, child: SensorChild) -> None:
         self._hangs += 1
-        detail = f"of {self._settings.deadline_s:g} s at: {child.doing}"
+        detail = f"of {self._settings.hang_timeout_s:g} s at: {child.current_activity}"
         logger.warning("sensor process %d is hung %s", child.pid, detail, extra={"node": self._settings.node})
-        self._publish(self._assessor.sensor(SensorState(hangs=self._hangs, detail=detail), self._now()))
+        self._publish(self._assessor.process_sensor_state(SensorState(hangs=self._hangs, detail=detail), self._now()))
 
-    def _ended(self, reason: str) -> None:
-        self._ends += 1
+    def _handle_crash(self, reason: str) -> None:
+        self._crashes += 1
         logger.warning("sensor process ended: %s", reason, extra={"node": self._settings.node})
-        self._publish(self._assessor.sensor(SensorState(crashes=self._ends, detail=reason), self._now()))
+        self._publish(
+            self._assessor.process_sensor_state(SensorState(crashes=self._crashes, detail=reason), self._now())
+        )
 
     # --- the kernel's log ---
 
-    async def _follow(self, log: KernelLog) -> None:
+    async def _follow_kernel_log(self, log: KernelLog) -> None:
         while True:
-            if self._drain(log):
-                await asyncio.sleep(STORM_PAUSE_S)
-            elif log.wakes is None:
-                await _grown(log, self._settings.log_poll_s)
+            if self._read_kernel_log(log):
+                await asyncio.sleep(LOG_BURST_PAUSE_S)
+            elif log.wait_descriptor is None:
+                await _wait_for_growth(log, self._settings.kernel_log_poll_s)
             else:
-                await _readable(log.wakes)
+                await _wait_readable(log.wait_descriptor)
 
-    def _drain(self, log: KernelLog) -> bool:
+    def _read_kernel_log(self, log: KernelLog) -> bool:
         """Takes one portion, a few milliseconds' work; True where there may be more."""
         lines = log.read()
-        changed = self._assessor.kernel_lines(lines, self._now())
+        changed = self._assessor.process_kernel_lines(lines, self._now())
         if bool(log.error) != self._log_failed:
             self._log_failed = bool(log.error)
             state = SensorState(log_failed=int(self._log_failed), detail=log.error)
-            changed |= self._assessor.sensor(state, self._now())
+            changed |= self._assessor.process_sensor_state(state, self._now())
         if changed:
             self._publish(changed)
         return bool(lines)
 
     # --- what goes out ---
 
-    def _publish(self, changed: bool) -> None:
-        self._on_picture(self.picture)
-        if changed:
-            self._keep()
+    def _publish(self, has_changed: bool) -> None:
+        self._on_report(self.report)
+        if has_changed:
+            self._save_state()
 
-    def _keep(self) -> None:
+    def _save_state(self) -> None:
         position = None if self._log is None else self._log.position
-        store_kept(self._settings.state_path, Kept(memory=self._assessor.memory(), log=position))
+        save_sensor_state(
+            self._settings.state_path,
+            SavedSensorState(assessor_state=self._assessor.export_state(), log_position=position),
+        )
 
     def _now(self) -> Instant:
         return Instant(self._clock.wall(), self._clock.monotonic())
@@ -430,8 +435,8 @@ class SensorProcess:
 def _boot_id(settings: SensorSettings, scenario: Scenario | None) -> str:
     """The machine's boot as it can be told without touching a driver; empty where it cannot."""
     if scenario is not None:
-        machine = Machine(scenario, settings.virtual_control, resumed=True)
-        machine.refresh()
+        machine = VirtualMachine(scenario, settings.virtual_control, is_resumed=True)
+        machine.reload_control()
         return machine.boot_id
     try:
         return sysfs.boot_id(Path(settings.proc_root))
@@ -439,23 +444,23 @@ def _boot_id(settings: SensorSettings, scenario: Scenario | None) -> str:
         return ""
 
 
-def _kernel_log(settings: SensorSettings, kept: Kept, boot_id: str) -> KernelLog | None:
+def _kernel_log(settings: SensorSettings, state: SavedSensorState, boot_id: str) -> KernelLog | None:
     if not settings.kernel_log:
         return None
-    position = kept.log
-    if position is not None and kept.memory.boot_id == boot_id:
+    position = state.log_position
+    if position is not None and state.assessor_state.boot_id == boot_id:
         return KernelLog(settings.kernel_log, position)
     if position is not None:
         # The kernel numbers its lines anew at every boot; a file goes on where it was.
         position = LogPosition(inode=position.inode, offset=position.offset)
     try:
-        not_before_s = sysfs.uptime_s(Path(settings.proc_root)) - BACKLOG_S
+        not_before_s = sysfs.uptime_s(Path(settings.proc_root)) - MAX_BACKLOG_AGE_S
     except (OSError, ValueError, IndexError):
         not_before_s = 0.0
     return KernelLog(settings.kernel_log, position, not_before_s)
 
 
-async def _readable(descriptor: int) -> None:
+async def _wait_readable(descriptor: int) -> None:
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
     loop.add_reader(descriptor, lambda: None if ready.done() else ready.set_result(None))
@@ -465,7 +470,7 @@ async def _readable(descriptor: int) -> None:
         loop.remove_reader(descriptor)
 
 
-async def _grown(log: KernelLog, look_every_s: float) -> None:
+async def _wait_for_growth(log: KernelLog, poll_interval_s: float) -> None:
     """Looks by timer alone, which costs half of what a sleeping task does at twenty looks a second."""
     loop = asyncio.get_running_loop()
     grown: asyncio.Future[None] = loop.create_future()
@@ -475,12 +480,12 @@ async def _grown(log: KernelLog, look_every_s: float) -> None:
         nonlocal timer
         if grown.done():
             return
-        if log.has_news():
+        if log.has_new_data():
             grown.set_result(None)
         else:
-            timer = loop.call_later(look_every_s, look)
+            timer = loop.call_later(poll_interval_s, look)
 
-    timer = loop.call_later(look_every_s, look)
+    timer = loop.call_later(poll_interval_s, look)
     try:
         await grown
     finally:

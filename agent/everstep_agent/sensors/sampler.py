@@ -26,10 +26,10 @@ from everstep.parent_process import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep_agent.drivers import sysfs
-from everstep_agent.sensors.gpu import UNLIMITED, GpuSensor
+from everstep_agent.sensors.gpu import NO_PCIE_LIMIT, GpuSensor
 from everstep_agent.sensors.host import HostSensor, NetworkSensor, PathSensor
-from everstep_agent.sensors.sensor_messages import DOING_BYTES, Begin, Poll
-from everstep_agent.virtual.scenario import Machine
+from everstep_agent.sensors.sensor_messages import ACTIVITY_BYTES, PollResult, SensorConfig
+from everstep_agent.virtual.scenario import VirtualMachine
 
 PCI_EVERY = 60
 """Polls between counts of the GPUs on the PCI bus: hundreds of files, which change when somebody opens the case."""
@@ -38,130 +38,130 @@ CONTROL_CHECK_S = 0.1
 """How often a virtual machine looks at its control file between polls."""
 
 
-class Node:
+class NodeSensors:
     """The sensors of one machine, real or virtual."""
 
-    def __init__(self, begin: Begin, page: mmap.mmap) -> None:
-        self._page = page
-        self._interval_s = begin.interval_s
-        self._gpu = GpuSensor(begin.slow_every, self._doing, self._slot)
-        self._machine: Machine | None = None
-        if begin.scenario is not None:
+    def __init__(self, config: SensorConfig, activity_page: mmap.mmap) -> None:
+        self._activity_page = activity_page
+        self._interval_s = config.interval_s
+        self._gpu = GpuSensor(config.slow_every, self._set_activity, self._slot)
+        self._machine: VirtualMachine | None = None
+        if config.scenario is not None:
             from everstep_agent.virtual import virtual_nvml  # a real node never needs it
 
-            self._machine = Machine(begin.scenario, begin.control, begin.resumed)
+            self._machine = VirtualMachine(config.scenario, config.control_file, config.is_resumed)
             virtual_nvml.install(self._machine, SYSTEM_CLOCK)
-        self._sysfs, self._proc = Path(begin.sysfs_root), Path(begin.proc_root)
+        self._sysfs, self._proc = Path(config.sysfs_root), Path(config.proc_root)
         self._polls = 0
-        self._on_pci: int | None = None
+        self._pci_gpu_count: int | None = None
         self._network = NetworkSensor(self._sysfs)
         self._host = HostSensor(self._proc)
         self._host_id = sysfs.host_identity(self._sysfs, self._proc)
-        self._paths = PathSensor(begin.disk_paths, self._proc, SYSTEM_CLOCK)
+        self._paths = PathSensor(config.disk_paths, self._proc, SYSTEM_CLOCK)
 
-    def urgent(self) -> Poll | None:
+    def poll_urgent(self) -> PollResult | None:
         """What must be told before anything that may block is touched, or None."""
         if self._machine is None:
             return None
-        self._machine.refresh()
+        self._machine.reload_control()
         lines = self._machine.take_lines()
-        return Poll(full=False, lines=tuple(lines)) if lines else None
+        return PollResult(is_full=False, kernel_lines=tuple(lines)) if lines else None
 
-    def poll(self) -> Poll:
+    def poll(self) -> PollResult:
         begun = time.perf_counter()
         gpus = self._gpu.poll()
-        around = self._real() if self._machine is None else self._virtual(self._machine)
+        around = self._poll_real_machine() if self._machine is None else self._poll_virtual_machine(self._machine)
         return msgspec.structs.replace(
             around,
             driver_version=self._gpu.driver_version,
-            known=tuple(self._gpu.known.values()),
+            known_gpus=tuple(self._gpu.known_gpus.values()),
             gpus=gpus,
             nvml_error=self._gpu.error,
             poll_s=time.perf_counter() - begun,
         )
 
-    def wait(self, until: float) -> Poll | None:
+    def wait_xid_events(self, until: float) -> PollResult | None:
         """Waits for the time of the next poll (monotonic seconds), or for XIDs that should not wait for it."""
         left = until - SYSTEM_CLOCK.monotonic()
         if left <= 0:
             return None
         if self._machine is not None:
             left = min(left, CONTROL_CHECK_S)
-        events = self._gpu.wait(left)
+        events = self._gpu.wait_xid_events(left)
         if events is None:
             time.sleep(left)
-        return Poll(full=False, xids=tuple(events)) if events else None
+        return PollResult(is_full=False, xids=tuple(events)) if events else None
 
-    def _real(self) -> Poll:
+    def _poll_real_machine(self) -> PollResult:
         """All but the GPUs, of this machine."""
-        self._doing("network ports")
+        self._set_activity("network ports")
         ports = self._network.poll()
-        self._doing("host")
+        self._set_activity("host")
         boot_id = ""
         faults: tuple[tuple[str, str], ...] = ()
         try:
             boot_id = sysfs.boot_id(self._proc)
         except OSError as error:
             faults = (("boot id", str(error)),)
-        return Poll(
-            full=True,
+        return PollResult(
+            is_full=True,
             boot_id=boot_id,
             ports=ports,
             paths=self._paths.poll(),
             host=self._host.poll(),
-            host_id=self._host_id,
-            pci_gpus=self._gpus_on_pci(),
-            faults=faults,
+            host_identity=self._host_id,
+            pci_gpu_count=self._gpus_on_pci(),
+            sensor_errors=faults,
         )
 
     def _slot(self, bus_id: str) -> sysfs.PcieLimit:
         """What the PCIe slot at the address can do. Virtual GPUs sit in none."""
-        return UNLIMITED if self._machine is not None else sysfs.pcie_limit(self._sysfs, bus_id)
+        return NO_PCIE_LIMIT if self._machine is not None else sysfs.pcie_limit(self._sysfs, bus_id)
 
     def _gpus_on_pci(self) -> int | None:
         if self._polls % PCI_EVERY == 0:
-            self._on_pci = sysfs.nvidia_gpus_on_pci(self._sysfs)
+            self._pci_gpu_count = sysfs.count_nvidia_gpus_on_pci(self._sysfs)
         self._polls += 1
-        return self._on_pci
+        return self._pci_gpu_count
 
-    def _virtual(self, machine: Machine) -> Poll:
+    def _poll_virtual_machine(self, machine: VirtualMachine) -> PollResult:
         """All but the GPUs, of the virtual machine."""
-        return Poll(
-            full=True,
+        return PollResult(
+            is_full=True,
             boot_id=machine.boot_id,
             ports=machine.port_samples(),
             paths=machine.path_samples(),
             host=machine.host_sample(),
-            host_id=machine.host_identity(),
-            pci_gpus=len(machine.gpus),
-            faults=(("virtual machine", machine.error),) if machine.error else (),
+            host_identity=machine.host_identity(),
+            pci_gpu_count=len(machine.gpus),
+            sensor_errors=(("virtual machine", machine.error),) if machine.error else (),
         )
 
-    def _doing(self, what: str) -> None:
-        self._page[:DOING_BYTES] = what.encode()[:DOING_BYTES].ljust(DOING_BYTES, b"\0")
+    def _set_activity(self, activity: str) -> None:
+        self._activity_page[:ACTIVITY_BYTES] = activity.encode()[:ACTIVITY_BYTES].ljust(ACTIVITY_BYTES, b"\0")
 
 
-def _receive_begin(channel: socket.socket) -> Begin:
-    decoder: FrameDecoder[Begin] = FrameDecoder(Begin, 1 << 20)
+def _receive_config(channel: socket.socket) -> SensorConfig:
+    decoder: FrameDecoder[SensorConfig] = FrameDecoder(SensorConfig, 1 << 20)
     while data := channel.recv(1 << 16):
         if messages := decoder.feed(data):
             return messages[0]
     raise SystemExit(0)
 
 
-def serve(channel: socket.socket, page: mmap.mmap) -> None:
+def serve(channel: socket.socket, activity_page: mmap.mmap) -> None:
     """Polls until the supervisor hangs up."""
-    begin = _receive_begin(channel)
-    node = Node(begin, page)
+    begin = _receive_config(channel)
+    node = NodeSensors(begin, activity_page)
     due = SYSTEM_CLOCK.monotonic()
     try:
         while True:
-            for message in (node.urgent(), node.poll()):
+            for message in (node.poll_urgent(), node.poll()):
                 if message is not None:
                     channel.sendall(encode_frame(message))
             due = max(due + begin.interval_s, SYSTEM_CLOCK.monotonic())
             while SYSTEM_CLOCK.monotonic() < due:
-                for message in (node.wait(due), node.urgent()):
+                for message in (node.wait_xid_events(due), node.poll_urgent()):
                     if message is not None:
                         channel.sendall(encode_frame(message))
     except (BrokenPipeError, ConnectionResetError):
@@ -173,7 +173,7 @@ def main() -> None:
     die_with_parent(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
     channel = socket.socket(fileno=descriptor)
-    page = mmap.mmap(page_descriptor, DOING_BYTES)
+    page = mmap.mmap(page_descriptor, ACTIVITY_BYTES)
     serve(channel, page)
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import msgspec
 
-THROTTLED_BY_HARDWARE = 0x8 | 0x40 | 0x80
+HARDWARE_THROTTLE_BITS = 0x8 | 0x40 | 0x80
 """NVML clock event reasons: hardware slowdown, hardware thermal slowdown, power brake."""
 
-THROTTLED_BY_HEAT = 0x20 | 0x40
+HEAT_THROTTLE_BITS = 0x20 | 0x40
 """NVML clock event reasons: software and hardware thermal slowdown."""
-LOADED = 0.5
+LINK_LOADED_UTILIZATION = 0.5
 """Utilization from which on a PCIe link has to be at its full speed and width."""
 
 
@@ -105,25 +105,30 @@ class GpuSample(Sample, frozen=True, kw_only=True):
 
     @property
     def hardware_throttled(self) -> int | None:
-        return None if self.throttle_reasons is None else int(bool(self.throttle_reasons & THROTTLED_BY_HARDWARE))
+        return None if self.throttle_reasons is None else int(bool(self.throttle_reasons & HARDWARE_THROTTLE_BITS))
 
     @property
     def heat_throttled(self) -> int | None:
-        return None if self.throttle_reasons is None else int(bool(self.throttle_reasons & THROTTLED_BY_HEAT))
+        return None if self.throttle_reasons is None else int(bool(self.throttle_reasons & HEAT_THROTTLE_BITS))
 
     @property
     def pcie_lanes_missing(self) -> int | None:
         """Lanes fewer than the GPU and its slot have. None where nothing can be said (``_missing``)."""
-        return self._missing(self.pcie_width, self.pcie_width_max)
+        return self._missing_under_load(self.pcie_width, self.pcie_width_max)
 
     @property
     def pcie_generations_missing(self) -> int | None:
         """Generations below what the GPU and its slot can do. None where nothing can be said (``_missing``)."""
-        return self._missing(self.pcie_generation, self.pcie_generation_max)
+        return self._missing_under_load(self.pcie_generation, self.pcie_generation_max)
 
-    def _missing(self, now: int | None, most: int | None) -> int | None:
+    def _missing_under_load(self, now: int | None, most: int | None) -> int | None:
         """None unless the link was read under load: a GPU that rests lowers the speed and width of its link."""
-        if now is None or most is None or self.pcie_utilization is None or self.pcie_utilization < LOADED:
+        if (
+            now is None
+            or most is None
+            or self.pcie_utilization is None
+            or self.pcie_utilization < LINK_LOADED_UTILIZATION
+        ):
             return None
         return max(0, most - now)
 
@@ -135,7 +140,7 @@ class XidEvent(Sample, frozen=True, kw_only=True):
     xid: int
     source: str
     text: str = ""
-    recovery: int | None = None
+    recovery_action: int | None = None
     count: int = 1
 
 

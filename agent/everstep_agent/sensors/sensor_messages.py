@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from everstep.vocabulary import Finding
-from everstep.wire.v1.agent import MOST_WORD, NO_HOST, Gpu, Host
+from everstep.wire.v1.agent import MAX_HARDWARE_TEXT, UNKNOWN_HOST, Gpu, Host
 from everstep_agent.sensors.samples import (
     GpuIdentity,
     GpuSample,
@@ -18,18 +18,18 @@ from everstep_agent.sensors.samples import (
 )
 from everstep_agent.virtual.scenario import Scenario
 
-__all__ = ["GpuSample", "HostSample", "PathSample", "Picture", "PortSample", "wire_gpu", "wire_host"]
+__all__ = ["GpuSample", "HostSample", "PathSample", "PortSample", "SensorReport", "to_wire_gpu", "to_wire_host"]
 
 
 # ---- frames
 # What the sensor process and its supervisor say to one another: one ``Begin``, then one ``Poll`` after another.
 
 MAX_POLL_BYTES = 4 << 20
-DOING_BYTES = 96
+ACTIVITY_BYTES = 96
 """Size of the page on which the child writes what it is about to touch, for whoever has to explain its silence."""
 
 
-class Begin(Sample, frozen=True, kw_only=True):
+class SensorConfig(Sample, frozen=True, kw_only=True):
     """To the child: how to sense. ``scenario``: the virtual machine to be, or None for the real one.
 
     ``resumed``: an earlier child of this supervisor has sensed before.
@@ -41,35 +41,35 @@ class Begin(Sample, frozen=True, kw_only=True):
     proc_root: str
     disk_paths: tuple[str, ...]
     scenario: Scenario | None
-    control: str
-    resumed: bool = False
+    control_file: str
+    is_resumed: bool = False
 
 
-class Poll(Sample, frozen=True, kw_only=True):
+class PollResult(Sample, frozen=True, kw_only=True):
     """From the child. ``full`` is False for what could not wait for the next poll: events and lines only.
 
     ``known``: every GPU seen since this child began. ``pci_gpus``: NVIDIA display controllers on the PCI bus.
     ``faults``: (sensor, why) for what failed as a whole; ``nvml_error`` why no GPU could be asked.
     """
 
-    full: bool
+    is_full: bool
     boot_id: str = ""
     driver_version: str = ""
-    known: tuple[GpuIdentity, ...] = ()
+    known_gpus: tuple[GpuIdentity, ...] = ()
     gpus: tuple[GpuSample, ...] = ()
     ports: tuple[PortSample, ...] = ()
     paths: tuple[PathSample, ...] = ()
     host: HostSample = HostSample()
-    host_id: HostIdentity = HostIdentity()
+    host_identity: HostIdentity = HostIdentity()
     xids: tuple[XidEvent, ...] = ()
-    lines: tuple[str, ...] = ()
-    pci_gpus: int | None = None
+    kernel_lines: tuple[str, ...] = ()
+    pci_gpu_count: int | None = None
     nvml_error: str = ""
-    faults: tuple[tuple[str, str], ...] = ()
+    sensor_errors: tuple[tuple[str, str], ...] = ()
     poll_s: float = 0.0
 
 
-class Picture(msgspec.Struct, frozen=True, kw_only=True):
+class SensorReport(msgspec.Struct, frozen=True, kw_only=True):
     """All that is known of the node at ``at`` (wall seconds).
 
     ``findings`` is complete: a key that is no longer in it has cleared. A finding stays equal from picture to
@@ -81,8 +81,8 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     boot_id: str = ""
     driver_version: str = ""
-    gpu_ids: tuple[Gpu, ...] = ()
-    host_id: Host = NO_HOST
+    gpu_identities: tuple[Gpu, ...] = ()
+    host_identity: Host = UNKNOWN_HOST
     gpus: tuple[GpuSample, ...] = ()
     ports: tuple[PortSample, ...] = ()
     paths: tuple[PathSample, ...] = ()
@@ -91,10 +91,10 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     xid_counts: dict[tuple[str, int], int] = {}
     poll_s: float = 0.0
     polled_at: float = 0.0
-    restarts: int = 0
+    sensor_restarts: int = 0
 
 
-def wire_gpu(identity: GpuIdentity) -> Gpu:
+def to_wire_gpu(identity: GpuIdentity) -> Gpu:
     """The identity as the contract says it."""
     return Gpu(
         index=identity.index,
@@ -103,13 +103,13 @@ def wire_gpu(identity: GpuIdentity) -> Gpu:
         pci_bus_id=identity.pci_bus_id,
         memory_bytes=identity.memory_bytes,
         serial=identity.serial,
-        part_number=identity.part_number[:MOST_WORD],
-        vbios=identity.vbios[:MOST_WORD],
-        inforom=identity.inforom[:MOST_WORD],
+        part_number=identity.part_number[:MAX_HARDWARE_TEXT],
+        vbios=identity.vbios[:MAX_HARDWARE_TEXT],
+        inforom=identity.inforom[:MAX_HARDWARE_TEXT],
     )
 
 
-def wire_host(identity: HostIdentity) -> Host:
+def to_wire_host(identity: HostIdentity) -> Host:
     """The same of the machine."""
-    words = {name: getattr(identity, name)[:MOST_WORD] for name in identity.__struct_fields__}
+    words = {name: getattr(identity, name)[:MAX_HARDWARE_TEXT] for name in identity.__struct_fields__}
     return Host(**words)

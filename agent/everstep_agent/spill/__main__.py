@@ -14,54 +14,54 @@ import sys
 
 import msgspec
 
-from everstep.errors import UNREADABLE, EverstepError, MalformedMessage, Unavailable
+from everstep.errors import DECODE_ERRORS, EverstepError, MalformedMessage, Unavailable
 from everstep.layout.object_storage import storage_errors
 from everstep.parent_process import die_with_parent
-from everstep_agent.spill.order import MAX_ORDER_BYTES, Order, Outcome, Refusal
+from everstep_agent.spill.order import MAX_ORDER_BYTES, SpillError, SpillOrder, SpillResult
 from everstep_agent.spill.target import open_target
-from everstep_agent.spill.writer import Job, SpilledSlot, folder_of, prune
+from everstep_agent.spill.writer import CheckpointWriter, SpillSlotReader, folder_name, prune
 
 
-def carry_out(order: Order) -> Outcome:
+def execute(order: SpillOrder) -> SpillResult:
     """Raises EverstepError and OSError."""
-    folder = folder_of(order.version)
-    job = Job(open_target(f"{order.url.rstrip('/')}/{folder}"), order.version, order.manifests)
+    folder = folder_name(order.version)
+    job = CheckpointWriter(open_target(f"{order.url.rstrip('/')}/{folder}"), order.version, order.manifests)
     written = 0
     for source in order.sources:
-        slot = SpilledSlot(source.path, source.slot, source.rank, order.version)
+        slot = SpillSlotReader(source.path, source.slot, source.rank, order.version)
         written += job.write(source.rank, slot).length
     whole = job.complete() if order.complete else False
     gone, left = prune(open_target(order.url), order.keep, order.version) if whole and order.keep else ([], [])
-    return Outcome(
+    return SpillResult(
         folder=folder,
         ranks=tuple(source.rank for source in order.sources),
         bytes=written,
-        whole=whole,
-        removed=tuple(folder_of(version) for version in gone),
-        left=tuple(folder_of(version) for version in left),
+        is_complete=whole,
+        removed=tuple(folder_name(version) for version in gone),
+        remaining=tuple(folder_name(version) for version in left),
     )
 
 
-def _answer(data: bytes) -> Outcome | Refusal:
+def _handle_order(data: bytes) -> SpillResult | SpillError:
     try:
-        order = msgspec.msgpack.decode(data, type=Order)
-    except UNREADABLE as error:
-        return Refusal(code=MalformedMessage.code, message=f"the order cannot be read: {error}")
+        order = msgspec.msgpack.decode(data, type=SpillOrder)
+    except DECODE_ERRORS as error:
+        return SpillError(code=MalformedMessage.code, message=f"the order cannot be read: {error}")
     try:
-        return carry_out(order)
+        return execute(order)
     except EverstepError as error:
-        return Refusal(code=error.code, message=str(error))
+        return SpillError(code=error.code, message=str(error))
     except storage_errors() as error:
-        return Refusal(code=Unavailable.code, message=f"the storage failed: {error}")
+        return SpillError(code=Unavailable.code, message=f"the storage failed: {error}")
 
 
 def main() -> int:
     if len(sys.argv) > 1:
         die_with_parent(int(sys.argv[1]), signal.SIGKILL)
     os.nice(10)  # training and its snapshots come first
-    answer = _answer(sys.stdin.buffer.read(MAX_ORDER_BYTES))
+    answer = _handle_order(sys.stdin.buffer.read(MAX_ORDER_BYTES))
     print(msgspec.json.encode(answer).decode())
-    return 0 if isinstance(answer, Outcome) else 1
+    return 0 if isinstance(answer, SpillResult) else 1
 
 
 if __name__ == "__main__":

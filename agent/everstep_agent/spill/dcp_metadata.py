@@ -12,21 +12,21 @@ from typing import Any
 
 import msgspec
 
-from everstep.errors import UNREADABLE, MalformedMessage
+from everstep.errors import DECODE_ERRORS, MalformedMessage
 from everstep.layout.manifests import Box, Extent
-from everstep_agent.spill.torch_format import Call, Global, Instance, Pairs, RawTensor, dumps
+from everstep_agent.spill.torch_format import Call, DictItems, Global, Instance, RawTensor, dumps
 
-VERSION = "1.0.0"
+METADATA_VERSION = "1.0.0"
 """CURRENT_DCP_VERSION of torch 2.13."""
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """Where a value was in the nested state dict: keys of dicts, indices of lists."""
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _SIZE = Global("torch", "Size")
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class ArchiveLocation(msgspec.Struct, frozen=True, array_like=True):
     """A torch archive inside a file of the directory; bytes."""
 
     file: str
@@ -38,14 +38,14 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """A box of a tensor, and the archive that holds it."""
 
     box: Box
-    place: Place
+    location: ArchiveLocation
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     """A tensor of the checkpoint; ``chunks`` are disjoint and make it up. ``dtype`` as torch names it, without
     ``torch.``."""
 
-    path: Path
+    path: KeyPath
     dtype: str
     shape: Extent
     chunks: tuple[Chunk, ...]
@@ -54,11 +54,11 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
 class ObjectEntry(msgspec.Struct, frozen=True, array_like=True):
     """A value that is no tensor."""
 
-    path: Path
-    place: Place
+    path: KeyPath
+    location: ArchiveLocation
 
 
-def key_of(path: Path) -> str:
+def flat_key(path: KeyPath) -> str:
     """The flattened key, as torch's flatten_state_dict makes it."""
     return ".".join(map(str, path))
 
@@ -66,18 +66,18 @@ def key_of(path: Path) -> str:
 def encode_metadata(tensors: Sequence[TensorEntry], objects: Sequence[ObjectEntry]) -> bytes:
     """The bytes of ``.metadata``. Raises ValueError where two entries have one key."""
     entries: list[TensorEntry | ObjectEntry] = [*tensors, *objects]
-    described = {key_of(t.path): _tensor(t) for t in tensors} | {key_of(o.path): _nothing() for o in objects}
+    described = {flat_key(t.path): _tensor(t) for t in tensors} | {flat_key(o.path): _nothing() for o in objects}
     if len(described) != len(entries):
-        keys = Counter(key_of(entry.path) for entry in entries)
+        keys = Counter(flat_key(entry.path) for entry in entries)
         raise ValueError(f"several entries have the key {keys.most_common(1)[0][0]!r}")
-    stored = [(_index(key_of(t.path), c.box.offset), _stored(c.place)) for t in tensors for c in t.chunks]
-    stored += [(_index(key_of(o.path), None), _stored(o.place)) for o in objects]
+    stored = [(_index(flat_key(t.path), c.box.offset), _stored(c.location)) for t in tensors for c in t.chunks]
+    stored += [(_index(flat_key(o.path), None), _stored(o.location)) for o in objects]
     metadata = {
         "state_dict_metadata": described,
-        "planner_data": {key_of(entry.path): tuple(entry.path) for entry in entries},
-        "storage_data": Pairs(tuple(stored)),
+        "planner_data": {flat_key(entry.path): tuple(entry.path) for entry in entries},
+        "storage_data": DictItems(tuple(stored)),
         "storage_meta": None,
-        "version": VERSION,
+        "version": METADATA_VERSION,
     }
     return dumps(Instance(Global(_MODULE, "Metadata"), metadata))
 
@@ -114,7 +114,7 @@ def _index(key: str, offset: Extent | None) -> Instance:
     return Instance(Global(_MODULE, "MetadataIndex"), state)
 
 
-def _stored(place: Place) -> Instance:
+def _stored(place: ArchiveLocation) -> Instance:
     state = {"relative_path": place.file, "offset": place.offset, "length": place.length}
     return Instance(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), state)
 
@@ -134,7 +134,7 @@ def decode_state(data: bytes | memoryview) -> dict[str, Any]:
     """The state's top level, by key. Raises MalformedMessage."""
     try:
         state = msgspec.msgpack.decode(data, ext_hook=_unpack)
-    except (*UNREADABLE, ValueError, TypeError) as error:
+    except (*DECODE_ERRORS, ValueError, TypeError) as error:
         raise MalformedMessage(f"a slot's Python state cannot be read: {error}") from error
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise MalformedMessage("a slot's Python state is no dictionary")
@@ -181,7 +181,7 @@ _KINDS: dict[int, Any] = {
 }
 
 
-def flatten(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+def flatten(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
     """The leaves of nested state with their paths, as torch.distributed.checkpoint cuts it.
 
     Dictionaries are opened always; lists where a tensor or a dictionary is in them; nothing else

@@ -15,8 +15,18 @@ import msgspec
 
 from everstep.errors import ConfigurationError, MalformedMessage, NotRestorable
 from everstep.ids import Version
-from everstep.layout.manifests import BLOB_PREFIX, Box, Extent, Manifest, Range, Stored, Tensor, byte_ranges, whole
-from everstep_agent.spill.dcp_metadata import Chunk, ObjectEntry, Path, Place, TensorEntry, flatten
+from everstep.layout.manifests import (
+    BLOB_LENGTH_BYTES,
+    Box,
+    Extent,
+    Manifest,
+    Range,
+    StoredBox,
+    TensorInfo,
+    byte_ranges,
+    full_box,
+)
+from everstep_agent.spill.dcp_metadata import ArchiveLocation, Chunk, KeyPath, ObjectEntry, TensorEntry, flatten
 from everstep_agent.spill.torch_format import RawTensor, TensorArchive, object_archive
 
 # ---- names
@@ -27,15 +37,15 @@ from everstep_agent.spill.torch_format import RawTensor, TensorArchive, object_a
 # ``optimizer.state.<name>.exp_avg``, ``optimizer.param_groups.0.lr``. An optimizer that trains several tracked modules
 # names parameters with their modules' keys. What only Everstep reads stands under ``everstep``.
 
-OWN = "everstep"
+EVERSTEP_KEY = "everstep"
 
 
-def own_path(*parts: str) -> Path:
+def everstep_path(*parts: str) -> KeyPath:
     """The path of something that only Everstep reads."""
-    return (OWN, *parts)
+    return (EVERSTEP_KEY, *parts)
 
 
-class Names:
+class CheckpointPaths:
     """The paths of one job's state.
 
     Args:
@@ -43,20 +53,20 @@ class Names:
         state: the Python state of any rank; it tells which of the tracked objects are optimizers.
     """
 
-    def __init__(self, catalog: Sequence[Tensor], state: Mapping[str, Any]) -> None:
+    def __init__(self, catalog: Sequence[TensorInfo], state: Mapping[str, Any]) -> None:
         self._optimizers = frozenset(state.get("groups", ()))
-        self._members: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+        self._parameter_groups: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
         self._modules: dict[str, set[str]] = defaultdict(set)
         for tensor in catalog:
             for top, index in tensor.groups:
-                self._members[top][index].append(tensor.name)
+                self._parameter_groups[top][index].append(tensor.name)
                 self._modules[top].add(tensor.name.partition(".")[0])
 
-    def tensor(self, tensor: Tensor) -> tuple[Path, ...]:
+    def tensor_paths(self, tensor: TensorInfo) -> tuple[KeyPath, ...]:
         """Where a tensor stands: once, and again for each other name of a tied one."""
         return tuple(map(self._path, (tensor.name, *tensor.aliases)))
 
-    def _path(self, name: str) -> Path:
+    def _path(self, name: str) -> KeyPath:
         top, _, rest = name.partition(".")
         if top in self._optimizers:
             parameter, _, moment = rest.rpartition(".")
@@ -68,23 +78,23 @@ class Names:
         module, _, within = name.partition(".")
         return within if self._modules[optimizer] == {module} else name
 
-    def shared(self, state: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+    def shared_values(self, state: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Any]]:
         """What is stored once for the job: hyper-parameters, and the state of objects that are no modules."""
         for top, groups in state.get("groups", {}).items():
             for index, (_, group) in enumerate(groups):  # names of its parameters on this rank, and its options
-                names = [self._parameter(top, name) for name in self._members[top][index]]
+                names = [self._parameter(top, name) for name in self._parameter_groups[top][index]]
                 yield from flatten((top, "param_groups", index), {**group, "params": names})
         for key, value in state.get("objects", {}).items():
             yield from flatten((key,), value)
 
-    def of_modules(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Path, Any]]:
+    def module_values(self, state: Mapping[str, Any]) -> Iterator[tuple[str, KeyPath, Any]]:
         """Modules' extra state, each with the module's full name."""
         for name, extra in state.get("extra", {}).items():
             top, _, module = name.partition(".")
             for path, value in flatten((top, f"{module}._extra_state" if module else "_extra_state"), extra):
                 yield name, path, value
 
-    def scalars(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Path, Any]]:
+    def scalar_values(self, state: Mapping[str, Any]) -> Iterator[tuple[str, KeyPath, Any]]:
         """Optimizer state that is no tensor, each with the full name of the parameter it belongs to; empty, of none."""
         for top, parameters in state.get("scalars", {}).items():
             for name, values in parameters.items():
@@ -93,10 +103,10 @@ class Names:
                     yield name, path, value
 
 
-class Written(msgspec.Struct, frozen=True):
+class WrittenBox(msgspec.Struct, frozen=True):
     """Box ``box`` of catalog tensor ``tensor``, from these byte ranges of a rank's payload."""
 
-    tensor: int
+    tensor_index: int
     box: Box
     ranges: tuple[Range, ...]
 
@@ -104,8 +114,8 @@ class Written(msgspec.Struct, frozen=True):
 class Division(msgspec.Struct, frozen=True):
     """What each rank writes, and for each tensor the rank that writes its first part."""
 
-    shares: dict[int, tuple[Written, ...]]
-    first: tuple[int, ...]
+    boxes_by_rank: dict[int, tuple[WrittenBox, ...]]
+    first_writers: tuple[int, ...]
 
 
 def divide(manifests: Mapping[int, Manifest]) -> Division:
@@ -117,13 +127,13 @@ def divide(manifests: Mapping[int, Manifest]) -> Division:
         raise NotRestorable("no slot of the version is there to be written to storage")
     ranks = sorted(manifests)
     catalog = manifests[ranks[0]].catalog
-    holders: list[dict[Box, list[tuple[int, Stored]]]] = [defaultdict(list) for _ in catalog]
+    holders: list[dict[Box, list[tuple[int, StoredBox]]]] = [defaultdict(list) for _ in catalog]
     for rank in ranks:
         if manifests[rank].catalog != catalog:
             raise NotRestorable("the slots of the version are of different models")
         for stored in manifests[rank].stored:
             holders[stored.tensor][stored.box].append((rank, stored))
-    shares: dict[int, list[Written]] = {rank: [] for rank in ranks}
+    shares: dict[int, list[WrittenBox]] = {rank: [] for rank in ranks}
     load = dict.fromkeys(ranks, 0)
     first = [ranks[0]] * len(catalog)
     for index, tensor in enumerate(catalog):
@@ -132,20 +142,20 @@ def divide(manifests: Mapping[int, Manifest]) -> Division:
             shares[rank].append(written)
         first[index] = parts[0][0] if parts else ranks[0]
         if not parts:
-            shares[ranks[0]].append(Written(index, whole(tensor.shape), ()))  # no bytes, but a shape and a dtype
-    return Division({rank: tuple(sorted(share, key=_place)) for rank, share in shares.items()}, tuple(first))
+            shares[ranks[0]].append(WrittenBox(index, full_box(tensor.shape), ()))  # no bytes, but a shape and a dtype
+    return Division({rank: tuple(sorted(share, key=_write_order)) for rank, share in shares.items()}, tuple(first))
 
 
-def _place(written: Written) -> tuple[int, int, Box]:
-    return written.ranges[0][0] if written.ranges else -1, written.tensor, written.box
+def _write_order(written: WrittenBox) -> tuple[int, int, Box]:
+    return written.ranges[0][0] if written.ranges else -1, written.tensor_index, written.box
 
 
 def _parts(
-    index: int, tensor: Tensor, holders: Mapping[Box, list[tuple[int, Stored]]], load: dict[int, int]
-) -> list[tuple[int, Written]]:
+    index: int, tensor: TensorInfo, holders: Mapping[Box, list[tuple[int, StoredBox]]], load: dict[int, int]
+) -> list[tuple[int, WrittenBox]]:
     """Disjoint parts that make up the tensor, each with the rank that writes it; none where it has no bytes."""
-    rest = _wanted(tensor)
-    parts: list[tuple[int, Written]] = []
+    rest = _required_boxes(tensor)
+    parts: list[tuple[int, WrittenBox]] = []
     for box in sorted(holders, key=lambda b: (b.offset, -b.volume, b.size)):
         rank, stored = min(holders[box], key=lambda held: (load[held[0]], held[0]))
         lacking: list[Box] = []
@@ -154,9 +164,9 @@ def _parts(
             if common is None:
                 lacking.append(gap)
                 continue
-            lacking += gap.without(common)
-            ranges = tuple(byte_ranges(stored.box, common, tensor.itemsize, stored.at))
-            parts.append((rank, Written(index, common, ranges)))
+            lacking += gap.subtract(common)
+            ranges = tuple(byte_ranges(stored.box, common, tensor.itemsize, stored.offset))
+            parts.append((rank, WrittenBox(index, common, ranges)))
             load[rank] += common.volume * tensor.itemsize
         rest = lacking
     if rest:
@@ -164,22 +174,22 @@ def _parts(
     return parts
 
 
-def _wanted(tensor: Tensor) -> list[Box]:
+def _required_boxes(tensor: TensorInfo) -> list[Box]:
     """What makes up a tensor: of one that each rank has for itself, the rows of the ranks that have it."""
-    everything = whole(tensor.shape)
-    if not tensor.own or not everything.volume:
+    everything = full_box(tensor.shape)
+    if not tensor.per_rank or not everything.volume:
         return [everything] if everything.volume else []
     inner = (0,) * len(tensor.shape[1:])
-    return [Box((row, *inner), (1, *tensor.shape[1:])) for row in tensor.rows]
+    return [Box((row, *inner), (1, *tensor.shape[1:])) for row in tensor.owner_ranks]
 
 
-class Literal(msgspec.Struct, frozen=True):
+class LiteralBytes(msgspec.Struct, frozen=True):
     """Bytes of a file that are not a slot's."""
 
     data: bytes
 
 
-class FromSlot(msgspec.Struct, frozen=True):
+class SlotArchive(msgspec.Struct, frozen=True):
     """A tensor's archive around bytes of the slot's payload."""
 
     archive: TensorArchive
@@ -194,13 +204,13 @@ class FilePlan(msgspec.Struct, frozen=True):
 
     name: str
     length: int
-    pieces: tuple[Literal | FromSlot, ...]
+    pieces: tuple[LiteralBytes | SlotArchive, ...]
     tensors: tuple[TensorEntry, ...]
     objects: tuple[ObjectEntry, ...]
-    left_out: tuple[str, ...]
+    unwritable: tuple[str, ...]
 
 
-def file_of(
+def plan_file(
     rank: int, manifest: Manifest, division: Division, state: Mapping[str, object], blob_bytes: int, version: Version
 ) -> FilePlan:
     """The file of one rank's share.
@@ -208,51 +218,51 @@ def file_of(
     ``state`` is the rank's Python state, which lies in its slot in ``blob_bytes`` bytes. Raises MalformedMessage for a
     dtype that torch does not have.
     """
-    lowest = min(division.shares)
-    names = Names(manifest.catalog, state)
-    page = _Page(f"__{rank}_0.distcp")
+    lowest = min(division.boxes_by_rank)
+    names = CheckpointPaths(manifest.catalog, state)
+    page = _FilePlanBuilder(f"__{rank}_0.distcp")
     if rank == lowest:
-        page.add_value(own_path("version"), _numbers(version.generation, version.step))
-        for path, value in names.shared(state):
+        page.add_value(everstep_path("version"), _numbers(version.generation, version.step))
+        for path, value in names.shared_values(state):
             page.add_value(path, value)
     index_of = {tensor.name: index for index, tensor in enumerate(manifest.catalog)}
-    for parameter, path, value in names.scalars(state):
+    for parameter, path, value in names.scalar_values(state):
         index = index_of.get(parameter)
-        if rank == (lowest if index is None else division.first[index]):
+        if rank == (lowest if index is None else division.first_writers[index]):
             page.add_value(path, value)
-    for module, path, value in names.of_modules(state):
+    for module, path, value in names.module_values(state):
         index = next((i for i, t in enumerate(manifest.catalog) if t.name.startswith(f"{module}.")), None)
-        if rank == (lowest if index is None else division.first[index]):
+        if rank == (lowest if index is None else division.first_writers[index]):
             page.add_value(path, value)
-    blob = (manifest.blob_at + BLOB_PREFIX, blob_bytes)
-    page.add_slot([own_path("blob", str(rank))], "uint8", 1, (blob_bytes,), whole((blob_bytes,)), (blob,))
-    for written in division.shares[rank]:
-        tensor = manifest.catalog[written.tensor]
-        page.add_tensor(names.tensor(tensor), tensor, written)
-    return page.done()
+    blob = (manifest.blob_offset + BLOB_LENGTH_BYTES, blob_bytes)
+    page.add_slot([everstep_path("blob", str(rank))], "uint8", 1, (blob_bytes,), full_box((blob_bytes,)), (blob,))
+    for written in division.boxes_by_rank[rank]:
+        tensor = manifest.catalog[written.tensor_index]
+        page.add_tensor(names.tensor_paths(tensor), tensor, written)
+    return page.build()
 
 
 def _numbers(*values: int) -> RawTensor:
     return RawTensor("int64", (len(values),), b"".join(v.to_bytes(8, "little", signed=True) for v in values))
 
 
-class _Page:
+class _FilePlanBuilder:
     """A file while it is planned."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._at = 0
-        self._pieces: list[Literal | FromSlot] = []
+        self._pieces: list[LiteralBytes | SlotArchive] = []
         self._tensors: list[TensorEntry] = []
         self._objects: list[ObjectEntry] = []
         self._left_out: list[str] = []
 
-    def _place(self, length: int) -> Place:
-        place = Place(self._name, self._at, length)
+    def _place(self, length: int) -> ArchiveLocation:
+        place = ArchiveLocation(self._name, self._at, length)
         self._at += length
         return place
 
-    def add_value(self, path: Path, value: object) -> None:
+    def add_value(self, path: KeyPath, value: object) -> None:
         """A small value; one that is a tensor becomes a tensor's entry."""
         try:
             data = object_archive(value)
@@ -260,36 +270,36 @@ class _Page:
             self._left_out.append(".".join(map(str, path)))
             return
         place = self._place(len(data))
-        self._pieces.append(Literal(data))
+        self._pieces.append(LiteralBytes(data))
         if isinstance(value, RawTensor):
-            chunk = Chunk(whole(value.shape), place)
+            chunk = Chunk(full_box(value.shape), place)
             self._tensors.append(TensorEntry(path, value.dtype, value.shape, (chunk,)))
         else:
             self._objects.append(ObjectEntry(path, place))
 
-    def add_tensor(self, paths: Sequence[Path], tensor: Tensor, written: Written) -> None:
+    def add_tensor(self, paths: Sequence[KeyPath], tensor: TensorInfo, box_to_write: WrittenBox) -> None:
         """A part of a tensor.
 
         Of one that each rank has for itself each rank's is kept in a place of Everstep's, and the first one's stands in
         the ordinary place too, as it would with torch.
         """
-        shape, box = tensor.shape, written.box
-        if tensor.own:
+        shape, box = tensor.shape, box_to_write.box
+        if tensor.per_rank:
             row = box.offset[0]
             shape, box = shape[1:], Box(box.offset[1:], box.size[1:])
-            paths = [own_path("own", str(row), tensor.name), *(paths if row == tensor.rows[0] else ())]
-        self.add_slot(paths, tensor.dtype, tensor.itemsize, shape, box, written.ranges)
+            paths = [everstep_path("own", str(row), tensor.name), *(paths if row == tensor.owner_ranks[0] else ())]
+        self.add_slot(paths, tensor.dtype, tensor.itemsize, shape, box, box_to_write.ranges)
 
     def add_slot(
-        self, paths: Iterable[Path], dtype: str, itemsize: int, shape: Extent, box: Box, ranges: tuple[Range, ...]
+        self, paths: Iterable[KeyPath], dtype: str, itemsize: int, shape: Extent, box: Box, ranges: tuple[Range, ...]
     ) -> None:
         """A box whose bytes are in the slot, under each of the paths."""
         archive = TensorArchive(dtype, itemsize, box.size)
         chunk = Chunk(box, self._place(archive.length))
-        self._pieces.append(FromSlot(archive, ranges))
+        self._pieces.append(SlotArchive(archive, ranges))
         self._tensors += [TensorEntry(path, dtype, shape, (chunk,)) for path in paths]
 
-    def done(self) -> FilePlan:
+    def build(self) -> FilePlan:
         return FilePlan(
             self._name,
             self._at,
@@ -300,7 +310,7 @@ class _Page:
         )
 
 
-def merge(
+def merge_entries(
     files: Iterable[tuple[Sequence[TensorEntry], Sequence[ObjectEntry]]],
 ) -> tuple[list[TensorEntry], list[ObjectEntry]]:
     """All files' entries as one checkpoint's: a tensor's parts together, and of two values of one path the first.
@@ -308,8 +318,8 @@ def merge(
     A value whose path is a tensor's too, or that would lie where Everstep's own things are, is left out. Raises
     MalformedMessage where files disagree about a tensor.
     """
-    tensors: dict[Path, TensorEntry] = {}
-    objects: dict[Path, ObjectEntry] = {}
+    tensors: dict[KeyPath, TensorEntry] = {}
+    objects: dict[KeyPath, ObjectEntry] = {}
     for some_tensors, some_objects in files:
         for entry in some_tensors:
             known = tensors.get(entry.path)
@@ -325,7 +335,7 @@ def merge(
     plain: list[ObjectEntry] = []
     for value in objects.values():
         key = ".".join(map(str, value.path))
-        if key not in taken and value.path[0] != OWN:
+        if key not in taken and value.path[0] != EVERSTEP_KEY:
             taken.add(key)
             plain.append(value)
     return list(tensors.values()), plain

@@ -9,7 +9,7 @@ from everstep.ids import Version
 MAX_ORDER_BYTES = 1 << 30
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True):
+class SlotSource(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's slot on this node."""
 
     rank: int
@@ -17,32 +17,32 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class SpillOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What to write: ``sources`` of ``version`` to a folder under ``url``. ``manifests`` are those of all ranks, as
     sealed. ``complete``: also write ``.metadata`` if every rank's file is there, and then remove all checkpoints under
     ``url`` but the ``keep`` newest (0: remove none)."""
 
     url: str
     version: Version
-    sources: tuple[Source, ...]
+    sources: tuple[SlotSource, ...]
     manifests: dict[int, bytes]
     complete: bool = False
     keep: int = 0
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class SpillResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What was done: files and bytes of this order's ranks, whether the checkpoint is whole now, and the folders that
     were removed, and of whole ones that are left where any may be removed."""
 
     folder: str
     ranks: tuple[int, ...]
     bytes: int
-    whole: bool
+    is_complete: bool
     removed: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
+    remaining: tuple[str, ...] = ()
 
 
-class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class SpillError(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Why it could not be done: a code of everstep.errors, and a sentence."""
 
     code: str

@@ -15,15 +15,15 @@ from everstep.errors import ConfigurationError
 from everstep.layout.object_storage import filesystem_of
 
 
-class Growing(Protocol):
+class SequentialFile(Protocol):
     """A file that is written from front to back. ``held``: bytes that an earlier writer left, to be compared."""
 
-    held: int
+    existing_bytes: int
 
     def read(self, length: int) -> bytes:
         """The next bytes of what is held."""
 
-    def keep(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Of what is held only the first ``length`` bytes are right: the rest goes, and ``append`` begins there."""
 
     def append(self, data: bytes | memoryview) -> None:
@@ -32,11 +32,11 @@ class Growing(Protocol):
     def finish(self) -> None:
         """The file is whole and durable when this returns."""
 
-    def abandon(self) -> None:
+    def close_unfinished(self) -> None:
         """Lets go of an unfinished file; what a later writer can go on from stays."""
 
 
-class Target(Protocol):
+class StorageTarget(Protocol):
     """One place with files and folders under it. Names have parts joined by ``/``. All methods may raise OSError."""
 
     def get(self, name: str) -> bytes | None:
@@ -51,7 +51,7 @@ class Target(Protocol):
     def written_at(self, name: str) -> float | None:
         """When a file was written, unix seconds, or None where there is none."""
 
-    def grow(self, name: str) -> Growing:
+    def open_for_writing(self, name: str) -> SequentialFile:
         """A large file to be written."""
 
     def folders(self) -> list[str]:
@@ -61,7 +61,7 @@ class Target(Protocol):
         """Removes a file or a folder with all in it; none there is no error."""
 
 
-def open_target(url: str) -> Target:
+def open_target(url: str) -> StorageTarget:
     """The place that ``url`` names: a path, ``file://``, or a URL that fsspec knows.
 
     Raises ConfigurationError where fsspec or the part of it that the URL needs is not installed.
@@ -71,7 +71,7 @@ def open_target(url: str) -> Target:
         path = Path(url2pathname(parts.path) if parts.scheme else url)
         if not path.is_absolute():
             raise ConfigurationError(f"checkpoints cannot go to {url!r}: give an absolute path, or a URL")
-        return Directory(path)
+        return DirectoryTarget(path)
     try:
         filesystem, path_of = filesystem_of(url)
     except (ImportError, ValueError) as error:
@@ -79,10 +79,10 @@ def open_target(url: str) -> Target:
             f"checkpoints cannot go to {url!r}: {error}; install fsspec (the [agent] extra) and its part for "
             f"{parts.scheme}://, or obstore, on every node"
         ) from error
-    return ObjectStore(filesystem, path_of)
+    return ObjectStoreTarget(filesystem, path_of)
 
 
-class Directory:
+class DirectoryTarget:
     """A directory of a file system that nodes share, or of one node."""
 
     def __init__(self, root: Path) -> None:
@@ -117,10 +117,10 @@ class Directory:
             return (self._root / name).stat().st_mtime
         return None
 
-    def grow(self, name: str) -> Growing:
+    def open_for_writing(self, name: str) -> SequentialFile:
         path = self._root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        return _GrowingFile(path)
+        return _DirectoryFile(path)
 
     def folders(self) -> list[str]:
         with suppress(FileNotFoundError):
@@ -130,22 +130,22 @@ class Directory:
     def remove(self, name: str) -> None:
         path = self._root / name
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, onerror=_unless_gone)
+            shutil.rmtree(path, onerror=_ignore_missing)
         else:
             path.unlink(missing_ok=True)
 
 
-class _GrowingFile:
+class _DirectoryFile:
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
         self._folder = path.parent
-        self.held = os.fstat(descriptor).st_size
+        self.existing_bytes = os.fstat(descriptor).st_size
 
     def read(self, length: int) -> bytes:
         return self._file.read(length)
 
-    def keep(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         self._file.truncate(length)
         self._file.seek(length)
 
@@ -159,11 +159,11 @@ class _GrowingFile:
             os.fsync(self._file.fileno())
         _sync_folder(self._folder)
 
-    def abandon(self) -> None:
+    def close_unfinished(self) -> None:
         self._file.close()
 
 
-def _unless_gone(_: object, path: str, why: tuple[Any, BaseException, Any]) -> None:
+def _ignore_missing(_: object, path: str, why: tuple[Any, BaseException, Any]) -> None:
     """Vaults that finish a version at once prune at once, and remove the same files."""
     if not isinstance(why[1], FileNotFoundError):
         raise why[1]
@@ -177,7 +177,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-class ObjectStore:
+class ObjectStoreTarget:
     """What fsspec reaches. An object is there when it was put; a writer that died begins its file anew."""
 
     def __init__(self, filesystem: Any, root: str) -> None:
@@ -208,9 +208,9 @@ class ObjectStore:
             return float(self._fs.modified(self._path(name)).timestamp())
         return None
 
-    def grow(self, name: str) -> Growing:
+    def open_for_writing(self, name: str) -> SequentialFile:
         self._make_folder(name)
-        return _GrowingObject(self._fs, self._path(name))
+        return _ObjectStoreFile(self._fs, self._path(name))
 
     def folders(self) -> list[str]:
         with suppress(FileNotFoundError):
@@ -228,8 +228,8 @@ class ObjectStore:
         self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
 
 
-class _GrowingObject:
-    held = 0
+class _ObjectStoreFile:
+    existing_bytes = 0
 
     def __init__(self, filesystem: Any, path: str) -> None:
         self._file = filesystem.open(path, "wb")
@@ -237,7 +237,7 @@ class _GrowingObject:
     def read(self, length: int) -> bytes:
         return b""
 
-    def keep(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         assert length == 0
 
     def append(self, data: bytes | memoryview) -> None:
@@ -246,7 +246,7 @@ class _GrowingObject:
     def finish(self) -> None:
         self._file.close()
 
-    def abandon(self) -> None:
+    def close_unfinished(self) -> None:
         """Nothing appears, where the storage takes files whole (``discard`` ends an upload in parts, and what is only
         closed would be put as far as it came); else what was put is there, and harmless: no record names it."""
         from fsspec.spec import AbstractBufferedFile

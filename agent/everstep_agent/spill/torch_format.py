@@ -52,13 +52,13 @@ class Instance(msgspec.Struct, frozen=True):
     state: Any
 
 
-class Persistent(msgspec.Struct, frozen=True):
+class PersistentId(msgspec.Struct, frozen=True):
     """What the reader makes of a persistent id; a torch archive's storages are such."""
 
     identity: tuple[Any, ...]
 
 
-class Pairs(msgspec.Struct, frozen=True):
+class DictItems(msgspec.Struct, frozen=True):
     """A dict, as its items: for keys that are made in the reader."""
 
     items: tuple[tuple[Any, Any], ...]
@@ -69,20 +69,20 @@ def dumps(value: Any) -> bytes:
 
     Raises ConfigurationError for anything else.
     """
-    return _Writer().whole(value)
+    return _PickleWriter().pickle(value)
 
 
-class _Writer:
+class _PickleWriter:
     def __init__(self) -> None:
         self._out = bytearray(pickle.PROTO + b"\x02")
         self._memo: dict[Global, int] = {}
 
-    def whole(self, value: Any) -> bytes:
+    def pickle(self, value: Any) -> bytes:
         self._write(value)
         return bytes(self._out + pickle.STOP)
 
     def _write(self, value: Any) -> None:
-        write = _WRITERS.get(type(value))
+        write = _PICKLE_WRITERS.get(type(value))
         if write is None:
             raise ConfigurationError(f"a {type(value).__qualname__} cannot be written as a pickle of plain values")
         write(self, value)
@@ -135,9 +135,9 @@ class _Writer:
             self._out += pickle.APPENDS
 
     def _dict(self, value: dict[Any, Any]) -> None:
-        self._pairs(Pairs(tuple(value.items())))
+        self._pairs(DictItems(tuple(value.items())))
 
-    def _pairs(self, value: Pairs) -> None:
+    def _pairs(self, value: DictItems) -> None:
         self._out += pickle.EMPTY_DICT
         if value.items:
             self._out += pickle.MARK
@@ -171,33 +171,33 @@ class _Writer:
         self._write(value.state)
         self._out += pickle.BUILD
 
-    def _persistent(self, value: Persistent) -> None:
+    def _persistent(self, value: PersistentId) -> None:
         self._tuple(value.identity)
         self._out += pickle.BINPERSID
 
 
-_WRITERS: dict[type, Any] = {
-    type(None): _Writer._none,
-    bool: _Writer._bool,
-    int: _Writer._int,
-    float: _Writer._float,
-    complex: _Writer._complex,
-    str: _Writer._str,
-    bytes: _Writer._bytes,
-    tuple: _Writer._tuple,
-    list: _Writer._list,
-    dict: _Writer._dict,
-    set: _Writer._set,
-    Global: _Writer._global,
-    Call: _Writer._call,
-    Instance: _Writer._instance,
-    Persistent: _Writer._persistent,
-    Pairs: _Writer._pairs,
+_PICKLE_WRITERS: dict[type, Any] = {
+    type(None): _PickleWriter._none,
+    bool: _PickleWriter._bool,
+    int: _PickleWriter._int,
+    float: _PickleWriter._float,
+    complex: _PickleWriter._complex,
+    str: _PickleWriter._str,
+    bytes: _PickleWriter._bytes,
+    tuple: _PickleWriter._tuple,
+    list: _PickleWriter._list,
+    dict: _PickleWriter._dict,
+    set: _PickleWriter._set,
+    Global: _PickleWriter._global,
+    Call: _PickleWriter._call,
+    Instance: _PickleWriter._instance,
+    PersistentId: _PickleWriter._persistent,
+    DictItems: _PickleWriter._pairs,
 }
 
 
 ALIGNMENT = 64
-_TYPED = {
+_STORAGE_TYPES = {
     "float32": "FloatStorage",
     "float64": "DoubleStorage",
     "float16": "HalfStorage",
@@ -245,16 +245,16 @@ class TensorArchive:
         self._zip.add("data.pkl", dumps(_tensor(dtype, shape, self.nbytes, "0")))
         _add_signs(self._zip)
         self._zip.begin("data/0", self.nbytes)
-        self.head = bytes(self._zip.written)
+        self.head = bytes(self._zip.buffer)
         self.length = len(self.head) + self.nbytes + len(self.tail(0))
 
     def tail(self, crc: int) -> bytes:
         """What follows the bytes, whose zlib.crc32 is ``crc``."""
         rest = self._zip.copy()
-        rest.written.clear()
+        rest.buffer.clear()
         rest.end(crc, self.nbytes)
         _add_ends(rest)
-        return rest.closed()
+        return rest.finish()
 
 
 def object_archive(value: Any) -> bytes:
@@ -266,7 +266,7 @@ def object_archive(value: Any) -> bytes:
     for index, tensor in enumerate(found):
         archive.add(f"data/{index}", tensor.data, align=True)
     _add_ends(archive)
-    return archive.closed()
+    return archive.finish()
 
 
 def _with_storages(value: Any, found: list[RawTensor]) -> Any:
@@ -283,9 +283,9 @@ def _with_storages(value: Any, found: list[RawTensor]) -> Any:
 def _tensor(dtype: str, shape: Extent, nbytes: int, key: str) -> Call:
     if not _DTYPE.fullmatch(dtype):
         raise MalformedMessage(f"{dtype!r} is no dtype's name")
-    typed = _TYPED.get(dtype)
+    typed = _STORAGE_TYPES.get(dtype)
     kind = Global("torch", typed) if typed else Global("torch.storage", "UntypedStorage")
-    storage = Persistent(("storage", kind, key, "cpu", math.prod(shape) if typed else nbytes))
+    storage = PersistentId(("storage", kind, key, "cpu", math.prod(shape) if typed else nbytes))
     hooks = Call(Global("collections", "OrderedDict"))
     arguments = (storage, 0, tuple(shape), row_major(shape), False, hooks)
     if typed:
@@ -313,9 +313,9 @@ def _add_ends(archive: _Zip) -> None:
     archive.add(".data/serialization_id", b"0" * 40)  # torch writes a digest of the records; nothing reads it back
 
 
-class _Record(msgspec.Struct):
+class _ZipEntry(msgspec.Struct):
     name: bytes
-    at: int
+    offset: int
     size: int
     crc: int
     flags: int
@@ -325,13 +325,13 @@ class _Zip:
     """An uncompressed zip archive under ``archive/``; ``written`` is what was made of it and not taken yet."""
 
     def __init__(self) -> None:
-        self.written = bytearray()
-        self._records: list[_Record] = []
+        self.buffer = bytearray()
+        self._records: list[_ZipEntry] = []
         self._at = 0
 
     def copy(self) -> _Zip:
         twin = _Zip()
-        twin.written[:] = self.written
+        twin.buffer[:] = self.buffer
         twin._records = [msgspec.structs.replace(r) for r in self._records]
         twin._at = self._at
         return twin
@@ -351,7 +351,7 @@ class _Zip:
         sizes = struct.pack("<QQ" if size >= _LIMIT32 else "<II", size, size)
         self._put(b"PK\x07\x08" + struct.pack("<I", crc) + sizes)
 
-    def closed(self) -> bytes:
+    def finish(self) -> bytes:
         """What is written, with the directory."""
         start = self._at
         for record in self._records:
@@ -362,11 +362,11 @@ class _Zip:
             self._put(_END64.pack(b"PK\x06\x06", 44, _VERSION64, _VERSION64, 0, 0, count, count, size, start))
             self._put(_LOCATOR64.pack(b"PK\x06\x07", 0, end64, 1))
         self._put(_END.pack(b"PK\x05\x06", 0, 0, count, count, min(size, _LIMIT32), min(start, _LIMIT32), 0))
-        return bytes(self.written)
+        return bytes(self.buffer)
 
     def _header(self, name: str, size: int, crc: int, flags: int, *, align: bool) -> None:
         path = f"archive/{name}".encode()
-        self._records.append(_Record(path, self._at, size, crc, flags | _UTF8))
+        self._records.append(_ZipEntry(path, self._at, size, crc, flags | _UTF8))
         large = size >= _LIMIT32
         sizes64 = struct.pack("<HHQQ", 1, 16, *((0, 0) if flags else (size, size))) if large else b""
         stated = 0 if flags else min(size, _LIMIT32)
@@ -398,15 +398,15 @@ class _Zip:
         return struct.pack("<2sH", b"FB", padding) + b"Z" * padding
 
     def _put(self, data: bytes) -> None:
-        self.written += data
+        self.buffer += data
         self._at += len(data)
 
 
-def _central(record: _Record) -> bytes:
-    large = [n for n in (record.size, record.size, record.at) if n >= _LIMIT32]
+def _central(record: _ZipEntry) -> bytes:
+    large = [n for n in (record.size, record.size, record.offset) if n >= _LIMIT32]
     extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
     version = _VERSION64 if large else _VERSION
-    size, at = min(record.size, _LIMIT32), min(record.at, _LIMIT32)
+    size, at = min(record.size, _LIMIT32), min(record.offset, _LIMIT32)
     fixed = _CENTRAL.pack(
         b"PK\x01\x02",
         version,

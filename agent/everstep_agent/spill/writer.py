@@ -17,16 +17,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import msgspec
 import xxhash
 
-from everstep.errors import UNREADABLE, DigestMismatch, MalformedMessage, NotFound
+from everstep.errors import DECODE_ERRORS, DigestMismatch, MalformedMessage, NotFound
 from everstep.ids import Version
-from everstep.layout.digests import DIGESTS, ArchiveDigest, RangeHasher, StoredDigests, encode_digests
-from everstep.layout.manifests import BLOB_PREFIX, Manifest, Range, decode_manifest
+from everstep.layout.digests import DIGESTS_FILE, ArchiveDigest, RangeHasher, StoredDigests, encode_digests
+from everstep.layout.manifests import BLOB_LENGTH_BYTES, Manifest, Range, decode_manifest
 from everstep.layout.segments import SlotState
 from everstep.layout.slots import CHUNK_BYTES, SegmentView
 from everstep.native import DIGEST_BYTES
 from everstep_agent.spill.dcp_metadata import ObjectEntry, TensorEntry, decode_state, encode_metadata, require_format
-from everstep_agent.spill.layout import Division, FilePlan, FromSlot, Literal, divide, file_of, merge
-from everstep_agent.spill.target import Growing, Target
+from everstep_agent.spill.layout import Division, FilePlan, LiteralBytes, SlotArchive, divide, merge_entries, plan_file
+from everstep_agent.spill.target import SequentialFile, StorageTarget
 
 # ---- slot
 # A sealed slot of this node, read from front to back: nothing of it is used that was not hashed before.
@@ -34,7 +34,7 @@ from everstep_agent.spill.target import Growing, Target
 # The slot's rank may fill it anew at any moment, so each chunk is copied first and the copy is hashed.
 
 
-class SpilledSlot:
+class SpillSlotReader:
     """One slot, mapped read-only.
 
     Raises NotFound where the file or the version is not there, DigestMismatch where its manifest is damaged,
@@ -42,19 +42,19 @@ class SpilledSlot:
     """
 
     def __init__(self, path: str, slot: int, rank: int, version: Version) -> None:
-        self._what = f"rank {rank}'s {version} in slot {slot} of {path}"
+        self._description = f"rank {rank}'s {version} in slot {slot} of {path}"
         view = SegmentView(_map(path))
         header = view.header(slot)
         if header is None or (header.state, header.rank, header.version) != (SlotState.SEALED, rank, version):
-            raise NotFound(f"{self._what} is not there any more")
+            raise NotFound(f"{self._description} is not there any more")
         self.manifest_bytes = view.manifest(slot)
         self.manifest: Manifest = decode_manifest(self.manifest_bytes)
         self._digests = view.digests(slot)[1:]
         self._payload = view.payload(slot)
         if view.header(slot) != header:
-            raise NotFound(f"{self._what} was filled anew")
+            raise NotFound(f"{self._description} was filled anew")
         if (self.manifest.rank, self.manifest.payload_bytes) != (rank, len(self._payload)):
-            raise MalformedMessage(f"the manifest of {self._what} is another slot's")
+            raise MalformedMessage(f"the manifest of {self._description} is another slot's")
         self._chunk: tuple[int, memoryview] = (-1, memoryview(b""))
 
     def read(self, ranges: tuple[Range, ...]) -> Iterator[memoryview]:
@@ -65,7 +65,7 @@ class SpilledSlot:
         for start, length in ranges:
             at, end = start, start + length
             if start < 0 or end > len(self._payload):
-                raise MalformedMessage(f"bytes {start} to {end} are not within {self._what}")
+                raise MalformedMessage(f"bytes {start} to {end} are not within {self._description}")
             while at < end:
                 index = at // CHUNK_BYTES
                 base = index * CHUNK_BYTES
@@ -73,21 +73,21 @@ class SpilledSlot:
                 yield piece
                 at += len(piece)
 
-    def blob(self) -> bytes:
+    def read_python_state(self) -> bytes:
         """The rank's Python state."""
-        at = self.manifest.blob_at
-        length = int.from_bytes(b"".join(self.read(((at, BLOB_PREFIX),))), "little")
+        at = self.manifest.blob_offset
+        length = int.from_bytes(b"".join(self.read(((at, BLOB_LENGTH_BYTES),))), "little")
         if length > self.manifest.blob_capacity:
             raise MalformedMessage(
-                f"the Python state of {self._what} is said to have {length} bytes, more than its room"
+                f"the Python state of {self._description} is said to have {length} bytes, more than its room"
             )
-        return b"".join(self.read(((at + BLOB_PREFIX, length),)))
+        return b"".join(self.read(((at + BLOB_LENGTH_BYTES, length),)))
 
     def _checked(self, index: int) -> memoryview:
         if self._chunk[0] != index:
             copy = bytes(self._payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES])
             if xxhash.xxh3_128_digest(copy) != self._digests[index]:
-                raise DigestMismatch(f"chunk {index} of {self._what} is not what was sealed")
+                raise DigestMismatch(f"chunk {index} of {self._description} is not what was sealed")
             self._chunk = index, memoryview(copy)
         return self._chunk[1]
 
@@ -111,34 +111,36 @@ def _map(path: str) -> memoryview:
 _FOLDER = re.compile(r"step-(\d{8,19})-g(\d{1,10})")
 
 
-FEWEST_LEFT = 2
+MIN_KEPT_CHECKPOINTS = 2
 """Checkpoints that stay however few are asked for: the newest, and the one before it. The controller may never hear
 that the newest is whole, if the vault that made it so is lost with its answer: it goes back to what it has counted."""
 
 
-class Stored(msgspec.Struct, frozen=True):
+class SpilledCheckpoint(msgspec.Struct, frozen=True):
     """A checkpoint on storage. ``whole_at``: when its ``.metadata`` was written, unix seconds; None where it was not
     written."""
 
     version: Version
-    whole_at: float | None
+    completed_at: float | None
 
 
-def folder_of(version: Version) -> str:
+def folder_name(version: Version) -> str:
     """The name of a version's folder: names sort by step."""
     return f"step-{version.step:08d}-g{version.generation}"
 
 
-def version_of(folder: str) -> Version | None:
+def parse_folder_name(folder: str) -> Version | None:
     """The version of a folder that ``folder_of`` named; None for any other, which is somebody else's."""
     match = _FOLDER.fullmatch(folder)
     if match is None:
         return None
     version = Version(int(match[2]), int(match[1]))
-    return version if folder_of(version) == folder else None
+    return version if folder_name(version) == folder else None
 
 
-def superfluous(stored: Iterable[Stored], keep: int, named: Collection[Version] = ()) -> list[Version]:
+def select_removable(
+    stored: Iterable[SpilledCheckpoint], keep: int, protected: Collection[Version] = ()
+) -> list[Version]:
     """The versions that may go: all whole ones but the ``keep`` that were written last and those ``named``.
 
     What was written last is newest, whatever its number: a job that starts again from storage counts its generations
@@ -146,17 +148,19 @@ def superfluous(stored: Iterable[Stored], keep: int, named: Collection[Version] 
     The newest whole one always stays.
     """
     found = list(stored)
-    whole = sorted((s.whole_at, s.version) for s in found if s.whole_at is not None)
+    whole = sorted((s.completed_at, s.version) for s in found if s.completed_at is not None)
     if not whole:
         return []
-    kept = {version for _, version in whole[-max(keep, 1) :]} | set(named)
+    kept = {version for _, version in whole[-max(keep, 1) :]} | set(protected)
     newest = whole[-1][1]
     return sorted(
-        s.version for s in found if s.version not in kept and (s.whole_at is not None or s.version.step <= newest.step)
+        s.version
+        for s in found
+        if s.version not in kept and (s.completed_at is not None or s.version.step <= newest.step)
     )
 
 
-METADATA = ".metadata"
+METADATA_FILE = ".metadata"
 _RECORD_FORMAT = 2
 
 
@@ -166,7 +170,7 @@ class FileRecord(msgspec.Struct, frozen=True, array_like=True):
 
     format: int
     rank: int
-    division: bytes
+    division_digest: bytes
     file: str
     length: int
     archives: tuple[ArchiveDigest, ...]
@@ -179,7 +183,7 @@ def record_name(rank: int) -> str:
     return f".everstep/{rank}"
 
 
-class Job:
+class CheckpointWriter:
     """One version to be written.
 
     Args:
@@ -189,14 +193,14 @@ class Job:
     Raises NotRestorable where they do not make up the whole state, MalformedMessage where one cannot be read.
     """
 
-    def __init__(self, target: Target, version: Version, manifests: Mapping[int, bytes]) -> None:
+    def __init__(self, target: StorageTarget, version: Version, manifests: Mapping[int, bytes]) -> None:
         self._target = target
         self._version = version
         self._manifests: dict[int, Manifest] = {rank: decode_manifest(manifests[rank]) for rank in sorted(manifests)}
         self._division: Division = divide(self._manifests)
-        self._identity = _identity(version, manifests)
+        self._division_digest = _division_digest_of(version, manifests)
 
-    def write(self, rank: int, slot: SpilledSlot) -> FileRecord:
+    def write(self, rank: int, slot: SpillSlotReader) -> FileRecord:
         """Writes one rank's file and its record; what is there already is not written again.
 
         Raises DigestMismatch where the slot's bytes are not what was sealed, MalformedMessage where it is not the slot
@@ -204,66 +208,66 @@ class Job:
         """
         if slot.manifest != self._manifests[rank]:
             raise MalformedMessage(f"rank {rank}'s slot has another manifest than the one that was divided")
-        record = self.record(rank)
+        record = self.read_record(rank)
         if record is not None:
             return record
-        blob = slot.blob()
+        blob = slot.read_python_state()
         state = decode_state(blob)
         require_format(state)
-        plan = file_of(rank, slot.manifest, self._division, state, len(blob), self._version)
-        archives = _write(self._target.grow(plan.name), plan, slot)
+        plan = plan_file(rank, slot.manifest, self._division, state, len(blob), self._version)
+        archives = _write(self._target.open_for_writing(plan.name), plan, slot)
         record = FileRecord(
-            _RECORD_FORMAT, rank, self._identity, plan.name, plan.length, archives, plan.tensors, plan.objects
+            _RECORD_FORMAT, rank, self._division_digest, plan.name, plan.length, archives, plan.tensors, plan.objects
         )
         body = msgspec.msgpack.encode(record)
         self._target.put(record_name(rank), xxhash.xxh3_128_digest(body) + body)
         return record
 
-    def record(self, rank: int) -> FileRecord | None:
+    def read_record(self, rank: int) -> FileRecord | None:
         """A rank's record, where it is one of this division and its file has the length it says."""
         body = self._target.get(record_name(rank))
         if body is None or xxhash.xxh3_128_digest(body[DIGEST_BYTES:]) != body[:DIGEST_BYTES]:
             return None
         try:
             record = msgspec.msgpack.decode(body[DIGEST_BYTES:], type=FileRecord)
-        except UNREADABLE:
+        except DECODE_ERRORS:
             return None
-        if (record.format, record.rank, record.division) != (_RECORD_FORMAT, rank, self._identity):
+        if (record.format, record.rank, record.division_digest) != (_RECORD_FORMAT, rank, self._division_digest):
             return None
         return record if self._target.size(record.file) == record.length else None
 
     def complete(self) -> bool:
         """Writes the digests and then ``.metadata`` if every rank's file is there; whether it was."""
-        records = [self.record(rank) for rank in self._manifests]
+        records = [self.read_record(rank) for rank in self._manifests]
         found = [record for record in records if record is not None]
         if len(found) < len(records):
             return False
-        tensors, objects = merge((record.tensors, record.objects) for record in found)
+        tensors, objects = merge_entries((record.tensors, record.objects) for record in found)
         metadata = encode_metadata(tensors, objects)
         files = {record.file: record.archives for record in found}
         digests = encode_digests(StoredDigests(xxhash.xxh3_128_digest(metadata), files))
-        for name, body in ((DIGESTS, digests), (METADATA, metadata)):
+        for name, body in ((DIGESTS_FILE, digests), (METADATA_FILE, metadata)):
             if self._target.get(name) != body:  # when .metadata was written first says which checkpoint is the newest
                 self._target.put(name, body)
         return True
 
 
-def prune(root: Target, keep: int, named: Version) -> tuple[list[Version], list[Version]]:
+def prune(root: StorageTarget, keep: int, protected: Version) -> tuple[list[Version], list[Version]]:
     """Removes what ``superfluous`` names of the checkpoints under ``root``, but never ``named``; what it removed, and
     the whole ones that are left."""
     stored = [
-        Stored(version, root.written_at(f"{folder}/{METADATA}"))
+        SpilledCheckpoint(version, root.written_at(f"{folder}/{METADATA_FILE}"))
         for folder in root.folders()
-        if (version := version_of(folder)) is not None
+        if (version := parse_folder_name(folder)) is not None
     ]
-    gone = superfluous(stored, max(keep, FEWEST_LEFT), [named])
+    gone = select_removable(stored, max(keep, MIN_KEPT_CHECKPOINTS), [protected])
     for version in gone:
-        root.remove(f"{folder_of(version)}/{METADATA}")  # first: what is half gone is no checkpoint
-        root.remove(folder_of(version))
-    return gone, [one.version for one in stored if one.whole_at is not None and one.version not in gone]
+        root.remove(f"{folder_name(version)}/{METADATA_FILE}")  # first: what is half gone is no checkpoint
+        root.remove(folder_name(version))
+    return gone, [one.version for one in stored if one.completed_at is not None and one.version not in gone]
 
 
-def _identity(version: Version, manifests: Mapping[int, bytes]) -> bytes:
+def _division_digest_of(version: Version, manifests: Mapping[int, bytes]) -> bytes:
     """Names a version as divided among these ranks."""
     digest = xxhash.xxh3_128(f"{version.generation}:{version.step}".encode())
     for rank in sorted(manifests):
@@ -271,9 +275,9 @@ def _identity(version: Version, manifests: Mapping[int, bytes]) -> bytes:
     return digest.digest()
 
 
-def _bytes_of(plan: FilePlan, slot: SpilledSlot) -> Iterator[bytes | memoryview]:
+def _file_bytes(plan: FilePlan, slot: SpillSlotReader) -> Iterator[bytes | memoryview]:
     for piece in plan.pieces:
-        if isinstance(piece, Literal):
+        if isinstance(piece, LiteralBytes):
             yield piece.data
             continue
         yield piece.archive.head
@@ -284,35 +288,35 @@ def _bytes_of(plan: FilePlan, slot: SpilledSlot) -> Iterator[bytes | memoryview]
         yield piece.archive.tail(crc)
 
 
-def _write(file: Growing, plan: FilePlan, slot: SpilledSlot) -> tuple[ArchiveDigest, ...]:
+def _write(file: SequentialFile, plan: FilePlan, slot: SpillSlotReader) -> tuple[ArchiveDigest, ...]:
     """Writes what is not there yet; returns the digests of all archives."""
-    hasher = RangeHasher([_length(piece) for piece in plan.pieces])
+    hasher = RangeHasher([_piece_length(piece) for piece in plan.pieces])
     at, comparing = 0, True
     try:
-        for data in _bytes_of(plan, slot):
+        for data in _file_bytes(plan, slot):
             hasher.update(memoryview(data))
-            if comparing and at + len(data) <= file.held and file.read(len(data)) == data:
+            if comparing and at + len(data) <= file.existing_bytes and file.read(len(data)) == data:
                 at += len(data)
                 continue
             if comparing:
                 comparing = False
-                file.keep(at)
+                file.truncate(at)
             file.append(data)
         if comparing:
-            file.keep(at)
+            file.truncate(at)
         file.finish()
     except BaseException:
-        file.abandon()
+        file.close_unfinished()
         raise
-    return tuple(_archives(plan, hasher.digests()))
+    return tuple(_archive_digests(plan, hasher.digests()))
 
 
-def _archives(plan: FilePlan, digests: bytes) -> Iterator[ArchiveDigest]:
+def _archive_digests(plan: FilePlan, digests: bytes) -> Iterator[ArchiveDigest]:
     at = 0
     for number, piece in enumerate(plan.pieces):
-        yield ArchiveDigest(at, _length(piece), digests[number * DIGEST_BYTES :][:DIGEST_BYTES])
-        at += _length(piece)
+        yield ArchiveDigest(at, _piece_length(piece), digests[number * DIGEST_BYTES :][:DIGEST_BYTES])
+        at += _piece_length(piece)
 
 
-def _length(piece: Literal | FromSlot) -> int:
-    return len(piece.data) if isinstance(piece, Literal) else piece.archive.length
+def _piece_length(piece: LiteralBytes | SlotArchive) -> int:
+    return len(piece.data) if isinstance(piece, LiteralBytes) else piece.archive.length

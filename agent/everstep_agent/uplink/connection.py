@@ -17,24 +17,24 @@ from urllib.parse import urlsplit
 import msgspec
 
 from everstep import __version__
-from everstep.errors import BY_CODE, UNREADABLE, EverstepError, ProtocolError, RateLimited, Unavailable
-from everstep.wire.v1.agent import MAX_TO_AGENT_BYTES, PREFIX_BYTES, UPGRADE, Frame, Refused, encode_frame
+from everstep.errors import BY_CODE, DECODE_ERRORS, EverstepError, ProtocolError, RateLimited, Unavailable
+from everstep.wire.v1.agent import MAX_AGENT_FRAME_BYTES, PREFIX_BYTES, UPGRADE, FrameKind, FrameRefused, encode_frame
 
 # ---- refusals
 # What a controller's refusal is, whether it came as an HTTP answer or as a frame, and what silence is.
 
-LONGEST_MESSAGE = 1000
+MAX_MESSAGE_LENGTH = 1000
 
-LONGEST_RETRY_AFTER_S = 5.0
-LONGEST_RETRY_AFTER_BUSY_S = 1.0
+MAX_RETRY_AFTER_S = 5.0
+MAX_RETRY_AFTER_BUSY_S = 1.0
 """What a controller may ask at most: a node with a job waits for directives that its ranks wait for."""
 
 
-class NoAnswer(Unavailable):
+class AnswerTimeout(Unavailable):
     """A controller took a connection, or not even refused it, and then said nothing in time."""
 
 
-class _Said(msgspec.Struct):
+class _ErrorBody(msgspec.Struct):
     code: str = ""
     message: str = ""
 
@@ -45,14 +45,14 @@ class _Problem(msgspec.Struct):
     code: str = ""
     detail: str = ""
     retry_after_s: float | None = None
-    error: _Said = msgspec.field(default_factory=_Said)
+    error: _ErrorBody = msgspec.field(default_factory=_ErrorBody)
 
 
 _BY_STATUS = {401: "unauthenticated", 403: "forbidden", 404: "not_found", 409: "stale", 413: "malformed",
               422: "malformed", 426: "protocol_version", 429: "rate_limited"}  # fmt: skip
 
 
-def error_of(status: int, body: bytes, retry_after: str, url: str) -> EverstepError:
+def error_from_response(status: int, body: bytes, retry_after: str, url: str) -> EverstepError:
     """The error that an HTTP answer stands for; what is no answer of ours is told by its status.
 
     Args:
@@ -60,10 +60,10 @@ def error_of(status: int, body: bytes, retry_after: str, url: str) -> EverstepEr
     """
     try:
         said = msgspec.json.decode(body, type=_Problem)
-    except UNREADABLE:
+    except DECODE_ERRORS:
         said = _Problem()
     code = said.code or said.error.code
-    reason = (said.detail or said.error.message)[:LONGEST_MESSAGE] or _phrase(status)
+    reason = (said.detail or said.error.message)[:MAX_MESSAGE_LENGTH] or _phrase(status)
     message = f"{url}: {reason} ({status})"
     after_s = said.retry_after_s
     if after_s is None and retry_after.isascii() and retry_after.isdigit():
@@ -73,17 +73,17 @@ def error_of(status: int, body: bytes, retry_after: str, url: str) -> EverstepEr
     return _error(BY_CODE.get(code) or BY_CODE.get(_BY_STATUS.get(status, ""), ProtocolError), message, after_s)
 
 
-def error_in(refused: Refused, url: str) -> EverstepError:
+def error_from_frame(refused: FrameRefused, url: str) -> EverstepError:
     """The error that a frame stands for."""
-    message = f"{url}: {refused.message[:LONGEST_MESSAGE]} ({refused.code})"
+    message = f"{url}: {refused.message[:MAX_MESSAGE_LENGTH]} ({refused.code})"
     return _error(BY_CODE.get(refused.code, ProtocolError), message, refused.retry_after_s)
 
 
-def retry_after_s(error: EverstepError, *, busy: bool) -> float:
+def retry_after_s(error: EverstepError, *, is_busy: bool) -> float:
     """Seconds that the controller asked us to stay away, within reason; 0 where it asked for none."""
     if not isinstance(error, Unavailable | RateLimited) or not math.isfinite(error.retry_after_s):
         return 0.0
-    return min(max(error.retry_after_s, 0.0), LONGEST_RETRY_AFTER_BUSY_S if busy else LONGEST_RETRY_AFTER_S)
+    return min(max(error.retry_after_s, 0.0), MAX_RETRY_AFTER_BUSY_S if is_busy else MAX_RETRY_AFTER_S)
 
 
 def _error(kind: type[EverstepError], message: str, after_s: float | None) -> EverstepError:
@@ -99,18 +99,18 @@ def _phrase(status: int) -> str:
         return "no reason given"
 
 
-MOST_HEAD_BYTES = 16 << 10
-MOST_REFUSAL_BYTES = 64 << 10
+MAX_HEAD_BYTES = 16 << 10
+MAX_REFUSAL_BYTES = 64 << 10
 """Of the HTTP answer that opens a session, or refuses it."""
 
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 """A controller's machine that vanished without a word is noticed 11 s into a quiet time; an unanswered beat tells it
 sooner where beats come more often than that."""
 
-Hear = Callable[[int, bytes], None]
+FrameHandler = Callable[[int, bytes], None]
 
 
-class Connection(asyncio.Protocol):
+class ControllerConnection(asyncio.Protocol):
     """A connection that ``open_session`` made. ``ended`` is done when it is over: its result is why.
 
     ``opened`` is done when the controller has answered the request: its result is what it refused for.
@@ -125,18 +125,18 @@ class Connection(asyncio.Protocol):
         self.ended: asyncio.Future[EverstepError] = loop.create_future()
         self._url = url
         self._buffer = bytearray()
-        self._hear: Hear | None = None
+        self._handle_frame: FrameHandler | None = None
         self._transport: asyncio.Transport | None = None
 
-    def send(self, kind: Frame, body: bytes) -> None:
+    def send(self, kind: FrameKind, body: bytes) -> None:
         """Writes a frame, into the socket where that takes it. One that is too late goes nowhere."""
         assert self._transport is not None
         self._transport.write(encode_frame(kind, body))
 
-    def listen(self, hear: Hear) -> None:
+    def set_frame_handler(self, handle_frame: FrameHandler) -> None:
         """From now on calls ``hear`` with each frame; what it raises ends the connection."""
-        self._hear = hear
-        self._cut()
+        self._handle_frame = handle_frame
+        self._split_frames()
 
     def fail(self, error: EverstepError) -> None:
         """Ends the connection now, for that reason; the first one counts."""
@@ -147,14 +147,14 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """Ends the connection when what was sent is on its way."""
         if not self.ended.done():
             self.ended.set_result(Unavailable(f"{self._url}: we hung up", 0.0))
             assert self._transport is not None
             self._transport.close()
 
-    def ask(self, path: str, host: str, token: str) -> None:
+    def request_session(self, path: str, host: str, token: str) -> None:
         """Sends the request for a session."""
         lines = [f"GET {path} HTTP/1.1", f"Host: {host}", "Connection: Upgrade", f"Upgrade: {UPGRADE}"]
         lines.append(f"User-Agent: everstep-agent/{__version__}")
@@ -175,14 +175,14 @@ class Connection(asyncio.Protocol):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.fail(Unavailable(f"{self._url}: {_reason(exc) if exc else 'it closed the connection'}", 0.0))
+        self.fail(Unavailable(f"{self._url}: {_describe_error(exc) if exc else 'it closed the connection'}", 0.0))
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         try:
             if not self.opened.done():
                 self._read_answer()
-            self._cut()
+            self._split_frames()
         except EverstepError as error:
             self.fail(error)
 
@@ -194,8 +194,8 @@ class Connection(asyncio.Protocol):
     def _read_answer(self) -> None:
         """The HTTP answer, once it is there whole. Raises what it refuses us for."""
         head, end, body = self._buffer.partition(b"\r\n\r\n")
-        if len(head) > MOST_HEAD_BYTES:
-            raise ProtocolError(f"{self._url} answered with a head of more than {MOST_HEAD_BYTES} bytes")
+        if len(head) > MAX_HEAD_BYTES:
+            raise ProtocolError(f"{self._url} answered with a head of more than {MAX_HEAD_BYTES} bytes")
         if not end:
             return
         status, headers = _parsed(bytes(head), self._url)
@@ -204,21 +204,23 @@ class Connection(asyncio.Protocol):
             self.opened.set_result(None)
             return
         length = headers.get("content-length", "")
-        expected = min(int(length), MOST_REFUSAL_BYTES) if length.isascii() and length.isdigit() else 0
+        expected = min(int(length), MAX_REFUSAL_BYTES) if length.isascii() and length.isdigit() else 0
         if len(body) >= expected:
-            raise error_of(status, bytes(body[:expected]), headers.get("retry-after", ""), self._url)
+            raise error_from_response(status, bytes(body[:expected]), headers.get("retry-after", ""), self._url)
 
-    def _cut(self) -> None:
-        while self._hear is not None and len(self._buffer) >= PREFIX_BYTES and not self.ended.done():
+    def _split_frames(self) -> None:
+        while self._handle_frame is not None and len(self._buffer) >= PREFIX_BYTES and not self.ended.done():
             length = int.from_bytes(self._buffer[:PREFIX_BYTES], "big")
-            if not 1 <= length <= MAX_TO_AGENT_BYTES:
-                raise ProtocolError(f"{self._url} sent a frame of {length} bytes: 1 to {MAX_TO_AGENT_BYTES} are read")
+            if not 1 <= length <= MAX_AGENT_FRAME_BYTES:
+                raise ProtocolError(
+                    f"{self._url} sent a frame of {length} bytes: 1 to {MAX_AGENT_FRAME_BYTES} are read"
+                )
             end = PREFIX_BYTES + length
             if len(self._buffer) < end:
                 return
             kind, body = self._buffer[PREFIX_BYTES], bytes(self._buffer[PREFIX_BYTES + 1 : end])
             del self._buffer[:end]
-            self._hear(kind, body)
+            self._handle_frame(kind, body)
 
 
 def _parsed(head: bytes, url: str) -> tuple[int, dict[str, str]]:
@@ -231,12 +233,14 @@ def _parsed(head: bytes, url: str) -> tuple[int, dict[str, str]]:
     return int(rest[:3]), {name.strip().lower(): value.strip() for name, _, value in fields}
 
 
-def _reason(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return said or type(error).__name__
 
 
-async def open_session(url: str, node: str, token: str, tls: ssl.SSLContext | None, within_s: float) -> Connection:
+async def open_session(
+    url: str, node: str, token: str, tls: ssl.SSLContext | None, timeout_s: float
+) -> ControllerConnection:
     """A connection that may send and ``listen``.
 
     Args:
@@ -249,25 +253,25 @@ async def open_session(url: str, node: str, token: str, tls: ssl.SSLContext | No
     assert parts.hostname is not None
     secure = parts.scheme == "https"
     port = parts.port or (443 if secure else 80)
-    connection = Connection(url)
+    connection = ControllerConnection(url)
     try:
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(timeout_s):
             await asyncio.get_running_loop().create_connection(
                 lambda: connection,
                 parts.hostname,
                 port,
                 ssl=tls if secure else None,
-                ssl_handshake_timeout=within_s if secure else None,
+                ssl_handshake_timeout=timeout_s if secure else None,
                 ssl_shutdown_timeout=1.0 if secure else None,
             )
-            connection.ask(f"/v1/agents/{node}/session", parts.netloc, token)
+            connection.request_session(f"/v1/agents/{node}/session", parts.netloc, token)
             refusal = await connection.opened
     except TimeoutError as error:
-        gone = NoAnswer(f"{url}: no session within {within_s:g} s", 0.0)
+        gone = AnswerTimeout(f"{url}: no session within {timeout_s:g} s", 0.0)
         connection.fail(gone)
         raise gone from error
     except OSError as error:
-        raise Unavailable(f"{url}: {_reason(error)}", 0.0) from error
+        raise Unavailable(f"{url}: {_describe_error(error)}", 0.0) from error
     except asyncio.CancelledError:
         connection.fail(Unavailable(f"{url}: the agent is ending", 0.0))
         raise

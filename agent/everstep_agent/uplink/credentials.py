@@ -16,7 +16,7 @@ import ssl
 from pathlib import Path
 
 from everstep.bearer_tokens import hash_secret, stored_token
-from everstep.cli.client import Client
+from everstep.cli.client import ControllerClient
 from everstep.clock import Backoff, Clock
 from everstep.errors import ConfigurationError, EverstepError, Unavailable
 from everstep.wire.v1.enrolment import Enrol, Enrolled
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 REFUSED_RETRY_S = 10.0
 """Between attempts that only a person can make succeed."""
-_AWAY = Backoff(floor_s=0.05, ceiling_s=5.0)
+_UNREACHABLE_BACKOFF = Backoff(floor_s=0.05, ceiling_s=5.0)
 _SECRET_CHARACTERS = 64
 
 
-def may_enrol(settings: AgentSettings) -> bool:
+def can_enrol(settings: AgentSettings) -> bool:
     """Whether this agent has what it takes."""
     return settings.join_token_file is not None and settings.token_file is not None
 
@@ -40,7 +40,7 @@ async def ensure_token(settings: AgentSettings, stop: asyncio.Event) -> None:
 
     Raises ConfigurationError where the join token cannot be read or the token cannot be written.
     """
-    if not may_enrol(settings) or (settings.token_file is not None and settings.token_file.exists()):
+    if not can_enrol(settings) or (settings.token_file is not None and settings.token_file.exists()):
         return
     attempt, said = 0, ""
     while not stop.is_set():
@@ -54,7 +54,7 @@ async def ensure_token(settings: AgentSettings, stop: asyncio.Event) -> None:
             if str(error) != said:
                 said = str(error)
                 log.log(logging.WARNING if away else logging.ERROR, "not enrolled yet: %s", error)
-            await _pause(stop, _AWAY.delay_s(attempt, random.random()) if away else REFUSED_RETRY_S)
+            await _pause(stop, _UNREACHABLE_BACKOFF.delay_s(attempt, random.random()) if away else REFUSED_RETRY_S)
             attempt += 1
 
 
@@ -66,13 +66,13 @@ async def _pause(stop: asyncio.Event, seconds: float) -> None:
         pass
 
 
-async def renew_token(settings: AgentSettings, refused: str) -> str:
+async def renew_token(settings: AgentSettings, refused_token: str) -> str:
     """The token to try next, after the controller did not know ``refused``: the file's, or one enrolled for anew.
 
     Raises EverstepError where there is none.
     """
     token = read_token(settings.token_file, "agent token")
-    if token == refused and may_enrol(settings):
+    if token == refused_token and can_enrol(settings):
         await asyncio.to_thread(enrol, settings)
         token = read_token(settings.token_file, "agent token")
     return token
@@ -86,26 +86,26 @@ def enrol(settings: AgentSettings) -> None:
     assert settings.token_file is not None
     join_token = read_token(settings.join_token_file, "join token")
     kept = settings.token_file.with_name(f".{settings.token_file.name}.enrolling")
-    secret = _kept_secret(kept)
+    secret = _load_or_create_secret(kept)
     asked = Enrol(node=settings.node, secret_hash=hash_secret(secret))
-    enrolled = _ask(settings, join_token, asked)
+    enrolled = _request_enrolment(settings, join_token, asked)
     write_private(settings.token_file, stored_token(enrolled.credential, secret))
     kept.unlink(missing_ok=True)
     log.info("enrolled as node %s, credential %s", settings.node, enrolled.credential, extra={"node": settings.node})
 
 
-def _ask(settings: AgentSettings, join_token: str, asked: Enrol) -> Enrolled:
+def _request_enrolment(settings: AgentSettings, join_token: str, request: Enrol) -> Enrolled:
     """The first controller's answer. Raises the refusal of one, or Unavailable where none answers."""
     tls, away = tls_context(settings), Unavailable("no controller is known")
     for url in settings.controllers:
         try:
-            return Client(url, join_token, tls=tls).post("/v1/enrol", asked, Enrolled)
+            return ControllerClient(url, join_token, tls=tls).post("/v1/enrol", request, Enrolled)
         except Unavailable as error:
             away = error
     raise away
 
 
-def _kept_secret(file: Path) -> str:
+def _load_or_create_secret(file: Path) -> str:
     """The secret of an attempt whose outcome is not known, or a new one that the next attempt will find."""
     try:
         secret = file.read_text().strip()
@@ -138,19 +138,19 @@ def write_private(file: Path, text: str) -> None:
 # ---- credentials
 # What an agent shows of itself, read anew for each connection, so that it is renewed without a restart.
 
-RENEWS_AGAIN_AFTER_S = 10.0
+MIN_RENEWAL_INTERVAL_S = 10.0
 """A token that is refused although it was issued a moment ago is not mended by another one."""
 
 
-class Credentials:
+class AgentCredentials:
     """The agent's token, and its side of TLS. Raises ConfigurationError where they cannot be read at first."""
 
     def __init__(self, settings: AgentSettings, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
-        self._renews_from = 0.0
+        self._next_renewal_at = 0.0
         self._token = read_token(settings.token_file, "agent token")
-        self._read = self._stamps()
+        self._loaded_stamps = self._file_stamps()
         self._context = tls_context(settings)
 
     def token(self) -> str:
@@ -163,21 +163,21 @@ class Credentials:
 
     def tls(self) -> ssl.SSLContext | None:
         """The context to connect with, made anew when one of its files has changed."""
-        stamps = self._stamps()
-        if stamps != self._read:
-            self._read = stamps
+        stamps = self._file_stamps()
+        if stamps != self._loaded_stamps:
+            self._loaded_stamps = stamps
             try:
                 self._context = tls_context(self._settings)
             except (ConfigurationError, OSError) as error:
                 log.error("%s", error, extra={"node": self._settings.node})
         return self._context
 
-    async def renewed(self) -> bool:
+    async def renew(self) -> bool:
         """After our token was refused: whether there is another, in its file or by enrolling anew."""
         now = self._clock.monotonic()
-        if now < self._renews_from:
+        if now < self._next_renewal_at:
             return False
-        self._renews_from = now + RENEWS_AGAIN_AFTER_S
+        self._next_renewal_at = now + MIN_RENEWAL_INTERVAL_S
 
         try:
             return await renew_token(self._settings, self._token) != self._token
@@ -185,6 +185,6 @@ class Credentials:
             log.error("no other token: %s", error, extra={"node": self._settings.node})
             return False
 
-    def _stamps(self) -> tuple[int, ...]:
+    def _file_stamps(self) -> tuple[int, ...]:
         files = (self._settings.ca_file, self._settings.client_certificate, self._settings.client_key)
         return tuple(file.stat().st_mtime_ns if file is not None and file.exists() else 0 for file in files)

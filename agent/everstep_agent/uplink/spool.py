@@ -19,33 +19,33 @@ from everstep.errors import MalformedMessage
 from everstep.ids import Version
 from everstep.vocabulary import Severity
 from everstep.wire.framing import PREFIX_BYTES, FrameDecoder, encode_frame
-from everstep.wire.v1.agent import Numbered
+from everstep.wire.v1.agent import NumberedReport
 from everstep.wire.v1.local import MAX_FRAME_BYTES
-from everstep.wire.v1.training import AnyReport, FindingCleared, FindingRaised, LauncherJoined, Sealed
+from everstep.wire.v1.training import AnyReport, FindingCleared, FindingRaised, LauncherJoined, VersionSealed
 
 log = logging.getLogger(__name__)
 
-MOST_IN_A_REQUEST = 1024
+MAX_REPORTS_PER_REQUEST = 1024
 """``everstep.wire.v1.agent.Reports`` allows no more."""
 
-BYTES_IN_A_REQUEST = 512 << 10
+MAX_BYTES_PER_REQUEST = 512 << 10
 """Half of what the controller reads, since JSON is larger than the MessagePack that is counted here."""
 
-_KEEP_FILE_BELOW = 4
+_MAX_FILE_FACTOR = 4
 """The file is rewritten when acknowledged records make it this many times as large as the bound."""
 
 
-class _Kept(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class _SpooledReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
     number: int
     body: AnyReport
 
 
-class _Acknowledged(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class _AcknowledgedThrough(msgspec.Struct, frozen=True, tag=True, array_like=True):
     through: int
 
 
 class _Entry(msgspec.Struct):
-    report: Numbered
+    report: NumberedReport
     size: int
     due: float
 
@@ -54,7 +54,7 @@ def is_urgent(report: AnyReport) -> bool:
     """Whether somebody's recovery may wait for this report: all but checkpoint seals and mild findings."""
     if isinstance(report, FindingRaised):
         return report.finding.severity is Severity.CRITICAL
-    return not isinstance(report, Sealed)
+    return not isinstance(report, VersionSealed)
 
 
 SealKey = tuple[str, int, int, Version]
@@ -71,24 +71,24 @@ class Spool:
         window_s: how long a report that is not urgent may wait for company.
     """
 
-    _ORDER_OF_LOSS: ClassVar[tuple[tuple[type, ...], ...]] = ((Sealed,), (FindingRaised, FindingCleared), (object,))
+    _DROP_ORDER: ClassVar[tuple[tuple[type, ...], ...]] = ((VersionSealed,), (FindingRaised, FindingCleared), (object,))
 
-    def __init__(self, file: Path | None, *, most_reports: int, most_bytes: int, window_s: float) -> None:
+    def __init__(self, file: Path | None, *, max_reports: int, max_bytes: int, batch_window_s: float) -> None:
         self._entries: dict[int, _Entry] = {}
         self._seals: dict[SealKey, int] = {}
         self._bytes = 0
         self._last = 0
         self._sent = 0
-        self._newest_urgent = 0
-        self._most_reports = most_reports
-        self._most_bytes = most_bytes
-        self._window_s = window_s
-        self.dropped = 0
-        self.refused = 0
+        self._newest_urgent_number = 0
+        self._max_reports = max_reports
+        self._max_bytes = max_bytes
+        self._batch_window_s = batch_window_s
+        self.dropped_count = 0
+        self.refused_count = 0
         self._path = file
         self._file = -1
         if file is not None:
-            left = _read(file)
+            left = _read_unacknowledged(file)
             self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             self._restore(left)
 
@@ -106,9 +106,9 @@ class Spool:
         return self._sent
 
     @property
-    def newest_urgent(self) -> int:
+    def newest_urgent_number(self) -> int:
         """The number of the last urgent report, 0 before the first."""
-        return self._newest_urgent
+        return self._newest_urgent_number
 
     def add(self, report: AnyReport, now: float) -> int:
         """Keeps a report and returns its number. ``now`` is monotonic seconds.
@@ -117,25 +117,25 @@ class Spool:
         its digests.
         """
         urgent = is_urgent(report)
-        due = now if urgent else now + self._window_s
-        if isinstance(report, Sealed):
+        due = now if urgent else now + self._batch_window_s
+        if isinstance(report, VersionSealed):
             report, due = self._merge_seal(report, due)
         self._last += 1
-        self._newest_urgent = self._last if urgent else self._newest_urgent
-        frame = encode_frame(_Kept(self._last, report))
-        self._entries[self._last] = _Entry(Numbered(number=self._last, body=report), len(frame), due)
+        self._newest_urgent_number = self._last if urgent else self._newest_urgent_number
+        frame = encode_frame(_SpooledReport(self._last, report))
+        self._entries[self._last] = _Entry(NumberedReport(number=self._last, body=report), len(frame), due)
         self._bytes += len(frame)
-        if not isinstance(report, Sealed):  # one that is lost costs a candidate, and another is announced
+        if not isinstance(report, VersionSealed):  # one that is lost costs a candidate, and another is announced
             self._append(frame)
         self._shrink()
         return self._last
 
-    def _merge_seal(self, report: Sealed, due: float) -> tuple[Sealed, float]:
+    def _merge_seal(self, report: VersionSealed, due: float) -> tuple[VersionSealed, float]:
         key = (report.job, report.generation, report.rank, report.version)
         earlier = self._entries.get(self._seals.get(key, 0))
         if earlier is not None and earlier.report.number > self._sent:
             body = earlier.report.body
-            assert isinstance(body, Sealed)
+            assert isinstance(body, VersionSealed)
             report = msgspec.structs.replace(report, digests={**body.digests, **report.digests})
             due = min(due, earlier.due)
             self._remove(earlier.report.number)
@@ -148,20 +148,20 @@ class Spool:
             return None
         return max(0.0, min(entry.due for entry in self._entries.values()) - now)
 
-    def batch(self, most_reports: int = MOST_IN_A_REQUEST) -> tuple[Numbered, ...]:
+    def next_batch(self, max_reports: int = MAX_REPORTS_PER_REQUEST) -> tuple[NumberedReport, ...]:
         """The oldest reports that fit one request, in order; they stay until acknowledged."""
-        chosen: list[Numbered] = []
-        room = BYTES_IN_A_REQUEST
+        chosen: list[NumberedReport] = []
+        room = MAX_BYTES_PER_REQUEST
         for entry in self._entries.values():
             room -= entry.size
-            if len(chosen) == min(most_reports, MOST_IN_A_REQUEST) or (chosen and room < 0):
+            if len(chosen) == min(max_reports, MAX_REPORTS_PER_REQUEST) or (chosen and room < 0):
                 break
             chosen.append(entry.report)
         if chosen:
             self._sent = max(self._sent, chosen[-1].number)
         return tuple(chosen)
 
-    def acknowledged(self, through: int) -> None:
+    def acknowledge(self, through: int) -> None:
         """All up to ``through`` are durable at the controller."""
         for number in list(self._entries):
             if number > through:
@@ -170,19 +170,19 @@ class Spool:
         if not self._entries:
             self._truncate()
         else:
-            self._append(encode_frame(_Acknowledged(through)))
+            self._append(encode_frame(_AcknowledgedThrough(through)))
 
-    def refuse(self, number: int) -> None:
+    def drop_refused(self, number: int) -> None:
         """The controller will never take this one: leave it out, so that the others are heard."""
-        self.refused += 1
+        self.refused_count += 1
         self._remove(number)
 
-    def forget_seals(self, job: str, before: int) -> list[int]:
+    def drop_seals(self, job: str, before_generation: int) -> list[int]:
         """Leaves out seals of ``job`` of generations before this one, and returns their numbers."""
         left_out: list[int] = []
         for number, entry in list(self._entries.items()):
             body = entry.report.body
-            if isinstance(body, Sealed) and body.job == job and body.generation < before:
+            if isinstance(body, VersionSealed) and body.job == job and body.generation < before_generation:
                 self._remove(number)
                 left_out.append(number)
         return left_out
@@ -199,26 +199,26 @@ class Spool:
             return
         self._bytes -= entry.size
         body = entry.report.body
-        if isinstance(body, Sealed):
+        if isinstance(body, VersionSealed):
             key = (body.job, body.generation, body.rank, body.version)
             if self._seals.get(key) == number:
                 del self._seals[key]
 
-    def _over(self) -> bool:
-        return len(self._entries) > self._most_reports or self._bytes > self._most_bytes
+    def _is_over_limit(self) -> bool:
+        return len(self._entries) > self._max_reports or self._bytes > self._max_bytes
 
     def _shrink(self) -> None:
         """Drops a sixteenth more than it must, so that a long absence does not search anew for every report."""
-        if not self._over():
+        if not self._is_over_limit():
             return
-        reports, size = self._most_reports * 15 // 16, self._most_bytes * 15 // 16
-        for kinds in self._ORDER_OF_LOSS:
+        reports, size = self._max_reports * 15 // 16, self._max_bytes * 15 // 16
+        for kinds in self._DROP_ORDER:
             for number, entry in list(self._entries.items()):
                 if len(self._entries) <= reports and self._bytes <= size:
                     break
                 if isinstance(entry.report.body, kinds):
                     self._remove(number)
-                    self.dropped += 1
+                    self.dropped_count += 1
         self._rewrite()
 
     def _append(self, frame: bytes) -> None:
@@ -230,13 +230,13 @@ class Spool:
             log.warning("%s cannot be written, unsent reports are now kept in memory only: %s", self._path, error)
             self.close()
             return
-        if os.lseek(self._file, 0, os.SEEK_CUR) > _KEEP_FILE_BELOW * self._most_bytes:
+        if os.lseek(self._file, 0, os.SEEK_CUR) > _MAX_FILE_FACTOR * self._max_bytes:
             self._rewrite()
 
     def _rewrite(self) -> None:
         self._truncate()
         for entry in self._entries.values():
-            self._append(encode_frame(_Kept(entry.report.number, entry.report.body)))
+            self._append(encode_frame(_SpooledReport(entry.report.number, entry.report.body)))
 
     def _truncate(self) -> None:
         if self._file >= 0:
@@ -250,7 +250,7 @@ class Spool:
             log.info("%d reports of an earlier life are still to be sent", len(self._entries))
 
 
-def _read(file: Path) -> list[AnyReport]:
+def _read_unacknowledged(file: Path) -> list[AnyReport]:
     """What an earlier life left unacknowledged, without offers of launchers: those speak for a live connection.
 
     A torn last record is the crash itself and is left out; so is everything from a record on that does not decode.
@@ -259,8 +259,8 @@ def _read(file: Path) -> list[AnyReport]:
         return []
     kept: dict[int, AnyReport] = {}
     try:
-        for record in _records(file):
-            if isinstance(record, _Kept):
+        for record in _read_records(file):
+            if isinstance(record, _SpooledReport):
                 kept[record.number] = record.body
             else:
                 kept = {n: body for n, body in kept.items() if n > record.through}
@@ -269,9 +269,11 @@ def _read(file: Path) -> list[AnyReport]:
     return [body for body in kept.values() if not isinstance(body, LauncherJoined)]
 
 
-def _records(file: Path) -> Iterator[_Kept | _Acknowledged]:
+def _read_records(file: Path) -> Iterator[_SpooledReport | _AcknowledgedThrough]:
     """Each whole record. Raises MalformedMessage at the first that does not decode."""
-    decoder: FrameDecoder[_Kept | _Acknowledged] = FrameDecoder(_Kept | _Acknowledged, MAX_FRAME_BYTES)
+    decoder: FrameDecoder[_SpooledReport | _AcknowledgedThrough] = FrameDecoder(
+        _SpooledReport | _AcknowledgedThrough, MAX_FRAME_BYTES
+    )
     with file.open("rb") as stream:
         while len(prefix := stream.read(PREFIX_BYTES)) == PREFIX_BYTES:
             yield from decoder.feed(prefix + stream.read(int.from_bytes(prefix, "big")))

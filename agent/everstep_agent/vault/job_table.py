@@ -10,21 +10,21 @@ import msgspec
 
 from everstep.errors import ConfigurationError, NotFound, StaleGeneration
 from everstep.ids import Version
-from everstep.wire.v1.local import Configure
+from everstep.wire.v1.local import ConfigureJob
 from everstep.wire.v1.vault_orders import ParityGroup
 
-SHORTEST_SECRET = 16
-MOST_SEEN = 4
+MIN_SECRET_LENGTH = 16
+MAX_SEEN_HOLDERS = 4
 """Nodes that are remembered to have held a rank's share: more than there are copies of it."""
-MOST_ASKED = 16
+MAX_LIKELY_HOLDERS = 16
 """Nodes that are worth asking for a share when nothing is known of it."""
-MOST_PROTECTED = 2
+MAX_GROUP_VERSIONS = 2
 """Versions of which a group is remembered: the one that parity keeps, and the next one while it is made."""
-MOST_OVER = 256
+MAX_ENDED_JOBS = 256
 """Jobs that are known to be over: a rank may outlive its own by seconds."""
 
 
-class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
+class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The newest word on a job. ``holders`` maps a node to its vault's address."""
 
     job: str
@@ -39,37 +39,37 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
         return self.holders[node]
 
 
-class JobBook:
+class JobTable:
     """All jobs' facts. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._jobs: dict[str, JobFacts] = {}
-        self._seen: dict[tuple[str, int], list[str]] = {}
+        self._jobs: dict[str, JobConfig] = {}
+        self._seen_holders: dict[tuple[str, int], list[str]] = {}
         self._groups: dict[tuple[str, int], dict[Version, ParityGroup]] = {}
-        self._over: dict[str, None] = {}
+        self._ended: dict[str, None] = {}
 
-    def configure(self, message: Configure) -> JobFacts:
+    def configure(self, message: ConfigureJob) -> JobConfig:
         """Takes the supervisor's word. Raises StaleGeneration for an old one, ConfigurationError for a weak secret."""
-        if len(message.secret) < SHORTEST_SECRET:
-            raise ConfigurationError(f"a job's secret needs {SHORTEST_SECRET} characters, not {len(message.secret)}")
+        if len(message.secret) < MIN_SECRET_LENGTH:
+            raise ConfigurationError(f"a job's secret needs {MIN_SECRET_LENGTH} characters, not {len(message.secret)}")
         with self._lock:
             known = self._jobs.get(message.job)
             if known is not None and message.generation < known.generation:
                 raise StaleGeneration(
                     f"job {message.job} is in generation {known.generation}, {message.generation} is over"
                 )
-            facts = JobFacts(
+            facts = JobConfig(
                 job=message.job,
                 generation=message.generation,
                 secret=message.secret.encode(),
                 holders={h.node: h.vault for h in message.holders},
             )
             self._jobs[message.job] = facts
-            self._over.pop(message.job, None)
+            self._ended.pop(message.job, None)
             return facts
 
-    def facts(self, job: str) -> JobFacts:
+    def get_config(self, job: str) -> JobConfig:
         """Raises NotFound for a job nobody has configured."""
         with self._lock:
             facts = self._jobs.get(job)
@@ -77,55 +77,55 @@ class JobBook:
             raise NotFound(f"job {job} is not known here; its supervisor has not configured it, or it is over")
         return facts
 
-    def current(self, job: str, generation: int) -> JobFacts:
+    def require_current(self, job: str, generation: int) -> JobConfig:
         """The job's facts, if ``generation`` is not over. Raises StaleGeneration, NotFound."""
-        facts = self.facts(job)
+        facts = self.get_config(job)
         if generation < facts.generation:
             raise StaleGeneration(f"job {job} is in generation {facts.generation}, {generation} is over")
         return facts
 
-    def require(self, job: str, forget: Callable[[str], None]) -> None:
+    def require_configured(self, job: str, delete_job: Callable[[str], None]) -> None:
         """Call when a segment was made, which takes a while: a job that ended meanwhile must not leave it behind.
 
         Raises NotFound for a job that is over, when ``forget`` has dropped what it has.
         """
         try:
-            self.facts(job)
+            self.get_config(job)
         except NotFound:
-            forget(job)
+            delete_job(job)
             raise
 
-    def require_not_over(self, job: str, forget: Callable[[str], None]) -> None:
+    def require_not_ended(self, job: str, delete_job: Callable[[str], None]) -> None:
         """As ``require``, for a segment of this node's own ranks: they may come before their job is configured here."""
         with self._lock:
-            over = job in self._over
+            over = job in self._ended
         if over:
-            self.require(job, forget)
+            self.require_configured(job, delete_job)
 
-    def saw(self, job: str, rank: int, node: str) -> None:
+    def note_holder(self, job: str, rank: int, node: str) -> None:
         """``node`` holds, or held, that rank's share of some version."""
         with self._lock:
             if job in self._jobs:
-                nodes = self._seen.get((job, rank), [])
-                self._seen[job, rank] = [node, *(other for other in nodes if other != node)][:MOST_SEEN]
+                nodes = self._seen_holders.get((job, rank), [])
+                self._seen_holders[job, rank] = [node, *(other for other in nodes if other != node)][:MAX_SEEN_HOLDERS]
 
-    def likely_holders(self, job: str, rank: int, besides: str, most: int = MOST_ASKED) -> list[str]:
+    def likely_holders(self, job: str, rank: int, exclude: str, limit: int = MAX_LIKELY_HOLDERS) -> list[str]:
         """Whom to ask for that rank's share: who was seen with it, latest first, then others. Raises NotFound."""
-        holders = self.facts(job).holders
+        holders = self.get_config(job).holders
         with self._lock:
-            seen = self._seen.get((job, rank), [])
-        asked = [node for node in dict.fromkeys([*seen, *holders]) if node in holders and node != besides]
-        return asked[:most]
+            seen = self._seen_holders.get((job, rank), [])
+        asked = [node for node in dict.fromkeys([*seen, *holders]) if node in holders and node != exclude]
+        return asked[:limit]
 
-    def protects(self, job: str, version: Version, group: ParityGroup) -> None:
+    def add_parity_group(self, job: str, version: Version, group: ParityGroup) -> None:
         """Parity of that version is made of the shards of ``group``, of which one, or P or Q, is here."""
         with self._lock:
             if job in self._jobs:
                 known = {**self._groups.get((job, group.group), {}), version: group}
-                newest = sorted(known)[-MOST_PROTECTED:]
+                newest = sorted(known)[-MAX_GROUP_VERSIONS:]
                 self._groups[job, group.group] = {each: known[each] for each in newest}
 
-    def group_of(self, job: str, version: Version, rank: int) -> ParityGroup | None:
+    def find_parity_group(self, job: str, version: Version, rank: int) -> ParityGroup | None:
         """The group that ``rank``'s shard of that version is in, as far as this vault was told."""
         with self._lock:
             for (of, _), known in self._groups.items():
@@ -134,7 +134,7 @@ class JobBook:
                     return group
         return None
 
-    def group(self, job: str, version: Version, number: int) -> ParityGroup | None:
+    def get_parity_group(self, job: str, version: Version, number: int) -> ParityGroup | None:
         """The group of that number, as far as this vault was told."""
         with self._lock:
             return self._groups.get((job, number), {}).get(version)
@@ -142,10 +142,10 @@ class JobBook:
     def forget(self, job: str) -> None:
         with self._lock:
             self._jobs.pop(job, None)
-            self._over[job] = None
-            if len(self._over) > MOST_OVER:
-                del self._over[next(iter(self._over))]
-            for known in (self._seen, self._groups):
+            self._ended[job] = None
+            if len(self._ended) > MAX_ENDED_JOBS:
+                del self._ended[next(iter(self._ended))]
+            for known in (self._seen_holders, self._groups):
                 for key in [key for key in known if key[0] == job]:
                     del known[key]
 

@@ -25,30 +25,30 @@ from pathlib import Path
 import msgspec
 
 from everstep.clock import Backoff, Clock
-from everstep.errors import UNREADABLE, EverstepError, MalformedMessage, StaleGeneration, Unavailable
-from everstep.layout.vault_note import is_held
+from everstep.errors import DECODE_ERRORS, EverstepError, MalformedMessage, StaleGeneration, Unavailable
+from everstep.layout.vault_note import is_locked
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1.directives import ProtectVersion, SpillVersion
 from everstep.wire.v1.local import (
     MAX_FRAME_BYTES,
-    Configure,
-    Done,
-    Failed,
-    Forget,
+    ConfigureJob,
+    ForgetJob,
     FromVault,
     Protect,
     Protected,
+    RequestDone,
+    RequestFailed,
     Spill,
     Spilled,
     Statistics,
     StatisticsAnswer,
     VaultFinding,
 )
-from everstep.wire.v1.training import AnyReport, FindingRaised, PeerLost
+from everstep.wire.v1.training import AnyReport, FindingRaised, PeerConnectionLost
 from everstep.wire.v1.vault_orders import ParityGroup, VersionProtected, VersionSpilled
-from everstep_agent.config import AgentSettings, listen_address
+from everstep_agent.config import AgentSettings, parse_listen_address
 from everstep_agent.jobs.seats import LocalJob
-from everstep_agent.lifecycle import clear_segments
+from everstep_agent.lifecycle import delete_segments
 
 # ---- vault command
 # How the supervisor starts its vault.
@@ -57,42 +57,42 @@ from everstep_agent.lifecycle import clear_segments
 def vault_command(settings: AgentSettings, listen: str) -> list[str]:
     """The command line of a vault that listens at ``listen`` for other vaults."""
     command = [sys.executable, "-P", "-m", "everstep_agent.vault.process", "--node", settings.node, "--listen", listen]
-    command += ["--run-dir", str(settings.run_dir), "--segment-dir", str(settings.segments)]
+    command += ["--run-dir", str(settings.run_dir), "--segment-dir", str(settings.resolved_segment_dir)]
     command += ["--log-format", settings.log_format, "--log-level", settings.log_level]
     if settings.vault_memory_limit_bytes is not None:
         command += ["--memory-limit", str(settings.vault_memory_limit_bytes)]
     if settings.vault_send_bytes_per_s is not None:
         command += ["--send-rate", str(settings.vault_send_bytes_per_s)]
-    if settings.die_with_parent and not settings.leave_vault:
+    if settings.die_with_parent and not settings.vault_survives_kill_of:
         return [*command, "--die-with-parent"]
     return [*command, "--linger", str(settings.vault_linger_s)]
 
 
 log = logging.getLogger(__name__)
 
-READY_WITHIN_S = 20.0
+READY_TIMEOUT_S = 20.0
 """For a vault's first sign of life: Python's start on a starved machine."""
 
-GONE_WITHIN_S = 10.0
+EXIT_TIMEOUT_S = 10.0
 """Between SIGTERM and SIGKILL: unlinking segments takes as long as freeing their memory."""
 
-SETTLED_AFTER_S = 10.0
+STABLE_AFTER_S = 10.0
 """A vault that ran for so long and ended is started again at once; a sooner end lengthens the back-off."""
 
 _UCRED = struct.Struct("iII")
 
-Ask = Statistics | Protect | Spill
-Answer = StatisticsAnswer | Protected | Spilled | Failed
+VaultRequest = Statistics | Protect | Spill
+VaultAnswer = StatisticsAnswer | Protected | Spilled | RequestFailed
 
 
-class _Ready(msgspec.Struct, frozen=True):
+class _VaultReadyFile(msgspec.Struct, frozen=True):
     """``vault.json``."""
 
     pid: int
     address: str
 
 
-class VaultKeeper:
+class VaultManager:
     """Keeps one vault. ``start`` once, then ``run`` until cancelled, then ``stop`` or ``leave``.
 
     Args:
@@ -106,13 +106,13 @@ class VaultKeeper:
         settings: AgentSettings,
         clock: Clock,
         on_finding: Callable[[FindingRaised], None],
-        on_peer_lost: Callable[[PeerLost], None],
+        on_peer_lost: Callable[[PeerConnectionLost], None],
         on_change: Callable[[], None],
         uniform: Callable[[], float] = random.random,
     ) -> None:
         self.address = ""
         self.pid = 0
-        self.lost = ""
+        self.down_reason = ""
         self.restarts = 0
         self._settings = settings
         self._clock = clock
@@ -120,9 +120,9 @@ class VaultKeeper:
         self._on_peer_lost = on_peer_lost
         self._on_change = on_change
         self._uniform = uniform
-        self._jobs: dict[str, Configure] = {}
-        self._request = 0
-        self._asked: dict[int, tuple[Ask, asyncio.Future[Answer]]] = {}
+        self._job_configs: dict[str, ConfigureJob] = {}
+        self._last_request = 0
+        self._pending: dict[int, tuple[VaultRequest, asyncio.Future[VaultAnswer]]] = {}
         self._child: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
         self._reader: asyncio.StreamReader | None = None
@@ -137,45 +137,45 @@ class VaultKeeper:
         """
         if job.spec is None:
             return
-        self._request += 1
-        message = Configure(
-            request=self._request,
+        self._last_request += 1
+        message = ConfigureJob(
+            request=self._last_request,
             job=job.name,
-            generation=job.oldest,
+            generation=job.oldest_generation,
             secret=job.spec.secret,
             holders=job.spec.holders,
         )
-        self._jobs[job.name] = message
+        self._job_configs[job.name] = message
         self._send(message)
 
     def forget(self, job: str) -> None:
         """The job is over: the vault unlinks its segments."""
-        self._jobs.pop(job, None)
-        self._request += 1
-        self._send(Forget(request=self._request, job=job))
+        self._job_configs.pop(job, None)
+        self._last_request += 1
+        self._send(ForgetJob(request=self._last_request, job=job))
 
-    def generation_of(self, job: str) -> int | None:
+    def configured_generation(self, job: str) -> int | None:
         """The generation of a job that the vault was told last; None where it was told of none."""
-        told = self._jobs.get(job)
+        told = self._job_configs.get(job)
         return told.generation if told is not None else None
 
-    async def ask(self, build: Callable[[int], Ask]) -> Answer:
+    async def request(self, build_message: Callable[[int], VaultRequest]) -> VaultAnswer:
         """The answer to a request built around its number; a vault that begins anew meanwhile is asked again."""
-        self._request += 1
-        number, message = self._request, build(self._request)
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._asked[number] = message, future
+        self._last_request += 1
+        number, message = self._last_request, build_message(self._last_request)
+        future: asyncio.Future[VaultAnswer] = asyncio.get_running_loop().create_future()
+        self._pending[number] = message, future
         self._send(message)
         try:
             return await future
         finally:
-            del self._asked[number]
+            del self._pending[number]
 
     async def statistics(self, timeout_s: float) -> StatisticsAnswer | None:
         """What the vault has done, or None where it does not say so in time."""
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self.ask(lambda number: Statistics(request=number))
+                answer = await self.request(lambda number: Statistics(request=number))
         except TimeoutError:
             return None
         return answer if isinstance(answer, StatisticsAnswer) else None
@@ -187,19 +187,19 @@ class VaultKeeper:
 
         Waits for one that is about to begin or to end: an agent that was killed may have just started it.
         """
-        end = self._clock.monotonic() + READY_WITHIN_S
+        end = self._clock.monotonic() + READY_TIMEOUT_S
         while not await self._adopt():
             try:
-                if not is_held(self._settings.run_dir):
+                if not is_locked(self._settings.run_dir):
                     await self._spawn()
                     break
             except Unavailable:
-                if not is_held(self._settings.run_dir):
+                if not is_locked(self._settings.run_dir):
                     raise
             if self._clock.monotonic() > end:
                 raise Unavailable(f"another vault holds {self._settings.run_dir} and does not serve: end it")
             await asyncio.sleep(0.05)
-        self.lost = ""
+        self.down_reason = ""
 
     async def run(self) -> None:
         """Serves the vault's words, and starts another vault whenever it ends."""
@@ -207,39 +207,41 @@ class VaultKeeper:
         backoff = Backoff(floor_s=0.05, ceiling_s=10.0)
         while True:
             began = self._clock.monotonic()
-            self._say_everything_again()
-            self.lost = await self._until_gone()
+            self._resend_all()
+            self.down_reason = await self._read_until_closed()
             self.restarts += 1
-            log.error("the vault is lost: %s", self.lost, extra={"node": self._settings.node})
+            log.error("the vault is lost: %s", self.down_reason, extra={"node": self._settings.node})
             self._on_change()
-            attempt = 0 if self._clock.monotonic() - began > SETTLED_AFTER_S else attempt + 1
-            while self.lost:
+            attempt = 0 if self._clock.monotonic() - began > STABLE_AFTER_S else attempt + 1
+            while self.down_reason:
                 if attempt:
                     await asyncio.sleep(backoff.delay_s(attempt - 1, self._uniform()))
                 attempt += 1
                 try:
                     await self.start()
                 except (EverstepError, OSError) as error:
-                    self.lost = f"{self.lost.partition(';')[0]}; another did not start: {error}"
+                    self.down_reason = f"{self.down_reason.partition(';')[0]}; another did not start: {error}"
                     log.error("%s", error, extra={"node": self._settings.node})
             self._on_change()
 
     async def stop(self) -> None:
         """Ends the vault in order, or at last by force; either way its segments are gone."""
-        for job in list(self._jobs):
+        for job in list(self._job_configs):
             self.forget(job)
         self._disconnect()
         if self._pidfd >= 0:
             self._signal(signal.SIGTERM)
-            if not await self._ended_within(GONE_WITHIN_S):
-                log.error("the vault did not end within %s s and is killed", GONE_WITHIN_S)
+            if not await self._wait_exit(EXIT_TIMEOUT_S):
+                log.error("the vault did not end within %s s and is killed", EXIT_TIMEOUT_S)
                 self._signal(signal.SIGKILL)
-                await self._ended_within(GONE_WITHIN_S)
+                await self._wait_exit(EXIT_TIMEOUT_S)
             self._reap()
-        if self.pid and not is_held(self._settings.segments):  # else they are an earlier agent's, for another to find
-            clear_segments(self._settings.segments)
+        if self.pid and not is_locked(
+            self._settings.resolved_segment_dir
+        ):  # else they are an earlier agent's, for another to find
+            delete_segments(self._settings.resolved_segment_dir)
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Lets go of the vault, which serves on."""
         self._disconnect()
         if self._pidfd >= 0:
@@ -250,7 +252,7 @@ class VaultKeeper:
 
     def has_segments(self) -> bool:
         """Whether a job's slots lie in this node's segment directory; names with a dot are the vault's own."""
-        directory = self._settings.segments
+        directory = self._settings.resolved_segment_dir
         return directory.is_dir() and any(p.is_file() and not p.name.startswith(".") for p in directory.rglob("*"))
 
     # --- beginning -----------------------------------------------------------------------------------------------
@@ -259,15 +261,15 @@ class VaultKeeper:
     def _ready_file(self) -> Path:
         return self._settings.run_dir / "vault.json"
 
-    def _ready(self) -> _Ready | None:
+    def _read_ready_file(self) -> _VaultReadyFile | None:
         try:
-            return msgspec.json.decode(self._ready_file.read_bytes(), type=_Ready)
-        except (OSError, *UNREADABLE):
+            return msgspec.json.decode(self._ready_file.read_bytes(), type=_VaultReadyFile)
+        except (OSError, *DECODE_ERRORS):
             return None
 
     async def _adopt(self) -> bool:
         """Takes over the vault that ``vault.json`` names, if it is the one that answers on ``vault.sock``."""
-        ready = self._ready()
+        ready = self._read_ready_file()
         if ready is None:
             return False
         try:
@@ -279,7 +281,7 @@ class VaultKeeper:
 
     async def _spawn(self) -> None:
         listen = self._settings.vault_listen
-        if self.address and listen_address(listen)[1] == 0 and not self.lost.count(";"):
+        if self.address and parse_listen_address(listen)[1] == 0 and not self.down_reason.count(";"):
             listen = self.address  # peers know this address; they need not learn another
         self._ready_file.unlink(missing_ok=True)
         command = vault_command(self._settings, listen)
@@ -291,11 +293,11 @@ class VaultKeeper:
             child.wait()
             raise
 
-    async def _wait_for(self, child: subprocess.Popen[bytes]) -> _Ready:
+    async def _wait_for(self, child: subprocess.Popen[bytes]) -> _VaultReadyFile:
         """The new vault's ready file. Raises Unavailable where it ends or takes too long."""
-        end = self._clock.monotonic() + READY_WITHIN_S
+        end = self._clock.monotonic() + READY_TIMEOUT_S
         while self._clock.monotonic() < end:
-            ready = self._ready()
+            ready = self._read_ready_file()
             if ready is not None and ready.pid == child.pid:
                 return ready
             if child.poll() is not None:
@@ -303,9 +305,9 @@ class VaultKeeper:
             await asyncio.sleep(0.01)
         child.kill()
         child.wait()
-        raise Unavailable(f"the vault was not ready within {READY_WITHIN_S:g} s")
+        raise Unavailable(f"the vault was not ready within {READY_TIMEOUT_S:g} s")
 
-    async def _connect(self, ready: _Ready) -> None:
+    async def _connect(self, ready: _VaultReadyFile) -> None:
         """Raises Unavailable where another process than ``ready`` says listens on the socket."""
         reader, writer = await asyncio.open_unix_connection(str(self._settings.vault_socket))
         listener: socket.socket = writer.get_extra_info("socket")
@@ -319,21 +321,21 @@ class VaultKeeper:
 
     # --- serving -------------------------------------------------------------------------------------------------
 
-    def _send(self, message: Configure | Forget | Ask) -> None:
+    def _send(self, message: ConfigureJob | ForgetJob | VaultRequest) -> None:
         if self._writer is None or self._writer.is_closing():
             return  # it hears everything again when it is back
         self._writer.write(encode_frame(message))
 
-    def _say_everything_again(self) -> None:
-        for message in self._jobs.values():
+    def _resend_all(self) -> None:
+        for message in self._job_configs.values():
             self._send(message)
-        for asked, _ in self._asked.values():
+        for asked, _ in self._pending.values():
             self._send(asked)
-        if not self._jobs:  # findings wait for a supervisor, and a connection is ours from the first request on
-            self._request += 1
-            self._send(Statistics(request=self._request))
+        if not self._job_configs:  # findings wait for a supervisor, and a connection is ours from the first request on
+            self._last_request += 1
+            self._send(Statistics(request=self._last_request))
 
-    async def _until_gone(self) -> str:
+    async def _read_until_closed(self) -> str:
         """Hears the vault until its connection ends; returns why it did."""
         assert self._reader is not None
         decoder: FrameDecoder[FromVault] = FrameDecoder(FromVault, MAX_FRAME_BYTES)
@@ -341,42 +343,42 @@ class VaultKeeper:
         try:
             while data := await self._reader.read(1 << 16):
                 for message in decoder.feed(data):
-                    self._heard(message)
+                    self._handle_message(message)
         except MalformedMessage as error:
             why = f"it sent what is no message: {error}"
         except OSError as error:
             why = f"its connection broke: {error}"
-        return await self._bury(why)
+        return await self._ensure_exited(why)
 
-    async def _bury(self, why: str) -> str:
+    async def _ensure_exited(self, reason: str) -> str:
         """Makes sure that the vault is gone: two must never own the same segments."""
         self._disconnect()
-        if not await self._ended_within(1.0):
+        if not await self._wait_exit(1.0):
             self._signal(signal.SIGKILL)
-            await self._ended_within(GONE_WITHIN_S)
-            why += ", and its process was killed"
+            await self._wait_exit(EXIT_TIMEOUT_S)
+            reason += ", and its process was killed"
         status = self._reap()
-        return why if status is None else f"{why} with status {status}"
+        return reason if status is None else f"{reason} with status {status}"
 
-    def _heard(self, message: FromVault) -> None:
+    def _handle_message(self, message: FromVault) -> None:
         match message:
             case VaultFinding():
                 self._on_finding(message.finding)
-            case PeerLost():
+            case PeerConnectionLost():
                 self._on_peer_lost(message)
             case StatisticsAnswer() | Protected() | Spilled():
-                self._answered(message)
-            case Failed():
-                if not self._answered(message):
+                self._resolve_request(message)
+            case RequestFailed():
+                if not self._resolve_request(message):
                     log.warning("the vault refuses: %s (%s)", message.message, message.code)
-            case Done():
+            case RequestDone():
                 pass
             case _:
                 raise MalformedMessage(f"{type(message).__name__} is no answer to a supervisor")
 
-    def _answered(self, message: Answer) -> bool:
+    def _resolve_request(self, message: VaultAnswer) -> bool:
         """Hands an answer to whoever waits for it; False where nobody does."""
-        _, future = self._asked.get(message.request, (None, None))
+        _, future = self._pending.get(message.request, (None, None))
         if future is None or future.done():
             return False
         future.set_result(message)
@@ -395,12 +397,12 @@ class VaultKeeper:
         except ProcessLookupError:
             pass
 
-    async def _ended_within(self, seconds: float) -> bool:
+    async def _wait_exit(self, timeout_s: float) -> bool:
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
         loop.add_reader(self._pidfd, lambda: None if ended.done() else ended.set_result(None))
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(timeout_s):
                 await ended
         except TimeoutError:
             return False
@@ -425,13 +427,13 @@ class VaultKeeper:
 # order while it is carried out is passed over, and one that was carried out is asked of the vault again, which finds it
 # done. A vault that begins anew is asked again by its keeper.
 
-GROUPS_AT_ONCE = 4
+MAX_CONCURRENT_GROUPS = 4
 """Groups of shards whose parity is asked for side by side: each reads from all of its members."""
 
-Order = SpillVersion | ProtectVersion
+VaultOrder = SpillVersion | ProtectVersion
 
 
-class VaultOrders:
+class VaultOrderRunner:
     """Of one agent's life, on its event loop.
 
     Args:
@@ -441,7 +443,7 @@ class VaultOrders:
     def __init__(
         self,
         node: str,
-        vault: VaultKeeper,
+        vault: VaultManager,
         report: Callable[[AnyReport], None],
         clock: Clock,
     ) -> None:
@@ -449,9 +451,9 @@ class VaultOrders:
         self._vault = vault
         self._report = report
         self._clock = clock
-        self._running: dict[tuple[str, type[Order]], tuple[Order, asyncio.Task[None]]] = {}
+        self._running: dict[tuple[str, type[VaultOrder]], tuple[VaultOrder, asyncio.Task[None]]] = {}
 
-    def take(self, order: Order) -> None:
+    def submit(self, order: VaultOrder) -> None:
         """Carries an order out, unless it is being carried out; a newer one of its kind takes its place.
 
         One of a job that the vault was not told of by this agent yet is left: it is said again.
@@ -460,27 +462,27 @@ class VaultOrders:
         before = self._running.get(key)
         if before is not None and before[0] == order:
             return
-        if self._vault.generation_of(order.job) is None:
+        if self._vault.configured_generation(order.job) is None:
             return
-        self._drop(key)
-        self._running[key] = order, asyncio.ensure_future(self._carry_out(key, order))
+        self._cancel(key)
+        self._running[key] = order, asyncio.ensure_future(self._execute(key, order))
 
-    def forget(self, job: str) -> None:
+    def cancel_job(self, job: str) -> None:
         """The job is over."""
         for key in [key for key in self._running if key[0] == job]:
-            self._drop(key)
+            self._cancel(key)
 
     def close(self) -> None:
         """The agent ends; its vault goes on with what it was asked for."""
         for key in list(self._running):
-            self._drop(key)
+            self._cancel(key)
 
-    def _drop(self, key: tuple[str, type[Order]]) -> None:
+    def _cancel(self, key: tuple[str, type[VaultOrder]]) -> None:
         _, task = self._running.pop(key, (None, None))
         if task is not None:
             task.cancel()
 
-    async def _carry_out(self, key: tuple[str, type[Order]], order: Order) -> None:
+    async def _execute(self, key: tuple[str, type[VaultOrder]], order: VaultOrder) -> None:
         word = await (self._spill(order) if isinstance(order, SpillVersion) else self._protect(order))
         del self._running[key]  # cancelled, this is not reached: another order has the place
         if word.code:
@@ -490,7 +492,7 @@ class VaultOrders:
             self._report(word)
 
     async def _spill(self, order: SpillVersion) -> VersionSpilled:
-        answer = await self._vault.ask(
+        answer = await self._vault.request(
             lambda number: Spill(
                 request=number,
                 job=order.job,
@@ -498,7 +500,7 @@ class VaultOrders:
                 version=order.version,
                 url=order.url,
                 writers=order.writers,
-                keep=order.keep,
+                keep_last=order.keep_last,
             )
         )
         said = partial(
@@ -506,25 +508,31 @@ class VaultOrders:
         )
         if isinstance(answer, Spilled):
             url = f"{order.url}/{answer.folder}"
-            return said(url=url, bytes=answer.bytes, whole=answer.whole, removed=answer.removed, left=answer.left)
-        assert isinstance(answer, Failed)
+            return said(
+                url=url,
+                bytes=answer.bytes,
+                complete=answer.complete,
+                removed=answer.removed,
+                remaining=answer.remaining,
+            )
+        assert isinstance(answer, RequestFailed)
         return said(code=answer.code, message=answer.message)
 
     async def _protect(self, order: ProtectVersion) -> VersionProtected:
         """All groups of the order, a few at a time; the first that cannot be made ends it."""
         said = partial(VersionProtected, job=order.job, at=self._clock.wall(), version=order.version)
         made: dict[int, str] = {}
-        for first in range(0, len(order.groups), GROUPS_AT_ONCE):
-            some = order.groups[first : first + GROUPS_AT_ONCE]
+        for first in range(0, len(order.groups), MAX_CONCURRENT_GROUPS):
+            some = order.groups[first : first + MAX_CONCURRENT_GROUPS]
             answers = await asyncio.gather(*(self._protect_one(order, group) for group in some))
             for group, answer in zip(some, answers, strict=True):
-                if isinstance(answer, Failed):
-                    return said(made=made, code=answer.code, message=answer.message)
-                made[group.group] = answer.members
-        return said(made=made)
+                if isinstance(answer, RequestFailed):
+                    return said(members_digests=made, code=answer.code, message=answer.message)
+                made[group.group] = answer.members_digest
+        return said(members_digests=made)
 
-    async def _protect_one(self, order: ProtectVersion, group: ParityGroup) -> Protected | Failed:
-        answer = await self._vault.ask(
+    async def _protect_one(self, order: ProtectVersion, group: ParityGroup) -> Protected | RequestFailed:
+        answer = await self._vault.request(
             lambda number: Protect(
                 request=number,
                 job=order.job,
@@ -534,5 +542,5 @@ class VaultOrders:
                 keep=order.keep,
             )
         )
-        assert isinstance(answer, Protected | Failed)
+        assert isinstance(answer, Protected | RequestFailed)
         return answer

@@ -23,8 +23,8 @@ from everstep.errors import ConfigurationError
 from everstep.layout.vault_note import LOCK_FILE, VaultNote, write_note
 from everstep.parent_process import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep_agent.lifecycle import hold, log_to_stderr, private_directory, write_atomically
-from everstep_agent.vault.memory.adoption import Adoption
+from everstep_agent.lifecycle import acquire_lock, log_to_stderr, private_directory, write_atomically
+from everstep_agent.vault.memory.adoption import SegmentAdoption
 from everstep_agent.vault.memory.segments import SegmentStore
 from everstep_agent.vault.service import Vault
 from everstep_agent.vault.settings import VaultSettings
@@ -32,14 +32,14 @@ from everstep_agent.vault.settings import VaultSettings
 # ---- linger
 # How long a vault stays where nobody is connected to it, and what the kernel may do to it when memory is short.
 
-LOOK_S = 0.5
+CHECK_INTERVAL_S = 0.5
 """Between looks: a small part of any linger that makes sense."""
 
 OOM_SCORE_ADJUSTMENT = -800
 """Far behind every rank, and not exempt: a kernel that may end nobody at all would have to panic."""
 
 
-class Linger:
+class LingerTimer:
     """Notices when nobody is connected to a vault any more, and for how long.
 
     Args:
@@ -54,41 +54,43 @@ class Linger:
         linger_s: float | None,
         clock: Clock,
         note: VaultNote,
-        write: Callable[[VaultNote], None],
+        write_note: Callable[[VaultNote], None],
     ) -> None:
         self._clients = clients
         self._linger_s = linger_s
         self._clock = clock
         self._note = note
-        self._write = write
+        self._write_note = write_note
 
-    async def watch(self) -> None:
+    async def wait(self) -> None:
         """Returns once nobody was there for ``linger_s``."""
-        alone_since: float | None = self._begins_alone()
+        alone_since: float | None = self._note_idle()
         while self._linger_s is None or alone_since is None or self._clock.monotonic() - alone_since < self._linger_s:
-            await asyncio.sleep(LOOK_S if self._linger_s is None else min(LOOK_S, self._linger_s / 4))
+            await asyncio.sleep(
+                CHECK_INTERVAL_S if self._linger_s is None else min(CHECK_INTERVAL_S, self._linger_s / 4)
+            )
             if self._clients:
                 if alone_since is not None:
-                    self._say(self._note)
+                    self._try_write_note(self._note)
                 alone_since = None
             elif alone_since is None:
-                alone_since = self._begins_alone()
+                alone_since = self._note_idle()
         log.warning("nobody came for %g s: ending, and freeing all slots", self._linger_s)
 
-    def _begins_alone(self) -> float:
+    def _note_idle(self) -> float:
         now = self._clock.wall()
         ends_at = None if self._linger_s is None else now + self._linger_s
-        self._say(msgspec.structs.replace(self._note, alone_since=now, ends_at=ends_at))
+        self._try_write_note(msgspec.structs.replace(self._note, idle_since=now, ends_at=ends_at))
         return self._clock.monotonic()
 
-    def _say(self, note: VaultNote) -> None:
+    def _try_write_note(self, note: VaultNote) -> None:
         try:
-            self._write(note)
+            self._write_note(note)
         except OSError as error:  # a full memory file system: the slots matter, the note does not
             log.warning("what this vault says of itself could not be written: %s", error)
 
 
-def keep_from_oom_killer() -> bool:
+def lower_oom_score() -> bool:
     """Asks the kernel to end ranks, which are replaced, before this process. False where it may not ask.
 
     Ranks step forward themselves (``everstep_trainer.launch.process_setup``), which needs nobody's leave.
@@ -103,7 +105,7 @@ def keep_from_oom_killer() -> bool:
 log = logging.getLogger("everstep_agent.vault")
 
 
-def parse(arguments: Sequence[str] | None = None) -> VaultSettings:
+def parse_arguments(arguments: Sequence[str] | None = None) -> VaultSettings:
     """The validated settings of a command line. Raises ConfigurationError; exits by argparse on unknown options."""
     parser = argparse.ArgumentParser(
         prog="python -m everstep_agent.vault.process", allow_abbrev=False, description=__doc__
@@ -136,10 +138,10 @@ def parse(arguments: Sequence[str] | None = None) -> VaultSettings:
     ).validate()
 
 
-def take(directory: Path) -> int:
+def lock_directory(directory: Path) -> int:
     """Makes a directory this vault's own. Raises ConfigurationError where another vault or user has it."""
     refusal = f"another vault lives in {directory}; stop it, or give another directory"
-    return hold(private_directory(directory) / LOCK_FILE, refusal)
+    return acquire_lock(private_directory(directory) / LOCK_FILE, refusal)
 
 
 async def serve(settings: VaultSettings, parent: int) -> None:
@@ -149,40 +151,40 @@ async def serve(settings: VaultSettings, parent: int) -> None:
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     if settings.die_with_parent:
         die_with_parent(parent)
-    keep_from_oom_killer()
-    held = [take(settings.run_dir), take(settings.segment_dir)]
+    lower_oom_score()
+    held = [lock_directory(settings.run_dir), lock_directory(settings.segment_dir)]
     store = SegmentStore(settings.segment_dir, settings.node, settings.memory_limit)
-    adoption = Adoption(store)
-    found = await asyncio.to_thread(adoption.find)
+    adoption = SegmentAdoption(store)
+    found = await asyncio.to_thread(adoption.adopt_segments)
     vault = Vault(settings, store, adoption, SYSTEM_CLOCK)
     note = VaultNote(pid=os.getpid(), run_dir=str(settings.run_dir))
-    linger = Linger(vault.clients, settings.linger_s, SYSTEM_CLOCK, note, partial(write_note, held[1]))
+    linger = LingerTimer(vault.clients, settings.linger_s, SYSTEM_CLOCK, note, partial(write_note, held[1]))
     waits: list[asyncio.Task[object]] = []
     alone = False
     try:
         await vault.start()
-        write_atomically(settings.ready_file, {"pid": os.getpid(), "address": vault.transfers.address})
+        write_atomically(settings.ready_file, {"pid": os.getpid(), "address": vault.peer_server.address})
         context = {"node": settings.node}
-        log.info("serving at %s, %d sealed slots are to be checked", vault.transfers.address, found, extra=context)
-        waits = [asyncio.create_task(stop.wait()), asyncio.create_task(linger.watch())]
+        log.info("serving at %s, %d sealed slots are to be checked", vault.peer_server.address, found, extra=context)
+        waits = [asyncio.create_task(stop.wait()), asyncio.create_task(linger.wait())]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         alone = waits[1].done() and not stop.is_set()
     finally:
         for wait in waits:
             wait.cancel()
         await vault.stop()
-        _leave(settings, store, keep=vault.has_jobs and not settings.die_with_parent and not alone)
+        _clean_up(settings, store, keep=vault.has_jobs and not settings.die_with_parent and not alone)
         for lock in held:
             os.close(lock)
 
 
-def _leave(settings: VaultSettings, store: SegmentStore, keep: bool) -> None:
+def _clean_up(settings: VaultSettings, store: SegmentStore, keep: bool) -> None:
     settings.ready_file.unlink(missing_ok=True)
     (settings.run_dir / LOCK_FILE).unlink(missing_ok=True)
     if keep:
         log.info("%d jobs' slots stay in %s", len(store.jobs()), settings.segment_dir, extra={"node": settings.node})
         return
-    store.forget_all()
+    store.delete_all()
     _remove_if_empty(settings.segment_dir.parent)
 
 
@@ -200,7 +202,7 @@ def main() -> None:
     """The process's entry."""
     parent = os.getppid()
     try:
-        asyncio.run(serve(parse(), parent))
+        asyncio.run(serve(parse_arguments(), parent))
     except ConfigurationError as error:
         raise SystemExit(f"everstep vault: {error}") from error
 

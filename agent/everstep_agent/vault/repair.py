@@ -18,20 +18,20 @@ import xxhash
 
 from everstep.clock import Clock
 from everstep.errors import Conflict, DigestMismatch, EverstepError, MalformedMessage, NotFound
-from everstep.layout.manifests import BLOB_PREFIX, Box, Manifest, decode_manifest
-from everstep.layout.segments import Look, SlotHeader
+from everstep.layout.manifests import BLOB_LENGTH_BYTES, Box, Manifest, decode_manifest
+from everstep.layout.segments import SlotHeader, SlotRecordPair
 from everstep.layout.slots import CHUNK_BYTES, chunk_count
-from everstep.wire.framing import Channel
-from everstep.wire.v1.transfer import InventoryAsk, InventoryList
+from everstep.wire.framing import VaultChannel
+from everstep.wire.v1.transfer import InventoryList, InventoryRequest
 from everstep.wire.v1.vault_orders import ParityGroup
-from everstep_agent.vault.job_table import JobBook
-from everstep_agent.vault.memory.reading import Range, Reading
-from everstep_agent.vault.memory.segments import Segment, SegmentKey, SegmentStore
-from everstep_agent.vault.parity.coding import Decoder, Recovery
-from everstep_agent.vault.parity.shards import Facts, Place, read_manifest
-from everstep_agent.vault.reporting import Findings, Tally
+from everstep_agent.vault.job_table import JobTable
+from everstep_agent.vault.memory.reading import ByteRange, SealedSlotReader
+from everstep_agent.vault.memory.segments import SegmentFile, SegmentKey, SegmentStore
+from everstep_agent.vault.parity.coding import ParityDecoder, ShardRecovery
+from everstep_agent.vault.parity.shards import ShardInfo, ShardLocation, decode_parity_manifest
+from everstep_agent.vault.reporting import FindingReporter, VaultCounters
 from everstep_agent.vault.settings import VaultSettings
-from everstep_agent.vault.transfer.peers import Peers, ask_bytes, ask_manifest
+from everstep_agent.vault.transfer.peers import PeerPool, fetch_bytes, fetch_manifest
 
 # ---- alike
 # What other ranks of a version stored alike: pieces of a slot, wherever else they lie.
@@ -42,30 +42,30 @@ from everstep_agent.vault.transfer.peers import Peers, ask_bytes, ask_manifest
 
 log = logging.getLogger(__name__)
 
-MOST_ASKED = 64
+MAX_INVENTORIES = 64
 """Nodes whose inventories are asked for at most: which of them have a piece, nobody here knows."""
 
-Key = tuple[int, Box]
+PieceKey = tuple[int, Box]
 
 
-class Gap(msgspec.Struct, frozen=True):
+class ChunkGap(msgspec.Struct, frozen=True):
     """``length`` bytes at ``start`` of a chunk: of the piece that they belong to, those from ``within`` on."""
 
     start: int
     length: int
-    within: int
+    piece_offset: int
 
 
-class Supply(msgspec.Struct, frozen=True):
+class PieceSource(msgspec.Struct, frozen=True):
     """Another rank's slot on a node: where in its payload each piece begins, and where its Python state."""
 
     node: str
     rank: int
-    places: dict[Key, int]
-    blob: Range
+    piece_offsets: dict[PieceKey, int]
+    python_state_range: ByteRange
 
 
-class Alike:
+class ReplicaPieces:
     """The other slots of one slot's version, looked for once, and only as far as they are needed.
 
     Args:
@@ -75,73 +75,75 @@ class Alike:
     def __init__(
         self,
         settings: VaultSettings,
-        book: JobBook,
+        job_table: JobTable,
         store: SegmentStore,
-        peers: Peers,
-        segment: Segment,
+        peers: PeerPool,
+        segment: SegmentFile,
         header: SlotHeader,
         manifest: bytes,
     ) -> None:
         self._settings = settings
-        self._book = book
+        self._job_table = job_table
         self._store = store
         self._peers = peers
         self._job = segment.key.job
         self._rank = header.rank
         self._version = header.version
         self._manifest = decode_manifest(manifest)
-        self._read: dict[str, Supply | None] = {}
-        self._found: list[Supply] = []
-        self._more = self._look()
+        self._sources_by_manifest: dict[str, PieceSource | None] = {}
+        self._sources: list[PieceSource] = []
+        self._source_search = self._search_sources()
 
     # --- what a chunk may have been ------------------------------------------------------------------------------
 
-    def chunks(self, index: int, rotten: memoryview) -> Iterator[tuple[bytearray, str]]:
+    def rebuild_chunk(self, index: int, corrupt_chunk: memoryview) -> Iterator[tuple[bytearray, str]]:
         """Chunk ``index`` with more and more of it taken from elsewhere, each time with the nodes that it is from.
 
         ``rotten`` is what is there now. What is yielded is overwritten by the next one.
         """
-        begin, made = index * CHUNK_BYTES, bytearray(rotten)
-        gaps, blob = self._gaps(begin, len(made)), _overlap(_blob_of(self._manifest), begin, len(made))
-        padding = _padding([*gaps.values(), *([blob] if blob else [])], len(made))
+        begin, made = index * CHUNK_BYTES, bytearray(corrupt_chunk)
+        gaps, blob = self._pieces_in(begin, len(made)), _overlap(_python_state_range(self._manifest), begin, len(made))
+        padding = _unused_gaps([*gaps.values(), *([blob] if blob else [])], len(made))
         nodes: dict[str, None] = {}
-        for supply in self._supplies():
+        for supply in self._iter_sources():
             if not gaps and blob is None:
                 break
-            pieces = {key: gap for key, gap in gaps.items() if key in supply.places}
-            if self._fill(made, supply, [(supply.places[key], gap) for key, gap in pieces.items()]):
-                self._book.saw(self._job, self._rank, supply.node)
+            pieces = {key: gap for key, gap in gaps.items() if key in supply.piece_offsets}
+            if self._copy_pieces(made, supply, [(supply.piece_offsets[key], gap) for key, gap in pieces.items()]):
+                self._job_table.note_holder(self._job, self._rank, supply.node)
                 nodes[supply.node] = None
                 gaps = {key: gap for key, gap in gaps.items() if key not in pieces}
                 yield made, ", ".join(nodes)
-            if blob is not None and supply.blob[1] == _blob_of(self._manifest)[1]:
+            if blob is not None and supply.python_state_range[1] == _python_state_range(self._manifest)[1]:
                 other = made.copy()  # each rank has Python state of its own, and many have the same
-                if self._fill(other, supply, [(supply.blob[0], blob)]):
+                if self._copy_pieces(other, supply, [(supply.python_state_range[0], blob)]):
                     yield other, ", ".join({**nodes, supply.node: None})
         for gap in padding:
             made[gap.start : gap.start + gap.length] = bytes(gap.length)
         yield made, ", ".join(nodes) or "the slot itself"
 
-    def _gaps(self, begin: int, length: int) -> dict[Key, Gap]:
+    def _pieces_in(self, begin: int, length: int) -> dict[PieceKey, ChunkGap]:
         """The pieces that have bytes in that part of the payload."""
         found = {}
         for stored in self._manifest.stored:
             nbytes = stored.box.volume * self._manifest.catalog[stored.tensor].itemsize
-            gap = _overlap((stored.at, nbytes), begin, length)
+            gap = _overlap((stored.offset, nbytes), begin, length)
             if gap is not None:
                 found[stored.tensor, stored.box] = gap
         return found
 
-    def _fill(self, made: bytearray, supply: Supply, gaps: Iterable[tuple[int, Gap]]) -> bool:
+    def _copy_pieces(self, made: bytearray, piece_source: PieceSource, gaps: Iterable[tuple[int, ChunkGap]]) -> bool:
         """Takes bytes of these pieces, each with where it begins, from there. False where there are none to be had."""
         wanted = list(gaps)
         if not wanted:
             return False
-        ranges = [(at + gap.within, gap.length) for at, gap in wanted]
+        ranges = [(at + gap.piece_offset, gap.length) for at, gap in wanted]
         try:
-            data = memoryview(self._bytes_of(supply, ranges))
+            data = memoryview(self._read_bytes(piece_source, ranges))
         except EverstepError as error:
-            log.info("%s gives no pieces of rank %d's %s: %s", supply.node, supply.rank, self._version, error)
+            log.info(
+                "%s gives no pieces of rank %d's %s: %s", piece_source.node, piece_source.rank, self._version, error
+            )
             return False
         at = 0
         for _, gap in wanted:
@@ -149,31 +151,33 @@ class Alike:
             at += gap.length
         return True
 
-    def _bytes_of(self, supply: Supply, ranges: list[Range]) -> bytes:
+    def _read_bytes(self, piece_source: PieceSource, ranges: list[ByteRange]) -> bytes:
         """Whoever has them hashes them first."""
-        if supply.node != self._settings.node:
-            ask = partial(ask_bytes, settings=self._settings, rank=supply.rank, version=self._version, ranges=ranges)
-            return self._peers.call(self._job, supply.node, ask)
-        for segment, slot, header in self._store.find(self._job, supply.rank, self._version):
+        if piece_source.node != self._settings.node:
+            ask = partial(
+                fetch_bytes, settings=self._settings, rank=piece_source.rank, version=self._version, ranges=ranges
+            )
+            return self._peers.call(self._job, piece_source.node, ask)
+        for segment, slot, header in self._store.find(self._job, piece_source.rank, self._version):
             try:
-                reading = Reading(segment, slot, header)
+                reading = SealedSlotReader(segment, slot, header)
                 reading.check(ranges)
                 data = b"".join(reading.views(ranges))
-                reading.require_still()
+                reading.require_unchanged()
                 return data
             except (DigestMismatch, Conflict):
                 continue
-        raise NotFound(f"rank {supply.rank}'s {self._version} is not here any more")
+        raise NotFound(f"rank {piece_source.rank}'s {self._version} is not here any more")
 
     # --- where there is more of it -------------------------------------------------------------------------------
 
-    def _supplies(self) -> Iterator[Supply]:
-        yield from self._found
-        for supply in self._more:
-            self._found.append(supply)
+    def _iter_sources(self) -> Iterator[PieceSource]:
+        yield from self._sources
+        for supply in self._source_search:
+            self._sources.append(supply)
             yield supply
 
-    def _look(self) -> Iterator[Supply]:
+    def _search_sources(self) -> Iterator[PieceSource]:
         node = self._settings.node
         for segment in self._store.segments(self._job):
             for slot, header in segment.sealed() if segment.key.kind != "parity" else ():
@@ -182,118 +186,124 @@ class Alike:
                         manifest = segment.view.manifest(slot)
                     except DigestMismatch:
                         continue
-                    yield from self._supply(node, header.rank, "", manifest)
-        for other in self._book.likely_holders(self._job, self._rank, besides=node, most=MOST_ASKED):
+                    yield from self._make_source(node, header.rank, "", manifest)
+        for other in self._job_table.likely_holders(self._job, self._rank, exclude=node, limit=MAX_INVENTORIES):
             try:
-                yield from self._look_at(other)
+                yield from self._search_node(other)
             except EverstepError as error:
                 log.info("%s tells nothing of %s: %s", other, self._version, error)
 
-    def _look_at(self, node: str) -> Iterator[Supply]:
-        def ask(channel: Channel) -> InventoryList:
-            channel.send(InventoryAsk())
-            return channel.answer(InventoryList)
+    def _search_node(self, node: str) -> Iterator[PieceSource]:
+        def ask(channel: VaultChannel) -> InventoryList:
+            channel.send(InventoryRequest())
+            return channel.receive_answer(InventoryList)
 
         for there in self._peers.call(self._job, node, ask).slots:
             if there.version == self._version and there.rank != self._rank:
-                get = partial(ask_manifest, settings=self._settings, rank=there.rank, version=self._version)
-                manifest = b"" if there.manifest_digest in self._read else self._peers.call(self._job, node, get)
-                yield from self._supply(node, there.rank, there.manifest_digest, manifest)
+                get = partial(fetch_manifest, settings=self._settings, rank=there.rank, version=self._version)
+                manifest = (
+                    b""
+                    if there.manifest_digest in self._sources_by_manifest
+                    else self._peers.call(self._job, node, get)
+                )
+                yield from self._make_source(node, there.rank, there.manifest_digest, manifest)
 
-    def _supply(self, node: str, rank: int, digest: str, body: bytes) -> Iterator[Supply]:
+    def _make_source(self, node: str, rank: int, digest: str, body: bytes) -> Iterator[PieceSource]:
         """The slot, where it is one of the same plan. ``digest``: of its manifest, which is read once."""
-        known = self._read.get(digest) if digest else None
-        if not digest or digest not in self._read:
+        known = self._sources_by_manifest.get(digest) if digest else None
+        if not digest or digest not in self._sources_by_manifest:
             manifest = decode_manifest(body)
             if manifest.catalog == self._manifest.catalog:
-                places = {(stored.tensor, stored.box): stored.at for stored in manifest.stored}
-                known = Supply(node, rank, places, _blob_of(manifest))
+                places = {(stored.tensor, stored.box): stored.offset for stored in manifest.stored}
+                known = PieceSource(node, rank, places, _python_state_range(manifest))
             if digest:
-                self._read[digest] = known
+                self._sources_by_manifest[digest] = known
         if known is not None:
             yield msgspec.structs.replace(known, node=node, rank=rank)
 
 
-def _blob_of(manifest: Manifest) -> Range:
-    return manifest.blob_at, BLOB_PREFIX + manifest.blob_capacity
+def _python_state_range(manifest: Manifest) -> ByteRange:
+    return manifest.blob_offset, BLOB_LENGTH_BYTES + manifest.blob_capacity
 
 
-def _overlap(piece: Range, begin: int, length: int) -> Gap | None:
+def _overlap(piece: ByteRange, begin: int, length: int) -> ChunkGap | None:
     """What of a piece lies in the ``length`` bytes from ``begin`` on, as seen from there."""
     start, end = max(piece[0], begin), min(sum(piece), begin + length)
-    return Gap(start - begin, end - start, start - piece[0]) if start < end else None
+    return ChunkGap(start - begin, end - start, start - piece[0]) if start < end else None
 
 
-def _padding(taken: Iterable[Gap], length: int) -> list[Gap]:
+def _unused_gaps(taken: Iterable[ChunkGap], length: int) -> list[ChunkGap]:
     """What of a chunk of that length is nobody's."""
     at, found = 0, []
     for gap in sorted(taken, key=lambda each: each.start):
         if gap.start > at:
-            found.append(Gap(at, gap.start - at, 0))
+            found.append(ChunkGap(at, gap.start - at, 0))
         at = max(at, gap.start + gap.length)
-    return [*found, Gap(at, length - at, 0)] if at < length else found
+    return [*found, ChunkGap(at, length - at, 0)] if at < length else found
 
 
-PARITY = "its parity group"
-Bytes = bytes | bytearray | memoryview
-Found = Iterator[tuple[Bytes, str]]
+PARITY_SOURCE = "its parity group"
+BytesLike = bytes | bytearray | memoryview
+Candidates = Iterator[tuple[BytesLike, str]]
 """What bytes may have been, and where they are from, in words."""
 
 
-class Bad(msgspec.Struct, frozen=True):
+class CorruptParts(msgspec.Struct, frozen=True):
     """What of a sealed slot does not hash right, and in words."""
 
-    table: bool
-    manifest: bool
+    is_table_corrupt: bool
+    is_manifest_corrupt: bool
     chunks: tuple[int, ...]
-    words: str
+    description: str
 
 
-class Repairer:
+class SlotRepairer:
     """Mends sealed slots in place. For one thread: ``SegmentView.mend`` knows of one mender."""
 
     def __init__(
-        self, settings: VaultSettings, book: JobBook, store: SegmentStore, peers: Peers, decoder: Decoder
+        self, settings: VaultSettings, job_table: JobTable, store: SegmentStore, peers: PeerPool, decoder: ParityDecoder
     ) -> None:
         self.settings = settings
-        self.book = book
+        self.job_table = job_table
         self.store = store
         self.peers = peers
         self.decoder = decoder
 
-    def mend(self, segment: Segment, slot: int, header: SlotHeader, bad: Bad) -> str:
+    def repair(self, segment: SegmentFile, slot: int, header: SlotHeader, corrupt: CorruptParts) -> str:
         """Where the right bytes came from, in words; empty where the slot could not be mended.
 
         A slot that is filled anew meanwhile is left alone.
         """
-        search = _SearchRow if segment.key.kind == "parity" else _SearchShare
+        search = _ParitySearch if segment.key.kind == "parity" else _RankSlotSearch
         try:
-            return self._mend(segment, slot, header, bad, search(self, segment, slot, header))
+            return self._repair(segment, slot, header, corrupt, search(self, segment, slot, header))
         except DigestMismatch:
             return ""  # it is another slot by now, or was spoilt again
 
-    def _mend(self, segment: Segment, slot: int, header: SlotHeader, bad: Bad, search: _Search) -> str:
+    def _repair(
+        self, segment: SegmentFile, slot: int, header: SlotHeader, corrupt: CorruptParts, search: _RepairSearch
+    ) -> str:
         sources: dict[str, None] = {}
-        if bad.table:
-            table = segment.view.rebuilt_table(slot, header)
-            if table is None or not segment.mend(slot, header, table=table):
+        if corrupt.is_table_corrupt:
+            table = segment.view.rebuild_table(slot, header)
+            if table is None or not segment.repair(slot, header, table=table):
                 return ""
             sources["its own bytes"] = None
         sealed = segment.view.digests(slot)
-        if bad.manifest:
-            manifest, source = _right(search.manifest(), sealed[0])
-            if not source or not segment.mend(slot, header, manifest=manifest):
+        if corrupt.is_manifest_corrupt:
+            manifest, source = _first_matching(search.manifest(), sealed[0])
+            if not source or not segment.repair(slot, header, manifest=manifest):
                 return ""
             sources[source] = None
-        for index in bad.chunks:
-            chunk, source = _right(search.chunk(index, sealed[index + 1]), sealed[index + 1])
-            if not source or not segment.mend(slot, header, chunks={index: chunk}):
+        for index in corrupt.chunks:
+            chunk, source = _first_matching(search.chunk(index, sealed[index + 1]), sealed[index + 1])
+            if not source or not segment.repair(slot, header, chunks={index: chunk}):
                 return ""
             sources[source] = None
         return ", ".join(sources)
 
 
-def _right(found: Found, digest: bytes) -> tuple[bytes, str]:
+def _first_matching(found: Candidates, digest: bytes) -> tuple[bytes, str]:
     """The first that has that digest, and where it is from."""
     for data, source in found:
         if xxhash.xxh3_128_digest(data) == digest:
@@ -301,20 +311,20 @@ def _right(found: Found, digest: bytes) -> tuple[bytes, str]:
     return b"", ""
 
 
-class _Search:
+class _RepairSearch:
     """Where bytes of one slot may be found again. What is yielded may be overwritten by what comes next."""
 
-    def __init__(self, repairer: Repairer, segment: Segment, slot: int, header: SlotHeader) -> None:
+    def __init__(self, repairer: SlotRepairer, segment: SegmentFile, slot: int, header: SlotHeader) -> None:
         self._repairer = repairer
         self._segment = segment
         self._slot = slot
         self._header = header
         self._job = segment.key.job
 
-    def manifest(self) -> Found:
+    def manifest(self) -> Candidates:
         raise NotImplementedError
 
-    def chunk(self, index: int, digest: bytes) -> Found:
+    def chunk(self, index: int, digest: bytes) -> Candidates:
         """``digest``: what it was sealed with."""
         raise NotImplementedError
 
@@ -322,28 +332,28 @@ class _Search:
         return min(CHUNK_BYTES, self._header.payload_bytes - index * CHUNK_BYTES)
 
 
-class _SearchShare(_Search):
+class _RankSlotSearch(_RepairSearch):
     """Of a rank's slot, its own or a copy."""
 
-    def manifest(self) -> Found:
+    def manifest(self) -> Candidates:
         ask = partial(
-            ask_manifest, settings=self._repairer.settings, rank=self._header.rank, version=self._header.version
+            fetch_manifest, settings=self._repairer.settings, rank=self._header.rank, version=self._header.version
         )
-        yield from self._copies(ask)
+        yield from self._ask_holders(ask)
         if (recovery := self._recovery) is not None:
-            yield recovery.sealed.manifest, PARITY
+            yield recovery.info.manifest, PARITY_SOURCE
 
-    def chunk(self, index: int, digest: bytes) -> Found:
-        yield from self._here(digest, self._length(index))
+    def chunk(self, index: int, digest: bytes) -> Candidates:
+        yield from self._same_chunk_on_node(digest, self._length(index))
         ranges = ((index * CHUNK_BYTES, self._length(index)),)
         settings, header = self._repairer.settings, self._header
-        yield from self._copies(
-            partial(ask_bytes, settings=settings, rank=header.rank, version=header.version, ranges=ranges)
+        yield from self._ask_holders(
+            partial(fetch_bytes, settings=settings, rank=header.rank, version=header.version, ranges=ranges)
         )
         yield from self._from_parity(index)
-        yield from self._alike_chunks(index)
+        yield from self._chunks_from_pieces(index)
 
-    def _here(self, digest: bytes, length: int) -> Found:
+    def _same_chunk_on_node(self, digest: bytes, length: int) -> Candidates:
         """The same chunk of another slot, whosever it is."""
         for segment in self._repairer.store.segments(self._job):
             for slot, header in segment.sealed():
@@ -359,10 +369,10 @@ class _SearchShare(_Search):
                     if other == digest and len(chunk) == length:
                         yield chunk, f"{segment.path.name}'s {header.version} here"
 
-    def _copies(self, ask: Callable[[Channel], bytes]) -> Found:
+    def _ask_holders(self, ask: Callable[[VaultChannel], bytes]) -> Candidates:
         repairer, rank = self._repairer, self._header.rank
         try:
-            holders = repairer.book.likely_holders(self._job, rank, besides=repairer.settings.node)
+            holders = repairer.job_table.likely_holders(self._job, rank, exclude=repairer.settings.node)
         except NotFound:
             return  # nobody has configured the job yet
         for node in holders:
@@ -371,36 +381,36 @@ class _SearchShare(_Search):
             except EverstepError as error:
                 log.info("%s cannot mend rank %d's %s: %s", node, rank, self._header.version, error)
 
-    def _from_parity(self, index: int) -> Found:
+    def _from_parity(self, index: int) -> Candidates:
         if (recovery := self._recovery) is not None:
-            yield from _made(recovery, index)
+            yield from _recovered_chunk(recovery, index)
 
     @cached_property
-    def _recovery(self) -> Recovery | None:
+    def _recovery(self) -> ShardRecovery | None:
         rank, version = self._header.rank, self._header.version
-        group = self._repairer.book.group_of(self._job, version, rank)
+        group = self._repairer.job_table.find_parity_group(self._job, version, rank)
         if group is None:
             return None
         try:
-            return self._repairer.decoder.member(self._job, rank, version, group)
+            return self._repairer.decoder.recover_member(self._job, rank, version, group)
         except EverstepError as error:
             log.info("parity cannot mend rank %d's %s: %s", rank, version, error)
             return None
 
-    def _alike_chunks(self, index: int) -> Found:
-        if self._alike is not None:
+    def _chunks_from_pieces(self, index: int) -> Candidates:
+        if self._replica_pieces is not None:
             at = index * CHUNK_BYTES
             rotten = self._segment.view.payload(self._slot)[at : at + self._length(index)]
-            yield from self._alike.chunks(index, rotten)
+            yield from self._replica_pieces.rebuild_chunk(index, rotten)
 
     @cached_property
-    def _alike(self) -> Alike | None:
+    def _replica_pieces(self) -> ReplicaPieces | None:
         repairer = self._repairer
         try:
             manifest = self._segment.view.manifest(self._slot)
-            return Alike(
+            return ReplicaPieces(
                 repairer.settings,
-                repairer.book,
+                repairer.job_table,
                 repairer.store,
                 repairer.peers,
                 self._segment,
@@ -411,46 +421,46 @@ class _SearchShare(_Search):
             return None  # it is none of those that say what is where
 
 
-class _SearchRow(_Search):
+class _ParitySearch(_RepairSearch):
     """Of P or Q."""
 
-    def manifest(self) -> Found:
+    def manifest(self) -> Candidates:
         if self._group is not None:
             try:
-                yield self._repairer.decoder.row_manifest(self._place, self._group), PARITY
+                yield self._repairer.decoder.rebuild_parity_manifest(self._place, self._group), PARITY_SOURCE
             except EverstepError as error:
                 log.info("%s", error)
 
-    def chunk(self, index: int, digest: bytes) -> Found:
+    def chunk(self, index: int, digest: bytes) -> Candidates:
         if self._recovery is not None:
-            yield from _made(self._recovery, index)
+            yield from _recovered_chunk(self._recovery, index)
 
     @property
-    def _place(self) -> Place:
-        return Place(
-            self._job, self._repairer.settings.node, self._segment.key.number, self._header.version, parity=True
+    def _place(self) -> ShardLocation:
+        return ShardLocation(
+            self._job, self._repairer.settings.node, self._segment.key.number, self._header.version, is_parity=True
         )
 
     @cached_property
     def _group(self) -> ParityGroup | None:
-        return self._repairer.book.group(self._job, self._header.version, self._segment.key.number)
+        return self._repairer.job_table.get_parity_group(self._job, self._header.version, self._segment.key.number)
 
     @cached_property
-    def _recovery(self) -> Recovery | None:
+    def _recovery(self) -> ShardRecovery | None:
         view = self._segment.view
         manifest, digests = view.manifest(self._slot), b"".join(view.digests(self._slot))
-        sealed = Facts(payload_bytes=self._header.payload_bytes, manifest=manifest, digests=digests)
+        sealed = ShardInfo(payload_bytes=self._header.payload_bytes, manifest=manifest, digests=digests)
         try:
-            said = read_manifest(manifest, str(self._place))
-            return self._repairer.decoder.row(self._place, said, sealed, self._group)
+            said = decode_parity_manifest(manifest, str(self._place))
+            return self._repairer.decoder.recover_parity(self._place, said, sealed, self._group)
         except EverstepError as error:
             log.info("%s cannot be made again: %s", self._place, error)
             return None
 
 
-def _made(recovery: Recovery, index: int) -> Found:
+def _recovered_chunk(recovery: ShardRecovery, index: int) -> Candidates:
     try:
-        yield recovery.chunk(index), PARITY
+        yield recovery.recover_chunk(index), PARITY_SOURCE
     except EverstepError as error:
         log.info("chunk %d: %s", index, error)
 
@@ -477,22 +487,22 @@ class Scrubber:
     def __init__(
         self,
         store: SegmentStore,
-        findings: Findings,
-        tally: Tally,
+        finding_reporter: FindingReporter,
+        counters: VaultCounters,
         clock: Clock,
-        repairer: Repairer,
+        repairer: SlotRepairer,
         interval_s: float,
         bytes_per_s: float,
     ) -> None:
         self._store = store
-        self._findings = findings
-        self._tally = tally
+        self._finding_reporter = finding_reporter
+        self._counters = counters
         self._clock = clock
         self._repairer = repairer
         self._interval_s = interval_s
         self._bytes_per_s = bytes_per_s
-        self._seen: set[tuple[SegmentKey, int, SlotHeader]] = set()
-        self._at_odds: dict[tuple[SegmentKey, int], Look] = {}
+        self._scrubbed_before: set[tuple[SegmentKey, int, SlotHeader]] = set()
+        self._inconsistent_headers: dict[tuple[SegmentKey, int], SlotRecordPair] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scrub", daemon=True)
 
@@ -508,80 +518,80 @@ class Scrubber:
         while not self._stopping.is_set():
             begun = self._clock.monotonic()
             try:
-                self.round()
+                self.run_round()
             except Exception:  # a machine that is short of something for a moment; slots rot on
                 log.exception("a round over the slots was broken off; the next one begins anew")
             self._stopping.wait(max(0.0, begun + self._interval_s - self._clock.monotonic()))
 
-    def round(self) -> None:
+    def run_round(self) -> None:
         """Looks at every header, and hashes every slot that is sealed now and was in the round before, once."""
-        before, self._seen = self._seen, set()
-        odd_before, self._at_odds = self._at_odds, {}
+        before, self._scrubbed_before = self._scrubbed_before, set()
+        odd_before, self._inconsistent_headers = self._inconsistent_headers, {}
         for segment in self._store.segments():
-            self._look_at_headers(segment, odd_before)
+            self._check_headers(segment, odd_before)
             for slot, header in segment.sealed():
                 if self._stopping.is_set():
                     return
-                self._seen.add((segment.key, slot, header))
+                self._scrubbed_before.add((segment.key, slot, header))
                 if (segment.key, slot, header) in before:
                     self._scrub(segment, slot, header)
 
-    def _look_at_headers(self, segment: Segment, before: dict[tuple[SegmentKey, int], Look]) -> None:
-        self._store.mend_header(segment)
+    def _check_headers(self, segment: SegmentFile, before: dict[tuple[SegmentKey, int], SlotRecordPair]) -> None:
+        self._store.repair_header(segment)
         for slot in range(segment.view.slots):
-            look = segment.view.look(slot)
-            if look.agree:
+            look = segment.view.read_records(slot)
+            if look.is_consistent:
                 continue
-            self._at_odds[segment.key, slot] = look
+            self._inconsistent_headers[segment.key, slot] = look
             if before.get((segment.key, slot)) != look:
                 continue
             if look.header is None:
-                self._store.lost_header(segment, slot)
+                self._store.discard_lost_header(segment, slot)
             else:
-                self._store.mend_records(segment, slot, look)
+                self._store.repair_records(segment, slot, look)
 
-    def _scrub(self, segment: Segment, slot: int, header: SlotHeader) -> None:
-        bad = self._hash(segment, slot, header)
+    def _scrub(self, segment: SegmentFile, slot: int, header: SlotHeader) -> None:
+        bad = self._find_corrupt_parts(segment, slot, header)
         if bad is None:
-            self._tally.add("scrubbed_slots")
+            self._counters.add("scrubbed_slots")
             return
         # A fill announces itself in the header before it touches a byte: the same header means the same bytes.
         if segment.view.header(slot) != header or self._store.get(segment.key) is not segment:
             return
-        source = self._repairer.mend(segment, slot, header, bad)
+        source = self._repairer.repair(segment, slot, header, bad)
         if source:
-            message = f"{bad.words}; it is mended from {source}"
-            self._findings.damage(segment.damage(slot, header, message), seen_by="scrubber")
+            message = f"{bad.description}; it is mended from {source}"
+            self._finding_reporter.report_damage(segment.describe_damage(slot, header, message), detected_by="scrubber")
         elif not self._stopping.is_set():  # else nobody was asked
-            self._findings.slot_corrupt(segment, slot, header, bad.words, seen_by="scrubber")
+            self._finding_reporter.report_corrupt_slot(segment, slot, header, bad.description, detected_by="scrubber")
 
-    def _hash(self, segment: Segment, slot: int, header: SlotHeader) -> Bad | None:
+    def _find_corrupt_parts(self, segment: SegmentFile, slot: int, header: SlotHeader) -> CorruptParts | None:
         """What does not hash right; None where all does, and where the slot is no longer what it was."""
         words: list[str] = []
-        table = self._says(words, partial(segment.view.digests, slot))
-        manifest = not table and self._says(words, partial(segment.view.manifest, slot))
+        table = self._has_bad_bytes(words, partial(segment.view.digests, slot))
+        manifest = not table and self._has_bad_bytes(words, partial(segment.view.manifest, slot))
         self._pause(header.manifest_bytes)
         chunks = []
         for index in range(0 if table else chunk_count(header.payload_bytes)):
             start = index * CHUNK_BYTES
             length = min(CHUNK_BYTES, header.payload_bytes - start)
-            if self._says(words, partial(segment.view.check_chunks, slot, start, length)):
+            if self._has_bad_bytes(words, partial(segment.view.verify_chunks, slot, start, length)):
                 chunks.append(index)
             self._pause(length)
             if self._stopping.is_set() or segment.view.header(slot) != header:
                 return None
-        return Bad(table, manifest, tuple(chunks), words[0]) if words else None
+        return CorruptParts(table, manifest, tuple(chunks), words[0]) if words else None
 
     @staticmethod
-    def _says(words: list[str], check: Callable[[], object]) -> bool:
+    def _has_bad_bytes(errors: list[str], check: Callable[[], object]) -> bool:
         """Whether ``check`` finds bad bytes; why goes to ``words``."""
         try:
             check()
         except (DigestMismatch, IndexError) as error:
-            words.append(str(error))
+            errors.append(str(error))
             return True
         return False
 
-    def _pause(self, count: int) -> None:
-        self._tally.add("scrubbed_bytes", count)
-        self._stopping.wait(count / self._bytes_per_s)
+    def _pause(self, byte_count: int) -> None:
+        self._counters.add("scrubbed_bytes", byte_count)
+        self._stopping.wait(byte_count / self._bytes_per_s)

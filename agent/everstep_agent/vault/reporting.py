@@ -13,24 +13,24 @@ from everstep.ids import Version
 from everstep.layout.segments import SlotHeader
 from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.training import FindingRaised
-from everstep_agent.vault.memory.segments import Damage, Segment
+from everstep_agent.vault.memory.segments import DamageReport, SegmentFile
 
 # ---- statistics
 # What the vault has done, counted.
 
-COUNTERS = (
+COUNTER_NAMES = (
     "replicated_slots",
     "replicated_bytes",
     "received_slots",
     "received_bytes",
     "received_manifests",
     "reused_bytes",
-    "superseded",
+    "superseded_copies",
     "served_bytes",
     "fetched_bytes",
     "parity_slots",
     "parity_bytes",
-    "decoded_bytes",
+    "parity_recovered_bytes",
     "spilled_slots",
     "spilled_bytes",
     "scrubbed_slots",
@@ -41,12 +41,12 @@ COUNTERS = (
 """All there are; each is there from the start, so that a rate over it is never undefined."""
 
 
-class Tally:
+class VaultCounters:
     """Counters, and refusals by error code. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counters = Counter(dict.fromkeys(COUNTERS, 0))
+        self._counters = Counter(dict.fromkeys(COUNTER_NAMES, 0))
         self._refused: Counter[str] = Counter()
 
     def add(self, name: str, amount: int = 1) -> None:
@@ -56,12 +56,12 @@ class Tally:
                 raise KeyError(name)
             self._counters[name] += amount
 
-    def refuse(self, code: str) -> None:
+    def count_refusal(self, code: str) -> None:
         """Counts a refusal by an error's code."""
         with self._lock:
             self._refused[code] += 1
 
-    def read(self) -> tuple[dict[str, int], dict[str, int]]:
+    def read_all(self) -> tuple[dict[str, int], dict[str, int]]:
         """Counters, and refusals by code, as they are now."""
         with self._lock:
             return dict(self._counters), dict(self._refused)
@@ -70,16 +70,20 @@ class Tally:
 log = logging.getLogger(__name__)
 
 
-class Findings:
+class FindingReporter:
     """What this vault found. ``tell`` takes each finding on its way to the supervisor, from any thread."""
 
-    def __init__(self, node: str, clock: Clock, tally: Tally, tell: Callable[[FindingRaised], None]) -> None:
+    def __init__(
+        self, node: str, clock: Clock, counters: VaultCounters, send_finding: Callable[[FindingRaised], None]
+    ) -> None:
         self._node = node
         self._clock = clock
-        self._tally = tally
-        self._tell = tell
+        self._counters = counters
+        self._send_finding = send_finding
 
-    def slot_corrupt(self, segment: Segment, slot: int, header: SlotHeader, error: object, seen_by: str) -> bool:
+    def report_corrupt_slot(
+        self, segment: SegmentFile, slot: int, header: SlotHeader, error: object, detected_by: str
+    ) -> bool:
         """A sealed slot does not hash right. False where it is no longer that slot, so that there is no finding.
 
         One slot says nothing about the node's fitness to compute, and another holder has the bytes: a warning that
@@ -87,19 +91,19 @@ class Findings:
         """
         if not segment.discard(slot, header):
             return False
-        self.damage(segment.damage(slot, header, f"{error}; the slot is discarded"), seen_by)
+        self.report_damage(segment.describe_damage(slot, header, f"{error}; the slot is discarded"), detected_by)
         return True
 
-    def damage(self, damage: Damage, seen_by: str = "store") -> None:
+    def report_damage(self, damage: DamageReport, detected_by: str = "store") -> None:
         """Bytes at rest are not what was written."""
-        self._tally.add("corrupt_slots")
-        evidence = {**damage.evidence, "seen_by": seen_by}
-        self._raise(FindingKind.SLOT_CORRUPT, damage.job, damage.subject, damage.message, evidence)
+        self._counters.add("corrupt_slots")
+        evidence = {**damage.evidence, "detected_by": detected_by}
+        self._report(FindingKind.SLOT_CORRUPT, damage.job, damage.subject, damage.message, evidence)
 
-    def transfer_corrupt(self, job: str, peer: str, rank: int, version: Version, detail: str) -> None:
+    def report_corrupt_transfer(self, job: str, peer: str, rank: int, version: Version, detail: str) -> None:
         """Bytes that ``peer`` sent do not hash to the digests it sent with them."""
-        self._tally.add("corrupt_transfers")
-        self._raise(
+        self._counters.add("corrupt_transfers")
+        self._report(
             FindingKind.TRANSFER_CORRUPT,
             job,
             subject=peer,
@@ -107,11 +111,11 @@ class Findings:
             evidence={"rank": str(rank), "version": str(version), "received_by": self._node},
         )
 
-    def memory_short(self, job: str, message: str) -> None:
+    def report_memory_shortage(self, job: str, message: str) -> None:
         """What this node will need for the job is more than there is. It says nothing of the hardware."""
-        self._raise(FindingKind.MEMORY_SHORT, job, f"memory/{job}", message, {}, source="the sum of what is planned")
+        self._report(FindingKind.MEMORY_LOW, job, f"memory/{job}", message, {}, source="the sum of what is planned")
 
-    def _raise(
+    def _report(
         self,
         kind: FindingKind,
         job: str,
@@ -132,4 +136,4 @@ class Findings:
             evidence=evidence,
         )
         log.warning("%s %s: %s", kind, subject, message, extra={"node": self._node, "job": job, "trace": finding.trace})
-        self._tell(FindingRaised(finding=finding, job=job))
+        self._send_finding(FindingRaised(finding=finding, job=job))

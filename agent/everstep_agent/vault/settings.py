@@ -10,11 +10,11 @@ import msgspec
 from everstep.errors import ConfigurationError
 from everstep.ids import check_name
 
-LONGEST_SOCKET_PATH = 107
+MAX_SOCKET_PATH_BYTES = 107
 """Bytes a unix socket's path may have on Linux (sun_path less its terminating zero)."""
 
 
-SLOWEST_SEND_BYTES_PER_S = 4 << 20
+MIN_SEND_BYTES_PER_S = 4 << 20
 
 
 class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,8 +36,8 @@ class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
     what one core hashes (34 GB/s), and a round over more than that takes longer than the interval.
 
     ``streams``: TCP connections that carry one large payload together. One stream is bound by one core on each side
-    (2 to 3 GB/s on loopback); more help until the cores or the wire are full. ``stream_bytes``: payload bytes that are
-    worth a further stream; below it the hand-over costs more than it saves.
+    (2 to 3 GB/s on loopback); more help until the cores or the wire are full. ``bytes_per_stream``: payload bytes that
+    are worth a further stream; below it the hand-over costs more than it saves.
 
     ``send_bytes_per_s``: the most that all copies to other vaults may take of the network together; None for all there
     is. A bound leaves the wire to the training's own collectives; one below what a step changes costs versions, since
@@ -46,13 +46,13 @@ class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
     ``connect_timeout_s``: for a peer to accept; a dead machine answers nothing. ``io_timeout_s``: without a byte moving
     in a transfer before the peer is given up; longer bears a peer that is starved of CPU, shorter frees its slot
     sooner.
-    ``settle_timeout_s``: for a request to come on a proved connection in the middle of a transfer, and for an answer
+    ``request_timeout_s``: for a request to come on a proved connection in the middle of a transfer, and for an answer
     that takes work first (a peer making its segment). ``idle_timeout_s``: for the next request on a proved connection.
-    ``introduction_s``: how long a peer that does not know the job yet is asked again; a generation reaches the nodes
-    within tens of milliseconds of one another.
+    ``unknown_job_retry_s``: how long a peer that does not know the job yet is asked again; a generation reaches the
+    nodes within tens of milliseconds of one another.
 
     ``max_connections``: from proved peers; each job and peer may use ``streams`` for each rank that replicates at once.
-    ``workers``: threads for requests that move bytes or make files.
+    ``worker_threads``: threads for requests that move bytes or make files.
     """
 
     node: str
@@ -65,15 +65,15 @@ class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
     scrub_interval_s: float = 1.0
     scrub_bytes_per_s: float = 200e6
     streams: int = 2
-    stream_bytes: int = 32 << 20
+    bytes_per_stream: int = 32 << 20
     send_bytes_per_s: float | None = None
     connect_timeout_s: float = 2.0
     io_timeout_s: float = 10.0
-    settle_timeout_s: float = 60.0
+    request_timeout_s: float = 60.0
     idle_timeout_s: float = 600.0
-    introduction_s: float = 1.0
+    unknown_job_retry_s: float = 1.0
     max_connections: int = 512
-    workers: int = 32
+    worker_threads: int = 32
 
     @property
     def socket_path(self) -> Path:
@@ -93,35 +93,35 @@ class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> VaultSettings:
         """Returns these settings. Raises ConfigurationError, with the mend, for a contradiction."""
-        _refuse(_bad_name(self.node), f"--node {self.node!r} cannot name a node")
+        _raise_if(_bad_name(self.node), f"--node {self.node!r} cannot name a node")
         host, _ = self.listen_address
-        _refuse(
+        _raise_if(
             host in ("0.0.0.0", "::"),  # noqa: S104 - the refusal of it
             f"--listen {self.listen} cannot be told to other nodes: name the address they reach this node by",
         )
         length = len(os.fsencode(self.socket_path.absolute()))
-        _refuse(
-            length > LONGEST_SOCKET_PATH,
-            f"{self.socket_path} has {length} bytes, a unix socket's path may have {LONGEST_SOCKET_PATH}: "
+        _raise_if(
+            length > MAX_SOCKET_PATH_BYTES,
+            f"{self.socket_path} has {length} bytes, a unix socket's path may have {MAX_SOCKET_PATH_BYTES}: "
             "give a shorter --run-dir",
         )
-        _refuse(self.memory_limit is not None and self.memory_limit <= 0, "--memory-limit must be more than 0 bytes")
-        _refuse(
+        _raise_if(self.memory_limit is not None and self.memory_limit <= 0, "--memory-limit must be more than 0 bytes")
+        _raise_if(
             self.linger_s is not None and self.linger_s <= 0, "--linger must be more than 0 s; leave it out to stay"
         )
-        _refuse(self.scrub_interval_s < 0, "--scrub-interval must not be negative; 0 turns scrubbing off")
-        _refuse(self.scrub_bytes_per_s <= 0, "scrub_bytes_per_s must be more than 0; --scrub-interval 0 turns it off")
-        _refuse(not 1 <= self.streams <= 16, f"--streams must be 1 to 16, not {self.streams}")
-        _refuse(
-            self.send_bytes_per_s is not None and self.send_bytes_per_s < SLOWEST_SEND_BYTES_PER_S,
-            f"--send-rate must be at least {SLOWEST_SEND_BYTES_PER_S} bytes a second: a peer gives a transfer up that "
+        _raise_if(self.scrub_interval_s < 0, "--scrub-interval must not be negative; 0 turns scrubbing off")
+        _raise_if(self.scrub_bytes_per_s <= 0, "scrub_bytes_per_s must be more than 0; --scrub-interval 0 turns it off")
+        _raise_if(not 1 <= self.streams <= 16, f"--streams must be 1 to 16, not {self.streams}")
+        _raise_if(
+            self.send_bytes_per_s is not None and self.send_bytes_per_s < MIN_SEND_BYTES_PER_S,
+            f"--send-rate must be at least {MIN_SEND_BYTES_PER_S} bytes a second: a peer gives a transfer up that "
             "stands still",
         )
-        _refuse(
-            self.settle_timeout_s < self.io_timeout_s or self.idle_timeout_s < self.settle_timeout_s,
-            "time-outs must grow from io_timeout_s over settle_timeout_s to idle_timeout_s",
+        _raise_if(
+            self.request_timeout_s < self.io_timeout_s or self.idle_timeout_s < self.request_timeout_s,
+            "time-outs must grow from io_timeout_s over request_timeout_s to idle_timeout_s",
         )
-        _refuse(min(self.connect_timeout_s, self.io_timeout_s) <= 0, "time-outs must be more than 0 s")
+        _raise_if(min(self.connect_timeout_s, self.io_timeout_s) <= 0, "time-outs must be more than 0 s")
         return self
 
 
@@ -133,6 +133,6 @@ def _bad_name(node: str) -> bool:
     return False
 
 
-def _refuse(condition: bool, message: str) -> None:
+def _raise_if(condition: bool, message: str) -> None:
     if condition:
         raise ConfigurationError(message)

@@ -12,7 +12,7 @@ from functools import partial
 import msgspec
 
 from everstep.errors import (
-    UNREADABLE,
+    DECODE_ERRORS,
     ConfigurationError,
     DigestMismatch,
     EverstepError,
@@ -22,13 +22,13 @@ from everstep.errors import (
     Unavailable,
 )
 from everstep.wire.v1.local import Spill
-from everstep_agent.spill.order import Order, Outcome, Refusal, Source
-from everstep_agent.vault.job_table import JobBook
+from everstep_agent.spill.order import SlotSource, SpillError, SpillOrder, SpillResult
+from everstep_agent.vault.job_table import JobTable
 from everstep_agent.vault.memory.segments import SegmentStore
-from everstep_agent.vault.parity.shards import Place, Shards, all_at_once, require
-from everstep_agent.vault.reporting import Tally
+from everstep_agent.vault.parity.shards import ShardLocation, ShardReader, require_all, run_parallel
+from everstep_agent.vault.reporting import VaultCounters
 
-_REFUSALS: dict[str, type[EverstepError]] = {
+_ERROR_TYPES: dict[str, type[EverstepError]] = {
     kind.code: kind
     for kind in (ConfigurationError, DigestMismatch, MalformedMessage, NotFound, NotRestorable, Unavailable)
 }
@@ -38,68 +38,85 @@ class Spiller:
     """Answers Spill, one after another in ``thread``; ``streams`` asks other nodes side by side."""
 
     def __init__(
-        self, node: str, store: SegmentStore, book: JobBook, shards: Shards, tally: Tally, streams: Executor
+        self,
+        node: str,
+        store: SegmentStore,
+        job_table: JobTable,
+        shard_reader: ShardReader,
+        counters: VaultCounters,
+        streams: Executor,
     ) -> None:
         self._node = node
         self._store = store
-        self._book = book
-        self._shards = shards
-        self._tally = tally
+        self._job_table = job_table
+        self._shard_reader = shard_reader
+        self._counters = counters
         self._streams = streams
         self._lock = threading.Lock()
-        self._writing: tuple[str, subprocess.Popen[bytes]] | None = None
-        self.thread = ThreadPoolExecutor(1, "spill")  # the writer ends with the thread that started it
+        self._running_writer: tuple[str, subprocess.Popen[bytes]] | None = None
+        self.executor = ThreadPoolExecutor(1, "spill")  # the writer ends with the thread that started it
 
-    def spill(self, ask: Spill) -> Outcome:
+    def spill(self, request: Spill) -> SpillResult:
         """Writes this node's part of the version; what was written before is not written again.
 
         Raises StaleGeneration, NotFound where a share is not where ``ask`` says (or is filled anew meanwhile),
         Unavailable where a node or the storage does not answer, DigestMismatch for a share that is not what was sealed,
         NotRestorable where the shares do not make up the whole, ConfigurationError for a URL nobody knows.
         """
-        self._book.current(ask.job, ask.generation)
-        sources = tuple(self._source(ask, rank) for rank in ask.writers.get(self._node, ()))
-        places = [Place(ask.job, node, rank, ask.version) for node, ranks in ask.writers.items() for rank in ranks]
-        facts = require(all_at_once(self._streams, [partial(self._shards.facts, place) for place in places]))
-        manifests = {place.number: found.manifest for place, found in zip(places, facts, strict=True)}
-        order = Order(
-            url=ask.url, version=ask.version, sources=sources, manifests=manifests, complete=True, keep=ask.keep
+        self._job_table.require_current(request.job, request.generation)
+        sources = tuple(self._find_slot(request, rank) for rank in request.writers.get(self._node, ()))
+        places = [
+            ShardLocation(request.job, node, rank, request.version)
+            for node, ranks in request.writers.items()
+            for rank in ranks
+        ]
+        facts = require_all(
+            run_parallel(self._streams, [partial(self._shard_reader.read_info, place) for place in places])
         )
-        outcome = self._write(ask.job, order)
-        self._tally.add("spilled_slots", len(outcome.ranks))
-        self._tally.add("spilled_bytes", outcome.bytes)
+        manifests = {place.rank_or_group: found.manifest for place, found in zip(places, facts, strict=True)}
+        order = SpillOrder(
+            url=request.url,
+            version=request.version,
+            sources=sources,
+            manifests=manifests,
+            complete=True,
+            keep=request.keep_last,
+        )
+        outcome = self._run_writer(request.job, order)
+        self._counters.add("spilled_slots", len(outcome.ranks))
+        self._counters.add("spilled_bytes", outcome.bytes)
         return outcome
 
-    def _source(self, ask: Spill, rank: int) -> Source:
-        for segment, slot, _ in self._store.find(ask.job, rank, ask.version):
-            return Source(rank=rank, path=str(segment.path), slot=slot)
-        raise NotFound(f"no sealed slot here holds version {ask.version} of rank {rank} of job {ask.job}")
+    def _find_slot(self, request: Spill, rank: int) -> SlotSource:
+        for segment, slot, _ in self._store.find(request.job, rank, request.version):
+            return SlotSource(rank=rank, path=str(segment.path), slot=slot)
+        raise NotFound(f"no sealed slot here holds version {request.version} of rank {rank} of job {request.job}")
 
-    def _write(self, job: str, order: Order) -> Outcome:
+    def _run_writer(self, job: str, order: SpillOrder) -> SpillResult:
         command = [sys.executable, "-P", "-m", "everstep_agent.spill", str(os.getpid())]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
             with self._lock:
-                self._writing = job, writer
+                self._running_writer = job, writer
             try:
                 said, _ = writer.communicate(msgspec.msgpack.encode(order))
             finally:
                 with self._lock:
-                    self._writing = None
+                    self._running_writer = None
         try:
-            answer = msgspec.json.decode(said, type=Outcome | Refusal)
-        except UNREADABLE as error:
+            answer = msgspec.json.decode(said, type=SpillResult | SpillError)
+        except DECODE_ERRORS as error:
             raise Unavailable(f"the writer of checkpoints ended with status {writer.returncode}") from error
-        if isinstance(answer, Refusal):
-            raise _REFUSALS.get(answer.code, EverstepError)(answer.message)
+        if isinstance(answer, SpillError):
+            raise _ERROR_TYPES.get(answer.code, EverstepError)(answer.message)
         return answer
 
-    def forget(self, job: str | None = None) -> None:
+    def cancel(self, job: str | None = None) -> None:
         """Ends what is being written of a job, or of any."""
         with self._lock:
-            if self._writing is not None and job in (None, self._writing[0]):
-                self._writing[1].kill()
+            if self._running_writer is not None and job in (None, self._running_writer[0]):
+                self._running_writer[1].kill()
 
     def close(self) -> None:
         """Ends what is being written."""
-        self.thread.shutdown(wait=False, cancel_futures=True)
-        self.forget()
+        self.executor.shutdown(wait=False, cancel_futures=True)
+        self.cancel()

@@ -22,11 +22,11 @@ DGX_BUS_IDS = ("1b:00", "43:00", "52:00", "61:00", "9d:00", "c3:00", "d1:00", "d
 Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
-class Virtual(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class StrictScenarioStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Base: a key that nobody knows is an error."""
 
 
-class VirtualGpu(Virtual, frozen=True, kw_only=True):
+class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
     """One GPU; the defaults are a healthy H100 SXM5 at moderate load.
 
     ``hang``: every call on it blocks until that is taken back. ``lost``: every call says that it is lost.
@@ -87,7 +87,7 @@ class VirtualGpu(Virtual, frozen=True, kw_only=True):
     processes: int = 0
 
 
-class VirtualPort(Virtual, frozen=True, kw_only=True):
+class VirtualPort(StrictScenarioStruct, frozen=True, kw_only=True):
     """One network port. ``address``, ``pci_bus_id``, ``board``, ``firmware``: by which a vendor knows it."""
 
     kind: str = "infiniband"
@@ -101,7 +101,7 @@ class VirtualPort(Virtual, frozen=True, kw_only=True):
     link_downs: int = 0
 
 
-class VirtualHost(Virtual, frozen=True, kw_only=True):
+class VirtualHost(StrictScenarioStruct, frozen=True, kw_only=True):
     """The machine around the GPUs."""
 
     vendor: str = "NVIDIA"
@@ -119,7 +119,7 @@ class VirtualHost(Virtual, frozen=True, kw_only=True):
     mount_silent_s: float = 0.0
 
 
-class Scenario(Virtual, frozen=True, kw_only=True):
+class Scenario(StrictScenarioStruct, frozen=True, kw_only=True):
     """A virtual machine. ``nvml_error``: what opening NVML returns (12: no library, 9: driver not loaded)."""
 
     name: str = "default"
@@ -131,11 +131,11 @@ class Scenario(Virtual, frozen=True, kw_only=True):
     host: VirtualHost = VirtualHost()
 
 
-class Control(Virtual, frozen=True, kw_only=True):
+class ScenarioControl(StrictScenarioStruct, frozen=True, kw_only=True):
     """The control file (JSON, replaced atomically): what is different from the scenario now.
 
-    ``gpus``, ``ports`` and ``host`` hold only the keys that differ, GPUs by index. ``lines`` are lines of the kernel
-    log: those beyond the number already said are said. What is left out is as in the scenario.
+    ``gpus``, ``ports`` and ``host`` hold only the keys that differ, GPUs by index. ``kernel_lines`` are lines of
+    the kernel log: those beyond the number already said are said. What is left out is as in the scenario.
     """
 
     boot_id: str | None = None
@@ -143,10 +143,10 @@ class Control(Virtual, frozen=True, kw_only=True):
     gpus: dict[str, dict[str, msgspec.Raw]] = {}
     ports: dict[str, dict[str, msgspec.Raw]] = {}
     host: dict[str, msgspec.Raw] = {}
-    lines: tuple[str, ...] = ()
+    kernel_lines: tuple[str, ...] = ()
 
 
-class ScenarioFile(Virtual, frozen=True, kw_only=True):
+class ScenarioFile(StrictScenarioStruct, frozen=True, kw_only=True):
     """The scenario as people write it: ``gpus = 8`` makes that many; ``[[gpu]]`` describes single ones by position."""
 
     name: str = "unnamed"
@@ -163,25 +163,25 @@ class ScenarioFile(Virtual, frozen=True, kw_only=True):
 # Finds and reads scenarios; runs in the supervisor, so that a typo is told at once and the child stays small.
 
 DEFAULT_GPUS = 8
-MOST_GPUS = 64
+MAX_GPUS = 64
 
 
-def load_scenario(which: str, node: str) -> Scenario:
+def load_scenario(source: str, node: str) -> Scenario:
     """The scenario that ``which`` names: a TOML file, ``default`` (8 GPUs) or ``default:N``.
 
     ``node`` makes serial numbers and UUIDs differ from machine to machine. Raises ConfigurationError.
     """
-    if which == "default" or which.startswith("default:"):
-        return _build(ScenarioFile(name="default", gpus=_default_count(which), port=_default_ports()), node)
-    return _build(load_toml(Path(which), ScenarioFile, (ScenarioFile, VirtualGpu, VirtualHost, VirtualPort)), node)
+    if source == "default" or source.startswith("default:"):
+        return _build(ScenarioFile(name="default", gpus=_default_count(source), port=_default_ports()), node)
+    return _build(load_toml(Path(source), ScenarioFile, (ScenarioFile, VirtualGpu, VirtualHost, VirtualPort)), node)
 
 
 def _default_count(which: str) -> int:
     _, colon, count = which.partition(":")
     if not colon:
         return DEFAULT_GPUS
-    if not count.isdigit() or int(count) > MOST_GPUS:
-        raise ConfigurationError(f"{which!r}: say default, default:N with N up to {MOST_GPUS}, or a scenario file")
+    if not count.isdigit() or int(count) > MAX_GPUS:
+        raise ConfigurationError(f"{which!r}: say default, default:N with N up to {MAX_GPUS}, or a scenario file")
     return int(count)
 
 
@@ -199,26 +199,26 @@ def _build(file: ScenarioFile, node: str) -> Scenario:
         boot_id=file.boot_id,
         driver_version=file.driver_version,
         nvml_error=file.nvml_error,
-        gpu=tuple(_named(gpu, index, node) for index, gpu in enumerate(described)),
-        port={name: _addressed(port, name, node) for name, port in file.port.items()},
-        host=_numbered(file.host, node),
+        gpu=tuple(_with_identity(gpu, index, node) for index, gpu in enumerate(described)),
+        port={name: _with_address(port, name, node) for name, port in file.port.items()},
+        host=_with_serials(file.host, node),
     )
 
 
-def _addressed(port: VirtualPort, name: str, node: str) -> VirtualPort:
+def _with_address(port: VirtualPort, name: str, node: str) -> VirtualPort:
     digest = xxhash.xxh3_64_hexdigest(f"{node}/{name}".encode())
     guid = ":".join(digest[i : i + 4] for i in range(0, 16, 4))
     return msgspec.structs.replace(port, address=port.address or guid)
 
 
-def _numbered(host: VirtualHost, node: str) -> VirtualHost:
+def _with_serials(host: VirtualHost, node: str) -> VirtualHost:
     number = int(xxhash.xxh3_64_hexdigest(node.encode())[:10], 16)
     return msgspec.structs.replace(
         host, serial=host.serial or str(number), chassis_serial=host.chassis_serial or f"C{number}"
     )
 
 
-def _named(gpu: VirtualGpu, index: int, node: str) -> VirtualGpu:
+def _with_identity(gpu: VirtualGpu, index: int, node: str) -> VirtualGpu:
     digest = xxhash.xxh3_128_hexdigest(f"{node}/{index}".encode())
     uuid = f"GPU-{digest[:8]}-{digest[8:12]}-{digest[12:16]}-{digest[16:20]}-{digest[20:32]}"
     bus = DGX_BUS_IDS[index] if index < len(DGX_BUS_IDS) else f"{index:02x}:00"
@@ -233,20 +233,20 @@ def _named(gpu: VirtualGpu, index: int, node: str) -> VirtualGpu:
 S = TypeVar("S", bound=msgspec.Struct)
 
 MAX_CONTROL_BYTES = 1 << 20
-IDENTITY = ("address", "pci_bus_id", "board", "firmware")
+PORT_IDENTITY_FIELDS = ("address", "pci_bus_id", "board", "firmware")
 """Of a port, in the order of the real driver's words."""
 
 
-class Machine:
+class VirtualMachine:
     """What the virtual drivers read. ``refresh`` looks at the control file; a bad one changes nothing but ``error``."""
 
-    def __init__(self, scenario: Scenario, control: str, resumed: bool = False) -> None:
+    def __init__(self, scenario: Scenario, control_path: str, is_resumed: bool = False) -> None:
         """``resumed``: another process was this machine before; what the control file asks for has been said."""
         self._scenario = scenario
-        self._control = control
-        self._silent = resumed
+        self._control_path = control_path
+        self._skip_first_events = is_resumed
         self._stamp: tuple[int, int, int] | None = None
-        self._said = 0
+        self._emitted_lines = 0
         self._lines: list[str] = []
         self._events: list[tuple[int, int]] = []
         self.error = ""
@@ -256,15 +256,15 @@ class Machine:
         self.gpus: list[VirtualGpu] = list(scenario.gpu)
         self.host: VirtualHost = scenario.host
         self.ports: dict[str, VirtualPort] = dict(scenario.port)
-        self._up = {name for name, port in self.ports.items() if port.up}
-        self._raise_xids([VirtualGpu()] * len(self.gpus))
+        self._ports_seen_up = {name for name, port in self.ports.items() if port.up}
+        self._emit_xids([VirtualGpu()] * len(self.gpus))
 
-    def refresh(self) -> bool:
+    def reload_control(self) -> bool:
         """Takes over a changed control file; True where there was one."""
-        if not self._control:
+        if not self._control_path:
             return False
         try:
-            status = os.stat(self._control)
+            status = os.stat(self._control_path)
         except FileNotFoundError:
             return False
         stamp = (status.st_mtime_ns, status.st_ino, status.st_size)
@@ -273,10 +273,10 @@ class Machine:
         self._stamp = stamp
         self.error = ""
         try:
-            with open(self._control, "rb") as file:
-                self._apply(msgspec.json.decode(file.read(MAX_CONTROL_BYTES), type=Control))
+            with open(self._control_path, "rb") as file:
+                self._apply(msgspec.json.decode(file.read(MAX_CONTROL_BYTES), type=ScenarioControl))
         except (OSError, ValueError, msgspec.MsgspecError) as error:
-            self.error = f"control file {self._control}: {_explained(error)}"
+            self.error = f"control file {self._control_path}: {_explain_error(error)}"
         return True
 
     def take_events(self) -> list[tuple[int, int]]:
@@ -311,17 +311,17 @@ class Machine:
         )
 
     def port_samples(self) -> tuple[PortSample, ...]:
-        self._up |= {name for name, port in self.ports.items() if port.up}
+        self._ports_seen_up |= {name for name, port in self.ports.items() if port.up}
         return tuple(
             PortSample(
                 name=name,
                 kind=port.kind,
                 up=port.up,
-                was_up=name in self._up,
+                was_up=name in self._ports_seen_up,
                 rate_gbps=port.rate_gbps,
                 errors=port.errors,
                 link_downs=port.link_downs,
-                identity={name: text for name in IDENTITY if (text := getattr(port, name))},
+                identity={name: text for name in PORT_IDENTITY_FIELDS if (text := getattr(port, name))},
             )
             for name, port in self.ports.items()
         )
@@ -330,29 +330,29 @@ class Machine:
         host = self.host
         return (PathSample(path="/", network=False, free_fraction=host.free_fraction, silent_s=host.mount_silent_s),)
 
-    def _apply(self, control: Control) -> None:
+    def _apply(self, control: ScenarioControl) -> None:
         before, scenario = self.gpus, self._scenario
-        gpus = [_changed(gpu, control.gpus.get(str(i), {}), f"gpus.{i}") for i, gpu in enumerate(scenario.gpu)]
+        gpus = [_apply_changes(gpu, control.gpus.get(str(i), {}), f"gpus.{i}") for i, gpu in enumerate(scenario.gpu)]
         strangers = control.gpus.keys() - {str(index) for index in range(len(gpus))}
         if strangers:
             raise ValueError(f"no GPU {', '.join(sorted(strangers))}: this machine has {len(gpus)}, from 0")
         strangers = control.ports.keys() - scenario.port.keys()
         if strangers:
             raise ValueError(f"no port {', '.join(sorted(strangers))}: there are {', '.join(sorted(scenario.port))}")
-        ports = {n: _changed(p, control.ports.get(n, {}), f"ports.{n}") for n, p in scenario.port.items()}
-        self.host = _changed(scenario.host, control.host, "host")
+        ports = {n: _apply_changes(p, control.ports.get(n, {}), f"ports.{n}") for n, p in scenario.port.items()}
+        self.host = _apply_changes(scenario.host, control.host, "host")
         self.gpus, self.ports = gpus, ports
         self.boot_id = scenario.boot_id if control.boot_id is None else control.boot_id
         self.nvml_error = scenario.nvml_error if control.nvml_error is None else control.nvml_error
-        silent, self._silent = self._silent, False
+        silent, self._skip_first_events = self._skip_first_events, False
         if not silent:
-            self._lines += control.lines[self._said :]
-            self._raise_xids(before)
-        self._said = len(control.lines)
+            self._lines += control.kernel_lines[self._emitted_lines :]
+            self._emit_xids(before)
+        self._emitted_lines = len(control.kernel_lines)
 
-    def _raise_xids(self, before: list[VirtualGpu]) -> None:
+    def _emit_xids(self, before: list[VirtualGpu]) -> None:
         """Says the XIDs that are new against ``before``, as the driver does: in the log and as an event."""
-        if self._silent:
+        if self._skip_first_events:
             return
         for index, (old, new) in enumerate(zip(before, self.gpus, strict=True)):
             if new.xid is not None and new.xid != old.xid:
@@ -360,28 +360,28 @@ class Machine:
                 self._lines.append(f"NVRM: Xid (PCI:{new.pci_bus_id}): {new.xid}, raised by the control file")
 
 
-def _changed(base: S, changes: dict[str, msgspec.Raw], where: str) -> S:
+def _apply_changes(base: S, changes: dict[str, msgspec.Raw], location: str) -> S:
     if not changes:
         return base
     values = {field: getattr(base, field) for field in base.__struct_fields__}
     for key, raw in changes.items():
         if key not in values:
-            raise ValueError(_stranger(key, tuple(values), where))
+            raise ValueError(_unknown_key_message(key, tuple(values), location))
         values[key] = msgspec.json.decode(raw)
     return msgspec.convert(values, type(base))
 
 
-def _stranger(key: str, known: tuple[str, ...], where: str) -> str:
+def _unknown_key_message(key: str, known: tuple[str, ...], location: str) -> str:
     import difflib  # here, since only who mistypes needs it
 
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(known)}"
-    return f"unknown key `{key}` in {where}; {hint}"
+    return f"unknown key `{key}` in {location}; {hint}"
 
 
-def _explained(error: Exception) -> str:
+def _explain_error(error: Exception) -> str:
     message = str(error)
     if "unknown field `" in message:
         key = message.partition("`")[2].partition("`")[0]
-        return _stranger(key, Control.__struct_fields__, "the control file")
+        return _unknown_key_message(key, ScenarioControl.__struct_fields__, "the control file")
     return message

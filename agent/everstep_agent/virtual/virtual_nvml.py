@@ -14,7 +14,7 @@ from typing import Any
 import pynvml
 
 from everstep.clock import Clock
-from everstep_agent.virtual.scenario import Machine, VirtualGpu
+from everstep_agent.virtual.scenario import VirtualGpu, VirtualMachine
 
 OK: int = pynvml.NVML_SUCCESS
 INVALID_ARGUMENT: int = pynvml.NVML_ERROR_INVALID_ARGUMENT
@@ -22,8 +22,8 @@ NOT_SUPPORTED: int = pynvml.NVML_ERROR_NOT_SUPPORTED
 INSUFFICIENT_SIZE: int = pynvml.NVML_ERROR_INSUFFICIENT_SIZE
 GPU_IS_LOST: int = pynvml.NVML_ERROR_GPU_IS_LOST
 TIMEOUT: int = pynvml.NVML_ERROR_TIMEOUT
-HANG_CHECK_S = 0.05
-EVENT_CHECK_S = 0.1
+HANG_POLL_S = 0.05
+EVENT_POLL_S = 0.1
 ENERGY_W = 100.0
 """Energy counters grow at this rate whatever the power says, so that they never go back unless a reset is meant."""
 
@@ -70,7 +70,7 @@ _FIELDS: dict[int, Callable[[VirtualGpu], int | None]] = {
 class VirtualNvml:
     """What stands in for ``pynvml.nvmlLib``: one method for each C function that pynvml looks up."""
 
-    def __init__(self, machine: Machine, clock: Clock) -> None:
+    def __init__(self, machine: VirtualMachine, clock: Clock) -> None:
         self._machine = machine
         self._clock = clock
         self._pending: list[tuple[int, int]] = []
@@ -106,7 +106,7 @@ class VirtualNvml:
     # --- a device ---
 
     def nvmlDeviceGetPciInfo_v3(self, handle: Any, info: Any) -> int:  # noqa: N802
-        code, gpu = self._ask(handle)
+        code, gpu = self._check_gpu(handle)
         if code == OK:
             info._obj.busId = f"0000{gpu.pci_bus_id.upper()}.0".encode()
         return code
@@ -115,7 +115,7 @@ class VirtualNvml:
         return self._answer(handle, result, lambda gpu: gpu.temperature_c)
 
     def nvmlDeviceGetMarginTemperature(self, handle: Any, result: Any) -> int:  # noqa: N802
-        code, gpu = self._ask(handle)
+        code, gpu = self._check_gpu(handle)
         if code == OK:
             result._obj.marginTemperature = gpu.slowdown_c - gpu.temperature_c
         return code
@@ -128,7 +128,7 @@ class VirtualNvml:
         return self._answer(handle, result, lambda gpu: gpu.memory_clock_mhz if memory else gpu.sm_clock_mhz)
 
     def nvmlDeviceGetMemoryInfo(self, handle: Any, result: Any) -> int:  # noqa: N802
-        code, gpu = self._ask(handle)
+        code, gpu = self._check_gpu(handle)
         if code == OK:
             memory = result._obj
             memory.total, memory.used = gpu.memory_bytes, gpu.memory_used_bytes
@@ -136,7 +136,7 @@ class VirtualNvml:
         return code
 
     def nvmlDeviceGetUtilizationRates(self, handle: Any, result: Any) -> int:  # noqa: N802
-        code, gpu = self._ask(handle)
+        code, gpu = self._check_gpu(handle)
         if code == OK:
             result._obj.gpu, result._obj.memory = round(gpu.gpu_utilization * 100), round(gpu.memory_utilization * 100)
         return code
@@ -145,13 +145,13 @@ class VirtualNvml:
         return self._answer(handle, result, lambda gpu: _ecc(gpu, kind.value, counter.value))
 
     def nvmlDeviceGetSramEccErrorStatus(self, handle: Any, status: Any) -> int:  # noqa: N802
-        code, gpu = self._ask(handle)
+        code, gpu = self._check_gpu(handle)
         if code == OK:
             status._obj.bThresholdExceeded = int(gpu.sram_threshold_exceeded)
         return code
 
     def nvmlDeviceGetRetiredPages_v2(self, handle: Any, cause: Any, count: Any, *buffers: Any) -> int:  # noqa: N802
-        code, gpu = self._ask(handle)
+        code, gpu = self._check_gpu(handle)
         if code != OK:
             return code
         if gpu.retired_pages is None:
@@ -161,7 +161,7 @@ class VirtualNvml:
         return OK
 
     def nvmlDeviceGetNvLinkState(self, handle: Any, link: int, result: Any) -> int:  # noqa: N802
-        code, gpu = self._ask(handle)
+        code, gpu = self._check_gpu(handle)
         if code != OK:
             return code
         if link >= gpu.nvlinks:
@@ -170,14 +170,14 @@ class VirtualNvml:
         return OK
 
     def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Any, count: Any, processes: Any) -> int:  # noqa: N802
-        code, gpu = self._ask(handle)
+        code, gpu = self._check_gpu(handle)
         if code != OK:
             return code
         room, count._obj.value = count._obj.value, gpu.processes
         return INSUFFICIENT_SIZE if gpu.processes > room else OK
 
     def nvmlDeviceGetFieldValues(self, handle: Any, count: Any, values: Any) -> int:  # noqa: N802
-        code, gpu = self._ask(handle)
+        code, gpu = self._check_gpu(handle)
         if code == OK:
             for value in values._obj:
                 self._fill(gpu, value)
@@ -193,12 +193,12 @@ class VirtualNvml:
         return OK
 
     def nvmlDeviceRegisterEvents(self, handle: Any, types: Any, events: Any) -> int:  # noqa: N802
-        return self._ask(handle)[0]
+        return self._check_gpu(handle)[0]
 
     def nvmlEventSetWait_v2(self, events: Any, result: Any, timeout_ms: Any) -> int:  # noqa: N802
         deadline = self._clock.monotonic() + timeout_ms.value / 1000
         while True:
-            self._machine.refresh()
+            self._machine.reload_control()
             self._pending += self._machine.take_events()
             if self._pending:
                 index, xid = self._pending.pop(0)
@@ -209,25 +209,25 @@ class VirtualNvml:
             left = deadline - self._clock.monotonic()
             if left <= 0:
                 return TIMEOUT
-            time.sleep(min(left, EVENT_CHECK_S))
+            time.sleep(min(left, EVENT_POLL_S))
 
     # --- inside ---
 
     def _listed(self) -> list[int]:
         return [index for index, gpu in enumerate(self._machine.gpus) if not gpu.missing]
 
-    def _ask(self, handle: Any) -> tuple[int, VirtualGpu]:
+    def _check_gpu(self, handle: Any) -> tuple[int, VirtualGpu]:
         """What a call on this GPU begins with: blocks while it hangs, and returns its error code."""
         index = (cast(handle, c_void_p).value or 0) - 1
         while (gpu := self._machine.gpus[index]).hang:
-            time.sleep(HANG_CHECK_S)
-            self._machine.refresh()
+            time.sleep(HANG_POLL_S)
+            self._machine.reload_control()
         if gpu.lost or gpu.missing:
             return GPU_IS_LOST, gpu
         return gpu.error, gpu
 
     def _answer(self, handle: Any, result: Any, number: Callable[[VirtualGpu], int | None]) -> int:
-        code, gpu = self._ask(handle)
+        code, gpu = self._check_gpu(handle)
         if code != OK:
             return code
         value = number(gpu)
@@ -241,7 +241,7 @@ class VirtualNvml:
 
     def _string(self, text: Callable[[VirtualGpu], str]) -> Callable[[Any, Any, Any], int]:
         def call(handle: Any, buffer: Any, length: Any) -> int:
-            code, gpu = self._ask(handle)
+            code, gpu = self._check_gpu(handle)
             if code == OK:
                 buffer.value = text(gpu).encode()
             return code
@@ -275,7 +275,7 @@ def _ecc(gpu: VirtualGpu, kind: int, counter: int) -> int:
     return gpu.ecc_uncorrected_lifetime if counter == pynvml.NVML_AGGREGATE_ECC else gpu.ecc_uncorrected
 
 
-def install(machine: Machine, clock: Clock) -> VirtualNvml:
+def install(machine: VirtualMachine, clock: Clock) -> VirtualNvml:
     """Puts a virtual library behind pynvml, in place of whatever was there."""
     library = VirtualNvml(machine, clock)
     pynvml.nvmlLib = library

@@ -14,22 +14,22 @@ from collections.abc import Callable
 from everstep.bearer_tokens import Identity, TokenRole
 from everstep.errors import RateLimited
 
-COME_AGAIN_S = 1.0
+RETRY_AFTER_S = 1.0
 """What a refused request is told to wait: by then most of those before it have been answered."""
 
-LIMITS = ("under_way", "bytes")
+LIMITS = ("in_flight", "bytes")
 """For which a request may be refused."""
 
-Who = tuple[str, str]
+IdentityKey = tuple[str, str]
 """Role and subject."""
 
 
-def who_of(identity: Identity) -> Who:
+def identity_key(identity: Identity) -> IdentityKey:
     """As whom an identity is counted: all its tokens and certificates are one."""
     return identity.role, identity.subject
 
 
-class Admission:
+class AdmissionControl:
     """Every request under way that is not an agent's. For the event loop's thread only.
 
     Args:
@@ -46,101 +46,101 @@ class Admission:
     def __init__(
         self,
         *,
-        most: int,
-        most_bytes: int,
-        share: float,
+        max_requests: int,
+        max_bytes: int,
+        loop_share: float,
         monotonic: Callable[[], float],
-        refused: Callable[[str], None] = lambda limit: None,
+        on_refused: Callable[[str], None] = lambda limit: None,
     ) -> None:
-        self._most = most
-        self._most_bytes = most_bytes
-        self._refused = refused
-        self._open: dict[Who, list[Place]] = {}
-        self._turns = _Turns(share, monotonic)
+        self._most = max_requests
+        self._most_bytes = max_bytes
+        self._refused = on_refused
+        self._open: dict[IdentityKey, list[RequestReservation]] = {}
+        self._turns = _SliceScheduler(loop_share, monotonic)
 
     def __len__(self) -> int:
         return sum(map(len, self._open.values()))
 
     @property
-    def held_bytes(self) -> int:
+    def buffered_bytes(self) -> int:
         return sum(place.bytes for places in self._open.values() for place in places)
 
-    def enter(self, identity: Identity) -> Place:
+    def reserve(self, identity: Identity) -> RequestReservation:
         """A place for one request, which must be left. Raises RateLimited where the identity has too many.
 
         Nodes that join are not counted: one token may be shared by a whole rack.
         """
-        who = who_of(identity)
+        who = identity_key(identity)
         places = self._open.get(who, [])
         if len(places) >= self._most and identity.role is not TokenRole.JOIN:
-            self._refused("under_way")
+            self._refused("in_flight")
             raise RateLimited(
                 f"{identity.role} {identity.subject} has {len(places)} requests under way, as many as one may: come "
                 "again when some are answered, or take another token",
-                COME_AGAIN_S,
+                RETRY_AFTER_S,
             )
-        place = Place(self, who)
+        place = RequestReservation(self, who)
         self._open.setdefault(who, places).append(place)
         return place
 
-    async def turn(self, who: Who) -> None:
+    async def wait_for_slice(self, who: IdentityKey) -> None:
         """Waits until a slice of this identity's may run; the slice ends with the caller's next await."""
         await self._turns.take(who)
 
-    def hold(self, place: Place, size: int) -> None:
+    def add_bytes(self, place: RequestReservation, size: int) -> None:
         """Counts an answer that is to be sent. Raises RateLimited where too much is unsent already."""
-        others = sum(one.bytes for one in self._open[place.who])
+        others = sum(one.bytes for one in self._open[place.identity_key])
         if others and others + size > self._most_bytes:
             self._refused("bytes")
-            role, subject = place.who
+            role, subject = place.identity_key
             raise RateLimited(
                 f"{others} bytes of answers wait for {role} {subject} to take them, and this one has {size}: read "
                 "those first, or ask for less at a time",
-                COME_AGAIN_S,
+                RETRY_AFTER_S,
             )
         place.bytes = size
 
-    def leave(self, place: Place) -> None:
-        places = self._open[place.who]
+    def release(self, place: RequestReservation) -> None:
+        places = self._open[place.identity_key]
         places.remove(place)
         if not places:
-            del self._open[place.who]
+            del self._open[place.identity_key]
 
 
-class Place:
+class RequestReservation:
     """One request's, from its admission until its answer is sent."""
 
-    __slots__ = ("_admission", "bytes", "who")
+    __slots__ = ("_admission", "bytes", "identity_key")
 
-    def __init__(self, admission: Admission, who: Who) -> None:
+    def __init__(self, admission: AdmissionControl, identity_key: IdentityKey) -> None:
         self._admission = admission
-        self.who = who
+        self.identity_key = identity_key
         self.bytes = 0
 
-    async def turn(self) -> None:
+    async def wait_for_slice(self) -> None:
         """Waits until the next slice may run."""
-        await self._admission.turn(self.who)
+        await self._admission.wait_for_slice(self.identity_key)
 
-    def hold(self, size: int) -> None:
+    def add_bytes(self, size: int) -> None:
         """So many bytes of the answer are about to be sent. Raises RateLimited."""
-        self._admission.hold(self, size)
+        self._admission.add_bytes(self, size)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """The answer is sent, or there is none."""
-        self._admission.leave(self)
+        self._admission.release(self)
 
 
-class _Turns:
+class _SliceScheduler:
     """Lets one waiting slice run in a turn of the event loop, of each identity after the other."""
 
     def __init__(self, share: float, monotonic: Callable[[], float]) -> None:
         self._rest = 1.0 / share - 1.0
         self._monotonic = monotonic
-        self._waiting: dict[Who, deque[asyncio.Future[None]]] = {}
+        self._waiting: dict[IdentityKey, deque[asyncio.Future[None]]] = {}
         self._due = False
         self._began = self._free_at = 0.0
 
-    async def take(self, who: Who) -> None:
+    async def take(self, who: IdentityKey) -> None:
         waiting = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(who, deque()).append(waiting)
         self._schedule()

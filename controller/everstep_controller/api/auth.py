@@ -10,15 +10,15 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
-from everstep.bearer_tokens import JOB_PREFIX, STORED_PREFIX, Identity, TokenRole, hash_secret, job_of, job_token
+from everstep.bearer_tokens import JOB_PREFIX, STORED_PREFIX, Identity, TokenRole, claimed_job, hash_secret, job_token
 from everstep.clock import Clock
 from everstep.errors import AuthenticationError, PermissionDenied, RateLimited
-from everstep_controller.api.credentials import Credentials, Keyring
-from everstep_controller.api.routes import Access
+from everstep_controller.api.credentials import CredentialBook, Keyring
+from everstep_controller.api.routes import RouteAccess
 from everstep_controller.config import ControllerSettings
-from everstep_controller.core.jobs.membership import ENDED
+from everstep_controller.core.jobs.membership import ENDED_STATES
 from everstep_controller.core.records import JobRecord
-from everstep_controller.server.connections import BY_CERTIFICATE, NOBODY, Peer
+from everstep_controller.server.connections import CERTIFICATE_CREDENTIAL, UNKNOWN_PEER, ConnectionPeer
 
 # ---- limits
 # How many requests one identity may send, and how many failed authentications one address.
@@ -33,15 +33,15 @@ log = logging.getLogger(__name__)
 
 K = TypeVar("K", bound=Hashable)
 
-MOST_BUCKETS = 1 << 17
+MAX_BUCKETS = 1 << 17
 """Larger than any fleet; some 20 MiB when all of them are in use."""
-MOST_REPORTS = 1024
+MAX_REPORTS = 1024
 """In one request, as its message says."""
 LOG_EVERY_S = 10.0
 """Seconds between two lines in the log about failed authentications, however many there are."""
 
 
-class Buckets(Generic[K]):
+class TokenBuckets(Generic[K]):
     """A token bucket for each key.
 
     Args:
@@ -50,23 +50,25 @@ class Buckets(Generic[K]):
         monotonic: the clock, seconds.
     """
 
-    def __init__(self, per_s: float, burst_s: float, monotonic: Callable[[], float], most: int = MOST_BUCKETS) -> None:
+    def __init__(
+        self, per_s: float, burst_s: float, monotonic: Callable[[], float], max_keys: int = MAX_BUCKETS
+    ) -> None:
         self._cost_s = 1.0 / per_s
         self._burst_s = burst_s
         self._monotonic = monotonic
-        self._most = most
+        self._most = max_keys
         self._full_at: dict[K, float] = {}
 
     def __len__(self) -> int:
         return len(self._full_at)
 
-    def take(self, key: K, count: int = 1) -> float:
+    def take(self, key: K, tokens: int = 1) -> float:
         """Takes ``count`` out of the bucket of ``key``; 0.0, or where it has less the seconds until it has so many."""
         now = self._monotonic()
         full_at = self._full_at.get(key, now)
         if full_at < now:
             full_at = now
-        full_at += count * self._cost_s
+        full_at += tokens * self._cost_s
         wait_s = full_at - now - self._burst_s
         if wait_s > 0:
             return wait_s
@@ -102,10 +104,10 @@ class RequestLimits:
         burst_s: float,
         monotonic: Callable[[], float],
     ) -> None:
-        reports_burst_s = max(burst_s, (MOST_REPORTS + 1) / reports_per_s)
-        self._reports: Buckets[str] = Buckets(reports_per_s, reports_burst_s, monotonic)
-        self._agents: Buckets[str] = Buckets(agents_per_s, burst_s, monotonic)
-        self._others: Buckets[tuple[TokenRole, str]] = Buckets(others_per_s, burst_s, monotonic)
+        reports_burst_s = max(burst_s, (MAX_REPORTS + 1) / reports_per_s)
+        self._reports: TokenBuckets[str] = TokenBuckets(reports_per_s, reports_burst_s, monotonic)
+        self._agents: TokenBuckets[str] = TokenBuckets(agents_per_s, burst_s, monotonic)
+        self._others: TokenBuckets[tuple[TokenRole, str]] = TokenBuckets(others_per_s, burst_s, monotonic)
 
     def charge(self, identity: Identity) -> None:
         """Counts one request. Raises RateLimited."""
@@ -148,19 +150,19 @@ class FailedAuthentications:
     """
 
     def __init__(self, *, per_s: float, burst_s: float, monotonic: Callable[[], float]) -> None:
-        self._buckets: Buckets[str] = Buckets(per_s, burst_s, monotonic)
+        self._buckets: TokenBuckets[str] = TokenBuckets(per_s, burst_s, monotonic)
         self._monotonic = monotonic
-        self._unsaid = 0
-        self._say_at = 0.0
+        self._unlogged = 0
+        self._log_at = 0.0
 
-    def note(self, address: str, error: AuthenticationError) -> None:
+    def record(self, address: str, error: AuthenticationError) -> None:
         """One failure. Raises RateLimited where the address has had too many."""
-        self._unsaid += 1
+        self._unlogged += 1
         now = self._monotonic()
-        if now >= self._say_at:
-            self._say_at = now + LOG_EVERY_S
-            log.warning("%d failed authentications since last said; now from %s: %s", self._unsaid, address, error)
-            self._unsaid = 0
+        if now >= self._log_at:
+            self._log_at = now + LOG_EVERY_S
+            log.warning("%d failed authentications since last said; now from %s: %s", self._unlogged, address, error)
+            self._unlogged = 0
         wait_s = self._buckets.take(network_of(address))
         if wait_s:
             raise RateLimited(f"too many failed authentications from {address}: {error}", wait_s) from error
@@ -168,26 +170,26 @@ class FailedAuthentications:
 
 Headers = Iterable[tuple[bytes, bytes]]
 
-MOST_REMEMBERED = 1 << 18
+MAX_CACHED_TOKENS = 1 << 18
 """Verified tokens that are remembered: more than the nodes of a million GPUs, whose agents may all hang up between
 beats and come with their token again. Some 0.4 KiB each."""
-LONGEST_TOKEN = 512
+MAX_TOKEN_CHARS = 512
 _BEARER = b"bearer "
 _BY_JOB = "job-"
 
-MAY = MappingProxyType(
+ALLOWED_ROLES = MappingProxyType(
     {
-        Access.AGENT: frozenset({TokenRole.AGENT}),
-        Access.READ: frozenset({TokenRole.VIEWER, TokenRole.OPERATOR}),
-        Access.JOB: frozenset({TokenRole.VIEWER, TokenRole.OPERATOR, TokenRole.TRAINER}),
-        Access.CHANGE: frozenset({TokenRole.OPERATOR}),
-        Access.JOIN: frozenset({TokenRole.JOIN}),
+        RouteAccess.AGENT: frozenset({TokenRole.AGENT}),
+        RouteAccess.READ: frozenset({TokenRole.VIEWER, TokenRole.OPERATOR}),
+        RouteAccess.JOB: frozenset({TokenRole.VIEWER, TokenRole.OPERATOR, TokenRole.TRAINER}),
+        RouteAccess.CHANGE: frozenset({TokenRole.OPERATOR}),
+        RouteAccess.JOIN: frozenset({TokenRole.JOIN}),
     }
 )
 """Which roles each kind of route is for. An agent must be the route's node besides, a trainer of the route's job."""
 
 
-class Gate:
+class Authenticator:
     """Knows a request's sender by token or certificate, and refuses what is not theirs to ask.
 
     Every method raises what the caller should be told: AuthenticationError, PermissionDenied, RateLimited. A token
@@ -205,7 +207,7 @@ class Gate:
         self,
         keyring: Keyring,
         *,
-        credentials: Credentials,
+        credentials: CredentialBook,
         job_secret: Callable[[str], str | None],
         limits: RequestLimits,
         failures: FailedAuthentications,
@@ -221,24 +223,24 @@ class Gate:
         self._now = now
         self._known: dict[bytes, tuple[Identity, float]] = {}
         self._keyring_changes = keyring.changes
-        credentials.on_death = self._known.clear
+        credentials.on_invalidated = self._known.clear
 
     @classmethod
-    def of(
+    def from_settings(
         cls,
         settings: ControllerSettings,
         keyring: Keyring,
-        credentials: Credentials,
+        credentials: CredentialBook,
         jobs: Mapping[str, JobRecord],
         clock: Clock,
         now: Callable[[], float],
-    ) -> Gate:
+    ) -> Authenticator:
         """As the settings limit it, for these jobs."""
         burst_s = settings.request_burst_s
         return cls(
             keyring,
             credentials=credentials,
-            job_secret=lambda job: jobs[job].secret if job in jobs and jobs[job].state not in ENDED else None,
+            job_secret=lambda job: jobs[job].secret if job in jobs and jobs[job].state not in ENDED_STATES else None,
             limits=RequestLimits(
                 agents_per_s=settings.agent_requests_per_s,
                 reports_per_s=settings.agent_reports_per_s,
@@ -255,49 +257,55 @@ class Gate:
 
     # --- what routes ask -----------------------------------------------------------------------------------------
 
-    def admit(
-        self, access: Access, headers: Headers, peer: Peer | None = None, *, node: str = "", job: str = ""
+    def authorize(
+        self,
+        access: RouteAccess,
+        headers: Headers,
+        peer: ConnectionPeer | None = None,
+        *,
+        node: str = "",
+        job: str = "",
     ) -> Identity:
         """Who asks for a route of this kind; ``node`` and ``job`` are what it is about. Counts the request."""
-        identity = self.identify(headers, peer or NOBODY)
+        identity = self.authenticate(headers, peer or UNKNOWN_PEER)
         self._limits.charge(identity)
         _check(access, identity, node, job)
         return identity
 
-    def agent(self, headers: Headers, node: str, peer: Peer | None = None) -> Identity:
+    def authorize_agent(self, headers: Headers, node: str, peer: ConnectionPeer | None = None) -> Identity:
         """The agent of ``node``, and nobody else."""
-        return self.admit(Access.AGENT, headers, peer, node=node)
+        return self.authorize(RouteAccess.AGENT, headers, peer, node=node)
 
-    def reports(self, node: str, count: int) -> None:
+    def charge_reports(self, node: str, count: int) -> None:
         """Counts what a node reports at a time. Raises RateLimited."""
         self._limits.charge_reports(node, count)
 
-    def again(self, identity: Identity) -> None:
+    def charge_frame(self, identity: Identity) -> None:
         """For each further frame of a session whose beginning was admitted: counts it as a request.
 
         Raises RateLimited, and AuthenticationError once what proved the identity has been revoked or has expired; then
         the session should end.
         """
-        self.check_holds(identity)
+        self.check_valid(identity)
         self._limits.charge(identity)
 
-    def identify(self, headers: Headers, peer: Peer = NOBODY) -> Identity:
+    def authenticate(self, headers: Headers, peer: ConnectionPeer = UNKNOWN_PEER) -> Identity:
         """Who the Authorization header speaks for, or without one the connection's certificate."""
         try:
             return self._identify(headers, peer)
         except AuthenticationError as error:
-            self._failures.note(peer.address, error)
+            self._failures.record(peer.address, error)
             raise
 
     # --- knowing -------------------------------------------------------------------------------------------------
 
-    def _identify(self, headers: Headers, peer: Peer) -> Identity:
+    def _identify(self, headers: Headers, peer: ConnectionPeer) -> Identity:
         self._follow_keyring()
         for name, value in headers:
             if name == b"authorization":
                 known = self._known.get(value)
                 return known[0] if known is not None and self._now() < known[1] else self._verify(value)
-        if peer.identity is not None and self.holds(peer.identity):
+        if peer.identity is not None and self.is_valid(peer.identity):
             return peer.identity
         raise AuthenticationError(
             "no token: send `Authorization: Bearer TOKEN`; an operator issues one with `everstep token issue`, or the "
@@ -316,7 +324,7 @@ class Gate:
         if value[: len(_BEARER)].lower() != _BEARER:
             raise AuthenticationError("the Authorization header must be `Bearer TOKEN`")
         token = value[len(_BEARER) :].strip().decode("latin-1")
-        if len(token) > LONGEST_TOKEN:
+        if len(token) > MAX_TOKEN_CHARS:
             raise AuthenticationError(f"a token of {len(token)} characters is none of ours")
         if token.startswith(JOB_PREFIX):
             return self._trainer(token)  # not remembered: a job's secret ends with the job
@@ -324,37 +332,39 @@ class Gate:
             identity, end = self._credentials.verify(token, self._now())
         else:
             identity, end = self._keyring.verify(token), math.inf
-        if len(self._known) >= MOST_REMEMBERED:
+        if len(self._known) >= MAX_CACHED_TOKENS:
             self._known.clear()
         self._known[value] = (identity, end)
         return identity
 
     def _trainer(self, token: str) -> Identity:
-        job = job_of(token)
+        job = claimed_job(token)
         secret = self._job_secret(job)
         right = job_token(job, secret or "no such job")
         if not hmac.compare_digest(token.encode(), right.encode()) or secret is None:
             raise AuthenticationError("the job's token does not verify: the job is over, or another began in its name")
         return Identity(TokenRole.TRAINER, job, _by_job(secret))
 
-    def check_holds(self, identity: Identity) -> None:
+    def check_valid(self, identity: Identity) -> None:
         """Raises AuthenticationError once what proved the identity has been revoked or has ended."""
-        if not self.holds(identity):
-            by_certificate = identity.credential == BY_CERTIFICATE
+        if not self.is_valid(identity):
+            by_certificate = identity.credential == CERTIFICATE_CREDENTIAL
             what = (
                 "the certificate has ended" if by_certificate else f"credential {identity.credential} is good no longer"
             )
             raise AuthenticationError(f"{what}: come again with another")
 
-    def holds(self, identity: Identity) -> bool:
+    def is_valid(self, identity: Identity) -> bool:
         """Whether what proved the identity is good still."""
         if identity.role is TokenRole.TRAINER:
             secret = self._job_secret(identity.subject)
             return secret is not None and identity.credential == _by_job(secret)
-        if identity.credential == BY_CERTIFICATE:
+        if identity.credential == CERTIFICATE_CREDENTIAL:
             return self._clock.wall() < identity.ends_at
         self._follow_keyring()
-        return identity.credential in self._keyring.names or self._credentials.alive(identity.credential, self._now())
+        return identity.credential in self._keyring.names or self._credentials.is_valid(
+            identity.credential, self._now()
+        )
 
 
 def _by_job(secret: str) -> str:
@@ -362,10 +372,10 @@ def _by_job(secret: str) -> str:
     return _BY_JOB + hash_secret(secret)[:12]
 
 
-def _check(access: Access, identity: Identity, node: str, job: str) -> None:
+def _check(access: RouteAccess, identity: Identity, node: str, job: str) -> None:
     """Raises PermissionDenied where the identity may not."""
     role, subject = identity.role, identity.subject
-    if role not in MAY[access]:
+    if role not in ALLOWED_ROLES[access]:
         article = "an" if role in (TokenRole.AGENT, TokenRole.OPERATOR) else "a"
         raise PermissionDenied(f"{article} {role} token is not for this: it needs that of {access}")
     if role is TokenRole.AGENT and subject != node:

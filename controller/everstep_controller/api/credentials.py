@@ -28,7 +28,7 @@ from everstep.bearer_tokens import (
     hash_secret,
     split_stored,
     stored_token,
-    verify_any,
+    verify_with_secret,
 )
 from everstep.clock import Clock
 from everstep.errors import AuthenticationError, ConfigurationError, Conflict, NotFound, PermissionDenied
@@ -36,14 +36,14 @@ from everstep.wire.v1 import enrolment as wire
 from everstep_controller.config import read_secrets
 from everstep_controller.core.effects import AuditEntry
 from everstep_controller.runtime.transaction import Transaction
-from everstep_controller.store.rows import KEPT_DEAD_S, CredentialRow, cursor_at, place_of
+from everstep_controller.store.rows import DEAD_CREDENTIAL_KEPT_S, CredentialRow, decode_cursor, encode_cursor
 
 # ---- secret file
 # The fleet's secret as it stands in its file, watched: to rotate it needs no restart.
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
+RELOAD_INTERVAL_S = 1.0
 """Seconds between two looks at the file's date: a look costs 2 us, and nobody rotates faster."""
 
 Secrets = tuple[bytes, ...]
@@ -97,13 +97,13 @@ class Keyring:
 
     def verify(self, token: str) -> Identity:
         """Who a minted token speaks for. Raises AuthenticationError."""
-        identity, secret = verify_any(self.secrets, token)
+        identity, secret = verify_with_secret(self.secrets, token)
         return Identity(identity.role, identity.subject, self._names[secret])
 
     def refresh(self, clock: Clock) -> int:
         """Reads the file again if it has changed, looking once a second at most. Returns ``changes``."""
         if self._read is not None and self._stamp is not None and clock.monotonic() >= self._look_at:
-            self._look_at = clock.monotonic() + LOOK_EVERY_S
+            self._look_at = clock.monotonic() + RELOAD_INTERVAL_S
             stamp = self._stamp()
             if stamp != self._seen:
                 self._seen = stamp
@@ -121,23 +121,23 @@ class Keyring:
             log.info("the fleet's secrets are %s now", ", ".join(self._names.values()))
 
 
-MOST = 300_000
+MAX_CREDENTIALS = 300_000
 """Credentials at once: two for each node of the largest fleet. A stolen join token cannot fill the memory."""
 FIRST_SWEEP = 1024
 RETRY_WINDOW_S = 86400.0
 """Seconds for which a join token that is used up still answers those whom it has enrolled: their answer may be lost."""
-_NOBODYS = hash_secret("nobody's")
+_DUMMY_HASH = hash_secret("nobody's")
 
 
-class Order(msgspec.Struct, frozen=True):
+class ChangeContext(msgspec.Struct, frozen=True):
     """Who wants a change, why, and the stimulus it is part of."""
 
-    who: Identity
+    identity: Identity
     reason: str
     trace: str
 
 
-def shown(row: CredentialRow) -> wire.Credential:
+def public_credential(row: CredentialRow) -> wire.Credential:
     """The credential as operators see it."""
     return wire.Credential(
         id=row.id,
@@ -153,7 +153,7 @@ def shown(row: CredentialRow) -> wire.Credential:
     )
 
 
-class Credentials:
+class CredentialBook:
     """The book of credentials. Belongs to the event loop's thread.
 
     Args:
@@ -169,9 +169,9 @@ class Credentials:
         self._order: list[tuple[float, str]] = []
         self._digest = 0
         self._sweep_at = FIRST_SWEEP
-        self.on_death: Callable[[], None] = lambda: None
+        self.on_invalidated: Callable[[], None] = lambda: None
         for row in rows:
-            self._keep(row)
+            self._index(row)
 
     # --- checking ------------------------------------------------------------------------------------------------
 
@@ -179,25 +179,25 @@ class Credentials:
         """Who a stored token speaks for, and until when (wall seconds, infinity). Raises AuthenticationError."""
         id, secret = split_stored(token)
         row = self._rows.get(id)
-        kept = row.hash if row is not None else _NOBODYS  # an unknown id takes as long as a wrong secret
+        kept = row.hash if row is not None else _DUMMY_HASH  # an unknown id takes as long as a wrong secret
         if not hmac.compare_digest(hash_secret(secret), kept) or row is None:
             raise AuthenticationError("the token does not verify: it is damaged, or of another fleet")
-        if not row.alive(now):
+        if not row.is_valid_at(now):
             died = "was revoked" if row.revoked_at is not None else "has expired"
             raise AuthenticationError(f"credential {id} {died}: ask an operator for another")
-        end = row.died_at()
+        end = row.ends_at()
         return Identity(TokenRole(row.role), row.subject, id), math.inf if end is None else end
 
-    def alive(self, id: str, now: float) -> bool:
+    def is_valid(self, id: str, now: float) -> bool:
         """Whether there is a credential of this id, and it is good."""
         row = self._rows.get(id)
-        return row is not None and row.alive(now)
+        return row is not None and row.is_valid_at(now)
 
     def page(self, role: str, subject: str, cursor: str, limit: int) -> tuple[list[CredentialRow], str]:
         """Rows of that role and subject (empty: any), oldest first, from after ``cursor`` on; and the cursor of the
         page after. Those of one moment go by id, so that the order outlives a controller. Raises MalformedMessage for a
         cursor that nobody was given."""
-        place = place_of(cursor, (float, str))
+        place = decode_cursor(cursor, (float, str))
         begin = bisect_right(self._order, place) if place is not None else 0
         found: list[CredentialRow] = []
         for _, id in islice(self._order, begin, None):
@@ -205,7 +205,7 @@ class Credentials:
             if (role and row.role != role) or (subject and row.subject != subject):
                 continue
             if len(found) == limit:
-                return found, cursor_at((found[-1].created_at, found[-1].id))
+                return found, encode_cursor((found[-1].created_at, found[-1].id))
             found.append(row)
         return found, ""
 
@@ -222,68 +222,70 @@ class Credentials:
 
     # --- changing ------------------------------------------------------------------------------------------------
 
-    def issue(self, wanted: wire.Issue, order: Order, tx: Transaction, now: float) -> wire.Issued:
+    def issue(self, request: wire.IssueRequest, context: ChangeContext, tx: Transaction, now: float) -> wire.Issued:
         """Makes a credential. Its token is in the answer and nowhere else. Raises Conflict where there are too many."""
-        join = wanted if isinstance(wanted, wire.IssueJoin) else None
+        join = request if isinstance(request, wire.IssueJoin) else None
         row = CredentialRow(
             id=self._new_id(now),
-            role=str(wanted.__struct_config__.tag),
-            subject=wanted.subject,
+            role=str(request.__struct_config__.tag),
+            subject=request.subject,
             hash="",
             created_at=now,
-            created_by=order.who.subject,
-            expires_at=None if wanted.expires_in_s is None else now + wanted.expires_in_s,
+            created_by=context.identity.subject,
+            expires_at=None if request.expires_in_s is None else now + request.expires_in_s,
             uses_left=join.uses if join else None,
             replaces=join is not None and join.replace,
-            note=wanted.note,
+            note=request.note,
         )
-        return self._issued(row, f"{order.who.subject} issued {_named(row)}", order, tx)
+        return self._issued(row, f"{context.identity.subject} issued {_named(row)}", context, tx)
 
-    def rotate(self, id: str, grace_s: float, order: Order, tx: Transaction, now: float) -> wire.Issued:
+    def rotate(self, id: str, grace_s: float, context: ChangeContext, tx: Transaction, now: float) -> wire.Issued:
         """Issues a second credential for the same subject; the first lives for ``grace_s`` more, at most.
 
         The second lives as long from now as the first did from its beginning. The uses that a join token has left go
         over to it at once: nobody can enrol more nodes than it was issued for. Raises NotFound, and Conflict where the
         first is dead.
         """
-        old = self._living(id, now)
+        old = self._valid_row(id, now)
         life_s = None if old.expires_at is None else old.expires_at - old.created_at
         new = msgspec.structs.replace(
             old,
             id=self._new_id(now),
             created_at=now,
-            created_by=order.who.subject,
+            created_by=context.identity.subject,
             expires_at=None if life_s is None else now + life_s,
         )
         end = now + grace_s
         uses_left = None if old.uses_left is None else 0
         self._put(msgspec.structs.replace(old, expires_at=min(end, old.expires_at or end), uses_left=uses_left), tx)
-        sentence = f"{order.who.subject} rotated {_named(old)}, which lives for {grace_s:g} s more, into {new.id}"
-        return self._issued(new, sentence, order, tx)
+        sentence = (
+            f"{context.identity.subject} rotated {_named(old)}, which lives for {grace_s:g} s more, into {new.id}"
+        )
+        return self._issued(new, sentence, context, tx)
 
-    def revoke(self, id: str, order: Order, tx: Transaction, now: float) -> str:
+    def revoke(self, id: str, context: ChangeContext, tx: Transaction, now: float) -> str:
         """Ends a credential; returns the sentence that says so. Raises NotFound, and Conflict where it is dead."""
-        row = self._living(id, now)
+        row = self._valid_row(id, now)
         self._put(msgspec.structs.replace(row, revoked_at=now), tx)
-        return _note("revoked", f"{order.who.subject} revoked {_named(row)}", row, order, tx, now)
+        return _note("revoked", f"{context.identity.subject} revoked {_named(row)}", row, context, tx, now)
 
-    def enrol(self, asked: wire.Enrol, who: Identity, trace: str, tx: Transaction, now: float) -> wire.Enrolled:
+    def enrol(self, request: wire.Enrol, identity: Identity, trace: str, tx: Transaction, now: float) -> wire.Enrolled:
         """A node's own credential, against a join token; the same request again is answered the same.
 
         Raises PermissionDenied where the token is used up or for other nodes, and Conflict for a node that is enrolled.
         """
-        join = self._rows.get(who.credential)
-        if join is None or not join.alive(now):
+        join = self._rows.get(identity.credential)
+        if join is None or not join.is_valid_at(now):
             raise AuthenticationError("the join token is good no longer: ask an operator for another")
-        if not fnmatchcase(asked.node, join.subject):
-            raise PermissionDenied(f"this join token is for nodes named {join.subject}, not for {asked.node}")
-        held = self._living_of_node(asked.node, now)
+        if not fnmatchcase(request.node, join.subject):
+            raise PermissionDenied(f"this join token is for nodes named {join.subject}, not for {request.node}")
+        held = self._living_of_node(request.node, now)
         by = f"join:{join.id}"
         for row in held:
-            if row.created_by == by and hmac.compare_digest(row.hash, asked.secret_hash):
-                return wire.Enrolled(credential=row.id, node=asked.node)
-        self._check_use(join, asked.node, held)
-        return self._enrolled(asked, join, held, trace, tx, now)
+            if row.created_by == by and hmac.compare_digest(row.hash, request.secret_hash):
+                return wire.Enrolled(credential=row.id, node=request.node)
+        self._check_use(join, request.node, held)
+        return self._enrolled(request, join, held, trace, tx, now)
 
     def _check_use(self, join: CredentialRow, node: str, held: list[CredentialRow]) -> None:
         if join.uses_left == 0:
@@ -319,7 +321,7 @@ class Credentials:
             self._spend(join, tx, now)
         instead = f" in place of {', '.join(old.id for old in held)}" if held else ""
         sentence = f"node {asked.node} enrolled by join token {join.id} and has credential {row.id}{instead}"
-        order = Order(Identity(TokenRole.JOIN, row.created_by, join.id), join.note or "enrolment", trace)
+        order = ChangeContext(Identity(TokenRole.JOIN, row.created_by, join.id), join.note or "enrolment", trace)
         _note("enrolled", sentence, row, order, tx, now)
         return wire.Enrolled(credential=row.id, node=asked.node)
 
@@ -333,16 +335,16 @@ class Credentials:
 
     # --- the book ------------------------------------------------------------------------------------------------
 
-    def _issued(self, row: CredentialRow, sentence: str, order: Order, tx: Transaction) -> wire.Issued:
+    def _issued(self, row: CredentialRow, sentence: str, order: ChangeContext, tx: Transaction) -> wire.Issued:
         secret = secrets.token_hex(32)
         row = msgspec.structs.replace(row, hash=hash_secret(secret))
         self._put(row, tx)
         _note("issued", sentence, row, order, tx, row.created_at)
-        return wire.Issued(credential=shown(row), token=stored_token(row.id, secret), trace=order.trace)
+        return wire.Issued(credential=public_credential(row), token=stored_token(row.id, secret), trace=order.trace)
 
     def _new_id(self, now: float) -> str:
         self._forget_dead(now)
-        if len(self._rows) >= MOST:
+        if len(self._rows) >= MAX_CREDENTIALS:
             raise Conflict(f"there are {len(self._rows)} credentials, and no room for more: revoke those out of use")
         return secrets.token_hex(8)
 
@@ -351,7 +353,7 @@ class Credentials:
         if len(self._rows) < self._sweep_at:
             return
         for id, row in list(self._rows.items()):
-            if not row.alive(now - KEPT_DEAD_S):
+            if not row.is_valid_at(now - DEAD_CREDENTIAL_KEPT_S):
                 del self._rows[id]
                 self._digest ^= _digest(row)
                 self._of_node.get(row.subject, set()).discard(id)
@@ -359,23 +361,23 @@ class Credentials:
         self._order = [place for place in self._order if place[1] in self._rows]
         self._sweep_at = max(FIRST_SWEEP, 2 * len(self._rows))
 
-    def _living(self, id: str, now: float) -> CredentialRow:
+    def _valid_row(self, id: str, now: float) -> CredentialRow:
         row = self.get(id)
-        if not row.alive(now):
+        if not row.is_valid_at(now):
             raise Conflict(f"credential {id} is {'revoked' if row.revoked_at is not None else 'expired'} already")
         return row
 
     def _living_of_node(self, node: str, now: float) -> list[CredentialRow]:
-        return [row for id in sorted(self._of_node.get(node, ())) if (row := self._rows[id]).alive(now)]
+        return [row for id in sorted(self._of_node.get(node, ())) if (row := self._rows[id]).is_valid_at(now)]
 
     def _put(self, row: CredentialRow, tx: Transaction) -> None:
         before = self._rows.get(row.id)
-        self._keep(row)
-        tx.credential(row)
-        if before is not None and before.died_at() != row.died_at():
-            self.on_death()
+        self._index(row)
+        tx.put_credential(row)
+        if before is not None and before.ends_at() != row.ends_at():
+            self.on_invalidated()
 
-    def _keep(self, row: CredentialRow) -> None:
+    def _index(self, row: CredentialRow) -> None:
         before = self._rows.get(row.id)
         self._rows[row.id] = row
         self._digest ^= _digest(row)
@@ -388,7 +390,7 @@ class Credentials:
 
 
 def _digest(row: CredentialRow) -> int:
-    return xxhash.xxh3_64_intdigest(msgspec.json.encode(shown(row)))
+    return xxhash.xxh3_64_intdigest(msgspec.json.encode(public_credential(row)))
 
 
 def _named(row: CredentialRow) -> str:
@@ -396,12 +398,14 @@ def _named(row: CredentialRow) -> str:
     return f"{row.role} credential {row.id} of {whom}"
 
 
-def _note(what: str, sentence: str, row: CredentialRow, order: Order, tx: Transaction, now: float) -> str:
+def _note(what: str, sentence: str, row: CredentialRow, order: ChangeContext, tx: Transaction, now: float) -> str:
     """Puts a change in the audit log: who and why."""
     sentence = f"{sentence}: {order.reason}"
-    data = {"actor": order.who.subject, "reason": order.reason, "credential": row.id}
+    data = {"actor": order.identity.subject, "reason": order.reason, "credential": row.id}
     node = row.subject if row.role == TokenRole.AGENT else None
     job = row.subject if row.role == TokenRole.TRAINER else None
     kind = f"credential.{what}"
-    tx.note(AuditEntry(kind=kind, sentence=sentence, at=now, trace=order.trace, node=node, job=job, data=data))
+    tx.add_audit_entry(
+        AuditEntry(kind=kind, sentence=sentence, at=now, trace=order.trace, node=node, job=job, data=data)
+    )
     return sentence

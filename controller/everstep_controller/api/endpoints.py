@@ -19,11 +19,11 @@ from everstep.errors import EverstepError, MalformedMessage, NotFound, Outdated,
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import MAX_BODY_BYTES
 from everstep_controller import rulebook
-from everstep_controller.api.admission import Admission, Place
-from everstep_controller.api.auth import Gate
-from everstep_controller.api.routes import PATH, QUERY, WORDS, Access, Route
+from everstep_controller.api.admission import AdmissionControl, RequestReservation
+from everstep_controller.api.auth import Authenticator
+from everstep_controller.api.routes import PARAMETER_CHOICES, PATH_PARAMETERS, QUERY_PARAMETERS, Route, RouteAccess
 from everstep_controller.core import events as ev
-from everstep_controller.core.health.maintenance import planned_for
+from everstep_controller.core.health.maintenance import planned_windows
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import JobRecord, NodeRecord
 from everstep_controller.read_models import fleet_views
@@ -36,18 +36,18 @@ PIECE_BYTES = 64 << 10
 _PLACE_KEY = "everstep.place"
 
 
-class Tagged(msgspec.Struct, frozen=True):
+class TaggedAnswer(msgspec.Struct, frozen=True):
     """An answer with its entity tag. ``tag``: of what an order rests on. ``shown``: of what is shown beside that; an
     order does not heed it, and the answer is sent again when it has changed."""
 
     answer: Any
-    tag: str
-    shown: str = ""
+    order_tag: str
+    display_tag: str = ""
 
     @property
     def etag(self) -> str:
         """Both, as they are sent."""
-        return f"{self.tag[:-1]}.{self.shown[1:]}" if self.shown else self.tag
+        return f"{self.order_tag[:-1]}.{self.display_tag[1:]}" if self.display_tag else self.order_tag
 
 
 def check_tag(request: Request, tag: Callable[[], str]) -> None:
@@ -70,17 +70,21 @@ def _ordered(tag: str) -> str:
     return f'{before}"' if dot else tag
 
 
-Answer = Callable[[Request, Identity], Awaitable[Any]]
+Handler = Callable[[Request, Identity], Awaitable[Any]]
 
 
 def install_routes(
-    app: FastAPI, gate: Gate, admission: Admission, routes: Mapping[str, Route], handlers: object
+    app: FastAPI,
+    authenticator: Authenticator,
+    admission: AdmissionControl,
+    routes: Mapping[str, Route],
+    handlers: object,
 ) -> None:
     """Adds every route of the table; the method of ``handlers`` that has its name answers it."""
     for name, route in routes.items():
         app.add_api_route(
             route.path,
-            _endpoint(gate, admission, route, getattr(handlers, name)),
+            _endpoint(authenticator, admission, route, getattr(handlers, name)),
             methods=methods(route.method),
             name=name,
             include_in_schema=False,
@@ -92,13 +96,13 @@ def methods(method: str) -> list[str]:
     return ["GET", "HEAD"] if method == "GET" else [method]
 
 
-def misfit(path_params: Mapping[str, str]) -> str | None:
+def invalid_path_reason(path_params: Mapping[str, str]) -> str | None:
     """Why a path names nothing that there can be; None where it fits."""
     for name, value in path_params.items():
         try:
-            msgspec.convert(value, PATH[name])
+            msgspec.convert(value, PATH_PARAMETERS[name])
         except msgspec.ValidationError as error:
-            why = f"it is one of {', '.join(WORDS[name])}" if name in WORDS else str(error)
+            why = f"it is one of {', '.join(PARAMETER_CHOICES[name])}" if name in PARAMETER_CHOICES else str(error)
             return f"there is no {name} {value[:100]!r}: {why}"
     return None
 
@@ -109,34 +113,34 @@ def check_parameters(route: Route, request: Request) -> None:
     A parameter that the route does not have is refused: an answer without the filter that was meant looks right, and
     orders may follow from it.
     """
-    if (why := misfit(request.path_params)) is not None:
+    if (why := invalid_path_reason(request.path_params)) is not None:
         raise NotFound(why)
-    for name, value in responses.query(request.scope).items():
+    for name, value in responses.parse_query(request.scope).items():
         if name not in route.query:
             known = f"there are {', '.join(route.query)}" if route.query else "there are none"
             raise MalformedMessage(f"{route.path} has no query parameter {name[:100]!r}: {known}")
         try:
-            msgspec.convert(value, QUERY[name], strict=False)
+            msgspec.convert(value, QUERY_PARAMETERS[name], strict=False)
         except msgspec.ValidationError as error:
-            raise MalformedMessage(_misfit_query(name, value, error)) from error
+            raise MalformedMessage(_invalid_query(name, value, error)) from error
 
 
-def _misfit_query(name: str, value: str, error: msgspec.ValidationError) -> str:
-    if name not in WORDS:
+def _invalid_query(name: str, value: str, error: msgspec.ValidationError) -> str:
+    if name not in PARAMETER_CHOICES:
         return f"query parameter {name} is wrong: {error}"
     several = ", or several with commas between" if name == "state" else ""
-    return f"query parameter {name} is one of {', '.join(WORDS[name])}{several}, not {value[:100]!r}"
+    return f"query parameter {name} is one of {', '.join(PARAMETER_CHOICES[name])}{several}, not {value[:100]!r}"
 
 
-def admit(gate: Gate, access: Access, request: Request) -> Identity:
+def authorize(authenticator: Authenticator, access: RouteAccess, request: Request) -> Identity:
     """Who asks. Raises AuthenticationError, PermissionDenied or RateLimited."""
     job = ""
-    if access is Access.JOB:
-        job = request.path_params.get("job") or responses.query(request.scope).get("job", "")
-    return gate.admit(access, request.scope["headers"], request.scope.get(SCOPE_KEY), job=job)
+    if access is RouteAccess.JOB:
+        job = request.path_params.get("job") or responses.parse_query(request.scope).get("job", "")
+    return authenticator.authorize(access, request.scope["headers"], request.scope.get(SCOPE_KEY), job=job)
 
 
-async def body(request: Request, kind: Any) -> Any:
+async def read_message(request: Request, kind: Any) -> Any:
     """The request's body as a message of this kind. Raises MalformedMessage."""
     return responses.decode(_decoder(kind), await responses.read_body(request.scope, request.receive, MAX_BODY_BYTES))
 
@@ -147,10 +151,10 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def _endpoint(
-    gate: Gate, admission: Admission, route: Route, answer: Answer
+    gate: Authenticator, admission: AdmissionControl, route: Route, answer: Handler
 ) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        identity = admit(gate, route.access, request)
+        identity = authorize(gate, route.access, request)
         check_parameters(route, request)
 
         async def respond() -> Response:
@@ -164,19 +168,19 @@ def _endpoint(
 
 
 async def placed(
-    admission: Admission, identity: Identity, request: Request, respond: Callable[[], Awaitable[Response]]
+    admission: AdmissionControl, identity: Identity, request: Request, respond: Callable[[], Awaitable[Response]]
 ) -> Response:
     """The response of ``respond``, which runs in a place and a turn of the identity's
     (``everstep_controller.api.admission``).
     The place is left once the response is sent. Raises RateLimited where there is none.
     """
-    place = request.scope[_PLACE_KEY] = admission.enter(identity)
+    place = request.scope[_PLACE_KEY] = admission.reserve(identity)
     try:
-        await place.turn()
+        await place.wait_for_slice()
         response = await respond()
-        place.hold(len(response.body))
+        place.add_bytes(len(response.body))
     except BaseException:
-        place.leave()
+        place.release()
         raise
     return _Sent(response, place)
 
@@ -186,14 +190,14 @@ async def turn(request: Request) -> None:
 
     To be called every few milliseconds of work.
     """
-    place: Place = request.scope[_PLACE_KEY]
-    await place.turn()
+    place: RequestReservation = request.scope[_PLACE_KEY]
+    await place.wait_for_slice()
 
 
 class _Sent(Response):
     """Sends a response in pieces, the next once the client has taken most of those before, and leaves its place."""
 
-    def __init__(self, response: Response, place: Place) -> None:
+    def __init__(self, response: Response, place: RequestReservation) -> None:
         self.status_code, self.body, self.background = response.status_code, response.body, None
         self.raw_headers = response.raw_headers
         self._place = place
@@ -208,11 +212,11 @@ class _Sent(Response):
             if not self.body:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self._place.leave()
+            self._place.release()
 
 
 def _response(request: Request, answer: Any) -> Response:
-    if not isinstance(answer, Tagged):
+    if not isinstance(answer, TaggedAnswer):
         return Response(responses.encode(answer), media_type="application/json")
     headers = {"etag": answer.etag, "cache-control": "no-cache"}
     known = _tags(request.headers.get("if-none-match", ""))
@@ -226,7 +230,7 @@ def _response(request: Request, answer: Any) -> Response:
 
 log = logging.getLogger(__name__)
 
-_SAID = {404: ("not_found", "no such path: /openapi.json lists them")}
+_HTTP_ERRORS = {404: ("not_found", "no such path: /openapi.json lists them")}
 
 
 def _route(request: Request) -> str:
@@ -240,7 +244,7 @@ def _methods(request: Request) -> set[str]:
     found: set[str] = set()
     for route in request.app.router.routes:
         match, scope = route.matches(request.scope)
-        if match is not Match.NONE and misfit(scope.get("path_params", {})) is None:
+        if match is not Match.NONE and invalid_path_reason(scope.get("path_params", {})) is None:
             found |= route.methods or set()
     return found
 
@@ -250,7 +254,7 @@ def install_error_handlers(app: FastAPI, metrics: Metrics) -> None:
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, EverstepError)
-        metrics.refused(_route(request), error.code)
+        metrics.count_refused(_route(request), error.code)
         if isinstance(error, RateLimited):
             request.scope.get(REST_KEY, lambda seconds: None)(error.retry_after_s)
         headers = {name.decode(): value.decode() for name, value in responses.error_headers(error)}
@@ -258,20 +262,20 @@ def install_error_handlers(app: FastAPI, metrics: Metrics) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        code, message = _SAID.get(error.status_code, ("http", str(error.detail)))
+        code, message = _HTTP_ERRORS.get(error.status_code, ("http", str(error.detail)))
         headers = dict(error.headers or {})
         if error.status_code == 405:
             headers["Allow"] = ", ".join(sorted(_methods(request)))
             code, message = "method", f"this path takes {headers['Allow']}, not {request.method}"
-        metrics.refused(_route(request), code)
+        metrics.count_refused(_route(request), code)
         return _answer(error.status_code, code, message, headers)
 
     async def gone(request: Request, _error: Exception) -> Response:
-        metrics.refused(_route(request), "client_gone")
+        metrics.count_refused(_route(request), "client_gone")
         return Response(status_code=499)
 
     async def internal(request: Request, error: Exception) -> Response:
-        metrics.refused(_route(request), "internal")
+        metrics.count_refused(_route(request), "internal")
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return _answer(500, "internal", "an error of the controller's own: its log has the details", {})
 
@@ -302,26 +306,28 @@ def tag_of(document: Any) -> str:
     return f'"{xxhash.xxh3_64_hexdigest(responses.encode(document))}"'
 
 
-def of_node(desk: fleet_views.Desk, record: NodeRecord) -> str:
-    return tag_of((record, planned_for(desk.state, record)))
+def node_tag(context: fleet_views.ViewContext, record: NodeRecord) -> str:
+    return tag_of((record, planned_windows(context.state, record)))
 
 
-def of_job(job: JobRecord) -> str:
-    numbers = (job.last_number, job.leaving.number if job.leaving else 0)
-    return tag_of((job.job, job.created_at, job.state, job.since, job.size, job.sentence, numbers, list(job.launchers)))
+def job_tag(job: JobRecord) -> str:
+    numbers = (job.last_generation_number, job.outgoing_generation.number if job.outgoing_generation else 0)
+    return tag_of(
+        (job.job, job.created_at, job.state, job.since, job.node_limit, job.sentence, numbers, list(job.launchers))
+    )
 
 
-def of_shown(job: op.JobDetail) -> str:
+def job_display_tag(job: op.JobDetail) -> str:
     """Of what is shown of a job beside what an order rests on: versions are committed twice a second, and an order that
     was decided a moment before is still meant. How far its ranks are is no part of it."""
     summary = job.summary
-    return tag_of((summary.committed, summary.verified, summary.spares, job.recoveries, job.unable))
+    return tag_of((summary.committed, summary.verified, summary.spares, job.recoveries, job.ineligible_nodes))
 
 
-def node_lines(desk: fleet_views.Desk, summaries: Iterable[op.NodeSummary]) -> list[Any]:
+def node_tag_parts(context: fleet_views.ViewContext, summaries: Iterable[op.NodeSummary]) -> list[Any]:
     """What the tag of a page of nodes is made of: findings count by their keys, GPUs not at all. To be read in the same
     slice as the summaries."""
-    nodes = desk.state.nodes
+    nodes = context.state.nodes
     return [
         (
             one.node,
@@ -331,52 +337,52 @@ def node_lines(desk: fleet_views.Desk, summaries: Iterable[op.NodeSummary]) -> l
             one.job,
             one.domain,
             one.labels,
-            one.hold,
-            nodes[one.node].foreign,
-            nodes[one.node].held_by,
+            one.hold_reason,
+            nodes[one.node].external_cordon_by,
+            nodes[one.node].eviction_deferred_by,
             nodes[one.node].incarnation,
-            list(nodes[one.node].findings),
-            list(nodes[one.node].own),
+            list(nodes[one.node].agent_findings),
+            list(nodes[one.node].controller_findings),
             nodes[one.node].maintenance_until,
-            planned_for(desk.state, nodes[one.node]),
+            planned_windows(context.state, nodes[one.node]),
         )
         for one in summaries
     ]
 
 
-def of_nodes(lines: list[Any], total: int, following: str) -> str:
+def node_page_tag(lines: list[Any], total: int, following: str) -> str:
     """Of a page of nodes, with the cursor of the ``following`` one."""
     return tag_of((lines, total, following))
 
 
-def of_rack(desk: fleet_views.Desk, rack: str) -> str:
+def rack_tag(context: fleet_views.ViewContext, rack: str) -> str:
     """That of ``GET /v1/nodes?rack=``."""
-    found = fleet_views.nodes_found(desk, fleet_views.NodeFilter(rack=rack))
-    page, following = fleet_views.page_of(found, "", fleet_views.LONGEST_PAGE)
-    return of_nodes(node_lines(desk, fleet_views.node_summaries(desk, page)), len(found), following)
+    found = fleet_views.find_nodes(context, fleet_views.NodeFilter(rack=rack))
+    page, following = fleet_views.take_page(found, "", fleet_views.MAX_PAGE_SIZE)
+    return node_page_tag(node_tag_parts(context, fleet_views.node_summaries(context, page)), len(found), following)
 
 
-def of_budget(desk: fleet_views.Desk) -> str:
+def budget_tag(context: fleet_views.ViewContext) -> str:
     """That of ``GET /v1/budget``: the breaker stands there, with what it holds."""
-    return tag_of(fleet_views.budget_status(desk))
+    return tag_of(fleet_views.budget_status(context))
 
 
-def of_policy(policy: CorePolicy) -> str:
-    return tag_of(rulebook.document(policy))
+def policy_tag(policy: CorePolicy) -> str:
+    return tag_of(rulebook.policy_document(policy))
 
 
-def of_probes(probes: Iterable[op.ProbeStatus]) -> str:
+def probes_tag(probes: Iterable[op.ProbeStatus]) -> str:
     """Of all probes that are kept, whatever page is shown."""
     return tag_of(list(probes))
 
 
-def of_subject(desk: fleet_views.Desk, order: ev.OperatorCommand) -> str:
+def subject_tag(context: fleet_views.ViewContext, order: ev.OperatorCommand) -> str:
     """Of what the order is about. One that does not exist has none; the order itself will be refused for that."""
-    state = desk.state
-    if order.kind is ev.OperatorAction.RESET_BREAKER:
-        return of_budget(desk)
+    state = context.state
+    if order.action is ev.OperatorAction.RESET_BREAKER:
+        return budget_tag(context)
     if order.rack is not None:
-        return of_rack(desk, order.rack)
+        return rack_tag(context, order.rack)
     if order.node in state.nodes:
-        return of_node(desk, state.nodes[order.node])
-    return of_job(state.jobs[order.job]) if order.job in state.jobs else ""
+        return node_tag(context, state.nodes[order.node])
+    return job_tag(state.jobs[order.job]) if order.job in state.jobs else ""

@@ -17,30 +17,37 @@ from everstep.wire.v1 import operator_history as past
 from everstep.wire.v1.operator_history import Evidence
 from everstep.wire.v1.training import GenerationSpec
 from everstep_controller.api import endpoints
-from everstep_controller.api.admission import Admission, who_of
-from everstep_controller.api.auth import Gate
-from everstep_controller.api.routes import PLAIN
-from everstep_controller.api.stream import FRAME_ROWS, AuditFeed, EventStream, Readers, event_of, server_sent
-from everstep_controller.core.health.evidence import evidence_of
+from everstep_controller.api.admission import AdmissionControl, identity_key
+from everstep_controller.api.auth import Authenticator
+from everstep_controller.api.routes import PLAIN_ROUTES
+from everstep_controller.api.stream import (
+    FRAME_ROWS,
+    AuditFeed,
+    EventStream,
+    StreamReservations,
+    event_frames,
+    event_of,
+)
+from everstep_controller.core.health.evidence import collect_evidence
 from everstep_controller.read_models import fleet_views
 from everstep_controller.server import responses
 from everstep_controller.store import reader as history
-from everstep_controller.store.reader import Following, Reader
+from everstep_controller.store.reader import EventPage, HistoryReader
 from everstep_controller.store.table_access import PREFIXES
-from everstep_controller.store.threads import Store
+from everstep_controller.store.threads import DatabaseStore
 
 T = TypeVar("T")
 
-PAGE = 100
+DEFAULT_PAGE_SIZE = 100
 VERDICTS_IN_EVIDENCE = 100
 
 
-def page_size(asked: dict[str, str], default: int = PAGE) -> int:
+def page_size(asked: dict[str, str], default: int = DEFAULT_PAGE_SIZE) -> int:
     """``?limit=``, within bounds."""
-    return max(1, min(responses.integer(asked, "limit", default), fleet_views.LONGEST_PAGE))
+    return max(1, min(responses.int_parameter(asked, "limit", default), fleet_views.MAX_PAGE_SIZE))
 
 
-def flag(asked: dict[str, str], name: str) -> bool | None:
+def bool_parameter(asked: dict[str, str], name: str) -> bool | None:
     """A yes or no in the query, as ``endpoints`` has checked it; None where nothing is said."""
     return msgspec.convert(asked[name], bool, strict=False) if name in asked else None
 
@@ -56,33 +63,33 @@ class HistoryRoutes:
     def __init__(
         self,
         *,
-        desk: fleet_views.Desk,
-        store: Store,
+        context: fleet_views.ViewContext,
+        store: DatabaseStore,
         feed: AuditFeed,
-        gate: Gate,
-        admission: Admission,
-        readers: Readers,
-        cut: Callable[[], None],
+        authenticator: Authenticator,
+        admission: AdmissionControl,
+        readers: StreamReservations,
+        on_stream_cut: Callable[[], None],
     ) -> None:
-        self._desk = desk
+        self._desk = context
         self._admission = admission
         self._readers = readers
-        self._cut = cut
+        self._cut = on_stream_cut
         self._store = store
         self._feed = feed
-        self._gate = gate
+        self._gate = authenticator
 
     async def events(self, request: Request, _who: Identity) -> op.EventList:
-        asked = responses.query(request.scope)
+        asked = responses.parse_query(request.scope)
         return await self._events(asked, (asked["kind"],) if asked.get("kind") else ())
 
     async def audit(self, request: Request, _who: Identity) -> op.EventList:
-        return await self._events(responses.query(request.scope), PREFIXES)
+        return await self._events(responses.parse_query(request.scope), PREFIXES)
 
     async def _events(self, asked: dict[str, str], kinds: tuple[str, ...]) -> op.EventList:
-        after, limit = responses.integer(asked, "after", 0), page_size(asked)
+        after, limit = responses.int_parameter(asked, "after", 0), page_size(asked)
 
-        def read(reader: Reader) -> list[op.Event]:
+        def read(reader: HistoryReader) -> list[op.Event]:
             rows = reader.events(
                 after=after,
                 limit=limit,
@@ -90,7 +97,7 @@ class HistoryRoutes:
                 node=asked.get("node", ""),
                 job=asked.get("job", ""),
                 kinds=kinds,
-                newest=bool(flag(asked, "newest")),
+                newest=bool(bool_parameter(asked, "newest")),
                 since=_time(asked, "since"),
                 until=_time(asked, "until"),
             )
@@ -101,37 +108,39 @@ class HistoryRoutes:
 
     async def stream(self, request: Request) -> Response:
         """Server-sent events from ``Last-Event-ID`` (or ``?after=``) on; without either, from now on."""
-        who = endpoints.admit(self._gate, PLAIN["stream"].access, request)
-        endpoints.check_parameters(PLAIN["stream"], request)
-        asked = responses.query(request.scope)
-        after = responses.integer(asked, "after", self._feed.newest)
+        who = endpoints.authorize(self._gate, PLAIN_ROUTES["stream"].access, request)
+        endpoints.check_parameters(PLAIN_ROUTES["stream"], request)
+        asked = responses.parse_query(request.scope)
+        after = responses.int_parameter(asked, "after", self._feed.newest)
         if "last-event-id" in request.headers:
             after = _last_seen(request.headers["last-event-id"])
 
-        async def read(seen: int) -> Following:
-            found = await self._store.read(lambda reader: reader.following(seen, FRAME_ROWS))
-            await self._admission.turn(who_of(who))  # a reader of the whole past is not to keep agents waiting either
+        async def read(seen: int) -> EventPage:
+            found = await self._store.read(lambda reader: reader.events_after(seen, FRAME_ROWS))
+            await self._admission.wait_for_slice(
+                identity_key(who)
+            )  # a reader of the whole past is not to keep agents waiting either
             return found
 
-        frames = server_sent(self._feed, after, read)
-        return EventStream(frames, self._readers.take_place(who), self._cut, lambda: self._gate.holds(who))
+        frames = event_frames(self._feed, after, read)
+        return EventStream(frames, self._readers.reserve(who), self._cut, lambda: self._gate.is_valid(who))
 
     # --- pages -----------------------------------------------------------------------------------------------------
 
     async def findings(self, request: Request, _who: Identity) -> past.FindingList:
-        asked = responses.query(request.scope)
+        asked = responses.parse_query(request.scope)
         found, more = await self._page(
             history.findings,
             _finding,
             asked,
             node=asked.get("node", ""),
             kind=asked.get("kind", ""),
-            standing=flag(asked, "standing"),
+            active=bool_parameter(asked, "active"),
         )
         return past.FindingList(findings=found, next=more)
 
     async def verdicts(self, request: Request, _who: Identity) -> past.VerdictList:
-        asked = responses.query(request.scope)
+        asked = responses.parse_query(request.scope)
         wanted = {"node": asked.get("node", ""), "decision": asked.get("decision", "")}
         found, more = await self._page(history.verdicts, lambda row: _verdict(row["doc"]), asked, **wanted)
         return past.VerdictList(verdicts=found, next=more)
@@ -144,20 +153,24 @@ class HistoryRoutes:
         return _verdict(doc)
 
     async def checkpoints(self, request: Request, _who: Identity) -> past.CheckpointList:
-        asked = responses.query(request.scope)
+        asked = responses.parse_query(request.scope)
         found, more = await self._page(
-            history.checkpoints, _checkpoint, asked, job=asked.get("job", ""), verified=flag(asked, "verified")
+            history.checkpoints,
+            _checkpoint,
+            asked,
+            job=asked.get("job", ""),
+            verified=bool_parameter(asked, "verified"),
         )
         return past.CheckpointList(checkpoints=found, next=more)
 
-    async def remedies(self, request: Request, _who: Identity) -> past.RemedyList:
-        asked = responses.query(request.scope)
-        wanted = {"node": asked.get("node", ""), "state": asked.get("remedy_state", "")}
-        found, more = await self._page(history.remedies, _remedy, asked, **wanted)
-        return past.RemedyList(remedies=found, next=more)
+    async def remediations(self, request: Request, _who: Identity) -> past.RemediationList:
+        asked = responses.parse_query(request.scope)
+        wanted = {"node": asked.get("node", ""), "state": asked.get("remediation_state", "")}
+        found, more = await self._page(history.remediations, _remedy, asked, **wanted)
+        return past.RemediationList(remediations=found, next=more)
 
     async def generations(self, request: Request, _who: Identity) -> op.GenerationList:
-        asked = responses.query(request.scope)
+        asked = responses.parse_query(request.scope)
         job = asked.get("job", "")
         found, more = await self._page(history.generations, lambda row: _generation(row["doc"]), asked, job=job)
         return op.GenerationList(generations=found[::-1], next=more)
@@ -168,7 +181,7 @@ class HistoryRoutes:
         """Rows as they are ``shown``, made so in the thread that reads them, and the cursor of the next page."""
         limit, cursor = page_size(asked), asked.get("cursor", "")
 
-        def read(reader: Reader) -> tuple[tuple[T, ...], str]:
+        def read(reader: HistoryReader) -> tuple[tuple[T, ...], str]:
             page: history.Page = reader.page(lambda connection: query(connection, cursor=cursor, limit=limit, **wanted))
             rows, more = page
             return tuple(map(shown, rows)), more
@@ -182,22 +195,22 @@ class HistoryRoutes:
             lambda reader: [_verdict(doc) for doc in reader.verdicts(node, limit=VERDICTS_IN_EVIDENCE)]
         )
         await endpoints.turn(request)
-        return evidence_of(self._desk.state, node, self._desk.now(), verdicts)
+        return collect_evidence(self._desk.state, node, self._desk.now(), verdicts)
 
 
 def _last_seen(header: str) -> int:
     try:
-        return responses.integer({"after": header}, "after")
+        return responses.int_parameter({"after": header}, "after")
     except MalformedMessage:
         raise MalformedMessage(f"Last-Event-ID is the number of an event, not {header[:100]!r}") from None
 
 
-def _finding(row: dict[str, Any]) -> past.SeenFinding:
-    return past.SeenFinding(
+def _finding(row: dict[str, Any]) -> past.FindingRecord:
+    return past.FindingRecord(
         id=row["id"],
         node=row["node"],
         finding=msgspec.json.decode(row["doc"], type=Finding),
-        at=row["at"],
+        raised_at=row["at"],
         cleared_at=row["cleared_at"],
     )
 
@@ -221,17 +234,17 @@ def _generation(doc: str) -> GenerationSpec:
     return msgspec.structs.replace(msgspec.json.decode(doc, type=GenerationSpec), secret="")
 
 
-class _Asked(msgspec.Struct):
+class _RemediationDetails(msgspec.Struct):
     """Of a remedy's document, what its row does not have."""
 
     sentence: str = ""
-    verdict: str = ""
+    verdict_id: str = ""
     trace: str = ""
 
 
-def _remedy(row: dict[str, Any]) -> past.RemedyStatus:
-    asked = msgspec.json.decode(row["doc"], type=_Asked)
-    return past.RemedyStatus(
+def _remedy(row: dict[str, Any]) -> past.RemediationStatus:
+    asked = msgspec.json.decode(row["doc"], type=_RemediationDetails)
+    return past.RemediationStatus(
         id=row["id"],
         node=row["node"],
         kind=row["kind"],
@@ -240,6 +253,6 @@ def _remedy(row: dict[str, Any]) -> past.RemedyStatus:
         requested_at=row["requested_at"],
         ended_at=row["ended_at"],
         detail=row["detail"],
-        verdict=asked.verdict,
+        verdict=asked.verdict_id,
         trace=asked.trace,
     )

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from everstep import __version__
-from everstep.ids import in_schema
-from everstep_controller.api.routes import PATH, PLAIN, QUERY, ROUTES, Access, Route
+from everstep.ids import with_portable_patterns
+from everstep_controller.api.routes import PATH_PARAMETERS, PLAIN_ROUTES, QUERY_PARAMETERS, ROUTES, Route, RouteAccess
 from everstep_controller.server import responses
 
 _REF = "#/components/schemas/{name}"
@@ -43,29 +43,30 @@ def _parameter(name: str, place: str, kind: Any, required: bool) -> dict[str, An
 
 
 def _parameters(route: Route) -> list[dict[str, Any]]:
-    in_path = [_parameter(name, "path", PATH[name], True) for name in re.findall(r"\{(\w+)\}", route.path)]
-    in_query = [_parameter(name, "query", QUERY[name], False) for name in route.query]
+    in_path = [_parameter(name, "path", PATH_PARAMETERS[name], True) for name in re.findall(r"\{(\w+)\}", route.path)]
+    in_query = [_parameter(name, "query", QUERY_PARAMETERS[name], False) for name in route.query]
     return in_path + in_query + [_parameter(name, "header", str, False) for name in _conditions(route)]
 
 
 def _conditions(route: Route) -> list[str]:
     """Request headers with entity tags that the route heeds."""
-    return ["If-None-Match"] * route.tagged + ["If-Match"] * bool(route.matches)
+    return ["If-None-Match"] * route.has_etag + ["If-Match"] * bool(route.etag_source)
 
 
 def _description(route: Route) -> str:
     said = f"Token of: {route.access}."
-    if route.matches:
+    if route.etag_source:
         said += (
-            f" With If-Match: refused (412) where the ETag of GET {route.matches} is another by now, so that an order "
+            f" With If-Match: refused (412) where the ETag of GET {route.etag_source} is another by now, so "
+            "that an order "
             "that is sent again is not carried out twice. Never required (no 428)."
         )
-    return said + f" {route.repeats}: there is no If-Match." if route.repeats else said
+    return said + f" {route.idempotency}: there is no If-Match." if route.idempotency else said
 
 
 def _statuses(name: str, route: Route) -> list[int]:
     """Which refusals a route knows."""
-    if route.access is Access.OPEN:
+    if route.access is RouteAccess.OPEN:
         return []
     statuses = {401, 403, 429, 503}
     if "{" in route.path:
@@ -74,7 +75,7 @@ def _statuses(name: str, route: Route) -> list[int]:
         statuses |= {422}
     if route.body is not None:
         statuses |= {404, 409, 413, 415}
-    if route.matches:
+    if route.etag_source:
         statuses |= {412}
     return sorted(statuses)
 
@@ -91,17 +92,17 @@ def _refusals(name: str, route: Route) -> dict[str, Any]:
 
 
 def _operation(name: str, route: Route, schemas: dict[Any, dict[str, Any]]) -> dict[str, Any]:
-    done = _json(schemas[route.answers]) if route.answers is not None else _plain(name)
+    done = _json(schemas[route.response]) if route.response is not None else _plain(name)
     operation: dict[str, Any] = {
         "operationId": name,
         "summary": route.summary,
         "description": _description(route),
         "tags": ["operators"],
-        "security": [] if route.access is Access.OPEN else [{"bearer": []}, {"certificate": []}],
+        "security": [] if route.access is RouteAccess.OPEN else [{"bearer": []}, {"certificate": []}],
         "parameters": _parameters(route),
         "responses": {
-            "200": {"description": "Done.", "content": done, **({"headers": _ETAG} if route.tagged else {})},
-            **({"304": {"description": _MEANINGS[304], "headers": _ETAG}} if route.tagged else {}),
+            "200": {"description": "Done.", "content": done, **({"headers": _ETAG} if route.has_etag else {})},
+            **({"304": {"description": _MEANINGS[304], "headers": _ETAG}} if route.has_etag else {}),
             **_refusals(name, route),
             **_NOT_READY.get(name, {}),
         },
@@ -137,8 +138,8 @@ def _for_generators(schema: Any) -> Any:
 
 def document() -> dict[str, Any]:
     """The whole document."""
-    routes = {**ROUTES, **PLAIN}
-    kinds = list({kind: None for route in routes.values() for kind in (route.answers, route.body) if kind is not None})
+    routes = {**ROUTES, **PLAIN_ROUTES}
+    kinds = list({kind: None for route in routes.values() for kind in (route.response, route.body) if kind is not None})
     out, components = msgspec.json.schema_components((*kinds, responses.Problem), ref_template=_REF)
     schemas = dict(zip(kinds, out, strict=False))
     paths: dict[str, Any] = {}
@@ -153,9 +154,9 @@ def document() -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Everstep controller", "version": __version__},
-        "paths": _for_generators(in_schema(paths)),
+        "paths": _for_generators(with_portable_patterns(paths)),
         "components": {
-            "schemas": _for_generators(in_schema(components)),
+            "schemas": _for_generators(with_portable_patterns(components)),
             "securitySchemes": {"bearer": bearer, "certificate": certificate},
         },
     }

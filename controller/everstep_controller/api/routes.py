@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 
 from everstep.bearer_tokens import TokenRole
-from everstep.ids import JobId, NodeId, TraceId, Whole, whole
+from everstep.ids import JobId, NodeId, NonNegativeInt, TraceId, full_match
 from everstep.vocabulary import Decision, JobState, NodeState, Verdict
 from everstep.wire.v1 import enrolment
 from everstep.wire.v1 import operator as op
@@ -16,7 +16,7 @@ from everstep.wire.v1 import operator_history as past
 from everstep.wire.v1.operator_history import Evidence, JobCheckpoints
 
 
-class Access(StrEnum):
+class RouteAccess(StrEnum):
     """Whose token a route needs."""
 
     AGENT = "the node's agent"
@@ -35,54 +35,58 @@ def _one_of(words: type[StrEnum]) -> Any:
 def _some_of(words: type[StrEnum]) -> Any:
     """One of the words of an enumeration, or several with commas between."""
     one = "|".join(word.value for word in words)
-    return Annotated[str, whole(f"({one})(,({one}))*")]
+    return Annotated[str, full_match(f"({one})(,({one}))*")]
 
 
-Text = Annotated[str, msgspec.Meta(max_length=64)]
+ShortParameter = Annotated[str, msgspec.Meta(max_length=64)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
-PATH: dict[str, Any] = {
+PATH_PARAMETERS: dict[str, Any] = {
     "node": NodeId,
     "job": JobId,
-    "verdict": Annotated[str, whole(r"[A-Za-z0-9._-]{1,128}")],
-    "probe": Annotated[str, whole(r"[A-Za-z0-9._-]{1,128}")],
+    "verdict": Annotated[str, full_match(r"[A-Za-z0-9._-]{1,128}")],
+    "probe": Annotated[str, full_match(r"[A-Za-z0-9._-]{1,128}")],
     "order": Literal["drain", "hold", "release", "readmit", "evict", "repair", "forget"],
     "id": enrolment.CredentialId,
 }
 """Path parameters, by name."""
 
-QUERY: dict[str, Any] = {
-    "after": Whole,
-    "limit": Whole,
+QUERY_PARAMETERS: dict[str, Any] = {
+    "after": NonNegativeInt,
+    "limit": NonNegativeInt,
     "trace": TraceId,
-    "node": Text,
-    "job": Text,
+    "node": ShortParameter,
+    "job": ShortParameter,
     "newest": bool,
-    "kind": Text,
+    "kind": ShortParameter,
     "cursor": Annotated[str, msgspec.Meta(max_length=256)],
     "state": _some_of(NodeState),
     "job_state": _one_of(JobState),
-    "remedy_state": Literal["wanted", "begun", "confirmed", "failed", "superseded"],
+    "remediation_state": Literal["requested", "started", "confirmed", "failed", "superseded"],
     "decision": _one_of(Decision),
-    "standing": bool,
+    "active": bool,
     "role": _one_of(TokenRole),
     "subject": Annotated[str, msgspec.Meta(max_length=128)],
     "verified": bool,
-    "rack": Text,
-    "switch": Text,
-    "model": Text,
+    "rack": ShortParameter,
+    "switch": ShortParameter,
+    "gpu_model": ShortParameter,
     "label": Annotated[str, msgspec.Meta(pattern=r"^[^=]+(=|$)", max_length=128)],
-    "driver": Text,
+    "driver": ShortParameter,
     "gpu": Annotated[str, msgspec.Meta(max_length=128)],
     "since": Seconds,
     "until": Seconds,
-    "here": bool,
+    "local": bool,
 }
 """Query parameters, by name; a value that does not fit is refused, and so is a name that the route does not have."""
 
-WORDS: dict[str, tuple[str, ...]] = {
+PARAMETER_CHOICES: dict[str, tuple[str, ...]] = {
     "state": tuple(NodeState),
-    **{name: get_args(kind) for name, kind in {**QUERY, **PATH}.items() if get_origin(kind) is Literal},
+    **{
+        name: get_args(kind)
+        for name, kind in {**QUERY_PARAMETERS, **PATH_PARAMETERS}.items()
+        if get_origin(kind) is Literal
+    },
 }
 """What may be said where only certain words may, for whoever said another."""
 
@@ -97,64 +101,73 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
     method: str
     path: str
-    access: Access
+    access: RouteAccess
     summary: str
-    answers: Any
+    response: Any
     body: Any = None
     query: tuple[str, ...] = ()
-    tagged: bool = False
-    matches: str = ""
-    repeats: str = ""
+    has_etag: bool = False
+    etag_source: str = ""
+    idempotency: str = ""
 
 
-def _read(path: str, answers: Any, summary: str, *query: str, access: Access = Access.READ) -> Route:
-    return Route(method="GET", path=path, access=access, summary=summary, answers=answers, query=query)
+def _read(path: str, answers: Any, summary: str, *query: str, access: RouteAccess = RouteAccess.READ) -> Route:
+    return Route(method="GET", path=path, access=access, summary=summary, response=answers, query=query)
 
 
-def _tagged(path: str, answers: Any, summary: str, *query: str, access: Access = Access.READ) -> Route:
-    return msgspec.structs.replace(_read(path, answers, summary, *query, access=access), tagged=True)
+def _tagged(path: str, answers: Any, summary: str, *query: str, access: RouteAccess = RouteAccess.READ) -> Route:
+    return msgspec.structs.replace(_read(path, answers, summary, *query, access=access), has_etag=True)
 
 
 def _change(
-    path: str, body: Any, summary: str, matches: str, answers: Any = op.Changed, access: Access = Access.CHANGE
+    path: str,
+    body: Any,
+    summary: str,
+    matches: str,
+    answers: Any = op.ChangeResult,
+    access: RouteAccess = RouteAccess.CHANGE,
 ) -> Route:
-    return Route(method="POST", path=path, access=access, summary=summary, answers=answers, body=body, matches=matches)
+    return Route(
+        method="POST", path=path, access=access, summary=summary, response=answers, body=body, etag_source=matches
+    )
 
 
-OPERATOR: dict[str, Route] = {
+OPERATOR_ROUTES: dict[str, Route] = {
     "status": _read("/v1/status", op.FleetStatus, "The fleet on one screen."),
     "nodes": _tagged(
         "/v1/nodes",
         op.NodeList,
         "Nodes, in pages.",
-        *("state", "rack", "switch", "job", "model", "driver", "gpu", "label", "limit", "cursor"),
+        *("state", "rack", "switch", "job", "gpu_model", "driver", "gpu", "label", "limit", "cursor"),
     ),
     "node": _tagged("/v1/nodes/{node}", op.NodeDetail, "One node, with findings and newest verdicts."),
     "jobs": _read("/v1/jobs", op.JobList, "Jobs, in pages.", "job_state", "limit", "cursor"),
-    "job": _tagged("/v1/jobs/{job}", op.JobDetail, "One job, with its ranks and recoveries.", access=Access.JOB),
+    "job": _tagged("/v1/jobs/{job}", op.JobDetail, "One job, with its ranks and recoveries.", access=RouteAccess.JOB),
     "restorability": _read(
         "/v1/jobs/{job}/restorability",
         op.Restorability,
         "What the job would go back to now, and which loss it could not bear.",
-        access=Access.JOB,
+        access=RouteAccess.JOB,
     ),
-    "kept": _read(
+    "job_checkpoints": _read(
         "/v1/jobs/{job}/checkpoints",
         JobCheckpoints,
         "What the job has to go back to: in memory, by parity, on storage.",
-        access=Access.JOB,
+        access=RouteAccess.JOB,
     ),
     "probes": _tagged("/v1/probes", op.ProbeList, "The newest probes, in pages.", "node", "limit", "cursor"),
     "probe": _read("/v1/probes/{probe}", op.ProbeStatus, "One probe."),
     "start_probe": _change("/v1/probes", op.StartProbe, "Let nodes run an all-reduce.", "/v1/probes", op.ProbeStatus),
-    "reset_breaker": _change("/v1/breaker/reset", op.Because, "Allow automatic evictions again.", "/v1/budget"),
-    "stop": _change("/v1/jobs/{job}/stop", op.Because, "End a job.", "/v1/jobs/{job}"),
+    "reset_breaker": _change(
+        "/v1/breaker/reset", op.ReasonOnlyRequest, "Allow automatic evictions again.", "/v1/budget"
+    ),
+    "stop": _change("/v1/jobs/{job}/stop", op.ReasonOnlyRequest, "End a job.", "/v1/jobs/{job}"),
     "resize": _change(
         "/v1/jobs/{job}/resize", op.Resize, "Bound a job's nodes from its next boundary on.", "/v1/jobs/{job}"
     ),
     "maintenance": _change(
         "/v1/maintenance",
-        past.Maintenance,
+        past.MaintenanceRequest,
         "A window for people to work on a node or a rack.",
         "/v1/nodes/{node}, or of /v1/nodes?rack=RACK",
     ),
@@ -166,22 +179,22 @@ OPERATOR: dict[str, Route] = {
     ),
     "order": _change(
         "/v1/nodes/{node}/{order}",
-        op.Because,
+        op.ReasonOnlyRequest,
         "drain, hold, release, readmit, evict, repair or forget a node.",
         "/v1/nodes/{node}",
     ),
 }
 
-HISTORY: dict[str, Route] = {
+HISTORY_ROUTES: dict[str, Route] = {
     "generations": _read(
-        "/v1/generations", op.GenerationList, "Rosters, oldest first.", "job", "limit", "cursor", access=Access.JOB
+        "/v1/generations", op.GenerationList, "Rosters, oldest first.", "job", "limit", "cursor", access=RouteAccess.JOB
     ),
     "events": _read(
         "/v1/events",
         op.EventList,
         "The audit log.",
         *("after", "limit", "trace", "node", "job", "kind", "since", "until", "newest"),
-        access=Access.JOB,
+        access=RouteAccess.JOB,
     ),
     "audit": _read(
         "/v1/audit",
@@ -190,7 +203,7 @@ HISTORY: dict[str, Route] = {
         *("after", "limit", "node", "job", "since", "until", "newest"),
     ),
     "findings": _read(
-        "/v1/findings", past.FindingList, "Findings, in pages.", "node", "kind", "standing", "limit", "cursor"
+        "/v1/findings", past.FindingList, "Findings, in pages.", "node", "kind", "active", "limit", "cursor"
     ),
     "verdicts": _read("/v1/verdicts", past.VerdictList, "Verdicts, in pages.", "node", "decision", "limit", "cursor"),
     "verdict": _read("/v1/verdicts/{verdict}", Verdict, "One verdict, with its evidence."),
@@ -199,63 +212,66 @@ HISTORY: dict[str, Route] = {
         past.CheckpointList,
         "Committed versions, in pages.",
         *("job", "verified", "limit", "cursor"),
-        access=Access.JOB,
+        access=RouteAccess.JOB,
     ),
-    "remedies": _read(
-        "/v1/remedies", past.RemedyList, "Actions on nodes, in pages.", "node", "remedy_state", "limit", "cursor"
+    "remediations": _read(
+        "/v1/remediations",
+        past.RemediationList,
+        "Actions on nodes, in pages.",
+        *("node", "remediation_state", "limit", "cursor"),
     ),
     "evidence": _read("/v1/nodes/{node}/evidence", Evidence, "Everything known against a node, for its vendor."),
 }
 
-POLICY: dict[str, Route] = {
+POLICY_ROUTES: dict[str, Route] = {
     "policy": _tagged("/v1/policy", past.PolicyDocument, "The policy in force."),
     "check_policy": _change(
         "/v1/policy/check",
         past.PolicyChange,
         "Whether a change could be put in force.",
         "/v1/policy",
-        past.PolicyChecked,
-        Access.READ,
+        past.PolicyCheckResult,
+        RouteAccess.READ,
     ),
     "try_policy": msgspec.structs.replace(
         _change(
             "/v1/policy/try",
-            past.TryPolicy,
-            "What a change would have done lately; with `here`, also one that stands by tells what it recorded.",
+            past.PolicyTrialRequest,
+            "What a change would have done lately; with `local`, also one that stands by tells what it recorded.",
             "/v1/policy",
-            past.Tried,
-            Access.READ,
+            past.PolicyTrialResult,
+            RouteAccess.READ,
         ),
-        query=("here",),
+        query=("local",),
     ),
     "budget": _tagged("/v1/budget", past.BudgetStatus, "What may still be evicted, and what is held."),
 }
 
-CREDENTIALS: dict[str, Route] = {
+CREDENTIAL_ROUTES: dict[str, Route] = {
     "enrol": Route(
         method="POST",
         path="/v1/enrol",
-        access=Access.JOIN,
+        access=RouteAccess.JOIN,
         summary="A credential of its own for a node that shows a join token.",
         body=enrolment.Enrol,
-        answers=enrolment.Enrolled,
-        repeats="The same hash for the same node is answered as before",
+        response=enrolment.Enrolled,
+        idempotency="The same hash for the same node is answered as before",
     ),
     "issue_credential": _change(
-        "/v1/credentials", enrolment.Issue, "Issue a credential.", "/v1/credentials", enrolment.Issued
+        "/v1/credentials", enrolment.IssueRequest, "Issue a credential.", "/v1/credentials", enrolment.Issued
     ),
     "credentials": _tagged(
         "/v1/credentials",
         enrolment.CredentialList,
         "Credentials, without secrets, in pages.",
         *("role", "subject", "limit", "cursor"),
-        access=Access.CHANGE,
+        access=RouteAccess.CHANGE,
     ),
     "credential": _tagged(
-        "/v1/credentials/{id}", enrolment.Credential, "One credential, without its secret.", access=Access.CHANGE
+        "/v1/credentials/{id}", enrolment.Credential, "One credential, without its secret.", access=RouteAccess.CHANGE
     ),
     "revoke_credential": _change(
-        "/v1/credentials/{id}/revoke", op.Because, "End a credential.", "/v1/credentials/{id}"
+        "/v1/credentials/{id}/revoke", op.ReasonOnlyRequest, "End a credential.", "/v1/credentials/{id}"
     ),
     "rotate_credential": _change(
         "/v1/credentials/{id}/rotate",
@@ -266,24 +282,24 @@ CREDENTIALS: dict[str, Route] = {
     ),
 }
 
-ROUTES: dict[str, Route] = {**OPERATOR, **HISTORY, **POLICY, **CREDENTIALS}
+ROUTES: dict[str, Route] = {**OPERATOR_ROUTES, **HISTORY_ROUTES, **POLICY_ROUTES, **CREDENTIAL_ROUTES}
 """Every route that has a message for its answer."""
 
-PLAIN: dict[str, Route] = {
+PLAIN_ROUTES: dict[str, Route] = {
     "stream": Route(
         method="GET",
         path="/v1/events/stream",
-        access=Access.READ,
+        access=RouteAccess.READ,
         summary="The audit log as it grows, server-sent events.",
-        answers=None,
+        response=None,
         query=("after",),
     ),
     "metrics": Route(
-        method="GET", path="/metrics", access=Access.READ, summary="Prometheus' text format.", answers=None
+        method="GET", path="/metrics", access=RouteAccess.READ, summary="Prometheus' text format.", response=None
     ),
     "health": Route(
-        method="GET", path="/healthz", access=Access.OPEN, summary="Whether the process lives.", answers=None
+        method="GET", path="/healthz", access=RouteAccess.OPEN, summary="Whether the process lives.", response=None
     ),
-    "ready": Route(method="GET", path="/readyz", access=Access.OPEN, summary="Whether it serves.", answers=None),
+    "ready": Route(method="GET", path="/readyz", access=RouteAccess.OPEN, summary="Whether it serves.", response=None),
 }
 """Routes whose answers are no messages."""

@@ -15,40 +15,40 @@ from everstep.bearer_tokens import Identity
 from everstep.errors import RateLimited, Unavailable
 from everstep.wire.v1.operator import Event, EventGap
 from everstep_controller.server.connections import HANG_UP_KEY
-from everstep_controller.store.reader import Following
+from everstep_controller.store.reader import EventPage
 from everstep_controller.store.rows import AuditRow
 
 # ---- readers
 # Who reads the event stream: how many at once, and how much waits for them.
 
-MOST_OF_ONE = 8
+MAX_STREAMS_PER_IDENTITY = 8
 """Streams of one identity: a wall of displays that share a token."""
-MOST = 256
+MAX_STREAMS = 256
 """Streams of all. Each event is put into words for each of them; one that is stuck holds some 0.2 MiB."""
-COME_AGAIN_S = 10.0
+RETRY_AFTER_S = 10.0
 """Seconds after which one that does not read has been cut off, and left its place."""
 
 
-class Place:
+class StreamReservation:
     """One reader's place among the others, until it leaves."""
 
-    def __init__(self, readers: Readers, identity: Identity) -> None:
+    def __init__(self, readers: StreamReservations, identity: Identity) -> None:
         self._readers = readers
         self._identity = identity
         self._held = 0
 
-    def hold(self, bytes_: int) -> None:
+    def set_buffered(self, bytes_: int) -> None:
         """So much waits for the reader to take it."""
-        self._readers.held_bytes += bytes_ - self._held
+        self._readers.buffered_bytes += bytes_ - self._held
         self._held = bytes_
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """The stream is over."""
-        self.hold(0)
-        self._readers.let_go(self._identity)
+        self.set_buffered(0)
+        self._readers.release(self._identity)
 
 
-class Readers:
+class StreamReservations:
     """Counts streams.
 
     Attributes:
@@ -57,30 +57,31 @@ class Readers:
 
     def __init__(self) -> None:
         self._open: Counter[tuple[str, str]] = Counter()
-        self.held_bytes = 0
+        self.buffered_bytes = 0
 
     def __len__(self) -> int:
         return self._open.total()
 
-    def take_place(self, identity: Identity) -> Place:
+    def reserve(self, identity: Identity) -> StreamReservation:
         """A place, which must be left. Raises RateLimited where there is none."""
         who = (identity.role, identity.subject)
-        if self._open.get(who, 0) >= MOST_OF_ONE:
+        if self._open.get(who, 0) >= MAX_STREAMS_PER_IDENTITY:
             raise RateLimited(
-                f"{identity.role} {identity.subject} reads {MOST_OF_ONE} event streams already, as many as one may: "
+                f"{identity.role} {identity.subject} reads {MAX_STREAMS_PER_IDENTITY} event streams already, "
+                "as many as one may: "
                 "close one, or take another token",
-                COME_AGAIN_S,
+                RETRY_AFTER_S,
             )
-        if len(self) >= MOST:
+        if len(self) >= MAX_STREAMS:
             raise RateLimited(
-                f"{MOST} event streams are open already, as many as a controller serves: close some, or ask for "
+                f"{MAX_STREAMS} event streams are open already, as many as a controller serves: close some, or ask for "
                 "/v1/events?after= now and then",
-                COME_AGAIN_S,
+                RETRY_AFTER_S,
             )
         self._open[who] += 1
-        return Place(self, identity)
+        return StreamReservation(self, identity)
 
-    def let_go(self, identity: Identity) -> None:
+    def release(self, identity: Identity) -> None:
         """One of its streams is over."""
         who = (identity.role, identity.subject)
         self._open[who] -= 1
@@ -88,7 +89,7 @@ class Readers:
             del self._open[who]
 
 
-KEPT = 4096
+ROWS_IN_MEMORY = 4096
 """Rows in memory. A reader that falls farther behind is served from the store."""
 FRAME_ROWS = 256
 FRAME_BYTES = 64 << 10
@@ -98,13 +99,13 @@ KEEPALIVE_S = 15.0
 
 RETRY_MS = 500
 """After which a reader comes again whose stream has ended."""
-RETRY_AWAY_MS = 5000
+OUTAGE_RETRY_MS = 5000
 """The same where it ended since what the reader lacks cannot be read."""
 
-SLOW_S = 10.0
+SLOW_READER_S = 10.0
 """Seconds that a reader may take for what fits a socket's buffers. A dashboard on a train may take as long once."""
 
-Read = Callable[[int], Awaitable[Following]]
+Read = Callable[[int], Awaitable[EventPage]]
 """What the store has beyond an id, a page of it."""
 
 
@@ -128,7 +129,7 @@ class AuditFeed:
 
     def __init__(self, newest: int) -> None:
         self.newest = newest
-        self._rows: deque[AuditRow] = deque(maxlen=KEPT)
+        self._rows: deque[AuditRow] = deque(maxlen=ROWS_IN_MEMORY)
         self._more = asyncio.Event()
         self.closed = False
 
@@ -158,7 +159,7 @@ class AuditFeed:
         first = bisect.bisect_right(self._rows, after, key=lambda row: row.id)
         return [self._rows[i] for i in range(first, min(first + FRAME_ROWS, len(self._rows)))]
 
-    async def more(self, timeout_s: float) -> None:
+    async def wait_for_more(self, timeout_s: float) -> None:
         """Waits for new rows or the end, ``timeout_s`` at most."""
         if self.closed:
             return
@@ -179,16 +180,16 @@ class EventStream(StreamingResponse):
     def __init__(
         self,
         frames: AsyncIterator[bytes],
-        place: Place,
-        cut: Callable[[], None],
-        may: Callable[[], bool] = lambda: True,
+        reservation: StreamReservation,
+        on_cut: Callable[[], None],
+        check_allowed: Callable[[], bool] = lambda: True,
         *,
-        slow_s: float = SLOW_S,
+        slow_s: float = SLOW_READER_S,
     ) -> None:
         super().__init__(frames, media_type="text/event-stream", headers={"cache-control": "no-store"})
-        self._place = place
-        self._cut = cut
-        self._may = may
+        self._place = reservation
+        self._cut = on_cut
+        self._may = check_allowed
         self._slow_s = slow_s
         self._hang_up: Callable[[], None] = lambda: None
 
@@ -197,7 +198,7 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._place.leave()
+            self._place.release()
 
     async def stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -205,10 +206,10 @@ class EventStream(StreamingResponse):
             async for frames in self.body_iterator:
                 if not self._may():
                     break
-                self._place.hold(len(frames))
+                self._place.set_buffered(len(frames))
                 async with asyncio.timeout(self._slow_s):
                     await send({"type": "http.response.body", "body": frames, "more_body": True})
-                self._place.hold(0)
+                self._place.set_buffered(0)
         except TimeoutError:
             self._cut()
             self._hang_up()  # a connection that is closed in order waits for its reader to take what was sent
@@ -221,10 +222,10 @@ def _frame(row: AuditRow) -> bytes:
     return b"id: %d\nevent: audit\ndata: %s\n\n" % (row.id, msgspec.json.encode(event_of(row)))
 
 
-def with_gaps(after: int, found: Following) -> Iterator[bytes]:
+def with_gaps(after: int, found: EventPage) -> Iterator[bytes]:
     """The rows' frames beyond ``after``, with a gap wherever retention has left one. What people wrote is kept for
     longer than its neighbours, so there may be many."""
-    return _bounded(found.rows, after, found.pruned)
+    return _bounded(found.rows, after, found.deleted_through)
 
 
 def _bounded(rows: Iterable[AuditRow], after: int = 0, pruned: int = 0) -> Iterator[bytes]:
@@ -232,7 +233,7 @@ def _bounded(rows: Iterable[AuditRow], after: int = 0, pruned: int = 0) -> Itera
     joined, count = bytearray(), 0
     for row in rows:
         if after < row.id - 1 and after < pruned:
-            joined += _gap(deleted(after, row.id - 1))
+            joined += _gap(deleted_gap(after, row.id - 1))
         joined += _frame(row)
         after = row.id
         count += 1
@@ -248,19 +249,19 @@ def _gap(gap: EventGap) -> bytes:
     return b"id: %d\nevent: gap\ndata: %s\n\n" % (gap.through, msgspec.json.encode(gap))
 
 
-def deleted(after: int, through: int) -> EventGap:
+def deleted_gap(after: int, through: int) -> EventGap:
     """Retention was faster than the reader."""
     sentence = f"events {after + 1} to {through} are not kept any more: the stream goes on with event {through + 1}"
     return EventGap(after=after, through=through, reason="deleted", sentence=sentence)
 
 
-def unknown(after: int, newest: int) -> EventGap:
+def unknown_gap(after: int, newest: int) -> EventGap:
     """The reader has seen what this database has not."""
     sentence = f"there is no event {after}: this database ends with event {newest}, and the stream goes on after it"
     return EventGap(after=after, through=newest, reason="unknown", sentence=sentence)
 
 
-async def server_sent(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[bytes]:
+async def event_frames(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[bytes]:
     """Everything beyond ``after``, then whatever comes, until the feed closes; what is missing is said. Where the
     database cannot be read, the reader is asked to come again later."""
     yield b"retry: %d\n\n" % RETRY_MS
@@ -268,14 +269,14 @@ async def server_sent(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[
         async for frames in _following(feed, after, read):
             yield frames
     except Unavailable:
-        yield b"retry: %d\n: what comes next cannot be read now, come again\n\n" % RETRY_AWAY_MS
+        yield b"retry: %d\n: what comes next cannot be read now, come again\n\n" % OUTAGE_RETRY_MS
 
 
 async def _following(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[bytes]:
     if after > feed.newest:
         known = await read(after)
         if after > known.newest:  # else it is durable, and about to be published
-            yield _gap(unknown(after, known.newest))
+            yield _gap(unknown_gap(after, known.newest))
             after = known.newest
     while not feed.closed:
         rows = feed.since(after)
@@ -289,6 +290,6 @@ async def _following(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[b
             after = rows[-1].id
             continue
         before = feed.newest
-        await feed.more(KEEPALIVE_S)
+        await feed.wait_for_more(KEEPALIVE_S)
         if feed.newest == before:
             yield b": still here\n\n"

@@ -50,13 +50,13 @@ class PutJob(msgspec.Struct, frozen=True, tag=True):
     doc: JobRecord
 
 
-class DropNode(msgspec.Struct, frozen=True, tag=True):
+class DeleteNode(msgspec.Struct, frozen=True, tag=True):
     """Delete the node's document, and what is kept for it alone: standing findings, verdicts, directives, marks."""
 
     node: NodeId
 
 
-class DropJob(msgspec.Struct, frozen=True, tag=True):
+class DeleteJob(msgspec.Struct, frozen=True, tag=True):
     """Delete the job's document, with its generations, recoveries and versions."""
 
     job: JobId
@@ -107,7 +107,7 @@ class Send(msgspec.Struct, frozen=True, tag=True):
     body: AnyDirective
 
 
-class NoteFinding(msgspec.Struct, frozen=True, tag=True):
+class RecordFindingRaised(msgspec.Struct, frozen=True, tag=True):
     """A finding was raised on the node, or took a graver form: for the history that people read."""
 
     node: NodeId
@@ -115,7 +115,7 @@ class NoteFinding(msgspec.Struct, frozen=True, tag=True):
     at: float
 
 
-class NoteCleared(msgspec.Struct, frozen=True, tag=True):
+class RecordFindingCleared(msgspec.Struct, frozen=True, tag=True):
     """The node's finding of this key has cleared."""
 
     node: NodeId
@@ -123,7 +123,7 @@ class NoteCleared(msgspec.Struct, frozen=True, tag=True):
     at: float
 
 
-class RemedyKind(StrEnum):
+class RemediationKind(StrEnum):
     """What the outside can do to a node.
 
     CORDON: take it out of service for new work, with a reason. UNCORDON: give it back (only what Everstep took).
@@ -137,7 +137,7 @@ class RemedyKind(StrEnum):
     REPAIR = "repair"
 
 
-class Remedy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Remediation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One action on a node, told to the outside until it is confirmed or given up. ``id`` is unique for ever.
 
     ``gpus``: UUIDs that RESET_GPU means. ``verdict``: the id of the judgement it follows from. ``evidence``: what goes
@@ -146,42 +146,42 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     id: str
     node: NodeId
-    kind: RemedyKind
+    kind: RemediationKind
     sentence: str
     at: float
-    verdict: str = ""
+    verdict_id: str = ""
     trace: TraceId = ""
-    gpus: tuple[str, ...] = ()
+    gpu_uuids: tuple[str, ...] = ()
     evidence: Evidence | None = None
-    due: float = 0.0
+    deadline: float = 0.0
 
 
-class RequestRemedy(msgspec.Struct, frozen=True, tag=True):
+class RequestRemediation(msgspec.Struct, frozen=True, tag=True):
     """Carry the remedy out, once; ``events.ActionReported`` tells the outcome. Remedies of a node are carried out in
     order; one that was not begun is dropped where a later one makes it pointless (a cordon by its end, a cure by the
     next step, repair, or the way back)."""
 
-    remedy: Remedy
+    remediation: Remediation
 
 
 Effect = (
     PutFleet
     | PutNode
     | PutJob
-    | DropNode
-    | DropJob
+    | DeleteNode
+    | DeleteJob
     | PutGeneration
     | PutVersion
     | PutVerdict
     | Audit
     | Send
-    | NoteFinding
-    | NoteCleared
-    | RequestRemedy
+    | RecordFindingRaised
+    | RecordFindingCleared
+    | RequestRemediation
 )
 
 
-NAMED_NODES = 8
+MAX_LISTED_NODES = 8
 """Receivers of a directive that are named; of more, these and how many others."""
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -192,20 +192,26 @@ def describe(effects: Iterable[Effect]) -> Iterator[str]:
     for effect in effects:
         if isinstance(effect, PutGeneration):
             yield f"generation {effect.spec.number} ({effect.spec.reason}): {effect.spec.sentence}"
-            yield f"  restore {_rule(effect)}; store on {effect.spec.store_node}; copies {_copies(effect)}"
+            yield (
+                f"  restore {_describe_restore_rule(effect)}; store on {effect.spec.store_node}; copies "
+                f"{_copies(effect)}"
+            )
         elif isinstance(effect, PutVerdict):
             yield f"verdict {effect.verdict.id} ({effect.verdict.decision}): {effect.verdict.sentence}"
         elif isinstance(effect, PutVersion):
             clean = ", verified" if effect.doc.verified_at is not None else ""
             yield f"version {effect.doc.version} committed{clean}"
-        elif isinstance(effect, RequestRemedy):
-            yield f"remedy {effect.remedy.id} ({effect.remedy.kind} {effect.remedy.node}): {effect.remedy.sentence}"
+        elif isinstance(effect, RequestRemediation):
+            yield (
+                f"remedy {effect.remediation.id} ({effect.remediation.kind} {effect.remediation.node}): "
+                f"{effect.remediation.sentence}"
+            )
         elif isinstance(effect, Audit) and effect.entry.kind != "generation" and not _is_verdict(effect):
             yield f"{effect.entry.kind}: {effect.entry.sentence}"
         elif isinstance(effect, Send):
-            sends.setdefault(_directive(effect), []).append(effect.node)
+            sends.setdefault(_describe_directive(effect), []).append(effect.node)
     for directive, nodes in sends.items():
-        yield f"to {_several(nodes, ' ')}: {directive}"
+        yield f"to {_join_names(nodes, ' ')}: {directive}"
 
 
 def digest(effects: Iterable[Effect]) -> int:
@@ -219,21 +225,34 @@ def digest(effects: Iterable[Effect]) -> int:
         if isinstance(effect, Send) and effect.body == sent:  # one directive for a whole job is encoded once
             hashed.update(effect.node.encode() + b"\0")
         else:
-            hashed.update(_encode(_decided(effect)))
+            hashed.update(_encode(_digest_input(effect)))
         sent = effect.body if isinstance(effect, Send) else None
     return hashed.intdigest()
 
 
-def _decided(effect: Effect) -> object:
+def _digest_input(effect: Effect) -> object:
     match effect:
         case PutFleet():
-            return effect.doc.breaker
+            return effect.doc.breaker_reason
         case PutNode(doc=node):
-            held = node.hold, node.foreign, node.held_by, node.maintenance_until
-            way_back = node.action, node.causes, node.course, node.returns_at, node.offences
+            held = node.hold_reason, node.external_cordon_by, node.eviction_deferred_by, node.maintenance_until
+            way_back = (
+                node.required_action,
+                node.quarantine_causes,
+                node.readmission_plan,
+                node.quarantined_until,
+                node.offence_score,
+            )
             return effect.node, node.state, node.sentence, held, way_back
         case PutJob(doc=job):
-            return effect.job, job.state, job.last_number, list(job.excluded), job.ceiling, job.size
+            return (
+                effect.job,
+                job.state,
+                job.last_generation_number,
+                list(job.excluded_nodes),
+                job.restore_ceiling,
+                job.node_limit,
+            )
         case PutGeneration():
             return _without_secret(effect.spec)
         case Send(body=NewGeneration(spec=spec)):
@@ -249,27 +268,27 @@ def _is_verdict(effect: Audit) -> bool:
     return effect.entry.kind.startswith("verdict.")
 
 
-def _several(names: list[str], joint: str) -> str:
-    if len(names) <= NAMED_NODES:
-        return joint.join(names)
-    return f"{joint.join(names[:NAMED_NODES])}{joint}and {len(names) - NAMED_NODES} more"
+def _join_names(names: list[str], separator: str) -> str:
+    if len(names) <= MAX_LISTED_NODES:
+        return separator.join(names)
+    return f"{separator.join(names[:MAX_LISTED_NODES])}{separator}and {len(names) - MAX_LISTED_NODES} more"
 
 
-def _rule(effect: PutGeneration) -> str:
+def _describe_restore_rule(effect: PutGeneration) -> str:
     rule = effect.spec.restore
     bounds = [f"from {rule.floor}" if rule.floor else "", f"up to {rule.ceiling}" if rule.ceiling else ""]
-    return "nothing" if rule.scratch else " ".join(filter(None, bounds)) or "the newest whole version"
+    return "nothing" if rule.from_scratch else " ".join(filter(None, bounds)) or "the newest whole version"
 
 
 def _copies(effect: PutGeneration) -> str:
-    return _several(_homes(effect), " ")
+    return _join_names(_copy_targets(effect), " ")
 
 
-def _homes(effect: PutGeneration) -> list[str]:
+def _copy_targets(effect: PutGeneration) -> list[str]:
     return [f"{node}->{'+'.join(to) or '-'}" for node, to in effect.spec.replica_nodes.items()]
 
 
-def _directive(effect: Send) -> str:
+def _describe_directive(effect: Send) -> str:
     body = effect.body
     match body:
         case NewGeneration():

@@ -15,7 +15,7 @@ from everstep.wire.v1.training import (
     FindingRaised,
     LauncherJoined,
     LauncherLeft,
-    PeerLost,
+    PeerConnectionLost,
     ProbeFinished,
     RankFinished,
     RankLost,
@@ -23,79 +23,84 @@ from everstep.wire.v1.training import (
     RankStalled,
     RankUnresponsive,
     Resumed,
-    Sealed,
     UserError,
+    VersionSealed,
 )
 from everstep.wire.v1.vault_orders import VersionProtected, VersionSpilled
 from everstep_controller.core import invariants, orders, retirement
 from everstep_controller.core.checkpoints.commits import check_candidate
-from everstep_controller.core.checkpoints.parity import check_protection, version_protected
-from everstep_controller.core.checkpoints.replica_failures import check_homes
-from everstep_controller.core.checkpoints.storage import check_spill, version_spilled
-from everstep_controller.core.database_outage import refuse_while_away, store_changed
+from everstep_controller.core.checkpoints.parity import check_protection, handle_version_protected
+from everstep_controller.core.checkpoints.replica_failures import check_replica_nodes
+from everstep_controller.core.checkpoints.storage import check_spill, handle_version_spilled
+from everstep_controller.core.database_outage import handle_database_change, refuse_during_outage
 from everstep_controller.core.effects import Effect
 from everstep_controller.core.events import (
-    ActionReported,
     AgentRegistered,
     ControllerStarted,
+    DatabaseAvailabilityChanged,
     Event,
     HeartbeatChanged,
     NodeDisconnected,
-    NodeHeard,
-    NodeObserved,
+    NodeSeen,
     OperatorCommand,
     ProbeRequested,
+    RemediationFinished,
     ReportArrived,
-    StoreChanged,
+    SchedulerStateChanged,
     Tick,
 )
 from everstep_controller.core.health import examinations, maintenance, remediation_ladder
 from everstep_controller.core.health import findings as pictures
-from everstep_controller.core.health.eviction import check_held
-from everstep_controller.core.health.examinations import check_care, check_case, check_probe, probe_reported
-from everstep_controller.core.health.quarantine import PROBE_PASSED, PROBE_SKIPPED, heard_on_probation
+from everstep_controller.core.health.eviction import check_deferred_scope
+from everstep_controller.core.health.examinations import (
+    check_blame_case,
+    check_probe_deadline,
+    check_treatment,
+    handle_probe_finished,
+)
+from everstep_controller.core.health.quarantine import PROBE_PASSED, PROBE_SKIPPED, check_seen_on_probation
 from everstep_controller.core.jobs import hangs, joining, lifecycle, losses
-from everstep_controller.core.jobs.generations import check_boundary, heard_beyond_boundary, note_waiting
-from everstep_controller.core.jobs.hangs import settle
-from everstep_controller.core.jobs.membership import ENDED
-from everstep_controller.core.jobs.progress import is_beyond_boundary, left_in_order, take_progress
+from everstep_controller.core.jobs.generations import check_boundary, note_beyond_boundary, note_waiting
+from everstep_controller.core.jobs.hangs import settle_pending_regroup
+from everstep_controller.core.jobs.membership import ENDED_STATES
+from everstep_controller.core.jobs.progress import is_beyond_boundary, may_have_crossed_boundary, record_progress
 from everstep_controller.core.liveness import node_liveness, registration
-from everstep_controller.core.liveness.correlation import announce
-from everstep_controller.core.liveness.node_liveness import deaf_after_s, take_word
+from everstep_controller.core.liveness.correlation import announce_correlated_silence
+from everstep_controller.core.liveness.node_liveness import observer_stall_s, record_message
 from everstep_controller.core.records import JobRecord, NodeRecord
-from everstep_controller.core.startup import restore, started
-from everstep_controller.core.state import FleetState, NodeLive
-from everstep_controller.core.transition import Looked, Read, Turn, pop_due
+from everstep_controller.core.startup import handle_controller_started, restore_state
+from everstep_controller.core.state import FleetState, NodeRuntime
+from everstep_controller.core.transition import DeadlineCheck, RecordedRead, Transition, pop_due
 
 __all__ = [
-    "Heard",
+    "HeartbeatResult",
+    "apply_heartbeat",
+    "can_defer_findings",
+    "can_defer_reports",
     "check_invariants",
     "handle",
-    "lacks",
+    "job_to_rejoin",
     "next_deadline",
-    "picture_can_wait",
-    "reports_can_wait",
-    "restore",
-    "take",
-    "touch",
+    "restore_state",
+    "run_transition",
 ]
 
 
-_FIRST = {"silence": 0, "maintenance": 1}
+_DEADLINE_PRIORITY = {"silence": 0, "maintenance": 1}
 """Of what is due at once: who is doubted gets no seat below, and to whom a window has come nothing is done any more."""
-_OF_NO_ONE = ("probe", "case", "correlation", "reunion", "held", "retention", "maintenance")
+_GLOBAL_DEADLINES = ("probe", "case", "correlation", "reunion", "held", "retention", "maintenance")
 """Deadlines of neither a node nor a job."""
-NO_LAG_S = 0.01
+MIN_LAG_S = 0.01
 """Seconds; an observer that lags by less is on time."""
 
 
-class Heard(Enum):
+class HeartbeatResult(Enum):
     """What a heartbeat that tells of no findings means."""
 
     UNKNOWN = "unknown"
     """The node or this life of it is not known here, or (its word is noted) its findings are not: answer with
     ``resend``."""
-    QUIET = "quiet"
+    UNEVENTFUL = "quiet"
     """It is noted, and nothing follows from it."""
     NEWS = "news"
     """Something follows from it, and nothing was changed yet: hand it over as ``HeartbeatChanged`` without findings."""
@@ -112,72 +117,81 @@ def handle(state: FleetState, event: Event, now: float) -> list[Effect]:
     anything was changed. A node's disconnection or sign of life that comes too late is no error: it is counted and
     dropped.
     """
-    return take(state, event, now).finish()
+    return run_transition(state, event, now).finish()
 
 
-def take(state: FleetState, event: Event, now: float, recorded: Sequence[Read] | None = None) -> Turn:
+def run_transition(
+    state: FleetState, event: Event, now: float, recorded: Sequence[RecordedRead] | None = None
+) -> Transition:
     """``handle`` for those who also want ``Turn.reads``, or have them from the first time (``recorded``)."""
-    _refuse(state, event, now)
-    turn = Turn(state, now, _trace(event), event.entropy if isinstance(event, ReportArrived) else "", recorded)
+    _reject_invalid(state, event, now)
+    turn = Transition(state, now, _trace(event), event.entropy if isinstance(event, ReportArrived) else "", recorded)
     _EVENTS[type(event)](turn, event)
-    pictures.judge_own(turn)
-    pictures.judge_returning(turn)
-    heard_on_probation(turn)
-    pictures.judge_returning(turn)
-    if turn.departed:
-        losses.regroup_departed(turn)
-    if state.held:
-        pictures.reconsider(turn)
-    joining.offer_released(turn)
+    pictures.judge_controller_findings(turn)
+    pictures.judge_returning_nodes(turn)
+    check_seen_on_probation(turn)
+    pictures.judge_returning_nodes(turn)
+    if turn.lost_nodes_by_job:
+        losses.regroup_after_losses(turn)
+    if state.deferred_evictions:
+        pictures.retry_deferred_evictions(turn)
+    joining.offer_after_deferral(turn)
     note_waiting(turn)
     return turn
 
 
-def touch(state: FleetState, node: str, incarnation: int, now: float, ranks: tuple[RankProgress, ...] = ()) -> Heard:
+def apply_heartbeat(
+    state: FleetState, node: str, incarnation: int, now: float, ranks: tuple[RankProgress, ...] = ()
+) -> HeartbeatResult:
     """Takes a heartbeat that tells of no findings, unless something follows from it. O(ranks of the node)."""
-    record, live = state.nodes.get(node), state.live_nodes.get(node)
+    record, live = state.nodes.get(node), state.node_runtime.get(node)
     if record is None or live is None or record.incarnation != incarnation:
-        return Heard.UNKNOWN
-    if _beat_matters(state, record, live) or left_in_order(state, ranks):
-        return Heard.NEWS
-    take_word(state.policy, state.hearing, live.pulse, now)
-    live.pulse.beats += 1
-    take_progress(state, node, ranks, now)
-    return Heard.QUIET if live.picture else Heard.UNKNOWN
+        return HeartbeatResult.UNKNOWN
+    if _needs_transition(state, record, live) or may_have_crossed_boundary(state, ranks):
+        return HeartbeatResult.NEWS
+    record_message(state.policy, state.observer, live.heartbeats, now)
+    live.heartbeats.clean_beats += 1
+    record_progress(state, node, ranks, now)
+    return HeartbeatResult.UNEVENTFUL if live.has_full_findings else HeartbeatResult.UNKNOWN
 
 
-def picture_can_wait(
+def can_defer_findings(
     state: FleetState, node: str, findings: Sequence[Finding], ranks: tuple[RankProgress, ...] = ()
 ) -> bool:
     """Whether a picture may rest for a moment: nobody's recovery and no suspicion hangs on it, and it tells of mild
     findings, or of those that stand already. Changes nothing."""
-    record, live = state.nodes.get(node), state.live_nodes.get(node)
-    if record is None or live is None or _beat_matters(state, record, live) or left_in_order(state, ranks):
+    record, live = state.nodes.get(node), state.node_runtime.get(node)
+    if (
+        record is None
+        or live is None
+        or _needs_transition(state, record, live)
+        or may_have_crossed_boundary(state, ranks)
+    ):
         return False
     return all(_is_mild(record, finding) for finding in findings)
 
 
-def reports_can_wait(state: FleetState, node: str, reports: Sequence[AnyReport]) -> bool:
+def can_defer_reports(state: FleetState, node: str, reports: Sequence[AnyReport]) -> bool:
     """The same of reports."""
     findings = [body.finding for body in reports if isinstance(body, FindingRaised)]
     if not all(isinstance(body, FindingRaised | FindingCleared) for body in reports):
         return False
-    return picture_can_wait(state, node, findings)
+    return can_defer_findings(state, node, findings)
 
 
 def _is_mild(record: NodeRecord, finding: Finding) -> bool:
-    standing = record.findings.get(finding.key)
+    standing = record.agent_findings.get(finding.key)
     return finding.severity is not Severity.CRITICAL or (
         standing is not None and standing.severity is Severity.CRITICAL
     )
 
 
-def lacks(state: FleetState, node: str, ranks: Iterable[RankProgress]) -> str:
+def job_to_rejoin(state: FleetState, node: str, ranks: Iterable[RankProgress]) -> str:
     """A job among those of ``ranks`` of which the node's launcher must say again what it offers, since more has
     happened than is known here; empty for none."""
     for progress in ranks:
         job = state.jobs.get(progress.job)
-        if job is None or node not in job.launchers or progress.generation > job.last_number:
+        if job is None or node not in job.launchers or progress.generation > job.last_generation_number:
             return progress.job
     return ""
 
@@ -195,26 +209,26 @@ def check_invariants(state: FleetState) -> None:
 # --- inside ------------------------------------------------------------------------------------------------------
 
 
-def _beat_matters(state: FleetState, record: NodeRecord, live: NodeLive) -> bool:
-    if live.gone_at is not None or not record.reachable or record.state is NodeState.SUSPECT:
+def _needs_transition(state: FleetState, record: NodeRecord, live: NodeRuntime) -> bool:
+    if live.disconnected_at is not None or not record.reachable or record.state is NodeState.SUSPECT:
         return True
-    if record.state is not NodeState.PROBATION or record.probe not in (PROBE_PASSED, PROBE_SKIPPED):
+    if record.state is not NodeState.PROBATION or record.probe_status not in (PROBE_PASSED, PROBE_SKIPPED):
         return False
-    return live.pulse.beats + 1 >= state.policy.probation_beats
+    return live.heartbeats.clean_beats + 1 >= state.policy.probation_beats
 
 
-def _refuse(state: FleetState, event: Event, now: float) -> None:
+def _reject_invalid(state: FleetState, event: Event, now: float) -> None:
     match event:
         case AgentRegistered():
-            registration.check_register(state, event.register)
+            registration.check_registration(state, event.register)
         case HeartbeatChanged() | ReportArrived():
-            registration.check_life(state, event.node, event.incarnation)
+            registration.check_incarnation(state, event.node, event.incarnation)
         case OperatorCommand():
-            refuse_while_away(state)
+            refuse_during_outage(state)
             orders.check_command(state, event, now)
         case ProbeRequested():
-            refuse_while_away(state)
-            orders.check_probe(state, event)
+            refuse_during_outage(state)
+            orders.check_probe_request(state, event)
         case _:
             pass
 
@@ -227,152 +241,152 @@ def _trace(event: Event) -> str:
     return own or event.trace
 
 
-def _tick(turn: Turn, event: Tick) -> None:
-    state = turn.state
-    lag_s = event.lag_s if event.lag_s >= NO_LAG_S else 0.0
-    state.slack_s = max(lag_s, state.slack_s - max(0.0, turn.now - state.slack_at))
-    state.slack_at = turn.now
-    if lag_s > deaf_after_s(state.policy):
-        state.hearing.since = turn.now
-    turn.quiet = state.slack_s == 0.0
-    for looked in turn.looks or ():
-        if looked.of in state.nodes or looked.of in state.jobs or looked.kind in _OF_NO_ONE:
-            _look(turn, looked.kind, looked.of)
+def _handle_tick(transition: Transition, event: Tick) -> None:
+    state = transition.state
+    lag_s = event.lag_s if event.lag_s >= MIN_LAG_S else 0.0
+    state.observer_lag_s = max(lag_s, state.observer_lag_s - max(0.0, transition.now - state.observer_lag_at))
+    state.observer_lag_at = transition.now
+    if lag_s > observer_stall_s(state.policy):
+        state.observer.receiving_since = transition.now
+    transition.is_uneventful = state.observer_lag_s == 0.0
+    for looked in transition.recorded_checks or ():
+        if looked.subject in state.nodes or looked.subject in state.jobs or looked.kind in _GLOBAL_DEADLINES:
+            _check_deadline(transition, looked.kind, looked.subject)
     most = len(state.deadlines)
-    while due := list(itertools.islice(iter(lambda: pop_due(state, turn.now), None), most)):
+    while due := list(itertools.islice(iter(lambda: pop_due(state, transition.now), None), most)):
         most -= len(due)
-        for kind, subject in sorted(due, key=lambda one: _FIRST.get(one[0], len(_FIRST))):
-            if turn.looks is None or kind != "silence":
-                _look(turn, kind, subject)
+        for kind, subject in sorted(due, key=lambda one: _DEADLINE_PRIORITY.get(one[0], len(_DEADLINE_PRIORITY))):
+            if transition.recorded_checks is None or kind != "silence":
+                _check_deadline(transition, kind, subject)
 
 
-def _look(turn: Turn, kind: str, subject: str) -> None:
-    if kind not in _OF_NO_ONE and subject not in turn.state.nodes and subject not in turn.state.jobs:
+def _check_deadline(transition: Transition, kind: str, subject: str) -> None:
+    if kind not in _GLOBAL_DEADLINES and subject not in transition.state.nodes and subject not in transition.state.jobs:
         return  # it is forgotten
-    before = len(turn.reads)
-    turn.reads.append(Looked(subject, kind))
-    if kind == "silence" and node_liveness.check_silence(turn, subject):
-        del turn.reads[before:]
+    before = len(transition.reads)
+    transition.reads.append(DeadlineCheck(subject, kind))
+    if kind == "silence" and node_liveness.check_silence(transition, subject):
+        del transition.reads[before:]
         return
-    turn.quiet = False
+    transition.is_uneventful = False
     if kind == "node":
-        node_liveness.check_node(turn, subject)
+        node_liveness.check_node(transition, subject)
     elif kind == "probe":
-        check_probe(turn, subject)
+        check_probe_deadline(transition, subject)
     elif kind == "care":
-        check_care(turn, subject)
+        check_treatment(transition, subject)
     elif kind == "case":
-        check_case(turn, subject)
+        check_blame_case(transition, subject)
     elif kind == "job":
-        _check_job(turn, turn.state.jobs[subject])
+        _check_job(transition, transition.state.jobs[subject])
     elif kind == "correlation":
-        announce(turn)
+        announce_correlated_silence(transition)
     elif kind == "reunion":
-        node_liveness.reunion_over(turn)
+        node_liveness.end_rejoin_window(transition)
     elif kind == "held":
-        check_held(turn, subject)
+        check_deferred_scope(transition, subject)
     elif kind == "maintenance":
-        maintenance.check_begin(turn)
+        maintenance.begin_due_windows(transition)
     elif kind == "retention":
-        retirement.look(turn)
+        retirement.apply_retention(transition)
 
 
-def _check_job(turn: Turn, job: JobRecord) -> None:
-    live = turn.state.live_jobs[job.job]
-    live.offered_at = None
-    if job.state in ENDED:
+def _check_job(transition: Transition, job: JobRecord) -> None:
+    live = transition.state.job_runtime[job.job]
+    live.node_offered_at = None
+    if job.state in ENDED_STATES:
         return
     if job.state is JobState.RUNNING:
-        if live.pending is not None and turn.now >= live.pending.due:
-            settle(turn, job)
-        check_boundary(turn, job)
-        check_candidate(turn, job)
-        check_homes(turn, job)
-        check_spill(turn, job)
-        check_protection(turn, job)
-    lifecycle.check_job(turn, job)
+        if live.pending_regroup is not None and transition.now >= live.pending_regroup.due:
+            settle_pending_regroup(transition, job)
+        check_boundary(transition, job)
+        check_candidate(transition, job)
+        check_replica_nodes(transition, job)
+        check_spill(transition, job)
+        check_protection(transition, job)
+    lifecycle.check_job(transition, job)
 
 
-def _heartbeat(turn: Turn, event: HeartbeatChanged) -> None:
-    turn.state.live_nodes[event.node].pulse.beats += 1
-    node_liveness.heard(turn, event.node)
+def _handle_heartbeat(transition: Transition, event: HeartbeatChanged) -> None:
+    transition.state.node_runtime[event.node].heartbeats.clean_beats += 1
+    node_liveness.mark_seen(transition, event.node)
     for progress in event.ranks:
-        job = turn.state.jobs.get(progress.job)
+        job = transition.state.jobs.get(progress.job)
         if job is not None and is_beyond_boundary(job, progress):
-            heard_beyond_boundary(turn, job, event.node, progress.rank, progress.generation, progress.step)
-    take_progress(turn.state, event.node, event.ranks, turn.now)
+            note_beyond_boundary(transition, job, event.node, progress.rank, progress.generation, progress.step)
+    record_progress(transition.state, event.node, event.ranks, transition.now)
     if event.findings is not None:
-        pictures.take_picture(turn, event.node, event.findings)
+        pictures.replace_agent_findings(transition, event.node, event.findings)
 
 
-def _disconnected(turn: Turn, event: NodeDisconnected) -> None:
-    record = turn.state.nodes.get(event.node)
+def _handle_disconnected(transition: Transition, event: NodeDisconnected) -> None:
+    record = transition.state.nodes.get(event.node)
     if record is None or record.incarnation != event.incarnation:
-        turn.ignore("disconnected.stale")
+        transition.count_ignored("disconnected.stale")
         return
-    node_liveness.disconnected(turn, event.node)
+    node_liveness.handle_disconnected(transition, event.node)
 
 
-def _node_heard(turn: Turn, event: NodeHeard) -> None:
+def _handle_nodes_seen(transition: Transition, event: NodeSeen) -> None:
     for node, incarnation in ((event.node, event.incarnation), *event.others):
-        record = turn.state.nodes.get(node)
+        record = transition.state.nodes.get(node)
         if record is None or record.incarnation != incarnation:
-            turn.ignore("heard.stale")
+            transition.count_ignored("node_seen.stale")
         else:
-            node_liveness.heard(turn, node)
+            node_liveness.mark_seen(transition, node)
 
 
-def _report(turn: Turn, event: ReportArrived) -> None:
-    node_liveness.heard(turn, event.node)
+def _handle_report(transition: Transition, event: ReportArrived) -> None:
+    node_liveness.mark_seen(transition, event.node)
     body, node = event.body, event.node
     match body:
         case LauncherJoined():
-            joining.launcher_joined(turn, node, body)
+            joining.handle_launcher_joined(transition, node, body)
         case FindingRaised():
-            pictures.take_finding(turn, node, body.finding)
+            pictures.add_agent_finding(transition, node, body.finding)
         case FindingCleared():
-            pictures.clear_finding(turn, node, body.key)
+            pictures.clear_agent_finding(transition, node, body.key)
         case ProbeFinished():
-            probe_reported(turn, node, body)
+            handle_probe_finished(transition, node, body)
         case _:
-            _job_report(turn, node, body)
+            _handle_job_report(transition, node, body)
 
 
-_REPORTS: dict[type[Any], Callable[[Turn, JobRecord, str, Any], None]] = {
-    LauncherLeft: losses.launcher_left,
-    PeerLost: node_liveness.peer_lost,
-    RankLost: losses.rank_lost,
-    CollectiveFailed: losses.collective_failed,
-    RankStalled: hangs.rank_stalled,
-    RankUnresponsive: hangs.rank_unresponsive,
-    Sealed: examinations.seal_arrived,
-    Resumed: lifecycle.rank_resumed,
-    UserError: lifecycle.user_error,
-    RankFinished: lifecycle.rank_finished,
-    VersionSpilled: version_spilled,
-    VersionProtected: version_protected,
+_REPORTS: dict[type[Any], Callable[[Transition, JobRecord, str, Any], None]] = {
+    LauncherLeft: losses.handle_launcher_left,
+    PeerConnectionLost: node_liveness.handle_peer_lost,
+    RankLost: losses.handle_rank_lost,
+    CollectiveFailed: losses.handle_collective_failed,
+    RankStalled: hangs.handle_rank_stalled,
+    RankUnresponsive: hangs.handle_rank_unresponsive,
+    VersionSealed: examinations.handle_sealed,
+    Resumed: lifecycle.handle_resumed,
+    UserError: lifecycle.handle_user_error,
+    RankFinished: lifecycle.handle_rank_finished,
+    VersionSpilled: handle_version_spilled,
+    VersionProtected: handle_version_protected,
 }
 
 
-def _job_report(turn: Turn, node: str, body: Any) -> None:
-    job = turn.state.jobs.get(body.job)
+def _handle_job_report(transition: Transition, node: str, body: Any) -> None:
+    job = transition.state.jobs.get(body.job)
     if job is None:
-        turn.ignore("report.unknown_job")
+        transition.count_ignored("report.unknown_job")
         return
-    _REPORTS[type(body)](turn, job, node, body)
+    _REPORTS[type(body)](transition, job, node, body)
 
 
-_EVENTS: dict[type[Any], Callable[[Turn, Any], None]] = {
-    ControllerStarted: started,
-    Tick: _tick,
+_EVENTS: dict[type[Any], Callable[[Transition, Any], None]] = {
+    ControllerStarted: handle_controller_started,
+    Tick: _handle_tick,
     AgentRegistered: lambda turn, event: registration.register(turn, event.register),
-    HeartbeatChanged: _heartbeat,
-    ReportArrived: _report,
-    NodeDisconnected: _disconnected,
-    NodeHeard: _node_heard,
-    StoreChanged: store_changed,
-    ActionReported: remediation_ladder.reported,
-    NodeObserved: maintenance.observed,
-    OperatorCommand: orders.command,
-    ProbeRequested: orders.probe,
+    HeartbeatChanged: _handle_heartbeat,
+    ReportArrived: _handle_report,
+    NodeDisconnected: _handle_disconnected,
+    NodeSeen: _handle_nodes_seen,
+    DatabaseAvailabilityChanged: handle_database_change,
+    RemediationFinished: remediation_ladder.handle_remediation_finished,
+    SchedulerStateChanged: maintenance.handle_scheduler_change,
+    OperatorCommand: orders.execute_command,
+    ProbeRequested: orders.execute_probe,
 }

@@ -77,7 +77,7 @@ class NodeDisconnected(EventBase, frozen=True, kw_only=True, tag=True):
     incarnation: Incarnation
 
 
-class NodeHeard(EventBase, frozen=True, kw_only=True, tag=True):
+class NodeSeen(EventBase, frozen=True, kw_only=True, tag=True):
     """Any authenticated word of a node that this controller had not heard since it began, or that was disconnected,
     suspect or lost. ``others``: more of them, each in the life that it spoke for, heard in the same moment."""
 
@@ -86,7 +86,7 @@ class NodeHeard(EventBase, frozen=True, kw_only=True, tag=True):
     others: tuple[tuple[NodeId, Incarnation], ...] = ()
 
 
-class StoreChanged(EventBase, frozen=True, kw_only=True, tag=True):
+class DatabaseAvailabilityChanged(EventBase, frozen=True, kw_only=True, tag=True):
     """The database went away, or is back with everything written that was decided meanwhile.
 
     While it is away nothing that must survive this controller may be decided: nobody is evicted, no version is
@@ -96,26 +96,26 @@ class StoreChanged(EventBase, frozen=True, kw_only=True, tag=True):
     failed. Nobody was told of it, and its number may be given again by another controller: they get another one.
     """
 
-    away: bool
+    is_unavailable: bool
     reason: str = ""
-    unsent: tuple[JobId, ...] = ()
+    unsent_jobs: tuple[JobId, ...] = ()
 
 
-class ActionReported(EventBase, frozen=True, kw_only=True, tag=True):
-    """A remediation that ``effects.RequestRemedy`` asked for has come to its end.
+class RemediationFinished(EventBase, frozen=True, kw_only=True, tag=True):
+    """A remediation that ``effects.RequestRemediation`` asked for has come to its end.
 
     ``ok``: it was carried out and read back; else ``detail`` says why it was given up. ``dry_run``: nothing was done,
     and it counts as done.
     """
 
-    id: str
+    remediation_id: str
     node: NodeId
-    ok: bool
+    succeeded: bool
     detail: str = ""
     dry_run: bool = False
 
 
-class NodeObserved(EventBase, frozen=True, kw_only=True, tag=True):
+class SchedulerStateChanged(EventBase, frozen=True, kw_only=True, tag=True):
     """What the scheduler shows of a node differs from what it showed before.
 
     ``cordoned_by``: somebody other than Everstep has taken it out of service (a person, another program), with
@@ -126,7 +126,7 @@ class NodeObserved(EventBase, frozen=True, kw_only=True, tag=True):
     node: NodeId
     cordoned_by: str = ""
     reason: str = ""
-    uncordoned: str = ""
+    lifted_cordon_id: str = ""
 
 
 class OperatorAction(StrEnum):
@@ -162,12 +162,12 @@ class OperatorCommand(EventBase, frozen=True, kw_only=True, tag=True):
     ever). ``until``: wall seconds. ``starts_at`` the same, of a window that is planned ahead; None: it begins now.
     """
 
-    kind: OperatorAction
+    action: OperatorAction
     actor: str
     reason: str = ""
     node: NodeId | None = None
     job: JobId | None = None
-    size: int | None = None
+    node_limit: int | None = None
     rack: str | None = None
     until: float | None = None
     starts_at: float | None = None
@@ -189,10 +189,10 @@ Event = (
     | HeartbeatChanged
     | ReportArrived
     | NodeDisconnected
-    | NodeHeard
-    | StoreChanged
-    | ActionReported
-    | NodeObserved
+    | NodeSeen
+    | DatabaseAvailabilityChanged
+    | RemediationFinished
+    | SchedulerStateChanged
     | OperatorCommand
     | ProbeRequested
 )

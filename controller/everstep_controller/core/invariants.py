@@ -7,66 +7,79 @@ from __future__ import annotations
 
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.training import GenerationSpec
-from everstep_controller.core.database_outage import STORE
+from everstep_controller.core.database_outage import DATABASE_SCOPE
 from everstep_controller.core.health.eviction import FLEET
-from everstep_controller.core.jobs.membership import ENDED, least_nodes, least_seats, most_seats, next_seats, seats_of
-from everstep_controller.core.liveness.correlation import names
+from everstep_controller.core.jobs.membership import (
+    ENDED_STATES,
+    max_seats,
+    min_roster_nodes,
+    min_seats,
+    next_seats,
+    seats_of,
+)
+from everstep_controller.core.liveness.correlation import groups_of
 from everstep_controller.core.records import JobRecord, NodeRecord
-from everstep_controller.core.state import FleetState, Tally
+from everstep_controller.core.state import FleetState, SilenceCount
 
-OUT = (NodeState.QUARANTINED, NodeState.REPAIR, NodeState.LOST)
+UNSEATABLE_STATES = (NodeState.QUARANTINED, NodeState.REPAIR, NodeState.LOST)
 
 
 def check(state: FleetState) -> None:
     """Raises AssertionError for the first thing that does not hold."""
-    assert state.nodes.keys() == state.live_nodes.keys(), "every node has its live part"
-    assert state.jobs.keys() == state.live_jobs.keys(), "every job has its live part"
+    assert state.nodes.keys() == state.node_runtime.keys(), "every node has its live part"
+    assert state.jobs.keys() == state.job_runtime.keys(), "every job has its live part"
     assert state.silent <= state.reachable, f"silent but not expected: {state.silent - state.reachable}"
-    assert state.unmet <= state.reachable, f"waited for but not expected: {state.unmet - state.reachable}"
-    _check_tallies(state)
-    _check_budget(state)
+    assert state.unseen <= state.reachable, f"waited for but not expected: {state.unseen - state.reachable}"
+    _check_silence_counts(state)
+    _check_deferrals(state)
     for record in state.nodes.values():
         _check_node(state, record)
     for job in state.jobs.values():
         _check_job(state, job)
-    _check_owners(state)
+    _check_seats_disjoint(state)
     _check_index(state)
-    _check_forgotten(state)
+    _check_references(state)
 
 
-def _check_tallies(state: FleetState) -> None:
+def _check_silence_counts(state: FleetState) -> None:
     """What is counted step by step is what there is."""
-    counted: dict[str, Tally] = {}
+    counted: dict[str, SilenceCount] = {}
     for node in state.reachable:
-        for name in names(state.nodes[node]):
-            tally = counted.setdefault(name, Tally())
+        for name in groups_of(state.nodes[node]):
+            tally = counted.setdefault(name, SilenceCount())
             tally.expected += 1
             tally.silent += node in state.silent
-    assert counted == state.tallies, "the tallies of silent nodes went astray"
-    assert (state.episode is not None) == bool(state.crossed), "an episode is what was crossed"
+    assert counted == state.silence_counts, "the tallies of silent nodes went astray"
+    assert (state.correlated_silence is not None) == bool(state.silent_groups), "an episode is what was crossed"
 
 
-def _check_forgotten(state: FleetState) -> None:
+def _check_references(state: FleetState) -> None:
     """Nothing leads to a node or a job that is known no more."""
     for name, seen in state.sightings.items():
         assert seen.keys() <= state.nodes.keys(), f"{name} was seen on a node that is forgotten"
     for name, waiting in state.outbreaks.items():
         assert waiting.keys() <= state.nodes.keys(), f"a node that is forgotten waits for the end of {name}"
-    for node, live in state.live_nodes.items():
+    for node, live in state.node_runtime.items():
         assert live.jobs.keys() <= state.jobs.keys(), f"{node} offers itself to a job that is forgotten"
     for job in state.jobs.values():
-        for node in (*job.launchers, *job.former):
+        for node in (*job.launchers, *job.former_nodes):
             assert node in state.nodes, f"{job.job} counts on {node}, which is forgotten"
 
 
-def _check_budget(state: FleetState) -> None:
-    for scope, nodes in state.held.items():
+def _check_deferrals(state: FleetState) -> None:
+    for scope, nodes in state.deferred_evictions.items():
         assert nodes, f"nothing is held by {scope}"
         for node in nodes:
             record = state.nodes[node]
-            assert not record.overruled or record.held_by == scope, f"{node} is held by {scope} and {record.held_by}"
-    asked_again = {FLEET, STORE} | ({of for _, kind, of in state.queued if kind == "held"} if state.held else set())
-    assert state.held.keys() <= asked_again, f"nobody asks again whether {state.held.keys() - asked_again} still hold"
+            assert not record.deferred_eviction_key or record.eviction_deferred_by == scope, (
+                f"{node} is held by {scope} and {record.eviction_deferred_by}"
+            )
+    asked_again = {FLEET, DATABASE_SCOPE} | (
+        {of for _, kind, of in state.queued_deadlines if kind == "held"} if state.deferred_evictions else set()
+    )
+    assert state.deferred_evictions.keys() <= asked_again, (
+        f"nobody asks again whether {state.deferred_evictions.keys() - asked_again} still hold"
+    )
 
 
 def _check_node(state: FleetState, record: NodeRecord) -> None:
@@ -78,55 +91,67 @@ def _check_node(state: FleetState, record: NodeRecord) -> None:
     if record.state is NodeState.LOST:
         assert not record.reachable, f"{node} is lost and heard"
     if record.state is NodeState.QUARANTINED:
-        way_out = record.causes or record.needs_operator or not record.reachable or record.returns_at > 0
+        way_out = (
+            record.quarantine_causes or record.needs_operator or not record.reachable or record.quarantined_until > 0
+        )
         assert way_out, f"{node}: a quarantine without a way out"
-    if record.foreign or record.hold:
+    if record.external_cordon_by or record.hold_reason:
         out = record.state not in (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION)
-        assert out, f"{node} is {record.state}, against the word of {record.foreign or record.hold}"
+        assert out, f"{node} is {record.state}, against the word of {record.external_cordon_by or record.hold_reason}"
     if record.state is NodeState.PROBATION:
-        assert record.probe, f"{node}: a probation without a probe, or a word on why there is none"
+        assert record.probe_status, f"{node}: a probation without a probe, or a word on why there is none"
     if record.reachable:
-        assert state.live_nodes[node].watched, f"{node}: nobody watches its silence"
+        assert state.node_runtime[node].has_silence_deadline, f"{node}: nobody watches its silence"
     if node in state.silent:
         assert record.state is not NodeState.HEALTHY, f"{node} is silent and not suspected"
 
 
 def _check_job(state: FleetState, job: JobRecord) -> None:
-    live = state.live_jobs[job.job]
+    live = state.job_runtime[job.job]
     if job.generation is not None:
         _check_generation(job, job.generation)
-        assert job.last_number >= job.generation.number, f"{job.job}: its number is behind its generation"
-        is_last = job.state is not JobState.RUNNING or job.last_number == job.generation.number
+        assert job.last_generation_number >= job.generation.number, f"{job.job}: its number is behind its generation"
+        is_last = job.state is not JobState.RUNNING or job.last_generation_number == job.generation.number
         assert is_last, f"{job.job}: the current generation is not the last one"
-    if job.leaving is not None:
+    if job.outgoing_generation is not None:
         assert job.generation is not None, f"{job.job}: leaves a generation for none"
-        assert job.leaving.number < job.generation.number, f"{job.job}: generations must increase"
+        assert job.outgoing_generation.number < job.generation.number, f"{job.job}: generations must increase"
         assert job.generation.after_step is not None, f"{job.job}: leaves a generation without a boundary"
-    for version in (live.committed, live.verified):
-        settled = version is None or (live.settled is not None and version <= live.settled)
+    for version in (live.committed_version, live.verified_version):
+        settled = version is None or (live.settled_version is not None and version <= live.settled_version)
         assert settled, f"{job.job}: {version} is committed or verified, and not settled"
-    if live.settled is not None:
-        assert all(v > live.settled for v in live.ballots), f"{job.job}: a vote on what is settled"
-    if job.ceiling is not None:
-        assert live.committed is None or live.committed <= job.ceiling, f"{job.job}: committed above the ceiling"
+    if live.settled_version is not None:
+        assert all(v > live.settled_version for v in live.version_seals), f"{job.job}: a vote on what is settled"
+    if job.restore_ceiling is not None:
+        assert live.committed_version is None or live.committed_version <= job.restore_ceiling, (
+            f"{job.job}: committed above the ceiling"
+        )
     if job.state is JobState.RUNNING:
         _check_running(state, job)
     elif job.state is JobState.PAUSED:
         able = next_seats(state, job)
-        wanted = any(len(state.live_nodes[node].jobs) > 1 for node in able)  # by others too: a Tick brings it to know
-        looked_at = live.offered_at is not None or (live.gather_due, "job", job.job) in state.queued
-        assert len(able) < least_nodes(job) or wanted or looked_at, f"{job.job} is paused although {able} could go on"
-    if live.offered_at is not None:
-        assert (live.offered_at, "job", job.job) in state.queued, f"{job.job}: nobody looks at the node it was offered"
-    if live.pending is not None:
+        wanted = any(len(state.node_runtime[node].jobs) > 1 for node in able)  # by others too: a Tick brings it to know
+        looked_at = live.node_offered_at is not None or (live.growth_due, "job", job.job) in state.queued_deadlines
+        assert len(able) < min_roster_nodes(job) or wanted or looked_at, (
+            f"{job.job} is paused although {able} could go on"
+        )
+    if live.node_offered_at is not None:
+        assert (live.node_offered_at, "job", job.job) in state.queued_deadlines, (
+            f"{job.job}: nobody looks at the node it was offered"
+        )
+    if live.pending_regroup is not None:
         assert job.state is JobState.RUNNING, f"{job.job}: waits for witnesses and does not run"
-        assert (live.pending.due, "job", job.job) in state.queued, f"{job.job}: waits for witnesses without a deadline"
+        assert (live.pending_regroup.due, "job", job.job) in state.queued_deadlines, (
+            f"{job.job}: waits for witnesses without a deadline"
+        )
 
 
-def _check_owners(state: FleetState) -> None:
+def _check_seats_disjoint(state: FleetState) -> None:
     owners: dict[str, str] = {}
     for job in state.jobs.values():
-        for node in {*seats_of(job.generation), *seats_of(job.leaving)} if job.state is JobState.RUNNING else ():
+        for node in (
+            {*seats_of(job.generation), *seats_of(job.outgoing_generation)} if job.state is JobState.RUNNING else ()
+        ):
             assert node not in owners, f"{node} computes for {owners[node]} and for {job.job}"
             owners[node] = job.job
     assert owners == state.owners, "the index of who computes where went astray"
@@ -135,37 +160,41 @@ def _check_owners(state: FleetState) -> None:
 def _check_index(state: FleetState) -> None:
     """The index of jobs by node is what the jobs' records say."""
     for job in state.jobs.values():
-        ended = job.state in ENDED
+        ended = job.state in ENDED_STATES
         for node in job.launchers:
-            assert ended or job.job in state.live_nodes[node].open, f"{job.job} is not among the jobs of {node}"
-        for node in state.live_jobs[job.job].nodes:
-            assert job.job in state.live_nodes[node].jobs, f"{job.job} was on {node}, which does not know it"
-    for node, live in state.live_nodes.items():
+            assert ended or job.job in state.node_runtime[node].open, f"{job.job} is not among the jobs of {node}"
+        for node in state.job_runtime[job.job].nodes:
+            assert job.job in state.node_runtime[node].jobs, f"{job.job} was on {node}, which does not know it"
+    for node, live in state.node_runtime.items():
         assert live.open.keys() <= live.jobs.keys(), f"{node} never had all of its jobs"
         for name, job in ((name, state.jobs[name]) for name in live.open):
-            assert job.state not in ENDED, f"{name} is over, and still among the jobs of {node}"
+            assert job.state not in ENDED_STATES, f"{name} is over, and still among the jobs of {node}"
             assert not job.launchers or node in job.launchers, f"{name} goes on without {node}, which counts it"
         for name in live.jobs:
-            assert node in state.live_jobs[name].nodes, f"{name} does not know that it was on {node}"
+            assert node in state.job_runtime[name].nodes, f"{name} does not know that it was on {node}"
 
 
 def _check_running(state: FleetState, job: JobRecord) -> None:
     assert job.generation is not None, f"{job.job} runs without a generation"
     for node in seats_of(job.generation):
         assert node in state.nodes, f"{job.job}: {node} is in a roster and unknown"
-        assert state.nodes[node].state not in OUT, f"{job.job}: {node} is {state.nodes[node].state} and in a roster"
-        assert node not in job.excluded, f"{job.job}: {node} is excluded and in the roster"
+        assert state.nodes[node].state not in UNSEATABLE_STATES, (
+            f"{job.job}: {node} is {state.nodes[node].state} and in a roster"
+        )
+        assert node not in job.excluded_nodes, f"{job.job}: {node} is excluded and in the roster"
         assert node in job.launchers, f"{job.job}: {node} is in the roster without a launcher"
-    if job.resumed_at is None and job.leaving is None:
-        due = (state.live_jobs[job.job].resume_due, "job", job.job)
-        assert due in state.queued, f"{job.job}: nobody waits for generation {job.last_number} to resume"
+    if job.generation_resumed_at is None and job.outgoing_generation is None:
+        due = (state.job_runtime[job.job].resume_due, "job", job.job)
+        assert due in state.queued_deadlines, (
+            f"{job.job}: nobody waits for generation {job.last_generation_number} to resume"
+        )
 
 
 def _check_generation(job: JobRecord, spec: GenerationSpec) -> None:
     seats = seats_of(spec)
     name = f"{job.job} generation {spec.number}"
-    assert len(spec.seated) == len(seats), f"{name}: a node has two seats"
-    bounds = least_seats(spec.spec), most_seats(spec.spec)
+    assert len(spec.seated_nodes) == len(seats), f"{name}: a node has two seats"
+    bounds = min_seats(spec.spec), max_seats(spec.spec)
     assert bounds[0] <= len(seats) <= bounds[1], f"{name}: {len(seats)} nodes are out of bounds {bounds}"
     assert len(seats) % spec.spec.block_nodes == 0, f"{name}: {len(seats)} nodes are no whole number of blocks"
     assert spec.store_node in seats, f"{name}: its store is not in the roster"

@@ -10,22 +10,22 @@ from everstep_controller.core import retirement
 from everstep_controller.core.events import OperatorAction, OperatorCommand, ProbeRequested
 from everstep_controller.core.health import evidence, maintenance
 from everstep_controller.core.health.diagnostics import start_probe
-from everstep_controller.core.health.eviction import needed_by, release, reset_breaker
-from everstep_controller.core.health.evidence import clear_own
+from everstep_controller.core.health.eviction import drop_deferral, find_job_needing, reset_breaker
+from everstep_controller.core.health.evidence import clear_controller_findings
 from everstep_controller.core.health.node_state import set_state
 from everstep_controller.core.health.quarantine import begin_probation, begin_quarantine
-from everstep_controller.core.health.remediation_ladder import to_repair
+from everstep_controller.core.health.remediation_ladder import send_to_repair
 from everstep_controller.core.jobs import lifecycle
-from everstep_controller.core.jobs.generations import Cause
+from everstep_controller.core.jobs.generations import RegroupCause
 from everstep_controller.core.jobs.joining import offer_to_jobs
-from everstep_controller.core.jobs.losses import forgive, node_left_jobs
-from everstep_controller.core.jobs.membership import ENDED
+from everstep_controller.core.jobs.losses import clear_job_blame, regroup_jobs_without
+from everstep_controller.core.jobs.membership import ENDED_STATES
 from everstep_controller.core.state import FleetState
-from everstep_controller.core.transition import Turn
-from everstep_controller.core.wording import nodes
+from everstep_controller.core.transition import Transition
+from everstep_controller.core.wording import format_node_count
 
 _JOB_ORDERS = (OperatorAction.STOP_JOB, OperatorAction.RESIZE_JOB)
-_OUT = (NodeState.QUARANTINED, NodeState.REPAIR)
+_QUARANTINE_STATES = (NodeState.QUARANTINED, NodeState.REPAIR)
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------
@@ -33,18 +33,18 @@ _OUT = (NodeState.QUARANTINED, NodeState.REPAIR)
 
 def check_command(state: FleetState, command: OperatorCommand, now: float) -> None:
     """Raises NotFound or Conflict, with what to do instead, for an order that cannot be carried out."""
-    if command.kind in _JOB_ORDERS:
+    if command.action in _JOB_ORDERS:
         _check_job(state, command)
-    elif command.kind is OperatorAction.RESET_BREAKER:
-        if not state.fleet.breaker:
+    elif command.action is OperatorAction.RESET_BREAKER:
+        if not state.fleet.breaker_reason:
             raise Conflict("the breaker is not latched: evictions are allowed")
-    elif command.kind is OperatorAction.CANCEL_MAINTENANCE:
+    elif command.action is OperatorAction.CANCEL_MAINTENANCE:
         maintenance.check_cancel(state, command)
-    elif command.kind is OperatorAction.MAINTENANCE and command.node is None:
+    elif command.action is OperatorAction.MAINTENANCE and command.node is None:
         maintenance.check_maintenance(state, command, now)
     else:
         _check_node(state, command)
-        if command.kind is OperatorAction.MAINTENANCE:
+        if command.action is OperatorAction.MAINTENANCE:
             maintenance.check_maintenance(state, command, now)
 
 
@@ -52,47 +52,50 @@ def _check_job(state: FleetState, command: OperatorCommand) -> None:
     job = state.jobs.get(command.job or "")
     if job is None:
         raise NotFound(f"no job {command.job}")
-    if job.state in ENDED:
+    if job.state in ENDED_STATES:
         raise Conflict(f"job {job.job} is {job.state} already")
-    if command.kind is OperatorAction.RESIZE_JOB:
+    if command.action is OperatorAction.RESIZE_JOB:
         least, most = job.spec.min_nodes, job.spec.max_nodes
-        if command.size is None or not least <= command.size <= most:
-            raise Conflict(f"job {job.job} runs on {least} to {most} nodes, not on {command.size}")
+        if command.node_limit is None or not least <= command.node_limit <= most:
+            raise Conflict(f"job {job.job} runs on {least} to {most} nodes, not on {command.node_limit}")
 
 
 def _check_node(state: FleetState, command: OperatorCommand) -> None:
     record = state.nodes.get(command.node or "")
     if record is None:
         raise NotFound(f"no node {command.node}: `everstep nodes` lists them")
-    if command.kind is OperatorAction.READMIT:
+    if command.action is OperatorAction.READMIT:
         if record.state is NodeState.LOST:
             raise Conflict(f"{record.node} is lost: it comes back by itself when its agent is heard")
-        if record.foreign:
+        if record.external_cordon_by:
             raise Conflict(
-                f"{record.node} is cordoned by {record.foreign}: lift that cordon, and it comes back by itself"
+                f"{record.node} is cordoned by {record.external_cordon_by}: lift that cordon, and it comes "
+                "back by itself"
             )
-        if record.state in (NodeState.HEALTHY, NodeState.SUSPECT) and not _excluded(state, record.node):
+        if record.state in (NodeState.HEALTHY, NodeState.SUSPECT) and not _is_excluded(state, record.node):
             raise Conflict(f"{record.node} is {record.state} and in service")
-    elif command.kind is OperatorAction.FORGET and (why := retirement.why_kept(state, record.node)):
+    elif command.action is OperatorAction.FORGET and (why := retirement.reason_to_keep(state, record.node)):
         raise Conflict(why)
-    elif command.kind is OperatorAction.RELEASE and not record.hold:
+    elif command.action is OperatorAction.RELEASE and not record.hold_reason:
         raise Conflict(f"nobody holds {record.node}: `everstep node readmit` ends whatever else keeps it out")
-    if command.kind in (OperatorAction.DRAIN, OperatorAction.REPAIR) and (why := needed_by(state, record.node)):
+    if command.action in (OperatorAction.DRAIN, OperatorAction.REPAIR) and (
+        why := find_job_needing(state, record.node)
+    ):
         raise Conflict(f"{why}: add a node or stop the job first, or evict {record.node} and let the job pause")
 
 
-def _excluded(state: FleetState, node: str) -> bool:
+def _is_excluded(state: FleetState, node: str) -> bool:
     """Whether a job does without the node, although it is in service."""
-    for name in state.live_nodes[node].jobs:
+    for name in state.node_runtime[node].jobs:
         job = state.jobs[name]
         launcher = job.launchers.get(node)
-        unable = launcher is not None and not launcher.able and job.state not in ENDED
-        if unable or node in job.excluded or node in job.slow:
+        unable = launcher is not None and not launcher.usable and job.state not in ENDED_STATES
+        if unable or node in job.excluded_nodes or node in job.replaced_stragglers:
             return True
     return False
 
 
-def check_probe(state: FleetState, request: ProbeRequested) -> None:
+def check_probe_request(state: FleetState, request: ProbeRequested) -> None:
     """Raises NotFound or Conflict for a probe that cannot be run."""
     if len(set(request.nodes)) < 2 or len(set(request.nodes)) != len(request.nodes):
         raise Conflict("a probe needs two or more different nodes")
@@ -106,107 +109,114 @@ def check_probe(state: FleetState, request: ProbeRequested) -> None:
 # --- orders ------------------------------------------------------------------------------------------------------
 
 
-def command(turn: Turn, order: OperatorCommand) -> None:
+def execute_command(transition: Transition, command: OperatorCommand) -> None:
     """Carries out an order that ``check_command`` let pass."""
-    because = f": {order.reason}" if order.reason else ""
-    sentence = f"{order.actor} ordered {_what(order, turn.now)}{because}"
-    data = {"actor": order.actor, "reason": order.reason}
-    turn.audit(f"operator.{order.kind}", sentence, node=order.node, job=order.job, data=data)
-    if order.kind is OperatorAction.RESET_BREAKER:
-        reset_breaker(turn)
-    elif order.job is not None and order.kind is OperatorAction.STOP_JOB:
-        lifecycle.stop(turn, turn.state.jobs[order.job], order.actor, order.reason)
-    elif order.job is not None and order.kind is OperatorAction.RESIZE_JOB and order.size is not None:
-        lifecycle.resize(turn, turn.state.jobs[order.job], order.size, order.actor)
-    elif order.kind is OperatorAction.MAINTENANCE:
-        maintenance.order_maintenance(turn, order, sentence)
-    elif order.kind is OperatorAction.CANCEL_MAINTENANCE:
-        maintenance.cancel(turn, order)
-    elif order.node is not None:
-        _NODE_ORDERS[order.kind](turn, order.node, sentence)
+    because = f": {command.reason}" if command.reason else ""
+    sentence = f"{command.actor} ordered {_describe_command(command, transition.now)}{because}"
+    data = {"actor": command.actor, "reason": command.reason}
+    transition.audit(f"operator.{command.action}", sentence, node=command.node, job=command.job, data=data)
+    if command.action is OperatorAction.RESET_BREAKER:
+        reset_breaker(transition)
+    elif command.job is not None and command.action is OperatorAction.STOP_JOB:
+        lifecycle.stop_job(transition, transition.state.jobs[command.job], command.actor, command.reason)
+    elif command.job is not None and command.action is OperatorAction.RESIZE_JOB and command.node_limit is not None:
+        lifecycle.resize_job(transition, transition.state.jobs[command.job], command.node_limit, command.actor)
+    elif command.action is OperatorAction.MAINTENANCE:
+        maintenance.order_window(transition, command, sentence)
+    elif command.action is OperatorAction.CANCEL_MAINTENANCE:
+        maintenance.cancel_maintenance(transition, command)
+    elif command.node is not None:
+        _NODE_ORDERS[command.action](transition, command.node, sentence)
 
 
-def _what(order: OperatorCommand, now: float) -> str:
+def _describe_command(command: OperatorCommand, now: float) -> str:
     """The order in words: what is to be done, and to whom."""
-    if order.kind is OperatorAction.RESET_BREAKER:
+    if command.action is OperatorAction.RESET_BREAKER:
         return "a reset of the breaker"
-    if order.kind is OperatorAction.MAINTENANCE:
-        subject = order.node or f"rack {order.rack}"
-        begins = max(now, order.starts_at or now)
+    if command.action is OperatorAction.MAINTENANCE:
+        subject = command.node or f"rack {command.rack}"
+        begins = max(now, command.starts_at or now)
         ahead = f", {begins - now:.0f} s from now," if begins > now else ""
-        return f"maintenance of {subject}{ahead} for {(order.until or now) - begins:.0f} s"
-    if order.kind is OperatorAction.CANCEL_MAINTENANCE:
-        return f"to cancel the maintenance planned for {order.node or f'rack {order.rack}'}"
-    if order.kind is OperatorAction.RESIZE_JOB:
-        return f"to bound job {order.job} to {nodes(order.size or 0)}"
-    if order.kind is OperatorAction.STOP_JOB:
-        return f"to stop job {order.job}"
-    return f"to {order.kind} {order.node}"
+        return f"maintenance of {subject}{ahead} for {(command.until or now) - begins:.0f} s"
+    if command.action is OperatorAction.CANCEL_MAINTENANCE:
+        return f"to cancel the maintenance planned for {command.node or f'rack {command.rack}'}"
+    if command.action is OperatorAction.RESIZE_JOB:
+        return f"to bound job {command.job} to {format_node_count(command.node_limit or 0)}"
+    if command.action is OperatorAction.STOP_JOB:
+        return f"to stop job {command.job}"
+    return f"to {command.action} {command.node}"
 
 
-def probe(turn: Turn, request: ProbeRequested) -> None:
+def execute_probe(transition: Transition, request: ProbeRequested) -> None:
     """Runs a probe that judges nobody."""
     because = f": {request.reason}" if request.reason else ""
     sentence = f"{request.actor} ordered a probe of {', '.join(request.nodes)}{because}"
-    turn.audit("operator.probe", sentence, data={"actor": request.actor, "reason": request.reason})
-    start_probe(turn, request.nodes, candidate=None, backend=request.backend)
+    transition.audit("operator.probe", sentence, data={"actor": request.actor, "reason": request.reason})
+    start_probe(transition, request.nodes, tested_node=None, backend=request.backend)
 
 
-def _drain(turn: Turn, node: str, sentence: str) -> None:
-    was_out = turn.state.nodes[node].state in _OUT
-    maintenance.hold(turn, node, sentence)
+def _drain(transition: Transition, node: str, sentence: str) -> None:
+    was_out = transition.state.nodes[node].state in _QUARANTINE_STATES
+    maintenance.hold_node(transition, node, sentence)
     if not was_out:  # it has left its jobs, or is about to
-        _leave(turn, node, sentence, boundary=True)
+        _leave(transition, node, sentence, boundary=True)
 
 
-def _repair(turn: Turn, node: str, sentence: str) -> None:
-    to_repair(turn, node, sentence)
-    _leave(turn, node, sentence, boundary=True)
+def _repair(transition: Transition, node: str, sentence: str) -> None:
+    send_to_repair(transition, node, sentence)
+    _leave(transition, node, sentence, boundary=True)
 
 
-def _evict(turn: Turn, node: str, sentence: str) -> None:
-    record = turn.state.nodes[node]
-    causes, cleared = record.causes, record.cleared  # of one that is out already
-    begin_quarantine(turn, node, sentence, (), action=Action.DRAIN, offence=0.0)
-    record.causes, record.cleared, record.needs_operator = causes, cleared, True
-    turn.verdict(node, Decision.EVICT, sentence, action=Action.DRAIN)
-    _leave(turn, node, sentence, boundary=False)
+def _evict(transition: Transition, node: str, sentence: str) -> None:
+    record = transition.state.nodes[node]
+    causes, cleared = record.quarantine_causes, record.cause_cleared_at  # of one that is out already
+    begin_quarantine(transition, node, sentence, (), action=Action.DRAIN, offence_weight=0.0)
+    record.quarantine_causes, record.cause_cleared_at, record.needs_operator = causes, cleared, True
+    transition.add_verdict(node, Decision.EVICT, sentence, action=Action.DRAIN)
+    _leave(transition, node, sentence, boundary=False)
 
 
-def _leave(turn: Turn, node: str, sentence: str, *, boundary: bool) -> None:
-    cause = Cause(reason=GenerationReason.OPERATOR, sentence=sentence, trace=turn.trace, boundary=boundary)
-    node_left_jobs(turn, node, cause)
+def _leave(transition: Transition, node: str, sentence: str, *, boundary: bool) -> None:
+    cause = RegroupCause(
+        reason=GenerationReason.OPERATOR, sentence=sentence, trace=transition.trace, at_boundary=boundary
+    )
+    regroup_jobs_without(transition, node, cause)
 
 
-def _readmit(turn: Turn, node: str, sentence: str) -> None:
-    record = turn.state.nodes[node]
-    was_kept = record.maintenance_until > turn.now
-    record.needs_operator, record.condemned, record.against, record.lost = False, [], [], []
-    clear_own(turn, node)
-    record.hold, record.undecided, record.vouched = "", {}, list(record.findings)
+def _readmit(transition: Transition, node: str, sentence: str) -> None:
+    record = transition.state.nodes[node]
+    was_kept = record.maintenance_until > transition.now
+    record.needs_operator, record.defective_gpus, record.digest_tie_nodes, record.loss_times = False, [], [], []
+    clear_controller_findings(transition, node)
+    record.hold_reason, record.undecided_findings, record.accepted_findings = "", {}, list(record.agent_findings)
     if record.state is NodeState.REPAIR:
         evidence.absolve(record)
-    maintenance.end_early(turn, node)
-    release(turn, node)
+    maintenance.end_maintenance_early(transition, node)
+    drop_deferral(transition, node)
     record.probe_failures = 0
-    for name in turn.state.live_nodes[node].jobs:
-        forgive(turn, name, node)
-        job = turn.state.jobs[name]
+    for name in transition.state.node_runtime[node].jobs:
+        clear_job_blame(transition, name, node)
+        job = transition.state.jobs[name]
         if (launcher := job.launchers.get(node)) is not None:
-            launcher.able, launcher.why_not, launcher.missing, launcher.late = True, "", [], 0
-    turn.verdict(node, Decision.READMIT, sentence)
+            launcher.usable, launcher.unusable_reason, launcher.missing_local_ranks, launcher.late_generations = (
+                True,
+                "",
+                [],
+                0,
+            )
+    transition.add_verdict(node, Decision.READMIT, sentence)
     if not record.reachable:
-        set_state(turn, node, NodeState.LOST, f"{sentence}; it is out of reach and comes back when it is heard")
-    elif record.state in _OUT or was_kept or record.course is not None:
-        begin_probation(turn, node, sentence)
+        set_state(transition, node, NodeState.LOST, f"{sentence}; it is out of reach and comes back when it is heard")
+    elif record.state in _QUARANTINE_STATES or was_kept or record.readmission_plan is not None:
+        begin_probation(transition, node, sentence)
     else:
-        set_state(turn, node, NodeState.HEALTHY, sentence)
-        offer_to_jobs(turn, node)
+        set_state(transition, node, NodeState.HEALTHY, sentence)
+        offer_to_jobs(transition, node)
 
 
-_NODE_ORDERS: dict[OperatorAction, Callable[[Turn, str, str], None]] = {
-    OperatorAction.HOLD: maintenance.hold,
-    OperatorAction.RELEASE: maintenance.let_go,
+_NODE_ORDERS: dict[OperatorAction, Callable[[Transition, str, str], None]] = {
+    OperatorAction.HOLD: maintenance.hold_node,
+    OperatorAction.RELEASE: maintenance.release_hold,
     OperatorAction.DRAIN: _drain,
     OperatorAction.REPAIR: _repair,
     OperatorAction.EVICT: _evict,

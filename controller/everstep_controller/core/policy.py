@@ -15,27 +15,27 @@ from everstep.vocabulary import Action, Finding, FindingKind, Mode, ProbeKind, S
 # The agent's own policy turns samples into findings. A rule here is about findings across time and nodes: how often
 # before it counts, on how many nodes before it is somebody else's fault, which cure after which.
 
-RUNGS = (Action.RESTART_RANK, Action.DRAIN, Action.RESET_GPU, Action.REBOOT_NODE, Action.REPAIR)
+LADDER_ACTIONS = (Action.RESTART_RANK, Action.DRAIN, Action.RESET_GPU, Action.REBOOT_NODE, Action.REPAIR)
 """What a ladder may be made of, weakest first. DRAIN: out of service until it clears by itself."""
 
-REMEMBERED = 16
+MAX_REMEMBERED = 16
 """Most reports of one finding, and most steps of one ladder, that are remembered of a node."""
 
-Reports = list[tuple[float, bool]]
+ReportHistory = list[tuple[float, bool]]
 """When, and whether it was bad; oldest first."""
 
-Steps = list[tuple[float, Action]]
+LadderHistory = list[tuple[float, Action]]
 """When which cure was chosen; oldest first."""
 
 
-class Scope(StrEnum):
+class CountingScope(StrEnum):
     """What reports are counted together: those of one part of a node, or all of the kind on it."""
 
     SUBJECT = "subject"
     NODE = "node"
 
 
-class SecondPass(StrEnum):
+class BlameIsolationMethod(StrEnum):
     """How it is found out whose fault it is. PAIR: each suspect with a node known to be good. COMPUTE: each suspect
     does work whose result is known."""
 
@@ -44,7 +44,7 @@ class SecondPass(StrEnum):
     COMPUTE = "compute"
 
 
-class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class VerdictRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How findings of one kind are judged."""
 
     kind: FindingKind
@@ -55,38 +55,39 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Tells this rule from others of its kind; what sentences call it is ``kind`` and ``name``."""
     xids: tuple[int, ...] = ()
     """Only findings with these XIDs. Empty: all."""
-    minimum: Severity = Severity.CRITICAL
+    min_severity: Severity = Severity.CRITICAL
     """Least severity that counts against the node. Milder ones are shown and judge nobody."""
     actions: tuple[Action, ...] = ()
     """Only findings that name one of these cures count. Empty: whatever they name."""
     mode: Mode = Mode.ENFORCE
     """What may follow by itself. The weaker of this and of the finding's own mode holds; where reports are counted
-    (``n_of``), this one, since repetition is what the agent's rule does not see."""
-    n_of: tuple[int, int] = (1, 1)
+    (``n_of_m``), this one, since repetition is what the agent's rule does not see."""
+    n_of_m: tuple[int, int] = (1, 1)
     """[n, m]: counts once n of the last m reports were bad. A report that raises the finding is bad, one that clears it
     good; a finding that flaps is one bad and one good report in each cycle."""
     window_s: float = 0.0
-    """Seconds that reports are remembered for ``n_of``."""
-    scope: Scope = Scope.SUBJECT
-    """Whether ``n_of`` counts reports of each part (GPU, port) apart, or of the whole node."""
+    """Seconds that reports are remembered for ``n_of_m``."""
+    scope: CountingScope = CountingScope.SUBJECT
+    """Whether ``n_of_m`` counts reports of each part (GPU, port) apart, or of the whole node."""
     boot_grace_s: float = 0.0
     """Seconds after a node's boot, or after it was first seen, in which it is not judged. What still stands then is."""
     ladder: tuple[Action, ...] = (Action.DRAIN, Action.REPAIR)
     """Cures, weakest first. It begins with the finding's own cure where that is a later one; a repeat within
-    ``repeat_s`` takes the next. ``restart_rank`` ends the process of the GPU's rank (of all the node's ranks, where no
+    ``step_memory_s`` takes the next. ``restart_rank`` ends the process of the GPU's rank (of all the node's ranks,
+    where no
     GPU is named) and costs no eviction, ``drain`` waits until the finding clears."""
-    repeat_s: float = 7 * 86400.0
+    step_memory_s: float = 7 * 86400.0
     """Seconds that a step of the ladder is remembered for: longer escalates what comes back now and then. Of digests
     that differ, a tie as well."""
-    same_s: float = 60.0
+    coalesce_s: float = 60.0
     """Seconds within which another report belongs to the step that was taken: all GPUs of a node tell of one crash."""
     clear_s: float = 0.0
     """Seconds for which it must have been clear before a quarantined node may return, beyond the agent's own rule."""
     diagnostics: tuple[ProbeKind, ...] = (ProbeKind.ALL_REDUCE,)
     """What the node has to pass on its way back, in this order."""
-    passes: int = 1
+    required_passes: int = 1
     """How often it has to pass all of them in a row."""
-    second_pass: SecondPass = SecondPass.NONE
+    blame_isolation: BlameIsolationMethod = BlameIsolationMethod.NONE
     """How blame is settled that needs two to tell, before anybody is convicted."""
     correlated_nodes: int = 4
     """The same kind (and XID) on so many nodes within ``correlated_s`` is no fault of theirs, whatever the fleet's
@@ -97,9 +98,10 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     correlated_s: float = 120.0
     """Seconds within which they must show it, and in which an eviction for it is taken back where they do. Afterwards
     those on which it still stands are looked at again; it lasts while they are as many."""
-    heals: str = ""
+    already_handled: str = ""
     """What has been done where it was found, for findings that need no more: said, and not held against the node. Where
-    reports are counted (``n_of``), as long as there are fewer; each finding then counts once, however often it is told.
+    reports are counted (``n_of_m``), as long as there are fewer; each finding then counts once, however often it is
+    told.
     """
 
     @property
@@ -107,23 +109,23 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """What sentences and overrides call it."""
         return f"{self.kind}.{self.name}" if self.name else str(self.kind)
 
-    def meant(self, finding: Finding) -> bool:
+    def matches(self, finding: Finding) -> bool:
         """Whether the rule is about this finding at all."""
         return finding.kind is self.kind and (not self.xids or finding.xid in self.xids)
 
-    def applies(self, finding: Finding) -> bool:
+    def counts_against_node(self, finding: Finding) -> bool:
         """Whether the finding is one that counts against its node."""
-        grave = _GRAVITY[finding.severity] >= _GRAVITY[self.minimum]
+        grave = _SEVERITY_RANK[finding.severity] >= _SEVERITY_RANK[self.min_severity]
         return grave and (not self.actions or finding.action in self.actions)
 
-    def mode_of(self, finding: Finding) -> Mode:
+    def effective_mode(self, finding: Finding) -> Mode:
         """What may follow from the finding."""
-        return self.mode if self.n_of[0] > 1 else Mode.weakest(self.mode, finding.mode)
+        return self.mode if self.n_of_m[0] > 1 else Mode.weakest(self.mode, finding.mode)
 
 
-_GRAVITY = {severity: gravity for gravity, severity in enumerate(Severity)}
+_SEVERITY_RANK = {severity: gravity for gravity, severity in enumerate(Severity)}
 
-CORRELATED_LEAST = 3
+MIN_CORRELATED_NODES = 3
 """Fewest nodes that can be called correlated by ``correlated_share``: two of a fleet are two faults, which its budget
 bounds."""
 CORRELATED_PAIR_SHARE = 0.5
@@ -133,44 +135,44 @@ CORRELATED_PAIR_SHARE = 0.5
 class Rulebook(msgspec.Struct, frozen=True):
     """All rules, by kind; in each kind the one without a name is last."""
 
-    kinds: dict[FindingKind, tuple[Rule, ...]] = {}
+    rules_by_kind: dict[FindingKind, tuple[VerdictRule, ...]] = {}
 
-    def rule(self, finding: Finding) -> Rule:
+    def rule_for(self, finding: Finding) -> VerdictRule:
         """The rule that judges the finding. AssertionError for a kind without one: the shell checks that there is."""
-        for rule in self.kinds.get(finding.kind, ()):
-            if rule.meant(finding):
+        for rule in self.rules_by_kind.get(finding.kind, ()):
+            if rule.matches(finding):
                 return rule
         raise AssertionError(
             f"no rule for {finding.kind}: the core's policy needs a rulebook (everstep_controller.rulebook)"
         )
 
-    def judges(self, kind: FindingKind) -> bool:
+    def has_rule_for(self, kind: FindingKind) -> bool:
         """Whether there is a rule for the kind: rules that a journal recorded know none that came later."""
-        return bool(self.kinds.get(kind))
+        return bool(self.rules_by_kind.get(kind))
 
-    def of_kind(self, kind: FindingKind) -> Rule:
+    def default_rule(self, kind: FindingKind) -> VerdictRule:
         """The rule of the kind that has no name."""
-        return self.kinds[kind][-1]
+        return self.rules_by_kind[kind][-1]
 
-    def called(self, name: str) -> Rule | None:
+    def find_rule(self, rule_id: str) -> VerdictRule | None:
         """The rule of that id; None where a site has none of it any more."""
-        return next((rule for rules in self.kinds.values() for rule in rules if rule.id == name), None)
+        return next((rule for rules in self.rules_by_kind.values() for rule in rules if rule.id == rule_id), None)
 
-    def missing(self) -> list[str]:
+    def kinds_without_rule(self) -> list[str]:
         """Kinds that nothing judges."""
-        return [str(kind) for kind in FindingKind if not self.kinds.get(kind)]
+        return [str(kind) for kind in FindingKind if not self.rules_by_kind.get(kind)]
 
 
 # --- counting ----------------------------------------------------------------------------------------------------
 
 
-def remember(reports: Reports, rule: Rule, now: float, *, bad: bool) -> Reports:
+def append_report(reports: ReportHistory, rule: VerdictRule, now: float, *, bad: bool) -> ReportHistory:
     """The reports that count now, with one more."""
     recent = [entry for entry in reports if entry[0] > now - rule.window_s]
-    return [*recent, (now, bad)][-min(rule.n_of[1], REMEMBERED) :]
+    return [*recent, (now, bad)][-min(rule.n_of_m[1], MAX_REMEMBERED) :]
 
 
-def bad_reports(reports: Reports) -> int:
+def count_bad_reports(reports: ReportHistory) -> int:
     """How many of them were bad."""
     return sum(bad for _, bad in reports)
 
@@ -178,43 +180,45 @@ def bad_reports(reports: Reports) -> int:
 # --- ladders -----------------------------------------------------------------------------------------------------
 
 
-def next_rung(rule: Rule, finding: Finding, steps: Steps, now: float) -> int:
+def next_ladder_step(rule: VerdictRule, finding: Finding, steps: LadderHistory, now: float) -> int:
     """Which place of the ladder is due: the finding's own cure, or the one after what was chosen lately, or just now
     that one again."""
-    due = [_entry(rule, finding.action)]
+    due = [_first_ladder_step(rule, finding.action)]
     for at, rung in steps:
-        if at > now - rule.repeat_s and rung in rule.ladder:
-            due.append(rule.ladder.index(rung) + (at <= now - rule.same_s))
+        if at > now - rule.step_memory_s and rung in rule.ladder:
+            due.append(rule.ladder.index(rung) + (at <= now - rule.coalesce_s))
     return min(max(due), len(rule.ladder) - 1)
 
 
-def _entry(rule: Rule, cure: Action) -> int:
+def _first_ladder_step(rule: VerdictRule, action: Action) -> int:
     """Where the ladder begins for a finding that names ``cure``. A power cycle that the agent calls ``drain`` is a
     reboot where the ladder has no waiting."""
-    if cure is Action.DRAIN and cure not in rule.ladder:
-        cure = Action.REBOOT_NODE
-    if cure in rule.ladder:
-        return rule.ladder.index(cure)
-    if cure not in RUNGS:
+    if action is Action.DRAIN and action not in rule.ladder:
+        action = Action.REBOOT_NODE
+    if action in rule.ladder:
+        return rule.ladder.index(action)
+    if action not in LADDER_ACTIONS:
         return 0
-    stronger = [place for place, rung in enumerate(rule.ladder) if RUNGS.index(rung) >= RUNGS.index(cure)]
+    stronger = [
+        place for place, rung in enumerate(rule.ladder) if LADDER_ACTIONS.index(rung) >= LADDER_ACTIONS.index(action)
+    ]
     return stronger[0] if stronger else len(rule.ladder) - 1
 
 
-def is_taken(steps: Steps, rule: Rule, rung: Action, now: float) -> bool:
+def was_step_taken(steps: LadderHistory, rule: VerdictRule, action: Action, now: float) -> bool:
     """Whether this very step has been taken just now."""
-    return any(taken is rung and at > now - rule.same_s for at, taken in steps)
+    return any(taken is action and at > now - rule.coalesce_s for at, taken in steps)
 
 
-def remember_step(steps: Steps, rule: Rule, rung: Action, now: float) -> Steps:
+def append_ladder_step(steps: LadderHistory, rule: VerdictRule, action: Action, now: float) -> LadderHistory:
     """The steps that count now, with one more unless it has just been taken."""
-    lately = [step for step in steps if step[0] > now - rule.repeat_s]
-    return lately if is_taken(steps, rule, rung, now) else [*lately, (now, rung)][-REMEMBERED:]
+    lately = [step for step in steps if step[0] > now - rule.step_memory_s]
+    return lately if was_step_taken(steps, rule, action, now) else [*lately, (now, action)][-MAX_REMEMBERED:]
 
 
-def in_words(rung: Action) -> str:
+def describe_action(action: Action) -> str:
     """A cure as sentences say it."""
-    return "drain until it clears" if rung is Action.DRAIN else rung.replace("_", " ")
+    return "drain until it clears" if action is Action.DRAIN else action.replace("_", " ")
 
 
 class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -225,41 +229,42 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Least seconds without a word until a node is suspected. Beats come every second: shorter doubts a node for a few
     lost packets, longer delays what only silence can tell. A node that took longer pauses lately is given twice the
     longest of them."""
-    suspect_at_most_s: float = 30.0
+    suspect_after_max_s: float = 30.0
     """Most seconds of that. Larger bears with agents that stand still for long, smaller bounds what a node that has
     become slow bit by bit can ask for."""
-    dead_after_s: float = 20.0
+    lost_after_s: float = 20.0
     """Seconds without a word until a node is lost that was suspected after ``suspect_after_s``: its jobs regroup
     without it. One that is suspected later is lost as much later. Witnesses shorten this wait."""
-    accused_after_s: float = 1.5
-    """Least seconds without a word until a node is suspected that others have lost (``peer_witnesses``, or one and a
+    suspect_after_peer_loss_s: float = 1.5
+    """Least seconds without a word until a node is suspected that others have lost (``min_peer_witnesses``, or one and
+    a
     failure in its job). More than the second between beats, else a node that is there could not refute it in time;
     longer lets its job wait."""
-    peer_witnesses: int = 2
+    min_peer_witnesses: int = 2
     """Nodes whose vaults must have lost a silent node's, where nothing in its job says that somebody is missing. One
     can be wrong about its own network; more are rarely there, since copies go to few nodes."""
     disconnect_grace_s: float = 3.0
     """Seconds a node whose connection closed may take to come back (an agent's restart takes about one) before its
     jobs regroup without it. With a witness in the job there is no grace."""
-    rejoin_grace_s: float = 10.0
+    launcher_rejoin_grace_s: float = 10.0
     """Seconds a launcher may take to join again after its agent began a new life, before it is taken for gone."""
-    reunion_s: float = 3.0
+    rejoin_window_s: float = 3.0
     """Seconds after this controller's start that a regrouping waits for members that it has not heard yet, at least.
     Shorter leaves out nodes that are only on their way back to us, longer lets a job wait for one that is dead."""
-    reunion_pause_s: float = 1.0
+    rejoin_window_quiet_s: float = 1.0
     """It goes on waiting until none has come for so long: a large fleet takes a while. Agents beat every second."""
-    reunion_at_most_s: float = 30.0
+    rejoin_window_max_s: float = 30.0
     """Seconds after the start that end it in any case."""
-    correlated_share: float = 0.3
+    correlated_silence_share: float = 0.3
     """Share of the fleet that, silent at once, is taken for a fault of the network or of this controller: no node is
     declared lost on silence alone until it is over. Smaller protects more and reacts later to real mass failures."""
-    correlated_part_share: float = 0.75
+    correlated_silence_group_share: float = 0.75
     """The same of the nodes of one rack, switch, power domain, driver or agent version: that part of the network, or
     that software, is suspected first. Larger believes a half dead rack node by node; smaller doubts a rack's switch
     sooner."""
-    correlated_minimum: int = 3
+    correlated_silence_min_nodes: int = 3
     """Fewest silent nodes that can be called correlated; below, every loss is taken at its word."""
-    correlated_patience_s: float = 60.0
+    correlated_silence_max_s: float = 60.0
     """Seconds after which even a correlated silence is believed."""
 
     # regrouping
@@ -267,7 +272,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Seconds to wait, after a collective failed, for whoever names the culprit. gloo tells neighbours within 15 to
     80 ms, an agent sees a dead rank in 1 ms; too short regroups with the dead one in the roster once more."""
     collective_settle_max_s: float = 5.0
-    """Bound of that wait, which doubles with each blind regrouping inside ``flap_window_s``."""
+    """Bound of that wait, which doubles with each blind regrouping inside ``job_failure_window_s``."""
     stall_settle_s: float = 0.05
     """Seconds to wait after the first stalled rank for the others' word, so that the right one is named."""
     stall_settle_max_s: float = 0.5
@@ -290,7 +295,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     growth_gather_s: float = 1.0
     """Seconds that growth, or the end of a pause, waits for more of the job's nodes once there is one. Longer gathers
     more of those that come back together, shorter lets a paused job go on sooner."""
-    take_after_s: float = 120.0
+    preempt_after_s: float = 120.0
     """Seconds a job is below its minimum before it takes a node of a job of lower priority, and the least seconds
     between two such losses of one job. Longer spares running jobs a regrouping for a node that only blinked, shorter
     keeps the more important job waiting less."""
@@ -308,8 +313,8 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     straggler_replace: bool = True
     """Whether a named node is replaced at a boundary where a spare is able; otherwise it is only recommended."""
     rank_flap_count: int = 5
-    """Losses of ranks on one node inside ``flap_window_s`` that exclude the node from the job."""
-    flap_window_s: float = 600.0
+    """Losses of ranks on one node inside ``job_failure_window_s`` that exclude the node from the job."""
+    job_failure_window_s: float = 600.0
     """Seconds that rank losses, blind regroupings and undecided votes are remembered for."""
     node_flap_count: int = 5
     """Losses of a node by itself inside ``node_flap_window_s`` after which it is named (``node.flapping``). At one loss
@@ -317,22 +322,23 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     whoever restarts agents by hand as well."""
     node_flap_window_s: float = 7 * 86400.0
     """Seconds for which such losses count, and the finding stands after the last: longer finds who dies once a day."""
-    tie_count: int = 3
-    """Digest votes of a job inside ``flap_window_s`` that ended without the liar's eviction (no majority, or held by
+    digest_tie_count: int = 3
+    """Digest votes of a job inside ``job_failure_window_s`` that ended without the liar's eviction (no majority, or
+    held by
     the budget) after which the job is stopped: it would only compute the same wrong steps again."""
-    commit_rank_s: float = 0.0005
+    commit_interval_per_rank_s: float = 0.0005
     """Seconds between commits for each rank of a job, where that is more than ``commit_interval_s``: every rank says of
     each candidate that it keeps it, so that shorter costs this controller more. 10,000 ranks commit every 5 s, and cost
     it some 3 % of a core."""
     commit_interval_s: float = 0.5
     """Seconds between commits of a job that are aimed at, and the time in which a notice of the next one must reach
     every rank. Where a step takes longer, every second or third step is committed."""
-    candidate_patience_s: float = 2.0
+    candidate_timeout_s: float = 2.0
     """Seconds beyond its due time after which a version that was to be committed is given up for a later one."""
-    copy_misses: int = 3
+    missed_copies_count: int = 3
     """Versions in a row that cannot be committed because the same node took no copies, until these go elsewhere. Each
-    takes about ``candidate_patience_s``; more bears longer troubles of a vault, fewer commits again sooner."""
-    passed_over_s: float = 600.0
+    takes about ``candidate_timeout_s``; more bears longer troubles of a vault, fewer commits again sooner."""
+    replica_node_skip_s: float = 600.0
     """Seconds for which such a node is given no copies of that job, unless there is nobody else."""
 
     jobs_per_node: int = 32
@@ -396,26 +402,28 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     # remedies
-    remediate: Mode = Mode.RECOMMEND
+    remediation_mode: Mode = Mode.RECOMMEND
     """What is asked of the outside by itself along a rule's ladder (reset, reboot, repair). ``recommend``: nothing but
     cordons, and the node waits until its findings clear. ``enforce`` is for sites where something carries it out."""
-    remedy_timeout_s: float = 7200.0
+    remediation_timeout_s: float = 7200.0
     """Seconds after which a reset or reboot of which nothing was heard counts as failed: longer than a reboot may take
     that waits for the node to be idle (an hour), and for its turn. Who has it carried out gives up before that."""
-    remedy_settle_s: float = 300.0
+    remediation_settle_s: float = 300.0
     """Seconds after a confirmed remedy for the findings to clear, before the next cure of the ladder is due."""
-    remedies_per_node: int = 3
-    """Automatic resets and reboots of one node inside ``remedy_node_window_s``; after them it goes to repair."""
-    remedy_node_window_s: float = 7 * 86400.0
+    remediations_per_node: int = 3
+    """Automatic resets and reboots of one node inside ``remediation_node_window_s``; after them it goes to repair."""
+    remediation_node_window_s: float = 7 * 86400.0
     """Seconds of that window."""
-    remedies_per_fleet: int = 10
-    """The same of the whole fleet inside ``remedy_fleet_window_s``: a wrong rule must not reboot everything."""
-    remedy_fleet_window_s: float = 3600.0
+    remediations_per_fleet: int = 10
+    """The same of the whole fleet inside ``remediation_fleet_window_s``: a wrong rule must not reboot everything."""
+    remediation_fleet_window_s: float = 3600.0
     """Seconds of that window; what comes on top waits for it."""
-    restarts_per_node: int = 3
-    """Restarts of a node's ranks inside ``remedy_node_window_s``; after them the next step of the ladder is due."""
-    restarts_per_fleet: int = 20
-    """The same of the whole fleet inside ``remedy_fleet_window_s``: each costs a job a regrouping, and a wrong rule
+    rank_restarts_per_node: int = 3
+    """Restarts of a node's ranks inside ``remediation_node_window_s``; after them the next step of the ladder is
+    due."""
+    rank_restarts_per_fleet: int = 20
+    """The same of the whole fleet inside ``remediation_fleet_window_s``: each costs a job a regrouping, and a wrong
+    rule
     must not cost every job one. What comes on top waits."""
     partner_wait_s: float = 5.0
     """Seconds until a node whose partner for a probe is taken looks for one again."""
@@ -436,22 +444,22 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     forget_jobs_after_s: float = 30 * 86400.0
     """Seconds after a job's end after which it is forgotten, with its rosters and versions. Generation numbers begin
     anew for a job that is run under its name later. 0: never."""
-    desert_jobs_after_s: float = 86400.0
+    end_abandoned_jobs_after_s: float = 86400.0
     """Seconds after all launchers of a job have left, where none came, after which it is ended as failed: until then it
     can be started again from memory, which it keeps on its nodes. Longer keeps it longer from others. 0: never."""
 
     # versions
     version_window: int = 64
     """Versions of a job followed at once; older unfinished ones are given up."""
-    order_again_s: float = 10.0
+    vault_order_retry_s: float = 10.0
     """Seconds after which a vault that has not answered an order (storage, parity) is asked again, and after which
     another version is ordered where one was given up; the latter doubles with each in a row."""
-    order_again_max_s: float = 600.0
+    vault_order_retry_max_s: float = 600.0
     """Bound of that wait."""
-    protect_interval_s: float = 5.0
+    parity_interval_s: float = 5.0
     """Seconds between versions whose parity is made. Each costs two reads of the whole state over the network; what
     lies between them is the most that a job on parity alone computes again after a loss."""
-    order_failures: int = 5
+    vault_order_failures: int = 5
     """Answers of vaults that say "not now" (storage away, a node that is silent) until the version is given up."""
 
     @staticmethod
@@ -464,23 +472,23 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """For one machine, demonstrations and tests: everything within seconds."""
         return CorePolicy(
             suspect_after_s=2.5,
-            suspect_at_most_s=10.0,
-            accused_after_s=0.8,
-            reunion_s=1.0,
-            reunion_pause_s=0.5,
-            dead_after_s=6.0,
+            suspect_after_max_s=10.0,
+            suspect_after_peer_loss_s=0.8,
+            rejoin_window_s=1.0,
+            rejoin_window_quiet_s=0.5,
+            lost_after_s=6.0,
             disconnect_grace_s=1.0,
-            rejoin_grace_s=5.0,
-            correlated_patience_s=15.0,
+            launcher_rejoin_grace_s=5.0,
+            correlated_silence_max_s=15.0,
             resume_deadline_s=30.0,
             resume_deadline_max_s=240.0,
             growth_interval_s=1.0,
             growth_gather_s=0.2,
-            take_after_s=2.0,
+            preempt_after_s=2.0,
             straggler_factor=3.0,
             straggler_window_s=2.0,
             rank_flap_count=30,
-            flap_window_s=60.0,
+            job_failure_window_s=60.0,
             node_flap_window_s=600.0,
             eviction_count=4,
             eviction_share=1.0,
@@ -496,14 +504,14 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             probe_retry_s=2.0,
             offender_wait_s=5.0,
             finding_quiet_s=5.0,
-            remedy_timeout_s=30.0,
-            remedy_settle_s=5.0,
+            remediation_timeout_s=30.0,
+            remediation_settle_s=5.0,
             partner_wait_s=0.5,
             offender_half_life_s=60.0,
             offender_repair_score=12.0,
-            protect_interval_s=0.5,
-            order_again_s=1.0,
-            order_again_max_s=20.0,
+            parity_interval_s=0.5,
+            vault_order_retry_s=1.0,
+            vault_order_retry_max_s=20.0,
         )
 
     def validate(self) -> CorePolicy:
@@ -516,24 +524,24 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def _contradictions(self) -> tuple[tuple[bool, str], ...]:
         durations = [name for name in self.__struct_fields__ if name.endswith("_s") and getattr(self, name) < 0]
         counts = (
-            "correlated_minimum",
+            "correlated_silence_min_nodes",
             "boundary_margin_steps",
             "rank_flap_count",
             "node_flap_count",
             "eviction_count",
             "eviction_rack_count",
             "eviction_job_count",
-            "peer_witnesses",
+            "min_peer_witnesses",
             "version_window",
-            "tie_count",
+            "digest_tie_count",
             "straggler_windows",
             "straggler_count",
             "finding_burst",
-            "remedies_per_node",
-            "remedies_per_fleet",
-            "restarts_per_node",
-            "restarts_per_fleet",
-            "order_failures",
+            "remediations_per_node",
+            "remediations_per_fleet",
+            "rank_restarts_per_node",
+            "rank_restarts_per_fleet",
+            "vault_order_failures",
             "jobs_per_node",
         )
         small = [name for name in counts if getattr(self, name) < 1]
@@ -542,8 +550,8 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             (bool(durations), f"seconds cannot be negative: {', '.join(durations)}"),
             (bool(small), f"must be at least 1: {', '.join(small)}"),
             (
-                self.suspect_after_s >= self.dead_after_s,
-                f"suspect_after_s ({self.suspect_after_s}) must be less than dead_after_s ({self.dead_after_s}): "
+                self.suspect_after_s >= self.lost_after_s,
+                f"suspect_after_s ({self.suspect_after_s}) must be less than lost_after_s ({self.lost_after_s}): "
                 "a node is suspected before it is lost",
             ),
             (
@@ -551,25 +559,26 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 f"suspect_after_s ({self.suspect_after_s}) must exceed the second between beats: one late is no doubt",
             ),
             (
-                self.suspect_at_most_s < self.suspect_after_s,
-                f"suspect_at_most_s ({self.suspect_at_most_s}) must not be less than suspect_after_s "
+                self.suspect_after_max_s < self.suspect_after_s,
+                f"suspect_after_max_s ({self.suspect_after_max_s}) must not be less than suspect_after_s "
                 f"({self.suspect_after_s}): they are the ends of one range",
             ),
             (
-                self.accused_after_s >= self.suspect_after_s,
-                f"accused_after_s ({self.accused_after_s}) must be less than suspect_after_s ({self.suspect_after_s}): "
+                self.suspect_after_peer_loss_s >= self.suspect_after_s,
+                f"suspect_after_peer_loss_s ({self.suspect_after_peer_loss_s}) must be less than "
+                f"suspect_after_s ({self.suspect_after_s}): "
                 "witnesses shorten the wait",
             ),
             (
-                self.disconnect_grace_s > self.dead_after_s,
-                f"disconnect_grace_s ({self.disconnect_grace_s}) must not exceed dead_after_s ({self.dead_after_s}): "
+                self.disconnect_grace_s > self.lost_after_s,
+                f"disconnect_grace_s ({self.disconnect_grace_s}) must not exceed lost_after_s ({self.lost_after_s}): "
                 "a closed connection says more than silence",
             ),
             (
                 self.collective_settle_s > self.collective_settle_max_s,
                 "collective_settle_s must not exceed collective_settle_max_s",
             ),
-            (self.reunion_s > self.reunion_at_most_s, "reunion_s must not exceed reunion_at_most_s"),
+            (self.rejoin_window_s > self.rejoin_window_max_s, "rejoin_window_s must not exceed rejoin_window_max_s"),
             (self.stall_settle_s > self.stall_settle_max_s, "stall_settle_s must not exceed stall_settle_max_s"),
             (
                 self.resume_deadline_s > self.resume_deadline_max_s,
@@ -594,7 +603,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 "a wait must not exceed its own bound (offender_wait_max_s, probe_retry_max_s)",
             ),
             (
-                not 0 < self.order_again_s <= self.order_again_max_s,
-                "order_again_s must be positive and not exceed order_again_max_s",
+                not 0 < self.vault_order_retry_s <= self.vault_order_retry_max_s,
+                "vault_order_retry_s must be positive and not exceed vault_order_retry_max_s",
             ),
         )

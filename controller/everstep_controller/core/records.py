@@ -9,13 +9,13 @@ import msgspec
 
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version
 from everstep.vocabulary import Action, Finding, JobState, NodeState, ProbeKind
-from everstep.wire.v1.agent import NO_HOST, Domain, Gpu, Host
+from everstep.wire.v1.agent import UNKNOWN_HOST, Domain, Gpu, Host
 from everstep.wire.v1.training import GenerationSpec, JobSpec
 from everstep.wire.v1.vault_orders import Protection
-from everstep_controller.core.policy import Reports, Steps
+from everstep_controller.core.policy import LadderHistory, ReportHistory
 
 
-class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class MaintenanceWindow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Maintenance until ``until`` (wall seconds) of a node, or of a rack's nodes but those in ``without``, which were
     readmitted early; ``sentence`` says by whose order. ``starts_at``: when it begins, 0.0 once it has."""
 
@@ -24,7 +24,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sentence: str
     node: NodeId = ""
     rack: str = ""
-    without: tuple[NodeId, ...] = ()
+    readmitted_early: tuple[NodeId, ...] = ()
 
 
 class Eviction(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,14 +36,14 @@ class Eviction(msgspec.Struct, frozen=True, kw_only=True):
     jobs: tuple[JobId, ...] = ()
 
 
-class Unfit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class UnfitNode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is kept of a node that was forgotten while it was not fit to serve: why, what it had to pass on its way back
     (as in ``Course``), and which of its GPUs computed wrongly (as ``NodeRecord.condemned``)."""
 
     sentence: str
-    checks: tuple[ProbeKind, ...] = ()
-    passes: int = 1
-    condemned: tuple[str, ...] = ()
+    diagnostics: tuple[ProbeKind, ...] = ()
+    required_passes: int = 1
+    defective_gpus: tuple[str, ...] = ()
 
 
 class FleetRecord(msgspec.Struct, kw_only=True):
@@ -58,29 +58,29 @@ class FleetRecord(msgspec.Struct, kw_only=True):
     each outbreak (``outbreaks``) stands, in wall seconds.
     """
 
-    breaker: str = ""
-    breaker_at: float = 0.0
-    latched_by: tuple[str, str] = ("", "")
-    evicted: list[Eviction] = []
-    probes: int = 0
-    remedies: int = 0
-    remedied: list[float] = []
-    restarted: list[float] = []
-    maintenance: list[Window] = []
-    unfit: dict[NodeId, Unfit] = {}
+    breaker_reason: str = ""
+    breaker_tripped_at: float = 0.0
+    breaker_tripped_by: tuple[str, str] = ("", "")
+    recent_evictions: list[Eviction] = []
+    probe_count: int = 0
+    remediation_count: int = 0
+    remediation_times: list[float] = []
+    rank_restart_times: list[float] = []
+    maintenance_windows: list[MaintenanceWindow] = []
+    unfit_nodes: dict[NodeId, UnfitNode] = {}
     outbreaks: dict[str, float] = {}
 
 
-class Note(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One entry of a node's case book: a finding, verdict, probe or action, and when."""
 
     at: float
-    what: str
+    kind: str
     sentence: str
     detail: dict[str, str] = {}
 
 
-class Course(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ReadmissionPlan(msgspec.Struct, kw_only=True, omit_defaults=True):
     """How a node that is out is treated.
 
     ``rule``: id of the rule that took it out. ``ladder`` and ``rung``: its cures, and which is due. ``checks``: what it
@@ -94,22 +94,22 @@ class Course(msgspec.Struct, kw_only=True, omit_defaults=True):
     out to be an outbreak's.
     """
 
-    rule: str = ""
+    rule_id: str = ""
     ladder: tuple[Action, ...] = ()
-    rung: int = 0
-    checks: tuple[ProbeKind, ...] = ()
-    passes: int = 1
-    left: list[ProbeKind] = []
-    alone: bool = False
+    ladder_step: int = 0
+    required_diagnostics: tuple[ProbeKind, ...] = ()
+    required_passes: int = 1
+    remaining_diagnostics: list[ProbeKind] = []
+    lacked_partner: bool = False
     clear_s: float = 0.0
-    remedy: str = ""
-    remedy_due: float = 0.0
-    settles_at: float = 0.0
-    hindered: str = ""
-    offence: float = 0.0
+    pending_remediation_id: str = ""
+    remediation_deadline: float = 0.0
+    settle_deadline: float = 0.0
+    blocked_reason: str = ""
+    offence_weight: float = 0.0
     evicted_at: float = 0.0
-    signs: dict[str, str] = {}
-    reserve_s: float = 0.0
+    cause_signatures: dict[str, str] = {}
+    rollback_window_s: float = 0.0
 
 
 class NodeRecord(msgspec.Struct, kw_only=True):
@@ -145,7 +145,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     domain: Domain = Domain()
     labels: dict[str, str] = {}
     gpus: tuple[Gpu, ...] = ()
-    host: Host = NO_HOST
+    host: Host = UNKNOWN_HOST
     agent_version: str = ""
     driver_version: str = ""
     boot_id: str = ""
@@ -154,53 +154,53 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     since: float = 0.0
     sentence: str = ""
     trace: TraceId = ""
-    action: Action = Action.NONE
+    required_action: Action = Action.NONE
     reachable: bool = True
     lost_at: float = 0.0
-    lost: list[float] = []
-    findings: dict[str, Finding] = {}
-    own: dict[str, Finding] = {}
-    own_until: dict[str, float] = {}
-    causes: list[str] = []
+    loss_times: list[float] = []
+    agent_findings: dict[str, Finding] = {}
+    controller_findings: dict[str, Finding] = {}
+    controller_findings_until: dict[str, float] = {}
+    quarantine_causes: list[str] = []
     needs_operator: bool = False
-    returns_at: float = 0.0
-    evictions: list[float] = []
-    verdicts: int = 0
-    stands_by: str = ""
-    probe: str = ""
+    quarantined_until: float = 0.0
+    eviction_times: list[float] = []
+    verdict_count: int = 0
+    current_verdict_id: str = ""
+    probe_status: str = ""
     probe_failures: int = 0
-    against: list[NodeId] = []
-    against_at: float = 0.0
-    condemned: list[str] = []
-    vouched: list[str] = []
-    shown_at: dict[str, float] = {}
-    overruled: str = ""
-    held_by: str = ""
+    digest_tie_nodes: list[NodeId] = []
+    digest_tie_at: float = 0.0
+    defective_gpus: list[str] = []
+    accepted_findings: list[str] = []
+    finding_seen_at: dict[str, float] = {}
+    deferred_eviction_key: str = ""
+    eviction_deferred_by: str = ""
     booted_at: float = 0.0
-    reports: dict[str, Reports] = {}
-    steps: dict[str, Steps] = {}
-    undecided: dict[str, str] = {}
-    cleared: dict[str, float] = {}
-    course: Course | None = None
-    offences: float = 0.0
-    offended_at: float = 0.0
+    report_history: dict[str, ReportHistory] = {}
+    ladder_history: dict[str, LadderHistory] = {}
+    undecided_findings: dict[str, str] = {}
+    cause_cleared_at: dict[str, float] = {}
+    readmission_plan: ReadmissionPlan | None = None
+    offence_score: float = 0.0
+    offence_score_at: float = 0.0
     offended: list[tuple[float, float]] = []
-    remedied: list[float] = []
+    remediation_times: list[float] = []
     dry_runs: list[float] = []
-    restarted: list[float] = []
-    cordoned: str = ""
-    foreign: str = ""
-    hold: str = ""
+    rank_restart_times: list[float] = []
+    cordon_id: str = ""
+    external_cordon_by: str = ""
+    hold_reason: str = ""
     maintenance_until: float = 0.0
-    notes: list[Note] = []
+    history: list[HistoryEntry] = []
 
-    def known(self) -> tuple[Finding, ...]:
+    def all_findings(self) -> tuple[Finding, ...]:
         """What stands: as its agent tells, and as the controller found itself."""
-        return (*self.findings.values(), *self.own.values())
+        return (*self.agent_findings.values(), *self.controller_findings.values())
 
-    def finding(self, key: str) -> Finding | None:
+    def get_finding(self, key: str) -> Finding | None:
         """The one of that key, whoever found it."""
-        return self.findings.get(key) or self.own.get(key)
+        return self.agent_findings.get(key) or self.controller_findings.get(key)
 
 
 class LauncherRecord(msgspec.Struct, kw_only=True):
@@ -214,34 +214,34 @@ class LauncherRecord(msgspec.Struct, kw_only=True):
 
     node: NodeId
     incarnation: Incarnation
-    store: Address
+    store_address: Address
     generation: GenerationNumber = 0
-    able: bool = True
-    confirmed: bool = True
-    why_not: str = ""
-    missing: list[int] = []
-    late: int = 0
+    usable: bool = True
+    has_rejoined: bool = True
+    unusable_reason: str = ""
+    missing_local_ranks: list[int] = []
+    late_generations: int = 0
 
 
-class Share(msgspec.Struct, frozen=True, omit_defaults=True):
+class ShareLocations(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where else the part of a version is that a node's ranks stored.
 
     ``copies``: nodes that each hold all of what these ranks alone hold. ``alike``: nodes that store the rest again,
     each of them a part of it.
     """
 
-    copies: tuple[NodeId, ...] = ()
-    alike: tuple[NodeId, ...] = ()
+    full_copies: tuple[NodeId, ...] = ()
+    partial_copies: tuple[NodeId, ...] = ()
 
 
-class Homes(msgspec.Struct, frozen=True):
+class VersionLocations(msgspec.Struct, frozen=True):
     """Which nodes hold the versions that were committed in ``generation``: a share for each node of its roster."""
 
     generation: GenerationNumber
-    shares: dict[NodeId, Share]
+    shares: dict[NodeId, ShareLocations]
 
 
-class Spilling(msgspec.Struct, kw_only=True, omit_defaults=True):
+class PendingSpill(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A version on its way to storage: under ``url``, from the slots of ``writers``, each of which writes the shares of
     these ranks. ``attempt``: number of the order; an answer to another one is void.
     ``failures``: answers that said that it could not be done now, with the last one's ``trouble``."""
@@ -249,11 +249,11 @@ class Spilling(msgspec.Struct, kw_only=True, omit_defaults=True):
     version: Version
     url: str
     writers: dict[NodeId, tuple[Rank, ...]]
-    begun_at: float
+    started_at: float
     bytes: int = 0
     attempt: int = 0
     failures: int = 0
-    trouble: str = ""
+    last_error: str = ""
     trace: TraceId = ""
 
 
@@ -263,28 +263,28 @@ class StoredCheckpoint(msgspec.Struct, frozen=True, omit_defaults=True):
     version: Version
     url: str
     bytes: int
-    begun_at: float
-    at: float
-    suspect: bool = False
+    started_at: float
+    stored_at: float
+    maybe_corrupt: bool = False
 
 
-class Protecting(msgspec.Struct, kw_only=True, omit_defaults=True):
+class PendingProtection(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A version whose parity is being made. ``on_copies``: where else the shares are that no group takes. ``failures``
     as in ``Spilling``."""
 
     protection: Protection
-    begun_at: float
-    on_copies: dict[NodeId, Share] = {}
+    started_at: float
+    copy_only_shares: dict[NodeId, ShareLocations] = {}
     failures: int = 0
     trace: TraceId = ""
 
 
-class Shielded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ActiveProtection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A version that is kept by parity since ``at``."""
 
     protection: Protection
-    at: float
-    on_copies: dict[NodeId, Share] = {}
+    protected_at: float
+    copy_only_shares: dict[NodeId, ShareLocations] = {}
 
 
 class JobRecord(msgspec.Struct, kw_only=True):
@@ -322,39 +322,39 @@ class JobRecord(msgspec.Struct, kw_only=True):
     paused_for: str = ""
     trace: TraceId = ""
     launchers: dict[NodeId, LauncherRecord] = {}
-    last_number: GenerationNumber = 0
+    last_generation_number: GenerationNumber = 0
     generation: GenerationSpec | None = None
-    leaving: GenerationSpec | None = None
-    opened_at: float = 0.0
-    resumed_at: float | None = None
-    size: int | None = None
-    ceiling: Version | None = None
-    retries: int = 0
-    raised: dict[str, NodeId] = {}
-    losses: dict[NodeId, list[float]] = {}
-    excluded: dict[NodeId, str] = {}
-    former: list[NodeId] = []
-    ties: list[float] = []
-    finished: list[Rank] = []
+    outgoing_generation: GenerationSpec | None = None
+    generation_opened_at: float = 0.0
+    generation_resumed_at: float | None = None
+    node_limit: int | None = None
+    restore_ceiling: Version | None = None
+    user_retries: int = 0
+    user_errors: dict[str, NodeId] = {}
+    rank_loss_times: dict[NodeId, list[float]] = {}
+    excluded_nodes: dict[NodeId, str] = {}
+    former_nodes: list[NodeId] = []
+    digest_tie_times: list[float] = []
+    finished_ranks: list[Rank] = []
     last_begun: int | None = None
-    slow: dict[NodeId, str] = {}
-    homes: Homes | None = None
-    gave_at: float = 0.0
-    deserted_at: float = 0.0
+    replaced_stragglers: dict[NodeId, str] = {}
+    version_locations: VersionLocations | None = None
+    preempted_at: float = 0.0
+    abandoned_at: float = 0.0
     ended_step: int = 0
-    spilling: Spilling | None = None
-    stored: list[StoredCheckpoint] = []
-    spilled_step: int = 0
+    pending_spill: PendingSpill | None = None
+    stored_checkpoints: list[StoredCheckpoint] = []
+    last_spilled_step: int = 0
     spills_lost: int = 0
     spill_failures: int = 0
-    spill_trouble: str = ""
+    spill_error: str = ""
     spill_not_before: float = 0.0
-    shielded: Shielded | None = None
-    protecting: Protecting | None = None
-    parity_sentence: str = ""
-    protect_failures: int = 0
-    protect_trouble: str = ""
-    protect_not_before: float = 0.0
+    active_protection: ActiveProtection | None = None
+    pending_protection: PendingProtection | None = None
+    parity_summary: str = ""
+    protection_failures: int = 0
+    protection_error: str = ""
+    protection_not_before: float = 0.0
 
 
 class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -365,17 +365,19 @@ class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
     committed_at: float
     verified_at: float | None = None
     bytes: int = 0
-    ranks: int = 0
+    rank_count: int = 0
 
 
 # ---- casebook
 # What is remembered of a node beside the audit log: enough for whoever has to mend it.
 
-MOST_NOTES = 48
+MAX_HISTORY_ENTRIES = 48
 """Entries kept of a node; older ones are in the audit log."""
 
 
-def enter(record: NodeRecord, at: float, what: str, sentence: str, detail: dict[str, str] | None = None) -> None:
+def append_history(
+    record: NodeRecord, at: float, kind: str, sentence: str, detail: dict[str, str] | None = None
+) -> None:
     """One more entry. The caller says that the record has changed."""
-    note = Note(at=at, what=what, sentence=sentence, detail=detail or {})
-    record.notes = [*record.notes[1 - MOST_NOTES :], note]
+    note = HistoryEntry(at=at, kind=kind, sentence=sentence, detail=detail or {})
+    record.history = [*record.history[1 - MAX_HISTORY_ENTRIES :], note]

@@ -7,23 +7,23 @@ from collections.abc import Iterable
 from everstep.vocabulary import NodeState
 from everstep_controller.core.checkpoints.commits import resume_commits
 from everstep_controller.core.events import ControllerStarted
-from everstep_controller.core.health.eviction import look_again, rehold
-from everstep_controller.core.health.examinations import date_ties
-from everstep_controller.core.health.maintenance import look_ahead
-from everstep_controller.core.health.outbreaks import recall
+from everstep_controller.core.health.eviction import restore_deferral, schedule_deferral_checks
+from everstep_controller.core.health.examinations import backfill_tie_times
+from everstep_controller.core.health.maintenance import resume_windows
+from everstep_controller.core.health.outbreaks import restore_outbreaks
 from everstep_controller.core.health.quarantine import PROBE_PASSED, PROBE_SKIPPED, begin_probation
 from everstep_controller.core.jobs.job_index import job_restored
-from everstep_controller.core.jobs.stragglers import watch_pace
-from everstep_controller.core.liveness.correlation import FLEET, expect, mind
-from everstep_controller.core.liveness.node_liveness import watch
+from everstep_controller.core.jobs.stragglers import start_straggler_windows
+from everstep_controller.core.liveness.correlation import FLEET, add_expected, update_correlated_silence
+from everstep_controller.core.liveness.node_liveness import schedule_silence_deadline
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionRecord
-from everstep_controller.core.retirement import look_later
-from everstep_controller.core.state import FleetState, JobLive, NodeLive
-from everstep_controller.core.transition import Turn
+from everstep_controller.core.retirement import schedule_retention
+from everstep_controller.core.state import FleetState, JobRuntime, NodeRuntime
+from everstep_controller.core.transition import Transition
 
 
-def restore(
+def restore_state(
     policy: CorePolicy,
     fleet: FleetRecord | None = None,
     nodes: Iterable[NodeRecord] = (),
@@ -39,21 +39,21 @@ def restore(
     state.fleet = fleet or FleetRecord()
     for record in nodes:
         state.nodes[record.node] = record
-        state.live_nodes[record.node] = NodeLive()
-        if record.state is NodeState.HELD and not (record.foreign or record.maintenance_until):
-            record.hold = record.hold or record.sentence  # written before holds had a field of their own
+        state.node_runtime[record.node] = NodeRuntime()
+        if record.state is NodeState.HELD and not (record.external_cordon_by or record.maintenance_until):
+            record.hold_reason = record.hold_reason or record.sentence  # written before holds had a field of their own
         if record.reachable:
             if record.state is NodeState.SUSPECT:
                 state.silent.add(record.node)
-            expect(state, record.node)
-            state.unmet.add(record.node)
-        rehold(state, record.node)
-    date_ties(state)
-    lost = {node: record.lost[-1] for node, record in state.nodes.items() if record.lost}
-    state.lost_lately = dict(sorted(lost.items(), key=lambda one: one[1]))
+            add_expected(state, record.node)
+            state.unseen.add(record.node)
+        restore_deferral(state, record.node)
+    backfill_tie_times(state)
+    lost = {node: record.loss_times[-1] for node, record in state.nodes.items() if record.loss_times}
+    state.recent_losses = dict(sorted(lost.items(), key=lambda one: one[1]))
     for job in jobs:
         state.jobs[job.job] = job
-        state.live_jobs[job.job] = JobLive()
+        state.job_runtime[job.job] = JobRuntime()
         job_restored(state, job)
     for version in versions:
         _restore_version(state, version)
@@ -61,54 +61,63 @@ def restore(
 
 
 def _restore_version(state: FleetState, record: VersionRecord) -> None:
-    job, live = state.jobs.get(record.job), state.live_jobs.get(record.job)
-    if job is None or live is None or (job.ceiling is not None and record.version > job.ceiling):
+    job, live = state.jobs.get(record.job), state.job_runtime.get(record.job)
+    if job is None or live is None or (job.restore_ceiling is not None and record.version > job.restore_ceiling):
         return
-    if live.committed is None or record.version > live.committed:
-        live.committed, live.committed_at = record.version, record.committed_at
-    if record.verified_at is not None and (live.verified is None or record.version > live.verified):
-        live.verified = record.version
-    live.settled = live.committed
+    if live.committed_version is None or record.version > live.committed_version:
+        live.committed_version, live.committed_at = record.version, record.committed_at
+    if record.verified_at is not None and (live.verified_version is None or record.version > live.verified_version):
+        live.verified_version = record.version
+    live.settled_version = live.committed_version
 
 
-def started(turn: Turn, event: ControllerStarted) -> None:
+def handle_controller_started(transition: Transition, event: ControllerStarted) -> None:
     """Nobody could reach us while we were away: all deadlines begin now."""
-    state = turn.state
+    state = transition.state
     state.epoch = event.epoch or state.epoch
-    state.hearing.since = state.hearing.last_at = turn.now
-    state.reunion_at = turn.now + turn.policy.reunion_s
-    state.reunion_by = turn.now + turn.policy.reunion_at_most_s
-    if state.unmet:
-        turn.wake(state.reunion_at, "reunion", FLEET)
-    recall(state, turn.now)
-    look_again(turn)
-    mind(turn)
+    state.observer.receiving_since = state.observer.last_received_at = transition.now
+    state.rejoin_window_ends_at = transition.now + transition.policy.rejoin_window_s
+    state.rejoin_window_latest_at = transition.now + transition.policy.rejoin_window_max_s
+    if state.unseen:
+        transition.schedule(state.rejoin_window_ends_at, "reunion", FLEET)
+    restore_outbreaks(state, transition.now)
+    schedule_deferral_checks(transition)
+    update_correlated_silence(transition)
     for node, record in state.nodes.items():
-        live = state.live_nodes[node]
-        turn.wake(max(turn.now, record.returns_at), "node", node)
-        if record.undecided or record.own_until or record.maintenance_until or record.state is NodeState.QUARANTINED:
-            turn.wake(max(turn.now, record.maintenance_until), "care", node)
-            turn.wake(turn.now, "care", node)
+        live = state.node_runtime[node]
+        transition.schedule(max(transition.now, record.quarantined_until), "node", node)
+        if (
+            record.undecided_findings
+            or record.controller_findings_until
+            or record.maintenance_until
+            or record.state is NodeState.QUARANTINED
+        ):
+            transition.schedule(max(transition.now, record.maintenance_until), "care", node)
+            transition.schedule(transition.now, "care", node)
         if record.reachable:
-            live.watched = False
-            watch(turn, node)
-        if any(not state.jobs[name].launchers[node].confirmed for name in live.jobs if _offers(state, name, node)):
-            live.rejoin_due = turn.now + turn.policy.rejoin_grace_s
-            turn.wake(live.rejoin_due, "node", node)
-        if record.state is NodeState.PROBATION and record.probe not in (PROBE_PASSED, PROBE_SKIPPED):
-            begin_probation(turn, node, record.sentence.partition(";")[0])
-    look_later(turn)
-    look_ahead(turn)
-    for name, job_live in state.live_jobs.items():
-        job_live.resume_due = turn.now + turn.policy.resume_deadline_s
-        job_live.inherited = state.jobs[name].generation is not None and state.jobs[name].resumed_at is None
-        job_live.fallback_at = turn.now + turn.policy.boundary_fallback_s
-        resume_commits(turn, state.jobs[name])
-        if state.jobs[name].resumed_at is not None:
-            watch_pace(turn, state.jobs[name])
-        for due in (turn.now, job_live.fallback_at, job_live.resume_due):
-            turn.wake(due, "job", name)
+            live.has_silence_deadline = False
+            schedule_silence_deadline(transition, node)
+        if any(
+            not state.jobs[name].launchers[node].has_rejoined for name in live.jobs if _has_launcher(state, name, node)
+        ):
+            live.launcher_rejoin_due = transition.now + transition.policy.launcher_rejoin_grace_s
+            transition.schedule(live.launcher_rejoin_due, "node", node)
+        if record.state is NodeState.PROBATION and record.probe_status not in (PROBE_PASSED, PROBE_SKIPPED):
+            begin_probation(transition, node, record.sentence.partition(";")[0])
+    schedule_retention(transition)
+    resume_windows(transition)
+    for name, job_live in state.job_runtime.items():
+        job_live.resume_due = transition.now + transition.policy.resume_deadline_s
+        job_live.inherited_unresumed = (
+            state.jobs[name].generation is not None and state.jobs[name].generation_resumed_at is None
+        )
+        job_live.boundary_fallback_at = transition.now + transition.policy.boundary_fallback_s
+        resume_commits(transition, state.jobs[name])
+        if state.jobs[name].generation_resumed_at is not None:
+            start_straggler_windows(transition, state.jobs[name])
+        for due in (transition.now, job_live.boundary_fallback_at, job_live.resume_due):
+            transition.schedule(due, "job", name)
 
 
-def _offers(state: FleetState, job: str, node: str) -> bool:
+def _has_launcher(state: FleetState, job: str, node: str) -> bool:
     return node in state.jobs[job].launchers

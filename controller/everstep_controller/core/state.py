@@ -13,20 +13,20 @@ import msgspec
 from everstep.ids import GenerationNumber, JobId, NodeId, Rank, TraceId, Version
 from everstep.vocabulary import Finding, GenerationReason, ProbeKind
 from everstep.wire.v1.training import RankProgress
-from everstep_controller.core.policy import CorePolicy, SecondPass
+from everstep_controller.core.policy import BlameIsolationMethod, CorePolicy
 from everstep_controller.core.records import FleetRecord, JobRecord, NodeRecord
 
 Ignored = Literal[
-    "action_reported.unknown",
+    "remediation_finished.unknown",
     "collective_failed.not_a_member",
     "collective_failed.stale",
     "disconnected.stale",
     "finding_cleared.unknown",
-    "heard.stale",
+    "node_seen.stale",
     "launcher_joined.stale",
     "launcher_left.stale",
-    "node_observed.nothing_new",
-    "peer_lost.stranger",
+    "scheduler_state.unchanged",
+    "peer_connection_lost.not_a_member",
     "probe_finished.unknown",
     "rank_finished.not_a_member",
     "rank_finished.stale",
@@ -39,47 +39,47 @@ Ignored = Literal[
     "report.unknown_job",
     "resumed.not_a_member",
     "resumed.stale",
-    "sealed.not_a_member",
-    "sealed.old_version",
-    "sealed.stale",
     "user_error.not_a_member",
     "user_error.stale",
     "version_protected.stale",
-    "version_spilled.elsewhere",
+    "version_sealed.not_a_member",
+    "version_sealed.old_version",
+    "version_sealed.stale",
+    "version_spilled.wrong_folder",
     "version_spilled.stale",
-    "version_spilled.stranger",
+    "version_spilled.not_a_member",
 ]
 """Why an event was dropped by rule; the controller's metrics show every one of these from the start."""
 
 
-class Pulse(msgspec.Struct):
+class HeartbeatState(msgspec.Struct):
     """What beats alone change of a node; rules read it through ``Turn.pulse``.
 
     ``heard_at``: its last word; 0.0 before the first that this controller hears. ``beats``: clean ones on probation.
     ``longest_s``: its longest pause between two words, of lately.
     """
 
-    heard_at: float = 0.0
-    beats: int = 0
-    longest_s: float = 0.0
+    last_seen_at: float = 0.0
+    clean_beats: int = 0
+    longest_pause_s: float = 0.0
 
 
-class Hearing(msgspec.Struct):
+class ObserverState(msgspec.Struct):
     """How well this controller listens: ``last_at`` somebody was heard; ``since`` then it was not deaf for long. No
     node's silence began before."""
 
-    last_at: float = 0.0
-    since: float = 0.0
+    last_received_at: float = 0.0
+    receiving_since: float = 0.0
 
 
-class Burst(msgspec.Struct):
+class FindingBurst(msgspec.Struct):
     """How many findings of a kind came without a pause, and when the last one did."""
 
     count: int = 0
-    at: float = 0.0
+    last_at: float = 0.0
 
 
-class NodeLive(msgspec.Struct):
+class NodeRuntime(msgspec.Struct):
     """What is known of a node only while this controller lives.
 
     ``picture``: it has told its findings in full since we began. ``gone_at``: its connection closed then and nothing
@@ -89,22 +89,22 @@ class NodeLive(msgspec.Struct):
     void once it is heard after that. ``bursts``: by kind and severity of findings.
     """
 
-    pulse: Pulse = msgspec.field(default_factory=Pulse)
-    picture: bool = False
-    gone_at: float | None = None
-    watched: bool = False
-    rejoin_due: float | None = None
+    heartbeats: HeartbeatState = msgspec.field(default_factory=HeartbeatState)
+    has_full_findings: bool = False
+    disconnected_at: float | None = None
+    has_silence_deadline: bool = False
+    launcher_rejoin_due: float | None = None
     jobs: dict[JobId, None] = {}
     open: dict[JobId, None] = {}
-    accusers: dict[NodeId, float] = {}
-    bursts: dict[str, Burst] = {}
+    peer_loss_reports: dict[NodeId, float] = {}
+    finding_bursts: dict[str, FindingBurst] = {}
 
 
-class Pending(msgspec.Struct, frozen=True):
+class PendingRegroup(msgspec.Struct, frozen=True):
     """A regrouping that waits until ``due`` for more witnesses: after a failed collective, or after a stall; or, with a
     ``reason``, for members that a controller which has just begun has not heard yet."""
 
-    stall: bool
+    is_stall: bool
     since: float
     due: float
     trace: TraceId
@@ -112,41 +112,41 @@ class Pending(msgspec.Struct, frozen=True):
     reason: GenerationReason | None = None
 
 
-class Ballot(msgspec.Struct):
+class VersionSeals(msgspec.Struct):
     """What ranks said of one version: who has sealed it, whose share is kept, whose is safe too, digests by group and
     rank.
 
     ``copies`` and ``alike`` as in ``Share``, by node.
     """
 
-    said: set[Rank] = set()
-    kept: set[Rank] = set()
-    safe: set[Rank] = set()
-    copies: dict[NodeId, dict[NodeId, None]] = {}
-    alike: dict[NodeId, dict[NodeId, None]] = {}
-    bytes: dict[Rank, int] = {}
+    sealed_ranks: set[Rank] = set()
+    kept_ranks: set[Rank] = set()
+    safe_ranks: set[Rank] = set()
+    full_copies: dict[NodeId, dict[NodeId, None]] = {}
+    partial_copies: dict[NodeId, dict[NodeId, None]] = {}
+    bytes_by_rank: dict[Rank, int] = {}
     digests: dict[str, dict[Rank, str]] = {}
 
 
-class Pace(msgspec.Struct):
+class JobProgress(msgspec.Struct):
     """What beats alone change of a job; rules read it through ``Turn.stride``, ``Turn.progress`` and ``Turn.entered``.
 
     ``progress`` by rank of the running generation, ``newest_step`` the furthest of it, seen at ``newest_at``.
     ``entered``: ranks seen in the current generation.
     """
 
-    progress: dict[Rank, RankProgress] = {}
-    newest_step: int | None = None
-    newest_at: float = 0.0
-    entered: set[Rank] = set()
+    by_rank: dict[Rank, RankProgress] = {}
+    furthest_step: int | None = None
+    furthest_step_at: float = 0.0
+    entered_ranks: set[Rank] = set()
 
-    def seen(self, step: int, now: float) -> None:
+    def record_step(self, step: int, now: float) -> None:
         """A rank has finished ``step``."""
-        if self.newest_step is None or step > self.newest_step:
-            self.newest_step, self.newest_at = step, now
+        if self.furthest_step is None or step > self.furthest_step:
+            self.furthest_step, self.furthest_step_at = step, now
 
 
-class JobLive(msgspec.Struct):
+class JobRuntime(msgspec.Struct):
     """What is known of a job only while this controller lives.
 
     ``resumed``: ranks that have stepped in the current generation; ``slowest``: the one that took longest, with its
@@ -168,38 +168,38 @@ class JobLive(msgspec.Struct):
     the nodes that ``FleetState.owners`` gives to the job.
     """
 
-    pace: Pace = msgspec.field(default_factory=Pace)
-    resumed: set[Rank] = set()
-    slowest: tuple[float, Rank, dict[str, float]] | None = None
-    witnesses: set[Rank] = set()
-    stalls: dict[Rank, tuple[int, int]] = {}
-    pending: Pending | None = None
-    ballots: dict[Version, Ballot] = {}
-    committed: Version | None = None
+    progress: JobProgress = msgspec.field(default_factory=JobProgress)
+    resumed_ranks: set[Rank] = set()
+    slowest_resume: tuple[float, Rank, dict[str, float]] | None = None
+    failed_collective_ranks: set[Rank] = set()
+    stalled_ranks: dict[Rank, tuple[int, int]] = {}
+    pending_regroup: PendingRegroup | None = None
+    version_seals: dict[Version, VersionSeals] = {}
+    committed_version: Version | None = None
     committed_at: float = 0.0
-    verified: Version | None = None
-    settled: Version | None = None
-    slow: dict[NodeId, list[int]] = {}
-    window: int = 0
-    window_due: float = 0.0
-    candidate: int | None = None
+    verified_version: Version | None = None
+    settled_version: Version | None = None
+    slow_windows: dict[NodeId, list[int]] = {}
+    straggler_window: int = 0
+    straggler_window_due: float = 0.0
+    candidate_step: int | None = None
     candidate_due: float = 0.0
-    fallback_at: float = 0.0
+    boundary_fallback_at: float = 0.0
     resume_due: float = 0.0
-    gather_due: float = 0.0
-    offered_at: float | None = None
-    untold: GenerationNumber = 0
+    growth_due: float = 0.0
+    node_offered_at: float | None = None
+    unannounced_generation: GenerationNumber = 0
     spill_due: float = 0.0
-    spill_done: set[NodeId] = set()
-    protect_due: float = 0.0
-    protect_made: dict[NodeId, dict[Rank, str]] = {}
-    missed: dict[NodeId, int] = {}
-    passed_over: dict[NodeId, float] = {}
+    spilled_nodes: set[NodeId] = set()
+    protection_due: float = 0.0
+    made_parity: dict[NodeId, dict[Rank, str]] = {}
+    missed_copies: dict[NodeId, int] = {}
+    skipped_replica_nodes: dict[NodeId, float] = {}
     resume_attempts: int = 0
-    inherited: bool = False
-    first_steps: dict[Rank, tuple[int, ...]] = {}
-    blind: list[float] = []
-    replaced: dict[NodeId, dict[int, float]] = {}
+    inherited_unresumed: bool = False
+    first_seen_steps: dict[Rank, tuple[int, ...]] = {}
+    unattributed_regroup_times: list[float] = []
+    rank_replaced_at: dict[NodeId, dict[int, float]] = {}
     nodes: dict[NodeId, None] = {}
     owns: frozenset[NodeId] = frozenset()
 
@@ -211,16 +211,16 @@ class Probe(msgspec.Struct):
     """
 
     nodes: tuple[NodeId, ...]
-    candidate: NodeId | None
+    tested_node: NodeId | None
     due: float
     trace: TraceId
     passed: set[NodeId] = set()
     failed: dict[NodeId, str] = {}
     kind: ProbeKind = ProbeKind.ALL_REDUCE
-    case: str = ""
+    case_id: str = ""
 
 
-class Case(msgspec.Struct, kw_only=True):
+class BlameCase(msgspec.Struct, kw_only=True):
     """A second pass under way: whose fault is it?
 
     ``findings``: of each suspect, what it is suspected of. ``what``: the same in a sentence. ``tries``: probes begun of
@@ -229,33 +229,33 @@ class Case(msgspec.Struct, kw_only=True):
     differed, empty for pairs.
     """
 
-    kind: SecondPass
+    kind: BlameIsolationMethod
     suspects: tuple[NodeId, ...]
     findings: dict[NodeId, Finding]
-    what: str
+    summary: str
     due: float
     trace: TraceId
     job: str = ""
     tries: dict[NodeId, int] = {}
-    unable: dict[NodeId, None] = {}
+    incapable_partners: dict[NodeId, None] = {}
     failed: dict[NodeId, str] = {}
     passed: dict[NodeId, str] = {}
-    unknown: dict[NodeId, str] = {}
+    inconclusive: dict[NodeId, str] = {}
 
 
-class Tally(msgspec.Struct):
+class SilenceCount(msgspec.Struct):
     """Of nodes with something in common: how many are ``expected`` (reachable), and how many of these ``silent``."""
 
     expected: int = 0
     silent: int = 0
 
 
-class Episode(msgspec.Struct):
+class CorrelatedSilence(msgspec.Struct):
     """So many are silent at once that the network or this controller is suspected: ``since`` when, ``most`` at once."""
 
     since: float
-    most: int = 0
-    said: bool = False
+    max_silent: int = 0
+    announced: bool = False
 
 
 class FleetState(msgspec.Struct, kw_only=True):
@@ -283,33 +283,33 @@ class FleetState(msgspec.Struct, kw_only=True):
     fleet: FleetRecord = msgspec.field(default_factory=FleetRecord)
     nodes: dict[NodeId, NodeRecord] = {}
     jobs: dict[JobId, JobRecord] = {}
-    live_nodes: dict[NodeId, NodeLive] = {}
-    live_jobs: dict[JobId, JobLive] = {}
+    node_runtime: dict[NodeId, NodeRuntime] = {}
+    job_runtime: dict[JobId, JobRuntime] = {}
     probes: dict[str, Probe] = {}
-    cases: dict[str, Case] = {}
-    partnerless_until: float = 0.0
-    lost_lately: dict[NodeId, float] = {}
+    blame_cases: dict[str, BlameCase] = {}
+    no_partner_until: float = 0.0
+    recent_losses: dict[NodeId, float] = {}
     sightings: dict[str, dict[NodeId, float]] = {}
     outbreaks: dict[str, dict[NodeId, bool]] = msgspec.field(default_factory=dict, name="outbreak_nodes")
     deadlines: list[tuple[float, int, str, str]] = []
-    queued: set[tuple[float, str, str]] = set()
-    order: int = 0
+    queued_deadlines: set[tuple[float, str, str]] = set()
+    deadline_sequence: int = 0
     reachable: set[NodeId] = set()
     silent: set[NodeId] = set()
-    tallies: dict[str, Tally] = {}
-    crossed: set[str] = set()
-    episode: Episode | None = None
-    calm_since: float = 0.0
-    unmet: set[NodeId] = set()
-    reunion_at: float = 0.0
-    reunion_by: float = 0.0
-    held: dict[str, dict[NodeId, None]] = {}
-    short: dict[JobId, tuple[float, str]] = {}
-    hearing: Hearing = msgspec.field(default_factory=Hearing)
-    slack_s: float = 0.0
-    slack_at: float = 0.0
+    silence_counts: dict[str, SilenceCount] = {}
+    silent_groups: set[str] = set()
+    correlated_silence: CorrelatedSilence | None = None
+    correlated_silence_ended_at: float = 0.0
+    unseen: set[NodeId] = set()
+    rejoin_window_ends_at: float = 0.0
+    rejoin_window_latest_at: float = 0.0
+    deferred_evictions: dict[str, dict[NodeId, None]] = {}
+    node_shortages: dict[JobId, tuple[float, str]] = {}
+    observer: ObserverState = msgspec.field(default_factory=ObserverState)
+    observer_lag_s: float = 0.0
+    observer_lag_at: float = 0.0
     epoch: int = 0
-    store_away: str = ""
-    store_away_at: float = 0.0
+    database_outage: str = ""
+    database_outage_since: float = 0.0
     owners: dict[NodeId, JobId] = {}
-    ignored: dict[str, int] = {}
+    ignored_counts: dict[str, int] = {}

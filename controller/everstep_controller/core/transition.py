@@ -17,75 +17,75 @@ from everstep_controller.core import records
 from everstep_controller.core.effects import (
     Audit,
     AuditEntry,
-    DropJob,
-    DropNode,
+    DeleteJob,
+    DeleteNode,
     Effect,
     PutFleet,
     PutJob,
     PutNode,
     PutVerdict,
-    Remedy,
-    RequestRemedy,
+    Remediation,
+    RequestRemediation,
     Send,
 )
-from everstep_controller.core.jobs.progress import Laggards, Stride, laggards_of, stride_of
+from everstep_controller.core.jobs.progress import StepRate, Stragglers, compute_step_rate, find_stragglers
 from everstep_controller.core.state import FleetState, Ignored
 
 
-class PulseRead(msgspec.Struct, frozen=True, tag=True):
+class HeartbeatRead(msgspec.Struct, frozen=True, tag=True):
     """``state.Pulse`` of node ``of`` as a rule saw it. ``since``: when its silence began, by what we could hear."""
 
-    of: NodeId
-    heard_at: float
-    beats: int
-    longest_s: float
-    since: float
+    subject: NodeId
+    last_seen_at: float
+    clean_beats: int
+    longest_pause_s: float
+    silent_since: float
 
 
 class StepsRead(msgspec.Struct, frozen=True, tag=True):
     """Each rank's last finished step in job ``of``, as a rule saw them."""
 
-    of: JobId
+    subject: JobId
     steps: dict[Rank, int]
 
 
-class EnteredRead(msgspec.Struct, frozen=True, tag=True):
-    """Ranks that were seen in the current generation of job ``of``, as a rule saw them."""
+class EnteredRanksRead(msgspec.Struct, frozen=True, tag=True):
+    """Ranks that were seen in the current generation of job ``subject``, as a rule saw them."""
 
-    of: JobId
+    subject: JobId
     ranks: frozenset[Rank]
 
 
 class BeyondRead(msgspec.Struct, frozen=True, tag=True):
-    """Ranks of job ``of`` that had begun a step after a given one, with the last step each had begun."""
+    """Ranks of job ``subject`` that had begun a step after a given one, with the last step each had begun."""
 
-    of: JobId
+    subject: JobId
     begun: dict[Rank, int]
 
 
-class Looked(msgspec.Struct, frozen=True, tag=True):
+class DeadlineCheck(msgspec.Struct, frozen=True, tag=True):
     """A Tick looked at ``of``, and more than a node heard in time was found there."""
 
-    of: str
+    subject: str
     kind: str
 
 
-class OwnNews(msgspec.Struct, frozen=True):
+class ControllerFindingChange(msgspec.Struct, frozen=True):
     """A finding of the controller's own was raised on ``node`` (``before``: the one of its key that stood; ``why``:
     what a second pass has shown), or, without ``finding``, the one ``before`` has cleared, as ``why`` says."""
 
     node: NodeId
     before: Finding | None
     finding: Finding | None
-    why: str = ""
+    reason: str = ""
 
 
-R = TypeVar("R", PulseRead, StepsRead, EnteredRead, BeyondRead, Stride, Laggards)
-Read = PulseRead | StepsRead | EnteredRead | BeyondRead | Stride | Laggards | Looked
+R = TypeVar("R", HeartbeatRead, StepsRead, EnteredRanksRead, BeyondRead, StepRate, Stragglers)
+RecordedRead = HeartbeatRead | StepsRead | EnteredRanksRead | BeyondRead | StepRate | Stragglers | DeadlineCheck
 """What a rule read of that which heartbeats change. Beats are too many to be written down; these are few."""
 
 
-class Turn:
+class Transition:
     """What the rules write to while they handle one event.
 
     ``reads`` lists, in order, what was read of that which heartbeats change: with them the event can be handled again
@@ -106,89 +106,98 @@ class Turn:
     """
 
     def __init__(
-        self, state: FleetState, now: float, trace: str, entropy: str = "", recorded: Sequence[Read] | None = None
+        self,
+        state: FleetState,
+        now: float,
+        trace: str,
+        entropy: str = "",
+        recorded: Sequence[RecordedRead] | None = None,
     ) -> None:
-        self.reads: list[Read] = []
-        self.looks = None if recorded is None else [read for read in recorded if isinstance(read, Looked)]
+        self.reads: list[RecordedRead] = []
+        self.recorded_checks = (
+            None if recorded is None else [read for read in recorded if isinstance(read, DeadlineCheck)]
+        )
         self._recorded = None if recorded is None else _by_subject(recorded)
-        self.quiet = False
+        self.is_uneventful = False
         self.state = state
         self.policy = state.policy
         self.now = now
         self.trace = trace
         self.entropy = entropy
-        self.freed: dict[str, None] = {}
-        self.returning: dict[NodeId, None] = {}
-        self.proving: dict[NodeId, None] = {}
-        self.released: dict[NodeId, None] = {}
-        self.departed: dict[JobId, dict[NodeId, str]] = {}
-        self.own: list[OwnNews] = []
-        self.regrouped: set[JobId] = set()
+        self.freed_scopes: dict[str, None] = {}
+        self.returning_nodes: dict[NodeId, None] = {}
+        self.seen_on_probation: dict[NodeId, None] = {}
+        self.deferral_dropped: dict[NodeId, None] = {}
+        self.lost_nodes_by_job: dict[JobId, dict[NodeId, str]] = {}
+        self.controller_finding_changes: list[ControllerFindingChange] = []
+        self.regroup_claimed: set[JobId] = set()
         self._effects: list[Effect] = []
-        self._remedies: list[Remedy] = []
-        self._verdicts: dict[NodeId, str] = {}
-        self._fleet = False
-        self._nodes: dict[str, None] = {}
-        self._jobs: dict[str, None] = {}
+        self._remediations: list[Remediation] = []
+        self._verdict_ids: dict[NodeId, str] = {}
+        self._is_fleet_changed = False
+        self._changed_nodes: dict[str, None] = {}
+        self._changed_jobs: dict[str, None] = {}
 
-    def pulse(self, node: str) -> PulseRead:
+    def read_heartbeats(self, node: str) -> HeartbeatRead:
         """When the node was last heard, its clean beats, its longest pause of lately."""
-        pulse = self.state.live_nodes[node].pulse
-        heard_at = pulse.heard_at if self._recorded is None else self.now
-        since = max(heard_at, self.state.hearing.since)
-        return self._read(PulseRead(node, heard_at, pulse.beats, pulse.longest_s, since))
+        pulse = self.state.node_runtime[node].heartbeats
+        heard_at = pulse.last_seen_at if self._recorded is None else self.now
+        since = max(heard_at, self.state.observer.receiving_since)
+        return self._record_read(HeartbeatRead(node, heard_at, pulse.clean_beats, pulse.longest_pause_s, since))
 
-    def stride(self, job: str) -> Stride:
+    def read_step_rate(self, job: str) -> StepRate:
         """How fast the job steps."""
-        return self._read(stride_of(job, self.state.live_jobs[job].pace))
+        return self._record_read(compute_step_rate(job, self.state.job_runtime[job].progress))
 
-    def laggards(self, job: str, factor: float) -> Laggards:
+    def read_stragglers(self, job: str, factor: float) -> Stragglers:
         """Ranks whose own time for a step is more than ``factor`` times the job's median."""
-        return self._read(laggards_of(job, self.state.live_jobs[job].pace, factor))
+        return self._record_read(find_stragglers(job, self.state.job_runtime[job].progress, factor))
 
-    def steps(self, job: str) -> dict[Rank, int]:
+    def read_steps(self, job: str) -> dict[Rank, int]:
         """Each rank's last finished step in the running generation, where it is known."""
-        pace = self.state.live_jobs[job].pace
-        return self._read(StepsRead(job, {rank: progress.step for rank, progress in pace.progress.items()})).steps
+        pace = self.state.job_runtime[job].progress
+        return self._record_read(StepsRead(job, {rank: progress.step for rank, progress in pace.by_rank.items()})).steps
 
-    def entered(self, job: str) -> frozenset[Rank]:
+    def read_entered_ranks(self, job: str) -> frozenset[Rank]:
         """Ranks that were seen in the current generation."""
-        return self._read(EnteredRead(job, frozenset(self.state.live_jobs[job].pace.entered))).ranks
+        return self._record_read(
+            EnteredRanksRead(job, frozenset(self.state.job_runtime[job].progress.entered_ranks))
+        ).ranks
 
     def beyond(self, job: str, step: int) -> dict[Rank, int]:
         """Ranks that have begun a step after ``step`` in the running generation, with the last step each has begun."""
-        progress = self.state.live_jobs[job].pace.progress.values()
-        further = {report.rank: report.begun for report in progress if report.begun > step}
-        return self._read(BeyondRead(job, further)).begun
+        progress = self.state.job_runtime[job].progress.by_rank.values()
+        further = {report.rank: report.started_step for report in progress if report.started_step > step}
+        return self._record_read(BeyondRead(job, further)).begun
 
-    def _read(self, seen: R) -> R:
-        if self._recorded and (then := self._recorded.get((type(seen), seen.of))):
-            seen = then.popleft()
-        self.reads.append(seen)
-        return seen
+    def _record_read(self, fresh: R) -> R:
+        if self._recorded and (then := self._recorded.get((type(fresh), fresh.subject))):
+            fresh = then.popleft()
+        self.reads.append(fresh)
+        return fresh
 
-    def fleet_changed(self) -> None:
-        self._fleet = True
+    def mark_fleet_changed(self) -> None:
+        self._is_fleet_changed = True
 
-    def node_changed(self, node: str) -> None:
-        self._nodes[node] = None
+    def mark_node_changed(self, node: str) -> None:
+        self._changed_nodes[node] = None
 
-    def job_changed(self, job: str) -> None:
-        self._jobs[job] = None
+    def mark_job_changed(self, job: str) -> None:
+        self._changed_jobs[job] = None
 
-    def node_forgotten(self, node: str) -> None:
+    def delete_node(self, node: str) -> None:
         """The state knows the node no more."""
-        self._nodes.pop(node, None)
-        self.emit(DropNode(node))
+        self._changed_nodes.pop(node, None)
+        self.emit(DeleteNode(node))
 
-    def job_forgotten(self, job: str) -> None:
+    def delete_job(self, job: str) -> None:
         """The state knows the job no more."""
-        self._jobs.pop(job, None)
-        self.emit(DropJob(job))
+        self._changed_jobs.pop(job, None)
+        self.emit(DeleteJob(job))
 
-    def changed(self) -> tuple[list[NodeId], list[JobId]]:
+    def changed_records(self) -> tuple[list[NodeId], list[JobId]]:
         """Nodes and jobs whose records changed so far."""
-        return list(self._nodes), list(self._jobs)
+        return list(self._changed_nodes), list(self._changed_jobs)
 
     def emit(self, effect: Effect) -> None:
         self._effects.append(effect)
@@ -224,7 +233,7 @@ class Turn:
             )
         )
 
-    def verdict(
+    def add_verdict(
         self,
         node: str,
         decision: Decision,
@@ -236,10 +245,10 @@ class Turn:
     ) -> None:
         """A judgement on ``node``, with a line in the log."""
         record = self.state.nodes[node]
-        record.verdicts += 1
-        self.node_changed(node)
+        record.verdict_count += 1
+        self.mark_node_changed(node)
         verdict = Verdict(
-            id=f"{node}-{record.verdicts}",
+            id=f"{node}-{record.verdict_count}",
             node=node,
             decision=decision,
             sentence=sentence,
@@ -249,43 +258,45 @@ class Turn:
             trace=self.trace if trace is None else trace,
         )
         self.emit(PutVerdict(verdict))
-        if decision in MOVING:
-            record.stands_by = self._verdicts[node] = verdict.id
-        records.enter(record, self.now, "verdict", f"{decision}: {sentence}", {"verdict": verdict.id})
+        if decision in STATE_CHANGING_DECISIONS:
+            record.current_verdict_id = self._verdict_ids[node] = verdict.id
+        records.append_history(record, self.now, "verdict", f"{decision}: {sentence}", {"verdict": verdict.id})
         self.audit(f"verdict.{decision}", sentence, node=node, trace=verdict.trace, data={"verdict": verdict.id})
 
-    def remedy(self, remedy: Remedy) -> None:
+    def request_remediation(self, remediation: Remediation) -> None:
         """Asks for an action on a node: last of all effects, so that the verdict it follows from is known by then."""
-        self._remedies.append(remedy)
+        self._remediations.append(remediation)
 
-    def ignore(self, why: Ignored) -> None:
+    def count_ignored(self, reason: Ignored) -> None:
         """Count an event that a rule drops; the log is spared."""
-        self.state.ignored[why] = self.state.ignored.get(why, 0) + 1
+        self.state.ignored_counts[reason] = self.state.ignored_counts.get(reason, 0) + 1
 
-    def wake(self, due: float, kind: str, subject: str) -> None:
+    def schedule(self, due: float, kind: str, subject: str) -> None:
         """Asks for a look at ``subject`` at ``due``."""
         push_deadline(self.state, due, kind, subject)
 
     def finish(self) -> list[Effect]:
         """All effects: first the records that changed, then what was emitted, in order."""
         state = self.state
-        puts: list[Effect] = [PutFleet(state.fleet)] if self._fleet else []
-        puts += [PutNode(node, state.nodes[node]) for node in self._nodes]
-        puts += [PutJob(job, state.jobs[job]) for job in self._jobs]
-        return puts + self._effects + [RequestRemedy(self._with_verdict(remedy)) for remedy in self._remedies]
+        puts: list[Effect] = [PutFleet(state.fleet)] if self._is_fleet_changed else []
+        puts += [PutNode(node, state.nodes[node]) for node in self._changed_nodes]
+        puts += [PutJob(job, state.jobs[job]) for job in self._changed_jobs]
+        return puts + self._effects + [RequestRemediation(self._with_verdict(remedy)) for remedy in self._remediations]
 
-    def _with_verdict(self, remedy: Remedy) -> Remedy:
-        return msgspec.structs.replace(remedy, verdict=self._verdicts.get(remedy.node, remedy.verdict))
+    def _with_verdict(self, remediation: Remediation) -> Remediation:
+        return msgspec.structs.replace(
+            remediation, verdict_id=self._verdict_ids.get(remediation.node, remediation.verdict_id)
+        )
 
 
-MOVING = (Decision.EVICT, Decision.QUARANTINE, Decision.READMIT, Decision.REPAIR)
+STATE_CHANGING_DECISIONS = (Decision.EVICT, Decision.QUARANTINE, Decision.READMIT, Decision.REPAIR)
 """Decisions by which a node is where it is; what is asked of the outside follows from one of them."""
 
 
-def _by_subject(reads: Iterable[Read]) -> dict[tuple[type, str], deque[Any]]:
+def _by_subject(reads: Iterable[RecordedRead]) -> dict[tuple[type, str], deque[Any]]:
     found: dict[tuple[type, str], deque[Any]] = defaultdict(deque)
     for read in reads:
-        found[type(read), read.of].append(read)
+        found[type(read), read.subject].append(read)
     return found
 
 
@@ -293,11 +304,11 @@ def push_deadline(state: FleetState, due: float, kind: str, subject: str) -> Non
     """Queues a hint to look at ``subject``: ``silence`` or ``node`` of a node, ``job``, ``probe``; or at what it says
     itself: ``correlation``, ``reunion``, ``held``, ``retention``,
     ``maintenance``."""
-    if (due, kind, subject) in state.queued:
+    if (due, kind, subject) in state.queued_deadlines:
         return
-    state.queued.add((due, kind, subject))
-    state.order += 1
-    heapq.heappush(state.deadlines, (due, state.order, kind, subject))
+    state.queued_deadlines.add((due, kind, subject))
+    state.deadline_sequence += 1
+    heapq.heappush(state.deadlines, (due, state.deadline_sequence, kind, subject))
 
 
 def pop_due(state: FleetState, now: float) -> tuple[str, str] | None:
@@ -305,7 +316,7 @@ def pop_due(state: FleetState, now: float) -> tuple[str, str] | None:
     if not state.deadlines or state.deadlines[0][0] > now:
         return None
     due, _, kind, subject = heapq.heappop(state.deadlines)
-    state.queued.discard((due, kind, subject))
+    state.queued_deadlines.discard((due, kind, subject))
     return kind, subject
 
 
@@ -313,8 +324,8 @@ def pop_due(state: FleetState, now: float) -> tuple[str, str] | None:
 # Findings that stand and cannot be judged yet: each is looked at again when what stood in the way may be over.
 
 
-def look_later(turn: Turn, node: str, key: str, why: str, due: float) -> None:
+def defer_judgement(transition: Transition, node: str, key: str, reason: str, due: float) -> None:
     """One look a second at most, however often findings are raised meanwhile."""
-    turn.state.nodes[node].undecided[key] = why
-    turn.node_changed(node)
-    turn.wake(float(math.ceil(due)), "care", node)
+    transition.state.nodes[node].undecided_findings[key] = reason
+    transition.mark_node_changed(node)
+    transition.schedule(float(math.ceil(due)), "care", node)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-NAMED_AT_MOST = 8
+MAX_NAMES = 8
 """Names in a sentence; of more, the rest is counted."""
 
 
-def named(names: Sequence[str], most: int = NAMED_AT_MOST) -> str:
+def join_names(names: Sequence[str], limit: int = MAX_NAMES) -> str:
     """``a, b, c``, or ``a, b, c and 37 more``; ``none`` of nothing."""
-    if len(names) <= most:
+    if len(names) <= limit:
         return ", ".join(names) or "none"
-    return f"{', '.join(names[:most])} and {len(names) - most} more"
+    return f"{', '.join(names[:limit])} and {len(names) - limit} more"
 
 
 def ranks_named(ranks: Collection[int]) -> str:
@@ -20,11 +20,11 @@ def ranks_named(ranks: Collection[int]) -> str:
     words = [str(rank) for rank in sorted(ranks)]
     if len(words) == 1:
         return f"rank {words[0]}"
-    if len(words) > NAMED_AT_MOST:
-        return f"ranks {named(words)}"
+    if len(words) > MAX_NAMES:
+        return f"ranks {join_names(words)}"
     return f"ranks {', '.join(words[:-1])} and {words[-1]}"
 
 
-def nodes(count: int) -> str:
+def format_node_count(count: int) -> str:
     """``1 node``, ``2 nodes``."""
     return "1 node" if count == 1 else f"{count} nodes"

@@ -25,13 +25,13 @@ from typing import BinaryIO
 import msgspec
 
 from everstep import __version__
-from everstep.errors import UNREADABLE, ConfigurationError, MalformedMessage, Unavailable
+from everstep.errors import DECODE_ERRORS, ConfigurationError, MalformedMessage, Unavailable
 from everstep_controller.core import engine
 from everstep_controller.core.effects import Effect, describe, digest
 from everstep_controller.core.events import Event, ReportArrived
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.state import FleetState
-from everstep_controller.core.transition import Read, Turn
+from everstep_controller.core.transition import RecordedRead, Transition
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +41,9 @@ SEGMENT_BYTES = 64 << 20
 """Bytes written, compressed, after which the next segment begins."""
 SEGMENT_S = 86400.0
 """Seconds after which the next segment begins."""
-DRAIN_S = 5.0
+DRAIN_TIMEOUT_S = 5.0
 """For how long somebody who wants to read what was decided just now waits for the disk."""
-MOST_WAITING_BYTES = 16 << 20
+MAX_PENDING_BYTES = 16 << 20
 """What may wait for the disk beside how a segment begins, which is the whole state; beyond it the segment ends there,
 and another begins."""
 RETRY_S = 10.0
@@ -58,7 +58,7 @@ _BLANK = "0" * 64
 _encoder = msgspec.msgpack.Encoder()
 
 
-class Beginning(msgspec.Struct, frozen=True, kw_only=True):
+class SegmentStart(msgspec.Struct, frozen=True, kw_only=True):
     """How a segment begins: the state before its first event (``FleetState`` in MessagePack, secrets blank).
 
     ``follows``: this controller wrote the segment before, to its end.
@@ -67,16 +67,16 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     at: float
     state: msgspec.Raw
-    follows: bool = False
+    is_continuation: bool = False
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class JournalEntry(msgspec.Struct, frozen=True, array_like=True):
     """One event that was handled. ``decisions``: ``describe`` of its effects; ``digest``: a hash of the effects in
     full."""
 
     at: float
     event: Event
-    reads: tuple[Read, ...]
+    reads: tuple[RecordedRead, ...]
     decisions: tuple[str, ...]
     digest: int
 
@@ -92,7 +92,7 @@ class Journal:
         gaps: segments that ended early, and lack what came until the next.
     """
 
-    def __init__(self, directory: Path, *, most_bytes: int, keep_s: float, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(self, directory: Path, *, max_bytes: int, keep_s: float, segment_bytes: int = SEGMENT_BYTES) -> None:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -101,7 +101,7 @@ class Journal:
                 "journal_dir"
             ) from error
         self._directory = directory
-        self._most_bytes = most_bytes
+        self._most_bytes = max_bytes
         self._keep_s = keep_s
         self._segment_bytes = segment_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
@@ -115,7 +115,7 @@ class Journal:
     def decide(self, state: FleetState, event: Event, now: float) -> list[Effect]:
         """``fleet.handle``, written down. Raises as that does, with nothing changed and nothing written."""
         self._before(state, now)
-        turn = engine.take(state, event, now)
+        turn = engine.run_transition(state, event, now)
         effects = turn.finish()
         self._note(event, now, turn, effects)
         if len(self._waiting) >= FLUSH_BYTES or now - self._flushed_at >= FLUSH_S:
@@ -131,7 +131,9 @@ class Journal:
         follows = segment is not None and not segment.failed
         self._end_segment()
         self._segment = _Segment(self._directory / f"{int(now * 1000):015d}-{state.epoch}{SUFFIX}", now)
-        self._add(Beginning(version=__version__, at=now, state=msgspec.Raw(_blanked(state)), follows=follows))
+        self._add(
+            SegmentStart(version=__version__, at=now, state=msgspec.Raw(_blanked(state)), is_continuation=follows)
+        )
         self._beginning_bytes = len(self._waiting)
         self._thread.submit(_prune, self._directory, self._most_bytes, now - self._keep_s)
 
@@ -140,13 +142,13 @@ class Journal:
             return now - segment.began_at >= RETRY_S
         return segment.written >= self._segment_bytes or now - segment.began_at >= SEGMENT_S
 
-    def _note(self, event: Event, now: float, turn: Turn, effects: Collection[Effect]) -> None:
+    def _note(self, event: Event, now: float, turn: Transition, effects: Collection[Effect]) -> None:
         decisions = tuple(describe(effects))
-        if turn.quiet and not decisions:
+        if turn.is_uneventful and not decisions:
             return
         if isinstance(event, ReportArrived):
             event = msgspec.structs.replace(event, entropy=_BLANK)
-        self._add(Entry(now, event, tuple(turn.reads), decisions, digest(effects)))
+        self._add(JournalEntry(now, event, tuple(turn.reads), decisions, digest(effects)))
 
     def _add(self, frame: msgspec.Struct) -> None:
         body = _encoder.encode(frame)
@@ -156,13 +158,13 @@ class Journal:
         """Hands what waits to the disk's thread, unless that is busy: then the next call does."""
         segment = self._segment
         if segment is None or not self._waiting or (self._writing is not None and not self._writing.done()):
-            if len(self._waiting) > MOST_WAITING_BYTES + self._beginning_bytes:
-                self._give_up()
+            if len(self._waiting) > MAX_PENDING_BYTES + self._beginning_bytes:
+                self._abandon_segment()
             return
         self._writing = self._thread.submit(segment.write, bytes(self._waiting))
         self._waiting.clear()
 
-    def _give_up(self) -> None:
+    def _abandon_segment(self) -> None:
         log.warning("the disk of the journal %s is too slow: it has a gap here", self._directory)
         self._waiting.clear()
         if self._segment is not None:
@@ -177,16 +179,17 @@ class Journal:
         self._waiting.clear()
         self._segment = None
 
-    async def drained(self) -> None:
+    async def drain(self) -> None:
         """Waits until the disk has everything that was decided before. Raises Unavailable where it takes too long."""
         try:
-            async with asyncio.timeout(DRAIN_S):
+            async with asyncio.timeout(DRAIN_TIMEOUT_S):
                 for _ in range(2):  # what the disk's thread is busy with, and then what waited for that
                     self.flush()
                     await asyncio.wrap_future(self._thread.submit(lambda: None))
         except TimeoutError:
             raise Unavailable(
-                f"the disk of the journal {self._directory} has not taken what is recorded for {DRAIN_S:g} s: try again"
+                f"the disk of the journal {self._directory} has not taken what is recorded for "
+                f"{DRAIN_TIMEOUT_S:g} s: try again"
             ) from None
 
     def close(self) -> None:
@@ -256,7 +259,7 @@ def _prune(directory: Path, most_bytes: int, not_before: float) -> None:
 # --- reading -----------------------------------------------------------------------------------------------------
 
 
-def read_segment(path: Path) -> tuple[Beginning, Iterator[Entry]]:
+def read_segment(path: Path) -> tuple[SegmentStart, Iterator[JournalEntry]]:
     """A segment's beginning and its entries, as far as they were written.
 
     Raises MalformedMessage for what is no journal, or one that this release does not understand (entries as they are
@@ -268,10 +271,10 @@ def read_segment(path: Path) -> tuple[Beginning, Iterator[Entry]]:
         raise MalformedMessage(_why_not(path, line))
     frames = _frames(file)
     try:
-        first = msgspec.msgpack.decode(next(frames), type=Beginning)
+        first = msgspec.msgpack.decode(next(frames), type=SegmentStart)
     except StopIteration:
         raise MalformedMessage(f"{path} ends before its first event") from None
-    except UNREADABLE as error:
+    except DECODE_ERRORS as error:
         raise MalformedMessage(
             f"how {path} begins is not understood by this release ({__version__}): {error}"
         ) from error
@@ -288,12 +291,12 @@ def _why_not(path: Path, line: bytes) -> str:
     )
 
 
-def _entries(path: Path, version: str, frames: Iterable[bytes]) -> Iterator[Entry]:
-    decoder = msgspec.msgpack.Decoder(Entry)
+def _entries(path: Path, version: str, frames: Iterable[bytes]) -> Iterator[JournalEntry]:
+    decoder = msgspec.msgpack.Decoder(JournalEntry)
     for number, frame in enumerate(frames, 1):
         try:
             yield decoder.decode(frame)
-        except UNREADABLE as error:
+        except DECODE_ERRORS as error:
             raise MalformedMessage(
                 f"event {number} of {path}, written by everstep {version}, is not understood by this release "
                 f"({__version__}): replay it with that release ({error})"

@@ -17,20 +17,22 @@ from pathlib import Path
 import msgspec
 
 from everstep import __version__
-from everstep.errors import UNREADABLE, EverstepError, MalformedMessage, NotFound
+from everstep.errors import DECODE_ERRORS, EverstepError, MalformedMessage, NotFound
 from everstep.vocabulary import Verdict
 from everstep_controller.core import engine
 from everstep_controller.core.effects import Effect, PutVerdict, describe, digest
 from everstep_controller.core.events import Event, HeartbeatChanged, OperatorCommand, ReportArrived
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.state import FleetState
-from everstep_controller.journal.recorder import Beginning, Entry, read_segment, segments
+from everstep_controller.journal.recorder import JournalEntry, SegmentStart, read_segment, segments
 from everstep_controller.rulebook import with_rules
 
-HIDDEN = "! what these words leave out is another: nodes, GPUs, groups, a record, or something else of a directive"
+HIDDEN_DIFFERENCE = (
+    "! what these words leave out is another: nodes, GPUs, groups, a record, or something else of a directive"
+)
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayedEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One event, decided again.
 
     ``then`` and ``now`` are decisions in lines; ``hidden``: these are the same, and what they leave out is not.
@@ -38,25 +40,25 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     at: float
-    what: str
+    event_name: str
     trace: str
     node: str
     job: str
-    then: tuple[str, ...]
-    now: tuple[str, ...]
+    recorded: tuple[str, ...]
+    replayed: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
-    ordered: bool
-    hidden: bool = False
+    is_operator_order: bool
+    has_hidden_difference: bool = False
 
     @property
     def differs(self) -> bool:
-        return self.hidden or self.then != self.now
+        return self.has_hidden_difference or self.recorded != self.replayed
 
     def difference(self) -> list[str]:
         """A unified difference without its header: ``-`` then, ``+`` now."""
-        if self.hidden:
-            return [*(f" {line}" for line in self.now), HIDDEN]
-        return list(difflib.unified_diff(self.then, self.now, lineterm="", n=100))[3:]
+        if self.has_hidden_difference:
+            return [*(f" {line}" for line in self.replayed), HIDDEN_DIFFERENCE]
+        return list(difflib.unified_diff(self.recorded, self.replayed, lineterm="", n=100))[3:]
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,9 +69,9 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str
     begins_at: float
-    follows: bool
+    is_continuation: bool
     state: FleetState
-    steps: Iterator[Step]
+    events: Iterator[ReplayedEvent]
 
     @property
     def is_of_this_release(self) -> bool:
@@ -83,11 +85,11 @@ def replay(segment: Path, policy: CorePolicy | None = None, before: FleetState |
     Raises MalformedMessage for what is no journal, or one whose state this release does not understand.
     """
     beginning, entries = read_segment(segment)
-    if before is not None and beginning.follows:
+    if before is not None and beginning.is_continuation:
         return _recording(beginning, before, entries)
     try:
         state = msgspec.msgpack.decode(beginning.state, type=FleetState)
-    except UNREADABLE as error:
+    except DECODE_ERRORS as error:
         raise MalformedMessage(
             f"{segment} was written by everstep {beginning.version}, whose state this release ({__version__}) does not "
             f"understand: replay it with that release ({error})"
@@ -97,38 +99,38 @@ def replay(segment: Path, policy: CorePolicy | None = None, before: FleetState |
     return _recording(beginning, state, entries)
 
 
-def _recording(beginning: Beginning, state: FleetState, entries: Iterable[Entry]) -> Recording:
+def _recording(beginning: SegmentStart, state: FleetState, entries: Iterable[JournalEntry]) -> Recording:
     return Recording(
         version=beginning.version,
         begins_at=beginning.at,
-        follows=beginning.follows,
+        is_continuation=beginning.is_continuation,
         state=state,
-        steps=_steps(state, entries),
+        events=_steps(state, entries),
     )
 
 
-def _steps(state: FleetState, entries: Iterable[Entry]) -> Iterator[Step]:
+def _steps(state: FleetState, entries: Iterable[JournalEntry]) -> Iterator[ReplayedEvent]:
     for entry in entries:
         now, verdicts, today = _again(state, entry)
         event = entry.event
-        yield Step(
+        yield ReplayedEvent(
             at=entry.at,
-            what=_name(event),
+            event_name=_name(event),
             trace=event.trace,
             node=getattr(event, "node", None) or "",
             job=_job_of(event),
-            then=entry.decisions,
-            now=now,
+            recorded=entry.decisions,
+            replayed=now,
             verdicts=verdicts,
-            ordered=isinstance(event, OperatorCommand) and bool(event.node),
-            hidden=now == entry.decisions and entry.digest != today,
+            is_operator_order=isinstance(event, OperatorCommand) and bool(event.node),
+            has_hidden_difference=now == entry.decisions and entry.digest != today,
         )
 
 
-def _again(state: FleetState, entry: Entry) -> tuple[tuple[str, ...], tuple[Verdict, ...], int]:
+def _again(state: FleetState, entry: JournalEntry) -> tuple[tuple[str, ...], tuple[Verdict, ...], int]:
     """Today's decisions: in lines, the verdicts among them, and the digest of all of it."""
     try:
-        effects: list[Effect] = engine.take(state, entry.event, entry.at, entry.reads).finish()
+        effects: list[Effect] = engine.run_transition(state, entry.event, entry.at, entry.reads).finish()
     except EverstepError as error:  # in a world that went another way, a node or a job may not be there
         return (f"refused ({error.code}): {error}",), (), 0
     verdicts = tuple(effect.verdict for effect in effects if isinstance(effect, PutVerdict))
@@ -183,7 +185,7 @@ def run(options: argparse.Namespace) -> int:
     for path in paths:
         recording = replay(path)
         _announce(path, recording, options)
-        for step in recording.steps:
+        for step in recording.events:
             events += 1
             differences += step.differs
             if _wanted(step, options):
@@ -199,12 +201,12 @@ def _announce(path: Path, recording: Recording, options: argparse.Namespace) -> 
         print(f"{path.name}: from {_when(recording.begins_at)}, written by everstep {recording.version}{other}")
 
 
-def _wanted(step: Step, options: argparse.Namespace) -> bool:
+def _wanted(step: ReplayedEvent, options: argparse.Namespace) -> bool:
     if not options.since <= step.at <= options.until or (options.differences and not step.differs):
         return False
     if options.trace and step.trace != options.trace:
         return False
-    lines = (*step.then, *step.now)
+    lines = (*step.recorded, *step.replayed)
     return all(
         not name or name == subject or any(_names(line, name) for line in lines)
         for name, subject in ((options.node, step.node), (options.job, step.job))
@@ -215,12 +217,12 @@ def _names(line: str, name: str) -> bool:
     return name in line.replace(",", " ").replace(":", " ").replace(";", " ").split()
 
 
-def _show(step: Step, options: argparse.Namespace) -> None:
+def _show(step: ReplayedEvent, options: argparse.Namespace) -> None:
     if options.json:
         sys.stdout.write(msgspec.json.encode(step).decode() + "\n")
-    elif step.differs or step.now:
-        print(f"{_when(step.at)}  {step.what}  [{step.trace}]")
-        _print_lines(step.difference() if step.differs else step.now)
+    elif step.differs or step.replayed:
+        print(f"{_when(step.at)}  {step.event_name}  [{step.trace}]")
+        _print_lines(step.difference() if step.differs else step.replayed)
 
 
 def _print_lines(lines: Iterable[str]) -> None:

@@ -17,16 +17,16 @@ import msgspec
 
 from everstep.errors import BY_CODE, EverstepError, NotFound, Unavailable
 from everstep.parent_process import die_with_parent
-from everstep.policy_trials import evicted, gaps, newest
+from everstep.policy_trials import evicted_node, newest_per_node, recording_gaps
 from everstep.vocabulary import Decision, Verdict
-from everstep.wire.v1.operator_history import Stretch
+from everstep.wire.v1.operator_history import RecordedSpan
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.state import FleetState
 from everstep_controller.journal.recorder import segments
-from everstep_controller.journal.replay import Recording, Step, replay
+from everstep_controller.journal.replay import Recording, ReplayedEvent, replay
 
 
-class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyTrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy would have done with a stretch of the past. ``at`` of verdicts is when.
 
     ``evictions``: how many it would have carried out; those that operators ordered are left out everywhere. ``also``:
@@ -37,18 +37,18 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     since: float | None
     events: int
     evictions: int
-    also: tuple[Verdict, ...]
-    not_then: tuple[str, ...]
-    stretches: tuple[Stretch, ...]
+    added_evictions: tuple[Verdict, ...]
+    avoided_evictions: tuple[str, ...]
+    spans: tuple[RecordedSpan, ...]
 
     @property
     def gaps(self) -> tuple[tuple[float, float], ...]:
         """(from, to) of what is not recorded in between, since another controller led, this one was down, or its disk
         failed."""
-        return gaps(self.stretches)
+        return recording_gaps(self.spans)
 
 
-def what_if(journal: Path, policy: CorePolicy, since: float) -> WhatIf:
+def replay_with_policy(journal: Path, policy: CorePolicy, since: float) -> PolicyTrialOutcome:
     """Decides everything in ``journal`` (a directory) from ``since`` on again under ``policy``.
 
     Raises NotFound where nothing was recorded since then, MalformedMessage as ``replay``.
@@ -61,11 +61,11 @@ def what_if(journal: Path, policy: CorePolicy, since: float) -> WhatIf:
     for segment in reached:
         recording = replay(segment, policy, state)
         tally.begin(recording)
-        for step in recording.steps:
+        for step in recording.events:
             tally.count(step)
         state = recording.state
         tally.end(state.epoch)
-    return tally.told()
+    return tally.outcome()
 
 
 class _Tally:
@@ -75,42 +75,42 @@ class _Tally:
         self._events = 0
         self._now: list[tuple[str, Verdict]] = []
         self._then: list[tuple[str, str]] = []
-        self._stretches: list[Stretch] = []
+        self._stretches: list[RecordedSpan] = []
         self._begins_at = self._newest = 0.0
 
     def begin(self, segment: Recording) -> None:
         """What comes next may follow what was counted."""
         self._newest = max(self._newest, segment.begins_at)
-        if segment.follows and self._stretches:
+        if segment.is_continuation and self._stretches:
             self._begins_at = self._stretches.pop().begins_at
         else:
             self._begins_at = segment.begins_at
 
     def end(self, epoch: int) -> None:
         """The segment is counted. It was written under that epoch."""
-        self._stretches.append(Stretch(begins_at=self._begins_at, ends_at=self._newest, epoch=epoch))
+        self._stretches.append(RecordedSpan(begins_at=self._begins_at, ends_at=self._newest, epoch=epoch))
 
-    def count(self, step: Step) -> None:
+    def count(self, step: ReplayedEvent) -> None:
         self._newest = step.at
         if step.at < self._since:
             return
         self._began = step.at if self._began is None else self._began
         self._events += 1
-        if not step.ordered:
+        if not step.is_operator_order:
             self._now += [(verdict.node, verdict) for verdict in step.verdicts if verdict.decision is Decision.EVICT]
-            self._then += [(evicted(line), line) for line in step.then if _evicts(line)]
+            self._then += [(evicted_node(line), line) for line in step.recorded if _evicts(line)]
 
-    def told(self) -> WhatIf:
+    def outcome(self) -> PolicyTrialOutcome:
         now = Counter(node for node, _ in self._now)
         then = Counter(node for node, _ in self._then)
         more, fewer = now - then, then - now
-        return WhatIf(
+        return PolicyTrialOutcome(
             since=self._began,
             events=self._events,
             evictions=len(self._now),
-            also=newest(self._now, more),
-            not_then=newest(self._then, fewer),
-            stretches=tuple(
+            added_evictions=newest_per_node(self._now, more),
+            avoided_evictions=newest_per_node(self._then, fewer),
+            spans=tuple(
                 msgspec.structs.replace(one, begins_at=max(one.begins_at, self._since))
                 for one in self._stretches
                 if one.ends_at >= self._since
@@ -138,7 +138,7 @@ def _evicts(line: str) -> bool:
 # semaphores in ``/dev/shm``.
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
+class TrialRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``since``: unix seconds. ``journal``: a directory."""
 
     journal: str
@@ -146,15 +146,15 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     since: float
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class TrialReply(msgspec.Struct, frozen=True, kw_only=True):
     """What was found, or the code and words of the error for which nothing was."""
 
-    found: WhatIf | None = None
+    outcome: PolicyTrialOutcome | None = None
     code: str = ""
     message: str = ""
 
 
-async def tried(trial: Trial) -> WhatIf:
+async def run_trial(trial: TrialRequest) -> PolicyTrialOutcome:
     """What that policy would have done; who is cancelled meanwhile ends the process.
 
     Raises NotFound where nothing is recorded, MalformedMessage, and Unavailable where the process ended without a word.
@@ -168,20 +168,20 @@ async def tried(trial: Trial) -> WhatIf:
         await process.wait()
         raise
     try:
-        outcome = msgspec.msgpack.decode(said, type=Outcome)
+        outcome = msgspec.msgpack.decode(said, type=TrialReply)
     except msgspec.DecodeError as error:
         raise Unavailable(f"the trial's process ended with status {process.returncode}: try again") from error
-    if outcome.found is None:
+    if outcome.outcome is None:
         raise BY_CODE.get(outcome.code, EverstepError)(outcome.message)
-    return outcome.found
+    return outcome.outcome
 
 
-def _outcome(asked: bytes) -> Outcome:
-    trial = msgspec.msgpack.decode(asked, type=Trial)
+def _outcome(asked: bytes) -> TrialReply:
+    trial = msgspec.msgpack.decode(asked, type=TrialRequest)
     try:
-        return Outcome(found=what_if(Path(trial.journal), trial.policy, trial.since))
+        return TrialReply(outcome=replay_with_policy(Path(trial.journal), trial.policy, trial.since))
     except EverstepError as error:
-        return Outcome(code=error.code, message=str(error))
+        return TrialReply(code=error.code, message=str(error))
 
 
 def main() -> None:

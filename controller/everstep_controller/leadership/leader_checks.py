@@ -11,26 +11,32 @@ import asyncio
 import logging
 import math
 
-from everstep.bearer_tokens import epoch_proof, proves_epoch
+from everstep.bearer_tokens import epoch_proof, is_epoch_proof
 from everstep.clock import Clock
 from everstep.errors import EverstepError
-from everstep.wire.v1.agent import Succession
+from everstep.wire.v1.agent import LeadershipProof
 from everstep_controller.api.credentials import Keyring
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core.effects import AuditEntry
-from everstep_controller.leadership.lease import Notice, Reach, Resignation, Tenure, Told
-from everstep_controller.runtime.commit_buffer import Absence
+from everstep_controller.leadership.lease import (
+    LeaderReachability,
+    LeadershipNotice,
+    Resignation,
+    StandbyReport,
+    Tenure,
+)
+from everstep_controller.runtime.commit_buffer import DatabaseOutage
 from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.transaction import Transaction, new_trace
 from everstep_controller.store.database_errors import Superseded
 
-ASKED_A_SECOND = 16
+CHECKS_PER_SECOND = 16
 """Agents that are asked in each second: one that reaches the other controller is enough, and a whole fleet would be a
 load to the controllers that stand by."""
-REASON = "the lease cannot be renewed"
+OUTAGE_REASON = "the lease cannot be renewed"
 
 
-class Doubt:
+class EpochCheck:
     """What one leadership over a lease asks of its agents.
 
     Args:
@@ -44,35 +50,35 @@ class Doubt:
         self._epoch = epoch
         self._second = -math.inf
         self._asked = 0
-        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._superseded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def unsure_of(self) -> int:
+    def unconfirmed_epoch(self) -> int:
         """What the answer to a beat asks: this leader's epoch, or 0 for nothing."""
-        if self._tenure.absent_s() is None:
+        if self._tenure.outage_s() is None:
             return 0
         second = math.floor(self._clock.monotonic())
         if second != self._second:
             self._second, self._asked = second, 0
         self._asked += 1
-        return self._epoch if self._asked <= ASKED_A_SECOND else 0
+        return self._epoch if self._asked <= CHECKS_PER_SECOND else 0
 
-    def hear(self, said: Succession) -> None:
+    def take_proof(self, proof: LeadershipProof) -> None:
         """What an agent found. Without a proof, or where nothing is in doubt, it is passed over."""
-        higher = said.epoch > self._epoch and self._tenure.absent_s() is not None
-        if higher and not self._over.done() and proves_epoch(self._keyring.secrets, said.epoch, said.proof):
-            error = Superseded(f"the database is out of reach, and another controller leads by epoch {said.epoch}")
-            self._over.set_exception(error)
+        higher = proof.epoch > self._epoch and self._tenure.outage_s() is not None
+        if higher and not self._superseded.done() and is_epoch_proof(self._keyring.secrets, proof.epoch, proof.proof):
+            error = Superseded(f"the database is out of reach, and another controller leads by epoch {proof.epoch}")
+            self._superseded.set_exception(error)
 
-    async def superseded(self) -> None:
+    async def wait_superseded(self) -> None:
         """Waits until it is shown that another controller leads. Raises Superseded then."""
-        await asyncio.shield(self._over)
+        await asyncio.shield(self._superseded)
 
-    def absence(self, now: float) -> Absence | None:
+    def database_outage(self, now: float) -> DatabaseOutage | None:
         """The database's, as the lease tells of it; ``now`` in the loop's seconds."""
-        absent_s = self._tenure.absent_s()
-        return Absence(since=now - absent_s, reason=REASON) if absent_s is not None else None
+        absent_s = self._tenure.outage_s()
+        return DatabaseOutage(since=now - absent_s, reason=OUTAGE_REASON) if absent_s is not None else None
 
-    def shown(self) -> dict[str, object]:
+    def proof_fields(self) -> dict[str, object]:
         """What ``/readyz`` tells of this leadership: fields of ``Succession``."""
         return {"epoch": self._epoch, "proof": epoch_proof(self._keyring.secrets[0], self._epoch)}
 
@@ -82,37 +88,37 @@ class Doubt:
 
 log = logging.getLogger(__name__)
 
-BEATS = 3.0
+RECENT_HEARTBEATS = 3.0
 """A node was heard lately if it was within so many beats, or a third of ``resign_after_s``."""
 
 
-class Elsewhere:
+class StandbyWatch:
     """One leadership's watch over the doors of the others. ``told``: what was found there last."""
 
     def __init__(self, settings: ControllerSettings, loop: FleetLoop, clock: Clock) -> None:
-        self.told = Told()
+        self.report = StandbyReport()
         self._loop = loop
         self._clock = clock
         self._after_s = settings.resign_after_s
-        self._lately_s = max(settings.resign_after_s / 3, BEATS * settings.heartbeat_interval_s)
+        self._lately_s = max(settings.resign_after_s / 3, RECENT_HEARTBEATS * settings.heartbeat_interval_s)
         self._patience_s = settings.lease_renew_s
-        self._reach = Reach(settings.resign_after_s, settings.lease_s)
+        self._reachability = LeaderReachability(settings.resign_after_s, settings.lease_s)
 
-    async def look(self, told: Told) -> Resignation | None:
+    async def check(self, report: StandbyReport) -> Resignation | None:
         """What follows from what standbys have written down; a resignation is in the audit log when this returns."""
-        self.told = told
+        self.report = report
         if not self._after_s:
             return None
-        heard = self._heard() if told.knocks else 0
-        found = self._reach.look(self._clock.monotonic(), heard, told)
-        if isinstance(found, Notice):
+        heard = self._recently_heard() if report.contacts else 0
+        found = self._reachability.evaluate(self._clock.monotonic(), heard, report)
+        if isinstance(found, LeadershipNotice):
             log.warning("%s", found.sentence)
-            await self._written(found.kind, found.sentence)
-        elif isinstance(found, Resignation) and await self._written("controller.resigned", found.sentence):
+            await self._write_audit(found.kind, found.sentence)
+        elif isinstance(found, Resignation) and await self._write_audit("controller.resigned", found.sentence):
             return found
         return None
 
-    async def _written(self, kind: str, sentence: str) -> bool:
+    async def _write_audit(self, kind: str, sentence: str) -> bool:
         """Whether it is in the audit log. The lease is not renewed meanwhile."""
         try:
             async with asyncio.timeout(self._patience_s):
@@ -122,11 +128,11 @@ class Elsewhere:
             return False
         return True
 
-    def _heard(self) -> int:
+    def _recently_heard(self) -> int:
         """Nodes that were heard lately."""
         since = self._loop.now() - self._lately_s
-        return sum(live.pulse.heard_at >= since for live in self._loop.state.live_nodes.values())
+        return sum(live.heartbeats.last_seen_at >= since for live in self._loop.state.node_runtime.values())
 
 
 def _note(tx: Transaction, now: float, kind: str, sentence: str) -> None:
-    tx.note(AuditEntry(kind=kind, sentence=sentence, at=now, trace=new_trace()))
+    tx.add_audit_entry(AuditEntry(kind=kind, sentence=sentence, at=now, trace=new_trace()))

@@ -19,25 +19,25 @@ from everstep.clock import Clock
 from everstep.errors import Unavailable
 from everstep_controller.api.auth import Headers
 from everstep_controller.api.credentials import Keyring
-from everstep_controller.app import Controller, MakeRemediator, document
+from everstep_controller.app import Controller, MakeRemediator, openapi_document
 from everstep_controller.config import ControllerSettings
-from everstep_controller.leadership.candidate import Candidate, Won
+from everstep_controller.leadership.candidate import Candidate, Election
 from everstep_controller.leadership.lease import NotLeading, Tenure
-from everstep_controller.leadership.standby import Standby
-from everstep_controller.leadership.takeover_gate import Threshold
+from everstep_controller.leadership.standby import StandbyApp
+from everstep_controller.leadership.takeover_gate import TakeoverGate
 from everstep_controller.runtime import startup_state
-from everstep_controller.runtime.startup_state import NOTHING, Known
-from everstep_controller.server.connections import Peer
+from everstep_controller.runtime.startup_state import NO_RECORDS, KnownRecords
+from everstep_controller.server.connections import ConnectionPeer
 from everstep_controller.store import table_access
 from everstep_controller.store.database import engine_of, parse_url
 from everstep_controller.store.database_errors import Resigned, Superseded
-from everstep_controller.store.rows import Loaded
-from everstep_controller.store.threads import Store
+from everstep_controller.store.rows import LoadedState
+from everstep_controller.store.threads import DatabaseStore
 
 log = logging.getLogger(__name__)
 
 
-class Member:
+class ControllerReplica:
     """The process's ASGI application, whoever leads. ``run`` it, and cancel that to end in order.
 
     Args:
@@ -67,26 +67,26 @@ class Member:
         self._address = address
         self._candidate: Candidate | None = None
         self._controller: Controller | None = None
-        self._known = NOTHING
+        self._known_records = NO_RECORDS
         self._resigned = False
-        document()
-        self.standby = Standby(settings, keyring, clock, self._leader)
-        self.settled = asyncio.Event()
-        self.threshold = Threshold()
-        self.on_end: Callable[[], None] = lambda: None
+        openapi_document()
+        self.standby = StandbyApp(settings, keyring, clock, self._leader)
+        self.leader_known = asyncio.Event()
+        self.takeover_gate = TakeoverGate()
+        self.on_leadership_lost: Callable[[], None] = lambda: None
 
     def leading(self) -> Controller | None:
         """The controller to ask, while this one is sure that it leads."""
         controller = self._controller
-        return controller if controller is not None and controller.certain() else None
+        return controller if controller is not None and controller.is_certain_leader() else None
 
-    def refusal(self) -> NotLeading:
+    def not_leading_error(self) -> NotLeading:
         """What whoever wants a leader is told while this controller is none."""
-        return self.standby.refusal()
+        return self.standby.not_leading_error()
 
-    def knock(self, node: str, headers: Headers, peer: Peer) -> None:
+    def record_contact(self, node: str, headers: Headers, peer: ConnectionPeer) -> None:
         """An agent has come while this controller does not lead."""
-        self.standby.knock(node, headers, peer)
+        self.standby.record_contact(node, headers, peer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         controller = self.leading()
@@ -98,10 +98,10 @@ class Member:
         while True:
             await self._term()
 
-    def release(self) -> None:
+    def close_connections(self) -> None:
         """Ends sessions and streams, so that the server can stop."""
         if self._controller is not None:
-            self._controller.release()
+            self._controller.close_connections()
 
     def _leader(self) -> str:
         seen = self._candidate.leader if self._candidate is not None else None
@@ -113,7 +113,7 @@ class Member:
     async def _term(self) -> None:
         """From standing by to the end of one leadership."""
         settings = self._settings
-        store = Store(self._engine(), commit_timeout_s=settings.commit_timeout_s)
+        store = DatabaseStore(self._engine(), commit_timeout_s=settings.commit_timeout_s)
         if self._url.drivername == "sqlite":
             await self._lead(store, await store.take_over())
             return
@@ -124,14 +124,14 @@ class Member:
             address=self._address,
             lease_s=settings.lease_s,
             renew_s=settings.lease_renew_s,
-            threshold=self.threshold,
-            knocks=self.standby.begin(),
-            goes_last=self._resigned,
+            takeover_gate=self.takeover_gate,
+            contacts=self.standby.start(),
+            resigned_before=self._resigned,
         )
         try:
             won = await self._stand_by(candidate, store)
             self._resigned = False
-            await self._lead(store, won.loaded, won.known, candidate, won.tenure)
+            await self._lead(store, won.loaded, won.known_records, candidate, won.tenure)
         except Superseded as error:
             log.warning("stepping down: %s", error)
             self._resigned = isinstance(error, Resigned)
@@ -140,30 +140,32 @@ class Member:
             await self._leave(store, candidate)
             raise
 
-    async def _stand_by(self, candidate: Candidate, store: Store) -> Won:
+    async def _stand_by(self, candidate: Candidate, store: DatabaseStore) -> Election:
         watching = asyncio.create_task(self._watch(candidate, store))
         try:
-            return await candidate.elected(store, lambda: self._known)
+            return await candidate.wait_for_election(store, lambda: self._known_records)
         finally:
             watching.cancel()
-            self._known = NOTHING
+            self._known_records = NO_RECORDS
 
-    async def _watch(self, candidate: Candidate, store: Store) -> None:
+    async def _watch(self, candidate: Candidate, store: DatabaseStore) -> None:
         """While it stands by: tells when it is known who leads, and keeps up with who may read the metrics, and
         with what it would start from."""
-        await candidate.looked.wait()
-        self.settled.set()
+        await candidate.first_look_done.wait()
+        self.leader_known.set()
         while True:
             with contextlib.suppress(Unavailable):
-                self.standby.admit(await store.look(table_access.load_credentials))
-                self._known = await store.look(functools.partial(startup_state.read, known=self._known))
+                self.standby.update_credentials(await store.query(table_access.load_credentials))
+                self._known_records = await store.query(
+                    functools.partial(startup_state.read_records, known=self._known_records)
+                )
             await asyncio.sleep(self._settings.lease_s)
 
     async def _lead(
         self,
-        store: Store,
-        loaded: Loaded,
-        known: Known = NOTHING,
+        store: DatabaseStore,
+        loaded: LoadedState,
+        known: KnownRecords = NO_RECORDS,
         candidate: Candidate | None = None,
         tenure: Tenure | None = None,
     ) -> None:
@@ -173,20 +175,20 @@ class Member:
                 self._settings, self._keyring, store, loaded, known, self._clock, self._make_remediator, tenure
             )
             self._controller, self._candidate = controller, None
-            self.settled.set()
+            self.leader_known.set()
         finally:
-            self.threshold.open()
-        nodes = len(loaded.nodes) + len(loaded.same)
+            self.takeover_gate.open()
+        nodes = len(loaded.nodes) + len(loaded.unchanged)
         log.info("leading: epoch %d, %d nodes, %d jobs", loaded.epoch, nodes, len(loaded.jobs))
         try:
             await self._until_over(controller, candidate, loaded.epoch, tenure)
         except (Superseded, asyncio.CancelledError):
             self._controller = None
-            self.on_end()
+            self.on_leadership_lost()
             await controller.stop()
             raise
 
-    async def _leave(self, store: Store, candidate: Candidate) -> None:
+    async def _leave(self, store: DatabaseStore, candidate: Candidate) -> None:
         await asyncio.to_thread(store.close)
         await candidate.close()
 
@@ -194,16 +196,20 @@ class Member:
         self, controller: Controller, candidate: Candidate | None, epoch: int, tenure: Tenure | None
     ) -> None:
         """Ends by an error only: of the loop, of the lease, or of what looks after the outside."""
-        assert controller.task is not None
-        tasks: set[asyncio.Future[None]] = {controller.task, controller.outside.ended}
+        assert controller.loop_task is not None
+        tasks: set[asyncio.Future[None]] = {controller.loop_task, controller.remediation.failure}
         if candidate is not None and tenure is not None:
-            tasks.add(asyncio.create_task(candidate.renewing(epoch, tenure, controller.elsewhere.look), name="lease"))
-        if controller.doubt is not None:
-            tasks.add(asyncio.create_task(controller.doubt.superseded(), name="doubt"))
+            tasks.add(
+                asyncio.create_task(
+                    candidate.renew_until_lost(epoch, tenure, controller.standby_watch.check), name="lease"
+                )
+            )
+        if controller.epoch_check is not None:
+            tasks.add(asyncio.create_task(controller.epoch_check.wait_superseded(), name="doubt"))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
-            for task in tasks - {controller.task, controller.outside.ended}:
+            for task in tasks - {controller.loop_task, controller.remediation.failure}:
                 task.cancel()

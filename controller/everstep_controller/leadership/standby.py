@@ -13,23 +13,23 @@ from everstep import __version__
 from everstep.clock import Clock
 from everstep.errors import EverstepError
 from everstep.wire.v1.agent import MAX_BODY_BYTES
-from everstep.wire.v1.operator_history import TryPolicy
-from everstep_controller.api.auth import Gate, Headers
-from everstep_controller.api.credentials import Credentials, Keyring
-from everstep_controller.api.routes import PLAIN, POLICY
+from everstep.wire.v1.operator_history import PolicyTrialRequest
+from everstep_controller.api.auth import Authenticator, Headers
+from everstep_controller.api.credentials import CredentialBook, Keyring
+from everstep_controller.api.routes import PLAIN_ROUTES, POLICY_ROUTES
 from everstep_controller.config import ControllerSettings
-from everstep_controller.journal.trials import Trials
-from everstep_controller.leadership.lease import Knocks, NotLeading
+from everstep_controller.journal.trials import PolicyTrialRunner
+from everstep_controller.leadership.lease import NotLeading, StandbyContacts
 from everstep_controller.rulebook import with_rules
 from everstep_controller.server import responses
-from everstep_controller.server.connections import SCOPE_KEY, Peer
+from everstep_controller.server.connections import SCOPE_KEY, ConnectionPeer
 from everstep_controller.store.rows import CredentialRow
 
 LEADER_HEADER = b"everstep-leader"
-_TRY = msgspec.json.Decoder(TryPolicy)
+_TRY = msgspec.json.Decoder(PolicyTrialRequest)
 
 
-class Standby:
+class StandbyApp:
     """An ASGI application. It keeps no connection open, so that everybody is at the leader's port soon.
 
     Args:
@@ -40,81 +40,85 @@ class Standby:
     """
 
     def __init__(self, settings: ControllerSettings, keyring: Keyring, clock: Clock, leader: Callable[[], str]) -> None:
-        self.knocks = Knocks(clock, settings.resign_after_s / 3)
+        self.contacts = StandbyContacts(clock, settings.resign_after_s / 3)
         self._settings = settings
         self._keyring = keyring
         self._clock = clock
         self._leader = leader
-        self._gate = self._gate_of(())
-        self._trials = Trials(settings.journal_dir)
+        self._authenticator = self._gate_of(())
+        self._trials = PolicyTrialRunner(settings.journal_dir)
         registry = self._registry = CollectorRegistry()
         Gauge("everstep_controller_info", "The program.", ["version"], registry=registry).labels(__version__).set(1)
         Gauge("everstep_controller_leader", "1 where this controller leads.", registry=registry).set(0)
-        insistent = Gauge("everstep_controller_knocks", "Nodes that insist on this controller.", registry=registry)
-        insistent.set_function(lambda: self.knocks.insistent())
+        insistent = Gauge(
+            "everstep_controller_standby_contacts", "Nodes that insist on this controller.", registry=registry
+        )
+        insistent.set_function(lambda: self.contacts.count_persistent())
 
-    def admit(self, credentials: Iterable[CredentialRow]) -> None:
+    def update_credentials(self, credentials: Iterable[CredentialRow]) -> None:
         """Stored credentials as they are now: who may read the metrics."""
-        self._gate = self._gate_of(credentials)
+        self._authenticator = self._gate_of(credentials)
 
-    def _gate_of(self, credentials: Iterable[CredentialRow]) -> Gate:
-        return Gate.of(self._settings, self._keyring, Credentials(credentials), {}, self._clock, self._clock.wall)
+    def _gate_of(self, credentials: Iterable[CredentialRow]) -> Authenticator:
+        return Authenticator.from_settings(
+            self._settings, self._keyring, CredentialBook(credentials), {}, self._clock, self._clock.wall
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
         try:
             if path == "/healthz":
-                await responses.answer(send, b'{"ok":true,"role":"standby"}')
+                await responses.send_answer(send, b'{"ok":true,"role":"standby"}')
             elif path == "/readyz":
                 body = msgspec.json.encode({"ok": False, "role": "standby", "leader": self._leader()})
-                await responses.answer(send, body, 503)
+                await responses.send_answer(send, body, 503)
             elif path == "/metrics":
-                self._gate.admit(PLAIN["metrics"].access, scope["headers"], scope.get(SCOPE_KEY))
+                self._authenticator.authorize(PLAIN_ROUTES["metrics"].access, scope["headers"], scope.get(SCOPE_KEY))
                 text = CONTENT_TYPE_LATEST.encode()
-                await responses.answer(send, generate_latest(self._registry), media_type=text)
-            elif _asks_here(scope):
-                await self._try(scope, receive, send)
+                await responses.send_answer(send, generate_latest(self._registry), media_type=text)
+            elif _is_local_trial(scope):
+                await self._run_policy_trial(scope, receive, send)
             else:
-                raise self.refusal()
+                raise self.not_leading_error()
         except responses.ClientGone:
             pass
         except NotLeading as error:
-            await _refuse(send, error)
+            await _send_not_leading(send, error)
         except EverstepError as error:
-            await responses.refuse(send, error)
+            await responses.send_error(send, error)
 
-    def begin(self) -> Knocks:
+    def start(self) -> StandbyContacts:
         """This controller stands by from now on; who knocked before does not count."""
-        self.knocks = Knocks(self._clock, self._settings.resign_after_s / 3)
-        return self.knocks
+        self.contacts = StandbyContacts(self._clock, self._settings.resign_after_s / 3)
+        return self.contacts
 
-    def knock(self, node: str, headers: Headers, peer: Peer) -> None:
+    def record_contact(self, node: str, headers: Headers, peer: ConnectionPeer) -> None:
         """An agent asks for a session. Only one that could have it counts."""
         with contextlib.suppress(EverstepError):
-            self._gate.agent(headers, node, peer)
-            self.knocks.hear(node)
+            self._authenticator.authorize_agent(headers, node, peer)
+            self.contacts.record(node)
 
-    async def _try(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run_policy_trial(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Tries a change on what was recorded here while this controller led."""
-        self._gate.admit(POLICY["try_policy"].access, scope["headers"], scope.get(SCOPE_KEY))
+        self._authenticator.authorize(POLICY_ROUTES["try_policy"].access, scope["headers"], scope.get(SCOPE_KEY))
         wanted = responses.decode(_TRY, await responses.read_body(scope, receive, MAX_BODY_BYTES))
-        told = await self._trials.outcome(with_rules(self._settings.policy), wanted, self._clock.wall())
-        await responses.answer(send, responses.encode(told), headers=[(b"connection", b"close")])
+        told = await self._trials.run(with_rules(self._settings.policy), wanted, self._clock.wall())
+        await responses.send_answer(send, responses.encode(told), headers=[(b"connection", b"close")])
 
-    def refusal(self) -> NotLeading:
+    def not_leading_error(self) -> NotLeading:
         """What whoever wants a leader is told."""
         leader = self._leader()
         where = f"ask {leader}" if leader else "which one does is being settled: ask again"
         return NotLeading(f"this controller stands by, another one leads: {where}", leader)
 
 
-def _asks_here(scope: Scope) -> bool:
-    route = POLICY["try_policy"]
+def _is_local_trial(scope: Scope) -> bool:
+    route = POLICY_ROUTES["try_policy"]
     asked = scope.get("method") == route.method and scope.get("path") == route.path
-    return asked and responses.query(scope).get("here") in ("true", "1")
+    return asked and responses.parse_query(scope).get("local") in ("true", "1")
 
 
-async def _refuse(send: Send, error: NotLeading) -> None:
+async def _send_not_leading(send: Send, error: NotLeading) -> None:
     """The problem with one field more, and a header that says the same to who reads no bodies."""
     said = msgspec.json.decode(responses.problem_of(error))
     headers = [*responses.error_headers(error), (b"connection", b"close")]
@@ -122,4 +126,4 @@ async def _refuse(send: Send, error: NotLeading) -> None:
     if error.leader:
         said["leader"] = error.leader
         headers.append((LEADER_HEADER, error.leader.encode()))
-    await responses.answer(send, msgspec.json.encode(said), error.status, headers, responses.MEDIA_TYPE.encode())
+    await responses.send_answer(send, msgspec.json.encode(said), error.status, headers, responses.MEDIA_TYPE.encode())

@@ -20,28 +20,28 @@ from everstep.vocabulary import Finding, JobState
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1 import operator_history as past
 from everstep.wire.v1.directives import RunProbe
-from everstep.wire.v1.operator import ProbeRow, ProbeStatus, Recovery
+from everstep.wire.v1.operator import GenerationRecovery, ProbeRow, ProbeStatus
 from everstep.wire.v1.training import AnyReport, GenerationSpec, ProbeFinished, RankProgress, Resumed
-from everstep_controller.core.health.eviction import budget, budget_left
+from everstep_controller.core.health.eviction import budget_left, eviction_budget
 from everstep_controller.core.health.evidence import offender_score
-from everstep_controller.core.health.maintenance import planned_for
+from everstep_controller.core.health.maintenance import planned_windows
 from everstep_controller.core.health.node_state import IN_SERVICE
 from everstep_controller.core.health.outbreaks import signature, spared_of, standing
 from everstep_controller.core.jobs.membership import (
-    Rosters,
-    able_nodes,
+    RostersByJob,
+    claimed_by_priority,
+    eligible_nodes,
     jobs_seated_on,
-    promised,
+    no_seat_reason,
     seats_of,
     spares,
-    why_not,
 )
 from everstep_controller.core.records import JobRecord, NodeRecord
-from everstep_controller.core.state import FleetState, JobLive
-from everstep_controller.leadership.lease import Told
-from everstep_controller.runtime.commit_buffer import Absence
+from everstep_controller.core.state import FleetState, JobRuntime
+from everstep_controller.leadership.lease import StandbyReport
+from everstep_controller.runtime.commit_buffer import DatabaseOutage
 from everstep_controller.runtime.push import Outbox
-from everstep_controller.store.rows import cursor_at, place_of
+from everstep_controller.store.rows import decode_cursor, encode_cursor
 
 # ---- boards
 # What is gathered from reports for people to read; no decision rests on it.
@@ -52,7 +52,7 @@ from everstep_controller.store.rows import cursor_at, place_of
 PROBES_KEPT = 256
 
 
-class _Resuming(msgspec.Struct):
+class _ResumedRanks(msgspec.Struct):
     """What the ranks of a generation said of their way back."""
 
     restored: Version | None = None
@@ -60,7 +60,7 @@ class _Resuming(msgspec.Struct):
     phases_s: dict[str, float] = msgspec.field(default_factory=dict)
 
 
-class Recoveries:
+class RecoveryTracker:
     """How each generation came to step.
 
     Args:
@@ -68,14 +68,16 @@ class Recoveries:
     """
 
     def __init__(self, jobs: Iterable[JobRecord] = ()) -> None:
-        self._resuming: dict[tuple[str, int], _Resuming] = {}
-        self._told: dict[str, int] = {
-            job.job: job.generation.number for job in jobs if job.generation is not None and job.resumed_at is not None
+        self._resuming: dict[tuple[str, int], _ResumedRanks] = {}
+        self._reported: dict[str, int] = {
+            job.job: job.generation.number
+            for job in jobs
+            if job.generation is not None and job.generation_resumed_at is not None
         }
 
-    def resumed(self, report: Resumed) -> None:
+    def record_resumed(self, report: Resumed) -> None:
         """A rank's first step in a generation."""
-        heard = self._resuming.setdefault((report.job, report.generation), _Resuming())
+        heard = self._resuming.setdefault((report.job, report.generation), _ResumedRanks())
         heard.ranks.add(report.rank)
         heard.restored = report.restored if heard.restored is None else heard.restored
         for phase, seconds in report.phases_s.items():
@@ -83,47 +85,49 @@ class Recoveries:
 
     def forget(self, job: str) -> None:
         """The job is known no more."""
-        self._told.pop(job, None)
+        self._reported.pop(job, None)
         self._resuming = {key: heard for key, heard in self._resuming.items() if key[0] != job}
 
-    def current(self, job: JobRecord) -> Recovery | None:
+    def current(self, job: JobRecord) -> GenerationRecovery | None:
         """The newest generation's recovery, as far as it has come."""
         spec = job.generation
         if spec is None:
             return None
-        heard = self._resuming.get((job.job, spec.number), _Resuming())
-        return Recovery(
+        heard = self._resuming.get((job.job, spec.number), _ResumedRanks())
+        return GenerationRecovery(
             generation=spec.number,
             reason=spec.reason,
             sentence=spec.sentence,
             trace=spec.trace,
-            decided_at=job.opened_at,
-            seconds=None if job.resumed_at is None else max(0.0, job.resumed_at - job.opened_at),
+            decided_at=job.generation_opened_at,
+            duration_s=None
+            if job.generation_resumed_at is None
+            else max(0.0, job.generation_resumed_at - job.generation_opened_at),
             restored=heard.restored,
-            resumed=len(heard.ranks),
+            resumed_ranks=len(heard.ranks),
             world_size=spec.world_size,
             phases_s=dict(heard.phases_s),
         )
 
-    def finished(self, job: JobRecord) -> Recovery | None:
+    def take_finished(self, job: JobRecord) -> GenerationRecovery | None:
         """The recovery that has just ended with this change of the job; each is returned once."""
         spec = job.generation
-        if spec is None or job.resumed_at is None or self._told.get(job.job) == spec.number:
+        if spec is None or job.generation_resumed_at is None or self._reported.get(job.job) == spec.number:
             return None
         recovery = self.current(job)
-        self._told[job.job] = spec.number
+        self._reported[job.job] = spec.number
         self._resuming = {key: heard for key, heard in self._resuming.items() if key[0] != job.job}
         return recovery
 
 
-class Probes:
+class ProbeTracker:
     """The newest probes and what their members measured; forgotten at a restart."""
 
     def __init__(self) -> None:
         self._probes: dict[str, ProbeStatus] = {}
         self._answers: dict[str, dict[str, ProbeFinished]] = {}
 
-    def started(self, probe: RunProbe, now: float) -> None:
+    def record_started(self, probe: RunProbe, now: float) -> None:
         """A node was told to take part."""
         if probe.probe in self._probes:
             return
@@ -133,7 +137,7 @@ class Probes:
             oldest = next(iter(self._probes))
             del self._probes[oldest], self._answers[oldest]
 
-    def answered(self, node: str, report: ProbeFinished) -> None:
+    def record_result(self, node: str, report: ProbeFinished) -> None:
         """A member's result."""
         status = self._probes.get(report.probe)
         if status is None or node not in status.nodes:  # a node speaks of its own part only
@@ -156,14 +160,14 @@ class Probes:
     def page(self, node: str, cursor: str, limit: int) -> tuple[tuple[ProbeStatus, ...], str]:
         """Probes that ``node`` (empty: any) takes part in, newest first, from after ``cursor`` on; and the cursor of
         the page after. Raises MalformedMessage for a cursor that nobody was given."""
-        place = place_of(cursor, (int,))
+        place = decode_cursor(cursor, (int,))
         found = [
             status
             for status in self.newest()
             if (not node or node in status.nodes) and (place is None or _number(status.probe) < place[0])
         ]
         more = len(found) > limit
-        return tuple(found[:limit]), cursor_at([_number(found[limit - 1].probe)]) if more else ""
+        return tuple(found[:limit]), encode_cursor([_number(found[limit - 1].probe)]) if more else ""
 
     def get(self, probe: str) -> ProbeStatus:
         """Raises NotFound."""
@@ -192,25 +196,25 @@ def _slowest(answers: Iterable[ProbeFinished]) -> tuple[ProbeRow, ...]:
     return tuple(rows[size] for size in sorted(rows))
 
 
-class Boards:
+class ReadModels:
     """Both boards, fed from the same reports."""
 
     def __init__(self, jobs: Iterable[JobRecord] = ()) -> None:
-        self.recoveries = Recoveries(jobs)
-        self.probes = Probes()
+        self.recoveries = RecoveryTracker(jobs)
+        self.probes = ProbeTracker()
 
-    def report(self, node: str, body: AnyReport) -> None:
+    def record_report(self, node: str, body: AnyReport) -> None:
         """A report that the core has taken."""
         if isinstance(body, Resumed):
-            self.recoveries.resumed(body)
+            self.recoveries.record_resumed(body)
         elif isinstance(body, ProbeFinished):
-            self.probes.answered(node, body)
+            self.probes.record_result(node, body)
 
 
 _STEP, _STEP_S = attrgetter("step"), attrgetter("step_s")
 
-OVER = (JobState.FINISHED, JobState.FAILED)
-LONGEST_PAGE = 1000
+ENDED_JOB_STATES = (JobState.FINISHED, JobState.FAILED)
+MAX_PAGE_SIZE = 1000
 """Entries in an answer, at most."""
 IN_OUTBREAK = "outbreak"
 """How nodes are counted that serve although an outbreak's finding stands on them: they are not healthy."""
@@ -218,7 +222,7 @@ OUTBREAK_NODES_NAMED = 32
 """Nodes of an outbreak that are named in the fleet's status, at most."""
 
 
-class Desk(msgspec.Struct, frozen=True, kw_only=True):
+class ViewContext(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a view may look at."""
 
     state: FleetState
@@ -229,10 +233,10 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
     lag_s: Callable[[], float]
     queued: Callable[[], int]
     newest_event: Callable[[], int]
-    away: Callable[[], Absence | None] = lambda: None
-    remedies_open: Callable[[], int] = lambda: 0
+    database_outage: Callable[[], DatabaseOutage | None] = lambda: None
+    open_remediations: Callable[[], int] = lambda: 0
     journal_gaps: Callable[[], int] = lambda: 0
-    elsewhere: Callable[[], Told] = Told
+    standby_report: Callable[[], StandbyReport] = StandbyReport
     clock_ahead_s: Callable[[], float] = lambda: 0.0
 
     def budget_left(self) -> int:
@@ -263,18 +267,18 @@ class NodeFilter(msgspec.Struct, frozen=True, kw_only=True):
     rack: str = ""
     switch: str = ""
     job: str = ""
-    model: str = ""
+    gpu_model: str = ""
     driver: str = ""
     gpu: str = ""
     label: str = ""
 
-    def lets(self, state: FleetState, record: NodeRecord) -> bool:
+    def matches(self, state: FleetState, record: NodeRecord) -> bool:
         """Whether the node is one of them, its job apart."""
-        if self.state and standing_of(state, record) not in self.state.split(","):
+        if self.state and effective_state(state, record) not in self.state.split(","):
             return False
         if (self.rack and record.domain.rack != self.rack) or (self.switch and record.domain.switch != self.switch):
             return False
-        if self.model and not any(self.model.lower() in gpu.name.lower() for gpu in record.gpus):
+        if self.gpu_model and not any(self.gpu_model.lower() in gpu.name.lower() for gpu in record.gpus):
             return False
         if self.driver and record.driver_version != self.driver:
             return False
@@ -284,7 +288,7 @@ class NodeFilter(msgspec.Struct, frozen=True, kw_only=True):
         return not name or (name in record.labels and (not value or record.labels[name] == value))
 
 
-def standing_of(state: FleetState, record: NodeRecord) -> str:
+def effective_state(state: FleetState, record: NodeRecord) -> str:
     """The node's state, or IN_OUTBREAK for one that serves only because its finding is an outbreak's."""
     if record.state in IN_SERVICE and spared_of(state, record):
         return IN_OUTBREAK
@@ -293,7 +297,7 @@ def standing_of(state: FleetState, record: NodeRecord) -> str:
 
 def node_counts(state: FleetState) -> dict[str, int]:
     """How many nodes there are in each state, by ``standing_of``."""
-    return dict(Tally(standing_of(state, record) for record in state.nodes.values()))
+    return dict(Tally(effective_state(state, record) for record in state.nodes.values()))
 
 
 def outbreaks(state: FleetState) -> tuple[op.Outbreak, ...]:
@@ -323,61 +327,63 @@ def _reason(record: NodeRecord, spared: Sequence[Finding]) -> str:
 
 def _job_of(state: FleetState, node: str) -> str | None:
     """In whose running roster the node is."""
-    seated = jobs_seated_on(state, node) if node in state.live_nodes else []
-    return next((job.job for job in seated if job.state not in OVER and node in seats_of(job.generation)), None)
+    seated = jobs_seated_on(state, node) if node in state.node_runtime else []
+    return next(
+        (job.job for job in seated if job.state not in ENDED_JOB_STATES and node in seats_of(job.generation)), None
+    )
 
 
-def node_summary(desk: Desk, record: NodeRecord, job: str | None) -> op.NodeSummary:
-    live = desk.state.live_nodes.get(record.node)
-    spared = spared_of(desk.state, record)
+def node_summary(context: ViewContext, record: NodeRecord, job: str | None) -> op.NodeSummary:
+    live = context.state.node_runtime.get(record.node)
+    spared = spared_of(context.state, record)
     return op.NodeSummary(
         node=record.node,
         state=record.state,
         since=record.since,
         reason=_reason(record, spared),
-        connected=desk.outbox.has_receiver(record.node),
-        last_seen_at=live.pulse.heard_at if live is not None and live.pulse.heard_at > 0 else None,
+        connected=context.outbox.has_receiver(record.node),
+        last_seen_at=live.heartbeats.last_seen_at if live is not None and live.heartbeats.last_seen_at > 0 else None,
         job=job,
         gpus=len(record.gpus),
-        findings=len(record.known()),
+        findings=len(record.all_findings()),
         domain=record.domain,
-        model=record.gpus[0].name if record.gpus else "",
+        gpu_model=record.gpus[0].name if record.gpus else "",
         labels=record.labels,
-        hold=record.hold,
-        driver=record.driver_version,
+        hold_reason=record.hold_reason,
+        driver_version=record.driver_version,
         outbreaks=tuple(dict.fromkeys(signature(finding) for finding in spared)),
     )
 
 
-def nodes_found(desk: Desk, wanted: NodeFilter) -> list[str]:
+def find_nodes(context: ViewContext, node_filter: NodeFilter) -> list[str]:
     """The names of the nodes that are asked for, in order."""
-    state = desk.state
-    if wanted.job:
-        job = state.jobs.get(wanted.job)
-        names = seats_of(job.generation) if job is not None and job.state not in OVER else []
+    state = context.state
+    if node_filter.job:
+        job = state.jobs.get(node_filter.job)
+        names = seats_of(job.generation) if job is not None and job.state not in ENDED_JOB_STATES else []
     else:
         names = list(state.nodes)
-    return sorted(name for name in names if name in state.nodes and wanted.lets(state, state.nodes[name]))
+    return sorted(name for name in names if name in state.nodes and node_filter.matches(state, state.nodes[name]))
 
 
-def page_of(found: Sequence[str], cursor: str, limit: int) -> tuple[Sequence[str], str]:
+def take_page(found: Sequence[str], cursor: str, limit: int) -> tuple[Sequence[str], str]:
     """The names from after ``cursor`` on, and what is the next page's cursor; empty where there is none."""
     begin = bisect_right(found, cursor) if cursor else 0
     page = found[begin : begin + limit]
     return page, page[-1] if begin + limit < len(found) else ""
 
 
-def node_summaries(desk: Desk, names: Iterable[str]) -> list[op.NodeSummary]:
+def node_summaries(context: ViewContext, names: Iterable[str]) -> list[op.NodeSummary]:
     """Of the nodes that there are still."""
-    state = desk.state
-    return [node_summary(desk, state.nodes[name], _job_of(state, name)) for name in names if name in state.nodes]
+    state = context.state
+    return [node_summary(context, state.nodes[name], _job_of(state, name)) for name in names if name in state.nodes]
 
 
-def node_detail(desk: Desk, node: str) -> op.NodeDetail:
+def node_detail(context: ViewContext, node: str) -> op.NodeDetail:
     """All but the verdicts, which are in the store. Raises NotFound."""
-    record = desk.node(node)
+    record = context.node(node)
     return op.NodeDetail(
-        summary=node_summary(desk, record, _job_of(desk.state, node)),
+        summary=node_summary(context, record, _job_of(context.state, node)),
         incarnation=record.incarnation,
         agent_version=record.agent_version,
         driver_version=record.driver_version,
@@ -385,46 +391,46 @@ def node_detail(desk: Desk, node: str) -> op.NodeDetail:
         vault=record.vault,
         gpus=record.gpus,
         host=record.host,
-        findings=record.known(),
-        evictions=len(record.evictions),
-        outbox=desk.outbox.depth(node),
+        findings=record.all_findings(),
+        evictions=len(record.eviction_times),
+        pending_directives=context.outbox.pending_count(node),
         registered_at=record.registered_at,
-        offences=round(offender_score(record, desk.now(), desk.state.policy.offender_half_life_s), 3),
-        hold=record.hold,
-        cordoned_by=record.foreign,
+        offence_score=round(offender_score(record, context.now(), context.state.policy.offender_half_life_s), 3),
+        hold_reason=record.hold_reason,
+        external_cordon_by=record.external_cordon_by,
         maintenance_until=record.maintenance_until,
-        planned=tuple(
-            op.PlannedWindow(starts_at=one.starts_at, until=one.until, sentence=one.sentence)
-            for one in planned_for(desk.state, record)
+        planned_maintenance=tuple(
+            op.PlannedMaintenance(starts_at=one.starts_at, until=one.until, sentence=one.sentence)
+            for one in planned_windows(context.state, record)
         ),
-        held_by=record.held_by,
+        eviction_deferred_by=record.eviction_deferred_by,
     )
 
 
-def _progress(spec: GenerationSpec | None, live: JobLive | None) -> list[RankProgress]:
+def _progress(spec: GenerationSpec | None, live: JobRuntime | None) -> list[RankProgress]:
     """The running generation's progress, by rank."""
     if spec is None or live is None:
         return []
-    known = live.pace.progress
+    known = live.progress.by_rank
     return [known[rank] for rank in sorted(known) if known[rank].generation == spec.number]
 
 
-def unable(state: FleetState, job: JobRecord) -> dict[str, str]:
+def ineligible_nodes(state: FleetState, job: JobRecord) -> dict[str, str]:
     """Nodes that offer themselves to the job and may not be seated now, and why."""
-    worked_out: Rosters = {}
-    promises = promised(state, job, worked_out)
-    fit = {*able_nodes(state, job, worked_out=worked_out), *seats_of(job.generation)}
-    return {node: why_not(state, job, node, promises) for node in job.launchers if node not in fit}
+    worked_out: RostersByJob = {}
+    promises = claimed_by_priority(state, job, worked_out)
+    fit = {*eligible_nodes(state, job, rosters=worked_out), *seats_of(job.generation)}
+    return {node: no_seat_reason(state, job, node, promises) for node in job.launchers if node not in fit}
 
 
 def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
     """Linear in the job's ranks, and quick: Prometheus and dashboards ask often."""
-    spec, live = job.generation, state.live_jobs.get(job.job)
-    progress = live.pace.progress if live is not None else {}
+    spec, live = job.generation, state.job_runtime.get(job.job)
+    progress = live.progress.by_rank if live is not None else {}
     number = spec.number if spec is not None else 0
     known = [one for one in progress.values() if one.generation == number]
-    newest = (live.pace.newest_step or 0) if live is not None else 0
-    step = max(job.ended_step, newest) if job.state in OVER else min(map(_STEP, known), default=newest)
+    newest = (live.progress.furthest_step or 0) if live is not None else 0
+    step = max(job.ended_step, newest) if job.state in ENDED_JOB_STATES else min(map(_STEP, known), default=newest)
     step_s = max(map(_STEP_S, known), default=0.0)
     return op.JobSummary(
         job=job.job,
@@ -436,8 +442,8 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
         step=step,
         step_s=step_s,
         loss=_loss(progress, spec),
-        committed=live.committed if live else None,
-        verified=live.verified if live else None,
+        committed=live.committed_version if live else None,
+        verified=live.verified_version if live else None,
         reason=job.sentence,
     )
 
@@ -452,72 +458,74 @@ def _loss(progress: Mapping[Rank, RankProgress], spec: GenerationSpec | None) ->
     return None
 
 
-def jobs_found(desk: Desk, job_state: str) -> list[str]:
+def find_jobs(context: ViewContext, job_state: str) -> list[str]:
     """The names of the jobs in this state, or of all where it is empty, in order."""
-    return sorted(name for name, job in desk.state.jobs.items() if not job_state or job.state == job_state)
+    return sorted(name for name, job in context.state.jobs.items() if not job_state or job.state == job_state)
 
 
-def job_detail(desk: Desk, job: str) -> op.JobDetail:
+def job_detail(context: ViewContext, job: str) -> op.JobDetail:
     """All but the recoveries, which are in the store. Raises NotFound."""
-    record = desk.job(job)
+    record = context.job(job)
     spec = record.generation
     return op.JobDetail(
-        summary=job_summary(desk.state, record),
+        summary=job_summary(context.state, record),
         spec=record.spec,
         roster=spec.roster if spec else (),
-        spares=tuple(spares(desk.state, record)),
+        spares=tuple(spares(context.state, record)),
         store=spec.store if spec else None,
         ranks=tuple(
             op.RankStatus(rank=one.rank, node=spec.node_of(one.rank), step=one.step, step_s=one.step_s, loss=one.loss)
-            for one in _progress(spec, desk.state.live_jobs.get(job))
+            for one in _progress(spec, context.state.job_runtime.get(job))
             if spec is not None and one.rank < spec.world_size
         ),
-        unable=unable(desk.state, record),
+        ineligible_nodes=ineligible_nodes(context.state, record),
     )
 
 
-def fleet_status(desk: Desk, jobs: Iterable[op.JobSummary]) -> op.FleetStatus:
+def fleet_status(context: ViewContext, jobs: Iterable[op.JobSummary]) -> op.FleetStatus:
     """``jobs``: those that are not over."""
-    state = desk.state
+    state = context.state
     return op.FleetStatus(
         version=__version__,
-        epoch=desk.epoch,
-        now=desk.now(),
-        started_at=desk.started_at,
+        epoch=context.epoch,
+        now=context.now(),
+        started_at=context.started_at,
         nodes=node_counts(state),
         jobs=tuple(jobs),
-        connected=desk.outbox.connected(),
-        budget_left=desk.budget_left(),
-        breaker=state.fleet.breaker,
-        newest_event=desk.newest_event(),
-        breaker_at=state.fleet.breaker_at if state.fleet.breaker else 0.0,
-        store_away=state.store_away,
+        connected_nodes=context.outbox.connected_count(),
+        budget_left=context.budget_left(),
+        breaker=state.fleet.breaker_reason,
+        newest_event=context.newest_event(),
+        breaker_at=state.fleet.breaker_tripped_at if state.fleet.breaker_reason else 0.0,
+        database_outage=state.database_outage,
         outbreaks=outbreaks(state),
     )
 
 
-def budget_status(desk: Desk) -> past.BudgetStatus:
-    state = desk.state
-    now = budget(state, desk.now())
+def budget_status(context: ViewContext) -> past.BudgetStatus:
+    state = context.state
+    now = eviction_budget(state, context.now())
     return past.BudgetStatus(
         window_s=now.window_s,
-        breaker=now.breaker,
-        breaker_at=now.breaker_at,
+        breaker=now.breaker_reason,
+        breaker_at=now.breaker_tripped_at,
         scopes=tuple(
             past.BudgetScope(
                 kind=one.kind,
                 name=one.name,
                 limit=one.limit,
                 used=one.used,
-                left=0 if now.breaker else one.left,
-                nodes=one.of,
-                frees_at=0.0 if now.breaker else one.frees_at,
+                left=0 if now.breaker_reason else one.left,
+                nodes=one.node_count,
+                frees_at=0.0 if now.breaker_reason else one.frees_at,
             )
             for one in now.scopes
         ),
-        held=tuple(
-            past.HeldEviction(node=record.node, finding=record.overruled, held_by=record.held_by)
+        deferred=tuple(
+            past.DeferredEviction(
+                node=record.node, finding=record.deferred_eviction_key, deferred_by=record.eviction_deferred_by
+            )
             for record in state.nodes.values()
-            if record.overruled
+            if record.deferred_eviction_key
         ),
     )

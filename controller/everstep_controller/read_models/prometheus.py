@@ -1,73 +1,73 @@
 """What the controller says of itself to Prometheus.
 
-=======================================================  =========  ==============================================
-name                                                     kind       meaning
-=======================================================  =========  ==============================================
-everstep_controller_info{version}                        gauge      1
-everstep_controller_epoch                                gauge      lives of a controller over this database
-everstep_controller_events_total{kind}                   counter    events the core has handled
-everstep_controller_handle_seconds                       histogram  the core's time per event
-everstep_controller_commit_seconds                       histogram  a transaction, until it is durable
-everstep_controller_commit_events                        histogram  events that shared a transaction
-everstep_controller_loop_lag_seconds                     gauge      worst lateness of the event loop, last second
-everstep_controller_clock_ahead_seconds                  gauge      its time minus the machine's clock
-everstep_controller_leader                               gauge      1 where this controller leads, 0 where it stands by
-everstep_controller_database_away                        gauge      1 while the database cannot be written
-everstep_controller_database_away_seconds                gauge      for how long, 0 while it can
-everstep_controller_database_away_bytes                  gauge      about what waits in memory for it
-everstep_controller_queue_depth                          gauge      stimuli that wait for their transaction
-everstep_controller_shed_total{class}                    counter    stimuli refused because too many waited
-everstep_controller_sessions_cut_total                   counter    sessions whose agent did not read its pushes
-everstep_controller_heartbeats_total                     counter    heartbeats answered
-everstep_controller_reports_total                        counter    reports taken
-everstep_controller_reports_repeated_total               counter    reports dropped: their number was taken before
-everstep_controller_events_suppressed_total              counter    lines a node caused beyond its allowance
-everstep_controller_ignored_total{reason}                counter    reports the core dropped by rule
-everstep_controller_requests_refused_total{route,code}   counter    requests answered with an error
-everstep_controller_requests_over_limit_total{limit}     counter    refused since the bearer had too much "under_way",
-                                                                    or too many "bytes" unread
-everstep_controller_requests_under_way                   gauge      that are no agent's
-everstep_controller_answers_waiting_bytes                gauge      of them, what is being sent
-everstep_controller_journal_gaps_total                   counter    places where the journal lacks something
-everstep_controller_knocks                               gauge      nodes that insist on this one, which stands by
-everstep_controller_nodes_elsewhere                      gauge      nodes that insist on another one, which stands by
-everstep_controller_resignations                         gauge      leaders in a row that gave up: see resign_after_s
-everstep_controller_connected_agents                     gauge      nodes with a session
-everstep_controller_nodes{state}                         gauge      nodes by state, or ``outbreak``
-everstep_controller_outbreaks                            gauge      findings on so many nodes that none is evicted
-everstep_controller_outbreak_nodes                       gauge      nodes that such a finding stands on
-everstep_controller_nodes_silent                         gauge      over their deadline, or cut off; not lost yet
-everstep_controller_correlated_silence                   gauge      1 while many are silent at once: none is lost for it
-everstep_controller_node_findings{severity}              gauge      findings raised and not cleared
-everstep_controller_outbox_depth                         gauge      directives not acknowledged yet
-everstep_controller_verdicts_total{decision}             counter    verdicts given
-everstep_controller_eviction_breaker_open                gauge      1 while automatic eviction is stopped
-everstep_controller_eviction_budget_left                 gauge      nodes that may be evicted now
-everstep_controller_evictions_held                       gauge      nodes that are convicted, and stay
-everstep_controller_remedies_open                        gauge      cordons, resets and the like that have not ended
-everstep_controller_job_info{run,state}                  gauge      1 for the state the job is in
-everstep_controller_job_generation{run}                  gauge      generation number
-everstep_controller_job_world_size{run}                  gauge      ranks of the roster
-everstep_controller_job_spares{run}                      gauge      launchers that wait outside the roster
-everstep_controller_job_step{run}                        gauge      newest step that all ranks finished
-everstep_controller_job_step_seconds{run}                gauge      slowest rank's step time
-everstep_controller_job_loss{run}                        gauge      newest loss reported by the lowest rank
-everstep_controller_job_committed_step{run}              gauge      step of the newest committed version
-everstep_controller_job_verified_step{run}               gauge      step of the newest verified version
-everstep_controller_job_protected_step{run}              gauge      step of the version that parity keeps
-everstep_controller_job_protect_failures{run}            gauge      versions in a row whose parity was not made
-everstep_controller_job_stored_step{run}                 gauge      step of the newest checkpoint on storage
-everstep_controller_job_stored_seconds{run}              gauge      when that was whole, unix time
-everstep_controller_job_spilling{run}                    gauge      1 while a version is on its way to storage
-everstep_controller_job_spills_lost{run}                 gauge      versions that were to be written there, and given up
-everstep_controller_recoveries_total{run,reason}         counter    generations after the first that came to step
-everstep_controller_recovery_seconds{reason}             histogram  decision to the last rank's first step
-everstep_controller_user_errors_total{run}               counter    exceptions of a training function's own
-everstep_controller_remediation_failures_total           counter    calls to the outside that were given up
-everstep_controller_streams                              gauge      event streams that are open
-everstep_controller_streams_waiting_bytes                gauge      of them, what their readers have not taken yet
-everstep_controller_streams_cut_total                    counter    event streams cut off: their readers did not read
-=======================================================  =========  ==============================================
+======================================================  =========  =====================================================
+name                                                    kind       meaning
+======================================================  =========  =====================================================
+everstep_controller_info{version}                       gauge      1
+everstep_controller_epoch                               gauge      lives of a controller over this database
+everstep_controller_events_total{kind}                  counter    events the core has handled
+everstep_controller_event_handling_seconds              histogram  the core's time per event
+everstep_controller_commit_seconds                      histogram  a transaction, until it is durable
+everstep_controller_commit_events                       histogram  events that shared a transaction
+everstep_controller_loop_lag_seconds                    gauge      worst lateness of the event loop, last second
+everstep_controller_clock_ahead_seconds                 gauge      its time minus the machine's clock
+everstep_controller_leader                              gauge      1 where this controller leads, 0 where it stands by
+everstep_controller_database_unavailable                gauge      1 while the database cannot be written
+everstep_controller_database_outage_seconds             gauge      for how long, 0 while it can
+everstep_controller_database_outage_buffered_bytes      gauge      about what waits in memory for it
+everstep_controller_queue_depth                         gauge      stimuli that wait for their transaction
+everstep_controller_requests_shed_total{class}          counter    stimuli refused because too many waited
+everstep_controller_agent_sessions_cut_total            counter    sessions whose agent did not read its pushes
+everstep_controller_heartbeats_total                    counter    heartbeats answered
+everstep_controller_reports_total                       counter    reports taken
+everstep_controller_reports_repeated_total              counter    reports dropped: their number was taken before
+everstep_controller_events_suppressed_total             counter    lines a node caused beyond its allowance
+everstep_controller_reports_ignored_total{reason}       counter    reports the core dropped by rule
+everstep_controller_requests_refused_total{route,code}  counter    requests answered with an error
+everstep_controller_requests_over_limit_total{limit}    counter    refused since the bearer had too much "in_flight", or
+                                                                   too many "bytes" unread
+everstep_controller_requests_in_flight                  gauge      that are no agent's
+everstep_controller_answers_buffered_bytes              gauge      of them, what is being sent
+everstep_controller_journal_gaps_total                  counter    places where the journal lacks something
+everstep_controller_standby_contacts                    gauge      nodes that insist on this one, which stands by
+everstep_controller_nodes_contacting_standby            gauge      nodes that insist on another one, which stands by
+everstep_controller_leader_resignations                 gauge      leaders in a row that gave up: see resign_after_s
+everstep_controller_agents_connected                    gauge      nodes with a session
+everstep_controller_nodes{state}                        gauge      nodes by state, or ``outbreak``
+everstep_controller_outbreaks                           gauge      findings on so many nodes that none is evicted
+everstep_controller_outbreak_nodes                      gauge      nodes that such a finding stands on
+everstep_controller_nodes_missing_heartbeats            gauge      over their deadline, or cut off; not lost yet
+everstep_controller_correlated_silence                  gauge      1 while many are silent at once: none is lost for it
+everstep_controller_node_findings{severity}             gauge      findings raised and not cleared
+everstep_controller_outbox_depth                        gauge      directives not acknowledged yet
+everstep_controller_verdicts_total{decision}            counter    verdicts given
+everstep_controller_eviction_breaker_open               gauge      1 while automatic eviction is stopped
+everstep_controller_eviction_budget_left                gauge      nodes that may be evicted now
+everstep_controller_evictions_deferred                  gauge      nodes that are convicted, and stay
+everstep_controller_remediations_open                   gauge      cordons, resets and the like that have not ended
+everstep_controller_job_state{run,state}                gauge      1 for the state the job is in
+everstep_controller_job_generation{run}                 gauge      generation number
+everstep_controller_job_world_size{run}                 gauge      ranks of the roster
+everstep_controller_job_spares{run}                     gauge      launchers that wait outside the roster
+everstep_controller_job_step{run}                       gauge      newest step that all ranks finished
+everstep_controller_job_step_seconds{run}               gauge      slowest rank's step time
+everstep_controller_job_loss{run}                       gauge      newest loss reported by the lowest rank
+everstep_controller_job_committed_step{run}             gauge      step of the newest committed version
+everstep_controller_job_verified_step{run}              gauge      step of the newest verified version
+everstep_controller_job_parity_step{run}                gauge      step of the version that parity keeps
+everstep_controller_job_parity_failures{run}            gauge      versions in a row whose parity was not made
+everstep_controller_job_storage_step{run}               gauge      step of the newest checkpoint on storage
+everstep_controller_job_storage_timestamp_seconds{run}  gauge      when that was whole, unix time
+everstep_controller_job_spill_in_progress{run}          gauge      1 while a version is on its way to storage
+everstep_controller_job_spills_failed{run}              gauge      versions that were to be written there, and given up
+everstep_controller_recoveries_total{run,reason}        counter    generations after the first that came to step
+everstep_controller_recovery_seconds{reason}            histogram  decision to the last rank's first step
+everstep_controller_user_errors_total{run}              counter    exceptions of a training function's own
+everstep_controller_remediation_failures_total          counter    calls to the outside that were given up
+everstep_controller_event_streams                       gauge      event streams that are open
+everstep_controller_event_streams_buffered_bytes        gauge      of them, what their readers have not taken yet
+everstep_controller_event_streams_cut_total             counter    event streams cut off: their readers did not read
+======================================================  =========  =====================================================
 
 No series carries a node's name: a fleet has thousands. What a node says of itself is in its agent's metrics.
 """
@@ -85,8 +85,8 @@ from prometheus_client.registry import Collector
 from everstep import __version__
 from everstep.vocabulary import Decision, GenerationReason, JobState, NodeState, Severity, Verdict
 from everstep.wire.v1.operator import JobSummary
-from everstep_controller.api.admission import LIMITS, Admission
-from everstep_controller.api.stream import Readers
+from everstep_controller.api.admission import LIMITS, AdmissionControl
+from everstep_controller.api.stream import StreamReservations
 from everstep_controller.core import events as ev
 from everstep_controller.core.health.outbreaks import standing
 from everstep_controller.core.state import FleetState, Ignored
@@ -116,15 +116,15 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._events = self._counter("events", "Events the core has handled.", "kind")
         self._of_kind = {kind.__name__: self._events.labels(kind.__name__) for kind in get_args(ev.Event)}
-        self._handle = self._histogram("handle_seconds", "The core's time per event.", _FAST)
+        self._handle = self._histogram("event_handling_seconds", "The core's time per event.", _FAST)
         self._commit = self._histogram("commit_seconds", "A transaction, until it is durable.", _COMMIT)
         self._commit_events = self._histogram("commit_events", "Events that shared a transaction.", _COUNTS)
-        self._shed = self._counter("shed", "Stimuli refused because too many waited.", "class")
+        self._shed = self._counter("requests_shed", "Stimuli refused because too many waited.", "class")
         for urgency in Urgency:
             self._shed.labels(urgency.value)
-        self.sessions_cut = self._counter("sessions_cut", "Sessions whose agent did not read its pushes.")
-        self.beats = 0
-        self.registry.register(_Beats(self))
+        self.sessions_cut = self._counter("agent_sessions_cut", "Sessions whose agent did not read its pushes.")
+        self.heartbeats = 0
+        self.registry.register(_HeartbeatCollector(self))
         self.events_suppressed = self._counter("events_suppressed", "Lines a node caused beyond its allowance.")
         self._reports = self._counter("reports", "Reports taken.")
         self._repeated = self._counter("reports_repeated", "Reports dropped: their number was taken before.")
@@ -132,8 +132,8 @@ class Metrics:
         self._over = self._counter("requests_over_limit", "Refused since the bearer had too much at once.", "limit")
         for limit in LIMITS:  # none yet is a number too
             self._over.labels(limit)
-        self._under_way = self._plain_gauge("requests_under_way", "Requests under way that are no agent's.")
-        self._answer_bytes = self._plain_gauge("answers_waiting_bytes", "Of answers that are being sent.")
+        self._under_way = self._plain_gauge("requests_in_flight", "Requests under way that are no agent's.")
+        self._answer_bytes = self._plain_gauge("answers_buffered_bytes", "Of answers that are being sent.")
         self._verdicts = self._counter("verdicts", "Verdicts given.", "decision")
         for decision in Decision:
             self._verdicts.labels(decision)
@@ -149,25 +149,27 @@ class Metrics:
             self._recovery.labels(reason)
         self._runs: set[str] = set()
         self._user_errors = self._counter("user_errors", "Exceptions of a training function's own.", "run")
-        self.streams_cut = self._counter("streams_cut", "Event streams whose readers took nothing for too long.")
-        self._streams = self._plain_gauge("streams", "Event streams that are open.")
-        self._streams_bytes = self._plain_gauge("streams_waiting_bytes", "What their readers have not taken yet.")
+        self.streams_cut = self._counter("event_streams_cut", "Event streams whose readers took nothing for too long.")
+        self._streams = self._plain_gauge("event_streams", "Event streams that are open.")
+        self._streams_bytes = self._plain_gauge(
+            "event_streams_buffered_bytes", "What their readers have not taken yet."
+        )
         self.remediation_failures = self._counter("remediation_failures", "Calls to the outside that were given up.")
         Gauge(_PREFIX + "info", "The program.", ["version"], registry=self.registry).labels(__version__).set(1)
 
-    def watch_requests(self, admission: Admission) -> None:
+    def watch_requests(self, admission: AdmissionControl) -> None:
         """Shows what is under way."""
         self._under_way.set_function(lambda: len(admission))
-        self._answer_bytes.set_function(lambda: admission.held_bytes)
+        self._answer_bytes.set_function(lambda: admission.buffered_bytes)
 
     def over_limit(self, limit: str) -> None:
         """A request was refused for one of LIMITS."""
         self._over.labels(limit).inc()
 
-    def watch_streams(self, readers: Readers) -> None:
+    def watch_streams(self, readers: StreamReservations) -> None:
         """Shows who reads the event stream."""
         self._streams.set_function(lambda: len(readers))
-        self._streams_bytes.set_function(lambda: readers.held_bytes)
+        self._streams_bytes.set_function(lambda: readers.buffered_bytes)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(_PREFIX + name, text, labels, registry=self.registry)
@@ -178,38 +180,38 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
         return Histogram(_PREFIX + name, text, buckets=tuple(buckets), registry=self.registry)
 
-    def handled(self, kind: str, seconds: float) -> None:
+    def observe_event(self, kind: str, seconds: float) -> None:
         self._of_kind[kind].inc()
         self._handle.observe(seconds)
 
-    def committed(self, seconds: float, events: int) -> None:
+    def observe_commit(self, seconds: float, events: int) -> None:
         self._commit.observe(seconds)
         self._commit_events.observe(events)
 
-    def shed(self, urgency: Urgency) -> None:
+    def count_shed(self, urgency: Urgency) -> None:
         self._shed.labels(urgency.value).inc()
 
-    def reports_taken(self, taken: int, repeated: int) -> None:
+    def count_reports(self, taken: int, repeated: int) -> None:
         self._reports.inc(taken)
         self._repeated.inc(repeated)
 
-    def refused(self, route: str, code: str) -> None:
+    def count_refused(self, route: str, code: str) -> None:
         self._refused.labels(route, code).inc()
 
-    def judged(self, verdicts: Iterable[Verdict]) -> None:
+    def count_verdicts(self, verdicts: Iterable[Verdict]) -> None:
         for verdict in verdicts:
             self._verdicts.labels(verdict.decision).inc()
 
-    def audited(self, rows: Iterable[AuditRow]) -> None:
+    def count_user_errors(self, rows: Iterable[AuditRow]) -> None:
         for row in rows:
             if row.kind == "user_error":
                 self._user_errors.labels(row.job).inc()
 
-    def recovered(self, job: str, reason: str, seconds: float) -> None:
+    def observe_recovery(self, job: str, reason: str, seconds: float) -> None:
         self._recoveries.labels(job, reason).inc()
         self._recovery.labels(reason).observe(seconds)
 
-    def exposition(self, runs: Collection[str]) -> bytes:
+    def render(self, runs: Collection[str]) -> bytes:
         """Return all series in Prometheus' text format.
 
         Args:
@@ -227,34 +229,34 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _Beats(Collector):
+class _HeartbeatCollector(Collector):
     """Heartbeats, counted in a plain number: a Counter's lock costs as much as what it counts."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        yield CounterMetricFamily(_PREFIX + "heartbeats", "Heartbeats answered.", value=self._metrics.beats)
+        yield CounterMetricFamily(_PREFIX + "heartbeats", "Heartbeats answered.", value=self._metrics.heartbeats)
 
 
 class FleetCollector(Collector):
     """Gauges that are read from the fleet's state when Prometheus asks."""
 
-    def __init__(self, desk: fleet_views.Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: fleet_views.ViewContext) -> None:
+        self._context = context
         self._jobs_seen: list[JobSummary] = []
 
-    async def look(self, turn: Callable[[], Awaitable[None]]) -> None:
+    async def refresh(self, turn: Callable[[], Awaitable[None]]) -> None:
         """Before ``collect``: reads the jobs, one in each ``turn``, since they have all the ranks."""
-        jobs, seen = self._desk.state.jobs, []
+        jobs, seen = self._context.state.jobs, []
         for name in list(jobs):
             if name in jobs:
-                seen.append(fleet_views.job_summary(self._desk.state, jobs[name]))
+                seen.append(fleet_views.job_summary(self._context.state, jobs[name]))
             await turn()
         self._jobs_seen = seen
 
     def collect(self) -> Iterator[Metric]:
-        desk = self._desk
+        desk = self._context
         yield _gauge("epoch", "Lives of a controller over this database.", desk.epoch)
         yield _gauge("loop_lag_seconds", "Worst lateness of the event loop in the last second.", desk.lag_s())
         yield _gauge("clock_ahead_seconds", "The controller's time minus the machine's clock.", desk.clock_ahead_s())
@@ -262,36 +264,43 @@ class FleetCollector(Collector):
         yield _gauge("queue_depth", "Stimuli that wait for their transaction.", desk.queued())
         gaps = "Places where the journal lacks something."
         yield CounterMetricFamily(_PREFIX + "journal_gaps", gaps, value=desk.journal_gaps())
-        yield _gauge("remedies_open", "Remedies that have not ended.", desk.remedies_open())
-        told = desk.elsewhere()
+        yield _gauge("remediations_open", "Remedies that have not ended.", desk.open_remediations())
+        told = desk.standby_report()
         away = "Nodes that knock again and again at a controller that stands by, of one the most."
-        yield _gauge("knocks", "Nodes that insist on this controller: none of one that leads.", 0)
-        yield _gauge("nodes_elsewhere", away, max(told.knocks.values(), default=0))
-        yield _gauge("resignations", "Leaders in a row, within the hour, whom nodes did not reach.", told.resignations)
+        yield _gauge("standby_contacts", "Nodes that insist on this controller: none of one that leads.", 0)
+        yield _gauge("nodes_contacting_standby", away, max(told.contacts.values(), default=0))
+        unreached = "Leaders in a row, within the hour, whom nodes did not reach."
+        yield _gauge("leader_resignations", unreached, told.resignations)
         yield from self._database()
         yield from self._fleet(desk.state, desk.outbox)
         yield from self._evictions(desk.state)
         yield from _jobs(self._jobs_seen)
-        yield from _kept(desk.state)
+        yield from _storage_and_parity(desk.state)
 
     def _database(self) -> Iterator[Metric]:
-        away = self._desk.away()
-        away_s = self._desk.now() - away.since if away else 0.0
-        yield _gauge("database_away", "1 while the database cannot be written.", away is not None)
-        yield _gauge("database_away_seconds", "For how long it cannot, 0 while it can.", away_s)
-        yield _gauge("database_away_bytes", "About what waits in memory for it.", away.bytes if away else 0)
+        away = self._context.database_outage()
+        away_s = self._context.now() - away.since if away else 0.0
+        yield _gauge("database_unavailable", "1 while the database cannot be written.", away is not None)
+        yield _gauge("database_outage_seconds", "For how long it cannot, 0 while it can.", away_s)
+        yield _gauge(
+            "database_outage_buffered_bytes", "About what waits in memory for it.", away.buffered_bytes if away else 0
+        )
 
     def _evictions(self, state: FleetState) -> Iterator[Metric]:
-        held = sum(bool(node.overruled) for node in state.nodes.values())
-        yield _gauge("eviction_breaker_open", "1 while automatic eviction is stopped.", bool(state.fleet.breaker))
-        yield _gauge("eviction_budget_left", "Nodes that may be evicted now.", self._desk.budget_left())
-        yield _gauge("evictions_held", "Nodes that are convicted, and stay.", held)
+        held = sum(bool(node.deferred_eviction_key) for node in state.nodes.values())
+        yield _gauge(
+            "eviction_breaker_open", "1 while automatic eviction is stopped.", bool(state.fleet.breaker_reason)
+        )
+        yield _gauge("eviction_budget_left", "Nodes that may be evicted now.", self._context.budget_left())
+        yield _gauge("evictions_deferred", "Nodes that are convicted, and stay.", held)
 
     def _fleet(self, state: FleetState, outbox: Outbox) -> Iterator[Metric]:
-        together = state.episode is not None
-        yield _gauge("connected_agents", "Nodes with a session.", outbox.connected())
-        yield _gauge("outbox_depth", "Directives not acknowledged yet.", outbox.total())
-        yield _gauge("nodes_silent", "Nodes over their deadline or cut off, not lost yet.", len(state.silent))
+        together = state.correlated_silence is not None
+        yield _gauge("agents_connected", "Nodes with a session.", outbox.connected_count())
+        yield _gauge("outbox_depth", "Directives not acknowledged yet.", outbox.total_pending())
+        yield _gauge(
+            "nodes_missing_heartbeats", "Nodes over their deadline or cut off, not lost yet.", len(state.silent)
+        )
         yield _gauge("correlated_silence", "1 while many are silent at once, and none is lost for it.", together)
         counts, names = fleet_views.node_counts(state), [*(s.value for s in NodeState), fleet_views.IN_OUTBREAK]
         yield _gauge_by("nodes", "Nodes by state.", "state", {name: counts.get(name, 0) for name in names})
@@ -299,17 +308,18 @@ class FleetCollector(Collector):
         ill = len({node for one in outbreaks for node in one.nodes})
         yield _gauge("outbreaks", "Findings that stand on so many nodes that none is evicted.", len(outbreaks))
         yield _gauge("outbreak_nodes", "Nodes that such a finding stands on.", ill)
-        found = Tally(finding.severity for node in state.nodes.values() for finding in node.known())
+        found = Tally(finding.severity for node in state.nodes.values() for finding in node.all_findings())
         text = "Findings raised and not cleared."
         yield _gauge_by("node_findings", text, "severity", {s.value: found[s] for s in Severity})
-        ignored = CounterMetricFamily(_PREFIX + "ignored", "Reports the core dropped by rule.", labels=["reason"])
+        dropped = "Reports the core dropped by rule."
+        ignored = CounterMetricFamily(_PREFIX + "reports_ignored", dropped, labels=["reason"])
         for reason in get_args(Ignored):
-            ignored.add_metric([reason], state.ignored.get(reason, 0))
+            ignored.add_metric([reason], state.ignored_counts.get(reason, 0))
         yield ignored
 
 
 def _jobs(summaries: list[JobSummary]) -> Iterator[Metric]:
-    info = GaugeMetricFamily(_PREFIX + "job_info", "1 for the state the job is in.", labels=["run", "state"])
+    info = GaugeMetricFamily(_PREFIX + "job_state", "1 for the state the job is in.", labels=["run", "state"])
     for one in summaries:
         for state_name in JobState:
             info.add_metric([one.job, state_name.value], one.state is state_name)
@@ -336,40 +346,49 @@ def _jobs(summaries: list[JobSummary]) -> Iterator[Metric]:
         yield _gauge_by(name, text, "run", values)
 
 
-def _kept(state: FleetState) -> Iterator[Metric]:
+def _storage_and_parity(state: FleetState) -> Iterator[Metric]:
     """What jobs keep beyond copies in memory: by parity, and on storage."""
-    jobs = {name: job for name, job in state.jobs.items() if job.spec.spill is not None or job.stored}
-    parity = {name: job for name, job in state.jobs.items() if job.spec.parity}
+    jobs = {name: job for name, job in state.jobs.items() if job.spec.spill is not None or job.stored_checkpoints}
+    parity = {name: job for name, job in state.jobs.items() if job.spec.parity_group_size}
     columns: tuple[tuple[str, str, dict[str, float | None]], ...] = (
         (
-            "job_stored_step",
+            "job_storage_step",
             "Step of the newest checkpoint on storage.",
-            {name: job.stored[-1].version.step if job.stored else None for name, job in jobs.items()},
+            {
+                name: job.stored_checkpoints[-1].version.step if job.stored_checkpoints else None
+                for name, job in jobs.items()
+            },
         ),
         (
-            "job_stored_seconds",
+            "job_storage_timestamp_seconds",
             "When the newest checkpoint on storage was whole, unix time.",
-            {name: job.stored[-1].at if job.stored else None for name, job in jobs.items()},
+            {
+                name: job.stored_checkpoints[-1].stored_at if job.stored_checkpoints else None
+                for name, job in jobs.items()
+            },
         ),
         (
-            "job_spilling",
+            "job_spill_in_progress",
             "1 while a version is on its way to storage.",
-            {name: float(job.spilling is not None) for name, job in jobs.items()},
+            {name: float(job.pending_spill is not None) for name, job in jobs.items()},
         ),
         (
-            "job_spills_lost",
+            "job_spills_failed",
             "Versions that were to be written to storage, and were given up.",
             {name: float(job.spills_lost) for name, job in jobs.items()},
         ),
         (
-            "job_protected_step",
+            "job_parity_step",
             "Step of the version that parity keeps.",
-            {name: job.shielded.protection.version.step if job.shielded else None for name, job in parity.items()},
+            {
+                name: job.active_protection.protection.version.step if job.active_protection else None
+                for name, job in parity.items()
+            },
         ),
         (
-            "job_protect_failures",
+            "job_parity_failures",
             "Versions in a row whose parity was not made.",
-            {name: float(job.protect_failures) for name, job in parity.items()},
+            {name: float(job.protection_failures) for name, job in parity.items()},
         ),
     )
     for name, text, values in columns:

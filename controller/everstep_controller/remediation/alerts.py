@@ -19,10 +19,10 @@ from everstep.errors import Unavailable
 from everstep.vocabulary import JobState, NodeState
 from everstep_controller.core.health.outbreaks import standing
 from everstep_controller.core.state import FleetState
-from everstep_controller.remediation.remediator import guarded
-from everstep_controller.remediation.webhook import Receiver
-from everstep_controller.store.database_errors import StoreAway
-from everstep_controller.store.rows import AlertRow, Loaded
+from everstep_controller.remediation.remediator import call_guarded
+from everstep_controller.remediation.webhook import HttpReceiver
+from everstep_controller.store.database_errors import DatabaseUnavailable
+from everstep_controller.store.rows import AlertRow, LoadedState
 
 # ---- alerts
 # What stands wrong now, as alerts in the form of Alertmanager's webhooks, so that its receivers understand it.
@@ -32,11 +32,11 @@ from everstep_controller.store.rows import AlertRow, Loaded
 # one before, so whatever may have been told is kept in the database until its end was told.
 # Format: Alertmanager's configuration reference, ``webhook_config``, version 4.
 
-OUT = {NodeState.QUARANTINED: "warning", NodeState.LOST: "warning", NodeState.REPAIR: "critical"}
+OUT_SEVERITY = {NodeState.QUARANTINED: "warning", NodeState.LOST: "warning", NodeState.REPAIR: "critical"}
 """States of a node that somebody should know of, and how much they matter."""
-ENDED_S = 3600.0
+ENDED_JOB_S = 3600.0
 """Seconds for which a job that failed is still told."""
-MOST = 1000
+MAX_ALERTS_PER_POST = 1000
 """Alerts in one post; what is more goes into further ones."""
 
 
@@ -54,21 +54,21 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def alerts_of(state: FleetState, now: float) -> list[Alert]:
+def active_alerts(state: FleetState, now: float) -> list[Alert]:
     """Everything that stands wrong, the fleet's own first."""
     return [*_fleet(state), *_jobs(state, now), *_nodes(state)]
 
 
-def store_away(reason: str, since: float) -> Alert:
+def database_alert(reason: str, since: float) -> Alert:
     """The one alert that cannot be kept in the database before it is told."""
-    return _alert("EverstepStoreAway", "critical", f"the database is away: {reason}", since)
+    return _alert("EverstepDatabaseUnavailable", "critical", f"the database is away: {reason}", since)
 
 
 def _fleet(state: FleetState) -> Iterable[Alert]:
-    if state.store_away:
-        yield store_away(state.store_away, state.store_away_at)
-    if state.fleet.breaker:
-        yield _alert("EverstepBreakerOpen", "critical", state.fleet.breaker, state.fleet.breaker_at)
+    if state.database_outage:
+        yield database_alert(state.database_outage, state.database_outage_since)
+    if state.fleet.breaker_reason:
+        yield _alert("EverstepBreakerOpen", "critical", state.fleet.breaker_reason, state.fleet.breaker_tripped_at)
     for one in standing(state):
         words = f"{one.sentence(len(state.nodes))}. {one.advice()}"
         yield _alert("EverstepOutbreak", "critical", words, one.since, finding=one.name)
@@ -78,41 +78,43 @@ def _jobs(state: FleetState, now: float) -> Iterable[Alert]:
     for job in state.jobs.values():
         if job.state is JobState.PAUSED:
             yield _alert("EverstepJobPaused", "critical", job.sentence, job.since, run=job.job)
-        elif job.state is JobState.FAILED and now - job.since < ENDED_S:
+        elif job.state is JobState.FAILED and now - job.since < ENDED_JOB_S:
             yield _alert("EverstepJobFailed", "critical", job.sentence, job.since, run=job.job)
 
 
 def _nodes(state: FleetState) -> Iterable[Alert]:
     for record in state.nodes.values():
-        severity = OUT.get(record.state)
+        severity = OUT_SEVERITY.get(record.state)
         if severity is not None:
-            words = f"{record.sentence}; {record.hold}" if record.hold else record.sentence
-            yield _alert("EverstepNodeOut", severity, words, record.since, node=record.node, state=str(record.state))
+            words = f"{record.sentence}; {record.hold_reason}" if record.hold_reason else record.sentence
+            yield _alert(
+                "EverstepNodeOutOfService", severity, words, record.since, node=record.node, state=str(record.state)
+            )
 
 
 def _alert(name: str, severity: str, summary: str, since: float, **labels: str) -> Alert:
     return Alert(labels={"alertname": name, "severity": severity, **labels}, summary=summary[:1024], since=since)
 
 
-def maybe_told(loaded: Loaded) -> list[Alert]:
+def possibly_notified(loaded: LoadedState) -> list[Alert]:
     """What earlier lives may have told without its end: what they kept, and that the database was away, if they ended
     while it was."""
     kept = [msgspec.json.decode(row.doc, type=Alert) for row in loaded.alerts]
-    return [*kept, store_away("", loaded.newest_at)] if loaded.epoch > 1 else kept
+    return [*kept, database_alert("", loaded.newest_at)] if loaded.epoch > 1 else kept
 
 
-class Post(msgspec.Struct, frozen=True, kw_only=True):
+class AlertPost(msgspec.Struct, frozen=True, kw_only=True):
     """One post, and the fingerprints of the alerts whose end it tells."""
 
     body: bytes
-    over: tuple[str, ...]
+    resolved: tuple[str, ...]
 
 
-def posts(firing: list[Alert], resolved: list[Alert], now: float, controller: str) -> Iterator[Post]:
+def build_posts(firing: list[Alert], resolved: list[Alert], now: float, controller: str) -> Iterator[AlertPost]:
     """The whole picture, at most MOST alerts in a post; what has ended comes first."""
     told = [*((alert, now) for alert in resolved), *((alert, None) for alert in firing)]
-    for start in range(0, len(told), MOST):
-        page = told[start : start + MOST]
+    for start in range(0, len(told), MAX_ALERTS_PER_POST):
+        page = told[start : start + MAX_ALERTS_PER_POST]
         body = {
             "version": "4",
             "groupKey": "everstep",
@@ -126,7 +128,7 @@ def posts(firing: list[Alert], resolved: list[Alert], now: float, controller: st
             "alerts": [_told(alert, ended_at, controller) for alert, ended_at in page],
         }
         over = tuple(alert.fingerprint for alert, ended_at in page if ended_at is not None)
-        yield Post(body=msgspec.json.encode(body), over=over)
+        yield AlertPost(body=msgspec.json.encode(body), resolved=over)
 
 
 def _told(alert: Alert, ended_at: float | None, controller: str) -> dict[str, object]:
@@ -147,7 +149,7 @@ def _when(at: float) -> str:
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 2.0
+CHECK_INTERVAL_S = 2.0
 """Seconds between two looks at what stands wrong."""
 REPEAT_S = 300.0
 """Seconds after which a picture that has not changed is posted again, while anything stands wrong."""
@@ -159,7 +161,7 @@ Write = Callable[[list[AlertRow], list[str]], Awaitable[None]]
 SQLAlchemy's errors."""
 
 
-class Alerting:
+class AlertNotifier:
     """Watches ``state`` until cancelled.
 
     Args:
@@ -181,76 +183,76 @@ class Alerting:
         state: FleetState,
         now: Callable[[], float],
         write: Write,
-        told: Iterable[Alert] = (),
+        notified: Iterable[Alert] = (),
         check_leading: Callable[[], None] = lambda: None,
-        failed: Callable[[], None],
+        on_failure: Callable[[], None],
     ) -> None:
-        self._receiver = Receiver(url, "a receiver of alerts")
+        self._receiver = HttpReceiver(url, "a receiver of alerts")
         self._token = token
         self._controller = controller
         self._state = state
         self._now = now
         self._write = write
         self._check_leading = check_leading
-        self._failed = failed
-        self._told = {alert.fingerprint: alert for alert in told}
-        self._stored = {name: alert.since for name, alert in self._told.items()}
+        self._failed = on_failure
+        self._notified = {alert.fingerprint: alert for alert in notified}
+        self._stored = {name: alert.since for name, alert in self._notified.items()}
         self._due = 0.0
         self._failing = False
 
     async def run(self) -> None:
         """Looks and posts until cancelled."""
         while True:
-            await self.look()
-            await asyncio.sleep(LOOK_S)
+            await self.check()
+            await asyncio.sleep(CHECK_INTERVAL_S)
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """One look, and a post where one is due."""
         now = self._now()
-        firing = {alert.fingerprint: alert for alert in alerts_of(self._state, now)}
-        resolved = [alert for name, alert in self._told.items() if name not in firing]
-        changed = bool(resolved) or not firing.keys() <= self._told.keys()
+        firing = {alert.fingerprint: alert for alert in active_alerts(self._state, now)}
+        resolved = [alert for name, alert in self._notified.items() if name not in firing]
+        changed = bool(resolved) or not firing.keys() <= self._notified.keys()
         due = now >= self._due or (changed and not self._failing)
         if due:
-            self._told |= firing  # before it is known whether they were taken: no answer is no refusal
+            self._notified |= firing  # before it is known whether they were taken: no answer is no refusal
         try:
             await self._remember()
             if due and (firing or resolved):
-                await self._tell(list(firing.values()), resolved, now)
+                await self._notify(list(firing.values()), resolved, now)
                 await self._remember()
         except Unavailable as error:
             log.warning("alerts were not taken: %s", error)
             self._failed()
             self._failing, self._due = True, now + RETRY_S
 
-    async def _tell(self, firing: list[Alert], resolved: list[Alert], now: float) -> None:
+    async def _notify(self, firing: list[Alert], resolved: list[Alert], now: float) -> None:
         """Posts the picture. Raises Unavailable at the first post that is not taken."""
-        for post in posts(firing, resolved, now, self._controller):
+        for post in build_posts(firing, resolved, now, self._controller):
             self._check_leading()
-            await asyncio.to_thread(guarded, self._post, post.body)
-            for name in post.over:
-                del self._told[name]
+            await asyncio.to_thread(call_guarded, self._post, post.body)
+            for name in post.resolved:
+                del self._notified[name]
         self._failing, self._due = False, now + REPEAT_S
 
     async def _remember(self) -> None:
         """Brings the database up to date. While it cannot be written alerts are told all the same, and kept later.
         Raises Unavailable where another controller leads."""
-        begun = [alert for name, alert in self._told.items() if self._stored.get(name) != alert.since]
-        over = [name for name in self._stored if name not in self._told]
-        if self._state.store_away or not (begun or over):
+        begun = [alert for name, alert in self._notified.items() if self._stored.get(name) != alert.since]
+        over = [name for name in self._stored if name not in self._notified]
+        if self._state.database_outage or not (begun or over):
             return
         rows = [AlertRow(fingerprint=one.fingerprint, doc=msgspec.json.encode(one).decode()) for one in begun]
         try:
             await self._write(rows, over)
-        except (StoreAway, SQLAlchemyError) as error:
+        except (DatabaseUnavailable, SQLAlchemyError) as error:
             log.warning("alerts that were told are not kept for the next controller yet: %s", error)
             return
-        self._stored = {name: alert.since for name, alert in self._told.items()}
+        self._stored = {name: alert.since for name, alert in self._notified.items()}
 
     def _post(self, body: bytes) -> None:
         headers = {"Content-Type": "application/json"}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
-        status, _ = self._receiver.ask("POST", headers, body)
+        status, _ = self._receiver.request("POST", headers, body)
         if status >= 300:
             raise Unavailable(f"{self._receiver.host} answered {status}")

@@ -21,59 +21,59 @@ import msgspec
 
 from everstep.clock import Backoff
 from everstep.errors import Conflict, EverstepError, Unavailable
-from everstep_controller.core.effects import Remedy, RemedyKind
-from everstep_controller.core.events import ActionReported
-from everstep_controller.remediation.remediator import Remediator, Unexpected, Unfinished, guarded
+from everstep_controller.core.effects import Remediation, RemediationKind
+from everstep_controller.core.events import RemediationFinished
+from everstep_controller.remediation.remediator import PartiallyDone, Remediator, UnexpectedFailure, call_guarded
 from everstep_controller.runtime.transaction import Transaction
-from everstep_controller.store.rows import RemedyRow, RemedyState
+from everstep_controller.store.rows import RemediationRow, RemediationState
 
 log = logging.getLogger(__name__)
 
 THREADS = 8
 """Calls to the outside at once."""
 PATIENCE_S = {
-    RemedyKind.CORDON: 300.0,
-    RemedyKind.UNCORDON: 300.0,
-    RemedyKind.RESET_GPU: 900.0,
-    RemedyKind.REBOOT: 3600.0,
-    RemedyKind.REPAIR: 300.0,
+    RemediationKind.CORDON: 300.0,
+    RemediationKind.UNCORDON: 300.0,
+    RemediationKind.RESET_GPU: 900.0,
+    RemediationKind.REBOOT: 3600.0,
+    RemediationKind.REPAIR: 300.0,
 }
 """Seconds until a remedy that was not confirmed is given up. A reboot waits for the node to be idle, and for its
 firmware's memory test. What is to stand, a cordon or a node's return, is asked for until the outside answers: given up,
 it would stay as it is, and nobody would ask again."""
-_CURES = frozenset({RemedyKind.RESET_GPU, RemedyKind.REBOOT})
-OWN_SHARE = 0.9
+_REPAIR_ACTIONS = frozenset({RemediationKind.RESET_GPU, RemediationKind.REBOOT})
+DEADLINE_SHARE = 0.9
 """Of the time that the core waits for a cure: it is given up here before it is given up there, so that the next one is
 not asked for while somebody works at it."""
 PATIENCE_SHARE = 0.6
 """Of that time, at most, once it was asked for; so it is asked for in the first third of it or not at all."""
-_GIVES_WAY_TO = {
-    RemedyKind.CORDON: frozenset({RemedyKind.UNCORDON}),
-    RemedyKind.UNCORDON: frozenset({RemedyKind.CORDON}),
-    **dict.fromkeys(_CURES, _CURES | {RemedyKind.REPAIR, RemedyKind.UNCORDON}),
+_SUPERSEDED_IF_PENDING_BY = {
+    RemediationKind.CORDON: frozenset({RemediationKind.UNCORDON}),
+    RemediationKind.UNCORDON: frozenset({RemediationKind.CORDON}),
+    **dict.fromkeys(_REPAIR_ACTIONS, _REPAIR_ACTIONS | {RemediationKind.REPAIR, RemediationKind.UNCORDON}),
 }
 """What makes a remedy pointless that was not begun: of cordons the opposite, of a cure the next step of the ladder, a
 person, or that the node serves again. A cordon stands beside the cure that follows it, and every repair is told."""
-_GIVES_UP_TO = {
-    RemedyKind.CORDON: frozenset({RemedyKind.UNCORDON}),
-    RemedyKind.UNCORDON: frozenset({RemedyKind.CORDON}),
+_SUPERSEDED_IF_STARTED_BY = {
+    RemediationKind.CORDON: frozenset({RemediationKind.UNCORDON}),
+    RemediationKind.UNCORDON: frozenset({RemediationKind.CORDON}),
 }
 """What makes it pointless to go on with what was begun: the opposite stands behind it."""
-_UNFINISHED_GIVES_UP_TO = {RemedyKind.CORDON: frozenset({RemedyKind.REPAIR})}
+_SUPERSEDED_IF_PARTIAL_BY = {RemediationKind.CORDON: frozenset({RemediationKind.REPAIR})}
 """The same where it stands outside but for something that goes with it: a repair keeps the node out as well."""
 NOT_CONFIRMED = "it was not confirmed"
-ASK_AGAIN = Backoff(floor_s=0.5, ceiling_s=30.0)
+RETRY_BACKOFF = Backoff(floor_s=0.5, ceiling_s=30.0)
 """Between two attempts, and between two looks at whether it is done."""
 
 Submit = Callable[[Callable[[Transaction, float], None]], Awaitable[None]]
 """``FleetLoop.submit``."""
 
 
-class _Overtaken(Exception):
+class _Superseded(Exception):
     """A remedy that was begun is not gone on with."""
 
 
-class RemedyDesk:
+class RemediationExecutor:
     """Carries remedies out. Every method belongs to the event loop's thread.
 
     Args:
@@ -97,32 +97,32 @@ class RemedyDesk:
         now: Callable[[], float],
         uniform: Callable[[], float],
         check_leading: Callable[[], None] = lambda: None,
-        failed: Callable[[], None] = lambda: None,
-        watch: Callable[[asyncio.Task[None]], None] = lambda task: None,
-        rows: Iterable[RemedyRow] = (),
-        backoff: Backoff = ASK_AGAIN,
-        patience_s: Mapping[RemedyKind, float] = PATIENCE_S,
+        on_failure: Callable[[], None] = lambda: None,
+        on_task: Callable[[asyncio.Task[None]], None] = lambda task: None,
+        rows: Iterable[RemediationRow] = (),
+        backoff: Backoff = RETRY_BACKOFF,
+        patience_s: Mapping[RemediationKind, float] = PATIENCE_S,
     ) -> None:
         self._remediator = remediator
         self._submit = submit
         self._now = now
         self._uniform = uniform
         self._check_leading = check_leading
-        self._failed = failed
-        self._watch = watch
+        self._failed = on_failure
+        self._watch = on_task
         self._backoff = backoff
         self._patience_s = patience_s
-        self._queues: dict[str, deque[RemedyRow]] = {}
+        self._queues: dict[str, deque[RemediationRow]] = {}
         self._workers: dict[str, asyncio.Task[None]] = {}
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="remedy")
-        self._left = sorted(rows, key=_place)
+        self._unfinished = sorted(rows, key=_place)
 
     def start(self) -> None:
         """Goes on with what an earlier life left."""
-        self.requested(self._left)
-        self._left = []
+        self.enqueue(self._unfinished)
+        self._unfinished = []
 
-    def requested(self, rows: Iterable[RemedyRow]) -> None:
+    def enqueue(self, rows: Iterable[RemediationRow]) -> None:
         """Remedies that have just become durable, in order."""
         for row in rows:
             self._queues.setdefault(row.node, deque()).append(row)
@@ -131,11 +131,11 @@ class RemedyDesk:
                 self._workers[row.node] = worker
                 self._watch(worker)
 
-    def open(self) -> int:
+    def open_count(self) -> int:
         """Remedies that have not ended."""
         return sum(len(queue) for queue in self._queues.values())
 
-    def settled(self, node: str) -> bool:
+    def is_idle(self, node: str) -> bool:
         """Whether nothing is asked for, or about to be, at the node."""
         return node not in self._workers
 
@@ -159,39 +159,41 @@ class RemedyDesk:
         finally:
             del self._queues[node], self._workers[node]
 
-    async def _carry_out(self, row: RemedyRow, *, later: RemedyRow | None) -> None:
+    async def _carry_out(self, row: RemediationRow, *, later: RemediationRow | None) -> None:
         if later is not None:
-            await self._end(row, RemedyState.SUPERSEDED, f"{later.id} ({later.kind}) replaced it before it was begun")
+            await self._end(
+                row, RemediationState.SUPERSEDED, f"{later.id} ({later.kind}) replaced it before it was begun"
+            )
             return
-        remedy = msgspec.json.decode(row.doc, type=Remedy)
-        begun_before = row.state is RemedyState.BEGUN
+        remedy = msgspec.json.decode(row.doc, type=Remediation)
+        begun_before = row.state is RemediationState.STARTED
         if not begun_before:
-            row = msgspec.structs.replace(row, state=RemedyState.BEGUN)
+            row = msgspec.structs.replace(row, state=RemediationState.STARTED)
             await self._write(row)
         try:
-            trouble = await self._pursue(remedy, look_first=begun_before)
-        except _Overtaken as overtaken:
-            await self._end(row, RemedyState.SUPERSEDED, str(overtaken))
+            trouble = await self._apply_until_done(remedy, look_first=begun_before)
+        except _Superseded as overtaken:
+            await self._end(row, RemediationState.SUPERSEDED, str(overtaken))
             return
         if trouble:
-            self._say(remedy, f"was given up: {trouble}")
-        await self._end(row, RemedyState.FAILED if trouble else RemedyState.CONFIRMED, trouble)
+            self._log_failure(remedy, f"was given up: {trouble}")
+        await self._end(row, RemediationState.FAILED if trouble else RemediationState.CONFIRMED, trouble)
 
-    async def _pursue(self, remedy: Remedy, *, look_first: bool) -> str:
+    async def _apply_until_done(self, remedy: Remediation, *, look_first: bool) -> str:
         """Asks until it is done; why it was given up, or nothing. Raises _Overtaken."""
         if remedy.kind not in self._remediator.kinds:
             return f"{self._remediator.name} cannot {remedy.kind.replace('_', ' ')}"
         patience_s = self._patience_s[remedy.kind]
         end = ask_until = math.inf
-        if remedy.due:
-            waits_s = remedy.due - remedy.at
-            patience_s, end = min(patience_s, PATIENCE_SHARE * waits_s), remedy.at + OWN_SHARE * waits_s
+        if remedy.deadline:
+            waits_s = remedy.deadline - remedy.at
+            patience_s, end = min(patience_s, PATIENCE_SHARE * waits_s), remedy.at + DEADLINE_SHARE * waits_s
             ask_until = end - patience_s
         until = min(self._now() + patience_s, end)
         ask, asked, attempt, trouble = not look_first, False, 0, NOT_CONFIRMED
         is_away = is_unfinished = False
         while True:
-            later = self._overtaking(remedy, is_unfinished=is_unfinished) if attempt else None
+            later = self._superseding_row(remedy, is_unfinished=is_unfinished) if attempt else None
             try:
                 if later is not None:
                     ask = False
@@ -201,7 +203,9 @@ class RemedyDesk:
                     ask = False  # an order whose answer was lost may have been taken
                 if ask:
                     asked = True
-                    if remedy.due:  # it may take as long from here on: nobody hears that it is given up before that
+                    if (
+                        remedy.deadline
+                    ):  # it may take as long from here on: nobody hears that it is given up before that
                         until = min(self._now() + patience_s, end)
                     await self._in_thread(self._remediator.apply, remedy)
                     ask = False
@@ -212,59 +216,61 @@ class RemedyDesk:
             except Conflict as error:
                 return str(error)
             except Unavailable as error:
-                if isinstance(error, Unexpected):
+                if isinstance(error, UnexpectedFailure):
                     self._failed()
-                trouble, is_away, is_unfinished = str(error), True, isinstance(error, Unfinished)
+                trouble, is_away, is_unfinished = str(error), True, isinstance(error, PartiallyDone)
             else:
-                if is_away and remedy.kind not in _CURES:  # patience is with an outside that answers
+                if is_away and remedy.kind not in _REPAIR_ACTIONS:  # patience is with an outside that answers
                     until = self._now() + patience_s
                 trouble, is_away = NOT_CONFIRMED, False
             if later is not None:
-                raise _Overtaken(f"{later.id} ({later.kind}) replaced it while it was held up: {trouble}")
+                raise _Superseded(f"{later.id} ({later.kind}) replaced it while it was held up: {trouble}")
             if self._now() >= until:
                 late = f"{trouble} within {patience_s:g} s"
-                if not is_away or remedy.kind in _CURES:
+                if not is_away or remedy.kind in _REPAIR_ACTIONS:
                     return late
-                self._say(remedy, f"is asked for again: {late}")
+                self._log_failure(remedy, f"is asked for again: {late}")
                 until = self._now() + patience_s
             await asyncio.sleep(self._backoff.delay_s(attempt, self._uniform()))
             attempt += 1
 
-    def _overtaking(self, remedy: Remedy, *, is_unfinished: bool) -> RemedyRow | None:
+    def _superseding_row(self, remedy: Remediation, *, is_unfinished: bool) -> RemediationRow | None:
         """The remedy behind ``remedy``, which was begun, that makes it pointless to go on with it."""
-        to = _GIVES_UP_TO.get(remedy.kind, frozenset[RemedyKind]())
+        to = _SUPERSEDED_IF_STARTED_BY.get(remedy.kind, frozenset[RemediationKind]())
         if is_unfinished:
-            to |= _UNFINISHED_GIVES_UP_TO.get(remedy.kind, frozenset())
+            to |= _SUPERSEDED_IF_PARTIAL_BY.get(remedy.kind, frozenset())
         return next((row for row in self._queues[remedy.node] if row.id != remedy.id and row.kind in to), None)
 
-    def _say(self, remedy: Remedy, what: str) -> None:
+    def _log_failure(self, remedy: Remediation, what: str) -> None:
         self._failed()
         extra = {"node": remedy.node, "trace": remedy.trace}
         log.error("%s of node %s %s", remedy.kind, remedy.node, what, extra=extra)
 
-    async def _in_thread(self, call: Callable[[Remedy], Any], remedy: Remedy) -> Any:
+    async def _in_thread(self, call: Callable[[Remediation], Any], remedy: Remediation) -> Any:
         """Runs ``call`` when a thread is free. Raises NotLeading where the lease has ended by then: the next leader may
         have decided otherwise."""
 
         def called() -> Any:
             self._check_leading()
-            return guarded(call, remedy)
+            return call_guarded(call, remedy)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, called)
 
-    async def _end(self, row: RemedyRow, state: RemedyState, detail: str) -> None:
-        dry_run = self._remediator.dry_run and state is RemedyState.CONFIRMED
+    async def _end(self, row: RemediationRow, state: RemediationState, detail: str) -> None:
+        dry_run = self._remediator.dry_run and state is RemediationState.CONFIRMED
         detail = detail or ("dry run: nothing was done" if dry_run else "")
         ended = msgspec.structs.replace(row, state=state, detail=detail[:1024], ended_at=self._now())
         report = None
-        if state is not RemedyState.SUPERSEDED or row.kind in _CURES:  # a cure may be waited for
-            trace = msgspec.json.decode(row.doc, type=Remedy).trace
-            ok = state is RemedyState.CONFIRMED
+        if state is not RemediationState.SUPERSEDED or row.kind in _REPAIR_ACTIONS:  # a cure may be waited for
+            trace = msgspec.json.decode(row.doc, type=Remediation).trace
+            ok = state is RemediationState.CONFIRMED
             words = detail[:1024]
-            report = ActionReported(id=row.id, node=row.node, ok=ok, detail=words, dry_run=dry_run, trace=trace)
+            report = RemediationFinished(
+                remediation_id=row.id, node=row.node, succeeded=ok, detail=words, dry_run=dry_run, trace=trace
+            )
         await self._write(ended, report)
 
-    async def _write(self, row: RemedyRow, report: ActionReported | None = None) -> None:
+    async def _write(self, row: RemediationRow, report: RemediationFinished | None = None) -> None:
         """Makes a remedy's new state durable, with what the core makes of it; waits while the database is away."""
 
         taken = False
@@ -273,7 +279,7 @@ class RemedyDesk:
             nonlocal taken
             if taken:  # by a transaction that waits for the database, and is written before this one
                 return
-            tx.remedy(row)
+            tx.put_remediation(row)
             if report is not None:
                 tx.handle(report, now)
             taken = True
@@ -292,15 +298,15 @@ class RemedyDesk:
                 return
 
 
-def _replaced_by(queue: deque[RemedyRow]) -> RemedyRow | None:
+def _replaced_by(queue: deque[RemediationRow]) -> RemediationRow | None:
     """The remedy in ``queue`` that makes its first one pointless."""
     first, *rest = queue
-    if first.state is not RemedyState.WANTED:
+    if first.state is not RemediationState.REQUESTED:
         return None
-    stronger = _GIVES_WAY_TO.get(RemedyKind(first.kind), frozenset())
+    stronger = _SUPERSEDED_IF_PENDING_BY.get(RemediationKind(first.kind), frozenset())
     return next((row for row in rest if row.kind in stronger), None)
 
 
-def _place(row: RemedyRow) -> tuple[float, list[int]]:
+def _place(row: RemediationRow) -> tuple[float, list[int]]:
     """The order of decisions: those of one moment by the numbers in their ids, of which 10 comes after 9."""
     return row.requested_at, [int(digits) for digits in re.findall(r"\d+", row.id)]

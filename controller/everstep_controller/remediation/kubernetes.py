@@ -15,16 +15,16 @@ from typing import Any
 
 from everstep.errors import ConfigurationError, Conflict, Unavailable
 from everstep.ids import NodeId
-from everstep_controller.core.effects import Remedy, RemedyKind
-from everstep_controller.remediation.remediator import MARK, Standing, Unfinished, reason_of
+from everstep_controller.core.effects import Remediation, RemediationKind
+from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus, PartiallyDone, cordon_reason
 
 TIMEOUT_S = 10.0
 CORDON, REBOOT, REPAIR = "everstep.dev/cordon", "everstep.dev/reboot", "everstep.dev/repair"
-NO_NOTES = {CORDON: None, REBOOT: None, REPAIR: None}
+NO_ANNOTATIONS = {CORDON: None, REBOOT: None, REPAIR: None}
 TAINT = {"key": "everstep.dev/quarantined", "value": "true", "effect": "NoSchedule"}
-MIRROR = "kubernetes.io/config.mirror"
+MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
 """The annotation of a pod that only shows what the node runs from a file of its own: evicting it moves nothing."""
-ANCIENT = "ancient-changes"
+UNKNOWN_FIELD_MANAGER = "ancient-changes"
 """The manager under which an API server puts what the oldest of more than ten managers have set."""
 NODES_A_PAGE = 500
 
@@ -54,7 +54,7 @@ def connect(kubeconfig: str = "") -> Any:
     return client.CoreV1Api()
 
 
-class Kubernetes:
+class KubernetesRemediator:
     """Satisfies ``Remediator``. A node's name is its name in the cluster.
 
     Args:
@@ -66,81 +66,83 @@ class Kubernetes:
 
     name = "kubernetes"
     dry_run = False
-    kinds = frozenset({RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REBOOT, RemedyKind.REPAIR})
+    kinds = frozenset(
+        {RemediationKind.CORDON, RemediationKind.UNCORDON, RemediationKind.REBOOT, RemediationKind.REPAIR}
+    )
 
     def __init__(self, api: Any, *, evict: bool = False, namespace: str = "default") -> None:
         self._api = api
         self._evict = evict
         self._namespace = namespace
 
-    def apply(self, remedy: Remedy) -> None:
-        node = self._read(remedy.node)
+    def apply(self, remediation: Remediation) -> None:
+        node = self._read(remediation.node)
         if _is_others(node):
-            self._leave(node)
-            raise _others(remedy)
-        change = self._change(node, remedy)
+            self._remove_own_cordon(node)
+            raise _others(remediation)
+        change = self._change(node, remediation)
         try:
-            self._tell(node, remedy)  # first: of a node that shows what was asked for nobody asks again
+            self._record_event(node, remediation)  # first: of a node that shows what was asked for nobody asks again
         finally:  # no node stays in service because its event was not taken
             if change is not None:
                 self._patch(node, change)
-            if remedy.kind is RemedyKind.CORDON and self._evict:
-                self._empty(remedy.node)
+            if remediation.kind is RemediationKind.CORDON and self._evict:
+                self._evict_pods(remediation.node)
 
-    def _change(self, node: Any, remedy: Remedy) -> dict[str, Any] | None:
+    def _change(self, node: Any, remedy: Remediation) -> dict[str, Any] | None:
         """The patch that brings ``remedy`` about; None where nothing is to be changed."""
         notes = _annotations(node)
         match remedy.kind:
-            case RemedyKind.CORDON | RemedyKind.REPAIR:
-                mine = {CORDON: notes[CORDON] if _is_ours(node) else reason_of(remedy)}
-                if remedy.kind is RemedyKind.REPAIR:
-                    mine[REPAIR] = reason_of(remedy)
+            case RemediationKind.CORDON | RemediationKind.REPAIR:
+                mine = {CORDON: notes[CORDON] if _is_ours(node) else cordon_reason(remedy)}
+                if remedy.kind is RemediationKind.REPAIR:
+                    mine[REPAIR] = cordon_reason(remedy)
                 if _is_ours(node) and mine.items() <= notes.items():
                     return None
                 return _merge_patch(mine, unschedulable=True, taints=[*_others_taints(node), TAINT])
-            case RemedyKind.UNCORDON:
+            case RemediationKind.UNCORDON:
                 taints = _others_taints(node)
-                is_marked = not NO_NOTES.keys().isdisjoint(notes) or len(taints) < len(node.spec.taints or ())
+                is_marked = not NO_ANNOTATIONS.keys().isdisjoint(notes) or len(taints) < len(node.spec.taints or ())
                 if not node.spec.unschedulable and not is_marked:
                     return None
-                return _merge_patch(NO_NOTES, unschedulable=False, taints=taints)
-            case RemedyKind.REBOOT:
+                return _merge_patch(NO_ANNOTATIONS, unschedulable=False, taints=taints)
+            case RemediationKind.REBOOT:
                 if notes.get(REBOOT, "").startswith(remedy.id + " "):
                     return None
                 return _merge_patch({REBOOT: f"{remedy.id} {_boot_id(node)}"})
             case _:
                 raise Conflict(f"kubernetes cannot {remedy.kind}")
 
-    def is_done(self, remedy: Remedy) -> bool:
-        node = self._read(remedy.node)
+    def is_done(self, remediation: Remediation) -> bool:
+        node = self._read(remediation.node)
         notes, is_out = _annotations(node), bool(node.spec.unschedulable)
-        match remedy.kind:
-            case RemedyKind.CORDON:
-                return is_out and not (self._evict and self._pods(remedy.node))
-            case RemedyKind.REPAIR:
-                return is_out and notes.get(REPAIR, "").startswith(f"{MARK} {remedy.id}:")
-            case RemedyKind.UNCORDON:
+        match remediation.kind:
+            case RemediationKind.CORDON:
+                return is_out and not (self._evict and self._pods(remediation.node))
+            case RemediationKind.REPAIR:
+                return is_out and notes.get(REPAIR, "").startswith(f"{CORDON_OWNER} {remediation.id}:")
+            case RemediationKind.UNCORDON:
                 if _is_others(node):
-                    raise _others(remedy)
+                    raise _others(remediation)
                 return not is_out and CORDON not in notes
-            case RemedyKind.REBOOT:
+            case RemediationKind.REBOOT:
                 asked, _, booted = notes.get(REBOOT, "").partition(" ")
-                return asked == remedy.id and booted != _boot_id(node)
+                return asked == remediation.id and booted != _boot_id(node)
             case _:
                 return False
 
-    def _leave(self, node: Any) -> None:
+    def _remove_own_cordon(self, node: Any) -> None:
         """Takes from a node that somebody else has cordoned what is left of a cordon of ours."""
         if CORDON in _annotations(node):
-            self._patch(node, _merge_patch(NO_NOTES, taints=_others_taints(node)))
+            self._patch(node, _merge_patch(NO_ANNOTATIONS, taints=_others_taints(node)))
 
     def _patch(self, node: Any, change: dict[str, Any]) -> None:
         """Changes the node if it still is as it was read; it is asked again otherwise."""
         change["metadata"]["resourceVersion"] = node.metadata.resource_version
-        self._call(self._api.patch_node, node.metadata.name, change, field_manager=MARK)
+        self._call(self._api.patch_node, node.metadata.name, change, field_manager=CORDON_OWNER)
 
-    def standing(self, nodes: Sequence[NodeId]) -> dict[NodeId, Standing]:
-        wanted, found, more = set(nodes), dict[NodeId, Standing](), None
+    def cordon_status(self, nodes: Sequence[NodeId]) -> dict[NodeId, CordonStatus]:
+        wanted, found, more = set(nodes), dict[NodeId, CordonStatus](), None
         while True:
             page = self._call(self._api.list_node, limit=NODES_A_PAGE, _continue=more)
             for node in page.items:
@@ -162,11 +164,11 @@ class Kubernetes:
             pod
             for pod in listed.items
             if pod.status.phase not in ("Succeeded", "Failed")
-            and MIRROR not in (pod.metadata.annotations or {})
+            and MIRROR_ANNOTATION not in (pod.metadata.annotations or {})
             and not any(owner.kind == "DaemonSet" for owner in pod.metadata.owner_references or ())
         ]
 
-    def _empty(self, node: NodeId) -> None:
+    def _evict_pods(self, node: NodeId) -> None:
         """Evicts every pod; a refusal, as by a disruption budget (429), is of that pod only, and raised at the end."""
         pods = self._pods(node)
         refusals: list[Conflict | Unavailable] = []
@@ -181,7 +183,7 @@ class Kubernetes:
         if refusals:
             passing = [refusal for refusal in refusals if isinstance(refusal, Unavailable)]
             first = (passing or refusals)[0]
-            kind = Unfinished if passing else Conflict
+            kind = PartiallyDone if passing else Conflict
             raise kind(f"{len(refusals)} pods of {len(pods)} stay on {node}: {first}") from first
 
     def _evict_pod(self, name: str, namespace: str) -> None:
@@ -192,16 +194,16 @@ class Kubernetes:
         }
         self._call(self._api.create_namespaced_pod_eviction, name, namespace, body, gone=True)
 
-    def _tell(self, node: Any, remedy: Remedy) -> None:
+    def _record_event(self, node: Any, remedy: Remediation) -> None:
         """An event at the node; its name is the remedy's, so that it is there once."""
         at = datetime.fromtimestamp(remedy.at, UTC).isoformat().replace("+00:00", "Z")
         event = {
-            "metadata": {"name": f"{MARK}.{remedy.id}".lower().replace("_", "-"), "namespace": self._namespace},
+            "metadata": {"name": f"{CORDON_OWNER}.{remedy.id}".lower().replace("_", "-"), "namespace": self._namespace},
             "involvedObject": {"kind": "Node", "name": remedy.node, "uid": node.metadata.uid},
             "reason": "Everstep" + remedy.kind.title().replace("_", ""),
             "message": remedy.sentence[:1024],
-            "type": "Normal" if remedy.kind is RemedyKind.UNCORDON else "Warning",
-            "source": {"component": MARK},
+            "type": "Normal" if remedy.kind is RemediationKind.UNCORDON else "Warning",
+            "source": {"component": CORDON_OWNER},
             "firstTimestamp": at,
             "lastTimestamp": at,
             "count": 1,
@@ -240,14 +242,14 @@ def _is_ours(node: Any) -> bool:
         if "f:unschedulable" in ((entry.fields_v1 or {}).get("f:spec") or {})
     }
     is_marked = bool(node.spec.unschedulable) and CORDON in _annotations(node)
-    return is_marked and (not set_by or not set_by.isdisjoint((MARK, ANCIENT)))
+    return is_marked and (not set_by or not set_by.isdisjoint((CORDON_OWNER, UNKNOWN_FIELD_MANAGER)))
 
 
 def _is_others(node: Any) -> bool:
     return bool(node.spec.unschedulable) and not _is_ours(node)
 
 
-def _others(remedy: Remedy) -> Conflict:
+def _others(remedy: Remediation) -> Conflict:
     return Conflict(f"{remedy.node} is cordoned by somebody else")
 
 
@@ -277,9 +279,9 @@ def _merge_patch(annotations: Mapping[str, str | None], **spec: Any) -> dict[str
     return {"metadata": {"annotations": annotations}, "spec": spec}
 
 
-def _standing(node: Any) -> Standing:
+def _standing(node: Any) -> CordonStatus:
     if not node.spec.unschedulable:
-        return Standing()
+        return CordonStatus()
     if _is_others(node):
-        return Standing(cordoned_by="kubernetes", reason="cordoned")
-    return Standing(cordoned_by=MARK, reason=_annotations(node)[CORDON])
+        return CordonStatus(cordoned_by="kubernetes", reason="cordoned")
+    return CordonStatus(cordoned_by=CORDON_OWNER, reason=_annotations(node)[CORDON])

@@ -10,13 +10,13 @@ import msgspec
 
 from everstep.errors import EverstepError, Unavailable
 from everstep.ids import NodeId
-from everstep_controller.core.effects import Remedy, RemedyKind
+from everstep_controller.core.effects import Remediation, RemediationKind
 
-MARK = "everstep"
+CORDON_OWNER = "everstep"
 """How our own cordons are known again outside: their reason begins with it."""
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class CordonStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What the outside shows of a node. ``cordoned_by``: who keeps it out of service, ``MARK`` for ourselves, empty
     for nobody; ``reason`` as it stands there."""
 
@@ -24,7 +24,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class Unfinished(Unavailable):
+class PartiallyDone(Unavailable):
     """What was asked for stands outside, and something that goes with it does not yet; it will be tried again."""
 
 
@@ -37,27 +37,27 @@ class Remediator(Protocol):
     """
 
     name: str
-    kinds: frozenset[RemedyKind]
+    kinds: frozenset[RemediationKind]
     """What it can do; anything else is given up with a sentence."""
     dry_run: bool
     """Whether it only says what it would do. What it reports as done was not done."""
 
-    def apply(self, remedy: Remedy) -> None:
+    def apply(self, remediation: Remediation) -> None:
         """Has ``remedy`` carried out. To ask again for what is done, or under way, changes nothing."""
 
-    def is_done(self, remedy: Remedy) -> bool:
+    def is_done(self, remediation: Remediation) -> bool:
         """Reads back whether ``remedy`` has come about."""
 
-    def standing(self, nodes: Sequence[NodeId]) -> dict[NodeId, Standing]:
+    def cordon_status(self, nodes: Sequence[NodeId]) -> dict[NodeId, CordonStatus]:
         """What is shown of each of ``nodes`` that the outside knows; empty where it shows nothing of the kind."""
 
     def close(self) -> None:
         """No more calls come."""
 
 
-def reason_of(remedy: Remedy, longest: int = 256) -> str:
+def cordon_reason(remediation: Remediation, max_chars: int = 256) -> str:
     """What is written beside a cordon, so that people and ``is_done`` know whose it is and why."""
-    return f"{MARK} {remedy.id}: {remedy.sentence}"[:longest]
+    return f"{CORDON_OWNER} {remediation.id}: {remediation.sentence}"[:max_chars]
 
 
 # ---- boundary
@@ -68,11 +68,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Unexpected(Unavailable):
+class UnexpectedFailure(Unavailable):
     """The outside, or what speaks to it, failed in a way that nobody has thought of."""
 
 
-def guarded(call: Callable[..., T], *arguments: object) -> T:
+def call_guarded(call: Callable[..., T], *arguments: object) -> T:
     """What ``call`` returns. Raises what it raises of ours, and Unexpected for anything else, which is logged."""
     try:
         return call(*arguments)
@@ -81,39 +81,39 @@ def guarded(call: Callable[..., T], *arguments: object) -> T:
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         log.exception("a call to the outside failed unexpectedly, to be tried again: %s", what)
-        raise Unexpected(what) from error
+        raise UnexpectedFailure(what) from error
 
 
 # ---- dry run
 # The default: what would be done is said in the log, and nothing is done.
 
 
-class DryRun:
+class DryRunRemediator:
     """Satisfies ``Remediator``; takes everything for done at once."""
 
     name = "dry_run"
     dry_run = True
-    kinds = frozenset(RemedyKind)
+    kinds = frozenset(RemediationKind)
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
-    def apply(self, remedy: Remedy) -> None:
-        if remedy.id in self._said:
+    def apply(self, remediation: Remediation) -> None:
+        if remediation.id in self._logged:
             return
-        self._said.add(remedy.id)
+        self._logged.add(remediation.id)
         log.info(
             "dry run, nothing is done: %s node %s: %s",
-            remedy.kind,
-            remedy.node,
-            remedy.sentence,
-            extra={"node": remedy.node, "trace": remedy.trace},
+            remediation.kind,
+            remediation.node,
+            remediation.sentence,
+            extra={"node": remediation.node, "trace": remediation.trace},
         )
 
-    def is_done(self, remedy: Remedy) -> bool:
-        return remedy.id in self._said
+    def is_done(self, remediation: Remediation) -> bool:
+        return remediation.id in self._logged
 
-    def standing(self, nodes: Sequence[NodeId]) -> dict[NodeId, Standing]:
+    def cordon_status(self, nodes: Sequence[NodeId]) -> dict[NodeId, CordonStatus]:
         return {}
 
     def close(self) -> None:

@@ -17,13 +17,13 @@ import msgspec
 
 from everstep.errors import ConfigurationError, Conflict, Unavailable
 from everstep.ids import NodeId
-from everstep_controller.core.effects import Remedy, RemedyKind
-from everstep_controller.remediation.remediator import MARK, Standing, reason_of
+from everstep_controller.core.effects import Remediation, RemediationKind
+from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus, cordon_reason
 
 TIMEOUT_S = 10.0
-OUT = frozenset({"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "MAINT", "RESERVED"})
+OUT_STATES = frozenset({"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "MAINT", "RESERVED"})
 """Flags of a node that takes no new jobs because somebody said so (``scontrol`` manual, NODE STATES)."""
-OF_ITSELF = (
+SLURM_REASONS = (
     "Not responding",
     "Node unexpectedly rebooted",
     "ResumeTimeout reached",
@@ -39,12 +39,12 @@ OF_ITSELF = (
     "Powered down",
 )
 """How slurmctld's own reasons begin for a node that it took ``DOWN`` (its strings). With another one somebody did."""
-REBOOTING = frozenset({"REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED"})
+REBOOT_STATES = frozenset({"REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED"})
 BOOT_JITTER_S = 5.0
 """Seconds by which the time of one and the same boot may differ: Slurm reckons it anew, from the node's uptime and its
 own clock, whenever the node registers."""
 _FIELD = re.compile(r"(?:^|\s)(\w+)=")
-_REBOOT = re.compile(rf"{MARK} (\S+) after boot of (\S+): ")
+_REBOOT = re.compile(rf"{CORDON_OWNER} (\S+) after boot of (\S+): ")
 _UNKNOWN = re.compile(r"Node \S+ not found")
 _REFUSED = (
     "Invalid node name specified",
@@ -67,17 +67,17 @@ class SlurmNode(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_out(self) -> bool:
-        by_somebody = bool(self.reason) and not self.is_ours and not self.reason.startswith(OF_ITSELF)
-        return bool(self.states & OUT) or ("DOWN" in self.states and by_somebody)
+        by_somebody = bool(self.reason) and not self.is_ours and not self.reason.startswith(SLURM_REASONS)
+        return bool(self.states & OUT_STATES) or ("DOWN" in self.states and by_somebody)
 
     @property
     def is_ours(self) -> bool:
-        return self.reason.startswith(MARK)
+        return self.reason.startswith(CORDON_OWNER)
 
-    def booted_before(self, remedy: Remedy) -> float | None:
+    def boot_before(self, remediation: Remediation) -> float | None:
         """The boot before the reboot ``remedy``, in wall seconds; None where that was not asked for."""
         asked = _REBOOT.match(self.reason)
-        return _wall(asked[2]) if asked and asked[1] == remedy.id else None
+        return _wall(asked[2]) if asked and asked[1] == remediation.id else None
 
 
 def parse_node(line: str) -> SlurmNode:
@@ -101,7 +101,7 @@ def _wall(text: str) -> float:
         return 0.0
 
 
-class Slurm:
+class SlurmRemediator:
     """Satisfies ``Remediator``. A node's name is its name in Slurm.
 
     Args:
@@ -111,7 +111,9 @@ class Slurm:
 
     name = "slurm"
     dry_run = False
-    kinds = frozenset({RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REBOOT, RemedyKind.REPAIR})
+    kinds = frozenset(
+        {RemediationKind.CORDON, RemediationKind.UNCORDON, RemediationKind.REBOOT, RemediationKind.REPAIR}
+    )
 
     def __init__(self, scontrol: str = "scontrol", configuration: str = "") -> None:
         found = shutil.which(scontrol)
@@ -122,51 +124,58 @@ class Slurm:
         if configuration:
             self._environment["SLURM_CONF"] = configuration
 
-    def apply(self, remedy: Remedy) -> None:
-        if self.is_done(remedy):
+    def apply(self, remediation: Remediation) -> None:
+        if self.is_done(remediation):
             return
-        node = self._show(remedy.node)
-        self._check_ours(node, remedy)
-        match remedy.kind:
-            case RemedyKind.CORDON | RemedyKind.REPAIR:
-                self._run("update", f"NodeName={remedy.node}", "State=DRAIN", f"Reason={_plain(reason_of(remedy))}")
-            case RemedyKind.UNCORDON:
-                self._run("update", f"NodeName={remedy.node}", "State=RESUME")
-            case RemedyKind.REBOOT:
-                if node.booted_before(remedy) is not None:
+        node = self._show(remediation.node)
+        self._check_ours(node, remediation)
+        match remediation.kind:
+            case RemediationKind.CORDON | RemediationKind.REPAIR:
+                self._run(
+                    "update",
+                    f"NodeName={remediation.node}",
+                    "State=DRAIN",
+                    f"Reason={_plain(cordon_reason(remediation))}",
+                )
+            case RemediationKind.UNCORDON:
+                self._run("update", f"NodeName={remediation.node}", "State=RESUME")
+            case RemediationKind.REBOOT:
+                if node.boot_before(remediation) is not None:
                     return
-                if node.states & REBOOTING:
+                if node.states & REBOOT_STATES:
                     raise Unavailable(
-                        f"{remedy.node} is being rebooted for another reason ({node.reason or 'none given'})"
+                        f"{remediation.node} is being rebooted for another reason ({node.reason or 'none given'})"
                     )
-                self._run("reboot", "ASAP", "nextstate=DOWN", f"reason={_reboot_reason(remedy, node)}", remedy.node)
+                self._run(
+                    "reboot", "ASAP", "nextstate=DOWN", f"reason={_reboot_reason(remediation, node)}", remediation.node
+                )
             case _:
-                raise Conflict(f"slurm cannot {remedy.kind}")
+                raise Conflict(f"slurm cannot {remediation.kind}")
 
-    def is_done(self, remedy: Remedy) -> bool:
-        node = self._show(remedy.node)
-        match remedy.kind:
-            case RemedyKind.CORDON:
+    def is_done(self, remediation: Remediation) -> bool:
+        node = self._show(remediation.node)
+        match remediation.kind:
+            case RemediationKind.CORDON:
                 return node.is_out
-            case RemedyKind.REPAIR:
-                return node.is_out and node.reason.startswith(f"{MARK} {remedy.id}:")
-            case RemedyKind.UNCORDON:
+            case RemediationKind.REPAIR:
+                return node.is_out and node.reason.startswith(f"{CORDON_OWNER} {remediation.id}:")
+            case RemediationKind.UNCORDON:
                 return not node.is_out and not ("DOWN" in node.states and node.is_ours)
-            case RemedyKind.REBOOT:
-                before = node.booted_before(remedy)
-                is_back = not node.states & REBOOTING
+            case RemediationKind.REBOOT:
+                before = node.boot_before(remediation)
+                is_back = not node.states & REBOOT_STATES
                 return before is not None and is_back and node.booted_at > before + BOOT_JITTER_S
             case _:
                 return False
 
     @staticmethod
-    def _check_ours(node: SlurmNode, remedy: Remedy) -> None:
+    def _check_ours(node: SlurmNode, remedy: Remediation) -> None:
         if node.is_out and not node.is_ours:
             raise Conflict(f"{remedy.node} is out of service by somebody else ({node.reason or 'no reason given'})")
 
-    def standing(self, nodes: Sequence[NodeId]) -> dict[NodeId, Standing]:
+    def cordon_status(self, nodes: Sequence[NodeId]) -> dict[NodeId, CordonStatus]:
         wanted = set(nodes)
-        found: dict[NodeId, Standing] = {}
+        found: dict[NodeId, CordonStatus] = {}
         for line in self._run("--oneliner", "show", "nodes").splitlines():
             name = line.partition("NodeName=")[2].partition(" ")[0]
             if name in wanted:
@@ -204,16 +213,16 @@ class Slurm:
         raise Unavailable(f"scontrol {arguments[0]} was of no use: {said}")
 
 
-def _reboot_reason(remedy: Remedy, node: SlurmNode) -> str:
+def _reboot_reason(remedy: Remediation, node: SlurmNode) -> str:
     booted = datetime.fromtimestamp(node.booted_at, UTC).replace(tzinfo=None).isoformat(timespec="seconds")
-    return _plain(f"{MARK} {remedy.id} after boot of {booted}: {remedy.sentence}"[:256])
+    return _plain(f"{CORDON_OWNER} {remedy.id} after boot of {booted}: {remedy.sentence}"[:256])
 
 
 def _plain(reason: str) -> str:
     return reason.replace("=", ":")  # it would read as a field
 
 
-def _standing(node: SlurmNode) -> Standing:
+def _standing(node: SlurmNode) -> CordonStatus:
     if not node.is_out:
-        return Standing()
-    return Standing(cordoned_by=MARK if node.is_ours else "slurm", reason=node.reason)
+        return CordonStatus()
+    return CordonStatus(cordoned_by=CORDON_OWNER if node.is_ours else "slurm", reason=node.reason)

@@ -1,12 +1,12 @@
 """Remedies posted to a URL of the site's own; what it answers is what is believed.
 
-``POST URL`` has the remedy in JSON. ``Everstep-Remedy`` is its id: a receiver does the same id once, however often it
-is posted. ``Everstep-Signature`` is ``sha256=`` and the HMAC-SHA256, in hex, of ``TIMESTAMP.METHOD.ID.BODY`` under the
-webhook's own secret, ``Everstep-Timestamp`` the seconds in it, so that an old post cannot be played again. The answer,
-also that of ``GET URL?remedy=ID`` by which it is read back, is JSON: ``{"state": "done" | "pending" | "refused",
-"detail": "..."}``. With ``cordons`` set, ``GET URL?nodes=a,b`` answers with an object that has, for each node that is
-kept out of service, ``{"cordoned_by": "...", "reason": "..."}``, and nothing is posted of one that somebody other than
-``everstep`` keeps out.
+``POST URL`` has the remedy in JSON. ``Everstep-Remediation`` is its id: a receiver does the same id once, however
+often it is posted. ``Everstep-Signature`` is ``sha256=`` and the HMAC-SHA256, in hex, of ``TIMESTAMP.METHOD.ID.BODY``
+under the webhook's own secret, ``Everstep-Timestamp`` the seconds in it, so that an old post cannot be played again.
+The answer, also that of ``GET URL?remediation=ID`` by which it is read back, is JSON: ``{"state": "done" | "pending" |
+"refused", "detail": "..."}``. With ``cordons`` set, ``GET URL?nodes=a,b`` answers with an object that has, for each
+node that is kept out of service, ``{"cordoned_by": "...", "reason": "..."}``, and nothing is posted of one that
+somebody other than ``everstep`` keeps out.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
-from everstep.errors import UNREADABLE, ConfigurationError, Conflict, Unavailable
+from everstep.errors import DECODE_ERRORS, ConfigurationError, Conflict, Unavailable
 from everstep.ids import NodeId
 from everstep_controller.config import is_http_url
-from everstep_controller.core.effects import Remedy, RemedyKind
-from everstep_controller.remediation.remediator import MARK, Standing
+from everstep_controller.core.effects import Remediation, RemediationKind
+from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus
 
 # ---- receiver
 # Somebody's URL that remedies or alerts are sent to: one exchange, one connection.
 
 TIMEOUT_S = 5.0
-LARGEST_ANSWER_BYTES = 1 << 20
+MAX_ANSWER_BYTES = 1 << 20
 
 
-class Receiver:
+class HttpReceiver:
     """Belongs to whoever asks; one thread at a time.
 
     Args:
@@ -41,15 +41,15 @@ class Receiver:
         what: what is expected there, for messages: "a webhook".
     """
 
-    def __init__(self, url: str, what: str) -> None:
+    def __init__(self, url: str, description: str) -> None:
         if not is_http_url(url):
-            raise ConfigurationError(f"{url!r} cannot be {what}: use http://HOST/PATH or https://HOST/PATH")
+            raise ConfigurationError(f"{url!r} cannot be {description}: use http://HOST/PATH or https://HOST/PATH")
         parts = urlsplit(url)
         self.host = parts.hostname or ""
-        self._what = what
+        self._what = description
         self._parts = parts
 
-    def ask(
+    def request(
         self, method: str, headers: dict[str, str], body: bytes = b"", query: dict[str, str] | None = None
     ) -> tuple[int, bytes]:
         """Status and beginning of the answer. Raises Unavailable where there is none."""
@@ -58,7 +58,7 @@ class Receiver:
         try:
             connection.request(method, self._path(query or {}), body or None, headers)
             response = connection.getresponse()
-            return response.status, response.read(LARGEST_ANSWER_BYTES)
+            return response.status, response.read(MAX_ANSWER_BYTES)
         except (OSError, http.client.HTTPException) as error:
             raise Unavailable(f"{self._what} at {self.host}: {type(error).__name__}: {error}") from error
         finally:
@@ -69,10 +69,10 @@ class Receiver:
         return (self._parts.path or "/") + (f"?{asked}" if asked else "")
 
 
-NODES_AT_ONCE = 100
+NODES_PER_REQUEST = 100
 
 
-class Said(msgspec.Struct, frozen=True, kw_only=True):
+class WebhookReply(msgspec.Struct, frozen=True, kw_only=True):
     """What the receiver says of a remedy."""
 
     state: Literal["done", "pending", "refused"]
@@ -85,7 +85,7 @@ def signature(secret: bytes, timestamp: str, method: str, subject: str, body: by
     return "sha256=" + hmac.new(secret, text, hashlib.sha256).hexdigest()
 
 
-class Webhook:
+class WebhookRemediator:
     """Satisfies ``Remediator``.
 
     Args:
@@ -96,43 +96,43 @@ class Webhook:
 
     name = "webhook"
     dry_run = False
-    kinds = frozenset(RemedyKind)
+    kinds = frozenset(RemediationKind)
 
     def __init__(self, url: str, secret: bytes, *, wall: Callable[[], float], cordons: bool = False) -> None:
-        self._receiver = Receiver(url, "a webhook")
+        self._receiver = HttpReceiver(url, "a webhook")
         self._secret = secret
         self._wall = wall
         self._cordons = cordons
 
-    def apply(self, remedy: Remedy) -> None:
-        shown = self.standing([remedy.node]).get(remedy.node, Standing())
-        if shown.cordoned_by not in ("", MARK):
-            raise Conflict(f"{remedy.node} is out of service by somebody else ({shown.cordoned_by})")
-        self._said("POST", remedy, msgspec.json.encode(remedy))
+    def apply(self, remediation: Remediation) -> None:
+        shown = self.cordon_status([remediation.node]).get(remediation.node, CordonStatus())
+        if shown.cordoned_by not in ("", CORDON_OWNER):
+            raise Conflict(f"{remediation.node} is out of service by somebody else ({shown.cordoned_by})")
+        self._exchange("POST", remediation, msgspec.json.encode(remediation))
 
-    def is_done(self, remedy: Remedy) -> bool:
-        return self._said("GET", remedy, b"").state == "done"
+    def is_done(self, remediation: Remediation) -> bool:
+        return self._exchange("GET", remediation, b"").state == "done"
 
-    def standing(self, nodes: Sequence[NodeId]) -> dict[NodeId, Standing]:
-        found: dict[NodeId, Standing] = {}
-        for first in range(0, len(nodes) if self._cordons else 0, NODES_AT_ONCE):
-            names = ",".join(nodes[first : first + NODES_AT_ONCE])
+    def cordon_status(self, nodes: Sequence[NodeId]) -> dict[NodeId, CordonStatus]:
+        found: dict[NodeId, CordonStatus] = {}
+        for first in range(0, len(nodes) if self._cordons else 0, NODES_PER_REQUEST):
+            names = ",".join(nodes[first : first + NODES_PER_REQUEST])
             answer = self._ask("GET", {"nodes": names}, names, b"")
-            found |= _decoded(answer, dict[NodeId, Standing])
+            found |= _decoded(answer, dict[NodeId, CordonStatus])
         return found
 
     def close(self) -> None:
         pass
 
-    def _said(self, method: str, remedy: Remedy, body: bytes) -> Said:
-        query = {} if method == "POST" else {"remedy": remedy.id}
-        said: Said = _decoded(self._ask(method, query, remedy.id, body), Said)
+    def _exchange(self, method: str, remedy: Remediation, body: bytes) -> WebhookReply:
+        query = {} if method == "POST" else {"remediation": remedy.id}
+        said: WebhookReply = _decoded(self._ask(method, query, remedy.id, body), WebhookReply)
         if said.state == "refused":
             raise Conflict(f"the webhook refuses: {said.detail or 'no reason given'}")
         return said
 
     def _ask(self, method: str, query: dict[str, str], subject: str, body: bytes) -> bytes:
-        status, answer = self._receiver.ask(method, self._headers(method, subject, body), body, query)
+        status, answer = self._receiver.request(method, self._headers(method, subject, body), body, query)
         if status < 300:
             return answer
         text = f"the webhook answered {status}: {answer[:200].decode(errors='replace')}"
@@ -144,7 +144,7 @@ class Webhook:
         timestamp = str(int(self._wall()))
         return {
             "Content-Type": "application/json",
-            "Everstep-Remedy": subject,
+            "Everstep-Remediation": subject,
             "Everstep-Timestamp": timestamp,
             "Everstep-Signature": signature(self._secret, timestamp, method, subject, body),
         }
@@ -153,5 +153,5 @@ class Webhook:
 def _decoded(answer: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(answer, type=kind)
-    except UNREADABLE as error:
+    except DECODE_ERRORS as error:
         raise Unavailable(f"the webhook's answer is not understood: {error}") from error

@@ -7,12 +7,12 @@ from collections import deque
 
 from everstep.clock import Clock
 
-FOLLOW_EVERY_S = 10.0
+SLEW_INTERVAL_S = 10.0
 """Seconds between two calls of ``follow``."""
 SLEW = 0.1
 """Largest share by which this time runs faster or slower than monotonic time. A deadline may be off by as much, which
 is less than the deadlines' own margins; an error of a minute is gone in ten."""
-FOLLOWED_S = 3600.0
+MAX_SLEWED_S = 3600.0
 """A wall clock that is farther ahead than this is not followed. It is more likely wrong than right, and a restart of
 the controller settles it (``everstep_controller.runtime.clock_check``)."""
 
@@ -48,14 +48,14 @@ class SteadyTime:
         """Seconds by which this time is ahead of the wall clock; negative where it is behind."""
         return self.now() - self._clock.wall()
 
-    def follow(self) -> None:
+    def slew(self) -> None:
         """Sets the speed for the next ``FOLLOW_EVERY_S``, so that at their end this time and the wall clock agree, or
         differ by less."""
         monotonic = self._clock.monotonic()
         self._value += (monotonic - self._anchor) * self._rate
         self._anchor = monotonic
         ahead_s = self._value - self._clock.wall()
-        slower = ahead_s / FOLLOW_EVERY_S if ahead_s > -FOLLOWED_S else 0.0
+        slower = ahead_s / SLEW_INTERVAL_S if ahead_s > -MAX_SLEWED_S else 0.0
         self._rate = 1.0 - max(-SLEW, min(SLEW, slower))
 
 
@@ -63,14 +63,14 @@ class SteadyTime:
 # How late this process is itself: an observer that lags must not call others late.
 
 INTERVAL_S = 0.1
-WINDOW = 10
+WINDOW_SAMPLES = 10
 
 
 class LagMeter:
     """Samples how late the event loop runs a callback that was due, ten times a second; remembers one second."""
 
     def __init__(self) -> None:
-        self._samples: deque[float] = deque(maxlen=WINDOW)
+        self._samples: deque[float] = deque(maxlen=WINDOW_SAMPLES)
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
 

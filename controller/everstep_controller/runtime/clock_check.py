@@ -10,19 +10,19 @@ from datetime import UTC, datetime
 from sqlalchemy.exc import SQLAlchemyError
 
 from everstep.errors import ConfigurationError, Unavailable
-from everstep_controller.runtime.clock import FOLLOW_EVERY_S, FOLLOWED_S, SteadyTime
+from everstep_controller.runtime.clock import MAX_SLEWED_S, SLEW_INTERVAL_S, SteadyTime
 
 log = logging.getLogger(__name__)
 
-NOTE_EVERY_S = 60.0
+RECORD_INTERVAL_S = 60.0
 """Seconds between two notes of the time in the database. The next start compares its clock with the last one."""
 SLEWED_S = 60.0
 """A difference up to this is left to ``SteadyTime.follow``."""
-APART_S = 1.0
+DIVERGED_S = 1.0
 """Difference between the controller's time and the wall clock from which on the log mentions it."""
 
 
-def check_start(wall: float, newest_at: float, most_days: float) -> None:
+def check_clock_at_start(wall: float, newest_at: float, most_days: float) -> None:
     """Raises ConfigurationError where the wall clock is implausibly far ahead of the database.
 
     Everything that a controller writes carries its time. One start with a clock that is ahead by months would stamp
@@ -43,14 +43,14 @@ def check_start(wall: float, newest_at: float, most_days: float) -> None:
     )
 
 
-def set_back_s(wall: float, newest_at: float, *, trust_clock: bool) -> float:
+def clock_set_back_s(wall: float, newest_at: float, *, trust_clock: bool) -> float:
     """Seconds by which a controller that starts sets its time back, and with it whatever the database dates later
     than ``wall``. 0.0 unless an operator vouches for the clock, and where the difference is gone soon by itself."""
     behind_s = newest_at - wall
     return behind_s if trust_clock and behind_s > SLEWED_S else 0.0
 
 
-class ClockWatch:
+class ClockMonitor:
     """Leads the controller's time back to the wall clock, and logs once when they part and once when they agree.
 
     Args:
@@ -60,33 +60,35 @@ class ClockWatch:
     def __init__(self, steady: SteadyTime, note: Callable[[float], Awaitable[None]]) -> None:
         self._steady = steady
         self._note = note
-        self._noted_at = -NOTE_EVERY_S
-        self._said: Callable[[float], str] | None = None
+        self._noted_at = -RECORD_INTERVAL_S
+        self._has_warned: Callable[[float], str] | None = None
 
     async def run(self) -> None:
         """Runs until cancelled."""
         while True:
-            await self.look()
-            await asyncio.sleep(FOLLOW_EVERY_S)
+            await self.check()
+            await asyncio.sleep(SLEW_INTERVAL_S)
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Compares once, and notes the time where that is due."""
-        self._steady.follow()
+        self._steady.slew()
         self._tell(self._steady.ahead_s())
         now = self._steady.now()
-        if now - self._noted_at < NOTE_EVERY_S:
+        if now - self._noted_at < RECORD_INTERVAL_S:
             return
         self._noted_at = now
         try:
             await self._note(now)
         except (Unavailable, SQLAlchemyError) as error:
-            log.warning("the time was not noted in the database, to be tried again in %.0f s: %s", NOTE_EVERY_S, error)
+            log.warning(
+                "the time was not noted in the database, to be tried again in %.0f s: %s", RECORD_INTERVAL_S, error
+            )
 
     def _tell(self, ahead_s: float) -> None:
         words = _words(ahead_s)
-        if words is self._said:
+        if words is self._has_warned:
             return
-        self._said = words
+        self._has_warned = words
         if words is None:
             log.info("the controller's time and the machine's clock agree again")
         else:
@@ -94,11 +96,11 @@ class ClockWatch:
 
 
 def _words(ahead_s: float) -> Callable[[float], str] | None:
-    if ahead_s < -FOLLOWED_S:
+    if ahead_s < -MAX_SLEWED_S:
         return _clock_leapt
-    if ahead_s > FOLLOWED_S:
+    if ahead_s > MAX_SLEWED_S:
         return _far_ahead
-    if abs(ahead_s) > APART_S:
+    if abs(ahead_s) > DIVERGED_S:
         return _apart
     return None
 

@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 
 SUPPRESSED = "events.suppressed"
 """Kind of the event that tells how many were not stored."""
-TELL_EVERY_S = 60.0
+REPORT_INTERVAL_S = 60.0
 
 
-class Notes(Protocol):
+class AuditWriter(Protocol):
     """A transaction, which takes lines for the audit log."""
 
-    def note(self, entry: AuditEntry) -> None:
+    def add_audit_entry(self, entry: AuditEntry) -> None:
         """Puts a line in the log."""
 
 
@@ -49,14 +49,14 @@ class EventQuota:
         suppressed: called for each event that exceeds that.
     """
 
-    def __init__(self, burst: int, per_s: float, suppressed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, burst: int, per_s: float, on_suppressed: Callable[[], None] = lambda: None) -> None:
         self._burst = float(burst)
         self._per_s = per_s
-        self._note = suppressed
+        self._note = on_suppressed
         self._allowances: dict[tuple[str, str], _Allowance] = {}
         self._suppressed: dict[str, dict[str, int]] = {}
 
-    def admits(self, node: str, kind: str, now: float) -> bool:
+    def is_allowed(self, node: str, kind: str, now: float) -> bool:
         """Whether one more event of ``kind`` that ``node`` caused is stored."""
         allowance = self._allowances.get((node, kind))
         if allowance is None:
@@ -86,17 +86,17 @@ class EventQuota:
         return told
 
 
-def cause_of(event: ev.Event) -> str:
+def causing_node(event: ev.Event) -> str:
     """The node whose agent caused the event; empty where none did."""
     match event:
         case ev.AgentRegistered(register=register):
             return register.node
-        case ev.HeartbeatChanged() | ev.ReportArrived() | ev.NodeDisconnected() | ev.NodeHeard():
+        case ev.HeartbeatChanged() | ev.ReportArrived() | ev.NodeDisconnected() | ev.NodeSeen():
             return event.node
     return ""
 
 
-def tell(quota: EventQuota, transaction: Notes, now: float) -> int:
+def record_suppressed(quota: EventQuota, transaction: AuditWriter, now: float) -> int:
     """Puts an event in the log for each node that exceeded its allowance. Returns how many."""
     told = quota.take_suppressed(now)
     for node, kinds in sorted(told.items()):
@@ -107,19 +107,21 @@ def tell(quota: EventQuota, transaction: Notes, now: float) -> int:
             "limits are node_events_burst and node_events_per_s"
         )
         data = {kind: str(count) for kind, count in most}
-        transaction.note(AuditEntry(kind=SUPPRESSED, sentence=sentence, at=now, node=node, data=data))
+        transaction.add_audit_entry(AuditEntry(kind=SUPPRESSED, sentence=sentence, at=now, node=node, data=data))
     return len(told)
 
 
-async def telling(submit: Callable[[Callable[[Notes, float], int]], Awaitable[int]], quota: EventQuota) -> None:
+async def run_suppressed_reports(
+    submit: Callable[[Callable[[AuditWriter, float], int]], Awaitable[int]], quota: EventQuota
+) -> None:
     """Tells once a minute what was not stored. Runs until cancelled.
 
     Args:
         submit: runs a stimulus in a transaction (``FleetLoop.submit``).
     """
     while True:
-        await asyncio.sleep(TELL_EVERY_S)
+        await asyncio.sleep(REPORT_INTERVAL_S)
         try:
-            await submit(lambda transaction, now: tell(quota, transaction, now))
+            await submit(lambda transaction, now: record_suppressed(quota, transaction, now))
         except Unavailable as error:
             log.warning("events that were left out are told later: %s", error)

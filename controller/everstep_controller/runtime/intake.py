@@ -22,10 +22,10 @@ ROUTINE_SHARE = 8
 read would make its node look silent."""
 
 
-REST_SHARE = 9.0
+PAUSE_FACTOR = 9.0
 """A transaction with routine stimuli is followed by a rest of so many times its length: alone, they take a tenth of
 the controller's time."""
-LONGEST_REST_S = 0.5
+MAX_PAUSE_S = 0.5
 """So long may a warning wait, at most, or a picture of a node that is well known."""
 
 
@@ -38,7 +38,7 @@ class Urgency(StrEnum):
     """What ``core.fleet`` lets wait: pictures and reports of mild findings, and of those that stand already."""
 
 
-class Waiting(Generic[T]):
+class PendingStimulus(Generic[T]):
     """A stimulus and who waits for it.
 
     Args:
@@ -46,20 +46,20 @@ class Waiting(Generic[T]):
         urgency: what is routine becomes urgent beside something urgent of its source, whichever came first.
     """
 
-    __slots__ = ("arrived_at", "done", "source", "stimulus", "urgency")
+    __slots__ = ("arrived_at", "future", "source", "stimulus", "urgency")
 
-    def __init__(self, stimulus: T, done: asyncio.Future[Any], source: str, urgency: Urgency) -> None:
+    def __init__(self, stimulus: T, future: asyncio.Future[Any], source: str, urgency: Urgency) -> None:
         self.stimulus = stimulus
-        self.done = done
+        self.future = future
         self.source = source
         self.urgency = urgency
         self.arrived_at = time.perf_counter()
 
     def refuse(self, error: Exception) -> None:
         """Answers with ``error``, unless it is answered or nobody waits any more."""
-        if not self.done.done():
-            self.done.set_exception(error)
-            self.done.exception()  # whoever waited may have gone; that is no error of ours
+        if not self.future.done():
+            self.future.set_exception(error)
+            self.future.exception()  # whoever waited may have gone; that is no error of ours
 
 
 class Intake(Generic[T]):
@@ -71,21 +71,21 @@ class Intake(Generic[T]):
         shed: told of each one that is not taken, or is dropped for a more urgent one.
     """
 
-    def __init__(self, limit: int, group: int, shed: Callable[[Urgency], None]) -> None:
+    def __init__(self, limit: int, group: int, on_shed: Callable[[Urgency], None]) -> None:
         self._limit = limit
         self._group = group
-        self._shed = shed
-        self._urgent: deque[Waiting[T]] = deque()
-        self._routine: deque[Waiting[T]] = deque()  # with what was hurried meanwhile, which is passed over
-        self._resting: dict[str, deque[Waiting[T]]] = {}
-        self._rest = 0
-        self._hurried: Counter[str] = Counter()
-        self._rests_until = 0.0
+        self._shed = on_shed
+        self._urgent: deque[PendingStimulus[T]] = deque()
+        self._routine: deque[PendingStimulus[T]] = deque()  # with what was hurried meanwhile, which is passed over
+        self._paused: dict[str, deque[PendingStimulus[T]]] = {}
+        self._paused_count = 0
+        self._expedited: Counter[str] = Counter()
+        self._paused_until = 0.0
 
     def __len__(self) -> int:
-        return len(self._urgent) + self._rest
+        return len(self._urgent) + self._paused_count
 
-    def put(self, waiting: Waiting[T]) -> None:
+    def put(self, waiting: PendingStimulus[T]) -> None:
         """Queues ``waiting``. Raises Unavailable where there is no room for it.
 
         An urgent one takes the place of the oldest routine one: whoever sent that has waited longest already, and
@@ -93,53 +93,53 @@ class Intake(Generic[T]):
         """
         if len(self) >= self._limit:
             full = Unavailable(f"{len(self)} requests wait already: send this again in a second")
-            if waiting.urgency is Urgency.ROUTINE or not self._rest:
+            if waiting.urgency is Urgency.ROUTINE or not self._paused_count:
                 self._shed(waiting.urgency)
                 raise full
             self._shed(Urgency.ROUTINE)
             self._pop_routine().refuse(full)
-        if waiting.urgency is Urgency.URGENT or self._hurried[waiting.source]:
-            self.hurry(waiting.source)
+        if waiting.urgency is Urgency.URGENT or self._expedited[waiting.source]:
+            self.expedite(waiting.source)
             self._push_urgent(waiting)
         else:
-            waiting.arrived_at = max(waiting.arrived_at, self._rests_until)  # a rest is no lag
+            waiting.arrived_at = max(waiting.arrived_at, self._paused_until)  # a rest is no lag
             self._routine.append(waiting)
-            self._resting.setdefault(waiting.source, deque()).append(waiting)
-            self._rest += 1
+            self._paused.setdefault(waiting.source, deque()).append(waiting)
+            self._paused_count += 1
 
-    def hurry(self, source: str) -> None:
+    def expedite(self, source: str) -> None:
         """Something urgent of ``source`` has come, or is behind what rests: that is urgent too, and goes before it.
 
         O(1) for each that it hurries: a whole fleet may do so in a second.
         """
-        hurried = self._resting.pop(source, ())
-        self._rest -= len(hurried)
+        hurried = self._paused.pop(source, ())
+        self._paused_count -= len(hurried)
         for waiting in hurried:
             self._push_urgent(waiting)
-        self._pass_over_hurried()
+        self._skip_expedited()
 
-    def rest_after(self, taken: list[Waiting[T]], worked_s: float) -> None:
+    def pause_routine_after(self, taken: list[PendingStimulus[T]], worked_s: float) -> None:
         """A transaction is done, and took so long."""
         if any(waiting.urgency is Urgency.ROUTINE for waiting in taken):
-            self._rests_until = time.perf_counter() + min(LONGEST_REST_S, REST_SHARE * worked_s)
+            self._paused_until = time.perf_counter() + min(MAX_PAUSE_S, PAUSE_FACTOR * worked_s)
 
-    def due_in_s(self) -> float | None:
+    def next_due_in_s(self) -> float | None:
         """Seconds until something is to be taken, 0.0 where something is; None while nothing waits."""
-        if self._urgent or self._rest >= self._group:
+        if self._urgent or self._paused_count >= self._group:
             return 0.0
-        return max(0.0, self._rests_until - time.perf_counter()) if self._rest else None
+        return max(0.0, self._paused_until - time.perf_counter()) if self._paused_count else None
 
-    def take(self) -> list[Waiting[T]]:
+    def take(self) -> list[PendingStimulus[T]]:
         """The next group: urgent ones first, but a share of the places is kept for routine ones that do not rest."""
-        ready = self._rest
-        if ready < self._group and time.perf_counter() < self._rests_until:
+        ready = self._paused_count
+        if ready < self._group and time.perf_counter() < self._paused_until:
             ready = 0
         routine = min(ready, max(self._group // ROUTINE_SHARE, self._group - len(self._urgent)))
         urgent = min(len(self._urgent), self._group - routine)
         taken = [self._pop_urgent() for _ in range(urgent)]
         return taken + [self._pop_routine() for _ in range(routine)]
 
-    def oldest_s(self) -> float:
+    def oldest_wait_s(self) -> float:
         """How long the one that could have been taken longest ago has waited, seconds; 0.0 while none does."""
         heads = [queue[0].arrived_at for queue in (self._urgent, self._routine) if queue]
         return max(0.0, time.perf_counter() - min(heads)) if heads else 0.0
@@ -148,31 +148,31 @@ class Intake(Generic[T]):
         """Empties the queue: everybody in it is answered with ``error``."""
         while self._urgent:
             self._pop_urgent().refuse(error)
-        while self._rest:
+        while self._paused_count:
             self._pop_routine().refuse(error)
 
-    def _pass_over_hurried(self) -> None:
+    def _skip_expedited(self) -> None:
         while self._routine and self._routine[0].urgency is Urgency.URGENT:
             self._routine.popleft()
 
-    def _push_urgent(self, waiting: Waiting[T]) -> None:
+    def _push_urgent(self, waiting: PendingStimulus[T]) -> None:
         waiting.urgency = Urgency.URGENT
         self._urgent.append(waiting)
-        self._hurried[waiting.source] += 1
+        self._expedited[waiting.source] += 1
 
-    def _pop_urgent(self) -> Waiting[T]:
+    def _pop_urgent(self) -> PendingStimulus[T]:
         waiting = self._urgent.popleft()
-        self._hurried[waiting.source] -= 1
-        if not self._hurried[waiting.source]:
-            del self._hurried[waiting.source]
+        self._expedited[waiting.source] -= 1
+        if not self._expedited[waiting.source]:
+            del self._expedited[waiting.source]
         return waiting
 
-    def _pop_routine(self) -> Waiting[T]:
+    def _pop_routine(self) -> PendingStimulus[T]:
         waiting = self._routine.popleft()
-        of_source = self._resting[waiting.source]
+        of_source = self._paused[waiting.source]
         of_source.popleft()
         if not of_source:
-            del self._resting[waiting.source]
-        self._rest -= 1
-        self._pass_over_hurried()
+            del self._paused[waiting.source]
+        self._paused_count -= 1
+        self._skip_expedited()
         return waiting

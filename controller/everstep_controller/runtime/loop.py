@@ -26,15 +26,15 @@ from everstep.vocabulary import Verdict
 from everstep_controller.core import engine
 from everstep_controller.core import events as ev
 from everstep_controller.core.state import FleetState
-from everstep_controller.read_models.fleet_views import Boards
+from everstep_controller.read_models.fleet_views import ReadModels
 from everstep_controller.read_models.prometheus import Metrics
 from everstep_controller.runtime.clock import LagMeter, SteadyTime
-from everstep_controller.runtime.commit_buffer import Absence, Commit, Keeper
+from everstep_controller.runtime.commit_buffer import Commit, CommitBuffer, DatabaseOutage
 from everstep_controller.runtime.event_quota import EventQuota
-from everstep_controller.runtime.intake import Intake, Urgency, Waiting
-from everstep_controller.runtime.push import Outbox, Outgoing
-from everstep_controller.runtime.transaction import AuditNumbers, Decide, StandingFindings, Transaction, new_trace
-from everstep_controller.store.rows import AuditRow, Batch, PoisonedRow, RemedyRow
+from everstep_controller.runtime.intake import Intake, PendingStimulus, Urgency
+from everstep_controller.runtime.push import Outbox, OutgoingDirective
+from everstep_controller.runtime.transaction import AuditNumbers, DecideFunction, FindingDelta, Transaction, new_trace
+from everstep_controller.store.rows import AuditRow, Batch, PoisonedRow, RemediationRow
 
 # ---- answers
 # What became of stimuli: told to whoever waits for it once it is durable, refused where nothing can be promised.
@@ -44,68 +44,68 @@ Stimulus = Callable[[Transaction, float], T]
 """Runs events in a transaction at a time; what it returns is what its submitter gets once all is durable. It raises
 EverstepError only before anything was changed."""
 
-AnyWaiting = Waiting[Stimulus[Any]]
+AnyPending = PendingStimulus[Stimulus[Any]]
 
-TOLD_AT_ONCE = 16
+ANSWERS_PER_TURN = 16
 """Answers that are sent in one turn of the event loop: half a millisecond's work."""
-UNPROMISED = (
+NOT_DURABLE = (
     "the database is away, so this is kept in memory only, and not promised: send it again; what was ordered may count "
     "when the database is back"
 )
 
 
-class Result(NamedTuple):
+class StimulusResult(NamedTuple):
     """What became of a stimulus. ``forgettable``: see ``Transaction``."""
 
-    waiting: AnyWaiting
+    pending: AnyPending
     value: Any
     error: EverstepError | None
-    forgettable: bool
+    is_ephemeral: bool
 
-    def tell(self, away: Absence | None) -> None:
+    def resolve(self, outage: DatabaseOutage | None) -> None:
         """Answers, with a refusal where a promise is asked for that an absent database does not let us give."""
-        done = self.waiting.done
+        done = self.pending.future
         if done.done():
             return  # its client is gone; what it asked for is done all the same
         if self.error is not None:
             done.set_exception(self.error)
-        elif away is None or self.forgettable:
+        elif outage is None or self.is_ephemeral:
             done.set_result(self.value)
         else:
-            done.set_exception(Unavailable(f"{UNPROMISED}: {away.reason}"))
+            done.set_exception(Unavailable(f"{NOT_DURABLE}: {outage.reason}"))
 
 
-async def tell_all(results: Iterable[Result], away: Absence | None) -> None:
+async def resolve_all(results: Iterable[StimulusResult], outage: DatabaseOutage | None) -> None:
     """Each answer is put together and sent by the callback of its future, in the event loop's next turn."""
     for number, result in enumerate(results, 1):
-        result.tell(away)
-        if number % TOLD_AT_ONCE == 0:
+        result.resolve(outage)
+        if number % ANSWERS_PER_TURN == 0:
             await asyncio.sleep(0)
 
 
 log = logging.getLogger(__name__)
 
 
-UNSURE_S = 0.05
+LEADERSHIP_RECHECK_S = 0.05
 """Seconds between two looks whether this controller may be sure again that it leads."""
-LONGEST_STRETCH_S = 0.0005
+MAX_BLOCKING_S = 0.0005
 """Seconds of work after which beats are read and answered, in the middle of a transaction's events too: fifteen or so
 have come meanwhile from 12,500 nodes, and wait as long again for one another."""
-TICKS_APART_S = 0.01
+MIN_TICK_INTERVAL_S = 0.01
 """Least seconds between two Ticks. A fleet of 12,500 nodes has 2,500 deadlines a second at which all is well:
 twenty-five to a Tick, they cost a tenth. Nothing that is counted in deadlines is shorter than five times this."""
 
 
-class _Stretch:
+class _BlockingBudget:
     """Work that lets others have the event loop after LONGEST_STRETCH_S of it."""
 
     def __init__(self) -> None:
-        self._until = time.perf_counter() + LONGEST_STRETCH_S
+        self._until = time.perf_counter() + MAX_BLOCKING_S
 
-    async def rest(self) -> None:
+    async def yield_if_spent(self) -> None:
         if time.perf_counter() > self._until:
             await asyncio.sleep(0)
-            self._until = time.perf_counter() + LONGEST_STRETCH_S
+            self._until = time.perf_counter() + MAX_BLOCKING_S
 
 
 class _Unpublished:
@@ -114,12 +114,12 @@ class _Unpublished:
     def __init__(self) -> None:
         self.audit: list[AuditRow] = []
         self.verdicts: list[Verdict] = []
-        self.remedies: list[RemedyRow] = []
+        self.remediations: list[RemediationRow] = []
 
     def add(self, transaction: Transaction) -> None:
         self.audit += transaction.audit
         self.verdicts += transaction.verdicts
-        self.remedies += transaction.remedies
+        self.remediations += transaction.remediations
 
 
 class _Timer(NamedTuple):
@@ -138,7 +138,7 @@ class FleetLoop:
         commit: writes one transaction.
         epoch: which life of a controller over its database this is.
         check_leading: raises NotLeading where this controller may not be sure that it leads.
-        away_limit_bytes: about how much may wait in memory for a database that is away.
+        outage_buffer_bytes: about how much may wait in memory for a database that is away.
         on_audit, on_remedies: told what was committed, after it was.
         decide: the core, or a journal around it.
         quota: bounds what each node may put into the audit log.
@@ -152,50 +152,50 @@ class FleetLoop:
         state: FleetState,
         outbox: Outbox,
         commit: Commit,
-        steady: SteadyTime,
+        clock: SteadyTime,
         metrics: Metrics,
-        numbers: AuditNumbers,
-        boards: Boards,
+        audit_numbers: AuditNumbers,
+        read_models: ReadModels,
         on_audit: Callable[[list[AuditRow]], None],
-        on_remedies: Callable[[list[RemedyRow]], None],
-        decide: Decide = engine.handle,
+        on_remediations: Callable[[list[RemediationRow]], None],
+        decide: DecideFunction = engine.handle,
         quota: EventQuota | None = None,
         epoch: int = 1,
         check_leading: Callable[[], None] = lambda: None,
-        group: int = 256,
+        max_batch: int = 256,
         queue_limit: int = 20_000,
-        away_limit_bytes: int = 64 << 20,
+        outage_buffer_bytes: int = 64 << 20,
     ) -> None:
         self.state = state
         self.outbox = outbox
-        self._standing = StandingFindings(state.nodes.values())
+        self._finding_delta = FindingDelta(state.nodes.values())
         self.lag = LagMeter()
-        self._keeper = Keeper(commit, now=self.now, wake=self._wake, limit_bytes=away_limit_bytes)
+        self._commit_buffer = CommitBuffer(commit, now=self.now, wake=self._wake, limit_bytes=outage_buffer_bytes)
         self._check_leading = check_leading
         self._epoch = epoch
-        self._news: ev.StoreChanged | None = None
-        self._held_back: list[Outgoing] = []
+        self._store_change: ev.DatabaseAvailabilityChanged | None = None
+        self._held_back: list[OutgoingDirective] = []
         self._unpublished = _Unpublished()
-        self._steady = steady
+        self._clock = clock
         self._metrics = metrics
-        self._numbers = numbers
-        self.boards = boards
+        self._numbers = audit_numbers
+        self.read_models = read_models
         self._on_audit = on_audit
-        self._on_remedies = on_remedies
+        self._on_remediations = on_remediations
         self._decide = decide
         self._quota = quota
-        self._queue: Intake[Stimulus[Any]] = Intake(queue_limit, group, metrics.shed)
-        self._in_flight: list[AnyWaiting] = []
+        self._queue: Intake[Stimulus[Any]] = Intake(queue_limit, max_batch, metrics.count_shed)
+        self._in_flight: list[AnyPending] = []
         self._work = asyncio.Event()
-        self._resting: asyncio.TimerHandle | None = None
+        self._pause_timer: asyncio.TimerHandle | None = None
         self._armed: _Timer | None = None
         self._ticked_at = 0.0
-        self._over = False
+        self._stopped = False
         self.started = asyncio.Event()
 
     def now(self) -> float:
         """The time decisions are made in."""
-        return self._steady.now()
+        return self._clock.now()
 
     def queued(self) -> int:
         """Stimuli that wait for their transaction."""
@@ -214,67 +214,67 @@ class FleetLoop:
         Args:
             source: the node that it is about; its stimuli keep their order.
         """
-        if self._over:
+        if self._stopped:
             raise Unavailable("the controller is stopping: send this again to the one that follows", 0.2)
         self.check_leading()
-        self._keeper.check_room()
+        self._commit_buffer.check_room()
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._queue.put(Waiting(stimulus, done, source, urgency))
-        self._look()
+        self._queue.put(PendingStimulus(stimulus, done, source, urgency))
+        self._schedule_wake()
         return done
 
-    def hurry(self, source: str) -> None:
+    def expedite(self, source: str) -> None:
         """Something urgent of a node waits behind what was routine."""
-        self._queue.hurry(source)
-        self._look()
+        self._queue.expedite(source)
+        self._schedule_wake()
 
     def check_leading(self) -> None:
         """Raises NotLeading where this controller cannot be sure that it leads: then it must not say anything."""
         self._check_leading()
 
-    def away(self) -> Absence | None:
+    def database_outage(self) -> DatabaseOutage | None:
         """The database's absence, if it is away."""
-        return self._keeper.away
+        return self._commit_buffer.outage
 
     async def run(self) -> None:
         """Runs until cancelled. Raises what made a transaction fail; nothing was answered after that."""
         self.lag.start()
         try:
-            await self._turn([self._first()])
+            await self._run_transaction([self._first()])
             self.started.set()
             while True:
                 await self._something_to_do()
-                if self._leads():
-                    await self._turn(self._queue.take())
+                if self._is_leading():
+                    await self._run_transaction(self._queue.take())
                 else:
-                    await asyncio.sleep(UNSURE_S)
+                    await asyncio.sleep(LEADERSHIP_RECHECK_S)
         finally:
             self._end()
 
-    def _first(self) -> AnyWaiting:
+    def _first(self) -> AnyPending:
         event = ev.ControllerStarted(epoch=self._epoch, trace=new_trace())
         done = asyncio.get_running_loop().create_future()
-        return Waiting(lambda tx, now: tx.handle(event, now), done, "", Urgency.URGENT)
+        return PendingStimulus(lambda tx, now: tx.handle(event, now), done, "", Urgency.URGENT)
 
     async def _something_to_do(self) -> None:
-        if self._queue.due_in_s() == 0.0 or self._news is not None or self._keeper.ready:
+        if self._queue.next_due_in_s() == 0.0 or self._store_change is not None or self._commit_buffer.retry_finished:
             await asyncio.sleep(0)  # let requests that have just arrived join the group
             return
         self._work.clear()
         self._arm(engine.next_deadline(self.state))
-        self._look()
+        self._schedule_wake()
         await self._work.wait()
 
-    def _look(self) -> None:
+    def _schedule_wake(self) -> None:
         """Wakes the loop for what waits in the queue, now or when it has rested."""
-        wait_s = self._queue.due_in_s()
+        wait_s = self._queue.next_due_in_s()
         if wait_s == 0.0:
             self._work.set()
-        elif wait_s is not None and self._resting is None:
-            self._resting = asyncio.get_running_loop().call_later(wait_s, self._rested)
+        elif wait_s is not None and self._pause_timer is None:
+            self._pause_timer = asyncio.get_running_loop().call_later(wait_s, self._pause_over)
 
-    def _rested(self) -> None:
-        self._resting = None
+    def _pause_over(self) -> None:
+        self._pause_timer = None
         self._work.set()
 
     def _arm(self, deadline: float | None) -> None:
@@ -282,11 +282,11 @@ class FleetLoop:
             self._armed.handle.cancel()
         self._armed = None
         if deadline is not None:
-            due = max(deadline, self.now(), self._ticked_at + TICKS_APART_S)
-            handle = asyncio.get_running_loop().call_later(self._steady.seconds_until(due), self._work.set)
+            due = max(deadline, self.now(), self._ticked_at + MIN_TICK_INTERVAL_S)
+            handle = asyncio.get_running_loop().call_later(self._clock.seconds_until(due), self._work.set)
             self._armed = _Timer(deadline, due, handle)
 
-    async def _turn(self, taken: list[AnyWaiting]) -> None:
+    async def _run_transaction(self, taken: list[AnyPending]) -> None:
         """Everything that waits, then the timer: what was heard counts before anybody is called late."""
         started = time.perf_counter()
         self._in_flight = taken
@@ -295,61 +295,61 @@ class FleetLoop:
             self.outbox,
             self._numbers,
             self._metrics,
-            self.boards,
-            self._standing,
+            self.read_models,
+            self._finding_delta,
             self._decide,
             self._quota,
         )
         try:
-            self._tell_of_store(transaction)
+            self._report_store_change(transaction)
             results = await self._apply_all(taken, transaction)
             self._tick(transaction, taken)
         except Exception:
-            await self._note_poison(transaction.handling)
+            await self._record_poisoned(transaction.handling)
             raise
-        durable = await self._keep(transaction, len(taken))
-        await tell_all(results, None if durable else self._keeper.away)
+        durable = await self._commit(transaction, len(taken))
+        await resolve_all(results, None if durable else self._commit_buffer.outage)
         self._in_flight = []
-        self._queue.rest_after(taken, time.perf_counter() - started)
+        self._queue.pause_routine_after(taken, time.perf_counter() - started)
 
-    async def _apply_all(self, taken: list[AnyWaiting], transaction: Transaction) -> list[Result]:
+    async def _apply_all(self, taken: list[AnyPending], transaction: Transaction) -> list[StimulusResult]:
         """Beats are answered in between: what they touch is no part of a transaction."""
-        results: list[Result] = []
-        stretch = _Stretch()
+        results: list[StimulusResult] = []
+        stretch = _BlockingBudget()
         for waiting in taken:
             results.append(self._apply(waiting, transaction))
-            await stretch.rest()
+            await stretch.yield_if_spent()
         return results
 
-    def _apply(self, waiting: AnyWaiting, transaction: Transaction) -> Result:
-        transaction.forgettable = False
+    def _apply(self, waiting: AnyPending, transaction: Transaction) -> StimulusResult:
+        transaction.is_ephemeral = False
         try:
             value = waiting.stimulus(transaction, self.now())
         except EverstepError as error:
-            return Result(waiting, None, error, True)
-        return Result(waiting, value, None, transaction.forgettable)
+            return StimulusResult(waiting, None, error, True)
+        return StimulusResult(waiting, value, None, transaction.is_ephemeral)
 
-    def _tell_of_store(self, transaction: Transaction) -> None:
+    def _report_store_change(self, transaction: Transaction) -> None:
         """The core hears of the database before of anything that came later."""
-        news, self._news = self._news, None
+        news, self._store_change = self._store_change, None
         if news is None:
             return
         transaction.handle(news, self.now())
-        if not news.away:
+        if not news.is_unavailable:
             held_back, self._held_back = self._held_back, []
-            transaction.send_again(held_back)
+            transaction.resend(held_back)
 
-    def _tick(self, transaction: Transaction, taken: Iterable[AnyWaiting]) -> None:
+    def _tick(self, transaction: Transaction, taken: Iterable[AnyPending]) -> None:
         deadline, now = engine.next_deadline(self.state), self.now()
         if deadline is None or deadline > now:
             return
-        waited = max(self._queue.oldest_s(), *(time.perf_counter() - waiting.arrived_at for waiting in taken), 0.0)
+        waited = max(self._queue.oldest_wait_s(), *(time.perf_counter() - waiting.arrived_at for waiting in taken), 0.0)
         late = now - self._armed.due if self._armed is not None and self._armed.deadline == deadline else 0.0
         lag_s = max(self.lag.recent_s(), waited, late)
         self._ticked_at = now
         transaction.handle(ev.Tick(lag_s=lag_s, trace=new_trace()), now)
 
-    async def _note_poison(self, event: ev.Event | None) -> None:
+    async def _record_poisoned(self, event: ev.Event | None) -> None:
         """An error of the core's own ends the process; its agent would send the report that led to it again and
         again, to every life that follows. So that one report is remembered, and dropped when it comes."""
         if not isinstance(event, ev.ReportArrived):
@@ -359,54 +359,56 @@ class FleetLoop:
         row = AuditRow(
             id=self._numbers.take(),
             at=self.now(),
-            kind="controller.poisoned",
+            kind="controller.report_dropped",
             sentence=sentence,
             node=event.node,
             trace=event.trace,
         )
         poisoned = PoisonedRow(node=event.node, incarnation=event.incarnation, number=event.number)
-        await self._keeper.keep(Batch(audit=[row], poisoned=[poisoned]))
+        await self._commit_buffer.write(Batch(audit=[row], poisoned=[poisoned]))
 
-    async def _keep(self, transaction: Transaction, events: int) -> bool:
+    async def _commit(self, transaction: Transaction, events: int) -> bool:
         """Whether it is durable, and everything before it."""
-        was_away = self._keeper.away is not None
-        while transaction.encode(LONGEST_STRETCH_S):
+        was_away = self._commit_buffer.outage is not None
+        while transaction.encode(MAX_BLOCKING_S):
             await asyncio.sleep(0)
         batch = transaction.batch()
         unsent = tuple(dict.fromkeys(row.job for row in batch.generations))
         started, wrote = time.perf_counter(), bool(batch)
         self._unpublished.add(transaction)
-        if not await self._keeper.keep(batch):
+        if not await self._commit_buffer.write(batch):
             if was_away:
                 self._held_back += transaction.take_final()
                 self.outbox.deliver(transaction.outgoing)
             else:
-                self._begin_absence(transaction, unsent)
+                self._begin_outage(transaction, unsent)
             return False
         if wrote:
-            self._metrics.committed(time.perf_counter() - started, events)
+            self._metrics.observe_commit(time.perf_counter() - started, events)
         if was_away:
-            self._news = ev.StoreChanged(away=False, trace=new_trace())
+            self._store_change = ev.DatabaseAvailabilityChanged(is_unavailable=False, trace=new_trace())
         self.outbox.deliver(transaction.outgoing)
         self._publish()
         return True
 
-    def _begin_absence(self, transaction: Transaction, unsent: tuple[str, ...]) -> None:
-        assert self._keeper.away is not None
+    def _begin_outage(self, transaction: Transaction, unsent: tuple[str, ...]) -> None:
+        assert self._commit_buffer.outage is not None
         self._held_back += transaction.outgoing
-        reason = self._keeper.away.reason
-        self._news = ev.StoreChanged(away=True, reason=reason, unsent=unsent, trace=new_trace())
+        reason = self._commit_buffer.outage.reason
+        self._store_change = ev.DatabaseAvailabilityChanged(
+            is_unavailable=True, reason=reason, unsent_jobs=unsent, trace=new_trace()
+        )
 
     def _publish(self) -> None:
         """Tells the outside what has become durable, in order."""
         told, self._unpublished = self._unpublished, _Unpublished()
         self._on_audit(told.audit)
-        self._metrics.audited(told.audit)
-        self._metrics.judged(told.verdicts)
-        if told.remedies:
-            self._on_remedies(told.remedies)
+        self._metrics.count_user_errors(told.audit)
+        self._metrics.count_verdicts(told.verdicts)
+        if told.remediations:
+            self._on_remediations(told.remediations)
 
-    def _leads(self) -> bool:
+    def _is_leading(self) -> bool:
         try:
             self.check_leading()
         except Unavailable:
@@ -418,12 +420,12 @@ class FleetLoop:
 
     def _end(self) -> None:
         """Refuses everybody who waits; they are told to send it again."""
-        self._over = True
-        self._keeper.close()
+        self._stopped = True
+        self._commit_buffer.close()
         self.lag.stop()
         self._arm(None)
-        if self._resting is not None:
-            self._resting.cancel()
+        if self._pause_timer is not None:
+            self._pause_timer.cancel()
         stopping = Unavailable("the controller is stopping: send this again", 0.2)
         for waiting in self._in_flight:
             waiting.refuse(stopping)

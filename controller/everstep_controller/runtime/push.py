@@ -17,16 +17,16 @@ import msgspec
 
 from everstep_controller.store.rows import OutboxRow
 
-SPAN = 1_000_000_000
+SEQ_PER_EPOCH = 1_000_000_000
 """Directives a node may be sent in one life of a controller: at a hundred a second, four months without a pause."""
-HINTS_AT_ONCE = 64
+HINTS_PER_TURN = 64
 """Nodes that are sent a hint before the next beats are read: together they take about a millisecond."""
-DEFLATED_FROM_BYTES = 16 << 10
+DEFLATE_MIN_BYTES = 16 << 10
 """Bodies from here on are deflated: a generation of 10,000 ranks shrinks from half a megabyte to a fifteenth, and goes
 to 1,250 nodes."""
 
 
-class Body:
+class EncodedBody:
     """A directive's body in JSON: encoded once, and deflated once, for all nodes that it goes to.
 
     Args:
@@ -44,7 +44,7 @@ class Body:
 
     @property
     def is_large(self) -> bool:
-        return len(self.json) >= DEFLATED_FROM_BYTES
+        return len(self.json) >= DEFLATE_MIN_BYTES
 
     @property
     def deflated(self) -> bytes:
@@ -54,14 +54,14 @@ class Body:
         return self._deflated
 
 
-class Encoded(msgspec.Struct, frozen=True):
+class EncodedDirective(msgspec.Struct, frozen=True):
     """``Directive`` over an encoded body."""
 
     seq: int
     body: msgspec.Raw
 
 
-class Outgoing(msgspec.Struct, frozen=True, kw_only=True):
+class OutgoingDirective(msgspec.Struct, frozen=True, kw_only=True):
     """A directive for a node.
 
     ``durable``: stored until acknowledged. ``topic``: a newer one of the same topic makes this one pointless, if it
@@ -70,15 +70,15 @@ class Outgoing(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     seq: int
-    body: Body
-    durable: bool = True
+    body: EncodedBody
+    is_durable: bool = True
     topic: str = ""
-    replaces: bool = True
-    final: bool = False
+    replaces_older: bool = True
+    is_final: bool = False
 
-    def encoded(self) -> Encoded:
+    def encode(self) -> EncodedDirective:
         """For an answer that carries it."""
-        return Encoded(self.seq, msgspec.Raw(self.body.json))
+        return EncodedDirective(self.seq, msgspec.Raw(self.body.json))
 
 
 def generation_topic(job: str) -> str:
@@ -103,13 +103,13 @@ def _stored_topic(text: str) -> str:
         return ""
 
 
-class Receiver(Protocol):
+class DirectiveReceiver(Protocol):
     """A node's session. ``incarnation``: the life of the node that it belongs to."""
 
     @property
     def incarnation(self) -> int: ...
 
-    def push(self, directives: Sequence[Outgoing]) -> None:
+    def push(self, directives: Sequence[OutgoingDirective]) -> None:
         """Sends what was just committed, in order. Never raises and never waits."""
 
     def dismiss(self) -> None:
@@ -126,69 +126,69 @@ class Outbox:
     """
 
     def __init__(self, epoch: int, rows: Iterable[OutboxRow] = ()) -> None:
-        self._first = epoch * SPAN
+        self._first = epoch * SEQ_PER_EPOCH
         self._newest: dict[str, int] = {}
-        self._queues: dict[str, deque[Outgoing]] = defaultdict(deque)
-        self._receivers: dict[str, Receiver] = {}
-        self._later: dict[str, list[Outgoing]] = {}
+        self._queues: dict[str, deque[OutgoingDirective]] = defaultdict(deque)
+        self._receivers: dict[str, DirectiveReceiver] = {}
+        self._later: dict[str, list[OutgoingDirective]] = {}
         self._pruned: dict[str, int] = {}
         self._dropped: list[tuple[str, int]] = []
         self.closed = False
-        bodies: dict[str, tuple[Body, str]] = {}
+        bodies: dict[str, tuple[EncodedBody, str]] = {}
         for row in rows:
             if row.body not in bodies:
-                bodies[row.body] = (Body(row.body), _stored_topic(row.body))
+                bodies[row.body] = (EncodedBody(row.body), _stored_topic(row.body))
             body, topic = bodies[row.body]
-            self._queues[row.node].append(Outgoing(node=row.node, seq=row.seq, body=body, topic=topic))
+            self._queues[row.node].append(OutgoingDirective(node=row.node, seq=row.seq, body=body, topic=topic))
 
-    def number(self, node: str) -> int:
+    def take_seq(self, node: str) -> int:
         """Takes the node's next number."""
-        self._newest[node] = self.next_number(node)
+        self._newest[node] = self.next_seq(node)
         return self._newest[node]
 
-    def next_number(self, node: str) -> int:
+    def next_seq(self, node: str) -> int:
         """The number that the node's next directive will get."""
         return self._newest.get(node, self._first) + 1
 
-    def oldest(self, node: str) -> int:
+    def oldest_seq(self, node: str) -> int:
         """The number of the first directive that the node has not acknowledged, or of the next one to come."""
         queue = self._queues.get(node)
-        return queue[0].seq if queue else self.next_number(node)
+        return queue[0].seq if queue else self.next_seq(node)
 
-    def deliver(self, outgoing: Iterable[Outgoing]) -> None:
+    def deliver(self, outgoing: Iterable[OutgoingDirective]) -> None:
         """Queues what is committed (in order of its numbers per node) and hands it to whoever is there for it."""
-        fresh: dict[str, list[Outgoing]] = {}
+        fresh: dict[str, list[OutgoingDirective]] = {}
         for one in outgoing:
-            if one.topic and one.replaces:
+            if one.topic and one.replaces_older:
                 self._drop(one.node, one.topic)
             self._queues[one.node].append(one)
             fresh.setdefault(one.node, []).append(one)
-        hints = len(fresh) > HINTS_AT_ONCE
+        hints = len(fresh) > HINTS_PER_TURN
         for node, directives in fresh.items():
-            if hints and not directives[-1].durable and len(directives) == 1:
-                self._put_off(node, directives[0])
+            if hints and not directives[-1].is_durable and len(directives) == 1:
+                self._defer_hint(node, directives[0])
             else:
                 self._push(node, directives)
 
-    def _push(self, node: str, directives: list[Outgoing]) -> None:
+    def _push(self, node: str, directives: list[OutgoingDirective]) -> None:
         before = self._later.pop(node, None)
         receiver = self._receivers.get(node)
         if receiver is not None:
             receiver.push(directives if before is None else [*before, *directives])
 
-    def _put_off(self, node: str, hint: Outgoing) -> None:
+    def _defer_hint(self, node: str, hint: OutgoingDirective) -> None:
         """A hint to a whole job can wait while beats are answered; whatever else comes for the node brings it along."""
         if not self._later:
             asyncio.get_running_loop().call_soon(self._push_some)
         self._later.setdefault(node, []).append(hint)
 
     def _push_some(self) -> None:
-        for node in list(itertools.islice(self._later, HINTS_AT_ONCE)):
+        for node in list(itertools.islice(self._later, HINTS_PER_TURN)):
             self._push(node, [])
         if self._later:
             asyncio.get_running_loop().call_soon(self._push_some)
 
-    def attach(self, node: str, receiver: Receiver) -> tuple[Outgoing, ...]:
+    def attach(self, node: str, receiver: DirectiveReceiver) -> tuple[OutgoingDirective, ...]:
         """From now on ``receiver`` is handed the node's directives, and whoever was is dismissed. Returns those that
         wait already."""
         self._later.pop(node, None)
@@ -198,7 +198,7 @@ class Outbox:
             before.dismiss()
         return self.pending(node)
 
-    def detach(self, node: str, receiver: Receiver) -> None:
+    def detach(self, node: str, receiver: DirectiveReceiver) -> None:
         """Ends that, if it is still ``receiver`` that takes them."""
         if self._receivers.get(node) is receiver:
             del self._receivers[node]
@@ -217,7 +217,7 @@ class Outbox:
     def _drop(self, node: str, topic: str) -> None:
         queue = self._queues[node]
         if any(one.topic == topic for one in queue):
-            self._dropped += [(node, one.seq) for one in queue if one.topic == topic and one.durable]
+            self._dropped += [(node, one.seq) for one in queue if one.topic == topic and one.is_durable]
             self._queues[node] = deque(one for one in queue if one.topic != topic)
 
     def acknowledge(self, node: str, through: int) -> None:
@@ -239,29 +239,29 @@ class Outbox:
         self._pruned.pop(node, None)
         self._dropped = [place for place in self._dropped if place[0] != node]
 
-    def take_pruned(self) -> dict[str, int]:
+    def take_acknowledged(self) -> dict[str, int]:
         """What was acknowledged since the last call: node to number."""
         pruned, self._pruned = self._pruned, {}
         return pruned
 
-    def take_dropped(self) -> list[tuple[str, int]]:
+    def take_superseded(self) -> list[tuple[str, int]]:
         """Stored directives that newer ones made pointless since the last call: nodes and numbers."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
-    def pending(self, node: str, after: int = 0) -> tuple[Outgoing, ...]:
+    def pending(self, node: str, after: int = 0) -> tuple[OutgoingDirective, ...]:
         """What the node has not acknowledged, beyond ``after``, in order."""
         return tuple(one for one in self._queues.get(node, ()) if one.seq > after)
 
-    def depth(self, node: str) -> int:
+    def pending_count(self, node: str) -> int:
         """Directives the node has not acknowledged."""
         return len(self._queues.get(node, ()))
 
-    def total(self) -> int:
+    def total_pending(self) -> int:
         """Directives that no node has acknowledged yet, of all nodes."""
         return sum(len(queue) for queue in self._queues.values())
 
-    def connected(self) -> int:
+    def connected_count(self) -> int:
         """Nodes with a session."""
         return len(self._receivers)
 

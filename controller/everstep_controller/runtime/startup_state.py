@@ -8,15 +8,15 @@ from typing import NamedTuple
 import msgspec
 from sqlalchemy import Connection
 
-from everstep.errors import UNREADABLE
+from everstep.errors import DECODE_ERRORS
 from everstep.ids import Version
 from everstep.vocabulary import Finding
 from everstep_controller.core import engine
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import Eviction, FleetRecord, JobRecord, NodeRecord, VersionRecord
 from everstep_controller.core.state import FleetState
-from everstep_controller.store.reader import NONE, Marks, changes
-from everstep_controller.store.rows import Loaded
+from everstep_controller.store.reader import NO_ROW_VERSIONS, RowVersions, changed_nodes
+from everstep_controller.store.rows import LoadedState
 
 # ---- read ahead
 # What a standby has read before its turn comes: the nodes' records, which are most of what a leader starts from.
@@ -28,28 +28,28 @@ from everstep_controller.store.rows import Loaded
 # takes the database over.
 
 
-class Known(NamedTuple):
+class KnownRecords(NamedTuple):
     """Records and their marks, by node. Never changed: the next reading makes another one."""
 
-    marks: Marks
+    row_versions: RowVersions
     records: dict[str, NodeRecord]
 
 
-NOTHING = Known(NONE, {})
+NO_RECORDS = KnownRecords(NO_ROW_VERSIONS, {})
 
 
-def read(connection: Connection, known: Known) -> Known:
+def read_records(connection: Connection, known: KnownRecords) -> KnownRecords:
     """``known`` brought up to date. Raises what the database raises. For a thread of its own."""
-    found = changes(connection, known.marks)
-    marks = {node: known.marks.nodes[node] for node in found.same}
-    records = {node: known.records[node] for node in found.same}
+    found = changed_nodes(connection, known.row_versions)
+    marks = {node: known.row_versions.nodes[node] for node in found.unchanged}
+    records = {node: known.records[node] for node in found.unchanged}
     for row in found.rows:
         try:
             records[row.node] = msgspec.json.decode(row.doc, type=NodeRecord)
-        except UNREADABLE:  # of another release: who leads says so
+        except DECODE_ERRORS:  # of another release: who leads says so
             continue
-        marks[row.node] = row.mark
-    return Known(Marks(found.server, marks), records)
+        marks[row.node] = row.row_version
+    return KnownRecords(RowVersions(found.server, marks), records)
 
 
 class _FirstFleet(msgspec.Struct):
@@ -65,20 +65,20 @@ def _fleet(doc: str, nodes: Iterable[NodeRecord]) -> FleetRecord:
         known = [
             Eviction(at=at, node=node.node, rack=node.domain.rack)
             for node in nodes
-            for at in node.evictions
+            for at in node.eviction_times
             if at in times
         ]
-        record.evicted = sorted(known, key=lambda one: one.at)
+        record.recent_evictions = sorted(known, key=lambda one: one.at)
     return record
 
 
-def restored(policy: CorePolicy, loaded: Loaded, known: Known = NOTHING) -> FleetState:
+def restore_state(policy: CorePolicy, loaded: LoadedState, known: KnownRecords = NO_RECORDS) -> FleetState:
     """The state as it was stored, made of the ``known`` records themselves."""
-    nodes = {node: known.records[node] for node in loaded.same}
+    nodes = {node: known.records[node] for node in loaded.unchanged}
     nodes |= {node: msgspec.json.decode(doc, type=NodeRecord) for node, doc in loaded.nodes.items()}
-    for (node, key), doc in loaded.standing.items():
-        nodes[node].findings[key] = msgspec.json.decode(doc, type=Finding)
-    return engine.restore(
+    for (node, key), doc in loaded.active_findings.items():
+        nodes[node].agent_findings[key] = msgspec.json.decode(doc, type=Finding)
+    return engine.restore_state(
         policy,
         _fleet(loaded.fleet, nodes.values()) if loaded.fleet is not None else None,
         list(nodes.values()),
@@ -90,7 +90,7 @@ def restored(policy: CorePolicy, loaded: Loaded, known: Known = NOTHING) -> Flee
                 committed_at=row.committed_at,
                 verified_at=row.verified_at,
                 bytes=row.bytes,
-                ranks=row.ranks,
+                rank_count=row.ranks,
             )
             for row in loaded.versions
         ],

@@ -20,10 +20,10 @@ from everstep_controller.core import engine
 from everstep_controller.core import events as ev
 from everstep_controller.core.records import JobRecord, NodeRecord, VersionRecord
 from everstep_controller.core.state import FleetState
-from everstep_controller.read_models.fleet_views import Boards
+from everstep_controller.read_models.fleet_views import ReadModels
 from everstep_controller.read_models.prometheus import Metrics
-from everstep_controller.runtime.event_quota import EventQuota, cause_of
-from everstep_controller.runtime.push import Body, Outbox, Outgoing, generation_topic
+from everstep_controller.runtime.event_quota import EventQuota, causing_node
+from everstep_controller.runtime.push import EncodedBody, Outbox, OutgoingDirective, generation_topic
 from everstep_controller.store.rows import (
     AuditRow,
     Batch,
@@ -32,8 +32,8 @@ from everstep_controller.store.rows import (
     GenerationRow,
     OutboxRow,
     RecoveryRow,
-    RemedyRow,
-    RemedyState,
+    RemediationRow,
+    RemediationState,
     VerdictRow,
     VersionRow,
     generation_reference,
@@ -47,7 +47,7 @@ from everstep_controller.store.rows import (
 # mad hundreds stand, and every line of it would write them all again.
 
 
-class StandingFindings:
+class FindingDelta:
     """What was written last, or is about to be. Findings are frozen: one that is the same object has not changed."""
 
     def __init__(self, nodes: Iterable[NodeRecord]) -> None:
@@ -59,12 +59,12 @@ class StandingFindings:
         """The findings of a node by key that are to be written, None for those that stand no more; they count as
         written from now on."""
         written = self._written.get(record.node, {})
-        if not written and not record.findings:
+        if not written and not record.agent_findings:
             return
         for key in written:
-            if key not in record.findings:
+            if key not in record.agent_findings:
                 yield key, None
-        for key, finding in record.findings.items():
+        for key, finding in record.agent_findings.items():
             if written.get(key) is not finding:
                 yield key, finding
         self._note(record)
@@ -74,20 +74,20 @@ class StandingFindings:
         self._written.pop(node, None)
 
     def _note(self, record: NodeRecord) -> None:
-        if record.findings:
-            self._written[record.node] = dict(record.findings)
+        if record.agent_findings:
+            self._written[record.node] = dict(record.agent_findings)
         else:
             self._written.pop(record.node, None)
 
 
 def without_findings(record: NodeRecord) -> NodeRecord:
     """The record as its document has it."""
-    return msgspec.structs.replace(record, findings={})
+    return msgspec.structs.replace(record, agent_findings={})
 
 
 _encode = msgspec.json.Encoder().encode
 
-Decide = Callable[[FleetState, ev.Event, float], list[fx.Effect]]
+DecideFunction = Callable[[FleetState, ev.Event, float], list[fx.Effect]]
 """``core.fleet.handle``, or what wraps it."""
 
 
@@ -129,31 +129,31 @@ class Transaction:
         self,
         state: FleetState,
         outbox: Outbox,
-        numbers: AuditNumbers,
+        audit_numbers: AuditNumbers,
         metrics: Metrics,
-        boards: Boards,
-        standing: StandingFindings,
-        decide: Decide = engine.handle,
+        read_models: ReadModels,
+        finding_delta: FindingDelta,
+        decide: DecideFunction = engine.handle,
         quota: EventQuota | None = None,
     ) -> None:
         self.state = state
         self.handling: ev.Event | None = None
-        self.forgettable = False
-        self.outgoing: list[Outgoing] = []
+        self.is_ephemeral = False
+        self.outgoing: list[OutgoingDirective] = []
         self.audit: list[AuditRow] = []
         self.verdicts: list[Verdict] = []
-        self.remedies: list[RemedyRow] = []
+        self.remediations: list[RemediationRow] = []
         self._outbox = outbox
-        self._numbers = numbers
+        self._numbers = audit_numbers
         self._metrics = metrics
-        self._boards = boards
-        self._standing = standing
+        self._read_models = read_models
+        self._finding_delta = finding_delta
         self._decide = decide
         self._quota = quota
         self._cause = ""
         self._documents: dict[tuple[str, str], Any] = {}
         self._batch = Batch()
-        self._bodies: dict[int, tuple[Any, Body]] = {}
+        self._bodies: dict[int, tuple[Any, EncodedBody]] = {}
 
     def handle(self, event: ev.Event, now: float) -> list[fx.Effect]:
         """Applies one event. Raises what ``core.fleet.handle`` raises, with nothing changed."""
@@ -165,52 +165,52 @@ class Transaction:
         except EverstepError:
             self.handling = None
             raise
-        self._metrics.handled(kind, time.perf_counter() - started)
+        self._metrics.observe_event(kind, time.perf_counter() - started)
         if isinstance(event, ev.ReportArrived):
-            self._boards.report(event.node, event.body)
-        self._cause = cause_of(event)
+            self._read_models.record_report(event.node, event.body)
+        self._cause = causing_node(event)
         for effect in effects:
             self._collect(effect, now)
         self.handling = None
         return effects
 
-    def hear(self, event: ev.Event, now: float) -> list[fx.Effect]:
+    def handle_ephemeral(self, event: ev.Event, now: float) -> list[fx.Effect]:
         """``handle`` for what promises nothing: another controller would hear of it anew."""
-        self.forgettable = True
+        self.is_ephemeral = True
         return self.handle(event, now)
 
-    def mark(self, node: str, incarnation: int, through: int) -> None:
+    def mark_reports(self, node: str, incarnation: int, through: int) -> None:
         """Remembers that the node's reports up to ``through`` were taken."""
-        self._batch.marks[node, incarnation] = through
+        self._batch.report_marks[node, incarnation] = through
 
-    def note(self, entry: fx.AuditEntry) -> None:
+    def add_audit_entry(self, entry: fx.AuditEntry) -> None:
         """Puts a line in the audit log that is not the core's: what the shell itself has changed."""
         self.audit.append(_audit_row(self._numbers.take(), entry))
 
-    def credential(self, row: CredentialRow) -> None:
+    def put_credential(self, row: CredentialRow) -> None:
         """Writes a credential, new or changed."""
         self._batch.credentials[row.id] = row
 
-    def remedy(self, row: RemedyRow) -> None:
+    def put_remediation(self, row: RemediationRow) -> None:
         """Writes a remedy, new or further on its way."""
-        self._batch.remedies[row.id] = row
+        self._batch.remediations[row.id] = row
 
-    def send_again(self, outgoing: Iterable[Outgoing]) -> None:
+    def resend(self, outgoing: Iterable[OutgoingDirective]) -> None:
         """Directives that were held back, under new numbers: later ones have overtaken them."""
         for one in outgoing:
-            if one.durable:
-                self.outgoing.append(msgspec.structs.replace(one, seq=self._outbox.number(one.node)))
+            if one.is_durable:
+                self.outgoing.append(msgspec.structs.replace(one, seq=self._outbox.take_seq(one.node)))
 
-    def take_final(self) -> list[Outgoing]:
+    def take_final(self) -> list[OutgoingDirective]:
         """Takes out the directives that nobody comes back from: these are not pushed before they are durable."""
-        final = [one for one in self.outgoing if one.final]
+        final = [one for one in self.outgoing if one.is_final]
         if final:
-            self.outgoing = [one for one in self.outgoing if not one.final]
+            self.outgoing = [one for one in self.outgoing if not one.is_final]
         return final
 
-    def encode(self, stretch_s: float = math.inf) -> bool:
+    def encode(self, budget_s: float = math.inf) -> bool:
         """Encodes changed documents for so many seconds; False when none is left. ``batch`` encodes the rest."""
-        until = time.perf_counter() + stretch_s
+        until = time.perf_counter() + budget_s
         while self._documents and time.perf_counter() < until:
             (table, key), doc = self._documents.popitem()
             if table == "fleet":
@@ -219,8 +219,8 @@ class Transaction:
                 self._batch.jobs[key] = _text(doc)
             else:
                 self._batch.nodes[key] = _text(without_findings(doc))
-                for of, finding in self._standing.changes(doc):
-                    self._batch.standing[key, of] = _text(finding) if finding is not None else ""
+                for of, finding in self._finding_delta.changes(doc):
+                    self._batch.active_findings[key, of] = _text(finding) if finding is not None else ""
         return bool(self._documents)
 
     def batch(self) -> Batch:
@@ -228,18 +228,18 @@ class Transaction:
         self.encode()
         self._batch.audit = self.audit
         self._batch.outbox = [
-            OutboxRow(node=out.node, seq=out.seq, body=out.body.stored) for out in self.outgoing if out.durable
+            OutboxRow(node=out.node, seq=out.seq, body=out.body.stored) for out in self.outgoing if out.is_durable
         ]
         if self._batch:
-            self._batch.pruned = self._outbox.take_pruned()
-            self._batch.dropped = self._outbox.take_dropped()
+            self._batch.acknowledged = self._outbox.take_acknowledged()
+            self._batch.superseded = self._outbox.take_superseded()
         return self._batch
 
     def _collect(self, effect: fx.Effect, now: float) -> None:
         match effect:
             case fx.Send(node=node, body=body):  # first: a generation is sent to thousands
                 if isinstance(body, RunProbe):
-                    self._boards.probes.started(body, now)
+                    self._read_models.probes.record_started(body, now)
                 self._send(node, body)
             case fx.PutFleet(doc=fleet_doc):
                 self._documents["fleet", ""] = fleet_doc
@@ -248,16 +248,16 @@ class Transaction:
             case fx.PutJob(job=job, doc=job_doc):
                 self._documents["jobs", job] = job_doc
                 self._job_changed(job_doc)
-            case fx.DropNode(node=node):
+            case fx.DeleteNode(node=node):
                 self._documents.pop(("nodes", node), None)
                 self.outgoing = [one for one in self.outgoing if one.node != node]
                 self._batch.forget_node(node)
-                self._standing.forget(node)
+                self._finding_delta.forget(node)
                 self._outbox.forget(node)
-            case fx.DropJob(job=job):
+            case fx.DeleteJob(job=job):
                 self._documents.pop(("jobs", job), None)
                 self._batch.forget_job(job)
-                self._boards.recoveries.forget(job)
+                self._read_models.recoveries.forget(job)
             case fx.PutGeneration():
                 self._batch.generations.append(_generation_row(effect))
             case fx.PutVersion(doc=version):
@@ -266,33 +266,33 @@ class Transaction:
             case fx.PutVerdict(verdict=verdict):
                 self.verdicts.append(verdict)
                 self._batch.verdicts.append(_verdict_row(verdict))
-            case fx.NoteFinding(node=node, finding=finding, at=at):
+            case fx.RecordFindingRaised(node=node, finding=finding, at=at):
                 row_found = FindingRow(node=node, key=finding.key, kind=finding.kind, at=at, doc=_text(finding))
                 self._batch.findings.append(row_found)
-            case fx.NoteCleared(node=node, key=key, at=at):
+            case fx.RecordFindingCleared(node=node, key=key, at=at):
                 self._batch.findings.append(FindingRow(node=node, key=key, kind="", at=at))
-            case fx.RequestRemedy(remedy=remedy):
+            case fx.RequestRemediation(remediation=remedy):
                 row_wanted = _remedy_row(remedy)
-                self.remedies.append(row_wanted)
-                self.remedy(row_wanted)
+                self.remediations.append(row_wanted)
+                self.put_remediation(row_wanted)
             case fx.Audit(entry=entry):
-                if self._cause and self._quota is not None and not self._quota.admits(self._cause, entry.kind, now):
+                if self._cause and self._quota is not None and not self._quota.is_allowed(self._cause, entry.kind, now):
                     return
                 self.audit.append(_audit_row(self._numbers.take(), entry))
 
     def _job_changed(self, job: JobRecord) -> None:
-        recovery = self._boards.recoveries.finished(job)
+        recovery = self._read_models.recoveries.take_finished(job)
         if recovery is None:
             return
         self._batch.recoveries.append(RecoveryRow(job=job.job, generation=recovery.generation, doc=_text(recovery)))
-        if recovery.seconds is not None and recovery.reason is not GenerationReason.FORMED:
-            self._metrics.recovered(job.job, recovery.reason, recovery.seconds)
+        if recovery.duration_s is not None and recovery.reason is not GenerationReason.FORMED:
+            self._metrics.observe_recovery(job.job, recovery.reason, recovery.duration_s)
 
     def _send(self, node: str, body: Any) -> None:
         """What is said again until it is answered, or with the next one, is pushed but not stored. A generation
         makes older ones of its job pointless, unless it begins at a boundary that these have to reach first."""
         kept = self._bodies.get(id(body))  # the object is kept too: its id is its own only while it lives
-        encoded = kept[1] if kept else Body(_text(body), _reference(body))
+        encoded = kept[1] if kept else EncodedBody(_text(body), _reference(body))
         self._bodies[id(body)] = (body, encoded)
         durable, topic, replaces = True, "", True
         if isinstance(body, VersionNotice):
@@ -303,10 +303,18 @@ class Transaction:
             durable, topic = False, f"parity/{body.job}"
         elif isinstance(body, NewGeneration):
             topic, replaces = generation_topic(body.spec.job), body.spec.after_step is None
-        seq = self._outbox.number(node)
+        seq = self._outbox.take_seq(node)
         final = isinstance(body, StopJob)
         self.outgoing.append(
-            Outgoing(node=node, seq=seq, body=encoded, durable=durable, topic=topic, replaces=replaces, final=final)
+            OutgoingDirective(
+                node=node,
+                seq=seq,
+                body=encoded,
+                is_durable=durable,
+                topic=topic,
+                replaces_older=replaces,
+                is_final=final,
+            )
         )
 
 
@@ -335,7 +343,7 @@ def _version_row(record: VersionRecord) -> VersionRow:
         committed_at=record.committed_at,
         verified_at=record.verified_at,
         bytes=record.bytes,
-        ranks=record.ranks,
+        ranks=record.rank_count,
     )
 
 
@@ -350,12 +358,12 @@ def _verdict_row(verdict: Verdict) -> VerdictRow:
     )
 
 
-def _remedy_row(remedy: fx.Remedy) -> RemedyRow:
-    return RemedyRow(
+def _remedy_row(remedy: fx.Remediation) -> RemediationRow:
+    return RemediationRow(
         id=remedy.id,
         node=remedy.node,
         kind=remedy.kind,
-        state=RemedyState.WANTED,
+        state=RemediationState.REQUESTED,
         requested_at=remedy.at,
         doc=_text(remedy),
     )

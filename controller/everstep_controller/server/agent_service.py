@@ -17,27 +17,27 @@ import msgspec
 
 from everstep.clock import Clock
 from everstep.errors import EverstepError, MalformedMessage, NotFound, StaleGeneration, Unavailable
-from everstep.wire.framing import SPOKEN, negotiate
+from everstep.wire.framing import SUPPORTED_VERSIONS, negotiate
 from everstep.wire.v1.agent import Heartbeat, Register, Registered, Reports
 from everstep.wire.v1.training import AnyReport, LauncherJoined
 from everstep_controller.core import engine
 from everstep_controller.core import events as ev
-from everstep_controller.leadership.leader_checks import Doubt
+from everstep_controller.leadership.leader_checks import EpochCheck
 from everstep_controller.read_models.prometheus import Metrics
 from everstep_controller.runtime.intake import Urgency
 from everstep_controller.runtime.loop import FleetLoop
-from everstep_controller.runtime.push import Encoded
+from everstep_controller.runtime.push import EncodedDirective
 from everstep_controller.runtime.transaction import Transaction, new_trace
 from everstep_controller.server import responses
-from everstep_controller.server.connections import Descriptors
+from everstep_controller.server.connections import DescriptorBudget
 
 # ---- one by one
 # What may take a while is done one thing in each turn of the event loop, so that beats are answered in between.
 
-Soon = Callable[[Callable[[], None]], None]
+Defer = Callable[[Callable[[], None]], None]
 
 
-class OneByOne:
+class SerialQueue:
     """Keeps the order. For the event loop's thread only."""
 
     def __init__(self) -> None:
@@ -63,14 +63,14 @@ log = logging.getLogger(__name__)
 _REGISTER = msgspec.json.Decoder(Register)
 
 
-class BeatAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+class EncodedHeartbeatAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """``HeartbeatAnswer`` over encoded directives."""
 
     server_at: float
     resend: bool = False
-    directives: tuple[Encoded, ...] = ()
-    hold: bool = True
-    unsure_of: int = 0
+    directives: tuple[EncodedDirective, ...] = ()
+    keep_open: bool = True
+    unconfirmed_epoch: int = 0
 
 
 class _Offer(msgspec.Struct):
@@ -82,7 +82,7 @@ class _Offer(msgspec.Struct):
 _OFFER = msgspec.json.Decoder(_Offer)
 
 
-class AgentDesk:
+class AgentService:
     """Takes what agents say. Every method raises what the agent is to be told.
 
     Args:
@@ -101,32 +101,32 @@ class AgentDesk:
         loop: FleetLoop,
         metrics: Metrics,
         clock: Clock,
-        descriptors: Descriptors,
-        soon: Soon,
+        descriptors: DescriptorBudget,
+        defer: Defer,
         name: str,
         heartbeat_interval_s: float,
-        marks: dict[tuple[str, int], int],
-        poisoned: frozenset[tuple[str, int, int]],
+        report_marks: dict[tuple[str, int], int],
+        poisoned_reports: frozenset[tuple[str, int, int]],
         charge_reports: Callable[[str, int], None] = lambda node, count: None,
-        doubt: Doubt | None = None,
+        epoch_check: EpochCheck | None = None,
     ) -> None:
         self._charge_reports = charge_reports
-        self._doubt = doubt
+        self._epoch_check = epoch_check
         self.outbox = loop.outbox
         self.metrics = metrics
         self.descriptors = descriptors
-        self.soon = soon
+        self.defer = defer
         self.wall: Callable[[], float] = clock.wall
         self._loop = loop
         self._state = loop.state
         self._now = loop.now
         self._name = name
         self._heartbeat_interval_s = heartbeat_interval_s
-        self._marks = {node: (incarnation, through) for (node, incarnation), through in sorted(marks.items())}
-        self._poisoned = poisoned
-        self._met: dict[str, int] = {}
+        self._marks = {node: (incarnation, through) for (node, incarnation), through in sorted(report_marks.items())}
+        self._poisoned = poisoned_reports
+        self._first_heard: dict[str, int] = {}
 
-    def check_life(self, node: str, incarnation: int) -> None:
+    def check_incarnation(self, node: str, incarnation: int) -> None:
         """Raises NotFound where the node (or this life of it) must register first, StaleGeneration where it is over."""
         record = self._state.nodes.get(node)
         if record is None:
@@ -138,19 +138,19 @@ class AgentDesk:
         if incarnation > record.incarnation:
             raise NotFound(f"incarnation {incarnation} of node {node} is not known here: register first")
 
-    def hold(self, node: str) -> bool:
+    def should_keep_open(self, node: str) -> bool:
         """Whether the node's session is to stay open between beats; see ``HeartbeatAnswer``."""
-        if not self.descriptors.scarce:
+        if not self.descriptors.is_scarce:
             return True
-        return not self.descriptors.exhausted and self._is_wanted(node)
+        return not self.descriptors.is_exhausted and self._has_active_job(node)
 
-    def unsure_of(self) -> int:
+    def unconfirmed_epoch(self) -> int:
         """See ``HeartbeatAnswer``."""
-        return self._doubt.unsure_of() if self._doubt is not None else 0
+        return self._epoch_check.unconfirmed_epoch() if self._epoch_check is not None else 0
 
-    def _is_wanted(self, node: str) -> bool:
+    def _has_active_job(self, node: str) -> bool:
         """Whether a job that is not over has a launcher on the node: it may be sent directives at any moment."""
-        live = self._state.live_nodes.get(node)
+        live = self._state.node_runtime.get(node)
         return live is not None and bool(live.open)
 
     # --- register ------------------------------------------------------------------------------------------------
@@ -167,8 +167,8 @@ class AgentDesk:
         node, outbox = register.node, self.outbox
         known = self._state.nodes.get(node)
         fresh = known is None or known.incarnation != register.incarnation
-        first = outbox.next_number(node) if fresh else outbox.oldest(node)
-        tx.hear(ev.AgentRegistered(register=register, trace=new_trace()), now)
+        first = outbox.next_seq(node) if fresh else outbox.oldest_seq(node)
+        tx.handle_ephemeral(ev.AgentRegistered(register=register, trace=new_trace()), now)
         if fresh:
             outbox.acknowledge(node, first - 1)
             outbox.dismiss(node, register.incarnation)
@@ -186,96 +186,98 @@ class AgentDesk:
             next_directive=first,
             controller=self._name,
             server_at=self.wall(),
-            hold=self.hold(node),
+            keep_open=self.should_keep_open(node),
         )
 
     # --- heartbeat -----------------------------------------------------------------------------------------------
 
-    def beat(self, node: str, beat: Heartbeat) -> asyncio.Future[bool] | bool:
+    def take_heartbeat(self, node: str, beat: Heartbeat) -> asyncio.Future[bool] | bool:
         """Takes a beat, now or in a transaction. True: its node's findings are to be sent again."""
         self._loop.check_leading()
-        if beat.succession is not None and self._doubt is not None:
-            self._doubt.hear(beat.succession)
-        heard = engine.Heard.NEWS
+        if beat.leadership_proof is not None and self._epoch_check is not None:
+            self._epoch_check.take_proof(beat.leadership_proof)
+        heard = engine.HeartbeatResult.NEWS
         if beat.findings is None:
-            heard = engine.touch(self._state, node, beat.incarnation, self._now(), beat.ranks)
-        if heard is not engine.Heard.QUIET:
-            self.check_life(node, beat.incarnation)
+            heard = engine.apply_heartbeat(self._state, node, beat.incarnation, self._now(), beat.ranks)
+        if heard is not engine.HeartbeatResult.UNEVENTFUL:
+            self.check_incarnation(node, beat.incarnation)
         if beat.directives_through:
             self.outbox.acknowledge(node, beat.directives_through)
-        if heard is not engine.Heard.QUIET:
+        if heard is not engine.HeartbeatResult.UNEVENTFUL:
             self._check_offers(node, beat)
         picture = beat.findings
-        waits = picture is not None and engine.picture_can_wait(self._state, node, picture, beat.ranks)
-        comes = bool(self._state.unmet) and node in self._state.unmet
-        if comes and (waits or heard is not engine.Heard.NEWS):
-            self._meet(node, beat.incarnation)
-        if heard is not engine.Heard.NEWS:
-            return heard is engine.Heard.UNKNOWN
+        waits = picture is not None and engine.can_defer_findings(self._state, node, picture, beat.ranks)
+        comes = bool(self._state.unseen) and node in self._state.unseen
+        if comes and (waits or heard is not engine.HeartbeatResult.NEWS):
+            self._note_first_heard(node, beat.incarnation)
+        if heard is not engine.HeartbeatResult.NEWS:
+            return heard is engine.HeartbeatResult.UNKNOWN
         urgency = Urgency.ROUTINE if waits else Urgency.URGENT
         try:
-            taken = self._loop.enqueue(lambda tx, now: self._changed(node, beat, tx, now), node, urgency)
+            taken = self._loop.enqueue(lambda tx, now: self._take_changed_heartbeat(node, beat, tx, now), node, urgency)
         except Unavailable:
-            engine.touch(self._state, node, beat.incarnation, self._now())  # it was heard all the same
+            engine.apply_heartbeat(self._state, node, beat.incarnation, self._now())  # it was heard all the same
             raise
         if not (comes and waits):
             return taken
-        taken.add_done_callback(_heed)  # whoever leads after us asks for it again
+        taken.add_done_callback(_ignore_result)  # whoever leads after us asks for it again
         return False
 
     def _check_offers(self, node: str, beat: Heartbeat) -> None:
         """Raises NotFound where this controller cannot go on from its records with a node whose first picture this is,
         or is to come."""
-        live = self._state.live_nodes.get(node)
-        if live is None or live.picture:
+        live = self._state.node_runtime.get(node)
+        if live is None or live.has_full_findings:
             return
-        if job := engine.lacks(self._state, node, beat.ranks):
+        if job := engine.job_to_rejoin(self._state, node, beat.ranks):
             raise NotFound(f"the launcher of job {job} on node {node} is not known here: register and join again")
 
-    def _meet(self, node: str, incarnation: int) -> None:
+    def _note_first_heard(self, node: str, incarnation: int) -> None:
         """The first word of a node since this controller began. A whole fleet says it in the same second: they come
         before the core together, and ahead of their registrations."""
-        asked = bool(self._met)
-        self._met[node] = incarnation
+        asked = bool(self._first_heard)
+        self._first_heard[node] = incarnation
         if asked:
             return
         try:
-            told = self._loop.enqueue(self._meet_all)
+            told = self._loop.enqueue(self._flush_first_heard)
         except Unavailable:  # the node says it again in a second
-            self._met.clear()
+            self._first_heard.clear()
         else:
-            told.add_done_callback(_heed)
+            told.add_done_callback(_ignore_result)
 
-    def _meet_all(self, tx: Transaction, now: float) -> None:
-        met, self._met = self._met, {}
+    def _flush_first_heard(self, tx: Transaction, now: float) -> None:
+        met, self._first_heard = self._first_heard, {}
         (node, incarnation), *others = met.items()
-        tx.hear(ev.NodeHeard(node=node, incarnation=incarnation, others=tuple(others), trace=new_trace()), now)
+        tx.handle_ephemeral(
+            ev.NodeSeen(node=node, incarnation=incarnation, others=tuple(others), trace=new_trace()), now
+        )
 
     @staticmethod
-    def _changed(node: str, beat: Heartbeat, tx: Transaction, now: float) -> bool:
+    def _take_changed_heartbeat(node: str, beat: Heartbeat, tx: Transaction, now: float) -> bool:
         event = ev.HeartbeatChanged(
             node=node, incarnation=beat.incarnation, findings=beat.findings, ranks=beat.ranks, trace=new_trace()
         )
-        tx.hear(event, now)
+        tx.handle_ephemeral(event, now)
         return False
 
     # --- reports -------------------------------------------------------------------------------------------------
 
-    def reports(self, node: str, reports: Reports) -> asyncio.Future[int]:
+    def take_reports(self, node: str, reports: Reports) -> asyncio.Future[int]:
         """Takes reports; the number of the newest that is durable."""
         self._charge_reports(node, len(reports.reports))
         bodies = [report.body for report in reports.reports]
-        urgency = Urgency.ROUTINE if engine.reports_can_wait(self._state, node, bodies) else Urgency.URGENT
+        urgency = Urgency.ROUTINE if engine.can_defer_reports(self._state, node, bodies) else Urgency.URGENT
         return self._loop.enqueue(lambda tx, now: self._take_reports(node, reports, tx, now), node, urgency)
 
-    def hurry(self, node: str) -> None:
+    def expedite(self, node: str) -> None:
         """More reports of the node have come while earlier ones wait."""
-        self._loop.hurry(node)
+        self._loop.expedite(node)
 
     def _take_reports(self, node: str, reports: Reports, tx: Transaction, now: float) -> int:
         """Runs every report that was not taken before; returns the newest number taken."""
         incarnation = reports.incarnation
-        self.check_life(node, incarnation)
+        self.check_incarnation(node, incarnation)
         life, before = self._marks.get(node, (incarnation, 0))
         before = through = before if life == incarnation else 0
         taken = 0
@@ -286,9 +288,9 @@ class AgentDesk:
                     continue
                 taken += 1
                 self._take_report(node, incarnation, report.number, report.body, tx, now)
-        self.metrics.reports_taken(taken, len(reports.reports) - taken)
+        self.metrics.count_reports(taken, len(reports.reports) - taken)
         if through > before:
-            tx.mark(node, incarnation, through)
+            tx.mark_reports(node, incarnation, through)
             self._marks[node] = (incarnation, through)
         return through
 
@@ -306,23 +308,23 @@ class AgentDesk:
         try:
             tx.handle(event, now)
         except EverstepError as error:  # about a job that is gone, say: taken, so that the others are not held up
-            self.metrics.refused("agents/reports/one", error.code)
+            self.metrics.count_refused("agents/reports/one", error.code)
             log.warning("report %d (%s) refused: %s", number, type(body).__name__, error, extra={"node": node})
 
     # --- connections ---------------------------------------------------------------------------------------------
 
-    def disconnected(self, node: str, incarnation: int) -> None:
+    def take_disconnect(self, node: str, incarnation: int) -> None:
         """The node's connection ended without our doing, and it has no other."""
         event = ev.NodeDisconnected(node=node, incarnation=incarnation, trace=new_trace())
         try:
-            told = self._loop.enqueue(lambda tx, now: tx.hear(event, now), node)
+            told = self._loop.enqueue(lambda tx, now: tx.handle_ephemeral(event, now), node)
         except EverstepError as error:  # nobody is left to tell
             log.info("the end of a connection of node %s was not taken up: %s", node, error, extra={"node": node})
         else:
-            told.add_done_callback(_heed)
+            told.add_done_callback(_ignore_result)
 
 
-def _heed(future: asyncio.Future[Any]) -> None:
+def _ignore_result(future: asyncio.Future[Any]) -> None:
     """Nobody waits for it: a refusal (the controller is stopping) is no error of ours."""
     if not future.cancelled():
         future.exception()
@@ -336,6 +338,6 @@ def decode_register(body: bytes) -> Register:
         try:
             offer = responses.decode(_OFFER, body)
         except MalformedMessage:
-            offer = _Offer(protocols=SPOKEN)
+            offer = _Offer(protocols=SUPPORTED_VERSIONS)
         negotiate(offer.protocols)
         raise

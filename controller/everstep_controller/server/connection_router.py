@@ -15,17 +15,17 @@ from urllib.parse import unquote
 
 from everstep.errors import EverstepError, VersionMismatch
 from everstep.wire.v1.agent import UPGRADE
-from everstep_controller.api.auth import Gate, Headers
-from everstep_controller.leadership.takeover_gate import PATIENCE_S, Threshold
+from everstep_controller.api.auth import Authenticator, Headers
+from everstep_controller.leadership.takeover_gate import WAIT_S, TakeoverGate
 from everstep_controller.server import responses
-from everstep_controller.server.agent_service import AgentDesk
-from everstep_controller.server.connections import Descriptors, Peer
+from everstep_controller.server.agent_service import AgentService
+from everstep_controller.server.connections import ConnectionPeer, DescriptorBudget
 from everstep_controller.server.responses import MEDIA_TYPE, problem_of
-from everstep_controller.server.session import Session
+from everstep_controller.server.session import AgentSession
 
 log = logging.getLogger(__name__)
 
-MOST_HEAD_BYTES = 16 << 10
+MAX_HEAD_BYTES = 16 << 10
 FIRST_REQUEST_S = 10.0
 """Seconds that a new connection may take to say what it wants: it holds a file descriptor meanwhile."""
 
@@ -36,31 +36,31 @@ _ACCEPTED = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade
 MakeHttp = Callable[[], asyncio.Protocol]
 
 
-class Leader(Protocol):
+class LeadingController(Protocol):
     """What of a controller that leads sessions are held with."""
 
     @property
-    def agents(self) -> AgentDesk: ...
+    def agent_service(self) -> AgentService: ...
     @property
-    def gate(self) -> Gate: ...
+    def authenticator(self) -> Authenticator: ...
 
 
-class House(Protocol):
+class ControllerProcess(Protocol):
     """The process behind the port."""
 
-    threshold: Threshold
+    takeover_gate: TakeoverGate
 
-    def leading(self) -> Leader | None:
+    def leading(self) -> LeadingController | None:
         """The controller here, while it leads."""
 
-    def refusal(self) -> EverstepError:
+    def not_leading_error(self) -> EverstepError:
         """What an agent is told while none does."""
 
-    def knock(self, node: str, headers: Headers, peer: Peer) -> None:
+    def record_contact(self, node: str, headers: Headers, peer: ConnectionPeer) -> None:
         """An agent has come while none does."""
 
 
-class Front(asyncio.Protocol):
+class ConnectionRouter(asyncio.Protocol):
     """A connection until it is known what it is for.
 
     Args:
@@ -68,16 +68,16 @@ class Front(asyncio.Protocol):
         make_http: uvicorn's protocol, for whatever is not a session.
     """
 
-    __slots__ = ("_connections", "_deadline", "_descriptors", "_head", "_house", "_make_http", "_transport")
+    __slots__ = ("_connections", "_deadline", "_descriptors", "_head", "_make_http", "_process", "_transport")
 
     def __init__(
         self,
-        house: House,
-        descriptors: Descriptors,
+        process: ControllerProcess,
+        descriptors: DescriptorBudget,
         connections: set[Any],
         make_http: MakeHttp,
     ) -> None:
-        self._house = house
+        self._process = process
         self._descriptors = descriptors
         self._connections = connections
         self._make_http = make_http
@@ -90,13 +90,13 @@ class Front(asyncio.Protocol):
         self._connections.add(self)
         self._descriptors.open += 1
         self._descriptors.make_room()
-        if self._descriptors.spent:
+        if self._descriptors.is_over_limit:
             transport.abort()
             return
         self._deadline = asyncio.get_running_loop().call_later(FIRST_REQUEST_S, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._house.threshold.forget(self)
+        self._process.takeover_gate.remove(self)
         self._leave()
         self._descriptors.open -= 1
 
@@ -114,7 +114,7 @@ class Front(asyncio.Protocol):
             self._to_http()
             return
         end = head.find(b"\r\n\r\n")
-        if end > MOST_HEAD_BYTES or (end < 0 and len(head) > MOST_HEAD_BYTES):
+        if end > MAX_HEAD_BYTES or (end < 0 and len(head) > MAX_HEAD_BYTES):
             self._to_http()
             return
         if end < 0:
@@ -126,36 +126,41 @@ class Front(asyncio.Protocol):
             return
         is_upgrade = (b"upgrade", _WANTED) in headers
         node = unquote(path[: -len(_AFTER_NODE)].decode("latin-1"))
-        leader = self._house.leading()
+        leader = self._process.leading()
         if leader is None:
             if is_upgrade:
-                self._house.knock(node, headers, Peer.of(self._transport))
-            self._wait()
+                self._process.record_contact(node, headers, ConnectionPeer.from_transport(self._transport))
+            self._wait_for_leader()
             return
         try:
-            identity = leader.gate.agent(headers, node, Peer.of(self._transport))
+            identity = leader.authenticator.authorize_agent(
+                headers, node, ConnectionPeer.from_transport(self._transport)
+            )
             if not is_upgrade:
                 raise VersionMismatch(f"a session is asked for with `Connection: Upgrade` and `Upgrade: {UPGRADE}`")
         except EverstepError as error:
-            leader.agents.metrics.refused("agents/session", error.code)
+            leader.agent_service.metrics.count_refused("agents/session", error.code)
             self._refuse(error)
             return
-        self._open(Session(leader.agents, leader.gate, identity, self._transport, self._ended), head[end + 4 :])
+        self._open(
+            AgentSession(leader.agent_service, leader.authenticator, identity, self._transport, self._ended),
+            head[end + 4 :],
+        )
 
-    def _wait(self) -> None:
+    def _wait_for_leader(self) -> None:
         """Until it is known whether this process leads, where that is being settled."""
-        if not self._house.threshold.holds(self):
-            self._refuse(self._house.refusal())
+        if not self._process.takeover_gate.hold_back(self):
+            self._refuse(self._process.not_leading_error())
             return
         self._leave()
         self._transport.pause_reading()
-        self._deadline = asyncio.get_running_loop().call_later(PATIENCE_S, self._give_up)
+        self._deadline = asyncio.get_running_loop().call_later(WAIT_S, self._give_up)
 
     def _give_up(self) -> None:
-        self._house.threshold.forget(self)
-        self._refuse(self._house.refusal())
+        self._process.takeover_gate.remove(self)
+        self._refuse(self._process.not_leading_error())
 
-    def settled(self) -> None:
+    def on_leader_known(self) -> None:
         """It is known: what was asked for is looked at again."""
         self._leave()
         self._transport.resume_reading()
@@ -165,17 +170,17 @@ class Front(asyncio.Protocol):
         self._transport.write(_refusal(error))
         self._transport.close()
 
-    def _open(self, session: Session, first: bytes) -> None:
+    def _open(self, session: AgentSession, first: bytes) -> None:
         """Hands the connection over; ``first`` is what came after the upgrade already."""
         self._leave()
         self._connections.add(session)
-        self._descriptors.hold(session)
+        self._descriptors.add(session)
         self._transport.set_protocol(session)
         session.begin(_ACCEPTED, first)
 
-    def _ended(self, session: Session) -> None:
+    def _ended(self, session: AgentSession) -> None:
         self._connections.discard(session)
-        self._descriptors.forget(session)
+        self._descriptors.remove(session)
         self._descriptors.open -= 1
 
     def _to_http(self) -> None:

@@ -25,20 +25,20 @@ EXHAUSTED_SHARE = 0.85
 fleet of a million GPUs that beats every 20 s, thousands of connections are on their way in a bad half second."""
 
 
-LET_GO_EACH = 2
+CLOSE_PER_CONNECTION = 2
 """Sessions that are let go for each new connection then: more leave than come."""
-LOOK_AT_EACH = 8
+SCAN_PER_CONNECTION = 8
 """Sessions that are looked at for that: where all are needed, a connection costs no more than this."""
 
 
-class Lettable(Protocol):
+class ClosableSession(Protocol):
     """A session, as far as its descriptor is concerned."""
 
-    def let_go(self) -> bool:
+    def request_close(self) -> bool:
         """Asks the agent to hang up, where the session can be done without. Returns whether it was asked."""
 
 
-class Descriptors:
+class DescriptorBudget:
     """Counts connections, and asks those to leave that are needed least.
 
     A fleet has more agents than a process may have files: when thousands of them have news in the same moment (their
@@ -48,7 +48,7 @@ class Descriptors:
         limit: connections that may be open at once; further ones are closed on arrival.
     """
 
-    __slots__ = ("_held", "crowded_from", "exhausted_from", "limit", "open", "scarce_from")
+    __slots__ = ("_sessions", "crowded_from", "exhausted_from", "limit", "open", "scarce_from")
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -56,47 +56,47 @@ class Descriptors:
         self.scarce_from = round(limit * SCARCE_SHARE)
         self.crowded_from = round(limit * CROWDED_SHARE)
         self.exhausted_from = round(limit * EXHAUSTED_SHARE)
-        self._held: OrderedDict[Lettable, None] = OrderedDict()
+        self._sessions: OrderedDict[ClosableSession, None] = OrderedDict()
 
     @property
-    def scarce(self) -> bool:
+    def is_scarce(self) -> bool:
         return self.open >= self.scarce_from
 
     @property
-    def exhausted(self) -> bool:
+    def is_exhausted(self) -> bool:
         return self.open >= self.exhausted_from
 
     @property
-    def spent(self) -> bool:
+    def is_over_limit(self) -> bool:
         """Whether no further connection may be taken."""
         return self.open > self.limit
 
-    def hold(self, session: Lettable) -> None:
+    def add(self, session: ClosableSession) -> None:
         """A session was opened."""
-        self._held[session] = None
+        self._sessions[session] = None
 
-    def forget(self, session: Lettable) -> None:
+    def remove(self, session: ClosableSession) -> None:
         """It has ended."""
-        self._held.pop(session, None)
+        self._sessions.pop(session, None)
 
     def make_room(self) -> None:
         """A connection has come: where they crowd, lets others go, those first that were opened first."""
         if self.open < self.crowded_from:
             return
-        left = LET_GO_EACH
-        for _ in range(min(LOOK_AT_EACH, len(self._held))):
-            session, _ = self._held.popitem(last=False)
-            if not session.let_go():
-                self._held[session] = None
+        left = CLOSE_PER_CONNECTION
+        for _ in range(min(SCAN_PER_CONNECTION, len(self._sessions))):
+            session, _ = self._sessions.popitem(last=False)
+            if not session.request_close():
+                self._sessions[session] = None
             elif not (left := left - 1):
                 return
 
 
 @cache
-def of_this_process() -> Descriptors:
+def process_descriptors() -> DescriptorBudget:
     """The process's own: as many as its limit leaves, when this is first asked."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Descriptors(max(soft - RESERVED, soft // 2))
+    return DescriptorBudget(max(soft - RESERVED, soft // 2))
 
 
 # ---- peers
@@ -108,12 +108,12 @@ HANG_UP_KEY = "everstep.hang_up"
 """Where it puts what ends the connection at once, with all that was not taken: a function without arguments."""
 REST_KEY = "everstep.rest"
 """Where it puts what keeps it from reading further requests for so many seconds: a function of these."""
-SCHEME = "everstep"
-BY_CERTIFICATE = "certificate"
+URI_SCHEME = "everstep"
+CERTIFICATE_CREDENTIAL = "certificate"
 _ROLES = (TokenRole.AGENT, TokenRole.OPERATOR, TokenRole.VIEWER)
 
 
-class Peer:
+class ConnectionPeer:
     """One connection's other end. Make it once per connection.
 
     Attributes:
@@ -128,14 +128,14 @@ class Peer:
         self.identity = identity_of(certificate) if certificate else None
 
     @classmethod
-    def of(cls, transport: BaseTransport) -> Peer:
+    def from_transport(cls, transport: BaseTransport) -> ConnectionPeer:
         """Of a connection that has just been made (its handshake done)."""
         name = transport.get_extra_info("peername")
         tls = transport.get_extra_info("ssl_object")
         return cls(str(name[0]) if isinstance(name, tuple) else "", tls.getpeercert() if tls is not None else None)
 
 
-NOBODY = Peer()
+UNKNOWN_PEER = ConnectionPeer()
 
 
 def identity_of(certificate: Mapping[str, Any]) -> Identity | None:
@@ -159,7 +159,7 @@ def _identity(uri: str, certificate: Mapping[str, Any]) -> Identity | None:
     except ValueError:
         return None
     name = unquote(parts.path[1:])
-    if parts.scheme != SCHEME or parts.netloc not in _ROLES or not name or "/" in name or not name.isprintable():
+    if parts.scheme != URI_SCHEME or parts.netloc not in _ROLES or not name or "/" in name or not name.isprintable():
         return None  # of what is not printable a log would be forged, and a database refuse it
     ends_at = float(ssl.cert_time_to_seconds(certificate["notAfter"]))
-    return Identity(TokenRole(parts.netloc), name, BY_CERTIFICATE, ends_at)
+    return Identity(TokenRole(parts.netloc), name, CERTIFICATE_CREDENTIAL, ends_at)

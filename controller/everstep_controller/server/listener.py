@@ -24,11 +24,11 @@ from uvicorn.server import ServerState
 
 from everstep.errors import ConfigurationError
 from everstep_controller.config import ControllerSettings
-from everstep_controller.leadership.member import Member
+from everstep_controller.leadership.member import ControllerReplica
 from everstep_controller.server import connections, responses
-from everstep_controller.server.agent_service import OneByOne, Soon
-from everstep_controller.server.connection_router import Front
-from everstep_controller.server.connections import HANG_UP_KEY, NOBODY, REST_KEY, SCOPE_KEY, Peer
+from everstep_controller.server.agent_service import Defer, SerialQueue
+from everstep_controller.server.connection_router import ConnectionRouter
+from everstep_controller.server.connections import HANG_UP_KEY, REST_KEY, SCOPE_KEY, UNKNOWN_PEER, ConnectionPeer
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 # ---- http protocol
 # uvicorn's HTTP protocol, with bounds on what a stranger may make it hold.
 
-MOST_HEAD_BYTES = 16 << 10
+MAX_HEAD_BYTES = 16 << 10
 """Of a request's line, headers and trailers together: ours have under one KiB. Neither uvicorn nor its parser has a
 bound of its own."""
 MOST_HEADER_LINES = 100
 """Of headers and trailers together. Each costs about 150 bytes of memory beside its own."""
-MOST_MESSAGE_BYTES = 16 << 20
+MAX_MESSAGE_BYTES = 16 << 20
 """Of a whole request as it crosses the wire. Bodies end at 1 MiB; the rest leaves room for chunks of a few bytes."""
-MOST_PIPELINED = 8
+MAX_PIPELINED = 8
 """Requests of a connection that wait for the answer to the one before. None of ours sends a second one; uvicorn queues
 all that came in one piece, and reads another piece after each answer."""
 HEAD_DEADLINE_S = 30.0
@@ -53,8 +53,8 @@ BODY_DEADLINE_S = 60.0
 """Seconds for its body: 1 MiB over a line of 140 kbit/s."""
 LONGEST_REST_S = 5.0
 """For which a connection is not read from. Whoever hangs up meanwhile is noticed only then."""
-UNREAD_S = 30.0
-LEAST_READ_BYTES = 16 << 10
+SLOW_READER_S = 30.0
+MIN_READ_BYTES = 16 << 10
 """Of an answer in so many seconds: who takes less holds what was answered, and the connection, for nothing."""
 
 
@@ -111,7 +111,7 @@ class BoundedHttp(HttpToolsProtocol):
     _answering: tuple[RequestResponseCycle, ...] = ()
     _resting: asyncio.TimerHandle | None = None
 
-    def __init__(self, *args: Any, soon: Soon = lambda work: work(), **named: Any) -> None:
+    def __init__(self, *args: Any, soon: Defer = lambda work: work(), **named: Any) -> None:
         super().__init__(*args, **named)
         self.logger = _log
         self._soon = soon
@@ -167,7 +167,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._held_bytes += len(data)
         if self._stage is _Stage.HEAD or (self._stage is _Stage.IDLE and not self._handed_over):
             self._arm(HEAD_DEADLINE_S)
-        if self._held_bytes > MOST_HEAD_BYTES or self._message_bytes > MOST_MESSAGE_BYTES:
+        if self._held_bytes > MAX_HEAD_BYTES or self._message_bytes > MAX_MESSAGE_BYTES:
             self.send_400_response(_TOO_LARGE)
 
     def on_message_begin(self) -> None:
@@ -188,7 +188,7 @@ class BoundedHttp(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if len(self.pipeline) >= MOST_PIPELINED:
+        if len(self.pipeline) >= MAX_PIPELINED:
             self._refuse("More requests at once than are understood here.")
         super().on_headers_complete()
         self._stage = _Stage.BODY
@@ -231,7 +231,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _count(self, size: int) -> None:
         self._head_bytes += size
-        if self._head_bytes > MOST_HEAD_BYTES:
+        if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(_TOO_LARGE)
 
     def _refuse(self, why: str) -> None:
@@ -260,10 +260,10 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _look_again(self) -> None:
         unread = self.transport.get_write_buffer_size()
-        self._reading = self.loop.call_later(UNREAD_S, lambda: self._check_reader(unread))
+        self._reading = self.loop.call_later(SLOW_READER_S, lambda: self._check_reader(unread))
 
     def _check_reader(self, before: int) -> None:
-        if before - self.transport.get_write_buffer_size() < LEAST_READ_BYTES:
+        if before - self.transport.get_write_buffer_size() < MIN_READ_BYTES:
             self.transport.abort()
         else:
             self._look_again()
@@ -283,11 +283,11 @@ ACCEPTED_AT_ONCE = 16
 """Connections taken in one turn of the event loop. libuv (from 1.45) takes one for each listening descriptor: of a
 fleet whose agents hang up between beats 6,000 come each second, and a turn that serves 100 of them lasts milliseconds.
 So many duplicates of the descriptor are listened at."""
-COLLECT_AFTER = (2_000, 5, 1_000)
+GC_THRESHOLDS = (2_000, 5, 1_000)
 """New objects to a collection of the young, such collections to one of the middle-aged, and those to one of all. A
 collection takes 0.2 us an object: the first two at most two milliseconds, and all is looked at only after ten million
 objects more."""
-SWITCH_S = 0.00005
+SWITCH_INTERVAL_S = 0.00005
 GONE_POLL_S = 0.01
 CUT_OFF_S = 1.0
 """Seconds in which connections that were cut off are gone; a turn of the event loop, as a rule."""
@@ -296,7 +296,7 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP
 """A node that lost its power closes nothing: after two minutes without a sign the kernel ends its connection."""
 
 
-def listen(place: tuple[str, int], setting: str = "listen") -> socket.socket:
+def listen(place: tuple[str, int], setting_name: str = "listen") -> socket.socket:
     """A listener at a host and port; ``setting`` says which it is. Raises ConfigurationError."""
     host, port = place
     try:
@@ -310,13 +310,13 @@ def listen(place: tuple[str, int], setting: str = "listen") -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         raise ConfigurationError(
-            f"cannot listen on {host}:{port}: {error.strerror}; stop what listens there, or give another {setting}"
+            f"cannot listen on {host}:{port}: {error.strerror}; stop what listens there, or give another {setting_name}"
         ) from error
     listener.setblocking(False)
     return listener
 
 
-def ears(listener: socket.socket) -> list[socket.socket]:
+def duplicate_listeners(listener: socket.socket) -> list[socket.socket]:
     """The listener, and duplicates of it: see ``ACCEPTED_AT_ONCE``."""
     return [listener, *(listener.dup() for _ in range(ACCEPTED_AT_ONCE - 1))]
 
@@ -334,16 +334,16 @@ def _trimmer() -> Callable[[], object]:
     return (lambda: trim(0)) if trim is not None else (lambda: None)
 
 
-class Server(uvicorn.Server):
+class ControllerServer(uvicorn.Server):
     """uvicorn, told how to end held requests, and whose signals do not kill the process after an orderly end."""
 
-    def __init__(self, config: uvicorn.Config, release: Callable[[], None], grace_s: float = 0.5) -> None:
+    def __init__(self, config: uvicorn.Config, close_connections: Callable[[], None], grace_s: float = 0.5) -> None:
         super().__init__(config)
-        self._release = release
+        self._release = close_connections
         self._grace_s = grace_s
         self._give_back = _trimmer()
 
-    def end(self) -> None:
+    def request_stop(self) -> None:
         """Asks for an orderly end."""
         self._release()
         self.should_exit = True
@@ -354,7 +354,7 @@ class Server(uvicorn.Server):
             self._give_back()
         return await super().on_tick(counter)
 
-    def hang_up(self) -> None:
+    def close_all(self) -> None:
         """Ends every connection, once what is being answered on it has been."""
         for connection in list(self.server_state.connections):
             connection.shutdown()
@@ -367,7 +367,7 @@ class Server(uvicorn.Server):
         for listener in sockets or []:
             listener.close()
         state = self.server_state
-        self.hang_up()
+        self.close_all()
         await _until_gone(state, self._grace_s)
         if state.connections or state.tasks:
             log.info(
@@ -385,7 +385,7 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.end)
+            loop.add_signal_handler(number, self.request_stop)
         try:
             yield
         finally:
@@ -401,13 +401,13 @@ async def _until_gone(state: ServerState, seconds: float) -> None:
                 await asyncio.sleep(GONE_POLL_S)
 
 
-class Http(BoundedHttp):
+class CountedHttp(BoundedHttp):
     """uvicorn's protocol, which knows the other end of its connection and counts it."""
 
-    _peer = NOBODY
+    _peer = UNKNOWN_PEER
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._peer = Peer.of(transport)
+        self._peer = ConnectionPeer.from_transport(transport)
         super().connection_made(transport)
 
     def on_message_begin(self) -> None:
@@ -418,27 +418,27 @@ class Http(BoundedHttp):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        connections.of_this_process().open -= 1
+        connections.process_descriptors().open -= 1
 
 
-def _front(member: Member) -> Any:
+def _router_factory(member: ControllerReplica) -> Any:
     """What uvicorn takes for its protocol: makes the front of each connection. None outlives the leadership it was
     made in (``Server.hang_up``)."""
 
-    soon = OneByOne()
+    soon = SerialQueue()
 
-    def make(server_state: ServerState, **named: Any) -> Front:
-        http = functools.partial(Http, server_state=server_state, soon=soon, **named)
-        return Front(member, connections.of_this_process(), server_state.connections, http)
+    def make(server_state: ServerState, **named: Any) -> ConnectionRouter:
+        http = functools.partial(CountedHttp, server_state=server_state, soon=soon, **named)
+        return ConnectionRouter(member, connections.process_descriptors(), server_state.connections, http)
 
     return make
 
 
-def server_config(settings: ControllerSettings, member: Member) -> uvicorn.Config:
+def server_config(settings: ControllerSettings, member: ControllerReplica) -> uvicorn.Config:
     """How uvicorn serves this controller."""
     return uvicorn.Config(
         member,
-        http=_front(member),
+        http=_router_factory(member),
         ws="none",
         proxy_headers=False,
         lifespan="off",
@@ -476,7 +476,7 @@ def _check_authorities(context: ssl.SSLContext, file: str) -> None:
         raise ConfigurationError(f"the authorities of client certificates in {file} cannot be read: {error}") from error
 
 
-def settle_interpreter() -> None:
+def tune_interpreter() -> None:
     """Sets Python up for a long-lived fleet.
 
     What a fleet consists of lives long and has no cycles: the garbage collector need not look for them in it while
@@ -486,8 +486,8 @@ def settle_interpreter() -> None:
     while a transaction is written waits that long for the interpreter, and more would come than are answered.
     """
     gc.freeze()
-    gc.set_threshold(*COLLECT_AFTER)
-    sys.setswitchinterval(SWITCH_S)
+    gc.set_threshold(*GC_THRESHOLDS)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def raise_file_limit() -> None:
@@ -496,7 +496,7 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def warn_of_plain_text(settings: ControllerSettings, address: str) -> None:
+def warn_if_plaintext(settings: ControllerSettings, address: str) -> None:
     """Says so where tokens can be read on the way."""
     local = address.startswith(("127.", "[::1]"))
     if not local and not settings.tls_certificate:

@@ -12,7 +12,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from everstep.errors import (
-    UNREADABLE,
+    DECODE_ERRORS,
     EverstepError,
     MalformedMessage,
     RateLimited,
@@ -146,11 +146,11 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise MalformedMessage(f"not a valid message: {error}") from error
-    except UNREADABLE as error:
+    except DECODE_ERRORS as error:
         raise MalformedMessage(f"not valid JSON ({len(body)} bytes; truncated?): {error}") from error
 
 
-def query(scope: Scope) -> dict[str, str]:
+def parse_query(scope: Scope) -> dict[str, str]:
     """The query string; a NUL is replaced, as in bodies. Raises MalformedMessage for a name that comes twice: which of
     the two was meant, nobody knows."""
     text = scope["query_string"].replace(b"%00", b"%EF%BF%BD").decode("latin-1")
@@ -161,7 +161,7 @@ def query(scope: Scope) -> dict[str, str]:
     return {name: given[0] for name, given in values.items()}
 
 
-def integer(values: dict[str, str], name: str, default: int | None = None) -> int:
+def int_parameter(values: dict[str, str], name: str, default: int | None = None) -> int:
     """Query parameter ``name`` as a number that is not negative. Raises MalformedMessage."""
     raw = values.get(name)
     if raw is None and default is not None:
@@ -171,7 +171,7 @@ def integer(values: dict[str, str], name: str, default: int | None = None) -> in
     return int(raw)
 
 
-def seconds(values: dict[str, str], name: str, default: float, limit: float) -> float:
+def seconds_parameter(values: dict[str, str], name: str, default: float, limit: float) -> float:
     """Query parameter ``name`` in seconds, held within [0, limit]. Raises MalformedMessage."""
     try:
         value = float(values.get(name, default))
@@ -182,7 +182,7 @@ def seconds(values: dict[str, str], name: str, default: float, limit: float) -> 
     return min(value, limit)
 
 
-async def answer(
+async def send_answer(
     send: Send, body: bytes, status: int = 200, headers: Headers | None = None, media_type: bytes = b"application/json"
 ) -> None:
     """Sends an answer, in JSON if nothing else is said."""
@@ -191,10 +191,10 @@ async def answer(
     await send({"type": "http.response.body", "body": body})
 
 
-async def refuse(send: Send, error: EverstepError) -> None:
+async def send_error(send: Send, error: EverstepError) -> None:
     """Sends an error as the answer."""
     body = problem_of(error)
-    await answer(send, body, error.status, error_headers(error), MEDIA_TYPE.encode())
+    await send_answer(send, body, error.status, error_headers(error), MEDIA_TYPE.encode())
 
 
 def error_headers(error: EverstepError) -> Headers:

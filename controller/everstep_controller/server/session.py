@@ -26,22 +26,22 @@ from everstep.errors import (
     Unavailable,
 )
 from everstep.wire.v1.agent import (
+    DIRECTIVE_NUMBER_BYTES,
     MAX_BODY_BYTES,
-    NUMBER_BYTES,
     PREFIX_BYTES,
     Acknowledge,
-    Frame,
+    FrameKind,
+    FrameRefused,
     Heartbeat,
-    Refused,
     Registered,
     Reports,
     ReportsAnswer,
     encode_frame,
 )
-from everstep_controller.api.auth import Gate
-from everstep_controller.runtime.push import Encoded, Outgoing
+from everstep_controller.api.auth import Authenticator
+from everstep_controller.runtime.push import EncodedDirective, OutgoingDirective
 from everstep_controller.server import responses
-from everstep_controller.server.agent_service import AgentDesk, BeatAnswer, decode_register
+from everstep_controller.server.agent_service import AgentService, EncodedHeartbeatAnswer, decode_register
 
 # ---- pushes
 # Directives as the frames of a session.
@@ -50,12 +50,12 @@ from everstep_controller.server.agent_service import AgentDesk, BeatAnswer, deco
 class _Directives(msgspec.Struct, frozen=True):
     """``DirectivesAnswer`` over encoded directives."""
 
-    directives: tuple[Encoded, ...]
+    directives: tuple[EncodedDirective, ...]
 
 
-def frames_of(directives: Sequence[Outgoing]) -> Iterator[tuple[bytes, ...]]:
+def frames_of(directives: Sequence[OutgoingDirective]) -> Iterator[tuple[bytes, ...]]:
     """The parts of each frame, in order. What is small goes together, what is large by itself."""
-    small: list[Outgoing] = []
+    small: list[OutgoingDirective] = []
     for one in directives:
         if one.body.is_large:
             if small:
@@ -68,41 +68,41 @@ def frames_of(directives: Sequence[Outgoing]) -> Iterator[tuple[bytes, ...]]:
         yield _together(small)
 
 
-def _together(directives: list[Outgoing]) -> tuple[bytes]:
+def _together(directives: list[OutgoingDirective]) -> tuple[bytes]:
     if len(directives) == 1:  # a notice to a whole job, mostly
         (one,) = directives
-        return (encode_frame(Frame.PUSH, b'{"directives":[{"seq":%d,"body":%b}]}' % (one.seq, one.body.json)),)
-    return (encode_frame(Frame.PUSH, responses.encode(_Directives(tuple(one.encoded() for one in directives)))),)
+        return (encode_frame(FrameKind.PUSH, b'{"directives":[{"seq":%d,"body":%b}]}' % (one.seq, one.body.json)),)
+    return (encode_frame(FrameKind.PUSH, responses.encode(_Directives(tuple(one.encode() for one in directives)))),)
 
 
-def _alone(one: Outgoing) -> tuple[bytes, bytes]:
+def _alone(one: OutgoingDirective) -> tuple[bytes, bytes]:
     """The number, and the deflated body that all receivers share: it is not copied."""
     deflated = one.body.deflated
-    length = (1 + NUMBER_BYTES + len(deflated)).to_bytes(PREFIX_BYTES, "big")
-    return length + bytes((Frame.DEFLATED_PUSH,)) + one.seq.to_bytes(NUMBER_BYTES, "big"), deflated
+    length = (1 + DIRECTIVE_NUMBER_BYTES + len(deflated)).to_bytes(PREFIX_BYTES, "big")
+    return length + bytes((FrameKind.DEFLATED_PUSH,)) + one.seq.to_bytes(DIRECTIVE_NUMBER_BYTES, "big"), deflated
 
 
 log = logging.getLogger(__name__)
 
-MOST_PARKED = 16
+MAX_PARKED = 16
 """Frames of one session that may wait for those before them; with more, or more bytes, it is not read from."""
-MOST_PARKED_BYTES = 256 << 10
+MAX_PARKED_BYTES = 256 << 10
 STALLED_S = 20.0
 """Seconds that an agent may leave its pushes unread before it is cut off; it comes back and is sent them again."""
-MOST_UNREAD_BYTES = 32 << 20
+MAX_UNREAD_BYTES = 32 << 20
 """Bytes unread, of pushes or refusals, after which it is cut off at once: two generations of a million GPUs."""
 
 _HEAD = PREFIX_BYTES + 1
 _HEARTBEAT = msgspec.json.Decoder(Heartbeat)
 _REPORTS = msgspec.json.Decoder(Reports)
 _ACKNOWLEDGE = msgspec.json.Decoder(Acknowledge)
-_QUIET_BEAT = int(Frame.QUIET_BEAT)  # an enumeration's names take time to look up
-_BEATS = (_QUIET_BEAT, int(Frame.HEARTBEAT))
-_REPORTS_LANE = (Frame.REPORTS,)
-_BEATS_LANE = (Frame.HEARTBEAT, Frame.QUIET_BEAT, Frame.REGISTER)
+_QUIET_BEAT = int(FrameKind.ONE_WAY_HEARTBEAT)  # an enumeration's names take time to look up
+_BEATS = (_QUIET_BEAT, int(FrameKind.HEARTBEAT))
+_REPORTS_LANE = (FrameKind.REPORTS,)
+_BEATS_LANE = (FrameKind.HEARTBEAT, FrameKind.ONE_WAY_HEARTBEAT, FrameKind.REGISTER)
 
 
-class Session(asyncio.Protocol):
+class AgentSession(asyncio.Protocol):
     """One agent's. Made for a connection whose upgrade was accepted.
 
     Args:
@@ -115,18 +115,18 @@ class Session(asyncio.Protocol):
 
     __slots__ = (
         "_attached",
+        "_authenticator",
         "_beats_busy",
         "_before",
         "_buffer",
         "_closed",
-        "_desk",
-        "_gate",
-        "_held",
         "_identity",
+        "_keep_open",
         "_node",
         "_on_end",
         "_parked",
         "_reports_busy",
+        "_service",
         "_stalled",
         "_transport",
         "incarnation",
@@ -134,35 +134,35 @@ class Session(asyncio.Protocol):
 
     def __init__(
         self,
-        desk: AgentDesk,
-        gate: Gate,
+        service: AgentService,
+        authenticator: Authenticator,
         identity: Identity,
         transport: asyncio.Transport,
-        on_end: Callable[[Session], None],
+        on_end: Callable[[AgentSession], None],
     ) -> None:
         self.incarnation = 0
-        self._desk = desk
-        self._gate = gate
+        self._service = service
+        self._authenticator = authenticator
         self._identity = identity
         self._node = identity.subject
         self._transport = transport
         self._on_end = on_end
         self._before = b""
         self._buffer: bytearray | None = None
-        self._parked: list[tuple[Frame, bytes]] | None = None
+        self._parked: list[tuple[FrameKind, bytes]] | None = None
         self._stalled: asyncio.TimerHandle | None = None
         self._attached = False
-        self._held = True
+        self._keep_open = True
         self._closed = self._beats_busy = self._reports_busy = False
 
     # --- the connection ------------------------------------------------------------------------------------------
 
-    def begin(self, before: bytes, data: bytes) -> None:
+    def begin(self, upgrade_answer: bytes, data: bytes) -> None:
         """Takes what came with the upgrade; ``before`` leaves first, in one write with an answer that is there."""
-        self._before = before
+        self._before = upgrade_answer
         self.data_received(data)
         if self._before:
-            self._transport.write(before)
+            self._transport.write(upgrade_answer)
             self._before = b""
 
     def data_received(self, data: bytes) -> None:
@@ -192,14 +192,14 @@ class Session(asyncio.Protocol):
         self._on_end(self)
         attached, self._attached = self._attached, False
         if attached:
-            self._desk.outbox.detach(self._node, self)
-            if self._held:
-                self._desk.soon(self._gone)  # after its last reports
+            self._service.outbox.detach(self._node, self)
+            if self._keep_open:
+                self._service.defer(self._report_disconnect)  # after its last reports
 
-    def _gone(self) -> None:
-        outbox = self._desk.outbox
+    def _report_disconnect(self) -> None:
+        outbox = self._service.outbox
         if not outbox.closed and not outbox.has_receiver(self._node):
-            self._desk.disconnected(self._node, self.incarnation)
+            self._service.take_disconnect(self._node, self.incarnation)
 
     def eof_received(self) -> None:
         """The agent has closed its end: so do we."""
@@ -222,7 +222,7 @@ class Session(asyncio.Protocol):
         """Ends the session: another one, or another life of the node, took its place."""
         if self._attached:
             self._attached = False
-            self._desk.outbox.detach(self._node, self)
+            self._service.outbox.detach(self._node, self)
         self._close()
 
     def _close(self) -> None:
@@ -231,7 +231,7 @@ class Session(asyncio.Protocol):
 
     def _cut(self) -> None:
         """The agent does not read. What it was sent waits until it comes back."""
-        self._desk.metrics.sessions_cut.inc()
+        self._service.metrics.sessions_cut.inc()
         log.warning("node %s does not read what it is sent: its session is cut off", self._node)
         self._closed = True
         self._transport.abort()
@@ -241,26 +241,26 @@ class Session(asyncio.Protocol):
             self._stalled.cancel()
             self._stalled = None
 
-    def let_go(self) -> bool:
+    def request_close(self) -> bool:
         """Asks the agent to hang up, where nobody needs the session and nothing is under way."""
         busy = self._beats_busy or self._reports_busy or not self._attached
-        if self._closed or busy or not self._held or self._desk.hold(self._node):
+        if self._closed or busy or not self._keep_open or self._service.should_keep_open(self._node):
             return False
-        self._held = False
-        self._send(Frame.LET_GO, b"")
+        self._keep_open = False
+        self._send(FrameKind.GO_AWAY, b"")
         return True
 
     # --- frames in -----------------------------------------------------------------------------------------------
 
     def _frame(self, kind: int, body: bytes) -> None:
         try:
-            self._gate.again(self._identity)
+            self._authenticator.charge_frame(self._identity)
             if kind in _BEATS and not self._beats_busy:
                 self._beat(kind, body)
-            elif kind == Frame.ACKNOWLEDGE:
+            elif kind == FrameKind.ACKNOWLEDGE:
                 self._acknowledge(body)
-            elif kind in _BEATS_LANE or kind == Frame.REPORTS:
-                self._in_turn(Frame(kind), body)
+            elif kind in _BEATS_LANE or kind == FrameKind.REPORTS:
+                self._take_in_order(FrameKind(kind), body)
             else:
                 self._hang_up(0, MalformedMessage(f"a frame of kind {kind} is not known here: hanging up"))
         except AuthenticationError as error:
@@ -268,25 +268,25 @@ class Session(asyncio.Protocol):
         except EverstepError as error:
             self._refuse(kind, error)
 
-    def _in_turn(self, kind: Frame, body: bytes) -> None:
-        if self._reports_busy if kind is Frame.REPORTS else self._beats_busy:
+    def _take_in_order(self, kind: FrameKind, body: bytes) -> None:
+        if self._reports_busy if kind is FrameKind.REPORTS else self._beats_busy:
             self._park(kind, body)
-        elif kind is Frame.REPORTS:
+        elif kind is FrameKind.REPORTS:
             self._reports(body)
-        elif kind is Frame.REGISTER:
+        elif kind is FrameKind.REGISTER:
             self._register(body)
         else:
             self._beat(kind, body)
 
-    def _park(self, kind: Frame, body: bytes) -> None:
+    def _park(self, kind: FrameKind, body: bytes) -> None:
         if self._parked is None:
             self._parked = []
         self._parked.append((kind, body))
-        self._desk.hurry(self._node)
-        if len(self._parked) >= MOST_PARKED or sum(len(one) for _, one in self._parked) > MOST_PARKED_BYTES:
+        self._service.expedite(self._node)
+        if len(self._parked) >= MAX_PARKED or sum(len(one) for _, one in self._parked) > MAX_PARKED_BYTES:
             self._transport.pause_reading()
 
-    def _next(self, lane: tuple[Frame, ...]) -> None:
+    def _next(self, lane: tuple[FrameKind, ...]) -> None:
         """The frame before is answered: takes those of its lane that wait, until one of them waits for the loop."""
         while self._parked and not (self._reports_busy if lane is _REPORTS_LANE else self._beats_busy):
             found = next((place for place, (kind, _) in enumerate(self._parked) if kind in lane), None)
@@ -297,14 +297,14 @@ class Session(asyncio.Protocol):
                 self._parked = None
                 self._transport.resume_reading()
             try:
-                self._in_turn(kind, body)
+                self._take_in_order(kind, body)
             except EverstepError as error:
                 self._refuse(kind, error)
 
     def _beat(self, kind: int, body: bytes) -> None:
         beat = responses.decode(_HEARTBEAT, body)
         self._check_own(beat.incarnation)
-        outcome = self._desk.beat(self._node, beat)
+        outcome = self._service.take_heartbeat(self._node, beat)
         if isinstance(outcome, bool):
             self._beat_taken(kind, beat.incarnation, resend=outcome)
         else:
@@ -313,46 +313,48 @@ class Session(asyncio.Protocol):
 
     def _beat_done(self, kind: int, incarnation: int, done: asyncio.Future[bool]) -> None:
         self._beats_busy = False
-        if self._result(kind, done):
+        if self._check_result(kind, done):
             self._beat_taken(kind, incarnation, resend=done.result())
         self._next(_BEATS_LANE)
 
     def _beat_taken(self, kind: int, incarnation: int, *, resend: bool) -> None:
-        desk = self._desk
-        desk.metrics.beats += 1
+        desk = self._service
+        desk.metrics.heartbeats += 1
         waited = () if self._attached else self._attach(incarnation)
         if kind == _QUIET_BEAT:
-            self._heed_quiet(waited, resend=resend)
+            self._answer_one_way(waited, resend=resend)
             return
-        self._held = desk.hold(self._node)
-        answer = BeatAnswer(desk.wall(), resend, tuple(one.encoded() for one in waited), self._held, desk.unsure_of())
-        self._send(Frame.HEARTBEAT_ANSWER, responses.encode(answer))
+        self._keep_open = desk.should_keep_open(self._node)
+        answer = EncodedHeartbeatAnswer(
+            desk.wall(), resend, tuple(one.encode() for one in waited), self._keep_open, desk.unconfirmed_epoch()
+        )
+        self._send(FrameKind.HEARTBEAT_ANSWER, responses.encode(answer))
 
-    def _heed_quiet(self, waited: tuple[Outgoing, ...], *, resend: bool) -> None:
+    def _answer_one_way(self, waited: tuple[OutgoingDirective, ...], *, resend: bool) -> None:
         """Says what an answer would have said, where that is something."""
         if waited:
             self.push(waited)
         if resend:
             error = NotFound(f"the findings of node {self._node} are not known here: register again")
-            self._refuse(Frame.QUIET_BEAT, error)
-        elif self._held and not self._desk.hold(self._node):
-            self._held = False
-            self._send(Frame.LET_GO, b"")
+            self._refuse(FrameKind.ONE_WAY_HEARTBEAT, error)
+        elif self._keep_open and not self._service.should_keep_open(self._node):
+            self._keep_open = False
+            self._send(FrameKind.GO_AWAY, b"")
 
     def _register(self, body: bytes) -> None:
         register = decode_register(body)
         self._check_own(register.incarnation)
-        done = self._desk.register(self._node, register)
+        done = self._service.register(self._node, register)
         self.incarnation = register.incarnation
         self._beats_busy = True
         done.add_done_callback(self._registered)
 
     def _registered(self, done: asyncio.Future[Registered]) -> None:
         self._beats_busy = False
-        if self._result(Frame.REGISTER, done):
+        if self._check_result(FrameKind.REGISTER, done):
             registered = done.result()
-            self._held = registered.hold
-            self._send(Frame.REGISTERED, responses.encode(registered))
+            self._keep_open = registered.keep_open
+            self._send(FrameKind.REGISTERED, responses.encode(registered))
             if not self._attached:
                 self.push(self._attach(self.incarnation))
         elif not self._attached:
@@ -361,28 +363,28 @@ class Session(asyncio.Protocol):
 
     def _reports(self, body: bytes) -> None:
         self._reports_busy = True
-        self._desk.soon(lambda: self._read_reports(body))
+        self._service.defer(lambda: self._read_reports(body))
 
     def _read_reports(self, body: bytes) -> None:
         try:
-            done = self._desk.reports(self._node, responses.decode(_REPORTS, body))
+            done = self._service.take_reports(self._node, responses.decode(_REPORTS, body))
         except EverstepError as error:
             self._reports_busy = False
-            self._refuse(Frame.REPORTS, error)
+            self._refuse(FrameKind.REPORTS, error)
             self._next(_REPORTS_LANE)
         else:
             done.add_done_callback(self._reports_done)
 
     def _reports_done(self, done: asyncio.Future[int]) -> None:
         self._reports_busy = False
-        if self._result(Frame.REPORTS, done):
-            self._send(Frame.REPORTS_ANSWER, responses.encode(ReportsAnswer(through=done.result())))
+        if self._check_result(FrameKind.REPORTS, done):
+            self._send(FrameKind.REPORTS_ANSWER, responses.encode(ReportsAnswer(through=done.result())))
         self._next(_REPORTS_LANE)
 
     def _acknowledge(self, body: bytes) -> None:
         acknowledge = responses.decode(_ACKNOWLEDGE, body)
         if self._attached:  # else it speaks for a life that may be over
-            self._desk.outbox.acknowledge(self._node, acknowledge.through)
+            self._service.outbox.acknowledge(self._node, acknowledge.through)
 
     def _check_own(self, incarnation: int) -> None:
         """Raises StaleGeneration for another life than the session's own."""
@@ -392,20 +394,20 @@ class Session(asyncio.Protocol):
                 f"not to {incarnation}: open another"
             )
 
-    def _attach(self, incarnation: int) -> tuple[Outgoing, ...]:
+    def _attach(self, incarnation: int) -> tuple[OutgoingDirective, ...]:
         """The first frame was accepted: from now on directives are pushed here. Returns those that wait already."""
         if self._closed:
             return ()
         self.incarnation = incarnation
         self._attached = True
-        return self._desk.outbox.attach(self._node, self)
+        return self._service.outbox.attach(self._node, self)
 
     # --- frames out ----------------------------------------------------------------------------------------------
 
-    def push(self, directives: Sequence[Outgoing]) -> None:
+    def push(self, directives: Sequence[OutgoingDirective]) -> None:
         """Sends directives, in order. Never raises and never waits. One whose credential died hears nothing more."""
         try:
-            self._gate.check_holds(self._identity)
+            self._authenticator.check_valid(self._identity)
         except AuthenticationError as error:
             self._hang_up(0, error)
             return
@@ -415,17 +417,17 @@ class Session(asyncio.Protocol):
                 self._before = b""
         self._bound_unread()
 
-    def _send(self, kind: Frame, body: bytes) -> None:
+    def _send(self, kind: FrameKind, body: bytes) -> None:
         if not self._closed:
             self._transport.write(self._before + encode_frame(kind, body))
             self._before = b""
             self._bound_unread()
 
     def _bound_unread(self) -> None:
-        if not self._closed and self._transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
+        if not self._closed and self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             self._cut()
 
-    def _result(self, kind: int, done: asyncio.Future[Any]) -> bool:
+    def _check_result(self, kind: int, done: asyncio.Future[Any]) -> bool:
         """Whether it went well; else the agent is told why not."""
         error = done.exception()
         if error is None:
@@ -436,10 +438,10 @@ class Session(asyncio.Protocol):
         return False
 
     def _refuse(self, kind: int, error: EverstepError) -> None:
-        self._desk.metrics.refused("session", error.code)
+        self._service.metrics.count_refused("session", error.code)
         retry_after_s = error.retry_after_s if isinstance(error, Unavailable | RateLimited) else None
-        refused = Refused(of=kind, code=error.code, message=str(error)[:4096], retry_after_s=retry_after_s)
-        self._send(Frame.REFUSED, responses.encode(refused))
+        refused = FrameRefused(frame_kind=kind, code=error.code, message=str(error)[:4096], retry_after_s=retry_after_s)
+        self._send(FrameKind.REFUSED, responses.encode(refused))
 
     def _hang_up(self, kind: int, error: EverstepError) -> None:
         """What came cannot be told apart from what follows it (kind 0), or nothing more may come."""

@@ -22,8 +22,8 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
 from everstep.errors import ConfigurationError
-from everstep_controller.store.database_errors import diagnose, shown
-from everstep_controller.store.table_access import LIVES
+from everstep_controller.store.database_errors import diagnose, redacted_url
+from everstep_controller.store.table_access import COPY_EPOCH_GAP
 from everstep_controller.store.tables import HEAD
 
 # ---- migrate
@@ -183,7 +183,7 @@ def _sqlite_engine(url: URL) -> Engine:
     return engine
 
 
-def application_of(name: str) -> str:
+def application_name(name: str) -> str:
     """How the sessions of the controller ``name`` call themselves; PostgreSQL cuts longer ones off."""
     return f"everstep-controller {name}".strip().encode("ascii", "replace").decode()[:63]
 
@@ -200,7 +200,7 @@ def _postgresql_engine(url: URL, most_idle_s: float, name: str) -> Engine:
         pool_pre_ping=True,
         connect_args={
             "connect_timeout": CONNECT_TIMEOUT_S,
-            "application_name": application_of(name),
+            "application_name": application_name(name),
             "options": " ".join(f"-c {name}={value}" for name, value in options.items()),
             "tcp_user_timeout": STATEMENT_TIMEOUT_MS,
         },
@@ -228,7 +228,7 @@ def _revision(connection: Connection) -> str | None:
 def _refuse_unknown(revision: str | None, url: URL) -> None:
     if revision is not None and revision > HEAD:
         raise ConfigurationError(
-            f"the database at {shown(url)} has schema {revision}, this program knows up to {HEAD}: "
+            f"the database at {redacted_url(url)} has schema {revision}, this program knows up to {HEAD}: "
             "upgrade everstep, or restore the backup that belongs to this release"
         )
 
@@ -259,7 +259,7 @@ def _check_schema(engine: Engine, url: URL) -> None:
     _refuse_unknown(revision, url)
     if revision != HEAD:
         raise ConfigurationError(
-            f"the database at {shown(url)} has schema {revision or 'none'}, this program needs {HEAD}: "
+            f"the database at {redacted_url(url)} has schema {revision or 'none'}, this program needs {HEAD}: "
             "start once with --migrate"
         )
 
@@ -295,7 +295,7 @@ def open_database(database: str, *, migrate: bool = True, check: bool = False) -
     return engine
 
 
-def writing(connection: Connection) -> Connection:
+def for_writing(connection: Connection) -> Connection:
     """The connection, set to take the write lock at each BEGIN (SQLite would find out too late otherwise)."""
     return connection.execution_options(**_WRITE)
 
@@ -319,14 +319,14 @@ def back_up(database: str, target: Path) -> int:
     path = Path(url.database)
     if not path.is_file():
         raise ConfigurationError(f"there is no database at {path}")
-    with _draft(target) as draft:
+    with _temporary_file(target) as draft:
         with _opened(path, "ro") as source:
             source.execute("VACUUM INTO ?", (str(draft),))
         with _opened(draft, "rw") as copy:
             (verdict,) = copy.execute("PRAGMA integrity_check").fetchone()
             if verdict != "ok":
                 raise ConfigurationError(f"the database at {path} is damaged: {verdict}")
-            copy.execute("UPDATE meta SET value = value + ? WHERE key = 'epoch'", (LIVES,))
+            copy.execute("UPDATE meta SET value = value + ? WHERE key = 'epoch'", (COPY_EPOCH_GAP,))
             copy.commit()
     return target.stat().st_size
 
@@ -342,7 +342,7 @@ def _opened(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
 
 
 @contextlib.contextmanager
-def _draft(target: Path) -> Iterator[Path]:
+def _temporary_file(target: Path) -> Iterator[Path]:
     """An empty file beside ``target``, for this user's eyes; it becomes ``target`` when it is complete."""
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:

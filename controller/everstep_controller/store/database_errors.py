@@ -28,19 +28,19 @@ class Resigned(Superseded):
     """This controller gave its lease up: its nodes reach another one. The message says why."""
 
 
-class StoreAway(Unavailable):
+class DatabaseUnavailable(Unavailable):
     """The database cannot be used at present; the same write may succeed later. The message says why.
 
     ``kept``: the store holds the batch and writes it, unless that turns out to have been done, before any other.
     Otherwise nothing of it was written, and it is its caller's again.
     """
 
-    def __init__(self, message: str, *, kept: bool = False) -> None:
+    def __init__(self, message: str, *, is_batch_kept: bool = False) -> None:
         super().__init__(message)
-        self.kept = kept
+        self.is_batch_kept = is_batch_kept
 
 
-def is_away(error: DBAPIError) -> bool:
+def is_unavailable(error: DBAPIError) -> bool:
     """Whether ``error`` is the database's condition (gone, full, locked, slow, read-only), not what was asked of it."""
     if error.connection_invalidated or isinstance(error, OperationalError | InterfaceError):
         return True
@@ -76,7 +76,7 @@ _ANY_OF = {"password authentication failed", "timeout expired", "too many client
 }
 
 
-def shown(url: URL) -> str:
+def redacted_url(url: URL) -> str:
     """The URL without its password."""
     return url.render_as_string(hide_password=True)
 
@@ -92,14 +92,14 @@ def diagnose(error: Exception, url: URL) -> str:
     words = " ".join(str(cause).split())
     text = words.lower()
     mend = next((mend for marks, mend in _CAUSES if _matches(marks, text)), "see the driver's words")
-    return f"the database at {shown(url)} cannot be used: {mend} ({type(cause).__name__}: {words[:400]})"
+    return f"the database at {redacted_url(url)} cannot be used: {mend} ({type(cause).__name__}: {words[:400]})"
 
 
 # ---- cut
 # Breaking off what hangs in a database's driver.
 
 
-def cut(connection: Connection) -> None:
+def abort_connection(connection: Connection) -> None:
     """Ends a connection under the thread that waits on it. Any thread may call this."""
     with contextlib.suppress(Exception):  # it may be closing, or closed, in its own thread at this moment
         driver: Any = connection.connection.dbapi_connection

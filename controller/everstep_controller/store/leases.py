@@ -12,9 +12,15 @@ from typing import TypeVar
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
 
-from everstep_controller.leadership.lease import Seen, Told
-from everstep_controller.store.database import application_of
-from everstep_controller.store.database_errors import StoreAway, Superseded, cut, diagnose, is_away
+from everstep_controller.leadership.lease import LeaseView, StandbyReport
+from everstep_controller.store.database import application_name
+from everstep_controller.store.database_errors import (
+    DatabaseUnavailable,
+    Superseded,
+    abort_connection,
+    diagnose,
+    is_unavailable,
+)
 from everstep_controller.store.writer import Claim
 
 T = TypeVar("T")
@@ -22,20 +28,20 @@ T = TypeVar("T")
 _LOCKS = 0x6576_7374
 """First half of the advisory locks' keys (``evst`` in ASCII); the second is the epoch."""
 _KEYS = 1 << 31
-RESERVED_S = 10.0
-"""Seconds for which a lease that was given up waits for its heir; then the heir is taken for dead."""
-FRESH_S = 5.0
+SUCCESSOR_WAIT_S = 10.0
+"""Seconds for which a lease that was given up waits for its successor; then the successor is taken for dead."""
+CONTACTS_VALID_S = 5.0
 """Seconds for which a standby's count of knocks holds: it writes one every two."""
-IN_A_ROW_S = 3600.0
+RESIGNATION_SERIES_S = 3600.0
 """Seconds between two resignations that belong together."""
-KEPT_S = 86400.0
+CONTACTS_KEPT_S = 86400.0
 """Seconds until the counts of a controller that is there no more are deleted."""
 _NOW = "extract(epoch from clock_timestamp())"
 
 _LOOK = text(
     f"SELECT epoch, holder, address, expires_at - {_NOW} AS left_s, "  # noqa: S608 - constants of this file
     "(SELECT value FROM meta WHERE key = 'epoch') AS newest, "
-    f"CASE WHEN resigned_at > {_NOW} - {RESERVED_S} THEN heir ELSE '' END AS heir, "
+    f"CASE WHEN resigned_at > {_NOW} - {SUCCESSOR_WAIT_S} THEN successor ELSE '' END AS successor, "
     f"pg_try_advisory_xact_lock({_LOCKS}, mod(epoch, {_KEYS})::int) AS free FROM lease WHERE id = 1"
 )
 _LOCK = text("SELECT pg_try_advisory_lock(:locks, :key)")
@@ -47,18 +53,20 @@ _RENEW = text(
     "WHERE id = 1 AND epoch = :epoch"
 )
 _TELL = text(
-    f"WITH gone AS (DELETE FROM knocks WHERE told_at < {_NOW} - {KEPT_S} AND controller <> :controller) "  # noqa: S608
-    f"INSERT INTO knocks (controller, nodes, told_at) VALUES (:controller, :nodes, {_NOW}) "
-    "ON CONFLICT (controller) DO UPDATE SET nodes = excluded.nodes, told_at = excluded.told_at"
+    f"WITH gone AS (DELETE FROM standby_contacts WHERE reported_at < {_NOW} - {CONTACTS_KEPT_S} "  # noqa: S608
+    "AND controller <> :controller) "
+    f"INSERT INTO standby_contacts (controller, nodes, reported_at) VALUES (:controller, :nodes, {_NOW}) "
+    "ON CONFLICT (controller) DO UPDATE SET nodes = excluded.nodes, reported_at = excluded.reported_at"
 )
 _TOLD = text(
-    f"SELECT CASE WHEN resigned_at > {_NOW} - {IN_A_ROW_S} THEN resignations ELSE 0 END AS resignations, "  # noqa: S608
-    f"controller, nodes FROM lease LEFT JOIN knocks ON controller <> holder AND told_at > {_NOW} - {FRESH_S} "
+    f"SELECT CASE WHEN resigned_at > {_NOW} - {RESIGNATION_SERIES_S} THEN resignations ELSE 0 END AS resignations, "  # noqa: S608
+    "controller, nodes FROM lease LEFT JOIN standby_contacts ON controller <> holder "
+    f"AND reported_at > {_NOW} - {CONTACTS_VALID_S} "
     "WHERE id = 1"
 )
 _RESIGN = text(
-    f"UPDATE lease SET heir = :heir, resigned_at = {_NOW}, "  # noqa: S608 - as above
-    f"resignations = CASE WHEN resigned_at > {_NOW} - {IN_A_ROW_S} THEN resignations + 1 ELSE 1 END "
+    f"UPDATE lease SET successor = :successor, resigned_at = {_NOW}, "  # noqa: S608 - as above
+    f"resignations = CASE WHEN resigned_at > {_NOW} - {RESIGNATION_SERIES_S} THEN resignations + 1 ELSE 1 END "
     "WHERE id = 1 AND epoch = :epoch"
 )
 _END = text(
@@ -74,12 +82,12 @@ _END_SILENT = text(
     "AND datname = current_database() AND usename = current_user AND pid <> pg_backend_pid()"
 )
 _CLAIM = text(
-    f"UPDATE lease SET epoch = :epoch, holder = :holder, address = :address, heir = '', "  # noqa: S608 - as above
+    f"UPDATE lease SET epoch = :epoch, holder = :holder, address = :address, successor = '', "  # noqa: S608 - as above
     f"renewed_at = {_NOW}, expires_at = {_NOW} + :lease_s WHERE id = 1 AND (:free OR expires_at <= {_NOW})"
 )
 
 
-def claim(holder: str, address: str, lease_s: float, *, free: bool) -> Claim:
+def claim(holder: str, address: str, lease_s: float, *, is_lock_free: bool) -> Claim:
     """What makes a take-over's transaction take the lease as well.
 
     Args:
@@ -88,7 +96,7 @@ def claim(holder: str, address: str, lease_s: float, *, free: bool) -> Claim:
     """
 
     def write(connection: Connection, epoch: int) -> None:
-        values = {"epoch": epoch, "holder": holder, "address": address, "lease_s": lease_s, "free": free}
+        values = {"epoch": epoch, "holder": holder, "address": address, "lease_s": lease_s, "free": is_lock_free}
         if connection.execute(_CLAIM, values).rowcount == 0:
             raise Superseded("the lease was renewed meanwhile")
 
@@ -107,68 +115,70 @@ class LeaseSession:
         self._connection: Connection | None = None
         self._held: set[int] = set()
 
-    def look(self) -> Seen:
+    def read(self) -> LeaseView:
         """The lease as it is. What a take-over that came to nothing had locked is free afterwards."""
         if self._held:
-            self._asked(lambda connection: connection.execute(_UNLOCK_ALL))
+            self._execute(lambda connection: connection.execute(_UNLOCK_ALL))
             self._held.clear()
-        row = self._asked(lambda connection: connection.execute(_LOOK).one())
-        return Seen(
+        row = self._execute(lambda connection: connection.execute(_LOOK).one())
+        return LeaseView(
             epoch=row.epoch,
-            newest=row.newest,
+            newest_epoch=row.newest,
             holder=row.holder,
             address=row.address,
             expires_in_s=float(row.left_s),
-            free=row.free,
-            heir=row.heir,
+            is_lock_free=row.free,
+            successor=row.successor,
         )
 
-    def hold(self, epoch: int) -> bool:
+    def lock_epoch(self, epoch: int) -> bool:
         """Takes the lock of ``epoch``; False while another session has it."""
         if epoch in self._held and self._connection is not None:
             return True
-        taken: bool = self._asked(lambda connection: connection.execute(_LOCK, _key(epoch)).scalar_one())
+        taken: bool = self._execute(lambda connection: connection.execute(_LOCK, _key(epoch)).scalar_one())
         if taken:
             self._held.add(epoch)
         return taken
 
     def try_writing(self) -> None:
         """Changes nothing. Raises StoreAway also where the database only answers: one that is read-only, or full."""
-        self._asked(lambda connection: connection.execute(_WRITE))
+        self._execute(lambda connection: connection.execute(_WRITE))
 
-    def speak(self) -> None:
+    def touch(self) -> None:
         """Shows that whoever holds a lock in this session is alive; see ``end_silent_holder``."""
-        self._asked(lambda connection: connection.execute(_SPEAK).scalar_one())
+        self._execute(lambda connection: connection.execute(_SPEAK).scalar_one())
 
     def end_sessions_of(self, holder: str) -> None:
         """Ends the database sessions of a controller whose lease is over. One that was stopped inside a transaction
         holds a lock that its successor needs; in the middle of a pipeline no time-out of the server's sees that."""
-        self._asked(lambda connection: connection.execute(_END, {"application": application_of(holder)}).all())
+        self._execute(lambda connection: connection.execute(_END, {"application": application_name(holder)}).all())
 
     def end_silent_holder(self, epoch: int, silent_s: float) -> None:
         """Ends the database sessions of whoever holds the lock of ``epoch`` and has said nothing in the session that
         does for ``silent_s``: a controller that was stopped, or lost its machine, before its lease could begin."""
-        self._asked(lambda connection: connection.execute(_END_SILENT, {**_key(epoch), "silent_s": silent_s}).all())
+        self._execute(lambda connection: connection.execute(_END_SILENT, {**_key(epoch), "silent_s": silent_s}).all())
 
     def renew(self, epoch: int, lease_s: float) -> None:
         """Another ``lease_s`` from now on, by the database's clock. Raises Superseded where another one has it."""
         values = {"epoch": epoch, "lease_s": lease_s}
-        if self._asked(lambda connection: connection.execute(_RENEW, values).rowcount) == 0:
+        if self._execute(lambda connection: connection.execute(_RENEW, values).rowcount) == 0:
             raise Superseded(f"another controller has taken the lease of epoch {epoch}")
 
-    def tell(self, controller: str, nodes: int) -> None:
+    def write_contacts(self, controller: str, nodes: int) -> None:
         """Writes down how many nodes insist on a controller that stands by."""
-        self._asked(lambda connection: connection.execute(_TELL, {"controller": controller, "nodes": nodes}))
+        self._execute(lambda connection: connection.execute(_TELL, {"controller": controller, "nodes": nodes}))
 
-    def told(self) -> Told:
+    def read_standby_report(self) -> StandbyReport:
         """What those that stand by have written down in the last seconds."""
-        rows = self._asked(lambda connection: connection.execute(_TOLD).all())
+        rows = self._execute(lambda connection: connection.execute(_TOLD).all())
         knocks = {row.controller: row.nodes for row in rows if row.controller is not None}
-        return Told(knocks=knocks, resignations=rows[0].resignations)
+        return StandbyReport(contacts=knocks, resignations=rows[0].resignations)
 
-    def resign(self, epoch: int, heir: str) -> None:
-        """Keeps the lease for ``heir``, from the end of this session on. Raises Superseded where another one has it."""
-        if self._asked(lambda connection: connection.execute(_RESIGN, {"epoch": epoch, "heir": heir}).rowcount) == 0:
+    def resign(self, epoch: int, successor: str) -> None:
+        """Keeps the lease for ``successor``, from the end of this session on. Raises Superseded where another one has
+        it."""
+        values = {"epoch": epoch, "successor": successor}
+        if self._execute(lambda connection: connection.execute(_RESIGN, values).rowcount) == 0:
             raise Superseded(f"another controller has taken the lease of epoch {epoch}")
 
     def close(self) -> None:
@@ -182,9 +192,9 @@ class LeaseSession:
         """Makes a call that hangs in the other thread fail soon. Any thread."""
         connection = self._connection
         if connection is not None:
-            cut(connection)
+            abort_connection(connection)
 
-    def _asked(self, question: Callable[[Connection], T]) -> T:
+    def _execute(self, question: Callable[[Connection], T]) -> T:
         try:
             if self._connection is None:
                 self._connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
@@ -192,8 +202,8 @@ class LeaseSession:
             return question(self._connection)
         except BaseException as error:
             self.close()
-            if isinstance(error, DBAPIError) and is_away(error):
-                raise StoreAway(diagnose(error, self._engine.url)) from error
+            if isinstance(error, DBAPIError) and is_unavailable(error):
+                raise DatabaseUnavailable(diagnose(error, self._engine.url)) from error
             raise
 
 

@@ -22,8 +22,8 @@ from sqlalchemy import (
 )
 
 from everstep_controller.store import table_access, tables
-from everstep_controller.store.database_errors import cut
-from everstep_controller.store.rows import AuditRow, Loaded, OutboxRow, VersionRow, cursor_at, place_of
+from everstep_controller.store.database_errors import abort_connection
+from everstep_controller.store.rows import AuditRow, LoadedState, OutboxRow, VersionRow, decode_cursor, encode_cursor
 from everstep_controller.store.table_access import SET_BACK
 
 # ---- ahead
@@ -34,42 +34,42 @@ from everstep_controller.store.table_access import SET_BACK
 # restored from a copy, or a replica that was promoted without the last transactions, gives their numbers once more.
 
 
-class Marks(NamedTuple):
+class RowVersions(NamedTuple):
     """Of records as they were read. ``server``: the run of a server that they hold for. ``nodes``: by node."""
 
     server: str
     nodes: Mapping[str, str]
 
 
-NONE = Marks("", {})
+NO_ROW_VERSIONS = RowVersions("", {})
 
 _SERVER = "SELECT extract(epoch FROM pg_postmaster_start_time())::text"
 _MARKS = "SELECT node, xmin::text || ctid::text AS mark FROM nodes"
 _ROWS = "SELECT node, xmin::text || ctid::text, doc FROM nodes WHERE node = ANY(%(nodes)s)"
 
 
-class Row(NamedTuple):
+class NodeRow(NamedTuple):
     node: str
-    mark: str
+    row_version: str
     doc: str
 
 
-class Changes(NamedTuple):
+class NodeChanges(NamedTuple):
     """``server``: as of ``Marks``. ``same``: nodes whose record is as it was."""
 
     server: str
-    same: Set[str]
-    rows: list[Row]
+    unchanged: Set[str]
+    rows: list[NodeRow]
 
 
-def changes(connection: Connection, known: Marks) -> Changes:
+def changed_nodes(connection: Connection, row_versions: RowVersions) -> NodeChanges:
     """What is not as it was when ``known`` was read."""
     server: str = connection.exec_driver_sql(_SERVER).scalar_one()
-    before = known.nodes if known.server == server else NONE.nodes
+    before = row_versions.nodes if row_versions.server == server else NO_ROW_VERSIONS.nodes
     marks = {row.node: row.mark for row in connection.exec_driver_sql(_MARKS)}
     same = {node for node, mark in marks.items() if before.get(node) == mark}
     rows = connection.exec_driver_sql(_ROWS, {"nodes": list(marks.keys() - same)})
-    return Changes(server, same, [Row(*row) for row in rows])
+    return NodeChanges(server, same, [NodeRow(*row) for row in rows])
 
 
 # ---- history
@@ -85,7 +85,7 @@ def _page(
 ) -> Page:
     """Rows of ``statement`` from after ``cursor`` on, newest first by the columns of ``order``."""
     columns = [table.c[name] for name in order]
-    place = place_of(cursor, tuple(order.values()))
+    place = decode_cursor(cursor, tuple(order.values()))
     if place is not None:
         statement = statement.where(tuple_(*columns) < place)
     statement = statement.order_by(*(desc(column) for column in columns)).limit(limit + 1)
@@ -93,7 +93,7 @@ def _page(
     if len(rows) <= limit:
         return rows, ""
     last = rows[limit - 1]
-    return rows[:limit], cursor_at(kind(last[name]) for name, kind in order.items())
+    return rows[:limit], encode_cursor(kind(last[name]) for name, kind in order.items())
 
 
 def _where(statement: Select[Any], table: Table, **wanted: str) -> Select[Any]:
@@ -103,12 +103,12 @@ def _where(statement: Select[Any], table: Table, **wanted: str) -> Select[Any]:
     return statement
 
 
-def findings(connection: Connection, *, node: str, kind: str, standing: bool | None, cursor: str, limit: int) -> Page:
+def findings(connection: Connection, *, node: str, kind: str, active: bool | None, cursor: str, limit: int) -> Page:
     """Findings as they were seen."""
     table = tables.findings
     statement = _where(select(table), table, node=node, kind=kind)
-    if standing is not None:
-        statement = statement.where(table.c.cleared_at.is_(None) if standing else table.c.cleared_at.is_not(None))
+    if active is not None:
+        statement = statement.where(table.c.cleared_at.is_(None) if active else table.c.cleared_at.is_not(None))
     return _page(connection, statement, table, {"id": int}, cursor, limit)
 
 
@@ -129,9 +129,9 @@ def checkpoints(connection: Connection, *, job: str, verified: bool | None, curs
     return _page(connection, statement, table, order, cursor, limit)
 
 
-def remedies(connection: Connection, *, node: str, state: str, cursor: str, limit: int) -> Page:
+def remediations(connection: Connection, *, node: str, state: str, cursor: str, limit: int) -> Page:
     """Actions asked of the outside."""
-    table = tables.remedies
+    table = tables.remediations
     statement = _where(select(table), table, node=node, state=state)
     return _page(connection, statement, table, {"requested_at": float, "id": str}, cursor, limit)
 
@@ -166,11 +166,11 @@ def newest_verified(connection: Connection, job: str) -> list[VersionRow]:
     return [VersionRow(**row) for row in connection.execute(statement).mappings()]
 
 
-class Following(NamedTuple):
+class EventPage(NamedTuple):
     """The oldest ``rows`` beyond an id, the newest id that retention has deleted, and the newest there is."""
 
     rows: list[AuditRow]
-    pruned: int
+    deleted_through: int
     newest: int
 
 
@@ -215,7 +215,7 @@ def _first_at(connection: Connection, at: float) -> int:
     return int(low)
 
 
-class Reader:
+class HistoryReader:
     """What operators ask of history. A connection of its own, so that a long read delays no decision. Used from one
     thread only, but for ``abort``."""
 
@@ -236,7 +236,7 @@ class Reader:
         """Makes a read that hangs in the other thread fail soon. Any thread."""
         connection = self._connection
         if connection is not None:
-            cut(connection)
+            abort_connection(connection)
 
     def events(
         self,
@@ -273,13 +273,13 @@ class Reader:
             found = [AuditRow(**row) for row in rows]
         return found[::-1] if newest else found
 
-    def following(self, after: int, limit: int) -> Following:
+    def events_after(self, after: int, limit: int) -> EventPage:
         """What the event stream has to know of the log beyond ``after``."""
         rows = self.events(after=after, limit=limit)  # first: what is deleted after it is no gap in these rows
         meta, newest = tables.meta.c, select(func.max(tables.audit.c.id))
         with self._connected() as connection:
             pruned = connection.execute(select(meta.value).where(meta.key == "audit_pruned")).scalar() or 0
-            return Following(rows, pruned, max(pruned, connection.execute(newest).scalar() or 0))
+            return EventPage(rows, pruned, max(pruned, connection.execute(newest).scalar() or 0))
 
     def page(self, query: Callable[[Connection], T]) -> T:
         """Runs a query of ``everstep_controller.store.reader``."""
@@ -320,27 +320,29 @@ VERSIONS_LOADED = 64
 """Versions of each job that a controller starts with."""
 
 
-def load_state(connection: Connection, epoch: int, batch: int, known: Marks = NONE) -> Loaded:
+def load_state(
+    connection: Connection, epoch: int, batch: int, row_versions: RowVersions = NO_ROW_VERSIONS
+) -> LoadedState:
     """Everything that the next life starts from, as ``epoch`` finds it, but records of nodes that are ``known``."""
-    same, nodes = _nodes(connection, known)
+    same, nodes = _nodes(connection, row_versions)
     marks, audit = tables.report_marks.c, tables.audit.c
     newest = connection.execute(select(audit.id).order_by(desc(audit.id)).limit(1)).scalar()
     pruned = select(tables.meta.c.value).where(tables.meta.c.key == "audit_pruned")
     jobs = _pairs(connection, tables.jobs.c.job, tables.jobs.c.doc)
-    return Loaded(
+    return LoadedState(
         epoch=epoch,
         batch=batch,
         fleet=connection.execute(select(tables.fleet.c.doc)).scalar(),
-        same=same,
+        unchanged=same,
         nodes=nodes,
-        standing=_standing(connection),
+        active_findings=_standing(connection),
         jobs=jobs,
         versions=_versions(connection, jobs),
         credentials=table_access.load_credentials(connection),
-        remedies=table_access.load_remedies(connection),
+        remediations=table_access.load_remediations(connection),
         alerts=table_access.load_alerts(connection),
         outbox=_outbox(connection),
-        marks={
+        report_marks={
             (node, incarnation): through
             for node, incarnation, through in connection.execute(select(marks.node, marks.incarnation, marks.through))
         },
@@ -352,11 +354,11 @@ def load_state(connection: Connection, epoch: int, batch: int, known: Marks = NO
     )
 
 
-def _nodes(connection: Connection, known: Marks) -> tuple[Set[str], dict[str, str]]:
+def _nodes(connection: Connection, known: RowVersions) -> tuple[Set[str], dict[str, str]]:
     if not known.nodes:
         return frozenset(), _pairs(connection, tables.nodes.c.node, tables.nodes.c.doc)
-    found = changes(connection, known)
-    return found.same, {row.node: row.doc for row in found.rows}
+    found = changed_nodes(connection, known)
+    return found.unchanged, {row.node: row.doc for row in found.rows}
 
 
 def _pairs(connection: Connection, key: Column[Any], doc: Column[Any]) -> dict[str, str]:
@@ -364,7 +366,7 @@ def _pairs(connection: Connection, key: Column[Any], doc: Column[Any]) -> dict[s
 
 
 def _standing(connection: Connection) -> dict[tuple[str, str], str]:
-    standing = tables.standing_findings.c
+    standing = tables.active_findings.c
     query = select(standing.node, standing.key, standing.doc).order_by(standing.node, standing.key)
     return {(node, key): doc for node, key, doc in connection.execute(query)}
 

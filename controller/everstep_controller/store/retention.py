@@ -19,10 +19,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from everstep.errors import Unavailable
 from everstep_controller.store import table_access, tables
-from everstep_controller.store.table_access import followed_by, upsert
-from everstep_controller.store.threads import Store
+from everstep_controller.store.table_access import id_before_newest, upsert
+from everstep_controller.store.threads import DatabaseStore
 
-BITE = 500
+DELETE_BATCH_ROWS = 500
 """Rows at a time: a few milliseconds, in which no decision is written."""
 ORDERS_PRUNED = "orders_pruned"
 """Key in ``meta``: the newest id of a line by people that retention may delete."""
@@ -30,7 +30,7 @@ VERSIONS_KEPT = 1000
 """Versions of each job: it commits about two a second."""
 
 
-class Keep(msgspec.Struct, frozen=True, kw_only=True):
+class RetentionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What stays: everything younger than ``since`` (wall seconds), but at most the newest ``events`` of the audit log,
     ``rows`` of verdicts, of findings and of remedies each, ``generations`` of each job. Of what people wrote in the
     audit log the newest ``orders`` lines stay, whatever their age."""
@@ -42,36 +42,36 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
     generations: int
 
 
-class Bite(msgspec.Struct, frozen=True):
+class DeleteBatch(msgspec.Struct, frozen=True):
     """Rows to delete, by their primary keys; ``may_go`` is looked at once more."""
 
     table: Table
     keys: list[tuple[Any, ...]]
-    may_go: ColumnElement[bool] | None = None
+    condition: ColumnElement[bool] | None = None
 
-    def take(self, connection: Connection) -> None:
+    def execute(self, connection: Connection) -> None:
         """Deletes them."""
         columns = list(self.table.primary_key.columns)
         one = len(columns) == 1
         wanted = columns[0].in_([key[0] for key in self.keys]) if one else tuple_(*columns).in_(self.keys)
-        connection.execute(delete(self.table).where(wanted, *_given(self.may_go)))
+        connection.execute(delete(self.table).where(wanted, *_given(self.condition)))
 
 
-class OrdersBite(Bite, frozen=True):
+class OrdersDeleteBatch(DeleteBatch, frozen=True):
     """Lines of the audit log that people wrote, oldest first. The mark up to which the triggers let them go moves with
     it."""
 
-    def take(self, connection: Connection) -> None:
+    def execute(self, connection: Connection) -> None:
         """Deletes them."""
         upsert(connection, tables.meta, [{"key": ORDERS_PRUNED, "value": self.keys[-1][0]}])
-        super().take(connection)
+        super().execute(connection)
 
 
-Choose = Callable[[Connection], Bite | None]
+ChooseBatch = Callable[[Connection], DeleteBatch | None]
 """Looks for the next rows to delete, in the reading thread; None where there are no more."""
 
 
-def prune_events(connection: Connection, keep: Keep) -> int:
+def prune_events(connection: Connection, keep: RetentionLimits) -> int:
     """Deletes the oldest lines of the audit log that no person wrote, never the newest of all, which says how far time
     has come. Returns how many ids it has gone through: BITE where there may be more."""
     audit, meta = tables.audit.c, tables.meta.c
@@ -80,25 +80,25 @@ def prune_events(connection: Connection, keep: Keep) -> int:
     oldest, newest = connection.execute(beyond).one()
     if oldest is None:
         return 0
-    most = min(oldest + BITE - 1, newest - 1)
+    most = min(oldest + DELETE_BATCH_ROWS - 1, newest - 1)
     old = connection.execute(select(func.max(audit.id)).where(audit.id <= most, audit.at < keep.since)).scalar() or 0
-    through = max(old, min(most, followed_by(connection, newest, keep.events)))
+    through = max(old, min(most, id_before_newest(connection, newest, keep.events)))
     if through < oldest:
         return 0
     connection.execute(update(tables.meta).where(meta.key == "audit_pruned").values(value=through))
-    going = delete(tables.audit).where(audit.id.between(oldest, through), not_(table_access.wrote()))
+    going = delete(tables.audit).where(audit.id.between(oldest, through), not_(table_access.is_written_by_person()))
     connection.execute(going)
     return int(through - oldest + 1)
 
 
-def chores(connection: Connection, keep: Keep) -> list[Choose]:
+def find_deletions(connection: Connection, keep: RetentionLimits) -> list[ChooseBatch]:
     """Where there may be rows to delete: for the reading thread, as is each of what it returns. Nothing that a
     controller starts from goes."""
-    found: list[Choose] = [
+    found: list[ChooseBatch] = [
         lambda connection: _orders(connection, keep),
         lambda connection: _verdicts(connection, keep),
         lambda connection: _ended(connection, tables.findings, "cleared_at", "id", keep),
-        lambda connection: _ended(connection, tables.remedies, "ended_at", "requested_at", keep),
+        lambda connection: _ended(connection, tables.remediations, "ended_at", "requested_at", keep),
     ]
     for table, most in (
         (tables.generations, keep.generations),
@@ -109,27 +109,27 @@ def chores(connection: Connection, keep: Keep) -> list[Choose]:
     return found
 
 
-def _orders(connection: Connection, keep: Keep) -> Bite | None:
+def _orders(connection: Connection, keep: RetentionLimits) -> DeleteBatch | None:
     """The oldest lines that people wrote, beyond their own number."""
     audit = tables.audit.c
-    theirs = audit.kind.in_(table_access.kinds_they_wrote(connection))
+    theirs = audit.kind.in_(table_access.kinds_written_by_people(connection))
     surplus = (
         connection.execute(select(func.count()).select_from(tables.audit).where(theirs)).scalar_one() - keep.orders
     )
     if surplus <= 0:
         return None
-    oldest = select(audit.id).where(theirs).order_by(audit.id).limit(min(surplus, BITE))
-    return OrdersBite(tables.audit, [tuple(row) for row in connection.execute(oldest)])
+    oldest = select(audit.id).where(theirs).order_by(audit.id).limit(min(surplus, DELETE_BATCH_ROWS))
+    return OrdersDeleteBatch(tables.audit, [tuple(row) for row in connection.execute(oldest)])
 
 
-def _verdicts(connection: Connection, keep: Keep) -> Bite | None:
+def _verdicts(connection: Connection, keep: RetentionLimits) -> DeleteBatch | None:
     """All but the newest of each node, which may be why it stands where it stands."""
     verdicts, later = tables.verdicts, tables.verdicts.alias()
     superseded = select(later.c.id).where(later.c.node == verdicts.c.node, later.c.at > verdicts.c.at).exists()
     return _old(connection, verdicts, superseded, verdicts.c.at < keep.since, verdicts.c.at, keep)
 
 
-def _ended(connection: Connection, table: Table, ended: str, order: str, keep: Keep) -> Bite | None:
+def _ended(connection: Connection, table: Table, ended: str, order: str, keep: RetentionLimits) -> DeleteBatch | None:
     """What is over; what stands stays, however much it is."""
     return _old(connection, table, table.c[ended].is_not(None), table.c[ended] < keep.since, table.c[order], keep)
 
@@ -140,13 +140,13 @@ def _old(
     may_go: ColumnElement[bool],
     too_old: ColumnElement[bool],
     order: ColumnElement[Any],
-    keep: Keep,
-) -> Bite | None:
+    keep: RetentionLimits,
+) -> DeleteBatch | None:
     """Of what ``may_go``: a bite of what is ``too_old``, or else the first in ``order`` of what is too much."""
-    old = connection.execute(select(table.c.id).where(may_go, too_old).limit(BITE)).all()
+    old = connection.execute(select(table.c.id).where(may_go, too_old).limit(DELETE_BATCH_ROWS)).all()
     if not old:
         surplus = connection.execute(select(func.count()).select_from(table)).scalar_one() - keep.rows
-        first = select(table.c.id).where(may_go).order_by(order).limit(min(surplus, BITE))
+        first = select(table.c.id).where(may_go).order_by(order).limit(min(surplus, DELETE_BATCH_ROWS))
         old = connection.execute(first).all() if surplus > 0 else old
     return _bite(table, old, may_go)
 
@@ -156,17 +156,19 @@ def _jobs_with_more(connection: Connection, table: Table, most: int) -> list[str
     return list(connection.execute(counted).scalars())
 
 
-def _of_job(table: Table, job: str, most: int) -> Choose:
+def _of_job(table: Table, job: str, most: int) -> ChooseBatch:
     """The oldest rows of a job beyond its newest ``most``; but a job's newest verified version stays."""
     _, *places = table.primary_key.columns
 
-    def choose(connection: Connection) -> Bite | None:
+    def choose(connection: Connection) -> DeleteBatch | None:
         mine = select(*table.primary_key.columns).where(table.c.job == job)
         last = connection.execute(mine.order_by(*(one.desc() for one in places)).offset(most).limit(1)).first()
         if last is None:
             return None
         may_go = _not_newest_verified() if table is tables.versions else None
-        beyond = mine.where(tuple_(*places) <= tuple(last)[1:], *_given(may_go)).order_by(*places).limit(BITE)
+        beyond = (
+            mine.where(tuple_(*places) <= tuple(last)[1:], *_given(may_go)).order_by(*places).limit(DELETE_BATCH_ROWS)
+        )
         return _bite(table, connection.execute(beyond).all(), may_go)
 
     return choose
@@ -179,9 +181,9 @@ def _not_newest_verified() -> ColumnElement[bool]:
     return or_(versions.verified_at.is_(None), verified.exists())
 
 
-def _bite(table: Table, rows: Sequence[Any], may_go: ColumnElement[bool] | None = None) -> Bite | None:
+def _bite(table: Table, rows: Sequence[Any], may_go: ColumnElement[bool] | None = None) -> DeleteBatch | None:
     keys = [tuple(row) for row in rows]
-    return Bite(table, keys, may_go) if keys else None
+    return DeleteBatch(table, keys, may_go) if keys else None
 
 
 def _given(condition: ColumnElement[bool] | None) -> tuple[ColumnElement[bool], ...]:
@@ -194,11 +196,13 @@ def _given(condition: ColumnElement[bool] | None) -> tuple[ColumnElement[bool], 
 log = logging.getLogger(__name__)
 
 ROUND_S = 60.0
-BETWEEN_BITES_S = 0.05
+BATCH_PAUSE_S = 0.05
 """So that deleting a long history takes a tenth of the database's time at most."""
 
 
-async def retaining(store: Store, keep: Callable[[], Keep], *, first_s: float = ROUND_S) -> None:
+async def run_retention(
+    store: DatabaseStore, limits: Callable[[], RetentionLimits], *, first_s: float = ROUND_S
+) -> None:
     """Runs until cancelled.
 
     Args:
@@ -210,19 +214,19 @@ async def retaining(store: Store, keep: Callable[[], Keep], *, first_s: float = 
         await asyncio.sleep(wait_s)
         wait_s = ROUND_S
         try:
-            await _round(store, keep())
+            await _round(store, limits())
         except (Unavailable, SQLAlchemyError) as error:
             log.warning("old history was not deleted, to be tried again in %.0f s: %s", ROUND_S, error)
 
 
-async def _round(store: Store, keep: Keep) -> None:
-    while await store.write(lambda connection: prune_events(connection, keep)) >= BITE:
-        await asyncio.sleep(BETWEEN_BITES_S)
-    for chore in await store.look(lambda connection: chores(connection, keep)):
+async def _round(store: DatabaseStore, keep: RetentionLimits) -> None:
+    while await store.write(lambda connection: prune_events(connection, keep)) >= DELETE_BATCH_ROWS:
+        await asyncio.sleep(BATCH_PAUSE_S)
+    for chore in await store.query(lambda connection: find_deletions(connection, keep)):
         await _done(store, chore)
 
 
-async def _done(store: Store, chore: Choose) -> None:
-    while (bite := await store.look(chore)) is not None:
-        await store.write(bite.take)
-        await asyncio.sleep(BETWEEN_BITES_S)
+async def _done(store: DatabaseStore, chore: ChooseBatch) -> None:
+    while (bite := await store.query(chore)) is not None:
+        await store.write(bite.execute)
+        await asyncio.sleep(BATCH_PAUSE_S)

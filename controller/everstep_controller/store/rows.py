@@ -91,7 +91,7 @@ class PoisonedRow(msgspec.Struct, frozen=True, kw_only=True):
     number: int
 
 
-KEPT_DEAD_S = 30 * 86400.0
+DEAD_CREDENTIAL_KEPT_S = 30 * 86400.0
 """Seconds for which a credential that expired or was revoked is still listed; the audit log has it for longer."""
 
 
@@ -113,13 +113,13 @@ class CredentialRow(msgspec.Struct, frozen=True, kw_only=True):
     replaces: bool = False
     note: str = ""
 
-    def died_at(self) -> float | None:
+    def ends_at(self) -> float | None:
         """When it stopped, or will stop, being good; None: it has no end yet."""
         return self.expires_at if self.revoked_at is None else self.revoked_at
 
-    def alive(self, now: float) -> bool:
+    def is_valid_at(self, now: float) -> bool:
         """Whether it is good at ``now``."""
-        end = self.died_at()
+        end = self.ends_at()
         return end is None or now < end
 
 
@@ -133,23 +133,23 @@ class FindingRow(msgspec.Struct, frozen=True, kw_only=True):
     doc: str = ""
 
 
-class RemedyState(StrEnum):
-    """How far a remedy has come. BEGUN: it may have been asked for outside."""
+class RemediationState(StrEnum):
+    """How far a remediation has come. STARTED: it may have been asked for outside."""
 
-    WANTED = "wanted"
-    BEGUN = "begun"
+    REQUESTED = "requested"
+    STARTED = "started"
     CONFIRMED = "confirmed"
     FAILED = "failed"
     SUPERSEDED = "superseded"
 
 
-class RemedyRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One remedy asked of the outside. ``doc`` is ``core.effects.Remedy`` in JSON; times are wall seconds."""
+class RemediationRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One remedy asked of the outside. ``doc`` is ``core.effects.Remediation`` in JSON; times are wall seconds."""
 
     id: str
     node: str
     kind: str
-    state: RemedyState
+    state: RemediationState
     requested_at: float
     doc: str
     ended_at: float | None = None
@@ -166,10 +166,10 @@ class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
 class Batch(msgspec.Struct, kw_only=True):
     """Everything one transaction writes: the outcome of one or more events, none of them in part.
 
-    ``nodes``, ``jobs`` and ``fleet`` are documents that replace what is there. ``standing`` maps (node, key) to a
-    finding's document, or to nothing where it stands no more. ``pruned`` maps a node to the
-    directive number up to which it has everything; ``dropped`` are nodes and numbers of directives that newer ones made
-    pointless; ``marks`` maps (node, incarnation) to its newest report number.
+    ``nodes``, ``jobs`` and ``fleet`` are documents that replace what is there. ``active_findings`` maps (node, key) to
+    a finding's document, or to nothing where it stands no more. ``acknowledged`` maps a node to the directive number
+    up to which it has everything; ``superseded`` are nodes and numbers of directives that newer ones made pointless;
+    ``report_marks`` maps (node, incarnation) to its newest report number.
     ``forgotten_nodes`` and ``forgotten_jobs`` are deleted with all that is kept for them alone, before anything is
     written: what is written of one of them came after.
     ``number`` is the store's: one more than that of the batch before, so that none is applied twice.
@@ -179,7 +179,7 @@ class Batch(msgspec.Struct, kw_only=True):
 
     fleet: str | None = None
     nodes: dict[str, str] = msgspec.field(default_factory=dict)
-    standing: dict[tuple[str, str], str] = msgspec.field(default_factory=dict)
+    active_findings: dict[tuple[str, str], str] = msgspec.field(default_factory=dict)
     jobs: dict[str, str] = msgspec.field(default_factory=dict)
     generations: list[GenerationRow] = msgspec.field(default_factory=list)
     versions: dict[tuple[str, int, int], VersionRow] = msgspec.field(default_factory=dict)
@@ -187,12 +187,12 @@ class Batch(msgspec.Struct, kw_only=True):
     verdicts: list[VerdictRow] = msgspec.field(default_factory=list)
     audit: list[AuditRow] = msgspec.field(default_factory=list)
     outbox: list[OutboxRow] = msgspec.field(default_factory=list)
-    pruned: dict[str, int] = msgspec.field(default_factory=dict)
-    dropped: list[tuple[str, int]] = msgspec.field(default_factory=list)
-    marks: dict[tuple[str, int], int] = msgspec.field(default_factory=dict)
+    acknowledged: dict[str, int] = msgspec.field(default_factory=dict)
+    superseded: list[tuple[str, int]] = msgspec.field(default_factory=list)
+    report_marks: dict[tuple[str, int], int] = msgspec.field(default_factory=dict)
     poisoned: list[PoisonedRow] = msgspec.field(default_factory=list)
     credentials: dict[str, CredentialRow] = msgspec.field(default_factory=dict)
-    remedies: dict[str, RemedyRow] = msgspec.field(default_factory=dict)
+    remediations: dict[str, RemediationRow] = msgspec.field(default_factory=dict)
     findings: list[FindingRow] = msgspec.field(default_factory=list)
     forgotten_nodes: dict[str, None] = msgspec.field(default_factory=dict)
     forgotten_jobs: dict[str, None] = msgspec.field(default_factory=dict)
@@ -200,7 +200,7 @@ class Batch(msgspec.Struct, kw_only=True):
     def __bool__(self) -> bool:
         return self.fleet is not None or any(len(getattr(self, name)) > 0 for name in (*_KEYED, *_LISTED))
 
-    def absorb(self, later: Batch) -> None:
+    def merge(self, later: Batch) -> None:
         """Adds what came after, as if both had been one transaction from the start."""
         for node in later.forgotten_nodes:
             self.forget_node(node)
@@ -216,21 +216,23 @@ class Batch(msgspec.Struct, kw_only=True):
             self.versions[place] = row
         for name in _REPLACED:
             getattr(self, name).update(getattr(later, name))
-        dropped = set(self.dropped)
+        dropped = set(self.superseded)
         self.outbox = [
-            row for row in self.outbox if row.seq > self.pruned.get(row.node, -1) and (row.node, row.seq) not in dropped
+            row
+            for row in self.outbox
+            if row.seq > self.acknowledged.get(row.node, -1) and (row.node, row.seq) not in dropped
         ]
 
     def forget_node(self, node: str) -> None:
         """The node is deleted, and nothing that was to be written of it is."""
         self.forgotten_nodes[node] = None
         self.nodes.pop(node, None)
-        self.pruned.pop(node, None)
-        self.standing = {place: doc for place, doc in self.standing.items() if place[0] != node}
-        self.marks = {place: through for place, through in self.marks.items() if place[0] != node}
+        self.acknowledged.pop(node, None)
+        self.active_findings = {place: doc for place, doc in self.active_findings.items() if place[0] != node}
+        self.report_marks = {place: through for place, through in self.report_marks.items() if place[0] != node}
         self.verdicts = [row for row in self.verdicts if row.node != node]
         self.outbox = [row for row in self.outbox if row.node != node]
-        self.dropped = [place for place in self.dropped if place[0] != node]
+        self.superseded = [place for place in self.superseded if place[0] != node]
 
     def forget_job(self, job: str) -> None:
         """The same of a job."""
@@ -240,43 +242,43 @@ class Batch(msgspec.Struct, kw_only=True):
         self.generations = [row for row in self.generations if row.job != job]
         self.recoveries = [row for row in self.recoveries if row.job != job]
 
-    def size(self) -> int:
+    def approximate_bytes(self) -> int:
         """About how many bytes of memory it holds."""
-        texts = [self.fleet or "", *self.nodes.values(), *self.standing.values(), *self.jobs.values()]
+        texts = [self.fleet or "", *self.nodes.values(), *self.active_findings.values(), *self.jobs.values()]
         texts += [row.body for row in self.outbox] + [row.doc for row in self.generations]
-        for documented in (self.recoveries, self.verdicts, self.findings, self.remedies.values()):
+        for documented in (self.recoveries, self.verdicts, self.findings, self.remediations.values()):
             texts += [row.doc for row in documented]
         texts += [text for row in self.audit for text in (row.sentence, row.detail)]
         rows = sum(len(getattr(self, name)) for name in (*_KEYED, *_LISTED))
         return sum(len(text) for text in texts) + _ROW_BYTES * rows
 
 
-_REPLACED = ("nodes", "standing", "jobs", "pruned", "marks", "credentials", "remedies")
+_REPLACED = ("nodes", "active_findings", "jobs", "acknowledged", "report_marks", "credentials", "remediations")
 _KEYED = (*_REPLACED, "versions", "forgotten_nodes", "forgotten_jobs")
-_LISTED = ("generations", "recoveries", "verdicts", "audit", "outbox", "dropped", "poisoned", "findings")
+_LISTED = ("generations", "recoveries", "verdicts", "audit", "outbox", "superseded", "poisoned", "findings")
 _ROW_BYTES = 400
 """Of an object's own in memory, beside its text."""
 
 
-class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+class LoadedState(msgspec.Struct, frozen=True, kw_only=True):
     """What a controller starts from. ``batch``: number of the newest batch that was applied; ``same``: nodes whose
     records it has read before, which are not among ``nodes``."""
 
     epoch: int
     batch: int
     fleet: str | None
-    same: Set[str] = frozenset()
+    unchanged: Set[str] = frozenset()
     nodes: dict[str, str]
-    standing: dict[tuple[str, str], str]
+    active_findings: dict[tuple[str, str], str]
     jobs: dict[str, str]
     outbox: list[OutboxRow]
-    marks: dict[tuple[str, int], int]
+    report_marks: dict[tuple[str, int], int]
     poisoned: frozenset[tuple[str, int, int]]
     newest_audit: int
     newest_at: float
     versions: list[VersionRow]
     credentials: list[CredentialRow] = msgspec.field(default_factory=list)
-    remedies: list[RemedyRow] = msgspec.field(default_factory=list)
+    remediations: list[RemediationRow] = msgspec.field(default_factory=list)
     alerts: list[AlertRow] = msgspec.field(default_factory=list)
 
 
@@ -286,12 +288,12 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 _BETWEEN = "~"
 
 
-def cursor_at(place: Iterable[Any]) -> str:
+def encode_cursor(values: Iterable[Any]) -> str:
     """The cursor of the page after this place."""
-    return _BETWEEN.join(repr(part) if isinstance(part, float) else str(part) for part in place)
+    return _BETWEEN.join(repr(part) if isinstance(part, float) else str(part) for part in values)
 
 
-def place_of(cursor: str, kinds: Sequence[type]) -> tuple[Any, ...] | None:
+def decode_cursor(cursor: str, kinds: Sequence[type]) -> tuple[Any, ...] | None:
     """The values in a cursor; None in the empty one. Raises MalformedMessage for one that nobody was given."""
     if not cursor:
         return None

@@ -12,27 +12,27 @@ from typing import Any, TypeVar
 import msgspec
 from sqlalchemy import Connection, update
 
-from everstep_controller.core.effects import Remedy
-from everstep_controller.core.records import FleetRecord, JobRecord, NodeRecord, Window
-from everstep_controller.runtime.startup_state import Known
+from everstep_controller.core.effects import Remediation
+from everstep_controller.core.records import FleetRecord, JobRecord, MaintenanceWindow, NodeRecord
+from everstep_controller.runtime.startup_state import KnownRecords
 from everstep_controller.runtime.transaction import without_findings
 from everstep_controller.store import table_access, tables
-from everstep_controller.store.rows import AuditRow, Batch, CredentialRow, Loaded
+from everstep_controller.store.rows import AuditRow, Batch, CredentialRow, LoadedState
 
 T = TypeVar("T")
-Move = Callable[[float], float]
+ShiftTime = Callable[[float], float]
 """Makes a time of the wrong clock one of the right clock."""
 
-FARTHEST_S = 400 * 86400.0
+MAX_SET_BACK_S = 400 * 86400.0
 """Nothing is due later than this after it was written, so a larger number is no time."""
-NOT_MOVED = ("maintenance_until", "value", "threshold")
+UNSHIFTED_FIELDS = ("maintenance_until", "value", "threshold")
 """Fields that a person chose (as all of a ``Window``), or whose numbers are no times."""
 HISTORY = (
     tables.verdicts.c.at,
     tables.findings.c.at,
     tables.findings.c.cleared_at,
-    tables.remedies.c.requested_at,
-    tables.remedies.c.ended_at,
+    tables.remediations.c.requested_at,
+    tables.remediations.c.ended_at,
     tables.generations.c.issued_at,
     tables.versions.c.committed_at,
     tables.versions.c.verified_at,
@@ -40,7 +40,7 @@ HISTORY = (
 """Columns by which history is sorted, and deleted by age. The audit log is append-only, and keeps its times."""
 
 
-def set_back(loaded: Loaded, known: Known, wall: float) -> tuple[Loaded, Batch]:
+def set_times_back(loaded: LoadedState, known: KnownRecords, wall: float) -> tuple[LoadedState, Batch]:
     """What the next life starts from, with no time of the past later than ``wall``, and the batch that stores it.
 
     A time up to the newest one in the database becomes ``wall``. A later one was due some time after that, and stays
@@ -54,20 +54,22 @@ def set_back(loaded: Loaded, known: Known, wall: float) -> tuple[Loaded, Batch]:
     newest = loaded.newest_at
 
     def move(at: float) -> float:
-        if not wall < at < newest + FARTHEST_S:
+        if not wall < at < newest + MAX_SET_BACK_S:
             return at
         return wall if at <= newest else at - (newest - wall)
 
-    records = [known.records[node] for node in loaded.same]
+    records = [known.records[node] for node in loaded.unchanged]
     records += [msgspec.json.decode(doc, type=NodeRecord) for doc in loaded.nodes.values()]
-    nodes = {record.node: _text(moved(without_findings(record), move)) for record in records}
-    jobs = {job: _text(moved(msgspec.json.decode(doc, type=JobRecord), move)) for job, doc in loaded.jobs.items()}
+    nodes = {record.node: _text(shift_times(without_findings(record), move)) for record in records}
+    jobs = {job: _text(shift_times(msgspec.json.decode(doc, type=JobRecord), move)) for job, doc in loaded.jobs.items()}
     fleet = None
     if loaded.fleet is not None:
-        fleet = _text(moved(msgspec.json.decode(loaded.fleet, type=FleetRecord), move))
+        fleet = _text(shift_times(msgspec.json.decode(loaded.fleet, type=FleetRecord), move))
     remedies = [
-        msgspec.structs.replace(moved(row, move), doc=_text(moved(msgspec.json.decode(row.doc, type=Remedy), move)))
-        for row in loaded.remedies
+        msgspec.structs.replace(
+            shift_times(row, move), doc=_text(shift_times(msgspec.json.decode(row.doc, type=Remediation), move))
+        )
+        for row in loaded.remediations
     ]
     credentials = [_credential(row, wall, move) for row in loaded.credentials]
     line = AuditRow(
@@ -83,19 +85,19 @@ def set_back(loaded: Loaded, known: Known, wall: float) -> tuple[Loaded, Batch]:
         fleet=fleet,
         nodes=nodes,
         jobs=jobs,
-        remedies={row.id: row for row in remedies},
+        remediations={row.id: row for row in remedies},
         credentials={row.id: row for row in credentials},
         audit=[line],
     )
     after = msgspec.structs.replace(
         loaded,
         fleet=fleet,
-        same=frozenset(),
+        unchanged=frozenset(),
         nodes=nodes,
         jobs=jobs,
-        remedies=remedies,
+        remediations=remedies,
         credentials=credentials,
-        versions=[moved(row, move) for row in loaded.versions],
+        versions=[shift_times(row, move) for row in loaded.versions],
         newest_audit=line.id,
         newest_at=wall,
     )
@@ -109,27 +111,27 @@ def clamp_history(connection: Connection, wall: float) -> None:
     table_access.mark(connection, wall)
 
 
-def moved(value: T, move: Move) -> T:
+def shift_times(value: T, shift: ShiftTime) -> T:
     """A copy of ``value``, a struct or a container, with each float in it moved."""
     changed: Any = value
     if isinstance(value, float):
-        changed = move(value)
-    elif isinstance(value, msgspec.Struct) and not isinstance(value, Window):
-        names = [name for name in value.__struct_fields__ if name not in NOT_MOVED]
-        changed = msgspec.structs.replace(value, **{name: moved(getattr(value, name), move) for name in names})
+        changed = shift(value)
+    elif isinstance(value, msgspec.Struct) and not isinstance(value, MaintenanceWindow):
+        names = [name for name in value.__struct_fields__ if name not in UNSHIFTED_FIELDS]
+        changed = msgspec.structs.replace(value, **{name: shift_times(getattr(value, name), shift) for name in names})
     elif isinstance(value, dict):
-        changed = {key: moved(one, move) for key, one in value.items()}
+        changed = {key: shift_times(one, shift) for key, one in value.items()}
     elif isinstance(value, list):
-        changed = [moved(one, move) for one in value]
+        changed = [shift_times(one, shift) for one in value]
     elif isinstance(value, tuple):
-        changed = tuple(moved(one, move) for one in value)
+        changed = tuple(shift_times(one, shift) for one in value)
     result: T = changed
     return result
 
 
-def _credential(row: CredentialRow, wall: float, move: Move) -> CredentialRow:
+def _credential(row: CredentialRow, wall: float, move: ShiftTime) -> CredentialRow:
     """The end of a credential that was issued under the right clock is right."""
-    after = moved(row, move)
+    after = shift_times(row, move)
     return after if row.created_at > wall else msgspec.structs.replace(after, expires_at=row.expires_at)
 
 

@@ -42,7 +42,14 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.dml import Insert
 
 from everstep_controller.store import tables
-from everstep_controller.store.rows import KEPT_DEAD_S, AlertRow, CredentialRow, FindingRow, RemedyRow, RemedyState
+from everstep_controller.store.rows import (
+    DEAD_CREDENTIAL_KEPT_S,
+    AlertRow,
+    CredentialRow,
+    FindingRow,
+    RemediationRow,
+    RemediationState,
+)
 
 # ---- people
 # Which lines of the audit log people wrote. They have a quota of their own, so that no node pushes them out.
@@ -60,7 +67,7 @@ _KINDS = text(
 )
 
 
-def wrote() -> ColumnElement[bool]:
+def is_written_by_person() -> ColumnElement[bool]:
     """Whether a line is theirs. The triggers of the audit log say the same (migration 0002)."""
     return and_(or_(*(_KIND.like(prefix + "%") for prefix in PREFIXES)), _KIND != OF_NODES)
 
@@ -70,7 +77,7 @@ def kinds(connection: Connection) -> list[str]:
     return list(connection.execute(_KINDS).scalars())
 
 
-def kinds_they_wrote(connection: Connection) -> list[str]:
+def kinds_written_by_people(connection: Connection) -> list[str]:
     """Those of them that people wrote."""
     return [kind for kind in kinds(connection) if kind.startswith(PREFIXES) and kind != OF_NODES]
 
@@ -102,12 +109,12 @@ def newest_at(connection: Connection) -> float:
 def is_copy(connection: Connection) -> bool:
     """Whether the database is a restored copy that no controller has led over yet. Its newest time may be old."""
     found = {row.key: row.value for row in connection.execute(select(_META.key, _META.value))}
-    return "led" in found and found["epoch"] - found["led"] >= LIVES
+    return "last_writing_epoch" in found and found["epoch"] - found["last_writing_epoch"] >= COPY_EPOCH_GAP
 
 
 Row = dict[str, Any]
 
-WORTH_ARRAYS = 8
+MIN_ROWS_FOR_ARRAYS = 8
 """Rows from which on one statement with arrays is quicker than one for each."""
 _PARAMETER = re.compile(r"%\((\w+)\)s(?:::(\w+))?")
 _INSERT = re.compile(r"(INSERT INTO \w+ \([^)]*\)) VALUES \(((?:%\(\w+\)s(?:::\w+)?(?:, )?)+)\)(.*)", re.DOTALL)
@@ -121,7 +128,7 @@ def execute_many(connection: Connection, statement: Executable, rows: Sequence[R
     if not rows:
         return
     text, given = _compiled(statement, connection.dialect, tuple(rows[0]))
-    if len(rows) >= WORTH_ARRAYS and connection.dialect.name == "postgresql" and (one := _with_arrays(text)):
+    if len(rows) >= MIN_ROWS_FOR_ARRAYS and connection.dialect.name == "postgresql" and (one := _with_arrays(text)):
         text, numbers = one
         arrays = {name: [row[name] for row in rows] for name in rows[0]}
         for name in numbers:  # an array is of one type: no whole numbers among others
@@ -167,10 +174,12 @@ def _compiled(
 # Inserting rows, or bringing those up to date that are there.
 
 
-def upsert(connection: Connection, table: Table, rows: list[dict[str, Any]], *, whole: bool = False) -> None:
+def upsert(
+    connection: Connection, table: Table, rows: list[dict[str, Any]], *, overwrite_with_none: bool = False
+) -> None:
     """Inserts rows, or updates every other column where the primary key is there; None leaves a column as it is,
-    unless rows are ``whole``."""
-    execute_many(connection, _upsert_statement(connection.dialect.name, table, whole), rows)
+    unless ``overwrite_with_none``."""
+    execute_many(connection, _upsert_statement(connection.dialect.name, table, overwrite_with_none), rows)
 
 
 @cache
@@ -193,19 +202,19 @@ def _upsert_statement(dialect_name: str, table: Table, whole: bool) -> Insert:
 # ---- alerts
 # The table of alerts that were told. Every function blocks, and belongs into the transaction of its caller.
 
-_OVER = delete(tables.told_alerts).where(tables.told_alerts.c.fingerprint == bindparam("of"))
+_OVER = delete(tables.notified_alerts).where(tables.notified_alerts.c.fingerprint == bindparam("of"))
 
 
 def load_alerts(connection: Connection) -> list[AlertRow]:
     """Every alert whose end has not been told."""
-    table = tables.told_alerts
+    table = tables.notified_alerts
     return [AlertRow(**row) for row in connection.execute(select(table).order_by(table.c.fingerprint)).mappings()]
 
 
-def write_alerts(connection: Connection, told: Collection[AlertRow], over: Collection[str]) -> None:
+def write_alerts(connection: Connection, notified: Collection[AlertRow], resolved: Collection[str]) -> None:
     """Inserts or replaces ``told``, and deletes those whose fingerprints are in ``over``."""
-    upsert(connection, tables.told_alerts, [msgspec.structs.asdict(row) for row in told])
-    execute_many(connection, _OVER, [{"of": fingerprint} for fingerprint in over])
+    upsert(connection, tables.notified_alerts, [msgspec.structs.asdict(row) for row in notified])
+    execute_many(connection, _OVER, [{"of": fingerprint} for fingerprint in resolved])
 
 
 # ---- credentials
@@ -226,27 +235,29 @@ def write_credentials(connection: Connection, rows: Collection[CredentialRow]) -
         return
     now = max(row.revoked_at or row.created_at for row in rows)
     table = tables.credentials
-    upsert(connection, table, values, whole=True)
+    upsert(connection, table, values, overwrite_with_none=True)
     died_at = func.coalesce(table.c.revoked_at, table.c.expires_at)
-    connection.execute(delete(table).where(died_at < bindparam("then")), {"then": now - KEPT_DEAD_S})
+    connection.execute(delete(table).where(died_at < bindparam("then")), {"then": now - DEAD_CREDENTIAL_KEPT_S})
 
 
 # ---- remedies
 # The remedies' table. Every function blocks, and belongs into the transaction of its caller.
 
-OPEN = (RemedyState.WANTED, RemedyState.BEGUN)
+OPEN_STATES = (RemediationState.REQUESTED, RemediationState.STARTED)
 
 
-def load_remedies(connection: Connection) -> list[RemedyRow]:
+def load_remediations(connection: Connection) -> list[RemediationRow]:
     """What has not ended, oldest first."""
-    table = tables.remedies
-    rows = connection.execute(select(table).where(table.c.state.in_(OPEN)).order_by(table.c.requested_at, table.c.id))
-    return [RemedyRow(**{**row, "state": RemedyState(row["state"])}) for row in rows.mappings()]
+    table = tables.remediations
+    rows = connection.execute(
+        select(table).where(table.c.state.in_(OPEN_STATES)).order_by(table.c.requested_at, table.c.id)
+    )
+    return [RemediationRow(**{**row, "state": RemediationState(row["state"])}) for row in rows.mappings()]
 
 
-def write_remedies(connection: Connection, rows: Collection[RemedyRow]) -> None:
+def write_remediations(connection: Connection, rows: Collection[RemediationRow]) -> None:
     """Inserts rows, or brings those of the same id up to date."""
-    upsert(connection, tables.remedies, [msgspec.structs.asdict(row) for row in rows])
+    upsert(connection, tables.remediations, [msgspec.structs.asdict(row) for row in rows])
 
 
 # ---- findings
@@ -311,22 +322,22 @@ def _rounds(rows: Sequence[FindingRow]) -> Iterator[tuple[list[FindingRow], list
 # restores a dump). The first life that finds it so leaves out what may have been given since the copy was made: its ids
 # begin at the next multiple of ROOM.
 
-LIVES = 1000
+COPY_EPOCH_GAP = 1000
 """How many lives newer than its original a copy is. Numbers of directives and generations begin with the life's; what
 agents have seen of the lives after the copy was made must look old to them."""
-ROOM = 10**10
+AUDIT_ID_GAP = 10**10
 """More lines than any fleet writes between a copy and its return: a thousand a second for four months."""
-RESTORED = "store.restored"
+RESTORED = "database.restored"
 """Kind of the first line after the ids that were left out."""
 
 
-def leave_room(connection: Connection) -> None:
+def skip_used_ids(connection: Connection) -> None:
     """Lets the audit log go on beyond every id that may have been given, with a line that says so."""
     audit, meta = tables.audit.c, tables.meta.c
     pruned = connection.execute(select(meta.value).where(meta.key == "audit_pruned")).scalar() or 0
     newest = max(pruned, connection.execute(select(func.max(audit.id))).scalar() or 0)
     at = connection.execute(select(func.max(audit.at))).scalar() or 0.0
-    first = newest - newest % ROOM + ROOM
+    first = newest - newest % AUDIT_ID_GAP + AUDIT_ID_GAP
     sentence = (
         f"the database is a copy that ends with event {newest}: what was decided after it was made is lost, and events "
         f"go on from {first}"
@@ -345,11 +356,11 @@ def leave_room(connection: Connection) -> None:
     connection.execute(insert(tables.audit).values(row))
 
 
-def followed_by(connection: Connection, newest: int, lines: int) -> int:
+def id_before_newest(connection: Connection, newest: int, lines: int) -> int:
     """The id that just so many lines follow, of which ``newest`` is the last; 0 or less where there are not so many."""
-    while newest % ROOM + 1 < lines:
-        lines -= newest % ROOM + 1
-        before = tables.audit.c.id < newest - newest % ROOM
+    while newest % AUDIT_ID_GAP + 1 < lines:
+        lines -= newest % AUDIT_ID_GAP + 1
+        before = tables.audit.c.id < newest - newest % AUDIT_ID_GAP
         newest = connection.execute(select(func.max(tables.audit.c.id)).where(before)).scalar() or 0
         if not newest:
             return 0

@@ -23,8 +23,8 @@ nodes = Table(
     Column("doc", Text, nullable=False),
 )
 
-standing_findings = Table(
-    "standing_findings",
+active_findings = Table(
+    "active_findings",
     metadata,
     Column("node", Text, nullable=False),
     Column("key", Text, nullable=False),
@@ -145,7 +145,7 @@ meta = Table(
 )
 """``epoch``: how often a controller took this database over; every write checks it. ``batch``: number of the newest
 batch that was applied. ``audit_pruned``: newest id of the audit log that retention may delete, ``orders_pruned`` of
-lines that people wrote. ``led``: the newest
+lines that people wrote. ``last_writing_epoch``: the newest
 epoch in which a controller has written; a database whose epoch is far beyond it is a copy (``audit_ids``). ``clock``:
 wall seconds when a controller was last known to run (``clock_mark``)."""
 
@@ -158,19 +158,20 @@ lease = Table(
     Column("address", Text, nullable=False),
     Column("renewed_at", Float(53), nullable=False),
     Column("expires_at", Float(53), nullable=False),
-    Column("heir", Text, nullable=False, server_default=""),
+    Column("successor", Text, nullable=False, server_default=""),
     Column("resigned_at", Float(53), nullable=False, server_default="0"),
     Column("resignations", Integer, nullable=False, server_default="0"),
 )
-"""One row: who leads, and until when unless it is renewed; in seconds of the database's own clock. ``heir``: for whom
-the leader before gave it up ("" otherwise), ``resigned_at`` when one did last, ``resignations`` how many in a row."""
+"""One row: who leads, and until when unless it is renewed; in seconds of the database's own clock. ``successor``: for
+whom the leader before gave it up ("" otherwise), ``resigned_at`` when one did last, ``resignations`` how many in a
+row."""
 
-knocks = Table(
-    "knocks",
+standby_contacts = Table(
+    "standby_contacts",
     metadata,
     Column("controller", Text, primary_key=True),
     Column("nodes", Integer, nullable=False),
-    Column("told_at", Float(53), nullable=False),
+    Column("reported_at", Float(53), nullable=False),
 )
 """How many nodes insist on controllers that stand by, by the database's clock; PostgreSQL only. No part of the
 fleet's state: written without the fence, and read for what it is."""
@@ -194,8 +195,8 @@ credentials = Table(
 """Who may speak. ``hash`` is SHA-256 of the secret part, never the secret. ``uses_left`` and ``replaces`` (0 or 1:
 whether a node that has a credential may enrol again) belong to join tokens."""
 
-remedies = Table(
-    "remedies",
+remediations = Table(
+    "remediations",
     metadata,
     Column("id", Text, primary_key=True),
     Column("node", Text, nullable=False),
@@ -205,13 +206,13 @@ remedies = Table(
     Column("ended_at", Float(53)),
     Column("detail", Text, nullable=False),
     Column("doc", Text, nullable=False),
-    Index("remedies_by_node", "node", "requested_at"),
-    Index("remedies_by_state", "state"),
+    Index("remediations_by_node", "node", "requested_at"),
+    Index("remediations_by_state", "state"),
 )
-"""What is asked of the outside: ``state`` is wanted, begun, confirmed, failed or superseded."""
+"""What is asked of the outside: ``state`` is requested, started, confirmed, failed or superseded."""
 
-told_alerts = Table(
-    "told_alerts",
+notified_alerts = Table(
+    "notified_alerts",
     metadata,
     Column("fingerprint", Text, primary_key=True),
     Column("doc", Text, nullable=False),
@@ -234,7 +235,7 @@ findings = Table(
 )
 """The history of findings; what stands now is in the nodes' documents."""
 
-_STANDS, _IS_OVER = findings.c.cleared_at.is_(None), findings.c.cleared_at.is_not(None)
-Index("findings_standing", findings.c.id, sqlite_where=_STANDS, postgresql_where=_STANDS)
-Index("findings_standing_by_kind", findings.c.kind, findings.c.id, sqlite_where=_STANDS, postgresql_where=_STANDS)
+_ACTIVE, _IS_OVER = findings.c.cleared_at.is_(None), findings.c.cleared_at.is_not(None)
+Index("findings_active", findings.c.id, sqlite_where=_ACTIVE, postgresql_where=_ACTIVE)
+Index("findings_active_by_kind", findings.c.kind, findings.c.id, sqlite_where=_ACTIVE, postgresql_where=_ACTIVE)
 Index("findings_by_end", findings.c.cleared_at, sqlite_where=_IS_OVER, postgresql_where=_IS_OVER)

@@ -13,22 +13,28 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql.dml import Insert
 
 from everstep_controller.store import table_access, tables
-from everstep_controller.store.database import writing
-from everstep_controller.store.database_errors import StoreAway, Superseded, cut, diagnose, is_away
-from everstep_controller.store.reader import NONE, Marks, load_state
-from everstep_controller.store.rows import Batch, Loaded
-from everstep_controller.store.table_access import LIVES, execute_many, leave_room, upsert
+from everstep_controller.store.database import for_writing
+from everstep_controller.store.database_errors import (
+    DatabaseUnavailable,
+    Superseded,
+    abort_connection,
+    diagnose,
+    is_unavailable,
+)
+from everstep_controller.store.reader import NO_ROW_VERSIONS, RowVersions, load_state
+from everstep_controller.store.rows import Batch, LoadedState
+from everstep_controller.store.table_access import COPY_EPOCH_GAP, execute_many, skip_used_ids, upsert
 
 T = TypeVar("T")
 
 _FLEET_ROW = 1
-EPOCH, BATCH, LED = "epoch", "batch", "led"
+EPOCH, BATCH, LAST_WRITING_EPOCH = "epoch", "batch", "last_writing_epoch"
 
 Claim = Callable[[Connection, int], None]
 """Writes into the transaction of a take-over, given its epoch."""
 
 
-class Writer:
+class DatabaseWriter:
     """The one writing connection, made again where it broke. Used from one thread only, but for ``abort``.
 
     Raises (from every method that writes) Superseded where another controller has taken the database over since
@@ -57,9 +63,11 @@ class Writer:
         """Makes what hangs in the other thread fail soon; a local disk that hangs cannot be helped. Any thread."""
         connection = self._connection
         if connection is not None:
-            cut(connection)
+            abort_connection(connection)
 
-    def take_over(self, *, expected: int | None = None, claim: Claim | None = None, known: Marks = NONE) -> Loaded:
+    def take_over(
+        self, *, expected: int | None = None, claim: Claim | None = None, known: RowVersions = NO_ROW_VERSIONS
+    ) -> LoadedState:
         """Fences every earlier controller off and reads what there is, in one transaction.
 
         Args:
@@ -114,13 +122,13 @@ class Writer:
             transaction.commit()
         except BaseException as error:
             self._drop()
-            if isinstance(error, DBAPIError) and is_away(error):
-                raise StoreAway(diagnose(error, self._engine.url), kept=self._committing) from error
+            if isinstance(error, DBAPIError) and is_unavailable(error):
+                raise DatabaseUnavailable(diagnose(error, self._engine.url), is_batch_kept=self._committing) from error
             raise
 
     def _connected(self) -> Connection:
         if self._connection is None:
-            self._connection = writing(self._engine.connect())
+            self._connection = for_writing(self._engine.connect())
         return self._connection
 
     def _drop(self) -> None:
@@ -148,17 +156,17 @@ def _set_meta(connection: Connection, key: str, value: int) -> None:
 
 def _note_life(connection: Connection, found: int, epoch: int) -> None:
     """A database in which the last life is far behind the epoch that was ``found`` is a copy."""
-    led = connection.execute(select(_META.value).where(_META.key == LED)).scalar()
-    if led is not None and found - led >= LIVES:
-        leave_room(connection)
-    upsert(connection, tables.meta, [{"key": LED, "value": epoch}])
+    led = connection.execute(select(_META.value).where(_META.key == LAST_WRITING_EPOCH)).scalar()
+    if led is not None and found - led >= COPY_EPOCH_GAP:
+        skip_used_ids(connection)
+    upsert(connection, tables.meta, [{"key": LAST_WRITING_EPOCH, "value": epoch}])
 
 
 def _write(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
     """``lives``: which life each node's newest mark was of."""
     _forget(connection, batch, lives)
     upsert(connection, tables.nodes, [{"node": node, "doc": doc} for node, doc in batch.nodes.items()])
-    _write_standing(connection, batch.standing)
+    _write_standing(connection, batch.active_findings)
     upsert(connection, tables.jobs, [{"job": job, "doc": doc} for job, doc in batch.jobs.items()])
     if batch.fleet is not None:
         upsert(connection, tables.fleet, [{"id": _FLEET_ROW, "doc": batch.fleet}])
@@ -173,13 +181,13 @@ def _write(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
         _insert(connection, table, rows)
     upsert(connection, tables.versions, [msgspec.structs.asdict(row) for row in batch.versions.values()])
     table_access.write_credentials(connection, batch.credentials.values())
-    table_access.write_remedies(connection, batch.remedies.values())
+    table_access.write_remediations(connection, batch.remediations.values())
     table_access.write_findings(connection, batch.findings)
     _write_delivery(connection, batch, lives)
 
 
-_STANDS_NO_MORE = delete(tables.standing_findings).where(
-    and_(tables.standing_findings.c.node == bindparam("of"), tables.standing_findings.c.key == bindparam("is"))
+_STANDS_NO_MORE = delete(tables.active_findings).where(
+    and_(tables.active_findings.c.node == bindparam("of"), tables.active_findings.c.key == bindparam("is"))
 )
 _PRUNE_OUTBOX = delete(tables.outbox).where(
     and_(tables.outbox.c.node == bindparam("of"), tables.outbox.c.seq <= bindparam("last"))
@@ -195,7 +203,7 @@ _PRUNE_MARKS = delete(tables.report_marks).where(
 def _forget(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
     """Deletes what is known no more. History by time (audit log, findings, remedies) goes by its age."""
     nodes, jobs = list(batch.forgotten_nodes), list(batch.forgotten_jobs)
-    of_nodes = (tables.nodes, tables.standing_findings, tables.verdicts, tables.outbox, tables.report_marks)
+    of_nodes = (tables.nodes, tables.active_findings, tables.verdicts, tables.outbox, tables.report_marks)
     for table in of_nodes if nodes else ():
         connection.execute(delete(table).where(table.c.node.in_(nodes)))
     for table in (tables.jobs, tables.generations, tables.recoveries, tables.versions) if jobs else ():
@@ -208,19 +216,19 @@ def _write_standing(connection: Connection, standing: dict[tuple[str, str], str]
     gone = [{"of": node, "is": key} for (node, key), doc in standing.items() if not doc]
     execute_many(connection, _STANDS_NO_MORE, gone)
     rows = [{"node": node, "key": key, "doc": doc} for (node, key), doc in standing.items() if doc]
-    upsert(connection, tables.standing_findings, rows)
+    upsert(connection, tables.active_findings, rows)
 
 
 def _write_delivery(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
     marks = [
         {"node": node, "incarnation": incarnation, "through": through}
-        for (node, incarnation), through in batch.marks.items()
+        for (node, incarnation), through in batch.report_marks.items()
     ]
-    pruned = [{"of": node, "last": through} for node, through in batch.pruned.items()]
+    pruned = [{"of": node, "last": through} for node, through in batch.acknowledged.items()]
     execute_many(connection, _PRUNE_OUTBOX, pruned)
-    execute_many(connection, _DROP_OUTBOX, [{"of": node, "is": seq} for node, seq in batch.dropped])
+    execute_many(connection, _DROP_OUTBOX, [{"of": node, "is": seq} for node, seq in batch.superseded])
     upsert(connection, tables.report_marks, marks)
-    begun = {node: life for node, life in batch.marks if lives.get(node) != life}
+    begun = {node: life for node, life in batch.report_marks if lives.get(node) != life}
     execute_many(connection, _PRUNE_MARKS, [{"of": node, "last": life} for node, life in begun.items()])
     lives |= begun
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from everstep.ids import Address, Incarnation, NodeId, Number, Whole, whole
+from everstep.ids import Address, Incarnation, NodeId, NonNegativeInt, SafeInt, full_match
 from everstep.vocabulary import Finding
 from everstep.wire.v1.base import Message, ShortText
 from everstep.wire.v1.directives import Directive
@@ -27,15 +27,15 @@ from everstep.wire.v1.training import AnyReport, RankProgress
 # ========================  =====================  ==============================================================
 # REGISTER ``Register``     REGISTERED             first in each life, and whenever the facts of the node change
 # HEARTBEAT ``Heartbeat``   HEARTBEAT_ANSWER       answered at once, in order
-# QUIET_BEAT ``Heartbeat``  (none)                 one that is not answered: it tells of no findings, and what the
-# controller has to say comes as PUSH, LET_GO or REFUSED
+# ONE_WAY_HEARTBEAT ``Heartbeat`` (none)            one that is not answered: it tells of no findings, and what the
+# controller has to say comes as PUSH, GO_AWAY or REFUSED
 # REPORTS ``Reports``       REPORTS_ANSWER         answered when durable, in order; beats overtake them
 # ACKNOWLEDGE               (none)                 directives up to a number have been taken over
 # (none)                    PUSH ``DirectivesAnswer``  directives as they are decided, each once per session
 # (none)                    DEFLATED_PUSH          one large directive: its number in 8 bytes, its body deflated (zlib)
-# (none)                    LET_GO                 no body: the session is not held any more; hang up when all is
+# (none)                    GO_AWAY                no body: the session is not held any more; hang up when all is
 # answered
-# any                       REFUSED ``Refused``    instead of the answer to one frame; the session goes on
+# any                       REFUSED ``FrameRefused``    instead of the answer to one frame; the session goes on
 # ========================  =====================  ==============================================================
 #
 # Directives that waited for the node come before others: in the answer to the session's first beat, or pushed after
@@ -48,65 +48,65 @@ from everstep.wire.v1.training import AnyReport, RankProgress
 # most of what a beat costs a controller is its answer.
 #
 # The end of the connection tells the controller at once that the agent is gone, unless it was told not to hold it
-# (``HeartbeatAnswer.hold``, LET_GO).
+# (``HeartbeatAnswer.keep_open``, GO_AWAY).
 
 UPGRADE = "everstep/1"
 PREFIX_BYTES = 4
 """Of the length, which counts the kind's byte and the body."""
-NUMBER_BYTES = 8
+DIRECTIVE_NUMBER_BYTES = 8
 """Of the directive's number (big-endian) at the front of a DEFLATED_PUSH. What follows is ``Directive.body`` in JSON,
 deflated as RFC 1950 has it, so that one deflation serves every node that is sent the same."""
-MAX_TO_AGENT_BYTES = 16 << 20
+MAX_AGENT_FRAME_BYTES = 16 << 20
 """Largest frame an agent reads: a generation of 100,000 ranks is some 10 MiB of JSON. A controller reads
 ``agent.MAX_BODY_BYTES`` and the kind's byte. An inflated push is no longer than this either."""
 
-ANSWER_EVERY_S = 4.0
+ANSWER_INTERVAL_S = 4.0
 """Seconds after which an agent asks for an answer again, so that it learns of a controller that hears no more."""
 
 
-class Frame(IntEnum):
+class FrameKind(IntEnum):
     """The kind of a frame."""
 
     REGISTER = 1
     HEARTBEAT = 2
     REPORTS = 3
     ACKNOWLEDGE = 4
-    QUIET_BEAT = 5
+    ONE_WAY_HEARTBEAT = 5
     REGISTERED = 17
     HEARTBEAT_ANSWER = 18
     REPORTS_ANSWER = 19
     PUSH = 20
     REFUSED = 21
     DEFLATED_PUSH = 22
-    LET_GO = 23
+    GO_AWAY = 23
 
 
 class Acknowledge(Message, frozen=True, kw_only=True):
     """The agent has taken over every directive up to and including ``through``."""
 
-    through: Whole
+    through: NonNegativeInt
 
 
-class Refused(Message, frozen=True, kw_only=True):
+class FrameRefused(Message, frozen=True, kw_only=True):
     """A frame of kind ``of`` is refused; ``code`` of everstep.errors. ``retry_after_s``: when it may be sent again."""
 
-    of: int
+    frame_kind: int
     code: str
     message: ShortText
     retry_after_s: float | None = None
 
 
-def encode_frame(kind: Frame, body: bytes) -> bytes:
+def encode_frame(kind: FrameKind, body: bytes) -> bytes:
     """One frame."""
     return (len(body) + 1).to_bytes(PREFIX_BYTES, "big") + bytes((kind,)) + body
 
 
-MOST_WORD = 128
+MAX_HARDWARE_TEXT = 128
 """Characters of a word that hardware says of itself; an agent cuts longer ones."""
 
 LABEL_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}"
 
-HardwareWord = Annotated[str, msgspec.Meta(max_length=MOST_WORD)]
+HardwareText = Annotated[str, msgspec.Meta(max_length=MAX_HARDWARE_TEXT)]
 """What hardware says of itself."""
 
 MAX_BODY_BYTES = 1 << 20
@@ -119,7 +119,7 @@ Findings = Annotated[tuple[Finding, ...], msgspec.Meta(max_length=MOST_FINDINGS)
 """All findings that stand on a node. An agent that has more sends the gravest, and a finding that counts the rest."""
 
 
-def _share(message: Message, *names: str) -> None:
+def _intern_fields(message: Message, *names: str) -> None:
     """Lets equal words of many nodes be one string: a controller holds a million GPUs of one model."""
     for name in names:
         msgspec.structs.force_setattr(message, name, sys.intern(getattr(message, name)))
@@ -129,18 +129,18 @@ class Gpu(Message, frozen=True, kw_only=True, gc=False):
     """One GPU as NVML names it. ``part_number`` of its board; ``vbios``, ``inforom``: versions of its firmware and of
     its InfoROM's image. What it does not tell is empty."""
 
-    index: Number
+    index: SafeInt
     uuid: str
     name: str
     pci_bus_id: str
-    memory_bytes: Number
+    memory_bytes: SafeInt
     serial: str = ""
-    part_number: HardwareWord = ""
-    vbios: HardwareWord = ""
-    inforom: HardwareWord = ""
+    part_number: HardwareText = ""
+    vbios: HardwareText = ""
+    inforom: HardwareText = ""
 
     def __post_init__(self) -> None:
-        _share(self, "name", "pci_bus_id", "part_number", "vbios", "inforom")
+        _intern_fields(self, "name", "pci_bus_id", "part_number", "vbios", "inforom")
 
 
 class Host(Message, frozen=True, kw_only=True, gc=False):
@@ -149,17 +149,17 @@ class Host(Message, frozen=True, kw_only=True, gc=False):
     Serial numbers are readable by root only: empty where the agent runs as somebody else.
     """
 
-    vendor: HardwareWord = ""
-    product: HardwareWord = ""
-    serial: HardwareWord = ""
-    chassis_serial: HardwareWord = ""
-    kernel: HardwareWord = ""
+    vendor: HardwareText = ""
+    product: HardwareText = ""
+    serial: HardwareText = ""
+    chassis_serial: HardwareText = ""
+    kernel: HardwareText = ""
 
     def __post_init__(self) -> None:
-        _share(self, "vendor", "product", "kernel")
+        _intern_fields(self, "vendor", "product", "kernel")
 
 
-NO_HOST = Host()
+UNKNOWN_HOST = Host()
 """One of which nothing is told; this very object is left out of messages."""
 
 
@@ -171,11 +171,11 @@ class Domain(Message, frozen=True, kw_only=True, gc=False):
     power: str = ""
 
     def __post_init__(self) -> None:
-        _share(self, "rack", "switch", "power")
+        _intern_fields(self, "rack", "switch", "power")
 
 
 Labels = Annotated[
-    dict[Annotated[str, whole(LABEL_PATTERN)], Annotated[str, msgspec.Meta(max_length=63)]],
+    dict[Annotated[str, full_match(LABEL_PATTERN)], Annotated[str, msgspec.Meta(max_length=63)]],
     msgspec.Meta(max_length=32),
 ]
 """A site's own words for a node (``pool=a``, ``owner=vision``), by which people find it."""
@@ -184,7 +184,7 @@ Labels = Annotated[
 class Register(Message, frozen=True, kw_only=True):
     """An agent's first words in each of its lives."""
 
-    protocols: tuple[Number, ...]
+    protocols: tuple[SafeInt, ...]
     node: NodeId
     incarnation: Incarnation
     agent_version: str
@@ -194,7 +194,7 @@ class Register(Message, frozen=True, kw_only=True):
     domain: Domain = Domain()
     labels: Labels = {}
     gpus: tuple[Gpu, ...] = ()
-    host: Host = NO_HOST
+    host: Host = UNKNOWN_HOST
     findings: Findings = ()
     sent_at: float = 0.0
 
@@ -211,14 +211,14 @@ class Registered(Message, frozen=True, kw_only=True):
     next_directive: int
     controller: str
     server_at: float
-    hold: bool = True
+    keep_open: bool = True
 
 
-class Succession(Message, frozen=True, kw_only=True):
+class LeadershipProof(Message, frozen=True, kw_only=True):
     """That a controller has led by ``epoch``: what ``/readyz`` tells of it. Only who holds the fleet's secret can make
     the ``proof`` (``everstep.bearer_tokens.epoch_proof``); who carries it need not be believed."""
 
-    epoch: Whole
+    epoch: NonNegativeInt
     proof: ShortText
 
 
@@ -227,17 +227,17 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
     ``reports_through`` is the last report number sent, so that a gap is noticed. ``directives_through`` is the last
     directive taken over (0: none in this life): the way to acknowledge for who has no session, or hangs up between
-    beats. ``succession``: what another controller said, where the answer to the last beat asked for it.
+    beats. ``leadership_proof``: what another controller said, where the answer to the last beat asked for it.
     """
 
     incarnation: Incarnation
-    seq: Number
+    seq: SafeInt
     sent_at: float
     findings: Findings | None = None
     ranks: tuple[RankProgress, ...] = ()
-    reports_through: Whole = 0
-    directives_through: Whole = 0
-    succession: Succession | None = None
+    reports_through: NonNegativeInt = 0
+    directives_through: NonNegativeInt = 0
+    leadership_proof: LeadershipProof | None = None
 
 
 class HeartbeatAnswer(Message, frozen=True, kw_only=True):
@@ -251,21 +251,21 @@ class HeartbeatAnswer(Message, frozen=True, kw_only=True):
     and says in that beat what it has taken over. Its hanging up is no sign of trouble; its silence is judged by
     deadlines alone. Every answer says it anew.
 
-    ``unsure_of``: the epoch by which this controller leads, where it cannot reach the database and so cannot know
-    whether another one leads by a higher one: the agent is to ask the controllers it knows. 0 where it is sure.
+    ``unconfirmed_epoch``: the epoch by which this controller leads, where it cannot reach the database and so cannot
+    know whether another one leads by a higher one: the agent is to ask the controllers it knows. 0 where it is sure.
     """
 
     server_at: float
     resend: bool = False
     directives: tuple[Directive, ...] = ()
-    hold: bool = True
-    unsure_of: Whole = 0
+    keep_open: bool = True
+    unconfirmed_epoch: NonNegativeInt = 0
 
 
-class Numbered(Message, frozen=True, kw_only=True):
+class NumberedReport(Message, frozen=True, kw_only=True):
     """A report with its number in this agent's life; the controller drops numbers it has already taken."""
 
-    number: Whole
+    number: NonNegativeInt
     body: AnyReport
 
 
@@ -273,7 +273,7 @@ class Reports(Message, frozen=True, kw_only=True):
     """Reports in order; answered only once they are durable."""
 
     incarnation: Incarnation
-    reports: Annotated[tuple[Numbered, ...], msgspec.Meta(max_length=1024)]
+    reports: Annotated[tuple[NumberedReport, ...], msgspec.Meta(max_length=1024)]
 
 
 class ReportsAnswer(Message, frozen=True, kw_only=True):

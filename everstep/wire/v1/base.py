@@ -22,7 +22,7 @@ class Request(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What somebody asks for. A field that we do not know is refused: half of what was asked for is something else."""
 
 
-class Reasoned(Request, frozen=True, kw_only=True):
+class OperatorRequest(Request, frozen=True, kw_only=True):
     """What a person orders. ``reason``: why; it stands in the audit log beside the name, as one line without control
     characters, which would forge lines there or steer a terminal."""
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version, Whole
+from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, NonNegativeInt, Rank, TraceId, Version
 from everstep.vocabulary import ProbeKind
 from everstep.wire.v1.base import Message, ShortText
 from everstep.wire.v1.training import GenerationSpec
@@ -41,7 +41,7 @@ class StopJob(Message, frozen=True, kw_only=True, tag=True):
     reason: ShortText
     launcher: Incarnation = 0
 
-    def means(self, launcher: int) -> bool:
+    def applies_to(self, launcher: int) -> bool:
         """Whether it is said to that launcher."""
         return not self.launcher or launcher <= self.launcher
 
@@ -73,8 +73,8 @@ class SpillVersion(Message, frozen=True, kw_only=True, tag=True):
     version: Version
     url: Annotated[str, msgspec.Meta(max_length=2048)]
     writers: dict[NodeId, tuple[Rank, ...]]
-    keep: Annotated[int, msgspec.Meta(ge=0)] = 0
-    attempt: Whole = 0
+    keep_last: Annotated[int, msgspec.Meta(ge=0)] = 0
+    attempt: NonNegativeInt = 0
 
 
 class ProtectVersion(Message, frozen=True, kw_only=True, tag=True):

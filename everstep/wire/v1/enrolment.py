@@ -21,22 +21,22 @@ from typing import Annotated
 import msgspec
 
 from everstep.bearer_tokens import TokenRole
-from everstep.ids import JobId, NodeId, TraceId, whole
-from everstep.wire.v1.base import Message, Reasoned
+from everstep.ids import JobId, NodeId, TraceId, full_match
+from everstep.wire.v1.base import Message, OperatorRequest
 
-CredentialId = Annotated[str, whole(r"[0-9a-f]{16}")]
-SecretHash = Annotated[str, whole(r"[0-9a-f]{64}")]
+CredentialId = Annotated[str, full_match(r"[0-9a-f]{16}")]
+SecretHash = Annotated[str, full_match(r"[0-9a-f]{64}")]
 """SHA-256, in hex, of a token's secret part."""
-PersonName = Annotated[str, whole(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}")]
+PersonName = Annotated[str, full_match(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}")]
 """A person or a program, as the audit log shows it."""
-NodePattern = Annotated[str, whole(r"[A-Za-z0-9.*?_-]{1,128}")]
+NodePattern = Annotated[str, full_match(r"[A-Za-z0-9.*?_-]{1,128}")]
 """Node names, with ``*`` for any letters and ``?`` for one."""
 Note = Annotated[str, msgspec.Meta(max_length=256)]
 
 _YEAR_S = 365 * 86400.0
-LONGEST_LIFE_S = 10 * _YEAR_S
-LONGEST_GRACE_S = 30 * 86400.0
-MOST_USES = 1_000_000
+MAX_LIFETIME_S = 10 * _YEAR_S
+MAX_GRACE_S = 30 * 86400.0
+MAX_USES = 1_000_000
 
 
 class Enrol(Message, frozen=True, kw_only=True):
@@ -57,38 +57,38 @@ class Enrolled(Message, frozen=True, kw_only=True):
     node: NodeId
 
 
-class _Issue(Reasoned, frozen=True, kw_only=True, tag_field="role"):
+class _IssueRequest(OperatorRequest, frozen=True, kw_only=True, tag_field="role"):
     """``expires_in_s``: seconds that the credential lives; None: until it is revoked. ``note`` is for people."""
 
-    expires_in_s: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_LIFE_S)] | None = None
+    expires_in_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_LIFETIME_S)] | None = None
     note: Note = ""
 
 
-class IssueAgent(_Issue, frozen=True, kw_only=True, tag="agent"):
+class IssueAgent(_IssueRequest, frozen=True, kw_only=True, tag="agent"):
     """A credential that speaks for one node."""
 
     subject: NodeId
 
 
-class IssueTrainer(_Issue, frozen=True, kw_only=True, tag="trainer"):
+class IssueTrainer(_IssueRequest, frozen=True, kw_only=True, tag="trainer"):
     """A credential that reads one job."""
 
     subject: JobId
 
 
-class IssueOperator(_Issue, frozen=True, kw_only=True, tag="operator"):
+class IssueOperator(_IssueRequest, frozen=True, kw_only=True, tag="operator"):
     """A credential that reads and changes everything, under this name."""
 
     subject: PersonName
 
 
-class IssueViewer(_Issue, frozen=True, kw_only=True, tag="viewer"):
+class IssueViewer(_IssueRequest, frozen=True, kw_only=True, tag="viewer"):
     """A credential that reads everything but credentials."""
 
     subject: PersonName
 
 
-class IssueJoin(_Issue, frozen=True, kw_only=True, tag="join"):
+class IssueJoin(_IssueRequest, frozen=True, kw_only=True, tag="join"):
     """A join token: enrols nodes whose names fit ``subject``, and does nothing else.
 
     ``uses``: how many nodes; None: any number. ``replace``: a node that is enrolled already may enrol again, which
@@ -96,11 +96,11 @@ class IssueJoin(_Issue, frozen=True, kw_only=True, tag="join"):
     """
 
     subject: NodePattern = "*"
-    uses: Annotated[int, msgspec.Meta(ge=1, le=MOST_USES)] | None = 1
+    uses: Annotated[int, msgspec.Meta(ge=1, le=MAX_USES)] | None = 1
     replace: bool = False
 
 
-Issue = IssueAgent | IssueTrainer | IssueOperator | IssueViewer | IssueJoin
+IssueRequest = IssueAgent | IssueTrainer | IssueOperator | IssueViewer | IssueJoin
 
 
 class Credential(Message, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ class CredentialList(Message, frozen=True, kw_only=True):
     next: str = ""
 
 
-class Rotate(Reasoned, frozen=True, kw_only=True):
+class Rotate(OperatorRequest, frozen=True, kw_only=True):
     """A second credential for the same subject; the first lives for ``grace_s`` seconds more."""
 
-    grace_s: Annotated[float, msgspec.Meta(ge=0, le=LONGEST_GRACE_S)] = 3600.0
+    grace_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_GRACE_S)] = 3600.0

@@ -26,12 +26,12 @@ from everstep.wire.v1.training import (
     FindingRaised,
     Holder,
     LauncherJoined,
-    PeerLost,
+    PeerConnectionLost,
     RankFinished,
     RankStalled,
     Resumed,
-    Sealed,
     UserError,
+    VersionSealed,
 )
 from everstep.wire.v1.vault_orders import ParityGroup
 
@@ -39,7 +39,7 @@ from everstep.wire.v1.vault_orders import ParityGroup
 # What only a node's supervisor and its vault say to each other on ``vault.sock``; all else there is in ``local``.
 
 
-class Configure(Message, frozen=True, kw_only=True, tag=True):
+class ConfigureJob(Message, frozen=True, kw_only=True, tag=True):
     """From the supervisor: the job's generation, the secret and the vaults of its nodes.
 
     Sent for every generation, before its ranks hear of it. The secret has at least 16 characters. ``Failed`` with
@@ -53,7 +53,7 @@ class Configure(Message, frozen=True, kw_only=True, tag=True):
     holders: tuple[Holder, ...]
 
 
-class Forget(Message, frozen=True, kw_only=True, tag=True):
+class ForgetJob(Message, frozen=True, kw_only=True, tag=True):
     """From the supervisor: the job is over; unlink its segments."""
 
     request: int
@@ -83,7 +83,7 @@ class Protected(Message, frozen=True, kw_only=True, tag=True):
 
     request: int
     parity: Literal["P", "Q"]
-    members: str
+    members_digest: str
 
 
 class Spill(Message, frozen=True, kw_only=True, tag=True):
@@ -103,7 +103,7 @@ class Spill(Message, frozen=True, kw_only=True, tag=True):
     version: Version
     url: ShortText
     writers: dict[NodeId, tuple[Rank, ...]]
-    keep: Annotated[int, msgspec.Meta(ge=0)] = 0
+    keep_last: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Spilled(Message, frozen=True, kw_only=True, tag=True):
@@ -113,9 +113,9 @@ class Spilled(Message, frozen=True, kw_only=True, tag=True):
     request: int
     folder: str
     bytes: int
-    whole: bool
+    complete: bool
     removed: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
+    remaining: tuple[str, ...] = ()
 
 
 class Statistics(Message, frozen=True, kw_only=True, tag=True):
@@ -129,15 +129,16 @@ class StatisticsAnswer(Message, frozen=True, kw_only=True, tag=True):
 
     Counters: replicated_slots, replicated_bytes (sent and acknowledged), received_slots, received_bytes (sealed
     here for others), reused_bytes (of those: were here already, and not sent), received_manifests (one for each plan),
-    superseded, served_bytes, fetched_bytes (for ranks, but for what they read themselves), parity_slots, parity_bytes
-    (made here), decoded_bytes (made again from parity), spilled_slots, spilled_bytes (on storage), scrubbed_slots,
-    scrubbed_bytes, corrupt_slots, corrupt_transfers. Levels: segment_bytes, free_bytes, sealed_slots, peer_connections.
+    superseded_copies, served_bytes, fetched_bytes (for ranks, but for what they read themselves), parity_slots,
+    parity_bytes (made here), parity_recovered_bytes (made again from parity), spilled_slots, spilled_bytes (on
+    storage), scrubbed_slots, scrubbed_bytes, corrupt_slots, corrupt_transfers. Levels: segment_bytes, free_bytes,
+    sealed_slots, peer_connections.
     """
 
     request: int
     counters: dict[str, int]
     refused: dict[str, int]
-    levels: dict[str, int]
+    gauges: dict[str, int]
 
 
 class VaultFinding(Message, frozen=True, kw_only=True, tag=True):
@@ -153,7 +154,7 @@ class VaultFinding(Message, frozen=True, kw_only=True, tag=True):
 MAX_FRAME_BYTES = 16 << 20
 
 
-class Role(StrEnum):
+class ConnectionRole(StrEnum):
     LAUNCHER = "launcher"
     RANK = "rank"
 
@@ -162,7 +163,7 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     """Who is at the other end. ``local_rank`` is None for a launcher."""
 
     protocols: tuple[int, ...]
-    role: Role
+    role: ConnectionRole
     job: JobId
     pid: int
     local_rank: int | None = None
@@ -174,10 +175,10 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
     protocol: int
     node: NodeId
     vault_socket: str
-    tick_interval_s: float
+    rank_heartbeat_interval_s: float
 
 
-class Tick(Message, frozen=True, kw_only=True, tag=True):
+class RankHeartbeat(Message, frozen=True, kw_only=True, tag=True):
     """A rank's sign of life from its signal thread, with its progress. No tick for long: ``RankUnresponsive``.
 
     ``snapshot_every``: how many steps apart its snapshots are; 0 where only what is to be committed is stored.
@@ -192,7 +193,7 @@ class Tick(Message, frozen=True, kw_only=True, tag=True):
     loss: float | None = None
     busy_s: float | None = None
     snapshot_every: Annotated[int, msgspec.Meta(ge=0)] = 1
-    begun: Annotated[int, msgspec.Meta(ge=0)] = 0
+    started_step: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag=True):
@@ -217,19 +218,19 @@ class RankExited(Message, frozen=True, kw_only=True, tag=True):
     pid: int
     exit_code: int | None
     signal: int | None
-    replacement: bool
+    has_replacement: bool
     generation: GenerationNumber | None = None
 
 
 ToAgent = (
     Hello
-    | Tick
+    | RankHeartbeat
     | Goodbye
     | RankExited
     | LauncherJoined
     | CollectiveFailed
     | RankStalled
-    | Sealed
+    | VersionSealed
     | Resumed
     | UserError
     | RankFinished
@@ -258,7 +259,7 @@ class OpenSegment(Message, frozen=True, kw_only=True, tag=True):
     keep: tuple[Version, ...] | None = None
 
 
-class Segment(Message, frozen=True, kw_only=True, tag=True):
+class SegmentOpened(Message, frozen=True, kw_only=True, tag=True):
     """Where a segment is: a file in a shared-memory file system, laid out by ``everstep.layout.slots``."""
 
     request: int
@@ -267,7 +268,7 @@ class Segment(Message, frozen=True, kw_only=True, tag=True):
     slots: int
 
 
-class SegmentNeed(Message, frozen=True, kw_only=True, array_like=True):
+class SegmentRequirement(Message, frozen=True, kw_only=True, array_like=True):
     """A segment that a node will be asked for: ``slots`` of ``slot_bytes``, and ``pinned`` slots more for versions on
     their way to storage or parity. ``replica``: for copies of what rank ``number`` of another node has; else the local
     rank ``number``'s own.
@@ -277,10 +278,10 @@ class SegmentNeed(Message, frozen=True, kw_only=True, array_like=True):
     number: int
     slot_bytes: int
     slots: int
-    pinned: int = 0
+    pinned_slots: int = 0
 
 
-class CheckRoom(Message, frozen=True, kw_only=True, tag=True):
+class CheckCapacity(Message, frozen=True, kw_only=True, tag=True):
     """From one rank of a node, when the job's layout is known: is there room for all of these? Nothing is made.
 
     Answer: Done; or ``Failed`` with OutOfSlotMemory, which the supervisor hears of as a finding. ``tentative``: there
@@ -292,9 +293,9 @@ class CheckRoom(Message, frozen=True, kw_only=True, tag=True):
 
     request: int
     job: JobId
-    needs: tuple[SegmentNeed, ...]
-    tentative: bool = False
-    below: int = 0
+    needs: tuple[SegmentRequirement, ...]
+    has_fallback: bool = False
+    reclaim_below_rank: int = 0
     keep: tuple[Version, ...] = ()
 
 
@@ -318,10 +319,10 @@ class SlotSealed(Message, frozen=True, kw_only=True, tag=True):
     local_rank: int
     slot: int
     version: Version
-    replicate: tuple[tuple[int, int], ...] = ()
-    to: tuple[NodeId, ...] = ()
+    replicate_ranges: tuple[tuple[int, int], ...] = ()
+    replica_nodes: tuple[NodeId, ...] = ()
     keep: tuple[Version, ...] = ()
-    kept: bool = False
+    commit_candidate: bool = False
 
 
 class Replicated(Message, frozen=True, kw_only=True, tag=True):
@@ -358,11 +359,11 @@ class SlotInfo(Message, frozen=True, kw_only=True, array_like=True):
     slot: int
     replica: bool
     manifest_digest: str
-    group: ParityGroup | None = None
+    parity_group: ParityGroup | None = None
 
     def is_on(self, node: str) -> bool:
         """Whether its file is on that node."""
-        return self.node == node and self.group is None
+        return self.node == node and self.parity_group is None
 
 
 class InventoryAnswer(Message, frozen=True, kw_only=True, tag=True):
@@ -391,9 +392,9 @@ class Fetch(Message, frozen=True, kw_only=True, tag=True):
     rank: Rank
     version: Version
     ranges: tuple[tuple[int, int], ...]
-    into: str
-    into_offset: int = 0
-    group: ParityGroup | None = None
+    target_path: str
+    target_offset: int = 0
+    parity_group: ParityGroup | None = None
 
 
 class Fetched(Message, frozen=True, kw_only=True, tag=True):
@@ -401,7 +402,7 @@ class Fetched(Message, frozen=True, kw_only=True, tag=True):
     bytes: int
 
 
-class Connect(Message, frozen=True, kw_only=True, tag=True):
+class OpenPeerConnection(Message, frozen=True, kw_only=True, tag=True):
     """From a rank: let me read slots of ``node``'s vault myself. The vault answers ``Connected``, with a descriptor."""
 
     request: int
@@ -409,7 +410,7 @@ class Connect(Message, frozen=True, kw_only=True, tag=True):
     node: NodeId
 
 
-class Connected(Message, frozen=True, kw_only=True, tag=True):
+class PeerConnectionOpened(Message, frozen=True, kw_only=True, tag=True):
     """Beside this frame comes the descriptor (SCM_RIGHTS) of a connection between vaults, proved and unused.
 
     It is the rank's from now on, for reads as ``transfer`` has them. ``answer_timeout_s``: how long to wait for the
@@ -421,21 +422,21 @@ class Connected(Message, frozen=True, kw_only=True, tag=True):
     io_timeout_s: float
 
 
-class ConnectionBroke(Message, frozen=True, kw_only=True, tag=True):
+class PeerConnectionBroken(Message, frozen=True, kw_only=True, tag=True):
     """From a rank: such a connection ended without its doing. The vault looks whether the peer is there, and answers
     ``Done``."""
 
     request: int
     job: JobId
     node: NodeId
-    why: ShortText
+    reason: ShortText
 
 
-class Done(Message, frozen=True, kw_only=True, tag=True):
+class RequestDone(Message, frozen=True, kw_only=True, tag=True):
     request: int
 
 
-class Failed(Message, frozen=True, kw_only=True, tag=True):
+class RequestFailed(Message, frozen=True, kw_only=True, tag=True):
     """The request was refused; ``code`` of everstep.errors."""
 
     request: int
@@ -445,29 +446,29 @@ class Failed(Message, frozen=True, kw_only=True, tag=True):
 
 ToVault = (
     OpenSegment
-    | CheckRoom
+    | CheckCapacity
     | SlotSealed
-    | Configure
-    | Forget
+    | ConfigureJob
+    | ForgetJob
     | Inventory
     | Fetch
-    | Connect
-    | ConnectionBroke
+    | OpenPeerConnection
+    | PeerConnectionBroken
     | Protect
     | Spill
     | Statistics
 )
 FromVault = (
-    Segment
+    SegmentOpened
     | Replicated
     | InventoryAnswer
     | Fetched
-    | Connected
+    | PeerConnectionOpened
     | Protected
     | Spilled
-    | Done
-    | Failed
+    | RequestDone
+    | RequestFailed
     | VaultFinding
-    | PeerLost
+    | PeerConnectionLost
     | StatisticsAnswer
 )

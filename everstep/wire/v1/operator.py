@@ -12,22 +12,22 @@ import msgspec
 
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version
 from everstep.vocabulary import Finding, GenerationReason, JobState, NodeState, Verdict
-from everstep.wire.v1.agent import NO_HOST, Domain, Gpu, Host
-from everstep.wire.v1.base import Message, Reasoned, ShortText
+from everstep.wire.v1.agent import UNKNOWN_HOST, Domain, Gpu, Host
+from everstep.wire.v1.base import Message, OperatorRequest, ShortText
 from everstep.wire.v1.training import GenerationSpec, JobSpec, Member
 
 
-class Because(Reasoned, frozen=True, kw_only=True):
+class ReasonOnlyRequest(OperatorRequest, frozen=True, kw_only=True):
     """Why an operator changes something; it stands in the audit log beside the operator's name."""
 
 
-class Resize(Reasoned, frozen=True, kw_only=True):
+class Resize(OperatorRequest, frozen=True, kw_only=True):
     """A bound on a job's nodes, from its next boundary on."""
 
     size: Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Changed(Message, frozen=True, kw_only=True):
+class ChangeResult(Message, frozen=True, kw_only=True):
     """The change is durable. ``trace`` finds everything that follows from it; ``sentence`` says what was decided."""
 
     trace: TraceId
@@ -53,14 +53,14 @@ class NodeSummary(Message, frozen=True, kw_only=True):
     gpus: int = 0
     findings: int = 0
     domain: Domain = Domain()
-    model: str = ""
+    gpu_model: str = ""
     labels: dict[str, str] = {}
-    hold: str = ""
-    driver: str = ""
+    hold_reason: str = ""
+    driver_version: str = ""
     outbreaks: tuple[str, ...] = ()
 
 
-class PlannedWindow(Message, frozen=True, kw_only=True):
+class PlannedMaintenance(Message, frozen=True, kw_only=True):
     """Maintenance that will begin; ``sentence`` says by whose order, and why."""
 
     starts_at: float
@@ -83,18 +83,18 @@ class NodeDetail(Message, frozen=True, kw_only=True):
     boot_id: str = ""
     vault: str = ""
     gpus: tuple[Gpu, ...] = ()
-    host: Host = NO_HOST
+    host: Host = UNKNOWN_HOST
     findings: tuple[Finding, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
     evictions: int = 0
-    outbox: int = 0
+    pending_directives: int = 0
     registered_at: float = 0.0
-    offences: float = 0.0
-    hold: str = ""
-    cordoned_by: str = ""
+    offence_score: float = 0.0
+    hold_reason: str = ""
+    external_cordon_by: str = ""
     maintenance_until: float = 0.0
-    planned: tuple[PlannedWindow, ...] = ()
-    held_by: str = ""
+    planned_maintenance: tuple[PlannedMaintenance, ...] = ()
+    eviction_deferred_by: str = ""
 
 
 class NodeList(Message, frozen=True, kw_only=True):
@@ -106,7 +106,7 @@ class NodeList(Message, frozen=True, kw_only=True):
     next: str = ""
 
 
-class Recovery(Message, frozen=True, kw_only=True):
+class GenerationRecovery(Message, frozen=True, kw_only=True):
     """One generation after the first: from the decision to the first step of its last rank.
 
     ``seconds`` is None while a rank has not resumed. ``phases_s`` is, by phase, the slowest rank's seconds.
@@ -118,9 +118,9 @@ class Recovery(Message, frozen=True, kw_only=True):
     sentence: str
     trace: TraceId
     decided_at: float
-    seconds: float | None = None
+    duration_s: float | None = None
     restored: Version | None = None
-    resumed: int = 0
+    resumed_ranks: int = 0
     world_size: int = 0
     phases_s: dict[str, float] = {}
 
@@ -164,8 +164,8 @@ class JobDetail(Message, frozen=True, kw_only=True):
     spares: tuple[NodeId, ...] = ()
     store: Address | None = None
     ranks: tuple[RankStatus, ...] = ()
-    recoveries: tuple[Recovery, ...] = ()
-    unable: dict[NodeId, str] = {}
+    recoveries: tuple[GenerationRecovery, ...] = ()
+    ineligible_nodes: dict[NodeId, str] = {}
 
 
 class Exposure(Message, frozen=True, kw_only=True):
@@ -180,11 +180,11 @@ class Exposure(Message, frozen=True, kw_only=True):
     kind: Literal["node", "pair", "rack", "switch", "power"]
     name: str
     nodes: tuple[NodeId, ...]
-    whole: bool
+    restorable: bool
     nodes_left: int
     sentence: ShortText
     ranks: tuple[Rank, ...] = ()
-    falls_back: Version | None = None
+    fallback_version: Version | None = None
 
 
 class Restorability(Message, frozen=True, kw_only=True):
@@ -201,7 +201,7 @@ class Restorability(Message, frozen=True, kw_only=True):
     version: Version | None = None
     verified: bool = False
     ceiling: Version | None = None
-    missing: tuple[Rank, ...] = ()
+    missing_ranks: tuple[Rank, ...] = ()
     exposures: tuple[Exposure, ...] = ()
 
 
@@ -254,7 +254,7 @@ class EventList(Message, frozen=True, kw_only=True):
     next_after: int
 
 
-class StartProbe(Reasoned, frozen=True, kw_only=True):
+class StartProbe(OperatorRequest, frozen=True, kw_only=True):
     """Ask nodes to run an all-reduce among them: latency and bus bandwidth by size."""
 
     nodes: Annotated[tuple[NodeId, ...], msgspec.Meta(min_length=1, max_length=64)]
@@ -328,10 +328,10 @@ class FleetStatus(Message, frozen=True, kw_only=True):
     started_at: float
     nodes: dict[str, int]
     jobs: tuple[JobSummary, ...] = ()
-    connected: int = 0
+    connected_nodes: int = 0
     budget_left: int = 0
     breaker: str = ""
     newest_event: int = 0
     breaker_at: float = 0.0
-    store_away: str = ""
+    database_outage: str = ""
     outbreaks: tuple[Outbreak, ...] = ()

@@ -11,20 +11,20 @@ import msgspec
 
 from everstep.ids import JobId, NodeId, TraceId, Version
 from everstep.vocabulary import Action, Finding, NodeState, Verdict
-from everstep.wire.v1.agent import NO_HOST, Domain, Gpu, Host
-from everstep.wire.v1.base import Message, Reasoned, Request, ShortText
+from everstep.wire.v1.agent import UNKNOWN_HOST, Domain, Gpu, Host
+from everstep.wire.v1.base import Message, OperatorRequest, Request, ShortText
 
 # ---- evidence
 # What goes with a node that is sent to repair: one document for whoever has to mend or replace the hardware.
 
-FORMAT = "everstep.evidence/1"
+EVIDENCE_FORMAT = "everstep.evidence/1"
 
 
 class EvidenceNote(Message, frozen=True, kw_only=True):
     """One thing that happened: a ``finding`` raised or ``cleared``, a ``verdict``, a ``probe``, an ``action``."""
 
     at: float
-    what: str
+    kind: str
     sentence: str
     detail: dict[str, str] = {}
 
@@ -40,7 +40,7 @@ class Evidence(Message, frozen=True, kw_only=True):
     """
 
     format: str
-    made_at: float
+    created_at: float
     node: NodeId
     state: NodeState
     since: float
@@ -53,13 +53,13 @@ class Evidence(Message, frozen=True, kw_only=True):
     boot_id: str = ""
     booted_at: float = 0.0
     gpus: tuple[Gpu, ...] = ()
-    host: Host = NO_HOST
-    suspects: tuple[Gpu, ...] = ()
+    host: Host = UNKNOWN_HOST
+    suspect_gpus: tuple[Gpu, ...] = ()
     findings: tuple[Finding, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
-    evictions: tuple[float, ...] = ()
-    remedied: tuple[float, ...] = ()
-    offences: float = 0.0
+    eviction_times: tuple[float, ...] = ()
+    remediation_times: tuple[float, ...] = ()
+    offence_score: float = 0.0
     history: tuple[EvidenceNote, ...] = ()
 
 
@@ -67,7 +67,7 @@ class Evidence(Message, frozen=True, kw_only=True):
 # What operators read of a job's checkpoints as they are now: ``GET /v1/jobs/{job}/checkpoints``.
 
 
-class KeptVersion(Message, frozen=True, kw_only=True):
+class CheckpointCopy(Message, frozen=True, kw_only=True):
     """A version in one of the places where it is kept.
 
     ``place``: slots in ``memory``, slots with ``parity``, or ``storage``. ``state``: whole there, or on its ``way``.
@@ -76,11 +76,11 @@ class KeptVersion(Message, frozen=True, kw_only=True):
     """
 
     version: Version
-    place: Literal["memory", "parity", "storage"]
-    state: Literal["whole", "way"]
+    tier: Literal["memory", "parity", "storage"]
+    state: Literal["complete", "in_progress"]
     restorable: bool
     sentence: ShortText
-    at: float
+    since: float
     verified: bool = False
     bytes: int = 0
     url: str = ""
@@ -95,23 +95,23 @@ class JobCheckpoints(Message, frozen=True, kw_only=True):
 
     job: JobId
     sentence: ShortText
-    versions: tuple[KeptVersion, ...] = ()
+    versions: tuple[CheckpointCopy, ...] = ()
     spills_lost: int = 0
-    trouble: ShortText = ""
+    last_error: ShortText = ""
 
 
-class SeenFinding(Message, frozen=True, kw_only=True):
+class FindingRecord(Message, frozen=True, kw_only=True):
     """A finding of a node, standing or past. ``id`` numbers what was seen; times are wall seconds."""
 
     id: int
     node: NodeId
     finding: Finding
-    at: float
+    raised_at: float
     cleared_at: float | None = None
 
 
 class FindingList(Message, frozen=True, kw_only=True):
-    findings: tuple[SeenFinding, ...]
+    findings: tuple[FindingRecord, ...]
     next: str = ""
 
 
@@ -136,14 +136,14 @@ class CheckpointList(Message, frozen=True, kw_only=True):
     next: str = ""
 
 
-class RemedyStatus(Message, frozen=True, kw_only=True):
+class RemediationStatus(Message, frozen=True, kw_only=True):
     """An action on a node that was asked of the outside, and what came of it. ``state``: wanted, begun, confirmed (read
     back), failed or superseded (a later one came before it was begun)."""
 
     id: str
     node: NodeId
     kind: str
-    state: Literal["wanted", "begun", "confirmed", "failed", "superseded"]
+    state: Literal["requested", "started", "confirmed", "failed", "superseded"]
     sentence: ShortText
     requested_at: float
     ended_at: float | None = None
@@ -152,8 +152,8 @@ class RemedyStatus(Message, frozen=True, kw_only=True):
     trace: TraceId = ""
 
 
-class RemedyList(Message, frozen=True, kw_only=True):
-    remedies: tuple[RemedyStatus, ...]
+class RemediationList(Message, frozen=True, kw_only=True):
+    remediations: tuple[RemediationStatus, ...]
     next: str = ""
 
 
@@ -171,12 +171,12 @@ class BudgetScope(Message, frozen=True, kw_only=True):
     frees_at: float = 0.0
 
 
-class HeldEviction(Message, frozen=True, kw_only=True):
+class DeferredEviction(Message, frozen=True, kw_only=True):
     """A node that is convicted and stays, and what holds its eviction."""
 
     node: NodeId
     finding: str
-    held_by: str
+    deferred_by: str
 
 
 class BudgetStatus(Message, frozen=True, kw_only=True):
@@ -187,7 +187,7 @@ class BudgetStatus(Message, frozen=True, kw_only=True):
     breaker: str = ""
     breaker_at: float = 0.0
     scopes: tuple[BudgetScope, ...] = ()
-    held: tuple[HeldEviction, ...] = ()
+    deferred: tuple[DeferredEviction, ...] = ()
 
 
 class PolicyDocument(Message, frozen=True, kw_only=True):
@@ -204,22 +204,22 @@ class PolicyChange(Request, frozen=True, kw_only=True):
     rules: Annotated[tuple[dict[str, Any], ...], msgspec.Meta(max_length=200)] = ()
 
 
-class PolicyChecked(Message, frozen=True, kw_only=True):
+class PolicyCheckResult(Message, frozen=True, kw_only=True):
     """Whether the change could be put in force; ``complaint`` says why not, and how to mend it."""
 
     ok: bool
-    complaint: str = ""
+    error: str = ""
     changes: dict[str, str] = {}
 
 
-class TryPolicy(Request, frozen=True, kw_only=True):
+class PolicyTrialRequest(Request, frozen=True, kw_only=True):
     """A change, and how far back to try it on what was recorded."""
 
     change: PolicyChange
     hours: Annotated[float, msgspec.Meta(gt=0, le=24 * 31)] = 168.0
 
 
-class Stretch(Message, frozen=True, kw_only=True):
+class RecordedSpan(Message, frozen=True, kw_only=True):
     """Of the past, what one controller recorded without a gap while it led; ``epoch``: that leadership's number."""
 
     begins_at: float
@@ -227,7 +227,7 @@ class Stretch(Message, frozen=True, kw_only=True):
     epoch: int
 
 
-class Tried(Message, frozen=True, kw_only=True):
+class PolicyTrialResult(Message, frozen=True, kw_only=True):
     """What the change would have done with the recorded past, apart from what operators ordered.
 
     ``also``: evictions of nodes that did not leave and would have, ``not_then``: of nodes that left and would not have;
@@ -237,21 +237,21 @@ class Tried(Message, frozen=True, kw_only=True):
     since: float
     events: int
     evictions: int
-    also: tuple[Verdict, ...] = ()
-    not_then: tuple[str, ...] = ()
+    added_evictions: tuple[Verdict, ...] = ()
+    avoided_evictions: tuple[str, ...] = ()
     gaps: tuple[tuple[float, float], ...] = ()
-    stretches: tuple[Stretch, ...] = ()
+    spans: tuple[RecordedSpan, ...] = ()
     sentence: ShortText = ""
 
 
-class CancelMaintenance(Reasoned, frozen=True, kw_only=True):
+class CancelMaintenance(OperatorRequest, frozen=True, kw_only=True):
     """What is planned for a node, or for a rack, is not to begin."""
 
     node: NodeId | None = None
     rack: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] | None = None
 
 
-class Maintenance(Reasoned, frozen=True, kw_only=True):
+class MaintenanceRequest(OperatorRequest, frozen=True, kw_only=True):
     """A window for people to work on a node, or on all nodes of a rack.
 
     They leave their jobs at a boundary at ``starts_at`` (wall seconds; None: now), and come back by probation at

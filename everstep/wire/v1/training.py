@@ -7,7 +7,18 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Number, Rank, TraceId, Version, Whole
+from everstep.ids import (
+    Address,
+    GenerationNumber,
+    Incarnation,
+    JobId,
+    NodeId,
+    NonNegativeInt,
+    Rank,
+    SafeInt,
+    TraceId,
+    Version,
+)
 from everstep.vocabulary import Finding, GenerationReason
 from everstep.wire.v1.base import Message, Report, Request, ShortText
 from everstep.wire.v1.vault_orders import Protection, VersionProtected, VersionSpilled
@@ -21,9 +32,9 @@ class SpillPlan(Request, frozen=True, kw_only=True):
     under it. ``keep``: so many stay there, the ones written last (0: all).
     """
 
-    every: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
-    to: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
-    keep: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 2
+    every_steps: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
+    url: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+    keep_last: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 2
 
 
 class JobSpec(Request, frozen=True, kw_only=True):
@@ -49,20 +60,20 @@ class JobSpec(Request, frozen=True, kw_only=True):
     nproc_per_node: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     join_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     replicas: Annotated[int, msgspec.Meta(ge=1, le=8)] = 2
-    digest_interval: Whole = 1
+    digest_interval: NonNegativeInt = 1
     hang_threshold_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    max_user_retries: Whole = 0
+    max_user_retries: NonNegativeInt = 0
     block_nodes: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     block_within: Literal["", "rack", "switch"] = ""
     priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0
     spill: SpillPlan | None = None
-    parity: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    parity_group_size: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
 
     @property
     def pinned_slots(self) -> int:
         """Slots that a rank needs besides the usual ones: for the version on its way to storage; for the one that is
         kept by parity, and the next one while its parity is made."""
-        return (self.spill is not None) + 2 * (self.parity > 0)
+        return (self.spill is not None) + 2 * (self.parity_group_size > 0)
 
 
 class Member(Message, frozen=True, kw_only=True, gc=False):
@@ -100,11 +111,11 @@ class RestoreRule(Message, frozen=True, kw_only=True):
 
     floor: Version | None = None
     ceiling: Version | None = None
-    scratch: bool = False
+    from_scratch: bool = False
     pinned: tuple[Version, ...] = ()
     protection: Protection | None = None
-    storage: Annotated[str, msgspec.Meta(max_length=2048)] = ""
-    storage_before: tuple[Annotated[str, msgspec.Meta(max_length=2048)], ...] = ()
+    storage_url: Annotated[str, msgspec.Meta(max_length=2048)] = ""
+    older_storage_urls: tuple[Annotated[str, msgspec.Meta(max_length=2048)], ...] = ()
 
 
 class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
@@ -138,7 +149,7 @@ class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
         return len(self.seats) * self.spec.nproc_per_node
 
     @cached_property
-    def seated(self) -> frozenset[str]:
+    def seated_nodes(self) -> frozenset[str]:
         """The nodes, to look one up in."""
         return frozenset(self.seats)
 
@@ -147,22 +158,22 @@ class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
         """The rack of each holder that has one."""
         return {holder.node: holder.rack for holder in self.holders if holder.rack}
 
-    def is_near(self, node: str, other: str) -> bool:
+    def is_same_rack(self, node: str, other: str) -> bool:
         """Whether both are in one rack, as far as is known."""
         rack = self.racks.get(node)
         return rack is not None and rack == self.racks.get(other)
 
     @cached_property
-    def places(self) -> dict[str, int]:
+    def seat_index(self) -> dict[str, int]:
         """The place of each node among the seats."""
         return {node: place for place, node in enumerate(self.seats)}
 
     @cached_property
     def roster(self) -> tuple[Member, ...]:
         """Every rank, in order. Of ten thousand it takes a while: ask for one node's, or one rank, where that does."""
-        return tuple(member for node in self.seats for member in self.on(node))
+        return tuple(member for node in self.seats for member in self.members_on(node))
 
-    def on(self, node: str | None) -> tuple[Member, ...]:
+    def members_on(self, node: str | None) -> tuple[Member, ...]:
         """The ranks of a node, none where it has no seat."""
         if node is None:
             return ()
@@ -174,16 +185,16 @@ class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
 
     def ranks_on(self, node: str) -> range:
         """The global ranks that compute on ``node``; none where it has no seat."""
-        place, nproc = self.places.get(node), self.spec.nproc_per_node
+        place, nproc = self.seat_index.get(node), self.spec.nproc_per_node
         return range(0) if place is None else range(place * nproc, (place + 1) * nproc)
 
-    def has(self, node: str, rank: int) -> bool:
+    def has_rank_on(self, node: str, rank: int) -> bool:
         """Whether there is such a rank, and it computes on ``node``."""
         return rank < self.world_size and self.node_of(rank) == node
 
-    def member(self, node: str, local_rank: int) -> Member | None:
+    def member_at(self, node: str, local_rank: int) -> Member | None:
         """The rank that ``local_rank`` on ``node`` plays, or None where it plays none."""
-        return next((member for member in self.on(node) if member.local_rank == local_rank), None)
+        return next((member for member in self.members_on(node) if member.local_rank == local_rank), None)
 
 
 # --- reports: from ranks and launchers, through the agent, to the controller -------------------------------------
@@ -214,11 +225,11 @@ class RankLost(Report, frozen=True, kw_only=True, tag=True):
 
     generation: GenerationNumber
     rank: Rank
-    local_rank: Number
+    local_rank: SafeInt
     detail: ShortText
-    exit_code: Number | None = None
-    signal: Number | None = None
-    replacement: bool = True
+    exit_code: SafeInt | None = None
+    signal: SafeInt | None = None
+    has_replacement: bool = True
 
 
 class CollectiveFailed(Report, frozen=True, kw_only=True, tag=True):
@@ -226,7 +237,7 @@ class CollectiveFailed(Report, frozen=True, kw_only=True, tag=True):
 
     generation: GenerationNumber
     rank: Rank
-    step: Number
+    step: SafeInt
     detail: ShortText
 
 
@@ -241,12 +252,12 @@ class RankStalled(Report, frozen=True, kw_only=True, tag=True):
 
     generation: GenerationNumber
     rank: Rank
-    step: Number
-    collectives: Number
+    step: SafeInt
+    collectives: SafeInt
     stalled_s: float
     threshold_s: float
     stacks: LongText = ""
-    begun: Number = 0
+    begun: SafeInt = 0
 
 
 class RankUnresponsive(Report, frozen=True, kw_only=True, tag=True):
@@ -254,12 +265,12 @@ class RankUnresponsive(Report, frozen=True, kw_only=True, tag=True):
 
     generation: GenerationNumber
     rank: Rank
-    local_rank: Number
-    silent_s: float
+    local_rank: SafeInt
+    unresponsive_s: float
     process_state: ShortText = ""
 
 
-class Sealed(Report, frozen=True, kw_only=True, tag=True):
+class VersionSealed(Report, frozen=True, kw_only=True, tag=True):
     """A rank's share of a version is sealed in the node's vault, or has been copied where it must be.
 
     Told of versions that may be committed (``kept``: the rank keeps it until a later one is) and of those with
@@ -273,12 +284,12 @@ class Sealed(Report, frozen=True, kw_only=True, tag=True):
     generation: GenerationNumber
     rank: Rank
     version: Version
-    bytes: Whole
-    safe: bool
-    kept: bool = False
-    replicas: tuple[NodeId, ...] = ()
+    bytes: NonNegativeInt
+    durable: bool
+    commit_candidate: bool = False
+    full_copies: tuple[NodeId, ...] = ()
     digests: dict[str, str] = {}
-    alike: tuple[NodeId, ...] = ()
+    partial_copies: tuple[NodeId, ...] = ()
 
 
 class Resumed(Report, frozen=True, kw_only=True, tag=True):
@@ -292,7 +303,7 @@ class Resumed(Report, frozen=True, kw_only=True, tag=True):
 
     generation: GenerationNumber
     rank: Rank
-    step: Number
+    step: SafeInt
     restored: Version | None
     phases_s: dict[str, float]
 
@@ -302,7 +313,7 @@ class UserError(Report, frozen=True, kw_only=True, tag=True):
 
     generation: GenerationNumber
     rank: Rank
-    step: Number
+    step: SafeInt
     error: ShortText
     traceback: LongText
 
@@ -316,11 +327,11 @@ class RankFinished(Report, frozen=True, kw_only=True, tag=True):
 
     generation: GenerationNumber
     rank: Rank
-    step: Number
-    begun: Number | None = None
+    step: SafeInt
+    started_step: SafeInt | None = None
 
 
-class PeerLost(Report, frozen=True, kw_only=True, tag=True):
+class PeerConnectionLost(Report, frozen=True, kw_only=True, tag=True):
     """The node's vault lost its connection to the vault on ``peer``, and a new one is not taken there.
 
     A hint that ``peer`` may be gone: it accuses nobody and shortens a wait at most. At most one a second for each peer.
@@ -356,9 +367,9 @@ class ProbeFinished(Message, frozen=True, kw_only=True, tag=True):
     probe: str
     ok: bool
     detail: ShortText = ""
-    rows: tuple[tuple[Number, float, float], ...] = ()
-    wrong: bool = False
-    began: bool = False
+    rows: tuple[tuple[SafeInt, float, float], ...] = ()
+    wrong_result: bool = False
+    started: bool = False
 
 
 AnyReport = (
@@ -368,11 +379,11 @@ AnyReport = (
     | CollectiveFailed
     | RankStalled
     | RankUnresponsive
-    | Sealed
+    | VersionSealed
     | Resumed
     | UserError
     | RankFinished
-    | PeerLost
+    | PeerConnectionLost
     | VersionSpilled
     | VersionProtected
     | FindingRaised
@@ -396,8 +407,8 @@ class RankProgress(Message, frozen=True, kw_only=True, array_like=True, gc=False
     job: Annotated[str, msgspec.Meta(max_length=63)]
     generation: GenerationNumber
     rank: Rank
-    step: Number
+    step: SafeInt
     step_s: float
     loss: float | None = None
     busy_s: float | None = None
-    begun: Number = 0
+    started_step: SafeInt = 0

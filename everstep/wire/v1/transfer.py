@@ -45,7 +45,7 @@ import msgspec
 
 from everstep.errors import BY_CODE, EverstepError
 from everstep.ids import GenerationNumber, JobId, NodeId, Rank, Version
-from everstep.layout.manifests import MOST_MANIFEST_BYTES
+from everstep.layout.manifests import MAX_MANIFEST_BYTES
 from everstep.native import DIGEST_BYTES
 from everstep.wire.v1.base import Message, ShortText
 from everstep.wire.v1.local import SlotInfo
@@ -62,8 +62,8 @@ MAX_RANGES = 1 << 18
 
 NONCE_BYTES = 32
 
-PIECE_GOOD = b"\x00"
-PIECE_MOVED_ON = b"\x01"
+PIECE_VALID = b"\x00"
+PIECE_STALE = b"\x01"
 
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Mac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -71,7 +71,7 @@ TransferId = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
-ManifestBytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_MANIFEST_BYTES)]
+ManifestBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_MANIFEST_BYTES)]
 
 
 class Greeting(Message, frozen=True, kw_only=True, tag=True):
@@ -83,7 +83,7 @@ class Greeting(Message, frozen=True, kw_only=True, tag=True):
     protocols: tuple[int, ...]
     job: JobId
     node: NodeId
-    to: NodeId
+    peer: NodeId
     nonce: Nonce
     read_only: bool = False
 
@@ -127,15 +127,15 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
     """
 
     transfer: TransferId
-    manifest: bool = False
-    here: Annotated[bytes, msgspec.Meta(max_length=MAX_TRANSFER_FRAME_BYTES // 128)] = b""
+    needs_manifest: bool = False
+    present_chunks: Annotated[bytes, msgspec.Meta(max_length=MAX_TRANSFER_FRAME_BYTES // 128)] = b""
 
 
 class Part(Message, frozen=True, kw_only=True, tag=True):
     """``chunks`` payload chunks from ``first`` on follow, a status byte after each."""
 
     transfer: TransferId
-    first: Count
+    first_chunk: Count
     chunks: Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -158,7 +158,7 @@ class PutDone(Message, frozen=True, kw_only=True, tag=True):
 class Ack(Message, frozen=True, kw_only=True, tag=True):
     """The slot is sealed here. ``already``: it was before, and nothing needs to be sent."""
 
-    already: bool = False
+    already_sealed: bool = False
 
 
 class Get(Message, frozen=True, kw_only=True, tag=True):
@@ -173,7 +173,7 @@ class Get(Message, frozen=True, kw_only=True, tag=True):
     version: Version
     ranges: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=MAX_RANGES)]
     parity: bool = False
-    unhashed: bool = False
+    skip_hash: bool = False
 
 
 class Data(Message, frozen=True, kw_only=True, tag=True):
@@ -188,7 +188,7 @@ class DataEnd(Message, frozen=True, kw_only=True, tag=True):
     digests: bytes
 
 
-class DigestsAsk(Message, frozen=True, kw_only=True, tag=True):
+class DigestsRequest(Message, frozen=True, kw_only=True, tag=True):
     """What was sealed as that rank's version (``parity``: as that of the group with that number)?
 
     ``group``: it is asked in order to make parity of that group, which the shard is a member of.
@@ -207,7 +207,7 @@ class Digests(Message, frozen=True, kw_only=True, tag=True):
     digests: bytes
 
 
-class InventoryAsk(Message, frozen=True, kw_only=True, tag=True):
+class InventoryRequest(Message, frozen=True, kw_only=True, tag=True):
     """Which sealed slots of the job are there?"""
 
 
@@ -218,7 +218,7 @@ class InventoryList(Message, frozen=True, kw_only=True, tag=True):
     unchecked: int = 0
 
 
-class Refused(Message, frozen=True, kw_only=True, tag=True):
+class TransferRefused(Message, frozen=True, kw_only=True, tag=True):
     """The request was refused; ``code`` of everstep.errors."""
 
     code: str
@@ -226,24 +226,24 @@ class Refused(Message, frozen=True, kw_only=True, tag=True):
 
 
 Opening = Greeting | Proof
-OpeningAnswer = Challenge | Proof | Refused
-Request = Put | ManifestPart | Part | PutDone | Get | DigestsAsk | InventoryAsk
-Answer = Ready | PartDone | Ack | Data | DataEnd | Digests | InventoryList | Refused
+OpeningAnswer = Challenge | Proof | TransferRefused
+TransferRequest = Put | ManifestPart | Part | PutDone | Get | DigestsRequest | InventoryRequest
+TransferAnswer = Ready | PartDone | Ack | Data | DataEnd | Digests | InventoryList | TransferRefused
 
 
-def prove(secret: bytes, role: str, greeting: Greeting, challenge: Challenge) -> bytes:
+def make_proof(secret: bytes, role: str, greeting: Greeting, challenge: Challenge) -> bytes:
     """HMAC-SHA256 under the job's secret over who speaks, to whom, for which job, and both nonces.
 
     ``role`` ("client" or "server") is part of it, so that one side's proof cannot be played back as the other's.
     """
-    names = ("everstep/1/vault", role, greeting.job, greeting.node, greeting.to, challenge.protocol)
+    names = ("everstep/1/vault", role, greeting.job, greeting.node, greeting.peer, challenge.protocol)
     text = msgspec.msgpack.encode((*names, greeting.nonce, challenge.nonce))
     return hmac.new(secret, text, hashlib.sha256).digest()
 
 
-def proves(mac: bytes, secret: bytes, role: str, greeting: Greeting, challenge: Challenge) -> bool:
+def is_valid_proof(mac: bytes, secret: bytes, role: str, greeting: Greeting, challenge: Challenge) -> bool:
     """Whether ``mac`` is that role's proof. Takes the same time for every wrong one."""
-    return hmac.compare_digest(mac, prove(secret, role, greeting, challenge))
+    return hmac.compare_digest(mac, make_proof(secret, role, greeting, challenge))
 
 
 def split_digests(joined: bytes) -> list[bytes]:
@@ -251,7 +251,7 @@ def split_digests(joined: bytes) -> list[bytes]:
     return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
 
 
-def chunk_bits(chunks: Iterable[int]) -> bytes:
+def chunk_bitmap(chunks: Iterable[int]) -> bytes:
     """A set of chunks, as ``Ready.here`` says it."""
     number = 0
     for chunk in chunks:
@@ -259,18 +259,18 @@ def chunk_bits(chunks: Iterable[int]) -> bytes:
     return number.to_bytes(-(-number.bit_length() // 8), "little")
 
 
-def chunks_without(count: int, bits: bytes) -> list[int]:
+def missing_chunks(count: int, bits: bytes) -> list[int]:
     """Which of ``count`` chunks are not in such a set."""
     number = int.from_bytes(bits, "little")
     return [chunk for chunk in range(count) if not number >> chunk & 1]
 
 
-def refusal(error: EverstepError) -> Refused:
+def refused_from_error(error: EverstepError) -> TransferRefused:
     """An error, as it goes over the wire."""
-    return Refused(code=error.code, message=str(error)[:4096])
+    return TransferRefused(code=error.code, message=str(error)[:4096])
 
 
-def refused_error(refused: Refused, by: str) -> EverstepError:
+def error_from_refused(refused: TransferRefused, peer: str) -> EverstepError:
     """The peer's refusal as the error it stands for; the message says ``by`` whom."""
     kind = BY_CODE.get(refused.code, EverstepError)
-    return kind(f"{by}: {refused.message}")
+    return kind(f"{peer}: {refused.message}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from everstep.ids import NodeId, Rank, Version, Whole
+from everstep.ids import NodeId, NonNegativeInt, Rank, Version
 from everstep.wire.v1.base import Message, Report, ShortText
 
 
@@ -71,12 +71,12 @@ class VersionSpilled(Report, frozen=True, kw_only=True, tag=True):
     """
 
     version: Version
-    attempt: Whole
+    attempt: NonNegativeInt
     url: Annotated[str, msgspec.Meta(max_length=2048)] = ""
-    bytes: Whole = 0
-    whole: bool = False
+    bytes: NonNegativeInt = 0
+    complete: bool = False
     removed: tuple[Annotated[str, msgspec.Meta(max_length=64)], ...] = ()
-    left: tuple[Annotated[str, msgspec.Meta(max_length=64)], ...] = ()
+    remaining: tuple[Annotated[str, msgspec.Meta(max_length=64)], ...] = ()
     code: Annotated[str, msgspec.Meta(max_length=64)] = ""
     message: ShortText = ""
 
@@ -89,6 +89,6 @@ class VersionProtected(Report, frozen=True, kw_only=True, tag=True):
     """
 
     version: Version
-    made: Annotated[dict[Rank, Annotated[str, msgspec.Meta(max_length=64)]], _NUMBERED] = {}
+    members_digests: Annotated[dict[Rank, Annotated[str, msgspec.Meta(max_length=64)]], _NUMBERED] = {}
     code: Annotated[str, msgspec.Meta(max_length=64)] = ""
     message: ShortText = ""

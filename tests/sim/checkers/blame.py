@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from everstep_controller.core.effects import Audit, DropNode, PutNode, PutVerdict, Send
+from everstep_controller.core.effects import Audit, DeleteNode, PutNode, PutVerdict, Send
 from everstep_controller.core.events import AgentRegistered, HeartbeatChanged, OperatorCommand, ReportArrived
 
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, NodeState, Severity, Verdict
@@ -52,13 +52,16 @@ class Blame(Checker):
         news, latches = self._news(fact), False
         for effect in fact.effects:
             if isinstance(effect, PutNode):
-                self._states[effect.node], self._causes[effect.node] = effect.doc.state, list(effect.doc.causes)
-            elif isinstance(effect, DropNode):
+                self._states[effect.node], self._causes[effect.node] = (
+                    effect.doc.state,
+                    list(effect.doc.quarantine_causes),
+                )
+            elif isinstance(effect, DeleteNode):
                 self._states.pop(effect.node, None)
             elif isinstance(effect, Send) and isinstance(effect.body, RunProbe):
                 self._members[effect.body.probe] = effect.body.nodes
             elif isinstance(effect, Audit):
-                latches = latches or effect.entry.kind == "fleet.breaker"
+                latches = latches or effect.entry.kind == "fleet.breaker_tripped"
             elif isinstance(effect, PutVerdict) and not isinstance(fact.event, OperatorCommand):
                 if latches:  # the breaker latches on the verdict that is given next
                     self._latched(effect.verdict, fact.at)
@@ -96,7 +99,7 @@ class Blame(Checker):
         return keys
 
     def _look(self, key: str, now: float) -> None:
-        rule = self.world.plan.policy.rules.of_kind(FindingKind.GPU_XID)
+        rule = self.world.plan.policy.rules.default_rule(FindingKind.GPU_XID)
         count = len(self._lately(key, now))
         known = len(self._states)
         if not (
@@ -111,7 +114,7 @@ class Blame(Checker):
 
     def _lately(self, key: str, now: float) -> list[str]:
         """Who told of it within the time that makes an outbreak."""
-        since = now - self.world.plan.policy.rules.of_kind(FindingKind.GPU_XID).correlated_s
+        since = now - self.world.plan.policy.rules.default_rule(FindingKind.GPU_XID).correlated_s
         return [node for node, at in self._told[key].items() if at >= since]
 
     def _latched(self, verdict: Verdict, now: float) -> None:

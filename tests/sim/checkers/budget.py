@@ -8,8 +8,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 import msgspec
-from everstep_controller.core.effects import Audit, DropJob, DropNode, PutGeneration, PutJob, PutNode, PutVerdict
-from everstep_controller.core.events import OperatorCommand, StoreChanged
+from everstep_controller.core.effects import Audit, DeleteJob, DeleteNode, PutGeneration, PutJob, PutNode, PutVerdict
+from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorCommand
 from everstep_controller.store.rows import AuditRow, VerdictRow
 
 from everstep.vocabulary import Decision, JobState, Verdict
@@ -21,7 +21,7 @@ from tests.sim.checkers.stored import Stored
 from tests.sim.facts import Violation
 
 ENDS = ("job.paused", "job.failed", "job.finished")
-LATCHED, OVER, RESET = "fleet.breaker", "fleet.breaker_over", "operator.reset_breaker"
+LATCHED, OVER, RESET = "fleet.breaker_tripped", "fleet.breaker_reset", "operator.reset_breaker"
 
 
 class _NodeDoc(msgspec.Struct):
@@ -79,8 +79,8 @@ class Budget(Checker):
         self._jobs = self._stored.jobs(_JobDoc)
 
     def _handled(self, fact: facts.Decided) -> None:
-        if isinstance(fact.event, StoreChanged):
-            self._store_away = fact.event.away
+        if isinstance(fact.event, DatabaseAvailabilityChanged):
+            self._store_away = fact.event.is_unavailable
         verdicts = [effect.verdict for effect in fact.effects if isinstance(effect, PutVerdict)]
         evicted = [verdict for verdict in verdicts if verdict.decision is Decision.EVICT]
         for verdict in verdicts:
@@ -120,13 +120,13 @@ class Budget(Checker):
             if isinstance(effect, PutNode):
                 self._racks[effect.node] = effect.doc.domain.rack
                 (self._reachable.add if effect.doc.reachable else self._reachable.discard)(effect.node)
-            elif isinstance(effect, DropNode):
+            elif isinstance(effect, DeleteNode):
                 self._reachable.discard(effect.node)
-            elif isinstance(effect, DropJob):
+            elif isinstance(effect, DeleteJob):
                 self._jobs.pop(effect.job, None)
             elif isinstance(effect, PutJob):
                 doc = effect.doc
-                self._jobs[effect.job] = _JobDoc(doc.state, doc.generation, doc.leaving)
+                self._jobs[effect.job] = _JobDoc(doc.state, doc.generation, doc.outgoing_generation)
 
     def _counted(self, node: str, without: Collection[str] = ()) -> tuple[_Count, ...]:
         """The rack's nodes that are expected to be heard, and the seats of the jobs that compute on the node, but for
@@ -155,7 +155,7 @@ class Budget(Checker):
         anew = {effect.spec.job for effect in fact.effects if isinstance(effect, PutGeneration)}
         found: set[str] = set()
         for effect in fact.effects:
-            if isinstance(effect, PutJob) and effect.job not in anew and effect.doc.leaving is None:
+            if isinstance(effect, PutJob) and effect.job not in anew and effect.doc.outgoing_generation is None:
                 before, spec = self._jobs.get(effect.job), effect.doc.generation
                 if before is not None and before.leaving is not None and spec and verdict.node not in spec.seats:
                     found.add(effect.job)
@@ -173,7 +173,7 @@ class Budget(Checker):
     def _durable(self, fact: facts.Durable) -> None:
         self._stored.note(fact.batch)
         self._nodes = (self._nodes - set(fact.batch.forgotten_nodes)) | fact.batch.nodes.keys()
-        acquitted = {row.node: row.at for row in fact.batch.audit if row.kind == "node.acquitted"}
+        acquitted = {row.node: row.at for row in fact.batch.audit if row.kind == "node.eviction_rolled_back"}
         convicted = {row.node for row in fact.batch.verdicts if row.decision == Decision.EVICT}
         self._take_back({node: at for node, at in acquitted.items() if node not in convicted})
         rows = sorted((*fact.batch.verdicts, *fact.batch.audit), key=lambda row: row.at)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from everstep_controller.core.checkpoints.restore_points import restorability_of
+from everstep_controller.core.checkpoints.restore_points import compute_restorability
 from everstep_controller.core.effects import PutGeneration
 
 from everstep.ids import Version
@@ -93,14 +93,14 @@ class Copies(Checker):
     def _compare(self, controller: str, job: str) -> None:
         """Of harm that it cannot know of yet nothing is asked."""
         state = self.world.controller(controller).state
-        version = state.live_jobs[job].committed
+        version = state.job_runtime[job].committed_version
         if version is None or (job, version) not in self._known or (job, version.generation) not in self._specs:
             return
         harmed = self._since(job, version)
         if any(state.nodes[node].reachable or self.world.machines[node].power for node in harmed):
             return
-        for one in restorability_of(state, state.jobs[job]).exposures:
-            if one.whole and one.falls_back is None and (lost := self._lost(job, version, one.nodes)):
+        for one in compute_restorability(state, state.jobs[job]).exposures:
+            if one.restorable and one.fallback_version is None and (lost := self._lost(job, version, one.nodes)):
                 raise Violation(self.name, f"{job}: {one.sentence}; but ranks {lost} are held by nobody else")
 
     def _lost(self, job: str, version: Version, without: Collection[str]) -> list[int]:

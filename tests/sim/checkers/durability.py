@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import msgspec
 from everstep_controller.core.events import AgentRegistered, Event, HeartbeatChanged, ReportArrived
-from everstep_controller.core.jobs.generations import EPOCH_SPAN
+from everstep_controller.core.jobs.generations import NUMBERS_PER_EPOCH
 
 from everstep.wire.v1.directives import AnyDirective, KillRank, NewGeneration, RunProbe, StopJob, VersionNotice
 from tests.sim import facts
@@ -124,7 +124,7 @@ class Durability(Checker):
         for node in fact.batch.forgotten_nodes:
             self._marks = {place: through for place, through in self._marks.items() if place[0] != node}
             self._written.pop(node, None)
-        for (node, life), through in fact.batch.marks.items():
+        for (node, life), through in fact.batch.report_marks.items():
             self._marks[node, life] = max(through, self._marks.get((node, life), 0))
         for row in fact.batch.generations:
             self._generations.add((row.job, row.number))
@@ -133,7 +133,7 @@ class Durability(Checker):
             self._recorded[node] = msgspec.json.decode(doc, type=_Life).incarnation
         for row in fact.batch.outbox:
             self._written[row.node][row.seq] = row.body, self._recorded.get(row.node, 0)
-        for node, through in fact.batch.pruned.items():
+        for node, through in fact.batch.acknowledged.items():
             self._forgotten(node, through)
 
     def _forgotten(self, node: str, through: int) -> None:
@@ -153,7 +153,7 @@ class Durability(Checker):
         if isinstance(body, VersionNotice):
             return
         written = not isinstance(body, NewGeneration) or (body.spec.job, body.spec.number) in self._generations
-        if not written and body.spec.number < EPOCH_SPAN:
+        if not written and body.spec.number < NUMBERS_PER_EPOCH:
             raise Violation(self.name, f"{fact.node} hears of generation {body.spec.number}, which is not written")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import msgspec
-from everstep_controller.core.effects import Audit, DropNode, PutNode, PutVerdict, Send
+from everstep_controller.core.effects import Audit, DeleteNode, PutNode, PutVerdict, Send
 from everstep_controller.core.events import AgentRegistered, HeartbeatChanged, OperatorCommand, ReportArrived
 
 from everstep.vocabulary import Decision, FindingKind, NodeState, Verdict
@@ -84,7 +84,7 @@ class Evidence(Checker):
             elif isinstance(effect, Audit) and effect.entry.kind == "probe.skipped":
                 self._skipped.add(effect.entry.node or "")
         for effect in fact.effects:
-            if isinstance(effect, DropNode):
+            if isinstance(effect, DeleteNode):
                 self._states.pop(effect.node, None)  # whoever comes by that name is new
             elif isinstance(effect, PutVerdict):
                 self._judged(fact, effect.verdict)

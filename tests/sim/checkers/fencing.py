@@ -9,7 +9,7 @@ from everstep_controller.core.events import ReportArrived
 from everstep_controller.core.records import VersionRecord
 
 from everstep.ids import Version
-from everstep.wire.v1.training import GenerationSpec, Sealed
+from everstep.wire.v1.training import GenerationSpec, VersionSealed
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation
@@ -68,7 +68,7 @@ class Fencing(Checker):
 
     def _handled(self, fact: facts.Decided) -> None:
         event = fact.event
-        if isinstance(event, ReportArrived) and isinstance(event.body, Sealed):
+        if isinstance(event, ReportArrived) and isinstance(event.body, VersionSealed):
             self._sealed(event.body)
         for effect in fact.effects:
             if isinstance(effect, PutGeneration):
@@ -78,9 +78,9 @@ class Fencing(Checker):
                 self._commit(effect.doc.job, effect.doc.version)
                 self._compared(effect.doc)
 
-    def _sealed(self, seal: Sealed) -> None:
+    def _sealed(self, seal: VersionSealed) -> None:
         name = seal.job, seal.version
-        if seal.kept and seal.safe:
+        if seal.commit_candidate and seal.durable:
             self._kept[name].add(seal.rank)
         for group, digest in seal.digests.items():
             self._digests[name][group][seal.rank] = digest
@@ -101,6 +101,6 @@ class Fencing(Checker):
         if differ := [sorted(votes) for votes in groups if len(set(votes.values())) > 1]:
             raise Violation(self.name, f"{doc.job}: {doc.version} is committed, and digests of ranks {differ} differ")
         compared = {rank for votes in groups if len(votes) > 1 for rank in votes}
-        if doc.verified_at is not None and (alone := set(range(doc.ranks)) - compared):
+        if doc.verified_at is not None and (alone := set(range(doc.rank_count)) - compared):
             words = f"{doc.version} is verified, and ranks {sorted(alone)} were compared with nobody"
             raise Violation(self.name, f"{doc.job}: {words}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from everstep_controller.core.effects import NoteCleared, NoteFinding, PutGeneration, PutVerdict
+from everstep_controller.core.effects import PutGeneration, PutVerdict, RecordFindingCleared, RecordFindingRaised
 
 from everstep.vocabulary import Decision, FindingKind, GenerationReason, Mode
 from everstep.wire.v1.training import GenerationSpec
@@ -84,9 +84,9 @@ class Paces(Checker):
     def _handled(self, fact: facts.Decided) -> None:
         judged = {effect.verdict.node: effect.verdict for effect in fact.effects if isinstance(effect, PutVerdict)}
         for effect in fact.effects:
-            if isinstance(effect, NoteCleared) and effect.key.startswith(FindingKind.RANK_STRAGGLER):
+            if isinstance(effect, RecordFindingCleared) and effect.key.startswith(FindingKind.RANK_STRAGGLER):
                 self._named.discard(effect.node)
-            elif isinstance(effect, NoteFinding) and effect.finding.kind is FindingKind.RANK_STRAGGLER:
+            elif isinstance(effect, RecordFindingRaised) and effect.finding.kind is FindingKind.RANK_STRAGGLER:
                 self._named.add(effect.node)
                 self._check_named(effect.node)
                 verdict = judged.get(effect.node)
@@ -97,7 +97,7 @@ class Paces(Checker):
         for spec in opened:
             before = self._newest.get(spec.job)
             if spec.reason is GenerationReason.STRAGGLER and before is not None:
-                for node in before.seated - spec.seated:
+                for node in before.seated_nodes - spec.seated_nodes:
                     self._check_named(node)
             self._specs[spec.job, spec.number] = self._newest[spec.job] = spec
 
@@ -113,9 +113,9 @@ class Paces(Checker):
 
     def _check_verdict(self, node: str, decision: Decision | None) -> None:
         """What follows is what the rule allows: out, or held by a budget, where it is to be enforced."""
-        mode = self.world.plan.policy.rules.of_kind(FindingKind.RANK_STRAGGLER).mode
+        mode = self.world.plan.policy.rules.default_rule(FindingKind.RANK_STRAGGLER).mode
         if mode is not Mode.ENFORCE and decision is Decision.EVICT:
             raise Violation(self.name, f"{node} is evicted as slow, which is only recommended")
         calm = self._calm(self._now() - AFTERMATH_S)
-        if mode is Mode.ENFORCE and calm and decision not in (Decision.EVICT, Decision.HOLD_BY_BUDGET):
+        if mode is Mode.ENFORCE and calm and decision not in (Decision.EVICT, Decision.DEFER_EVICTION):
             raise Violation(self.name, f"{node} is slow, and the answer is {decision}")

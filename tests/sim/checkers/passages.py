@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import msgspec
-from everstep_controller.core.effects import Audit, DropJob, PutGeneration, PutJob
+from everstep_controller.core.effects import Audit, DeleteJob, PutGeneration, PutJob
 from everstep_controller.core.events import ReportArrived
 
 from everstep.vocabulary import GenerationReason, JobState
@@ -16,15 +16,15 @@ from everstep.wire.v1.training import (
     RankLost,
     RankStalled,
     RankUnresponsive,
-    Sealed,
     UserError,
+    VersionSealed,
 )
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.checkers.stored import Stored
 from tests.sim.facts import Violation
 
-OF_RANKS = (CollectiveFailed, RankStalled, RankUnresponsive, Sealed, UserError, RankLost)
+OF_RANKS = (CollectiveFailed, RankStalled, RankUnresponsive, VersionSealed, UserError, RankLost)
 """Reports by which a job may lose its generation."""
 BY_RANKS = (
     GenerationReason.RANK_LOST,
@@ -87,8 +87,10 @@ class Passages(Checker):
                 self._by_what_is_over(effect.entry.job or "", "an error", effect.entry.trace)
             elif isinstance(effect, PutJob):
                 doc = effect.doc
-                self._changed(effect.job, _JobDoc(doc.state, doc.generation, doc.leaving, doc.resumed_at))
-            elif isinstance(effect, DropJob):
+                self._changed(
+                    effect.job, _JobDoc(doc.state, doc.generation, doc.outgoing_generation, doc.generation_resumed_at)
+                )
+            elif isinstance(effect, DeleteJob):
                 self._jobs.pop(effect.job, None)
 
     # --- what is over ------------------------------------------------------------------------------------------------
@@ -96,7 +98,7 @@ class Passages(Checker):
     def _note_what_is_over(self, event: ReportArrived) -> None:
         """That a launcher has no replacement is so in whatever generation it was found out."""
         body, job = event.body, self._jobs.get(event.body.job)  # type: ignore[union-attr]
-        if job is None or (isinstance(body, RankLost) and not body.replacement):
+        if job is None or (isinstance(body, RankLost) and not body.has_replacement):
             return
         assert isinstance(body, OF_RANKS)
         if body.generation not in [spec.number for spec in (job.generation, job.leaving) if spec is not None]:

@@ -28,8 +28,8 @@ class Placing(Checker):
                 self._look(effect.spec, self._passed_over(fact, effect.spec.job))
 
     def _passed_over(self, fact: facts.Decided, job: str) -> set[str]:
-        live = self.world.controller(fact.controller).state.live_jobs[job]
-        return {home for home, until in live.passed_over.items() if until > fact.at}
+        live = self.world.controller(fact.controller).state.job_runtime[job]
+        return {home for home, until in live.skipped_replica_nodes.items() if until > fact.at}
 
     def _look(self, spec: GenerationSpec, passed_over: set[str]) -> None:
         copies = min(spec.spec.replicas, len(spec.seats)) - 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from everstep_controller.core.checkpoints.parity import BORNE, form_groups
-from everstep_controller.core.checkpoints.placement import Site
+from everstep_controller.core.checkpoints.parity import TOLERATED_LOSSES, form_groups
+from everstep_controller.core.checkpoints.placement import FailureDomains
 from everstep_controller.core.records import JobRecord
 
 from everstep.ids import Version
@@ -60,8 +60,8 @@ class Parities(Checker):
                 self._given_up.add((audit.job, version))
         for name, doc in fact.batch.jobs.items():
             job = msgspec.json.decode(doc, type=JobRecord)
-            if job.shielded is not None:
-                self._counts(name, job.shielded.protection)
+            if job.active_protection is not None:
+                self._counts(name, job.active_protection.protection)
 
     def _counts(self, job: str, protection: Protection) -> None:
         version = protection.version
@@ -96,7 +96,7 @@ class Parities(Checker):
         homes = {home for group in protection.groups for home in group.parity}
         lost |= {home for home in homes if self._lost(home, spec, counted_at)}
         grouped = {node for group in protection.groups for node in group.members}
-        borne = all(len(lost & set(group.nodes)) <= BORNE for group in protection.groups)
+        borne = all(len(lost & set(group.nodes)) <= TOLERATED_LOSSES for group in protection.groups)
         if borne and not lost & (set(protection.seats) - grouped):
             raise Violation(
                 self.name,
@@ -117,11 +117,14 @@ class Parities(Checker):
             return "nobody leads"
         for name, job in leader.state.jobs.items():
             running = job.generation
-            if job.state is not JobState.RUNNING or running is None or not job.spec.parity:
+            if job.state is not JobState.RUNNING or running is None or not job.spec.parity_group_size:
                 continue
-            sites = {node: Site.of(leader.state.nodes[node]) for node in running.seats}
-            possible = form_groups(running.seats, sites, job.spec.parity).groups
-            recent = job.shielded is not None and job.shielded.protection.version.generation == running.number
+            sites = {node: FailureDomains.of(leader.state.nodes[node]) for node in running.seats}
+            possible = form_groups(running.seats, sites, job.spec.parity_group_size).groups
+            recent = (
+                job.active_protection is not None
+                and job.active_protection.protection.version.generation == running.number
+            )
             if possible and not recent:
-                return f"{name} keeps no version of generation {running.number} by parity: {job.protect_trouble}"
+                return f"{name} keeps no version of generation {running.number} by parity: {job.protection_error}"
         return ""

@@ -62,11 +62,13 @@ class Recovery(Checker):
         if job.state is not JobState.RUNNING or job.generation is None:
             return f"is {job.state}: {job.sentence}" if self._whole_blocks(job.spec, idle) * block >= least else ""
         seats = {member.node for member in job.generation.roster}
-        free = [node for node in idle if node not in job.slow]  # a straggler is taken where the job cannot run without
+        free = [
+            node for node in idle if node not in job.replaced_stragglers
+        ]  # a straggler is taken where the job cannot run without
         best = min(job.spec.max_nodes // block, self._whole_blocks(job.spec, [*seats, *free]))
         if best * block > len(seats):
             return f"runs on {len(seats)} nodes, and {', '.join(idle)} are idle"
-        if job.resumed_at is None or job.leaving is not None:
+        if job.generation_resumed_at is None or job.outgoing_generation is not None:
             return f"has not resumed in generation {job.generation.number}"
         if self._committed.get(name, 0) < self._quiet.get(name, 0) + COMMITS_WANTED:
             return "commits nothing"

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections import defaultdict
 
 import msgspec
-from everstep_controller.core.effects import DropNode, PutNode, Remedy, RemedyKind, RequestRemedy
-from everstep_controller.core.events import NodeObserved, OperatorAction, OperatorCommand
-from everstep_controller.store.rows import RemedyRow, RemedyState
+from everstep_controller.core.effects import DeleteNode, PutNode, Remediation, RemediationKind, RequestRemediation
+from everstep_controller.core.events import OperatorAction, OperatorCommand, SchedulerStateChanged
+from everstep_controller.store.rows import RemediationRow, RemediationState
 
 from everstep.vocabulary import Decision, NodeState
 from tests.sim import facts
@@ -16,8 +16,8 @@ from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.checkers.window_book import WindowBook
 from tests.sim.facts import Violation
 
-CURES = (RemedyKind.RESET_GPU, RemedyKind.REBOOT)
-ENDED = (RemedyState.CONFIRMED, RemedyState.FAILED, RemedyState.SUPERSEDED)
+CURES = (RemediationKind.RESET_GPU, RemediationKind.REBOOT)
+ENDED = (RemediationState.CONFIRMED, RemediationState.FAILED, RemediationState.SUPERSEDED)
 CONVICTED = (Decision.EVICT, Decision.QUARANTINE, Decision.REPAIR)
 SERVING = (NodeState.HEALTHY, NodeState.PROBATION)
 
@@ -42,7 +42,7 @@ class Remedies(Checker):
     name = "remedies"
 
     def __init__(self) -> None:
-        self._rows: dict[str, RemedyRow] = {}
+        self._rows: dict[str, RemediationRow] = {}
         self._begun_in: dict[str, int] = {}
         self._verdicts: dict[str, tuple[str, str]] = {}
         self._cures: dict[str, list[float]] = defaultdict(list)
@@ -89,35 +89,36 @@ class Remedies(Checker):
         for effect in fact.effects:
             self._book.follow(effect, fact.at)
         for effect in fact.effects:
-            if isinstance(effect, RequestRemedy) and not ordered:
-                self._requested(effect.remedy, fact.at)
+            if isinstance(effect, RequestRemediation) and not ordered:
+                self._requested(effect.remediation, fact.at)
             elif isinstance(effect, PutNode):
                 self._put(effect, fact.at)
-            elif isinstance(effect, DropNode):
+            elif isinstance(effect, DeleteNode):
                 self._kept_out.pop(effect.node, None)
 
     def _note_words(self, fact: facts.Decided) -> None:
         """Whose word keeps which node out, until when."""
         event = fact.event
-        if isinstance(event, NodeObserved):
+        if isinstance(event, SchedulerStateChanged):
             self._kept_out[event.node].pop("a cordon", None)
             if event.cordoned_by:
                 self._kept_out[event.node]["a cordon"] = float("inf")
         elif isinstance(event, OperatorCommand) and event.node is not None:
             words = self._kept_out[event.node]
-            if event.kind in (OperatorAction.HOLD, OperatorAction.DRAIN):
+            if event.action in (OperatorAction.HOLD, OperatorAction.DRAIN):
                 words["a person"] = float("inf")
-            elif event.kind in (OperatorAction.RELEASE, OperatorAction.READMIT):
+            elif event.action in (OperatorAction.RELEASE, OperatorAction.READMIT):
                 words.pop("a person", None)
 
     def _who_keeps_out(self, node: str, now: float) -> str:
         window = self._book.active(self.world, node, now)
         return next((who for who, until in self._kept_out[node].items() if now < until), str(window or ""))
 
-    def _requested(self, remedy: Remedy, now: float) -> None:
+    def _requested(self, remedy: Remediation, now: float) -> None:
         who = self._who_keeps_out(remedy.node, now)
         if who and (
-            remedy.kind in (*CURES, RemedyKind.REPAIR) or (who == "a cordon" and remedy.kind is RemedyKind.CORDON)
+            remedy.kind in (*CURES, RemediationKind.REPAIR)
+            or (who == "a cordon" and remedy.kind is RemediationKind.CORDON)
         ):
             raise Violation(self.name, f"{remedy.kind} of {remedy.node} is asked for, although {who} keeps it out")
 
@@ -136,30 +137,30 @@ class Remedies(Checker):
             self._docs[node] = msgspec.json.decode(doc, type=_NodeDoc)
         for verdict in fact.batch.verdicts:
             self._verdicts[verdict.id] = (verdict.node, verdict.decision)
-        for row in sorted(fact.batch.remedies.values(), key=lambda row: row.requested_at):
+        for row in sorted(fact.batch.remediations.values(), key=lambda row: row.requested_at):
             before = self._rows.get(row.id)
             if before is not None and before.state in ENDED:
                 raise Violation(self.name, f"{row.id} is {row.state} after it was {before.state}")
             if before is None:
                 self._wanted(row)
-            if row.state is RemedyState.BEGUN:
+            if row.state is RemediationState.STARTED:
                 self._begun_in.setdefault(row.id, fact.epoch)
             self._rows[row.id] = row
 
-    def _wanted(self, row: RemedyRow) -> None:
-        if row.kind in (*CURES, RemedyKind.REPAIR):
-            verdict = msgspec.json.decode(row.doc, type=Remedy).verdict
+    def _wanted(self, row: RemediationRow) -> None:
+        if row.kind in (*CURES, RemediationKind.REPAIR):
+            verdict = msgspec.json.decode(row.doc, type=Remediation).verdict_id
             node, decision = self._verdicts.get(verdict, ("", ""))
             if node != row.node or decision not in CONVICTED:
                 raise Violation(self.name, f"{row.id} ({row.kind} of {row.node}) follows from {decision or 'nothing'}")
         if row.kind in CURES:
             self._count(row)
 
-    def _count(self, row: RemedyRow) -> None:
+    def _count(self, row: RemediationRow) -> None:
         policy, at = self.world.plan.policy, row.requested_at
         caps = (
-            (row.node, policy.remedies_per_node, policy.remedy_node_window_s),
-            ("the fleet", policy.remedies_per_fleet, policy.remedy_fleet_window_s),
+            (row.node, policy.remediations_per_node, policy.remediation_node_window_s),
+            ("the fleet", policy.remediations_per_fleet, policy.remediation_fleet_window_s),
         )
         for whose, most, window_s in caps:
             self._cures[whose] = [*(t for t in self._cures[whose] if t > at - window_s), at]
@@ -176,7 +177,7 @@ class Remedies(Checker):
     def _ask(self, fact: facts.RemedyAsked) -> None:
         what = f"{fact.remedy} ({fact.kind} of {fact.node})"
         row = self._rows.get(fact.remedy)
-        if row is None or row.state is RemedyState.WANTED:
+        if row is None or row.state is RemediationState.REQUESTED:
             raise Violation(self.name, f"{what} is asked for before it is written that it begins")
         if row.state in ENDED:
             raise Violation(self.name, f"{fact.controller} asks for {what}, which is {row.state}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep_agent.spill.writer import version_of
+from everstep_agent.spill.writer import parse_folder_name
 from everstep_controller.core.effects import PutGeneration
 
 from everstep.ids import Version
@@ -58,14 +58,14 @@ class Restores(Checker):
         what = f"{spec.job} generation {spec.number} starts from {fact.storage or version}"
         if fact.torn:
             raise Violation(self.name, f"{what}, whose shares are of different states")
-        begun = version_of(fact.storage.rpartition("/")[2]) if fact.storage else version
+        begun = parse_folder_name(fact.storage.rpartition("/")[2]) if fact.storage else version
         if fact.state.step != (begun.step if begun is not None else 0):
             raise Violation(self.name, f"{what}, whose state is that after step {fact.state.step}")
         rule = spec.restore
         if rule.ceiling is not None and version is not None and version > rule.ceiling:
             raise Violation(self.name, f"{what}, above the ceiling {rule.ceiling}")
         known = self._expected.get((spec.job, spec.number))
-        after_corruption = rule.ceiling is not None or rule.scratch or spec.reason is GenerationReason.CORRUPTION
+        after_corruption = rule.ceiling is not None or rule.from_scratch or spec.reason is GenerationReason.CORRUPTION
         if known is not None and not after_corruption and (version is None or version < known):
             protection = rule.protection
             if not fact.storage and (protection is None or version != protection.version):

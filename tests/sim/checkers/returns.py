@@ -6,9 +6,9 @@ import math
 from collections import defaultdict
 
 import msgspec
-from everstep_controller.core.effects import DropNode, PutNode
+from everstep_controller.core.effects import DeleteNode, PutNode
 from everstep_controller.core.events import OperatorAction, OperatorCommand
-from everstep_controller.core.policy import SecondPass
+from everstep_controller.core.policy import BlameIsolationMethod
 from everstep_controller.core.records import NodeRecord
 
 from everstep.vocabulary import Action, Finding, Mode, NodeState
@@ -49,7 +49,7 @@ class Returns(Checker):
 
     def _handled(self, fact: facts.Decided) -> None:
         for effect in fact.effects:
-            if isinstance(effect, DropNode):
+            if isinstance(effect, DeleteNode):
                 self._states.pop(effect.node, None)
                 self._shown.pop(effect.node, None)
             elif isinstance(effect, PutNode):
@@ -57,11 +57,13 @@ class Returns(Checker):
 
     def _take(self, fact: facts.Decided, record: NodeRecord) -> None:
         node, event = record.node, fact.event
-        known = {finding.key: finding for finding in (*record.findings.values(), *record.own.values())}
+        known = {
+            finding.key: finding for finding in (*record.agent_findings.values(), *record.controller_findings.values())
+        }
         before_it, self._shown[node] = self._shown.get(node, set()), {_alike(finding) for finding in known.values()}
         self._ended |= {(node, *alike): fact.at for alike in before_it - self._shown[node]}
         self._vouched[node] &= set(known)
-        if isinstance(event, OperatorCommand) and event.kind is OperatorAction.READMIT and event.node == node:
+        if isinstance(event, OperatorCommand) and event.action is OperatorAction.READMIT and event.node == node:
             self._vouched[node] = set(known)
         before, self._states[node] = self._states.get(node), record.state
         if record.state is not NodeState.HEALTHY or before is None or before in SERVING:
@@ -73,7 +75,7 @@ class Returns(Checker):
 
     def _others(self, node: str, finding: Finding, now: float) -> list[str]:
         """Who shows it too, or did so within the time for which it counts among those of an outbreak."""
-        alike, since = _alike(finding), now - self.world.plan.policy.rules.rule(finding).correlated_s
+        alike, since = _alike(finding), now - self.world.plan.policy.rules.rule_for(finding).correlated_s
         return [
             other
             for other, shown in self._shown.items()
@@ -81,12 +83,12 @@ class Returns(Checker):
         ]
 
     def _evicts(self, record: NodeRecord, finding: Finding, now: float) -> bool:
-        rule = self.world.plan.policy.rules.rule(finding)
-        if rule.n_of[0] > 1 or rule.heals or rule.second_pass is SecondPass.PAIR:
+        rule = self.world.plan.policy.rules.rule_for(finding)
+        if rule.n_of_m[0] > 1 or rule.already_handled or rule.blame_isolation is BlameIsolationMethod.PAIR:
             return False  # not as it is
         if finding.action is Action.RESTART_RANK or now < record.booted_at + rule.boot_grace_s:
             return False
-        return rule.applies(finding) and rule.mode_of(finding) is Mode.ENFORCE
+        return rule.counts_against_node(finding) and rule.effective_mode(finding) is Mode.ENFORCE
 
 
 def _alike(finding: Finding) -> tuple[str, int | None]:

@@ -9,7 +9,7 @@ from everstep_controller.core.events import (
     ControllerStarted,
     HeartbeatChanged,
     NodeDisconnected,
-    NodeHeard,
+    NodeSeen,
     ReportArrived,
     Tick,
 )
@@ -51,11 +51,11 @@ class Silences(Checker):
             self._closed.pop(event.register.node, None)
         elif isinstance(event, NodeDisconnected) and self._lives.get(event.node, 0) <= event.incarnation:
             self._closed.setdefault(event.node, fact.at)
-        elif isinstance(event, NodeHeard | ReportArrived | HeartbeatChanged):
+        elif isinstance(event, NodeSeen | ReportArrived | HeartbeatChanged):
             self._closed.pop(event.node, None)
-            for node, _ in event.others if isinstance(event, NodeHeard) else ():
+            for node, _ in event.others if isinstance(event, NodeSeen) else ():
                 self._closed.pop(node, None)
-        heard = {node: live.pulse.heard_at for node, live in leader.state.live_nodes.items()}
+        heard = {node: live.heartbeats.last_seen_at for node, live in leader.state.node_runtime.items()}
         self._closed = {node: at for node, at in self._closed.items() if heard.get(node, fact.at) <= at}
         for effect in fact.effects:
             if isinstance(effect, Audit) and effect.entry.kind == "node.lost":
@@ -66,17 +66,17 @@ class Silences(Checker):
         policy = self.world.plan.policy
         since = max(heard[node], self._listens_since)
         silent_s, closed_s = now - since, now - self._closed.get(node, now)
-        if silent_s < policy.dead_after_s and closed_s < policy.disconnect_grace_s:
+        if silent_s < policy.lost_after_s and closed_s < policy.disconnect_grace_s:
             words = f"{node} is lost after {silent_s:.2f} s of silence, {closed_s:.2f} s after its connection closed"
             raise Violation(self.name, words)
-        if max(silent_s, closed_s) < policy.correlated_patience_s and self._many_are_silent(now, heard):
+        if max(silent_s, closed_s) < policy.correlated_silence_max_s and self._many_are_silent(now, heard):
             words = f"{node} is lost after {silent_s:.2f} s, while so many are silent that nobody is to be"
             raise Violation(self.name, words)
 
     def _many_are_silent(self, now: float, heard: dict[str, float]) -> bool:
         """Beyond all doubt: of the whole fleet."""
         policy = self.world.plan.policy
-        silent_at = now - policy.suspect_at_most_s - DAWDLES_S
+        silent_at = now - policy.suspect_after_max_s - DAWDLES_S
         silent = {n for n in self._expected if max(heard[n], self._listens_since) < silent_at or n in self._closed}
-        share = max(policy.correlated_minimum, policy.correlated_share * len(self._expected))
+        share = max(policy.correlated_silence_min_nodes, policy.correlated_silence_share * len(self._expected))
         return len(silent) >= share or (silent == self._expected and len(silent) >= 2)

@@ -53,7 +53,7 @@ class Spills(Checker):
                 self._end(audit.job, audit.kind, audit.detail)
         for name, doc in fact.batch.jobs.items():
             job = msgspec.json.decode(doc, type=JobRecord)
-            for one in job.stored:
+            for one in job.stored_checkpoints:
                 if one.version not in self._whole.get(name, ()):
                     raise Violation(self.name, f"{name}: {one.version} counts as stored, and no vault made it whole")
 
@@ -68,11 +68,11 @@ class Spills(Checker):
         spec = fact.spec
         raise Violation(
             self.name,
-            f"{spec.job} generation {spec.number} is to start from {spec.restore.storage}, which is not there",
+            f"{spec.job} generation {spec.number} is to start from {spec.restore.storage_url}, which is not there",
         )
 
     def _restored(self, fact: facts.Restored) -> None:
-        if fact.storage and fact.storage != fact.spec.restore.storage:
+        if fact.storage and fact.storage != fact.spec.restore.storage_url:
             raise Violation(self.name, f"{fact.spec.job} starts from {fact.storage}, of which nobody told it")
 
     def complaint(self) -> str:
@@ -81,16 +81,14 @@ class Spills(Checker):
         if leader is None:
             return "nobody leads"
         for name, job in leader.state.jobs.items():
-            live = leader.state.live_jobs[name]
-            root = f"{job.spec.spill.to}/{name}" if job.spec.spill is not None else ""
+            live = leader.state.job_runtime[name]
+            root = f"{job.spec.spill.url}/{name}" if job.spec.spill is not None else ""
             there = self.world.storage.whole(root)
-            if gone := [one.url for one in job.stored if one.url not in there]:
+            if gone := [one.url for one in job.stored_checkpoints if one.url not in there]:
                 return f"{name} would go back to {', '.join(gone)}, and nothing is there"
-            if job.state is not JobState.RUNNING or job.spec.spill is None or live.committed is None:
+            if job.state is not JobState.RUNNING or job.spec.spill is None or live.committed_version is None:
                 continue
-            behind = abs(live.committed.step - job.spilled_step)
-            if behind > job.spec.spill.every + STEPS_LATE:
-                return (
-                    f"{name} has not stored anything for {behind} steps: {job.spill_trouble or 'no trouble is known'}"
-                )
+            behind = abs(live.committed_version.step - job.last_spilled_step)
+            if behind > job.spec.spill.every_steps + STEPS_LATE:
+                return f"{name} has not stored anything for {behind} steps: {job.spill_error or 'no trouble is known'}"
         return ""

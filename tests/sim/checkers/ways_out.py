@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from everstep_controller.core.effects import Audit, DropNode, PutNode, PutVerdict
+from everstep_controller.core.effects import Audit, DeleteNode, PutNode, PutVerdict
 from everstep_controller.core.events import OperatorAction, OperatorCommand
 from everstep_controller.core.records import NodeRecord
 
@@ -15,7 +15,7 @@ from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation
 
 WRONG = (FindingKind.DIGEST_MISMATCH, FindingKind.COMPUTE_WRONG, FindingKind.MEMORY_WRONG)
-CLEARED = ("node.acquitted", "node.repaired", "remedy.confirmed")
+CLEARED = ("node.eviction_rolled_back", "node.repaired", "remediation.confirmed")
 """Lines of the log by which what was proved is no more: others showed it, the GPUs are others, memory was reset."""
 
 
@@ -46,14 +46,14 @@ class WaysOut(Checker):
 
     def _handled(self, fact: facts.Decided) -> None:
         event, above = fact.event, set[str]()
-        if isinstance(event, OperatorCommand) and event.kind is OperatorAction.READMIT:
+        if isinstance(event, OperatorCommand) and event.action is OperatorAction.READMIT:
             above.add(event.node or "")
         for effect in fact.effects:
             if isinstance(effect, Audit) and effect.entry.kind in CLEARED:
                 above.add(effect.entry.node or "")
             elif isinstance(effect, PutVerdict):
                 self._judged(fact, effect.verdict)
-            elif isinstance(effect, DropNode):
+            elif isinstance(effect, DeleteNode):
                 above.add(effect.node)
         for node in above:
             self._wrong.pop(node, None)
@@ -65,7 +65,7 @@ class WaysOut(Checker):
     def _judged(self, fact: facts.Decided, verdict: Verdict) -> None:
         proved = any(found.kind in WRONG and found.severity is Severity.CRITICAL for found in verdict.evidence)
         event = fact.event
-        ordered = isinstance(event, OperatorCommand) and (event.kind, event.node) == (
+        ordered = isinstance(event, OperatorCommand) and (event.action, event.node) == (
             OperatorAction.EVICT,
             verdict.node,
         )
@@ -75,7 +75,7 @@ class WaysOut(Checker):
     def _take(self, now: float, record: NodeRecord) -> None:
         node, before = record.node, self._quarantined.pop(record.node, None)
         if record.state is NodeState.QUARANTINED:
-            self._quarantined[node] = _Quarantine(record.since, frozenset(record.causes))
+            self._quarantined[node] = _Quarantine(record.since, frozenset(record.quarantine_causes))
         if record.state is not NodeState.PROBATION:
             return
         if node in self._wrong:
@@ -84,5 +84,5 @@ class WaysOut(Checker):
             return
         if (served_s := now - before.since) < self.world.plan.policy.quarantine_min_s:
             raise Violation(self.name, f"{node} leaves quarantine after {served_s:.2f} s: {record.sentence}")
-        if standing := before.causes & {finding.key for finding in record.known()}:
+        if standing := before.causes & {finding.key for finding in record.all_findings()}:
             raise Violation(self.name, f"{node} leaves quarantine, and {sorted(standing)} stand: {record.sentence}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from everstep_controller.core.effects import Audit, DropNode, Effect
+from everstep_controller.core.effects import Audit, DeleteNode, Effect
 from everstep_controller.core.events import OperatorAction, OperatorCommand
 
 from tests.sim import facts
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 ORDERS = (OperatorAction.MAINTENANCE, OperatorAction.CANCEL_MAINTENANCE, OperatorAction.READMIT)
-BEGUN = "maintenance.begun"
+BEGUN = "maintenance.started"
 
 
 class _Entry(NamedTuple):
@@ -62,7 +62,7 @@ class WindowBook:
     def order(self, fact: facts.Handled) -> None:
         """Call before what follows from the event is looked at."""
         event = fact.event
-        if isinstance(event, OperatorCommand) and event.kind in ORDERS:
+        if isinstance(event, OperatorCommand) and event.action in ORDERS:
             self._enter(_Entry(event.trace, fact.at, event))
 
     def follow(self, effect: Effect, at: float) -> None:
@@ -70,7 +70,7 @@ class WindowBook:
         if isinstance(effect, Audit) and effect.entry.kind == BEGUN:
             subject = effect.entry.node or effect.entry.sentence.removeprefix("maintenance of ").partition(" begins")[0]
             self._enter(_Entry(effect.entry.trace, at, None, subject))
-        elif isinstance(effect, DropNode):
+        elif isinstance(effect, DeleteNode):
             self.windows = [window for window in self.windows if window.subject != effect.node]
 
     def _enter(self, entry: _Entry) -> None:
@@ -79,9 +79,9 @@ class WindowBook:
         if order is None:
             for window in self.windows:
                 window.begun = window.begun or (window.subject == entry.subject and window.starts_at <= entry.at)
-        elif order.kind is OperatorAction.MAINTENANCE:
+        elif order.action is OperatorAction.MAINTENANCE:
             self.windows.append(Window(entry, order))
-        elif order.kind is OperatorAction.CANCEL_MAINTENANCE:
+        elif order.action is OperatorAction.CANCEL_MAINTENANCE:
             subject = order.node or f"rack {order.rack}"
             self.windows = [one for one in self.windows if one.begun or one.subject != subject]
         else:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import msgspec
-from everstep_controller.core.effects import Audit, DropNode, PutGeneration, PutNode, PutVerdict
-from everstep_controller.core.events import OperatorCommand, StoreChanged, Tick
+from everstep_controller.core.effects import Audit, DeleteNode, PutGeneration, PutNode, PutVerdict
+from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorCommand, Tick
 
 from everstep.vocabulary import Decision, JobState, NodeState
 from tests.sim import facts
@@ -60,8 +60,8 @@ class Windows(Checker):
         self._states = {node: doc.state for node, doc in self._stored.items()}
 
     def _handled(self, fact: facts.Decided) -> None:
-        if isinstance(fact.event, StoreChanged):
-            self._store_away = fact.event.away
+        if isinstance(fact.event, DatabaseAvailabilityChanged):
+            self._store_away = fact.event.is_unavailable
             self._able_since = math.inf
         if not self._store_away:
             self._able_since = min(self._able_since, fact.at)
@@ -78,7 +78,7 @@ class Windows(Checker):
         for effect in fact.effects:  # documents stand before what was said in the event, and are as they were after it
             if isinstance(effect, PutNode):
                 self._put(fact, effect)
-            elif isinstance(effect, DropNode):
+            elif isinstance(effect, DeleteNode):
                 self._states.pop(effect.node, None)
         if self._begun() > before:
             self._jobs_leave(fact)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import msgspec
-from everstep_agent.uplink.session import Session, Words
+from everstep_agent.uplink.session import ControllerSession, UplinkState
 from everstep_controller.core import startup
 from everstep_controller.core.checkpoints import commits, parity, storage
 from everstep_controller.core.health import (
@@ -27,16 +27,16 @@ from everstep_controller.core.health import (
 from everstep_controller.core.jobs import generations, lifecycle, losses, membership, progress, stragglers
 from everstep_controller.core.liveness import node_liveness, registration
 from everstep_controller.leadership import lease
-from everstep_controller.remediation.executor import RemedyDesk
+from everstep_controller.remediation.executor import RemediationExecutor
 from everstep_controller.runtime.push import Outbox
 from everstep_controller.runtime.transaction import Transaction
 from everstep_controller.server import session
-from everstep_controller.server.agent_service import AgentDesk
-from everstep_trainer.data.sampler import share_of
+from everstep_controller.server.agent_service import AgentService
+from everstep_trainer.data.sampler import rank_batch_range
 from everstep_trainer.restore import version_choice
-from everstep_trainer.runtime.directives import Orders
+from everstep_trainer.runtime.directives import ReceivedDirectives
 
-from everstep.wire.v1.agent import Frame, Register
+from everstep.wire.v1.agent import FrameKind, Register
 from tests.sim import training_state
 from tests.sim.mutants.mutant import Mutant, nothing
 from tests.sim.mutants.of_passages import OF_PASSAGES
@@ -53,9 +53,9 @@ def _no_words(*_: Any, **__: Any) -> str:
     return ""
 
 
-def _one_of_a_tie(digests: Any, _spec: Any) -> commits.Vote:
-    vote = commits.count_votes(digests)
-    return commits.Vote(liars=vote.liars or frozenset(sorted(vote.tied)[:1]))
+def _one_of_a_tie(digests: Any, _spec: Any) -> commits.DigestVote:
+    vote = commits.compare_digests(digests)
+    return commits.DigestVote(divergent_ranks=vote.divergent_ranks or frozenset(sorted(vote.tied_ranks)[:1]))
 
 
 # --- mistakes that take more than a line ---------------------------------------------------------------------------
@@ -73,14 +73,14 @@ def _one_eviction_more(real: Any) -> AbstractContextManager[None]:
 
 def _stale_seals() -> AbstractContextManager[None]:
     """Seals of a generation that is over count for its version."""
-    real = examinations.seal_arrived
+    real = examinations.handle_sealed
 
-    def arrived(turn: Any, job: Any, node: str, report: Any) -> None:
-        spec = losses.running_spec(job)
+    def arrived(transition: Any, job: Any, node: str, report: Any) -> None:
+        spec = losses.running_generation(job)
         if spec is not None and report.generation < spec.number and report.rank < spec.world_size:
-            commits.take_seal(turn, job, spec, report)
+            commits.record_seal(transition, job, spec, report)
         else:
-            real(turn, job, node, report)
+            real(transition, job, node, report)
 
     return swapped(real, arrived)
 
@@ -89,21 +89,21 @@ def _stale_seals() -> AbstractContextManager[None]:
 def _earlier_lives() -> Iterator[None]:
     """A session that another one replaced goes on, and what it says is taken, of whatever life it is."""
     with (
-        swapped(registration.check_life, nothing),
-        method_swapped(AgentDesk, "check_life", nothing),
-        method_swapped(session.Session, "dismiss", nothing),
+        swapped(registration.check_incarnation, nothing),
+        method_swapped(AgentService, "check_incarnation", nothing),
+        method_swapped(session.AgentSession, "dismiss", nothing),
     ):
         yield
 
 
 def _numbers_from_before() -> AbstractContextManager[None]:
     """What a job's record says of its newest generation is one too low after every restart."""
-    real = startup.restore
+    real = startup.restore_state
 
     def restore(*arguments: Any, **more: Any) -> Any:
         state = real(*arguments, **more)
         for job in state.jobs.values():
-            job.last_number = max(0, job.last_number - 1)
+            job.last_generation_number = max(0, job.last_generation_number - 1)
         return state
 
     return swapped(real, restore)
@@ -112,7 +112,7 @@ def _numbers_from_before() -> AbstractContextManager[None]:
 @contextmanager
 def _overlapping_shares() -> Iterator[None]:
     """Neighbouring ranks share samples. What is remembered of the real sampler is forgotten before and after."""
-    mistake = mistaken(share_of, "(rank + 1) * global_batch // world_size", "(rank + 1) * global_batch")
+    mistake = mistaken(rank_batch_range, "(rank + 1) * global_batch // world_size", "(rank + 1) * global_batch")
     _forget_samples()
     try:
         with mistake:
@@ -151,31 +151,31 @@ def _waiting_directives_lost() -> AbstractContextManager[None]:
 
 def _sent_is_taken() -> AbstractContextManager[None]:
     """An agent lets go of what it has sent once it is on another connection, answered or not."""
-    begin = Session.__init__
+    begin = ControllerSession.__init__
 
-    def begins(self: Session, words: Words, *others: Any, **more: Any) -> None:
-        words.spool.acknowledged(words.spool.sent_through)
+    def begins(self: ControllerSession, words: UplinkState, *others: Any, **more: Any) -> None:
+        words.spool.acknowledge(words.spool.sent_through)
         begin(self, words, *others, **more)
 
-    return method_swapped(Session, "__init__", begins)
+    return method_swapped(ControllerSession, "__init__", begins)
 
 
 def _never_asks() -> AbstractContextManager[None]:
     """After its first beat an agent never wants an answer, so that it stays with a controller that has died unheard."""
 
-    def kind_of(self: Session, message: Any, now: float) -> Frame:
+    def choose_beat_kind(self: ControllerSession, message: Any, now: float) -> FrameKind:
         if isinstance(message, Register):
-            return Frame.REGISTER
-        return Frame.HEARTBEAT if self._ask_at == -math.inf else Frame.QUIET_BEAT
+            return FrameKind.REGISTER
+        return FrameKind.HEARTBEAT if self._answer_due_at == -math.inf else FrameKind.ONE_WAY_HEARTBEAT
 
-    return method_swapped(Session, "_kind_of", kind_of)
+    return method_swapped(ControllerSession, "_choose_beat_kind", choose_beat_kind)
 
 
 def _rule_without_floor() -> AbstractContextManager[None]:
     real = commits.restore_rule
 
-    def rule(turn: Any, job: Any) -> Any:
-        return msgspec.structs.replace(real(turn, job), floor=None)
+    def rule(transition: Any, job: Any) -> Any:
+        return msgspec.structs.replace(real(transition, job), floor=None)
 
     return swapped(real, rule)
 
@@ -183,7 +183,7 @@ def _rule_without_floor() -> AbstractContextManager[None]:
 def _suspects_taken_in() -> AbstractContextManager[None]:
     """Nodes that are doubted are chosen for new rosters."""
     return mistaken(
-        membership.unfit,
+        membership.unfit_reason,
         "(running and record.state is NodeState.SUSPECT)",
         "record.state is NodeState.SUSPECT",
     )
@@ -193,8 +193,8 @@ def _suspects_taken_in() -> AbstractContextManager[None]:
 def _parity_unmade() -> Iterator[None]:
     """A refusal is taken for an answer, and what homes say they made is not compared."""
     with (
-        mistaken(parity.version_protected, "elif report.code:", "elif False:"),
-        mistaken(parity._compare, "if p is None or p != q:", "if False:"),
+        mistaken(parity.handle_version_protected, "elif report.code:", "elif False:"),
+        mistaken(parity._check_parity, "if p is None or p != q:", "if False:"),
     ):
         yield
 
@@ -208,10 +208,10 @@ def _orders_given_once() -> Iterator[None]:
 
 def _against_its_own_past() -> AbstractContextManager[None]:
     """A rank is slow when it takes longer than in the window before, whatever the others take."""
-    real, before = progress.laggards_of, dict[tuple[str, int], float]()
+    real, before = progress.find_stragglers, dict[tuple[str, int], float]()
 
     def laggards_of(job: str, pace: Any, factor: float) -> Any:
-        busy = {rank: one.busy_s for rank, one in pace.progress.items() if one.busy_s}
+        busy = {rank: one.busy_s for rank, one in pace.by_rank.items() if one.busy_s}
         slow = {rank: own for rank, own in busy.items() if own > factor * before.get((job, rank), own)}
         before.update({(job, rank): own for rank, own in busy.items()})
         return msgspec.structs.replace(real(job, pace, factor), slow=slow)
@@ -221,10 +221,10 @@ def _against_its_own_past() -> AbstractContextManager[None]:
 
 def _healthy_at_once() -> AbstractContextManager[None]:
     """Probation without any diagnostic."""
-    real = quarantine.next_check
+    real = quarantine.run_next_diagnostic
 
-    def next_check(turn: Any, node: str) -> None:
-        turn.state.nodes[node].probe = quarantine.PROBE_PASSED
+    def next_check(transition: Any, node: str) -> None:
+        transition.state.nodes[node].probe_status = quarantine.PROBE_PASSED
 
     return swapped(real, next_check)
 
@@ -236,36 +236,42 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a job's budget allows one eviction more", lambda: _one_eviction_more(eviction.job_scope), seeds=(142,)),
     Mutant(
         "evictions go on while the database is away",
-        lambda: mistaken(eviction.what_holds, "if state.store_away:", "if False:"),
+        lambda: mistaken(eviction.find_deferral, "if state.database_outage:", "if False:"),
         seeds=(93,),
     ),
     Mutant(
         "the breaker does not latch",
-        lambda: mistaken(eviction.what_holds, "if state.fleet.breaker:", "if False:"),
+        lambda: mistaken(eviction.find_deferral, "if state.fleet.breaker_reason:", "if False:"),
         seeds=(60,),
     ),
     Mutant("an eviction may take a job below its minimum", lambda: swapped(eviction._shortage, _no_words), seeds=(93,)),
     Mutant(
         "a tie of digests names a liar",
-        lambda: swapped(commits.attested, _one_of_a_tie),
+        lambda: swapped(commits.compare_digests_by_node, _one_of_a_tie),
         seeds=(15,),
     ),
     # whose fault it is
-    Mutant("nobody is acquitted", lambda: swapped(eviction._acquit, nothing), seeds=(2,)),
+    Mutant("nobody is acquitted", lambda: swapped(eviction._roll_back, nothing), seeds=(2,)),
     Mutant("no outbreak is recognised", lambda: swapped(outbreaks.common_cause, _no_words), seeds=(2,)),
-    Mutant("the breaker latches for what others show", lambda: swapped(outbreaks.shared, _no_words), seeds=(11,)),
+    Mutant(
+        "the breaker latches for what others show", lambda: swapped(outbreaks.shared_by_other, _no_words), seeds=(11,)
+    ),
     Mutant(
         "who accuses a pair is convicted without a second pass",
-        lambda: mistaken(findings.judge_by_rule, "rule.second_pass is SecondPass.PAIR and not because", "False"),
+        lambda: mistaken(
+            findings.judge_by_rule, "rule.blame_isolation is BlameIsolationMethod.PAIR and not proof", "False"
+        ),
         seeds=(2,),
     ),
     Mutant(
         "both of a failed pair are convicted",
         lambda: mistaken(
             examinations._settle_pair,
-            "if node in case.failed and serving(turn, node):\n            _blame(turn, node, case.findings[node], "
-            'f"{case.what}; with a good partner too: {case.failed[node]}")',
-            "if case.failed and serving(turn, node):\n            _blame(turn, node, case.findings[node], case.what)",
+            "if node in case.failed and is_serving(transition, node):\n            _judge_proven(\n"
+            "                transition, node, case.findings[node], "
+            'f"{case.summary}; with a good partner too: {case.failed[node]}"',
+            "if case.failed and is_serving(transition, node):\n            _judge_proven(\n"
+            "                transition, node, case.findings[node], case.summary",
         ),
         seeds=(6,),
     ),
@@ -274,14 +280,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("quarantine never ends", lambda: swapped(quarantine.check_quarantine, nothing)),
     Mutant(
         "what was told while a node was held is forgotten",
-        lambda: swapped(quarantine._unwell, _no),
+        lambda: swapped(quarantine._has_blocking_finding, _no),
         seeds=(124,),
     ),
     Mutant("probation never ends", lambda: swapped(quarantine.check_probation, nothing)),
     # who is slow
     Mutant(
         "a node is named as slow a window too soon",
-        lambda: mistaken(stragglers.check_pace, ">= policy.straggler_count:", ">= policy.straggler_count - 1:"),
+        lambda: mistaken(stragglers.check_stragglers, ">= policy.straggler_count:", ">= policy.straggler_count - 1:"),
         seeds=(128,),
     ),
     Mutant("a rank is compared with its own past", _against_its_own_past, seeds=(8,)),
@@ -292,80 +298,97 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "slow windows are never forgotten",
-        lambda: mistaken(stragglers.check_pace, "[w for w in seen if w > oldest]", "list(seen)"),
+        lambda: mistaken(stragglers.check_stragglers, "[w for w in seen if w > oldest]", "list(seen)"),
         seeds=(55,),
     ),
     # what is done to machines
     Mutant(
-        "a foreign cordon is ignored", lambda: mistaken(node_state.kept_out, "if record.foreign:", "if False:"), (1,)
+        "a foreign cordon is ignored",
+        lambda: mistaken(node_state.out_of_service_reason, "if record.external_cordon_by:", "if False:"),
+        (1,),
     ),
     Mutant(
         "a hold of who is out already is ignored",
         lambda: mistaken(
-            maintenance.hold, "record.hold = sentence", "record.hold = sentence if record.state not in SICK else ''"
+            maintenance.hold_node,
+            "record.hold_reason = sentence",
+            "record.hold_reason = sentence if record.state not in QUARANTINE_STATES else ''",
         ),
         seeds=(89,),
     ),
     Mutant(
         "a maintenance window is ignored",
-        lambda: mistaken(node_state.kept_out, "if now < record.maintenance_until:", "if False:"),
+        lambda: mistaken(node_state.out_of_service_reason, "if now < record.maintenance_until:", "if False:"),
         seeds=(29,),
     ),
     Mutant(
         "a remedy is asked for again after a crash, without a look",
-        lambda: method_mistaken(RemedyDesk, "_carry_out", "look_first=begun_before", "look_first=False"),
+        lambda: method_mistaken(RemediationExecutor, "_carry_out", "look_first=begun_before", "look_first=False"),
         seeds=(0,),
     ),
     Mutant(
         "a remedy is asked for before it is written that it begins",
-        lambda: method_mistaken(RemedyDesk, "_carry_out", "await self._write(row)", "pass"),
+        lambda: method_mistaken(RemediationExecutor, "_carry_out", "await self._write(row)", "pass"),
         seeds=(4,),
     ),
     Mutant(
-        "a node is reset as often as it takes", lambda: swapped(node_state.remediation_cap, _no_words), seeds=(114,)
+        "a node is reset as often as it takes",
+        lambda: swapped(node_state.node_remediation_cap, _no_words),
+        seeds=(114,),
     ),
     Mutant(
         "the whole fleet may be rebooted at once",
-        lambda: swapped(node_state.fleet_cap, lambda turn: ("", 0.0)),
+        lambda: swapped(node_state.fleet_remediation_cap, lambda transition: ("", 0.0)),
         seeds=(64,),
     ),
     Mutant("what was cordoned stays cordoned", lambda: swapped(node_state.uncordon, nothing), seeds=(1,)),
     # generations and membership
     Mutant("numbers are used again after a restart", _numbers_from_before, seeds=(50,)),
-    Mutant("ranks ignore that their generation is over", lambda: method_swapped(Orders, "is_over", _no), seeds=(4,)),
+    Mutant(
+        "ranks ignore that their generation is over",
+        lambda: method_swapped(ReceivedDirectives, "is_generation_over", _no),
+        seeds=(4,),
+    ),
     Mutant("rosters take suspects in", _suspects_taken_in, seeds=(2,)),
-    Mutant("a witness is ignored", lambda: swapped(losses.lose_doubtful, _no), seeds=(23,)),
+    Mutant("a witness is ignored", lambda: swapped(losses.regroup_without_missing, _no), seeds=(23,)),
     Mutant("jobs never grow back", lambda: swapped(generations.consider_growth, nothing)),
-    Mutant("a return is not heard", lambda: mistaken(node_liveness.heard, "_returned(turn, node)", "pass"), seeds=(3,)),
+    Mutant(
+        "a return is not heard",
+        lambda: mistaken(node_liveness.mark_seen, "_handle_return(transition, node)", "pass"),
+        seeds=(3,),
+    ),
     # checkpoints
     Mutant("seals of an older generation count", _stale_seals, seeds=(7,)),
     Mutant(
         "a version is committed before every rank keeps it",
-        lambda: mistaken(commits._settle, "ballot.safe == ballot.said and", ""),
+        lambda: mistaken(commits._settle_version, "ballot.safe_ranks == ballot.sealed_ranks\n        and", ""),
         seeds=(3,),
     ),
     Mutant(
         "a seal that is not safe counts",
-        lambda: mistaken(commits.take_seal, "report.safe and report.kept", "report.kept"),
+        lambda: mistaken(commits.record_seal, "report.durable and report.commit_candidate", "report.commit_candidate"),
         seeds=(17,),
     ),
     Mutant("the floor of a restore is forgotten", _rule_without_floor, seeds=(20,)),
     Mutant(
         "after corruption anything may be restored",
-        lambda: mistaken(commits.roll_back, "job.ceiling = clean or NOTHING", "pass"),
+        lambda: mistaken(commits.roll_back_to_clean, "job.restore_ceiling = clean or NO_VERSION", "pass"),
         seeds=(109,),
     ),
     Mutant(
         "a version above the ceiling is admitted",
-        lambda: mistaken(version_choice.admitted, "rule.ceiling is None or version <= rule.ceiling", "True"),
+        lambda: mistaken(version_choice.is_admitted, "rule.ceiling is None or version <= rule.ceiling", "True"),
         seeds=(22,),
     ),
     # what was acknowledged
-    Mutant("reports are acknowledged before they are written", lambda: method_swapped(Transaction, "mark", nothing)),
+    Mutant(
+        "reports are acknowledged before they are written",
+        lambda: method_swapped(Transaction, "mark_reports", nothing),
+    ),
     Mutant("what comes late on a connection that was replaced counts", _earlier_lives, seeds=(32,)),
     Mutant(
         "a report that comes again is taken again",
-        lambda: method_mistaken(AgentDesk, "_take_reports", "report.number > through", "True"),
+        lambda: method_mistaken(AgentService, "_take_reports", "report.number > through", "True"),
     ),
     Mutant("directives are told before they are written", _told_before_written),
     Mutant("directives that waited are lost", _waiting_directives_lost, seeds=(93,)),
@@ -375,17 +398,17 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("parity that a home could not make counts", _parity_unmade, seeds=(62,)),
     Mutant(
         "a checkpoint counts as stored when one vault has written its part",
-        lambda: mistaken(storage._written, "if report.whole:", "if True:"),
+        lambda: mistaken(storage._written, "if report.complete:", "if True:"),
         seeds=(1,),
     ),
-    Mutant("what is kept besides is not pinned", lambda: swapped(parity.pinned, lambda job: ()), seeds=(102,)),
+    Mutant("what is kept besides is not pinned", lambda: swapped(parity.pinned_versions, lambda job: ()), seeds=(102,)),
     Mutant("orders to vaults are given once", _orders_given_once, seeds=(16,)),
     # samples
     Mutant("ranks share samples", _overlapping_shares),
     # after a takeover
-    Mutant("a new controller forgets its deadlines", lambda: swapped(startup.started, nothing)),
-    Mutant("a leader that no node reaches stays", lambda: swapped(lease.is_deaf, _no), seeds=(4, 34)),
-    Mutant("a resumed generation is not noticed", lambda: swapped(lifecycle.rank_resumed, nothing)),
+    Mutant("a new controller forgets its deadlines", lambda: swapped(startup.handle_controller_started, nothing)),
+    Mutant("a leader that no node reaches stays", lambda: swapped(lease.is_cut_off, _no), seeds=(4, 34)),
+    Mutant("a resumed generation is not noticed", lambda: swapped(lifecycle.handle_resumed, nothing)),
     *OF_WINDOWS,
     *OF_PLACES,
     *OF_PASSAGES,

@@ -26,24 +26,27 @@ OF_PLACES: tuple[Mutant, ...] = (
     Mutant(
         "the third copy is placed without a look at the second",
         lambda: method_mistaken(
-            placement._Market,
+            placement._ReplicaPlacer,
             "_near",
-            "sum(site.shared_with(holder) for holder in holders)",
-            "site.shared_with(holders[0])",
+            "sum(site.count_shared(holder) for holder in holders)",
+            "site.count_shared(holders[0])",
         ),
         seeds=(41, 73),
     ),
     Mutant(
         "power units are not looked at when copies are placed",
         lambda: method_mistaken(
-            placement.Site, "shared_with", '+ (self.power == other.power and self.power != "")', ""
+            placement.FailureDomains, "count_shared", '+ (self.power == other.power and self.power != "")', ""
         ),
         seeds=(51, 56),
     ),
     Mutant(
         "one loss more is said to be survived",
         lambda: method_mistaken(
-            restore_points._Shares, "_is_lost", "min(self._replicas - 1, others)", "min(self._replicas, others + 1)"
+            restore_points._VersionShares,
+            "_is_lost",
+            "min(self._replicas - 1, others)",
+            "min(self._replicas, others + 1)",
         ),
         seeds=(56,),
     ),

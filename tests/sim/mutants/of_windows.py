@@ -11,20 +11,22 @@ OF_WINDOWS: tuple[Mutant, ...] = (
     Mutant(
         "a planned window is taken for active at once",
         lambda: mistaken(
-            maintenance.order_maintenance, "if order.starts_at is not None and order.starts_at > turn.now:", "if False:"
+            maintenance.order_window,
+            "if command.starts_at is not None and command.starts_at > transition.now:",
+            "if False:",
         ),
         seeds=(0, 14),
     ),
     Mutant(
         "what was planned is forgotten by who takes over",
-        lambda: swapped(maintenance.look_ahead, nothing),
+        lambda: swapped(maintenance.resume_windows, nothing),
         seeds=(0, 14),
     ),
     Mutant(
         "what was cancelled begins",
-        lambda: mistaken(maintenance.cancel, "if not _is_planned(one, order)", ""),
+        lambda: mistaken(maintenance.cancel_maintenance, "if not _is_planned(one, command)", ""),
         seeds=(38, 49),
     ),
     Mutant("a window begins, and the jobs stay", lambda: swapped(maintenance._leave, nothing), seeds=(0, 14)),
-    Mutant("maintenance never ends", lambda: swapped(maintenance.check_end, nothing), seeds=(0, 14)),
+    Mutant("maintenance never ends", lambda: swapped(maintenance.end_if_due, nothing), seeds=(0, 14)),
 )

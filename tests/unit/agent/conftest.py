@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from everstep_agent.virtual.scenario import Machine, load_scenario
+from everstep_agent.virtual.scenario import VirtualMachine, load_scenario
 from everstep_agent.virtual.virtual_nvml import install, uninstall
 
 from everstep.system_clock import SYSTEM_CLOCK
@@ -42,9 +42,9 @@ def control(tmp_path: Path) -> Control:
 
 
 @pytest.fixture
-def machine(control: Control) -> Iterator[Machine]:
+def machine(control: Control) -> Iterator[VirtualMachine]:
     """The machine, behind pynvml for as long as the test runs."""
-    machine = Machine(load_scenario("default", "n1"), str(control.path))
+    machine = VirtualMachine(load_scenario("default", "n1"), str(control.path))
     install(machine, SYSTEM_CLOCK)
     yield machine
     uninstall()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.layout.slots import SLOTS
+from everstep.layout.slots import SLOTS_PER_RANK
 from everstep.vocabulary import FindingKind, GenerationReason
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1 import local
@@ -74,7 +74,7 @@ class Peer:
         self.socket.connect(str(agent.run_dir / "agent.sock"))
         self._frames: FrameDecoder[local.FromAgent] = FrameDecoder(local.FromAgent, local.MAX_FRAME_BYTES)
         self._heard: list[local.FromAgent] = []
-        role = local.Role.LAUNCHER if local_rank is None else local.Role.RANK
+        role = local.ConnectionRole.LAUNCHER if local_rank is None else local.ConnectionRole.RANK
         self.say(local.Hello(protocols=(1,), role=role, job="j", pid=os.getpid(), local_rank=local_rank))
         assert isinstance(self.next(), local.Welcome)
 
@@ -125,8 +125,8 @@ def a_segment(agent: AgentProcess) -> Path:
     """A rank's segment in the vault."""
     vault = VaultClient(agent.run_dir / "vault.sock")
     try:
-        answer = vault.ask(local.OpenSegment, job="j", local_rank=0, slot_bytes=4096, slots=SLOTS)
-        assert isinstance(answer, local.Segment), answer
+        answer = vault.ask(local.OpenSegment, job="j", local_rank=0, slot_bytes=4096, slots=SLOTS_PER_RANK)
+        assert isinstance(answer, local.SegmentOpened), answer
         return Path(answer.path)
     finally:
         vault.close()
@@ -173,7 +173,7 @@ def test_a_killed_rank_is_told_to_the_controller_and_the_next_generation_to_its_
     controller.wait_for(lambda: controller.beats and controller.beats[-1].ranks)
     rank.kill()
     lost = controller.one(RankLost)
-    assert (lost.generation, lost.rank, lost.replacement) == (1, 0, True)
+    assert (lost.generation, lost.rank, lost.has_replacement) == (1, 0, True)
     controller.push(NewGeneration(spec=spec(2, ready["vault"])))
     second = launcher.next()
     assert isinstance(second, NewGeneration)
@@ -284,8 +284,8 @@ def test_a_lost_vault_is_told_and_the_next_serves_at_the_same_address(
     assert second["vault"] == first["vault"]
     stale = VaultClient(agent.run_dir / "vault.sock")
     try:
-        answer = stale.ask(local.Configure, job="j", generation=0, secret="s" * 32, holders=())
-        assert isinstance(answer, local.Failed), "the new vault was not told of generation 1"
+        answer = stale.ask(local.ConfigureJob, job="j", generation=0, secret="s" * 32, holders=())
+        assert isinstance(answer, local.RequestFailed), "the new vault was not told of generation 1"
         assert answer.code == "stale"
     finally:
         stale.close()

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from everstep_agent.lifecycle import (
+    AgentRunDirectory,
     JsonLines,
-    RunDirectory,
     TextLines,
-    clear_segments,
+    delete_segments,
     private_directory,
     write_atomically,
 )
@@ -22,38 +22,38 @@ from everstep.errors import ConfigurationError
 
 
 def test_two_agents_never_share_a_run_directory(tmp_path: Path) -> None:
-    first = RunDirectory(tmp_path / "run")
+    first = AgentRunDirectory(tmp_path / "run")
     with pytest.raises(ConfigurationError, match="another agent runs in"):
-        RunDirectory(tmp_path / "run")
-    first.leave()
-    RunDirectory(tmp_path / "run").leave()
+        AgentRunDirectory(tmp_path / "run")
+    first.release()
+    AgentRunDirectory(tmp_path / "run").release()
     assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_a_lock_that_went_with_its_holder_is_not_taken_for_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = RunDirectory(tmp_path)
+    first = AgentRunDirectory(tmp_path)
     flock = fcntl.flock
     tried: list[int] = []
 
     def flock_after_the_holder_has_left(descriptor: int, operation: int) -> None:
         if not tried:
-            first.leave()
+            first.release()
         tried.append(descriptor)
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock_after_the_holder_has_left)
-    second = RunDirectory(tmp_path)
+    second = AgentRunDirectory(tmp_path)
     assert len(tried) == 2
     with pytest.raises(ConfigurationError, match="another agent runs in"):
-        RunDirectory(tmp_path)
-    second.leave()
+        AgentRunDirectory(tmp_path)
+    second.release()
 
 
 def test_a_run_directory_is_for_its_owner_alone(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o755)
-    RunDirectory(tmp_path / "run").leave()
+    AgentRunDirectory(tmp_path / "run").release()
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
 
 
@@ -91,14 +91,14 @@ def test_a_directory_behind_somebody_elses_link_is_refused(tmp_path: Path) -> No
 
 
 def test_a_later_life_has_a_larger_number_even_if_the_clock_went_back(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    first = directory.incarnation(1000.0)
+    directory = AgentRunDirectory(tmp_path)
+    first = directory.next_incarnation(1000.0)
     assert first == 1_000_000
-    assert directory.incarnation(2000.0) == 2_000_000
-    assert directory.incarnation(500.0) == 2_000_001
+    assert directory.next_incarnation(2000.0) == 2_000_000
+    assert directory.next_incarnation(500.0) == 2_000_001
     (tmp_path / "incarnation").write_text("not a number")
-    assert directory.incarnation(3000.0) == 3_000_000
-    directory.leave("incarnation", "never-there")
+    assert directory.next_incarnation(3000.0) == 3_000_000
+    directory.release("incarnation", "never-there")
     assert not (tmp_path / "incarnation").exists()
 
 
@@ -115,16 +115,16 @@ def test_what_a_killed_vault_left_is_unlinked(tmp_path: Path) -> None:
     (segments / "job").mkdir(parents=True)
     (segments / "job" / "rank0").write_bytes(b"x")
     (segments / ".lock").write_bytes(b"")
-    assert clear_segments(segments) == 2
+    assert delete_segments(segments) == 2
     assert list(tmp_path.iterdir()) == []
-    assert clear_segments(segments) == 0
+    assert delete_segments(segments) == 0
 
 
 def test_a_neighbours_segments_stay(tmp_path: Path) -> None:
     mine, other = tmp_path / "everstep-0" / "n1", tmp_path / "everstep-0" / "n2"
     mine.mkdir(parents=True)
     other.mkdir()
-    clear_segments(mine)
+    delete_segments(mine)
     assert other.is_dir()
 
 

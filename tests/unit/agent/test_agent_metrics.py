@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from everstep_agent import metrics
-from everstep_agent.metrics import MOST_HEAD_BYTES, AgentCollector, AgentNumbers, MetricsServer, resident_bytes
+from everstep_agent.metrics import MAX_HEAD_BYTES, AgentCollector, AgentMetrics, MetricsServer, resident_bytes
 from everstep_agent.sensors.samples import GpuSample
-from everstep_agent.sensors.sensor_messages import Picture
+from everstep_agent.sensors.sensor_messages import SensorReport
 from prometheus_client.core import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -43,16 +43,16 @@ SAMPLE = GpuSample(
 XID = Finding(kind=FindingKind.GPU_XID, subject=BUS, severity=Severity.CRITICAL, message="m", xid=79, since=1.0)
 
 
-def a_picture(*gpus: GpuSample, **more: Any) -> Picture:
+def a_picture(*gpus: GpuSample, **more: Any) -> SensorReport:
     identity = Gpu(index=0, uuid="GPU-0", name="H100", pci_bus_id=BUS, memory_bytes=80 << 30)
-    return Picture(at=0.0, gpu_ids=(identity,), gpus=gpus, xid_counts={(BUS, 79): 3}, **more)
+    return SensorReport(at=0.0, gpu_identities=(identity,), gpus=gpus, xid_counts={(BUS, 79): 3}, **more)
 
 
-def numbers(**changes: Any) -> AgentNumbers:
+def numbers(**changes: Any) -> AgentMetrics:
     fields: dict[str, Any] = {
         "node": "n1",
         "version": "0.1.0",
-        "picture": a_picture(SAMPLE),
+        "sensor_report": a_picture(SAMPLE),
         "findings": (XID,),
         "spool_reports": 4,
         "spool_bytes": 100,
@@ -60,22 +60,22 @@ def numbers(**changes: Any) -> AgentNumbers:
         "spool_refused": 0,
         "requests": {("heartbeat", "ok"): 7},
         "registrations": 1,
-        "silent_s": 0.5,
-        "local": {"ranks_lost": 2},
+        "controller_silent_s": 0.5,
+        "local_event_counts": {"ranks_lost": 2},
         "refused_connections": {"forbidden": 1},
         "refused_scrapes": 5,
         "connections": 3,
         "jobs": 1,
-        "snapshot_every": {"job": 3},
+        "snapshot_interval_steps": {"job": 3},
         "clock_skew_s": 0.25,
-        "vault_up": True,
+        "is_vault_up": True,
         "vault_restarts": 0,
-        "vault": StatisticsAnswer(
-            request=1, counters={"fetched_bytes": 9}, refused={"stale": 1}, levels={"sealed_slots": 4}
+        "vault_statistics": StatisticsAnswer(
+            request=1, counters={"fetched_bytes": 9}, refused={"stale": 1}, gauges={"sealed_slots": 4}
         ),
         "processes": {"supervisor": 1},
     }
-    return AgentNumbers(**{**fields, **changes})
+    return AgentMetrics(**{**fields, **changes})
 
 
 def shown(*, dcgm_names: bool = False, **changes: Any) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -97,13 +97,13 @@ def test_the_agents_own_state_is_shown() -> None:
     samples = shown()
     assert value(samples, "everstep_agent_spool_reports", node="n1") == 4
     assert value(samples, "everstep_agent_spool_dropped_total") == 1
-    assert value(samples, "everstep_agent_requests_total", line="heartbeat", outcome="ok") == 7
+    assert value(samples, "everstep_agent_requests_total", request="heartbeat", outcome="ok") == 7
     assert value(samples, "everstep_agent_local_events_total", event="ranks_lost") == 2
     assert value(samples, "everstep_agent_connections_refused_total", reason="forbidden") == 1
     assert value(samples, "everstep_agent_findings", severity="critical") == 1
     assert value(samples, "everstep_agent_controller_silent_seconds") == 0.5
     assert value(samples, "everstep_agent_clock_skew_seconds") == 0.25
-    assert value(samples, "everstep_agent_snapshot_every_steps", node="n1", run="job") == 3
+    assert value(samples, "everstep_agent_snapshot_interval_steps", node="n1", run="job") == 3
 
 
 def test_the_vaults_counters_are_shown_and_its_absence_too() -> None:
@@ -112,7 +112,7 @@ def test_the_vaults_counters_are_shown_and_its_absence_too() -> None:
     assert value(samples, "everstep_vault_fetched_bytes_total") == 9
     assert value(samples, "everstep_vault_sealed_slots") == 4
     assert value(samples, "everstep_vault_requests_refused_total", code="stale") == 1
-    assert value(shown(vault_up=False, vault=None), "everstep_vault_up") == 0
+    assert value(shown(is_vault_up=False, vault_statistics=None), "everstep_vault_up") == 0
 
 
 def test_gpus_are_shown_in_base_units() -> None:
@@ -131,13 +131,13 @@ def test_what_a_device_does_not_offer_has_no_series() -> None:
 
 
 def test_a_lost_gpu_keeps_its_series_and_shows_that_it_is_lost() -> None:
-    samples = shown(picture=a_picture(GpuSample(index=0, pci_bus_id=BUS, uuid="GPU-0", lost=True)))
+    samples = shown(sensor_report=a_picture(GpuSample(index=0, pci_bus_id=BUS, uuid="GPU-0", lost=True)))
     assert value(samples, "everstep_gpu_up", gpu="0") == 0
     assert math.isnan(value(samples, "everstep_gpu_temperature_celsius", gpu="0"))
 
 
 def test_a_node_without_a_picture_shows_the_rest() -> None:
-    assert value(shown(picture=None), "everstep_agent_spool_reports") == 4
+    assert value(shown(sensor_report=None), "everstep_agent_spool_reports") == 4
 
 
 def test_dcgm_exporters_names_units_and_labels_are_exact() -> None:
@@ -159,7 +159,9 @@ def test_dcgm_exporters_names_units_and_labels_are_exact() -> None:
 
 
 def test_the_last_xid_goes_back_to_none_when_its_finding_clears() -> None:
-    assert value(shown(dcgm_names=True, picture=a_picture(SAMPLE, findings=(XID,))), "DCGM_FI_DEV_XID_ERRORS") == 79
+    assert (
+        value(shown(dcgm_names=True, sensor_report=a_picture(SAMPLE, findings=(XID,))), "DCGM_FI_DEV_XID_ERRORS") == 79
+    )
     assert value(shown(dcgm_names=True), "DCGM_FI_DEV_XID_ERRORS") == 0
 
 
@@ -197,13 +199,13 @@ def test_the_door_opens_for_the_token_alone() -> None:
         assert ask(server, "/", Authorization="Bearer secret")[0] == 404
         tokens[0] = ""
         assert ask(server, Authorization="Bearer ")[0] == 401
-        assert server.refused == 3
+        assert server.refused_count == 3
     finally:
         server.close()
 
 
 def test_a_scrape_that_fails_does_not_close_the_door(caplog: pytest.LogCaptureFixture) -> None:
-    def fails() -> AgentNumbers:
+    def fails() -> AgentMetrics:
         raise TimeoutError("the event loop is busy")
 
     server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(fails, dcgm_names=False), ManualClock())
@@ -217,9 +219,9 @@ def test_a_scrape_that_fails_does_not_close_the_door(caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize(
     "head",
     [
-        b"GET /metrics HTTP/1.1\r\n" + b"X-Long: " + b"y" * MOST_HEAD_BYTES + b"\r\n\r\n",
-        b"GET /metrics HTTP/1.1\r\n" + (b"X: " + b"y" * 4096 + b"\r\n") * (MOST_HEAD_BYTES // 4096) + b"\r\n",
-        b"GET /" + b"y" * MOST_HEAD_BYTES + b" HTTP/1.1\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\n" + b"X-Long: " + b"y" * MAX_HEAD_BYTES + b"\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\n" + (b"X: " + b"y" * 4096 + b"\r\n") * (MAX_HEAD_BYTES // 4096) + b"\r\n",
+        b"GET /" + b"y" * MAX_HEAD_BYTES + b" HTTP/1.1\r\n\r\n",
     ],
     ids=["line", "lines", "path"],
 )
@@ -228,7 +230,7 @@ def test_large_head_of_a_scrape_is_refused(head: bytes) -> None:
     host, _, port = server.address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), DEADLINE_S) as connection:
-            connection.sendall(head[: MOST_HEAD_BYTES + 1])  # no more than is read, so that the answer is not lost
+            connection.sendall(head[: MAX_HEAD_BYTES + 1])  # no more than is read, so that the answer is not lost
             assert connection.recv(64).split(b" ")[1] == b"431"
         assert ask(server, Authorization="Bearer secret")[0] == 200
     finally:
@@ -253,7 +255,7 @@ def test_scrapers_that_hang_up_leave_few_lines_and_no_traceback(caplog: pytest.L
 
 
 def test_who_asks_a_letter_at_a_time_keeps_nobody_waiting_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "ASKED_WITHIN_S", 0.2)
+    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 0.2)
     server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(numbers, dcgm_names=False), ManualClock())
     ended = threading.Event()
 

@@ -13,7 +13,7 @@ from everstep_agent.config import (
     PRESETS,
     AgentSettings,
     from_command_line,
-    listen_address,
+    parse_listen_address,
     read_token,
 )
 
@@ -53,16 +53,18 @@ def test_what_a_launcher_or_kubernetes_reads_is_no_setting_of_the_agents() -> No
 
 def test_the_environment_has_the_same_types() -> None:
     settings = parsed(
-        EVERSTEP_AGENT_DIE_WITH_PARENT="yes", EVERSTEP_AGENT_SPOOL_REPORTS="100", EVERSTEP_AGENT_SILENCE_S="0.5"
+        EVERSTEP_AGENT_DIE_WITH_PARENT="yes",
+        EVERSTEP_AGENT_SPOOL_MAX_REPORTS="100",
+        EVERSTEP_AGENT_STOPPED_AFTER_S="0.5",
     )
-    assert (settings.die_with_parent, settings.spool_reports, settings.silence_s) == (True, 100, 0.5)
+    assert (settings.die_with_parent, settings.spool_max_reports, settings.stopped_after_s) == (True, 100, 0.5)
 
 
 def test_an_unknown_or_unreadable_variable_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="EVERSTEP_AGENT_SPOOL_REPORT: no such setting"):
         parsed(EVERSTEP_AGENT_SPOOL_REPORT="3")
-    with pytest.raises(ConfigurationError, match="EVERSTEP_AGENT_SPOOL_REPORTS='many'"):
-        parsed(EVERSTEP_AGENT_SPOOL_REPORTS="many")
+    with pytest.raises(ConfigurationError, match="EVERSTEP_AGENT_SPOOL_MAX_REPORTS='many'"):
+        parsed(EVERSTEP_AGENT_SPOOL_MAX_REPORTS="many")
     with pytest.raises(ConfigurationError, match="DIE_WITH_PARENT='maybe'"):
         parsed(EVERSTEP_AGENT_DIE_WITH_PARENT="maybe")
 
@@ -71,7 +73,7 @@ def test_controllers_are_a_list(capsys: pytest.CaptureFixture[str]) -> None:
     settings = from_command_line(["--controller", "http://a:1/, https://b:2", *NEEDED[:2], *NEEDED[4:]], {})
     assert settings.controllers == ("http://a:1", "https://b:2")
     with pytest.raises(SystemExit):
-        parsed("--spool-reports", "many")
+        parsed("--spool-max-reports", "many")
     assert "many" in capsys.readouterr().err
 
 
@@ -101,15 +103,15 @@ def test_virtual_gpus_come_without_the_machines_kernel_log() -> None:
         ({"metrics_listen": "here"}, "host:port"),
         ({"token_file": None}, "--metrics-token-file"),
         ({"preset": "production", "controllers": ("https://c:1",)}, "--vault-listen 10"),
-        ({"seal_window_s": 0.0}, "--seal-window-s must be more"),
+        ({"report_batch_window_s": 0.0}, "--report-batch-window-s must be more"),
         ({"tick_interval_s": 0.3}, "under two ticks"),
         ({"unresponsive_after_s": 0.2}, "--unresponsive-after-s"),
-        ({"retry_idle_s": 0.1}, "--retry-idle-s"),
-        ({"spool_reports": 1}, "--spool-reports"),
-        ({"spool_bytes": 1}, "--spool-bytes"),
+        ({"retry_max_idle_s": 0.1}, "--retry-max-idle-s"),
+        ({"spool_max_reports": 1}, "--spool-max-reports"),
+        ({"spool_max_bytes": 1}, "--spool-max-bytes"),
         ({"vault_linger_s": 0.0}, "--vault-linger-s"),
-        ({"leave_vault": "agent"}, "--die-with-parent"),
-        ({"leave_vault": "me", "die_with_parent": True}, "agent or parent"),
+        ({"vault_survives_kill_of": "agent"}, "--die-with-parent"),
+        ({"vault_survives_kill_of": "me", "die_with_parent": True}, "agent or parent"),
         ({"max_connections": 1}, "--max-connections"),
     ],
 )
@@ -136,11 +138,11 @@ def test_a_token_is_one_word_in_a_file(tmp_path: Path) -> None:
 
 
 def test_addresses_to_listen_on_may_have_port_0() -> None:
-    assert listen_address("127.0.0.1:0") == ("127.0.0.1", 0)
-    assert listen_address("[::1]:80") == ("::1", 80)
+    assert parse_listen_address("127.0.0.1:0") == ("127.0.0.1", 0)
+    assert parse_listen_address("[::1]:80") == ("::1", 80)
     for wrong in ("", "host", "host:x", ":1", "host:70000"):
         with pytest.raises(ConfigurationError):
-            listen_address(wrong)
+            parse_listen_address(wrong)
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:

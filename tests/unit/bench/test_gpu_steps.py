@@ -117,7 +117,7 @@ class Sealing:
     def wait(self, step: int = 0, timeout_s: float = 0.0) -> bool:
         return step in self.at
 
-    def note(self, committed: None, candidate: int) -> None:
+    def update_versions(self, committed: None, candidate: int) -> None:
         return
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from everstep_controller.store.database import open_database
-from everstep_controller.store.writer import Writer
+from everstep_controller.store.writer import DatabaseWriter
 from sqlalchemy import Engine
 
 from tests.support.postgres import postgres, postgres_server
@@ -33,9 +33,9 @@ def engine(database: str) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def writer(engine: Engine) -> Iterator[Writer]:
+def writer(engine: Engine) -> Iterator[DatabaseWriter]:
     """Of the controller that leads."""
-    writer = Writer(engine)
+    writer = DatabaseWriter(engine)
     writer.take_over()
     yield writer
     writer.close()

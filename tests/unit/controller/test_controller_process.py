@@ -18,7 +18,7 @@ from sqlalchemy.engine import make_url
 
 from everstep.bearer_tokens import TokenRole, mint, verify
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.agent import Numbered, Registered, Reports
+from everstep.wire.v1.agent import NumberedReport, Registered, Reports
 from everstep.wire.v1.directives import NewGeneration
 from tests.support.controllers import (
     SECRET,
@@ -54,7 +54,7 @@ def register(process: ControllerProcess, node: str = "n1") -> Registered:
 
 
 def connected(process: ControllerProcess) -> int:
-    return msgspec.json.decode(process.ask("GET", "/v1/status", None, VIEWER)[1], type=op.FleetStatus).connected
+    return msgspec.json.decode(process.ask("GET", "/v1/status", None, VIEWER)[1], type=op.FleetStatus).connected_nodes
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def test_the_ready_file_names_the_process_and_where_it_serves(tmp_path: Path) ->
             assert process.ask("GET", "/healthz", headers={}) == (200, b'{"ok":true,"role":"controller"}')
             assert process.ask("GET", "/readyz", headers={})[0] == 200
             assert process.ask("GET", "/metrics", headers={})[0] == 401
-            assert b"everstep_controller_connected_agents 0.0" in process.ask("GET", "/metrics", None, VIEWER)[1]
+            assert b"everstep_controller_agents_connected 0.0" in process.ask("GET", "/metrics", None, VIEWER)[1]
             assert process.terminate() == 0
             process.start()
 
@@ -220,7 +220,7 @@ def test_a_database_over_postgresql_serves_and_survives_a_kill(
 ) -> None:
     with controller_process(tmp_path, program_forks, database=postgres) as process:
         register(process)
-        reports = Reports(incarnation=1, reports=(Numbered(number=1, body=joined("j", 1.0)),))
+        reports = Reports(incarnation=1, reports=(NumberedReport(number=1, body=joined("j", 1.0)),))
         assert tell(process, "n1", reports)[0] == 200
         process.kill()
         process.start()
@@ -243,7 +243,7 @@ def test_a_database_connection_that_breaks_costs_nobody_anything(
         register(process, "n2")
         nodes = msgspec.json.decode(process.ask("GET", "/v1/nodes", None, VIEWER)[1], type=op.NodeList).nodes
         assert [one.node for one in nodes] == ["n1", "n2"]
-        assert events(process, "store.away") == []
+        assert events(process, "database.unavailable") == []
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

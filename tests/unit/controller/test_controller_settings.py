@@ -17,18 +17,18 @@ GIVEN = {"secret_file": "secret"}
 
 def test_an_explicit_argument_wins_over_file_environment_and_preset(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
-    file.write_text("listen = '127.0.0.1:3'\ngroup_commit = 3\n[policy]\nversion_window = 7\n")
+    file.write_text("listen = '127.0.0.1:3'\nmax_commit_batch = 3\n[policy]\nversion_window = 7\n")
     environment = {
         "EVERSTEP_CONTROLLER_LISTEN": "127.0.0.1:2",
-        "EVERSTEP_CONTROLLER_GROUP_COMMIT": "2",
+        "EVERSTEP_CONTROLLER_MAX_COMMIT_BATCH": "2",
         "EVERSTEP_CONTROLLER_QUEUE_LIMIT": "22",
         "EVERSTEP_CONTROLLER_POLICY_VERSION_WINDOW": "5",
-        "EVERSTEP_CONTROLLER_POLICY_DEAD_AFTER_S": "9.5",
+        "EVERSTEP_CONTROLLER_POLICY_LOST_AFTER_S": "9.5",
     }
     given = {**GIVEN, "listen": "127.0.0.1:4"}
     settings = load_settings(given, preset="lab", file=file, environment=environment)
-    assert (settings.listen, settings.group_commit, settings.queue_limit) == ("127.0.0.1:4", 3, 22)
-    assert (settings.policy.version_window, settings.policy.dead_after_s) == (7, 9.5)
+    assert (settings.listen, settings.max_commit_batch, settings.queue_limit) == ("127.0.0.1:4", 3, 22)
+    assert (settings.policy.version_window, settings.policy.lost_after_s) == (7, 9.5)
     assert settings.policy.growth_interval_s == CorePolicy.lab().growth_interval_s
 
 
@@ -58,7 +58,7 @@ def test_a_sites_rules_are_read_with_the_settings_and_a_wrong_one_is_refused(tmp
     rules = tmp_path / "site.toml"
     rules.write_text('[[rule]]\nkind = "gpu.xid"\nmode = "observe"\nsource = "a test"\n')
     settings = load_settings({**GIVEN, "policy_dir": str(tmp_path)}, environment={})
-    assert settings.policy.rules.of_kind(FindingKind.GPU_XID).mode is Mode.OBSERVE
+    assert settings.policy.rules.default_rule(FindingKind.GPU_XID).mode is Mode.OBSERVE
     rules.write_text('[[rule]]\nkind = "gpu.xid"\nmoed = "observe"\nsource = "a test"\n')
     with pytest.raises(ConfigurationError, match="line 3: unknown key `moed`"):
         load_settings({**GIVEN, "policy_dir": str(tmp_path)}, environment={})
@@ -66,7 +66,7 @@ def test_a_sites_rules_are_read_with_the_settings_and_a_wrong_one_is_refused(tmp
 
 def test_cures_cannot_be_enforced_where_nothing_carries_them_out(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
-    file.write_text("[policy]\nremediate = 'enforce'\n")
+    file.write_text("[policy]\nremediation_mode = 'enforce'\n")
     with pytest.raises(ConfigurationError, match="dry_run carries none out"):
         load_settings(GIVEN, file=file, environment={})
 
@@ -93,14 +93,14 @@ def test_every_preset_is_free_of_contradictions(preset: str) -> None:
         ({"listen": "127.0.0.1:99999"}, "expected host:port"),
         ({"tls_key": "k"}, "give both or none"),
         ({"heartbeat_interval_s": 4.0}, "one late beat must not make a suspect"),
-        ({"group_commit": 0}, "at least 1"),
+        ({"max_commit_batch": 0}, "at least 1"),
         ({"resign_after_s": 2.0}, "at least lease_s"),
         ({"commit_timeout_s": 0}, "commit_timeout_s must be positive"),
         ({"remediation": "webhook"}, "give all or none"),
         ({"remediation": "email"}, "a setting is wrong: .*email"),
         ({"remediation": "webhook", "webhook_url": "ftp://x", "webhook_secret_file": "f"}, "http or https"),
         ({"grup_commit": 3}, "unknown field `grup_commit`"),
-        ({"group_commit": "many"}, "group_commit"),
+        ({"max_commit_batch": "many"}, "max_commit_batch"),
     ],
 )
 def test_a_contradiction_or_a_typo_is_refused_with_its_mend(given: dict[str, object], says: str) -> None:

@@ -77,7 +77,7 @@ class Playing:
         }
 
     def is_ready(self, spares: int = 1) -> bool:
-        recovery = SimpleNamespace(generation=3, world_size=RANKS, resumed=self.resumed)
+        recovery = SimpleNamespace(generation=3, world_size=RANKS, resumed_ranks=self.resumed)
         roster = [SimpleNamespace(node=name, rank=rank) for rank, name in enumerate(self.roster)]
         watch: Any = self.stage.watch
         watch.job = SimpleNamespace(summary=self.job, roster=roster, recoveries=[recovery])

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from everstep_controller.api.routes import CREDENTIALS, HISTORY, OPERATOR, PLAIN, POLICY
+from everstep_controller.api.routes import (
+    CREDENTIAL_ROUTES,
+    HISTORY_ROUTES,
+    OPERATOR_ROUTES,
+    PLAIN_ROUTES,
+    POLICY_ROUTES,
+)
 from everstep_controller.server.responses import TITLES, TYPE_PREFIX
 
 from everstep.bearer_tokens import TokenRole, mint
@@ -254,7 +260,7 @@ def _asks_for(step: Step, method: str, path: str) -> bool:
 
 def test_examples_cover_every_operator_route() -> None:
     steps = [step for block in examples() for step in block]
-    routes = {**OPERATOR, **HISTORY, **POLICY, **CREDENTIALS, **PLAIN}.values()
+    routes = {**OPERATOR_ROUTES, **HISTORY_ROUTES, **POLICY_ROUTES, **CREDENTIAL_ROUTES, **PLAIN_ROUTES}.values()
     without = [
         (route.method, route.path)
         for route in routes

@@ -20,7 +20,7 @@ from everstep_controller.config import load_settings
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.main import _parser as controller_parser
 from everstep_controller.rulebook import with_rules
-from everstep_trainer.launch.options import command_line as launch_parser
+from everstep_trainer.launch.options import make_parser as launch_parser
 from fastapi.testclient import TestClient
 
 from everstep.cli.main import app
@@ -158,7 +158,7 @@ def test_every_settings_file_that_is_shown_is_taken(document: Path, tmp_path: Pa
         file.write_text(block)
         if tomllib.loads(block).keys() <= {"policy", "rule"}:  # a change to be tried, or a file in policy_dir
             change = read_change(file)
-            assert rulebook.check(with_rules(CorePolicy()), change).complaint == ""
+            assert rulebook.check_change(with_rules(CorePolicy()), change).error == ""
         elif "xid" in tomllib.loads(block):  # a site's word to its agents
             load_policy([file])
         else:

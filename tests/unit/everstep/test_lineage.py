@@ -64,9 +64,7 @@ def test_what_the_kernel_refuses_is_said() -> None:
 def test_a_process_whose_parent_ended_before_it_could_ask_ends_at_once() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    program = (
-        "from everstep.parent_process import *; import signal; die_with_parent(starting_process()); signal.pause()"
-    )
+    program = "from everstep.parent_process import *; import signal; die_with_parent(parent_pid()); signal.pause()"
     orphan = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, PARENT_VARIABLE: str(gone.pid)})
     try:
         assert orphan.wait(60) == -signal.SIGTERM

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from everstep.clock import ManualClock
-from everstep.log_throttle import MOST_CHARACTERS, LogThrottle
+from everstep.log_throttle import MAX_CHARACTERS, LogThrottle
 
 log = logging.getLogger("throttled")
 
@@ -13,7 +13,7 @@ log = logging.getLogger("throttled")
 def test_lines_beyond_the_burst_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     clock = ManualClock(monotonic=1000.0)
-    say = LogThrottle(log, clock.monotonic, burst=2, every_s=10.0)
+    say = LogThrottle(log, clock.monotonic, burst=2, period_s=10.0)
     for number in range(100):
         say(logging.INFO, "%s is refused", f"peer {number}")
     assert caplog.messages == ["peer 0 is refused", "peer 1 is refused"]
@@ -29,7 +29,7 @@ def test_long_line_is_shortened(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     LogThrottle(log, ManualClock().monotonic)(logging.WARNING, "%s", "x" * 10_000)
     (message,) = caplog.messages
-    assert message == "x" * MOST_CHARACTERS + "... (10000 characters)"
+    assert message == "x" * MAX_CHARACTERS + "... (10000 characters)"
 
 
 def test_line_below_the_log_level_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,10 +3,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from everstep_controller.api.credentials import LOOK_EVERY_S, Keyring, fingerprint
+from everstep_controller.api.credentials import RELOAD_INTERVAL_S, Keyring, fingerprint
 from everstep_controller.config import read_secrets
 
-from everstep.bearer_tokens import TokenRole, hash_secret, job_of, job_token, mint, split_stored, stored_token, verify
+from everstep.bearer_tokens import (
+    TokenRole,
+    claimed_job,
+    hash_secret,
+    job_token,
+    mint,
+    split_stored,
+    stored_token,
+    verify,
+)
 from everstep.clock import ManualClock
 from everstep.errors import AuthenticationError, ConfigurationError
 
@@ -62,11 +71,11 @@ def test_secrets_are_rotated_without_a_restart(secret_file: Path) -> None:
     old, new = mint(OLD, TokenRole.VIEWER, "vera"), mint(NEW, TokenRole.VIEWER, "vera")
     assert keyring.refresh(clock) == 0
     rewrite(secret_file, NEW, OLD)
-    clock.advance(LOOK_EVERY_S)
+    clock.advance(RELOAD_INTERVAL_S)
     assert keyring.refresh(clock) == 1
     assert [keyring.verify(token).credential for token in (new, old)] == [fingerprint(NEW), fingerprint(OLD)]
     rewrite(secret_file, NEW)
-    clock.advance(LOOK_EVERY_S)
+    clock.advance(RELOAD_INTERVAL_S)
     assert keyring.refresh(clock) == 2
     assert keyring.names == {fingerprint(NEW)}
     with pytest.raises(AuthenticationError):
@@ -86,18 +95,18 @@ def test_a_damaged_secret_file_leaves_the_secrets_that_held(
     else:
         rewrite(secret_file, NEW)
         secret_file.chmod(0o644)
-    clock.advance(LOOK_EVERY_S)
+    clock.advance(RELOAD_INTERVAL_S)
     assert keyring.refresh(clock) == 0
     assert keyring.verify(token).subject == "vera"
     assert "stay as they were" in caplog.text
     rewrite(secret_file, NEW)
-    clock.advance(LOOK_EVERY_S)
+    clock.advance(RELOAD_INTERVAL_S)
     assert keyring.refresh(clock) == 1
 
 
 def test_a_job_token_names_its_job_and_changes_with_its_secret() -> None:
     token = job_token("llama.7b", "s1")
-    assert job_of(token) == "llama.7b"
+    assert claimed_job(token) == "llama.7b"
     assert token not in (job_token("llama.7b", "s2"), job_token("llama", "s1"))
     assert "s1" not in token
 

@@ -157,7 +157,7 @@ def test_frames_may_follow_the_request_at_once(controller: ControllerProcess) ->
 def test_page_client_hears_why_a_frame_is_refused(agent: PageAgent) -> None:
     agent.beat(1, findings=[])
     refused = agent.expect(21)
-    assert (refused["of"], refused["code"]) == (2, "not_found"), "this life has not registered"
+    assert (refused["frame_kind"], refused["code"]) == (2, "not_found"), "this life has not registered"
     assert agent.register()["protocol"] == 1, "the session goes on"
 
 
@@ -183,10 +183,10 @@ def test_frame_too_long_ends_the_session(agent: PageAgent) -> None:
 
 def test_page_has_every_frame_number() -> None:
     """The table of the page is what the code has: one that is added there has to be described."""
-    from everstep.wire.v1.agent import Frame
+    from everstep.wire.v1.agent import FrameKind
 
     rows = dict(re.findall(r"^\| (\d+) \| `([A-Z_]+)` \|", PAGE, re.MULTILINE))
-    assert {int(number): name for number, name in rows.items()} == {frame.value: frame.name for frame in Frame}
+    assert {int(number): name for number, name in rows.items()} == {frame.value: frame.name for frame in FrameKind}
 
 
 # --- vaults ----------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class PagePeer(Stream):
     def prove(self, secret: str, to: str) -> dict[str, Any]:
         """Goes through the challenge; the last answer."""
         nonce = secrets.token_bytes(32)
-        self.send(type="Greeting", protocols=[2], job=JOB, node="n1", to=to, nonce=nonce)
+        self.send(type="Greeting", protocols=[2], job=JOB, node="n1", peer=to, nonce=nonce)
         challenge = self.receive()
         if challenge["type"] != "Challenge":
             return challenge
@@ -240,18 +240,18 @@ def peer(fleet: Vaults) -> Iterator[PagePeer]:
 
 def test_page_client_proves_itself_to_a_vault(peer: PagePeer) -> None:
     assert peer.prove(JOB_SECRET, "n2")["type"] == "Proof"
-    peer.send(type="InventoryAsk")
+    peer.send(type="InventoryRequest")
     assert peer.receive() == {"type": "InventoryList", "slots": []}
 
 
 @pytest.mark.parametrize(("secret", "to"), [("another secret of tests", "n2"), (JOB_SECRET, "n3")])
 def test_vault_refuses_a_page_client_without_the_secret(peer: PagePeer, secret: str, to: str) -> None:
     refused = peer.prove(secret, to)
-    assert (refused["type"], refused["code"]) == ("Refused", "unauthenticated")
+    assert (refused["type"], refused["code"]) == ("TransferRefused", "unauthenticated")
     with pytest.raises(EOFError):
         peer.receive()
 
 
 def test_vault_refuses_protocol_version_1(peer: PagePeer) -> None:
-    peer.send(type="Greeting", protocols=[1], job=JOB, node="n1", to="n2", nonce=bytes(32))
+    peer.send(type="Greeting", protocols=[1], job=JOB, node="n1", peer="n2", nonce=bytes(32))
     assert peer.receive()["code"] == "protocol_version"

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from everstep_trainer.loss_guard import LossDiverged, LossHistory, SpikeRule
-from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.runtime.generation_session import IdleSession
 from everstep_trainer.state.blob import decode_blob, encode_blob
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +35,7 @@ ALL = range(1, 41)
 
 def alone(folder: Path, updates: Collection[int] = ALL, bad: Bad | None = None, **options: Any) -> list[dict[str, Any]]:
     folder.mkdir()
-    guarded_training.train(Run(Place(), IdleKeeper()), str(folder), updates, bad, **options)
+    guarded_training.train(Run(RankContext(), IdleSession()), str(folder), updates, bad, **options)
     return sorted(read_diaries(folder), key=lambda row: row["step"])
 
 
@@ -44,9 +44,9 @@ def end(rows: list[dict[str, Any]]) -> str:
 
 
 def test_nothing_happens_where_nothing_is_wrong(tmp_path):
-    rows = alone(tmp_path / "guarded", back=2, every=3)
+    rows = alone(tmp_path / "guarded", rollback_copies=2, copy_every=3)
     assert [row["data_step"] for row in rows] == list(ALL)
-    assert end(rows) == end(alone(tmp_path / "free", back=0))
+    assert end(rows) == end(alone(tmp_path / "free", rollback_copies=0))
     assert rows[-1]["records"] == []
 
 
@@ -55,7 +55,7 @@ def test_nothing_happens_where_nothing_is_wrong(tmp_path):
 @pytest.mark.parametrize(("back", "every"), [(1, 1), (1, 10), (2, 5), (3, 1), (5, 7)])
 @pytest.mark.parametrize("value", [NAN, float("inf"), 1e4], ids=["nan", "inf", "spike"])
 def test_a_batch_that_stays_bad_is_left_out_and_the_rest_is_as_if_it_had_never_been(tmp_path, back, every, value):
-    rows = alone(tmp_path / "bad", bad=Bad([23], value), policy="skip", back=back, every=every)
+    rows = alone(tmp_path / "bad", bad=Bad([23], value), policy="skip", rollback_copies=back, copy_every=every)
     refused = [row for row in rows if not row["allowed"]]
     assert [row["data_step"] for row in refused] == [23]
     kept = [1, *(step + 1 for step in range(1, 22) if step % every == 0)]
@@ -91,14 +91,18 @@ def reference(folder: Path, data_steps: list[int]) -> str:
                 def indices(self, step: int) -> torch.Tensor:
                     return sampler.indices(order[step - 1])
 
-                def weight(self, step: int) -> float:
-                    return sampler.weight(step)
+                def loss_weight(self, step: int) -> float:
+                    return sampler.loss_weight(step)
 
             return Renamed()
 
     (folder / "reference").mkdir()
     guarded_training.train(
-        Listed(Place(), IdleKeeper()), str(folder / "reference"), range(1, len(data_steps) + 1), back=0, spike=None
+        Listed(RankContext(), IdleSession()),
+        str(folder / "reference"),
+        range(1, len(data_steps) + 1),
+        rollback_copies=0,
+        spike_threshold=None,
     )
     return end(sorted(read_diaries(folder / "reference"), key=lambda row: row["step"]))
 
@@ -111,7 +115,7 @@ def test_an_update_that_was_bad_under_a_good_loss_is_taken_back(tmp_path, back, 
     """A gradient that is NaN shows in the next loss: what was kept in between is as bad, and the first steps of a
     generation have nothing but what it began with."""
     once = Bad([step], NAN, times=1)
-    rows = alone(tmp_path / "bad", gradients=once, policy="replay", back=back, every=every)
+    rows = alone(tmp_path / "bad", gradients=once, policy="replay", rollback_copies=back, copy_every=every)
     assert [row["data_step"] for row in rows if not row["allowed"]] == [step + 1]
     assert applied_steps(rows) == list(ALL)
     assert end(rows) == end(alone(tmp_path / "clean"))
@@ -119,7 +123,7 @@ def test_an_update_that_was_bad_under_a_good_loss_is_taken_back(tmp_path, back, 
 
 @pytest.mark.parametrize("step", [1, 10, 15])
 def test_a_batch_whose_gradient_is_bad_each_time_is_left_out_at_the_second_refusal(tmp_path, step):
-    rows = alone(tmp_path / "bad", gradients=Bad([step], NAN), policy="skip", back=1, every=10)
+    rows = alone(tmp_path / "bad", gradients=Bad([step], NAN), policy="skip", rollback_copies=1, copy_every=10)
     assert [row["data_step"] for row in rows if not row["allowed"]] == [step + 1, step + 2]
     applied = applied_steps(rows)
     assert applied == [data_step for data_step in ALL if not step <= data_step <= step + 2]
@@ -127,8 +131,8 @@ def test_a_batch_whose_gradient_is_bad_each_time_is_left_out_at_the_second_refus
 
 
 def test_what_is_excluded_is_neither_kept_nor_put_back():
-    run = Run(Place(), IdleKeeper())
-    guard = run.guard(back=1, every=1)
+    run = Run(RankContext(), IdleSession())
+    guard = run.guard(rollback_copies=1, copy_every=1)
     model = torch.nn.Linear(4, 1)
     model.register_buffer("odd", torch.eye(3).to_sparse())
     model.register_buffer("cache", torch.zeros(3))
@@ -154,7 +158,7 @@ def test_a_first_batch_that_is_bad_costs_no_version(tmp_path):
 @pytest.mark.parametrize(("back", "every"), [(1, 1), (2, 5), (0, 1)])
 def test_a_batch_that_was_bad_once_is_computed_again_and_leaves_no_trace(tmp_path, back, every):
     bad = Bad([23], NAN, times=1)
-    rows = alone(tmp_path / "bad", bad=bad, policy="replay", back=back, every=every)
+    rows = alone(tmp_path / "bad", bad=bad, policy="replay", rollback_copies=back, copy_every=every)
     assert sum(not row["allowed"] for row in rows) == 1
     assert applied_steps(rows) == list(ALL)
     if back:  # without a version the running statistics of the refused pass stay
@@ -163,31 +167,37 @@ def test_a_batch_that_was_bad_once_is_computed_again_and_leaves_no_trace(tmp_pat
 
 def test_what_comes_back_again_and_again_ends_the_run_with_what_to_look_at(tmp_path):
     with pytest.raises(LossDiverged, match=r"data step 23 is nan .*after 3 refusals.*learning rate"):
-        alone(tmp_path / "bad", bad=Bad([23], NAN), policy="replay", back=2, every=5)
+        alone(tmp_path / "bad", bad=Bad([23], NAN), policy="replay", rollback_copies=2, copy_every=5)
 
 
 def test_several_bad_batches_are_left_out_without_reaching_the_limit_where_good_ones_lie_between(tmp_path):
-    rows = alone(tmp_path / "bad", bad=Bad([20, 22, 24, 26, 28], NAN), back=2, every=3, limit=2)
+    rows = alone(tmp_path / "bad", bad=Bad([20, 22, 24, 26, 28], NAN), rollback_copies=2, copy_every=3, max_refusals=2)
     assert applied_steps(rows) == [step for step in ALL if step not in (20, 22, 24, 26, 28)]
     assert end(rows) == reference(tmp_path, applied_steps(rows))
 
 
 def test_its_state_can_be_stored_and_goes_on():
-    run = Run(Place(), IdleKeeper())
-    guard = run.guard(back=0)
+    run = Run(RankContext(), IdleSession())
+    guard = run.guard(rollback_copies=0)
     for loss in (1.0, 1.1, math.inf, 0.9):
         guard.allows(torch.tensor(loss))
-    other = Run(Place(), IdleKeeper()).guard(back=0)
+    other = Run(RankContext(), IdleSession()).guard(rollback_copies=0)
     other.load_state_dict(decode_blob(encode_blob(guard.state_dict())))
     assert (other.data_step, other.records) == (5, guard.records)
     assert other.state_dict() == guard.state_dict()
 
 
 def test_settings_that_contradict_each_other_are_refused():
-    for options in ({"policy": "ignore"}, {"back": -1}, {"every": 0}, {"spike": 0.0}, {"warmup": 65}):
+    for options in (
+        {"policy": "ignore"},
+        {"rollback_copies": -1},
+        {"copy_every": 0},
+        {"spike_threshold": 0.0},
+        {"warmup": 65},
+    ):
         with pytest.raises(ValueError, match=next(iter(options))):
-            Run(Place(), IdleKeeper()).guard(**options)
-    run = Run(Place(), IdleKeeper())
+            Run(RankContext(), IdleSession()).guard(**options)
+    run = Run(RankContext(), IdleSession())
     run.guard()
     with pytest.raises(ValueError, match="has a guard already"):
         run.guard()
@@ -202,20 +212,20 @@ losses = st.lists(st.floats(0.01, 100.0), min_size=16, max_size=64)
 def test_a_spike_is_so_many_spreads_above_the_median(past, loss):
     middle = statistics.median(past)
     spread = max(1.4826 * statistics.median([abs(p - middle) for p in past]), 0.01 * middle)
-    assert bool(LossHistory(SpikeRule(), past).judge(loss)) == (loss > middle + 10 * spread)
+    assert bool(LossHistory(SpikeRule(), past).describe_problem(loss)) == (loss > middle + 10 * spread)
 
 
 @given(losses)
 def test_lower_losses_are_never_spikes_and_what_is_not_finite_always_is(past):
     history = LossHistory(SpikeRule(), past)
-    assert history.judge(min(past)) == history.judge(-math.e) == ""
-    assert all(history.judge(loss) for loss in (NAN, math.inf, -math.inf))
+    assert history.describe_problem(min(past)) == history.describe_problem(-math.e) == ""
+    assert all(history.describe_problem(loss) for loss in (NAN, math.inf, -math.inf))
 
 
 def test_nothing_but_nan_counts_before_the_warmup_and_where_spikes_are_allowed():
-    assert LossHistory(SpikeRule(), [1.0] * 15).judge(1e9) == ""
-    assert LossHistory(SpikeRule(spike=None), [1.0] * 64).judge(1e9) == ""
-    assert LossHistory(SpikeRule(), [1.0] * 16).judge(1.2) != ""
+    assert LossHistory(SpikeRule(), [1.0] * 15).describe_problem(1e9) == ""
+    assert LossHistory(SpikeRule(threshold=None), [1.0] * 64).describe_problem(1e9) == ""
+    assert LossHistory(SpikeRule(), [1.0] * 16).describe_problem(1.2) != ""
 
 
 def test_a_refused_loss_is_an_event_and_accuses_nobody():

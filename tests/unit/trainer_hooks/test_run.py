@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from everstep_trainer.data.rng import stream_seed
-from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleKeeper
-from everstep_trainer.runtime.peer_wait import Waits
-from everstep_trainer.runtime.progress import Progress
+from everstep_trainer.runtime.generation_session import IdleSession
+from everstep_trainer.runtime.peer_wait import CollectiveTimer
+from everstep_trainer.runtime.progress import StepProgress
 from everstep_trainer.runtime.worker import reset_thread_state
 
 import everstep
@@ -58,7 +58,7 @@ def test_without_everstep_there_is_one_rank_and_steps_are_a_range(monkeypatch):
             with run.atomic():
                 run.report(loss=torch.tensor(1.0))
             seen.append(step)
-        assert run.finished == 4
+        assert run.last_finished_step == 4
 
     everstep.main(train)
     assert seen == [1, 2, 3, 4]
@@ -69,7 +69,7 @@ def untracked_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_run_that_tracks_nothing_is_warned_once(caplog):
-    run = Run(Place(generation=1), IdleKeeper())
+    run = Run(RankContext(generation=1), IdleSession())
     for _ in run.steps(until=3):
         pass
     (warning,) = untracked_warnings(caplog)
@@ -78,21 +78,23 @@ def test_run_that_tracks_nothing_is_warned_once(caplog):
 
 
 def test_own_loop_that_tracks_nothing_is_warned(caplog):
-    run = Run(Place(generation=1), IdleKeeper())
+    run = Run(RankContext(generation=1), IdleSession())
     run.step_finished()
     run.step_finished()
     assert len(untracked_warnings(caplog)) == 1
 
 
-@pytest.mark.parametrize("place", [Place(generation=1, rank=1), Place()], ids=["other_rank", "without_everstep"])
+@pytest.mark.parametrize(
+    "place", [RankContext(generation=1, rank=1), RankContext()], ids=["other_rank", "without_everstep"]
+)
 def test_only_the_first_rank_of_a_kept_run_is_warned(caplog, place):
-    run = Run(place, IdleKeeper())
+    run = Run(place, IdleSession())
     run.step_finished()
     assert untracked_warnings(caplog) == []
 
 
 def test_tracked_run_is_not_warned(caplog):
-    run = Run(Place(generation=1), IdleKeeper())
+    run = Run(RankContext(generation=1), IdleSession())
     run.track(model=torch.nn.Linear(2, 2))
     run.step_finished()
     assert untracked_warnings(caplog) == []
@@ -100,7 +102,7 @@ def test_tracked_run_is_not_warned(caplog):
 
 def test_run_that_keeps_checkpoints_itself_is_not_warned(caplog):
     """``everstep_trainer.memory_tier.dcp`` keeps what it is given in the memory tier, without ``track``."""
-    run = Run(Place(generation=1, tier=lambda: SimpleNamespace(is_over=False)), IdleKeeper())
+    run = Run(RankContext(generation=1, tier=lambda: SimpleNamespace(is_over=False)), IdleSession())
     assert run.tier is not None
     run.step_finished()
     assert untracked_warnings(caplog) == []
@@ -108,30 +110,30 @@ def test_run_that_keeps_checkpoints_itself_is_not_warned(caplog):
 
 def test_a_rank_that_the_others_wait_for_is_busy_and_they_are_not():
     """Two ranks step side by side, 50 ms each; one of them waits for the other for 40 of these."""
-    ranks = [Progress(window=8), Progress(window=8)]
+    ranks = [StepProgress(window=8), StepProgress(window=8)]
     for progress in ranks:
         progress.enter(1, 0, lambda: 0)
-        assert progress.busy_s is None
+        assert progress.median_busy_s is None
     for step in (1, 2, 3):
         for progress, waited in zip(ranks, (0.04, 0.001), strict=True):
             progress._step_began -= 0.05
-            progress.waited(waited / 2)
-            progress.waited(waited / 2)
-            progress.finish(step)
-    waiting, slow = (progress.busy_s for progress in ranks)
+            progress.record_wait(waited / 2)
+            progress.record_wait(waited / 2)
+            progress.finish_step(step)
+    waiting, slow = (progress.median_busy_s for progress in ranks)
     assert waiting is not None
     assert slow is not None
     assert slow > 1.5 * waiting
     ranks[0].enter(2, 0, lambda: 0)
-    assert ranks[0].busy_s is None, "another generation, another rank"
+    assert ranks[0].median_busy_s is None, "another generation, another rank"
 
 
 def test_waits_on_the_cpu_are_told_and_a_collective_that_raises_is_not():
     told: list[float] = []
-    waits = Waits(told.append)
-    with waits.on(torch.device("cpu")):
+    waits = CollectiveTimer(told.append)
+    with waits.measure(torch.device("cpu")):
         pass
-    with pytest.raises(RuntimeError), waits.on(torch.device("cpu")):
+    with pytest.raises(RuntimeError), waits.measure(torch.device("cpu")):
         raise RuntimeError("peer is gone")
     assert len(told) == 1
     assert told[0] >= 0.0
@@ -149,7 +151,7 @@ def test_an_error_of_the_training_function_is_raised_as_it_is(monkeypatch):
 
 def test_random_streams_depend_on_seed_step_and_rank_only():
     def streams(rank: int, seed: int) -> list[tuple[float, float, float]]:
-        run = Run(Place(rank=rank, world_size=2), IdleKeeper())
+        run = Run(RankContext(rank=rank, world_size=2), IdleSession())
         return [draws() for _ in run.steps(until=3, seed=seed)]
 
     assert streams(0, 1) == streams(0, 1)
@@ -159,33 +161,33 @@ def test_random_streams_depend_on_seed_step_and_rank_only():
 
 
 def test_a_loop_of_ones_own_has_the_same_random_streams():
-    run, others = Run(Place(rank=1, world_size=2), IdleKeeper()), []
+    run, others = Run(RankContext(rank=1, world_size=2), IdleSession()), []
     for step in (1, 2, 3):
         run.seed_step(step, seed=4)
         others.append(draws())
         run.step_finished()
-    run = Run(Place(rank=1, world_size=2), IdleKeeper())
+    run = Run(RankContext(rank=1, world_size=2), IdleSession())
     assert [draws() for _ in run.steps(until=3, seed=4)] == others
 
 
 def test_a_step_that_was_left_is_not_finished():
-    run = Run(Place(), IdleKeeper())
+    run = Run(RankContext(), IdleSession())
     for step in run.steps(until=10):
         if step == 3:
             break
-    assert run.finished == 2
+    assert run.last_finished_step == 2
     assert next(iter(run.steps(until=10))) == 3
 
 
 def test_a_loop_of_ones_own_says_when_a_step_is_finished():
-    run = Run(Place(), IdleKeeper())
+    run = Run(RankContext(), IdleSession())
     run.step_finished()
     run.step_finished()
-    assert run.finished == 2
+    assert run.last_finished_step == 2
 
 
 def test_begun_steps_are_told_and_seeds_of_others_are_not():
-    class Told(IdleKeeper):
+    class Told(IdleSession):
         def __init__(self) -> None:
             self.begun: list[int] = []
 
@@ -193,7 +195,7 @@ def test_begun_steps_are_told_and_seeds_of_others_are_not():
             self.begun.append(step)
 
     keeper = Told()
-    run = Run(Place(), keeper)
+    run = Run(RankContext(), keeper)
     for step in run.steps(until=9):
         if step == 2:
             break
@@ -202,7 +204,7 @@ def test_begun_steps_are_told_and_seeds_of_others_are_not():
 
 
 def test_the_optimizer_asks_before_every_update():
-    class Counting(IdleKeeper):
+    class Counting(IdleSession):
         asked = 0
 
         def before_update(self) -> None:
@@ -211,18 +213,18 @@ def test_the_optimizer_asks_before_every_update():
     keeper = Counting()
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    Run(Place(), keeper).track(model=model, optimizer=optimizer)
+    Run(RankContext(), keeper).track(model=model, optimizer=optimizer)
     optimizer.step()
     optimizer.step()
     assert keeper.asked == 2
 
 
 def test_steps_resume_after_the_restored_one():
-    class Restored(IdleKeeper):
-        def track(self, objects: object, choices: object) -> int:
+    class Restored(IdleSession):
+        def track(self, objects: object, options: object) -> int:
             return 41
 
-    run = Run(Place(), Restored())
+    run = Run(RankContext(), Restored())
     run.track(model=torch.nn.Linear(1, 1))
     assert list(run.steps(until=43)) == [42, 43]
 

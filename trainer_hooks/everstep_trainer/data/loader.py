@@ -22,53 +22,59 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.data._utils import signal_handling
 
 from everstep_trainer.data.sampler import ElasticSampler, Sampler
-from everstep_trainer.data.stream import Mapped, Portions, Streamed, StreamSampler, the_same
-from everstep_trainer.runtime.interrupt import SLICE_S
-from everstep_trainer.state.python_state import OfOneRank
+from everstep_trainer.data.stream import (
+    BatchRequests,
+    MapBatchDataset,
+    StreamBatchDataset,
+    StreamSampler,
+    identity_collate,
+)
+from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
+from everstep_trainer.state.python_state import PerRankState
 
 # ---- workers
 # A DataLoader's worker processes: waited for, found dead, ended.
 #
 # Fields of torch's iterator are private, and read in torch 2.13: where they are others, torch does what it does alone.
 
-ENDED_WITHIN_S = 0.5
+WORKER_EXIT_WAIT_S = 0.5
 """From the end of a dying process's connections to its own."""
 
 
-class WorkerLost(RuntimeError):
+class DataWorkerLost(RuntimeError):
     """A worker has ended without being told; says which one, and how."""
 
 
 def next_batch(iterator: Iterator[Any], timeout_s: float = 0.0) -> Any:
     """What the iterator gives next. A Regroup in the main thread ends the wait for it.
 
-    Raises WorkerLost where a worker is gone, whatever it was at, and RuntimeError where nothing came for ``timeout_s``
-    (0: waits for ever).
+    Raises DataWorkerLost where a worker is gone, whatever it was at, and RuntimeError where nothing came for
+    ``timeout_s`` (0: waits for ever).
     """
     workers = getattr(iterator, "_workers", ())
     if not workers:
         return next(iterator)
     try:
-        with _deaths_told(iterator, workers):
-            _await(iterator, workers, timeout_s)
+        with _raise_worker_deaths(iterator, workers):
+            _wait_for_batch(iterator, workers, timeout_s)
             return next(iterator)
-    except WorkerLost:
+    except DataWorkerLost:
         raise
     except RuntimeError as error:  # torch's word of a death
-        _look_after(workers, error)
+        _check_workers(workers, error)
         raise
     except (
         OSError,
         EOFError,
     ) as error:  # the batch is there, and its tensors were still to come; or the data set's own
-        latest = perf_counter() + ENDED_WITHIN_S
+        latest = perf_counter() + WORKER_EXIT_WAIT_S
         while perf_counter() < latest:
-            _look_after(workers, error)
-            sleep(ENDED_WITHIN_S / 100)
+            _check_workers(workers, error)
+            sleep(WORKER_EXIT_WAIT_S / 100)
         raise
 
 
-def disown(iterator: Iterator[Any]) -> None:
+def suppress_worker_death_errors(iterator: Iterator[Any]) -> None:
     """Keeps torch from raising a worker's death wherever the main thread happens to be."""
     if hasattr(iterator, "_worker_pids_set"):
         _forget(iterator)
@@ -81,7 +87,7 @@ def _forget(iterator: Iterator[Any]) -> None:
 
 
 @contextlib.contextmanager
-def _deaths_told(iterator: Iterator[Any], workers: Sequence[Any]) -> Iterator[None]:
+def _raise_worker_deaths(iterator: Iterator[Any], workers: Sequence[Any]) -> Iterator[None]:
     """In here torch's handler raises a worker's death: a half-written message would be waited for without end."""
     with contextlib.suppress(ValueError):  # it has them still
         pids = tuple(worker.pid for worker in workers)
@@ -92,14 +98,14 @@ def _deaths_told(iterator: Iterator[Any], workers: Sequence[Any]) -> Iterator[No
         _forget(iterator)
 
 
-def _look_after(workers: Sequence[Any], error: BaseException | None = None) -> None:
-    """Raises WorkerLost for one that is gone: none ends by itself, since portions have no end."""
+def _check_workers(workers: Sequence[Any], error: BaseException | None = None) -> None:
+    """Raises DataWorkerLost for one that is gone: none ends by itself, since portions have no end."""
     for number, worker in enumerate(workers):
         if not worker.is_alive():
-            raise WorkerLost(f"worker {number} (pid {worker.pid}) {_manner(worker.exitcode)}") from error
+            raise DataWorkerLost(f"worker {number} (pid {worker.pid}) {_describe_exit(worker.exitcode)}") from error
 
 
-def _manner(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     with contextlib.suppress(ValueError):
@@ -107,18 +113,18 @@ def _manner(code: int) -> str:
     return f"was killed by signal {-code}"
 
 
-def _await(iterator: Any, workers: Sequence[Any], timeout_s: float) -> None:
+def _wait_for_batch(iterator: Any, workers: Sequence[Any], timeout_s: float) -> None:
     """Until a worker has something to say. torch itself waits five seconds at a time, in C."""
-    _look_after(workers)
+    _check_workers(workers)
     queue, tasks = getattr(iterator, "_data_queue", None), getattr(iterator, "_task_info", None)
     if queue is None or tasks is None or len(tasks.get(getattr(iterator, "_rcvd_idx", -1), ())) == 2:
         return
     reader = getattr(queue, "_reader", None)  # absent where a thread pins memory between the workers and us
     began = perf_counter()
-    while not (reader.poll(SLICE_S) if reader is not None else not queue.empty()):
+    while not (reader.poll(WAIT_SLICE_S) if reader is not None else not queue.empty()):
         if reader is None:
-            sleep(SLICE_S / 20)
-        _look_after(workers)
+            sleep(WAIT_SLICE_S / 20)
+        _check_workers(workers)
         if 0 < timeout_s <= perf_counter() - began:
             raise RuntimeError(f"no batch came from the workers within timeout={timeout_s:g} seconds")
 
@@ -129,7 +135,7 @@ def end_workers(iterator: Any) -> None:
     workers: Sequence[Any] = getattr(iterator, "_workers", ())
     if not workers:
         return
-    disown(iterator)  # else torch takes their end for a failure
+    suppress_worker_death_errors(iterator)  # else torch takes their end for a failure
     if not hasattr(iterator, "_pin_memory_thread"):  # that one would wait for the rest of half a message
         for worker in workers:
             worker.kill()
@@ -138,11 +144,11 @@ def end_workers(iterator: Any) -> None:
 
 logger = logging.getLogger(__name__)
 
-LOST_MOST = 3
+MAX_LOST_WORKERS = 3
 """Workers that may be lost, one after the other, before a batch comes: one is what the kernel took when memory was
 short, more at the same batch are the data set's."""
 
-_OURS = {
+_RESERVED_OPTIONS = {
     "batch_size": "global_batch is the samples of a step over all ranks",
     "shuffle": "map-style data are shuffled anew in each epoch, iterable data come in their own order",
     "sampler": "samples are a function of the step",
@@ -159,39 +165,39 @@ def is_stream(dataset: Any) -> bool:
 
 
 class Loader:
-    """The batches of a data set, by step. Also a sampler: ``indices``, ``weight`` and ``of``.
+    """The batches of a data set, by step. Also a sampler: ``indices``, ``weight`` and ``for_rank``.
 
     Args:
         sampler: of the data set's samples, for this rank.
-        parts: the ranks, of how many, whose batches ``batches`` gives; asked when the first is wanted.
-        together: as of Mapped.
-        options: of DataLoader. Raises TypeError for those that are not the user's to choose here, and for ``together``
-            with data that cannot be asked so.
+        assigned_ranks: the ranks, of how many, whose batches ``batches`` gives; asked when the first is wanted.
+        fetch_together: as of MapBatchDataset.
+        options: of DataLoader. Raises TypeError for those that are not the user's to choose here, and for
+            ``fetch_together`` with data that cannot be asked so.
     """
 
     def __init__(
         self,
         dataset: Any,
         sampler: ElasticSampler | StreamSampler,
-        parts: Callable[[], Sequence[tuple[int, int]]],
+        assigned_ranks: Callable[[], Sequence[tuple[int, int]]],
         seed: int,
         options: dict[str, Any],
         *,
-        together: bool = False,
+        fetch_together: bool = False,
     ) -> None:
-        for name, why in _OURS.items():
+        for name, why in _RESERVED_OPTIONS.items():
             if name in options:
                 raise TypeError(f"run.loader has no {name}: {why}")
-        if together and not hasattr(dataset, "__getitems__"):
+        if fetch_together and not hasattr(dataset, "__getitems__"):
             raise TypeError(
                 f"fetch_together needs a data set with __getitems__, which {type(dataset).__name__} has not"
             )
         self._dataset = dataset
         self._sampler = sampler
-        self._parts = parts
+        self._assigned_ranks = assigned_ranks
         self._seed = seed
         self._options = options
-        self._together = together
+        self._fetch_together = fetch_together
         self._next: tuple[int, int] | None = None
         self._iterator: Iterator[Any] | None = None
 
@@ -201,11 +207,11 @@ class Loader:
 
     def weight(self, step: int) -> float:
         """See ElasticSampler."""
-        return self._sampler.weight(step)
+        return self._sampler.loss_weight(step)
 
-    def of(self, rank: int, world_size: int) -> ElasticSampler | StreamSampler:
+    def for_rank(self, rank: int, world_size: int) -> ElasticSampler | StreamSampler:
         """The sampler of ``rank`` of another number of ranks."""
-        return self._sampler.of(rank, world_size)
+        return self._sampler.for_rank(rank, world_size)
 
     def batch(self, step: int) -> Any:
         """What the collate function made of this rank's samples of ``step``.
@@ -217,7 +223,7 @@ class Loader:
 
     def batches(self, step: int) -> Iterator[Any]:
         """One batch for each part of ``step`` that this rank computes, in their order."""
-        shares = [self._sampler.of(rank, world) for rank, world in self._parts()]
+        shares = [self._sampler.for_rank(rank, world) for rank, world in self._assigned_ranks()]
         if self._iterator is None or (step, 0) != self._next:
             self.close()
             self._iterator = self._begin(step, shares)
@@ -235,11 +241,11 @@ class Loader:
                 self._iterator = self._begin(step, shares, number)
             try:
                 return next_batch(self._iterator, self._options.get("timeout", 0.0))
-            except WorkerLost as error:
+            except DataWorkerLost as error:
                 self.close()
                 lost += 1
-                if lost > LOST_MOST:
-                    raise WorkerLost(
+                if lost > MAX_LOST_WORKERS:
+                    raise DataWorkerLost(
                         f"{error}, the {lost}th in a row while step {step} was loaded: the data set crashes there, or "
                         "the node is out of memory or of shared memory (/dev/shm)"
                     ) from error
@@ -253,25 +259,27 @@ class Loader:
 
     def _begin(self, step: int, shares: Sequence[ElasticSampler | StreamSampler], number: int = 0) -> Iterator[Any]:
         """From the step's part ``number`` on."""
-        iterator = self._iterator_of(Portions(shares, step, number))
-        disown(iterator)
+        iterator = self._iterator_of(BatchRequests(shares, step, number))
+        suppress_worker_death_errors(iterator)
         return iterator
 
-    def _iterator_of(self, portions: Portions) -> Iterator[Any]:
+    def _iterator_of(self, portions: BatchRequests) -> Iterator[Any]:
         options = dict(self._options)
         if options.get("num_workers"):
             get_temp_dir()  # this process's, for their sockets: else each makes one, which stays when it is killed
         collate = options.pop("collate_fn", None) or default_collate
         generator = torch.Generator()  # the default one would give a number away here, which a restored run takes later
         if not is_stream(self._dataset):
-            mapped: Any = Mapped(self._dataset, self._seed, collate, together=self._together)
+            mapped: Any = MapBatchDataset(self._dataset, self._seed, collate, fetch_together=self._fetch_together)
             batches: Any = portions
-            return iter(DataLoader(mapped, batch_sampler=batches, collate_fn=the_same, generator=generator, **options))
-        streamed = Streamed(self._dataset, portions, collate, self._seed)
-        return iter(DataLoader(streamed, batch_size=None, collate_fn=the_same, generator=generator, **options))
+            return iter(
+                DataLoader(mapped, batch_sampler=batches, collate_fn=identity_collate, generator=generator, **options)
+            )
+        streamed = StreamBatchDataset(self._dataset, portions, collate, self._seed)
+        return iter(DataLoader(streamed, batch_size=None, collate_fn=identity_collate, generator=generator, **options))
 
 
-def batches_of(sampler: Sampler, step: int) -> Iterator[Any]:
+def iter_batches(sampler: Sampler, step: int) -> Iterator[Any]:
     """The batches of a step where the sampler loads them, one for each part of it that this rank computes; else None as
     often as is asked."""
     return sampler.batches(step) if isinstance(sampler, Loader) else repeat(None)
@@ -280,7 +288,7 @@ def batches_of(sampler: Sampler, step: int) -> Iterator[Any]:
 # ---- stateful
 # torchdata's StatefulDataLoader among tracked objects: a state that is one rank's, and fits no other.
 
-_MEND = (
+_FIX_HINT = (
     "Use run.loader, whose samples are a function of the step, or go on with the ranks that there were "
     "(everstep-launch --nnodes N:N)"
 )
@@ -292,7 +300,7 @@ def is_stateful_loader(tracked: object) -> bool:
     return module is not None and isinstance(tracked, module.StatefulDataLoader)
 
 
-class OwnLoader(OfOneRank):
+class PerRankLoader(PerRankState):
     """Stands in for a StatefulDataLoader.
 
     Where workers are, and how far each was, is a matter of one rank; no other number of ranks can go on from there
@@ -303,7 +311,7 @@ class OwnLoader(OfOneRank):
 
     def __init__(self, loader: Any, rank: int, world_size: int) -> None:
         super().__init__(
-            loader, rank, world_size, called="a StatefulDataLoader", ranks="data-parallel rank", mend=_MEND
+            loader, rank, world_size, label="a StatefulDataLoader", rank_noun="data-parallel rank", fix_hint=_FIX_HINT
         )
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-EVERYBODY = -1
+ALL_REPLICAS = -1
 """In the place of a replica: a stream that all ranks have alike."""
 
 
@@ -35,14 +35,14 @@ def seed_step(seed: int, step: int, replica: int, stage: int = 0) -> None:
     _seed_host(value)
 
 
-def seed_sample(seed: int, step: int, place: int) -> None:
-    """The same for the sample at ``place`` of a step's global batch, on the host: streams that no rank has."""
-    _seed_host(_host_seed("sample", seed, step, place))
+def seed_sample(seed: int, step: int, position: int) -> None:
+    """The same for the sample at ``position`` of a step's global batch, on the host: streams that no rank has."""
+    _seed_host(_host_seed("sample", seed, step, position))
 
 
-def seed_batch(seed: int, step: int, first: int) -> None:
-    """For what is made of the samples from ``first`` on, once they are there: no sample's stream."""
-    _seed_host(_host_seed("batch", seed, step, first))
+def seed_batch(seed: int, step: int, first_position: int) -> None:
+    """For what is made of the samples from ``first_position`` on, once they are there: no sample's stream."""
+    _seed_host(_host_seed("batch", seed, step, first_position))
 
 
 def seed_epoch(seed: int, epoch: int) -> None:
@@ -50,23 +50,23 @@ def seed_epoch(seed: int, epoch: int) -> None:
     _seed_host(_host_seed("epoch", seed, epoch, 0))
 
 
-def host_streams() -> tuple[Any, ...]:
+def get_host_rng_state() -> tuple[Any, ...]:
     """Where torch's CPU generator, ``random`` and, where it is loaded, numpy's global one stand."""
     numpy = sys.modules.get("numpy")
     return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
 
 
-def set_host_streams(streams: tuple[Any, ...]) -> None:
-    """Back to what ``host_streams`` gave."""
-    of_torch, of_python, of_numpy = streams
+def set_host_rng_state(state: tuple[Any, ...]) -> None:
+    """Back to what ``get_host_rng_state`` gave."""
+    of_torch, of_python, of_numpy = state
     torch.set_rng_state(of_torch)
     random.setstate(of_python)
     if of_numpy is not None:
         sys.modules["numpy"].random.set_state(of_numpy)
 
 
-def _host_seed(of: str, seed: int, step: int, place: int) -> int:
-    digest = hashlib.blake2b(f"{of}:{seed}:{step}:{place}".encode(), digest_size=8).digest()
+def _host_seed(purpose: str, seed: int, step: int, position: int) -> int:
+    digest = hashlib.blake2b(f"{purpose}:{seed}:{step}:{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 

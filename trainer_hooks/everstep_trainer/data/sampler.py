@@ -60,7 +60,7 @@ class Permutation:
         return values ^ (values >> np.uint64(31))
 
 
-def share_of(rank: int, world_size: int, global_batch: int) -> tuple[int, int]:
+def rank_batch_range(rank: int, world_size: int, global_batch: int) -> tuple[int, int]:
     """Where a rank's samples begin and end in a global batch. Raises ValueError where some rank would have none."""
     if global_batch < world_size:
         raise ValueError(
@@ -75,26 +75,26 @@ class Sampler(Protocol):
 
     def indices(self, step: int) -> torch.Tensor: ...
 
-    def weight(self, step: int) -> float: ...
+    def loss_weight(self, step: int) -> float: ...
 
-    def of(self, rank: int, world_size: int) -> Sampler:
+    def for_rank(self, rank: int, world_size: int) -> Sampler:
         """The same samples, as another rank of another number of ranks has them."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class StepPart(msgspec.Struct, frozen=True):
     """What one rank, physical or virtual, computes of a step.
 
     rank: the number of the stream of random numbers that it has, which is a replica's. indices: its samples, int64.
-    weight: what to multiply its mean loss by, so that the mean over replicas is the mean over samples. batch: of
-    ``run.loader``, what it loaded. repeated: compute it like any other, so that ranks that have more parts do not wait
+    loss_weight: what to multiply its mean loss by, so that the mean over replicas is the mean over samples. batch: of
+    ``run.loader``, what it loaded. is_repeat: compute it like any other, so that ranks that have more parts do not wait
     for ever; its gradients and its loss count for nothing (exact mode under fully_shard).
     """
 
     rank: int
     indices: torch.Tensor
-    weight: float
+    loss_weight: float
     batch: Any = None
-    repeated: bool = False
+    is_repeat: bool = False
 
 
 class ElasticSampler:
@@ -127,18 +127,18 @@ class ElasticSampler:
         if size < 1 or (drop_last and size < global_batch):
             raise ValueError(f"{size} samples do not make a batch of {global_batch}")
         self._size = size
-        self._batch = global_batch
+        self._global_batch = global_batch
         self._seed = seed
         self._rank = rank
         self._world = world_size
         self._epoch_length = size - size % global_batch if drop_last else size
-        self.share()
+        self.batch_range()
 
-    def of(self, rank: int, world_size: int) -> ElasticSampler:
+    def for_rank(self, rank: int, world_size: int) -> ElasticSampler:
         """The same samples, as ``rank`` of another number of ranks has them. Raises ValueError as the constructor."""
         other = copy(self)
         other._rank, other._world = rank, world_size
-        other.share()
+        other.batch_range()
         return other
 
     def epoch(self, step: int) -> int:
@@ -147,29 +147,29 @@ class ElasticSampler:
 
     def indices(self, step: int) -> torch.Tensor:
         """This rank's samples of the step: int64, one after another in the global batch."""
-        start, end = self.share()
+        start, end = self.batch_range()
         return self._samples(step, start, end)
 
     def global_indices(self, step: int) -> torch.Tensor:
         """All samples of the step, over all ranks and in order; the same at every world size."""
-        return self._samples(step, 0, self._batch)
+        return self._samples(step, 0, self._global_batch)
 
-    def weight(self, step: int) -> float:
+    def loss_weight(self, step: int) -> float:
         """What to multiply this rank's mean loss by, so that the mean over ranks is the mean over samples.
 
         Exactly 1.0 where the batch divides evenly.
         """
-        start, end = self.share()
-        return (end - start) * self._world / self._batch
+        start, end = self.batch_range()
+        return (end - start) * self._world / self._global_batch
 
-    def share(self) -> tuple[int, int]:
+    def batch_range(self) -> tuple[int, int]:
         """Where this rank's samples begin and end in the global batch."""
-        return share_of(self._rank, self._world, self._batch)
+        return rank_batch_range(self._rank, self._world, self._global_batch)
 
     def _first(self, step: int) -> int:
         if step < 1:
             raise ValueError(f"steps count from 1, not {step}")
-        return (step - 1) * self._batch
+        return (step - 1) * self._global_batch
 
     def _samples(self, step: int, start: int, end: int) -> torch.Tensor:
         first = self._first(step)
@@ -186,10 +186,10 @@ class ElasticSampler:
 # ---- packing
 # Sequences of different lengths, several to a row: which ones go together is decided once, from the lengths alone.
 
-WINDOW = 4096
+PACK_WINDOW = 4096
 
 
-def pack(lengths: Sequence[int], budget: int, *, seed: int = 0, window: int = WINDOW) -> list[tuple[int, ...]]:
+def pack(lengths: Sequence[int], budget: int, *, seed: int = 0, window: int = PACK_WINDOW) -> list[tuple[int, ...]]:
     """Rows of sequences, each of at most ``budget`` in length; every sequence is in one row.
 
     A pure function: every rank, at every world size and after every failure, has the same rows. They then are samples
@@ -230,7 +230,7 @@ def _pack_window(indices: list[int], lengths: Sequence[int], budget: int) -> lis
     return [tuple(row) for row in rows]
 
 
-class Packed:
+class PackedDataset:
     """A map-style data set whose samples are rows of another's: ``packed[n]`` is the list of a row's samples."""
 
     def __init__(self, dataset: Any, rows: Sequence[Sequence[int]]) -> None:

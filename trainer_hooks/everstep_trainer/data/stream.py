@@ -23,54 +23,54 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker
 
-from everstep_trainer.data.rng import host_streams, seed_batch, seed_epoch, seed_sample, set_host_streams
-from everstep_trainer.data.sampler import share_of
+from everstep_trainer.data.rng import get_host_rng_state, seed_batch, seed_epoch, seed_sample, set_host_rng_state
+from everstep_trainer.data.sampler import rank_batch_range
 
 # ---- portions
 # What a loader fetches, in which order, and with which random numbers.
 
 
-class Portion(msgspec.Struct, frozen=True):
+class BatchRequest(msgspec.Struct, frozen=True):
     """The samples of one part (``run.parts``) of one step.
 
-    first: the place of the first one in the step's global batch. indices: into the data set; of a stream, positions
-    from its beginning.
+    first_position: the place of the first one in the step's global batch. indices: into the data set; of a stream,
+    positions from its beginning.
     """
 
     step: int
-    first: int
+    first_position: int
     indices: tuple[int, ...]
 
 
-class Shares(Protocol):
+class RangedSampler(Protocol):
     """A sampler that says where in the global batch this rank's samples are."""
 
     def indices(self, step: int) -> torch.Tensor: ...
 
-    def share(self) -> tuple[int, int]: ...
+    def batch_range(self) -> tuple[int, int]: ...
 
 
-class Portions:
+class BatchRequests:
     """The portions of the parts that this rank computes, from a step's part ``first_part`` (from 0) on, without end."""
 
-    def __init__(self, shares: Sequence[Shares], first_step: int, first_part: int = 0) -> None:
-        self._shares = shares
+    def __init__(self, samplers: Sequence[RangedSampler], first_step: int, first_part: int = 0) -> None:
+        self._samplers = samplers
         self._first_step = first_step
         self._first_part = first_part
 
-    def __iter__(self) -> Iterator[Portion]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         return islice(self._all(), self._first_part, None)
 
-    def _all(self) -> Iterator[Portion]:
+    def _all(self) -> Iterator[BatchRequest]:
         for step in count(self._first_step):
-            for share in self._shares:
-                yield Portion(step, share.share()[0], tuple(share.indices(step).tolist()))
+            for share in self._samplers:
+                yield BatchRequest(step, share.batch_range()[0], tuple(share.indices(step).tolist()))
 
 
 Collate = Callable[[list[Any]], Any]
 
 
-def batch_of(portion: Portion, seed: int, fetch: Callable[[int], Any], collate: Collate) -> Any:
+def build_batch(request: BatchRequest, seed: int, fetch: Callable[[int], Any], collate: Collate) -> Any:
     """What ``collate`` makes of ``fetch(index)`` of each sample, with streams seeded from (seed, step, place in the
     global batch) for each, and from (seed, step, place of the first) for ``collate``.
 
@@ -78,50 +78,52 @@ def batch_of(portion: Portion, seed: int, fetch: Callable[[int], Any], collate: 
     drawn for a batch on that number only. In a main process that fetches itself, the streams afterwards are what they
     were before.
     """
-    with _streams_kept():
+    with _preserve_rng_state():
         fetched = []
-        for place, index in enumerate(portion.indices, portion.first):
-            seed_sample(seed, portion.step, place)
+        for place, index in enumerate(request.indices, request.first_position):
+            seed_sample(seed, request.step, place)
             fetched.append(fetch(index))
-        seed_batch(seed, portion.step, portion.first)
+        seed_batch(seed, request.step, request.first_position)
         return collate(fetched)
 
 
-def batch_together(portion: Portion, seed: int, fetch: Callable[[list[int]], list[Any]], collate: Collate) -> Any:
+def build_batch_in_one_fetch(
+    request: BatchRequest, seed: int, fetch: Callable[[list[int]], list[Any]], collate: Collate
+) -> Any:
     """The same where all samples are fetched in one call, with streams seeded from the place of the first."""
-    first = msgspec.structs.replace(portion, indices=portion.indices[:1])
-    return batch_of(first, seed, lambda _: fetch(list(portion.indices)), lambda fetched: collate(fetched[0]))
+    first = msgspec.structs.replace(request, indices=request.indices[:1])
+    return build_batch(first, seed, lambda _: fetch(list(request.indices)), lambda fetched: collate(fetched[0]))
 
 
 @contextmanager
-def _streams_kept() -> Iterator[None]:
-    before = host_streams()
+def _preserve_rng_state() -> Iterator[None]:
+    before = get_host_rng_state()
     try:
         yield
     finally:
-        set_host_streams(before)
+        set_host_rng_state(before)
 
 
-class Mapped:
+class MapBatchDataset:
     """A map-style data set that is asked for portions: what torch's fetcher hands over is the whole portion.
 
-    together: asks for all samples of a portion at once. What the data set draws is then seeded from the place of the
-    first.
+    fetch_together: asks for all samples of a portion at once. What the data set draws is then seeded from the place of
+    the first.
     """
 
-    def __init__(self, dataset: Any, seed: int, collate: Collate, *, together: bool = False) -> None:
+    def __init__(self, dataset: Any, seed: int, collate: Collate, *, fetch_together: bool = False) -> None:
         self._dataset = dataset
         self._seed = seed
         self._collate = collate
-        self._together = together
+        self._fetch_together = fetch_together
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitems__(self, portion: Portion) -> Any:
-        if not self._together:
-            return batch_of(portion, self._seed, self._one, self._collate)
-        return batch_together(portion, self._seed, self._dataset.__getitems__, self._collate)
+    def __getitems__(self, request: BatchRequest) -> Any:
+        if not self._fetch_together:
+            return build_batch(request, self._seed, self._one, self._collate)
+        return build_batch_in_one_fetch(request, self._seed, self._dataset.__getitems__, self._collate)
 
     def _one(self, index: int) -> Any:
         """As torch asks, which prefers ``__getitems__``: a data set may have that one only."""
@@ -129,7 +131,7 @@ class Mapped:
         return self._dataset[index] if several is None else several([index])[0]
 
 
-def the_same(value: Any) -> Any:
+def identity_collate(value: Any) -> Any:
     """In the place of a collate function: a portion is collated already."""
     return value
 
@@ -146,34 +148,34 @@ class StreamSampler:
     """Positions of a stream: step ``s`` (from 1) takes ``(s - 1) * global_batch`` up to ``s * global_batch``."""
 
     def __init__(self, *, global_batch: int, rank: int = 0, world_size: int = 1) -> None:
-        self._batch = global_batch
+        self._global_batch = global_batch
         self._rank, self._world = rank, world_size
-        share_of(rank, world_size, global_batch)
+        rank_batch_range(rank, world_size, global_batch)
 
-    def of(self, rank: int, world_size: int) -> StreamSampler:
+    def for_rank(self, rank: int, world_size: int) -> StreamSampler:
         """The same samples, as ``rank`` of another number of ranks has them."""
         other = copy(self)
         other._rank, other._world = rank, world_size
         return other
 
-    def share(self) -> tuple[int, int]:
+    def batch_range(self) -> tuple[int, int]:
         """Where this rank's samples begin and end in the global batch."""
-        return share_of(self._rank, self._world, self._batch)
+        return rank_batch_range(self._rank, self._world, self._global_batch)
 
     def indices(self, step: int) -> torch.Tensor:
         """This rank's positions of the step: int64."""
         if step < 1:
             raise ValueError(f"steps count from 1, not {step}")
-        start, end = self.share()
-        return torch.arange(start, end) + (step - 1) * self._batch
+        start, end = self.batch_range()
+        return torch.arange(start, end) + (step - 1) * self._global_batch
 
-    def weight(self, step: int) -> float:
+    def loss_weight(self, step: int) -> float:
         """See ElasticSampler."""
-        start, end = self.share()
-        return (end - start) * self._world / self._batch
+        start, end = self.batch_range()
+        return (end - start) * self._world / self._global_batch
 
 
-class Reader:
+class StreamReader:
     """Reads samples of one stream by rising position.
 
     Raises ValueError where the data end for good.
@@ -182,7 +184,7 @@ class Reader:
     def __init__(self, dataset: Iterable[Any], seed: int = 0) -> None:
         self._dataset = dataset
         self._seed = seed
-        self.seekable = isinstance(dataset, Seekable)
+        self.is_seekable = isinstance(dataset, Seekable)
         self._streams: tuple[Any, ...] | None = None
         self._iterator: Iterator[Any] | None = None
         self._next = 0
@@ -190,19 +192,19 @@ class Reader:
 
     def read(self, position: int) -> Any:
         """The sample at ``position``, which is not behind: by a jump, or by reading what lies between."""
-        if self.seekable and position != self._next:
+        if self.is_seekable and position != self._next:
             self._iterator = None
             self._next = position
         while self._next < position:
             self._step()
         return self._step()
 
-    def read_apart(self, positions: Iterable[int]) -> list[Any]:
+    def read_with_epoch_rng(self, positions: Iterable[int]) -> list[Any]:
         """These samples, with the epoch's random streams. Leaves others behind than there were."""
         if self._streams is not None:
-            set_host_streams(self._streams)
+            set_host_rng_state(self._streams)
         samples = [self.read(position) for position in positions]
-        self._streams = host_streams()
+        self._streams = get_host_rng_state()
         return samples
 
     def _step(self) -> Any:
@@ -221,16 +223,16 @@ class Reader:
         raise ValueError(f"the data end before sample {self._next}: an epoch of them has no samples")
 
     def _begin(self) -> Iterator[Any]:
-        if self.seekable:
+        if self.is_seekable:
             self._dataset.seek(self._next)  # type: ignore[attr-defined]  # Seekable
         elif hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(self._epoch)
-        if not self.seekable:
+        if not self.is_seekable:
             seed_epoch(self._seed, self._epoch)
         return iter(self._dataset)
 
 
-class Streamed(IterableDataset[Any]):
+class StreamBatchDataset(IterableDataset[Any]):
     """Whole batches for a DataLoader without a batch size: worker ``w`` of ``n`` makes each ``n``-th, which is the
     order in which the DataLoader asks them.
 
@@ -238,9 +240,9 @@ class Streamed(IterableDataset[Any]):
     documentation shows and Hugging Face's do, would give it a part: it is hidden from them, from their threads too.
     """
 
-    def __init__(self, dataset: Iterable[Any], portions: Portions, collate: Collate, seed: int) -> None:
+    def __init__(self, dataset: Iterable[Any], requests: BatchRequests, collate: Collate, seed: int) -> None:
         self._dataset = dataset
-        self._portions = portions
+        self._requests = requests
         self._collate = collate
         self._seed = seed
 
@@ -248,15 +250,15 @@ class Streamed(IterableDataset[Any]):
         info = get_worker_info()
         mine, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         worker._worker_info = None
-        reader, collate = Reader(self._dataset, self._seed), partial(self._collated, info)
-        for number, portion in enumerate(self._portions):
+        reader, collate = StreamReader(self._dataset, self._seed), partial(self._collated, info)
+        for number, portion in enumerate(self._requests):
             if number % workers == mine:
                 yield self._batch(reader, portion, collate)
 
-    def _batch(self, reader: Reader, portion: Portion, collate: Collate) -> Any:
-        if reader.seekable:
-            return batch_of(portion, self._seed, reader.read, collate)
-        return batch_together(portion, self._seed, reader.read_apart, collate)
+    def _batch(self, reader: StreamReader, request: BatchRequest, collate: Collate) -> Any:
+        if reader.is_seekable:
+            return build_batch(request, self._seed, reader.read, collate)
+        return build_batch_in_one_fetch(request, self._seed, reader.read_with_epoch_rng, collate)
 
     def _collated(self, info: Any, samples: list[Any]) -> Any:
         """With the worker to be seen: torch's own collate function then makes tensors in shared memory."""

@@ -26,22 +26,22 @@ import xxhash
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from everstep.errors import UNREADABLE, ConfigurationError, DigestMismatch, MalformedMessage, NotRestorable
-from everstep.layout.digests import DIGESTS, decode_digests
-from everstep.layout.manifests import Box, Extent, whole
+from everstep.errors import DECODE_ERRORS, ConfigurationError, DigestMismatch, MalformedMessage, NotRestorable
+from everstep.layout.digests import DIGESTS_FILE, decode_digests
+from everstep.layout.manifests import Box, Extent, full_box
 from everstep.layout.object_storage import filesystem_of
-from everstep_trainer.importers.storage_reads import Damaged, MappedArchive, check_archive, fetched
-from everstep_trainer.snapshot.copy import part_of
-from everstep_trainer.state.optimizer_state import each_tensor
+from everstep_trainer.importers.storage_reads import DamagedCheckpoint, MappedArchive, check_archive, fetch_to_local
+from everstep_trainer.snapshot.copy import view_of_box
+from everstep_trainer.state.optimizer_state import map_tensors
 
 # ---- safetensors files
 # Weights as safetensors files, one or several with an index, read a box at a time: what transformers'
 # ``save_pretrained`` writes. Such a file is the length of its header (8 bytes, little-endian), that header in JSON, and
 # the bytes of all tensors: nothing of it can be code, and nothing tells a flipped bit.
 
-SUFFIX = ".safetensors"
-INDEX = f"{SUFFIX}.index.json"
-MOST_HEADER_BYTES = 100_000_000
+SAFETENSORS_SUFFIX = ".safetensors"
+SAFETENSORS_INDEX = f"{SAFETENSORS_SUFFIX}.index.json"
+MAX_HEADER_BYTES = 100_000_000
 """As the format's own library has it."""
 _DTYPES = {
     "BOOL": torch.bool,
@@ -73,14 +73,14 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-class _Place(msgspec.Struct, frozen=True):
+class _TensorLocation(msgspec.Struct, frozen=True):
     """Of a tensor: its file, and where its bytes begin in that."""
 
     file: str
-    at: int
+    offset: int
 
 
-def weights_in(filesystem: Any, folder: str) -> str:
+def find_weights_file(filesystem: Any, folder: str) -> str:
     """The index, or the one file of weights, that a folder has; empty where it has neither.
 
     Raises NotRestorable where it has several.
@@ -88,14 +88,14 @@ def weights_in(filesystem: Any, folder: str) -> str:
     if not filesystem.isdir(folder):
         return ""
     names = sorted(entry.rstrip("/").rpartition("/")[2] for entry in filesystem.ls(folder, detail=False))
-    found = [n for n in names if n.endswith(INDEX)] or [n for n in names if n.endswith(SUFFIX)]
+    found = [n for n in names if n.endswith(SAFETENSORS_INDEX)] or [n for n in names if n.endswith(SAFETENSORS_SUFFIX)]
     usual = [name for name in found if name.startswith("model.")]
     if len(usual or found) > 1:
         raise NotRestorable(f"{folder} has {', '.join(found)}: name the one to start from")
     return f"{folder}/{(usual or found)[0]}" if found else ""
 
 
-class Safetensors:
+class SafetensorsCheckpoint:
     """A checkpoint (everstep_trainer.importers.checkpoint_files) of weights alone.
 
     Raises Damaged where a file is not whole, or no safetensors file; NotRestorable for tensors that torch cannot hold.
@@ -105,73 +105,75 @@ class Safetensors:
         self.url = url
         self._fs = filesystem
         self._folder, _, name = path.rpartition("/")
-        self._places: dict[str, _Place] = {}
+        self._locations: dict[str, _TensorLocation] = {}
         self._tensors: dict[str, tuple[torch.dtype, Extent]] = {}
-        if name.endswith(INDEX):
+        if name.endswith(SAFETENSORS_INDEX):
             index = self._decoded(name, self._bytes(name, 0, None), _Index)
             files: dict[str, set[str]] = defaultdict(set)
             for key, file in index.weight_map.items():
                 files[file].add(key)
             for file, wanted in files.items():
-                self._take(file, wanted)
+                self._add_file(file, wanted)
         else:
-            self._take(name, None)
+            self._add_file(name, None)
         self.tensors: Mapping[str, tuple[torch.dtype, Extent]] = self._tensors
         self.paths: Mapping[str, tuple[str | int, ...]] = {key: (key,) for key in self.tensors}
 
     def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
         """The rows that the box lies in are read, and no others."""
         dtype, shape = self.tensors[key]
-        rows = whole(shape)
+        rows = full_box(shape)
         if shape:
             rows = Box((box.offset[0], *rows.offset[1:]), (box.size[0], *shape[1:]))
-        place, row = self._places[key], math.prod(shape[1:]) * dtype.itemsize
-        data = self._bytes(place.file, place.at + sum(rows.offset) * row, rows.volume * dtype.itemsize)
+        place, row = self._locations[key], math.prod(shape[1:]) * dtype.itemsize
+        data = self._bytes(place.file, place.offset + sum(rows.offset) * row, rows.volume * dtype.itemsize)
         value = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        yield box, part_of(value.view(dtype).reshape(rows.size), rows, box)
+        yield box, view_of_box(value.view(dtype).reshape(rows.size), rows, box)
 
-    def value(self, key: str) -> Any:
-        ((_, value),) = self.read(key, whole(self.tensors[key][1]))
+    def read_value(self, key: str) -> Any:
+        ((_, value),) = self.read(key, full_box(self.tensors[key][1]))
         return value
 
-    def origin(self, key: str) -> object:
-        return self._places[key]
+    def storage_identity(self, key: str) -> object:
+        return self._locations[key]
 
     def close(self) -> None:
         """Nothing was fetched."""
 
-    def _take(self, file: str, wanted: set[str] | None) -> None:
+    def _add_file(self, file: str, keys: set[str] | None) -> None:
         """What a file has, all of it or the tensors that the index says it has."""
         size = self._size(file)
         length = int.from_bytes(self._bytes(file, 0, 8), "little")
-        if length > min(size - 8, MOST_HEADER_BYTES):
-            raise Damaged(f"{self._folder}/{file} is no safetensors file, or not all of it")
+        if length > min(size - 8, MAX_HEADER_BYTES):
+            raise DamagedCheckpoint(f"{self._folder}/{file} is no safetensors file, or not all of it")
         header = self._decoded(file, self._bytes(file, 8, length), dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
-        if lacking := sorted((wanted or set()) - header.keys()):
-            raise Damaged(f"{self._folder}/{file} has no {lacking[0]}, which the index says is there")
-        for key in header.keys() if wanted is None else wanted:
+        if lacking := sorted((keys or set()) - header.keys()):
+            raise DamagedCheckpoint(f"{self._folder}/{file} has no {lacking[0]}, which the index says is there")
+        for key in header.keys() if keys is None else keys:
             entry = self._decoded(file, header[key], _Entry)
             dtype = _DTYPES.get(entry.dtype)
             if dtype is None:
                 raise NotRestorable(f"{self._folder}/{file}: {key} is of {entry.dtype}, which torch has no tensors of")
             begin, end = entry.data_offsets
             if end - begin != math.prod(entry.shape) * dtype.itemsize or not 0 <= begin <= end <= size - 8 - length:
-                raise Damaged(f"{self._folder}/{file} is not whole: the place of {key} is not what its shape says")
-            self._places[key] = _Place(file, 8 + length + begin)
+                raise DamagedCheckpoint(
+                    f"{self._folder}/{file} is not whole: the place of {key} is not what its shape says"
+                )
+            self._locations[key] = _TensorLocation(file, 8 + length + begin)
             self._tensors[key] = dtype, entry.shape
 
     def _decoded(self, file: str, data: bytes | msgspec.Raw, kind: Any) -> Any:
         try:
             return msgspec.json.decode(data, type=kind)
-        except UNREADABLE as error:
-            raise Damaged(f"{self._folder}/{file} is no safetensors file: {error}") from error
+        except DECODE_ERRORS as error:
+            raise DamagedCheckpoint(f"{self._folder}/{file} is no safetensors file: {error}") from error
 
     def _size(self, file: str) -> int:
         try:
             return int(self._fs.size(f"{self._folder}/{file}"))
         except FileNotFoundError as error:
-            raise Damaged(f"{self.url}: {file} is missing") from error
+            raise DamagedCheckpoint(f"{self.url}: {file} is missing") from error
 
     def _bytes(self, file: str, offset: int, length: int | None) -> bytes:
         try:
@@ -179,14 +181,14 @@ class Safetensors:
                 opened.seek(offset)
                 data = bytes(opened.read(-1 if length is None else length))
         except FileNotFoundError as error:
-            raise Damaged(f"{self.url}: {file} is missing") from error
+            raise DamagedCheckpoint(f"{self.url}: {file} is missing") from error
         if length is not None and len(data) != length:
-            raise Damaged(f"{self._folder}/{file} is too short: it ends {length - len(data)} bytes early")
+            raise DamagedCheckpoint(f"{self._folder}/{file} is too short: it ends {length - len(data)} bytes early")
         return data
 
 
-Path = tuple[str | int, ...]
-_SPILLED = re.compile(r"step-\d+-g\d+")
+KeyPath = tuple[str | int, ...]
+_SPILL_FOLDER = re.compile(r"step-\d+-g\d+")
 
 
 def _member(kind: object, name: str) -> object:
@@ -196,7 +198,7 @@ def _member(kind: object, name: str) -> object:
     return dcp._MEM_FORMAT_ENCODING[name]
 
 
-_KNOWN = {
+_ALLOWED_CLASSES = {
     ("builtins", "getattr"): _member,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
@@ -219,22 +221,22 @@ _KNOWN = {
 }
 
 
-class Checkpoint(Protocol):
+class CheckpointReader(Protocol):
     """What is stored, by flattened key: ``paths`` has the path in the nested state dict that it was made of."""
 
     url: str
-    paths: Mapping[str, Path]
+    paths: Mapping[str, KeyPath]
     tensors: Mapping[str, tuple[torch.dtype, Extent]]
 
     def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
         """Disjoint parts of ``box`` with their values, which together make it up. Raises NotRestorable (Damaged where
         the bytes are not those that were written), OSError."""
 
-    def value(self, key: str) -> Any:
+    def read_value(self, key: str) -> Any:
         """A tensor in full, or another value. Raises NotRestorable for what would have to be unpickled, Damaged,
         OSError."""
 
-    def origin(self, key: str) -> object:
+    def storage_identity(self, key: str) -> object:
         """Where a tensor lies; two that are one tensor, or were when they were stored, lie in one place."""
 
     def close(self) -> None:
@@ -242,17 +244,17 @@ class Checkpoint(Protocol):
         read stays."""
 
 
-def checkpoints_at(url: str) -> list[str]:
+def find_checkpoints(url: str) -> list[str]:
     """What there is to start from at a path or URL, as it is now: itself, or in a folder with Everstep's checkpoints
     in it these, the newest first.
 
     Raises NotRestorable where there is none, ConfigurationError for a URL nobody knows, OSError.
     """
-    filesystem, path = _place(url)
+    filesystem, path = _resolve_url(url)
     filesystem.invalidate_cache()
     if filesystem.isfile(path) or filesystem.isfile(f"{path}/.metadata"):
         return [url]
-    if weights := weights_in(filesystem, path):
+    if weights := find_weights_file(filesystem, path):
         return [f"{url.rstrip('/')}/{weights.rpartition('/')[2]}"]
     found = [f"{url.rstrip('/')}/{name}" for name in _newest_first(filesystem, path)]
     if not found:
@@ -263,15 +265,17 @@ def checkpoints_at(url: str) -> list[str]:
     return found
 
 
-def open_checkpoint(url: str) -> Checkpoint:
-    """One of those that ``checkpoints_at`` names. Raises NotRestorable, Damaged, OSError where it cannot be read."""
-    filesystem, path = _place(url)
-    if path.endswith((SUFFIX, INDEX)):
-        return Safetensors(url, filesystem, path)
-    return TorchFile(url, filesystem, path) if filesystem.isfile(path) else Folder(url, filesystem, path)
+def open_checkpoint(url: str) -> CheckpointReader:
+    """One of those that ``find_checkpoints`` names. Raises NotRestorable, Damaged, OSError where it cannot be read."""
+    filesystem, path = _resolve_url(url)
+    if path.endswith((SAFETENSORS_SUFFIX, SAFETENSORS_INDEX)):
+        return SafetensorsCheckpoint(url, filesystem, path)
+    return (
+        TorchFileCheckpoint(url, filesystem, path) if filesystem.isfile(path) else DcpCheckpoint(url, filesystem, path)
+    )
 
 
-def _place(url: str) -> tuple[Any, str]:
+def _resolve_url(url: str) -> tuple[Any, str]:
     try:
         filesystem, path = filesystem_of(url)
     except (ImportError, ValueError) as error:
@@ -285,7 +289,7 @@ def _newest_first(filesystem: Any, path: str) -> list[str]:
         return []
     names = [entry.rstrip("/").rpartition("/")[2] for entry in filesystem.ls(path, detail=False)]
     found = []
-    for name in filter(_SPILLED.fullmatch, names):
+    for name in filter(_SPILL_FOLDER.fullmatch, names):
         with suppress(FileNotFoundError):  # not whole, or removed while we look
             found.append((filesystem.modified(f"{path}/{name}/.metadata"), name))
     return [name for _, name in sorted(found, reverse=True)]
@@ -293,7 +297,7 @@ def _newest_first(filesystem: Any, path: str) -> list[str]:
 
 class _MetadataReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        known = _KNOWN.get((module, name))
+        known = _ALLOWED_CLASSES.get((module, name))
         if known is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             known = getattr(torch, name)
         if known is None:
@@ -301,7 +305,7 @@ class _MetadataReader(pickle.Unpickler):
         return known
 
 
-class Folder:
+class DcpCheckpoint:
     """What torch.distributed.checkpoint.save wrote, or a vault."""
 
     def __init__(self, url: str, filesystem: Any, path: str) -> None:
@@ -313,13 +317,13 @@ class Folder:
         try:
             metadata = _MetadataReader(io.BytesIO(body)).load()
         except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError) as error:
-            raise Damaged(f"{url}/.metadata cannot be read: {error}") from error
+            raise DamagedCheckpoint(f"{url}/.metadata cannot be read: {error}") from error
         if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.storage_data, dict):
             raise NotRestorable(f"{url}/.metadata is not what torch.distributed.checkpoint writes")
         self._described = metadata.state_dict_metadata
         self._stored: dict[dcp.MetadataIndex, _StorageInfo] = metadata.storage_data
-        paths: Mapping[str, Path] = metadata.planner_data or {}
-        self.paths: Mapping[str, Path] = {key: paths.get(key) or tuple(key.split(".")) for key in self._described}
+        paths: Mapping[str, KeyPath] = metadata.planner_data or {}
+        self.paths: Mapping[str, KeyPath] = {key: paths.get(key) or tuple(key.split(".")) for key in self._described}
         self.tensors: Mapping[str, tuple[torch.dtype, Extent]] = {
             key: (entry.properties.dtype, tuple(entry.size))
             for key, entry in self._described.items()
@@ -335,20 +339,20 @@ class Folder:
             common = held.intersect(box)
             if common is not None:
                 filled += common.volume
-                yield common, part_of(self._tensor(key, chunk.offsets, held), held, common)
+                yield common, view_of_box(self._tensor(key, chunk.offsets, held), held, common)
         if filled != box.volume:
-            raise Damaged(f"{self.url}: parts of {key} are missing, or are there twice")
+            raise DamagedCheckpoint(f"{self.url}: parts of {key} are missing, or are there twice")
 
-    def value(self, key: str) -> Any:
+    def read_value(self, key: str) -> Any:
         if key not in self.tensors:
             return self._load(key, dcp.MetadataIndex(key))
         dtype, shape = self.tensors[key]
         value = torch.empty(shape, dtype=dtype)
-        for box, part in self.read(key, whole(shape)):
-            part_of(value, whole(shape), box).copy_(part)
+        for box, part in self.read(key, full_box(shape)):
+            view_of_box(value, full_box(shape), box).copy_(part)
         return value
 
-    def origin(self, key: str) -> object:
+    def storage_identity(self, key: str) -> object:
         entry = self._described[key]
         assert isinstance(entry, dcp.TensorStorageMetadata)
         indices = (dcp.MetadataIndex(key, chunk.offsets) for chunk in entry.chunks)
@@ -360,43 +364,49 @@ class Folder:
     def _tensor(self, key: str, offset: Extent, held: Box) -> torch.Tensor:
         tensor = self._load(key, dcp.MetadataIndex(key, offset))
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != held.size:
-            raise Damaged(f"{self.url}: what is stored of {key} at {tuple(offset)} is not what .metadata says")
+            raise DamagedCheckpoint(
+                f"{self.url}: what is stored of {key} at {tuple(offset)} is not what .metadata says"
+            )
         return tensor
 
     def _load(self, key: str, index: dcp.MetadataIndex) -> Any:
         info = self._stored.get(index)
         if info is None:
-            raise Damaged(f"{self.url}: .metadata does not say where {key} is")
+            raise DamagedCheckpoint(f"{self.url}: .metadata does not say where {key} is")
         if getattr(info, "transform_descriptors", None):
             raise NotRestorable(f"{self.url}: {key} was written through an extension ({info.transform_descriptors})")
         data = self._bytes(info.relative_path, info.offset, info.length)
         self._check(info, data)
-        return _restricted(io.BytesIO(data), f"{self.url}/{info.relative_path}: {key}")
+        return _load_restricted(io.BytesIO(data), f"{self.url}/{info.relative_path}: {key}")
 
     def _check(self, info: _StorageInfo, data: bytes) -> None:
         """Raises Damaged where these are not the bytes that were written."""
         what = f"{self.url}/{info.relative_path}"
         if len(data) != info.length:
-            raise Damaged(f"{what} is too short: it ends {info.length - len(data)} bytes before what .metadata says")
+            raise DamagedCheckpoint(
+                f"{what} is too short: it ends {info.length - len(data)} bytes before what .metadata says"
+            )
         if self._digests is None:
             check_archive(data, f"{what} at {info.offset}")
         elif self._digests.get((info.relative_path, info.offset)) != (info.length, xxhash.xxh3_128_digest(data)):
-            raise Damaged(f"{what} is damaged: {info.length} bytes at {info.offset} do not have the digest they had")
+            raise DamagedCheckpoint(
+                f"{what} is damaged: {info.length} bytes at {info.offset} do not have the digest they had"
+            )
 
     def _digests_with(self, metadata: bytes) -> dict[tuple[str, int], tuple[int, bytes]] | None:
         """Length and digest of each archive, by file and offset. None in a folder of others or of an early release."""
         try:
-            body = self._bytes(DIGESTS)
-        except Damaged:
+            body = self._bytes(DIGESTS_FILE)
+        except DamagedCheckpoint:
             return None
         try:
             digests = decode_digests(body)
         except DigestMismatch as error:
-            raise Damaged(f"{self.url}: {error}") from error
+            raise DamagedCheckpoint(f"{self.url}: {error}") from error
         except MalformedMessage as error:
             raise NotRestorable(f"{self.url}: {error}") from error
         if digests.metadata != xxhash.xxh3_128_digest(metadata):
-            raise Damaged(f"{self.url}/.metadata is damaged: it does not have the digest it had")
+            raise DamagedCheckpoint(f"{self.url}/.metadata is damaged: it does not have the digest it had")
         return {(name, one.offset): (one.length, one.digest) for name, all_ in digests.files.items() for one in all_}
 
     def _bytes(self, name: str, offset: int = 0, length: int = -1) -> bytes:
@@ -405,22 +415,22 @@ class Folder:
                 file.seek(offset)
                 return bytes(file.read(length))
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise Damaged(f"{self.url}: {name} is missing") from error
+            raise DamagedCheckpoint(f"{self.url}: {name} is missing") from error
 
 
-def _restricted(file: BinaryIO, what: str, **how: Any) -> Any:
+def _load_restricted(file: BinaryIO, label: str, **options: Any) -> Any:
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, **how)
+        return torch.load(file, map_location="cpu", weights_only=True, **options)
     except pickle.UnpicklingError as error:
         raise NotRestorable(
-            f"{what} cannot be read without running code that is stored in it. Where you trust it, load it with "
+            f"{label} cannot be read without running code that is stored in it. Where you trust it, load it with "
             f"torch.load(..., weights_only=False) and save what you need as tensors and plain values. ({error})"
         ) from error
     except (RuntimeError, EOFError, ValueError) as error:
-        raise Damaged(f"{what} is not what torch.save writes: {error}") from error
+        raise DamagedCheckpoint(f"{label} is not what torch.save writes: {error}") from error
 
 
-class TorchFile:
+class TorchFileCheckpoint:
     """What torch.save wrote: nested dictionaries of tensors and values, mapped; fetched before, where it is not on this
     machine."""
 
@@ -430,14 +440,14 @@ class TorchFile:
         if "file" in filesystem.protocol:
             self._archive = self._mapped(path, path)
         else:
-            with fetched(filesystem, path, url) as local:
+            with fetch_to_local(filesystem, path, url) as local:
                 self._archive = self._mapped(str(local), url)
                 self._fetched = local
         state = self._archive.content
         if not isinstance(state, Mapping):
             raise NotRestorable(f"{url} holds a {type(state).__qualname__}, not a dictionary of state")
         leaves = dict(_leaves((), state))
-        self.paths: Mapping[str, Path] = {".".join(map(str, path)): path for path in leaves}
+        self.paths: Mapping[str, KeyPath] = {".".join(map(str, path)): path for path in leaves}
         self._values = {key: leaves[path] for key, path in self.paths.items()}
         self.tensors: Mapping[str, tuple[torch.dtype, Extent]] = {
             key: (value.dtype, tuple(value.shape))
@@ -447,12 +457,12 @@ class TorchFile:
 
     def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
         value = self._checked(key)
-        yield box, part_of(value, whole(tuple(value.shape)), box)
+        yield box, view_of_box(value, full_box(tuple(value.shape)), box)
 
-    def value(self, key: str) -> Any:
-        return each_tensor(self._checked(key), torch.clone)  # somebody may write over what is mapped
+    def read_value(self, key: str) -> Any:
+        return map_tensors(self._checked(key), torch.clone)  # somebody may write over what is mapped
 
-    def origin(self, key: str) -> object:
+    def storage_identity(self, key: str) -> object:
         value = self._values[key]
         return (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else key
 
@@ -464,12 +474,12 @@ class TorchFile:
         if self._fetched is not None:
             self._fetched.unlink(missing_ok=True)  # what is mapped stays, here and in other ranks
 
-    def _mapped(self, path: str, what: str) -> MappedArchive:
-        load = partial(_restricted, path, self.url, mmap=True)  # type: ignore[arg-type]  # torch maps only a path's file
-        return MappedArchive(path, what, load)
+    def _mapped(self, path: str, label: str) -> MappedArchive:
+        load = partial(_load_restricted, path, self.url, mmap=True)  # type: ignore[arg-type]  # torch maps only a path's file
+        return MappedArchive(path, label, load)
 
 
-def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+def _leaves(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
     """As torch.distributed.checkpoint flattens, but for keys, which keep their type."""
     if isinstance(value, Mapping):
         for key, item in value.items():

@@ -17,79 +17,81 @@ import msgspec
 import torch
 
 from everstep.errors import NotRestorable
-from everstep.layout.manifests import Tensor
-from everstep_trainer.importers.checkpoint_files import Checkpoint, Path, open_checkpoint
-from everstep_trainer.restore.restorer import Before
-from everstep_trainer.snapshot.copy import part_of
+from everstep.layout.manifests import TensorInfo
+from everstep_trainer.importers.checkpoint_files import CheckpointReader, KeyPath, open_checkpoint
+from everstep_trainer.restore.restorer import StateBackup
+from everstep_trainer.snapshot.copy import view_of_box
 from everstep_trainer.state.blob import as_bytes, dtype_name
-from everstep_trainer.state.layout import Part, Sharing
+from everstep_trainer.state.layout import Sharing, TensorPart
 from everstep_trainer.state.optimizer_state import to_live
-from everstep_trainer.state.python_state import Merged, PythonState, decode, difference
+from everstep_trainer.state.python_state import MergedState, PythonState, decode, describe_difference
 from everstep_trainer.state.tensors import TrackedTensor
-from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules, unwrapped
+from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules, strip_wrapper_names
 from everstep_trainer.state.tracked_state import Aliases, TrackedState
 
 # ---- plain keys
 # Keys of ordinary checkpoints: under which an object may have been saved, and nested state of what is there.
 
 
-def plain(key: str) -> str:
+def uncompiled_key(key: str) -> str:
     """A key as it would be, had the model not been compiled."""
-    return unwrapped(key).removeprefix(".")
+    return strip_wrapper_names(key).removeprefix(".")
 
 
-def joined(path: Path) -> str:
-    return plain(".".join(map(str, path)))
+def join_path(path: KeyPath) -> str:
+    return uncompiled_key(".".join(map(str, path)))
 
 
-def prefixes(top: str, usual: tuple[str, ...] | None) -> Iterator[str]:
+def candidate_prefixes(top: str, conventional: tuple[str, ...] | None) -> Iterator[str]:
     """Under which keys an object may have been saved: its own, those that are usual, and none at all."""
-    for key in dict.fromkeys((top, *(usual or ()))):
+    for key in dict.fromkeys((top, *(conventional or ()))):
         yield f"{key}."
         yield f"{key}_state_dict."
-    if usual is not None:
+    if conventional is not None:
         yield ""
 
 
-def rest(path: Path, prefix: str) -> Path:
+def path_below(path: KeyPath, prefix: str) -> KeyPath:
     """A path without the parts that make up a flattened key."""
-    return next(path[n:] for n in range(1, len(path) + 1) if len(joined(path[:n])) >= len(prefix))
+    return next(path[n:] for n in range(1, len(path) + 1) if len(join_path(path[:n])) >= len(prefix))
 
 
-def nested(leaves: Mapping[Path, Any]) -> Any:
+def nest_leaves(leaves: Mapping[KeyPath, Any]) -> Any:
     """Nested state from its leaves: integers in paths are indices of lists."""
     if () in leaves:
         return leaves[()]
     heads = dict.fromkeys(path[0] for path in leaves)
-    made = {head: nested({p[1:]: v for p, v in leaves.items() if p[0] == head}) for head in heads}
+    made = {head: nest_leaves({p[1:]: v for p, v in leaves.items() if p[0] == head}) for head in heads}
     if made and all(isinstance(head, int) for head in made) and sorted(made) == list(range(len(made))):
         return [made[index] for index in range(len(made))]
     return made
 
 
-class Keys:
+class CheckpointKeys:
     """Those of one checkpoint, by what they would be, had the model not been compiled."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: CheckpointReader) -> None:
         self._checkpoint = checkpoint
         self._stored_as: dict[str, str] = {}
         for key in checkpoint.paths:
-            name = plain(key)
+            name = uncompiled_key(key)
             self._stored_as[name] = key if name not in checkpoint.paths else name
         heads = (path[:n] for path in checkpoint.paths.values() for n in range(1, len(path)))
-        self.whole = {"", *(f"{joined(head)}." for head in set(heads))}
+        self.top_prefixes = {"", *(f"{join_path(head)}." for head in set(heads))}
         """What keys begin with, up to where one dictionary lies in another."""
 
-    def at(self, place: str) -> str:
+    def stored_key(self, key: str) -> str:
         """The key itself."""
-        return self._stored_as.get(place, place)
+        return self._stored_as.get(key, key)
 
-    def under(self, prefix: str) -> Any:
+    def read_under(self, prefix: str) -> Any:
         """The nested state under a key, or None where there is nothing."""
         found = [key for name, key in self._stored_as.items() if name.startswith(f"{prefix}.")]
         if not found:
             return None
-        return nested({rest(self._checkpoint.paths[key], prefix): self._checkpoint.value(key) for key in found})
+        return nest_leaves(
+            {path_below(self._checkpoint.paths[key], prefix): self._checkpoint.read_value(key) for key in found}
+        )
 
 
 # ---- plain modules
@@ -101,29 +103,31 @@ class Keys:
 log = logging.getLogger(__name__)
 
 
-class Rule(msgspec.Struct, frozen=True):
+class KeyMapping(msgspec.Struct, frozen=True):
     """How a name within a tracked module becomes a key: what comes off its front, and what stands there instead."""
 
-    prefix: str
-    off: str = ""
+    added_prefix: str
+    removed_prefix: str = ""
 
-    def key(self, name: str) -> str:
+    def map(self, name: str) -> str:
         """``name`` begins with the key under which the module is tracked."""
-        return self.prefix + name.partition(".")[2].removeprefix(self.off)
+        return self.added_prefix + name.partition(".")[2].removeprefix(self.removed_prefix)
 
 
 class StoredModules:
     """What a checkpoint has of the modules that are tracked, by the keys under which these are."""
 
-    def __init__(self, checkpoint: Checkpoint, keys: Keys, modules: Mapping[str, Sequence[torch.nn.Module]]) -> None:
+    def __init__(
+        self, checkpoint: CheckpointReader, keys: CheckpointKeys, modules: Mapping[str, Sequence[torch.nn.Module]]
+    ) -> None:
         self._checkpoint = checkpoint
         self._keys = keys
         self._modules = modules
-        self._rules: dict[str, Rule] = {}
+        self._rules: dict[str, KeyMapping] = {}
 
-    def keys_of(self, parts: Iterable[Part]) -> dict[str, str]:
+    def map_keys(self, parts: Iterable[TensorPart]) -> dict[str, str]:
         """Where each tensor of the modules is. Raises NotRestorable naming what is nowhere."""
-        of: dict[str, list[Part]] = defaultdict(list)
+        of: dict[str, list[TensorPart]] = defaultdict(list)
         for part in parts:
             of[part.name.partition(".")[0]].append(part)
         keys: dict[str, str] = {}
@@ -148,7 +152,7 @@ class StoredModules:
             )
         return keys
 
-    def extra(self) -> Iterator[tuple[torch.nn.Module, Any]]:
+    def extra_states(self) -> Iterator[tuple[torch.nn.Module, Any]]:
         """Modules' extra state, as far as there is some."""
         for top, roots in self._modules.items():
             for name, module in (found for root in roots for found in named_modules(top, root)):
@@ -161,28 +165,30 @@ class StoredModules:
                 else:
                     log.warning("%s has no %s._extra_state: it starts as it was made", self._checkpoint.url, name)
 
-    def _extra(self, name: str, rule: Rule) -> Any:
-        key = self._keys.at(rule.key(name))
-        return self._checkpoint.value(key) if key in self._checkpoint.paths else self._keys.under(rule.key(name))
+    def _extra(self, name: str, rule: KeyMapping) -> Any:
+        key = self._keys.stored_key(rule.map(name))
+        return (
+            self._checkpoint.read_value(key) if key in self._checkpoint.paths else self._keys.read_under(rule.map(name))
+        )
 
-    def _found(self, parts: Sequence[Part], rule: Rule) -> Iterator[tuple[str, str]]:
+    def _found(self, parts: Sequence[TensorPart], rule: KeyMapping) -> Iterator[tuple[str, str]]:
         for part in parts:
-            places = (self._keys.at(rule.key(name)) for name in (part.name, *part.aliases))
+            places = (self._keys.stored_key(rule.map(name)) for name in (part.name, *part.aliases))
             key = next((place for place in places if place in self._checkpoint.tensors), None)
             if key is not None:
                 yield part.name, key
 
-    def _possible(self, top: str) -> Iterator[Rule]:
+    def _possible(self, top: str) -> Iterator[KeyMapping]:
         """Those under which the checkpoint has something by itself, and then those that only look so; then with the
         name that transformers' models give to what is below a head, or without it."""
         usual = ("model", "state_dict") if len(self._modules) == 1 else None
-        whole = self._keys.whole
-        for prefix in sorted(prefixes(top, usual), key=lambda prefix: prefix not in whole):
-            yield Rule(prefix)
-            yield Rule(f"{prefix}module.")
+        whole = self._keys.top_prefixes
+        for prefix in sorted(candidate_prefixes(top, usual), key=lambda prefix: prefix not in whole):
+            yield KeyMapping(prefix)
+            yield KeyMapping(f"{prefix}module.")
         for base in {_base(root) for root in self._modules[top]} - {""} if usual else ():
-            yield Rule(f"{base}.")
-            yield Rule("", off=f"{base}.")
+            yield KeyMapping(f"{base}.")
+            yield KeyMapping("", removed_prefix=f"{base}.")
 
 
 def _base(root: torch.nn.Module) -> str:
@@ -195,13 +201,13 @@ def _base(root: torch.nn.Module) -> str:
 # ``state_dict()`` has; nested, or flattened by name, as torchtitan saves.
 
 
-class Moment(msgspec.Struct, frozen=True):
+class StoredMoment(msgspec.Struct, frozen=True):
     """A part of a parameter's state: its name there, and the keys under which it is stored: several where it is nested
     in lists or dictionaries, one behind another."""
 
     optimizer: torch.optim.Optimizer
     parameter: torch.Tensor
-    full: str
+    full_name: str
     """Its full name, as a tensor's."""
     name: str
     keys: tuple[str, ...]
@@ -211,7 +217,7 @@ class StoredOptimizers:
     """What a checkpoint has of the optimizers that are tracked, by the keys under which these are."""
 
     def __init__(
-        self, checkpoint: Checkpoint, keys: Keys, optimizers: Mapping[str, list[torch.optim.Optimizer]]
+        self, checkpoint: CheckpointReader, keys: CheckpointKeys, optimizers: Mapping[str, list[torch.optim.Optimizer]]
     ) -> None:
         self._checkpoint = checkpoint
         self._keys = keys
@@ -222,14 +228,14 @@ class StoredOptimizers:
         """By the key of a parameter's state, by the name in it."""
         self._depth: dict[str, int] = {}
         for key, path in checkpoint.paths.items():
-            above, _, name = plain(key).rpartition(".")
+            above, _, name = uncompiled_key(key).rpartition(".")
             at = next((n + 2 for n, part in enumerate(path[:-3]) if part == "state"), 0)
             if at:
-                above, name = joined(path[:at]), str(path[at])
+                above, name = join_path(path[:at]), str(path[at])
                 self._depth[key] = at + 1
             self._within[above][name].append(key)
 
-    def moments(self, names: dict[int, str], aliases: Aliases) -> Iterator[Moment]:
+    def moments(self, names: dict[int, str], aliases: Aliases) -> Iterator[StoredMoment]:
         """What there is of the state of parameters, whose full names are given by identity.
 
         ``aliases``: other names under which their state may be.
@@ -246,24 +252,24 @@ class StoredOptimizers:
                     for called in (*called_by, *others) if name and prefix else ():
                         found = self._within.get(f"{prefix}.state.{called}", {})
                         for part, keys in found.items():
-                            yield Moment(optimizer, parameter, f"{top}.{name}.{part}", part, tuple(keys))
+                            yield StoredMoment(optimizer, parameter, f"{top}.{name}.{part}", part, tuple(keys))
                         if found:
                             break
 
-    def value(self, moment: Moment) -> Any:
+    def read_value(self, moment: StoredMoment) -> Any:
         """Of one that is no tensor, or has tensors in it."""
         found = {self._checkpoint.paths[key][self._depth.get(key, 0) :]: key for key in moment.keys}
         if len(found) == 1 and moment.keys[0] not in self._depth:
-            return self._checkpoint.value(moment.keys[0])
-        return nested({path: self._checkpoint.value(key) for path, key in found.items()})
+            return self._checkpoint.read_value(moment.keys[0])
+        return nest_leaves({path: self._checkpoint.read_value(key) for path, key in found.items()})
 
-    def options(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    def group_options(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Each parameter group with the hyper-parameters that are stored for it. After ``moments``. Raises
         NotRestorable where groups are others than were stored."""
         for top in self._optimizers:
             if (prefix := self._prefix(top)) is None:
                 continue
-            groups, live = self._keys.under(f"{prefix}.param_groups"), self._groups_of(top)
+            groups, live = self._keys.read_under(f"{prefix}.param_groups"), self._groups_of(top)
             if not isinstance(groups, list):
                 groups = self._by_name(top, prefix)
             if len(groups) != len(live):
@@ -276,7 +282,7 @@ class StoredOptimizers:
         """The key under which an optimizer's state is, or None where it is not in the checkpoint."""
         if top not in self._prefixes:
             usual = ("optimizer", "optim") if len(self._optimizers) == 1 else ()
-            candidates = [prefix.rstrip(".") for prefix in prefixes(top, usual) if prefix]
+            candidates = [prefix.rstrip(".") for prefix in candidate_prefixes(top, usual) if prefix]
             paths = self._checkpoint.paths
             found = (p for p in candidates if any(key.startswith(f"{p}.param_groups.") for key in paths))
             self._prefixes[top] = next(found, None)
@@ -294,8 +300,8 @@ class StoredOptimizers:
         begin = f"{prefix}.param_groups."
         for key in self._checkpoint.paths:
             if key.startswith(begin):
-                name, _, option = plain(key.removeprefix(begin)).rpartition(".")
-                stored[name][option] = self._checkpoint.value(key)
+                name, _, option = uncompiled_key(key.removeprefix(begin)).rpartition(".")
+                stored[name][option] = self._checkpoint.read_value(key)
         return [self._agreed(top, stored, self._names_in(group)) for group in self._groups_of(top)]
 
     def _names_in(self, group: Mapping[str, Any]) -> list[str]:
@@ -308,7 +314,7 @@ class StoredOptimizers:
         for name in names:
             if name not in stored:
                 raise NotRestorable(f"{self._checkpoint.url} has no options of {name}, which {top} trains now")
-            if different := difference(stored[names[0]], stored[name]):
+            if different := describe_difference(stored[names[0]], stored[name]):
                 raise NotRestorable(
                     f"{top} has {names[0]} and {name} in one parameter group now, and in {self._checkpoint.url} they "
                     f"differ in {different}: keep them in groups of their own"
@@ -318,17 +324,19 @@ class StoredOptimizers:
 
 _VERSION = "everstep.version"
 _BLOB = "everstep.blob"
-_OWN = re.compile(r"everstep\.own\.(\d{1,7})\.(.+)")
+_PER_RANK_KEY = re.compile(r"everstep\.own\.(\d{1,7})\.(.+)")
 
 
-def read_checkpoint(url: str, objects: Mapping[str, object], state: TrackedState, rank: int, world: int) -> Start:
+def read_checkpoint(
+    url: str, objects: Mapping[str, object], state: TrackedState, rank: int, world: int
+) -> CheckpointImport:
     """Reads the checkpoint at ``url`` into the tensors of ``state``, which tracks ``objects``. What is no tensor is
     read too, and put into the objects by ``finish``.
 
     Each rank calls it for itself; there is no collective. Raises NotRestorable with what is missing or does not fit,
     Damaged where what is stored is not what was written, OSError where reading fails.
     """
-    started = Start(open_checkpoint(url), objects, state, rank)
+    started = CheckpointImport(open_checkpoint(url), objects, state, rank)
     try:
         started.read(world)
     except Exception:
@@ -337,10 +345,12 @@ def read_checkpoint(url: str, objects: Mapping[str, object], state: TrackedState
     return started
 
 
-class Start:
+class CheckpointImport:
     """A checkpoint on its way into a rank's objects."""
 
-    def __init__(self, checkpoint: Checkpoint, objects: Mapping[str, object], state: TrackedState, rank: int) -> None:
+    def __init__(
+        self, checkpoint: CheckpointReader, objects: Mapping[str, object], state: TrackedState, rank: int
+    ) -> None:
         self._checkpoint = checkpoint
         self._state = state
         self._rank = rank
@@ -352,17 +362,17 @@ class Start:
         optimizers: defaultdict[str, list[torch.optim.Optimizer]] = defaultdict(list)
         for key, optimizer in tracked.optimizers:
             optimizers[key].append(optimizer)
-        self._keys = Keys(checkpoint)
+        self._keys = CheckpointKeys(checkpoint)
         self._tops = frozenset(modules)
         self._modules = StoredModules(checkpoint, self._keys, modules)
         self._optimizers = StoredOptimizers(checkpoint, self._keys, optimizers)
         self._step = 0
-        self._puts: list[Callable[[], object]] = []
+        self._deferred_loads: list[Callable[[], object]] = []
         self._rows: dict[str, list[int]] = defaultdict(list)
         for key in checkpoint.paths:
-            if (own := _OWN.fullmatch(key)) is not None:
+            if (own := _PER_RANK_KEY.fullmatch(key)) is not None:
                 self._rows[own[2]].append(int(own[1]))
-        self._before = Before(state, values=False)
+        self._backup = StateBackup(state, with_values=False)
 
     def read(self, world: int) -> None:
         """All that this rank needs."""
@@ -374,17 +384,17 @@ class Start:
 
     def finish(self) -> int:
         """Puts what is no tensor into the objects; returns the step the checkpoint is of, 0 where it does not say."""
-        for put in self._puts:
+        for put in self._deferred_loads:
             put()
         self._checkpoint.close()
-        self._state.settle()
+        self._state.record_buffers()
         log.info("started from %s at step %d", self._checkpoint.url, self._step)
         return self._step
 
     def undo(self) -> None:
         """Takes away the optimizers' state that was made for this checkpoint: another one may have none of it."""
         self._checkpoint.close()
-        self._before.undo()
+        self._backup.undo()
 
     # --- tensors
 
@@ -393,26 +403,26 @@ class Start:
         live = self._state.tensors()
         parts = {p.name: p for p in self._state.layout(live, self._rank, world).parts}
         mine = [p for p in parts.values() if p.name.partition(".")[0] in self._tops]
-        keys = self._modules.keys_of(mine)
+        keys = self._modules.map_keys(mine)
         tied_there = self._tied_there(keys)
         catalog = [self._as_stored(part, keys[part.name], tied_there.get(part.name, ())) for part in mine]
-        tied = {self._checkpoint.origin(keys[t.name]): n for n, t in enumerate(catalog) if not t.own}
-        names = {id(t.place[t.key]): t.name for t in live if t.parameter}
+        tied = {self._checkpoint.storage_identity(keys[t.name]): n for n, t in enumerate(catalog) if not t.per_rank}
+        names = {id(t.container[t.key]): t.name for t in live if t.is_parameter}
         for moment in self._optimizers.moments(names, tied_there):
             if moment.keys[0] not in self._checkpoint.tensors or len(moment.keys) > 1:
-                value = to_live(moment.optimizer, moment.parameter, self._optimizers.value(moment))
+                value = to_live(moment.optimizer, moment.parameter, self._optimizers.read_value(moment))
                 moment.optimizer.state[moment.parameter][moment.name] = value
                 continue
-            keys[moment.full] = key = moment.keys[0]
+            keys[moment.full_name] = key = moment.keys[0]
             dtype, shape = self._checkpoint.tensors[key]
-            tensor = Tensor(moment.full, dtype_name(dtype), dtype.itemsize, shape, False)
-            first = tied.setdefault(self._checkpoint.origin(key), len(catalog))
+            tensor = TensorInfo(moment.full_name, dtype_name(dtype), dtype.itemsize, shape, False)
+            first = tied.setdefault(self._checkpoint.storage_identity(key), len(catalog))
             if first < len(catalog) and catalog[first].dtype == tensor.dtype:
                 known = catalog[first]
-                catalog[first] = msgspec.structs.replace(known, aliases=(*known.aliases, moment.full))
+                catalog[first] = msgspec.structs.replace(known, aliases=(*known.aliases, moment.full_name))
             else:
                 catalog.append(tensor)
-        for index, target in self._state.targets(tuple(catalog)):
+        for index, target in self._state.restore_targets(tuple(catalog)):
             self._fill(target, catalog[index], keys[catalog[index].name])
 
     def _tied_there(self, keys: Mapping[str, str]) -> Aliases:
@@ -422,13 +432,13 @@ class Start:
         places: dict[object, list[str]] = defaultdict(list)
         for key in self._checkpoint.tensors:
             if key.partition(".")[0] in self._tops:
-                places[self._checkpoint.origin(key)].append(key)
-        alike = {name: tuple(places[self._checkpoint.origin(key)]) for name, key in keys.items()}
+                places[self._checkpoint.storage_identity(key)].append(key)
+        alike = {name: tuple(places[self._checkpoint.storage_identity(key)]) for name, key in keys.items()}
         return {name: tuple(key for key in all_ if key != name) for name, all_ in alike.items() if len(all_) > 1}
 
-    def _as_stored(self, part: Part, key: str, aliases: tuple[str, ...] = ()) -> Tensor:
+    def _as_stored(self, part: TensorPart, key: str, aliases: tuple[str, ...] = ()) -> TensorInfo:
         """A catalog entry that the live tensor fits; torch converts between dtypes while it copies."""
-        shape = part.shape[1:] if part.sharing is Sharing.OWN else part.shape
+        shape = part.shape[1:] if part.sharing is Sharing.PER_RANK else part.shape
         stored = self._checkpoint.tensors
         if stored[key][1] != shape:
             raise NotRestorable(
@@ -436,18 +446,18 @@ class Start:
             )
         rows = sorted(self._rows.get(part.name, ()))
         if not rows:
-            return Tensor(part.name, part.dtype, part.itemsize, shape, False, aliases)
-        return Tensor(part.name, part.dtype, part.itemsize, (rows[-1] + 1, *shape), True, ranks=tuple(rows))
+            return TensorInfo(part.name, part.dtype, part.itemsize, shape, False, aliases)
+        return TensorInfo(part.name, part.dtype, part.itemsize, (rows[-1] + 1, *shape), True, ranks=tuple(rows))
 
-    def _fill(self, target: TrackedTensor, tensor: Tensor, key: str) -> None:
+    def _fill(self, target: TrackedTensor, tensor: TensorInfo, key: str) -> None:
         """Of a buffer that each rank stored for itself the values that this one begins with."""
-        if tensor.own:
-            key = f"everstep.own.{tensor.row_of(self._rank)}.{tensor.name}"
+        if tensor.per_rank:
+            key = f"everstep.own.{tensor.source_rank(self._rank)}.{tensor.name}"
         if not target.box.volume:
             return
         with torch.no_grad():
             for box, value in self._checkpoint.read(key, target.box):
-                part_of(target.local, target.box, box).copy_(value)
+                view_of_box(target.local, target.box, box).copy_(value)
 
     # --- everything else
 
@@ -457,21 +467,25 @@ class Start:
         ranks = [int(k.rpartition(".")[2]) for k in self._checkpoint.tensors if k.startswith(f"{_BLOB}.")]
         names, told = self._state.python_names(), list[PythonState]()
         for rank in sorted(ranks, key=lambda rank: (rank != self._rank, rank)):
-            told.append(decode(as_bytes(self._checkpoint.value(f"{_BLOB}.{rank}"))))
+            told.append(decode(as_bytes(self._checkpoint.read_value(f"{_BLOB}.{rank}"))))
             if not names.difference(*(state.names for state in told)):
                 break
-        merged = Merged(told, names)
+        merged = MergedState(told, names)
         self._state.require_python(merged)
-        self._puts.append(partial(self._state.load_python, merged))
-        _, self._step = self._checkpoint.value(_VERSION).tolist()
+        self._deferred_loads.append(partial(self._state.load_python, merged))
+        _, self._step = self._checkpoint.read_value(_VERSION).tolist()
 
     def _read_objects(self) -> None:
         """Hyper-parameters, modules' extra state, and the state of objects that are neither modules nor optimizers."""
-        self._puts += [partial(module.set_extra_state, value) for module, value in self._modules.extra()]
-        self._puts += [partial(group.update, options) for group, options in self._optimizers.options()]
+        self._deferred_loads += [
+            partial(module.set_extra_state, value) for module, value in self._modules.extra_states()
+        ]
+        self._deferred_loads += [partial(group.update, options) for group, options in self._optimizers.group_options()]
         for key, tracked in self._others.items():
-            found = [f for p in prefixes(key, None) if (f := self._keys.under(p.rstrip("."))) is not None]
+            found = [
+                f for p in candidate_prefixes(key, None) if (f := self._keys.read_under(p.rstrip("."))) is not None
+            ]
             if found:
-                self._puts.append(partial(tracked.load_state_dict, found[0]))
+                self._deferred_loads.append(partial(tracked.load_state_dict, found[0]))
             else:
                 log.warning("%s has no state of %s: it starts as it was made", self._checkpoint.url, key)

@@ -16,30 +16,30 @@ from torch._C._distributed_c10d import Store
 
 from everstep.clock import Clock
 from everstep.errors import EverstepError, NotRestorable
-from everstep_trainer.importers.storage_reads import Damaged, patiently, pause
-from everstep_trainer.snapshot.exchange import decode, put, wait_for
+from everstep_trainer.importers.storage_reads import DamagedCheckpoint, retry_read, sleep_in_slices
+from everstep_trainer.snapshot.exchange import decode_value, put_value, wait_for_values
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 3600.0
+RANK_TIMEOUT_S = 3600.0
 """For a rank that reads: storage may be slow for one and quick for another. A rank that is lost ends the generation."""
 
 
-class Named(msgspec.Struct, frozen=True):
+class SourceProposal(msgspec.Struct, frozen=True):
     """What rank 0 says: a checkpoint to try, or why there is none."""
 
     url: str = ""
     error: str = ""
 
 
-class Read(msgspec.Struct, frozen=True):
+class ImportOutcome(msgspec.Struct, frozen=True):
     """How it went for one rank: ``unusable`` where another checkpoint may serve, ``error`` where none would."""
 
     unusable: str = ""
     error: str = ""
 
 
-class Attempt(Protocol):
+class ImportAttempt(Protocol):
     """A checkpoint that was read into a rank's tensors."""
 
     def finish(self) -> int:
@@ -49,12 +49,12 @@ class Attempt(Protocol):
         """Takes away what was not there before, for another checkpoint that may not have it."""
 
 
-class StoredChoice:
+class SourceAgreement:
     """One rank's voice. The same code on all ranks.
 
     Args:
         store: the generation's.
-        unusable: hears of each checkpoint that this rank found damaged or gone, with the reason.
+        on_unusable: hears of each checkpoint that this rank found damaged or gone, with the reason.
         wait: before storage that failed is asked again, so many seconds.
     """
 
@@ -64,31 +64,31 @@ class StoredChoice:
         rank: int,
         world_size: int,
         clock: Clock,
-        unusable: Callable[[str, str], None],
-        wait: Callable[[float], None] = pause,
+        on_unusable: Callable[[str, str], None],
+        wait: Callable[[float], None] = sleep_in_slices,
     ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._clock = clock
-        self._unusable = unusable
+        self._on_unusable = on_unusable
         self._wait = wait
 
-    def load(self, places: Sequence[str], read: Callable[[str], Attempt]) -> int:
-        """Tries the checkpoints at ``places`` in this order, and in a folder of several the newest first, until all
+    def load(self, locations: Sequence[str], read: Callable[[str], ImportAttempt]) -> int:
+        """Tries the checkpoints at ``locations`` in this order, and in a folder of several the newest first, until all
         ranks could read one; returns its step, or 0 where there are no places. What rank 0 was told counts for all.
 
         Raises NotRestorable, on all ranks alike, where none can be used or the objects are others than were stored;
-        DistStoreError where a rank says nothing for PATIENCE_S.
+        DistStoreError where a rank says nothing for RANK_TIMEOUT_S.
         """
         failed: dict[str, str] = {}
         while True:
             number = len(failed)
-            url = self._named(number, places, failed)
+            url = self._receive_proposal(number, locations, failed)
             if not url:
                 return 0
             attempt, said, raised = self._try(url, read)
-            verdict = self._settle(number, said)
+            verdict = self._combine_outcomes(number, said)
             if raised is not None and said.error:
                 raise raised
             if verdict.error:
@@ -101,67 +101,74 @@ class StoredChoice:
             failed[url] = verdict.unusable
             log.warning("%s is not used: %s", url, verdict.unusable)
 
-    def _named(self, number: int, places: Sequence[str], failed: dict[str, str]) -> str:
+    def _receive_proposal(self, number: int, locations: Sequence[str], failed: dict[str, str]) -> str:
         """What rank 0 names; empty where it was told of no place."""
         key = f"stored/named/{number}"
         if self._rank == 0:
-            named = self._look(places, failed)
-            put(self._store, key, named)
+            named = self._propose(locations, failed)
+            put_value(self._store, key, named)
         else:
             (body,) = self._get([key])
-            named = decode(body, Named)
+            named = decode_value(body, SourceProposal)
         if named.error:
             raise NotRestorable(named.error)
         return named.url
 
-    def _look(self, places: Sequence[str], failed: dict[str, str]) -> Named:
+    def _propose(self, locations: Sequence[str], failed: dict[str, str]) -> SourceProposal:
         why = [f"{url}: {reason}" for url, reason in failed.items()]
         try:
-            url = patiently(lambda: next((url for url in _found(places) if url not in failed), ""), self._wait)
+            url = retry_read(lambda: next((url for url in _find_all(locations) if url not in failed), ""), self._wait)
         except (EverstepError, OSError) as error:
             if not failed:
-                return Named(error=str(error))
-            return Named(error="; ".join([*why, str(error)]))
-        if url or not places:
-            return Named(url)
-        return Named(error=f"no checkpoint on storage can be used: {'; '.join(why)}")
+                return SourceProposal(error=str(error))
+            return SourceProposal(error="; ".join([*why, str(error)]))
+        if url or not locations:
+            return SourceProposal(url)
+        return SourceProposal(error=f"no checkpoint on storage can be used: {'; '.join(why)}")
 
-    def _try(self, url: str, read: Callable[[str], Attempt]) -> tuple[Attempt | None, Read, Exception | None]:
+    def _try(
+        self, url: str, read: Callable[[str], ImportAttempt]
+    ) -> tuple[ImportAttempt | None, ImportOutcome, Exception | None]:
         try:
-            return patiently(lambda: read(url), self._wait), Read(), None
-        except (Damaged, OSError) as error:
-            self._unusable(url, str(error))
-            return None, Read(unusable=f"rank {self._rank}: {error}"), error
+            return retry_read(lambda: read(url), self._wait), ImportOutcome(), None
+        except (DamagedCheckpoint, OSError) as error:
+            self._on_unusable(url, str(error))
+            return None, ImportOutcome(unusable=f"rank {self._rank}: {error}"), error
         except (EverstepError, RuntimeError, ValueError, TypeError, LookupError) as error:
-            return None, Read(error=f"rank {self._rank}: {error}"), error
+            return None, ImportOutcome(error=f"rank {self._rank}: {error}"), error
 
-    def _settle(self, number: int, said: Read) -> Read:
+    def _combine_outcomes(self, number: int, outcome: ImportOutcome) -> ImportOutcome:
         """What all ranks' words come to."""
-        put(self._store, f"stored/read/{number}/{self._rank}", said)
+        put_value(self._store, f"stored/read/{number}/{self._rank}", outcome)
         key = f"stored/verdict/{number}"
         if self._rank == 0:
-            told = [decode(b, Read) for b in self._get([f"stored/read/{number}/{r}" for r in range(self._world_size)])]
-            verdict = Read(
+            told = [
+                decode_value(b, ImportOutcome)
+                for b in self._get([f"stored/read/{number}/{r}" for r in range(self._world_size)])
+            ]
+            verdict = ImportOutcome(
                 next((one.unusable for one in told if one.unusable), ""),
                 next((one.error for one in told if one.error), ""),
             )
-            put(self._store, key, verdict)
+            put_value(self._store, key, verdict)
             return verdict
         (body,) = self._get([key])
-        return decode(body, Read)
+        return decode_value(body, ImportOutcome)
 
     def _get(self, keys: list[str]) -> list[bytes]:
-        return wait_for(self._store, keys, self._clock, PATIENCE_S)
+        return wait_for_values(self._store, keys, self._clock, RANK_TIMEOUT_S)
 
 
-def _found(places: Sequence[str]) -> Iterator[str]:
+def _find_all(locations: Sequence[str]) -> Iterator[str]:
     """Everything that is there now. Raises NotRestorable at the end, where one of the places has nothing."""
-    from everstep_trainer.importers.checkpoint_files import checkpoints_at  # its imports take longer than a regrouping
+    from everstep_trainer.importers.checkpoint_files import (
+        find_checkpoints,  # its imports take longer than a regrouping
+    )
 
     empty: NotRestorable | None = None
-    for place in places:
+    for place in locations:
         try:
-            yield from checkpoints_at(place)
+            yield from find_checkpoints(place)
         except NotRestorable as error:
             empty = empty or error
     if empty is not None:

@@ -29,33 +29,33 @@ import torch
 from everstep.clock import Backoff
 from everstep.errors import NotRestorable
 from everstep.layout.object_storage import storage_errors
-from everstep_trainer.runtime.interrupt import SLICE_S
+from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
 
 _DATA = re.compile(r"[^/]+/data/[^/]+")
 """The record of a tensor's bytes; all others are small."""
-_CHUNK = 1 << 20
+_CHUNK_BYTES = 1 << 20
 _MALFORMED = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, LookupError, OverflowError, OSError)
 _UNSUPPORTED = (NotImplementedError, RuntimeError)
 """What a damaged directory comes to in ``zipfile``: offsets before the file's begin, compressions that nobody has."""
 
 
-class Damaged(NotRestorable):
+class DamagedCheckpoint(NotRestorable):
     """What is stored is not what was written, or not all of it is there: another checkpoint may serve."""
 
 
 @contextmanager
-def _zip_errors(what: str) -> Iterator[None]:
+def _zip_errors(label: str) -> Iterator[None]:
     try:
         yield
     except (*_MALFORMED, *_UNSUPPORTED) as error:
-        raise Damaged(
-            f"{what} is damaged, or not what torch.save writes (a zip archive, since torch 1.6): {error}"
+        raise DamagedCheckpoint(
+            f"{label} is damaged, or not what torch.save writes (a zip archive, since torch 1.6): {error}"
         ) from error
 
 
-def check_archive(data: bytes, what: str) -> None:
-    """Looks at all of an archive in memory. Raises Damaged, which names ``what``."""
-    with _zip_errors(what), zipfile.ZipFile(io.BytesIO(data)) as archive:
+def check_archive(data: bytes, label: str) -> None:
+    """Looks at all of an archive in memory. Raises Damaged, which names ``label``."""
+    with _zip_errors(label), zipfile.ZipFile(io.BytesIO(data)) as archive:
         for record in archive.infolist():
             _check_record(archive, record)
 
@@ -64,7 +64,7 @@ def _check_record(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
     if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
         raise zipfile.BadZipFile(f"{record.filename} is compressed")
     with archive.open(record) as file:  # which compares the checksum when it comes to the end
-        while file.read(_CHUNK):
+        while file.read(_CHUNK_BYTES):
             pass
 
 
@@ -73,16 +73,16 @@ class MappedArchive:
 
     Args:
         path: of the file, on this machine.
-        what: its name in errors.
+        label: its name in errors.
         load: maps it, and returns what is in it.
 
     Raises Damaged where the archive, or a record that is no tensor's, is not what was written.
     """
 
-    def __init__(self, path: str, what: str, load: Callable[[], object]) -> None:
-        self._what = what
+    def __init__(self, path: str, label: str, load: Callable[[], object]) -> None:
+        self._label = label
         self._unchecked: dict[str, zipfile.ZipInfo] = {}
-        with _zip_errors(what):
+        with _zip_errors(label):
             self._zip = zipfile.ZipFile(path)
             for record in self._zip.infolist():
                 if _DATA.fullmatch(record.filename):
@@ -103,7 +103,7 @@ class MappedArchive:
     def _check(self, records: list[zipfile.ZipInfo]) -> None:
         for record in records:
             if record.filename in self._unchecked:
-                with _zip_errors(self._what):
+                with _zip_errors(self._label):
                     _check_record(self._zip, record)
                 del self._unchecked[record.filename]
 
@@ -139,7 +139,7 @@ _COPY_CHUNK = 16 << 20
 
 
 @contextmanager
-def fetched(filesystem: Any, path: str, url: str) -> Iterator[Path]:
+def fetch_to_local(filesystem: Any, path: str, url: str) -> Iterator[Path]:
     """Where the file of ``url`` lies on this machine, in the folder for temporary files (``TMPDIR``).
 
     Until the block ends no other process removes it or looks whether it is whole: map it in there, and unlink it when
@@ -149,7 +149,7 @@ def fetched(filesystem: Any, path: str, url: str) -> Iterator[Path]:
     """
     size = filesystem.info(path).get("size")
     if size is None:
-        raise NotRestorable(f"{url} does not say how large it is. {_MEND}")
+        raise NotRestorable(f"{url} does not say how large it is. {_FIX_HINT}")
     local = Path(tempfile.gettempdir()) / f"everstep-start-{os.getuid()}-{filesystem.ukey(path)[:32]}.pt"
     descriptor = _locked(local)
     try:
@@ -163,7 +163,7 @@ def fetched(filesystem: Any, path: str, url: str) -> Iterator[Path]:
         os.close(descriptor)
 
 
-_MEND = (
+_FIX_HINT = (
     "Convert it to a folder, of which each rank reads what it needs "
     "(torch.distributed.checkpoint.format_utils.torch_save_to_dcp)"
 )
@@ -180,7 +180,7 @@ def _locked(local: Path) -> int:
                 with suppress(BlockingIOError):
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                sleep(SLICE_S)
+                sleep(WAIT_SLICE_S)
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), local.lstat()):
                     return descriptor
@@ -196,7 +196,7 @@ def _fetch(filesystem: Any, path: str, url: str, descriptor: int, size: int) -> 
     if size > free:
         raise NotRestorable(
             f"{url} has {size} bytes, and {tempfile.gettempdir()} room for {free}: every rank maps such a file, so it "
-            f"is fetched first. Set TMPDIR to a larger disk, or: {_MEND[0].lower()}{_MEND[1:]}"
+            f"is fetched first. Set TMPDIR to a larger disk, or: {_FIX_HINT[0].lower()}{_FIX_HINT[1:]}"
         )
     with filesystem.open(path, "rb") as source, os.fdopen(os.dup(descriptor), "wb") as target:
         while chunk := source.read(_COPY_CHUNK):
@@ -212,21 +212,21 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-AGAIN = Backoff(floor_s=0.5, ceiling_s=8.0)
-MOST_TRIES = 5
+RETRY_BACKOFF = Backoff(floor_s=0.5, ceiling_s=8.0)
+MAX_TRIES = 5
 """Of what fails: 0.5, 1, 2 and 4 s at most lie between them. A job that goes back a checkpoint loses many minutes."""
 
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_PERMANENT_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that say what is there, not that nobody could look."""
 
 
-def pause(seconds: float) -> None:
+def sleep_in_slices(seconds: float) -> None:
     """Waits, in slices."""
-    for _ in range(round(seconds / SLICE_S)):
-        sleep(SLICE_S)
+    for _ in range(round(seconds / WAIT_SLICE_S)):
+        sleep(WAIT_SLICE_S)
 
 
-def patiently(read: Callable[[], T], wait: Callable[[float], None] = pause) -> T:
+def retry_read(read: Callable[[], T], wait: Callable[[float], None] = sleep_in_slices) -> T:
     """What ``read`` returns, which is called again where a storage failed it (a time-out is that too), and once more
     where it raised Damaged: a bit may have flipped on its way.
 
@@ -236,16 +236,16 @@ def patiently(read: Callable[[], T], wait: Callable[[float], None] = pause) -> T
     while True:
         try:
             return read()
-        except _FINAL:
+        except _PERMANENT_ERRORS:
             raise
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             if damaged:
                 raise
             damaged = True
             log.warning("storage is read once more: %s", error)
         except storage_errors() as error:
             failed += 1
-            if failed == MOST_TRIES:
+            if failed == MAX_TRIES:
                 raise error if isinstance(error, OSError) else OSError(str(error)) from error
-            log.warning("storage fails, try %d of %d: %s", failed, MOST_TRIES, error)
-            wait(AGAIN.delay_s(failed - 1, random.random()))
+            log.warning("storage fails, try %d of %d: %s", failed, MAX_TRIES, error)
+            wait(RETRY_BACKOFF.delay_s(failed - 1, random.random()))

@@ -4,9 +4,10 @@
         loader = run.loader(dataset, global_batch=64, seed=1, num_workers=2)
         trainer = Trainer(
             max_steps=10_000, accelerator="auto", devices=run.local_world_size, num_nodes=..., strategy="ddp",
-            plugins=[Ranks(run)], callbacks=[KeepState(run, seed=1)], enable_checkpointing=False,
+            plugins=[EverstepEnvironment(run)],
+            callbacks=[EverstepCallback(run, seed=1)], enable_checkpointing=False,
         )
-        trainer.fit(Model(), Batches(run, loader))
+        trainer.fit(Model(), RemainingBatches(run, loader))
 
 A step of the run ends with an update of Lightning's (``trainer.global_step``): it is a batch, or as many as
 ``accumulate_grad_batches`` says. Gradients are not kept, so a restored run computes all batches of an update again.
@@ -60,7 +61,7 @@ if not TYPE_CHECKING:
     ClusterEnvironment = _base(".plugins.environments", "ClusterEnvironment")
 
 
-class Ranks(ClusterEnvironment):
+class EverstepEnvironment(ClusterEnvironment):
     """Who this process is. Everstep has started it, and gives and takes process groups."""
 
     def __init__(self, run: Run) -> None:
@@ -104,10 +105,11 @@ class Ranks(ClusterEnvironment):
 
 
 _completed: WeakKeyDictionary[Run, int] = WeakKeyDictionary()
-"""Batches that Lightning has completed, where a KeepState says so: Batches, made before the Trainer, goes on there."""
+"""Batches that Lightning has completed, where an EverstepCallback says so: RemainingBatches, made before the Trainer,
+goes on there."""
 
 
-class Batches:
+class RemainingBatches:
     """The batches of ``run.loader`` from the first that is still to do, without end: let ``max_steps`` end it.
 
     Batch n is that of the loader's step n, however many of them are accumulated.
@@ -118,7 +120,7 @@ class Batches:
         self._loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._loader.batch, itertools.count(_completed.get(self._run, self._run.finished) + 1))
+        return map(self._loader.batch, itertools.count(_completed.get(self._run, self._run.last_finished_step) + 1))
 
 
 class _Progress:
@@ -139,16 +141,16 @@ class _Progress:
         return int(self._loop.epoch_loop.batch_progress.total.completed)
 
 
-class KeepState(Callback):
+class EverstepCallback(Callback):
     """Tracks model, optimizers, schedulers, loss scaler and progress, and finishes a step of the run with each update.
 
-    ``seed``: of what is drawn at random, as of ``run.steps``. ``also``: what else is to be kept, such as callbacks.
-    """
+    ``seed``: of what is drawn at random, as of ``run.steps``. ``extra_objects``: what else is to be kept, such as
+    callbacks."""
 
-    def __init__(self, run: Run, *, seed: int = 0, **also: Any) -> None:
+    def __init__(self, run: Run, *, seed: int = 0, **extra_objects: Any) -> None:
         self._run = run
         self._seed = seed
-        self._also = also
+        self._extra_objects = extra_objects
         self._steps: Iterator[int] = iter(())
         self._updates = -1  # of Lightning's when the running step began; before the first: none is equal
 
@@ -160,7 +162,7 @@ class KeepState(Callback):
             named["precision"] = trainer.precision_plugin
         model = trainer.strategy.model if isinstance(trainer.strategy, _DDP_STRATEGIES) else pl_module
         progress = _Progress(trainer)
-        self._run.track(model=model, optimizer=[*trainer.optimizers], progress=progress, **named, **self._also)
+        self._run.track(model=model, optimizer=[*trainer.optimizers], progress=progress, **named, **self._extra_objects)
         _completed[self._run] = progress.completed
         self._updates = -1
         self._steps = self._run.steps(until=sys.maxsize, seed=self._seed)

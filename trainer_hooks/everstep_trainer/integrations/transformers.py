@@ -1,10 +1,11 @@
 """transformers' Trainer inside a training function: its state is kept after every update, and restored.
 
     def train(run):
-        forget()
+        reset_accelerate()
         arguments = TrainingArguments("out", max_steps=10_000, save_strategy="no", ...)
         trainer = Trainer(AutoModelForCausalLM.from_pretrained(...), arguments)
-        keep(trainer, run, run.loader(dataset, global_batch=64, seed=1, collate_fn=collate, num_workers=2), seed=1)
+        loader = run.loader(dataset, global_batch=64, seed=1, collate_fn=collate, num_workers=2)
+        attach(trainer, run, loader, seed=1)
         trainer.train()
 
 A step of the run ends with an update of the Trainer's (``state.global_step``): it is a batch, or as many as
@@ -26,30 +27,30 @@ from everstep_trainer.data.loader import Loader
 from everstep_trainer.run import Run
 
 
-def forget() -> None:
+def reset_accelerate() -> None:
     """What accelerate holds for the whole process: ranks and devices of the generation before. Call it first of all in
     the training function; TrainingArguments ask for it."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
-def keep(trainer: Trainer, run: Run, loader: Loader, *, seed: int = 0, **also: Any) -> None:
+def attach(trainer: Trainer, run: Run, loader: Loader, *, seed: int = 0, **extra_objects: Any) -> None:
     """Lets a Trainer go on from the last update that the run has, with the batches of ``loader``.
 
     Its arguments say ``max_steps``, which ends it: batches are without end, and their sizes are the loader's.
 
     Args:
         seed: of what is drawn at random, as of ``run.steps``.
-        also: what else is to be kept, by names of its own, such as callbacks with ``state_dict``.
+        extra_objects: what else is to be kept, by names of its own, such as callbacks with ``state_dict``.
     """
     if trainer.args.max_steps <= 0:
         raise ValueError("a Trainer that is kept ends at TrainingArguments(max_steps=...): its batches are without end")
     accumulated = trainer.args.gradient_accumulation_steps
-    trainer.get_train_dataloader = lambda: _Batches(run, loader, accumulated)
-    trainer.add_callback(_KeepState(trainer, run, seed, also))
+    trainer.get_train_dataloader = lambda: _RemainingBatches(run, loader, accumulated)
+    trainer.add_callback(_EverstepCallback(trainer, run, seed, extra_objects))
 
 
-class _Batches:
+class _RemainingBatches:
     """The batches from the first that is still to do. It is asked for them when the state has been restored."""
 
     def __init__(self, run: Run, loader: Loader, accumulated: int) -> None:
@@ -58,17 +59,17 @@ class _Batches:
         self._accumulated = accumulated
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._loader.batch, itertools.count(self._run.finished * self._accumulated + 1))
+        return map(self._loader.batch, itertools.count(self._run.last_finished_step * self._accumulated + 1))
 
 
-class _KeepState(TrainerCallback):
+class _EverstepCallback(TrainerCallback):
     """Tracks model, optimizer, schedule and loss scaler, and finishes a step of the run with each update."""
 
-    def __init__(self, trainer: Trainer, run: Run, seed: int, also: dict[str, Any]) -> None:
+    def __init__(self, trainer: Trainer, run: Run, seed: int, extra_objects: dict[str, Any]) -> None:
         self._trainer = trainer
         self._run = run
         self._seed = seed
-        self._also = also
+        self._extra_objects = extra_objects
         self._steps: Iterator[int] = iter(())
 
     def on_train_begin(
@@ -80,9 +81,11 @@ class _KeepState(TrainerCallback):
         if trainer.accelerator.scaler is not None:
             named["scaler"] = trainer.accelerator.scaler
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # in accelerate's wrapper
-        self._run.track(model=trainer.model_wrapped, optimizer=optimizer, **named, **self._also)
+        self._run.track(model=trainer.model_wrapped, optimizer=optimizer, **named, **self._extra_objects)
         self._steps = self._run.steps(until=sys.maxsize, seed=self._seed)
-        state.global_step = trainer._initial_global_step = trainer._globalstep_last_logged = self._run.finished
+        state.global_step = trainer._initial_global_step = trainer._globalstep_last_logged = (
+            self._run.last_finished_step
+        )
         if state.global_step >= state.max_steps:
             control.should_training_stop = True
         next(self._steps)

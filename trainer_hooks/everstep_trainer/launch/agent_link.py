@@ -16,44 +16,53 @@ from collections.abc import Callable
 
 from everstep.clock import Backoff
 from everstep.errors import AuthenticationError, EverstepError, MalformedMessage, Unavailable
-from everstep.wire.framing import SPOKEN, FrameDecoder, encode_frame
+from everstep.wire.framing import SUPPORTED_VERSIONS, FrameDecoder, encode_frame
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob, VersionNotice
-from everstep.wire.v1.local import MAX_FRAME_BYTES, FromAgent, Goodbye, Hello, LauncherLost, RankExited, Role, Welcome
+from everstep.wire.v1.local import (
+    MAX_FRAME_BYTES,
+    ConnectionRole,
+    FromAgent,
+    Goodbye,
+    Hello,
+    LauncherLost,
+    RankExited,
+    Welcome,
+)
 from everstep.wire.v1.training import LauncherJoined
 
 log = logging.getLogger(__name__)
 
 RETRY = Backoff(floor_s=0.02, ceiling_s=1.0)
-HELD_BACK = 256
+MAX_UNSENT_REPORTS = 256
 """Reports kept while the agent is away; the oldest go first. A launcher makes a handful in an hour."""
-GREETING_S = 10.0
+WELCOME_TIMEOUT_S = 10.0
 """How long an agent may take to say Welcome before it is tried anew."""
 _CREDENTIALS = struct.Struct("3i")
 
 Directive = NewGeneration | KillRank | StopJob
 
 
-class AgentLink:
+class LauncherLink:
     """Keeps one connection to ``path``.
 
     Args:
-        joined: makes the LauncherJoined to say after each Welcome.
-        heard: gets every directive for the job.
+        make_joined: makes the LauncherJoined to say after each Welcome.
+        on_directive: gets every directive for the job.
     """
 
     def __init__(
         self,
         path: str,
         job: str,
-        joined: Callable[[], LauncherJoined],
-        heard: Callable[[Directive], None],
+        make_joined: Callable[[], LauncherJoined],
+        on_directive: Callable[[Directive], None],
     ) -> None:
         self._path = path
-        self._hello = Hello(protocols=SPOKEN, role=Role.LAUNCHER, job=job, pid=os.getpid())
-        self._joined = joined
-        self._heard = heard
+        self._hello = Hello(protocols=SUPPORTED_VERSIONS, role=ConnectionRole.LAUNCHER, job=job, pid=os.getpid())
+        self._make_joined = make_joined
+        self._on_directive = on_directive
         self._writer: asyncio.StreamWriter | None = None
-        self._waiting: deque[RankExited] = deque(maxlen=HELD_BACK)
+        self._unsent: deque[RankExited] = deque(maxlen=MAX_UNSENT_REPORTS)
         self.node: str | None = None
 
     @property
@@ -64,14 +73,14 @@ class AgentLink:
     def report(self, message: RankExited) -> None:
         """Sends at once, or when the agent is back."""
         if self._writer is None:
-            self._waiting.append(message)
+            self._unsent.append(message)
         else:
             self._writer.write(encode_frame(message))
 
     def rejoin(self) -> None:
         """Says LauncherJoined again: what it tells has changed."""
         if self._writer is not None:
-            self._writer.write(encode_frame(self._joined()))
+            self._writer.write(encode_frame(self._make_joined()))
 
     async def run(self) -> None:
         """Connects, listens, and begins again, until cancelled."""
@@ -90,7 +99,7 @@ class AgentLink:
             await asyncio.sleep(RETRY.delay_s(attempt, random.random()))
             attempt += 1
 
-    async def goodbye(self, detail: str) -> None:
+    async def leave(self, detail: str) -> None:
         """Leaves in order, where the agent is there to hear it."""
         writer, self._writer = self._writer, None
         if writer is None:
@@ -111,7 +120,7 @@ class AgentLink:
             _check_peer(writer)
             writer.write(encode_frame(self._hello))
             decoder: FrameDecoder[FromAgent] = FrameDecoder(FromAgent, MAX_FRAME_BYTES)
-            rest = await self._greeting(reader, decoder)
+            rest = await self._await_welcome(reader, decoder)
             self._open(writer)
             self._pass_on(rest)
             while data := await reader.read(1 << 16):
@@ -121,11 +130,11 @@ class AgentLink:
                 self._writer = None
             writer.close()
 
-    async def _greeting(self, reader: asyncio.StreamReader, decoder: FrameDecoder[FromAgent]) -> list[FromAgent]:
+    async def _await_welcome(self, reader: asyncio.StreamReader, decoder: FrameDecoder[FromAgent]) -> list[FromAgent]:
         """Waits for Welcome; returns what came in the same breath after it."""
         messages: list[FromAgent] = []
         while not messages:
-            async with asyncio.timeout(GREETING_S):
+            async with asyncio.timeout(WELCOME_TIMEOUT_S):
                 data = await reader.read(1 << 16)
             if not data:
                 raise Unavailable("it closed the connection instead of a welcome; its log says why")
@@ -139,13 +148,13 @@ class AgentLink:
     def _open(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self.rejoin()
-        while self._waiting:
-            self.report(self._waiting.popleft())
+        while self._unsent:
+            self.report(self._unsent.popleft())
 
     def _pass_on(self, messages: list[FromAgent]) -> None:
         for message in messages:
             if isinstance(message, NewGeneration | KillRank | StopJob):
-                self._heard(message)
+                self._on_directive(message)
             else:
                 assert isinstance(message, Welcome | VersionNotice | LauncherLost)
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from everstep.errors import ConfigurationError, EverstepError
 from everstep.parent_process import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep_trainer.launch.launcher import Outcome, launch
-from everstep_trainer.launch.options import UNUSED, LaunchOptions, parse
+from everstep_trainer.launch.launcher import LauncherOutcome, launch
+from everstep_trainer.launch.options import IGNORED_FLAGS, LaunchOptions, parse_options
 
 log = logging.getLogger(__name__)
 
-USAGE = 2
+EXIT_USAGE = 2
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -30,24 +30,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parent = os.getppid()
     logging.basicConfig(level=logging.INFO, format="everstep-launch: %(message)s", stream=sys.stderr)
     try:
-        options = parse(sys.argv[1:] if argv is None else argv, os.environ)
-        for name in options.unused:
-            log.info("--%s changes nothing here: %s", name.replace("_", "-"), UNUSED[name])
+        options = parse_options(sys.argv[1:] if argv is None else argv, os.environ)
+        for name in options.ignored_flags:
+            log.info("--%s changes nothing here: %s", name.replace("_", "-"), IGNORED_FLAGS[name])
         if options.die_with_parent:
             die_with_parent(parent)
         outcome = asyncio.run(_run(options))
     except ConfigurationError as error:
         print(f"everstep-launch: {error}", file=sys.stderr)
-        return USAGE
+        return EXIT_USAGE
     except EverstepError as error:
         print(f"everstep-launch: {error}", file=sys.stderr)
         return 1
-    if outcome.code:
+    if outcome.exit_status:
         print(f"everstep-launch: {outcome.sentence}", file=sys.stderr)
-    return outcome.code
+    return outcome.exit_status
 
 
-async def _run(options: LaunchOptions) -> Outcome:
+async def _run(options: LaunchOptions) -> LauncherOutcome:
     """The launcher, ended in order by the first signal; a second one does not wait for anybody."""
     loop = asyncio.get_running_loop()
     work = asyncio.create_task(launch(options, SYSTEM_CLOCK, os.environ))
@@ -66,7 +66,7 @@ async def _run(options: LaunchOptions) -> Outcome:
     except asyncio.CancelledError:
         if not received:
             raise
-        return Outcome(128 + received[0], f"ended by {received[0].name}")
+        return LauncherOutcome(128 + received[0], f"ended by {received[0].name}")
 
 
 if __name__ == "__main__":

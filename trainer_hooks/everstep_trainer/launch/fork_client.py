@@ -12,13 +12,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from everstep_trainer.launch.fork_messages import Channel, Fork, FromForkServer, Serve, Signal, pair
+from everstep_trainer.launch.fork_messages import ControlChannel, Fork, FromForkServer, Serve, Signal, make_socket_pair
 
 # ---- deaths
 # Waiting for a subprocess on the event loop, without a thread.
 
 
-async def death(process: subprocess.Popen[bytes]) -> int:
+async def wait_for_exit(process: subprocess.Popen[bytes]) -> int:
     """Returns the process's status once it is dead and reaped."""
     if process.poll() is None:
         await _readable(os.pidfd_open(process.pid))
@@ -42,12 +42,12 @@ END_WAIT_S = 5.0
 """How long the fork server may take to kill its children and go; it needs milliseconds."""
 
 
-class Lost:
+class ForkServerLost:
     """The fork server is gone, and all it forked with it."""
 
 
 class ForkServerLink:
-    """Starts one fork server and speaks to it. ``heard`` gets what it says, ``Lost`` last.
+    """Starts one fork server and speaks to it. ``on_event`` gets what it says, ``ForkServerLost`` last.
 
     The fork server is forked from a zygote that has torch imported. The zygote outlives it, so that the next one is
     there in milliseconds.
@@ -59,26 +59,26 @@ class ForkServerLink:
 
     def __init__(
         self,
-        heard: Callable[[FromForkServer | Lost], None],
+        on_event: Callable[[FromForkServer | ForkServerLost], None],
         environment: Mapping[str, str],
         modules: Sequence[str] | None = None,
     ) -> None:
-        self._heard = heard
+        self._on_event = on_event
         self._environment = dict(environment)
         self._modules = modules
         self._zygote: subprocess.Popen[bytes] | None = None
-        self._orders: Channel[Any] | None = None
-        self._channel: Channel[FromForkServer] | None = None
+        self._orders: ControlChannel[Any] | None = None
+        self._channel: ControlChannel[FromForkServer] | None = None
 
     def start(self) -> None:
         """Starts the server; orders may follow at once and wait until it has imported what it should."""
         assert self._channel is None, "one server at a time"
-        ours, theirs = pair()
+        ours, theirs = make_socket_pair()
         with theirs:
             if not self._ask_zygote(theirs):
                 self._start_zygote()
                 self._ask_zygote(theirs)  # where that has ended already, nobody has ``theirs``: the server is lost
-        self._channel = Channel(ours, FromForkServer)
+        self._channel = ControlChannel(ours, FromForkServer)
         asyncio.get_running_loop().add_reader(ours.fileno(), self._receive)
 
     def _ask_zygote(self, control: socket.socket) -> bool:
@@ -93,7 +93,7 @@ class ForkServerLink:
 
     def _start_zygote(self) -> None:
         self._end_zygote()
-        ours, theirs = pair()
+        ours, theirs = make_socket_pair()
         # -P: what is imported here must not be found in the current directory, whatever lies there.
         command = [sys.executable, "-P", "-m", "everstep_trainer.launch.forkserver"]
         command += ["--orders", str(theirs.fileno()), "--parent", str(os.getpid())]
@@ -104,7 +104,7 @@ class ForkServerLink:
             self._zygote = subprocess.Popen(
                 command, env=self._environment, pass_fds=[theirs.fileno()], start_new_session=True
             )
-        self._orders = Channel(ours, Serve)
+        self._orders = ControlChannel(ours, Serve)
 
     def _end_zygote(self) -> None:
         """Kill the zygote, if there is one, and with it its fork server."""
@@ -141,7 +141,7 @@ class ForkServerLink:
         self._zygote.terminate()  # while it still imports it would not look at its orders
         try:
             async with asyncio.timeout(END_WAIT_S):
-                await death(self._zygote)
+                await wait_for_exit(self._zygote)
         except TimeoutError:
             log.warning("the fork server did not end within %s s; killing it", END_WAIT_S)
         finally:
@@ -164,11 +164,11 @@ class ForkServerLink:
             if received is None:
                 self._lose()
                 return
-            self._heard(received[0])
+            self._on_event(received[0])
 
     def _lose(self) -> None:
         self._forget_channel()
-        self._heard(Lost())
+        self._on_event(ForkServerLost())
 
     def _forget_channel(self) -> None:
         if self._channel is not None:

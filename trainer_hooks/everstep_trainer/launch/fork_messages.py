@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from everstep.errors import UNREADABLE, MalformedMessage
+from everstep.errors import DECODE_ERRORS, MalformedMessage
 
 # ---- messages
 # What launcher, fork server and workers say to one another. Never leaves the machine, so it needs no version.
@@ -46,7 +46,7 @@ class Serve(msgspec.Struct, frozen=True, tag=True):
     """To the zygote: fork a fork server. Its end of the channel to the launcher comes along."""
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ForkServerReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """From the fork server: what was to be imported is."""
 
 
@@ -66,7 +66,7 @@ class Exited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     signal: int | None
 
 
-class Arrived(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ReachedMain(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """From a worker: the script has run as far as ``everstep.main``."""
 
 
@@ -77,22 +77,22 @@ class Promote(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 ToForkServer = Fork | Signal
-FromForkServer = Ready | Forked | Exited
+FromForkServer = ForkServerReady | Forked | Exited
 
 
-MAX_BYTES = 192 << 10
+MAX_MESSAGE_BYTES = 192 << 10
 """Under the kernel's default send buffer (208 KiB), so that one message always fits."""
 MAX_DESCRIPTORS = 8
 
 T = TypeVar("T")
 
 
-class Channel(Generic[T]):
-    """One end of a socket pair; ``kind`` is the (union) type of what arrives at it."""
+class ControlChannel(Generic[T]):
+    """One end of a socket pair; ``message_type`` is the (union) type of what arrives at it."""
 
-    def __init__(self, end: socket.socket, kind: Any) -> None:
+    def __init__(self, end: socket.socket, message_type: Any) -> None:
         self._socket = end
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type)
         self._encoder = msgspec.msgpack.Encoder()
 
     def fileno(self) -> int:
@@ -104,9 +104,9 @@ class Channel(Generic[T]):
     def send(self, message: msgspec.Struct, descriptors: tuple[int, ...] = ()) -> None:
         """Hands over one message. Raises OSError where the other side is gone, MalformedMessage where it is too big."""
         body = self._encoder.encode(message)
-        if len(body) > MAX_BYTES:
+        if len(body) > MAX_MESSAGE_BYTES:
             raise MalformedMessage(
-                f"a {type(message).__name__} of {len(body)} bytes is over the limit of {MAX_BYTES}: "
+                f"a {type(message).__name__} of {len(body)} bytes is over the limit of {MAX_MESSAGE_BYTES}: "
                 "shorten the script's arguments"
             )
         socket.send_fds(self._socket, [body], list(descriptors), socket.MSG_NOSIGNAL)
@@ -119,7 +119,7 @@ class Channel(Generic[T]):
         flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
         room = socket.CMSG_LEN(MAX_DESCRIPTORS * array.array("i").itemsize)
         try:
-            body, ancillary, _, _ = self._socket.recvmsg(MAX_BYTES, room, flags)
+            body, ancillary, _, _ = self._socket.recvmsg(MAX_MESSAGE_BYTES, room, flags)
         except ConnectionResetError:
             return None
         if not body:
@@ -127,7 +127,7 @@ class Channel(Generic[T]):
         descriptors = _descriptors(ancillary)
         try:
             return self._decoder.decode(body), descriptors
-        except UNREADABLE as error:
+        except DECODE_ERRORS as error:
             for number in descriptors:
                 os.close(number)
             raise MalformedMessage(f"a packet of {len(body)} bytes is not a known message: {error}") from error
@@ -141,6 +141,6 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def pair() -> tuple[socket.socket, socket.socket]:
+def make_socket_pair() -> tuple[socket.socket, socket.socket]:
     """Two connected ends, both close-on-exec."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

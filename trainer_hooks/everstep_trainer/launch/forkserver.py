@@ -29,8 +29,17 @@ from typing import Any
 import msgspec
 
 from everstep.parent_process import die_with_parent
-from everstep_trainer.launch.fork_messages import Channel, Exited, Fork, Forked, Ready, Serve, Signal, ToForkServer
-from everstep_trainer.launch.process_setup import call_process, fresh_signals, signal_group
+from everstep_trainer.launch.fork_messages import (
+    ControlChannel,
+    Exited,
+    Fork,
+    Forked,
+    ForkServerReady,
+    Serve,
+    Signal,
+    ToForkServer,
+)
+from everstep_trainer.launch.process_setup import reset_signals, set_process_name, signal_group
 
 # ---- preload
 # What the zygote imports, so that no fork server and no worker has to.
@@ -39,9 +48,9 @@ from everstep_trainer.launch.process_setup import call_process, fresh_signals, s
 # process that is where a replacement loses its seconds. Importing them together takes about 1.5 s and 310 MB once;
 # a child forked afterwards shares the pages and starts in 5 to 10 ms.
 
-PRELOAD = "EVERSTEP_PRELOAD"
+PRELOAD_VARIABLE = "EVERSTEP_PRELOAD"
 """The environment variable with the modules of ``--preload``, separated by commas."""
-MODULES = (
+PRELOAD_MODULES = (
     "numpy",
     "torch",
     "torch.distributed",
@@ -65,7 +74,7 @@ MODULES = (
 )
 
 
-def preload(modules: Iterable[str] = MODULES) -> None:
+def preload(modules: Iterable[str] = PRELOAD_MODULES) -> None:
     """Imports ``modules`` and takes all that is there out of the garbage collector's sight.
 
     Frozen objects are never walked, so a collection in a child does not touch (and thereby copy) the shared pages.
@@ -80,13 +89,13 @@ def preload(modules: Iterable[str] = MODULES) -> None:
     gc.freeze()  # with what garbage the imports left, 2 % of it: collecting that takes 0.3 s and returns no page
 
 
-def preload_named(environ: Mapping[str, str] = os.environ) -> None:
+def preload_requested(environ: Mapping[str, str] = os.environ) -> None:
     """Import what ``--preload`` names, so that ranks and standbys share it. Call it before ``preload``.
 
     Raises SystemExit, with what to do, for a module that cannot be imported, that starts a Python thread or that
     initializes CUDA: neither a thread nor a CUDA context survives the fork of a rank.
     """
-    for name in filter(None, environ.get(PRELOAD, "").split(",")):
+    for name in filter(None, environ.get(PRELOAD_VARIABLE, "").split(",")):
         threads = threading.active_count()
         try:
             importlib.import_module(name)
@@ -108,33 +117,33 @@ def _import_if_there(name: str) -> None:
             raise
 
 
-class Task(msgspec.Struct, frozen=True):
+class ChildTask(msgspec.Struct, frozen=True):
     """What a freshly forked child is to do."""
 
-    order: Fork
+    request: Fork
     descriptors: tuple[int, ...]
 
     def run(self) -> None:
         """Calls the target with the child's environment and descriptors; its exceptions are the process's end."""
-        for name, value in self.order.environment.items():
+        for name, value in self.request.environment.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        module, _, function = self.order.target.partition(":")
+        module, _, function = self.request.target.partition(":")
         target: Callable[..., Any] = getattr(importlib.import_module(module), function)
-        target(self.descriptors, **self.order.arguments)
+        target(self.descriptors, **self.request.arguments)
 
 
 class Zygote:
     """Holds what was imported, and forks one fork server after another from it."""
 
-    def __init__(self, orders: Channel[Serve]) -> None:
+    def __init__(self, orders: ControlChannel[Serve]) -> None:
         self._orders = orders
         self._server = 0
         """The fork server's pid until it is reaped; then 0."""
 
-    def serve(self) -> Channel[ToForkServer]:
+    def serve(self) -> ControlChannel[ToForkServer]:
         """Wait for orders. Returns only in a forked fork server, with its channel to the launcher."""
         signal.signal(signal.SIGCHLD, self._reap)
         signal.signal(signal.SIGTERM, self._end)
@@ -149,19 +158,19 @@ class Zygote:
             if channel is not None:
                 return channel
 
-    def _fork(self, control: int) -> Channel[ToForkServer] | None:
+    def _fork(self, control: int) -> ControlChannel[ToForkServer] | None:
         zygote = os.getpid()
         # Blocked until it is known who is who: a handler must not run in the child, or before the pid is noted.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         pid = os.fork()
         if pid == 0:
             die_with_parent(zygote, signal.SIGKILL)
-            call_process("everstep-forks")
+            set_process_name("everstep-forks")
             self._orders.close()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            return Channel(socket.socket(fileno=control), ToForkServer)
+            return ControlChannel(socket.socket(fileno=control), ToForkServer)
         self._server = pid
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(control)
@@ -194,7 +203,7 @@ class Zygote:
 class ForkServer:
     """The loop between the launcher's orders and the children's deaths."""
 
-    def __init__(self, control: Channel[ToForkServer]) -> None:
+    def __init__(self, control: ControlChannel[ToForkServer]) -> None:
         self._control = control
         self._children: dict[int, int] = {}
         self._wake, self._woken = socket.socketpair()
@@ -204,7 +213,7 @@ class ForkServer:
         self._selector.register(self._control, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
 
-    def serve(self) -> Task | None:
+    def serve(self) -> ChildTask | None:
         """Serves until the launcher is gone (None), or returns in a forked child with what that is to do."""
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -220,17 +229,17 @@ class ForkServer:
                     self._end()
                     return None
                 order, descriptors = received
-                task = self._obey(order, descriptors)
+                task = self._handle(order, descriptors)
                 if task is not None:
                     return task
 
-    def _obey(self, order: ToForkServer, descriptors: tuple[int, ...]) -> Task | None:
+    def _handle(self, order: ToForkServer, descriptors: tuple[int, ...]) -> ChildTask | None:
         if isinstance(order, Signal):
             self._signal(order)
             return None
         return self._fork(order, descriptors)
 
-    def _fork(self, order: Fork, descriptors: tuple[int, ...]) -> Task | None:
+    def _fork(self, order: Fork, descriptors: tuple[int, ...]) -> ChildTask | None:
         server = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -238,20 +247,20 @@ class ForkServer:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         pid = os.fork()
         if pid == 0:
-            self._leave(server)
-            return Task(order, descriptors)
+            self._detach_child(server)
+            return ChildTask(order, descriptors)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._children[order.serial] = pid
         for descriptor in descriptors:
             os.close(descriptor)
-        self._tell(Forked(serial=order.serial, pid=pid))
+        self._send(Forked(serial=order.serial, pid=pid))
         return None
 
-    def _leave(self, server: int) -> None:
+    def _detach_child(self, server: int) -> None:
         """In the child: a session of its own, bound to the server's life, without the server's sockets and handlers."""
         die_with_parent(server, signal.SIGKILL)
         os.setsid()
-        fresh_signals()
+        reset_signals()
         self._selector.close()
         self._control.close()
         self._wake.close()
@@ -283,9 +292,9 @@ class ForkServer:
             serial = serials[dead.si_pid]
             del self._children[serial]
             code, number = (dead.si_status, None) if exited else (None, dead.si_status)
-            self._tell(Exited(serial=serial, pid=dead.si_pid, code=code, signal=number))
+            self._send(Exited(serial=serial, pid=dead.si_pid, code=code, signal=number))
 
-    def _tell(self, message: Forked | Exited) -> None:
+    def _send(self, message: Forked | Exited) -> None:
         try:
             self._control.send(message)
         except OSError:
@@ -309,17 +318,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="everstep-forkserver")
     parser.add_argument("--orders", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--preload", nargs="*", default=list(MODULES))
+    parser.add_argument("--preload", nargs="*", default=list(PRELOAD_MODULES))
     options = parser.parse_args()
     die_with_parent(options.parent)
-    call_process("everstep-zygote")
+    set_process_name("everstep-zygote")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Python 3.12 counts numpy's BLAS threads, which step aside for a fork by themselves (pthread_atfork).
     warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-    preload_named()
+    preload_requested()
     preload(options.preload)
-    control = Zygote(Channel(socket.socket(fileno=options.orders), Serve)).serve()
-    control.send(Ready())
+    control = Zygote(ControlChannel(socket.socket(fileno=options.orders), Serve)).serve()
+    control.send(ForkServerReady())
     task = ForkServer(control).serve()
     if task is not None:
         task.run()

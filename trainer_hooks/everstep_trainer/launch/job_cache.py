@@ -4,8 +4,9 @@ Trainers and compilers import much of themselves in the first step. A rank notes
 first step of each generation; a standby, whose script has come as far as ``everstep.main``, imports them while it
 waits. Nothing here runs in the fork server, so threads that a module starts are not lost in a fork.
 
-Only modules of the standard library and of PACKAGES are followed, which are known to import without a rank, a process
-group or a device. Users' own modules are not: they may read RANK, open files or touch a GPU when they are imported.
+Only modules of the standard library and of FOLLOWED_PACKAGES are followed, which are known to import without a rank, a
+process group or a device. Users' own modules are not: they may read RANK, open files or touch a GPU when they are
+imported.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from types import ModuleType
 
 log = logging.getLogger(__name__)
 
-USED = "used"
+USED_MARKER = "used"
 """A file in each folder, touched when a launcher begins to use it."""
 UNUSED_DAYS = 30
 """After so long without a launcher of its job a folder is removed by the next launcher of any job."""
@@ -50,8 +51,8 @@ def cache_environment(state_dir: Path, name: str, environ: Mapping[str, str]) ->
         for directory in (state_dir, folder.parent, folder):
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         _require_own(folder)
-        (folder / USED).touch()
-        _sweep(folder.parent, (folder / USED).stat().st_mtime)
+        (folder / USED_MARKER).touch()
+        _sweep(folder.parent, (folder / USED_MARKER).stat().st_mtime)
     except OSError as error:
         log.warning("no folder for compiled code and imports, ranks go without: %s", error)
         return {}
@@ -62,7 +63,7 @@ def cache_environment(state_dir: Path, name: str, environ: Mapping[str, str]) ->
     }
     if "TORCHINDUCTOR_CACHE_DIR" not in environ:  # inductor's Triton cache is inside its own folder otherwise
         wanted["TRITON_CACHE_DIR"] = str(folder / "triton")
-    return {CACHE: str(folder), **{name: value for name, value in wanted.items() if name not in environ}}
+    return {CACHE_VARIABLE: str(folder), **{name: value for name, value in wanted.items() if name not in environ}}
 
 
 def _require_own(folder: Path) -> None:
@@ -74,14 +75,14 @@ def _require_own(folder: Path) -> None:
 
 def _sweep(parent: Path, now: float) -> None:
     """Remove the folders that no launcher has used for long. A job that has run for longer compiles anew."""
-    for used in parent.glob(f"*/{USED}"):
+    for used in parent.glob(f"*/{USED_MARKER}"):
         if used.stat().st_mtime < now - UNUSED_DAYS * 86_400:
             shutil.rmtree(used.parent, ignore_errors=True)
 
 
-CACHE = "EVERSTEP_CACHE"
+CACHE_VARIABLE = "EVERSTEP_CACHE"
 """The environment variable that names the job's folder on this node; ``launch/cache.py`` makes it."""
-PACKAGES = frozenset(
+FOLLOWED_PACKAGES = frozenset(
     {
         "accelerate",
         "aiohttp",
@@ -134,18 +135,18 @@ PACKAGES = frozenset(
         "yaml",
     }
 )
-MOST = 20_000
+MAX_MODULES = 20_000
 """Names in one file; what goes beyond is left out."""
-MOST_BYTES = 4 << 20
+MAX_FILE_BYTES = 4 << 20
 
 
 def is_followed(name: str) -> bool:
     """Whether a standby imports a module of this name because a rank has."""
     package = name.partition(".")[0]
-    return package in PACKAGES or package in sys.stdlib_module_names
+    return package in FOLLOWED_PACKAGES or package in sys.stdlib_module_names
 
 
-class Noted:
+class ImportRecorder:
     """The names that one local rank has noted, over all processes that had its place.
 
     Args:
@@ -158,48 +159,49 @@ class Noted:
         self._known = len(sys.modules)
         self._before = frozenset(sys.modules)
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Note what was imported since this object was made. Does nothing where there is nothing new."""
         if len(sys.modules) == self._known:
             return
         modules = sys.modules.copy()
         self._known = len(modules)
         new = [name for name, module in modules.items() if name not in self._before and _can_be_named(name, module)]
-        names = list(dict.fromkeys([*read(self._file), *new]))[:MOST]
+        names = list(dict.fromkeys([*read_imports(self._file), *new]))[:MAX_MODULES]
         aside = self._file.with_suffix(f".{os.getpid()}")
         with contextlib.suppress(OSError):  # a full or missing disk costs a standby its lead, and nothing else
             aside.write_text("\n".join(names))
             aside.replace(self._file)
 
 
-def read(file: Path) -> list[str]:
-    """The names in a file of ``Noted`` that are followed; none where there is no file, or one that is too long."""
+def read_imports(file: Path) -> list[str]:
+    """The names in a file of ``ImportRecorder`` that are followed; none where there is no file, or one that is too
+    long."""
     try:
-        if file.stat().st_size > MOST_BYTES:
+        if file.stat().st_size > MAX_FILE_BYTES:
             return []
         text = file.read_text()
     except (OSError, UnicodeDecodeError):
         return []
-    return [name for name in text.split("\n")[:MOST] if is_followed(name)]
+    return [name for name in text.split("\n")[:MAX_MODULES] if is_followed(name)]
 
 
-class Follower:
+class ImportFollower:
     """A standby's side: imports what ranks of the node have noted.
 
     Args:
         folder: the job's on this node; None where there is none, and nothing to follow.
-        wanted: whether this process is needed now: it stops between two modules.
+        is_needed: whether this process is needed now: it stops between two modules.
     """
 
-    def __init__(self, folder: Path | None, wanted: Callable[[], bool]) -> None:
+    def __init__(self, folder: Path | None, is_needed: Callable[[], bool]) -> None:
         self._folder = folder
-        self._wanted = wanted
+        self._is_needed = is_needed
         self._read: dict[Path, int] = {}
 
-    def follow(self) -> None:
+    def import_new(self) -> None:
         """Import what is new in the folder. A module that cannot be imported is left to whoever needs it."""
         for name in self._new():
-            if self._wanted():
+            if self._is_needed():
                 return
             if name not in sys.modules:
                 with contextlib.suppress(Exception, SystemExit):
@@ -212,12 +214,12 @@ class Follower:
             with contextlib.suppress(OSError):
                 if (written := file.stat().st_mtime_ns) != self._read.get(file) and not file.suffix:
                     self._read[file] = written
-                    yield from read(file)
+                    yield from read_imports(file)
 
 
-def folder_of(environ: Mapping[str, str]) -> Path | None:
+def cache_folder(environ: Mapping[str, str]) -> Path | None:
     """The job's folder on this node, where the launcher could make one."""
-    return Path(environ[CACHE]) if environ.get(CACHE) else None
+    return Path(environ[CACHE_VARIABLE]) if environ.get(CACHE_VARIABLE) else None
 
 
 def _can_be_named(name: str, module: ModuleType | None) -> bool:

@@ -1,7 +1,7 @@
 """One node's launcher at work: brings everything up, deals with what happens, leaves nothing behind.
 
 Everything that happens comes through one queue and is dealt with in order. What a death means is decided in
-``crew``; how it is done is in ``staff``.
+``worker_pool``; how it is done is in ``processes``.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.local import RankExited
 from everstep.wire.v1.training import JobSpec, LauncherJoined
 from everstep_trainer.launch import worker_pool as crews
-from everstep_trainer.launch.agent_link import AgentLink, Directive
-from everstep_trainer.launch.fork_client import Lost
-from everstep_trainer.launch.fork_messages import Exited, Forked, Ready
+from everstep_trainer.launch.agent_link import Directive, LauncherLink
+from everstep_trainer.launch.fork_client import ForkServerLost
+from everstep_trainer.launch.fork_messages import Exited, Forked, ForkServerReady
 from everstep_trainer.launch.options import LaunchOptions
-from everstep_trainer.launch.private_services import PrivateServices, state_dir
-from everstep_trainer.launch.processes import STORE_SERIAL, Heard, Staff
-from everstep_trainer.launch.worker_pool import Crew, CrewSettings, how
+from everstep_trainer.launch.private_services import PrivateServices, resolve_state_dir
+from everstep_trainer.launch.processes import STORE_SERIAL, WorkerProcesses, WorkerReachedMain
+from everstep_trainer.launch.worker_pool import WorkerPool, WorkerPoolSettings, describe_exit
 
 # ---- address
 # Where this node's rendezvous store listens.
@@ -83,23 +83,23 @@ log = logging.getLogger(__name__)
 
 LEAVE_WAIT_S = 30.0
 """How long a node that gave up on a local rank waits for a generation of others without it: it may host the store."""
-LAST_WORD_WAIT_S = 5.0
+JOB_END_WAIT_S = 5.0
 """After a rank's exit status 0, until it left too early where an agent is there that has not said the job is over."""
-LAST_WORD_WAITS = 6
+MAX_JOB_END_WAITS = 6
 """So many without an agent, and a launcher whose ranks have all ended with status 0 takes the job to be over."""
-LAST_BREATH_S = 0.5
+ERROR_PRINT_WAIT_S = 0.5
 """Between a StopJob for a failure, which ranks hear too, and SIGTERM: time to print why."""
-EARLY_LOSSES = 3
+MAX_EARLY_FORK_SERVER_DEATHS = 3
 """Fork servers in a row that may end before they are ready, once one has been: a node under pressure kills again."""
-NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 MAX_STORE_DEATHS = 5
 STORE_WINDOW_S = 60.0
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class LauncherOutcome(msgspec.Struct, frozen=True):
     """How the launcher ends: its exit status, and the sentence for people and for the agent."""
 
-    code: int
+    exit_status: int
     sentence: str
 
 
@@ -107,43 +107,56 @@ class StandbyDue(msgspec.Struct, frozen=True):
     """The next standby may be forked."""
 
 
-class Overdue(msgspec.Struct, frozen=True):
+class WaitTimedOut(msgspec.Struct, frozen=True):
     """Something was waited for long enough."""
 
-    outcome: Outcome
+    outcome: LauncherOutcome
 
 
-class Notice(msgspec.Struct, frozen=True):
+class ForwardedSignal(msgspec.Struct, frozen=True):
     """A signal that means something to ranks alone, as a scheduler's word of a pre-emption does."""
 
     number: signal.Signals
 
 
-class LastWordOverdue(msgspec.Struct, frozen=True):
+class JobEndOverdue(msgspec.Struct, frozen=True):
     """A process ended with status 0 ``waits`` waits ago, and nobody said that the job is over. ``joins``: how often
     this launcher had joined the job before the last of them."""
 
-    ended: crews.AwaitLastWord
+    ended: crews.AwaitJobEnd
     joins: int
     waits: int
 
 
-Event = Ready | Forked | Exited | Lost | Heard | Directive | StandbyDue | Overdue | Notice | LastWordOverdue
+LauncherEvent = (
+    ForkServerReady
+    | Forked
+    | Exited
+    | ForkServerLost
+    | WorkerReachedMain
+    | Directive
+    | StandbyDue
+    | WaitTimedOut
+    | ForwardedSignal
+    | JobEndOverdue
+)
 
 
-async def launch(options: LaunchOptions, clock: Clock, environ: Mapping[str, str]) -> Outcome:
+async def launch(options: LaunchOptions, clock: Clock, environ: Mapping[str, str]) -> LauncherOutcome:
     """Runs this node's part of a job from start to end. Cancel it to end in order.
 
     Call it on an event loop in the process's main thread: children die with the thread that forked them. Raises
     ConfigurationError or Unavailable where the start fails.
     """
     async with contextlib.AsyncExitStack() as stack:
-        private = PrivateServices(state_dir(options.state_dir, environ), options.job, clock, options.vault_linger_s)
+        private = PrivateServices(
+            resolve_state_dir(options.state_dir, environ), options.job, clock, options.vault_linger_s
+        )
         stack.push_async_callback(private.end)
         work = await _begin(options, clock, environ, stack, private)
         detail = "interrupted"
         try:
-            outcome = await work.until_over()
+            outcome = await work.run()
             detail = outcome.sentence
             await _summarize(options, private)
             return outcome
@@ -165,23 +178,25 @@ async def _begin(
     environ: Mapping[str, str],
     stack: contextlib.AsyncExitStack,
     private: PrivateServices,
-) -> Work:
+) -> Launcher:
     """Brings everything up; what was brought up is ended by ``stack``, the last first."""
-    events: asyncio.Queue[Event] = asyncio.Queue()
+    events: asyncio.Queue[LauncherEvent] = asyncio.Queue()
     host = rendezvous_host(options.local_addr, several_nodes=options.max_nodes > 1)
     listener = stack.enter_context(listening_socket(host))
-    for number in NOTICES:
-        asyncio.get_running_loop().add_signal_handler(number, events.put_nowait, Notice(number))
+    for number in FORWARDED_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, events.put_nowait, ForwardedSignal(number))
     labels: dict[int, str] = {}
-    staff = Staff(options, environ, listener, events.put_nowait, lambda serial: labels.get(serial, f"worker {serial}"))
+    staff = WorkerProcesses(
+        options, environ, listener, events.put_nowait, lambda serial: labels.get(serial, f"worker {serial}")
+    )
     stack.push_async_callback(staff.end)
     staff.start()
     agent_socket = options.agent_socket or str(await private.start())
     spec = options.job_spec(await staff.count_ranks())
-    return Work(options, clock, spec, agent_socket, staff, events, labels)
+    return Launcher(options, clock, spec, agent_socket, staff, events, labels)
 
 
-class Work:
+class Launcher:
     """The launcher between its start and its end."""
 
     def __init__(
@@ -190,39 +205,39 @@ class Work:
         clock: Clock,
         spec: JobSpec,
         agent_socket: str,
-        staff: Staff,
-        events: asyncio.Queue[Event],
+        processes: WorkerProcesses,
+        events: asyncio.Queue[LauncherEvent],
         labels: dict[int, str],
     ) -> None:
         self._options = options
         self._clock = clock
         self._spec = spec
         self._agent_socket = agent_socket
-        self._staff = staff
+        self._processes = processes
         self._events = events
         self._labels = labels
-        self._crew = Crew(
-            CrewSettings(
+        self._pool = WorkerPool(
+            WorkerPoolSettings(
                 nproc=spec.nproc_per_node,
                 standbys=options.standbys,
                 max_deaths=options.max_restarts,
                 standby_delay_s=options.standby_delay_s,
             )
         )
-        self._link = AgentLink(agent_socket, options.job, self._joined, events.put_nowait)
-        self._line: asyncio.Task[None] | None = None
+        self._link = LauncherLink(agent_socket, options.job, self._make_joined, events.put_nowait)
+        self._link_task: asyncio.Task[None] | None = None
         self._incarnation = int(clock.wall() * 1000)
-        self._ranks: dict[int, int] = {}
+        self._global_ranks: dict[int, int] = {}
         self._joins = 0
         self._preloaded = False
         self._early_losses_left = 0  # at the start it is the environment that is at fault, and stays so
-        self._stopping: Outcome | None = None
+        self._stopping: LauncherOutcome | None = None
         self._giving_up: str | None = None
         self._store_deaths: deque[float] = deque(maxlen=MAX_STORE_DEATHS)
 
-    async def until_over(self) -> Outcome:
+    async def run(self) -> LauncherOutcome:
         """Works until the job, or this node's part in it, is over."""
-        self._carry_out(self._crew.start())
+        self._carry_out(self._pool.start())
         while True:
             outcome = self._handle(await self._events.get())
             if outcome is not None:
@@ -230,202 +245,208 @@ class Work:
 
     async def leave(self, detail: str) -> None:
         """Says goodbye, then SIGTERM to all workers with time to obey; who is left is killed with the fork server."""
-        await self._link.goodbye(detail)
-        if self._line is not None:
-            self._line.cancel()
-            await asyncio.wait([self._line])
-        self._staff.signal(self._crew.serials(), signal.SIGTERM)
+        await self._link.leave(detail)
+        if self._link_task is not None:
+            self._link_task.cancel()
+            await asyncio.wait([self._link_task])
+        self._processes.signal(self._pool.serials(), signal.SIGTERM)
         try:
             async with asyncio.timeout(self._options.grace_s):
-                while self._crew.serials():
+                while self._pool.serials():
                     event = await self._events.get()
-                    if isinstance(event, Lost):
+                    if isinstance(event, ForkServerLost):
                         return
                     if isinstance(event, Exited):
-                        self._crew.dismiss(event.serial)
+                        self._pool.remove_worker(event.serial)
         except TimeoutError:
-            left = len(self._crew.serials())
+            left = len(self._pool.serials())
             log.warning("%d processes did not end within %g s of SIGTERM; killing them", left, self._options.grace_s)
 
     # --- what happens ---------------------------------------------------------------------------------------------
 
-    def _handle(self, event: Event) -> Outcome | None:
+    def _handle(self, event: LauncherEvent) -> LauncherOutcome | None:
         """Deals with one event; an outcome ends the work."""
         match event:
-            case Ready():
-                self._preloaded, self._early_losses_left = True, EARLY_LOSSES
+            case ForkServerReady():
+                self._preloaded, self._early_losses_left = True, MAX_EARLY_FORK_SERVER_DEATHS
             case Forked():
-                self._crew.forked(event.serial, event.pid)
+                self._pool.handle_forked(event.serial, event.pid)
             case Exited():
-                return self._exited(event)
-            case Lost():
-                return self._lost_forks()
-            case Heard():
-                outcome = self._carry_out(self._crew.arrived(event.serial))
+                return self._handle_exit(event)
+            case ForkServerLost():
+                return self._handle_fork_server_loss()
+            case WorkerReachedMain():
+                outcome = self._carry_out(self._pool.handle_reached_main(event.serial))
                 self._offer_node()
                 return outcome
             case StandbyDue():
-                return self._carry_out(self._crew.standby_due()) if self._stopping is None else None
+                return self._carry_out(self._pool.handle_standby_due()) if self._stopping is None else None
             case NewGeneration():
-                return self._entered(event)
+                return self._handle_generation(event)
             case KillRank():
                 self._kill(event)
             case StopJob():
-                return self._stop(Outcome(0 if event.ok else 1, event.reason))
-            case Overdue():
+                return self._stop(LauncherOutcome(0 if event.ok else 1, event.reason))
+            case WaitTimedOut():
                 return self._stopping or event.outcome
-            case Notice():
-                self._staff.pass_on(event.number, self._crew.living())
-            case LastWordOverdue():
-                return self._unheard(event)
+            case ForwardedSignal():
+                self._processes.forward_signal(event.number, self._pool.living_workers())
+            case JobEndOverdue():
+                return self._handle_job_end_overdue(event)
         return None
 
-    def _exited(self, event: Exited) -> Outcome | None:
-        self._staff.hang_up(event.serial)
+    def _handle_exit(self, event: Exited) -> LauncherOutcome | None:
+        self._processes.close_control(event.serial)
         if event.serial == STORE_SERIAL:
-            return self._store_died(event)
+            return self._handle_store_death(event)
         if self._stopping is not None:
-            return self._ended_after_stop(event, self._stopping)
+            return self._handle_exit_after_stop(event, self._stopping)
         now = self._clock.monotonic()
-        return self._carry_out(self._crew.exited(event.serial, event.pid, event.code, event.signal, now))
+        return self._carry_out(self._pool.handle_exit(event.serial, event.pid, event.code, event.signal, now))
 
-    def _store_died(self, event: Exited) -> Outcome | None:
+    def _handle_store_death(self, event: Exited) -> LauncherOutcome | None:
         """Another host takes over the listening socket; its keys are gone, which only a rendezvous under way feels."""
         now = self._clock.monotonic()
         self._store_deaths.append(now)
         if len(self._store_deaths) == MAX_STORE_DEATHS and now - self._store_deaths[0] < STORE_WINDOW_S:
-            return Outcome(1, f"the store host ended {MAX_STORE_DEATHS} times within {STORE_WINDOW_S:g} s")
+            return LauncherOutcome(1, f"the store host ended {MAX_STORE_DEATHS} times within {STORE_WINDOW_S:g} s")
         log.warning("the store host (pid %d) ended; starting it again at the same address", event.pid)
-        self._staff.host_store()
+        self._processes.start_store_host()
         return None
 
-    def _ended_after_stop(self, event: Exited, outcome: Outcome) -> Outcome | None:
+    def _handle_exit_after_stop(self, event: Exited, outcome: LauncherOutcome) -> LauncherOutcome | None:
         """The job is over: nobody is replaced any more, and the last one to go ends the work."""
-        local_rank = self._crew.dismiss(event.serial)
-        if local_rank in self._ranks and outcome.code == 0 and event.code != 0:
-            outcome = Outcome(
-                1, f"the training finished, but then local rank {local_rank} ended with {how(event.code, event.signal)}"
+        local_rank = self._pool.remove_worker(event.serial)
+        if local_rank in self._global_ranks and outcome.exit_status == 0 and event.code != 0:
+            outcome = LauncherOutcome(
+                1,
+                f"the training finished, but then local rank {local_rank} ended with "
+                f"{describe_exit(event.code, event.signal)}",
             )
             self._stopping = outcome
-        return None if self._crew.holders() else outcome
+        return None if self._pool.active_workers() else outcome
 
-    def _lost_forks(self) -> Outcome | None:
+    def _handle_fork_server_loss(self) -> LauncherOutcome | None:
         """The fork server died, and every child with it: begin again with a new one."""
         if not self._preloaded:
             if self._early_losses_left == 0:
-                return Outcome(1, "the fork server ended before it was ready; what it said is above")
+                return LauncherOutcome(1, "the fork server ended before it was ready; what it said is above")
             self._early_losses_left -= 1
         if self._stopping is not None:
             return self._stopping
         log.error("the fork server is gone, and with it all processes of this node; starting anew")
         self._preloaded = False
-        self._staff.start()
-        for serial, pid in self._crew.living():
-            outcome = self._exited(Exited(serial=serial, pid=pid, code=None, signal=signal.SIGKILL))
+        self._processes.start()
+        for serial, pid in self._pool.living_workers():
+            outcome = self._handle_exit(Exited(serial=serial, pid=pid, code=None, signal=signal.SIGKILL))
             if outcome is not None:
                 return outcome
         return None
 
     # --- what the agent says --------------------------------------------------------------------------------------
 
-    def _entered(self, directive: NewGeneration) -> Outcome | None:
+    def _handle_generation(self, directive: NewGeneration) -> LauncherOutcome | None:
         spec = directive.spec
-        if spec.job != self._options.job or spec.number < self._crew.generation or self._stopping is not None:
+        if spec.job != self._options.job or spec.number < self._pool.generation or self._stopping is not None:
             return None
-        self._ranks = {member.local_rank: member.rank for member in spec.on(self._link.node)}
-        if spec.number > self._crew.generation:
+        self._global_ranks = {member.local_rank: member.rank for member in spec.members_on(self._link.node)}
+        if spec.number > self._pool.generation:
             context = {"job": spec.job, "generation": spec.number, "trace": spec.trace, "node": self._link.node}
             log.info("generation %d, %d ranks: %s", spec.number, spec.world_size, spec.sentence, extra=context)
-        if self._giving_up is not None and not self._ranks:
-            return Outcome(1, self._giving_up)
-        actions = self._crew.entered(spec.number, frozenset(self._ranks), self._clock.monotonic())
+        if self._giving_up is not None and not self._global_ranks:
+            return LauncherOutcome(1, self._giving_up)
+        actions = self._pool.handle_generation(spec.number, frozenset(self._global_ranks), self._clock.monotonic())
         outcome = self._carry_out(actions)
         self._relabel()
         return outcome
 
     def _kill(self, directive: KillRank) -> None:
-        serial = self._crew.to_kill(directive.local_rank, directive.generation)
+        serial = self._pool.worker_to_kill(directive.local_rank, directive.generation)
         if directive.job == self._options.job and serial is not None:
             log.warning("killing local rank %d: %s", directive.local_rank, directive.reason)
-            self._staff.signal([serial], signal.SIGKILL)
+            self._processes.signal([serial], signal.SIGKILL)
 
-    def _stop(self, outcome: Outcome) -> Outcome | None:
+    def _stop(self, outcome: LauncherOutcome) -> LauncherOutcome | None:
         """The job is over. Where it went well, ranks may finish what follows training in the script."""
         if self._stopping is not None:
             return None
         self._stopping = outcome
-        ranks = self._crew.holders()
+        ranks = self._pool.active_workers()
         if not ranks:
             return outcome
-        if outcome.code != 0:
-            self._later(LAST_BREATH_S, Overdue(outcome))
-        elif self._ranks:
-            self._staff.signal(set(self._crew.serials()) - ranks.keys(), signal.SIGTERM)
-            self._later(self._options.exit_wait_s, Overdue(outcome))
+        if outcome.exit_status != 0:
+            self._later(ERROR_PRINT_WAIT_S, WaitTimedOut(outcome))
+        elif self._global_ranks:
+            self._processes.signal(set(self._pool.serials()) - ranks.keys(), signal.SIGTERM)
+            self._later(self._options.exit_wait_s, WaitTimedOut(outcome))
         else:  # a spare's workers, which never got a rank
             return outcome
         return None
 
-    def _await_last_word(self, ended: crews.AwaitLastWord, waits: int = 1) -> None:
-        self._later(LAST_WORD_WAIT_S, LastWordOverdue(ended, self._joins, waits))
+    def _await_job_end(self, ended: crews.AwaitJobEnd, waits: int = 1) -> None:
+        self._later(JOB_END_WAIT_S, JobEndOverdue(ended, self._joins, waits))
 
-    def _unheard(self, event: LastWordOverdue) -> Outcome | None:
+    def _handle_job_end_overdue(self, event: JobEndOverdue) -> LauncherOutcome | None:
         if self._stopping is not None:
             return None
         if self._link.connected and event.joins == self._joins:  # one that came meanwhile may not have heard yet
             ended, now = event.ended, self._clock.monotonic()
-            return self._carry_out(self._crew.left_early(ended.local_rank, ended.pid, now))
-        if event.waits >= LAST_WORD_WAITS and self._crew.all_finished:
-            return Outcome(0, "every rank of this node finished, and no agent was there to say that the job is over")
-        self._await_last_word(event.ended, event.waits + 1)
+            return self._carry_out(self._pool.handle_early_exit(ended.local_rank, ended.pid, now))
+        if event.waits >= MAX_JOB_END_WAITS and self._pool.is_finished:
+            return LauncherOutcome(
+                0, "every rank of this node finished, and no agent was there to say that the job is over"
+            )
+        self._await_job_end(event.ended, event.waits + 1)
         return None
 
     def _offer_node(self) -> None:
         """Joins the job once all ranks here could begin: a spare that still imports would hold everybody up."""
-        if self._line is None and self._crew.ready:
-            self._line = asyncio.create_task(self._link.run(), name="agent link")
+        if self._link_task is None and self._pool.is_ready:
+            self._link_task = asyncio.create_task(self._link.run(), name="agent link")
 
-    def _joined(self) -> LauncherJoined:
+    def _make_joined(self) -> LauncherJoined:
         self._joins += 1
-        host, port = self._staff.address
+        host, port = self._processes.address
         return LauncherJoined(
             job=self._options.job,
             at=self._clock.wall(),
             spec=self._spec,
             launcher=self._incarnation,
             store=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-            generation=self._crew.generation,
+            generation=self._pool.generation,
         )
 
     # --- what follows ---------------------------------------------------------------------------------------------
 
-    def _carry_out(self, actions: list[crews.Action]) -> Outcome | None:
+    def _carry_out(self, actions: list[crews.PoolAction]) -> LauncherOutcome | None:
         outcomes = [self._do(action) for action in actions]
         self._relabel()
         return next((outcome for outcome in outcomes if outcome is not None), None)
 
-    def _do(self, action: crews.Action) -> Outcome | None:
+    def _do(self, action: crews.PoolAction) -> LauncherOutcome | None:
         match action:
             case crews.StartWorker():
                 nproc = self._spec.nproc_per_node
-                self._staff.start_worker(action.serial, action.local_rank, nproc=nproc, agent_socket=self._agent_socket)
+                self._processes.start_worker(
+                    action.serial, action.local_rank, nproc=nproc, agent_socket=self._agent_socket
+                )
             case crews.PromoteWorker():
-                self._staff.promote(action.serial, action.local_rank)
-            case crews.StandbyLater():
+                self._processes.promote(action.serial, action.local_rank)
+            case crews.ScheduleStandby():
                 self._later(action.delay_s, StandbyDue())
             case crews.ReportExit():
                 self._report(action)
-            case crews.AwaitLastWord():
-                self._await_last_word(action)
+            case crews.AwaitJobEnd():
+                self._await_job_end(action)
             case crews.GiveUp():
                 self._giving_up = action.sentence
                 log.error("%s; leaving the job", action.sentence)
-                wait_s = LEAVE_WAIT_S if self._options.max_nodes > 1 else LAST_BREATH_S
-                self._later(wait_s, Overdue(Outcome(1, action.sentence)))
+                wait_s = LEAVE_WAIT_S if self._options.max_nodes > 1 else ERROR_PRINT_WAIT_S
+                self._later(wait_s, WaitTimedOut(LauncherOutcome(1, action.sentence)))
             case crews.ScriptFailed():
-                return Outcome(action.code, action.sentence + self._hint())
+                return LauncherOutcome(action.code, action.sentence + self._hint())
             case crews.ScriptEnded():
-                return Outcome(0, "the script ended without calling everstep.main")
+                return LauncherOutcome(0, "the script ended without calling everstep.main")
         return None
 
     def _report(self, action: crews.ReportExit) -> None:
@@ -435,8 +456,8 @@ class Work:
                 pid=action.pid,
                 exit_code=action.code,
                 signal=action.signal,
-                replacement=action.replacement,
-                generation=self._crew.generation,
+                has_replacement=action.replacement,
+                generation=self._pool.generation,
             )
         )
         then = "; another takes its place" if action.replacement else ""
@@ -444,7 +465,7 @@ class Work:
             "local rank %d (pid %d) ended with %s%s",
             action.local_rank,
             action.pid,
-            how(action.code, action.signal),
+            describe_exit(action.code, action.signal),
             then,
         )
 
@@ -454,9 +475,9 @@ class Work:
         return " (in a job of several nodes a script has no rank before it calls trainer_hooks.main)"
 
     def _relabel(self) -> None:
-        for serial, local_rank in self._crew.holders().items():
-            rank = self._ranks.get(local_rank)
+        for serial, local_rank in self._pool.active_workers().items():
+            rank = self._global_ranks.get(local_rank)
             self._labels[serial] = f"local rank {local_rank}" if rank is None else f"rank {rank}"
 
-    def _later(self, delay_s: float, event: Event) -> None:
+    def _later(self, delay_s: float, event: LauncherEvent) -> None:
         asyncio.get_running_loop().call_later(delay_s, self._events.put_nowait, event)

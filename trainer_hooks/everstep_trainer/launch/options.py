@@ -15,7 +15,7 @@ import msgspec
 
 from everstep import __version__
 from everstep.errors import ConfigurationError
-from everstep.ids import check_name, why_not_storage
+from everstep.ids import check_name, storage_url_error
 from everstep.wire.v1.training import JobSpec, SpillPlan
 
 # ---- devices
@@ -24,13 +24,13 @@ from everstep.wire.v1.training import JobSpec, SpillPlan
 # Counting may initialize CUDA, so it happens in a child of the fork server that does nothing else.
 
 
-def report_count(descriptors: tuple[int, ...], *, kind: str) -> None:
+def write_rank_count(descriptors: tuple[int, ...], *, kind: str) -> None:
     """Writes the number of ranks for ``gpu``, ``cpu`` or ``auto`` as decimal text to the descriptor (gpu may be 0)."""
     (answer,) = descriptors
-    os.write(answer, str(count(kind)).encode())
+    os.write(answer, str(count_ranks(kind)).encode())
 
 
-def count(kind: str) -> int:
+def count_ranks(kind: str) -> int:
     """CUDA devices for ``gpu``, cores for ``cpu``, whichever there is for ``auto`` (as torchrun counts)."""
     import torch
 
@@ -44,12 +44,13 @@ def count(kind: str) -> int:
 # The flags of the command line: torchrun's, and those of our own.
 #
 # Every flag of torchrun's is taken, so that a command line can be carried over; what has no meaning here is named in
-# ``UNUSED`` and explained once. As with torchrun, PET_<FLAG> in the environment fills what the command line leaves out.
+# ``IGNORED_FLAGS`` and explained once. As with torchrun, PET_<FLAG> in the environment fills what the command line
+# leaves out.
 
 AGENT_SOCKET_VARIABLE = "EVERSTEP_AGENT_SOCKET"
 DEFAULT_AGENT_SOCKET = "/run/everstep/agent.sock"
 
-UNUSED = {
+IGNORED_FLAGS = {
     "rdzv_backend": "Everstep's controller is the rendezvous; no backend is chosen",
     "rdzv_endpoint": "launchers meet through their agents and the controller, at no endpoint of their own",
     "rdzv_conf": "the rendezvous has no settings of its own; see --join-wait-s",
@@ -73,7 +74,7 @@ _SWITCHES = frozenset({"run_path", "virtual_local_rank"})
 """Of these, those without a value."""
 
 
-def command_line(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+def make_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     """The parser of everstep-launch. Values are as they were given, or as ``environ`` has them."""
     parser = argparse.ArgumentParser(
         prog="everstep-launch",
@@ -108,7 +109,7 @@ def _torchrun_flags(flag: _Flag, parser: argparse.ArgumentParser) -> None:
     flag("tee", "-t", default=None, help="with --log-dir: also show the output, each line with its rank")
     flag("module", "-m", action="store_true", help="the script is a module's name")
     flag("no-python", action="store_true", help=argparse.SUPPRESS)
-    for name in UNUSED:
+    for name in IGNORED_FLAGS:
         how: dict[str, Any] = {"action": "store_const", "const": True} if name in _SWITCHES else {}
         flag(name.replace("_", "-"), default=None, help=argparse.SUPPRESS, **how)
     parser.add_argument("training_script", help="path of the training script, or a module's name with -m")
@@ -129,7 +130,12 @@ def _own_flags(flag: _Flag) -> None:
     )
     flag("priority", type=int, default=0, help="of jobs that want the same node the higher one gets it (0)")
     flag("replicas", type=int, default=2, help="nodes (on a single one: ranks) that hold each byte (2)")
-    flag("parity", type=int, default=0, help="members of groups that keep clean versions with two parities; 0 for none")
+    flag(
+        "parity-group-size",
+        type=int,
+        default=0,
+        help="members of groups that keep clean versions with two parities; 0 for none",
+    )
     flag("spill-to", default=None, help="path or URL, without credentials, where versions go as ordinary checkpoints")
     flag("spill-every", type=int, default=1000, help="with --spill-to: least steps from one to the next (1000)")
     flag("spill-keep", type=int, default=2, help="with --spill-to: how many stay there; 0 for all (2)")
@@ -168,7 +174,7 @@ class _Flag(Protocol):
     def __call__(self, name: str, *more: str, **how: Any) -> None: ...
 
 
-NAMED_LINGER_S = 600.0
+DEFAULT_LINGER_S = 600.0
 """Long enough for a scheduler or a person to start a killed launcher again."""
 
 _NOT_NEGATIVE = (
@@ -185,7 +191,7 @@ _NOT_NEGATIVE = (
 class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the command line asks for.
 
-    script: the script's path, or the module's name with ``module``; arguments: its own.
+    script: the script's path, or the module's name with ``is_module``; arguments: its own.
     job: the run's name; launchers with the same name (and controller) are one job.
     cache_name: names the folder on this node that keeps compiled code for the job's later processes; the job's name, or
         the script's where the job's was drawn, so that the next run of the script finds it.
@@ -201,7 +207,8 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_nodes, block_within: nodes that form one tensor x pipeline block, and the domain it must not leave.
     priority: of jobs that want the same node the higher one gets it.
     replicas: nodes that hold each byte of a checkpoint; on a single node, ranks (2: any one may be lost).
-    parity: members of groups that also keep clean versions by two parities (0: none); see docs/how-to/checkpoints.md.
+    parity_group_size: members of groups that also keep clean versions by two parities (0: none); see
+        docs/how-to/checkpoints.md.
     spill_to, spill_every, spill_keep: a path or URL to which versions go (None: none does), steps from one to the next
         at least, and how many stay there (0: all).
     digest_interval: steps between parameter digests, besides those of what is to be committed (0: none at all).
@@ -217,12 +224,12 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     vault_linger_s: without an agent: how long checkpoints stay in memory for a launcher of the same job where this
         one is killed (600 where a name was given). None: not at all, since nobody comes back to a name that was drawn.
     log_dir: a directory for the workers' output; tee: also show it with a prefix.
-    unused: torchrun flags that were given and change nothing.
+    ignored_flags: torchrun flags that were given and change nothing.
     """
 
     script: str
     arguments: tuple[str, ...] = ()
-    module: bool = False
+    is_module: bool = False
     job: str
     cache_name: str = ""
     preload: tuple[str, ...] = ()
@@ -239,7 +246,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_within: Literal["", "rack", "switch"] = ""
     priority: int = 0
     replicas: int = 2
-    parity: int = 0
+    parity_group_size: int = 0
     spill_to: str | None = None
     spill_every: int = 1000
     spill_keep: int = 2
@@ -255,7 +262,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     vault_linger_s: float | None = None
     log_dir: str | None = None
     tee: bool = False
-    unused: tuple[str, ...] = ()
+    ignored_flags: tuple[str, ...] = ()
 
     def validate(self) -> LaunchOptions:
         """Returns itself. Raises ConfigurationError, saying how to mend it, for what cannot be."""
@@ -280,7 +287,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigurationError(f"--{name.replace('_', '-')} cannot be negative")
         if not 1 <= self.replicas <= 8:
             raise ConfigurationError(f"--replicas {self.replicas}: between 1 and 8 failure domains")
-        self._validate_kept()
+        self._validate_parity_and_spill()
         if not 1 <= self.block_nodes <= self.max_nodes:
             raise ConfigurationError(
                 f"--block-nodes {self.block_nodes}: a block has at least one node, and no more than --nnodes allows"
@@ -293,24 +300,25 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError("--hang-threshold-s must be positive; leave it out to follow the job's step time")
         if self.tee and self.log_dir is None:
             raise ConfigurationError("--tee writes files and shows them: say where with --log-dir")
-        if not self.module and not Path(self.script).is_file():
+        if not self.is_module and not Path(self.script).is_file():
             raise ConfigurationError(f"there is no script {self.script!r} here (for a module, use -m)")
         return self
 
-    def _validate_kept(self) -> None:
+    def _validate_parity_and_spill(self) -> None:
         """What goes beyond copies; whether there are nodes enough for parity, the controller knows."""
-        if self.parity and not 2 <= self.parity <= 64:
+        if self.parity_group_size and not 2 <= self.parity_group_size <= 64:
             raise ConfigurationError(
-                f"--parity {self.parity}: a group has 2 to 64 members, and P and Q; 0 for no parity"
+                f"--parity-group-size {self.parity_group_size}: a group has 2 to 64 members, and P and Q; "
+                "0 for no parity"
             )
-        if self.parity and self.max_nodes < 4:
+        if self.parity_group_size and self.max_nodes < 4:
             raise ConfigurationError(
-                f"--parity {self.parity} on {self.max_nodes} nodes: a group takes 4 nodes at least, 2 members and one "
-                "more for P and for Q each; use copies (--replicas), or more nodes"
+                f"--parity-group-size {self.parity_group_size} on {self.max_nodes} nodes: a group takes 4 nodes at "
+                "least, 2 members and one more for P and for Q each; use copies (--replicas), or more nodes"
             )
         if self.spill_every < 1 or not 0 <= self.spill_keep <= 1000:
             raise ConfigurationError("--spill-every is at least 1 step, and --spill-keep between 0 (all) and 1000")
-        if self.spill_to is not None and (why := why_not_storage(self.spill_to)):
+        if self.spill_to is not None and (why := storage_url_error(self.spill_to)):
             raise ConfigurationError(f"--spill-to: {why}")
 
     def job_spec(self, nproc_per_node: int) -> JobSpec:
@@ -328,19 +336,19 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
             block_nodes=self.block_nodes,
             block_within=self.block_within,
             priority=self.priority,
-            parity=self.parity,
+            parity_group_size=self.parity_group_size,
             spill=None
             if self.spill_to is None
-            else SpillPlan(every=self.spill_every, to=self.spill_to, keep=self.spill_keep),
+            else SpillPlan(every_steps=self.spill_every, url=self.spill_to, keep_last=self.spill_keep),
         )
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
+def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
     """Options from the command line (without the program's name) and the environment.
 
     Raises ConfigurationError for contradictions; leaves by SystemExit, as argparse does, for what is no option.
     """
-    parser = command_line(environ)
+    parser = make_parser(environ)
     given = parser.parse_args(argv)
     if given.no_python:
         raise ConfigurationError(
@@ -355,7 +363,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
     return LaunchOptions(
         script=given.training_script,
         arguments=tuple(given.training_script_args),
-        module=given.module,
+        is_module=given.module,
         job=_job_name(given.job, given.training_script, several=high > 1),
         cache_name=given.job or _stem(given.training_script),
         preload=tuple(filter(None, (given.preload or "").split(","))),
@@ -372,7 +380,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
         block_within=given.block_within,
         priority=given.priority,
         replicas=given.replicas,
-        parity=given.parity,
+        parity_group_size=given.parity_group_size,
         spill_to=_absolute(given.spill_to),
         spill_every=given.spill_every,
         spill_keep=given.spill_keep,
@@ -388,7 +396,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
         vault_linger_s=_linger_s(given.vault_linger_s, named=given.job is not None),
         log_dir=given.log_dir,
         tee=given.tee not in (None, "0"),
-        unused=tuple(name for name in UNUSED if getattr(given, name) is not None),
+        ignored_flags=tuple(name for name in IGNORED_FLAGS if getattr(given, name) is not None),
     ).validate()
 
 
@@ -415,7 +423,7 @@ def _nproc(text: str) -> int | str:
 
 
 def _linger_s(given: float | None, *, named: bool) -> float | None:
-    return NAMED_LINGER_S if given is None and named else given
+    return DEFAULT_LINGER_S if given is None and named else given
 
 
 def _job_name(given: str | None, script: str, *, several: bool) -> str:

@@ -27,14 +27,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from everstep.bearer_tokens import TokenRole, mint
-from everstep.cli.client import Client, path, read_token
+from everstep.cli.client import ControllerClient, path, read_token
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError, EverstepError, Unavailable
-from everstep.layout.vault_note import is_held, read_note
+from everstep.layout.vault_note import is_locked, read_note
 from everstep.parent_process import PARENT_VARIABLE
 from everstep.vocabulary import GenerationReason, JobState
-from everstep.wire.v1.operator import JobDetail, Recovery
-from everstep_trainer.launch.fork_client import death
+from everstep.wire.v1.operator import GenerationRecovery, JobDetail
+from everstep_trainer.launch.fork_client import wait_for_exit
 
 # ---- run directory
 # Where a launcher's private services live: made for one launcher, left by one that is killed, taken over by the next.
@@ -45,23 +45,23 @@ from everstep_trainer.launch.fork_client import death
 
 log = logging.getLogger(__name__)
 
-SEGMENTS = Path("/dev/shm")  # noqa: S108 - shared memory is the point
+SEGMENT_ROOT = Path("/dev/shm")  # noqa: S108 - shared memory is the point
 SOCKET_PATH_BYTES = 107
 """What sockaddr_un holds."""
 POLL_S = 0.02
-GONE_WAIT_S = 15.0
+EXIT_WAIT_S = 15.0
 """For processes that have been told to end, or killed; freeing a vault's memory takes longest."""
 
 
-def state_dir(given: str | None, environ: Mapping[str, str]) -> Path:
+def resolve_state_dir(flag_value: str | None, environ: Mapping[str, str]) -> Path:
     """Where logs and private services' files go: --state-dir, or $XDG_STATE_HOME/everstep."""
-    if given is not None:
-        return Path(given).resolve()
+    if flag_value is not None:
+        return Path(flag_value).resolve()
     base = environ.get("XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local" / "state") / "everstep"
 
 
-class RunDirectory:
+class PrivateRunDirectory:
     """A directory (mode 0700) that is this launcher's own, by a lock that ends with it.
 
     Args:
@@ -77,14 +77,14 @@ class RunDirectory:
         with _locked(state_dir / ".lock"):
             taken = _take_over(state_dir, job)
             self.path, self._lock = taken or _make(state_dir, job)
-        self.taken_over = taken is not None
+        self.was_taken_over = taken is not None
         if len(os.fsencode(self.path / "agent" / "agent.sock")) > SOCKET_PATH_BYTES - 8:
             self.remove()
             raise ConfigurationError(
                 f"{self.path} is too long a path for unix sockets (at most {SOCKET_PATH_BYTES} bytes with the "
                 "socket's name): give a shorter --state-dir"
             )
-        if self.taken_over:
+        if self.was_taken_over:
             log.info("going on with what job %s, whose launcher was killed, left in memory: %s", job, self.path.name)
             _end_services(self.path)
 
@@ -92,7 +92,7 @@ class RunDirectory:
     def segments(self) -> Path:
         return segment_dir(self.path)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Lets go of it; the next launcher of the job finds everything."""
         os.close(self._lock)
 
@@ -105,7 +105,7 @@ class RunDirectory:
 
 def segment_dir(run_dir: Path) -> Path:
     """Where the vault keeps its segments; named after the run directory, so that sweeping finds it."""
-    return SEGMENTS / f"everstep-{os.getuid()}" / run_dir.name
+    return SEGMENT_ROOT / f"everstep-{os.getuid()}" / run_dir.name
 
 
 def _make(state_dir: Path, job: str) -> tuple[Path, int]:
@@ -126,16 +126,16 @@ def _take_over(state_dir: Path, job: str) -> tuple[Path, int] | None:
         except BlockingIOError:
             os.close(lock)
             continue
-        if found is None and _holds(left, job):
+        if found is None and _holds_job(left, job):
             found = left, lock
             continue
-        if not is_held(segment_dir(left)):
+        if not is_locked(segment_dir(left)):
             _remove(left)
         os.close(lock)
     return found
 
 
-def _holds(run_dir: Path, job: str) -> bool:
+def _holds_job(run_dir: Path, job: str) -> bool:
     """Whether the directory is of that job and checkpoints of it are in memory; after a boot they are not."""
     with contextlib.suppress(OSError):
         of_job = (run_dir / "job").read_text() == job and (run_dir / "operator.token").exists()
@@ -147,8 +147,8 @@ def _end_services(run_dir: Path) -> None:
     """They follow their launcher by themselves, the agent before the vault is taken from it."""
     for ready_file in (run_dir / "agent" / "agent.json", run_dir / "controller.json"):
         pid = _pid_in(ready_file)
-        if not _gone(pid, run_dir):
-            log.warning("process %d of the launcher before did not end within %g s; killing it", pid, GONE_WAIT_S)
+        if not _wait_for_exit(pid, run_dir):
+            log.warning("process %d of the launcher before did not end within %g s; killing it", pid, EXIT_WAIT_S)
             _kill(pid, run_dir)
     _wait_for_agent(run_dir / "agent" / "agent.lock")
 
@@ -158,8 +158,8 @@ def _wait_for_agent(lock_file: Path) -> None:
 
     Raises Unavailable where it is held on.
     """
-    for _ in range(int(GONE_WAIT_S / POLL_S)):
-        if not is_held(lock_file.parent, lock_file.name):
+    for _ in range(int(EXIT_WAIT_S / POLL_S)):
+        if not is_locked(lock_file.parent, lock_file.name):
             return
         time.sleep(POLL_S)
     raise Unavailable(f"an agent of the launcher before holds {lock_file}; end it, or give another --state-dir")
@@ -168,7 +168,7 @@ def _wait_for_agent(lock_file: Path) -> None:
 def _end_vault(run_dir: Path) -> None:
     """That of an agent that was killed and not started again."""
     note = read_note(segment_dir(run_dir))
-    if note is not None and is_held(segment_dir(run_dir)):
+    if note is not None and is_locked(segment_dir(run_dir)):
         _kill(note.pid, run_dir)
 
 
@@ -176,11 +176,11 @@ def _kill(pid: int, run_dir: Path) -> None:
     """Raises Unavailable where the process stays: two must not work over one directory."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    if not _gone(pid, run_dir):
+    if not _wait_for_exit(pid, run_dir):
         raise Unavailable(f"process {pid} over {run_dir} does not end; end it, or give another --state-dir")
 
 
-def _gone(pid: int, run_dir: Path) -> bool:
+def _wait_for_exit(pid: int, run_dir: Path) -> bool:
     """Whether the process that was started over ``run_dir`` has ended, or does so in time."""
     try:
         descriptor = os.pidfd_open(pid) if pid > 0 else -1
@@ -190,7 +190,7 @@ def _gone(pid: int, run_dir: Path) -> bool:
         return True
     try:
         is_other = os.fsencode(run_dir) not in Path(f"/proc/{pid}/cmdline").read_bytes()  # the number is used again
-        return is_other or bool(select.select([descriptor], [], [], GONE_WAIT_S)[0])
+        return is_other or bool(select.select([descriptor], [], [], EXIT_WAIT_S)[0])
     except (FileNotFoundError, ProcessLookupError):
         return True
     finally:
@@ -219,20 +219,20 @@ def _remove(run_dir: Path) -> None:
     shutil.rmtree(segment_dir(run_dir), ignore_errors=True)
 
 
-NODE = "local"
+PRIVATE_NODE = "local"
 START_WAIT_S = 60.0
 """Until a service must say that it is ready; it takes about a second, on a loaded machine several."""
 END_WAIT_S = 10.0
-KEPT_LOGS = 40
+MAX_LOGS = 40
 """Log files of earlier runs that are kept, two for each."""
-RESTARTS = 5
+MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 """So many unexpected ends of one service within this time are cured by another start; one more is no coincidence."""
-EARLY_KILLS = 3
+MAX_EARLY_KILLS = 3
 """Kills (by the kernel for want of memory, say) of one service in a row that it may meet before it is ready."""
-AGENT_AWAY_S = 30.0
+VAULT_WITHOUT_AGENT_S = 30.0
 """How long the vault is without agent and ranks at most, where all of them were killed at once, on a loaded machine."""
-NEEDED = {
+REQUIRED_MODULES = {
     "controller": ("everstep_controller.main", "fastapi", "uvicorn", "sqlalchemy", "alembic", "prometheus_client"),
     "agent": ("everstep_agent.main", "pynvml", "prometheus_client"),
 }
@@ -253,9 +253,9 @@ class PrivateServices:
         self._name = name
         self._clock = clock
         self._linger_s = linger_s
-        self._place: RunDirectory | None = None
+        self._run_directory: PrivateRunDirectory | None = None
         self._serves = False
-        self._services: list[Service] = []
+        self._services: list[PrivateService] = []
         self._address = ""
 
     async def start(self) -> Path:
@@ -269,21 +269,21 @@ class PrivateServices:
         try:
             logs.mkdir(parents=True, exist_ok=True, mode=0o700)
             _prune(logs)
-            place = self._place = await asyncio.to_thread(RunDirectory, self._state_dir, self._name)
+            place = self._run_directory = await asyncio.to_thread(PrivateRunDirectory, self._state_dir, self._name)
             run_dir = place.path
-            if not place.taken_over:
+            if not place.was_taken_over:
                 _write_secrets(run_dir)
         except OSError as error:
             raise ConfigurationError(
                 f"logs and services of the launcher cannot be kept in {self._state_dir}: {error}; name another "
                 "directory with --state-dir"
             ) from error
-        controller = Service(
+        controller = PrivateService(
             "controller", logs / f"{self._name}.controller.log", run_dir / "controller.json", self._clock
         )
         self._services.append(controller)
         address = self._address = await self._start_controller(controller, run_dir)
-        agent = Service("agent", logs / f"{self._name}.agent.log", run_dir / "agent" / "agent.json", self._clock)
+        agent = PrivateService("agent", logs / f"{self._name}.agent.log", run_dir / "agent" / "agent.json", self._clock)
         self._services.append(agent)
         await agent.start(lambda _: _agent_command(run_dir, address, self._linger_s))
         self._serves = True
@@ -291,9 +291,9 @@ class PrivateServices:
 
     async def summary(self) -> list[str]:
         """Return what the controller makes of the job, in lines for people; nothing where there is none to ask."""
-        if self._place is None or not self._serves:
+        if self._run_directory is None or not self._serves:
             return []
-        token = self._place.path / "operator.token"
+        token = self._run_directory.path / "operator.token"
         detail = await read_detail(f"http://{self._address}", token, self._name)
         return [] if detail is None else summary(detail)
 
@@ -305,16 +305,16 @@ class PrivateServices:
         for service in reversed(self._services):
             await service.end()
         self._services.clear()
-        place, self._place = self._place, None
+        place, self._run_directory = self._run_directory, None
         if place is None:
             return
-        if place.taken_over and not self._serves:
+        if place.was_taken_over and not self._serves:
             log.warning("what the killed launcher left stays in memory: everstep vault list, everstep vault drop")
-            place.leave()
+            place.release()
         else:
             place.remove()
 
-    async def _start_controller(self, service: Service, run_dir: Path) -> str:
+    async def _start_controller(self, service: PrivateService, run_dir: Path) -> str:
         def command(last: Mapping[str, object] | None) -> list[str]:
             listen = str(last["address"]) if last is not None else "127.0.0.1:0"
             return _controller_command(run_dir, listen)
@@ -327,7 +327,7 @@ class PrivateServices:
         return str(ready["address"])
 
 
-class Service:
+class PrivateService:
     """One of the pair: started, watched, started again, ended."""
 
     def __init__(self, name: str, log_file: Path, ready_file: Path, clock: Clock) -> None:
@@ -345,7 +345,7 @@ class Service:
         Unavailable with the end of its log where it does not come up.
         """
         ready = await self._launch(command(None))
-        self._watch = asyncio.create_task(self._keep(command, ready), name=f"keep {self._name}")
+        self._watch = asyncio.create_task(self._supervise(command, ready), name=f"keep {self._name}")
         return ready
 
     async def end(self) -> None:
@@ -360,7 +360,7 @@ class Service:
         process.terminate()
         try:
             async with asyncio.timeout(END_WAIT_S):
-                await death(process)
+                await wait_for_exit(process)
         except TimeoutError:
             log.warning("the private %s did not end within %s s; killing it", self._name, END_WAIT_S)
             with contextlib.suppress(ProcessLookupError):
@@ -369,7 +369,7 @@ class Service:
 
     async def _launch(self, command: list[str]) -> Mapping[str, object]:
         """Starts it until it is ready; one that is killed meanwhile is not at fault, and is started again."""
-        for _ in range(EARLY_KILLS):
+        for _ in range(MAX_EARLY_KILLS):
             try:
                 return await self._launch_once(command)
             except Unavailable as error:
@@ -416,16 +416,16 @@ class Service:
             return None
         return said if said.get("pid") == pid else None
 
-    async def _keep(
+    async def _supervise(
         self, command: Callable[[Mapping[str, object] | None], list[str]], ready: Mapping[str, object]
     ) -> None:
-        ends: deque[float] = deque(maxlen=RESTARTS + 1)
+        ends: deque[float] = deque(maxlen=MAX_RESTARTS + 1)
         while True:
             process = self._process
             assert process is not None
-            status = await death(process)
+            status = await wait_for_exit(process)
             ends.append(self._clock.monotonic())
-            if len(ends) > RESTARTS and ends[-1] - ends[0] < RESTART_WINDOW_S:
+            if len(ends) > MAX_RESTARTS and ends[-1] - ends[0] < RESTART_WINDOW_S:
                 log.error(
                     "the private %s ended %d times within %g s, the last time with status %s; training goes on without "
                     "it (log: %s)",
@@ -445,13 +445,13 @@ class Service:
                 log.error("%s", error)
                 return
 
-    def _failure(self, what: str) -> str:
+    def _failure(self, summary: str) -> str:
         try:
             lines = self._log_file.read_text(errors="replace").splitlines()[-15:]
         except OSError:
             lines = []
         shown = "\n".join(f"  | {line}" for line in lines) or "  | (nothing)"
-        return f"the private {self._name} {what}; the end of {self._log_file}:\n{shown}"
+        return f"the private {self._name} {summary}; the end of {self._log_file}:\n{shown}"
 
 
 # -P below: "agent" and "controller" are names that a user's own directory may have too.
@@ -470,23 +470,23 @@ def _agent_command(run_dir: Path, controller: str, linger_s: float | None) -> li
         "-m",
         "everstep_agent.main",
         "--node",
-        NODE,
+        PRIVATE_NODE,
         "--controller",
         f"http://{controller}",
     ]
     command += ["--token-file", str(run_dir / "agent.token"), "--run-dir", str(run_dir / "agent")]
     command += ["--segment-dir", str(segment_dir(run_dir)), "--vault-listen", "127.0.0.1:0"]
     if linger_s is None:
-        command += ["--leave-vault", "agent", "--vault-linger-s", str(AGENT_AWAY_S)]
+        command += ["--vault-survives-kill-of", "agent", "--vault-linger-s", str(VAULT_WITHOUT_AGENT_S)]
     else:
-        command += ["--leave-vault", "parent", "--vault-linger-s", str(linger_s)]
+        command += ["--vault-survives-kill-of", "parent", "--vault-linger-s", str(linger_s)]
     return [*command, "--metrics-listen", "127.0.0.1:0", "--stop-vault", "--die-with-parent"]
 
 
 def _write_secrets(run_dir: Path) -> None:
     secret = secrets.token_hex(32)
     _write_private(run_dir / "secret", secret)
-    _write_private(run_dir / "agent.token", mint(secret.encode(), TokenRole.AGENT, NODE))
+    _write_private(run_dir / "agent.token", mint(secret.encode(), TokenRole.AGENT, PRIVATE_NODE))
     _write_private(run_dir / "operator.token", mint(secret.encode(), TokenRole.OPERATOR, "launcher"))
 
 
@@ -496,7 +496,7 @@ def _write_private(path: Path, text: str) -> None:
 
 
 def _check_installed() -> None:
-    missing = {extra: [name for name in names if not _installed(name)] for extra, names in NEEDED.items()}
+    missing = {extra: [name for name in names if not _installed(name)] for extra, names in REQUIRED_MODULES.items()}
     gone = {extra: names for extra, names in missing.items() if names}
     if gone:
         what = "; ".join(f"the {extra} lacks {', '.join(names)}" for extra, names in gone.items())
@@ -515,7 +515,7 @@ def _installed(name: str) -> bool:
 
 def _prune(logs: Path) -> None:
     by_age = sorted(logs.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for old in by_age[KEPT_LOGS:]:
+    for old in by_age[MAX_LOGS:]:
         old.unlink(missing_ok=True)
 
 
@@ -532,7 +532,7 @@ async def read_detail(url: str, token_file: Path, job: str) -> JobDetail | None:
     """Ask a controller about a job; None where it does not answer or knows no such job."""
 
     def ask() -> JobDetail:
-        return Client(url, read_token(str(token_file))).get(path("jobs", job), JobDetail)
+        return ControllerClient(url, read_token(str(token_file))).get(path("jobs", job), JobDetail)
 
     try:
         return await asyncio.to_thread(ask)
@@ -547,7 +547,7 @@ def summary(detail: JobDetail) -> list[str]:
     """
     job = detail.summary
     recoveries = [one for one in detail.recoveries if one.reason is not GenerationReason.FORMED]
-    lost_s = sum(one.seconds or 0.0 for one in recoveries)
+    lost_s = sum(one.duration_s or 0.0 for one in recoveries)
     counted = f"{len(recoveries)} recover{'y' if len(recoveries) == 1 else 'ies'}"
     over = "finished" if job.state is JobState.FINISHED else str(job.state)
     lines = [f"job {job.job} {over} at step {job.step}: {counted}, {lost_s:.2f} s lost to them"]
@@ -556,8 +556,8 @@ def summary(detail: JobDetail) -> list[str]:
     return lines + [_line(one) for one in recoveries[-MOST_LISTED:]]
 
 
-def _line(one: Recovery) -> str:
-    took = "not completed" if one.seconds is None else f"{one.seconds:.2f} s"
+def _line(one: GenerationRecovery) -> str:
+    took = "not completed" if one.duration_s is None else f"{one.duration_s:.2f} s"
     reason = " ".join(one.sentence.split())
     if len(reason) > LONGEST_REASON:
         reason = reason[: LONGEST_REASON - 3] + "..."

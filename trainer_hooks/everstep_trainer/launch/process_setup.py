@@ -22,12 +22,12 @@ OOM_SCORE_ADJUSTMENT = 500
 _libc = ctypes.CDLL(None)
 
 
-def call_process(name: str) -> None:
+def set_process_name(name: str) -> None:
     """What top and ``ps -o comm`` show (15 characters): forked children all have their fork server's command line."""
     _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
-def fresh_signals() -> None:
+def reset_signals() -> None:
     """What a process started from a shell has: default handlers, Ctrl-C as KeyboardInterrupt, nothing blocked."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
@@ -36,7 +36,7 @@ def fresh_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def handles(pid: int, number: int) -> bool:
+def has_signal_handler(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal; False for one that is gone."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -53,7 +53,7 @@ def signal_group(pid: int, number: int) -> None:
         return
 
 
-def step_forward_to_oom_killer() -> None:
+def raise_oom_score() -> None:
     """Where memory is short the kernel shall end a rank, which is replaced, before the vault that its state is in.
 
     A vault maps the slots of all ranks, so that it may look like the largest process of the node. Anybody may raise
@@ -72,7 +72,7 @@ def step_forward_to_oom_killer() -> None:
 # DistributedDataParallel set-up and first step of 8 x Linear(512, 512), on two busy cores).
 
 
-def warm_up() -> None:
+def warm_up_torch() -> None:
     """One step of a small transformer block with AdamW, on the CPU. Leaves torch's random numbers as they were."""
     # The launcher imports this module and must start without torch.
     import torch
@@ -89,12 +89,12 @@ def warm_up() -> None:
 
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-LARGEST_KEPT = 32 << 20
+MMAP_THRESHOLD_BYTES = 32 << 20
 """glibc's own bound (HEAP_MAX_SIZE / 2): larger blocks are mappings of their own whatever we say."""
-KEPT = 4 << 30
-PIECE = 16 << 20
-AT_ONCE = 64 << 20
-TOUCH_AT_MOST = 1 << 30
+MAX_KEPT_BYTES = 4 << 30
+TOUCH_PIECE_BYTES = 16 << 20
+TOUCH_STEP_BYTES = 64 << 20
+MAX_TOUCH_BYTES = 1 << 30
 """A standby of a rank with more host memory than this touches this much: it costs memory while nobody needs it."""
 
 
@@ -103,12 +103,16 @@ def keep_freed_memory() -> bool:
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt"):
         return False
-    settings = ((M_MMAP_THRESHOLD, LARGEST_KEPT), (M_TRIM_THRESHOLD, min(KEPT, 2**31 - 1)), (M_TOP_PAD, PIECE))
+    settings = (
+        (M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES),
+        (M_TRIM_THRESHOLD, min(MAX_KEPT_BYTES, 2**31 - 1)),
+        (M_TOP_PAD, TOUCH_PIECE_BYTES),
+    )
     return all(library.mallopt(name, value) for name, value in settings)
 
 
-def touch_ahead(wanted: int) -> int:
-    """Makes malloc hold ``wanted`` bytes of memory that is there; returns how many. Call it in the main thread.
+def pretouch_heap(nbytes: int) -> int:
+    """Makes malloc hold ``nbytes`` bytes of memory that is there; returns how many. Call it in the main thread.
 
     They come from the heap that the main thread's tensors will come from, and go back to it.
     """
@@ -116,14 +120,14 @@ def touch_ahead(wanted: int) -> int:
     library.malloc.restype = ctypes.c_void_p
     library.malloc.argtypes = [ctypes.c_size_t]
     library.free.argtypes = [ctypes.c_void_p]
-    pieces = [library.malloc(PIECE) for _ in range(min(wanted, TOUCH_AT_MOST) // PIECE)]
+    pieces = [library.malloc(TOUCH_PIECE_BYTES) for _ in range(min(nbytes, MAX_TOUCH_BYTES) // TOUCH_PIECE_BYTES)]
     for piece in pieces:
         if piece:
-            ctypes.memset(piece, 0, PIECE)
+            ctypes.memset(piece, 0, TOUCH_PIECE_BYTES)
     for piece in reversed(pieces):
         if piece:
             library.free(piece)
-    return sum(PIECE for piece in pieces if piece)
+    return sum(TOUCH_PIECE_BYTES for piece in pieces if piece)
 
 
 def anonymous_bytes(pid: int | None = None) -> int:
@@ -135,32 +139,32 @@ def anonymous_bytes(pid: int | None = None) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
 
 
-def largest_sibling() -> int:
+def largest_rank_bytes() -> int:
     """The resident anonymous memory of the largest rank that the same fork server made; 0 where there is none."""
     server = os.getppid()
     try:
         children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
     except OSError:
         return 0
-    return max((anonymous_bytes(int(child)) for child in children if _plays_a_rank(child)), default=0)
+    return max((anonymous_bytes(int(child)) for child in children if _is_rank_process(child)), default=0)
 
 
-def _plays_a_rank(pid: str) -> bool:
+def _is_rank_process(pid: str) -> bool:
     try:
         return Path("/proc", pid, "comm").read_text().startswith("everstep-rank")
     except OSError:
         return False
 
 
-class Waiting:
+class StandbyMemory:
     """A standby's memory while it waits: it follows that of the ranks, 64 MiB at a time."""
 
     def __init__(self) -> None:
         self._touched = 0
 
-    def follow(self) -> None:
+    def match_ranks(self) -> None:
         """Touches what the ranks have and this process has not; a rank's pages shared with the server count on both
         sides and cancel out."""
-        missing = min(largest_sibling() - anonymous_bytes(), AT_ONCE)
-        if missing >= PIECE and self._touched < TOUCH_AT_MOST:
-            self._touched = touch_ahead(self._touched + missing)
+        missing = min(largest_rank_bytes() - anonymous_bytes(), TOUCH_STEP_BYTES)
+        if missing >= TOUCH_PIECE_BYTES and self._touched < MAX_TOUCH_BYTES:
+            self._touched = pretouch_heap(self._touched + missing)

@@ -16,14 +16,19 @@ from typing import BinaryIO
 import msgspec
 
 from everstep.errors import ConfigurationError, Unavailable
-from everstep_trainer.launch.fork_client import ForkServerLink, Lost
-from everstep_trainer.launch.fork_messages import Arrived, Channel, FromForkServer, Promote, pair
-from everstep_trainer.launch.forkserver import PRELOAD
+from everstep_trainer.launch.fork_client import ForkServerLink, ForkServerLost
+from everstep_trainer.launch.fork_messages import ControlChannel, FromForkServer, Promote, ReachedMain, make_socket_pair
+from everstep_trainer.launch.forkserver import PRELOAD_VARIABLE
 from everstep_trainer.launch.job_cache import cache_environment
 from everstep_trainer.launch.options import LaunchOptions
-from everstep_trainer.launch.private_services import state_dir
-from everstep_trainer.launch.process_setup import handles
-from everstep_trainer.runtime.assignment import AGENT_SOCKET, JOB, LOCAL_RANK, START_FROM
+from everstep_trainer.launch.private_services import resolve_state_dir
+from everstep_trainer.launch.process_setup import has_signal_handler
+from everstep_trainer.runtime.assignment import (
+    AGENT_SOCKET_VARIABLE,
+    JOB_VARIABLE,
+    LOCAL_RANK_VARIABLE,
+    START_FROM_VARIABLE,
+)
 
 # ---- environment
 # Environment variables of the fork server and of workers; what a generation decides, the worker sets itself.
@@ -31,15 +36,15 @@ from everstep_trainer.runtime.assignment import AGENT_SOCKET, JOB, LOCAL_RANK, S
 log = logging.getLogger(__name__)
 
 
-def server_environment(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str, str]:
+def fork_server_environment(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str, str]:
     """The fork server's, and so every worker's. One thread for each rank unless told otherwise, as torchrun does.
 
     It has to be set before torch is imported, which is before GPUs are counted: ``gpu`` and ``auto`` are several.
     Makes the job's folder for compiled code, and names it.
     """
     name = options.cache_name or options.job
-    environment = {**environ, **cache_environment(state_dir(options.state_dir, environ), name, environ)}
-    environment[PRELOAD] = ",".join(options.preload)
+    environment = {**environ, **cache_environment(resolve_state_dir(options.state_dir, environ), name, environ)}
+    environment[PRELOAD_VARIABLE] = ",".join(options.preload)
     if options.nproc_per_node != 1 and "OMP_NUM_THREADS" not in environ:
         environment["OMP_NUM_THREADS"] = "1"
         log.info("OMP_NUM_THREADS is not set: each rank gets 1 thread, so that ranks do not fight over cores")
@@ -51,10 +56,10 @@ def worker_environment(
 ) -> dict[str, str | None]:
     """What a worker has from its birth; a standby's LOCAL_RANK is unset, whatever the launcher's own is."""
     return {
-        JOB: options.job,
-        AGENT_SOCKET: agent_socket,
-        LOCAL_RANK: None if local_rank is None else str(local_rank),
-        START_FROM: options.start_from,
+        JOB_VARIABLE: options.job,
+        AGENT_SOCKET_VARIABLE: agent_socket,
+        LOCAL_RANK_VARIABLE: None if local_rank is None else str(local_rank),
+        START_FROM_VARIABLE: options.start_from,
         "LOCAL_WORLD_SIZE": str(nproc),
         "TORCHELASTIC_RUN_ID": options.job,
         "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
@@ -62,7 +67,7 @@ def worker_environment(
     }
 
 
-def plain_environment(*, local_rank: int, nproc: int, host: str, port: int) -> dict[str, str]:
+def static_rank_environment(*, local_rank: int, nproc: int, host: str, port: int) -> dict[str, str]:
     """On a single node ranks are known beforehand: what a script needs that never calls ``everstep.main``."""
     rank = str(local_rank)
     return {
@@ -86,7 +91,7 @@ def plain_environment(*, local_rank: int, nproc: int, host: str, port: int) -> d
 CHUNK_BYTES = 1 << 16
 
 
-class Outputs:
+class WorkerOutputs:
     """Pipes from workers into ``directory``.
 
     Args:
@@ -191,21 +196,21 @@ STORE_SERIAL = 0
 COUNT_SERIAL = -1
 
 
-class Heard(msgspec.Struct, frozen=True):
+class WorkerReachedMain(msgspec.Struct, frozen=True):
     """A worker's script came to ``everstep.main``."""
 
     serial: int
 
 
-StaffEvent = FromForkServer | Lost | Heard
+ProcessEvent = FromForkServer | ForkServerLost | WorkerReachedMain
 
 
-class Staff:
+class WorkerProcesses:
     """Store host, workers and standbys, through one fork server.
 
     Args:
         listener: the rendezvous store's listening socket. It stays open here, so that the address outlives its host.
-        happened: gets births, deaths and arrivals.
+        on_event: gets births, deaths and arrivals.
         label: the present name of a worker, for its lines of output.
     """
 
@@ -214,16 +219,16 @@ class Staff:
         options: LaunchOptions,
         environ: Mapping[str, str],
         listener: socket.socket,
-        happened: Callable[[StaffEvent], None],
+        on_event: Callable[[ProcessEvent], None],
         label: Callable[[int], str],
     ) -> None:
         self._options = options
         self._listener = listener
-        self._happened = happened
-        self._forks = ForkServerLink(happened, server_environment(options, environ))
-        self._controls: dict[int, Channel[Arrived]] = {}
+        self._on_event = on_event
+        self._forks = ForkServerLink(on_event, fork_server_environment(options, environ))
+        self._controls: dict[int, ControlChannel[ReachedMain]] = {}
         directory = Path(options.log_dir) / options.job if options.log_dir is not None else None
-        self._outputs = Outputs(directory, options.tee, label) if directory is not None else None
+        self._outputs = WorkerOutputs(directory, options.tee, label) if directory is not None else None
 
     @property
     def address(self) -> tuple[str, int]:
@@ -234,12 +239,12 @@ class Staff:
     def start(self) -> None:
         """Starts the fork server and in it the store host; orders wait until torch is imported."""
         self._forks.start()
-        self.host_store()
+        self.start_store_host()
 
-    def host_store(self) -> None:
+    def start_store_host(self) -> None:
         """Forks the process that serves the store."""
         host, port = self.address
-        target = "everstep_trainer.launch.store_host:host"
+        target = "everstep_trainer.launch.store_host:serve_store"
         arguments = {"address": host, "port": port}
         self._forks.fork(STORE_SERIAL, target, arguments, descriptors=(self._listener.fileno(),))
 
@@ -249,7 +254,7 @@ class Staff:
         if isinstance(kind, int):
             return kind
         reading, writing = os.pipe2(os.O_CLOEXEC)
-        target = "everstep_trainer.launch.options:report_count"
+        target = "everstep_trainer.launch.options:write_rank_count"
         self._forks.fork(COUNT_SERIAL, target, {"kind": kind}, descriptors=(writing,))
         os.close(writing)
         text = await _read_all(reading)
@@ -265,10 +270,10 @@ class Staff:
         environment = worker_environment(options, agent_socket=agent_socket, nproc=nproc, local_rank=local_rank)
         if options.max_nodes == 1 and local_rank is not None:
             host, port = self.address
-            environment |= plain_environment(local_rank=local_rank, nproc=nproc, host=host, port=port)
-        arguments = {"script": options.script, "module": options.module, "arguments": list(options.arguments)}
+            environment |= static_rank_environment(local_rank=local_rank, nproc=nproc, host=host, port=port)
+        arguments = {"script": options.script, "module": options.is_module, "arguments": list(options.arguments)}
         outputs = self._outputs.open(serial) if self._outputs is not None else ()
-        ours, theirs = pair()
+        ours, theirs = make_socket_pair()
         with theirs:
             self._forks.fork(
                 serial,
@@ -279,7 +284,7 @@ class Staff:
             )
         for descriptor in outputs:
             os.close(descriptor)
-        self._controls[serial] = Channel(ours, Arrived)
+        self._controls[serial] = ControlChannel(ours, ReachedMain)
         asyncio.get_running_loop().add_reader(ours.fileno(), self._listen, serial)
 
     def promote(self, serial: int, local_rank: int) -> None:
@@ -294,16 +299,16 @@ class Staff:
         for serial in serials:
             self._forks.signal(serial, number)
 
-    def pass_on(self, number: Signals, living: Iterable[tuple[int, int]]) -> None:
+    def forward_signal(self, number: Signals, living: Iterable[tuple[int, int]]) -> None:
         """Sends a signal to those of ``living`` (serials and pids) that have a handler for it: others it would end."""
-        able = [serial for serial, pid in living if handles(pid, number)]
+        able = [serial for serial, pid in living if has_signal_handler(pid, number)]
         self.signal(able, number)
         if able:
             log.info("%s is passed on to %d processes that handle it", number.name, len(able))
         else:
             log.warning("%s changes nothing: no rank has a handler for it", number.name)
 
-    def hang_up(self, serial: int) -> None:
+    def close_control(self, serial: int) -> None:
         """Closes the line to a worker."""
         control = self._controls.pop(serial, None)
         if control is not None:
@@ -316,7 +321,7 @@ class Staff:
             await self._forks.end()
         finally:
             for serial in list(self._controls):
-                self.hang_up(serial)
+                self.close_control(serial)
             if self._outputs is not None:
                 self._outputs.drain()
 
@@ -326,9 +331,9 @@ class Staff:
         except BlockingIOError:
             return
         if received is None:
-            self.hang_up(serial)
+            self.close_control(serial)
         else:
-            self._happened(Heard(serial))
+            self._on_event(WorkerReachedMain(serial))
 
 
 async def _read_all(descriptor: int) -> bytes:

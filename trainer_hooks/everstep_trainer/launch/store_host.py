@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 
-from everstep_trainer.launch.process_setup import call_process
+from everstep_trainer.launch.process_setup import set_process_name
 
 
-def host(descriptors: tuple[int, ...], *, address: str, port: int) -> None:
+def serve_store(descriptors: tuple[int, ...], *, address: str, port: int) -> None:
     """Serves a TCPStore on the listening socket that came along, until the process is ended.
 
     The launcher keeps the socket too: connections made before this process serves, or while it is being replaced,
@@ -18,7 +18,7 @@ def host(descriptors: tuple[int, ...], *, address: str, port: int) -> None:
     import torch.distributed as dist
 
     (listener,) = descriptors
-    call_process("everstep-store")
+    set_process_name("everstep-store")
     store = dist.TCPStore(  # type: ignore[attr-defined] # torch does not list what it re-exports
         address,
         port,

@@ -10,8 +10,13 @@ import traceback
 from time import perf_counter
 from types import TracebackType
 
-from everstep_trainer.launch.process_setup import call_process, keep_freed_memory, step_forward_to_oom_killer
-from everstep_trainer.runtime.assignment import BORN, CONTROL_FD, LOCAL_RANK, WORKER_PID
+from everstep_trainer.launch.process_setup import keep_freed_memory, raise_oom_score, set_process_name
+from everstep_trainer.runtime.assignment import (
+    CONTROL_FD_VARIABLE,
+    LOCAL_RANK_VARIABLE,
+    STARTED_AT_VARIABLE,
+    WORKER_PID_VARIABLE,
+)
 
 
 def run(descriptors: tuple[int, ...], *, script: str, module: bool, arguments: list[str]) -> None:
@@ -20,14 +25,14 @@ def run(descriptors: tuple[int, ...], *, script: str, module: bool, arguments: l
     Returns when the script does; raises SystemExit with its status where it left that way or by an exception.
     """
     control, *outputs = descriptors
-    local_rank = os.environ.get(LOCAL_RANK)
-    call_process("everstep-spare" if local_rank is None else f"everstep-rank{local_rank}")
-    os.environ[CONTROL_FD] = str(control)
-    os.environ[WORKER_PID] = str(os.getpid())
-    os.environ[BORN] = repr(perf_counter())
+    local_rank = os.environ.get(LOCAL_RANK_VARIABLE)
+    set_process_name("everstep-spare" if local_rank is None else f"everstep-rank{local_rank}")
+    os.environ[CONTROL_FD_VARIABLE] = str(control)
+    os.environ[WORKER_PID_VARIABLE] = str(os.getpid())
+    os.environ[STARTED_AT_VARIABLE] = repr(perf_counter())
     _take_outputs(outputs)
     keep_freed_memory()
-    step_forward_to_oom_killer()
+    raise_oom_score()
     sys.argv = [script, *arguments]
     try:
         if module:

@@ -20,17 +20,17 @@ from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.local_slots import LocalSlots
 from everstep_trainer.restore.version_choice import FIRST_CHECKPOINT_RANK
 
-FIRST_LOCAL_RANK = 32
+FIRST_CHECKPOINT_LOCAL_RANK = 32
 """Half of the local ranks for which a vault keeps segments."""
-SLOTS = 3
+TIER_SLOTS = 3
 """The one being written, the newest that is known to be whole, and the newest besides."""
-WHOLE = "dcp/whole"
+WHOLE_KEY = "dcp/whole"
 """Where the generation's store has it."""
-_FILLING = threading.Lock()
+_FILL_LOCK = threading.Lock()
 """Held by whoever fills a slot: a thread that a generation left behind may be at it while the next one begins."""
 
 
-class Tier:
+class MemoryTier:
     """One rank's place in the memory tier, in one generation.
 
     Args:
@@ -40,17 +40,19 @@ class Tier:
     """
 
     def __init__(self, vault: VaultClient, spec: GenerationSpec, member: Member, store: Store) -> None:
-        if member.local_rank >= FIRST_LOCAL_RANK:
-            raise ConfigurationError(f"checkpoints of DCP are kept for {FIRST_LOCAL_RANK} ranks of a node at most")
+        if member.local_rank >= FIRST_CHECKPOINT_LOCAL_RANK:
+            raise ConfigurationError(
+                f"checkpoints of DCP are kept for {FIRST_CHECKPOINT_LOCAL_RANK} ranks of a node at most"
+            )
         self.vault = vault
         self.spec = spec
         self.member = member
         self.store = store
-        self.local = LocalSlots()
-        self.loads = 0
+        self.local_slots = LocalSlots()
+        self.load_count = 0
         self.is_over = False
         """The generation was left: what a thread of it still wants to write is refused."""
-        self.filling = _FILLING
+        self.fill_lock = _FILL_LOCK
         self._loaded: Version | None = None
 
     def __reduce__(self) -> NoReturn:
@@ -67,11 +69,11 @@ class Tier:
     @property
     def local_rank(self) -> int:
         """Of this rank's segment."""
-        return FIRST_LOCAL_RANK + self.member.local_rank
+        return FIRST_CHECKPOINT_LOCAL_RANK + self.member.local_rank
 
     def checkpoints(self) -> dict[Version, list[SlotInfo]]:
         """The slots of all checkpoints that this job's vaults hold, nearest first."""
-        self.local = LocalSlots()  # under a path that was mapped there may be a larger segment by now
+        self.local_slots = LocalSlots()  # under a path that was mapped there may be a larger segment by now
         nodes = tuple(dict.fromkeys((*self.spec.seats, *(holder.node for holder in self.spec.holders))))
         slots = self.vault.inventory(self.spec.job, tuple(n for n in nodes if n != self.member.node))
         found: dict[Version, list[SlotInfo]] = defaultdict(list)
@@ -82,25 +84,25 @@ class Tier:
 
     def _distance(self, slot: SlotInfo) -> tuple[bool, bool, bool, int]:
         own = self.member
-        far = slot.node != own.node and not self.spec.is_near(own.node, slot.node)
+        far = slot.node != own.node and not self.spec.is_same_rack(own.node, slot.node)
         return slot.node != own.node, far, slot.replica, (slot.rank - self.rank) % FIRST_CHECKPOINT_RANK
 
-    def note_whole(self, version: Version) -> None:
+    def mark_whole(self, version: Version) -> None:
         """All ranks wrote this one; rank 0 says so."""
-        self.store.set(WHOLE, _text(version))
+        self.store.set(WHOLE_KEY, _text(version))
 
-    def note_loaded(self, version: Version) -> None:
+    def mark_loaded(self, version: Version) -> None:
         """It was whole, and nothing newer is known to be."""
         self._loaded = version
 
     def newest_whole(self) -> Version | None:
         """The newest checkpoint that is known to be whole: what must not be written over."""
-        return _version(self.store.get(WHOLE).decode()) if self.store.check([WHOLE]) else self._loaded
+        return _version(self.store.get(WHOLE_KEY).decode()) if self.store.check([WHOLE_KEY]) else self._loaded
 
     def agree(self, chosen: Version | None) -> Version:
         """What rank 0 chose, on all ranks. Raises NotRestorable where it chose nothing."""
-        key = f"dcp/load/{self.loads}"
-        self.loads += 1
+        key = f"dcp/load/{self.load_count}"
+        self.load_count += 1
         if self.member.rank == 0:
             self.store.set(key, "" if chosen is None else _text(chosen))
         told = self.store.get(key).decode()

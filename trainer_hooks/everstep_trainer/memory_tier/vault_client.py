@@ -27,31 +27,31 @@ import msgspec
 from everstep import errors
 from everstep.clock import Backoff, Clock
 from everstep.ids import Version
-from everstep.layout.slots import SLOTS, SegmentView
+from everstep.layout.slots import SLOTS_PER_RANK, SegmentView
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1.local import (
     MAX_FRAME_BYTES,
-    CheckRoom,
-    Connect,
-    Connected,
-    ConnectionBroke,
-    Failed,
+    CheckCapacity,
     Fetch,
     Fetched,
     FromVault,
     Inventory,
     InventoryAnswer,
+    OpenPeerConnection,
     OpenSegment,
+    PeerConnectionBroken,
+    PeerConnectionOpened,
     Replicated,
-    Segment,
-    SegmentNeed,
+    RequestFailed,
+    SegmentOpened,
+    SegmentRequirement,
     SlotInfo,
     SlotSealed,
     ToVault,
     VaultFinding,
 )
-from everstep.wire.v1.training import PeerLost
+from everstep.wire.v1.training import PeerConnectionLost
 from everstep.wire.v1.vault_orders import ParityGroup
 
 # ---- locality
@@ -70,7 +70,7 @@ def numa_node(sysfs: Path = SYSFS) -> int | None:
         return None
     device = _gpu_address()
     if device is not None:
-        return _of_device(sysfs, device)
+        return _device_numa_node(sysfs, device)
     allowed = os.sched_getaffinity(0)
     return next((node for node, processors in nodes.items() if allowed <= processors), None)
 
@@ -102,7 +102,7 @@ def _gpu_address() -> str | None:
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
-def _of_device(sysfs: Path, address: str) -> int | None:
+def _device_numa_node(sysfs: Path, address: str) -> int | None:
     try:
         node = int((sysfs / "bus/pci/devices" / address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -131,14 +131,14 @@ class MappedSegment:
         self.buffer = memoryview(self._map)
         self.view = SegmentView(self.buffer)
         self.slot_bytes = self.view.slot_bytes
-        self.page_locked = False
+        self.is_page_locked = False
 
     @property
     def directory(self) -> str:
         """Where scratch files that the vault may write to go."""
         return os.path.dirname(self.path)
 
-    def is_named(self) -> bool:
+    def is_current(self) -> bool:
         """Whether the path still names the file that is mapped (a restarted vault may have made another)."""
         try:
             status = os.stat(self.path)
@@ -150,7 +150,7 @@ class MappedSegment:
 log = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 1 << 16
-MOST_DESCRIPTORS = 16
+MAX_DESCRIPTORS = 16
 """In one call; the kernel ends a read behind the first frame that has one."""
 TICK_S = 0.25
 """How often the reader looks for requests whose deadline passed."""
@@ -158,12 +158,12 @@ OPEN_TIMEOUT_S = 300.0
 """For a segment to be made: the first touch of its pages runs at 0.6 GB/s, and all ranks of a node begin together."""
 DECODE_TIMEOUT_S = 300.0
 """For a slot that is made again from parity: all the others of its group are read for that."""
-CHECKED_WITHIN_S = 20.0
+STARTUP_CHECK_WAIT_S = 20.0
 """For vaults to hash what they found when they began, newest versions first; ranks wait a minute for one another."""
 RECONNECT = Backoff(floor_s=0.01, ceiling_s=0.5)
 
 
-class Lent(msgspec.Struct, frozen=True):
+class VaultConnection(msgspec.Struct, frozen=True):
     """A proved connection to another node's vault, and how long to wait on it."""
 
     sock: socket.socket
@@ -206,7 +206,7 @@ class VaultClient:
         job: str,
         local_rank: int,
         slot_bytes: int,
-        slots: int = SLOTS,
+        slots: int = SLOTS_PER_RANK,
         keep: tuple[Version, ...] | None = None,
     ) -> MappedSegment:
         """The rank's segment, mapped writable, with slots of at least ``slot_bytes``.
@@ -215,21 +215,21 @@ class VaultClient:
         Raises OutOfSlotMemory where the node has no room, Unavailable where the vault does not answer.
         """
         near = numa_node()
-        answer: Segment = self._ask(
+        answer: SegmentOpened = self._request(
             lambda n: OpenSegment(
                 request=n, job=job, local_rank=local_rank, slot_bytes=slot_bytes, slots=slots, numa_node=near, keep=keep
             ),
             OPEN_TIMEOUT_S,
         ).result()
         known = self._segments.get(answer.path)
-        if known is None or known.slot_bytes != answer.slot_bytes or not known.is_named():
+        if known is None or known.slot_bytes != answer.slot_bytes or not known.is_current():
             known = self._segments[answer.path] = MappedSegment(answer.path)
         return known
 
     def check_room(
         self,
         job: str,
-        needs: tuple[SegmentNeed, ...],
+        needs: tuple[SegmentRequirement, ...],
         *,
         tentative: bool = False,
         below: int = 0,
@@ -239,21 +239,23 @@ class VaultClient:
 
         Raises OutOfSlotMemory, with the arithmetic, where it could not; Unavailable.
         """
-        self._ask(
-            lambda n: CheckRoom(request=n, job=job, needs=needs, tentative=tentative, below=below, keep=keep)
+        self._request(
+            lambda n: CheckCapacity(
+                request=n, job=job, needs=needs, has_fallback=tentative, reclaim_below_rank=below, keep=keep
+            )
         ).result()
 
-    def mapped(self, path: str) -> MappedSegment:
+    def map_segment(self, path: str) -> MappedSegment:
         """The rank's segment at ``path`` in the mapping that is there already, or in a new one that is kept as well.
 
         Raises OSError where there is none, DigestMismatch where it is no segment.
         """
         known = self._segments.get(path)
-        if known is None or not known.is_named():
+        if known is None or not known.is_current():
             known = self._segments[path] = MappedSegment(path)
         return known
 
-    def sealed(
+    def report_sealed(
         self,
         *,
         job: str,
@@ -263,12 +265,12 @@ class VaultClient:
         slot: int,
         version: Version,
         replicate: tuple[tuple[int, int], ...] = (),
-        to: tuple[str, ...] = (),
+        replica_nodes: tuple[str, ...] = (),
         keep: tuple[Version, ...] = (),
         kept: bool = False,
     ) -> Future[Replicated]:
         """Says that a slot is sealed; the future holds which nodes have a copy now. Returns at once."""
-        return self._ask(
+        return self._request(
             lambda n: SlotSealed(
                 request=n,
                 job=job,
@@ -277,21 +279,21 @@ class VaultClient:
                 local_rank=local_rank,
                 slot=slot,
                 version=version,
-                replicate=replicate,
-                to=to,
+                replicate_ranges=replicate,
+                replica_nodes=replica_nodes,
                 keep=keep,
-                kept=kept,
+                commit_candidate=kept,
             )
         )
 
     def inventory(self, job: str, nodes: tuple[str, ...] = (), *, timeout_s: float = 1.0) -> tuple[SlotInfo, ...]:
         """The job's sealed slots here and in the vaults of ``nodes``; a silent node is left out after ``timeout_s``.
 
-        Vaults that began a moment ago, and have yet to hash what they found, are given CHECKED_WITHIN_S for it.
+        Vaults that began a moment ago, and have yet to hash what they found, are given STARTUP_CHECK_WAIT_S for it.
         """
-        deadline = self._clock.monotonic() + CHECKED_WITHIN_S
+        deadline = self._clock.monotonic() + STARTUP_CHECK_WAIT_S
         while True:
-            answer: InventoryAnswer = self._ask(
+            answer: InventoryAnswer = self._request(
                 lambda n: Inventory(request=n, job=job, nodes=nodes, timeout_s=timeout_s)
             ).result()
             if not answer.unchecked:
@@ -308,15 +310,14 @@ class VaultClient:
         rank: int,
         version: Version,
         ranges: tuple[tuple[int, int], ...],
-        into: str,
-        into_offset: int = 0,
-        group: ParityGroup | None = None,
+        target_path: str,
+        target_offset: int = 0,
+        parity_group: ParityGroup | None = None,
     ) -> Future[Fetched]:
-        """Copies the manifest of a slot on ``node`` into the file ``into``. With a ``group`` the slot is made again
-        from that; then (offset, length) ranges can be had too, one after another. Returns at
-        once; the future raises DigestMismatch, NotFound, Unavailable, or NotRestorable where the group has lost too
-        much."""
-        return self._ask(
+        """Copies the manifest of a slot on ``node`` into the file ``target_path``. With a ``parity_group`` the slot is
+        made again from that; then (offset, length) ranges can be had too, one after another. Returns at once; the
+        future raises DigestMismatch, NotFound, Unavailable, or NotRestorable where the group has lost too much."""
+        return self._request(
             lambda n: Fetch(
                 request=n,
                 job=job,
@@ -324,21 +325,21 @@ class VaultClient:
                 rank=rank,
                 version=version,
                 ranges=ranges,
-                into=into,
-                into_offset=into_offset,
-                group=group,
+                target_path=target_path,
+                target_offset=target_offset,
+                parity_group=parity_group,
             ),
-            None if group is None else DECODE_TIMEOUT_S,
+            None if parity_group is None else DECODE_TIMEOUT_S,
         )
 
-    def connect(self, *, job: str, node: str) -> Future[Lent]:
+    def connect(self, *, job: str, node: str) -> Future[VaultConnection]:
         """A connection of the caller's own to ``node``'s vault, which the vault here has proved. Returns at once; the
         future raises NotFound, Unavailable, AuthenticationError."""
-        return self._ask(lambda n: Connect(request=n, job=job, node=node))
+        return self._request(lambda n: OpenPeerConnection(request=n, job=job, node=node))
 
-    def connection_broke(self, *, job: str, node: str, why: str) -> None:
+    def report_broken_connection(self, *, job: str, node: str, reason: str) -> None:
         """Tells the vault that such a connection ended without the caller's doing. Returns at once."""
-        self._ask(lambda n: ConnectionBroke(request=n, job=job, node=node, why=why[:1000]))
+        self._request(lambda n: PeerConnectionBroken(request=n, job=job, node=node, reason=reason[:1000]))
 
     def close(self) -> None:
         """Ends the connection and its thread; what is unanswered raises Unavailable. Mappings stay valid."""
@@ -351,7 +352,7 @@ class VaultClient:
 
     # --- sending
 
-    def _ask(self, build: Callable[[int], ToVault], timeout_s: float | None = None) -> Future[Any]:
+    def _request(self, build: Callable[[int], ToVault], timeout_s: float | None = None) -> Future[Any]:
         """Sends a request built around its number. The future never outlives the timeout by more than a tick."""
         number = next(self._numbers)
         patience_s = self._timeout_s if timeout_s is None else timeout_s
@@ -430,7 +431,7 @@ class VaultClient:
         data = b""
         try:
             data, descriptors, _, _ = socket.recv_fds(
-                connection, RECEIVE_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                connection, RECEIVE_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
             )
             lent.extend(socket.socket(fileno=descriptor) for descriptor in descriptors)
         except TimeoutError:
@@ -451,19 +452,19 @@ class VaultClient:
         return bool(data)
 
     def _take(self, answer: FromVault, lent: deque[socket.socket]) -> None:
-        if isinstance(answer, VaultFinding | PeerLost):
+        if isinstance(answer, VaultFinding | PeerConnectionLost):
             return  # for supervisors
-        result: FromVault | Lent = answer
-        if isinstance(answer, Connected):
+        result: FromVault | VaultConnection = answer
+        if isinstance(answer, PeerConnectionOpened):
             if not lent:
                 raise errors.MalformedMessage("a connection was announced, and none came")
-            result = Lent(lent.popleft(), answer.answer_timeout_s, answer.io_timeout_s)
+            result = VaultConnection(lent.popleft(), answer.answer_timeout_s, answer.io_timeout_s)
         with self._lock:
             pending = self._pending.pop(answer.request, None)
         if pending is None:  # answered after its deadline, or twice after a reconnect
-            if isinstance(result, Lent):
+            if isinstance(result, VaultConnection):
                 result.sock.close()
-        elif isinstance(answer, Failed):
+        elif isinstance(answer, RequestFailed):
             kind = errors.BY_CODE.get(answer.code, errors.EverstepError)
             pending.future.set_exception(kind(answer.message))
         else:

@@ -17,22 +17,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from everstep_trainer.runtime.peer_wait import Waits
+from everstep_trainer.runtime.peer_wait import CollectiveTimer
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """By its name from torch 2.13 on; the older one warns there."""
 
 
-class Exchange:
+class GradientExchange:
     """What the hook needs: the group (None: the default one), and a timer of its collectives."""
 
-    def __init__(self, group: dist.ProcessGroup | None, waits: Waits) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timer: CollectiveTimer) -> None:
         self.group = group
-        self.waits = waits
+        self.timer = timer
 
 
 def mean_in_rank_order(
-    exchange: Exchange,
+    exchange: GradientExchange,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # exported at run time
 ) -> torch.futures.Future[torch.Tensor]:
     """A DDP communication hook: the mean over ranks, each element added in the order of ranks.
@@ -45,14 +45,14 @@ def mean_in_rank_order(
     padding = -buffer.numel() % world
     padded = nn.functional.pad(buffer, (0, padding)) if padding else buffer
     everybodys = torch.empty_like(padded)
-    with exchange.waits.on(buffer.device):
+    with exchange.timer.measure(buffer.device):
         dist.all_to_all_single(everybodys, padded, group=group)
     parts = everybodys.view(world, -1)
     mine = parts[0]
     for other in parts[1:]:
         mine += other
     mine /= world
-    with exchange.waits.on(buffer.device):
+    with exchange.timer.measure(buffer.device):
         _all_gather(padded, mine, group=group)
     if padding:
         buffer.copy_(padded[: buffer.numel()])
@@ -61,7 +61,7 @@ def mean_in_rank_order(
     return done
 
 
-def _untold(seconds: float) -> None:
+def _ignore_wait(seconds: float) -> None:
     return
 
 
@@ -77,7 +77,7 @@ def replicate(
     *,
     exact: bool,
     equal_already: bool,
-    waited: Callable[[float], None] = _untold,
+    on_wait: Callable[[float], None] = _ignore_wait,
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> DistributedDataParallel:
@@ -88,7 +88,7 @@ def replicate(
             of communication with backward.
         equal_already: every replica will be restored from one checkpoint, so the constructor need not send rank 0's
             parameters to all (25 to 35 ms for 2.1 M parameters over loopback).
-        waited: told the seconds that each collective of an exact replica took.
+        on_wait: told the seconds that each collective of an exact replica took.
         options: passed on to DistributedDataParallel.
 
     Raises TypeError for sparse gradients where ``exact``.
@@ -100,5 +100,5 @@ def replicate(
         options.setdefault("bucket_cap_mb", 256)  # one bucket: without overlap, more buckets only cost latency
     replicas = DistributedDataParallel(module, process_group=process_group, init_sync=not equal_already, **options)
     if exact:
-        replicas.register_comm_hook(Exchange(process_group, Waits(waited)), mean_in_rank_order)
+        replicas.register_comm_hook(GradientExchange(process_group, CollectiveTimer(on_wait)), mean_in_rank_order)
     return replicas

@@ -21,15 +21,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from everstep_trainer.memory_tier.tier import Tier
-from everstep_trainer.state.tracked_objects import several
+from everstep_trainer.memory_tier.tier import MemoryTier
+from everstep_trainer.state.tracked_objects import as_list
 
 # ---- place
 # Where a rank stands in its generation.
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank stands in its generation. ``restores``: a version will be restored for certain."""
+class RankContext(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank stands in its generation. ``will_restore``: a version will be restored for certain."""
 
     rank: int = 0
     world_size: int = 1
@@ -37,12 +37,12 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     local_world_size: int = 1
     generation: int = 0
     device: torch.device = torch.device("cpu")
-    restores: bool = False
+    will_restore: bool = False
     mesh: Callable[[], DeviceMesh] | None = None
-    tier: Callable[[], Tier] | None = None
+    tier: Callable[[], MemoryTier] | None = None
 
 
-SHOWN = 8
+MAX_SHOWN = 8
 """So many replicas are named by an error: there may be thousands."""
 
 
@@ -54,7 +54,7 @@ class Replica(msgspec.Struct, frozen=True):
     stage: int = 0
 
 
-class DataParallel:
+class ReplicaAssignment:
     """What a rank's replica is: the rank itself, until the training function says otherwise.
 
     Args:
@@ -66,42 +66,42 @@ class DataParallel:
         self._device = device
         self._replica = Replica(rank, world_size)
         self._mesh: DeviceMesh | None = None
-        self._went_by_it = ""
-        self.said = False
+        self._used_for = ""
+        self.is_declared = False
 
-    def say(self, replicas: DeviceMesh | tuple[int, int], stage: DeviceMesh | int) -> Replica:
+    def declare(self, replicas: DeviceMesh | tuple[int, int], stage: DeviceMesh | int) -> Replica:
         """See ``Run.data_parallel``. A collective."""
-        if self.said:
+        if self.is_declared:
             raise ValueError("run.data_parallel was called before in this generation: one call says what a replica is")
-        if self._went_by_it:
+        if self._used_for:
             raise ValueError(
-                f"{self._went_by_it} went by one replica a rank already: call run.data_parallel before it, "
+                f"{self._used_for} went by one replica a rank already: call run.data_parallel before it, "
                 "as soon as the mesh is made"
             )
         index, count = _place_among(replicas)
         replica = Replica(index, count, _place_among(stage)[0] if isinstance(stage, DeviceMesh) else stage)
         _require_whole_replicas(self._of_all_ranks(replica), self._world)
-        self._replica, self.said = replica, True
+        self._replica, self.is_declared = replica, True
         self._mesh = replicas if isinstance(replicas, DeviceMesh) else None
         return replica
 
     def replica_for(self, use: str) -> Replica:
         """The replica, for ``use``; from here on it cannot become another one."""
-        self._went_by_it = self._went_by_it or use
+        self._used_for = self._used_for or use
         return self._replica
 
     @property
-    def one_a_rank(self) -> bool:
+    def has_replica_per_rank(self) -> bool:
         """Whether every rank is a replica of its own."""
         return self._replica.count == self._world
 
-    def add_gradients_over_replicas(self, options: dict[str, Any]) -> bool:
+    def set_gradient_group(self, options: dict[str, Any]) -> bool:
         """Gives options of DistributedDataParallel the group of ranks that have the same part of all replicas.
 
         False where no group is known, and none is needed: there is one replica. Raises ValueError where there are more.
         """
         replica = self.replica_for("run.replicate")
-        if self.one_a_rank or "process_group" in options:
+        if self.has_replica_per_rank or "process_group" in options:
             return True
         if self._mesh is not None and self._mesh.ndim == 1:
             options["process_group"] = self._mesh.get_group()
@@ -118,7 +118,7 @@ class DataParallel:
         self.replica_for("run.mean")
         if isinstance(value, DTensor):
             value = value.full_tensor()
-        if not self.one_a_rank:
+        if not self.has_replica_per_rank:
             return self._mean_over_replicas(value, weight)
         if value is None:
             raise ValueError(
@@ -141,7 +141,7 @@ class DataParallel:
         dist.all_reduce(sums)
         counts: list[float] = sums[-self._replica.count :].tolist()
         if counts[0] == 0 or len(set(counts)) > 1:
-            found = ", ".join(f"{ranks:.0f} of number {index}" for index, ranks in [*enumerate(counts)][:SHOWN])
+            found = ", ".join(f"{ranks:.0f} of number {index}" for index, ranks in [*enumerate(counts)][:MAX_SHOWN])
             raise ValueError(
                 f"not equally many ranks of {self._replica.count} replicas have a loss, or none: {found}. The same "
                 "ranks of each give it to run.mean, such as those of a pipeline's last stage, and all others None"
@@ -175,17 +175,17 @@ def _place_among(replicas: DeviceMesh | tuple[int, int]) -> tuple[int, int]:
     return index, replicas.size()
 
 
-def _require_whole_replicas(said: list[tuple[int, int]], world_size: int) -> None:
+def _require_whole_replicas(declared: list[tuple[int, int]], world_size: int) -> None:
     """Raises ValueError unless all ranks agree how many replicas there are, and these are of equally many ranks."""
-    counts = sorted({count for _, count in said})
+    counts = sorted({count for _, count in declared})
     if len(counts) > 1:
         raise ValueError(f"ranks differ in how many replicas they say there are: {counts}")
     (count,) = counts
-    ranks_of = Counter(index for index, _ in said)
+    ranks_of = Counter(index for index, _ in declared)
     each = world_size // count if count > 0 else 0
     if each * count == world_size and all(ranks_of[index] == each for index in range(count)):
         return
-    found = ", ".join(f"{ranks} of number {index}" for index, ranks in sorted(ranks_of.items())[:SHOWN])
+    found = ", ".join(f"{ranks} of number {index}" for index, ranks in sorted(ranks_of.items())[:MAX_SHOWN])
     raise ValueError(
         f"{world_size} ranks are not {count} replicas of equally many ranks, counted from 0: there are {found}. "
         "Give run.data_parallel the mesh of the replicas, such as mesh['dp'], or (index, count)"
@@ -200,7 +200,7 @@ log = logging.getLogger(__name__)
 
 def warn_of_model_parallelism(tracked: Iterable[object], world_size: int) -> None:
     """To be asked where nobody said what a replica is: a line in the log where it seems to be more than one rank."""
-    sign = sign_of_model_parallelism(tracked, world_size)
+    sign = find_model_parallelism(tracked, world_size)
     if sign:
         log.warning(
             "%s, and run.data_parallel was not called: each of %d ranks has samples and random numbers of its own. "
@@ -211,13 +211,13 @@ def warn_of_model_parallelism(tracked: Iterable[object], world_size: int) -> Non
         )
 
 
-def sign_of_model_parallelism(tracked: Iterable[object], world_size: int) -> str:
+def find_model_parallelism(tracked: Iterable[object], world_size: int) -> str:
     """What in the modules among ``tracked`` (or in lists there) looks so; empty where nothing does.
 
     Stages of a pipeline are not seen where they are plain modules.
     """
     for one in tracked:
-        for module in several(one):
+        for module in as_list(one):
             if isinstance(module, nn.Module):
                 for sign in _signs(module, "", sharded=False, world_size=world_size):
                     return sign

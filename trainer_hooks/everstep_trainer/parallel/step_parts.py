@@ -8,28 +8,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from everstep_trainer.data.loader import batches_of
-from everstep_trainer.data.rng import EVERYBODY
-from everstep_trainer.data.sampler import Part, Sampler
+from everstep_trainer.data.loader import iter_batches
+from everstep_trainer.data.rng import ALL_REPLICAS
+from everstep_trainer.data.sampler import Sampler, StepPart
 from everstep_trainer.loss_guard import Loss
 from everstep_trainer.parallel.exact.mode import ExactMode
 from everstep_trainer.parallel.exact.summation import VirtualMean
 from everstep_trainer.parallel.gradients import replicate
-from everstep_trainer.parallel.replica_groups import DataParallel, Place
-from everstep_trainer.runtime.peer_wait import Waits
-from everstep_trainer.state.untracked_state import Unrestored
+from everstep_trainer.parallel.replica_groups import RankContext, ReplicaAssignment
+from everstep_trainer.runtime.peer_wait import CollectiveTimer
+from everstep_trainer.state.untracked_state import ReplicaSync
 
 
-class Replication:
-    """What ``Run`` does by replicas. ``waited``: hears of seconds that went by in collectives."""
+class StepParallelism:
+    """What ``Run`` does by replicas. ``on_wait``: hears of seconds that went by in collectives."""
 
-    def __init__(self, place: Place, parallel: DataParallel, waited: Callable[[float], None]) -> None:
-        self._place = place
-        self._parallel = parallel
-        self._waited = waited
+    def __init__(self, context: RankContext, replicas: ReplicaAssignment, on_wait: Callable[[float], None]) -> None:
+        self._context = context
+        self._replicas = replicas
+        self._on_wait = on_wait
         self._exact: ExactMode | None = None
-        self._unrestored = Unrestored()
-        self._equal_already = place.restores
+        self._replica_sync = ReplicaSync()
+        self._equal_already = context.will_restore
 
     def step_finished(self) -> None:
         """See Run."""
@@ -42,37 +42,37 @@ class Replication:
             return self._replicate_virtually(model, virtual_ranks, exact, options)
         if self._exact is not None:
             raise ValueError("another model of this run has virtual_ranks: give them to all, or to none")
-        if self._place.mesh is None:
+        if self._context.mesh is None:
             return model
-        if not self._parallel.add_gradients_over_replicas(options):
+        if not self._replicas.set_gradient_group(options):
             return model
-        replicas = replicate(model, exact=exact, equal_already=self._equal_already, waited=self._waited, **options)
-        self._unrestored.add(model, replicas.process_group, ignored=replicas.parameters_to_ignore)
+        replicas = replicate(model, exact=exact, equal_already=self._equal_already, on_wait=self._on_wait, **options)
+        self._replica_sync.add_model(model, replicas.process_group, ignored=replicas.parameters_to_ignore)
         return replicas
 
     def _replicate_virtually(self, model: nn.Module, count: int, exact: bool, options: dict[str, Any]) -> nn.Module:
         if options or not exact:
             raise TypeError(f"with virtual_ranks there is no DistributedDataParallel: leave out {sorted(options)}")
-        self._parallel.replica_for("run.replicate")
-        if not self._parallel.one_a_rank:
+        self._replicas.replica_for("run.replicate")
+        if not self._replicas.has_replica_per_rank:
             raise ValueError(
                 "exact mode (virtual_ranks) takes replicas of one rank each, sharded by fully_shard or not, not "
                 "tensor parallelism or a pipeline: go on without virtual_ranks"
             )
         if self._exact is None:
-            place = self._place
-            self._exact = ExactMode(VirtualMean(count, place.rank, place.world_size, Waits(self._waited)))
+            place = self._context
+            self._exact = ExactMode(VirtualMean(count, place.rank, place.world_size, CollectiveTimer(self._on_wait)))
         elif (known := self._exact.mean.virtual_ranks) != count:
             raise ValueError(f"another model of this run has {known} virtual ranks, not {count}")
-        self._exact.add(model, equal_already=self._equal_already)
-        if self._place.mesh is not None:
-            self._unrestored.add(model)
+        self._exact.add_model(model, equal_already=self._equal_already)
+        if self._context.mesh is not None:
+            self._replica_sync.add_model(model)
         return model
 
-    def restored(self, objects: Mapping[str, object], exclude: Iterable[str]) -> None:
+    def synchronize_restored(self, objects: Mapping[str, object], exclude: Iterable[str]) -> None:
         """Tracked state is that of the version, if there was one: makes replicas equal in what is not part of it."""
         if self._equal_already:
-            self._unrestored.send(objects, exclude)
+            self._replica_sync.broadcast(objects, exclude)
         self._equal_already = False
 
     def require_elementwise(self, tracked: Iterable[object]) -> None:
@@ -80,31 +80,31 @@ class Replication:
         if self._exact is not None:
             self._exact.require_elementwise(tracked)
 
-    def played(self) -> list[tuple[int, int]]:
+    def assigned_ranks(self) -> list[tuple[int, int]]:
         """The replicas whose parts this rank computes, and of how many."""
         if self._exact is not None:
-            return self._exact.played()
-        replica = self._parallel.replica_for("run.loader")
+            return self._exact.assigned_ranks()
+        replica = self._replicas.replica_for("run.loader")
         return [(replica.index, replica.count)]
 
-    def stream(self) -> tuple[int, int]:
+    def rng_stream(self) -> tuple[int, int]:
         """Whose random numbers a step begins with: (replica, stage); with virtual ranks everybody's, on all alike."""
-        replica = self._parallel.replica_for("run.steps")
-        return (replica.index, replica.stage) if self._exact is None else (EVERYBODY, 0)
+        replica = self._replicas.replica_for("run.steps")
+        return (replica.index, replica.stage) if self._exact is None else (ALL_REPLICAS, 0)
 
-    def parts(self, sampler: Sampler, step: int, seed: int) -> Iterator[Part]:
+    def parts(self, sampler: Sampler, step: int, seed: int) -> Iterator[StepPart]:
         """See Run."""
         if self._exact is not None:
             yield from self._exact.parts(sampler, step, seed)
             return
-        batches = batches_of(sampler, step)
-        replica = self._parallel.replica_for("run.parts")
-        yield Part(replica.index, sampler.indices(step), sampler.weight(step), next(batches))
+        batches = iter_batches(sampler, step)
+        replica = self._replicas.replica_for("run.parts")
+        yield StepPart(replica.index, sampler.indices(step), sampler.loss_weight(step), next(batches))
 
     def mean(self, value: Loss | None, weight: float) -> torch.Tensor:
         """See Run."""
         if value is not None and not isinstance(value, torch.Tensor):
             if self._exact is not None:
-                return self._exact.mean.mean_of([each * weight for each in value])
+                return self._exact.mean.mean_of_scalars([each * weight for each in value])
             (value,) = value
-        return self._parallel.mean(value, weight)
+        return self._replicas.mean(value, weight)

@@ -22,14 +22,14 @@ from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import GenerationSpec, Member, RestoreRule
 from everstep.wire.v1.vault_orders import Protection
 from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.restore.fetch import Loader
+from everstep_trainer.restore.fetch import SlotLoader
 from everstep_trainer.restore.local_slots import BadSlot, LocalSlots
-from everstep_trainer.restore.version_choice import Choice, admitted, choose, of_snapshots
-from everstep_trainer.runtime.interrupt import SLICE_S
-from everstep_trainer.snapshot.exchange import decode, poll, put, wait_for
+from everstep_trainer.restore.version_choice import VersionChoice, choose_version, is_admitted, only_snapshots
+from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
+from everstep_trainer.snapshot.exchange import decode_value, poll_values, put_value, wait_for_values
 from everstep_trainer.state.layout import content_digest
 
-PATIENCE_S = 60.0
+RANK_TIMEOUT_S = 60.0
 
 
 class SlotKey(msgspec.Struct, frozen=True):
@@ -43,55 +43,55 @@ class SlotKey(msgspec.Struct, frozen=True):
 
 
 def slot_key(slot: SlotInfo) -> SlotKey:
-    return SlotKey(slot.node, slot.rank, slot.version, slot.replica, slot.group is not None)
+    return SlotKey(slot.node, slot.rank, slot.version, slot.replica, slot.parity_group is not None)
 
 
-class Inventory(msgspec.Struct, frozen=True):
+class NodeInventory(msgspec.Struct, frozen=True):
     """The slots of one node's vault."""
 
     slots: tuple[SlotInfo, ...]
 
 
-class Proposal(msgspec.Struct, frozen=True):
+class VersionProposal(msgspec.Struct, frozen=True):
     """Rank 0's choice, or why there is none. ``newest`` is the newest version of which anything was found, or that was
     committed."""
 
-    choice: Choice | None
+    choice: VersionChoice | None
     newest: Version | None
     error: str = ""
 
     @property
-    def takes_newest(self) -> bool:
+    def is_newest(self) -> bool:
         return self.choice is not None and self.choice.version is not None and self.choice.version == self.newest
 
     @property
-    def takes_nothing(self) -> bool:
+    def is_from_scratch(self) -> bool:
         return self.choice is None or self.choice.version is None
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class RestoreOutcome(msgspec.Struct, frozen=True):
     """How reading went for one rank: whether it has all it needs, and which slots proved bad.
 
-    ``lives``: a bit for each tensor of the catalog that this rank has live, lowest first; empty when it has all of
-    them. ``error``: no other choice would help.
+    ``live_tensors``: a bit for each tensor of the catalog that this rank has live, lowest first; empty when it has all
+    of them. ``error``: no other choice would help.
     """
 
-    ok: bool
-    bad: tuple[SlotKey, ...] = ()
-    lives: bytes = b""
+    succeeded: bool
+    bad_slots: tuple[SlotKey, ...] = ()
+    live_tensors: bytes = b""
     error: str = ""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class RestoreDecision(msgspec.Struct, frozen=True):
     """What the outcomes come to: whether all ranks have what they need, all slots that proved bad, and what speaks
     against any choice."""
 
-    ok: bool
-    bad: tuple[SlotKey, ...] = ()
+    succeeded: bool
+    bad_slots: tuple[SlotKey, ...] = ()
     error: str = ""
 
 
-class Council:
+class RestoreAgreement:
     """One rank's voice in a restore. The same code on all ranks; rank 0 also chairs.
 
     What is there may be told, gathered and proposed by a thread beside the training thread; the rest is for the latter.
@@ -102,7 +102,7 @@ class Council:
         self._spec = spec
         self._member = member
         self._clock = clock
-        self._told: tuple[SlotInfo, ...] = ()
+        self._own_slots: tuple[SlotInfo, ...] = ()
         self._bodies: dict[str, bytes] = {}
         self._manifests: dict[str, Manifest] = {}
 
@@ -111,29 +111,29 @@ class Council:
         return self._spec.restore
 
     @property
-    def chairs(self) -> bool:
+    def is_coordinator(self) -> bool:
         return self._member.rank == 0
 
     @property
-    def speaks_for_node(self) -> bool:
+    def reports_for_node(self) -> bool:
         """Whether this rank tells what its node's vault holds: the first of the node does."""
         return self._member.local_rank == 0
 
     # --- what is there
 
-    def tell(self, slots: tuple[SlotInfo, ...], manifests: dict[str, bytes]) -> None:
+    def publish_inventory(self, slots: tuple[SlotInfo, ...], manifests: dict[str, bytes]) -> None:
         """Publishes what this node's vault holds, with the manifests of it. Only what the rule admits is of use."""
         for digest, body in manifests.items():
-            self.learn(digest, body)
-            self.add_manifest(digest, body)
-        self._told = tuple(s for s in slots if admitted(self.rule, s.version))
-        put(self._store, f"restore/inventory/{self._member.node}", Inventory(self._told))
+            self.add_local_manifest(digest, body)
+            self.publish_manifest(digest, body)
+        self._own_slots = tuple(s for s in slots if is_admitted(self.rule, s.version))
+        put_value(self._store, f"restore/inventory/{self._member.node}", NodeInventory(self._own_slots))
 
-    def add_manifest(self, digest: str, body: bytes) -> None:
+    def publish_manifest(self, digest: str, body: bytes) -> None:
         """Publishes one manifest by its digest."""
         self._store.set(f"restore/manifest/{digest}", body)  # type: ignore[arg-type]  # takes bytes
 
-    def learn(self, digest: str, body: bytes) -> None:
+    def add_local_manifest(self, digest: str, body: bytes) -> None:
         """Takes a manifest that was read where it lies; one that is not the digest's is not believed."""
         if content_digest(body) == digest:
             self._bodies[digest] = body
@@ -142,30 +142,30 @@ class Council:
         """Whether it need not be asked for."""
         return digest in self._bodies
 
-    def has_manifest(self, digest: str) -> bool:
+    def is_manifest_available(self, digest: str) -> bool:
         """Whether this rank knows it, or somebody published it."""
         return self.knows_manifest(digest) or self._store.check([f"restore/manifest/{digest}"])
 
-    def gather(self, stop: threading.Event) -> tuple[SlotInfo, ...]:
+    def gather_inventories(self, stop: threading.Event) -> tuple[SlotInfo, ...]:
         """What all nodes of the roster told, for the speaker of one of them.
 
-        Raises DistStoreError when a node stays silent for PATIENCE_S, or ``stop`` was set.
+        Raises DistStoreError when a node stays silent for RANK_TIMEOUT_S, or ``stop`` was set.
         """
         nodes = [node for node in self._spec.seats if node != self._member.node]
         keys = [f"restore/inventory/{node}" for node in nodes]
         try:
-            told = poll(self._store, keys, stop=stop, clock=self._clock, timeout_s=PATIENCE_S)
+            told = poll_values(self._store, keys, stop=stop, clock=self._clock, timeout_s=RANK_TIMEOUT_S)
         except Unavailable as error:
             raise DistStoreError(str(error)) from error
-        return self._told + tuple(slot for body in told for slot in decode(body, Inventory).slots)
+        return self._own_slots + tuple(slot for body in told for slot in decode_value(body, NodeInventory).slots)
 
     def manifest(self, digest: str) -> Manifest:
         """One that was learnt or published. Raises MalformedMessage where nobody could read it, or it is damaged."""
         if digest not in self._manifests:
-            if not self.has_manifest(digest):
+            if not self.is_manifest_available(digest):
                 raise MalformedMessage(f"manifest {digest} could not be read where it lies")
             if not self.knows_manifest(digest):
-                self.learn(digest, self._store.get(f"restore/manifest/{digest}"))
+                self.add_local_manifest(digest, self._store.get(f"restore/manifest/{digest}"))
             if not self.knows_manifest(digest):
                 raise MalformedMessage(f"manifest {digest} is not what was sealed")
             self._manifests[digest] = decode_manifest(self._bodies[digest])
@@ -173,53 +173,53 @@ class Council:
 
     # --- choosing
 
-    def decide(self, slots: tuple[SlotInfo, ...]) -> Proposal:
+    def decide(self, slots: tuple[SlotInfo, ...]) -> VersionProposal:
         """What rank 0 makes of these slots."""
-        floor = [] if self.rule.floor is None or self.rule.scratch else [self.rule.floor]
-        newest = max((*floor, *(s.version for s in slots if admitted(self.rule, s.version))), default=None)
+        floor = [] if self.rule.floor is None or self.rule.from_scratch else [self.rule.floor]
+        newest = max((*floor, *(s.version for s in slots if is_admitted(self.rule, s.version))), default=None)
         try:
-            return Proposal(choose(self.rule, slots, self.manifest), newest)
+            return VersionProposal(choose_version(self.rule, slots, self.manifest), newest)
         except NotRestorable as error:
-            return Proposal(None, newest, str(error))
+            return VersionProposal(None, newest, str(error))
 
-    def propose(self, number: int, proposal: Proposal) -> None:
-        """Rank 0: publishes choice ``number``."""
-        put(self._store, f"restore/choice/{number}", proposal)
+    def publish_proposal(self, attempt: int, proposal: VersionProposal) -> None:
+        """Rank 0: publishes choice ``attempt``."""
+        put_value(self._store, f"restore/choice/{attempt}", proposal)
 
-    def choice(self, number: int) -> Choice:
+    def receive_choice(self, attempt: int) -> VersionChoice:
         """The published choice, checked against the rule. Raises NotRestorable with the sentence of what is missing."""
-        (body,) = self._get([f"restore/choice/{number}"])
-        made = decode(body, Proposal)
+        (body,) = self._get([f"restore/choice/{attempt}"])
+        made = decode_value(body, VersionProposal)
         if made.choice is None:
             raise NotRestorable(made.error)
         version = made.choice.version
-        if version is not None and not admitted(self.rule, version):
+        if version is not None and not is_admitted(self.rule, version):
             raise NotRestorable(f"rank 0 chose {version}, which the generation's rule does not admit")
         return made.choice
 
-    def settle(self, number: int, outcome: Outcome, names: Sequence[str] = ()) -> Verdict:
-        """Tells this rank's outcome of choice ``number``, and hears what all of them come to.
+    def exchange_outcomes(self, attempt: int, outcome: RestoreOutcome, names: Sequence[str] = ()) -> RestoreDecision:
+        """Tells this rank's outcome of choice ``attempt``, and hears what all of them come to.
 
         ``names``: of the version's tensors. No rank need have all of them live (a stage of a pipeline does not), but
         each must be live on some rank. Raises NotRestorable, on all ranks alike, where no choice would help.
         """
-        put(self._store, f"restore/outcome/{number}/{self._member.rank}", outcome)
-        if self.chairs:
-            keys = [f"restore/outcome/{number}/{rank}" for rank in range(self._spec.world_size)]
-            verdict = judge([decode(body, Outcome) for body in self._get(keys)], names)
-            put(self._store, f"restore/verdict/{number}", verdict)
+        put_value(self._store, f"restore/outcome/{attempt}/{self._member.rank}", outcome)
+        if self.is_coordinator:
+            keys = [f"restore/outcome/{attempt}/{rank}" for rank in range(self._spec.world_size)]
+            verdict = combine_outcomes([decode_value(body, RestoreOutcome) for body in self._get(keys)], names)
+            put_value(self._store, f"restore/verdict/{attempt}", verdict)
         else:
-            (body,) = self._get([f"restore/verdict/{number}"])
-            verdict = decode(body, Verdict)
+            (body,) = self._get([f"restore/verdict/{attempt}"])
+            verdict = decode_value(body, RestoreDecision)
         if verdict.error:
             raise NotRestorable(verdict.error)
         return verdict
 
     def _get(self, keys: list[str]) -> list[bytes]:
-        return wait_for(self._store, keys, self._clock, PATIENCE_S)
+        return wait_for_values(self._store, keys, self._clock, RANK_TIMEOUT_S)
 
 
-def lives_of(indices: Iterable[int], count: int) -> bytes:
+def encode_live_tensors(indices: Iterable[int], count: int) -> bytes:
     """Which of ``count`` tensors are live, as Outcome has it."""
     distinct = set(indices)
     if len(distinct) == count:
@@ -230,17 +230,17 @@ def lives_of(indices: Iterable[int], count: int) -> bytes:
     return bytes(bits)
 
 
-def judge(outcomes: Sequence[Outcome], names: Sequence[str]) -> Verdict:
+def combine_outcomes(outcomes: Sequence[RestoreOutcome], names: Sequence[str]) -> RestoreDecision:
     """What all ranks' outcomes come to; see Council.settle."""
-    bad = tuple(dict.fromkeys(key for outcome in outcomes for key in outcome.bad))
+    bad = tuple(dict.fromkeys(key for outcome in outcomes for key in outcome.bad_slots))
     errors = [outcome.error for outcome in outcomes if outcome.error]
-    ok = all(outcome.ok for outcome in outcomes)
+    ok = all(outcome.succeeded for outcome in outcomes)
     gone: list[str] = []
-    if ok and all(outcome.lives for outcome in outcomes):
+    if ok and all(outcome.live_tensors for outcome in outcomes):
         anywhere = 0
         for outcome in outcomes:
-            anywhere |= int.from_bytes(outcome.lives, "little")
-        bits = anywhere.to_bytes(max(len(outcome.lives) for outcome in outcomes), "little")
+            anywhere |= int.from_bytes(outcome.live_tensors, "little")
+        bits = anywhere.to_bytes(max(len(outcome.live_tensors) for outcome in outcomes), "little")
         gone = [name for index, name in enumerate(names) if not bits[index >> 3] >> (index & 7) & 1]
     if gone:
         errors.append(
@@ -249,7 +249,7 @@ def judge(outcomes: Sequence[Outcome], names: Sequence[str]) -> Verdict:
             "of training has to be there before run.track: give an optimizer all parameters from the start, and let "
             "requires_grad_ say which are trained"
         )
-    return Verdict(ok, bad, errors[0] if errors else "")
+    return RestoreDecision(ok, bad, errors[0] if errors else "")
 
 
 # ---- survey
@@ -259,16 +259,16 @@ def judge(outcomes: Sequence[Outcome], names: Sequence[str]) -> Verdict:
 
 log = logging.getLogger(__name__)
 
-OUTSIDER_TIMEOUT_S = 0.5
+FORMER_NODE_TIMEOUT_S = 0.5
 """For vaults outside the roster, which may be gone: they are asked only where the roster's do not have the newest."""
 
 
-class Survey:
+class InventorySurvey:
     """What one rank tells of its node, and rank 0's proposals.
 
     Args:
         local: this node's slots.
-        report: hears of slots that cannot be read.
+        on_bad_slot: hears of slots that cannot be read.
     """
 
     def __init__(
@@ -276,17 +276,17 @@ class Survey:
         vault: VaultClient,
         spec: GenerationSpec,
         member: Member,
-        council: Council,
+        agreement: RestoreAgreement,
         local: LocalSlots,
-        report: Callable[[BadSlot], None],
+        on_bad_slot: Callable[[BadSlot], None],
     ) -> None:
         self._vault = vault
         self._spec = spec
         self._member = member
-        self._council = council
+        self._agreement = agreement
         self._local = local
-        self._report = report
-        self._where = {"node": member.node, "job": spec.job, "generation": spec.number}
+        self._on_bad_slot = on_bad_slot
+        self._log_fields = {"node": member.node, "job": spec.job, "generation": spec.number}
         self._known: tuple[SlotInfo, ...] = ()
         self._stop = threading.Event()
         self._over = threading.Event()
@@ -298,14 +298,14 @@ class Survey:
         if self._begun:
             return
         self._begun = True
-        if self._council.speaks_for_node:  # as the first of all ranks, rank 0 does too
+        if self._agreement.reports_for_node:  # as the first of all ranks, rank 0 does too
             threading.Thread(target=self._run, name="everstep-survey", daemon=True).start()
         else:
             self._over.set()
 
     def finish(self) -> None:
         """Waits for what was begun. Raises DistStoreError where the store or a node of the roster is silent."""
-        while not self._over.wait(SLICE_S):
+        while not self._over.wait(WAIT_SLICE_S):
             pass
         if self._error is not None:
             raise self._error
@@ -316,63 +316,67 @@ class Survey:
 
     def _run(self) -> None:
         try:
-            self._tell_inventory()
-            if self._council.chairs:
-                self._known = self._council.gather(self._stop)
+            self._publish_inventory()
+            if self._agreement.is_coordinator:
+                self._known = self._agreement.gather_inventories(self._stop)
                 self.propose(0, set())
         except (EverstepError, RuntimeError) as error:
             self._error = error
         finally:
             self._over.set()
 
-    def _tell_inventory(self) -> None:
+    def _publish_inventory(self) -> None:
         try:
-            slots = of_snapshots(self._vault.inventory(self._spec.job))
+            slots = only_snapshots(self._vault.inventory(self._spec.job))
         except EverstepError as error:
-            log.warning("this node's vault gives no inventory: %s", error, extra=self._where)
+            log.warning("this node's vault gives no inventory: %s", error, extra=self._log_fields)
             slots = ()
         manifests: dict[str, bytes] = {}
         for slot in slots:
-            if slot.manifest_digest not in manifests and admitted(self._spec.restore, slot.version):
+            if slot.manifest_digest not in manifests and is_admitted(self._spec.restore, slot.version):
                 try:
                     manifests[slot.manifest_digest] = self._local.manifest(slot)
                 except BadSlot as bad:
-                    self._report(bad)
-        self._council.tell(slots, manifests)
+                    self._on_bad_slot(bad)
+        self._agreement.publish_inventory(slots, manifests)
 
     # --- rank 0
 
-    def propose(self, number: int, bad: set[SlotKey]) -> None:
-        """Publishes choice ``number``, made without the slots that proved bad."""
-        proposal = self._decide(bad)
-        if not proposal.takes_newest:
-            self._known += self._ask_outsiders()
-            proposal = self._decide(bad)
-        if proposal.takes_nothing and (protection := self._council.rule.protection) is not None:
-            good = [slot for slot in self._known if slot_key(slot) not in bad]
-            self._known += tuple(self._made_from(protection, {s.rank for s in good if s.version == protection.version}))
-            proposal = self._decide(bad)
-        self._council.propose(number, proposal)
+    def propose(self, attempt: int, bad_slots: set[SlotKey]) -> None:
+        """Publishes choice ``attempt``, made without the slots that proved bad."""
+        proposal = self._decide(bad_slots)
+        if not proposal.is_newest:
+            self._known += self._ask_former_nodes()
+            proposal = self._decide(bad_slots)
+        if proposal.is_from_scratch and (protection := self._agreement.rule.protection) is not None:
+            good = [slot for slot in self._known if slot_key(slot) not in bad_slots]
+            self._known += tuple(
+                self._parity_slots(protection, {s.rank for s in good if s.version == protection.version})
+            )
+            proposal = self._decide(bad_slots)
+        self._agreement.publish_proposal(attempt, proposal)
 
-    def _decide(self, bad: set[SlotKey]) -> Proposal:
-        return self._council.decide(tuple(slot for slot in self._known if slot_key(slot) not in bad))
+    def _decide(self, bad_slots: set[SlotKey]) -> VersionProposal:
+        return self._agreement.decide(tuple(slot for slot in self._known if slot_key(slot) not in bad_slots))
 
-    def _ask_outsiders(self) -> tuple[SlotInfo, ...]:
+    def _ask_former_nodes(self) -> tuple[SlotInfo, ...]:
         """Slots in vaults of nodes that left the roster but may still answer, with their manifests published."""
         asked = {s.node for s in self._known}
-        outside = tuple(h.node for h in self._spec.holders if h.node not in asked and h.node not in self._spec.seated)
+        outside = tuple(
+            h.node for h in self._spec.holders if h.node not in asked and h.node not in self._spec.seated_nodes
+        )
         if not outside:
             return ()
         try:
-            slots = of_snapshots(self._vault.inventory(self._spec.job, outside, timeout_s=OUTSIDER_TIMEOUT_S))
+            slots = only_snapshots(self._vault.inventory(self._spec.job, outside, timeout_s=FORMER_NODE_TIMEOUT_S))
         except EverstepError as error:
-            log.info("no inventory from %s: %s", outside, error, extra=self._where)
+            log.info("no inventory from %s: %s", outside, error, extra=self._log_fields)
             return ()
-        found = tuple(s for s in slots if s.node in outside and admitted(self._spec.restore, s.version))
+        found = tuple(s for s in slots if s.node in outside and is_admitted(self._spec.restore, s.version))
         self._publish_remote_manifests(found)
         return found
 
-    def _made_from(self, protection: Protection, there: Collection[int]) -> Iterator[SlotInfo]:
+    def _parity_slots(self, protection: Protection, there: Collection[int]) -> Iterator[SlotInfo]:
         """Shards of the protected version that nobody holds, as vaults make them again from parity."""
         for group in protection.shards():
             for rank, node in group.members:
@@ -386,27 +390,27 @@ class Survey:
                     slot=0,
                     replica=False,
                     manifest_digest="",
-                    group=group,
+                    parity_group=group,
                 )
                 body = self._remote_manifest(slot)
                 if body is not None:
                     slot = msgspec.structs.replace(slot, manifest_digest=content_digest(body))
-                    self._council.learn(slot.manifest_digest, body)
-                    self._council.add_manifest(slot.manifest_digest, body)
+                    self._agreement.add_local_manifest(slot.manifest_digest, body)
+                    self._agreement.publish_manifest(slot.manifest_digest, body)
                     yield slot
 
     def _remote_manifest(self, slot: SlotInfo) -> bytes | None:
-        loader = Loader(self._vault, self._spec.job, self._member, (), self._local)
+        loader = SlotLoader(self._vault, self._spec.job, self._member, (), self._local)
         try:
             return loader.fetch_manifest(slot)
         except EverstepError as error:
-            log.info("no manifest from %s: %s", slot.node, error, extra=self._where)
+            log.info("no manifest from %s: %s", slot.node, error, extra=self._log_fields)
             return None
 
     def _publish_remote_manifests(self, slots: tuple[SlotInfo, ...]) -> None:
         for slot in {s.manifest_digest: s for s in slots}.values():
-            if self._council.has_manifest(slot.manifest_digest):
+            if self._agreement.is_manifest_available(slot.manifest_digest):
                 continue
             body = self._remote_manifest(slot)
             if body is not None:
-                self._council.add_manifest(slot.manifest_digest, body)
+                self._agreement.publish_manifest(slot.manifest_digest, body)

@@ -24,7 +24,7 @@ from everstep.wire.v1.local import SlotInfo
 Column = np.ndarray
 
 
-class Rows(NamedTuple):
+class CopyTable(NamedTuple):
     """Copies in ascending order of ``source`` (byte offsets): ``length`` bytes each, to the address ``target``."""
 
     source: Column
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     def nbytes(self) -> int:
         return int(self.length.sum())
 
-    def cut(self, every: int) -> Rows:
+    def split_at_multiples(self, every: int) -> CopyTable:
         """The same copies, none across a multiple of ``every`` bytes of the source."""
         first, last = self.source // every, (self.source + self.length - 1) // every
         count = last - first + 1
@@ -43,14 +43,14 @@ class Rows(NamedTuple):
         block = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + first[which]
         start = np.maximum(self.source[which], block * every)
         end = np.minimum(self.source[which] + self.length[which], (block + 1) * every)
-        cut = Rows(start, self.target[which] + start - self.source[which], end - start)
+        cut = CopyTable(start, self.target[which] + start - self.source[which], end - start)
         if np.any(start[1:] < start[:-1]):  # pieces of two copies of the same bytes
             order = np.argsort(start, kind="stable")
-            cut = Rows(*(column[order] for column in cut))
+            cut = CopyTable(*(column[order] for column in cut))
         return cut
 
 
-NOTHING = Rows(*(np.zeros(0, np.int64) for _ in range(3)))
+NO_COPIES = CopyTable(*(np.zeros(0, np.int64) for _ in range(3)))
 
 
 SMALL_BYTES = 64 << 10
@@ -64,7 +64,7 @@ _locked.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _locked.memmove.restype = None
 
 
-class Moves:
+class TensorCopies:
     """Collects copies into live tensors, which stay alive as long as this does."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Moves:
         return len(self._source)
 
     def add(self, target: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
-        """Fills ``target``, for which ``is_plain`` holds, with byte ranges of the source one after another."""
+        """Fills ``target``, for which ``is_byte_copyable`` holds, with byte ranges of the source one after another."""
         address = target.data_ptr()
         for start, length in ranges:
             self._source.append(start)
@@ -88,46 +88,46 @@ class Moves:
             raise ValueError(f"{address - target.data_ptr()} bytes do not fill a tensor of {target.nbytes}")
         self._tensors.append(target)
 
-    def rows(self) -> Rows:
+    def table(self) -> CopyTable:
         """In order of the source; what lies side by side at both ends is one copy."""
         if not self._source:
-            return NOTHING
+            return NO_COPIES
         columns = np.array((self._source, self._target, self._length), np.int64)
         source, target, length = columns[:, np.argsort(columns[0], kind="stable")]
         ends = source[:-1] + length[:-1]
         joined = (ends == source[1:]) & (target[:-1] + length[:-1] == target[1:])
         begins = np.flatnonzero(np.concatenate(([True], ~joined)))
-        return Rows(source[begins], target[begins], np.add.reduceat(length, begins))
+        return CopyTable(source[begins], target[begins], np.add.reduceat(length, begins))
 
-    def settle(self) -> None:
+    def mark_written(self) -> None:
         """Tells torch that the tensors were written, as its own writes would have."""
         torch.autograd.graph.increment_version(self._tensors)
 
 
-class Filled:
+class FilledMemory:
     """Live memory that copies have filled, whose targets do not overlap."""
 
-    def __init__(self, done: Sequence[Rows]) -> None:
-        rows = Rows(*(np.concatenate(columns) for columns in zip(NOTHING, *done, strict=True)))
+    def __init__(self, done: Sequence[CopyTable]) -> None:
+        rows = CopyTable(*(np.concatenate(columns) for columns in zip(NO_COPIES, *done, strict=True)))
         order = np.argsort(rows.target)
         begins, ends = rows.target[order], (rows.target + rows.length)[order]
         first = np.flatnonzero(np.concatenate(([True], begins[1:] > ends[:-1]))) if len(begins) else order
         self._begins = begins[first]
         self._ends = ends[np.append(first[1:] - 1, len(ends) - 1)] if len(begins) else ends
 
-    def holds(self, target: torch.Tensor) -> bool:
+    def contains(self, target: torch.Tensor) -> bool:
         """Whether all of a tensor's bytes, which lie in a row, are among it."""
         at = int(np.searchsorted(self._begins, target.data_ptr(), side="right")) - 1
         return at >= 0 and target.data_ptr() + target.nbytes <= int(self._ends[at])
 
 
-def copy_rows(base: int, rows: Rows) -> None:
+def run_copies(base: int, copies: CopyTable) -> None:
     """Copies out of the memory that begins at address ``base``."""
-    for source, target, length in zip(*(column.tolist() for column in rows), strict=True):
+    for source, target, length in zip(*(column.tolist() for column in copies), strict=True):
         (_locked if length < SMALL_BYTES else _libc).memmove(target, base + source, length)
 
 
-def is_plain(target: torch.Tensor, dtype: torch.dtype) -> bool:
+def is_byte_copyable(target: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether stored elements of ``dtype`` are this tensor's own bytes in its own order."""
     return (
         type(target) in (torch.Tensor, torch.nn.Parameter)
@@ -147,27 +147,27 @@ BATCH_BYTES = 2 * CHUNK_BYTES
 """Of a slot in one request: whole chunks, so that each is hashed once where it lies."""
 GAP_BYTES = 4 << 10
 """Bytes between two ranges that are cheaper to fetch than another range."""
-MOST_RANGES = 1 << 16
+MAX_RANGES = 1 << 16
 """A quarter of what a vault takes in one request."""
 
 
-class Batch(msgspec.Struct, frozen=True):
+class FetchBatch(msgspec.Struct, frozen=True):
     """Ranges of a slot that are fetched together, none across a chunk's end, and the copies out of where they land one
     after another."""
 
     slot: SlotInfo
     ranges: tuple[Range, ...]
-    rows: Rows
+    copies: CopyTable
     nbytes: int
 
 
-def batches_of(slot: SlotInfo, rows: Rows) -> Iterator[Batch]:
-    """What to ask for, so that ``rows`` can be copied, whose sources are offsets in the slot's payload."""
-    rows = rows.cut(min(BATCH_BYTES, CHUNK_BYTES))
-    block = rows.source // BATCH_BYTES
+def split_into_batches(slot: SlotInfo, copies: CopyTable) -> Iterator[FetchBatch]:
+    """What to ask for, so that ``copies`` can be copied, whose sources are offsets in the slot's payload."""
+    copies = copies.split_at_multiples(min(BATCH_BYTES, CHUNK_BYTES))
+    block = copies.source // BATCH_BYTES
     for first, last in _runs(block[1:] != block[:-1], len(block)):
-        for begin in range(first, last, MOST_RANGES):
-            yield _batch(slot, Rows(*(column[begin : min(begin + MOST_RANGES, last)] for column in rows)))
+        for begin in range(first, last, MAX_RANGES):
+            yield _batch(slot, CopyTable(*(column[begin : min(begin + MAX_RANGES, last)] for column in copies)))
 
 
 def _runs(breaks: np.ndarray, count: int) -> Iterator[tuple[int, int]]:
@@ -177,7 +177,7 @@ def _runs(breaks: np.ndarray, count: int) -> Iterator[tuple[int, int]]:
         yield from zip(begins, [*begins[1:], count], strict=True)
 
 
-def _batch(slot: SlotInfo, rows: Rows) -> Batch:
+def _batch(slot: SlotInfo, rows: CopyTable) -> FetchBatch:
     ends = np.maximum.accumulate(rows.source + rows.length)
     chunk = rows.source // CHUNK_BYTES
     apart = (rows.source[1:] > ends[:-1] + GAP_BYTES) | (chunk[1:] != chunk[:-1])
@@ -188,4 +188,4 @@ def _batch(slot: SlotInfo, rows: Rows) -> Batch:
     counts = [last - first for first, last in runs]
     landed = rows.source + np.repeat(lands - begins, counts)
     ranges = tuple(zip(begins.tolist(), lengths.tolist(), strict=True))
-    return Batch(slot, ranges, Rows(landed, rows.target, rows.length), int(lengths.sum()))
+    return FetchBatch(slot, ranges, CopyTable(landed, rows.target, rows.length), int(lengths.sum()))

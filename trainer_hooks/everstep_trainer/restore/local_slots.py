@@ -22,24 +22,24 @@ from everstep.errors import DigestMismatch
 from everstep.layout.manifests import Range
 from everstep.layout.segments import SlotState
 from everstep.layout.slots import CHUNK_BYTES, SegmentView, chunk_count
-from everstep.native import SHORTEST_BYTES, CopyHash, copy_hash
+from everstep.native import MIN_BYTES, CopyHash, copy_hash
 from everstep.wire.v1.local import SlotInfo
-from everstep_trainer.restore.byte_moves import NOTHING, Rows, copy_rows
+from everstep_trainer.restore.byte_moves import NO_COPIES, CopyTable, run_copies
 
 BLOCK_BYTES = 2 << 20
 """Hashed, then copied, where nothing does both at once: from 1 MiB on the C library writes past the cache, which takes
 half the time, and a block of this size is still in the cache when it is copied."""
-WORTH_A_THREAD_BYTES = 16 << 20
-MOST_THREADS = 8
+MIN_THREAD_BYTES = 16 << 20
+MAX_THREADS = 8
 """By then memory is what is waited for."""
 
 
-class Sweep:
+class HashingCopy:
     """Checks chunks of a payload and copies from it, once.
 
     Args:
         payload: where it is mapped.
-        rows: what to copy; sources are offsets in the payload.
+        copies: what to copy; sources are offsets in the payload.
         digests: of each chunk, as sealed.
         checked: the chunks to hash; of others the bytes are taken as they are.
         native: what hashes and copies at once.
@@ -50,12 +50,14 @@ class Sweep:
     def __init__(
         self,
         payload: memoryview,
-        rows: Rows,
+        copies: CopyTable,
         digests: Sequence[bytes],
         checked: Iterable[int],
         native: CopyHash | None = copy_hash,
     ) -> None:
-        if len(rows.source) and (int(rows.source[0]) < 0 or int((rows.source + rows.length).max()) > len(payload)):
+        if len(copies.source) and (
+            int(copies.source[0]) < 0 or int((copies.source + copies.length).max()) > len(payload)
+        ):
             raise IndexError(f"a tensor is said to lie outside a payload of {len(payload)} bytes")
         checked = frozenset(checked)
         if checked and not 0 <= min(checked) <= max(checked) < len(digests):
@@ -66,8 +68,8 @@ class Sweep:
         self._checked = checked
         self._native = native
         self._block_bytes = BLOCK_BYTES if native is None else CHUNK_BYTES
-        self._rows = rows.cut(self._block_bytes)
-        blocks = self._rows.source // self._block_bytes
+        self._copies = copies.split_at_multiples(self._block_bytes)
+        blocks = self._copies.source // self._block_bytes
         found, begins = np.unique(blocks, return_index=True)
         ends = np.append(begins, len(blocks))[1:]
         self._of_block = dict(zip(found.tolist(), zip(begins.tolist(), ends.tolist(), strict=True), strict=True))
@@ -79,7 +81,7 @@ class Sweep:
     def run(self, threads: int) -> None:
         """Raises DigestMismatch, naming a chunk. When this returns or raises, no thread copies any more."""
         todo = iter(self._chunks)
-        worth = len(self._chunks) * CHUNK_BYTES // WORTH_A_THREAD_BYTES
+        worth = len(self._chunks) * CHUNK_BYTES // MIN_THREAD_BYTES
         helpers = [
             threading.Thread(target=self._work, args=(todo,), name="everstep-restore", daemon=True)
             for _ in range(min(threads - 1, worth))
@@ -114,8 +116,8 @@ class Sweep:
         if chunk not in self._checked:
             self._copy_and_hash(start, end, None)
             return
-        if self._native is not None and end - start >= SHORTEST_BYTES:
-            digest = self._at_once(self._native, start, end)
+        if self._native is not None and end - start >= MIN_BYTES:
+            digest = self._copy_native(self._native, start, end)
         else:
             hasher = xxhash.xxh3_128()
             self._copy_and_hash(start, end, hasher)
@@ -123,7 +125,7 @@ class Sweep:
         if digest != self._digests[chunk]:
             raise DigestMismatch(f"chunk {chunk} is not what was sealed")
 
-    def _at_once(self, native: CopyHash, start: int, end: int) -> bytes:
+    def _copy_native(self, native: CopyHash, start: int, end: int) -> bytes:
         source, target, length = self._in_block(start)
         source = source - start
         columns = (source.ctypes.data, target.ctypes.data, length.ctypes.data)
@@ -133,17 +135,17 @@ class Sweep:
         for at in range(start, end, self._block_bytes):
             if hasher is not None:
                 hasher.update(self._payload[at : min(at + self._block_bytes, end)])
-            copy_rows(self._address, self._in_block(at))
+            run_copies(self._address, self._in_block(at))
 
-    def _in_block(self, at: int) -> Rows:
+    def _in_block(self, at: int) -> CopyTable:
         """What is copied of the block that begins there."""
         first, last = self._of_block.get(at // self._block_bytes, (0, 0))
-        return Rows(*(column[first:last] for column in self._rows))
+        return CopyTable(*(column[first:last] for column in self._copies))
 
 
 def threads_for(ranks: int) -> int:
     """How many threads each of so many ranks of this machine should copy with."""
-    return max(2, min(MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
+    return max(2, min(MAX_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
 
 def chunks_of(ranges: Iterable[tuple[int, int]]) -> set[int]:
@@ -152,9 +154,9 @@ def chunks_of(ranges: Iterable[tuple[int, int]]) -> set[int]:
     return set(itertools.chain.from_iterable(runs))
 
 
-def chunks_of_rows(rows: Rows) -> set[int]:
+def chunks_of_copies(copies: CopyTable) -> set[int]:
     """The chunks that copies read."""
-    cut = rows.cut(CHUNK_BYTES)
+    cut = copies.split_at_multiples(CHUNK_BYTES)
     return set(np.unique(cut.source // CHUNK_BYTES).tolist())
 
 
@@ -162,7 +164,7 @@ def chunks_of_rows(rows: Rows) -> set[int]:
 # This node's slots, read straight from their segment files, and nothing of them unchecked.
 
 
-def map_readable(path: str, length: int = 0) -> memoryview:
+def map_read_only(path: str, length: int = 0) -> memoryview:
     """A file mapped shared and read-only: a fault costs a third of a private mapping's. Raises OSError."""
     with open(path, "rb") as file:
         return memoryview(mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ))
@@ -181,16 +183,16 @@ def as_tensor(buffer: memoryview) -> torch.Tensor:
 
 
 class BadSlot(Exception):
-    """A slot that cannot be used, and why; ``corrupt`` when its bytes are not what was sealed."""
+    """A slot that cannot be used, and why; ``is_corrupt`` when its bytes are not what was sealed."""
 
-    def __init__(self, slot: SlotInfo, reason: str, *, corrupt: bool) -> None:
+    def __init__(self, slot: SlotInfo, reason: str, *, is_corrupt: bool) -> None:
         super().__init__(reason)
         self.slot = slot
         self.reason = reason
-        self.corrupt = corrupt
+        self.is_corrupt = is_corrupt
 
 
-class Check(Enum):
+class HashScope(Enum):
     """Which chunks of a slot a reader hashes: all of them, those that it reads, or none, because another rank's word
     on them is heard before anything is used."""
 
@@ -203,19 +205,19 @@ class LocalSlots:
     """Sealed slots in this node's segment files.
 
     Args:
-        own: a segment that this process has mapped already, by its path; None of another one, which is then mapped
-            read-only. To map a slot anew costs as much as to copy it.
+        own_segment: a segment that this process has mapped already, by its path; None of another one, which is then
+            mapped read-only. To map a slot anew costs as much as to copy it.
         threads: that copy and hash side by side.
     """
 
-    def __init__(self, own: Callable[[str], SegmentView | None] = lambda _: None, threads: int = 2) -> None:
-        self._own = own
+    def __init__(self, own_segment: Callable[[str], SegmentView | None] = lambda _: None, threads: int = 2) -> None:
+        self._own_segment = own_segment
         self._threads = threads
         self._views: dict[str, SegmentView] = {}
 
     def _view(self, slot: SlotInfo) -> SegmentView:
         if slot.path not in self._views:
-            self._views[slot.path] = self._own(slot.path) or SegmentView(map_readable(slot.path))
+            self._views[slot.path] = self._own_segment(slot.path) or SegmentView(map_read_only(slot.path))
         return self._views[slot.path]
 
     def manifest(self, slot: SlotInfo) -> bytes:
@@ -225,30 +227,34 @@ class LocalSlots:
         except (DigestMismatch, OSError) as error:
             raise self._bad(slot, error) from error
 
-    def sweep(
-        self, slot: SlotInfo, rows: Rows = NOTHING, also: Iterable[Range] = (), check: Check = Check.ALL
+    def copy_and_check(
+        self,
+        slot: SlotInfo,
+        copies: CopyTable = NO_COPIES,
+        extra_ranges: Iterable[Range] = (),
+        scope: HashScope = HashScope.ALL,
     ) -> torch.Tensor:
-        """Copies ``rows`` out of the slot, and hashes what ``check`` says; returns the payload.
+        """Copies ``copies`` out of the slot, and hashes what ``scope`` says; returns the payload.
 
-        ``also``: ranges that will be read from what is returned. Raises BadSlot, after which nothing of what was
-        copied may be used.
+        ``extra_ranges``: ranges that will be read from what is returned. Raises BadSlot, after which nothing of what
+        was copied may be used.
         """
         try:
             view = self._require(slot)
             digests, payload = view.digests(slot.slot)[1:], view.payload(slot.slot)
             if len(digests) != chunk_count(len(payload)):
-                raise _MovedOn(f"slot {slot.slot} of {slot.path} is being filled anew")
+                raise _SlotRefilled(f"slot {slot.slot} of {slot.path} is being filled anew")
             checked: Iterable[int] = ()
-            if check is Check.ALL:
+            if scope is HashScope.ALL:
                 checked = range(len(digests))
-            elif check is Check.READ:
-                checked = chunks_of_rows(rows) | chunks_of(also)
-            Sweep(payload, rows, digests, checked).run(self._threads)
+            elif scope is HashScope.READ:
+                checked = chunks_of_copies(copies) | chunks_of(extra_ranges)
+            HashingCopy(payload, copies, digests, checked).run(self._threads)
             return as_tensor(payload)
         except (DigestMismatch, IndexError, OSError) as error:
             raise self._bad(slot, error) from error
 
-    def require_still(self, slot: SlotInfo) -> None:
+    def require_unchanged(self, slot: SlotInfo) -> None:
         """Raises BadSlot where the slot was filled anew since."""
         try:
             self._require(slot)
@@ -260,19 +266,19 @@ class LocalSlots:
         header = view.header(slot.slot)
         said = (SlotState.SEALED, slot.rank, slot.version)
         if header is None or (header.state, header.rank, header.version) != said:
-            raise _MovedOn(f"slot {slot.slot} of {slot.path} is not rank {slot.rank}'s {slot.version} any more")
+            raise _SlotRefilled(f"slot {slot.slot} of {slot.path} is not rank {slot.rank}'s {slot.version} any more")
         return view
 
     def _bad(self, slot: SlotInfo, error: Exception) -> BadSlot:
         """A slot that was filled anew while it was hashed is not corrupt."""
-        corrupt = isinstance(error, DigestMismatch) and not isinstance(error, _MovedOn)
+        corrupt = isinstance(error, DigestMismatch) and not isinstance(error, _SlotRefilled)
         if corrupt:
             try:
                 self._require(slot)
-            except _MovedOn as moved:
-                return BadSlot(slot, str(moved), corrupt=False)
-        return BadSlot(slot, str(error), corrupt=corrupt)
+            except _SlotRefilled as moved:
+                return BadSlot(slot, str(moved), is_corrupt=False)
+        return BadSlot(slot, str(error), is_corrupt=corrupt)
 
 
-class _MovedOn(DigestMismatch):
+class _SlotRefilled(DigestMismatch):
     """The slot is another one by now: no corruption."""

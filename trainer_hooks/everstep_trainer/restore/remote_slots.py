@@ -21,21 +21,21 @@ import numpy as np
 from everstep.errors import DigestMismatch, EverstepError, MalformedMessage, NotFound, Unavailable
 from everstep.layout.digests import RangeHasher
 from everstep.layout.slots import CHUNK_BYTES
-from everstep.wire.framing import Channel
+from everstep.wire.framing import VaultChannel
 from everstep.wire.v1.local import Fetched, SlotInfo
 from everstep.wire.v1.transfer import Data, DataEnd, Get
 from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.restore.byte_moves import BATCH_BYTES, Batch, Rows, copy_rows
-from everstep_trainer.restore.local_slots import BadSlot, map_readable
+from everstep_trainer.restore.byte_moves import BATCH_BYTES, CopyTable, FetchBatch, run_copies
+from everstep_trainer.restore.local_slots import BadSlot, map_read_only
 from everstep_trainer.state.layout import ALIGN
 
-STREAMS = 2
+STREAM_COUNT = 2
 """Connections at once: one is bound by one core at each end, and waits while the other end hashes."""
-WORTH_A_STREAM_BYTES = 32 << 20
+MIN_STREAM_BYTES = 32 << 20
 BLOCK_BYTES = 256 << 10
 """Received, then hashed: with what the kernel copies it from, it must stay in a core's own cache. Divides
 CHUNK_BYTES."""
-MOST_VIEWS = 128
+MAX_VIEWS = 128
 """Copies out of a piece that are received each into its place; more come through a buffer."""
 
 
@@ -43,40 +43,40 @@ class BadTransfer(BadSlot):
     """What arrived is not what the holder says that it sent."""
 
     def __init__(self, slot: SlotInfo, reason: str) -> None:
-        super().__init__(slot, reason, corrupt=True)
+        super().__init__(slot, reason, is_corrupt=True)
 
 
-class Streams:
+class SlotStreams:
     """Carries out batches, about in their order, from threads of its own."""
 
-    def __init__(self, vault: VaultClient, job: str, batches: Iterable[Batch]) -> None:
+    def __init__(self, vault: VaultClient, job: str, batches: Iterable[FetchBatch]) -> None:
         self._vault = vault
         self._job = job
         self._todo = deque(batches)
         self._count = len(self._todo)
         self._failed = 0
         self._changed = threading.Condition()
-        self._open: set[Channel] = set()
+        self._open: set[VaultChannel] = set()
         self._stopped = False
         self._threads: list[threading.Thread] = []
-        self.landed: list[Batch] = []
+        self.landed: list[FetchBatch] = []
         self.failures: list[BadSlot] = []
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Returns at once. What was begun is not begun again."""
         if self._threads or not self._todo:
             return
-        worth = sum(batch.nbytes for batch in self._todo) // WORTH_A_STREAM_BYTES
+        worth = sum(batch.nbytes for batch in self._todo) // MIN_STREAM_BYTES
         self._threads = [
             threading.Thread(target=self._work, name="everstep-receive", daemon=True)
-            for _ in range(max(1, min(STREAMS, worth)))
+            for _ in range(max(1, min(STREAM_COUNT, worth)))
         ]
         for thread in self._threads:
             thread.start()
 
     def finish(self) -> list[BadSlot]:
         """Waits for all of it; the slots that failed. Of those only what ``landed`` may be used."""
-        self.begin()
+        self.start()
         for thread in self._threads:
             thread.join()
         left = self._count - len(self.landed) - self._failed
@@ -104,9 +104,9 @@ class Streams:
                     self._fail(batch.slot, error)
         finally:
             for receiver in receivers.values():
-                self._leave(receiver)
+                self._close_receiver(receiver)
 
-    def _next(self) -> Batch | None:
+    def _next(self) -> FetchBatch | None:
         with self._changed:
             while self._todo and not self._stopped:
                 batch = self._todo.popleft()
@@ -115,23 +115,23 @@ class Streams:
                 self._failed += 1
         return None
 
-    def _receive(self, batch: Batch, receivers: dict[str, _Receiver], buffer: bytearray) -> None:
+    def _receive(self, batch: FetchBatch, receivers: dict[str, _Receiver], buffer: bytearray) -> None:
         node = batch.slot.node
         if node not in receivers:
             receivers[node] = self._connected(node, buffer)
         try:
             receivers[node].receive(batch)
         except EverstepError as error:
-            self._leave(receivers.pop(node))
+            self._close_receiver(receivers.pop(node))
             if isinstance(error, Unavailable) and not self._stopped:
-                self._vault.connection_broke(job=self._job, node=node, why=str(error))
+                self._vault.report_broken_connection(job=self._job, node=node, reason=str(error))
             raise
         with self._changed:
             self.landed.append(batch)
 
     def _connected(self, node: str, buffer: bytearray) -> _Receiver:
         lent = self._vault.connect(job=self._job, node=node).result()
-        channel = Channel(lent.sock, node, lent.io_timeout_s)
+        channel = VaultChannel(lent.sock, node, lent.io_timeout_s)
         with self._changed:
             if not self._stopped:
                 self._open.add(channel)
@@ -139,7 +139,7 @@ class Streams:
         channel.close()
         raise Unavailable("the restore was left")
 
-    def _leave(self, receiver: _Receiver) -> None:
+    def _close_receiver(self, receiver: _Receiver) -> None:
         receiver.channel.close()
         with self._changed:
             self._open.discard(receiver.channel)
@@ -153,7 +153,7 @@ class Streams:
             if isinstance(error, _NotAsSent):
                 self.failures.append(BadTransfer(slot, str(error)))
             else:
-                self.failures.append(BadSlot(slot, str(error), corrupt=isinstance(error, DigestMismatch)))
+                self.failures.append(BadSlot(slot, str(error), is_corrupt=isinstance(error, DigestMismatch)))
 
 
 class _NotAsSent(DigestMismatch):
@@ -163,14 +163,14 @@ class _NotAsSent(DigestMismatch):
 class _Receiver:
     """Asks for batches over one connection. ``buffer``: of BLOCK_BYTES, for what is not received into its place."""
 
-    def __init__(self, channel: Channel, answer_timeout_s: float, io_timeout_s: float, buffer: bytearray) -> None:
+    def __init__(self, channel: VaultChannel, answer_timeout_s: float, io_timeout_s: float, buffer: bytearray) -> None:
         self.channel = channel
         self._answer_timeout_s = answer_timeout_s
         self._io_timeout_s = io_timeout_s
         self._buffer = memoryview(buffer)
         self._address = np.frombuffer(buffer, np.uint8).ctypes.data
 
-    def receive(self, batch: Batch) -> None:
+    def receive(self, batch: FetchBatch) -> None:
         """Fills the batch's targets. Raises DigestMismatch, Unavailable, MalformedMessage, and what the holder refuses
         for; after any of them the connection is of no more use, and what was filled is not to be used."""
         if self._comes_right(batch, unhashed=True):
@@ -185,40 +185,40 @@ class _Receiver:
             raise wrong from error
         raise wrong
 
-    def _comes_right(self, batch: Batch, unhashed: bool) -> bool:
+    def _comes_right(self, batch: FetchBatch, unhashed: bool) -> bool:
         """Fills the batch's targets, and says whether that is what was sealed. ``unhashed``: as in Get."""
         slot, channel = batch.slot, self.channel
-        channel.send(Get(rank=slot.rank, version=slot.version, ranges=batch.ranges, unhashed=unhashed))
-        channel.patience(self._answer_timeout_s)
-        announced = channel.answer(Data).bytes
+        channel.send(Get(rank=slot.rank, version=slot.version, ranges=batch.ranges, skip_hash=unhashed))
+        channel.set_receive_timeout(self._answer_timeout_s)
+        announced = channel.receive_answer(Data).bytes
         if announced != batch.nbytes:
             raise MalformedMessage(f"{slot.node} announced {announced} bytes where {batch.nbytes} were asked for")
-        channel.patience(self._io_timeout_s)
+        channel.set_receive_timeout(self._io_timeout_s)
         hasher = RangeHasher([length for _, length in batch.ranges])
-        for at, rows in _cut(batch.rows, CHUNK_BYTES, 0, batch.nbytes):
+        for at, rows in _cut(batch.copies, CHUNK_BYTES, 0, batch.nbytes):
             self._piece(at, min(CHUNK_BYTES, batch.nbytes - at), rows, hasher)
-            if not channel.status():
-                channel.answer(DataEnd)  # raises what the peer refuses for
+            if not channel.receive_piece_status():
+                channel.receive_answer(DataEnd)  # raises what the peer refuses for
                 raise MalformedMessage(f"{slot.node} said that the slot cannot be read on, and then that it can")
-        return channel.answer(DataEnd).digests == hasher.digests()
+        return channel.receive_answer(DataEnd).digests == hasher.digests()
 
-    def _piece(self, at: int, length: int, rows: Rows, hasher: RangeHasher) -> None:
+    def _piece(self, at: int, length: int, rows: CopyTable, hasher: RangeHasher) -> None:
         """Straight to where the bytes belong; all through the buffer where there are many rows, or bytes that two of
         them want."""
-        if len(rows.source) <= MOST_VIEWS and np.all(rows.source[1:] >= rows.source[:-1] + rows.length[:-1]):
+        if len(rows.source) <= MAX_VIEWS and np.all(rows.source[1:] >= rows.source[:-1] + rows.length[:-1]):
             for view in self._views(at, length, rows):
                 for start in range(0, len(view), BLOCK_BYTES):
                     self._take(view[start : start + BLOCK_BYTES], hasher)
             return
         for start, some in _cut(rows, BLOCK_BYTES, at, at + length):
             self._take(self._buffer[: min(BLOCK_BYTES, at + length - start)], hasher)
-            copy_rows(self._address - start, some)
+            run_copies(self._address - start, some)
 
     def _take(self, view: memoryview, hasher: RangeHasher) -> None:
         self.channel.receive_into(view)
         hasher.update(view)
 
-    def _views(self, at: int, length: int, rows: Rows) -> Iterator[memoryview]:
+    def _views(self, at: int, length: int, rows: CopyTable) -> Iterator[memoryview]:
         """Where the bytes from ``at`` on go: into live memory, and into the buffer where nobody wants them, which is
         GAP_BYTES at most."""
         here = at
@@ -229,13 +229,13 @@ class _Receiver:
         yield self._buffer[: at + length - here]
 
 
-def _cut(rows: Rows, every: int, begin: int, end: int) -> Iterator[tuple[int, Rows]]:
+def _cut(rows: CopyTable, every: int, begin: int, end: int) -> Iterator[tuple[int, CopyTable]]:
     """(where it begins, copies out of it) of each ``every`` bytes from ``begin``, a multiple of that, to ``end``."""
-    rows = rows.cut(every)
+    rows = rows.split_at_multiples(every)
     starts = np.arange(begin, end, every)
     bounds = np.searchsorted(rows.source, np.append(starts, end)).tolist()
     for start, first, last in zip(starts.tolist(), bounds[:-1], bounds[1:], strict=True):
-        yield start, Rows(*(column[first:last] for column in rows))
+        yield start, CopyTable(*(column[first:last] for column in rows))
 
 
 # ---- landing
@@ -246,63 +246,65 @@ def _cut(rows: Rows, every: int, begin: int, end: int) -> Iterator[tuple[int, Ro
 # fetching as much, and are kept for the next restore: so it is small, and used again and again. Every byte in it was
 # hashed by the vault.
 
-PLACES = 4
-MOST_AT_ONCE = 16
+WINDOW_BATCHES = 4
+MAX_CONCURRENT_FETCHES = 16
 """Fetches, where all that is fetched fits into the window. A vault works on 64 of one process."""
-WINDOW_BYTES = PLACES * BATCH_BYTES
+WINDOW_BYTES = WINDOW_BATCHES * BATCH_BYTES
 """Kept for the next restore, which then needs none of the 50 ms that making these pages takes. Goes with the job."""
 
 
-class Landing:
+class ScratchFetch:
     """Carries out batches in their order.
 
     Args:
         scratch: the window's file, below the vault's directory of segments; asked for when there is something to fetch.
     """
 
-    def __init__(self, vault: VaultClient, job: str, scratch: Callable[[], Path], batches: Iterable[Batch]) -> None:
+    def __init__(
+        self, vault: VaultClient, job: str, scratch: Callable[[], Path], batches: Iterable[FetchBatch]
+    ) -> None:
         self._vault = vault
         self._job = job
         self._scratch = scratch
         self._todo = deque(batches)
-        self._round = sum(_aligned(batch.nbytes) for batch in self._todo) > WINDOW_BYTES
-        self._under_way: deque[tuple[Batch, int, Future[Fetched]]] = deque()
+        self._is_circular = sum(_aligned(batch.nbytes) for batch in self._todo) > WINDOW_BYTES
+        self._under_way: deque[tuple[FetchBatch, int, Future[Fetched]]] = deque()
         self._number = self._base = self._next = self._end = 0
         self._data = memoryview(b"")
         self.failures: list[BadSlot] = []
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Asks for as much as the window takes. Returns at once."""
-        most = PLACES if self._round else MOST_AT_ONCE
+        most = WINDOW_BATCHES if self._is_circular else MAX_CONCURRENT_FETCHES
         while self._todo and len(self._under_way) < most:
             batch = self._todo.popleft()
             if self._failed(batch.slot):
                 continue
-            at = self._place(batch)
+            at = self._window_offset(batch)
             asked = self._vault.fetch(
                 job=self._job,
                 node=batch.slot.node,
                 rank=batch.slot.rank,
                 version=batch.slot.version,
                 ranges=batch.ranges,
-                into=str(self._scratch()),
-                into_offset=at,
-                group=batch.slot.group,
+                target_path=str(self._scratch()),
+                target_offset=at,
+                parity_group=batch.slot.parity_group,
             )
             self._under_way.append((batch, at, asked))
 
     def finish(self) -> list[BadSlot]:
         """Waits for all of it; the slots that failed, of which nothing may be used."""
-        self.begin()
+        self.start()
         while self._under_way:
             batch, at, asked = self._under_way[0]
             try:
                 asked.result()
-                copy_rows(self._address(at, batch.nbytes), batch.rows)
+                run_copies(self._address(at, batch.nbytes), batch.copies)
             except EverstepError as error:
                 self._fail(batch.slot, error)
             self._under_way.popleft()
-            self.begin()
+            self.start()
         return self.failures
 
     def close(self) -> None:
@@ -311,10 +313,10 @@ class Landing:
         if self._under_way or self.failures or self._end > WINDOW_BYTES:
             self._scratch().unlink(missing_ok=True)
 
-    def _place(self, batch: Batch) -> int:
+    def _window_offset(self, batch: FetchBatch) -> int:
         """Where it lands: in a place of the window that has been copied out of, unless all of it fits at once."""
-        if self._round:
-            at = self._base + self._number % PLACES * BATCH_BYTES
+        if self._is_circular:
+            at = self._base + self._number % WINDOW_BATCHES * BATCH_BYTES
             self._number += 1
         else:
             at = self._base + self._next
@@ -327,13 +329,13 @@ class Landing:
 
     def _fail(self, slot: SlotInfo, error: EverstepError) -> None:
         if not self._failed(slot):
-            self.failures.append(BadSlot(slot, str(error), corrupt=isinstance(error, DigestMismatch)))
+            self.failures.append(BadSlot(slot, str(error), is_corrupt=isinstance(error, DigestMismatch)))
         self._base, self._next = -(-self._end // ALIGN) * ALIGN, 0  # where no late write of it lands
 
     def _address(self, at: int, nbytes: int) -> int:
         if at + nbytes > len(self._data):
             path = self._scratch()
-            self._data = map_readable(str(path), os.stat(path).st_size)
+            self._data = map_read_only(str(path), os.stat(path).st_size)
         return int(np.frombuffer(self._data, np.uint8).ctypes.data) + at
 
 

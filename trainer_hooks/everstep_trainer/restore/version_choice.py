@@ -9,7 +9,7 @@ import msgspec
 
 from everstep.errors import MalformedMessage, NotRestorable
 from everstep.ids import Version
-from everstep.layout.manifests import Box, Manifest, Tensor, uncovered, whole
+from everstep.layout.manifests import Box, Manifest, TensorInfo, full_box, uncovered
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import RestoreRule
 
@@ -20,7 +20,7 @@ ManifestOf = Callable[[str], Manifest]
 """The manifest of a digest. Raises MalformedMessage where it cannot be had or read."""
 
 
-class Choice(msgspec.Struct, frozen=True):
+class VersionChoice(msgspec.Struct, frozen=True):
     """``version`` None: start from scratch. ``slots`` hold the version; ``sentence`` says why it was chosen."""
 
     version: Version | None
@@ -28,56 +28,56 @@ class Choice(msgspec.Struct, frozen=True):
     sentence: str
 
 
-def of_snapshots(slots: Iterable[SlotInfo]) -> tuple[SlotInfo, ...]:
+def only_snapshots(slots: Iterable[SlotInfo]) -> tuple[SlotInfo, ...]:
     """The slots that are no checkpoints of DCP."""
     return tuple(slot for slot in slots if slot.rank < FIRST_CHECKPOINT_RANK)
 
 
-def admitted(rule: RestoreRule, version: Version) -> bool:
+def is_admitted(rule: RestoreRule, version: Version) -> bool:
     """Whether the rule allows this version: for want of a newer one, what parity keeps as well."""
     below = rule.floor is not None and version < rule.floor
-    if rule.scratch or (below and not (rule.protection is not None and version == rule.protection.version)):
+    if rule.from_scratch or (below and not (rule.protection is not None and version == rule.protection.version)):
         return False
     return rule.ceiling is None or version <= rule.ceiling
 
 
-def by_version(rule: RestoreRule, slots: Iterable[SlotInfo]) -> list[tuple[Version, list[SlotInfo]]]:
+def group_by_version(rule: RestoreRule, slots: Iterable[SlotInfo]) -> list[tuple[Version, list[SlotInfo]]]:
     """The admitted versions with their slots, newest first."""
     found: dict[Version, list[SlotInfo]] = defaultdict(list)
     for slot in slots:
-        if admitted(rule, slot.version):
+        if is_admitted(rule, slot.version):
             found[slot.version].append(slot)
     return sorted(found.items(), reverse=True)
 
 
-def choose(rule: RestoreRule, slots: Sequence[SlotInfo], manifest_of: ManifestOf) -> Choice:
+def choose_version(rule: RestoreRule, slots: Sequence[SlotInfo], manifest_of: ManifestOf) -> VersionChoice:
     """The newest admitted version whose slots together cover every tensor.
 
     Without a floor nothing was ever committed, so scratch is the answer where no version is whole, and so it is where
     the rule names a checkpoint on storage. Else raises NotRestorable with what is missing of each version.
     """
-    if rule.scratch:
-        return Choice(None, (), "the generation starts from scratch")
+    if rule.from_scratch:
+        return VersionChoice(None, (), "the generation starts from scratch")
     gaps: list[str] = []
-    for version, holders in by_version(rule, slots):
-        gap = missing(holders, manifest_of)
+    for version, holders in group_by_version(rule, slots):
+        gap = describe_missing(holders, manifest_of)
         if not gap:
             newer = f"; not {' and not '.join(gaps)}" if gaps else ""
             ordered = tuple(sorted(holders, key=_order))
             why = f"{version} is the newest whole version"
             if rule.floor is not None and version < rule.floor:
                 why = f"{rule.floor} was committed and is lost, and {version}, which parity keeps, is whole"
-            return Choice(version, ordered, f"{why}{newer}")
+            return VersionChoice(version, ordered, f"{why}{newer}")
         gaps.append(f"{version}: {gap}")
     if rule.floor is None:
-        return Choice(None, (), f"no version is whole, and none was committed: from scratch ({'; '.join(gaps)})")
+        return VersionChoice(None, (), f"no version is whole, and none was committed: from scratch ({'; '.join(gaps)})")
     ceiling = f" and not newer than {rule.ceiling}" if rule.ceiling is not None else ""
     lost = (
         f"version {rule.floor} was committed, and nothing from it on{ceiling} is whole: "
         f"{'; '.join(gaps) or 'no vault that answers holds any slot of such a version'}"
     )
-    if rule.storage:
-        return Choice(None, (), f"{lost}; the job goes back to {rule.storage}")
+    if rule.storage_url:
+        return VersionChoice(None, (), f"{lost}; the job goes back to {rule.storage_url}")
     raise NotRestorable(lost)
 
 
@@ -85,7 +85,7 @@ def _order(slot: SlotInfo) -> tuple[int, str, bool, str, int]:
     return slot.rank, slot.node, slot.replica, slot.path, slot.slot
 
 
-def missing(holders: Sequence[SlotInfo], manifest_of: ManifestOf) -> str:
+def describe_missing(holders: Sequence[SlotInfo], manifest_of: ManifestOf) -> str:
     """What these slots of one version lack of the whole, in words; empty when nothing."""
     manifests, unreadable = _readable(holders, manifest_of)
     if not manifests:
@@ -103,7 +103,7 @@ def missing(holders: Sequence[SlotInfo], manifest_of: ManifestOf) -> str:
     ranks = sorted({m.rank for m in manifests})
     return (
         f"{len(lacking)} of {len(catalog)} tensors are not whole, {lacking[0]} among them; "
-        f"found are the slots of ranks {ranks} of {manifests[0].world}"
+        f"found are the slots of ranks {ranks} of {manifests[0].world_size}"
     )
 
 
@@ -117,7 +117,7 @@ def _readable(holders: Sequence[SlotInfo], manifest_of: ManifestOf) -> tuple[lis
     return manifests, error
 
 
-def is_whole(tensor: Tensor, held: set[Box]) -> bool:
+def is_whole(tensor: TensorInfo, held: set[Box]) -> bool:
     """Whether the boxes together make up the tensor; of one that each rank has its own of, all ranks' that have it."""
     if not tensor.ranks:
         return covers(tensor.shape, held)
@@ -127,5 +127,5 @@ def is_whole(tensor: Tensor, held: set[Box]) -> bool:
 
 def covers(shape: tuple[int, ...], held: set[Box]) -> bool:
     """Whether the boxes together make up a whole tensor of this shape."""
-    wanted = whole(shape)
+    wanted = full_box(shape)
     return wanted in held or not uncovered(wanted, sorted(held))

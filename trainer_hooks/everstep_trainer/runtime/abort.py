@@ -32,7 +32,7 @@ _FDS = "/proc/self/fd"
 _EVENTPOLL = "anon_inode:[eventpoll]"
 
 
-def event_polls() -> list[int]:
+def list_epoll_fds() -> list[int]:
     """Open epoll instances."""
     return [fd for fd in map(int, os.listdir(_FDS)) if _target(fd) == _EVENTPOLL]
 
@@ -44,7 +44,7 @@ def _target(fd: int) -> str:
         return ""
 
 
-def watched(event_poll: int) -> list[int]:
+def epoll_targets(event_poll: int) -> list[int]:
     """Descriptors registered with an epoll instance (``tfd`` lines of its fdinfo); empty where it is gone."""
     try:
         with open(f"/proc/self/fdinfo/{event_poll}") as info:
@@ -75,7 +75,7 @@ def _duplicate(fd: int) -> socket.socket | None:
     return None
 
 
-def connections(fds: Iterable[int]) -> list[socket.socket]:
+def duplicate_connections(fds: Iterable[int]) -> list[socket.socket]:
     """Duplicates of the TCP sockets among the descriptors that are not listening."""
     found = []
     for copy in filter(None, map(_duplicate, fds)):
@@ -90,7 +90,7 @@ def _is_listening(copy: socket.socket) -> bool:
     return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def any_listening(fds: Iterable[int]) -> bool:
+def has_listening_socket(fds: Iterable[int]) -> bool:
     """Whether one of the descriptors is a TCP socket that accepts connections."""
     return any(_on_copy(fd, _is_listening) for fd in fds)
 
@@ -112,16 +112,16 @@ def _shut(copy: socket.socket, how: int) -> bool:
 
 
 def shut_connections(
-    fds: Iterable[int], still: Callable[[], Iterable[int]], how: int = socket.SHUT_RDWR
+    fds: Iterable[int], list_again: Callable[[], Iterable[int]], how: int = socket.SHUT_RDWR
 ) -> list[socket.socket]:
     """Shuts the connected TCP sockets among ``fds``, in both directions unless told otherwise.
 
-    Whoever reads from them wakes at once. ``still`` is asked again after each was duplicated: a number that was closed
-    and reused by somebody else in between is left alone. Returns the duplicates of those that were shut: the
+    Whoever reads from them wakes at once. ``list_again`` is asked again after each was duplicated: a number that was
+    closed and reused by somebody else in between is left alone. Returns the duplicates of those that were shut: the
     connection lives until its owner and the caller have closed theirs.
     """
     copies = {fd: copy for fd in fds if (copy := _duplicate(fd)) is not None}
-    confirmed = set(still())
+    confirmed = set(list_again())
     held = []
     for fd, copy in copies.items():
         if fd in confirmed and not _is_listening(copy) and _shut(copy, how):
@@ -131,13 +131,13 @@ def shut_connections(
     return held
 
 
-def close_all(copies: Iterable[socket.socket]) -> None:
+def close_sockets(copies: Iterable[socket.socket]) -> None:
     """Closes duplicates."""
     for copy in copies:
         copy.close()
 
 
-def connections_to(port: int) -> list[int]:
+def connections_to_port(port: int) -> list[int]:
     """Descriptors of TCP connections whose far end has this port."""
     return [fd for fd in map(int, os.listdir(_FDS)) if _on_copy(fd, lambda copy: _peer_port(copy) == port)]
 
@@ -181,26 +181,26 @@ _INSTRUCTIONS = (
 )
 _PROGRAM = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in _INSTRUCTIONS))
 
-_make = dist.ProcessGroupGloo.__init__
+_original_init = dist.ProcessGroupGloo.__init__
 _connections: Callable[[], Iterable[socket.socket]] = tuple
 
 
-def drop_late(connection: socket.socket) -> None:
+def ignore_late_resets(connection: socket.socket) -> None:
     """From here on what is written to a connection that its peer has closed is lost, and is no error."""
     program = struct.pack("HP", len(_INSTRUCTIONS), ctypes.addressof(_PROGRAM))
     with contextlib.suppress(OSError):  # forbidden here: then gloo's connections are as they always were
         connection.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
-@wraps(_make)
-def _make_and_filter(group: Any, *args: Any, **options: Any) -> None:
-    _make(group, *args, **options)
+@wraps(_original_init)
+def _init_and_filter(group: Any, *args: Any, **options: Any) -> None:
+    _original_init(group, *args, **options)
     for connection in _connections():
         with connection:
-            drop_late(connection)
+            ignore_late_resets(connection)
 
 
-def install(connections: Callable[[], Iterable[socket.socket]]) -> None:
+def install_reset_filter(connections: Callable[[], Iterable[socket.socket]]) -> None:
     """Drops such resets on the connections of every gloo group that is made from here on.
 
     Args:
@@ -208,16 +208,16 @@ def install(connections: Callable[[], Iterable[socket.socket]]) -> None:
     """
     global _connections
     _connections = connections
-    dist.ProcessGroupGloo.__init__ = _make_and_filter  # type: ignore[method-assign, assignment]
+    dist.ProcessGroupGloo.__init__ = _init_and_filter  # type: ignore[method-assign, assignment]
 
 
 logger = logging.getLogger(__name__)
 
-HOLD_S = 1.0
+HOLD_OPEN_S = 1.0
 """How long aborted connections are kept open: survivors hear of a new generation within tens of milliseconds of one
 another, and none should see another's connection close before it has aborted its own."""
 
-SET_UP_S = 120
+NCCL_SETUP_TIMEOUT_S = 120
 """Longest set-up of an NCCL communicator. While torch waits for one it holds a lock that an abort needs."""
 
 
@@ -240,11 +240,11 @@ class CollectiveBackend(Protocol):
         Returns how many connections or communicators were ended by this call.
         """
 
-    def settle(self, timeout_s: float) -> bool:
+    def wait_aborted(self, timeout_s: float) -> bool:
         """Waits until all that ``abort`` began is done; False where that takes longer than ``timeout_s``."""
 
 
-def gloo_loops() -> list[int]:
+def gloo_event_loops() -> list[int]:
     """The epoll instances of gloo devices in this process.
 
     One is known by what it watches: the pipe of its deferred calls and its listening TCP socket, beside the
@@ -253,50 +253,50 @@ def gloo_loops() -> list[int]:
     vault's never are.
     """
     found = []
-    for event_poll in event_polls():
-        fds = watched(event_poll)
-        if any(map(is_pipe, fds)) and any_listening(fds):
+    for event_poll in list_epoll_fds():
+        fds = epoll_targets(event_poll)
+        if any(map(is_pipe, fds)) and has_listening_socket(fds):
             found.append(event_poll)
     return found
 
 
 def gloo_connections() -> list[socket.socket]:
     """Duplicates of the connections that gloo has open."""
-    return [copy for loop in gloo_loops() for copy in connections(watched(loop))]
+    return [copy for loop in gloo_event_loops() for copy in duplicate_connections(epoll_targets(loop))]
 
 
 class GlooBackend:
     """Ends gloo's collectives by shutting its connections; ``ProcessGroupGloo.abort`` does not wake a waiter.
 
-    They are shut for reading, and kept open for HOLD_S by duplicates. gloo's thread then reads the end of the stream,
-    which wakes those that wait. Were a connection closed at once, or shut for writing, a write that this or the other
-    process is about to make would fail; gloo ignores that and leaves the operation behind it waiting (pair.cc,
+    They are shut for reading, and kept open for HOLD_OPEN_S by duplicates. gloo's thread then reads the end of the
+    stream, which wakes those that wait. Were a connection closed at once, or shut for writing, a write that this or the
+    other process is about to make would fail; gloo ignores that and leaves the operation behind it waiting (pair.cc,
     ``Pair::write`` on EPIPE and ECONNRESET).
     """
 
     name = "gloo"
 
     def prepare(self) -> None:
-        interrupt.install()
-        install(gloo_connections)
+        interrupt.install_sliced_waits()
+        install_reset_filter(gloo_connections)
 
     def connect(self, device: torch.device) -> None:
         """gloo connects all ranks when a group is made."""
 
-    def settle(self, timeout_s: float) -> bool:
+    def wait_aborted(self, timeout_s: float) -> bool:
         return True
 
     def abort(self) -> int:
-        held = [copy for loop in gloo_loops() for copy in self._shut_connections_of(loop)]
+        held = [copy for loop in gloo_event_loops() for copy in self._shut_connections_of(loop)]
         if held:
-            timer = threading.Timer(HOLD_S, close_all, [held])
+            timer = threading.Timer(HOLD_OPEN_S, close_sockets, [held])
             timer.daemon = True
             timer.start()
         return len(held)
 
     @staticmethod
     def _shut_connections_of(loop: int) -> list[socket.socket]:
-        of_loop = partial(watched, loop)
+        of_loop = partial(epoll_targets, loop)
         return shut_connections(of_loop(), of_loop, socket.SHUT_RD)
 
 
@@ -308,15 +308,15 @@ class NcclBackend:
 
     All communicators of the process are non-blocking: the set-up of a blocking one cannot be aborted. The set-up of a
     non-blocking one can, until a collective is called: torch then waits for the set-up under a lock that an abort
-    needs, for SET_UP_S at most. Therefore ``connect`` comes first, and no collective before all ranks are known to have
-    called it.
+    needs, for NCCL_SETUP_TIMEOUT_S at most. Therefore ``connect`` comes first, and no collective before all ranks are
+    known to have called it.
     """
 
     name = "cpu:gloo,cuda:nccl"
 
     def __init__(self) -> None:
         self._gloo = GlooBackend()
-        self._begun: dict[int, threading.Thread] = {}
+        self._abort_threads: dict[int, threading.Thread] = {}
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
@@ -325,8 +325,8 @@ class NcclBackend:
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
         os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "1")  # also of the groups that users make
-        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(SET_UP_S))
-        install(gloo_connections)
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(NCCL_SETUP_TIMEOUT_S))
+        install_reset_filter(gloo_connections)
 
     def connect(self, device: torch.device) -> None:
         backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
@@ -337,17 +337,17 @@ class NcclBackend:
         for backend in self._communicators():
             thread = threading.Thread(target=self._abort_one, args=(backend,), name="everstep-nccl-abort", daemon=True)
             with self._lock:
-                if id(backend) in self._begun:
+                if id(backend) in self._abort_threads:
                     continue
-                self._begun[id(backend)] = thread
+                self._abort_threads[id(backend)] = thread
                 thread.start()
             ended += 1
         return ended
 
-    def settle(self, timeout_s: float) -> bool:
+    def wait_aborted(self, timeout_s: float) -> bool:
         deadline = perf_counter() + timeout_s
         with self._lock:
-            begun = list(self._begun.values())
+            begun = list(self._abort_threads.values())
         for thread in begun:
             thread.join(max(0.0, deadline - perf_counter()))
         return not any(thread.is_alive() for thread in begun)
@@ -365,10 +365,10 @@ class NcclBackend:
             logger.warning("aborting an NCCL communicator failed: %s", error)
         finally:
             with self._lock:
-                self._begun.pop(id(backend), None)
+                self._abort_threads.pop(id(backend), None)
 
 
-def backend_named(name: str) -> CollectiveBackend:
+def make_backend(name: str) -> CollectiveBackend:
     """The backend for a setting of ``auto``, ``gloo`` or ``nccl``."""
     if name == "auto":
         name = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"

@@ -24,52 +24,54 @@ import msgspec
 
 from everstep.ids import split_address
 from everstep.wire.v1.training import GenerationSpec, Member
-from everstep_trainer.launch.fork_messages import Arrived, Channel, Promote
-from everstep_trainer.launch.job_cache import Follower, folder_of
-from everstep_trainer.launch.process_setup import Waiting, call_process
+from everstep_trainer.launch.fork_messages import ControlChannel, Promote, ReachedMain
+from everstep_trainer.launch.job_cache import ImportFollower, cache_folder
+from everstep_trainer.launch.process_setup import StandbyMemory, set_process_name
 
-JOB = "EVERSTEP_JOB"
-AGENT_SOCKET = "EVERSTEP_AGENT_SOCKET"
-CONTROL_FD = "EVERSTEP_CONTROL_FD"
-WORKER_PID = "EVERSTEP_WORKER_PID"
-BORN = "EVERSTEP_WORKER_BORN"
-START_FROM = "EVERSTEP_START_FROM"
-LOCAL_RANK = "LOCAL_RANK"
-FOLLOW_EVERY_S = 1.0
+JOB_VARIABLE = "EVERSTEP_JOB"
+AGENT_SOCKET_VARIABLE = "EVERSTEP_AGENT_SOCKET"
+CONTROL_FD_VARIABLE = "EVERSTEP_CONTROL_FD"
+WORKER_PID_VARIABLE = "EVERSTEP_WORKER_PID"
+STARTED_AT_VARIABLE = "EVERSTEP_WORKER_STARTED_AT"
+START_FROM_VARIABLE = "EVERSTEP_START_FROM"
+LOCAL_RANK_VARIABLE = "LOCAL_RANK"
+STANDBY_POLL_S = 1.0
 
 
-class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is told at its birth. ``local_rank`` is None for a standby that was not promoted yet.
 
-    ``start_from``: the checkpoint that a job starts from where nothing is in memory; empty for none. ``born``: when the
-    process of an active worker began to run (perf_counter); None for a standby, for which nobody waited.
+    ``start_from``: the checkpoint that a job starts from where nothing is in memory; empty for none. ``started_at``:
+    when the process of an active worker began to run (perf_counter); None for a standby, for which nobody waited.
     """
 
     job: str
     agent_socket: str
     local_rank: int | None
     start_from: str = ""
-    born: float | None = None
+    started_at: float | None = None
 
 
 class LauncherGone(SystemExit):
     """The launcher ended while a standby waited: there is nothing left to wait for (exit status 1)."""
 
 
-def current_assignment() -> Assignment | None:
+def current_assignment() -> WorkerAssignment | None:
     """The worker's assignment, or None where this process was not started by ``everstep-launch``.
 
     A child of a worker (of a data loader, say) inherits the environment but is no worker: None there too.
     """
-    if os.environ.get(WORKER_PID) != str(os.getpid()):
+    if os.environ.get(WORKER_PID_VARIABLE) != str(os.getpid()):
         return None
-    local_rank = os.environ.get(LOCAL_RANK)
-    return Assignment(
-        job=os.environ[JOB],
-        agent_socket=os.environ[AGENT_SOCKET],
+    local_rank = os.environ.get(LOCAL_RANK_VARIABLE)
+    return WorkerAssignment(
+        job=os.environ[JOB_VARIABLE],
+        agent_socket=os.environ[AGENT_SOCKET_VARIABLE],
         local_rank=None if local_rank is None else int(local_rank),
-        start_from=os.environ.get(START_FROM, ""),
-        born=None if local_rank is None or BORN not in os.environ else float(os.environ[BORN]),
+        start_from=os.environ.get(START_FROM_VARIABLE, ""),
+        started_at=None
+        if local_rank is None or STARTED_AT_VARIABLE not in os.environ
+        else float(os.environ[STARTED_AT_VARIABLE]),
     )
 
 
@@ -84,53 +86,53 @@ def wait_for_local_rank() -> int:
     if assignment is None:
         raise RuntimeError("this process was not started by everstep-launch: there is no local rank to wait for")
     if assignment.local_rank is None and "torch" in sys.modules:
-        from everstep_trainer.launch.process_setup import warm_up
+        from everstep_trainer.launch.process_setup import warm_up_torch
 
-        warm_up()
+        warm_up_torch()
     control = _control()
     if control is not None:
-        _announce(control)
+        _send_reached_main(control)
     if assignment.local_rank is not None:
         return assignment.local_rank
     if control is None:
         raise LauncherGone("everstep: the launcher is gone")
-    return _promotion(control)
+    return _wait_for_promotion(control)
 
 
-_channel: Channel[Promote] | None = None
+_channel: ControlChannel[Promote] | None = None
 
 
-def _control() -> Channel[Promote] | None:
+def _control() -> ControlChannel[Promote] | None:
     """The control channel, opened once; None once the launcher closed it."""
     global _channel  # one per process, as the descriptor is
-    if _channel is None and CONTROL_FD in os.environ:
-        _channel = Channel(socket.socket(fileno=int(os.environ.pop(CONTROL_FD))), Promote)
+    if _channel is None and CONTROL_FD_VARIABLE in os.environ:
+        _channel = ControlChannel(socket.socket(fileno=int(os.environ.pop(CONTROL_FD_VARIABLE))), Promote)
     return _channel
 
 
-def _announce(control: Channel[Promote]) -> None:
+def _send_reached_main(control: ControlChannel[Promote]) -> None:
     try:
-        control.send(Arrived())
+        control.send(ReachedMain())
     except OSError:
         return  # an orphan for a moment: the kernel ends this process with its launcher
 
 
-def _promotion(control: Channel[Promote]) -> int:
+def _wait_for_promotion(control: ControlChannel[Promote]) -> int:
     def wanted(within_s: float = 0.0) -> bool:
         return bool(select.select([control], [], [], within_s)[0])
 
-    memory, imports = Waiting(), Follower(folder_of(os.environ), wanted)
+    memory, imports = StandbyMemory(), ImportFollower(cache_folder(os.environ), wanted)
     while True:
-        memory.follow()
-        imports.follow()
-        if wanted(FOLLOW_EVERY_S):
+        memory.match_ranks()
+        imports.import_new()
+        if wanted(STANDBY_POLL_S):
             break
     received = control.receive()
     if received is None:
         raise LauncherGone("everstep: the launcher is gone")
     promote, _ = received
-    os.environ[LOCAL_RANK] = str(promote.local_rank)
-    call_process(f"everstep-rank{promote.local_rank}")
+    os.environ[LOCAL_RANK_VARIABLE] = str(promote.local_rank)
+    set_process_name(f"everstep-rank{promote.local_rank}")
     return promote.local_rank
 
 

@@ -12,38 +12,38 @@ from typing import Protocol
 from everstep.clock import Clock
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.directives import NewGeneration, StopJob, VersionNotice
-from everstep.wire.v1.local import FromAgent, LauncherLost, Tick, ToAgent
+from everstep.wire.v1.local import FromAgent, LauncherLost, RankHeartbeat, ToAgent
 from everstep.wire.v1.training import GenerationSpec, Member, RankStalled
 from everstep_trainer.config import HookSettings
 from everstep_trainer.runtime.interrupt import Interrupter
-from everstep_trainer.runtime.progress import Progress, Stall, Watchdog, all_stacks, main_stack
+from everstep_trainer.runtime.progress import HangWatchdog, Stall, StepProgress, all_stacks, main_stack
 
 # ---- orders
 # What the agent has told this process: the newest generation, and the end of the job.
 
 
-class Orders:
+class ReceivedDirectives:
     """Written by the link's thread, read and waited for by the main thread. Older generations are dropped by rule."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # never taken through the condition where an interrupt may come: see interrupt
         self._changed = threading.Condition(self._lock)
         self._newest: GenerationSpec | None = None
-        self._urgent_through = 0
+        self._ended_through = 0
         self._stop: StopJob | None = None
 
-    def hear_generation(self, spec: GenerationSpec) -> bool:
+    def add_generation(self, spec: GenerationSpec) -> bool:
         """Takes a generation; False where it is not newer than what is known."""
         with self._lock:
             if self._newest is not None and spec.number <= self._newest.number:
                 return False
             self._newest = spec
             if spec.after_step is None:
-                self._urgent_through = spec.number
+                self._ended_through = spec.number
             self._changed.notify_all()
             return True
 
-    def hear_stop(self, stop: StopJob) -> None:
+    def add_stop(self, stop: StopJob) -> None:
         with self._lock:
             self._stop = self._stop or stop
             self._changed.notify_all()
@@ -53,21 +53,21 @@ class Orders:
         with self._lock:
             return self._stop
 
-    def is_over(self, number: int, step: int) -> bool:
+    def is_generation_over(self, number: int, step: int) -> bool:
         """Whether generation ``number`` must be left by a rank that finished ``step``.
 
         A generation with ``after_step`` leaves its predecessor in order, at that boundary; one without ends every
         older generation at once, whatever boundary had been set before.
         """
         with self._lock:
-            if self._stop is not None or self._urgent_through > number:
+            if self._stop is not None or self._ended_through > number:
                 return True
             newest = self._newest
             if newest is None or newest.number <= number:
                 return False
             return newest.after_step is None or step >= newest.after_step
 
-    def superseded(self, number: int) -> bool:
+    def is_superseded(self, number: int) -> bool:
         """Whether a newer generation, or the end of the job, is known."""
         with self._lock:
             return self._next(number) is not None
@@ -90,94 +90,94 @@ class Orders:
 # Where the main thread is with respect to generations, and how the signal thread gets it out of one.
 
 
-class Where(Enum):
-    OUT = auto()
+class MembershipState(Enum):
+    OUTSIDE = auto()
     JOINING = auto()
     INSIDE = auto()
 
 
-class Presence:
+class GenerationMembership:
     """Three places: out of any generation, joining one, inside one (the training function runs).
 
-    The lock makes ``press`` and the moves exclude each other, so that what is aborted is never the generation that
+    The lock makes ``abort`` and the moves exclude each other, so that what is aborted is never the generation that
     the main thread has gone on to.
 
     Args:
         abort: ends the collectives of this process.
-        cut: breaks the connection to the rendezvous store, for a thread that waits on it.
-        give_up: ends the process, when nothing else has helped.
+        cut_store: breaks the connection to the rendezvous store, for a thread that waits on it.
+        end_process: ends the process, when nothing else has helped.
     """
 
     def __init__(
         self,
-        orders: Orders,
-        progress: Progress,
+        directives: ReceivedDirectives,
+        progress: StepProgress,
         interrupter: Interrupter,
-        abort: Callable[[], object],
-        cut: Callable[[], object],
-        give_up: Callable[[], object],
+        abort_collectives: Callable[[], object],
+        cut_store: Callable[[], object],
+        end_process: Callable[[], object],
         settings: HookSettings,
     ) -> None:
-        self._orders = orders
+        self._directives = directives
         self._progress = progress
         self._interrupter = interrupter
-        self._abort = abort
-        self._cut = cut
-        self._give_up = give_up
+        self._abort_collectives = abort_collectives
+        self._cut_store = cut_store
+        self._end_process = end_process
         self._settings = settings
         self._lock = threading.Lock()
-        self._where = Where.OUT
+        self._state = MembershipState.OUTSIDE
         self._number = 0
-        self._presses = 0
-        self._pressed_at = 0.0
-        self._disturbed_at: float | None = None
+        self._abort_attempts = 0
+        self._abort_started_at = 0.0
+        self._regroup_started_at: float | None = None
 
     # --- the main thread
 
     def join(self, number: int) -> None:
         """Begins to join a generation."""
-        self._move(Where.JOINING, number)
+        self._move(MembershipState.JOINING, number)
 
     def enter(self) -> None:
         """The generation joined is entered."""
-        self._move(Where.INSIDE, self._number)
+        self._move(MembershipState.INSIDE, self._number)
 
     def leave(self) -> None:
         """Out of it; nothing is aborted any more."""
-        self._move(Where.OUT, self._number)
+        self._move(MembershipState.OUTSIDE, self._number)
 
-    def _move(self, where: Where, number: int) -> None:
+    def _move(self, state: MembershipState, number: int) -> None:
         with self._lock:
-            self._where, self._number, self._presses = where, number, 0
+            self._state, self._number, self._abort_attempts = state, number, 0
 
     def is_over(self) -> bool:
         """Whether the generation joined or entered must be left."""
-        step = self._progress.step if self._where is Where.INSIDE else -1
-        return self._orders.is_over(self._number, step)
+        step = self._progress.finished_step if self._state is MembershipState.INSIDE else -1
+        return self._directives.is_generation_over(self._number, step)
 
-    def disturbance(self) -> float:
+    def take_regroup_start(self) -> float:
         """When the present regrouping began (perf_counter): with the news of it, or now if there was none."""
         with self._lock:
-            began, self._disturbed_at = self._disturbed_at, None
+            began, self._regroup_started_at = self._regroup_started_at, None
         return perf_counter() if began is None else began
 
     # --- the signal thread
 
     @property
-    def where(self) -> Where:
-        return self._where
+    def state(self) -> MembershipState:
+        return self._state
 
     @property
-    def pressing(self) -> bool:
+    def is_aborting(self) -> bool:
         """Whether the main thread was told to leave and has not."""
-        return self._presses > 0 and self._where is not Where.OUT
+        return self._abort_attempts > 0 and self._state is not MembershipState.OUTSIDE
 
     @property
-    def unwelcome(self) -> bool:
+    def must_leave(self) -> bool:
         """Whether the training function runs in a generation that it was told to leave."""
-        return self._presses > 0 and self._where is Where.INSIDE
+        return self._abort_attempts > 0 and self._state is MembershipState.INSIDE
 
-    def press(self) -> None:
+    def abort(self) -> None:
         """Gets the main thread out where its generation is over. Called with the news, and again until it is out.
 
         At first the collectives are ended and the thread is asked to leave. One that is still there at the next call
@@ -185,59 +185,59 @@ class Presence:
         in the end the process is given up.
         """
         with self._lock:
-            if self._where is Where.OUT or not self.is_over():
+            if self._state is MembershipState.OUTSIDE or not self.is_over():
                 return
             now = perf_counter()
-            if self._presses == 0:
-                self._pressed_at = now
-            if self._disturbed_at is None:
-                self._disturbed_at = now
-            self._presses += 1
-            self._push(now - self._pressed_at)
+            if self._abort_attempts == 0:
+                self._abort_started_at = now
+            if self._regroup_started_at is None:
+                self._regroup_started_at = now
+            self._abort_attempts += 1
+            self._escalate(now - self._abort_started_at)
 
-    def _push(self, pressed_s: float) -> None:
-        """One more attempt, ``pressed_s`` after the first."""
-        self._abort()
-        if self._where is Where.JOINING or self._presses > 1:
-            self._cut()
-        if self._where is Where.INSIDE:
-            self._interrupter.ask()
-            if pressed_s > self._settings.interrupt_after_s:
+    def _escalate(self, elapsed_s: float) -> None:
+        """One more attempt, ``elapsed_s`` after the first."""
+        self._abort_collectives()
+        if self._state is MembershipState.JOINING or self._abort_attempts > 1:
+            self._cut_store()
+        if self._state is MembershipState.INSIDE:
+            self._interrupter.request_regroup()
+            if elapsed_s > self._settings.interrupt_after_s:
                 self._interrupter.interrupt()
-        if pressed_s > self._settings.leave_within_s:
-            self._give_up()
+        if elapsed_s > self._settings.leave_timeout_s:
+            self._end_process()
 
 
 logger = logging.getLogger(__name__)
 
 
 class VersionListener(Protocol):
-    def note_versions(self, notice: VersionNotice) -> None:
+    def handle_versions(self, notice: VersionNotice) -> None:
         """What is committed, and what may be next."""
 
 
-class Attendant:
+class DirectiveListener:
     """The link's listener. ``enter`` and ``leave`` are the main thread's, the rest is called from the link's."""
 
     def __init__(
         self,
-        orders: Orders,
-        presence: Presence,
-        progress: Progress,
+        directives: ReceivedDirectives,
+        membership: GenerationMembership,
+        progress: StepProgress,
         send: Callable[[ToAgent], None],
         settings: HookSettings,
         clock: Clock,
     ) -> None:
-        self._orders = orders
-        self._presence = presence
+        self._directives = directives
+        self._membership = membership
         self._progress = progress
         self._send = send
         self._settings = settings
         self._clock = clock
-        self._watchdog = Watchdog(settings, clock)
+        self._watchdog = HangWatchdog(settings, clock)
         self._spec: GenerationSpec | None = None
         self._member: Member | None = None
-        self.keeper: VersionListener | None = None
+        self.version_listener: VersionListener | None = None
 
     def enter(self, spec: GenerationSpec, member: Member) -> None:
         """The main thread takes part in ``spec`` from here on, beginning with its rendezvous."""
@@ -246,70 +246,70 @@ class Attendant:
 
     def leave(self) -> None:
         """It takes part in nothing."""
-        self._spec = self._member = self.keeper = None
+        self._spec = self._member = self.version_listener = None
 
     # --- the link's thread
 
-    def hear(self, message: FromAgent) -> None:
+    def handle_message(self, message: FromAgent) -> None:
         if isinstance(message, NewGeneration):
             stood = self._stack_in_a_hang(message.spec)
-            if self._orders.hear_generation(message.spec):
-                self._presence.press()
+            if self._directives.add_generation(message.spec):
+                self._membership.abort()
                 if stood:
                     self._log_hang(message.spec, stood)
         elif isinstance(message, StopJob):
-            self._orders.hear_stop(message)
-            self._presence.press()
+            self._directives.add_stop(message)
+            self._membership.abort()
         elif isinstance(message, VersionNotice):
-            if (keeper := self.keeper) is not None:
-                keeper.note_versions(message)
+            if (keeper := self.version_listener) is not None:
+                keeper.handle_versions(message)
         elif isinstance(message, LauncherLost):
             logger.warning("the launcher is gone, this rank will not be replaced: %s", message.detail)
 
-    def pressing(self) -> bool:
-        return self._presence.pressing
+    def is_aborting(self) -> bool:
+        return self._membership.is_aborting
 
-    def pulse(self) -> Tick | None:
-        self._presence.press()
+    def make_tick(self) -> RankHeartbeat | None:
+        self._membership.abort()
         spec, member, progress = self._spec, self._member, self._progress
         if spec is None or member is None:
             return None
-        if self._presence.where is Where.INSIDE and (stall := self._watchdog.check(progress)) is not None:
-            self._tell(stall, spec, member)
-        return Tick(
+        if self._membership.state is MembershipState.INSIDE and (stall := self._watchdog.check(progress)) is not None:
+            self._report_stall(stall, spec, member)
+        return RankHeartbeat(
             generation=spec.number,
             rank=member.rank,
-            step=progress.step,
-            step_s=progress.step_s,
-            collectives=progress.collectives,
+            step=progress.finished_step,
+            step_s=progress.median_step_s,
+            collectives=progress.collective_count,
             loss=progress.loss.value(),
-            busy_s=progress.busy_s,
+            busy_s=progress.median_busy_s,
             snapshot_every=progress.snapshot_every,
-            begun=self._begun(spec),
+            started_step=self._begun(spec),
         )
 
     def _begun(self, spec: GenerationSpec) -> int:
         """The last step begun in ``spec``: the main thread may still count those of the generation before."""
-        return self._progress.begun if self._progress.generation == spec.number else 0
+        return self._progress.begun_step if self._progress.generation == spec.number else 0
 
     def _stack_in_a_hang(self, following: GenerationSpec) -> str:
         """Where the main thread waits when a hang ends its generation; taken before anything is aborted."""
-        hung = following.reason is GenerationReason.RANK_HUNG and self._presence.where is Where.INSIDE
-        return main_stack(self._settings.stacks_bytes) if hung else ""
+        hung = following.reason is GenerationReason.RANK_HUNG and self._membership.state is MembershipState.INSIDE
+        return main_stack(self._settings.max_stack_bytes) if hung else ""
 
-    def _log_hang(self, spec: GenerationSpec, stood: str) -> None:
+    def _log_hang(self, spec: GenerationSpec, stack: str) -> None:
         """The agent may name a stopped rank long before anybody's watchdog looks: so every rank says where it stood."""
         logger.warning(
             "%s; until then this rank stood after step %d, in the last of %d collectives, at\n%s",
             spec.sentence,
-            self._progress.step,
-            self._progress.collectives,
-            stood,
+            self._progress.finished_step,
+            self._progress.collective_count,
+            stack,
             extra={"job": spec.job, "generation": spec.number, "trace": spec.trace},
         )
 
-    def _tell(self, stall: Stall, spec: GenerationSpec, member: Member) -> None:
-        step, collectives = self._progress.step, self._progress.collectives
+    def _report_stall(self, stall: Stall, spec: GenerationSpec, member: Member) -> None:
+        step, collectives = self._progress.finished_step, self._progress.collective_count
         logger.warning(
             "no step finished for %.1f s (threshold %.1f s) after step %d: taken for a hang. Who evaluates or "
             "saves there for so long says how long by --hang-threshold-s",
@@ -329,6 +329,6 @@ class Attendant:
                 stalled_s=stall.stalled_s,
                 threshold_s=stall.threshold_s,
                 begun=self._begun(spec),
-                stacks=all_stacks(self._settings.stacks_bytes),
+                stacks=all_stacks(self._settings.max_stack_bytes),
             )
         )

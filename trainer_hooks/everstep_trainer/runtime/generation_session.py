@@ -15,15 +15,15 @@ from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.local import ToAgent
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Resumed
-from everstep_trainer.importers.source_agreement import Attempt, StoredChoice
+from everstep_trainer.importers.source_agreement import ImportAttempt, SourceAgreement
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore import Restoration
-from everstep_trainer.restore.restorer import found_while_restoring
-from everstep_trainer.runtime.directives import Orders
+from everstep_trainer.restore.restorer import make_restore_finding
+from everstep_trainer.runtime.directives import ReceivedDirectives
 from everstep_trainer.runtime.interrupt import Interrupter, Regroup
-from everstep_trainer.runtime.progress import Progress, compiled_s, compiled_since
-from everstep_trainer.runtime.regroup import Group
-from everstep_trainer.snapshot.slot_negotiation import Choices
+from everstep_trainer.runtime.progress import StepProgress, compile_seconds_since, total_compile_s
+from everstep_trainer.runtime.regroup import GenerationGroup
+from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
 
@@ -31,7 +31,7 @@ from everstep_trainer.state.tracked_state import TrackedState
 # Where the time of a regrouping went.
 
 
-class Timeline:
+class PhaseTimeline:
     """Seconds by phase, one phase after the other without gaps; they sum up to the time from start to finish."""
 
     def __init__(self, began: float | None = None) -> None:
@@ -44,18 +44,18 @@ class Timeline:
         self.phases_s[phase] = self.phases_s.get(phase, 0.0) + now - self._last
         self._last = now
 
-    def set_apart(self, phase: str, of: str, seconds: float) -> None:
-        """So much of the phase ``of``, which has ended, was ``phase``; nothing where there was none of it."""
-        seconds = min(seconds, self.phases_s[of])
+    def split_off(self, phase: str, parent: str, seconds: float) -> None:
+        """So much of the phase ``parent``, which has ended, was ``phase``; nothing where there was none of it."""
+        seconds = min(seconds, self.phases_s[parent])
         if seconds > 0.0:
             self.phases_s[phase] = self.phases_s.get(phase, 0.0) + seconds
-            self.phases_s[of] -= seconds
+            self.phases_s[parent] -= seconds
 
 
-class Keeper(Protocol):
+class TrainingSession(Protocol):
     """What ``Run`` tells, from the main thread."""
 
-    def track(self, objects: Mapping[str, object], choices: Choices) -> int:
+    def track(self, objects: Mapping[str, object], options: SnapshotOptions) -> int:
         """Restores the objects to the version agreed upon; returns the step it is of (0: from scratch)."""
 
     def before_update(self) -> None:
@@ -64,30 +64,30 @@ class Keeper(Protocol):
     def step_begun(self, step: int) -> None:
         """A step begins."""
 
-    def hold_back(self) -> None:
+    def raise_if_interrupted(self) -> None:
         """A step is about to count as finished. Raises Regroup, or the error of a collective, where training code has
         caught that."""
 
     def step_finished(self, step: int) -> None:
         """A step is finished, and the tracked state stands. May raise Regroup."""
 
-    def report(self, loss: torch.Tensor | float) -> None:
+    def report_loss(self, loss: torch.Tensor | float) -> None:
         """The loss of the running step."""
 
-    def loss_refused(self, data_step: int, message: str) -> None:
+    def report_loss_refused(self, data_step: int, message: str) -> None:
         """The guard of the training refused an update, on all ranks; said once."""
 
-    def waited(self, seconds: float) -> None:
+    def record_wait(self, seconds: float) -> None:
         """So long of the running step went by in a collective, where this rank waits for others."""
 
     def atomic(self) -> AbstractContextManager[None]:
         """A section in which no Regroup is raised from outside."""
 
 
-class IdleKeeper:
+class IdleSession:
     """Keeps nothing: a script that runs without ``everstep-launch``."""
 
-    def track(self, objects: Mapping[str, object], choices: Choices) -> int:
+    def track(self, objects: Mapping[str, object], options: SnapshotOptions) -> int:
         return 0
 
     def before_update(self) -> None:
@@ -96,85 +96,85 @@ class IdleKeeper:
     def step_begun(self, step: int) -> None:
         return
 
-    def hold_back(self) -> None:
+    def raise_if_interrupted(self) -> None:
         return
 
     def step_finished(self, step: int) -> None:
         return
 
-    def report(self, loss: torch.Tensor | float) -> None:
+    def report_loss(self, loss: torch.Tensor | float) -> None:
         return
 
-    def loss_refused(self, data_step: int, message: str) -> None:
+    def report_loss_refused(self, data_step: int, message: str) -> None:
         return
 
-    def waited(self, seconds: float) -> None:
+    def record_wait(self, seconds: float) -> None:
         return
 
     def atomic(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
-class GenerationKeeper:
+class GenerationSession:
     """Keeps one rank's state through one generation.
 
     Args:
-        vault: makes the connection to the node's vault; called when state is tracked, or is sure to be.
+        connect_vault: makes the connection to the node's vault; called when state is tracked, or is sure to be.
         send: to the agent; never blocks.
         timeline: of the regrouping that led here; it ends with the first finished step.
         start_from: a checkpoint on storage for when nothing in memory can be restored, and the job has not stored one
             of its own; empty for none.
-        stepped: called once, after the first finished step was reported.
+        on_first_step: called once, after the first finished step was reported.
     """
 
     def __init__(
         self,
-        group: Group,
+        group: GenerationGroup,
         *,
-        orders: Orders,
-        progress: Progress,
+        directives: ReceivedDirectives,
+        progress: StepProgress,
         interrupter: Interrupter,
-        vault: Callable[[], VaultClient],
+        connect_vault: Callable[[], VaultClient],
         send: Callable[[ToAgent], None],
-        timeline: Timeline,
+        timeline: PhaseTimeline,
         clock: Clock,
         start_from: str = "",
-        stepped: Callable[[], object] = bool,
+        on_first_step: Callable[[], object] = bool,
     ) -> None:
         self._group = group
-        self._orders = orders
+        self._directives = directives
         self._progress = progress
         self._interrupter = interrupter
-        self._vault = vault
+        self._connect_vault = connect_vault
         self._send = send
-        self._timeline: Timeline | None = timeline
-        self._compiled_before_s = compiled_s()
+        self._timeline: PhaseTimeline | None = timeline
+        self._compiled_before_s = total_compile_s()
         self._clock = clock
         self._start_from = start_from
-        self._stepped = stepped
+        self._on_first_step = on_first_step
         self._snapshotter: Snapshotter | None = None
         self._restored: Version | None = None
         self._restoration: Restoration | None = None
         if group.spec.restore.floor is not None:  # what was committed is restored for certain
             self._restoration = self._new_restoration()
-            self._restoration.begin()
+            self._restoration.start()
 
     @property
     def _spec(self) -> GenerationSpec:
         return self._group.spec
 
-    def track(self, objects: Mapping[str, object], choices: Choices) -> int:
+    def track(self, objects: Mapping[str, object], options: SnapshotOptions) -> int:
         """See Keeper. Raises ValueError when called twice: one call names all that belongs together."""
         if self._snapshotter is not None:
             raise ValueError("run.track was called before in this generation: name everything in one call")
-        self._phase_ends("build")
-        group, vault, state = self._group, self._vault(), TrackedState(objects, choices.exclude)
+        self._end_phase("build")
+        group, vault, state = self._group, self._connect_vault(), TrackedState(objects, options.exclude)
         restoration = self._restoration = self._restoration or self._new_restoration()
         result = restoration.fill(state)
         self._restored, step = result.version, result.step
         if result.version is None:
             step = self._start_from_storage(objects, state)
-        self._phase_ends("restore")
+        self._end_phase("restore")
         self._snapshotter = Snapshotter(
             vault,
             state,
@@ -183,13 +183,13 @@ class GenerationKeeper:
             group.store,
             self._send,
             restored=result.version,
-            choices=choices,
+            options=options,
             clock=self._clock,
-            is_over=lambda: self._orders.is_over(self._spec.number, self._progress.step),
+            is_over=lambda: self._directives.is_generation_over(self._spec.number, self._progress.finished_step),
         )
         self._progress.resume_from(step)
         self._snapshotter.first_plan.wait()
-        self._phase_ends("plan")
+        self._end_phase("plan")
         return step
 
     def _start_from_storage(self, objects: Mapping[str, object], state: TrackedState) -> int:
@@ -197,26 +197,26 @@ class GenerationKeeper:
         group, rule = self._group, self._spec.restore
         rank, world = group.member.rank, group.spec.world_size
 
-        def read(url: str) -> Attempt:
+        def read(url: str) -> ImportAttempt:
             from everstep_trainer.importers.importer import (
                 read_checkpoint,  # what it imports takes longer than a regrouping
             )
 
             return read_checkpoint(url, objects, state, rank, world)
 
-        places = (rule.storage, *rule.storage_before) if rule.storage else (self._start_from,)
-        choice = StoredChoice(group.store, rank, world, self._clock, self._stored_unusable)
+        places = (rule.storage_url, *rule.older_storage_urls) if rule.storage_url else (self._start_from,)
+        choice = SourceAgreement(group.store, rank, world, self._clock, self._stored_unusable)
         return choice.load([place for place in places if place], read)
 
     def _stored_unusable(self, url: str, reason: str) -> None:
         self._send(
-            found_while_restoring(
+            make_restore_finding(
                 self._spec,
                 self._clock,
-                FindingKind.STORED_CORRUPT,
+                FindingKind.STORAGE_CORRUPT,
                 url,
                 reason,
-                instead="the checkpoint before it is used where there is one",
+                fallback="the checkpoint before it is used where there is one",
                 source="digests and checksums of what is read from storage",
                 evidence={"rank": str(self._group.member.rank)},
             )
@@ -225,41 +225,41 @@ class GenerationKeeper:
     def _new_restoration(self) -> Restoration:
         group = self._group
         return Restoration(
-            self._vault(), group.spec, group.member, group.store, on_finding=self._send, clock=self._clock
+            self._connect_vault(), group.spec, group.member, group.store, on_finding=self._send, clock=self._clock
         )
 
     def before_update(self) -> None:
-        self._fence()  # first, while the state still stands
+        self._raise_if_over()  # first, while the state still stands
         if self._snapshotter is not None:
             with self._interrupter.atomic():  # shares a condition with the copier's thread
                 self._snapshotter.wait()
-        self._fence()
+        self._raise_if_over()
 
     def step_begun(self, step: int) -> None:
-        self._progress.begin(step)
+        self._progress.begin_step(step)
 
-    def hold_back(self) -> None:
-        self._interrupter.hold_back()
+    def raise_if_interrupted(self) -> None:
+        self._interrupter.raise_if_interrupted()
 
     def step_finished(self, step: int) -> None:
         with self._interrupter.atomic():
-            self._progress.finish(step)
+            self._progress.finish_step(step)
             if self._snapshotter is not None:
                 self._snapshotter.begin(step)
-                self._progress.snapshot_every = self._snapshotter.every(step)
+                self._progress.snapshot_every = self._snapshotter.interval_at(step)
             if self._timeline is not None:
-                self._acknowledge(step)
-        self._fence()
+                self._report_resumed(step)
+        self._raise_if_over()
 
-    def report(self, loss: torch.Tensor | float) -> None:
-        self._progress.loss.offer(loss)
+    def report_loss(self, loss: torch.Tensor | float) -> None:
+        self._progress.loss.update(loss)
 
-    def loss_refused(self, data_step: int, message: str) -> None:
+    def report_loss_refused(self, data_step: int, message: str) -> None:
         spec = self._spec
         if self._group.member.rank == 0:
             finding = Finding(
                 kind=FindingKind.RANK_LOSS,
-                subject=f"{spec.job}/g{spec.number}/step{self._progress.step + 1}",
+                subject=f"{spec.job}/g{spec.number}/step{self._progress.finished_step + 1}",
                 severity=Severity.INFO,
                 message=f"job {spec.job}: {message}",
                 mode=Mode.OBSERVE,
@@ -269,17 +269,17 @@ class GenerationKeeper:
             )
             self._send(FindingRaised(finding=finding, job=spec.job))
 
-    def waited(self, seconds: float) -> None:
-        self._progress.waited(seconds)
+    def record_wait(self, seconds: float) -> None:
+        self._progress.record_wait(seconds)
 
     def atomic(self) -> AbstractContextManager[None]:
         return self._interrupter.atomic()
 
-    def note_versions(self, notice: VersionNotice) -> None:
+    def handle_versions(self, notice: VersionNotice) -> None:
         """From the signal thread: what is committed, and which step's version may be next."""
         snapshotter = self._snapshotter  # ``close`` lets go of it
         if snapshotter is not None and notice.generation == self._spec.number:
-            snapshotter.note(notice.committed, notice.candidate, notice.pinned)
+            snapshotter.update_versions(notice.committed, notice.candidate, notice.pinned)
 
     def close(self) -> None:
         """Ends the snapshots of this generation.
@@ -297,21 +297,21 @@ class GenerationKeeper:
         if snapshotter is not None:
             snapshotter.close(finish=True)
 
-    def _fence(self) -> None:
-        if self._orders.is_over(self._spec.number, self._progress.step):
+    def _raise_if_over(self) -> None:
+        if self._directives.is_generation_over(self._spec.number, self._progress.finished_step):
             over = Regroup()
-            self._interrupter.note(over)
+            self._interrupter.record_interruption(over)
             raise over
 
-    def _phase_ends(self, phase: str) -> None:
+    def _end_phase(self, phase: str) -> None:
         if self._timeline is not None:
             self._timeline.end(phase)
 
-    def _acknowledge(self, step: int) -> None:
+    def _report_resumed(self, step: int) -> None:
         """The first finished step ends the failure's way."""
-        self._phase_ends("first_step")
+        self._end_phase("first_step")
         assert self._timeline is not None
-        self._timeline.set_apart("compile", "first_step", compiled_since(self._compiled_before_s))
+        self._timeline.split_off("compile", "first_step", compile_seconds_since(self._compiled_before_s))
         phases, self._timeline = self._timeline.phases_s, None
         self._restoration = None  # only now: to unmap the slots takes a millisecond
         self._send(
@@ -326,4 +326,4 @@ class GenerationKeeper:
                 phases_s=phases,
             )
         )
-        self._stepped()
+        self._on_first_step()

@@ -43,11 +43,11 @@ def _set_async_exception(thread_id: int, kind: type[BaseException] | None) -> No
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), target)
 
 
-SLICE_S = 0.02
+WAIT_SLICE_S = 0.02
 """Waits of the main thread, where they can be cut, end after so long and begin anew: what is raised between two slices
 arrives also where no signal wakes who waits, because it came a moment before, or is the training's own."""
 
-WAKE = signal.SIGURG
+WAKE_SIGNAL = signal.SIGURG
 """Ignored where nobody handles it, so that one that comes late is no harm."""
 
 
@@ -55,9 +55,9 @@ def _handle_wakes() -> bool:
     """Whether this thread is one that signals wake, and the signal was free for it."""
     if threading.current_thread() is not threading.main_thread():
         return False
-    if signal.getsignal(WAKE) is signal.SIG_DFL:
-        signal.signal(WAKE, _woken)
-    return signal.getsignal(WAKE) is _woken
+    if signal.getsignal(WAKE_SIGNAL) is signal.SIG_DFL:
+        signal.signal(WAKE_SIGNAL, _woken)
+    return signal.getsignal(WAKE_SIGNAL) is _woken
 
 
 def _woken(number: int, frame: object) -> None:
@@ -65,7 +65,7 @@ def _woken(number: int, frame: object) -> None:
 
 
 class Interrupter:
-    """Raises ``Regroup`` in the thread that makes it, at most once in each ``call``, and only inside one."""
+    """Raises ``Regroup`` in the thread that makes it, at most once in each ``run``, and only inside one."""
 
     def __init__(self) -> None:
         self._thread_id = threading.get_ident()
@@ -75,31 +75,31 @@ class Interrupter:
         self._raised = False
         self._atomic_depth = 0
         self._deferred = False
-        self._asking: RemovableHandle | None = None
-        self._told: BaseException | None = None
+        self._module_hook: RemovableHandle | None = None
+        self._recorded_error: BaseException | None = None
 
-    def note(self, error: BaseException) -> None:
-        """The running ``call`` was told by ``error``, Regroup or that of a collective, that its generation is over."""
-        if self._told is None:
+    def record_interruption(self, error: BaseException) -> None:
+        """The running ``run`` was told by ``error``, Regroup or that of a collective, that its generation is over."""
+        if self._recorded_error is None:
             words = f"the training function caught {type(error).__name__}: {error}"
-            self._told = error if isinstance(error, Regroup) else dist.DistBackendError(words)
+            self._recorded_error = error if isinstance(error, Regroup) else dist.DistBackendError(words)
 
-    def hold_back(self) -> None:
-        """Where a step of the running ``call`` is about to count: raises again what it was told by, since training
+    def raise_if_interrupted(self) -> None:
+        """Where a step of the running ``run`` is about to count: raises again what it was told by, since training
         code has caught that and gone on."""
         if self._raised:
             raise Regroup
-        if self._told is not None:
-            raise self._told
+        if self._recorded_error is not None:
+            raise self._recorded_error
 
-    def ask(self) -> None:
-        """From another thread: the running ``call`` ends with Regroup where it calls a module next."""
+    def request_regroup(self) -> None:
+        """From another thread: the running ``run`` ends with Regroup where it calls a module next."""
         with self._lock:
-            if self._open and not self._raised and self._asking is None:
-                self._asking = register_module_forward_pre_hook(self._at_module_call)
+            if self._open and not self._raised and self._module_hook is None:
+                self._module_hook = register_module_forward_pre_hook(self._at_module_call)
 
     def interrupt(self) -> bool:
-        """From another thread: makes the running ``call`` end with Regroup. False where there is none to end."""
+        """From another thread: makes the running ``run`` end with Regroup. False where there is none to end."""
         with self._lock:
             if not self._open or self._raised:
                 return False
@@ -109,7 +109,7 @@ class Interrupter:
             self._raised = True
             _set_async_exception(self._thread_id, Regroup)
             if self._wakes:
-                signal.pthread_kill(self._thread_id, WAKE)
+                signal.pthread_kill(self._thread_id, WAKE_SIGNAL)
             return True
 
     def _at_module_call(self, module: Any, arguments: Any) -> None:
@@ -121,7 +121,7 @@ class Interrupter:
         if due:
             raise Regroup
 
-    def call(self, function: Callable[[], None]) -> BaseException | None:
+    def run(self, function: Callable[[], None]) -> BaseException | None:
         """Runs ``function`` and returns what it raised, or None. No interrupt is delivered outside of it."""
         failure: BaseException | None = None
         try:
@@ -156,17 +156,17 @@ class Interrupter:
         if due:
             raise Regroup
 
-    def _set_open(self, opened: bool) -> None:
+    def _set_open(self, is_open: bool) -> None:
         with self._lock:
-            self._open = opened
-            if opened:
+            self._open = is_open
+            if is_open:
                 self._raised = self._deferred = False
-                self._atomic_depth, self._told = 0, None
+                self._atomic_depth, self._recorded_error = 0, None
                 return
             _set_async_exception(self._thread_id, None)
-            if self._asking is not None:
-                self._asking.remove()
-                self._asking = None
+            if self._module_hook is not None:
+                self._module_hook.remove()
+                self._module_hook = None
 
 
 # ---- waiting
@@ -181,16 +181,16 @@ class Interrupter:
 # DistributedDataParallel without a communication hook waits in C++; there a process that cannot be freed is replaced
 # (``Presence``).
 
-SLICE = timedelta(seconds=SLICE_S)
+WAIT_SLICE = timedelta(seconds=WAIT_SLICE_S)
 """Bounds how late a thread notices; one that is woken in time never sees it. A slice that ends costs some 10 us."""
 
 POLL_S = 0.001
 """Between two looks at a collective that a GPU computes."""
 
-_wait = dist.Work.wait
-_over: Callable[[], bool] = bool
+_original_wait = dist.Work.wait
+_is_over: Callable[[], bool] = bool
 """Whether the main thread's generation is over: whoever waits there leaves between two slices."""
-_failed: Callable[[BaseException], object] = bool
+_on_error: Callable[[BaseException], object] = bool
 """Told what waits of the main thread end with, Regroup included: training code may catch it."""
 
 
@@ -200,46 +200,46 @@ _MESSAGES = [int(kind) for kind in (OpType.SEND, OpType.RECV, OpType.RECVANYSOUR
 def _wait_in_slices(work: dist.Work, timeout: timedelta | None = None) -> bool:
     """``Work.wait``: an explicit time-out is kept as it is."""
     if timeout is not None:
-        return _wait(work, timeout)
+        return _original_wait(work, timeout)
     try:
         if work._get_op_type() in _MESSAGES:  # type: ignore[attr-defined]
             return _wait_for_message(work)
         return _wait_for_collective(work)
     except BaseException as error:
         if threading.current_thread() is threading.main_thread():
-            _failed(error)
+            _on_error(error)
         raise
 
 
 def _wait_for_collective(work: dist.Work) -> bool:
     while True:
         try:
-            return _wait(work, SLICE)
+            return _original_wait(work, WAIT_SLICE)
         except RuntimeError:
             if work.is_completed():
-                return _wait(work)  # at once; raises the work's own error, if that is what it was
-        if threading.current_thread() is threading.main_thread() and _over():
+                return _original_wait(work)  # at once; raises the work's own error, if that is what it was
+        if threading.current_thread() is threading.main_thread() and _is_over():
             raise Regroup
 
 
 def _wait_for_message(work: dist.Work) -> bool:
     """In the main thread one that is given up is left to its thread, which ends with the connection or the group."""
     if threading.current_thread() is not threading.main_thread():
-        return _wait(work)
+        return _original_wait(work)
     ended = threading.Lock()
     outcome: list[bool | BaseException] = []
 
     def wait() -> None:
         try:
-            outcome.append(_wait(work))
+            outcome.append(_original_wait(work))
         except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
             outcome.append(error)
         ended.release()
 
     ended.acquire()
     threading.Thread(target=wait, name="everstep-message", daemon=True).start()
-    while not ended.acquire(timeout=SLICE_S):
-        if _over():
+    while not ended.acquire(timeout=WAIT_SLICE_S):
+        if _is_over():
             raise Regroup
     (result,) = outcome
     if isinstance(result, BaseException):
@@ -247,14 +247,14 @@ def _wait_for_message(work: dist.Work) -> bool:
     return result
 
 
-def leave_when(over: Callable[[], bool], failed: Callable[[BaseException], object] = bool) -> None:
-    """Waits of the main thread that begin inside the training function raise Regroup once ``over`` is true; ``failed``
-    is told what they raise, but where they have a time-out of their own."""
-    global _over, _failed  # one main thread, one training function
-    _over, _failed = over, failed
+def set_wait_callbacks(is_over: Callable[[], bool], on_error: Callable[[BaseException], object] = bool) -> None:
+    """Waits of the main thread that begin inside the training function raise Regroup once ``is_over`` is true;
+    ``on_error`` is told what they raise, but where they have a time-out of their own."""
+    global _is_over, _on_error  # one main thread, one training function
+    _is_over, _on_error = is_over, on_error
 
 
-def install() -> None:
+def install_sliced_waits() -> None:
     """Makes every ``work.wait()`` of this process, torch's own Python code included, one in slices.
 
     For backends whose ``wait`` blocks the calling thread; NCCL's enqueues instead, and is to be left alone.
@@ -262,28 +262,28 @@ def install() -> None:
     dist.Work.wait = _wait_in_slices  # type: ignore[assignment]
 
 
-def wait_unless(work: dist.Work, over: Callable[[], bool]) -> None:
-    """Waits for a collective on host tensors; raises Regroup when ``over`` becomes true first."""
+def wait_unless(work: dist.Work, is_over: Callable[[], bool]) -> None:
+    """Waits for a collective on host tensors; raises Regroup when ``is_over`` becomes true first."""
     while True:
         try:
-            _wait(work, SLICE)
+            _original_wait(work, WAIT_SLICE)
             return
         except RuntimeError:
             if work.is_completed():
-                _wait(work)
+                _original_wait(work)
                 return
-        if over():
+        if is_over():
             raise Regroup
 
 
-def poll_unless(work: dist.Work, over: Callable[[], bool]) -> None:
-    """Waits for a collective on GPU tensors; raises Regroup when ``over`` becomes true first.
+def poll_unless(work: dist.Work, is_over: Callable[[], bool]) -> None:
+    """Waits for a collective on GPU tensors; raises Regroup when ``is_over`` becomes true first.
 
     The work is asked whether it is done. NCCL must not be given a time-out: when one passes, torch marks the work as
     failed and aborts the communicator.
     """
     while not work.is_completed():
-        if over():
+        if is_over():
             raise Regroup
         sleep(POLL_S)
-    _wait(work)  # orders the current stream behind the work, or raises the work's own error
+    _original_wait(work)  # orders the current stream behind the work, or raises the work's own error

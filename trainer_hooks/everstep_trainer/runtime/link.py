@@ -18,7 +18,7 @@ from typing import Protocol
 from everstep.clock import Clock
 from everstep.errors import MalformedMessage, Unavailable, VersionMismatch
 from everstep.wire.framing import FrameDecoder, encode_frame, negotiate
-from everstep.wire.v1.local import MAX_FRAME_BYTES, FromAgent, Goodbye, Hello, Tick, ToAgent, Welcome
+from everstep.wire.v1.local import MAX_FRAME_BYTES, FromAgent, Goodbye, Hello, RankHeartbeat, ToAgent, Welcome
 from everstep_trainer.config import HookSettings
 
 logger = logging.getLogger(__name__)
@@ -27,24 +27,24 @@ RECEIVE_BYTES = 1 << 16
 DEFAULT_TICK_S = 0.2
 
 
-class Listener(Protocol):
+class LinkListener(Protocol):
     """What the link calls from its thread. Neither method may block."""
 
-    def hear(self, message: FromAgent) -> None:
+    def handle_message(self, message: FromAgent) -> None:
         """A directive came."""
 
-    def pulse(self) -> Tick | None:
+    def make_tick(self) -> RankHeartbeat | None:
         """A tick is due: looks after itself, and returns what to send (None: nothing yet)."""
 
-    def pressing(self) -> bool:
-        """Whether pulses should come at ``press_interval_s`` instead of the agent's interval."""
+    def is_aborting(self) -> bool:
+        """Whether pulses should come at ``abort_interval_s`` instead of the agent's interval."""
 
 
-class Outbox:
-    """Frames on their way, oldest first, at most ``limit``; the one that is partly sent is never dropped."""
+class FrameOutbox:
+    """Frames on their way, oldest first, at most ``max_frames``; the one that is partly sent is never dropped."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, max_frames: int) -> None:
+        self._limit = max_frames
         self._frames: deque[bytes] = deque()
         self._sent = 0
 
@@ -76,7 +76,7 @@ class Outbox:
                 self._sent = 0
 
 
-class Link:
+class RankLink:
     """The connection to ``agent.sock``.
 
     Args:
@@ -89,7 +89,7 @@ class Link:
         self,
         path: str,
         hello: Hello,
-        listener: Listener,
+        listener: LinkListener,
         settings: HookSettings,
         clock: Clock,
         uniform: Callable[[], float],
@@ -101,8 +101,8 @@ class Link:
         self._clock = clock
         self._uniform = uniform
         self._lock = threading.Lock()
-        self._outbox = Outbox(settings.outbox_frames)
-        self._standing: ToAgent | None = None
+        self._outbox = FrameOutbox(settings.outbox_frames)
+        self._persistent_message: ToAgent | None = None
         self._connection: socket.socket | None = None
         self._welcome: Welcome | None = None
         self._welcomed = threading.Event()
@@ -131,9 +131,10 @@ class Link:
         if waiting:
             self._wake()
 
-    def stand(self, message: ToAgent | None) -> None:
-        """Sends a message that stays true: it is said again after every reconnect, until the next ``stand``."""
-        self._standing = message
+    def send_persistent(self, message: ToAgent | None) -> None:
+        """Sends a message that stays true: it is said again after every reconnect, until the next
+        ``send_persistent``."""
+        self._persistent_message = message
         if message is not None:
             self.send(message)
 
@@ -188,10 +189,10 @@ class Link:
             connection.close()
             return None
         first: list[ToAgent] = [self._hello]
-        if (tick := self._listener.pulse()) is not None:
+        if (tick := self._listener.make_tick()) is not None:
             first.append(tick)
-        if self._standing is not None:
-            first.append(self._standing)
+        if self._persistent_message is not None:
+            first.append(self._persistent_message)
         with self._lock:
             self._outbox.put_first([encode_frame(m) for m in first])
             self._connection = connection
@@ -202,13 +203,13 @@ class Link:
         """Waits for the next attempt, and keeps the pulse."""
         until = self._clock.monotonic() + seconds
         while not self._closing.is_set() and (left := until - self._clock.monotonic()) > 0:
-            self._listener.pulse()
+            self._listener.make_tick()
             self._closing.wait(min(left, self._interval_s()))
 
     def _interval_s(self) -> float:
-        if self._listener.pressing():
-            return self._settings.press_interval_s
-        return self._welcome.tick_interval_s if self._welcome is not None else DEFAULT_TICK_S
+        if self._listener.is_aborting():
+            return self._settings.abort_interval_s
+        return self._welcome.rank_heartbeat_interval_s if self._welcome is not None else DEFAULT_TICK_S
 
     def _serve(self, connection: socket.socket) -> None:
         decoder: FrameDecoder[FromAgent] = FrameDecoder(FromAgent, MAX_FRAME_BYTES)
@@ -226,7 +227,7 @@ class Link:
                     os.read(self._wake_read, 4096)
                 if not self._exchange(connection, decoder, events.get(connection.fileno(), 0)):
                     return
-                if self._clock.monotonic() >= due or self._listener.pressing():
+                if self._clock.monotonic() >= due or self._listener.is_aborting():
                     self._tick()
                     due = self._clock.monotonic() + self._interval_s()
 
@@ -261,11 +262,11 @@ class Link:
             self._welcome = message
             self._welcomed.set()
         else:
-            self._listener.hear(message)
+            self._listener.handle_message(message)
 
     def _tick(self) -> None:
         """Ticks do not queue up: one that the agent cannot take now is worth nothing later."""
-        tick = self._listener.pulse()
+        tick = self._listener.make_tick()
         if tick is None:
             return
         with self._lock:

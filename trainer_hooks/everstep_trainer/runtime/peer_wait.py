@@ -11,24 +11,24 @@ from typing import Any
 import torch
 
 
-class Waits:
-    """Times what runs inside ``on`` and tells ``note`` the seconds; for one thread.
+class CollectiveTimer:
+    """Times what runs inside ``measure`` and tells ``on_wait`` the seconds; for one thread.
 
     A collective on a GPU is timed there, by two events on the current stream, which is told when they have come to
     pass: nothing waits for them, so the word may be a step late.
     """
 
-    def __init__(self, note: Callable[[float], None]) -> None:
-        self._note = note
+    def __init__(self, on_wait: Callable[[float], None]) -> None:
+        self._on_wait = on_wait
         self._pending: deque[tuple[Any, Any]] = deque()  # torch.cuda.Event; its methods carry no types
 
     @contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
+    def measure(self, device: torch.device) -> Iterator[None]:
         """Around a collective on tensors of ``device``. One that raises is not told of."""
         if device.type != "cuda":
             began = perf_counter()
             yield
-            self._note(perf_counter() - began)
+            self._on_wait(perf_counter() - began)
             return
         stream = torch.cuda.current_stream(device)
         began_at = stream.record_event(_timed_event())
@@ -36,7 +36,7 @@ class Waits:
         self._pending.append((began_at, stream.record_event(_timed_event())))
         while self._pending and self._pending[0][1].query():
             first, last = self._pending.popleft()
-            self._note(first.elapsed_time(last) / 1000.0)
+            self._on_wait(first.elapsed_time(last) / 1000.0)
 
 
 def _timed_event() -> torch.cuda.Event:

@@ -43,13 +43,13 @@ from everstep_trainer.runtime.interrupt import Regroup, poll_unless, wait_unless
 # is
 # about 0.1 s of its first step.
 
-_make = DeviceMesh.__init__
+_original_init = DeviceMesh.__init__
 _numbers: dict[tuple[object, ...], int] = {}
 
 
-@wraps(_make)
-def _make_for_rank(mesh: DeviceMesh, *args: Any, **options: Any) -> None:
-    _make(mesh, *args, **options)
+@wraps(_original_init)
+def _init_for_rank(mesh: DeviceMesh, *args: Any, **options: Any) -> None:
+    _original_init(mesh, *args, **options)
     if mesh._thread_id is None and dist.is_initialized():
         mesh._thread_id = _number_of(mesh)
         mesh._hash = None
@@ -63,10 +63,10 @@ def _number_of(mesh: DeviceMesh) -> int:
     return _numbers.setdefault((dist.get_rank(), of_root, groups), len(_numbers))
 
 
-def tell_ranks_apart() -> None:
+def patch_mesh_equality() -> None:
     """From here on a mesh of this process equals one over the same ranks only where the process had the same rank, and
     the groups in it have the same names."""
-    DeviceMesh.__init__ = _make_for_rank  # type: ignore[method-assign, assignment]
+    DeviceMesh.__init__ = _init_for_rank  # type: ignore[method-assign, assignment]
 
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ logger = logging.getLogger(__name__)
 CONNECT_RETRY_S = 0.01
 CONNECT_TIMEOUT_S = 2.0
 RELEASE_TIMEOUT_S = 0.5
-SETTLE_S = 5.0
+ABORT_WAIT_S = 5.0
 """How long a communicator's abort is waited for before its group is destroyed. Destroying first would wait for what
 hangs, and the abort for that."""
 BOUNDARY_JOIN_S = 3600.0
@@ -82,7 +82,7 @@ BOUNDARY_JOIN_S = 3600.0
 who may have steps of minutes to finish. The controller's deadlines end it where somebody does not come."""
 
 
-class Group:
+class GenerationGroup:
     """A generation's process group, seen from one rank. ``store`` is the generation's own, under its prefix."""
 
     def __init__(self, spec: GenerationSpec, member: Member, store: Store, device: torch.device) -> None:
@@ -100,7 +100,7 @@ class Group:
             self._mesh = init_device_mesh(self.device.type, (self.spec.world_size,))
         return self._mesh
 
-    def collectives(self) -> int:
+    def count_collectives(self) -> int:
         """Collectives this rank has begun in the group; cheap, and safe from any thread."""
         return int(self._group._get_sequence_number_for_group())
 
@@ -118,7 +118,7 @@ class Rendezvous:
     """
 
     def __init__(self, backend: CollectiveBackend, settings: HookSettings) -> None:
-        tell_ranks_apart()
+        patch_mesh_equality()
         self._backend = backend
         self._settings = settings
         self._address: tuple[str, int] | None = None
@@ -126,7 +126,7 @@ class Rendezvous:
         self._cut = False
         self._retired: list[object] = []
         self._releasing: list[threading.Thread] = []
-        self.group: Group | None = None
+        self.group: GenerationGroup | None = None
 
     # --- in
 
@@ -139,13 +139,13 @@ class Rendezvous:
         try:
             self.group = self._join(spec, member, is_over)
         except (Regroup, RuntimeError) as error:
-            self._forget_connection()
-            self.leave(broken=True)
+            self._drop_connection()
+            self.leave(must_abort=True)
             if is_over():
                 raise Regroup from error
             raise
 
-    def _join(self, spec: GenerationSpec, member: Member, is_over: Callable[[], bool]) -> Group:
+    def _join(self, spec: GenerationSpec, member: Member, is_over: Callable[[], bool]) -> GenerationGroup:
         base = self._connect(spec.store, is_over)
         if is_over():  # whoever cuts the connection from here on breaks what follows
             raise Regroup
@@ -154,17 +154,22 @@ class Rendezvous:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._initialize(store, member.rank, spec)
-        group = Group(spec, member, store, device)
-        self._prove(device, spec.world_size, is_over)
+        group = GenerationGroup(spec, member, store, device)
+        self._first_all_reduce(device, spec.world_size, is_over)
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self._settings.collective_timeout_s))
         return group
 
     def _connect(self, address: str, is_over: Callable[[], bool]) -> TCPStore:
         """The store's connection: the one there is, where it is to the same address and whole."""
         wanted = split_address(address)
-        if self._connection is not None and wanted == self._address and not self._cut and _answers(self._connection):
+        if (
+            self._connection is not None
+            and wanted == self._address
+            and not self._cut
+            and _is_connected(self._connection)
+        ):
             return self._connection
-        self._forget_connection()
+        self._drop_connection()
         self._address, self._cut = wanted, False
         _bind_like(wanted[0])
         self._wait_reachable(wanted, is_over)
@@ -200,7 +205,7 @@ class Rendezvous:
         )
         sys.excepthook = hook  # torch wraps it anew each time, which would nest as generations pass
 
-    def _prove(self, device: torch.device, world_size: int, is_over: Callable[[], bool]) -> None:
+    def _first_all_reduce(self, device: torch.device, world_size: int, is_over: Callable[[], bool]) -> None:
         """A first all-reduce: everybody is there, and every connection carries data.
 
         On a GPU the ranks meet over gloo before: once a collective waits for the set-up of NCCL's communicator, the
@@ -217,18 +222,18 @@ class Rendezvous:
 
     # --- out
 
-    def leave(self, *, broken: bool) -> None:
+    def leave(self, *, must_abort: bool) -> None:
         """Destroys all process groups of the process, if there are any; ``release`` lets go of what they hold.
 
-        ``broken``: they are aborted first, with whatever still waits in them.
+        ``must_abort``: they are aborted first, with whatever still waits in them.
         """
         self._retire(self.group)
         self.group = None
         if not dist.is_initialized():
             return
-        if broken:
+        if must_abort:
             self._backend.abort()
-            self._backend.settle(SETTLE_S)
+            self._backend.wait_aborted(ABORT_WAIT_S)
         for group in list(dist.distributed_c10d._world.pg_map):
             self._retire(group)
         dist.destroy_process_group()
@@ -252,14 +257,14 @@ class Rendezvous:
 
     def close(self) -> None:
         """The end of the process is near: a destructor that returned while the interpreter ends would abort it."""
-        self.leave(broken=False)
-        self._forget_connection()
+        self.leave(must_abort=False)
+        self._drop_connection()
         self.release()
         deadline = perf_counter() + RELEASE_TIMEOUT_S
         for thread in self._releasing:
             thread.join(max(0.0, deadline - perf_counter()))
 
-    def _forget_connection(self) -> None:
+    def _drop_connection(self) -> None:
         self._connection = None
 
     def cut_store(self) -> None:
@@ -268,11 +273,11 @@ class Rendezvous:
             return
         port = self._address[1]
         self._cut = True
-        to_store = partial(abort.connections_to, port)
-        abort.close_all(abort.shut_connections(to_store(), to_store))
+        to_store = partial(abort.connections_to_port, port)
+        abort.close_sockets(abort.shut_connections(to_store(), to_store))
 
 
-def _answers(connection: TCPStore) -> bool:
+def _is_connected(connection: TCPStore) -> bool:
     """Whether the store's host is the one that it was connected to: one that ended has another at its address."""
     try:
         connection.check(["answers"])

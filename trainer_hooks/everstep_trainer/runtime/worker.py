@@ -20,25 +20,25 @@ import torch.distributed as dist
 
 from everstep.clock import Clock
 from everstep.vocabulary import GenerationReason
-from everstep.wire.framing import SPOKEN
+from everstep.wire.framing import SUPPORTED_VERSIONS
 from everstep.wire.v1.directives import StopJob
-from everstep.wire.v1.local import Hello, Role, Welcome
+from everstep.wire.v1.local import ConnectionRole, Hello, Welcome
 from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, Member, RankFinished, UserError
 from everstep_trainer.config import HookSettings
-from everstep_trainer.launch.job_cache import Noted, folder_of
-from everstep_trainer.memory_tier.tier import Tier
+from everstep_trainer.launch.job_cache import ImportRecorder, cache_folder
+from everstep_trainer.memory_tier.tier import MemoryTier
 from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime import interrupt
-from everstep_trainer.runtime.abort import backend_named
-from everstep_trainer.runtime.assignment import Assignment, set_torchrun_environment
-from everstep_trainer.runtime.directives import Attendant, Orders, Presence
-from everstep_trainer.runtime.generation_session import GenerationKeeper, Timeline
+from everstep_trainer.runtime.abort import make_backend
+from everstep_trainer.runtime.assignment import WorkerAssignment, set_torchrun_environment
+from everstep_trainer.runtime.directives import DirectiveListener, GenerationMembership, ReceivedDirectives
+from everstep_trainer.runtime.generation_session import GenerationSession, PhaseTimeline
 from everstep_trainer.runtime.interrupt import Interrupter, Regroup
-from everstep_trainer.runtime.link import Link
-from everstep_trainer.runtime.progress import Progress
-from everstep_trainer.runtime.regroup import Group, Rendezvous
+from everstep_trainer.runtime.link import RankLink
+from everstep_trainer.runtime.progress import StepProgress
+from everstep_trainer.runtime.regroup import GenerationGroup, Rendezvous
 
 # ---- blame
 # Whose fault an exception is: a lost peer shows as an error in the training function, and is none of its own.
@@ -73,7 +73,7 @@ def _chain(error: BaseException) -> list[BaseException]:
     return found
 
 
-class Unexplained:
+class UnattributedFailures:
     """Communication errors of this rank in groups that had come about, generation after generation, at the same step,
     with nobody lost: whatever raises them does so at each try.
 
@@ -86,14 +86,14 @@ class Unexplained:
         self._step = -1
         self._count = 0
 
-    def give_up(self, step: int, reason: GenerationReason) -> bool:
+    def count_failure(self, step: int, reason: GenerationReason) -> bool:
         """Counts one after step ``step`` of a generation begun for ``reason``; whether the limit is reached."""
         again = step == self._step and reason is GenerationReason.COLLECTIVE_FAILED
         self._step, self._count = step, self._count + 1 if again else 1
         return self._count >= self._limit
 
 
-def describe(error: BaseException, limit: int = 4096) -> str:
+def describe_error(error: BaseException, limit: int = 4096) -> str:
     """One line: the class and what it says; of a traceback in there (a worker process's), the end."""
     lines = [line.strip() for line in _words(error).splitlines() if line.strip()]
     if len(lines) > 2 and any(line.endswith(_TRACEBACK) for line in lines):
@@ -119,7 +119,7 @@ def _sendable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def release_frames(error: BaseException | None) -> None:
+def clear_frames(error: BaseException | None) -> None:
     """Lets go of every local variable the error's frames hold: the model, and with it the old process group."""
     if error is None:
         return
@@ -159,7 +159,7 @@ def _drop_saved_tensor_hooks() -> None:
 logger = logging.getLogger(__name__)
 
 TrainingFunction = Callable[[Run], None]
-EXPECTED_WITHIN_S = 0.5
+REPLACEMENT_WAIT_S = 0.5
 """A process that replaces another hears of its generation within this; a spare's may wait for hours."""
 
 
@@ -189,7 +189,7 @@ class Worker:
         assignment: its local rank is known (a standby was promoted before).
     """
 
-    def __init__(self, assignment: Assignment, settings: HookSettings, clock: Clock) -> None:
+    def __init__(self, assignment: WorkerAssignment, settings: HookSettings, clock: Clock) -> None:
         assert assignment.local_rank is not None
         self._job = assignment.job
         self._local_rank = assignment.local_rank
@@ -197,14 +197,14 @@ class Worker:
         self._settings = settings
         self._clock = clock
         self._pid = os.getpid()
-        self._orders = Orders()
-        self._progress = Progress(settings.step_window)
+        self._directives = ReceivedDirectives()
+        self._progress = StepProgress(settings.step_window)
         self._interrupter = Interrupter()
-        backend = backend_named(settings.backend)
+        backend = make_backend(settings.backend)
         backend.prepare()
         self._rendezvous = Rendezvous(backend, settings)
-        self._presence = Presence(
-            self._orders,
+        self._membership = GenerationMembership(
+            self._directives,
             self._progress,
             self._interrupter,
             backend.abort,
@@ -212,34 +212,38 @@ class Worker:
             self._ask_for_replacement,
             settings,
         )
-        interrupt.leave_when(lambda: self._presence.unwelcome, self._wait_failed)
-        self._attendant = Attendant(
-            self._orders, self._presence, self._progress, lambda m: self._link.send(m), settings, clock
+        interrupt.set_wait_callbacks(lambda: self._membership.must_leave, self._handle_wait_error)
+        self._listener = DirectiveListener(
+            self._directives, self._membership, self._progress, lambda m: self._link.send(m), settings, clock
         )
         hello = Hello(
-            protocols=SPOKEN, role=Role.RANK, job=self._job, pid=os.getpid(), local_rank=assignment.local_rank
+            protocols=SUPPORTED_VERSIONS,
+            role=ConnectionRole.RANK,
+            job=self._job,
+            pid=os.getpid(),
+            local_rank=assignment.local_rank,
         )
-        self._link = Link(assignment.agent_socket, hello, self._attendant, settings, clock, random.random)
+        self._link = RankLink(assignment.agent_socket, hello, self._listener, settings, clock, random.random)
         self._welcome: Welcome | None = None
-        self._timeline = Timeline(assignment.born)
-        if assignment.born is not None:
+        self._timeline = PhaseTimeline(assignment.started_at)
+        if assignment.started_at is not None:
             self._timeline.end("start")
-        folder = folder_of(os.environ)
-        self._imports = None if folder is None else Noted(folder, assignment.local_rank)
-        self._unexplained = Unexplained(settings.blind_tries)
+        folder = cache_folder(os.environ)
+        self._imports = None if folder is None else ImportRecorder(folder, assignment.local_rank)
+        self._unattributed = UnattributedFailures(settings.max_unattributed_failures)
 
-    def work(self, train: TrainingFunction) -> None:
+    def run(self, train: TrainingFunction) -> None:
         """Takes part in generation after generation until the job is stopped.
 
         Returns when the job ended well; raises SystemExit(1) when it did not, and KeyboardInterrupt when the training
         function raised that. There ``sys.exit()`` is a return, and with another status an error like any: what a rank
         leaves with, all must hear of. Raises Unavailable when no agent answers at the start.
         """
-        self._welcome = self._link.start(self._settings.first_contact_s)
+        self._welcome = self._link.start(self._settings.agent_connect_timeout_s)
         gc.freeze()  # what was imported is not garbage: a collection between generations then costs microseconds
         detail = "failed"
         try:
-            self._live(train)
+            self._run_generations(train)
             detail = "finished"
         finally:
             self._rendezvous.close()
@@ -255,16 +259,16 @@ class Worker:
 
     # --- from generation to generation
 
-    def _live(self, train: TrainingFunction) -> None:
+    def _run_generations(self, train: TrainingFunction) -> None:
         number, parked = 0, True
         while True:
-            order = self._next_order(number, parked)
+            order = self._next_directive(number, parked)
             if isinstance(order, StopJob):
                 self._stop(order)
                 return
             assert self._welcome is not None
             number = order.number
-            member = order.member(self._welcome.node, self._local_rank)
+            member = order.member_at(self._welcome.node, self._local_rank)
             parked = member is None
             if member is None:
                 logger.info("generation %d goes on without this process: parked", number, extra=self._extra(order))
@@ -272,17 +276,17 @@ class Worker:
                 self._timeline.end("wait")
                 self._take_part(order, member, train)
 
-    def _next_order(self, number: int, parked: bool) -> GenerationSpec | StopJob:
+    def _next_directive(self, number: int, is_parked: bool) -> GenerationSpec | StopJob:
         """What follows generation ``number``.
 
         The timeline of a parked process begins when that arrives. That of a process for which no standby was there goes
         on where its generation was decided before it came: the agent says so at once.
         """
-        order = self._orders.wait_next(number, EXPECTED_WITHIN_S if "start" in self._timeline.phases_s else 0.0)
+        order = self._directives.wait_next(number, REPLACEMENT_WAIT_S if "start" in self._timeline.phases_s else 0.0)
         if order is None:
-            order = self._orders.wait_next(number)
-            if parked:
-                self._timeline = Timeline()
+            order = self._directives.wait_next(number)
+            if is_parked:
+                self._timeline = PhaseTimeline()
         assert order is not None
         return order
 
@@ -293,34 +297,34 @@ class Worker:
 
     def _take_part(self, spec: GenerationSpec, member: Member, train: TrainingFunction) -> None:
         """One generation, from its rendezvous until it is left."""
-        self._attendant.enter(spec, member)
+        self._listener.enter(spec, member)
         try:
             if self._join(spec, member):
                 failure = self._enter(spec, member, train)
                 if failure is None or _is_return(failure):
-                    release_frames(failure)
+                    clear_frames(failure)
                     self._finished(spec, member)
                 else:
                     self._failed(spec, member, failure)
         finally:
-            self._presence.leave()
-            self._link.stand(None)
-            self._attendant.leave()
+            self._membership.leave()
+            self._link.send_persistent(None)
+            self._listener.leave()
 
     def _join(self, spec: GenerationSpec, member: Member) -> bool:
         """Whether the generation's group came about; where it did not, what comes next is known or was waited for."""
-        self._presence.join(spec.number)
+        self._membership.join(spec.number)
         try:
-            self._rendezvous.join(spec, member, self._presence.is_over)
+            self._rendezvous.join(spec, member, self._membership.is_over)
         except Regroup:
-            self._presence.leave()
+            self._membership.leave()
             self._rendezvous.release()
             return False
         except RuntimeError as error:
-            self._presence.leave()
+            self._membership.leave()
             self._rendezvous.release()
-            self._tell_collective_failed(spec, member, describe(error))
-            self._await_order(spec, member, describe(error))
+            self._report_collective_failed(spec, member, describe_error(error))
+            self._await_directive(spec, member, describe_error(error))
             return False
         finally:
             self._timeline.end("rendezvous")
@@ -332,153 +336,153 @@ class Worker:
         """Runs the training function once; returns what it raised. Keeps nothing of it but the error's frames."""
         group = self._rendezvous.group
         assert group is not None
-        self._progress.enter(spec.number, member.rank, group.collectives)
-        keeper = GenerationKeeper(
+        self._progress.enter(spec.number, member.rank, group.count_collectives)
+        keeper = GenerationSession(
             group,
-            orders=self._orders,
+            directives=self._directives,
             progress=self._progress,
             interrupter=self._interrupter,
-            vault=lambda: self._vault,
+            connect_vault=lambda: self._vault,
             send=self._link.send,
             timeline=self._timeline,
             clock=self._clock,
             start_from=self._start_from,
-            stepped=self._note_imports,
+            on_first_step=self._note_imports,
         )
-        self._attendant.keeper = keeper
-        self._presence.enter()
+        self._listener.version_listener = keeper
+        self._membership.enter()
         run = Run(self._place(group), keeper)
-        failure = self._interrupter.call(partial(train, run))
+        failure = self._interrupter.run(partial(train, run))
         if os.getpid() != self._pid:
             _end_child(failure)
-        self._presence.leave()
+        self._membership.leave()
         run.close()
-        self._timeline = Timeline(self._presence.disturbance())
+        self._timeline = PhaseTimeline(self._membership.take_regroup_start())
         self._timeline.end("abort")
         if failure is not None and self._is_news(spec, failure):
             # Before the group is left: whoever waits in it hears the verdict instead of a lost peer.
-            if self._unexplained.give_up(self._progress.step, spec.reason):
-                self._blame_training(spec, member, describe(failure), full_traceback(failure))
+            if self._unattributed.count_failure(self._progress.finished_step, spec.reason):
+                self._report_user_error(spec, member, describe_error(failure), full_traceback(failure))
             else:
-                self._tell_collective_failed(spec, member, describe(failure))
-        self._attendant.keeper = None
+                self._report_collective_failed(spec, member, describe_error(failure))
+        self._listener.version_listener = None
         keeper.close()
         return failure
 
     def _note_imports(self) -> None:
         """The first step of a generation is made: what it imported, a standby may import in advance."""
         if self._imports is not None:
-            self._imports.note()
+            self._imports.record()
 
-    def _wait_failed(self, error: BaseException) -> None:
+    def _handle_wait_error(self, error: BaseException) -> None:
         if isinstance(error, Regroup) or is_communication_error(error):
-            self._interrupter.note(error)
+            self._interrupter.record_interruption(error)
 
     def _is_news(self, spec: GenerationSpec, failure: BaseException) -> bool:
-        return is_communication_error(failure) and not self._orders.superseded(spec.number)
+        return is_communication_error(failure) and not self._directives.is_superseded(spec.number)
 
-    def _place(self, group: Group) -> Place:
+    def _place(self, group: GenerationGroup) -> RankContext:
         spec, member = group.spec, group.member
-        return Place(
+        return RankContext(
             rank=member.rank,
             world_size=spec.world_size,
             local_rank=member.local_rank,
             local_world_size=spec.spec.nproc_per_node,
             generation=spec.number,
             device=group.device,
-            restores=spec.restore.floor is not None,
+            will_restore=spec.restore.floor is not None,
             mesh=lambda: group.mesh,
-            tier=lambda: Tier(self._vault, spec, member, group.store),
+            tier=lambda: MemoryTier(self._vault, spec, member, group.store),
         )
 
     # --- how a training function ends
 
     def _finished(self, spec: GenerationSpec, member: Member) -> None:
         """It returned. The group stays until everybody is done: peers may still read what this rank sent."""
-        self._link.stand(
+        self._link.send_persistent(
             RankFinished(
                 **self._report(),
                 generation=spec.number,
                 rank=member.rank,
-                step=self._progress.step,
-                begun=self._progress.begun,
+                step=self._progress.finished_step,
+                started_step=self._progress.begun_step,
             )
         )
-        order = self._orders.wait_next(spec.number)
-        self._timeline = Timeline()
+        order = self._directives.wait_next(spec.number)
+        self._timeline = PhaseTimeline()
         if not isinstance(order, StopJob):
-            self._leave_group(broken=True)
+            self._leave_group(must_abort=True)
         self._timeline.end("teardown")
 
     def _failed(self, spec: GenerationSpec, member: Member, failure: BaseException) -> None:
         """It raised: because of a peer, for a newer generation, or on its own account."""
         if isinstance(failure, KeyboardInterrupt):
             raise failure
-        at_boundary = isinstance(failure, Regroup) and not self._orders.is_over(spec.number, -1)
-        communication, text, trace = is_communication_error(failure), describe(failure), full_traceback(failure)
-        release_frames(failure)
-        self._leave_group(broken=not at_boundary)
+        at_boundary = isinstance(failure, Regroup) and not self._directives.is_generation_over(spec.number, -1)
+        communication, text, trace = is_communication_error(failure), describe_error(failure), full_traceback(failure)
+        clear_frames(failure)
+        self._leave_group(must_abort=not at_boundary)
         self._timeline.end("teardown")
         if isinstance(failure, Regroup):
             return
         if communication:
-            self._await_order(spec, member, text)
-        elif self._orders.wait_next(spec.number, self._settings.explanation_grace_s) is None:
-            self._blame_training(spec, member, text, trace)
+            self._await_directive(spec, member, text)
+        elif self._directives.wait_next(spec.number, self._settings.explanation_grace_s) is None:
+            self._report_user_error(spec, member, text, trace)
 
-    def _leave_group(self, *, broken: bool) -> None:
+    def _leave_group(self, *, must_abort: bool) -> None:
         """Destroys the groups; those that the training function's objects held first let go of them here."""
         self._progress.leave()
-        self._rendezvous.leave(broken=broken)
+        self._rendezvous.leave(must_abort=must_abort)
         gc.collect()
         self._rendezvous.release()
 
-    def _await_order(self, spec: GenerationSpec, member: Member, detail: str) -> None:
+    def _await_directive(self, spec: GenerationSpec, member: Member, detail: str) -> None:
         """A collective failed, and the controller says how the job goes on. However long it is away, that is no error
         of the training function's. One that took over has heard no witness: the word is said until it is answered.
         """
         began = self._clock.monotonic()
-        while self._orders.wait_next(spec.number, self._settings.regroup_wait_s) is None:
+        while self._directives.wait_next(spec.number, self._settings.regroup_wait_s) is None:
             waited_s = self._clock.monotonic() - began
             words = "a collective failed %.0f s ago (%s); still waiting to hear how the job goes on"
             logger.warning(words, waited_s, detail, extra=self._extra(spec))
-            self._tell_collective_failed(spec, member, detail)
+            self._report_collective_failed(spec, member, detail)
 
-    def _tell_collective_failed(self, spec: GenerationSpec, member: Member, detail: str) -> None:
+    def _report_collective_failed(self, spec: GenerationSpec, member: Member, detail: str) -> None:
         """At once: a witness's word shortens the wait for a rank's loss to be believed."""
-        self._link.stand(
+        self._link.send_persistent(
             CollectiveFailed(
                 **self._report(),
                 generation=spec.number,
                 rank=member.rank,
-                step=self._progress.step,
+                step=self._progress.finished_step,
                 detail=detail,
             )
         )
 
-    def _blame_training(self, spec: GenerationSpec, member: Member, error: str, trace: str) -> None:
+    def _report_user_error(self, spec: GenerationSpec, member: Member, error: str, trace: str) -> None:
         """No generation explained the error: it is the training function's own. Waits for what the job makes of it.
 
-        Raises SystemExit(1) when nobody says anything within ``verdict_wait_s``.
+        Raises SystemExit(1) when nobody says anything within ``job_decision_wait_s``.
         """
         _show(trace)
-        self._link.stand(
+        self._link.send_persistent(
             UserError(
                 **self._report(),
                 generation=spec.number,
                 rank=member.rank,
-                step=self._progress.step,
+                step=self._progress.finished_step,
                 error=error,
                 traceback=trace,
             )
         )
-        if self._orders.wait_next(spec.number, self._settings.verdict_wait_s) is None:
+        if self._directives.wait_next(spec.number, self._settings.job_decision_wait_s) is None:
             logger.error("nobody said what becomes of the job: giving up", extra=self._extra(spec))
             raise SystemExit(1)
 
     def _ask_for_replacement(self) -> None:
         """From the link's thread: the main thread is beyond reach. Whoever takes this place starts with clean hands."""
-        logger.error("the main thread did not leave within %.1f s: this process ends", self._settings.leave_within_s)
+        logger.error("the main thread did not leave within %.1f s: this process ends", self._settings.leave_timeout_s)
         with contextlib.suppress(Exception):  # stderr may be gone
             faulthandler.dump_traceback()
         os._exit(os.EX_TEMPFAIL)

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 import torch
 
-WORD = 8
+WORD_BYTES = 8
 ROW_WORDS = 32768
 """A row of weights is 256 KiB: it stays in the second-level cache while the data streams past."""
-ROW_BYTES = ROW_WORDS * WORD
+ROW_BYTES = ROW_WORDS * WORD_BYTES
 BLOCK_ROWS = 1024
 """Rows multiplied at once, 256 MiB: bounds the intermediate product on a GPU."""
 SMALL_BYTES = 64 << 10
@@ -64,13 +64,13 @@ class WeightedDigest:
 
     def _words_of(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """The tensor's bytes where they lie, or a place to copy them to if they cannot be read as words there."""
-        if tensor.device == device and tensor.is_contiguous() and tensor.data_ptr() % WORD == 0:
+        if tensor.device == device and tensor.is_contiguous() and tensor.data_ptr() % WORD_BYTES == 0:
             return tensor.detach().reshape(-1).view(torch.uint8)
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         self._copies.append((copy, tensor.detach()))
         return copy.reshape(-1).view(torch.uint8)
 
-    def start(self) -> torch.Tensor:
+    def enqueue(self) -> torch.Tensor:
         """The digest of the bytes as they are now, as a tensor of one signed 64-bit number; on a GPU, enqueued."""
         with torch.no_grad():
             if self._copies:
@@ -82,16 +82,16 @@ class WeightedDigest:
 
     def value(self) -> int:
         """The digest, 0 to 2^64 - 1."""
-        return unsigned(self.start())
+        return to_unsigned(self.enqueue())
 
     def _add_rows(self, flat: torch.Tensor, row: int) -> int:
         """Writes the weighted sums of ``flat``'s rows from ``row`` on; returns the row after them."""
-        words = flat[: flat.numel() // WORD * WORD].view(torch.int64)
+        words = flat[: flat.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)
         full = words.numel() // ROW_WORDS
         for first in range(0, full, BLOCK_ROWS):
             some = words[first * ROW_WORDS : min(first + BLOCK_ROWS, full) * ROW_WORDS].view(-1, ROW_WORDS)
             self._sums[row + first : row + first + len(some)] = _product(some, self._weights)
-        rest, tail = words[full * ROW_WORDS :], flat[words.numel() * WORD :]
+        rest, tail = words[full * ROW_WORDS :], flat[words.numel() * WORD_BYTES :]
         if rest.numel() or tail.numel():
             self._sums[row + full] = self._weighted(rest) + self._weighted(tail.to(torch.int64), rest.numel())
         return row + -(-flat.numel() // ROW_BYTES)
@@ -100,8 +100,8 @@ class WeightedDigest:
         return (words * self._weights[first : first + words.numel()]).sum()
 
 
-def unsigned(digest: torch.Tensor) -> int:
-    """A digest as ``start`` gives it, as a number from 0 to 2^64 - 1. Waits for the GPU."""
+def to_unsigned(digest: torch.Tensor) -> int:
+    """A digest as ``enqueue`` gives it, as a number from 0 to 2^64 - 1. Waits for the GPU."""
     return int(digest.item()) & _MASK
 
 
@@ -119,7 +119,7 @@ def _gather_buffer(tensors: list[torch.Tensor], device: torch.device) -> tuple[t
     starts, at = [], 0
     for tensor in tensors:
         starts.append(at)
-        at += -(-tensor.nbytes // WORD) * WORD
+        at += -(-tensor.nbytes // WORD_BYTES) * WORD_BYTES
     buffer = torch.zeros(at, dtype=torch.uint8, device=device)
     places = [
         buffer[start : start + t.nbytes].view(t.dtype).view(t.shape) for start, t in zip(starts, tensors, strict=True)

@@ -14,54 +14,68 @@ import xxhash
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
 from everstep.layout.manifests import Manifest, encode_manifest
-from everstep.layout.segments import PAGE
+from everstep.layout.segments import PAGE_BYTES
 from everstep.layout.slots import slot_bytes_for
 from everstep.wire.v1.training import GenerationSpec, Member
 from everstep_trainer.memory_tier.vault_client import MappedSegment, VaultClient
 from everstep_trainer.restore.version_choice import FIRST_CHECKPOINT_RANK
-from everstep_trainer.snapshot.copy import Targets, slot_view
-from everstep_trainer.snapshot.exchange import Exchange, Superseded
-from everstep_trainer.snapshot.plan import Share, divide, manifest_for, needs_of, payload_bytes, shared_alike
-from everstep_trainer.snapshot.slot_negotiation import DEFAULT, Agreed, Choices, Provision, Quartermaster, provisions
+from everstep_trainer.snapshot.copy import SlotTargets, slot_view
+from everstep_trainer.snapshot.exchange import LayoutExchange, RoundSuperseded
+from everstep_trainer.snapshot.plan import (
+    RankShare,
+    build_manifest,
+    divide_state,
+    payload_bytes,
+    segment_needs,
+    unify_sharing,
+)
+from everstep_trainer.snapshot.slot_negotiation import (
+    DEFAULT_OPTIONS,
+    AgreedProvision,
+    SlotNegotiation,
+    SlotProvision,
+    SnapshotOptions,
+    acceptable_provisions,
+)
 from everstep_trainer.state.layout import ALIGN, Layout
 
 log = logging.getLogger(__name__)
 
-SMALLEST_BLOB_BYTES = 16 << 10
+MIN_BLOB_BYTES = 16 << 10
 """Room for Python state: twice its first size, and at least this. A longer one makes a new manifest, no new plan."""
 
 
 SMALL_BYTES = 2 << 20
-SMALL_PIECES = 2048
+SMALL_PIECE_COUNT = 2048
 """Up to here a share is copied sooner than another thread, with Python's lock to be had, begins to: 0.1 to 0.5 ms."""
 
 
-class Planned:
+class ActivePlan:
     """What each snapshot needs, made once: nothing in here depends on the step, but that only those from ``since`` on
     are stored by it.
 
-    ``with_covers``: the same for all that this rank can store, where others' pieces are among it.
+    ``plan_with_covers``: the same for all that this rank can store, where others' pieces are among it.
     """
 
     def __init__(
         self,
         layout: Layout,
-        share: Share,
+        share: RankShare,
         manifest: Manifest,
         segment: MappedSegment,
         since: int,
-        with_covers: Planned | None = None,
+        with_covers: ActivePlan | None = None,
     ) -> None:
         self.layout = layout
-        self.since = since
+        self.since_step = since
         self.share = share
         self.manifest = manifest
         self.manifest_bytes = encode_manifest(manifest)
         self._manifest_digest = xxhash.xxh3_128_digest(self.manifest_bytes)
         self.segment = segment
-        self.with_covers = with_covers
-        self.is_small = manifest.payload_bytes <= SMALL_BYTES and len(manifest.stored) <= SMALL_PIECES
-        self._targets: dict[int, Targets] = {}
+        self.plan_with_covers = with_covers
+        self.is_small = manifest.payload_bytes <= SMALL_BYTES and len(manifest.stored) <= SMALL_PIECE_COUNT
+        self._targets: dict[int, SlotTargets] = {}
 
     def fits(self, blob_bytes: int) -> bool:
         """Whether Python state of this size fits where the manifest says."""
@@ -71,34 +85,36 @@ class Planned:
         """All that a slot is sealed with, from those of its payload's chunks."""
         return None if chunks is None else [self._manifest_digest, *chunks]
 
-    def targets(self, slot: int) -> Targets:
+    def slot_targets(self, slot: int) -> SlotTargets:
         """Views into a slot that was begun with this plan's manifest, one for each piece of the share."""
         if slot not in self._targets:
             payload = torch.frombuffer(self.segment.view.payload(slot), dtype=torch.uint8)
             views = (
-                slot_view(payload, stored.at, tensor.dtype, stored.box.size[1:] if tensor.own else stored.box.size)
+                slot_view(
+                    payload, stored.offset, tensor.dtype, stored.box.size[1:] if tensor.per_rank else stored.box.size
+                )
                 for stored in self.manifest.stored
                 for tensor in (self.manifest.catalog[stored.tensor],)
             )
-            self._targets[slot] = Targets(views, self.segment, payload)
+            self._targets[slot] = SlotTargets(views, self.segment, payload)
         return self._targets[slot]
 
 
-class _Agreement(NamedTuple):
+class _LayoutAgreement(NamedTuple):
     """What ranks told of ``layout``, and what came of it. ``mine``: the layout as it is shared on all ranks."""
 
     layout: Layout
     mine: Layout
     layouts: list[Layout]
-    share: Share
+    share: RankShare
     since: int
 
 
-class Planner:
+class SnapshotPlanner:
     """Makes plans, in the copier thread: exchange of layouts, division, provision, manifest, segment.
 
     Args:
-        keep: what goes along into a segment of fewer slots, the most important first.
+        versions_to_carry: what goes along into a segment of fewer slots, the most important first.
     """
 
     def __init__(
@@ -106,56 +122,58 @@ class Planner:
         vault: VaultClient,
         spec: GenerationSpec,
         member: Member,
-        exchange: Exchange,
+        exchange: LayoutExchange,
         timeout_s: float,
-        choices: Choices = DEFAULT,
-        keep: Callable[[], Sequence[Version]] = tuple,
+        options: SnapshotOptions = DEFAULT_OPTIONS,
+        versions_to_carry: Callable[[], Sequence[Version]] = tuple,
     ) -> None:
         self._vault = vault
         self._spec = spec
         self._member = member
         self._exchange = exchange
         self._timeout_s = timeout_s
-        self._require = choices.require
-        self._keep = keep
-        self._quartermaster = Quartermaster(
-            spec, member, choices, exchange.put, partial(exchange.get, timeout_s=timeout_s)
+        self._require_checkpoints = options.require_checkpoints
+        self._versions_to_carry = versions_to_carry
+        self._negotiation = SlotNegotiation(
+            spec, member, options, exchange.put, partial(exchange.get, timeout_s=timeout_s)
         )
-        self._agreement: _Agreement | None = None
-        self.agreed = Agreed(provisions(choices)[0])
+        self._agreement: _LayoutAgreement | None = None
+        self.agreed = AgreedProvision(acceptable_provisions(options)[0])
 
-    def plan(self, layout: Layout, blob_bytes: int, since: int) -> Planned:
+    def plan(self, layout: Layout, blob_bytes: int, since: int) -> ActivePlan:
         """A plan for ``layout`` with room for ``blob_bytes`` of Python state.
 
-        The ranks exchange layouts only where ``layout`` is not the last one planned, or ``superseded`` said so;
+        The ranks exchange layouts only where ``layout`` is not the last one planned, or ``is_superseded`` said so;
         ``since`` is as in Exchange.layouts. Raises Unavailable, OutOfSlotMemory, and ValueError where ranks hold
         different tensors under one name.
         """
         if self._agreement is None or self._agreement.layout is not layout:
             self._agree(layout, blob_bytes, since)
-            self._tell_lack()
+            self._report_lack()
         assert self._agreement is not None
         _, _, layouts, share, since = self._agreement
-        manifest = manifest_for(self._member.rank, layouts, share, _capacity(blob_bytes))
-        if not share.covers or self.agreed.provision.lean:
-            return Planned(layout, share, manifest, self._open(manifest), since)
+        manifest = build_manifest(self._member.rank, layouts, share, _capacity(blob_bytes))
+        if not share.cover_pieces or self.agreed.provision.candidates_only:
+            return ActivePlan(layout, share, manifest, self._open(manifest), since)
         wide = share.with_covers()
-        wide_manifest = manifest_for(self._member.rank, layouts, wide, _capacity(blob_bytes))
+        wide_manifest = build_manifest(self._member.rank, layouts, wide, _capacity(blob_bytes))
         segment = self._open(wide_manifest)
-        return Planned(layout, share, manifest, segment, since, Planned(layout, wide, wide_manifest, segment, since))
+        return ActivePlan(
+            layout, share, manifest, segment, since, ActivePlan(layout, wide, wide_manifest, segment, since)
+        )
 
-    def superseded(self) -> bool:
+    def is_superseded(self) -> bool:
         """Whether other ranks plan anew, as this one then has to; see Exchange."""
-        if not self._exchange.superseded():
+        if not self._exchange.is_superseded():
             return False
         self._agreement = None
         return True
 
-    def absent(self) -> list[int]:
+    def missing_ranks(self) -> list[int]:
         """Ranks without which nothing can be planned; see Exchange."""
-        return self._exchange.absent()
+        return self._exchange.missing_ranks()
 
-    def takes_for_the_same(self, planned: Layout, layout: Layout) -> bool:
+    def is_equivalent(self, planned: Layout, layout: Layout) -> bool:
         """Whether ``layout`` is what the plan for ``planned`` makes of that, since other ranks knew it before."""
         agreement = self._agreement
         return agreement is not None and agreement.layout is planned and agreement.mine == layout
@@ -165,21 +183,26 @@ class Planner:
         while True:
             try:
                 told = self._exchange.layouts(layout, since, self._timeout_s)
-                layouts = shared_alike(told.layouts)
-                shares = divide(layouts, self._nodes(), self._spec.spec.replicas, self._spec.replica_nodes)
-                manifest = manifest_for(rank, layouts, shares[rank], _capacity(blob_bytes))
-                ask = partial(self._ask_for_room, layouts, shares, manifest)
-                self.agreed = self._quartermaster.agree(str(told.number), ask)
-            except Superseded:
+                layouts = unify_sharing(told.layouts)
+                shares = divide_state(layouts, self._nodes(), self._spec.spec.replicas, self._spec.replica_nodes)
+                manifest = build_manifest(rank, layouts, shares[rank], _capacity(blob_bytes))
+                ask = partial(self._check_room, layouts, shares, manifest)
+                self.agreed = self._negotiation.agree(str(told.number), ask)
+            except RoundSuperseded:
                 continue
-            self._agreement = _Agreement(layout, layouts[rank], layouts, shares[rank], told.since)
+            self._agreement = _LayoutAgreement(layout, layouts[rank], layouts, shares[rank], told.since_step)
             return
 
     def _nodes(self) -> list[str]:
         return [self._spec.node_of(rank) for rank in range(self._spec.world_size)]
 
-    def _ask_for_room(
-        self, layouts: list[Layout], shares: list[Share], manifest: Manifest, provision: Provision, tentative: bool
+    def _check_room(
+        self,
+        layouts: list[Layout],
+        shares: list[RankShare],
+        manifest: Manifest,
+        provision: SlotProvision,
+        tentative: bool,
     ) -> None:
         """Whether the node has room for all that its ranks and its vault will need. Raises OutOfSlotMemory.
 
@@ -188,20 +211,26 @@ class Planner:
         encoded, whole = len(encode_manifest(manifest)), _whole_bytes(manifest)
 
         def slot_bytes(rank: int) -> int:
-            share = shares[rank] if provision.lean or not shares[rank].covers else shares[rank].with_covers()
+            share = (
+                shares[rank]
+                if provision.candidates_only or not shares[rank].cover_pieces
+                else shares[rank].with_covers()
+            )
             payload = payload_bytes(layouts[rank], share, manifest.blob_capacity)
             return self._slot_bytes(provision, encoded, payload, whole)
 
-        needs = needs_of(self._member.node, self._spec, shares, provision.slots, slot_bytes)
-        below = 0 if provision.spare else FIRST_CHECKPOINT_RANK  # not for the sake of a loss that may come
-        self._vault.check_room(self._spec.job, tuple(needs), tentative=tentative, below=below, keep=tuple(self._keep()))
+        needs = segment_needs(self._member.node, self._spec, shares, provision.slots, slot_bytes)
+        below = 0 if provision.has_spare_room else FIRST_CHECKPOINT_RANK  # not for the sake of a loss that may come
+        self._vault.check_room(
+            self._spec.job, tuple(needs), tentative=tentative, below=below, keep=tuple(self._versions_to_carry())
+        )
 
-    def _tell_lack(self) -> None:
+    def _report_lack(self) -> None:
         """Before anybody needs what there is no room for. Raises OutOfSlotMemory where the job requires checkpoints."""
-        lacking, why = self.agreed.lacking, self.agreed.why
+        lacking, why = self.agreed.short_node, self.agreed.reason
         if not lacking:
             return
-        if self._require:
+        if self._require_checkpoints:
             raise OutOfSlotMemory(why)
         if lacking == self._member.node and self._member.local_rank == 0:
             where = {"node": lacking, "job": self._spec.job, "generation": self._spec.number}
@@ -213,11 +242,11 @@ class Planner:
         whole = _whole_bytes(manifest)
         return self._open_slots(provision.slots, self._slot_bytes(provision, encoded, manifest.payload_bytes, whole))
 
-    def _slot_bytes(self, provision: Provision, encoded: int, payload: int, whole: int) -> int:
+    def _slot_bytes(self, provision: SlotProvision, encoded: int, payload: int, whole: int) -> int:
         """Of a slot for a manifest and a payload of so many bytes. ``whole``: no share can be larger."""
-        if not provision.spare:
+        if not provision.has_spare_room:
             return slot_bytes_for(encoded, payload)
-        return slot_bytes_for(2 * encoded, self._larger_payload(payload, whole)) + PAGE
+        return slot_bytes_for(2 * encoded, self._larger_payload(payload, whole)) + PAGE_BYTES
 
     def _larger_payload(self, payload: int, whole: int) -> int:
         """Of the share that is left to a rank when one node goes, bytes.
@@ -231,7 +260,7 @@ class Planner:
 
     def _open_slots(self, slots: int, slot_bytes: int) -> MappedSegment:
         """With slots for pinned versions, where the node has the memory: without them these are let go too early."""
-        job, more, keep = self._spec.job, self._spec.spec.pinned_slots, tuple(self._keep())
+        job, more, keep = self._spec.job, self._spec.spec.pinned_slots, tuple(self._versions_to_carry())
         if more:
             try:
                 return self._vault.open_segment(job, self._member.local_rank, slot_bytes, slots + more, keep)
@@ -241,7 +270,7 @@ class Planner:
 
 
 def _capacity(blob_bytes: int) -> int:
-    return max(SMALLEST_BLOB_BYTES, 2 * blob_bytes)
+    return max(MIN_BLOB_BYTES, 2 * blob_bytes)
 
 
 def _whole_bytes(manifest: Manifest) -> int:

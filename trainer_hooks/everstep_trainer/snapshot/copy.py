@@ -20,13 +20,13 @@ import numpy as np
 import torch
 import xxhash
 
-from everstep.layout.manifests import BLOB_PREFIX, Box, Manifest
+from everstep.layout.manifests import BLOB_LENGTH_BYTES, Box, Manifest
 from everstep.layout.slots import CHUNK_BYTES, chunk_count
-from everstep.native import SHORTEST_BYTES, CopyHash, copy_hash
-from everstep_trainer.restore.byte_moves import Rows
+from everstep.native import MIN_BYTES, CopyHash, copy_hash
+from everstep_trainer.restore.byte_moves import CopyTable
 from everstep_trainer.sdc.digest import WeightedDigest
-from everstep_trainer.snapshot.mutation_guard import Writes
-from everstep_trainer.snapshot.plan import Share
+from everstep_trainer.snapshot.mutation_guard import WriteCounts
+from everstep_trainer.snapshot.plan import RankShare
 from everstep_trainer.state.blob import dtype_of
 from everstep_trainer.state.layout import ALIGN
 from everstep_trainer.state.tensors import TrackedTensor
@@ -59,7 +59,7 @@ def current_gpu() -> torch.device | None:
 
 SMALL_BYTES = 8 << 10
 """Up to here a piece costs more to begin than to copy; from here on the kernel is slower than torch, page by page."""
-MOST_BUFFERS = 1024
+MAX_BUFFERS = 1024
 """Of one call: IOV_MAX in limits.h."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -67,11 +67,11 @@ _libc.pwritev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_
 _libc.pwritev.restype = ctypes.c_ssize_t
 _zeroes = ctypes.create_string_buffer(ALIGN)
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+CopyPair = tuple[torch.Tensor, torch.Tensor]
 """Target and source."""
 
 
-class Mapped(Protocol):
+class MappedFile(Protocol):
     """A file that is mapped writable: its descriptor, and the address of its first byte."""
 
     @property
@@ -81,10 +81,10 @@ class Mapped(Protocol):
     def address(self) -> int: ...
 
 
-class Targets(list[torch.Tensor]):
+class SlotTargets(list[torch.Tensor]):
     """Views into a slot of ``file``. ``payload``: all that is hashed of the slot, where the digests are wanted."""
 
-    def __init__(self, views: Iterable[torch.Tensor], file: Mapped, payload: torch.Tensor | None = None) -> None:
+    def __init__(self, views: Iterable[torch.Tensor], file: MappedFile, payload: torch.Tensor | None = None) -> None:
         super().__init__(views)
         self.file = file
         self.payload = payload
@@ -106,7 +106,7 @@ class _Run(NamedTuple):
     length: int
 
 
-class Gather:
+class CopyBatch:
     """Pairs of tensors of one dtype and shape each, to be copied again and again; the memory of none may move.
 
     Args:
@@ -114,7 +114,7 @@ class Gather:
         sources: live tensors on the CPU.
     """
 
-    def __init__(self, targets: Targets, sources: list[torch.Tensor]) -> None:
+    def __init__(self, targets: SlotTargets, sources: list[torch.Tensor]) -> None:
         self._file = targets.file
         pairs = list(zip(targets, sources, strict=True))
         large = [pair for pair in pairs if not _is_small(pair[1])]
@@ -131,7 +131,7 @@ class Gather:
                 if written != run.length:  # a limit of the process on files, say
                     torch._foreach_copy_(run.targets, run.sources)
 
-    def _run(self, run: list[Pair]) -> _Run:
+    def _run(self, run: list[CopyPair]) -> _Run:
         buffers: list[_Buffer] = []
         at = start = run[0][0].data_ptr()
         for target, source in run:
@@ -143,11 +143,11 @@ class Gather:
         return _Run([t for t, _ in run], [s for _, s in run], array, start - self._file.address, at - start)
 
 
-def _runs(pairs: list[Pair]) -> Iterator[list[Pair]]:
+def _runs(pairs: list[CopyPair]) -> Iterator[list[CopyPair]]:
     """Pairs of which one target follows the other with nothing but padding between, as many as one call may take."""
-    run: list[Pair] = []
+    run: list[CopyPair] = []
     for target, source in pairs:
-        if run and (2 * len(run) >= MOST_BUFFERS or not 0 <= target.data_ptr() - _end(run[-1][0]) < ALIGN):
+        if run and (2 * len(run) >= MAX_BUFFERS or not 0 <= target.data_ptr() - _end(run[-1][0]) < ALIGN):
             yield run
             run = []
         run.append((target, source))
@@ -171,7 +171,7 @@ def _end(target: torch.Tensor) -> int:
 # not
 # of what lies in the slot by then. As fast as a plain copy, so that training is not held up for longer.
 
-WORTH_A_THREAD_BYTES = 16 << 20
+MIN_THREAD_BYTES = 16 << 20
 
 
 class _Chunk(NamedTuple):
@@ -180,11 +180,11 @@ class _Chunk(NamedTuple):
 
     address: int
     length: int
-    rows: Rows
+    rows: CopyTable
     columns: tuple[int, int, int]
 
 
-class HashingGather:
+class HashingCopyBatch:
     """Pairs of tensors of one dtype and shape each, to be copied again and again; the memory of none may move.
 
     Args:
@@ -216,7 +216,7 @@ class HashingGather:
             for number in todo:
                 digests[number] = self._fill(self._chunks[number])
 
-        worth = min(torch.get_num_threads(), self._payload.numel() // WORTH_A_THREAD_BYTES)
+        worth = min(torch.get_num_threads(), self._payload.numel() // MIN_THREAD_BYTES)
         helpers = [threading.Thread(target=work, name="everstep-copy", daemon=True) for _ in range(worth - 1)]
         for helper in helpers:
             helper.start()
@@ -230,25 +230,25 @@ class HashingGather:
     def _cut(self) -> Iterator[_Chunk]:
         base = self._payload.data_ptr()
         columns = [(to.data_ptr() - base, source.data_ptr(), source.nbytes) for to, source in self._plain]
-        rows = Rows(*np.array(sorted(columns), np.int64).reshape(-1, 3).T.copy()).cut(CHUNK_BYTES)
+        rows = CopyTable(*np.array(sorted(columns), np.int64).reshape(-1, 3).T.copy()).split_at_multiples(CHUNK_BYTES)
         count = chunk_count(self._payload.numel())
         bounds = np.searchsorted(rows.source, np.arange(count + 1) * CHUNK_BYTES).tolist()
         for number, (first, last) in enumerate(itertools.pairwise(bounds)):
             start = number * CHUNK_BYTES
             source, target, length = (column[first:last] for column in rows)
             size = min(CHUNK_BYTES, self._payload.numel() - start)
-            yield _chunk(base + start, size, Rows(source - start, target.copy(), length.copy()))
+            yield _chunk(base + start, size, CopyTable(source - start, target.copy(), length.copy()))
 
     def _fill(self, chunk: _Chunk) -> bytes:
         address, length, rows, columns = chunk
-        if length >= SHORTEST_BYTES:
+        if length >= MIN_BYTES:
             return self._native.gather(address, length, *columns, len(rows.source))
         for to, source, nbytes in zip(*(column.tolist() for column in rows), strict=True):
             ctypes.memmove(address + to, source, nbytes)
         return xxhash.xxh3_128_digest(ctypes.string_at(address, length))
 
 
-def _chunk(address: int, length: int, rows: Rows) -> _Chunk:
+def _chunk(address: int, length: int, rows: CopyTable) -> _Chunk:
     offsets, sources, sizes = (column.ctypes.data for column in rows)
     return _Chunk(address, length, rows, (offsets, sources, sizes))
 
@@ -259,14 +259,14 @@ def _is_plain(source: torch.Tensor) -> bool:
     return kind and source.is_contiguous()
 
 
-Digests = Callable[[], dict[str, WeightedDigest]]
+MakeDigests = Callable[[], dict[str, WeightedDigest]]
 """Makes them, or gives those made before. Their buffers are cleared on the stream that is current then."""
 
-MOST_GATHERS = 16
+MAX_COPY_BATCHES = 16
 """One for each slot of a segment, and some for segments before it."""
 
 
-def part_of(local: torch.Tensor, held: Box, wanted: Box) -> torch.Tensor:
+def view_of_box(local: torch.Tensor, held: Box, wanted: Box) -> torch.Tensor:
     """The view of ``local``, which is box ``held``, on box ``wanted`` inside it."""
     view = local
     for dim, (start, size, base) in enumerate(zip(wanted.offset, wanted.size, held.offset, strict=True)):
@@ -281,7 +281,7 @@ def slot_view(payload: torch.Tensor, at: int, dtype: str, size: Sequence[int]) -
     return payload[at : at + math.prod(size) * kind.itemsize].view(kind).view(tuple(size))
 
 
-class Copied(NamedTuple):
+class CopyResult(NamedTuple):
     """What was made on the way. ``digests``: of groups of tensors; ``chunks``: the xxh3-128 of each chunk of the slot's
     payload as it is now, None where they are still to be made."""
 
@@ -289,35 +289,35 @@ class Copied(NamedTuple):
     chunks: list[bytes] | None = None
 
 
-class Sources:
+class SnapshotSources:
     """Where a share's bytes come from: views of live tensors, and copies of those that a forward pass may change."""
 
-    def __init__(self, tensors: list[TrackedTensor], share: Share | None) -> None:
+    def __init__(self, tensors: list[TrackedTensor], share: RankShare | None) -> None:
         """``share`` None: nothing is planned yet, so every volatile tensor is staged."""
         self.share = share
-        wanted = None if share is None else {piece.part for piece in (*share.pieces, *share.covers)}
-        self._volatile = [(i, t) for i, t in enumerate(tensors) if t.volatile and (wanted is None or i in wanted)]
+        wanted = None if share is None else {piece.part for piece in (*share.pieces, *share.cover_pieces)}
+        self._volatile = [(i, t) for i, t in enumerate(tensors) if t.is_volatile and (wanted is None or i in wanted)]
         self._staged = {i: torch.empty_like(t.local) for i, t in self._volatile}
         self._tensors = tensors
-        self.writes = Writes(t for t in tensors if t.parameter)
+        self.writes = WriteCounts(t for t in tensors if t.is_parameter)
         gpus = gpus_of(tensors)
         self.mover = DeviceMover(gpus) if gpus else HostMover()
         self._views: list[torch.Tensor] | None = None
-        self._digests: tuple[Share, dict[str, WeightedDigest]] | None = None
+        self._digests: tuple[RankShare, dict[str, WeightedDigest]] | None = None
 
     @property
-    def on_gpu(self) -> bool:
+    def is_on_gpu(self) -> bool:
         return isinstance(self.mover, DeviceMover)
 
-    def begin(self) -> None:
+    def stage(self) -> None:
         """Copies the volatile tensors aside; from the training thread, before the next forward pass."""
         if self._volatile:
             with torch.no_grad():
-                now = [t.now() for _, t in self._volatile]
+                now = [t.current() for _, t in self._volatile]
                 torch._foreach_copy_([*self._staged.values()], now)
-        self.mover.begin()
+        self.mover.mark_ready()
 
-    def copy(self, share: Share, targets: Targets, *, digest: bool) -> Copied:
+    def copy(self, share: RankShare, targets: SlotTargets, *, digest: bool) -> CopyResult:
         """Copies the share's pieces to ``targets``, and digests each of its groups if asked to.
 
         From the copier thread. On a GPU both are enqueued when this returns; ``mover.finish`` waits for them, after
@@ -325,7 +325,7 @@ class Sources:
         """
         return self.mover.run(targets, self._views_of(share), partial(self._digests_of, share) if digest else dict)
 
-    def _views_of(self, share: Share) -> list[torch.Tensor]:
+    def _views_of(self, share: RankShare) -> list[torch.Tensor]:
         if share is not self.share:
             return [self._view(piece.part, piece.box) for piece in share.pieces]
         if self._views is None:
@@ -336,13 +336,13 @@ class Sources:
         tensor = self._tensors[part]
         local = self._staged.get(part, tensor.local)
         own = len(box.size) > len(tensor.box.size)  # stored with the rank as an extra leading dimension
-        return part_of(local, tensor.box, Box(box.offset[1:], box.size[1:]) if own else box)
+        return view_of_box(local, tensor.box, Box(box.offset[1:], box.size[1:]) if own else box)
 
-    def _digests_of(self, share: Share) -> dict[str, WeightedDigest]:
+    def _digests_of(self, share: RankShare) -> dict[str, WeightedDigest]:
         if self._digests is None or self._digests[0] is not share:
             made = {
                 group: WeightedDigest([self._tensors[i].local for i in members])
-                for group, members in share.groups.items()
+                for group, members in share.digest_groups.items()
             }
             self._digests = share, made
         return self._digests[1]
@@ -350,34 +350,34 @@ class Sources:
 
 def write_blob(payload: memoryview, manifest: Manifest, blob: bytes) -> None:
     """The Python state into its place, behind its length."""
-    at = manifest.blob_at
-    payload[at : at + BLOB_PREFIX] = len(blob).to_bytes(BLOB_PREFIX, "little")
-    payload[at + BLOB_PREFIX : at + BLOB_PREFIX + len(blob)] = blob
+    at = manifest.blob_offset
+    payload[at : at + BLOB_LENGTH_BYTES] = len(blob).to_bytes(BLOB_LENGTH_BYTES, "little")
+    payload[at + BLOB_LENGTH_BYTES : at + BLOB_LENGTH_BYTES + len(blob)] = blob
 
 
 class HostMover:
     """Copies between host tensors; done when ``run`` returns."""
 
     def __init__(self) -> None:
-        self._gathers: dict[tuple[int, int], tuple[Targets, list[torch.Tensor], Gather | HashingGather]] = {}
+        self._gathers: dict[tuple[int, int], tuple[SlotTargets, list[torch.Tensor], CopyBatch | HashingCopyBatch]] = {}
 
-    def begin(self) -> None:
+    def mark_ready(self) -> None:
         """Called by the training thread when the state is as it shall be copied."""
 
-    def run(self, targets: Targets, sources: list[torch.Tensor], digests: Digests) -> Copied:
+    def run(self, targets: SlotTargets, sources: list[torch.Tensor], digests: MakeDigests) -> CopyResult:
         chunks = self._gather(targets, sources).copy()
-        return Copied({group: digest.start() for group, digest in digests().items()}, chunks)
+        return CopyResult({group: digest.enqueue() for group, digest in digests().items()}, chunks)
 
-    def _gather(self, targets: Targets, sources: list[torch.Tensor]) -> Gather | HashingGather:
+    def _gather(self, targets: SlotTargets, sources: list[torch.Tensor]) -> CopyBatch | HashingCopyBatch:
         """Made once for each slot; a list is known by its identity as long as it is held here."""
         key = (id(targets), id(sources))
         if key not in self._gathers:
-            if len(self._gathers) >= MOST_GATHERS:
+            if len(self._gathers) >= MAX_COPY_BATCHES:
                 self._gathers.clear()
             if copy_hash is not None and targets.payload is not None:
-                gather: Gather | HashingGather = HashingGather(targets.payload, targets, sources, copy_hash)
+                gather: CopyBatch | HashingCopyBatch = HashingCopyBatch(targets.payload, targets, sources, copy_hash)
             else:
-                gather = Gather(targets, sources)
+                gather = CopyBatch(targets, sources)
             self._gathers[key] = targets, sources, gather
         return self._gathers[key][2]
 
@@ -388,7 +388,7 @@ class HostMover:
         """Waits, in the copier thread, until the bytes are there."""
 
 
-class Lane:
+class GpuLane:
     """One GPU's part: a stream of its own between two events."""
 
     def __init__(self, device: torch.device) -> None:
@@ -403,13 +403,13 @@ class DeviceMover(HostMover):
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__()
-        self.lanes = [Lane(device) for device in devices]
+        self.lanes = [GpuLane(device) for device in devices]
 
-    def begin(self) -> None:
+    def mark_ready(self) -> None:
         for lane in self.lanes:
             lane.ready.record(torch.cuda.current_stream(lane.device))
 
-    def run(self, targets: Targets, sources: list[torch.Tensor], digests: Digests) -> Copied:
+    def run(self, targets: SlotTargets, sources: list[torch.Tensor], digests: MakeDigests) -> CopyResult:
         with torch.no_grad(), ExitStack() as current:
             # all at once: each copy goes by the stream that is current on its GPU, and a digest may want several GPUs
             for lane in reversed(self.lanes):  # the thread acts on the first of them
@@ -419,10 +419,10 @@ class DeviceMover(HostMover):
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
             # to the host on this stream: read on another one they would wait for all that training has enqueued there
-            made = {group: digest.start().to("cpu", non_blocking=True) for group, digest in wanted.items()}
+            made = {group: digest.enqueue().to("cpu", non_blocking=True) for group, digest in wanted.items()}
             for lane in self.lanes:
                 lane.copied.record(lane.stream)
-        return Copied(made)
+        return CopyResult(made)
 
     def order_before_step(self) -> None:
         for lane in self.lanes:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 from everstep.clock import Clock
-from everstep.errors import UNREADABLE, MalformedMessage, Unavailable
+from everstep.errors import DECODE_ERRORS, MalformedMessage, Unavailable
 from everstep_trainer.state.blob import Blob
 from everstep_trainer.state.layout import Layout, content_digest, decode_layout, encode
 from everstep_trainer.state.python_state import FIELDS
@@ -28,23 +28,23 @@ from everstep_trainer.state.python_state import FIELDS
 # ---- store messages
 # Messages of ranks to one another through their generation's store.
 
-SLICE_S = 0.25
+STORE_WAIT_SLICE_S = 0.25
 """A wait in the store cannot be interrupted; one of this length can, between two of them."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def put(store: Store, key: str, value: msgspec.Struct) -> None:
+def put_value(store: Store, key: str, value: msgspec.Struct) -> None:
     """The store's values are bytes for C++, and text for its Python signature."""
     store.set(key, msgspec.msgpack.encode(value))  # type: ignore[arg-type]
 
 
-def wait_for(store: Store, keys: Sequence[str], clock: Clock, patience_s: float) -> list[bytes]:
-    """The values, once all are there; for the training thread. Raises DistStoreError after ``patience_s``."""
-    deadline = clock.monotonic() + patience_s
+def wait_for_values(store: Store, keys: Sequence[str], clock: Clock, timeout_s: float) -> list[bytes]:
+    """The values, once all are there; for the training thread. Raises DistStoreError after ``timeout_s``."""
+    deadline = clock.monotonic() + timeout_s
     while True:
         try:
-            store.wait(list(keys), timedelta(seconds=SLICE_S))
+            store.wait(list(keys), timedelta(seconds=STORE_WAIT_SLICE_S))
             break
         except DistStoreError:
             if clock.monotonic() > deadline:
@@ -52,37 +52,37 @@ def wait_for(store: Store, keys: Sequence[str], clock: Clock, patience_s: float)
     return store.multi_get(list(keys))
 
 
-def decode(body: bytes, kind: type[T]) -> T:
+def decode_value(body: bytes, kind: type[T]) -> T:
     """Raises MalformedMessage."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
-    except UNREADABLE as error:
+    except DECODE_ERRORS as error:
         raise MalformedMessage(f"another rank's {kind.__name__} cannot be read: {error}") from error
 
 
 FIRST_POLL_S = 0.001
 LAST_POLL_S = 0.02
-ASK_S = 3.0
+ROUND_CHECK_S = 3.0
 """A rank that has planned asks for a newer round so often at most. A longer time spares the store of a job of many
 ranks some requests while the controller is away; after a shorter one snapshots go on sooner where ranks change apart.
 """
-FIRST_ASK_S = 0.1
+FIRST_ROUND_CHECK_S = 0.1
 """The same after ranks have planned anew, and from there on twice as long each time: where one has changed others do,
 and one that was late may have told what it had before."""
 
 
-class Superseded(Unavailable):
+class RoundSuperseded(Unavailable):
     """What is waited for is of a round that ranks have left for a newer one."""
 
 
-def poll(
+def poll_values(
     store: Store,
     keys: list[str],
     *,
     stop: threading.Event,
     clock: Clock,
     timeout_s: float,
-    superseded: Callable[[], bool] = lambda: False,
+    is_superseded: Callable[[], bool] = lambda: False,
 ) -> list[bytes]:
     """The values of ``keys``, once all are there; for threads beside the training thread.
 
@@ -94,22 +94,22 @@ def poll(
     while keys and not store.check(keys):
         if stop.wait(pause_s) or clock.monotonic() > deadline:
             raise Unavailable(f"not all ranks have told what the others wait for: {keys[0]} or one like it")
-        if superseded():
-            raise Superseded("ranks plan anew")
+        if is_superseded():
+            raise RoundSuperseded("ranks plan anew")
         pause_s = min(LAST_POLL_S, pause_s * 1.5)
     return store.multi_get(keys) if keys else []
 
 
-class Round(NamedTuple):
-    """What all ranks told: their layouts, of which equal ones are one object. All go by them from step ``since`` on,
-    so that of no version some slots are of this round and others of the one before."""
+class LayoutRound(NamedTuple):
+    """What all ranks told: their layouts, of which equal ones are one object. All go by them from step ``since_step``
+    on, so that of no version some slots are of this round and others of the one before."""
 
     number: int
     layouts: list[Layout]
-    since: int
+    since_step: int
 
 
-class Exchange:
+class LayoutExchange:
     """All ranks' layouts, for the copier thread.
 
     Bodies are stored by their digest, so that equal layouts (DDP: all of them) cross the store once.
@@ -127,10 +127,10 @@ class Exchange:
         self._stop = stop
         self._round = -1
         self._mine: Layout | None = None
-        self._ask_s = ASK_S
-        self._ask_at = float("-inf")
+        self._check_s = ROUND_CHECK_S
+        self._check_at = float("-inf")
 
-    def layouts(self, mine: Layout, since: int, timeout_s: float) -> Round:
+    def layouts(self, mine: Layout, since: int, timeout_s: float) -> LayoutRound:
         """The newest round; one that this rank opens where ``mine`` is another object than the last time.
 
         ``since``: this rank has stored no step from there on yet. Raises Unavailable when a rank's layout is not there
@@ -138,7 +138,7 @@ class Exchange:
         """
         if self._world == 1:
             self._round, self._mine = self._round + (mine is not self._mine), mine
-            return Round(self._round, [mine], since)
+            return LayoutRound(self._round, [mine], since)
         body = encode(mine)
         digest = content_digest(body)
         known = {digest: mine}
@@ -147,29 +147,29 @@ class Exchange:
             self._round, self._mine = number, mine
             self._put_body(number, digest, body)
             self._store.set(_rank_key(number, self._rank), f"{digest} {since}")
-            self._ask_s = FIRST_ASK_S if number else ASK_S
-        self._ask_at = self._clock.monotonic() + self._ask_s
+            self._check_s = FIRST_ROUND_CHECK_S if number else ROUND_CHECK_S
+        self._check_at = self._clock.monotonic() + self._check_s
         get = partial(self.get, timeout_s=timeout_s)
         told = [said.decode().split() for said in get([_rank_key(number, rank) for rank in range(self._world)])]
         missing = sorted({each for each, _ in told} - known.keys())
         bodies = get([_body_key(number, each) for each in missing])
         known.update({d: decode_layout(b) for d, b in zip(missing, bodies, strict=True)})
-        return Round(number, [known[each] for each, _ in told], max(int(step) for _, step in told))
+        return LayoutRound(number, [known[each] for each, _ in told], max(int(step) for _, step in told))
 
-    def superseded(self) -> bool:
+    def is_superseded(self) -> bool:
         """Whether ranks have left the round that this rank has planned by; mostly without asking."""
         now = self._clock.monotonic()
-        if self._world == 1 or self._round < 0 or now < self._ask_at:
+        if self._world == 1 or self._round < 0 or now < self._check_at:
             return False
-        self._ask_s = min(ASK_S, 2 * self._ask_s)
-        self._ask_at = now + self._ask_s
+        self._check_s = min(ROUND_CHECK_S, 2 * self._check_s)
+        self._check_at = now + self._check_s
         return self._is_over(self._round)
 
-    def committed(self) -> None:
+    def handle_commit(self) -> None:
         """A version was, which all ranks stored. From any thread."""
-        self._ask_at = self._clock.monotonic() + ASK_S
+        self._check_at = self._clock.monotonic() + ROUND_CHECK_S
 
-    def absent(self) -> list[int]:
+    def missing_ranks(self) -> list[int]:
         """Ranks that have not told their layout in this rank's round; asks for each."""
         return [rank for rank in range(self._world) if not self._store.check([_rank_key(self._round, rank)])]
 
@@ -192,7 +192,9 @@ class Exchange:
     def get(self, keys: list[str], timeout_s: float) -> list[bytes]:
         """The values of ``keys`` of this rank's round, once all are there. Raises as ``layouts`` does."""
         superseded = partial(self._is_over, self._round)
-        return poll(self._store, keys, stop=self._stop, clock=self._clock, timeout_s=timeout_s, superseded=superseded)
+        return poll_values(
+            self._store, keys, stop=self._stop, clock=self._clock, timeout_s=timeout_s, is_superseded=superseded
+        )
 
     def _put_body(self, number: int, digest: str, body: bytes) -> None:
         key = _body_key(number, digest)
@@ -222,8 +224,8 @@ def _body_key(number: int, digest: str) -> str:
 
 log = logging.getLogger(__name__)
 
-WINDOW = 64
-MOST_FIELDS = 100
+COMPARE_WINDOW = 64
+MAX_FIELDS = 100
 """Of one object's state: what has more is compared as a whole."""
 
 
@@ -238,32 +240,32 @@ _fields = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _digests = msgspec.msgpack.Decoder(dict[str, str])
 
 
-class Alikeness:
+class PythonStateComparison:
     """One rank's part, in one generation; for one thread beside the training thread.
 
     Args:
         store: the generation's, with its prefix.
-        where: the fields of the log.
+        log_fields: the fields of the log.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, where: Mapping[str, object]) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, log_fields: Mapping[str, object]) -> None:
         self._store = store
         self._rank = rank
         self._over = world_size == 1
-        self._where = where
+        self._log_fields = log_fields
         self._window = -1
         self._open: tuple[str, int, dict[str, str]] | None = None
         self._stage: tuple[Layout, str] | None = None
 
-    def stored(self, step: int, layout: Layout, blob: Blob) -> None:
+    def compare(self, step: int, layout: Layout, blob: Blob) -> None:
         """A version was stored, with this Python state. Raises what the store raises."""
         if self._over:
             return
         self._look()
-        if step // WINDOW == self._window:
+        if step // COMPARE_WINDOW == self._window:
             return
-        self._window = step // WINDOW
-        if mine := digests(blob.data()):
+        self._window = step // COMPARE_WINDOW
+        if mine := field_digests(blob.data()):
             key = f"alike/{step}/{self._stage_of(layout)}"
             if self._store.add(f"{key}/first", 1) == 1:
                 self._store.set(key, msgspec.msgpack.encode(mine))  # type: ignore[arg-type]  # takes bytes
@@ -294,7 +296,7 @@ class Alikeness:
             self._rank,
             step,
             objects,
-            extra=dict(self._where),
+            extra=dict(self._log_fields),
         )
 
     def _stage_of(self, layout: Layout) -> str:
@@ -304,7 +306,7 @@ class Alikeness:
         return self._stage[1]
 
 
-def digests(data: bytes) -> dict[str, str]:
+def field_digests(data: bytes) -> dict[str, str]:
     """Of a rank's Python state: by object and field, but for what is said to be one rank's."""
     found: dict[str, str] = {}
     for key, raw in _stored.decode(data).objects.items():
@@ -314,7 +316,7 @@ def digests(data: bytes) -> dict[str, str]:
             fields = {}
         if fields.keys() == FIELDS:
             continue
-        if 0 < len(fields) <= MOST_FIELDS:
+        if 0 < len(fields) <= MAX_FIELDS:
             found |= {f"{key}.{field}": content_digest(bytes(value)) for field, value in fields.items()}
         else:
             found[key] = content_digest(bytes(raw))

@@ -9,24 +9,24 @@ from typing import NamedTuple
 import torch
 
 from everstep.ids import Version
-from everstep.layout.manifests import whole
-from everstep_trainer.sdc.digest import unsigned
-from everstep_trainer.snapshot.active_plan import Planned
-from everstep_trainer.snapshot.copy import Sources, gpus_of
+from everstep.layout.manifests import full_box
+from everstep_trainer.sdc.digest import to_unsigned
+from everstep_trainer.snapshot.active_plan import ActivePlan
+from everstep_trainer.snapshot.copy import SnapshotSources, gpus_of
 from everstep_trainer.snapshot.reports import SealedShare
 from everstep_trainer.state.blob import Blob
 from everstep_trainer.state.layout import Layout
 from everstep_trainer.state.tensors import TrackedTensor
 
 
-class Phase(enum.Enum):
+class SnapshotPhase(enum.Enum):
     QUEUED = enum.auto()
     COPYING = enum.auto()
     COPIED = enum.auto()
     OVER = enum.auto()
 
 
-class Look:
+class TensorScan:
     """The tensors as they were found, and the layout that is planned for them. ``change``: what is not as it was
     before, in words. ``gpus``: where they lie; none for the host."""
 
@@ -35,29 +35,29 @@ class Look:
         self.layout = layout
         self.change = change
         self.gpus = gpus_of(tensors)
-        self.sharded = any(part.box != whole(part.shape) for part in layout.parts)
+        self.is_sharded = any(part.box != full_box(part.shape) for part in layout.parts)
 
 
-class Filled(NamedTuple):
+class FilledSlot(NamedTuple):
     """What was copied, and what it took, seconds. ``slot_digests``: None where the slot is still to be hashed."""
 
-    planned: Planned
+    planned: ActivePlan
     slot: int
     digests: dict[str, torch.Tensor]
     slot_digests: list[bytes] | None
     copy_s: float
 
-    def sealed(self, version: Version, *, kept: bool) -> SealedShare:
+    def to_sealed_share(self, version: Version, *, kept: bool) -> SealedShare:
         """What is reported of it, once it is."""
         manifest = self.planned.manifest
         return SealedShare(
             version=version,
             slot=self.slot,
             nbytes=manifest.payload_bytes,
-            exclusive=manifest.exclusive,
+            exclusive_bytes=manifest.exclusive_bytes,
             kept=kept,
-            digests={group: f"{unsigned(digest):016x}" for group, digest in self.digests.items()},
-            alike=self.planned.share.alike,
+            digests={group: f"{to_unsigned(digest):016x}" for group, digest in self.digests.items()},
+            partial_copies=self.planned.share.partial_copies,
         )
 
 
@@ -90,33 +90,41 @@ class Latch:
         return self.is_set()
 
 
-class Job:
-    """One snapshot on its way. ``kept``: its version may be committed. ``held``: ``begin`` waits until it is copied, as
-    it does where it must (``hold``). ``released``: its state may change; ``overtaken``: it did before.
+class SnapshotJob:
+    """One snapshot on its way. ``kept``: its version may be committed. ``blocks_training``: ``begin`` waits until it is
+    copied, as it does where it must (``must_block``). ``may_change``: its state may change; ``was_overtaken``: it did
+    before.
     """
 
     def __init__(
-        self, version: Version, look: Look, sources: Sources, blob: Blob, overlap: bool | None, *, hold: bool = False
+        self,
+        version: Version,
+        scan: TensorScan,
+        sources: SnapshotSources,
+        blob: Blob,
+        overlap: bool | None,
+        *,
+        must_block: bool = False,
     ) -> None:
         self.version = version
-        self.look = look
+        self.scan = scan
         self.sources = sources
         self.blob = blob
         self.kept = False
-        self.filled: Filled | None = None
+        self.filled: FilledSlot | None = None
         share = sources.share  # known from the second snapshot on: of a pipeline's stage it says what the look cannot
-        alone = look.sharded or (share is not None and share.alone)
-        self.held = hold or (alone and not (sources.on_gpu if overlap is None else overlap))
-        self.released = self.overtaken = False
-        self._stood: list[int] | None = None
-        self.phase = Phase.QUEUED
+        alone = scan.is_sharded or (share is not None and share.has_unshared_state)
+        self.blocks_training = must_block or (alone and not (sources.is_on_gpu if overlap is None else overlap))
+        self.may_change = self.was_overtaken = False
+        self._write_counts: list[int] | None = None
+        self.phase = SnapshotPhase.QUEUED
         self.copied = Latch()
-        self.over = Latch()
+        self.done = Latch()
 
-    def stands(self) -> None:
+    def record_writes(self) -> None:
         """Notes the state as it is to be copied; from the training thread."""
-        self._stood = self.sources.writes.counts()
+        self._write_counts = self.sources.writes.counts()
 
-    def moved(self) -> list[str]:
+    def changed_parameters(self) -> list[str]:
         """Names of parameters that were written to since then."""
-        return [] if self._stood is None else self.sources.writes.since(self._stood)
+        return [] if self._write_counts is None else self.sources.writes.written_since(self._write_counts)

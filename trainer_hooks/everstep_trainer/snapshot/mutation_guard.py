@@ -22,16 +22,16 @@ from torch.distributed.tensor import DTensor
 from everstep_trainer.state.tensors import TrackedTensor
 
 if TYPE_CHECKING:
-    from everstep_trainer.snapshot.job import Job
+    from everstep_trainer.snapshot.job import SnapshotJob
 
 log = logging.getLogger(__name__)
 
-NAMED = 3
+MAX_NAMED = 3
 
 _version = attrgetter("_version")
 
 
-class Writes:
+class WriteCounts:
     """Counts of writes to parameters, some 50 ns each. Buffers that training changes are copied aside before, and state
     of tracked optimizers changes in their steps only."""
 
@@ -39,7 +39,7 @@ class Writes:
         self._counted: list[torch.Tensor] = []
         self._names: list[str] = []
         for tracked in parameters:
-            tensor = tracked.place[tracked.key]
+            tensor = tracked.container[tracked.key]
             # a write to a DTensor counts for itself, one to its local tensor for that
             for each in (tensor, tensor._local_tensor) if isinstance(tensor, DTensor) else (tensor,):
                 if not each.is_inference():
@@ -49,7 +49,7 @@ class Writes:
     def counts(self) -> list[int]:
         return list(map(_version, self._counted))
 
-    def since(self, counts: list[int]) -> list[str]:
+    def written_since(self, counts: list[int]) -> list[str]:
         """The names of tensors that were written to since then; of an operation that still runs, not yet."""
         now = self.counts()
         if now == counts:
@@ -57,49 +57,49 @@ class Writes:
         return sorted({name for name, is_, was in zip(self._names, now, counts, strict=True) if is_ != was})
 
 
-class Standing:
+class MutationGuard:
     """Of one rank in one generation.
 
     Args:
-        asked: whether somebody will ask before the first update: an optimizer is tracked.
-        where: fields for the log.
+        is_announced: whether somebody will ask before the first update: an optimizer is tracked.
+        log_fields: fields for the log.
     """
 
-    def __init__(self, asked: bool, where: Mapping[str, object]) -> None:
-        self._asked = asked
-        self._moves = False
-        self._where = dict(where)
+    def __init__(self, is_announced: bool, log_fields: Mapping[str, object]) -> None:
+        self._is_announced = is_announced
+        self._changes_unannounced = False
+        self._log_fields = dict(log_fields)
 
-    def must_hold(self) -> bool:
+    def must_block(self) -> bool:
         """Whether the copy that begins now must be complete before training goes on; once for each."""
-        asked, self._asked = self._asked, False
-        return self._moves or not asked
+        asked, self._is_announced = self._is_announced, False
+        return self._changes_unannounced or not asked
 
-    def may_change(self, job: Job | None) -> None:
+    def allow_changes(self, job: SnapshotJob | None) -> None:
         """From the training thread: from here on the state need not stand as ``job`` copies it."""
-        self._asked = True
+        self._is_announced = True
         if job is not None:
-            self.is_overtaken(job)
-            job.released = True
+            self.was_overtaken(job)
+            job.may_change = True
 
-    def is_overtaken(self, job: Job) -> bool:
+    def was_overtaken(self, job: SnapshotJob) -> bool:
         """Whether what ``job`` copies was changed before it might be. From any thread."""
-        moved = [] if job.released else job.moved()
-        if moved and not job.released:  # not released before the counts were read
-            job.overtaken = True
-            self._tell(moved, job.version.step)
-        return job.overtaken
+        moved = [] if job.may_change else job.changed_parameters()
+        if moved and not job.may_change:  # not released before the counts were read
+            job.was_overtaken = True
+            self._warn_changed(moved, job.version.step)
+        return job.was_overtaken
 
-    def _tell(self, moved: list[str], step: int) -> None:
-        if self._moves:
+    def _warn_changed(self, changed: list[str], step: int) -> None:
+        if self._changes_unannounced:
             return
-        self._moves = True
-        more = f" and {len(moved) - NAMED} more" if len(moved) > NAMED else ""
+        self._changes_unannounced = True
+        more = f" and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
         log.warning(
             "%s%s changed while step %d was copied, and nobody had asked: such a copy is not kept, and from now on "
             "training waits for each. Track every optimizer, and call run.before_update() before any other update",
-            ", ".join(moved[:NAMED]),
+            ", ".join(changed[:MAX_NAMED]),
             more,
             step,
-            extra=self._where,
+            extra=self._log_fields,
         )

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from everstep.layout.manifests import BLOB_PREFIX, LAYOUT_FORMAT, Box, Manifest, Stored, Tensor
-from everstep.layout.segments import PAGE
-from everstep.wire.v1.local import SegmentNeed
+from everstep.layout.manifests import BLOB_LENGTH_BYTES, LAYOUT_FORMAT, Box, Manifest, StoredBox, TensorInfo
+from everstep.layout.segments import PAGE_BYTES
+from everstep.wire.v1.local import SegmentRequirement
 from everstep.wire.v1.training import GenerationSpec
-from everstep_trainer.state.layout import ALIGN, Layout, Part, Sharing
+from everstep_trainer.state.layout import ALIGN, Layout, Sharing, TensorPart
 
-SMALLEST_CUT_BYTES = 64 << 10
+MIN_CUT_BYTES = 64 << 10
 """Tensors are not cut below this: a piece costs about a microsecond to copy, which is 16 KiB of memory traffic."""
 SCALAR_BYTES = 64
 """Boxes up to this size (step counters) are stored by every holder, so that nobody must ask another for a few bytes."""
@@ -27,114 +27,119 @@ CUTS_PER_HOLDER = 4
 """Pieces no larger than 1/4 of a holder's fair share keep the shares within a few percent of each other."""
 
 
-class Piece(msgspec.Struct, frozen=True, order=True):
-    """A box of part ``part`` (index in the rank's own layout) to store. ``exclusive``: too few nodes hold it alike."""
+class SharePiece(msgspec.Struct, frozen=True, order=True):
+    """A box of part ``part`` (index in the rank's own layout) to store. ``is_exclusive``: too few nodes hold it
+    alike."""
 
     part: int
     box: Box
-    exclusive: bool
+    is_exclusive: bool
 
 
-class Share(msgspec.Struct, frozen=True):
+class RankShare(msgspec.Struct, frozen=True):
     """What one rank stores, exclusive pieces first, and the groups whose digests it takes part in: name to indices in
-    its layout. ``covers`` are pieces that it holds and that the ranks ``covered`` store. ``alike`` are nodes that store
-    again what is not exclusive, each a part of it. ``alone``: some of it no other rank of several holds."""
+    its layout. ``cover_pieces`` are pieces that it holds and that the ranks ``covered_ranks`` store. ``partial_copies``
+    are nodes that store again what is not exclusive, each a part of it. ``has_unshared_state``: some of it no other
+    rank of several holds."""
 
-    pieces: tuple[Piece, ...]
-    groups: dict[str, tuple[int, ...]]
-    covers: tuple[Piece, ...] = ()
-    covered: tuple[int, ...] = ()
-    alike: tuple[str, ...] = ()
-    alone: bool = False
+    pieces: tuple[SharePiece, ...]
+    digest_groups: dict[str, tuple[int, ...]]
+    cover_pieces: tuple[SharePiece, ...] = ()
+    covered_ranks: tuple[int, ...] = ()
+    partial_copies: tuple[str, ...] = ()
+    has_unshared_state: bool = False
 
-    def with_covers(self) -> Share:
+    def with_covers(self) -> RankShare:
         """All that this rank can store for itself and others."""
-        return Share(tuple(sorted((*self.pieces, *self.covers), key=_exclusive_first)), {})
+        return RankShare(tuple(sorted((*self.pieces, *self.cover_pieces), key=_exclusive_first)), {})
 
 
 class _Held(msgspec.Struct):
     """A box and the ranks that hold it, each with the index in its layout."""
 
-    part: Part
+    part: TensorPart
     ranks: list[int]
     indices: list[int]
 
 
-class _Book(msgspec.Struct):
+class _ShareBuilder(msgspec.Struct):
     """A rank's share while it is made."""
 
-    pieces: list[Piece] = []
-    covers: list[Piece] = []
-    covered: set[int] = set()
-    alike: set[str] = set()
-    alone: bool = False
+    pieces: list[SharePiece] = []
+    cover_pieces: list[SharePiece] = []
+    covered_ranks: set[int] = set()
+    partial_copies: set[str] = set()
+    has_unshared_state: bool = False
 
 
-def divide(
-    layouts: Sequence[Layout], nodes: Sequence[str], replicas: int, apart: Mapping[str, Sequence[str]] | None = None
-) -> list[Share]:
-    """Shares of all ranks. ``nodes[rank]`` is where a rank runs; ``apart``: nodes that are not likely to be lost
-    together with a node, and so are the first choice for what it stores as well.
+def divide_state(
+    layouts: Sequence[Layout],
+    nodes: Sequence[str],
+    replicas: int,
+    preferred_nodes: Mapping[str, Sequence[str]] | None = None,
+) -> list[RankShare]:
+    """Shares of all ranks. ``nodes[rank]`` is where a rank runs; ``preferred_nodes``: nodes that are not likely to be
+    lost together with a node, and so are the first choice for what it stores as well.
 
     The same arguments give the same answer on every rank, whatever the order of hashing or of arrival.
     """
     world = len(layouts)
-    books = [_Book() for _ in range(world)]
+    books = [_ShareBuilder() for _ in range(world)]
     groups: list[dict[str, list[int]]] = [defaultdict(list) for _ in range(world)]
     by_holders: dict[tuple[int, ...], list[_Held]] = defaultdict(list)
     for held in _held_boxes(layouts):
         by_holders[tuple(held.ranks)].append(held)
-    voting = [h for h, boxes in by_holders.items() if len(h) > 1 and any(held.part.digest for held in boxes)]
+    voting = [h for h, boxes in by_holders.items() if len(h) > 1 and any(held.part.is_digested for held in boxes)]
     for holders, name in _group_names(voting, world).items():
         for held in by_holders[holders]:
-            if held.part.digest:
+            if held.part.is_digested:
                 for rank, index in zip(held.ranks, held.indices, strict=True):
                     groups[rank][name].append(index)
     for holders in sorted(by_holders):
-        _divide_among(by_holders[holders], nodes, replicas, apart or {}, books)
+        _divide_among(by_holders[holders], nodes, replicas, preferred_nodes or {}, books)
     return [
-        Share(
+        RankShare(
             tuple(sorted(mine.pieces, key=_exclusive_first)),
             {name: tuple(indices) for name, indices in sorted(group.items())},
-            tuple(sorted(mine.covers)),
-            tuple(sorted(mine.covered)),
-            tuple(sorted(mine.alike)),
-            mine.alone,
+            tuple(sorted(mine.cover_pieces)),
+            tuple(sorted(mine.covered_ranks)),
+            tuple(sorted(mine.partial_copies)),
+            mine.has_unshared_state,
         )
         for mine, group in zip(books, groups, strict=True)
     ]
 
 
-def shared_alike(layouts: Sequence[Layout]) -> list[Layout]:
+def unify_sharing(layouts: Sequence[Layout]) -> list[Layout]:
     """The layouts, where a tensor is shared as on the rank that knows most: what is one rank's own, or the first rank's
     to say, is so on all that have it. One rank sees earlier than another that training changes a buffer."""
     most: dict[str, Sharing] = {}
     for layout in {id(layout): layout for layout in layouts}.values():
         for part in layout.parts:
-            if part.sharing is not Sharing.EQUAL and most.get(part.name) is not Sharing.OWN:
+            if part.sharing is not Sharing.EQUAL and most.get(part.name) is not Sharing.PER_RANK:
                 most[part.name] = part.sharing
     made: dict[tuple[int, int], Layout] = {}
     shared = []
     for rank, layout in enumerate(layouts):
         other = {p.name: most[p.name] for p in layout.parts if most.get(p.name, p.sharing) != p.sharing}
-        key = (id(layout), rank if Sharing.OWN in other.values() else 0)  # equal ones stay one object
+        key = (id(layout), rank if Sharing.PER_RANK in other.values() else 0)  # equal ones stay one object
         if other and key not in made:
             made[key] = Layout(tuple(_shared_as(p, other.get(p.name), rank, len(layouts)) for p in layout.parts))
         shared.append(made[key] if other else layout)
     return shared
 
 
-def _shared_as(part: Part, sharing: Sharing | None, rank: int, world: int) -> Part:
+def _shared_as(part: TensorPart, sharing: Sharing | None, rank: int, world: int) -> TensorPart:
     if sharing is None:
         return part
     shape, box = part.shape, part.box
-    if sharing is Sharing.OWN:
+    if sharing is Sharing.PER_RANK:
         shape, box = (world, *shape), Box((rank, *box.offset), (1, *box.size))
     return msgspec.structs.replace(part, shape=shape, box=box, sharing=sharing)
 
 
-def _exclusive_first(piece: Piece) -> tuple[bool, Piece]:
-    return not piece.exclusive, piece
+def _exclusive_first(piece: SharePiece) -> tuple[bool, SharePiece]:
+    return not piece.is_exclusive, piece
 
 
 def _group_names(holders: Iterable[tuple[int, ...]], world: int) -> dict[tuple[int, ...], str]:
@@ -167,13 +172,17 @@ def _held_boxes(layouts: Sequence[Layout]) -> Iterator[_Held]:
 
 
 def _divide_among(
-    boxes: list[_Held], nodes: Sequence[str], replicas: int, apart: Mapping[str, Sequence[str]], books: list[_Book]
+    boxes: list[_Held],
+    nodes: Sequence[str],
+    replicas: int,
+    preferred_nodes: Mapping[str, Sequence[str]],
+    builders: list[_ShareBuilder],
 ) -> None:
     """Gives every piece of ``boxes`` (all of the same holders) to the least loaded holders, different nodes first."""
     holders = boxes[0].ranks
     if len(holders) == 1 < len(nodes):
-        shared = (held.part for held in boxes if held.part.sharing is not Sharing.OWN)
-        books[holders[0]].alone = any(part.nbytes > SCALAR_BYTES for part in shared)
+        shared = (held.part for held in boxes if held.part.sharing is not Sharing.PER_RANK)
+        builders[holders[0]].has_unshared_state = any(part.nbytes > SCALAR_BYTES for part in shared)
 
     def nodes_of(ranks: Sequence[int]) -> int:
         return len({nodes[rank] for rank in ranks})
@@ -181,35 +190,39 @@ def _divide_among(
     alone = nodes_of(range(len(nodes))) == 1
     copies = min(replicas, len(holders) if alone else nodes_of(holders))
     total = sum(held.part.nbytes for held in boxes)
-    largest = max(SMALLEST_CUT_BYTES, total * copies // (len(holders) * len(holders) * CUTS_PER_HOLDER) + 1)
+    largest = max(MIN_CUT_BYTES, total * copies // (len(holders) * len(holders) * CUTS_PER_HOLDER) + 1)
     load, stored = dict.fromkeys(holders, 0), dict.fromkeys(holders, 0)
     units = [(held, box) for held in boxes for box in _units(held, largest, len(holders))]
     units.sort(key=lambda unit: -unit[1].volume * unit[0].part.itemsize)
     for held, box in units:
-        if held.part.sharing is Sharing.FIRST:
+        if held.part.sharing is Sharing.FIRST_RANK:
             chosen = holders[:1]
         else:
-            chosen = holders if held.part.nbytes <= SCALAR_BYTES else _least_loaded(load, nodes, copies, apart)
+            chosen = (
+                holders if held.part.nbytes <= SCALAR_BYTES else _least_loaded(load, nodes, copies, preferred_nodes)
+            )
         exclusive = not alone and nodes_of(chosen) < replicas
         storers = [min(chosen, key=stored.__getitem__)] if alone and held.part.nbytes > SCALAR_BYTES else chosen
         for rank in chosen:
             nbytes = box.volume * held.part.itemsize
             load[rank] += nbytes
-            piece = Piece(held.indices[holders.index(rank)], box, exclusive)
+            piece = SharePiece(held.indices[holders.index(rank)], box, exclusive)
             if rank in storers:
                 stored[rank] += nbytes
-                books[rank].pieces.append(piece)
+                builders[rank].pieces.append(piece)
                 if not exclusive and held.part.nbytes > SCALAR_BYTES:
-                    books[rank].alike.update(nodes[other] for other in chosen if nodes[other] != nodes[rank])
+                    builders[rank].partial_copies.update(
+                        nodes[other] for other in chosen if nodes[other] != nodes[rank]
+                    )
             else:
-                books[rank].covers.append(piece)
-                books[rank].covered.update(storers)
+                builders[rank].cover_pieces.append(piece)
+                builders[rank].covered_ranks.update(storers)
 
 
 def _units(held: _Held, largest: int, holders: int) -> Iterator[Box]:
     """The box, cut along its first dimension to about ``largest`` bytes where there is a choice of holder."""
     box, nbytes = held.part.box, held.part.nbytes
-    if holders == 1 or nbytes <= largest or not box.size or held.part.sharing is Sharing.FIRST:
+    if holders == 1 or nbytes <= largest or not box.size or held.part.sharing is Sharing.FIRST_RANK:
         yield box
         return
     rows = box.size[0]
@@ -220,10 +233,10 @@ def _units(held: _Held, largest: int, holders: int) -> Iterator[Box]:
 
 
 def _least_loaded(
-    load: dict[int, int], nodes: Sequence[str], copies: int, apart: Mapping[str, Sequence[str]]
+    load: dict[int, int], nodes: Sequence[str], copies: int, preferred_nodes: Mapping[str, Sequence[str]]
 ) -> list[int]:
     first = min(load, key=lambda r: (load[r], r))
-    chosen, used, far = [first], {nodes[first]}, apart.get(nodes[first], ())
+    chosen, used, far = [first], {nodes[first]}, preferred_nodes.get(nodes[first], ())
     for _ in range(copies - 1):
         rest = (r for r in load if r not in chosen)
         rank = min(rest, key=lambda r: (nodes[r] in used, nodes[r] not in far, load[r], r))
@@ -232,7 +245,7 @@ def _least_loaded(
     return chosen
 
 
-def manifest_for(rank: int, layouts: Sequence[Layout], share: Share, blob_capacity: int) -> Manifest:
+def build_manifest(rank: int, layouts: Sequence[Layout], share: RankShare, blob_capacity: int) -> Manifest:
     """The slot layout of a rank's share: exclusive pieces, the Python state, then what other ranks hold as well.
 
     ``blob_capacity`` is the room for the Python state, bytes. It travels with the exclusive pieces, where there are
@@ -241,43 +254,43 @@ def manifest_for(rank: int, layouts: Sequence[Layout], share: Share, blob_capaci
     catalog, index_of = _catalog(layouts)
     parts = layouts[rank].parts
     at, blob_at, exclusive_end = 0, None, 0
-    stored: list[Stored] = []
+    stored: list[StoredBox] = []
     for piece in share.pieces:
-        if not piece.exclusive and blob_at is None:
-            blob_at, at = at, _aligned(at + BLOB_PREFIX + blob_capacity)
+        if not piece.is_exclusive and blob_at is None:
+            blob_at, at = at, _aligned(at + BLOB_LENGTH_BYTES + blob_capacity)
             exclusive_end = at if stored else 0
         part = parts[piece.part]
-        stored.append(Stored(index_of[part.name], piece.box, at))
+        stored.append(StoredBox(index_of[part.name], piece.box, at))
         at = _aligned(at + piece.box.volume * part.itemsize)
     if blob_at is None:
-        blob_at, at = at, _aligned(at + BLOB_PREFIX + blob_capacity)
+        blob_at, at = at, _aligned(at + BLOB_LENGTH_BYTES + blob_capacity)
         exclusive_end = at if stored else 0
     return Manifest(
         LAYOUT_FORMAT, rank, len(layouts), catalog, tuple(stored), blob_at, blob_capacity, at, exclusive_end
     )
 
 
-def payload_bytes(layout: Layout, share: Share, blob_capacity: int) -> int:
-    """Of the manifest that ``manifest_for`` makes of that share, without making it."""
+def payload_bytes(layout: Layout, share: RankShare, blob_capacity: int) -> int:
+    """Of the manifest that ``build_manifest`` makes of that share, without making it."""
     pieces = (_aligned(piece.box.volume * layout.parts[piece.part].itemsize) for piece in share.pieces)
-    return sum(pieces) + _aligned(BLOB_PREFIX + blob_capacity)
+    return sum(pieces) + _aligned(BLOB_LENGTH_BYTES + blob_capacity)
 
 
 def _aligned(n: int) -> int:
     return -(-n // ALIGN) * ALIGN
 
 
-def _catalog(layouts: Sequence[Layout]) -> tuple[tuple[Tensor, ...], dict[str, int]]:
-    seen: dict[str, Tensor] = {}
+def _catalog(layouts: Sequence[Layout]) -> tuple[tuple[TensorInfo, ...], dict[str, int]]:
+    seen: dict[str, TensorInfo] = {}
     having: dict[str, list[int]] = defaultdict(list)
     distinct = {id(layout): layout for layout in layouts}
     for layout in distinct.values():
         for part in layout.parts:
-            own = part.sharing is Sharing.OWN
+            own = part.sharing is Sharing.PER_RANK
             if own:
                 having[part.name].append(part.box.offset[0])
             kind = (part.dtype, part.itemsize, part.shape, own)
-            tensor = Tensor(part.name, *kind, part.aliases, part.groups, lies=part.lies)
+            tensor = TensorInfo(part.name, *kind, part.aliases, part.groups, placement=part.location)
             other = seen.setdefault(part.name, tensor)
             if other == tensor:
                 continue
@@ -286,7 +299,7 @@ def _catalog(layouts: Sequence[Layout]) -> tuple[tuple[Tensor, ...], dict[str, i
                 aliases=tuple(dict.fromkeys(other.aliases + tensor.aliases)),
                 groups=tuple(dict.fromkeys(other.groups + tensor.groups)),
             )
-            if (other.dtype, other.shape, other.own) != (tensor.dtype, tensor.shape, tensor.own):
+            if (other.dtype, other.shape, other.per_rank) != (tensor.dtype, tensor.shape, tensor.per_rank):
                 raise ValueError(
                     f"ranks disagree about {part.name}: {other.dtype} {other.shape} on one, "
                     f"{tensor.dtype} {tensor.shape} on another; tensors of one name must be parts of one tensor"
@@ -303,23 +316,23 @@ def _catalog(layouts: Sequence[Layout]) -> tuple[tuple[Tensor, ...], dict[str, i
 # The parity of other ranks' shards is not among it: the controller chooses its homes later.
 
 
-def needs_of(
-    node: str, spec: GenerationSpec, shares: Sequence[Share], slots: int, slot_bytes: Callable[[int], int]
-) -> Iterator[SegmentNeed]:
+def segment_needs(
+    node: str, spec: GenerationSpec, shares: Sequence[RankShare], slots: int, slot_bytes: Callable[[int], int]
+) -> Iterator[SegmentRequirement]:
     """The segments that ranks open on ``node``, and those that its vault makes for what other nodes' ranks send it.
 
     ``slots``: that each rank has besides those for pinned versions. ``slot_bytes``: that a rank asks for.
     """
     pinned = spec.spec.pinned_slots
 
-    def need(rank: int, number: int, replica: bool) -> SegmentNeed:
-        each = -(-slot_bytes(rank) // PAGE) * PAGE
-        return SegmentNeed(replica=replica, number=number, slot_bytes=each, slots=slots, pinned=pinned)
+    def need(rank: int, number: int, replica: bool) -> SegmentRequirement:
+        each = -(-slot_bytes(rank) // PAGE_BYTES) * PAGE_BYTES
+        return SegmentRequirement(replica=replica, number=number, slot_bytes=each, slots=slots, pinned_slots=pinned)
 
-    for member in spec.on(node):
+    for member in spec.members_on(node):
         yield need(member.rank, member.local_rank, False)
     for sender in spec.seats:
         if node in spec.replica_nodes.get(sender, ()) and sender != node:
             for rank in spec.ranks_on(sender):
-                if any(piece.exclusive for piece in shares[rank].pieces):
+                if any(piece.is_exclusive for piece in shares[rank].pieces):
                     yield need(rank, rank, True)

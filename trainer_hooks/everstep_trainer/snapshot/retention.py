@@ -1,6 +1,6 @@
 """Which versions a rank keeps in its slots, and of which steps it stores any: what the controller said last decides.
 
-Used from the copier thread; ``note`` comes from another one.
+Used from the copier thread; ``update`` comes from another one.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
 from everstep.layout.segments import SlotHeader, SlotState
-from everstep.layout.slots import SLOTS, slot_to_fill
+from everstep.layout.slots import SLOTS_PER_RANK, slot_to_fill
 from everstep.wire.v1.training import RestoreRule
-from everstep_trainer.snapshot.slot_negotiation import LEAN_SLOTS
+from everstep_trainer.snapshot.slot_negotiation import CANDIDATE_ONLY_SLOTS
 
 
-class Retention:
+class VersionRetention:
     """Of one rank in one generation.
 
     Args:
@@ -25,7 +25,9 @@ class Retention:
         slots: that there are, besides those for pinned versions.
     """
 
-    def __init__(self, generation: int, rule: RestoreRule, restored: Version | None, slots: int = SLOTS) -> None:
+    def __init__(
+        self, generation: int, rule: RestoreRule, restored: Version | None, slots: int = SLOTS_PER_RANK
+    ) -> None:
         self._generation = generation
         self._slots = slots
         self._restored = restored
@@ -35,7 +37,7 @@ class Retention:
         self._candidate = 1 if restored is None else restored.step + 1
         self._kept: Version | None = None
 
-    def note(self, committed: Version | None, candidate: int | None, pinned: Iterable[Version]) -> bool:
+    def update(self, committed: Version | None, candidate: int | None, pinned: Iterable[Version]) -> bool:
         """What the controller says: the newest committed version, and the step whose version may be committed next.
         Whether more is committed than was known.
 
@@ -56,12 +58,12 @@ class Retention:
         with self._lock:
             return step == self._candidate
 
-    def provide(self, slots: int) -> None:
+    def set_slot_count(self, slots: int) -> None:
         """So many slots there are from now on, on all ranks from the same step on. Where they are fewer than before,
-        they hold what ``indispensable`` said."""
+        they hold what ``versions_to_carry`` said."""
         self._slots = slots
 
-    def indispensable(self) -> list[Version]:
+    def versions_to_carry(self) -> list[Version]:
         """What goes along into fewer slots, as far as there are some: the committed version; the candidate sealed last,
         which may be committed without our knowing, or as long as there is none what the generation started from; and
         what is pinned."""
@@ -70,33 +72,35 @@ class Retention:
             first = [version for version in (self._committed, last) if version is not None]
             return list(dict.fromkeys([*first, *sorted(self._pinned)]))
 
-    def keeps(self, version: Version) -> None:
+    def keep_candidate(self, version: Version) -> None:
         """A candidate was sealed."""
         self._kept = version
 
-    def slot_to_fill(self, headers: Sequence[SlotHeader | None], regular: Callable[[int], bool]) -> int:
-        """Where to write: over the oldest of those that are not kept. ``regular`` as below.
+    def slot_to_fill(self, headers: Sequence[SlotHeader | None], is_regular: Callable[[int], bool]) -> int:
+        """Where to write: over the oldest of those that are not kept. ``is_regular`` as below.
 
         Raises OutOfSlotMemory where every slot holds a version that is needed.
         """
-        needed = self.needed(_sealed(headers), regular)
+        needed = self.needed(_sealed(headers), is_regular)
         try:
             return slot_to_fill(list(headers), needed | self._pins(headers))
         except OutOfSlotMemory:  # training comes before whoever reads those
             return slot_to_fill(list(headers), needed)
 
-    def copies_keep(self, headers: Sequence[SlotHeader | None], regular: Callable[[int], bool]) -> set[Version]:
+    def versions_needed_in_copies(
+        self, headers: Sequence[SlotHeader | None], is_regular: Callable[[int], bool]
+    ) -> set[Version]:
         """What must not be overwritten where this rank's slots are copied to."""
-        return self.needed(_sealed(headers), regular) | self._pins(headers)
+        return self.needed(_sealed(headers), is_regular) | self._pins(headers)
 
     def _pins(self, headers: Sequence[SlotHeader | None]) -> frozenset[Version]:
         """What is pinned, where there are slots for that."""
         with self._lock:
             return self._pinned if len(headers) > self._slots else frozenset()
 
-    def needed(self, sealed: Iterable[Version], regular: Callable[[int], bool]) -> set[Version]:
+    def needed(self, sealed: Iterable[Version], is_regular: Callable[[int], bool]) -> set[Version]:
         """Of these, what must not be overwritten now: the committed version, the candidate sealed last, and the two
-        newest of ``regular`` steps, those that all ranks store whatever they have heard.
+        newest of ``is_regular`` steps, those that all ranks store whatever they have heard.
 
         A version is let go when the third one after it is begun. Then every rank has taken part in that step, so it had
         begun the second one after it, for which it had sealed the next one: that one all ranks have. What this
@@ -107,9 +111,9 @@ class Retention:
         """
         with self._lock:
             committed = {self._committed} if self._committed is not None else set()
-        if self._slots == LEAN_SLOTS:
+        if self._slots == CANDIDATE_ONLY_SLOTS:
             return committed
-        own = sorted(v for v in sealed if self._is_own(v) and (regular(v.step) or v == self._restored))
+        own = sorted(v for v in sealed if self._is_own(v) and (is_regular(v.step) or v == self._restored))
         return {*own[-2:], *committed, *({self._kept} if self._kept is not None else ())}
 
     def _is_own(self, version: Version) -> bool:

@@ -23,20 +23,20 @@ from everstep.errors import DigestMismatch, EverstepError
 from everstep.ids import Version
 from everstep.layout.slots import SegmentView, segment_name
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member, Sealed
+from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member, VersionSealed
 from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.restore.local_slots import map_readable
-from everstep_trainer.runtime.interrupt import SLICE_S
-from everstep_trainer.snapshot.active_plan import Planned, Planner
-from everstep_trainer.snapshot.copy import Sources, write_blob
-from everstep_trainer.snapshot.exchange import ASK_S, Alikeness, Exchange
-from everstep_trainer.snapshot.job import Filled, Job, Latch, Look, Phase
-from everstep_trainer.snapshot.mutation_guard import Standing
-from everstep_trainer.snapshot.pace import Pace, Stopwatch
-from everstep_trainer.snapshot.planning import Plans
-from everstep_trainer.snapshot.reports import Reports
-from everstep_trainer.snapshot.retention import Retention
-from everstep_trainer.snapshot.slot_negotiation import DEFAULT, Choices
+from everstep_trainer.restore.local_slots import map_read_only
+from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
+from everstep_trainer.snapshot.active_plan import ActivePlan, SnapshotPlanner
+from everstep_trainer.snapshot.copy import SnapshotSources, write_blob
+from everstep_trainer.snapshot.exchange import ROUND_CHECK_S, LayoutExchange, PythonStateComparison
+from everstep_trainer.snapshot.job import FilledSlot, Latch, SnapshotJob, SnapshotPhase, TensorScan
+from everstep_trainer.snapshot.mutation_guard import MutationGuard
+from everstep_trainer.snapshot.pace import SnapshotPace, StepStopwatch
+from everstep_trainer.snapshot.planning import PlanManager
+from everstep_trainer.snapshot.reports import SealReporter
+from everstep_trainer.snapshot.retention import VersionRetention
+from everstep_trainer.snapshot.slot_negotiation import DEFAULT_OPTIONS, SnapshotOptions
 from everstep_trainer.state.tracked_state import TrackedState
 
 # ---- cover
@@ -53,42 +53,44 @@ def all_stored(directory: str, members: Iterable[Member], version: Version) -> b
 
 def _has_stored(path: Path, rank: int, version: Version) -> bool:
     try:
-        view = SegmentView(map_readable(str(path)))
+        view = SegmentView(map_read_only(str(path)))
     except (OSError, ValueError, DigestMismatch):
         return False
-    return any(header.rank == rank and header.version == version for _, header in view.whole())
+    return any(header.rank == rank and header.version == version for _, header in view.complete_slots())
 
 
-def store_with_covers(wide: Planned, slot: int, rank: int, version: Version, blob: bytes, sources: Sources) -> None:
+def store_with_covers(
+    plan: ActivePlan, slot: int, rank: int, version: Version, blob: bytes, sources: SnapshotSources
+) -> None:
     """Fills ``slot`` with this rank's share and what it covers; a narrower slot of the version is given up for it.
 
     The live state must stand as it was after the version's step.
     """
-    view = wide.segment.view
-    narrower = [other for other, header in view.sealed() if header.version == version]
-    payload = view.begin(slot, rank, version, wide.manifest_bytes, wide.manifest.payload_bytes)
-    write_blob(payload, wide.manifest, blob)
-    copied = sources.copy(wide.share, wide.targets(slot), digest=False)
+    view = plan.segment.view
+    narrower = [other for other, header in view.sealed_slots() if header.version == version]
+    payload = view.begin(slot, rank, version, plan.manifest_bytes, plan.manifest.payload_bytes)
+    write_blob(payload, plan.manifest, blob)
+    copied = sources.copy(plan.share, plan.slot_targets(slot), digest=False)
     sources.mover.finish()
-    view.seal(slot, wide.slot_digests(copied.chunks))
+    view.seal(slot, plan.slot_digests(copied.chunks))
     for other in narrower:
         view.discard(other)
 
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 2.0
+PLAN_WAIT_S = 2.0
 """How long ``wait`` lets a snapshot be planned before it goes on without it."""
-PLAN_S = 10.0
+PLAN_TIMEOUT_S = 10.0
 """How long a plan is given, for which training does not wait: ranks that change at different steps meet in it."""
 RETRY_S = 5.0
 """After a plan failed, snapshots are skipped for this long, so that training does not stop for each attempt. Also how
 often a failure that stays is told."""
-FINISH_S = 5.0
-LONGEST_REST_S = 0.05
+FINISH_TIMEOUT_S = 5.0
+MAX_REST_S = 0.05
 """A copy on the CPU is hashed after as long a rest as it took, and this at most: ranks that share cores begin together,
 and the first to be done should not take them from those who still hold up their training."""
-LOOK_S = 0.02
+COPIER_POLL_S = 0.02
 """How often the copier looks for what the training thread has copied itself: nobody wakes it for that."""
 
 
@@ -97,9 +99,9 @@ class Snapshotter:
 
     Args:
         store: the generation's store, already under the generation's prefix.
-        tell: takes each report, from a thread of ours; must not block.
+        send_report: takes each report, from a thread of ours; must not block.
         restored: the version this generation started from; it is kept until two newer ones are sealed.
-        choices: the job's; the same on all ranks.
+        options: the job's; the same on all ranks.
         is_over: whether the generation is: its store is cut before ``close`` is called, which is nobody's to mend.
     """
 
@@ -110,10 +112,10 @@ class Snapshotter:
         spec: GenerationSpec,
         member: Member,
         store: Store,
-        tell: Callable[[Sealed | FindingRaised], None],
+        send_report: Callable[[VersionSealed | FindingRaised], None],
         *,
         restored: Version | None = None,
-        choices: Choices = DEFAULT,
+        options: SnapshotOptions = DEFAULT_OPTIONS,
         clock: Clock = SYSTEM_CLOCK,
         is_over: Callable[[], bool] = bool,
     ) -> None:
@@ -122,32 +124,34 @@ class Snapshotter:
         self._state = state
         self._spec = spec
         self._member = member
-        self._reports = Reports(vault, spec, member, tell, clock)
-        self._choices = choices
+        self._reports = SealReporter(vault, spec, member, send_report, clock)
+        self._options = options
         self._clock = clock
-        self._where = {"node": member.node, "job": spec.job, "generation": spec.number}
+        self._log_fields = {"node": member.node, "job": spec.job, "generation": spec.number}
         self._stop = threading.Event()
         self._wanted = threading.Event()
         self._changed = threading.Condition()
-        self._queue: Job | None = None
-        self._last: Job | None = None
-        self._still: Job | None = None
-        self._standing = Standing(state.asks, self._where)
+        self._queued: SnapshotJob | None = None
+        self._last: SnapshotJob | None = None
+        self._unchanged_job: SnapshotJob | None = None
+        self._mutation_guard = MutationGuard(state.has_optimizers, self._log_fields)
         self._closing = False
-        self._retention = Retention(spec.number, spec.restore, restored)
-        self._pace = Pace(store, member.rank, 1 if choices.lean else choices.every)
-        self._alikeness = Alikeness(store, member.rank, spec.world_size, self._where)
-        self._watch = Stopwatch(None if self._pace.fixed else self._pace.took, clock)
+        self._retention = VersionRetention(spec.number, spec.restore, restored)
+        self._pace = SnapshotPace(store, member.rank, 1 if options.candidates_only else options.interval)
+        self._comparison = PythonStateComparison(store, member.rank, spec.world_size, self._log_fields)
+        self._stopwatch = StepStopwatch(None if self._pace.is_fixed else self._pace.record_step, clock)
         self._retry_at = self._warn_at = float("-inf")
-        self._exchange = Exchange(store, member.rank, spec.world_size, clock, self._stop)
-        planner = Planner(vault, spec, member, self._exchange, PLAN_S, choices, self._retention.indispensable)
-        self._plans = Plans(planner, spec, member, self._retention, tell, choices, clock)
-        self.first_plan = self._plans.first
-        self._sources: Sources | None = None
-        self._look: Look | None = None
-        self._begun = 0
-        if state.complete():
-            self._look = self._look_again(0)
+        self._exchange = LayoutExchange(store, member.rank, spec.world_size, clock, self._stop)
+        planner = SnapshotPlanner(
+            vault, spec, member, self._exchange, PLAN_TIMEOUT_S, options, self._retention.versions_to_carry
+        )
+        self._plans = PlanManager(planner, spec, member, self._retention, send_report, options, clock)
+        self.first_plan = self._plans.first_plan
+        self._sources: SnapshotSources | None = None
+        self._scan: TensorScan | None = None
+        self._begun_step = 0
+        if state.is_complete():
+            self._scan = self._rescan(0)
         self._thread = threading.Thread(target=self._run, name="everstep-copier", daemon=True)
         self._thread.start()
 
@@ -162,168 +166,175 @@ class Snapshotter:
 
         Raises TypeError for tracked state that cannot be stored: that is for the user to mend.
         """
-        self._pace.step_ends(step)
-        self._watch.step_ends(() if self._look is None else self._look.gpus)
+        self._pace.end_step(step)
+        self._stopwatch.end_step(() if self._scan is None else self._scan.gpus)
         if self._is_stored(step):
-            with self._watch.held_up(stored=True):
+            with self._stopwatch.blocked(has_snapshot=True):
                 self._begin(step)
 
-    def every(self, step: int) -> int:
+    def interval_at(self, step: int) -> int:
         """How many steps apart snapshots are at ``step``; 0 where only what is to be committed is stored."""
-        return 0 if self._plans.lean else self._pace.every(step)
+        return 0 if self._plans.candidates_only else self._pace.interval_at(step)
 
     def _is_stored(self, step: int) -> bool:
-        return self._retention.is_candidate(step) or (not self._plans.lean and self._pace.due(step))
+        return self._retention.is_candidate(step) or (not self._plans.candidates_only and self._pace.is_due(step))
 
     def _begin(self, step: int) -> None:
-        self._begun = step  # before it is looked which plan there is
+        self._begun_step = step  # before it is looked which plan there is
         if self._last is not None:
             self._wanted.set()
             with self._changed:
                 self._changed.notify_all()
-            self._await(self._last, self._last.over)  # so that no rank is two sealed versions behind another
+            self._await(self._last, self._last.done)  # so that no rank is two sealed versions behind another
         if self._clock.monotonic() < self._retry_at:
             return
-        if self._look is None or not self._state.unchanged():
-            self._look = self._look_again(step)
-        sources = self._fitting_sources(self._look)
-        sources.begin()
+        if self._scan is None or not self._state.is_unchanged():
+            self._scan = self._rescan(step)
+        sources = self._fitting_sources(self._scan)
+        sources.stage()
         version = Version(self._spec.number, step)
-        hold = self._standing.must_hold()
-        job = Job(version, self._look, sources, self._state.taken(), self._choices.overlap, hold=hold)
-        small = self._small(job)
-        if small is None or small.with_covers is not None:
-            job.stands()
+        hold = self._mutation_guard.must_block()
+        job = SnapshotJob(version, self._scan, sources, self._state.capture(), self._options.overlap, must_block=hold)
+        small = self._plan_if_small(job)
+        if small is None or small.plan_with_covers is not None:
+            job.record_writes()
         with self._changed:
             if self._closing:
                 return
-            self._last = self._still = job
+            self._last = self._unchanged_job = job
             self._wanted.clear()
             if small is None:
-                self._queue = job
+                self._queued = job
                 self._changed.notify_all()
         if small is not None:
-            job.released = True  # when it is copied this thread may go on
+            job.may_change = True  # when it is copied this thread may go on
             self._fill_at_once(job, small)
-        elif job.held:
+        elif job.blocks_training:
             self._await(job, job.copied)
-            job.released = True
+            job.may_change = True
 
-    def _small(self, job: Job) -> Planned | None:
+    def _plan_if_small(self, job: SnapshotJob) -> ActivePlan | None:
         """The plan under which the training thread copies this itself; None where it is for the copier, which alone may
         wait for others and does the digests, or where the job wants all copies under the next step."""
-        planned = self._plans.of(job.look)
-        if planned is None or not planned.fits(job.blob.room) or job.version.step < planned.since:
+        planned = self._plans.plan_for(job.scan)
+        if planned is None or not planned.fits(job.blob.max_bytes) or job.version.step < planned.since_step:
             return None
-        digested = planned.share.groups and (self._retention.is_candidate(job.version.step) or self._digest_due(job))
-        others = job.sources.on_gpu or digested or self._choices.overlap or self._reports.copying
+        digested = planned.share.digest_groups and (
+            self._retention.is_candidate(job.version.step) or self._digest_due(job)
+        )
+        others = job.sources.is_on_gpu or digested or self._options.overlap or self._reports.is_copying
         return planned if planned.is_small and not others else None
 
-    def _fill_at_once(self, job: Job, planned: Planned) -> None:
+    def _fill_at_once(self, job: SnapshotJob, planned: ActivePlan) -> None:
         try:
             self._attempt(partial(self._fill, job, planned), f"snapshot step {job.version.step}")
         finally:  # also where the generation ended in the middle
             with self._changed:
-                if job.phase is Phase.COPIED and not self._closing:
-                    self._queue = job  # whoever is woken takes the core, or Python's lock, from who goes on training
+                if job.phase is SnapshotPhase.COPIED and not self._closing:
+                    self._queued = job  # whoever is woken takes the core, or Python's lock, from who goes on training
                 else:
                     self._end(job)
 
     def wait(self) -> None:
         """Blocks until the copy of the last ``begin`` is done; call it before the state changes again.
 
-        Returns without a copy when the generation ended meanwhile, or no plan could be made in PATIENCE_S.
+        Returns without a copy when the generation ended meanwhile, or no plan could be made in PLAN_WAIT_S.
         Raises OutOfSlotMemory where that was why, and the job requires checkpoints.
         """
         if self._last is not None:
-            with self._watch.held_up():
+            with self._stopwatch.blocked():
                 self._await(self._last, self._last.copied)
                 self._last.sources.mover.order_before_step()
-        self._standing.may_change(self._still)
-        self._still = None
-        self.first_plan.check()
+        self._mutation_guard.allow_changes(self._unchanged_job)
+        self._unchanged_job = None
+        self.first_plan.raise_if_failed()
 
-    def _await(self, job: Job, event: Latch) -> None:
-        deadline = self._clock.monotonic() + PATIENCE_S
-        while not event.wait(SLICE_S):
+    def _await(self, job: SnapshotJob, event: Latch) -> None:
+        deadline = self._clock.monotonic() + PLAN_WAIT_S
+        while not event.wait(WAIT_SLICE_S):
             if self._clock.monotonic() > deadline and self._give_up(job):
                 break
 
-    def note(self, committed: Version | None, candidate: int | None, pinned: Iterable[Version] = ()) -> None:
+    def update_versions(self, committed: Version | None, candidate: int | None, pinned: Iterable[Version] = ()) -> None:
         """What the controller says; see Retention."""
-        if self._retention.note(committed, candidate, pinned):
-            self._exchange.committed()
+        if self._retention.update(committed, candidate, pinned):
+            self._exchange.handle_commit()
 
     def close(self, finish: bool) -> None:
         """The generation is over for this rank.
 
         Args:
-            finish: a copy that was begun is completed and sealed (bounded by FINISH_S), since the live state stands
+            finish: a copy that was begun is completed and sealed (bounded by FINISH_TIMEOUT_S), since the live state
+            stands
                 still until then, and so is what others died over while they copied it. Otherwise it is left
                 unfinished, where nobody reads it; one that was copied is sealed.
         """
         with self._changed:
             self._closing = True
             if not finish:
-                if self._queue is not None and self._queue.phase is Phase.QUEUED:
-                    self._queue = None
-                if self._last is not None and self._last.phase in (Phase.QUEUED, Phase.COPYING):
+                if self._queued is not None and self._queued.phase is SnapshotPhase.QUEUED:
+                    self._queued = None
+                if self._last is not None and self._last.phase in (SnapshotPhase.QUEUED, SnapshotPhase.COPYING):
                     self._end(self._last)
             self._changed.notify_all()
         self._stop.set()
         self._wanted.set()
         self._reports.close()
-        self._thread.join(timeout=FINISH_S)
+        self._thread.join(timeout=FINISH_TIMEOUT_S)
         if self._thread.is_alive():
-            log.warning("the last copy did not end in %.0f s and is left behind", FINISH_S, extra=self._where)
-        elif finish and self._still is not None and not self._still.moved():
-            self._attempt(partial(self._cover, self._still), f"cover step {self._still.version.step}", at_end=True)
+            log.warning(
+                "the last copy did not end in %.0f s and is left behind", FINISH_TIMEOUT_S, extra=self._log_fields
+            )
+        elif finish and self._unchanged_job is not None and not self._unchanged_job.changed_parameters():
+            self._attempt(
+                partial(self._cover, self._unchanged_job), f"cover step {self._unchanged_job.version.step}", at_end=True
+            )
 
-    def _look_again(self, step: int) -> Look:
+    def _rescan(self, step: int) -> TensorScan:
         """Finds the tensors anew."""
         tensors = self._state.tensors()
         layout = self._state.layout(tensors, self._member.rank, self._spec.world_size)
         self._sources = None
-        return self._plans.look(tensors, layout, self._look, step)
+        return self._plans.make_scan(tensors, layout, self._scan, step)
 
-    def _fitting_sources(self, look: Look) -> Sources:
+    def _fitting_sources(self, scan: TensorScan) -> SnapshotSources:
         """Views for what is planned; before it is planned, of everything that must be staged."""
-        planned = self._plans.of(look)
+        planned = self._plans.plan_for(scan)
         share = None if planned is None else planned.share
         if self._sources is None or self._sources.share is not share:
-            self._sources = Sources(look.tensors, share)
+            self._sources = SnapshotSources(scan.tensors, share)
         return self._sources
 
-    def _give_up(self, job: Job) -> bool:
+    def _give_up(self, job: SnapshotJob) -> bool:
         """Leaves a snapshot that is not being copied yet. False when it is: then its bytes must be waited for."""
         with self._changed:
-            if job.phase in (Phase.COPYING, Phase.COPIED):
+            if job.phase in (SnapshotPhase.COPYING, SnapshotPhase.COPIED):
                 return False
             self._end(job)
             self._retry_at = self._clock.monotonic() + RETRY_S
-        why = f" (tracked tensors changed here, so all ranks plan anew: {job.look.change})" if job.look.change else ""
+        why = f" (tracked tensors changed here, so all ranks plan anew: {job.scan.change})" if job.scan.change else ""
         step = job.version.step
-        log.warning("no snapshot of step %d: it could not be planned in time%s", step, why, extra=self._where)
+        log.warning("no snapshot of step %d: it could not be planned in time%s", step, why, extra=self._log_fields)
         return True
 
     # --- the copier thread
 
     def _run(self) -> None:
-        early = self._look
+        early = self._scan
         if early is not None:
             self._attempt(partial(self._plan, early, 0, 0), "plan snapshots")
-        self.first_plan.tried()
+        self.first_plan.mark_attempted()
         while (job := self._next()) is not None:
             self._attempt(partial(self._snapshot, job), f"snapshot step {job.version.step}")
-            if not self._plans.lean:
+            if not self._plans.candidates_only:
                 self._attempt(partial(self._pace.agree, job.version.step), "agree on how often to snapshot")
             if job.filled is not None:
-                compare = partial(self._alikeness.stored, job.version.step, job.look.layout, job.blob)
+                compare = partial(self._comparison.compare, job.version.step, job.scan.layout, job.blob)
                 self._attempt(compare, "compare what the ranks track")
             with self._changed:
                 self._end(job)
 
-    def _attempt(self, work: Callable[[], object], what: str, at_end: bool = False) -> None:
+    def _attempt(self, work: Callable[[], object], label: str, at_end: bool = False) -> None:
         """Runs ``work``. What fails in it is told and forgotten: a snapshot less must not stop the training. What fails
         because the generation ends is not even told, but where ``work`` is for that ``at_end``."""
         try:
@@ -332,31 +343,31 @@ class Snapshotter:
             now = self._clock.monotonic()
             if at_end or (not self._closing and not self._is_over() and now >= self._warn_at):
                 self._warn_at = now + RETRY_S
-                log.warning("cannot %s, training goes on without: %s", what, error, extra=self._where)
+                log.warning("cannot %s, training goes on without: %s", label, error, extra=self._log_fields)
 
-    def _next(self) -> Job | None:
+    def _next(self) -> SnapshotJob | None:
         """The next one to do; until there is one, what other ranks plan is followed."""
         while True:
-            self._attempt(self._follow, "plan anew with the other ranks")
+            self._attempt(self._replan_with_others, "plan anew with the other ranks")
             with self._changed:
-                if self._queue is None and not self._closing:
+                if self._queued is None and not self._closing:
                     planned = self._plans.current
-                    self._changed.wait(LOOK_S if planned is not None and planned.is_small else ASK_S)
-                if self._queue is not None or self._closing:
-                    job, self._queue = self._queue, None
+                    self._changed.wait(COPIER_POLL_S if planned is not None and planned.is_small else ROUND_CHECK_S)
+                if self._queued is not None or self._closing:
+                    job, self._queued = self._queued, None
                     return job
 
-    def _follow(self) -> None:
+    def _replan_with_others(self) -> None:
         """Where other ranks plan anew this one does, too, for steps that have not begun."""
-        if self._plans.superseded() and self._look is not None:
-            self._plan(self._look, self._plans.blob_bytes, self._begun + 1)
+        if self._plans.is_superseded() and self._scan is not None:
+            self._plan(self._scan, self._plans.blob_bytes, self._begun_step + 1)
 
-    def _end(self, job: Job) -> None:
-        job.phase = Phase.OVER
+    def _end(self, job: SnapshotJob) -> None:
+        job.phase = SnapshotPhase.OVER
         job.copied.set()
-        job.over.set()
+        job.done.set()
 
-    def _advance(self, job: Job, before: Phase, after: Phase) -> bool:
+    def _advance(self, job: SnapshotJob, before: SnapshotPhase, after: SnapshotPhase) -> bool:
         """Moves a job on, unless it was given up meanwhile."""
         with self._changed:
             if job.phase is not before:
@@ -364,78 +375,84 @@ class Snapshotter:
             job.phase = after
             return True
 
-    def _plan(self, look: Look, blob_bytes: int, since: int) -> Planned:
+    def _plan(self, scan: TensorScan, blob_bytes: int, since: int) -> ActivePlan:
         try:
-            planned = self._plans.make(look, blob_bytes, since)
+            planned = self._plans.make(scan, blob_bytes, since)
         except Exception:
             self._retry_at = self._clock.monotonic() + RETRY_S
             raise
         self._retry_at = float("-inf")
         return planned
 
-    def _snapshot(self, job: Job) -> None:
-        if job.phase is Phase.QUEUED:
+    def _snapshot(self, job: SnapshotJob) -> None:
+        if job.phase is SnapshotPhase.QUEUED:
             step = job.version.step
-            planned = self._plan(job.look, job.blob.room, step)
-            lean = self._plans.lean and not self._retention.is_candidate(step)  # it may have just become so
-            if step >= planned.since and not lean:
+            planned = self._plan(job.scan, job.blob.max_bytes, step)
+            lean = self._plans.candidates_only and not self._retention.is_candidate(step)  # it may have just become so
+            if step >= planned.since_step and not lean:
                 self._fill(job, planned)
         if job.filled is not None:
             self._seal(job, job.filled)
 
-    def _fill(self, job: Job, planned: Planned) -> None:
+    def _fill(self, job: SnapshotJob, planned: ActivePlan) -> None:
         view, manifest = planned.segment.view, planned.manifest
         slot = self._slot(planned)
         payload = view.begin(slot, self._member.rank, job.version, planned.manifest_bytes, manifest.payload_bytes)
-        if not self._advance(job, Phase.QUEUED, Phase.COPYING):
+        if not self._advance(job, SnapshotPhase.QUEUED, SnapshotPhase.COPYING):
             return
         job.kept = self._retention.is_candidate(job.version.step)
         began = self._clock.monotonic()
-        if not job.sources.on_gpu:
+        if not job.sources.is_on_gpu:
             write_blob(payload, manifest, job.blob.data())  # before, since it may be hashed with what is copied
-        copied = job.sources.copy(planned.share, planned.targets(slot), digest=self._digest_due(job))
-        if not self._advance(job, Phase.COPYING, Phase.COPIED):
+        copied = job.sources.copy(planned.share, planned.slot_targets(slot), digest=self._digest_due(job))
+        if not self._advance(job, SnapshotPhase.COPYING, SnapshotPhase.COPIED):
             return
-        if not job.held and job.sources.on_gpu:
+        if not job.blocks_training and job.sources.is_on_gpu:
             job.copied.set()  # the next step is ordered behind the copy
         job.sources.mover.finish()
-        if self._standing.is_overtaken(job):
+        if self._mutation_guard.was_overtaken(job):
             return
-        if job.sources.on_gpu:
+        if job.sources.is_on_gpu:
             write_blob(payload, manifest, job.blob.data())
-        view.copied(slot)
+        view.mark_copied(slot)
         slot_digests = planned.slot_digests(copied.chunks)
-        job.filled = Filled(planned, slot, copied.digests, slot_digests, self._clock.monotonic() - began)
+        job.filled = FilledSlot(planned, slot, copied.digests, slot_digests, self._clock.monotonic() - began)
         job.copied.set()
 
-    def _seal(self, job: Job, filled: Filled) -> None:
+    def _seal(self, job: SnapshotJob, filled: FilledSlot) -> None:
         view = filled.planned.segment.view
-        if not job.sources.on_gpu and filled.slot_digests is None:
-            self._wanted.wait(min(LONGEST_REST_S, filled.copy_s))
-        if self._standing.is_overtaken(job):  # by what had begun before it was copied, and was counted when it ended
+        if not job.sources.is_on_gpu and filled.slot_digests is None:
+            self._wanted.wait(min(MAX_REST_S, filled.copy_s))
+        if self._mutation_guard.was_overtaken(
+            job
+        ):  # by what had begun before it was copied, and was counted when it ended
             view.discard(filled.slot)
             return
         view.seal(filled.slot, filled.slot_digests)
         if job.kept:
-            self._retention.keeps(job.version)
-        sealed = filled.sealed(job.version, kept=job.kept)
-        copies_keep = self._retention.copies_keep(view.headers(), self._pace.due) if sealed.exclusive else ()
-        self._reports.sealed(sealed, copies_keep)
+            self._retention.keep_candidate(job.version)
+        sealed = filled.to_sealed_share(job.version, kept=job.kept)
+        copies_keep = (
+            self._retention.versions_needed_in_copies(view.headers(), self._pace.is_due)
+            if sealed.exclusive_bytes
+            else ()
+        )
+        self._reports.replicate_and_report(sealed, copies_keep)
 
-    def _cover(self, job: Job) -> None:
+    def _cover(self, job: SnapshotJob) -> None:
         """Stores what ranks of this node died over, of the last finished step: no optimizer has touched it since."""
-        planned, version = self._plans.of(job.look), job.version
-        if planned is None or planned.with_covers is None or version.step < planned.since:
+        planned, version = self._plans.plan_for(job.scan), job.version
+        if planned is None or planned.plan_with_covers is None or version.step < planned.since_step:
             return
-        others = [self._spec.roster[rank] for rank in (self._member.rank, *planned.share.covered)]
+        others = [self._spec.roster[rank] for rank in (self._member.rank, *planned.share.covered_ranks)]
         if not all_stored(planned.segment.directory, others, version):
             slot = self._slot(planned)
-            store_with_covers(planned.with_covers, slot, self._member.rank, version, job.blob.data(), job.sources)
+            store_with_covers(planned.plan_with_covers, slot, self._member.rank, version, job.blob.data(), job.sources)
 
-    def _digest_due(self, job: Job) -> bool:
+    def _digest_due(self, job: SnapshotJob) -> bool:
         interval = self._spec.spec.digest_interval
         return interval > 0 and (job.kept or job.version.step % interval == 0)
 
-    def _slot(self, planned: Planned) -> int:
+    def _slot(self, planned: ActivePlan) -> int:
         self._reports.await_copies()
-        return self._retention.slot_to_fill(planned.segment.view.headers(), self._pace.due)
+        return self._retention.slot_to_fill(planned.segment.view.headers(), self._pace.is_due)

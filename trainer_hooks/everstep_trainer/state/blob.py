@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from everstep.errors import UNREADABLE, ConfigurationError, MalformedMessage
+from everstep.errors import DECODE_ERRORS, ConfigurationError, MalformedMessage
 
 # ---- refusals
 # What looks as if it could be stored, and would come back without some of it: refused by name, with what to do.
@@ -34,16 +34,16 @@ _ODD_BITS = re.compile(r"torch\.(u?int[1-7]|bits\w+)")
 """dtypes that torch cannot copy."""
 
 
-def require_bytes_of_its_own(name: str, tensor: torch.Tensor, mend: str) -> None:
-    """Raises TypeError, ending with ``mend``, where the bytes at a tensor's address are not all of it.
+def require_own_memory(name: str, tensor: torch.Tensor, fix_hint: str) -> None:
+    """Raises TypeError, ending with ``fix_hint``, where the bytes at a tensor's address are not all of it.
 
     A tensor that wraps others (8-bit optimizer state, float8 weights) has no memory, and all of them the same address.
     """
-    if what := lacks(tensor):
-        raise TypeError(f"{name} {what}: {mend}")
+    if what := unsupported_reason(tensor):
+        raise TypeError(f"{name} {what}: {fix_hint}")
 
 
-def lacks(tensor: torch.Tensor) -> str:
+def unsupported_reason(tensor: torch.Tensor) -> str:
     """Why a tensor cannot be stored, in words; empty where it can."""
     if is_lazy(tensor):
         return "is not initialized: give the model a first batch before"
@@ -134,7 +134,7 @@ _TUPLES: dict[type, int] = {tuple: _TUPLE, torch.Size: _SIZE}
 _encoder = msgspec.msgpack.Encoder()
 
 
-class Number:
+class DeviceNumber:
     """A tensor on a GPU that is stored as the number that it holds: what ``item()`` gives, which would wait for it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -152,7 +152,7 @@ class _Nested:
         return f"{self.code}: {self.value!r}"
 
 
-class _Coming:
+class _PendingCopy:
     """A tensor on its way from a GPU; its number, or its elements in row-major order."""
 
     def __init__(self, tensor: torch.Tensor, *, number: bool) -> None:
@@ -171,7 +171,7 @@ class _Coming:
 
 
 class Blob:
-    """A value as it was when this was made, on its way to bytes. ``room``: that it takes at most.
+    """A value as it was when this was made, on its way to bytes. ``max_bytes``: that it takes at most.
 
     Raises TypeError with the path of what cannot be stored, ConfigurationError for more than ``limit`` bytes.
     """
@@ -179,12 +179,12 @@ class Blob:
     def __init__(self, value: Any, path: str = "state", limit: int = MAX_BLOB_BYTES) -> None:
         packed, self._awaited = _pack(value, path, 0), False
         data = self._encode(packed, lambda coming: coming.longest())
-        self.room = len(data)
+        self.max_bytes = len(data)
         self._packed: Any = packed if self._awaited else None
         self._data: bytes | None = None if self._awaited else data
-        if self.room > limit:
+        if self.max_bytes > limit:
             raise ConfigurationError(
-                f"the Python state of {path} takes {self.room} bytes, the limit is {limit}, and most of it is "
+                f"the Python state of {path} takes {self.max_bytes} bytes, the limit is {limit}, and most of it is "
                 f"{self._largest(value, path)}: keep large tensors in a module, or each by a name of its own in an "
                 "optimizer's state, where they are stored in parts"
             )
@@ -206,7 +206,7 @@ class Blob:
         key, inside = pairs[sizes.index(max(sizes))]
         return self._largest(inside, f"{path}[{key!r}]")
 
-    def _encode(self, packed: Any, read: Callable[[_Coming], Any]) -> bytes:
+    def _encode(self, packed: Any, read: Callable[[_PendingCopy], Any]) -> bytes:
         def finish(value: Any) -> Any:
             if isinstance(value, _Nested):
                 return msgspec.msgpack.Ext(value.code, encoder.encode(value.value))
@@ -258,7 +258,7 @@ def decode_blob(data: bytes | memoryview) -> Any:
     """Raises MalformedMessage."""
     try:
         return msgspec.msgpack.decode(data, ext_hook=_unpack)
-    except (*UNREADABLE, ValueError, TypeError) as error:
+    except (*DECODE_ERRORS, ValueError, TypeError) as error:
         raise MalformedMessage(f"the stored Python state cannot be read: {error}") from error
 
 
@@ -270,13 +270,13 @@ _Path = str | tuple[Any, object]
 """Where a value is, said only in errors: a name, or a path and a key in what it leads to."""
 
 
-def _said(path: _Path) -> str:
-    return path if isinstance(path, str) else f"{_said(path[0])}[{path[1]!r}]"
+def _describe_path(path: _Path) -> str:
+    return path if isinstance(path, str) else f"{_describe_path(path[0])}[{path[1]!r}]"
 
 
 def _pack(value: Any, path: _Path, depth: int) -> Any:
     if depth > MAX_DEPTH:
-        raise TypeError(f"{_said(path)} is nested more than {MAX_DEPTH} deep, or contains itself")
+        raise TypeError(f"{_describe_path(path)} is nested more than {MAX_DEPTH} deep, or contains itself")
     kind = type(value)
     if kind in _AS_IT_IS:
         return value
@@ -295,7 +295,7 @@ def _pack_mapping(value: Mapping[Any, Any], path: _Path, depth: int) -> Any:
     """A map of MessagePack where its keys can be; else a list of pairs, since an extension cannot be hashed."""
     kind = type(value)
     if kind is not dict and kind not in _MAPPINGS:
-        raise _other(value, path, "dict(...)")
+        raise _unsupported_error(value, path, "dict(...)")
     pairs = [
         (k if type(k) is str and k.isascii() else _pack_key(k, path), _pack(v, (path, k), depth + 1))
         for k, v in value.items()
@@ -315,7 +315,7 @@ def _pack_key(key: Any, path: _Path) -> Any:
     if type(key) is tuple:
         return _ext(_TUPLE, [_pack_key(k, path) for k in key])
     raise TypeError(
-        f"{_said(path)} has a key of type {type(key).__qualname__}, which cannot be stored without pickle: "
+        f"{_describe_path(path)} has a key of type {type(key).__qualname__}, which cannot be stored without pickle: "
         "take strings, numbers or tuples of them for keys in state_dict(), or leave it out"
     )
 
@@ -326,7 +326,7 @@ def _text(value: str, path: _Path) -> str:
             value.encode()
         except UnicodeEncodeError:
             raise TypeError(
-                f"{_said(path)} has the string {value!r}, which is no text: so Python reads a file's name "
+                f"{_describe_path(path)} has the string {value!r}, which is no text: so Python reads a file's name "
                 "whose bytes are no UTF-8. Give bytes in state_dict(), by os.fsencode(...)"
             ) from None
     return value
@@ -335,16 +335,16 @@ def _text(value: str, path: _Path) -> str:
 def _pack_rest(value: Any, path: _Path, depth: int) -> Any:
     if isinstance(value, tuple):
         if type(value) not in _TUPLES:
-            raise _other(value, path, "tuple(...)")
+            raise _unsupported_error(value, path, "tuple(...)")
         return _Nested(_TUPLES[type(value)], [_pack(v, (path, i), depth + 1) for i, v in enumerate(value)])
     if isinstance(value, set | frozenset):
         items = sorted((_pack(v, path, depth + 1) for v in value), key=repr)
         return _Nested(_SET if isinstance(value, set) else _FROZENSET, items)
-    if isinstance(value, Number):
-        return _Coming(value.tensor, number=True)
+    if isinstance(value, DeviceNumber):
+        return _PendingCopy(value.tensor, number=True)
     if isinstance(value, torch.Tensor):
         _require_plain(value, path)
-        elements = _Coming(value, number=False) if value.is_cuda else as_bytes(value)
+        elements = _PendingCopy(value, number=False) if value.is_cuda else as_bytes(value)
         return _Nested(_TENSOR, [dtype_name(value.dtype), list(value.shape), elements])
     if isinstance(value, np.ndarray | np.generic):
         return _pack_numpy(value, path)
@@ -357,27 +357,28 @@ def _pack_rest(value: Any, path: _Path, depth: int) -> Any:
     if isinstance(value, bool | int | float | str | bytes):
         return _pack(_plain(value), path, depth)
     raise TypeError(
-        f"{_said(path)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored "
+        f"{_describe_path(path)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored "
         "without pickle: leave it out of state_dict(), or store the numbers it is made of"
     )
 
 
-def _other(value: Any, path: _Path, mend: str) -> TypeError:
+def _unsupported_error(value: Any, path: _Path, fix_hint: str) -> TypeError:
     """Of a kind that would not come back: what is restored would be a plain one, without what makes it another."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return TypeError(
-        f"{_said(path)} is a {kind}, which would come back as another type: give a {mend} of it in state_dict()"
+        f"{_describe_path(path)} is a {kind}, which would come back as another type: give a {fix_hint} of it "
+        "in state_dict()"
     )
 
 
 def _require_plain(tensor: torch.Tensor, path: _Path) -> None:
     if isinstance(tensor, DTensor):
         raise TypeError(
-            f"{_said(path)} is a DTensor: track the module that holds it (AveragedModel, say), so that it is "
+            f"{_describe_path(path)} is a DTensor: track the module that holds it (AveragedModel, say), so that it is "
             "stored in parts"
         )
-    require_bytes_of_its_own(
-        _said(path), tensor, "leave it out of state_dict(), or store the dense tensors it is made of"
+    require_own_memory(
+        _describe_path(path), tensor, "leave it out of state_dict(), or store the dense tensors it is made of"
     )
 
 
@@ -390,11 +391,11 @@ def _plain(value: Any) -> Any:
 def _pack_numpy(value: Any, path: _Path) -> msgspec.msgpack.Ext:
     if value.dtype.kind not in _ARRAY_KINDS:
         raise TypeError(
-            f"{_said(path)} is a numpy array of {value.dtype}, which cannot be stored without pickle: "
+            f"{_describe_path(path)} is a numpy array of {value.dtype}, which cannot be stored without pickle: "
             "store numbers, or lists of strings"
         )
     if isinstance(value, np.ndarray) and type(value) not in _ARRAYS:
-        raise _other(value, path, "numpy array")
+        raise _unsupported_error(value, path, "numpy array")
     code = _ARRAY if isinstance(value, np.ndarray) else _SCALAR
     return _ext(code, [value.dtype.str, list(value.shape), value.tobytes()])
 

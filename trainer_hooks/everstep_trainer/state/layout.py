@@ -12,39 +12,39 @@ from enum import StrEnum
 import msgspec
 import xxhash
 
-from everstep.errors import UNREADABLE, MalformedMessage
+from everstep.errors import DECODE_ERRORS, MalformedMessage
 from everstep.layout.manifests import (
-    BLOB_PREFIX,
+    BLOB_LENGTH_BYTES,
     LAYOUT_FORMAT,
     Box,
     Extent,
-    Lies,
     Manifest,
-    Stored,
-    Tensor,
+    StoredBox,
+    TensorInfo,
+    TensorPlacement,
     decode_manifest,
+    full_box,
     uncovered,
-    whole,
 )
 
 __all__ = [
     "ALIGN",
-    "BLOB_PREFIX",
+    "BLOB_LENGTH_BYTES",
     "LAYOUT_FORMAT",
     "Box",
     "Extent",
     "Layout",
     "Manifest",
-    "Part",
     "Sharing",
-    "Stored",
-    "Tensor",
+    "StoredBox",
+    "TensorInfo",
+    "TensorPart",
     "content_digest",
     "decode_layout",
     "decode_manifest",
     "encode",
+    "full_box",
     "uncovered",
-    "whole",
 ]
 
 ALIGN = 64
@@ -54,21 +54,21 @@ ALIGN = 64
 class Sharing(StrEnum):
     """How the ranks that hold the same box stand to each other.
 
-    EQUAL: bit for bit the same, so any of them will do. FIRST: the lowest rank's is the truth (buffers that DDP
-    broadcasts from rank 0). OWN: each rank has its own values; the tensor is then stored with the rank as an extra
+    EQUAL: bit for bit the same, so any of them will do. FIRST_RANK: the lowest rank's is the truth (buffers that DDP
+    broadcasts from rank 0). PER_RANK: each rank has its own values; the tensor is then stored with the rank as an extra
     leading dimension.
     """
 
     EQUAL = "equal"
-    FIRST = "first"
-    OWN = "own"
+    FIRST_RANK = "first"
+    PER_RANK = "own"
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class TensorPart(msgspec.Struct, frozen=True, array_like=True):
     """One tensor in a rank's layout: the box this rank holds. ``dtype`` as torch names it, without ``torch.``.
 
-    For Sharing.OWN ``shape`` and ``box`` have the leading rank dimension already. ``digest`` says whether the tensor
-    takes part in the digest that replicas compare. ``aliases``, ``groups`` and ``lies`` are as in
+    For Sharing.PER_RANK ``shape`` and ``box`` have the leading rank dimension already. ``is_digested`` says whether the
+    tensor takes part in the digest that replicas compare. ``aliases``, ``groups`` and ``location`` are as in
     everstep.layout.manifests.Tensor.
     """
 
@@ -78,10 +78,10 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     shape: Extent
     box: Box
     sharing: Sharing = Sharing.EQUAL
-    digest: bool = False
+    is_digested: bool = False
     aliases: tuple[str, ...] = ()
     groups: tuple[tuple[str, int], ...] = ()
-    lies: Lies = Lies.UNTOLD
+    location: TensorPlacement = TensorPlacement.UNKNOWN
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +91,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 class Layout(msgspec.Struct, frozen=True, array_like=True):
     """What one rank holds live, in the order of its tracked state."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -111,5 +111,5 @@ def decode_layout(data: bytes) -> Layout:
     """Raises MalformedMessage."""
     try:
         return _layout_decoder.decode(data)
-    except UNREADABLE as error:
+    except DECODE_ERRORS as error:
         raise MalformedMessage(f"a rank's layout cannot be read: {error}") from error

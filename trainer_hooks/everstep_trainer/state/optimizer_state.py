@@ -12,14 +12,14 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from everstep.errors import NotRestorable
-from everstep.layout.manifests import Lies, Tensor
+from everstep.layout.manifests import TensorInfo, TensorPlacement
 from everstep_trainer.state.blob import dtype_of
 
-SHARED = ""
+SHARED_KEY = ""
 """In the place of a parameter's name: state of an optimizer that is of none."""
 
 
-def is_of_all(optimizer: torch.optim.Optimizer) -> bool:
+def has_joint_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its state is of all its parameters at once, under the first of them: LBFGS makes vectors of their
     gradients, flat and one behind another, which torch replicates where the parameters are sharded (FSDP2)."""
     return isinstance(optimizer, torch.optim.LBFGS)
@@ -27,15 +27,15 @@ def is_of_all(optimizer: torch.optim.Optimizer) -> bool:
 
 def to_store(optimizer: torch.optim.Optimizer, value: Any) -> Any:
     """A parameter's state without the mesh that it is replicated over, for a layout that has another or none."""
-    return each_tensor(value, _without_mesh) if is_of_all(optimizer) else value
+    return map_tensors(value, _without_mesh) if has_joint_state(optimizer) else value
 
 
 def to_live(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, value: Any) -> Any:
     """What was stored of a parameter's state, where its optimizer takes it from: on the device of the parameter, as
     torch's own ``load_state_dict`` has it."""
-    if is_of_all(optimizer):
-        return each_tensor(value, lambda tensor: replicated(tensor, parameter))
-    return each_tensor(value, lambda tensor: tensor.to(parameter.device))
+    if has_joint_state(optimizer):
+        return map_tensors(value, lambda tensor: replicated(tensor, parameter))
+    return map_tensors(value, lambda tensor: tensor.to(parameter.device))
 
 
 def replicated(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -63,31 +63,31 @@ def shared_state(optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> Ite
             yield top, shared
 
 
-def put_shared(optimizer: torch.optim.Optimizer, stored: Mapping[Any, Any]) -> None:
+def load_shared(optimizer: torch.optim.Optimizer, stored: Mapping[Any, Any]) -> None:
     """What ``shared_state`` gave; its tensors on the device of the first parameter."""
     if stored:
         device = optimizer.param_groups[0]["params"][0].device
-        optimizer.state.update(each_tensor(dict(stored), lambda tensor: tensor.to(device)))
+        optimizer.state.update(map_tensors(dict(stored), lambda tensor: tensor.to(device)))
 
 
-def require_same_vector(top: str, stored: Sequence[Sequence[str]], now: Sequence[str]) -> None:
-    """Raises NotRestorable where ``now``, the parameters of an optimizer whose state is of all of them, are none of the
-    ``stored`` groups in the order that they have there."""
-    if list(now) not in [list(members) for members in stored]:
+def require_same_parameters(top: str, stored: Sequence[Sequence[str]], live: Sequence[str]) -> None:
+    """Raises NotRestorable where ``live``, the parameters of an optimizer whose state is of all of them, are none of
+    the ``stored`` groups in the order that they have there."""
+    if list(live) not in [list(members) for members in stored]:
         raise NotRestorable(
             f"{top} is an LBFGS, which keeps vectors over all of its parameters one behind another, and these are not "
-            f"those that it had when the version was stored, in the same order ({len(now)} now, from {now[0]} on): "
+            f"those that it had when the version was stored, in the same order ({len(live)} now, from {live[0]} on): "
             "restore with the parameters that it had, which stages of a pipeline, say, divide"
         )
 
 
-def each_tensor(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Nested state with its tensors changed; a value of another type than torch's own readers make is left as it is."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) is dict:
-        return {key: each_tensor(inside, change) for key, inside in value.items()}
-    return type(value)(each_tensor(inside, change) for inside in value) if type(value) in (list, tuple) else value
+        return {key: map_tensors(inside, change) for key, inside in value.items()}
+    return type(value)(map_tensors(inside, change) for inside in value) if type(value) in (list, tuple) else value
 
 
 def _without_mesh(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,48 +100,50 @@ def _without_mesh(tensor: torch.Tensor) -> torch.Tensor:
 # Optimizer state that a fresh process does not have yet: room for it, where the optimizer would have made it.
 
 
-def is_complete(optimizer: torch.optim.Optimizer) -> bool:
+def has_full_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it has state for every parameter that it trains, as it has after a step or a restore."""
     trained = (p for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
     return bool(optimizer.state) and all(optimizer.state.get(p) for p in trained)  # to look makes an empty one
 
 
-def lies_of(parameter: torch.Tensor, moment: torch.Tensor) -> Lies:
+def location_of(parameter: torch.Tensor, moment: torch.Tensor) -> TensorPlacement:
     """Where an optimizer has a tensor of its state for a parameter. A plain one on the CPU tells nothing."""
     if isinstance(moment, DTensor):
-        return Lies.SPREAD
+        return TensorPlacement.DTENSOR
     if parameter.device.type == "cpu" and not isinstance(parameter, DTensor):
-        return Lies.UNTOLD
+        return TensorPlacement.UNKNOWN
     if isinstance(parameter, DTensor) and moment.ndim and moment.shape == parameter.shape:
-        return Lies.WHOLE
-    return Lies.HOST if moment.device.type == "cpu" else Lies.DEVICE
+        return TensorPlacement.FULL
+    return TensorPlacement.HOST if moment.device.type == "cpu" else TensorPlacement.DEVICE
 
 
-def room_for(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, key: str, stored: Tensor
+def allocate_state(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, key: str, stored: TensorInfo
 ) -> torch.Tensor:
     """Room for what was ``stored`` under ``key`` of the state of a parameter in this group of its optimizer."""
-    if is_of_all(optimizer):
+    if has_joint_state(optimizer):
         return replicated(torch.empty(stored.shape, dtype=dtype_of(stored.dtype)), parameter)
-    return moment_like(parameter, key, stored, bool(group.get("capturable") or group.get("fused")))
+    return allocate_moment(parameter, key, stored, bool(group.get("capturable") or group.get("fused")))
 
 
-def moment_like(parameter: torch.Tensor, key: str, stored: Tensor, capturable: bool) -> torch.Tensor:
+def allocate_moment(parameter: torch.Tensor, key: str, stored: TensorInfo, capturable: bool) -> torch.Tensor:
     """Room for what was ``stored`` under ``key`` of a parameter's state.
 
     What has the parameter's shape is made like it, unless it was plain beside a DTensor. A scalar lies where it lay;
     where that was not told, a step counter and all scalars of a larger parameter are on the host unless the optimizer
     is fused or ``capturable``.
     """
-    dtype, shape, lies = dtype_of(stored.dtype), stored.shape, stored.lies
-    counts = lies is Lies.HOST or (key == "step" and lies is not Lies.SPREAD)
-    plain = lies is Lies.WHOLE and isinstance(parameter, DTensor)
+    dtype, shape, lies = dtype_of(stored.dtype), stored.shape, stored.placement
+    counts = lies is TensorPlacement.HOST or (key == "step" and lies is not TensorPlacement.DTENSOR)
+    plain = lies is TensorPlacement.FULL and isinstance(parameter, DTensor)
     if shape == tuple(parameter.shape) and (shape or not counts) and not plain:
         return _empty_like(parameter.detach(), dtype)
-    if lies is Lies.UNTOLD:
-        lies = Lies.DEVICE if capturable or shape else Lies.HOST
-    made = torch.empty(shape, dtype=dtype, device="cpu" if lies is Lies.HOST and not shape else parameter.device)
-    if lies is Lies.SPREAD and isinstance(parameter, DTensor):
+    if lies is TensorPlacement.UNKNOWN:
+        lies = TensorPlacement.DEVICE if capturable or shape else TensorPlacement.HOST
+    made = torch.empty(
+        shape, dtype=dtype, device="cpu" if lies is TensorPlacement.HOST and not shape else parameter.device
+    )
+    if lies is TensorPlacement.DTENSOR and isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         return DTensor.from_local(made, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return made

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from everstep.errors import MalformedMessage, NotRestorable
-from everstep_trainer.state.blob import Blob, Number, decode_blob, encode_blob
+from everstep_trainer.state.blob import Blob, DeviceNumber, decode_blob, encode_blob
 
 # ---- schedules
 # Schedules keep a list with an entry for each of their optimizer's groups, by its place.
@@ -28,25 +28,25 @@ from everstep_trainer.state.blob import Blob, Number, decode_blob, encode_blob
 PER_GROUP = frozenset({"base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas"})
 """In torch's ``state_dict()`` of them."""
 
-Place = tuple[int, int]
+GroupPosition = tuple[int, int]
 """Which of several stored states, and which of its groups."""
 
 
-def regrouped(states: Sequence[Any], places: Sequence[Place]) -> Any:
-    """The first of these states of one schedule, with entries for groups that stood at ``places``."""
+def merge_schedules(states: Sequence[Any], positions: Sequence[GroupPosition]) -> Any:
+    """The first of these states of one schedule, with entries for groups that stood at ``positions``."""
     first = states[0]
     if isinstance(first, dict):
-        return {key: _entry(key, [of[key] for of in states if key in of], places, len(states)) for key in first}
+        return {key: _entry(key, [of[key] for of in states if key in of], positions, len(states)) for key in first}
     if isinstance(first, list) and all(isinstance(of, list) and len(of) == len(first) for of in states):
-        return [regrouped(of, places) for of in zip(*states, strict=True)]  # schedules in a schedule
+        return [merge_schedules(of, positions) for of in zip(*states, strict=True)]  # schedules in a schedule
     return first
 
 
-def _entry(key: Any, values: Sequence[Any], places: Sequence[Place], count: int) -> Any:
+def _entry(key: Any, values: Sequence[Any], places: Sequence[GroupPosition], count: int) -> Any:
     if len(values) < count:
         return values[0]
     if key not in PER_GROUP:
-        return regrouped(values, places)
+        return merge_schedules(values, places)
     if all(isinstance(values[of], list) and at < len(values[of]) for of, at in places):
         return [values[of][at] for of, at in places]
     return values[0]
@@ -59,22 +59,23 @@ FIELDS = frozenset({"rank", "world_size", "state"})
 """Of what is stored of such an object."""
 
 
-class OfOneRank:
+class PerRankState:
     """Stands in for a tracked object: its state is given back to the rank that stored it, at the same world size.
 
     Args:
-        called: what it is, for messages. ranks: what counts as a rank. mend: what to do where it cannot be restored.
+        label: what it is, for messages. rank_noun: what counts as a rank. fix_hint: what to do where it cannot be
+        restored.
     """
 
     def __init__(
-        self, tracked: Any, rank: int, world_size: int, *, called: str, mend: str, ranks: str = "rank"
+        self, tracked: Any, rank: int, world_size: int, *, label: str, fix_hint: str, rank_noun: str = "rank"
     ) -> None:
         self._tracked = tracked
         self._rank = rank
         self._world = world_size
-        self._called = called
-        self._ranks = ranks
-        self._mend = mend
+        self._label = label
+        self._rank_noun = rank_noun
+        self._fix_hint = fix_hint
 
     def state_dict(self) -> dict[str, Any]:
         return {"rank": self._rank, "world_size": self._world, "state": self._tracked.state_dict()}
@@ -82,21 +83,22 @@ class OfOneRank:
     def load_state_dict(self, stored: Any) -> None:
         """Raises NotRestorable for the state of another rank, or of another number of them."""
         if not isinstance(stored, Mapping) or stored.keys() != FIELDS:
-            raise NotRestorable(f"what is stored of {self._called} does not say whose it is. {self._mend}")
+            raise NotRestorable(f"what is stored of {self._label} does not say whose it is. {self._fix_hint}")
         if stored["world_size"] != self._world:
             raise NotRestorable(
-                f"{self._called} was stored on {stored['world_size']} {self._ranks}s, and there are {self._world} now: "
-                f"its state cannot be split anew. {self._mend}"
+                f"{self._label} was stored on {stored['world_size']} {self._rank_noun}s, and there are "
+                f"{self._world} now: "
+                f"its state cannot be split anew. {self._fix_hint}"
             )
         if stored["rank"] != self._rank:
             raise NotRestorable(
-                f"{self._called} of {self._ranks} {self._rank} was lost with its process: that of "
-                f"{stored['rank']} does not fit in its place. {self._mend}"
+                f"{self._label} of {self._rank_noun} {self._rank} was lost with its process: that of "
+                f"{stored['rank']} does not fit in its place. {self._fix_hint}"
             )
         self._tracked.load_state_dict(stored["state"])
 
 
-def apart(objects: Mapping[str, object], names: Sequence[str], rank: int, world_size: int) -> dict[str, object]:
+def wrap_per_rank(objects: Mapping[str, object], names: Sequence[str], rank: int, world_size: int) -> dict[str, object]:
     """The objects, with those of ``names`` as this rank's own. Raises TypeError or ValueError for what cannot be."""
     if isinstance(names, str):
         raise TypeError(f"per_rank takes a list of names: per_rank=[{names!r}]")
@@ -110,21 +112,21 @@ def apart(objects: Mapping[str, object], names: Sequence[str], rank: int, world_
                 f"{name} is a {type(objects[name]).__qualname__}, which has no state_dict and load_state_dict"
             )
     return {
-        key: OfOneRank(tracked, rank, world_size, called=key, mend=_mend(key)) if key in names else tracked
+        key: PerRankState(tracked, rank, world_size, label=key, fix_hint=_fix_hint(key)) if key in names else tracked
         for key, tracked in objects.items()
     }
 
 
-def marks_of(objects: Mapping[str, object]) -> dict[str, torch.Tensor]:
+def rank_markers(objects: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """For each such object a tensor of this rank's own, by its name. Checkpoints of others have none.
 
     A version lacks such a tensor where a rank's slot is gone, so it is not whole, and the one before serves. And what a
     rank alone has of tensors is copied to other nodes, with its Python state.
     """
-    return {f"{key}.of_rank": torch.zeros(1) for key, tracked in objects.items() if isinstance(tracked, OfOneRank)}
+    return {f"{key}.of_rank": torch.zeros(1) for key, tracked in objects.items() if isinstance(tracked, PerRankState)}
 
 
-def _mend(key: str) -> str:
+def _fix_hint(key: str) -> str:
     return (
         f"Derive it from the step, go on with the ranks that there were (everstep-launch --nnodes N:N), or leave {key} "
         "out of per_rank where any rank's state will do"
@@ -133,7 +135,7 @@ def _mend(key: str) -> str:
 
 FORMAT = 2
 
-Name = tuple[str, str]
+StateName = tuple[str, str]
 """The key under which an object is tracked, and a parameter's full name in it; ("", name) is a module with state of its
 own, (key, "") another object."""
 
@@ -146,7 +148,7 @@ _STRUCTURE = frozenset({"params", "param_names"})
 MAX_NAMES_BYTES = 64 << 20
 
 
-class Group(msgspec.Struct, frozen=True):
+class ParameterGroup(msgspec.Struct, frozen=True):
     """A parameter group: the full names of its parameters, packed (``pack_names``), and its hyper-parameters."""
 
     packed: bytes
@@ -178,13 +180,13 @@ class PythonState(msgspec.Struct, frozen=True):
     """One rank's. By the key of an optimizer its parameter groups, and by parameter its state that is no tensor; extra
     state of modules by their full names; the state of all other objects by their keys."""
 
-    groups: dict[str, list[Group]]
+    groups: dict[str, list[ParameterGroup]]
     scalars: dict[str, dict[str, dict[str, Any]]]
     extra: dict[str, Any]
     objects: dict[str, Any]
 
     @property
-    def names(self) -> frozenset[Name]:
+    def names(self) -> frozenset[StateName]:
         """All of which this says something."""
         members = ((top, fqn) for top, groups in self.groups.items() for group in groups for fqn in group.members)
         return frozenset((*members, *(("", name) for name in self.extra), *((key, "") for key in self.objects)))
@@ -213,7 +215,10 @@ def decode(data: bytes | memoryview) -> PythonState:
             "go on with the release that stored it, or start the job anew"
         )
     try:
-        groups = {top: [Group(packed, options) for packed, options in groups] for top, groups in blob["groups"].items()}
+        groups = {
+            top: [ParameterGroup(packed, options) for packed, options in groups]
+            for top, groups in blob["groups"].items()
+        }
         state = PythonState(groups, blob["scalars"], blob["extra"], blob["objects"])
         state.names  # noqa: B018 - unpacked once, so that a damaged one is found here
         return state
@@ -221,13 +226,15 @@ def decode(data: bytes | memoryview) -> PythonState:
         raise MalformedMessage(f"a slot's Python state cannot be read: {error}") from error
 
 
-def state_of(tracked: Any) -> Any:
+def get_state_dict(tracked: Any) -> Any:
     """``tracked.state_dict()``; of a gradient scaler on a GPU without its reading two numbers from there, which would
     wait for all that the GPU still has to do."""
     if not isinstance(tracked, torch.amp.GradScaler):
         return tracked.state_dict()
     held = {key: getattr(tracked, name, None) for key, name in _ON_GPU.items()}
-    live = {key: Number(value) for key, value in held.items() if isinstance(value, torch.Tensor) and value.is_cuda}
+    live = {
+        key: DeviceNumber(value) for key, value in held.items() if isinstance(value, torch.Tensor) and value.is_cuda
+    }
     if len(live) < len(held):
         return tracked.state_dict()
     unused = object.__new__(type(tracked))  # it says what it would begin with, for it has not made its tensors yet
@@ -241,7 +248,7 @@ def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _STRUCTURE}
 
 
-class Merged:
+class MergedState:
     """What several ranks stored of one version, as one rank of any layout needs it.
 
     Args:
@@ -249,14 +256,14 @@ class Merged:
         names: of this rank. States that know exactly these names are of the same stage, and go before others.
     """
 
-    def __init__(self, states: Sequence[PythonState], names: frozenset[Name]) -> None:
+    def __init__(self, states: Sequence[PythonState], names: frozenset[StateName]) -> None:
         ordered = sorted(states, key=lambda state: state.names != names)
         self._states = ordered
         self.extra: dict[str, Any] = {}
         self.objects: dict[str, Any] = {}
-        self._groups: dict[str, list[Group]] = defaultdict(list)
-        self._scalars: dict[Name, dict[str, Any]] = {}
-        self._group_of: dict[Name, dict[str, Any]] = {}
+        self._groups: dict[str, list[ParameterGroup]] = defaultdict(list)
+        self._scalars: dict[StateName, dict[str, Any]] = {}
+        self._group_of: dict[StateName, dict[str, Any]] = {}
         self._by_index: dict[tuple[str, int], dict[str, Any]] = {}
         for state in reversed(ordered):
             self.extra.update(state.extra)
@@ -267,7 +274,7 @@ class Merged:
                 self._by_index |= {(top, index): group.options for index, group in enumerate(groups)}
                 self._group_of |= {(top, fqn): group.options for group in groups for fqn in group.members}
 
-    def knows(self, top: str, fqn: str) -> bool:
+    def has_parameter(self, top: str, fqn: str) -> bool:
         """Whether an optimizer trained a parameter of this name."""
         return (top, fqn) in self._group_of
 
@@ -298,14 +305,15 @@ class Merged:
             if other is not first and encode_blob(other) != encode_blob(first):
                 raise NotRestorable(
                     f"{members[0]} and {fqn} are in one parameter group of {top} now, and were stored in groups of "
-                    f"different hyper-parameters ({difference(first, other)}): keep them in groups of their own"
+                    f"different hyper-parameters ({describe_difference(first, other)}): keep them in groups "
+                    "of their own"
                 )
         return first
 
     def schedule(self, key: str, top: str, members: Sequence[Sequence[str]]) -> Any:
         """The state of the schedule that is tracked under ``key``, for an optimizer with groups of these parameters."""
         states = [state for state in self._states if key in state.objects]
-        places: dict[str, Place] = {}
+        places: dict[str, GroupPosition] = {}
         for number, state in enumerate(states):
             for index, group in enumerate(state.groups.get(top, ())):
                 for fqn in group.members:
@@ -315,22 +323,22 @@ class Merged:
         as_stored = [(0, index) for index in range(len(states[0].groups.get(top, ())))]
         if found == as_stored or len(found) < len(wanted):
             return self.objects[key]
-        return regrouped([state.objects[key] for state in states], found)
+        return merge_schedules([state.objects[key] for state in states], found)
 
-    def require(self, names: Iterable[Name]) -> None:
+    def require(self, names: Iterable[StateName]) -> None:
         """Raises NotRestorable where an object or a module's extra state was not stored."""
         for top, fqn in names:
             if not fqn and top not in self.objects:
                 raise NotRestorable(f"{top} is tracked now, but was not when the version was stored")
 
 
-def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+def describe_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """What differs, in words; nothing where nothing does."""
     keys = sorted(k for k in one.keys() | other.keys() if encode_blob(one.get(k)) != encode_blob(other.get(k)))
     return ", ".join(f"{key} {one.get(key)!r} and {other.get(key)!r}" for key in keys)
 
 
-def put_options(group: dict[str, Any], stored: Mapping[str, Any]) -> None:
+def load_options(group: dict[str, Any], stored: Mapping[str, Any]) -> None:
     """Stored hyper-parameters into a live parameter group."""
     for key, value in stored.items():
         present = group.get(key)

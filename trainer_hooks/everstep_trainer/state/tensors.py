@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from everstep.errors import NotRestorable
-from everstep.layout.manifests import Box, Extent, Lies, Tensor, chunk, whole
-from everstep_trainer.state.blob import as_bytes, dtype_name, refuse_overlap, require_bytes_of_its_own
-from everstep_trainer.state.layout import Layout, Part, Sharing
+from everstep.layout.manifests import Box, Extent, TensorInfo, TensorPlacement, chunk, full_box
+from everstep_trainer.state.blob import as_bytes, dtype_name, refuse_overlap, require_own_memory
+from everstep_trainer.state.layout import Layout, Sharing, TensorPart
 
 # ---- placement
 # Placements on a mesh as boxes. Pure, and the only place that knows what torch's placements mean.
@@ -37,11 +37,11 @@ from everstep_trainer.state.layout import Layout, Part, Sharing
 # one
 # box. Where a ``_StridedShard`` cannot be read so, a rank has a part of each of ``split_factor`` pieces.
 
-Run = tuple[int, int]
+IndexRun = tuple[int, int]
 """(start, length) along one dimension."""
 
 
-def boxes_of(
+def local_boxes(
     shape: Extent, mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> list[tuple[Extent, Box]]:
     """What the rank at ``coordinate`` holds of a tensor of this global shape.
@@ -98,7 +98,7 @@ def _made_before(cut: _Cut, ordered: list[_Cut]) -> int | None:
     return None
 
 
-def _runs(length: int, cuts: Sequence[_Cut]) -> list[Run]:
+def _runs(length: int, cuts: Sequence[_Cut]) -> list[IndexRun]:
     runs = [(0, length)]
     for cut in cuts:
         total = sum(n for _, n in runs)
@@ -108,7 +108,7 @@ def _runs(length: int, cuts: Sequence[_Cut]) -> list[Run]:
             at, n = chunk(size, cut.index, cut.count)
             picked += _between(runs, start + at, n)
         runs = picked
-    joined: list[Run] = []
+    joined: list[IndexRun] = []
     for start, n in runs:
         if joined and sum(joined[-1]) == start:
             joined[-1] = joined[-1][0], joined[-1][1] + n
@@ -117,7 +117,7 @@ def _runs(length: int, cuts: Sequence[_Cut]) -> list[Run]:
     return joined or [(length, 0)]
 
 
-def _between(runs: Sequence[Run], start: int, length: int) -> list[Run]:
+def _between(runs: Sequence[IndexRun], start: int, length: int) -> list[IndexRun]:
     """What lies from ``start`` on, ``length`` long, in the runs taken one after another."""
     found, passed = [], 0
     for at, n in runs:
@@ -128,7 +128,7 @@ def _between(runs: Sequence[Run], start: int, length: int) -> list[Run]:
     return found
 
 
-def _with_local_offsets(runs: Sequence[Run]) -> list[tuple[int, Run]]:
+def _with_local_offsets(runs: Sequence[IndexRun]) -> list[tuple[int, IndexRun]]:
     offsets = itertools.accumulate((n for _, n in runs[:-1]), initial=0)
     return list(zip(offsets, runs, strict=True))
 
@@ -145,88 +145,87 @@ class TrackedTensor(msgspec.Struct, frozen=True):
     """One tensor, and the part of it that this rank holds; where that is several boxes, there is one of these each.
 
     ``shape`` is global, ``box`` this rank's part; ``local`` is a view of the live memory with the box's size.
-    ``parameter``: it takes part in the digest that replicas compare. ``place[key]`` is the tensor itself, and was
-    ``found`` when the state was looked for.
-    """
+    ``is_parameter``: it takes part in the digest that replicas compare. ``container[key]`` is the tensor itself, and
+    was ``original`` when the state was looked for."""
 
     name: str
     shape: tuple[int, ...]
     box: Box
     local: torch.Tensor
     sharing: Sharing
-    parameter: bool
-    place: Mapping[Any, Any]
+    is_parameter: bool
+    container: Mapping[Any, Any]
     key: Any
-    lies: Lies = Lies.UNTOLD
-    found: torch.Tensor | None = None
+    location: TensorPlacement = TensorPlacement.UNKNOWN
+    original: torch.Tensor | None = None
 
     @property
-    def volatile(self) -> bool:
+    def is_volatile(self) -> bool:
         """Whether forward passes may change it, so that it must be copied before the next one."""
         return self.sharing is not Sharing.EQUAL
 
-    def now(self) -> torch.Tensor:
+    def current(self) -> torch.Tensor:
         """The live memory of a buffer at this moment; a module may put another tensor into its place."""
-        tensor, known = self.place[self.key], self.local
-        if self.found is not None and tensor is self.found and _lies_as(tensor, known):
+        tensor, known = self.container[self.key], self.local
+        if self.original is not None and tensor is self.original and _has_same_memory(tensor, known):
             return known
         ((local, _),) = local_parts(self.name, tensor)
         return local
 
-    def part(
+    def to_part(
         self, rank: int, world: int, aliases: tuple[str, ...] = (), groups: tuple[tuple[str, int], ...] = ()
-    ) -> Part:
+    ) -> TensorPart:
         """How the tensor stands in this rank's layout."""
         shape, box = self.shape, self.box
-        if self.sharing is Sharing.OWN:
+        if self.sharing is Sharing.PER_RANK:
             shape, box = (world, *shape), Box((rank, *box.offset), (1, *box.size))
         dtype = self.local.dtype
         kind = (dtype_name(dtype), dtype.itemsize)
-        return Part(self.name, *kind, shape, box, self.sharing, self.parameter, aliases, groups, self.lies)
+        return TensorPart(self.name, *kind, shape, box, self.sharing, self.is_parameter, aliases, groups, self.location)
 
 
-def _lies_as(tensor: torch.Tensor, known: torch.Tensor) -> bool:
+def _has_same_memory(tensor: torch.Tensor, known: torch.Tensor) -> bool:
     """Whether a plain tensor has the memory, shape and strides of ``known``."""
     same_memory = tensor.data_ptr() == known.data_ptr()
     return same_memory and tensor.size() == known.size() and tensor.stride() == known.stride()
 
 
-class Still(msgspec.Struct):
+class BufferRecord(msgspec.Struct):
     """A buffer as it was, to see whether training changes it: most are constants, some are running statistics."""
 
     buffer: torch.Tensor
     version: int
     value: torch.Tensor
 
-    def holds(self, now: torch.Tensor) -> bool:
-        """Whether ``now`` is the same buffer with the same bytes.
+    def is_unchanged(self, current: torch.Tensor) -> bool:
+        """Whether ``current`` is the same buffer with the same bytes.
 
         torch counts writes to a tensor, but batch normalization's kernels write past the count, and DDP writes what is
         there already. So the bytes are compared: always where they are few, else when a write was counted.
         """
-        if now is not self.buffer:
+        if current is not self.buffer:
             return False
-        writes = writes_to(now)
-        if now.device.type != "cpu":  # a comparison would wait for the GPU: small buffers count as changing there
-            return writes == self.version != UNCOUNTED and now.nbytes > ALWAYS_COMPARED_BYTES
-        if writes != self.version or writes == UNCOUNTED or now.nbytes <= ALWAYS_COMPARED_BYTES:
-            if not same(now, self.value):
+        writes = write_count(current)
+        if current.device.type != "cpu":  # a comparison would wait for the GPU: small buffers count as changing there
+            return writes == self.version != UNCOUNTED and current.nbytes > ALWAYS_COMPARED_BYTES
+        if writes != self.version or writes == UNCOUNTED or current.nbytes <= ALWAYS_COMPARED_BYTES:
+            if not has_same_values(current, self.value):
                 return False
             self.version = writes
         return True
 
 
-def still(buffer: torch.Tensor) -> Still:
+def record_buffer(buffer: torch.Tensor) -> BufferRecord:
     """The buffer as it is now."""
-    return Still(buffer, writes_to(buffer), buffer.detach().clone())
+    return BufferRecord(buffer, write_count(buffer), buffer.detach().clone())
 
 
-def writes_to(tensor: torch.Tensor) -> int:
+def write_count(tensor: torch.Tensor) -> int:
     """torch's count of them; UNCOUNTED of a tensor that was made in inference mode."""
     return UNCOUNTED if tensor.is_inference() else tensor._version
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def has_same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the values are the same, or the bytes are, as those of NaN and of dtypes that torch does not compare."""
     try:
         if torch.equal(one, other):
@@ -236,13 +235,15 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and as_bytes(one) == as_bytes(other)
 
 
-def refuse_namesakes(tensors: Iterable[TrackedTensor]) -> None:
+def refuse_duplicate_names(tensors: Iterable[TrackedTensor]) -> None:
     """Raises ValueError where two tensors of this rank have one name and different values: the one would come back as
     the other. Two stages of a pipeline may each have the same constant."""
     first: dict[str, TrackedTensor] = {}
     for tensor in tensors:
         other = first.setdefault(tensor.name, tensor)
-        if other.place[other.key] is not tensor.place[tensor.key] and not same(tensor.local, other.local):
+        if other.container[other.key] is not tensor.container[tensor.key] and not has_same_values(
+            tensor.local, other.local
+        ):
             raise ValueError(
                 f"{tensor.name} is the name of two tensors of this rank that differ, of shapes {list(other.shape)} and "
                 f"{list(tensor.shape)}: one would be restored into both. Things in a list have the names of one model, "
@@ -258,7 +259,7 @@ def local_parts(name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box
     """
     require_dense(name, tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
     if not isinstance(tensor, DTensor):
-        return [(tensor.detach(), whole(tuple(tensor.shape)))]
+        return [(tensor.detach(), full_box(tuple(tensor.shape)))]
     boxes = _boxes_on_mesh(name, tuple(tensor.shape), tensor.device_mesh, tensor.placements)
     local = tensor._local_tensor.detach()
     volume = sum(box.volume for _, box in boxes)
@@ -273,7 +274,7 @@ def local_parts(name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box
 
 def require_dense(name: str, local: torch.Tensor) -> None:
     """Raises TypeError for what of a module or an optimizer cannot be stored."""
-    require_bytes_of_its_own(
+    require_own_memory(
         name, local, "only plain dense tensors are stored; leave it out by run.track(exclude=...), or hold it in such"
     )
     refuse_overlap(name, local)
@@ -299,7 +300,7 @@ def _boxes_on_mesh(
             f"{dist.get_rank()} now: make meshes inside the training function, anew in each generation"
         )
     try:
-        return boxes_of(shape, mesh.shape, coordinate, placements)
+        return local_boxes(shape, mesh.shape, coordinate, placements)
     except TypeError as error:
         raise TypeError(f"{name} {error}") from None
 
@@ -307,8 +308,8 @@ def _boxes_on_mesh(
 # ---- exclude
 # Tensors that a user does not want stored, by patterns on their full names: of frozen parts, of caches that refill.
 
-NEAR = 5
-LITTLE_ALIKE = 0.4
+MAX_SUGGESTIONS = 5
+MIN_SIMILARITY = 0.4
 """difflib's measure from which on a name is worth showing."""
 
 
@@ -322,7 +323,7 @@ class Exclusions:
         self._unused = dict.fromkeys(patterns)
         self._patterns = tuple(self._unused)
 
-    def covers(self, name: str) -> bool:
+    def excludes(self, name: str) -> bool:
         """Whether the tensor of this name is left out."""
         for pattern in self._patterns:
             if fnmatchcase(name, pattern):
@@ -330,15 +331,18 @@ class Exclusions:
                 return True
         return False
 
-    def require_used(self, names: Collection[str], to_come: Collection[str]) -> None:
+    def require_used(self, names: Collection[str], incomplete_optimizers: Collection[str]) -> None:
         """Raises ValueError, with the names that are near, for a pattern that left nothing out and will not.
 
-        ``to_come``: keys of optimizers of which not all state is there.
+        ``incomplete_optimizers``: keys of optimizers of which not all state is there.
         """
         for pattern in self._unused:
             literal = pattern.partition("*")[0].partition("?")[0].partition("[")[0]
-            if not any(f"{key}.".startswith(literal) or literal.startswith(f"{key}.") for key in to_come):
-                near = get_close_matches(pattern, names, NEAR, LITTLE_ALIKE) or sorted(names)[:NEAR]
+            if not any(f"{key}.".startswith(literal) or literal.startswith(f"{key}.") for key in incomplete_optimizers):
+                near = (
+                    get_close_matches(pattern, names, MAX_SUGGESTIONS, MIN_SIMILARITY)
+                    or sorted(names)[:MAX_SUGGESTIONS]
+                )
                 raise ValueError(
                     f"exclude={pattern!r} matches none of {len(names)} tracked tensors; near it are {', '.join(near)}"
                 )
@@ -346,7 +350,7 @@ class Exclusions:
     def require_whole(self, name: str, keys: Collection[str]) -> None:
         """Raises ValueError where a part of a parameter's optimizer state is left out: an optimizer that finds some of
         it after a restore takes the rest for there."""
-        out = [key for key in keys if self._patterns and self.covers(f"{name}.{key}")]
+        out = [key for key in keys if self._patterns and self.excludes(f"{name}.{key}")]
         if out and len(out) < len(keys):
             raise ValueError(
                 f"exclude leaves {', '.join(out)} of {name} out, and not the rest: exclude '{name}.*', or nothing of it"
@@ -363,7 +367,7 @@ _local_of = attrgetter("_local_tensor")
 _form = attrgetter("dtype", "device", "shape")
 
 
-class Identity:
+class StateFingerprint:
     """Filled while tensors are looked for; then asked whether a search would find the same."""
 
     def __init__(self) -> None:
@@ -380,7 +384,7 @@ class Identity:
         self._shaped: list[torch.Tensor] = []
         self._sizes: list[torch.Size] = []
         self._strides: list[tuple[int, ...]] = []
-        self._shapes_stand: Callable[[], bool] | None = None
+        self._are_shapes_unchanged: Callable[[], bool] | None = None
         self._sharded: list[DTensor] = []
         self._locals: list[torch.Tensor] = []
         self._moving: list[tuple[Mapping[Any, Any], Any]] = []
@@ -389,8 +393,8 @@ class Identity:
 
     # --- what was found
 
-    def module(self, module: torch.nn.Module) -> None:
-        """Which children it has, and how many parameters and buffers; ``tensor`` and ``moving`` say which."""
+    def add_module(self, module: torch.nn.Module) -> None:
+        """Which children it has, and how many parameters and buffers; ``add_tensor`` and ``add_volatile`` say which."""
         for inside in (module._parameters, module._buffers, module._modules):
             self._size_of(inside)
         self._size_of(module._non_persistent_buffers_set)
@@ -400,7 +404,7 @@ class Identity:
             for key in (key for key, tensor in inside.items() if tensor is None):
                 self._entry(inside, key, None)
 
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Its parameters in their groups, and which of them have state."""
         self._attributes += [(optimizer, name, getattr(optimizer, name)) for name in ("state", "param_groups")]
         self._walk(optimizer.param_groups)
@@ -411,33 +415,35 @@ class Identity:
         shared = not all(isinstance(key, torch.Tensor) for key in optimizer.state)
         self._walk(_OfParameters(optimizer.state) if shared else optimizer.state.values())
 
-    def state(self, state: Mapping[str, Any]) -> None:
+    def add_state(self, state: Mapping[str, Any]) -> None:
         """A parameter's state in an optimizer: what is no tensor in it may change, but not become one."""
         self._size_of(state)
         self._scalars += [(state, key) for key, value in state.items() if not isinstance(value, torch.Tensor)]
 
-    def tensor(self, place: Mapping[Any, Any], key: Any, tensor: torch.Tensor, *, shaped: bool = True) -> None:
+    def add_tensor(
+        self, container: Mapping[Any, Any], key: Any, tensor: torch.Tensor, *, check_shape: bool = True
+    ) -> None:
         """One whose memory is copied from as it was found.
 
-        ``shaped``: it is also seen to be given another shape at the same address, as ``p.data = p.data[:n]`` does. That
-        is asked of what users prune, and costs as much as all else; of optimizer state it need not be.
+        ``check_shape``: it is also seen to be given another shape at the same address, as ``p.data = p.data[:n]`` does.
+        That is asked of what users prune, and costs as much as all else; of optimizer state it need not be.
         """
         memory = tensor
         if isinstance(tensor, DTensor):
             memory = tensor._local_tensor
             self._sharded.append(tensor)
             self._locals.append(memory)
-        self._entry(place, key, tensor)
+        self._entry(container, key, tensor)
         self._memories.append(memory)
         self._addresses.append(memory.data_ptr())
-        if shaped:
+        if check_shape:
             self._shaped.append(memory)
             self._sizes.append(memory.size())
             self._strides.append(memory.stride())
 
-    def moving(self, place: Mapping[Any, Any], key: Any, tensor: torch.Tensor) -> None:
+    def add_volatile(self, container: Mapping[Any, Any], key: Any, tensor: torch.Tensor) -> None:
         """One that is asked for anew each time; another of the same form may stand in its place."""
-        self._moving.append((place, key))
+        self._moving.append((container, key))
         self._forms.append(_form(tensor))
 
     def _size_of(self, container: Collection[Any]) -> None:
@@ -457,7 +463,7 @@ class Identity:
 
     # --- what is so now
 
-    def unchanged(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether all of it is as it was found."""
         return (
             list(map(len, self._containers)) == self._lengths
@@ -489,13 +495,15 @@ class Identity:
         )
 
     def _shaped_as_found(self) -> bool:
-        if self._shapes_stand is None:  # now, where later calls will come from: the answer depends on autocast, say
+        if (
+            self._are_shapes_unchanged is None
+        ):  # now, where later calls will come from: the answer depends on autocast, say
             # each once: to the guards a tensor that comes twice, as a tied one does, is not what they were made of
             once = {id(tensor): at for at, tensor in enumerate(self._shaped)}.values()
-            self._shapes_stand = _shape_check(
+            self._are_shapes_unchanged = _shape_check(
                 [self._shaped[at] for at in once], [self._sizes[at] for at in once], [self._strides[at] for at in once]
             )
-        return self._shapes_stand()
+        return self._are_shapes_unchanged()
 
 
 class _OfParameters(Collection[Any]):
@@ -541,30 +549,30 @@ def _is_scalar(place: Mapping[Any, Any], key: Any) -> bool:
 # ---- changes
 # What of a rank's tracked tensors is not what it was, in words for whoever changed it.
 
-SHOWN = 5
+MAX_SHOWN = 5
 """Names of each kind."""
 
 
-def difference(before: Layout, now: Layout) -> str:
+def describe_layout_change(before: Layout, after: Layout) -> str:
     """Tensors that are new, gone, or of another type, shape or part, by name; empty where it is none of these."""
-    old, new = _by_name(before), _by_name(now)
+    old, new = _by_name(before), _by_name(after)
     other = [name for name in new if name in old and old[name] != new[name]]
     kinds = {
         "new": [name for name in new if name not in old],
         "gone": [name for name in old if name not in new],
-        "changed": [f"{name} ({_said(old[name])}, now {_said(new[name])})" for name in other],
+        "changed": [f"{name} ({_describe_parts(old[name])}, now {_describe_parts(new[name])})" for name in other],
     }
     return "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names)
 
 
-def _by_name(layout: Layout) -> dict[str, list[Part]]:
-    found: dict[str, list[Part]] = {}
+def _by_name(layout: Layout) -> dict[str, list[TensorPart]]:
+    found: dict[str, list[TensorPart]] = {}
     for part in layout.parts:
         found.setdefault(part.name, []).append(part)
     return found
 
 
-def _said(parts: list[Part]) -> str:
+def _describe_parts(parts: list[TensorPart]) -> str:
     """Of the first part; of several the number."""
     first = parts[0]
     more = f" in {len(parts)} parts" if len(parts) > 1 else ""
@@ -573,11 +581,11 @@ def _said(parts: list[Part]) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return ", ".join(names[:MAX_SHOWN]) + more
 
 
-def refuse_other_model(live: list[TrackedTensor], index_of: dict[str, int], catalog: tuple[Tensor, ...]) -> None:
+def refuse_other_model(live: list[TrackedTensor], index_of: dict[str, int], catalog: tuple[TensorInfo, ...]) -> None:
     """Raises NotRestorable, with names, where a live tensor was not stored or is another one than was stored.
 
     ``index_of``: a name's place in ``catalog``.
@@ -590,7 +598,7 @@ def refuse_other_model(live: list[TrackedTensor], index_of: dict[str, int], cata
         )
     for tensor in live:
         stored = catalog[index_of[tensor.name]]
-        shape = stored.shape[1:] if stored.own else stored.shape
+        shape = stored.shape[1:] if stored.per_rank else stored.shape
         dtype = dtype_name(tensor.local.dtype)
         if (dtype, tensor.shape) != (stored.dtype, shape):
             raise NotRestorable(
@@ -601,7 +609,7 @@ def refuse_other_model(live: list[TrackedTensor], index_of: dict[str, int], cata
 def refuse_other_groups(
     live: Iterable[TrackedTensor],
     index_of: Mapping[str, int],
-    catalog: tuple[Tensor, ...],
+    catalog: tuple[TensorInfo, ...],
     groups: Mapping[str, Iterable[tuple[str, int]]],
     optimizers: Collection[str],
 ) -> None:

@@ -23,7 +23,7 @@ _INSIDE = ".module"
 _WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
 
 
-def unwrapped(name: str) -> str:
+def strip_wrapper_names(name: str) -> str:
     """``name`` without what torch's wrappers that have a name of their own add to it."""
     return _WRAPPERS.sub("", name)
 
@@ -45,10 +45,10 @@ def named_modules(
                 bare = replica + bare[len(inside) :]
         if isinstance(module, DistributedDataParallel):
             replicas.append(name)
-        yield unwrapped(bare), module
+        yield strip_wrapper_names(bare), module
 
 
-def replicas_in(top: str, root: torch.nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:
+def find_replicas(top: str, root: torch.nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:
     """Those parts, with their names."""
     for name, module in named_modules(top, root):
         if isinstance(module, DistributedDataParallel):
@@ -58,33 +58,35 @@ def replicas_in(top: str, root: torch.nn.Module) -> Iterator[tuple[str, Distribu
 class TrackedObjects:
     """The objects by what they are, each with the key under which it is tracked, in the order in which they came.
 
-    ``broadcast``: names of modules whose buffers DDP sends from rank 0. Raises TypeError for what has no state to keep,
-    or was sharded by ZeroRedundancyOptimizer.
+    ``broadcast_modules``: names of modules whose buffers DDP sends from rank 0. Raises TypeError for what has no state
+    to keep, or was sharded by ZeroRedundancyOptimizer.
     """
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self.modules: list[tuple[str, torch.nn.Module]] = []
-        self.broadcast: set[str] = set()
+        self.broadcast_modules: set[str] = set()
         self.optimizers: list[tuple[str, torch.optim.Optimizer]] = []
         self.others: dict[str, Any] = {}
         for key, tracked in objects.items():
-            for one in several(tracked):
+            for one in as_list(tracked):
                 self._sort_in(key, one)
 
     def _sort_in(self, key: str, tracked: object) -> None:
         if isinstance(tracked, torch.nn.Module):
             self.modules.append((key, tracked))
-            self.broadcast |= {name for name, replicas in replicas_in(key, tracked) if replicas.broadcast_buffers}
+            self.broadcast_modules |= {
+                name for name, replicas in find_replicas(key, tracked) if replicas.broadcast_buffers
+            }
         elif isinstance(tracked, torch.optim.Optimizer):
             refuse_zero(key, tracked)
             self.optimizers.append((key, tracked))
         elif hasattr(tracked, "state_dict") and hasattr(tracked, "load_state_dict"):
             self.others[key] = tracked
         else:
-            raise TypeError(f"{key} is a {type(tracked).__qualname__}, {_mend(tracked)}")
+            raise TypeError(f"{key} is a {type(tracked).__qualname__}, {_fix_hint(tracked)}")
 
 
-def _mend(tracked: object) -> str:
+def _fix_hint(tracked: object) -> str:
     if isinstance(tracked, ElasticSampler | Loader | StreamSampler):
         return "which has nothing to keep, since samples are a function of the step: leave it out"
     if isinstance(tracked, DataLoader | Sampler):
@@ -93,7 +95,7 @@ def _mend(tracked: object) -> str:
     return f"which has no state_dict and load_state_dict: {one}give it both, or leave it out"
 
 
-def several(tracked: object) -> Sequence[object]:
+def as_list(tracked: object) -> Sequence[object]:
     """A list of modules or of optimizers one by one; anything else alone."""
     if isinstance(tracked, list | tuple) and tracked:
         for kind in (torch.nn.Module, torch.optim.Optimizer):

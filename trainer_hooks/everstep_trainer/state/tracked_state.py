@@ -20,35 +20,42 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from everstep.errors import NotRestorable
-from everstep.layout.manifests import Lies, Tensor
+from everstep.layout.manifests import TensorInfo, TensorPlacement
 from everstep_trainer.state import optimizer_state
-from everstep_trainer.state.blob import MAX_BLOB_BYTES, Blob, lacks, refuse_fsdp1, refuse_long_history, refuse_own_shard
+from everstep_trainer.state.blob import (
+    MAX_BLOB_BYTES,
+    Blob,
+    refuse_fsdp1,
+    refuse_long_history,
+    refuse_own_shard,
+    unsupported_reason,
+)
 from everstep_trainer.state.layout import Layout, Sharing
-from everstep_trainer.state.optimizer_state import is_complete, lies_of, room_for
+from everstep_trainer.state.optimizer_state import allocate_state, has_full_state, location_of
 from everstep_trainer.state.python_state import (
-    Group,
-    Merged,
-    Name,
+    MergedState,
+    ParameterGroup,
     PythonState,
+    StateName,
     encode,
+    get_state_dict,
     group_options,
-    marks_of,
+    load_options,
     pack_names,
-    put_options,
-    state_of,
+    rank_markers,
 )
 from everstep_trainer.state.tensors import (
+    BufferRecord,
     Exclusions,
-    Identity,
-    Still,
+    StateFingerprint,
     TrackedTensor,
+    has_same_values,
     local_parts,
-    refuse_namesakes,
+    record_buffer,
+    refuse_duplicate_names,
     refuse_other_groups,
     refuse_other_model,
     require_dense,
-    same,
-    still,
 )
 from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules
 
@@ -61,15 +68,15 @@ __all__ = ["TrackedState", "TrackedTensor"]
 # What is tied in one layout may be apart in another: word embeddings that a pipeline has in its first stage and in its
 # last, each with optimizer state of its own, are one parameter on a single rank.
 
-Twin = tuple[str, TrackedTensor, TrackedTensor]
+TiedPair = tuple[str, TrackedTensor, TrackedTensor]
 """A name that was stored apart from that of a live tensor, which it is tied to now; this, and one to read into."""
 Aliases = Mapping[str, tuple[str, ...]]
 """The other names of a tensor, by its first."""
 
 
-def aliases_in(modules: Iterable[tuple[str, torch.nn.Module]], tensors: Iterable[TrackedTensor]) -> Aliases:
+def find_aliases(modules: Iterable[tuple[str, torch.nn.Module]], tensors: Iterable[TrackedTensor]) -> Aliases:
     """Those of tied tensors, and of those in modules that stand in several places."""
-    first = {_memory(t.place[t.key]): t.name for t in tensors}
+    first = {_memory(t.container[t.key]): t.name for t in tensors}
     aliases: dict[str, tuple[str, ...]] = {}
     for top, root in modules:
         for prefix, module in named_modules(top, root, remove_duplicate=False):
@@ -105,7 +112,7 @@ class StoredNames:
         optimizers: the keys under which they are tracked.
     """
 
-    def __init__(self, catalog: tuple[Tensor, ...] = (), optimizers: Collection[str] = ()) -> None:
+    def __init__(self, catalog: tuple[TensorInfo, ...] = (), optimizers: Collection[str] = ()) -> None:
         self._optimizers = optimizers
         self._exact = {tensor.name: index for index, tensor in enumerate(catalog)}
         self._aliases = {tensor.name: tensor.aliases for tensor in catalog if tensor.aliases}
@@ -115,17 +122,17 @@ class StoredNames:
                 self.index_of.setdefault(other, index)
         self._alike = {one: (n, *others) for n, others in self._aliases.items() for one in (n, *others)}
 
-    def of(self, name: str) -> Iterator[str]:
+    def names_of(self, name: str) -> Iterator[str]:
         """A stored tensor's names: its own, and those that no other was stored under."""
         yield name
         if self._aliases:
             yield from (n for n in other_names(name, self._aliases, self._optimizers) if n not in self._exact)
 
-    def alike(self, name: str) -> tuple[str, ...]:
+    def all_names(self, name: str) -> tuple[str, ...]:
         """All names of what one of these was stored under."""
         return self._alike.get(name, (name,))
 
-    def apart(self, live: Iterable[TrackedTensor], aliases: Aliases) -> list[Twin]:
+    def separately_stored(self, live: Iterable[TrackedTensor], aliases: Aliases) -> list[TiedPair]:
         """What is tied now and was stored under several names: each but the first."""
         return [
             (other, tensor, msgspec.structs.replace(tensor, local=torch.empty_like(tensor.local)))
@@ -135,10 +142,10 @@ class StoredNames:
         ]
 
 
-def require_alike(twins: Iterable[Twin]) -> None:
+def require_equal_values(pairs: Iterable[TiedPair]) -> None:
     """Raises NotRestorable where what is tied now was stored apart with other values."""
-    for name, one, other in twins:
-        if not same(one.local, other.local):
+    for name, one, other in pairs:
+        if not has_same_values(one.local, other.local):
             raise NotRestorable(
                 f"{name} and {one.name} are one tensor now, and were stored apart, with different "
                 "values: keep them apart, or begin with weights in which they are alike"
@@ -164,23 +171,23 @@ class TrackedState:
         self._exclude = Exclusions(exclude)
         tracked = TrackedObjects(objects)
         self._modules, self._optimizers, self._others = tracked.modules, tracked.optimizers, tracked.others
-        self._broadcast = tuple(f"{name}." for name in tracked.broadcast)
+        self._broadcast = tuple(f"{name}." for name in tracked.broadcast_modules)
         self._fqns = self._names()
         self._refuse_long_histories()
-        self._identity = Identity()
-        self._still: list[Still] = []
+        self._identity = StateFingerprint()
+        self._buffer_records: list[BufferRecord] = []
         self._scalars: list[tuple[str, torch.optim.Optimizer, str, dict[str, Any], str]] = []
         self._extra: list[tuple[str, torch.nn.Module]] = []
         self._packed: list[bytes] | None = None
-        self._lies: dict[str, Lies] = {}
+        self._locations: dict[str, TensorPlacement] = {}
         self._tied: dict[str, dict[str, None]] = defaultdict(dict)
         """Optimizer state that is another tensor too, by the name that this has."""
-        self._marks = marks_of(self._others)
+        self._rank_markers = rank_markers(self._others)
         self._stored = StoredNames()
-        self._apart: list[Twin] = []
-        self._looked = False
+        self._separately_stored: list[TiedPair] = []
+        self._has_searched = False
         self._changing: set[str] = set()
-        self.settle()
+        self.record_buffers()
         if exclude:
             self.tensors()
 
@@ -188,14 +195,14 @@ class TrackedState:
         for top, optimizer in self._optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 first, *_ = next(self._trained(optimizer))
-                if not self._exclude.covers(f"{top}.{first}.old_dirs"):
+                if not self._exclude.excludes(f"{top}.{first}.old_dirs"):
                     refuse_long_history(top, optimizer, MAX_BLOB_BYTES)
 
     # --- finding tensors
 
-    def settle(self) -> None:
+    def record_buffers(self) -> None:
         """Takes the buffers as they are now for unchanged: those that training changes from here on are found out."""
-        self._settled = {name: still(b) for name, _, _, b in self._buffers() if not lacks(b)}
+        self._settled = {name: record_buffer(b) for name, _, _, b in self._buffers() if not unsupported_reason(b)}
 
     def tensors(self) -> list[TrackedTensor]:
         """All tensors now, in an order that is the same on every rank. Tied ones once, under their first name.
@@ -205,50 +212,54 @@ class TrackedState:
         """
         self._reshard()
         self._fqns = self._names()
-        self._looked = True
+        self._has_searched = True
         self._tied.clear()
-        self._identity, self._still, self._scalars, self._packed = Identity(), [], [], None
+        self._identity, self._buffer_records, self._scalars, self._packed = StateFingerprint(), [], [], None
         self._extra = [
             (name, module)
             for _, name, module in self._all_modules()
             if type(module).get_extra_state is not torch.nn.Module.get_extra_state
         ]
         for _, _, module in self._all_modules():
-            self._identity.module(module)
+            self._identity.add_module(module)
         found: dict[Any, TrackedTensor] = {}
-        for name, place, key, parameter in self._wanted(self._parameters()):
+        for name, place, key, parameter in self._included(self._parameters()):
             self._add(found, name, place, key, parameter, Sharing.EQUAL, parameter=True)
-        for name, place, key, buffer in self._wanted(self._buffers()):
+        for name, place, key, buffer in self._included(self._buffers()):
             self._add(found, name, place, key, buffer, self._sharing_of(name, buffer), parameter=False)
-        for name, place, key, moment in self._wanted(self._moments()):
-            self._add(found, name, place, key, moment, Sharing.EQUAL, parameter=False, lies=self._lies[name])
-        to_come = [top for top, optimizer in self._optimizers if not is_complete(optimizer)]
+        for name, place, key, moment in self._included(self._moments()):
+            self._add(found, name, place, key, moment, Sharing.EQUAL, parameter=False, lies=self._locations[name])
+        to_come = [top for top, optimizer in self._optimizers if not has_full_state(optimizer)]
         self._exclude.require_used([tensor.name for tensor in found.values()], to_come)
-        for name, mark in self._marks.items():
-            self._add(found, name, self._marks, name, mark, Sharing.OWN, parameter=False)
+        for name, mark in self._rank_markers.items():
+            self._add(found, name, self._rank_markers, name, mark, Sharing.PER_RANK, parameter=False)
         tensors = list(found.values())
-        refuse_namesakes(tensors)
+        refuse_duplicate_names(tensors)
         return tensors
 
-    def _wanted(self, tensors: Iterable[_Named]) -> Iterator[_Named]:
-        return (each for each in tensors if not self._exclude.covers(each[0]))
+    def _included(self, tensors: Iterable[_Named]) -> Iterator[_Named]:
+        return (each for each in tensors if not self._exclude.excludes(each[0]))
 
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every optimizer has state for every parameter it trains, as it has after a step or a restore."""
-        return all(is_complete(optimizer) for _, optimizer in self._optimizers)
+        return all(has_full_state(optimizer) for _, optimizer in self._optimizers)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [optimizer for _, optimizer in self._optimizers]
 
     @property
-    def asks(self) -> bool:
+    def has_optimizers(self) -> bool:
         """Whether an optimizer is tracked, whose steps are announced."""
         return bool(self._optimizers)
 
-    def unchanged(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether the tensors are still those that ``tensors`` found, in the same memory. Fast: every step asks."""
-        return self._looked and self._identity.unchanged() and all(still.holds(still.buffer) for still in self._still)
+        return (
+            self._has_searched
+            and self._identity.is_unchanged()
+            and all(still.is_unchanged(still.buffer) for still in self._buffer_records)
+        )
 
     def _reshard(self) -> None:
         for _, module in self._modules:
@@ -273,14 +284,14 @@ class TrackedState:
         sharing: Sharing,
         *,
         parameter: bool,
-        lies: Lies | None = None,
+        lies: TensorPlacement | None = None,
     ) -> None:
         """``lies``: of optimizer state."""
         parts = local_parts(name, tensor)
         if sharing is Sharing.EQUAL:
-            self._identity.tensor(place, key, tensor, shaped=lies is None)
+            self._identity.add_tensor(place, key, tensor, check_shape=lies is None)
         else:
-            self._identity.moving(place, key, tensor)
+            self._identity.add_volatile(place, key, tensor)
         for local, box in parts:
             identity = (local.data_ptr(), local.size(), local.stride(), local.dtype) if local.numel() else id(tensor)
             first = found.get(identity)
@@ -288,7 +299,16 @@ class TrackedState:
                 self._tied[first.name][name] = None
             if first is None:
                 found[identity] = TrackedTensor(
-                    name, tuple(tensor.shape), box, local, sharing, parameter, place, key, lies or Lies.UNTOLD, tensor
+                    name,
+                    tuple(tensor.shape),
+                    box,
+                    local,
+                    sharing,
+                    parameter,
+                    place,
+                    key,
+                    lies or TensorPlacement.UNKNOWN,
+                    tensor,
                 )
 
     def _sharing_of(self, name: str, buffer: torch.Tensor) -> Sharing:
@@ -298,11 +318,11 @@ class TrackedState:
             return Sharing.EQUAL
         require_dense(name, buffer)
         settled = self._settled.get(name)
-        if name not in self._changing and settled is not None and settled.holds(buffer):
-            self._still.append(settled)
+        if name not in self._changing and settled is not None and settled.is_unchanged(buffer):
+            self._buffer_records.append(settled)
             return Sharing.EQUAL
         self._changing.add(name)
-        return Sharing.FIRST if name.startswith(self._broadcast) else Sharing.OWN
+        return Sharing.FIRST_RANK if name.startswith(self._broadcast) else Sharing.PER_RANK
 
     def _parameters(self) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
         for top, prefix, module in self._all_modules():
@@ -324,27 +344,27 @@ class TrackedState:
 
     def _moments(self) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
         for top, optimizer in self._optimizers:
-            self._identity.optimizer(optimizer)
+            self._identity.add_optimizer(optimizer)
             for fqn, parameter, _ in self._trained(optimizer):
                 state = optimizer.state.get(parameter)
                 if state is None:
                     continue
-                self._identity.state(state)
+                self._identity.add_state(state)
                 self._exclude.require_whole(f"{top}.{fqn}", state)
                 for key, value in state.items():
                     name = f"{top}.{fqn}.{key}"
                     if not isinstance(value, torch.Tensor):
-                        if not self._exclude.covers(name):
+                        if not self._exclude.excludes(name):
                             self._scalars.append((top, optimizer, fqn, state, key))
                         continue
-                    if not isinstance(key, str) and not self._exclude.covers(name):
+                    if not isinstance(key, str) and not self._exclude.excludes(name):
                         raise TypeError(
                             f"{top} has a tensor of {fqn} under {key!r}, which is a {type(key).__qualname__}: "
                             "state is stored and found by names, so take a string for the key"
                         )
-                    if not self._exclude.covers(name):
+                    if not self._exclude.excludes(name):
                         refuse_own_shard(name, parameter, value)
-                    self._lies[name] = lies_of(parameter, value)
+                    self._locations[name] = location_of(parameter, value)
                     yield name, state, key, value
 
     def _trained(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
@@ -358,10 +378,10 @@ class TrackedState:
 
     def layout(self, tensors: list[TrackedTensor], rank: int, world: int) -> Layout:
         """What this rank holds, for the plan."""
-        aliases, groups = {**aliases_in(self._modules, tensors)}, self._groups()
+        aliases, groups = {**find_aliases(self._modules, tensors)}, self._groups()
         for name, others in self._tied.items():
             aliases[name] = (*aliases.get(name, ()), *others)
-        return Layout(tuple(t.part(rank, world, aliases.get(t.name, ()), groups.get(t.name, ())) for t in tensors))
+        return Layout(tuple(t.to_part(rank, world, aliases.get(t.name, ()), groups.get(t.name, ())) for t in tensors))
 
     def _groups(self) -> dict[str, tuple[tuple[str, int], ...]]:
         """Which optimizers train a parameter, each with the index of its parameter group."""
@@ -372,7 +392,7 @@ class TrackedState:
                     groups[name] = (*groups.get(name, ()), (top, index))
         return groups
 
-    def targets(self, catalog: tuple[Tensor, ...]) -> list[tuple[int, TrackedTensor]]:
+    def restore_targets(self, catalog: tuple[TensorInfo, ...]) -> list[tuple[int, TrackedTensor]]:
         """Live tensors to fill, each with the index of its source in ``catalog``. Others of the catalog may be live on
         other ranks.
 
@@ -382,19 +402,22 @@ class TrackedState:
         """
         self._stored = StoredNames(catalog, [top for top, _ in self._optimizers])
         index_of = self._stored.index_of
-        self._changing.update(tensor.name for tensor in catalog if tensor.own)
+        self._changing.update(tensor.name for tensor in catalog if tensor.per_rank)
         self._create_moments(catalog)
-        live = [t for t in self.tensors() if t.name in index_of or t.name not in self._marks]
+        live = [t for t in self.tensors() if t.name in index_of or t.name not in self._rank_markers]
         refuse_other_model(live, index_of, catalog)
         refuse_other_groups(live, index_of, catalog, self._groups(), {top for top, _ in self._optimizers})
-        self._apart = self._stored.apart(live, aliases_in(self._modules, live))
-        return [*((index_of[t.name], t) for t in live), *((index_of[name], beside) for name, _, beside in self._apart)]
+        self._separately_stored = self._stored.separately_stored(live, find_aliases(self._modules, live))
+        return [
+            *((index_of[t.name], t) for t in live),
+            *((index_of[name], beside) for name, _, beside in self._separately_stored),
+        ]
 
-    def _create_moments(self, catalog: tuple[Tensor, ...]) -> None:
-        wanted: dict[str, list[tuple[str, Tensor]]] = {}
+    def _create_moments(self, catalog: tuple[TensorInfo, ...]) -> None:
+        wanted: dict[str, list[tuple[str, TensorInfo]]] = {}
         for tensor in catalog:
-            for name in self._stored.of(tensor.name):
-                if not self._exclude.covers(name):
+            for name in self._stored.names_of(tensor.name):
+                if not self._exclude.excludes(name):
                     prefix, _, key = name.rpartition(".")
                     wanted.setdefault(prefix, []).append((key, tensor))
         tied = {tensor.name for tensor in catalog if tensor.aliases}
@@ -406,68 +429,70 @@ class TrackedState:
                     state = optimizer.state[parameter]
                     if key not in state:
                         known = one.get(tensor.name)
-                        state[key] = room_for(optimizer, group, parameter, key, tensor) if known is None else known
+                        state[key] = (
+                            allocate_state(optimizer, group, parameter, key, tensor) if known is None else known
+                        )
                     if tensor.aliases:
                         one.setdefault(tensor.name, state[key])
 
     # --- the Python state
 
     def blob(self) -> bytes:
-        """What ``taken`` takes, as bytes; waits for what of it lies on a GPU."""
-        return self.taken().data()
+        """What ``capture`` takes, as bytes; waits for what of it lies on a GPU."""
+        return self.capture().data()
 
-    def taken(self) -> Blob:
+    def capture(self) -> Blob:
         """Hyper-parameters, optimizer state that is no tensor, and the state of all other objects, as they are now.
 
         Raises TypeError with the path of what cannot be stored, ConfigurationError for too much of it.
         """
-        if not self._looked:
+        if not self._has_searched:
             self.tensors()
         scalars: dict[str, dict[str, dict[str, Any]]] = {}
         for top, optimizer, fqn, state, key in self._scalars:
             scalars.setdefault(top, {}).setdefault(fqn, {})[key] = optimizer_state.to_store(optimizer, state[key])
         for top, shared in optimizer_state.shared_state(self._optimizers):
-            scalars.setdefault(top, {})[optimizer_state.SHARED] = shared
-        groups: dict[str, list[Group]] = {}
+            scalars.setdefault(top, {})[optimizer_state.SHARED_KEY] = shared
+        groups: dict[str, list[ParameterGroup]] = {}
         for packed, (top, _, group) in zip(self._packed_names(), self._all_groups(), strict=True):
-            groups.setdefault(top, []).append(Group(packed, group_options(group)))
+            groups.setdefault(top, []).append(ParameterGroup(packed, group_options(group)))
         extra = {name: module.get_extra_state() for name, module in self._extra}
-        objects = {key: state_of(tracked) for key, tracked in self._others.items()}
+        objects = {key: get_state_dict(tracked) for key, tracked in self._others.items()}
         return encode(PythonState(groups, scalars, extra, objects))
 
-    def python_names(self) -> frozenset[Name]:
+    def python_names(self) -> frozenset[StateName]:
         """All that ``load_python`` needs something of."""
-        if not self._looked:
+        if not self._has_searched:
             self.tensors()
         trained = ((top, fqn) for top, optimizer in self._optimizers for fqn, *_ in self._trained(optimizer))
         return frozenset((*trained, *(("", name) for name, _ in self._extra), *((key, "") for key in self._others)))
 
-    def require_python(self, stored: Merged) -> None:
+    def require_python(self, stored: MergedState) -> None:
         """Raises NotRestorable where ``load_python`` would not find what it needs, or would have to mix it."""
-        require_alike(self._apart)
-        self._apart = []
+        require_equal_values(self._separately_stored)
+        self._separately_stored = []
         for top, index, group in self._all_groups():
             stored.options(top, index, self._stored_names(stored, top, self._names_in(group, index)))
         for top, optimizer in self._optimizers:
-            if optimizer_state.is_of_all(optimizer):
-                optimizer_state.require_same_vector(
+            if optimizer_state.has_joint_state(optimizer):
+                optimizer_state.require_same_parameters(
                     top, stored.members(top), [name for name, *_ in self._trained(optimizer)]
                 )
         stored.require(self.python_names())
 
-    def load_python(self, stored: Merged) -> None:
+    def load_python(self, stored: MergedState) -> None:
         """Puts stored Python state into the objects. Raises NotRestorable where they are others than were stored."""
         members: dict[str, list[list[str]]] = defaultdict(list)
         for top, index, group in self._all_groups():
             names = self._stored_names(stored, top, self._names_in(group, index))
-            put_options(group, stored.options(top, index, names))
+            load_options(group, stored.options(top, index, names))
             members[top].append(names)
         for top, optimizer in self._optimizers:
             for fqn, parameter, _ in self._trained(optimizer):
                 (name,) = self._stored_names(stored, top, [fqn])
                 if scalars := stored.scalars(top, name):
                     optimizer.state[parameter].update(optimizer_state.to_live(optimizer, parameter, scalars))
-            optimizer_state.put_shared(optimizer, stored.scalars(top, optimizer_state.SHARED))
+            optimizer_state.load_shared(optimizer, stored.scalars(top, optimizer_state.SHARED_KEY))
         stored.require(self.python_names())
         for name, module in self._extra:
             if name in stored.extra:
@@ -488,8 +513,8 @@ class TrackedState:
     def _names_in(self, group: dict[str, Any], index: int) -> list[str]:
         return [self._fqns.get(id(p), f"group{index}.{i}") for i, p in enumerate(group["params"])]
 
-    def _stored_names(self, stored: Merged, top: str, names: list[str]) -> list[str]:
-        return [next((n for n in self._stored.alike(name) if stored.knows(top, n)), name) for name in names]
+    def _stored_names(self, stored: MergedState, top: str, names: list[str]) -> list[str]:
+        return [next((n for n in self._stored.all_names(name) if stored.has_parameter(top, n)), name) for name in names]
 
     def _packed_names(self) -> list[bytes]:
         if self._packed is None:

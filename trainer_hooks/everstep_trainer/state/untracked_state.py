@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from everstep_trainer.sdc.digest import WeightedDigest
 from everstep_trainer.state.tensors import Exclusions
-from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules, unwrapped
+from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules, strip_wrapper_names
 
 # ---- unrestored
 # What of replicated models no restore brings: excluded tensors, buffers that are not persistent, untracked modules.
@@ -27,17 +27,19 @@ from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules
 # the restore makes replicas equal. But not in what is no part of it, which each rank's program made for itself.
 
 
-class Unrestored:
+class ReplicaSync:
     """The replicated models of a generation that restores a version."""
 
     def __init__(self) -> None:
         self._models: list[tuple[nn.Module, frozenset[str], dist.ProcessGroup | None]] = []
 
-    def add(self, model: nn.Module, group: dist.ProcessGroup | None = None, *, ignored: Iterable[str] = ()) -> None:
+    def add_model(
+        self, model: nn.Module, group: dist.ProcessGroup | None = None, *, ignored: Iterable[str] = ()
+    ) -> None:
         """A model with replicas on the ranks of ``group`` (None: on all). ``ignored``: names that are a rank's own."""
         self._models.append((model, frozenset(ignored), group))
 
-    def send(self, objects: Mapping[str, object], exclude: Iterable[str]) -> None:
+    def broadcast(self, objects: Mapping[str, object], exclude: Iterable[str]) -> None:
         """After the restore of ``objects`` without ``exclude``: gives all replicas what rank 0's program made.
 
         A collective. Ranks compare digests first, since mostly all have read or computed the same.
@@ -45,7 +47,7 @@ class Unrestored:
         restored = {id(tensor) for tensor in _restored(objects, exclude)}
         for model, ignored, group in self._models:
             tensors = [tensor for tensor in _replicated(model, ignored) if id(tensor) not in restored]
-            if tensors and not _alike(tensors, group):
+            if tensors and not _are_equal(tensors, group):
                 _send_first_ranks(tensors, group)
 
 
@@ -54,7 +56,7 @@ def _restored(objects: Mapping[str, object], exclude: Iterable[str]) -> Iterator
     for top, root in TrackedObjects(objects).modules:
         for name, module in named_modules(top, root):
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                stored = key not in module._non_persistent_buffers_set and not exclusions.covers(f"{name}.{key}")
+                stored = key not in module._non_persistent_buffers_set and not exclusions.excludes(f"{name}.{key}")
                 if tensor is not None and stored:
                     yield tensor
 
@@ -67,8 +69,8 @@ def _replicated(model: nn.Module, ignored: frozenset[str]) -> Iterator[torch.Ten
             yield tensor
 
 
-def _alike(tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> bool:
-    own = WeightedDigest(tensors).start().reshape(1)
+def _are_equal(tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> bool:
+    own = WeightedDigest(tensors).enqueue().reshape(1)
     everybodys = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everybodys, own, group=group)
     return len(set(torch.cat(everybodys).tolist())) == 1
@@ -86,10 +88,10 @@ def _send_first_ranks(tensors: list[torch.Tensor], group: dist.ProcessGroup | No
 
 log = logging.getLogger(__name__)
 
-SHOWN = 3
+MAX_SHOWN = 3
 
 
-def look_for_unseen(objects: Mapping[str, object]) -> None:
+def check_untracked(objects: Mapping[str, object]) -> None:
     """Raises ValueError for an optimizer with parameters in no tracked module, and warns, by name, of what modules say
     in ``state_dict()`` that is none of their tensors."""
     tracked = TrackedObjects(objects)
@@ -97,7 +99,7 @@ def look_for_unseen(objects: Mapping[str, object]) -> None:
     for top, optimizer in tracked.optimizers:
         strays = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in held]
         if strays:
-            shapes = ", ".join(str(list(parameter.shape)) for parameter in strays[:SHOWN])
+            shapes = ", ".join(str(list(parameter.shape)) for parameter in strays[:MAX_SHOWN])
             raise ValueError(
                 f"{top} trains {len(strays)} parameters that are in no tracked module (of shape {shapes}): their "
                 "values would not be stored. Track what holds them, such as a loss with weights of its own, or "
@@ -105,22 +107,22 @@ def look_for_unseen(objects: Mapping[str, object]) -> None:
                 "fully_shard"
             )
     for top, module in tracked.modules:
-        if names := list(_unseen(module)):
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        if names := list(_untracked_names(module)):
+            more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
             log.warning(
                 "%s has %s%s in its state_dict(), which are none of its parameters and buffers. Only these are stored: "
                 "what cannot be made from them begins anew after a loss. Give it by get_extra_state, hold it in a "
                 "buffer, or track an object of its own that has it",
                 top,
-                ", ".join(names[:SHOWN]),
+                ", ".join(names[:MAX_SHOWN]),
                 more,
             )
 
 
-def _unseen(root: nn.Module) -> Iterator[str]:
+def _untracked_names(root: nn.Module) -> Iterator[str]:
     """Names in ``state_dict()`` whose values share no memory with what is stored; asked only where somebody changes
     what it says, since torch's own says nothing else."""
-    if not any(map(_says_more, root.modules())):
+    if not any(map(_has_custom_state_dict, root.modules())):
         return
     try:
         said = root.state_dict(keep_vars=True)
@@ -132,10 +134,10 @@ def _unseen(root: nn.Module) -> Iterator[str]:
         if name.endswith(_EXTRA_STATE_KEY_SUFFIX):
             continue
         if not isinstance(value, torch.Tensor) or (value.numel() and _memory(value) not in stored):
-            yield unwrapped(name)
+            yield strip_wrapper_names(name)
 
 
-def _says_more(module: nn.Module) -> bool:
+def _has_custom_state_dict(module: nn.Module) -> bool:
     kind = type(module)
     own = (kind.state_dict, kind._save_to_state_dict) != (nn.Module.state_dict, nn.Module._save_to_state_dict)
     return own or bool(module._state_dict_hooks)

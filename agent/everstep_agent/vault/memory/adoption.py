@@ -18,30 +18,30 @@ from everstep.ids import NAME_PATTERN
 from everstep.layout.segments import SlotHeader, SlotState
 from everstep.layout.slots import CHUNK_BYTES
 from everstep.wire.v1.local import SlotInfo
-from everstep_agent.vault.memory.segments import KINDS, Damage, Segment, SegmentKey, SegmentStore
+from everstep_agent.vault.memory.segments import SEGMENT_KINDS, DamageReport, SegmentFile, SegmentKey, SegmentStore
 
 log = logging.getLogger(__name__)
 
-MOST_THREADS = 8
+MAX_THREADS = 8
 """Each hashes 7 to 34 GB/s: more of them are bound by the machine's memory."""
 _FILE = re.compile(r"^(own|replica|parity)-(0|[1-9][0-9]{0,6})$")
 
 
-class Adoption:
+class SegmentAdoption:
     """``find`` once, before anybody is served; then ``start``. The rest is safe to use from any thread."""
 
     def __init__(self, store: SegmentStore, threads: int | None = None) -> None:
         """``threads``: by default half of the processors, since ranks that live go on computing."""
         self._store = store
         self._changed = threading.Condition()
-        self._waiting: list[tuple[Segment, int, SlotHeader]] = []
+        self._unchecked_slots: list[tuple[SegmentFile, int, SlotHeader]] = []
         self._stopping = False
-        count = min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)) if threads is None else threads
+        count = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)) if threads is None else threads
         self._threads = [threading.Thread(target=self._run, name="adopt", daemon=True) for _ in range(count)]
 
     # --- finding --------------------------------------------------------------------------------------------------
 
-    def find(self) -> int:
+    def adopt_segments(self) -> int:
         """Takes over whole segments, reading headers alone. Returns how many sealed slots are to be checked.
 
         Unfinished fills of replicas are discarded; those of own segments are left alone, since their rank may be alive
@@ -51,39 +51,41 @@ class Adoption:
         for folder in sorted(p for p in directory.iterdir() if p.is_dir() and not p.is_symlink()):
             if re.fullmatch(NAME_PATTERN, folder.name):
                 for path in sorted(folder.iterdir()):
-                    self._find_file(folder.name, path)
-        self._waiting.sort(key=lambda each: each[2].version)
-        return len(self._waiting)
+                    self._adopt_file(folder.name, path)
+        self._unchecked_slots.sort(key=lambda each: each[2].version)
+        return len(self._unchecked_slots)
 
-    def _find_file(self, job: str, path: Path) -> None:
+    def _adopt_file(self, job: str, path: Path) -> None:
         if path.name.startswith("."):
             path.unlink()
             return
         name = _FILE.match(path.name)
         if name is None:
             return
-        key = SegmentKey(job, KINDS[name[1]], int(name[2]))
+        key = SegmentKey(job, SEGMENT_KINDS[name[1]], int(name[2]))
         try:
-            segment = Segment(key, path)
+            segment = SegmentFile(key, path)
         except VersionMismatch as error:
             raise ConfigurationError(f"{path} cannot be taken over: {error}") from error
         except (DigestMismatch, OSError) as error:
             path.unlink(missing_ok=True)
-            self._store.tell(Damage(job, f"{job}/{path.name}", f"{path} is given up: {error}", {"path": str(path)}))
+            self._store.report_damage(
+                DamageReport(job, f"{job}/{path.name}", f"{path} is given up: {error}", {"path": str(path)})
+            )
             return
-        self._store.mend_header(segment)
+        self._store.repair_header(segment)
         for slot in range(segment.view.slots):
-            self._find_slot(segment, slot)
-        self._store.add(segment)
+            self._adopt_slot(segment, slot)
+        self._store.register(segment)
 
-    def _find_slot(self, segment: Segment, slot: int) -> None:
-        segment.settle(slot)
-        header = segment.view.look(slot).header
+    def _adopt_slot(self, segment: SegmentFile, slot: int) -> None:
+        segment.finish_repair(slot)
+        header = segment.view.read_records(slot).header
         if header is None:
-            self._store.lost_header(segment, slot)
+            self._store.discard_lost_header(segment, slot)
         elif header.state is SlotState.SEALED:
-            segment.unchecked[slot] = header
-            self._waiting.append((segment, slot, header))
+            segment.unchecked_slots[slot] = header
+            self._unchecked_slots.append((segment, slot, header))
         elif header.state is not SlotState.EMPTY and segment.key.kind != "own":
             segment.discard(slot, header)
 
@@ -105,42 +107,44 @@ class Adoption:
     def _run(self) -> None:
         while True:
             with self._changed:
-                if self._stopping or not self._waiting:
+                if self._stopping or not self._unchecked_slots:
                     return
-                segment, slot, header = self._waiting.pop()
+                segment, slot, header = self._unchecked_slots.pop()
             if self._store.get(segment.key) is segment:  # else the job is over, or has a larger one
-                self.require(segment, slot, header)
+                self.ensure_checked(segment, slot, header)
 
-    def require(self, segment: Segment, slot: int, header: SlotHeader) -> None:
+    def ensure_checked(self, segment: SegmentFile, slot: int, header: SlotHeader) -> None:
         """Returns when the slot is checked, if it is still to be: now and in this thread."""
-        if segment.unchecked.get(slot) != header:
+        if segment.unchecked_slots.get(slot) != header:
             return
         try:
             if not self._hash(segment, slot, header):
                 return
         except (DigestMismatch, IndexError) as error:
             if segment.discard(slot, header):
-                self._store.tell(segment.damage(slot, header, f"{error}; the slot is discarded"))
+                self._store.report_damage(segment.describe_damage(slot, header, f"{error}; the slot is discarded"))
             elif segment.view.header(slot) == header:
                 return  # it could not be discarded: nobody believes it all the same
         with self._changed:
-            segment.unchecked.pop(slot, None)
+            segment.unchecked_slots.pop(slot, None)
             self._changed.notify_all()
 
-    def _hash(self, segment: Segment, slot: int, header: SlotHeader) -> bool:
+    def _hash(self, segment: SegmentFile, slot: int, header: SlotHeader) -> bool:
         """False where the vault ends meanwhile. Raises DigestMismatch, IndexError."""
         segment.view.manifest(slot)
         for start in range(0, header.payload_bytes, CHUNK_BYTES):
             if self._stopping:
                 return False
-            segment.view.check_chunks(slot, start, min(CHUNK_BYTES, header.payload_bytes - start))
+            segment.view.verify_chunks(slot, start, min(CHUNK_BYTES, header.payload_bytes - start))
         return True
 
     # --- what is here ---------------------------------------------------------------------------------------------
 
-    def inventory(self, job: str, patience_s: float) -> tuple[tuple[SlotInfo, ...], int]:
+    def inventory(self, job: str, timeout_s: float) -> tuple[tuple[SlotInfo, ...], int]:
         """The job's checked slots, and how many are still to be checked when ``patience_s`` is over, mostly none."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or not self._store.unchecked(job), patience_s)
-        unchecked = self._store.unchecked(job)  # first: what is checked in between is asked for once more, not missed
+            self._changed.wait_for(lambda: self._stopping or not self._store.count_unchecked(job), timeout_s)
+        unchecked = self._store.count_unchecked(
+            job
+        )  # first: what is checked in between is asked for once more, not missed
         return self._store.inventory(job), unchecked

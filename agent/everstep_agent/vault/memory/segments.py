@@ -24,66 +24,79 @@ import msgspec
 from everstep.errors import ConfigurationError, DigestMismatch
 from everstep.ids import Version
 from everstep.layout.segments import (
-    MOST_SLOTS,
+    MAX_SLOTS,
     NONCE_BYTES,
-    PAGE,
-    Look,
+    PAGE_BYTES,
     SlotHeader,
+    SlotRecordPair,
     SlotState,
     is_intact,
     segment_bytes,
     write_header,
 )
-from everstep.layout.slots import SLOTS, SegmentView, format_segment, segment_name
+from everstep.layout.slots import SLOTS_PER_RANK, SegmentView, format_segment, segment_name
 from everstep.wire.v1.local import SlotInfo
 from everstep_agent.vault.memory.shared_memory import (
-    FEWER_COPIES,
-    FEWER_SLOTS,
-    Budget,
-    Prefaults,
-    Wanted,
+    ADVICE_FEWER_COPIES,
+    ADVICE_FEWER_SLOTS,
+    MemoryBudget,
+    PlannedFile,
+    Prefaulter,
     allocate,
-    give_back,
+    allocate_huge_pages,
+    allocated_bytes,
+    free_pages,
     has_huge_pages,
-    make_huge,
     populate,
-    taken_bytes,
 )
 
 # ---- succession
 # When a segment serves on, and else what the one in its place is like, and takes over.
 
-Carried = list[tuple[int, int, SlotHeader]]
+SlotMoves = list[tuple[int, int, SlotHeader]]
 """Slots of the old segment, each with the one that it becomes."""
 
 
-def serves(old: SegmentView, path: Path, slot_bytes: int, slots: int, exact: bool) -> bool:
+def can_reuse(old: SegmentView, path: Path, slot_bytes: int, slots: int, require_exact_slots: bool) -> bool:
     """Whether the segment of that file is what is wanted. ``exact``: more slots are too many."""
-    if old.slot_bytes < slot_bytes or old.slots < slots or (exact and old.slots > slots) or not path.exists():
+    if (
+        old.slot_bytes < slot_bytes
+        or old.slots < slots
+        or (require_exact_slots and old.slots > slots)
+        or not path.exists()
+    ):
         return False
-    return taken_bytes(path) >= old.segment.length  # else memory was given back for a successor that could not be made
+    return (
+        allocated_bytes(path) >= old.segment.total_bytes
+    )  # else memory was given back for a successor that could not be made
 
 
-def sizes(old: SegmentView | None, slot_bytes: int, slots: int, exact: bool) -> tuple[int, int]:
+def replacement_layout(
+    old: SegmentView | None, slot_bytes: int, slots: int, require_exact_slots: bool
+) -> tuple[int, int]:
     """Bytes of a slot, and how many, of the one in its place: what was in a slot fits into one."""
     before = (0, 0) if old is None else (old.slot_bytes, old.slots)
-    return -(-max(slot_bytes, before[0]) // PAGE) * PAGE, slots if exact else max(slots, before[1])
+    return -(-max(slot_bytes, before[0]) // PAGE_BYTES) * PAGE_BYTES, slots if require_exact_slots else max(
+        slots, before[1]
+    )
 
 
-def freed_bytes(old: SegmentView, path: Path, slots: int, keep: Sequence[Version] | None) -> int:
+def replaceable_bytes(old: SegmentView, path: Path, slots: int, keep: Sequence[Version] | None) -> int:
     """What is given back of a segment before one of ``slots`` slots takes its place: where memory is short, what does
     not go along need not count beside it."""
-    if not _short(old, slots, keep):
+    if not _has_reduced_slots(old, slots, keep):
         return 0
-    stay = slots if slots < old.slots else len(carried(old, slots, keep))
-    return max(0, taken_bytes(path) - segment_bytes(old.slots, old.slot_bytes) + (old.slots - stay) * old.slot_bytes)
+    stay = slots if slots < old.slots else len(slots_to_carry(old, slots, keep))
+    return max(
+        0, allocated_bytes(path) - segment_bytes(old.slots, old.slot_bytes) + (old.slots - stay) * old.slot_bytes
+    )
 
 
-def carried(old: SegmentView, slots: int, keep: Sequence[Version] | None) -> Carried:
+def slots_to_carry(old: SegmentView, slots: int, keep: Sequence[Version] | None) -> SlotMoves:
     """What a segment of ``slots`` slots takes over: all that is sealed, each in its place. Where there are fewer places
     than before, as much as goes of ``keep`` in its order, and then of the newest; where there are as few, ``keep``."""
-    sealed = list(old.sealed())
-    if not _short(old, slots, keep):
+    sealed = list(old.sealed_slots())
+    if not _has_reduced_slots(old, slots, keep):
         return [(slot, slot, header) for slot, header in sealed]
     order = {version: place for place, version in enumerate(keep or ())}
     if slots == old.slots:
@@ -93,16 +106,16 @@ def carried(old: SegmentView, slots: int, keep: Sequence[Version] | None) -> Car
     return [(slot, place, header) for place, (slot, header) in enumerate(sealed[:slots])]
 
 
-def _short(old: SegmentView, slots: int, keep: Sequence[Version] | None) -> bool:
+def _has_reduced_slots(old: SegmentView, slots: int, keep: Sequence[Version] | None) -> bool:
     """Whether there are to be just so many slots because there is no memory for more."""
-    return slots < old.slots or (slots == old.slots < SLOTS and keep is not None)
+    return slots < old.slots or (slots == old.slots < SLOTS_PER_RANK and keep is not None)
 
 
-def carry_over(old: SegmentView, new: SegmentView, slots: Carried) -> None:
+def copy_slots(old: SegmentView, new: SegmentView, moves: SlotMoves) -> None:
     """Copies what hashes right."""
-    for slot, place, header in slots:
+    for slot, place, header in moves:
         try:
-            old.check(slot)
+            old.verify(slot)
             payload = new.begin(place, header.rank, header.version, old.manifest(slot), header.payload_bytes)
             payload[:] = old.payload(slot)
             if old.header(slot) == header:
@@ -113,17 +126,17 @@ def carry_over(old: SegmentView, new: SegmentView, slots: Carried) -> None:
             new.discard(place)  # it was bad, or its rank began to fill it anew
 
 
-Kind = Literal["own", "replica", "parity"]
-KINDS: dict[str, Kind] = {"own": "own", "replica": "replica", "parity": "parity"}
-MOST_SLOT_BYTES = 1 << 48
-MOST_LOCAL_RANKS = 64
+SegmentKind = Literal["own", "replica", "parity"]
+SEGMENT_KINDS: dict[str, SegmentKind] = {"own": "own", "replica": "replica", "parity": "parity"}
+MAX_SLOT_BYTES = 1 << 48
+MAX_LOCAL_RANKS = 64
 
 
 class SegmentKey(msgspec.Struct, frozen=True, order=True):
     """Which segment: a local rank's own, the copies of a rank's slots, or a group's P or Q."""
 
     job: str
-    kind: Kind
+    kind: SegmentKind
     number: int
 
     @property
@@ -131,7 +144,7 @@ class SegmentKey(msgspec.Struct, frozen=True, order=True):
         return segment_name(self.kind, self.number)
 
 
-class Damage(msgspec.Struct, frozen=True):
+class DamageReport(msgspec.Struct, frozen=True):
     """Bytes of a segment that were not what was written, found where nobody asked for them. ``subject``: whose."""
 
     job: str
@@ -140,7 +153,7 @@ class Damage(msgspec.Struct, frozen=True):
     evidence: dict[str, str]
 
 
-class Segment:
+class SegmentFile:
     """A segment file, mapped; its bytes stay readable for whoever holds this, even when the file is gone.
 
     Raises DigestMismatch where the file is no segment, or another one's; VersionMismatch; OSError.
@@ -150,9 +163,9 @@ class Segment:
         self.key = key
         self.path = path
         self.mapping = _map(path, key.kind != "own")
-        self._file = path.stat()
-        self._mending = threading.Lock()
-        self.unchecked: dict[int, SlotHeader] = {}
+        self._file_stat = path.stat()
+        self._repair_lock = threading.Lock()
+        self.unchecked_slots: dict[int, SlotHeader] = {}
         self.view = SegmentView(memoryview(self.mapping))
         said = self.view.segment
         self._header = msgspec.structs.replace(said, kind=key.kind, number=key.number, job=key.job)
@@ -161,13 +174,13 @@ class Segment:
 
     def sealed(self) -> list[tuple[int, SlotHeader]]:
         """The sealed slots, but for those that an earlier vault left and this one has yet to hash."""
-        return [(slot, header) for slot, header in self.view.sealed() if self.unchecked.get(slot) != header]
+        return [(slot, header) for slot, header in self.view.sealed_slots() if self.unchecked_slots.get(slot) != header]
 
     def discard(self, slot: int, header: SlotHeader | None) -> bool:
         """Marks the slot empty if it still is what ``header`` says (None: damaged)."""
-        return self._mend(lambda view: view.discard_bad(slot, header))
+        return self._write_repair(lambda view: view.discard_if_unchanged(slot, header))
 
-    def mend_header(self) -> bool:
+    def repair_header(self) -> bool:
         """Writes the segment's header anew where the file's is damaged. False where it is not."""
         if is_intact(memoryview(self.mapping), self._header):
             return False
@@ -177,23 +190,23 @@ class Segment:
             return False
         return True
 
-    def mend_records(self, slot: int, look: Look) -> bool:
+    def repair_records(self, slot: int, records: SlotRecordPair) -> bool:
         """Writes a slot's damaged record from its twin. False where the slot is no longer what was seen."""
-        return self._mend(lambda view: view.mend_records(slot, look))
+        return self._write_repair(lambda view: view.repair_records(slot, records))
 
-    def mend(self, slot: int, header: SlotHeader, **what: Any) -> bool:
+    def repair(self, slot: int, header: SlotHeader, **parts: Any) -> bool:
         """``SegmentView.mend``. False where the slot is no longer what ``header`` says."""
-        return self._mend(lambda view: view.mend(slot, header, **what))
+        return self._write_repair(lambda view: view.repair(slot, header, **parts))
 
     def seal_copied(self) -> None:
         """Seals what a rank copied and died before it could hash. One that lives writes the same words itself."""
         for slot in range(self.view.slots):
             header = self.view.header(slot)
             if header is not None and header.state is SlotState.COPIED:
-                digests = self.view.digests_anew(slot, header)
-                self._mend(partial(SegmentView.seal_for, slot=slot, header=header, digests=digests))
+                digests = self.view.compute_digests(slot, header)
+                self._write_repair(partial(SegmentView.seal_copied, slot=slot, header=header, digests=digests))
 
-    def give_back(self, slot: int) -> None:
+    def free_slot(self, slot: int) -> None:
         """Frees the memory of a slot, whatever it holds. The segment cannot be filled then: ``open`` makes another."""
         self.discard(slot, self.view.header(slot))
         try:
@@ -201,22 +214,22 @@ class Segment:
         except FileNotFoundError:
             return
         try:
-            if os.path.samestat(os.fstat(descriptor), self._file):
-                give_back(descriptor, self._header.base(slot) + PAGE, self.view.slot_bytes)
+            if os.path.samestat(os.fstat(descriptor), self._file_stat):
+                free_pages(descriptor, self._header.slot_offset(slot) + PAGE_BYTES, self.view.slot_bytes)
         finally:
             os.close(descriptor)
 
-    def _mend(self, work: Callable[[SegmentView], bool]) -> bool:
+    def _write_repair(self, work: Callable[[SegmentView], bool]) -> bool:
         """One at a time, and only in the file that still is the segment, and one that can be made out and opened."""
-        with self._mending:
+        with self._repair_lock:
             try:
                 return work(self._writable())
             except (OSError, DigestMismatch):
                 return False
 
-    def settle(self, slot: int) -> None:
+    def finish_repair(self, slot: int) -> None:
         """Ends a mend that an earlier vault began and did not end, so that the slot can be filled again."""
-        self._writable().settle_mend(slot)
+        self._writable().finish_repair(slot)
 
     def _writable(self) -> SegmentView:
         """Own segments are mapped writable for repairs alone. Raises FileNotFoundError as below."""
@@ -225,19 +238,19 @@ class Segment:
     def _writable_bytes(self) -> memoryview:
         """Raises FileNotFoundError where the path does not name this file any more."""
         mapping = self.mapping if self.key.kind != "own" else _map(self.path, True)
-        if not os.path.samestat(self.path.stat(), self._file):
+        if not os.path.samestat(self.path.stat(), self._file_stat):
             raise FileNotFoundError(errno.ENOENT, "the segment was replaced", str(self.path))
         return memoryview(mapping)
 
-    def damage(self, slot: int | None, header: SlotHeader | None, message: str) -> Damage:
+    def describe_damage(self, slot: int | None, header: SlotHeader | None, message: str) -> DamageReport:
         """What is told of a slot, of one whose header is lost, or of the segment's own header."""
         evidence = {"path": str(self.path)} | ({} if slot is None else {"slot": str(slot)})
         rank = self.key.filename if header is None or self.key.kind == "parity" else f"rank{header.rank}"
         whose = rank if header is None else f"{rank}/{header.version}"
         where = f"/slot{slot}" if header is None and slot is not None else ""
-        return Damage(self.key.job, f"{self.key.job}/{whose}{where}", message, evidence)
+        return DamageReport(self.key.job, f"{self.key.job}/{whose}{where}", message, evidence)
 
-    def info(self, node: str, slot: int, header: SlotHeader) -> SlotInfo:
+    def slot_info(self, node: str, slot: int, header: SlotHeader) -> SlotInfo:
         """How the inventory names a sealed slot."""
         return SlotInfo(
             node=node,
@@ -255,7 +268,7 @@ def _map(path: Path, writable: bool) -> mmap.mmap:
     descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         length = os.fstat(descriptor).st_size
-        if length < PAGE:
+        if length < PAGE_BYTES:
             raise DigestMismatch(f"{path} has {length} bytes and is no segment")
         return mmap.mmap(descriptor, length, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
     finally:
@@ -268,30 +281,30 @@ class SegmentStore:
     def __init__(self, directory: Path, node: str, memory_limit: int | None) -> None:
         self.directory = directory
         self._node = node
-        self.budget = Budget(directory, memory_limit)
-        self._prefaults = Prefaults()
+        self.budget = MemoryBudget(directory, memory_limit)
+        self._prefaulter = Prefaulter()
         self._lock = threading.Lock()
-        self._making: dict[SegmentKey, threading.Lock] = {}
-        self._segments: dict[SegmentKey, Segment] = {}
-        self._untold: list[Damage] = []
-        self._tell: Callable[[Damage], None] = self._untold.append
+        self._creation_locks: dict[SegmentKey, threading.Lock] = {}
+        self._segments: dict[SegmentKey, SegmentFile] = {}
+        self._unreported_damage: list[DamageReport] = []
+        self._damage_handler: Callable[[DamageReport], None] = self._unreported_damage.append
 
-    def tell(self, damage: Damage) -> None:
-        self._tell(damage)
+    def report_damage(self, damage: DamageReport) -> None:
+        self._damage_handler(damage)
 
-    def listen(self, tell: Callable[[Damage], None]) -> None:
+    def set_damage_handler(self, handler: Callable[[DamageReport], None]) -> None:
         """Damage goes to ``tell`` from now on, from any thread; what was found before goes there at once."""
-        self._tell = tell
-        while self._untold:
-            tell(self._untold.pop(0))
+        self._damage_handler = handler
+        while self._unreported_damage:
+            handler(self._unreported_damage.pop(0))
 
     # --- finding --------------------------------------------------------------------------------------------------
 
-    def get(self, key: SegmentKey) -> Segment | None:
+    def get(self, key: SegmentKey) -> SegmentFile | None:
         with self._lock:
             return self._segments.get(key)
 
-    def segments(self, job: str | None = None) -> list[Segment]:
+    def segments(self, job: str | None = None) -> list[SegmentFile]:
         """All segments, or one job's, own ones first."""
         with self._lock:
             return [s for k, s in sorted(self._segments.items()) if job is None or k.job == job]
@@ -302,21 +315,21 @@ class SegmentStore:
 
     def find(
         self, job: str, rank: int, version: Version, *, parity: bool = False
-    ) -> Iterator[tuple[Segment, int, SlotHeader]]:
+    ) -> Iterator[tuple[SegmentFile, int, SlotHeader]]:
         """Sealed slots that say they hold that rank's share of that version (or that group's parity), unchecked."""
         for segment in self.segments(job):
             if (segment.key.kind == "parity") != parity:
                 continue
-            for slot, header in segment.view.sealed():
+            for slot, header in segment.view.sealed_slots():
                 if header.rank == rank and header.version == version:
                     yield segment, slot, header
 
-    def unchecked(self, job: str) -> int:
+    def count_unchecked(self, job: str) -> int:
         """The job's sealed slots that have yet to be hashed."""
         return sum(
             segment.view.header(slot) == header
             for segment in self.segments(job)
-            for slot, header in list(segment.unchecked.items())
+            for slot, header in list(segment.unchecked_slots.items())
         )
 
     def inventory(self, job: str) -> tuple[SlotInfo, ...]:
@@ -329,14 +342,14 @@ class SegmentStore:
                 segment.seal_copied()
             for slot, header in segment.sealed():
                 try:
-                    found.append(segment.info(self._node, slot, header))
+                    found.append(segment.slot_info(self._node, slot, header))
                 except DigestMismatch:
                     continue
         return tuple(found)
 
     # --- making ---------------------------------------------------------------------------------------------------
 
-    def open(self, key: SegmentKey, slot_bytes: int, slots: int, keep: Sequence[Version] | None = None) -> Segment:
+    def open(self, key: SegmentKey, slot_bytes: int, slots: int, keep: Sequence[Version] | None = None) -> SegmentFile:
         """The segment, with room for ``slots`` slots of ``slot_bytes``: the one that is there, or another one.
 
         The other one takes over the sealed slots that hash right. Without ``keep`` there may be more slots, and there
@@ -347,61 +360,63 @@ class SegmentStore:
         there when this returns; a replica's come while it is filled, since a sender waits.
         """
         _check_sizes(key, slot_bytes, slots)
-        with self._making_lock(key):
+        with self._creation_lock(key):
             old, exact = self.get(key), keep is not None
-            if old is not None and serves(old.view, old.path, slot_bytes, slots, exact):
-                self.mend_header(old)
+            if old is not None and can_reuse(old.view, old.path, slot_bytes, slots, exact):
+                self.repair_header(old)
                 return old
             before = None if old is None else old.view
-            return self._make(key, old, *sizes(before, slot_bytes, slots, exact), keep)
+            return self._create(key, old, *replacement_layout(before, slot_bytes, slots, exact), keep)
 
-    def foresee(self, key: SegmentKey, slot_bytes: int, slots: int, keep: Sequence[Version] = ()) -> Wanted | None:
+    def plan_file(
+        self, key: SegmentKey, slot_bytes: int, slots: int, keep: Sequence[Version] = ()
+    ) -> PlannedFile | None:
         """What ``open`` would have to make for just so many slots; None where what is there serves."""
         old = self.get(key)
-        if old is not None and serves(old.view, old.path, slot_bytes, slots, True):
+        if old is not None and can_reuse(old.view, old.path, slot_bytes, slots, True):
             return None
-        size, _ = sizes(None if old is None else old.view, slot_bytes, slots, True)
-        freed = 0 if old is None else freed_bytes(old.view, old.path, slots, keep)
-        return Wanted(*self.paths(key), segment_bytes(slots, size), freed)
+        size, _ = replacement_layout(None if old is None else old.view, slot_bytes, slots, True)
+        freed = 0 if old is None else replaceable_bytes(old.view, old.path, slots, keep)
+        return PlannedFile(*self.draft_and_final_path(key), segment_bytes(slots, size), freed)
 
-    def mend_header(self, segment: Segment) -> None:
+    def repair_header(self, segment: SegmentFile) -> None:
         """Before a rank maps the file, and now and then: it should find what the vault has known all the time."""
-        if segment.mend_header():
+        if segment.repair_header():
             message = f"the header of {segment.path} was damaged; it is written anew, and its slots stand"
-            self.tell(segment.damage(None, None, message))
+            self.report_damage(segment.describe_damage(None, None, message))
 
-    def paths(self, key: SegmentKey) -> tuple[Path, Path]:
+    def draft_and_final_path(self, key: SegmentKey) -> tuple[Path, Path]:
         """Under which name a segment is made, and the one that it has then."""
         folder = self.directory / key.job
         return folder / f".{key.filename}", folder / key.filename
 
-    def _making_lock(self, key: SegmentKey) -> threading.Lock:
+    def _creation_lock(self, key: SegmentKey) -> threading.Lock:
         with self._lock:
-            return self._making.setdefault(key, threading.Lock())
+            return self._creation_locks.setdefault(key, threading.Lock())
 
-    def _make(
-        self, key: SegmentKey, old: Segment | None, slot_bytes: int, slots: int, keep: Sequence[Version] | None
-    ) -> Segment:
-        draft, path = self.paths(key)
+    def _create(
+        self, key: SegmentKey, old: SegmentFile | None, slot_bytes: int, slots: int, keep: Sequence[Version] | None
+    ) -> SegmentFile:
+        draft, path = self.draft_and_final_path(key)
         what = f"{slots} slots of {slot_bytes} bytes for {key.job}/{key.filename}"
         length = segment_bytes(slots, slot_bytes)
-        self._prefaults.end(path)
+        self._prefaulter.stop(path)
         if old is not None:
             old.seal_copied()
-        freed = 0 if old is None else freed_bytes(old.view, old.path, slots, keep)
-        otherwise = FEWER_SLOTS if slots >= SLOTS else FEWER_COPIES
-        with self.budget.admit(draft, length, what, freed, otherwise):
+        freed = 0 if old is None else replaceable_bytes(old.view, old.path, slots, keep)
+        otherwise = ADVICE_FEWER_SLOTS if slots >= SLOTS_PER_RANK else ADVICE_FEWER_COPIES
+        with self.budget.reserve(draft, length, what, freed, otherwise):
             try:
                 self._make_folder(key.job)
-                stay = [] if old is None else _make_place(old, slots, keep, freed)
-                self._draft(key, draft, length, slot_bytes, slots, what)
+                stay = [] if old is None else _free_for_replacement(old, slots, keep, freed)
+                self._create_draft(key, draft, length, slot_bytes, slots, what)
                 if old is not None:
-                    carry_over(old.view, SegmentView(memoryview(_map(draft, True))), stay)
+                    copy_slots(old.view, SegmentView(memoryview(_map(draft, True))), stay)
                 self.budget.rename(draft, path)
             except BaseException:
                 draft.unlink(missing_ok=True)
                 raise
-        return self.add(Segment(key, path))
+        return self.register(SegmentFile(key, path))
 
     def _make_folder(self, job: str) -> None:
         if not self.directory.exists():
@@ -409,17 +424,19 @@ class SegmentStore:
                 f"{self.directory} was removed while its vault runs (logind does that where its user logs out, unless "
                 "RemoveIPC=no): slots are made anew, and take over what is still mapped here"
             )
-            self.tell(Damage(job, f"{job}/{self.directory.name}", words, {"path": str(self.directory)}))
+            self.report_damage(DamageReport(job, f"{job}/{self.directory.name}", words, {"path": str(self.directory)}))
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.directory / job).mkdir(mode=0o700, exist_ok=True)
 
-    def _draft(self, key: SegmentKey, draft: Path, length: int, slot_bytes: int, slots: int, what: str) -> None:
+    def _create_draft(
+        self, key: SegmentKey, draft: Path, length: int, slot_bytes: int, slots: int, description: str
+    ) -> None:
         draft.unlink(missing_ok=True)
         descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             if has_huge_pages(self.directory):
-                make_huge(descriptor, length)
-            allocate(descriptor, length, what)
+                allocate_huge_pages(descriptor, length)
+            allocate(descriptor, length, description)
         finally:
             os.close(descriptor)
         mapping = _map(draft, True)
@@ -428,59 +445,61 @@ class SegmentStore:
         if key.kind == "own":
             populate(mapping)
         else:
-            self._prefaults.begin(self.paths(key)[1], mapping)
+            self._prefaulter.start(self.draft_and_final_path(key)[1], mapping)
 
-    def add(self, segment: Segment) -> Segment:
+    def register(self, segment: SegmentFile) -> SegmentFile:
         with self._lock:
             self._segments[segment.key] = segment
         return segment
 
     # --- damage ---------------------------------------------------------------------------------------------------
 
-    def lost_header(self, segment: Segment, slot: int) -> None:
+    def discard_lost_header(self, segment: SegmentFile, slot: int) -> None:
         """Both records of a slot's header are damaged: what it held, if it held anything, cannot be told any more."""
         if segment.discard(slot, None):
             message = f"slot {slot} of {segment.path} is discarded: both records of its header were damaged"
-            self.tell(segment.damage(slot, None, message))
+            self.report_damage(segment.describe_damage(slot, None, message))
 
-    def mend_records(self, segment: Segment, slot: int, look: Look) -> None:
+    def repair_records(self, segment: SegmentFile, slot: int, records: SlotRecordPair) -> None:
         """One record of a slot's header is not what the other one is: damaged, or its writer died between the two."""
-        if segment.mend_records(slot, look) and look.bad:
+        if segment.repair_records(slot, records) and records.invalid:
             message = f"a record of the header of slot {slot} of {segment.path} was damaged; it is mended from its twin"
-            self.tell(segment.damage(slot, None if look.state is SlotState.EMPTY else look.header, message))
+            self.report_damage(
+                segment.describe_damage(slot, None if records.state is SlotState.EMPTY else records.header, message)
+            )
 
     # --- the end --------------------------------------------------------------------------------------------------
 
-    def forget(self, job: str) -> None:
+    def delete_job(self, job: str) -> None:
         """Unlinks all of a job's files. Who has them mapped keeps the bytes until it lets go."""
         with self._lock:
             for key in [k for k in self._segments if k.job == job]:
                 del self._segments[key]
-                self._making.pop(key, None)
-        self._prefaults.end(self.directory / job)
+                self._creation_locks.pop(key, None)
+        self._prefaulter.stop(self.directory / job)
         shutil.rmtree(self.directory / job, ignore_errors=True)
 
-    def forget_all(self) -> None:
+    def delete_all(self) -> None:
         """Unlinks everything under the directory, scratch files too, and the directory."""
         with self._lock:
             self._segments.clear()
-        self._prefaults.end(self.directory)
+        self._prefaulter.stop(self.directory)
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def _check_sizes(key: SegmentKey, slot_bytes: int, slots: int) -> None:
-    if not 1 <= slots <= MOST_SLOTS:
-        raise ConfigurationError(f"a segment has 1 to {MOST_SLOTS} slots, not {slots}")
-    if not 1 <= slot_bytes < MOST_SLOT_BYTES:
+    if not 1 <= slots <= MAX_SLOTS:
+        raise ConfigurationError(f"a segment has 1 to {MAX_SLOTS} slots, not {slots}")
+    if not 1 <= slot_bytes < MAX_SLOT_BYTES:
         raise ConfigurationError(f"slot_bytes must be positive and under 2^48, not {slot_bytes}")
-    if key.kind == "own" and not 0 <= key.number < MOST_LOCAL_RANKS:
-        raise ConfigurationError(f"a local rank is 0 to {MOST_LOCAL_RANKS - 1}, not {key.number}")
+    if key.kind == "own" and not 0 <= key.number < MAX_LOCAL_RANKS:
+        raise ConfigurationError(f"a local rank is 0 to {MAX_LOCAL_RANKS - 1}, not {key.number}")
 
 
-def _make_place(old: Segment, slots: int, keep: Sequence[Version] | None, freed: int) -> Carried:
+def _free_for_replacement(old: SegmentFile, slots: int, keep: Sequence[Version] | None, freed: int) -> SlotMoves:
     """What one of ``slots`` slots takes over. Where ``freed`` bytes were counted on, what does not go along goes."""
-    stay = carried(old.view, slots, keep)
+    stay = slots_to_carry(old.view, slots, keep)
     if freed:
         for slot in set(range(old.view.slots)) - {slot for slot, _, _ in stay}:
-            old.give_back(slot)
+            old.free_slot(slot)
     return stay

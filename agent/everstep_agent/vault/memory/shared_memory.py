@@ -24,13 +24,13 @@ from everstep.layout.vault_note import LOCK_FILE
 # Pages of a memory file system are charged to the control group of whoever makes them: the vault. Where it makes more
 # than its group may have, the kernel kills in that group, however much memory the machine has left.
 
-CGROUPS = Path("/sys/fs/cgroup")
-OWN = Path("/proc/self/cgroup")
-UNLIMITED = 1 << 60
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+OWN_CGROUP_FILE = Path("/proc/self/cgroup")
+UNLIMITED_BYTES = 1 << 60
 """And more: version 1 writes nearly 2^63 where version 2 writes ``max``."""
 
 
-class _Files(NamedTuple):
+class _CgroupFiles(NamedTuple):
     """Of a group. ``limits``: beyond which the kernel kills, or holds up whoever wants more for as long as it can.
     ``prefix``: of the counters in ``memory.stat`` that count groups below in."""
 
@@ -39,20 +39,20 @@ class _Files(NamedTuple):
     prefix: str
 
 
-_VERSION_1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
-_VERSION_2 = _Files(("memory.max", "memory.high"), "memory.current", "")
+_CGROUP_V1 = _CgroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
+_CGROUP_V2 = _CgroupFiles(("memory.max", "memory.high"), "memory.current", "")
 
 
-def group_left_bytes(cgroups: Path = CGROUPS, own: Path = OWN) -> int | None:
+def cgroup_available_bytes(cgroups: Path = CGROUP_ROOT, own: Path = OWN_CGROUP_FILE) -> int | None:
     """The least that any of the groups around this process has left; what it has cached of files counts as left.
 
     None where nothing limits it, or nobody says. Negative where the limit was lowered below what is in use.
     """
-    found = (_left_in(group, files) for group, files in _groups(cgroups, own))
+    found = (_cgroup_available(group, files) for group, files in _enclosing_cgroups(cgroups, own))
     return min((left for left in found if left is not None), default=None)
 
 
-def _groups(cgroups: Path, own: Path) -> Iterator[tuple[Path, _Files]]:
+def _enclosing_cgroups(cgroups: Path, own: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
     """This process's group and those around it. A container that sees its own at the root may be told a path that only
     the machine has: then the root is all there is."""
     try:
@@ -60,14 +60,14 @@ def _groups(cgroups: Path, own: Path) -> Iterator[tuple[Path, _Files]]:
     except OSError:
         return
     paths = {name: path for names, path in said for name in names.split(",")}
-    root, files = (cgroups / "memory", _VERSION_1) if "memory" in paths else (cgroups, _VERSION_2)
+    root, files = (cgroups / "memory", _CGROUP_V1) if "memory" in paths else (cgroups, _CGROUP_V2)
     path = PurePosixPath(paths.get("memory", paths.get("", "/")))
     inside = () if ".." in path.parts else path.parts[1:]
     for depth in range(len(inside), -1, -1):
         yield root.joinpath(*inside[:depth]), files
 
 
-def _left_in(group: Path, files: _Files) -> int | None:
+def _cgroup_available(group: Path, files: _CgroupFiles) -> int | None:
     try:
         limit = min(_limit(group / name) for name in files.limits)
         used = int((group / files.used).read_text())
@@ -75,12 +75,12 @@ def _left_in(group: Path, files: _Files) -> int | None:
         cached = sum(int(counters.get(f"{files.prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
     except (OSError, ValueError):
         return None
-    return None if limit >= UNLIMITED else limit - used + cached
+    return None if limit >= UNLIMITED_BYTES else limit - used + cached
 
 
 def _limit(file: Path) -> int:
     text = file.read_text().strip()
-    return UNLIMITED if text == "max" else int(text)
+    return UNLIMITED_BYTES if text == "max" else int(text)
 
 
 MADV_POPULATE_WRITE = 23
@@ -93,26 +93,26 @@ KEEP_SIZE, PUNCH_HOLE = 1, 2
 _SEGMENTS = ("own-", "replica-", "parity-")
 """How segments' names begin. They have all their pages when they are made, and then may give some back."""
 
-FEWER_SLOTS = "keep fewer slots: run.track(slots=2)"
-FEWER_COPIES = "fewer --replicas"
-LARGER_FILE_SYSTEM = "enlarge that file system"
-LARGER_GROUP = "raise the memory limit of the container (control group) that the vault runs in"
+ADVICE_FEWER_SLOTS = "keep fewer slots: run.track(slots=2)"
+ADVICE_FEWER_COPIES = "fewer --replicas"
+ADVICE_LARGER_FILE_SYSTEM = "enlarge that file system"
+ADVICE_LARGER_CGROUP = "raise the memory limit of the container (control group) that the vault runs in"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
-class Wanted(NamedTuple):
+class PlannedFile(NamedTuple):
     """A file to be made: under which name first, the one it gets, its bytes, and those that go before it is made."""
 
     draft: Path
     path: Path
-    size: int
-    freed: int = 0
+    size_bytes: int
+    freed_bytes: int = 0
 
 
-class Budget:
+class MemoryBudget:
     """How many bytes may still be made under a directory. Safe to use from any thread.
 
     A file that is being made counts as large as it will be, once: what of it has its pages already is missing from the
@@ -123,112 +123,119 @@ class Budget:
         self._directory = directory
         self._limit = limit
         self._lock = threading.Lock()
-        self._growing: dict[Path, list[int]] = {}
+        self._reserved_sizes: dict[Path, list[int]] = {}
 
     @contextmanager
-    def admit(self, path: Path, size: int, what: str, freed: int = 0, otherwise: str = FEWER_SLOTS) -> Iterator[None]:
+    def reserve(
+        self, path: Path, size: int, description: str, freed_bytes: int = 0, advice: str = ADVICE_FEWER_SLOTS
+    ) -> Iterator[None]:
         """Inside, the file ``path`` may be made, or grow, to ``size`` bytes, once ``freed`` bytes of others are free.
 
         Raises OutOfSlotMemory, with the arithmetic, for want of room, also where making it shows that; Unavailable for
         want of descriptors. ``otherwise`` as in ``foresee``.
         """
         with self._lock:
-            self._check(path, size, what, freed, otherwise)
-            self._growing.setdefault(path, []).append(size)
+            self._check(path, size, description, freed_bytes, advice)
+            self._reserved_sizes.setdefault(path, []).append(size)
         try:
             yield
         except OSError as error:
-            raise _said(error, what, otherwise) from error
+            raise _creation_error(error, description, advice) from error
         finally:
             with self._lock:
-                self._settle(path, size)
+                self._release(path, size)
 
     def rename(self, draft: Path, path: Path) -> None:
         """Gives a file its name when it is made: in one, so that nobody counts it under both."""
         with self._lock:
             draft.rename(path)
-            self._growing.pop(draft, None)
+            self._reserved_sizes.pop(draft, None)
 
-    def _settle(self, path: Path, size: int) -> None:
-        sizes = self._growing.get(path, [])
+    def _release(self, path: Path, size: int) -> None:
+        sizes = self._reserved_sizes.get(path, [])
         if size in sizes:
             sizes.remove(size)
         if not sizes:
-            self._growing.pop(path, None)
+            self._reserved_sizes.pop(path, None)
 
-    def _check(self, path: Path, size: int, what: str, freed: int, otherwise: str) -> None:
-        counted = self._counted()
+    def _check(self, path: Path, size: int, description: str, freed: int, advice: str) -> None:
+        counted = self._file_sizes()
         need = size - counted.get(path, 0)
         if need > 0:
-            self._require(need, freed, sum(counted.values()), what, otherwise)
+            self._require(need, freed, sum(counted.values()), description, advice)
 
-    def foresee(self, wanted: Sequence[Wanted], what: str, otherwise: str, margin: float = 0.0) -> None:
+    def require_room(
+        self, planned_files: Sequence[PlannedFile], description: str, advice: str, reserved_share: float = 0.0
+    ) -> None:
         """Whether files could be made beside all that is here. Those that are being made already are needed no more.
 
         ``otherwise``: what to do where there is no more memory to be had. ``margin``: the part of the machine's free
         memory that shall be left to others. Raises OutOfSlotMemory.
         """
         with self._lock:
-            counted = self._counted()
-            missing = [file for file in wanted if file.size > counted.get(file.draft, 0)]
-            need, freed = sum(file.size for file in missing), sum(file.freed for file in missing)
+            counted = self._file_sizes()
+            missing = [file for file in planned_files if file.size_bytes > counted.get(file.draft, 0)]
+            need, freed = sum(file.size_bytes for file in missing), sum(file.freed_bytes for file in missing)
             if need:
-                self._require(need, freed, sum(counted.values()), what, otherwise, margin)
+                self._require(need, freed, sum(counted.values()), description, advice, reserved_share)
 
-    def _require(self, need: int, freed: int, used: int, what: str, otherwise: str, margin: float = 0.0) -> None:
+    def _require(
+        self, need: int, freed: int, used: int, description: str, advice: str, reserved_share: float = 0.0
+    ) -> None:
         used -= freed
         if self._limit is not None and used + need > self._limit:
             raise OutOfSlotMemory(
-                f"{what} needs {need} bytes; {used} of --memory-limit {self._limit} are in use, "
+                f"{description} needs {need} bytes; {used} of --memory-limit {self._limit} are in use, "
                 f"{max(0, self._limit - used)} are free: raise it (the agent's --vault-memory-limit-bytes), "
-                f"or {otherwise}"
+                f"or {advice}"
             )
-        unpromised, larger = self._unpromised()
+        unpromised, larger = self._unreserved_bytes()
         free = unpromised + freed
-        left = int(margin * free)
+        left = int(reserved_share * free)
         if need > free - left:
             kept = f", of which {left} are left to the training," if left else ""
             raise OutOfSlotMemory(
-                f"{what} needs {need} bytes; {self._directory} has {free} free{kept} and {used} in use by slots: "
-                f"{larger}, or {otherwise}"
+                f"{description} needs {need} bytes; {self._directory} has {free} free{kept} and {used} in use "
+                "by slots: "
+                f"{larger}, or {advice}"
             )
 
-    def _counted(self) -> dict[Path, int]:
+    def _file_sizes(self) -> dict[Path, int]:
         """Each file's bytes: as many as it has, or as it will have when it is made."""
         found = (Path(folder) / name for folder, _, names in os.walk(self._directory) for name in names)
         counted = {path: _size(path) for path in found if path.name != LOCK_FILE}
-        for path, sizes in self._growing.items():
+        for path, sizes in self._reserved_sizes.items():
             counted[path] = max(counted.get(path, 0), *sizes)
         return counted
 
-    def _unpromised(self) -> tuple[int, str]:
+    def _unreserved_bytes(self) -> tuple[int, str]:
         """What is left, less what files that are being made have not taken yet; and how to get more of it.
 
         Their pages are counted before what is left: one that is made in between counts as still to come.
         """
-        to_come = sum(max(0, max(sizes) - taken_bytes(path)) for path, sizes in self._growing.items())
-        left, larger = self._left()
+        to_come = sum(max(0, max(sizes) - allocated_bytes(path)) for path, sizes in self._reserved_sizes.items())
+        left, larger = self._available_bytes()
         return left - to_come, larger
 
     def used_bytes(self) -> int:
         """What the files under the directory take, those that are being made included."""
         with self._lock:
-            return sum(self._counted().values())
+            return sum(self._file_sizes().values())
 
     def free_bytes(self) -> int:
         """What could be made now: the limit and the machine allow it, and nobody is making it already."""
         with self._lock:
-            free, _ = self._unpromised()
+            free, _ = self._unreserved_bytes()
             if self._limit is not None:
-                free = min(free, self._limit - sum(self._counted().values()))
+                free = min(free, self._limit - sum(self._file_sizes().values()))
             return max(0, free)
 
-    def _left(self) -> tuple[int, str]:
+    def _available_bytes(self) -> tuple[int, str]:
         """The least of what file system, machine (on a memory file system) and control group have left; see above."""
         found = os.statvfs(next(path for path in (self._directory, *self._directory.parents) if path.exists()))
-        left = [(min(found.f_bavail * found.f_frsize, _available_memory()), LARGER_FILE_SYSTEM)]
-        group = group_left_bytes()
-        return min(left if group is None else [*left, (max(0, group), LARGER_GROUP)])
+        left = [(min(found.f_bavail * found.f_frsize, _available_memory()), ADVICE_LARGER_FILE_SYSTEM)]
+        group = cgroup_available_bytes()
+        return min(left if group is None else [*left, (max(0, group), ADVICE_LARGER_CGROUP)])
 
 
 def _size(path: Path) -> int:
@@ -239,7 +246,7 @@ def _size(path: Path) -> int:
     return min(found.st_size, found.st_blocks * 512) if path.name.startswith(_SEGMENTS) else found.st_size
 
 
-def taken_bytes(path: Path) -> int:
+def allocated_bytes(path: Path) -> int:
     """Bytes of the file that have their blocks; ``st_size`` says nothing of those (``pages.make_huge``, holes)."""
     try:
         return path.lstat().st_blocks * 512
@@ -247,22 +254,24 @@ def taken_bytes(path: Path) -> int:
         return 0
 
 
-def _said(error: OSError, what: str, otherwise: str) -> Exception:
+def _creation_error(error: OSError, description: str, advice: str) -> Exception:
     """What to do where a file cannot be made, by what the kernel said."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         whose = "the vault has" if error.errno == errno.EMFILE else "all processes of the machine have"
         mend = "LimitNOFILE of the agent's unit, or ulimit -n" if error.errno == errno.EMFILE else "sysctl fs.file-max"
         return Unavailable(
-            f"{what} cannot be made, since {whose} as many files open as may be: raise that limit ({mend})"
+            f"{description} cannot be made, since {whose} as many files open as may be: raise that limit ({mend})"
         )
     mends = {
         errno.EFBIG: "no file of the vault may be so large: raise that (LimitFSIZE of the agent's unit, ulimit -f)",
         errno.ENOMEM: "the vault may map no more: raise its limits (sysctl vm.max_map_count, LimitAS, ulimit -v)",
-        errno.ENOSPC: f"its file system has no room for another file: {LARGER_FILE_SYSTEM}, or its inodes (df -i)",
+        errno.ENOSPC: (
+            f"its file system has no room for another file: {ADVICE_LARGER_FILE_SYSTEM}, or its inodes (df -i)"
+        ),
         errno.EDQUOT: "the quota of its file system is used up: raise it",
     }
     mend = mends.get(error.errno or 0, "")
-    return OutOfSlotMemory(f"{what} cannot be made, since {mend}, or {otherwise}") if mend else error
+    return OutOfSlotMemory(f"{description} cannot be made, since {mend}, or {advice}") if mend else error
 
 
 def _available_memory() -> int:
@@ -273,13 +282,13 @@ def _available_memory() -> int:
     raise ConfigurationError("/proc/meminfo does not say MemAvailable; the vault needs Linux 3.14 or later")
 
 
-def give_back(descriptor: int, start: int, length: int) -> None:
+def free_pages(descriptor: int, start: int, length: int) -> None:
     """Frees the pages of a part of a file, which reads as zeroes from then on. Whole pages. Raises OSError."""
     if _libc.fallocate(descriptor, PUNCH_HOLE | KEEP_SIZE, start, length) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def allocate(descriptor: int, length: int, what: str, start: int = 0) -> None:
+def allocate(descriptor: int, length: int, description: str, start: int = 0) -> None:
     """Gives ``length`` bytes of a file from ``start`` on their blocks, so that no write there can fail.
 
     Raises OutOfSlotMemory.
@@ -291,12 +300,12 @@ def allocate(descriptor: int, length: int, what: str, start: int = 0) -> None:
             raise
         found = os.fstatvfs(descriptor)
         raise OutOfSlotMemory(
-            f"{what} needs {length} bytes; its file system has {found.f_bavail * found.f_frsize} free: "
-            f"enlarge it, or {FEWER_SLOTS}"
+            f"{description} needs {length} bytes; its file system has {found.f_bavail * found.f_frsize} free: "
+            f"enlarge it, or {ADVICE_FEWER_SLOTS}"
         ) from error
 
 
-def populate(mapping: mmap.mmap, stopped: threading.Event | None = None) -> None:
+def populate(mapping: mmap.mmap, stop: threading.Event | None = None) -> None:
     """Makes the pages of a writable shared mapping, contents unchanged, without holding Python's lock.
 
     Soon after ``stopped`` is set it makes no more.
@@ -307,7 +316,7 @@ def populate(mapping: mmap.mmap, stopped: threading.Event | None = None) -> None
     first = ctypes.c_char.from_buffer(mapping)
     start, length = ctypes.addressof(first), len(mapping)
     for offset in range(0, length, POPULATE_BYTES):
-        if stopped is not None and stopped.is_set():
+        if stop is not None and stop.is_set():
             return
         piece = min(POPULATE_BYTES, length - offset)
         if _libc.madvise(start + offset, piece, MADV_POPULATE_WRITE) != 0:
@@ -332,7 +341,7 @@ log = logging.getLogger(__name__)
 MADV_HUGEPAGE = 14
 MPOL_DEFAULT, MPOL_PREFERRED = 0, 1
 """linux/mempolicy.h. *Preferred* takes other nodes' memory when that node is full: slots there beat no slots."""
-MOST_NUMA_NODES = 1024
+MAX_NUMA_NODES = 1024
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 """The system call's number (glibc has no name for it; libnuma is another library to need)."""
 _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -374,7 +383,7 @@ def _shmem_setting() -> str:
         return ""
 
 
-def make_huge(descriptor: int, length: int) -> None:
+def allocate_huge_pages(descriptor: int, length: int) -> None:
     """Makes the pages of a new, empty file on such a file system: huge ones as far as there are any.
 
     For want of memory it stops; ``memory.allocate`` then says what is missing.
@@ -388,12 +397,12 @@ def make_huge(descriptor: int, length: int) -> None:
 
 
 @contextmanager
-def near(node: int | None) -> Iterator[None]:
+def prefer_numa_node(node: int | None) -> Iterator[None]:
     """Pages that this thread makes meanwhile come from NUMA node ``node``, as long as it has any. None: from anywhere.
 
     Where the kernel refuses (no such node, a container that may not ask), it is said and done without.
     """
-    if node is None or not _prefer(node):
+    if node is None or not _set_preferred_node(node):
         yield
         return
     try:
@@ -402,8 +411,8 @@ def near(node: int | None) -> Iterator[None]:
         _set_policy(MPOL_DEFAULT, 0)
 
 
-def _prefer(node: int) -> bool:
-    if 0 <= node < MOST_NUMA_NODES and _set_policy(MPOL_PREFERRED, 1 << node) == 0:
+def _set_preferred_node(node: int) -> bool:
+    if 0 <= node < MAX_NUMA_NODES and _set_policy(MPOL_PREFERRED, 1 << node) == 0:
         return True
     log.warning("slots are not bound to NUMA node %d: %s", node, os.strerror(ctypes.get_errno()))
     return False
@@ -414,8 +423,8 @@ def _set_policy(mode: int, nodes: int) -> int:
     if number is None:
         ctypes.set_errno(38)  # ENOSYS
         return -1
-    mask = nodes.to_bytes(MOST_NUMA_NODES // 8, "little") if nodes else None
-    most = ctypes.c_ulong(MOST_NUMA_NODES + 1 if nodes else 0)
+    mask = nodes.to_bytes(MAX_NUMA_NODES // 8, "little") if nodes else None
+    most = ctypes.c_ulong(MAX_NUMA_NODES + 1 if nodes else 0)
     return int(_libc.syscall(ctypes.c_long(number), ctypes.c_int(mode), mask, most))
 
 
@@ -423,7 +432,7 @@ def _set_policy(mode: int, nodes: int) -> int:
 # Pages of segments that are being filled already: made beside that, in threads that end before a segment gives way.
 
 
-class Prefaults:
+class Prefaulter:
     """Threads that make the pages of files. Safe to use from any thread.
 
     One that went on while its file gives memory back would take that again, which by then may be somebody else's.
@@ -433,7 +442,7 @@ class Prefaults:
         self._lock = threading.Lock()
         self._running: dict[Path, tuple[threading.Thread, threading.Event]] = {}
 
-    def begin(self, path: Path, mapping: mmap.mmap) -> None:
+    def start(self, path: Path, mapping: mmap.mmap) -> None:
         """Makes the pages of ``mapping``, which is of the file that is or will be ``path``."""
         stopped = threading.Event()
         thread = threading.Thread(target=populate, args=(mapping, stopped), daemon=True, name="populate")
@@ -441,7 +450,7 @@ class Prefaults:
             self._running[path] = thread, stopped
             thread.start()
 
-    def end(self, path: Path) -> None:
+    def stop(self, path: Path) -> None:
         """Returns when no more pages of the files ``path``, or of those below that folder, are made."""
         with self._lock:
             ended = [self._running.pop(file) for file in list(self._running) if file.is_relative_to(path)]
@@ -454,32 +463,32 @@ class Prefaults:
 # ---- scratch
 # Files that ranks name for bytes to land in: only plain files below the segment directory, and never a segment.
 
-MOST_VECTORS = 512
+MAX_VECTORS = 512
 """Views written by one system call; Linux takes 1,024."""
 
 _SEGMENT_NAMES = ("own-", "replica-", "parity-", ".")
 
 
-class Scratch:
+class ScratchFile:
     """An open landing file. Made, with mode 0600, where it is not there; grown to what is to land in it.
 
     Raises PermissionDenied for a path that leaves the segment directory, goes through a symbolic link, names a segment
     or is no plain file, and OutOfSlotMemory for want of room.
     """
 
-    def __init__(self, directory: Path, into: str, offset: int, length: int, budget: Budget) -> None:
+    def __init__(self, directory: Path, path: str, offset: int, length: int, budget: MemoryBudget) -> None:
         if offset < 0:
             raise PermissionDenied(f"into_offset {offset} is before the file's beginning")
-        self._descriptor = _open_beneath(directory, into)
+        self._descriptor = _open_beneath(directory, path)
         self.offset = offset
         self.length = length
         try:
-            self._grow(into, budget)
+            self._grow(path, budget)
         except BaseException:
             self.close()
             raise
 
-    def _grow(self, into: str, budget: Budget) -> None:
+    def _grow(self, into: str, budget: MemoryBudget) -> None:
         found = os.fstat(self._descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise PermissionDenied(f"{into} is no plain file")
@@ -488,7 +497,7 @@ class Scratch:
         end = self.offset + self.length
         if not self.length:
             return
-        with budget.admit(Path(into), end, into):
+        with budget.reserve(Path(into), end, into):
             # its own part alone, so that others in the same file need not wait for all before theirs
             allocate(self._descriptor, self.length, into, self.offset)
 
@@ -497,7 +506,7 @@ class Scratch:
         left = [v for v in views if v]
         begin = at
         while left:
-            written = os.pwritev(self._descriptor, left[:MOST_VECTORS], self.offset + at)
+            written = os.pwritev(self._descriptor, left[:MAX_VECTORS], self.offset + at)
             at += written
             while left and written >= len(left[0]):
                 written -= len(left.pop(0))

@@ -18,30 +18,30 @@ import xxhash
 
 from everstep.errors import ConfigurationError, DigestMismatch, EverstepError, MalformedMessage, NotRestorable
 from everstep.ids import Version
-from everstep.layout.manifests import MOST_MANIFEST_BYTES
+from everstep.layout.manifests import MAX_MANIFEST_BYTES
 from everstep.layout.slots import CHUNK_BYTES, chunk_count, slot_bytes_for, slot_to_fill
 from everstep.native import DIGEST_BYTES
 from everstep.wire.v1.local import Fetch, Protect
 from everstep.wire.v1.vault_orders import ParityGroup
-from everstep_agent.vault.job_table import JobBook
-from everstep_agent.vault.memory.reading import Range
-from everstep_agent.vault.memory.segments import Segment, SegmentKey, SegmentStore
-from everstep_agent.vault.memory.shared_memory import Scratch
+from everstep_agent.vault.job_table import JobTable
+from everstep_agent.vault.memory.reading import ByteRange
+from everstep_agent.vault.memory.segments import SegmentFile, SegmentKey, SegmentStore
+from everstep_agent.vault.memory.shared_memory import ScratchFile
 from everstep_agent.vault.parity.shards import (
-    LETTERS,
-    Facts,
-    Letter,
-    MemberFacts,
+    PARITY_LETTERS,
+    ParityLetter,
     ParityManifest,
-    Place,
-    Shards,
-    all_at_once,
-    not_a_home,
+    ParityMember,
+    ShardInfo,
+    ShardLocation,
+    ShardReader,
+    decode_parity_manifest,
+    not_a_parity_node,
     parity_bytes,
-    read_manifest,
-    require,
+    require_all,
+    run_parallel,
 )
-from everstep_agent.vault.reporting import Tally
+from everstep_agent.vault.reporting import VaultCounters
 
 # ---- encode
 # Making a group's P or Q on the node that is its home: members' chunks come in, side by side, and one comes out.
@@ -54,128 +54,140 @@ PARITY_SLOTS = 2
 """The version that is protected, and the next one while it is made."""
 
 
-class Encoder:
+class ParityEncoder:
     """Answers Protect. Runs in worker threads; ``streams`` reads the members side by side."""
 
     def __init__(
-        self, node: str, store: SegmentStore, book: JobBook, shards: Shards, tally: Tally, streams: Executor
+        self,
+        node: str,
+        store: SegmentStore,
+        job_table: JobTable,
+        shard_reader: ShardReader,
+        counters: VaultCounters,
+        streams: Executor,
     ) -> None:
         self._node = node
         self._store = store
-        self._book = book
-        self._shards = shards
-        self._tally = tally
+        self._job_table = job_table
+        self._shard_reader = shard_reader
+        self._counters = counters
         self._streams = streams
         self._lock = threading.Lock()
-        self._making: defaultdict[SegmentKey, threading.Lock] = defaultdict(threading.Lock)
+        self._group_locks: defaultdict[SegmentKey, threading.Lock] = defaultdict(threading.Lock)
 
-    def protect(self, ask: Protect) -> ParityManifest:
+    def encode_group(self, request: Protect) -> ParityManifest:
         """Returns what is sealed here now. What is here already, of these very shards, is kept.
 
         Raises StaleGeneration, NotFound where this node is no home of the group or a member does not hold its shard,
         Unavailable, DigestMismatch for a member's bytes that are not what it sealed, OutOfSlotMemory, and
         ConfigurationError for a group that parity cannot be made of.
         """
-        self._book.current(ask.job, ask.generation)
-        manifest = self._manifest(ask)
-        key = SegmentKey(ask.job, "parity", ask.group.group)
+        self._job_table.require_current(request.job, request.generation)
+        manifest = self._build_manifest(request)
+        key = SegmentKey(request.job, "parity", request.group.group)
         with self._lock:
-            making = self._making[key]
+            making = self._group_locks[key]
         with making:
-            self._make(ask, key, manifest)
-        self._book.protects(ask.job, ask.version, ask.group)
+            self._write_parity(request, key, manifest)
+        self._job_table.add_parity_group(request.job, request.version, request.group)
         return manifest
 
-    def _manifest(self, ask: Protect) -> ParityManifest:
-        group = ask.group
-        _check_members(ask)
+    def _build_manifest(self, request: Protect) -> ParityManifest:
+        group = request.group
+        _check_members(request)
         if self._node not in group.parity:
-            raise not_a_home(self._node, group.group)
-        places = [Place(ask.job, node, rank, ask.version) for rank, node in group.members]
-        known = self._known(SegmentKey(ask.job, "parity", group.group))
-        asks = [partial(self._shards.facts, place, known, group) for place in places]
-        found = require(all_at_once(self._streams, asks))
+            raise not_a_parity_node(self._node, group.group)
+        places = [ShardLocation(request.job, node, rank, request.version) for rank, node in group.members]
+        known = self._known_manifests(SegmentKey(request.job, "parity", group.group))
+        asks = [partial(self._shard_reader.read_info, place, known, group) for place in places]
+        found = require_all(run_parallel(self._streams, asks))
         return ParityManifest(
-            letter=LETTERS[group.parity.index(self._node)],
+            letter=PARITY_LETTERS[group.parity.index(self._node)],
             group=group.group,
-            version=ask.version,
+            version=request.version,
             members=tuple(
-                MemberFacts(rank=place.number, node=place.node, sealed=facts)
+                ParityMember(rank=place.rank_or_group, node=place.node, info=facts)
                 for place, facts in zip(places, found, strict=True)
             ),
         )
 
-    def _known(self, key: SegmentKey) -> dict[bytes, bytes]:
+    def _known_manifests(self, key: SegmentKey) -> dict[bytes, bytes]:
         """Members' manifests by their digests, from what was made here before: they change with the plan only."""
         segment = self._store.get(key)
         known: dict[bytes, bytes] = {}
         if segment is None:
             return known
-        for slot, _ in segment.view.sealed():
+        for slot, _ in segment.view.sealed_slots():
             try:
-                made = read_manifest(segment.view.manifest(slot), str(segment.path))
+                made = decode_parity_manifest(segment.view.manifest(slot), str(segment.path))
             except (DigestMismatch, MalformedMessage):  # whoever looks after that slot says so
                 continue
-            known |= {member.sealed.digests[:DIGEST_BYTES]: member.sealed.manifest for member in made.members}
+            known |= {member.info.digests[:DIGEST_BYTES]: member.info.manifest for member in made.members}
         return known
 
-    def _make(self, ask: Protect, key: SegmentKey, manifest: ParityManifest) -> None:
+    def _write_parity(self, request: Protect, key: SegmentKey, manifest: ParityManifest) -> None:
         said = manifest.encode()
-        if len(said) > MOST_MANIFEST_BYTES:
+        if len(said) > MAX_MANIFEST_BYTES:
             raise ConfigurationError(
-                f"the manifests and digests of the {len(manifest.members)} members of group {ask.group.group} take "
-                f"{len(said)} bytes, and parity's own manifest {MOST_MANIFEST_BYTES} at most: make smaller groups"
+                f"the manifests and digests of the {len(manifest.members)} members of group {request.group.group} take "
+                f"{len(said)} bytes, and parity's own manifest {MAX_MANIFEST_BYTES} at most: make smaller groups"
             )
         segment = self._store.open(key, slot_bytes_for(len(said), manifest.payload_bytes), PARITY_SLOTS)
-        self._book.require(ask.job, self._store.forget)
-        if _holds(segment, ask, said):
+        self._job_table.require_configured(request.job, self._store.delete_job)
+        if _holds(segment, request, said):
             return
-        slot = slot_to_fill(segment.view.headers(), set(ask.keep))
-        payload = segment.view.begin(slot, ask.group.group, ask.version, said, manifest.payload_bytes)
+        slot = slot_to_fill(segment.view.headers(), set(request.keep))
+        payload = segment.view.begin(slot, request.group.group, request.version, said, manifest.payload_bytes)
         try:
-            digests = [xxhash.xxh3_128_digest(said), *self._fill(ask, manifest, payload)]
-            self._book.current(ask.job, ask.generation)
+            digests = [xxhash.xxh3_128_digest(said), *self._encode_chunks(request, manifest, payload)]
+            self._job_table.require_current(request.job, request.generation)
             segment.view.seal(slot, digests)
         except BaseException:
             segment.view.discard(slot)
             raise
-        self._tally.add("parity_slots")
-        self._tally.add("parity_bytes", manifest.payload_bytes)
+        self._counters.add("parity_slots")
+        self._counters.add("parity_bytes", manifest.payload_bytes)
 
-    def _fill(self, ask: Protect, manifest: ParityManifest, payload: memoryview) -> list[bytes]:
+    def _encode_chunks(self, request: Protect, manifest: ParityManifest, payload: memoryview) -> list[bytes]:
         """Writes the parity chunk by chunk; the digest of each."""
         from everstep_agent.vault.parity import galois  # numpy takes 30 ms and 15 MB of a vault that never needs it
 
-        buffers = [memoryview(bytearray(min(CHUNK_BYTES, m.sealed.payload_bytes))) for m in manifest.members]
+        buffers = [memoryview(bytearray(min(CHUNK_BYTES, m.info.payload_bytes))) for m in manifest.members]
         digests = []
         for index in range(chunk_count(manifest.payload_bytes)):
-            chunks = self._gather(ask, manifest, index, buffers)
+            chunks = self._read_members(request, manifest, index, buffers)
             into = payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
             galois.encode(chunks, **{manifest.letter.lower(): into})
             digests.append(xxhash.xxh3_128_digest(into))
         return digests
 
-    def _gather(
-        self, ask: Protect, manifest: ParityManifest, index: int, buffers: list[memoryview]
+    def _read_members(
+        self, request: Protect, manifest: ParityManifest, index: int, buffers: list[memoryview]
     ) -> list[memoryview]:
-        chunks = [buffer[: m.sealed.chunk_bytes(index)] for m, buffer in zip(manifest.members, buffers, strict=True)]
+        chunks = [buffer[: m.info.chunk_bytes(index)] for m, buffer in zip(manifest.members, buffers, strict=True)]
         works = [
-            partial(self._shards.chunk, Place(ask.job, m.node, m.rank, ask.version), m.sealed, index, chunk)
+            partial(
+                self._shard_reader.read_chunk,
+                ShardLocation(request.job, m.node, m.rank, request.version),
+                m.info,
+                index,
+                chunk,
+            )
             for m, chunk in zip(manifest.members, chunks, strict=True)
             if chunk
         ]
-        require(all_at_once(self._streams, works))
+        require_all(run_parallel(self._streams, works))
         return chunks
 
-    def forget(self, job: str) -> None:
+    def forget_job(self, job: str) -> None:
         """The job is over; what is being made finds no segment to be kept in."""
         with self._lock:
-            for key in [k for k in self._making if k.job == job]:
-                del self._making[key]
+            for key in [k for k in self._group_locks if k.job == job]:
+                del self._group_locks[key]
 
 
-def _check_members(ask: Protect) -> None:
-    group = ask.group
+def _check_members(request: Protect) -> None:
+    group = request.group
     nodes = [node for _, node in group.members]
     if len({*nodes, *group.parity}) != len(nodes) + 2:
         raise ConfigurationError(
@@ -184,9 +196,10 @@ def _check_members(ask: Protect) -> None:
         )
 
 
-def _holds(segment: Segment, ask: Protect, manifest: bytes) -> bool:
+def _holds(segment: SegmentFile, request: Protect, manifest: bytes) -> bool:
     return any(
-        header.version == ask.version and segment.view.manifest(slot) == manifest for slot, header in segment.sealed()
+        header.version == request.version and segment.view.manifest(slot) == manifest
+        for slot, header in segment.sealed()
     )
 
 
@@ -197,23 +210,23 @@ def _holds(segment: Segment, ask: Protect, manifest: bytes) -> bool:
 # answer, or has other bytes than parity was made of, counts as lost as well, as long as parity bears it.
 
 
-class Parity(msgspec.Struct, frozen=True):
+class HeldParity(msgspec.Struct, frozen=True):
     """P or Q of a group that somebody holds."""
 
-    place: Place
-    facts: Facts
+    location: ShardLocation
+    info: ShardInfo
     manifest: ParityManifest
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class RecoveryTarget(msgspec.Struct, frozen=True):
     """What is to be made again, the shard ``place``: a member by its number, or P or Q. ``sealed``: as what."""
 
-    which: int | Letter
-    place: Place
-    sealed: Facts
+    member_or_letter: int | ParityLetter
+    location: ShardLocation
+    info: ShardInfo
 
 
-class Recovery:
+class ShardRecovery:
     """One shard of a group, chunk by chunk, from the others.
 
     Args:
@@ -224,261 +237,276 @@ class Recovery:
 
     def __init__(
         self,
-        wanted: Wanted,
-        members: Sequence[MemberFacts],
-        parities: dict[Letter, Parity],
-        gone: dict[str, str],
-        shards: Shards,
+        target: RecoveryTarget,
+        members: Sequence[ParityMember],
+        parities: dict[ParityLetter, HeldParity],
+        lost_reasons: dict[str, str],
+        shard_reader: ShardReader,
         streams: Executor,
     ) -> None:
-        job, version = wanted.place.job, wanted.place.version
-        self._wanted = wanted
+        job, version = target.location.job, target.location.version
+        self._target = target
         self._members = members
-        self._places = [Place(job, m.node, m.rank, version) for m in members]
-        self._lost = {wanted.which} if isinstance(wanted.which, int) else set()
+        self._locations = [ShardLocation(job, m.node, m.rank, version) for m in members]
+        self._lost = {target.member_or_letter} if isinstance(target.member_or_letter, int) else set()
         self._parities = parities
-        self._gone = gone
-        self._shards = shards
+        self._lost_reasons = lost_reasons
+        self._shard_reader = shard_reader
         self._streams = streams
-        self._buffers = [memoryview(bytearray(min(CHUNK_BYTES, m.sealed.payload_bytes))) for m in members]
-        size = min(CHUNK_BYTES, parity_bytes(max(m.sealed.payload_bytes for m in members)))
-        self._parity_buffers: dict[Letter, memoryview] = {letter: memoryview(bytearray(size)) for letter in LETTERS}
-        self._failed: set[Letter] = set()
+        self._buffers = [memoryview(bytearray(min(CHUNK_BYTES, m.info.payload_bytes))) for m in members]
+        size = min(CHUNK_BYTES, parity_bytes(max(m.info.payload_bytes for m in members)))
+        self._parity_buffers: dict[ParityLetter, memoryview] = {
+            letter: memoryview(bytearray(size)) for letter in PARITY_LETTERS
+        }
+        self._failed_letters: set[ParityLetter] = set()
 
     @property
-    def sealed(self) -> Facts:
+    def info(self) -> ShardInfo:
         """What the wanted shard was sealed as."""
-        return self._wanted.sealed
+        return self._target.info
 
-    def chunk(self, index: int) -> memoryview:
+    def recover_chunk(self, index: int) -> memoryview:
         """Chunk ``index`` of the wanted shard, hashed; overwritten by the next one.
 
         Raises NotRestorable where more is lost than the parity that is left bears, and DigestMismatch.
         """
         while True:
-            letters = self._enough(index)
-            failed = self._read(index, letters)
+            letters = self._choose_letters(index)
+            failed = self._read_survivors(index, letters)
             if failed:
-                self._give_up(failed)
+                self._mark_lost(failed)
                 continue
-            found = self._made(index, letters)
-            if xxhash.xxh3_128_digest(found) == self.sealed.digest(index):
+            found = self._decode_chunk(index, letters)
+            if xxhash.xxh3_128_digest(found) == self.info.digest(index):
                 return found
-            error = DigestMismatch(f"chunk {index} of {self._wanted.place}, made from it, is not its own")
+            error = DigestMismatch(f"chunk {index} of {self._target.location}, made from it, is not its own")
             if len(letters) != 1:
                 raise error
-            self._give_up([(letters[0], error)])  # what is wrong was made so; the other one may be right
+            self._mark_lost([(letters[0], error)])  # what is wrong was made so; the other one may be right
 
-    def _made(self, index: int, letters: Sequence[Letter]) -> memoryview:
+    def _decode_chunk(self, index: int, letters: Sequence[ParityLetter]) -> memoryview:
         from everstep_agent.vault.parity import galois  # numpy takes 30 ms and 15 MB of a vault that never needs it
 
-        chunks = [buffer[: m.sealed.chunk_bytes(index)] for m, buffer in zip(self._members, self._buffers, strict=True)]
+        chunks = [buffer[: m.info.chunk_bytes(index)] for m, buffer in zip(self._members, self._buffers, strict=True)]
         lost = {number: chunks[number] for number in self._lost_in(index)}
         if lost:
             parity = {letter: self._parity_chunk(letter, index) for letter in letters}
             left = [None if number in lost else chunk for number, chunk in enumerate(chunks)]
             galois.recover(left, parity.get("P"), parity.get("Q"), lost)
-        which = self._wanted.which
+        which = self._target.member_or_letter
         if isinstance(which, int):
             return chunks[which]
-        into = self._parity_buffers[which][: self.sealed.chunk_bytes(index)]
+        into = self._parity_buffers[which][: self.info.chunk_bytes(index)]
         galois.encode(chunks, into if which == "P" else None, into if which == "Q" else None)
         return into
 
     def _lost_in(self, index: int) -> list[int]:
         """Lost members that had bytes there; of the others it is known that they had none."""
-        return [number for number in sorted(self._lost) if self._members[number].sealed.chunk_bytes(index)]
+        return [number for number in sorted(self._lost) if self._members[number].info.chunk_bytes(index)]
 
-    def _parity_chunk(self, letter: Letter, index: int) -> memoryview:
-        return self._parity_buffers[letter][: self._parities[letter].facts.chunk_bytes(index)]
+    def _parity_chunk(self, letter: ParityLetter, index: int) -> memoryview:
+        return self._parity_buffers[letter][: self._parities[letter].info.chunk_bytes(index)]
 
-    def _enough(self, index: int) -> list[Letter]:
+    def _choose_letters(self, index: int) -> list[ParityLetter]:
         """As many of P and Q as members are lost."""
-        letters = [letter for letter in LETTERS if letter in self._parities and letter not in self._failed]
+        letters = [
+            letter for letter in PARITY_LETTERS if letter in self._parities and letter not in self._failed_letters
+        ]
         lost = self._lost_in(index)
         if len(letters) < len(lost):
-            others = sum(number != self._wanted.which for number in lost)
-            without = 2 - len(letters) - (self._wanted.which in LETTERS)
+            others = sum(number != self._target.member_or_letter for number in lost)
+            without = 2 - len(letters) - (self._target.member_or_letter in PARITY_LETTERS)
             raise NotRestorable(
-                f"{self._wanted.place} cannot be made again: {others} other members and {without} of P and Q are lost "
-                f"too: {reasons(self._gone)}"
+                f"{self._target.location} cannot be made again: {others} other members and {without} of P and "
+                "Q are lost "
+                f"too: {describe_lost(self._lost_reasons)}"
             )
         return letters[: len(lost)]
 
-    def _read(self, index: int, letters: Sequence[Letter]) -> list[tuple[int | Letter, EverstepError]]:
+    def _read_survivors(
+        self, index: int, letters: Sequence[ParityLetter]
+    ) -> list[tuple[int | ParityLetter, EverstepError]]:
         """Reads that chunk of the survivors and of the parity; who failed, and why."""
         whole = [number for number in range(len(self._members)) if number not in self._lost]
-        present = [number for number in whole if self._members[number].sealed.chunk_bytes(index)]
+        present = [number for number in whole if self._members[number].info.chunk_bytes(index)]
         works = [
             partial(
-                self._shards.chunk,
-                self._places[number],
-                self._members[number].sealed,
+                self._shard_reader.read_chunk,
+                self._locations[number],
+                self._members[number].info,
                 index,
-                self._buffers[number][: self._members[number].sealed.chunk_bytes(index)],
+                self._buffers[number][: self._members[number].info.chunk_bytes(index)],
             )
             for number in present
         ] + [
             partial(
-                self._shards.chunk,
-                self._parities[letter].place,
-                self._parities[letter].facts,
+                self._shard_reader.read_chunk,
+                self._parities[letter].location,
+                self._parities[letter].info,
                 index,
                 self._parity_chunk(letter, index),
             )
             for letter in letters
         ]
-        outcomes = all_at_once(self._streams, works)
+        outcomes = run_parallel(self._streams, works)
         return [
             (who, outcome)
             for who, outcome in zip([*present, *letters], outcomes, strict=True)
             if isinstance(outcome, EverstepError)
         ]
 
-    def _give_up(self, failed: Sequence[tuple[int | Letter, EverstepError]]) -> None:
+    def _mark_lost(self, failed: Sequence[tuple[int | ParityLetter, EverstepError]]) -> None:
         for who, error in failed:
             if isinstance(who, int):
                 self._lost.add(who)
-                self._gone[str(self._places[who])] = str(error)
+                self._lost_reasons[str(self._locations[who])] = str(error)
             else:
-                self._failed.add(who)
-                self._gone[str(self._parities[who].place)] = str(error)
+                self._failed_letters.add(who)
+                self._lost_reasons[str(self._parities[who].location)] = str(error)
 
 
-def reasons(gone: dict[str, str]) -> str:
-    return "; ".join(f"{place} is not to be had ({why})" for place, why in gone.items())
+def describe_lost(lost_reasons: dict[str, str]) -> str:
+    return "; ".join(f"{place} is not to be had ({why})" for place, why in lost_reasons.items())
 
 
-class Piece(msgspec.Struct, frozen=True):
+class LandingPiece(msgspec.Struct, frozen=True):
     """``length`` bytes at ``start`` of a chunk that land at ``at`` of the landing."""
 
     start: int
     length: int
-    at: int
+    landing_offset: int
 
 
-class Decoder:
+class ParityDecoder:
     """Makes shards again. Runs in worker threads; ``streams`` reads the survivors side by side."""
 
-    def __init__(self, store: SegmentStore, shards: Shards, tally: Tally, streams: Executor) -> None:
+    def __init__(
+        self, store: SegmentStore, shard_reader: ShardReader, counters: VaultCounters, streams: Executor
+    ) -> None:
         self._store = store
-        self._shards = shards
-        self._tally = tally
+        self._shard_reader = shard_reader
+        self._counters = counters
         self._streams = streams
 
-    def fetch(self, ask: Fetch) -> int:
+    def fetch(self, request: Fetch) -> int:
         """Bytes landed in ``ask.into``: ranges of the payload of ``ask.rank``, or its manifest where there are none.
 
         Raises NotRestorable where more is lost than the group bears, with who and why; DigestMismatch where what was
         made is not what was sealed; MalformedMessage for ranges outside the payload; and what Scratch raises.
         """
-        assert ask.group is not None
-        recovery = self.member(ask.job, ask.rank, ask.version, ask.group)
-        sealed = recovery.sealed
-        length = sum(n for _, n in ask.ranges) if ask.ranges else len(sealed.manifest)
-        wanted = pieces_by_chunk(ask.ranges, sealed.payload_bytes)
-        scratch = Scratch(self._store.directory, ask.into, ask.into_offset, length, self._store.budget)
+        assert request.parity_group is not None
+        recovery = self.recover_member(request.job, request.rank, request.version, request.parity_group)
+        sealed = recovery.info
+        length = sum(n for _, n in request.ranges) if request.ranges else len(sealed.manifest)
+        wanted = pieces_by_chunk(request.ranges, sealed.payload_bytes)
+        scratch = ScratchFile(
+            self._store.directory, request.target_path, request.target_offset, length, self._store.budget
+        )
         try:
-            if not ask.ranges:
+            if not request.ranges:
                 scratch.write([memoryview(sealed.manifest)], 0)
             for index, pieces in sorted(wanted.items()):
-                chunk = recovery.chunk(index)
+                chunk = recovery.recover_chunk(index)
                 for piece in pieces:
-                    scratch.write([chunk[piece.start : piece.start + piece.length]], piece.at)
+                    scratch.write([chunk[piece.start : piece.start + piece.length]], piece.landing_offset)
         finally:
             scratch.close()
-        self._tally.add("decoded_bytes", length)
+        self._counters.add("parity_recovered_bytes", length)
         return length
 
-    def member(self, job: str, rank: int, version: Version, group: ParityGroup) -> Recovery:
+    def recover_member(self, job: str, rank: int, version: Version, group: ParityGroup) -> ShardRecovery:
         """A member's shard, to be made again. Raises NotRestorable, DigestMismatch, MalformedMessage."""
-        parities, gone = self._parities(job, version, group.group, dict(zip(LETTERS, group.parity, strict=True)))
+        parities, gone = self._find_parities(
+            job, version, group.group, dict(zip(PARITY_LETTERS, group.parity, strict=True))
+        )
         what = f"rank {rank}'s version {version}"
         if not parities:
-            raise NotRestorable(f"{what} cannot be made again: {reasons(gone)}")
-        manifest = _agreed([parity.manifest for parity in parities.values()], what)
+            raise NotRestorable(f"{what} cannot be made again: {describe_lost(gone)}")
+        manifest = _require_same_members([parity.manifest for parity in parities.values()], what)
         for number, member in enumerate(manifest.members):
             if member.rank == rank:
-                wanted = Wanted(number, Place(job, member.node, rank, version), member.sealed)
-                return Recovery(wanted, manifest.members, parities, gone, self._shards, self._streams)
+                wanted = RecoveryTarget(number, ShardLocation(job, member.node, rank, version), member.info)
+                return ShardRecovery(wanted, manifest.members, parities, gone, self._shard_reader, self._streams)
         raise MalformedMessage(f"rank {rank} is not in group {group.group}, of which there is parity of {version}")
 
-    def row(self, place: Place, manifest: ParityManifest, sealed: Facts, group: ParityGroup | None) -> Recovery:
+    def recover_parity(
+        self, location: ShardLocation, manifest: ParityManifest, info: ShardInfo, group: ParityGroup | None
+    ) -> ShardRecovery:
         """P or Q itself, the shard ``place`` that was sealed as ``sealed``, to be made again from its members.
 
         ``group`` says where the other one of the two is, for members that are lost. Raises DigestMismatch where that
         was made of other shards, and MalformedMessage.
         """
-        parities, gone = self._others(place, manifest.letter, group)
-        _agreed([manifest, *(parity.manifest for parity in parities.values())], str(place))
-        wanted = Wanted(manifest.letter, place, sealed)
-        return Recovery(wanted, manifest.members, parities, gone, self._shards, self._streams)
+        parities, gone = self._other_parity(location, manifest.letter, group)
+        _require_same_members([manifest, *(parity.manifest for parity in parities.values())], str(location))
+        wanted = RecoveryTarget(manifest.letter, location, info)
+        return ShardRecovery(wanted, manifest.members, parities, gone, self._shard_reader, self._streams)
 
-    def row_manifest(self, place: Place, group: ParityGroup) -> bytes:
+    def rebuild_parity_manifest(self, location: ShardLocation, group: ParityGroup) -> bytes:
         """The manifest of P or Q, whichever is kept on ``place.node``, as the other one says it.
 
         Raises NotRestorable where the other one is not to be had, and MalformedMessage.
         """
-        mine = LETTERS[group.parity.index(place.node)]
-        parities, gone = self._others(place, mine, group)
+        mine = PARITY_LETTERS[group.parity.index(location.node)]
+        parities, gone = self._other_parity(location, mine, group)
         for parity in parities.values():
             return msgspec.structs.replace(parity.manifest, letter=mine).encode()
-        raise NotRestorable(f"the manifest of {place} cannot be made again: {reasons(gone)}")
+        raise NotRestorable(f"the manifest of {location} cannot be made again: {describe_lost(gone)}")
 
-    def _others(
-        self, place: Place, mine: Letter, group: ParityGroup | None
-    ) -> tuple[dict[Letter, Parity], dict[str, str]]:
+    def _other_parity(
+        self, location: ShardLocation, mine: ParityLetter, group: ParityGroup | None
+    ) -> tuple[dict[ParityLetter, HeldParity], dict[str, str]]:
         if group is None:
-            return {}, {f"the other parity of group {place.number}": "nobody has said where it is"}
-        homes = {letter: node for letter, node in zip(LETTERS, group.parity, strict=True) if letter != mine}
-        return self._parities(place.job, place.version, place.number, homes)
+            return {}, {f"the other parity of group {location.rank_or_group}": "nobody has said where it is"}
+        homes = {letter: node for letter, node in zip(PARITY_LETTERS, group.parity, strict=True) if letter != mine}
+        return self._find_parities(location.job, location.version, location.rank_or_group, homes)
 
-    def _parities(
-        self, job: str, version: Version, group: int, homes: Mapping[Letter, str]
-    ) -> tuple[dict[Letter, Parity], dict[str, str]]:
+    def _find_parities(
+        self, job: str, version: Version, group: int, nodes: Mapping[ParityLetter, str]
+    ) -> tuple[dict[ParityLetter, HeldParity], dict[str, str]]:
         """Those that are there, and why others are not. Raises MalformedMessage where one is not what is asked for."""
-        places = {letter: Place(job, node, group, version, parity=True) for letter, node in homes.items()}
-        found = all_at_once(self._streams, [partial(self._shards.facts, place) for place in places.values()])
+        places = {letter: ShardLocation(job, node, group, version, is_parity=True) for letter, node in nodes.items()}
+        found = run_parallel(self._streams, [partial(self._shard_reader.read_info, place) for place in places.values()])
         parities, gone = {}, {}
         for (letter, place), facts in zip(places.items(), found, strict=True):
             if isinstance(facts, EverstepError):
                 gone[str(place)] = str(facts)
             else:
-                parities[letter] = Parity(place, facts, read_manifest(facts.manifest, str(place)))
+                parities[letter] = HeldParity(place, facts, decode_parity_manifest(facts.manifest, str(place)))
                 _check_parity(letter, parities[letter])
         return parities, gone
 
 
-def _check_parity(letter: Letter, parity: Parity) -> None:
-    manifest, place = parity.manifest, parity.place
-    said = (manifest.letter, manifest.group, manifest.version, parity.facts.payload_bytes)
-    if said != (letter, place.number, place.version, manifest.payload_bytes):
+def _check_parity(letter: ParityLetter, parity: HeldParity) -> None:
+    manifest, place = parity.manifest, parity.location
+    said = (manifest.letter, manifest.group, manifest.version, parity.info.payload_bytes)
+    if said != (letter, place.rank_or_group, place.version, manifest.payload_bytes):
         raise MalformedMessage(
             f"{place}: it says to be {manifest.letter} of group {manifest.group} at {manifest.version}"
         )
 
 
-def _agreed(manifests: Sequence[ParityManifest], what: str) -> ParityManifest:
+def _require_same_members(manifests: Sequence[ParityManifest], description: str) -> ParityManifest:
     """Any of them. Raises DigestMismatch where they are of different shards."""
     if len({manifest.members_digest for manifest in manifests}) > 1:
-        raise DigestMismatch(f"P and Q of the group of {what} were made of different shards")
+        raise DigestMismatch(f"P and Q of the group of {description} were made of different shards")
     return manifests[0]
 
 
-def pieces_by_chunk(ranges: Sequence[Range], length: int) -> dict[int, list[Piece]]:
+def pieces_by_chunk(ranges: Sequence[ByteRange], length: int) -> dict[int, list[LandingPiece]]:
     """Which parts of which chunks the ranges are, and where each lands. Raises MalformedMessage for one outside."""
-    found: dict[int, list[Piece]] = {}
+    found: dict[int, list[LandingPiece]] = {}
     at = 0
     for offset, count in ranges:
         if offset < 0 or count < 0 or offset + count > length:
             raise MalformedMessage(f"bytes {offset} to {offset + count} are outside a payload of {length} bytes")
-        for index, start, part in _parts(offset, count):
-            found.setdefault(index, []).append(Piece(start, part, at))
+        for index, start, part in _split_range(offset, count):
+            found.setdefault(index, []).append(LandingPiece(start, part, at))
             at += part
     return found
 
 
-def _parts(offset: int, count: int) -> Iterator[tuple[int, int, int]]:
+def _split_range(offset: int, count: int) -> Iterator[tuple[int, int, int]]:
     while count:
         index, start = divmod(offset, CHUNK_BYTES)
         part = min(count, CHUNK_BYTES - start)

@@ -17,7 +17,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from everstep_agent.vault.parity.shards import MOST_MEMBERS, STRIPE_BYTES, parity_bytes
+from everstep_agent.vault.parity.shards import MAX_MEMBERS, STRIPE_BYTES, parity_bytes
 
 Rows = npt.NDArray[np.uint64]
 """(ROWS, ROW_WORDS)."""
@@ -35,7 +35,7 @@ def encode(members: Sequence[memoryview], p: memoryview | None = None, q: memory
     parts of. Raises ValueError where ``p`` or ``q`` is not ``parity_bytes`` of the longest member.
     """
     _check(members, (p, q))
-    work = _Work(len(members))
+    work = _StripeBuffers(len(members))
     for at in range(0, parity_bytes(max(map(len, members))), STRIPE_BYTES):
         rows = [work.stripe(member, at, number) for number, member in enumerate(members)]
         if p is not None:
@@ -54,12 +54,12 @@ def recover(
     """
     missing = sorted(lost)
     if missing != [number for number, member in enumerate(members) if member is None] or not missing:
-        raise ValueError(f"members {missing} are to be recovered, and these are given: {_given(members)}")
+        raise ValueError(f"members {missing} are to be recovered, and these are given: {_present(members)}")
     if len(missing) > sum(parity is not None for parity in (p, q)):
         raise ValueError(f"{len(missing)} members are lost and too little parity is left to recover them")
     whole = [lost[number] if member is None else member for number, member in enumerate(members)]
     _check(whole, (p, q))
-    work = _Work(len(members))
+    work = _StripeBuffers(len(members))
     for at in range(0, parity_bytes(max(map(len, lost.values()))), STRIPE_BYTES):
         rows = [None if m is None else work.stripe(m, at, number) for number, m in enumerate(members)]
         found = _solve(rows, missing, None if p is None else _rows(p, at), None if q is None else _rows(q, at), work)
@@ -68,13 +68,13 @@ def recover(
             room[:] = data.view(np.uint8).ravel().data[: len(room)]
 
 
-def _given(members: Sequence[memoryview | None]) -> list[int]:
+def _present(members: Sequence[memoryview | None]) -> list[int]:
     return [number for number, member in enumerate(members) if member is not None]
 
 
 def _check(members: Sequence[memoryview], parity: Sequence[memoryview | None]) -> None:
-    if not 1 <= len(members) <= MOST_MEMBERS:
-        raise ValueError(f"a group has 1 to {MOST_MEMBERS} members, not {len(members)}")
+    if not 1 <= len(members) <= MAX_MEMBERS:
+        raise ValueError(f"a group has 1 to {MAX_MEMBERS} members, not {len(members)}")
     need = parity_bytes(max(map(len, members)))
     for one in parity:
         if one is not None and len(one) != need:
@@ -88,7 +88,7 @@ def _rows(buffer: memoryview, at: int) -> Rows:
     return np.frombuffer(buffer, np.uint64, STRIPE_BYTES // 8, at).reshape(ROWS, ROW_WORDS)
 
 
-class _Work:
+class _StripeBuffers:
     """Memory for one stripe's intermediate results, so that none is allocated on the way."""
 
     def __init__(self, members: int) -> None:
@@ -145,7 +145,7 @@ def _double_and_add(rows: Rows, other: Rows | None, into: Rows) -> None:
 
 
 def _solve(
-    members: Sequence[Rows | None], missing: Sequence[int], p: Rows | None, q: Rows | None, work: _Work
+    members: Sequence[Rows | None], missing: Sequence[int], p: Rows | None, q: Rows | None, work: _StripeBuffers
 ) -> list[Rows]:
     """The missing members. With A = P + its sum over the others and B = Q + its weighted sum over the others::
 

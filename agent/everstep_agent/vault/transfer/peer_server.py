@@ -18,76 +18,76 @@ from everstep.errors import (
 from everstep.layout.digests import RangeHasher
 from everstep.layout.slots import CHUNK_BYTES
 from everstep.log_throttle import LogThrottle
-from everstep.wire.framing import Channel
+from everstep.wire.framing import VaultChannel
 from everstep.wire.v1.transfer import (
     Ack,
     Data,
     DataEnd,
     Digests,
-    DigestsAsk,
+    DigestsRequest,
     Get,
     Greeting,
-    InventoryAsk,
     InventoryList,
+    InventoryRequest,
     ManifestPart,
     Part,
     PartDone,
     Put,
     PutDone,
     Ready,
-    Request,
-    chunk_bits,
-    refusal,
+    TransferRequest,
+    chunk_bitmap,
+    refused_from_error,
 )
-from everstep_agent.vault.job_table import JobBook
-from everstep_agent.vault.memory.adoption import Adoption
-from everstep_agent.vault.memory.reading import Library, Reading
-from everstep_agent.vault.reporting import Tally
+from everstep_agent.vault.job_table import JobTable
+from everstep_agent.vault.memory.adoption import SegmentAdoption
+from everstep_agent.vault.memory.reading import SealedSlotReader, SlotFinder
+from everstep_agent.vault.reporting import VaultCounters
 from everstep_agent.vault.settings import VaultSettings
-from everstep_agent.vault.transfer.peers import Witness, admit
-from everstep_agent.vault.transfer.receiving import Receiver
+from everstep_agent.vault.transfer.peers import PeerLossDetector, server_handshake
+from everstep_agent.vault.transfer.receiving import SlotReceiver
 
 log = logging.getLogger(__name__)
 
-CHECKED_WITHIN_S = 0.25
+PEER_INVENTORY_TIMEOUT_S = 0.25
 """How long the answer to another vault waits for slots that are yet to be checked; some give it half a second."""
 
-ACCEPT_AGAIN_S = 0.05
+ACCEPT_RETRY_S = 0.05
 """After a connection that could not be taken, for want of file descriptors as a rule."""
 
-MOST_UNPROVED = 256
+MAX_UNAUTHENTICATED = 256
 """Connections that have not proved themselves yet. Where one more comes the oldest of them gives way: a peer proves
 itself within milliseconds, and a stranger may be silent for as long as it likes."""
 
-_OUT_OF_STEP = (Unavailable, MalformedMessage, AuthenticationError)
+_CONNECTION_ERRORS = (Unavailable, MalformedMessage, AuthenticationError)
 """After these, what the peer sends next cannot be told apart from bulk bytes, or is not wanted."""
 
 
-class TransferServer:
+class PeerServer:
     """Listens for other vaults, one thread for each connection."""
 
     def __init__(
         self,
         settings: VaultSettings,
-        adoption: Adoption,
-        book: JobBook,
-        library: Library,
-        receiver: Receiver,
-        tally: Tally,
-        witness: Witness,
+        adoption: SegmentAdoption,
+        job_table: JobTable,
+        slot_finder: SlotFinder,
+        receiver: SlotReceiver,
+        counters: VaultCounters,
+        peer_loss_detector: PeerLossDetector,
         clock: Clock,
     ) -> None:
         self._settings = settings
         self._say = LogThrottle(log, clock.monotonic)  # whoever connects can cause these lines
         self._context = {"node": settings.node}
-        self._book = book
-        self._tally = tally
-        self._witness = witness
-        self._answers = Answers(adoption, book, library, receiver, tally)
+        self._job_table = job_table
+        self._counters = counters
+        self._peer_loss_detector = peer_loss_detector
+        self._handlers = PeerRequestHandlers(adoption, job_table, slot_finder, receiver, counters)
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._connections: dict[Channel, threading.Thread] = {}
-        self._unproved: dict[Channel, None] = {}
+        self._connections: dict[VaultChannel, threading.Thread] = {}
+        self._unauthenticated: dict[VaultChannel, None] = {}
         self._listener = _listen(*settings.listen_address)
         self._accepting = threading.Thread(target=self._accept, name="transfer-accept", daemon=True)
 
@@ -123,86 +123,86 @@ class TransferServer:
         while not self._stopping.is_set():
             try:
                 sock, address = self._listener.accept()
-                channel = Channel(sock, f"{address[0]}:{address[1]}", self._settings.io_timeout_s)
+                channel = VaultChannel(sock, f"{address[0]}:{address[1]}", self._settings.io_timeout_s)
             except OSError as error:
-                if not self._stopping.wait(ACCEPT_AGAIN_S):
+                if not self._stopping.wait(ACCEPT_RETRY_S):
                     self._say(logging.WARNING, "cannot take a connection: %s", error, extra=self._context)
                 continue
             try:
-                self._begin(channel)
+                self._start_thread(channel)
             except RuntimeError as error:  # no more threads; those that there are go on
-                self._forget(channel)
-                if not self._stopping.wait(ACCEPT_AGAIN_S):
+                self._close_connection(channel)
+                if not self._stopping.wait(ACCEPT_RETRY_S):
                     self._say(logging.WARNING, "cannot serve a connection: %s", error, extra=self._context)
 
-    def _begin(self, channel: Channel) -> None:
+    def _start_thread(self, channel: VaultChannel) -> None:
         """Raises RuntimeError where no thread can be started."""
         thread = threading.Thread(target=self._serve, args=(channel,), name="transfer", daemon=True)
         with self._lock:
             self._connections[channel] = thread
-            self._unproved[channel] = None
-            oldest = next(iter(self._unproved)) if len(self._unproved) > MOST_UNPROVED else None
+            self._unauthenticated[channel] = None
+            oldest = next(iter(self._unauthenticated)) if len(self._unauthenticated) > MAX_UNAUTHENTICATED else None
             if oldest is not None:
-                del self._unproved[oldest]
+                del self._unauthenticated[oldest]
                 oldest.shutdown()
         thread.start()
 
-    def _proved(self, channel: Channel) -> None:
+    def _mark_authenticated(self, channel: VaultChannel) -> None:
         """Raises Unavailable where there are as many already as may be."""
         with self._lock:
-            self._unproved.pop(channel, None)
-            others = len(self._connections) - len(self._unproved) - 1
+            self._unauthenticated.pop(channel, None)
+            others = len(self._connections) - len(self._unauthenticated) - 1
         if others >= self._settings.max_connections:
             raise Unavailable(f"{others} connections are open here, and no more are taken; try again")
 
-    def _forget(self, channel: Channel) -> None:
+    def _close_connection(self, channel: VaultChannel) -> None:
         channel.close()
         with self._lock:
-            self._unproved.pop(channel, None)
+            self._unauthenticated.pop(channel, None)
             self._connections.pop(channel, None)
 
-    def _serve(self, channel: Channel) -> None:
+    def _serve(self, channel: VaultChannel) -> None:
         conversation = None
         try:
-            facts, greeting = admit(channel, self._book, self._settings.node)
-            self._proved(channel)
+            facts, greeting = server_handshake(channel, self._job_table, self._settings.node)
+            self._mark_authenticated(channel)
             channel.peer = greeting.node
-            conversation = Conversation(greeting, channel, self._settings, self._answers)
+            conversation = PeerSession(greeting, channel, self._settings, self._handlers)
             while True:
-                channel.patience(conversation.patience_s)
-                request = channel.request()
-                channel.patience(self._settings.io_timeout_s)
-                if self._book.facts(facts.job).secret != facts.secret:
+                channel.set_receive_timeout(conversation.next_request_timeout_s)
+                request = channel.receive_request()
+                channel.set_receive_timeout(self._settings.io_timeout_s)
+                if self._job_table.get_config(facts.job).secret != facts.secret:
                     raise AuthenticationError(f"the secret of job {facts.job} has changed; prove the new one")
-                self._answer(conversation, request)
+                self._handle_request(conversation, request)
         except EverstepError as error:
-            self._part_with(channel, error, conversation)
+            self._send_error(channel, error, conversation)
         except Exception as error:  # whoever asked should know, and not take this vault for one that is gone
             log.exception("a request of %s failed", channel.peer, extra=self._context)
-            self._part_with(channel, EverstepError(f"{type(error).__name__}: {error}"), conversation)
+            self._send_error(channel, EverstepError(f"{type(error).__name__}: {error}"), conversation)
         finally:
             if conversation is not None:
-                conversation.end()
-            self._forget(channel)
+                conversation.detach_transfers()
+            self._close_connection(channel)
 
-    def _answer(self, conversation: Conversation, request: Request) -> None:
+    def _handle_request(self, peer_session: PeerSession, request: TransferRequest) -> None:
         try:
-            conversation.answer(request)
+            peer_session.handle_request(request)
         except EverstepError as error:
-            if isinstance(error, _OUT_OF_STEP):
+            if isinstance(error, _CONNECTION_ERRORS):
                 raise
-            self._tally.refuse(error.code)
-            conversation.channel.send(refusal(error))
+            self._counters.count_refusal(error.code)
+            peer_session.channel.send(refused_from_error(error))
 
-    def _part_with(self, channel: Channel, error: EverstepError, proved: Conversation | None) -> None:
+    def _send_error(self, channel: VaultChannel, error: EverstepError, peer_session: PeerSession | None) -> None:
         """Says why, where the peer may still listen. A proved peer that went away is no refusal."""
-        if proved is not None and isinstance(error, Unavailable):
-            self._witness.broke(proved.job, proved.node, str(error))
+        if peer_session is not None and isinstance(error, Unavailable):
+            self._peer_loss_detector.report_broken_connection(peer_session.job, peer_session.node, str(error))
             return
-        self._tally.refuse(error.code)
+        self._counters.count_refusal(error.code)
         self._say(logging.INFO, "%s is refused: %s", channel.peer, error, extra=self._context)
         try:
-            channel.send(refusal(error))
+            channel.send(refused_from_error(error))
         except Unavailable:
             pass  # it does not listen
 
@@ -215,73 +215,84 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ConfigurationError(f"cannot listen on {host}:{port}: {error}; give another --listen") from error
 
 
-class Conversation:
+class PeerSession:
     """One proved connection. What it began and did not finish ends with it."""
 
-    def __init__(self, greeting: Greeting, channel: Channel, settings: VaultSettings, answers: Answers) -> None:
+    def __init__(
+        self, greeting: Greeting, channel: VaultChannel, settings: VaultSettings, handlers: PeerRequestHandlers
+    ) -> None:
         self.job = greeting.job
         self.node = greeting.node
         self._read_only = greeting.read_only
         self.channel = channel
         self._settings = settings
-        self._answers = answers
-        self._begun: set[bytes] = set()
+        self._handlers = handlers
+        self._open_transfers: set[bytes] = set()
 
     @property
-    def patience_s(self) -> float:
+    def next_request_timeout_s(self) -> float:
         """For the next request: short in the middle of a transfer, which holds a slot."""
-        return self._settings.settle_timeout_s if self._begun else self._settings.idle_timeout_s
+        return self._settings.request_timeout_s if self._open_transfers else self._settings.idle_timeout_s
 
-    def answer(self, request: Request) -> None:
+    def handle_request(self, request: TransferRequest) -> None:
         """Serves one request. Raises EverstepError for a refusal."""
-        if self._read_only and not isinstance(request, Get | DigestsAsk | InventoryAsk):
+        if self._read_only and not isinstance(request, Get | DigestsRequest | InventoryRequest):
             raise AuthenticationError(f"{self.node} has said that it only reads over this connection")
         if isinstance(request, Put):
             self._put(request)
         elif isinstance(request, Part):
-            self._answers.receiver.part(self.job, self.node, request, self.channel)
+            self._handlers.receiver.receive_part(self.job, self.node, request, self.channel)
             self.channel.send(PartDone())
         elif isinstance(request, ManifestPart):
-            self._answers.receiver.manifest(self.job, self.node, request, self.channel)
+            self._handlers.receiver.receive_manifest(self.job, self.node, request, self.channel)
             self.channel.send(PartDone())
         elif isinstance(request, PutDone):
-            self._answers.receiver.finish(self.job, self.node, request.transfer)
-            self._begun.discard(request.transfer)
+            self._handlers.receiver.finish(self.job, self.node, request.transfer)
+            self._open_transfers.discard(request.transfer)
             self.channel.send(Ack())
         elif isinstance(request, Get):
-            self._answers.get(self.job, request, self.channel)
-        elif isinstance(request, DigestsAsk):
-            self.channel.send(self._answers.digests(self.job, request))
+            self._handlers.send_slot(self.job, request, self.channel)
+        elif isinstance(request, DigestsRequest):
+            self.channel.send(self._handlers.read_digests(self.job, request))
         else:
-            assert isinstance(request, InventoryAsk)
-            slots, unchecked = self._answers.adoption.inventory(self.job, CHECKED_WITHIN_S)
+            assert isinstance(request, InventoryRequest)
+            slots, unchecked = self._handlers.adoption.inventory(self.job, PEER_INVENTORY_TIMEOUT_S)
             self.channel.send(InventoryList(slots=slots, unchecked=unchecked))
 
     def _put(self, put: Put) -> None:
-        incoming = self._answers.receiver.begin(self.job, self.node, put)
+        incoming = self._handlers.receiver.begin(self.job, self.node, put)
         if incoming is None:
-            self.channel.send(Ack(already=True))
+            self.channel.send(Ack(already_sealed=True))
             return
-        self._begun.add(incoming.id)
+        self._open_transfers.add(incoming.id)
         lacks = not incoming.has_manifest
-        self.channel.send(Ready(transfer=incoming.id, here=chunk_bits(incoming.done), manifest=lacks))
+        self.channel.send(
+            Ready(transfer=incoming.id, present_chunks=chunk_bitmap(incoming.received_chunks), needs_manifest=lacks)
+        )
 
-    def end(self) -> None:
-        for transfer in self._begun:
-            self._answers.receiver.leave(transfer)
+    def detach_transfers(self) -> None:
+        for transfer in self._open_transfers:
+            self._handlers.receiver.detach(transfer)
 
 
-class Answers:
+class PeerRequestHandlers:
     """What conversations draw on."""
 
-    def __init__(self, adoption: Adoption, book: JobBook, library: Library, receiver: Receiver, tally: Tally) -> None:
+    def __init__(
+        self,
+        adoption: SegmentAdoption,
+        job_table: JobTable,
+        slot_finder: SlotFinder,
+        receiver: SlotReceiver,
+        counters: VaultCounters,
+    ) -> None:
         self.adoption = adoption
-        self._book = book
+        self._job_table = job_table
         self.receiver = receiver
-        self._library = library
-        self._tally = tally
+        self._slot_finder = slot_finder
+        self._counters = counters
 
-    def get(self, job: str, get: Get, channel: Channel) -> None:
+    def send_slot(self, job: str, get: Get, channel: VaultChannel) -> None:
         """Sends ranges (or the manifest) of a slot that hashes right.
 
         Raises NotFound where there is none, or it was filled anew on the way; DigestMismatch; MalformedMessage.
@@ -289,45 +300,47 @@ class Answers:
         if get.ranges:
             sent = self._send_ranges(job, get, channel)
         else:
-            sent = _send_manifest(self._library.open(job, get.rank, get.version, (), parity=get.parity), channel)
-        self._tally.add("served_bytes", sent)
+            sent = _send_manifest(self._slot_finder.open(job, get.rank, get.version, (), parity=get.parity), channel)
+        self._counters.add("served_bytes", sent)
 
-    def digests(self, job: str, ask: DigestsAsk) -> Digests:
+    def read_digests(self, job: str, request: DigestsRequest) -> Digests:
         """What is sealed. Raises NotFound, DigestMismatch."""
-        reading = self._library.open(job, ask.rank, ask.version, (), parity=ask.parity)
-        if ask.group is not None:
-            self._book.protects(job, ask.version, ask.group)
+        reading = self._slot_finder.open(job, request.rank, request.version, (), parity=request.parity)
+        if request.group is not None:
+            self._job_table.add_parity_group(job, request.version, request.group)
         return Digests(payload_bytes=len(reading.payload), digests=b"".join(reading.digests))
 
-    def _send_ranges(self, job: str, get: Get, channel: Channel) -> int:
+    def _send_ranges(self, job: str, get: Get, channel: VaultChannel) -> int:
         """Hashes each piece while the one before is under way: the word on that one says whether another follows."""
         lengths = [length for _, length in get.ranges]
-        pieces = self._library.pieces(job, get.rank, get.version, get.ranges, parity=get.parity, unhashed=get.unhashed)
+        pieces = self._slot_finder.read_pieces(
+            job, get.rank, get.version, get.ranges, parity=get.parity, skip_own_chunks=get.skip_hash
+        )
         piece = next(pieces, None)
         channel.send(Data(bytes=sum(lengths)))
-        hasher = RangeHasher(lengths, [] if piece is None else [piece[0].sealed(each) for each in get.ranges])
+        hasher = RangeHasher(lengths, [] if piece is None else [piece[0].sealed_digest(each) for each in get.ranges])
         while piece is not None:
             reading, views = piece
             for view in views:
                 hasher.update(view)
             channel.send_bulk(views)
             try:
-                if not reading.still():
+                if not reading.is_unchanged():
                     raise NotFound(f"rank {get.rank}'s version {get.version} was overwritten while it was read")
                 piece = next(pieces, None)
             except EverstepError:
-                channel.send_status(False)
+                channel.send_piece_status(False)
                 raise
-            channel.send_status(True)
+            channel.send_piece_status(True)
         channel.send(DataEnd(digests=hasher.digests()))
         return sum(lengths)
 
 
-def _send_manifest(reading: Reading, channel: Channel) -> int:
-    manifest = memoryview(reading.manifest)
+def _send_manifest(reader: SealedSlotReader, channel: VaultChannel) -> int:
+    manifest = memoryview(reader.manifest)
     channel.send(Data(bytes=len(manifest)))
     for start in range(0, len(manifest), CHUNK_BYTES):
         channel.send_bulk([manifest[start : start + CHUNK_BYTES]])
-        channel.send_status(True)
-    channel.send(DataEnd(digests=reading.digests[0]))
+        channel.send_piece_status(True)
+    channel.send(DataEnd(digests=reader.digests[0]))
     return len(manifest)

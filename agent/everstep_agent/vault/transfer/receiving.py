@@ -21,22 +21,22 @@ import xxhash
 from everstep.errors import Conflict, DigestMismatch, EverstepError, MalformedMessage, NotFound
 from everstep.ids import Version
 from everstep.layout.slots import CHUNK_BYTES, chunk_count, slot_bytes_for, slot_to_fill
-from everstep.wire.framing import Channel
+from everstep.wire.framing import VaultChannel
 from everstep.wire.v1.transfer import ManifestPart, Part, Put, split_digests
-from everstep_agent.vault.job_table import JobBook
-from everstep_agent.vault.memory.segments import Segment, SegmentKey, SegmentStore
-from everstep_agent.vault.reporting import Findings, Tally
+from everstep_agent.vault.job_table import JobTable
+from everstep_agent.vault.memory.segments import SegmentFile, SegmentKey, SegmentStore
+from everstep_agent.vault.reporting import FindingReporter, VaultCounters
 
-MANIFEST = -1
+MANIFEST_PIECE = -1
 """The manifest among a transfer's pieces; the others are chunks, by their numbers."""
-SETTLE_S = 1.0
+SETTLE_TIMEOUT_S = 1.0
 """How long what a broken connection has brought is waited for, before that connection is ended here too."""
 
 
-class Incoming:
+class IncomingTransfer:
     """One transfer under way into one slot."""
 
-    def __init__(self, job: str, sender: str, put: Put, segment: Segment, slot: int) -> None:
+    def __init__(self, job: str, sender: str, put: Put, segment: SegmentFile, slot: int) -> None:
         self.id = secrets.token_bytes(16)
         self.job = job
         self.sender = sender
@@ -48,50 +48,50 @@ class Incoming:
             slot, put.rank, put.version, put.manifest_bytes, put.payload_bytes
         )
         self.has_manifest = False
-        self.done: set[int] = set()
-        self.writers: set[Channel] = set()
-        self.given_up = False
-        self.left = False
+        self.received_chunks: set[int] = set()
+        self.writers: set[VaultChannel] = set()
+        self.is_aborted = False
+        self.is_detached = False
         self._lock = threading.Lock()
-        self._turns: Counter[int] = Counter()
+        self._attempts: Counter[int] = Counter()
 
     @contextmanager
-    def bringing(self, piece: int) -> Iterator[Callable[[], None]]:
+    def receiving_piece(self, piece: int) -> Iterator[Callable[[], None]]:
         """While a connection brings a piece. It counts once what is yielded is called; not where another connection has
         begun to bring it, or broken off in it, since this one began: nobody knows what lies there then."""
-        turn = self._turn(piece)
+        turn = self._begin_attempt(piece)
         try:
-            yield partial(self._count, piece, turn)
+            yield partial(self._complete_attempt, piece, turn)
         except BaseException:
-            self._turn(piece)
+            self._begin_attempt(piece)
             raise
 
-    def _turn(self, piece: int) -> int:
+    def _begin_attempt(self, piece: int) -> int:
         with self._lock:
-            self._note(piece, here=False)
-            self._turns[piece] += 1
-            return self._turns[piece]
+            self._mark_piece(piece, is_received=False)
+            self._attempts[piece] += 1
+            return self._attempts[piece]
 
-    def _count(self, piece: int, turn: int) -> None:
+    def _complete_attempt(self, piece: int, attempt: int) -> None:
         with self._lock:
-            if self._turns[piece] == turn:
-                self._note(piece, here=True)
+            if self._attempts[piece] == attempt:
+                self._mark_piece(piece, is_received=True)
 
-    def _note(self, piece: int, *, here: bool) -> None:
-        if piece == MANIFEST:
-            self.has_manifest = here
-        elif here:
-            self.done.add(piece)
+    def _mark_piece(self, piece: int, *, is_received: bool) -> None:
+        if piece == MANIFEST_PIECE:
+            self.has_manifest = is_received
+        elif is_received:
+            self.received_chunks.add(piece)
         else:
-            self.done.discard(piece)
+            self.received_chunks.discard(piece)
 
-    def is_for(self, sender: str, put: Put) -> bool:
+    def matches(self, sender: str, put: Put) -> bool:
         """Whether these very bytes are what ``sender`` offers."""
         own = self.put
         ours = (self.sender, own.version, own.digests, own.payload_bytes, own.manifest_bytes)
         return ours == (sender, put.version, put.digests, put.payload_bytes, put.manifest_bytes)
 
-    def hang_up(self) -> None:
+    def shut_down_writers(self) -> None:
         """Whoever writes into it leaves soon."""
         for writer in self.writers:
             writer.shutdown()
@@ -100,247 +100,259 @@ class Incoming:
         return self.payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
 
 
-class Receiver:
+class SlotReceiver:
     """All transfers under way into this vault. Safe to use from any thread."""
 
-    def __init__(self, store: SegmentStore, book: JobBook, findings: Findings, tally: Tally) -> None:
+    def __init__(
+        self, store: SegmentStore, job_table: JobTable, finding_reporter: FindingReporter, counters: VaultCounters
+    ) -> None:
         self._store = store
-        self._book = book
-        self._findings = findings
-        self._tally = tally
+        self._job_table = job_table
+        self._finding_reporter = finding_reporter
+        self._counters = counters
         self._lock = threading.Lock()
         self._writer_left = threading.Condition(self._lock)
-        self._lanes: defaultdict[SegmentKey, threading.Lock] = defaultdict(threading.Lock)
-        self._incoming: dict[bytes, Incoming] = {}
+        self._segment_locks: defaultdict[SegmentKey, threading.Lock] = defaultdict(threading.Lock)
+        self._transfers: dict[bytes, IncomingTransfer] = {}
 
-    def begin(self, job: str, sender: str, put: Put) -> Incoming | None:
+    def begin(self, job: str, sender: str, put: Put) -> IncomingTransfer | None:
         """Sets a slot aside, or returns None where these very bytes are sealed here already.
 
         Raises StaleGeneration, NotFound, MalformedMessage for lengths that do not fit together, OutOfSlotMemory.
         """
-        self._book.current(job, put.generation)
-        _check(put)
+        self._job_table.require_current(job, put.generation)
+        _check_digests(put)
         key = SegmentKey(job, "replica", put.rank)
-        with self._lane(key):
+        with self._segment_lock(key):
             need = slot_bytes_for(put.manifest_bytes, put.payload_bytes)
-            segment = self._store.open(key, max(put.slot_bytes, need), put.slots, self._to_keep(key, put))
-            self._book.require(job, self._store.forget)
-            self._end_stale(key)
+            segment = self._store.open(key, max(put.slot_bytes, need), put.slots, self._versions_to_keep(key, put))
+            self._job_table.require_configured(job, self._store.delete_job)
+            self._abort_stale(key)
             if _holds(segment, put):
                 return None
-            self._settle(segment, sender, put)
-            if (resumed := self._resumed(segment, sender, put)) is not None:
-                self._tally.add("reused_bytes", sum(len(resumed.chunk(index)) for index in resumed.done))
+            self._wait_for_earlier_writers(segment, sender, put)
+            if (resumed := self._resume_detached(segment, sender, put)) is not None:
+                self._counters.add("reused_bytes", sum(len(resumed.chunk(index)) for index in resumed.received_chunks))
                 return resumed
-            incoming = Incoming(job, sender, put, segment, self._free_slot(segment, put))
+            incoming = IncomingTransfer(job, sender, put, segment, self._free_slot(segment, put))
             with self._lock:
-                self._incoming[incoming.id] = incoming
-        self._tally.add("reused_bytes", fill_from_other_versions(incoming))
+                self._transfers[incoming.id] = incoming
+        self._counters.add("reused_bytes", fill_from_other_versions(incoming))
         return incoming
 
-    def _to_keep(self, key: SegmentKey, put: Put) -> list[Version]:
+    def _versions_to_keep(self, key: SegmentKey, put: Put) -> list[Version]:
         """Where there are not slots for all: what its rank names, and what it may not know yet to be committed."""
         segment = self._store.get(key)
-        sealed = () if segment is None else (header.version for _, header in segment.view.sealed())
+        sealed = () if segment is None else (header.version for _, header in segment.view.sealed_slots())
         own = sorted((version for version in sealed if version.generation == put.generation), reverse=True)
         return [*put.keep, *own]
 
-    def _settle(self, segment: Segment, sender: str, put: Put) -> None:
+    def _wait_for_earlier_writers(self, segment: SegmentFile, sender: str, put: Put) -> None:
         """Who offers the same bytes again has no more use for its earlier connections, which may be news here: a node
         is slow, or no word comes from a cut line. What they have brought need not come again."""
         with self._writer_left:
-            earlier = [i for i in self._incoming.values() if i.segment is segment and i.is_for(sender, put)]
+            earlier = [i for i in self._transfers.values() if i.segment is segment and i.matches(sender, put)]
             for incoming in earlier:
-                incoming.left = True
+                incoming.is_detached = True
                 unused = partial(operator.not_, incoming.writers)
-                if not self._writer_left.wait_for(unused, SETTLE_S):
-                    incoming.hang_up()
-                    self._writer_left.wait_for(unused, SETTLE_S)
+                if not self._writer_left.wait_for(unused, SETTLE_TIMEOUT_S):
+                    incoming.shut_down_writers()
+                    self._writer_left.wait_for(unused, SETTLE_TIMEOUT_S)
 
-    def _resumed(self, segment: Segment, sender: str, put: Put) -> Incoming | None:
+    def _resume_detached(self, segment: SegmentFile, sender: str, put: Put) -> IncomingTransfer | None:
         """What was left of a transfer of the same bytes, under a new name: the old connection has no part in it. What
         was left of others is given up."""
         with self._lock:
-            left = [i for i in self._incoming.values() if i.segment.key == segment.key and i.left]
-            found = next((i for i in left if i.segment is segment and not i.writers and i.is_for(sender, put)), None)
+            left = [i for i in self._transfers.values() if i.segment.key == segment.key and i.is_detached]
+            found = next((i for i in left if i.segment is segment and not i.writers and i.matches(sender, put)), None)
             for other in left:
                 if other is not found:
-                    other.given_up = True
-                    self._release(other)
+                    other.is_aborted = True
+                    self._release_if_unused(other)
             if found is not None:
-                del self._incoming[found.id]
-                found.id, found.put, found.left = secrets.token_bytes(16), put, False
-                self._incoming[found.id] = found
+                del self._transfers[found.id]
+                found.id, found.put, found.is_detached = secrets.token_bytes(16), put, False
+                self._transfers[found.id] = found
             return found
 
-    def _end_stale(self, key: SegmentKey) -> None:
+    def _abort_stale(self, key: SegmentKey) -> None:
         """Transfers of a generation that is over cannot be finished; whose sender is gone without a word would hold its
         slot until its connection is given up."""
-        generation = self._book.facts(key.job).generation
+        generation = self._job_table.get_config(key.job).generation
         with self._lock:
-            for incoming in [i for i in self._incoming.values() if i.segment.key == key]:
-                if incoming.put.generation < generation and not incoming.left:  # what was left may be gone on with
-                    incoming.given_up = True
-                    incoming.hang_up()
-                    self._release(incoming)
+            for incoming in [i for i in self._transfers.values() if i.segment.key == key]:
+                if (
+                    incoming.put.generation < generation and not incoming.is_detached
+                ):  # what was left may be gone on with
+                    incoming.is_aborted = True
+                    incoming.shut_down_writers()
+                    self._release_if_unused(incoming)
 
-    def forget(self, job: str) -> None:
+    def forget_job(self, job: str) -> None:
         """The job is over; its transfers find no segment to seal in."""
         with self._lock:
-            for key in [k for k in self._lanes if k.job == job]:
-                del self._lanes[key]
-            for incoming in [i for i in self._incoming.values() if i.job == job and i.left]:
-                del self._incoming[incoming.id]
+            for key in [k for k in self._segment_locks if k.job == job]:
+                del self._segment_locks[key]
+            for incoming in [i for i in self._transfers.values() if i.job == job and i.is_detached]:
+                del self._transfers[incoming.id]
 
-    def _lane(self, key: SegmentKey) -> threading.Lock:
+    def _segment_lock(self, key: SegmentKey) -> threading.Lock:
         with self._lock:
-            return self._lanes[key]
+            return self._segment_locks[key]
 
-    def _free_slot(self, segment: Segment, put: Put) -> int:
+    def _free_slot(self, segment: SegmentFile, put: Put) -> int:
         with self._lock:
-            taken = {i.slot for i in self._incoming.values() if i.segment is segment}
+            taken = {i.slot for i in self._transfers.values() if i.segment is segment}
         free = [slot for slot in range(segment.view.slots) if slot not in taken]
         return free[slot_to_fill([segment.view.header(slot) for slot in free], set(put.keep))]
 
-    def part(self, job: str, sender: str, part: Part, channel: Channel) -> None:
+    def receive_part(self, job: str, sender: str, part: Part, channel: VaultChannel) -> None:
         """Receives a part's chunks and hashes each.
 
         Raises DigestMismatch for a bad chunk and Conflict where the sender's slot moved on, both with the connection in
         step; Unavailable and MalformedMessage, after which it is of no use.
         """
-        with self._entered(job, sender, part.transfer, channel) as incoming:
-            if part.first + part.chunks > chunk_count(incoming.put.payload_bytes):
+        with self._writing_to(job, sender, part.transfer, channel) as incoming:
+            if part.first_chunk + part.chunks > chunk_count(incoming.put.payload_bytes):
                 raise MalformedMessage(f"{sender} sent chunks beyond the payload's end")
-            failure = self._receive(incoming, part, channel)
+            failure = self._receive_part_bytes(incoming, part, channel)
         if failure is not None:
-            self.give_up(incoming.id)
+            self.abort(incoming.id)
             raise failure
 
-    def manifest(self, job: str, sender: str, part: ManifestPart, channel: Channel) -> None:
+    def receive_manifest(self, job: str, sender: str, part: ManifestPart, channel: VaultChannel) -> None:
         """Receives the manifest and hashes it. Raises what ``part`` does."""
-        with self._entered(job, sender, part.transfer, channel) as incoming:
-            failure = self._receive_manifest(incoming, channel)
+        with self._writing_to(job, sender, part.transfer, channel) as incoming:
+            failure = self._receive_manifest_bytes(incoming, channel)
         if failure is not None:
-            self.give_up(incoming.id)
+            self.abort(incoming.id)
             raise failure
 
     @contextmanager
-    def _entered(self, job: str, sender: str, transfer: bytes, channel: Channel) -> Iterator[Incoming]:
+    def _writing_to(self, job: str, sender: str, transfer: bytes, channel: VaultChannel) -> Iterator[IncomingTransfer]:
         """Inside, the slot of the transfer is given to nobody else."""
         with self._lock:
-            incoming = self._incoming.get(transfer)
-            if incoming is None or incoming.given_up or (incoming.job, incoming.sender) != (job, sender):
+            incoming = self._transfers.get(transfer)
+            if incoming is None or incoming.is_aborted or (incoming.job, incoming.sender) != (job, sender):
                 raise MalformedMessage(f"{sender} sent a part of a transfer that is not under way")
             incoming.writers.add(channel)
         try:
             yield incoming
         finally:
-            self._leave(incoming, channel)
+            self._remove_writer(incoming, channel)
 
-    def _receive_manifest(self, incoming: Incoming, channel: Channel) -> EverstepError | None:
-        with incoming.bringing(MANIFEST) as counts:
+    def _receive_manifest_bytes(self, incoming: IncomingTransfer, channel: VaultChannel) -> EverstepError | None:
+        with incoming.receiving_piece(MANIFEST_PIECE) as counts:
             for start in range(0, len(incoming.manifest), CHUNK_BYTES):
                 channel.receive_into(incoming.manifest[start : start + CHUNK_BYTES])
-                if not channel.status():
-                    return _moved_on(incoming)
+                if not channel.receive_piece_status():
+                    return _slot_refilled_error(incoming)
             if xxhash.xxh3_128_digest(incoming.manifest) != incoming.digests[0]:
-                return self._corrupt(incoming, "the manifest")
+                return self._report_corrupt(incoming, "the manifest")
             counts()
-        self._tally.add("received_manifests")
+        self._counters.add("received_manifests")
         return None
 
-    def _receive(self, incoming: Incoming, part: Part, channel: Channel) -> EverstepError | None:
+    def _receive_part_bytes(
+        self, incoming: IncomingTransfer, part: Part, channel: VaultChannel
+    ) -> EverstepError | None:
         """The first failure; the rest of the part is taken off the wire all the same, to stay in step."""
         failure: EverstepError | None = None
-        for index in range(part.first, part.first + part.chunks):
+        for index in range(part.first_chunk, part.first_chunk + part.chunks):
             chunk = incoming.chunk(index)
-            with incoming.bringing(index) as counts:
+            with incoming.receiving_piece(index) as counts:
                 channel.receive_into(chunk)
-                if not channel.status():
-                    return failure or _moved_on(incoming)
+                if not channel.receive_piece_status():
+                    return failure or _slot_refilled_error(incoming)
                 if xxhash.xxh3_128_digest(chunk) == incoming.digests[index + 1]:
                     counts()
                 elif failure is None:
-                    failure = self._corrupt(incoming, f"chunk {index}")
+                    failure = self._report_corrupt(incoming, f"chunk {index}")
         return failure
 
-    def _corrupt(self, incoming: Incoming, what: str) -> DigestMismatch:
+    def _report_corrupt(self, incoming: IncomingTransfer, description: str) -> DigestMismatch:
         put = incoming.put
-        detail = f"{what} did not hash right"
-        self._findings.transfer_corrupt(incoming.job, incoming.sender, put.rank, put.version, detail)
-        return DigestMismatch(f"{what} of rank {put.rank}'s version {put.version} is not what was sealed")
+        detail = f"{description} did not hash right"
+        self._finding_reporter.report_corrupt_transfer(incoming.job, incoming.sender, put.rank, put.version, detail)
+        return DigestMismatch(f"{description} of rank {put.rank}'s version {put.version} is not what was sealed")
 
-    def _leave(self, incoming: Incoming, channel: Channel) -> None:
+    def _remove_writer(self, incoming: IncomingTransfer, channel: VaultChannel) -> None:
         with self._lock:
             incoming.writers.discard(channel)
             self._writer_left.notify_all()
-            self._release(incoming)
+            self._release_if_unused(incoming)
 
-    def _release(self, incoming: Incoming) -> None:
-        if incoming.given_up and not incoming.writers and incoming.id in self._incoming:
-            del self._incoming[incoming.id]
+    def _release_if_unused(self, incoming: IncomingTransfer) -> None:
+        if incoming.is_aborted and not incoming.writers and incoming.id in self._transfers:
+            del self._transfers[incoming.id]
             incoming.segment.view.discard(incoming.slot)
 
     def finish(self, job: str, sender: str, transfer: bytes) -> None:
         """Seals the slot. Raises StaleGeneration, NotFound, and Conflict where bytes are missing."""
         with self._lock:
-            incoming = self._incoming.get(transfer)
-        if incoming is None or incoming.given_up or (incoming.job, incoming.sender) != (job, sender):
+            incoming = self._transfers.get(transfer)
+        if incoming is None or incoming.is_aborted or (incoming.job, incoming.sender) != (job, sender):
             raise NotFound("no such transfer is under way")
         put = incoming.put
-        with self._lane(incoming.segment.key):
-            self._book.current(job, put.generation)
+        with self._segment_lock(incoming.segment.key):
+            self._job_table.require_current(job, put.generation)
             if self._store.get(incoming.segment.key) is not incoming.segment:
                 raise Conflict("the segment was replaced or forgotten while the slot was filled; send it again")
-            if incoming.writers or len(incoming.done) != len(incoming.digests) - 1 or not incoming.has_manifest:
+            if (
+                incoming.writers
+                or len(incoming.received_chunks) != len(incoming.digests) - 1
+                or not incoming.has_manifest
+            ):
                 lacks = "" if incoming.has_manifest else ", and no manifest"
-                raise Conflict(f"{len(incoming.done)} of {len(incoming.digests) - 1} chunks have come{lacks}")
+                raise Conflict(
+                    f"{len(incoming.received_chunks)} of {len(incoming.digests) - 1} chunks have come{lacks}"
+                )
             incoming.segment.view.seal(incoming.slot, incoming.digests)
             _discard_others(incoming)
             with self._lock:
-                del self._incoming[incoming.id]
-        self._book.saw(job, put.rank, sender)
-        self._tally.add("received_slots")
-        self._tally.add("received_bytes", put.payload_bytes + put.manifest_bytes)
+                del self._transfers[incoming.id]
+        self._job_table.note_holder(job, put.rank, sender)
+        self._counters.add("received_slots")
+        self._counters.add("received_bytes", put.payload_bytes + put.manifest_bytes)
 
-    def leave(self, transfer: bytes) -> None:
+    def detach(self, transfer: bytes) -> None:
         """The connection that began it ended; its sender may come back."""
         with self._lock:
-            incoming = self._incoming.get(transfer)
+            incoming = self._transfers.get(transfer)
             if incoming is not None:
-                incoming.left = True
+                incoming.is_detached = True
                 if self._store.get(incoming.segment.key) is not incoming.segment:  # nobody can go on with it
-                    incoming.given_up = True
-                    self._release(incoming)
+                    incoming.is_aborted = True
+                    self._release_if_unused(incoming)
 
-    def give_up(self, transfer: bytes) -> None:
+    def abort(self, transfer: bytes) -> None:
         """Ends a transfer that is not finished, and frees its slot once nobody writes into it."""
         with self._lock:
-            incoming = self._incoming.get(transfer)
+            incoming = self._transfers.get(transfer)
             if incoming is None:
                 return
-            incoming.given_up = True
-            self._release(incoming)
+            incoming.is_aborted = True
+            self._release_if_unused(incoming)
 
 
-def _check(put: Put) -> None:
+def _check_digests(put: Put) -> None:
     digests = split_digests(put.digests)
     if len(digests) != chunk_count(put.payload_bytes) + 1 or len(digests[-1]) != len(digests[0]):
         raise MalformedMessage(f"{len(put.digests)} bytes of digests for a payload of {put.payload_bytes} bytes")
 
 
-def _moved_on(incoming: Incoming) -> Conflict:
+def _slot_refilled_error(incoming: IncomingTransfer) -> Conflict:
     return Conflict(f"{incoming.sender} filled the slot anew while it was sent")
 
 
-def fill_from_other_versions(incoming: Incoming) -> int:
+def fill_from_other_versions(incoming: IncomingTransfer) -> int:
     """Copies the manifest and chunks that sealed slots of the same rank have too; each is hashed where it now lies.
     Returns bytes of chunks."""
     view, count = incoming.segment.view, 0
     wanted: defaultdict[bytes, list[int]] = defaultdict(list)
     for index, digest in enumerate(incoming.digests[1:]):
         wanted[digest].append(index)
-    for slot, header in list(view.sealed()):
+    for slot, header in list(view.sealed_slots()):
         if slot == incoming.slot or header.rank != incoming.put.rank:
             continue
         try:
@@ -353,18 +365,18 @@ def fill_from_other_versions(incoming: Incoming) -> int:
         for place, digest in enumerate(theirs if wanted else ()):
             chunk = payload[place * CHUNK_BYTES : (place + 1) * CHUNK_BYTES]
             for index in wanted.pop(digest, ()):
-                count += _copied(incoming, index, chunk)
+                count += _copy_chunk(incoming, index, chunk)
     return count
 
 
-def _copy_manifest(incoming: Incoming, manifest: bytes) -> None:
+def _copy_manifest(incoming: IncomingTransfer, manifest: bytes) -> None:
     """``manifest`` hashes right."""
     if len(manifest) == len(incoming.manifest):
         incoming.manifest[:] = manifest
         incoming.has_manifest = True
 
 
-def _copied(incoming: Incoming, index: int, chunk: memoryview) -> int:
+def _copy_chunk(incoming: IncomingTransfer, index: int, chunk: memoryview) -> int:
     into = incoming.chunk(index)
     if len(into) != len(chunk):
         return 0
@@ -372,24 +384,24 @@ def _copied(incoming: Incoming, index: int, chunk: memoryview) -> int:
     ctypes.memmove(to, source, len(into))  # without Python's lock, which a slice's assignment would hold
     if xxhash.xxh3_128_digest(into) != incoming.digests[index + 1]:
         return 0
-    incoming.done.add(index)
+    incoming.received_chunks.add(index)
     return len(into)
 
 
-def _holds(segment: Segment, put: Put) -> bool:
+def _holds(segment: SegmentFile, put: Put) -> bool:
     table = xxhash.xxh3_128_digest(put.digests)
     return any(
         header.rank == put.rank
         and header.version == put.version
         and header.payload_bytes == put.payload_bytes
-        and header.table == table
+        and header.table_digest == table
         for _, header in segment.sealed()
     )
 
 
-def _discard_others(incoming: Incoming) -> None:
+def _discard_others(incoming: IncomingTransfer) -> None:
     """The same version with other bytes: the rank sealed it anew, and the newer word holds."""
     view = incoming.segment.view
-    for slot, header in list(view.sealed()):
+    for slot, header in list(view.sealed_slots()):
         if header.version == incoming.put.version and slot != incoming.slot:
             view.discard(slot)

@@ -15,39 +15,39 @@ import msgspec
 
 from everstep.ids import Version
 from everstep.wire.v1.directives import VersionNotice
-from everstep.wire.v1.training import GenerationSpec, RestoreRule, Sealed
+from everstep.wire.v1.training import GenerationSpec, RestoreRule, VersionSealed
 from everstep_controller.core.checkpoints.parity import (
     consider_protection,
-    doubt_protected,
-    forget_protection,
-    pinned,
-    protection_of,
+    drop_corrupt_protection,
+    drop_protection,
+    get_protection,
+    pinned_versions,
 )
-from everstep_controller.core.checkpoints.storage import consider_spill, doubt_stored, end_spills, storage_of
+from everstep_controller.core.checkpoints.storage import consider_spill, end_spills, mark_stored_corrupt, restore_urls
 from everstep_controller.core.effects import PutVersion
 from everstep_controller.core.jobs.membership import seats_of
-from everstep_controller.core.records import Homes, JobRecord, Share, VersionRecord
-from everstep_controller.core.state import Ballot, JobLive
-from everstep_controller.core.transition import Turn
+from everstep_controller.core.records import JobRecord, ShareLocations, VersionLocations, VersionRecord
+from everstep_controller.core.state import JobRuntime, VersionSeals
+from everstep_controller.core.transition import Transition
 
-FORGOTTEN = -1
+UNKNOWN_CANDIDATE = -1
 """A candidate that no version is of."""
-NOTHING = Version(0, 0)
+NO_VERSION = Version(0, 0)
 """A ceiling below every version (generations count from 1): nothing that is stored may be restored."""
 
 
-class Vote(msgspec.Struct, frozen=True):
+class DigestVote(msgspec.Struct, frozen=True):
     """What digests say: ``liars`` differ from a strict majority of their group; ``tied`` are in a group without one."""
 
-    liars: frozenset[int] = frozenset()
-    tied: frozenset[int] = frozenset()
+    divergent_ranks: frozenset[int] = frozenset()
+    tied_ranks: frozenset[int] = frozenset()
 
     @property
-    def unanimous(self) -> bool:
-        return not self.liars and not self.tied
+    def is_unanimous(self) -> bool:
+        return not self.divergent_ranks and not self.tied_ranks
 
 
-def count_votes(digests: Mapping[str, Mapping[int, str]]) -> Vote:
+def compare_digests(digests: Mapping[str, Mapping[int, str]]) -> DigestVote:
     """Compares the digests inside each replica group."""
     liars: set[int] = set()
     tied: set[int] = set()
@@ -60,27 +60,27 @@ def count_votes(digests: Mapping[str, Mapping[int, str]]) -> Vote:
             liars |= {rank for rank, vote in votes.items() if vote != digest}
         else:
             tied |= set(votes)
-    return Vote(frozenset(liars), frozenset(tied - liars))
+    return DigestVote(frozenset(liars), frozenset(tied - liars))
 
 
-def attested(digests: Mapping[str, Mapping[int, str]], spec: GenerationSpec) -> Vote:
+def compare_digests_by_node(digests: Mapping[str, Mapping[int, str]], spec: GenerationSpec) -> DigestVote:
     """``count_votes``, where a majority that is all on one node convicts nobody on another: whose group it is stands in
     no report, so one node could bring all its ranks to vote in a group of others."""
     liars: set[int] = set()
     tied: set[int] = set()
     for group, votes in digests.items():
-        vote = count_votes({group: votes})
-        accused = {spec.node_of(rank) for rank in vote.liars}
-        witnesses = {spec.node_of(rank) for rank in votes if rank not in vote.liars}
+        vote = compare_digests({group: votes})
+        accused = {spec.node_of(rank) for rank in vote.divergent_ranks}
+        witnesses = {spec.node_of(rank) for rank in votes if rank not in vote.divergent_ranks}
         if len(witnesses) == 1 and not accused <= witnesses:
             tied |= set(votes)
         else:
-            liars |= vote.liars
-            tied |= vote.tied
-    return Vote(frozenset(liars), frozenset(tied - liars))
+            liars |= vote.divergent_ranks
+            tied |= vote.tied_ranks
+    return DigestVote(frozenset(liars), frozenset(tied - liars))
 
 
-def corroborated(digests: Mapping[str, Mapping[int, str]], ranks: frozenset[int]) -> bool:
+def all_ranks_compared(digests: Mapping[str, Mapping[int, str]], ranks: frozenset[int]) -> bool:
     """Whether every rank was compared with at least one other."""
     compared = {rank for votes in digests.values() if len(votes) > 1 for rank in votes}
     return compared >= ranks and all(len(votes) > 1 for votes in digests.values())
@@ -89,240 +89,256 @@ def corroborated(digests: Mapping[str, Mapping[int, str]], ranks: frozenset[int]
 # --- ballots -----------------------------------------------------------------------------------------------------
 
 
-def take_seal(turn: Turn, job: JobRecord, spec: GenerationSpec, report: Sealed) -> Vote | None:
+def record_seal(
+    transition: Transition, job: JobRecord, spec: GenerationSpec, report: VersionSealed
+) -> DigestVote | None:
     """Counts a seal of the running generation ``spec``. The vote comes back when it is complete and not unanimous."""
-    live = turn.state.live_jobs[job.job]
-    ballot = _ballot(turn, live, report.version)
+    live = transition.state.job_runtime[job.job]
+    ballot = _get_seals(transition, live, report.version)
     if ballot is None:
-        turn.ignore("sealed.old_version")
+        transition.count_ignored("version_sealed.old_version")
         return None
     node = spec.node_of(report.rank)
-    ballot.said.add(report.rank)
-    ballot.bytes[report.rank] = report.bytes
-    ballot.copies.setdefault(node, {}).update(dict.fromkeys(report.replicas))
-    ballot.alike.setdefault(node, {}).update(dict.fromkeys(report.alike))
+    ballot.sealed_ranks.add(report.rank)
+    ballot.bytes_by_rank[report.rank] = report.bytes
+    ballot.full_copies.setdefault(node, {}).update(dict.fromkeys(report.full_copies))
+    ballot.partial_copies.setdefault(node, {}).update(dict.fromkeys(report.partial_copies))
     for group, digest in report.digests.items():
         ballot.digests.setdefault(group, {})[report.rank] = digest
-    if report.kept:
-        ballot.kept.add(report.rank)
-    if report.safe and report.kept:
-        ballot.safe.add(report.rank)
-    if len(ballot.said) == spec.world_size:
-        return _settle(turn, job, spec, report.version, ballot)
+    if report.commit_candidate:
+        ballot.kept_ranks.add(report.rank)
+    if report.durable and report.commit_candidate:
+        ballot.safe_ranks.add(report.rank)
+    if len(ballot.sealed_ranks) == spec.world_size:
+        return _settle_version(transition, job, spec, report.version, ballot)
     return None
 
 
-def _ballot(turn: Turn, live: JobLive, version: Version) -> Ballot | None:
+def _get_seals(transition: Transition, live: JobRuntime, version: Version) -> VersionSeals | None:
     """The ballot of ``version``, or None for one that is decided or has fallen out of the window."""
-    if live.settled is not None and version <= live.settled:
+    if live.settled_version is not None and version <= live.settled_version:
         return None
-    if version not in live.ballots:
-        if len(live.ballots) >= turn.policy.version_window:
-            oldest = min(live.ballots)
+    if version not in live.version_seals:
+        if len(live.version_seals) >= transition.policy.version_window:
+            oldest = min(live.version_seals)
             if version < oldest:
                 return None
-            del live.ballots[oldest]
-        live.ballots[version] = Ballot()
-    return live.ballots[version]
+            del live.version_seals[oldest]
+        live.version_seals[version] = VersionSeals()
+    return live.version_seals[version]
 
 
-def _settle(turn: Turn, job: JobRecord, spec: GenerationSpec, version: Version, ballot: Ballot) -> Vote | None:
+def _settle_version(
+    transition: Transition, job: JobRecord, spec: GenerationSpec, version: Version, ballot: VersionSeals
+) -> DigestVote | None:
     """All ranks have told of ``version``. What they told of older ones will not be complete any more."""
-    live = turn.state.live_jobs[job.job]
-    if not count_votes(ballot.digests).unanimous:
-        return attested(ballot.digests, spec)
-    live.settled = version
-    live.ballots = {v: b for v, b in live.ballots.items() if v > version}
-    verified = corroborated(ballot.digests, frozenset(ballot.said))
+    live = transition.state.job_runtime[job.job]
+    if not compare_digests(ballot.digests).is_unanimous:
+        return compare_digests_by_node(ballot.digests, spec)
+    live.settled_version = version
+    live.version_seals = {v: b for v, b in live.version_seals.items() if v > version}
+    verified = all_ranks_compared(ballot.digests, frozenset(ballot.sealed_ranks))
     if verified:
-        live.verified = version
-    announced = live.candidate in (None, version.step)
-    if ballot.safe == ballot.said and announced and job.leaving is None and not turn.state.store_away:
-        _commit(turn, job, version, ballot, verified=verified)  # past a boundary, ranks keep what was committed before
-    elif announced and job.leaving is None and job.generation is not None:
-        _count_missing_copies(turn, job.generation, live, ballot)
+        live.verified_version = version
+    announced = live.candidate_step in (None, version.step)
+    if (
+        ballot.safe_ranks == ballot.sealed_ranks
+        and announced
+        and job.outgoing_generation is None
+        and not transition.state.database_outage
+    ):
+        _commit(
+            transition, job, version, ballot, verified=verified
+        )  # past a boundary, ranks keep what was committed before
+    elif announced and job.outgoing_generation is None and job.generation is not None:
+        _count_missing_copies(transition, job.generation, live, ballot)
     return None
 
 
-def _count_missing_copies(turn: Turn, spec: GenerationSpec, live: JobLive, ballot: Ballot) -> None:
+def _count_missing_copies(transition: Transition, spec: GenerationSpec, live: JobRuntime, ballot: VersionSeals) -> None:
     """By home: versions in a row. A rank that did not keep the version at all says nothing of its homes."""
     missing: set[str] = set()
-    for rank in ballot.kept - ballot.safe:
+    for rank in ballot.kept_ranks - ballot.safe_ranks:
         node = spec.node_of(rank)
-        missing.update(home for home in spec.replica_nodes.get(node, ()) if home not in ballot.copies.get(node, ()))
-    live.missed = {home: live.missed.get(home, 0) + 1 for home in sorted(missing)}
-    if max(live.missed.values(), default=0) >= turn.policy.copy_misses:
-        turn.wake(turn.now, "job", spec.job)
+        missing.update(
+            home for home in spec.replica_nodes.get(node, ()) if home not in ballot.full_copies.get(node, ())
+        )
+    live.missed_copies = {home: live.missed_copies.get(home, 0) + 1 for home in sorted(missing)}
+    if max(live.missed_copies.values(), default=0) >= transition.policy.missed_copies_count:
+        transition.schedule(transition.now, "job", spec.job)
 
 
 # --- commits -----------------------------------------------------------------------------------------------------
 
 
-def _commit(turn: Turn, job: JobRecord, version: Version, ballot: Ballot, *, verified: bool) -> None:
+def _commit(transition: Transition, job: JobRecord, version: Version, ballot: VersionSeals, *, verified: bool) -> None:
     """Logs ``version`` as durable: every rank keeps it, and its bytes are in as many places as the job asks for."""
-    live = turn.state.live_jobs[job.job]
-    live.committed, live.committed_at, live.missed = version, turn.now, {}
-    homes = _homes(version, ballot, seats_of(job.generation))
-    if job.ceiling is not None or job.homes != homes:
-        job.ceiling, job.homes = None, homes
-        turn.job_changed(job.job)
-    turn.emit(
+    live = transition.state.job_runtime[job.job]
+    live.committed_version, live.committed_at, live.missed_copies = version, transition.now, {}
+    homes = _version_locations(version, ballot, seats_of(job.generation))
+    if job.restore_ceiling is not None or job.version_locations != homes:
+        job.restore_ceiling, job.version_locations = None, homes
+        transition.mark_job_changed(job.job)
+    transition.emit(
         PutVersion(
             VersionRecord(
                 job=job.job,
                 version=version,
-                committed_at=turn.now,
-                verified_at=turn.now if verified else None,
-                bytes=sum(ballot.bytes.values()),
-                ranks=len(ballot.said),
+                committed_at=transition.now,
+                verified_at=transition.now if verified else None,
+                bytes=sum(ballot.bytes_by_rank.values()),
+                rank_count=len(ballot.sealed_ranks),
             )
         )
     )
-    consider_spill(turn, job, version, sum(ballot.bytes.values()))
-    consider_protection(turn, job, version)
-    _announce(turn, job, live)
+    consider_spill(transition, job, version, sum(ballot.bytes_by_rank.values()))
+    consider_protection(transition, job, version)
+    _announce_next(transition, job, live)
 
 
-def _homes(version: Version, ballot: Ballot, seats: Sequence[str]) -> Homes:
+def _version_locations(version: Version, ballot: VersionSeals, seats: Sequence[str]) -> VersionLocations:
     """The same for all versions of a generation, as a rule: placement is the generation's."""
-    shares = {node: Share(tuple(sorted(ballot.copies[node])), tuple(sorted(ballot.alike[node]))) for node in seats}
-    return Homes(version.generation, shares)
+    shares = {
+        node: ShareLocations(tuple(sorted(ballot.full_copies[node])), tuple(sorted(ballot.partial_copies[node])))
+        for node in seats
+    }
+    return VersionLocations(version.generation, shares)
 
 
-def let_go(turn: Turn, job: JobRecord) -> None:
+def release_versions(transition: Transition, job: JobRecord) -> None:
     """The job is over: its memory is given back, and what was being read of it will not be written."""
-    end_spills(turn, job)
-    forget_protection(turn, job)
+    end_spills(transition, job)
+    drop_protection(transition, job)
 
 
-def expect_commit(turn: Turn, job: JobRecord) -> None:
+def start_commits(transition: Transition, job: JobRecord) -> None:
     """A generation steps. Its first candidate is the first version it seals, which every rank knows by itself."""
-    live = turn.state.live_jobs[job.job]
-    if live.candidate is None and live.candidate_due == 0.0:
-        _look_later(turn, job, live, turn.policy.candidate_patience_s)
+    live = transition.state.job_runtime[job.job]
+    if live.candidate_step is None and live.candidate_due == 0.0:
+        _schedule_check(transition, job, live, transition.policy.candidate_timeout_s)
 
 
-def resume_commits(turn: Turn, job: JobRecord) -> None:
+def resume_commits(transition: Transition, job: JobRecord) -> None:
     """After a restart nobody knows what was announced, or given up, before: nothing is committed until the next is.
 
     But for a generation of which nothing can have been announced yet, since it neither stepped nor committed anything.
     """
-    live, running = turn.state.live_jobs[job.job], job.leaving or job.generation
-    committed = live.committed.generation if live.committed is not None else 0
-    if running is None or (job.resumed_at is None and committed < running.number):
+    live, running = transition.state.job_runtime[job.job], job.outgoing_generation or job.generation
+    committed = live.committed_version.generation if live.committed_version is not None else 0
+    if running is None or (job.generation_resumed_at is None and committed < running.number):
         return
-    live.candidate = FORGOTTEN
-    _look_later(turn, job, live, turn.policy.candidate_patience_s)
+    live.candidate_step = UNKNOWN_CANDIDATE
+    _schedule_check(transition, job, live, transition.policy.candidate_timeout_s)
 
 
-def check_candidate(turn: Turn, job: JobRecord) -> None:
+def check_candidate(transition: Transition, job: JobRecord) -> None:
     """At a deadline: a candidate that not every rank kept, because one heard of it too late, gives way to another."""
-    live = turn.state.live_jobs[job.job]
-    if not live.candidate_due or turn.now < live.candidate_due or job.leaving is not None:
+    live = transition.state.job_runtime[job.job]
+    if not live.candidate_due or transition.now < live.candidate_due or job.outgoing_generation is not None:
         return
-    if turn.state.store_away:
-        _look_later(turn, job, live, turn.policy.candidate_patience_s)
+    if transition.state.database_outage:
+        _schedule_check(transition, job, live, transition.policy.candidate_timeout_s)
         return
-    if live.candidate is not None and (turn.stride(job.job).step or 0) < live.candidate:
-        _look_later(turn, job, live, turn.policy.candidate_patience_s)
+    if live.candidate_step is not None and (transition.read_step_rate(job.job).step or 0) < live.candidate_step:
+        _schedule_check(transition, job, live, transition.policy.candidate_timeout_s)
     else:
-        _announce(turn, job, live)
+        _announce_next(transition, job, live)
 
 
-def _interval_s(turn: Turn, running: GenerationSpec) -> float:
-    return max(turn.policy.commit_interval_s, running.world_size * turn.policy.commit_rank_s)
+def _interval_s(transition: Transition, running: GenerationSpec) -> float:
+    return max(transition.policy.commit_interval_s, running.world_size * transition.policy.commit_interval_per_rank_s)
 
 
-def _announce(turn: Turn, job: JobRecord, live: JobLive) -> None:
+def _announce_next(transition: Transition, job: JobRecord, live: JobRuntime) -> None:
     """Tells ranks what is committed, and which step's version is next: one that none of them has finished yet."""
-    running = job.leaving or job.generation
-    stride = turn.stride(job.job)
+    running = job.outgoing_generation or job.generation
+    stride = transition.read_step_rate(job.job)
     step_s = stride.step_s
     if running is None or stride.step is None or step_s <= 0:
-        _look_later(turn, job, live, turn.policy.commit_interval_s)
+        _schedule_check(transition, job, live, transition.policy.commit_interval_s)
         return
-    now_at = stride.step_by(turn.now, turn.policy.candidate_patience_s)
-    live.candidate = now_at + 1 + math.ceil(_interval_s(turn, running) / step_s)
-    steps_s = (live.candidate - now_at) * step_s
-    _look_later(turn, job, live, turn.policy.candidate_patience_s + 2 * steps_s)
-    _tell(turn, job, live, running)
+    now_at = stride.predict_step(transition.now, transition.policy.candidate_timeout_s)
+    live.candidate_step = now_at + 1 + math.ceil(_interval_s(transition, running) / step_s)
+    steps_s = (live.candidate_step - now_at) * step_s
+    _schedule_check(transition, job, live, transition.policy.candidate_timeout_s + 2 * steps_s)
+    _send_notice(transition, job, live, running)
 
 
-def aim_at(turn: Turn, job: JobRecord, step: int) -> None:
+def set_boundary_candidate(transition: Transition, job: JobRecord, step: int) -> None:
     """A boundary after ``step`` was announced: that version is the one to keep, whatever was announced before.
 
     It is not committed, since the generation to come has named its floor; but each rank keeps it, and its copies.
     """
-    live, running = turn.state.live_jobs[job.job], job.leaving
-    if running is None or live.candidate == step:
+    live, running = transition.state.job_runtime[job.job], job.outgoing_generation
+    if running is None or live.candidate_step == step:
         return
-    live.candidate = step
-    _tell(turn, job, live, running)
+    live.candidate_step = step
+    _send_notice(transition, job, live, running)
 
 
-def _tell(turn: Turn, job: JobRecord, live: JobLive, running: GenerationSpec) -> None:
+def _send_notice(transition: Transition, job: JobRecord, live: JobRuntime, running: GenerationSpec) -> None:
     notice = VersionNotice(
         job=job.job,
         generation=running.number,
-        committed=live.committed,
-        candidate=live.candidate,
-        pinned=pinned(job),
+        committed=live.committed_version,
+        candidate=live.candidate_step,
+        pinned=pinned_versions(job),
     )
     for node in seats_of(running):
-        if node in turn.state.reachable:
-            turn.send(node, notice)
+        if node in transition.state.reachable:
+            transition.send(node, notice)
 
 
-def _look_later(turn: Turn, job: JobRecord, live: JobLive, seconds: float) -> None:
-    live.candidate_due = turn.now + seconds
-    turn.wake(live.candidate_due, "job", job.job)
+def _schedule_check(transition: Transition, job: JobRecord, live: JobRuntime, seconds: float) -> None:
+    live.candidate_due = transition.now + seconds
+    transition.schedule(live.candidate_due, "job", job.job)
 
 
 # --- what a generation may start from ----------------------------------------------------------------------------
 
 
-def restore_rule(turn: Turn, job: JobRecord) -> RestoreRule:
+def restore_rule(transition: Transition, job: JobRecord) -> RestoreRule:
     """Not older than what was committed, not newer than what is known clean after corruption.
 
     A job's first generation starts anew. A later one without a commit may still find its own steps whole.
     """
-    storage, *before = storage_of(job) or [""]
-    if job.ceiling == NOTHING or job.last_number == 0:
-        return RestoreRule(scratch=True, storage=storage, storage_before=tuple(before))
-    committed = turn.state.live_jobs[job.job].committed
+    storage, *before = restore_urls(job) or [""]
+    if job.restore_ceiling == NO_VERSION or job.last_generation_number == 0:
+        return RestoreRule(from_scratch=True, storage_url=storage, older_storage_urls=tuple(before))
+    committed = transition.state.job_runtime[job.job].committed_version
     return RestoreRule(
         floor=committed,
-        ceiling=job.ceiling,
-        pinned=pinned(job),
-        protection=protection_of(job),
-        storage=storage,
-        storage_before=tuple(before),
+        ceiling=job.restore_ceiling,
+        pinned=pinned_versions(job),
+        protection=get_protection(job),
+        storage_url=storage,
+        older_storage_urls=tuple(before),
     )
 
 
-def roll_back(turn: Turn, job: JobRecord) -> str:
+def roll_back_to_clean(transition: Transition, job: JobRecord) -> str:
     """After corruption: nothing newer than the newest clean version counts. Returns the words for it.
 
     Clean is what was verified, and what was committed where there was nobody to compare with.
     """
-    live = turn.state.live_jobs[job.job]
-    live.ballots = {}
-    clean = max((v for v in (live.verified, live.committed) if v is not None), default=None)
-    job.ceiling = clean or NOTHING
-    doubt_stored(turn, job, clean)
-    doubt_protected(turn, job, clean)
-    turn.job_changed(job.job)
+    live = transition.state.job_runtime[job.job]
+    live.version_seals = {}
+    clean = max((v for v in (live.verified_version, live.committed_version) if v is not None), default=None)
+    job.restore_ceiling = clean or NO_VERSION
+    mark_stored_corrupt(transition, job, clean)
+    drop_corrupt_protection(transition, job, clean)
+    transition.mark_job_changed(job.job)
     if clean is None:
         return "no version was ever committed, so the job starts anew"
     return f"nothing newer than version {clean}, the newest known to be clean, is restored"
 
 
-def doubt_open_votes(turn: Turn, job: JobRecord) -> None:
+def roll_back_open_votes(transition: Transition, job: JobRecord) -> None:
     """Before a regrouping cuts votes off: if those counted so far already differ, nothing unverified is restored."""
-    live = turn.state.live_jobs[job.job]
-    doubtful = [v for v, b in live.ballots.items() if b.digests and not count_votes(b.digests).unanimous]
+    live = transition.state.job_runtime[job.job]
+    doubtful = [v for v, b in live.version_seals.items() if b.digests and not compare_digests(b.digests).is_unanimous]
     if not doubtful:
         return
-    words = roll_back(turn, job)
+    words = roll_back_to_clean(transition, job)
     sentence = f"digests of version {min(doubtful)} differ in a vote that a regrouping cuts short; {words}"
-    turn.audit("corruption.doubt", sentence, job=job.job, generation=job.last_number)
+    transition.audit("corruption.unresolved_vote", sentence, job=job.job, generation=job.last_generation_number)

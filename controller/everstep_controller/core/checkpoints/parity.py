@@ -20,11 +20,11 @@ from everstep.ids import Version
 from everstep.vocabulary import FindingKind, JobState
 from everstep.wire.v1.directives import ProtectVersion
 from everstep.wire.v1.vault_orders import NodeGroup, ParityGroup, Protection, VersionProtected
-from everstep_controller.core.checkpoints.placement import Site
-from everstep_controller.core.records import JobRecord, Protecting, Shielded
+from everstep_controller.core.checkpoints.placement import FailureDomains
+from everstep_controller.core.records import ActiveProtection, JobRecord, PendingProtection
 from everstep_controller.core.state import FleetState
-from everstep_controller.core.transition import Turn
-from everstep_controller.core.wording import named
+from everstep_controller.core.transition import Transition
+from everstep_controller.core.wording import join_names
 
 # ---- parity groups
 # Which nodes are kept by parity instead of by copies: groups of k nodes, and two others that hold P and Q of them.
@@ -38,63 +38,64 @@ from everstep_controller.core.wording import named
 # Members are taken from the most crowded domains first. Where domains are nested (racks within switches within power
 # units) no other way of taking them makes more groups; where they overlap otherwise, some may be missed.
 
-FEWEST_MEMBERS = 2
+MIN_MEMBERS = 2
 """One member with two parities would take twice what a copy takes; two take the same and bear a second loss."""
 
-BORNE = 2
+TOLERATED_LOSSES = 2
 """Losses of a group's nodes that it bears: P and Q."""
 
-Domain = tuple[str, str]
+NamedDomain = tuple[str, str]
 """Kind and name."""
 
-Domains = tuple[Domain, ...]
-Load = tuple[int, int, str]
+NamedDomains = tuple[NamedDomain, ...]
+ParityLoad = tuple[int, int, str]
 """Parities held, seat, node."""
 
 
-class Grouping(msgspec.Struct, frozen=True):
+class ParityGrouping(msgspec.Struct, frozen=True):
     """Every seat is in one group or among ``on_copies``. ``sentence`` says why it is so."""
 
     groups: tuple[NodeGroup, ...]
-    on_copies: tuple[str, ...]
+    copy_only_nodes: tuple[str, ...]
     sentence: str
 
 
-def form_groups(seats: Sequence[str], sites: Mapping[str, Site], parity: int) -> Grouping:
+def form_groups(seats: Sequence[str], failure_domains: Mapping[str, FailureDomains], parity: int) -> ParityGrouping:
     """Groups of at most k nodes of the roster, all of k or as alike as can be, where k, at most ``parity``, is the
     largest of those that leave the fewest nodes without a group: safety first, and then the least memory.
 
     k falls with the roster: a group needs two nodes more than its members, in as many domains.
     """
-    domains = _domains(seats, sites)
+    domains = _domains(seats, failure_domains)
     best: tuple[NodeGroup, ...] = ()
-    for k in range(min(parity, len(seats) - BORNE), FEWEST_MEMBERS - 1, -1):
-        for sizes in (_alike(len(seats), k), [k] * (len(seats) // k)):
-            if not best or len(seats) - sum(sizes) < _left(best, seats):
+    for k in range(min(parity, len(seats) - TOLERATED_LOSSES), MIN_MEMBERS - 1, -1):
+        for sizes in (_even_sizes(len(seats), k), [k] * (len(seats) // k)):
+            if not best or len(seats) - sum(sizes) < _count_ungrouped(best, seats):
                 groups = _form(seats, domains, sizes)
-                best = groups if not best or _left(groups, seats) < _left(best, seats) else best
+                best = groups if not best or _count_ungrouped(groups, seats) < _count_ungrouped(best, seats) else best
     grouped = {node for group in best for node in group.members}
     left = tuple(node for node in seats if node not in grouped)
-    return Grouping(best, left, _why(best, left, parity, len(seats)))
+    return ParityGrouping(best, left, _explain_grouping(best, left, parity, len(seats)))
 
 
-def _alike(nodes: int, k: int) -> list[int]:
+def _even_sizes(nodes: int, k: int) -> list[int]:
     """Sizes of the fewest groups with at most ``k`` members each that take all nodes; none where one of them would have
     too few."""
     count = -(-nodes // k)
     least, larger = divmod(nodes, count)
-    return [least + 1] * larger + [least] * (count - larger) if least >= FEWEST_MEMBERS else []
+    return [least + 1] * larger + [least] * (count - larger) if least >= MIN_MEMBERS else []
 
 
-def _left(groups: Collection[NodeGroup], seats: Collection[str]) -> int:
+def _count_ungrouped(groups: Collection[NodeGroup], seats: Collection[str]) -> int:
     """How many nodes are in no group."""
     return len(seats) - sum(len(group.members) for group in groups)
 
 
-def _why(groups: Sequence[NodeGroup], left: Sequence[str], asked: int, seats: int) -> str:
+def _explain_grouping(groups: Sequence[NodeGroup], left: Sequence[str], asked: int, seats: int) -> str:
     if not groups:
         return (
-            f"all {seats} nodes keep copies: parity needs {FEWEST_MEMBERS + BORNE} nodes of which no two share a rack, "
+            f"all {seats} nodes keep copies: parity needs {MIN_MEMBERS + TOLERATED_LOSSES} nodes of which no "
+            "two share a rack, "
             "switch or power unit"
         )
     sizes = sorted({len(group.members) for group in groups})
@@ -103,17 +104,20 @@ def _why(groups: Sequence[NodeGroup], left: Sequence[str], asked: int, seats: in
     why_k = "" if asked in sizes else f" (up to {asked} were asked for; the roster and its domains allow {k})"
     if not left:
         return f"{of}{why_k}: each bears any two losses"
-    return f"{of}{why_k}: each bears any two losses; {named(left)} found no {sizes[0]} apart and keep{_s(left)} copies"
+    return (
+        f"{of}{why_k}: each bears any two losses; {join_names(left)} found no {sizes[0]} apart and "
+        f"keep{_verb_ending(left)} copies"
+    )
 
 
-def _s(nodes: Sequence[str]) -> str:
+def _verb_ending(nodes: Sequence[str]) -> str:
     return "s" if len(nodes) == 1 else ""
 
 
 # --- forming -----------------------------------------------------------------------------------------------------
 
 
-def _domains(seats: Sequence[str], sites: Mapping[str, Site]) -> dict[str, Domains]:
+def _domains(seats: Sequence[str], sites: Mapping[str, FailureDomains]) -> dict[str, NamedDomains]:
     """By node the domains that it shares with some of the others, and not with all of them."""
     named_ = {
         node: tuple(
@@ -126,10 +130,10 @@ def _domains(seats: Sequence[str], sites: Mapping[str, Site]) -> dict[str, Domai
     return {node: tuple(d for d in domains if 1 < crowd[d] < len(seats)) for node, domains in named_.items()}
 
 
-def _form(seats: Sequence[str], domains: Mapping[str, Domains], sizes: Iterable[int]) -> tuple[NodeGroup, ...]:
+def _form(seats: Sequence[str], domains: Mapping[str, NamedDomains], sizes: Iterable[int]) -> tuple[NodeGroup, ...]:
     """Groups of these sizes, until one cannot be had."""
-    crowds = _Crowds(seats, domains)
-    homes = _Homes(seats, domains)
+    crowds = _UngroupedNodes(seats, domains)
+    homes = _ParityNodes(seats, domains)
     groups: list[NodeGroup] = []
     for size in sizes:
         members = crowds.take(size)
@@ -140,25 +144,25 @@ def _form(seats: Sequence[str], domains: Mapping[str, Domains], sizes: Iterable[
     return tuple(groups)
 
 
-class _Crowds:
+class _UngroupedNodes:
     """The nodes without a group by their domains, those in the most crowded ones first."""
 
-    def __init__(self, seats: Sequence[str], domains: Mapping[str, Domains]) -> None:
+    def __init__(self, seats: Sequence[str], domains: Mapping[str, NamedDomains]) -> None:
         self._left = Counter(domain for node in seats for domain in domains[node])
-        self._nodes: dict[Domains, deque[str]] = {}
+        self._nodes: dict[NamedDomains, deque[str]] = {}
         for node in seats:
             self._nodes.setdefault(domains[node], deque()).append(node)
         self._heap = [(-self._crowd(place), at, place) for at, place in enumerate(self._nodes)]
         heapq.heapify(self._heap)
 
-    def _crowd(self, place: Domains) -> int:
+    def _crowd(self, place: NamedDomains) -> int:
         return max((self._left[domain] for domain in place), default=1)
 
     def take(self, k: int) -> tuple[str, ...]:
         """``k`` nodes of which no two share a domain; none where these cannot be had."""
         taken: list[str] = []
-        used: set[Domain] = set()
-        aside: list[tuple[int, int, Domains]] = []
+        used: set[NamedDomain] = set()
+        aside: list[tuple[int, int, NamedDomains]] = []
         while self._heap and len(taken) < k:
             crowd, at, place = heapq.heappop(self._heap)
             now = self._crowd(place)
@@ -177,11 +181,11 @@ class _Crowds:
         return tuple(taken) if len(taken) == k else ()
 
 
-class _Homes:
+class _ParityNodes:
     """All nodes by their domains, as homes of parity: those that hold the least first."""
 
-    def __init__(self, seats: Sequence[str], domains: Mapping[str, Domains]) -> None:
-        self._nodes: dict[Domains, list[Load]] = {}
+    def __init__(self, seats: Sequence[str], domains: Mapping[str, NamedDomains]) -> None:
+        self._nodes: dict[NamedDomains, list[ParityLoad]] = {}
         for seat, node in enumerate(seats):
             self._nodes.setdefault(domains[node], []).append((0, seat, node))
         self._heap = [(loads[0], place) for place, loads in self._nodes.items()]
@@ -191,19 +195,19 @@ class _Homes:
     def take(self, members: Sequence[str]) -> tuple[str, str] | None:
         """Two nodes that share no domain with a member or with each other, nor are one."""
         used = {domain for node in members for domain in self._domains[node]}
-        aside: list[Domains] = []
+        aside: list[NamedDomains] = []
         chosen: list[str] = []
-        while self._heap and len(chosen) < BORNE:
+        while self._heap and len(chosen) < TOLERATED_LOSSES:
             _, place = heapq.heappop(self._heap)
             aside.append(place)
             if used.isdisjoint(place):
-                chosen += self._least(place, members, 1 if place else BORNE - len(chosen))
+                chosen += self._least(place, members, 1 if place else TOLERATED_LOSSES - len(chosen))
                 used.update(place)
         for place in aside:
             heapq.heappush(self._heap, (self._nodes[place][0], place))
-        return (chosen[0], chosen[1]) if len(chosen) == BORNE else None
+        return (chosen[0], chosen[1]) if len(chosen) == TOLERATED_LOSSES else None
 
-    def _least(self, place: Domains, members: Sequence[str], count: int) -> list[str]:
+    def _least(self, place: NamedDomains, members: Sequence[str], count: int) -> list[str]:
         loads, aside, found = self._nodes[place], [], list[str]()
         while loads and len(found) < count:
             load, seat, node = heapq.heappop(loads)
@@ -227,71 +231,76 @@ def lost_shards(groups: Collection[NodeGroup], gone: Collection[str]) -> tuple[s
 
 def _lost(group: NodeGroup, gone: Collection[str]) -> tuple[str, ...]:
     """Members whose shards are gone for good without these nodes."""
-    if sum(node in gone for node in group.nodes) <= BORNE:
+    if sum(node in gone for node in group.nodes) <= TOLERATED_LOSSES:
         return ()
     return tuple(node for node in group.members if node in gone)
 
 
-def explain(groups: Sequence[NodeGroup], gone: Collection[str]) -> Iterator[str]:
+def describe_losses(groups: Sequence[NodeGroup], gone: Collection[str]) -> Iterator[str]:
     """A sentence for each group that these losses touch."""
     for number, group in enumerate(groups):
         missing = [node for node in group.nodes if node in gone]
         if missing:
-            yield f"group {number} ({len(group.nodes)} nodes) is without {named(missing)}: {_outcome(group, gone)}"
+            yield f"group {number} ({len(group.nodes)} nodes) is without {join_names(missing)}: {_outcome(group, gone)}"
 
 
 def _outcome(group: NodeGroup, gone: Collection[str]) -> str:
     away = [node for node in group.members if node in gone]
     if lost := _lost(group, gone):
-        return f"more than two of it are gone, and what {named(lost)} stored cannot be made again"
+        return f"more than two of it are gone, and what {join_names(lost)} stored cannot be made again"
     if not away:
         return "no member is, and parity can be made anew"
-    return f"what {named(away)} stored is made again from the others"
+    return f"what {join_names(away)} stored is made again from the others"
 
 
-def pinned(job: JobRecord) -> tuple[Version, ...]:
+def pinned_versions(job: JobRecord) -> tuple[Version, ...]:
     """Versions that ranks go on keeping, since somebody reads them, or parity is of no use without them."""
-    held = [job.spilling.version] if job.spilling is not None else []
-    held += [one.protection.version for one in (job.shielded, job.protecting) if one is not None]
+    held = [job.pending_spill.version] if job.pending_spill is not None else []
+    held += [one.protection.version for one in (job.active_protection, job.pending_protection) if one is not None]
     return tuple(sorted(set(held)))
 
 
 # --- ordering ----------------------------------------------------------------------------------------------------
 
 
-def consider_protection(turn: Turn, job: JobRecord, version: Version) -> None:
+def consider_protection(transition: Transition, job: JobRecord, version: Version) -> None:
     """``version`` was committed, so it is clean as far as anybody could tell: it is protected next, if none is yet."""
     running = job.generation
-    if not job.spec.parity or running is None or job.protecting is not None or turn.now < job.protect_not_before:
+    if (
+        not job.spec.parity_group_size
+        or running is None
+        or job.pending_protection is not None
+        or transition.now < job.protection_not_before
+    ):
         return
-    sites = {node: Site.of(turn.state.nodes[node]) for node in running.seats}
-    grouping = form_groups(running.seats, sites, job.spec.parity)
-    if grouping.sentence != job.parity_sentence:
-        job.parity_sentence = grouping.sentence
-        alone = job.spec.replicas == 1 and grouping.on_copies
-        unsafe = f"; {named(grouping.on_copies)} have neither parity nor a copy" if alone else ""
-        turn.audit("parity.grouped", f"{grouping.sentence}{unsafe}", job=job.job, generation=running.number)
-        turn.job_changed(job.job)
+    sites = {node: FailureDomains.of(transition.state.nodes[node]) for node in running.seats}
+    grouping = form_groups(running.seats, sites, job.spec.parity_group_size)
+    if grouping.sentence != job.parity_summary:
+        job.parity_summary = grouping.sentence
+        alone = job.spec.replicas == 1 and grouping.copy_only_nodes
+        unsafe = f"; {join_names(grouping.copy_only_nodes)} have neither parity nor a copy" if alone else ""
+        transition.audit("parity.grouped", f"{grouping.sentence}{unsafe}", job=job.job, generation=running.number)
+        transition.mark_job_changed(job.job)
     if not grouping.groups:
         return
-    turn.state.live_jobs[job.job].protect_made = {}
-    shares = job.homes.shares if job.homes is not None else {}
-    job.protecting = Protecting(
+    transition.state.job_runtime[job.job].made_parity = {}
+    shares = job.version_locations.shares if job.version_locations is not None else {}
+    job.pending_protection = PendingProtection(
         protection=Protection(
             version=version,
             seats=running.seats,
             nproc_per_node=job.spec.nproc_per_node,
             groups=grouping.groups,
         ),
-        on_copies={node: shares[node] for node in grouping.on_copies if node in shares},
-        begun_at=turn.now,
-        trace=turn.trace,
+        copy_only_shares={node: shares[node] for node in grouping.copy_only_nodes if node in shares},
+        started_at=transition.now,
+        trace=transition.trace,
     )
-    turn.job_changed(job.job)
-    _order(turn, job, job.protecting)
+    transition.mark_job_changed(job.job)
+    _send_parity_order(transition, job, job.pending_protection)
 
 
-def groups_of_homes(protection: Protection) -> dict[str, list[ParityGroup]]:
+def groups_by_parity_node(protection: Protection) -> dict[str, list[ParityGroup]]:
     """The groups of shards by the node that makes P or Q of them."""
     found: dict[str, list[ParityGroup]] = defaultdict(list)
     for group in protection.shards():
@@ -300,164 +309,178 @@ def groups_of_homes(protection: Protection) -> dict[str, list[ParityGroup]]:
     return found
 
 
-def _order(turn: Turn, job: JobRecord, protecting: Protecting) -> None:
+def _send_parity_order(transition: Transition, job: JobRecord, protecting: PendingProtection) -> None:
     """Tells the homes that have not answered, and looks again later."""
     if job.generation is None:
         return
-    live = turn.state.live_jobs[job.job]
-    for node, groups in groups_of_homes(protecting.protection).items():
-        if node not in live.protect_made and node in turn.state.reachable:
+    live = transition.state.job_runtime[job.job]
+    for node, groups in groups_by_parity_node(protecting.protection).items():
+        if node not in live.made_parity and node in transition.state.reachable:
             body = ProtectVersion(
                 job=job.job,
                 generation=job.generation.number,
                 version=protecting.protection.version,
                 groups=tuple(groups),
-                keep=(job.shielded.protection.version,) if job.shielded is not None else (),
+                keep=(job.active_protection.protection.version,) if job.active_protection is not None else (),
             )
-            turn.send(node, body)
-    live.protect_due = turn.now + turn.policy.order_again_s
-    turn.wake(live.protect_due, "job", job.job)
+            transition.send(node, body)
+    live.protection_due = transition.now + transition.policy.vault_order_retry_s
+    transition.schedule(live.protection_due, "job", job.job)
 
 
-def check_protection(turn: Turn, job: JobRecord) -> None:
+def check_protection(transition: Transition, job: JobRecord) -> None:
     """At a deadline: homes that have not answered are told again; what has lost a node is given up."""
-    protecting = job.protecting
-    if protecting is None or job.state is not JobState.RUNNING or turn.state.store_away:
+    protecting = job.pending_protection
+    if protecting is None or job.state is not JobState.RUNNING or transition.state.database_outage:
         return
-    reconsider_protection(turn, job)
-    if job.protecting is not None and turn.now >= turn.state.live_jobs[job.job].protect_due:
-        _order(turn, job, protecting)
+    reconsider_protection(transition, job)
+    if job.pending_protection is not None and transition.now >= transition.state.job_runtime[job.job].protection_due:
+        _send_parity_order(transition, job, protecting)
 
 
-def reconsider_protection(turn: Turn, job: JobRecord) -> None:
+def reconsider_protection(transition: Transition, job: JobRecord) -> None:
     """Nodes may have gone: parity of which a member or a home is missing will not be made; another version's will."""
-    protecting = job.protecting
-    if not job.spec.parity and (protecting or job.shielded) is not None:
-        forget_protection(turn, job)
+    protecting = job.pending_protection
+    if not job.spec.parity_group_size and (protecting or job.active_protection) is not None:
+        drop_protection(transition, job)
         return
     if protecting is None:
         return
-    gone = [n for group in protecting.protection.groups for n in group.nodes if not holds(turn.state, n, 0.0)]
+    gone = [
+        n
+        for group in protecting.protection.groups
+        for n in group.nodes
+        if not still_holds_data(transition.state, n, 0.0)
+    ]
     if gone:
-        give_up_protection(turn, job, f"{named(sorted(set(gone)))} cannot be reached")
+        give_up_protection(transition, job, f"{join_names(sorted(set(gone)))} cannot be reached")
 
 
-def give_up_protection(turn: Turn, job: JobRecord, why: str) -> None:
+def give_up_protection(transition: Transition, job: JobRecord, reason: str) -> None:
     """The version that was protected before stays so. The next one waits a while, longer with each in a row."""
-    protecting = job.protecting
+    protecting = job.pending_protection
     if protecting is None:
         return
-    job.protecting, job.protect_failures, job.protect_trouble = None, job.protect_failures + 1, why
-    waits = Backoff(floor_s=turn.policy.order_again_s, ceiling_s=turn.policy.order_again_max_s)
-    job.protect_not_before = turn.now + waits.limit_s(job.protect_failures - 1)
+    job.pending_protection, job.protection_failures, job.protection_error = None, job.protection_failures + 1, reason
+    waits = Backoff(floor_s=transition.policy.vault_order_retry_s, ceiling_s=transition.policy.vault_order_retry_max_s)
+    job.protection_not_before = transition.now + waits.limit_s(job.protection_failures - 1)
     version = protecting.protection.version
-    sentence = f"no parity of version {version} is made: {why}"
-    turn.audit("parity.given_up", sentence, job=job.job, trace=protecting.trace, data={"version": str(version)})
-    turn.job_changed(job.job)
+    sentence = f"no parity of version {version} is made: {reason}"
+    transition.audit("parity.given_up", sentence, job=job.job, trace=protecting.trace, data={"version": str(version)})
+    transition.mark_job_changed(job.job)
 
 
 # --- answers -----------------------------------------------------------------------------------------------------
 
 
-def version_protected(turn: Turn, job: JobRecord, node: str, report: VersionProtected) -> None:
+def handle_version_protected(transition: Transition, job: JobRecord, node: str, report: VersionProtected) -> None:
     """A home has made its parity, or could not."""
-    protecting = job.protecting
+    protecting = job.pending_protection
     if (
         protecting is None
         or report.version != protecting.protection.version
         or not any(node in group.parity for group in protecting.protection.groups)
     ):
-        turn.ignore("version_protected.stale")
+        transition.count_ignored("version_protected.stale")
     elif report.code:
-        _failed(turn, job, protecting, node, report)
+        _failed(transition, job, protecting, node, report)
     else:
-        made = turn.state.live_jobs[job.job].protect_made
-        made[node] = dict(report.made)
-        if len(made) == len(groups_of_homes(protecting.protection)):
-            _compare(turn, job, protecting)
+        made = transition.state.job_runtime[job.job].made_parity
+        made[node] = dict(report.members_digests)
+        if len(made) == len(groups_by_parity_node(protecting.protection)):
+            _check_parity(transition, job, protecting)
 
 
-def _failed(turn: Turn, job: JobRecord, protecting: Protecting, node: str, report: VersionProtected) -> None:
+def _failed(
+    transition: Transition, job: JobRecord, protecting: PendingProtection, node: str, report: VersionProtected
+) -> None:
     if report.code == StaleGeneration.code:
         return  # it is repeated in the newer generation's name
     protecting.failures += 1
-    turn.job_changed(job.job)
-    if report.code != Unavailable.code or protecting.failures >= turn.policy.order_failures:
-        give_up_protection(turn, job, f"{node}: {report.message}")
+    transition.mark_job_changed(job.job)
+    if report.code != Unavailable.code or protecting.failures >= transition.policy.vault_order_failures:
+        give_up_protection(transition, job, f"{node}: {report.message}")
 
 
-def _compare(turn: Turn, job: JobRecord, protecting: Protecting) -> None:
+def _check_parity(transition: Transition, job: JobRecord, protecting: PendingProtection) -> None:
     """P and Q are of use together only where they were made of the same bytes."""
-    live = turn.state.live_jobs[job.job]
+    live = transition.state.job_runtime[job.job]
     for group in protecting.protection.shards():
-        p, q = (live.protect_made[home].get(group.group) for home in group.parity)
+        p, q = (live.made_parity[home].get(group.group) for home in group.parity)
         if p is None or p != q:
-            give_up_protection(turn, job, f"P and Q of group {group.group} were made of different shards")
+            give_up_protection(transition, job, f"P and Q of group {group.group} were made of different shards")
             return
-    version, took_s = protecting.protection.version, turn.now - protecting.begun_at
-    first = job.shielded is None
-    job.shielded = Shielded(protection=protecting.protection, on_copies=protecting.on_copies, at=turn.now)
-    job.protecting, job.protect_failures, job.protect_trouble = None, 0, ""
-    job.protect_not_before = protecting.begun_at + turn.policy.protect_interval_s
-    turn.job_changed(job.job)
+    version, took_s = protecting.protection.version, transition.now - protecting.started_at
+    first = job.active_protection is None
+    job.active_protection = ActiveProtection(
+        protection=protecting.protection, copy_only_shares=protecting.copy_only_shares, protected_at=transition.now
+    )
+    job.pending_protection, job.protection_failures, job.protection_error = None, 0, ""
+    job.protection_not_before = protecting.started_at + transition.policy.parity_interval_s
+    transition.mark_job_changed(job.job)
     if first:  # every later one would be a line every few seconds
-        sentence = f"version {version} is kept by parity after {took_s:.1f} s: {job.parity_sentence}"
-        turn.audit("parity.kept", sentence, job=job.job, trace=protecting.trace, data={"version": str(version)})
+        sentence = f"version {version} is kept by parity after {took_s:.1f} s: {job.parity_summary}"
+        transition.audit("parity.kept", sentence, job=job.job, trace=protecting.trace, data={"version": str(version)})
 
 
 # --- losses ------------------------------------------------------------------------------------------------------
 
 
-def doubt_protected(turn: Turn, job: JobRecord, clean: Version | None) -> None:
+def drop_corrupt_protection(transition: Transition, job: JobRecord, clean: Version | None) -> None:
     """After corruption: what is newer than ``clean`` is not kept any more."""
-    for one in (job.protecting, job.shielded):
+    for one in (job.pending_protection, job.active_protection):
         if one is not None and (clean is None or one.protection.version > clean):
-            if one is job.protecting:
-                give_up_protection(turn, job, "it may be corrupt")
+            if one is job.pending_protection:
+                give_up_protection(transition, job, "it may be corrupt")
             else:
-                job.shielded = None
-                turn.job_changed(job.job)
+                job.active_protection = None
+                transition.mark_job_changed(job.job)
 
 
-def forget_protection(turn: Turn, job: JobRecord) -> None:
+def drop_protection(transition: Transition, job: JobRecord) -> None:
     """The job is over, and the memory of its nodes with it."""
-    job.protecting, job.shielded, job.protect_not_before, job.protect_failures = None, None, 0.0, 0
-    job.parity_sentence, job.protect_trouble = "", ""
-    turn.job_changed(job.job)
+    job.pending_protection, job.active_protection, job.protection_not_before, job.protection_failures = (
+        None,
+        None,
+        0.0,
+        0,
+    )
+    job.parity_summary, job.protection_error = "", ""
+    transition.mark_job_changed(job.job)
 
 
-def protection_of(job: JobRecord) -> Protection | None:
+def get_protection(job: JobRecord) -> Protection | None:
     """What a generation may go back to where nothing newer is whole."""
-    return job.shielded.protection if job.shielded is not None else None
+    return job.active_protection.protection if job.active_protection is not None else None
 
 
-def lost_of_protected(state: FleetState, job: JobRecord, without: Collection[str] = ()) -> list[str]:
+def lost_protected_nodes(state: FleetState, job: JobRecord, without: Collection[str] = ()) -> list[str]:
     """Nodes whose shards of the protected version would be gone without these nodes, and without those that are gone
     already; in the order of seats."""
-    shielded = job.shielded
+    shielded = job.active_protection
     if shielded is None:
         return []
     protection = shielded.protection
     concerned = {node for group in protection.groups for node in group.nodes}
-    concerned |= {other for node, share in shielded.on_copies.items() for other in (node, *share.copies)}
-    gone = {node for node in concerned if not holds(state, node, shielded.at)} | set(without)
+    concerned |= {other for node, share in shielded.copy_only_shares.items() for other in (node, *share.full_copies)}
+    gone = {node for node in concerned if not still_holds_data(state, node, shielded.protected_at)} | set(without)
     lost = set(lost_shards(protection.groups, gone))
     grouped = {node for group in protection.groups for node in group.members}
     for node in protection.seats:
         if node not in grouped and node in gone:
-            share = shielded.on_copies.get(node)
-            if share is None or all(copy in gone for copy in share.copies):
+            share = shielded.copy_only_shares.get(node)
+            if share is None or all(copy in gone for copy in share.full_copies):
                 lost.add(node)
     return [node for node in protection.seats if node in lost]
 
 
-def holds(state: FleetState, node: str, since: float) -> bool:
+def still_holds_data(state: FleetState, node: str, since: float) -> bool:
     """Whether the node's memory still holds what it held at ``since``, as far as is known."""
     record = state.nodes.get(node)
     return (
         record is not None
         and node in state.reachable
-        and not record.condemned
+        and not record.defective_gpus
         and not record.booted_at > since > 0
-        and all(finding.kind is not FindingKind.VAULT_LOST for finding in record.findings.values())
+        and all(finding.kind is not FindingKind.VAULT_LOST for finding in record.agent_findings.values())
     )

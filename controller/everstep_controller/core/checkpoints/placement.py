@@ -17,10 +17,10 @@ import msgspec
 
 from everstep_controller.core.records import NodeRecord
 
-Targets = dict[str, tuple[str, ...]]
+ReplicaTargets = dict[str, tuple[str, ...]]
 
 
-class Site(msgspec.Struct, frozen=True, order=True):
+class FailureDomains(msgspec.Struct, frozen=True, order=True):
     """What a node fails together with: rack, switch and power unit as one; and, weaker, a driver version, for whose
     fault nodes may be evicted together. An unnamed domain is shared with nobody."""
 
@@ -30,11 +30,11 @@ class Site(msgspec.Struct, frozen=True, order=True):
     driver: str = ""
 
     @staticmethod
-    def of(record: NodeRecord) -> Site:
+    def of(record: NodeRecord) -> FailureDomains:
         domain = record.domain
-        return Site(domain.power, domain.switch, domain.rack, record.driver_version)
+        return FailureDomains(domain.power, domain.switch, domain.rack, record.driver_version)
 
-    def shared_with(self, other: Site) -> int:
+    def count_shared(self, other: FailureDomains) -> int:
         """How many domains fail for both at once."""
         return (
             (self.rack == other.rack and self.rack != "")
@@ -42,18 +42,18 @@ class Site(msgspec.Struct, frozen=True, order=True):
             + (self.power == other.power and self.power != "")
         )
 
-    def resembles(self, other: Site) -> bool:
+    def has_same_driver(self, other: FailureDomains) -> bool:
         """Whether both run the same driver version."""
         return self.driver == other.driver and self.driver != ""
 
 
 def place_replicas(
     seats: Sequence[str],
-    sites: Mapping[str, Site],
+    domains: Mapping[str, FailureDomains],
     replicas: int,
-    before: Mapping[str, tuple[str, ...]] | None = None,
-    passed_over: frozenset[str] = frozenset(),
-) -> Targets:
+    previous: Mapping[str, tuple[str, ...]] | None = None,
+    skipped: frozenset[str] = frozenset(),
+) -> ReplicaTargets:
     """For each node, the ``replicas - 1`` nodes that copy what it alone holds (fewer where the roster is small).
 
     Each node's copies share as few domains with it, and with one another, as the roster allows when they are chosen
@@ -65,34 +65,34 @@ def place_replicas(
     copies = min(replicas, len(seats)) - 1
     if copies < 1:
         return dict.fromkeys(seats, ())
-    if len(seats) - len(passed_over.intersection(seats)) <= copies:
-        passed_over = frozenset()
-    market = _Market(seats, sites, copies, passed_over)
-    kept = {node: chosen for node, chosen in (before or {}).items() if market.accepts(node, chosen)}
+    if len(seats) - len(skipped.intersection(seats)) <= copies:
+        skipped = frozenset()
+    market = _ReplicaPlacer(seats, domains, copies, skipped)
+    kept = {node: chosen for node, chosen in (previous or {}).items() if market.accepts(node, chosen)}
     if kept:
         placed = market.complete(kept)
-        market.level(placed, placed.keys() - kept.keys())
+        market.rebalance(placed, placed.keys() - kept.keys())
         if max(market.load.values()) <= 2 * copies:
             return {node: placed[node] for node in seats}
-        market = _Market(seats, sites, copies, passed_over)
-    groups = min((_groups(order, copies) for order in _orders(seats, sites)), key=market.price)
+        market = _ReplicaPlacer(seats, domains, copies, skipped)
+    groups = min((_groups(order, copies) for order in _orders(seats, domains)), key=market.total_cost)
     placed = market.complete({node: chosen for node, chosen in groups.items() if market.accepts(node, chosen)})
     return {node: placed[node] for node in seats}
 
 
-def _orders(seats: Sequence[str], sites: Mapping[str, Site]) -> tuple[list[str], list[str]]:
+def _orders(seats: Sequence[str], sites: Mapping[str, FailureDomains]) -> tuple[list[str], list[str]]:
     """The nodes by domain, the widest first; and by driver version before that."""
     by_domain = [node for _, _, node in sorted((sites[node], seat, node) for seat, node in enumerate(seats))]
     return by_domain, sorted(by_domain, key=lambda node: sites[node].driver)
 
 
-def _groups(ordered: Sequence[str], copies: int) -> Targets:
+def _groups(ordered: Sequence[str], copies: int) -> ReplicaTargets:
     """Groups of ``copies + 1`` or one more, whose members stand as far apart in ``ordered`` as can be.
 
     Nodes that stand in a row come into different groups, if they are not more than there are groups.
     """
     count = max(1, len(ordered) // (copies + 1))
-    targets: Targets = {}
+    targets: ReplicaTargets = {}
     for first in range(count):
         ring = ordered[first::count]
         for at, node in enumerate(ring):
@@ -100,25 +100,25 @@ def _groups(ordered: Sequence[str], copies: int) -> Targets:
     return targets
 
 
-Offers = dict[Site, list[tuple[int, int, str]]]
+LoadHeaps = dict[FailureDomains, list[tuple[int, int, str]]]
 """By site a heap of (load, seat, node)."""
 
 
-class _Market:
+class _ReplicaPlacer:
     """Who offers room for copies: nodes by site, the least loaded first."""
 
     def __init__(
-        self, seats: Sequence[str], sites: Mapping[str, Site], copies: int, passed_over: frozenset[str]
+        self, seats: Sequence[str], sites: Mapping[str, FailureDomains], copies: int, passed_over: frozenset[str]
     ) -> None:
         self._sites = {node: sites[node] for node in seats}
         self._copies = copies
         self._passed_over = passed_over
-        self._nearest: dict[tuple[bool, tuple[Site, ...]], tuple[int, list[Site]]] = {}
-        self._best: dict[tuple[bool, Site], int] = {}
+        self._nearest: dict[tuple[bool, tuple[FailureDomains, ...]], tuple[int, list[FailureDomains]]] = {}
+        self._best: dict[tuple[bool, FailureDomains], int] = {}
         self.load = dict.fromkeys(seats, 0)
 
     @cached_property
-    def _present(self) -> Counter[Site]:
+    def _present(self) -> Counter[FailureDomains]:
         return Counter(site for node, site in self._sites.items() if node not in self._passed_over)
 
     def accepts(self, node: str, chosen: Sequence[str]) -> bool:
@@ -129,26 +129,26 @@ class _Market:
         shared = self._shared(node, chosen)
         return shared == 0 or shared <= self._best_cost(node)
 
-    def price(self, targets: Targets) -> tuple[int, int]:
+    def total_cost(self, targets: ReplicaTargets) -> tuple[int, int]:
         """Of all nodes and their copies: shared domains, and pairs with one driver version."""
         sites = self._sites
-        weak = sum(sites[node].resembles(sites[other]) for node, chosen in targets.items() for other in chosen)
+        weak = sum(sites[node].has_same_driver(sites[other]) for node, chosen in targets.items() for other in chosen)
         return sum(self._shared(node, chosen) for node, chosen in targets.items()), weak
 
     def _shared(self, node: str, chosen: Sequence[str]) -> int:
         if len(chosen) == 1:
-            return self._sites[node].shared_with(self._sites[chosen[0]])
+            return self._sites[node].count_shared(self._sites[chosen[0]])
         sites = [self._sites[one] for one in (node, *chosen)]
-        return sum(one.shared_with(other) for at, one in enumerate(sites) for other in sites[:at])
+        return sum(one.count_shared(other) for at, one in enumerate(sites) for other in sites[:at])
 
-    def complete(self, given: Targets) -> Targets:
+    def complete(self, given: ReplicaTargets) -> ReplicaTargets:
         """``given``, and for every other node the best that is there."""
         placed = dict(given)
         for chosen in given.values():
-            self._take(chosen)
+            self._add_load(chosen)
         if len(placed) == len(self._sites):
             return placed
-        offers: Offers = defaultdict(list)
+        offers: LoadHeaps = defaultdict(list)
         for seat, (node, site) in enumerate(self._sites.items()):
             if node not in self._passed_over:
                 offers[site].append((self.load[node], seat, node))
@@ -159,7 +159,7 @@ class _Market:
                 placed[node] = self._choose(node, offers)
         return placed
 
-    def level(self, placed: Targets, newly: Iterable[str]) -> None:
+    def rebalance(self, placed: ReplicaTargets, newly: Iterable[str]) -> None:
         """Homes of those that were ``newly`` placed hand others' copies on to nodes that keep fewer, where these share
         no more: who has lost its home cannot keep its own copy, and went to one that keeps another node's already."""
         homes = dict.fromkeys(home for node in sorted(newly) for home in placed[node])
@@ -173,27 +173,27 @@ class _Market:
                 free = [n for n in self._sites if self.load[n] < self.load[home] - 1 and n not in self._passed_over]
                 if not free:
                     break
-                self._hand_on(placed, sender, home, free)
+                self._move_copy(placed, sender, home, free)
 
-    def _hand_on(self, placed: Targets, sender: str, home: str, free: Iterable[str]) -> None:
+    def _move_copy(self, placed: ReplicaTargets, sender: str, replica_node: str, free: Iterable[str]) -> None:
         site = self._sites[sender]
-        for other in sorted(free, key=lambda node: (self.load[node], site.resembles(self._sites[node]))):
-            chosen = tuple(other if one == home else one for one in placed[sender])
+        for other in sorted(free, key=lambda node: (self.load[node], site.has_same_driver(self._sites[node]))):
+            chosen = tuple(other if one == replica_node else one for one in placed[sender])
             if other != sender and other not in placed[sender] and self.accepts(sender, chosen):
                 placed[sender] = chosen
-                self.load[home] -= 1
+                self.load[replica_node] -= 1
                 self.load[other] += 1
                 return
 
-    def _take(self, chosen: Iterable[str]) -> None:
+    def _add_load(self, chosen: Iterable[str]) -> None:
         for node in chosen:
             self.load[node] += 1
 
-    def _choose(self, node: str, offers: Offers) -> tuple[str, ...]:
+    def _choose(self, node: str, offers: LoadHeaps) -> tuple[str, ...]:
         holders, names = [self._sites[node]], [node]
         for _ in range(self._copies):
             _, near = self._near(tuple(holders), node not in self._passed_over)
-            heads = ((self._head(offers[site], names), site.resembles(holders[0]), site) for site in near)
+            heads = ((self._head(offers[site], names), site.has_same_driver(holders[0]), site) for site in near)
             (load, seat, other), _, site = min(heads, key=lambda head: (head[0][0], head[1], head[0][1]))
             offers[site].remove((load, seat, other))
             offers[site].append((load + 1, seat, other))
@@ -207,14 +207,14 @@ class _Market:
     def _head(heap: list[tuple[int, int, str]], taken: Sequence[str]) -> tuple[int, int, str]:
         return heap[0] if heap[0][2] not in taken else min(offer for offer in heap if offer[2] not in taken)
 
-    def _near(self, holders: tuple[Site, ...], offers: bool) -> tuple[int, list[Site]]:
+    def _near(self, holders: tuple[FailureDomains, ...], offers: bool) -> tuple[int, list[FailureDomains]]:
         """What the next copy costs at least beside ``holders``, and at which sites it costs that. ``offers``: whether
         the first of them, whose copies these are, has room for others' itself."""
         known = self._nearest.get((offers, holders))
         if known is None:
             taken = Counter(holders if offers else holders[1:])
             costs = [
-                (sum(site.shared_with(holder) for holder in holders), site)
+                (sum(site.count_shared(holder) for holder in holders), site)
                 for site, count in self._present.items()
                 if count > taken[site]
             ]

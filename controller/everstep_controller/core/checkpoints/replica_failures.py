@@ -8,51 +8,61 @@ known to let another pair try: a node whose copies arrive nowhere is then seen a
 from __future__ import annotations
 
 from everstep.vocabulary import Finding, FindingKind, GenerationReason, JobState, Severity
-from everstep_controller.core.health.evidence import raise_own
-from everstep_controller.core.jobs.generations import Cause, boundary_step, placed, regroup
+from everstep_controller.core.health.evidence import raise_controller_finding
+from everstep_controller.core.jobs.generations import RegroupCause, boundary_step, plan_replicas, regroup
 from everstep_controller.core.records import JobRecord
-from everstep_controller.core.transition import Turn
-from everstep_controller.core.wording import named
+from everstep_controller.core.transition import Transition
+from everstep_controller.core.wording import join_names
 
 SUBJECT = "copies"
 
 
-def check_homes(turn: Turn, job: JobRecord) -> None:
+def check_replica_nodes(transition: Transition, job: JobRecord) -> None:
     """At a deadline, or when a version could not be committed: homes that missed too many in a row are passed over."""
-    live, policy, spec = turn.state.live_jobs[job.job], turn.policy, job.generation
-    live.passed_over = {home: until for home, until in live.passed_over.items() if until > turn.now}
-    failing = sorted(home for home, count in live.missed.items() if count >= policy.copy_misses)
-    if not failing or spec is None or job.state is not JobState.RUNNING or turn.state.store_away:
+    live, policy, spec = transition.state.job_runtime[job.job], transition.policy, job.generation
+    live.skipped_replica_nodes = {
+        home: until for home, until in live.skipped_replica_nodes.items() if until > transition.now
+    }
+    failing = sorted(home for home, count in live.missed_copies.items() if count >= policy.missed_copies_count)
+    if not failing or spec is None or job.state is not JobState.RUNNING or transition.state.database_outage:
         return
-    if turn.now < job.opened_at + policy.growth_interval_s:
-        turn.wake(job.opened_at + policy.growth_interval_s, "job", job.job)
+    if transition.now < job.generation_opened_at + policy.growth_interval_s:
+        transition.schedule(job.generation_opened_at + policy.growth_interval_s, "job", job.job)
         return
-    if boundary_step(turn, job, live) is None:
+    if boundary_step(transition, job, live) is None:
         return  # the next version that is missed comes here again
     for home in failing:
-        del live.missed[home]
-        live.passed_over[home] = turn.now + policy.passed_over_s
-        _name(turn, job, home)
-    if placed(turn, job, list(spec.seats)) == spec.replica_nodes:
+        del live.missed_copies[home]
+        live.skipped_replica_nodes[home] = transition.now + policy.replica_node_skip_s
+        _raise_copies_missing(transition, job, home)
+    if plan_replicas(transition, job, list(spec.seats)) == spec.replica_nodes:
         return  # there is nobody else
-    sentence = f"copies go elsewhere than to {named(failing)}, which missed {policy.copy_misses} versions in a row"
-    regroup(turn, job, Cause(reason=GenerationReason.PLACEMENT, sentence=sentence, trace=turn.trace, boundary=True))
+    sentence = (
+        f"copies go elsewhere than to {join_names(failing)}, which missed {policy.missed_copies_count} "
+        "versions in a row"
+    )
+    regroup(
+        transition,
+        job,
+        RegroupCause(reason=GenerationReason.PLACEMENT, sentence=sentence, trace=transition.trace, at_boundary=True),
+    )
 
 
-def _name(turn: Turn, job: JobRecord, home: str) -> None:
+def _raise_copies_missing(transition: Transition, job: JobRecord, replica_node: str) -> None:
     spec = job.generation
     assert spec is not None
-    senders = [node for node, homes in spec.replica_nodes.items() if home in homes]
+    senders = [node for node, homes in spec.replica_nodes.items() if replica_node in homes]
     finding = Finding(
         kind=FindingKind.COPIES_MISSING,
         subject=f"{SUBJECT}/{job.job}",
         severity=Severity.WARNING,
         message=(
-            f"{turn.policy.copy_misses} versions of {job.job} in a row did not get from {named(senders)} to {home}, "
+            f"{transition.policy.missed_copies_count} versions of {job.job} in a row did not get from "
+            f"{join_names(senders)} to {replica_node}, "
             "so nothing was committed; the ranks' logs on either end say why (memory, time, digests)"
         ),
-        value=float(turn.policy.copy_misses),
-        since=turn.now,
-        trace=turn.trace,
+        value=float(transition.policy.missed_copies_count),
+        since=transition.now,
+        trace=transition.trace,
     )
-    raise_own(turn, home, finding, turn.policy.passed_over_s)
+    raise_controller_finding(transition, replica_node, finding, transition.policy.replica_node_skip_s)

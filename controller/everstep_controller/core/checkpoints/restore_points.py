@@ -13,45 +13,56 @@ from typing import Literal
 
 from everstep.ids import Version
 from everstep.wire.v1.operator import Exposure, Restorability
-from everstep.wire.v1.operator_history import JobCheckpoints, KeptVersion
-from everstep_controller.core.checkpoints.commits import NOTHING
-from everstep_controller.core.checkpoints.parity import groups_of_homes, holds, lost_of_protected, protection_of
-from everstep_controller.core.jobs.membership import able_nodes, domain_of, least_nodes, most_nodes, seats_of
-from everstep_controller.core.records import JobRecord, Share
-from everstep_controller.core.state import FleetState, JobLive
-from everstep_controller.core.wording import named, nodes
+from everstep.wire.v1.operator_history import CheckpointCopy, JobCheckpoints
+from everstep_controller.core.checkpoints.commits import NO_VERSION
+from everstep_controller.core.checkpoints.parity import (
+    get_protection,
+    groups_by_parity_node,
+    lost_protected_nodes,
+    still_holds_data,
+)
+from everstep_controller.core.jobs.membership import (
+    domain_of,
+    eligible_nodes,
+    max_roster_nodes,
+    min_roster_nodes,
+    seats_of,
+)
+from everstep_controller.core.records import JobRecord, ShareLocations
+from everstep_controller.core.state import FleetState, JobRuntime
+from everstep_controller.core.wording import format_node_count, join_names
 
-NAMED_RANKS = 64
-PAIRS_UP_TO = 16
+MAX_LISTED_RANKS = 64
+MAX_NODES_FOR_PAIRS = 16
 """Nodes of a job whose every pair is looked at: 120 pairs."""
 
-Kind = Literal["node", "pair", "rack", "switch", "power"]
+LossKind = Literal["node", "pair", "rack", "switch", "power"]
 
 
-def restorability_of(state: FleetState, job: JobRecord) -> Restorability:
+def compute_restorability(state: FleetState, job: JobRecord) -> Restorability:
     """Which version would be restored now, and for each node, each domain, and each pair of a small job, whether that
     one would still be whole without it, and whether the job could go on. Linear in the nodes (but for the pairs, which
     are told where neither node alone would cost it)."""
-    live = state.live_jobs[job.job]
-    version = live.committed
-    shares = _Shares(state, job, live)
-    outlook = _Outlook(state, job)
+    live = state.job_runtime[job.job]
+    version = live.committed_version
+    shares = _VersionShares(state, job, live)
+    outlook = _RosterForecast(state, job)
     missing = shares.lost(())
     fallback = _Fallback(state, job)
     exposures = [
         _exposure(shares, fallback, outlook, kind, name, lost, version)
-        for kind, name, lost in _losses(state, job, shares)
+        for kind, name, lost in _possible_losses(state, job, shares)
     ]
-    fatal = {one.name for one in exposures if one.kind == "node" and not one.whole}
+    fatal = {one.name for one in exposures if one.kind == "node" and not one.restorable}
     exposures = [one for one in exposures if one.kind != "pair" or fatal.isdisjoint(one.nodes)]
-    exposures.sort(key=lambda one: (one.whole, one.whole and one.nodes_left > 0, len(one.nodes)))
+    exposures.sort(key=lambda one: (one.restorable, one.restorable and one.nodes_left > 0, len(one.nodes)))
     return Restorability(
         job=job.job,
         sentence=_summary(job, version, fallback.without(()) if missing else None, missing, exposures),
         version=version,
-        verified=version is not None and live.verified is not None and version <= live.verified,
-        ceiling=job.ceiling if job.ceiling != NOTHING else None,
-        missing=shares.ranks(missing)[:NAMED_RANKS],
+        verified=version is not None and live.verified_version is not None and version <= live.verified_version,
+        ceiling=job.restore_ceiling if job.restore_ceiling != NO_VERSION else None,
+        missing_ranks=shares.ranks(missing)[:MAX_LISTED_RANKS],
         exposures=tuple(exposures),
     )
 
@@ -59,18 +70,20 @@ def restorability_of(state: FleetState, job: JobRecord) -> Restorability:
 # --- shares ------------------------------------------------------------------------------------------------------
 
 
-class _Shares:
+class _VersionShares:
     """Who holds what of the committed version."""
 
-    def __init__(self, state: FleetState, job: JobRecord, live: JobLive) -> None:
+    def __init__(self, state: FleetState, job: JobRecord, live: JobRuntime) -> None:
         self._replicas = job.spec.replicas
         self._per_node = job.spec.nproc_per_node
-        self._homes = _homes_of(job, live.committed)
-        holders = {other for node, share in self._homes.items() for other in (node, *share.copies, *share.alike)}
-        self._gone = {node for node in holders if not holds(state, node, live.committed_at)}
+        self._homes = _locations_of(job, live.committed_version)
+        holders = {
+            other for node, share in self._homes.items() for other in (node, *share.full_copies, *share.partial_copies)
+        }
+        self._gone = {node for node in holders if not still_holds_data(state, node, live.committed_at)}
         self._kept_for: dict[str, list[str]] = defaultdict(list)
         for node, share in self._homes.items():
-            for other in {node, *share.copies, *share.alike}:
+            for other in {node, *share.full_copies, *share.partial_copies}:
                 self._kept_for[other].append(node)
         self._first = {node: seat for seat, node in enumerate(self._homes)}
 
@@ -98,10 +111,10 @@ class _Shares:
         share = self._homes[node]
         if self._replicas == 1 or len(self._homes) == 1:
             return True
-        if share.copies and all(copy in gone for copy in share.copies):
+        if share.full_copies and all(copy in gone for copy in share.full_copies):
             return True
-        if share.copies or share.alike:
-            others, away = len(share.alike), sum(1 for other in share.alike if other in gone)
+        if share.full_copies or share.partial_copies:
+            others, away = len(share.partial_copies), sum(1 for other in share.partial_copies if other in gone)
         else:
             others, away = len(self._homes) - 1, others_gone
         return others > 0 and away >= min(self._replicas - 1, others)
@@ -112,31 +125,38 @@ class _Shares:
         return tuple(sorted(rank + local for rank in first for local in range(self._per_node)))
 
 
-def _homes_of(job: JobRecord, committed: Version | None) -> dict[str, Share]:
+def _locations_of(job: JobRecord, committed: Version | None) -> dict[str, ShareLocations]:
     """Shares of the committed version by node. As they were reported; else as its generation placed them."""
     if committed is None:
         return {}
-    if job.homes is not None and job.homes.generation == committed.generation:
-        return job.homes.shares
-    placed = [spec for spec in (job.leaving, job.generation) if spec and spec.number == committed.generation]
-    return {node: Share(copies=placed[0].replica_nodes.get(node, ())) for node in seats_of(placed[0])} if placed else {}
+    if job.version_locations is not None and job.version_locations.generation == committed.generation:
+        return job.version_locations.shares
+    placed = [
+        spec for spec in (job.outgoing_generation, job.generation) if spec and spec.number == committed.generation
+    ]
+    return (
+        {node: ShareLocations(full_copies=placed[0].replica_nodes.get(node, ())) for node in seats_of(placed[0])}
+        if placed
+        else {}
+    )
 
 
 # --- losses ------------------------------------------------------------------------------------------------------
 
 
-class _Outlook:
+class _RosterForecast:
     """With how many nodes the job would go on, counted by blocks."""
 
     def __init__(self, state: FleetState, job: JobRecord) -> None:
         within = job.spec.block_within
         self._able = {
-            node: domain_of(state.nodes[node].domain, within) if within else "any" for node in able_nodes(state, job)
+            node: domain_of(state.nodes[node].domain, within) if within else "any"
+            for node in eligible_nodes(state, job)
         }
         self._room = Counter(self._able.values())
         self._block = job.spec.block_nodes
         self._blocks = sum(count // self._block for count in self._room.values())
-        self.least, self.most = least_nodes(job), most_nodes(job)
+        self.least, self.most = min_roster_nodes(job), max_roster_nodes(job)
 
     def without(self, lost: Collection[str]) -> int:
         """Nodes of the next roster; 0 where these are too few."""
@@ -149,14 +169,16 @@ class _Outlook:
         return left if left >= self.least else 0
 
 
-def _losses(state: FleetState, job: JobRecord, shares: _Shares) -> Iterator[tuple[Kind, str, tuple[str, ...]]]:
+def _possible_losses(
+    state: FleetState, job: JobRecord, shares: _VersionShares
+) -> Iterator[tuple[LossKind, str, tuple[str, ...]]]:
     concerned = list(dict.fromkeys([*seats_of(job.generation), *shares.nodes]))
     for node in concerned:
         yield "node", node, (node,)
-    domains: dict[tuple[Kind, str], list[str]] = defaultdict(list)
+    domains: dict[tuple[LossKind, str], list[str]] = defaultdict(list)
     for node in concerned:
         domain = state.nodes[node].domain
-        kinds: tuple[tuple[Kind, str], ...] = (
+        kinds: tuple[tuple[LossKind, str], ...] = (
             ("rack", domain.rack),
             ("switch", domain.switch),
             ("power", domain.power),
@@ -166,7 +188,7 @@ def _losses(state: FleetState, job: JobRecord, shares: _Shares) -> Iterator[tupl
                 domains[kind, name].append(node)
     for (kind, name), members in domains.items():
         yield kind, name, tuple(members)
-    if len(concerned) <= PAIRS_UP_TO:
+    if len(concerned) <= MAX_NODES_FOR_PAIRS:
         for one, other in combinations(concerned, 2):
             yield "pair", f"{one}, {other}", (one, other)
 
@@ -177,20 +199,20 @@ class _Fallback:
     def __init__(self, state: FleetState, job: JobRecord) -> None:
         self._state = state
         self._job = job
-        self._protection = protection_of(job)
+        self._protection = get_protection(job)
 
     def without(self, lost: Collection[str]) -> Version | None:
         """The protected version, if it stays whole without these nodes."""
-        if self._protection is None or lost_of_protected(self._state, self._job, lost):
+        if self._protection is None or lost_protected_nodes(self._state, self._job, lost):
             return None
         return self._protection.version
 
 
 def _exposure(
-    shares: _Shares,
+    shares: _VersionShares,
     fallback: _Fallback,
-    outlook: _Outlook,
-    kind: Kind,
+    outlook: _RosterForecast,
+    kind: LossKind,
     name: str,
     lost: tuple[str, ...],
     version: Version | None,
@@ -198,13 +220,15 @@ def _exposure(
     gone = shares.lost(lost)
     older = fallback.without(lost) if gone else None
     left = outlook.without(lost)
-    what = _called(kind, name) if kind in ("node", "pair") else f"{kind} {name} ({nodes(len(lost))})"
-    goes_on = f"the job goes on with {left} of {nodes(outlook.most)}"
-    after = goes_on if left else f"fewer than {nodes(outlook.least)} are left and the job is paused"
+    what = _describe_loss(kind, name) if kind in ("node", "pair") else f"{kind} {name} ({format_node_count(len(lost))})"
+    goes_on = f"the job goes on with {left} of {format_node_count(outlook.most)}"
+    after = goes_on if left else f"fewer than {format_node_count(outlook.least)} are left and the job is paused"
     if version is None:
         data = "nothing is committed yet"
     elif gone:
-        data = f"what the ranks on {named(gone)} stored of version {version} may be gone: no copy is known to be left"
+        data = (
+            f"what the ranks on {join_names(gone)} stored of version {version} may be gone: no copy is known to be left"
+        )
         data += f"; parity has version {older}" if older else ""
     else:
         data = f"version {version} stays whole"
@@ -212,11 +236,11 @@ def _exposure(
         kind=kind,
         name=name,
         nodes=lost,
-        whole=not gone or older is not None,
+        restorable=not gone or older is not None,
         nodes_left=left,
         sentence=f"without {what}: {data}; {after}",
-        ranks=() if older else shares.ranks(gone)[:NAMED_RANKS],
-        falls_back=older,
+        ranks=() if older else shares.ranks(gone)[:MAX_LISTED_RANKS],
+        fallback_version=older,
     )
 
 
@@ -228,29 +252,35 @@ def _summary(
     exposures: Sequence[Exposure],
 ) -> str:
     if version is None:
-        start = "it starts anew" if job.last_number == 0 or job.ceiling == NOTHING else "it takes what is found whole"
+        start = (
+            "it starts anew"
+            if job.last_generation_number == 0 or job.restore_ceiling == NO_VERSION
+            else "it takes what is found whole"
+        )
         return f"nothing of job {job.job} is committed yet: after a loss {start}"
     if missing and older is not None:
         return (
-            f"version {version} cannot be restored now: what the ranks on {named(missing)} stored is not held by "
+            f"version {version} cannot be restored now: what the ranks on {join_names(missing)} stored is not held by "
             f"anybody in reach; parity has version {older}"
         )
     if missing:
         return (
-            f"version {version} cannot be restored now: what the ranks on {named(missing)} stored is not held by "
+            f"version {version} cannot be restored now: what the ranks on {join_names(missing)} stored is not held by "
             "anybody in reach; it comes back with them, or a newer one is committed"
         )
-    fatal = [one for one in exposures if not one.whole]
+    fatal = [one for one in exposures if not one.restorable]
     kinds = Counter(one.kind for one in fatal)
     if not fatal:
-        oldest = next((f", or at least {one.falls_back} by parity" for one in exposures if one.falls_back), "")
+        oldest = next(
+            (f", or at least {one.fallback_version} by parity" for one in exposures if one.fallback_version), ""
+        )
         return f"version {version} or a newer one would be restored{oldest}, whichever of its nodes or domains is lost"
     words = ", ".join(f"{kinds[kind]} {kind}{'s' if kinds[kind] > 1 else ''}" for kind in kinds)
-    example = _called(fatal[0].kind, fatal[0].name)
+    example = _describe_loss(fatal[0].kind, fatal[0].name)
     return f"version {version} or a newer one would be restored; {words} cannot be spared, such as {example}"
 
 
-def _called(kind: Kind, name: str) -> str:
+def _describe_loss(kind: LossKind, name: str) -> str:
     return {"node": name, "pair": name.replace(", ", " and ")}.get(kind, f"{kind} {name}")
 
 
@@ -258,7 +288,7 @@ def _called(kind: Kind, name: str) -> str:
 # What a job has to go back to, place by place: answered from the records, asking nobody.
 
 
-def kept_of(state: FleetState, job: JobRecord) -> JobCheckpoints:
+def list_checkpoints(state: FleetState, job: JobRecord) -> JobCheckpoints:
     """In the order in which the job would go back to it: memory, parity, storage, the newest of each first."""
     versions = (*_in_memory(state, job), *_by_parity(state, job), *_on_storage(state, job))
     first = next((one for one in versions if one.restorable), None)
@@ -271,81 +301,83 @@ def kept_of(state: FleetState, job: JobRecord) -> JobCheckpoints:
         sentence=sentence,
         versions=versions,
         spills_lost=job.spills_lost,
-        trouble="; ".join(filter(None, (job.spill_trouble, job.protect_trouble)))[:4096],
+        last_error="; ".join(filter(None, (job.spill_error, job.protection_error)))[:4096],
     )
 
 
-def _in_memory(state: FleetState, job: JobRecord) -> Iterator[KeptVersion]:
-    live = state.live_jobs[job.job]
-    told = restorability_of(state, job)
-    if live.committed is None:
+def _in_memory(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
+    live = state.job_runtime[job.job]
+    told = compute_restorability(state, job)
+    if live.committed_version is None:
         return
-    barred = job.ceiling is not None and (job.ceiling == NOTHING or live.committed > job.ceiling)
-    lost = bool(told.missing)
+    barred = job.restore_ceiling is not None and (
+        job.restore_ceiling == NO_VERSION or live.committed_version > job.restore_ceiling
+    )
+    lost = bool(told.missing_ranks)
     why = "it was committed, and every share of it is held"
     if lost:
         why = "ranks' shares of it are held by nobody in reach"
     elif barred:
         why = "it may be corrupt"
-    yield KeptVersion(
-        version=live.committed,
-        place="memory",
-        state="whole",
+    yield CheckpointCopy(
+        version=live.committed_version,
+        tier="memory",
+        state="complete",
         restorable=not lost and not barred,
         sentence=why,
-        at=live.committed_at,
+        since=live.committed_at,
         verified=told.verified,
     )
 
 
-def _by_parity(state: FleetState, job: JobRecord) -> Iterator[KeptVersion]:
-    verified = state.live_jobs[job.job].verified
-    if job.shielded is not None:
-        version, lost = job.shielded.protection.version, lost_of_protected(state, job)
-        why = f"its shards lie in {len(job.shielded.protection.groups)} groups, each of which bears two losses"
-        yield KeptVersion(
+def _by_parity(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
+    verified = state.job_runtime[job.job].verified_version
+    if job.active_protection is not None:
+        version, lost = job.active_protection.protection.version, lost_protected_nodes(state, job)
+        why = f"its shards lie in {len(job.active_protection.protection.groups)} groups, each of which bears two losses"
+        yield CheckpointCopy(
             version=version,
-            place="parity",
-            state="whole",
+            tier="parity",
+            state="complete",
             restorable=not lost,
-            sentence=f"more of a group is gone than it bears: {named(lost)}" if lost else why,
-            at=job.shielded.at,
+            sentence=f"more of a group is gone than it bears: {join_names(lost)}" if lost else why,
+            since=job.active_protection.protected_at,
             verified=verified is not None and version <= verified,
         )
-    if job.protecting is not None:
-        homes = groups_of_homes(job.protecting.protection)
-        yield KeptVersion(
-            version=job.protecting.protection.version,
-            place="parity",
-            state="way",
+    if job.pending_protection is not None:
+        homes = groups_by_parity_node(job.pending_protection.protection)
+        yield CheckpointCopy(
+            version=job.pending_protection.protection.version,
+            tier="parity",
+            state="in_progress",
             restorable=False,
-            sentence=f"{len(state.live_jobs[job.job].protect_made)} of {len(homes)} homes have made their parity",
-            at=job.protecting.begun_at,
+            sentence=f"{len(state.job_runtime[job.job].made_parity)} of {len(homes)} homes have made their parity",
+            since=job.pending_protection.started_at,
         )
 
 
-def _on_storage(state: FleetState, job: JobRecord) -> Iterator[KeptVersion]:
-    spilling, done = job.spilling, state.live_jobs[job.job].spill_done
+def _on_storage(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
+    spilling, done = job.pending_spill, state.job_runtime[job.job].spilled_nodes
     if spilling is not None:
-        trouble = f"; {spilling.trouble}" if spilling.trouble else ""
-        yield KeptVersion(
+        trouble = f"; {spilling.last_error}" if spilling.last_error else ""
+        yield CheckpointCopy(
             version=spilling.version,
-            place="storage",
-            state="way",
+            tier="storage",
+            state="in_progress",
             restorable=False,
             sentence=f"{len(done)} of {len(spilling.writers)} nodes have written their part{trouble}"[:4096],
-            at=spilling.begun_at,
+            since=spilling.started_at,
             bytes=spilling.bytes,
             url=spilling.url,
         )
-    for one in reversed(job.stored):
-        yield KeptVersion(
+    for one in reversed(job.stored_checkpoints):
+        yield CheckpointCopy(
             version=one.version,
-            place="storage",
-            state="whole",
-            restorable=not one.suspect,
-            sentence="it may be corrupt" if one.suspect else "it is whole on storage",
-            at=one.at,
+            tier="storage",
+            state="complete",
+            restorable=not one.maybe_corrupt,
+            sentence="it may be corrupt" if one.maybe_corrupt else "it is whole on storage",
+            since=one.stored_at,
             bytes=one.bytes,
             url=one.url,
         )

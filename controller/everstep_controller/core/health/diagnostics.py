@@ -12,133 +12,135 @@ from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import ProbeFinished
 from everstep_controller.core import records
 from everstep_controller.core.jobs.membership import jobs_seated_on
-from everstep_controller.core.policy import SecondPass
+from everstep_controller.core.policy import BlameIsolationMethod
 from everstep_controller.core.records import NodeRecord
-from everstep_controller.core.state import Case, FleetState, Probe
-from everstep_controller.core.transition import Turn
+from everstep_controller.core.state import BlameCase, FleetState, Probe
+from everstep_controller.core.transition import Transition
 
-PARTNERS_CONSIDERED = 32
+MAX_PARTNERS_COMPARED = 32
 """How many good partners are compared: a bound on the work, whatever the fleet's size."""
-MANY_NODES = 512
+LARGE_FLEET_NODES = 512
 """A larger fleet is not always looked at from its first node on."""
-PARTNERLESS_S = 0.5
+NO_PARTNER_CACHE_S = 0.5
 """Seconds for which nobody looks through the whole fleet again once no partner was free."""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class ProbeOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a probe ended. ``failure``: in a sentence, empty where it passed. ``wrong``: the work was done, with a wrong
     result. ``mute``: somebody did not answer in time, which proves nothing. ``unable``: who could not run it, which
     proves nothing either. ``slow``: it passed, too slowly."""
 
-    name: str
+    probe_id: str
     probe: Probe
     failure: str = ""
-    wrong: bool = False
-    mute: bool = False
-    unable: str = ""
-    slow: bool = False
+    has_wrong_result: bool = False
+    timed_out: bool = False
+    incapable_node: str = ""
+    is_slow: bool = False
 
 
 def start_probe(
-    turn: Turn,
+    transition: Transition,
     nodes: tuple[str, ...],
     *,
-    candidate: str | None,
+    tested_node: str | None,
     backend: str = "gloo",
     kind: ProbeKind = ProbeKind.ALL_REDUCE,
-    case: str = "",
+    case_id: str = "",
 ) -> str:
     """Sends the probe to all of ``nodes``; the first hosts its store. Returns the probe's id."""
-    state = turn.state
-    state.fleet.probes += 1
-    turn.fleet_changed()
-    name = f"probe-{state.fleet.probes}"
-    due = turn.now + turn.policy.probe_timeout_s
-    state.probes[name] = Probe(nodes=nodes, candidate=candidate, due=due, trace=turn.trace, kind=kind, case=case)
+    state = transition.state
+    state.fleet.probe_count += 1
+    transition.mark_fleet_changed()
+    name = f"probe-{state.fleet.probe_count}"
+    due = transition.now + transition.policy.probe_timeout_s
+    state.probes[name] = Probe(
+        nodes=nodes, tested_node=tested_node, due=due, trace=transition.trace, kind=kind, case_id=case_id
+    )
     host = state.nodes[nodes[0]].vault.rpartition(":")[0]
     body = RunProbe(
         probe=name,
         nodes=nodes,
         store=f"{host}:0",
         backend=backend,
-        timeout_s=turn.policy.probe_timeout_s / 2,
-        trace=turn.trace,
+        timeout_s=transition.policy.probe_timeout_s / 2,
+        trace=transition.trace,
         kind=kind,
     )
-    if candidate is not None:
-        body = msgspec.structs.replace(body, sizes=turn.policy.probe_sizes)
+    if tested_node is not None:
+        body = msgspec.structs.replace(body, sizes=transition.policy.probe_sizes)
     for node in nodes:
-        turn.send(node, body)
-    turn.audit("probe.started", f"{name}: {_what(kind)} {', '.join(nodes)}", node=candidate)
-    turn.wake(due, "probe", name)
+        transition.send(node, body)
+    transition.audit("probe.started", f"{name}: {_describe_kind(kind)} {', '.join(nodes)}", node=tested_node)
+    transition.schedule(due, "probe", name)
     return name
 
 
-def _what(kind: ProbeKind) -> str:
+def _describe_kind(kind: ProbeKind) -> str:
     return "all-reduce between" if kind is ProbeKind.ALL_REDUCE else f"{kind} check of"
 
 
-def take_result(turn: Turn, node: str, report: ProbeFinished) -> Outcome | None:
+def record_probe_result(transition: Transition, node: str, report: ProbeFinished) -> ProbeOutcome | None:
     """Counts one side's result; the outcome, once the last one is in, or one that says how it ended.
 
     Who failed may have waited for one that could not run the probe, and tells so later: only when every side has
     begun does a failure speak of the nodes.
     """
-    probe = turn.state.probes.get(report.probe)
+    probe = transition.state.probes.get(report.probe)
     if probe is None or node not in probe.nodes:
-        turn.ignore("probe_finished.unknown")
+        transition.count_ignored("probe_finished.unknown")
         return None
     rows = {f"{size}": f"{latency:.6f} s, {rate / 1e9:.3f} GB/s" for size, latency, rate in report.rows}
-    slow = _slow(turn, probe, report)
-    unable = not (report.ok or report.began or report.wrong)
+    slow = _describe_slow_link(transition, probe, report)
+    unable = not (report.ok or report.started or report.wrong_result)
     how = "passed" if report.ok and not slow else f"failed: {slow or report.detail}"
     how = f"could not run it: {report.detail}" if unable else how
     sentence = f"{report.probe}: {node} {how}"
-    turn.audit("probe.result", sentence, node=node, trace=probe.trace, data=rows)
-    _enter(turn, node, sentence, rows)
+    transition.audit("probe.result", sentence, node=node, trace=probe.trace, data=rows)
+    _append_probe_history(transition, node, sentence, rows)
     if report.ok and not slow:
         probe.passed.add(node)
     else:
         probe.failed.setdefault(node, sentence)
-    if not (unable or slow or report.wrong) and len(probe.passed | probe.failed.keys()) < len(probe.nodes):
+    if not (unable or slow or report.wrong_result) and len(probe.passed | probe.failed.keys()) < len(probe.nodes):
         return None
-    del turn.state.probes[report.probe]
+    del transition.state.probes[report.probe]
     first = sentence if unable else next(iter(probe.failed.values()), "")
-    return Outcome(
-        name=report.probe,
+    return ProbeOutcome(
+        probe_id=report.probe,
         probe=probe,
         failure=first and f"{first} ({' with '.join(probe.nodes)})",
-        wrong=report.wrong,
-        unable=node if unable else "",
-        slow=bool(slow),
+        has_wrong_result=report.wrong_result,
+        incapable_node=node if unable else "",
+        is_slow=bool(slow),
     )
 
 
-def _slow(turn: Turn, probe: Probe, report: ProbeFinished) -> str:
-    least = turn.policy.slow_link_bytes_per_s
+def _describe_slow_link(transition: Transition, probe: Probe, report: ProbeFinished) -> str:
+    least = transition.policy.slow_link_bytes_per_s
     if not report.ok or not report.rows or probe.kind is not ProbeKind.ALL_REDUCE:
         return ""
     size, _, rate = max(report.rows)
     return f"slow, {rate / 1e9:.3f} GB/s of {least / 1e9:g} at {size} bytes" if rate < least else ""
 
 
-def _enter(turn: Turn, node: str, sentence: str, rows: dict[str, str]) -> None:
-    records.enter(turn.state.nodes[node], turn.now, "probe", sentence, rows)
-    turn.node_changed(node)
+def _append_probe_history(transition: Transition, node: str, sentence: str, rows: dict[str, str]) -> None:
+    records.append_history(transition.state.nodes[node], transition.now, "probe", sentence, rows)
+    transition.mark_node_changed(node)
 
 
-def overdue(turn: Turn, name: str) -> Outcome | None:
+def time_out_probe(transition: Transition, probe_id: str) -> ProbeOutcome | None:
     """At a probe's deadline: who did not answer; None when it has ended."""
-    probe = turn.state.probes.get(name)
-    if probe is None or turn.now < probe.due:
+    probe = transition.state.probes.get(probe_id)
+    if probe is None or transition.now < probe.due:
         return None
-    del turn.state.probes[name]
+    del transition.state.probes[probe_id]
     mute = ", ".join(node for node in probe.nodes if node not in probe.passed and node not in probe.failed)
-    sentence = f"{name}: no result from {mute} within {turn.policy.probe_timeout_s:g} s"
-    turn.audit("probe.overdue", sentence, node=probe.candidate, trace=probe.trace)
+    sentence = f"{probe_id}: no result from {mute} within {transition.policy.probe_timeout_s:g} s"
+    transition.audit("probe.overdue", sentence, node=probe.tested_node, trace=probe.trace)
     for node in probe.nodes:
-        _enter(turn, node, sentence, {})
-    return Outcome(name=name, probe=probe, failure=sentence, mute=True)
+        _append_probe_history(transition, node, sentence, {})
+    return ProbeOutcome(probe_id=probe_id, probe=probe, failure=sentence, timed_out=True)
 
 
 # --- partners ----------------------------------------------------------------------------------------------------
@@ -150,28 +152,30 @@ def is_known_good(state: FleetState, record: NodeRecord) -> bool:
     if (
         record.state is not NodeState.HEALTHY
         or not record.reachable
-        or state.live_nodes[record.node].gone_at is not None
+        or state.node_runtime[record.node].disconnected_at is not None
     ):
         return False
-    standing = record.known()
-    if any(finding.severity is Severity.CRITICAL for finding in standing) or record.undecided:
+    standing = record.all_findings()
+    if any(finding.severity is Severity.CRITICAL for finding in standing) or record.undecided_findings:
         return False
-    return not any(record.node in case.suspects for case in state.cases.values())
+    return not any(record.node in case.suspects for case in state.blame_cases.values())
 
 
-def partner_for(turn: Turn, node: str, attempt: int, avoid: Collection[str] = ()) -> tuple[str | None, bool]:
+def find_partner(
+    transition: Transition, node: str, attempt: int, avoid: Collection[str] = ()
+) -> tuple[str | None, bool]:
     """A node known to be good, for a probe with ``node``: of another rack before its own, idle before busy, another one
     at each ``attempt``. And, where there is none, whether that is only because all of them take part in probes now.
 
     Looks at few nodes where many are good; where none is free, at all of them, but not for each node that waits.
     """
-    state = turn.state
-    if turn.now < state.partnerless_until:
+    state = transition.state
+    if transition.now < state.no_partner_until:
         return None, True
     taken = {member for probe in state.probes.values() for member in probe.nodes}
     names = list(state.nodes)
-    start = state.fleet.probes * PARTNERS_CONSIDERED % len(names) if len(names) > MANY_NODES else 0
-    rack, busy, ideal, attempt = state.nodes[node].domain.rack, False, 0, attempt % PARTNERS_CONSIDERED
+    start = state.fleet.probe_count * MAX_PARTNERS_COMPARED % len(names) if len(names) > LARGE_FLEET_NODES else 0
+    rack, busy, ideal, attempt = state.nodes[node].domain.rack, False, 0, attempt % MAX_PARTNERS_COMPARED
     choice: list[tuple[bool, bool, int, str]] = []
     for other in chain(islice(names, start, None), islice(names, start)):
         if other == node or other in avoid or not is_known_good(state, state.nodes[other]):
@@ -183,10 +187,10 @@ def partner_for(turn: Turn, node: str, attempt: int, avoid: Collection[str] = ()
         near = bool(rack) and state.nodes[other].domain.rack == rack
         choice.append((near, seated, len(choice), other))
         ideal += not near and not seated
-        if ideal > attempt or len(choice) == PARTNERS_CONSIDERED:
+        if ideal > attempt or len(choice) == MAX_PARTNERS_COMPARED:
             break
     if not choice and busy:
-        state.partnerless_until = turn.now + PARTNERLESS_S
+        state.no_partner_until = transition.now + NO_PARTNER_CACHE_S
     if not choice:
         return None, busy
     ordered = sorted(choice)
@@ -200,112 +204,126 @@ def partner_for(turn: Turn, node: str, attempt: int, avoid: Collection[str] = ()
 # with
 # one another. Digests that differ: each node does work whose result is known.
 
-MOST_TRIES = 3
+MAX_TRIES = 3
 """Probes of one suspect: its partner may fall ill during one."""
 
 
-def suspected(turn: Turn, node: str) -> bool:
+def is_suspect(transition: Transition, node: str) -> bool:
     """Whether the node is a suspect of a case that is not settled."""
-    return any(node in case.suspects for case in turn.state.cases.values())
+    return any(node in case.suspects for case in transition.state.blame_cases.values())
 
 
-def open_case(
-    turn: Turn, kind: SecondPass, findings: dict[str, Finding], what: str, job: str = "", unable: str = ""
-) -> Case | None:
+def open_blame_case(
+    transition: Transition,
+    kind: BlameIsolationMethod,
+    findings: dict[str, Finding],
+    summary: str,
+    job: str = "",
+    incapable_partner: str = "",
+) -> BlameCase | None:
     """Begins to try the nodes of ``findings``; None where one of them is being tried already. ``unable``: who could not
     run such a probe, and is no partner.
 
     What comes of it is for whoever handles the deadline ``case`` and the probes' results.
     """
-    if any(suspected(turn, node) for node in findings):
+    if any(is_suspect(transition, node) for node in findings):
         return None
-    case = Case(
+    case = BlameCase(
         kind=kind,
         suspects=tuple(findings),
         findings=findings,
-        what=what,
-        due=turn.now + MOST_TRIES * turn.policy.probe_timeout_s,
-        trace=turn.trace,
+        summary=summary,
+        due=transition.now + MAX_TRIES * transition.policy.probe_timeout_s,
+        trace=transition.trace,
         job=job,
-        unable={unable: None} if unable else {},
+        incapable_partners={incapable_partner: None} if incapable_partner else {},
     )
-    name = f"case-{turn.state.fleet.probes + 1}-{next(iter(findings))}"  # two may begin before the next probe does
-    turn.state.cases[name] = case
-    words = f"{what}: a second pass of {', '.join(findings)} will tell"
-    turn.audit("second_pass.begun", words, job=job or None, data={"case": name})
-    turn.wake(case.due, "case", name)
+    # two may begin before the next probe does
+    name = f"case-{transition.state.fleet.probe_count + 1}-{next(iter(findings))}"
+    transition.state.blame_cases[name] = case
+    words = f"{summary}: a second pass of {', '.join(findings)} will tell"
+    transition.audit("blame_isolation.started", words, job=job or None, data={"case": name})
+    transition.schedule(case.due, "case", name)
     for node in findings:
-        _try(turn, name, case, node)
-    if is_over(case):
-        turn.wake(turn.now, "case", name)
+        _probe_suspect(transition, name, case, node)
+    if is_settled(case):
+        transition.schedule(transition.now, "case", name)
     return case
 
 
-def look_again(turn: Turn, name: str) -> Case | None:
+def retry_blame_case(transition: Transition, case_id: str) -> BlameCase | None:
     """At a case's deadline: tries who still waits for a partner, or gives up. The case where it is known."""
-    case = turn.state.cases.get(name)
+    case = transition.state.blame_cases.get(case_id)
     if case is None:
         return None
-    for node in _open(case):
-        if turn.now >= case.due:
-            case.unknown[node] = f"{node} was not tried in time"
-        elif not any(probe.case == name and probe.candidate == node for probe in turn.state.probes.values()):
-            _try(turn, name, case, node)
+    for node in _open_suspects(case):
+        if transition.now >= case.due:
+            case.inconclusive[node] = f"{node} was not tried in time"
+        elif not any(
+            probe.case_id == case_id and probe.tested_node == node for probe in transition.state.probes.values()
+        ):
+            _probe_suspect(transition, case_id, case, node)
     return case
 
 
-def took(turn: Turn, outcome: Outcome) -> Case | None:
+def record_blame_outcome(transition: Transition, outcome: ProbeOutcome) -> BlameCase | None:
     """A suspect's probe has ended. A partner that could not run it, or fell ill meanwhile, proves nothing: another one
     is taken."""
-    case, node = turn.state.cases.get(outcome.probe.case), outcome.probe.candidate
-    if case is None or node is None or node not in _open(case):
+    case, node = transition.state.blame_cases.get(outcome.probe.case_id), outcome.probe.tested_node
+    if case is None or node is None or node not in _open_suspects(case):
         return None
     partners = [other for other in outcome.probe.nodes if other != node]
     if not outcome.failure:
-        case.passed[node] = outcome.name
-    elif outcome.unable in partners and case.tries[node] < MOST_TRIES:
-        case.unable[outcome.unable] = None
-        _try(turn, outcome.probe.case, case, node)
-    elif outcome.mute or outcome.unable or (case.kind is SecondPass.COMPUTE and not outcome.wrong):
-        case.unknown[node] = outcome.failure
-    elif all(is_known_good(turn.state, turn.state.nodes[other]) for other in partners):
+        case.passed[node] = outcome.probe_id
+    elif outcome.incapable_node in partners and case.tries[node] < MAX_TRIES:
+        case.incapable_partners[outcome.incapable_node] = None
+        _probe_suspect(transition, outcome.probe.case_id, case, node)
+    elif (
+        outcome.timed_out
+        or outcome.incapable_node
+        or (case.kind is BlameIsolationMethod.COMPUTE and not outcome.has_wrong_result)
+    ):
+        case.inconclusive[node] = outcome.failure
+    elif all(is_known_good(transition.state, transition.state.nodes[other]) for other in partners):
         case.failed[node] = outcome.failure
-    elif case.tries[node] >= MOST_TRIES:
-        case.unknown[node] = outcome.failure
+    elif case.tries[node] >= MAX_TRIES:
+        case.inconclusive[node] = outcome.failure
     else:
-        _try(turn, outcome.probe.case, case, node)
+        _probe_suspect(transition, outcome.probe.case_id, case, node)
     return case
 
 
-def is_over(case: Case) -> bool:
+def is_settled(case: BlameCase) -> bool:
     """Whether nothing more will be known."""
-    return not _open(case)
+    return not _open_suspects(case)
 
 
-def close(turn: Turn, case: Case) -> None:
+def close_blame_case(transition: Transition, case: BlameCase) -> None:
     """Forgets the case; its suspects may be partners again."""
-    turn.state.cases = {name: other for name, other in turn.state.cases.items() if other is not case}
+    transition.state.blame_cases = {
+        name: other for name, other in transition.state.blame_cases.items() if other is not case
+    }
 
 
-def _open(case: Case) -> list[str]:
-    return [n for n in case.suspects if n not in case.failed and n not in case.passed and n not in case.unknown]
+def _open_suspects(case: BlameCase) -> list[str]:
+    return [n for n in case.suspects if n not in case.failed and n not in case.passed and n not in case.inconclusive]
 
 
-def _try(turn: Turn, name: str, case: Case, node: str) -> None:
-    if node not in turn.state.reachable:
-        case.unknown[node] = f"{node} is out of reach"
+def _probe_suspect(transition: Transition, name: str, case: BlameCase, node: str) -> None:
+    if node not in transition.state.reachable:
+        case.inconclusive[node] = f"{node} is out of reach"
         return
     tries = case.tries.get(node, 0)
-    if case.kind is SecondPass.COMPUTE:
-        start_probe(turn, (node,), candidate=node, kind=ProbeKind.COMPUTE, case=name)
+    if case.kind is BlameIsolationMethod.COMPUTE:
+        start_probe(transition, (node,), tested_node=node, kind=ProbeKind.COMPUTE, case_id=name)
     else:
-        partner, busy = partner_for(turn, node, tries, (*case.suspects, *case.unable))
+        partner, busy = find_partner(transition, node, tries, (*case.suspects, *case.incapable_partners))
         if partner is None and busy:
-            turn.wake(turn.now + turn.policy.partner_wait_s, "case", name)
+            transition.schedule(transition.now + transition.policy.partner_wait_s, "case", name)
             return
         if partner is None:
-            but = f" ({', '.join(case.unable)} could not run the probe)" if case.unable else ""
-            case.unknown[node] = f"there is no good partner to try {node} with{but}"
+            but = f" ({', '.join(case.incapable_partners)} could not run the probe)" if case.incapable_partners else ""
+            case.inconclusive[node] = f"there is no good partner to try {node} with{but}"
             return
-        start_probe(turn, (partner, node), candidate=node, case=name)
+        start_probe(transition, (partner, node), tested_node=node, case_id=name)
     case.tries[node] = tries + 1

@@ -3,64 +3,77 @@
 from __future__ import annotations
 
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, JobState, NodeState, Severity
-from everstep.wire.v1.training import GenerationSpec, ProbeFinished, Sealed
-from everstep_controller.core.checkpoints.commits import Vote, roll_back, take_seal
+from everstep.wire.v1.training import GenerationSpec, ProbeFinished, VersionSealed
+from everstep_controller.core.checkpoints.commits import DigestVote, record_seal, roll_back_to_clean
 from everstep_controller.core.health import diagnostics, maintenance, quarantine
-from everstep_controller.core.health.diagnostics import Outcome, open_case, overdue, take_result
-from everstep_controller.core.health.eviction import serving
-from everstep_controller.core.health.evidence import clear_own, forget_unseen, raise_own
-from everstep_controller.core.health.findings import judge_own, judge_settled, look_again
-from everstep_controller.core.health.node_state import OUT
+from everstep_controller.core.health.diagnostics import (
+    ProbeOutcome,
+    open_blame_case,
+    record_probe_result,
+    time_out_probe,
+)
+from everstep_controller.core.health.eviction import is_serving
+from everstep_controller.core.health.evidence import (
+    clear_controller_findings,
+    expire_controller_findings,
+    raise_controller_finding,
+)
+from everstep_controller.core.health.findings import judge_after_isolation, judge_controller_findings, recheck_undecided
+from everstep_controller.core.health.node_state import CORDONED_STATES
 from everstep_controller.core.jobs import lifecycle
-from everstep_controller.core.jobs.generations import Cause, heard_beyond_boundary, regroup
-from everstep_controller.core.jobs.losses import running_spec
+from everstep_controller.core.jobs.generations import RegroupCause, note_beyond_boundary, regroup
+from everstep_controller.core.jobs.losses import running_generation
 from everstep_controller.core.jobs.membership import is_seated
-from everstep_controller.core.policy import SecondPass
+from everstep_controller.core.policy import BlameIsolationMethod
 from everstep_controller.core.records import JobRecord
-from everstep_controller.core.state import Case, FleetState
-from everstep_controller.core.transition import Turn
+from everstep_controller.core.state import BlameCase, FleetState
+from everstep_controller.core.transition import Transition
 
 
-def seal_arrived(turn: Turn, job: JobRecord, node: str, report: Sealed) -> None:
+def handle_sealed(transition: Transition, job: JobRecord, node: str, report: VersionSealed) -> None:
     """A rank's share of a version. Only ranks of the running generation count, each only for itself."""
-    heard_beyond_boundary(turn, job, node, report.rank, report.generation, report.version.step)
-    spec = running_spec(job)
+    note_beyond_boundary(transition, job, node, report.rank, report.generation, report.version.step)
+    spec = running_generation(job)
     if spec is None or job.state is not JobState.RUNNING or report.generation != spec.number:
-        turn.ignore("sealed.stale")
+        transition.count_ignored("version_sealed.stale")
         return
-    if report.version.generation != spec.number or not spec.has(node, report.rank):
-        turn.ignore("sealed.not_a_member")
+    if report.version.generation != spec.number or not spec.has_rank_on(node, report.rank):
+        transition.count_ignored("version_sealed.not_a_member")
         return
-    turn.state.live_jobs[job.job].pace.seen(report.version.step, turn.now)
-    vote = take_seal(turn, job, spec, report)
+    transition.state.job_runtime[job.job].progress.record_step(report.version.step, transition.now)
+    vote = record_seal(transition, job, spec, report)
     if vote is not None:
-        _digests_differ(turn, job, spec, report, vote)
+        _digests_differ(transition, job, spec, report, vote)
 
 
-def _digests_differ(turn: Turn, job: JobRecord, spec: GenerationSpec, report: Sealed, vote: Vote) -> None:
-    back = roll_back(turn, job)
-    liars = list(dict.fromkeys(spec.node_of(rank) for rank in sorted(vote.liars)))
-    tied = list(dict.fromkeys(spec.node_of(rank) for rank in sorted(vote.tied)))
+def _digests_differ(
+    transition: Transition, job: JobRecord, spec: GenerationSpec, report: VersionSealed, vote: DigestVote
+) -> None:
+    back = roll_back_to_clean(transition, job)
+    liars = list(dict.fromkeys(spec.node_of(rank) for rank in sorted(vote.divergent_ranks)))
+    tied = list(dict.fromkeys(spec.node_of(rank) for rank in sorted(vote.tied_ranks)))
     if liars:
-        ranks = ", ".join(str(rank) for rank in sorted(vote.liars))
+        ranks = ", ".join(str(rank) for rank in sorted(vote.divergent_ranks))
         what = f"the digest of rank {ranks} on {', '.join(liars)} differs from the majority at version {report.version}"
-        settled = _convict(turn, job, liars, what)
+        settled = _evict_divergent(transition, job, liars, what)
     else:
         what = f"digests of version {report.version} differ without a majority among {', '.join(tied)}"
-        settled = _second_opinion(turn, job, tied, what)
-    if not settled and _too_many(turn, job) and not turn.state.store_away:  # an end that is told cannot be taken back
-        lifecycle.fail(turn, job, f"{what}; {_times(job)}, and {_whose_fault(turn, job)}")
+        settled = _settle_tie(transition, job, tied, what)
+    if (
+        not settled and _record_tie(transition, job) and not transition.state.database_outage
+    ):  # an end that is told cannot be taken back
+        lifecycle.fail_job(transition, job, f"{what}; {_describe_ties(job)}, and {_explain_fault(transition, job)}")
         return
-    cause = Cause(reason=GenerationReason.CORRUPTION, sentence=f"{what}; {back}", trace=turn.trace)
-    regroup(turn, job, cause)
+    cause = RegroupCause(reason=GenerationReason.CORRUPTION, sentence=f"{what}; {back}", trace=transition.trace)
+    regroup(transition, job, cause)
 
 
-def _times(job: JobRecord) -> str:
-    return f"wrong for the {len(job.ties)}. time"
+def _describe_ties(job: JobRecord) -> str:
+    return f"wrong for the {len(job.digest_tie_times)}. time"
 
 
-def _whose_fault(turn: Turn, job: JobRecord) -> str:
-    if turn.state.live_jobs[job.job].verified is None:
+def _explain_fault(transition: Transition, job: JobRecord) -> str:
+    if transition.state.job_runtime[job.job].verified_version is None:
         return (
             "digests of this job never agreed: parameters that differ between ranks must be DTensors or tracked under "
             "names of their own, or what is restored is wrong"
@@ -68,138 +81,155 @@ def _whose_fault(turn: Turn, job: JobRecord) -> str:
     return "whoever computes wrongly is still in"
 
 
-def _convict(turn: Turn, job: JobRecord, nodes: list[str], what: str) -> bool:
+def _evict_divergent(transition: Transition, job: JobRecord, nodes: list[str], what: str) -> bool:
     """One confirmed mismatch convicts: every known liar lied again. Out at once, since what it computes is wrong; the
     caller regroups ``job`` once, for all of them.
 
     False where minimum, budget, an outbreak or the rule's own mode kept one of them in.
     """
-    turn.regrouped.add(job.job)
+    transition.regroup_claimed.add(job.job)
     for node in nodes:
-        if not serving(turn, node):
+        if not is_serving(transition, node):
             continue
-        _finding(turn, node, what, Severity.CRITICAL)
-        judge_own(turn)
-        if not serving(turn, node):
-            _clear_names(turn, node)
-    turn.regrouped.discard(job.job)
-    return not any(serving(turn, node) for node in nodes)
+        _raise_mismatch(transition, node, what, Severity.CRITICAL)
+        judge_controller_findings(transition)
+        if not is_serving(transition, node):
+            _clear_tied_nodes(transition, node)
+    transition.regroup_claimed.discard(job.job)
+    return not any(is_serving(transition, node) for node in nodes)
 
 
-def _clear_names(turn: Turn, liar: str) -> None:
+def _clear_tied_nodes(transition: Transition, divergent_node: str) -> None:
     """Who was tied with the liar needs no other explanation."""
-    for node in turn.state.nodes[liar].against:
-        other = turn.state.nodes.get(node)
-        if other is not None and liar in other.against:
-            other.against = []
-            turn.node_changed(node)
-            clear_own(turn, node, [k for k, f in other.own.items() if f.kind is FindingKind.DIGEST_MISMATCH])
-    turn.state.nodes[liar].against = []
+    for node in transition.state.nodes[divergent_node].digest_tie_nodes:
+        other = transition.state.nodes.get(node)
+        if other is not None and divergent_node in other.digest_tie_nodes:
+            other.digest_tie_nodes = []
+            transition.mark_node_changed(node)
+            clear_controller_findings(
+                transition,
+                node,
+                [k for k, f in other.controller_findings.items() if f.kind is FindingKind.DIGEST_MISMATCH],
+            )
+    transition.state.nodes[divergent_node].digest_tie_nodes = []
 
 
-def _second_opinion(turn: Turn, job: JobRecord, tied: list[str], what: str) -> bool:
+def _settle_tie(transition: Transition, job: JobRecord, tied: list[str], what: str) -> bool:
     """A tie accuses all of them, and so nobody. True where the matter is in hand: one is out, or all are being tried.
 
     Ranks of one node that differ convict it. Otherwise each node does work whose result is known, and what comes of
     that settles it (``case_settled``). While it goes on, further ties of the job are the same one.
     """
     if len(tied) == 1:
-        return _convict(turn, job, tied, f"ranks of {tied[0]} differ among themselves")
-    if any(case.job == job.job for case in turn.state.cases.values()):
+        return _evict_divergent(transition, job, tied, f"ranks of {tied[0]} differ among themselves")
+    if any(case.job == job.job for case in transition.state.blame_cases.values()):
         return True
-    findings = {node: _finding(turn, node, what, Severity.WARNING) for node in tied}
-    judge_own(turn)
-    tried = all(set(_tied_with(turn, node)) == set(tied) - {node} for node in tied)
-    trying = not tried and open_case(turn, SecondPass.COMPUTE, findings, what, job.job) is not None
-    if not trying and _settled_by_history(turn, job, tied, what):
+    findings = {node: _raise_mismatch(transition, node, what, Severity.WARNING) for node in tied}
+    judge_controller_findings(transition)
+    tried = all(set(_remembered_tie(transition, node)) == set(tied) - {node} for node in tied)
+    trying = (
+        not tried and open_blame_case(transition, BlameIsolationMethod.COMPUTE, findings, what, job.job) is not None
+    )
+    if not trying and _settle_by_history(transition, job, tied, what):
         return True
     until = "while it does work whose result is known" if trying else "until a second opinion"
     for node in tied:
-        stays = "is out already" if turn.state.nodes[node].state in OUT else "stays"
+        stays = "is out already" if transition.state.nodes[node].state in CORDONED_STATES else "stays"
         words = f"{what}; {node} is under suspicion and {stays}, {until}"
-        turn.verdict(node, Decision.NO_ACTION, words, evidence=(findings[node],))
+        transition.add_verdict(node, Decision.NO_ACTION, words, evidence=(findings[node],))
     return trying
 
 
-def case_settled(turn: Turn, case: Case) -> None:
+def settle_digest_case(transition: Transition, case: BlameCase) -> None:
     """The nodes of a tie have been tried. Who computed wrongly is convicted; where nobody did, their history speaks.
 
     That is so of the nodes whatever has become of the job, which may have ended or be paused by now.
     """
-    job = turn.state.jobs.get(case.job)
+    job = transition.state.jobs.get(case.job)
     if job is None:
         return
     if case.failed:
         convicted = list(case.failed)
-        what = f"{case.what}; {'; '.join(case.failed.values())}"
-        out = _convict(turn, job, convicted, what)
+        what = f"{case.summary}; {'; '.join(case.failed.values())}"
+        out = _evict_divergent(transition, job, convicted, what)
     else:
-        out = _settled_by_history(turn, job, list(case.suspects), case.what)
+        out = _settle_by_history(transition, job, list(case.suspects), case.summary)
     if not out:
-        words = f"{case.what}; no work whose result is known came out wrong: {', '.join(case.suspects)} stay, suspected"
-        turn.audit("second_pass.nobody", words, job=job.job, trace=case.trace)
+        words = (
+            f"{case.summary}; no work whose result is known came out wrong: {', '.join(case.suspects)} stay, suspected"
+        )
+        transition.audit("blame_isolation.inconclusive", words, job=job.job, trace=case.trace)
     if job.state is not JobState.RUNNING:
         return
-    if not out and _too_many(turn, job):
-        lifecycle.fail(turn, job, f"{case.what}; {_times(job)}, and {_whose_fault(turn, job)}")
-    elif out or any(is_seated(job, node) and not serving(turn, node) for node in case.failed):
-        cause = Cause(reason=GenerationReason.CORRUPTION, sentence=f"{case.what}; it is settled", trace=case.trace)
-        regroup(turn, job, cause)
+    if not out and _record_tie(transition, job):
+        lifecycle.fail_job(
+            transition, job, f"{case.summary}; {_describe_ties(job)}, and {_explain_fault(transition, job)}"
+        )
+    elif out or any(is_seated(job, node) and not is_serving(transition, node) for node in case.failed):
+        cause = RegroupCause(
+            reason=GenerationReason.CORRUPTION, sentence=f"{case.summary}; it is settled", trace=case.trace
+        )
+        regroup(transition, job, cause)
 
 
-def _settled_by_history(turn: Turn, job: JobRecord, tied: list[str], what: str) -> bool:
+def _settle_by_history(transition: Transition, job: JobRecord, tied: list[str], what: str) -> bool:
     """Who was tied before, with others than now, is in both ties. True where that convicts one.
 
     Where digests never agreed, it may be the vote that is wrong. Work whose result is known finds under half of the
     GPUs that compute wrongly (SDCHunter, OSDI'26), so who passed it is not cleared. A tie is remembered for as long as
-    steps of the rule's ladder are (``repeat_s``).
+    steps of the rule's ladder are (``step_memory_s``).
     """
-    agreed_once = turn.state.live_jobs[job.job].verified is not None
+    agreed_once = transition.state.job_runtime[job.job].verified_version is not None
     convicted = []
     for node in tied:
-        record, before = turn.state.nodes[node], _tied_with(turn, node)
+        record, before = transition.state.nodes[node], _remembered_tie(transition, node)
         others = [other for other in tied if other != node]
         if agreed_once and before and not set(before) & set(others):
             convicted.append(node)
-        record.against, record.against_at = others, turn.now
-        turn.node_changed(node)
+        record.digest_tie_nodes, record.digest_tie_at = others, transition.now
+        transition.mark_node_changed(node)
     if len(convicted) == 1:
-        return _convict(turn, job, convicted, f"{what}; {convicted[0]} was in such a tie before, with others")
+        return _evict_divergent(
+            transition, job, convicted, f"{what}; {convicted[0]} was in such a tie before, with others"
+        )
     return False
 
 
-def _tied_with(turn: Turn, node: str) -> list[str]:
+def _remembered_tie(transition: Transition, node: str) -> list[str]:
     """With whom the node was in a tie that is not forgotten yet."""
-    record = turn.state.nodes[node]
-    return record.against if turn.now < record.against_at + _remembered_s(turn.state) else []
+    record = transition.state.nodes[node]
+    return record.digest_tie_nodes if transition.now < record.digest_tie_at + _tie_memory_s(transition.state) else []
 
 
-def _remembered_s(state: FleetState) -> float:
-    return state.policy.rules.of_kind(FindingKind.DIGEST_MISMATCH).repeat_s
+def _tie_memory_s(state: FleetState) -> float:
+    return state.policy.rules.default_rule(FindingKind.DIGEST_MISMATCH).step_memory_s
 
 
-def date_ties(state: FleetState) -> None:
+def backfill_tie_times(state: FleetState) -> None:
     """Ties that were stored without a date are as old as the findings of them."""
     for record in state.nodes.values():
-        if not record.against or record.against_at:
+        if not record.digest_tie_nodes or record.digest_tie_at:
             continue
-        doubts = {key: found for key, found in record.own.items() if _is_doubt(found)}
-        record.against_at = max((found.since for found in doubts.values()), default=record.since)
+        doubts = {key: found for key, found in record.controller_findings.items() if _is_unproven(found)}
+        record.digest_tie_at = max((found.since for found in doubts.values()), default=record.since)
         for key, found in doubts.items():
-            record.own_until.setdefault(key, found.since + _remembered_s(state))
+            record.controller_findings_until.setdefault(key, found.since + _tie_memory_s(state))
 
 
-def _is_doubt(finding: Finding) -> bool:
+def _is_unproven(finding: Finding) -> bool:
     return finding.kind is FindingKind.DIGEST_MISMATCH and finding.severity is Severity.WARNING
 
 
-def _too_many(turn: Turn, job: JobRecord) -> bool:
-    job.ties = [*(at for at in job.ties if at > turn.now - turn.policy.flap_window_s), turn.now]
-    turn.job_changed(job.job)
-    return len(job.ties) >= turn.policy.tie_count
+def _record_tie(transition: Transition, job: JobRecord) -> bool:
+    job.digest_tie_times = [
+        *(at for at in job.digest_tie_times if at > transition.now - transition.policy.job_failure_window_s),
+        transition.now,
+    ]
+    transition.mark_job_changed(job.job)
+    return len(job.digest_tie_times) >= transition.policy.digest_tie_count
 
 
-def _finding(turn: Turn, node: str, what: str, severity: Severity) -> Finding:
+def _raise_mismatch(transition: Transition, node: str, what: str, severity: Severity) -> Finding:
     """The controller's own finding, kept with the node. A doubt is, for as long as the tie is remembered, and never in
     place of what is proved."""
     finding = Finding(
@@ -208,13 +238,15 @@ def _finding(turn: Turn, node: str, what: str, severity: Severity) -> Finding:
         severity=severity,
         message=what,
         action=Action.REPAIR if severity is Severity.CRITICAL else Action.NONE,
-        since=turn.now,
-        trace=turn.trace,
+        since=transition.now,
+        trace=transition.trace,
     )
-    standing = turn.state.nodes[node].own.get(finding.key)
-    if _is_doubt(finding) and standing is not None and not _is_doubt(standing):
+    standing = transition.state.nodes[node].controller_findings.get(finding.key)
+    if _is_unproven(finding) and standing is not None and not _is_unproven(standing):
         return standing
-    raise_own(turn, node, finding, _remembered_s(turn.state) if _is_doubt(finding) else 0.0)
+    raise_controller_finding(
+        transition, node, finding, _tie_memory_s(transition.state) if _is_unproven(finding) else 0.0
+    )
     return finding
 
 
@@ -222,114 +254,120 @@ def _finding(turn: Turn, node: str, what: str, severity: Severity) -> Finding:
 # Probes and second passes come to their end: who passed, who failed, who is convicted, who is told.
 
 
-def probe_reported(turn: Turn, node: str, report: ProbeFinished) -> None:
+def handle_probe_finished(transition: Transition, node: str, report: ProbeFinished) -> None:
     """One side's result; the last one, or the first bad one, decides."""
-    _conclude(turn, take_result(turn, node, report))
+    _conclude(transition, record_probe_result(transition, node, report))
 
 
-def check_probe(turn: Turn, name: str) -> None:
+def check_probe_deadline(transition: Transition, name: str) -> None:
     """At a probe's deadline."""
-    _conclude(turn, overdue(turn, name))
+    _conclude(transition, time_out_probe(transition, name))
 
 
-def check_case(turn: Turn, name: str) -> None:
+def check_blame_case(transition: Transition, name: str) -> None:
     """At a second pass's deadline, or when a suspect of it waits for a partner."""
-    _settle_if_over(turn, diagnostics.look_again(turn, name))
+    _settle_if_over(transition, diagnostics.retry_blame_case(transition, name))
 
 
-def check_care(turn: Turn, node: str) -> None:
+def check_treatment(transition: Transition, node: str) -> None:
     """Whatever of a node's treatment may be due."""
-    record = turn.state.nodes[node]
-    maintenance.check_end(turn, node)
+    record = transition.state.nodes[node]
+    maintenance.end_if_due(transition, node)
     if record.state is NodeState.HELD:
-        maintenance.come_back(turn, node, f"nobody's word keeps {node} out any more")
-    forget_unseen(turn, node)
-    look_again(turn, node)
+        maintenance.try_return(transition, node, f"nobody's word keeps {node} out any more")
+    expire_controller_findings(transition, node)
+    recheck_undecided(transition, node)
     if record.state is NodeState.QUARANTINED:
-        quarantine.check_quarantine(turn, node)
+        quarantine.check_quarantine(transition, node)
         return
-    if quarantine.may_be_tried(turn, node):
-        quarantine.next_check(turn, node)
-    quarantine.check_probation(turn, node)
+    if quarantine.can_retry_diagnostic(transition, node):
+        quarantine.run_next_diagnostic(transition, node)
+    quarantine.check_probation(transition, node)
 
 
-def _conclude(turn: Turn, outcome: Outcome | None) -> None:
+def _conclude(transition: Transition, outcome: ProbeOutcome | None) -> None:
     if outcome is None:
         return
-    if outcome.probe.candidate is None:
-        if outcome.slow:
-            _suspect_link(turn, outcome)
-    elif outcome.probe.case:
-        _settle_if_over(turn, diagnostics.took(turn, outcome))
+    if outcome.probe.tested_node is None:
+        if outcome.is_slow:
+            _suspect_link(transition, outcome)
+    elif outcome.probe.case_id:
+        _settle_if_over(transition, diagnostics.record_blame_outcome(transition, outcome))
     else:
-        quarantine.examined(turn, outcome)
+        quarantine.handle_probation_probe(transition, outcome)
 
 
-def _suspect_link(turn: Turn, outcome: Outcome) -> None:
+def _suspect_link(transition: Transition, outcome: ProbeOutcome) -> None:
     """An all-reduce that a person asked for was slow: partners known to be good tell at which end."""
     for node in outcome.probe.nodes:
         peers = [other for other in outcome.probe.nodes if other != node]
-        if not peers or not serving(turn, node):
+        if not peers or not is_serving(transition, node):
             continue
         finding = Finding(
             kind=FindingKind.NETWORK_SLOW_LINK,
-            subject=peers[0] if len(peers) == 1 else outcome.name,
+            subject=peers[0] if len(peers) == 1 else outcome.probe_id,
             severity=Severity.WARNING,
             message=outcome.failure,
-            since=turn.now,
-            trace=turn.trace,
+            since=transition.now,
+            trace=transition.trace,
             evidence={"peer": peers[0]} if len(peers) == 1 else {},
         )
-        raise_own(turn, node, finding, turn.policy.probe_retry_s)
+        raise_controller_finding(transition, node, finding, transition.policy.probe_retry_s)
 
 
-def _settle_if_over(turn: Turn, case: Case | None) -> None:
-    if case is None or not diagnostics.is_over(case):
+def _settle_if_over(transition: Transition, case: BlameCase | None) -> None:
+    if case is None or not diagnostics.is_settled(case):
         return
-    diagnostics.close(turn, case)
+    diagnostics.close_blame_case(transition, case)
     for node in case.suspects:
-        record = turn.state.nodes[node]
-        record.undecided = {key: why for key, why in record.undecided.items() if why != "second pass"}
-        turn.node_changed(node)
-    if case.kind is SecondPass.COMPUTE:
-        case_settled(turn, case)
+        record = transition.state.nodes[node]
+        record.undecided_findings = {key: why for key, why in record.undecided_findings.items() if why != "second pass"}
+        transition.mark_node_changed(node)
+    if case.kind is BlameIsolationMethod.COMPUTE:
+        settle_digest_case(transition, case)
     else:
-        _settle_pair(turn, case)
+        _settle_pair(transition, case)
         for node in case.passed:
-            own = turn.state.nodes[node].own
-            clear_own(turn, node, [key for key, found in own.items() if found.kind is FindingKind.NETWORK_SLOW_LINK])
+            own = transition.state.nodes[node].controller_findings
+            clear_controller_findings(
+                transition, node, [key for key, found in own.items() if found.kind is FindingKind.NETWORK_SLOW_LINK]
+            )
 
 
-def _settle_pair(turn: Turn, case: Case) -> None:
+def _settle_pair(transition: Transition, case: BlameCase) -> None:
     """Who fails with a partner known to be good is at fault; where nobody does, the link between is."""
     for node in case.suspects:
-        state = turn.state.nodes[node].state
-        if node in case.failed and serving(turn, node):
-            _blame(turn, node, case.findings[node], f"{case.what}; with a good partner too: {case.failed[node]}")
-        elif state is NodeState.PROBATION and turn.state.nodes[node].probe == quarantine.PROBE_WAITS:
-            _settle_return(turn, case, node)
-        elif node in case.unknown and serving(turn, node):
-            words = f"{case.what}; {case.unknown[node]}, so nobody is convicted: a person is to look at {node}"
-            turn.verdict(node, Decision.RECOMMEND, words, evidence=(case.findings[node],), trace=case.trace)
-    if not case.failed and not case.unknown:
+        state = transition.state.nodes[node].state
+        if node in case.failed and is_serving(transition, node):
+            _judge_proven(
+                transition, node, case.findings[node], f"{case.summary}; with a good partner too: {case.failed[node]}"
+            )
+        elif state is NodeState.PROBATION and transition.state.nodes[node].probe_status == quarantine.PROBE_WAITING:
+            _settle_return(transition, case, node)
+        elif node in case.inconclusive and is_serving(transition, node):
+            words = f"{case.summary}; {case.inconclusive[node]}, so nobody is convicted: a person is to look at {node}"
+            transition.add_verdict(node, Decision.RECOMMEND, words, evidence=(case.findings[node],), trace=case.trace)
+    if not case.failed and not case.inconclusive:
         others = " and ".join(case.suspects)
         blame = f"the link between {others} is suspected" if len(case.suspects) > 1 else f"{others} is cleared"
-        words = f"{case.what}; with partners known to be good it passed: {blame}, and nobody is evicted"
-        turn.audit("second_pass.nobody", words, trace=case.trace)
+        words = f"{case.summary}; with partners known to be good it passed: {blame}, and nobody is evicted"
+        transition.audit("blame_isolation.inconclusive", words, trace=case.trace)
 
 
-def _blame(turn: Turn, node: str, finding: Finding, proof: str) -> None:
-    if finding.key in turn.state.nodes[node].findings:
-        judge_settled(turn, node, finding, proof)
+def _judge_proven(transition: Transition, node: str, finding: Finding, proof: str) -> None:
+    if finding.key in transition.state.nodes[node].agent_findings:
+        judge_after_isolation(transition, node, finding, proof)
     else:
-        raise_own(turn, node, finding, turn.policy.probe_retry_s, proof)
+        raise_controller_finding(transition, node, finding, transition.policy.probe_retry_s, proof)
 
 
-def _settle_return(turn: Turn, case: Case, node: str) -> None:
+def _settle_return(transition: Transition, case: BlameCase, node: str) -> None:
     """A suspect that is on its way back: it goes on, or stays out. To stay out without a proof is no offence."""
     if node in case.passed:
-        quarantine.passed(turn, node)
+        quarantine.record_diagnostic_passed(transition, node)
     elif node in case.failed:
-        quarantine.failed(turn, node, case.failed[node])
+        quarantine.record_diagnostic_failed(transition, node, case.failed[node])
     else:
-        quarantine.failed(turn, node, f"{case.what}; {case.unknown[node]}", offence=0.0)
+        quarantine.record_diagnostic_failed(
+            transition, node, f"{case.summary}; {case.inconclusive[node]}", offence_weight=0.0
+        )

@@ -6,131 +6,145 @@ from collections.abc import Sequence
 
 from everstep.vocabulary import Action, NodeState
 from everstep_controller.core import records
-from everstep_controller.core.effects import Remedy, RemedyKind
-from everstep_controller.core.health.evidence import evidence_of, suspect_gpus
+from everstep_controller.core.effects import Remediation, RemediationKind
+from everstep_controller.core.health.evidence import collect_evidence, suspect_gpus
 from everstep_controller.core.records import NodeRecord
-from everstep_controller.core.transition import Turn
+from everstep_controller.core.transition import Transition
 
 # ---- standing
 # Where a node stands: every change of its state goes through here, and the scheduler is told of it.
 
-OUT = (NodeState.QUARANTINED, NodeState.HELD, NodeState.REPAIR)
+CORDONED_STATES = (NodeState.QUARANTINED, NodeState.HELD, NodeState.REPAIR)
 """States in which nobody else should give the node work either."""
 IN_SERVICE = (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION)
 """Those in which a node serves, or is about to."""
 
 
-def set_state(turn: Turn, node: str, state: NodeState, sentence: str) -> None:
+def set_state(transition: Transition, node: str, state: NodeState, sentence: str) -> None:
     """Moves a node to ``state``, for the reason in ``sentence``; cordons it with the scheduler, or gives it back.
 
     One that is healthy by somebody's word, and silent, is suspected until its own next word.
     """
-    record = turn.state.nodes[node]
-    doubted = state is NodeState.HEALTHY and node in turn.state.silent
-    record.state, record.since = NodeState.SUSPECT if doubted else state, turn.now
-    record.sentence, record.trace = sentence, turn.trace
-    turn.node_changed(node)
-    if state in OUT:
-        cordon(turn, node, sentence)
+    record = transition.state.nodes[node]
+    doubted = state is NodeState.HEALTHY and node in transition.state.silent
+    record.state, record.since = NodeState.SUSPECT if doubted else state, transition.now
+    record.sentence, record.trace = sentence, transition.trace
+    transition.mark_node_changed(node)
+    if state in CORDONED_STATES:
+        cordon(transition, node, sentence)
     elif state is NodeState.HEALTHY:
-        record.course = None
-        uncordon(turn, node, sentence)
+        record.readmission_plan = None
+        uncordon(transition, node, sentence)
 
 
-def kept_out(record: NodeRecord, now: float) -> str:
+def out_of_service_reason(record: NodeRecord, now: float) -> str:
     """Whose word keeps the node out of service, in a sentence; empty where nobody's does."""
-    if record.foreign:
-        return f"{record.node} is cordoned by {record.foreign}, and stays out until that is lifted"
-    if record.hold:
-        return record.hold
+    if record.external_cordon_by:
+        return f"{record.node} is cordoned by {record.external_cordon_by}, and stays out until that is lifted"
+    if record.hold_reason:
+        return record.hold_reason
     if now < record.maintenance_until:
         return f"{record.node} is in maintenance"
     return ""
 
 
-KINDS = {Action.RESET_GPU: RemedyKind.RESET_GPU, Action.REBOOT_NODE: RemedyKind.REBOOT}
+REMEDIATION_KINDS = {Action.RESET_GPU: RemediationKind.RESET_GPU, Action.REBOOT_NODE: RemediationKind.REBOOT}
 """Cures that a machine can be asked to carry out by itself."""
 
 
-PERHAPS = "perhaps"
+CORDON_UNCERTAIN = "uncertain"
 """For the id of a cordon that failed (``NodeRecord.cordoned``): who did not answer may have carried it out."""
 
 
-def cordon(turn: Turn, node: str, sentence: str) -> None:
+def cordon(transition: Transition, node: str, sentence: str) -> None:
     """Nobody else gives the node work while it is out. Where somebody else has cordoned it, that is left alone."""
-    record = turn.state.nodes[node]
-    if record.cordoned in ("", PERHAPS) and not record.foreign:
-        record.cordoned = _request(turn, node, RemedyKind.CORDON, sentence)
+    record = transition.state.nodes[node]
+    if record.cordon_id in ("", CORDON_UNCERTAIN) and not record.external_cordon_by:
+        record.cordon_id = _request_remediation(transition, node, RemediationKind.CORDON, sentence)
 
 
-def uncordon(turn: Turn, node: str, sentence: str) -> None:
+def uncordon(transition: Transition, node: str, sentence: str) -> None:
     """Gives back what Everstep took, and only that."""
-    record = turn.state.nodes[node]
-    if record.cordoned:
-        record.cordoned = ""
-        _request(turn, node, RemedyKind.UNCORDON, sentence)
+    record = transition.state.nodes[node]
+    if record.cordon_id:
+        record.cordon_id = ""
+        _request_remediation(transition, node, RemediationKind.UNCORDON, sentence)
 
 
-def repair(turn: Turn, node: str, sentence: str) -> None:
+def request_repair(transition: Transition, node: str, sentence: str) -> None:
     """Hands the node to people, with everything known against it; it keeps others away as a cordon does."""
-    turn.state.nodes[node].cordoned = _request(turn, node, RemedyKind.REPAIR, sentence)
+    transition.state.nodes[node].cordon_id = _request_remediation(transition, node, RemediationKind.REPAIR, sentence)
 
 
-def treat(turn: Turn, node: str, cure: Action, sentence: str) -> str:
+def start_remediation(transition: Transition, node: str, action: Action, sentence: str) -> str:
     """Asks for a reset or a reboot, and counts it under both caps. Returns the remedy's id; nobody is to work at it any
-    more when ``remedy_timeout_s`` is over."""
-    record, fleet = turn.state.nodes[node], turn.state.fleet
-    record.remedied = noted(record.remedied, turn.now, turn.policy.remedy_node_window_s)
-    fleet.remedied = noted(fleet.remedied, turn.now, turn.policy.remedy_fleet_window_s)
-    return _request(turn, node, KINDS[cure], sentence, due=turn.now + turn.policy.remedy_timeout_s)
+    more when ``remediation_timeout_s`` is over."""
+    record, fleet = transition.state.nodes[node], transition.state.fleet
+    record.remediation_times = append_time(
+        record.remediation_times, transition.now, transition.policy.remediation_node_window_s
+    )
+    fleet.remediation_times = append_time(
+        fleet.remediation_times, transition.now, transition.policy.remediation_fleet_window_s
+    )
+    return _request_remediation(
+        transition,
+        node,
+        REMEDIATION_KINDS[action],
+        sentence,
+        due=transition.now + transition.policy.remediation_timeout_s,
+    )
 
 
 def note_dry_run(record: NodeRecord) -> None:
     """The node's newest reset or reboot was only a dry run: it counts under the caps, and was never carried out."""
-    record.dry_runs = [at for at in record.dry_runs if at in record.remedied] + record.remedied[-1:]
+    record.dry_runs = [at for at in record.dry_runs if at in record.remediation_times] + record.remediation_times[-1:]
 
 
 def was_dry_run(record: NodeRecord) -> bool:
     """Whether the node's newest reset or reboot was only a dry run."""
-    return bool(record.remedied) and record.remedied[-1] in record.dry_runs
+    return bool(record.remediation_times) and record.remediation_times[-1] in record.dry_runs
 
 
-def remediation_cap(turn: Turn, node: str) -> str:
+def node_remediation_cap(transition: Transition, node: str) -> str:
     """Why the node gets no further automatic remedy, in words; empty while it may."""
-    times, policy = turn.state.nodes[node].remedied, turn.policy
+    times, policy = transition.state.nodes[node].remediation_times, transition.policy
     what = "it was reset or rebooted"
-    return times_cap(times, turn.now, policy.remedy_node_window_s, policy.remedies_per_node, what)
+    return describe_cap(times, transition.now, policy.remediation_node_window_s, policy.remediations_per_node, what)
 
 
-def fleet_cap(turn: Turn) -> tuple[str, float]:
+def fleet_remediation_cap(transition: Transition) -> tuple[str, float]:
     """Why nobody is treated now, and when the next one may be; ("", 0.0) while the fleet's cap is not reached."""
-    times, window_s = turn.state.fleet.remedied, turn.policy.remedy_fleet_window_s
-    count, at = next_at(times, turn.now, window_s, turn.policy.remedies_per_fleet)
+    times, window_s = transition.state.fleet.remediation_times, transition.policy.remediation_fleet_window_s
+    count, at = next_allowed_at(times, transition.now, window_s, transition.policy.remediations_per_fleet)
     return (f"{count} nodes were reset or rebooted within {window_s:g} s" if count else ""), at
 
 
-def _request(turn: Turn, node: str, kind: RemedyKind, sentence: str, due: float = 0.0) -> str:
+def _request_remediation(
+    transition: Transition, node: str, kind: RemediationKind, sentence: str, due: float = 0.0
+) -> str:
     """Ids hold the controller's life: one whose database is away may give a number that another gives too."""
-    state, record = turn.state, turn.state.nodes[node]
-    state.fleet.remedies += 1
-    turn.fleet_changed()
-    turn.node_changed(node)
-    name = f"remedy-{state.epoch}-{state.fleet.remedies}"
-    standing = record.known()
-    gpus = (suspect_gpus(record, standing) or record.gpus) if kind is RemedyKind.RESET_GPU else ()
-    records.enter(record, turn.now, "action", f"{kind.replace('_', ' ')} asked for: {sentence}", {"remedy": name})
-    turn.remedy(
-        Remedy(
+    state, record = transition.state, transition.state.nodes[node]
+    state.fleet.remediation_count += 1
+    transition.mark_fleet_changed()
+    transition.mark_node_changed(node)
+    name = f"remediation-{state.epoch}-{state.fleet.remediation_count}"
+    standing = record.all_findings()
+    gpus = (suspect_gpus(record, standing) or record.gpus) if kind is RemediationKind.RESET_GPU else ()
+    records.append_history(
+        record, transition.now, "action", f"{kind.replace('_', ' ')} asked for: {sentence}", {"remediation": name}
+    )
+    transition.request_remediation(
+        Remediation(
             id=name,
             node=node,
             kind=kind,
             sentence=sentence,
-            at=turn.now,
-            verdict=record.stands_by if kind is not RemedyKind.CORDON else "",
-            trace=turn.trace,
-            gpus=tuple(gpu.uuid for gpu in gpus),
-            evidence=evidence_of(state, node, turn.now) if kind is RemedyKind.REPAIR else None,
-            due=due,
+            at=transition.now,
+            verdict_id=record.current_verdict_id if kind is not RemediationKind.CORDON else "",
+            trace=transition.trace,
+            gpu_uuids=tuple(gpu.uuid for gpu in gpus),
+            evidence=collect_evidence(state, node, transition.now) if kind is RemediationKind.REPAIR else None,
+            deadline=due,
         )
     )
     return name
@@ -140,21 +154,21 @@ def _request(turn: Turn, node: str, kind: RemedyKind, sentence: str, due: float 
 # How often something was done lately, to one node and in the fleet, and whether that is enough.
 
 
-def noted(times: Sequence[float], now: float, window_s: float) -> list[float]:
+def append_time(times: Sequence[float], now: float, window_s: float) -> list[float]:
     """``times`` within the window, and now."""
     return [*_within(times, now, window_s), now]
 
 
-def times_cap(times: Sequence[float], now: float, window_s: float, most: int, what: str) -> str:
+def describe_cap(times: Sequence[float], now: float, window_s: float, limit: int, event: str) -> str:
     """Why it is not done once more, in words; empty while it may be. ``what``: what happened to the node."""
     count = len(_within(times, now, window_s))
-    return "" if count < most else f"{what} {count} times within {window_s / 86400:g} days"
+    return "" if count < limit else f"{event} {count} times within {window_s / 86400:g} days"
 
 
-def next_at(times: Sequence[float], now: float, window_s: float, most: int) -> tuple[int, float]:
+def next_allowed_at(times: Sequence[float], now: float, window_s: float, limit: int) -> tuple[int, float]:
     """How often it was done in the fleet, and when it may be again; (0, 0.0) while it may be now."""
     recent = _within(times, now, window_s)
-    return (0, 0.0) if len(recent) < most else (len(recent), recent[-most] + window_s)
+    return (0, 0.0) if len(recent) < limit else (len(recent), recent[-limit] + window_s)
 
 
 def _within(times: Sequence[float], now: float, window_s: float) -> list[float]:

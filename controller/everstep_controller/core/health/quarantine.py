@@ -7,24 +7,30 @@ from collections.abc import Iterable
 from everstep.clock import Backoff
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, NodeState, ProbeKind, Severity
 from everstep_controller.core.health import diagnostics, evidence, remediation_ladder
-from everstep_controller.core.health.diagnostics import Outcome, partner_for, start_probe
-from everstep_controller.core.health.evidence import raise_own
-from everstep_controller.core.health.node_state import kept_out, set_state
-from everstep_controller.core.health.outbreaks import INCURABLE, convicts, signature, spared_of, standing_against
+from everstep_controller.core.health.diagnostics import ProbeOutcome, find_partner, start_probe
+from everstep_controller.core.health.evidence import raise_controller_finding
+from everstep_controller.core.health.node_state import out_of_service_reason, set_state
+from everstep_controller.core.health.outbreaks import (
+    NOT_SELF_CLEARING,
+    blocking_findings,
+    blocks_service,
+    signature,
+    spared_of,
+)
 from everstep_controller.core.jobs.joining import offer_to_jobs
-from everstep_controller.core.jobs.losses import forgive
-from everstep_controller.core.jobs.membership import computes
-from everstep_controller.core.policy import RUNGS, SecondPass, next_rung, remember_step
-from everstep_controller.core.records import Course, NodeRecord
-from everstep_controller.core.transition import Turn
+from everstep_controller.core.jobs.losses import clear_job_blame
+from everstep_controller.core.jobs.membership import is_computing
+from everstep_controller.core.policy import LADDER_ACTIONS, BlameIsolationMethod, append_ladder_step, next_ladder_step
+from everstep_controller.core.records import NodeRecord, ReadmissionPlan
+from everstep_controller.core.transition import Transition
 
 __all__ = ["begin_probation", "begin_quarantine", "check_probation", "check_quarantine", "set_state"]
 
-OF_RANKS = (str(FindingKind.RANK_FLAPPING), str(FindingKind.RANK_STRAGGLER))
+RANK_FINDING_KINDS = (str(FindingKind.RANK_FLAPPING), str(FindingKind.RANK_STRAGGLER))
 """What a node is blamed for by its job, and so what its job forgives."""
 PROBE_PASSED = "passed"
 PROBE_SKIPPED = "skipped"
-PROBE_WAITS = "waiting"
+PROBE_WAITING = "waiting_for_partner"
 """For a partner, for a second pass, or to be tried again."""
 
 
@@ -32,206 +38,231 @@ PROBE_WAITS = "waiting"
 
 
 def begin_quarantine(
-    turn: Turn,
+    transition: Transition,
     node: str,
     sentence: str,
     causes: tuple[Finding, ...],
     *,
     action: Action,
     wait_s: float = 0.0,
-    offence: float = evidence.EVICTED,
+    offence_weight: float = evidence.EVICTION_WEIGHT,
 ) -> None:
     """Out of every roster until ``causes`` clear, and ``wait_s``, the least time and what offences cost have passed.
 
     The rules of the causes say what is done to it meanwhile, and what it has to pass before it serves again.
     """
-    record = turn.state.nodes[node]
-    if offence:
-        evidence.offend(turn, node, offence)
-    record.causes, record.cleared, record.action = [], {}, action
-    record.course = _next_course(record.course, offence)
+    record = transition.state.nodes[node]
+    if offence_weight:
+        evidence.add_offence(transition, node, offence_weight)
+    record.quarantine_causes, record.cause_cleared_at, record.required_action = [], {}, action
+    record.readmission_plan = _next_plan(record.readmission_plan, offence_weight)
     for finding in causes:
-        add_cause(turn, node, finding)
-    set_state(turn, node, NodeState.QUARANTINED, sentence)
-    served = evidence.wait_s(turn, node) if offence >= evidence.EVICTED else 0.0
-    record.returns_at = turn.now + max(wait_s, served, turn.policy.quarantine_min_s)
-    record.probe = ""
-    turn.wake(record.returns_at, "node", node)
-    turn.wake(turn.now, "care", node)
+        add_cause(transition, node, finding)
+    set_state(transition, node, NodeState.QUARANTINED, sentence)
+    served = evidence.quarantine_wait_s(transition, node) if offence_weight >= evidence.EVICTION_WEIGHT else 0.0
+    record.quarantined_until = transition.now + max(wait_s, served, transition.policy.quarantine_min_s)
+    record.probe_status = ""
+    transition.schedule(record.quarantined_until, "node", node)
+    transition.schedule(transition.now, "care", node)
 
 
-def _next_course(before: Course | None, offence: float) -> Course:
+def _next_plan(previous: ReadmissionPlan | None, offence_weight: float) -> ReadmissionPlan:
     """What was to be passed on a way back that ends here is to be passed on the next one. A reset or reboot that may
     still be carried out goes on in its place of its ladder: nothing else is asked for beside it."""
-    course = Course(offence=offence)
-    if before is not None:
-        course.checks, course.passes = before.checks, before.passes
-        if before.remedy:
-            course.rule, course.ladder, course.rung = before.rule, before.ladder, before.rung
-            course.remedy, course.remedy_due = before.remedy, before.remedy_due
+    course = ReadmissionPlan(offence_weight=offence_weight)
+    if previous is not None:
+        course.required_diagnostics, course.required_passes = previous.required_diagnostics, previous.required_passes
+        if previous.pending_remediation_id:
+            course.rule_id, course.ladder, course.ladder_step = previous.rule_id, previous.ladder, previous.ladder_step
+            course.pending_remediation_id, course.remediation_deadline = (
+                previous.pending_remediation_id,
+                previous.remediation_deadline,
+            )
     return course
 
 
-def add_cause(turn: Turn, node: str, finding: Finding) -> None:
+def add_cause(transition: Transition, node: str, finding: Finding) -> None:
     """One more thing that must clear. The strongest cure of all causes is the one that is due."""
-    record = turn.state.nodes[node]
-    if finding.key in record.causes:
+    record = transition.state.nodes[node]
+    if finding.key in record.quarantine_causes:
         return
-    record.causes.append(finding.key)
-    turn.node_changed(node)
-    rule = turn.policy.rules.rule(finding)
-    course = record.course = record.course or Course()
-    if course.remedy and (course.rule, course.ladder) == (rule.id, rule.ladder):
-        rung = course.rung  # what is under way for it has not been of no use yet
+    record.quarantine_causes.append(finding.key)
+    transition.mark_node_changed(node)
+    rule = transition.policy.rules.rule_for(finding)
+    course = record.readmission_plan = record.readmission_plan or ReadmissionPlan()
+    if course.pending_remediation_id and (course.rule_id, course.ladder) == (rule.id, rule.ladder):
+        rung = course.ladder_step  # what is under way for it has not been of no use yet
     else:
-        rung = next_rung(rule, finding, record.steps.get(rule.id, []), turn.now)
-    record.steps[rule.id] = remember_step(record.steps.get(rule.id, []), rule, rule.ladder[rung], turn.now)
-    first = not course.rule
-    stronger = not first and RUNGS.index(rule.ladder[rung]) > RUNGS.index(course.ladder[course.rung])
-    if first or (stronger and not course.remedy):
-        course.rule, course.ladder, course.rung, course.settles_at = rule.id, rule.ladder, rung, 0.0
-        record.action = rule.ladder[rung]
-    course.checks = tuple(dict.fromkeys([*course.checks, *rule.diagnostics]))
-    course.passes, course.clear_s = max(course.passes, rule.passes), max(course.clear_s, rule.clear_s)
-    course.signs[finding.key], course.reserve_s = signature(finding), max(course.reserve_s, rule.correlated_s)
-    if finding.kind in INCURABLE:
-        record.needs_operator, record.condemned = True, [gpu.uuid for gpu in record.gpus] or [node]
+        rung = next_ladder_step(rule, finding, record.ladder_history.get(rule.id, []), transition.now)
+    record.ladder_history[rule.id] = append_ladder_step(
+        record.ladder_history.get(rule.id, []), rule, rule.ladder[rung], transition.now
+    )
+    first = not course.rule_id
+    stronger = not first and LADDER_ACTIONS.index(rule.ladder[rung]) > LADDER_ACTIONS.index(
+        course.ladder[course.ladder_step]
+    )
+    if first or (stronger and not course.pending_remediation_id):
+        course.rule_id, course.ladder, course.ladder_step, course.settle_deadline = rule.id, rule.ladder, rung, 0.0
+        record.required_action = rule.ladder[rung]
+    course.required_diagnostics = tuple(dict.fromkeys([*course.required_diagnostics, *rule.diagnostics]))
+    course.required_passes, course.clear_s = (
+        max(course.required_passes, rule.required_passes),
+        max(course.clear_s, rule.clear_s),
+    )
+    course.cause_signatures[finding.key], course.rollback_window_s = (
+        signature(finding),
+        max(course.rollback_window_s, rule.correlated_s),
+    )
+    if finding.kind in NOT_SELF_CLEARING:
+        record.needs_operator, record.defective_gpus = True, [gpu.uuid for gpu in record.gpus] or [node]
 
 
-def check_quarantine(turn: Turn, node: str) -> None:
+def check_quarantine(transition: Transition, node: str) -> None:
     """Whether the way out is open: causes clear for long enough, time served, nobody's word needed."""
-    record = turn.state.nodes[node]
-    if remediation_ladder.check_offences(turn, node):
+    record = transition.state.nodes[node]
+    if remediation_ladder.repair_if_lemon(transition, node):
         return
-    causes = [key for key in record.causes if _stands(turn, record, key)]
-    if causes != record.causes:
-        record.causes = causes
-        turn.node_changed(node)
+    causes = [key for key in record.quarantine_causes if _is_standing(transition, record, key)]
+    if causes != record.quarantine_causes:
+        record.quarantine_causes = causes
+        transition.mark_node_changed(node)
     if causes or record.needs_operator:
-        remediation_ladder.go_on(turn, node)
-    elif record.reachable and turn.now < record.returns_at:
-        turn.wake(record.returns_at, "node", node)
+        remediation_ladder.continue_ladder(transition, node)
+    elif record.reachable and transition.now < record.quarantined_until:
+        transition.schedule(record.quarantined_until, "node", node)
     elif record.reachable:
-        begin_probation(turn, node, f"nothing stands against {node} any more")
+        begin_probation(transition, node, f"nothing stands against {node} any more")
 
 
-def _stands(turn: Turn, record: NodeRecord, key: str) -> bool:
-    if key in record.findings or key in record.own:
+def _is_standing(transition: Transition, record: NodeRecord, key: str) -> bool:
+    if key in record.agent_findings or key in record.controller_findings:
         return True
-    due = record.cleared.get(key, 0.0) + (record.course.clear_s if record.course else 0.0)
-    if turn.now < due:
-        turn.wake(due, "care", record.node)
+    due = record.cause_cleared_at.get(key, 0.0) + (record.readmission_plan.clear_s if record.readmission_plan else 0.0)
+    if transition.now < due:
+        transition.schedule(due, "care", record.node)
         return True
-    record.cleared.pop(key, None)
+    record.cause_cleared_at.pop(key, None)
     return False
 
 
 # --- probation ---------------------------------------------------------------------------------------------------
 
 
-def begin_probation(turn: Turn, node: str, because: str) -> None:
+def begin_probation(transition: Transition, node: str, reason: str) -> None:
     """The last stretch: the diagnostics that its reason calls for, and clean beats. Never against somebody's word."""
-    record, live = turn.state.nodes[node], turn.state.live_nodes[node]
-    record.causes, record.cleared, record.action, record.probe, record.returns_at = [], {}, Action.NONE, "", 0.0
-    course = record.course = record.course or Course()
-    if why := kept_out(record, turn.now):
-        set_state(turn, node, NodeState.HELD, f"{because}; {why}")
+    record, live = transition.state.nodes[node], transition.state.node_runtime[node]
+    (
+        record.quarantine_causes,
+        record.cause_cleared_at,
+        record.required_action,
+        record.probe_status,
+        record.quarantined_until,
+    ) = [], {}, Action.NONE, "", 0.0
+    course = record.readmission_plan = record.readmission_plan or ReadmissionPlan()
+    if why := out_of_service_reason(record, transition.now):
+        set_state(transition, node, NodeState.HELD, f"{reason}; {why}")
         return
-    live.pulse.beats = 0
-    _check_all(course)
-    sentence = f"{because}; on probation for {turn.policy.probation_beats} clean beats"
-    set_state(turn, node, NodeState.PROBATION, sentence)
-    turn.audit("node.probation", sentence, node=node)
-    if not _unwell(turn, node):
-        begin_checks(turn, node)
+    live.heartbeats.clean_beats = 0
+    _reset_diagnostics(course)
+    sentence = f"{reason}; on probation for {transition.policy.probation_beats} clean beats"
+    set_state(transition, node, NodeState.PROBATION, sentence)
+    transition.audit("node.probation", sentence, node=node)
+    if not _has_blocking_finding(transition, node):
+        begin_diagnostics(transition, node)
 
 
-def _check_all(course: Course) -> None:
-    course.left, course.alone = list(course.checks or (ProbeKind.ALL_REDUCE,)) * course.passes, False
+def _reset_diagnostics(course: ReadmissionPlan) -> None:
+    course.remaining_diagnostics, course.lacked_partner = (
+        list(course.required_diagnostics or (ProbeKind.ALL_REDUCE,)) * course.required_passes,
+        False,
+    )
 
 
-def begin_checks(turn: Turn, node: str) -> None:
+def begin_diagnostics(transition: Transition, node: str) -> None:
     """The diagnostics of a node on probation, from the first one on."""
-    if turn.policy.probe_required:
-        next_check(turn, node)
+    if transition.policy.probe_required:
+        run_next_diagnostic(transition, node)
     else:
-        turn.state.nodes[node].probe = PROBE_SKIPPED
-    check_probation(turn, node)
+        transition.state.nodes[node].probe_status = PROBE_SKIPPED
+    check_probation(transition, node)
 
 
-def _unwell(turn: Turn, node: str) -> bool:
+def _has_blocking_finding(transition: Transition, node: str) -> bool:
     """Whether something stands against a node on its way back: agents tell of it once, and it may have been out then.
     It is judged when all that this event tells is known (``pictures.judge_returning``)."""
-    if not standing_against(turn.state, turn.state.nodes[node], turn.now):
+    if not blocking_findings(transition.state, transition.state.nodes[node], transition.now):
         return False
-    turn.returning[node] = None
+    transition.returning_nodes[node] = None
     return True
 
 
-def next_check(turn: Turn, node: str) -> None:
+def run_next_diagnostic(transition: Transition, node: str) -> None:
     """Runs the next diagnostic, where none is under way."""
-    record = turn.state.nodes[node]
-    course = record.course = record.course or Course()
-    turn.node_changed(node)
-    if course.left and course.left[0] is not ProbeKind.ALL_REDUCE:
-        record.probe = start_probe(turn, (node,), candidate=node, kind=course.left[0])
+    record = transition.state.nodes[node]
+    course = record.readmission_plan = record.readmission_plan or ReadmissionPlan()
+    transition.mark_node_changed(node)
+    if course.remaining_diagnostics and course.remaining_diagnostics[0] is not ProbeKind.ALL_REDUCE:
+        record.probe_status = start_probe(transition, (node,), tested_node=node, kind=course.remaining_diagnostics[0])
         return
-    if course.left:
-        partner, busy = partner_for(turn, node, record.probe_failures)
+    if course.remaining_diagnostics:
+        partner, busy = find_partner(transition, node, record.probe_failures)
         if partner is not None:
-            record.probe = start_probe(turn, (partner, node), candidate=node)
+            record.probe_status = start_probe(transition, (partner, node), tested_node=node)
             return
         if busy:
-            record.probe = PROBE_WAITS
-            turn.wake(turn.now + turn.policy.partner_wait_s, "care", node)
+            record.probe_status = PROBE_WAITING
+            transition.schedule(transition.now + transition.policy.partner_wait_s, "care", node)
             return
-        course.left, course.alone = [kind for kind in course.left if kind is not ProbeKind.ALL_REDUCE], True
-        turn.audit("probe.skipped", f"no healthy partner to probe {node} with: clean beats must do", node=node)
-        next_check(turn, node)
+        course.remaining_diagnostics, course.lacked_partner = (
+            [kind for kind in course.remaining_diagnostics if kind is not ProbeKind.ALL_REDUCE],
+            True,
+        )
+        transition.audit("probe.skipped", f"no healthy partner to probe {node} with: clean beats must do", node=node)
+        run_next_diagnostic(transition, node)
         return
-    record.probe = PROBE_SKIPPED if course.alone else PROBE_PASSED
+    record.probe_status = PROBE_SKIPPED if course.lacked_partner else PROBE_PASSED
 
 
-def may_be_tried(turn: Turn, node: str) -> bool:
+def can_retry_diagnostic(transition: Transition, node: str) -> bool:
     """Whether a node on probation waits for a partner, or for a time that has passed, and for nothing else."""
-    record = turn.state.nodes[node]
-    if record.state is not NodeState.PROBATION or record.probe != PROBE_WAITS:
+    record = transition.state.nodes[node]
+    if record.state is not NodeState.PROBATION or record.probe_status != PROBE_WAITING:
         return False
-    lately = any(finding.kind is FindingKind.PROBE_FAILED for finding in record.own.values())
-    return not lately and not diagnostics.suspected(turn, node)
+    lately = any(finding.kind is FindingKind.PROBE_FAILED for finding in record.controller_findings.values())
+    return not lately and not diagnostics.is_suspect(transition, node)
 
 
-def examined(turn: Turn, outcome: Outcome) -> None:
+def handle_probation_probe(transition: Transition, outcome: ProbeOutcome) -> None:
     """A diagnostic of a node on its way back has ended."""
-    node = outcome.probe.candidate
-    if node is None or turn.state.nodes[node].probe != outcome.name:
+    node = outcome.probe.tested_node
+    if node is None or transition.state.nodes[node].probe_status != outcome.probe_id:
         return
-    if turn.state.nodes[node].state is not NodeState.PROBATION:
+    if transition.state.nodes[node].state is not NodeState.PROBATION:
         return
     if not outcome.failure:
-        passed(turn, node)
-    elif outcome.unable == node:
-        failed(turn, node, outcome.failure, offence=0.0)
-    elif outcome.wrong and len(outcome.probe.nodes) == 1:
-        _found_wrong(turn, node, outcome)
+        record_diagnostic_passed(transition, node)
+    elif outcome.incapable_node == node:
+        record_diagnostic_failed(transition, node, outcome.failure, offence_weight=0.0)
+    elif outcome.has_wrong_result and len(outcome.probe.nodes) == 1:
+        _record_wrong_result(transition, node, outcome)
     elif len(outcome.probe.nodes) > 1:
-        _ask_others(turn, node, outcome)
+        _open_pair_case(transition, node, outcome)
     else:
-        failed(turn, node, outcome.failure)
+        record_diagnostic_failed(transition, node, outcome.failure)
 
 
-def passed(turn: Turn, node: str) -> None:
+def record_diagnostic_passed(transition: Transition, node: str) -> None:
     """One diagnostic less to go."""
-    record = turn.state.nodes[node]
-    if record.course is not None:
-        record.course.left = record.course.left[1:]
-    next_check(turn, node)
-    if record.probe == PROBE_PASSED:
+    record = transition.state.nodes[node]
+    if record.readmission_plan is not None:
+        record.readmission_plan.remaining_diagnostics = record.readmission_plan.remaining_diagnostics[1:]
+    run_next_diagnostic(transition, node)
+    if record.probe_status == PROBE_PASSED:
         record.probe_failures = 0
-    check_probation(turn, node)
+    check_probation(transition, node)
 
 
-def _ask_others(turn: Turn, node: str, outcome: Outcome) -> None:
+def _open_pair_case(transition: Transition, node: str, outcome: ProbeOutcome) -> None:
     """A pair failed: which of the two it was, partners known to be good will tell. One that could not run the probe is
     no suspect for that."""
     found = {
@@ -240,53 +271,65 @@ def _ask_others(turn: Turn, node: str, outcome: Outcome) -> None:
             subject="all-reduce",
             severity=Severity.CRITICAL,
             message=outcome.failure,
-            since=turn.now,
-            trace=turn.trace,
+            since=transition.now,
+            trace=transition.trace,
         )
-        for suspect in (node, *(other for other in outcome.probe.nodes if other not in (node, outcome.unable)))
+        for suspect in (node, *(other for other in outcome.probe.nodes if other not in (node, outcome.incapable_node)))
     }
-    if diagnostics.open_case(turn, SecondPass.PAIR, found, outcome.failure, unable=outcome.unable) is None:
-        failed(turn, node, outcome.failure, offence=0.0 if outcome.unable else evidence.FAILED_PROBE)
+    if (
+        diagnostics.open_blame_case(
+            transition, BlameIsolationMethod.PAIR, found, outcome.failure, incapable_partner=outcome.incapable_node
+        )
+        is None
+    ):
+        record_diagnostic_failed(
+            transition,
+            node,
+            outcome.failure,
+            offence_weight=0.0 if outcome.incapable_node else evidence.FAILED_PROBE_WEIGHT,
+        )
     else:
-        turn.state.nodes[node].probe = PROBE_WAITS
-        turn.node_changed(node)
+        transition.state.nodes[node].probe_status = PROBE_WAITING
+        transition.mark_node_changed(node)
 
 
-def failed(turn: Turn, node: str, failure: str, offence: float = evidence.FAILED_PROBE) -> None:
+def record_diagnostic_failed(
+    transition: Transition, node: str, failure: str, offence_weight: float = evidence.FAILED_PROBE_WEIGHT
+) -> None:
     """Back into quarantine; the diagnostics begin anew after a wait that doubles each time.
 
     One on which a job computes serves: to take it out would be an eviction, and that needs a proof, which this is not
     (``examinations`` and ``_found_wrong`` have those). It stays on probation, and is tried again as well.
     """
-    record, policy = turn.state.nodes[node], turn.policy
+    record, policy = transition.state.nodes[node], transition.policy
     record.probe_failures += 1
     waits = Backoff(floor_s=policy.probe_retry_s, ceiling_s=policy.probe_retry_max_s)
     wait_s = waits.limit_s(record.probe_failures - 1)
-    seated = computes(turn.state, node)
+    seated = is_computing(transition.state, node)
     finding = Finding(
         kind=FindingKind.PROBE_FAILED,
         subject="diagnostics",
         severity=Severity.WARNING if seated else Severity.CRITICAL,
         message=failure,
-        since=turn.now,
-        trace=turn.trace,
+        since=transition.now,
+        trace=transition.trace,
     )
     again = f"the next probe is in {wait_s:g} s or more"
     if seated:
-        record.course = record.course or Course()
-        _check_all(record.course)
-        record.probe = PROBE_WAITS
+        record.readmission_plan = record.readmission_plan or ReadmissionPlan()
+        _reset_diagnostics(record.readmission_plan)
+        record.probe_status = PROBE_WAITING
         words = f"{failure}; a job computes on {node}, and nothing proves it ill: it stays on probation, {again}"
-        turn.verdict(node, Decision.RECOMMEND, words, evidence=(finding,))
-        raise_own(turn, node, finding, wait_s)
+        transition.add_verdict(node, Decision.RECOMMEND, words, evidence=(finding,))
+        raise_controller_finding(transition, node, finding, wait_s)
         return
     sentence = f"{failure}; {node} stays out, {again}"
-    begin_quarantine(turn, node, sentence, (), action=Action.DRAIN, wait_s=wait_s, offence=offence)
-    turn.verdict(node, Decision.QUARANTINE, sentence, action=Action.DRAIN, evidence=(finding,))
-    raise_own(turn, node, finding, wait_s)
+    begin_quarantine(transition, node, sentence, (), action=Action.DRAIN, wait_s=wait_s, offence_weight=offence_weight)
+    transition.add_verdict(node, Decision.QUARANTINE, sentence, action=Action.DRAIN, evidence=(finding,))
+    raise_controller_finding(transition, node, finding, wait_s)
 
 
-def _found_wrong(turn: Turn, node: str, outcome: Outcome) -> None:
+def _record_wrong_result(transition: Transition, node: str, outcome: ProbeOutcome) -> None:
     """Work whose result is known came out wrong. Where its rule does not convict, the node tries again all the same: it
     has not passed."""
     memory = outcome.probe.kind is ProbeKind.MEMORY
@@ -296,67 +339,75 @@ def _found_wrong(turn: Turn, node: str, outcome: Outcome) -> None:
         severity=Severity.CRITICAL,
         message=outcome.failure,
         action=Action.RESET_GPU if memory else Action.REPAIR,
-        since=turn.now,
-        trace=turn.trace,
+        since=transition.now,
+        trace=transition.trace,
     )
-    raise_own(turn, node, finding)
-    if not convicts(turn.state, turn.state.nodes[node], finding, turn.now):
-        failed(turn, node, outcome.failure)
-    elif not computes(turn.state, node):  # else it is judged as any of those is that a job computes on
-        relapse(turn, node, finding, f"{outcome.failure}; {node} stays out until it is mended")
+    raise_controller_finding(transition, node, finding)
+    if not blocks_service(transition.state, transition.state.nodes[node], finding, transition.now):
+        record_diagnostic_failed(transition, node, outcome.failure)
+    elif not is_computing(transition.state, node):  # else it is judged as any of those is that a job computes on
+        quarantine_relapsed(transition, node, finding, f"{outcome.failure}; {node} stays out until it is mended")
 
 
-def relapse(turn: Turn, node: str, finding: Finding, sentence: str) -> None:
+def quarantine_relapsed(transition: Transition, node: str, finding: Finding, sentence: str) -> None:
     """Ill again on its way back: under reserve, as evictions are."""
-    refuse(turn, node, finding, sentence, action=finding.action, offence=evidence.RELAPSED)
+    quarantine_before_service(
+        transition, node, finding, sentence, action=finding.action, offence_weight=evidence.RELAPSE_WEIGHT
+    )
 
 
-def refuse(turn: Turn, node: str, finding: Finding, sentence: str, *, action: Action, offence: float = 0.0) -> None:
+def quarantine_before_service(
+    transition: Transition, node: str, finding: Finding, sentence: str, *, action: Action, offence_weight: float = 0.0
+) -> None:
     """Into quarantine before it served: that costs no budget, and is taken back where others show the same."""
-    begin_quarantine(turn, node, sentence, (finding,), action=action, offence=offence)
-    record = turn.state.nodes[node]
-    if record.course is not None:
-        record.course.evicted_at = turn.now
-    turn.verdict(node, Decision.QUARANTINE, sentence, action=record.action, evidence=(finding,))
+    begin_quarantine(transition, node, sentence, (finding,), action=action, offence_weight=offence_weight)
+    record = transition.state.nodes[node]
+    if record.readmission_plan is not None:
+        record.readmission_plan.evicted_at = transition.now
+    transition.add_verdict(node, Decision.QUARANTINE, sentence, action=record.required_action, evidence=(finding,))
 
 
-def _blamed_by(turn: Turn, node: str) -> Iterable[str]:
+def _jobs_blaming(transition: Transition, node: str) -> Iterable[str]:
     """Jobs that do without a node which was out, and has passed its diagnostics, for what its ranks did."""
-    course = turn.state.nodes[node].course
-    return turn.state.live_nodes[node].jobs if course is not None and course.rule.startswith(OF_RANKS) else ()
+    course = transition.state.nodes[node].readmission_plan
+    return (
+        transition.state.node_runtime[node].jobs
+        if course is not None and course.rule_id.startswith(RANK_FINDING_KINDS)
+        else ()
+    )
 
 
-def heard_on_probation(turn: Turn) -> None:
+def check_seen_on_probation(transition: Transition) -> None:
     """Looks at who was heard in this turn, now that all it tells is known: what tells of something grave is no clean
     beat."""
-    for node in turn.proving:
-        check_probation(turn, node)
-    turn.proving.clear()
+    for node in transition.seen_on_probation:
+        check_probation(transition, node)
+    transition.seen_on_probation.clear()
 
 
-def check_probation(turn: Turn, node: str) -> None:
+def check_probation(transition: Transition, node: str) -> None:
     """Whether the node is healthy: its diagnostics passed, and enough clean beats since it was let out.
 
     Not while a reset or reboot of it may still be carried out: each is reported when it has ended, however late.
     """
-    record = turn.state.nodes[node]
-    if record.state is not NodeState.PROBATION or record.probe not in (PROBE_PASSED, PROBE_SKIPPED):
+    record = transition.state.nodes[node]
+    if record.state is not NodeState.PROBATION or record.probe_status not in (PROBE_PASSED, PROBE_SKIPPED):
         return
-    if record.course is not None and record.course.remedy:
+    if record.readmission_plan is not None and record.readmission_plan.pending_remediation_id:
         return
-    beats = turn.pulse(node).beats
-    if beats < turn.policy.probation_beats or not record.reachable or _unwell(turn, node):
+    beats = transition.read_heartbeats(node).clean_beats
+    if beats < transition.policy.probation_beats or not record.reachable or _has_blocking_finding(transition, node):
         return
-    probe = "passed its probe and" if record.probe == PROBE_PASSED else "had no partner to be probed with, but"
-    sentence = f"{node} {probe} sent {beats} clean beats: {_fitness(turn, node)}"
-    for name in _blamed_by(turn, node):
-        forgive(turn, name, node)
-    set_state(turn, node, NodeState.HEALTHY, sentence)
-    turn.verdict(node, Decision.READMIT, sentence)
-    offer_to_jobs(turn, node)
+    probe = "passed its probe and" if record.probe_status == PROBE_PASSED else "had no partner to be probed with, but"
+    sentence = f"{node} {probe} sent {beats} clean beats: {_fitness(transition, node)}"
+    for name in _jobs_blaming(transition, node):
+        clear_job_blame(transition, name, node)
+    set_state(transition, node, NodeState.HEALTHY, sentence)
+    transition.add_verdict(node, Decision.READMIT, sentence)
+    offer_to_jobs(transition, node)
 
 
-def _fitness(turn: Turn, node: str) -> str:
+def _fitness(turn: Transition, node: str) -> str:
     """What the node's sentence says of it once it serves again: an outbreak's finding may stand on it all the same."""
     spared = dict.fromkeys(signature(one) for one in spared_of(turn.state, turn.state.nodes[node]))
     if not spared:

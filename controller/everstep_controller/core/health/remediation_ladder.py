@@ -19,178 +19,203 @@ from everstep.vocabulary import (
 )
 from everstep.wire.v1.training import GenerationSpec, Member
 from everstep_controller.core import records
-from everstep_controller.core.events import ActionReported
+from everstep_controller.core.events import RemediationFinished
 from everstep_controller.core.health import evidence as offenders
 from everstep_controller.core.health import node_state
-from everstep_controller.core.health.evidence import clear_own, suspect_gpus
-from everstep_controller.core.health.node_state import kept_out, set_state
-from everstep_controller.core.health.outbreaks import GATHER_S, under_reserve_until
-from everstep_controller.core.jobs.generations import Cause
-from everstep_controller.core.jobs.losses import replace_rank, running_spec
+from everstep_controller.core.health.evidence import clear_controller_findings, suspect_gpus
+from everstep_controller.core.health.node_state import out_of_service_reason, set_state
+from everstep_controller.core.health.outbreaks import ACTION_DELAY_S, rollback_possible_until
+from everstep_controller.core.jobs.generations import RegroupCause
+from everstep_controller.core.jobs.losses import replace_rank, running_generation
 from everstep_controller.core.jobs.membership import jobs_seated_on
-from everstep_controller.core.jobs.notifications import note_replaced, send_kill
-from everstep_controller.core.policy import Rule, in_words, remember_step
-from everstep_controller.core.records import Course, JobRecord, NodeRecord
-from everstep_controller.core.transition import Turn
+from everstep_controller.core.jobs.notifications import record_replaced_rank, send_kill
+from everstep_controller.core.policy import VerdictRule, append_ladder_step, describe_action
+from everstep_controller.core.records import JobRecord, NodeRecord, ReadmissionPlan
+from everstep_controller.core.transition import Transition
 
-SEAT_RETRY_S = 1.0
+SEAT_RECHECK_S = 1.0
 """How soon a node that its jobs have not left yet is looked at again."""
 
 
-def go_on(turn: Turn, node: str) -> None:
+def continue_ladder(transition: Transition, node: str) -> None:
     """The causes of a quarantine stand: asks for the cure that is due, where the policy lets it."""
-    record, course = turn.state.nodes[node], turn.state.nodes[node].course
-    if course is None or not course.ladder or turn.policy.remediate is not Mode.ENFORCE or turn.state.store_away:
+    record, course = transition.state.nodes[node], transition.state.nodes[node].readmission_plan
+    if (
+        course is None
+        or not course.ladder
+        or transition.policy.remediation_mode is not Mode.ENFORCE
+        or transition.state.database_outage
+    ):
         return
-    if record.needs_operator and not record.condemned:
-        _hinder(turn, record, course, f"an operator took {node} out: nothing is done to it by itself")
-    elif why := kept_out(record, turn.now):
-        _hinder(turn, record, course, f"{why}: nothing is done to it by itself")
-    elif course.remedy:
-        _check_reported(turn, node, course)
-    elif course.settles_at and turn.now < course.settles_at:
-        turn.wake(course.settles_at, "care", node)
-    elif course.settles_at:
+    if record.needs_operator and not record.defective_gpus:
+        _set_blocked(transition, record, course, f"an operator took {node} out: nothing is done to it by itself")
+    elif why := out_of_service_reason(record, transition.now):
+        _set_blocked(transition, record, course, f"{why}: nothing is done to it by itself")
+    elif course.pending_remediation_id:
+        _check_remediation_deadline(transition, node, course)
+    elif course.settle_deadline and transition.now < course.settle_deadline:
+        transition.schedule(course.settle_deadline, "care", node)
+    elif course.settle_deadline:
         how = "was only a dry run" if node_state.was_dry_run(record) else "was confirmed"
-        _next_rung(turn, node, course, f"{how}, and what it should have cured stands")
+        _advance_ladder(transition, node, course, f"{how}, and what it should have cured stands")
     else:
-        _carry_out(turn, node, course)
+        _take_step(transition, node, course)
 
 
-def _check_reported(turn: Turn, node: str, course: Course) -> None:
-    if turn.now < course.remedy_due:
-        turn.wake(course.remedy_due, "care", node)
+def _check_remediation_deadline(transition: Transition, node: str, course: ReadmissionPlan) -> None:
+    if transition.now < course.remediation_deadline:
+        transition.schedule(course.remediation_deadline, "care", node)
         return
-    course.remedy = ""
-    _next_rung(turn, node, course, f"was not reported within {turn.policy.remedy_timeout_s:g} s")
+    course.pending_remediation_id = ""
+    _advance_ladder(transition, node, course, f"was not reported within {transition.policy.remediation_timeout_s:g} s")
 
 
-def _carry_out(turn: Turn, node: str, course: Course) -> None:
-    record, cure = turn.state.nodes[node], course.ladder[course.rung]
-    place = f"step {course.rung + 1} of {len(course.ladder)} under {course.rule}"
-    if _waits(turn, node, hands_over=cure is Action.REPAIR):
+def _take_step(transition: Transition, node: str, course: ReadmissionPlan) -> None:
+    record, cure = transition.state.nodes[node], course.ladder[course.ladder_step]
+    place = f"step {course.ladder_step + 1} of {len(course.ladder)} under {course.rule_id}"
+    if _waits_for_rollback_window(transition, node, hands_over=cure is Action.REPAIR):
         return
     if cure is Action.REPAIR:
-        to_repair(turn, node, f"{node} needs a person: {', '.join(record.causes)} stands, and repair is {place}")
-    elif cure not in node_state.KINDS:
+        send_to_repair(
+            transition,
+            node,
+            f"{node} needs a person: {', '.join(record.quarantine_causes)} stands, and repair is {place}",
+        )
+    elif cure not in node_state.REMEDIATION_KINDS:
         return
-    elif jobs_seated_on(turn.state, node):
-        turn.wake(math.floor(turn.now) + SEAT_RETRY_S, "care", node)  # whole seconds: one look, however often asked for
-    elif why := node_state.remediation_cap(turn, node):
-        if _waits(turn, node, hands_over=True):
+    elif jobs_seated_on(transition.state, node):
+        transition.schedule(
+            math.floor(transition.now) + SEAT_RECHECK_S, "care", node
+        )  # whole seconds: one look, however often asked for
+    elif why := node_state.node_remediation_cap(transition, node):
+        if _waits_for_rollback_window(transition, node, hands_over=True):
             return
-        to_repair(turn, node, f"{node} needs a person: {', '.join(record.causes)} stands, and {why}")
-    elif (fleet := node_state.fleet_cap(turn))[0]:
-        _hinder(turn, record, course, f"{in_words(cure)} of {node} waits: {fleet[0]}")
-        turn.wake(fleet[1], "care", node)
+        send_to_repair(
+            transition, node, f"{node} needs a person: {', '.join(record.quarantine_causes)} stands, and {why}"
+        )
+    elif (fleet := node_state.fleet_remediation_cap(transition))[0]:
+        _set_blocked(transition, record, course, f"{describe_action(cure)} of {node} waits: {fleet[0]}")
+        transition.schedule(fleet[1], "care", node)
     else:
-        sentence = f"{in_words(cure)} of {node} against {', '.join(record.causes)}, {place}"
-        course.remedy = node_state.treat(turn, node, cure, sentence)
-        course.remedy_due = turn.now + turn.policy.remedy_timeout_s
-        course.hindered, record.action = "", cure
-        if (rule := turn.policy.rules.called(course.rule)) is not None:  # a repeat takes the step after this one
-            record.steps[rule.id] = remember_step(record.steps.get(rule.id, []), rule, cure, turn.now)
-        turn.audit("remedy.asked", sentence, node=node, data={"remedy": course.remedy})
-        turn.wake(course.remedy_due, "care", node)
+        sentence = f"{describe_action(cure)} of {node} against {', '.join(record.quarantine_causes)}, {place}"
+        course.pending_remediation_id = node_state.start_remediation(transition, node, cure, sentence)
+        course.remediation_deadline = transition.now + transition.policy.remediation_timeout_s
+        course.blocked_reason, record.required_action = "", cure
+        if (
+            rule := transition.policy.rules.find_rule(course.rule_id)
+        ) is not None:  # a repeat takes the step after this one
+            record.ladder_history[rule.id] = append_ladder_step(
+                record.ladder_history.get(rule.id, []), rule, cure, transition.now
+            )
+        transition.audit(
+            "remediation.requested", sentence, node=node, data={"remediation": course.pending_remediation_id}
+        )
+        transition.schedule(course.remediation_deadline, "care", node)
 
 
-def _waits(turn: Turn, node: str, *, hands_over: bool) -> bool:
+def _waits_for_rollback_window(transition: Transition, node: str, *, hands_over: bool) -> bool:
     """An eviction that may be taken back is not acted upon: a machine is left alone for a moment, and not given to
     people (``hands_over``), who would go on with it, before it is certain."""
-    record = turn.state.nodes[node]
-    reserve = under_reserve_until(record)
-    due = reserve if hands_over else min(reserve, record.since + GATHER_S)
-    if turn.now < due:
-        turn.wake(math.ceil(due), "care", node)
-    return turn.now < due
+    record = transition.state.nodes[node]
+    reserve = rollback_possible_until(record)
+    due = reserve if hands_over else min(reserve, record.since + ACTION_DELAY_S)
+    if transition.now < due:
+        transition.schedule(math.ceil(due), "care", node)
+    return transition.now < due
 
 
-def _next_rung(turn: Turn, node: str, course: Course, why: str) -> None:
-    record, cure = turn.state.nodes[node], course.ladder[course.rung]
-    course.settles_at = 0.0
-    turn.node_changed(node)
-    sentence = f"{in_words(cure)} of {node} {why}"
-    turn.audit("remedy.failed", sentence, node=node)
-    records.enter(record, turn.now, "action", sentence)
-    if course.rung + 1 < len(course.ladder):
-        course.rung += 1
-    elif not kept_out(record, turn.now):  # whoever keeps it out may change it: the last step is taken again after that
-        to_repair(turn, node, f"{node} needs a person: {sentence}, and nothing is left to try")
+def _advance_ladder(transition: Transition, node: str, course: ReadmissionPlan, reason: str) -> None:
+    record, cure = transition.state.nodes[node], course.ladder[course.ladder_step]
+    course.settle_deadline = 0.0
+    transition.mark_node_changed(node)
+    sentence = f"{describe_action(cure)} of {node} {reason}"
+    transition.audit("remediation.failed", sentence, node=node)
+    records.append_history(record, transition.now, "action", sentence)
+    if course.ladder_step + 1 < len(course.ladder):
+        course.ladder_step += 1
+    elif not out_of_service_reason(
+        record, transition.now
+    ):  # whoever keeps it out may change it: the last step is taken again after that
+        send_to_repair(transition, node, f"{node} needs a person: {sentence}, and nothing is left to try")
         return
-    go_on(turn, node)
+    continue_ladder(transition, node)
 
 
-def reported(turn: Turn, event: ActionReported) -> None:
+def handle_remediation_finished(transition: Transition, event: RemediationFinished) -> None:
     """How an action ended. A confirmed cure opens the way to the diagnostics, a failed one leads to the next; a node
     that got well meanwhile need not wait for it any more."""
-    record = turn.state.nodes.get(event.node)
+    record = transition.state.nodes.get(event.node)
     if record is None:
-        turn.ignore("action_reported.unknown")
+        transition.count_ignored("remediation_finished.unknown")
         return
-    how = _outcome(event) if event.ok else f"failed: {event.detail}"
-    records.enter(record, turn.now, "action", f"{event.id} {how}", {"remedy": event.id})
-    turn.node_changed(event.node)
-    course = record.course
-    if course is not None and course.remedy == event.id:
-        course.remedy = ""
+    how = _outcome(event) if event.succeeded else f"failed: {event.detail}"
+    records.append_history(
+        record, transition.now, "action", f"{event.remediation_id} {how}", {"remediation": event.remediation_id}
+    )
+    transition.mark_node_changed(event.node)
+    course = record.readmission_plan
+    if course is not None and course.pending_remediation_id == event.remediation_id:
+        course.pending_remediation_id = ""
         if event.dry_run:
             node_state.note_dry_run(record)
         if record.state is not NodeState.QUARANTINED:
-            turn.wake(turn.now, "care", event.node)
-        elif event.ok:
-            _confirmed(turn, event.node, course, event)
+            transition.schedule(transition.now, "care", event.node)
+        elif event.succeeded:
+            _handle_confirmed(transition, event.node, course, event)
         else:
-            _next_rung(turn, event.node, course, f"failed ({event.detail})")
+            _advance_ladder(transition, event.node, course, f"failed ({event.detail})")
         return
-    if not event.ok:
-        turn.audit("remedy.failed", f"{event.id} of {event.node} failed: {event.detail}", node=event.node)
-        if record.cordoned == event.id:
-            record.cordoned = node_state.PERHAPS
+    if not event.succeeded:
+        transition.audit(
+            "remediation.failed", f"{event.remediation_id} of {event.node} failed: {event.detail}", node=event.node
+        )
+        if record.cordon_id == event.remediation_id:
+            record.cordon_id = node_state.CORDON_UNCERTAIN
 
 
-def _outcome(event: ActionReported) -> str:
+def _outcome(event: RemediationFinished) -> str:
     return "would have been carried out (dry run: nothing was done)" if event.dry_run else "was carried out"
 
 
-def _confirmed(turn: Turn, node: str, course: Course, event: ActionReported) -> None:
+def _handle_confirmed(transition: Transition, node: str, course: ReadmissionPlan, event: RemediationFinished) -> None:
     """What sensors see clears by their word; whether memory holds its patterns again, the diagnostics tell. No reset
     cures who computed wrongly: that node stays out until somebody vouches for it."""
-    record, cure = turn.state.nodes[node], course.ladder[course.rung]
-    course.settles_at = turn.now + turn.policy.remedy_settle_s
-    cured = [key for key, finding in record.own.items() if finding.kind is FindingKind.MEMORY_WRONG]
-    clear_own(turn, node, cured)
-    if cured and not any(finding.severity is Severity.CRITICAL for finding in record.own.values()):
-        record.needs_operator, record.condemned = False, []
-    turn.audit("remedy.confirmed", f"{in_words(cure)} of {node} {_outcome(event)}", node=node)
-    turn.wake(turn.now, "care", node)
+    record, cure = transition.state.nodes[node], course.ladder[course.ladder_step]
+    course.settle_deadline = transition.now + transition.policy.remediation_settle_s
+    cured = [key for key, finding in record.controller_findings.items() if finding.kind is FindingKind.MEMORY_WRONG]
+    clear_controller_findings(transition, node, cured)
+    if cured and not any(finding.severity is Severity.CRITICAL for finding in record.controller_findings.values()):
+        record.needs_operator, record.defective_gpus = False, []
+    transition.audit("remediation.confirmed", f"{describe_action(cure)} of {node} {_outcome(event)}", node=node)
+    transition.schedule(transition.now, "care", node)
 
 
-def _hinder(turn: Turn, record: NodeRecord, course: Course, sentence: str) -> None:
+def _set_blocked(transition: Transition, record: NodeRecord, course: ReadmissionPlan, sentence: str) -> None:
     """Says once why nothing is done."""
-    if course.hindered == sentence:
+    if course.blocked_reason == sentence:
         return
-    course.hindered = sentence
-    turn.node_changed(record.node)
-    turn.audit("remedy.hindered", sentence, node=record.node)
+    course.blocked_reason = sentence
+    transition.mark_node_changed(record.node)
+    transition.audit("remediation.blocked", sentence, node=record.node)
 
 
-def to_repair(turn: Turn, node: str, sentence: str) -> None:
+def send_to_repair(transition: Transition, node: str, sentence: str) -> None:
     """Out until somebody readmits it; whoever mends it gets everything known against it."""
-    record = turn.state.nodes[node]
-    set_state(turn, node, NodeState.REPAIR, sentence)
-    record.action, record.probe, record.overruled = Action.REPAIR, "", ""
-    evidence = tuple(f for f in record.known() if f.key in record.causes)
-    turn.verdict(node, Decision.REPAIR, sentence, action=Action.REPAIR, evidence=evidence)
-    node_state.repair(turn, node, sentence)
+    record = transition.state.nodes[node]
+    set_state(transition, node, NodeState.REPAIR, sentence)
+    record.required_action, record.probe_status, record.deferred_eviction_key = Action.REPAIR, "", ""
+    evidence = tuple(f for f in record.all_findings() if f.key in record.quarantine_causes)
+    transition.add_verdict(node, Decision.REPAIR, sentence, action=Action.REPAIR, evidence=evidence)
+    node_state.request_repair(transition, node, sentence)
 
 
-def check_offences(turn: Turn, node: str) -> bool:
+def repair_if_lemon(transition: Transition, node: str) -> bool:
     """Sends a lemon to repair instead of back; False where the node is none, or somebody's word keeps it as it is."""
-    if not offenders.is_lemon(turn, node) or kept_out(turn.state.nodes[node], turn.now):
+    if not offenders.is_lemon(transition, node) or out_of_service_reason(transition.state.nodes[node], transition.now):
         return False
-    if _waits(turn, node, hands_over=True):
+    if _waits_for_rollback_window(transition, node, hands_over=True):
         return True
-    to_repair(turn, node, f"{node} offends again and again: {offenders.in_words(turn, node)}")
+    send_to_repair(transition, node, f"{node} offends again and again: {offenders.describe_score(transition, node)}")
     return True
 
 
@@ -201,61 +226,71 @@ def check_offences(turn: Turn, node: str) -> bool:
 # number and sent before the next generation, so that it never meets the process that took the place.
 
 
-class Target(msgspec.Struct, frozen=True):
+class RestartTarget(msgspec.Struct, frozen=True):
     """Ranks of a job that are to be restarted, all on one node. ``members`` may be empty: they have been, just now."""
 
     job: JobRecord
     spec: GenerationSpec
     members: tuple[Member, ...]
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         ranks = ", ".join(str(member.rank) for member in self.members)
         return f"rank {ranks} of {self.job.job}"
 
 
-def target_of(turn: Turn, node: str, finding: Finding, rule: Rule) -> Target | None:
+def find_restart_target(transition: Transition, node: str, finding: Finding, rule: VerdictRule) -> RestartTarget | None:
     """Which ranks the finding is about: those of its GPU where one can be told, else all on the node. None where none
     computes there.
 
-    Who was replaced within the rule's ``same_s`` is left alone: what the finding tells of ended the process before.
+    Who was replaced within the rule's ``coalesce_s`` is left alone: what the finding tells of ended the process before.
     """
-    record = turn.state.nodes[node]
-    job = next((job for job in jobs_seated_on(turn.state, node) if job.state is JobState.RUNNING), None)
-    spec = running_spec(job) if job is not None else None
-    members = tuple(spec.on(node)) if spec is not None else ()
+    record = transition.state.nodes[node]
+    job = next((job for job in jobs_seated_on(transition.state, node) if job.state is JobState.RUNNING), None)
+    spec = running_generation(job) if job is not None else None
+    members = tuple(spec.members_on(node)) if spec is not None else ()
     if job is None or spec is None or not members:
         return None
     gpus = {gpu.index for gpu in suspect_gpus(record, (finding,))}
     if gpus and spec.spec.nproc_per_node == len(record.gpus):  # then a local rank computes on the GPU of its number
         members = tuple(member for member in members if member.local_rank in gpus)
-    replaced = turn.state.live_jobs[job.job].replaced.get(node, {})
-    due = (member for member in members if replaced.get(member.local_rank, 0.0) <= turn.now - rule.same_s)
-    return Target(job, spec, tuple(due))
+    replaced = transition.state.job_runtime[job.job].rank_replaced_at.get(node, {})
+    due = (member for member in members if replaced.get(member.local_rank, 0.0) <= transition.now - rule.coalesce_s)
+    return RestartTarget(job, spec, tuple(due))
 
 
-def restart(turn: Turn, node: str, target: Target, sentence: str, trace: str, *, counted: bool) -> None:
+def restart_ranks(
+    transition: Transition, node: str, target: RestartTarget, sentence: str, trace: str, *, counted: bool
+) -> None:
     """Ends the processes, and regroups. ``counted``: under both caps; one crash of several GPUs counts once."""
     if counted:
-        record, fleet, policy = turn.state.nodes[node], turn.state.fleet, turn.policy
-        record.restarted = node_state.noted(record.restarted, turn.now, policy.remedy_node_window_s)
-        fleet.restarted = node_state.noted(fleet.restarted, turn.now, policy.remedy_fleet_window_s)
-        turn.node_changed(node)
-        turn.fleet_changed()
+        record, fleet, policy = transition.state.nodes[node], transition.state.fleet, transition.policy
+        record.rank_restart_times = node_state.append_time(
+            record.rank_restart_times, transition.now, policy.remediation_node_window_s
+        )
+        fleet.rank_restart_times = node_state.append_time(
+            fleet.rank_restart_times, transition.now, policy.remediation_fleet_window_s
+        )
+        transition.mark_node_changed(node)
+        transition.mark_fleet_changed()
     for member in target.members:
-        send_kill(turn, target.job, member, target.spec.number, sentence, trace)
-        note_replaced(turn, target.job, node, member.local_rank)
-    replace_rank(turn, target.job, node, Cause(reason=GenerationReason.RANK_LOST, sentence=sentence, trace=trace))
+        send_kill(transition, target.job, member, target.spec.number, sentence, trace)
+        record_replaced_rank(transition, target.job, node, member.local_rank)
+    replace_rank(
+        transition, target.job, node, RegroupCause(reason=GenerationReason.RANK_LOST, sentence=sentence, trace=trace)
+    )
 
 
-def restart_cap(turn: Turn, node: str) -> str:
+def node_restart_cap(transition: Transition, node: str) -> str:
     """Why the node's ranks are not restarted once more, in words; empty while they may be."""
-    times, policy = turn.state.nodes[node].restarted, turn.policy
+    times, policy = transition.state.nodes[node].rank_restart_times, transition.policy
     what = "its ranks were restarted"
-    return node_state.times_cap(times, turn.now, policy.remedy_node_window_s, policy.restarts_per_node, what)
+    return node_state.describe_cap(
+        times, transition.now, policy.remediation_node_window_s, policy.rank_restarts_per_node, what
+    )
 
 
-def fleet_cap(turn: Turn) -> tuple[str, float]:
+def fleet_restart_cap(transition: Transition) -> tuple[str, float]:
     """Why no rank is restarted now, and when the next one may be; ("", 0.0) below the fleet's cap."""
-    times, window_s = turn.state.fleet.restarted, turn.policy.remedy_fleet_window_s
-    count, at = node_state.next_at(times, turn.now, window_s, turn.policy.restarts_per_fleet)
+    times, window_s = transition.state.fleet.rank_restart_times, transition.policy.remediation_fleet_window_s
+    count, at = node_state.next_allowed_at(times, transition.now, window_s, transition.policy.rank_restarts_per_fleet)
     return (f"ranks were restarted {count} times within {window_s:g} s" if count else ""), at

@@ -8,33 +8,35 @@ from __future__ import annotations
 
 from everstep.ids import JobId, NodeId
 from everstep.vocabulary import JobState
-from everstep_controller.core.jobs.membership import ENDED, seats_of
+from everstep_controller.core.jobs.membership import ENDED_STATES, seats_of
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.state import FleetState
-from everstep_controller.core.transition import Turn
+from everstep_controller.core.transition import Transition
 
 
 def launcher_came(state: FleetState, job: JobRecord, node: NodeId) -> None:
     """Note that a launcher on ``node``, which is in the record by now, offers it to the job."""
     if len(job.launchers) == 1:  # the last one of before was on another node, perhaps, and left the job there
         _close(state, job.job)
-    live = state.live_nodes[node]
+    live = state.node_runtime[node]
     live.jobs[job.job] = None
     live.open[job.job] = None
-    state.live_jobs[job.job].nodes[node] = None
+    state.job_runtime[job.job].nodes[node] = None
 
 
 def launcher_went(state: FleetState, job: JobRecord, node: NodeId) -> None:
     """Note that the launcher on ``node`` is gone. The last one of a job leaves the job there."""
     if job.launchers:
-        state.live_nodes[node].open.pop(job.job, None)
+        state.node_runtime[node].open.pop(job.job, None)
 
 
 def roster_changed(state: FleetState, job: JobRecord) -> None:
     """Note that the job's state, its roster or the roster that it is leaving may have changed. O(nodes of the job)."""
-    live, owners = state.live_jobs[job.job], state.owners
+    live, owners = state.job_runtime[job.job], state.owners
     running = job.state is JobState.RUNNING
-    owns = frozenset((*seats_of(job.generation), *seats_of(job.leaving))) if running else frozenset[NodeId]()
+    owns = (
+        frozenset((*seats_of(job.generation), *seats_of(job.outgoing_generation))) if running else frozenset[NodeId]()
+    )
     for node in live.owns - owns:
         if owners.get(node) == job.job:
             del owners[node]
@@ -50,35 +52,35 @@ def job_ended(state: FleetState, job: JobRecord) -> None:
 
 
 def _close(state: FleetState, name: JobId) -> None:
-    for node in state.live_jobs[name].nodes:
-        state.live_nodes[node].open.pop(name, None)
+    for node in state.job_runtime[name].nodes:
+        state.node_runtime[node].open.pop(name, None)
 
 
 def job_restored(state: FleetState, job: JobRecord) -> None:
     """Index a job that was read from its record, after all nodes were."""
-    for node in (*job.launchers, *seats_of(job.generation), *seats_of(job.leaving)):
-        if node in state.live_nodes:
-            state.live_nodes[node].jobs[job.job] = None
-            state.live_jobs[job.job].nodes[node] = None
-    for node in job.launchers if job.state not in ENDED else ():
-        if node in state.live_nodes:
-            state.live_nodes[node].open[job.job] = None
+    for node in (*job.launchers, *seats_of(job.generation), *seats_of(job.outgoing_generation)):
+        if node in state.node_runtime:
+            state.node_runtime[node].jobs[job.job] = None
+            state.job_runtime[job.job].nodes[node] = None
+    for node in job.launchers if job.state not in ENDED_STATES else ():
+        if node in state.node_runtime:
+            state.node_runtime[node].open[job.job] = None
     roster_changed(state, job)
 
 
-def drop_job(turn: Turn, name: JobId, sentence: str) -> None:
+def drop_job(turn: Transition, name: JobId, sentence: str) -> None:
     """Forget a job that does not run. ``sentence``: why, for the log."""
     state = turn.state
     turn.audit("job.forgotten", sentence, job=name)
     _close(state, name)
-    for node in state.live_jobs[name].nodes:
-        state.live_nodes[node].jobs.pop(name, None)
-    state.short.pop(name, None)
-    del state.jobs[name], state.live_jobs[name]
-    turn.job_forgotten(name)
+    for node in state.job_runtime[name].nodes:
+        state.node_runtime[node].jobs.pop(name, None)
+    state.node_shortages.pop(name, None)
+    del state.jobs[name], state.job_runtime[name]
+    turn.delete_job(name)
 
 
 def node_forgotten(state: FleetState, node: NodeId) -> None:
     """Drop a node, on which nothing runs, from the index. Call it before the state forgets the node."""
-    for name in state.live_nodes[node].jobs:
-        state.live_jobs[name].nodes.pop(node, None)
+    for name in state.node_runtime[node].jobs:
+        state.job_runtime[name].nodes.pop(node, None)

@@ -8,68 +8,68 @@ from types import MappingProxyType
 from everstep.ids import Rank
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.training import GenerationSpec, Member, RankFinished, Resumed, UserError
-from everstep_controller.core.checkpoints.commits import expect_commit, let_go
+from everstep_controller.core.checkpoints.commits import release_versions, start_commits
 from everstep_controller.core.jobs.generations import (
-    Cause,
-    boundary_crossed,
+    RegroupCause,
     consider_growth,
-    hand_on,
+    mark_boundary_crossed,
     regroup,
     restate_waiting,
-    resume_patience_s,
+    resume_timeout_s,
+    wake_competing_jobs,
 )
 from everstep_controller.core.jobs.job_index import job_ended
-from everstep_controller.core.jobs.joining import consider_forming, consider_taking
-from everstep_controller.core.jobs.membership import ENDED, most_nodes, seats_of
-from everstep_controller.core.jobs.notifications import note_replaced, send_generation, send_kill, send_stop
-from everstep_controller.core.jobs.stragglers import check_pace, watch_pace
+from everstep_controller.core.jobs.joining import consider_forming, consider_preemption
+from everstep_controller.core.jobs.membership import ENDED_STATES, max_roster_nodes, seats_of
+from everstep_controller.core.jobs.notifications import record_replaced_rank, send_generation, send_kill, send_stop
+from everstep_controller.core.jobs.stragglers import check_stragglers, start_straggler_windows
 from everstep_controller.core.records import JobRecord
-from everstep_controller.core.state import JobLive
-from everstep_controller.core.transition import Turn
-from everstep_controller.core.wording import named, nodes, ranks_named
+from everstep_controller.core.state import JobRuntime
+from everstep_controller.core.transition import Transition
+from everstep_controller.core.wording import format_node_count, join_names, ranks_named
 
 # ---- resuming
 # From a generation to its first steps: who has resumed, and who has not in time.
 
-RESTART_AFTER = 3
+RESTART_AFTER_DEADLINES = 3
 """Deadlines in a row after which ranks that never entered are restarted where every node has some. Each is twice as
 long as the one before: a first import from a slow file system is not to be begun anew."""
-INHERITED_LOOK_S = 1.0
+INHERITED_CHECK_S = 1.0
 """Between looks at how far a generation is that had not resumed when this controller began."""
 
 
-def rank_resumed(turn: Turn, job: JobRecord, node: str, report: Resumed) -> None:
+def handle_resumed(transition: Transition, job: JobRecord, node: str, report: Resumed) -> None:
     """One rank's acknowledgement; with the last one the failure's way is at its end."""
     spec = job.generation
     if spec is None or report.generation != spec.number or job.state is not JobState.RUNNING:
-        turn.ignore("resumed.stale")
+        transition.count_ignored("resumed.stale")
         return
-    if not spec.has(node, report.rank):
-        turn.ignore("resumed.not_a_member")
+    if not spec.has_rank_on(node, report.rank):
+        transition.count_ignored("resumed.not_a_member")
         return
-    live = turn.state.live_jobs[job.job]
-    boundary_crossed(turn, job)
-    live.pace.entered.add(report.rank)
-    live.pace.seen(report.step, turn.now)
-    live.resumed.add(report.rank)
+    live = transition.state.job_runtime[job.job]
+    mark_boundary_crossed(transition, job)
+    live.progress.entered_ranks.add(report.rank)
+    live.progress.record_step(report.step, transition.now)
+    live.resumed_ranks.add(report.rank)
     total = sum(report.phases_s.values())
-    if live.slowest is None or total > live.slowest[0]:
-        live.slowest = (total, report.rank, dict(report.phases_s))
-    if len(live.resumed) == spec.world_size and job.resumed_at is None:
-        _all_resumed(turn, job, spec, report)
+    if live.slowest_resume is None or total > live.slowest_resume[0]:
+        live.slowest_resume = (total, report.rank, dict(report.phases_s))
+    if len(live.resumed_ranks) == spec.world_size and job.generation_resumed_at is None:
+        _all_resumed(transition, job, spec, report)
 
 
-def _all_resumed(turn: Turn, job: JobRecord, spec: GenerationSpec, last: Resumed) -> None:
-    live = turn.state.live_jobs[job.job]
-    _steps(turn, job, live)
-    took = turn.now - job.opened_at
-    start = f"version {last.restored}" if last.restored else spec.restore.storage or "scratch"
-    _, rank, phases = live.slowest or (0.0, last.rank, {})
+def _all_resumed(transition: Transition, job: JobRecord, spec: GenerationSpec, last: Resumed) -> None:
+    live = transition.state.job_runtime[job.job]
+    _mark_resumed(transition, job, live)
+    took = transition.now - job.generation_opened_at
+    start = f"version {last.restored}" if last.restored else spec.restore.storage_url or "scratch"
+    _, rank, phases = live.slowest_resume or (0.0, last.rank, {})
     data = {f"{phase}_s": f"{seconds:.4f}" for phase, seconds in phases.items()}
     data |= {"slowest_rank": str(rank), "took_s": f"{took:.4f}", "step": str(last.step)}
     if last.restored:
         data["restored"] = str(last.restored)
-    turn.audit(
+    transition.audit(
         "resumed",
         f"all {spec.world_size} rank(s) of generation {spec.number} step from {start}, {took:.2f} s after the decision",
         job=job.job,
@@ -77,77 +77,79 @@ def _all_resumed(turn: Turn, job: JobRecord, spec: GenerationSpec, last: Resumed
         trace=spec.trace,
         data=data,
     )
-    consider_growth(turn, job)
+    consider_growth(transition, job)
 
 
-def _steps(turn: Turn, job: JobRecord, live: JobLive) -> None:
-    job.resumed_at = turn.now
+def _mark_resumed(transition: Transition, job: JobRecord, live: JobRuntime) -> None:
+    job.generation_resumed_at = transition.now
     live.resume_attempts = 0
     for node in job.generation.seats if job.generation is not None else ():
         if (launcher := job.launchers.get(node)) is not None:
-            launcher.late = 0
-    expect_commit(turn, job)
-    watch_pace(turn, job)
-    turn.job_changed(job.job)
+            launcher.late_generations = 0
+    start_commits(transition, job)
+    start_straggler_windows(transition, job)
+    transition.mark_job_changed(job.job)
 
 
-def _seen_to_step(turn: Turn, job: JobRecord, live: JobLive, spec: GenerationSpec) -> bool:
+def _resume_inherited(transition: Transition, job: JobRecord, live: JobRuntime, spec: GenerationSpec) -> bool:
     """Whether a generation steps of which an earlier controller took acknowledgements, which are not said again.
 
     A rank that has finished two more steps in it had the others in the second of them, so each has finished the first.
     It enters with the step at which it was interrupted, and is set to that of the version once: from the second step at
     which it is seen its steps count.
     """
-    step = max(_counted(live, turn.steps(job.job)), default=None)
+    step = max(_counted_steps(live, transition.read_steps(job.job)), default=None)
     if step is None:
-        turn.wake(turn.now + INHERITED_LOOK_S, "job", job.job)
+        transition.schedule(transition.now + INHERITED_CHECK_S, "job", job.job)
         return False
-    _steps(turn, job, live)
+    _mark_resumed(transition, job, live)
     sentence = f"all {spec.world_size} rank(s) of generation {spec.number} step: one has finished step {step}"
-    turn.audit("resumed", sentence, job=job.job, generation=spec.number, trace=spec.trace, data={"step": str(step)})
-    consider_growth(turn, job)
+    transition.audit(
+        "resumed", sentence, job=job.job, generation=spec.number, trace=spec.trace, data={"step": str(step)}
+    )
+    consider_growth(transition, job)
     return True
 
 
-def _counted(live: JobLive, steps: dict[Rank, int]) -> Iterator[int]:
+def _counted_steps(live: JobRuntime, steps: dict[Rank, int]) -> Iterator[int]:
     """Steps of the ranks that have finished two of this generation. Notes where each is seen first."""
     for rank, step in steps.items():
-        first = live.first_steps.get(rank, ())
+        first = live.first_seen_steps.get(rank, ())
         if len(first) < 2 and step not in first:
-            live.first_steps[rank] = (*first, step)
+            live.first_seen_steps[rank] = (*first, step)
         elif len(first) == 2 and step >= first[1] + 2:
             yield step
 
 
-def check_resumed(turn: Turn, job: JobRecord) -> None:
+def check_resumed(transition: Transition, job: JobRecord) -> None:
     """At the deadline: ranks that have not even entered the generation are replaced, and their nodes left out where
     others have entered with all of theirs; who is inside gets more time."""
-    live, spec = turn.state.live_jobs[job.job], job.generation
-    if spec is None or job.resumed_at is not None or job.leaving is not None:
+    live, spec = transition.state.job_runtime[job.job], job.generation
+    if spec is None or job.generation_resumed_at is not None or job.outgoing_generation is not None:
         return
-    if live.inherited and _seen_to_step(turn, job, live, spec):
+    if live.inherited_unresumed and _resume_inherited(transition, job, live, spec):
         return
-    if turn.now < live.resume_due:
+    if transition.now < live.resume_due:
         return
-    entered = turn.entered(job.job)
+    entered = transition.read_entered_ranks(job.job)
     missing = [member for member in spec.roster if member.rank not in entered]
     absent = {member.node for member in missing}
     live.resume_attempts += 1
     if 0 < len(absent) < len(spec.seats):
-        _leave_out(turn, job, missing, spec)
+        _exclude_missing(transition, job, missing, spec)
         return
-    if missing and entered and live.resume_attempts >= RESTART_AFTER:
-        _restart(turn, job, missing, spec)
+    if missing and entered and live.resume_attempts >= RESTART_AFTER_DEADLINES:
+        _restart_missing(transition, job, missing, spec)
         return
-    sentence = f"generation {spec.number} is past its deadline: {_how_far(missing, spec)}; waiting on"
-    turn.audit("generation.overdue", sentence, job=job.job, generation=spec.number, trace=spec.trace)
-    live.resume_due = turn.now + resume_patience_s(turn, live)
-    turn.wake(live.resume_due, "job", job.job)
+    sentence = f"generation {spec.number} is past its deadline: {_describe_progress(missing, spec)}; waiting on"
+    transition.audit("generation.overdue", sentence, job=job.job, generation=spec.number, trace=spec.trace)
+    live.resume_due = transition.now + resume_timeout_s(transition, live)
+    transition.schedule(live.resume_due, "job", job.job)
     if missing:
-        send_generation(turn, job, ())
+        send_generation(transition, job, ())
 
 
-def _how_far(missing: Sequence[Member], spec: GenerationSpec) -> str:
+def _describe_progress(missing: Sequence[Member], spec: GenerationSpec) -> str:
     if not missing:
         return "all have entered it, not all have stepped"
     if len(missing) == spec.world_size:
@@ -155,7 +157,7 @@ def _how_far(missing: Sequence[Member], spec: GenerationSpec) -> str:
     return f"{len(missing)} of {spec.world_size} ranks have not entered it, on each node some"
 
 
-def _leave_out(turn: Turn, job: JobRecord, missing: Sequence[Member], spec: GenerationSpec) -> None:
+def _exclude_missing(transition: Transition, job: JobRecord, missing: Sequence[Member], spec: GenerationSpec) -> None:
     """The job goes on without the nodes of these ranks, which are restarted: when others have their places the node is
     able again (``losses.rank_lost``)."""
     absent: dict[str, list[Member]] = {}
@@ -164,126 +166,137 @@ def _leave_out(turn: Turn, job: JobRecord, missing: Sequence[Member], spec: Gene
     for node, members in absent.items():
         if (launcher := job.launchers.get(node)) is None:
             continue
-        ranks = named([str(member.rank) for member in members])
-        launcher.able, launcher.late = False, launcher.late + 1
-        launcher.missing = [member.local_rank for member in members]
-        launcher.why_not = f"rank {ranks} on it did not enter generation {spec.number} in time"
-    sentence = f"{named(sorted(absent))} did not enter generation {spec.number} in time"
-    _end_missing_members(turn, job, missing, spec, sentence)
-    regroup(turn, job, Cause(reason=GenerationReason.NODE_LOST, sentence=sentence, trace=spec.trace))
+        ranks = join_names([str(member.rank) for member in members])
+        launcher.usable, launcher.late_generations = False, launcher.late_generations + 1
+        launcher.missing_local_ranks = [member.local_rank for member in members]
+        launcher.unusable_reason = f"rank {ranks} on it did not enter generation {spec.number} in time"
+    sentence = f"{join_names(sorted(absent))} did not enter generation {spec.number} in time"
+    _kill_missing(transition, job, missing, spec, sentence)
+    regroup(transition, job, RegroupCause(reason=GenerationReason.NODE_LOST, sentence=sentence, trace=spec.trace))
 
 
-def _restart(turn: Turn, job: JobRecord, missing: Sequence[Member], spec: GenerationSpec) -> None:
+def _restart_missing(transition: Transition, job: JobRecord, missing: Sequence[Member], spec: GenerationSpec) -> None:
     """There is no node to go on without: the same try again, with other processes in place of those that never came."""
-    sentence = f"{_how_far(missing, spec)}, deadline after deadline (generation {spec.number}): these are restarted"
-    _end_missing_members(turn, job, missing, spec, sentence)
-    regroup(turn, job, Cause(reason=GenerationReason.RANK_HUNG, sentence=sentence, trace=spec.trace))
+    sentence = (
+        f"{_describe_progress(missing, spec)}, deadline after deadline (generation {spec.number}): these are restarted"
+    )
+    _kill_missing(transition, job, missing, spec, sentence)
+    regroup(transition, job, RegroupCause(reason=GenerationReason.RANK_HUNG, sentence=sentence, trace=spec.trace))
 
 
-def _end_missing_members(
-    turn: Turn, job: JobRecord, missing: Sequence[Member], spec: GenerationSpec, sentence: str
+def _kill_missing(
+    transition: Transition, job: JobRecord, missing: Sequence[Member], spec: GenerationSpec, sentence: str
 ) -> None:
     for member in missing:
-        if member.node in turn.state.reachable:
-            send_kill(turn, job, member, spec.number, sentence, spec.trace)
-            note_replaced(turn, job, member.node, member.local_rank)
+        if member.node in transition.state.reachable:
+            send_kill(transition, job, member, spec.number, sentence, spec.trace)
+            record_replaced_rank(transition, job, member.node, member.local_rank)
 
 
 EVEN_LOOK_S = 0.25
 """Between looks at whether others have begun a later step than the ranks that have returned."""
-RAISED_CHARS = 200
+MAX_ERROR_CHARS = 200
 """Of an exception's text, by which it is known again."""
 
 
-def look_again(turn: Turn) -> None:
+def wake_jobs(transition: Transition) -> None:
     """The database is back: what waited for it goes on."""
-    for job in list(turn.state.jobs.values()):
-        if job.state not in ENDED:
-            turn.wake(turn.now, "job", job.job)
+    for job in list(transition.state.jobs.values()):
+        if job.state not in ENDED_STATES:
+            transition.schedule(transition.now, "job", job.job)
 
 
-def user_error(turn: Turn, job: JobRecord, node: str, report: UserError) -> None:
+def handle_user_error(transition: Transition, job: JobRecord, node: str, report: UserError) -> None:
     """The training function's own exception: no hardware is blamed.
 
     The job retries as often as it asked to, unless another node raised the same before: then it is no passing trouble.
     """
-    running = job.leaving or job.generation
+    running = job.outgoing_generation or job.generation
     if running is None or job.state is not JobState.RUNNING or report.generation != running.number:
-        turn.ignore("user_error.stale")
+        transition.count_ignored("user_error.stale")
         return
-    if not running.has(node, report.rank):
-        turn.ignore("user_error.not_a_member")
+    if not running.has_rank_on(node, report.rank):
+        transition.count_ignored("user_error.not_a_member")
         return
     sentence = f"the training function raised on rank {report.rank} ({node}) at step {report.step}: {report.error}"
     data = {"rank": str(report.rank), "error": report.error, "traceback": report.traceback}
-    turn.audit("user_error", sentence, node=node, job=job.job, generation=report.generation, data=data)
-    before = job.raised.setdefault(report.error[:RAISED_CHARS], node)
+    transition.audit("user_error", sentence, node=node, job=job.job, generation=report.generation, data=data)
+    before = job.user_errors.setdefault(report.error[:MAX_ERROR_CHARS], node)
     if job.spec.max_user_retries and before != node:
         job.ended_step = report.step
-        fail(turn, job, f"{sentence}; {before} raised the same before, so another try would raise it again")
-    elif job.retries < job.spec.max_user_retries:
-        job.retries += 1
-        words = f"{sentence}; retry {job.retries} of {job.spec.max_user_retries}"
-        regroup(turn, job, Cause(reason=GenerationReason.RANK_LOST, sentence=words[:4000], trace=turn.trace))
+        fail_job(transition, job, f"{sentence}; {before} raised the same before, so another try would raise it again")
+    elif job.user_retries < job.spec.max_user_retries:
+        job.user_retries += 1
+        words = f"{sentence}; retry {job.user_retries} of {job.spec.max_user_retries}"
+        regroup(
+            transition,
+            job,
+            RegroupCause(reason=GenerationReason.RANK_LOST, sentence=words[:4000], trace=transition.trace),
+        )
     else:
         job.ended_step = report.step
-        fail(turn, job, sentence)
+        fail_job(transition, job, sentence)
 
 
-def fail(turn: Turn, job: JobRecord, sentence: str) -> None:
+def fail_job(transition: Transition, job: JobRecord, sentence: str) -> None:
     """Ends the job as failed and tells everybody why."""
-    _end(turn, job, JobState.FAILED, sentence)
+    _end(transition, job, JobState.FAILED, sentence)
 
 
-def _end(turn: Turn, job: JobRecord, state: JobState, sentence: str) -> None:
-    live = turn.state.live_jobs[job.job]
-    if live.committed is not None:  # where no rank's report says how far it came
-        job.ended_step = max(job.ended_step, live.committed.step)
-    job.state, job.since, job.sentence, job.trace = state, turn.now, sentence, turn.trace
-    live.pending = None
-    turn.audit(f"job.{state}", sentence, job=job.job, generation=job.last_number)
-    send_stop(turn, job)
-    let_go(turn, job)
-    job.leaving = None
-    job_ended(turn.state, job)
-    turn.job_changed(job.job)
-    hand_on(turn, job)
+def _end(transition: Transition, job: JobRecord, state: JobState, sentence: str) -> None:
+    live = transition.state.job_runtime[job.job]
+    if live.committed_version is not None:  # where no rank's report says how far it came
+        job.ended_step = max(job.ended_step, live.committed_version.step)
+    job.state, job.since, job.sentence, job.trace = state, transition.now, sentence, transition.trace
+    live.pending_regroup = None
+    transition.audit(f"job.{state}", sentence, job=job.job, generation=job.last_generation_number)
+    send_stop(transition, job)
+    release_versions(transition, job)
+    job.outgoing_generation = None
+    job_ended(transition.state, job)
+    transition.mark_job_changed(job.job)
+    wake_competing_jobs(transition, job)
 
 
-def rank_finished(turn: Turn, job: JobRecord, node: str, report: RankFinished) -> None:
+def handle_rank_finished(transition: Transition, job: JobRecord, node: str, report: RankFinished) -> None:
     """A training function returned; when all have, the job is done."""
-    running = job.leaving or job.generation
+    running = job.outgoing_generation or job.generation
     if running is None or job.state is not JobState.RUNNING or report.generation != running.number:
-        turn.ignore("rank_finished.stale")
+        transition.count_ignored("rank_finished.stale")
         return
-    if not running.has(node, report.rank):
-        turn.ignore("rank_finished.not_a_member")
+    if not running.has_rank_on(node, report.rank):
+        transition.count_ignored("rank_finished.not_a_member")
         return
     job.ended_step = max(job.ended_step, report.step)
-    if report.rank not in job.finished:
-        if _ends_uneven(turn, job, report):
+    if report.rank not in job.finished_ranks:
+        if _ends_uneven(transition, job, report):
             return
-        job.finished.append(report.rank)
-        job.last_begun = report.begun
-        turn.job_changed(job.job)
-    if check_even(turn, job):
+        job.finished_ranks.append(report.rank)
+        job.last_begun = report.started_step
+        transition.mark_job_changed(job.job)
+    if check_even(transition, job):
         return
-    if len(job.finished) == running.world_size:
-        _end(turn, job, JobState.FINISHED, f"all {running.world_size} rank(s) finished at step {report.step}")
+    if len(job.finished_ranks) == running.world_size:
+        _end(transition, job, JobState.FINISHED, f"all {running.world_size} rank(s) finished at step {report.step}")
 
 
-def _ends_uneven(turn: Turn, job: JobRecord, report: RankFinished) -> bool:
+def _ends_uneven(turn: Transition, job: JobRecord, report: RankFinished) -> bool:
     """Fail the job where the rank's last step is another than that of ranks that have returned before."""
-    if not job.finished or job.last_begun is None or report.begun is None or report.begun == job.last_begun:
+    if (
+        not job.finished_ranks
+        or job.last_begun is None
+        or report.started_step is None
+        or report.started_step == job.last_begun
+    ):
         return False
-    if report.begun > job.last_begun:
-        _fail_uneven(turn, job, job.finished, job.last_begun, {report.rank: report.begun})
+    if report.started_step > job.last_begun:
+        _fail_uneven(turn, job, job.finished_ranks, job.last_begun, {report.rank: report.started_step})
     else:
-        _fail_uneven(turn, job, [report.rank], report.begun, dict.fromkeys(job.finished, job.last_begun))
+        _fail_uneven(turn, job, [report.rank], report.started_step, dict.fromkeys(job.finished_ranks, job.last_begun))
     return True
 
 
-def check_even(turn: Turn, job: JobRecord, begun: Mapping[Rank, int] = MappingProxyType({})) -> bool:
+def check_even(turn: Transition, job: JobRecord, begun: Mapping[Rank, int] = MappingProxyType({})) -> bool:
     """Fail the job, and return True, where some ranks have returned and another has begun a later step than they did.
 
     All ranks that have returned began the same last step. Ranks that are still in that step, or do something else after
@@ -296,21 +309,26 @@ def check_even(turn: Turn, job: JobRecord, begun: Mapping[Rank, int] = MappingPr
         job: a job that runs.
         begun: what ranks have just reported as their last begun steps. Heartbeats tell those of all ranks, but later.
     """
-    running = job.leaving or job.generation
-    if running is None or not job.finished or job.last_begun is None or len(job.finished) == running.world_size:
+    running = job.outgoing_generation or job.generation
+    if (
+        running is None
+        or not job.finished_ranks
+        or job.last_begun is None
+        or len(job.finished_ranks) == running.world_size
+    ):
         return False
     last = job.last_begun
     further = turn.beyond(job.job, last) | {rank: step for rank, step in begun.items() if step > last}
     if further:
-        _fail_uneven(turn, job, job.finished, job.last_begun, further)
+        _fail_uneven(turn, job, job.finished_ranks, job.last_begun, further)
         return True
-    turn.wake(turn.now + EVEN_LOOK_S, "job", job.job)
+    turn.schedule(turn.now + EVEN_LOOK_S, "job", job.job)
     return False
 
 
-def _fail_uneven(turn: Turn, job: JobRecord, left: list[Rank], last: int, further: dict[Rank, int]) -> None:
+def _fail_uneven(turn: Transition, job: JobRecord, left: list[Rank], last: int, further: dict[Rank, int]) -> None:
     go_on = "goes on" if len(further) == 1 else "go on"
-    fail(
+    fail_job(
         turn,
         job,
         f"{ranks_named(left)} left the training function after step {last} while {ranks_named(further)} {go_on} with "
@@ -319,39 +337,41 @@ def _fail_uneven(turn: Turn, job: JobRecord, left: list[Rank], last: int, furthe
     )
 
 
-def stop(turn: Turn, job: JobRecord, actor: str, reason: str) -> None:
+def stop_job(transition: Transition, job: JobRecord, actor: str, reason: str) -> None:
     """An operator's end of the job."""
     because = f": {reason}" if reason else ""
-    fail(turn, job, f"stopped by {actor}{because}")
+    fail_job(transition, job, f"stopped by {actor}{because}")
 
 
-def resize(turn: Turn, job: JobRecord, size: int, actor: str) -> None:
+def resize_job(transition: Transition, job: JobRecord, size: int, actor: str) -> None:
     """An operator's bound on nodes; a running job follows at its next boundary."""
-    job.size = size
-    turn.job_changed(job.job)
-    sentence = f"{actor} bounds the job to {nodes(most_nodes(job))}"
-    turn.audit("job.resized", sentence, job=job.job)
+    job.node_limit = size
+    transition.mark_job_changed(job.job)
+    sentence = f"{actor} bounds the job to {format_node_count(max_roster_nodes(job))}"
+    transition.audit("job.resized", sentence, job=job.job)
     if job.state is JobState.FORMING:
-        consider_forming(turn, job)
-    elif job.state is JobState.RUNNING and len(seats_of(job.generation)) > most_nodes(job):
-        cause = Cause(reason=GenerationReason.OPERATOR, sentence=sentence, trace=turn.trace, boundary=True)
-        regroup(turn, job, cause)
+        consider_forming(transition, job)
+    elif job.state is JobState.RUNNING and len(seats_of(job.generation)) > max_roster_nodes(job):
+        cause = RegroupCause(
+            reason=GenerationReason.OPERATOR, sentence=sentence, trace=transition.trace, at_boundary=True
+        )
+        regroup(transition, job, cause)
     else:
-        consider_growth(turn, job)
+        consider_growth(transition, job)
 
 
-def check_job(turn: Turn, job: JobRecord) -> None:
+def check_job(transition: Transition, job: JobRecord) -> None:
     """What deadlines of a job, other than pending regroupings and boundaries, may have come."""
     if job.state is JobState.FORMING:
-        consider_forming(turn, job)
+        consider_forming(transition, job)
     elif job.state is JobState.RUNNING:
-        if check_even(turn, job):
+        if check_even(transition, job):
             return
-        check_resumed(turn, job)
-        check_pace(turn, job)
-        consider_growth(turn, job)
+        check_resumed(transition, job)
+        check_stragglers(transition, job)
+        consider_growth(transition, job)
     elif job.state is JobState.PAUSED:
-        consider_growth(turn, job)
-        consider_taking(turn, job)
+        consider_growth(transition, job)
+        consider_preemption(transition, job)
         if job.state is JobState.PAUSED:
-            restate_waiting(turn, job)
+            restate_waiting(transition, job)

@@ -8,13 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from everstep.ids import why_not_storage
+from everstep.ids import storage_url_error
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import GenerationSpec, JobSpec
 from everstep_controller.core.records import JobRecord, NodeRecord
 from everstep_controller.core.state import FleetState
-from everstep_controller.core.wording import named, nodes
+from everstep_controller.core.wording import format_node_count, join_names
 
 # ---- blocks
 # Rosters made of whole blocks: nodes that compute one tensor x pipeline replica together.
@@ -23,43 +23,43 @@ from everstep_controller.core.wording import named, nodes
 # blocks. Where a job asks for it, the nodes of a block also share a failure domain, which is where the fast links are.
 
 
-def least_seats(spec: JobSpec) -> int:
+def min_seats(spec: JobSpec) -> int:
     """``min_nodes``, rounded up to whole blocks."""
     return -(-spec.min_nodes // spec.block_nodes) * spec.block_nodes
 
 
-def most_seats(spec: JobSpec) -> int:
+def max_seats(spec: JobSpec) -> int:
     """``max_nodes``, rounded down to whole blocks."""
     return spec.max_nodes // spec.block_nodes * spec.block_nodes
 
 
-def contradiction(spec: JobSpec) -> str:
+def spec_error(spec: JobSpec) -> str:
     """Why no roster can be what the job asks for, with the mend; empty where one can."""
     if spec.min_nodes > spec.max_nodes:
         return f"min_nodes {spec.min_nodes} is above max_nodes {spec.max_nodes}: no roster has so many and so few nodes"
-    if least_seats(spec) > most_seats(spec):
+    if min_seats(spec) > max_seats(spec):
         return (
             f"no whole number of blocks of {spec.block_nodes} nodes lies between {spec.min_nodes} and "
             f"{spec.max_nodes} nodes: give bounds with a multiple of {spec.block_nodes} between them"
         )
     if spec.block_within and spec.block_nodes == 1:
         return f"a block of one node is in one {spec.block_within} anyway: give block_nodes, or leave out block_within"
-    return (why_not_storage(spec.spill.to) if spec.spill else "") or _no_parity(spec)
+    return (storage_url_error(spec.spill.url) if spec.spill else "") or _parity_error(spec)
 
 
-def _no_parity(spec: JobSpec) -> str:
+def _parity_error(spec: JobSpec) -> str:
     """Why no roster can have the parity that is asked for; with fewer members than asked for, any of four nodes can."""
-    if spec.parity == 1:
+    if spec.parity_group_size == 1:
         return "parity of one member would take twice what a copy takes: give 2 members or more, or none"
-    if spec.parity and most_seats(spec) < 4:
+    if spec.parity_group_size and max_seats(spec) < 4:
         return (
             f"parity needs 4 nodes (2 members, and one more for P and for Q each), and the job has at most "
-            f"{most_seats(spec)}: give it more nodes, or no parity"
+            f"{max_seats(spec)}: give it more nodes, or no parity"
         )
-    if spec.parity and spec.replicas == 1 and least_seats(spec) < 4:
+    if spec.parity_group_size and spec.replicas == 1 and min_seats(spec) < 4:
         return (
             f"with one copy and parity, nothing would be safe on fewer than 4 nodes (2 members, P and Q), and the job "
-            f"goes on with {least_seats(spec)}: give min_nodes of 4 or more, or 2 copies beside the parity"
+            f"goes on with {min_seats(spec)}: give min_nodes of 4 or more, or 2 copies beside the parity"
         )
     return ""
 
@@ -82,9 +82,9 @@ class _Block(msgspec.Struct):
 
 
 def choose_seats(
-    before: Sequence[str],
+    previous: Sequence[str],
     able: Sequence[str],
-    most: int,
+    max_count: int,
     block: int = 1,
     domains: Mapping[str, str] | None = None,
 ) -> list[str]:
@@ -100,13 +100,13 @@ def choose_seats(
         domains: where given, a block's nodes have the same domain, and nodes without one have no place.
     """
     if block == 1 and domains is None:
-        return _one_by_one(before, able, most)
+        return _choose_single_nodes(previous, able, max_count)
     region = {node: domains.get(node, "") if domains is not None else "any" for node in able}
     region = {node: domain for node, domain in region.items() if domain}
     room = {domain: count // block for domain, count in Counter(region.values()).items()}
-    total = min(most // block, sum(room.values()))
-    old = [_survivors(at // block, before[at : at + block], region, block) for at in range(0, len(before), block)]
-    kept = _worth_keeping(old, room, total)
+    total = min(max_count // block, sum(room.values()))
+    old = [_survivors(at // block, previous[at : at + block], region, block) for at in range(0, len(previous), block)]
+    kept = _blocks_to_keep(old, room, total)
     placed = {node for one in kept.values() for node in one.seats if node is not None}
     free: dict[str, deque[str]] = {domain: deque() for domain in room}
     for node, domain in region.items():
@@ -117,19 +117,19 @@ def choose_seats(
     return _in_order(len(old), mended, fresh)
 
 
-def _one_by_one(before: Sequence[str], able: Sequence[str], most: int) -> list[str]:
+def _choose_single_nodes(previous: Sequence[str], able: Sequence[str], max_count: int) -> list[str]:
     """The same for blocks of one node."""
-    may, was = set(able), set(before)
+    may, was = set(able), set(previous)
     spares = deque(node for node in able if node not in was)
-    room = most - sum(1 for node in before if node in may)
+    room = max_count - sum(1 for node in previous if node in may)
     seats: list[str] = []
-    for node in before:
+    for node in previous:
         if node in may:
             seats.append(node)
         elif spares and room > 0:
             seats.append(spares.popleft())
             room -= 1
-    return [*seats, *spares][:most]
+    return [*seats, *spares][:max_count]
 
 
 def _survivors(index: int, seats: Sequence[str], region: Mapping[str, str], block: int) -> _Block:
@@ -140,7 +140,7 @@ def _survivors(index: int, seats: Sequence[str], region: Mapping[str, str], bloc
     return _Block(index, domain, [*left, *[None] * (block - len(left))])
 
 
-def _worth_keeping(old: list[_Block], room: dict[str, int], total: int) -> dict[int, _Block]:
+def _blocks_to_keep(old: list[_Block], room: dict[str, int], total: int) -> dict[int, _Block]:
     """Up to ``total`` blocks, whole ones first, then those that lost least; takes their ``room`` in their domain."""
     kept: dict[int, _Block] = {}
     for one in sorted((b for b in old if b.domain), key=lambda b: (b.missing, b.index)):
@@ -173,8 +173,8 @@ def _in_order(places: int, mended: dict[int, list[str]], fresh: deque[list[str]]
     return seats + [node for one in fresh for node in one]
 
 
-ENDED = (JobState.FINISHED, JobState.FAILED)
-Rosters = dict[str, list[str]]
+ENDED_STATES = (JobState.FINISHED, JobState.FAILED)
+RostersByJob = dict[str, list[str]]
 """By job the roster it would get now."""
 
 
@@ -188,69 +188,69 @@ def seats_of(spec: GenerationSpec | None) -> tuple[str, ...]:
 
 def is_seated(job: JobRecord, node: str) -> bool:
     """Whether the node is in the current roster, or in the one that is being left at a boundary."""
-    return any(spec is not None and node in spec.seated for spec in (job.generation, job.leaving))
+    return any(spec is not None and node in spec.seated_nodes for spec in (job.generation, job.outgoing_generation))
 
 
-def store_node(seats: Sequence[str], before: GenerationSpec | None) -> str:
+def choose_store_node(seats: Sequence[str], previous: GenerationSpec | None) -> str:
     """Whose launcher hosts the store: where it was if that node stays, else the first that stays, else the first."""
-    if before is None:
+    if previous is None:
         return seats[0]
-    if before.store_node in seats:
-        return before.store_node
-    return next((node for node in seats if node in before.seated), seats[0])
+    if previous.store_node in seats:
+        return previous.store_node
+    return next((node for node in seats if node in previous.seated_nodes), seats[0])
 
 
-def moves(before: Sequence[str], seats: Sequence[str]) -> tuple[list[str], list[str]]:
+def seat_changes(previous: Sequence[str], seats: Sequence[str]) -> tuple[list[str], list[str]]:
     """Who leaves and who comes, each in the order of seats."""
-    was, will = set(before), set(seats)
-    return [node for node in before if node not in will], [node for node in seats if node not in was]
+    was, will = set(previous), set(seats)
+    return [node for node in previous if node not in will], [node for node in seats if node not in was]
 
 
-def describe_change(before: Sequence[str], seats: Sequence[str], most: int) -> str:
+def describe_change(previous: Sequence[str], seats: Sequence[str], max_count: int) -> str:
     """What the roster does, in words: who stays, who leaves, who comes."""
-    left, came = moves(before, seats)
-    if not before:
-        return f"forms with {nodes(len(seats))}"
+    left, came = seat_changes(previous, seats)
+    if not previous:
+        return f"forms with {format_node_count(len(seats))}"
     if not left and not came:
-        return "keeps its node" if len(seats) == 1 else f"keeps all {nodes(len(seats))}"
+        return "keeps its node" if len(seats) == 1 else f"keeps all {format_node_count(len(seats))}"
     if not left:
-        return f"grows to {nodes(len(seats))} with {named(came)}"
+        return f"grows to {format_node_count(len(seats))} with {join_names(came)}"
     if len(came) >= len(left):
-        return f"takes {named(came)} in place of {named(left)}"
-    taken = f"takes {named(came)} and " if came else ""
-    return f"{taken}goes on with {len(seats)} of {max(most, len(before))} nodes, without {named(left)}"
+        return f"takes {join_names(came)} in place of {join_names(left)}"
+    taken = f"takes {join_names(came)} and " if came else ""
+    return f"{taken}goes on with {len(seats)} of {max(max_count, len(previous))} nodes, without {join_names(left)}"
 
 
 # --- who may take part -------------------------------------------------------------------------------------------
 
 
-def least_nodes(job: JobRecord) -> int:
+def min_roster_nodes(job: JobRecord) -> int:
     """The smallest roster with which the job runs."""
-    return least_seats(job.spec)
+    return min_seats(job.spec)
 
 
-def most_nodes(job: JobRecord) -> int:
+def max_roster_nodes(job: JobRecord) -> int:
     """The largest roster allowed now: whole blocks, and never less than the smallest."""
-    most = most_seats(job.spec)
-    if job.size is None:
+    most = max_seats(job.spec)
+    if job.node_limit is None:
         return most
     block = job.spec.block_nodes
-    return max(least_seats(job.spec), min(job.size // block * block, most))
+    return max(min_seats(job.spec), min(job.node_limit // block * block, most))
 
 
-def obstacle(state: FleetState, job: JobRecord, node: str, staying: Collection[str] = ()) -> str:
+def ineligible_reason(state: FleetState, job: JobRecord, node: str, keep_seated: Collection[str] = ()) -> str:
     """Why a node cannot be in the job's next roster; empty where it can.
 
     A node computes for one job at a time; between jobs that want it, ``promised`` decides.
     """
-    words = unfit(state, job, node, staying)
-    if words or (job.state is JobState.RUNNING and job.generation is not None and node in job.generation.seated):
+    words = unfit_reason(state, job, node, keep_seated)
+    if words or (job.state is JobState.RUNNING and job.generation is not None and node in job.generation.seated_nodes):
         return words
-    owner = owner_of(state, job, node)
+    owner = other_owner(state, job, node)
     return f"it computes for job {owner.job}" if owner is not None else ""
 
 
-def unfit(state: FleetState, job: JobRecord, node: str, staying: Collection[str] = ()) -> str:
+def unfit_reason(state: FleetState, job: JobRecord, node: str, keep_seated: Collection[str] = ()) -> str:
     """What in the node or its launcher keeps it out of the job's next roster, whoever else computes on it.
 
     A suspect node may stay where it is, but is not chosen anew: a refuted suspicion must leave no trace. So may those
@@ -259,42 +259,42 @@ def unfit(state: FleetState, job: JobRecord, node: str, staying: Collection[str]
     launcher, record = job.launchers.get(node), state.nodes.get(node)
     if launcher is None:
         return f"no launcher on it has joined {job.job}"
-    if node in job.excluded:
-        return job.excluded[node]
-    if not launcher.able:
-        return launcher.why_not
+    if node in job.excluded_nodes:
+        return job.excluded_nodes[node]
+    if not launcher.usable:
+        return launcher.unusable_reason
     if record is None:
         return "its agent has not registered"
     if node not in state.reachable:
         return record.sentence or "it is out of reach"
-    if state.live_nodes[node].gone_at is not None:
+    if state.node_runtime[node].disconnected_at is not None:
         return "its agent's connection is closed"
-    seated = job.generation is not None and node in job.generation.seated
+    seated = job.generation is not None and node in job.generation.seated_nodes
     running = seated and job.state is JobState.RUNNING
-    if not running and node in state.unmet:
+    if not running and node in state.unseen:
         return "this controller, which has just begun, has not heard it yet"
-    stays = node in staying or (running and record.state is NodeState.SUSPECT)
+    stays = node in keep_seated or (running and record.state is NodeState.SUSPECT)
     if record.state is not NodeState.HEALTHY and not stays:
         return record.sentence or f"it is {record.state}"
-    if not seated and not launcher.confirmed:
+    if not seated and not launcher.has_rejoined:
         return "its agent began anew, and the launcher has not said so"
     if job.spec.block_within and not domain_of(record.domain, job.spec.block_within):
         return f"it names no {job.spec.block_within}, and the job's blocks stay within one"
     return ""
 
 
-def owner_of(state: FleetState, job: JobRecord, node: str) -> JobRecord | None:
+def other_owner(state: FleetState, job: JobRecord, node: str) -> JobRecord | None:
     """Another running job whose roster the node is in."""
     name = state.owners.get(node)
     return state.jobs[name] if name is not None and name != job.job else None
 
 
-def promised(state: FleetState, job: JobRecord, worked_out: Rosters | None = None) -> dict[str, JobRecord]:
+def claimed_by_priority(state: FleetState, job: JobRecord, rosters: RostersByJob | None = None) -> dict[str, JobRecord]:
     """Nodes that jobs of a higher priority have or take next: those with which such a job runs, or grows."""
-    worked_out = {} if worked_out is None else worked_out
+    rosters = {} if rosters is None else rosters
     rivals: dict[str, None] = {}
     for node in job.launchers:
-        live = state.live_nodes.get(node)
+        live = state.node_runtime.get(node)
         if live is not None and len(live.open) > 1:
             rivals.update(live.open)
     found: dict[str, JobRecord] = {}
@@ -302,68 +302,70 @@ def promised(state: FleetState, job: JobRecord, worked_out: Rosters | None = Non
         rival = state.jobs[name]
         if rival.spec.priority <= job.spec.priority:
             continue
-        if name not in worked_out:
-            worked_out[name] = next_seats(state, rival, worked_out=worked_out)
-        seats = worked_out[name]
-        if len(seats) >= least_nodes(rival):
+        if name not in rosters:
+            rosters[name] = next_seats(state, rival, rosters=rosters)
+        seats = rosters[name]
+        if len(seats) >= min_roster_nodes(rival):
             found |= dict.fromkeys(seats, rival)
     return found
 
 
-def able_nodes(
+def eligible_nodes(
     state: FleetState,
     job: JobRecord,
     without: Collection[str] = (),
-    worked_out: Rosters | None = None,
-    staying: Collection[str] = (),
+    rosters: RostersByJob | None = None,
+    keep_seated: Collection[str] = (),
 ) -> list[str]:
     """Every node that may be in the job's next roster, in the order in which a free seat is given to them.
 
     Those of the roster come first, a suspect one last. Of spares, those whose eviction is held come after all others,
     the clean go before repeat offenders, and who joined first before who came later.
     """
-    seated = job.generation.seated if job.generation is not None else frozenset()
-    gone = promised(state, job, worked_out)
+    seated = job.generation.seated_nodes if job.generation is not None else frozenset()
+    gone = claimed_by_priority(state, job, rosters)
     stay: list[str] = []
     others: list[str] = []
     doubted: list[str] = []
     for node in job.launchers:
-        if node in without or obstacle(state, job, node, staying):
+        if node in without or ineligible_reason(state, job, node, keep_seated):
             continue
         if node in seated and (job.state is JobState.RUNNING or node not in gone):
             (stay if state.nodes[node].state is NodeState.HEALTHY else doubted).append(node)
         elif node not in gone:
             others.append(node)
     half_life_s = state.policy.offender_half_life_s
-    others.sort(key=lambda node: (_is_held(state, node), _offences(state.nodes[node], half_life_s)))
+    others.sort(key=lambda node: (_is_eviction_deferred(state, node), _offence_order(state.nodes[node], half_life_s)))
     return [*stay, *others, *doubted]
 
 
-def _is_held(state: FleetState, node: str) -> bool:
+def _is_eviction_deferred(state: FleetState, node: str) -> bool:
     """Whether it is convicted, and serves only since something holds its eviction."""
-    return bool(state.nodes[node].overruled)
+    return bool(state.nodes[node].deferred_eviction_key)
 
 
-def _is_held_spare(state: FleetState, job: JobRecord, node: str) -> bool:
-    return _is_held(state, node) and (job.generation is None or node not in job.generation.seated)
+def _is_deferred_spare(state: FleetState, job: JobRecord, node: str) -> bool:
+    return _is_eviction_deferred(state, node) and (job.generation is None or node not in job.generation.seated_nodes)
 
 
-def _offences(record: NodeRecord, half_life_s: float) -> float:
+def _offence_order(record: NodeRecord, half_life_s: float) -> float:
     """Orders nodes as ``offenders.offender_score`` does at any time: its logarithm, without what all have in common."""
-    return math.log2(record.offences) + record.offended_at / half_life_s if record.offences else -math.inf
+    return (
+        math.log2(record.offence_score) + record.offence_score_at / half_life_s if record.offence_score else -math.inf
+    )
 
 
 def spares(state: FleetState, job: JobRecord) -> list[str]:
     """Able nodes outside the current roster."""
-    return able_nodes(state, job, without=job.generation.seated if job.generation is not None else ())
+    return eligible_nodes(state, job, without=job.generation.seated_nodes if job.generation is not None else ())
 
 
 def next_seats(
     state: FleetState,
     job: JobRecord,
     without: Collection[str] = (),
-    worked_out: Rosters | None = None,
-    staying: Collection[str] = (),
+    rosters: RostersByJob | None = None,
+    keep_seated: Collection[str] = (),
 ) -> list[str]:
     """The roster the job would get now, leaving out ``without``; whole blocks.
 
@@ -374,9 +376,9 @@ def next_seats(
     ``worked_out``: what was found for jobs of higher priority on the way here, so that each is asked once. ``staying``:
     as of ``unfit``.
     """
-    able = able_nodes(state, job, without, worked_out, staying)
-    least, unheld = least_nodes(job), [node for node in able if not _is_held_spare(state, job, node)]
-    swift = [node for node in unheld if node not in job.slow]
+    able = eligible_nodes(state, job, without, rosters, keep_seated)
+    least, unheld = min_roster_nodes(job), [node for node in able if not _is_deferred_spare(state, job, node)]
+    swift = [node for node in unheld if node not in job.replaced_stragglers]
     seats = seats_among(state, job, swift)
     if len(seats) < least and len(swift) < len(unheld):
         seats = seats_among(state, job, unheld)
@@ -385,22 +387,22 @@ def next_seats(
     return seats
 
 
-def seats_among(state: FleetState, job: JobRecord, able: Sequence[str], most: int | None = None) -> list[str]:
+def seats_among(state: FleetState, job: JobRecord, eligible: Sequence[str], max_count: int | None = None) -> list[str]:
     """The roster that can be made of ``able``: at most ``most`` nodes, or as many as the job may have."""
     within, domains = job.spec.block_within, None
     if within:
-        domains = {node: domain_of(state.nodes[node].domain, within) for node in able}
-    most = most_nodes(job) if most is None else most
-    return choose_seats(seats_of(job.generation), able, most, job.spec.block_nodes, domains)
+        domains = {node: domain_of(state.nodes[node].domain, within) for node in eligible}
+    max_count = max_roster_nodes(job) if max_count is None else max_count
+    return choose_seats(seats_of(job.generation), eligible, max_count, job.spec.block_nodes, domains)
 
 
 def jobs_seated_on(state: FleetState, node: str) -> list[JobRecord]:
     """Jobs whose current, or still running, roster has the node."""
-    jobs = (state.jobs[name] for name in state.live_nodes[node].jobs)
+    jobs = (state.jobs[name] for name in state.node_runtime[node].jobs)
     return [job for job in jobs if is_seated(job, node)]
 
 
-def computes(state: FleetState, node: str) -> bool:
+def is_computing(state: FleetState, node: str) -> bool:
     """Whether a running job has a seat on the node."""
     return any(job.state is JobState.RUNNING for job in jobs_seated_on(state, node))
 
@@ -408,33 +410,35 @@ def computes(state: FleetState, node: str) -> bool:
 # --- reasons -----------------------------------------------------------------------------------------------------
 
 
-def why_not(state: FleetState, job: JobRecord, node: str, promises: Mapping[str, JobRecord] | None = None) -> str:
+def no_seat_reason(state: FleetState, job: JobRecord, node: str, claims: Mapping[str, JobRecord] | None = None) -> str:
     """Why the node has no seat in the job's current roster, in words; empty where it has one.
 
     ``promises``: ``promised`` for the job, where many nodes are asked about.
     """
-    if job.generation is not None and node in job.generation.seated and job.state is not JobState.PAUSED:
+    if job.generation is not None and node in job.generation.seated_nodes and job.state is not JobState.PAUSED:
         return ""
-    words = obstacle(state, job, node)
+    words = ineligible_reason(state, job, node)
     if words:
         return words
-    rival = (promised(state, job) if promises is None else promises).get(node)
+    rival = (claimed_by_priority(state, job) if claims is None else claims).get(node)
     if rival is not None:
         return f"job {rival.job} comes first (priority {rival.spec.priority} over {job.spec.priority})"
-    if job.state in ENDED:
+    if job.state in ENDED_STATES:
         return f"the job is {job.state}"
     seats = next_seats(state, job)
-    if len(seats) < least_nodes(job):
-        return f"the job needs {nodes(least_nodes(job))} and would have {len(seats)}{_whole_blocks(job)}"
+    if len(seats) < min_roster_nodes(job):
+        return (
+            f"the job needs {format_node_count(min_roster_nodes(job))} and would have {len(seats)}{_whole_blocks(job)}"
+        )
     if node in seats:
         return "it gets a seat at the next boundary" if job.state is JobState.RUNNING else "the job is about to form"
-    if node in job.slow:
-        return f"{job.slow[node]}; it is taken again only where the job would fall below its minimum"
-    if _is_held_spare(state, job, node):
+    if node in job.replaced_stragglers:
+        return f"{job.replaced_stragglers[node]}; it is taken again only where the job would fall below its minimum"
+    if _is_deferred_spare(state, job, node):
         return "its eviction is held; it is taken only where the job would fall below its minimum"
-    if len(seats) < most_nodes(job):
+    if len(seats) < max_roster_nodes(job):
         return f"no further block can be made with it{_whole_blocks(job)}"
-    return f"it is a spare: the job has its {nodes(most_nodes(job))}"
+    return f"it is a spare: the job has its {format_node_count(max_roster_nodes(job))}"
 
 
 def _whole_blocks(job: JobRecord) -> str:

@@ -13,18 +13,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from everstep_controller.core.records import NodeRecord
-from everstep_controller.core.state import Episode, FleetState, Tally
-from everstep_controller.core.transition import Turn
-from everstep_controller.core.wording import nodes
+from everstep_controller.core.state import CorrelatedSilence, FleetState, SilenceCount
+from everstep_controller.core.transition import Transition
+from everstep_controller.core.wording import format_node_count
 
 FLEET = "fleet"
-GATHER_S = 0.5
+ANNOUNCE_DELAY_S = 0.5
 """Seconds until a correlated silence is put into words, so that one line names all of it."""
-ALIKE = 0.9
+COMMON_SHARE = 0.9
 """Share of the silent ones that have something in common, for it to be named as theirs."""
 
 
-def names(record: NodeRecord) -> Iterator[str]:
+def groups_of(record: NodeRecord) -> Iterator[str]:
     """Under what a node is counted, as ``kind:name``."""
     yield FLEET
     domain = record.domain
@@ -42,167 +42,171 @@ def names(record: NodeRecord) -> Iterator[str]:
 # --- counting ----------------------------------------------------------------------------------------------------
 
 
-def expect(state: FleetState, node: str) -> None:
+def add_expected(state: FleetState, node: str) -> None:
     """The node is to be heard from now on. Call ``mind`` after it."""
     state.reachable.add(node)
-    count(state, node, 1)
+    count_node(state, node, 1)
 
 
-def give_up(turn: Turn, node: str) -> None:
+def remove_expected(transition: Transition, node: str) -> None:
     """The node is not expected to be heard any more."""
-    count(turn.state, node, -1)
-    turn.state.reachable.discard(node)
-    turn.state.silent.discard(node)
-    mind(turn, believed=True)
+    count_node(transition.state, node, -1)
+    transition.state.reachable.discard(node)
+    transition.state.silent.discard(node)
+    update_correlated_silence(transition, confirmed=True)
 
 
-def fall_silent(turn: Turn, node: str) -> None:
+def mark_silent(transition: Transition, node: str) -> None:
     """The node is over its deadline, or its connection closed."""
-    if node not in turn.state.silent:
-        _move(turn, node, silent=True)
+    if node not in transition.state.silent:
+        _set_silent(transition, node, silent=True)
 
 
-def speak(turn: Turn, node: str) -> None:
+def mark_not_silent(transition: Transition, node: str) -> None:
     """The node said something."""
-    if node in turn.state.silent:
-        _move(turn, node, silent=False)
+    if node in transition.state.silent:
+        _set_silent(transition, node, silent=False)
 
 
-def _move(turn: Turn, node: str, *, silent: bool) -> None:
-    (turn.state.silent.add if silent else turn.state.silent.discard)(node)
-    _add(turn.state, node, 0, 1 if silent else -1)
-    mind(turn)
+def _set_silent(transition: Transition, node: str, *, silent: bool) -> None:
+    (transition.state.silent.add if silent else transition.state.silent.discard)(node)
+    _add_to_groups(transition.state, node, 0, 1 if silent else -1)
+    update_correlated_silence(transition)
 
 
-def count(state: FleetState, node: str, by: int) -> None:
+def count_node(state: FleetState, node: str, delta: int) -> None:
     """Counts a node as it stands (``by`` = 1), or no longer (-1): before and after something of it changes, and then
     call ``mind``."""
-    _add(state, node, by * (node in state.reachable), by * (node in state.silent))
+    _add_to_groups(state, node, delta * (node in state.reachable), delta * (node in state.silent))
 
 
-def _add(state: FleetState, node: str, expected: int, silent: int) -> None:
-    for name in names(state.nodes[node]):
-        tally = state.tallies.setdefault(name, Tally())
+def _add_to_groups(state: FleetState, node: str, expected: int, silent: int) -> None:
+    for name in groups_of(state.nodes[node]):
+        tally = state.silence_counts.setdefault(name, SilenceCount())
         tally.expected += expected
         tally.silent += silent
-        if is_crossed(state, name, tally):
-            state.crossed.add(name)
+        if is_over_threshold(state, name, tally):
+            state.silent_groups.add(name)
         else:
-            state.crossed.discard(name)
+            state.silent_groups.discard(name)
         if not tally.expected:
-            del state.tallies[name]
+            del state.silence_counts[name]
 
 
-def is_crossed(state: FleetState, name: str, tally: Tally) -> bool:
+def is_over_threshold(state: FleetState, name: str, tally: SilenceCount) -> bool:
     """Whether so many of those are silent at once that it is not taken for their own doing.
 
     All nodes of a fleet count as many, however few they are. What is true of the whole fleet is no part of it.
     """
-    policy, fleet = state.policy, state.tallies.get(FLEET)
+    policy, fleet = state.policy, state.silence_counts.get(FLEET)
     if name == FLEET and tally.silent == tally.expected >= 2:
         return True
     if name != FLEET and (fleet is None or tally.expected == fleet.expected):
         return False
-    share = policy.correlated_share if name == FLEET else policy.correlated_part_share
-    return tally.silent >= max(policy.correlated_minimum, share * tally.expected)
+    share = policy.correlated_silence_share if name == FLEET else policy.correlated_silence_group_share
+    return tally.silent >= max(policy.correlated_silence_min_nodes, share * tally.expected)
 
 
 # --- believing ---------------------------------------------------------------------------------------------------
 
 
-def is_doubted(turn: Turn, node: str, since: float) -> bool:
+def is_silence_excused(transition: Transition, node: str, since: float) -> bool:
     """Whether a silence since ``since`` is rather the network's or ours than the node's own.
 
     When a network comes back, not everybody is heard in the same moment: a silence that began before the end of an
     episode is doubted a while longer.
     """
-    state = turn.state
-    if turn.now >= since + turn.policy.correlated_patience_s:
+    state = transition.state
+    if transition.now >= since + transition.policy.correlated_silence_max_s:
         return False
-    if since < state.calm_since and turn.now < _aftermath_over_at(turn):
+    if since < state.correlated_silence_ended_at and transition.now < _grace_ends_at(transition):
         return True
-    return bool(state.crossed) and any(name in state.crossed for name in names(state.nodes[node]))
+    return bool(state.silent_groups) and any(name in state.silent_groups for name in groups_of(state.nodes[node]))
 
 
-def look_again_at(turn: Turn, since: float) -> float:
+def excused_until(transition: Transition, since: float) -> float:
     """When a doubted silence that began at ``since`` may be believed. The end of an episode asks sooner."""
-    patience = since + turn.policy.correlated_patience_s
-    return min(patience, _aftermath_over_at(turn)) if not turn.state.crossed else patience
+    patience = since + transition.policy.correlated_silence_max_s
+    return min(patience, _grace_ends_at(transition)) if not transition.state.silent_groups else patience
 
 
-def _aftermath_over_at(turn: Turn) -> float:
-    return turn.state.calm_since + turn.policy.dead_after_s
+def _grace_ends_at(transition: Transition) -> float:
+    return transition.state.correlated_silence_ended_at + transition.policy.lost_after_s
 
 
 # --- episodes ----------------------------------------------------------------------------------------------------
 
 
-def mind(turn: Turn, *, believed: bool = False) -> None:
+def update_correlated_silence(transition: Transition, *, confirmed: bool = False) -> None:
     """After counting: an episode begins where many are silent at once, and ends where they are no more, or where that
     is ``believed``."""
-    state = turn.state
-    if state.crossed:
-        if state.episode is None:
-            state.episode = Episode(since=turn.now)
-            turn.wake(turn.now + GATHER_S, "correlation", FLEET)
-        state.episode.most = max(state.episode.most, len(state.silent))
-    elif state.episode is not None:
-        _over(turn, state.episode, believed)
+    state = transition.state
+    if state.silent_groups:
+        if state.correlated_silence is None:
+            state.correlated_silence = CorrelatedSilence(since=transition.now)
+            transition.schedule(transition.now + ANNOUNCE_DELAY_S, "correlation", FLEET)
+        state.correlated_silence.max_silent = max(state.correlated_silence.max_silent, len(state.silent))
+    elif state.correlated_silence is not None:
+        _end_correlated_silence(transition, state.correlated_silence, confirmed)
 
 
-def _over(turn: Turn, episode: Episode, believed: bool) -> None:
+def _end_correlated_silence(transition: Transition, correlated_silence: CorrelatedSilence, confirmed: bool) -> None:
     """Whoever does not follow soon is silent by itself."""
-    state = turn.state
-    state.episode, state.calm_since = None, turn.now
+    state = transition.state
+    state.correlated_silence, state.correlated_silence_ended_at = None, transition.now
     for node in sorted(state.silent):
-        turn.wake(_aftermath_over_at(turn), "node", node)
-    if not episode.said:
+        transition.schedule(_grace_ends_at(transition), "node", node)
+    if not correlated_silence.announced:
         return
-    lasted, many = f"after {turn.now - episode.since:.0f} s", nodes(episode.most)
-    still = f"{len(state.silent)} still are and have {turn.policy.dead_after_s:g} s more"
+    lasted, many = (
+        f"after {transition.now - correlated_silence.since:.0f} s",
+        format_node_count(correlated_silence.max_silent),
+    )
+    still = f"{len(state.silent)} still are and have {transition.policy.lost_after_s:g} s more"
     over = f"the correlated silence is over {lasted}: of {many} that were silent at once, {still}"
-    sentence = f"the correlated silence of {many} is believed {lasted}: they are lost" if believed else over
-    turn.audit("fleet.correlated_over", sentence)
+    sentence = f"the correlated silence of {many} is believed {lasted}: they are lost" if confirmed else over
+    transition.audit("fleet.correlated_silence_ended", sentence)
 
 
-def announce(turn: Turn) -> None:
+def announce_correlated_silence(transition: Transition) -> None:
     """Says once, in one line, how many are silent and what they have in common."""
-    state, episode = turn.state, turn.state.episode
-    if episode is None or episode.said or turn.now < episode.since + GATHER_S:
+    state, episode = transition.state, transition.state.correlated_silence
+    if episode is None or episode.announced or transition.now < episode.since + ANNOUNCE_DELAY_S:
         return
-    episode.said = True
-    parts = [name for name in sorted(state.crossed) if name != FLEET]
-    common = _common(state)
+    episode.announced = True
+    parts = [name for name in sorted(state.silent_groups) if name != FLEET]
+    common = _common_groups(state)
     sentence = (
-        f"{len(state.silent)} of {nodes(len(state.reachable))} are silent at once{_in_words(state, parts, common)}; "
+        f"{len(state.silent)} of {format_node_count(len(state.reachable))} are silent at "
+        f"once{_describe_common(state, parts, common)}; "
         f"the network or this controller is suspected, and no node is lost on silence alone for "
-        f"{turn.policy.correlated_patience_s:g} s"
+        f"{transition.policy.correlated_silence_max_s:g} s"
     )
     data = {"silent": str(len(state.silent)), "expected": str(len(state.reachable)), "common": ",".join(common)}
-    turn.audit("fleet.correlated_silence", sentence, data=data)
+    transition.audit("fleet.correlated_silence", sentence, data=data)
 
 
-def _common(state: FleetState) -> list[str]:
+def _common_groups(state: FleetState) -> list[str]:
     """What nearly all silent nodes share and not the whole fleet does, the narrowest first."""
-    fleet = state.tallies[FLEET]
+    fleet = state.silence_counts[FLEET]
     found = [
         (tally.expected, name)
-        for name, tally in state.tallies.items()
-        if tally.silent >= ALIKE * fleet.silent and tally.expected < fleet.expected
+        for name, tally in state.silence_counts.items()
+        if tally.silent >= COMMON_SHARE * fleet.silent and tally.expected < fleet.expected
     ]
     return [name for _, name in sorted(found)]
 
 
-def _in_words(state: FleetState, parts: list[str], common: list[str]) -> str:
+def _describe_common(state: FleetState, parts: list[str], common: list[str]) -> str:
     if common:
-        return f", and have in common: {', '.join(_name(state, name) for name in common)}"
+        return f", and have in common: {', '.join(_describe_group(state, name) for name in common)}"
     if parts:
         more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
-        return f", among them {', '.join(_name(state, name) for name in parts[:3])}{more}"
+        return f", among them {', '.join(_describe_group(state, name) for name in parts[:3])}{more}"
     return ", with nothing in common"
 
 
-def _name(state: FleetState, name: str) -> str:
+def _describe_group(state: FleetState, name: str) -> str:
     kind, _, which = name.partition(":")
-    tally = state.tallies[name]
+    tally = state.silence_counts[name]
     return f"{kind} {which} ({tally.silent} of {tally.expected})"

@@ -8,20 +8,25 @@ from everstep.errors import NotFound, StaleGeneration
 from everstep.vocabulary import Action, Decision, NodeState
 from everstep.wire.v1.agent import Register
 from everstep_controller.core.health import evidence
-from everstep_controller.core.health.eviction import spared
-from everstep_controller.core.health.evidence import clear_own
-from everstep_controller.core.health.findings import take_picture
-from everstep_controller.core.health.maintenance import enter_maintenance, window_of
-from everstep_controller.core.health.outbreaks import convicts
-from everstep_controller.core.health.quarantine import begin_quarantine, refuse
-from everstep_controller.core.liveness.correlation import count, expect, mind
-from everstep_controller.core.liveness.node_liveness import drop_launchers, expect_launchers, heard, watch
-from everstep_controller.core.records import NodeRecord, Unfit
-from everstep_controller.core.state import FleetState, NodeLive, Pulse
-from everstep_controller.core.transition import Turn
+from everstep_controller.core.health.eviction import spare_if_correlated
+from everstep_controller.core.health.evidence import clear_controller_findings
+from everstep_controller.core.health.findings import replace_agent_findings
+from everstep_controller.core.health.maintenance import current_window, enter_maintenance
+from everstep_controller.core.health.outbreaks import blocks_service
+from everstep_controller.core.health.quarantine import begin_quarantine, quarantine_before_service
+from everstep_controller.core.liveness.correlation import add_expected, count_node, update_correlated_silence
+from everstep_controller.core.liveness.node_liveness import (
+    drop_launchers,
+    expect_launchers,
+    mark_seen,
+    schedule_silence_deadline,
+)
+from everstep_controller.core.records import NodeRecord, UnfitNode
+from everstep_controller.core.state import FleetState, HeartbeatState, NodeRuntime
+from everstep_controller.core.transition import Transition
 
 
-def check_life(state: FleetState, node: str, incarnation: int) -> None:
+def check_incarnation(state: FleetState, node: str, incarnation: int) -> None:
     """Raises NotFound for a node that never registered, StaleGeneration for another life of it than the current."""
     record = state.nodes.get(node)
     if record is None:
@@ -32,7 +37,7 @@ def check_life(state: FleetState, node: str, incarnation: int) -> None:
         )
 
 
-def check_register(state: FleetState, register: Register) -> None:
+def check_registration(state: FleetState, register: Register) -> None:
     """Raises StaleGeneration when a later life of the node has registered."""
     record = state.nodes.get(register.node)
     if record is not None and register.incarnation < record.incarnation:
@@ -42,102 +47,108 @@ def check_register(state: FleetState, register: Register) -> None:
         )
 
 
-def register(turn: Turn, words: Register) -> None:
+def register(transition: Transition, message: Register) -> None:
     """Takes the node into the fleet, or back."""
-    record = turn.state.nodes.get(words.node)
+    record = transition.state.nodes.get(message.node)
     if record is None:
-        _new_node(turn, words)
+        _new_node(transition, message)
         return
-    node, reborn = words.node, words.incarnation > record.incarnation
-    rebooted = bool(record.boot_id and words.boot_id and words.boot_id != record.boot_id)
-    count(turn.state, node, -1)
-    _note(turn, record, words)
-    count(turn.state, node, 1)
-    mind(turn)
+    node, reborn = message.node, message.incarnation > record.incarnation
+    rebooted = bool(record.boot_id and message.boot_id and message.boot_id != record.boot_id)
+    count_node(transition.state, node, -1)
+    _update_record(transition, record, message)
+    count_node(transition.state, node, 1)
+    update_correlated_silence(transition)
     if reborn:
-        turn.audit("node.registered", f"the agent of {node} began a new life", node=node)
-        turn.state.live_nodes[node].pulse = Pulse(heard_at=turn.now)
-        expect_launchers(turn, node)
-    _note_repair(turn, record)
-    _note_maintenance(turn, record)
-    heard(turn, node)
+        transition.audit("node.registered", f"the agent of {node} began a new life", node=node)
+        transition.state.node_runtime[node].heartbeats = HeartbeatState(last_seen_at=transition.now)
+        expect_launchers(transition, node)
+    _detect_repair(transition, record)
+    _enter_current_window(transition, record)
+    mark_seen(transition, node)
     if rebooted:
-        drop_launchers(turn, node, f"{node} was rebooted", confirmed=True)
-    take_picture(turn, node, words.findings)
+        drop_launchers(transition, node, f"{node} was rebooted", include_rejoined=True)
+    replace_agent_findings(transition, node, message.findings)
 
 
-def _new_node(turn: Turn, words: Register) -> None:
-    node = words.node
+def _new_node(transition: Transition, message: Register) -> None:
+    node = message.node
     record = NodeRecord(
-        node=node, incarnation=words.incarnation, vault=words.vault, since=turn.now, sentence="registered"
+        node=node, incarnation=message.incarnation, vault=message.vault, since=transition.now, sentence="registered"
     )
-    record.trace = turn.trace
-    turn.state.nodes[node] = record
-    turn.state.live_nodes[node] = NodeLive(pulse=Pulse(heard_at=turn.now))
-    _note(turn, record, words)
-    expect(turn.state, node)
-    mind(turn)
-    turn.audit("node.registered", f"{node} joined the fleet", node=node)
-    watch(turn, node)
-    _note_maintenance(turn, record)
-    for sick in words.findings:
-        if not convicts(turn.state, record, sick, turn.now):
+    record.trace = transition.trace
+    transition.state.nodes[node] = record
+    transition.state.node_runtime[node] = NodeRuntime(heartbeats=HeartbeatState(last_seen_at=transition.now))
+    _update_record(transition, record, message)
+    add_expected(transition.state, node)
+    update_correlated_silence(transition)
+    transition.audit("node.registered", f"{node} joined the fleet", node=node)
+    schedule_silence_deadline(transition, node)
+    _enter_current_window(transition, record)
+    for sick in message.findings:
+        if not blocks_service(transition.state, record, sick, transition.now):
             continue
-        if not spared(turn, turn.policy.rules.rule(sick), node, sick):
+        if not spare_if_correlated(transition, transition.policy.rules.rule_for(sick), node, sick):
             sentence = f"{node} came with {sick.message}: it must get well before it serves"
-            refuse(turn, node, sick, sentence, action=Action.strongest(Action.DRAIN, sick.action))
+            quarantine_before_service(
+                transition, node, sick, sentence, action=Action.strongest(Action.DRAIN, sick.action)
+            )
             break
-    if (unfit := turn.state.fleet.unfit.pop(node, None)) is not None:
-        turn.fleet_changed()
-        _come_back(turn, record, unfit)
-    take_picture(turn, node, words.findings)
+    if (unfit := transition.state.fleet.unfit_nodes.pop(node, None)) is not None:
+        transition.mark_fleet_changed()
+        _carry_over_unfitness(transition, record, unfit)
+    replace_agent_findings(transition, node, message.findings)
 
 
-def _come_back(turn: Turn, record: NodeRecord, unfit: Unfit) -> None:
+def _carry_over_unfitness(transition: Transition, record: NodeRecord, unfit: UnfitNode) -> None:
     """A name that was forgotten while its node was not fit to serve: it has to pass what that node had to. GPUs that
     computed wrongly are as they were: they need somebody's word, or to be replaced."""
     sentence = f"{unfit.sentence}: it must pass its diagnostics before it serves"
     if record.state is not NodeState.QUARANTINED:
-        begin_quarantine(turn, record.node, sentence, (), action=Action.DRAIN, offence=0.0)
-        turn.verdict(record.node, Decision.QUARANTINE, sentence, action=Action.DRAIN, evidence=())
-    if record.course is not None:
-        record.course.checks = tuple(dict.fromkeys([*record.course.checks, *unfit.checks]))
-        record.course.passes = max(record.course.passes, unfit.passes)
-    if unfit.condemned and not _replaced(record, unfit.condemned):
-        record.needs_operator, record.condemned = True, list(unfit.condemned)
+        begin_quarantine(transition, record.node, sentence, (), action=Action.DRAIN, offence_weight=0.0)
+        transition.add_verdict(record.node, Decision.QUARANTINE, sentence, action=Action.DRAIN, evidence=())
+    if record.readmission_plan is not None:
+        record.readmission_plan.required_diagnostics = tuple(
+            dict.fromkeys([*record.readmission_plan.required_diagnostics, *unfit.diagnostics])
+        )
+        record.readmission_plan.required_passes = max(record.readmission_plan.required_passes, unfit.required_passes)
+    if unfit.defective_gpus and not _are_gpus_replaced(record, unfit.defective_gpus):
+        record.needs_operator, record.defective_gpus = True, list(unfit.defective_gpus)
 
 
-def _replaced(record: NodeRecord, condemned: Collection[str]) -> bool:
+def _are_gpus_replaced(record: NodeRecord, condemned: Collection[str]) -> bool:
     """Whether none of these GPUs is left in the node; of one that shows none nobody can tell."""
     uuids = {gpu.uuid for gpu in record.gpus}
     return bool(uuids) and record.node not in condemned and not uuids & set(condemned)
 
 
-def _note(turn: Turn, record: NodeRecord, words: Register) -> None:
-    if not record.booted_at or words.boot_id != record.boot_id:
-        record.booted_at = turn.now
-    record.incarnation, record.vault, record.domain = words.incarnation, words.vault, words.domain
-    record.gpus, record.host, record.labels = words.gpus, words.host, dict(words.labels)
-    record.agent_version = words.agent_version
-    record.driver_version, record.boot_id = words.driver_version, words.boot_id
-    record.registered_at = turn.now
-    turn.node_changed(record.node)
+def _update_record(transition: Transition, record: NodeRecord, message: Register) -> None:
+    if not record.booted_at or message.boot_id != record.boot_id:
+        record.booted_at = transition.now
+    record.incarnation, record.vault, record.domain = message.incarnation, message.vault, message.domain
+    record.gpus, record.host, record.labels = message.gpus, message.host, dict(message.labels)
+    record.agent_version = message.agent_version
+    record.driver_version, record.boot_id = message.driver_version, message.boot_id
+    record.registered_at = transition.now
+    transition.mark_node_changed(record.node)
 
 
-def _note_maintenance(turn: Turn, record: NodeRecord) -> None:
+def _enter_current_window(transition: Transition, record: NodeRecord) -> None:
     """A node that comes up in a window is in it."""
-    window = window_of(turn.state, record, turn.now)
+    window = current_window(transition.state, record, transition.now)
     if window is not None and window.until > record.maintenance_until:
-        enter_maintenance(turn, record.node, window)
+        enter_maintenance(transition, record.node, window)
 
 
-def _note_repair(turn: Turn, record: NodeRecord) -> None:
+def _detect_repair(transition: Transition, record: NodeRecord) -> None:
     """GPUs that computed wrongly have been replaced: the node needs nobody's word any more."""
-    if not record.needs_operator or record.state is not NodeState.QUARANTINED or not record.condemned:
+    if not record.needs_operator or record.state is not NodeState.QUARANTINED or not record.defective_gpus:
         return
-    if not _replaced(record, record.condemned):
+    if not _are_gpus_replaced(record, record.defective_gpus):
         return
-    record.needs_operator, record.condemned = False, []
+    record.needs_operator, record.defective_gpus = False, []
     evidence.absolve(record)
-    clear_own(turn, record.node)
-    turn.audit("node.repaired", f"{record.node} has other GPUs than those that computed wrongly", node=record.node)
+    clear_controller_findings(transition, record.node)
+    transition.audit(
+        "node.repaired", f"{record.node} has other GPUs than those that computed wrongly", node=record.node
+    )

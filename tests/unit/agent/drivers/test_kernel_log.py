@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from everstep_agent.drivers.kmsg import LINE_BYTES, READ_BYTES, KernelLog, LogPosition
-from everstep_agent.findings.xids import XidReader, normal_bus_id
+from everstep_agent.drivers.kmsg import MAX_LINE_BYTES, READ_BYTES, KernelLog, LogPosition
+from everstep_agent.findings.xids import XidParser, normalize_bus_id
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,9 +49,9 @@ def test_a_file_is_followed_from_its_end(path: Path, logs: list[KernelLog]) -> N
 def test_a_file_that_comes_later_is_read_from_its_beginning(path: Path, logs: list[KernelLog]) -> None:
     log = opened(logs, path)
     assert log.error
-    assert not log.has_news()
+    assert not log.has_new_data()
     append(path, "first\n")
-    assert log.has_news()
+    assert log.has_new_data()
     assert log.read() == ["first"]
     assert not log.error
 
@@ -92,7 +92,7 @@ def test_an_endless_line_is_cut_and_costs_bounded_memory(path: Path, logs: list[
     log = opened(logs, path)
     append(path, "x" * (3 * READ_BYTES) + "\nnext\n")
     lines = [line for _ in range(6) for line in log.read()]
-    assert [len(line) for line in lines] == [LINE_BYTES, 4]
+    assert [len(line) for line in lines] == [MAX_LINE_BYTES, 4]
     assert lines[-1] == "next"
 
 
@@ -123,7 +123,7 @@ def test_a_pipe_wakes_its_reader_and_survives_its_writers(tmp_path: Path, logs: 
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     log = opened(logs, pipe)
-    assert log.wakes is not None
+    assert log.wait_descriptor is not None
     for word in ("one", "two"):
         with pipe.open("w") as writer:
             writer.write(f"{word}\n")
@@ -133,15 +133,15 @@ def test_a_pipe_wakes_its_reader_and_survives_its_writers(tmp_path: Path, logs: 
 
 def test_kernel_records_are_read_once_by_their_numbers(logs: list[KernelLog], tmp_path: Path) -> None:
     log = opened(logs, tmp_path / "none", LogPosition(sequence=7))
-    assert log._record(b"4,7,100,-;old\n") == []
-    assert log._record(b"4,8,101,-;NVRM: new\n SUBSYSTEM=pci\n") == ["NVRM: new"]
+    assert log._parse_record(b"4,7,100,-;old\n") == []
+    assert log._parse_record(b"4,8,101,-;NVRM: new\n SUBSYSTEM=pci\n") == ["NVRM: new"]
     assert log.position.sequence == 8
 
 
 def test_a_fresh_installation_takes_no_old_lines_for_news() -> None:
     log = KernelLog("/nowhere", not_before_s=1000.0)
-    assert log._record(b"4,1,999000000,-;NVRM: last month\n") == []
-    assert log._record(b"4,2,1000000001,-;NVRM: just now\n") == ["NVRM: just now"]
+    assert log._parse_record(b"4,1,999000000,-;NVRM: last month\n") == []
+    assert log._parse_record(b"4,2,1000000001,-;NVRM: just now\n") == ["NVRM: just now"]
 
 
 @settings(max_examples=50, deadline=None)
@@ -176,7 +176,7 @@ def test_however_a_log_grows_its_lines_are_the_same(lines: list[str], cuts: list
     ],
 )
 def test_xid_lines_of_all_kinds_are_understood(line: str, bus: str, xid: int) -> None:
-    event = XidReader().read(line)
+    event = XidParser().parse_line(line)
     assert event is not None
     assert (event.pci_bus_id, event.xid, event.source) == (bus, xid, "kernel")
 
@@ -192,20 +192,20 @@ def test_xid_lines_of_all_kinds_are_understood(line: str, bus: str, xid: int) ->
     ],
 )
 def test_other_lines_are_none(line: str) -> None:
-    assert XidReader().read(line) is None
+    assert XidParser().parse_line(line) is None
 
 
 def test_the_recovery_action_is_taken_from_the_line() -> None:
-    event = XidReader().read(
+    event = XidParser().parse_line(
         "NVRM: Xid (PCI:0000:1b:00): 154, GPU recovery action changed from 0x0 (None) to 0x4 (Drain and Reset)"
     )
     assert event is not None
-    assert event.recovery == 4
+    assert event.recovery_action == 4
 
 
 @pytest.mark.parametrize("spelling", ["0000:1B:00.0", "00000000:1b:00", "1b:00.0", "0000:1b:00"])
 def test_all_spellings_of_a_pci_address_are_one(spelling: str) -> None:
-    assert normal_bus_id(spelling) == "0000:1b:00"
+    assert normalize_bus_id(spelling) == "0000:1b:00"
 
 
 def test_a_record_of_several_lines_is_split_as_it_was_printed() -> None:
@@ -214,7 +214,7 @@ def test_a_record_of_several_lines_is_split_as_it_was_printed() -> None:
         b"\\x0aNVRM: fallen off the bus and is not responding to commands.\\x0a"
     )
     log = KernelLog("/dev/kmsg")
-    assert log._record(b"3,42,2000001,-;" + text + b"\n SUBSYSTEM=pci\n") == [
+    assert log._parse_record(b"3,42,2000001,-;" + text + b"\n SUBSYSTEM=pci\n") == [
         "NVRM: The NVIDIA GPU 0000:b3:00.0",
         "NVRM: (PCI ID: 10de:26b5) installed in this system has",
         "NVRM: fallen off the bus and is not responding to commands.",
@@ -223,4 +223,4 @@ def test_a_record_of_several_lines_is_split_as_it_was_printed() -> None:
 
 def test_other_escapes_of_a_record_stay_as_they_are() -> None:
     log = KernelLog("/dev/kmsg")
-    assert log._record(b"3,43,2000002,-;a\\x1b[31m and \\x5cx0a\n") == ["a\\x1b[31m and \\x5cx0a"]
+    assert log._parse_record(b"3,43,2000002,-;a\\x1b[31m and \\x5cx0a\n") == ["a\\x1b[31m and \\x5cx0a"]

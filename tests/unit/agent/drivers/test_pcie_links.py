@@ -9,7 +9,7 @@ from everstep_agent.drivers import sysfs
 from everstep_agent.drivers.sysfs import PcieLimit
 from everstep_agent.sensors.gpu import GpuSensor
 from everstep_agent.sensors.samples import GpuSample
-from everstep_agent.virtual.scenario import Machine
+from everstep_agent.virtual.scenario import VirtualMachine
 
 from tests.support.sensing import BUS, Control, Judge, gpu
 
@@ -114,14 +114,14 @@ def test_platform_without_the_device_limits_nothing(tmp_path: Path) -> None:
 # --- reading -----------------------------------------------------------------------------------------------------
 
 
-def test_link_and_load_are_of_the_same_poll(machine: Machine, control: Control) -> None:
+def test_link_and_load_are_of_the_same_poll(machine: VirtualMachine, control: Control) -> None:
     """A link that was read while the GPU rested is not held against the load of a later poll."""
-    sensor = GpuSensor(slow_every=10, doing=lambda what: None)
+    sensor = GpuSensor(slow_every=10, set_activity=lambda what: None)
     control.write(gpus={"0": {"pcie_generation": 1, "gpu_utilization": 0.0}})
-    machine.refresh()
+    machine.reload_control()
     assert sensor.poll()[0].pcie_utilization == 0.0
     control.write(gpus={"0": {"pcie_generation": 5, "gpu_utilization": 1.0}})
-    machine.refresh()
+    machine.reload_control()
     for _ in range(8):
         sample = sensor.poll()[0]
         assert (sample.pcie_generation, sample.gpu_utilization) == (1, 1.0)
@@ -130,10 +130,10 @@ def test_link_and_load_are_of_the_same_poll(machine: Machine, control: Control) 
     assert (sample.pcie_generation, sample.pcie_utilization, sample.pcie_generations_missing) == (5, 1.0, 0)
 
 
-def test_link_as_fast_as_its_slot_lacks_nothing(machine: Machine, control: Control) -> None:
+def test_link_as_fast_as_its_slot_lacks_nothing(machine: VirtualMachine, control: Control) -> None:
     control.write(gpus={"0": {"pcie_generation": 4, "pcie_width": 8, "gpu_utilization": 1.0}})
-    machine.refresh()
-    sensor = GpuSensor(slow_every=1, doing=lambda what: None, platform=lambda bus_id: PcieLimit(4, 8))
+    machine.reload_control()
+    sensor = GpuSensor(slow_every=1, set_activity=lambda what: None, platform=lambda bus_id: PcieLimit(4, 8))
     sample = sensor.poll()[0]
     assert (sample.pcie_generation_max, sample.pcie_width_max) == (4, 8)
     assert (sample.pcie_generations_missing, sample.pcie_lanes_missing) == (0, 0)

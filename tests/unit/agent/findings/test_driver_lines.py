@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from everstep_agent.drivers.nvml import kernel_bus_id
-from everstep_agent.findings.xids import MOST_UUIDS, XidReader, normal_bus_id
+from everstep_agent.findings.xids import MAX_ANNOUNCED_UUIDS, XidParser, normalize_bus_id
 from everstep_agent.sensors.samples import XidEvent
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -16,8 +16,8 @@ UUID = "GPU-b6c3b2be-c55b-d076-fa0e-d464e4c7e08b"
 
 
 def read(*lines: str) -> list[XidEvent]:
-    reader = XidReader()
-    return [event for line in lines if (event := reader.read(line)) is not None]
+    reader = XidParser()
+    return [event for line in lines if (event := reader.parse_line(line)) is not None]
 
 
 def said(*lines: str) -> list[tuple[str, int]]:
@@ -184,7 +184,7 @@ def test_gpu_that_falls_off_again_is_told_again() -> None:
 @example(0x10000, 1, 0)
 def test_kernel_and_nvml_agree_on_addresses(domain: int, bus: int, slot: int) -> None:
     of_nvml = kernel_bus_id(f"{domain:08X}:{bus:02X}:{slot:02X}.0")
-    assert normal_bus_id(f"{domain:04x}:{bus:02x}:{slot:02x}") == of_nvml
+    assert normalize_bus_id(f"{domain:04x}:{bus:02x}:{slot:02x}") == of_nvml
     assert said(f"NVRM: Xid (PCI:{domain:04x}:{bus:02x}:{slot:02x}): 79, x") == [(of_nvml, 79)]
 
 
@@ -298,7 +298,7 @@ def test_no_line_raises(lines: list[str]) -> None:
     judge = Judge()
     judge.lines(*lines)
     for event in read(*lines):
-        assert normal_bus_id(event.pci_bus_id) == event.pci_bus_id
+        assert normalize_bus_id(event.pci_bus_id) == event.pci_bus_id
         assert 0 <= event.xid <= 99999
         assert len(event.text) <= 300
 
@@ -309,7 +309,7 @@ def test_long_line_of_fragments_is_none() -> None:
 
 
 def test_reader_remembers_a_bounded_number_of_gpus() -> None:
-    reader = XidReader()
-    for number in range(10 * MOST_UUIDS):
-        reader.read(f"NVRM: GPU at PCI:{number:04x}:00:00: GPU-{number:08x}-c55b-d076-fa0e-d464e4c7e08b")
-    assert len(reader.announced) == MOST_UUIDS
+    reader = XidParser()
+    for number in range(10 * MAX_ANNOUNCED_UUIDS):
+        reader.parse_line(f"NVRM: GPU at PCI:{number:04x}:00:00: GPU-{number:08x}-c55b-d076-fa0e-d464e4c7e08b")
+    assert len(reader.bus_id_by_uuid) == MAX_ANNOUNCED_UUIDS

@@ -5,7 +5,14 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from everstep_agent.findings.node_findings import HELD_S, MOST_HELD, FindingBoard, SelfFacts, SkewEstimate, assess
+from everstep_agent.findings.node_findings import (
+    MAX_ONE_TIME_FINDINGS,
+    ONE_TIME_FINDING_S,
+    AgentHealth,
+    ClockSkewEstimate,
+    NodeFindings,
+    find_agent_problems,
+)
 
 from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.training import FindingCleared, FindingRaised
@@ -16,102 +23,102 @@ def finding(subject: str = "g0", severity: Severity = Severity.CRITICAL, **more:
 
 
 @pytest.fixture
-def board() -> FindingBoard:
+def board() -> NodeFindings:
     numbers = itertools.count(1)
-    return FindingBoard(lambda: f"t{next(numbers)}")
+    return NodeFindings(lambda: f"t{next(numbers)}")
 
 
-def test_a_critical_finding_is_urgent_when_it_comes_and_when_it_goes(board: FindingBoard) -> None:
-    (raised,) = board.replace("sensors", [finding()])
+def test_a_critical_finding_is_urgent_when_it_comes_and_when_it_goes(board: NodeFindings) -> None:
+    (raised,) = board.replace_source("sensors", [finding()])
     assert isinstance(raised, FindingRaised)
     assert raised.finding.trace == "t1"
-    assert board.replace("sensors", [finding()]) == []
-    assert board.replace("sensors", []) == [FindingCleared(key=finding().key, trace="t1")]
-    assert board.picture == ()
+    assert board.replace_source("sensors", [finding()]) == []
+    assert board.replace_source("sensors", []) == [FindingCleared(key=finding().key, trace="t1")]
+    assert board.findings == ()
 
 
-def test_mild_findings_are_only_in_the_picture(board: FindingBoard) -> None:
+def test_mild_findings_are_only_in_the_picture(board: NodeFindings) -> None:
     mild = finding(severity=Severity.WARNING)
-    assert board.replace("sensors", [mild]) == []
-    assert board.picture == (mild,)
+    assert board.replace_source("sensors", [mild]) == []
+    assert board.findings == (mild,)
 
 
-def test_what_becomes_critical_is_urgent_and_what_becomes_mild_is_cleared(board: FindingBoard) -> None:
-    board.replace("sensors", [finding(severity=Severity.WARNING)])
-    (raised,) = board.replace("sensors", [finding()])
+def test_what_becomes_critical_is_urgent_and_what_becomes_mild_is_cleared(board: NodeFindings) -> None:
+    board.replace_source("sensors", [finding(severity=Severity.WARNING)])
+    (raised,) = board.replace_source("sensors", [finding()])
     assert isinstance(raised, FindingRaised)
-    (cleared,) = board.replace("sensors", [finding(severity=Severity.WARNING)])
+    (cleared,) = board.replace_source("sensors", [finding(severity=Severity.WARNING)])
     assert isinstance(cleared, FindingCleared)
-    assert len(board.picture) == 1
+    assert len(board.findings) == 1
 
 
-def test_a_finding_keeps_its_trace_while_its_message_changes(board: FindingBoard) -> None:
-    board.replace("sensors", [finding(value=1.0)])
-    assert board.replace("sensors", [finding(value=2.0)]) == []
-    assert [(f.value, f.trace) for f in board.picture] == [(2.0, "t1")]
+def test_a_finding_keeps_its_trace_while_its_message_changes(board: NodeFindings) -> None:
+    board.replace_source("sensors", [finding(value=1.0)])
+    assert board.replace_source("sensors", [finding(value=2.0)]) == []
+    assert [(f.value, f.trace) for f in board.findings] == [(2.0, "t1")]
 
 
-def test_the_sources_own_trace_is_kept(board: FindingBoard) -> None:
-    (raised,) = board.replace("sensors", [finding(trace="theirs")])
+def test_the_sources_own_trace_is_kept(board: NodeFindings) -> None:
+    (raised,) = board.replace_source("sensors", [finding(trace="theirs")])
     assert isinstance(raised, FindingRaised)
     assert raised.finding.trace == "theirs"
 
 
-def test_sources_do_not_clear_one_anothers_findings_and_the_worst_word_holds(board: FindingBoard) -> None:
-    board.replace("sensors", [finding(), finding("g1", Severity.INFO)])
-    board.replace("agent", [finding("g1", Severity.WARNING)])
-    assert {f.subject: f.severity for f in board.picture} == {"g0": Severity.CRITICAL, "g1": Severity.WARNING}
-    board.replace("agent", [])
-    assert {f.subject: f.severity for f in board.picture} == {"g0": Severity.CRITICAL, "g1": Severity.INFO}
+def test_sources_do_not_clear_one_anothers_findings_and_the_worst_word_holds(board: NodeFindings) -> None:
+    board.replace_source("sensors", [finding(), finding("g1", Severity.INFO)])
+    board.replace_source("agent", [finding("g1", Severity.WARNING)])
+    assert {f.subject: f.severity for f in board.findings} == {"g0": Severity.CRITICAL, "g1": Severity.WARNING}
+    board.replace_source("agent", [])
+    assert {f.subject: f.severity for f in board.findings} == {"g0": Severity.CRITICAL, "g1": Severity.INFO}
 
 
-def test_a_single_word_is_held_for_a_while(board: FindingBoard) -> None:
-    told = board.hold(FindingRaised(finding=finding("slot"), job="j"), now=0.0)
+def test_a_single_word_is_held_for_a_while(board: NodeFindings) -> None:
+    told = board.add_one_time(FindingRaised(finding=finding("slot"), job="j"), now=0.0)
     assert (told.job, told.finding.trace) == ("j", "t1")
-    assert board.picture == (told.finding,)
-    assert board.expire(HELD_S - 1) == []
-    assert board.expire(HELD_S) == [FindingCleared(key=told.finding.key, trace="t1")]
-    assert board.picture == ()
+    assert board.findings == (told.finding,)
+    assert board.expire(ONE_TIME_FINDING_S - 1) == []
+    assert board.expire(ONE_TIME_FINDING_S) == [FindingCleared(key=told.finding.key, trace="t1")]
+    assert board.findings == ()
 
 
-def test_held_words_are_bounded(board: FindingBoard) -> None:
-    for number in range(MOST_HELD + 10):
-        board.hold(FindingRaised(finding=finding(str(number), Severity.INFO)), now=0.0)
-    assert len(board.picture) == MOST_HELD
-    assert board.picture[-1].subject == str(MOST_HELD + 9)
+def test_held_words_are_bounded(board: NodeFindings) -> None:
+    for number in range(MAX_ONE_TIME_FINDINGS + 10):
+        board.add_one_time(FindingRaised(finding=finding(str(number), Severity.INFO)), now=0.0)
+    assert len(board.findings) == MAX_ONE_TIME_FINDINGS
+    assert board.findings[-1].subject == str(MAX_ONE_TIME_FINDINGS + 9)
 
 
 def test_a_healthy_agent_finds_nothing() -> None:
-    assert assess(SelfFacts()) == ()
+    assert find_agent_problems(AgentHealth()) == ()
 
 
 def test_a_lost_vault_is_critical_and_says_why() -> None:
-    (found,) = assess(SelfFacts(vault_lost="its process ended with status -9", vault_lost_at=5.0))
+    (found,) = find_agent_problems(AgentHealth(vault_down_reason="its process ended with status -9", vault_down_at=5.0))
     assert (found.kind, found.severity, found.since) == (FindingKind.VAULT_LOST, Severity.CRITICAL, 5.0)
     assert "status -9" in found.message
 
 
 def test_lost_reports_are_a_finding_with_their_number() -> None:
-    (found,) = assess(SelfFacts(spool_dropped=12))
-    assert (found.kind, found.value, found.severity) == (FindingKind.AGENT_OVERFLOW, 12.0, Severity.WARNING)
+    (found,) = find_agent_problems(AgentHealth(spool_dropped=12))
+    assert (found.kind, found.value, found.severity) == (FindingKind.AGENT_SPOOL_OVERFLOW, 12.0, Severity.WARNING)
 
 
 def test_skew_is_taken_from_the_quickest_round_trip() -> None:
-    skew = SkewEstimate()
+    skew = ClockSkewEstimate()
     assert skew.skew_s is None
-    skew.heard(server_at=100.0, received_at=103.0, round_trip_s=1.0)
-    skew.heard(server_at=200.0, received_at=203.01, round_trip_s=0.02)
+    skew.add_sample(server_at=100.0, received_at=103.0, round_trip_s=1.0)
+    skew.add_sample(server_at=200.0, received_at=203.01, round_trip_s=0.02)
     assert skew.skew_s == pytest.approx(3.0)
 
 
 def test_skew_within_half_a_round_trip_counts_as_none() -> None:
-    skew = SkewEstimate()
-    skew.heard(server_at=100.0, received_at=100.9, round_trip_s=1.0)
+    skew = ClockSkewEstimate()
+    skew.add_sample(server_at=100.0, received_at=100.9, round_trip_s=1.0)
     assert skew.skew_s == 0.0
 
 
 def test_a_clock_that_was_set_is_believed_at_once() -> None:
-    skew = SkewEstimate()
-    skew.heard(server_at=100.0, received_at=105.0, round_trip_s=0.001)
-    skew.heard(server_at=101.0, received_at=101.0, round_trip_s=0.1)
+    skew = ClockSkewEstimate()
+    skew.add_sample(server_at=100.0, received_at=105.0, round_trip_s=0.001)
+    skew.add_sample(server_at=101.0, received_at=101.0, round_trip_s=0.1)
     assert skew.skew_s == 0.0

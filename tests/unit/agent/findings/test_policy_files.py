@@ -3,8 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from everstep_agent.findings.rules import Event, load_policy
-from everstep_agent.findings.xids import load_xids, recovery_action
+from everstep_agent.findings.rules import ClearEvent, load_policy
+from everstep_agent.findings.xids import load_xid_table, recovery_action
 
 from everstep.errors import ConfigurationError
 from everstep.vocabulary import Action, Mode, Severity
@@ -31,13 +31,13 @@ def site(folder: Path, text: str) -> Path:
 
 def test_every_shipped_rule_has_a_source_and_an_end() -> None:
     policy = load_policy()
-    for rule in [*policy.rules, *policy.lines]:
+    for rule in [*policy.rules, *policy.line_rules]:
         assert rule.source, rule.id
         assert rule.clear_after_s is not None or rule.clear_on, rule.id
 
 
 def test_only_critical_rules_enforce() -> None:
-    for rule in [*load_policy().rules, *load_policy().lines]:
+    for rule in [*load_policy().rules, *load_policy().line_rules]:
         assert rule.mode is not Mode.ENFORCE or rule.severity is Severity.CRITICAL, rule.id
 
 
@@ -51,8 +51,11 @@ def test_a_sites_rule_replaces_ours_of_the_same_id(tmp_path: Path) -> None:
 def test_a_site_overrides_single_columns_of_the_xid_table(tmp_path: Path) -> None:
     path = site(tmp_path, '[[xid]]\nxid = 63\naction = "reset_gpu"\nmode = "enforce"\nsource = "our vendor"\n')
     policy = load_policy([path])
-    assert (policy.xid(63).action, policy.xid(63).severity) == (Action.RESET_GPU, load_xids()[63].severity)
-    assert policy.xid_mode(63) is Mode.ENFORCE
+    assert (policy.get_xid_entry(63).action, policy.get_xid_entry(63).severity) == (
+        Action.RESET_GPU,
+        load_xid_table()[63].severity,
+    )
+    assert policy.get_xid_mode(63) is Mode.ENFORCE
 
 
 @pytest.mark.parametrize(
@@ -65,7 +68,7 @@ def test_a_site_overrides_single_columns_of_the_xid_table(tmp_path: Path) -> Non
         ("80", '"hot"', "Expected `float`"),
         ("{value}", "{valeu}", "may use {subject}"),
         ("clear_after_s = 60.0", "", "has no end"),
-        ("threshold = 80", "threshold = 80\nn_of = [3, 2]", "1 <= n <= m"),
+        ("threshold = 80", "threshold = 80\nn_of_m = [3, 2]", "1 <= n <= m"),
         ('test = "at_least"', 'test = "increase"', "needs window_s"),
         ("threshold = 80", "threshold = ", "not TOML"),
     ],
@@ -97,7 +100,7 @@ def test_a_pattern_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_xid_of_the_table_is_read_and_every_fatal_one_has_a_cure() -> None:
-    table = load_xids()
+    table = load_xid_table()
     assert len(table) == 110
     for entry in table.values():
         if entry.severity is Severity.CRITICAL:
@@ -105,7 +108,7 @@ def test_every_xid_of_the_table_is_read_and_every_fatal_one_has_a_cure() -> None
 
 
 def test_a_gpu_off_the_bus_takes_at_least_a_drain() -> None:
-    entry = load_xids()[79]
+    entry = load_xid_table()[79]
     assert entry.severity is Severity.CRITICAL
     assert Action.strongest(entry.action, Action.DRAIN) is entry.action
 
@@ -118,5 +121,5 @@ def test_a_recovery_action_of_a_newer_driver_is_not_taken_lightly() -> None:
 def test_every_action_of_an_xid_has_a_way_to_be_over() -> None:
     policy = load_policy()
     for action in Action:
-        clearing = policy.clearing(action)
-        assert clearing.clear_after_s is not None or Event.BOOT in clearing.clear_on
+        clearing = policy.get_clearing(action)
+        assert clearing.clear_after_s is not None or ClearEvent.BOOT in clearing.clear_on

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import pytest
-from everstep_agent.findings.rules import WINDOW_PARTS, Criterion, Event, Rule, RuleHistory
+from everstep_agent.findings.rules import MAX_WINDOW_SAMPLES, ClearEvent, Criterion, FindingRule, RuleHistory
 from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.vocabulary import FindingKind, Severity
 
 
-def rule(**values: object) -> Rule:
+def rule(**values: object) -> FindingRule:
     base = {
         "id": "r",
         "kind": FindingKind.GPU_TEMPERATURE,
@@ -20,35 +20,35 @@ def rule(**values: object) -> Rule:
         "source": "test",
         "clear_after_s": 10.0,
     }
-    return Rule(**{**base, **values})  # type: ignore[arg-type]
+    return FindingRule(**{**base, **values})  # type: ignore[arg-type]
 
 
 def feed(history: RuleHistory, values: list[float | None], start: float = 0.0) -> list[bool]:
     standing = []
     for second, value in enumerate(values):
-        history.take(value, start + second, None)
-        standing.append(history.standing)
+        history.add_value(value, start + second, None)
+        standing.append(history.is_active)
     return standing
 
 
 def test_a_rule_stands_once_n_of_the_last_m_polls_were_bad() -> None:
-    history = RuleHistory(rule(n_of=(3, 5)))
+    history = RuleHistory(rule(n_of_m=(3, 5)))
     assert feed(history, [95, 20, 95, 20, 95]) == [False, False, False, False, True]
 
 
 @given(
-    n_of=st.tuples(st.integers(1, 6), st.integers(1, 6)).map(lambda pair: (min(pair), max(pair))),
+    n_of_m=st.tuples(st.integers(1, 6), st.integers(1, 6)).map(lambda pair: (min(pair), max(pair))),
     bad=st.lists(st.booleans(), max_size=60),
 )
-def test_n_of_m_agrees_with_counting_by_hand(n_of: tuple[int, int], bad: list[bool]) -> None:
-    n, m = n_of
-    stood = feed(RuleHistory(rule(n_of=n_of, clear_after_s=1e9)), [95 if each else 20 for each in bad])
+def test_n_of_m_agrees_with_counting_by_hand(n_of_m: tuple[int, int], bad: list[bool]) -> None:
+    n, m = n_of_m
+    stood = feed(RuleHistory(rule(n_of_m=n_of_m, clear_after_s=1e9)), [95 if each else 20 for each in bad])
     by_hand = [sum(bad[max(0, end - m) : end]) >= n for end in range(1, len(bad) + 1)]
     assert stood == [any(by_hand[: end + 1]) for end in range(len(by_hand))]
 
 
 def test_bad_polls_that_are_too_far_apart_do_not_add_up() -> None:
-    history = RuleHistory(rule(n_of=(3, 5)))
+    history = RuleHistory(rule(n_of_m=(3, 5)))
     assert not any(feed(history, [95, 20, 20, 95, 20, 20, 95, 20, 20]))
 
 
@@ -66,10 +66,10 @@ def test_a_rule_ceases_only_after_being_good_for_the_whole_clearing_time() -> No
 
 def test_nothing_is_judged_in_the_grace_period_after_boot() -> None:
     history = RuleHistory(rule(boot_grace_s=300.0))
-    history.take(95.0, 0.0, 299.0)
-    assert not history.standing
-    history.take(95.0, 1.0, 300.0)
-    assert history.standing
+    history.add_value(95.0, 0.0, 299.0)
+    assert not history.is_active
+    history.add_value(95.0, 1.0, 300.0)
+    assert history.is_active
 
 
 def test_an_increase_counts_within_its_window_only() -> None:
@@ -88,7 +88,7 @@ def test_a_counter_that_begins_anew_is_no_increase() -> None:
 def test_a_long_window_is_remembered_in_bounded_space() -> None:
     history = RuleHistory(rule(test=Criterion.INCREASE, threshold=1e9, window_s=3600.0))
     feed(history, [float(second) for second in range(10_000)])
-    assert len(history._window) <= WINDOW_PARTS + 2
+    assert len(history._window) <= MAX_WINDOW_SAMPLES + 2
 
 
 def test_a_value_that_stands_still_for_the_window_is_stale() -> None:
@@ -97,18 +97,18 @@ def test_a_value_that_stands_still_for_the_window_is_stale() -> None:
 
 
 def test_a_sticky_rule_outlasts_good_values_and_ends_by_its_event() -> None:
-    history = RuleHistory(rule(clear_after_s=None, clear_on=(Event.REPLACED,)))
+    history = RuleHistory(rule(clear_after_s=None, clear_on=(ClearEvent.REPLACED,)))
     assert feed(history, [95] + [20] * 10_000)[-1]
-    assert not history.event(Event.RESET)
-    assert history.standing
-    assert history.event(Event.REPLACED)
-    assert not history.standing
+    assert not history.apply_clear_event(ClearEvent.RESET)
+    assert history.is_active
+    assert history.apply_clear_event(ClearEvent.REPLACED)
+    assert not history.is_active
 
 
-@pytest.mark.parametrize("event", list(Event))
-def test_any_event_voids_the_counts_so_far(event: Event) -> None:
-    history = RuleHistory(rule(n_of=(2, 2)))
-    history.take(95, 0.0, None)
-    history.event(event)
-    history.take(95, 1.0, None)
-    assert not history.standing
+@pytest.mark.parametrize("event", list(ClearEvent))
+def test_any_event_voids_the_counts_so_far(event: ClearEvent) -> None:
+    history = RuleHistory(rule(n_of_m=(2, 2)))
+    history.add_value(95, 0.0, None)
+    history.apply_clear_event(event)
+    history.add_value(95, 1.0, None)
+    assert not history.is_active

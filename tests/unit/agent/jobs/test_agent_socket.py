@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from everstep_agent.jobs.registry import LocalJobs
+from everstep_agent.jobs.registry import JobRegistry
 from everstep_agent.jobs.seats import LocalJob
-from everstep_agent.jobs.socket import REFUSALS, LocalServer
+from everstep_agent.jobs.socket import REFUSAL_REASONS, AgentSocketServer
 
 from everstep.ids import Version
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1.directives import KillRank, NewGeneration, VersionNotice
-from everstep.wire.v1.local import MAX_FRAME_BYTES, FromAgent, Hello, RankExited, Role, Tick, Welcome
+from everstep.wire.v1.local import MAX_FRAME_BYTES, ConnectionRole, FromAgent, Hello, RankExited, RankHeartbeat, Welcome
 from everstep.wire.v1.training import (
     FindingRaised,
     GenerationSpec,
@@ -63,34 +63,34 @@ class Agent:
     def __init__(self, run_dir: Path, max_connections: int = 16, exit_grace_s: float = 0.003) -> None:
         self.reports: list[Any] = []
         self.path = run_dir / "agent.sock"
-        self.jobs = LocalJobs(
-            "n1", SYSTEM_CLOCK, self, exit_grace_s=exit_grace_s, silence_s=0.3, unresponsive_after_s=60.0
+        self.jobs = JobRegistry(
+            "n1", SYSTEM_CLOCK, self, exit_grace_s=exit_grace_s, stopped_after_s=0.3, unresponsive_after_s=60.0
         )
-        welcome = Welcome(protocol=1, node="n1", vault_socket="/v", tick_interval_s=0.02)
-        self.server = LocalServer(self.path, welcome, self.jobs, max_connections)
+        welcome = Welcome(protocol=1, node="n1", vault_socket="/v", rank_heartbeat_interval_s=0.02)
+        self.server = AgentSocketServer(self.path, welcome, self.jobs, max_connections)
         self.children: list[subprocess.Popen[str]] = []
         self.clients: list[Client] = []
 
     def report(self, report: Any) -> None:
         self.reports.append(report)
 
-    def finding(self, raised: FindingRaised) -> None:
+    def report_finding(self, raised: FindingRaised) -> None:
         self.reports.append(raised)
 
-    def configure_vault(self, job: LocalJob) -> None:
+    def configure_vault_job(self, job: LocalJob) -> None:
         pass
 
-    def forget_in_vault(self, job: str) -> None:
+    def delete_from_vault(self, job: str) -> None:
         pass
 
-    def forget_seals(self, job: str, before: int) -> None:
+    def drop_seals(self, job: str, before_generation: int) -> None:
         pass
 
-    def new_trace(self) -> str:
+    def new_trace_id(self) -> str:
         return "t"
 
-    def later(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(delay_s, call)
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(delay_s, callback)
 
     async def until(self, condition: Callable[[], T]) -> T:
         """What ``condition`` returns, once it is true. Raises TimeoutError past the deadline."""
@@ -120,7 +120,7 @@ class Agent:
 
     async def launcher(self) -> Client:
         client = await self.connect()
-        await client.say(Hello(protocols=(1,), role=Role.LAUNCHER, job="j", pid=os.getpid()))
+        await client.say(Hello(protocols=(1,), role=ConnectionRole.LAUNCHER, job="j", pid=os.getpid()))
         offer = LauncherJoined(job="j", at=0.0, spec=JobSpec(job="j"), launcher=5, store="127.0.0.1:1")
         await client.say(offer)
         await client.next(Welcome)
@@ -165,7 +165,7 @@ class Client:
 async def agent(run_dir: Path, **settings: Any) -> AsyncIterator[Agent]:
     node = Agent(run_dir, **settings)
     await node.server.start()
-    watch = asyncio.create_task(node.server.watch(0.01))
+    watch = asyncio.create_task(node.server.watch_silence(0.01))
     try:
         yield node
     finally:
@@ -218,11 +218,11 @@ def test_a_killed_process_is_a_lost_rank(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir) as node:
             await node.launcher()
-            node.jobs.directives([NewGeneration(spec=spec(1))])
+            node.jobs.handle_directives([NewGeneration(spec=spec(1))])
             rank = await node.rank(1)
             rank.kill()
             lost = await node.one(RankLost)
-            assert (lost.generation, lost.rank, lost.local_rank, lost.replacement) == (1, 1, 1, True)
+            assert (lost.generation, lost.rank, lost.local_rank, lost.has_replacement) == (1, 1, 1, True)
             assert lost.detail == "its connection ended"
 
     play(story())
@@ -232,12 +232,12 @@ def test_the_launchers_word_on_the_exit_is_in_the_report(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir, exit_grace_s=DEADLINE_S) as node:
             launcher = await node.launcher()
-            node.jobs.directives([NewGeneration(spec=spec(1))])
+            node.jobs.handle_directives([NewGeneration(spec=spec(1))])
             rank = await node.rank(0)
             rank.kill()
             rank.wait()
             await launcher.say(
-                RankExited(local_rank=0, pid=rank.pid, exit_code=None, signal=signal.SIGKILL, replacement=True)
+                RankExited(local_rank=0, pid=rank.pid, exit_code=None, signal=signal.SIGKILL, has_replacement=True)
             )
             assert (await node.one(RankLost)).signal == signal.SIGKILL
 
@@ -247,7 +247,7 @@ def test_the_launchers_word_on_the_exit_is_in_the_report(run_dir: Path) -> None:
 def test_a_process_that_says_goodbye_is_not_lost(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir) as node:
-            node.jobs.directives([NewGeneration(spec=spec(1))])
+            node.jobs.handle_directives([NewGeneration(spec=spec(1))])
             await node.rank(0, "done")
             await node.until(lambda: not node.jobs.is_busy())
             await asyncio.sleep(0.01)
@@ -259,7 +259,7 @@ def test_a_process_that_says_goodbye_is_not_lost(run_dir: Path) -> None:
 def test_a_stopped_process_is_found_by_the_kernels_word_and_told_once(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir) as node:
-            node.jobs.directives([NewGeneration(spec=spec(1))])
+            node.jobs.handle_directives([NewGeneration(spec=spec(1))])
             rank = await node.rank(0)
             rank.send_signal(signal.SIGSTOP)
             told = await node.one(RankUnresponsive)
@@ -275,13 +275,13 @@ def test_a_kill_ends_the_stopped_process_and_is_told_to_the_launcher(run_dir: Pa
     async def story() -> None:
         async with agent(run_dir) as node:
             launcher = await node.launcher()
-            node.jobs.directives([NewGeneration(spec=spec(1))])
+            node.jobs.handle_directives([NewGeneration(spec=spec(1))])
             await launcher.next(NewGeneration)
             rank = await node.rank(0)
             rank.send_signal(signal.SIGSTOP)
             await node.one(RankUnresponsive)
             body = KillRank(job="j", generation=1, rank=0, local_rank=0, reason="it hangs")
-            node.jobs.directives([body])
+            node.jobs.handle_directives([body])
             assert await asyncio.to_thread(rank.wait, DEADLINE_S) == -signal.SIGKILL
             assert await launcher.next(KillRank) == body
             assert (await node.one(RankLost)).detail.startswith("killed on the controller's word: it hangs")
@@ -305,14 +305,14 @@ def test_a_peer_that_does_not_read_holds_nobody_up_and_hears_the_newest_afterwar
     async def story() -> None:
         async with agent(run_dir) as node:
             client = await node.connect()
-            await client.say(Hello(protocols=(1,), role=Role.RANK, job="j", pid=os.getpid(), local_rank=0))
+            await client.say(Hello(protocols=(1,), role=ConnectionRole.RANK, job="j", pid=os.getpid(), local_rank=0))
             await client.next(Welcome)
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
             big = spec(1, secret="s" * 200_000)
             for number in range(1, 60):
-                node.jobs.directives([NewGeneration(spec=spec(number, big.secret))])
+                node.jobs.handle_directives([NewGeneration(spec=spec(number, big.secret))])
                 notice = VersionNotice(job="j", generation=number, committed=Version(number, 1), candidate=2)
-                node.jobs.directives([notice])
+                node.jobs.handle_directives([notice])
             (connection,) = node.server.connections
             assert connection.unsent_bytes < 1 << 20
             client.writer.transport.resume_reading()  # type: ignore[attr-defined]
@@ -328,9 +328,12 @@ def test_a_peer_that_does_not_read_holds_nobody_up_and_hears_the_newest_afterwar
 @pytest.mark.parametrize(
     ("first", "why"),
     [
-        (encode_frame(Tick(generation=1, rank=0, step=1, step_s=0.1)), "malformed"),
-        (encode_frame(Hello(protocols=(9,), role=Role.RANK, job="j", pid=1, local_rank=0)), "protocol_version"),
-        (encode_frame(Hello(protocols=(1,), role=Role.RANK, job="j", pid=1)), "malformed"),
+        (encode_frame(RankHeartbeat(generation=1, rank=0, step=1, step_s=0.1)), "malformed"),
+        (
+            encode_frame(Hello(protocols=(9,), role=ConnectionRole.RANK, job="j", pid=1, local_rank=0)),
+            "protocol_version",
+        ),
+        (encode_frame(Hello(protocols=(1,), role=ConnectionRole.RANK, job="j", pid=1)), "malformed"),
         ((1 << 30).to_bytes(4, "big") + b"x", "malformed"),
         (encode_frame({"type": "Nonsense"}), "malformed"),
     ],
@@ -342,7 +345,7 @@ def test_what_is_not_understood_is_cut_and_counted(run_dir: Path, first: bytes, 
             client = await node.connect()
             client.writer.write(first)
             assert await client.closed()
-            assert dict(node.server.counts) == dict.fromkeys(REFUSALS, 0) | {why: 1}
+            assert dict(node.server.refused_counts) == dict.fromkeys(REFUSAL_REASONS, 0) | {why: 1}
             await node.launcher()  # others are served on
 
     play(story())
@@ -351,9 +354,9 @@ def test_what_is_not_understood_is_cut_and_counted(run_dir: Path, first: bytes, 
 def test_a_rank_that_sends_nonsense_is_lost_with_the_reason(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir) as node:
-            node.jobs.directives([NewGeneration(spec=spec(1))])
+            node.jobs.handle_directives([NewGeneration(spec=spec(1))])
             client = await node.connect()
-            await client.say(Hello(protocols=(1,), role=Role.RANK, job="j", pid=os.getpid(), local_rank=0))
+            await client.say(Hello(protocols=(1,), role=ConnectionRole.RANK, job="j", pid=os.getpid(), local_rank=0))
             await client.next(Welcome)
             client.writer.write((1 << 30).to_bytes(4, "big") + b"x")
             assert "over the limit" in (await node.one(RankLost)).detail
@@ -368,7 +371,7 @@ def test_one_connection_too_many_is_turned_away(run_dir: Path) -> None:
                 await node.connect()
             turned_away = await node.connect()
             assert await turned_away.closed()
-            assert node.server.counts["forbidden"] == 1
+            assert node.server.refused_counts["forbidden"] == 1
 
     play(story())
 
@@ -386,7 +389,7 @@ def test_another_users_process_is_turned_away() -> None:
             finally:
                 os.seteuid(0)
             assert await asyncio.to_thread(stranger.recv, 1) == b""
-            assert node.server.counts["forbidden"] == 1
+            assert node.server.refused_counts["forbidden"] == 1
             stranger.close()
 
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
@@ -397,7 +400,7 @@ def test_when_the_agent_ends_nobody_is_reported(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir) as node:
             launcher = await node.launcher()
-            node.jobs.directives([NewGeneration(spec=spec(1))])
+            node.jobs.handle_directives([NewGeneration(spec=spec(1))])
             await node.rank(0)
             before = list(node.reports)
             node.server.close()

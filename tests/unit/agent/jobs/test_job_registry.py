@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from everstep_agent.jobs.registry import EVENTS
+from everstep_agent.jobs.registry import COUNTED_EVENTS
 
 from everstep.errors import MalformedMessage
 from everstep.ids import Version
 from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.directives import NewGeneration, StopJob, VersionNotice
-from everstep.wire.v1.local import Goodbye, LauncherLost, Role, Tick
+from everstep.wire.v1.local import ConnectionRole, Goodbye, LauncherLost, RankHeartbeat
 from everstep.wire.v1.training import CollectiveFailed, FindingRaised, LauncherJoined, LauncherLeft, RankLost
 from tests.support.local_node import Node, exited, generation
 
@@ -20,8 +20,10 @@ from tests.support.local_node import Node, exited, generation
 def test_how_often_ranks_snapshot_is_known_by_job(node: Node) -> None:
     node.regroup(1, (0, "n1", 0), (1, "n1", 1))
     for rank, every in ((0, 2), (1, 3)):
-        node.jobs.heard(node.rank(rank), Tick(generation=1, rank=rank, step=1, step_s=0.1, snapshot_every=every))
-    assert node.jobs.snapshot_every() == {"j": 3}
+        node.jobs.handle_message(
+            node.rank(rank), RankHeartbeat(generation=1, rank=rank, step=1, step_s=0.1, snapshot_every=every)
+        )
+    assert node.jobs.snapshot_interval_steps() == {"j": 3}
 
 
 def test_a_generation_reaches_the_vault_the_launcher_and_every_rank(node: Node) -> None:
@@ -32,11 +34,11 @@ def test_a_generation_reaches_the_vault_the_launcher_and_every_rank(node: Node) 
 
 
 def test_local_events_are_counted_from_zero(node: Node) -> None:
-    assert node.jobs.counts["ranks_lost"] == 0
-    assert set(node.jobs.counts) == set(EVENTS)
+    assert node.jobs.event_counts["ranks_lost"] == 0
+    assert set(node.jobs.event_counts) == set(COUNTED_EVENTS)
     node.regroup(1)
     node.regroup(1)
-    assert set(node.jobs.counts) == set(EVENTS)
+    assert set(node.jobs.event_counts) == set(COUNTED_EVENTS)
 
 
 def test_a_late_comer_gets_the_newest_generation(node: Node) -> None:
@@ -52,7 +54,7 @@ def test_an_older_or_repeated_generation_is_dropped_and_counted(node: Node) -> N
     for number in (3, 3, 2):
         node.regroup(number)
     assert rank.generations == [3]
-    assert node.jobs.counts["directives_stale"] == 2
+    assert node.jobs.event_counts["directives_stale"] == 2
 
 
 def test_versions_go_to_ranks(node: Node) -> None:
@@ -80,13 +82,13 @@ def test_until_an_announced_boundary_the_ranks_of_the_running_generation_are_hea
     node.tick(rank, 1, 0)
     node.push(NewGeneration(spec=msgspec.structs.replace(generation(2), after_step=9)))
     node.tick(rank, 1, 0, step=8)
-    assert [(p.generation, p.step) for p in node.jobs.progress()] == [(1, 8)]
+    assert [(p.generation, p.step) for p in node.jobs.rank_progress()] == [(1, 8)]
     failed = CollectiveFailed(job="j", at=0.0, generation=1, rank=0, step=8, detail="reset by peer")
-    node.jobs.heard(rank, failed)
+    node.jobs.handle_message(rank, failed)
     assert node.of(CollectiveFailed) == [failed]
     node.tick(rank, 2, 0)
-    node.jobs.heard(rank, failed)
-    assert node.jobs.counts["reports_stale"] == 1
+    node.jobs.handle_message(rank, failed)
+    assert node.jobs.event_counts["reports_stale"] == 1
 
 
 def test_until_an_announced_boundary_the_vault_takes_copies_of_the_running_generation(node: Node) -> None:
@@ -117,32 +119,32 @@ def test_a_report_of_an_older_generation_is_dropped_and_counted(node: Node) -> N
     rank = node.rank(0)
     node.regroup(2)
     for number in (1, 2, 3):
-        node.jobs.heard(rank, CollectiveFailed(job="j", at=0.0, generation=number, rank=0, step=3, detail="x"))
+        node.jobs.handle_message(rank, CollectiveFailed(job="j", at=0.0, generation=number, rank=0, step=3, detail="x"))
     assert [r.generation for r in node.of(CollectiveFailed)] == [2, 3]
-    assert node.jobs.counts["reports_stale"] == 1
+    assert node.jobs.event_counts["reports_stale"] == 1
 
 
 def test_a_rank_speaks_only_for_its_own_job(node: Node) -> None:
     rank = node.rank(0)
     with pytest.raises(MalformedMessage, match="may not speak for job k"):
-        node.jobs.heard(rank, CollectiveFailed(job="k", at=0.0, generation=1, rank=0, step=3, detail="x"))
+        node.jobs.handle_message(rank, CollectiveFailed(job="k", at=0.0, generation=1, rank=0, step=3, detail="x"))
 
 
 def test_ranks_and_launchers_say_only_what_is_theirs(node: Node) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     with pytest.raises(MalformedMessage, match="rank may not send"):
-        node.jobs.heard(rank, exited(rank))
+        node.jobs.handle_message(rank, exited(rank))
     with pytest.raises(MalformedMessage, match="launcher may not send"):
-        node.jobs.heard(launcher, Tick(generation=1, rank=0, step=1, step_s=0.1))
+        node.jobs.handle_message(launcher, RankHeartbeat(generation=1, rank=0, step=1, step_s=0.1))
     with pytest.raises(MalformedMessage, match="local_rank"):
-        node.peer(Role.RANK, None)
+        node.peer(ConnectionRole.RANK, None)
 
 
 def test_findings_of_ranks_are_passed_on(node: Node) -> None:
     raised = FindingRaised(
         finding=Finding(kind=FindingKind.SLOT_CORRUPT, subject="s", severity=Severity.WARNING, message="m"), job="j"
     )
-    node.jobs.heard(node.rank(0), raised)
+    node.jobs.handle_message(node.rank(0), raised)
     assert node.findings == [raised]
 
 
@@ -151,7 +153,7 @@ def test_progress_is_that_of_the_newest_generation(node: Node) -> None:
     node.regroup(2)
     node.tick(old, 1, 0, step=10)
     node.tick(new, 2, 1, step=11)
-    assert [(p.generation, p.rank, p.step) for p in node.jobs.progress()] == [(2, 1, 11)]
+    assert [(p.generation, p.rank, p.step) for p in node.jobs.rank_progress()] == [(2, 1, 11)]
 
 
 # --- launchers --------------------------------------------------------------------------------------------------------
@@ -159,7 +161,7 @@ def test_progress_is_that_of_the_newest_generation(node: Node) -> None:
 
 def test_a_launcher_that_ends_is_told_to_the_controller_and_its_ranks(node: Node) -> None:
     launcher, rank = node.launcher(incarnation=5), node.rank(0)
-    node.jobs.gone(launcher, "its connection ended")
+    node.jobs.handle_disconnect(launcher, "its connection ended")
     (left,) = node.of(LauncherLeft)
     assert (left.launcher, left.orderly) == (5, False)
     assert len(rank.got(LauncherLost)) == 1
@@ -167,31 +169,31 @@ def test_a_launcher_that_ends_is_told_to_the_controller_and_its_ranks(node: Node
 
 def test_a_launcher_that_says_goodbye_leaves_in_order(node: Node) -> None:
     launcher = node.launcher()
-    node.jobs.heard(launcher, Goodbye(detail="Ctrl-C"))
-    node.jobs.gone(launcher, "ended")
+    node.jobs.handle_message(launcher, Goodbye(detail="Ctrl-C"))
+    node.jobs.handle_disconnect(launcher, "ended")
     assert [(left.orderly, left.detail) for left in node.of(LauncherLeft)] == [(True, "Ctrl-C")]
 
 
 def test_offers_of_live_launchers_are_made_again_with_the_generation_of_their_ranks(node: Node) -> None:
     node.launcher(incarnation=5)
     gone = node.launcher(incarnation=6, job="k")
-    node.jobs.gone(gone, "ended")
+    node.jobs.handle_disconnect(gone, "ended")
     node.tick(node.rank(0), 4, 0)
-    assert [(o.launcher, o.generation) for o in node.jobs.offers()] == [(5, 4)]
+    assert [(o.launcher, o.generation) for o in node.jobs.launcher_offers()] == [(5, 4)]
 
 
 def test_an_offer_tells_of_the_newest_generation_that_the_ranks_were_told_of(node: Node) -> None:
     node.launcher(incarnation=5)
     node.tick(node.rank(0), 4, 0)
     node.push(NewGeneration(spec=generation(1_000_001)))
-    assert [offer.generation for offer in node.jobs.offers()] == [1_000_001]
+    assert [offer.generation for offer in node.jobs.launcher_offers()] == [1_000_001]
 
 
 def test_a_launcher_that_connects_anew_does_not_leave(node: Node) -> None:
     first = node.launcher(incarnation=5)
     node.launcher(incarnation=5)
     assert first.closed
-    node.jobs.gone(first, "ended")
+    node.jobs.handle_disconnect(first, "ended")
     assert node.of(LauncherLeft) == []
     assert len(node.of(LauncherJoined)) == 2
 
@@ -200,11 +202,11 @@ def test_a_place_is_vacant_when_its_launcher_is_gone(node: Node) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     node.rank(1)
     node.regroup(1)
-    node.jobs.gone(rank, "ended")
+    node.jobs.handle_disconnect(rank, "ended")
     node.wait()
-    node.jobs.gone(launcher, "ended")
+    node.jobs.handle_disconnect(launcher, "ended")
     node.regroup(2)
-    assert [(r.generation, r.rank, r.replacement) for r in node.of(RankLost)] == [(1, 0, True), (2, 0, False)]
+    assert [(r.generation, r.rank, r.has_replacement) for r in node.of(RankLost)] == [(1, 0, True), (2, 0, False)]
 
 
 # --- the end of a job -------------------------------------------------------------------------------------------------
@@ -218,8 +220,8 @@ def test_a_stopped_job_loses_nobody(node: Node) -> None:
     assert launcher.got(StopJob) == [stop]
     assert rank.got(StopJob) == [stop]
     assert node.forgotten == ["j"]
-    node.jobs.gone(rank, "ended")
-    node.jobs.gone(launcher, "ended")
+    node.jobs.handle_disconnect(rank, "ended")
+    node.jobs.handle_disconnect(launcher, "ended")
     node.wait()
     assert node.of(RankLost) == []
     assert [left.orderly for left in node.of(LauncherLeft)] == [True]
@@ -256,7 +258,7 @@ def test_a_new_run_under_an_old_name_begins_afresh(node: Node) -> None:
     node.regroup(1)
     assert launcher.generations == [1]
     assert node.rank(0).generations == [1]
-    node.jobs.gone(old, "ended")
+    node.jobs.handle_disconnect(old, "ended")
     node.wait()
     assert node.of(RankLost) == []
 
@@ -278,7 +280,7 @@ def test_ranks_of_a_launcher_that_has_not_joined_yet_outlive_the_end_of_the_run_
     assert [joined.launcher for joined in node.of(LauncherJoined)] == [6]
     node.regroup(1)
     assert rank.generations == [1]
-    node.jobs.gone(rank, "ended")
+    node.jobs.handle_disconnect(rank, "ended")
     node.wait()
     assert [lost.generation for lost in node.of(RankLost)] == [1]
 
@@ -297,7 +299,7 @@ def test_nobody_is_offered_the_generation_of_a_run_whose_end_was_heard(node: Nod
     old = node.launcher(incarnation=5)
     node.rank(0)
     node.regroup(9)
-    node.jobs.gone(old, "ended")
+    node.jobs.handle_disconnect(old, "ended")
     node.push(StopJob(job="j", ok=False, reason="nothing is whole", launcher=5))
     rank, launcher = node.rank(0), node.launcher(incarnation=6)
     assert (rank.generations, launcher.generations) == ([], [])

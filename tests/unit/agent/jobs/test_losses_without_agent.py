@@ -6,21 +6,23 @@ import msgspec
 import pytest
 
 from everstep.wire.v1.directives import NewGeneration
-from everstep.wire.v1.local import RankExited, Role
+from everstep.wire.v1.local import ConnectionRole, RankExited
 from everstep.wire.v1.training import RankLost
 from tests.support.local_node import FakePeer, Node, exited, generation
 
 
 def ended(pid: int, generation: int | None, local_rank: int = 0) -> RankExited:
-    return RankExited(local_rank=local_rank, pid=pid, exit_code=None, signal=9, replacement=True, generation=generation)
+    return RankExited(
+        local_rank=local_rank, pid=pid, exit_code=None, signal=9, has_replacement=True, generation=generation
+    )
 
 
 def test_its_loss_is_one_of_the_generation_that_the_next_agent_is_told_first(node: Node) -> None:
     launcher = node.launcher()
-    node.jobs.heard(launcher, ended(77, 3))
+    node.jobs.handle_message(launcher, ended(77, 3))
     replacement = node.rank(0)
     node.regroup(3)
-    assert [(r.generation, r.rank, r.replacement, r.signal) for r in node.of(RankLost)] == [(3, 0, True, 9)]
+    assert [(r.generation, r.rank, r.has_replacement, r.signal) for r in node.of(RankLost)] == [(3, 0, True, 9)]
     assert replacement.generations == [], "it could only join what is broken"
     node.regroup(4)
     assert replacement.generations == [4]
@@ -31,23 +33,23 @@ def test_whoever_connects_first_the_loss_is_told_once(node: Node) -> None:
     launcher, replacement = node.launcher(), node.rank(0)
     node.regroup(3)
     for _ in range(2):
-        node.jobs.heard(launcher, ended(77, 3))
+        node.jobs.handle_message(launcher, ended(77, 3))
     assert [r.generation for r in node.of(RankLost)] == [3]
-    again = node.peer(Role.RANK, 0, pid=replacement.pid)
+    again = node.peer(ConnectionRole.RANK, 0, pid=replacement.pid)
     assert again.generations == []
 
 
 def test_a_generation_that_was_made_since_is_played_by_who_took_the_place(node: Node) -> None:
     launcher, replacement = node.launcher(), node.rank(0)
-    node.jobs.heard(launcher, ended(77, 3))
+    node.jobs.handle_message(launcher, ended(77, 3))
     node.regroup(4)
-    node.jobs.heard(launcher, ended(78, 3, local_rank=1))
+    node.jobs.handle_message(launcher, ended(78, 3, local_rank=1))
     assert node.of(RankLost) == []
     assert replacement.generations == [4]
 
 
 def test_nor_does_a_process_that_ended_before_any_generation_spoil_the_first(node: Node) -> None:
-    node.jobs.heard(node.launcher(), ended(77, 0))
+    node.jobs.handle_message(node.launcher(), ended(77, 0))
     replacement = node.rank(0)
     node.regroup(1)
     assert node.of(RankLost) == []
@@ -57,23 +59,23 @@ def test_nor_does_a_process_that_ended_before_any_generation_spoil_the_first(nod
 @pytest.mark.parametrize("late", [False, True])
 def test_a_rank_that_came_again_and_ended_before_it_ticked_is_a_loss_too(node: Node, late: bool) -> None:
     launcher, rank = node.launcher(), node.rank(0)
-    node.jobs.gone(rank, "ended")
+    node.jobs.handle_disconnect(rank, "ended")
     if late:
         node.wait()
-    node.jobs.heard(launcher, ended(rank.pid, 3))
+    node.jobs.handle_message(launcher, ended(rank.pid, 3))
     node.regroup(3)
     assert [r.generation for r in node.of(RankLost)] == [3]
 
 
 def test_with_a_boundary_announced_the_loss_is_one_of_what_comes(node: Node) -> None:
-    node.jobs.heard(node.launcher(), ended(77, 3))
+    node.jobs.handle_message(node.launcher(), ended(77, 3))
 
     node.push(NewGeneration(spec=msgspec.structs.replace(generation(4), after_step=9)))
     assert [r.generation for r in node.of(RankLost)] == [4]
 
 
 def test_ranks_of_other_nodes_places_are_nobodys_loss(node: Node) -> None:
-    node.jobs.heard(node.launcher(), ended(FakePeer(5).pid, 3, local_rank=1))
+    node.jobs.handle_message(node.launcher(), ended(FakePeer(5).pid, 3, local_rank=1))
     node.regroup(3, (0, "n1", 0))
     assert node.of(RankLost) == []
 
@@ -83,13 +85,13 @@ def test_late_launcher_still_replaces_lost_rank(node: Node) -> None:
     """The launcher of a restarted agent is slower than its ranks, and one of them ends before it has joined again."""
     rank = node.rank(0)
     node.tick(rank, 3, 0)
-    node.jobs.gone(rank, "ended")
+    node.jobs.handle_disconnect(rank, "ended")
     node.wait()
-    assert [(r.generation, r.replacement) for r in node.of(RankLost)] == [(3, False)]
+    assert [(r.generation, r.has_replacement) for r in node.of(RankLost)] == [(3, False)]
     launcher = node.launcher()
     node.regroup(4)
     assert len(node.of(RankLost)) == 1, "the launcher that joined has yet to say whether it replaces the rank"
-    node.jobs.heard(launcher, ended(rank.pid, 3))
+    node.jobs.handle_message(launcher, ended(rank.pid, 3))
     assert len(node.of(RankLost)) == 1
     assert node.rank(0).generations == [4]
 
@@ -97,18 +99,18 @@ def test_late_launcher_still_replaces_lost_rank(node: Node) -> None:
 def test_late_launcher_that_gave_up_is_believed(node: Node) -> None:
     rank = node.rank(0)
     node.tick(rank, 3, 0)
-    node.jobs.gone(rank, "ended")
+    node.jobs.handle_disconnect(rank, "ended")
     node.wait()
     launcher = node.launcher()
-    node.jobs.heard(launcher, exited(rank, replacement=False))
+    node.jobs.handle_message(launcher, exited(rank, replacement=False))
     node.regroup(4)
-    assert [(r.generation, r.replacement) for r in node.of(RankLost)] == [(3, False), (4, False)]
+    assert [(r.generation, r.has_replacement) for r in node.of(RankLost)] == [(3, False), (4, False)]
 
 
 def test_absent_launcher_leaves_place_vacant(node: Node) -> None:
     rank = node.rank(0)
     node.tick(rank, 3, 0)
-    node.jobs.gone(rank, "ended")
+    node.jobs.handle_disconnect(rank, "ended")
     node.wait()
     node.regroup(4)
-    assert [(r.generation, r.replacement) for r in node.of(RankLost)] == [(3, False), (4, False)]
+    assert [(r.generation, r.has_replacement) for r in node.of(RankLost)] == [(3, False), (4, False)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
-from everstep.wire.v1.local import Goodbye, Role
+from everstep.wire.v1.local import ConnectionRole, Goodbye
 from everstep.wire.v1.training import CollectiveFailed, RankFinished, RankLost, RankUnresponsive
 from tests.support.local_node import FakePeer, Node, exited, generation, kill
 
@@ -16,11 +16,11 @@ def test_a_lost_rank_is_reported_after_the_grace_when_the_launcher_says_nothing(
     node.launcher()
     rank = node.rank(1)
     node.regroup(1)
-    node.jobs.gone(rank, "its connection ended")
+    node.jobs.handle_disconnect(rank, "its connection ended")
     assert node.of(RankLost) == []
     node.wait(0.003)
     (lost,) = node.of(RankLost)
-    assert (lost.generation, lost.rank, lost.local_rank, lost.replacement) == (1, 1, 1, True)
+    assert (lost.generation, lost.rank, lost.local_rank, lost.has_replacement) == (1, 1, 1, True)
     assert lost.trace
     node.wait()
     assert len(node.of(RankLost)) == 1
@@ -31,11 +31,11 @@ def test_the_launchers_word_is_merged_whichever_comes_first(node: Node, word_fir
     launcher, rank = node.launcher(), node.rank(0)
     node.regroup(1)
     if word_first:
-        node.jobs.heard(launcher, exited(rank))
-        node.jobs.gone(rank, "its connection ended")
+        node.jobs.handle_message(launcher, exited(rank))
+        node.jobs.handle_disconnect(rank, "its connection ended")
     else:
-        node.jobs.gone(rank, "its connection ended")
-        node.jobs.heard(launcher, exited(rank))
+        node.jobs.handle_disconnect(rank, "its connection ended")
+        node.jobs.handle_message(launcher, exited(rank))
     (lost,) = node.of(RankLost)
     assert (lost.signal, lost.exit_code) == (9, None)
     assert "signal 9" in lost.detail
@@ -46,40 +46,40 @@ def test_the_launchers_word_is_merged_whichever_comes_first(node: Node, word_fir
 def test_a_word_that_comes_late_is_not_another_loss(node: Node) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     node.regroup(1)
-    node.jobs.gone(rank, "ended")
+    node.jobs.handle_disconnect(rank, "ended")
     node.wait()
-    node.jobs.heard(launcher, exited(rank))
+    node.jobs.handle_message(launcher, exited(rank))
     assert len(node.of(RankLost)) == 1
 
 
 def test_a_late_word_that_nobody_will_replace_it_is_told(node: Node) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     node.regroup(1)
-    node.jobs.gone(rank, "ended")
+    node.jobs.handle_disconnect(rank, "ended")
     node.wait()
     node.regroup(2)
-    node.jobs.heard(launcher, exited(rank, replacement=False))
-    told = [(r.generation, r.replacement) for r in node.of(RankLost)]
+    node.jobs.handle_message(launcher, exited(rank, replacement=False))
+    told = [(r.generation, r.has_replacement) for r in node.of(RankLost)]
     assert told == [(1, True), (2, False)]
 
 
 def test_without_a_launcher_there_is_no_replacement(node: Node) -> None:
     rank = node.rank(0)
     node.regroup(1)
-    node.jobs.gone(rank, "ended")
+    node.jobs.handle_disconnect(rank, "ended")
     node.wait()
-    assert [r.replacement for r in node.of(RankLost)] == [False]
+    assert [r.has_replacement for r in node.of(RankLost)] == [False]
 
 
 def test_a_generation_that_still_counts_on_a_place_nobody_takes_is_told_once(node: Node) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     other = node.rank(1)
     node.regroup(1)
-    node.jobs.heard(launcher, exited(rank, replacement=False))
-    node.jobs.gone(rank, "ended")
+    node.jobs.handle_message(launcher, exited(rank, replacement=False))
+    node.jobs.handle_disconnect(rank, "ended")
     node.regroup(2)
-    assert [(r.generation, r.rank, r.replacement) for r in node.of(RankLost)] == [(1, 0, False), (2, 0, False)]
-    node.jobs.heard(launcher, exited(rank, replacement=False))
+    assert [(r.generation, r.rank, r.has_replacement) for r in node.of(RankLost)] == [(1, 0, False), (2, 0, False)]
+    node.jobs.handle_message(launcher, exited(rank, replacement=False))
     assert len(node.of(RankLost)) == 2
     assert other.generations == [1, 2]
 
@@ -87,13 +87,13 @@ def test_a_generation_that_still_counts_on_a_place_nobody_takes_is_told_once(nod
 def test_a_spare_that_ends_is_nobodys_loss(node: Node) -> None:
     spare = node.rank(1)
     node.regroup(1, (0, "n1", 0))
-    node.jobs.gone(spare, "ended")
+    node.jobs.handle_disconnect(spare, "ended")
     node.wait()
     assert node.of(RankLost) == []
 
 
 def test_a_rank_before_its_first_generation_is_nobodys_loss(node: Node) -> None:
-    node.jobs.gone(node.rank(0), "ended")
+    node.jobs.handle_disconnect(node.rank(0), "ended")
     node.wait()
     assert node.of(RankLost) == []
 
@@ -101,9 +101,9 @@ def test_a_rank_before_its_first_generation_is_nobodys_loss(node: Node) -> None:
 def test_a_rank_that_says_goodbye_is_not_lost(node: Node) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     node.regroup(1)
-    node.jobs.heard(rank, Goodbye())
-    node.jobs.gone(rank, "ended")
-    node.jobs.heard(launcher, exited(rank, signal=None, replacement=False))
+    node.jobs.handle_message(rank, Goodbye())
+    node.jobs.handle_disconnect(rank, "ended")
+    node.jobs.handle_message(launcher, exited(rank, signal=None, replacement=False))
     node.wait()
     assert node.of(RankLost) == []
 
@@ -111,9 +111,9 @@ def test_a_rank_that_says_goodbye_is_not_lost(node: Node) -> None:
 def test_a_rank_that_finished_is_not_lost_though_it_ticked_on(node: Node) -> None:
     rank = node.rank(0)
     node.regroup(1)
-    node.jobs.heard(rank, RankFinished(job="j", at=0.0, generation=1, rank=0, step=9))
+    node.jobs.handle_message(rank, RankFinished(job="j", at=0.0, generation=1, rank=0, step=9))
     node.tick(rank, 1, 0)
-    node.jobs.gone(rank, "ended")
+    node.jobs.handle_disconnect(rank, "ended")
     node.wait()
     assert node.of(RankLost) == []
 
@@ -121,9 +121,9 @@ def test_a_rank_that_finished_is_not_lost_though_it_ticked_on(node: Node) -> Non
 def test_a_finished_rank_that_a_new_generation_needs_again_can_be_lost(node: Node) -> None:
     rank = node.rank(0)
     node.regroup(1)
-    node.jobs.heard(rank, RankFinished(job="j", at=0.0, generation=1, rank=0, step=9))
+    node.jobs.handle_message(rank, RankFinished(job="j", at=0.0, generation=1, rank=0, step=9))
     node.regroup(2)
-    node.jobs.gone(rank, "ended")
+    node.jobs.handle_disconnect(rank, "ended")
     node.wait()
     assert [r.generation for r in node.of(RankLost)] == [2]
 
@@ -132,9 +132,9 @@ def test_a_rank_that_died_before_its_hello_is_lost_by_the_launchers_word(node: N
     launcher = node.launcher()
     node.regroup(1)
     dead = FakePeer(77)
-    node.jobs.heard(launcher, exited(dead, 1))
-    node.jobs.heard(launcher, exited(dead, 1))
-    assert [(r.rank, r.local_rank, r.replacement) for r in node.of(RankLost)] == [(1, 1, True)]
+    node.jobs.handle_message(launcher, exited(dead, 1))
+    node.jobs.handle_message(launcher, exited(dead, 1))
+    assert [(r.rank, r.local_rank, r.has_replacement) for r in node.of(RankLost)] == [(1, 1, True)]
 
 
 def test_a_second_process_for_a_place_is_the_loss_of_the_first(node: Node) -> None:
@@ -145,7 +145,7 @@ def test_a_second_process_for_a_place_is_the_loss_of_the_first(node: Node) -> No
     node.wait()
     assert first.closed
     assert [r.generation for r in node.of(RankLost)] == [1]
-    node.jobs.gone(first, "ended")
+    node.jobs.handle_disconnect(first, "ended")
     node.wait()
     assert len(node.of(RankLost)) == 1
     node.regroup(2)
@@ -155,8 +155,8 @@ def test_a_second_process_for_a_place_is_the_loss_of_the_first(node: Node) -> No
 def test_a_process_that_connects_anew_is_not_lost(node: Node) -> None:
     first = node.rank(0)
     node.regroup(1)
-    node.peer(Role.RANK, 0, pid=first.pid)
-    node.jobs.gone(first, "ended")
+    node.peer(ConnectionRole.RANK, 0, pid=first.pid)
+    node.jobs.handle_disconnect(first, "ended")
     node.wait()
     assert node.of(RankLost) == []
 
@@ -165,7 +165,7 @@ def test_a_replacement_is_not_offered_the_generation_its_predecessor_was_lost_in
     node.launcher()
     rank = node.rank(0)
     node.regroup(1)
-    node.jobs.gone(rank, "ended")
+    node.jobs.handle_disconnect(rank, "ended")
     replacement = node.rank(0)
     assert replacement.generations == []
     node.wait()
@@ -179,7 +179,7 @@ def test_a_loss_in_a_new_generation_is_one_of_that_generation(node: Node) -> Non
     rank = node.rank(1)
     node.regroup(1)
     node.regroup(2)
-    node.jobs.gone(rank, "ended")
+    node.jobs.handle_disconnect(rank, "ended")
     node.wait()
     assert [r.generation for r in node.of(RankLost)] == [2]
 
@@ -187,7 +187,7 @@ def test_a_loss_in_a_new_generation_is_one_of_that_generation(node: Node) -> Non
 def test_after_the_agents_restart_a_loss_is_known_from_ticks(node: Node) -> None:
     rank = node.rank(1)
     node.tick(rank, 7, 5)
-    node.jobs.gone(rank, "ended")
+    node.jobs.handle_disconnect(rank, "ended")
     node.wait()
     assert [(r.generation, r.rank) for r in node.of(RankLost)] == [(7, 5)]
 
@@ -212,11 +212,11 @@ def test_a_killed_rank_is_no_loss_of_the_generation_made_for_its_replacement(nod
     both = [kill(1), NewGeneration(spec=generation(2))]
     node.push(*(both if kill_first else both[::-1]))
     assert rank.generations == [1]
-    node.jobs.heard(launcher, exited(rank))
-    node.jobs.gone(rank, "ended")
+    node.jobs.handle_message(launcher, exited(rank))
+    node.jobs.handle_disconnect(rank, "ended")
     replacement = node.rank(0)
     assert replacement.generations == [2]
-    assert [(r.generation, r.replacement) for r in node.of(RankLost)] == [(1, True)]
+    assert [(r.generation, r.has_replacement) for r in node.of(RankLost)] == [(1, True)]
 
 
 def test_a_kill_that_comes_after_the_next_generation_still_finds_the_hung_process(node: Node) -> None:
@@ -227,7 +227,7 @@ def test_a_kill_that_comes_after_the_next_generation_still_finds_the_hung_proces
     node.regroup(2)
     node.push(kill(1))
     assert rank.killed
-    node.jobs.gone(rank, "ended")
+    node.jobs.handle_disconnect(rank, "ended")
     node.wait()
     assert [r.generation for r in node.of(RankLost)] == [1]
 
@@ -237,16 +237,16 @@ def test_a_killed_rank_that_nobody_replaces_is_a_loss_of_the_newest_generation(n
     node.regroup(1)
     node.tick(rank, 1, 0)
     node.push(kill(1), NewGeneration(spec=generation(2)))
-    node.jobs.heard(launcher, exited(rank, replacement=False))
-    node.jobs.gone(rank, "ended")
-    assert [(r.generation, r.replacement) for r in node.of(RankLost)] == [(2, False)]
+    node.jobs.handle_message(launcher, exited(rank, replacement=False))
+    node.jobs.handle_disconnect(rank, "ended")
+    assert [(r.generation, r.has_replacement) for r in node.of(RankLost)] == [(2, False)]
 
 
 def test_a_stale_kill_never_reaches_the_replacement(node: Node) -> None:
     node.launcher()
     rank = node.rank(0)
     node.regroup(1)
-    node.jobs.gone(rank, "ended")
+    node.jobs.handle_disconnect(rank, "ended")
     node.wait()
     early = node.rank(0)
     node.push(kill(1))
@@ -255,7 +255,7 @@ def test_a_stale_kill_never_reaches_the_replacement(node: Node) -> None:
     node.tick(early, 2, 0)
     node.push(kill(1))
     assert not early.killed
-    assert node.jobs.counts["directives_stale"] == 2
+    assert node.jobs.event_counts["directives_stale"] == 2
 
 
 def test_the_word_of_a_killed_rank_is_not_passed_on(node: Node) -> None:
@@ -263,7 +263,7 @@ def test_the_word_of_a_killed_rank_is_not_passed_on(node: Node) -> None:
     node.regroup(1)
     node.tick(rank, 1, 0)
     node.push(kill(1))
-    node.jobs.heard(rank, CollectiveFailed(job="j", at=0.0, generation=1, rank=0, step=3, detail="x"))
+    node.jobs.handle_message(rank, CollectiveFailed(job="j", at=0.0, generation=1, rank=0, step=3, detail="x"))
     assert node.of(CollectiveFailed) == []
 
 
@@ -272,7 +272,7 @@ def test_the_word_of_a_killed_rank_is_not_passed_on(node: Node) -> None:
 
 def silent(node: Node, seconds: float, lag: float = 0.0) -> list[RankUnresponsive]:
     node.clock.advance(seconds)
-    node.jobs.watch(lag)
+    node.jobs.check_silence(lag)
     return node.of(RankUnresponsive)
 
 
@@ -332,7 +332,7 @@ def test_who_need_not_tick_is_not_told(node: Node, which: str) -> None:
     if which == "condemned":
         node.push(kill(1))
     if which == "finished":
-        node.jobs.heard(rank, RankFinished(job="j", at=0.0, generation=1, rank=0, step=9))
+        node.jobs.handle_message(rank, RankFinished(job="j", at=0.0, generation=1, rank=0, step=9))
     if which == "stopped":
         node.launcher()
         node.push(StopJob(job="j", ok=True, reason="done"))

@@ -53,9 +53,9 @@ def test_a_word_that_does_not_hold_its_pattern_is_told() -> None:
 
 def test_addresses_that_fall_together_are_told() -> None:
     whole = torch.empty(64, dtype=torch.int64)
-    checks._addresses([whole[:32], whole[32:]], CPU)
+    checks._check_addresses([whole[:32], whole[32:]], CPU)
     with pytest.raises(checks.WrongResult, match="do not hold their own number"):
-        checks._addresses([whole[:32], whole[:32]], CPU)
+        checks._check_addresses([whole[:32], whole[:32]], CPU)
 
 
 def test_the_probe_process_does_what_the_kind_says() -> None:
@@ -68,7 +68,7 @@ def test_the_probe_process_does_what_the_kind_says() -> None:
             await prober.close()
         assert computed.ok, computed.detail
         assert remembered.ok, remembered.detail
-        assert not computed.wrong
+        assert not computed.wrong_result
         assert remembered.rows
         assert all(rate > 0 for _, _, rate in remembered.rows)
 
@@ -79,20 +79,20 @@ def test_a_wrong_result_is_said_to_be_wrong_and_a_probe_that_cannot_be_done_is_n
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from everstep_agent.probes import child
-    from everstep_agent.probes.probe_messages import Ask
+    from everstep_agent.probes.probe_messages import ProbeRequest
 
-    def wrong(_probe: RunProbe, _doing: checks.Doing) -> checks.Rows:
+    def wrong(_probe: RunProbe, _doing: checks.SetStage) -> checks.ProbeRows:
         raise checks.WrongResult("one place")
 
-    def full(_probe: RunProbe, _doing: checks.Doing) -> checks.Rows:
+    def full(_probe: RunProbe, _doing: checks.SetStage) -> checks.ProbeRows:
         raise RuntimeError("CUDA out of memory")
 
-    ask = Ask(probe=_probe(ProbeKind.COMPUTE), node="n1", deadline=0.0)
-    monkeypatch.setattr(child, "compute", wrong)
-    assert child.run_probe(ask, _silent).wrong
-    monkeypatch.setattr(child, "compute", full)
+    ask = ProbeRequest(probe=_probe(ProbeKind.COMPUTE), node="n1", deadline=0.0)
+    monkeypatch.setattr(child, "check_matmul", wrong)
+    assert child.run_probe(ask, _silent).wrong_result
+    monkeypatch.setattr(child, "check_matmul", full)
     answer = child.run_probe(ask, _silent)
-    assert (answer.ok, answer.wrong) == (False, False)
+    assert (answer.ok, answer.wrong_result) == (False, False)
 
 
 @pytest.mark.gpu
@@ -100,7 +100,7 @@ def test_every_gpu_computes_the_known_product_and_keeps_its_patterns() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
     count = torch.cuda.device_count()
-    assert len(checks.compute(_probe(ProbeKind.COMPUTE), _silent)) == count
-    rows = checks.memory(_probe(ProbeKind.MEMORY), _silent)
+    assert len(checks.check_matmul(_probe(ProbeKind.COMPUTE), _silent)) == count
+    rows = checks.check_memory(_probe(ProbeKind.MEMORY), _silent)
     assert len(rows) == count
     assert all(rate > 0 for _, _, rate in rows)

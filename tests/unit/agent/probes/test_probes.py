@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from everstep_agent.probes.probe_messages import bus_bandwidth, row, store_address
+from everstep_agent.probes.probe_messages import bus_bandwidth, result_row, store_address
 from everstep_agent.probes.prober import Prober
 
 from everstep.wire.v1.directives import RunProbe
@@ -42,7 +42,7 @@ def play(count: int, scene: Callable[..., Awaitable[Any]]) -> Any:
 def test_bus_bandwidth_is_what_each_link_carries() -> None:
     assert bus_bandwidth(2, 1000, 1.0) == 1000
     assert bus_bandwidth(4, 1000, 1.0) == 1500
-    assert row(2, 100, [3.0, 1.0, 2.0]) == (100, 2.0, 50.0)
+    assert result_row(2, 100, [3.0, 1.0, 2.0]) == (100, 2.0, 50.0)
 
 
 def test_all_members_derive_the_same_port_and_the_next_probe_another() -> None:
@@ -60,7 +60,7 @@ def test_two_nodes_sum_and_both_tell_times_for_every_size() -> None:
             answers = await asyncio.gather(one.run(asked, "n1"), two.run(asked, "n2"))
             for answer in answers:
                 assert answer.ok, answer.detail
-                assert answer.began
+                assert answer.started
                 assert [size for size, _, _ in answer.rows] == list(SIZES)
                 assert all(latency > 0 and rate > 0 for _, latency, rate in answer.rows)
             if name == "probe-1":
@@ -79,11 +79,11 @@ def test_failures_are_answers_that_say_what_failed() -> None:
 
         stranger = await prober.run(probe("n1", "n2"), "n3")
         assert (stranger.ok, stranger.detail) == (False, "n3 is not among the nodes of this probe")
-        assert not stranger.began
+        assert not stranger.started
 
         unknown = await prober.run(probe("n1", "n2", backend="mpi"), "n1")
         assert "no backend 'mpi'" in unknown.detail
-        assert not unknown.began
+        assert not unknown.started
 
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -91,13 +91,13 @@ def test_failures_are_answers_that_say_what_failed() -> None:
             port = taken.getsockname()[1]
             answer = await prober.run(probe("n1", "n2", store=f"127.0.0.1:{port}"), "n1")
         assert f"cannot host the store at 127.0.0.1:{port}" in answer.detail
-        assert not answer.began
+        assert not answer.started
         assert prober.pid == warm
 
         absent = await prober.run(probe("n1", "n2", name="alone", timeout_s=1.0), "n1")
         assert not absent.ok
         assert absent.detail
-        assert absent.began, "it could have exchanged with whoever was there"
+        assert absent.started, "it could have exchanged with whoever was there"
 
     play(1, scene)
 
@@ -109,7 +109,7 @@ def test_a_probe_process_that_dies_is_an_answer_and_is_replaced() -> None:
         assert pid is not None
         waiting = asyncio.create_task(prober.run(probe("n1", "n2", timeout_s=30.0), "n1"))
         async with asyncio.timeout(60):
-            while prober._child is None or "connecting" not in prober._child.doing:
+            while prober._child is None or "connecting" not in prober._child.stage:
                 await asyncio.sleep(0.01)
         os.kill(pid, signal.SIGKILL)
         answer = await waiting
@@ -120,7 +120,7 @@ def test_a_probe_process_that_dies_is_an_answer_and_is_replaced() -> None:
     answer = play(1, scene)
     assert not answer.ok
     assert "exit status -9" in answer.detail
-    assert not answer.began
+    assert not answer.started
 
 
 def test_a_node_without_torch_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_a_node_without_torch_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> 
 
     answer = play(1, scene)
     assert answer.detail == "the probe process ended (exit status 1) at: loading torch"
-    assert (answer.ok, answer.began) == (False, False)
+    assert (answer.ok, answer.started) == (False, False)
 
 
 def test_a_process_that_is_not_ready_in_time_has_not_begun_and_one_that_waits_for_others_has() -> None:
@@ -143,7 +143,7 @@ def test_a_process_that_is_not_ready_in_time_has_not_begun_and_one_that_waits_fo
         assert child is not None
 
         async def stop_when_it_waits() -> int:
-            while "connecting" not in child.doing:
+            while "connecting" not in child.stage:
                 await asyncio.sleep(0.01)
             os.kill(child.pid, signal.SIGSTOP)
             return child.pid
@@ -154,9 +154,9 @@ def test_a_process_that_is_not_ready_in_time_has_not_begun_and_one_that_waits_fo
         return cold, late
 
     cold, late = play(1, scene)
-    assert (cold.ok, cold.began) == (False, False)
+    assert (cold.ok, cold.started) == (False, False)
     assert late.detail == "no result within 5 s at: connecting to the others"
-    assert (late.ok, late.began) == (False, True)
+    assert (late.ok, late.started) == (False, True)
 
 
 def test_torch_goes_on_being_loaded_when_a_probe_no_longer_waits_and_the_next_finds_it_loaded() -> None:
@@ -173,7 +173,7 @@ def test_torch_goes_on_being_loaded_when_a_probe_no_longer_waits_and_the_next_fi
 
 def test_a_process_that_never_has_torch_is_ended() -> None:
     async def act() -> None:
-        prober = Prober(load_s=0.0)
+        prober = Prober(load_timeout_s=0.0)
         try:
             assert not (await prober.run(probe("n1", timeout_s=0.01), "n1")).ok
             assert prober.pid is None
@@ -185,7 +185,7 @@ def test_a_process_that_never_has_torch_is_ended() -> None:
 
 def test_a_process_that_nobody_asks_is_let_go() -> None:
     async def act() -> None:
-        prober = Prober(idle_s=0.01)
+        prober = Prober(idle_timeout_s=0.01)
         try:
             assert (await prober.run(probe("n1"), "n1")).ok
             async with asyncio.timeout(60):

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from everstep_agent.findings.assessment import MOST_SAID, Memory
-from everstep_agent.findings.xid_history import MOST_RECORDS
+from everstep_agent.findings.assessment import MAX_LINE_FINDINGS, AssessorState
+from everstep_agent.findings.xid_history import MAX_XID_RECORDS
 from everstep_agent.sensors.samples import PortSample, SensorState, XidEvent
 
 from everstep.vocabulary import Action, Finding, Mode, Severity
@@ -90,25 +90,27 @@ def test_an_application_fault_is_watched_and_forgotten_when_it_stays_quiet() -> 
 def test_kernel_log_and_nvml_telling_of_the_same_event_count_once() -> None:
     judge = Judge()
     judge.lines(FELL_OFF)
-    judge.assessor.xid_events([XidEvent(pci_bus_id=BUS, xid=79, source="nvml")], judge.now())
+    judge.assessor.process_xid_events([XidEvent(pci_bus_id=BUS, xid=79, source="nvml")], judge.now())
     assert judge.keys() == {XID_79}
-    assert judge.assessor.xids.totals == {(BUS, 79): 1}
+    assert judge.assessor.xid_history.totals == {(BUS, 79): 1}
 
 
 def test_a_storm_of_lines_makes_few_updates_and_keeps_the_count() -> None:
     judge = Judge()
-    updates = sum(judge.assessor.kernel_lines([FELL_OFF], judge.now()) for _ in range(20_000))
+    updates = sum(judge.assessor.process_kernel_lines([FELL_OFF], judge.now()) for _ in range(20_000))
     assert updates <= 16
-    assert judge.assessor.xids.totals == {(BUS, 79): 20_000}
+    assert judge.assessor.xid_history.totals == {(BUS, 79): 20_000}
     assert only(judge).value == 16_384
 
 
 def test_a_log_of_garbage_grows_nothing_without_bound() -> None:
     judge = Judge()
-    judge.assessor.kernel_lines((f"NVRM: Xid (PCI:0000:1b:00): {xid}, x" for xid in range(1000, 6000)), judge.now())
-    judge.assessor.kernel_lines((f"SXid (PCI:0000:{n:x}:00.0): 1, Fatal" for n in range(5000)), judge.now())
-    assert len(judge.assessor.findings) == MOST_RECORDS + MOST_SAID
-    assert len(judge.assessor.xids.totals) == MOST_RECORDS
+    judge.assessor.process_kernel_lines(
+        (f"NVRM: Xid (PCI:0000:1b:00): {xid}, x" for xid in range(1000, 6000)), judge.now()
+    )
+    judge.assessor.process_kernel_lines((f"SXid (PCI:0000:{n:x}:00.0): 1, Fatal" for n in range(5000)), judge.now())
+    assert len(judge.assessor.findings) == MAX_XID_RECORDS + MAX_LINE_FINDINGS
+    assert len(judge.assessor.xid_history.totals) == MAX_XID_RECORDS
 
 
 def test_a_finding_stays_equal_until_something_that_matters_changes() -> None:
@@ -149,11 +151,11 @@ def test_nvmls_recovery_action_makes_a_finding_that_ends_with_it() -> None:
 
 def test_the_gravest_of_findings_with_one_key_is_shown_since_the_first() -> None:
     judge = Judge()
-    judge.assessor.sensor(SensorState(hangs=1, detail="at gpu 3"), judge.now())
+    judge.assessor.process_sensor_state(SensorState(hangs=1, detail="at gpu 3"), judge.now())
     first = only(judge)
     assert first.severity is Severity.WARNING
     judge.clock.advance(30.0)
-    judge.assessor.sensor(SensorState(hangs=3, detail="at gpu 3"), judge.now())
+    judge.assessor.process_sensor_state(SensorState(hangs=3, detail="at gpu 3"), judge.now())
     last = only(judge)
     assert (last.severity, last.since, last.trace, last.key) == (
         Severity.CRITICAL,
@@ -165,32 +167,32 @@ def test_the_gravest_of_findings_with_one_key_is_shown_since_the_first() -> None
 
 def test_a_library_that_does_not_load_on_a_node_with_gpus_is_no_health() -> None:
     judge = Judge()
-    assert judge.polls(3, nvml_error="NVML Shared Library Not Found", pci_gpus=8) == {"sensor.failed/nvml"}
+    assert judge.polls(3, nvml_error="NVML Shared Library Not Found", pci_gpu_count=8) == {"sensor.failed/nvml"}
     assert only(judge).severity is Severity.CRITICAL
 
 
 def test_a_node_without_gpus_needs_no_nvml() -> None:
-    assert Judge().polls(10, nvml_error="NVML Shared Library Not Found", pci_gpus=0) == set()
+    assert Judge().polls(10, nvml_error="NVML Shared Library Not Found", pci_gpu_count=0) == set()
 
 
 def test_gpus_on_the_bus_that_nvml_does_not_list_are_missed() -> None:
     judge = Judge()
-    assert judge.polls(3, gpu(), pci_gpus=2) == {"gpu.lost/gpus"}
-    assert judge.polls(11, gpu(), pci_gpus=1) == set()
+    assert judge.polls(3, gpu(), pci_gpu_count=2) == {"gpu.lost/gpus"}
+    assert judge.polls(11, gpu(), pci_gpu_count=1) == set()
 
 
 def test_a_gpu_that_was_lost_before_the_agent_began_is_missed_and_the_others_are_not() -> None:
     judge = Judge()
-    assert judge.polls(3, gpu(), pci_gpus=2, nvml_error="GPU 1: handle: GPU is lost") == {"gpu.lost/gpus"}
+    assert judge.polls(3, gpu(), pci_gpu_count=2, nvml_error="GPU 1: handle: GPU is lost") == {"gpu.lost/gpus"}
     assert "GPU 1: handle" in only(judge).message
 
 
 def test_a_library_that_lists_nothing_on_a_node_with_gpus_is_no_health() -> None:
-    assert Judge().polls(3, pci_gpus=8) == {"sensor.failed/nvml"}
+    assert Judge().polls(3, pci_gpu_count=8) == {"sensor.failed/nvml"}
 
 
 def test_the_sites_expected_count_goes_before_the_bus() -> None:
-    assert Judge(expected=4).polls(3, gpu(), pci_gpus=1) == {"gpu.lost/gpus"}
+    assert Judge(expected=4).polls(3, gpu(), pci_gpu_count=1) == {"gpu.lost/gpus"}
 
 
 def test_frozen_telemetry_is_stale() -> None:
@@ -228,7 +230,7 @@ def test_what_only_a_reset_ends_survives_the_agent() -> None:
     judge.lines(FELL_OFF)
     judge.polls(1, gpu(ecc_uncorrected=3))
     before = judge.assessor.findings
-    kept = msgspec.json.decode(msgspec.json.encode(judge.assessor.memory()), type=Memory)
+    kept = msgspec.json.decode(msgspec.json.encode(judge.assessor.export_state()), type=AssessorState)
     again = Judge(memory=kept)
     assert again.keys() == {XID_79, f"gpu.ecc_uncorrectable/{BUS}"}
     assert {f.since for f in again.assessor.findings} == {f.since for f in before}
@@ -241,9 +243,9 @@ def test_a_boot_while_the_agent_was_away_ends_what_a_boot_ends() -> None:
     judge = Judge()
     judge.polls(1, gpu())
     judge.lines(FELL_OFF)
-    again = Judge(memory=judge.assessor.memory())
+    again = Judge(memory=judge.assessor.export_state())
     assert again.keys() == {XID_79}
-    assert again.assessor.boot("boot-2")
+    assert again.assessor.process_boot("boot-2")
     assert again.keys() == set()
 
 
@@ -254,5 +256,5 @@ def test_a_clock_far_from_the_controllers_is_told(skew_s: float) -> None:
 
     for _ in range(10):
         judge.clock.advance(1.0)
-        judge.assessor.poll(poll(), skew_s, judge.now())
+        judge.assessor.process_poll(poll(), skew_s, judge.now())
     assert judge.keys() == {"host.clock_skew/host"}

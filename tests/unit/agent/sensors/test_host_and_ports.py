@@ -91,12 +91,12 @@ def test_a_machine_without_ports_has_none(tmp_path: Path) -> None:
 
 
 def test_gpus_on_the_pci_bus_are_counted_and_switches_are_not(tmp_path: Path) -> None:
-    assert sysfs.nvidia_gpus_on_pci(tmp_path) is None
+    assert sysfs.count_nvidia_gpus_on_pci(tmp_path) is None
     for index, (vendor, kind) in enumerate(
         [("0x10de", "0x030200"), ("0x10de", "0x030000"), ("0x10de", "0x068000"), ("0x8086", "0x030000")]
     ):
         tree(tmp_path, **{f"bus/pci/devices/d{index}/vendor": vendor, f"bus/pci/devices/d{index}/class": kind})
-    assert sysfs.nvidia_gpus_on_pci(tmp_path) == 2
+    assert sysfs.count_nvidia_gpus_on_pci(tmp_path) == 2
 
 
 def proc(root: Path, states: str) -> Path:

@@ -51,8 +51,8 @@ def test_a_storm_of_many_xids_says_little_and_counts_every_line(caplog: pytest.L
     judge = Judge()
     storm = [f"NVRM: Xid (PCI:{BUS}): {200 + number}, pid=1" for number in range(KINDS)]
     with caplog.at_level(logging.DEBUG):
-        updates = sum(judge.assessor.kernel_lines(storm, judge.now()) for _ in range(2000))
+        updates = sum(judge.assessor.process_kernel_lines(storm, judge.now()) for _ in range(2000))
     assert updates <= 16
     assert len(judge.keys()) <= KINDS
-    assert set(judge.assessor.xids.totals.values()) == {2000}
+    assert set(judge.assessor.xid_history.totals.values()) == {2000}
     assert len(caplog.records) <= KINDS

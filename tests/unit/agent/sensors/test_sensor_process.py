@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_agent.sensors.monitor import SensorProcess, SensorSettings
+from everstep_agent.sensors.monitor import SensorMonitor, SensorSettings
 
 from everstep.errors import ConfigurationError
 from everstep.system_clock import SYSTEM_CLOCK
@@ -39,7 +39,7 @@ def settings(tmp_path: Path, control: Control) -> SensorSettings:
         kernel_log=str(log),
         state_path=str(tmp_path / "sensors.json"),
         interval_s=0.1,
-        deadline_s=1.0,
+        hang_timeout_s=1.0,
         restart_floor_s=0.05,
         restart_ceiling_s=0.2,
     )
@@ -62,10 +62,10 @@ def write_line(settings: SensorSettings, line: str) -> None:
 def test_eight_virtual_gpus_are_seen_healthy(settings: SensorSettings) -> None:
     async def scene(sensing: Watched) -> None:
         picture = sensing.pictures[-1]
-        assert [gpu.index for gpu in picture.gpu_ids] == list(range(8))
-        assert picture.gpu_ids[0].pci_bus_id == BUS
-        assert picture.gpu_ids[0].part_number
-        assert all(getattr(picture.host_id, word) for word in picture.host_id.__struct_fields__)
+        assert [gpu.index for gpu in picture.gpu_identities] == list(range(8))
+        assert picture.gpu_identities[0].pci_bus_id == BUS
+        assert picture.gpu_identities[0].part_number
+        assert all(getattr(picture.host_identity, word) for word in picture.host_identity.__struct_fields__)
         assert picture.findings == ()
         assert picture.boot_id == "virtual-boot-1"
         assert sensing.process.pid not in (None, os.getpid())
@@ -80,7 +80,7 @@ def test_a_gpu_off_the_bus_is_told_by_the_log_and_ends_with_a_reset(settings: Se
         (finding,) = picture.findings
         assert finding.severity is Severity.CRITICAL
         assert Action.strongest(finding.action, Action.DRAIN) is finding.action
-        assert finding.evidence["uuid"] == picture.gpu_ids[0].uuid
+        assert finding.evidence["uuid"] == picture.gpu_identities[0].uuid
         control.write(gpus={"0": {"reset_at": SYSTEM_CLOCK.wall()}})
         assert (await sensing.until_no_finding(XID_79)).findings == ()
 
@@ -119,7 +119,7 @@ def test_a_hung_driver_is_told_explained_and_survived(settings: SensorSettings, 
         (finding,) = picture.findings
         assert "gpu 3 at 0000:61:00" in finding.message
         control.write()
-        await sensing.until(lambda picture: picture.restarts > 0 and sensing.process.pid not in (None, first))
+        await sensing.until(lambda picture: picture.sensor_restarts > 0 and sensing.process.pid not in (None, first))
         restarted_at = SYSTEM_CLOCK.wall()
         await sensing.until(lambda picture: picture.polled_at > restarted_at)
 
@@ -133,7 +133,7 @@ def test_a_driver_that_hangs_again_and_again_is_critical(settings: SensorSetting
             lambda picture: any(f.kind == "sensor.hung" and f.severity is Severity.CRITICAL for f in picture.findings)
         )
 
-    play(msgspec.structs.replace(settings, deadline_s=0.5, start_deadline_s=1.5), scene)
+    play(msgspec.structs.replace(settings, hang_timeout_s=0.5, start_timeout_s=1.5), scene)
 
 
 @pytest.mark.promise("sensor-failure")
@@ -164,7 +164,7 @@ def test_a_killed_sensor_process_is_replaced(settings: SensorSettings) -> None:
         pid = sensing.process.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        await sensing.until(lambda picture: picture.restarts == 1 and sensing.process.pid not in (None, pid))
+        await sensing.until(lambda picture: picture.sensor_restarts == 1 and sensing.process.pid not in (None, pid))
 
     play(settings, scene)
 
@@ -176,7 +176,7 @@ def test_a_finding_outlives_the_agent_until_the_machine_boots(settings: SensorSe
 
     async def still_there(sensing: Watched) -> None:
         assert XID_79 in {finding.key for finding in sensing.pictures[0].findings}
-        assert sensing.process._assessor.xids.totals == {}
+        assert sensing.process._assessor.xid_history.totals == {}
 
     async def gone(sensing: Watched) -> None:
         assert sensing.pictures[-1].findings == ()
@@ -222,11 +222,11 @@ def test_a_log_that_cannot_be_read_is_a_finding(settings: SensorSettings, tmp_pa
 def test_the_supervisors_end_is_the_end_of_the_sensors(settings: SensorSettings, tmp_path: Path) -> None:
     script = (
         "import asyncio, sys, msgspec\n"
-        "from everstep_agent.sensors.monitor import SensorProcess\n"
+        "from everstep_agent.sensors.monitor import SensorMonitor\n"
         "from everstep_agent.sensors.monitor import SensorSettings\n"
         "from everstep.system_clock import SYSTEM_CLOCK\n"
         "settings = msgspec.json.decode(sys.argv[1], type=SensorSettings)\n"
-        "process = SensorProcess(settings, SYSTEM_CLOCK, lambda p: p.polled_at and print(process.pid, flush=True))\n"
+        "process = SensorMonitor(settings, SYSTEM_CLOCK, lambda p: p.polled_at and print(process.pid, flush=True))\n"
         "asyncio.run(process.run())\n"
     )
     text = msgspec.json.encode(settings).decode()
@@ -247,7 +247,7 @@ def test_the_supervisors_end_is_the_end_of_the_sensors(settings: SensorSettings,
     ("change", "says"),
     [
         ({"interval_s": 0.0}, "above zero"),
-        ({"start_deadline_s": 0.5}, "start_deadline_s"),
+        ({"start_timeout_s": 0.5}, "start_timeout_s"),
         ({"virtual": ""}, "drives a virtual machine"),
         ({"virtual": "nowhere.toml"}, "nowhere.toml"),
         ({"site_policy": ("nowhere.toml",)}, "nowhere.toml"),
@@ -255,4 +255,4 @@ def test_the_supervisors_end_is_the_end_of_the_sensors(settings: SensorSettings,
 )
 def test_settings_that_contradict_are_refused(settings: SensorSettings, change: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
-        SensorProcess(msgspec.structs.replace(settings, **change), SYSTEM_CLOCK, lambda picture: None)
+        SensorMonitor(msgspec.structs.replace(settings, **change), SYSTEM_CLOCK, lambda picture: None)

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from everstep_agent.spill.dcp_metadata import Chunk, ObjectEntry, Place, TensorEntry, encode_metadata
+from everstep_agent.spill.dcp_metadata import ArchiveLocation, Chunk, ObjectEntry, TensorEntry, encode_metadata
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -21,14 +21,14 @@ from torch.distributed.checkpoint.metadata import (
 from everstep.layout.manifests import Box
 
 PARTS = (
-    Chunk(Box((0, 0), (2, 3)), Place("__0_0.distcp", 0, 900)),
-    Chunk(Box((2, 0), (1, 3)), Place("__1_0.distcp", 64, 800)),
+    Chunk(Box((0, 0), (2, 3)), ArchiveLocation("__0_0.distcp", 0, 900)),
+    Chunk(Box((2, 0), (1, 3)), ArchiveLocation("__1_0.distcp", 64, 800)),
 )
 TENSORS = [
     TensorEntry(("model", "a.weight"), "bfloat16", (3, 3), PARTS),
-    TensorEntry(("optimizer", "state", "a.weight", "step"), "float32", (), (Chunk(Box((), ()), PARTS[0].place),)),
+    TensorEntry(("optimizer", "state", "a.weight", "step"), "float32", (), (Chunk(Box((), ()), PARTS[0].location),)),
 ]
-OBJECTS = [ObjectEntry(("optimizer", "param_groups", 0, "lr"), Place("__0_0.distcp", 1 << 40, 700))]
+OBJECTS = [ObjectEntry(("optimizer", "param_groups", 0, "lr"), ArchiveLocation("__0_0.distcp", 1 << 40, 700))]
 
 
 def properties(dtype: torch.dtype) -> TensorProperties:

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from everstep_agent.spill.__main__ import carry_out
-from everstep_agent.spill.writer import folder_of
+from everstep_agent.spill.__main__ import execute
+from everstep_agent.spill.writer import folder_name
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -51,9 +51,9 @@ class Trained:
 
 def spilled(tmp_path: Path, trained: Trained, **how: Any) -> Path:
     order = fill_slots(tmp_path / "slots", trained.state, VERSION, **how)
-    outcome = carry_out(msgspec.structs.replace(order, url=str(tmp_path / "out")))
-    assert outcome.whole
-    return tmp_path / "out" / folder_of(VERSION)
+    outcome = execute(msgspec.structs.replace(order, url=str(tmp_path / "out")))
+    assert outcome.is_complete
+    return tmp_path / "out" / folder_name(VERSION)
 
 
 def metadata_of(folder: Path) -> Metadata:
@@ -191,7 +191,7 @@ def test_the_stages_of_a_pipeline_become_one_checkpoint(tmp_path: Path) -> None:
         optimizers[1].state[parameter]["count"] = 4
     stages[1].second.seen += 1
     order = fill_slots(tmp_path / "slots", states, VERSION)
-    assert carry_out(msgspec.structs.replace(order, url=str(tmp_path / "out"))).whole
+    assert execute(msgspec.structs.replace(order, url=str(tmp_path / "out"))).is_complete
     one = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
     for optimizer in optimizers:
         one.state.update(optimizer.state)
@@ -200,7 +200,7 @@ def test_the_stages_of_a_pipeline_become_one_checkpoint(tmp_path: Path) -> None:
     zeroed = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else -1 for k, v in model.items()}
     read = {"model": zeroed, "optimizer": get_state_dict(whole, one)[1]}
     read["optimizer"]["param_groups"][0]["lr"] = 0
-    dcp.load(read, checkpoint_id=tmp_path / "out" / folder_of(VERSION), no_dist=True)
+    dcp.load(read, checkpoint_id=tmp_path / "out" / folder_name(VERSION), no_dist=True)
     assert equal(read["model"], wanted["model"])
     assert equal(read["optimizer"]["state"], wanted["optimizer"]["state"])
     assert read["optimizer"]["param_groups"][0]["lr"] == 0.5
@@ -211,7 +211,7 @@ def test_the_same_slots_give_the_same_bytes(tmp_path: Path) -> None:
     trained = Trained()
     order = fill_slots(tmp_path / "slots", trained.state, VERSION, world=3, layout="sharded")
     for name in ("a", "b"):
-        carry_out(msgspec.structs.replace(order, url=str(tmp_path / name)))
+        execute(msgspec.structs.replace(order, url=str(tmp_path / name)))
     a, b = ({p.name: p.read_bytes() for p in (tmp_path / name).rglob("*") if p.is_file()} for name in ("a", "b"))
     assert a == b
     assert set(a) == {"__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata", "digests", "0", "1", "2"}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from everstep_agent.spill.dcp_metadata import decode_state, flatten
-from everstep_agent.spill.layout import Names
+from everstep_agent.spill.layout import CheckpointPaths
 from everstep_agent.spill.torch_format import object_archive
 from everstep_trainer.state.blob import encode_blob
 from hypothesis import given
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from everstep.errors import MalformedMessage
-from everstep.layout.manifests import Tensor
+from everstep.layout.manifests import TensorInfo
 
 EVERY_KIND: dict[str, Any] = {
     "none": None,
@@ -75,8 +75,8 @@ def test_bytes_that_are_no_python_state_are_refused(data: bytes) -> None:
         decode_state(data)
 
 
-def tensor(name: str, *groups: tuple[str, int]) -> Tensor:
-    return Tensor(name, "float32", 4, (2,), False, (), groups)
+def tensor(name: str, *groups: tuple[str, int]) -> TensorInfo:
+    return TensorInfo(name, "float32", 4, (2,), False, (), groups)
 
 
 def test_parameters_of_one_module_are_named_within_it_and_of_several_in_full() -> None:
@@ -87,12 +87,12 @@ def test_parameters_of_one_module_are_named_within_it_and_of_several_in_full() -
         tensor("opt.gen.a.w.exp_avg"),
         tensor("both.disc.w.momentum_buffer"),
     ]
-    names = Names(catalog, state)
-    paths = [names.tensor(t) for t in catalog]
+    names = CheckpointPaths(catalog, state)
+    paths = [names.tensor_paths(t) for t in catalog]
     assert paths[0] == (("gen", "a.w"),)
     assert paths[2] == (("opt", "state", "a.w", "exp_avg"),)
     assert paths[3] == (("both", "state", "disc.w", "momentum_buffer"),)
-    shared = dict(names.shared(state))
+    shared = dict(names.shared_values(state))
     assert shared["opt", "param_groups", 0, "params"] == ["a.w"]
     assert shared["both", "param_groups", 0, "params"] == ["gen.a.w", "disc.w"]
 
@@ -103,6 +103,9 @@ def test_optimizer_state_that_parameters_share_stands_under_each_of_them() -> No
     catalog = [
         tensor("net.a", ("opt", 0)),
         tensor("net.b", ("opt", 0)),
-        Tensor("opt.net.a.step", "float32", 4, (), False, aliases),
+        TensorInfo("opt.net.a.step", "float32", 4, (), False, aliases),
     ]
-    assert Names(catalog, state).tensor(catalog[2]) == (("opt", "state", "a", "step"), ("opt", "state", "b", "step"))
+    assert CheckpointPaths(catalog, state).tensor_paths(catalog[2]) == (
+        ("opt", "state", "a", "step"),
+        ("opt", "state", "b", "step"),
+    )

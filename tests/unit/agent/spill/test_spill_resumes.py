@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from everstep_agent.spill.__main__ import carry_out
-from everstep_agent.spill.order import Order, Outcome, Refusal
-from everstep_agent.spill.target import Directory, ObjectStore, open_target
-from everstep_agent.spill.writer import folder_of
+from everstep_agent.spill.__main__ import execute
+from everstep_agent.spill.order import SpillError, SpillOrder, SpillResult
+from everstep_agent.spill.target import DirectoryTarget, ObjectStoreTarget, open_target
+from everstep_agent.spill.writer import folder_name
 from everstep_trainer.state.tracked_state import TrackedState
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from torch import nn
@@ -31,18 +31,18 @@ VERSION = Version(2, 7)
 ROOT = Path(__file__).parents[4]
 
 
-def small_job(tmp_path: Path, **how: Any) -> Order:
+def small_job(tmp_path: Path, **how: Any) -> SpillOrder:
     torch.manual_seed(5)
     model = nn.Linear(3, 4)
     state = TrackedState({"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
     return fill_slots(tmp_path / "slots", state, VERSION, **{"world": 2, "layout": "sharded", **how})
 
 
-def written_to(order: Order, folder: Path) -> Outcome:
-    return carry_out(msgspec.structs.replace(order, url=str(folder)))
+def written_to(order: SpillOrder, folder: Path) -> SpillResult:
+    return execute(msgspec.structs.replace(order, url=str(folder)))
 
 
-def slot_of(order: Order, rank: int) -> SegmentView:
+def slot_of(order: SpillOrder, rank: int) -> SegmentView:
     return map_segment(Path(order.sources[rank].path))
 
 
@@ -65,8 +65,8 @@ def test_what_is_there_is_not_written_again(tmp_path: Path, monkeypatch: pytest.
     def refuse(*_: object) -> None:
         raise AssertionError("written again")
 
-    monkeypatch.setattr(Directory, "grow", refuse)
-    assert written_to(order, tmp_path / "out").whole
+    monkeypatch.setattr(DirectoryTarget, "open_for_writing", refuse)
+    assert written_to(order, tmp_path / "out").is_complete
 
 
 @pytest.mark.parametrize("harm", ["flipped", "shorter", "longer", "other"])
@@ -74,7 +74,7 @@ def test_a_file_that_an_earlier_writer_left_is_believed_byte_by_byte(tmp_path: P
     order = small_job(tmp_path)
     written_to(order, tmp_path / "whole")
     written_to(order, tmp_path / "out")
-    folder = tmp_path / "out" / folder_of(VERSION)
+    folder = tmp_path / "out" / folder_name(VERSION)
     (folder / ".metadata").unlink()
     (folder / ".everstep" / "1").unlink()
     data = bytearray((folder / "__1_0.distcp").read_bytes())
@@ -90,7 +90,7 @@ def test_a_flipped_bit_in_a_slot_is_never_written_as_a_checkpoint(tmp_path: Path
     slot_of(order, 1).payload(0)[5] ^= 4
     with pytest.raises(DigestMismatch, match="rank 1's 2:7"):
         written_to(order, tmp_path / "out")
-    folder = tmp_path / "out" / folder_of(VERSION)
+    folder = tmp_path / "out" / folder_name(VERSION)
     assert not (folder / ".metadata").exists()
     assert not (folder / ".everstep" / "1").exists()
 
@@ -120,8 +120,8 @@ def test_a_version_that_is_not_whole_is_not_begun(tmp_path: Path) -> None:
 def test_nodes_write_their_ranks_and_the_last_one_makes_it_a_checkpoint(tmp_path: Path) -> None:
     order = small_job(tmp_path)
     nodes = [msgspec.structs.replace(order, sources=(source,)) for source in order.sources]
-    assert not written_to(nodes[1], tmp_path / "out").whole
-    assert written_to(nodes[0], tmp_path / "out").whole
+    assert not written_to(nodes[1], tmp_path / "out").is_complete
+    assert written_to(nodes[0], tmp_path / "out").is_complete
     written_to(order, tmp_path / "whole")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
@@ -135,7 +135,7 @@ def test_files_of_another_division_of_the_version_do_not_complete_it(tmp_path: P
         outcome = written_to(other, tmp_path / "out")
     except NotRestorable:
         pytest.fail("with two copies of each byte, two of three ranks hold everything")
-    assert outcome.whole
+    assert outcome.is_complete
     written_to(other, tmp_path / "whole")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
@@ -144,17 +144,17 @@ def test_files_of_another_division_of_the_version_do_not_complete_it(tmp_path: P
 def test_an_object_store_holds_the_same(tmp_path: Path, url: str) -> None:
     order = small_job(tmp_path)
     url = url.format(tmp_path)
-    assert carry_out(msgspec.structs.replace(order, url=url)).whole
-    assert carry_out(msgspec.structs.replace(order, url=url)).whole, "a second writer finds it done"
+    assert execute(msgspec.structs.replace(order, url=url)).is_complete
+    assert execute(msgspec.structs.replace(order, url=url)).is_complete, "a second writer finds it done"
     written_to(order, tmp_path / "whole")
     place = open_target(url)
-    assert folder_of(VERSION) in place.folders()
+    assert folder_name(VERSION) in place.folders()
     for path in (tmp_path / "whole").rglob("*"):
         if path.is_file():
             assert place.get(str(path.relative_to(tmp_path / "whole"))) == path.read_bytes()
-    place.remove(folder_of(VERSION))
-    assert folder_of(VERSION) not in place.folders()
-    assert place.get(f"{folder_of(VERSION)}/.metadata") is None
+    place.remove(folder_name(VERSION))
+    assert folder_name(VERSION) not in place.folders()
+    assert place.get(f"{folder_name(VERSION)}/.metadata") is None
 
 
 class InParts(AbstractBufferedFile):
@@ -183,11 +183,11 @@ class Store(AbstractFileSystem):
 
 def test_an_object_that_was_given_up_never_appears() -> None:
     store = Store()
-    place = ObjectStore(store, "bucket")
-    given_up, whole = place.grow("given up"), place.grow("whole")
+    place = ObjectStoreTarget(store, "bucket")
+    given_up, whole = place.open_for_writing("given up"), place.open_for_writing("whole")
     for file in (given_up, whole):
         file.append(b"several parts")
-    given_up.abandon()
+    given_up.close_unfinished()
     whole.finish()
     del given_up
     gc.collect()
@@ -200,11 +200,11 @@ def test_older_checkpoints_go_when_a_newer_one_is_whole(tmp_path: Path, url: str
     state = TrackedState({"model": nn.Linear(2, 2)})
     for step in (3, 4, 5, 6):
         order = fill_slots(tmp_path / f"slots-{step}", state, Version(1, step))
-        outcome = carry_out(msgspec.structs.replace(order, url=url, keep=2, complete=step != 5))
+        outcome = execute(msgspec.structs.replace(order, url=url, keep=2, complete=step != 5))
     place = open_target(url)
-    assert place.folders() == [folder_of(Version(1, step)) for step in (4, 6)]
-    assert outcome.removed == (folder_of(Version(1, 3)), folder_of(Version(1, 5)))
-    assert outcome.left == (folder_of(Version(1, 4)), folder_of(Version(1, 6)))
+    assert place.folders() == [folder_name(Version(1, step)) for step in (4, 6)]
+    assert outcome.removed == (folder_name(Version(1, 3)), folder_name(Version(1, 5)))
+    assert outcome.remaining == (folder_name(Version(1, 4)), folder_name(Version(1, 6)))
 
 
 def test_the_one_before_stays_until_its_successor_is_counted(tmp_path: Path) -> None:
@@ -212,9 +212,9 @@ def test_the_one_before_stays_until_its_successor_is_counted(tmp_path: Path) -> 
     state = TrackedState({"model": nn.Linear(2, 2)})
     for step in (3, 4, 5):
         order = fill_slots(tmp_path / f"slots-{step}", state, Version(1, step))
-        outcome = carry_out(msgspec.structs.replace(order, url=f"{tmp_path}/out", keep=1))
-    assert open_target(f"{tmp_path}/out").folders() == [folder_of(Version(1, step)) for step in (4, 5)]
-    assert outcome.removed == (folder_of(Version(1, 3)),)
+        outcome = execute(msgspec.structs.replace(order, url=f"{tmp_path}/out", keep=1))
+    assert open_target(f"{tmp_path}/out").folders() == [folder_name(Version(1, step)) for step in (4, 5)]
+    assert outcome.removed == (folder_name(Version(1, 3)),)
 
 
 def spill(order: bytes) -> subprocess.CompletedProcess[bytes]:
@@ -226,8 +226,8 @@ def test_the_command_says_what_came_of_an_order(tmp_path: Path) -> None:
     order = msgspec.structs.replace(small_job(tmp_path), url=str(tmp_path / "out"))
     said = spill(msgspec.msgpack.encode(order))
     assert said.returncode == 0, said.stderr
-    outcome = msgspec.json.decode(said.stdout, type=Outcome)
-    assert (outcome.ranks, outcome.whole, outcome.folder) == ((0, 1), True, folder_of(VERSION))
+    outcome = msgspec.json.decode(said.stdout, type=SpillResult)
+    assert (outcome.ranks, outcome.is_complete, outcome.folder) == ((0, 1), True, folder_name(VERSION))
     files = sum(os.path.getsize(p) for p in (tmp_path / "out").rglob("*.distcp"))
     assert outcome.bytes == files
 
@@ -246,7 +246,7 @@ def test_the_command_says_what_is_wrong_and_ends_with_1(tmp_path: Path, change: 
     order = msgspec.structs.replace(small_job(tmp_path), url=str(tmp_path / "out"))
     said = spill(msgspec.msgpack.encode(msgspec.structs.replace(order, **change)))
     assert said.returncode == 1
-    assert sentence in msgspec.json.decode(said.stdout, type=Refusal).message
+    assert sentence in msgspec.json.decode(said.stdout, type=SpillError).message
     assert said.stderr == b""
 
 
@@ -258,4 +258,4 @@ def test_a_store_whose_package_is_missing_is_refused_with_what_to_install() -> N
 def test_an_order_that_is_none_is_refused() -> None:
     said = spill(b"\xc1")
     assert said.returncode == 1
-    assert msgspec.json.decode(said.stdout, type=Refusal).code == "malformed"
+    assert msgspec.json.decode(said.stdout, type=SpillError).code == "malformed"

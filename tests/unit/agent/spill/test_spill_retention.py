@@ -9,8 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from everstep_agent.spill.target import Directory
-from everstep_agent.spill.writer import METADATA, Stored, folder_of, prune, superfluous, version_of
+from everstep_agent.spill.target import DirectoryTarget
+from everstep_agent.spill.writer import (
+    METADATA_FILE,
+    SpilledCheckpoint,
+    folder_name,
+    parse_folder_name,
+    prune,
+    select_removable,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,41 +25,47 @@ from everstep.ids import Version
 
 versions = st.builds(Version, st.integers(1, 5), st.integers(0, 20))
 times = st.none() | st.integers(0, 100).map(float)
-stores = st.dictionaries(versions, times).map(lambda d: [Stored(v, at) for v, at in d.items()])
+stores = st.dictionaries(versions, times).map(lambda d: [SpilledCheckpoint(v, at) for v, at in d.items()])
 
 
 @given(st.builds(Version, st.integers(0, 10**9), st.integers(0, 10**15)))
 def test_a_folders_name_tells_its_version(version: Version) -> None:
-    assert version_of(folder_of(version)) == version
+    assert parse_folder_name(folder_name(version)) == version
 
 
 @pytest.mark.parametrize("name", ["step-1-g1", "step-00000001", "step-00000001-g01", "mine", "step-00000001-g1.old"])
 def test_folders_of_others_are_nobodys_versions(name: str) -> None:
-    assert version_of(name) is None
+    assert parse_folder_name(name) is None
 
 
 @given(stores, st.integers(0, 4), st.sets(versions, max_size=3))
-def test_what_was_written_last_and_what_is_named_stays(stored: list[Stored], keep: int, named: set[Version]) -> None:
-    gone = superfluous(stored, keep, named)
+def test_what_was_written_last_and_what_is_named_stays(
+    stored: list[SpilledCheckpoint], keep: int, named: set[Version]
+) -> None:
+    gone = select_removable(stored, keep, named)
     left = [s for s in stored if s.version not in gone]
-    whole = sorted(((s.whole_at, s.version) for s in stored if s.whole_at is not None), reverse=True)
+    whole = sorted(((s.completed_at, s.version) for s in stored if s.completed_at is not None), reverse=True)
     kept = {version for _, version in whole[: max(keep, 1)]}
     assert not set(gone) & (kept | named)
     assert gone == sorted(set(gone))
-    assert {s.version for s in left if s.whole_at is not None} <= kept | named
+    assert {s.version for s in left if s.completed_at is not None} <= kept | named
     for one in left:
-        if one.whole_at is None and whole and one.version not in named:
+        if one.completed_at is None and whole and one.version not in named:
             assert one.version.step > whole[0][1].step, "only what may still be written"
 
 
 def test_a_job_that_counts_its_generations_anew_loses_the_old_ones_first() -> None:
-    before, after = Stored(Version(7, 40), 100.0), Stored(Version(1, 60), 200.0)
-    assert superfluous([before, after], 1) == [Version(7, 40)]
+    before, after = SpilledCheckpoint(Version(7, 40), 100.0), SpilledCheckpoint(Version(1, 60), 200.0)
+    assert select_removable([before, after], 1) == [Version(7, 40)]
 
 
 def test_one_that_is_being_written_stays() -> None:
-    stored = [Stored(Version(1, 10), 5.0), Stored(Version(1, 20), None), Stored(Version(1, 5), None)]
-    assert superfluous(stored, 1) == [Version(1, 5)]
+    stored = [
+        SpilledCheckpoint(Version(1, 10), 5.0),
+        SpilledCheckpoint(Version(1, 20), None),
+        SpilledCheckpoint(Version(1, 5), None),
+    ]
+    assert select_removable(stored, 1) == [Version(1, 5)]
 
 
 def test_two_vaults_that_prune_at_once_remove_what_is_to_go_and_neither_fails(
@@ -60,24 +73,24 @@ def test_two_vaults_that_prune_at_once_remove_what_is_to_go_and_neither_fails(
 ) -> None:
     """Both had finished the version; to one the storage seemed to have failed."""
     for step in (1, 2, 3, 4):
-        folder = tmp_path / folder_of(Version(1, step))
+        folder = tmp_path / folder_name(Version(1, step))
         (folder / ".everstep").mkdir(parents=True)
-        for name in ("__0_0.distcp", "__1_0.distcp", ".everstep/0", METADATA):
+        for name in ("__0_0.distcp", "__1_0.distcp", ".everstep/0", METADATA_FILE):
             (folder / name).write_bytes(b"x")
-        os.utime(folder / METADATA, (step, step))
+        os.utime(folder / METADATA_FILE, (step, step))
     unlink, others = os.unlink, [Version(1, 1), Version(1, 2)]
 
     def and_the_other_was_quicker(*path: Any, **where: Any) -> None:
         if others and where:
             with monkeypatch.context() as undisturbed:
                 undisturbed.setattr(os, "unlink", unlink)
-                shutil.rmtree(tmp_path / folder_of(others.pop(0)))
+                shutil.rmtree(tmp_path / folder_name(others.pop(0)))
         unlink(*path, **where)
 
     monkeypatch.setattr(os, "unlink", and_the_other_was_quicker)
-    gone, left = prune(Directory(tmp_path), 2, Version(1, 4))
+    gone, left = prune(DirectoryTarget(tmp_path), 2, Version(1, 4))
     assert (gone, left) == ([Version(1, 1), Version(1, 2)], [Version(1, 3), Version(1, 4)])
-    assert sorted(path.name for path in tmp_path.iterdir()) == [folder_of(version) for version in left]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folder_name(version) for version in left]
 
 
 def test_what_cannot_be_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,4 +101,4 @@ def test_what_cannot_be_removed_is_told(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "rmdir", read_only)
     with pytest.raises(OSError, match="Read-only"):
-        Directory(tmp_path).remove("folder")
+        DirectoryTarget(tmp_path).remove("folder")

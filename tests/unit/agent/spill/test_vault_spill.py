@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from everstep_agent.spill.__main__ import carry_out
+from everstep_agent.spill.__main__ import execute
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
@@ -38,7 +38,7 @@ class Fleet:
         model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(3)))
         state = TrackedState({"model": model})
         order = fill_slots(folder / "slots", state, V, world=3, layout="sharded")
-        carry_out(msgspec.structs.replace(order, url=str(folder / "alone")))
+        execute(msgspec.structs.replace(order, url=str(folder / "alone")))
         by_node = {node: running.start(node) for node in WRITERS}
         running.configure(generation=3)
         self.ranks = []
@@ -79,10 +79,10 @@ def fleet(program_forks: ForkPool, tmp_path: Path) -> Iterator[Fleet]:
 
 def test_vaults_write_their_shares_and_the_last_one_makes_it_a_checkpoint(fleet: Fleet) -> None:
     first, second = fleet.spill("n2"), fleet.spill("n1")
-    assert (first.whole, second.whole) == (False, True)
+    assert (first.complete, second.complete) == (False, True)
     assert contents(fleet.folder / "out") == contents(fleet.folder / "alone")
     assert first.bytes + second.bytes == sum(p.stat().st_size for p in (fleet.folder / "out").rglob("*.distcp"))
-    assert fleet.spill("n2").whole, "asked again, it finds everything there"
+    assert fleet.spill("n2").complete, "asked again, it finds everything there"
     said = fleet.vaults.supervisors["n1"].ask(local.Statistics)
     assert (said.counters["spilled_slots"], said.counters["spilled_bytes"]) == (2, second.bytes)
 
@@ -90,7 +90,7 @@ def test_vaults_write_their_shares_and_the_last_one_makes_it_a_checkpoint(fleet:
 def test_what_cannot_be_written_is_said_by_its_code(fleet: Fleet) -> None:
     def code(**fields: object) -> str:
         answer = fleet.spill("n1", **fields)
-        assert isinstance(answer, local.Failed), answer
+        assert isinstance(answer, local.RequestFailed), answer
         return answer.code
 
     assert code(version=Version(3, 21)) == "not_found"
@@ -109,9 +109,9 @@ def test_a_writer_that_is_killed_is_no_harm(fleet: Fleet) -> None:
     asked = fleet.post("n1")
     os.kill(fleet.writer_of(fleet.vaults.all[0]), signal.SIGKILL)
     answer = fleet.vaults.supervisors["n1"].wait(asked)
-    assert isinstance(answer, local.Failed)
+    assert isinstance(answer, local.RequestFailed)
     assert answer.code == "unavailable"
-    assert fleet.spill("n1").whole
+    assert fleet.spill("n1").complete
     assert contents(fleet.folder / "out") == contents(fleet.folder / "alone")
 
 
@@ -126,6 +126,6 @@ def test_a_writer_ends_with_its_vault(fleet: Fleet) -> None:
 def test_a_job_that_is_forgotten_is_not_written_any_more(fleet: Fleet) -> None:
     asked = fleet.post("n1")
     writer = fleet.writer_of(fleet.vaults.all[0])
-    fleet.vaults.supervisors["n1"].ask(local.Forget, job=JOB)
-    assert isinstance(fleet.vaults.supervisors["n1"].wait(asked), local.Failed)
+    fleet.vaults.supervisors["n1"].ask(local.ForgetJob, job=JOB)
+    assert isinstance(fleet.vaults.supervisors["n1"].wait(asked), local.RequestFailed)
     until(lambda: process_gone(writer), "the end of the writer")

@@ -190,7 +190,7 @@ def test_an_agent_as_a_process_joins_and_joins_again_when_an_operator_revoked_it
         wait_for(lambda: is_registered(process, "joins"), tmp_path)
         before = token(mine)
         path = f"/v1/credentials/{split_stored(before)[0]}/revoke"
-        told(process, path, op.Because(reason="a test"), op.Changed)
+        told(process, path, op.ReasonOnlyRequest(reason="a test"), op.ChangeResult)
         wait_for(lambda: token(mine) != before and is_good(process, mine), tmp_path)
     finally:
         agent.terminate()

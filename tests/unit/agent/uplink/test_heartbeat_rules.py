@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 from everstep_agent.uplink.heartbeat import (
-    REMEMBERED_DIRECTIVES,
-    Conversation,
-    Inbox,
+    MAX_REMEMBERED_DIRECTIVES,
+    DirectiveInbox,
+    HeartbeatProtocol,
     NodeFacts,
-    Refusal,
-    advice_for,
-    meaning_of,
+    RefusalAction,
+    operator_advice,
+    refusal_action,
 )
 
 from everstep.errors import (
@@ -27,11 +27,20 @@ from everstep.errors import (
     VersionMismatch,
 )
 from everstep.vocabulary import Finding, FindingKind, Severity
-from everstep.wire.v1.agent import MOST_FINDINGS, Gpu, Heartbeat, HeartbeatAnswer, Host, Numbered, Register, Registered
+from everstep.wire.v1.agent import (
+    MOST_FINDINGS,
+    Gpu,
+    Heartbeat,
+    HeartbeatAnswer,
+    Host,
+    NumberedReport,
+    Register,
+    Registered,
+)
 from everstep.wire.v1.directives import Directive, StopJob
 from everstep.wire.v1.training import FindingCleared, FindingRaised
 
-FACTS = NodeFacts(vault="127.0.0.1:7702", boot_id="b1")
+FACTS = NodeFacts(vault_address="127.0.0.1:7702", boot_id="b1")
 
 
 def a_finding(subject: str = "0000:1b:00", severity: Severity = Severity.CRITICAL) -> Finding:
@@ -47,7 +56,7 @@ class Talk:
     """A conversation with its arguments filled in."""
 
     def __init__(self) -> None:
-        self.conversation = Conversation("n1", 7, "0.1.0")
+        self.conversation = HeartbeatProtocol("n1", 7, "0.1.0")
 
     def next(self, *findings: Finding, facts: NodeFacts = FACTS) -> Register | Heartbeat:
         return self.conversation.next_message(facts, findings, (), 0, 100.0)
@@ -55,7 +64,7 @@ class Talk:
     def register(self, *findings: Finding, facts: NodeFacts = FACTS) -> None:
         message = self.next(*findings, facts=facts)
         assert isinstance(message, Register)
-        self.conversation.registration_answered(message, facts, answer())
+        self.conversation.handle_registered(message, facts, answer())
 
     def beat(self, *findings: Finding) -> Heartbeat:
         message = self.next(*findings)
@@ -75,8 +84,9 @@ def test_a_registration_says_what_the_node_is_made_of() -> None:
     facts = msgspec.structs.replace(FACTS, host=Host(vendor="NVIDIA", serial="166"), driver_version="570")
     message = Talk().next(facts=facts)
     assert isinstance(message, Register)
-    said = {field: getattr(message, field) for field in facts.__struct_fields__}
-    assert said == msgspec.structs.asdict(facts)
+    expected = msgspec.structs.asdict(facts)
+    assert message.vault == expected.pop("vault_address")
+    assert {field: getattr(message, field) for field in expected} == expected
 
 
 def test_after_registering_it_beats_and_counts() -> None:
@@ -91,7 +101,7 @@ def test_findings_ride_along_only_when_they_are_news() -> None:
     assert talk.beat(a_finding()).findings is None
     cleared = talk.beat()
     assert cleared.findings == ()
-    talk.conversation.beat_answered(cleared, HeartbeatAnswer(server_at=0.0))
+    talk.conversation.handle_heartbeat_answer(cleared, HeartbeatAnswer(server_at=0.0))
     assert talk.beat().findings is None
 
 
@@ -105,7 +115,7 @@ def test_an_unanswered_beat_leaves_its_findings_to_be_told_again() -> None:
 def test_resend_is_answered_by_the_full_picture() -> None:
     talk = Talk()
     talk.register(a_finding())
-    talk.conversation.beat_answered(talk.beat(a_finding()), HeartbeatAnswer(server_at=0.0, resend=True))
+    talk.conversation.handle_heartbeat_answer(talk.beat(a_finding()), HeartbeatAnswer(server_at=0.0, resend=True))
     assert talk.beat(a_finding()).findings == (a_finding(),)
 
 
@@ -113,13 +123,13 @@ def test_who_answers_after_a_lost_session_is_shown_the_full_picture_once() -> No
     talk = Talk()
     talk.register(a_finding())
     assert talk.beat(a_finding()).findings is None
-    talk.conversation.session_lost()
+    talk.conversation.handle_session_lost()
     shown = talk.beat(a_finding())
     assert shown.findings == (a_finding(),)
-    assert talk.conversation.returning
-    talk.conversation.beat_answered(shown, HeartbeatAnswer(server_at=0.0))
+    assert talk.conversation.is_reconnecting
+    talk.conversation.handle_heartbeat_answer(shown, HeartbeatAnswer(server_at=0.0))
     assert talk.beat(a_finding()).findings is None
-    assert not talk.conversation.returning
+    assert not talk.conversation.is_reconnecting
 
 
 @pytest.mark.parametrize(
@@ -136,10 +146,10 @@ def test_a_word_that_the_picture_has_left_behind_is_followed_by_the_picture(
 ) -> None:
     talk = Talk()
     talk.register(*stands)
-    talk.conversation.reports_answered((Numbered(number=1, body=word),), stands)
+    talk.conversation.handle_reports_answer((NumberedReport(number=1, body=word),), stands)
     shown = talk.beat(*stands)
     assert shown.findings == (stands if told_again else None)
-    talk.conversation.beat_answered(shown, HeartbeatAnswer(server_at=0.0))
+    talk.conversation.handle_heartbeat_answer(shown, HeartbeatAnswer(server_at=0.0))
     assert talk.beat(*stands).findings is None
 
 
@@ -148,8 +158,8 @@ def test_a_picture_that_was_under_way_when_such_a_word_was_answered_is_told_agai
     talk.register(a_finding())
     under_way = talk.beat()
     assert under_way.findings == ()
-    talk.conversation.reports_answered((Numbered(number=1, body=FindingRaised(finding=a_finding())),), ())
-    talk.conversation.beat_answered(under_way, HeartbeatAnswer(server_at=0.0))
+    talk.conversation.handle_reports_answer((NumberedReport(number=1, body=FindingRaised(finding=a_finding())),), ())
+    talk.conversation.handle_heartbeat_answer(under_way, HeartbeatAnswer(server_at=0.0))
     assert talk.beat().findings == ()
 
 
@@ -158,7 +168,7 @@ def test_a_change_of_the_node_itself_is_registered_anew() -> None:
     talk.register()
     gpu = Gpu(index=0, uuid="GPU-0", name="H100", pci_bus_id="0000:1b:00", memory_bytes=80 << 30)
     assert isinstance(talk.next(facts=msgspec.structs.replace(FACTS, gpus=(gpu,))), Register)
-    assert isinstance(talk.next(facts=msgspec.structs.replace(FACTS, vault="127.0.0.1:9")), Register)
+    assert isinstance(talk.next(facts=msgspec.structs.replace(FACTS, vault_address="127.0.0.1:9")), Register)
 
 
 @pytest.mark.parametrize(("asked", "taken"), [(0.0, 0.05), (-1.0, 0.05), (0.5, 0.5), (1e9, 60.0)])
@@ -166,7 +176,7 @@ def test_the_interval_is_the_controllers_within_reason(asked: float, taken: floa
     talk = Talk()
     message = talk.next()
     assert isinstance(message, Register)
-    talk.conversation.registration_answered(message, FACTS, answer(heartbeat_interval_s=asked))
+    talk.conversation.handle_registered(message, FACTS, answer(heartbeat_interval_s=asked))
     assert talk.conversation.interval_s == taken
 
 
@@ -175,8 +185,8 @@ def test_a_protocol_we_do_not_speak_is_refused() -> None:
     message = talk.next()
     assert isinstance(message, Register)
     with pytest.raises(VersionMismatch, match="chose protocol 9"):
-        talk.conversation.registration_answered(message, FACTS, answer(protocol=9))
-    assert not talk.conversation.registered
+        talk.conversation.handle_registered(message, FACTS, answer(protocol=9))
+    assert not talk.conversation.is_registered
 
 
 def test_beat_of_too_many_findings_keeps_the_gravest() -> None:
@@ -193,7 +203,7 @@ def test_beat_of_too_many_findings_says_how_many_are_missing() -> None:
     assert isinstance(message, Register)
     *kept, overflow = message.findings
     assert kept == graves[: MOST_FINDINGS - 1]
-    assert (overflow.kind, overflow.subject, overflow.value) == (FindingKind.AGENT_OVERFLOW, "findings", 11.0)
+    assert (overflow.kind, overflow.subject, overflow.value) == (FindingKind.AGENT_SPOOL_OVERFLOW, "findings", 11.0)
     assert "11 mildest of 266 findings" in overflow.message
     assert msgspec.json.decode(msgspec.json.encode(message), type=Register) == message
 
@@ -208,21 +218,23 @@ def test_beat_of_as_many_findings_as_fit_is_sent_whole() -> None:
 @pytest.mark.parametrize(
     ("error", "meaning", "at_registration"),
     [
-        (NotFound("who?"), Refusal.REGISTER, Refusal.PERSON),
-        (StaleGeneration("old life"), Refusal.REGISTER, Refusal.PERSON),
-        (Unavailable("away"), Refusal.RETRY, Refusal.RETRY),
-        (ProtocolError("what?"), Refusal.RETRY, Refusal.RETRY),
-        (AuthenticationError("token"), Refusal.PERSON, Refusal.PERSON),
-        (PermissionDenied("not yours"), Refusal.PERSON, Refusal.PERSON),
-        (VersionMismatch("9"), Refusal.PERSON, Refusal.PERSON),
-        (MalformedMessage("shape"), Refusal.MESSAGE, Refusal.PERSON),
-        (TooLarge("2 MiB"), Refusal.MESSAGE, Refusal.PERSON),
+        (NotFound("who?"), RefusalAction.REGISTER, RefusalAction.NEEDS_OPERATOR),
+        (StaleGeneration("old life"), RefusalAction.REGISTER, RefusalAction.NEEDS_OPERATOR),
+        (Unavailable("away"), RefusalAction.RETRY, RefusalAction.RETRY),
+        (ProtocolError("what?"), RefusalAction.RETRY, RefusalAction.RETRY),
+        (AuthenticationError("token"), RefusalAction.NEEDS_OPERATOR, RefusalAction.NEEDS_OPERATOR),
+        (PermissionDenied("not yours"), RefusalAction.NEEDS_OPERATOR, RefusalAction.NEEDS_OPERATOR),
+        (VersionMismatch("9"), RefusalAction.NEEDS_OPERATOR, RefusalAction.NEEDS_OPERATOR),
+        (MalformedMessage("shape"), RefusalAction.DROP_MESSAGE, RefusalAction.NEEDS_OPERATOR),
+        (TooLarge("2 MiB"), RefusalAction.DROP_MESSAGE, RefusalAction.NEEDS_OPERATOR),
     ],
 )
-def test_each_refusal_has_a_meaning(error: EverstepError, meaning: Refusal, at_registration: Refusal) -> None:
-    assert meaning_of(error, registering=False) is meaning
-    assert meaning_of(error, registering=True) is at_registration
-    assert advice_for(error, "n1")
+def test_each_refusal_has_a_meaning(
+    error: EverstepError, meaning: RefusalAction, at_registration: RefusalAction
+) -> None:
+    assert refusal_action(error, is_registering=False) is meaning
+    assert refusal_action(error, is_registering=True) is at_registration
+    assert operator_advice(error, "n1")
 
 
 def stop(job: str) -> StopJob:
@@ -230,37 +242,41 @@ def stop(job: str) -> StopJob:
 
 
 def test_a_directive_that_comes_twice_is_handed_on_once() -> None:
-    inbox = Inbox()
+    inbox = DirectiveInbox()
     directive = Directive(seq=3, body=stop("a"))
-    assert inbox.take([directive]) == [directive]
-    assert inbox.take([directive]) == []
-    assert inbox.through == 3
+    assert inbox.filter_new([directive]) == [directive]
+    assert inbox.filter_new([directive]) == []
+    assert inbox.received_through == 3
 
 
 def test_an_older_directive_takes_nothing_back() -> None:
-    inbox = Inbox()
-    inbox.take([Directive(seq=6, body=stop("b"))])
-    assert len(inbox.take([Directive(seq=5, body=stop("a"))])) == 1
-    assert inbox.through == 6
+    inbox = DirectiveInbox()
+    inbox.filter_new([Directive(seq=6, body=stop("b"))])
+    assert len(inbox.filter_new([Directive(seq=5, body=stop("a"))])) == 1
+    assert inbox.received_through == 6
 
 
 def test_directives_are_handed_on_in_their_order() -> None:
-    assert [d.seq for d in Inbox().take([Directive(seq=s, body=stop(str(s))) for s in (3, 1, 2)])] == [1, 2, 3]
+    assert [d.seq for d in DirectiveInbox().filter_new([Directive(seq=s, body=stop(str(s))) for s in (3, 1, 2)])] == [
+        1,
+        2,
+        3,
+    ]
 
 
 def test_a_controller_that_counts_from_the_start_again_is_still_heard() -> None:
-    inbox = Inbox()
-    inbox.take([Directive(seq=1, body=stop("a")), Directive(seq=2, body=stop("b"))])
+    inbox = DirectiveInbox()
+    inbox.filter_new([Directive(seq=1, body=stop("a")), Directive(seq=2, body=stop("b"))])
     inbox.start_at(1)
-    assert inbox.through == 0
-    again = inbox.take([Directive(seq=1, body=stop("a")), Directive(seq=2, body=stop("c"))])
+    assert inbox.received_through == 0
+    again = inbox.filter_new([Directive(seq=1, body=stop("a")), Directive(seq=2, body=stop("c"))])
     assert [d.body for d in again] == [stop("c")]
 
 
 def test_a_number_that_came_with_other_words_is_remembered_from_then_on() -> None:
-    inbox = Inbox()
-    inbox.take(Directive(seq=seq, body=stop("a")) for seq in range(1, REMEMBERED_DIRECTIVES + 1))
+    inbox = DirectiveInbox()
+    inbox.filter_new(Directive(seq=seq, body=stop("a")) for seq in range(1, MAX_REMEMBERED_DIRECTIVES + 1))
     inbox.start_at(1)
     again = Directive(seq=1, body=stop("b"))
-    assert inbox.take([again, Directive(seq=REMEMBERED_DIRECTIVES + 1, body=stop("a"))])[0] == again
-    assert inbox.take([again]) == []
+    assert inbox.filter_new([again, Directive(seq=MAX_REMEMBERED_DIRECTIVES + 1, body=stop("a"))])[0] == again
+    assert inbox.filter_new([again]) == []

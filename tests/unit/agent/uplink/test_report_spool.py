@@ -19,14 +19,16 @@ from everstep.wire.v1.training import (
     JobSpec,
     LauncherJoined,
     RankLost,
-    Sealed,
+    VersionSealed,
 )
 from tests.support.uplinks import lost
 
 
-def sealed(step: int, *, rank: int = 0, safe: bool = True, digests: dict[str, str] | None = None) -> Sealed:
+def sealed(step: int, *, rank: int = 0, safe: bool = True, digests: dict[str, str] | None = None) -> VersionSealed:
     version = Version(1, step)
-    return Sealed(job="j", at=0.0, generation=1, rank=rank, version=version, bytes=10, safe=safe, digests=digests or {})
+    return VersionSealed(
+        job="j", at=0.0, generation=1, rank=rank, version=version, bytes=10, durable=safe, digests=digests or {}
+    )
 
 
 def joined() -> LauncherJoined:
@@ -38,11 +40,11 @@ def raised(severity: Severity) -> FindingRaised:
 
 
 def a_spool(file: Path | None = None, *, most_reports: int = 64, most_bytes: int = 1 << 20) -> Spool:
-    return Spool(file, most_reports=most_reports, most_bytes=most_bytes, window_s=0.1)
+    return Spool(file, max_reports=most_reports, max_bytes=most_bytes, batch_window_s=0.1)
 
 
 def bodies(spool: Spool) -> list[AnyReport]:
-    return [n.body for n in spool.batch()]
+    return [n.body for n in spool.next_batch()]
 
 
 def test_an_urgent_report_is_due_at_once_and_a_seal_after_the_window() -> None:
@@ -68,17 +70,17 @@ def test_an_urgent_report_takes_what_waits_along_in_order() -> None:
     spool = a_spool()
     spool.add(sealed(1), 0.0)
     spool.add(lost(), 0.0)
-    assert [n.number for n in spool.batch()] == [1, 2]
+    assert [n.number for n in spool.next_batch()] == [1, 2]
 
 
 def test_reports_stay_until_they_are_acknowledged() -> None:
     spool = a_spool()
     for rank in range(3):
         spool.add(lost(rank), 0.0)
-    assert len(spool.batch()) == 3
-    spool.acknowledged(2)
-    assert [n.number for n in spool.batch()] == [3]
-    spool.acknowledged(3)
+    assert len(spool.next_batch()) == 3
+    spool.acknowledge(2)
+    assert [n.number for n in spool.next_batch()] == [3]
+    spool.acknowledge(3)
     assert len(spool) == 0
     assert spool.size_bytes == 0
 
@@ -101,7 +103,7 @@ def test_every_version_and_rank_keeps_a_seal_of_its_own() -> None:
 def test_a_seal_on_its_way_is_not_changed() -> None:
     spool = a_spool()
     spool.add(sealed(1, safe=False), 0.0)
-    spool.batch()
+    spool.next_batch()
     spool.add(sealed(1, safe=True), 0.0)
     assert bodies(spool) == [sealed(1, safe=False), sealed(1, safe=True)]
 
@@ -115,7 +117,7 @@ def test_over_the_bound_the_oldest_seals_go_first_and_losses_stay() -> None:
     assert len(kept) <= 64
     assert kept[0] == lost()
     assert kept[-1] == sealed(199)
-    assert spool.dropped == 201 - len(kept)
+    assert spool.dropped_count == 201 - len(kept)
 
 
 def test_losses_alone_are_bounded_too() -> None:
@@ -131,28 +133,28 @@ def test_bytes_are_bounded() -> None:
     for rank in range(60):
         spool.add(RankLost(job="j", at=0.0, generation=1, rank=rank, local_rank=0, detail="x" * 1000), 0.0)
     assert spool.size_bytes <= 20_000
-    assert spool.dropped > 0
+    assert spool.dropped_count > 0
 
 
 def test_a_request_is_bounded_in_reports_and_bytes() -> None:
     spool = a_spool(most_reports=5000, most_bytes=64 << 20)
     for rank in range(1500):
         spool.add(lost(rank), 0.0)
-    assert len(spool.batch()) == 1024
-    assert len(spool.batch(10)) == 10
+    assert len(spool.next_batch()) == 1024
+    assert len(spool.next_batch(10)) == 10
     big = a_spool(most_reports=5000, most_bytes=64 << 20)
     for rank in range(1000):
         big.add(RankLost(job="j", at=0.0, generation=1, rank=rank, local_rank=0, detail="x" * 4000), 0.0)
-    assert 100 < len(big.batch()) < 140
+    assert 100 < len(big.next_batch()) < 140
 
 
 def test_a_report_that_is_never_taken_can_be_left_out() -> None:
     spool = a_spool()
     spool.add(lost(0), 0.0)
     spool.add(lost(1), 0.0)
-    spool.refuse(1)
+    spool.drop_refused(1)
     assert bodies(spool) == [lost(1)]
-    assert spool.refused == 1
+    assert spool.refused_count == 1
 
 
 @pytest.mark.promise("reports-survive")
@@ -169,7 +171,7 @@ def test_the_next_life_does_not_repeat_what_was_acknowledged(tmp_path: Path) -> 
     first = a_spool(tmp_path / "reports")
     for rank in range(3):
         first.add(lost(rank), 0.0)
-    first.acknowledged(2)
+    first.acknowledge(2)
     assert bodies(a_spool(tmp_path / "reports")) == [lost(2)]
 
 
@@ -207,9 +209,9 @@ def test_the_file_is_empty_when_everything_is_acknowledged_and_bounded_otherwise
     for step in range(2000):
         spool.add(sealed(step), 0.0)
         if step > 5:
-            spool.acknowledged(step - 5)
+            spool.acknowledge(step - 5)
     assert file.stat().st_size <= 4 * 10_000 + 1000
-    spool.acknowledged(5000)
+    spool.acknowledge(5000)
     assert file.stat().st_size == 0
 
 
@@ -221,30 +223,30 @@ def test_numbers_rise_and_nothing_is_lost_below_the_bounds(steps: list[AnyReport
         if step is not None:
             spool.add(step, 0.0)
             continue
-        batch = spool.batch()
+        batch = spool.next_batch()
         heard |= {n.number: n.body for n in batch}
         if batch:
-            spool.acknowledged(batch[-1].number)
-    heard |= {n.number: n.body for n in spool.batch()}
+            spool.acknowledge(batch[-1].number)
+    heard |= {n.number: n.body for n in spool.next_batch()}
     assert list(heard) == sorted(heard)
     said = [s for s in steps if s is not None]
     assert sum(isinstance(b, RankLost) for b in heard.values()) == sum(isinstance(s, RankLost) for s in said)
-    assert {b.version for b in heard.values() if isinstance(b, Sealed)} == {
-        s.version for s in said if isinstance(s, Sealed)
+    assert {b.version for b in heard.values() if isinstance(b, VersionSealed)} == {
+        s.version for s in said if isinstance(s, VersionSealed)
     }
-    assert spool.dropped == 0
+    assert spool.dropped_count == 0
 
 
 def test_seals_of_a_generation_that_is_over_are_left_out_sent_or_not() -> None:
     """Their slots are filled again: a controller that took over and knows of no newer one would commit them."""
     spool = a_spool()
     spool.add(sealed(1, safe=False), 0.0)
-    spool.batch()
+    spool.next_batch()
     spool.add(sealed(1), 0.0)
     spool.add(lost(), 0.0)
     newer, others = (msgspec.structs.replace(sealed(2), generation=2), msgspec.structs.replace(sealed(1), job="k"))
     spool.add(newer, 0.0)
     spool.add(others, 0.0)
-    spool.forget_seals("j", before=2)
+    spool.drop_seals("j", before_generation=2)
     assert bodies(spool) == [lost(), newer, others]
-    assert spool.dropped == 0
+    assert spool.dropped_count == 0

@@ -5,101 +5,101 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from everstep_agent.uplink.client import HUNG_PAUSE_S, SETTLED_AFTER_S, Controllers
+from everstep_agent.uplink.client import HUNG_RETRY_S, STABLE_SESSION_S, ControllerAddresses
 
 from everstep.clock import Backoff
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 BACKOFF = Backoff(floor_s=0.02, ceiling_s=0.2)
-LONG = SETTLED_AFTER_S
+LONG = STABLE_SESSION_S
 
 
-def failing(controllers: Controllers, now: float, attempts: int) -> list[tuple[str, float]]:
+def failing(controllers: ControllerAddresses, now: float, attempts: int) -> list[tuple[str, float]]:
     """The addresses tried from ``now`` on while every one refuses, with the time of each attempt."""
     tried = []
     for _ in range(attempts):
-        url, at = controllers.next(now)
+        url, at = controllers.next_address(now)
         now = max(now, at)
         tried.append((url, now))
-        controllers.failed(url, now, BACKOFF, 0.999)
+        controllers.mark_failed(url, now, BACKOFF, 0.999)
     return tried
 
 
 def test_a_round_over_all_addresses_takes_no_time_while_they_refuse() -> None:
-    assert failing(Controllers([A, B, C]), 5.0, 3) == [(A, 5.0), (B, 5.0), (C, 5.0)]
+    assert failing(ControllerAddresses([A, B, C]), 5.0, 3) == [(A, 5.0), (B, 5.0), (C, 5.0)]
 
 
 def test_each_address_has_a_back_off_of_its_own_up_to_the_ceiling() -> None:
-    tried = [at for url, at in failing(Controllers([A, B]), 0.0, 40) if url == A]
+    tried = [at for url, at in failing(ControllerAddresses([A, B]), 0.0, 40) if url == A]
     pauses = [after - before for before, after in itertools.pairwise(tried)]
     assert pauses[:3] == pytest.approx([0.02, 0.04, 0.08], rel=0.01)
     assert pauses[4:] == pytest.approx([0.2] * len(pauses[4:]), rel=0.01)
 
 
 def test_after_a_session_the_other_addresses_are_tried_at_once_and_then_the_same() -> None:
-    controllers = Controllers([A, B])
-    controllers.ended(A, 100.0, LONG, BACKOFF, 0.5)
+    controllers = ControllerAddresses([A, B])
+    controllers.mark_ended(A, 100.0, LONG, BACKOFF, 0.5)
     assert failing(controllers, 100.0, 2) == [(B, 100.0), (A, 100.0)]
 
 
 def test_a_lone_controller_whose_session_ended_is_tried_at_once() -> None:
-    controllers = Controllers([A])
-    controllers.ended(A, 100.0, LONG, BACKOFF, 0.5)
-    assert controllers.next(100.0) == (A, 100.0)
+    controllers = ControllerAddresses([A])
+    controllers.mark_ended(A, 100.0, LONG, BACKOFF, 0.5)
+    assert controllers.next_address(100.0) == (A, 100.0)
 
 
 def test_a_controller_that_ends_every_session_at_once_is_not_asked_without_a_pause() -> None:
-    controllers = Controllers([A])
+    controllers = ControllerAddresses([A])
     now = 0.0
     for _ in range(20):
-        controllers.ended(A, now, 0.0, BACKOFF, 0.999)
-        now = controllers.next(now)[1]
+        controllers.mark_ended(A, now, 0.0, BACKOFF, 0.999)
+        now = controllers.next_address(now)[1]
     assert now > 2.0
 
 
 def test_a_controller_that_asked_us_to_hang_up_is_the_first_again() -> None:
-    controllers = Controllers([A, B])
-    controllers.left(A)
-    assert controllers.next(1.0)[0] == A
+    controllers = ControllerAddresses([A, B])
+    controllers.mark_left(A)
+    assert controllers.next_address(1.0)[0] == A
 
 
 def test_one_that_asks_for_patience_is_given_it_while_others_are_tried() -> None:
-    controllers = Controllers([A, B])
-    controllers.failed(A, 0.0, BACKOFF, 0.5, at_least_s=1.0)
+    controllers = ControllerAddresses([A, B])
+    controllers.mark_failed(A, 0.0, BACKOFF, 0.5, min_pause_s=1.0)
     assert [url for url, at in failing(controllers, 0.0, 4) if at < 1.0] == [B, B, B, B]
-    assert controllers.next(1.5)[0] == A
+    assert controllers.next_address(1.5)[0] == A
 
 
 def test_one_that_hangs_costs_its_time_out_once_and_then_the_others_come_first() -> None:
-    controllers = Controllers([A, B])
-    controllers.hung(A, 1.0, BACKOFF, 0.5)
-    assert all(url == B for url, at in failing(controllers, 1.0, 20) if at < 1.0 + HUNG_PAUSE_S)
+    controllers = ControllerAddresses([A, B])
+    controllers.mark_hung(A, 1.0, BACKOFF, 0.5)
+    assert all(url == B for url, at in failing(controllers, 1.0, 20) if at < 1.0 + HUNG_RETRY_S)
 
 
 def test_a_lone_controller_that_hangs_is_called_again_after_its_back_off() -> None:
-    controllers = Controllers([A])
-    controllers.hung(A, 1.0, BACKOFF, 0.999)
-    assert controllers.next(1.0)[1] == pytest.approx(1.02, rel=0.01)
+    controllers = ControllerAddresses([A])
+    controllers.mark_hung(A, 1.0, BACKOFF, 0.999)
+    assert controllers.next_address(1.0)[1] == pytest.approx(1.02, rel=0.01)
 
 
 def test_patience_grows_with_each_time_that_it_hung_and_ends_with_a_session() -> None:
-    controllers = Controllers([A])
+    controllers = ControllerAddresses([A])
     found = []
     for _ in range(4):
-        found.append(controllers.patience_s(A, 1.0, 5.0))
-        controllers.hung(A, 0.0, BACKOFF, 0.5)
+        found.append(controllers.connect_timeout_s(A, 1.0, 5.0))
+        controllers.mark_hung(A, 0.0, BACKOFF, 0.5)
     assert found == [1.0, 2.0, 4.0, 5.0]
-    controllers.ended(A, 0.0, LONG, BACKOFF, 0.5)
-    assert controllers.patience_s(A, 1.0, 5.0) == 1.0
+    controllers.mark_ended(A, 0.0, LONG, BACKOFF, 0.5)
+    assert controllers.connect_timeout_s(A, 1.0, 5.0) == 1.0
 
 
 def test_patience_with_a_controller_that_hung_for_weeks_is_as_long_as_it_may_be() -> None:
-    controllers = Controllers([A])
+    controllers = ControllerAddresses([A])
     for _ in range(2000):
-        controllers.hung(A, 0.0, BACKOFF, 0.5)
-    assert controllers.patience_s(A, 1.0, 5.0) == 5.0
+        controllers.mark_hung(A, 0.0, BACKOFF, 0.5)
+    assert controllers.connect_timeout_s(A, 1.0, 5.0) == 5.0
 
 
 def test_without_an_address_there_is_nothing_to_do() -> None:
     with pytest.raises(ValueError, match="no controller"):
-        Controllers([])
+        ControllerAddresses([])

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_agent.uplink.session import Session
+from everstep_agent.uplink.session import ControllerSession
 
 from everstep.errors import (
     EverstepError,
@@ -24,13 +24,13 @@ from everstep.ids import Version
 from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.agent import Reports
 from everstep.wire.v1.directives import StopJob
-from everstep.wire.v1.training import FindingRaised, RankLost, Sealed
+from everstep.wire.v1.training import FindingRaised, RankLost, VersionSealed
 from tests.support.controller_stub import DEADLINE_S, ControllerStub, serving
 from tests.support.uplinks import TOKEN, Bench, lost, refuse_always, refuse_once, stop, until, until_nudged
 
 
-def sealed(step: int) -> Sealed:
-    return Sealed(job="j", at=0.0, generation=1, rank=0, version=Version(1, step), bytes=1, safe=True)
+def sealed(step: int) -> VersionSealed:
+    return VersionSealed(job="j", at=0.0, generation=1, rank=0, version=Version(1, step), bytes=1, durable=True)
 
 
 def test_it_registers_then_beats_with_progress(bench: Bench, controller: ControllerStub) -> None:
@@ -39,7 +39,7 @@ def test_it_registers_then_beats_with_progress(bench: Bench, controller: Control
             await until(lambda: len(controller.beats) >= 3)
             assert len(controller.registered) == 1
             assert [b.seq for b in controller.beats[:3]] == [1, 2, 3]
-            assert controller.beats[0].ranks == line.node.progress()
+            assert controller.beats[0].ranks == line.node.rank_progress()
             assert line.node.registrations == 1
             assert line.node.round_trips
 
@@ -62,7 +62,7 @@ def test_seals_are_gathered_into_one_request_and_urgent_ones_take_them_along(
     bench: Bench, controller: ControllerStub
 ) -> None:
     async def story() -> None:
-        async with bench.line(controller.url, seal_window_s=DEADLINE_S) as line:
+        async with bench.line(controller.url, report_batch_window_s=DEADLINE_S) as line:
             await until(lambda: line.node.registrations)
             for step in range(5):
                 line.uplink.report(sealed(step))
@@ -270,7 +270,7 @@ def test_a_change_of_the_vaults_address_is_registered(bench: Bench, controller: 
         async with bench.line(controller.url) as line:
             await until(lambda: line.node.registrations)
             line.node.vault = "127.0.0.1:9999"
-            line.uplink.nudge()
+            line.uplink.beat_now()
             await until(lambda: line.node.registrations == 2)
             assert controller.registered[-1].vault == "127.0.0.1:9999"
 
@@ -293,7 +293,7 @@ def test_a_report_that_is_never_taken_does_not_stop_the_others(
                 line.uplink.report(lost(rank))
             await until(lambda: not len(line.spool))
             assert [n.body for n in controller.taken] == [lost(r) for r in range(8) if r != 3]
-            assert line.spool.refused == 1
+            assert line.spool.refused_count == 1
 
     asyncio.run(story())
     assert any("report 4 (RankLost) is left out" in r.message for r in caplog.records)
@@ -429,14 +429,14 @@ def test_urgent_news_wakes_who_rests_and_not_who_was_refused(
 def test_neither_news_nor_a_session_of_before_adds_a_timer_to_that_of_the_next_beat(
     bench: Bench, controller: ControllerStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turned: list[Session] = []
+    turned: list[ControllerSession] = []
 
-    class Counted(Session):
-        def pump(self) -> float:
+    class Counted(ControllerSession):
+        def send_due(self) -> float:
             turned.append(self)
-            return super().pump()
+            return super().send_due()
 
-    monkeypatch.setattr("everstep_agent.uplink.client.Session", Counted)
+    monkeypatch.setattr("everstep_agent.uplink.client.ControllerSession", Counted)
 
     async def story() -> None:
         async with bench.line(controller.url) as line:
@@ -502,7 +502,7 @@ def test_a_frame_that_is_not_understood_ends_the_session(bench: Bench) -> None:
 
     async def story(impostor: ControllerStub) -> None:
         async with bench.line(impostor.url) as line:
-            await until(lambda: line.uplink.outcomes["session", "not_understood"] >= 2)
+            await until(lambda: line.uplink.outcomes["session", "protocol_error"] >= 2)
             assert line.node.registrations == 0
 
     with serving(Impostor(TOKEN)) as impostor:
@@ -516,7 +516,7 @@ def test_an_error_of_the_agents_own_ends_the_session_and_not_the_uplink(
         async with bench.line(controller.url) as line:
             await until(lambda: controller.beats)
             with monkeypatch.context() as broken:
-                broken.setattr(line.node, "progress", lambda: 1 // 0)
+                broken.setattr(line.node, "rank_progress", lambda: 1 // 0)
                 await until(lambda: "ZeroDivisionError" in caplog.text)
             beats = len(controller.beats)
             await until(lambda: len(controller.beats) >= beats + 2)
@@ -526,7 +526,7 @@ def test_an_error_of_the_agents_own_ends_the_session_and_not_the_uplink(
 
 def test_an_ending_agent_hands_over_its_last_reports(bench: Bench, controller: ControllerStub) -> None:
     async def story() -> None:
-        async with bench.line(controller.url, seal_window_s=DEADLINE_S) as line:
+        async with bench.line(controller.url, report_batch_window_s=DEADLINE_S) as line:
             await until(lambda: line.node.registrations)
             line.uplink.report(lost())
             assert await line.uplink.flush(DEADLINE_S)
@@ -540,7 +540,7 @@ def test_an_ending_agent_hands_over_its_last_reports(bench: Bench, controller: C
 
 def test_mild_findings_do_not_interrupt(bench: Bench, controller: ControllerStub) -> None:
     async def story() -> None:
-        async with bench.line(controller.url, seal_window_s=DEADLINE_S) as line:
+        async with bench.line(controller.url, report_batch_window_s=DEADLINE_S) as line:
             await until(lambda: line.node.registrations)
             mild = Finding(kind=FindingKind.GPU_TEMPERATURE, subject="g", severity=Severity.WARNING, message="m")
             line.uplink.report(FindingRaised(finding=mild))

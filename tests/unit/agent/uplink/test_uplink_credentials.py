@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from everstep_agent.config import AgentSettings
-from everstep_agent.uplink.credentials import RENEWS_AGAIN_AFTER_S, Credentials
+from everstep_agent.uplink.credentials import MIN_RENEWAL_INTERVAL_S, AgentCredentials
 
 from everstep.clock import ManualClock
 from everstep.errors import AuthenticationError, ConfigurationError, Unavailable
@@ -46,7 +46,7 @@ def test_a_client_certificate_speaks_for_the_node_in_place_of_a_token(tmp_path: 
 
 
 def test_controllers_are_verified_by_name_and_authority(tmp_path: Path) -> None:
-    context = Credentials(settings(tmp_path, ca_file=Authority(tmp_path).pair.certificate), ManualClock()).tls()
+    context = AgentCredentials(settings(tmp_path, ca_file=Authority(tmp_path).pair.certificate), ManualClock()).tls()
     assert context is not None
     assert context.check_hostname
     assert context.verify_mode is ssl.CERT_REQUIRED
@@ -72,18 +72,18 @@ def test_the_token_is_read_for_each_connection(tmp_path: Path) -> None:
 def test_a_token_file_that_cannot_be_read_leaves_the_one_before(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("first")
-    credentials = Credentials(settings(tmp_path, token_file=file), ManualClock())
+    credentials = AgentCredentials(settings(tmp_path, token_file=file), ManualClock())
     file.unlink()
     assert credentials.token() == "first"
     with pytest.raises(ConfigurationError):
-        Credentials(settings(tmp_path, token_file=file), ManualClock())
+        AgentCredentials(settings(tmp_path, token_file=file), ManualClock())
 
 
 def test_a_renewed_certificate_is_shown_from_the_next_connection_on(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     certificate, key = authority.client("everstep://agent/n1")
     given = settings(tmp_path, ca_file=authority.pair.certificate, client_certificate=certificate, client_key=key)
-    credentials = Credentials(given, ManualClock())
+    credentials = AgentCredentials(given, ManualClock())
     first = credentials.tls()
     assert credentials.tls() is first
     for renewed, file in zip(authority.client("everstep://agent/n2"), (certificate, key), strict=True):
@@ -107,13 +107,13 @@ def test_a_refused_token_is_looked_for_anew_but_not_again_and_again(
     file = tmp_path / "token"
     file.write_text("first")
     clock = ManualClock()
-    credentials = Credentials(settings(tmp_path, token_file=file), clock)
+    credentials = AgentCredentials(settings(tmp_path, token_file=file), clock)
 
     async def story() -> None:
-        assert await credentials.renewed()
-        assert not await credentials.renewed()
-        clock.advance(RENEWS_AGAIN_AFTER_S)
-        assert await credentials.renewed()
+        assert await credentials.renew()
+        assert not await credentials.renew()
+        clock.advance(MIN_RENEWAL_INTERVAL_S)
+        assert await credentials.renew()
 
     asyncio.run(story())
     assert refused == ["first", "first"]
@@ -145,4 +145,4 @@ def test_an_enrolment_that_fails_leaves_the_refusal_as_it_was(tmp_path: Path, mo
         raise Unavailable("no controller")
 
     monkeypatch.setattr("everstep_agent.uplink.credentials.renew_token", away)
-    assert not asyncio.run(Credentials(settings(tmp_path), ManualClock()).renewed())
+    assert not asyncio.run(AgentCredentials(settings(tmp_path), ManualClock()).renew())

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from everstep_agent.uplink.client import MOST_ANSWER_BYTES, newest_succession
+from everstep_agent.uplink.client import MAX_ANSWER_BYTES, fetch_newest_succession
 
-from everstep.wire.v1.agent import Succession
+from everstep.wire.v1.agent import LeadershipProof
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
-async def found(*answers: bytes | None) -> Succession | None:
+async def found(*answers: bytes | None) -> LeadershipProof | None:
     """What is found where controllers answer so; None: they say nothing."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: bytes | None) -> None:
@@ -29,7 +29,7 @@ async def found(*answers: bytes | None) -> Succession | None:
     ]
     urls = [f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
     try:
-        return await newest_succession(urls, None, 0.5)
+        return await fetch_newest_succession(urls, None, 0.5)
     finally:
         for server in servers:
             server.close()
@@ -37,7 +37,7 @@ async def found(*answers: bytes | None) -> Succession | None:
 
 def test_the_highest_epoch_of_all_is_found() -> None:
     shown = [HEAD + b'{"ok":true,"epoch":%d,"proof":"p%d","database":"away"}' % (n, n) for n in (3, 5, 4)]
-    assert asyncio.run(found(*shown)) == Succession(epoch=5, proof="p5")
+    assert asyncio.run(found(*shown)) == LeadershipProof(epoch=5, proof="p5")
 
 
 @pytest.mark.parametrize(
@@ -51,15 +51,15 @@ def test_the_highest_epoch_of_all_is_found() -> None:
         HEAD + b'{"epoch":-1}',
         HEAD + b'{"epoch":"5"}',
         HEAD + b'{"epoch":5,"proof":"' + b"x" * 5000 + b'"}',
-        HEAD + b"[" * (2 * MOST_ANSWER_BYTES),
-        HEAD + b'{"x":' + b"[" * (MOST_ANSWER_BYTES - 5),
+        HEAD + b"[" * (2 * MAX_ANSWER_BYTES),
+        HEAD + b'{"x":' + b"[" * (MAX_ANSWER_BYTES - 5),
         HEAD + b'"\xff"',
     ],
 )
 def test_what_is_no_leaders_answer_counts_for_nothing_and_costs_no_other(answer: bytes | None) -> None:
     assert asyncio.run(found(answer)) is None
-    assert asyncio.run(found(answer, HEAD + b'{"epoch":2,"proof":"p"}')) == Succession(epoch=2, proof="p")
+    assert asyncio.run(found(answer, HEAD + b'{"epoch":2,"proof":"p"}')) == LeadershipProof(epoch=2, proof="p")
 
 
 def test_a_controller_that_is_not_there_counts_for_nothing() -> None:
-    assert asyncio.run(newest_succession(["http://127.0.0.1:1"], None, 0.5)) is None
+    assert asyncio.run(fetch_newest_succession(["http://127.0.0.1:1"], None, 0.5)) is None

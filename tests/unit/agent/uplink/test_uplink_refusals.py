@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from everstep_agent.uplink.connection import (
-    LONGEST_RETRY_AFTER_BUSY_S,
-    LONGEST_RETRY_AFTER_S,
-    error_in,
-    error_of,
+    MAX_RETRY_AFTER_BUSY_S,
+    MAX_RETRY_AFTER_S,
+    error_from_frame,
+    error_from_response,
     retry_after_s,
 )
 
@@ -21,7 +21,7 @@ from everstep.errors import (
     StaleGeneration,
     Unavailable,
 )
-from everstep.wire.v1.agent import Frame, Refused
+from everstep.wire.v1.agent import FrameKind, FrameRefused
 
 URL = "http://c:1"
 PROBLEM = b'{"type":"urn:everstep:error:conflict","title":"Conflict","status":409,"code":"conflict","detail":"why"}'
@@ -30,7 +30,7 @@ OLDER = b'{"error":{"code":"conflict","message":"why"}}'
 
 @pytest.mark.parametrize("body", [PROBLEM, OLDER])
 def test_both_shapes_are_read(body: bytes) -> None:
-    error = error_of(409, body, "", URL)
+    error = error_from_response(409, body, "", URL)
     assert isinstance(error, Conflict)
     assert str(error) == "http://c:1: why (409)"
 
@@ -40,28 +40,32 @@ def test_both_shapes_are_read(body: bytes) -> None:
     ("status", "kind"), [(401, AuthenticationError), (404, NotFound), (409, StaleGeneration), (400, ProtocolError)]
 )
 def test_what_is_no_answer_of_ours_is_told_by_its_status(body: bytes, status: int, kind: type[EverstepError]) -> None:
-    assert type(error_of(status, body, "", URL)) is kind
+    assert type(error_from_response(status, body, "", URL)) is kind
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 599])
 def test_trouble_of_the_controllers_own_is_no_refusal(status: int) -> None:
-    assert type(error_of(status, PROBLEM, "", URL)) is Unavailable
+    assert type(error_from_response(status, PROBLEM, "", URL)) is Unavailable
 
 
 @pytest.mark.parametrize(("header", "seconds"), [("3", 3.0), ("", 0.0), ("Fri, 31 Dec", 0.0), ("9999999", 5.0)])
 def test_retry_after_is_honoured_within_reason(header: str, seconds: float) -> None:
-    assert retry_after_s(error_of(503, b"", header, URL), busy=False) == seconds
-    assert retry_after_s(error_of(503, b"", header, URL), busy=True) == min(seconds, LONGEST_RETRY_AFTER_BUSY_S)
+    assert retry_after_s(error_from_response(503, b"", header, URL), is_busy=False) == seconds
+    assert retry_after_s(error_from_response(503, b"", header, URL), is_busy=True) == min(
+        seconds, MAX_RETRY_AFTER_BUSY_S
+    )
 
 
 def test_a_frames_refusal_is_known_by_its_code_and_an_unknown_one_is_no_verdict() -> None:
-    limited = error_in(Refused(of=Frame.REPORTS, code="rate_limited", message="slower", retry_after_s=1e9), URL)
+    limited = error_from_frame(
+        FrameRefused(frame_kind=FrameKind.REPORTS, code="rate_limited", message="slower", retry_after_s=1e9), URL
+    )
     assert isinstance(limited, RateLimited)
-    assert retry_after_s(limited, busy=False) == LONGEST_RETRY_AFTER_S
-    assert type(error_in(Refused(of=2, code="unavailable", message="m"), URL)) is Unavailable
-    assert type(error_in(Refused(of=2, code="from_the_future", message="m"), URL)) is ProtocolError
+    assert retry_after_s(limited, is_busy=False) == MAX_RETRY_AFTER_S
+    assert type(error_from_frame(FrameRefused(frame_kind=2, code="unavailable", message="m"), URL)) is Unavailable
+    assert type(error_from_frame(FrameRefused(frame_kind=2, code="from_the_future", message="m"), URL)) is ProtocolError
 
 
 @pytest.mark.parametrize("after_s", [-1.0, float("nan"), float("inf")])
 def test_no_number_makes_an_agent_wait_for_ever(after_s: float) -> None:
-    assert retry_after_s(Unavailable("away", after_s), busy=False) == 0.0
+    assert retry_after_s(Unavailable("away", after_s), is_busy=False) == 0.0

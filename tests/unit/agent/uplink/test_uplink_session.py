@@ -8,39 +8,39 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_agent.uplink.connection import NoAnswer
-from everstep_agent.uplink.heartbeat import Conversation, NodeFacts
-from everstep_agent.uplink.session import LINES, MOST_REFUSED_BEATS, SHORTEST_RETRY_S, Session, Words
+from everstep_agent.uplink.connection import AnswerTimeout
+from everstep_agent.uplink.heartbeat import HeartbeatProtocol, NodeFacts
+from everstep_agent.uplink.session import MAX_REFUSED_BEATS, MIN_RETRY_S, REQUEST_KINDS, ControllerSession, UplinkState
 from everstep_agent.uplink.spool import Spool
 
 from everstep.clock import ManualClock
 from everstep.errors import EverstepError, PermissionDenied, ProtocolError, Unavailable
 from everstep.vocabulary import Finding
 from everstep.wire.v1.agent import (
-    ANSWER_EVERY_S,
+    ANSWER_INTERVAL_S,
     Acknowledge,
     DirectivesAnswer,
-    Frame,
+    FrameKind,
+    FrameRefused,
     Heartbeat,
     HeartbeatAnswer,
-    Refused,
+    LeadershipProof,
     Register,
     Registered,
     Reports,
     ReportsAnswer,
-    Succession,
 )
 from everstep.wire.v1.directives import Directive, StopJob
 from everstep.wire.v1.training import FindingRaised, RankProgress
 from tests.support.findings import xid
 from tests.support.uplinks import lost
 
-KINDS: dict[Frame, Any] = {
-    Frame.REGISTER: Register,
-    Frame.HEARTBEAT: Heartbeat,
-    Frame.QUIET_BEAT: Heartbeat,
-    Frame.REPORTS: Reports,
-    Frame.ACKNOWLEDGE: Acknowledge,
+KINDS: dict[FrameKind, Any] = {
+    FrameKind.REGISTER: Register,
+    FrameKind.HEARTBEAT: Heartbeat,
+    FrameKind.ONE_WAY_HEARTBEAT: Heartbeat,
+    FrameKind.REPORTS: Reports,
+    FrameKind.ACKNOWLEDGE: Acknowledge,
 }
 PATIENCE_S = 5.0
 
@@ -52,61 +52,61 @@ def stop(seq: int) -> Directive:
 class Talk:
     """A session, the agent behind it, and what it says."""
 
-    def __init__(self, *, elsewhere: bool = False, uniform: float = 0.5, words: Words | None = None) -> None:
+    def __init__(self, *, elsewhere: bool = False, uniform: float = 0.5, words: UplinkState | None = None) -> None:
         self.clock = ManualClock()
-        spool = Spool(None, most_reports=5000, most_bytes=8 << 20, window_s=0.02)
-        self.words = words or Words(conversation=Conversation("n1", 7, "0.1.0"), spool=spool)
+        spool = Spool(None, max_reports=5000, max_bytes=8 << 20, batch_window_s=0.02)
+        self.words = words or UplinkState(heartbeat_protocol=HeartbeatProtocol("n1", 7, "0.1.0"), spool=spool)
         self.directives: list[Directive] = []
         self.registrations = 0
         self.vault = "127.0.0.1:1"
-        self._said: list[tuple[Frame, bytes]] = []
-        self.session = Session(
+        self._said: list[tuple[FrameKind, bytes]] = []
+        self.session = ControllerSession(
             self.words,
             self,
             self.clock,
             lambda kind, body: self._said.append((kind, body)),
             url="http://c:1",
             uniform=lambda: uniform,
-            spread=True,
-            answer_within_s=PATIENCE_S,
-            elsewhere=elsewhere,
+            spread_beat=True,
+            answer_timeout_s=PATIENCE_S,
+            has_other_controllers=elsewhere,
         )
 
-    def facts(self) -> NodeFacts:
-        return NodeFacts(vault=self.vault)
+    def node_facts(self) -> NodeFacts:
+        return NodeFacts(vault_address=self.vault)
 
     def findings(self) -> tuple[Finding, ...]:
         return ()
 
-    def progress(self) -> tuple[RankProgress, ...]:
+    def rank_progress(self) -> tuple[RankProgress, ...]:
         return ()
 
     def is_busy(self) -> bool:
         return True
 
-    def on_known(self, shown: Collection[str]) -> None:
+    def on_recognized(self, known_jobs: Collection[str]) -> None:
         self.registrations += 1
 
     def on_directives(self, directives: list[Directive]) -> None:
         self.directives += directives
 
-    def on_clock(self, server_at: float, received_at: float, round_trip_s: float) -> None:
+    def on_server_time(self, server_at: float, received_at: float, round_trip_s: float) -> None:
         pass
 
     def says(self) -> list[Any]:
         """What it says now."""
-        self.session.pump()
+        self.session.send_due()
         said, self._said = self._said, []
         self.kinds = [kind for kind, _ in said]
         return [msgspec.json.decode(body, type=KINDS[kind]) for kind, body in said]
 
-    def hears(self, kind: Frame, message: Any) -> list[Any]:
-        self.session.heard(kind, msgspec.json.encode(message))
+    def hears(self, kind: FrameKind, message: Any) -> list[Any]:
+        self.session.handle_frame(kind, msgspec.json.encode(message))
         return self.says()
 
     def wait(self) -> float:
         """Seconds until it wants to speak."""
-        return self.session.pump() - self.clock.monotonic()
+        return self.session.send_due() - self.clock.monotonic()
 
     def report(self, rank: int) -> None:
         self.words.spool.add(lost(rank), self.clock.monotonic())
@@ -115,24 +115,26 @@ class Talk:
         (register,) = self.says()
         assert isinstance(register, Register)
         fields = {"protocol": 1, "heartbeat_interval_s": 1.0, "next_directive": 1, "controller": "c", "server_at": 0.0}
-        self.hears(Frame.REGISTERED, Registered(**{**fields, **changes}))
+        self.hears(FrameKind.REGISTERED, Registered(**{**fields, **changes}))
 
     def answered(self, **changes: Any) -> list[Any]:
-        return self.hears(Frame.HEARTBEAT_ANSWER, HeartbeatAnswer(server_at=0.0, **changes))
+        return self.hears(FrameKind.HEARTBEAT_ANSWER, HeartbeatAnswer(server_at=0.0, **changes))
 
-    def refused(self, of: Frame, code: str, after_s: float | None = None) -> list[Any]:
-        return self.hears(Frame.REFUSED, Refused(of=of, code=code, message="no", retry_after_s=after_s))
+    def refused(self, of: FrameKind, code: str, after_s: float | None = None) -> list[Any]:
+        return self.hears(
+            FrameKind.REFUSED, FrameRefused(frame_kind=of, code=code, message="no", retry_after_s=after_s)
+        )
 
     def asks(self) -> Heartbeat:
         """The next beat that wants an answer."""
         beat = self.beat()
-        while Frame.HEARTBEAT not in self.kinds:
+        while FrameKind.HEARTBEAT not in self.kinds:
             beat = self.beat()
         return beat
 
     def beat(self) -> Heartbeat:
         """The next beat, when it is due."""
-        self.clock.advance(max(0.0, self.session.beat_at - self.clock.monotonic()))
+        self.clock.advance(max(0.0, self.session.next_beat_at - self.clock.monotonic()))
         (beat,) = (message for message in self.says() if isinstance(message, Heartbeat))
         assert isinstance(beat, Heartbeat)
         return beat
@@ -156,7 +158,7 @@ def test_reports_wait_for_the_registration_and_follow_it_at_once() -> None:
     (register,) = talk.says()
     assert isinstance(register, Register)
     said = talk.hears(
-        Frame.REGISTERED,
+        FrameKind.REGISTERED,
         Registered(protocol=1, heartbeat_interval_s=1.0, next_directive=1, controller="c", server_at=0.0),
     )
     assert [numbers(message) for message in said] == [[1]]
@@ -174,24 +176,24 @@ def test_a_life_that_is_registered_begins_its_next_session_with_a_beat_and_what_
 def test_while_a_change_of_the_node_is_registered_reports_wait_and_what_was_found_elsewhere_goes_with_the_next_beat(
     talk: Talk,
 ) -> None:
-    found = Succession(epoch=9, proof="p")
+    found = LeadershipProof(epoch=9, proof="p")
     talk.vault, talk.session.succession = "127.0.0.1:2", found
-    talk.session.beat_at = talk.clock.monotonic()
+    talk.session.next_beat_at = talk.clock.monotonic()
     talk.report(0)
     (register,) = talk.says()
     assert isinstance(register, Register)
     again = Registered(protocol=1, heartbeat_interval_s=1.0, next_directive=5, controller="c", server_at=0.0)
-    assert [numbers(message) for message in talk.hears(Frame.REGISTERED, again)] == [[1]]
+    assert [numbers(message) for message in talk.hears(FrameKind.REGISTERED, again)] == [[1]]
     beat = talk.beat()
-    assert (beat.succession, beat.directives_through) == (found, 4)
-    assert talk.beat().succession is None
+    assert (beat.leadership_proof, beat.directives_through) == (found, 4)
+    assert talk.beat().leadership_proof is None
 
 
 def test_the_first_beats_of_a_fleet_are_spread_over_the_interval() -> None:
     for uniform in (0.125, 0.25, 0.75):
         talk = Talk(uniform=uniform)
         talk.registered()
-        assert talk.session.beat_at - talk.clock.monotonic() == pytest.approx(uniform)
+        assert talk.session.next_beat_at - talk.clock.monotonic() == pytest.approx(uniform)
 
 
 def test_beats_go_out_on_time_whether_or_not_those_before_are_answered(talk: Talk) -> None:
@@ -204,8 +206,8 @@ def test_a_controller_that_owes_an_answer_for_too_long_is_given_up(talk: Talk) -
     for _ in range(4):
         talk.beat()
     talk.clock.advance(PATIENCE_S - 4.0)
-    with pytest.raises(NoAnswer, match="no answer within 5 s"):
-        talk.session.pump()
+    with pytest.raises(AnswerTimeout, match="no answer within 5 s"):
+        talk.session.send_due()
 
 
 def test_an_answer_is_for_the_oldest_beat_that_waits_for_one(talk: Talk) -> None:
@@ -213,10 +215,10 @@ def test_an_answer_is_for_the_oldest_beat_that_waits_for_one(talk: Talk) -> None
     talk.beat()
     talk.answered()
     talk.clock.advance(PATIENCE_S - 0.5)
-    talk.session.pump()
+    talk.session.send_due()
     talk.clock.advance(0.5)
-    with pytest.raises(NoAnswer):
-        talk.session.pump()
+    with pytest.raises(AnswerTimeout):
+        talk.session.send_due()
 
 
 def test_of_beats_that_tell_nothing_new_one_in_a_few_seconds_asks_for_an_answer() -> None:
@@ -227,10 +229,10 @@ def test_of_beats_that_tell_nothing_new_one_in_a_few_seconds_asks_for_an_answer(
         talk.beat()
         (kind,) = talk.kinds
         kinds.append(kind)
-        if kind is Frame.HEARTBEAT:
+        if kind is FrameKind.HEARTBEAT:
             talk.answered()
-    every = round(ANSWER_EVERY_S)
-    asked = [place for place, kind in enumerate(kinds) if kind is Frame.HEARTBEAT]
+    every = round(ANSWER_INTERVAL_S)
+    asked = [place for place, kind in enumerate(kinds) if kind is FrameKind.HEARTBEAT]
     assert asked == [0, *range(1, 12, every)]
     assert talk.words.outcomes["heartbeat", "quiet"] == 12 - len(asked)
 
@@ -238,35 +240,35 @@ def test_of_beats_that_tell_nothing_new_one_in_a_few_seconds_asks_for_an_answer(
 def test_beats_ask_while_something_is_awaited_and_in_a_session_that_is_not_held(talk: Talk) -> None:
     for _ in range(3):
         talk.beat()
-        assert talk.kinds == [Frame.HEARTBEAT]
+        assert talk.kinds == [FrameKind.HEARTBEAT]
     for _ in range(3):
         talk.answered()
     talk.report(0)
     talk.says()
     talk.beat()
-    assert talk.kinds == [Frame.HEARTBEAT]
+    assert talk.kinds == [FrameKind.HEARTBEAT]
     talk.answered()
-    talk.hears(Frame.REPORTS_ANSWER, ReportsAnswer(through=1))
+    talk.hears(FrameKind.REPORTS_ANSWER, ReportsAnswer(through=1))
     talk.beat()
-    assert talk.kinds == [Frame.QUIET_BEAT]
-    talk.session.heard(Frame.LET_GO, b"")
+    assert talk.kinds == [FrameKind.ONE_WAY_HEARTBEAT]
+    talk.session.handle_frame(FrameKind.GO_AWAY, b"")
     talk.beat()
-    assert talk.kinds == [Frame.HEARTBEAT]
+    assert talk.kinds == [FrameKind.HEARTBEAT]
 
 
 def test_after_a_quiet_beat_that_was_refused_the_next_word_asks(talk: Talk) -> None:
     talk.beat()
     talk.answered()
     talk.beat()
-    assert talk.kinds == [Frame.QUIET_BEAT]
-    assert talk.refused(Frame.QUIET_BEAT, "unavailable", 0.5) == []
+    assert talk.kinds == [FrameKind.ONE_WAY_HEARTBEAT]
+    assert talk.refused(FrameKind.ONE_WAY_HEARTBEAT, "unavailable", 0.5) == []
     assert talk.wait() == pytest.approx(0.5)
     talk.beat()
-    assert talk.kinds == [Frame.HEARTBEAT]
+    assert talk.kinds == [FrameKind.HEARTBEAT]
     talk.answered()
     talk.beat()
-    assert talk.kinds == [Frame.QUIET_BEAT]
-    (register,) = talk.refused(Frame.QUIET_BEAT, "not_found")
+    assert talk.kinds == [FrameKind.ONE_WAY_HEARTBEAT]
+    (register,) = talk.refused(FrameKind.ONE_WAY_HEARTBEAT, "not_found")
     assert isinstance(register, Register)
 
 
@@ -287,26 +289,28 @@ def test_urgent_news_goes_beside_reports_under_way_and_what_comes_then_in_the_ne
     assert [numbers(message) for message in talk.says()] == [[1, 2, 3]]
     talk.report(3)
     assert talk.says() == []
-    assert [numbers(message) for message in talk.hears(Frame.REPORTS_ANSWER, ReportsAnswer(through=1))] == [[2, 3, 4]]
-    assert talk.hears(Frame.REPORTS_ANSWER, ReportsAnswer(through=3)) == []
-    assert talk.hears(Frame.REPORTS_ANSWER, ReportsAnswer(through=4)) == []
+    assert [numbers(message) for message in talk.hears(FrameKind.REPORTS_ANSWER, ReportsAnswer(through=1))] == [
+        [2, 3, 4]
+    ]
+    assert talk.hears(FrameKind.REPORTS_ANSWER, ReportsAnswer(through=3)) == []
+    assert talk.hears(FrameKind.REPORTS_ANSWER, ReportsAnswer(through=4)) == []
 
 
 def test_refused_reports_are_said_again_when_the_controller_said(talk: Talk) -> None:
     talk.report(0)
     talk.says()
-    assert talk.refused(Frame.REPORTS, "unavailable", 0.4) == []
+    assert talk.refused(FrameKind.REPORTS, "unavailable", 0.4) == []
     talk.clock.advance(0.4)
     assert [numbers(message) for message in talk.says()] == [[1]]
 
 
-@pytest.mark.parametrize(("code", "waits_s"), [("unavailable", SHORTEST_RETRY_S), ("rate_limited", 1.0)])
+@pytest.mark.parametrize(("code", "waits_s"), [("unavailable", MIN_RETRY_S), ("rate_limited", 1.0)])
 def test_urgent_news_does_not_wait_for_a_database_that_is_away_but_for_a_limit_of_our_own(
     talk: Talk, code: str, waits_s: float
 ) -> None:
     talk.report(0)
     talk.says()
-    talk.refused(Frame.REPORTS, code, 60.0)
+    talk.refused(FrameKind.REPORTS, code, 60.0)
     talk.report(1)
     assert talk.says() == []
     talk.clock.advance(waits_s)
@@ -317,13 +321,13 @@ def test_refusals_that_cross_a_registration_do_not_cause_another(talk: Talk) -> 
     talk.report(0)
     talk.says()
     talk.beat()
-    (register,) = talk.refused(Frame.HEARTBEAT, "not_found")
+    (register,) = talk.refused(FrameKind.HEARTBEAT, "not_found")
     assert isinstance(register, Register)
     talk.hears(
-        Frame.REGISTERED,
+        FrameKind.REGISTERED,
         Registered(protocol=1, heartbeat_interval_s=1.0, next_directive=1, controller="c", server_at=0.0),
     )
-    assert [numbers(message) for message in talk.refused(Frame.REPORTS, "not_found")] == [[1]]
+    assert [numbers(message) for message in talk.refused(FrameKind.REPORTS, "not_found")] == [[1]]
     assert talk.registrations == 2
 
 
@@ -332,25 +336,25 @@ def test_a_controller_that_refuses_beats_is_left_after_a_few_where_there_are_oth
     talk = Talk(elsewhere=elsewhere)
     talk.registered()
     first = talk.asks().seq
-    talk.refused(Frame.HEARTBEAT, "unavailable")
-    for number in range(1, MOST_REFUSED_BEATS):
-        assert (talk.beat().seq, talk.kinds) == (first + number, [Frame.HEARTBEAT])
-        if number < MOST_REFUSED_BEATS - 1:
-            talk.refused(Frame.HEARTBEAT, "unavailable")
+    talk.refused(FrameKind.HEARTBEAT, "unavailable")
+    for number in range(1, MAX_REFUSED_BEATS):
+        assert (talk.beat().seq, talk.kinds) == (first + number, [FrameKind.HEARTBEAT])
+        if number < MAX_REFUSED_BEATS - 1:
+            talk.refused(FrameKind.HEARTBEAT, "unavailable")
     if elsewhere:
         with pytest.raises(Unavailable):
-            talk.refused(Frame.HEARTBEAT, "unavailable")
+            talk.refused(FrameKind.HEARTBEAT, "unavailable")
     else:
-        talk.refused(Frame.HEARTBEAT, "unavailable")
-        assert talk.beat().seq == first + MOST_REFUSED_BEATS
+        talk.refused(FrameKind.HEARTBEAT, "unavailable")
+        assert talk.beat().seq == first + MAX_REFUSED_BEATS
 
 
 def test_a_controller_that_refuses_a_beat_now_and_then_is_stayed_with() -> None:
     talk = Talk(elsewhere=True)
     talk.registered()
-    for _ in range(MOST_REFUSED_BEATS + 1):
+    for _ in range(MAX_REFUSED_BEATS + 1):
         talk.asks()
-        talk.refused(Frame.HEARTBEAT, "unavailable")
+        talk.refused(FrameKind.HEARTBEAT, "unavailable")
         talk.asks()
         talk.answered()
 
@@ -358,15 +362,15 @@ def test_a_controller_that_refuses_a_beat_now_and_then_is_stayed_with() -> None:
 @pytest.mark.parametrize(
     ("of", "code", "kind"),
     [
-        (Frame.HEARTBEAT, "forbidden", PermissionDenied),
-        (Frame.ACKNOWLEDGE, "forbidden", PermissionDenied),
-        (Frame.QUIET_BEAT, "forbidden", PermissionDenied),
-        (Frame.REGISTER, "forbidden", ProtocolError),
+        (FrameKind.HEARTBEAT, "forbidden", PermissionDenied),
+        (FrameKind.ACKNOWLEDGE, "forbidden", PermissionDenied),
+        (FrameKind.ONE_WAY_HEARTBEAT, "forbidden", PermissionDenied),
+        (FrameKind.REGISTER, "forbidden", ProtocolError),
         (0, "malformed", ProtocolError),
     ],
 )
 def test_what_a_person_must_mend_ends_the_session_and_so_does_an_answer_to_nothing(
-    talk: Talk, of: Frame, code: str, kind: type[EverstepError]
+    talk: Talk, of: FrameKind, code: str, kind: type[EverstepError]
 ) -> None:
     talk.asks()
     with pytest.raises(kind):
@@ -375,7 +379,7 @@ def test_what_a_person_must_mend_ends_the_session_and_so_does_an_answer_to_nothi
 
 def test_directives_are_acknowledged_once_they_are_handed_on(talk: Talk) -> None:
     pushed = DirectivesAnswer(directives=(stop(4), stop(5)))
-    assert talk.hears(Frame.PUSH, pushed) == [Acknowledge(through=5)]
+    assert talk.hears(FrameKind.PUSH, pushed) == [Acknowledge(through=5)]
     assert talk.directives == [stop(4), stop(5)]
     assert talk.asks().directives_through == 5
     assert talk.answered(directives=(stop(5), stop(6))) == [Acknowledge(through=6)]
@@ -385,28 +389,28 @@ def test_directives_are_acknowledged_once_they_are_handed_on(talk: Talk) -> None
 def test_a_session_that_is_not_held_may_end_once_nothing_is_awaited(talk: Talk) -> None:
     talk.report(0)
     talk.asks()
-    talk.answered(hold=False)
-    assert not talk.session.may_end
-    talk.hears(Frame.REPORTS_ANSWER, ReportsAnswer(through=1))
-    assert talk.session.may_end
+    talk.answered(keep_open=False)
+    assert not talk.session.can_end
+    talk.hears(FrameKind.REPORTS_ANSWER, ReportsAnswer(through=1))
+    assert talk.session.can_end
 
 
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
-        (Frame.HEARTBEAT_ANSWER, b'{"server_at": 1'),
-        (Frame.PUSH, b"\xff"),
-        (Frame.DEFLATED_PUSH, b"\x00" * 20),
-        (Frame.HEARTBEAT_ANSWER, b'{"server_at": 1.0}'),
-        (Frame.REPORTS_ANSWER, b'{"through": 9}'),
-        (Frame.REPORTS_ANSWER, b'{"x":' + b"[" * 100_000),
+        (FrameKind.HEARTBEAT_ANSWER, b'{"server_at": 1'),
+        (FrameKind.PUSH, b"\xff"),
+        (FrameKind.DEFLATED_PUSH, b"\x00" * 20),
+        (FrameKind.HEARTBEAT_ANSWER, b'{"server_at": 1.0}'),
+        (FrameKind.REPORTS_ANSWER, b'{"through": 9}'),
+        (FrameKind.REPORTS_ANSWER, b'{"x":' + b"[" * 100_000),
         (99, b"{}"),
     ],
 )
 def test_what_is_not_understood_ends_the_session(talk: Talk, kind: int, body: bytes) -> None:
     with pytest.raises(ProtocolError):
-        talk.session.heard(kind, body)
-    assert talk.words.outcomes["session", "not_understood"] == 1
+        talk.session.handle_frame(kind, body)
+    assert talk.words.outcomes["session", "protocol_error"] == 1
 
 
 def test_a_deflated_push_that_would_fill_the_memory_is_refused(talk: Talk) -> None:
@@ -414,20 +418,20 @@ def test_a_deflated_push_that_would_fill_the_memory_is_refused(talk: Talk) -> No
 
     bomb = (7).to_bytes(8, "big") + zlib.compress(b" " * (17 << 20))
     with pytest.raises(ProtocolError, match="more than 16777216 bytes"):
-        talk.session.heard(Frame.DEFLATED_PUSH, bomb)
+        talk.session.handle_frame(FrameKind.DEFLATED_PUSH, bomb)
 
 
 def test_reports_of_an_earlier_life_are_said_after_registering(tmp_path: Path) -> None:
     file = tmp_path / "spool"
-    earlier = Spool(file, most_reports=64, most_bytes=1 << 20, window_s=0.02)
+    earlier = Spool(file, max_reports=64, max_bytes=1 << 20, batch_window_s=0.02)
     earlier.add(lost(3), 0.0)
     earlier.close()
-    spool = Spool(file, most_reports=64, most_bytes=1 << 20, window_s=0.02)
-    talk = Talk(words=Words(conversation=Conversation("n1", 8, "0.1.0"), spool=spool))
+    spool = Spool(file, max_reports=64, max_bytes=1 << 20, batch_window_s=0.02)
+    talk = Talk(words=UplinkState(heartbeat_protocol=HeartbeatProtocol("n1", 8, "0.1.0"), spool=spool))
     talk.registered()
     spool.close()
     assert talk.words.outcomes["register", "ok"] == 1
-    assert {line for line, outcome in talk.words.outcomes if outcome == "ok"} == set(LINES)
+    assert {line for line, outcome in talk.words.outcomes if outcome == "ok"} == set(REQUEST_KINDS)
     assert spool.sent_through == 1
 
 
@@ -437,16 +441,16 @@ def test_a_finding_of_an_earlier_life_that_stands_no_more_is_followed_by_the_pic
     tmp_path: Path, refused: bool
 ) -> None:
     file = tmp_path / "spool"
-    earlier = Spool(file, most_reports=64, most_bytes=1 << 20, window_s=0.02)
+    earlier = Spool(file, max_reports=64, max_bytes=1 << 20, batch_window_s=0.02)
     earlier.add(FindingRaised(finding=xid()), 0.0)
     earlier.close()
-    spool = Spool(file, most_reports=64, most_bytes=1 << 20, window_s=0.02)
-    talk = Talk(words=Words(conversation=Conversation("n1", 8, "0.1.0"), spool=spool))
+    spool = Spool(file, max_reports=64, max_bytes=1 << 20, batch_window_s=0.02)
+    talk = Talk(words=UplinkState(heartbeat_protocol=HeartbeatProtocol("n1", 8, "0.1.0"), spool=spool))
     talk.registered()
     assert talk.asks().findings is None
     if refused:
-        talk.refused(Frame.REPORTS, "unavailable")  # it decides all the same
+        talk.refused(FrameKind.REPORTS, "unavailable")  # it decides all the same
     else:
-        talk.hears(Frame.REPORTS_ANSWER, ReportsAnswer(through=1))
+        talk.hears(FrameKind.REPORTS_ANSWER, ReportsAnswer(through=1))
     spool.close()
     assert talk.beat().findings == ()

@@ -45,7 +45,7 @@ def test_a_report_is_taken_and_the_directive_it_causes_is_pushed_and_acknowledge
         line.uplink.report(joined("j", 1.0))
         await until(lambda: any(isinstance(d.body, NewGeneration) for d in line.node.directives))
         await until(lambda: not len(line.spool))
-        await until(lambda: not served.controller.outbox.depth("n1"))
+        await until(lambda: not served.controller.outbox.pending_count("n1"))
 
     play(story, controller, tmp_path)
 
@@ -55,14 +55,14 @@ def test_a_controller_short_of_descriptors_is_left_between_beats_and_does_not_mi
 ) -> None:
     async def story(line: Line, served: Served) -> None:
         served.descriptors.scarce_from = served.descriptors.exhausted_from = 0
-        line.uplink.nudge()
+        line.uplink.beat_now()
         await until(lambda: not served.controller.outbox.has_receiver("n1"))
-        assert served.controller.loop.state.live_nodes["n1"].gone_at is None
+        assert served.controller.loop.state.node_runtime["n1"].disconnected_at is None
         line.uplink.report(joined("j", 1.0))
         await until(lambda: not len(line.spool))
-        line.uplink.nudge()
+        line.uplink.beat_now()
         await until(lambda: any(isinstance(d.body, NewGeneration) for d in line.node.directives))
-        await until(lambda: not served.controller.outbox.depth("n1"))
+        await until(lambda: not served.controller.outbox.pending_count("n1"))
         assert line.node.registrations == 1
 
     play(story, controller, tmp_path)
@@ -74,7 +74,7 @@ def test_an_agent_that_is_let_go_hangs_up_and_comes_back_with_news(controller: S
         served.descriptors.scarce_from = 0
         with closing(Dialled(served.address)):
             await until(lambda: not served.controller.outbox.has_receiver("n1"))
-        assert served.controller.loop.state.live_nodes["n1"].gone_at is None
+        assert served.controller.loop.state.node_runtime["n1"].disconnected_at is None
         line.uplink.report(joined("j", 1.0))
         await until(lambda: not len(line.spool))
         assert line.node.registrations == 1

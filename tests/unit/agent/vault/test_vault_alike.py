@@ -13,7 +13,7 @@ from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
 from everstep.ids import Version
-from everstep.layout.manifests import BLOB_PREFIX, Manifest, decode_manifest
+from everstep.layout.manifests import BLOB_LENGTH_BYTES, Manifest, decode_manifest
 from everstep.layout.slots import CHUNK_BYTES, slot_bytes_for
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local
@@ -75,7 +75,7 @@ class Fleet:
         told = self.found()
         assert "; it is mended from " in told, told
         until(lambda: bytes(self.ranks[0].view.payload(0)) == self.payloads[0], "the slot is as it was sealed")
-        self.ranks[0].view.check(0)
+        self.ranks[0].view.verify(0)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def fleet(program_forks: ForkPool, tmp_path: Path) -> Iterator[Fleet]:
 
 def spots(manifest: Manifest) -> list[tuple[int, int]]:
     """Where each piece begins and ends."""
-    return [(s.at, s.at + s.box.volume * manifest.catalog[s.tensor].itemsize) for s in manifest.stored]
+    return [(s.offset, s.offset + s.box.volume * manifest.catalog[s.tensor].itemsize) for s in manifest.stored]
 
 
 @pytest.mark.promise("bit-flips")
@@ -102,12 +102,12 @@ def test_every_piece_comes_back_from_whoever_stored_it_too(fleet: Fleet) -> None
 
 
 def test_python_state_comes_back_where_others_have_the_same(fleet: Fleet) -> None:
-    fleet.comes_back(fleet.manifest().blob_at + BLOB_PREFIX + 3)
+    fleet.comes_back(fleet.manifest().blob_offset + BLOB_LENGTH_BYTES + 3)
 
 
 def test_what_is_between_the_pieces_comes_back(fleet: Fleet) -> None:
     manifest = fleet.manifest()
-    blob = (manifest.blob_at, manifest.blob_at + BLOB_PREFIX + manifest.blob_capacity)
+    blob = (manifest.blob_offset, manifest.blob_offset + BLOB_LENGTH_BYTES + manifest.blob_capacity)
     taken = sorted([*spots(manifest), blob])
     gap = next(end for (_, end), (begin, _) in itertools.pairwise(taken) if end < begin)
     fleet.comes_back(gap)
@@ -119,7 +119,7 @@ def test_pieces_are_found_on_the_node_itself_too(fleet: Fleet) -> None:
         beside = RankMemory(fleet.vaults.all[0].client(), rank, local_rank=rank, slot_bytes=room)
         beside.fill(0, V, fleet.payloads[rank], fleet.manifests[rank])
         fleet.vaults.all[rank].kill()
-    fleet.flip(fleet.manifest().stored[0].at)
+    fleet.flip(fleet.manifest().stored[0].offset)
     assert fleet.found().endswith("mended from n1")
 
 
@@ -137,8 +137,8 @@ def test_a_piece_that_is_rotten_on_both_nodes_costs_the_slot(fleet: Fleet) -> No
     for rank in (1, 2):
         for stored in fleet.manifest(rank).stored:
             if (stored.tensor, stored.box) == (mine.tensor, mine.box):
-                fleet.flip(stored.at + 9, rank)
-    fleet.flip(mine.at + 9)
+                fleet.flip(stored.offset + 9, rank)
+    fleet.flip(mine.offset + 9)
     assert "the slot is discarded" in fleet.found()
     until(lambda: fleet.ranks[0].view.header(0) is None, "the slot is free")
 
@@ -147,7 +147,7 @@ def test_on_one_node_the_slot_is_lost_and_the_next_snapshot_is_whole(program_for
     """There the ranks store each byte once: only the live state has it again."""
     with vaults(program_forks) as running:
         fleet = Fleet(running, tmp_path, ("n1", "n1"))
-        fleet.flip(fleet.manifest().stored[0].at)
+        fleet.flip(fleet.manifest().stored[0].offset)
         assert "the slot is discarded" in fleet.found()
         later = Version(2, 10)
         for rank in (0, 1):

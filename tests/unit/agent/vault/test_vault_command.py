@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from everstep_agent.lifecycle import hold
+from everstep_agent.lifecycle import acquire_lock
 from typer.testing import CliRunner
 
 from everstep.cli.main import app
@@ -44,11 +44,11 @@ def drop(vault: VaultProcess, name: str = "n1") -> tuple[int, str]:
 def wait_until_alone(vault: VaultProcess) -> None:
     for client in vault._clients:
         client.close()
-    until(lambda: listed(vault)["alone_since"] is not None, "the vault notices")
+    until(lambda: listed(vault)["idle_since"] is not None, "the vault notices")
 
 
 def test_a_vault_in_use_is_listed_and_not_dropped(vault: VaultProcess) -> None:
-    until(lambda: listed(vault)["alone_since"] is None, "the vault notices the rank")
+    until(lambda: listed(vault)["idle_since"] is None, "the vault notices the rank")
     row = listed(vault)
     assert (row["name"], row["jobs"], row["pid"]) == ("n1", [JOB], vault.process.pid)
     status, said = drop(vault)
@@ -61,8 +61,8 @@ def test_a_vault_that_is_alone_is_ended_and_its_memory_freed(vault: VaultProcess
     wait_until_alone(vault)
     row = listed(vault)
     assert isinstance(row["ends_at"], float)
-    assert isinstance(row["alone_since"], float)
-    assert row["ends_at"] - row["alone_since"] == pytest.approx(3600)
+    assert isinstance(row["idle_since"], float)
+    assert row["ends_at"] - row["idle_since"] == pytest.approx(3600)
     shown = command.invoke(app, ["vault", "list", "--dir", str(vault.segment_dir.parent)])
     assert "ends in 59 min" in " ".join(shown.output.split())
     status, said = drop(vault)
@@ -91,10 +91,10 @@ def test_a_note_of_somebody_else_ends_no_process_of_ours(tmp_path: Path) -> None
     """In a directory that is theirs, or that root looks at, another user may write any number there."""
     place = tmp_path / "n1"
     place.mkdir()
-    lock = hold(place / LOCK_FILE, "nobody else holds it")
+    lock = acquire_lock(place / LOCK_FILE, "nobody else holds it")
     with subprocess.Popen(["sleep", "60"]) as ours:
         try:
-            write_note(lock, VaultNote(pid=ours.pid, run_dir="/", alone_since=1.0))
+            write_note(lock, VaultNote(pid=ours.pid, run_dir="/", idle_since=1.0))
             assert read_note(place) is not None
             os.fchown(lock, 65534, 65534)
             assert read_note(place) is None
@@ -102,7 +102,7 @@ def test_a_note_of_somebody_else_ends_no_process_of_ours(tmp_path: Path) -> None
             assert (said.exit_code, "in use" in said.output) == (2, True)
             assert ours.poll() is None
             for group in (0, -1, -ours.pid):
-                write_note(lock, VaultNote(pid=group, run_dir="/", alone_since=1.0))
+                write_note(lock, VaultNote(pid=group, run_dir="/", idle_since=1.0))
                 assert read_note(place) is None
         finally:
             ours.kill()

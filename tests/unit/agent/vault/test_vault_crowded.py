@@ -9,25 +9,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from everstep_agent.vault.job_table import JobBook
-from everstep_agent.vault.memory.adoption import Adoption
-from everstep_agent.vault.memory.reading import Library
+from everstep_agent.vault.job_table import JobTable
+from everstep_agent.vault.memory.adoption import SegmentAdoption
+from everstep_agent.vault.memory.reading import SlotFinder
 from everstep_agent.vault.memory.segments import SegmentStore
-from everstep_agent.vault.reporting import Findings, Tally
+from everstep_agent.vault.reporting import FindingReporter, VaultCounters
 from everstep_agent.vault.settings import VaultSettings
-from everstep_agent.vault.transfer.peer_server import MOST_UNPROVED, TransferServer
-from everstep_agent.vault.transfer.peers import Witness
-from everstep_agent.vault.transfer.receiving import Receiver
+from everstep_agent.vault.transfer.peer_server import MAX_UNAUTHENTICATED, PeerServer
+from everstep_agent.vault.transfer.peers import PeerLossDetector
+from everstep_agent.vault.transfer.receiving import SlotReceiver
 
 from everstep.clock import ManualClock
 from everstep.errors import EverstepError
 from everstep.ids import Version, split_address
 from everstep.log_throttle import BURST
 from everstep.vocabulary import FindingKind
-from everstep.wire.framing import Channel, encode_frame
+from everstep.wire.framing import VaultChannel, encode_frame
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import Holder
-from everstep.wire.v1.transfer import NONCE_BYTES, Greeting, InventoryAsk, InventoryList, Ready
+from everstep.wire.v1.transfer import NONCE_BYTES, Greeting, InventoryList, InventoryRequest, Ready
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, RankMemory, VaultClient, Vaults, two_vaults
 from tests.support.waiting import until
@@ -45,16 +45,16 @@ def test_strangers_that_say_nothing_keep_no_peer_out_and_the_oldest_give_way(fle
     vault = fleet.start("n1")
     client = fleet.configure()["n1"]
     wire = Wire(vault.address)
-    silent = [socket.create_connection(split_address(vault.address)) for _ in range(MOST_UNPROVED + 20)]
+    silent = [socket.create_connection(split_address(vault.address)) for _ in range(MAX_UNAUTHENTICATED + 20)]
     try:
         for _ in range(2):
             channel = wire.proved()
-            channel.send(InventoryAsk())
-            assert channel.answer(InventoryList).slots == ()
+            channel.send(InventoryRequest())
+            assert channel.receive_answer(InventoryList).slots == ()
         silent[0].settimeout(30.0)
         while silent[0].recv(4096):
             pass
-        until(lambda: _connections(client) <= MOST_UNPROVED + 2, "those that gave way are gone")
+        until(lambda: _connections(client) <= MAX_UNAUTHENTICATED + 2, "those that gave way are gone")
     finally:
         wire.close()
         for one in silent:
@@ -64,21 +64,21 @@ def test_strangers_that_say_nothing_keep_no_peer_out_and_the_oldest_give_way(fle
 def _connections(client: VaultClient) -> int:
     answer = client.ask(local.Statistics)
     assert isinstance(answer, local.StatisticsAnswer), answer
-    return int(answer.levels["peer_connections"])
+    return int(answer.gauges["peer_connections"])
 
 
 def test_a_connection_for_which_there_is_no_thread_is_not_the_last_one(
-    monkeypatch: pytest.MonkeyPatch, server: TransferServer
+    monkeypatch: pytest.MonkeyPatch, server: PeerServer
 ) -> None:
-    begin, short = server._begin, [True, True]
+    begin, short = server._start_thread, [True, True]
 
-    def none_left(channel: Channel) -> None:
+    def none_left(channel: VaultChannel) -> None:
         if short:
             short.pop()
             raise RuntimeError("can't start new thread")
         begin(channel)
 
-    monkeypatch.setattr(server, "_begin", none_left)
+    monkeypatch.setattr(server, "_start_thread", none_left)
     for refused in (True, True, False):
         with socket.create_connection(split_address(server.address)) as stranger:
             stranger.settimeout(30.0)
@@ -87,13 +87,11 @@ def test_a_connection_for_which_there_is_no_thread_is_not_the_last_one(
     assert len(server) <= 1
 
 
-def test_strangers_leave_few_and_short_lines_in_the_log(
-    server: TransferServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_strangers_leave_few_and_short_lines_in_the_log(server: PeerServer, caplog: pytest.LogCaptureFixture) -> None:
     """One that offers thousands of protocol versions had them all written down."""
     caplog.set_level(logging.INFO)
     offered = tuple(range(1000, 2000))
-    greeting = Greeting(protocols=offered, job=JOB, node="n2", to="n1", nonce=bytes(NONCE_BYTES))
+    greeting = Greeting(protocols=offered, job=JOB, node="n2", peer="n1", nonce=bytes(NONCE_BYTES))
     for _ in range(3 * BURST):
         with socket.create_connection(split_address(server.address), 30.0) as stranger:
             stranger.sendall(encode_frame(greeting))
@@ -105,18 +103,18 @@ def test_strangers_leave_few_and_short_lines_in_the_log(
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[TransferServer]:
-    book, tally, clock = JobBook(), Tally(), ManualClock()
+def server(tmp_path: Path) -> Iterator[PeerServer]:
+    book, tally, clock = JobTable(), VaultCounters(), ManualClock()
     store = SegmentStore(tmp_path, "n1", None)
-    findings = Findings("n1", clock, tally, lambda _: None)
-    made = TransferServer(
+    findings = FindingReporter("n1", clock, tally, lambda _: None)
+    made = PeerServer(
         VaultSettings(node="n1", run_dir=tmp_path, segment_dir=tmp_path),
-        Adoption(store),
+        SegmentAdoption(store),
         book,
-        Library(store, findings),
-        Receiver(store, book, findings, tally),
+        SlotFinder(store, findings),
+        SlotReceiver(store, book, findings, tally),
         tally,
-        Witness("n1", book, clock, lambda _: None),
+        PeerLossDetector("n1", book, clock, lambda _: None),
         clock,
     )
     made.start()
@@ -132,7 +130,7 @@ def test_what_nobody_foresaw_is_said_to_whoever_asked(pair: Vaults) -> None:
     channel = wire.proved()
     channel.send(put(b"x"))
     with pytest.raises(EverstepError, match=r"Error: \[Errno"):
-        channel.answer(Ready)
+        channel.receive_answer(Ready)
     wire.close()
     assert pair.supervisors["n1"].ask(local.Statistics).refused == {"internal": 1}
     assert pair.supervisors["n1"].peers_lost == []
@@ -152,7 +150,9 @@ def test_slots_whose_directory_was_removed_are_made_anew_and_it_is_told(pair: Va
     assert "RemoveIPC=no" in found.message
     again = RankMemory(mine.client, rank=0)
     assert again.path.exists()
-    assert {header.version for _, header in again.view.sealed()} == {Version(1, 1)}, "carried over from what was mapped"
+    assert {header.version for _, header in again.view.sealed_slots()} == {Version(1, 1)}, (
+        "carried over from what was mapped"
+    )
     inventory = pair.supervisors["n1"].ask(local.Inventory, job=JOB)
     assert {(slot.rank, slot.version.step) for slot in inventory.slots} == {(0, 1), (1, 1), (1, 2)}
 

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 from everstep_agent.config import AgentSettings
-from everstep_agent.lifecycle import hold
+from everstep_agent.lifecycle import acquire_lock
 from everstep_agent.vault import keeper as vault_keeper
-from everstep_agent.vault.keeper import VaultKeeper
+from everstep_agent.vault.keeper import VaultManager
 
 from everstep.errors import Unavailable
 from everstep.ids import Version
-from everstep.layout.slots import SLOTS
+from everstep.layout.slots import SLOTS_PER_RANK
 from everstep.layout.vault_note import LOCK_FILE
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import local
-from everstep.wire.v1.training import FindingRaised, PeerLost
+from everstep.wire.v1.training import FindingRaised, PeerConnectionLost
 from tests.support.held_vault import HELD
 from tests.support.processes import is_running
 from tests.support.vaults import RankMemory, VaultClient
@@ -40,11 +40,11 @@ class Place:
         self.run_dir = base / "run"
         self.run_dir.mkdir(mode=0o700)
         self.findings: list[FindingRaised] = []
-        self.peers_lost: list[PeerLost] = []
+        self.peers_lost: list[PeerConnectionLost] = []
         self.changes = 0
         self.pids: set[int] = set()
 
-    def keeper(self, **settings: Any) -> VaultKeeper:
+    def keeper(self, **settings: Any) -> VaultManager:
         def on_change() -> None:
             self.changes += 1
 
@@ -55,9 +55,9 @@ class Place:
             segment_dir=self.base / "segments" / "n1",
             **settings,
         )
-        return VaultKeeper(chosen, SYSTEM_CLOCK, self.findings.append, self.peers_lost.append, on_change)
+        return VaultManager(chosen, SYSTEM_CLOCK, self.findings.append, self.peers_lost.append, on_change)
 
-    async def started(self, **settings: Any) -> VaultKeeper:
+    async def started(self, **settings: Any) -> VaultManager:
         keeper = self.keeper(**settings)
         await keeper.start()
         self.pids.add(keeper.pid)
@@ -82,7 +82,7 @@ def test_a_started_vault_is_left_and_taken_over_and_ended(place: Place) -> None:
     async def story() -> None:
         first = await place.started()
         pid, address = first.pid, first.address
-        first.leave()
+        first.detach()
         second = await place.started()
         assert (second.pid, second.address) == (pid, address)
         await second.stop()
@@ -99,7 +99,7 @@ def test_slots_go_at_the_end_also_where_the_vault_is_lost_just_then(place: Place
         slots.parent.mkdir(parents=True)
         slots.write_bytes(b"slots")
         os.kill(keeper.pid, signal.SIGKILL)
-        await keeper._until_gone()
+        await keeper._read_until_closed()
         await keeper.stop()
         assert not slots.exists()
 
@@ -121,7 +121,7 @@ def test_a_vault_that_is_still_beginning_or_ending_is_waited_for(place: Place) -
     """That of an agent that was killed while it started one, say."""
 
     async def story() -> None:
-        other = hold(place.run_dir / LOCK_FILE, "held")
+        other = acquire_lock(place.run_dir / LOCK_FILE, "held")
         keeper = place.keeper()
         starting = asyncio.create_task(keeper.start())
         await asyncio.wait([starting], timeout=1.0)
@@ -154,7 +154,7 @@ def test_a_vault_that_takes_long_over_what_it_found_is_kept(place: Place, monkey
         RankMemory(client, rank=0).fill(0, Version(1, 9), b"kept")
         client.close()
         os.kill(keeper.pid, signal.SIGKILL)
-        await keeper._until_gone()
+        await keeper._read_until_closed()
         monkeypatch.setenv(HELD, str(held))
         monkeypatch.setattr(vault_keeper, "vault_command", slow)
         await keeper.start()
@@ -168,19 +168,19 @@ def test_a_vault_that_takes_long_over_what_it_found_is_kept(place: Place, monkey
         serving.cancel()
         await keeper.stop()
 
-    async def sealed_slots(keeper: VaultKeeper) -> float:
+    async def sealed_slots(keeper: VaultManager) -> float:
         statistics = await keeper.statistics(20.0)
         assert statistics is not None
-        return statistics.levels["sealed_slots"]
+        return statistics.gauges["sealed_slots"]
 
     play(asyncio.wait_for(story(), 60.0))
 
 
 def test_a_vault_that_never_comes_to_serve_is_told_of(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vault_keeper, "READY_WITHIN_S", 0.5)
+    monkeypatch.setattr(vault_keeper, "READY_TIMEOUT_S", 0.5)
 
     async def story() -> None:
-        other = hold(place.run_dir / LOCK_FILE, "held")
+        other = acquire_lock(place.run_dir / LOCK_FILE, "held")
         with pytest.raises(Unavailable, match=r"another vault holds .* and does not serve"):
             await place.keeper().start()
         os.close(other)
@@ -253,7 +253,7 @@ def test_statistics_are_answered_and_none_where_nobody_serves(place: Place) -> N
         serving = asyncio.create_task(keeper.run())
         statistics = await keeper.statistics(20.0)
         assert statistics is not None
-        assert "sealed_slots" in statistics.levels
+        assert "sealed_slots" in statistics.gauges
         serving.cancel()
         await keeper.stop()
         assert await keeper.statistics(0.01) is None
@@ -266,10 +266,10 @@ def test_the_vault_keeps_to_the_memory_limit_of_the_agents_settings(place: Place
         keeper = await place.started(vault_memory_limit_bytes=1 << 20)
         rank = VaultClient(place.run_dir / "vault.sock")
         try:
-            answer = rank.ask(local.OpenSegment, job="j", local_rank=0, slot_bytes=1 << 20, slots=SLOTS)
+            answer = rank.ask(local.OpenSegment, job="j", local_rank=0, slot_bytes=1 << 20, slots=SLOTS_PER_RANK)
         finally:
             rank.close()
-        assert isinstance(answer, local.Failed), answer
+        assert isinstance(answer, local.RequestFailed), answer
         assert answer.code == "slot_memory"
         assert f"--memory-limit {1 << 20}" in answer.message
         await keeper.stop()
@@ -280,7 +280,7 @@ def test_the_vault_keeps_to_the_memory_limit_of_the_agents_settings(place: Place
 def test_a_vault_that_is_stopped_and_does_not_answer_sigterm_is_killed(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("everstep_agent.vault.keeper.GONE_WITHIN_S", 0.2)
+    monkeypatch.setattr("everstep_agent.vault.keeper.EXIT_TIMEOUT_S", 0.2)
 
     async def story() -> None:
         keeper = await place.started()

@@ -11,7 +11,7 @@ from everstep.errors import AuthenticationError, NotFound, Unavailable
 from everstep.ids import Version
 from everstep.layout.slots import CHUNK_BYTES, slot_bytes_for
 from everstep.native import DIGEST_BYTES
-from everstep.wire.framing import Channel
+from everstep.wire.framing import VaultChannel
 from everstep.wire.v1 import local
 from everstep.wire.v1.transfer import Put
 from tests.support.borrowing import borrowed, rank_of, read
@@ -46,7 +46,7 @@ def test_a_rank_reads_slots_over_a_connection_that_its_vault_has_proved(rank: Va
 
 def test_many_are_lent_at_once_and_each_is_the_ranks_own(rank: VaultClient) -> None:
     asked = [rank.connect(job=JOB, node="n2") for _ in range(20)]
-    channels = [Channel(one.result().sock, "n2", 10.0) for one in asked]
+    channels = [VaultChannel(one.result().sock, "n2", 10.0) for one in asked]
     channels[0].close()
     assert {read(channel, 3, V, [(3, 4)]) for channel in channels[1:]} == {PAYLOAD[3:7]}
     for channel in channels[1:]:
@@ -58,7 +58,7 @@ def test_nothing_can_be_copied_over_a_connection_that_was_lent(fleet: Vaults, ra
     put = {"generation": 1, "rank": 3, "version": Version(1, 2), "slot_bytes": 1 << 16, "slots": 4}
     channel.send(Put(**put, payload_bytes=0, manifest_bytes=0, digests=bytes(DIGEST_BYTES)))
     with pytest.raises(AuthenticationError, match="n1 has said that it only reads"):
-        channel.any_answer()
+        channel.receive_any_answer()
     channel.close()
     slots = fleet.all[1].client().ask(local.Inventory, job=JOB).slots
     assert [(slot.rank, slot.version) for slot in slots] == [(3, V)]
@@ -91,7 +91,7 @@ def test_a_peer_that_is_gone_is_unavailable_and_its_loss_is_told(fleet: Vaults, 
     with pytest.raises(Unavailable) as broken:
         read(channel, 3, V, [(0, 1)])
     channel.close()
-    rank.connection_broke(job=JOB, node="n2", why=str(broken.value))
+    rank.report_broken_connection(job=JOB, node="n2", reason=str(broken.value))
     assert fleet.supervisors["n1"].peer_lost().peer == "n2"
     with pytest.raises(Unavailable):
         rank.connect(job=JOB, node="n2").result()
@@ -99,6 +99,6 @@ def test_a_peer_that_is_gone_is_unavailable_and_its_loss_is_told(fleet: Vaults, 
 
 def test_a_client_that_takes_no_descriptor_gets_its_answer_and_the_vault_keeps_nothing_open(fleet: Vaults) -> None:
     client = fleet.all[0].client()
-    assert isinstance(client.ask(local.Connect, job=JOB, node="n2"), local.Connected)
+    assert isinstance(client.ask(local.OpenPeerConnection, job=JOB, node="n2"), local.PeerConnectionOpened)
     statistics = fleet.all[0].client()
-    until(lambda: statistics.ask(local.Statistics).levels["peer_connections"] == 0, "nothing is open")
+    until(lambda: statistics.ask(local.Statistics).gauges["peer_connections"] == 0, "nothing is open")

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from everstep_agent.vault.process import OOM_SCORE_ADJUSTMENT, keep_from_oom_killer
-from everstep_trainer.launch.process_setup import step_forward_to_oom_killer
+from everstep_agent.vault.process import OOM_SCORE_ADJUSTMENT, lower_oom_score
+from everstep_trainer.launch.process_setup import raise_oom_score
 
 from everstep.ids import Version
 from everstep.layout.segments import SlotState
-from everstep.layout.slots import CHUNK_BYTES, SLOTS, slot_bytes_for
+from everstep.layout.slots import CHUNK_BYTES, SLOTS_PER_RANK, slot_bytes_for
 from everstep.layout.vault_note import read_note
 from everstep.wire.v1 import local
 from tests.support.forked import ForkPool
@@ -72,8 +72,8 @@ def test_a_segment_is_private_and_has_its_pages_before_it_is_handed_out(fleet: V
 def test_a_ranks_slots_are_asked_for_near_it(fleet: Vaults, capfd: pytest.CaptureFixture[str]) -> None:
     """Of a machine with one node all that can be seen is that another one is refused, and done without."""
     vault = fleet.start("n1")
-    said = {"job": JOB, "local_rank": 0, "slot_bytes": 4096, "slots": SLOTS}
-    assert isinstance(vault.client().ask(local.OpenSegment, **said, numa_node=1000), local.Segment)
+    said = {"job": JOB, "local_rank": 0, "slot_bytes": 4096, "slots": SLOTS_PER_RANK}
+    assert isinstance(vault.client().ask(local.OpenSegment, **said, numa_node=1000), local.SegmentOpened)
     assert "slots are not bound to NUMA node 1000" in capfd.readouterr().err
 
 
@@ -83,7 +83,7 @@ def test_a_rank_that_comes_again_finds_its_slots(fleet: Vaults) -> None:
     before.fill(2, Version(1, 9), b"kept")
     after = RankMemory(vault.client(), rank=0)
     assert after.path == before.path
-    after.view.check(2)
+    after.view.verify(2)
     assert after.view.payload(2) == b"kept"
 
 
@@ -96,8 +96,8 @@ def test_a_segment_that_must_grow_takes_its_good_slots_along(fleet: Vaults) -> N
     small.view.begin(2, 0, Version(1, 3), b"", 10)
     large = RankMemory(vault.client(), rank=0, slot_bytes=1 << 20)
     assert large.view.slot_bytes == 1 << 20
-    assert [(slot, header.version) for slot, header in large.view.sealed()] == [(0, Version(1, 1))]
-    large.view.check(0)
+    assert [(slot, header.version) for slot, header in large.view.sealed_slots()] == [(0, Version(1, 1))]
+    large.view.verify(0)
     assert sorted(p.name for p in large.path.parent.iterdir()) == ["own-0"]
 
 
@@ -109,7 +109,7 @@ def test_what_a_rank_copied_and_did_not_live_to_seal_is_sealed_for_it(fleet: Vau
     rank.copy(1, Version(1, 2), noise(900_000))
     rank.view.begin(2, 0, Version(1, 3), b"", 10)
     assert versions(vault.client()) == {Version(1, 1), Version(1, 2)}
-    rank.view.check(1)
+    rank.view.verify(1)
     assert rank.view.header(2).state is SlotState.FILLING  # type: ignore[union-attr]
 
 
@@ -136,9 +136,9 @@ def test_what_was_copied_goes_along_into_a_larger_segment_and_through_the_vaults
 def test_an_absurd_segment_is_refused_and_leaves_nothing(fleet: Vaults, fields: dict[str, int], code: str) -> None:
     vault = fleet.start("n1")
     answer = vault.client().ask(
-        local.OpenSegment, job=JOB, **({"local_rank": 0, "slot_bytes": 4096, "slots": SLOTS} | fields)
+        local.OpenSegment, job=JOB, **({"local_rank": 0, "slot_bytes": 4096, "slots": SLOTS_PER_RANK} | fields)
     )
-    assert isinstance(answer, local.Failed)
+    assert isinstance(answer, local.RequestFailed)
     assert answer.code == code
     assert [p for p in shared_memory_left(fleet) if "lock" not in p] == []
 
@@ -146,15 +146,17 @@ def test_an_absurd_segment_is_refused_and_leaves_nothing(fleet: Vaults, fields: 
 def test_more_memory_than_the_limit_is_refused_with_the_arithmetic(fleet: Vaults) -> None:
     vault = fleet.start("n1", "--memory-limit", str(10 << 20), "--scrub-interval", "0")
     client = vault.client()
-    first = client.ask(local.OpenSegment, job=JOB, local_rank=0, slot_bytes=1 << 20, slots=SLOTS)
-    assert isinstance(first, local.Segment)
-    second = client.ask(local.OpenSegment, job=JOB, local_rank=1, slot_bytes=2 << 20, slots=SLOTS)
-    assert isinstance(second, local.Failed)
+    first = client.ask(local.OpenSegment, job=JOB, local_rank=0, slot_bytes=1 << 20, slots=SLOTS_PER_RANK)
+    assert isinstance(first, local.SegmentOpened)
+    second = client.ask(local.OpenSegment, job=JOB, local_rank=1, slot_bytes=2 << 20, slots=SLOTS_PER_RANK)
+    assert isinstance(second, local.RequestFailed)
     assert second.code == "slot_memory"
     assert "5 slots of 2097152 bytes for job/own-1 needs 10514432 bytes; 5271552 of --memory-limit 10485760" in (
         second.message
     )
-    assert isinstance(client.ask(local.OpenSegment, job=JOB, local_rank=1, slot_bytes=4096, slots=SLOTS), local.Segment)
+    assert isinstance(
+        client.ask(local.OpenSegment, job=JOB, local_rank=1, slot_bytes=4096, slots=SLOTS_PER_RANK), local.SegmentOpened
+    )
     assert client.ask(local.Statistics).refused == {"slot_memory": 1}
 
 
@@ -189,8 +191,8 @@ def test_a_full_memory_file_system_is_an_error_with_the_arithmetic_and_not_the_e
 ) -> None:
     vault = fleet.start("tiny")
     client = vault.client()
-    refused = client.ask(local.OpenSegment, job=JOB, local_rank=0, slot_bytes=1 << 20, slots=SLOTS)
-    assert isinstance(refused, local.Failed)
+    refused = client.ask(local.OpenSegment, job=JOB, local_rank=0, slot_bytes=1 << 20, slots=SLOTS_PER_RANK)
+    assert isinstance(refused, local.RequestFailed)
     assert refused.code == "slot_memory"
     assert str(tiny_tmpfs) in refused.message
     rank = RankMemory(client, rank=0, slot_bytes=1 << 19)
@@ -215,7 +217,7 @@ def test_a_vault_that_was_killed_is_followed_by_one_that_believes_what_hashes_ri
     assert rank.view.header(1) is None
     assert sorted(p.name for p in rank.path.parent.iterdir()) == ["own-0"]
     again = RankMemory(client, rank=0)
-    again.view.check(0)
+    again.view.verify(0)
 
 
 def test_a_rank_in_the_middle_of_a_fill_goes_on_when_its_vault_was_replaced(fleet: Vaults) -> None:
@@ -245,7 +247,7 @@ def test_a_job_that_is_over_leaves_no_file(fleet: Vaults) -> None:
     supervisor = fleet.configure()["n1"]
     rank = RankMemory(vault.client(), rank=0)
     rank.fill(0, Version(1, 1), b"x")
-    assert isinstance(supervisor.ask(local.Forget, job=JOB), local.Done)
+    assert isinstance(supervisor.ask(local.ForgetJob, job=JOB), local.RequestDone)
     assert not rank.path.parent.exists()
     assert versions(supervisor) == set()
     assert rank.view.payload(0) == b"x"
@@ -254,9 +256,9 @@ def test_a_job_that_is_over_leaves_no_file(fleet: Vaults) -> None:
 
 def test_a_rank_that_outlives_its_job_leaves_no_segment(fleet: Vaults) -> None:
     vault = fleet.start("n1")
-    fleet.configure()["n1"].ask(local.Forget, job=JOB)
-    refused = vault.client().ask(local.OpenSegment, job=JOB, local_rank=0, slot_bytes=100_000, slots=SLOTS)
-    assert isinstance(refused, local.Failed)
+    fleet.configure()["n1"].ask(local.ForgetJob, job=JOB)
+    refused = vault.client().ask(local.OpenSegment, job=JOB, local_rank=0, slot_bytes=100_000, slots=SLOTS_PER_RANK)
+    assert isinstance(refused, local.RequestFailed)
     assert refused.code == "not_found"
     assert [p for p in shared_memory_left(fleet) if "lock" not in p] == []
     fleet.configure()
@@ -354,7 +356,7 @@ def test_a_frame_that_is_no_message_ends_the_connection_and_nothing_else(fleet: 
             client.close()
             continue
         failed = client.wait(0)
-        assert isinstance(failed, local.Failed)
+        assert isinstance(failed, local.RequestFailed)
         assert failed.code == "malformed"
         assert client.closed()
     client = vault.client()
@@ -374,11 +376,11 @@ def test_the_kernel_ends_ranks_before_a_vault_where_memory_is_short(fleet: Vault
 
 def spared() -> tuple[int, bool, int]:
     before = oom_score(os.getpid())
-    return before, keep_from_oom_killer(), oom_score(os.getpid())
+    return before, lower_oom_score(), oom_score(os.getpid())
 
 
 def stepped_forward() -> int:
-    step_forward_to_oom_killer()
+    raise_oom_score()
     return oom_score(os.getpid())
 
 
@@ -398,7 +400,7 @@ def test_a_vault_stays_as_long_as_a_rank_is_connected(fleet: Vaults) -> None:
     vault = fleet.start("n1", "--linger", "0.2", "--scrub-interval", "0")
     client = vault.client()
     RankMemory(client, rank=0).fill(0, Version(1, 1), b"x")
-    until(lambda: (note := read_note(vault.segment_dir)) is not None and note.alone_since is None, "it says so")
+    until(lambda: (note := read_note(vault.segment_dir)) is not None and note.idle_since is None, "it says so")
     client.close()
     note = until(lambda: read_note(vault.segment_dir), "it says that nobody is there")
     assert note.pid == vault.process.pid

@@ -7,18 +7,18 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
-from everstep_agent.vault.keeper import Answer, VaultKeeper, VaultOrders
+from everstep_agent.vault.keeper import VaultAnswer, VaultManager, VaultOrderRunner
 
 from everstep.errors import StaleGeneration, Unavailable
 from everstep.ids import Version
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.directives import ProtectVersion, SpillVersion
-from everstep.wire.v1.local import Failed, Protect, Protected, Spill, Spilled
+from everstep.wire.v1.local import Protect, Protected, RequestFailed, Spill, Spilled
 from everstep.wire.v1.training import AnyReport
 from everstep.wire.v1.vault_orders import ParityGroup, VersionProtected, VersionSpilled
 
 VERSION = Version(1, 100)
-SPILL = SpillVersion(job="job", generation=1, version=VERSION, url="/s/job", writers={"n1": (0,)}, keep=2)
+SPILL = SpillVersion(job="job", generation=1, version=VERSION, url="/s/job", writers={"n1": (0,)}, keep_last=2)
 
 
 class Vault:
@@ -27,12 +27,12 @@ class Vault:
     def __init__(self) -> None:
         self.known = True
         self.asked: list[Any] = []
-        self.futures: list[asyncio.Future[Answer]] = []
+        self.futures: list[asyncio.Future[VaultAnswer]] = []
 
-    def generation_of(self, job: str) -> int | None:
+    def configured_generation(self, job: str) -> int | None:
         return 1 if self.known else None
 
-    async def ask(self, build: Callable[[int], Any]) -> Answer:
+    async def request(self, build: Callable[[int], Any]) -> VaultAnswer:
         self.asked.append(build(len(self.asked)))
         self.futures.append(asyncio.get_running_loop().create_future())
         return await self.futures[-1]
@@ -42,18 +42,18 @@ class Node:
     def __init__(self) -> None:
         self.vault = Vault()
         self.reports: list[AnyReport] = []
-        self.orders = VaultOrders("n1", cast(VaultKeeper, self.vault), self.reports.append, SYSTEM_CLOCK)
+        self.orders = VaultOrderRunner("n1", cast(VaultManager, self.vault), self.reports.append, SYSTEM_CLOCK)
 
     async def settle(self) -> None:
         for _ in range(10):
             await asyncio.sleep(0)
 
-    async def answer(self, answer: Answer, which: int = -1) -> None:
+    async def answer(self, answer: VaultAnswer, which: int = -1) -> None:
         self.vault.futures[which].set_result(answer)
         await self.settle()
 
     async def take(self, order: SpillVersion | ProtectVersion) -> None:
-        self.orders.take(order)
+        self.orders.submit(order)
         await self.settle()
 
 
@@ -67,15 +67,15 @@ def test_a_spill_is_asked_of_the_vault_and_what_came_of_it_is_reported() -> None
         await node.take(SPILL)
         (asked,) = node.vault.asked
         assert asked == Spill(
-            request=0, job="job", generation=1, version=VERSION, url="/s/job", writers={"n1": (0,)}, keep=2
+            request=0, job="job", generation=1, version=VERSION, url="/s/job", writers={"n1": (0,)}, keep_last=2
         )
         await node.answer(
-            Spilled(request=0, folder="step-1", bytes=7, whole=True, removed=("step-0",), left=("step-1",))
+            Spilled(request=0, folder="step-1", bytes=7, complete=True, removed=("step-0",), remaining=("step-1",))
         )
         (report,) = node.reports
         assert isinstance(report, VersionSpilled)
-        assert (report.url, report.bytes, report.whole, report.removed) == ("/s/job/step-1", 7, True, ("step-0",))
-        assert report.left == ("step-1",)
+        assert (report.url, report.bytes, report.complete, report.removed) == ("/s/job/step-1", 7, True, ("step-0",))
+        assert report.remaining == ("step-1",)
 
     asyncio.run(story())
 
@@ -86,7 +86,7 @@ def test_the_same_order_is_passed_over_while_it_is_carried_out_and_asked_anew_af
         await node.take(SPILL)
         await node.take(SPILL)
         assert len(node.vault.asked) == 1
-        await node.answer(Spilled(request=0, folder="f", bytes=1, whole=False))
+        await node.answer(Spilled(request=0, folder="f", bytes=1, complete=False))
         await node.take(SPILL)
         assert len(node.vault.asked) == 2
 
@@ -100,7 +100,7 @@ def test_a_newer_order_takes_the_place_of_the_one_that_is_carried_out() -> None:
         newer = msgspec.structs.replace(SPILL, generation=2)
         await node.take(newer)
         assert node.vault.futures[0].cancelled()
-        await node.answer(Spilled(request=1, folder="f", bytes=1, whole=True))
+        await node.answer(Spilled(request=1, folder="f", bytes=1, complete=True))
         assert len(node.reports) == 1
 
     asyncio.run(story())
@@ -111,7 +111,7 @@ def test_a_failure_is_reported_but_for_an_order_of_a_generation_that_is_over() -
         node = Node()
         for code in (StaleGeneration.code, Unavailable.code):
             await node.take(SPILL)
-            await node.answer(Failed(request=0, code=code, message="why"))
+            await node.answer(RequestFailed(request=0, code=code, message="why"))
         (report,) = node.reports
         assert isinstance(report, VersionSpilled)
         assert (report.code, report.message) == (Unavailable.code, "why")
@@ -128,11 +128,11 @@ def test_parity_of_all_groups_is_one_report() -> None:
         done = 0
         while done < len(groups):
             for which in range(done, len(node.vault.asked)):
-                await node.answer(Protected(request=which, parity="P", members=f"m{which}"), which)
+                await node.answer(Protected(request=which, parity="P", members_digest=f"m{which}"), which)
                 done += 1
         (report,) = node.reports
         assert isinstance(report, VersionProtected)
-        assert report.made == {number: f"m{number}" for number in range(6)}
+        assert report.members_digests == {number: f"m{number}" for number in range(6)}
 
     asyncio.run(story())
 
@@ -141,11 +141,11 @@ def test_a_group_that_cannot_be_made_ends_the_order() -> None:
     async def story() -> None:
         node = Node()
         await node.take(ProtectVersion(job="job", generation=1, version=VERSION, groups=(_group(0), _group(1))))
-        await node.answer(Protected(request=0, parity="P", members="m"), 0)
-        await node.answer(Failed(request=1, code="not_found", message="gone"), 1)
+        await node.answer(Protected(request=0, parity="P", members_digest="m"), 0)
+        await node.answer(RequestFailed(request=1, code="not_found", message="gone"), 1)
         (report,) = node.reports
         assert isinstance(report, VersionProtected)
-        assert (report.code, report.made) == ("not_found", {0: "m"})
+        assert (report.code, report.members_digests) == ("not_found", {0: "m"})
 
     asyncio.run(story())
 
@@ -158,7 +158,7 @@ def test_what_the_vault_was_not_told_of_yet_and_what_is_over_is_left() -> None:
         assert not node.vault.asked
         node.vault.known = True
         await node.take(SPILL)
-        node.orders.forget("job")
+        node.orders.cancel_job("job")
         await node.settle()
         assert node.vault.futures[0].cancelled()
         assert not node.reports

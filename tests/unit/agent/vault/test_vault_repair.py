@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from everstep_agent.vault.job_table import MOST_ASKED, MOST_SEEN, JobBook
+from everstep_agent.vault.job_table import MAX_LIKELY_HOLDERS, MAX_SEEN_HOLDERS, JobTable
 
 from everstep.errors import DigestMismatch, NotFound
 from everstep.ids import Version
@@ -53,7 +53,7 @@ def right(view: SegmentView) -> bool:
 
 def hashes_right(view: SegmentView) -> bool:
     try:
-        view.check(0)
+        view.verify(0)
     except DigestMismatch:
         return False
     return True
@@ -144,29 +144,29 @@ def test_a_slot_without_another_holder_is_discarded(fleet: Vaults) -> None:
 # --- whom to ask -------------------------------------------------------------------------------------------------
 
 
-def book(nodes: int) -> JobBook:
-    made = JobBook()
+def book(nodes: int) -> JobTable:
+    made = JobTable()
     holders = tuple(Holder(node=f"n{i}", vault=f"127.0.0.1:{i + 1}") for i in range(nodes))
-    made.configure(local.Configure(request=1, job=JOB, generation=1, secret=SECRET, holders=holders))
+    made.configure(local.ConfigureJob(request=1, job=JOB, generation=1, secret=SECRET, holders=holders))
     return made
 
 
 def test_who_was_seen_with_a_share_is_asked_first_and_nobody_asks_a_whole_fleet() -> None:
     known = book(100)
     for node in ("n70", "n80", "n70", "elsewhere"):
-        known.saw(JOB, 3, node)
-    assert known.likely_holders(JOB, 3, besides="n0")[:3] == ["n70", "n80", "n1"]
-    assert len(known.likely_holders(JOB, 3, besides="n0")) == MOST_ASKED
-    assert known.likely_holders(JOB, 4, besides="n0")[0] == "n1"
+        known.note_holder(JOB, 3, node)
+    assert known.likely_holders(JOB, 3, exclude="n0")[:3] == ["n70", "n80", "n1"]
+    assert len(known.likely_holders(JOB, 3, exclude="n0")) == MAX_LIKELY_HOLDERS
+    assert known.likely_holders(JOB, 4, exclude="n0")[0] == "n1"
 
 
 def test_what_is_remembered_of_shares_is_bounded_and_ends_with_the_job() -> None:
     known = book(100)
     for i in range(20):
-        known.saw(JOB, 3, f"n{i}")
-    assert len(known._seen[JOB, 3]) == MOST_SEEN
+        known.note_holder(JOB, 3, f"n{i}")
+    assert len(known._seen_holders[JOB, 3]) == MAX_SEEN_HOLDERS
     known.forget(JOB)
-    known.saw(JOB, 3, "n1")
-    assert known._seen == {}
+    known.note_holder(JOB, 3, "n1")
+    assert known._seen_holders == {}
     with pytest.raises(NotFound):
-        known.likely_holders(JOB, 3, besides="n0")
+        known.likely_holders(JOB, 3, exclude="n0")

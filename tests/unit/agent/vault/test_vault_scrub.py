@@ -8,19 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from everstep_agent.vault.job_table import JobBook
-from everstep_agent.vault.memory.reading import Library
+from everstep_agent.vault.job_table import JobTable
+from everstep_agent.vault.memory.reading import SlotFinder
 from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
-from everstep_agent.vault.parity.coding import Decoder
-from everstep_agent.vault.parity.shards import Shards
-from everstep_agent.vault.repair import Repairer, Scrubber
-from everstep_agent.vault.reporting import Findings, Tally
+from everstep_agent.vault.parity.coding import ParityDecoder
+from everstep_agent.vault.parity.shards import ShardReader
+from everstep_agent.vault.repair import Scrubber, SlotRepairer
+from everstep_agent.vault.reporting import FindingReporter, VaultCounters
 from everstep_agent.vault.settings import VaultSettings
-from everstep_agent.vault.transfer.peers import Peers, Witness
+from everstep_agent.vault.transfer.peers import PeerLossDetector, PeerPool
 
 from everstep.clock import ManualClock
 from everstep.ids import Version
-from everstep.layout.segments import PAGE, RECORD_PLACES, SlotState
+from everstep.layout.segments import PAGE_BYTES, RECORD_OFFSETS, SlotState
 from everstep.layout.slots import CHUNK_BYTES, SegmentView, slot_bytes_for
 from everstep.vocabulary import Action, FindingKind, Mode, Severity
 from everstep.wire.v1 import local
@@ -40,21 +40,21 @@ class Bench:
         self.segment = self.store.open(SegmentKey(JOB, "own", 0), slot_bytes_for(16, SIZE), 4)
         self.rank: SegmentView = map_segment(self.segment.path)
         self.told: list[FindingRaised] = []
-        self.tally = Tally()
+        self.tally = VaultCounters()
         clock = ManualClock()
-        findings = Findings("n1", clock, self.tally, self.told.append)
-        self.store.listen(findings.damage)
+        findings = FindingReporter("n1", clock, self.tally, self.told.append)
+        self.store.set_damage_handler(findings.report_damage)
         settings = VaultSettings(node="n1", run_dir=directory, segment_dir=directory)
-        book = JobBook()
-        peers = Peers(settings, book, clock, Witness("n1", book, clock, lambda _: None))
-        shards = Shards(settings, Library(self.store, findings), peers, findings)
-        decoder = Decoder(self.store, shards, self.tally, ThreadPoolExecutor(1))  # which starts no thread unasked
-        repairer = Repairer(settings, book, self.store, peers, decoder)
+        book = JobTable()
+        peers = PeerPool(settings, book, clock, PeerLossDetector("n1", book, clock, lambda _: None))
+        shards = ShardReader(settings, SlotFinder(self.store, findings), peers, findings)
+        decoder = ParityDecoder(self.store, shards, self.tally, ThreadPoolExecutor(1))  # which starts no thread unasked
+        repairer = SlotRepairer(settings, book, self.store, peers, decoder)
         self.scrubber = Scrubber(self.store, findings, self.tally, clock, repairer, interval_s=1.0, bytes_per_s=1e12)
 
     def rounds(self, count: int) -> None:
         for _ in range(count):
-            self.scrubber.round()
+            self.scrubber.run_round()
 
     def fill(self, slot: int, version: Version) -> None:
         self.rank.begin(slot, 2, version, b"manifest", SIZE)[:] = noise(SIZE)
@@ -71,19 +71,19 @@ def test_good_slots_are_hashed_and_left_alone(bench: Bench) -> None:
     bench.fill(1, Version(1, 2))
     bench.rank.begin(2, 2, Version(1, 3), b"", 50)
     bench.rounds(2)
-    counters, _ = bench.tally.read()
+    counters, _ = bench.tally.read_all()
     assert (counters["scrubbed_slots"], counters["corrupt_slots"], bench.told) == (2, 0, [])
     assert counters["scrubbed_bytes"] == 2 * (SIZE + len(b"manifest"))
-    assert len(list(bench.rank.sealed())) == 2
+    assert len(list(bench.rank.sealed_slots())) == 2
 
 
 def test_what_is_overwritten_from_round_to_round_is_not_hashed(bench: Bench) -> None:
     for step in range(1, 4):
         bench.fill(0, Version(1, step))
         bench.rounds(1)
-    assert bench.tally.read()[0]["scrubbed_slots"] == 0
+    assert bench.tally.read_all()[0]["scrubbed_slots"] == 0
     bench.rounds(1)
-    assert bench.tally.read()[0]["scrubbed_slots"] == 1
+    assert bench.tally.read_all()[0]["scrubbed_slots"] == 1
 
 
 @pytest.mark.parametrize(("at", "words"), [(3, "chunk 0"), (CHUNK_BYTES + 9, "chunk 1")])
@@ -100,7 +100,7 @@ def test_a_flipped_bit_is_found_and_told_once(bench: Bench, at: int, words: str)
     assert (finding.action, finding.mode) == (Action.NONE, Mode.OBSERVE)
     assert finding.trace
     assert bench.rank.header(1) is None
-    assert bench.tally.read()[0]["corrupt_slots"] == 1
+    assert bench.tally.read_all()[0]["corrupt_slots"] == 1
 
 
 def test_a_flipped_bit_in_the_manifest_is_found_too(bench: Bench) -> None:
@@ -116,17 +116,17 @@ def test_a_flipped_bit_in_the_manifest_is_found_too(bench: Bench) -> None:
 
 def test_a_flipped_bit_among_the_chunk_digests_is_mended_from_the_slots_own_bytes(bench: Bench) -> None:
     bench.fill(0, Version(1, 1))
-    flip(bench, bench.rank.segment.base(0) + PAGE + 17)
+    flip(bench, bench.rank.segment.slot_offset(0) + PAGE_BYTES + 17)
     bench.rounds(3)
     (raised,) = bench.told
     assert "the chunk digests" in raised.finding.message
     assert "mended from its own bytes" in raised.finding.message
-    bench.rank.check(0)
+    bench.rank.verify(0)
 
 
 def test_flipped_bits_among_the_chunk_digests_and_in_what_they_are_of_cost_the_slot(bench: Bench) -> None:
     bench.fill(0, Version(1, 1))
-    flip(bench, bench.rank.segment.base(0) + PAGE + 17)
+    flip(bench, bench.rank.segment.slot_offset(0) + PAGE_BYTES + 17)
     bench.rank.payload(0)[5] ^= 1
     bench.rounds(2)
     assert "the slot is discarded" in bench.told[0].finding.message
@@ -137,32 +137,32 @@ def test_flipped_bits_among_the_chunk_digests_and_in_what_they_are_of_cost_the_s
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_flipped_bit_in_a_slots_header_is_mended_and_told_once(bench: Bench, number: int) -> None:
     bench.fill(1, Version(4, 5))
-    good = bench.rank.look(1)
-    flip(bench, bench.rank.segment.base(1) + RECORD_PLACES[number] + 9)
+    good = bench.rank.read_records(1)
+    flip(bench, bench.rank.segment.slot_offset(1) + RECORD_OFFSETS[number] + 9)
     bench.rounds(1)
     assert bench.told == []  # it may be a writer at work
     bench.rounds(3)
     (raised,) = bench.told
     assert raised.finding.subject == "job/rank2/4:5"
     assert "mended from its twin" in raised.finding.message
-    assert bench.rank.look(1) == good
+    assert bench.rank.read_records(1) == good
 
 
 def test_a_slot_whose_header_is_lost_is_told_and_free_again(bench: Bench) -> None:
     bench.fill(1, Version(4, 5))
-    for place in RECORD_PLACES:
-        flip(bench, bench.rank.segment.base(1) + place + 9)
+    for place in RECORD_OFFSETS:
+        flip(bench, bench.rank.segment.slot_offset(1) + place + 9)
     bench.rounds(3)
     (raised,) = bench.told
     assert raised.finding.subject == "job/own-0/slot1"
-    assert bench.rank.look(1).state is SlotState.EMPTY
+    assert bench.rank.read_records(1).state is SlotState.EMPTY
 
 
 def test_a_flipped_bit_in_an_empty_slots_header_is_told_of_the_segment(bench: Bench) -> None:
-    flip(bench, bench.rank.segment.base(1) + 9)
+    flip(bench, bench.rank.segment.slot_offset(1) + 9)
     bench.rounds(2)
     assert bench.told[0].finding.subject == "job/own-0/slot1"
-    assert bench.rank.look(1).agree
+    assert bench.rank.read_records(1).is_consistent
 
 
 def test_a_flipped_bit_in_the_segments_header_is_mended_and_told_once(bench: Bench) -> None:
@@ -170,7 +170,7 @@ def test_a_flipped_bit_in_the_segments_header_is_mended_and_told_once(bench: Ben
     bench.rounds(2)
     (raised,) = bench.told
     assert raised.finding.subject == "job/own-0"
-    assert map_segment(bench.segment.path).mended_header is False
+    assert map_segment(bench.segment.path).header_was_repaired is False
 
 
 def test_a_segment_that_is_spoilt_all_over_is_written_anew_from_what_the_vault_knows(bench: Bench) -> None:
@@ -179,7 +179,7 @@ def test_a_segment_that_is_spoilt_all_over_is_written_anew_from_what_the_vault_k
     bench.rounds(3)
     assert {raised.finding.subject for raised in bench.told} == {"job/own-0", *(f"job/own-0/slot{i}" for i in range(4))}
     bench.fill(1, Version(4, 6))
-    map_segment(bench.segment.path).check(1)
+    map_segment(bench.segment.path).verify(1)
 
 
 def test_a_segment_that_is_gone_or_cut_short_does_not_end_the_scrubber(bench: Bench) -> None:
@@ -197,14 +197,14 @@ def test_a_segment_that_is_gone_or_cut_short_does_not_end_the_scrubber(bench: Be
 
 def test_a_writer_that_died_between_two_records_is_no_damage(bench: Bench) -> None:
     bench.fill(1, Version(4, 5))
-    before = bench.rank.look(1).raw[1]
+    before = bench.rank.read_records(1).raw[1]
     bench.rank.discard(1)
-    place = bench.rank.segment.base(1) + RECORD_PLACES[1]
+    place = bench.rank.segment.slot_offset(1) + RECORD_OFFSETS[1]
     bench.rank._buffer[place : place + len(before)] = before
     bench.rounds(3)
     assert bench.told == []
-    assert bench.rank.look(1).agree
-    assert bench.rank.look(1).state is SlotState.EMPTY
+    assert bench.rank.read_records(1).is_consistent
+    assert bench.rank.read_records(1).state is SlotState.EMPTY
 
 
 def flip(bench: Bench, at: int) -> None:
@@ -225,16 +225,16 @@ def test_a_slot_that_is_filled_again_and_again_is_never_misjudged(bench: Bench) 
     trainer = threading.Thread(target=train)
     trainer.start()
     while not done.is_set():
-        bench.scrubber.round()
+        bench.scrubber.run_round()
     trainer.join()
     assert bench.told == []
-    assert len(list(bench.rank.sealed())) == 4
+    assert len(list(bench.rank.sealed_slots())) == 4
 
 
 def test_a_job_that_is_forgotten_while_it_is_hashed_is_no_finding(bench: Bench) -> None:
     bench.fill(0, Version(1, 1))
     bench.rounds(1)
-    bench.store.forget(JOB)
+    bench.store.delete_job(JOB)
     bench.rounds(1)
     assert bench.told == []
 
@@ -255,7 +255,7 @@ def test_the_supervisor_hears_of_it_even_when_it_connects_later(fleet: Vaults) -
 
 def test_a_round_that_is_broken_off_is_not_the_last_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.fill(0, Version(1, 1))
-    mend, short = bench.segment.mend_header, [True, True]
+    mend, short = bench.segment.repair_header, [True, True]
 
     def none_left() -> bool:
         if short:
@@ -263,11 +263,11 @@ def test_a_round_that_is_broken_off_is_not_the_last_one(bench: Bench, monkeypatc
             raise OSError(errno.EMFILE, "Too many open files")
         return mend()
 
-    monkeypatch.setattr(bench.segment, "mend_header", none_left)
+    monkeypatch.setattr(bench.segment, "repair_header", none_left)
     monkeypatch.setattr(bench.scrubber, "_interval_s", 0.0)
     bench.scrubber.start()
     try:
-        until(lambda: bench.tally.read()[0]["scrubbed_slots"], "it is hashed all the same")
+        until(lambda: bench.tally.read_all()[0]["scrubbed_slots"], "it is hashed all the same")
     finally:
         bench.scrubber.stop()
 
@@ -296,6 +296,6 @@ def test_a_round_waits_after_each_piece_for_as_long_as_its_bytes_may_take(bench:
     bench.scrubber._stopping.wait = waits.append  # type: ignore[method-assign, assignment]
     bench.fill(0, Version(1, 1))
     bench.rounds(2)
-    assert sum(waits) == pytest.approx(bench.tally.read()[0]["scrubbed_bytes"] / 1e6)
+    assert sum(waits) == pytest.approx(bench.tally.read_all()[0]["scrubbed_bytes"] / 1e6)
     assert max(waits) == CHUNK_BYTES / 1e6
     assert sum(waits) > SIZE / 1e6

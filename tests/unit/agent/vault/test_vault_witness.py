@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 
-from everstep_agent.vault.job_table import JobBook
-from everstep_agent.vault.transfer.peers import Witness
+from everstep_agent.vault.job_table import JobTable
+from everstep_agent.vault.transfer.peers import PeerLossDetector
 
 from everstep.clock import ManualClock
 from everstep.ids import Version
 from everstep.wire.v1 import local
-from everstep.wire.v1.training import Holder, PeerLost
+from everstep.wire.v1.training import Holder, PeerConnectionLost
 from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, noise
 from tests.support.waiting import until
 
@@ -53,16 +53,16 @@ class Bystander:
     """A witness of n1 whose words stay here; n2's vault is said to be at ``address``."""
 
     def __init__(self, address: str) -> None:
-        self.told: list[PeerLost] = []
+        self.told: list[PeerConnectionLost] = []
         self.clock = ManualClock()
-        self.book = JobBook()
+        self.book = JobTable()
         holders = (Holder(node="n2", vault=address),)
-        self.book.configure(local.Configure(request=1, job=JOB, generation=1, secret=SECRET, holders=holders))
-        self.witness = Witness("n1", self.book, self.clock, self.told.append)
+        self.book.configure(local.ConfigureJob(request=1, job=JOB, generation=1, secret=SECRET, holders=holders))
+        self.witness = PeerLossDetector("n1", self.book, self.clock, self.told.append)
 
-    def broke(self) -> list[PeerLost]:
+    def broke(self) -> list[PeerConnectionLost]:
         """What was said of a break, once every look is over."""
-        self.witness.broke(JOB, "n2", "it broke")
+        self.witness.report_broken_connection(JOB, "n2", "it broke")
         until(lambda: not any(t.name == "witness" for t in threading.enumerate()), "the look is over")
         return self.told
 

@@ -8,7 +8,7 @@ from everstep_agent.virtual.virtual_nvml import uninstall
 @pytest.mark.gpu
 def test_a_real_gpu_is_read_whole() -> None:
     uninstall()
-    sensor = GpuSensor(slow_every=1, doing=lambda what: None)
+    sensor = GpuSensor(slow_every=1, set_activity=lambda what: None)
     try:
         samples = sensor.poll()
         if not samples:
@@ -21,9 +21,9 @@ def test_a_real_gpu_is_read_whole() -> None:
             assert sample.energy_j is not None
             assert sample.memory_total_bytes
             assert len(sample.pci_bus_id) == len("0000:1b:00")
-        for gpu in sensor.known.values():
+        for gpu in sensor.known_gpus.values():
             assert gpu.vbios
             assert gpu.part_number == gpu.part_number.strip()
-        assert sensor.wait(0.0) in (None, [])
+        assert sensor.wait_xid_events(0.0) in (None, [])
     finally:
         sensor.close()

@@ -11,8 +11,8 @@ import pytest
 from everstep_agent.drivers.nvml import sram_threshold_exceeded
 from everstep_agent.sensors.gpu import REOPEN_EVERY, GpuSensor
 from everstep_agent.sensors.samples import GpuIdentity, HostIdentity
-from everstep_agent.sensors.sensor_messages import wire_gpu, wire_host
-from everstep_agent.virtual.scenario import Machine, load_scenario
+from everstep_agent.sensors.sensor_messages import to_wire_gpu, to_wire_host
+from everstep_agent.virtual.scenario import VirtualMachine, load_scenario
 from everstep_agent.virtual.virtual_nvml import install, uninstall
 
 from everstep.clock import ManualClock
@@ -22,10 +22,10 @@ from tests.support.sensing import Control
 
 
 def sensor() -> GpuSensor:
-    return GpuSensor(slow_every=1, doing=lambda what: None)
+    return GpuSensor(slow_every=1, set_activity=lambda what: None)
 
 
-def test_the_real_library_functions_see_virtual_gpus(machine: Machine) -> None:
+def test_the_real_library_functions_see_virtual_gpus(machine: VirtualMachine) -> None:
     pynvml.nvmlInit()
     assert pynvml.nvmlDeviceGetCount() == 8
     handle = pynvml.nvmlDeviceGetHandleByIndex(3)
@@ -36,7 +36,7 @@ def test_the_real_library_functions_see_virtual_gpus(machine: Machine) -> None:
         pynvml.nvmlDeviceGetHandleByIndex(8)
 
 
-def test_every_value_of_a_sample_is_read(machine: Machine) -> None:
+def test_every_value_of_a_sample_is_read(machine: VirtualMachine) -> None:
     sample = sensor().poll()[0]
     assert not sample.error
     missing = {field for field in sample.__struct_fields__ if getattr(sample, field) is None}
@@ -44,10 +44,10 @@ def test_every_value_of_a_sample_is_read(machine: Machine) -> None:
 
 
 @pytest.mark.promise("vendor-document")
-def test_a_gpu_is_named_as_its_vendor_names_it(machine: Machine) -> None:
+def test_a_gpu_is_named_as_its_vendor_names_it(machine: VirtualMachine) -> None:
     sensed = sensor()
     sensed.poll()
-    gpu = wire_gpu(next(iter(sensed.known.values())))
+    gpu = to_wire_gpu(next(iter(sensed.known_gpus.values())))
     told = (gpu.serial, gpu.part_number, gpu.vbios, gpu.inforom)
     first = machine.gpus[0]
     assert told == (first.serial, "692-2G520-0200-000", "96.00.74.00.01", "G520.0200.00.05")
@@ -55,9 +55,9 @@ def test_a_gpu_is_named_as_its_vendor_names_it(machine: Machine) -> None:
 
 def test_words_of_hardware_that_are_too_long_for_a_message_are_cut() -> None:
     long = "x" * 1000
-    gpu = wire_gpu(GpuIdentity(index=0, pci_bus_id="0", uuid="u", part_number=long, vbios=long, inforom=long))
+    gpu = to_wire_gpu(GpuIdentity(index=0, pci_bus_id="0", uuid="u", part_number=long, vbios=long, inforom=long))
     assert msgspec.json.decode(msgspec.json.encode(gpu), type=Gpu) == gpu
-    host = wire_host(HostIdentity(vendor=long, product=long, serial=long, chassis_serial=long, kernel=long))
+    host = to_wire_host(HostIdentity(vendor=long, product=long, serial=long, chassis_serial=long, kernel=long))
     assert msgspec.json.decode(msgspec.json.encode(host), type=Host) == host
 
 
@@ -84,24 +84,24 @@ def test_two_nodes_have_different_gpus() -> None:
     ],
 )
 def test_the_control_file_reaches_the_sample(
-    machine: Machine, control: Control, change: dict[str, object], field: str, value: int
+    machine: VirtualMachine, control: Control, change: dict[str, object], field: str, value: int
 ) -> None:
     gpus = sensor()
     gpus.poll()
     control.write(gpus={"2": change})
-    assert machine.refresh()
+    assert machine.reload_control()
     samples = gpus.poll()
     assert getattr(samples[2], field) == value
     assert not samples[0].error
 
 
-def test_an_older_gpu_counts_its_retired_pages(machine: Machine, control: Control) -> None:
+def test_an_older_gpu_counts_its_retired_pages(machine: VirtualMachine, control: Control) -> None:
     control.write(gpus={"0": {"retired_pages": 7}})
-    machine.refresh()
+    machine.reload_control()
     assert sensor().poll()[0].retired_pages == 7
 
 
-def test_what_a_gpu_does_not_offer_is_not_asked_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_gpu_does_not_offer_is_not_asked_again(machine: VirtualMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = sensor()
     gpus.poll()
     asked: list[object] = []
@@ -111,62 +111,64 @@ def test_what_a_gpu_does_not_offer_is_not_asked_again(machine: Machine, monkeypa
     assert asked == []
 
 
-def test_nvlinks_that_fall_are_counted_against_those_that_were_up(machine: Machine, control: Control) -> None:
+def test_nvlinks_that_fall_are_counted_against_those_that_were_up(machine: VirtualMachine, control: Control) -> None:
     gpus = sensor()
     assert (gpus.poll()[0].nvlinks, gpus.poll()[0].nvlinks_down) == (18, 0)
     control.write(gpus={"0": {"nvlinks_down": 3}})
-    machine.refresh()
+    machine.reload_control()
     assert gpus.poll()[0].nvlinks_down == 3
 
 
-def test_a_gpu_that_vanishes_stays_in_the_picture_as_lost_and_returns(machine: Machine, control: Control) -> None:
+def test_a_gpu_that_vanishes_stays_in_the_picture_as_lost_and_returns(
+    machine: VirtualMachine, control: Control
+) -> None:
     gpus = sensor()
     assert len(gpus.poll()) == 8
     control.write(gpus={"2": {"missing": True}})
-    machine.refresh()
+    machine.reload_control()
     samples = [gpus.poll() for _ in range(REOPEN_EVERY + 1)][-1]
     assert [sample.lost for sample in samples] == [False, False, True, False, False, False, False, False]
     control.write()
-    machine.refresh()
+    machine.reload_control()
     samples = [gpus.poll() for _ in range(REOPEN_EVERY + 1)][-1]
     assert not any(sample.lost for sample in samples)
 
 
-def test_a_gpu_that_is_lost_from_the_beginning_is_told_of(machine: Machine, control: Control) -> None:
+def test_a_gpu_that_is_lost_from_the_beginning_is_told_of(machine: VirtualMachine, control: Control) -> None:
     control.write(gpus={"2": {"lost": True}})
-    machine.refresh()
+    machine.reload_control()
     gpus = sensor()
     assert len(gpus.poll()) == 7
     assert "GPU 2" in gpus.error
 
 
-def test_a_gpu_that_needs_a_reset_says_so(machine: Machine, control: Control) -> None:
+def test_a_gpu_that_needs_a_reset_says_so(machine: VirtualMachine, control: Control) -> None:
     control.write(gpus={"0": {"error": pynvml.NVML_ERROR_RESET_REQUIRED}})
     gpus = sensor()
     gpus.poll()
-    machine.refresh()
+    machine.reload_control()
     sample = gpus.poll()[0]
     assert (sample.recovery_action, sample.lost) == (1, False)
     assert "requires restart" in sample.error
 
 
-def test_a_library_that_fails_is_an_error_and_is_tried_again(machine: Machine, control: Control) -> None:
+def test_a_library_that_fails_is_an_error_and_is_tried_again(machine: VirtualMachine, control: Control) -> None:
     control.write(nvml_error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-    machine.refresh()
+    machine.reload_control()
     gpus = sensor()
     assert gpus.poll() == ()
     assert "Driver Not Loaded" in gpus.error
     control.write()
-    machine.refresh()
+    machine.reload_control()
     assert len([gpus.poll() for _ in range(REOPEN_EVERY)][-1]) == 8
     assert not gpus.error
 
 
-def test_a_hang_really_blocks_the_call_until_it_is_taken_back(machine: Machine, control: Control) -> None:
+def test_a_hang_really_blocks_the_call_until_it_is_taken_back(machine: VirtualMachine, control: Control) -> None:
     gpus = sensor()
     gpus.poll()
     control.write(gpus={"1": {"hang": True}})
-    machine.refresh()
+    machine.reload_control()
     polled = threading.Event()
     thread = threading.Thread(target=lambda: (gpus.poll(), polled.set()), daemon=True)
     thread.start()
@@ -176,35 +178,35 @@ def test_a_hang_really_blocks_the_call_until_it_is_taken_back(machine: Machine, 
     thread.join()
 
 
-def test_an_xid_is_said_once_by_event_and_by_line(machine: Machine, control: Control) -> None:
+def test_an_xid_is_said_once_by_event_and_by_line(machine: VirtualMachine, control: Control) -> None:
     gpus = sensor()
     gpus.poll()
-    control.write(gpus={"0": {"xid": 48}}, lines=["a line"])
-    events = gpus.wait(60.0)
+    control.write(gpus={"0": {"xid": 48}}, kernel_lines=["a line"])
+    events = gpus.wait_xid_events(60.0)
     assert events is not None
     assert [(event.pci_bus_id, event.xid) for event in events] == [("0000:1b:00", 48)]
     assert machine.take_lines() == ["a line", "NVRM: Xid (PCI:0000:1b:00): 48, raised by the control file"]
-    control.write(gpus={"0": {"xid": 48}}, lines=["a line", "another"])
-    assert gpus.wait(0.2) == []
+    control.write(gpus={"0": {"xid": 48}}, kernel_lines=["a line", "another"])
+    assert gpus.wait_xid_events(0.2) == []
     assert machine.take_lines() == ["another"]
 
 
 def test_a_machine_that_goes_on_says_nothing_twice(control: Control) -> None:
-    control.write(gpus={"0": {"xid": 48}}, lines=["said"])
-    resumed = Machine(load_scenario("default", "n1"), str(control.path), resumed=True)
-    resumed.refresh()
+    control.write(gpus={"0": {"xid": 48}}, kernel_lines=["said"])
+    resumed = VirtualMachine(load_scenario("default", "n1"), str(control.path), is_resumed=True)
+    resumed.reload_control()
     assert (resumed.take_events(), resumed.take_lines()) == ([], [])
 
 
 def test_a_reset_begins_the_energy_counter_anew(control: Control) -> None:
     clock = ManualClock()
-    machine = Machine(load_scenario("default:1", "n1"), str(control.path))
+    machine = VirtualMachine(load_scenario("default:1", "n1"), str(control.path))
     install(machine, clock)
     try:
         gpus = sensor()
         before = gpus.poll()[0].energy_j
         control.write(gpus={"0": {"reset_at": clock.wall()}})
-        machine.refresh()
+        machine.reload_control()
         clock.advance(1.0)
         after = gpus.poll()[0].energy_j
     finally:
@@ -226,14 +228,14 @@ def test_a_reset_begins_the_energy_counter_anew(control: Control) -> None:
     ],
 )
 def test_a_bad_control_file_changes_nothing_and_is_explained(
-    machine: Machine, control: Control, content: str, says: str
+    machine: VirtualMachine, control: Control, content: str, says: str
 ) -> None:
     control.path.write_text(content)
-    assert machine.refresh()
+    assert machine.reload_control()
     assert says in machine.error
     assert machine.gpus == list(load_scenario("default", "n1").gpu)
     control.write()
-    machine.refresh()
+    machine.reload_control()
     assert not machine.error
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from everstep_controller.api.routes import PLAIN, ROUTES, Access, Route
+from everstep_controller.api.routes import PLAIN_ROUTES, ROUTES, Route, RouteAccess
 from starlette.testclient import TestClient
 
 from everstep.bearer_tokens import TokenRole, job_token
@@ -17,17 +17,26 @@ from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
 from tests.support.controllers import OPERATOR, VIEWER, InProcess, Speaker, bearer, joined, post
 
-EVERY_ROUTE = {**ROUTES, **PLAIN}
+EVERY_ROUTE = {**ROUTES, **PLAIN_ROUTES}
 ADMITTED = {
-    Access.OPEN: {"nobody", "n1's agent", "n2's agent", "viewer", "operator", "j's trainer", "k's trainer", "join"},
-    Access.AGENT: {"n1's agent"},
-    Access.READ: {"viewer", "operator"},
-    Access.JOB: {"viewer", "operator", "j's trainer"},
-    Access.CHANGE: {"operator"},
-    Access.JOIN: {"join"},
+    RouteAccess.OPEN: {
+        "nobody",
+        "n1's agent",
+        "n2's agent",
+        "viewer",
+        "operator",
+        "j's trainer",
+        "k's trainer",
+        "join",
+    },
+    RouteAccess.AGENT: {"n1's agent"},
+    RouteAccess.READ: {"viewer", "operator"},
+    RouteAccess.JOB: {"viewer", "operator", "j's trainer"},
+    RouteAccess.CHANGE: {"operator"},
+    RouteAccess.JOIN: {"join"},
 }
 """Who may ask for a route about node n1 and job j."""
-BEARERS = sorted(ADMITTED[Access.OPEN])
+BEARERS = sorted(ADMITTED[RouteAccess.OPEN])
 ENDLESS = {"stream"}
 
 
@@ -64,7 +73,7 @@ def asked(route: Route) -> str:
     """The route about node n1 and job j."""
     names = {"node": "n1", "job": "j", "order": "hold", "id": "0" * 16}
     path = re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], "x"), route.path)
-    if route.access is Access.JOB and "{job}" not in route.path:
+    if route.access is RouteAccess.JOB and "{job}" not in route.path:
         return path + "?job=j"
     return path
 
@@ -88,7 +97,7 @@ def test_a_route_is_for_whom_the_table_says_and_for_nobody_else(
 
 
 @pytest.mark.promise("roles")
-@pytest.mark.parametrize("name", [name for name, route in EVERY_ROUTE.items() if route.access is Access.JOB])
+@pytest.mark.parametrize("name", [name for name, route in EVERY_ROUTE.items() if route.access is RouteAccess.JOB])
 def test_a_trainer_reads_its_own_job_and_no_other(
     client: TestClient, headers: dict[str, dict[str, str]], name: str
 ) -> None:
@@ -102,7 +111,7 @@ def test_a_trainer_reads_its_own_job_and_no_other(
 
 def test_every_route_that_changes_something_for_an_operator_needs_a_reason() -> None:
     for name, route in EVERY_ROUTE.items():
-        if route.access is Access.CHANGE and route.method != "GET":
+        if route.access is RouteAccess.CHANGE and route.method != "GET":
             for kind in getattr(route.body, "__args__", (route.body,)):
                 required = {field.name for field in msgspec.structs.fields(kind) if field.required}
                 assert "reason" in required, f"{name} can be ordered without saying why"
@@ -114,14 +123,14 @@ def test_a_trainers_token_ends_with_its_job_and_so_does_what_it_reads_of_it(tmp_
         Speaker(client, "n1").register()
         Speaker(client, "n1").report(joined("j", 1.0))
         assert app.controller is not None
-        gate, jobs = app.controller.gate, app.controller.loop.state.jobs
+        gate, jobs = app.controller.authenticator, app.controller.loop.state.jobs
         own = {"Authorization": f"Bearer {job_token('j', jobs['j'].secret)}"}
         assert client.get("/v1/jobs/j", headers=own).status_code == 200
         sent = [(b"authorization", own["Authorization"].encode())]
-        identity = gate.admit(Access.JOB, sent, None, job="j")
-        assert gate.holds(identity)
-        post(client, "/v1/jobs/j/stop", op.Because(reason="x"), op.Changed)
+        identity = gate.authorize(RouteAccess.JOB, sent, None, job="j")
+        assert gate.is_valid(identity)
+        post(client, "/v1/jobs/j/stop", op.ReasonOnlyRequest(reason="x"), op.ChangeResult)
         assert client.get("/v1/jobs/j", headers=own).status_code == 401
-        assert not gate.holds(identity)
+        assert not gate.is_valid(identity)
         jobs["j"].state, jobs["j"].secret = JobState.FORMING, "that of another run by this name"
-        assert not gate.holds(identity)
+        assert not gate.is_valid(identity)

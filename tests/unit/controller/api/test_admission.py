@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from everstep_controller.api.admission import Admission
+from everstep_controller.api.admission import AdmissionControl
 from everstep_controller.app import Controller
 from everstep_controller.server.connections import REST_KEY
 
@@ -24,8 +24,10 @@ DEADLINE_S = 60.0
 MANY = 1000
 
 
-def admission(clock: ManualClock, **given: Any) -> Admission:
-    return Admission(**{"most": 2, "most_bytes": 100, "share": 1.0, "monotonic": clock.monotonic, **given})
+def admission(clock: ManualClock, **given: Any) -> AdmissionControl:
+    return AdmissionControl(
+        **{"max_requests": 2, "max_bytes": 100, "loop_share": 1.0, "monotonic": clock.monotonic, **given}
+    )
 
 
 # --- the limits --------------------------------------------------------------------------------------------------
@@ -33,42 +35,42 @@ def admission(clock: ManualClock, **given: Any) -> Admission:
 
 def test_requests_under_way_are_limited_by_identity() -> None:
     refused: list[str] = []
-    limit = admission(ManualClock(), refused=refused.append)
-    places = [limit.enter(VERA) for _ in range(2)]
+    limit = admission(ManualClock(), on_refused=refused.append)
+    places = [limit.reserve(VERA) for _ in range(2)]
     with pytest.raises(RateLimited, match="viewer vera has 2 requests under way") as caught:
-        limit.enter(VERA)
+        limit.reserve(VERA)
     assert caught.value.retry_after_s > 0
-    assert refused == ["under_way"]
-    limit.enter(OTTO)
-    places[0].leave()
-    limit.enter(VERA)
+    assert refused == ["in_flight"]
+    limit.reserve(OTTO)
+    places[0].release()
+    limit.reserve(VERA)
     assert len(limit) == 3
 
 
 def test_nodes_that_join_with_one_token_are_not_limited() -> None:
     limit = admission(ManualClock())
     for _ in range(100):
-        limit.enter(Identity(TokenRole.JOIN, "rack3-*", "0123"))
+        limit.reserve(Identity(TokenRole.JOIN, "rack3-*", "0123"))
 
 
 def test_unread_bytes_are_limited_by_identity() -> None:
     refused: list[str] = []
-    limit = admission(ManualClock(), most=10, refused=refused.append)
-    first, second, third = (limit.enter(VERA) for _ in range(3))
-    first.hold(60)
-    second.hold(40)
+    limit = admission(ManualClock(), max_requests=10, on_refused=refused.append)
+    first, second, third = (limit.reserve(VERA) for _ in range(3))
+    first.add_bytes(60)
+    second.add_bytes(40)
     with pytest.raises(RateLimited, match="100 bytes of answers wait for viewer vera"):
-        third.hold(1)
-    limit.enter(OTTO).hold(60)
-    assert (refused, limit.held_bytes) == (["bytes"], 160)
-    first.leave()
-    third.hold(60)
+        third.add_bytes(1)
+    limit.reserve(OTTO).add_bytes(60)
+    assert (refused, limit.buffered_bytes) == (["bytes"], 160)
+    first.release()
+    third.add_bytes(60)
 
 
 def test_single_answer_may_be_larger_than_the_byte_limit() -> None:
     limit = admission(ManualClock())
-    limit.enter(VERA).hold(1000)
-    assert limit.held_bytes == 1000
+    limit.reserve(VERA).add_bytes(1000)
+    assert limit.buffered_bytes == 1000
 
 
 # --- turns -------------------------------------------------------------------------------------------------------
@@ -78,14 +80,14 @@ def test_single_answer_may_be_larger_than_the_byte_limit() -> None:
 def test_identities_take_turns_however_much_one_asks() -> None:
     ran: list[str] = []
 
-    async def asks(limit: Admission, who: Identity, name: str) -> None:
-        place = limit.enter(who)
+    async def asks(limit: AdmissionControl, who: Identity, name: str) -> None:
+        place = limit.reserve(who)
         for _ in range(2):
-            await place.turn()
+            await place.wait_for_slice()
             ran.append(name)
 
     async def scenario() -> None:
-        limit = admission(ManualClock(), most=10)
+        limit = admission(ManualClock(), max_requests=10)
         vera = [asks(limit, VERA, f"vera {number}") for number in range(3)]
         await asyncio.gather(*vera, asks(limit, OTTO, "otto"))
 
@@ -100,16 +102,16 @@ def test_one_slice_runs_in_a_turn_of_the_loop() -> None:
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
-        limit = admission(ManualClock(), most=10)
+        limit = admission(ManualClock(), max_requests=10)
 
         def begin() -> None:
             turns.append(0)
             loop.call_soon(begin)
 
         async def asks() -> None:
-            place = limit.enter(VERA)
+            place = limit.reserve(VERA)
             for _ in range(5):
-                await place.turn()
+                await place.wait_for_slice()
                 turns[-1] += 1
 
         begin()
@@ -125,7 +127,7 @@ def test_loop_is_left_to_others_for_as_long_as_a_slice_took(monkeypatch: pytest.
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
-        limit = admission(clock, share=0.25)
+        limit = admission(clock, loop_share=0.25)
 
         def call_later(seconds: float, call: Callable[[], None]) -> Any:
             waits.append(seconds)
@@ -133,9 +135,9 @@ def test_loop_is_left_to_others_for_as_long_as_a_slice_took(monkeypatch: pytest.
             return loop.call_soon(call)
 
         monkeypatch.setattr(loop, "call_later", call_later)
-        place = limit.enter(VERA)
+        place = limit.reserve(VERA)
         for took in (0.25, 0.0, 0.5, 0.0):
-            await place.turn()
+            await place.wait_for_slice()
             clock.advance(took)
 
     asyncio.run(scenario())
@@ -145,13 +147,13 @@ def test_loop_is_left_to_others_for_as_long_as_a_slice_took(monkeypatch: pytest.
 def test_request_that_is_given_up_leaves_its_turn_to_the_next() -> None:
     async def scenario() -> None:
         limit = admission(ManualClock())
-        place = limit.enter(VERA)
-        gone = asyncio.create_task(place.turn())
+        place = limit.reserve(VERA)
+        gone = asyncio.create_task(place.wait_for_slice())
         await asyncio.sleep(0)
         gone.cancel()
         await asyncio.wait({gone})
         async with asyncio.timeout(DEADLINE_S):
-            await place.turn()
+            await place.wait_for_slice()
 
     asyncio.run(scenario())
 
@@ -211,7 +213,7 @@ def play(tmp_path: Path, scenario: Callable[[Controller], Coroutine[Any, Any, No
         try:
             nodes = [f"n{number:04}" for number in range(MANY)]
             for name in nodes:
-                await controller.agents.register(name, registration(name))
+                await controller.agent_service.register(name, registration(name))
             await scenario(controller)
         finally:
             await controller.stop()
@@ -220,7 +222,7 @@ def play(tmp_path: Path, scenario: Callable[[Controller], Coroutine[Any, Any, No
 
 
 async def beat(controller: Controller) -> None:
-    taken = controller.agents.beat("n0000", Heartbeat(incarnation=1, seq=1, sent_at=0.0))
+    taken = controller.agent_service.take_heartbeat("n0000", Heartbeat(incarnation=1, seq=1, sent_at=0.0))
     if not isinstance(taken, bool):
         await taken
 
@@ -257,16 +259,16 @@ def test_reader_with_too_much_under_way_is_told_to_come_again(tmp_path: Path) ->
         await beat(controller)
         other = Asked("/v1/jobs", bearer(TokenRole.VIEWER, "otto"))
         assert (await other(controller)).status == 200
-        exposition = controller.metrics.exposition(()).decode()
-        assert 'everstep_controller_requests_over_limit_total{limit="under_way"} 1.0' in exposition
-        assert "everstep_controller_requests_under_way 2.0" in exposition
+        exposition = controller.metrics.render(()).decode()
+        assert 'everstep_controller_requests_over_limit_total{limit="in_flight"} 1.0' in exposition
+        assert "everstep_controller_requests_in_flight 2.0" in exposition
         for page in pages[:2]:
             page.taken.set()
         await asyncio.gather(*asking)
         assert [page.status for page in pages] == [200, 200, 429]
         assert (await Asked("/v1/jobs", VIEWER)(controller)).status == 200
 
-    play(tmp_path, scenario, requests_under_way=2)
+    play(tmp_path, scenario, max_concurrent_requests=2)
 
 
 @pytest.mark.slow
@@ -284,4 +286,4 @@ def test_reader_that_takes_nothing_is_held_no_more_than_it_may(tmp_path: Path) -
         await asking
         assert len(json.loads(first.body)["nodes"]) == MANY
 
-    play(tmp_path, scenario, answer_bytes=200_000)
+    play(tmp_path, scenario, max_unsent_answer_bytes=200_000)

@@ -12,17 +12,17 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_controller.api.auth import Gate
-from everstep_controller.api.credentials import Credentials, Keyring
+from everstep_controller.api.auth import Authenticator
+from everstep_controller.api.credentials import CredentialBook, Keyring
 from everstep_controller.config import ControllerSettings
-from everstep_controller.server.connections import Peer, identity_of
+from everstep_controller.server.connections import ConnectionPeer, identity_of
 from typer.testing import CliRunner
 
 from everstep.bearer_tokens import Identity, TokenRole, mint
 from everstep.cli.main import app
 from everstep.clock import ManualClock
 from everstep.errors import AuthenticationError
-from everstep.wire.v1.agent import UPGRADE, Frame, Heartbeat, Refused
+from everstep.wire.v1.agent import UPGRADE, FrameKind, FrameRefused, Heartbeat
 from everstep.wire.v1.directives import NewGeneration
 from tests.support.certificates import Authority, Pair
 from tests.support.controllers import (
@@ -78,16 +78,18 @@ def test_a_certificate_without_exactly_one_name_speaks_for_nobody(uris: tuple[st
 
 def test_a_certificate_counts_until_it_ends_and_a_token_beside_it_decides() -> None:
     clock = ManualClock(wall=ssl.cert_time_to_seconds("Nov 15 00:00:00 2023 GMT"))
-    gate = Gate.of(ControllerSettings(), Keyring((SECRET,)), Credentials(), {}, clock, clock.wall)
-    peer = Peer("127.0.0.1", shown("everstep://agent/n1", not_after="Nov 15 00:00:10 2023 GMT"))
-    assert gate.agent([], "n1", peer).credential == "certificate"
+    gate = Authenticator.from_settings(
+        ControllerSettings(), Keyring((SECRET,)), CredentialBook(), {}, clock, clock.wall
+    )
+    peer = ConnectionPeer("127.0.0.1", shown("everstep://agent/n1", not_after="Nov 15 00:00:10 2023 GMT"))
+    assert gate.authorize_agent([], "n1", peer).credential == "certificate"
     token = [(b"authorization", f"Bearer {mint(SECRET, TokenRole.AGENT, 'n2')}".encode())]
-    assert gate.agent(token, "n2", peer).subject == "n2"
+    assert gate.authorize_agent(token, "n2", peer).subject == "n2"
     with pytest.raises(AuthenticationError):
-        gate.agent([(b"authorization", b"Bearer wrong")], "n1", peer)
+        gate.authorize_agent([(b"authorization", b"Bearer wrong")], "n1", peer)
     clock.advance(11.0)
     with pytest.raises(AuthenticationError):
-        gate.agent([], "n1", peer)
+        gate.authorize_agent([], "n1", peer)
 
 
 def _ends_in(clock: ManualClock, seconds: float) -> str:
@@ -99,8 +101,8 @@ def _ends_in(clock: ManualClock, seconds: float) -> str:
 def ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Served, ManualClock]]:
     """A controller, and its clock. Every connection shows a certificate of n1 that ends in a second."""
     clock = ManualClock(wall=1_700_000_000.0)
-    peer = Peer("127.0.0.1", shown("everstep://agent/n1", not_after=_ends_in(clock, 1.0)))
-    monkeypatch.setattr(Peer, "of", lambda transport: peer)
+    peer = ConnectionPeer("127.0.0.1", shown("everstep://agent/n1", not_after=_ends_in(clock, 1.0)))
+    monkeypatch.setattr(ConnectionPeer, "from_transport", lambda transport: peer)
     with served(InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=clock)) as server:
         yield server, clock
 
@@ -111,9 +113,9 @@ def test_a_session_ends_with_its_certificate(ending: tuple[Served, ManualClock])
         session.register()
         session.beat(findings=())
         clock.advance(1.5)
-        session.say(Frame.HEARTBEAT, Heartbeat(incarnation=1, seq=9, sent_at=0.0))
-        refused = session.answer(Refused)
-        assert (refused.of, refused.code) == (Frame.HEARTBEAT, "unauthenticated")
+        session.say(FrameKind.HEARTBEAT, Heartbeat(incarnation=1, seq=9, sent_at=0.0))
+        refused = session.answer(FrameRefused)
+        assert (refused.frame_kind, refused.code) == (FrameKind.HEARTBEAT, "unauthenticated")
         assert "certificate has ended" in refused.message
         assert session.ended()
 
@@ -129,19 +131,21 @@ def test_a_session_whose_certificate_has_ended_is_pushed_nothing_more(ending: tu
         clock.advance(1.5)
         by_token.report(joined("j", 1.0, nodes=2))
         assert by_token.directive(NewGeneration).spec.number == 1
-        refused = session.answer(Refused)
-        assert (refused.of, refused.code) == (0, "unauthenticated")
+        refused = session.answer(FrameRefused)
+        assert (refused.frame_kind, refused.code) == (0, "unauthenticated")
         assert session.pushed == []
         assert session.ended()
 
 
 def test_a_stream_ends_with_the_certificate_of_its_reader() -> None:
     clock = ManualClock(wall=1_700_000_000.0)
-    gate = Gate.of(ControllerSettings(), Keyring((SECRET,)), Credentials(), {}, clock, clock.wall)
-    reader = gate.identify([], Peer("", shown("everstep://viewer/wall", not_after=_ends_in(clock, 10.0))))
-    assert gate.holds(reader)
+    gate = Authenticator.from_settings(
+        ControllerSettings(), Keyring((SECRET,)), CredentialBook(), {}, clock, clock.wall
+    )
+    reader = gate.authenticate([], ConnectionPeer("", shown("everstep://viewer/wall", not_after=_ends_in(clock, 10.0))))
+    assert gate.is_valid(reader)
     clock.advance(11.0)
-    assert not gate.holds(reader)
+    assert not gate.is_valid(reader)
 
 
 # --- with a real controller --------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
 from tests.support.controllers import OPERATOR, VIEWER, InProcess, Refused, Speaker, get, post
 
-BECAUSE = op.Because(reason="left the company")
+BECAUSE = op.ReasonOnlyRequest(reason="left the company")
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def client(application: InProcess) -> Iterator[TestClient]:
         yield client
 
 
-def issue(client: TestClient, wanted: wire.Issue) -> wire.Issued:
+def issue(client: TestClient, wanted: wire.IssueRequest) -> wire.Issued:
     issued: wire.Issued = post(client, "/v1/credentials", wanted, wire.Issued)
     return issued
 
@@ -129,19 +129,19 @@ def test_a_revoked_credential_is_refused_from_the_next_request_on(client: TestCl
     issued = issue(client, wire.IssueViewer(subject="guest", reason="a visit"))
     assert sees_status(client, issued.token) == 200
     path = f"/v1/credentials/{issued.credential.id}/revoke"
-    changed = post(client, path, BECAUSE, op.Changed)
+    changed = post(client, path, BECAUSE, op.ChangeResult)
     assert "revoked viewer credential" in changed.sentence
     answer = client.get("/v1/status", headers=shows(issued.token))
     assert (answer.status_code, answer.json()["code"]) == (401, "unauthenticated")
     assert "was revoked" in answer.json()["detail"]
     (event,) = audit(client, "credential.revoked")
     assert (event.detail["actor"], event.detail["reason"]) == ("olga", "left the company")
-    assert refusal(post, client, path, BECAUSE, op.Changed).status == 409
+    assert refusal(post, client, path, BECAUSE, op.ChangeResult).status == 409
 
 
 def test_a_credential_that_is_not_there_cannot_be_revoked_or_rotated(client: TestClient) -> None:
     for verb, body in (("revoke", BECAUSE), ("rotate", wire.Rotate(reason="due"))):
-        assert refusal(post, client, f"/v1/credentials/{'0' * 16}/{verb}", body, op.Changed).status == 404
+        assert refusal(post, client, f"/v1/credentials/{'0' * 16}/{verb}", body, op.ChangeResult).status == 404
 
 
 def test_rotation_gives_a_second_credential_while_the_first_lives_on_for_the_grace(
@@ -177,7 +177,7 @@ def test_credentials_outlive_the_controller_that_issued_them(tmp_path: Path, clo
     with life() as client:
         kept = issue(client, wire.IssueViewer(subject="kept", reason="x", expires_in_s=1e6))
         gone = issue(client, wire.IssueViewer(subject="gone", reason="x"))
-        post(client, f"/v1/credentials/{gone.credential.id}/revoke", BECAUSE, op.Changed)
+        post(client, f"/v1/credentials/{gone.credential.id}/revoke", BECAUSE, op.ChangeResult)
         before = get(client, "/v1/credentials", wire.CredentialList, OPERATOR)
     with life() as client:
         assert sees_status(client, kept.token) == 200
@@ -191,7 +191,7 @@ def test_what_died_long_ago_leaves_the_table(tmp_path: Path, clock: ManualClock)
 
     with life() as client:
         gone = issue(client, wire.IssueViewer(subject="gone", reason="x"))
-        post(client, f"/v1/credentials/{gone.credential.id}/revoke", BECAUSE, op.Changed)
+        post(client, f"/v1/credentials/{gone.credential.id}/revoke", BECAUSE, op.ChangeResult)
         clock.advance(31 * 86400.0)
         issue(client, wire.IssueViewer(subject="new", reason="x"))
     with life() as client:
@@ -218,14 +218,14 @@ def test_while_the_database_is_away_nothing_is_issued_or_revoked_and_good_tokens
 ) -> None:
     issued = issue(client, wire.IssueViewer(subject="guest", reason="a visit"))
     assert application.controller is not None
-    application.controller.loop.state.store_away = "it does not answer"
+    application.controller.loop.state.database_outage = "it does not answer"
     try:
         for path, body in (
             ("/v1/credentials", wire.IssueViewer(subject="guest", reason="a visit")),
             (f"/v1/credentials/{issued.credential.id}/revoke", BECAUSE),
             (f"/v1/credentials/{issued.credential.id}/rotate", wire.Rotate(reason="due")),
         ):
-            assert refusal(post, client, path, body, op.Changed).status == 503
+            assert refusal(post, client, path, body, op.ChangeResult).status == 503
         assert sees_status(client, issued.token) == 200
     finally:
-        application.controller.loop.state.store_away = ""
+        application.controller.loop.state.database_outage = ""

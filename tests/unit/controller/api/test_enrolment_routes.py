@@ -142,8 +142,8 @@ def test_a_token_that_replaces_ends_the_credential_that_was_there(client: TestCl
 def test_a_node_may_enrol_again_once_an_operator_revoked_its_credential(client: TestClient) -> None:
     join = join_token(client, uses=None)
     enrolled = enrol(client, join, "n1")
-    because = op.Because(reason="a new board")
-    post(client, f"/v1/credentials/{enrolled.credential}/revoke", because, op.Changed)
+    because = op.ReasonOnlyRequest(reason="a new board")
+    post(client, f"/v1/credentials/{enrolled.credential}/revoke", because, op.ChangeResult)
     speaker(client, enrol(client, join, "n1", SECRETS[1]), SECRETS[1]).register()
 
 

@@ -10,15 +10,15 @@ import pytest
 from everstep_controller.api.stream import (
     FRAME_BYTES,
     FRAME_ROWS,
-    MOST,
-    MOST_OF_ONE,
+    MAX_STREAMS,
+    MAX_STREAMS_PER_IDENTITY,
     AuditFeed,
     EventStream,
-    Place,
-    Readers,
-    server_sent,
+    StreamReservation,
+    StreamReservations,
+    event_frames,
 )
-from everstep_controller.store.reader import Following
+from everstep_controller.store.reader import EventPage
 from everstep_controller.store.rows import AuditRow
 
 from everstep.bearer_tokens import Identity, TokenRole
@@ -28,9 +28,9 @@ VERA = Identity(TokenRole.VIEWER, "vera", "")
 SCOPE = {"type": "http", "asgi": {"spec_version": "2.4"}}
 
 
-def place() -> Place:
+def place() -> StreamReservation:
     """A reader's, with nobody beside it."""
-    return Readers().take_place(VERA)
+    return StreamReservations().reserve(VERA)
 
 
 def _rows(first: int, count: int) -> list[AuditRow]:
@@ -46,7 +46,7 @@ def test_a_reader_that_reads_gets_every_row_from_where_it_left_off() -> None:
     feed, got = AuditFeed(0), bytearray()
     feed.publish(_rows(1, 50))
 
-    async def read(_after: int) -> Following:
+    async def read(_after: int) -> EventPage:
         raise AssertionError("memory reaches back that far")
 
     async def send(message: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ def test_a_reader_that_reads_gets_every_row_from_where_it_left_off() -> None:
         if b"id: 50\n" in got:
             feed.close()
 
-    stream = EventStream(server_sent(feed, 20, read), place(), lambda: None)
+    stream = EventStream(event_frames(feed, 20, read), place(), lambda: None)
     asyncio.run(stream(SCOPE, _nothing_more, send))
     assert [f"id: {i}\n".encode() in got for i in (20, 21, 50)] == [False, True, True]
 
@@ -82,7 +82,7 @@ def test_a_reader_who_may_not_read_any_more_hears_nothing_more_and_the_stream_en
     feed, sent, rights = AuditFeed(0), list[dict[str, Any]](), [True]
     feed.publish(_rows(1, 3))
 
-    async def read(_after: int) -> Following:
+    async def read(_after: int) -> EventPage:
         raise AssertionError("memory reaches back that far")
 
     async def send(message: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ def test_a_reader_who_may_not_read_any_more_hears_nothing_more_and_the_stream_en
 
     async def bounded() -> None:
         async with asyncio.timeout(60):
-            stream = EventStream(server_sent(feed, 0, read), place(), lambda: None, lambda: rights[0])
+            stream = EventStream(event_frames(feed, 0, read), place(), lambda: None, lambda: rights[0])
             await stream(SCOPE, _nothing_more, send)
 
     asyncio.run(bounded())
@@ -105,25 +105,25 @@ def test_a_reader_far_behind_is_served_from_the_store_page_by_page() -> None:
     feed, asked, got = AuditFeed(0), list[int](), bytearray()
     feed.publish(_rows(5001, 10))
 
-    async def read(after: int) -> Following:
+    async def read(after: int) -> EventPage:
         asked.append(after)
-        return Following(_rows(after + 1, 1000), pruned=0, newest=5010)
+        return EventPage(_rows(after + 1, 1000), deleted_through=0, newest=5010)
 
     async def send(message: dict[str, Any]) -> None:
         got.extend(message.get("body", b""))
         if b"id: 5010\n" in got:
             feed.close()
 
-    asyncio.run(EventStream(server_sent(feed, 0, read), place(), lambda: None)(SCOPE, _nothing_more, send))
+    asyncio.run(EventStream(event_frames(feed, 0, read), place(), lambda: None)(SCOPE, _nothing_more, send))
     assert asked == [0, 1000, 2000, 3000, 4000]
     assert got.count(b"event: audit") == 5010
 
 
-def _streamed(feed: AuditFeed, after: int, stored: Following, until: bytes) -> list[tuple[int, str]]:
+def _streamed(feed: AuditFeed, after: int, stored: EventPage, until: bytes) -> list[tuple[int, str]]:
     """Ids and names of what a reader is sent after ``after``, up to a frame with ``until`` in it."""
     got = bytearray()
 
-    async def read(_after: int) -> Following:
+    async def read(_after: int) -> EventPage:
         return stored
 
     async def send(message: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ def _streamed(feed: AuditFeed, after: int, stored: Following, until: bytes) -> l
 
     async def bounded() -> None:
         async with asyncio.timeout(60):
-            await EventStream(server_sent(feed, after, read), place(), lambda: None)(SCOPE, _nothing_more, send)
+            await EventStream(event_frames(feed, after, read), place(), lambda: None)(SCOPE, _nothing_more, send)
 
     asyncio.run(bounded())
     frames = [dict(line.split(": ", 1) for line in one.splitlines()) for one in got.decode().split("\n\n")[1:-1]]
@@ -143,20 +143,20 @@ def _streamed(feed: AuditFeed, after: int, stored: Following, until: bytes) -> l
 @pytest.mark.promise("event-stream")
 def test_a_reader_whose_next_events_were_deleted_is_told_which_and_gets_the_rest() -> None:
     feed = AuditFeed(43)
-    stored = Following(_rows(41, 3), pruned=40, newest=43)
+    stored = EventPage(_rows(41, 3), deleted_through=40, newest=43)
     sent = _streamed(feed, 30, stored, b"id: 43\n")
     assert sent == [(40, "gap"), (41, "audit"), (42, "audit"), (43, "audit")]
 
 
 def test_numbers_that_no_event_has_are_no_gap() -> None:
     feed = AuditFeed(43)
-    assert _streamed(feed, 30, Following(_rows(41, 3), pruned=20, newest=43), b"id: 43\n")[0] == (41, "audit")
+    assert _streamed(feed, 30, EventPage(_rows(41, 3), deleted_through=20, newest=43), b"id: 43\n")[0] == (41, "audit")
 
 
 def test_a_reader_of_another_past_is_told_so_and_goes_on_from_here() -> None:
     feed = AuditFeed(43)
     feed.publish(_rows(44, 2))
-    assert _streamed(feed, 90, Following([], pruned=0, newest=43), b"id: 45\n") == [
+    assert _streamed(feed, 90, EventPage([], deleted_through=0, newest=43), b"id: 45\n") == [
         (43, "gap"),
         (44, "audit"),
         (45, "audit"),
@@ -166,9 +166,9 @@ def test_a_reader_of_another_past_is_told_so_and_goes_on_from_here() -> None:
 def test_a_reader_that_saw_what_is_about_to_be_published_misses_nothing() -> None:
     feed = AuditFeed(43)
 
-    async def read(_after: int) -> Following:
+    async def read(_after: int) -> EventPage:
         feed.publish(_rows(44, 3))
-        return Following([], pruned=0, newest=45)
+        return EventPage([], deleted_through=0, newest=45)
 
     got = bytearray()
 
@@ -177,7 +177,7 @@ def test_a_reader_that_saw_what_is_about_to_be_published_misses_nothing() -> Non
         if b"id: 46\n" in got:
             feed.close()
 
-    asyncio.run(EventStream(server_sent(feed, 45, read), place(), lambda: None)(SCOPE, _nothing_more, send))
+    asyncio.run(EventStream(event_frames(feed, 45, read), place(), lambda: None)(SCOPE, _nothing_more, send))
     assert (got.count(b"event: gap"), got.count(b"event: audit")) == (0, 1)
 
 
@@ -191,7 +191,7 @@ def test_what_is_sent_at_a_time_is_bounded_by_rows_and_by_bytes(words: int) -> N
     rows = [AuditRow(id=1 + i, at=1.0, kind="k", sentence="s" * words) for i in range(4 * FRAME_ROWS)]
     feed.publish(rows)
 
-    async def read(_after: int) -> Following:
+    async def read(_after: int) -> EventPage:
         raise AssertionError("memory reaches back that far")
 
     async def send(message: dict[str, Any]) -> None:
@@ -199,29 +199,29 @@ def test_what_is_sent_at_a_time_is_bounded_by_rows_and_by_bytes(words: int) -> N
         if b"id: %d\n" % rows[-1].id in sent[-1]:
             feed.close()
 
-    asyncio.run(EventStream(server_sent(feed, 0, read), place(), lambda: None)(SCOPE, _nothing_more, send))
+    asyncio.run(EventStream(event_frames(feed, 0, read), place(), lambda: None)(SCOPE, _nothing_more, send))
     assert sum(body.count(b"event: audit") for body in sent) == len(rows)
     assert max(body.count(b"event: audit") for body in sent) <= FRAME_ROWS
     assert max(len(body) for body in sent) <= FRAME_BYTES + 2 * words
 
 
 def test_one_identity_has_so_many_streams_and_all_together_so_many() -> None:
-    readers = Readers()
-    places = [readers.take_place(VERA) for _ in range(MOST_OF_ONE)]
+    readers = StreamReservations()
+    places = [readers.reserve(VERA) for _ in range(MAX_STREAMS_PER_IDENTITY)]
     with pytest.raises(RateLimited, match="viewer vera reads 8 event streams already") as refused:
-        readers.take_place(VERA)
+        readers.reserve(VERA)
     assert refused.value.retry_after_s > 0
-    for i in range(MOST - MOST_OF_ONE):
-        readers.take_place(Identity(TokenRole.OPERATOR, f"o{i // MOST_OF_ONE}", ""))
+    for i in range(MAX_STREAMS - MAX_STREAMS_PER_IDENTITY):
+        readers.reserve(Identity(TokenRole.OPERATOR, f"o{i // MAX_STREAMS_PER_IDENTITY}", ""))
     with pytest.raises(RateLimited, match="256 event streams are open already"):
-        readers.take_place(Identity(TokenRole.VIEWER, "another", ""))
-    places.pop().leave()
-    readers.take_place(VERA)
-    assert len(readers) == MOST
+        readers.reserve(Identity(TokenRole.VIEWER, "another", ""))
+    places.pop().release()
+    readers.reserve(VERA)
+    assert len(readers) == MAX_STREAMS
 
 
 def test_a_place_is_left_and_nothing_is_held_however_a_stream_ends() -> None:
-    readers = Readers()
+    readers = StreamReservations()
 
     async def frames() -> AsyncIterator[bytes]:
         yield b"x" * 1000
@@ -229,7 +229,7 @@ def test_a_place_is_left_and_nothing_is_held_however_a_stream_ends() -> None:
 
     async def stuck(message: dict[str, Any]) -> None:
         if message["type"] == "http.response.body":
-            assert readers.held_bytes == 1000
+            assert readers.buffered_bytes == 1000
             await asyncio.Event().wait()
 
     async def taken(message: dict[str, Any]) -> None:
@@ -240,19 +240,19 @@ def test_a_place_is_left_and_nothing_is_held_however_a_stream_ends() -> None:
 
     async def bounded(send: Any, receive: Any) -> None:
         async with asyncio.timeout(60):
-            await EventStream(frames(), readers.take_place(VERA), lambda: None, slow_s=0.01)(SCOPE, receive, send)
+            await EventStream(frames(), readers.reserve(VERA), lambda: None, slow_s=0.01)(SCOPE, receive, send)
 
     asyncio.run(bounded(stuck, _nothing_more))
     with pytest.raises(RuntimeError):
         asyncio.run(bounded(taken, _nothing_more))
     asyncio.run(bounded(stuck, gone))
-    assert (len(readers), readers.held_bytes) == (0, 0)
+    assert (len(readers), readers.buffered_bytes) == (0, 0)
 
 
 def test_a_stream_that_cannot_read_the_database_ends_in_order_and_is_asked_for_again_later() -> None:
     feed = AuditFeed(100)
 
-    async def away(_after: int) -> Following:
+    async def away(_after: int) -> EventPage:
         raise Unavailable("the database\nis away")
 
     async def sent(after: int) -> list[dict[str, Any]]:
@@ -261,7 +261,7 @@ def test_a_stream_that_cannot_read_the_database_ends_in_order_and_is_asked_for_a
         async def send(message: Any) -> None:
             said.append(message)
 
-        await EventStream(server_sent(feed, after, away), place(), lambda: None)(SCOPE, _nothing_more, send)
+        await EventStream(event_frames(feed, after, away), place(), lambda: None)(SCOPE, _nothing_more, send)
         return said
 
     for after in (5, 200):

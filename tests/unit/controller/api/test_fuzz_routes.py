@@ -15,13 +15,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_controller.api.routes import PLAIN, ROUTES, Access, Route
+from everstep_controller.api.routes import PLAIN_ROUTES, ROUTES, Route, RouteAccess
 from everstep_controller.server.responses import MEDIA_TYPE
 
 from everstep.bearer_tokens import hash_secret
 from everstep.wire.v1 import agent
 from everstep.wire.v1 import enrolment as wire
-from everstep.wire.v1.agent import Frame, Refused, encode_frame
+from everstep.wire.v1.agent import FrameKind, FrameRefused, encode_frame
 from everstep.wire.v1.training import RankLost
 from tests.support.controllers import OPERATOR, ControllerProcess, controller_process, joined, registration
 from tests.support.forked import ForkPool
@@ -35,7 +35,7 @@ MOST_GROWTH_BYTES = 96 << 20
 LOST = RankLost(job="j", at=1.0, generation=1, rank=0, local_rank=0, detail="killed\x00by hand")
 REPORTS = agent.Reports(
     incarnation=1,
-    reports=(agent.Numbered(number=1, body=joined("j", 1.0)), agent.Numbered(number=2, body=LOST)),
+    reports=(agent.NumberedReport(number=1, body=joined("j", 1.0)), agent.NumberedReport(number=2, body=LOST)),
 )
 BEAT = agent.Heartbeat(incarnation=1, seq=1, sent_at=1.0, findings=())
 GOOD: dict[str, Any] = {
@@ -76,7 +76,7 @@ def resident_bytes(process: ControllerProcess) -> int:
 
 
 def headers_for(route: Route, join: dict[str, str]) -> dict[str, str]:
-    return join if route.access is Access.JOIN else OPERATOR
+    return join if route.access is RouteAccess.JOIN else OPERATOR
 
 
 def concrete(path: str) -> str:
@@ -151,11 +151,11 @@ def test_a_damaged_message_is_taken_or_refused_and_never_an_error_of_the_control
         ask.close()
 
 
-@pytest.mark.parametrize("name", [*ROUTES, *PLAIN])
+@pytest.mark.parametrize("name", [*ROUTES, *PLAIN_ROUTES])
 def test_a_damaged_path_or_query_is_never_an_error_of_the_controllers(
     process: ControllerProcess, join: dict[str, str], name: str
 ) -> None:
-    route = {**ROUTES, **PLAIN}[name]
+    route = {**ROUTES, **PLAIN_ROUTES}[name]
     rng = random.Random(f"{SEED} path {name}")
     names = ("%00", "%ff%fe", "..%2f..%2fetc", "%E2%80%AE", "n" * 300, "%0d%0aX:%20y", "'%22;--", "%F0%9F%92%A9")
     ask = Asker(process, headers_for(route, join))
@@ -199,9 +199,9 @@ def bad_frames(rng: random.Random) -> Iterator[bytes]:
     yield b"\x00\x00\x00\x00"
     yield b"\xff\xff\xff\xff\x02"
     yield (1 << 21).to_bytes(4, "big") + b"\x03"
-    for kind in (0, 5, Frame.REGISTERED, Frame.PUSH, 255):
+    for kind in (0, 5, FrameKind.REGISTERED, FrameKind.PUSH, 255):
         yield b"\x00\x00\x00\x03" + bytes((kind,)) + b"{}"
-    good = {Frame.REGISTER: registration("n1"), Frame.HEARTBEAT: BEAT, Frame.REPORTS: REPORTS}
+    good = {FrameKind.REGISTER: registration("n1"), FrameKind.HEARTBEAT: BEAT, FrameKind.REPORTS: REPORTS}
     for kind, message in good.items():
         body = msgspec.json.encode(message)
         for bad in hopeless(body, rng):
@@ -210,8 +210,8 @@ def bad_frames(rng: random.Random) -> Iterator[bytes]:
         for _ in range(DAMAGED_PER_ROUTE):
             yield encode_frame(kind, damaged(body, rng))
             yield damaged(encode_frame(kind, body), rng)
-    yield encode_frame(Frame.ACKNOWLEDGE, b'{"through":-1}')
-    yield encode_frame(Frame.ACKNOWLEDGE, b'{"through":99999999999999999999}')
+    yield encode_frame(FrameKind.ACKNOWLEDGE, b'{"through":-1}')
+    yield encode_frame(FrameKind.ACKNOWLEDGE, b'{"through":99999999999999999999}')
 
 
 @pytest.mark.promise("robust-port")
@@ -224,14 +224,14 @@ def test_a_bad_frame_is_refused_or_ends_its_session_and_the_controller_serves_on
                 session.send(bad)
                 session.sock.shutdown(socket.SHUT_WR)
             for kind, message in frames(session):
-                assert kind is not Frame.REFUSED or is_the_senders_fault(message), message
+                assert kind is not FrameKind.REFUSED or is_the_senders_fault(message), message
         finally:
             session.close()
     assert is_well(process)
     assert resident_bytes(process) - before < MOST_GROWTH_BYTES
 
 
-def frames(session: AgentSession) -> Iterator[tuple[Frame, Any]]:
+def frames(session: AgentSession) -> Iterator[tuple[FrameKind, Any]]:
     """What comes until the controller closes."""
     try:
         while True:
@@ -240,5 +240,5 @@ def frames(session: AgentSession) -> Iterator[tuple[Frame, Any]]:
         return
 
 
-def is_the_senders_fault(refused: Refused) -> bool:
+def is_the_senders_fault(refused: FrameRefused) -> bool:
     return refused.code not in ("internal", "unavailable")

@@ -33,7 +33,7 @@ H100 = Gpu(
     vbios="96.00.74.00.01",
     inforom="G520.0200.00.05",
 )
-BECAUSE = op.Because(reason="a smell of smoke")
+BECAUSE = op.ReasonOnlyRequest(reason="a smell of smoke")
 
 
 @pytest.fixture
@@ -62,11 +62,11 @@ def test_nodes_come_in_pages_in_the_order_of_their_names(client: TestClient) -> 
 def test_nodes_are_found_by_state_rack_job_model_and_label(client: TestClient) -> None:
     running_job(client, "n1", "n2")
     Speaker(client, "n3").register(domain=Domain(rack="r7"), gpus=(H100,), labels={"pool": "a", "owner": "vision"})
-    post(client, "/v1/nodes/n1/hold", BECAUSE, op.Changed)
+    post(client, "/v1/nodes/n1/hold", BECAUSE, op.ChangeResult)
     assert _names(get(client, "/v1/nodes?state=held", op.NodeList)) == ["n1"]
     assert _names(get(client, "/v1/nodes?rack=r7", op.NodeList)) == ["n3"]
     assert _names(get(client, "/v1/nodes?job=j", op.NodeList)) == ["n1", "n2"]
-    assert _names(get(client, "/v1/nodes?model=h100", op.NodeList)) == ["n3"]
+    assert _names(get(client, "/v1/nodes?gpu_model=h100", op.NodeList)) == ["n3"]
     assert _names(get(client, "/v1/nodes?label=pool%3Da", op.NodeList)) == ["n3"]
     assert _names(get(client, "/v1/nodes?label=owner", op.NodeList)) == ["n3"]
     assert _names(get(client, "/v1/nodes?label=pool%3Db", op.NodeList)) == []
@@ -84,52 +84,52 @@ def test_what_did_not_change_is_not_sent_again(client: TestClient) -> None:
     tag = client.get("/v1/nodes/n1", headers=VIEWER).headers["etag"]
     again = client.get("/v1/nodes/n1", headers=VIEWER | {"If-None-Match": tag})
     assert (again.status_code, again.content) == (304, b"")
-    post(client, "/v1/nodes/n1/hold", BECAUSE, op.Changed)
+    post(client, "/v1/nodes/n1/hold", BECAUSE, op.ChangeResult)
     assert client.get("/v1/nodes/n1", headers=VIEWER | {"If-None-Match": tag}).status_code == 200
 
 
 def test_an_order_on_what_has_changed_since_is_refused(client: TestClient) -> None:
     running_job(client, "n1", "n2", spare="n3")
     tag = client.get("/v1/nodes/n3", headers=VIEWER).headers["etag"]
-    post(client, "/v1/nodes/n3/hold", BECAUSE, op.Changed, OPERATOR | {"If-Match": tag})
+    post(client, "/v1/nodes/n3/hold", BECAUSE, op.ChangeResult, OPERATOR | {"If-Match": tag})
     with pytest.raises(Refused, match="412 outdated"):
-        post(client, "/v1/nodes/n3/readmit", BECAUSE, op.Changed, OPERATOR | {"If-Match": tag})
+        post(client, "/v1/nodes/n3/readmit", BECAUSE, op.ChangeResult, OPERATOR | {"If-Match": tag})
     job = client.get("/v1/jobs/j", headers=VIEWER).headers["etag"]
-    post(client, "/v1/jobs/j/stop", BECAUSE, op.Changed, OPERATOR | {"If-Match": job})
+    post(client, "/v1/jobs/j/stop", BECAUSE, op.ChangeResult, OPERATOR | {"If-Match": job})
     assert client.get("/v1/jobs/j", headers=VIEWER).headers["etag"] != job
 
 
 def test_maintenance_that_is_planned_is_shown_and_can_be_cancelled(client: TestClient) -> None:
     Speaker(client, "n1").register(domain=Domain(rack="r1"))
     now = get(client, "/v1/status", op.FleetStatus).now
-    plan = past.Maintenance(starts_at=now + 3600, until=now + 7200, reason="new switch", rack="r1")
-    assert "from now, for 3600 s: new switch" in post(client, "/v1/maintenance", plan, op.Changed).sentence
+    plan = past.MaintenanceRequest(starts_at=now + 3600, until=now + 7200, reason="new switch", rack="r1")
+    assert "from now, for 3600 s: new switch" in post(client, "/v1/maintenance", plan, op.ChangeResult).sentence
     detail = get(client, "/v1/nodes/n1", op.NodeDetail)
     assert (detail.summary.state, detail.maintenance_until) == ("healthy", 0.0)
-    assert [(one.starts_at, one.until) for one in detail.planned] == [(now + 3600, now + 7200)]
+    assert [(one.starts_at, one.until) for one in detail.planned_maintenance] == [(now + 3600, now + 7200)]
     backwards = msgspec.structs.replace(plan, until=now + 1800)
     with pytest.raises(Refused, match="later than `starts_at`"):
-        post(client, "/v1/maintenance", backwards, op.Changed)
+        post(client, "/v1/maintenance", backwards, op.ChangeResult)
     cancelled = past.CancelMaintenance(rack="r1", reason="it has to wait")
-    post(client, "/v1/maintenance/cancel", cancelled, op.Changed)
-    assert get(client, "/v1/nodes/n1", op.NodeDetail).planned == ()
+    post(client, "/v1/maintenance/cancel", cancelled, op.ChangeResult)
+    assert get(client, "/v1/nodes/n1", op.NodeDetail).planned_maintenance == ()
     with pytest.raises(Refused, match="nothing is planned for rack r1"):
-        post(client, "/v1/maintenance/cancel", cancelled, op.Changed)
+        post(client, "/v1/maintenance/cancel", cancelled, op.ChangeResult)
     with pytest.raises(Refused, match="for a node or for a rack"):
-        post(client, "/v1/maintenance/cancel", past.CancelMaintenance(reason="x"), op.Changed)
+        post(client, "/v1/maintenance/cancel", past.CancelMaintenance(reason="x"), op.ChangeResult)
 
 
 def test_a_rack_is_taken_out_for_maintenance_in_one_order(client: TestClient) -> None:
     for name in ("n1", "n2", "n3"):
         Speaker(client, name).register(domain=Domain(rack="r1" if name != "n3" else "r2"))
     until = get(client, "/v1/status", op.FleetStatus).now + 3600
-    window = past.Maintenance(until=until, reason="new switch", rack="r1")
-    changed = post(client, "/v1/maintenance", window, op.Changed)
+    window = past.MaintenanceRequest(until=until, reason="new switch", rack="r1")
+    changed = post(client, "/v1/maintenance", window, op.ChangeResult)
     assert "new switch" in changed.sentence
     assert get(client, "/v1/nodes/n1", op.NodeDetail).maintenance_until == until
     assert get(client, "/v1/nodes/n3", op.NodeDetail).maintenance_until == 0.0
     with pytest.raises(Refused, match="of a node or of a rack"):
-        post(client, "/v1/maintenance", past.Maintenance(until=until, reason="x"), op.Changed)
+        post(client, "/v1/maintenance", past.MaintenanceRequest(until=until, reason="x"), op.ChangeResult)
 
 
 # --- the past ----------------------------------------------------------------------------------------------------
@@ -138,10 +138,10 @@ def test_a_rack_is_taken_out_for_maintenance_in_one_order(client: TestClient) ->
 def test_findings_stand_until_they_clear_and_stay_in_the_history(client: TestClient) -> None:
     (speaker,) = fleet(client, "n1")
     speaker.report(FindingRaised(finding=FELL_OFF))
-    (seen,) = get(client, "/v1/findings?standing=true", past.FindingList).findings
+    (seen,) = get(client, "/v1/findings?active=true", past.FindingList).findings
     assert (seen.node, seen.finding.xid, seen.cleared_at) == ("n1", 79, None)
     speaker.report(FindingCleared(key=FELL_OFF.key))
-    assert get(client, "/v1/findings?standing=true", past.FindingList).findings == ()
+    assert get(client, "/v1/findings?active=true", past.FindingList).findings == ()
     (seen,) = get(client, "/v1/findings?node=n1&kind=gpu.xid", past.FindingList).findings
     assert seen.cleared_at is not None
     assert get(client, "/v1/findings?kind=gpu.lost", past.FindingList).findings == ()
@@ -151,7 +151,7 @@ def test_findings_stand_until_they_clear_and_stay_in_the_history(client: TestCli
 def test_a_yes_or_no_is_read_as_it_was_checked(client: TestClient, yes: str, no: str) -> None:
     (speaker,) = fleet(client, "n1")
     speaker.report(FindingRaised(finding=FELL_OFF))
-    standing = [get(client, f"/v1/findings?standing={said}", past.FindingList).findings for said in (yes, no)]
+    standing = [get(client, f"/v1/findings?active={said}", past.FindingList).findings for said in (yes, no)]
     assert list(map(len, standing)) == [1, 0]
     ends = [get(client, f"/v1/events?limit=1&newest={said}", op.EventList).events[0].id for said in (yes, no)]
     assert ends[0] > ends[1]
@@ -175,8 +175,8 @@ def test_verdicts_are_paged_newest_first(client: TestClient) -> None:
 def test_rosters_are_paged_from_the_newest_back(client: TestClient) -> None:
     running_job(client, "n1", "n2")
     for _ in range(3):
-        post(client, "/v1/nodes/n2/evict", BECAUSE, op.Changed)
-        post(client, "/v1/nodes/n2/readmit", BECAUSE, op.Changed)
+        post(client, "/v1/nodes/n2/evict", BECAUSE, op.ChangeResult)
+        post(client, "/v1/nodes/n2/readmit", BECAUSE, op.ChangeResult)
     page = get(client, "/v1/generations?job=j&limit=1", op.GenerationList)
     assert len(page.generations) == 1
     newest = page.generations[0].number
@@ -190,7 +190,7 @@ def test_rosters_are_paged_from_the_newest_back(client: TestClient) -> None:
 
 def test_what_people_ordered_is_read_apart_from_what_happened(client: TestClient) -> None:
     fleet(client, "n1")
-    post(client, "/v1/nodes/n1/hold", BECAUSE, op.Changed)
+    post(client, "/v1/nodes/n1/hold", BECAUSE, op.ChangeResult)
     (event,) = get(client, "/v1/audit", op.EventList).events
     assert (event.kind, event.detail["actor"], event.detail["reason"]) == ("operator.hold", "olga", "a smell of smoke")
     kinds = {event.kind for event in get(client, "/v1/events?kind=node.", op.EventList).events}
@@ -210,7 +210,7 @@ def test_a_node_that_goes_to_repair_has_its_evidence_in_one_document(client: Tes
     host = Host(vendor="NVIDIA", product="DGXH100", serial="166", chassis_serial="C166", kernel="6.8.0")
     speaker.register(gpus=(H100,), host=host)
     speaker.report(FindingRaised(finding=FELL_OFF))
-    post(client, "/v1/nodes/n1/repair", BECAUSE, op.Changed)
+    post(client, "/v1/nodes/n1/repair", BECAUSE, op.ChangeResult)
     assert get(client, "/v1/nodes/n1", op.NodeDetail).host == host
     bundle = get(client, "/v1/nodes/n1/evidence", Evidence)
     assert (bundle.node, bundle.state, bundle.gpus[0].serial) == ("n1", NodeState.REPAIR, "165")
@@ -222,8 +222,8 @@ def test_a_node_that_goes_to_repair_has_its_evidence_in_one_document(client: Tes
 
 def test_actions_asked_of_the_outside_are_listed_with_their_outcome(client: TestClient) -> None:
     fleet(client, "n1", "n2")
-    post(client, "/v1/nodes/n1/repair", BECAUSE, op.Changed)
-    found = get(client, "/v1/remedies?node=n1", past.RemedyList).remedies
+    post(client, "/v1/nodes/n1/repair", BECAUSE, op.ChangeResult)
+    found = get(client, "/v1/remediations?node=n1", past.RemediationList).remediations
     assert {remedy.node for remedy in found} == {"n1"}
     assert all(remedy.sentence and remedy.state != "failed" for remedy in found)
     assert next(one for one in found if one.kind == "repair").state != "superseded"
@@ -245,7 +245,7 @@ def test_the_budget_says_what_is_left_and_of_what(client: TestClient) -> None:
     budget = get(client, "/v1/budget", past.BudgetStatus)
     (scope,) = budget.scopes
     assert (scope.kind, scope.used, scope.left, scope.nodes) == ("fleet", 0, scope.limit, 3)
-    assert (budget.breaker, budget.held) == ("", ())
+    assert (budget.breaker, budget.deferred) == ("", ())
 
 
 def test_a_change_of_policy_is_checked_before_anybody_relies_on_it(client: TestClient) -> None:
@@ -253,20 +253,20 @@ def test_a_change_of_policy_is_checked_before_anybody_relies_on_it(client: TestC
     assert policy.knobs["eviction_count"] == 4
     assert {rule["kind"] for rule in policy.rules} >= {"gpu.xid", "gpu.lost"}
     good = past.PolicyChange(knobs={"eviction_count": 2}, rules=({"kind": "gpu.lost", "mode": "observe"},))
-    checked = post(client, "/v1/policy/check", good, past.PolicyChecked)
-    assert checked.ok, checked.complaint
+    checked = post(client, "/v1/policy/check", good, past.PolicyCheckResult)
+    assert checked.ok, checked.error
     assert checked.changes["eviction_count"] == "4 -> 2"
     assert any(key.startswith("gpu.lost") and "observe" in text for key, text in checked.changes.items())
     for knobs, complaint in (({"eviction_cuont": 2}, "eviction_cuont"), ({"eviction_share": 7.0}, "share")):
-        bad = post(client, "/v1/policy/check", past.PolicyChange(knobs=knobs), past.PolicyChecked)
+        bad = post(client, "/v1/policy/check", past.PolicyChange(knobs=knobs), past.PolicyCheckResult)
         assert not bad.ok
-        assert complaint in bad.complaint
+        assert complaint in bad.error
 
 
 def test_a_journal_whose_disk_hangs_holds_up_neither_the_loop_nor_whoever_tries_a_change(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder, "DRAIN_S", 0.1, raising=False)
+    monkeypatch.setattr(recorder, "DRAIN_TIMEOUT_S", 0.1, raising=False)
     fleet(client, "n1")
     disk, write = threading.Event(), recorder._Segment.write
 
@@ -276,9 +276,9 @@ def test_a_journal_whose_disk_hangs_holds_up_neither_the_loop_nor_whoever_tries_
 
     monkeypatch.setattr(recorder._Segment, "write", hangs)
     fleet(client, "n2")
-    body = past.TryPolicy(change=past.PolicyChange(knobs={"eviction_count": 1}))
+    body = past.PolicyTrialRequest(change=past.PolicyChange(knobs={"eviction_count": 1}))
     with pytest.raises(Refused, match=r"503 .*journal"):
-        post(client, "/v1/policy/try", body, past.Tried)
+        post(client, "/v1/policy/try", body, past.PolicyTrialResult)
     fleet(client, "n3")
     disk.set()
 
@@ -288,10 +288,12 @@ def test_a_change_of_policy_is_tried_on_what_was_recorded(client: TestClient) ->
     speakers[2].report(FindingRaised(finding=FELL_OFF))
     named = [rule for rule in get(client, "/v1/policy", past.PolicyDocument).rules if rule["kind"] == "gpu.xid"]
     every = tuple({"kind": "gpu.xid", "name": rule.get("name", ""), "mode": "observe"} for rule in named)
-    told = post(client, "/v1/policy/try", past.TryPolicy(change=past.PolicyChange(rules=every)), past.Tried)
+    told = post(
+        client, "/v1/policy/try", past.PolicyTrialRequest(change=past.PolicyChange(rules=every)), past.PolicyTrialResult
+    )
     assert told.evictions == 0
-    assert len(told.not_then) == 1
-    assert "n3" in told.not_then[0]
-    same = post(client, "/v1/policy/try", past.TryPolicy(change=past.PolicyChange()), past.Tried)
-    assert (same.evictions, same.also, same.not_then) == (1, (), ())
+    assert len(told.avoided_evictions) == 1
+    assert "n3" in told.avoided_evictions[0]
+    same = post(client, "/v1/policy/try", past.PolicyTrialRequest(change=past.PolicyChange()), past.PolicyTrialResult)
+    assert (same.evictions, same.added_evictions, same.avoided_evictions) == (1, (), ())
     assert same.sentence.endswith("as happened")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from everstep_controller.api.auth import Buckets
+from everstep_controller.api.auth import TokenBuckets
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,7 +43,7 @@ def test_a_request_is_let_through_as_a_bucket_of_drops_would(
     per_s: float, burst_s: float, asked: list[tuple[int, str, int]]
 ) -> None:
     clock = ManualClock()
-    limit: Buckets[str] = Buckets(per_s, burst_s, clock.monotonic)
+    limit: TokenBuckets[str] = TokenBuckets(per_s, burst_s, clock.monotonic)
     of_one_request = round(1 / (per_s * TICK_S))
     buckets: dict[str, _Bucket] = defaultdict(lambda: _Bucket(int(burst_s / TICK_S)))
     for ticks, key, count in asked:

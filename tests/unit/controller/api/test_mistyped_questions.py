@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from everstep_controller.api.routes import PLAIN, ROUTES, WORDS
+from everstep_controller.api.routes import PARAMETER_CHOICES, PLAIN_ROUTES, ROUTES
 from everstep_controller.server.responses import MEDIA_TYPE
 from starlette.testclient import TestClient
 
@@ -43,7 +43,8 @@ def names(client: TestClient, query: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "path", sorted({r.path for r in [*ROUTES.values(), PLAIN["stream"]] if r.method == "GET" and "{" not in r.path})
+    "path",
+    sorted({r.path for r in [*ROUTES.values(), PLAIN_ROUTES["stream"]] if r.method == "GET" and "{" not in r.path}),
 )
 def test_a_parameter_that_a_route_does_not_have_is_refused_by_name(client: TestClient, path: str) -> None:
     assert "'stat'" in refusal(client, f"{path}?stat=quarantined")
@@ -59,7 +60,7 @@ def test_a_word_that_is_none_of_those_there_are_is_answered_with_these(client: T
     assert "evict" in refusal(client, "/v1/verdicts?decision=murder")
     answer = client.post("/v1/nodes/n1/kill", json={"reason": "x"}, headers=OPERATOR)
     assert (answer.status_code, "drain, hold, release" in answer.json()["detail"]) == (404, True)
-    assert {"state", "job_state", "decision", "remedy_state", "role", "order"} == set(WORDS)
+    assert {"state", "job_state", "decision", "remediation_state", "role", "order"} == set(PARAMETER_CHOICES)
 
 
 def test_a_label_without_a_name_is_no_filter(client: TestClient) -> None:
@@ -95,7 +96,7 @@ def test_the_head_of_what_can_be_got_is_told_without_its_body(client: TestClient
 
 
 def test_nodes_are_found_by_several_states(client: TestClient) -> None:
-    post(client, "/v1/nodes/n2/hold", op.Because(reason="x"), op.Changed)
+    post(client, "/v1/nodes/n2/hold", op.ReasonOnlyRequest(reason="x"), op.ChangeResult)
     assert names(client, "state=held,repair") == ["n2"]
     assert names(client, "state=healthy,held") == ["n1", "n2", "n3"]
 
@@ -103,13 +104,15 @@ def test_nodes_are_found_by_several_states(client: TestClient) -> None:
 def test_nodes_are_found_by_their_driver_and_by_a_gpu(client: TestClient) -> None:
     assert names(client, "driver=570.1") == ["n1", "n3"]
     assert names(client, "gpu=GPU-n2") == names(client, "gpu=S-n2") == ["n2"]
-    assert get(client, "/v1/nodes?gpu=GPU-n2", op.NodeList).nodes[0].driver == "570.2"
+    assert get(client, "/v1/nodes?gpu=GPU-n2", op.NodeList).nodes[0].driver_version == "570.2"
 
 
 # --- orders ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [op.Because, op.Resize, op.StartProbe, past.Maintenance, past.CancelMaintenance])
+@pytest.mark.parametrize(
+    "kind", [op.ReasonOnlyRequest, op.Resize, op.StartProbe, past.MaintenanceRequest, past.CancelMaintenance]
+)
 def test_a_reason_is_one_line_that_says_something(kind: type[msgspec.Struct]) -> None:
     more = {"size": 1, "nodes": ("a", "b"), "until": 1.0}
     given = {name: value for name, value in more.items() if name in kind.__struct_fields__}

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from everstep_controller.api import openapi
-from everstep_controller.api.routes import OPERATOR as OPERATOR_ROUTES
+from everstep_controller.api.routes import OPERATOR_ROUTES as OPERATOR_ROUTES
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.read_models import prometheus
 from starlette.testclient import TestClient
@@ -30,7 +30,7 @@ from tests.support.controllers import (
 )
 from tests.support.spoken import FELL_OFF, fleet, resume, running_job
 
-BECAUSE = op.Because(reason="a smell of smoke")
+BECAUSE = op.ReasonOnlyRequest(reason="a smell of smoke")
 
 
 @pytest.fixture
@@ -50,11 +50,11 @@ def test_the_status_counts_nodes_and_shows_running_jobs(client: TestClient) -> N
 
 def test_a_node_that_waits_and_may_not_be_seated_says_why(client: TestClient) -> None:
     speakers = running_job(client, "n1", "n2", spare="n3")
-    assert get(client, "/v1/jobs/j", op.JobDetail).unable == {}
-    hopeless = RankLost(job="j", at=1.0, generation=1, rank=1, local_rank=0, detail="killed", replacement=False)
+    assert get(client, "/v1/jobs/j", op.JobDetail).ineligible_nodes == {}
+    hopeless = RankLost(job="j", at=1.0, generation=1, rank=1, local_rank=0, detail="killed", has_replacement=False)
     speakers[1].report(hopeless)
     detail = get(client, "/v1/jobs/j", op.JobDetail)
-    assert detail.unable == {"n2": "its launcher has no replacement for a lost rank"}
+    assert detail.ineligible_nodes == {"n2": "its launcher has no replacement for a lost rank"}
     assert detail.spares == ()
     speakers[2].report(FindingRaised(finding=FELL_OFF))
     assert "fallen off the bus" in get(client, "/v1/nodes/n3", op.NodeDetail).summary.reason
@@ -71,14 +71,14 @@ def test_a_recovery_is_told_with_its_phases_and_its_trace(client: TestClient) ->
     lost = RankLost(job="j", at=1.0, generation=1, rank=1, local_rank=0, detail="killed", signal=9, trace="kill-1")
     speakers[1].report(lost)
     under_way = get(client, "/v1/jobs/j", op.JobDetail).recoveries[-1]
-    assert (under_way.generation, under_way.seconds, under_way.resumed) == (2, None, 0)
+    assert (under_way.generation, under_way.duration_s, under_way.resumed_ranks) == (2, None, 0)
     resume(speakers, 2)
     detail = get(client, "/v1/jobs/j", op.JobDetail)
     assert [one.reason for one in detail.recoveries] == ["formed", "rank_lost"]
     recovery = detail.recoveries[-1]
     assert recovery.trace == "kill-1"
-    assert recovery.seconds is not None
-    assert (recovery.resumed, recovery.world_size) == (2, 2)
+    assert recovery.duration_s is not None
+    assert (recovery.resumed_ranks, recovery.world_size) == (2, 2)
     assert recovery.phases_s == {"rendezvous": 0.02, "restore": 0.02}
     text = client.get("/metrics", headers=VIEWER).text
     assert 'everstep_controller_recoveries_total{reason="rank_lost",run="j"} 1.0' in text
@@ -108,12 +108,12 @@ def test_a_verdict_is_explained_by_its_evidence(client: TestClient) -> None:
 
 def test_an_order_is_carried_out_with_the_operators_name_in_the_log(client: TestClient) -> None:
     fleet(client, "n1")
-    changed = post(client, "/v1/nodes/n1/hold", BECAUSE, op.Changed)
+    changed = post(client, "/v1/nodes/n1/hold", BECAUSE, op.ChangeResult)
     assert changed.sentence == "olga ordered to hold n1: a smell of smoke"
     assert get(client, "/v1/nodes/n1", op.NodeDetail).summary.state is NodeState.HELD
     (event,) = get(client, f"/v1/events?trace={changed.trace}", op.EventList).events
     assert (event.kind, event.node, event.detail["actor"]) == ("operator.hold", "n1", "olga")
-    post(client, "/v1/nodes/n1/readmit", BECAUSE, op.Changed)
+    post(client, "/v1/nodes/n1/readmit", BECAUSE, op.ChangeResult)
     assert get(client, "/v1/nodes/n1", op.NodeDetail).summary.state is NodeState.HEALTHY
 
 
@@ -122,19 +122,19 @@ def test_an_order_is_carried_out_with_the_operators_name_in_the_log(client: Test
 )
 def test_every_order_to_a_node_has_its_state(client: TestClient, order: str, state: str) -> None:
     fleet(client, "n1")
-    post(client, f"/v1/nodes/n1/{order}", BECAUSE, op.Changed)
+    post(client, f"/v1/nodes/n1/{order}", BECAUSE, op.ChangeResult)
     assert get(client, "/v1/nodes/n1", op.NodeDetail).summary.state == state
 
 
 def test_a_hold_of_a_node_that_is_out_is_shown_beside_its_state_until_it_is_released(client: TestClient) -> None:
     fleet(client, "n1")
-    post(client, "/v1/nodes/n1/repair", BECAUSE, op.Changed)
-    words = post(client, "/v1/nodes/n1/hold", BECAUSE, op.Changed).sentence
+    post(client, "/v1/nodes/n1/repair", BECAUSE, op.ChangeResult)
+    words = post(client, "/v1/nodes/n1/hold", BECAUSE, op.ChangeResult).sentence
     detail, listed = get(client, "/v1/nodes/n1", op.NodeDetail), get(client, "/v1/nodes", op.NodeList).nodes
-    assert {(one.state, one.hold) for one in (detail.summary, *listed)} == {(NodeState.REPAIR, words)}
-    assert detail.hold == words
-    post(client, "/v1/nodes/n1/release", BECAUSE, op.Changed)
-    assert get(client, "/v1/nodes/n1", op.NodeDetail).summary.hold == ""
+    assert {(one.state, one.hold_reason) for one in (detail.summary, *listed)} == {(NodeState.REPAIR, words)}
+    assert detail.hold_reason == words
+    post(client, "/v1/nodes/n1/release", BECAUSE, op.ChangeResult)
+    assert get(client, "/v1/nodes/n1", op.NodeDetail).summary.hold_reason == ""
     refused = refusal(client, "/v1/nodes/n1/release", BECAUSE)
     assert (refused.status, refused.code) == (409, "conflict")
 
@@ -169,7 +169,7 @@ def test_job_that_is_run_again_begins_at_no_step(client: TestClient) -> None:
 
 def test_a_stopped_job_is_over_and_its_nodes_hear_of_it(client: TestClient) -> None:
     (speaker,) = running_job(client, "n1")
-    post(client, "/v1/jobs/j/stop", BECAUSE, op.Changed)
+    post(client, "/v1/jobs/j/stop", BECAUSE, op.ChangeResult)
     assert [type(one.body).__name__ for one in speaker.directives()][-1] == "StopJob"
     assert get(client, "/v1/status", op.FleetStatus).jobs == ()
     refused = refusal(client, "/v1/jobs/j/stop", BECAUSE)
@@ -178,7 +178,7 @@ def test_a_stopped_job_is_over_and_its_nodes_hear_of_it(client: TestClient) -> N
 
 def refusal(client: TestClient, path: str, body: object, headers: dict[str, str] = OPERATOR) -> Refused:
     with pytest.raises(Refused) as caught:
-        post(client, path, body, op.Changed, headers)
+        post(client, path, body, op.ChangeResult, headers)
     return caught.value
 
 
@@ -380,7 +380,7 @@ def test_answers_decode_strictly_as_what_the_routes_table_says(client: TestClien
         if route.method == "GET":
             response = client.get(_concrete(route.path), headers=VIEWER)
             assert response.status_code == 200, route.path
-            msgspec.json.decode(response.content, type=route.answers)
+            msgspec.json.decode(response.content, type=route.response)
 
 
 def test_every_metric_is_in_the_table_that_dashboards_are_written_from(client: TestClient) -> None:
@@ -396,7 +396,7 @@ def test_every_metric_is_in_the_table_that_dashboards_are_written_from(client: T
 
 
 HASTY = msgspec.structs.replace(
-    CorePolicy.lab(), suspect_after_s=1.1, suspect_at_most_s=1.1, dead_after_s=1.2, disconnect_grace_s=1.0
+    CorePolicy.lab(), suspect_after_s=1.1, suspect_after_max_s=1.1, lost_after_s=1.2, disconnect_grace_s=1.0
 )
 
 
@@ -414,7 +414,7 @@ def test_a_forgotten_node_is_gone_from_every_list_and_from_the_database_too(tmp_
             stays.beat(findings=())
         assert refusal(client, path, BECAUSE, OPERATOR | {"If-Match": stale}).status == 412
         tag = client.get("/v1/nodes/n1", headers=VIEWER).headers["etag"]
-        changed = post(client, path, BECAUSE, op.Changed, OPERATOR | {"If-Match": tag})
+        changed = post(client, path, BECAUSE, op.ChangeResult, OPERATOR | {"If-Match": tag})
         assert "ordered to forget n1: a smell of smoke" in changed.sentence
         assert [one.node for one in get(client, "/v1/nodes", op.NodeList).nodes] == ["n2"]
         assert refusal(client, path, BECAUSE).status == 404

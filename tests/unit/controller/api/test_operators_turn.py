@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep_controller.config import ControllerSettings
-from everstep_controller.server.listener import BACKLOG, Server, listen, server_config
+from everstep_controller.server.listener import BACKLOG, ControllerServer, listen, server_config
 from starlette.types import Receive, Scope, Send
 
 from everstep.bearer_tokens import TokenRole
@@ -82,14 +82,14 @@ def test_a_fleet_may_wait_at_every_door_though_the_server_listens_once_more() ->
         member: Any = nobody
         member.leading = lambda: None
         listeners = [listen(("127.0.0.1", 0)) for _ in range(2)]
-        server = Server(server_config(ControllerSettings(secret_file="unused"), member), lambda: None)
+        server = ControllerServer(server_config(ControllerSettings(secret_file="unused"), member), lambda: None)
         serving = asyncio.create_task(server.serve(sockets=listeners))
         while not server.started:
             await asyncio.sleep(0.002)
         try:
             return [backlog_of(listener) for listener in listeners]
         finally:
-            server.end()
+            server.request_stop()
             await serving
 
     somaxconn = int(Path("/proc/sys/net/core/somaxconn").read_text())

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from everstep_controller.api.auth import MOST_REPORTS, Buckets, FailedAuthentications, RequestLimits, network_of
+from everstep_controller.api.auth import MAX_REPORTS, FailedAuthentications, RequestLimits, TokenBuckets, network_of
 from starlette.testclient import TestClient
 
 from everstep.bearer_tokens import Identity, TokenRole
@@ -58,7 +58,7 @@ def test_a_refusal_says_when_to_come_again_and_that_is_the_truth(clock: ManualCl
 def test_reports_are_counted_by_node_however_many_come_at_a_time(clock: ManualClock) -> None:
     limit = limits(clock)
     for _ in range(2):
-        limit.charge_reports("n1", MOST_REPORTS)
+        limit.charge_reports("n1", MAX_REPORTS)
     with pytest.raises(RateLimited, match=r"too many reports of node n1: send these 512 again in 0\.5 s") as caught:
         limit.charge_reports("n1", 512)
     limit.charge_reports("n2", 512)
@@ -69,8 +69,8 @@ def test_reports_are_counted_by_node_however_many_come_at_a_time(clock: ManualCl
 def test_a_full_request_of_reports_passes_however_slow_they_may_come(clock: ManualClock) -> None:
     limit = limits(clock, reports_per_s=1.0)
     for _ in range(2):
-        limit.charge_reports("n1", MOST_REPORTS)
-        clock.advance(MOST_REPORTS)
+        limit.charge_reports("n1", MAX_REPORTS)
+        clock.advance(MAX_REPORTS)
 
 
 def test_reports_beyond_the_limit_are_refused_and_taken_when_they_come_again(
@@ -80,13 +80,13 @@ def test_reports_beyond_the_limit_are_refused_and_taken_when_they_come_again(
     with TestClient(application) as client:
         speaker = Speaker(client, "n1")
         speaker.register()
-        many = [FindingCleared(key=f"host.disk/{i}") for i in range(MOST_REPORTS)]
-        assert speaker.report(*many).through == MOST_REPORTS
+        many = [FindingCleared(key=f"host.disk/{i}") for i in range(MAX_REPORTS)]
+        assert speaker.report(*many).through == MAX_REPORTS
         with pytest.raises(Refused, match="429 rate_limited: too many reports of node n1"):
             speaker.report(*many)
         speaker.beat()
-        clock.advance(MOST_REPORTS / 100.0)
-        assert speaker.report(*many, first=MOST_REPORTS + 1).through == 2 * MOST_REPORTS
+        clock.advance(MAX_REPORTS / 100.0)
+        assert speaker.report(*many, first=MAX_REPORTS + 1).through == 2 * MAX_REPORTS
 
 
 def test_one_identity_does_not_use_up_what_another_may(clock: ManualClock) -> None:
@@ -98,7 +98,7 @@ def test_one_identity_does_not_use_up_what_another_may(clock: ManualClock) -> No
 
 
 def test_idle_buckets_cost_no_memory_and_busy_ones_a_bounded_amount(clock: ManualClock) -> None:
-    buckets: Buckets[int] = Buckets(1.0, 5.0, clock.monotonic, most=100)
+    buckets: TokenBuckets[int] = TokenBuckets(1.0, 5.0, clock.monotonic, max_keys=100)
     for key in range(10_000):
         buckets.take(key)
         assert len(buckets) <= 101
@@ -111,7 +111,7 @@ def test_idle_buckets_cost_no_memory_and_busy_ones_a_bounded_amount(clock: Manua
 
 
 def test_who_has_used_up_a_bucket_does_not_get_another_when_idle_ones_are_forgotten(clock: ManualClock) -> None:
-    buckets: Buckets[str] = Buckets(1.0, 2.0, clock.monotonic, most=4)
+    buckets: TokenBuckets[str] = TokenBuckets(1.0, 2.0, clock.monotonic, max_keys=4)
     for idle in ("a", "b", "c"):
         buckets.take(idle)
     clock.advance(1.5)
@@ -128,13 +128,13 @@ def test_failures_of_one_address_are_slowed_down_and_said_once(
     wrong = AuthenticationError("the token does not verify")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            failures.note("10.0.0.1", wrong)
+            failures.record("10.0.0.1", wrong)
         with pytest.raises(RateLimited, match=r"from 10\.0\.0\.1"):
-            failures.note("10.0.0.1", wrong)
-        failures.note("10.0.0.2", wrong)
+            failures.record("10.0.0.1", wrong)
+        failures.record("10.0.0.2", wrong)
     assert len(caplog.records) == 1
     clock.advance(60.0)
-    failures.note("10.0.0.1", wrong)
+    failures.record("10.0.0.1", wrong)
     assert "5 failed authentications" in caplog.text
 
 

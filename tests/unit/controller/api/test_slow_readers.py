@@ -12,10 +12,10 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from everstep_controller.api.stream import FRAME_BYTES, MOST_OF_ONE
+from everstep_controller.api.stream import FRAME_BYTES, MAX_STREAMS_PER_IDENTITY
 from everstep_controller.store.database import open_database
 from everstep_controller.store.rows import AuditRow, Batch
-from everstep_controller.store.writer import Writer
+from everstep_controller.store.writer import DatabaseWriter
 
 from everstep.system_clock import SystemClock
 from tests.support.controllers import OPERATOR, VIEWER, ControllerProcess, controller_process
@@ -35,7 +35,7 @@ def process(program_forks: ForkPool, tmp_path: Path) -> Iterator[ControllerProce
     """With a long past."""
     database = f"sqlite:///{tmp_path / 'controller.db'}"
     engine = open_database(database)
-    writer = Writer(engine)
+    writer = DatabaseWriter(engine)
     writer.take_over()
     now = SystemClock().wall()  # a start far after the newest time in the database is refused
     past = [AuditRow(id=1 + i, at=now, kind="past", sentence=LONG) for i in range(EVENTS)]
@@ -93,9 +93,9 @@ def ids(text: bytes) -> list[int]:
 @pytest.mark.promise("slow-readers")
 def test_readers_that_never_read_are_few_hold_little_and_are_cut_off(process: ControllerProcess) -> None:
     before = connections(process)
-    stuck = [ask_and_never_read(process) for _ in range(MOST_OF_ONE)]
+    stuck = [ask_and_never_read(process) for _ in range(MAX_STREAMS_PER_IDENTITY)]
     try:
-        until(lambda: measured(process, "streams") == MOST_OF_ONE, "the streams")
+        until(lambda: measured(process, "event_streams") == MAX_STREAMS_PER_IDENTITY, "the streams")
         with closing(process.connection()) as one_more:
             one_more.request("GET", "/v1/events/stream", headers=VIEWER)
             refused = one_more.getresponse()
@@ -109,13 +109,13 @@ def test_readers_that_never_read_are_few_hold_little_and_are_cut_off(process: Co
         held: list[float] = []
 
         def all_cut() -> bool:
-            held.append(measured(process, "streams_waiting_bytes"))
-            return measured(process, "streams_cut_total") == MOST_OF_ONE
+            held.append(measured(process, "event_streams_buffered_bytes"))
+            return measured(process, "event_streams_cut_total") == MAX_STREAMS_PER_IDENTITY
 
         until(all_cut, "the readers to be cut off")
-        assert 0 < max(held) <= (MOST_OF_ONE + 1) * (FRAME_BYTES + 2 * len(LONG))
+        assert 0 < max(held) <= (MAX_STREAMS_PER_IDENTITY + 1) * (FRAME_BYTES + 2 * len(LONG))
         until(lambda: connections(process) <= before, "the connections to be gone")
-        assert (measured(process, "streams"), measured(process, "streams_waiting_bytes")) == (0, 0)
+        assert (measured(process, "event_streams"), measured(process, "event_streams_buffered_bytes")) == (0, 0)
         seen = ids(what_came(stuck[0]))
     finally:
         for one in stuck:

@@ -29,7 +29,7 @@ from tests.support.eventful import WORN_OUT
 from tests.support.spoken import FELL_OFF, fleet, resume, running_job
 
 ONE_EVICTION = msgspec.structs.replace(CorePolicy.lab(), eviction_count=1, eviction_share=0.1)
-BECAUSE = op.Because(reason="a smell of smoke")
+BECAUSE = op.ReasonOnlyRequest(reason="a smell of smoke")
 BY_NUMBER = {"events", "audit"}
 """Lists that are resumed by the number of an event, as their stream is."""
 
@@ -71,21 +71,21 @@ def probe(client: TestClient, *nodes: str) -> str:
 # --- the table ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name, route in ROUTES.items() if route.answers.__name__.endswith("List")])
+@pytest.mark.parametrize("name", [name for name, route in ROUTES.items() if route.response.__name__.endswith("List")])
 def test_a_list_comes_in_pages(name: str) -> None:
     if name in BY_NUMBER:
         assert {"limit", "after"} <= set(ROUTES[name].query)
     else:
-        assert "next" in {field.name for field in msgspec.structs.fields(ROUTES[name].answers)}
+        assert "next" in {field.name for field in msgspec.structs.fields(ROUTES[name].response)}
         assert {"limit", "cursor"} <= set(ROUTES[name].query)
 
 
 @pytest.mark.parametrize("name", [name for name, route in ROUTES.items() if route.method == "POST"])
 def test_an_order_is_compared_with_what_has_a_tag_or_says_why_it_may_come_twice(name: str) -> None:
     route = ROUTES[name]
-    assert bool(route.matches) != bool(route.repeats)
-    for path in re.findall(r"/v1/[\w{}/]+", route.matches):
-        assert any(other.tagged and other.path == path for other in ROUTES.values()), path
+    assert bool(route.etag_source) != bool(route.idempotency)
+    for path in re.findall(r"/v1/[\w{}/]+", route.etag_source):
+        assert any(other.has_etag and other.path == path for other in ROUTES.values()), path
 
 
 def out_of_budget(client: TestClient) -> None:
@@ -103,11 +103,14 @@ def change(name: str, credential: str, until: float) -> tuple[str, Any]:
         "reset_breaker": ("/v1/breaker/reset", BECAUSE),
         "stop": ("/v1/jobs/j/stop", BECAUSE),
         "resize": ("/v1/jobs/j/resize", op.Resize(size=1, reason="x")),
-        "maintenance": ("/v1/maintenance", past.Maintenance(until=until, reason="x", node="n1")),
+        "maintenance": ("/v1/maintenance", past.MaintenanceRequest(until=until, reason="x", node="n1")),
         "cancel_maintenance": ("/v1/maintenance/cancel", past.CancelMaintenance(reason="x", node="n1")),
         "order": ("/v1/nodes/n1/hold", BECAUSE),
         "check_policy": ("/v1/policy/check", past.PolicyChange(knobs={"eviction_count": 2})),
-        "try_policy": ("/v1/policy/try", past.TryPolicy(change=past.PolicyChange(knobs={"eviction_count": 2}))),
+        "try_policy": (
+            "/v1/policy/try",
+            past.PolicyTrialRequest(change=past.PolicyChange(knobs={"eviction_count": 2})),
+        ),
         "issue_credential": ("/v1/credentials", wire.IssueViewer(subject="v", reason="x")),
         "revoke_credential": (f"/v1/credentials/{credential}/revoke", BECAUSE),
         "rotate_credential": (f"/v1/credentials/{credential}/rotate", wire.Rotate(reason="x")),
@@ -119,7 +122,7 @@ LOOKS = {"check_policy", "try_policy"}
 """Take a body, and change nothing."""
 
 
-@pytest.mark.parametrize("name", [name for name, route in ROUTES.items() if route.matches])
+@pytest.mark.parametrize("name", [name for name, route in ROUTES.items() if route.etag_source])
 def test_an_order_is_carried_out_once_for_one_look(client: TestClient, name: str) -> None:
     running_job(client, "n1", "n2")
     out_of_budget(client)
@@ -127,13 +130,13 @@ def test_an_order_is_carried_out_once_for_one_look(client: TestClient, name: str
     until = get(client, "/v1/status", op.FleetStatus).now + 3600
     path, body = change(name, credential, until)
     if name == "cancel_maintenance":
-        plan = past.Maintenance(starts_at=until - 1800, until=until, reason="x", node="n1")
-        post(client, "/v1/maintenance", plan, op.Changed)
+        plan = past.MaintenanceRequest(starts_at=until - 1800, until=until, reason="x", node="n1")
+        post(client, "/v1/maintenance", plan, op.ChangeResult)
     before = get(client, "/v1/events?limit=1000", op.EventList)
     with pytest.raises(Refused, match="412 outdated"):
         post(client, path, body, Any, seen('"0123456789abcdef"'))
     assert get(client, "/v1/events?limit=1000", op.EventList) == before
-    looked_at = ROUTES[name].matches.partition(",")[0].format(node="n1", job="j", id=credential)
+    looked_at = ROUTES[name].etag_source.partition(",")[0].format(node="n1", job="j", id=credential)
     etag = tag(client, looked_at)
     assert tag(client, looked_at) == etag
     post(client, path, body, Any, seen(etag))
@@ -142,7 +145,7 @@ def test_an_order_is_carried_out_once_for_one_look(client: TestClient, name: str
             post(client, path, body, Any, seen(etag))
 
 
-@pytest.mark.parametrize("name", [name for name, route in ROUTES.items() if route.tagged])
+@pytest.mark.parametrize("name", [name for name, route in ROUTES.items() if route.has_etag])
 def test_what_has_a_tag_is_not_sent_again(client: TestClient, name: str) -> None:
     running_job(client, "n1", "n2")
     path = ROUTES[name].path.format(node="n1", job="j", id=issue(client, "grafana").id)
@@ -178,14 +181,14 @@ def test_a_cursor_that_nobody_was_given_is_refused_or_leads_somewhere(
 def test_a_rack_that_changed_since_is_not_taken_out(client: TestClient) -> None:
     for name, rack in (("n1", "r1"), ("n2", "r1"), ("n3", "r2")):
         Speaker(client, name).register(domain=Domain(rack=rack))
-    window = past.Maintenance(until=get(client, "/v1/status", op.FleetStatus).now + 3600, reason="x", rack="r1")
+    window = past.MaintenanceRequest(until=get(client, "/v1/status", op.FleetStatus).now + 3600, reason="x", rack="r1")
     etag = tag(client, "/v1/nodes?rack=r1")
-    post(client, "/v1/nodes/n3/hold", BECAUSE, op.Changed)
+    post(client, "/v1/nodes/n3/hold", BECAUSE, op.ChangeResult)
     assert tag(client, "/v1/nodes?rack=r1") == etag, "another rack's nodes are not its own"
-    post(client, "/v1/nodes/n2/hold", BECAUSE, op.Changed)
+    post(client, "/v1/nodes/n2/hold", BECAUSE, op.ChangeResult)
     with pytest.raises(Refused, match="412 outdated"):
-        post(client, "/v1/maintenance", window, op.Changed, seen(etag))
-    post(client, "/v1/maintenance", window, op.Changed, seen(tag(client, "/v1/nodes?rack=r1")))
+        post(client, "/v1/maintenance", window, op.ChangeResult, seen(etag))
+    post(client, "/v1/maintenance", window, op.ChangeResult, seen(tag(client, "/v1/nodes?rack=r1")))
 
 
 def test_a_page_of_nodes_has_another_tag_when_a_node_is_held_or_somebody_cordons_it(tmp_path: Path) -> None:
@@ -197,11 +200,11 @@ def test_a_page_of_nodes_has_another_tag_when_a_node_is_held_or_somebody_cordons
         nodes = {one.node: one for one in get(client, "/v1/nodes", op.NodeList).nodes}
         assert nodes["n1"].state is NodeState.QUARANTINED
         seen_tags = [tag(client, "/v1/nodes")]
-        post(client, "/v1/nodes/n1/hold", BECAUSE, op.Changed)
+        post(client, "/v1/nodes/n1/hold", BECAUSE, op.ChangeResult)
         seen_tags.append(tag(client, "/v1/nodes"))
         assert app.controller is not None
         record = app.controller.loop.state.nodes["n2"]
-        for name in ("foreign", "held_by"):
+        for name in ("external_cordon_by", "eviction_deferred_by"):
             setattr(record, name, f"another {getattr(record, name)}")
             seen_tags.append(tag(client, "/v1/nodes"))
     assert len(set(seen_tags)) == 4
@@ -228,9 +231,9 @@ def test_a_job_is_sent_again_when_it_has_recovered_or_committed_and_orders_heed_
         speakers[0].beat(ranks=(RankProgress(job="j", generation=1, rank=0, step=7, step_s=0.1),))
         assert sent_again(etag) == 304, "a heartbeat changes nothing"
         assert app.controller is not None
-        app.controller.loop.state.live_jobs["j"].committed = Version(1, 5)
+        app.controller.loop.state.job_runtime["j"].committed_version = Version(1, 5)
         assert sent_again(etag) == 200
-        post(client, "/v1/jobs/j/stop", BECAUSE, op.Changed, seen(etag))
+        post(client, "/v1/jobs/j/stop", BECAUSE, op.ChangeResult, seen(etag))
 
 
 def test_probes_come_in_pages_newest_first_and_by_node(client: TestClient) -> None:
@@ -306,7 +309,7 @@ def test_credentials_keep_their_tag_and_their_places_under_another_controller(tm
     with life() as client:
         for i in range(5):
             one = issue(client, f"v{i}")
-        post(client, f"/v1/credentials/{one.id}/revoke", BECAUSE, op.Changed)
+        post(client, f"/v1/credentials/{one.id}/revoke", BECAUSE, op.ChangeResult)
         page = get(client, "/v1/credentials?limit=2", wire.CredentialList, OPERATOR)
         rest = get(client, f"/v1/credentials?cursor={page.next}", wire.CredentialList, OPERATOR)
         etags = tag(client, "/v1/credentials"), tag(client, f"/v1/credentials/{one.id}")
@@ -326,7 +329,7 @@ def test_credentials_that_are_forgotten_leave_pages_and_tag_as_after_a_new_start
 
     with life() as client:
         kept = issue(client, "kept")
-        post(client, f"/v1/credentials/{issue(client, 'gone').id}/revoke", BECAUSE, op.Changed)
+        post(client, f"/v1/credentials/{issue(client, 'gone').id}/revoke", BECAUSE, op.ChangeResult)
         clock.advance(31 * 86400.0)
         new = issue(client, "new")
         page = get(client, "/v1/credentials", wire.CredentialList, OPERATOR)

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from everstep_controller.core.effects import Effect, PutGeneration, PutVerdict, PutVersion, RequestRemedy
-from everstep_controller.core.engine import check_invariants, handle, next_deadline, take
-from everstep_controller.core.events import ActionReported, Event, NodeObserved, OperatorAction, Tick
+from everstep_controller.core.effects import Effect, PutGeneration, PutVerdict, PutVersion, RequestRemediation
+from everstep_controller.core.engine import check_invariants, handle, next_deadline, run_transition
+from everstep_controller.core.events import Event, OperatorAction, RemediationFinished, SchedulerStateChanged, Tick
 from everstep_controller.core.health.eviction import fleet_scope
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.startup import restore
+from everstep_controller.core.startup import restore_state
 from everstep_controller.core.state import FleetState
-from everstep_controller.core.transition import Read
+from everstep_controller.core.transition import RecordedRead
 from everstep_controller.rulebook import with_rules
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -72,7 +72,7 @@ def _leave(fleet: CoreFleet, name: str, of: str) -> None:
 def _order(fleet: CoreFleet, kind: OperatorAction, name: str, of: str, size: int) -> None:
     subject: dict[str, object] = {"node": name}
     if kind in (OperatorAction.STOP_JOB, OperatorAction.RESIZE_JOB):
-        subject = {"job": of, "size": size}
+        subject = {"job": of, "node_limit": size}
     fleet.order(kind, **subject)
 
 
@@ -81,14 +81,18 @@ def _maintain(fleet: CoreFleet, name: str, seconds: float) -> None:
 
 
 def _observe(fleet: CoreFleet, name: str, by: str) -> None:
-    fleet.feed(NodeObserved(node=name, cordoned_by=by, trace=fleet.trace()))
+    fleet.feed(SchedulerStateChanged(node=name, cordoned_by=by, trace=fleet.trace()))
 
 
 def _action(fleet: CoreFleet, name: str, ok: bool) -> None:
     """The newest remedy of the node has ended."""
-    asked = [e.remedy for e in fleet.effects if isinstance(e, RequestRemedy) and e.remedy.node == name]
+    asked = [e.remediation for e in fleet.effects if isinstance(e, RequestRemediation) and e.remediation.node == name]
     if asked:
-        fleet.feed(ActionReported(id=asked[-1].id, node=name, ok=ok, detail="tried", trace=fleet.trace()))
+        fleet.feed(
+            RemediationFinished(
+                remediation_id=asked[-1].id, node=name, succeeded=ok, detail="tried", trace=fleet.trace()
+            )
+        )
 
 
 def _probe(fleet: CoreFleet, name: str, ok: bool) -> None:
@@ -155,7 +159,7 @@ histories = st.integers(1, 60).flatmap(lambda count: st.lists(acts, min_size=cou
 def quick_policy() -> CorePolicy:
     """Under which much happens soon."""
     quick = {"eviction_share": 0.5, "eviction_window_s": 20.0, "rank_flap_count": 4, "growth_interval_s": 0.5}
-    return with_rules(msgspec.structs.replace(CorePolicy.lab(), remediate=Mode.ENFORCE, **quick))
+    return with_rules(msgspec.structs.replace(CorePolicy.lab(), remediation_mode=Mode.ENFORCE, **quick))
 
 
 @pytest.mark.promise("eviction-evidence", "generations-increase")
@@ -213,9 +217,9 @@ def test_after_quiet_nothing_stays_undecided(history: list[Act]) -> None:
     for name in JOBS:
         record = fleet.state.jobs.get(name)
         if record is not None and record.state is JobState.RUNNING:
-            assert record.resumed_at is not None
-            assert record.leaving is None
-            assert fleet.state.live_jobs[name].pending is None
+            assert record.generation_resumed_at is not None
+            assert record.outgoing_generation is None
+            assert fleet.state.job_runtime[name].pending_regroup is None
 
 
 @pytest.mark.promise("replay")
@@ -228,9 +232,9 @@ def test_the_same_log_gives_the_same_effects_without_the_beats(history: list[Act
             act(fleet)
         except EverstepError:
             continue
-    again, effects = restore(quick_policy()), b""
+    again, effects = restore_state(quick_policy()), b""
     for event, at, reads in fleet.log:
-        turn = take(again, _rewired(event), at, msgspec.json.decode(reads, type=list[Read]))
+        turn = run_transition(again, _rewired(event), at, msgspec.json.decode(reads, type=list[RecordedRead]))
         found = turn.finish()
         effects += msgspec.json.encode(found) if found else b""
     assert effects == fleet.encoded
@@ -247,11 +251,11 @@ class _Recorder(CoreFleet):
         super().__init__(policy)
 
     def feed(self, event: Event) -> list[Effect]:
-        turn = take(self.state, event, self.now)
+        turn = run_transition(self.state, event, self.now)
         effects = turn.finish()
         check_invariants(self.state)
         self.effects += effects
-        if not turn.quiet or effects:
+        if not turn.is_uneventful or effects:
             self.log.append((event, self.now, msgspec.json.encode(turn.reads)))
         self.encoded += msgspec.json.encode(effects) if effects else b""
         return effects

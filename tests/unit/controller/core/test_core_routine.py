@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_controller.core.engine import picture_can_wait, reports_can_wait
+from everstep_controller.core.engine import can_defer_findings, can_defer_reports
 
 from everstep.vocabulary import Severity
 from everstep.wire.v1.training import FindingCleared, FindingRaised, RankLost
@@ -33,7 +33,7 @@ def fleet() -> CoreFleet:
     ids=["mild", "cleared", "critical", "a loss behind it"],
 )
 def test_only_what_is_mild_may_wait(fleet: CoreFleet, reports: list[Any], waits: bool) -> None:
-    assert reports_can_wait(fleet.state, "n1", reports) is waits
+    assert can_defer_reports(fleet.state, "n1", reports) is waits
 
 
 def test_a_critical_finding_that_stands_may_wait_when_it_is_said_again_and_a_graver_form_may_not(
@@ -42,22 +42,22 @@ def test_a_critical_finding_that_stands_may_wait_when_it_is_said_again_and_a_gra
     fleet.report("n1", MILD)
     graver = FindingRaised(finding=msgspec.structs.replace(MILD.finding, severity=Severity.CRITICAL))
     assert graver.finding.key == MILD.finding.key
-    assert not reports_can_wait(fleet.state, "n1", [graver])
-    assert not picture_can_wait(fleet.state, "n1", [graver.finding])
+    assert not can_defer_reports(fleet.state, "n1", [graver])
+    assert not can_defer_findings(fleet.state, "n1", [graver.finding])
     fleet.report("n1", graver)
-    assert reports_can_wait(fleet.state, "n1", [graver])
-    assert picture_can_wait(fleet.state, "n1", [graver.finding])
+    assert can_defer_reports(fleet.state, "n1", [graver])
+    assert can_defer_findings(fleet.state, "n1", [graver.finding])
 
 
 def test_the_picture_of_a_stranger_does_not_wait_and_the_first_of_a_node_that_is_known_does() -> None:
     fleet = CoreFleet()
-    assert not picture_can_wait(fleet.state, "n1", ())
+    assert not can_defer_findings(fleet.state, "n1", ())
     fleet.register("n1")
     fleet.restart()
-    assert picture_can_wait(fleet.state, "n1", [MILD.finding])
-    assert not picture_can_wait(fleet.state, "n1", [CRITICAL.finding])
+    assert can_defer_findings(fleet.state, "n1", [MILD.finding])
+    assert not can_defer_findings(fleet.state, "n1", [CRITICAL.finding])
 
 
 def test_the_picture_of_a_node_that_is_suspected_does_not_wait(fleet: CoreFleet) -> None:
     fleet.disconnect("n1")
-    assert not picture_can_wait(fleet.state, "n1", ())
+    assert not can_defer_findings(fleet.state, "n1", ())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everstep_controller.core.effects import Effect, PutVersion
-from everstep_controller.core.events import NodeObserved, StoreChanged
+from everstep_controller.core.events import DatabaseAvailabilityChanged, SchedulerStateChanged
 
 from everstep.ids import Version
 from everstep.vocabulary import JobState, NodeState
@@ -20,10 +20,10 @@ def test_a_generation_whose_acknowledgements_an_earlier_controller_took_is_seen_
     for step in (7, 8, 9):
         fleet.progress(step)
         fleet.advance(1.5, "n1", "n2", "n3")
-        assert fleet.job().resumed_at is None
+        assert fleet.job().generation_resumed_at is None
     fleet.progress(10)
     fleet.advance(1.5, "n1", "n2", "n3")
-    assert fleet.job().resumed_at is not None
+    assert fleet.job().generation_resumed_at is not None
 
 
 def test_a_generation_that_committed_before_all_said_that_they_step_commits_nothing_unannounced_after_it() -> None:
@@ -41,7 +41,7 @@ def test_so_does_one_that_stepped_and_may_have_been_told_of_a_version_that_not_a
     fleet.start(3)
     fleet.lose_rank(0)
     fleet.resume(step=6)
-    assert _committed(fleet.seal(7, kept=False)) == []
+    assert _committed(fleet.seal(7, commit_candidate=False)) == []
     fleet.restart()
     assert _committed(fleet.seal(8)) == []
 
@@ -69,7 +69,7 @@ def test_steps_with_which_ranks_enter_and_to_which_they_are_set_back_are_none_of
         for rank, step in enumerate(steps):
             fleet.progress_of(rank, step)
             fleet.advance(1.5, "n1", "n2", "n3")
-            assert fleet.job().resumed_at is None
+            assert fleet.job().generation_resumed_at is None
 
 
 def test_a_generation_of_its_own_counts_as_resumed_by_acknowledgements_alone() -> None:
@@ -79,14 +79,14 @@ def test_a_generation_of_its_own_counts_as_resumed_by_acknowledgements_alone() -
     for step in (7, 8, 9):
         fleet.progress(step)
         fleet.advance(1.5, "n1", "n2", "n3")
-    assert fleet.job().resumed_at is None
+    assert fleet.job().generation_resumed_at is None
 
 
 def test_a_node_that_was_only_held_and_falls_ill_on_its_way_back_leaves_its_job() -> None:
     fleet = CoreFleet()
     fleet.start(3)
-    fleet.feed(NodeObserved(node="n2", cordoned_by="somebody", reason="a disk"))
-    fleet.feed(NodeObserved(node="n2"))
+    fleet.feed(SchedulerStateChanged(node="n2", cordoned_by="somebody", reason="a disk"))
+    fleet.feed(SchedulerStateChanged(node="n2"))
     assert fleet.node_state("n2") is NodeState.PROBATION
     assert "n2" in fleet.seats()
     fleet.raise_finding("n2", xid())
@@ -113,11 +113,11 @@ def test_a_boundary_that_was_not_written_is_kept_from_everybody_until_the_databa
     fleet.seal(5)
     fleet.raise_finding("n2", xid())
     assert (fleet.spec().number, fleet.running().number) == (2, 1)
-    fleet.feed(StoreChanged(away=True, reason="the disk is full", unsent=("job",)))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="the disk is full", unsent_jobs=("job",)))
     before = len(fleet.effects)
     fleet.join("n1", again=True)
     assert sent(fleet.effects[before:], NewGeneration)["n1"].spec.number == 1
-    fleet.feed(StoreChanged(away=False))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=False))
     before = len(fleet.effects)
     fleet.join("n1", again=True)
     assert sent(fleet.effects[before:], NewGeneration)["n1"].spec.number == 2
@@ -143,10 +143,10 @@ def test_what_an_earlier_run_of_the_job_committed_is_no_version_of_this_one_afte
     fleet.join("n1", "n2", min_nodes=1, max_nodes=2)
     assert fleet.job_state() is JobState.RUNNING
     fleet.restart()
-    assert fleet.state.live_jobs["job"].committed is None
+    assert fleet.state.job_runtime["job"].committed_version is None
     fleet.hear("n1", "n2")
     fleet.lose_rank(0)
-    assert fleet.spec().restore.scratch
+    assert fleet.spec().restore.from_scratch
 
 
 def test_a_seal_from_before_what_is_committed_counts_for_nothing_after_a_restart_either() -> None:
@@ -155,15 +155,19 @@ def test_a_seal_from_before_what_is_committed_counts_for_nothing_after_a_restart
     fleet.seal(4)
     fleet.restart()
     fleet.seal(3)
-    live = fleet.state.live_jobs["job"]
-    assert (live.committed, live.settled, live.verified) == (Version(1, 4), Version(1, 4), Version(1, 4))
+    live = fleet.state.job_runtime["job"]
+    assert (live.committed_version, live.settled_version, live.verified_version) == (
+        Version(1, 4),
+        Version(1, 4),
+        Version(1, 4),
+    )
 
 
 def test_a_launcher_that_comes_while_the_end_of_its_job_waits_for_the_database_is_told_of_the_end() -> None:
     """Nobody could hear of it yet, so it is one of those that wait, and begins nothing anew."""
     fleet = CoreFleet()
     fleet.start(2)
-    fleet.feed(StoreChanged(away=True, reason="full", trace=fleet.trace()))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="full", trace=fleet.trace()))
     fleet.finish(0, 1)
     fleet.advance(5.0, "n1", "n2")
     before = len(fleet.effects)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import msgspec
-from everstep_controller.core.effects import Effect, PutFleet, PutJob, PutNode, RequestRemedy
-from everstep_controller.core.events import ActionReported, Event
+from everstep_controller.core.effects import Effect, PutFleet, PutJob, PutNode, RequestRemediation
+from everstep_controller.core.events import Event, RemediationFinished
 from hypothesis import HealthCheck, given, settings
 
 from everstep.errors import EverstepError
@@ -63,15 +63,17 @@ def test_what_changes_in_a_record_is_written_with_the_same_event(history: list[A
 
 
 def test_a_step_of_a_ladder_that_was_of_no_use_is_written_though_the_next_one_waits() -> None:
-    fleet = _Watched(msgspec.structs.replace(quick_policy(), remediate=Mode.ENFORCE))
+    fleet = _Watched(msgspec.structs.replace(quick_policy(), remediation_mode=Mode.ENFORCE))
     fleet.register(*NODES[:5])
     fleet.join(*NODES[:4], job="a", min_nodes=2, max_nodes=4, join_wait_s=1.0)
     fleet.raise_finding(NODES[0], RESET_ME)
     for _ in range(2):
         fleet.advance(5.0, *NODES[:5])
-        cures = [e.remedy for e in fleet.effects if isinstance(e, RequestRemedy) and e.remedy.kind != "cordon"]
-        fleet.feed(ActionReported(id=cures[-1].id, node=NODES[0], ok=True, trace=fleet.trace()))
+        cures = [
+            e.remediation for e in fleet.effects if isinstance(e, RequestRemediation) and e.remediation.kind != "cordon"
+        ]
+        fleet.feed(RemediationFinished(remediation_id=cures[-1].id, node=NODES[0], succeeded=True, trace=fleet.trace()))
     fleet.advance(60.0, *NODES[:5])
-    course = fleet.state.nodes[NODES[0]].course
+    course = fleet.state.nodes[NODES[0]].readmission_plan
     assert course is not None
-    assert course.ladder[course.rung] is Action.REPAIR, "which waits for an outbreak that may be behind it"
+    assert course.ladder[course.ladder_step] is Action.REPAIR, "which waits for an outbreak that may be behind it"

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from everstep_controller.core.events import ControllerStarted, StoreChanged
-from everstep_controller.core.jobs.generations import EPOCH_SPAN
+from everstep_controller.core.events import ControllerStarted, DatabaseAvailabilityChanged
+from everstep_controller.core.jobs.generations import NUMBERS_PER_EPOCH
 
 from tests.support.core_fleet import CoreFleet
 
@@ -20,10 +20,10 @@ def test_a_generation_that_nobody_was_told_of_is_followed_by_one_that_no_other_c
     fleet = _running()
     fleet.lose_rank(0)
     untold = fleet.spec()
-    fleet.feed(StoreChanged(away=True, reason="disk full", unsent=("job",)))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk full", unsent_jobs=("job",)))
     told = fleet.spec()
-    assert told.number == 7 * EPOCH_SPAN + 1
-    assert told.seated == untold.seated
+    assert told.number == 7 * NUMBERS_PER_EPOCH + 1
+    assert told.seated_nodes == untold.seated_nodes
     assert told.reason is untold.reason
     assert told.trace == untold.trace
     assert f"generation {untold.number} was decided as the database went away" in told.sentence
@@ -33,12 +33,12 @@ def test_a_job_that_was_only_to_begin_waits_for_the_database() -> None:
     fleet = CoreFleet()
     fleet.start(nodes=2)
     formed = fleet.spec()
-    fleet.feed(StoreChanged(away=True, reason="disk full", unsent=("job", "another")))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk full", unsent_jobs=("job", "another")))
     assert fleet.spec() is formed
 
 
 def test_only_the_jobs_that_are_named_get_another_generation() -> None:
     fleet = _running()
     before = fleet.spec()
-    fleet.feed(StoreChanged(away=True, reason="disk full"))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk full"))
     assert fleet.spec() is before

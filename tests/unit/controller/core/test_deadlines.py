@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everstep_controller.core.engine import next_deadline
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.startup import restore
+from everstep_controller.core.startup import restore_state
 from everstep_controller.core.transition import pop_due, push_deadline
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +25,7 @@ def _pop(waiting: list[Deadline], now: float) -> tuple[str, str] | None:
 
 @given(st.lists(st.one_of(deadlines, st.sampled_from([1.0, 2.0, 3.5])), max_size=60))
 def test_what_is_due_comes_once_and_the_earliest_first(acts: list[Deadline | float]) -> None:
-    state, waiting = restore(CorePolicy.lab()), list[Deadline]()
+    state, waiting = restore_state(CorePolicy.lab()), list[Deadline]()
     while pop_due(state, float("inf")):
         pass
     for act in acts:

@@ -7,10 +7,10 @@ from collections import Counter
 
 import msgspec
 import pytest
-from everstep_controller.core.effects import Remedy, RemedyKind
+from everstep_controller.core.effects import Remediation, RemediationKind
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.remediation.executor import PATIENCE_S, PATIENCE_SHARE
-from everstep_controller.store.rows import RemedyState
+from everstep_controller.store.rows import RemediationState
 
 from everstep.errors import Unavailable
 from tests.support.remedy_desk import Book, Machine, run, wanted
@@ -20,7 +20,7 @@ def test_what_is_never_confirmed_is_given_up_when_patience_is_over() -> None:
     machine, book = Machine(pending=10**9), Book()
     done = machine.is_done
 
-    def later(remedy: Remedy) -> bool:
+    def later(remedy: Remediation) -> bool:
         book.now += PATIENCE_S[remedy.kind]
         return done(remedy)
 
@@ -30,40 +30,42 @@ def test_what_is_never_confirmed_is_given_up_when_patience_is_over() -> None:
 
 
 @pytest.mark.promise("cordons-returned")
-@pytest.mark.parametrize("kind", [RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REPAIR])
-def test_what_is_to_stand_is_asked_for_until_the_outside_is_back_however_long_it_was_away(kind: RemedyKind) -> None:
+@pytest.mark.parametrize("kind", [RemediationKind.CORDON, RemediationKind.UNCORDON, RemediationKind.REPAIR])
+def test_what_is_to_stand_is_asked_for_until_the_outside_is_back_however_long_it_was_away(
+    kind: RemediationKind,
+) -> None:
     machine, book, failures = Machine(away=9), Book(), Counter[str]()
-    machine.kinds = frozenset(RemedyKind)
+    machine.kinds = frozenset(RemediationKind)
     ask = machine.apply
 
-    def later(remedy: Remedy) -> None:
+    def later(remedy: Remediation) -> None:
         book.now += PATIENCE_S[remedy.kind] / 2
         ask(remedy)
 
     machine.apply = later  # type: ignore[method-assign]
-    run(machine, book, wanted(1, kind), failed=lambda: failures.update(["failed"]))
+    run(machine, book, wanted(1, kind), on_failure=lambda: failures.update(["failed"]))
     assert machine.applied == ["n1-a1"]
-    assert book.states("n1-a1") == ["begun", "confirmed"]
+    assert book.states("n1-a1") == ["started", "confirmed"]
     assert failures["failed"] == 4
 
 
-@pytest.mark.parametrize("kind", [RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REPAIR])
+@pytest.mark.parametrize("kind", [RemediationKind.CORDON, RemediationKind.UNCORDON, RemediationKind.REPAIR])
 def test_what_an_earlier_life_began_is_asked_for_however_long_the_outside_could_not_be_looked_at(
-    kind: RemedyKind,
+    kind: RemediationKind,
 ) -> None:
     """Patience is with an outside that answers: one that is back, and has not done it, was never asked in this life."""
     machine, book = Machine(pending=3), Book()
-    machine.kinds, looks = frozenset(RemedyKind), itertools.count()
+    machine.kinds, looks = frozenset(RemediationKind), itertools.count()
     done = machine.is_done
 
-    def later(remedy: Remedy) -> bool:
+    def later(remedy: Remediation) -> bool:
         book.now += PATIENCE_S[remedy.kind] / 4
         if next(looks) < 4:
             raise Unavailable("it does not answer")
         return done(remedy)
 
     machine.is_done = later  # type: ignore[method-assign]
-    run(machine, book, left=[wanted(1, kind, state=RemedyState.BEGUN)])
+    run(machine, book, left=[wanted(1, kind, state=RemediationState.STARTED)])
     assert machine.applied == ["n1-a1"]
     assert book.states("n1-a1") == ["confirmed"]
 
@@ -73,7 +75,7 @@ def test_what_was_not_done_when_the_outside_was_back_is_given_up_for_that() -> N
     machine, book = Machine(pending=10**9), Book()
     looks, done = itertools.count(), machine.is_done
 
-    def later(remedy: Remedy) -> bool:
+    def later(remedy: Remediation) -> bool:
         book.now += PATIENCE_S[remedy.kind] / 4
         if next(looks) < 4:
             raise Unavailable("it does not answer")
@@ -88,19 +90,19 @@ def test_a_cure_is_not_asked_for_any_more_when_patience_is_over_even_of_an_outsi
     machine, book = Machine(away=3), Book()
     ask = machine.apply
 
-    def later(remedy: Remedy) -> None:
+    def later(remedy: Remediation) -> None:
         book.now += PATIENCE_S[remedy.kind]
         ask(remedy)
 
     machine.apply = later  # type: ignore[method-assign]
-    run(machine, book, wanted(1, RemedyKind.REBOOT))
+    run(machine, book, wanted(1, RemediationKind.REBOOT))
     assert machine.applied == []
-    assert [(told.ok, told.detail) for told in book.told] == [(False, "it does not answer within 3600 s")]
+    assert [(told.succeeded, told.detail) for told in book.told] == [(False, "it does not answer within 3600 s")]
 
 
-@pytest.mark.parametrize("kind", [RemedyKind.RESET_GPU, RemedyKind.REBOOT])
-def test_the_core_waits_for_a_cure_longer_than_the_desk_wants_to(kind: RemedyKind) -> None:
-    assert PATIENCE_S[kind] <= PATIENCE_SHARE * CorePolicy().remedy_timeout_s
+@pytest.mark.parametrize("kind", [RemediationKind.RESET_GPU, RemediationKind.REBOOT])
+def test_the_core_waits_for_a_cure_longer_than_the_desk_wants_to(kind: RemediationKind) -> None:
+    assert PATIENCE_S[kind] <= PATIENCE_SHARE * CorePolicy().remediation_timeout_s
 
 
 @pytest.mark.promise("remediation-caps")
@@ -113,13 +115,13 @@ def test_a_cure_has_its_full_patience_and_is_given_up_before_the_core_does(waite
     book.now += waited_s
     done = machine.is_done
 
-    def later(remedy: Remedy) -> bool:
+    def later(remedy: Remediation) -> bool:
         book.now += step_s
         return done(remedy)
 
     machine.is_done = later  # type: ignore[method-assign]
-    run(machine, book, wanted(1, RemedyKind.REBOOT, at=at, due=at + due_s))
-    assert [told.ok for told in book.told] == [False]
+    run(machine, book, wanted(1, RemediationKind.REBOOT, at=at, due=at + due_s))
+    assert [told.succeeded for told in book.told] == [False]
     assert machine.applied == ["n1-a1"]
     assert PATIENCE_SHARE * due_s <= book.now - at - waited_s
     assert book.now < at + due_s
@@ -130,20 +132,20 @@ def test_patience_with_a_cure_begins_when_the_outside_could_hear_of_it() -> None
     machine, book = Machine(away=1, pending=10**9), Book()
     at, asked_at, ask, done = book.now, 0.0, machine.apply, machine.is_done
 
-    def late(remedy: Remedy) -> None:
+    def late(remedy: Remediation) -> None:
         nonlocal asked_at
         if machine.away:
             book.now += 500.0
         asked_at = book.now
         ask(remedy)
 
-    def later(remedy: Remedy) -> bool:
+    def later(remedy: Remediation) -> bool:
         book.now += 10.0
         return done(remedy)
 
     machine.apply, machine.is_done = late, later  # type: ignore[method-assign]
-    run(machine, book, wanted(1, RemedyKind.REBOOT, at=at, due=at + 1800.0))
-    assert (machine.applied, [told.ok for told in book.told]) == (["n1-a1"], [False])
+    run(machine, book, wanted(1, RemediationKind.REBOOT, at=at, due=at + 1800.0))
+    assert (machine.applied, [told.succeeded for told in book.told]) == (["n1-a1"], [False])
     assert book.now - asked_at >= PATIENCE_SHARE * 1800.0
     assert book.now < at + 1800.0
 
@@ -151,7 +153,7 @@ def test_patience_with_a_cure_begins_when_the_outside_could_hear_of_it() -> None
 @pytest.mark.promise("remediation-caps")
 def test_a_cure_that_would_end_after_the_core_has_given_it_up_is_not_asked_for() -> None:
     machine, book = Machine(), Book()
-    run(machine, book, wanted(1, RemedyKind.REBOOT, at=book.now - 600.0, due=book.now + 1200.0))
+    run(machine, book, wanted(1, RemediationKind.REBOOT, at=book.now - 600.0, due=book.now + 1200.0))
     assert machine.applied == []
     assert "too late to ask" in book.told[0].detail
 
@@ -160,20 +162,20 @@ def test_an_order_whose_answer_was_lost_is_looked_for_when_it_is_too_late_to_rep
     machine, book = Machine(pending=1), Book()
     ask = machine.apply
 
-    def lost(remedy: Remedy) -> None:
+    def lost(remedy: Remediation) -> None:
         ask(remedy)
         book.now += 700.0
         raise Unavailable("the connection broke", 0.0)
 
     machine.apply = lost  # type: ignore[method-assign]
-    run(machine, book, wanted(1, RemedyKind.REBOOT, at=book.now, due=book.now + 1800.0))
+    run(machine, book, wanted(1, RemediationKind.REBOOT, at=book.now, due=book.now + 1800.0))
     assert machine.applied == ["n1-a1"]
-    assert [told.ok for told in book.told] == [True]
+    assert [told.succeeded for told in book.told] == [True]
 
 
 def test_a_cure_that_is_done_is_done_however_late_an_heir_looks() -> None:
     machine, book = Machine(), Book()
     machine.applied = ["n1-a1"]
-    row = wanted(1, RemedyKind.REBOOT, at=book.now - 100.0, due=book.now)
-    run(machine, book, left=[msgspec.structs.replace(row, state=RemedyState.BEGUN)])
-    assert [told.ok for told in book.told] == [True]
+    row = wanted(1, RemediationKind.REBOOT, at=book.now - 100.0, due=book.now)
+    run(machine, book, left=[msgspec.structs.replace(row, state=RemediationState.STARTED)])
+    assert [told.succeeded for told in book.told] == [True]

@@ -5,8 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 from everstep_controller.core import retirement
-from everstep_controller.core.effects import DropJob, DropNode, NoteCleared, PutNode, PutVerdict, RequestRemedy
-from everstep_controller.core.events import OperatorAction, StoreChanged
+from everstep_controller.core.effects import (
+    DeleteJob,
+    DeleteNode,
+    PutNode,
+    PutVerdict,
+    RecordFindingCleared,
+    RequestRemediation,
+)
+from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorAction
 from everstep_controller.core.policy import CorePolicy
 
 from everstep.errors import Conflict, NotFound
@@ -98,12 +105,12 @@ def test_nothing_leads_to_a_forgotten_node_and_it_comes_back_as_a_new_one() -> N
     fleet.raise_finding("n4", xid())
     _lose_quarantined(fleet, "n4")
     effects = fleet.order(OperatorAction.FORGET, node="n4")
-    assert [e.node for e in effects if isinstance(e, DropNode)] == ["n4"]
+    assert [e.node for e in effects if isinstance(e, DeleteNode)] == ["n4"]
     assert not [e for e in effects if isinstance(e, PutNode) and e.node == "n4"]
-    assert [e.key for e in effects if isinstance(e, NoteCleared)] == [xid().key]
-    assert [e.remedy.kind for e in effects if isinstance(e, RequestRemedy)] == ["uncordon"]
+    assert [e.key for e in effects if isinstance(e, RecordFindingCleared)] == [xid().key]
+    assert [e.remediation.kind for e in effects if isinstance(e, RequestRemediation)] == ["uncordon"]
     assert audits(effects, "node.forgotten") == ["ada ordered to forget n4: because"]
-    assert b'"n4"' not in msgspec.json.encode((fleet.state.jobs, fleet.state.sightings, fleet.state.held))
+    assert b'"n4"' not in msgspec.json.encode((fleet.state.jobs, fleet.state.sightings, fleet.state.deferred_evictions))
     fleet.advance(60.0, "n1", "n2", "n3")
     before = len(fleet.effects)
     fleet.register("n4")
@@ -121,7 +128,7 @@ def test_who_was_forgotten_in_quarantine_comes_back_through_a_probe(restarted: b
     if restarted:
         fleet.restart()
     _comes_back_through_a_probe(fleet, "n4")
-    assert "n4" not in fleet.state.fleet.unfit
+    assert "n4" not in fleet.state.fleet.unfit_nodes
 
 
 @pytest.mark.promise("forgotten-nodes")
@@ -142,7 +149,11 @@ def test_who_was_forgotten_when_it_was_lost_on_its_way_back_comes_back_through_w
     fleet.advance(40.0, "n1", "n2", "n3")
     assert fleet.node_state("n4") is NodeState.LOST
     fleet.order(OperatorAction.FORGET, node="n4")
-    assert fleet.state.fleet.unfit["n4"].checks == (ProbeKind.MEMORY, ProbeKind.COMPUTE, ProbeKind.ALL_REDUCE)
+    assert fleet.state.fleet.unfit_nodes["n4"].diagnostics == (
+        ProbeKind.MEMORY,
+        ProbeKind.COMPUTE,
+        ProbeKind.ALL_REDUCE,
+    )
     _comes_back_through_a_probe(fleet, "n4")
 
 
@@ -185,7 +196,7 @@ def test_who_was_forgotten_when_lost_and_nothing_else_comes_back_as_anybody_new(
 def test_gpus_that_computed_wrongly_need_somebodys_word_also_after_their_node_was_forgotten() -> None:
     fleet = _fleet()
     fleet.raise_finding("n4", xid())
-    fleet.state.nodes["n4"].condemned = ["GPU-n4"]
+    fleet.state.nodes["n4"].defective_gpus = ["GPU-n4"]
     _lose_quarantined(fleet, "n4")
     fleet.order(OperatorAction.FORGET, node="n4")
     fleet.register("n4", gpus=(_gpu("GPU-n4"),))
@@ -197,13 +208,13 @@ def test_gpus_that_computed_wrongly_need_somebodys_word_also_after_their_node_wa
 
 
 def test_of_very_many_names_those_that_were_forgotten_first_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retirement, "MOST_UNFIT", 1)
+    monkeypatch.setattr(retirement, "MAX_UNFIT_NODES", 1)
     fleet = _fleet(nodes=2, spares=2)
     for node in ("n3", "n4"):
         fleet.raise_finding(node, xid())
         _lose_quarantined(fleet, node)
         fleet.order(OperatorAction.FORGET, node=node)
-    assert list(fleet.state.fleet.unfit) == ["n4"]
+    assert list(fleet.state.fleet.unfit_nodes) == ["n4"]
 
 
 def _gpu(uuid: str) -> Gpu:
@@ -231,7 +242,7 @@ def _lose_quarantined(fleet: CoreFleet, node: str) -> None:
 def test_an_order_waits_for_the_database() -> None:
     fleet = _fleet()
     _lose(fleet, "n4")
-    fleet.feed(StoreChanged(away=True, reason="disk full"))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk full"))
     with pytest.raises(Exception, match="the database is away"):
         fleet.order(OperatorAction.FORGET, node="n4")
 
@@ -255,7 +266,7 @@ def test_what_a_person_has_a_say_in_stays_until_a_person_ends_it() -> None:
     fleet = _fleet(nodes=2, spares=4)
     fleet.order(OperatorAction.HOLD, node="n3")
     fleet.order(OperatorAction.REPAIR, node="n4")
-    fleet.state.nodes["n5"].condemned = ["GPU-n5"]
+    fleet.state.nodes["n5"].defective_gpus = ["GPU-n5"]
     for node in ("n3", "n4", "n5", "n6"):
         _lose_quarantined(fleet, node)
     _pass(fleet, 2.5)
@@ -274,13 +285,13 @@ def test_the_age_of_an_absence_outlives_the_controller() -> None:
 
 
 def test_zero_forgets_nothing_and_asks_for_no_look() -> None:
-    never = dict.fromkeys(("forget_nodes_after_s", "forget_jobs_after_s", "desert_jobs_after_s"), 0.0)
+    never = dict.fromkeys(("forget_nodes_after_s", "forget_jobs_after_s", "end_abandoned_jobs_after_s"), 0.0)
     fleet = _fleet(msgspec.structs.replace(LAB, **never))
     _lose(fleet, "n4")
     _finish(fleet)
     _pass(fleet, 3.0)
     assert ("n4" in fleet.state.nodes, list(fleet.state.jobs)) == (True, ["job"])
-    assert not [kind for _, kind, _ in fleet.state.queued if kind == "retention"]
+    assert not [kind for _, kind, _ in fleet.state.queued_deadlines if kind == "retention"]
 
 
 def test_a_job_that_is_over_for_long_is_forgotten_and_one_of_its_name_begins_anew() -> None:
@@ -290,8 +301,8 @@ def test_a_job_that_is_over_for_long_is_forgotten_and_one_of_its_name_begins_ane
     assert list(fleet.state.jobs) == ["job"]
     before = len(fleet.effects)
     _pass(fleet, 0.3)
-    assert fleet.state.jobs == fleet.state.live_jobs == {}
-    assert [e.job for e in fleet.effects[before:] if isinstance(e, DropJob)] == ["job"]
+    assert fleet.state.jobs == fleet.state.job_runtime == {}
+    assert [e.job for e in fleet.effects[before:] if isinstance(e, DeleteJob)] == ["job"]
     fleet.join("n1", "n2", min_nodes=1, max_nodes=2)
     assert generations(fleet.effects)[-1].number == 1
 
@@ -304,7 +315,7 @@ def test_a_node_whose_job_is_over_is_forgotten_with_the_homes_of_its_versions(le
         fleet.leave("n2", orderly=True)
     _lose(fleet, "n2")
     fleet.order(OperatorAction.FORGET, node="n2")
-    assert fleet.job().homes is None
+    assert fleet.job().version_locations is None
     assert "n2" not in fleet.job().launchers
 
 
@@ -315,7 +326,7 @@ def test_a_job_that_is_not_over_is_never_old() -> None:
 
 
 def test_of_very_many_a_look_forgets_some_and_the_next_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retirement, "MOST_AT_ONCE", 2)
+    monkeypatch.setattr(retirement, "MAX_PER_CHECK", 2)
     fleet = _fleet(nodes=1, spares=3)
     _lose(fleet, "n2", "n3")
     _lose(fleet, "n4")
@@ -329,10 +340,10 @@ def test_of_very_many_a_look_forgets_some_and_the_next_the_others(monkeypatch: p
 def test_while_the_database_is_away_nothing_is_forgotten() -> None:
     fleet = _fleet()
     _lose(fleet, "n4")
-    fleet.feed(StoreChanged(away=True, reason="disk full"))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk full"))
     _pass(fleet, 3.0)
     assert "n4" in fleet.state.nodes
-    fleet.feed(StoreChanged(away=False))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=False))
     _pass(fleet, 0.3)
     assert "n4" not in fleet.state.nodes
 
@@ -392,6 +403,6 @@ def test_one_that_never_formed_is_ended_too_and_one_whose_nodes_are_only_out_of_
 
 def test_zero_waits_for_ever() -> None:
     fleet = _deserted()
-    fleet.policy = fleet.state.policy = msgspec.structs.replace(fleet.policy, desert_jobs_after_s=0.0)
+    fleet.policy = fleet.state.policy = msgspec.structs.replace(fleet.policy, end_abandoned_jobs_after_s=0.0)
     _pass(fleet, 3.0)
     assert fleet.job_state() is JobState.PAUSED

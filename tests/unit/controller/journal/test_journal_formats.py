@@ -11,7 +11,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 from everstep_controller.core.events import Event, ReportArrived
-from everstep_controller.journal.recorder import MAGIC, Beginning, read_segment, segments
+from everstep_controller.journal.recorder import MAGIC, SegmentStart, read_segment, segments
 from everstep_controller.journal.replay import replay
 
 from everstep.errors import MalformedMessage
@@ -49,7 +49,7 @@ def written(path: Path, *frames: Any, magic: bytes = MAGIC) -> Path:
     return path
 
 
-def beginning_of(segment: Path) -> Beginning:
+def beginning_of(segment: Path) -> SegmentStart:
     return read_segment(segment)[0]
 
 
@@ -73,13 +73,13 @@ def test_unknown_event_is_refused_where_it_comes(recorded: Path, tmp_path: Path)
     first = next(entries)
     unknown = msgspec.msgpack.encode([first.at, {"type": "MoonRose", "trace": "t"}, [], []])
     recording = replay(written(tmp_path / "odd.journal", beginning, first, unknown))
-    assert next(recording.steps).what == "ControllerStarted"
+    assert next(recording.events).event_name == "ControllerStarted"
     with pytest.raises(MalformedMessage, match=r"event 2 of .* written by everstep 0\.1\.0, is not understood"):
-        next(recording.steps)
+        next(recording.events)
 
 
 def test_state_not_understood_names_the_release_that_wrote_it(recorded: Path, tmp_path: Path) -> None:
-    old = Beginning(version="0.0.7", at=1.0, state=msgspec.Raw(msgspec.msgpack.encode({"nodes": 3})))
+    old = SegmentStart(version="0.0.7", at=1.0, state=msgspec.Raw(msgspec.msgpack.encode({"nodes": 3})))
     with pytest.raises(MalformedMessage, match=r"everstep 0\.0\.7, whose state this release .* replay it with that"):
         replay(written(tmp_path / "old.journal", old))
     with pytest.raises(MalformedMessage, match=r"how .* begins is not understood"):

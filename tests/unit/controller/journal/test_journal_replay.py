@@ -14,15 +14,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_controller.core.effects import RemedyKind, RequestRemedy
+from everstep_controller.core.effects import RemediationKind, RequestRemediation
 from everstep_controller.core.events import ProbeRequested
 from everstep_controller.core.health import diagnostics, node_state
 from everstep_controller.core.jobs import generations
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.transition import Turn
+from everstep_controller.core.transition import Transition
 from everstep_controller.journal import recorder
 from everstep_controller.journal.recorder import MAGIC, RETRY_S, Journal, read_segment, segments
-from everstep_controller.journal.replay import HIDDEN, Step, replay
+from everstep_controller.journal.replay import HIDDEN_DIFFERENCE, ReplayedEvent, replay
 
 from everstep.errors import ConfigurationError, MalformedMessage
 from everstep.vocabulary import Action, Mode, NodeState
@@ -49,8 +49,8 @@ def _incident(fleet: CoreFleet) -> None:
     fleet.lose_rank(1)
 
 
-def _steps(directory: Path) -> list[Step]:
-    return [step for path in segments(directory) for step in replay(path).steps]
+def _steps(directory: Path) -> list[ReplayedEvent]:
+    return [step for path in segments(directory) for step in replay(path).events]
 
 
 @pytest.mark.promise("replay")
@@ -59,8 +59,8 @@ def test_every_event_is_decided_as_it_was_then_without_the_beats(fleet: Journale
     fleet.journal.close()
     steps = _steps(tmp_path / "journal")
     assert [line for step in steps for line in step.difference()] == []
-    assert any("verdict n2-1 (evict)" in line for step in steps for line in step.now)
-    assert any("node.suspect: n5" in line for step in steps for line in step.now)
+    assert any("verdict n2-1 (evict)" in line for step in steps for line in step.replayed)
+    assert any("node.suspect: n5" in line for step in steps for line in step.replayed)
 
 
 def test_ticks_that_found_everybody_well_are_not_kept(fleet: JournaledFleet, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_ticks_that_found_everybody_well_are_not_kept(fleet: JournaledFleet, tmp
     fleet.advance(60.0, *[f"m{i}" for i in range(20)])
     assert len(fleet.effects) == before
     fleet.journal.close()
-    assert {step.what for step in _steps(tmp_path / "journal")} == {
+    assert {step.event_name for step in _steps(tmp_path / "journal")} == {
         "ControllerStarted",
         "AgentRegistered",
         *(f"beat of m{i}" for i in range(20)),
@@ -84,7 +84,7 @@ def test_a_core_that_decides_otherwise_shows_the_difference(
     _incident(fleet)
     fleet.journal.close()
 
-    def never(turn: Turn, node: str, finding: object, sentence: str) -> bool:
+    def never(turn: Transition, node: str, finding: object, sentence: str) -> bool:
         return False
 
     monkeypatch.setattr("everstep_controller.core.health.findings.evict", never)
@@ -110,13 +110,13 @@ def test_other_places_for_copies_than_the_words_name_are_a_difference(
     monkeypatch.setattr(generations, "place_replicas", otherwise)
     different = [step for step in _steps(tmp_path / "journal") if step.differs]
     assert different
-    assert all(step.then == step.now and step.difference()[-1] == HIDDEN for step in different)
+    assert all(step.recorded == step.replayed and step.difference()[-1] == HIDDEN_DIFFERENCE for step in different)
 
 
 def test_another_gpu_to_reset_and_another_probe_than_the_words_name_are_differences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fleet = JournaledFleet(tmp_path, msgspec.structs.replace(CorePolicy.lab(), remediate=Mode.ENFORCE))
+    fleet = JournaledFleet(tmp_path, msgspec.structs.replace(CorePolicy.lab(), remediation_mode=Mode.ENFORCE))
     gpus = tuple(Gpu(index=i, uuid=f"GPU-{i}", name="virtual", pci_bus_id=str(i), memory_bytes=1) for i in range(2))
     fleet.register("n1", "n2", "n3", "n4", gpus=gpus)
     for node in fleet.state.nodes:
@@ -126,15 +126,17 @@ def test_another_gpu_to_reset_and_another_probe_than_the_words_name_are_differen
     fleet.feed(ProbeRequested(nodes=("n3", "n4"), actor="ada", trace=fleet.trace()))
     fleet.journal.close()
     (reset,) = [
-        e.remedy for e in fleet.effects if isinstance(e, RequestRemedy) and e.remedy.kind is RemedyKind.RESET_GPU
+        e.remediation
+        for e in fleet.effects
+        if isinstance(e, RequestRemediation) and e.remediation.kind is RemediationKind.RESET_GPU
     ]
-    assert reset.gpus == ("GPU-0",)
+    assert reset.gpu_uuids == ("GPU-0",)
     assert not any(step.differs for step in _steps(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(node_state, "suspect_gpus", lambda record, _: record.gpus[1:])
-        assert [step.difference()[-1] for step in _steps(tmp_path) if step.differs] == [HIDDEN]
+        assert [step.difference()[-1] for step in _steps(tmp_path) if step.differs] == [HIDDEN_DIFFERENCE]
     monkeypatch.setattr(diagnostics, "RunProbe", partial(RunProbe, repeats=1))
-    assert [step.difference()[-1] for step in _steps(tmp_path) if step.differs] == [HIDDEN]
+    assert [step.difference()[-1] for step in _steps(tmp_path) if step.differs] == [HIDDEN_DIFFERENCE]
 
 
 def test_secrets_are_not_written_and_the_files_are_their_owners_only(fleet: JournaledFleet, tmp_path: Path) -> None:
@@ -154,12 +156,12 @@ def test_a_new_segment_begins_with_the_whole_state_and_without_its_secrets(tmp_p
     _incident(fleet)
     for step in range(6, 40):
         fleet.seal(step)
-        asyncio.run(fleet.journal.drained())
+        asyncio.run(fleet.journal.drain())
         fleet.advance(3.0, "n1", "n3", "n4", "n5")
     fleet.journal.close()
     found = segments(tmp_path / "journal")
     assert len(found) > 1
-    assert [step for path in found for step in replay(path).steps if step.differs] == []
+    assert [step for path in found for step in replay(path).events if step.differs] == []
     beginning, _ = read_segment(found[-1])
     assert ENTROPY.encode() not in bytes(beginning.state)
 
@@ -174,11 +176,11 @@ def test_what_a_crash_cut_off_does_not_hide_what_came_before(fleet: JournaledFle
 
 
 def test_old_segments_go_first_and_the_one_being_written_never(tmp_path: Path) -> None:
-    fleet = JournaledFleet(tmp_path / "journal", segment_bytes=1500, most_bytes=8000)
+    fleet = JournaledFleet(tmp_path / "journal", segment_bytes=1500, max_bytes=8000)
     fleet.start(4)
     for step in range(5, 80):
         fleet.seal(step)
-        asyncio.run(fleet.journal.drained())
+        asyncio.run(fleet.journal.drain())
         fleet.advance(3.0, "n1", "n2", "n3", "n4")
     fleet.journal.close()
     found = segments(tmp_path / "journal")
@@ -192,11 +194,11 @@ def test_a_disk_that_takes_nothing_costs_the_journal_a_gap_and_decisions_nothing
     folder = tmp_path / "journal"
     fleet = JournaledFleet(folder, segment_bytes=1)
     fleet.start(4)
-    asyncio.run(fleet.journal.drained())
+    asyncio.run(fleet.journal.drain())
     folder.rename(tmp_path / "before")
     for step in range(5, 15):
         fleet.seal(step)
-        asyncio.run(fleet.journal.drained())
+        asyncio.run(fleet.journal.drain())
     assert caplog.text.count("has a gap from here") == 1
     fleet.raise_finding("n2", xid())
     assert fleet.state.nodes["n2"].state is NodeState.QUARANTINED
@@ -211,10 +213,10 @@ def test_a_disk_that_takes_nothing_costs_the_journal_a_gap_and_decisions_nothing
 def test_a_large_state_that_waits_for_a_busy_disk_is_no_reason_for_a_gap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: int, gaps: int
 ) -> None:
-    monkeypatch.setattr(recorder, "MOST_WAITING_BYTES", 4096)
+    monkeypatch.setattr(recorder, "MAX_PENDING_BYTES", 4096)
     fleet = JournaledFleet(tmp_path / "journal", segment_bytes=1)
     fleet.start(4)
-    asyncio.run(fleet.journal.drained())
+    asyncio.run(fleet.journal.drain())
     busy, free = threading.Event(), threading.Event()
     fleet.journal._writing = fleet.journal._thread.submit(lambda: (busy.set(), free.wait(60)))  # type: ignore[assignment]
     try:
@@ -238,7 +240,7 @@ def test_what_is_no_journal_is_refused_with_a_sentence(tmp_path: Path) -> None:
         replay(wrong)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="cannot be made"):
-        Journal(tmp_path / "file" / "journal", most_bytes=1, keep_s=1.0)
+        Journal(tmp_path / "file" / "journal", max_bytes=1, keep_s=1.0)
 
 
 def test_the_command_tells_the_incident_and_that_nothing_differs(fleet: JournaledFleet, tmp_path: Path) -> None:

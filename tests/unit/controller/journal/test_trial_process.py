@@ -15,21 +15,21 @@ from pathlib import Path
 import pytest
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.journal.recorder import SUFFIX
-from everstep_controller.journal.trials import Trials
+from everstep_controller.journal.trials import PolicyTrialRunner
 from everstep_controller.rulebook import with_rules
 
 from everstep.errors import MalformedMessage
-from everstep.wire.v1.operator_history import PolicyChange, TryPolicy
+from everstep.wire.v1.operator_history import PolicyChange, PolicyTrialRequest
 
-WANTED = TryPolicy(change=PolicyChange())
+WANTED = PolicyTrialRequest(change=PolicyChange())
 _CONTROLLER = """
 import asyncio, sys
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.rulebook import with_rules
-from everstep_controller.journal.trials import Trials
-from everstep.wire.v1.operator_history import PolicyChange, TryPolicy
-wanted = TryPolicy(change=PolicyChange())
-asyncio.run(Trials(sys.argv[1]).outcome(with_rules(CorePolicy.lab()), wanted, 1.0))
+from everstep_controller.journal.trials import PolicyTrialRunner
+from everstep.wire.v1.operator_history import PolicyChange, PolicyTrialRequest
+wanted = PolicyTrialRequest(change=PolicyChange())
+asyncio.run(PolicyTrialRunner(sys.argv[1]).run(with_rules(CorePolicy.lab()), wanted, 1.0))
 """
 
 
@@ -95,8 +95,8 @@ def test_a_trial_that_nobody_waits_for_any_more_is_ended(endless: Path, is_read:
     before = set(_children(os.getpid()))
 
     async def broken_off() -> set[int]:
-        trials = Trials(str(endless))
-        waited = asyncio.ensure_future(trials.outcome(with_rules(CorePolicy.lab()), WANTED, 1.0))
+        trials = PolicyTrialRunner(str(endless))
+        waited = asyncio.ensure_future(trials.run(with_rules(CorePolicy.lab()), WANTED, 1.0))
         await asyncio.to_thread(_until, is_read, "the trial has begun")
         started = set(_children(os.getpid())) - before
         waited.cancel()
@@ -112,4 +112,4 @@ def test_a_trial_that_nobody_waits_for_any_more_is_ended(endless: Path, is_read:
 def test_why_nothing_can_be_told_is_the_trials_own_word(tmp_path: Path) -> None:
     (tmp_path / f"{0:015d}-1{SUFFIX}").write_bytes(b"no journal")
     with pytest.raises(MalformedMessage, match="journal"):
-        asyncio.run(Trials(str(tmp_path)).outcome(with_rules(CorePolicy.lab()), WANTED, 1.0))
+        asyncio.run(PolicyTrialRunner(str(tmp_path)).run(with_rules(CorePolicy.lab()), WANTED, 1.0))

@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from everstep_controller.journal.recorder import Journal, segments
-from everstep_controller.journal.trials import _told
-from everstep_controller.journal.what_if import what_if
+from everstep_controller.journal.trials import _to_message
+from everstep_controller.journal.what_if import replay_with_policy
 
 from everstep.errors import Conflict, EverstepError, NotFound, Unavailable
-from everstep.policy_trials import FAILOVER_S, gaps, together
+from everstep.policy_trials import FAILOVER_S, merge_results, recording_gaps
 from everstep.vocabulary import Action, Decision, Verdict
-from everstep.wire.v1.operator_history import Stretch, Tried
+from everstep.wire.v1.operator_history import PolicyTrialResult, RecordedSpan
 from tests.support.core_fleet import START
 from tests.support.findings import xid
 from tests.support.journaled import JournaledFleet
@@ -25,7 +25,7 @@ A, B, C = "https://a:7700", "https://b:7700", "https://c:7700"
 def _follow(fleet: JournaledFleet, folder: Path) -> None:
     """The controller whose journal is ``folder`` leads from now on."""
     fleet.journal.close()
-    fleet.journal = Journal(folder, most_bytes=1 << 30, keep_s=86400.0)
+    fleet.journal = Journal(folder, max_bytes=1 << 30, keep_s=86400.0)
     fleet.epoch += 1
     fleet.now += 1.0
     fleet.restart()
@@ -47,8 +47,8 @@ def _past(tmp_path: Path) -> JournaledFleet:
     return fleet
 
 
-def _tried(fleet: JournaledFleet, folder: Path, since: float = START, **knobs: object) -> Tried:
-    return _told(what_if(folder, msgspec.structs.replace(fleet.policy, **knobs), since))  # type: ignore[arg-type]
+def _tried(fleet: JournaledFleet, folder: Path, since: float = START, **knobs: object) -> PolicyTrialResult:
+    return _to_message(replay_with_policy(folder, msgspec.structs.replace(fleet.policy, **knobs), since))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -59,15 +59,17 @@ def test_several_journals_say_what_one_with_all_of_it_says(tmp_path: Path, count
         shutil.copy(segment, tmp_path / "all")
     whole = _tried(fleet, tmp_path / "all", eviction_count=count)
     parts = {url: _tried(fleet, tmp_path / name, eviction_count=count) for url, name in ((A, "a"), (B, "b"))}
-    told = together(parts)
-    assert sorted(told.not_then) == sorted(whole.not_then)
-    assert msgspec.structs.replace(told, not_then=whole.not_then) == whole  # its lines have no time to be ordered by
-    assert (whole.gaps, len(whole.not_then)) == ((), {1: 2, 2: 1, 4: 0}[count])
+    told = merge_results(parts)
+    assert sorted(told.avoided_evictions) == sorted(whole.avoided_evictions)
+    assert (
+        msgspec.structs.replace(told, avoided_evictions=whole.avoided_evictions) == whole
+    )  # its lines have no time to be ordered by
+    assert (whole.gaps, len(whole.avoided_evictions)) == ((), {1: 2, 2: 1, 4: 0}[count])
 
 
 def test_what_a_controller_that_does_not_answer_recorded_is_a_gap_and_named(tmp_path: Path) -> None:
     fleet = _past(tmp_path)
-    told = together({A: _tried(fleet, tmp_path / "a"), B: Unavailable("nobody answers")})
+    told = merge_results({A: _tried(fleet, tmp_path / "a"), B: Unavailable("nobody answers")})
     assert (told.evictions, len(told.gaps)) == (2, 1)
     assert told.sentence.endswith("; https://b:7700 is not counted: nobody answers")
 
@@ -75,13 +77,13 @@ def test_what_a_controller_that_does_not_answer_recorded_is_a_gap_and_named(tmp_
 def test_one_that_never_led_is_no_gap(tmp_path: Path) -> None:
     fleet = _past(tmp_path)
     parts = {A: _tried(fleet, tmp_path / "a"), B: _tried(fleet, tmp_path / "b"), C: NotFound("nothing is recorded")}
-    assert together(parts).sentence == "it would have evicted 3 times, as happened"
+    assert merge_results(parts).sentence == "it would have evicted 3 times, as happened"
 
 
 def test_a_journal_that_two_have_counts_once(tmp_path: Path) -> None:
     fleet = _past(tmp_path)
     part = _tried(fleet, tmp_path / "a")
-    assert together({A: part, C: part}) == together({A: part})
+    assert merge_results({A: part, C: part}) == merge_results({A: part})
 
 
 def test_what_one_would_have_done_and_another_saw_happen_is_no_difference() -> None:
@@ -90,20 +92,27 @@ def test_what_one_would_have_done_and_another_saw_happen_is_no_difference() -> N
     verdict = Verdict(id="n3-1", node="n3", decision=Decision.EVICT, at=120.0, **words)  # type: ignore[arg-type]
     line = "verdict n3-1 (evict): n3: XID 48"
     parts = [
-        Tried(since=at, events=1, evictions=1, stretches=(Stretch(begins_at=at, ends_at=at + 99.0, epoch=epoch),))
+        PolicyTrialResult(
+            since=at, events=1, evictions=1, spans=(RecordedSpan(begins_at=at, ends_at=at + 99.0, epoch=epoch),)
+        )
         for epoch, at in ((1, 100.0), (2, 200.0))
     ]
     replace = msgspec.structs.replace
-    told = together({A: replace(parts[0], also=(verdict,)), B: replace(parts[1], not_then=(line, line))})
-    assert (told.evictions, told.also, told.not_then) == (2, (), (line,))
+    told = merge_results(
+        {A: replace(parts[0], added_evictions=(verdict,)), B: replace(parts[1], avoided_evictions=(line, line))}
+    )
+    assert (told.evictions, told.added_evictions, told.avoided_evictions) == (2, (), (line,))
 
 
 def test_what_is_said_where_nobody_recorded_anything() -> None:
-    none: dict[str, Tried | EverstepError] = {A: NotFound("nothing is recorded in a"), B: Conflict("set journal_dir")}
+    none: dict[str, PolicyTrialResult | EverstepError] = {
+        A: NotFound("nothing is recorded in a"),
+        B: Conflict("set journal_dir"),
+    }
     with pytest.raises(Conflict, match="set journal_dir"):
-        together(none)
+        merge_results(none)
     with pytest.raises(NotFound, match="nothing is recorded in a"):
-        together({A: none[A]})
+        merge_results({A: none[A]})
 
 
 @pytest.mark.parametrize(
@@ -112,6 +121,6 @@ def test_what_is_said_where_nobody_recorded_anything() -> None:
 def test_a_failover_within_a_minute_is_no_gap_and_a_leadership_that_nobody_shows_is(
     epoch: int, later: float, missing: bool
 ) -> None:
-    first = Stretch(begins_at=0.0, ends_at=100.0, epoch=7)
-    second = Stretch(begins_at=100.0 + later, ends_at=200.0 + later, epoch=epoch)
-    assert gaps((second, first)) == (((100.0, 100.0 + later),) if missing else ())
+    first = RecordedSpan(begins_at=0.0, ends_at=100.0, epoch=7)
+    second = RecordedSpan(begins_at=100.0 + later, ends_at=200.0 + later, epoch=epoch)
+    assert recording_gaps((second, first)) == (((100.0, 100.0 + later),) if missing else ())

@@ -10,7 +10,7 @@ import pytest
 from everstep_controller.core.events import OperatorAction
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.journal.recorder import Journal, segments
-from everstep_controller.journal.what_if import WhatIf, what_if
+from everstep_controller.journal.what_if import PolicyTrialOutcome, replay_with_policy
 
 from everstep.errors import NotFound
 from tests.support.core_fleet import START
@@ -18,10 +18,10 @@ from tests.support.findings import xid
 from tests.support.journaled import JournaledFleet
 
 
-def _tried(fleet: JournaledFleet, folder: Path, **knobs: object) -> WhatIf:
+def _tried(fleet: JournaledFleet, folder: Path, **knobs: object) -> PolicyTrialOutcome:
     fleet.journal.close()
     changed: CorePolicy = msgspec.structs.replace(fleet.policy, **knobs)
-    return what_if(folder, changed, START)
+    return replay_with_policy(folder, changed, START)
 
 
 def _evicts_n2(fleet: JournaledFleet) -> None:
@@ -35,12 +35,12 @@ def test_the_same_policy_would_have_done_the_same(tmp_path: Path) -> None:
     fleet = JournaledFleet(tmp_path)
     _evicts_n2(fleet)
     told = _tried(fleet, tmp_path, eviction_count=1)
-    assert (told.evictions, told.also, told.not_then, told.gaps) == (1, (), (), ())
+    assert (told.evictions, told.added_evictions, told.avoided_evictions, told.gaps) == (1, (), (), ())
 
 
 def test_nothing_recorded_is_said(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="nothing is recorded"):
-        what_if(tmp_path / "nothing", CorePolicy(), START)
+        replay_with_policy(tmp_path / "nothing", CorePolicy(), START)
 
 
 def test_what_people_ordered_is_left_out(tmp_path: Path) -> None:
@@ -49,21 +49,21 @@ def test_what_people_ordered_is_left_out(tmp_path: Path) -> None:
     fleet.seal(5)
     fleet.order(OperatorAction.EVICT, node="n2")
     told = _tried(fleet, tmp_path)
-    assert (told.evictions, told.also, told.not_then) == (0, (), ())
+    assert (told.evictions, told.added_evictions, told.avoided_evictions) == (0, (), ())
 
 
 def test_a_world_that_went_another_way_goes_on_in_the_next_segment(tmp_path: Path) -> None:
     """Under a budget of one n3 is not evicted for what happened in the first segment, nor in those that follow."""
     fleet = JournaledFleet(tmp_path, segment_bytes=1)
     _evicts_n2(fleet)
-    asyncio.run(fleet.journal.drained())
+    asyncio.run(fleet.journal.drain())
     fleet.raise_finding("n3", xid(48))
     fleet.advance(8.0, "n1", "n4", "n5", "n6")
     told = _tried(fleet, tmp_path, eviction_count=1)
     assert len(segments(tmp_path)) > 1
     assert told.evictions == 1
-    assert told.also == ()
-    assert [line.split()[1] for line in told.not_then] == ["n3-1"]
+    assert told.added_evictions == ()
+    assert [line.split()[1] for line in told.avoided_evictions] == ["n3-1"]
     assert told.gaps == ()
 
 
@@ -72,7 +72,7 @@ def test_what_another_life_of_the_controller_left_out_is_a_gap(tmp_path: Path) -
     _evicts_n2(fleet)
     fleet.journal.close()
     newest = fleet.now
-    fleet.journal = Journal(tmp_path, most_bytes=1 << 30, keep_s=86400.0)
+    fleet.journal = Journal(tmp_path, max_bytes=1 << 30, keep_s=86400.0)
     fleet.now = newest + 600.0
     fleet.raise_finding("n3", xid(48))
     told = _tried(fleet, tmp_path)

@@ -49,7 +49,7 @@ def two_controllers(
 
 def connected(controller: ControllerProcess) -> int:
     status, body = controller.ask("GET", "/v1/status", None, VIEWER)
-    return msgspec.json.decode(body, type=op.FleetStatus).connected if status == 200 else 0
+    return msgspec.json.decode(body, type=op.FleetStatus).connected_nodes if status == 200 else 0
 
 
 def ready(controller: ControllerProcess) -> tuple[int, dict[str, object]]:
@@ -90,6 +90,6 @@ def test_a_leader_whose_lease_cannot_be_renewed_says_that_the_database_is_away(
     with line_to(postgres) as line, two_controllers(program_forks, tmp_path, postgres, line) as (old, _new):
         assert "database" not in ready(old)[1]
         line.cut()
-        until(lambda: ready(old)[1].get("database") == "away", "the leader to say so")
-        assert b"everstep_controller_database_away 1.0" in old.ask("GET", "/metrics", None, VIEWER)[1]
+        until(lambda: ready(old)[1].get("database") == "unavailable", "the leader to say so")
+        assert b"everstep_controller_database_unavailable 1.0" in old.ask("GET", "/metrics", None, VIEWER)[1]
         line.mend()

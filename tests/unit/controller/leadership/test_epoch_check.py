@@ -8,13 +8,13 @@ from collections.abc import Callable
 import msgspec
 import pytest
 from everstep_controller.api.credentials import Keyring
-from everstep_controller.leadership.leader_checks import ASKED_A_SECOND, Doubt
+from everstep_controller.leadership.leader_checks import CHECKS_PER_SECOND, EpochCheck
 from everstep_controller.leadership.lease import Tenure
 from everstep_controller.store.database_errors import Superseded
 
 from everstep.bearer_tokens import epoch_proof
 from everstep.clock import ManualClock
-from everstep.wire.v1.agent import Succession
+from everstep.wire.v1.agent import LeadershipProof
 from tests.support.controllers import SECRET
 
 OTHER = b"the secret of some other fleet.."
@@ -26,13 +26,13 @@ class Leader:
     def __init__(self, *secrets: bytes) -> None:
         self.clock = ManualClock()
         self.tenure = Tenure(self.clock, 10.0)
-        self.tenure.renewed(self.clock.monotonic())
-        self.doubt = Doubt(self.tenure, Keyring(secrets or (SECRET,)), self.clock, 3)
+        self.tenure.confirm_renewal(self.clock.monotonic())
+        self.doubt = EpochCheck(self.tenure, Keyring(secrets or (SECRET,)), self.clock, 3)
 
     async def steps_down(self) -> bool:
         try:
             async with asyncio.timeout(0):
-                await self.doubt.superseded()
+                await self.doubt.wait_superseded()
         except TimeoutError:
             return False
         except Superseded:
@@ -51,29 +51,29 @@ def played(story: Callable[[Leader], object], *secrets: bytes) -> bool:
     return asyncio.run(play())
 
 
-def succession(epoch: int, secret: bytes = SECRET) -> Succession:
-    return Succession(epoch=epoch, proof=epoch_proof(secret, epoch))
+def succession(epoch: int, secret: bytes = SECRET) -> LeadershipProof:
+    return LeadershipProof(epoch=epoch, proof=epoch_proof(secret, epoch))
 
 
 def test_it_asks_a_few_agents_a_second_and_only_while_it_cannot_renew() -> None:
     def story(leader: Leader) -> None:
-        assert leader.doubt.unsure_of() == 0
-        leader.tenure.unreachable()
+        assert leader.doubt.unconfirmed_epoch() == 0
+        leader.tenure.fail_renewal()
         for _ in range(2):
-            asked = [leader.doubt.unsure_of() for _ in range(ASKED_A_SECOND + 5)]
-            assert asked == [3] * ASKED_A_SECOND + [0] * 5
+            asked = [leader.doubt.unconfirmed_epoch() for _ in range(CHECKS_PER_SECOND + 5)]
+            assert asked == [3] * CHECKS_PER_SECOND + [0] * 5
             leader.clock.advance(1.0)
-        leader.tenure.renewed(leader.clock.monotonic())
-        assert leader.doubt.unsure_of() == 0
+        leader.tenure.confirm_renewal(leader.clock.monotonic())
+        assert leader.doubt.unconfirmed_epoch() == 0
 
     assert not played(story)
 
 
 def test_it_steps_down_before_a_higher_epoch_that_is_proved() -> None:
     def story(leader: Leader) -> None:
-        leader.tenure.unreachable()
-        leader.doubt.hear(succession(4))
-        leader.doubt.hear(succession(5))
+        leader.tenure.fail_renewal()
+        leader.doubt.take_proof(succession(4))
+        leader.doubt.take_proof(succession(5))
 
     assert played(story)
     assert played(story, OTHER, SECRET)
@@ -90,24 +90,24 @@ def test_it_steps_down_before_a_higher_epoch_that_is_proved() -> None:
     ],
     ids=["its own epoch", "of another fleet", "of another epoch", "no proof"],
 )
-def test_nobody_can_end_it_without_a_proof(said: Succession) -> None:
+def test_nobody_can_end_it_without_a_proof(said: LeadershipProof) -> None:
     def story(leader: Leader) -> None:
-        leader.tenure.unreachable()
-        leader.doubt.hear(said)
+        leader.tenure.fail_renewal()
+        leader.doubt.take_proof(said)
 
     assert not played(story)
 
 
 def test_while_it_can_renew_the_database_alone_says_who_leads() -> None:
-    assert not played(lambda leader: leader.doubt.hear(succession(4)))
+    assert not played(lambda leader: leader.doubt.take_proof(succession(4)))
 
 
 def test_what_it_shows_of_itself_is_what_another_one_believes() -> None:
     async def play() -> bool:
-        newer = Doubt(Leader().tenure, Keyring((SECRET,)), ManualClock(), 4)
+        newer = EpochCheck(Leader().tenure, Keyring((SECRET,)), ManualClock(), 4)
         older = Leader()
-        older.tenure.unreachable()
-        older.doubt.hear(msgspec.convert(newer.shown(), Succession))
+        older.tenure.fail_renewal()
+        older.doubt.take_proof(msgspec.convert(newer.proof_fields(), LeadershipProof))
         return await older.steps_down()
 
     assert asyncio.run(play())

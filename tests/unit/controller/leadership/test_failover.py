@@ -19,7 +19,7 @@ from sqlalchemy.engine import make_url
 
 from everstep.bearer_tokens import TokenRole, mint
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.agent import Frame, Heartbeat, Refused
+from everstep.wire.v1.agent import FrameKind, FrameRefused, Heartbeat
 from tests.support.agents import agent_process
 from tests.support.controllers import PATIENT, SECRET, VIEWER, ControllerProcess, bearer
 from tests.support.forked import ForkPool
@@ -29,7 +29,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
-BECAUSE = op.Because(reason="asked of the one asleep")
+BECAUSE = op.ReasonOnlyRequest(reason="asked of the one asleep")
 N1 = bearer(TokenRole.AGENT, "n1")
 STOPPED_S = float(os.environ.get("EVERSTEP_TEST_STOPPED_S", "0"))
 SHORT_LEASE = "" if STOPPED_S else "lease_s = 1.5\nlease_renew_s = 0.3\n"
@@ -118,12 +118,12 @@ def test_a_leader_that_was_stopped_and_wakes_does_no_harm_and_stands_by(controll
             try:
                 until(lambda: any(one.leads() for one in others), "another leader")
                 beat = Heartbeat(incarnation=1, seq=2, sent_at=0.0)
-                kept.say(Frame.HEARTBEAT, beat)  # it waits in the stopped one's socket
+                kept.say(FrameKind.HEARTBEAT, beat)  # it waits in the stopped one's socket
                 more(stream)
             finally:
                 stopped.process.send_signal(signal.SIGCONT)
             try:
-                assert kept.answer(Refused).code == "unavailable"
+                assert kept.answer(FrameRefused).code == "unavailable"
             except (ConnectionError, EOFError):  # it had learned that it was followed before it read this, and hung up
                 pass
         until(lambda: stopped.ask("GET", "/readyz", None, {})[1].count(b"http://"), "it to stand by")
@@ -211,7 +211,7 @@ def test_a_standby_that_is_stopped_while_it_takes_over_is_followed_too(
 
 def connected(controller: ControllerProcess) -> int:
     status, body = controller.ask("GET", "/v1/status", None, VIEWER)
-    return msgspec.json.decode(body, type=op.FleetStatus).connected if status == 200 else 0
+    return msgspec.json.decode(body, type=op.FleetStatus).connected_nodes if status == 200 else 0
 
 
 @pytest.mark.promise("single-leader")

@@ -8,14 +8,14 @@ from typing import Any
 
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.state import NodeLive, Pulse
-from everstep_controller.leadership.leader_checks import Elsewhere
-from everstep_controller.leadership.lease import Resignation, Told
+from everstep_controller.core.state import HeartbeatState, NodeRuntime
+from everstep_controller.leadership.leader_checks import StandbyWatch
+from everstep_controller.leadership.lease import Resignation, StandbyReport
 
 from everstep.clock import ManualClock
 from everstep.errors import Unavailable
 
-AT_THE_OTHER_DOOR = Told(knocks={"b": 19})
+AT_THE_OTHER_DOOR = StandbyReport(contacts={"b": 19})
 
 
 class Loop:
@@ -23,32 +23,34 @@ class Loop:
 
     def __init__(self, clock: ManualClock) -> None:
         self.now = clock.monotonic
-        self.state = SimpleNamespace(live_nodes={"n1": NodeLive(pulse=Pulse()), "n2": NodeLive(pulse=Pulse())})
+        self.state = SimpleNamespace(
+            node_runtime={node: NodeRuntime(heartbeats=HeartbeatState()) for node in ("n1", "n2")}
+        )
         self.away = False
         self.kinds: list[str] = []
 
     async def submit(self, stimulus: Any) -> None:
         if self.away:
             raise Unavailable("the database is away")
-        stimulus(SimpleNamespace(note=lambda entry: self.kinds.append(entry.kind)), 0.0)
+        stimulus(SimpleNamespace(add_audit_entry=lambda entry: self.kinds.append(entry.kind)), 0.0)
 
     def hear(self, node: str) -> None:
-        self.state.live_nodes[node].pulse.heard_at = self.now()
+        self.state.node_runtime[node].heartbeats.last_seen_at = self.now()
 
 
-def watch(loop: Loop, clock: ManualClock, **settings: Any) -> Elsewhere:
+def watch(loop: Loop, clock: ManualClock, **settings: Any) -> StandbyWatch:
     given = ControllerSettings(secret_file="unused", policy=CorePolicy.lab(), **settings)
-    return Elsewhere(given, loop, clock)  # type: ignore[arg-type]
+    return StandbyWatch(given, loop, clock)  # type: ignore[arg-type]
 
 
-def looks(elsewhere: Elsewhere, clock: ManualClock, times: int) -> Resignation | None:
+def looks(elsewhere: StandbyWatch, clock: ManualClock, times: int) -> Resignation | None:
     """What the last of so many looks, a second apart, came to."""
 
     async def last() -> Resignation | None:
         found = None
         for _ in range(times):
             clock.advance(1.0)
-            found = await elsewhere.look(AT_THE_OTHER_DOOR)
+            found = await elsewhere.check(AT_THE_OTHER_DOOR)
         return found
 
     return asyncio.run(last())
@@ -64,7 +66,7 @@ def test_a_node_counts_as_heard_for_some_seconds_after_its_last_word() -> None:
     loop.hear("n1")
     assert looks(elsewhere, clock, 19) is None  # nineteen against two for the first four looks, and then against fewer
     assert (found := looks(elsewhere, clock, 1)) is not None
-    assert found.heir == "b"
+    assert found.successor == "b"
     assert loop.kinds == ["controller.resigned"]
 
 

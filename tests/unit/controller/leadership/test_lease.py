@@ -1,49 +1,49 @@
 from __future__ import annotations
 
 import pytest
-from everstep_controller.leadership.lease import NotLeading, Seen, Tenure, reason_to_lead
+from everstep_controller.leadership.lease import LeaseView, NotLeading, Tenure, reason_to_lead
 
 from everstep.clock import ManualClock
 
 
-def seen(**changed: object) -> Seen:
-    facts = {"epoch": 3, "newest": 3, "holder": "c1", "address": "", "expires_in_s": 4.0, "free": False, **changed}
-    return Seen(**facts)  # type: ignore[arg-type]
+def seen(**changed: object) -> LeaseView:
+    facts = {"epoch": 3, "newest_epoch": 3, "holder": "c1", "address": "", "expires_in_s": 4.0, "is_lock_free": False}
+    return LeaseView(**facts | changed)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
-        ({"holder": "", "free": True, "expires_in_s": -1e9}, "nobody has led before"),
-        ({"free": True}, "the session of c1 is gone"),
+        ({"holder": "", "is_lock_free": True, "expires_in_s": -1e9}, "nobody has led before"),
+        ({"is_lock_free": True}, "the session of c1 is gone"),
         ({"expires_in_s": -0.5}, "the lease of c1 expired 0.5 s ago"),
-        ({"holder": "c2", "free": True}, "the life before"),
+        ({"holder": "c2", "is_lock_free": True}, "the life before"),
     ],
 )
 def test_a_standby_leads_when_nobody_else_can(facts: dict[str, object], why: str) -> None:
-    assert why in reason_to_lead(seen(**facts), "c2", patient=False)
+    assert why in reason_to_lead(seen(**facts), "c2", database_was_away=False)
 
 
 def test_a_living_leader_is_left_alone_even_under_ones_own_name() -> None:
-    assert reason_to_lead(seen(), "c2", patient=False) == ""
-    assert reason_to_lead(seen(), "c1", patient=False) == ""
+    assert reason_to_lead(seen(), "c2", database_was_away=False) == ""
+    assert reason_to_lead(seen(), "c1", database_was_away=False) == ""
 
 
-@pytest.mark.parametrize("facts", [{"free": True}, {"expires_in_s": -9.0}])
+@pytest.mark.parametrize("facts", [{"is_lock_free": True}, {"expires_in_s": -9.0}])
 def test_after_an_absence_of_the_database_its_leader_may_come_back_first(facts: dict[str, object]) -> None:
-    assert reason_to_lead(seen(**facts), "c2", patient=True) == ""
-    assert reason_to_lead(seen(holder="", free=True), "c2", patient=True) != ""
+    assert reason_to_lead(seen(**facts), "c2", database_was_away=True) == ""
+    assert reason_to_lead(seen(holder="", is_lock_free=True), "c2", database_was_away=True) != ""
 
 
-@pytest.mark.parametrize("facts", [{"free": True}, {"expires_in_s": -9.0}])
+@pytest.mark.parametrize("facts", [{"is_lock_free": True}, {"expires_in_s": -9.0}])
 def test_a_lease_that_was_given_up_is_its_heirs_also_under_the_name_of_whoever_had_it(facts: dict[str, object]) -> None:
-    given_up = seen(heir="c3", **facts)
-    assert [reason_to_lead(given_up, name, patient=False) for name in ("c1", "c2")] == ["", ""]
-    assert reason_to_lead(given_up, "c3", patient=False) != ""
+    given_up = seen(successor="c3", **facts)
+    assert [reason_to_lead(given_up, name, database_was_away=False) for name in ("c1", "c2")] == ["", ""]
+    assert reason_to_lead(given_up, "c3", database_was_away=False) != ""
 
 
 def test_an_heir_waits_until_its_leader_has_gone() -> None:
-    assert reason_to_lead(seen(heir="c3"), "c3", patient=False) == ""
+    assert reason_to_lead(seen(successor="c3"), "c3", database_was_away=False) == ""
 
 
 def test_a_leader_is_certain_until_shortly_before_its_lease_ends() -> None:
@@ -51,11 +51,11 @@ def test_a_leader_is_certain_until_shortly_before_its_lease_ends() -> None:
     tenure = Tenure(clock, 10.0)
     with pytest.raises(NotLeading):
         tenure.check()
-    tenure.renewed(asked_at=clock.monotonic())
+    tenure.confirm_renewal(asked_at=clock.monotonic())
     clock.advance(8.9)
     tenure.check()
     clock.advance(0.2)
-    assert not tenure.certain()
+    assert not tenure.is_certain()
 
 
 def test_a_renewal_counts_from_when_it_was_asked_for() -> None:
@@ -63,55 +63,55 @@ def test_a_renewal_counts_from_when_it_was_asked_for() -> None:
     tenure = Tenure(clock, 10.0)
     asked_at = clock.monotonic()
     clock.advance(8.0)  # the answer took its time; the lease in the database may be older than the answer
-    tenure.renewed(asked_at)
+    tenure.confirm_renewal(asked_at)
     clock.advance(1.5)
-    assert not tenure.certain()
+    assert not tenure.is_certain()
 
 
 def test_a_longer_first_lease_ends_with_the_first_renewal_that_is_asked_for() -> None:
     clock = ManualClock()
     tenure = Tenure(clock, 10.0)
-    tenure.began(clock.monotonic(), 30.0)
+    tenure.start(clock.monotonic(), 30.0)
     clock.advance(20.0)
     tenure.check()
-    tenure.asks()  # its answer is lost, and the database may have cut the lease to its usual length
+    tenure.begin_renewal()  # its answer is lost, and the database may have cut the lease to its usual length
     clock.advance(9.5)
-    assert not tenure.certain()
+    assert not tenure.is_certain()
 
 
 def test_a_leader_goes_on_while_the_database_is_away_for_everybody() -> None:
     clock = ManualClock()
     tenure = Tenure(clock, 10.0)
-    tenure.renewed(clock.monotonic())
+    tenure.confirm_renewal(clock.monotonic())
     for _ in range(30):
         clock.advance(2.0)
-        tenure.unreachable()
+        tenure.fail_renewal()
         tenure.check()
 
 
 def test_an_absence_counts_from_the_first_renewal_that_failed_to_the_next_that_did_not() -> None:
     clock = ManualClock()
     tenure = Tenure(clock, 10.0)
-    assert tenure.absent_s() is None
+    assert tenure.outage_s() is None
     for _ in range(3):
         clock.advance(2.0)
-        tenure.unreachable()
-    assert tenure.absent_s() == 4.0
-    tenure.renewed(clock.monotonic())
-    assert tenure.absent_s() is None
+        tenure.fail_renewal()
+    assert tenure.outage_s() == 4.0
+    tenure.confirm_renewal(clock.monotonic())
+    assert tenure.outage_s() is None
 
 
 @pytest.mark.promise("old-leader-fenced")
 def test_a_leader_that_was_stopped_must_renew_before_it_says_anything() -> None:
     clock = ManualClock()
     tenure = Tenure(clock, 10.0)
-    tenure.renewed(clock.monotonic())
+    tenure.confirm_renewal(clock.monotonic())
     clock.advance(2.0)
-    tenure.unreachable()
+    tenure.fail_renewal()
     clock.advance(30.0)  # SIGSTOP; another one may have been elected meanwhile
     with pytest.raises(NotLeading, match="cannot be sure"):
         tenure.check()
-    tenure.unreachable()
-    assert not tenure.certain()
-    tenure.renewed(clock.monotonic())
+    tenure.fail_renewal()
+    assert not tenure.is_certain()
+    tenure.confirm_renewal(clock.monotonic())
     tenure.check()

@@ -3,7 +3,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from everstep_controller.leadership.lease import MOST_DOUBLINGS, Notice, Reach, Resignation, Told, is_deaf
+from everstep_controller.leadership.lease import (
+    MAX_DOUBLINGS,
+    LeaderReachability,
+    LeadershipNotice,
+    Resignation,
+    StandbyReport,
+    is_cut_off,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,30 +19,30 @@ AFTER_S, GAP_S = 15.0, 5.0
 
 def found(
     looks: Iterable[tuple[int, dict[str, int]]], *, resignations: int = 0, every_s: float = 1.0
-) -> list[tuple[float, Resignation | Notice]]:
+) -> list[tuple[float, Resignation | LeadershipNotice]]:
     """What followed, and when, from looks at how many are heard and who knocks where."""
-    reach = Reach(AFTER_S, GAP_S)
+    reach = LeaderReachability(AFTER_S, GAP_S)
     told = []
     for look, (heard, knocks) in enumerate(looks):
-        result = reach.look(look * every_s, heard, Told(knocks=knocks, resignations=resignations))
+        result = reach.evaluate(look * every_s, heard, StandbyReport(contacts=knocks, resignations=resignations))
         if result is not None:
             told.append((look * every_s, result))
     return told
 
 
-def resigned(told: list[tuple[float, Resignation | Notice]]) -> list[tuple[float, str]]:
-    return [(at, one.heir) for at, one in told if isinstance(one, Resignation)]
+def resigned(told: list[tuple[float, Resignation | LeadershipNotice]]) -> list[tuple[float, str]]:
+    return [(at, one.successor) for at, one in told if isinstance(one, Resignation)]
 
 
-def kinds(told: list[tuple[float, Resignation | Notice]]) -> list[str]:
-    return [one.kind for _, one in told if isinstance(one, Notice)]
+def kinds(told: list[tuple[float, Resignation | LeadershipNotice]]) -> list[str]:
+    return [one.kind for _, one in told if isinstance(one, LeadershipNotice)]
 
 
 def test_a_leader_that_hears_nobody_while_the_fleet_is_at_another_door_resigns_for_that_one() -> None:
     (at, result), *_ = found([(0, {"b": 40, "c": 3})] * 20)
     assert at == AFTER_S
     assert isinstance(result, Resignation)
-    assert result.heir == "b"
+    assert result.successor == "b"
     assert "for 15 s 40 nodes came again and again to b, which stands by, and this leader heard none" in result.sentence
 
 
@@ -51,17 +58,17 @@ def test_agents_that_find_the_leader_in_the_end_move_nothing() -> None:
 def test_a_fleet_in_two_halves_stays_with_its_leader_which_says_so_once_and_when_it_is_over() -> None:
     looks = [(20, {"b": 20})] * 300 + [(40, {})] * 30
     assert resigned(found(looks)) == []
-    assert kinds(found(looks)) == ["controller.split", "controller.split_over"]
+    assert kinds(found(looks)) == ["controller.partition_suspected", "controller.partition_cleared"]
     (at, _), _over = found(looks)
     assert at == 2 * AFTER_S
 
 
 def test_nine_tenths_of_the_fleet_elsewhere_is_the_margin() -> None:
-    assert is_deaf(10, 100)
-    assert not is_deaf(11, 100)
-    assert is_deaf(0, 1)
-    assert not is_deaf(1, 9)
-    assert not is_deaf(0, 0)
+    assert is_cut_off(10, 100)
+    assert not is_cut_off(11, 100)
+    assert is_cut_off(0, 1)
+    assert not is_cut_off(1, 9)
+    assert not is_cut_off(0, 0)
 
 
 def test_a_moment_in_which_it_was_otherwise_begins_the_wait_anew() -> None:
@@ -70,15 +77,15 @@ def test_a_moment_in_which_it_was_otherwise_begins_the_wait_anew() -> None:
 
 
 def test_a_process_that_was_stopped_has_seen_nothing_in_between() -> None:
-    reach, told = Reach(AFTER_S, GAP_S), Told(knocks={"b": 40})
-    assert all(reach.look(at, 0, told) is None for at in (0.0, 1.0, 2.0, 3.0))
-    assert all(reach.look(at, 0, told) is None for at in (60.0, 61.0, 62.0, 74.0))
+    reach, told = LeaderReachability(AFTER_S, GAP_S), StandbyReport(contacts={"b": 40})
+    assert all(reach.evaluate(at, 0, told) is None for at in (0.0, 1.0, 2.0, 3.0))
+    assert all(reach.evaluate(at, 0, told) is None for at in (60.0, 61.0, 62.0, 74.0))
 
 
 @pytest.mark.promise("unreachable-leader")
 def test_after_each_resignation_in_a_row_the_next_one_waits_twice_as_long() -> None:
     looks = [(0, {"b": 40})] * 2000
-    waited = [resigned(found(looks, resignations=many))[0][0] for many in (0, 1, 2, MOST_DOUBLINGS, 99)]
+    waited = [resigned(found(looks, resignations=many))[0][0] for many in (0, 1, 2, MAX_DOUBLINGS, 99)]
     assert waited == [15.0, 30.0, 60.0, 960.0, 960.0]
 
 

@@ -11,7 +11,7 @@ import pytest
 from everstep_controller.api.credentials import Keyring
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.leadership.standby import Standby
+from everstep_controller.leadership.standby import StandbyApp
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
@@ -28,13 +28,13 @@ from tests.support.journaled import JournaledFleet
 from tests.support.sessions import tell
 from tests.support.waiting import until
 
-TRY = past.TryPolicy(change=past.PolicyChange(knobs={"eviction_count": 1}), hours=1.0)
+TRY = past.PolicyTrialRequest(change=past.PolicyChange(knobs={"eviction_count": 1}), hours=1.0)
 """Of a fleet whose budget was four."""
 
 
-def _standby(journal: str = "") -> Standby:
+def _standby(journal: str = "") -> StandbyApp:
     settings = ControllerSettings(secret_file="unused", policy=CorePolicy.lab(), journal_dir=journal)
-    return Standby(settings, Keyring((SECRET,)), ManualClock(wall=START + 60.0), lambda: "http://10.0.0.9:7700")
+    return StandbyApp(settings, Keyring((SECRET,)), ManualClock(wall=START + 60.0), lambda: "http://10.0.0.9:7700")
 
 
 @pytest.fixture
@@ -50,20 +50,20 @@ def recorded(tmp_path: Path) -> str:
     return str(tmp_path / "journal")
 
 
-def _ask(standby: Standby, path: str, body: Any = TRY, headers: dict[str, str] = VIEWER) -> tuple[int, Any]:
+def _ask(standby: StandbyApp, path: str, body: Any = TRY, headers: dict[str, str] = VIEWER) -> tuple[int, Any]:
     answer = TestClient(standby).post(path, content=msgspec.json.encode(body), headers=headers)
     return answer.status_code, answer.json()
 
 
 def test_who_stands_by_tells_what_it_recorded_when_it_is_asked_itself(recorded: str) -> None:
-    status, said = _ask(_standby(recorded), "/v1/policy/try?here=true")
-    told = msgspec.convert(said, past.Tried)
-    assert (status, told.evictions, len(told.not_then)) == (200, 1, 1)
-    assert told.not_then[0].startswith("verdict n3-1 (evict)")
+    status, said = _ask(_standby(recorded), "/v1/policy/try?local=true")
+    told = msgspec.convert(said, past.PolicyTrialResult)
+    assert (status, told.evictions, len(told.avoided_evictions)) == (200, 1, 1)
+    assert told.avoided_evictions[0].startswith("verdict n3-1 (evict)")
 
 
 def test_and_names_the_leader_to_whoever_asks_for_one(recorded: str) -> None:
-    for path in ("/v1/policy/try", "/v1/policy/try?here=false", "/v1/policy/check?here=true"):
+    for path in ("/v1/policy/try", "/v1/policy/try?local=false", "/v1/policy/check?local=true"):
         status, said = _ask(_standby(recorded), path, headers={})
         assert (status, said["role"], said["leader"]) == (503, "standby", "http://10.0.0.9:7700")
 
@@ -79,11 +79,11 @@ def test_and_names_the_leader_to_whoever_asks_for_one(recorded: str) -> None:
     ],
 )
 def test_it_is_as_strict_as_a_leader(headers: dict[str, str], body: Any, status: int) -> None:
-    assert _ask(_standby(), "/v1/policy/try?here=true", body, headers)[0] == status
+    assert _ask(_standby(), "/v1/policy/try?local=true", body, headers)[0] == status
 
 
 def test_one_that_never_led_has_nothing_to_tell(tmp_path: Path) -> None:
-    assert _ask(_standby(str(tmp_path)), "/v1/policy/try?here=true")[0] == 404
+    assert _ask(_standby(str(tmp_path)), "/v1/policy/try?local=true")[0] == 404
 
 
 # --- with real controllers ---------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_the_command_tells_of_all_that_two_controllers_recorded_one_after_the_ot
         for leader, other, node in ((pair[0], pair[1], "n1"), (pair[1], pair[0], "n2")):
             until(leader.leads, "the first one to lead")
             assert tell(leader, node, registration(node))[0] == 200
-            evict = leader.ask("POST", f"/v1/nodes/{node}/evict", op.Because(reason="to see it"))
+            evict = leader.ask("POST", f"/v1/nodes/{node}/evict", op.ReasonOnlyRequest(reason="to see it"))
             assert evict[0] == 200, evict
             if node == "n1":
                 assert leader.terminate() == 0
@@ -116,13 +116,13 @@ def test_the_command_tells_of_all_that_two_controllers_recorded_one_after_the_ot
         words = ["--controller", f"{pair[0].url},{pair[1].url}", "--token-file", str(token)]
         done = CliRunner().invoke(app, [*words, "policy", "try", str(change), "--json"])
         assert done.exit_code == 0, done.output
-        told = msgspec.json.decode(done.stdout, type=past.Tried)
-        assert [one.epoch for one in told.stretches] == [1, 2]
+        told = msgspec.json.decode(done.stdout, type=past.PolicyTrialResult)
+        assert [one.epoch for one in told.spans] == [1, 2]
         assert (told.gaps, told.evictions) == ((), 0), "people ordered those"
         assert "as happened" in told.sentence
-        alone = pair[0].ask("POST", "/v1/policy/try?here=true", TRY, VIEWER)
+        alone = pair[0].ask("POST", "/v1/policy/try?local=true", TRY, VIEWER)
         assert alone[0] == 200
-        assert msgspec.json.decode(alone[1], type=past.Tried).events < told.events
+        assert msgspec.json.decode(alone[1], type=past.PolicyTrialResult).events < told.events
 
 
 def _agent(node: str) -> dict[str, str]:

@@ -37,7 +37,7 @@ def refusal(line: Line) -> tuple[int, str]:
 
 
 def waiting(controller: Served) -> int:
-    return len(controller.threshold._waiting)
+    return len(controller.takeover_gate._waiting)
 
 
 def test_who_stands_by_refuses_at_once_and_says_why(standby: Served) -> None:
@@ -49,40 +49,40 @@ def test_who_comes_while_it_takes_over_is_let_in_when_it_leads(
     standby: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "everstep_controller.server.connection_router.PATIENCE_S", 60.0
+        "everstep_controller.server.connection_router.WAIT_S", 60.0
     )  # the first is to be there still when the last comes
-    standby.on_loop(standby.threshold.close)
+    standby.on_loop(standby.takeover_gate.close)
     with ExitStack() as open_lines:
         lines = [knock(standby) for _ in range(40)]
         for line in lines:
             open_lines.callback(line.close)
         standby.until(lambda: waiting(standby) == len(lines))
         standby.leads = True
-        standby.on_loop(standby.threshold.open)
+        standby.on_loop(standby.takeover_gate.open)
         assert [line.head()[0] for line in lines] == [101] * len(lines)
 
 
 def test_who_comes_while_it_takes_over_is_refused_when_another_one_leads(standby: Served) -> None:
-    standby.on_loop(standby.threshold.close)
+    standby.on_loop(standby.takeover_gate.close)
     line = knock(standby)
     standby.until(lambda: waiting(standby) == 1)
-    standby.on_loop(standby.threshold.open)
+    standby.on_loop(standby.takeover_gate.open)
     assert refusal(line)[0] == 503
 
 
 def test_nobody_is_kept_waiting_for_longer_than_an_agent_waits(
     standby: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("everstep_controller.server.connection_router.PATIENCE_S", 0.05)
-    standby.on_loop(standby.threshold.close)
+    monkeypatch.setattr("everstep_controller.server.connection_router.WAIT_S", 0.05)
+    standby.on_loop(standby.takeover_gate.close)
     assert refusal(knock(standby))[0] == 503
     assert waiting(standby) == 0
 
 
 def test_who_hangs_up_meanwhile_is_done_without(standby: Served) -> None:
-    standby.on_loop(standby.threshold.close)
+    standby.on_loop(standby.takeover_gate.close)
     line = knock(standby)
     standby.until(lambda: waiting(standby) == 1)
     line.close()
-    standby.on_loop(standby.threshold.open)
+    standby.on_loop(standby.takeover_gate.open)
     standby.until(lambda: waiting(standby) == 0 and standby.descriptors.open == 0)

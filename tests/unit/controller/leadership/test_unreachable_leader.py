@@ -65,7 +65,7 @@ def pair(program_forks: ForkPool, tmp_path: Path, postgres: str, stack: ExitStac
 
 def connected(controller: ControllerProcess) -> int:
     status, body = controller.ask("GET", "/v1/status", None, VIEWER)
-    return msgspec.json.decode(body, type=op.FleetStatus).connected if status == 200 else 0
+    return msgspec.json.decode(body, type=op.FleetStatus).connected_nodes if status == 200 else 0
 
 
 def metric(controller: ControllerProcess, name: str) -> float:
@@ -82,7 +82,7 @@ def test_a_leader_that_none_of_its_nodes_reaches_gives_the_lease_to_the_controll
         pair.agent(node, stack)
     until(lambda: connected(old) == 2, "the agents' sessions")
     line.cut()
-    until(lambda: metric(new, "knocks") == 2 or new.leads(), "the agents to insist on the other one")
+    until(lambda: metric(new, "standby_contacts") == 2 or new.leads(), "the agents to insist on the other one")
     until(new.leads, "the other one to lead")
     until(lambda: connected(new) == 2, "the agents to come to it")
     until(lambda: json.loads(old.ask("GET", "/readyz", None, {})[1]).get("leader") == new.url, "the old one to see it")
@@ -90,10 +90,10 @@ def test_a_leader_that_none_of_its_nodes_reaches_gives_the_lease_to_the_controll
     (told,) = events(new, "controller.resigned")
     assert f" came again and again to {new.listen}, which stands by, and this leader heard none" in told.sentence
     assert [events(new, kind) for kind in ("node.suspect", "node.lost", "verdict.evict")] == [[], [], []]
-    until(lambda: metric(new, "resignations") == 1.0, "the number of leaders that resigned")
+    until(lambda: metric(new, "leader_resignations") == 1.0, "the number of leaders that resigned")
     line.mend()
     assert new.leads()
-    assert (metric(old, "leader"), metric(old, "knocks")) == (0.0, 0.0)
+    assert (metric(old, "leader"), metric(old, "standby_contacts")) == (0.0, 0.0)
 
 
 @pytest.mark.promise("unreachable-leader")
@@ -102,7 +102,10 @@ def test_a_fleet_in_two_halves_stays_where_it_is_and_people_are_told(pair: Pair,
     pair.agent("n1", stack, line)
     pair.agent("n2", stack, other)
     until(lambda: connected(leader) == 1, "the session of the half that reaches it")
-    until(lambda: events(leader, "controller.split"), "the split to be told")
-    until(lambda: metric(leader, "nodes_elsewhere") == metric(standby, "knocks") == 1.0, "the metrics to tell of it")
+    until(lambda: events(leader, "controller.partition_suspected"), "the split to be told")
+    until(
+        lambda: metric(leader, "nodes_contacting_standby") == metric(standby, "standby_contacts") == 1.0,
+        "the metrics to tell of it",
+    )
     assert leader.leads()
     assert events(leader, "controller.resigned") == []

@@ -41,7 +41,7 @@ def series(client: TestClient, name: str, label: str, **labels: str) -> dict[str
 
 def test_counters_by_known_labels_start_at_zero(client: TestClient) -> None:
     assert series(client, "verdicts_total", "decision") == {str(one): 0.0 for one in Decision}
-    assert series(client, "ignored_total", "reason") == dict.fromkeys(get_args(Ignored), 0.0)
+    assert series(client, "reports_ignored_total", "reason") == dict.fromkeys(get_args(Ignored), 0.0)
     assert series(client, "recovery_seconds_count", "reason") == dict.fromkeys(LATER, 0.0)
     assert set(series(client, "events_total", "kind")) == {kind.__name__ for kind in get_args(ev.Event)}
 
@@ -56,6 +56,6 @@ def test_run_that_came_to_step_once_keeps_its_count(client: TestClient) -> None:
     """A run's first generation is no recovery, and what is read twice is not counted twice."""
     running_job(client, "n1")
     first = series(client, "recoveries_total", "reason", run="j")
-    body = msgspec.json.encode(op.Because(reason="done"))
+    body = msgspec.json.encode(op.ReasonOnlyRequest(reason="done"))
     assert client.post("/v1/jobs/j/stop", content=body, headers=OPERATOR).status_code == 200
     assert series(client, "recoveries_total", "reason", run="j") == first

@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from everstep_controller.core.events import NodeObserved, OperatorAction, StoreChanged
+from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorAction, SchedulerStateChanged
 from everstep_controller.remediation import alerts as alerting
 from everstep_controller.remediation.alerts import (
-    MOST,
+    MAX_ALERTS_PER_POST,
     REPEAT_S,
     RETRY_S,
     Alert,
-    Alerting,
-    alerts_of,
-    maybe_told,
-    posts,
+    AlertNotifier,
+    active_alerts,
+    build_posts,
+    possibly_notified,
 )
-from everstep_controller.remediation.remediator import MARK, DryRun, Standing
-from everstep_controller.remediation.service import Observer
-from everstep_controller.remediation.webhook import Receiver
-from everstep_controller.store.database_errors import StoreAway, Superseded
-from everstep_controller.store.rows import AlertRow, Loaded
+from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus, DryRunRemediator
+from everstep_controller.remediation.service import CordonObserver
+from everstep_controller.remediation.webhook import HttpReceiver
+from everstep_controller.store.database_errors import DatabaseUnavailable, Superseded
+from everstep_controller.store.rows import AlertRow, LoadedState
 from starlette.testclient import TestClient
 
 from everstep.errors import ConfigurationError, Unavailable
@@ -113,31 +113,31 @@ class Watch:
     def begin(self) -> None:
         """A controller begins to lead, after the one before if there was one."""
         self._epoch += 1
-        loaded = Loaded(
+        loaded = LoadedState(
             epoch=self._epoch,
             batch=0,
             fleet=None,
             nodes={},
-            standing={},
+            active_findings={},
             jobs={},
             outbox=[],
-            marks={},
+            report_marks={},
             poisoned=frozenset(),
             newest_audit=0,
             newest_at=self.fleet.now,
             versions=[],
             alerts=list(self.kept.values()),
         )
-        self.alerting = Alerting(
+        self.alerting = AlertNotifier(
             self._inbox.url,
             token="a token",
             controller="http://c:1",
             state=self.fleet.state,
             now=lambda: self.fleet.now,
             write=self._write,
-            told=maybe_told(loaded),
+            notified=possibly_notified(loaded),
             check_leading=self._check_leading,
-            failed=self._failed,
+            on_failure=self._failed,
         )
 
     async def _write(self, told: list[AlertRow], over: list[str]) -> None:
@@ -155,7 +155,7 @@ class Watch:
         self.failures += 1
 
     def look(self) -> None:
-        asyncio.run(self.alerting.look())
+        asyncio.run(self.alerting.check())
 
 
 def _names(post: dict[str, Any]) -> list[tuple[str, str]]:
@@ -175,7 +175,7 @@ def test_an_evicted_node_is_told_repeated_and_told_as_resolved(inbox: Inbox) -> 
     watch.fleet.raise_finding("n2", xid())
     watch.look()
     watch.look()
-    assert [_names(post) for post in inbox.posts] == [[("EverstepNodeOut", "firing")]]
+    assert [_names(post) for post in inbox.posts] == [[("EverstepNodeOutOfService", "firing")]]
     (alert,) = inbox.posts[0]["alerts"]
     assert alert["labels"]["node"] == "n2"
     assert "XID 79" in alert["annotations"]["summary"]
@@ -185,7 +185,7 @@ def test_an_evicted_node_is_told_repeated_and_told_as_resolved(inbox: Inbox) -> 
     assert len(inbox.posts) == 2
     del watch.fleet.state.nodes["n2"]
     watch.look()
-    assert _names(inbox.posts[2]) == [("EverstepNodeOut", "resolved")]
+    assert _names(inbox.posts[2]) == [("EverstepNodeOutOfService", "resolved")]
     assert inbox.posts[2]["status"] == "resolved"
     assert inbox.tokens == {"Bearer a token"}
 
@@ -200,7 +200,7 @@ def test_a_post_that_failed_is_made_good_by_the_next(inbox: Inbox) -> None:
     inbox.status = 200
     watch.fleet.now += RETRY_S
     watch.look()
-    assert [_names(post) for post in inbox.posts] == [[("EverstepNodeOut", "firing")]]
+    assert [_names(post) for post in inbox.posts] == [[("EverstepNodeOutOfService", "firing")]]
 
 
 def test_a_post_that_failed_as_nobody_expected_is_counted_and_made_good(
@@ -213,22 +213,22 @@ def test_a_post_that_failed_as_nobody_expected_is_counted_and_made_good(
         raise UnicodeError("label too long")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Receiver, "ask", broken)
+        patched.setattr(HttpReceiver, "request", broken)
         watch.look()
     assert watch.failures == 1
     watch.fleet.now += RETRY_S
     watch.look()
-    assert [_names(post) for post in inbox.posts] == [[("EverstepNodeOut", "firing")]]
+    assert [_names(post) for post in inbox.posts] == [[("EverstepNodeOutOfService", "firing")]]
 
 
 def test_the_breaker_a_paused_job_and_an_absent_database_are_told_first(inbox: Inbox) -> None:
     fleet = CoreFleet()
     fleet.start(2, min_nodes=2)
-    fleet.state.fleet.breaker, fleet.state.store_away = "the budget is used up", "the disk is full"
+    fleet.state.fleet.breaker_reason, fleet.state.database_outage = "the budget is used up", "the disk is full"
     fleet.leave("n1")
-    alerts = alerts_of(fleet.state, fleet.now)
+    alerts = active_alerts(fleet.state, fleet.now)
     names = [alert.labels["alertname"] for alert in alerts]
-    assert names == ["EverstepStoreAway", "EverstepBreakerOpen", "EverstepJobPaused"]
+    assert names == ["EverstepDatabaseUnavailable", "EverstepBreakerOpen", "EverstepJobPaused"]
     assert set(alerts[-1].labels) == {"alertname", "severity", "run"}  # as the rules for Prometheus name a job
 
 
@@ -237,7 +237,7 @@ def test_the_alert_of_a_node_that_is_out_says_who_holds_it() -> None:
     fleet.start(4, 1)
     fleet.raise_finding("n2", xid())
     fleet.order(OperatorAction.HOLD, node="n2")
-    (alert,) = alerts_of(fleet.state, fleet.now)
+    (alert,) = active_alerts(fleet.state, fleet.now)
     assert alert.summary.endswith("evicted; ada ordered to hold n2: because")
 
 
@@ -246,14 +246,14 @@ def _many(kind: str, count: int) -> list[Alert]:
 
 
 def test_posts_are_bounded_tell_everything_and_what_has_ended_first() -> None:
-    made = list(posts(_many("X", MOST), _many("Y", MOST + 7), 1.0, "http://c"))
+    made = list(build_posts(_many("X", MAX_ALERTS_PER_POST), _many("Y", MAX_ALERTS_PER_POST + 7), 1.0, "http://c"))
     bodies = [json.loads(one.body) for one in made]
-    assert [len(body["alerts"]) for body in bodies] == [MOST, MOST, 7]
+    assert [len(body["alerts"]) for body in bodies] == [MAX_ALERTS_PER_POST, MAX_ALERTS_PER_POST, 7]
     told = [(alert["labels"]["alertname"], alert["status"]) for body in bodies for alert in body["alerts"]]
-    assert told == [("Y", "resolved")] * (MOST + 7) + [("X", "firing")] * MOST
-    assert len({alert["fingerprint"] for body in bodies for alert in body["alerts"]}) == 2 * MOST + 7
+    assert told == [("Y", "resolved")] * (MAX_ALERTS_PER_POST + 7) + [("X", "firing")] * MAX_ALERTS_PER_POST
+    assert len({alert["fingerprint"] for body in bodies for alert in body["alerts"]}) == 2 * MAX_ALERTS_PER_POST + 7
     assert {(body["status"], body["truncatedAlerts"]) for body in bodies} == {("firing", 0)}
-    assert [len(one.over) for one in made] == [MOST, 7, 0]
+    assert [len(one.resolved) for one in made] == [MAX_ALERTS_PER_POST, 7, 0]
 
 
 @pytest.mark.promise("alerts-resolved")
@@ -261,7 +261,7 @@ def test_more_ends_than_a_post_takes_are_all_told_also_where_a_post_fails(inbox:
     watch = Watch(inbox)
     watch.kept = {
         alert.fingerprint: AlertRow(fingerprint=alert.fingerprint, doc=json.dumps(_plain(alert)))
-        for alert in _many("X", 2 * MOST + 5)
+        for alert in _many("X", 2 * MAX_ALERTS_PER_POST + 5)
     }
     watch.begin()
     inbox.takes = 1
@@ -271,7 +271,7 @@ def test_more_ends_than_a_post_takes_are_all_told_also_where_a_post_fails(inbox:
     watch.fleet.now += RETRY_S
     watch.look()
     ended = [alert["fingerprint"] for one in inbox.posts for alert in one["alerts"]]
-    assert len(ended) == len(set(ended)) == 2 * MOST + 5 + 1  # and that the database is there
+    assert len(ended) == len(set(ended)) == 2 * MAX_ALERTS_PER_POST + 5 + 1  # and that the database is there
     assert watch.kept == {}
     watch.look()
     assert len(inbox.posts) == 3
@@ -293,12 +293,15 @@ def test_an_end_that_came_while_nobody_led_is_told_by_the_controller_that_follow
     watch.begin()
     watch.look()
     told = {alert["labels"]["alertname"]: alert for alert in inbox.posts[1]["alerts"]}
-    assert (told["EverstepNodeOut"]["status"], told["EverstepNodeOut"]["fingerprint"]) == ("resolved", fingerprint)
-    assert _seconds(told["EverstepNodeOut"]["startsAt"]) == began
+    assert (told["EverstepNodeOutOfService"]["status"], told["EverstepNodeOutOfService"]["fingerprint"]) == (
+        "resolved",
+        fingerprint,
+    )
+    assert _seconds(told["EverstepNodeOutOfService"]["startsAt"]) == began
     assert watch.kept == {}
     watch.begin()
     watch.look()
-    assert _names(inbox.posts[2]) == [("EverstepStoreAway", "resolved")]
+    assert _names(inbox.posts[2]) == [("EverstepDatabaseUnavailable", "resolved")]
 
 
 @pytest.mark.promise("alerts-resolved")
@@ -315,28 +318,28 @@ def test_an_alert_is_kept_before_it_is_told_and_until_its_end_was_taken(inbox: I
     inbox.status = 200
     watch.fleet.now += RETRY_S
     watch.look()
-    assert [_names(one) for one in inbox.posts] == [[("EverstepNodeOut", "resolved")]]
+    assert [_names(one) for one in inbox.posts] == [[("EverstepNodeOutOfService", "resolved")]]
     assert watch.kept == {}
 
 
 def test_an_absence_of_the_database_is_told_with_its_true_beginning_and_its_end(inbox: Inbox) -> None:
     watch = Watch(inbox)
-    watch.fleet.feed(StoreChanged(away=True, reason="the disk is full"))
+    watch.fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="the disk is full"))
     began = watch.fleet.now
-    watch.trouble = StoreAway("the disk is full")
+    watch.trouble = DatabaseUnavailable("the disk is full")
     watch.fleet.raise_finding("n2", xid())
     watch.look()
     watch.fleet.now += REPEAT_S + 1
-    watch.fleet.feed(StoreChanged(away=True, reason="it is full still"))
+    watch.fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="it is full still"))
     watch.look()
     assert [_seconds(one["alerts"][0]["startsAt"]) for one in inbox.posts] == [began, began]
     assert watch.kept == {}
     watch.trouble = None
-    watch.fleet.feed(StoreChanged(away=False))
+    watch.fleet.feed(DatabaseAvailabilityChanged(is_unavailable=False))
     watch.look()
-    assert _names(inbox.posts[2])[0] == ("EverstepStoreAway", "resolved")
+    assert _names(inbox.posts[2])[0] == ("EverstepDatabaseUnavailable", "resolved")
     assert _seconds(inbox.posts[2]["alerts"][0]["startsAt"]) == began
-    assert {alert.labels["alertname"] for alert in alerts_of(watch.fleet.state, watch.fleet.now)} == {
+    assert {alert.labels["alertname"] for alert in active_alerts(watch.fleet.state, watch.fleet.now)} == {
         json.loads(row.doc)["labels"]["alertname"] for row in watch.kept.values()
     }
 
@@ -345,10 +348,10 @@ def test_a_life_that_follows_tells_that_the_database_is_there_since_the_one_befo
     inbox: Inbox,
 ) -> None:
     watch = Watch(inbox)
-    watch.fleet.feed(StoreChanged(away=True, reason="the disk is full"))
+    watch.fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="the disk is full"))
     watch.look()
     (fired,) = inbox.posts[0]["alerts"]
-    watch.fleet.state.store_away = ""
+    watch.fleet.state.database_outage = ""
     watch.begin()
     watch.look()
     (ended,) = inbox.posts[1]["alerts"]
@@ -378,7 +381,7 @@ def _seconds(when: str) -> float:
 def test_a_node_that_heals_while_its_alerts_are_not_looked_after_is_told_as_resolved_after_the_restart(
     inbox: Inbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alerting, "LOOK_S", 0.02)
+    monkeypatch.setattr(alerting, "CHECK_INTERVAL_S", 0.02)
     database = f"sqlite:///{tmp_path / 'c.db'}"
     with TestClient(InProcess(database, alert_url=inbox.url)) as client:
         speaker = Speaker(client, "n1")
@@ -388,7 +391,7 @@ def test_a_node_that_heals_while_its_alerts_are_not_looked_after_is_told_as_reso
     with TestClient(InProcess(database)) as client:
         speaker.client = client
         speaker.report(FindingCleared(key=xid().key))
-        post(client, "/v1/nodes/n1/readmit", op.Because(reason="a new board"), op.Changed)
+        post(client, "/v1/nodes/n1/readmit", op.ReasonOnlyRequest(reason="a new board"), op.ChangeResult)
     with TestClient(InProcess(database, alert_url=inbox.url)):
         inbox.wait_for("resolved")
 
@@ -399,23 +402,25 @@ def test_a_receiver_that_cannot_be_is_refused() -> None:
 
     state = CoreFleet().state
     with pytest.raises(ConfigurationError, match="cannot be a receiver of alerts"):
-        Alerting("ftp://x", token="", controller="", state=state, now=lambda: 0.0, write=write, failed=lambda: None)
+        AlertNotifier(
+            "ftp://x", token="", controller="", state=state, now=lambda: 0.0, write=write, on_failure=lambda: None
+        )
     with pytest.raises(ConfigurationError, match="cannot be a webhook"):
-        Receiver("http://pager.example:77000/x", "a webhook")
+        HttpReceiver("http://pager.example:77000/x", "a webhook")
 
 
 # --- cordons of others -------------------------------------------------------------------------------------------
 
 
-class Shown(DryRun):
+class Shown(DryRunRemediator):
     """A scheduler that shows ``nodes``. ``broken``: how often it fails before, as no remediator should."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.nodes: dict[str, Standing] = {}
+        self.nodes: dict[str, CordonStatus] = {}
         self.broken = 0
 
-    def standing(self, nodes: Any) -> dict[str, Standing]:
+    def cordon_status(self, nodes: Any) -> dict[str, CordonStatus]:
         if self.broken > 0:
             self.broken -= 1
             raise UnicodeDecodeError("utf-8", b"\xfc", 0, 1, "invalid start byte")
@@ -423,20 +428,20 @@ class Shown(DryRun):
 
 
 def test_an_observer_whose_look_failed_as_nobody_expected_looks_again(caplog: pytest.LogCaptureFixture) -> None:
-    fleet, shown, told, failures = CoreFleet(), Shown(), list[NodeObserved](), list[int]()
+    fleet, shown, told, failures = CoreFleet(), Shown(), list[SchedulerStateChanged](), list[int]()
     fleet.start(1)
-    shown.nodes = {"n1": Standing(cordoned_by="ada", reason="a fan")}
+    shown.nodes = {"n1": CordonStatus(cordoned_by="ada", reason="a fan")}
     shown.broken = 2
 
     async def story() -> None:
         seen = asyncio.Event()
 
-        async def tell(event: NodeObserved) -> None:
+        async def tell(event: SchedulerStateChanged) -> None:
             told.append(event)
             fleet.feed(event)
             seen.set()
 
-        observer = Observer(shown, fleet.state, tell, failed=lambda: failures.append(1))
+        observer = CordonObserver(shown, fleet.state, tell, on_failure=lambda: failures.append(1))
         tasks = [asyncio.create_task(observer.run(every_s=0.0)), asyncio.create_task(seen.wait())]
         async with asyncio.timeout(60):
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -451,50 +456,50 @@ def test_an_observer_whose_look_failed_as_nobody_expected_looks_again(caplog: py
 
 
 def test_a_cordon_of_ours_that_is_gone_is_told_where_it_was_there_before_the_look() -> None:
-    fleet, shown, told, busy = CoreFleet(), Shown(), list[NodeObserved](), set[str]()
+    fleet, shown, told, busy = CoreFleet(), Shown(), list[SchedulerStateChanged](), set[str]()
     fleet.start(5)
 
-    async def tell(event: NodeObserved) -> None:
+    async def tell(event: SchedulerStateChanged) -> None:
         told.append(event)
         fleet.feed(event)
 
-    observer = Observer(shown, fleet.state, tell, settled=lambda node: node not in busy)
+    observer = CordonObserver(shown, fleet.state, tell, is_idle=lambda node: node not in busy)
     for node in ("n1", "n2", "n3", "n4"):
         fleet.order(OperatorAction.HOLD, node=node)
     busy.add("n2")  # its cordon is still being asked for
-    shown.nodes = {node: Standing() for node in ("n1", "n5")}  # not seen yet: it may never have been taken
-    asyncio.run(observer.look())
+    shown.nodes = {node: CordonStatus() for node in ("n1", "n5")}  # not seen yet: it may never have been taken
+    asyncio.run(observer.observe())
     assert told == []
-    shown.nodes = {node: Standing(cordoned_by=MARK) for node in ("n1", "n2", "n3", "n4")}
-    asyncio.run(observer.look())
-    shown.nodes = {node: Standing() for node in ("n1", "n2", "n5")}
-    shown.nodes["n3"] = Standing(cordoned_by=MARK)
-    fleet.feed(StoreChanged(away=True, reason="gone", trace="away"))
-    asyncio.run(observer.look())
+    shown.nodes = {node: CordonStatus(cordoned_by=CORDON_OWNER) for node in ("n1", "n2", "n3", "n4")}
+    asyncio.run(observer.observe())
+    shown.nodes = {node: CordonStatus() for node in ("n1", "n2", "n5")}
+    shown.nodes["n3"] = CordonStatus(cordoned_by=CORDON_OWNER)
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="gone", trace="away"))
+    asyncio.run(observer.observe())
     assert told == []
-    fleet.feed(StoreChanged(away=False, trace="back"))
-    asyncio.run(observer.look())  # n4 is not known there, or not told of
-    asyncio.run(observer.look())
-    assert [(event.node, bool(event.uncordoned)) for event in told] == [("n1", True)]
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=False, trace="back"))
+    asyncio.run(observer.observe())  # n4 is not known there, or not told of
+    asyncio.run(observer.observe())
+    assert [(event.node, bool(event.lifted_cordon_id)) for event in told] == [("n1", True)]
 
 
 def test_a_persons_cordon_is_told_once_and_its_end_too_and_ours_never() -> None:
-    fleet, shown, told = CoreFleet(), Shown(), list[NodeObserved]()
+    fleet, shown, told = CoreFleet(), Shown(), list[SchedulerStateChanged]()
     fleet.start(3)
 
-    async def tell(event: NodeObserved) -> None:
+    async def tell(event: SchedulerStateChanged) -> None:
         told.append(event)
         fleet.feed(event)
 
-    observer = Observer(shown, fleet.state, tell)
+    observer = CordonObserver(shown, fleet.state, tell)
     shown.nodes = {
-        "n1": Standing(cordoned_by="ada", reason="a fan"),
-        "n2": Standing(cordoned_by=MARK, reason="everstep x"),
-        "n9": Standing(cordoned_by="ada"),
+        "n1": CordonStatus(cordoned_by="ada", reason="a fan"),
+        "n2": CordonStatus(cordoned_by=CORDON_OWNER, reason="everstep x"),
+        "n9": CordonStatus(cordoned_by="ada"),
     }
-    asyncio.run(observer.look())
-    asyncio.run(observer.look())
+    asyncio.run(observer.observe())
+    asyncio.run(observer.observe())
     assert [(event.node, event.cordoned_by, event.reason) for event in told] == [("n1", "ada", "a fan")]
     shown.nodes = {}
-    asyncio.run(Observer(shown, fleet.state, tell).look())
+    asyncio.run(CordonObserver(shown, fleet.state, tell).observe())
     assert [(event.node, event.cordoned_by) for event in told[1:]] == [("n1", "")]

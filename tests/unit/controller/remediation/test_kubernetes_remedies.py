@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-from everstep_controller.core.effects import RemedyKind
-from everstep_controller.remediation.kubernetes import Kubernetes
-from everstep_controller.remediation.remediator import Standing
+from everstep_controller.core.effects import RemediationKind
+from everstep_controller.remediation.kubernetes import KubernetesRemediator
+from everstep_controller.remediation.remediator import CordonStatus
 
 from everstep.errors import Conflict, Unavailable
 from tests.support import kube
@@ -28,7 +28,7 @@ def cluster() -> Iterator[kube.Cluster]:
 
 @pytest.mark.slow
 def test_kubernetes_keeps_others_taints_and_notes_and_tells_an_event_once(cluster: kube.Cluster) -> None:
-    made = Kubernetes(cluster.api())
+    made = KubernetesRemediator(cluster.api())
     made.apply(remedy(1))
     made.apply(remedy(1))
     node = cluster.nodes["n1"]
@@ -36,7 +36,7 @@ def test_kubernetes_keeps_others_taints_and_notes_and_tells_an_event_once(cluste
     assert [taint["key"] for taint in node["spec"]["taints"]] == ["nvidia.com/gpu", "everstep.dev/quarantined"]
     assert node["metadata"]["annotations"]["site"] == "a"
     assert [event["reason"] for event in cluster.events.values()] == ["EverstepCordon"]
-    made.apply(remedy(2, RemedyKind.UNCORDON))
+    made.apply(remedy(2, RemediationKind.UNCORDON))
     assert node["spec"] == {"unschedulable": False, "taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]}
     assert node["metadata"]["annotations"] == {"site": "a"}
 
@@ -46,48 +46,48 @@ def test_kubernetes_empties_a_cordoned_node_but_for_daemons_and_static_pods_wher
     cluster.add_pod("agent", "n1", owner="DaemonSet")
     cluster.add_pod("static", "n1", owner="Node", **{"kubernetes.io/config.mirror": "a hash"})
     cluster.add_pod("other", "n2")
-    made = Kubernetes(cluster.api(), evict=True)
+    made = KubernetesRemediator(cluster.api(), evict=True)
     made.apply(remedy(1))
     assert made.is_done(remedy(1))
     assert set(cluster.pods) == {"agent", "static", "other"}
 
 
 def test_kubernetes_takes_a_new_boot_id_for_a_reboot(cluster: kube.Cluster) -> None:
-    made = Kubernetes(cluster.api())
-    made.apply(remedy(1, RemedyKind.REBOOT))
-    made.apply(remedy(1, RemedyKind.REBOOT))
+    made = KubernetesRemediator(cluster.api())
+    made.apply(remedy(1, RemediationKind.REBOOT))
+    made.apply(remedy(1, RemediationKind.REBOOT))
     assert sum(1 for method, _, _ in cluster.calls if method == "PATCH") == 1
-    assert not made.is_done(remedy(1, RemedyKind.REBOOT))
+    assert not made.is_done(remedy(1, RemediationKind.REBOOT))
     cluster.boot("n1", "boot-2")
-    assert made.is_done(remedy(1, RemedyKind.REBOOT))
+    assert made.is_done(remedy(1, RemediationKind.REBOOT))
 
 
 def test_what_a_person_has_lifted_is_lifted_and_can_be_cordoned_again(cluster: kube.Cluster) -> None:
-    made = Kubernetes(cluster.api())
+    made = KubernetesRemediator(cluster.api())
     made.apply(remedy(1))
     cluster.kubectl("n1", unschedulable=None)
-    assert made.standing(["n1"])["n1"] == Standing()
+    assert made.cordon_status(["n1"])["n1"] == CordonStatus()
     carry_out(made, remedy(2))
-    assert made.standing(["n1"])["n1"].reason.startswith("everstep n1-a2:")
+    assert made.cordon_status(["n1"])["n1"].reason.startswith("everstep n1-a2:")
     cluster.kubectl("n1", unschedulable=None)
-    carry_out(made, remedy(3, RemedyKind.REPAIR))
-    assert made.standing(["n1"])["n1"].reason.startswith("everstep n1-a3:")
+    carry_out(made, remedy(3, RemediationKind.REPAIR))
+    assert made.cordon_status(["n1"])["n1"].reason.startswith("everstep n1-a3:")
     cluster.kubectl("n1", unschedulable=None)
-    carry_out(made, remedy(4, RemedyKind.UNCORDON))
+    carry_out(made, remedy(4, RemediationKind.UNCORDON))
     assert cluster.nodes["n1"]["metadata"]["annotations"] == {"site": "a"}
 
 
 @pytest.mark.promise("holds-respected")
 def test_a_persons_own_cordon_after_ours_was_lifted_is_theirs(cluster: kube.Cluster) -> None:
-    made = Kubernetes(cluster.api())
+    made = KubernetesRemediator(cluster.api())
     made.apply(remedy(1))
     cluster.kubectl("n1", unschedulable=None)
     cluster.kubectl("n1", unschedulable=True)
-    assert made.standing(["n1"])["n1"] == Standing(cordoned_by="kubernetes", reason="cordoned")
+    assert made.cordon_status(["n1"])["n1"] == CordonStatus(cordoned_by="kubernetes", reason="cordoned")
     with pytest.raises(Conflict, match="somebody else"):
-        made.apply(remedy(2, RemedyKind.UNCORDON))
+        made.apply(remedy(2, RemediationKind.UNCORDON))
     with pytest.raises(Conflict, match="somebody else"):
-        made.is_done(remedy(2, RemedyKind.UNCORDON))
+        made.is_done(remedy(2, RemediationKind.UNCORDON))
     node = cluster.nodes["n1"]
     assert node["spec"] == {"unschedulable": True, "taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]}
     assert node["metadata"]["annotations"] == {"site": "a"}
@@ -97,20 +97,20 @@ def test_a_persons_own_cordon_after_ours_was_lifted_is_theirs(cluster: kube.Clus
 def test_our_cordon_is_ours_where_the_server_no_longer_says_who_set_it(
     cluster: kube.Cluster, managers: list[str] | None
 ) -> None:
-    made = Kubernetes(cluster.api())
+    made = KubernetesRemediator(cluster.api())
     made.apply(remedy(1))
     node = cluster.nodes["n1"]
     if managers is None:
         del node["metadata"]["managedFields"]
     else:
         node["metadata"]["managedFields"][0]["manager"] = managers[0]
-    carry_out(made, remedy(2, RemedyKind.UNCORDON))
+    carry_out(made, remedy(2, RemediationKind.UNCORDON))
     assert not node["spec"]["unschedulable"]
 
 
 def test_a_taint_that_somebody_adds_meanwhile_is_not_lost(cluster: kube.Cluster) -> None:
-    made = Kubernetes(cluster.api())
-    for number, kind in enumerate((RemedyKind.CORDON, RemedyKind.UNCORDON)):
+    made = KubernetesRemediator(cluster.api())
+    for number, kind in enumerate((RemediationKind.CORDON, RemediationKind.UNCORDON)):
         cluster.meanwhile = lambda kind=kind: cluster.taint("n1", f"site/{kind}")
         with pytest.raises(Unavailable, match="409"):
             made.apply(remedy(number, kind))
@@ -120,10 +120,10 @@ def test_a_taint_that_somebody_adds_meanwhile_is_not_lost(cluster: kube.Cluster)
 
 
 def test_a_repair_is_told_by_its_own_note(cluster: kube.Cluster) -> None:
-    made = Kubernetes(cluster.api())
-    carry_out(made, remedy(1, RemedyKind.REPAIR))
-    assert not made.is_done(remedy(2, RemedyKind.REPAIR))
-    carry_out(made, remedy(2, RemedyKind.REPAIR))
+    made = KubernetesRemediator(cluster.api())
+    carry_out(made, remedy(1, RemediationKind.REPAIR))
+    assert not made.is_done(remedy(2, RemediationKind.REPAIR))
+    carry_out(made, remedy(2, RemediationKind.REPAIR))
 
 
 @pytest.mark.promise("kubernetes-events")
@@ -131,7 +131,7 @@ def test_a_pod_that_a_disruption_budget_holds_keeps_no_other_pod_on_the_node(clu
     for name in ("a", "b", "c", "d"):
         cluster.add_pod(name, "n1")
     cluster.guarded = {"a", "c"}
-    made = Kubernetes(cluster.api(), evict=True)
+    made = KubernetesRemediator(cluster.api(), evict=True)
     with pytest.raises(Unavailable, match=r"2 pods of 4 stay on n1.*429"):
         made.apply(remedy(1))
     assert set(cluster.pods) == {"a", "c"}
@@ -143,7 +143,7 @@ def test_a_pod_that_a_disruption_budget_holds_keeps_no_other_pod_on_the_node(clu
 
 @pytest.mark.promise("kubernetes-events")
 def test_an_event_that_is_not_taken_keeps_no_node_in_service_and_is_told_later(cluster: kube.Cluster) -> None:
-    made = Kubernetes(cluster.api())
+    made = KubernetesRemediator(cluster.api())
     cluster.broken = {"events"}
     with pytest.raises(Unavailable):
         made.apply(remedy(1))
@@ -157,7 +157,7 @@ def test_an_event_that_is_not_taken_keeps_no_node_in_service_and_is_told_later(c
 
 @pytest.mark.promise("kubernetes-events")
 def test_a_node_that_shows_what_was_asked_for_has_its_event_since_nobody_asks_again(cluster: kube.Cluster) -> None:
-    made = Kubernetes(cluster.api())
+    made = KubernetesRemediator(cluster.api())
     for number, kind in enumerate(sorted(made.kinds)):
         cluster.calls.clear()
         made.apply(remedy(number, kind))
@@ -179,12 +179,12 @@ def test_the_roles_to_be_bound_allow_what_is_asked_for_and_no_more(cluster: kube
 def _used(cluster: kube.Cluster, *, evict: bool) -> set[tuple[str, str]]:
     """Rights that everything a remediator can be asked for takes."""
     cluster.used.clear()
-    made = Kubernetes(cluster.api(), evict=evict)
+    made = KubernetesRemediator(cluster.api(), evict=evict)
     for number, kind in enumerate(sorted(made.kinds)):
         cluster.add_pod("trainer", "n1")
         made.apply(remedy(number, kind))
         made.is_done(remedy(number, kind))
-    made.standing(["n1", "n2"])
+    made.cordon_status(["n1", "n2"])
     cluster.kubectl("n1", unschedulable=None)
     return set(cluster.used)
 

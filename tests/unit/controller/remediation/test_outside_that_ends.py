@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from everstep_controller.api.credentials import Keyring
 from everstep_controller.config import ControllerSettings
-from everstep_controller.core.effects import RemedyKind
+from everstep_controller.core.effects import RemediationKind
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.leadership.member import Member
-from everstep_controller.remediation.alerts import Alerting
-from everstep_controller.remediation.executor import RemedyDesk
-from everstep_controller.remediation.remediator import DryRun
-from everstep_controller.remediation.service import Observer
+from everstep_controller.leadership.member import ControllerReplica
+from everstep_controller.remediation.alerts import AlertNotifier
+from everstep_controller.remediation.executor import RemediationExecutor
+from everstep_controller.remediation.remediator import DryRunRemediator
+from everstep_controller.remediation.service import CordonObserver
 from everstep_controller.store.database_errors import Superseded
-from everstep_controller.store.rows import RemedyRow, RemedyState
+from everstep_controller.store.rows import RemediationRow, RemediationState
 
 from everstep.system_clock import SYSTEM_CLOCK
 from tests.support.controllers import SECRET
@@ -31,25 +31,25 @@ async def _broken(*_: object, **__: object) -> None:
     raise Bug
 
 
-def member(directory: Path) -> Member:
+def member(directory: Path) -> ControllerReplica:
     database = f"sqlite:///{directory}/c.db"
     give_schema(database)
     settings = ControllerSettings(
         secret_file="unused", policy=CorePolicy.lab(), name="c", database=database, alert_url="http://127.0.0.1:1/"
     )
-    return Member(settings, Keyring((SECRET,)), SYSTEM_CLOCK, DryRun, database=database)
+    return ControllerReplica(settings, Keyring((SECRET,)), SYSTEM_CLOCK, DryRunRemediator, database=database)
 
 
-async def ended(made: Member) -> None:
+async def ended(made: ControllerReplica) -> None:
     async with asyncio.timeout(60):
         await made.run()
 
 
-@pytest.mark.parametrize("kind", [Observer, Alerting])
+@pytest.mark.parametrize(("kind", "method"), [(CordonObserver, "observe"), (AlertNotifier, "check")])
 def test_a_watch_that_ends_by_itself_ends_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type, method: str
 ) -> None:
-    monkeypatch.setattr(kind, "look", _broken)
+    monkeypatch.setattr(kind, method, _broken)
     with pytest.raises(Bug):
         asyncio.run(ended(member(tmp_path)))
 
@@ -57,17 +57,19 @@ def test_a_watch_that_ends_by_itself_ends_the_process(
 def test_a_node_whose_remedies_nobody_carries_out_any_more_ends_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RemedyDesk, "_carry_out", _broken)
-    row = RemedyRow(id="r1", node="n1", kind=RemedyKind.CORDON, state=RemedyState.WANTED, requested_at=1.0, doc="{}")
+    monkeypatch.setattr(RemediationExecutor, "_carry_out", _broken)
+    row = RemediationRow(
+        id="r1", node="n1", kind=RemediationKind.CORDON, state=RemediationState.REQUESTED, requested_at=1.0, doc="{}"
+    )
 
     async def story() -> None:
         made = member(tmp_path)
         running = asyncio.create_task(ended(made))
         async with asyncio.timeout(60):
-            await made.settled.wait()
+            await made.leader_known.wait()
         controller = made.leading()
         assert controller is not None
-        controller.outside.desk.requested([row])
+        controller.remediation.executor.enqueue([row])
         await running
 
     with pytest.raises(Bug):
@@ -80,6 +82,6 @@ def test_alerts_that_another_controller_has_taken_over_end_the_leadership(
     async def superseded(*_: object) -> None:
         raise Superseded("another controller took the database over")
 
-    monkeypatch.setattr(Alerting, "look", superseded)
+    monkeypatch.setattr(AlertNotifier, "check", superseded)
     with pytest.raises(Superseded):
         asyncio.run(ended(member(tmp_path)))

@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
-from everstep_controller.core.effects import Remedy, RemedyKind
-from everstep_controller.remediation.kubernetes import REPAIR, Kubernetes
-from everstep_controller.remediation.remediator import MARK, DryRun, Remediator, Standing
-from everstep_controller.remediation.slurm import Slurm, parse_node
-from everstep_controller.remediation.webhook import Webhook
+from everstep_controller.core.effects import Remediation, RemediationKind
+from everstep_controller.remediation.kubernetes import REPAIR, KubernetesRemediator
+from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus, DryRunRemediator, Remediator
+from everstep_controller.remediation.slurm import SlurmRemediator, parse_node
+from everstep_controller.remediation.webhook import WebhookRemediator
 
 from everstep.errors import Conflict, Unavailable
 from tests.support import kube, slurm
@@ -22,7 +22,7 @@ from tests.support.remedies import carry_out, remedy
 
 SECRET = b"the webhook's own secret"
 DEADLINE_S = 60.0
-each_kind = pytest.mark.parametrize("kind", RemedyKind)
+each_kind = pytest.mark.parametrize("kind", RemediationKind)
 
 
 class Outside:
@@ -54,14 +54,14 @@ class Outside:
     def vanish(self) -> None:
         raise NotImplementedError
 
-    def carry_out(self, remedy: Remedy) -> None:
+    def carry_out(self, remedy: Remediation) -> None:
         carry_out(self.remediator, remedy)
 
     def uncordon(self) -> None:
         """A person gives n1 back, whoever took it."""
         pytest.skip(f"{self.remediator.name} does not tell of a node that is in service")
 
-    def is_to_offer(self, kind: RemedyKind) -> None:
+    def is_to_offer(self, kind: RemediationKind) -> None:
         if kind not in self.remediator.kinds:
             pytest.skip(f"{self.remediator.name} offers no {kind}")
 
@@ -74,7 +74,7 @@ class InTheLog(Outside):
     knows_nodes = False
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
-        super().__init__(DryRun())
+        super().__init__(DryRunRemediator())
         self._caplog = caplog
 
     def _lines(self) -> list[str]:
@@ -89,7 +89,7 @@ class InTheLog(Outside):
 
 class AtAReceiver(Outside):
     def __init__(self, receiver: Receiver) -> None:
-        super().__init__(Webhook(receiver.url, SECRET, wall=lambda: 1.7e9, cordons=True))
+        super().__init__(WebhookRemediator(receiver.url, SECRET, wall=lambda: 1.7e9, cordons=True))
         self._receiver = receiver
 
     def acts(self) -> int:
@@ -114,7 +114,7 @@ class InSlurm(Outside):
         program = directory / "scontrol"
         program.write_text(f'#!/bin/sh\necho "$*" >> {self._asked}\nexec scontrol "$@"\n')
         program.chmod(0o700)
-        super().__init__(Slurm(str(program), configuration=str(cluster.client_configuration())))
+        super().__init__(SlurmRemediator(str(program), configuration=str(cluster.client_configuration())))
         self._cluster, self._rebooted = cluster, cluster.reboots()
 
     def acts(self) -> int:
@@ -138,7 +138,7 @@ class InSlurm(Outside):
 
 class InKubernetes(Outside):
     def __init__(self, cluster: kube.Cluster) -> None:
-        super().__init__(Kubernetes(cluster.api()))
+        super().__init__(KubernetesRemediator(cluster.api()))
         self._cluster = cluster
 
     def acts(self) -> int:
@@ -222,21 +222,21 @@ def _wait(happens: Callable[[], object]) -> None:
 def test_a_cordon_is_read_back_and_given_back(outside: Outside) -> None:
     assert not outside.remediator.is_done(remedy(1))
     outside.carry_out(remedy(1))
-    outside.carry_out(remedy(2, RemedyKind.UNCORDON))
-    assert outside.remediator.standing(["n1"]).get("n1", Standing()) == Standing()
+    outside.carry_out(remedy(2, RemediationKind.UNCORDON))
+    assert outside.remediator.cordon_status(["n1"]).get("n1", CordonStatus()) == CordonStatus()
 
 
 @pytest.mark.promise("remediation-once")
 @each_kind
-def test_asking_again_and_again_does_it_once(outside: Outside, kind: RemedyKind) -> None:
+def test_asking_again_and_again_does_it_once(outside: Outside, kind: RemediationKind) -> None:
     outside.is_to_offer(kind)
-    if kind is RemedyKind.UNCORDON:
+    if kind is RemediationKind.UNCORDON:
         outside.carry_out(remedy(1))
     wanted, before = remedy(2, kind), outside.acts()
     for _ in range(3):
         outside.remediator.apply(wanted)
     assert outside.acts() == before + 1
-    if kind is RemedyKind.REBOOT:
+    if kind is RemediationKind.REBOOT:
         outside.boots()
     _wait(lambda: outside.remediator.is_done(wanted))
     outside.remediator.apply(wanted)
@@ -245,14 +245,14 @@ def test_asking_again_and_again_does_it_once(outside: Outside, kind: RemedyKind)
 
 
 def test_a_node_handed_to_repair_says_why(outside: Outside) -> None:
-    wanted = remedy(3, RemedyKind.REPAIR)
+    wanted = remedy(3, RemediationKind.REPAIR)
     assert not outside.remediator.is_done(wanted)
     outside.carry_out(wanted)
     assert wanted.sentence.partition("=")[2] in outside.why()
 
 
 def test_what_it_cannot_do_is_refused(outside: Outside) -> None:
-    refused = set(RemedyKind) - outside.remediator.kinds
+    refused = set(RemediationKind) - outside.remediator.kinds
     if not refused:
         pytest.skip(f"{outside.remediator.name} can do everything")
     for kind in refused:
@@ -262,7 +262,7 @@ def test_what_it_cannot_do_is_refused(outside: Outside) -> None:
 
 
 @each_kind
-def test_a_node_that_is_not_known_outside_is_given_up(outside: Outside, kind: RemedyKind) -> None:
+def test_a_node_that_is_not_known_outside_is_given_up(outside: Outside, kind: RemediationKind) -> None:
     outside.is_to_know_nodes()
     outside.is_to_offer(kind)
     with pytest.raises(Conflict):
@@ -273,23 +273,23 @@ def test_a_node_that_is_not_known_outside_is_given_up(outside: Outside, kind: Re
 def test_somebody_elses_cordon_is_seen_and_never_lifted(outside: Outside) -> None:
     outside.is_to_know_nodes()
     outside.cordon()
-    shown = outside.remediator.standing(["n1", "n2"])["n1"]
-    assert shown.cordoned_by not in ("", MARK)
+    shown = outside.remediator.cordon_status(["n1", "n2"])["n1"]
+    assert shown.cordoned_by not in ("", CORDON_OWNER)
     before = outside.acts()
-    for kind in (RemedyKind.UNCORDON, RemedyKind.REBOOT, RemedyKind.REPAIR):
+    for kind in (RemediationKind.UNCORDON, RemediationKind.REBOOT, RemediationKind.REPAIR):
         with pytest.raises(Conflict, match="somebody else"):
             outside.remediator.apply(remedy(2, kind))
-    assert outside.remediator.standing(["n1"])["n1"] == shown
+    assert outside.remediator.cordon_status(["n1"])["n1"] == shown
     assert outside.acts() == before
 
 
 def test_our_own_cordon_is_shown_until_somebody_lifts_it(outside: Outside) -> None:
     outside.is_to_know_nodes()
     outside.remediator.apply(remedy(1))
-    taken = outside.remediator.standing(["n1"])
+    taken = outside.remediator.cordon_status(["n1"])
     outside.uncordon()
-    assert taken["n1"].cordoned_by == MARK
-    assert outside.remediator.standing(["n1"]) == {"n1": Standing()}
+    assert taken["n1"].cordoned_by == CORDON_OWNER
+    assert outside.remediator.cordon_status(["n1"]) == {"n1": CordonStatus()}
 
 
 def test_an_outside_that_is_away_will_be_asked_again(outside: Outside) -> None:

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from everstep.vocabulary import Action
-from everstep.wire.v1.agent import Numbered, Register, Reports
-from everstep.wire.v1.operator_history import RemedyList
+from everstep.wire.v1.agent import NumberedReport, Register, Reports
+from everstep.wire.v1.operator_history import RemediationList
 from everstep.wire.v1.training import FindingRaised
 from tests.support import kube, slurm
 from tests.support.controllers import VIEWER, ControllerProcess, controller_process, registration
@@ -121,7 +121,7 @@ def halting(
 def controller_with(program_forks: ForkPool, remediation: str, directory: Path) -> Iterator[ControllerProcess]:
     settings = directory / "settings.toml"
     # a cure that the lab gives up after 30 s is asked for in the first 9 of them, and the controller starts twice
-    policy = 'remediate = "enforce"\nremedy_settle_s = 1000.0\nremedy_timeout_s = 1000.0\n'
+    policy = 'remediation_mode = "enforce"\nremediation_settle_s = 1000.0\nremediation_timeout_s = 1000.0\n'
     settings.write_text(f"{remediation}[policy]\n{policy}")
     with controller_process(directory, program_forks, arguments=("--settings", str(settings))) as process:
         yield process
@@ -132,7 +132,7 @@ def fall_off_the_bus(process: ControllerProcess, node: str = "n1") -> None:
     for name in ("n1", "n2", "n3", "n4"):
         _tell(process, name, registration(name))
     report = FindingRaised(finding=xid(action=Action.REBOOT_NODE))
-    _tell(process, node, Reports(incarnation=1, reports=(Numbered(number=1, body=report),)))
+    _tell(process, node, Reports(incarnation=1, reports=(NumberedReport(number=1, body=report),)))
 
 
 def _tell(process: ControllerProcess, node: str, message: Register | Reports) -> None:
@@ -142,17 +142,17 @@ def _tell(process: ControllerProcess, node: str, message: Register | Reports) ->
 
 def remedies(process: ControllerProcess) -> dict[str, str]:
     """States by kind."""
-    status, body = process.ask("GET", "/v1/remedies?node=n1", None, VIEWER)
+    status, body = process.ask("GET", "/v1/remediations?node=n1", None, VIEWER)
     assert status == 200, body
-    return {one.kind: one.state for one in msgspec.json.decode(body, type=RemedyList).remedies}
+    return {one.kind: one.state for one in msgspec.json.decode(body, type=RemediationList).remediations}
 
 
 DONE_OR_LOST = pytest.mark.parametrize("does", [True, False], ids=["it is done", "it is lost"])
 BEFORE = {
-    "cordon": {"cordon": "begun", "reboot": "wanted"},
-    "EverstepCordon": {"cordon": "begun", "reboot": "wanted"},
-    "reboot": {"cordon": "confirmed", "reboot": "begun"},
-    "EverstepReboot": {"cordon": "confirmed", "reboot": "begun"},
+    "cordon": {"cordon": "started", "reboot": "requested"},
+    "EverstepCordon": {"cordon": "started", "reboot": "requested"},
+    "reboot": {"cordon": "confirmed", "reboot": "started"},
+    "EverstepReboot": {"cordon": "confirmed", "reboot": "started"},
 }
 """How the remedies stand while a request is under way; wanted: not begun either."""
 

@@ -8,12 +8,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from everstep_controller.core.effects import Remedy, RemedyKind
+from everstep_controller.core.effects import Remediation, RemediationKind
 from everstep_controller.leadership.lease import NotLeading
-from everstep_controller.remediation.executor import THREADS, RemedyDesk
-from everstep_controller.remediation.kubernetes import Kubernetes
-from everstep_controller.remediation.remediator import DryRun
-from everstep_controller.store.rows import RemedyState
+from everstep_controller.remediation.executor import THREADS, RemediationExecutor
+from everstep_controller.remediation.kubernetes import KubernetesRemediator
+from everstep_controller.remediation.remediator import DryRunRemediator
+from everstep_controller.store.rows import RemediationState
 
 from everstep.clock import Backoff
 from tests.support import kube
@@ -27,23 +27,23 @@ def test_a_remedy_is_begun_in_the_records_before_it_is_asked_for() -> None:
     ask = machine.apply
     machine.apply = lambda remedy: (seen.append(book.states(remedy.id)), ask(remedy))[1]  # type: ignore[method-assign]
     run(machine, book, wanted(1))
-    assert seen == [["begun"]]
-    assert book.states("n1-a1") == ["begun", "confirmed"]
-    assert [(told.id, told.ok, told.trace) for told in book.told] == [("n1-a1", True, "t")]
+    assert seen == [["started"]]
+    assert book.states("n1-a1") == ["started", "confirmed"]
+    assert [(told.remediation_id, told.succeeded, told.trace) for told in book.told] == [("n1-a1", True, "t")]
 
 
 @pytest.mark.promise("remediation-once")
 def test_what_was_begun_in_an_earlier_life_is_read_back_before_it_is_asked_for_again() -> None:
     machine, book = Machine(), Book()
     machine.applied = ["n1-a1"]
-    run(machine, book, left=[wanted(1, RemedyKind.REBOOT, state=RemedyState.BEGUN)])
+    run(machine, book, left=[wanted(1, RemediationKind.REBOOT, state=RemediationState.STARTED)])
     assert machine.applied == ["n1-a1"]
     assert book.states("n1-a1") == ["confirmed"]
 
 
 def test_what_an_earlier_life_stored_as_begun_and_never_asked_for_is_asked_for_once() -> None:
     machine, book = Machine(pending=2), Book()
-    run(machine, book, left=[wanted(1, RemedyKind.REBOOT, state=RemedyState.BEGUN)])
+    run(machine, book, left=[wanted(1, RemediationKind.REBOOT, state=RemediationState.STARTED)])
     assert machine.applied == ["n1-a1"]
     assert book.states("n1-a1") == ["confirmed"]
 
@@ -51,11 +51,11 @@ def test_what_an_earlier_life_stored_as_begun_and_never_asked_for_is_asked_for_o
 def test_an_outside_that_is_away_is_asked_again_and_one_that_refuses_is_not() -> None:
     machine, book = Machine(away=4), Book()
     run(machine, book, wanted(1))
-    assert (machine.applied, book.states("n1-a1")) == (["n1-a1"], ["begun", "confirmed"])
+    assert (machine.applied, book.states("n1-a1")) == (["n1-a1"], ["started", "confirmed"])
     refusing, other = Machine(refuses=True), Book()
     run(refusing, other, wanted(1))
-    assert other.states("n1-a1") == ["begun", "failed"]
-    assert [(told.ok, told.detail) for told in other.told] == [(False, "it will not")]
+    assert other.states("n1-a1") == ["started", "failed"]
+    assert [(told.succeeded, told.detail) for told in other.told] == [(False, "it will not")]
 
 
 def test_a_remedy_that_failed_as_nobody_expected_is_said_counted_and_asked_for_again(
@@ -64,7 +64,7 @@ def test_a_remedy_that_failed_as_nobody_expected_is_said_counted_and_asked_for_a
     machine, book, failures = Machine(), Book(), list[int]()
     ask, times = machine.apply, 2
 
-    def broken(remedy: Remedy) -> None:
+    def broken(remedy: Remediation) -> None:
         nonlocal times
         if times > 0:
             times -= 1
@@ -72,8 +72,8 @@ def test_a_remedy_that_failed_as_nobody_expected_is_said_counted_and_asked_for_a
         ask(remedy)
 
     machine.apply = broken  # type: ignore[method-assign]
-    run(machine, book, wanted(1), wanted(2, RemedyKind.REBOOT), failed=lambda: failures.append(1))
-    assert book.states("n1-a1") == ["begun", "confirmed"]
+    run(machine, book, wanted(1), wanted(2, RemediationKind.REBOOT), on_failure=lambda: failures.append(1))
+    assert book.states("n1-a1") == ["started", "confirmed"]
     assert machine.applied == ["n1-a1", "n1-a2"]
     assert len(failures) == 2
     assert "KeyError: 'spec'" in caplog.text
@@ -89,7 +89,7 @@ def test_who_may_not_lead_any_more_asks_for_nothing() -> None:
             assert machine.applied == []
             raise doubt
 
-    run(machine, book, wanted(1, RemedyKind.REBOOT), check_leading=check_leading)
+    run(machine, book, wanted(1, RemediationKind.REBOOT), check_leading=check_leading)
     assert next(doubts, None) is None
     assert machine.applied == ["n1-a1"]
 
@@ -103,7 +103,7 @@ def test_what_waited_for_a_thread_is_not_asked_for_once_another_may_lead() -> No
         leads[0] = False
         go.set()
 
-    def apply(remedy: Remedy) -> None:
+    def apply(remedy: Remediation) -> None:
         mine = next(number)
         if mine == THREADS:
             book.loop.call_soon_threadsafe(stopped)  # after the last one has been handed to the threads
@@ -126,63 +126,63 @@ def test_what_waited_for_a_thread_is_not_asked_for_once_another_may_lead() -> No
 
 def test_what_the_outside_cannot_do_is_told_with_its_name() -> None:
     book = Book()
-    run(Machine(), book, wanted(1, RemedyKind.RESET_GPU))
+    run(Machine(), book, wanted(1, RemediationKind.RESET_GPU))
     assert book.told[0].detail == "machine cannot reset gpu"
 
 
 def test_remedies_of_a_node_follow_one_another_and_one_that_was_not_begun_gives_way() -> None:
     machine, book = Machine(), Book()
-    run(machine, book, wanted(1), wanted(2, RemedyKind.UNCORDON), wanted(3), wanted(1, node="n2"))
+    run(machine, book, wanted(1), wanted(2, RemediationKind.UNCORDON), wanted(3), wanted(1, node="n2"))
     assert book.states("n1-a1") == ["superseded"]
     assert book.states("n1-a2") == ["superseded"]
-    assert book.states("n1-a3") == ["begun", "confirmed"]
-    assert book.states("n2-a1") == ["begun", "confirmed"]
-    assert {told.id for told in book.told} == {"n1-a3", "n2-a1"}
+    assert book.states("n1-a3") == ["started", "confirmed"]
+    assert book.states("n2-a1") == ["started", "confirmed"]
+    assert {told.remediation_id for told in book.told} == {"n1-a3", "n2-a1"}
 
 
 def test_nothing_is_begun_while_the_database_is_away() -> None:
     machine, book = Machine(), Book(away=5)
     run(machine, book, wanted(1))
     assert machine.applied == ["n1-a1"]
-    assert book.states("n1-a1") == ["begun", "confirmed"]
+    assert book.states("n1-a1") == ["started", "confirmed"]
 
 
 def test_an_end_that_is_kept_in_memory_for_an_absent_database_is_told_to_the_core_once() -> None:
     machine, book = Machine(), Book(unsure=7)
-    run(machine, book, wanted(1, RemedyKind.REBOOT))
+    run(machine, book, wanted(1, RemediationKind.REBOOT))
     assert machine.applied == ["n1-a1"]
-    assert book.states("n1-a1") == ["begun", "confirmed"]
-    assert [told.id for told in book.told] == ["n1-a1"]
+    assert book.states("n1-a1") == ["started", "confirmed"]
+    assert [told.remediation_id for told in book.told] == ["n1-a1"]
 
 
 def test_a_cordon_stands_beside_the_cure_that_was_decided_with_it() -> None:
     machine, book = Machine(), Book()
-    run(machine, book, wanted(1), wanted(2, RemedyKind.REBOOT))
+    run(machine, book, wanted(1), wanted(2, RemediationKind.REBOOT))
     assert machine.applied == ["n1-a1", "n1-a2"]
-    assert [(told.id, told.ok) for told in book.told] == [("n1-a1", True), ("n1-a2", True)]
+    assert [(told.remediation_id, told.succeeded) for told in book.told] == [("n1-a1", True), ("n1-a2", True)]
 
 
 def test_a_cure_that_was_not_begun_gives_way_to_the_next_step_or_the_way_back_and_the_core_hears_of_it() -> None:
-    for later in (RemedyKind.RESET_GPU, RemedyKind.REBOOT, RemedyKind.REPAIR, RemedyKind.UNCORDON):
+    for later in (RemediationKind.RESET_GPU, RemediationKind.REBOOT, RemediationKind.REPAIR, RemediationKind.UNCORDON):
         machine, book = Machine(), Book()
-        machine.kinds = frozenset(RemedyKind)
-        run(machine, book, wanted(1, RemedyKind.REBOOT), wanted(2, later))
+        machine.kinds = frozenset(RemediationKind)
+        run(machine, book, wanted(1, RemediationKind.REBOOT), wanted(2, later))
         assert machine.applied == ["n1-a2"]
         assert book.states("n1-a1") == ["superseded"]
-        assert [(told.id, told.ok) for told in book.told] == [("n1-a1", False), ("n1-a2", True)]
+        assert [(told.remediation_id, told.succeeded) for told in book.told] == [("n1-a1", False), ("n1-a2", True)]
         assert book.told[0].detail == f"n1-a2 ({later}) replaced it before it was begun"
 
 
 def test_every_repair_is_told_whatever_follows_it() -> None:
     machine, book = Machine(), Book()
-    machine.kinds = frozenset(RemedyKind)
-    run(machine, book, wanted(1), wanted(2, RemedyKind.REPAIR), wanted(3, RemedyKind.UNCORDON))
+    machine.kinds = frozenset(RemediationKind)
+    run(machine, book, wanted(1), wanted(2, RemediationKind.REPAIR), wanted(3, RemediationKind.UNCORDON))
     assert machine.applied == ["n1-a2", "n1-a3"]
 
 
 def test_what_was_decided_in_one_moment_keeps_its_order_across_a_crash() -> None:
     machine, book = Machine(), Book()
-    left = [wanted(10, RemedyKind.REBOOT, requested_at=5.0), wanted(9, requested_at=5.0)]
+    left = [wanted(10, RemediationKind.REBOOT, requested_at=5.0), wanted(9, requested_at=5.0)]
     run(machine, book, left=left)
     assert machine.applied == ["n1-a9", "n1-a10"]
 
@@ -202,74 +202,76 @@ def evictions(cluster: kube.Cluster) -> int:
 
 
 @pytest.mark.promise("kubernetes-events")
-@pytest.mark.parametrize("later", [RemedyKind.UNCORDON, RemedyKind.REPAIR])
+@pytest.mark.parametrize("later", [RemediationKind.UNCORDON, RemediationKind.REPAIR])
 def test_a_cordon_whose_pods_are_held_gives_way_to_the_way_back_and_to_a_repair_and_evicts_no_more(
-    guarded: kube.Cluster, later: RemedyKind
+    guarded: kube.Cluster, later: RemediationKind
 ) -> None:
     book = Book()
 
     async def story() -> None:
-        remediator = Kubernetes(guarded.api(), evict=True)
-        desk = RemedyDesk(
+        remediator = KubernetesRemediator(guarded.api(), evict=True)
+        desk = RemediationExecutor(
             remediator, submit=book.submit, now=lambda: book.now, uniform=lambda: 0.0, backoff=Backoff(0.01, 0.02)
         )
         async with asyncio.timeout(60):
-            desk.requested([wanted(1)])
+            desk.enqueue([wanted(1)])
             while evictions(guarded) < 3:
                 await asyncio.sleep(0.01)
-            desk.requested([wanted(2, later)])
-            while desk.open():
+            desk.enqueue([wanted(2, later)])
+            while desk.open_count():
                 await asyncio.sleep(0.01)
         await desk.stop()
 
     asyncio.run(story())
-    assert book.states("n1-a1") == ["begun", "superseded"]
-    assert book.states("n1-a2") == ["begun", "confirmed"]
-    assert guarded.nodes["n1"]["spec"]["unschedulable"] is (later is RemedyKind.REPAIR)
+    assert book.states("n1-a1") == ["started", "superseded"]
+    assert book.states("n1-a2") == ["started", "confirmed"]
+    assert guarded.nodes["n1"]["spec"]["unschedulable"] is (later is RemediationKind.REPAIR)
     assert set(guarded.pods) == {"web"}
-    assert [told.id for told in book.told] == ["n1-a2"]
+    assert [told.remediation_id for told in book.told] == ["n1-a2"]
 
 
 def test_a_cordon_that_was_taken_and_not_answered_is_read_back_before_it_gives_way() -> None:
     machine, book = Machine(away=1), Book()
 
     async def story() -> None:
-        desk = RemedyDesk(machine, submit=book.submit, now=lambda: book.now, uniform=lambda: 0.0, backoff=AT_ONCE)
+        desk = RemediationExecutor(
+            machine, submit=book.submit, now=lambda: book.now, uniform=lambda: 0.0, backoff=AT_ONCE
+        )
         ask = machine.apply
 
-        def asked(remedy: Remedy) -> None:
+        def asked(remedy: Remediation) -> None:
             if remedy.id == "n1-a1":
                 machine.applied.append(remedy.id)
-                book.loop.call_soon_threadsafe(desk.requested, [wanted(2, RemedyKind.UNCORDON)])
+                book.loop.call_soon_threadsafe(desk.enqueue, [wanted(2, RemediationKind.UNCORDON)])
             ask(remedy)
 
         machine.apply = asked  # type: ignore[method-assign]
-        desk.requested([wanted(1)])
+        desk.enqueue([wanted(1)])
         async with asyncio.timeout(60):
-            while desk.open():
+            while desk.open_count():
                 await asyncio.sleep(0)
         await desk.stop()
 
     asyncio.run(story())
     assert machine.applied == ["n1-a1", "n1-a2"]
-    assert book.states("n1-a1") == ["begun", "confirmed"]
+    assert book.states("n1-a1") == ["started", "confirmed"]
 
 
 def test_a_cordon_that_an_absent_outside_never_took_is_not_lost_for_a_repair() -> None:
     machine, book = Machine(away=5), Book()
-    machine.kinds = frozenset(RemedyKind)
-    run(machine, book, wanted(1), wanted(2, RemedyKind.REPAIR))
+    machine.kinds = frozenset(RemediationKind)
+    run(machine, book, wanted(1), wanted(2, RemediationKind.REPAIR))
     assert machine.applied == ["n1-a1", "n1-a2"]
 
 
 def test_a_dry_run_is_reported_as_one() -> None:
     book = Book()
-    run(DryRun(), book, wanted(1, RemedyKind.REBOOT))
-    assert [(told.ok, told.dry_run) for told in book.told] == [(True, True)]
-    assert (book.states("n1-a1"), book.written[-1].detail) == (["begun", "confirmed"], "dry run: nothing was done")
+    run(DryRunRemediator(), book, wanted(1, RemediationKind.REBOOT))
+    assert [(told.succeeded, told.dry_run) for told in book.told] == [(True, True)]
+    assert (book.states("n1-a1"), book.written[-1].detail) == (["started", "confirmed"], "dry run: nothing was done")
 
 
 def test_what_a_machine_did_is_not_reported_as_a_dry_run() -> None:
     book = Book()
-    run(Machine(), book, wanted(1, RemedyKind.REBOOT))
+    run(Machine(), book, wanted(1, RemediationKind.REBOOT))
     assert [(told.dry_run, told.detail) for told in book.told] == [(False, "")]

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from everstep_controller.core.effects import Remedy, RemedyKind
-from everstep_controller.remediation.remediator import MARK
-from everstep_controller.remediation.slurm import Slurm, parse_node
+from everstep_controller.core.effects import Remediation, RemediationKind
+from everstep_controller.remediation.remediator import CORDON_OWNER
+from everstep_controller.remediation.slurm import SlurmRemediator, parse_node
 
 from everstep.errors import ConfigurationError, Conflict, Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
@@ -21,20 +21,20 @@ from tests.support.remedies import carry_out, remedy
 @pytest.mark.promise("remediation-once")
 def test_slurm_drains_with_our_reason_and_reboots_once(real_slurm: slurm.Cluster) -> None:
     real_slurm.make_idle()
-    remediator = Slurm(configuration=str(real_slurm.configuration))
+    remediator = SlurmRemediator(configuration=str(real_slurm.configuration))
     carry_out(remediator, remedy(1))
-    shown = remediator.standing(["n1"])["n1"]
-    assert (shown.cordoned_by, shown.reason) == (MARK, "everstep n1-a1: GPU x:1 was not found")
+    shown = remediator.cordon_status(["n1"])["n1"]
+    assert (shown.cordoned_by, shown.reason) == (CORDON_OWNER, "everstep n1-a1: GPU x:1 was not found")
     ahead = SYSTEM_CLOCK.wall() + 1e6  # the controller's clock means nothing to Slurm
     told = real_slurm.reboots()
-    reboot = Remedy(id="n1-a2", node="n1", kind=RemedyKind.REBOOT, sentence="it hangs", at=ahead)
+    reboot = Remediation(id="n1-a2", node="n1", kind=RemediationKind.REBOOT, sentence="it hangs", at=ahead)
     remediator.apply(reboot)
     remediator.apply(reboot)
     assert not remediator.is_done(reboot)
     real_slurm.boot_as_told(told)
     _wait(lambda: remediator.is_done(reboot))
     remediator.apply(reboot)
-    carry_out(remediator, remedy(3, RemedyKind.UNCORDON))
+    carry_out(remediator, remedy(3, RemediationKind.UNCORDON))
     assert real_slurm.reboots() == told + 1
 
 
@@ -60,7 +60,7 @@ def test_slurms_words_for_a_node_are_understood() -> None:
         ("Not responding", False),
         ("Node unexpectedly rebooted", False),
         ("Low RealMemory (reported:1 < 100.00% of configured:2)", False),
-        (f"{MARK} n1-a7 after boot of 2031-01-01T00:00:00: it hangs", False),
+        (f"{CORDON_OWNER} n1-a7 after boot of 2031-01-01T00:00:00: it hangs", False),
     ],
 )
 def test_a_node_that_is_down_is_out_by_somebody_unless_slurm_or_we_took_it_down(reason: str, somebodys: bool) -> None:
@@ -70,12 +70,12 @@ def test_a_node_that_is_down_is_out_by_somebody_unless_slurm_or_we_took_it_down(
 def test_a_person_who_took_a_node_down_keeps_it_down(real_slurm: slurm.Cluster) -> None:
     real_slurm.make_idle()
     real_slurm.scontrol("update", "NodeName=n1", "State=DOWN", "Reason=bad board")
-    remediator = Slurm(configuration=str(real_slurm.configuration))
+    remediator = SlurmRemediator(configuration=str(real_slurm.configuration))
     try:
-        shown = remediator.standing(["n1"])["n1"]
+        shown = remediator.cordon_status(["n1"])["n1"]
         assert (shown.cordoned_by, shown.reason) == ("slurm", "bad board")
         assert remediator.is_done(remedy(21))  # it is out, as was wanted
-        for kind in (RemedyKind.UNCORDON, RemedyKind.REBOOT):
+        for kind in (RemediationKind.UNCORDON, RemediationKind.REBOOT):
             with pytest.raises(Conflict, match="out of service by somebody else"):
                 remediator.apply(remedy(22, kind))
         assert "bad board" in real_slurm.shown()
@@ -88,14 +88,14 @@ def test_slurms_words_in_another_encoding_are_understood(tmp_path: Path) -> None
     line = rb"NodeName=n1 State=IDLE+DRAIN Reason=L\374fter defekt [root@2026-01-01T00:00:00]\n"
     program.write_bytes(b"#!/bin/sh\nprintf '" + line + b"'\n")
     program.chmod(0o700)
-    slurm = Slurm(str(program))
+    slurm = SlurmRemediator(str(program))
     assert slurm.is_done(remedy(1))
-    assert slurm.standing(["n1"])["n1"].cordoned_by == "slurm"
+    assert slurm.cordon_status(["n1"])["n1"].cordoned_by == "slurm"
 
 
 def test_slurm_that_is_not_installed_or_away_is_told_apart(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="not on this machine"):
-        Slurm("no-such-scontrol")
+        SlurmRemediator("no-such-scontrol")
     if why := slurm.missing():
         pytest.skip(why)
     away = tmp_path / "slurm.conf"
@@ -103,7 +103,7 @@ def test_slurm_that_is_not_installed_or_away_is_told_apart(tmp_path: Path) -> No
         "ClusterName=x\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\nAuthType=auth/munge\nMessageTimeout=2\nTCPTimeout=1\n"
     )
     with pytest.raises(Unavailable):  # no munge either, or nobody at that port
-        Slurm(configuration=str(away)).is_done(remedy(1))
+        SlurmRemediator(configuration=str(away)).is_done(remedy(1))
 
 
 class Scripted:
@@ -114,7 +114,7 @@ class Scripted:
         program = directory / "scontrol"
         program.write_text(f'#!/bin/sh\necho "$*" >> {self._asked}\n. {self._says}\n')
         program.chmod(0o700)
-        self.slurm = Slurm(str(program))
+        self.slurm = SlurmRemediator(str(program))
 
     def fails(self, words: str) -> None:
         self._says.write_text(f"echo {shlex.quote(words)} >&2; exit 1\n")
@@ -165,7 +165,7 @@ def test_what_slurm_refuses_is_given_up(tmp_path: Path, words: str) -> None:
 
 
 def test_a_reboot_is_read_back_by_slurms_own_clock(tmp_path: Path) -> None:
-    scripted, reboot = Scripted(tmp_path), remedy(7, RemedyKind.REBOOT)
+    scripted, reboot = Scripted(tmp_path), remedy(7, RemediationKind.REBOOT)
     scripted.shows("IDLE", "2031-01-01T00:00:00")  # later than the remedy: that node's clock is ahead
     assert not scripted.slurm.is_done(reboot)
     scripted.slurm.apply(reboot)
@@ -187,7 +187,7 @@ def test_a_reboot_is_read_back_by_slurms_own_clock(tmp_path: Path) -> None:
 def test_a_reboot_that_a_person_called_off_is_not_asked_for_again_and_a_persons_own_is_waited_for(
     tmp_path: Path,
 ) -> None:
-    scripted, reboot = Scripted(tmp_path), remedy(7, RemedyKind.REBOOT)
+    scripted, reboot = Scripted(tmp_path), remedy(7, RemediationKind.REBOOT)
     booted = "2026-01-01T00:00:00"
     scripted.shows("IDLE", booted, f"everstep n1-a7 after boot of {booted}: it hangs")
     scripted.slurm.apply(reboot)

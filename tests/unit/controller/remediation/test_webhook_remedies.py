@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from everstep_controller.core.effects import RemedyKind
-from everstep_controller.remediation.webhook import Webhook
+from everstep_controller.core.effects import RemediationKind
+from everstep_controller.remediation.webhook import WebhookRemediator
 
 from everstep.errors import Conflict, EverstepError, Unavailable
 from tests.support.hook import Receiver
@@ -22,8 +22,8 @@ def receiver() -> Iterator[Receiver]:
     receiver.close()
 
 
-def webhook(receiver: Receiver, secret: bytes = SECRET) -> Webhook:
-    return Webhook(receiver.url, secret, wall=lambda: 1.7e9, cordons=True)
+def webhook(receiver: Receiver, secret: bytes = SECRET) -> WebhookRemediator:
+    return WebhookRemediator(receiver.url, secret, wall=lambda: 1.7e9, cordons=True)
 
 
 @pytest.mark.parametrize(
@@ -46,22 +46,22 @@ def test_a_status_is_a_refusal_or_trouble_that_may_pass(
     receiver.status = status
     for ask in (webhook(receiver).apply, webhook(receiver).is_done):
         with pytest.raises(kind, match=f"the webhook answered {status}"):
-            ask(remedy(1, RemedyKind.REBOOT))
+            ask(remedy(1, RemediationKind.REBOOT))
 
 
 def test_who_signs_with_another_secret_is_refused(receiver: Receiver) -> None:
     with pytest.raises(Conflict, match="answered 401"):
-        webhook(receiver, b"another secret").apply(remedy(1, RemedyKind.REBOOT))
+        webhook(receiver, b"another secret").apply(remedy(1, RemediationKind.REBOOT))
     assert receiver.done == {}
 
 
 def test_a_remedy_that_the_receiver_refuses_is_given_up_with_its_words(receiver: Receiver) -> None:
     receiver.says = lambda remedy: {"state": "refused", "detail": "no reboots on Fridays"}
     with pytest.raises(Conflict, match="no reboots on Fridays"):
-        webhook(receiver).apply(remedy(1, RemedyKind.REBOOT))
+        webhook(receiver).apply(remedy(1, RemediationKind.REBOOT))
 
 
 def test_an_answer_that_is_not_understood_is_asked_for_again(receiver: Receiver) -> None:
     receiver.says = lambda remedy: {"state": "perhaps"}
     with pytest.raises(Unavailable, match="not understood"):
-        webhook(receiver).apply(remedy(1, RemedyKind.REBOOT))
+        webhook(receiver).apply(remedy(1, RemediationKind.REBOOT))

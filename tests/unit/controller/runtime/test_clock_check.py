@@ -9,18 +9,23 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from everstep_controller.core.records import Eviction, FleetRecord, NodeRecord, Window
-from everstep_controller.runtime.clock import FOLLOW_EVERY_S, FOLLOWED_S, SLEW, SteadyTime
-from everstep_controller.runtime.clock_check import NOTE_EVERY_S, ClockWatch, check_start, set_back_s
-from everstep_controller.runtime.startup_state import NOTHING, Known
+from everstep_controller.core.records import Eviction, FleetRecord, MaintenanceWindow, NodeRecord
+from everstep_controller.runtime.clock import MAX_SLEWED_S, SLEW, SLEW_INTERVAL_S, SteadyTime
+from everstep_controller.runtime.clock_check import (
+    RECORD_INTERVAL_S,
+    ClockMonitor,
+    check_clock_at_start,
+    clock_set_back_s,
+)
+from everstep_controller.runtime.startup_state import NO_RECORDS, KnownRecords
 from everstep_controller.store import table_access
 from everstep_controller.store.database import open_database
-from everstep_controller.store.database_errors import StoreAway
-from everstep_controller.store.reader import NONE, Reader
-from everstep_controller.store.rows import AuditRow, Batch, CredentialRow, Loaded
-from everstep_controller.store.set_back import set_back
-from everstep_controller.store.table_access import LIVES, SET_BACK
-from everstep_controller.store.writer import Writer
+from everstep_controller.store.database_errors import DatabaseUnavailable
+from everstep_controller.store.reader import NO_ROW_VERSIONS, HistoryReader
+from everstep_controller.store.rows import AuditRow, Batch, CredentialRow, LoadedState
+from everstep_controller.store.set_back import set_times_back
+from everstep_controller.store.table_access import COPY_EPOCH_GAP, SET_BACK
+from everstep_controller.store.writer import DatabaseWriter
 from sqlalchemy import Engine, text
 from starlette.testclient import TestClient
 
@@ -39,21 +44,21 @@ def advances(steady: SteadyTime, clock: ManualClock, looks: int) -> Iterator[flo
     """By how much ``steady`` advances between two looks."""
     for _ in range(looks):
         before = steady.now()
-        steady.follow()
+        steady.slew()
         assert steady.now() == before
-        clock.advance(FOLLOW_EVERY_S)
+        clock.advance(SLEW_INTERVAL_S)
         yield steady.now() - before
 
 
 @pytest.mark.promise("clock-check")
-@pytest.mark.parametrize("jump_s", [-75.0, 75.0, -FOLLOWED_S, FOLLOWED_S - 1])
+@pytest.mark.parametrize("jump_s", [-75.0, 75.0, -MAX_SLEWED_S, MAX_SLEWED_S - 1])
 def test_steady_time_comes_back_to_the_wall_clock(jump_s: float) -> None:
     clock = ManualClock(wall=RIGHT)
     steady = SteadyTime(clock)
     clock.jump_wall(jump_s)
-    looks = int(abs(jump_s) / (SLEW * FOLLOW_EVERY_S)) + 2
+    looks = int(abs(jump_s) / (SLEW * SLEW_INTERVAL_S)) + 2
     for advance in advances(steady, clock, looks):
-        assert (1 - SLEW) * FOLLOW_EVERY_S - 1e-3 <= advance <= (1 + SLEW) * FOLLOW_EVERY_S + 1e-3
+        assert (1 - SLEW) * SLEW_INTERVAL_S - 1e-3 <= advance <= (1 + SLEW) * SLEW_INTERVAL_S + 1e-3
     assert abs(steady.ahead_s()) < 1e-3
 
 
@@ -61,7 +66,7 @@ def test_steady_time_ignores_a_clock_that_leaps_ahead() -> None:
     clock = ManualClock(wall=RIGHT)
     steady = SteadyTime(clock)
     clock.jump_wall(100 * DAY)
-    assert list(advances(steady, clock, 8)) == pytest.approx([FOLLOW_EVERY_S] * 8)
+    assert list(advances(steady, clock, 8)) == pytest.approx([SLEW_INTERVAL_S] * 8)
     clock.jump_wall(-100 * DAY)
     assert steady.ahead_s() == pytest.approx(0.0)
 
@@ -70,7 +75,7 @@ def test_steady_time_counts_timers_in_its_own_speed() -> None:
     clock = ManualClock(wall=RIGHT)
     steady = SteadyTime(clock)
     clock.jump_wall(-75.0)
-    steady.follow()
+    steady.slew()
     due = steady.now() + 9.0
     clock.advance(steady.seconds_until(due))
     assert steady.now() == pytest.approx(due)
@@ -78,26 +83,26 @@ def test_steady_time_counts_timers_in_its_own_speed() -> None:
 
 
 def test_start_is_refused_with_a_clock_far_ahead() -> None:
-    check_start(RIGHT + 6.9 * DAY, RIGHT, 7.0)
-    check_start(RIGHT - 100 * DAY, RIGHT, 7.0)
-    check_start(RIGHT, 0.0, 7.0)
-    check_start(RIGHT + 100 * DAY, RIGHT, 0.0)
+    check_clock_at_start(RIGHT + 6.9 * DAY, RIGHT, 7.0)
+    check_clock_at_start(RIGHT - 100 * DAY, RIGHT, 7.0)
+    check_clock_at_start(RIGHT, 0.0, 7.0)
+    check_clock_at_start(RIGHT + 100 * DAY, RIGHT, 0.0)
     with pytest.raises(ConfigurationError, match=r"100 days after.*start once with --trust-clock"):
-        check_start(RIGHT + 100 * DAY, RIGHT, 7.0)
+        check_clock_at_start(RIGHT + 100 * DAY, RIGHT, 7.0)
 
 
 def test_time_is_set_back_only_by_an_operators_word() -> None:
-    assert set_back_s(RIGHT, RIGHT + DAY, trust_clock=False) == 0.0
-    assert set_back_s(RIGHT, RIGHT + DAY, trust_clock=True) == DAY
-    assert set_back_s(RIGHT, RIGHT + 1.0, trust_clock=True) == 0.0
-    assert set_back_s(RIGHT, RIGHT - DAY, trust_clock=True) == 0.0
+    assert clock_set_back_s(RIGHT, RIGHT + DAY, trust_clock=False) == 0.0
+    assert clock_set_back_s(RIGHT, RIGHT + DAY, trust_clock=True) == DAY
+    assert clock_set_back_s(RIGHT, RIGHT + 1.0, trust_clock=True) == 0.0
+    assert clock_set_back_s(RIGHT, RIGHT - DAY, trust_clock=True) == 0.0
 
 
 @pytest.mark.promise("clock-check")
 def test_process_refuses_a_clock_far_ahead_of_its_database(program_forks: ForkPool, tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'controller.db'}"
     engine = open_database(database)
-    writer = Writer(engine)
+    writer = DatabaseWriter(engine)
     writer.take_over()
     writer.commit([Batch(number=1, audit=[AuditRow(id=1, at=RIGHT, kind="operator.hold", sentence="kept")])])
     writer.close()
@@ -123,7 +128,7 @@ def newest_at(database: str) -> float:
         engine.dispose()
 
 
-def test_database_knows_the_time_of_a_quiet_fleet(writer: Writer, engine: Engine) -> None:
+def test_database_knows_the_time_of_a_quiet_fleet(writer: DatabaseWriter, engine: Engine) -> None:
     writer.commit([Batch(number=1, audit=[AuditRow(id=1, at=RIGHT, kind="test", sentence="s")])])
     writer.run(lambda connection: table_access.mark(connection, RIGHT + 30 * DAY))
     with engine.connect() as connection:
@@ -131,9 +136,9 @@ def test_database_knows_the_time_of_a_quiet_fleet(writer: Writer, engine: Engine
         assert not table_access.is_copy(connection)
 
 
-def test_database_that_is_a_copy_says_nothing_of_the_time(writer: Writer, engine: Engine) -> None:
+def test_database_that_is_a_copy_says_nothing_of_the_time(writer: DatabaseWriter, engine: Engine) -> None:
     restored = text("UPDATE meta SET value = value + :lives WHERE key = 'epoch'")
-    writer.run(lambda connection: connection.execute(restored, {"lives": LIVES}))
+    writer.run(lambda connection: connection.execute(restored, {"lives": COPY_EPOCH_GAP}))
     with engine.connect() as connection:
         assert table_access.is_copy(connection)
 
@@ -146,18 +151,18 @@ def test_watch_notes_the_time_and_tells_once(caplog: pytest.LogCaptureFixture) -
     async def note(now: float) -> None:
         noted.append(now)
         if len(noted) == 1:
-            raise StoreAway("the disk is full")
+            raise DatabaseUnavailable("the disk is full")
 
     async def body() -> None:
-        watch = ClockWatch(SteadyTime(clock), note)
+        watch = ClockMonitor(SteadyTime(clock), note)
         clock.jump_wall(-20.0)
-        for _ in range(3 * int(NOTE_EVERY_S / FOLLOW_EVERY_S) + 12):
-            await watch.look()
-            clock.advance(FOLLOW_EVERY_S)
+        for _ in range(3 * int(RECORD_INTERVAL_S / SLEW_INTERVAL_S) + 12):
+            await watch.check()
+            clock.advance(SLEW_INTERVAL_S)
 
     asyncio.run(body())
     said = [record.getMessage() for record in caplog.records]
-    assert [round((at - RIGHT) / NOTE_EVERY_S) for at in noted] == [0, 1, 2, 3, 4]
+    assert [round((at - RIGHT) / RECORD_INTERVAL_S) for at in noted] == [0, 1, 2, 3, 4]
     assert sum("ahead of the machine's clock" in line for line in said) == 1
     assert sum("agree again" in line for line in said) == 1
     assert sum("the disk is full" in line for line in said) == 1
@@ -170,11 +175,11 @@ def test_history_is_pruned_by_the_clock_that_deletes_less(tmp_path: Path) -> Non
     with TestClient(served) as client:
         assert served.controller is not None
         clock.jump_wall(-100 * DAY)
-        assert served.controller.keep().since == RIGHT - 90 * DAY
+        assert served.controller.retention_limits().since == RIGHT - 90 * DAY
         shown = client.get("/metrics", headers=VIEWER).text
         assert "everstep_controller_clock_ahead_seconds 8.64e+06" in shown
         clock.jump_wall(200 * DAY)
-        assert served.controller.keep().since == RIGHT + 10 * DAY
+        assert served.controller.retention_limits().since == RIGHT + 10 * DAY
 
 
 @pytest.mark.promise("clock-check")
@@ -202,7 +207,7 @@ def test_trusted_clock_sets_a_wrong_start_right(tmp_path: Path) -> None:
         assert {node.registered_at for node in nodes} == {RIGHT + 150.0}
 
 
-def test_events_are_found_by_time_after_it_was_set_back(writer: Writer, engine: Engine) -> None:
+def test_events_are_found_by_time_after_it_was_set_back(writer: DatabaseWriter, engine: Engine) -> None:
     wrong = RIGHT + 100 * DAY
     times = [RIGHT, RIGHT + 10, wrong, wrong + 1, RIGHT + 20, RIGHT + 30, RIGHT + 40]
     kinds = ["test"] * 4 + [SET_BACK] + ["test"] * 2
@@ -211,7 +216,7 @@ def test_events_are_found_by_time_after_it_was_set_back(writer: Writer, engine: 
         for number, (at, kind) in enumerate(zip(times, kinds, strict=True), start=1)
     ]
     writer.commit([Batch(number=1, audit=rows)])
-    reader = Reader(engine)
+    reader = HistoryReader(engine)
 
     def found(since: float | None, until: float | None) -> list[int]:
         return [row.id for row in reader.events(after=0, limit=10, since=since, until=until)]
@@ -230,48 +235,52 @@ def test_set_back_moves_what_the_wrong_clock_wrote() -> None:
         vault="h:1",
         since=newest - 10.0,
         registered_at=RIGHT - 50.0,
-        returns_at=newest + 600.0,
+        quarantined_until=newest + 600.0,
         maintenance_until=RIGHT + 3600.0,
-        lost=[RIGHT - 9.0, newest],
-        shown_at={"k": newest},
-        reports={"r": [(newest, True)]},
+        loss_times=[RIGHT - 9.0, newest],
+        finding_seen_at={"k": newest},
+        report_history={"r": [(newest, True)]},
     )
     known = msgspec.structs.replace(node, node="n2")
-    window = Window(until=RIGHT + 2 * DAY, sentence="planned", node="n1")
-    fleet = FleetRecord(evicted=[Eviction(at=newest, node="n1")], maintenance=[window])
+    window = MaintenanceWindow(until=RIGHT + 2 * DAY, sentence="planned", node="n1")
+    fleet = FleetRecord(recent_evictions=[Eviction(at=newest, node="n1")], maintenance_windows=[window])
     credential = CredentialRow(
         id="c", role="agent", subject="n1", hash="", created_at=RIGHT - 1.0, created_by="olga", expires_at=RIGHT + DAY
     )
     late = msgspec.structs.replace(credential, id="d", created_at=newest, expires_at=newest + DAY)
-    loaded = Loaded(
+    loaded = LoadedState(
         epoch=3,
         batch=1,
         fleet=msgspec.json.encode(fleet).decode(),
-        same=frozenset({"n2"}),
+        unchanged=frozenset({"n2"}),
         nodes={"n1": msgspec.json.encode(node).decode()},
-        standing={},
+        active_findings={},
         jobs={},
         outbox=[],
-        marks={},
+        report_marks={},
         poisoned=frozenset(),
         newest_audit=7,
         newest_at=newest,
         versions=[],
         credentials=[credential, late],
     )
-    after, batch = set_back(loaded, Known(NONE, {"n2": known}), wall)
-    assert (after.newest_at, after.newest_audit, after.same) == (wall, 8, frozenset())
+    after, batch = set_times_back(loaded, KnownRecords(NO_ROW_VERSIONS, {"n2": known}), wall)
+    assert (after.newest_at, after.newest_audit, after.unchanged) == (wall, 8, frozenset())
     assert (batch.nodes, batch.fleet) == (after.nodes, after.fleet)
     assert [(row.id, row.kind, row.at) for row in batch.audit] == [(8, SET_BACK, wall)]
     for name in ("n1", "n2"):
         found = msgspec.json.decode(after.nodes[name], type=NodeRecord)
-        assert (found.since, found.registered_at, found.returns_at) == (wall, RIGHT - 50.0, wall + 600.0)
-        assert (found.lost, found.shown_at, found.reports) == ([RIGHT - 9.0, wall], {"k": wall}, {"r": [(wall, True)]})
+        assert (found.since, found.registered_at, found.quarantined_until) == (wall, RIGHT - 50.0, wall + 600.0)
+        assert (found.loss_times, found.finding_seen_at, found.report_history) == (
+            [RIGHT - 9.0, wall],
+            {"k": wall},
+            {"r": [(wall, True)]},
+        )
         assert found.maintenance_until == RIGHT + 3600.0
     changed = msgspec.json.decode(after.fleet or "", type=FleetRecord)
-    assert (changed.evicted[0].at, changed.maintenance) == (wall, [window])
+    assert (changed.recent_evictions[0].at, changed.maintenance_windows) == (wall, [window])
     assert [(row.created_at, row.expires_at) for row in after.credentials] == [
         (RIGHT - 1.0, RIGHT + DAY),
         (wall, wall + DAY),
     ]
-    assert set_back(after, NOTHING, wall)[0].nodes == after.nodes
+    assert set_times_back(after, NO_RECORDS, wall)[0].nodes == after.nodes

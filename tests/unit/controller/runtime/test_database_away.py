@@ -13,8 +13,8 @@ from everstep_controller.core import events as ev
 from everstep_controller.core.state import FleetState
 from everstep_controller.leadership.lease import NotLeading
 from everstep_controller.runtime import commit_buffer
-from everstep_controller.runtime.transaction import Decide
-from everstep_controller.store.database_errors import StoreAway, Superseded
+from everstep_controller.runtime.transaction import DecideFunction
+from everstep_controller.store.database_errors import DatabaseUnavailable, Superseded
 from everstep_controller.store.rows import (
     AuditRow,
     Batch,
@@ -22,8 +22,8 @@ from everstep_controller.store.rows import (
     GenerationRow,
     OutboxRow,
     RecoveryRow,
-    RemedyRow,
-    RemedyState,
+    RemediationRow,
+    RemediationState,
     VerdictRow,
 )
 
@@ -32,13 +32,13 @@ from everstep.wire.v1.directives import AnyDirective, KillRank, StopJob
 from tests.support.generations import generation
 from tests.support.running_loop import Running, scenario, settle
 
-AWAY = StoreAway("the disk is full: make room on it")
+AWAY = DatabaseUnavailable("the disk is full: make room on it")
 
 
 @pytest.fixture(autouse=True)
 def _retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit_buffer, "FIRST_RETRY_S", 0.0)
-    monkeypatch.setattr(commit_buffer, "LONGEST_RETRY_S", 0.0)
+    monkeypatch.setattr(commit_buffer, "MAX_RETRY_S", 0.0)
 
 
 def kill(node: str) -> KillRank:
@@ -49,11 +49,13 @@ def end(node: str) -> StopJob:
     return StopJob(job="j", ok=True, reason=node)
 
 
-def noting(news: list[ev.StoreChanged], sends: bool = True, directive: Callable[[str], AnyDirective] = kill) -> Decide:
+def noting(
+    news: list[ev.DatabaseAvailabilityChanged], sends: bool = True, directive: Callable[[str], AnyDirective] = kill
+) -> DecideFunction:
     """The core, which keeps what it hears of the database; each registration sends the node a directive."""
 
     def decide(state: FleetState, event: ev.Event, now: float) -> list[fx.Effect]:
-        if isinstance(event, ev.StoreChanged):
+        if isinstance(event, ev.DatabaseAvailabilityChanged):
             news.append(event)
             return []
         effects = engine.handle(state, event, now)
@@ -82,17 +84,17 @@ def bodies(running: Running, node: str) -> list[bytes]:
 
 
 def test_nobody_is_acknowledged_while_the_database_is_away_and_the_loop_goes_on() -> None:
-    news: list[ev.StoreChanged] = []
+    news: list[ev.DatabaseAvailabilityChanged] = []
 
     async def body(running: Running) -> None:
         await goes_away(running)
         with pytest.raises(Unavailable, match="not promised"):
             await running.register("n2")
         assert set(running.loop.state.nodes) == {"n1", "n2"}
-        away = running.loop.away()
+        away = running.loop.database_outage()
         assert away is not None
         assert "the disk is full" in away.reason
-        assert [(one.away, "disk is full" in one.reason) for one in news] == [(True, True)]
+        assert [(one.is_unavailable, "disk is full" in one.reason) for one in news] == [(True, True)]
         assert running.audit == []
 
     scenario(body, decide=noting(news))
@@ -101,8 +103,8 @@ def test_nobody_is_acknowledged_while_the_database_is_away_and_the_loop_goes_on(
 def test_the_reason_of_an_absence_is_that_of_the_newest_try() -> None:
     async def body(running: Running) -> None:
         await goes_away(running)
-        running.disk.failure = StoreAway("nothing listens there")
-        away = running.loop.away()
+        running.disk.failure = DatabaseUnavailable("nothing listens there")
+        away = running.loop.database_outage()
         await until(lambda: away is not None and away.reason == "nothing listens there")
 
     scenario(body, decide=noting([]))
@@ -117,7 +119,7 @@ def test_an_answer_that_promises_nothing_is_given_all_the_same() -> None:
 
 
 def test_when_the_database_is_back_everything_is_written_before_anything_is_told() -> None:
-    news: list[ev.StoreChanged] = []
+    news: list[ev.DatabaseAvailabilityChanged] = []
 
     async def body(running: Running) -> None:
         written = len(running.disk.written)
@@ -125,8 +127,8 @@ def test_when_the_database_is_back_everything_is_written_before_anything_is_told
         for node in ("n2", "n3"):
             assert await running.register(node, forgettable=True) == node
         running.disk.failure = None
-        await until(lambda: running.loop.away() is None and len(news) == 2)
-        assert not news[1].away
+        await until(lambda: running.loop.database_outage() is None and len(news) == 2)
+        assert not news[1].is_unavailable
         batches = running.disk.written[written:]
         assert {node for batch in batches for node in batch.nodes} == {"n1", "n2", "n3"}
         numbers = [row.id for batch in batches for row in batch.audit]
@@ -144,7 +146,7 @@ def test_what_is_decided_meanwhile_is_pushed_and_what_failed_first_is_held_back(
         assert len(bodies(running, "n2")) == 1
         running.disk.failure = None
         await until(lambda: bodies(running, "n1"))
-        assert running.loop.away() is None
+        assert running.loop.database_outage() is None
         kept = [row.node for batch in running.disk.written for row in batch.outbox]
         assert kept.count("n2") == 1
 
@@ -182,7 +184,7 @@ def test_a_jobs_end_is_never_told_from_memory() -> None:
 
 
 def test_jobs_whose_generation_was_held_back_are_named_to_the_core() -> None:
-    news: list[ev.StoreChanged] = []
+    news: list[ev.DatabaseAvailabilityChanged] = []
     decide = noting(news, sends=False)
 
     def forming(state: FleetState, event: ev.Event, now: float) -> list[fx.Effect]:
@@ -194,7 +196,7 @@ def test_jobs_whose_generation_was_held_back_are_named_to_the_core() -> None:
     async def body(running: Running) -> None:
         await goes_away(running)
         await until(lambda: news)
-        assert news[0].unsent == (generation(1).job,)
+        assert news[0].unsent_jobs == (generation(1).job,)
 
     scenario(body, decide=forming)
 
@@ -213,10 +215,10 @@ def test_at_the_bound_nothing_more_is_taken_and_nothing_is_lost() -> None:
         assert "nothing more is taken until it is back" in str(refused)
         assert taken > 2
         running.disk.failure = None
-        await until(lambda: running.loop.away() is None)
+        await until(lambda: running.loop.database_outage() is None)
         assert len({node for batch in running.disk.written for node in batch.nodes}) == taken + 1
 
-    scenario(body, decide=noting([]), away_limit_bytes=20_000)
+    scenario(body, decide=noting([]), outage_buffer_bytes=20_000)
 
 
 TEXT = "x" * 10_000
@@ -227,7 +229,7 @@ TEXT = "x" * 10_000
     [
         Batch(fleet=TEXT),
         Batch(nodes={"n1": TEXT}),
-        Batch(standing={("n1", "key"): TEXT}),
+        Batch(active_findings={("n1", "key"): TEXT}),
         Batch(jobs={"j": TEXT}),
         Batch(outbox=[OutboxRow(node="n1", seq=1, body=TEXT)]),
         Batch(generations=[GenerationRow(job="j", number=1, reason="", trace="", issued_at=1.0, doc=TEXT)]),
@@ -236,25 +238,27 @@ TEXT = "x" * 10_000
         Batch(audit=[AuditRow(id=1, at=1.0, kind="test", sentence=TEXT[:5000], detail=TEXT[5000:])]),
         Batch(findings=[FindingRow(node="n1", key="key", kind="test", at=1.0, doc=TEXT)]),
         Batch(
-            remedies={
-                "1": RemedyRow(id="1", node="n1", kind="cordon", state=RemedyState.WANTED, requested_at=1.0, doc=TEXT)
+            remediations={
+                "1": RemediationRow(
+                    id="1", node="n1", kind="cordon", state=RemediationState.REQUESTED, requested_at=1.0, doc=TEXT
+                )
             }
         ),
     ],
     ids=lambda batch: next(name for name in batch.__struct_fields__ if name != "number" and getattr(batch, name)),
 )
 def test_what_waits_is_measured_by_its_texts(batch: Batch) -> None:
-    assert len(TEXT) <= batch.size() < len(TEXT) + 1000
+    assert len(TEXT) <= batch.approximate_bytes() < len(TEXT) + 1000
 
 
 def test_a_batch_that_the_store_keeps_is_not_given_to_it_twice() -> None:
     async def body(running: Running) -> None:
-        running.disk.failure = StoreAway("the connection broke in COMMIT", kept=True)
+        running.disk.failure = DatabaseUnavailable("the connection broke in COMMIT", is_batch_kept=True)
         with pytest.raises(Unavailable):
             await running.register("n1")
         await until(lambda: running.disk.tries > 3)
         running.disk.failure = None
-        await until(lambda: running.loop.away() is None)
+        await until(lambda: running.loop.database_outage() is None)
         assert not [batch for batch in running.disk.written if "n1" in batch.nodes]
 
     scenario(body, decide=noting([], sends=False))

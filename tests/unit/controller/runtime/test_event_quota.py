@@ -11,7 +11,7 @@ from everstep_controller.core import events as ev
 from everstep_controller.core.effects import AuditEntry
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.runtime import event_quota
-from everstep_controller.runtime.event_quota import SUPPRESSED, EventQuota, cause_of, tell
+from everstep_controller.runtime.event_quota import SUPPRESSED, EventQuota, causing_node, record_suppressed
 from starlette.testclient import TestClient
 
 from everstep.wire.v1 import operator as op
@@ -28,16 +28,16 @@ class Book:
     def __init__(self) -> None:
         self.entries: list[AuditEntry] = []
 
-    def note(self, entry: AuditEntry) -> None:
+    def add_audit_entry(self, entry: AuditEntry) -> None:
         self.entries.append(entry)
 
 
 def test_quota_admits_a_burst_and_then_its_rate() -> None:
     quota = EventQuota(BURST, 0.125)
-    assert [quota.admits("n1", "finding", 100.0) for _ in range(BURST + 1)] == [*[True] * BURST, False]
-    assert [quota.admits("n1", "finding", 100.0 + at) for at in range(1, 41)].count(True) == 5
-    assert quota.admits("n1", "user_error", 140.0)
-    assert quota.admits("n2", "finding", 140.0)
+    assert [quota.is_allowed("n1", "finding", 100.0) for _ in range(BURST + 1)] == [*[True] * BURST, False]
+    assert [quota.is_allowed("n1", "finding", 100.0 + at) for at in range(1, 41)].count(True) == 5
+    assert quota.is_allowed("n1", "user_error", 140.0)
+    assert quota.is_allowed("n2", "finding", 140.0)
 
 
 def test_quota_tells_what_was_left_out_once() -> None:
@@ -45,9 +45,9 @@ def test_quota_tells_what_was_left_out_once() -> None:
     quota, book = EventQuota(BURST, 0.1, lambda: suppressed.append(1)), Book()
     for kind, count in (("finding", BURST + 7), ("user_error", BURST + 9)):
         for _ in range(count):
-            quota.admits("n1", kind, 100.0)
+            quota.is_allowed("n1", kind, 100.0)
     assert len(suppressed) == 16
-    assert (tell(quota, book, 160.0), tell(quota, book, 160.0)) == (1, 0)
+    assert (record_suppressed(quota, book, 160.0), record_suppressed(quota, book, 160.0)) == (1, 0)
     (line,) = book.entries
     assert (line.kind, line.node, line.data) == (SUPPRESSED, "n1", {"user_error": "9", "finding": "7"})
     assert "9 of user_error, 7 of finding were left out" in line.sentence
@@ -56,7 +56,7 @@ def test_quota_tells_what_was_left_out_once() -> None:
 def test_quota_forgets_nodes_that_are_quiet() -> None:
     quota = EventQuota(BURST, 0.1)
     for number in range(1000):
-        quota.admits(f"n{number}", "finding", 100.0)
+        quota.is_allowed(f"n{number}", "finding", 100.0)
     quota.take_suppressed(105.0)
     assert len(quota._allowances) == 1000
     quota.take_suppressed(111.0)
@@ -64,15 +64,15 @@ def test_quota_forgets_nodes_that_are_quiet() -> None:
 
 
 def test_cause_is_the_node_whose_agent_spoke() -> None:
-    assert cause_of(ev.AgentRegistered(register=registration("n1", 1))) == "n1"
-    assert cause_of(ev.NodeDisconnected(node="n1", incarnation=1)) == "n1"
-    assert cause_of(ev.OperatorCommand(kind=ev.OperatorAction.HOLD, actor="olga", node="n1")) == ""
-    assert cause_of(ev.Tick()) == ""
+    assert causing_node(ev.AgentRegistered(register=registration("n1", 1))) == "n1"
+    assert causing_node(ev.NodeDisconnected(node="n1", incarnation=1)) == "n1"
+    assert causing_node(ev.OperatorCommand(action=ev.OperatorAction.HOLD, actor="olga", node="n1")) == ""
+    assert causing_node(ev.Tick()) == ""
 
 
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
-    monkeypatch.setattr(event_quota, "TELL_EVERY_S", 0.02)
+    monkeypatch.setattr(event_quota, "REPORT_INTERVAL_S", 0.02)
     every_finding = msgspec.structs.replace(CorePolicy.lab(), finding_burst=1_000_000)
     served = InProcess(
         f"sqlite:///{tmp_path / 'c.db'}", policy=every_finding, node_events_burst=BURST, node_events_per_s=1e-6
@@ -91,7 +91,7 @@ def test_flood_of_one_node_is_suppressed_counted_and_told(client: TestClient) ->
     wild.register()
     other.register()
     wild.report(*(finding(number) for number in range(3 * BURST)))
-    post(client, "/v1/nodes/n1/hold", op.Because(reason="look at it"), op.Changed)
+    post(client, "/v1/nodes/n1/hold", op.ReasonOnlyRequest(reason="look at it"), op.ChangeResult)
     other.report(finding(1))
     assert len(events(client, "n1", "finding")) == BURST
     assert len(events(client, "n1", "operator.hold")) == 1

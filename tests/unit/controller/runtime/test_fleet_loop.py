@@ -75,7 +75,7 @@ def test_when_a_transaction_fails_nobody_is_answered_and_the_loop_ends_with_the_
             await running.task
         with pytest.raises(Unavailable):
             await running.register("n3")
-        assert running.outbox.total() == 0
+        assert running.outbox.total_pending() == 0
         assert running.audit == []
 
     scenario(body)
@@ -94,7 +94,7 @@ def test_a_report_is_remembered_where_it_led_to_an_error_of_our_own_and_no_other
         if where == "in the core":
             raise OSError("an error of our own")
         broken: Any = Broken()
-        return [fx.NoteFinding(node="n1", finding=broken, at=now)] if where == "in what it decided" else []
+        return [fx.RecordFindingRaised(node="n1", finding=broken, at=now)] if where == "in what it decided" else []
 
     async def body(running: Running) -> None:
         report = ev.ReportArrived(node="n1", incarnation=1, number=7, body=lost(), entropy="", trace="t")
@@ -238,7 +238,7 @@ def test_the_loop_module_names_no_database() -> None:
 async def note(running: Running, line: str, **how: Any) -> str:
     """Writes a line of audit log; returns it when it is durable."""
     entry = fx.AuditEntry(at=0.0, kind="test", sentence=line)
-    await running.loop.enqueue(lambda tx, now: tx.note(entry), **how)
+    await running.loop.enqueue(lambda tx, now: tx.add_audit_entry(entry), **how)
     return line
 
 
@@ -262,7 +262,7 @@ def test_routine_work_that_comes_often_shares_transactions_and_all_of_it_is_done
 
 def test_what_is_routine_rests_for_a_multiple_of_what_its_transaction_took(monkeypatch: pytest.MonkeyPatch) -> None:
     took: list[float] = []
-    monkeypatch.setattr(Intake, "rest_after", lambda _intake, _taken, worked_s: took.append(worked_s))
+    monkeypatch.setattr(Intake, "pause_routine_after", lambda _intake, _taken, worked_s: took.append(worked_s))
 
     async def body(running: Running) -> None:
         started = time.perf_counter()
@@ -279,8 +279,8 @@ def test_what_is_routine_rests_for_a_multiple_of_what_its_transaction_took(monke
 def test_something_urgent_of_a_node_does_not_wait_for_what_rests_and_goes_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("everstep_controller.runtime.intake.LONGEST_REST_S", 1e9)
-    monkeypatch.setattr("everstep_controller.runtime.intake.REST_SHARE", 1e15)
+    monkeypatch.setattr("everstep_controller.runtime.intake.MAX_PAUSE_S", 1e9)
+    monkeypatch.setattr("everstep_controller.runtime.intake.PAUSE_FACTOR", 1e15)
 
     async def body(running: Running) -> None:
         await note(running, "warning 1", source="n1", urgency=Urgency.ROUTINE)
@@ -295,8 +295,8 @@ def test_something_urgent_of_a_node_does_not_wait_for_what_rests_and_goes_after_
 
 
 def test_a_loop_that_ends_refuses_what_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep_controller.runtime.intake.LONGEST_REST_S", 1e9)
-    monkeypatch.setattr("everstep_controller.runtime.intake.REST_SHARE", 1e15)
+    monkeypatch.setattr("everstep_controller.runtime.intake.MAX_PAUSE_S", 1e9)
+    monkeypatch.setattr("everstep_controller.runtime.intake.PAUSE_FACTOR", 1e15)
 
     async def body(running: Running) -> None:
         await note(running, "warning 1", source="n1", urgency=Urgency.ROUTINE)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from everstep_controller.runtime.intake import LONGEST_REST_S, ROUTINE_SHARE, Intake, Urgency, Waiting
+from everstep_controller.runtime.intake import MAX_PAUSE_S, ROUTINE_SHARE, Intake, PendingStimulus, Urgency
 
 from everstep.errors import Unavailable
 
@@ -18,15 +18,15 @@ class Queue:
         self.shed: list[Urgency] = []
         self.intake: Intake[str] = Intake(limit, group, self.shed.append)
 
-    def put(self, name: str, urgency: Urgency = Urgency.URGENT, source: str = "") -> Waiting[str]:
-        waiting = Waiting(name, asyncio.get_running_loop().create_future(), source or name, urgency)
+    def put(self, name: str, urgency: Urgency = Urgency.URGENT, source: str = "") -> PendingStimulus[str]:
+        waiting = PendingStimulus(name, asyncio.get_running_loop().create_future(), source or name, urgency)
         self.intake.put(waiting)
         return waiting
 
     def take(self, worked_s: float = 0.0) -> list[str]:
         """The next group, of which the transaction took so long."""
         taken = self.intake.take()
-        self.intake.rest_after(taken, worked_s)
+        self.intake.pause_routine_after(taken, worked_s)
         return [waiting.stimulus for waiting in taken]
 
 
@@ -82,7 +82,7 @@ def test_a_full_queue_sheds_its_oldest_routine_stimulus_for_an_urgent_one() -> N
         oldest = queue.put("beat 1", Urgency.ROUTINE)
         queue.put("beat 2", Urgency.ROUTINE)
         queue.put("report")
-        assert isinstance(oldest.done.exception(), Unavailable)
+        assert isinstance(oldest.future.exception(), Unavailable)
         assert queue.shed == [Urgency.ROUTINE]
         assert queue.take() == ["report", "beat 2"]
 
@@ -103,10 +103,10 @@ def test_an_urgent_stimulus_is_shed_only_when_nothing_routine_waits() -> None:
 def test_the_age_of_the_oldest_is_that_of_either_class() -> None:
     def test() -> None:
         queue = Queue(5)
-        assert queue.intake.oldest_s() == 0.0
+        assert queue.intake.oldest_wait_s() == 0.0
         queue.put("report").arrived_at -= 5.0
         queue.put("beat", Urgency.ROUTINE).arrived_at -= 60.0
-        assert queue.intake.oldest_s() >= 60.0
+        assert queue.intake.oldest_wait_s() >= 60.0
 
     in_a_loop(test)
 
@@ -116,7 +116,7 @@ def test_whoever_waits_is_refused_when_the_queue_ends() -> None:
         queue = Queue(5)
         waiting = [queue.put("report"), queue.put("beat", Urgency.ROUTINE)]
         queue.intake.refuse_all(Unavailable("stopping"))
-        assert all(isinstance(one.done.exception(), Unavailable) for one in waiting)
+        assert all(isinstance(one.future.exception(), Unavailable) for one in waiting)
         assert len(queue.intake) == 0
 
     in_a_loop(test)
@@ -126,14 +126,14 @@ def test_after_routine_work_what_is_routine_rests_and_what_is_urgent_does_not() 
     def test() -> None:
         queue = Queue(10)
         queue.put("warning 1", Urgency.ROUTINE)
-        assert queue.intake.due_in_s() == 0.0
+        assert queue.intake.next_due_in_s() == 0.0
         assert queue.take(worked_s=60.0) == ["warning 1"]
         queue.put("warning 2", Urgency.ROUTINE)
-        assert 0.0 < (queue.intake.due_in_s() or 0.0) <= LONGEST_REST_S
+        assert 0.0 < (queue.intake.next_due_in_s() or 0.0) <= MAX_PAUSE_S
         assert queue.take() == []
-        assert queue.intake.oldest_s() == 0.0, "a rest is no lag"
+        assert queue.intake.oldest_wait_s() == 0.0, "a rest is no lag"
         queue.put("report")
-        assert queue.intake.due_in_s() == 0.0
+        assert queue.intake.next_due_in_s() == 0.0
         assert queue.take(worked_s=60.0) == ["report"]
 
     in_a_loop(test)
@@ -157,7 +157,7 @@ def test_a_full_group_of_what_is_routine_does_not_rest() -> None:
         queue.take(worked_s=60.0)
         for number in range(9):
             queue.put(f"picture {number}", Urgency.ROUTINE)
-        assert queue.intake.due_in_s() == 0.0
+        assert queue.intake.next_due_in_s() == 0.0
         assert len(queue.take(worked_s=60.0)) == 8
         assert queue.take() == []
 
@@ -174,11 +174,11 @@ def test_what_a_node_said_before_something_urgent_goes_before_it(parked: bool) -
         queue.put("picture of a", Urgency.ROUTINE, "a")
         queue.put("picture of b", Urgency.ROUTINE, "b")
         if parked:
-            queue.intake.hurry("a")
+            queue.intake.expedite("a")
         else:
             queue.put("loss on a", source="a")
         assert queue.take() == ["picture of a"] + ["loss on a"] * (not parked)
-        queue.intake.hurry("b")
+        queue.intake.expedite("b")
         assert queue.take() == ["picture of b"]
 
     in_a_loop(test)
@@ -189,7 +189,7 @@ def test_what_was_shed_is_not_hurried() -> None:
         queue = Queue(1)
         queue.put("picture", Urgency.ROUTINE, "a")
         queue.put("loss on b", source="b")
-        queue.intake.hurry("a")
+        queue.intake.expedite("a")
         assert queue.take() == ["loss on b"]
 
     in_a_loop(test)

@@ -7,13 +7,13 @@ import threading
 
 import pytest
 from everstep_controller.store import threads
-from everstep_controller.store.threads import Lane, Store
+from everstep_controller.store.threads import DatabaseStore, DatabaseThread
 from sqlalchemy import Engine
 
 LONG_S = 5.0
 
 
-def ended(lane: Lane, until: threading.Event) -> list[str]:
+def ended(lane: DatabaseThread, until: threading.Event) -> list[str]:
     """What came of a call that waits for ``until``, and of the last one, when the lane was closed meanwhile."""
     came: list[str] = []
 
@@ -30,20 +30,20 @@ def ended(lane: Lane, until: threading.Event) -> list[str]:
 
 
 def test_a_call_that_hangs_is_cut_and_what_was_to_be_done_last_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "CLOSE_S", 0.01)
-    monkeypatch.setattr(threads, "ABORT_S", LONG_S)
+    monkeypatch.setattr(threads, "CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(threads, "ABORT_TIMEOUT_S", LONG_S)
     cut = threading.Event()
-    assert ended(Lane("test", cut.set), cut) == ["last", "closed"]
+    assert ended(DatabaseThread("test", cut.set), cut) == ["last", "closed"]
 
 
 def test_a_call_that_cannot_be_cut_keeps_nobody_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "CLOSE_S", 0.01)
-    monkeypatch.setattr(threads, "ABORT_S", 0.01)
-    assert ended(Lane("test", lambda: None), threading.Event()) == ["closed"]
+    monkeypatch.setattr(threads, "CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(threads, "ABORT_TIMEOUT_S", 0.01)
+    assert ended(DatabaseThread("test", lambda: None), threading.Event()) == ["closed"]
 
 
 def test_a_store_may_be_closed_again(engine: Engine) -> None:
-    store = Store(engine)
-    asyncio.run(store.look(lambda connection: None))
+    store = DatabaseStore(engine)
+    asyncio.run(store.query(lambda connection: None))
     for _ in range(2):
         store.close()

@@ -3,12 +3,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from everstep_controller.runtime.push import HINTS_AT_ONCE, SPAN, Body, Outbox, Outgoing, generation_topic
+from everstep_controller.runtime.push import (
+    HINTS_PER_TURN,
+    SEQ_PER_EPOCH,
+    EncodedBody,
+    Outbox,
+    OutgoingDirective,
+    generation_topic,
+)
 from everstep_controller.store.rows import OutboxRow
 
 
-def outgoing(outbox: Outbox, node: str, body: str = "{}", *, topic: str = "") -> Outgoing:
-    return Outgoing(node=node, seq=outbox.number(node), body=Body(body), durable=not topic, topic=topic)
+def outgoing(outbox: Outbox, node: str, body: str = "{}", *, topic: str = "") -> OutgoingDirective:
+    return OutgoingDirective(
+        node=node, seq=outbox.take_seq(node), body=EncodedBody(body), is_durable=not topic, topic=topic
+    )
 
 
 def seqs(outbox: Outbox, node: str, after: int = 0) -> list[int]:
@@ -17,15 +26,22 @@ def seqs(outbox: Outbox, node: str, after: int = 0) -> list[int]:
 
 def test_numbers_grow_across_lives_even_when_everything_was_acknowledged() -> None:
     first, second = Outbox(1), Outbox(2)
-    assert [first.number("a"), first.number("a"), first.number("b")] == [SPAN + 1, SPAN + 2, SPAN + 1]
-    assert second.number("a") == 2 * SPAN + 1
+    assert [first.take_seq("a"), first.take_seq("a"), first.take_seq("b")] == [
+        SEQ_PER_EPOCH + 1,
+        SEQ_PER_EPOCH + 2,
+        SEQ_PER_EPOCH + 1,
+    ]
+    assert second.take_seq("a") == 2 * SEQ_PER_EPOCH + 1
 
 
 def test_stored_directives_come_before_new_ones() -> None:
-    outbox = Outbox(2, [OutboxRow(node="a", seq=SPAN + 4, body="{}"), OutboxRow(node="a", seq=SPAN + 5, body="{}")])
+    outbox = Outbox(
+        2,
+        [OutboxRow(node="a", seq=SEQ_PER_EPOCH + 4, body="{}"), OutboxRow(node="a", seq=SEQ_PER_EPOCH + 5, body="{}")],
+    )
     outbox.deliver([outgoing(outbox, "a")])
-    assert seqs(outbox, "a") == [SPAN + 4, SPAN + 5, 2 * SPAN + 1]
-    assert outbox.oldest("a") == SPAN + 4
+    assert seqs(outbox, "a") == [SEQ_PER_EPOCH + 4, SEQ_PER_EPOCH + 5, 2 * SEQ_PER_EPOCH + 1]
+    assert outbox.oldest_seq("a") == SEQ_PER_EPOCH + 4
 
 
 def test_an_acknowledgement_is_cumulative_and_handed_on_once() -> None:
@@ -34,8 +50,8 @@ def test_an_acknowledgement_is_cumulative_and_handed_on_once() -> None:
     outbox.acknowledge("a", 2)
     outbox.acknowledge("a", 1)
     assert seqs(outbox, "a") == [3]
-    assert outbox.take_pruned() == {"a": 2}
-    assert outbox.take_pruned() == {}
+    assert outbox.take_acknowledged() == {"a": 2}
+    assert outbox.take_acknowledged() == {}
 
 
 def test_nothing_is_left_of_a_node_that_is_forgotten_but_how_far_its_numbers_came() -> None:
@@ -45,10 +61,10 @@ def test_nothing_is_left_of_a_node_that_is_forgotten_but_how_far_its_numbers_cam
         outbox.deliver([generation(outbox, node=node)])
         outbox.acknowledge(node, 1)
     outbox.forget("a")
-    assert (seqs(outbox, "a"), outbox.total()) == ([], 2)
-    assert outbox.take_pruned() == {"b": 1}
-    assert outbox.take_dropped() == [("b", 3)]
-    assert outbox.number("a") == 5
+    assert (seqs(outbox, "a"), outbox.total_pending()) == ([], 2)
+    assert outbox.take_acknowledged() == {"b": 1}
+    assert outbox.take_superseded() == [("b", 3)]
+    assert outbox.take_seq("a") == 5
 
 
 def test_a_newer_hint_of_the_same_topic_replaces_the_older() -> None:
@@ -58,10 +74,14 @@ def test_a_newer_hint_of_the_same_topic_replaces_the_older() -> None:
     assert seqs(outbox, "a") == [2, 3, 4]
 
 
-def generation(outbox: Outbox, number: int = 1, *, at_boundary: bool = False, node: str = "a") -> Outgoing:
+def generation(outbox: Outbox, number: int = 1, *, at_boundary: bool = False, node: str = "a") -> OutgoingDirective:
     text = f'{{"type":"NewGeneration","spec":{{"job":"j","number":{number}}}}}'
-    return Outgoing(
-        node=node, seq=outbox.number(node), body=Body(text), topic=generation_topic("j"), replaces=not at_boundary
+    return OutgoingDirective(
+        node=node,
+        seq=outbox.take_seq(node),
+        body=EncodedBody(text),
+        topic=generation_topic("j"),
+        replaces_older=not at_boundary,
     )
 
 
@@ -70,9 +90,9 @@ def test_a_node_that_is_away_is_kept_one_generation_of_a_job_and_not_all_it_has_
     for number in range(1, 5):
         outbox.deliver([generation(outbox, number), outgoing(outbox, "a", f"kill {number}")])
     assert [one.body.text for one in outbox.pending("a")][-2:] == [generation(Outbox(0), 4).body.text, "kill 4"]
-    assert outbox.depth("a") == 5, "a generation, and four directives of other kinds"
-    assert outbox.take_dropped() == [("a", 1), ("a", 3), ("a", 5)]
-    assert outbox.take_dropped() == []
+    assert outbox.pending_count("a") == 5, "a generation, and four directives of other kinds"
+    assert outbox.take_superseded() == [("a", 1), ("a", 3), ("a", 5)]
+    assert outbox.take_superseded() == []
 
 
 def test_a_generation_that_begins_at_a_boundary_leaves_the_one_that_must_reach_it() -> None:
@@ -86,10 +106,16 @@ def test_a_generation_that_begins_at_a_boundary_leaves_the_one_that_must_reach_i
 
 def test_a_stored_generation_gives_way_to_one_of_a_later_life() -> None:
     stored = generation(Outbox(0), 1).body.text
-    outbox = Outbox(2, [OutboxRow(node="a", seq=SPAN + 4, body=stored), OutboxRow(node="a", seq=SPAN + 5, body="{}")])
+    outbox = Outbox(
+        2,
+        [
+            OutboxRow(node="a", seq=SEQ_PER_EPOCH + 4, body=stored),
+            OutboxRow(node="a", seq=SEQ_PER_EPOCH + 5, body="{}"),
+        ],
+    )
     outbox.deliver([generation(outbox, 2)])
-    assert seqs(outbox, "a") == [SPAN + 5, 2 * SPAN + 1]
-    assert outbox.take_dropped() == [("a", SPAN + 4)]
+    assert seqs(outbox, "a") == [SEQ_PER_EPOCH + 5, 2 * SEQ_PER_EPOCH + 1]
+    assert outbox.take_superseded() == [("a", SEQ_PER_EPOCH + 4)]
 
 
 class Session:
@@ -100,7 +126,7 @@ class Session:
         self.pushed: list[int] = []
         self.dismissed = False
 
-    def push(self, directives: Sequence[Outgoing]) -> None:
+    def push(self, directives: Sequence[OutgoingDirective]) -> None:
         self.pushed += [one.seq for one in directives]
 
     def dismiss(self) -> None:
@@ -113,7 +139,7 @@ def test_a_session_is_handed_what_waits_and_then_what_is_committed_for_its_own_n
     assert [one.seq for one in outbox.attach("a", session)] == [1]
     outbox.deliver([outgoing(outbox, "a"), outgoing(outbox, "b"), outgoing(outbox, "a")])
     assert session.pushed == [2, 3]
-    assert outbox.connected() == 1
+    assert outbox.connected_count() == 1
 
 
 def test_the_newest_session_of_a_node_takes_the_place_of_the_one_before() -> None:
@@ -156,14 +182,14 @@ def test_an_acknowledgement_of_what_was_never_sent_takes_only_what_was() -> None
     outbox = Outbox(0)
     outbox.deliver([outgoing(outbox, "a")])
     outbox.acknowledge("a", 1000)
-    assert outbox.take_pruned() == {"a": 1}
+    assert outbox.take_acknowledged() == {"a": 1}
     outbox.deliver([outgoing(outbox, "a")])
     assert seqs(outbox, "a") == [2]
 
 
 def test_hints_to_many_nodes_are_sent_a_few_at_a_time_and_in_order_with_what_comes_after() -> None:
     async def scenario() -> None:
-        outbox, nodes = Outbox(0), [f"n{number}" for number in range(3 * HINTS_AT_ONCE)]
+        outbox, nodes = Outbox(0), [f"n{number}" for number in range(3 * HINTS_PER_TURN)]
         sessions = {node: Session() for node in nodes}
         for node, session in sessions.items():
             outbox.attach(node, session)
@@ -174,7 +200,7 @@ def test_hints_to_many_nodes_are_sent_a_few_at_a_time_and_in_order_with_what_com
         newer = Session()
         assert [one.seq for one in outbox.attach(nodes[-2], newer)] == [1]
         await asyncio.sleep(0)
-        assert sum(bool(session.pushed) for session in sessions.values()) == HINTS_AT_ONCE + 1
+        assert sum(bool(session.pushed) for session in sessions.values()) == HINTS_PER_TURN + 1
         while not all(sessions[node].pushed for node in nodes[:-2]):
             await asyncio.sleep(0)
         assert all(sessions[node].pushed == [1] for node in nodes[:-2])

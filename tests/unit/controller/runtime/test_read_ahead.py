@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import NodeRecord
-from everstep_controller.runtime.startup_state import NOTHING, Known, read, restored
+from everstep_controller.runtime.startup_state import NO_RECORDS, KnownRecords, read_records, restore_state
 from everstep_controller.store.database import open_database
 from everstep_controller.store.rows import Batch
-from everstep_controller.store.writer import Writer
+from everstep_controller.store.writer import DatabaseWriter
 from sqlalchemy import Engine
 
 
@@ -26,7 +26,7 @@ class Leader:
     """Writes records as a leader does."""
 
     def __init__(self, engine: Engine) -> None:
-        self.writer = Writer(engine)
+        self.writer = DatabaseWriter(engine)
         self.batches = self.writer.take_over().batch
 
     def put(self, **sentences: str) -> None:
@@ -53,20 +53,20 @@ def leader(engine: Engine) -> Iterator[Leader]:
     made.writer.close()
 
 
-def look(engine: Engine, known: Known) -> Known:
+def look(engine: Engine, known: KnownRecords) -> KnownRecords:
     with engine.connect() as connection:
-        return read(connection, known)
+        return read_records(connection, known)
 
 
 def test_only_what_has_changed_is_read_again(engine: Engine, leader: Leader) -> None:
     leader.put(n1="one", n2="two", n3="three")
-    first = look(engine, NOTHING)
+    first = look(engine, NO_RECORDS)
     assert {node: one.sentence for node, one in first.records.items()} == {"n1": "one", "n2": "two", "n3": "three"}
     leader.put(n2="changed", n4="new")
     leader.put(n2="two", n5="newer")  # as it was, and yet written
     leader.forget("n3")
     second = look(engine, first)
-    assert sorted(second.records) == sorted(second.marks.nodes) == ["n1", "n2", "n4", "n5"]
+    assert sorted(second.records) == sorted(second.row_versions.nodes) == ["n1", "n2", "n4", "n5"]
     assert second.records["n1"] is first.records["n1"]
     assert second.records["n2"] is not first.records["n2"]
     assert first.records["n3"].sentence == "three", "who has taken it over already starts from that"
@@ -74,41 +74,41 @@ def test_only_what_has_changed_is_read_again(engine: Engine, leader: Leader) -> 
 
 def test_a_take_over_reads_what_has_changed_since_and_restores_the_same_fleet(engine: Engine, leader: Leader) -> None:
     leader.put(**{f"n{number}": "before" for number in range(20)})
-    known = look(engine, NOTHING)
+    known = look(engine, NO_RECORDS)
     leader.put(n3="changed", n20="new")
     leader.forget("n7")
-    follower, another = Writer(engine), Writer(engine)
-    ahead = follower.take_over(known=known.marks)
+    follower, another = DatabaseWriter(engine), DatabaseWriter(engine)
+    ahead = follower.take_over(known=known.row_versions)
     whole = another.take_over()
     follower.close()
     another.close()
     assert sorted(ahead.nodes) == ["n20", "n3"]
-    assert ahead.same == known.records.keys() - {"n3", "n7"}
+    assert ahead.unchanged == known.records.keys() - {"n3", "n7"}
     policy = CorePolicy.lab()
-    assert restored(policy, ahead, known).nodes == restored(policy, whole).nodes
-    assert not whole.same
+    assert restore_state(policy, ahead, known).nodes == restore_state(policy, whole).nodes
+    assert not whole.unchanged
 
 
 def test_marks_of_another_run_of_the_server_hold_for_nothing(engine: Engine, leader: Leader) -> None:
     """It may have been restored from a copy meanwhile: then other records stand under the same marks."""
     leader.put(n1="in the restored database")
-    marks = look(engine, NOTHING).marks
-    elsewhere = Known(
+    marks = look(engine, NO_RECORDS).row_versions
+    elsewhere = KnownRecords(
         marks._replace(server="before"), {"n1": NodeRecord(node="n1", incarnation=1, vault="", sentence="lost")}
     )
-    follower = Writer(engine)
-    assert list(follower.take_over(known=elsewhere.marks).nodes) == ["n1"]
+    follower = DatabaseWriter(engine)
+    assert list(follower.take_over(known=elsewhere.row_versions).nodes) == ["n1"]
     follower.close()
     again = look(engine, elsewhere)
     assert again.records["n1"].sentence == "in the restored database"
-    assert again.marks == marks
+    assert again.row_versions == marks
 
 
 def test_a_record_that_is_not_understood_is_left_for_the_take_over_to_report(engine: Engine, leader: Leader) -> None:
     leader.put(n1="one")
     leader._commit(Batch(nodes={"n2": '{"node":7}'}))
-    known = look(engine, NOTHING)
-    assert list(known.records) == list(known.marks.nodes) == ["n1"]
-    follower = Writer(engine)
-    assert list(follower.take_over(known=known.marks).nodes) == ["n2"]
+    known = look(engine, NO_RECORDS)
+    assert list(known.records) == list(known.row_versions.nodes) == ["n1"]
+    follower = DatabaseWriter(engine)
+    assert list(follower.take_over(known=known.row_versions).nodes) == ["n2"]
     follower.close()

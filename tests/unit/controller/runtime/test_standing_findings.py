@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 from everstep_controller.core.records import NodeRecord
-from everstep_controller.runtime.transaction import StandingFindings
+from everstep_controller.runtime.transaction import FindingDelta
 
 from everstep.vocabulary import Finding, Severity
 from everstep.wire.v1.training import FindingCleared, FindingRaised
@@ -24,20 +24,20 @@ def mild(number: int) -> Finding:
 
 def test_only_what_has_changed_is_written() -> None:
     first, second = mild(31), mild(43)
-    record = NodeRecord(node="n1", incarnation=1, vault="", findings={"a": first, "b": second})
-    standing = StandingFindings([])
+    record = NodeRecord(node="n1", incarnation=1, vault="", agent_findings={"a": first, "b": second})
+    standing = FindingDelta([])
     assert dict(standing.changes(record)) == {"a": first, "b": second}
     assert dict(standing.changes(record)) == {}
     again = msgspec.structs.replace(second, since=5.0)
-    record.findings = {"b": again}
+    record.agent_findings = {"b": again}
     assert dict(standing.changes(record)) == {"a": None, "b": again}
-    record.findings = {}
+    record.agent_findings = {}
     assert dict(standing.changes(record)) == {"b": None}
 
 
 def test_what_was_restored_counts_as_written() -> None:
-    record = NodeRecord(node="n1", incarnation=1, vault="", findings={"a": mild(31)})
-    assert dict(StandingFindings([record]).changes(record)) == {}
+    record = NodeRecord(node="n1", incarnation=1, vault="", agent_findings={"a": mild(31)})
+    assert dict(FindingDelta([record]).changes(record)) == {}
 
 
 def test_findings_survive_the_controller_and_cleared_ones_do_not(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_findings_survive_the_controller_and_cleared_ones_do_not(tmp_path: Path)
             session = AgentSession(controller.address, "n1", incarnation)
             speak(session)
             session.close()
-            return dict(controller.controller.loop.state.nodes["n1"].findings)
+            return dict(controller.controller.loop.state.nodes["n1"].agent_findings)
 
     def two(session: AgentSession) -> None:
         session.register()

@@ -10,7 +10,7 @@ from everstep_controller.core import effects as fx
 from everstep_controller.core import engine
 from everstep_controller.core import events as ev
 from everstep_controller.core.state import FleetState
-from everstep_controller.runtime.transaction import Decide
+from everstep_controller.runtime.transaction import DecideFunction
 from everstep_controller.store.rows import Batch
 
 from everstep.ids import Version
@@ -21,7 +21,7 @@ from tests.support.running_loop import Running, scenario
 AT = Version(1, 5)
 
 
-def deciding(change: Callable[[list[fx.Effect]], list[fx.Effect]]) -> Decide:
+def deciding(change: Callable[[list[fx.Effect]], list[fx.Effect]]) -> DecideFunction:
     """The core, whose effects of what agents say are changed so."""
 
     def decide(state: FleetState, event: ev.Event, now: float) -> list[fx.Effect]:
@@ -39,7 +39,7 @@ async def of_one_report(running: Running) -> Batch:
     await running.loop.enqueue(lambda tx, now: tx.handle(report, now))
     whole = Batch()
     for batch in running.disk.written[before:]:
-        whole.absorb(batch)
+        whole.merge(batch)
     return whole
 
 
@@ -75,7 +75,9 @@ def test_an_acknowledged_directive_is_deleted_by_the_next_transaction_that_write
         await running.loop.submit(lambda tx, now: None)
         assert len(running.disk.written) == before
         await running.register("n2")
-        assert [batch.pruned for batch in running.disk.written[before:] if batch.pruned] == [{"n1": sent.seq}]
+        assert [batch.acknowledged for batch in running.disk.written[before:] if batch.acknowledged] == [
+            {"n1": sent.seq}
+        ]
 
     stop = StopJob(job="j", ok=True, reason="done")
     scenario(body, decide=deciding(lambda effects: [*effects, fx.Send("n1", stop)]))
@@ -83,14 +85,14 @@ def test_an_acknowledged_directive_is_deleted_by_the_next_transaction_that_write
 
 @pytest.mark.parametrize("kind", ["node", "job"])
 def test_nothing_is_written_of_what_its_own_transaction_forgets(kind: str) -> None:
-    drop: Any = fx.DropNode("n1") if kind == "node" else fx.DropJob("j")
+    drop: Any = fx.DeleteNode("n1") if kind == "node" else fx.DeleteJob("j")
 
     async def body(running: Running) -> None:
         batch = await of_one_report(running)
         if kind == "node":
             assert (batch.nodes, list(batch.forgotten_nodes)) == ({}, ["n1"])
             assert batch.outbox == []
-            assert running.outbox.depth("n1") == 0
+            assert running.outbox.pending_count("n1") == 0
         else:
             assert (batch.jobs, list(batch.forgotten_jobs)) == ({}, ["j"])
             assert batch.generations == []
@@ -100,8 +102,8 @@ def test_nothing_is_written_of_what_its_own_transaction_forgets(kind: str) -> No
 
 def test_what_comes_back_in_the_transaction_that_forgets_it_is_written() -> None:
     def back(effects: list[fx.Effect]) -> list[fx.Effect]:
-        nodes: list[fx.Effect] = [fx.DropNode(one.node) for one in effects if isinstance(one, fx.PutNode)]
-        return [*nodes, *(fx.DropJob(one.job) for one in effects if isinstance(one, fx.PutJob)), *effects]
+        nodes: list[fx.Effect] = [fx.DeleteNode(one.node) for one in effects if isinstance(one, fx.PutNode)]
+        return [*nodes, *(fx.DeleteJob(one.job) for one in effects if isinstance(one, fx.PutJob)), *effects]
 
     async def body(running: Running) -> None:
         batch = await of_one_report(running)

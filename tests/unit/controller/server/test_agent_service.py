@@ -136,7 +136,7 @@ def test_a_node_that_beats_is_known_to_be_there_after_a_restart_before_it_has_sh
     with TestClient(InProcess(database)) as client:
         speakers = [Speaker(client, node) for node in ("n1", "n2")]
         assert all(speaker.beat().resend for speaker in speakers)
-        lost = RankLost(job="j", at=2.0, generation=1, rank=0, local_rank=0, replacement=True, detail="")
+        lost = RankLost(job="j", at=2.0, generation=1, rank=0, local_rank=0, has_replacement=True, detail="")
         speakers[0].report(lost, first=2)
         job = get(client, "/v1/jobs/j", op.JobDetail)
         assert job.summary.generation == 2
@@ -275,14 +275,16 @@ def test_a_report_that_the_core_does_not_survive_is_dropped_by_the_next_life_and
         speaker.register()
         assert refusal(speaker.report, *batch).code == "unavailable"
         assert first.controller is not None
-        assert first.controller.task is not None
-        assert isinstance(first.controller.task.exception(), ZeroDivisionError)
+        assert first.controller.loop_task is not None
+        assert isinstance(first.controller.loop_task.exception(), ZeroDivisionError)
         assert client.get("/readyz").status_code == 503
     with TestClient(InProcess(database)) as client:
         again = Speaker(client, "n1")
         assert again.report(*batch).through == 3
         assert {one.job for one in get(client, "/v1/jobs", op.JobList).jobs} == {"before", "after"}
-        (event,) = [one for one in get(client, "/v1/events", op.EventList).events if one.kind == "controller.poisoned"]
+        (event,) = [
+            one for one in get(client, "/v1/events", op.EventList).events if one.kind == "controller.report_dropped"
+        ]
         assert "report 2 (LauncherJoined) of n1" in event.sentence
 
 

@@ -11,12 +11,12 @@ import pytest
 import uvicorn
 from everstep_controller.server import listener, responses
 from everstep_controller.server.listener import (
-    LEAST_READ_BYTES,
     LONGEST_REST_S,
-    MOST_HEAD_BYTES,
+    MAX_HEAD_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_PIPELINED,
+    MIN_READ_BYTES,
     MOST_HEADER_LINES,
-    MOST_MESSAGE_BYTES,
-    MOST_PIPELINED,
     BoundedHttp,
 )
 from everstep_controller.server.responses import Problem
@@ -31,7 +31,7 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
     """Answers at once, whatever is still to come."""
-    await responses.answer(send, b"{}" if scope["path"] != "/large" else bytes(LARGE))
+    await responses.send_answer(send, b"{}" if scope["path"] != "/large" else bytes(LARGE))
 
 
 @asynccontextmanager
@@ -83,10 +83,10 @@ def test_more_requests_at_once_than_anybody_sends_are_hung_up_on() -> None:
     """Each that waits holds fifty times its own bytes, and while some are answered others came: without end."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(REQUEST * (MOST_PIPELINED + 2))
+        writer.write(REQUEST * (MAX_PIPELINED + 2))
         answers = await reader.read()  # ends when the other side closes
         assert answers.count(b"HTTP/1.1 400 ") == 1
-        assert answers.count(b"HTTP/1.1 200 ") <= MOST_PIPELINED
+        assert answers.count(b"HTTP/1.1 200 ") <= MAX_PIPELINED
 
     play(talk)
 
@@ -95,7 +95,7 @@ def test_more_requests_at_once_than_anybody_sends_are_hung_up_on() -> None:
 def test_a_head_without_end_is_answered_400_and_hung_up_on(piece: bytes) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         begun = b"GET / HTTP/1.1\r\nX: "
-        pieces = MOST_HEADER_LINES if piece.endswith(b"\n") else (MOST_HEAD_BYTES - len(begun)) // len(piece)
+        pieces = MOST_HEADER_LINES if piece.endswith(b"\n") else (MAX_HEAD_BYTES - len(begun)) // len(piece)
         writer.write(begun)
         for _ in range(pieces):
             writer.write(piece)
@@ -129,7 +129,7 @@ def test_trailers_without_end_are_hung_up_on() -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: ")
         with pytest.raises(ConnectionError):
-            await pour(writer, 4 * MOST_MESSAGE_BYTES)
+            await pour(writer, 4 * MAX_MESSAGE_BYTES)
 
     play(talk)
 
@@ -149,7 +149,7 @@ def test_trailers_larger_than_a_head_are_refused(trailer: bytes) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(CHUNKED + LAST_CHUNK)
         assert await status(reader) == 200
-        writer.write(trailer * (2 * MOST_HEAD_BYTES // len(trailer)))
+        writer.write(trailer * (2 * MAX_HEAD_BYTES // len(trailer)))
         await ended(reader)
 
     play(talk)
@@ -168,7 +168,7 @@ def test_trailers_are_not_kept() -> None:
     assert names == [b"host", b"transfer-encoding"]
 
 
-@pytest.mark.parametrize("extension", [b"1;" + b"x" * MOST_HEAD_BYTES, b"1" + b";a=b" * (MOST_HEAD_BYTES // 4)])
+@pytest.mark.parametrize("extension", [b"1;" + b"x" * MAX_HEAD_BYTES, b"1" + b";a=b" * (MAX_HEAD_BYTES // 4)])
 def test_chunk_headers_without_end_are_refused(extension: bytes) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(CHUNKED)
@@ -182,8 +182,8 @@ def test_chunk_headers_without_end_are_refused(extension: bytes) -> None:
 @pytest.mark.parametrize(
     "head",
     [
-        b"GET /" + b"x" * MOST_HEAD_BYTES + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: " + b"x" * MOST_HEAD_BYTES + b"\r\n\r\n",
+        b"GET /" + b"x" * MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: " + b"x" * MAX_HEAD_BYTES + b"\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:b\r\n" * MOST_HEADER_LINES + b"\r\n",
     ],
     ids=["url", "value", "lines"],
@@ -209,7 +209,7 @@ def test_chunked_body_in_small_chunks_is_read() -> None:
 
     async def read(scope: Any, receive: Any, send: Any) -> None:
         body = await responses.read_body(scope, receive, 1 << 20)
-        await responses.answer(send, str(len(body)).encode())
+        await responses.send_answer(send, str(len(body)).encode())
 
     async def scenario() -> bytes:
         async with asyncio.timeout(DEADLINE_S), served(read) as port:
@@ -251,7 +251,7 @@ def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
 
 
 def test_an_answer_that_is_not_read_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "UNREAD_S", 0.05)
+    monkeypatch.setattr(listener, "SLOW_READER_S", 0.05)
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -272,7 +272,7 @@ def test_an_answer_that_is_read_slowly_is_read_to_its_end(monkeypatch: pytest.Mo
         http.connection_made(transport)
         looks.clear()
         for unread in range(10, 5, -1):
-            transport.get_write_buffer_size.return_value = unread * LEAST_READ_BYTES
+            transport.get_write_buffer_size.return_value = unread * MIN_READ_BYTES
             looks.pop()() if looks else http.pause_writing()
             assert not transport.abort.called
         looks.pop()()

@@ -8,16 +8,16 @@ import pytest
 from everstep_controller.api.credentials import Keyring
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.leadership.candidate import Candidate, Won
-from everstep_controller.leadership.lease import Knocks
-from everstep_controller.leadership.standby import Standby
-from everstep_controller.leadership.takeover_gate import Threshold
-from everstep_controller.runtime.startup_state import NOTHING
-from everstep_controller.server.connections import NOBODY
+from everstep_controller.leadership.candidate import Candidate, Election
+from everstep_controller.leadership.lease import StandbyContacts
+from everstep_controller.leadership.standby import StandbyApp
+from everstep_controller.leadership.takeover_gate import TakeoverGate
+from everstep_controller.runtime.startup_state import NO_RECORDS
+from everstep_controller.server.connections import UNKNOWN_PEER
 from everstep_controller.store.database import engine_of, open_database, parse_url
 from everstep_controller.store.leases import LeaseSession, claim
-from everstep_controller.store.threads import Store
-from everstep_controller.store.writer import Writer
+from everstep_controller.store.threads import DatabaseStore
+from everstep_controller.store.writer import DatabaseWriter
 from sqlalchemy import Engine
 
 from everstep.bearer_tokens import TokenRole, mint
@@ -34,33 +34,35 @@ def authorization(role: TokenRole, subject: str, secret: bytes = SECRET) -> list
 def test_only_an_agent_with_a_credential_of_its_own_counts() -> None:
     clock = ManualClock()
     settings = ControllerSettings(secret_file="unused", policy=CorePolicy.lab(), resign_after_s=15.0)
-    standby = Standby(settings, Keyring((SECRET,)), clock, lambda: "")
+    standby = StandbyApp(settings, Keyring((SECRET,)), clock, lambda: "")
     for _ in range(7):
-        standby.knock("n1", authorization(TokenRole.AGENT, "n1"), NOBODY)
-        standby.knock("n2", authorization(TokenRole.AGENT, "n1"), NOBODY)
-        standby.knock("n3", authorization(TokenRole.AGENT, "n3", b"another fleet's secret, 32 bytes"), NOBODY)
-        standby.knock("n4", authorization(TokenRole.VIEWER, "n4"), NOBODY)
-        standby.knock("n5", [], NOBODY)
+        standby.record_contact("n1", authorization(TokenRole.AGENT, "n1"), UNKNOWN_PEER)
+        standby.record_contact("n2", authorization(TokenRole.AGENT, "n1"), UNKNOWN_PEER)
+        standby.record_contact(
+            "n3", authorization(TokenRole.AGENT, "n3", b"another fleet's secret, 32 bytes"), UNKNOWN_PEER
+        )
+        standby.record_contact("n4", authorization(TokenRole.VIEWER, "n4"), UNKNOWN_PEER)
+        standby.record_contact("n5", [], UNKNOWN_PEER)
         clock.advance(1.0)
-    assert standby.knocks.insistent() == 1
-    standby.begin()
-    assert standby.knocks.insistent() == 0
+    assert standby.contacts.count_persistent() == 1
+    standby.start()
+    assert standby.contacts.count_persistent() == 0
 
 
 @pytest.fixture
 def vacant(postgres: str) -> Engine:
     """A database whose leader has gone."""
     engine = open_database(postgres)
-    session, writer = LeaseSession(engine), Writer(engine)
-    assert session.hold(1)
-    writer.take_over(claim=claim("c1", "", 30.0, free=True))
+    session, writer = LeaseSession(engine), DatabaseWriter(engine)
+    assert session.lock_epoch(1)
+    writer.take_over(claim=claim("c1", "", 30.0, is_lock_free=True))
     writer.close()
     session.close()
     engine.dispose()
     return engine_of(parse_url(postgres))
 
 
-def candidate(engine: Engine, clock: ManualClock, knocks: Knocks) -> Candidate:
+def candidate(engine: Engine, clock: ManualClock, knocks: StandbyContacts) -> Candidate:
     """One that gave its lease up before."""
     return Candidate(
         engine,
@@ -69,19 +71,19 @@ def candidate(engine: Engine, clock: ManualClock, knocks: Knocks) -> Candidate:
         address="",
         lease_s=5.0,
         renew_s=1.0,
-        threshold=Threshold(),
-        knocks=knocks,
-        goes_last=True,
+        takeover_gate=TakeoverGate(),
+        contacts=knocks,
+        resigned_before=True,
     )
 
 
-async def elected(engine: Engine, clock: ManualClock, knocks: Knocks, wait_s: float) -> tuple[bool, Won]:
+async def elected(engine: Engine, clock: ManualClock, knocks: StandbyContacts, wait_s: float) -> tuple[bool, Election]:
     """Whether it took the lease at its first look, and what it started from when so much time had passed."""
-    store, one = Store(engine), candidate(engine, clock, knocks)
+    store, one = DatabaseStore(engine), candidate(engine, clock, knocks)
     try:
         async with asyncio.timeout(DEADLINE_S):
-            winning = asyncio.create_task(one.elected(store, lambda: NOTHING))
-            looked = asyncio.create_task(one.looked.wait())
+            winning = asyncio.create_task(one.wait_for_election(store, lambda: NO_RECORDS))
+            looked = asyncio.create_task(one.first_look_done.wait())
             done, _ = await asyncio.wait({winning, looked}, return_when=asyncio.FIRST_COMPLETED)
             looked.cancel()
             clock.advance(wait_s)
@@ -93,16 +95,16 @@ async def elected(engine: Engine, clock: ManualClock, knocks: Knocks, wait_s: fl
 
 def test_who_resigned_leaves_a_vacant_lease_to_others_first_and_takes_it_where_nobody_does(vacant: Engine) -> None:
     clock = ManualClock()
-    at_once, won = asyncio.run(elected(vacant, clock, Knocks(clock, 5.0), 5.0))
+    at_once, won = asyncio.run(elected(vacant, clock, StandbyContacts(clock, 5.0), 5.0))
     assert not at_once
     assert won.loaded.epoch == 2
 
 
 def test_who_resigned_does_not_wait_where_nodes_insist_on_it(vacant: Engine) -> None:
     clock = ManualClock()
-    knocks = Knocks(clock, 5.0)
-    knocks.hear("n1")
+    knocks = StandbyContacts(clock, 5.0)
+    knocks.record("n1")
     clock.advance(6.0)
-    knocks.hear("n1")
+    knocks.record("n1")
     at_once, _won = asyncio.run(elected(vacant, clock, knocks, 0.0))
     assert at_once

@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from everstep_controller.core.events import NodeHeard
+from everstep_controller.core.events import NodeSeen
 from everstep_controller.read_models.prometheus import Metrics
 from everstep_controller.runtime.push import Outbox
-from everstep_controller.server.agent_service import AgentDesk
-from everstep_controller.server.connections import Descriptors
+from everstep_controller.server.agent_service import AgentService
+from everstep_controller.server.connections import DescriptorBudget
 
 from everstep.clock import ManualClock
 from everstep.vocabulary import Finding, FindingKind, Severity
@@ -31,17 +31,17 @@ class Waiting:
         return SimpleNamespace(add_done_callback=lambda call: None)
 
 
-def desk_before(loop: Waiting) -> AgentDesk:
-    return AgentDesk(
+def desk_before(loop: Waiting) -> AgentService:
+    return AgentService(
         loop=loop,  # type: ignore[arg-type]
         metrics=Metrics(),
         clock=ManualClock(wall=loop.now()),
-        descriptors=Descriptors(100),
-        soon=lambda work: work(),
+        descriptors=DescriptorBudget(100),
+        defer=lambda work: work(),
         name="c1",
         heartbeat_interval_s=1.0,
-        marks={},
-        poisoned=frozenset(),
+        report_marks={},
+        poisoned_reports=frozenset(),
     )
 
 
@@ -49,11 +49,11 @@ def test_a_node_that_beats_twice_before_its_first_word_was_taken_is_heard_once()
     fleet = CoreFleet()
     fleet.start(2)
     fleet.restart()
-    loop, heard = Waiting(fleet), list[NodeHeard]()
+    loop, heard = Waiting(fleet), list[NodeSeen]()
     desk = desk_before(loop)
-    tx: Any = SimpleNamespace(hear=lambda event, now: heard.append(event))
+    tx: Any = SimpleNamespace(handle_ephemeral=lambda event, now: heard.append(event))
     for node, seq in (("n1", 1), ("n1", 2), ("n2", 1), ("n1", 3)):
-        desk.beat(node, Heartbeat(incarnation=1, seq=seq, sent_at=0.0))
+        desk.take_heartbeat(node, Heartbeat(incarnation=1, seq=seq, sent_at=0.0))
     for stimulus in loop.stimuli:
         stimulus(tx, fleet.now)
     assert [(event.node, [other for other, _ in event.others]) for event in heard] == [("n1", ["n2"])]
@@ -66,7 +66,7 @@ def test_only_a_first_picture_without_news_is_answered_before_it_is_durable() ->
 
     def answered_at_once(node: str, *findings: Finding) -> bool:
         picture = Heartbeat(incarnation=1, seq=9, sent_at=0.0, findings=findings)
-        return isinstance(desk_before(Waiting(fleet)).beat(node, picture), bool)
+        return isinstance(desk_before(Waiting(fleet)).take_heartbeat(node, picture), bool)
 
     assert not answered_at_once("n1")
     fleet.restart()

@@ -34,7 +34,7 @@ def connected(process: ControllerProcess) -> socket.socket:
 
 def streams(process: ControllerProcess) -> float:
     _, body = process.ask("GET", "/metrics", None, OPERATOR)
-    found = re.search(rb"^everstep_controller_streams (\S+)$", body, re.MULTILINE)
+    found = re.search(rb"^everstep_controller_event_streams (\S+)$", body, re.MULTILINE)
     assert found
     return float(found[1])
 

@@ -7,7 +7,7 @@ import socket
 from contextlib import ExitStack
 
 import uvloop
-from everstep_controller.server.listener import ACCEPTED_AT_ONCE, ears, listen
+from everstep_controller.server.listener import ACCEPTED_AT_ONCE, duplicate_listeners, listen
 
 COMING = 64
 
@@ -48,5 +48,5 @@ def _turns(listeners: list[socket.socket]) -> int:
 
 
 def test_one_turn_of_the_loop_takes_as_many_connections_as_there_are_ears() -> None:
-    assert _turns(ears(listen(("127.0.0.1", 0)))) < COMING // ACCEPTED_AT_ONCE + 2
+    assert _turns(duplicate_listeners(listen(("127.0.0.1", 0)))) < COMING // ACCEPTED_AT_ONCE + 2
     assert _turns([listen(("127.0.0.1", 0))]) >= COMING - 1  # what libuv does by itself: else the ears can go

@@ -21,7 +21,7 @@ import pytest
 
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.agent import Frame, Heartbeat, Numbered, Refused, Reports, ReportsAnswer
+from everstep.wire.v1.agent import FrameKind, FrameRefused, Heartbeat, NumberedReport, Reports, ReportsAnswer
 from everstep.wire.v1.training import FindingRaised
 from tests.support.controllers import OPERATOR, PATIENT, VIEWER, ControllerProcess, controller_process
 from tests.support.forked import ForkPool
@@ -80,7 +80,7 @@ def measured(process: ControllerProcess, name: str) -> float:
 
 
 def shed(process: ControllerProcess, kind: str) -> float:
-    return measured(process, f'shed_total{{class="{kind}"}}')
+    return measured(process, f'requests_shed_total{{class="{kind}"}}')
 
 
 def fill(process: ControllerProcess, said: list[tuple[AgentSession, FindingRaised]], waiting: int) -> None:
@@ -117,22 +117,22 @@ def test_what_is_mild_is_shed_with_a_reason_and_what_is_urgent_takes_its_place_a
             fill(process, [(said[0], URGENT)], 1)
             fill(process, [(one, MILD) for one in said[1 : 1 + ROOM]], 1 + ROOM)
             said[5].say_reports(MILD)
-            refused = said[5].answer(Refused)
-            assert (refused.of, refused.code) == (Frame.REPORTS, "unavailable")
+            refused = said[5].answer(FrameRefused)
+            assert (refused.frame_kind, refused.code) == (FrameKind.REPORTS, "unavailable")
             assert (refused.retry_after_s or 0) > 0
             assert f"{ROOM} requests wait already" in refused.message
-            reports = Reports(incarnation=1, reports=(Numbered(number=1, body=MILD),))
-            said[6].say(Frame.REPORTS, reports)
-            assert said[6].answer(Refused).code == "unavailable"
+            reports = Reports(incarnation=1, reports=(NumberedReport(number=1, body=MILD),))
+            said[6].say(FrameKind.REPORTS, reports)
+            assert said[6].answer(FrameRefused).code == "unavailable"
             assert shed(process, "routine") == 2
             said[7].say_reports(URGENT)
-            given_up = said[1].answer(Refused)  # the oldest
-            assert (given_up.of, given_up.code) == (Frame.REPORTS, "unavailable")
+            given_up = said[1].answer(FrameRefused)  # the oldest
+            assert (given_up.frame_kind, given_up.code) == (FrameKind.REPORTS, "unavailable")
             assert (shed(process, "routine"), shed(process, "urgent")) == (3, 0)
         for session in (said[0], said[7], said[2], said[3], said[4]):
             assert session.answer(ReportsAnswer).through == 1
         for session in (said[1], said[5]):  # what was refused is sent again, and lost nothing
-            session.say(Frame.REPORTS, reports)
+            session.say(FrameKind.REPORTS, reports)
             assert session.answer(ReportsAnswer).through == 1
         at = first_findings(process)
         assert at["n0"] < at["n7"] < min(at["n2"], at["n3"], at["n4"])
@@ -148,15 +148,15 @@ def test_where_only_urgent_things_wait_the_next_is_told_to_come_again_and_so_is_
             fill(process, [(said[0], URGENT)], 1)
             fill(process, [(one, URGENT) for one in said[1 : 1 + ROOM]], 1 + ROOM)
             said[5].say_reports(URGENT)
-            assert said[5].answer(Refused).code == "unavailable"
-            told = refusal(process, "POST", "/v1/nodes/n5/hold", op.Because(reason="a fan"), OPERATOR)
+            assert said[5].answer(FrameRefused).code == "unavailable"
+            told = refusal(process, "POST", "/v1/nodes/n5/hold", op.ReasonOnlyRequest(reason="a fan"), OPERATOR)
             assert (told["status"], told["code"], told["retry_after"]) == (503, "unavailable", "1")
             assert "send this again" in told["detail"]
             assert (shed(process, "routine"), shed(process, "urgent")) == (0, 2)
             answered, _ = process.ask("GET", "/v1/status", None, VIEWER)
             assert answered == 200
         assert [session.answer(ReportsAnswer).through for session in said[: 1 + ROOM]] == [1] * (1 + ROOM)
-        status, _ = process.ask("POST", "/v1/nodes/n5/hold", op.Because(reason="a fan"), OPERATOR)
+        status, _ = process.ask("POST", "/v1/nodes/n5/hold", op.ReasonOnlyRequest(reason="a fan"), OPERATOR)
         assert status == 200
         assert "database is away" not in process.log()
 
@@ -178,32 +178,32 @@ def test_who_asks_too_often_is_told_when_to_come_again_by_request_and_in_a_sessi
         assert (told["code"], told["retry_after"]) == ("rate_limited", "1")
         assert "too many requests of viewer vera: come again in" in told["detail"]
         refused = beaten_until_refused(session)
-        assert (refused.of, refused.code) == (Frame.HEARTBEAT, "rate_limited")
+        assert (refused.frame_kind, refused.code) == (FrameKind.HEARTBEAT, "rate_limited")
         assert 0 < (refused.retry_after_s or 0) <= 0.25
-        report = Reports(incarnation=1, reports=(Numbered(number=1, body=MILD),))
+        report = Reports(incarnation=1, reports=(NumberedReport(number=1, body=MILD),))
         assert taken_in_the_end(session, report) == 1
         assert measured(process, 'requests_refused_total{code="rate_limited",route="session"}') >= 1
         assert measured(process, 'requests_refused_total{code="rate_limited",route="/v1/status"}') >= 1
 
 
-def beaten_until_refused(session: AgentSession) -> Refused:
+def beaten_until_refused(session: AgentSession) -> FrameRefused:
     for seq in range(100, 100 + 10 * BURST):
-        session.say(Frame.HEARTBEAT, Heartbeat(incarnation=1, seq=seq, sent_at=0.0))
+        session.say(FrameKind.HEARTBEAT, Heartbeat(incarnation=1, seq=seq, sent_at=0.0))
     while True:
         _, message = session.next_frame()
-        if isinstance(message, Refused):
+        if isinstance(message, FrameRefused):
             return message
 
 
 def taken_in_the_end(session: AgentSession, report: Reports) -> int:
     """Sends it again when it may, as agents do, until it is taken."""
     while True:
-        session.say(Frame.REPORTS, report)
+        session.say(FrameKind.REPORTS, report)
         while True:
             _, message = session.next_frame()
             if isinstance(message, ReportsAnswer):
                 return message.through
-            if isinstance(message, Refused) and message.of == Frame.REPORTS:
+            if isinstance(message, FrameRefused) and message.frame_kind == FrameKind.REPORTS:
                 assert message.retry_after_s
                 time.sleep(message.retry_after_s)
                 break

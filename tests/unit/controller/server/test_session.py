@@ -11,19 +11,19 @@ from unittest.mock import MagicMock
 
 import msgspec
 import pytest
-from everstep_controller.core.state import NodeLive
+from everstep_controller.core.state import NodeRuntime
 from everstep_controller.server import session as sessions
-from everstep_controller.server.connection_router import MOST_HEAD_BYTES, Front
-from everstep_controller.server.connections import Descriptors
+from everstep_controller.server.connection_router import MAX_HEAD_BYTES, ConnectionRouter
+from everstep_controller.server.connections import DescriptorBudget
 
 from everstep.bearer_tokens import TokenRole
 from everstep.vocabulary import NodeState
 from everstep.wire.v1.agent import (
     MAX_BODY_BYTES,
     UPGRADE,
-    Frame,
+    FrameKind,
+    FrameRefused,
     HeartbeatAnswer,
-    Refused,
     Registered,
     ReportsAnswer,
     encode_frame,
@@ -57,8 +57,8 @@ def dial(controller: Served) -> Iterator[Callable[..., AgentSession]]:
 Dial = Callable[..., AgentSession]
 
 
-def live(controller: Served, node: str = "n1") -> NodeLive:
-    return controller.controller.loop.state.live_nodes[node]
+def live(controller: Served, node: str = "n1") -> NodeRuntime:
+    return controller.controller.loop.state.node_runtime[node]
 
 
 def ready(dial: Dial, node: str = "n1", incarnation: int = 1) -> AgentSession:
@@ -98,11 +98,11 @@ def test_the_upgrade_may_come_in_pieces_and_with_the_first_frame_behind_it(contr
     asked = upgrade("n1", bearer(TokenRole.AGENT, "n1"))
     line.send(asked[:7])
     line.send(asked[7:60])
-    line.send(asked[60:] + encode_frame(Frame.ACKNOWLEDGE, b"not json"))
+    line.send(asked[60:] + encode_frame(FrameKind.ACKNOWLEDGE, b"not json"))
     assert line.head()[0] == 101
     length = int.from_bytes(line.take(4), "big")
-    assert line.take(1)[0] == Frame.REFUSED
-    assert msgspec.json.decode(line.take(length - 1), type=Refused).code == "malformed"
+    assert line.take(1)[0] == FrameKind.REFUSED
+    assert msgspec.json.decode(line.take(length - 1), type=FrameRefused).code == "malformed"
     line.close()
 
 
@@ -114,9 +114,9 @@ def test_large_upgrade_head_opens_no_session(controller: Served) -> None:
         made.append(MagicMock(spec=asyncio.Protocol))
         return made[-1]
 
-    front = Front(controller, Descriptors(10), set(), make_http)
+    front = ConnectionRouter(controller, DescriptorBudget(10), set(), make_http)
     transport = MagicMock(spec=asyncio.Transport)
-    asked = upgrade("n1", {**bearer(TokenRole.AGENT, "n1"), "X-Long": "x" * MOST_HEAD_BYTES})
+    asked = upgrade("n1", {**bearer(TokenRole.AGENT, "n1"), "X-Long": "x" * MAX_HEAD_BYTES})
 
     async def receive() -> None:
         front.connection_made(transport)
@@ -149,19 +149,19 @@ def test_connections_beyond_the_limit_are_closed_on_arrival(controller: Served) 
 def test_an_agent_registers_beats_and_is_known(controller: Served, dial: Dial) -> None:
     session = dial()
     registered = session.register()
-    assert (registered.protocol, registered.controller, registered.hold) == (1, "test", True)
+    assert (registered.protocol, registered.controller, registered.keep_open) == (1, "test", True)
     assert not session.beat(findings=()).resend
     assert not session.beat().resend
     assert controller.controller.loop.state.nodes["n1"].state is NodeState.HEALTHY
-    assert controller.controller.outbox.connected() == 1
-    assert controller.controller.metrics.beats == 2
+    assert controller.controller.outbox.connected_count() == 1
+    assert controller.controller.metrics.heartbeats == 2
 
 
 def test_a_node_that_never_registered_is_told_to_and_counted(controller: Served, dial: Dial) -> None:
     session = dial()
-    session.say(Frame.HEARTBEAT, {"incarnation": 1, "seq": 1, "sent_at": 0.0})
-    refused = session.answer(Refused)
-    assert (refused.of, refused.code) == (Frame.HEARTBEAT, "not_found")
+    session.say(FrameKind.HEARTBEAT, {"incarnation": 1, "seq": 1, "sent_at": 0.0})
+    refused = session.answer(FrameRefused)
+    assert (refused.frame_kind, refused.code) == (FrameKind.HEARTBEAT, "not_found")
     counted = {"route": "session", "code": "not_found"}
     registry = controller.controller.metrics.registry
     assert registry.get_sample_value("everstep_controller_requests_refused_total", counted) == 1.0
@@ -171,16 +171,16 @@ def test_a_node_that_never_registered_is_told_to_and_counted(controller: Served,
 def test_a_life_that_is_over_is_refused_and_the_session_goes_on(dial: Dial) -> None:
     ready(dial, incarnation=2).close()
     session = dial(incarnation=1)
-    session.say(Frame.HEARTBEAT, {"incarnation": 1, "seq": 1, "sent_at": 0.0})
-    assert session.answer(Refused).code == "stale"
+    session.say(FrameKind.HEARTBEAT, {"incarnation": 1, "seq": 1, "sent_at": 0.0})
+    assert session.answer(FrameRefused).code == "stale"
     session.incarnation = 2
     assert not session.beat().resend
 
 
 def test_a_beat_that_comes_with_a_registration_is_answered_after_it(dial: Dial) -> None:
     session = dial()
-    beat = encode_frame(Frame.HEARTBEAT, b'{"incarnation":1,"seq":1,"sent_at":0.0,"findings":[]}')
-    session.send(encode_frame(Frame.REGISTER, msgspec.json.encode(registration("n1", 1))) + beat)
+    beat = encode_frame(FrameKind.HEARTBEAT, b'{"incarnation":1,"seq":1,"sent_at":0.0,"findings":[]}')
+    session.send(encode_frame(FrameKind.REGISTER, msgspec.json.encode(registration("n1", 1))) + beat)
     assert session.answer(Registered).protocol == 1
     assert not session.answer(HeartbeatAnswer).resend
 
@@ -189,17 +189,17 @@ def test_a_session_speaks_for_one_life_only(dial: Dial) -> None:
     session = ready(dial)
     session.incarnation = 2
     session.say(
-        Frame.REGISTER, {"protocols": [1], "node": "n1", "incarnation": 2, "agent_version": "x", "vault": "a:1"}
+        FrameKind.REGISTER, {"protocols": [1], "node": "n1", "incarnation": 2, "agent_version": "x", "vault": "a:1"}
     )
-    assert session.answer(Refused).code == "stale"
+    assert session.answer(FrameRefused).code == "stale"
 
 
 def test_a_register_for_another_node_is_refused(dial: Dial) -> None:
     session = dial()
     session.say(
-        Frame.REGISTER, {"protocols": [1], "node": "n2", "incarnation": 1, "agent_version": "x", "vault": "a:1"}
+        FrameKind.REGISTER, {"protocols": [1], "node": "n2", "incarnation": 1, "agent_version": "x", "vault": "a:1"}
     )
-    assert session.answer(Refused).code == "malformed"
+    assert session.answer(FrameRefused).code == "malformed"
 
 
 def test_ranks_progress_in_a_beat_is_noted_without_a_transaction(controller: Served, dial: Dial) -> None:
@@ -208,7 +208,7 @@ def test_ranks_progress_in_a_beat_is_noted_without_a_transaction(controller: Ser
     session.directive(NewGeneration)
     before = controller.controller.metrics.registry.get_sample_value("everstep_controller_commit_seconds_count")
     session.beat(ranks=(RankProgress(job="j", generation=1, rank=0, step=41, step_s=0.5),))
-    assert controller.controller.loop.state.live_jobs["j"].pace.newest_step == 41
+    assert controller.controller.loop.state.job_runtime["j"].progress.furthest_step == 41
     after = controller.controller.metrics.registry.get_sample_value("everstep_controller_commit_seconds_count")
     assert before == after
 
@@ -218,12 +218,12 @@ def test_an_agent_whose_credential_died_is_pushed_nothing_more(
 ) -> None:
     silent, other = ready(dial), ready(dial, "n2")
     silent.report(joined("j", 1.0, nodes=2))
-    gate = controller.controller.gate
-    monkeypatch.setattr(gate, "holds", lambda identity: identity.subject != "n1")
+    gate = controller.controller.authenticator
+    monkeypatch.setattr(gate, "is_valid", lambda identity: identity.subject != "n1")
     other.report(joined("j", 1.0, nodes=2))
     assert other.directive(NewGeneration).spec.number == 1
-    refused = silent.answer(Refused)
-    assert (refused.of, refused.code) == (0, "unauthenticated")
+    refused = silent.answer(FrameRefused)
+    assert (refused.frame_kind, refused.code) == (0, "unauthenticated")
     assert silent.pushed == []
     assert silent.ended()
 
@@ -233,7 +233,7 @@ def test_beats_are_answered_in_order_though_one_waits_for_its_transaction(dial: 
     session.register()
     for seq, findings in ((1, []), (2, None), (3, [])):
         beat = {"incarnation": 1, "seq": seq, "sent_at": 0.0} | ({} if findings is None else {"findings": findings})
-        session.say(Frame.HEARTBEAT, beat)
+        session.say(FrameKind.HEARTBEAT, beat)
     answers = [session.answer(HeartbeatAnswer) for _ in range(3)]
     assert [answer.resend for answer in answers] == [False, False, False]
 
@@ -242,18 +242,18 @@ def test_a_quiet_beat_is_taken_and_not_answered(controller: Served, dial: Dial) 
     session = ready(dial)
     session.report(joined("j", 1.0))
     session.directive(NewGeneration)
-    before = controller.controller.metrics.beats
+    before = controller.controller.metrics.heartbeats
     session.quiet_beat(ranks=(RankProgress(job="j", generation=1, rank=0, step=7, step_s=0.5),))
     assert not session.beat().resend
-    assert controller.controller.metrics.beats == before + 2
-    assert controller.controller.loop.state.live_jobs["j"].pace.newest_step == 7
+    assert controller.controller.metrics.heartbeats == before + 2
+    assert controller.controller.loop.state.job_runtime["j"].progress.furthest_step == 7
 
 
 def test_a_quiet_beat_of_a_node_whose_findings_are_not_known_has_it_register_again(dial: Dial) -> None:
     session = dial()
     session.quiet_beat()
-    refused = session.answer(Refused)
-    assert (refused.of, refused.code) == (Frame.QUIET_BEAT, "not_found")
+    refused = session.answer(FrameRefused)
+    assert (refused.frame_kind, refused.code) == (FrameKind.ONE_WAY_HEARTBEAT, "not_found")
     session.register()
     session.close()
     following = dial()
@@ -278,16 +278,16 @@ def test_a_quiet_beat_waits_for_its_turn_and_what_was_waiting_for_the_node_is_pu
 def test_a_quiet_beat_that_comes_with_the_request_is_told_of_after_the_answer_to_that(
     controller: Served, dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("everstep_controller.runtime.push.DEFLATED_FROM_BYTES", 1)
+    monkeypatch.setattr("everstep_controller.runtime.push.DEFLATE_MIN_BYTES", 1)
     session = ready(dial)
     session.report(joined("j", 1.0))
     line = Line(controller.address)
     beat = b'{"incarnation":1,"seq":2,"sent_at":0.0}'
-    line.send(upgrade("n1", bearer(TokenRole.AGENT, "n1")) + encode_frame(Frame.QUIET_BEAT, beat))
+    line.send(upgrade("n1", bearer(TokenRole.AGENT, "n1")) + encode_frame(FrameKind.ONE_WAY_HEARTBEAT, beat))
     status, _ = line.head()
     assert status == 101
     length = int.from_bytes(line.take(4), "big")
-    assert line.take(length)[0] == Frame.DEFLATED_PUSH
+    assert line.take(length)[0] == FrameKind.DEFLATED_PUSH
     line.close()
     session.close()
 
@@ -295,9 +295,9 @@ def test_a_quiet_beat_that_comes_with_the_request_is_told_of_after_the_answer_to
 def test_more_frames_than_may_wait_are_read_later_and_all_are_answered(dial: Dial) -> None:
     session = dial()
     session.register()
-    for seq in range(3 * sessions.MOST_PARKED):
-        session.say(Frame.HEARTBEAT, {"incarnation": 1, "seq": seq, "sent_at": 0.0, "findings": []})
-    for _ in range(3 * sessions.MOST_PARKED):
+    for seq in range(3 * sessions.MAX_PARKED):
+        session.say(FrameKind.HEARTBEAT, {"incarnation": 1, "seq": seq, "sent_at": 0.0, "findings": []})
+    for _ in range(3 * sessions.MAX_PARKED):
         assert not session.answer(HeartbeatAnswer).resend
 
 
@@ -309,7 +309,7 @@ def test_reports_are_durable_before_they_are_answered(controller: Served, dial: 
     assert session.report(joined("j", 1.0), joined("k", 1.0)).through == 2
     loaded = controller.run(controller.controller.store.take_over())
     assert set(loaded.jobs) == {"j", "k"}
-    assert loaded.marks == {("n1", 1): 2}
+    assert loaded.report_marks == {("n1", 1): 2}
 
 
 def test_reports_are_answered_in_order(dial: Dial) -> None:
@@ -331,7 +331,7 @@ def test_a_directive_is_pushed_once_and_again_to_the_next_session_until_it_is_ac
     (directive,) = again.beat().directives
     assert isinstance(directive.body, NewGeneration)
     again.acknowledge(directive.seq)
-    controller.until(lambda: controller.controller.outbox.depth("n1") == 0)
+    controller.until(lambda: controller.controller.outbox.pending_count("n1") == 0)
     again.close()
     assert dial().beat().directives == ()
 
@@ -350,15 +350,15 @@ def test_a_beat_acknowledges_directives(controller: Served, dial: Dial) -> None:
     session = ready(dial)
     session.report(joined("j", 1.0))
     session.directive(NewGeneration)
-    newest = controller.controller.outbox.next_number("n1") - 1
+    newest = controller.controller.outbox.next_seq("n1") - 1
     session.beat(directives_through=newest)
-    assert controller.controller.outbox.depth("n1") == 0
+    assert controller.controller.outbox.pending_count("n1") == 0
 
 
 def test_a_large_generation_is_deflated_once_for_all_nodes(
     controller: Served, dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("everstep_controller.runtime.push.DEFLATED_FROM_BYTES", 64)
+    monkeypatch.setattr("everstep_controller.runtime.push.DEFLATE_MIN_BYTES", 64)
     pair = [ready(dial, node) for node in ("n1", "n2")]
     for session in pair:
         session.report(joined("j", 1.0, nodes=2))
@@ -373,8 +373,8 @@ def test_a_large_generation_is_deflated_once_for_all_nodes(
 
 def test_the_end_of_its_connection_is_told_to_the_core(controller: Served, dial: Dial) -> None:
     ready(dial).close()
-    controller.until(lambda: live(controller).gone_at is not None)
-    assert controller.controller.outbox.connected() == 0
+    controller.until(lambda: live(controller).disconnected_at is not None)
+    assert controller.controller.outbox.connected_count() == 0
 
 
 def test_a_second_session_takes_the_place_of_the_first_and_nobody_is_taken_for_gone(
@@ -385,8 +385,8 @@ def test_a_second_session_takes_the_place_of_the_first_and_nobody_is_taken_for_g
     assert first.ended()
     second.report(joined("j", 1.0))
     assert second.directive(NewGeneration).spec.number == 1
-    assert live(controller).gone_at is None
-    assert controller.controller.outbox.connected() == 1
+    assert live(controller).disconnected_at is None
+    assert controller.controller.outbox.connected_count() == 1
 
 
 def test_a_server_that_stops_hangs_up_also_on_who_has_said_nothing_yet_and_nobody_is_taken_for_gone(
@@ -397,7 +397,7 @@ def test_a_server_that_stops_hangs_up_also_on_who_has_said_nothing_yet_and_nobod
     assert known.ended()
     assert silent.ended()
     assert not controller.controller.outbox.has_receiver("n1")
-    assert live(controller).gone_at is None
+    assert live(controller).disconnected_at is None
 
 
 def test_a_new_life_ends_the_session_of_the_one_before(dial: Dial) -> None:
@@ -412,36 +412,36 @@ def test_a_session_that_never_spoke_for_its_node_says_nothing_by_its_end(control
     stranger.report(joined("j", 1.0))
     stranger.close()
     controller.until(lambda: controller.descriptors.open == 1)
-    assert live(controller).gone_at is None
+    assert live(controller).disconnected_at is None
 
 
 def test_a_frame_that_cannot_be_one_ends_the_session(dial: Dial) -> None:
     for frame in (
         (0).to_bytes(4, "big") + b"x",
-        (MAX_BODY_BYTES + 2).to_bytes(4, "big") + bytes((Frame.HEARTBEAT,)),
-        encode_frame(Frame.REGISTERED, b"{}"),
-        encode_frame(Frame.REFUSED, b""),
+        (MAX_BODY_BYTES + 2).to_bytes(4, "big") + bytes((FrameKind.HEARTBEAT,)),
+        encode_frame(FrameKind.REGISTERED, b"{}"),
+        encode_frame(FrameKind.REFUSED, b""),
     ):
         session = dial()
         session.send(frame)
-        assert session.answer(Refused).of == 0
+        assert session.answer(FrameRefused).frame_kind == 0
         assert session.ended()
 
 
 def test_a_malformed_body_is_refused_and_the_session_goes_on(dial: Dial) -> None:
     session = dial()
-    for kind in (Frame.REGISTER, Frame.HEARTBEAT, Frame.REPORTS, Frame.ACKNOWLEDGE):
+    for kind in (FrameKind.REGISTER, FrameKind.HEARTBEAT, FrameKind.REPORTS, FrameKind.ACKNOWLEDGE):
         for body in (b"", b"{", b"\xff\xfe", b"[" * 5000, b'{"incarnation":1}', b'{"x":1}'):
             session.send(encode_frame(kind, body))
-            refused = session.answer(Refused)
-            assert (refused.of, refused.code) == (kind, "malformed")
+            refused = session.answer(FrameRefused)
+            assert (refused.frame_kind, refused.code) == (kind, "malformed")
     assert isinstance(session.register(), Registered)
 
 
 def test_a_frame_may_come_byte_by_byte(dial: Dial) -> None:
     session = dial()
     session.register()
-    for byte in encode_frame(Frame.HEARTBEAT, b'{"incarnation":1,"seq":1,"sent_at":0.0,"findings":[]}'):
+    for byte in encode_frame(FrameKind.HEARTBEAT, b'{"incarnation":1,"seq":1,"sent_at":0.0,"findings":[]}'):
         session.send(bytes((byte,)))
     assert not session.answer(HeartbeatAnswer).resend
 
@@ -449,8 +449,8 @@ def test_a_frame_may_come_byte_by_byte(dial: Dial) -> None:
 def test_an_agent_that_does_not_read_is_cut_off_and_counted(
     controller: Served, dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "MOST_UNREAD_BYTES", 1 << 16)
-    monkeypatch.setattr("everstep_controller.runtime.push.DEFLATED_FROM_BYTES", 1 << 30)
+    monkeypatch.setattr(sessions, "MAX_UNREAD_BYTES", 1 << 16)
+    monkeypatch.setattr("everstep_controller.runtime.push.DEFLATE_MIN_BYTES", 1 << 30)
     session = ready(dial)
     session.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     session.report(joined("j", 1.0))
@@ -461,7 +461,7 @@ def test_an_agent_that_does_not_read_is_cut_off_and_counted(
         receiver = outbox._receivers.get("n1")
         if receiver is not None:
             receiver.push([one] * 1000)
-        return metrics.registry.get_sample_value("everstep_controller_sessions_cut_total") == 1.0
+        return metrics.registry.get_sample_value("everstep_controller_agent_sessions_cut_total") == 1.0
 
     controller.until(push)
     controller.until(lambda: not outbox.has_receiver("n1"))
@@ -471,14 +471,14 @@ def test_so_is_one_that_does_not_read_why_it_is_refused(
     controller: Served, dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A frame of six bytes is refused with two hundred."""
-    monkeypatch.setattr(sessions, "MOST_UNREAD_BYTES", 1 << 16)
+    monkeypatch.setattr(sessions, "MAX_UNREAD_BYTES", 1 << 16)
     session, metrics = ready(dial), controller.controller.metrics
     session.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
 
     def talk() -> bool:
         with suppress(OSError):
-            session.sock.sendall(encode_frame(Frame.HEARTBEAT, b"{") * 1000)
-        return metrics.registry.get_sample_value("everstep_controller_sessions_cut_total") == 1.0
+            session.sock.sendall(encode_frame(FrameKind.HEARTBEAT, b"{") * 1000)
+        return metrics.registry.get_sample_value("everstep_controller_agent_sessions_cut_total") == 1.0
 
     controller.until(talk)
 
@@ -492,7 +492,7 @@ def test_an_agent_that_stalls_is_cut_off_after_a_while(
     outbox, metrics = controller.controller.outbox, controller.controller.metrics
     pending = controller.on_loop(lambda: outbox.pending("n1"))
     controller.on_loop(lambda: outbox._receivers["n1"].push(list(pending) * 20_000))
-    controller.until(lambda: metrics.registry.get_sample_value("everstep_controller_sessions_cut_total") == 1.0)
+    controller.until(lambda: metrics.registry.get_sample_value("everstep_controller_agent_sessions_cut_total") == 1.0)
 
 
 # --- few file descriptors ----------------------------------------------------------------------------------------
@@ -508,9 +508,9 @@ def test_where_descriptors_are_scarce_a_quiet_beat_has_the_agent_hang_up(control
     session = ready(dial)
     scarce(controller)
     session.quiet_beat()
-    assert session.next_frame() == (Frame.LET_GO, None)
+    assert session.next_frame() == (FrameKind.GO_AWAY, None)
     session.quiet_beat()
-    assert not session.beat().hold
+    assert not session.beat().keep_open
 
 
 def test_where_descriptors_are_scarce_an_idle_agent_is_told_to_hang_up_and_is_not_missed(
@@ -518,11 +518,11 @@ def test_where_descriptors_are_scarce_an_idle_agent_is_told_to_hang_up_and_is_no
 ) -> None:
     session = ready(dial)
     scarce(controller)
-    assert not session.beat().hold
+    assert not session.beat().keep_open
     session.close()
     controller.until(lambda: not controller.controller.outbox.has_receiver("n1"))
-    assert live(controller).gone_at is None
-    assert not dial().beat().hold
+    assert live(controller).disconnected_at is None
+    assert not dial().beat().keep_open
 
 
 def test_an_agent_that_a_job_waits_for_holds_its_session_until_descriptors_are_exhausted(
@@ -531,9 +531,9 @@ def test_an_agent_that_a_job_waits_for_holds_its_session_until_descriptors_are_e
     session = ready(dial)
     session.report(joined("j", 1.0))
     scarce(controller)
-    assert session.beat().hold
+    assert session.beat().keep_open
     scarce(controller, exhausted=True)
-    assert not session.beat().hold
+    assert not session.beat().keep_open
 
 
 def test_where_descriptors_are_scarce_a_new_connection_makes_an_idle_one_leave_which_is_not_missed(
@@ -542,11 +542,11 @@ def test_where_descriptors_are_scarce_a_new_connection_makes_an_idle_one_leave_w
     idle = ready(dial)
     scarce(controller)
     with closing(Line(controller.address)):
-        assert idle.next_frame() == (Frame.LET_GO, None)
-        controller.until(lambda: not controller.descriptors._held)  # who was asked once is not asked again
+        assert idle.next_frame() == (FrameKind.GO_AWAY, None)
+        controller.until(lambda: not controller.descriptors._sessions)  # who was asked once is not asked again
     idle.close()
     controller.until(lambda: not controller.controller.outbox.has_receiver("n1"))
-    assert live(controller).gone_at is None
+    assert live(controller).disconnected_at is None
 
 
 def test_a_fleet_that_stands_where_descriptors_are_scarce_loses_no_session_to_each_connection(
@@ -558,7 +558,7 @@ def test_a_fleet_that_stands_where_descriptors_are_scarce_loses_no_session_to_ea
     with closing(Line(controller.address)) as other:
         other.send(upgrade("n2", bearer(TokenRole.AGENT, "n2")))
         assert other.head()[0] == 101
-        assert not idle.beat().hold  # no other frame came before its answer
+        assert not idle.beat().keep_open  # no other frame came before its answer
 
 
 def test_a_new_connection_makes_nobody_leave_that_a_job_waits_for_or_who_waits_for_an_answer(
@@ -572,19 +572,19 @@ def test_a_new_connection_makes_nobody_leave_that_a_job_waits_for_or_who_waits_f
         other.send(upgrade("n2", bearer(TokenRole.AGENT, "n2")))
         assert other.head()[0] == 101
         with closing(Line(controller.address)):
-            assert wanted.beat().hold  # no other frame came before its answer
+            assert wanted.beat().keep_open  # no other frame came before its answer
 
 
 def test_sessions_that_ended_are_not_kept_for_when_descriptors_become_scarce(controller: Served, dial: Dial) -> None:
     ready(dial).close()
     controller.until(lambda: not controller.controller.outbox.has_receiver("n1"))
-    controller.until(lambda: not controller.descriptors._held)
+    controller.until(lambda: not controller.descriptors._sessions)
 
 
 def test_directives_wait_for_the_next_beat_of_an_agent_that_hung_up(controller: Served, dial: Dial) -> None:
     session = ready(dial)
     scarce(controller)
-    assert not session.beat().hold
+    assert not session.beat().keep_open
     session.close()
     controller.until(lambda: not controller.controller.outbox.has_receiver("n1"))
     urgent = dial()

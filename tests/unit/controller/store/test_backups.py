@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from everstep_controller.store.database import back_up, open_database
 from everstep_controller.store.rows import AuditRow, Batch
-from everstep_controller.store.table_access import LIVES, ROOM
-from everstep_controller.store.writer import Writer
+from everstep_controller.store.table_access import AUDIT_ID_GAP, COPY_EPOCH_GAP
+from everstep_controller.store.writer import DatabaseWriter
 from sqlalchemy import text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
@@ -57,20 +57,23 @@ def test_a_copy_made_while_reports_pour_in_is_whole_and_a_controller_goes_on_fro
             file.unlink()
         shutil.move(copied, tmp_path / "controller.db")
         process.start()
-        assert epoch(process) == lost_life + LIVES + 1
+        assert epoch(process) == lost_life + COPY_EPOCH_GAP + 1
         restored = ReportStream([process])
         restored.acknowledged = before
         restored.check(process)
     assert copied.exists() is False
 
 
-@pytest.mark.parametrize(("lines", "first"), [((), ROOM), ((1, 2), ROOM), ((2 * ROOM, 2 * ROOM + 1), 3 * ROOM)])
+@pytest.mark.parametrize(
+    ("lines", "first"),
+    [((), AUDIT_ID_GAP), ((1, 2), AUDIT_ID_GAP), ((2 * AUDIT_ID_GAP, 2 * AUDIT_ID_GAP + 1), 3 * AUDIT_ID_GAP)],
+)
 def test_events_of_a_copy_go_on_beyond_every_number_that_may_have_been_given(
     tmp_path: Path, lines: tuple[int, ...], first: int
 ) -> None:
     database, copy = f"sqlite:///{tmp_path / 'c.db'}", tmp_path / "copy.db"
     engine = open_database(database)
-    writer = Writer(engine)
+    writer = DatabaseWriter(engine)
     writer.take_over()
     rows = [AuditRow(id=number, at=1.0, kind="test", sentence="s") for number in lines]
     writer.commit([Batch(number=1, audit=rows)])
@@ -78,7 +81,7 @@ def test_events_of_a_copy_go_on_beyond_every_number_that_may_have_been_given(
     engine.dispose()
     back_up(database, copy)
     restored = open_database(f"sqlite:///{copy}")
-    assert [Writer(restored).take_over().newest_audit for _ in range(2)] == [first, first]
+    assert [DatabaseWriter(restored).take_over().newest_audit for _ in range(2)] == [first, first]
     restored.dispose()
 
 
@@ -127,7 +130,7 @@ def _tool(name: str, *arguments: str) -> None:
 def test_a_postgresql_that_was_dumped_and_restored_is_gone_on_from(tmp_path: Path, postgres: str) -> None:
     """The commands are those of docs/how-to/back-up.md."""
     engine = open_database(postgres)
-    writer = Writer(engine)
+    writer = DatabaseWriter(engine)
     writer.take_over()
     writer.commit([Batch(number=1, nodes={"n1": "kept"}, audit=[AuditRow(id=1, at=1.0, kind="k", sentence="s")])])
     plain = make_url(postgres).set(drivername="postgresql").render_as_string(hide_password=False)
@@ -138,7 +141,7 @@ def test_a_postgresql_that_was_dumped_and_restored_is_gone_on_from(tmp_path: Pat
     _tool("pg_restore", "--clean", "--if-exists", "--dbname", plain, str(tmp_path / "backup.dump"))
     _tool("psql", plain, "--command", "UPDATE meta SET value = value + 1000 WHERE key = 'epoch'")
     engine = open_database(postgres)
-    writer = Writer(engine)
+    writer = DatabaseWriter(engine)
     loaded = writer.take_over()
     assert (loaded.epoch, loaded.batch, loaded.nodes) == (1002, 1, {"n1": "kept"})
     assert loaded.newest_audit > 10**9  # beyond what was given after the dump

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from everstep_controller.store import reader as history
 from everstep_controller.store import table_access
-from everstep_controller.store.database import engine_of, head, open_database, parse_url, upgrade, writing
-from everstep_controller.store.database_errors import StoreAway, Superseded
-from everstep_controller.store.reader import Reader
+from everstep_controller.store.database import engine_of, for_writing, head, open_database, parse_url, upgrade
+from everstep_controller.store.database_errors import DatabaseUnavailable, Superseded
+from everstep_controller.store.reader import HistoryReader
 from everstep_controller.store.rows import (
     AlertRow,
     AuditRow,
@@ -19,20 +19,20 @@ from everstep_controller.store.rows import (
     GenerationRow,
     OutboxRow,
     RecoveryRow,
-    RemedyRow,
-    RemedyState,
+    RemediationRow,
+    RemediationState,
     VerdictRow,
     VersionRow,
 )
 from everstep_controller.store.tables import HEAD, metadata
-from everstep_controller.store.writer import Writer
+from everstep_controller.store.writer import DatabaseWriter
 from sqlalchemy import Connection, Engine, inspect, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from everstep.errors import ConfigurationError
 
 
-def commit(writer: Writer, batch: Batch) -> None:
+def commit(writer: DatabaseWriter, batch: Batch) -> None:
     """Writes it as the next one."""
     with writer._engine.connect() as connection:
         newest = connection.execute(text("SELECT value FROM meta WHERE key = 'batch'")).scalar_one()
@@ -56,33 +56,39 @@ def by_place(*rows: VersionRow) -> dict[tuple[str, int, int], VersionRow]:
     return {(row.job, row.generation, row.step): row for row in rows}
 
 
-def test_remedies_that_have_not_ended_are_loaded_with_how_far_they_came(engine: Engine, writer: Writer) -> None:
+def test_remedies_that_have_not_ended_are_loaded_with_how_far_they_came(engine: Engine, writer: DatabaseWriter) -> None:
     rows = [
-        RemedyRow(id=f"remedy-1-{number}", node="n1", kind="cordon", state=state, requested_at=float(number), doc="{}")
-        for number, state in enumerate(RemedyState)
+        RemediationRow(
+            id=f"remediation-1-{number}", node="n1", kind="cordon", state=state, requested_at=float(number), doc="{}"
+        )
+        for number, state in enumerate(RemediationState)
     ]
-    commit(writer, Batch(remedies={row.id: row for row in rows}))
-    loaded = Writer(engine).take_over()
-    assert [(row.id, row.state) for row in loaded.remedies] == [
-        ("remedy-1-0", RemedyState.WANTED),
-        ("remedy-1-1", RemedyState.BEGUN),
+    commit(writer, Batch(remediations={row.id: row for row in rows}))
+    loaded = DatabaseWriter(engine).take_over()
+    assert [(row.id, row.state) for row in loaded.remediations] == [
+        ("remediation-1-0", RemediationState.REQUESTED),
+        ("remediation-1-1", RemediationState.STARTED),
     ]
 
 
-def test_findings_are_kept_from_when_they_were_seen_to_when_they_cleared(engine: Engine, writer: Writer) -> None:
+def test_findings_are_kept_from_when_they_were_seen_to_when_they_cleared(
+    engine: Engine, writer: DatabaseWriter
+) -> None:
     def seen(at: float, doc: str = "") -> FindingRow:
         return FindingRow(node="n1", key="gpu.xid/0/79", kind="gpu.xid", at=at, doc=doc)
 
     commit(writer, Batch(findings=[seen(1.0, '{"a":1}'), seen(2.0, '{"a":2}'), seen(3.0), seen(4.0, '{"a":3}')]))
-    wanted = {"node": "n1", "kind": "", "standing": None, "cursor": "", "limit": 10}
-    rows, _ = Reader(engine).page(lambda connection: history.findings(connection, **wanted))
+    wanted = {"node": "n1", "kind": "", "active": None, "cursor": "", "limit": 10}
+    rows, _ = HistoryReader(engine).page(lambda connection: history.findings(connection, **wanted))
     assert [(row["at"], row["cleared_at"], row["doc"]) for row in rows] == [
         (4.0, None, '{"a":3}'),
         (1.0, 3.0, '{"a":2}'),
     ]
 
 
-def test_findings_written_together_leave_what_one_after_another_would_leave(engine: Engine, writer: Writer) -> None:
+def test_findings_written_together_leave_what_one_after_another_would_leave(
+    engine: Engine, writer: DatabaseWriter
+) -> None:
     draw, expected, standing = Random(7), [], {}
     for number in range(12):
         rows = []
@@ -105,15 +111,17 @@ def test_findings_written_together_leave_what_one_after_another_would_leave(engi
     assert len(expected) > 100
 
 
-def test_directives_that_newer_ones_made_pointless_are_deleted_and_no_others(engine: Engine, writer: Writer) -> None:
+def test_directives_that_newer_ones_made_pointless_are_deleted_and_no_others(
+    engine: Engine, writer: DatabaseWriter
+) -> None:
     rows = [OutboxRow(node=node, seq=seq, body="{}") for node in ("n1", "n2") for seq in (1, 2, 3)]
     commit(writer, Batch(outbox=rows))
-    commit(writer, Batch(dropped=[("n1", 2), ("n2", 1)]))
-    left = [(row.node, row.seq) for row in Writer(engine).take_over().outbox]
+    commit(writer, Batch(superseded=[("n1", 2), ("n2", 1)]))
+    left = [(row.node, row.seq) for row in DatabaseWriter(engine).take_over().outbox]
     assert left == [("n1", 1), ("n1", 3), ("n2", 2), ("n2", 3)]
 
 
-def test_everything_that_was_committed_is_loaded_by_the_next_controller(engine: Engine, writer: Writer) -> None:
+def test_everything_that_was_committed_is_loaded_by_the_next_controller(engine: Engine, writer: DatabaseWriter) -> None:
     commit(
         writer,
         Batch(
@@ -122,12 +130,12 @@ def test_everything_that_was_committed_is_loaded_by_the_next_controller(engine: 
             jobs={"j": '{"job":"j"}'},
             audit=[audit(1), audit(2)],
             outbox=[OutboxRow(node="n1", seq=2, body="{}"), OutboxRow(node="n1", seq=1, body="{}")],
-            marks={("n1", 7): 12},
+            report_marks={("n1", 7): 12},
             versions=by_place(version(4, verified=True), version(5)),
         ),
     )
     writer.close()
-    second = Writer(engine)
+    second = DatabaseWriter(engine)
     loaded = second.take_over()
     second.close()
     assert loaded.epoch == 2
@@ -135,12 +143,12 @@ def test_everything_that_was_committed_is_loaded_by_the_next_controller(engine: 
     assert loaded.nodes == {"n1": '{"node":"n1"}', "n2": '{"node":"n2"}'}
     assert loaded.jobs == {"j": '{"job":"j"}'}
     assert [row.seq for row in loaded.outbox] == [1, 2]
-    assert loaded.marks == {("n1", 7): 12}
+    assert loaded.report_marks == {("n1", 7): 12}
     assert (loaded.newest_audit, loaded.newest_at) == (2, 2.0)
     assert {row.step for row in loaded.versions} == {4, 5}
 
 
-def test_documents_replace_what_was_there(writer: Writer, engine: Engine) -> None:
+def test_documents_replace_what_was_there(writer: DatabaseWriter, engine: Engine) -> None:
     commit(writer, Batch(nodes={"n1": "1"}, fleet="a"))
     commit(writer, Batch(nodes={"n1": "2"}, fleet="b"))
     with engine.connect() as connection:
@@ -149,7 +157,9 @@ def test_documents_replace_what_was_there(writer: Writer, engine: Engine) -> Non
 
 
 @pytest.mark.promise("generations-increase")
-def test_two_rosters_cannot_share_a_number_and_nothing_of_the_attempt_is_kept(writer: Writer, engine: Engine) -> None:
+def test_two_rosters_cannot_share_a_number_and_nothing_of_the_attempt_is_kept(
+    writer: DatabaseWriter, engine: Engine
+) -> None:
     commit(writer, Batch(generations=[generation(1)]))
     with pytest.raises(IntegrityError):
         commit(writer, Batch(nodes={"n1": "x"}, audit=[audit(1)], generations=[generation(1)]))
@@ -160,7 +170,7 @@ def test_two_rosters_cannot_share_a_number_and_nothing_of_the_attempt_is_kept(wr
 
 @pytest.mark.promise("audit-append-only")
 @pytest.mark.parametrize("change", ["UPDATE audit SET sentence = 'nothing happened'", "DELETE FROM audit"])
-def test_the_audit_log_cannot_be_rewritten(writer: Writer, engine: Engine, change: str) -> None:
+def test_the_audit_log_cannot_be_rewritten(writer: DatabaseWriter, engine: Engine, change: str) -> None:
     commit(writer, Batch(audit=[audit(1)]))
     with engine.connect() as connection, pytest.raises(DBAPIError, match="append-only"), connection.begin():
         connection.execute(text(change))
@@ -180,7 +190,7 @@ UPSERTED = f"INSERT INTO audit {FORGED} AND true ON CONFLICT (id) DO UPDATE SET 
 @pytest.mark.parametrize("change", [*REPLACED, UPSERTED])
 def test_audit_log_refuses_replacement_in_sqlite(tmp_path: Path, change: str, recursive: bool) -> None:
     engine = open_database(f"sqlite:///{tmp_path / 'controller.db'}")
-    writer = Writer(engine)
+    writer = DatabaseWriter(engine)
     writer.take_over()
     commit(writer, Batch(audit=[audit(1), audit(2)]))
     writer.close()
@@ -194,7 +204,7 @@ def test_audit_log_refuses_replacement_in_sqlite(tmp_path: Path, change: str, re
 
 
 @pytest.mark.promise("audit-append-only")
-def test_audit_log_refuses_upserts(writer: Writer, engine: Engine) -> None:
+def test_audit_log_refuses_upserts(writer: DatabaseWriter, engine: Engine) -> None:
     commit(writer, Batch(audit=[audit(1), audit(2)]))
     change = UPSERTED
     with engine.connect() as connection, pytest.raises(DBAPIError, match="append-only"), connection.begin():
@@ -204,8 +214,8 @@ def test_audit_log_refuses_upserts(writer: Writer, engine: Engine) -> None:
 
 
 @pytest.mark.promise("old-leader-fenced")
-def test_a_controller_that_was_superseded_writes_nothing_more(writer: Writer, engine: Engine) -> None:
-    second = Writer(engine)
+def test_a_controller_that_was_superseded_writes_nothing_more(writer: DatabaseWriter, engine: Engine) -> None:
+    second = DatabaseWriter(engine)
     second.take_over()
     with pytest.raises(Superseded, match="another controller took the database over"):
         commit(writer, Batch(nodes={"n1": "late"}))
@@ -215,41 +225,41 @@ def test_a_controller_that_was_superseded_writes_nothing_more(writer: Writer, en
         assert connection.execute(text("SELECT node FROM nodes")).scalars().all() == ["n2"]
 
 
-def test_acknowledged_directives_are_deleted_and_others_kept(writer: Writer, engine: Engine) -> None:
+def test_acknowledged_directives_are_deleted_and_others_kept(writer: DatabaseWriter, engine: Engine) -> None:
     commit(writer, Batch(outbox=[OutboxRow(node=node, seq=seq, body="{}") for node in "ab" for seq in (1, 2, 3)]))
-    commit(writer, Batch(pruned={"a": 2}))
+    commit(writer, Batch(acknowledged={"a": 2}))
     with engine.connect() as connection:
         rows = connection.execute(text("SELECT node, seq FROM outbox ORDER BY node, seq")).all()
     assert rows == [("a", 3), ("b", 1), ("b", 2), ("b", 3)]
 
 
-def test_marks_of_earlier_lives_are_forgotten(writer: Writer, engine: Engine) -> None:
-    commit(writer, Batch(marks={("n1", 1): 50, ("n2", 1): 5}))
-    commit(writer, Batch(marks={("n1", 2): 3}))
+def test_marks_of_earlier_lives_are_forgotten(writer: DatabaseWriter, engine: Engine) -> None:
+    commit(writer, Batch(report_marks={("n1", 1): 50, ("n2", 1): 5}))
+    commit(writer, Batch(report_marks={("n1", 2): 3}))
     with engine.connect() as connection:
         rows = connection.execute(text("SELECT node, incarnation, through FROM report_marks ORDER BY node")).all()
     assert rows == [("n1", 2, 3), ("n2", 1, 5)]
 
 
-def test_a_verification_adds_to_the_committed_version(writer: Writer, engine: Engine) -> None:
+def test_a_verification_adds_to_the_committed_version(writer: DatabaseWriter, engine: Engine) -> None:
     commit(writer, Batch(versions=by_place(version(1))))
     for verified in (True, False):
         commit(writer, Batch(versions=by_place(version(1, verified=verified))))
-        assert Reader(engine).versions("j", limit=9) == [version(1, verified=True)]
+        assert HistoryReader(engine).versions("j", limit=9) == [version(1, verified=True)]
 
 
-def test_a_credential_is_replaced_whole(writer: Writer, engine: Engine) -> None:
+def test_a_credential_is_replaced_whole(writer: DatabaseWriter, engine: Engine) -> None:
     row = CredentialRow(id="c", role="agent", subject="n1", hash="h", created_at=1.0, created_by="a", expires_at=9.0)
     for kept in (row, msgspec.structs.replace(row, expires_at=None, uses_left=2)):
         commit(writer, Batch(credentials={"c": kept}))
-        assert Writer(engine).take_over().credentials == [kept]
+        assert DatabaseWriter(engine).take_over().credentials == [kept]
         writer.take_over()
 
 
-def test_events_are_found_by_place_trace_node_and_job(writer: Writer, engine: Engine) -> None:
+def test_events_are_found_by_place_trace_node_and_job(writer: DatabaseWriter, engine: Engine) -> None:
     rows = [audit(1, node="a", trace="t1"), audit(2, node="b", trace="t1", job="j"), audit(3, trace="t2", job="j")]
     commit(writer, Batch(audit=rows))
-    reader = Reader(engine)
+    reader = HistoryReader(engine)
     assert reader.events(after=0, limit=9) == rows
     assert [row.id for row in reader.events(after=1, limit=1)] == [2]
     assert [row.id for row in reader.events(after=0, limit=2, newest=True)] == [2, 3]
@@ -258,14 +268,14 @@ def test_events_are_found_by_place_trace_node_and_job(writer: Writer, engine: En
     assert [row.id for row in reader.events(after=0, limit=9, job="j", trace="t2")] == [3]
 
 
-def test_verdicts_recoveries_and_generations_are_read_back(writer: Writer, engine: Engine) -> None:
+def test_verdicts_recoveries_and_generations_are_read_back(writer: DatabaseWriter, engine: Engine) -> None:
     verdicts = [
         VerdictRow(id=f"n1-{i}", node="n1", decision="evict", at=float(i), trace="t", doc=f'"{i}"') for i in (1, 2)
     ]
     recoveries = [RecoveryRow(job="j", generation=i, doc=f'"r{i}"') for i in (1, 2, 3)]
     generations = [generation(1), generation(2), generation(3)]
     commit(writer, Batch(verdicts=verdicts, recoveries=recoveries, generations=generations))
-    reader = Reader(engine)
+    reader = HistoryReader(engine)
     assert reader.verdict("n1-2") == '"2"'
     assert reader.verdict("n9-1") is None
     assert reader.verdicts("n1", limit=9) == ['"2"', '"1"']
@@ -277,7 +287,7 @@ def test_verdicts_recoveries_and_generations_are_read_back(writer: Writer, engin
 def test_opening_again_keeps_what_is_there(database: str) -> None:
     for round_ in range(2):
         engine = open_database(database)
-        writer = Writer(engine)
+        writer = DatabaseWriter(engine)
         loaded = writer.take_over()
         commit(writer, Batch(nodes={f"n{round_}": "x"}))
         writer.close()
@@ -298,7 +308,7 @@ def test_the_tables_here_are_those_of_the_newest_migration(engine: Engine) -> No
 def test_migration_that_is_cut_off_leaves_nothing(database: str) -> None:
     engine = engine_of(parse_url(database))
     with engine.connect() as plain:
-        connection = writing(plain)
+        connection = for_writing(plain)
         cut = connection.begin()
         upgrade(connection)
         cut.rollback()
@@ -358,7 +368,7 @@ def test_a_postgresql_without_the_database_or_the_right_to_create_says_so(postgr
 def test_the_sqlite_file_can_be_read_by_its_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "c.db"
     engine = open_database(f"sqlite:///{path}")
-    writer = Writer(engine)
+    writer = DatabaseWriter(engine)
     writer.take_over()
     assert {file.name: file.stat().st_mode & 0o077 for file in tmp_path.iterdir()} == {
         "c.db": 0,
@@ -381,35 +391,35 @@ def test_of_one_that_others_can_read_the_log_says_so(tmp_path: Path, caplog: pyt
 
 def test_a_full_disk_loses_nothing_that_was_committed_and_is_no_end(tmp_path: Path) -> None:
     engine = open_database(f"sqlite:///{tmp_path / 'c.db'}")
-    writer = Writer(engine)
+    writer = DatabaseWriter(engine)
     writer.take_over()
     commit(writer, Batch(nodes={"n1": "kept"}))
     assert writer._connection is not None
     pages = writer._connection.exec_driver_sql("PRAGMA page_count").scalar()
     writer._connection.exec_driver_sql(f"PRAGMA max_page_count={pages}")
     writer._connection.rollback()
-    with pytest.raises(StoreAway, match="the disk is full: make room"):
+    with pytest.raises(DatabaseUnavailable, match="the disk is full: make room"):
         commit(writer, Batch(nodes={"n1": "not yet", "n2": "x" * 200_000}))
-    assert Writer(engine).take_over().nodes == {"n1": "kept"}
+    assert DatabaseWriter(engine).take_over().nodes == {"n1": "kept"}
     writer.close()
     engine.dispose()
 
 
-def test_a_batch_whose_outcome_was_not_known_is_applied_once(writer: Writer, engine: Engine) -> None:
+def test_a_batch_whose_outcome_was_not_known_is_applied_once(writer: DatabaseWriter, engine: Engine) -> None:
     first, second = Batch(number=1, audit=[audit(1)]), Batch(number=2, audit=[audit(2)])
     writer.commit([first])
     writer.commit([first])
     writer.commit([first, second])
-    assert [row.id for row in Reader(engine).events(after=0, limit=9)] == [1, 2]
+    assert [row.id for row in HistoryReader(engine).events(after=0, limit=9)] == [1, 2]
     writer.close()
-    assert Writer(engine).take_over().batch == 2
+    assert DatabaseWriter(engine).take_over().batch == 2
 
 
 def test_a_connection_that_was_cut_under_a_transaction_leaves_nothing_and_the_next_goes_on(
     postgres: str,
 ) -> None:
     engine = open_database(postgres)
-    writer = Writer(engine)
+    writer = DatabaseWriter(engine)
     writer.take_over()
 
     def cut_off(connection: Connection) -> None:
@@ -417,9 +427,9 @@ def test_a_connection_that_was_cut_under_a_transaction_leaves_nothing_and_the_ne
         writer.abort()
         connection.execute(text("SELECT 1"))
 
-    with pytest.raises(StoreAway) as away:
+    with pytest.raises(DatabaseUnavailable) as away:
         writer.run(cut_off)
-    assert not away.value.kept
+    assert not away.value.is_batch_kept
     assert writer.run(lambda connection: connection.execute(text("SELECT count(*) FROM nodes")).scalar()) == 0
     writer.close()
     engine.dispose()
@@ -427,34 +437,36 @@ def test_a_connection_that_was_cut_under_a_transaction_leaves_nothing_and_the_ne
 
 def test_batches_merged_are_what_they_were_one_by_one(database: str, tmp_path: Path) -> None:
     batches = [
-        Batch(nodes={"a": "1", "b": "1"}, marks={("a", 1): 5}, outbox=[OutboxRow(node="a", seq=1, body="{}")]),
+        Batch(nodes={"a": "1", "b": "1"}, report_marks={("a", 1): 5}, outbox=[OutboxRow(node="a", seq=1, body="{}")]),
         Batch(fleet="f", nodes={"b": "2"}, audit=[audit(1)], versions=by_place(version(1, verified=True))),
-        Batch(pruned={"a": 1}, marks={("a", 2): 1}, versions=by_place(version(1)), audit=[audit(2)]),
+        Batch(acknowledged={"a": 1}, report_marks={("a", 2): 1}, versions=by_place(version(1)), audit=[audit(2)]),
     ]
     merged = Batch()
     for batch in batches:
-        merged.absorb(batch)
+        merged.merge(batch)
     assert [row.seq for row in merged.outbox] == []
     found = []
     for name, written in (("one by one", batches), ("merged", [merged])):
         url = database if name == "merged" else f"sqlite:///{tmp_path / 'other.db'}"
         engine = open_database(url)
-        writer = Writer(engine)
+        writer = DatabaseWriter(engine)
         writer.take_over()
         for batch in written:
             commit(writer, batch)
         writer.close()
-        loaded = Writer(engine).take_over()
-        found.append((loaded.nodes, loaded.fleet, loaded.marks, loaded.outbox, loaded.versions, loaded.newest_audit))
+        loaded = DatabaseWriter(engine).take_over()
+        found.append(
+            (loaded.nodes, loaded.fleet, loaded.report_marks, loaded.outbox, loaded.versions, loaded.newest_audit)
+        )
         engine.dispose()
     assert found[0] == found[1]
 
 
-def test_alerts_that_were_told_are_there_until_their_end_was(writer: Writer, engine: Engine) -> None:
+def test_alerts_that_were_told_are_there_until_their_end_was(writer: DatabaseWriter, engine: Engine) -> None:
     first, second = AlertRow(fingerprint="a", doc="1"), AlertRow(fingerprint="b", doc="2")
     writer.run(lambda connection: table_access.write_alerts(connection, [first, second], []))
     writer.run(
         lambda connection: table_access.write_alerts(connection, [AlertRow(fingerprint="b", doc="3")], ["a", "c"])
     )
     writer.close()
-    assert Writer(engine).take_over().alerts == [AlertRow(fingerprint="b", doc="3")]
+    assert DatabaseWriter(engine).take_over().alerts == [AlertRow(fingerprint="b", doc="3")]

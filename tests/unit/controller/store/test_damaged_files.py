@@ -13,7 +13,7 @@ import pytest
 from everstep_controller.store import database
 from everstep_controller.store.database import check_file, open_database
 from everstep_controller.store.rows import AuditRow, Batch
-from everstep_controller.store.writer import Writer
+from everstep_controller.store.writer import DatabaseWriter
 
 from everstep.errors import ConfigurationError
 from tests.support.controllers import controller_process
@@ -23,7 +23,7 @@ from tests.support.forked import ForkPool
 def filled(path: Path, lines: int = 400) -> Path:
     """A database with some hundred KiB of audit log, all of it in the file itself."""
     engine = open_database(f"sqlite:///{path}")
-    writer = Writer(engine)
+    writer = DatabaseWriter(engine)
     writer.take_over()
     rows = [AuditRow(id=number, at=float(number), kind="test", sentence="s" * 300) for number in range(1, lines + 1)]
     writer.commit([Batch(number=1, audit=rows)])

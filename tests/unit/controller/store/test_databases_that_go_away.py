@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 import psycopg
 import pytest
-from everstep_controller.core.jobs.generations import EPOCH_SPAN
+from everstep_controller.core.jobs.generations import NUMBERS_PER_EPOCH
 from sqlalchemy.engine import make_url
 
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.agent import Heartbeat, Numbered, Reports
+from everstep.wire.v1.agent import Heartbeat, NumberedReport, Reports
 from everstep.wire.v1.directives import NewGeneration
 from everstep.wire.v1.training import AnyReport, GenerationSpec, RankLost
 from tests.support.controllers import (
@@ -51,7 +51,7 @@ class Agent:
     def report(self, body: AnyReport, *, again: bool = False) -> int:
         """The answer's status."""
         self.number += not again
-        report = Reports(incarnation=1, reports=(Numbered(number=self.number, body=body),))
+        report = Reports(incarnation=1, reports=(NumberedReport(number=self.number, body=body),))
         return tell(self.controller, self.node, report)[0]
 
     def beat(self) -> int:
@@ -82,7 +82,7 @@ def lost(spec: GenerationSpec) -> RankLost:
         local_rank=0,
         detail="end of file",
         signal=9,
-        replacement=True,
+        has_replacement=True,
     )
 
 
@@ -93,9 +93,9 @@ def status_of(controller: ControllerProcess) -> op.FleetStatus:
 def check_surfaces(controller: ControllerProcess) -> None:
     """What everybody is told while the database is away."""
     status, body = controller.ask("GET", "/readyz", None, {})
-    assert (status, json.loads(body)["database"]) == (200, "away")
-    assert status_of(controller).store_away
-    assert b"everstep_controller_database_away 1.0" in controller.ask("GET", "/metrics", None, VIEWER)[1]
+    assert (status, json.loads(body)["database"]) == (200, "unavailable")
+    assert status_of(controller).database_outage
+    assert b"everstep_controller_database_unavailable 1.0" in controller.ask("GET", "/metrics", None, VIEWER)[1]
     order = {"reason": "a fan to be looked at"}
     status, body = controller.ask("POST", "/v1/nodes/n2/hold", order, OPERATOR)
     assert status == 503
@@ -113,16 +113,16 @@ def regrouping_without(controller: ControllerProcess, go_away: Callable[[], None
     go_away()
     assert n1.report(lost(running)) == 503
     first = n1.generation(running.number)
-    assert first.number == EPOCH_SPAN + 1
+    assert first.number == NUMBERS_PER_EPOCH + 1
     assert n1.report(lost(first)) == 503
     second = n1.generation(first.number)
     assert second.number == first.number + 1
     assert (n1.beat(), n2.beat()) == (200, 200)
     check_surfaces(controller)
     yield
-    until(lambda: not status_of(controller).store_away, "the database's return to be noticed")
+    until(lambda: not status_of(controller).database_outage, "the database's return to be noticed")
     assert n1.report(lost(first), again=True) == 200
-    assert [event.kind for event in events(controller, "store.back")] == ["store.back"]
+    assert [event.kind for event in events(controller, "database.available")] == ["database.available"]
     controller.kill()
     controller.start()
     status, body = controller.ask("GET", "/v1/jobs", None, VIEWER)
@@ -203,7 +203,7 @@ def test_a_leader_comes_back_first_when_the_database_that_was_read_only_can_be_w
         running = agent.generation()
         order(own_postgres, "ALTER SYSTEM SET default_transaction_read_only = on", "SELECT pg_reload_conf()")
         try:
-            until(lambda: status_of(leader).store_away, "the leader to see it")
+            until(lambda: status_of(leader).database_outage, "the leader to see it")
             assert agent.report(lost(running)) == 503
             regrouped = agent.generation(running.number)
             until(lambda: "cannot be asked for" in standby.log(), "the standby to have tried")

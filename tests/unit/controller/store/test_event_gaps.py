@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from everstep_controller.store.database import back_up, open_database
-from everstep_controller.store.retention import Keep, prune_events
-from everstep_controller.store.table_access import RESTORED, ROOM
-from everstep_controller.store.writer import Writer
+from everstep_controller.store.retention import RetentionLimits, prune_events
+from everstep_controller.store.table_access import AUDIT_ID_GAP, RESTORED
+from everstep_controller.store.writer import DatabaseWriter
 
-from everstep.cli.client import Client
+from everstep.cli.client import ControllerClient
 from everstep.cli.events import _follow
 from everstep.wire.v1 import operator as op
 from tests.support.controllers import VIEWER, ControllerProcess, controller_process, registration
@@ -63,17 +63,17 @@ def test_no_event_of_a_restored_database_has_an_id_that_was_given_before(
         process.start()
         register(process, "n3")
         known = events(process)
-        restored, *after = [event for event in known if event.id >= ROOM]
-        assert (restored.kind, restored.id) == (RESTORED, ROOM)
+        restored, *after = [event for event in known if event.id >= AUDIT_ID_GAP]
+        assert (restored.kind, restored.id) == (RESTORED, AUDIT_ID_GAP)
         assert [event.node for event in after if event.kind == "node.registered"] == ["n3"]
-        common = tuple(event for event in known if event.id < ROOM)
+        common = tuple(event for event in known if event.id < AUDIT_ID_GAP)
         assert common == seen[: len(common)] != seen
         with closing(process.connection()) as stream:
             stream.request("GET", "/v1/events/stream", headers={**VIEWER, "Last-Event-ID": str(seen[-1].id)})
             response = stream.getresponse()
             while not (line := response.readline()).startswith(b"id: "):
                 assert line
-            assert line == b"id: %d\n" % ROOM
+            assert line == b"id: %d\n" % AUDIT_ID_GAP
         process.kill()
         process.start()  # one that follows in the ordinary way
         assert [event.id for event in events(process)][: len(known)] == [event.id for event in known]
@@ -103,14 +103,14 @@ def test_the_client_names_the_gap_that_retention_has_left(program_forks: ForkPoo
             register(process, node)
         process.terminate()
         engine = open_database(process.database)
-        writer = Writer(engine)
+        writer = DatabaseWriter(engine)
         newest = writer.take_over().newest_audit
-        nothing = Keep(since=1e12, events=0, orders=9, rows=9, generations=9)
+        nothing = RetentionLimits(since=1e12, events=0, orders=9, rows=9, generations=9)
         writer.run(lambda connection: prune_events(connection, nothing))
         writer.close()
         engine.dispose()
         process.start()
-        client = Client(process.url, VIEWER["Authorization"].removeprefix("Bearer "))
+        client = ControllerClient(process.url, VIEWER["Authorization"].removeprefix("Bearer "))
         with closing(client.stream("/v1/events/stream?after=1")) as stream:
             name, data = next(stream)
     gap = msgspec.json.decode(data, type=op.EventGap)
@@ -120,7 +120,7 @@ def test_the_client_names_the_gap_that_retention_has_left(program_forks: ForkPoo
 def test_the_command_says_a_gap_and_goes_on_behind_it(capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[str] = []
 
-    class Played(Client):
+    class Played(ControllerClient):
         def stream(self, path: str) -> Iterator[tuple[str, bytes]]:
             asked.append(path)
             if len(asked) > 1:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from everstep_controller.store import threads
 from everstep_controller.store.database import open_database
-from everstep_controller.store.reader import Reader
+from everstep_controller.store.reader import HistoryReader
 from everstep_controller.store.rows import AuditRow, Batch
-from everstep_controller.store.threads import Store
-from everstep_controller.store.writer import Writer
+from everstep_controller.store.threads import DatabaseStore
+from everstep_controller.store.writer import DatabaseWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, Engine, event, text
@@ -34,7 +34,7 @@ def rows(number: int) -> list[AuditRow]:
 @pytest.fixture
 def engine(database: str) -> Iterator[Engine]:
     engine = open_database(database)
-    writer = Writer(engine)
+    writer = DatabaseWriter(engine)
     writer.take_over()
     writer.commit([Batch(number=1, audit=rows(60))])
     writer.close()
@@ -55,7 +55,7 @@ def engine(database: str) -> Iterator[Engine]:
 def test_the_same_events_are_found_as_by_reading_all(
     engine: Engine, kinds: list[str], node: str, after: int, limit: int, newest: bool
 ) -> None:
-    found = Reader(engine).events(after=after, limit=limit, node=node, kinds=tuple(kinds), newest=newest)
+    found = HistoryReader(engine).events(after=after, limit=limit, node=node, kinds=tuple(kinds), newest=newest)
     wanted = [
         row
         for row in rows(60)
@@ -76,7 +76,7 @@ def test_none_of_it_reads_the_whole_log(tmp_path: Path, kinds: tuple[str, ...], 
         asked.append((statement, parameters))
 
     event.listen(engine, "before_cursor_execute", note)
-    Reader(engine).events(after=0, limit=10, kinds=kinds, newest=newest)
+    HistoryReader(engine).events(after=0, limit=10, kinds=kinds, newest=newest)
     event.remove(engine, "before_cursor_execute", note)
     queries = [one for one in asked if "audit" in one[0]]
     assert queries
@@ -99,20 +99,20 @@ def test_a_read_that_takes_too_long_is_broken_off_and_holds_up_no_other(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "READ_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(threads, "ABORT_S", 30.0)
+    monkeypatch.setattr(threads, "ABORT_TIMEOUT_S", 30.0)
 
     async def story() -> int:
         engine = open_database(database)
-        store = Store(engine)
+        store = DatabaseStore(engine)
         slow = text(SLOW[engine.dialect.name])
         for read in (
-            store.look(lambda connection: connection.execute(slow).scalar()),
+            store.query(lambda connection: connection.execute(slow).scalar()),
             store.read(lambda reader: reader.page(lambda connection: connection.execute(slow).scalar())),
         ):
             with pytest.raises(Unavailable):
                 await read
         monkeypatch.setattr(threads, "READ_TIMEOUT_S", 30.0)
-        one: int = await store.look(lambda connection: connection.execute(text("SELECT 1")).scalar_one())
+        one: int = await store.query(lambda connection: connection.execute(text("SELECT 1")).scalar_one())
         await asyncio.to_thread(store.close)
         return one
 
@@ -124,15 +124,15 @@ def test_a_read_that_takes_too_long_is_broken_off_and_holds_up_no_other(
 def test_events_of_a_time_are_found_by_their_numbers(
     engine: Engine, since: int | None, until: int | None, newest: bool
 ) -> None:
-    found = Reader(engine).events(after=0, limit=7, since=since, until=until, newest=newest)
+    found = HistoryReader(engine).events(after=0, limit=7, since=since, until=until, newest=newest)
     fit = [row.id for row in rows(60) if (since is None or row.at >= since) and (until is None or row.at < until)]
     assert [row.id for row in found] == (fit[-7:] if newest else fit[:7])
 
 
 def test_an_empty_log_has_no_events_of_any_time(database: str) -> None:
     engine = open_database(database)
-    writer = Writer(engine)
+    writer = DatabaseWriter(engine)
     writer.take_over()
-    assert Reader(engine).events(after=0, limit=7, since=1.0, until=2.0) == []
+    assert HistoryReader(engine).events(after=0, limit=7, since=1.0, until=2.0) == []
     writer.close()
     engine.dispose()

@@ -12,21 +12,21 @@ from everstep_controller.store import reader, retention, tables
 from everstep_controller.store.database import open_database
 from sqlalchemy import Connection, event
 
-KEEP = retention.Keep(since=1.0, events=10, orders=10, rows=10, generations=10)
+KEEP = retention.RetentionLimits(since=1.0, events=10, orders=10, rows=10, generations=10)
 
 
 def _page(kind: str) -> Callable[[Connection], Any]:
-    return lambda connection: reader.findings(connection, node="", kind=kind, standing=True, cursor="", limit=100)
+    return lambda connection: reader.findings(connection, node="", kind=kind, active=True, cursor="", limit=100)
 
 
 @pytest.mark.parametrize(
     ("look", "index"),
     [
-        (_page(""), "findings_standing"),
-        (_page("gpu.xid"), "findings_standing_by_kind"),
+        (_page(""), "findings_active"),
+        (_page("gpu.xid"), "findings_active_by_kind"),
         (lambda connection: retention._ended(connection, tables.findings, "cleared_at", "id", KEEP), "findings_by_end"),
     ],
-    ids=["standing", "standing of a kind", "ended long ago"],
+    ids=["active", "active of a kind", "ended long ago"],
 )
 def test_an_index_has_what_is_looked_for(tmp_path: Path, look: Callable[[Connection], Any], index: str) -> None:
     engine = open_database(f"sqlite:///{tmp_path / 'c.db'}")

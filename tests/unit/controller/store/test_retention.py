@@ -9,20 +9,20 @@ from everstep_controller.api.stream import with_gaps
 from everstep_controller.store import retention, tables
 from everstep_controller.store import retention as retention_module
 from everstep_controller.store.database import open_database
-from everstep_controller.store.database_errors import StoreAway
-from everstep_controller.store.reader import Reader
-from everstep_controller.store.retention import Bite, Keep, chores, prune_events
+from everstep_controller.store.database_errors import DatabaseUnavailable
+from everstep_controller.store.reader import HistoryReader
+from everstep_controller.store.retention import DeleteBatch, RetentionLimits, find_deletions, prune_events
 from everstep_controller.store.rows import AuditRow, Batch, GenerationRow, RecoveryRow, VerdictRow, VersionRow
-from everstep_controller.store.table_access import ROOM
-from everstep_controller.store.threads import Store
-from everstep_controller.store.writer import Writer
+from everstep_controller.store.table_access import AUDIT_ID_GAP
+from everstep_controller.store.threads import DatabaseStore
+from everstep_controller.store.writer import DatabaseWriter
 from sqlalchemy import Connection, Engine, event, func, insert, select, text
 from sqlalchemy.exc import DBAPIError
 
-EVERYTHING = Keep(since=0.0, events=1_000_000, orders=1_000_000, rows=1_000_000, generations=1_000_000)
+EVERYTHING = RetentionLimits(since=0.0, events=1_000_000, orders=1_000_000, rows=1_000_000, generations=1_000_000)
 
 
-def keep(**changed: float) -> Keep:
+def keep(**changed: float) -> RetentionLimits:
     return msgspec.structs.replace(EVERYTHING, **changed)
 
 
@@ -35,24 +35,26 @@ def ids(engine: Engine) -> list[int]:
         return list(connection.execute(select(tables.audit.c.id).order_by(tables.audit.c.id)).scalars())
 
 
-def bites(engine: Engine, what: Keep) -> list[Bite]:
+def bites(engine: Engine, what: RetentionLimits) -> list[DeleteBatch]:
     """The first one of each kind, and of each job."""
     with engine.connect() as connection:
-        return [bite for chore in chores(connection, what) if (bite := chore(connection)) is not None]
+        return [bite for chore in find_deletions(connection, what) if (bite := chore(connection)) is not None]
 
 
-def pruned(writer: Writer, engine: Engine, what: Keep) -> int:
+def pruned(writer: DatabaseWriter, engine: Engine, what: RetentionLimits) -> int:
     """Deletes one bite of everything; how many rows the largest had."""
     taken = writer.run(lambda connection: prune_events(connection, what))
     for bite in bites(engine, what):
-        writer.run(bite.take)
+        writer.run(bite.execute)
         taken = max(taken, len(bite.keys))
     return taken
 
 
 @pytest.mark.promise("audit-append-only")
 @pytest.mark.parametrize("what", [keep(since=7.0), keep(events=4)], ids=["by age", "by number"])
-def test_old_events_are_deleted_and_the_log_stays_append_only(writer: Writer, engine: Engine, what: Keep) -> None:
+def test_old_events_are_deleted_and_the_log_stays_append_only(
+    writer: DatabaseWriter, engine: Engine, what: RetentionLimits
+) -> None:
     writer.commit([Batch(number=1, audit=audit(*range(1, 11)))])
     pruned(writer, engine, what)
     assert ids(engine) == [7, 8, 9, 10]
@@ -62,15 +64,15 @@ def test_old_events_are_deleted_and_the_log_stays_append_only(writer: Writer, en
     assert ids(engine) == [7, 8, 9, 10, 11]
 
 
-def test_lines_are_counted_not_the_ids_that_a_restore_left_out(writer: Writer, engine: Engine) -> None:
-    writer.commit([Batch(number=1, audit=audit(*range(1, 11), *range(ROOM, ROOM + 3)))])
+def test_lines_are_counted_not_the_ids_that_a_restore_left_out(writer: DatabaseWriter, engine: Engine) -> None:
+    writer.commit([Batch(number=1, audit=audit(*range(1, 11), *range(AUDIT_ID_GAP, AUDIT_ID_GAP + 3)))])
     pruned(writer, engine, keep(events=5))
-    assert ids(engine) == [9, 10, ROOM, ROOM + 1, ROOM + 2]
+    assert ids(engine) == [9, 10, AUDIT_ID_GAP, AUDIT_ID_GAP + 1, AUDIT_ID_GAP + 2]
     pruned(writer, engine, keep(events=4))
-    assert ids(engine) == [10, ROOM, ROOM + 1, ROOM + 2]
+    assert ids(engine) == [10, AUDIT_ID_GAP, AUDIT_ID_GAP + 1, AUDIT_ID_GAP + 2]
     for _ in range(2):  # a bite does not reach over what was left out
         pruned(writer, engine, keep(events=2))
-    assert ids(engine) == [ROOM + 1, ROOM + 2]
+    assert ids(engine) == [AUDIT_ID_GAP + 1, AUDIT_ID_GAP + 2]
 
 
 def flooded(orders: int, flood: int, *, kind: str = "operator.hold") -> list[AuditRow]:
@@ -84,7 +86,9 @@ def flooded(orders: int, flood: int, *, kind: str = "operator.hold") -> list[Aud
 @pytest.mark.promise("audit-orders")
 @pytest.mark.parametrize("kind", ["operator.hold", "credential.revoked"])
 @pytest.mark.parametrize("what", [keep(since=1e12), keep(events=5)], ids=["by age", "by number"])
-def test_operators_lines_outlive_a_flood_of_others(writer: Writer, engine: Engine, what: Keep, kind: str) -> None:
+def test_operators_lines_outlive_a_flood_of_others(
+    writer: DatabaseWriter, engine: Engine, what: RetentionLimits, kind: str
+) -> None:
     writer.commit([Batch(number=1, audit=flooded(4, 40, kind=kind))])
     while pruned(writer, engine, what):
         pass
@@ -97,16 +101,16 @@ def test_operators_lines_outlive_a_flood_of_others(writer: Writer, engine: Engin
 
 @pytest.mark.promise("audit-orders")
 def test_operators_lines_have_a_quota_of_their_own(
-    writer: Writer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    writer: DatabaseWriter, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "BITE", 10)
+    monkeypatch.setattr(retention, "DELETE_BATCH_ROWS", 10)
     writer.commit([Batch(number=1, audit=flooded(30, 3))])
     assert [pruned(writer, engine, keep(orders=5)) for _ in range(4)] == [10, 10, 5, 0]
     assert ids(engine) == [*range(26, 34)]
 
 
 @pytest.mark.promise("audit-orders")
-def test_operators_lines_cannot_be_deleted_by_the_others_mark(writer: Writer, engine: Engine) -> None:
+def test_operators_lines_cannot_be_deleted_by_the_others_mark(writer: DatabaseWriter, engine: Engine) -> None:
     writer.commit([Batch(number=1, audit=flooded(2, 4))])
     pruned(writer, engine, keep(since=1e12))
     assert ids(engine) == [1, 2, 6]
@@ -114,18 +118,18 @@ def test_operators_lines_cannot_be_deleted_by_the_others_mark(writer: Writer, en
         connection.execute(text("DELETE FROM audit WHERE id = 1"))
 
 
-def test_enrolments_are_no_lines_of_people(writer: Writer, engine: Engine) -> None:
+def test_enrolments_are_no_lines_of_people(writer: DatabaseWriter, engine: Engine) -> None:
     writer.commit([Batch(number=1, audit=flooded(4, 4, kind="credential.enrolled"))])
     pruned(writer, engine, keep(events=2))
     assert ids(engine) == [7, 8]
 
 
-def test_the_stream_names_every_gap_between_operators_lines(writer: Writer, engine: Engine) -> None:
+def test_the_stream_names_every_gap_between_operators_lines(writer: DatabaseWriter, engine: Engine) -> None:
     kinds = ["x", "operator.hold", "x", "x", "operator.evict", "x", "x", "x"]
     rows = [AuditRow(id=number, at=1.0, kind=kind, sentence="s") for number, kind in enumerate(kinds, start=1)]
     writer.commit([Batch(number=1, audit=rows)])
     pruned(writer, engine, keep(events=2))
-    found = Reader(engine).following(0, 10)
+    found = HistoryReader(engine).events_after(0, 10)
     frames = b"".join(with_gaps(0, found))
     assert re.findall(rb"id: (\d+)\nevent: (\w+)", frames) == [
         (b"1", b"gap"),
@@ -138,30 +142,32 @@ def test_the_stream_names_every_gap_between_operators_lines(writer: Writer, engi
     ]
 
 
-def test_the_stream_hears_of_the_newest_id_that_was_deleted(writer: Writer, engine: Engine) -> None:
+def test_the_stream_hears_of_the_newest_id_that_was_deleted(writer: DatabaseWriter, engine: Engine) -> None:
     writer.commit([Batch(number=1, audit=audit(*range(1, 11)))])
     pruned(writer, engine, keep(events=4))
-    found = Reader(engine).following(2, 3)
-    assert ([row.id for row in found.rows], found.pruned, found.newest) == ([7, 8, 9], 6, 10)
+    found = HistoryReader(engine).events_after(2, 3)
+    assert ([row.id for row in found.rows], found.deleted_through, found.newest) == ([7, 8, 9], 6, 10)
 
 
-def test_the_newest_event_is_kept_whatever_its_age(writer: Writer, engine: Engine) -> None:
+def test_the_newest_event_is_kept_whatever_its_age(writer: DatabaseWriter, engine: Engine) -> None:
     writer.commit([Batch(number=1, audit=audit(1, 2, 3))])
     pruned(writer, engine, keep(since=1e12, events=0))
     assert ids(engine) == [3]
     writer.close()
-    loaded = Writer(engine).take_over()
+    loaded = DatabaseWriter(engine).take_over()
     assert (loaded.newest_audit, loaded.newest_at) == (3, 3.0)
 
 
-def test_what_is_young_and_little_is_left_alone(writer: Writer, engine: Engine) -> None:
+def test_what_is_young_and_little_is_left_alone(writer: DatabaseWriter, engine: Engine) -> None:
     writer.commit([Batch(number=1, audit=audit(1, 2, 3))])
     assert pruned(writer, engine, EVERYTHING) == 0
     assert ids(engine) == [1, 2, 3]
 
 
-def test_a_long_history_goes_in_small_bites(writer: Writer, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "BITE", 10)
+def test_a_long_history_goes_in_small_bites(
+    writer: DatabaseWriter, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "DELETE_BATCH_ROWS", 10)
     writer.commit([Batch(number=1, audit=audit(*range(1, 36)))])
     assert [pruned(writer, engine, keep(events=5)) for _ in range(4)] == [10, 10, 10, 0]
     assert ids(engine) == [31, 32, 33, 34, 35]
@@ -172,7 +178,9 @@ def test_a_long_history_goes_in_small_bites(writer: Writer, engine: Engine, monk
     ("what", "left"),
     [(keep(since=5.0), ["a9", "b1"]), (keep(rows=3), ["a2", "a9", "b1"]), (keep(rows=2, since=1.5), ["a9", "b1"])],
 )
-def test_of_verdicts_the_newest_of_each_node_stays(writer: Writer, engine: Engine, what: Keep, left: list[str]) -> None:
+def test_of_verdicts_the_newest_of_each_node_stays(
+    writer: DatabaseWriter, engine: Engine, what: RetentionLimits, left: list[str]
+) -> None:
     rows = [
         VerdictRow(id=f"{node}-{at}", node=node, decision="evict", at=float(at), trace="", doc=f"{node}{at}")
         for node, at in (("a", 1), ("a", 2), ("a", 9), ("b", 1))
@@ -184,7 +192,7 @@ def test_of_verdicts_the_newest_of_each_node_stays(writer: Writer, engine: Engin
         assert connection.execute(text("SELECT doc FROM verdicts ORDER BY doc")).scalars().all() == left
 
 
-def test_rosters_and_recoveries_of_each_job_stay_up_to_their_number(writer: Writer, engine: Engine) -> None:
+def test_rosters_and_recoveries_of_each_job_stay_up_to_their_number(writer: DatabaseWriter, engine: Engine) -> None:
     generations = [
         GenerationRow(job=job, number=number, reason="formed", trace="", issued_at=1.0, doc="{}")
         for job in ("j", "k")
@@ -202,7 +210,7 @@ def test_rosters_and_recoveries_of_each_job_stay_up_to_their_number(writer: Writ
 
 
 def test_of_versions_the_newest_stay_and_the_newest_verified_one(
-    writer: Writer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    writer: DatabaseWriter, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "VERSIONS_KEPT", 3)
     rows = [
@@ -227,7 +235,7 @@ def test_of_versions_the_newest_stay_and_the_newest_verified_one(
     ],
 )
 def test_findings_and_remedies_that_stand_are_kept_and_those_that_are_over_go(
-    writer: Writer, engine: Engine, what: Keep, left: list[str]
+    writer: DatabaseWriter, engine: Engine, what: RetentionLimits, left: list[str]
 ) -> None:
     def raised(connection: Connection) -> None:
         for ended in (None, 1.0, 3.0, 9.0):
@@ -235,22 +243,22 @@ def test_findings_and_remedies_that_stand_are_kept_and_those_that_are_over_go(
             row = {"node": "n", "key": name, "kind": "x", "at": 0.5, "cleared_at": ended, "doc": "{}"}
             connection.execute(insert(tables.findings).values(**row))
             asked = {"id": name, "node": "n", "kind": "x", "state": "x", "requested_at": ended or 0.5, "detail": ""}
-            connection.execute(insert(tables.remedies).values(**asked, ended_at=ended, doc="{}"))
+            connection.execute(insert(tables.remediations).values(**asked, ended_at=ended, doc="{}"))
 
     writer.run(raised)
     while pruned(writer, engine, what):
         pass
     with engine.connect() as connection:
         assert sorted(connection.execute(select(tables.findings.c.key)).scalars()) == left
-        assert sorted(connection.execute(select(tables.remedies.c.id)).scalars()) == left
+        assert sorted(connection.execute(select(tables.remediations.c.id)).scalars()) == left
 
 
 @pytest.mark.promise("retention")
 @pytest.mark.parametrize("kind", ["verdicts", "findings"])
 def test_a_flood_is_deleted_in_bites_until_as_many_are_left_as_may_be(
-    writer: Writer, engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str
+    writer: DatabaseWriter, engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(retention, "BITE", 10)
+    monkeypatch.setattr(retention, "DELETE_BATCH_ROWS", 10)
     table = tables.metadata.tables[kind]
 
     def flood(connection: Connection) -> None:
@@ -266,7 +274,7 @@ def test_a_flood_is_deleted_in_bites_until_as_many_are_left_as_may_be(
 
 
 def test_each_transaction_deletes_of_one_job_and_looks_for_nothing(
-    database: str, engine: Engine, writer: Writer, monkeypatch: pytest.MonkeyPatch
+    database: str, engine: Engine, writer: DatabaseWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What hundreds of jobs have, little or much, holds up no decision: the writing thread is told primary keys."""
     jobs = [f"j{number}" for number in range(300)]
@@ -276,11 +284,11 @@ def test_each_transaction_deletes_of_one_job_and_looks_for_nothing(
         for number in range(1, 5 if job < "j11" else 3)
     ]
     writer.commit([Batch(number=1, jobs=dict.fromkeys(jobs, "{}"), generations=generations, audit=audit(1, 2))])
-    monkeypatch.setattr(retention_module, "BETWEEN_BITES_S", 0.0)
+    monkeypatch.setattr(retention_module, "BATCH_PAUSE_S", 0.0)
 
     async def body() -> list[list[str]]:
         own = open_database(database)
-        store = Store(own)
+        store = DatabaseStore(own)
         await store.take_over()
         written: list[list[str]] = []
 
@@ -293,10 +301,10 @@ def test_each_transaction_deletes_of_one_job_and_looks_for_nothing(
                 written[-1].append(f"{statement} {parameters}")
 
         event.listen(own, "before_cursor_execute", note)
-        task = asyncio.create_task(retention_module.retaining(store, lambda: keep(generations=2), first_s=0.0))
+        task = asyncio.create_task(retention_module.run_retention(store, lambda: keep(generations=2), first_s=0.0))
         left = select(func.count()).select_from(tables.generations)
         async with asyncio.timeout(60):
-            while await store.look(lambda connection: connection.execute(left).scalar()) > 2 * len(jobs):
+            while await store.query(lambda connection: connection.execute(left).scalar()) > 2 * len(jobs):
                 await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait({task})
@@ -318,7 +326,7 @@ def test_the_background_task_goes_on_after_an_absence_of_the_database(
     monkeypatch.setattr(retention_module, "ROUND_S", 0.0)
 
     async def body() -> None:
-        store = Store(open_database(database))
+        store = DatabaseStore(open_database(database))
         await store.take_over()
         await store.commit(Batch(audit=audit(*range(1, 11))))
         write, tries = store.write, 0
@@ -327,14 +335,15 @@ def test_the_background_task_goes_on_after_an_absence_of_the_database(
             nonlocal tries
             tries += 1
             if tries == 1:
-                raise StoreAway("the disk is full")
+                raise DatabaseUnavailable("the disk is full")
             return await write(change)  # type: ignore[arg-type]
 
         monkeypatch.setattr(store, "write", failing_first)
-        task = asyncio.create_task(retention_module.retaining(store, lambda: keep(events=4), first_s=0.0))
+        task = asyncio.create_task(retention_module.run_retention(store, lambda: keep(events=4), first_s=0.0))
         async with asyncio.timeout(60):
             while (
-                await store.look(lambda connection: connection.execute(text("SELECT count(*) FROM audit")).scalar()) > 4
+                await store.query(lambda connection: connection.execute(text("SELECT count(*) FROM audit")).scalar())
+                > 4
             ):
                 await asyncio.sleep(0)
         task.cancel()

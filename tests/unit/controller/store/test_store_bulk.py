@@ -67,7 +67,7 @@ def test_rows_come_out_as_if_each_had_been_a_statement(engine: Engine, monkeypat
         together = _play(connection)
         connection.rollback()
         assert any("unnest(" in text for text in said) == (engine.dialect.name == "postgresql")
-        monkeypatch.setattr(table_access, "WORTH_ARRAYS", 1 << 30)
+        monkeypatch.setattr(table_access, "MIN_ROWS_FOR_ARRAYS", 1 << 30)
         said.clear()
         apart = _play(connection)
         connection.rollback()

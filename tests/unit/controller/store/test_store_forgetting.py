@@ -8,12 +8,12 @@ from typing import Any
 from everstep_controller.store import tables
 from everstep_controller.store.database import open_database
 from everstep_controller.store.rows import Batch, GenerationRow, OutboxRow, RecoveryRow, VerdictRow, VersionRow
-from everstep_controller.store.writer import Writer
+from everstep_controller.store.writer import DatabaseWriter
 from sqlalchemy import select
 
 TABLES = {
     "nodes": tables.nodes.c.node,
-    "standing": tables.standing_findings.c.node,
+    "standing": tables.active_findings.c.node,
     "verdicts": tables.verdicts.c.id,
     "outbox": tables.outbox.c.seq,
     "marks": tables.report_marks.c.through,
@@ -28,10 +28,10 @@ def of_node(node: str, number: int) -> Batch:
     """Something of it for every table, told apart by ``number``."""
     return Batch(
         nodes={node: "{}"},
-        standing={(node, "key"): "{}"},
+        active_findings={(node, "key"): "{}"},
         verdicts=[VerdictRow(id=f"{node}-{number}", node=node, decision="evict", at=1.0, trace="t", doc="{}")],
         outbox=[OutboxRow(node=node, seq=number, body="{}")],
-        marks={(node, number): number},
+        report_marks={(node, number): number},
     )
 
 
@@ -73,7 +73,7 @@ BACK = {
 def written(database: str, batches: list[Batch]) -> dict[str, list[Any]]:
     """What stands in the tables of a new database after these batches, each in a transaction of its own."""
     engine = open_database(database)
-    writer = Writer(engine)
+    writer = DatabaseWriter(engine)
     writer.take_over()
     for number, batch in enumerate(batches, start=1):
         batch.number = number
@@ -88,7 +88,7 @@ def written(database: str, batches: list[Batch]) -> dict[str, list[Any]]:
 def merged(batches: list[Batch]) -> Batch:
     whole = Batch()
     for batch in batches:
-        whole.absorb(batch)
+        whole.merge(batch)
     return whole
 
 
@@ -99,8 +99,8 @@ def test_nothing_of_its_own_is_left_of_a_node_or_job_that_is_forgotten_and_every
 
 
 def test_a_finding_that_ends_on_one_node_stands_on_another_and_so_do_others_of_its_own(database: str) -> None:
-    standing = Batch(standing={("n1", "key"): "{}", ("n1", "other"): "{}", ("n2", "key"): "{}"})
-    assert written(database, [standing, Batch(standing={("n1", "key"): ""})])["standing"] == ["n1", "n2"]
+    standing = Batch(active_findings={("n1", "key"): "{}", ("n1", "other"): "{}", ("n2", "key"): "{}"})
+    assert written(database, [standing, Batch(active_findings={("n1", "key"): ""})])["standing"] == ["n1", "n2"]
 
 
 def test_what_comes_under_a_forgotten_name_is_new(database: str) -> None:
@@ -109,7 +109,7 @@ def test_what_comes_under_a_forgotten_name_is_new(database: str) -> None:
 
 def test_what_waited_for_the_database_is_forgotten_with_it(database: str, tmp_path: Path) -> None:
     waited = merged([*BOTH, *GONE])
-    assert not waited.marks.keys() & {("n1", 1)}
+    assert not waited.report_marks.keys() & {("n1", 1)}
     assert written(database, [waited]) == LEFT
     back = merged([*BOTH, *GONE, of_node("n1", 3), of_job("j1", 3)])
     assert written(f"sqlite:///{tmp_path / 'back.db'}", [back]) == BACK

@@ -9,9 +9,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from everstep_controller.store.database_errors import StoreAway
+from everstep_controller.store.database_errors import DatabaseUnavailable
 from everstep_controller.store.rows import AuditRow, Batch
-from everstep_controller.store.threads import Store
+from everstep_controller.store.threads import DatabaseStore
 from sqlalchemy import Engine, text
 
 
@@ -58,7 +58,7 @@ def written(engine: Engine) -> list[int]:
 
 def test_a_lost_answer_is_made_up_for_at_once_and_nobody_notices(engine: Engine, answers: Answers) -> None:
     async def body() -> None:
-        store = Store(engine)
+        store = DatabaseStore(engine)
         await store.take_over()
         answers.lost = 1
         await store.commit(entry(1))
@@ -74,15 +74,15 @@ def test_what_was_carried_out_before_the_database_went_away_is_not_carried_out_a
     engine: Engine, answers: Answers
 ) -> None:
     async def body() -> None:
-        store = Store(engine)
+        store = DatabaseStore(engine)
         await store.take_over()
         answers.lost, answers.broken = 1, True
-        with pytest.raises(StoreAway) as away:
+        with pytest.raises(DatabaseUnavailable) as away:
             await store.commit(entry(1))
-        assert away.value.kept
-        with pytest.raises(StoreAway) as still_away:
+        assert away.value.is_batch_kept
+        with pytest.raises(DatabaseUnavailable) as still_away:
             await store.commit(entry(2))
-        assert not still_away.value.kept
+        assert not still_away.value.is_batch_kept
         answers.broken = False
         await store.commit(entry(2))
         await store.commit(Batch())
@@ -94,13 +94,13 @@ def test_what_was_carried_out_before_the_database_went_away_is_not_carried_out_a
 
 def test_a_commit_that_takes_too_long_is_broken_off_and_looked_up(engine: Engine, answers: Answers) -> None:
     async def body() -> None:
-        store = Store(engine, commit_timeout_s=0.1)
+        store = DatabaseStore(engine, commit_timeout_s=0.1)
         await store.take_over()
         answers.late.clear()
-        with pytest.raises(StoreAway, match="hangs: no answer for") as away:
+        with pytest.raises(DatabaseUnavailable, match="hangs: no answer for") as away:
             await store.commit(entry(1))
-        assert away.value.kept
-        with pytest.raises(StoreAway, match="hangs"):
+        assert away.value.is_batch_kept
+        with pytest.raises(DatabaseUnavailable, match="hangs"):
             await store.commit(entry(2))
         answers.late.set()
         async with asyncio.timeout(60):
@@ -108,7 +108,7 @@ def test_a_commit_that_takes_too_long_is_broken_off_and_looked_up(engine: Engine
                 try:
                     await store.commit(entry(2))
                     break
-                except StoreAway:
+                except DatabaseUnavailable:
                     await asyncio.sleep(0.01)
         assert written(engine) == [1, 2]
         store.close()

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from everstep.cli import client as client_module
-from everstep.cli.client import Client
+from everstep.cli.client import ControllerClient
 from everstep.cli.main import app
 from everstep.errors import ConfigurationError, Unavailable
 
@@ -78,7 +78,7 @@ def controllers() -> Iterator[Controllers]:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "PAUSES_S", (0.0,) * 5)
+    monkeypatch.setattr(client_module, "LEADER_RETRY_DELAYS_S", (0.0,) * 5)
 
 
 def leads() -> tuple[int, dict[str, object]]:
@@ -96,7 +96,7 @@ NOBODY = "http://127.0.0.1:1"
 @pytest.mark.promise("single-leader")
 def test_the_leader_is_found_among_controllers_that_are_away_or_stand_by(controllers: Controllers) -> None:
     addresses = [NOBODY, controllers.add(stands_by()), controllers.add(leads)]
-    client = Client(",".join(addresses), "token")
+    client = ControllerClient(",".join(addresses), "token")
     assert client.get("/", dict) == {"who": 1}
     assert client.get("/", dict) == {"who": 1}
     assert controllers.asked == ["c0", "c1", "c1"]
@@ -104,37 +104,37 @@ def test_the_leader_is_found_among_controllers_that_are_away_or_stand_by(control
 
 def test_a_standbys_word_for_who_leads_is_followed(controllers: Controllers) -> None:
     leader = controllers.add(leads)
-    assert Client(controllers.add(stands_by(leader)), "token").post("/", {}, dict) == {"who": 1}
+    assert ControllerClient(controllers.add(stands_by(leader)), "token").post("/", {}, dict) == {"who": 1}
     assert controllers.asked == ["c1", "c0"]
 
 
 def test_a_standbys_word_never_leads_to_plain_text(controllers: Controllers) -> None:
-    client = Client("https://127.0.0.1:1", "token")
+    client = ControllerClient("https://127.0.0.1:1", "token")
     with pytest.raises(Unavailable, match="no controller answers"):
         client.get("/", dict)
     plain = controllers.add(stands_by("https://127.0.0.1:1"))
     with pytest.raises(Unavailable, match="stands by"):
-        Client(plain, "token").get("/", dict)
+        ControllerClient(plain, "token").get("/", dict)
 
 
 def test_while_nobody_leads_it_asks_again_for_a_while(controllers: Controllers) -> None:
     answers = iter([stands_by(), stands_by(), leads])
-    assert Client(controllers.add(lambda: next(answers)()), "token").get("/", dict) == {"who": 1}
+    assert ControllerClient(controllers.add(lambda: next(answers)()), "token").get("/", dict) == {"who": 1}
     with pytest.raises(Unavailable, match="stands by"):
-        Client(controllers.add(stands_by()), "token").get("/", dict)
+        ControllerClient(controllers.add(stands_by()), "token").get("/", dict)
 
 
 def test_an_order_that_may_have_been_taken_is_not_given_twice(controllers: Controllers) -> None:
     addresses = [controllers.add(lambda: None), controllers.add(leads)]
     with pytest.raises(Unavailable, match="look before you give it again"):
-        Client(",".join(addresses), "token").post("/", {}, dict)
+        ControllerClient(",".join(addresses), "token").post("/", {}, dict)
     assert controllers.asked == ["c0"]
-    assert Client(",".join(addresses), "token").get("/", dict) == {"who": 1}
+    assert ControllerClient(",".join(addresses), "token").get("/", dict) == {"who": 1}
 
 
 def test_where_nobody_answers_the_first_address_is_named() -> None:
     with pytest.raises(Unavailable, match=r"no controller answers at http://127\.0\.0\.1:1 "):
-        Client(f"{NOBODY}, http://127.0.0.1:2", "token").get("/", dict)
+        ControllerClient(f"{NOBODY}, http://127.0.0.1:2", "token").get("/", dict)
 
 
 # --- each of them ------------------------------------------------------------------------------------------------
@@ -143,9 +143,9 @@ def test_where_nobody_answers_the_first_address_is_named() -> None:
 def recorded(epoch: int, *left: str) -> Answer:
     """A trial's outcome: under the change these nodes would not have left while the controller led."""
     at = 3600.0 * epoch
-    said = {"since": at, "events": 5, "evictions": 1, "stretches": [{"begins_at": at, "ends_at": at + 3599.0}]}
-    said["stretches"][0]["epoch"] = epoch  # type: ignore[index]
-    return lambda: (200, said | {"not_then": [f"verdict {node}-1 (evict): {node}: XID 79" for node in left]})
+    said = {"since": at, "events": 5, "evictions": 1, "spans": [{"begins_at": at, "ends_at": at + 3599.0}]}
+    said["spans"][0]["epoch"] = epoch  # type: ignore[index]
+    return lambda: (200, said | {"avoided_evictions": [f"verdict {node}-1 (evict): {node}: XID 79" for node in left]})
 
 
 def try_policy(tmp_path: Path, *addresses: str) -> Result:
@@ -189,4 +189,4 @@ def test_a_single_address_finds_the_leader_as_ever(controllers: Controllers, tmp
 def test_a_controller_without_tls_is_named_as_one(controllers: Controllers) -> None:
     plain = controllers.add(lambda: (200, {}))
     with pytest.raises(Unavailable, match="does not speak TLS"):
-        Client(plain.replace("http://", "https://"), "t").get("/v1/status", dict)
+        ControllerClient(plain.replace("http://", "https://"), "t").get("/v1/status", dict)

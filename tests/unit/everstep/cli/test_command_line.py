@@ -25,7 +25,7 @@ from everstep.ids import Version
 from everstep.vocabulary import JobState, NodeState, Verdict
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1 import operator_history as past
-from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, Numbered, Register, Reports
+from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, NumberedReport, Register, Reports
 from everstep.wire.v1.operator_history import Evidence
 from everstep.wire.v1.training import AnyReport, FindingRaised, JobSpec, ProbeFinished, RankLost, RankProgress, Resumed
 from tests.support.controllers import (
@@ -68,7 +68,7 @@ class Fleet:
 
     def report(self, node: str, body: AnyReport) -> None:
         number = self.numbers[node] = self.numbers.get(node, 0) + 1
-        self.tell(node, Reports(incarnation=1, reports=(Numbered(number=number, body=body),)))
+        self.tell(node, Reports(incarnation=1, reports=(NumberedReport(number=number, body=body),)))
 
     def resumed(self, generation: int) -> None:
         for rank, node in enumerate(("n1", "n2")):
@@ -91,7 +91,7 @@ def fleet(program_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everstep.cli.context.console.width", 240)
-    monkeypatch.setattr("everstep.cli.context.complaints.width", 240)
+    monkeypatch.setattr("everstep.cli.context.error_console.width", 240)
     for name in ("EVERSTEP_CONTROLLER", "EVERSTEP_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -211,15 +211,17 @@ def test_a_nodes_reason_has_room_on_a_terminal_of_80_columns() -> None:
 
 def test_who_holds_a_node_is_said_beside_why_it_is_out() -> None:
     words = "ada ordered to hold n1: a fan"
-    node = op.NodeSummary(node="n1", state=NodeState.QUARANTINED, since=0.0, reason="XID 79", hold=words)
+    node = op.NodeSummary(node="n1", state=NodeState.QUARANTINED, since=0.0, reason="XID 79", hold_reason=words)
     assert f"XID 79; {words}" in " ".join(drawn(tables.nodes([node], 100.0), 160))
-    detail = op.NodeDetail(summary=node, incarnation=1, hold=words)
+    detail = op.NodeDetail(summary=node, incarnation=1, hold_reason=words)
     assert any(line.startswith("hold") and words in line for line in drawn(tables.node(detail, 100.0), 80))
 
 
 def test_a_job_shows_who_waits_and_why_and_a_stopped_eviction_since_when() -> None:
     job = op.JobDetail(
-        summary=JOB, spec=JobSpec(job="llama"), unable={"n4": "its launcher has no replacement for a lost rank"}
+        summary=JOB,
+        spec=JobSpec(job="llama"),
+        ineligible_nodes={"n4": "its launcher has no replacement for a lost rank"},
     )
     assert any(
         re.match(r"n4 waits\s+its launcher has no replacement", line) for line in drawn(tables.job(job, 0.0), 80)
@@ -257,7 +259,7 @@ def test_a_verdict_is_explained(run: Any) -> None:
         (("findings",), past.FindingList),
         (("verdicts", "--node", "n1"), past.VerdictList),
         (("checkpoints", "--job", "gpt"), past.CheckpointList),
-        (("remedies",), past.RemedyList),
+        (("remediations",), past.RemediationList),
         (("budget",), past.BudgetStatus),
         (("policy", "show"), past.PolicyDocument),
         (("job", "exposures", "gpt"), op.Restorability),
@@ -270,9 +272,9 @@ def test_every_reader_prints_json_for_scripts(run: Any, arguments: tuple[str, ..
 
 
 def test_the_past_and_what_is_left_are_shown(run: Any) -> None:
-    assert "XID 79: GPU has fallen off the bus" in run("findings", "--standing").output
+    assert "XID 79: GPU has fallen off the bus" in run("findings", "--active").output
     assert re.search(r"n1-1\s+evict", run("verdicts").output)
-    assert re.search(r"n1\s+cordon", run("remedies").output)
+    assert re.search(r"n1\s+cordon", run("remediations").output)
     assert re.search(r"fleet\s+\d+", run("budget").output)
     assert "eviction_count" in run("policy", "show").output
     assert "gpu.xid" in run("policy", "show", "--rules").output
@@ -356,7 +358,7 @@ def test_maintenance_is_ordered_for_a_while(run: Any) -> None:
 
 
 def test_maintenance_is_planned_shown_and_cancelled(run: Any) -> None:
-    plan = run("node", "maintenance", "n3", "--in-hours", "48", "--hours", "2", "--reason", "a new board")
+    plan = run("node", "maintenance", "n3", "--starts-in-hours", "48", "--hours", "2", "--reason", "a new board")
     assert plan.exit_code == 0, plan.output
     assert re.search(r"planned in 1 d 23 h for 2 h.*a new board", run("node", "show", "n3").output, re.DOTALL)
     assert run("node", "cancel-maintenance", "n3", "--reason", "no board came").exit_code == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from everstep.cli.context import DEFAULT_CONTROLLER, Access, local_runs, state_dir
+from everstep.cli.context import DEFAULT_CONTROLLER, ConnectionOptions, local_runs, state_dir
 from everstep.cli.main import app
 from everstep.errors import ConfigurationError
 
@@ -56,39 +56,41 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 def test_the_only_run_is_taken(machine: Machine) -> None:
     directory = machine.run("a", "llama")
-    assert Access().resolved(machine.environ) == Access("http://127.0.0.1:7001", str(directory / "operator.token"))
+    assert ConnectionOptions().resolved(machine.environ) == ConnectionOptions(
+        "http://127.0.0.1:7001", str(directory / "operator.token")
+    )
 
 
 def test_several_runs_are_listed_to_choose_from(machine: Machine) -> None:
     machine.run("a", "llama")
     chosen = machine.run("b", "gpt", "127.0.0.1:7002")
     with pytest.raises(ConfigurationError, match=r"(?s)--run NAME.*gpt.*run-b.*llama.*run-a"):
-        Access().resolved(machine.environ)
+        ConnectionOptions().resolved(machine.environ)
     for name in ("gpt", "run-b"):
-        assert Access(run=name).resolved(machine.environ).token_file == str(chosen / "operator.token")
+        assert ConnectionOptions(run=name).resolved(machine.environ).token_file == str(chosen / "operator.token")
     with pytest.raises(ConfigurationError, match=r"(?s)no run other.*llama"):
-        Access(run="other").resolved(machine.environ)
+        ConnectionOptions(run="other").resolved(machine.environ)
 
 
 def test_runs_of_one_job_are_told_apart_by_directory(machine: Machine) -> None:
     machine.run("a", "llama")
     machine.run("b", "llama", "127.0.0.1:7002")
     with pytest.raises(ConfigurationError, match="2 runs"):
-        Access(run="llama").resolved(machine.environ)
-    assert Access(run="run-b").resolved(machine.environ).controller == "http://127.0.0.1:7002"
+        ConnectionOptions(run="llama").resolved(machine.environ)
+    assert ConnectionOptions(run="run-b").resolved(machine.environ).controller == "http://127.0.0.1:7002"
 
 
 def test_given_controller_or_token_is_preferred(machine: Machine) -> None:
     machine.run("a", "llama")
-    given = Access("https://10.0.0.1:7700", "token")
+    given = ConnectionOptions("https://10.0.0.1:7700", "token")
     assert given.resolved(machine.environ) == given
-    assert Access(token_file="token").resolved(machine.environ).controller == DEFAULT_CONTROLLER
+    assert ConnectionOptions(token_file="token").resolved(machine.environ).controller == DEFAULT_CONTROLLER
     with pytest.raises(ConfigurationError, match="leave out one"):
-        Access("https://10.0.0.1:7700", run="llama").resolved(machine.environ)
+        ConnectionOptions("https://10.0.0.1:7700", run="llama").resolved(machine.environ)
 
 
 def test_machine_without_runs_leaves_the_usual_address(tmp_path: Path) -> None:
-    assert Access().resolved({"XDG_STATE_HOME": str(tmp_path)}).controller == DEFAULT_CONTROLLER
+    assert ConnectionOptions().resolved({"XDG_STATE_HOME": str(tmp_path)}).controller == DEFAULT_CONTROLLER
 
 
 @pytest.mark.parametrize(

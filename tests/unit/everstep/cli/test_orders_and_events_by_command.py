@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from everstep.cli import context, tables
 from everstep.cli.client import path
-from everstep.cli.events import wall
+from everstep.cli.events import parse_time
 from everstep.cli.main import app
 from everstep.errors import ConfigurationError
 from everstep.system_clock import SYSTEM_CLOCK
@@ -146,11 +146,11 @@ def test_the_log_of_orders_is_asked_for_by_node_and_time(controller: Controller,
 
 
 def test_times_are_so_long_ago_or_iso() -> None:
-    assert abs(SYSTEM_CLOCK.wall() - 5400 - wall("1.5h")) < 60
-    assert wall("2026-11-20T12:00+01:00") == 1795172400.0
+    assert abs(SYSTEM_CLOCK.wall() - 5400 - parse_time("1.5h")) < 60
+    assert parse_time("2026-11-20T12:00+01:00") == 1795172400.0
     for text in ("soon", "2 hours", "-2h", ""):
         with pytest.raises(ConfigurationError, match="is not a time"):
-            wall(text)
+            parse_time(text)
 
 
 # --- what is printed ---------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_when_a_budget_frees_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: 
             return operator_history.BudgetStatus(window_s=300.0, scopes=(scope,))
 
     drawn: list[Any] = []
-    monkeypatch.setattr(past, "controller", lambda _: _Given(Told()))
+    monkeypatch.setattr(past, "connected_client", lambda _: _Given(Told()))
     monkeypatch.setattr(past.SYSTEM_CLOCK.__class__, "wall", lambda _: 1000.0)
     monkeypatch.setattr(past, "show", lambda _message, _as_json, view: drawn.append(view))
     past.budget(typer.Context(typer.main.get_command(app)))
@@ -208,7 +208,7 @@ def test_a_latched_breaker_promises_no_time(monkeypatch: pytest.MonkeyPatch) -> 
             return operator_history.BudgetStatus(window_s=300.0, breaker="the budget is used up", scopes=(scope,))
 
     drawn: list[Any] = []
-    monkeypatch.setattr(past, "controller", lambda _: _Given(Told()))
+    monkeypatch.setattr(past, "connected_client", lambda _: _Given(Told()))
     monkeypatch.setattr(past, "show", lambda _message, _as_json, view: drawn.append(view))
     past.budget(typer.Context(typer.main.get_command(app)))
     assert list(drawn[0].columns[-1].cells) == ["after everstep reset-breaker"]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from everstep.bearer_tokens import TokenRole, mint, split_stored
 from everstep.cli.main import app
-from everstep.cli.tokens import seconds
+from everstep.cli.tokens import parse_duration
 from everstep.errors import ConfigurationError
 from tests.support.controllers import SECRET, ControllerProcess, controller_process
 from tests.support.forked import ForkPool
@@ -103,10 +103,10 @@ def test_what_is_missing_is_said(run: Run) -> None:
 
 @pytest.mark.parametrize(("text", "expected"), [("90s", 90.0), ("1.5h", 5400.0), ("30m", 1800.0), ("2d", 172800.0)])
 def test_times_are_written_as_people_write_them(text: str, expected: float) -> None:
-    assert seconds(text) == expected
+    assert parse_duration(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "5", "h", "5 h", "-5h", "1w"])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError):
-        seconds(text)
+        parse_duration(text)

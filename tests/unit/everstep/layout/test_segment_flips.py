@@ -9,19 +9,26 @@ import pytest
 
 from everstep.errors import DigestMismatch
 from everstep.ids import Version
-from everstep.layout.segments import HEADER_BYTES, MEND_FLAG_AT, PAGE, RECORD_BYTES, RECORD_PLACES, segment_bytes
+from everstep.layout.segments import (
+    HEADER_BYTES,
+    PAGE_BYTES,
+    RECORD_BYTES,
+    RECORD_OFFSETS,
+    REPAIR_FLAG_OFFSET,
+    segment_bytes,
+)
 from everstep.layout.slots import SegmentView, format_segment
 
 SLOTS = 2
 MANIFEST = b"what is where in it"
 PAYLOADS = (bytes(range(256)) * 9, b"a short one")
-STRIDE = 2 * PAGE
-LENGTH = segment_bytes(SLOTS, PAGE)
+STRIDE = 2 * PAGE_BYTES
+LENGTH = segment_bytes(SLOTS, PAGE_BYTES)
 
 
 def image() -> bytearray:
     made = bytearray(LENGTH)
-    format_segment(memoryview(made), SLOTS, PAGE, nonce=b"n" * 16, job="job", number=3)
+    format_segment(memoryview(made), SLOTS, PAGE_BYTES, nonce=b"n" * 16, job="job", number=3)
     view = SegmentView(memoryview(made))
     for slot, payload in enumerate(PAYLOADS):
         view.begin(slot, slot, Version(1, slot + 1), MANIFEST, len(payload))[:] = payload
@@ -30,22 +37,22 @@ def image() -> bytearray:
 
 
 GOOD = image()
-SEGMENT_HEADERS = [*range(HEADER_BYTES), *range(LENGTH - PAGE, LENGTH - PAGE + HEADER_BYTES)]
+SEGMENT_HEADERS = [*range(HEADER_BYTES), *range(LENGTH - PAGE_BYTES, LENGTH - PAGE_BYTES + HEADER_BYTES)]
 
 
 def record(slot: int, number: int) -> range:
-    start = PAGE + slot * STRIDE + RECORD_PLACES[number]
+    start = PAGE_BYTES + slot * STRIDE + RECORD_OFFSETS[number]
     return range(start, start + RECORD_BYTES)
 
 
 def contents(slot: int) -> Iterator[int]:
     """Where digests, manifest and payload are; a payload begins at the next multiple of 64."""
-    start = PAGE + slot * STRIDE + PAGE
+    start = PAGE_BYTES + slot * STRIDE + PAGE_BYTES
     yield from range(start, start + 32 + len(MANIFEST))
     yield from range(start + 64, start + 64 + len(PAYLOADS[slot]))
 
 
-MEND_FLAGS = [PAGE + slot * STRIDE + MEND_FLAG_AT + i for slot in range(SLOTS) for i in range(8)]
+MEND_FLAGS = [PAGE_BYTES + slot * STRIDE + REPAIR_FLAG_OFFSET + i for slot in range(SLOTS) for i in range(8)]
 RECORDS = [at for slot in range(SLOTS) for number in (0, 1) for at in record(slot, number)]
 CONTENTS = [at for slot in range(SLOTS) for at in contents(slot)]
 USED = {*SEGMENT_HEADERS, *RECORDS, *CONTENTS, *MEND_FLAGS}
@@ -63,7 +70,7 @@ def flipped(*bits: int) -> SegmentView:
 def read(view: SegmentView, slot: int) -> bool:
     """Whether the slot is read, and right; False where it is refused."""
     try:
-        view.check(slot)
+        view.verify(slot)
         manifest, payload = view.manifest(slot), bytes(view.payload(slot))
     except DigestMismatch:
         return False
@@ -82,8 +89,8 @@ def test_no_bit_of_a_header_costs_a_slot_and_each_is_seen() -> None:
     for bit in bits(SEGMENT_HEADERS + RECORDS):
         view = flipped(bit)
         assert [read(view, slot) for slot in range(SLOTS)] == [True, True], bit
-        assert view.mended_header == (bit // 8 in SEGMENT_HEADERS), bit
-        assert any(not view.look(slot).agree for slot in range(SLOTS)) == (bit // 8 in RECORDS), bit
+        assert view.header_was_repaired == (bit // 8 in SEGMENT_HEADERS), bit
+        assert any(not view.read_records(slot).is_consistent for slot in range(SLOTS)) == (bit // 8 in RECORDS), bit
 
 
 @pytest.mark.promise("bit-flips")
@@ -104,16 +111,16 @@ def test_two_bits_of_one_slots_header_may_cost_that_slot_and_are_seen() -> None:
     for first, second in zip(bits(list(record(0, 0))), bits(list(record(0, 1))), strict=True):
         view = flipped(first, second)
         assert [read(view, slot) for slot in range(SLOTS)] == [False, True]
-        assert view.look(0).bad == (0, 1)
+        assert view.read_records(0).invalid == (0, 1)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 77])
 def test_a_segment_whose_own_header_is_damaged_twice_is_made_out_from_its_slots(shift: int) -> None:
     half = list(bits(SEGMENT_HEADERS[:HEADER_BYTES]))
     for first, second in zip(half, itertools.islice(itertools.cycle(half), shift, None), strict=False):
-        view = flipped(first, second + 8 * (LENGTH - PAGE))
-        assert view.mended_header
-        assert (view.slots, view.slot_bytes) == (SLOTS, PAGE)
+        view = flipped(first, second + 8 * (LENGTH - PAGE_BYTES))
+        assert view.header_was_repaired
+        assert (view.slots, view.slot_bytes) == (SLOTS, PAGE_BYTES)
         assert [read(view, slot) for slot in range(SLOTS)] == [True, True]
 
 
@@ -124,6 +131,6 @@ def test_a_fill_goes_on_under_a_flipped_bit_of_its_own_header() -> None:
         view._buffer[bit // 8] ^= 1 << bit % 8
         payload[:] = b"y" * 100
         view.seal(0)
-        view.check(0)
-        assert view.look(0).agree
+        view.verify(0)
+        assert view.read_records(0).is_consistent
         assert view.header(0).version == Version(2, 9)  # type: ignore[union-attr]

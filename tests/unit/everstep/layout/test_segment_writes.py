@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from everstep.errors import Conflict, DigestMismatch
 from everstep.ids import Version
-from everstep.layout.segments import PAGE, SlotHeader, SlotState, segment_bytes
+from everstep.layout.segments import PAGE_BYTES, SlotHeader, SlotState, segment_bytes
 from everstep.layout.slots import SegmentView, format_segment
 
 WORD = 8
@@ -41,8 +41,8 @@ class Written:
 
 
 def empty(slots: int = 2) -> bytearray:
-    image = bytearray(segment_bytes(slots, PAGE))
-    format_segment(memoryview(image), slots, PAGE)
+    image = bytearray(segment_bytes(slots, PAGE_BYTES))
+    format_segment(memoryview(image), slots, PAGE_BYTES)
     return image
 
 
@@ -53,14 +53,14 @@ def view_of(image: bytearray | Written) -> SegmentView:
 def fill(view: SegmentView, slot: int, version: Version, payload: bytes) -> None:
     view.begin(slot, 0, version, b"manifest", len(payload))
     view._buffer[payload_range(view, slot)] = payload  # a Written gives out copies
-    view.copied(slot)
+    view.mark_copied(slot)
     view.seal(slot)
 
 
 def payload_range(view: SegmentView, slot: int) -> slice:
     header = view.header(slot)
     assert header is not None
-    start = PAGE + slot * (PAGE + view.slot_bytes) + PAGE + 64
+    start = PAGE_BYTES + slot * (PAGE_BYTES + view.slot_bytes) + PAGE_BYTES + 64
     return slice(start, start + header.payload_bytes)
 
 
@@ -76,7 +76,7 @@ def cuts(image: bytearray, work: Callable[[SegmentView], object]) -> Iterator[by
 
 
 def version_and_state(image: bytearray, slot: int) -> tuple[SlotState, Version | None]:
-    look = view_of(image).look(slot)
+    look = view_of(image).read_records(slot)
     return look.state, None if look.header is None or look.state is SlotState.EMPTY else look.header.version
 
 
@@ -90,16 +90,16 @@ def test_a_fill_that_is_cut_anywhere_leaves_the_old_slot_whole_or_a_filling_one(
     seen = []
     for cut in cuts(image, lambda view: fill(view, 0, NEW, new)):
         view = view_of(cut)
-        view.check(1)
+        view.verify(1)
         state = version_and_state(cut, 0)
         if not seen or seen[-1] != state:
             seen.append(state)
         if state[0] is SlotState.COPIED:
             header = view.header(0)
             assert header is not None
-            assert view.seal_for(0, header, view.digests_anew(0, header))
+            assert view.seal_copied(0, header, view.compute_digests(0, header))
         if state[0] in (SlotState.SEALED, SlotState.COPIED):
-            view.check(0)
+            view.verify(0)
             assert view.payload(0) == (old if state[1] == OLD else new)
     states = [(SlotState.FILLING, NEW), (SlotState.COPIED, NEW), (SlotState.SEALED, NEW)]
     assert seen == [(SlotState.SEALED, OLD), *states]
@@ -118,7 +118,7 @@ def test_a_discard_that_is_cut_anywhere_leaves_the_slot_or_an_empty_one() -> Non
     for cut in cuts(image, lambda view: view.discard(0)):
         state = version_and_state(cut, 0)
         if state[0] is SlotState.SEALED:
-            view_of(cut).check(0)
+            view_of(cut).verify(0)
         seen.append(state)
     assert set(seen) == {(SlotState.SEALED, OLD), (SlotState.EMPTY, None)}
     assert seen == sorted(seen, key=lambda state: state[0] is SlotState.EMPTY)
@@ -130,12 +130,12 @@ def test_what_a_cut_left_at_odds_is_mended_to_what_was_read() -> None:
     fill(view_of(image), 0, OLD, b"old")
     for cut in [*cuts(image, lambda view: fill(view, 0, NEW, b"new")), *cuts(image, lambda view: view.discard(0))]:
         view = view_of(cut)
-        look = view.look(0)
-        mended = view.mend_records(0, look)
-        after = view.look(0)
+        look = view.read_records(0)
+        mended = view.repair_records(0, look)
+        after = view.read_records(0)
         assert after.header == look.header
         assert mended == (look.state not in (SlotState.FILLING, SlotState.COPIED))
-        assert after.agree or not mended
+        assert after.is_consistent or not mended
 
 
 def test_a_fill_that_is_cut_is_followed_by_one_that_is_not() -> None:
@@ -144,9 +144,9 @@ def test_a_fill_that_is_cut_is_followed_by_one_that_is_not() -> None:
     for cut in cuts(image, lambda view: fill(view, 0, NEW, b"new")):
         view = view_of(cut)
         fill(view, 0, Version(2, 3), b"newer")
-        view.check(0)
+        view.verify(0)
         assert view.payload(0) == b"newer"
-        assert view.look(0).agree
+        assert view.read_records(0).is_consistent
 
 
 def test_a_mend_that_is_cut_anywhere_leaves_bytes_that_are_right_or_known_to_be_wrong() -> None:
@@ -156,15 +156,15 @@ def test_a_mend_that_is_cut_anywhere_leaves_bytes_that_are_right_or_known_to_be_
     header = view.header(0)
     assert header is not None
     image[payload_range(view, 0).start + 9] ^= 1
-    for cut in cuts(image, lambda view: view.mend(0, header, chunks={0: b"0123456789abcdef"}, manifest=b"manifest")):
+    for cut in cuts(image, lambda view: view.repair(0, header, chunks={0: b"0123456789abcdef"}, manifest=b"manifest")):
         after = view_of(cut)
         assert after.header(0) == header
         try:
-            after.check(0)
+            after.verify(0)
         except DigestMismatch:
             continue
         assert after.payload(0) == b"0123456789abcdef"
-    after.check(0)
+    after.verify(0)
 
 
 def test_a_slot_whose_mender_died_can_be_filled_when_that_is_settled() -> None:
@@ -172,14 +172,14 @@ def test_a_slot_whose_mender_died_can_be_filled_when_that_is_settled() -> None:
     fill(view_of(image), 0, OLD, b"old")
     header = view_of(image).header(0)
     assert header is not None
-    _, begun, *_ = cuts(image, lambda view: view.mend(0, header, manifest=b"manifest"))
+    _, begun, *_ = cuts(image, lambda view: view.repair(0, header, manifest=b"manifest"))
     view = view_of(begun)
     with pytest.raises(Conflict, match="being mended"):
         view.begin(0, 0, NEW, b"", 3)
-    assert view.settle_mend(0)
-    assert not view.settle_mend(0)
+    assert view.finish_repair(0)
+    assert not view.finish_repair(0)
     fill(view, 0, NEW, b"new")
-    view.check(0)
+    view.verify(0)
 
 
 class Racing(Written):
@@ -205,15 +205,15 @@ class Racing(Written):
 
 
 def put_bytes(view: SegmentView) -> bool:
-    return view.mend(0, header_of(OLD_IMAGE), chunks={0: b"OLD BYTES"})
+    return view.repair(0, header_of(OLD_IMAGE), chunks={0: b"OLD BYTES"})
 
 
 def drop(view: SegmentView) -> bool:
-    return view.discard_bad(0, header_of(OLD_IMAGE))
+    return view.discard_if_unchanged(0, header_of(OLD_IMAGE))
 
 
 def put_record(view: SegmentView) -> bool:
-    return view.mend_records(0, view_of(OLD_IMAGE).look(0))
+    return view.repair_records(0, view_of(OLD_IMAGE).read_records(0))
 
 
 def header_of(image: bytearray) -> SlotHeader:
@@ -226,7 +226,7 @@ def old_image() -> bytearray:
     """A sealed slot, the first record of its header damaged."""
     image = empty()
     fill(view_of(image), 0, OLD, b"old bytes")
-    image[PAGE + 40] ^= 1
+    image[PAGE_BYTES + 40] ^= 1
     return image
 
 
@@ -267,7 +267,7 @@ def test_a_mender_never_spoils_what_a_fill_seals(mend: Mender, mender_first: boo
             assert header is not None
             assert (header.state, header.version) == (SlotState.SEALED, NEW), at
             assert bytes(view.payload(0)) == b"new bytes"
-            view.check(0)
+            view.verify(0)
         outcomes.add(tuple(done))
     assert len(outcomes - {(True,)}) > 1  # each of them was in the other's way at some point
 
@@ -277,7 +277,7 @@ def copied_image() -> bytearray:
     image = empty()
     view = view_of(image)
     view.begin(0, 0, OLD, b"manifest", 9)[:] = b"old bytes"
-    view.copied(0)
+    view.mark_copied(0)
     return image
 
 
@@ -285,10 +285,10 @@ def test_what_was_copied_is_sealed_for_its_writer_and_hashes_right() -> None:
     image = copied_image()
     header = header_of(image)
     seen = []
-    for cut in cuts(image, lambda view: view.seal_for(0, header, view.digests_anew(0, header))):
+    for cut in cuts(image, lambda view: view.seal_copied(0, header, view.compute_digests(0, header))):
         after = view_of(cut)
         seen.append(header_of(cut).state)
-        assert not list(after.sealed()) or after.check(0) is None
+        assert not list(after.sealed_slots()) or after.verify(0) is None
     assert list(dict.fromkeys(seen)) == [SlotState.COPIED, SlotState.SEALED]
     assert bytes(view_of(cut).payload(0)) == b"old bytes"
 
@@ -297,12 +297,12 @@ def test_a_writer_that_lives_seals_over_a_seal_that_was_made_for_it() -> None:
     image = empty()
     view = view_of(image)
     view.begin(0, 0, NEW, b"manifest", 3)[:] = b"new"
-    view.copied(0)
+    view.mark_copied(0)
     header = header_of(image)
-    assert view_of(image).seal_for(0, header, view.digests_anew(0, header))
+    assert view_of(image).seal_copied(0, header, view.compute_digests(0, header))
     assert view.seal(0) == header_of(image)
     with pytest.raises(DigestMismatch, match="is not being filled"):
-        view.copied(0)
+        view.mark_copied(0)
 
 
 @pytest.mark.parametrize("mender_first", [True, False])
@@ -312,10 +312,10 @@ def test_a_seal_for_another_never_spoils_what_that_one_stores_after_all(mender_f
     for at in range(1, 60):
         image = bytearray(copied_image())
         header = header_of(image)
-        digests = view_of(image).digests_anew(0, header)
+        digests = view_of(image).compute_digests(0, header)
 
         def seal_for(view: SegmentView, header: SlotHeader = header, digests: list[bytes] = digests) -> bool:
-            return view.seal_for(0, header, digests)
+            return view.seal_copied(0, header, digests)
 
         def go_on(view: SegmentView) -> bool:
             try:
@@ -332,7 +332,7 @@ def test_a_seal_for_another_never_spoils_what_that_one_stores_after_all(mender_f
         view = view_of(image)
         if len(done) > mender_first and done[mender_first]:
             assert (header_of(image).state, header_of(image).version) == (SlotState.SEALED, NEW), at
-        if list(view.sealed()):
-            view.check(0)
+        if list(view.sealed_slots()):
+            view.verify(0)
         outcomes.add(tuple(done))
     assert len(outcomes - {(True,)}) > 1

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from everstep.errors import ConfigurationError, DigestMismatch, OutOfSlotMemory, VersionMismatch
 from everstep.ids import Version
-from everstep.layout.segments import PAGE, RECORD_PLACES, Records, SlotHeader, SlotState, segment_bytes
+from everstep.layout.segments import PAGE_BYTES, RECORD_OFFSETS, SlotHeader, SlotRecords, SlotState, segment_bytes
 from everstep.layout.slots import CHUNK_BYTES, SegmentView, chunk_digests, format_segment, slot_bytes_for, slot_to_fill
 
 
-def segment(slot_bytes: int = 64 * PAGE, slots: int = 4) -> SegmentView:
+def segment(slot_bytes: int = 64 * PAGE_BYTES, slots: int = 4) -> SegmentView:
     buffer = memoryview(bytearray(segment_bytes(slots, slot_bytes)))
     format_segment(buffer, slots, slot_bytes)
     return SegmentView(buffer)
@@ -34,10 +34,10 @@ def sealed_header(step: int) -> SlotHeader:
 def test_what_was_sealed_is_read_back(manifest: bytes, payload: bytes) -> None:
     view = segment(slot_bytes_for(len(manifest), len(payload)))
     filled(view, 2, Version(4, 5), payload, manifest)
-    ((slot, header),) = view.sealed()
+    ((slot, header),) = view.sealed_slots()
     assert (slot, header.state, header.rank, header.version) == (2, SlotState.SEALED, 3, Version(4, 5))
     assert (header.manifest_bytes, header.payload_bytes) == (len(manifest), len(payload))
-    view.check(2)
+    view.verify(2)
     assert view.manifest(2) == manifest
     assert view.payload(2) == payload
 
@@ -47,45 +47,45 @@ def test_a_fill_that_was_broken_off_is_not_believed() -> None:
     filled(view, 0, Version(1, 1), b"old")
     view.begin(0, 3, Version(1, 2), b"", 100)
     assert view.header(0).state is SlotState.FILLING
-    assert list(view.sealed()) == []
+    assert list(view.sealed_slots()) == []
 
 
 def test_one_damaged_record_is_read_from_its_twin_and_two_are_told_from_an_empty_slot() -> None:
-    buffer = memoryview(bytearray(segment_bytes(1, PAGE)))
-    format_segment(buffer, 1, PAGE)
+    buffer = memoryview(bytearray(segment_bytes(1, PAGE_BYTES)))
+    format_segment(buffer, 1, PAGE_BYTES)
     view = SegmentView(buffer)
-    assert (view.look(0).state, view.look(0).agree) == (SlotState.EMPTY, True)
+    assert (view.read_records(0).state, view.read_records(0).is_consistent) == (SlotState.EMPTY, True)
     filled(view, 0, Version(1, 1), b"x")
     sealed = view.header(0)
-    buffer[PAGE + 8] ^= 1
+    buffer[PAGE_BYTES + 8] ^= 1
     assert view.header(0) == sealed
-    assert view.look(0).bad == (0,)
-    buffer[PAGE + RECORD_PLACES[1] + 8] ^= 1
+    assert view.read_records(0).invalid == (0,)
+    buffer[PAGE_BYTES + RECORD_OFFSETS[1] + 8] ^= 1
     assert view.header(0) is None
-    assert (view.look(0).state, view.look(0).bad) == (SlotState.DAMAGED, (0, 1))
+    assert (view.read_records(0).state, view.read_records(0).invalid) == (SlotState.DAMAGED, (0, 1))
     with pytest.raises(DigestMismatch, match="empty or its header is damaged"):
         view.payload(0)
 
 
 def test_zeros_are_damaged_and_not_empty() -> None:
-    buffer = memoryview(bytearray(segment_bytes(1, PAGE)))
-    format_segment(buffer, 1, PAGE)
-    buffer[PAGE : 2 * PAGE] = bytes(PAGE)
-    assert SegmentView(buffer).look(0).state is SlotState.DAMAGED
+    buffer = memoryview(bytearray(segment_bytes(1, PAGE_BYTES)))
+    format_segment(buffer, 1, PAGE_BYTES)
+    buffer[PAGE_BYTES : 2 * PAGE_BYTES] = bytes(PAGE_BYTES)
+    assert SegmentView(buffer).read_records(0).state is SlotState.DAMAGED
 
 
 def test_a_record_of_an_unknown_state_or_of_another_slot_is_not_believed() -> None:
     view = segment(slots=2)
     for state, slot in ((SlotState.DAMAGED, 0), (SlotState.SEALED, 1)):
         record = view._records._pack(slot, SlotHeader(state, 0, Version(1, 1), 0, 0))
-        for place in RECORD_PLACES:
-            view._buffer[PAGE + place : PAGE + place + len(record)] = record
-        assert view.look(0).state is SlotState.DAMAGED
+        for place in RECORD_OFFSETS:
+            view._buffer[PAGE_BYTES + place : PAGE_BYTES + place + len(record)] = record
+        assert view.read_records(0).state is SlotState.DAMAGED
 
 
 def test_a_segment_of_layout_1_is_refused_with_what_to_do() -> None:
-    buffer = memoryview(bytearray(segment_bytes(1, PAGE)))
-    struct.pack_into("<8sIIQ", buffer, 0, b"EVRSTEP\x01", 1, 1, PAGE)
+    buffer = memoryview(bytearray(segment_bytes(1, PAGE_BYTES)))
+    struct.pack_into("<8sIIQ", buffer, 0, b"EVRSTEP\x01", 1, 1, PAGE_BYTES)
     with pytest.raises(VersionMismatch, match="let the jobs that have slots here end"):
         SegmentView(buffer)
 
@@ -105,9 +105,9 @@ def test_one_flipped_bit_is_found_in_its_chunk_and_in_no_other(at: int) -> None:
     view.payload(0)[at] ^= 4
     bad = at // CHUNK_BYTES
     with pytest.raises(DigestMismatch, match=f"chunk {bad} of slot 0"):
-        view.check(0)
+        view.verify(0)
     for chunk in {0, 1, 2} - {bad}:
-        view.check_chunks(0, chunk * CHUNK_BYTES, 100)
+        view.verify_chunks(0, chunk * CHUNK_BYTES, 100)
 
 
 def test_a_range_outside_the_payload_is_refused_before_anything_is_hashed() -> None:
@@ -115,7 +115,7 @@ def test_a_range_outside_the_payload_is_refused_before_anything_is_hashed() -> N
     filled(view, 0, Version(1, 1), b"x" * 100)
     for start, length in ((90, 11), (-1, 5), (101, 0), (0, -1), (CHUNK_BYTES, 1)):
         with pytest.raises(IndexError, match="not within a payload of 100 bytes"):
-            view.check_chunks(0, start, length)
+            view.verify_chunks(0, start, length)
 
 
 def test_digests_taken_while_the_bytes_came_in_seal_as_well_as_hashing_at_the_end() -> None:
@@ -125,7 +125,7 @@ def test_digests_taken_while_the_bytes_came_in_seal_as_well_as_hashing_at_the_en
     ours.seal(0, [xxhash.xxh3_128_digest(b"m"), *chunk_digests(memoryview(payload))])
     filled(theirs, 0, Version(1, 1), payload, b"m")
     assert ours.digests(0) == theirs.digests(0)
-    ours.check(0)
+    ours.verify(0)
 
 
 def test_the_wrong_number_of_digests_seals_nothing() -> None:
@@ -139,9 +139,9 @@ def test_the_wrong_number_of_digests_seals_nothing() -> None:
 
 def test_a_slot_too_small_says_how_much_is_needed() -> None:
     with pytest.raises(OutOfSlotMemory, match=r"need \d+ bytes, the slot has 4096"):
-        segment(PAGE).begin(0, 0, Version(1, 1), b"", PAGE)
+        segment(PAGE_BYTES).begin(0, 0, Version(1, 1), b"", PAGE_BYTES)
     with pytest.raises(OutOfSlotMemory, match="need 40960 bytes with their headers, the segment has 100"):
-        format_segment(memoryview(bytearray(100)), 4, PAGE)
+        format_segment(memoryview(bytearray(100)), 4, PAGE_BYTES)
 
 
 def test_slots_that_are_not_whole_pages_are_refused() -> None:
@@ -150,7 +150,7 @@ def test_slots_that_are_not_whole_pages_are_refused() -> None:
 
 
 def test_bytes_that_are_no_segment_are_refused() -> None:
-    for data in (b"", bytes(PAGE), b"EVRSTEP\x02" + bytes(PAGE), bytes(8 * PAGE)):
+    for data in (b"", bytes(PAGE_BYTES), b"EVRSTEP\x02" + bytes(PAGE_BYTES), bytes(8 * PAGE_BYTES)):
         with pytest.raises(DigestMismatch, match=r"no segment|not a segment"):
             SegmentView(memoryview(data))
 
@@ -171,8 +171,8 @@ def test_the_oldest_slot_that_is_not_needed_is_filled_next() -> None:
 
 def test_headers_are_parsed_once_while_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
     view, parsed = segment(), []
-    parse = Records._parse
-    monkeypatch.setattr(Records, "_parse", lambda self, slot, raw: parsed.append(slot) or parse(self, slot, raw))
+    parse = SlotRecords._parse
+    monkeypatch.setattr(SlotRecords, "_parse", lambda self, slot, raw: parsed.append(slot) or parse(self, slot, raw))
     for slot in range(4):
         filled(view, slot, Version(1, slot + 1), b"payload")
     view.headers()
@@ -186,17 +186,17 @@ def test_headers_are_parsed_once_while_they_stand(monkeypatch: pytest.MonkeyPatc
 
 
 def test_header_damaged_after_a_look_is_not_believed() -> None:
-    buffer = memoryview(bytearray(segment_bytes(4, 64 * PAGE)))
-    format_segment(buffer, 4, 64 * PAGE)
+    buffer = memoryview(bytearray(segment_bytes(4, 64 * PAGE_BYTES)))
+    format_segment(buffer, 4, 64 * PAGE_BYTES)
     view = SegmentView(buffer)
     filled(view, 1, Version(1, 5), b"payload")
     assert view.header(1) is not None
-    for place in RECORD_PLACES:
+    for place in RECORD_OFFSETS:
         header = view.header(1)
         assert header is not None
         assert header.version == Version(1, 5), "the other record still says so"
-        buffer[view.segment.base(1) + place + 16] ^= 1
+        buffer[view.segment.slot_offset(1) + place + 16] ^= 1
     assert view.header(1) is None
-    for place in RECORD_PLACES:
-        buffer[view.segment.base(1) + place + 16] ^= 1
+    for place in RECORD_OFFSETS:
+        buffer[view.segment.slot_offset(1) + place + 16] ^= 1
     assert view.header(1) == header

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import hatch_build
-from everstep.native import LIBRARY, OFF, SHORTEST_BYTES, CopyHash, copy_hash
+from everstep.native import ENV_VARIABLE, LIBRARY, MIN_BYTES, CopyHash, copy_hash
 
 MOST_BYTES = 9000
 """More than eight blocks of 1,024, in which everything that a longer input has happens."""
@@ -22,8 +22,8 @@ RANDOM = np.random.default_rng(7)
 MEMORY = RANDOM.integers(0, 256, 2 * MOST_BYTES, dtype=np.uint8)
 
 lengths = st.one_of(
-    st.sampled_from([SHORTEST_BYTES, 255, 256, 257, 1023, 1024, 1025, 1087, 1088, 1089, 2048, 4096, 8192]),
-    st.integers(SHORTEST_BYTES, MOST_BYTES),
+    st.sampled_from([MIN_BYTES, 255, 256, 257, 1023, 1024, 1025, 1087, 1088, 1089, 2048, 4096, 8192]),
+    st.integers(MIN_BYTES, MOST_BYTES),
 )
 offsets = st.sampled_from([0, 1, 8, 31, 32, 63, 64])
 
@@ -90,7 +90,9 @@ def test_what_is_gathered_fills_its_places_and_all_of_the_target_is_hashed(
 
 def test_whoever_does_not_want_it_goes_without() -> None:
     code = "import everstep.native; print(everstep.native.copy_hash)"
-    done = subprocess.run([sys.executable, "-c", code], env={OFF: "0"}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={ENV_VARIABLE: "0"}, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout == "None\n", done.stderr
 
 

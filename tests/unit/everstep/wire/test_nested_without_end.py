@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from everstep_agent.sensors.monitor import Kept, load_kept
+from everstep_agent.sensors.monitor import SavedSensorState, load_sensor_state
 from everstep_agent.spill.dcp_metadata import decode_state
-from everstep_agent.vault.parity.shards import read_manifest
-from everstep_trainer.launch.fork_messages import Channel
+from everstep_agent.vault.parity.shards import decode_parity_manifest
+from everstep_trainer.launch.fork_messages import ControlChannel
 from everstep_trainer.state.blob import decode_blob
 from everstep_trainer.state.layout import decode_layout
 
@@ -29,7 +29,7 @@ DEEP = b"\x81\xa1x" + b"\x91" * 100_000
         decode_layout,
         decode_blob,
         decode_state,
-        lambda data: read_manifest(data, "n1"),
+        lambda data: decode_parity_manifest(data, "n1"),
     ],
 )
 def test_it_is_malformed(read: Callable[[bytes], object]) -> None:
@@ -41,13 +41,13 @@ def test_a_file_of_it_is_as_good_as_none(tmp_path: Path) -> None:
     path = tmp_path / LOCK_FILE
     path.write_bytes(b'{"x":' + b"[" * 100_000)
     assert read_note(tmp_path) is None
-    assert load_kept(str(path)) == Kept()
+    assert load_sensor_state(str(path)) == SavedSensorState()
 
 
 def test_a_packet_of_it_is_no_message() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        channel = Channel(ours, msgspec.Struct)
+        channel = ControlChannel(ours, msgspec.Struct)
         theirs.send(DEEP)
         with pytest.raises(MalformedMessage):
             channel.receive()

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from everstep_trainer.data.sampler import ElasticSampler
-from everstep_trainer.data.stream import Reader, StreamSampler
-from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.data.stream import StreamReader, StreamSampler
+from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.runtime.generation_session import IdleSession
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, random_split
@@ -52,7 +52,7 @@ pytestmark = [
 
 
 def run_of(rank: int = 0, world: int = 1) -> Run:
-    return Run(Place(rank=rank, world_size=world), IdleKeeper())
+    return Run(RankContext(rank=rank, world_size=world), IdleSession())
 
 
 def loaded(dataset: Any, first: int = 1, last: int = STEPS, rank: int = 0, world: int = 1, **options: Any) -> list[Any]:
@@ -202,7 +202,7 @@ def test_a_stream_that_shuffles_itself_has_one_order_for_all_readers(generator, 
 
 def test_a_stream_without_samples_is_an_error():
     with pytest.raises(ValueError, match="an epoch of them has no samples"):
-        Reader(Counted(0)).read(0)
+        StreamReader(Counted(0)).read(0)
 
 
 @given(st.integers(1, 40), st.lists(st.integers(1, 16), min_size=1, max_size=12))
@@ -212,7 +212,7 @@ def test_positions_of_a_stream_do_not_depend_on_the_world_sizes(batch, worlds):
         parts = [StreamSampler(global_batch=batch, rank=r, world_size=world) for r in range(world)]
         positions = torch.cat([part.indices(step) for part in parts]).tolist()
         assert positions == list(range((step - 1) * batch, step * batch))
-        assert sum(part.weight(step) for part in parts) / world == pytest.approx(1.0, rel=1e-12)
+        assert sum(part.loss_weight(step) for part in parts) / world == pytest.approx(1.0, rel=1e-12)
 
 
 @pytest.mark.parametrize("option", ["batch_size", "shuffle", "sampler", "generator", "in_order", "persistent_workers"])
@@ -265,7 +265,7 @@ def test_workers_end_with_their_generation_whatever_they_wait_for():
     before = set(multiprocessing.active_children())
     run = run_of()
     loader = run.loader(Stuck(), global_batch=BATCH, num_workers=2)
-    loader._iterator = loader._begin(1, [loader.of(0, 1)])
+    loader._iterator = loader._begin(1, [loader.for_rank(0, 1)])
     ours = set(multiprocessing.active_children()) - before
     assert len(ours) == 2
     run.close()

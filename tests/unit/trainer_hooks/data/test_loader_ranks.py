@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 def form(scene: Stage, number: int, *ranks: int, **more: Any) -> None:
-    rule = RestoreRule(scratch=number == 1)
+    rule = RestoreRule(from_scratch=number == 1)
     scene.form(number, *ranks, spec=JobSpec(job=JOB, replicas=1, nproc_per_node=len(ranks)), restore=rule, **more)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from everstep_trainer.data.sampler import ElasticSampler, Packed, pack
+from everstep_trainer.data.sampler import ElasticSampler, PackedDataset, pack
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,7 +58,7 @@ def test_lengths_may_be_an_array():
 
 def test_rows_are_samples_like_any_others():
     words = ["a" * (1 + n % 9) for n in range(50)]
-    packed = Packed(words, pack([len(word) for word in words], 20))
+    packed = PackedDataset(words, pack([len(word) for word in words], 20))
     sampler = ElasticSampler(len(packed), global_batch=4, seed=3)
     steps = -(-len(packed) // 4)
     seen = [row for step in range(1, steps + 1) for row in sampler.indices(step).tolist()][: len(packed)]

@@ -84,16 +84,16 @@ def test_shares_differ_by_at_most_one_sample_and_weights_average_to_one(batch, w
     shares = [len(s.indices(1)) for s in samplers]
     assert max(shares) - min(shares) <= 1
     assert sum(shares) == batch
-    assert sum(s.weight(1) for s in samplers) / world == pytest.approx(1.0, rel=1e-12)
+    assert sum(s.loss_weight(1) for s in samplers) / world == pytest.approx(1.0, rel=1e-12)
     if batch % world == 0:
-        assert [s.weight(1) for s in samplers] == [1.0] * world
+        assert [s.loss_weight(1) for s in samplers] == [1.0] * world
 
 
 @pytest.mark.promise("same-state-other-world-size")
 def test_weighted_means_of_unequal_shares_are_the_mean_over_samples():
     losses = torch.rand(1000, dtype=torch.float64)
     samplers = [ElasticSampler(1000, global_batch=32, seed=2, rank=r, world_size=3) for r in range(3)]
-    over_ranks = sum(losses[s.indices(4)].mean() * s.weight(4) for s in samplers) / 3
+    over_ranks = sum(losses[s.indices(4)].mean() * s.loss_weight(4) for s in samplers) / 3
     torch.testing.assert_close(over_ranks, losses[samplers[0].global_indices(4)].mean())
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from everstep_trainer.parallel.replica_groups import Place, Replica
+from everstep_trainer.parallel.replica_groups import RankContext, Replica
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.runtime.generation_session import IdleSession
 from everstep_trainer.state.blob import decode_blob, encode_blob
 
 from everstep.errors import NotRestorable
@@ -20,14 +20,14 @@ with warnings.catch_warnings():
     from torchdata.stateful_dataloader import StatefulDataLoader
 
 
-class Stored(IdleKeeper):
+class Stored(IdleSession):
     """Takes what is tracked, and restores what was stored before, as bytes."""
 
     def __init__(self, blob: bytes | None = None) -> None:
         self.blob = blob
         self.tracked: Any = None
 
-    def track(self, objects: Any, choices: object) -> int:
+    def track(self, objects: Any, options: object) -> int:
         self.tracked = objects["loader"]
         if self.blob is not None:
             self.tracked.load_state_dict(decode_blob(self.blob))
@@ -47,8 +47,8 @@ def new_loader(**options: Any) -> Any:
 def tracked(keeper: Stored, rank: int, world: int, replica: Replica | None = None) -> Any:
     """``replica``: what the ranks have said of this one."""
     loader = new_loader()
-    run = Run(Place(rank=rank, world_size=world), keeper)
-    run._parallel._replica = replica or run._parallel._replica
+    run = Run(RankContext(rank=rank, world_size=world), keeper)
+    run._replicas._replica = replica or run._replicas._replica
     run.track(loader=loader)
     return loader
 
@@ -88,17 +88,19 @@ def test_another_world_size_or_rank_is_refused_with_what_to_do(rank, world, reas
         tracked(Stored(keeper.keep()), rank, world)
 
 
-@pytest.mark.parametrize("how", [{"back": 1}, {"back": 0, "policy": "replay"}], ids=["back", "replay"])
+@pytest.mark.parametrize(
+    "how", [{"rollback_copies": 1}, {"rollback_copies": 0, "policy": "replay"}], ids=["back", "replay"]
+)
 def test_a_guard_that_computes_data_again_is_refused_beside_it_with_what_to_do(how):
-    run = Run(Place(), Stored())
+    run = Run(RankContext(), Stored())
     run.guard(**how)
-    with pytest.raises(ValueError, match=r"loader is a StatefulDataLoader.*take run.loader.*back=0"):
+    with pytest.raises(ValueError, match=r"loader is a StatefulDataLoader.*take run.loader.*rollback_copies=0"):
         run.track(loader=new_loader())
 
 
 def test_a_guard_that_leaves_updates_out_goes_with_it():
-    run = Run(Place(), Stored())
-    guard = run.guard(back=0)
+    run = Run(RankContext(), Stored())
+    guard = run.guard(rollback_copies=0)
     run.track(loader=new_loader())
     assert not guard.allows(torch.tensor(float("nan")))
 
@@ -106,7 +108,7 @@ def test_a_guard_that_leaves_updates_out_goes_with_it():
 @pytest.mark.promise("stateful-loader")
 def test_its_workers_end_with_the_generation():
     loader = new_loader(num_workers=2)
-    run = Run(Place(), Stored())
+    run = Run(RankContext(), Stored())
     run.track(loader=loader)
     next(iter(loader))
     workers = loader._iterator._workers

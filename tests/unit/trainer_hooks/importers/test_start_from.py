@@ -16,12 +16,12 @@ import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from everstep_agent.spill.__main__ import carry_out
-from everstep_agent.spill.writer import folder_of
+from everstep_agent.spill.__main__ import execute
+from everstep_agent.spill.writer import folder_name
 from everstep_trainer.importers import storage_reads
 from everstep_trainer.importers.checkpoint_files import open_checkpoint
 from everstep_trainer.importers.importer import read_checkpoint
-from everstep_trainer.importers.storage_reads import Damaged
+from everstep_trainer.importers.storage_reads import DamagedCheckpoint
 from everstep_trainer.importers.storage_reads import _fetch as fetch
 from everstep_trainer.state.blob import as_bytes
 from everstep_trainer.state.tracked_state import TrackedState
@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 
 from everstep.errors import ConfigurationError, NotRestorable
 from everstep.ids import Version
-from everstep.layout.digests import DIGESTS
+from everstep.layout.digests import DIGESTS_FILE
 from everstep.layout.manifests import Box
 from tests.support.spilling import Odd, fill_slots, start_alone, train
 
@@ -78,7 +78,7 @@ def before() -> Job:
 
 def spilled(job: Job, folder: Path, version: Version = VERSION, **how: Any) -> Path:
     order = fill_slots(folder / f"slots-{version.step}", job.state, version, **how)
-    assert carry_out(msgspec.structs.replace(order, url=str(folder / "out"))).whole
+    assert execute(msgspec.structs.replace(order, url=str(folder / "out"))).is_complete
     return folder / "out"
 
 
@@ -89,16 +89,16 @@ def test_everything_of_our_own_comes_back_on_any_rank(tmp_path: Path, before: Jo
     out = spilled(before, tmp_path, **how)
     for rank in (0, 2, 7):
         after = Job(trained=False)
-        assert after.start_from(out / folder_of(VERSION), rank, 8) == VERSION.step
+        assert after.start_from(out / folder_name(VERSION), rank, 8) == VERSION.step
         assert after.contents() == before.contents()
 
 
 def test_of_several_the_newest_whole_one_is_taken(tmp_path: Path, before: Job) -> None:
     out = spilled(before, tmp_path, Version(7, 9))
     spilled(before, tmp_path, Version(1, 12))  # of a job that started again, and counts its generations anew
-    os.utime(out / folder_of(Version(7, 9)) / ".metadata", (1, 1))
+    os.utime(out / folder_name(Version(7, 9)) / ".metadata", (1, 1))
     spilled(before, tmp_path, Version(4, 15))
-    (out / folder_of(Version(4, 15)) / ".metadata").unlink()
+    (out / folder_name(Version(4, 15)) / ".metadata").unlink()
     assert Job(trained=False).start_from(out) == 12
 
 
@@ -238,7 +238,7 @@ def test_weights_alone_are_enough_and_the_rest_starts_as_it_was_made(
 
 def test_each_rank_gets_its_own_buffers_back(tmp_path: Path, before: Job) -> None:
     out = spilled(before, tmp_path, world=3, layout="sharded")
-    checkpoint = open_checkpoint(str(out / folder_of(VERSION)))
+    checkpoint = open_checkpoint(str(out / folder_name(VERSION)))
     key = "everstep.own.1.model.norm.running_mean"
     ((_, value),) = checkpoint.read(key, Box((0,), (7,)))
     assert torch.equal(value, before.model.norm.running_mean)
@@ -249,7 +249,7 @@ def test_each_rank_gets_its_own_buffers_back(tmp_path: Path, before: Job) -> Non
 
 def unsealed(folder: Path) -> Path:
     """Without digests, as releases before had no, and other programs have none."""
-    (folder / DIGESTS).unlink()
+    (folder / DIGESTS_FILE).unlink()
     return folder
 
 
@@ -297,7 +297,7 @@ def test_no_code_is_run_that_is_stored_in_a_file(tmp_path: Path, before: Job) ->
 
 @pytest.mark.parametrize("where", ["metadata", "object"])
 def test_no_code_is_run_that_is_stored_in_a_folder(tmp_path: Path, before: Job, where: str) -> None:
-    folder = unsealed(spilled(before, tmp_path) / folder_of(VERSION))
+    folder = unsealed(spilled(before, tmp_path) / folder_name(VERSION))
     if where == "metadata":
         (folder / ".metadata").write_bytes(pickle.dumps(Trap()))
         sentence = "has no place in a checkpoint's metadata"
@@ -323,7 +323,7 @@ class _AsEarly311(pickle.Pickler):
 
 
 def test_a_folder_is_read_whichever_release_of_python_wrote_it(tmp_path: Path, before: Job) -> None:
-    folder = unsealed(spilled(before, tmp_path) / folder_of(VERSION))
+    folder = unsealed(spilled(before, tmp_path) / folder_name(VERSION))
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     written = io.BytesIO()
     _AsEarly311(written, 4).dump(metadata)
@@ -342,7 +342,7 @@ class _Reached:
 
 
 def test_no_attribute_is_looked_up_but_that_enumerations_members(tmp_path: Path, before: Job) -> None:
-    folder = unsealed(spilled(before, tmp_path) / folder_of(VERSION))
+    folder = unsealed(spilled(before, tmp_path) / folder_name(VERSION))
     (folder / ".metadata").write_bytes(pickle.dumps(_Reached()))
     with pytest.raises(NotRestorable, match=r"getattr of .* has no place in a checkpoint's metadata"):
         Job(trained=False).start_from(folder)
@@ -351,7 +351,7 @@ def test_no_attribute_is_looked_up_but_that_enumerations_members(tmp_path: Path,
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "unsealed"])
 @pytest.mark.parametrize("harm", ["short", "gone", "metadata", "part"])
 def test_a_damaged_folder_is_refused(tmp_path: Path, before: Job, harm: str, sealed: bool) -> None:
-    folder = spilled(before, tmp_path, world=2, layout="sharded") / folder_of(VERSION)
+    folder = spilled(before, tmp_path, world=2, layout="sharded") / folder_name(VERSION)
     if not sealed:
         unsealed(folder)
     file, metadata = folder / "__1_0.distcp", folder / ".metadata"
@@ -373,7 +373,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, before: Job, harm: str, sea
     }
     if sealed:
         sentence |= dict.fromkeys(("metadata", "part"), r"\.metadata is damaged: it does not have the digest it had")
-    with pytest.raises(Damaged, match=sentence[harm]):
+    with pytest.raises(DamagedCheckpoint, match=sentence[harm]):
         Job(trained=False).start_from(folder)
 
 
@@ -388,7 +388,7 @@ def test_stages_under_one_key_are_read_as_one_model(tmp_path: Path) -> None:
         optimizer.step()
     state = TrackedState({"model": before, "optimizer": optimizers})
     order = fill_slots(tmp_path / "slots", state, VERSION, world=2)
-    carry_out(msgspec.structs.replace(order, url=str(tmp_path / "out")))
+    execute(msgspec.structs.replace(order, url=str(tmp_path / "out")))
     tracked: dict[str, object] = {"model": after, "optimizer": others}
     assert start_alone(tmp_path / "out", tracked, TrackedState(tracked)) == VERSION.step
     for old, new in zip(before, after, strict=True):

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from everstep_agent.spill.__main__ import carry_out
+from everstep_agent.spill.__main__ import execute
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
@@ -31,7 +31,7 @@ def job(kind: Any = SharingOptimizer, **how: Any) -> dict[str, Any]:
 def stored(tracked: dict[str, Any], folder: Path, form: str) -> Path:
     if form == "spill":
         order = fill_slots(folder / "slots", TrackedState(tracked), VERSION, world=2)
-        assert carry_out(msgspec.structs.replace(order, url=str(folder / "out"))).whole
+        assert execute(msgspec.structs.replace(order, url=str(folder / "out"))).is_complete
         return folder / "out"
     state = {key: one.state_dict() for key, one in tracked.items()}
     if form == "folder":

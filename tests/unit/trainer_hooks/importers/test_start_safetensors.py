@@ -10,10 +10,10 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from everstep_trainer.importers.checkpoint_files import checkpoints_at, open_checkpoint
+from everstep_trainer.importers.checkpoint_files import find_checkpoints, open_checkpoint
 from everstep_trainer.importers.importer import read_checkpoint
-from everstep_trainer.importers.storage_reads import Damaged
-from everstep_trainer.runtime.regroup import tell_ranks_apart
+from everstep_trainer.importers.storage_reads import DamagedCheckpoint
+from everstep_trainer.runtime.regroup import patch_mesh_equality
 from everstep_trainer.state.blob import as_bytes
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
@@ -93,7 +93,7 @@ def test_a_file_is_read_from_an_object_store_and_into_another_dtype(tmp_path: Pa
 
 def test_each_rank_of_a_mesh_has_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMesh, "__init__", DeviceMesh.__init__)  # put back afterwards
-    tell_ranks_apart()
+    patch_mesh_equality()
     layout = Layout(shard=2, tp=2, hidden=(7, 5, 3, 6))
     whole = {name: p.detach() for name, p in layout.net().named_parameters()}
     (tmp_path / "model.safetensors").write_bytes(written({**whole, "constant": torch.arange(5.0)}))
@@ -101,7 +101,7 @@ def test_each_rank_of_a_mesh_has_its_part(tmp_path: Path, monkeypatch: pytest.Mo
         with playing(rank, (layout.world,)):
             trained = Trained(layout)
             places = {name: at.clone() for name, at in trained.places.items()}
-            (url,) = checkpoints_at(str(tmp_path))
+            (url,) = find_checkpoints(str(tmp_path))
             tracked = {"model": trained.model}
             read_checkpoint(url, tracked, TrackedState(tracked), rank, layout.world).finish()
             for name, parameter in trained.module.named_parameters():
@@ -124,10 +124,10 @@ def test_of_several_files_without_an_index_one_has_to_be_named(tmp_path: Path) -
     for name in ("adapter.safetensors", "other.safetensors"):
         (tmp_path / name).write_bytes(written(Tied().state_dict()))
     with pytest.raises(NotRestorable, match=r"has adapter\.safetensors, other\.safetensors: name the one"):
-        checkpoints_at(str(tmp_path))
-    assert checkpoints_at(str(tmp_path / "other.safetensors")) == [str(tmp_path / "other.safetensors")]
+        find_checkpoints(str(tmp_path))
+    assert find_checkpoints(str(tmp_path / "other.safetensors")) == [str(tmp_path / "other.safetensors")]
     (tmp_path / "model.safetensors").write_bytes(written(Tied().state_dict()))
-    assert checkpoints_at(str(tmp_path)) == [str(tmp_path / "model.safetensors")]
+    assert find_checkpoints(str(tmp_path)) == [str(tmp_path / "model.safetensors")]
 
 
 def test_what_is_not_tied_any_more_is_missed_with_what_to_do(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_damaged_one_is_refused_with_its_files_name(tmp_path: Path, harm: str,
     else:
         harmed = {"short": body[:-3], "head": bytes(4) + b"\1" + body[5:], "json": body[:9] + body[10:], "empty": b""}
         file.write_bytes(harmed[harm])
-    with pytest.raises(Damaged, match=sentence):
+    with pytest.raises(DamagedCheckpoint, match=sentence):
         started(Tied(), folder)
 
 

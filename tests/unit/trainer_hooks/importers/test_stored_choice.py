@@ -16,12 +16,12 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_agent.spill.__main__ import carry_out
-from everstep_agent.spill.writer import folder_of
+from everstep_agent.spill.__main__ import execute
+from everstep_agent.spill.writer import folder_name
 from everstep_trainer.importers import checkpoint_files
-from everstep_trainer.importers.importer import Start, read_checkpoint
-from everstep_trainer.importers.source_agreement import StoredChoice
-from everstep_trainer.importers.storage_reads import AGAIN, MOST_TRIES, Damaged, patiently
+from everstep_trainer.importers.importer import CheckpointImport, read_checkpoint
+from everstep_trainer.importers.source_agreement import SourceAgreement
+from everstep_trainer.importers.storage_reads import MAX_TRIES, RETRY_BACKOFF, DamagedCheckpoint, retry_read
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
@@ -50,11 +50,11 @@ class Rank:
         self.waited: list[float] = []
 
     def load(self, store: dist.Store, rank: int, places: Sequence[str], reading: Reading) -> int:
-        def read(url: str) -> Start:
+        def read(url: str) -> CheckpointImport:
             reading(rank, url)
             return read_checkpoint(url, self.tracked, self.state, rank, WORLD)
 
-        choice = StoredChoice(
+        choice = SourceAgreement(
             store, rank, WORLD, SYSTEM_CLOCK, lambda url, _: self.unusable.append(url), self.waited.append
         )
         return choice.load(places, read)
@@ -69,8 +69,8 @@ def _store(root: Path, step: int, *, stepped: bool = True) -> Path:
     """A checkpoint of a step, whose number is in all weights; each of two ranks wrote half of it."""
     rank = Rank(float(step), stepped=stepped)
     order = fill_slots(root / f"slots-{step}", rank.state, Version(1, step), world=2, layout="sharded")
-    carry_out(msgspec.structs.replace(order, url=str(root / "out")))
-    folder = root / "out" / folder_of(Version(1, step))
+    execute(msgspec.structs.replace(order, url=str(root / "out")))
+    folder = root / "out" / folder_name(Version(1, step))
     os.utime(folder / ".metadata", (step, step))
     return folder
 
@@ -147,28 +147,28 @@ def test_storage_that_fails_a_rank_for_a_moment_costs_no_checkpoint(tmp_path: Pa
     tries = itertools.count(1)
 
     def reading(rank: int, _: str) -> None:
-        if rank == 1 and next(tries) < MOST_TRIES:
+        if rank == 1 and next(tries) < MAX_TRIES:
             raise error
 
     ranks, steps = _load(tmp_path / "out", reading=reading)
     assert steps == [9, 9]
     assert [rank.unusable for rank in ranks] == [[], []]
     assert ranks[0].waited == []
-    assert len(ranks[1].waited) == MOST_TRIES - 1
-    assert all(0 < waited <= AGAIN.limit_s(n) for n, waited in enumerate(ranks[1].waited))
+    assert len(ranks[1].waited) == MAX_TRIES - 1
+    assert all(0 < waited <= RETRY_BACKOFF.limit_s(n) for n, waited in enumerate(ranks[1].waited))
 
 
 def test_storage_that_fails_while_rank_0_looks_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _store(tmp_path, 5)
     answers: list[OSError] = [ConnectionResetError(104, "Connection reset by peer")]
-    there = checkpoint_files.checkpoints_at
+    there = checkpoint_files.find_checkpoints
 
     def look(url: str) -> list[str]:
         if answers:
             raise answers.pop()
         return there(url)
 
-    monkeypatch.setattr(checkpoint_files, "checkpoints_at", look)
+    monkeypatch.setattr(checkpoint_files, "find_checkpoints", look)
     assert _load(tmp_path / "out")[1] == [5, 5]
 
 
@@ -184,8 +184,8 @@ def test_what_only_a_storages_package_has_a_name_for_is_an_error_of_storage_too(
         raise package.BotoCoreError("the endpoint is away")
 
     with pytest.raises(OSError, match="the endpoint is away"):
-        patiently(read, waited.append)
-    assert len(waited) == MOST_TRIES - 1
+        retry_read(read, waited.append)
+    assert len(waited) == MAX_TRIES - 1
 
 
 @pytest.mark.parametrize("mended", [True, False])
@@ -198,7 +198,7 @@ def test_what_is_damaged_is_read_once_more_and_not_again(tmp_path: Path, mended:
         if rank == 1 and url == str(newest):
             asked.append(url)
             if len(asked) == 1 or not mended:
-                raise Damaged("a bit flipped on its way")
+                raise DamagedCheckpoint("a bit flipped on its way")
 
     ranks, steps = _load(tmp_path / "out", reading=reading)
     assert steps == ([9, 9] if mended else [5, 5])

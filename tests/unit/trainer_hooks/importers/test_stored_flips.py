@@ -14,15 +14,15 @@ import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from everstep_agent.spill.__main__ import carry_out
-from everstep_agent.spill.writer import folder_of
-from everstep_trainer.importers.storage_reads import Damaged
+from everstep_agent.spill.__main__ import execute
+from everstep_agent.spill.writer import folder_name
+from everstep_trainer.importers.storage_reads import DamagedCheckpoint
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
 from everstep.errors import DigestMismatch, MalformedMessage
 from everstep.ids import Version
-from everstep.layout.digests import DIGESTS, ArchiveDigest, StoredDigests, decode_digests, encode_digests
+from everstep.layout.digests import DIGESTS_FILE, ArchiveDigest, StoredDigests, decode_digests, encode_digests
 from tests.support.spilling import fill_slots, start_alone
 
 pytestmark = pytest.mark.slow
@@ -65,8 +65,8 @@ def before() -> Small:
 
 def _spilled(before: Small, tmp_path: Path, **how: Any) -> Path:
     order = fill_slots(tmp_path / "slots", before.state, VERSION, **how)
-    assert carry_out(msgspec.structs.replace(order, url=str(tmp_path / "out"))).whole
-    return tmp_path / "out" / folder_of(VERSION)
+    assert execute(msgspec.structs.replace(order, url=str(tmp_path / "out"))).is_complete
+    return tmp_path / "out" / folder_name(VERSION)
 
 
 def _flipped(path: Path, bit: int, try_it: Callable[[], None]) -> None:
@@ -89,7 +89,7 @@ def _found_or_harmless(before: Small, url: object, path: Path, bits: list[int]) 
         after, said = Small(), path.name
         try:
             after.start_from(url)
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             found, said = found + 1, str(error)
         else:
             assert after.contents() == before.contents()
@@ -124,7 +124,7 @@ def test_a_bit_in_whatever_is_restored_of_our_own_is_found(tmp_path: Path, befor
         bits = [8 * at + draw.randrange(8 * length) for at, length in _read_archives(folder, file) for _ in range(6)]
         assert len(bits) >= 18
         assert _found_or_harmless(before, folder, folder / file, bits) == len(bits)
-    for file in (".metadata", DIGESTS):
+    for file in (".metadata", DIGESTS_FILE):
         bits = _drawn(folder / file, 60)
         assert _found_or_harmless(before, folder, folder / file, bits) == len(bits)
 
@@ -142,7 +142,9 @@ def test_bytes_of_another_checkpoint_are_found_though_they_are_whole_in_themselv
 ) -> None:
     folder, other = _spilled(before, tmp_path / "a"), _spilled(Small().train().train(), tmp_path / "b")
     (folder / "__0_0.distcp").write_bytes((other / "__0_0.distcp").read_bytes())
-    with pytest.raises(Damaged, match=r"__0_0\.distcp is damaged: \d+ bytes at \d+ do not have the digest they had"):
+    with pytest.raises(
+        DamagedCheckpoint, match=r"__0_0\.distcp is damaged: \d+ bytes at \d+ do not have the digest they had"
+    ):
         Small().start_from(folder)
 
 
@@ -150,7 +152,7 @@ def test_a_folder_of_a_release_without_digests_is_loaded_and_checked_by_its_arch
     tmp_path: Path, before: Small
 ) -> None:
     folder = _spilled(before, tmp_path)
-    (folder / DIGESTS).unlink()
+    (folder / DIGESTS_FILE).unlink()
     after = Small()
     assert after.start_from(folder) == VERSION.step
     assert after.contents() == before.contents()
@@ -182,7 +184,7 @@ def test_a_bit_in_a_torch_save_file_behind_a_url_is_found(before: Small) -> None
     body = bytearray(written.getvalue())
     body[body.index(before.model.weight.detach().numpy().tobytes()) + 3] ^= 16
     fsspec.filesystem("memory").pipe("/flipped.pt", bytes(body))
-    with pytest.raises(Damaged, match=r"memory://flipped\.pt is damaged"):
+    with pytest.raises(DamagedCheckpoint, match=r"memory://flipped\.pt is damaged"):
         Small().start_from("memory://flipped.pt")
 
 
@@ -212,7 +214,9 @@ def test_what_torch_save_wrote_before_it_had_checksums_is_refused_with_what_to_d
     tmp_path: Path, before: Small
 ) -> None:
     torch.save({"model": before.model.state_dict()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(Damaged, match=r"old\.pt is damaged, or not what torch\.save writes \(a zip archive, since"):
+    with pytest.raises(
+        DamagedCheckpoint, match=r"old\.pt is damaged, or not what torch\.save writes \(a zip archive, since"
+    ):
         Small().start_from(tmp_path / "old.pt")
 
 

@@ -204,7 +204,7 @@ def test_a_missing_package_is_an_error_and_a_missing_module_of_it_is_not() -> No
 )
 def test_preload_refuses_what_no_fork_survives(tmp_path: Path, source: str, status: int, said: str) -> None:
     (tmp_path / "mine.py").write_text(source)
-    code = "import sys; from everstep_trainer.launch.forkserver import preload_named as p; p(); sys.modules['mine']"
+    code = "import sys; from everstep_trainer.launch.forkserver import preload_requested as p; p(); sys.modules['mine']"
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "EVERSTEP_PRELOAD": "mine"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr

@@ -7,7 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from everstep_trainer.launch.job_cache import MOST, MOST_BYTES, Follower, Noted, is_followed, read
+from everstep_trainer.launch.job_cache import (
+    MAX_FILE_BYTES,
+    MAX_MODULES,
+    ImportFollower,
+    ImportRecorder,
+    is_followed,
+    read_imports,
+)
 
 MODULES = ("wave", "xml.dom.minidom")
 """Of the standard library, and imported by nothing here."""
@@ -25,49 +32,49 @@ def never() -> bool:
 
 
 def test_standby_imports_what_a_rank_noted(tmp_path: Path) -> None:
-    noted = Noted(tmp_path, 3)
+    noted = ImportRecorder(tmp_path, 3)
     for name in MODULES:
         importlib.import_module(name)
-    noted.note()
+    noted.record()
     for name in MODULES:
         del sys.modules[name]
-    Follower(tmp_path, never).follow()
+    ImportFollower(tmp_path, never).import_new()
     assert set(MODULES) <= sys.modules.keys()
 
 
 def test_note_leaves_out_what_the_script_imported(tmp_path: Path) -> None:
     importlib.import_module("wave")
-    noted = Noted(tmp_path, 0)
+    noted = ImportRecorder(tmp_path, 0)
     importlib.import_module("xml.dom.minidom")
-    noted.note()
-    assert "xml.dom.minidom" in read(tmp_path / "imports-0")
-    assert "wave" not in read(tmp_path / "imports-0")
+    noted.record()
+    assert "xml.dom.minidom" in read_imports(tmp_path / "imports-0")
+    assert "wave" not in read_imports(tmp_path / "imports-0")
 
 
 def test_note_keeps_what_the_process_before_noted(tmp_path: Path) -> None:
     (tmp_path / "imports-0").write_text("wave")
-    noted = Noted(tmp_path, 0)
+    noted = ImportRecorder(tmp_path, 0)
     importlib.import_module("xml.dom.minidom")
-    noted.note()
-    assert {"wave", "xml.dom.minidom"} <= set(read(tmp_path / "imports-0"))
+    noted.record()
+    assert {"wave", "xml.dom.minidom"} <= set(read_imports(tmp_path / "imports-0"))
     assert [path.name for path in tmp_path.iterdir()] == ["imports-0"], "nothing is left aside"
 
 
 def test_note_leaves_out_modules_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "reads_rank_on_import.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    noted = Noted(tmp_path, 0)
+    noted = ImportRecorder(tmp_path, 0)
     importlib.import_module("wave")
     importlib.import_module("reads_rank_on_import")
     monkeypatch.delitem(sys.modules, "reads_rank_on_import")
-    noted.note()
+    noted.record()
     assert "reads_rank_on_import" not in (tmp_path / "imports-0").read_text()
 
 
 def test_note_without_a_folder_fails_silently(tmp_path: Path) -> None:
-    noted = Noted(tmp_path / "gone", 0)
+    noted = ImportRecorder(tmp_path / "gone", 0)
     importlib.import_module("wave")
-    noted.note()
+    noted.record()
     assert not (tmp_path / "gone").exists()
 
 
@@ -75,7 +82,7 @@ def test_follower_imports_only_followed_packages(tmp_path: Path, monkeypatch: py
     (tmp_path / "planted.py").write_text("raise AssertionError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "imports-0").write_text("planted\nplanted.torch\n\n../wave\nwave")
-    Follower(tmp_path, never).follow()
+    ImportFollower(tmp_path, never).import_new()
     assert "wave" in sys.modules
     assert "planted" not in sys.modules
     assert not is_followed("planted")
@@ -83,36 +90,36 @@ def test_follower_imports_only_followed_packages(tmp_path: Path, monkeypatch: py
 
 def test_follower_goes_on_after_a_failed_import(tmp_path: Path) -> None:
     (tmp_path / "imports-0").write_text("json.of_another_version\nwave")
-    Follower(tmp_path, never).follow()
+    ImportFollower(tmp_path, never).import_new()
     assert "wave" in sys.modules
 
 
 def test_follower_stops_when_it_is_wanted(tmp_path: Path) -> None:
     (tmp_path / "imports-0").write_text("\n".join(MODULES))
-    Follower(tmp_path, lambda: "wave" in sys.modules).follow()
+    ImportFollower(tmp_path, lambda: "wave" in sys.modules).import_new()
     assert "wave" in sys.modules
     assert "xml.dom.minidom" not in sys.modules
 
 
 def test_follower_reads_a_file_again_once_it_changed(tmp_path: Path) -> None:
     file = tmp_path / "imports-0"
-    follower = Follower(tmp_path, never)
-    follower.follow()
+    follower = ImportFollower(tmp_path, never)
+    follower.import_new()
     file.write_text("json.of_another_version")
-    follower.follow()
+    follower.import_new()
     file.with_suffix(".1").write_text("wave")
-    follower.follow()
+    follower.import_new()
     assert "wave" not in sys.modules, "a file that is still being written is not read"
     file.with_suffix(".1").replace(file)
-    follower.follow()
+    follower.import_new()
     assert "wave" in sys.modules
 
 
 def test_read_bounds_names_and_bytes(tmp_path: Path) -> None:
     file = tmp_path / "imports-0"
-    file.write_text("wave\n" * (MOST + 1))
-    assert len(read(file)) == MOST
-    file.write_text("wave\n" * MOST_BYTES)
-    assert read(file) == []
+    file.write_text("wave\n" * (MAX_MODULES + 1))
+    assert len(read_imports(file)) == MAX_MODULES
+    file.write_text("wave\n" * MAX_FILE_BYTES)
+    assert read_imports(file) == []
     file.write_bytes(b"\xff\xfe")
-    assert read(file) == []
+    assert read_imports(file) == []

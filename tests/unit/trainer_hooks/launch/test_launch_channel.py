@@ -7,7 +7,7 @@ import socket
 
 import msgspec
 import pytest
-from everstep_trainer.launch.fork_messages import Channel, pair
+from everstep_trainer.launch.fork_messages import ControlChannel, make_socket_pair
 
 from everstep.errors import MalformedMessage
 
@@ -17,8 +17,8 @@ class Word(msgspec.Struct, tag=True):
 
 
 def test_descriptors_arrive_with_their_message() -> None:
-    ours, theirs = pair()
-    sender, receiver = Channel[Word](theirs, Word), Channel[Word](ours, Word)
+    ours, theirs = make_socket_pair()
+    sender, receiver = ControlChannel[Word](theirs, Word), ControlChannel[Word](ours, Word)
     readable, writable = os.pipe()
     sender.send(Word("here"), (writable,))
     os.close(writable)
@@ -33,8 +33,8 @@ def test_descriptors_arrive_with_their_message() -> None:
 
 
 def test_descriptors_of_what_is_no_message_are_closed() -> None:
-    ours, theirs = pair()
-    channel = Channel[Word](ours, Word)
+    ours, theirs = make_socket_pair()
+    channel = ControlChannel[Word](ours, Word)
     readable, writable = os.pipe()
     socket.send_fds(theirs, [b"\xc1"], [writable])
     os.close(writable)

@@ -5,59 +5,59 @@ from __future__ import annotations
 import signal
 
 from everstep_trainer.launch.worker_pool import (
-    Action,
-    AwaitLastWord,
-    Crew,
-    CrewSettings,
+    AwaitJobEnd,
     GiveUp,
+    PoolAction,
     PromoteWorker,
     ReportExit,
+    ScheduleStandby,
     ScriptEnded,
     ScriptFailed,
-    StandbyLater,
     StartWorker,
+    WorkerPool,
+    WorkerPoolSettings,
 )
 
 KILL = int(signal.SIGKILL)
 
 
-def staffed(nproc: int = 2, standbys: int = 1, max_deaths: int = 3) -> Crew:
+def staffed(nproc: int = 2, standbys: int = 1, max_deaths: int = 3) -> WorkerPool:
     """A crew in generation 1 whose workers (serials 1..nproc, pids 101..) and standbys have all arrived."""
-    crew = Crew(CrewSettings(nproc=nproc, standbys=standbys, max_deaths=max_deaths))
+    crew = WorkerPool(WorkerPoolSettings(nproc=nproc, standbys=standbys, max_deaths=max_deaths))
     serials = [action.serial for action in crew.start() if isinstance(action, StartWorker)]
     for serial in serials:
-        crew.forked(serial, 100 + serial)
-    due = [action for serial in serials for action in crew.arrived(serial)]
+        crew.handle_forked(serial, 100 + serial)
+    due = [action for serial in serials for action in crew.handle_reached_main(serial)]
     for _ in due:
-        for action in crew.standby_due():
+        for action in crew.handle_standby_due():
             assert isinstance(action, StartWorker)
-            crew.forked(action.serial, 100 + action.serial)
-            crew.arrived(action.serial)
-    crew.entered(1, frozenset(range(nproc)), 0.0)
+            crew.handle_forked(action.serial, 100 + action.serial)
+            crew.handle_reached_main(action.serial)
+    crew.handle_generation(1, frozenset(range(nproc)), 0.0)
     return crew
 
 
-def killed(crew: Crew, serial: int, now: float = 0.0) -> list[Action]:
-    return crew.exited(serial, 100 + serial, None, KILL, now)
+def killed(crew: WorkerPool, serial: int, now: float = 0.0) -> list[PoolAction]:
+    return crew.handle_exit(serial, 100 + serial, None, KILL, now)
 
 
 def test_a_crew_starts_one_worker_for_each_local_rank() -> None:
-    crew = Crew(CrewSettings(nproc=3))
+    crew = WorkerPool(WorkerPoolSettings(nproc=3))
     assert crew.start() == [StartWorker(1, 0), StartWorker(2, 1), StartWorker(3, 2)]
 
 
 def test_standbys_are_made_only_after_a_worker_came_to_main() -> None:
-    crew = Crew(CrewSettings(nproc=2, standbys=2, standby_delay_s=0.5))
+    crew = WorkerPool(WorkerPoolSettings(nproc=2, standbys=2, standby_delay_s=0.5))
     crew.start()
-    assert crew.arrived(1) == [StandbyLater(0.5), StandbyLater(0.5)]
-    assert crew.arrived(2) == []
-    assert crew.standby_due() == [StartWorker(3, None)]
+    assert crew.handle_reached_main(1) == [ScheduleStandby(0.5), ScheduleStandby(0.5)]
+    assert crew.handle_reached_main(2) == []
+    assert crew.handle_standby_due() == [StartWorker(3, None)]
 
 
 def test_a_dead_worker_is_reported_and_its_standby_promoted_before_another_is_made() -> None:
     crew = staffed()
-    assert killed(crew, 2) == [ReportExit(1, 102, None, KILL, True), PromoteWorker(3, 1), StandbyLater(1.0)]
-    assert crew.holders() == {1: 0, 3: 1}
+    assert killed(crew, 2) == [ReportExit(1, 102, None, KILL, True), PromoteWorker(3, 1), ScheduleStandby(1.0)]
+    assert crew.active_workers() == {1: 0, 3: 1}
 
 
 def test_without_a_standby_a_worker_is_forked_in_the_same_place() -> None:
@@ -67,36 +67,36 @@ def test_without_a_standby_a_worker_is_forked_in_the_same_place() -> None:
 
 def test_of_two_deaths_at_once_the_first_gets_the_standby_and_the_second_a_new_process() -> None:
     crew = staffed()
-    assert killed(crew, 1)[1:] == [PromoteWorker(3, 0), StandbyLater(1.0)]
+    assert killed(crew, 1)[1:] == [PromoteWorker(3, 0), ScheduleStandby(1.0)]
     assert killed(crew, 2)[1:] == [StartWorker(4, 1)]
 
 
 def test_a_warm_standby_is_preferred_to_one_that_still_imports() -> None:
-    crew = Crew(CrewSettings(nproc=1, standbys=2))
+    crew = WorkerPool(WorkerPoolSettings(nproc=1, standbys=2))
     crew.start()
-    crew.arrived(1)
-    crew.standby_due()
-    crew.standby_due()
-    crew.arrived(3)
+    crew.handle_reached_main(1)
+    crew.handle_standby_due()
+    crew.handle_standby_due()
+    crew.handle_reached_main(3)
     assert PromoteWorker(3, 0) in killed(crew, 1)
 
 
 def test_a_standby_that_dies_is_made_again_but_not_reported() -> None:
     crew = staffed()
-    assert killed(crew, 3) == [StandbyLater(1.0)]
+    assert killed(crew, 3) == [ScheduleStandby(1.0)]
 
 
 def test_standbys_that_never_arrive_are_given_up_on() -> None:
-    crew = Crew(CrewSettings(nproc=1, standbys=1))
+    crew = WorkerPool(WorkerPoolSettings(nproc=1, standbys=1))
     crew.start()
-    crew.arrived(1)
+    crew.handle_reached_main(1)
     for _ in range(2):
-        (hired,) = crew.standby_due()
+        (hired,) = crew.handle_standby_due()
         assert isinstance(hired, StartWorker)
-        assert crew.exited(hired.serial, 9, 1, None, 0.0) == [StandbyLater(1.0)]
-    (hired,) = crew.standby_due()
+        assert crew.handle_exit(hired.serial, 9, 1, None, 0.0) == [ScheduleStandby(1.0)]
+    (hired,) = crew.handle_standby_due()
     assert isinstance(hired, StartWorker)
-    assert crew.exited(hired.serial, 9, 1, None, 0.0) == []
+    assert crew.handle_exit(hired.serial, 9, 1, None, 0.0) == []
 
 
 def test_too_many_deaths_of_one_local_rank_within_the_window_are_not_replaced() -> None:
@@ -107,7 +107,7 @@ def test_too_many_deaths_of_one_local_rank_within_the_window_are_not_replaced() 
     assert report == ReportExit(0, 103, None, KILL, False)
     assert isinstance(given_up, GiveUp)
     assert "died 3 times" in given_up.sentence
-    assert crew.entered(2, frozenset({0}), 3.0) == []
+    assert crew.handle_generation(2, frozenset({0}), 3.0) == []
 
 
 def test_deaths_outside_the_window_are_forgotten() -> None:
@@ -118,74 +118,74 @@ def test_deaths_outside_the_window_are_forgotten() -> None:
 
 def test_a_worker_that_exits_cleanly_is_no_death() -> None:
     crew = staffed()
-    assert crew.exited(1, 101, 0, None, 0.0) == [AwaitLastWord(0, 101)]
-    assert not crew.all_finished
-    assert crew.exited(2, 102, 0, None, 0.0) == [AwaitLastWord(1, 102)]
-    assert crew.all_finished
-    assert crew.entered(1, frozenset({0, 1}), 0.0) == []
+    assert crew.handle_exit(1, 101, 0, None, 0.0) == [AwaitJobEnd(0, 101)]
+    assert not crew.is_finished
+    assert crew.handle_exit(2, 102, 0, None, 0.0) == [AwaitJobEnd(1, 102)]
+    assert crew.is_finished
+    assert crew.handle_generation(1, frozenset({0, 1}), 0.0) == []
 
 
 def test_a_plain_script_finishes_when_all_its_processes_have() -> None:
-    crew = Crew(CrewSettings(nproc=1))
+    crew = WorkerPool(WorkerPoolSettings(nproc=1))
     crew.start()
-    assert crew.exited(1, 101, 0, None, 0.0) == [ScriptEnded()]
+    assert crew.handle_exit(1, 101, 0, None, 0.0) == [ScriptEnded()]
 
 
 def test_a_script_that_fails_before_main_is_not_tried_again() -> None:
-    crew = Crew(CrewSettings(nproc=2))
+    crew = WorkerPool(WorkerPoolSettings(nproc=2))
     crew.start()
-    (failed,) = crew.exited(2, 102, 3, None, 0.0)
+    (failed,) = crew.handle_exit(2, 102, 3, None, 0.0)
     assert isinstance(failed, ScriptFailed)
     assert failed.code == 3
     assert "local rank 1" in failed.sentence
 
 
 def test_a_script_killed_before_main_fails_with_the_status_of_a_shell() -> None:
-    crew = Crew(CrewSettings(nproc=1))
+    crew = WorkerPool(WorkerPoolSettings(nproc=1))
     crew.start()
-    (failed,) = crew.exited(1, 101, None, int(signal.SIGSEGV), 0.0)
+    (failed,) = crew.handle_exit(1, 101, None, int(signal.SIGSEGV), 0.0)
     assert isinstance(failed, ScriptFailed)
     assert failed.code == 128 + signal.SIGSEGV
 
 
 def test_a_kill_for_a_generation_hits_only_who_took_part_in_it() -> None:
     crew = staffed()
-    assert crew.to_kill(1, generation=1) == 2
+    assert crew.worker_to_kill(1, generation=1) == 2
     killed(crew, 2)
-    assert crew.to_kill(1, generation=1) is None
-    crew.entered(2, frozenset({0, 1}), 0.0)
-    assert crew.to_kill(1, generation=2) == 3
+    assert crew.worker_to_kill(1, generation=1) is None
+    crew.handle_generation(2, frozenset({0, 1}), 0.0)
+    assert crew.worker_to_kill(1, generation=2) == 3
 
 
 def test_a_generation_fills_local_ranks_that_nobody_holds() -> None:
     crew = staffed()
-    assert crew.entered(2, frozenset({1}), 0.0) == []
-    crew.dismiss(1)
-    assert crew.entered(2, frozenset({0, 1}), 0.0) == [PromoteWorker(3, 0), StandbyLater(1.0)]
+    assert crew.handle_generation(2, frozenset({1}), 0.0) == []
+    crew.remove_worker(1)
+    assert crew.handle_generation(2, frozenset({0, 1}), 0.0) == [PromoteWorker(3, 0), ScheduleStandby(1.0)]
 
 
 def test_who_ended_cleanly_before_a_newer_generation_that_counts_on_it_died() -> None:
     crew = staffed()
-    crew.exited(2, 102, 0, None, 0.0)
-    died = [ReportExit(1, 102, 0, None, True), PromoteWorker(3, 1), StandbyLater(1.0)]
-    assert crew.entered(2, frozenset({0, 1}), 0.0) == died
-    assert crew.left_early(1, 102, 0.0) == [], "once"
+    crew.handle_exit(2, 102, 0, None, 0.0)
+    died = [ReportExit(1, 102, 0, None, True), PromoteWorker(3, 1), ScheduleStandby(1.0)]
+    assert crew.handle_generation(2, frozenset({0, 1}), 0.0) == died
+    assert crew.handle_early_exit(1, 102, 0.0) == [], "once"
 
 
 def test_who_ended_cleanly_while_the_job_goes_on_died() -> None:
     """As where its end is heard of only after the generation that was made for another in its place."""
     crew = staffed()
-    crew.entered(2, frozenset({0, 1}), 0.0)
-    crew.exited(2, 102, 0, None, 0.0)
-    died = [ReportExit(1, 102, 0, None, True), PromoteWorker(3, 1), StandbyLater(1.0)]
-    assert crew.left_early(1, 102, 0.0) == died
+    crew.handle_generation(2, frozenset({0, 1}), 0.0)
+    crew.handle_exit(2, 102, 0, None, 0.0)
+    died = [ReportExit(1, 102, 0, None, True), PromoteWorker(3, 1), ScheduleStandby(1.0)]
+    assert crew.handle_early_exit(1, 102, 0.0) == died
 
 
 def test_who_ends_cleanly_in_each_generation_is_given_up_on() -> None:
     crew = staffed(nproc=1, standbys=0, max_deaths=2)
     for serial in (1, 2, 3):
-        crew.exited(serial, 100 + serial, 0, None, 0.0)
-        actions = crew.entered(1 + serial, frozenset({0}), 0.0)
+        crew.handle_exit(serial, 100 + serial, 0, None, 0.0)
+        actions = crew.handle_generation(1 + serial, frozenset({0}), 0.0)
     report, given_up = actions
     assert report == ReportExit(0, 103, 0, None, False)
     assert isinstance(given_up, GiveUp)
@@ -195,5 +195,5 @@ def test_who_ends_cleanly_in_each_generation_is_given_up_on() -> None:
 def test_an_unknown_process_changes_nothing() -> None:
     crew = staffed()
     assert killed(crew, 99) == []
-    assert crew.arrived(99) == []
-    assert crew.dismiss(99) is None
+    assert crew.handle_reached_main(99) == []
+    assert crew.remove_worker(99) is None

@@ -6,10 +6,10 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import pytest
-from everstep_trainer.launch.agent_link import AgentLink, Directive
+from everstep_trainer.launch.agent_link import Directive, LauncherLink
 
 from everstep.wire.v1.directives import StopJob
-from everstep.wire.v1.local import Goodbye, Hello, LauncherLost, RankExited, Role
+from everstep.wire.v1.local import ConnectionRole, Goodbye, Hello, LauncherLost, RankExited
 from everstep.wire.v1.training import JobSpec, LauncherJoined
 from tests.support.fake_agent import FakeAgent, Peer, fake_agent
 
@@ -21,15 +21,15 @@ def joined() -> LauncherJoined:
 
 
 def exited(pid: int) -> RankExited:
-    return RankExited(local_rank=0, pid=pid, exit_code=None, signal=9, replacement=True)
+    return RankExited(local_rank=0, pid=pid, exit_code=None, signal=9, has_replacement=True)
 
 
-def linked(path: Path, act: Callable[[AgentLink, asyncio.Queue[Directive]], Coroutine[None, None, None]]) -> None:
+def linked(path: Path, act: Callable[[LauncherLink, asyncio.Queue[Directive]], Coroutine[None, None, None]]) -> None:
     """Runs a link to ``path`` while ``act`` does something with it."""
 
     async def play() -> None:
         heard: asyncio.Queue[Directive] = asyncio.Queue()
-        link = AgentLink(str(path), "j", joined, heard.put_nowait)
+        link = LauncherLink(str(path), "j", joined, heard.put_nowait)
         line = asyncio.create_task(link.run())
         try:
             await asyncio.wait_for(act(link, heard), 30)
@@ -40,7 +40,7 @@ def linked(path: Path, act: Callable[[AgentLink, asyncio.Queue[Directive]], Coro
     asyncio.run(play())
 
 
-async def connected(link: AgentLink) -> None:
+async def connected(link: LauncherLink) -> None:
     while not link.connected:
         await asyncio.sleep(0.005)
 
@@ -48,13 +48,13 @@ async def connected(link: AgentLink) -> None:
 def test_a_launcher_says_hello_then_joins_then_says_what_waited(tmp_path: Path) -> None:
     with fake_agent(tmp_path / "agent.sock", node="n7") as agent:
 
-        async def act(link: AgentLink, heard: asyncio.Queue[Directive]) -> None:
+        async def act(link: LauncherLink, heard: asyncio.Queue[Directive]) -> None:
             link.report(exited(1))
             await connected(link)
             link.report(exited(2))
             peer = await asyncio.to_thread(lambda: agent.wait_until(lambda: said(agent, 3), "three messages"))
             assert peer.hello is not None
-            assert (peer.hello.role, peer.hello.job, peer.hello.local_rank) == (Role.LAUNCHER, "j", None)
+            assert (peer.hello.role, peer.hello.job, peer.hello.local_rank) == (ConnectionRole.LAUNCHER, "j", None)
             assert peer.messages == [joined(), exited(1), exited(2)]
             assert link.node == "n7"
 
@@ -75,7 +75,7 @@ def test_directives_are_passed_on_even_in_the_same_breath_as_the_welcome(tmp_pat
 
         agent.greet = greet
 
-        async def act(link: AgentLink, heard: asyncio.Queue[Directive]) -> None:
+        async def act(link: LauncherLink, heard: asyncio.Queue[Directive]) -> None:
             assert await heard.get() == STOP
 
         linked(tmp_path / "agent.sock", act)
@@ -84,7 +84,7 @@ def test_directives_are_passed_on_even_in_the_same_breath_as_the_welcome(tmp_pat
 def test_an_agent_that_is_not_there_yet_is_tried_until_it_is(tmp_path: Path) -> None:
     agent = FakeAgent(tmp_path / "agent.sock")
 
-    async def act(link: AgentLink, heard: asyncio.Queue[Directive]) -> None:
+    async def act(link: LauncherLink, heard: asyncio.Queue[Directive]) -> None:
         await asyncio.sleep(0)
         assert not link.connected
         agent.start()
@@ -109,7 +109,7 @@ def test_an_agent_that_does_not_begin_with_a_welcome_is_named_and_tried_again(
 
         agent.greet = greet
 
-        async def act(link: AgentLink, heard: asyncio.Queue[Directive]) -> None:
+        async def act(link: LauncherLink, heard: asyncio.Queue[Directive]) -> None:
             await connected(link)
             assert heard.empty()
 
@@ -122,9 +122,9 @@ def test_an_agent_that_does_not_begin_with_a_welcome_is_named_and_tried_again(
 def test_goodbye_is_the_last_thing_said(tmp_path: Path) -> None:
     with fake_agent(tmp_path / "agent.sock") as agent:
 
-        async def act(link: AgentLink, heard: asyncio.Queue[Directive]) -> None:
+        async def act(link: LauncherLink, heard: asyncio.Queue[Directive]) -> None:
             await connected(link)
-            await link.goodbye("the job is over")
+            await link.leave("the job is over")
             assert not link.connected
 
         linked(tmp_path / "agent.sock", act)
@@ -141,7 +141,7 @@ def test_an_agent_of_another_user_is_not_trusted(
     monkeypatch.setattr("everstep_trainer.launch.agent_link._CREDENTIALS", Strangers())
     with fake_agent(tmp_path / "agent.sock") as agent, caplog.at_level(logging.WARNING):
 
-        async def act(link: AgentLink, heard: asyncio.Queue[Directive]) -> None:
+        async def act(link: LauncherLink, heard: asyncio.Queue[Directive]) -> None:
             while "not trusted" not in caplog.text:
                 await asyncio.sleep(0.005)
             assert not link.connected

@@ -8,7 +8,7 @@ import socket
 import pytest
 from everstep_trainer.launch import launcher
 from everstep_trainer.launch.launcher import listening_socket, rendezvous_host
-from everstep_trainer.launch.options import count
+from everstep_trainer.launch.options import count_ranks
 
 from everstep.errors import ConfigurationError
 from tests.support.forked import ForkPool
@@ -49,21 +49,21 @@ def test_an_address_of_another_machine_is_refused_with_the_mend() -> None:
 
 
 def test_ranks_are_counted_by_core_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert count("cpu") == os.cpu_count()
+    assert count_ranks("cpu") == os.cpu_count()
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert (count("auto"), count("gpu")) == (os.cpu_count(), 0)
+    assert (count_ranks("auto"), count_ranks("gpu")) == (os.cpu_count(), 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    assert (count("auto"), count("gpu"), count("cpu")) == (8, 8, os.cpu_count())
+    assert (count_ranks("auto"), count_ranks("gpu"), count_ranks("cpu")) == (8, 8, os.cpu_count())
 
 
 def warm_up_and_draw() -> tuple[float, float, int]:
     import torch
-    from everstep_trainer.launch.process_setup import warm_up
+    from everstep_trainer.launch.process_setup import warm_up_torch
 
     torch.manual_seed(7)
     expected = torch.rand(1).item()
     torch.manual_seed(7)
-    warm_up()
+    warm_up_torch()
     return expected, torch.rand(1).item(), len(os.listdir("/proc/self/task"))
 
 

@@ -4,7 +4,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from everstep_trainer.launch.options import UNUSED, LaunchOptions, command_line, parse
+from everstep_trainer.launch.options import IGNORED_FLAGS, LaunchOptions, make_parser, parse_options
 from everstep_trainer.launch.processes import worker_environment
 
 from everstep.errors import ConfigurationError
@@ -21,70 +21,73 @@ def test_every_flag_of_torchrun_is_taken() -> None:
     from torch.distributed.run import get_args_parser
 
     theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
-    ours = {name for action in command_line({})._actions for name in action.option_strings}
+    ours = {name for action in make_parser({})._actions for name in action.option_strings}
     assert theirs <= ours
 
 
 def test_a_torchrun_command_line_can_be_carried_over(script: str) -> None:
     argv = ["--nnodes=1:4", "--nproc_per_node=8", "--rdzv-id=run7", "--rdzv-backend=c10d", "--rdzv_endpoint=h:29500"]
-    options = parse([*argv, "--max-restarts=5", "--agent-socket=/a.sock", script, "--lr", "0.1", "--nnodes=9"], {})
+    options = parse_options(
+        [*argv, "--max-restarts=5", "--agent-socket=/a.sock", script, "--lr", "0.1", "--nnodes=9"], {}
+    )
     assert (options.min_nodes, options.max_nodes, options.nproc_per_node) == (1, 4, 8)
     assert (options.job, options.max_restarts) == ("run7", 5)
-    assert options.unused == ("rdzv_backend", "rdzv_endpoint")
+    assert options.ignored_flags == ("rdzv_backend", "rdzv_endpoint")
     assert options.arguments == ("--lr", "0.1", "--nnodes=9")
 
 
 def test_every_unused_flag_says_why() -> None:
-    assert all(len(reason) > 10 for reason in UNUSED.values())
+    assert all(len(reason) > 10 for reason in IGNORED_FLAGS.values())
 
 
 def test_one_number_of_nodes_is_minimum_and_maximum(script: str) -> None:
-    options = parse(["--nnodes", "3", "--job", "j", "--agent-socket", "/a.sock", script], {})
+    options = parse_options(["--nnodes", "3", "--job", "j", "--agent-socket", "/a.sock", script], {})
     assert (options.min_nodes, options.max_nodes) == (3, 3)
 
 
 @pytest.mark.parametrize("word", ["gpu", "cpu", "auto"])
 def test_ranks_may_be_counted_by_device(script: str, word: str) -> None:
-    assert parse(["--nproc-per-node", word, script], {}).nproc_per_node == word
+    assert parse_options(["--nproc-per-node", word, script], {}).nproc_per_node == word
 
 
 def test_the_environment_fills_what_was_not_given_and_never_overrides(script: str) -> None:
     environ = {"PET_NPROC_PER_NODE": "4", "PET_MAX_RESTARTS": "9", "EVERSTEP_AGENT_SOCKET": "/from/environment"}
-    filled = parse(["--max-restarts", "1", script], environ)
+    filled = parse_options(["--max-restarts", "1", script], environ)
     assert (filled.nproc_per_node, filled.max_restarts, filled.agent_socket) == (4, 1, "/from/environment")
-    assert parse(["--agent-socket", "/given", script], environ).agent_socket == "/given"
+    assert parse_options(["--agent-socket", "/given", script], environ).agent_socket == "/given"
 
 
 def test_standalone_uses_no_agent_even_where_one_is_named(script: str) -> None:
-    assert parse(["--standalone", script], {"EVERSTEP_AGENT_SOCKET": "/a.sock"}).agent_socket is None
+    assert parse_options(["--standalone", script], {"EVERSTEP_AGENT_SOCKET": "/a.sock"}).agent_socket is None
 
 
 def test_a_job_without_a_name_is_named_after_its_script_and_told_apart(script: str) -> None:
-    first, second = parse([script], {}).job, parse([script], {}).job
+    first, second = parse_options([script], {}).job, parse_options([script], {}).job
     assert first.startswith("train-")
     assert first != second
 
 
 def test_checkpoints_wait_for_a_launcher_that_may_come_back_to_their_name(script: str) -> None:
-    assert parse([script], {}).vault_linger_s is None
-    assert parse(["--job", "again", script], {}).vault_linger_s == 600
-    assert parse(["--job", "again", "--vault-linger-s", "5", script], {}).vault_linger_s == 5
+    assert parse_options([script], {}).vault_linger_s is None
+    assert parse_options(["--job", "again", script], {}).vault_linger_s == 600
+    assert parse_options(["--job", "again", "--vault-linger-s", "5", script], {}).vault_linger_s == 5
     with pytest.raises(ConfigurationError, match="--vault-linger-s 0: more than 0 seconds, or leave it out"):
-        parse(["--job", "again", "--vault-linger-s", "0", script], {})
+        parse_options(["--job", "again", "--vault-linger-s", "0", script], {})
 
 
 def test_a_checkpoint_on_storage_is_for_the_workers_to_find(script: str) -> None:
-    options = parse(["--start-from", "s3://bucket/llama", script], {})
+    options = parse_options(["--start-from", "s3://bucket/llama", script], {})
     environment = worker_environment(options, agent_socket="/a.sock", nproc=2, local_rank=0)
     assert environment["EVERSTEP_START_FROM"] == "s3://bucket/llama"
     assert (
-        worker_environment(parse([script], {}), agent_socket="/a", nproc=2, local_rank=0)["EVERSTEP_START_FROM"] is None
+        worker_environment(parse_options([script], {}), agent_socket="/a", nproc=2, local_rank=0)["EVERSTEP_START_FROM"]
+        is None
     )
 
 
 def test_a_module_needs_no_file() -> None:
-    options = parse(["-m", "package.train", "--x"], {})
-    assert (options.script, options.module, options.arguments) == ("package.train", True, ("--x",))
+    options = parse_options(["-m", "package.train", "--x"], {})
+    assert (options.script, options.is_module, options.arguments) == ("package.train", True, ("--x",))
 
 
 @pytest.mark.parametrize(
@@ -110,12 +113,12 @@ def test_a_module_needs_no_file() -> None:
 )
 def test_what_cannot_be_is_refused_with_the_mend(script: str, argv: list[str], mend: str) -> None:
     with pytest.raises(ConfigurationError, match=mend):
-        parse([*argv, script], {})
+        parse_options([*argv, script], {})
 
 
 def test_a_missing_script_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"no script 'nowhere\.py'"):
-        parse(["nowhere.py"], {})
+        parse_options(["nowhere.py"], {})
 
 
 def test_the_default_socket_is_used_only_where_there_is_one(
@@ -123,15 +126,15 @@ def test_the_default_socket_is_used_only_where_there_is_one(
 ) -> None:
     path = tmp_path / "agent.sock"
     monkeypatch.setattr("everstep_trainer.launch.options.DEFAULT_AGENT_SOCKET", str(path))
-    assert parse([script], {}).agent_socket is None
+    assert parse_options([script], {}).agent_socket is None
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
-        assert parse([script], {}).agent_socket == str(path)
+        assert parse_options([script], {}).agent_socket == str(path)
 
 
 def test_an_exception_of_the_script_ends_the_job_unless_retries_are_asked_for(script: str) -> None:
-    assert parse([script], {}).job_spec(1).max_user_retries == 0
-    assert parse(["--user-retries", "2", script], {}).job_spec(1).max_user_retries == 2
+    assert parse_options([script], {}).job_spec(1).max_user_retries == 0
+    assert parse_options(["--user-retries", "2", script], {}).job_spec(1).max_user_retries == 2
 
 
 def test_every_byte_is_asked_for_twice_unless_told_otherwise(script: str) -> None:
@@ -155,27 +158,27 @@ def test_blocks_and_priority_are_asked_of_the_controller(script: str) -> None:
         "--block-within",
         "rack",
     ]
-    spec = parse([*flags, "--priority", "7", script], {}).job_spec(8)
+    spec = parse_options([*flags, "--priority", "7", script], {}).job_spec(8)
     assert (spec.block_nodes, spec.block_within, spec.priority) == (4, "rack", 7)
     with pytest.raises(ConfigurationError, match="rack or switch"):
-        parse([script], {"PET_BLOCK_WITHIN": "row"})
+        parse_options([script], {"PET_BLOCK_WITHIN": "row"})
 
 
 def test_what_is_kept_beyond_copies_is_asked_of_the_controller(script: str, tmp_path: Path) -> None:
-    argv = ["--nnodes=4:8", "--job=j", "--agent-socket=/a.sock", "--parity=4", "--spill-to=stored", "--spill-every=50"]
-    spec = parse([*argv, "--spill-keep=0", script], {}).job_spec(2)
+    argv = ["--nnodes=4:8", "--job=j", "--agent-socket=/a.sock", "--parity-group-size=4", "--spill-to=stored"]
+    spec = parse_options([*argv, "--spill-every=50", "--spill-keep=0", script], {}).job_spec(2)
     assert spec.spill is not None
-    assert (spec.parity, spec.spill.every, spec.spill.keep) == (4, 50, 0)
-    assert spec.spill.to == str(Path.cwd() / "stored")
-    assert parse([*argv, "--spill-to=s3://bucket/runs", script], {}).spill_to == "s3://bucket/runs"
-    assert parse([script], {}).job_spec(2).spill is None
+    assert (spec.parity_group_size, spec.spill.every_steps, spec.spill.keep_last) == (4, 50, 0)
+    assert spec.spill.url == str(Path.cwd() / "stored")
+    assert parse_options([*argv, "--spill-to=s3://bucket/runs", script], {}).spill_to == "s3://bucket/runs"
+    assert parse_options([script], {}).job_spec(2).spill is None
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--parity=4"], "a group takes 4 nodes at least"),
-        (["--nnodes=8", "--job=j", "--agent-socket=/a.sock", "--parity=1"], "2 to 64 members"),
+        (["--parity-group-size=4"], "a group takes 4 nodes at least"),
+        (["--nnodes=8", "--job=j", "--agent-socket=/a.sock", "--parity-group-size=1"], "2 to 64 members"),
         (["--spill-to=s3://key:hunter2@bucket"], "credentials"),
         (["--spill-to=s3://bucket/x?token=hunter2"], "credentials"),
         (["--spill-to=/x", "--spill-every=0"], "at least 1 step"),
@@ -183,5 +186,5 @@ def test_what_is_kept_beyond_copies_is_asked_of_the_controller(script: str, tmp_
 )
 def test_what_cannot_be_kept_is_refused_without_telling_secrets(script: str, argv: list[str], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words) as refused:
-        parse([*argv, script], {})
+        parse_options([*argv, script], {})
     assert "hunter2" not in str(refused.value)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from everstep_trainer.launch.processes import Outputs
+from everstep_trainer.launch.processes import WorkerOutputs
 
 
 class Refusing(io.RawIOBase):
@@ -34,7 +34,7 @@ def test_a_full_disk_is_told_of_once_and_lines_are_shown_all_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     async def play() -> bytes:
-        outputs = Outputs(tmp_path, True, lambda serial: f"rank {serial}")
+        outputs = WorkerOutputs(tmp_path, True, lambda serial: f"rank {serial}")
         out, err = outputs.open(1)
         (pump,) = (p for p in outputs._pumps if p._file.name.endswith(".out"))
         pump._file.close()
@@ -63,7 +63,7 @@ def test_a_terminal_that_is_gone_is_told_of_once_and_files_are_written_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def play() -> None:
-        outputs = Outputs(tmp_path, True, str)
+        outputs = WorkerOutputs(tmp_path, True, str)
         out, err = outputs.open(1)
         (pump,) = (p for p in outputs._pumps if p._file.name.endswith(".out"))
         pump._tee = (lambda: b"", Refusing(errno.EPIPE))  # type: ignore[assignment]

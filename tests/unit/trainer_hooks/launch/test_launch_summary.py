@@ -9,16 +9,16 @@ from typing import Any
 from everstep_trainer.launch.private_services import MOST_LISTED, read_detail, summary
 
 from everstep.vocabulary import GenerationReason, JobState
-from everstep.wire.v1.operator import JobDetail, JobSummary, Recovery
+from everstep.wire.v1.operator import GenerationRecovery, JobDetail, JobSummary
 from everstep.wire.v1.training import JobSpec
 
 
-def recovery(generation: int, seconds: float | None, **more: Any) -> Recovery:
+def recovery(generation: int, seconds: float | None, **more: Any) -> GenerationRecovery:
     fields = {"reason": GenerationReason.RANK_LOST, "sentence": "rank 1 was\nkilled", "trace": "t"} | more
-    return Recovery(generation=generation, seconds=seconds, decided_at=1.0, **fields)
+    return GenerationRecovery(generation=generation, duration_s=seconds, decided_at=1.0, **fields)
 
 
-def detail(*recoveries: Recovery, state: JobState = JobState.FINISHED) -> JobDetail:
+def detail(*recoveries: GenerationRecovery, state: JobState = JobState.FINISHED) -> JobDetail:
     one = JobSummary(job="llama", state=state, generation=3, world_size=2, nodes=1, spares=0, step=60)
     spec = JobSpec(job="llama", min_nodes=1, max_nodes=1, nproc_per_node=2)
     return JobDetail(summary=one, spec=spec, recoveries=recoveries)

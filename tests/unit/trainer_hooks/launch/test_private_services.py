@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from everstep_trainer.launch import private_services
-from everstep_trainer.launch.private_services import PrivateServices, Service
-from everstep_trainer.launch.processes import Outputs
+from everstep_trainer.launch.private_services import PrivateService, PrivateServices
+from everstep_trainer.launch.processes import WorkerOutputs
 
 from everstep.bearer_tokens import TokenRole, verify
 from everstep.clock import ManualClock
@@ -41,7 +41,7 @@ class Stage:
         self.ready_file = directory / "ready.json"
         self.log_file = directory / "service.log"
         self.clock = ManualClock()
-        self.service = Service("stand-in", self.log_file, self.ready_file, self.clock)
+        self.service = PrivateService("stand-in", self.log_file, self.ready_file, self.clock)
         self.told: list[Mapping[str, object] | None] = []
         self.program = READY
 
@@ -167,7 +167,7 @@ async def kill_again_and_again(stage: Stage, pid: int, times: int, every_s: floa
 def test_a_service_that_dies_now_and_then_is_started_again_for_ever(stage: Stage) -> None:
     async def act(pid: int) -> None:
         await kill_again_and_again(
-            stage, pid, 2 * private_services.RESTARTS, every_s=private_services.RESTART_WINDOW_S / 4
+            stage, pid, 2 * private_services.MAX_RESTARTS, every_s=private_services.RESTART_WINDOW_S / 4
         )
 
     played(stage, act)
@@ -175,10 +175,10 @@ def test_a_service_that_dies_now_and_then_is_started_again_for_ever(stage: Stage
 
 def test_a_service_that_dies_too_often_at_once_is_left_alone(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     async def act(pid: int) -> None:
-        await kill_again_and_again(stage, pid, private_services.RESTARTS, every_s=1.0)
+        await kill_again_and_again(stage, pid, private_services.MAX_RESTARTS, every_s=1.0)
         os.kill(stage.pid(), signal.SIGKILL)
         await eventually(lambda: stage.service._watch is not None and stage.service._watch.done())
-        assert len(stage.told) == 1 + private_services.RESTARTS
+        assert len(stage.told) == 1 + private_services.MAX_RESTARTS
 
     played(stage, act)
     assert "ended 6 times within 60 s, the last time with status -9; training goes on without it" in caplog.text
@@ -195,7 +195,9 @@ def test_a_service_that_does_not_come_back_is_left_alone(stage: Stage) -> None:
 
 
 def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(private_services, "NEEDED", {"controller": ("no_such_web_framework",), "agent": ("msgspec",)})
+    monkeypatch.setattr(
+        private_services, "REQUIRED_MODULES", {"controller": ("no_such_web_framework",), "agent": ("msgspec",)}
+    )
     with pytest.raises(ConfigurationError, match=r"lacks no_such_web_framework.*everstep\[controller\]"):
         asyncio.run(PrivateServices(tmp_path, "j", SYSTEM_CLOCK).start())
 
@@ -212,8 +214,8 @@ def services(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Priv
 
     monkeypatch.setattr(private_services, "_controller_command", controller)
     monkeypatch.setattr(private_services, "_agent_command", agent)
-    monkeypatch.setattr(private_services, "SEGMENTS", short_path / "shm")
-    monkeypatch.setattr(private_services, "NEEDED", {})
+    monkeypatch.setattr(private_services, "SEGMENT_ROOT", short_path / "shm")
+    monkeypatch.setattr(private_services, "REQUIRED_MODULES", {})
     return PrivateServices(short_path / "state", "j", SYSTEM_CLOCK)
 
 
@@ -323,7 +325,7 @@ def test_a_service_of_the_launcher_before_that_does_not_end_is_killed_first(
     services: PrivateServices, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = Left(short_path)
-    monkeypatch.setattr(private_services, "GONE_WAIT_S", 0.2)
+    monkeypatch.setattr(private_services, "EXIT_WAIT_S", 0.2)
     stubborn = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", str(left.run_dir)])
     stranger = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     try:
@@ -356,8 +358,8 @@ def test_an_agent_of_the_launcher_before_that_has_not_said_its_number_yet_is_wai
         assert held.closed, "the agent's lock was free before anything was started"
         return started(run_dir, listen)
 
-    run_directory_is_held = private_services.is_held
-    monkeypatch.setattr(private_services, "is_held", is_held)
+    run_directory_is_held = private_services.is_locked
+    monkeypatch.setattr(private_services, "is_locked", is_held)
     monkeypatch.setattr(private_services, "_controller_command", controller)
     assert started_in(services) == left.run_dir
 
@@ -404,7 +406,7 @@ def test_a_state_directory_that_cannot_be_written_is_refused_with_the_mend(
 def test_so_is_a_directory_for_output_that_cannot_be_made(short_path: Path) -> None:
     (short_path / "logs").touch()
     with pytest.raises(ConfigurationError, match=r"--log-dir: ranks' output cannot be kept in .*/logs/j"):
-        Outputs(short_path / "logs" / "j", False, str)
+        WorkerOutputs(short_path / "logs" / "j", False, str)
 
 
 def test_a_service_that_cannot_be_started_again_is_told_of(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
@@ -418,7 +420,7 @@ def test_a_service_that_cannot_be_started_again_is_told_of(stage: Stage, caplog:
 
 
 def test_only_the_newest_logs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private_services, "KEPT_LOGS", 2)
+    monkeypatch.setattr(private_services, "MAX_LOGS", 2)
     for age in range(4):
         path = tmp_path / f"{age}.log"
         path.touch()

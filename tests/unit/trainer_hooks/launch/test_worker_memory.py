@@ -5,11 +5,11 @@ from __future__ import annotations
 import resource
 
 from everstep_trainer.launch.process_setup import (
-    PIECE,
+    TOUCH_PIECE_BYTES,
     anonymous_bytes,
     keep_freed_memory,
-    largest_sibling,
-    touch_ahead,
+    largest_rank_bytes,
+    pretouch_heap,
 )
 
 from tests.support.forked import ForkPool
@@ -42,7 +42,7 @@ def faults_after_touching(wanted: int) -> tuple[int, int, int]:
 
     keep_freed_memory()
     before = anonymous_bytes()
-    touched = touch_ahead(wanted)
+    touched = pretouch_heap(wanted)
     grown = anonymous_bytes() - before
     first = faults()
     tensors = [torch.ones(1 << 20) for _ in range(wanted // (4 << 20) - 1)]
@@ -58,11 +58,11 @@ def test_memory_of_a_model_is_not_faulted_in_again_and_again(forks: ForkPool) ->
 
 
 def test_memory_touched_ahead_serves_later_tensors_without_faults(forks: ForkPool) -> None:
-    touched, grown, count = forks.start(faults_after_touching, 4 * PIECE).result()
-    assert touched == 4 * PIECE
-    assert grown > 3 * PIECE
+    touched, grown, count = forks.start(faults_after_touching, 4 * TOUCH_PIECE_BYTES).result()
+    assert touched == 4 * TOUCH_PIECE_BYTES
+    assert grown > 3 * TOUCH_PIECE_BYTES
     assert count < 2000  # of 15,000 pages
 
 
 def test_without_sibling_ranks_there_is_nothing_to_follow() -> None:
-    assert largest_sibling() == 0
+    assert largest_rank_bytes() == 0

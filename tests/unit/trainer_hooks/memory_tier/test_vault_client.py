@@ -78,7 +78,7 @@ def empty(message: local.ToVault) -> local.FromVault:
 def test_a_refusal_comes_back_as_the_error_of_its_code(
     talk: Callable[[Answer], tuple[StubVault, VaultClient]], code: str, kind: type[Exception]
 ) -> None:
-    _, client = talk(lambda m: local.Failed(request=m.request, code=code, message="no room at all"))
+    _, client = talk(lambda m: local.RequestFailed(request=m.request, code=code, message="no room at all"))
     with pytest.raises(kind, match="no room at all"):
         client.inventory("job")
 
@@ -105,7 +105,7 @@ def test_slots_that_are_not_hashed_yet_are_asked_for_again(
 def test_slots_that_nobody_comes_to_hash_are_done_without(
     talk: Callable[[Answer], tuple[StubVault, VaultClient]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vault_client, "CHECKED_WITHIN_S", 0.01)
+    monkeypatch.setattr(vault_client, "STARTUP_CHECK_WAIT_S", 0.01)
     _, client = talk(lambda m: local.InventoryAnswer(request=m.request, slots=(), unchecked=1))
     assert client.inventory("job") == ()
 
@@ -130,7 +130,7 @@ def test_a_vault_that_is_not_there_is_unavailable_after_the_timeout(tmp_path: Pa
 
 def test_closing_ends_what_waits(tmp_path: Path) -> None:
     client = VaultClient(str(tmp_path / "nobody.sock"), timeout_s=60.0)
-    future = client.fetch(job="job", node="n2", rank=0, version=local.Version(1, 1), ranges=(), into="/x")
+    future = client.fetch(job="job", node="n2", rank=0, version=local.Version(1, 1), ranges=(), target_path="/x")
     client.close()
     with pytest.raises(Unavailable, match="was closed"):
         future.result(60)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from everstep_trainer.data.rng import stream_seed
-from everstep_trainer.data.sampler import ElasticSampler, share_of
-from everstep_trainer.parallel.replica_groups import DataParallel, Place, sign_of_model_parallelism
+from everstep_trainer.data.sampler import ElasticSampler, rank_batch_range
+from everstep_trainer.parallel.replica_groups import RankContext, ReplicaAssignment, find_model_parallelism
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.runtime.generation_session import IdleSession
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -45,8 +45,8 @@ def test_ranks_of_one_replica_share_its_samples_and_random_numbers(ranks, layout
     count = len(set(REPLICAS[layout]))
     sampler = ElasticSampler(SAMPLES, global_batch=BATCH, seed=3)
     for rank in of_layout:
-        assert rank["samples"] == rank["loaded"] == sampler.of(rank["replica"], count).indices(1).tolist()
-        start, end = share_of(rank["replica"], count, BATCH)
+        assert rank["samples"] == rank["loaded"] == sampler.for_rank(rank["replica"], count).indices(1).tolist()
+        start, end = rank_batch_range(rank["replica"], count, BATCH)
         assert rank["streamed"] == [*range(start, end)]
     seen = {rank["replica"]: rank["samples"] for rank in of_layout}
     assert [i for replica in range(count) for i in seen[replica]] == sampler.global_indices(1).tolist()
@@ -89,7 +89,7 @@ def test_replicas_of_a_stage_add_their_gradients_and_stages_do_not(forks):
 
 
 def alone(rank: int = 0, world: int = 1) -> Run:
-    return Run(Place(rank=rank, world_size=world), IdleKeeper())
+    return Run(RankContext(rank=rank, world_size=world), IdleSession())
 
 
 def test_it_is_said_once_and_before_anything_went_by_it():
@@ -127,7 +127,7 @@ def test_a_model_that_is_split_over_the_ranks_of_a_replica_is_seen(name):
     layout = layouts_of(4)[name]
     with playing(0, (4,)):
         model = layout.lay_out(Net())
-        sign = sign_of_model_parallelism([torch.optim.SGD(model.parameters()), [model]], 4)
+        sign = find_model_parallelism([torch.optim.SGD(model.parameters()), [model]], 4)
     assert bool(sign) == (name.removesuffix(" on 4") in SEEN), sign
 
 
@@ -140,21 +140,21 @@ def test_who_tracks_a_split_model_and_never_says_what_a_replica_is_is_warned_onc
         ]
         alone(1, 4).track(model=model)
         said = alone(0, 4)
-        said._parallel.said = True
+        said._replicas.is_declared = True
         said.track(model=model)
     assert len(caplog.records) == 1
 
 
 def test_a_mean_of_one_replica_keeps_the_dtype_and_the_shape():
-    parallel = DataParallel(0, 1, None)
+    parallel = ReplicaAssignment(0, 1, None)
     value = torch.tensor([[1.5, 2.0]], dtype=torch.bfloat16)
     assert torch.equal(parallel.mean(value, 2.0), value * 2)
 
 
 def test_a_single_rank_of_a_group_has_a_replica_like_any_so_that_a_job_may_shrink_to_it(alone: None):
     device = torch.device("cpu")
-    place = Place(device=device, mesh=lambda: init_device_mesh("cpu", (1,)))
-    model = Run(place, IdleKeeper()).replicate(nn.Linear(2, 1))
+    place = RankContext(device=device, mesh=lambda: init_device_mesh("cpu", (1,)))
+    model = Run(place, IdleSession()).replicate(nn.Linear(2, 1))
     with model.no_sync():
         model(torch.ones(1, 2)).sum().backward()
     model(torch.ones(3, 2)).sum().backward()
@@ -162,7 +162,7 @@ def test_a_single_rank_of_a_group_has_a_replica_like_any_so_that_a_job_may_shrin
 
 
 def test_sparse_gradients_are_refused_by_name_on_one_rank_too_and_taken_where_their_order_does_not_matter(alone: None):
-    run = Run(Place(device=torch.device("cpu"), mesh=lambda: init_device_mesh("cpu", (1,))), IdleKeeper())
+    run = Run(RankContext(device=torch.device("cpu"), mesh=lambda: init_device_mesh("cpu", (1,))), IdleSession())
     model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
     with pytest.raises(TypeError, match=r"0 has sparse gradients, .* exact=False"):
         run.replicate(model)

@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 def form(scene: Stage, number: int, *ranks: int) -> None:
     spec = JobSpec(job=JOB, replicas=1, nproc_per_node=len(ranks))
-    scene.form(number, *ranks, spec=spec, restore=RestoreRule(scratch=number == 1))
+    scene.form(number, *ranks, spec=spec, restore=RestoreRule(from_scratch=number == 1))
 
 
 @pytest.mark.promise("replica-groups")

@@ -31,7 +31,7 @@ def test_two_pipelines_of_two_stages_go_on_to_the_bit_after_the_loss_of_a_stage(
         fleet.configure(vault)
         with stage(forks, training(tmp_path, STEPS, faults, last_steps={}), vault.run_dir) as scene:
             scene.start(0, 1, 2, 3)
-            scene.form(1, 0, 1, 2, 3, spec=SPEC, restore=RestoreRule(scratch=True))
+            scene.form(1, 0, 1, 2, 3, spec=SPEC, restore=RestoreRule(from_scratch=True))
             for number, fault in enumerate(faults, 2):
                 scene.ranks.pop(fault.rank).wait()
                 scene.start(fault.rank)

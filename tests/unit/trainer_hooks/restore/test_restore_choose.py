@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from everstep_trainer.restore.version_choice import choose
+from everstep_trainer.restore.version_choice import choose_version
 
 from everstep.errors import MalformedMessage, NotRestorable
 from everstep.ids import Version
-from everstep.layout.manifests import LAYOUT_FORMAT, Box, Manifest, Stored, Tensor
+from everstep.layout.manifests import LAYOUT_FORMAT, Box, Manifest, StoredBox, TensorInfo
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import RestoreRule
 from everstep.wire.v1.vault_orders import NodeGroup, Protection
 
-CATALOG = (Tensor("weight", "float32", 4, (4, 2), False),)
+CATALOG = (TensorInfo("weight", "float32", 4, (4, 2), False),)
 
 
 def half(rank: int) -> Manifest:
     """Rank 0 and rank 1 hold two rows each."""
-    stored = (Stored(0, Box((2 * rank, 0), (2, 2)), 0),)
+    stored = (StoredBox(0, Box((2 * rank, 0), (2, 2)), 0),)
     return Manifest(LAYOUT_FORMAT, rank, 2, CATALOG, stored, 64, 0, 128, 0)
 
 
@@ -49,7 +49,7 @@ OLD, MIDDLE, NEW = Version(1, 9), Version(1, 10), Version(2, 10)
 
 
 def chosen(rule: RestoreRule, slots: Sequence[SlotInfo]) -> Version | None:
-    return choose(rule, slots, manifest_of).version
+    return choose_version(rule, slots, manifest_of).version
 
 
 @pytest.mark.promise("restored-is-whole")
@@ -58,7 +58,7 @@ def test_the_newest_whole_version_is_taken() -> None:
 
 
 def test_a_newer_version_that_is_not_whole_is_passed_over_and_the_sentence_says_so() -> None:
-    choice = choose(RestoreRule(floor=OLD), [*both(OLD, MIDDLE), slot(0, NEW)], manifest_of)
+    choice = choose_version(RestoreRule(floor=OLD), [*both(OLD, MIDDLE), slot(0, NEW)], manifest_of)
     assert choice.version == MIDDLE
     assert "2:10: 1 of 1 tensors are not whole, weight among them" in choice.sentence
 
@@ -88,7 +88,7 @@ def test_without_a_floor_a_whole_version_is_still_taken() -> None:
 
 
 def test_scratch_means_that_nothing_stored_is_restored() -> None:
-    assert chosen(RestoreRule(scratch=True), both(NEW)) is None
+    assert chosen(RestoreRule(from_scratch=True), both(NEW)) is None
 
 
 def test_a_damaged_manifest_does_not_count() -> None:
@@ -100,7 +100,7 @@ def test_a_damaged_manifest_does_not_count() -> None:
 
 def test_the_choice_does_not_depend_on_the_order_of_the_answers() -> None:
     slots = [*both(OLD, MIDDLE), slot(0, NEW)]
-    assert choose(RestoreRule(), slots, manifest_of) == choose(RestoreRule(), slots[::-1], manifest_of)
+    assert choose_version(RestoreRule(), slots, manifest_of) == choose_version(RestoreRule(), slots[::-1], manifest_of)
 
 
 def _kept_by_parity(version: Version) -> Protection:
@@ -111,7 +111,7 @@ def _kept_by_parity(version: Version) -> Protection:
 def test_what_parity_keeps_is_taken_where_nothing_newer_is_whole_and_the_sentence_says_what_was_lost() -> None:
     rule = RestoreRule(floor=MIDDLE, protection=_kept_by_parity(OLD))
     assert chosen(rule, both(OLD, MIDDLE)) == MIDDLE
-    choice = choose(rule, [*both(OLD), slot(0, MIDDLE)], manifest_of)
+    choice = choose_version(rule, [*both(OLD), slot(0, MIDDLE)], manifest_of)
     assert choice.version == OLD
     assert "1:10 was committed and is lost, and 1:9, which parity keeps, is whole" in choice.sentence
 
@@ -126,9 +126,9 @@ def test_parity_lets_no_other_version_below_the_floor_in_nor_one_above_the_ceili
 
 
 def test_the_checkpoint_on_storage_is_gone_back_to_only_where_nothing_in_memory_is_whole() -> None:
-    rule = RestoreRule(floor=MIDDLE, storage="/stored/job/step-00000005-g1")
+    rule = RestoreRule(floor=MIDDLE, storage_url="/stored/job/step-00000005-g1")
     assert chosen(rule, both(MIDDLE)) == MIDDLE
-    choice = choose(rule, [slot(0, MIDDLE)], manifest_of)
+    choice = choose_version(rule, [slot(0, MIDDLE)], manifest_of)
     assert choice.version is None
     assert "version 1:10 was committed" in choice.sentence
     assert choice.sentence.endswith("the job goes back to /stored/job/step-00000005-g1")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep_trainer.restore.agreement import Outcome, SlotKey, judge, lives_of
+from everstep_trainer.restore.agreement import RestoreOutcome, SlotKey, combine_outcomes, encode_live_tensors
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,9 +13,11 @@ NAMES = tuple(f"t{i:02}" for i in range(20))
 
 @given(st.lists(st.sets(st.integers(0, len(NAMES) - 1)), min_size=1, max_size=5))
 def test_each_tensor_must_be_live_on_some_rank_and_none_need_have_all(live: list[set[int]]) -> None:
-    verdict = judge([Outcome(True, lives=lives_of(indices, len(NAMES))) for indices in live], NAMES)
+    verdict = combine_outcomes(
+        [RestoreOutcome(True, live_tensors=encode_live_tensors(indices, len(NAMES))) for indices in live], NAMES
+    )
     gone = [name for index, name in enumerate(NAMES) if not any(index in indices for indices in live)]
-    assert verdict.ok
+    assert verdict.succeeded
     if gone:
         assert f"{len(gone)} tensors are gone from all ranks ({', '.join(gone[:3])})" in verdict.error
         assert "give an optimizer all parameters from the start" in verdict.error
@@ -24,11 +26,13 @@ def test_each_tensor_must_be_live_on_some_rank_and_none_need_have_all(live: list
 
 
 def test_what_one_rank_cannot_restore_all_hear() -> None:
-    verdict = judge([Outcome(True), Outcome(False, error="rank 1: other model"), Outcome(True)], NAMES)
-    assert (verdict.ok, verdict.error) == (False, "rank 1: other model")
+    verdict = combine_outcomes(
+        [RestoreOutcome(True), RestoreOutcome(False, error="rank 1: other model"), RestoreOutcome(True)], NAMES
+    )
+    assert (verdict.succeeded, verdict.error) == (False, "rank 1: other model")
 
 
 def test_where_only_slots_failed_another_choice_is_made_without_them() -> None:
     bad = SlotKey("n1", 0, Version(1, 2), False)
-    verdict = judge([Outcome(True), Outcome(False, (bad,), b"\x01")], NAMES)
-    assert (verdict.ok, verdict.bad, verdict.error) == (False, (bad,), "")
+    verdict = combine_outcomes([RestoreOutcome(True), RestoreOutcome(False, (bad,), b"\x01")], NAMES)
+    assert (verdict.succeeded, verdict.bad_slots, verdict.error) == (False, (bad,), "")

@@ -10,16 +10,16 @@ import pytest
 import torch
 from everstep_trainer.memory_tier.dcp.reader import Destination
 from everstep_trainer.restore import byte_moves, remote_slots
-from everstep_trainer.restore.fetch import Loader, Supply, Want, plan_reads
+from everstep_trainer.restore.fetch import NeededBox, ReadSource, SlotLoader, plan_reads
 from everstep_trainer.restore.local_slots import BadSlot, LocalSlots
 from everstep_trainer.restore.restorer import SlotReporter
 
 from everstep.ids import Version
-from everstep.layout.manifests import BLOB_PREFIX, LAYOUT_FORMAT, Manifest, Stored, Tensor, whole
+from everstep.layout.manifests import BLOB_LENGTH_BYTES, LAYOUT_FORMAT, Manifest, StoredBox, TensorInfo, full_box
 from everstep.native import DIGEST_BYTES
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import FindingKind
-from everstep.wire.framing import Channel
+from everstep.wire.framing import VaultChannel
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import FindingRaised, Member
 from everstep.wire.v1.transfer import Get
@@ -33,40 +33,40 @@ SIZE, AT = 16 << 10, 64 << 10
 def payload(rank: int) -> bytes:
     """Four tensors of fp32, each of a number of its own, and no Python state."""
     parts = [np.full(SIZE // 4, 10 * rank + index, np.float32).tobytes() for index in range(4)]
-    return b"".join(part.ljust(AT, b"\0") for part in parts) + bytes(BLOB_PREFIX)
+    return b"".join(part.ljust(AT, b"\0") for part in parts) + bytes(BLOB_LENGTH_BYTES)
 
 
-def supply(node: str, rank: int, held: Sequence[int]) -> Supply:
-    catalog = tuple(Tensor(name, "float32", 4, (SIZE // 4,), False) for name in ("a", "a.moment", "b", "b.moment"))
-    stored = tuple(Stored(index, whole((SIZE // 4,)), AT * place) for place, index in enumerate(held))
+def supply(node: str, rank: int, held: Sequence[int]) -> ReadSource:
+    catalog = tuple(TensorInfo(name, "float32", 4, (SIZE // 4,), False) for name in ("a", "a.moment", "b", "b.moment"))
+    stored = tuple(StoredBox(index, full_box((SIZE // 4,)), AT * place) for place, index in enumerate(held))
     where = {"path": "", "slot": 0, "replica": False, "manifest_digest": ""}
     slot = SlotInfo(node=node, rank=rank, version=Version(1, 1), **where)
-    return Supply(slot, Manifest(LAYOUT_FORMAT, 0, 2, catalog, stored, 4 * AT, 0, 4 * AT + BLOB_PREFIX, 0))
+    return ReadSource(slot, Manifest(LAYOUT_FORMAT, 0, 2, catalog, stored, 4 * AT, 0, 4 * AT + BLOB_LENGTH_BYTES, 0))
 
 
-def loader_of(vault: Any, targets: Sequence[Destination]) -> Loader:
-    return Loader(vault, "job", Member(rank=0, node="n1", local_rank=0), targets, LocalSlots())
+def loader_of(vault: Any, targets: Sequence[Destination]) -> SlotLoader:
+    return SlotLoader(vault, "job", Member(rank=0, node="n1", local_rank=0), targets, LocalSlots())
 
 
 def test_parameters_are_sent_for_before_moments_whoever_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_slots, "STREAMS", 1)
+    monkeypatch.setattr(remote_slots, "STREAM_COUNT", 1)
     supplies = [supply("n2", 2, (1, 0)), supply("n3", 3, (3, 2))]
-    boxes = [whole((SIZE // 4,))] * 4
-    targets = [Destination(torch.zeros(SIZE // 4), box, parameter=i % 2 == 0) for i, box in enumerate(boxes)]
-    reads = plan_reads([Want(i, box) for i, box in enumerate(boxes)], [each.manifest for each in supplies])
+    boxes = [full_box((SIZE // 4,))] * 4
+    targets = [Destination(torch.zeros(SIZE // 4), box, is_parameter=i % 2 == 0) for i, box in enumerate(boxes)]
+    reads = plan_reads([NeededBox(i, box) for i, box in enumerate(boxes)], [each.manifest for each in supplies])
     with lending({2: payload(2), 3: payload(3)}) as vault:
-        _, failures = loader_of(vault, targets).load(reads, supplies, blob_of=1)
+        _, failures = loader_of(vault, targets).load(reads, supplies, blob_source=1)
     assert failures == []
-    parameters = {("n2", ((AT, SIZE),)), ("n3", ((AT, SIZE), (4 * AT, BLOB_PREFIX)))}  # and the Python state
+    parameters = {("n2", ((AT, SIZE),)), ("n3", ((AT, SIZE), (4 * AT, BLOB_LENGTH_BYTES)))}  # and the Python state
     assert [set(vault.asked[:2]), set(vault.asked[2:])] == [parameters, {("n2", ((0, SIZE),)), ("n3", ((0, SIZE),))}]
     assert [float(target.local[0]) for target in targets] == [21.0, 20.0, 31.0, 30.0]
 
 
-def breaks(channel: Channel, get: Get, payload: bytes) -> None:
+def breaks(channel: VaultChannel, get: Get, payload: bytes) -> None:
     channel.close()
 
 
-def lies(channel: Channel, get: Get, payload: bytes) -> None:
+def lies(channel: VaultChannel, get: Get, payload: bytes) -> None:
     serve(channel, bytes(len(wanted(get, payload))), bytes(DIGEST_BYTES * len(get.ranges)))
 
 
@@ -76,18 +76,18 @@ def test_the_next_holder_is_asked_for_what_did_not_come_and_for_all_that_a_liar_
     wrong: Act, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(byte_moves, "BATCH_BYTES", AT)
-    monkeypatch.setattr(remote_slots, "STREAMS", 1)
+    monkeypatch.setattr(remote_slots, "STREAM_COUNT", 1)
     first, second, other = supply("n2", 2, (0, 1, 2)), supply("n4", 2, (0, 1, 2)), supply("n3", 3, (3,))
-    box = whole((SIZE // 4,))
+    box = full_box((SIZE // 4,))
     targets = [Destination(torch.zeros(SIZE // 4), box) for _ in range(4)]
-    wants = [Want(index, box) for index in range(4)]
+    wants = [NeededBox(index, box) for index in range(4)]
     with lending({2: payload(2), 3: payload(3)}, {"n2": [serve_well, wrong]}) as vault:
         loader = loader_of(vault, targets)
         supplies = [first, other]
-        _, failures = loader.load(plan_reads(wants, [s.manifest for s in supplies]), supplies, blob_of=1)
+        _, failures = loader.load(plan_reads(wants, [s.manifest for s in supplies]), supplies, blob_source=1)
         assert [failure.slot.node for failure in failures] == ["n2"]
         supplies = [second, other]
-        blob, failures = loader.load(plan_reads(wants, [s.manifest for s in supplies]), supplies, blob_of=1)
+        blob, failures = loader.load(plan_reads(wants, [s.manifest for s in supplies]), supplies, blob_source=1)
         asked = {at // AT for node, ranges in vault.asked for at, _ in ranges if node == "n4"}
     assert (blob, failures) == (b"", [])
     assert asked == ({1, 2} if wrong is breaks else {0, 1, 2})
@@ -101,7 +101,7 @@ def test_bytes_that_came_otherwise_than_they_were_sent_are_told() -> None:
     spec = generation(3, ranks=[("n1", 0)])
     report = SlotReporter(spec, spec.roster[0], told.append, SYSTEM_CLOCK)
     slot = supply("n2", 2, (0,)).slot
-    report(BadSlot(slot, "chunk 3 is rotten", corrupt=True))  # its own vault has told
+    report(BadSlot(slot, "chunk 3 is rotten", is_corrupt=True))  # its own vault has told
     assert told == []
     report(remote_slots.BadTransfer(slot, "did not hash right"))
     finding = told[0].finding

@@ -12,8 +12,8 @@ import pytest
 import torch
 from everstep_trainer.restore import byte_moves as cutting
 from everstep_trainer.restore import remote_slots as module
-from everstep_trainer.restore.byte_moves import Batch, Moves, batches_of
-from everstep_trainer.restore.remote_slots import Landing
+from everstep_trainer.restore.byte_moves import FetchBatch, TensorCopies, split_into_batches
+from everstep_trainer.restore.remote_slots import ScratchFetch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,10 +47,10 @@ class Peer:
             told.set_exception(error)
             return told
         data = b"".join(payload_of(ask["rank"])[at : at + n] for at, n in ask["ranges"])
-        path = Path(ask["into"])
+        path = Path(ask["target_path"])
         path.touch()
         with path.open("r+b") as file:
-            file.seek(ask["into_offset"])
+            file.seek(ask["target_offset"])
             file.write(data)
         told.set_result(Fetched(request=0, bytes=len(data)))
         return told
@@ -60,19 +60,19 @@ class Peer:
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BATCH_BYTES", BATCH)
     monkeypatch.setattr(cutting, "BATCH_BYTES", BATCH)
-    monkeypatch.setattr(module, "WINDOW_BYTES", module.PLACES * BATCH)
+    monkeypatch.setattr(module, "WINDOW_BYTES", module.WINDOW_BATCHES * BATCH)
 
 
-def landing(peer: Any, path: Path, batches: list[Batch]) -> Landing:
-    return Landing(peer, "job", lambda: path, batches)
+def landing(peer: Any, path: Path, batches: list[FetchBatch]) -> ScratchFetch:
+    return ScratchFetch(peer, "job", lambda: path, batches)
 
 
-def planned(pieces: list[tuple[int, int]], rank: int = 0) -> tuple[list[torch.Tensor], list[Batch]]:
-    moves, targets = Moves(), []
+def planned(pieces: list[tuple[int, int]], rank: int = 0) -> tuple[list[torch.Tensor], list[FetchBatch]]:
+    moves, targets = TensorCopies(), []
     for at, length in pieces:
         targets.append(torch.zeros(length, dtype=torch.uint8))
         moves.add(targets[-1], [(at, length)])
-    return targets, list(batches_of(slot(rank), moves.rows()))
+    return targets, list(split_into_batches(slot(rank), moves.table()))
 
 
 def expected(pieces: list[tuple[int, int]], rank: int = 0) -> list[bytes]:
@@ -93,7 +93,7 @@ def test_whatever_is_wanted_of_a_slot_lands_where_it_belongs(pieces: list[tuple[
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(module, "BATCH_BYTES", BATCH)
         patch.setattr(cutting, "BATCH_BYTES", BATCH)
-        patch.setattr(module, "WINDOW_BYTES", module.PLACES * BATCH)
+        patch.setattr(module, "WINDOW_BYTES", module.WINDOW_BATCHES * BATCH)
         targets, batches = planned(pieces)
         assert all(batch.nbytes <= BATCH for batch in batches)
         assert landing(Peer(), Path(folder, "scratch"), batches).finish() == []
@@ -105,8 +105,8 @@ def test_much_goes_through_a_window_that_does_not_grow(tmp_path: Path) -> None:
     targets, batches = planned(pieces)
     peer, path = Peer(), tmp_path / "scratch"
     under_way = landing(peer, path, batches)
-    under_way.begin()
-    assert len(peer.asked) == module.PLACES
+    under_way.start()
+    assert len(peer.asked) == module.WINDOW_BATCHES
     assert under_way.finish() == []
     under_way.close()
     assert len(peer.asked) == 40
@@ -129,9 +129,9 @@ def test_a_slot_that_fails_is_named_once_and_the_others_come(tmp_path: Path, err
     peer, path = Peer(lambda ask: error if ask["rank"] == 1 and ask["ranges"][0][0] >= BATCH else None), tmp_path / "s"
     under_way = landing(peer, path, bad + good)
     (failure,) = under_way.finish()
-    assert (failure.slot.rank, failure.corrupt) == (1, isinstance(error, DigestMismatch))
+    assert (failure.slot.rank, failure.is_corrupt) == (1, isinstance(error, DigestMismatch))
     assert bytes_of(targets) == expected(pieces, rank=2)
-    assert sum(ask["rank"] == 1 for ask in peer.asked) <= module.PLACES + 1
+    assert sum(ask["rank"] == 1 for ask in peer.asked) <= module.WINDOW_BATCHES + 1
 
 
 def test_what_a_vault_may_still_write_lands_in_no_file_that_is_used_again(tmp_path: Path) -> None:
@@ -148,9 +148,9 @@ def test_no_place_that_a_failed_fetch_may_write_late_is_given_to_another(tmp_pat
     _, good = planned([(0, 30 * BATCH)], rank=2)
     peer = Peer(lambda ask: Unavailable("silent") if ask["rank"] == 1 else None)
     under_way = landing(peer, tmp_path / "scratch", bad + good)
-    under_way.begin()
+    under_way.start()
     at_first = len(peer.asked)
     under_way.finish()
-    lost = {ask["into_offset"] // BATCH for ask in peer.asked if ask["rank"] == 1}
-    later = {ask["into_offset"] // BATCH for ask in peer.asked[at_first:] if ask["rank"] == 2}
+    lost = {ask["target_offset"] // BATCH for ask in peer.asked if ask["rank"] == 1}
+    later = {ask["target_offset"] // BATCH for ask in peer.asked[at_first:] if ask["rank"] == 2}
     assert not lost & later

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import msgspec
-from everstep_trainer.restore.restorer import distance
+from everstep_trainer.restore.restorer import slot_distance
 
 from everstep.ids import Version
 from everstep.wire.v1.agent import Domain
@@ -27,7 +27,7 @@ def _slot(node: str, rank: int, *, replica: bool = False, group: ParityGroup | N
         slot=0,
         replica=replica,
         manifest_digest="d",
-        group=group,
+        parity_group=group,
     )
 
 
@@ -48,12 +48,12 @@ def test_the_nearest_holder_comes_first() -> None:
         _slot("n4", 0, group=group),
     ]
     shuffled = random.Random(3).sample(wanted, len(wanted))
-    assert sorted(shuffled, key=lambda slot: distance(spec, spec.roster[0], slot)) == wanted
+    assert sorted(shuffled, key=lambda slot: slot_distance(spec, spec.roster[0], slot)) == wanted
 
 
 def test_where_no_rack_is_known_all_are_as_far() -> None:
     spec = generation(1, ranks=[(node, 0) for node in ("n1", "n2", "n3")])
-    found = sorted([_slot("n3", 2), _slot("n2", 1)], key=lambda slot: distance(spec, spec.roster[0], slot))
+    found = sorted([_slot("n3", 2), _slot("n2", 1)], key=lambda slot: slot_distance(spec, spec.roster[0], slot))
     assert [slot.node for slot in found] == ["n2", "n3"]
 
 

@@ -75,10 +75,10 @@ def test_a_survivor_maps_its_segment_once(survivor: Survivor) -> None:
 
 def test_a_segment_that_was_replaced_is_mapped_anew(survivor: Survivor) -> None:
     survivor.stores(1, 1)
-    old = survivor.client.mapped(str(survivor.path))
+    old = survivor.client.map_segment(str(survivor.path))
     larger = survivor.client.open_segment(JOB, 0, 4 * old.slot_bytes)
     assert larger is not old
-    assert survivor.client.mapped(str(survivor.path)) is larger
+    assert survivor.client.map_segment(str(survivor.path)) is larger
     assert isinstance(larger.view, SegmentView)
     assert survivor.restores(2).version == Version(1, 1)
 
@@ -86,11 +86,11 @@ def test_a_segment_that_was_replaced_is_mapped_anew(survivor: Survivor) -> None:
 def test_a_new_process_maps_what_its_predecessor_wrote_for_good(survivor: Survivor) -> None:
     survivor.stores(1, 1)
     with pytest.raises(FileNotFoundError):
-        survivor.client.mapped(f"{survivor.path}-of-nobody")
+        survivor.client.map_segment(f"{survivor.path}-of-nobody")
     again = VaultClient(survivor.client._path)
     try:
         successor = Survivor(again, survivor.path)
         assert successor.restores(2).version == Version(1, 1)
-        assert again.open_segment(JOB, 0, 1) is again.mapped(str(survivor.path))
+        assert again.open_segment(JOB, 0, 1) is again.map_segment(str(survivor.path))
     finally:
         again.close()

@@ -104,7 +104,7 @@ def fleet(forks: ForkPool) -> Iterator[Fleet]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "model"), [("ddp", "counting"), ("fsdp2", "uneven")])
 def test_a_run_that_is_restored_on_as_many_ranks_goes_on_to_the_bit(fleet: Fleet, layout: str, model: str) -> None:
-    uninterrupted = fleet.run(1, 8, layout=layout, model=model, rule=RestoreRule(scratch=True), save=False)
+    uninterrupted = fleet.run(1, 8, layout=layout, model=model, rule=RestoreRule(from_scratch=True), save=False)
     first = fleet.run(2, 5, layout=layout, model=model)
     second = fleet.run(3, 8, layout=layout, model=model)
     for whole, before, after in zip(uninterrupted, first, second, strict=True):
@@ -134,7 +134,7 @@ def test_four_ranks_become_three_and_four_again_with_nothing_lost(fleet: Fleet, 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "hsdp"])
 def test_a_process_that_plays_another_rank_in_the_next_generation_goes_on_to_the_bit(fleet: Fleet, layout: str) -> None:
-    uninterrupted = fleet.run(1, 8, layout=layout, rule=RestoreRule(scratch=True), save=False)[0]
+    uninterrupted = fleet.run(1, 8, layout=layout, rule=RestoreRule(from_scratch=True), save=False)[0]
     turned = (*NODES[1:], NODES[0])
     for first, second, third in fleet.run_on([(NODES, 3), (turned, 6), (NODES, 8)], layout):
         assert second["restored_as"] == first["fingerprint"]
@@ -167,7 +167,7 @@ def test_a_finished_step_outlives_each_process_that_finished_it(
     assert [rank.wait().signal for rank in ranks] == [None, None, signal.SIGKILL, None]
     after = fleet.run(2, 5, layout=layout, model="wide", nodes=nodes)
     assert [r["restored"].version for r in after] == [Version(1, 4)] * 4
-    whole = fleet.run(3, 5, layout=layout, model="wide", nodes=nodes, rule=RestoreRule(scratch=True), save=False)
+    whole = fleet.run(3, 5, layout=layout, model="wide", nodes=nodes, rule=RestoreRule(from_scratch=True), save=False)
     assert [r["fingerprint"] for r in after] == [r["fingerprint"] for r in whole]
 
 
@@ -213,7 +213,7 @@ def test_replicas_agree_on_their_digests_and_shards_have_none(fleet: Fleet) -> N
 def test_a_damaged_slot_of_one_rank_costs_no_version_where_another_holds_the_bytes(fleet: Fleet) -> None:
     four = fleet.run(1, 3, layout="ddp")
     view = map_segment(fleet.vaults.segments / "n2" / JOB / "own-0")
-    slot = next(slot for slot, header in view.sealed() if header.version == Version(1, 3))
+    slot = next(slot for slot, header in view.sealed_slots() if header.version == Version(1, 3))
     view.payload(slot)[-100] ^= 1
     again = fleet.run(2, 3, layout="ddp")
     assert {r["restored"].version for r in again} == {Version(1, 3)}
@@ -226,7 +226,7 @@ def test_ranks_of_one_node_take_nothing_from_a_slot_that_its_own_rank_finds_dama
     nodes = ("n1",) * 3
     first = fleet.run(1, 3, nodes=nodes)
     view = map_segment(fleet.vaults.segments / "n1" / JOB / "own-1")
-    slot = next(slot for slot, header in view.sealed() if header.version == Version(1, 3))
+    slot = next(slot for slot, header in view.sealed_slots() if header.version == Version(1, 3))
     view.payload(slot)[0] ^= 1
     second = fleet.run(2, 3, nodes=nodes)
     assert {r["restored"].version for r in second} == {Version(1, 2)}

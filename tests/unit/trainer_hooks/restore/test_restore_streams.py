@@ -11,17 +11,17 @@ import torch
 import xxhash
 from everstep_trainer.restore import byte_moves as cutting
 from everstep_trainer.restore import remote_slots as module
-from everstep_trainer.restore.byte_moves import Batch, Filled, Moves, batches_of
-from everstep_trainer.restore.remote_slots import BadTransfer, Streams
+from everstep_trainer.restore.byte_moves import FetchBatch, FilledMemory, TensorCopies, split_into_batches
+from everstep_trainer.restore.remote_slots import BadTransfer, SlotStreams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.errors import DigestMismatch, MalformedMessage, NotFound
 from everstep.ids import Version
 from everstep.layout.slots import CHUNK_BYTES
-from everstep.wire.framing import Channel
+from everstep.wire.framing import VaultChannel
 from everstep.wire.v1.local import SlotInfo
-from everstep.wire.v1.transfer import Data, DataEnd, Get, refusal
+from everstep.wire.v1.transfer import Data, DataEnd, Get, refused_from_error
 from tests.support.lending import DEADLINE_S, Act, LendingVault, lending, refuse, serve, serve_well, wanted
 
 BATCH, BLOCK = 1 << 14, 1 << 12
@@ -41,17 +41,17 @@ def small_batches() -> Iterator[None]:
         yield
 
 
-def planned(pieces: list[tuple[int, int]], of: SlotInfo | None = None) -> tuple[list[torch.Tensor], list[Batch]]:
-    moves, targets = Moves(), []
+def planned(pieces: list[tuple[int, int]], of: SlotInfo | None = None) -> tuple[list[torch.Tensor], list[FetchBatch]]:
+    moves, targets = TensorCopies(), []
     for at, length in pieces:
         targets.append(torch.zeros(length, dtype=torch.uint8))
         moves.add(targets[-1], [(at, length)])
-    return targets, list(batches_of(of or slot(), moves.rows()))
+    return targets, list(split_into_batches(of or slot(), moves.table()))
 
 
-def received(vault: LendingVault, batches: list[Batch]) -> Streams:
+def received(vault: LendingVault, batches: list[FetchBatch]) -> SlotStreams:
     stand_in: Any = vault
-    streams = Streams(stand_in, "job", batches)
+    streams = SlotStreams(stand_in, "job", batches)
     streams.finish()
     streams.close()
     return streams
@@ -87,18 +87,18 @@ def test_chunks_are_asked_for_one_by_one_and_come_over_several_connections(monke
     assert bytes_of(targets) == [payload[:size]]
 
 
-def wrong_digest(channel: Channel, get: Get, payload: bytes) -> None:
+def wrong_digest(channel: VaultChannel, get: Get, payload: bytes) -> None:
     data = bytearray(wanted(get, payload))
     data[len(data) // 2] ^= 1
     digests = b"".join(xxhash.xxh3_128_digest(payload[at : at + length]) for at, length in get.ranges)
     serve(channel, bytes(data), digests)
 
 
-def no_digests(channel: Channel, get: Get, payload: bytes) -> None:
+def no_digests(channel: VaultChannel, get: Get, payload: bytes) -> None:
     serve(channel, wanted(get, payload), b"")
 
 
-def dies(channel: Channel, get: Get, payload: bytes) -> None:
+def dies(channel: VaultChannel, get: Get, payload: bytes) -> None:
     data = wanted(get, payload)
     channel.send(Data(bytes=len(data)))
     channel.send_bulk([memoryview(data)[: len(data) // 2]])
@@ -106,25 +106,25 @@ def dies(channel: Channel, get: Get, payload: bytes) -> None:
 
 
 def announces(more: int) -> Act:
-    def act(channel: Channel, get: Get, payload: bytes) -> None:
+    def act(channel: VaultChannel, get: Get, payload: bytes) -> None:
         channel.send(Data(bytes=len(wanted(get, payload)) + more))
 
     return act
 
 
-def refuses_on_the_way(channel: Channel, get: Get, payload: bytes) -> None:
+def refuses_on_the_way(channel: VaultChannel, get: Get, payload: bytes) -> None:
     data = wanted(get, payload)
     channel.send(Data(bytes=len(data)))
     channel.send_bulk([memoryview(data)])
-    channel.send_status(False)
-    channel.send(refusal(DigestMismatch("chunk 3 is rotten")))
+    channel.send_piece_status(False)
+    channel.send(refused_from_error(DigestMismatch("chunk 3 is rotten")))
 
 
-def contradicts_itself(channel: Channel, get: Get, payload: bytes) -> None:
+def contradicts_itself(channel: VaultChannel, get: Get, payload: bytes) -> None:
     data = wanted(get, payload)
     channel.send(Data(bytes=len(data)))
     channel.send_bulk([memoryview(data)])
-    channel.send_status(False)
+    channel.send_piece_status(False)
     channel.send(DataEnd(digests=b""))
 
 
@@ -152,7 +152,7 @@ def test_what_goes_wrong_on_the_way_fails_that_slot_and_no_other(wrong: str) -> 
         streams = received(vault, lost_batches + batches)
         (failure,) = streams.failures
         assert failure.slot is bad
-        assert failure.corrupt is corrupt
+        assert failure.is_corrupt is corrupt
         assert why in failure.reason
         assert [batch.slot.node for batch in streams.landed] == ["n2", "n3", "n3", "n3", "n3"]
         doubted = isinstance(failure, BadTransfer)
@@ -162,7 +162,7 @@ def test_what_goes_wrong_on_the_way_fails_that_slot_and_no_other(wrong: str) -> 
     assert lost[0][:BATCH].numpy().tobytes() == PAYLOAD[:BATCH]
 
 
-def hangs_up(channel: Channel, get: Get, payload: bytes) -> None:
+def hangs_up(channel: VaultChannel, get: Get, payload: bytes) -> None:
     channel.close()
 
 
@@ -186,8 +186,8 @@ def test_what_comes_wrong_is_believed_never_and_the_holder_is_asked_whether_it_i
     hashed: list[bool] = []
 
     def noted(act: Act) -> Act:
-        def noting(channel: Channel, get: Get, payload: bytes) -> None:
-            hashed.append(not get.unhashed)
+        def noting(channel: VaultChannel, get: Get, payload: bytes) -> None:
+            hashed.append(not get.skip_hash)
             act(channel, get, payload)
 
         return noting
@@ -199,7 +199,7 @@ def test_what_comes_wrong_is_believed_never_and_the_holder_is_asked_whether_it_i
     assert hashed == [False, True]
     assert streams.landed == []
     assert isinstance(failure, BadTransfer) is blamed_on_the_way
-    assert failure.corrupt is corrupt
+    assert failure.is_corrupt is corrupt
 
 
 def test_what_the_holder_tells_by_itself_is_not_blamed_on_the_way() -> None:
@@ -212,7 +212,7 @@ def test_what_the_holder_tells_by_itself_is_not_blamed_on_the_way() -> None:
 def test_a_holder_that_stands_still_is_given_up() -> None:
     still = threading.Event()
 
-    def stall(channel: Channel, get: Get, payload: bytes) -> None:
+    def stall(channel: VaultChannel, get: Get, payload: bytes) -> None:
         channel.send(Data(bytes=BATCH))
         channel.send_bulk([memoryview(payload)[: BLOCK + 7]])
         assert still.wait(DEADLINE_S)
@@ -222,7 +222,7 @@ def test_a_holder_that_stands_still_is_given_up() -> None:
         (failure,) = received(vault, batches).failures
         still.set()
     assert "sent nothing for 0.05 s" in failure.reason
-    assert not failure.corrupt
+    assert not failure.is_corrupt
 
 
 def test_a_holder_out_of_reach_fails_its_slot() -> None:
@@ -236,7 +236,7 @@ def test_a_holder_out_of_reach_fails_its_slot() -> None:
 def test_nothing_is_written_any_more_once_a_restore_was_left() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def pause(channel: Channel, get: Get, payload: bytes) -> None:
+    def pause(channel: VaultChannel, get: Get, payload: bytes) -> None:
         channel.send(Data(bytes=BATCH))
         channel.send_bulk([memoryview(payload)[:BLOCK]])
         begun.set()
@@ -246,8 +246,8 @@ def test_nothing_is_written_any_more_once_a_restore_was_left() -> None:
     targets, batches = planned([(0, 2 * BATCH)])
     with lending({0: PAYLOAD}, {"n2": [pause]}) as vault:
         stand_in: Any = vault
-        streams = Streams(stand_in, "job", batches)
-        streams.begin()
+        streams = SlotStreams(stand_in, "job", batches)
+        streams.start()
         assert begun.wait(DEADLINE_S)
         streams.close()
         targets[0].fill_(7)
@@ -270,10 +270,10 @@ def test_memory_is_filled_where_each_of_its_bytes_was_written(
     for begin, count in done:
         if taken.isdisjoint(range(begin, begin + count)):
             taken |= set(range(begin, begin + count))
-            moves = Moves()
+            moves = TensorCopies()
             moves.add(memory[begin : begin + count], [(0, count)])
-            rows.append(moves.rows())
-    assert Filled(rows).holds(memory[at : at + length]) == taken.issuperset(range(at, at + length))
+            rows.append(moves.table())
+    assert FilledMemory(rows).contains(memory[at : at + length]) == taken.issuperset(range(at, at + length))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -281,7 +281,7 @@ def test_what_a_thread_left_in_the_middle_is_not_taken_for_done(monkeypatch: pyt
     def fails(*_: Any) -> None:
         raise ArithmeticError("a mistake of ours")
 
-    monkeypatch.setattr(module, "copy_rows", fails)
+    monkeypatch.setattr(module, "run_copies", fails)
     _, batches = planned([(at, 1) for at in range(0, BATCH, 8)])
     with lending({0: PAYLOAD}) as vault, pytest.raises(AssertionError, match="1 batches neither came nor failed"):
         received(vault, batches)

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 import torch
-from everstep_trainer.restore.byte_moves import NOTHING, Moves, is_plain
-from everstep_trainer.restore.local_slots import BLOCK_BYTES, Sweep, chunks_of, chunks_of_rows
+from everstep_trainer.restore.byte_moves import NO_COPIES, TensorCopies, is_byte_copyable
+from everstep_trainer.restore.local_slots import BLOCK_BYTES, HashingCopy, chunks_of, chunks_of_copies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,11 +29,11 @@ ranges = st.tuples(starts, lengths).map(lambda pair: (pair[0], min(pair[1], SIZE
 def filled_by(
     plan: list[list[tuple[int, int]]], threads: int, checked: range = EVERY, native: CopyHash | None = copy_hash
 ) -> list[bytes]:
-    moves = Moves()
+    moves = TensorCopies()
     targets = [torch.zeros(sum(length for _, length in each), dtype=torch.uint8) for each in plan]
     for target, each in zip(targets, plan, strict=True):
         moves.add(target, each)
-    Sweep(memoryview(PAYLOAD), moves.rows(), DIGESTS, checked, native).run(threads)
+    HashingCopy(memoryview(PAYLOAD), moves.table(), DIGESTS, checked, native).run(threads)
     return [target.numpy().tobytes() for target in targets]
 
 
@@ -53,10 +53,10 @@ def test_many_small_tensors_side_by_side_are_all_filled() -> None:
 
 def test_what_lies_side_by_side_at_both_ends_is_one_copy() -> None:
     flat = torch.zeros(100, dtype=torch.uint8)
-    moves = Moves()
+    moves = TensorCopies()
     for part, at in ((flat[50:100], 60), (flat[0:50], 10)):
         moves.add(part, [(at, 50)])
-    rows = moves.rows()
+    rows = moves.table()
     assert (rows.source.tolist(), rows.length.tolist()) == ([10], [100])
     assert rows.nbytes == 100
 
@@ -67,59 +67,59 @@ def test_a_flipped_bit_anywhere_fails_the_pass_and_no_thread_goes_on(at: int, th
     rotten = bytearray(PAYLOAD)
     rotten[at] ^= 16
     target = torch.zeros(SIZE, dtype=torch.uint8)
-    moves = Moves()
+    moves = TensorCopies()
     moves.add(target, [(0, SIZE)])
     with pytest.raises(DigestMismatch, match=f"chunk {at // CHUNK_BYTES} "):
-        Sweep(memoryview(rotten), moves.rows(), DIGESTS, EVERY).run(threads)
+        HashingCopy(memoryview(rotten), moves.table(), DIGESTS, EVERY).run(threads)
     assert all(thread.name != "everstep-restore" for thread in threading.enumerate())
 
 
 def test_only_the_chunks_that_are_to_be_checked_are_hashed() -> None:
     rotten = bytearray(PAYLOAD)
     rotten[CHUNK_BYTES] ^= 1
-    Sweep(memoryview(rotten), NOTHING, DIGESTS, {0, 2, 3}).run(2)
+    HashingCopy(memoryview(rotten), NO_COPIES, DIGESTS, {0, 2, 3}).run(2)
     with pytest.raises(DigestMismatch, match="chunk 1 "):
-        Sweep(memoryview(rotten), NOTHING, DIGESTS, {1}).run(2)
+        HashingCopy(memoryview(rotten), NO_COPIES, DIGESTS, {1}).run(2)
 
 
 def test_the_chunks_of_ranges_and_of_copies_are_those_they_touch() -> None:
     assert chunks_of([(0, 0), (CHUNK_BYTES - 1, 2), (3 * CHUNK_BYTES, 5)]) == {0, 1, 3}
-    moves = Moves()
+    moves = TensorCopies()
     moves.add(torch.zeros(CHUNK_BYTES + 2, dtype=torch.uint8), [(CHUNK_BYTES - 1, CHUNK_BYTES + 2)])
-    assert chunks_of_rows(moves.rows()) == {0, 1, 2}
+    assert chunks_of_copies(moves.table()) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("place", [(-1, 10), (SIZE - 9, 10), (1 << 60, 10)])
 def test_a_manifest_that_points_outside_its_slot_reads_nothing(place: tuple[int, int]) -> None:
-    moves = Moves()
+    moves = TensorCopies()
     moves.add(torch.zeros(10, dtype=torch.uint8), [place])
     with pytest.raises(IndexError):
-        Sweep(memoryview(PAYLOAD), moves.rows(), DIGESTS, EVERY)
+        HashingCopy(memoryview(PAYLOAD), moves.table(), DIGESTS, EVERY)
     with pytest.raises(IndexError):
-        Sweep(memoryview(PAYLOAD), NOTHING, DIGESTS, [len(DIGESTS)])
+        HashingCopy(memoryview(PAYLOAD), NO_COPIES, DIGESTS, [len(DIGESTS)])
 
 
 def test_a_tensor_is_filled_whole_or_not_taken() -> None:
     with pytest.raises(ValueError, match="9 bytes do not fill a tensor of 10"):
-        Moves().add(torch.zeros(10, dtype=torch.uint8), [(0, 4), (20, 5)])
+        TensorCopies().add(torch.zeros(10, dtype=torch.uint8), [(0, 4), (20, 5)])
 
 
 def test_torch_hears_of_what_was_written_past_it() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
-    before, moves = parameter._version, Moves()
+    before, moves = parameter._version, TensorCopies()
     moves.add(parameter.detach(), [(0, 16)])
-    Sweep(memoryview(PAYLOAD), moves.rows(), DIGESTS, EVERY).run(1)
-    moves.settle()
+    HashingCopy(memoryview(PAYLOAD), moves.table(), DIGESTS, EVERY).run(1)
+    moves.mark_written()
     assert parameter._version > before
 
 
 def test_what_is_not_a_row_of_its_own_bytes_is_left_to_torch() -> None:
     square = torch.zeros(4, 4)
-    assert is_plain(square, torch.float32)
-    assert is_plain(square[1:3], torch.float32)
-    assert not is_plain(square[:, 1:3], torch.float32)
-    assert not is_plain(square.t(), torch.float32)
-    assert not is_plain(square.to_sparse(), torch.float32)
-    assert not is_plain(square.as_subclass(type("Packed", (torch.Tensor,), {})), torch.float32)
-    assert not is_plain(square, torch.bfloat16)
-    assert not is_plain(torch.zeros(4, dtype=torch.complex64).conj(), torch.complex64)
+    assert is_byte_copyable(square, torch.float32)
+    assert is_byte_copyable(square[1:3], torch.float32)
+    assert not is_byte_copyable(square[:, 1:3], torch.float32)
+    assert not is_byte_copyable(square.t(), torch.float32)
+    assert not is_byte_copyable(square.to_sparse(), torch.float32)
+    assert not is_byte_copyable(square.as_subclass(type("Packed", (torch.Tensor,), {})), torch.float32)
+    assert not is_byte_copyable(square, torch.bfloat16)
+    assert not is_byte_copyable(torch.zeros(4, dtype=torch.complex64).conj(), torch.complex64)

@@ -140,7 +140,7 @@ def test_a_rank_that_read_all_it_needed_puts_that_back_when_another_could_not(pr
         try:
             both_store(clients)
             view = map_segment(fleet.segments / "n1" / JOB / "own-1")
-            view.payload(next(slot for slot, _ in view.sealed()))[100] ^= 0x40
+            view.payload(next(slot for slot, _ in view.sealed_slots()))[100] ^= 0x40
             objects, store = [built(), built()], dist.HashStore()
             spec = generation(2, ranks=WORLD, restore=RestoreRule())
 

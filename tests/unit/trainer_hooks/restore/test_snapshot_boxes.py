@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from everstep_trainer.restore.fetch import MOST_RUNS, Want, box_to_fetch, plan_reads
+from everstep_trainer.restore.fetch import MAX_RUNS, NeededBox, box_to_fetch, plan_reads
 from everstep_trainer.state.layout import encode
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,12 +14,12 @@ from everstep.layout.manifests import (
     LAYOUT_FORMAT,
     Box,
     Manifest,
-    Stored,
-    Tensor,
+    StoredBox,
+    TensorInfo,
     byte_ranges,
     decode_manifest,
+    full_box,
     uncovered,
-    whole,
 )
 
 Shape = tuple[int, ...]
@@ -35,7 +35,7 @@ def boxes_in(draw: st.DrawFn, shape: Shape) -> Box:
 @st.composite
 def cuts(draw: st.DrawFn, shape: Shape) -> list[Box]:
     """A tensor cut into boxes along random dimensions, uneven and in any nesting."""
-    boxes = [whole(shape)]
+    boxes = [full_box(shape)]
     for _ in range(draw(st.integers(0, 5)) if shape else 0):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
         dim = draw(st.integers(0, len(shape) - 1))
@@ -56,7 +56,7 @@ def test_what_is_left_of_a_box_and_the_hole_are_the_box_exactly_once(data: st.Da
     box, other = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
     hole = box.intersect(other)
     count = np.zeros(shape, int)
-    for part in [box] if hole is None else [hole, *box.without(hole)]:
+    for part in [box] if hole is None else [hole, *box.subtract(hole)]:
         count[cells(part)] += 1
     expected = np.zeros(shape, int)
     expected[cells(box)] = 1
@@ -89,47 +89,47 @@ def test_byte_ranges_one_after_another_are_the_wanted_box(data: st.DataObject, s
     assert ranges == sorted(ranges)
 
 
-def manifest(tensors: list[Tensor], stored: list[Stored], rank: int = 0, world: int = 1) -> Manifest:
-    size = max([s.at + s.box.volume * tensors[s.tensor].itemsize for s in stored], default=0)
+def manifest(tensors: list[TensorInfo], stored: list[StoredBox], rank: int = 0, world: int = 1) -> Manifest:
+    size = max([s.offset + s.box.volume * tensors[s.tensor].itemsize for s in stored], default=0)
     return Manifest(LAYOUT_FORMAT, rank, world, tuple(tensors), tuple(stored), size, 0, size + 8, 0)
 
 
 @given(st.data(), st.lists(shapes, min_size=1, max_size=3))
 def test_any_layout_is_read_from_any_other_each_byte_once(data: st.DataObject, forms: list[Shape]) -> None:
     """Sources cut one way over two slots, with repeats; targets cut another way; compared with whole arrays."""
-    tensors = [Tensor(f"t{i}", "int32", 4, shape, False) for i, shape in enumerate(forms)]
+    tensors = [TensorInfo(f"t{i}", "int32", 4, shape, False) for i, shape in enumerate(forms)]
     arrays = [np.arange(np.prod(f, dtype=int), dtype="<i4").reshape(f) + 1000 * i for i, f in enumerate(forms)]
-    slots: list[tuple[list[Stored], bytearray]] = [([], bytearray()), ([], bytearray())]
-    wants: list[Want] = []
+    slots: list[tuple[list[StoredBox], bytearray]] = [([], bytearray()), ([], bytearray())]
+    wants: list[NeededBox] = []
     for i, shape in enumerate(forms):
         for box in data.draw(cuts(shape)):
             for stored, payload in data.draw(st.sampled_from([slots[:1], slots[1:], slots])):
-                stored.append(Stored(i, box, len(payload)))
+                stored.append(StoredBox(i, box, len(payload)))
                 payload += arrays[i][cells(box)].tobytes()
-        wants += [Want(i, box) for box in data.draw(cuts(shape))]
+        wants += [NeededBox(i, box) for box in data.draw(cuts(shape))]
     reads = plan_reads(wants, [manifest(tensors, stored) for stored, _ in slots])
     filled = [np.zeros(f, int) for f in forms]
     for read in reads:
-        target = wants[read.want]
+        target = wants[read.needed_index]
         assert read.box.intersect(target.box) == read.box
-        ranges = byte_ranges(read.stored.box, read.box, 4, read.stored.at)
-        got = b"".join(bytes(slots[read.supply][1][at : at + n]) for at, n in ranges)
-        assert got == arrays[target.tensor][cells(read.box)].tobytes()
-        filled[target.tensor][cells(read.box)] += 1
+        ranges = byte_ranges(read.stored.box, read.box, 4, read.stored.offset)
+        got = b"".join(bytes(slots[read.source_index][1][at : at + n]) for at, n in ranges)
+        assert got == arrays[target.tensor_index][cells(read.box)].tobytes()
+        filled[target.tensor_index][cells(read.box)] += 1
     assert all((f == 1).all() for f in filled)
 
 
 def test_what_is_in_no_slot_is_named() -> None:
-    tensors = [Tensor("model.weight", "float32", 4, (4, 2), False)]
-    half = manifest(tensors, [Stored(0, Box((0, 0), (2, 2)), 0)])
+    tensors = [TensorInfo("model.weight", "float32", 4, (4, 2), False)]
+    half = manifest(tensors, [StoredBox(0, Box((0, 0), (2, 2)), 0)])
     with pytest.raises(NotRestorable, match=r"model\.weight: the part at \(2, 0\) of size \(2, 2\)"):
-        plan_reads([Want(0, whole((4, 2)))], [half])
+        plan_reads([NeededBox(0, full_box((4, 2)))], [half])
 
 
 def test_a_box_of_many_crumbs_is_fetched_with_its_rows_unless_that_is_much_more() -> None:
-    held = whole((MOST_RUNS + 1, 8))
-    assert box_to_fetch(held, Box((0, 0), (MOST_RUNS + 1, 4))) == held
-    narrow = Box((0, 0), (MOST_RUNS + 1, 1))
+    held = full_box((MAX_RUNS + 1, 8))
+    assert box_to_fetch(held, Box((0, 0), (MAX_RUNS + 1, 4))) == held
+    narrow = Box((0, 0), (MAX_RUNS + 1, 1))
     assert box_to_fetch(held, narrow) == narrow
     few = Box((1, 2), (3, 4))
     assert box_to_fetch(held, few) == few
@@ -138,15 +138,15 @@ def test_a_box_of_many_crumbs_is_fetched_with_its_rows_unless_that_is_much_more(
 @pytest.mark.parametrize(
     "stored",
     [
-        Stored(1, Box((0,), (2,)), 0),
-        Stored(0, Box((3,), (2,)), 0),
-        Stored(0, Box((0,), (2,)), 64),
-        Stored(0, Box((0, 0), (1, 1)), 0),
-        Stored(0, Box((-1,), (2,)), 0),
+        StoredBox(1, Box((0,), (2,)), 0),
+        StoredBox(0, Box((3,), (2,)), 0),
+        StoredBox(0, Box((0,), (2,)), 64),
+        StoredBox(0, Box((0, 0), (1, 1)), 0),
+        StoredBox(0, Box((-1,), (2,)), 0),
     ],
 )
-def test_a_manifest_that_points_outside_is_refused(stored: Stored) -> None:
-    tensors = (Tensor("t", "float32", 4, (4,), False),)
+def test_a_manifest_that_points_outside_is_refused(stored: StoredBox) -> None:
+    tensors = (TensorInfo("t", "float32", 4, (4,), False),)
     bad = Manifest(LAYOUT_FORMAT, 0, 1, tensors, (stored,), 0, 0, 64, 0)
     with pytest.raises(MalformedMessage, match="outside"):
         decode_manifest(encode(bad))

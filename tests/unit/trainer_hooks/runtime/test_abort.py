@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 from everstep_trainer.config import HookSettings
 from everstep_trainer.runtime import abort
-from everstep_trainer.runtime.abort import SET_UP_S, GlooBackend, NcclBackend, backend_named, gloo_loops
+from everstep_trainer.runtime.abort import (
+    NCCL_SETUP_TIMEOUT_S,
+    GlooBackend,
+    NcclBackend,
+    gloo_event_loops,
+    make_backend,
+)
 from everstep_trainer.runtime.regroup import Rendezvous
 
 from tests.support.stage import host_store
@@ -56,7 +62,7 @@ def wait_in_vain(port: int, rank: int, elements: int) -> dict[str, object]:
         thread.join()
         bystander.getpeername()
         store.set(f"alive/{rank}", b"")  # the store's connection still works
-        return {"error": error, "aborted": aborted, "loops": len(gloo_loops())}
+        return {"error": error, "aborted": aborted, "loops": len(gloo_event_loops())}
 
 
 @pytest.mark.parametrize("elements", [1, 3_000_000, 0])
@@ -81,7 +87,7 @@ def abort_without_groups() -> tuple[int, int]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        return len(gloo_loops()), GlooBackend().abort()
+        return len(gloo_event_loops()), GlooBackend().abort()
 
 
 def test_a_process_without_groups_has_nothing_to_abort(forks):
@@ -95,9 +101,9 @@ def test_only_connections_to_the_named_port_are_found_and_shut():
         listener.listen()
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as ours, listener.accept()[0] as theirs:
-            assert abort.connections_to(port) == [ours.fileno()]
+            assert abort.connections_to_port(port) == [ours.fileno()]
             held = abort.shut_connections([ours.fileno()], lambda: [ours.fileno()])
-            abort.close_all(held)
+            abort.close_sockets(held)
             assert len(held) == 1
             assert theirs.recv(1) == b""
 
@@ -126,10 +132,10 @@ def test_unix_sockets_pipes_and_closed_numbers_are_never_shut():
 
 
 def test_the_backend_follows_the_setting_and_the_machine():
-    assert isinstance(backend_named("gloo"), GlooBackend)
-    assert isinstance(backend_named("nccl"), NcclBackend)
+    assert isinstance(make_backend("gloo"), GlooBackend)
+    assert isinstance(make_backend("nccl"), NcclBackend)
     expected = NcclBackend if torch.cuda.is_available() and dist.is_nccl_available() else GlooBackend
-    assert isinstance(backend_named("auto"), expected)
+    assert isinstance(make_backend("auto"), expected)
 
 
 def nccl_environment() -> dict[str, str | None]:
@@ -139,7 +145,7 @@ def nccl_environment() -> dict[str, str | None]:
 
 def test_all_nccl_communicators_are_set_up_without_blocking(forks):
     """Also those of groups that a training function makes, for which nobody passes options."""
-    expected = {"USE_COMM_NONBLOCKING": "1", "NONBLOCKING_TIMEOUT": str(SET_UP_S)}
+    expected = {"USE_COMM_NONBLOCKING": "1", "NONBLOCKING_TIMEOUT": str(NCCL_SETUP_TIMEOUT_S)}
     assert forks.start(nccl_environment).result() == expected
 
 
@@ -160,9 +166,9 @@ def test_nccl_aborts_are_begun_once_and_waited_for(monkeypatch):
     monkeypatch.setattr(backend._gloo, "abort", lambda: 0)
     monkeypatch.setattr(backend, "_communicators", lambda: [communicator])
     assert [backend.abort(), backend.abort()] == [1, 0]
-    assert not backend.settle(0.0)
+    assert not backend.wait_aborted(0.0)
     communicator.may_end.set()
-    assert backend.settle(60.0)
+    assert backend.wait_aborted(60.0)
     assert communicator.aborts == 1
 
 
@@ -171,12 +177,12 @@ def test_broken_groups_are_destroyed_after_their_aborts(monkeypatch):
     done: list[str] = []
     backend = NcclBackend()
     monkeypatch.setattr(backend, "abort", lambda: done.append("abort"))
-    monkeypatch.setattr(backend, "settle", lambda timeout_s: done.append("settle"))
+    monkeypatch.setattr(backend, "wait_aborted", lambda timeout_s: done.append("settle"))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroy"))
     rendezvous = Rendezvous(backend, HookSettings())
-    rendezvous.leave(broken=True)
-    rendezvous.leave(broken=False)
+    rendezvous.leave(must_abort=True)
+    rendezvous.leave(must_abort=False)
     assert done == ["abort", "settle", "destroy", "destroy"]
 
 
@@ -196,5 +202,5 @@ def abort_nccl_set_up() -> tuple[int, bool, float]:
     dist.init_process_group("cuda:nccl", store=store, rank=0, world_size=2)
     backend.connect(device)
     ended = backend.abort()
-    settled = backend.settle(60.0)
+    settled = backend.wait_aborted(60.0)
     return ended, settled, float(torch.ones(8, device=device).sum())

@@ -12,20 +12,29 @@ from pathlib import Path
 
 import pytest
 from everstep_trainer.config import HookSettings
-from everstep_trainer.runtime.link import Link, Outbox
+from everstep_trainer.runtime.link import FrameOutbox, RankLink
 
 from everstep.clock import Backoff
 from everstep.errors import Unavailable, VersionMismatch
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1.directives import NewGeneration
-from everstep.wire.v1.local import MAX_FRAME_BYTES, FromAgent, Goodbye, Hello, Role, Tick, ToAgent, Welcome
+from everstep.wire.v1.local import (
+    MAX_FRAME_BYTES,
+    ConnectionRole,
+    FromAgent,
+    Goodbye,
+    Hello,
+    RankHeartbeat,
+    ToAgent,
+    Welcome,
+)
 from everstep.wire.v1.training import RankFinished
 from tests.support.fake_agent import FakeAgent, fake_agent
 from tests.support.generations import JOB, generation
 
 SETTINGS = HookSettings(reconnect=Backoff(floor_s=0.005, ceiling_s=0.02))
-HELLO = Hello(protocols=(1,), role=Role.RANK, job=JOB, pid=os.getpid(), local_rank=0)
+HELLO = Hello(protocols=(1,), role=ConnectionRole.RANK, job=JOB, pid=os.getpid(), local_rank=0)
 
 
 class Listener:
@@ -37,18 +46,18 @@ class Listener:
         self.ticks = 0
         self.silent = False
 
-    def hear(self, message: FromAgent) -> None:
+    def handle_message(self, message: FromAgent) -> None:
         with self.changed:
             self.heard.append(message)
             self.changed.notify_all()
 
-    def pulse(self) -> Tick | None:
+    def make_tick(self) -> RankHeartbeat | None:
         if self.silent:
             return None
         self.ticks += 1
-        return Tick(generation=1, rank=0, step=self.ticks, step_s=0.0)
+        return RankHeartbeat(generation=1, rank=0, step=self.ticks, step_s=0.0)
 
-    def pressing(self) -> bool:
+    def is_aborting(self) -> bool:
         return False
 
     def wait_for(self, count: int) -> None:
@@ -68,15 +77,15 @@ def agent(tmp_path: Path) -> Iterator[FakeAgent]:
 
 
 @pytest.fixture
-def link(agent: FakeAgent, listener: Listener) -> Iterator[Link]:
+def link(agent: FakeAgent, listener: Listener) -> Iterator[RankLink]:
     link = make_link(agent.path, listener)
     link.start(10)
     yield link
     link.close("test")
 
 
-def make_link(path: Path, listener: Listener) -> Link:
-    return Link(str(path), HELLO, listener, SETTINGS, SYSTEM_CLOCK, lambda: 0.5)
+def make_link(path: Path, listener: Listener) -> RankLink:
+    return RankLink(str(path), HELLO, listener, SETTINGS, SYSTEM_CLOCK, lambda: 0.5)
 
 
 def finished(step: int) -> RankFinished:
@@ -92,7 +101,7 @@ def test_the_first_words_are_hello_and_the_answer_is_handed_out(agent, listener)
 
 
 def test_it_ticks_at_the_agents_interval_and_hears_directives(agent, link, listener):
-    agent.heard(Tick, lambda t: t.step > 3)
+    agent.heard(RankHeartbeat, lambda t: t.step > 3)
     agent.peers[0].say(NewGeneration(spec=generation(1)))
     listener.wait_for(1)
     assert listener.heard == [NewGeneration(spec=generation(1))]
@@ -109,13 +118,13 @@ def test_link_asks_anew_only_for_other_events(agent, listener, monkeypatch):
     monkeypatch.setattr(selectors, "DefaultSelector", Counted)
     link = make_link(agent.path, listener)
     link.start(10)
-    agent.heard(Tick, lambda t: t.step > 3)
+    agent.heard(RankHeartbeat, lambda t: t.step > 3)
     link.close("test")
     assert asked == [], "the agent took every frame at once"
 
 
 def test_after_the_agent_returned_it_says_hello_and_what_still_stands(agent, link):
-    link.stand(finished(7))
+    link.send_persistent(finished(7))
     agent.heard(RankFinished)
     agent.stop()
     link.send(finished(8))
@@ -126,12 +135,12 @@ def test_after_the_agent_returned_it_says_hello_and_what_still_stands(agent, lin
 
 
 def test_what_no_longer_stands_is_not_repeated(agent, link):
-    link.stand(finished(7))
+    link.send_persistent(finished(7))
     agent.heard(RankFinished)
-    link.stand(None)
+    link.send_persistent(None)
     agent.stop()
     agent.start()
-    agent.heard(Tick)
+    agent.heard(RankHeartbeat)
     assert not [m for p in agent.peers for m in p.messages if isinstance(m, RankFinished)]
 
 
@@ -143,7 +152,7 @@ def test_an_agent_that_is_not_there_is_named_with_what_to_do(tmp_path, listener)
 
 
 def test_an_agent_of_another_protocol_is_refused(agent, listener):
-    agent.greet = lambda peer: peer.say(Welcome(protocol=9, node="n1", vault_socket="", tick_interval_s=0.1))
+    agent.greet = lambda peer: peer.say(Welcome(protocol=9, node="n1", vault_socket="", rank_heartbeat_interval_s=0.1))
     link = make_link(agent.path, listener)
     with pytest.raises(VersionMismatch):
         link.start(10)
@@ -151,7 +160,7 @@ def test_an_agent_of_another_protocol_is_refused(agent, listener):
 
 
 def test_garbage_from_the_agent_makes_it_connect_anew(agent, link, listener):
-    agent.heard(Tick)
+    agent.heard(RankHeartbeat)
     agent.peers[0].connection.sendall(b"\xff\xff\xff\xff garbage")
     agent.wait_until(lambda: (len(agent.peers) > 1 and agent.peers[1].messages) or None, "a second connection")
 
@@ -167,7 +176,9 @@ def test_an_agent_that_reads_nothing_does_not_block_the_sender(tmp_path, listene
         starting.start()
         connection, _ = server.accept()
         with connection:
-            connection.sendall(encode_frame(Welcome(protocol=1, node="n1", vault_socket="", tick_interval_s=0.1)))
+            connection.sendall(
+                encode_frame(Welcome(protocol=1, node="n1", vault_socket="", rank_heartbeat_interval_s=0.1))
+            )
             starting.join(60)
             for step in range(SETTINGS.outbox_frames):
                 link.send(RankFinished(job=JOB, at=0.0, trace="x" * 64, generation=1, rank=0, step=step))
@@ -189,7 +200,7 @@ def test_a_full_outbox_drops_the_oldest_but_never_half_a_frame():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        outbox = Outbox(limit=3)
+        outbox = FrameOutbox(max_frames=3)
         frames = [bytes([n]) * 100_000 for n in range(6)]
         outbox.put(frames[0])
         outbox.flush(ours)
@@ -203,7 +214,7 @@ def test_a_full_outbox_drops_the_oldest_but_never_half_a_frame():
 
 
 def test_a_new_connection_starts_over_with_a_half_sent_frame():
-    outbox = Outbox(limit=10)
+    outbox = FrameOutbox(max_frames=10)
     first, other = socket.socketpair()
     with first, other:
         first.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

@@ -25,7 +25,7 @@ def generation(*members: tuple[str, int], number: int = 3) -> GenerationSpec:
         seats=seats,
         store="10.0.0.5:4711",
         store_node="n2",
-        restore=RestoreRule(scratch=True),
+        restore=RestoreRule(from_scratch=True),
         holders=(),
         replica_nodes={},
         secret="00",

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from everstep_trainer.runtime.worker import (
-    Unexplained,
-    describe,
+    UnattributedFailures,
+    clear_frames,
+    describe_error,
     full_traceback,
     is_communication_error,
-    release_frames,
 )
 
 from everstep.vocabulary import GenerationReason
@@ -80,7 +80,7 @@ def raised(port: int, rank: int, use) -> list[object]:
     try:
         use(rank)
     except RuntimeError as error:
-        return [is_communication_error(error), describe(error)]
+        return [is_communication_error(error), describe_error(error)]
     return []
 
 
@@ -102,7 +102,7 @@ def mixed_up(port: int, rank: int) -> list[object]:
     try:
         dist.all_gather([torch.zeros(3)] * 2, torch.ones(4))
     except RuntimeError as error:
-        return [is_communication_error(error), describe(error)]
+        return [is_communication_error(error), describe_error(error)]
     return []
 
 
@@ -162,18 +162,18 @@ def test_an_error_while_handling_a_lost_peer_counts_unless_it_says_otherwise():
 def test_a_description_is_one_bounded_line_and_a_traceback_ends_with_the_error():
     with pytest.raises(ValueError, match="xxx") as caught:
         raise ValueError("x" * 100_000)
-    assert len(describe(caught.value)) == 4096
+    assert len(describe_error(caught.value)) == 4096
     assert len(full_traceback(caught.value, 1000)) == 1000
 
 
 def test_of_a_worker_processs_traceback_a_description_has_the_end():
     told = "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File ..."
-    assert describe(KeyErrorOfAWorker(f"{told}\nKeyError: 'label'\n")) == (
+    assert describe_error(KeyErrorOfAWorker(f"{told}\nKeyError: 'label'\n")) == (
         "KeyErrorOfAWorker: Caught KeyError in DataLoader worker process 0. KeyError: 'label'"
     )
     cuda = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with `TORCH_USE_CUDA_DSA`.\n")
-    assert "\n" not in describe(cuda)
-    assert describe(MemoryError()) == "MemoryError"
+    assert "\n" not in describe_error(cuda)
+    assert describe_error(MemoryError()) == "MemoryError"
 
 
 class KeyErrorOfAWorker(Exception):
@@ -188,10 +188,10 @@ class Unspeakable(RuntimeError):
 def test_what_no_message_can_hold_and_what_cannot_be_told_are_described_all_the_same():
     name = os.fsdecode(b"data/\xff.bin")
     error = FileNotFoundError(name)
-    assert describe(error) == "FileNotFoundError: data/\\udcff.bin"
+    assert describe_error(error) == "FileNotFoundError: data/\\udcff.bin"
     full_traceback(error).encode()
     assert not is_communication_error(Unspeakable())
-    assert describe(Unspeakable()) == "Unspeakable: <exception str() failed>"
+    assert describe_error(Unspeakable()) == "Unspeakable: <exception str() failed>"
     assert "Unspeakable" in full_traceback(Unspeakable())
 
 
@@ -210,24 +210,24 @@ def test_released_frames_let_go_of_the_model():
     except ValueError as error:
         caught = error
     assert alive[0]() is not None
-    release_frames(caught)
+    clear_frames(caught)
     gc.collect()
     assert alive[0]() is None
 
 
 def test_a_failure_at_the_same_step_again_and_again_is_at_last_the_training_functions():
-    tried = Unexplained(3)
-    assert not tried.give_up(7, GenerationReason.NODE_LOST)
-    assert not tried.give_up(7, GenerationReason.COLLECTIVE_FAILED)
-    assert tried.give_up(7, GenerationReason.COLLECTIVE_FAILED)
+    tried = UnattributedFailures(3)
+    assert not tried.count_failure(7, GenerationReason.NODE_LOST)
+    assert not tried.count_failure(7, GenerationReason.COLLECTIVE_FAILED)
+    assert tried.count_failure(7, GenerationReason.COLLECTIVE_FAILED)
 
 
 def test_a_step_further_or_a_loss_that_was_named_starts_the_count_anew():
-    tried = Unexplained(2)
-    assert not tried.give_up(7, GenerationReason.FORMED)
-    assert not tried.give_up(8, GenerationReason.COLLECTIVE_FAILED)
-    assert not tried.give_up(8, GenerationReason.RANK_LOST)
-    assert tried.give_up(8, GenerationReason.COLLECTIVE_FAILED)
+    tried = UnattributedFailures(2)
+    assert not tried.count_failure(7, GenerationReason.FORMED)
+    assert not tried.count_failure(8, GenerationReason.COLLECTIVE_FAILED)
+    assert not tried.count_failure(8, GenerationReason.RANK_LOST)
+    assert tried.count_failure(8, GenerationReason.COLLECTIVE_FAILED)
 
 
 def _blind(scene: Stage, number: int) -> None:
@@ -236,7 +236,7 @@ def _blind(scene: Stage, number: int) -> None:
 
 @pytest.mark.promise("user-error")
 def test_an_error_that_looks_like_a_lost_peers_at_every_try_ends_the_job_with_its_traceback(forks):
-    with stage(forks, training.fail_like_gloo_at_step_3, blind_tries=3) as scene:
+    with stage(forks, training.fail_like_gloo_at_step_3, max_unattributed_failures=3) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1)
         for number in (1, 2):

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from everstep_trainer.config import HookSettings
-from everstep_trainer.runtime.directives import Attendant, Orders, Where
-from everstep_trainer.runtime.progress import Progress
+from everstep_trainer.runtime.directives import DirectiveListener, MembershipState, ReceivedDirectives
+from everstep_trainer.runtime.progress import StepProgress
 
 from everstep.clock import ManualClock
 from everstep.vocabulary import GenerationReason
@@ -17,14 +17,14 @@ from everstep.wire.v1.directives import NewGeneration
 from tests.support.generations import generation
 
 
-def attendant(where: Where) -> Attendant:
+def attendant(where: MembershipState) -> DirectiveListener:
     """A rank that finished step 7 of its generation, and began 40 collectives."""
     settings = HookSettings()
-    progress = Progress(settings.step_window)
+    progress = StepProgress(settings.step_window)
     progress.enter(1, 0, lambda: 40)
-    progress.finish(7)
-    presence = SimpleNamespace(where=where, press=lambda: None)
-    return Attendant(Orders(), presence, progress, lambda _: None, settings, ManualClock())  # type: ignore[arg-type]
+    progress.finish_step(7)
+    presence = SimpleNamespace(state=where, abort=lambda: None)
+    return DirectiveListener(ReceivedDirectives(), presence, progress, lambda _: None, settings, ManualClock())  # type: ignore[arg-type]
 
 
 def hung(number: int) -> NewGeneration:
@@ -34,10 +34,10 @@ def hung(number: int) -> NewGeneration:
 
 
 def test_every_rank_says_where_it_stood_when_another_hung(caplog: pytest.LogCaptureFixture) -> None:
-    rank = attendant(Where.INSIDE)
+    rank = attendant(MembershipState.INSIDE)
     with caplog.at_level(logging.WARNING):
-        rank.hear(hung(2))
-        rank.hear(hung(2))
+        rank.handle_message(hung(2))
+        rank.handle_message(hung(2))
     (record,) = caplog.records
     assert "rank 2 on n3 has not ticked" in record.getMessage()
     assert "after step 7, in the last of 40 collectives" in record.getMessage()
@@ -46,30 +46,31 @@ def test_every_rank_says_where_it_stood_when_another_hung(caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize(
-    ("where", "message"), [(Where.OUT, hung(2)), (Where.INSIDE, NewGeneration(spec=generation(2)))]
+    ("where", "message"),
+    [(MembershipState.OUTSIDE, hung(2)), (MembershipState.INSIDE, NewGeneration(spec=generation(2)))],
 )
 def test_stacks_are_shown_for_hangs_alone(
-    where: Where, message: NewGeneration, caplog: pytest.LogCaptureFixture
+    where: MembershipState, message: NewGeneration, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        attendant(where).hear(message)
+        attendant(where).handle_message(message)
     assert not caplog.records
 
 
 def test_tick_tells_begun_step_of_its_own_generation_alone() -> None:
     settings = HookSettings()
-    progress = Progress(settings.step_window)
+    progress = StepProgress(settings.step_window)
     progress.enter(1, 0, lambda: 0)
-    progress.begin(8)
-    presence = SimpleNamespace(where=Where.OUT, press=lambda: None)
-    rank = Attendant(Orders(), presence, progress, lambda _: None, settings, ManualClock())  # type: ignore[arg-type]
+    progress.begin_step(8)
+    presence = SimpleNamespace(state=MembershipState.OUTSIDE, abort=lambda: None)
+    rank = DirectiveListener(ReceivedDirectives(), presence, progress, lambda _: None, settings, ManualClock())  # type: ignore[arg-type]
     for number, begun in ((1, 8), (2, 0)):
         spec = generation(number)
         rank.enter(spec, spec.roster[0])
-        tick = rank.pulse()
+        tick = rank.make_tick()
         assert tick is not None
-        assert (tick.generation, tick.begun) == (number, begun)
+        assert (tick.generation, tick.started_step) == (number, begun)
     progress.enter(2, 0, lambda: 0)
-    assert progress.begun == 0
+    assert progress.begun_step == 0
     progress.resume_from(5)
-    assert progress.begun == 5
+    assert progress.begun_step == 5

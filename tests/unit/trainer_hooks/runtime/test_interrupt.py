@@ -52,7 +52,7 @@ def test_a_function_in_python_code_ends_with_regroup(interrupter, elsewhere):
         spin_until(lambda: False)
 
     elsewhere(lambda: started.wait(60) and interrupter.interrupt())
-    assert isinstance(interrupter.call(function), Regroup)
+    assert isinstance(interrupter.run(function), Regroup)
 
 
 @pytest.mark.parametrize("wait", [lambda: Future().result(), lambda: queue.Queue().get(), lambda: time.sleep(3600)])
@@ -69,22 +69,22 @@ def test_a_function_that_waits_in_pythons_own_code_is_woken_for_it(interrupter, 
         interrupter.interrupt()
 
     elsewhere(interrupt)
-    assert isinstance(interrupter.call(function), Regroup)
+    assert isinstance(interrupter.run(function), Regroup)
 
 
 def test_the_result_of_a_function_that_returns_is_none_and_errors_come_back(interrupter):
-    assert interrupter.call(lambda: None) is None
+    assert interrupter.run(lambda: None) is None
     error = ValueError("mine")
 
     def fail() -> None:
         raise error
 
-    assert interrupter.call(fail) is error
+    assert interrupter.run(fail) is error
 
 
 def test_nothing_is_raised_outside_of_a_call(interrupter):
     assert interrupter.interrupt() is False
-    interrupter.call(lambda: None)
+    interrupter.run(lambda: None)
     assert interrupter.interrupt() is False
 
 
@@ -98,7 +98,7 @@ def test_a_request_that_came_too_late_is_taken_back(interrupter):
 
         thread = threading.Thread(target=late)
         thread.start()
-        failure = interrupter.call(lambda barrier=barrier: barrier.wait(60) and None)
+        failure = interrupter.run(lambda barrier=barrier: barrier.wait(60) and None)
         thread.join()
         assert failure is None or isinstance(failure, Regroup)
         sum(range(100))  # a request that was left over would be raised here
@@ -116,7 +116,7 @@ def test_an_atomic_section_is_finished_first(interrupter, elsewhere):
         written.append("not reached")
 
     elsewhere(lambda: inside.wait(60) and interrupter.interrupt() and asked.set())
-    assert isinstance(interrupter.call(function), Regroup)
+    assert isinstance(interrupter.run(function), Regroup)
     assert written == ["whole"]
 
 
@@ -133,7 +133,7 @@ def test_nested_atomic_sections_end_with_the_outermost(interrupter, elsewhere):
         written.append("not reached")
 
     elsewhere(lambda: inside.wait(60) and interrupter.interrupt() and asked.set())
-    assert isinstance(interrupter.call(function), Regroup)
+    assert isinstance(interrupter.run(function), Regroup)
     assert written == ["outer goes on"]
 
 
@@ -157,7 +157,7 @@ def test_a_call_is_interrupted_at_most_once(interrupter, elsewhere):
         second.append(interrupter.interrupt())
 
     elsewhere(ask_twice)
-    assert isinstance(interrupter.call(function), Regroup)
+    assert isinstance(interrupter.run(function), Regroup)
     assert second == [False]
 
 
@@ -170,7 +170,7 @@ def test_each_call_can_be_interrupted_anew(interrupter, elsewhere):
             spin_until(lambda: False)
 
         elsewhere(lambda started=started: started.wait(60) and interrupter.interrupt())
-        assert isinstance(interrupter.call(function), Regroup)
+        assert isinstance(interrupter.run(function), Regroup)
 
 
 def test_a_thread_that_is_asked_leaves_where_it_calls_a_module_next(interrupter, elsewhere):
@@ -185,8 +185,8 @@ def test_a_thread_that_is_asked_leaves_where_it_calls_a_module_next(interrupter,
         layer(torch.ones(1, 2))
         passed.append("not reached")
 
-    elsewhere(lambda: started.wait(60) and (interrupter.ask(), asked.set()))
-    assert isinstance(interrupter.call(function), Regroup)
+    elsewhere(lambda: started.wait(60) and (interrupter.request_regroup(), asked.set()))
+    assert isinstance(interrupter.run(function), Regroup)
     assert passed == ["python code goes on"]
 
 
@@ -196,7 +196,7 @@ def test_asking_leaves_other_threads_and_later_calls_alone(interrupter, elsewher
 
     def ask_and_compute() -> None:
         started.wait(60)
-        interrupter.ask()
+        interrupter.request_regroup()
         layer(torch.ones(1, 2))
         computed.set()
 
@@ -205,9 +205,9 @@ def test_asking_leaves_other_threads_and_later_calls_alone(interrupter, elsewher
         spin_until(computed.is_set)
 
     elsewhere(ask_and_compute)
-    assert interrupter.call(function) is None
+    assert interrupter.run(function) is None
     assert not torch_modules._global_forward_pre_hooks
-    assert interrupter.call(lambda: layer(torch.ones(1, 2)).sum() and None) is None
+    assert interrupter.run(lambda: layer(torch.ones(1, 2)).sum() and None) is None
 
 
 def test_an_atomic_section_may_call_modules(interrupter, elsewhere):
@@ -224,8 +224,8 @@ def test_an_atomic_section_may_call_modules(interrupter, elsewhere):
         layer(torch.ones(1, 2))
         written.append("not reached")
 
-    elsewhere(lambda: started.wait(60) and (interrupter.ask(), asked.set()))
-    assert isinstance(interrupter.call(function), Regroup)
+    elsewhere(lambda: started.wait(60) and (interrupter.request_regroup(), asked.set()))
+    assert isinstance(interrupter.run(function), Regroup)
     assert written == ["whole"]
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from everstep_trainer.runtime.progress import LossReading
+from everstep_trainer.runtime.progress import LatestLoss
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 
 def test_numbers_of_every_kind_are_read():
-    reading = LossReading()
+    reading = LatestLoss()
     assert reading.value() is None
     for loss in (
         2.5,
@@ -18,23 +18,23 @@ def test_numbers_of_every_kind_are_read():
         torch.tensor([[2.5]], dtype=torch.bfloat16),
         torch.tensor(2.5).requires_grad_(),
     ):
-        reading.offer(loss)
+        reading.update(loss)
         assert reading.value() == 2.5
 
 
 @pytest.mark.parametrize("loss", [torch.ones(2), torch.ones(0), torch.tensor(1j)])
 def test_what_is_not_one_number_is_refused_where_it_is_reported(loss):
-    reading = LossReading()
-    reading.offer(1.5)
+    reading = LatestLoss()
+    reading.update(1.5)
     with pytest.raises(ValueError, match=r"run\.report takes one real number"):
-        reading.offer(loss)
+        reading.update(loss)
     assert reading.value() == 1.5
 
 
 def test_of_a_distributed_tensor_this_ranks_own_is_read_and_no_collective_is_made(alone: None):
     mesh = init_device_mesh("cpu", (1,))
-    reading = LossReading()
-    reading.offer(distribute_tensor(torch.tensor(0.5), mesh, [Replicate()]))
+    reading = LatestLoss()
+    reading.update(distribute_tensor(torch.tensor(0.5), mesh, [Replicate()]))
     assert reading.value() == 0.5
     with pytest.raises(ValueError, match="full_tensor"):
-        reading.offer(distribute_tensor(torch.ones(1), mesh, [Shard(0)]))
+        reading.update(distribute_tensor(torch.ones(1), mesh, [Shard(0)]))

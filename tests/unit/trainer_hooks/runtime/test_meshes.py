@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 @pytest.fixture(autouse=True)
 def told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMesh, "__init__", DeviceMesh.__init__)  # put back afterwards
-    regroup.tell_ranks_apart()
+    regroup.patch_mesh_equality()
 
 
 @contextmanager

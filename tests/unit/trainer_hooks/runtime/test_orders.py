@@ -5,79 +5,79 @@ from __future__ import annotations
 import threading
 
 import pytest
-from everstep_trainer.runtime.directives import Orders
+from everstep_trainer.runtime.directives import ReceivedDirectives
 
 from everstep.wire.v1.directives import StopJob
 from tests.support.generations import generation
 
 
 @pytest.fixture
-def orders() -> Orders:
-    return Orders()
+def orders() -> ReceivedDirectives:
+    return ReceivedDirectives()
 
 
 @pytest.mark.promise("stale-refused")
 def test_an_older_or_equal_generation_is_dropped(orders):
-    assert orders.hear_generation(generation(5))
-    assert not orders.hear_generation(generation(5))
-    assert not orders.hear_generation(generation(4))
+    assert orders.add_generation(generation(5))
+    assert not orders.add_generation(generation(5))
+    assert not orders.add_generation(generation(4))
     assert orders.wait_next(0, 0).number == 5
 
 
 def test_a_generation_is_not_over_because_of_itself(orders):
-    orders.hear_generation(generation(1))
-    assert not orders.is_over(1, 10)
-    assert not orders.superseded(1)
+    orders.add_generation(generation(1))
+    assert not orders.is_generation_over(1, 10)
+    assert not orders.is_superseded(1)
 
 
 def test_a_newer_generation_ends_the_running_one_at_once(orders):
-    orders.hear_generation(generation(2))
-    assert orders.is_over(1, 0)
-    assert orders.superseded(1)
+    orders.add_generation(generation(2))
+    assert orders.is_generation_over(1, 0)
+    assert orders.is_superseded(1)
 
 
 def test_a_boundary_lets_the_step_finish(orders):
-    orders.hear_generation(generation(2, after_step=7))
-    assert [orders.is_over(1, step) for step in (5, 6, 7, 8)] == [False, False, True, True]
+    orders.add_generation(generation(2, after_step=7))
+    assert [orders.is_generation_over(1, step) for step in (5, 6, 7, 8)] == [False, False, True, True]
 
 
 def test_a_loss_overrides_a_boundary_that_was_set(orders):
-    orders.hear_generation(generation(2, after_step=100))
-    orders.hear_generation(generation(3))
-    assert orders.is_over(1, 5)
+    orders.add_generation(generation(2, after_step=100))
+    orders.add_generation(generation(3))
+    assert orders.is_generation_over(1, 5)
 
 
 def test_a_boundary_of_the_next_generation_does_not_hold_up_a_loss(orders):
-    orders.hear_generation(generation(2))
-    orders.hear_generation(generation(3, after_step=100))
-    assert orders.is_over(1, 5)
-    assert not orders.is_over(2, 5)
+    orders.add_generation(generation(2))
+    orders.add_generation(generation(3, after_step=100))
+    assert orders.is_generation_over(1, 5)
+    assert not orders.is_generation_over(2, 5)
 
 
 def test_a_later_boundary_replaces_an_earlier_one(orders):
-    orders.hear_generation(generation(2, after_step=10))
-    orders.hear_generation(generation(3, after_step=12))
-    assert not orders.is_over(1, 11)
-    assert orders.is_over(1, 12)
+    orders.add_generation(generation(2, after_step=10))
+    orders.add_generation(generation(3, after_step=12))
+    assert not orders.is_generation_over(1, 11)
+    assert orders.is_generation_over(1, 12)
 
 
 def test_the_end_of_the_job_ends_every_generation(orders):
-    orders.hear_generation(generation(3, after_step=100))
-    orders.hear_stop(StopJob(job="job", ok=True, reason="done"))
-    assert orders.is_over(3, 0)
+    orders.add_generation(generation(3, after_step=100))
+    orders.add_stop(StopJob(job="job", ok=True, reason="done"))
+    assert orders.is_generation_over(3, 0)
     assert isinstance(orders.wait_next(3, 0), StopJob)
 
 
 def test_the_first_word_on_how_the_job_ended_stands(orders):
-    orders.hear_stop(StopJob(job="job", ok=False, reason="an error"))
-    orders.hear_stop(StopJob(job="job", ok=True, reason="done"))
+    orders.add_stop(StopJob(job="job", ok=False, reason="an error"))
+    orders.add_stop(StopJob(job="job", ok=True, reason="done"))
     assert orders.stop is not None
     assert not orders.stop.ok
 
 
 def test_waiting_ends_with_the_news_or_the_time(orders):
     assert orders.wait_next(0, 0.0) is None
-    thread = threading.Thread(target=lambda: orders.hear_generation(generation(1)))
+    thread = threading.Thread(target=lambda: orders.add_generation(generation(1)))
     thread.start()
     assert orders.wait_next(0, 10).number == 1
     thread.join()

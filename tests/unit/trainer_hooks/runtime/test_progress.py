@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import pytest
 from everstep_trainer.runtime import progress
-from everstep_trainer.runtime.progress import Progress
+from everstep_trainer.runtime.progress import StepProgress
 
 
 def test_finish_sorts_no_durations(monkeypatch: pytest.MonkeyPatch) -> None:
     """The median is for whoever asks, a few times a second; the training thread does not make it with every step."""
     sorted_: list[object] = []
     monkeypatch.setattr(progress, "median", lambda values: sorted_.append(values) or 1.0)
-    noted = Progress(64)
+    noted = StepProgress(64)
     noted.enter(1, 0, int)
     for step in range(1, 10):
-        noted.waited(0.1)
-        noted.finish(step)
+        noted.record_wait(0.1)
+        noted.finish_step(step)
     assert sorted_ == []
-    assert (noted.step_s, noted.busy_s) == (1.0, 1.0)
+    assert (noted.median_step_s, noted.median_busy_s) == (1.0, 1.0)
     assert len(sorted_) == 2
 
 
 def test_step_time_of_the_generation_before_stands_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([0.0, 2.0, 5.0, 8.0])
     monkeypatch.setattr(progress, "perf_counter", lambda: next(moments))
-    noted = Progress(64)
-    assert noted.step_s == 0.0
+    noted = StepProgress(64)
+    assert noted.median_step_s == 0.0
     noted.enter(1, 0, int)
     for step in (1, 2, 3):
-        noted.finish(step)
-    assert noted.step_s == 3.0
-    assert noted.busy_s is None
+        noted.finish_step(step)
+    assert noted.median_step_s == 3.0
+    assert noted.median_busy_s is None
     noted.enter(2, 0, int)
-    assert noted.step_s == 3.0
+    assert noted.median_step_s == 3.0
     noted.enter(3, 0, int)
-    assert noted.step_s == 3.0, "also after a generation without a step"
+    assert noted.median_step_s == 3.0, "also after a generation without a step"

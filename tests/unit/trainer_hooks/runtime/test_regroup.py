@@ -9,7 +9,7 @@ import time
 import pytest
 
 from everstep.wire.v1.directives import NewGeneration
-from everstep.wire.v1.local import Tick
+from everstep.wire.v1.local import RankHeartbeat
 from everstep.wire.v1.training import (
     CollectiveFailed,
     JobSpec,
@@ -17,8 +17,8 @@ from everstep.wire.v1.training import (
     RankStalled,
     RestoreRule,
     Resumed,
-    Sealed,
     UserError,
+    VersionSealed,
 )
 from tests.support import training
 from tests.support.generations import JOB
@@ -45,7 +45,7 @@ def test_survivors_of_a_killed_rank_compute_in_the_next_generation(forks):
         assert {process.pid for process in scene.ranks.values()} == pids
         assert sorted(m.rank for m in acknowledged) == [0, 1, 2]
         assert all({"abort", "teardown", "wait", "rendezvous", "first_step"} <= m.phases_s.keys() for m in acknowledged)
-        scene.heard(Tick, 1, where=lambda t: t.generation == 2 and t.loss == 3.0)
+        scene.heard(RankHeartbeat, 1, where=lambda t: t.generation == 2 and t.loss == 3.0)
         assert scene.finish() == [0, 0, 0]
 
 
@@ -130,12 +130,13 @@ def test_a_boundary_is_left_after_the_same_step_by_all(forks):
         scene.start(0, 1, 2)
         scene.form(1, 0, 1)
         resumed(scene, 1, 2)
-        step = scene.heard(Tick, 1, where=lambda t: t.step > 0)[0].step
+        step = scene.heard(RankHeartbeat, 1, where=lambda t: t.step > 0)[0].step
         boundary = step + 1000
         scene.form(2, 0, 1, 2, after_step=boundary)
         resumed(scene, 2, 3)
         last = [
-            max(t.step for t in scene.peer(r).messages if isinstance(t, Tick) and t.generation == 1) for r in (0, 1)
+            max(t.step for t in scene.peer(r).messages if isinstance(t, RankHeartbeat) and t.generation == 1)
+            for r in (0, 1)
         ]
         assert all(step <= boundary for step in last)
         assert not [m for p in scene.agent.peers for m in p.messages if isinstance(m, CollectiveFailed)]
@@ -146,7 +147,7 @@ def test_a_join_that_can_never_succeed_is_left_for_a_newer_generation(forks):
     with stage(forks, training.sum_ones) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1, 2)  # local rank 2 does not exist
-        scene.heard(Tick, 2, where=lambda t: t.generation == 1)
+        scene.heard(RankHeartbeat, 2, where=lambda t: t.generation == 1)
         scene.form(2, 0, 1)
         resumed(scene, 2, 2)
         assert scene.finish() == [0, 0]
@@ -161,7 +162,7 @@ def test_a_join_without_a_store_waits_for_a_newer_generation(forks):
         scene.store = scene.new_store()
         scene.kill_store(old)
         scene.form(2, 0, 1, store=old)
-        scene.heard(Tick, 2, where=lambda t: t.generation == 2)
+        scene.heard(RankHeartbeat, 2, where=lambda t: t.generation == 2)
         scene.form(3, 0, 1)
         resumed(scene, 3, 2)
         assert scene.finish() == [0, 0]
@@ -176,7 +177,7 @@ def test_a_store_that_was_started_again_at_its_address_is_met_anew(forks):
         resumed(scene, 1, 2)
         scene.kill_store(scene.store)
         assert scene.new_store(int(scene.store.rpartition(":")[2])) == scene.store
-        step = max(t.step for t in scene.heard(Tick, 1, where=lambda t: t.step > 0))
+        step = max(t.step for t in scene.heard(RankHeartbeat, 1, where=lambda t: t.step > 0))
         scene.form(2, 0, 1, after_step=step + 1000)  # left in order, so nobody cuts what it waits on
         resumed(scene, 2, 2)
         assert not [m for p in scene.agent.peers for m in p.messages if isinstance(m, CollectiveFailed)]
@@ -191,9 +192,9 @@ def test_a_newcomer_waits_at_a_boundary_longer_than_for_members_that_are_on_thei
         scene.form(1, 0, 1)
         resumed(scene, 1, 2)
         scene.peer(2).say(NewGeneration(spec=scene.generation(2, 0, 1, 2, after_step=10**9)))
-        told = len([m for m in scene.peer(2).messages if isinstance(m, Tick)])
-        scene.heard(Tick, told + 15, where=scene.peer(2).messages.__contains__)  # ten in a second
-        step = max(t.step for t in scene.heard(Tick, 1, where=lambda t: t.step > 0))
+        told = len([m for m in scene.peer(2).messages if isinstance(m, RankHeartbeat)])
+        scene.heard(RankHeartbeat, told + 15, where=scene.peer(2).messages.__contains__)  # ten in a second
+        step = max(t.step for t in scene.heard(RankHeartbeat, 1, where=lambda t: t.step > 0))
         scene.form(2, 0, 1, 2, after_step=step + 1000)
         resumed(scene, 2, 3)
         assert not [m for p in scene.agent.peers for m in p.messages if isinstance(m, CollectiveFailed)]
@@ -272,7 +273,7 @@ def test_a_step_in_which_regroup_was_caught_is_not_finished(forks):
         resumed(scene, 1, 1)
         scene.form(2, 0)
         resumed(scene, 2, 1)
-        ticks = scene.heard(Tick, 1, where=lambda t: t.generation == 1)
+        ticks = scene.heard(RankHeartbeat, 1, where=lambda t: t.generation == 1)
         assert {tick.step for tick in ticks} <= {0, 1}
         assert scene.finish() == [0]
 
@@ -308,7 +309,7 @@ def test_a_users_error_may_be_tried_again(forks):
         scene.form(1, 0, 1)
         scene.heard(UserError, 1)
         scene.form(2, 0, 1)
-        scene.heard(Tick, 2, where=lambda t: t.generation == 2 and t.step > 3)
+        scene.heard(RankHeartbeat, 2, where=lambda t: t.generation == 2 and t.step > 3)
         assert scene.finish() == [0, 0]
 
 
@@ -324,7 +325,7 @@ def test_a_finished_rank_waits_for_the_job_and_can_be_called_back(forks):
 
 def test_stalled_ranks_say_where_they_are_and_how_many_collectives_they_began(forks):
     with stage(
-        forks, training.wait_for_nobody, hang_floor_s=0.3, hang_warmup_steps=1, first_step_allowance_s=5.0
+        forks, training.wait_for_nobody, min_hang_threshold_s=0.3, hang_warmup_steps=1, first_step_allowance_s=5.0
     ) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1)
@@ -346,7 +347,7 @@ def test_tracked_state_goes_on_from_the_last_finished_step(forks):
         with stage(forks, training.train_tracked, vault.run_dir) as scene:
             scene.start(0, 1, 2)
             scene.form(1, 0, 1, 2, spec=spec)
-            sealed = scene.heard(Sealed, 9, where=lambda m: m.version.step >= 3)
+            sealed = scene.heard(VersionSealed, 9, where=lambda m: m.version.step >= 3)
             scene.kill(1)
             whole = max(s for s in {m.version.step for m in sealed} if sum(m.version.step == s for m in sealed) == 3)
             scene.start(1)
@@ -373,7 +374,9 @@ def test_models_of_generations_before_are_not_in_memory(forks):
                 scene.kill(1)
                 scene.start(1)
             scene.form(4, 0, 1, spec=spec, restore=RestoreRule())
-            told = scene.heard(Tick, 1, where=lambda t: t.generation == 4 and t.rank == 0 and t.loss is not None)
+            told = scene.heard(
+                RankHeartbeat, 1, where=lambda t: t.generation == 4 and t.rank == 0 and t.loss is not None
+            )
             assert told[0].loss == 1.0
             assert scene.finish() == [0, 0]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_trainer.runtime.abort import GlooBackend, drop_late
+from everstep_trainer.runtime.abort import GlooBackend, ignore_late_resets
 
 from tests.support.stage import host_store
 from tests.support.waiting import until
@@ -37,7 +37,7 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 def test_writes_to_a_closed_connection_are_lost_and_its_end_is_read():
     with connected() as (ours, theirs):
-        drop_late(ours)
+        ignore_late_resets(ours)
         theirs.sendall(b"last words")
         theirs.close()
         for _ in range(3):
@@ -48,7 +48,7 @@ def test_writes_to_a_closed_connection_are_lost_and_its_end_is_read():
 
 def test_the_reset_that_tells_of_a_death_is_heard():
     with connected() as (ours, theirs):
-        drop_late(ours)
+        ignore_late_resets(ours)
         ours.sendall(b"never read")
         theirs.close()
         with pytest.raises(ConnectionResetError):
@@ -57,7 +57,7 @@ def test_the_reset_that_tells_of_a_death_is_heard():
 
 def test_a_reset_is_heard_where_nothing_was_unread():
     with connected() as (ours, theirs):
-        drop_late(ours)
+        ignore_late_resets(ours)
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         theirs.close()
         with pytest.raises(ConnectionResetError):

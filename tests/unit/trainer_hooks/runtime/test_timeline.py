@@ -9,8 +9,8 @@ import torch
 from everstep_trainer.config import HookSettings
 from everstep_trainer.run import Run
 from everstep_trainer.runtime import assignment, worker
-from everstep_trainer.runtime.generation_session import Timeline
-from everstep_trainer.runtime.progress import compiled_s
+from everstep_trainer.runtime.generation_session import PhaseTimeline
+from everstep_trainer.runtime.progress import total_compile_s
 
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.directives import NewGeneration
@@ -22,26 +22,26 @@ from tests.support.stage import Stage, stage
 
 
 def test_timeline_sets_a_part_of_a_phase_apart() -> None:
-    timeline = Timeline(perf_counter() - 10.0)
+    timeline = PhaseTimeline(perf_counter() - 10.0)
     timeline.end("first_step")
     whole = timeline.phases_s["first_step"]
-    timeline.set_apart("compile", "first_step", 4.0)
+    timeline.split_off("compile", "first_step", 4.0)
     assert timeline.phases_s == {"first_step": whole - 4.0, "compile": 4.0}
-    timeline.set_apart("compile", "first_step", 100.0)
+    timeline.split_off("compile", "first_step", 100.0)
     assert timeline.phases_s == {"first_step": 0.0, "compile": pytest.approx(whole)}
 
 
 def test_timeline_leaves_out_a_part_of_no_length() -> None:
-    timeline = Timeline()
+    timeline = PhaseTimeline()
     timeline.end("first_step")
-    timeline.set_apart("compile", "first_step", 0.0)
+    timeline.split_off("compile", "first_step", 0.0)
     assert timeline.phases_s.keys() == {"first_step"}
 
 
 def test_compilations_are_counted_in_seconds() -> None:
-    before = compiled_s()
+    before = total_compile_s()
     torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
-    assert compiled_s() > before
+    assert total_compile_s() > before
     torch.compiler.reset()
 
 
@@ -55,9 +55,9 @@ def compile_a_step(run: Run) -> None:
 
 def play_one_without_a_standby(socket_path: str, began: float) -> None:
     """In a process of its own: a rank that was forked at ``began`` in place of one that died."""
-    worker.EXPECTED_WITHIN_S = 60.0
-    mine = assignment.Assignment(job=JOB, agent_socket=socket_path, local_rank=0, born=began)
-    worker.Worker(mine, HookSettings(backend="gloo"), SYSTEM_CLOCK).work(compile_a_step)
+    worker.REPLACEMENT_WAIT_S = 60.0
+    mine = assignment.WorkerAssignment(job=JOB, agent_socket=socket_path, local_rank=0, started_at=began)
+    worker.Worker(mine, HookSettings(backend="gloo"), SYSTEM_CLOCK).run(compile_a_step)
 
 
 def play_alone(scene: Stage, forks: ForkPool, began: float) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.runtime.generation_session import IdleSession
 from torch import nn
 
 from everstep.wire.v1.training import JobSpec, RankFinished, RestoreRule, Resumed
@@ -108,7 +108,7 @@ class Grows(nn.Module):
 
 
 def alone() -> Run:
-    return Run(Place(), IdleKeeper())
+    return Run(RankContext(), IdleSession())
 
 
 def step_of(run: Run, model: nn.Module) -> None:
@@ -185,7 +185,7 @@ def test_without_virtual_ranks_there_is_one_part():
     run = alone()
     sampler = run.sampler(10, global_batch=4)
     (part,) = run.parts(sampler, 3)
-    assert (part.rank, part.weight, part.indices.tolist()) == (0, 1.0, sampler.indices(3).tolist())
+    assert (part.rank, part.loss_weight, part.indices.tolist()) == (0, 1.0, sampler.indices(3).tolist())
     assert run.mean([torch.tensor(2.5)]).item() == 2.5
 
 

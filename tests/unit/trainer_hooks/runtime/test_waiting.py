@@ -12,14 +12,14 @@ import torch.distributed as dist
 from everstep_trainer.runtime import interrupt
 from everstep_trainer.runtime.interrupt import Regroup
 
-LATE_S = 5 * interrupt.SLICE.total_seconds()
+LATE_S = 5 * interrupt.WAIT_SLICE.total_seconds()
 
 
 def exchange(port: int, rank: int) -> list[float | str]:
     """Rank 0 sends one message that is late, and one that nobody takes until it is told; rank 1 gives up the third."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    interrupt.install()
+    interrupt.install_sliced_waits()
     dist.init_process_group("gloo", store=dist.PrefixStore("g", store), rank=rank, world_size=2)
     number, many = torch.ones(1), torch.ones(1 << 22)
     if rank == 0:
@@ -32,7 +32,7 @@ def exchange(port: int, rank: int) -> list[float | str]:
     time.sleep(LATE_S)
     dist.recv(many, 0)
     said: list[float | str] = [number.item(), many.mean().item()]
-    interrupt.leave_when(lambda: True)
+    interrupt.set_wait_callbacks(lambda: True)
     try:
         dist.recv(number, 0)
     except Regroup:

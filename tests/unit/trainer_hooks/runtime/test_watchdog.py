@@ -6,11 +6,11 @@ import threading
 
 import pytest
 from everstep_trainer.config import HookSettings
-from everstep_trainer.runtime.progress import Progress, Watchdog, all_stacks
+from everstep_trainer.runtime.progress import HangWatchdog, StepProgress, all_stacks
 
 from everstep.clock import ManualClock
 
-SETTINGS = HookSettings(hang_floor_s=1.0, hang_factor=20.0, first_step_allowance_s=30.0, hang_warmup_steps=3)
+SETTINGS = HookSettings(min_hang_threshold_s=1.0, hang_factor=20.0, first_step_allowance_s=30.0, hang_warmup_steps=3)
 
 
 class Scene:
@@ -18,14 +18,14 @@ class Scene:
 
     def __init__(self, configured_s: float | None = None) -> None:
         self.clock = ManualClock()
-        self.progress = Progress(SETTINGS.step_window)
+        self.progress = StepProgress(SETTINGS.step_window)
         self.progress.enter(1, 0, lambda: 0)
-        self.watchdog = Watchdog(SETTINGS, self.clock)
+        self.watchdog = HangWatchdog(SETTINGS, self.clock)
         self.watchdog.enter(configured_s)
 
     def steps(self, count: int) -> None:
         for _ in range(count):
-            self.progress.finish(self.progress.step + 1)
+            self.progress.finish_step(self.progress.finished_step + 1)
             self.look(0.1)
 
     def look(self, seconds: float):
@@ -64,7 +64,7 @@ def test_a_threshold_that_the_job_gives_holds_after_one_step():
 def test_slow_steps_raise_the_threshold(monkeypatch):
     scene = Scene()
     scene.steps(5)
-    monkeypatch.setattr(Progress, "step_s", property(lambda _: 0.5))
+    monkeypatch.setattr(StepProgress, "median_step_s", property(lambda _: 0.5))
     assert scene.watchdog.threshold_s(scene.progress) == 10.0
 
 
@@ -123,8 +123,8 @@ def test_what_is_as_slow_at_the_next_try_is_no_hang_from_then_on():
     assert scene.look(20.0) is not None
     again(scene, 2)
     assert scene.look(20.0) is None
-    scene.progress.finish(11)  # both between two looks
-    scene.progress.finish(12)
+    scene.progress.finish_step(11)  # both between two looks
+    scene.progress.finish_step(12)
     scene.steps(10)
     assert scene.look(20.0) is None
     assert scene.look(25.0) is not None, "twice as long is one again"
@@ -169,19 +169,19 @@ def test_stacks_show_every_thread_main_first_within_the_limit():
 
 
 def test_progress_keeps_the_median_of_its_window():
-    progress = Progress(window=3)
-    assert progress.step_s == 0.0
+    progress = StepProgress(window=3)
+    assert progress.median_step_s == 0.0
     progress.resume_from(41)
-    progress.finish(42)
-    assert (progress.step, progress.finished_here) == (42, 1)
-    assert progress.step_s > 0
+    progress.finish_step(42)
+    assert (progress.finished_step, progress.finished_steps_here) == (42, 1)
+    assert progress.median_step_s > 0
 
 
 @pytest.mark.parametrize("loss", [1.5, "tensor"])
 def test_a_reported_loss_is_read_when_asked_for(loss):
     import torch
 
-    progress = Progress(window=3)
+    progress = StepProgress(window=3)
     assert progress.loss.value() is None
-    progress.loss.offer(torch.tensor(1.5, requires_grad=True) if loss == "tensor" else loss)
+    progress.loss.update(torch.tensor(1.5, requires_grad=True) if loss == "tensor" else loss)
     assert progress.loss.value() == 1.5

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.snapshot.exchange import MOST_FIELDS, WINDOW, Alikeness
+from everstep_trainer.snapshot.exchange import COMPARE_WINDOW, MAX_FIELDS, PythonStateComparison
 from everstep_trainer.snapshot.snapshotter import Snapshotter
-from everstep_trainer.state.python_state import apart
+from everstep_trainer.state.python_state import wrap_per_rank
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
@@ -30,14 +30,14 @@ class Ranks:
 
     def __init__(self, count: int) -> None:
         self.store = dist.HashStore()
-        self.ranks = [Alikeness(self.store, rank, count, {"job": "job"}) for rank in range(count)]
+        self.ranks = [PythonStateComparison(self.store, rank, count, {"job": "job"}) for rank in range(count)]
 
     def store_version(self, step: int, *states: dict[str, object], modules: Any = None) -> None:
         for rank, (alike, objects) in enumerate(zip(self.ranks, states, strict=True)):
             module = modules[rank] if modules is not None else nn.Linear(2, 2)
             tracked = TrackedState({"model": module, **objects})
             layout = tracked.layout(tracked.tensors(), rank, len(self.ranks))
-            alike.stored(step, layout, tracked.taken())
+            alike.compare(step, layout, tracked.capture())
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_what_differs_is_named_once_with_the_rank_and_what_to_do(warnings: Any) 
 
 def test_nothing_is_said_of_what_is_alike_in_whatever_order_its_fields_come(warnings: Any) -> None:
     ranks = Ranks(2)
-    for step in (1, 2, WINDOW, WINDOW + 1):
+    for step in (1, 2, COMPARE_WINDOW, COMPARE_WINDOW + 1):
         ranks.store_version(
             step, {"a": GivenState({"x": 1, "y": (2, {3})})}, {"a": GivenState({"y": (2, {3}), "x": 1})}
         )
@@ -71,7 +71,9 @@ def test_nothing_is_said_of_what_is_alike_in_whatever_order_its_fields_come(warn
 def test_nothing_is_said_of_what_is_named_as_one_ranks(warnings: Any) -> None:
     ranks = Ranks(2)
     for step in (1, 2):
-        ranks.store_version(step, *(apart({"cursor": GivenState({"at": at})}, ["cursor"], at, 2) for at in range(2)))
+        ranks.store_version(
+            step, *(wrap_per_rank({"cursor": GivenState({"at": at})}, ["cursor"], at, 2) for at in range(2))
+        )
     assert warnings.said() == []
 
 
@@ -83,7 +85,7 @@ def test_ranks_of_other_stages_are_not_compared(warnings: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda at: [at], lambda at: {f"f{n}": at for n in range(MOST_FIELDS + 1)}, torch.tensor]
+    "make", [lambda at: [at], lambda at: {f"f{n}": at for n in range(MAX_FIELDS + 1)}, torch.tensor]
 )
 def test_what_begins_to_differ_later_is_found_in_the_window_after_whatever_form_it_has(
     make: Any, warnings: Any
@@ -92,10 +94,10 @@ def test_what_begins_to_differ_later_is_found_in_the_window_after_whatever_form_
     ranks.store_version(1, {"a": GivenState(make(1))}, {"a": GivenState(make(1))})
     ranks.store_version(2, {"a": GivenState(make(1))}, {"a": GivenState(make(2))})
     assert warnings.said() == []
-    for step in (WINDOW, WINDOW + 1):
+    for step in (COMPARE_WINDOW, COMPARE_WINDOW + 1):
         ranks.store_version(step, {"a": GivenState(make(1))}, {"a": GivenState(make(2))})
     (said,) = warnings.said()
-    assert f": a of rank 1 at step {WINDOW} is another" in said
+    assert f": a of rank 1 at step {COMPARE_WINDOW} is another" in said
 
 
 def test_ranks_that_train_are_told_while_they_train(program_forks: ForkPool, warnings: Any) -> None:

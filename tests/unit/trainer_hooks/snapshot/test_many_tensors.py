@@ -16,7 +16,7 @@ from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
 from everstep.ids import Version
-from everstep.wire.v1.training import GenerationSpec, JobSpec, RestoreRule, Sealed
+from everstep.wire.v1.training import GenerationSpec, JobSpec, RestoreRule, VersionSealed
 from everstep.wire.v1.transfer import MAX_TRANSFER_FRAME_BYTES
 from tests.support.forked import ForkPool
 from tests.support.generations import JOB, generation
@@ -63,10 +63,10 @@ def _lose_and_restore(fleet: Vaults, clients: dict[str, VaultClient]) -> None:
     spec = generation(1, ranks=[("n1", 0), ("n2", 0)], spec=JobSpec(job=JOB, max_nodes=2, nproc_per_node=1))
     spec = msgspec.structs.replace(spec, replica_nodes={"n1": ("n2",), "n2": ("n1",)})
     report = _store(clients, spec)
-    assert report.safe
-    assert report.replicas == ("n2",)
+    assert report.durable
+    assert report.full_copies == ("n2",)
     view = map_segment(fleet.segments / "n2" / JOB / "replica-0")
-    assert len(next(bytes(view.manifest(slot)) for slot, _ in view.sealed())) > MAX_TRANSFER_FRAME_BYTES
+    assert len(next(bytes(view.manifest(slot)) for slot, _ in view.sealed_slots())) > MAX_TRANSFER_FRAME_BYTES
     fleet.all[0].kill()
     after = generation(2, ranks=[("n3", 0)], restore=RestoreRule(floor=report.version))
     after = msgspec.structs.replace(after, holders=fleet.holders()[1:])
@@ -81,11 +81,11 @@ def _lose_and_restore(fleet: Vaults, clients: dict[str, VaultClient]) -> None:
     assert result.bytes_by_source["remote"] == 4 * (MANY + 1)
 
 
-def _store(clients: dict[str, VaultClient], spec: GenerationSpec) -> Sealed:
+def _store(clients: dict[str, VaultClient], spec: GenerationSpec) -> VersionSealed:
     """Both ranks' first version; the report of the first one's."""
-    store, told, reports = dist.HashStore(), threading.Event(), list[Sealed]()
+    store, told, reports = dist.HashStore(), threading.Event(), list[VersionSealed]()
 
-    def hear(report: Sealed) -> None:
+    def hear(report: VersionSealed) -> None:
         reports.append(report)
         told.set()
 

@@ -12,21 +12,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import GenerationKeeper
-from everstep_trainer.snapshot.slot_negotiation import Choices
+from everstep_trainer.runtime.generation_session import GenerationSession
+from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
-from everstep.layout.segments import PAGE, segment_bytes
+from everstep.layout.segments import PAGE_BYTES, segment_bytes
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import FindingKind, Mode, Severity
 from everstep.wire.v1 import local
-from everstep.wire.v1.training import FindingRaised, Sealed
+from everstep.wire.v1.training import FindingRaised, VersionSealed
 from tests.support.forked import ForkPool
 from tests.support.generations import generation
 from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, vaults
@@ -44,7 +44,7 @@ def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
 class Ranks:
     """Two ranks of one node, which hold a megabyte alike and so store half of it each, in five slots."""
 
-    def __init__(self, fleet: Vaults, limit: int, choices: Choices, optimizer: bool = False) -> None:
+    def __init__(self, fleet: Vaults, limit: int, choices: SnapshotOptions, optimizer: bool = False) -> None:
         vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", str(limit))
         self.supervisor = fleet.configure()["n1"]
         self.folder = vault.segment_dir / JOB
@@ -52,17 +52,17 @@ class Ranks:
         spec = generation(1, ranks=[("n1", 0), ("n1", 1)])
         self.models = [nn.Linear(512, STATE // 4 // 512, bias=False) for _ in range(2)]
         self.optimizers = [torch.optim.Adam(model.parameters()) for model in self.models]
-        self.told: list[Sealed | FindingRaised] = []
+        self.told: list[VersionSealed | FindingRaised] = []
         self.snapshotters: list[Snapshotter] = []
         for member, model, adam in zip(spec.roster, self.models, self.optimizers, strict=True):
             client = VaultClient(str(vault.run_dir / "vault.sock"))
             self._stack.callback(client.close)
             state = TrackedState({"model": model} | ({"adam": adam} if optimizer else {}))
-            self.snapshotters.append(Snapshotter(client, state, spec, member, store, self.told.append, choices=choices))
+            self.snapshotters.append(Snapshotter(client, state, spec, member, store, self.told.append, options=choices))
 
     def planned(self) -> None:
         for snapshots in self.snapshotters:
-            until(snapshots.first_plan._tried.is_set, "a plan was tried")
+            until(snapshots.first_plan._attempted.is_set, "a plan was tried")
 
     def step(self, number: int) -> None:
         for model, optimizer, snapshots in zip(self.models, self.optimizers, self.snapshotters, strict=True):
@@ -86,7 +86,7 @@ def ranks(fleet: Vaults) -> Iterator[Make]:
     with ExitStack() as stack:
 
         def make(limit: int, *, optimizer: bool = False, **choices: Any) -> Ranks:
-            made = Ranks(fleet, limit, Choices(**choices), optimizer)
+            made = Ranks(fleet, limit, SnapshotOptions(**choices), optimizer)
             stack.callback(made.close)
             return made
 
@@ -106,7 +106,7 @@ def test_a_node_with_room_for_some_of_its_ranks_says_so_at_once_with_the_sum(
     assert f"of --memory-limit {8 * STATE} are in use" in said
     assert "run.track(slots=2)" in said
     finding = two.supervisor.finding().finding.finding
-    assert (finding.kind, finding.mode, finding.subject) == (FindingKind.MEMORY_SHORT, Mode.OBSERVE, "memory/job")
+    assert (finding.kind, finding.mode, finding.subject) == (FindingKind.MEMORY_LOW, Mode.OBSERVE, "memory/job")
     assert finding.message in said
     two.step(1)
     two.step(2)
@@ -126,16 +126,18 @@ def test_a_job_that_finds_no_room_for_five_slots_takes_two_and_says_what_that_co
     assert "n1: job job (5 slots of 2 ranks here: " in said
     assert f"of --memory-limit {9 * STATE} are in use" in said
     (finding,) = (told.finding for told in two.told if isinstance(told, FindingRaised))
-    assert (finding.kind, finding.subject, finding.message) == (FindingKind.MEMORY_SHORT, "slots/job", said)
+    assert (finding.kind, finding.subject, finding.message) == (FindingKind.MEMORY_LOW, "slots/job", said)
     assert two.supervisor.findings == [], "it is an answer, and no lack"
-    assert [snapshots.every(5) for snapshots in two.snapshotters] == [0, 0]
+    assert [snapshots.interval_at(5) for snapshots in two.snapshotters] == [0, 0]
     for snapshots in two.snapshotters:
-        snapshots.note(Version(1, 1), 7)
+        snapshots.update_versions(Version(1, 1), 7)
     two.step(6)
     two.step(7)
     views = [map_segment(two.folder / f"own-{number}") for number in range(2)]
     for view in views:
-        until(lambda view=view: {h.version.step for _, h in view.sealed()} == {1, 7}, "what is announced is stored")  # type: ignore[misc]
+        until(
+            lambda view=view: {h.version.step for _, h in view.sealed_slots()} == {1, 7}, "what is announced is stored"
+        )  # type: ignore[misc]
     assert [view.slots for view in views] == [2, 2]
     assert sum(path.stat().st_size for path in two.folder.glob("own-*")) < 9 * STATE
 
@@ -150,7 +152,7 @@ def test_a_job_without_room_for_two_slots_goes_on_and_says_that_nothing_is_commi
         until(lambda: two.told, "the job has been told of")
     (finding,) = (told.finding for told in two.told if isinstance(told, FindingRaised))
     assert (finding.kind, finding.severity, finding.subject) == (
-        FindingKind.MEMORY_SHORT,
+        FindingKind.MEMORY_LOW,
         Severity.WARNING,
         "slots/job",
     )
@@ -162,7 +164,7 @@ def test_a_job_without_room_for_two_slots_goes_on_and_says_that_nothing_is_commi
 
 def test_a_node_with_room_for_all_says_nothing(ranks: Make, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        two = ranks(12 * STATE, require=True)
+        two = ranks(12 * STATE, require_checkpoints=True)
         for snapshots in two.snapshotters:
             snapshots.first_plan.wait()
     assert caplog.records == []
@@ -170,7 +172,7 @@ def test_a_node_with_room_for_all_says_nothing(ranks: Make, caplog: pytest.LogCa
 
 
 def test_whoever_requires_checkpoints_hears_of_it_before_the_first_step(ranks: Make) -> None:
-    two = ranks(STATE, require=True)
+    two = ranks(STATE, require_checkpoints=True)
     for snapshots in two.snapshotters:
         with pytest.raises(OutOfSlotMemory, match=r"n1: job job \(2 slots of 2 ranks here"):
             snapshots.first_plan.wait()
@@ -180,7 +182,7 @@ def test_whoever_requires_checkpoints_hears_of_it_before_the_first_step(ranks: M
 def test_where_optimizers_have_no_state_yet_whoever_requires_checkpoints_hears_of_it_after_the_first_step(
     ranks: Make,
 ) -> None:
-    two = ranks(STATE, optimizer=True, require=True)
+    two = ranks(STATE, optimizer=True, require_checkpoints=True)
     for snapshots in two.snapshotters:
         snapshots.first_plan.wait()
     two.step(1)
@@ -194,19 +196,21 @@ def test_a_script_that_requires_checkpoints_is_stopped_by_track(fleet: Vaults) -
     vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", str(STATE))
     fleet.configure()
     client, spec = VaultClient(str(vault.run_dir / "vault.sock")), generation(1)
-    nothing = SimpleNamespace(end=lambda _: None, resume_from=lambda _: None, is_over=lambda *_: False, step=0)
-    keeper = GenerationKeeper(
+    nothing = SimpleNamespace(
+        end=lambda _: None, resume_from=lambda _: None, is_generation_over=lambda *_: False, finished_step=0
+    )
+    keeper = GenerationSession(
         SimpleNamespace(spec=spec, member=spec.roster[0], store=dist.HashStore()),  # type: ignore[arg-type]
-        orders=nothing,  # type: ignore[arg-type]
+        directives=nothing,  # type: ignore[arg-type]
         progress=nothing,  # type: ignore[arg-type]
         interrupter=nothing,  # type: ignore[arg-type]
-        vault=lambda: client,
+        connect_vault=lambda: client,
         send=lambda _: None,
         timeline=nothing,  # type: ignore[arg-type]
         clock=SYSTEM_CLOCK,
     )
     try:
-        run = Run(Place(rank=0, world_size=1, local_rank=0, local_world_size=1), keeper)
+        run = Run(RankContext(rank=0, world_size=1, local_rank=0, local_world_size=1), keeper)
         with pytest.raises(OutOfSlotMemory, match="slots of 1 ranks here"):
             run.track(model=nn.Linear(512, STATE // 4 // 512), require_checkpoints=True)
     finally:
@@ -221,16 +225,20 @@ def test_what_is_there_already_is_needed_no_more_and_copies_count(fleet: Vaults)
     RankMemory(client, rank=0, slot_bytes=STATE)
 
     def asked(ranks: int, copies: int) -> local.FromVault:
-        needs = [local.SegmentNeed(replica=False, number=n, slot_bytes=STATE, slots=5) for n in range(ranks)]
-        needs += [local.SegmentNeed(replica=True, number=n, slot_bytes=STATE, slots=4, pinned=1) for n in range(copies)]
-        return client.ask(local.CheckRoom, job=JOB, needs=tuple(needs))
+        needs = [local.SegmentRequirement(replica=False, number=n, slot_bytes=STATE, slots=5) for n in range(ranks)]
+        needs += [
+            local.SegmentRequirement(replica=True, number=n, slot_bytes=STATE, slots=4, pinned_slots=1)
+            for n in range(copies)
+        ]
+        return client.ask(local.CheckCapacity, job=JOB, needs=tuple(needs))
 
-    assert isinstance(asked(2, 1), local.Done)
+    assert isinstance(asked(2, 1), local.RequestDone)
     refused = asked(2, 2)
-    assert isinstance(refused, local.Failed)
+    assert isinstance(refused, local.RequestFailed)
     assert refused.code == OutOfSlotMemory.code
     copies = (
-        f"copies of 2 ranks of other nodes: {2 * one} bytes, {2 * (STATE + PAGE)} of these for versions on their way"
+        f"copies of 2 ranks of other nodes: {2 * one} bytes, {2 * (STATE + PAGE_BYTES)} of these for "
+        "versions on their way"
     )
     assert f"slots of 2 ranks here: {2 * one} bytes, {copies}" in refused.message
     assert f"needs {3 * one} bytes; {one} of --memory-limit {3 * one} are in use, {2 * one} are free" in refused.message

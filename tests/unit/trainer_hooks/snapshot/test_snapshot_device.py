@@ -14,9 +14,9 @@ from everstep_trainer.memory_tier import vault_client
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore import Restoration
 from everstep_trainer.snapshot import copy
-from everstep_trainer.snapshot.copy import DeviceMover, Sources, Targets, gpus_of
+from everstep_trainer.snapshot.copy import DeviceMover, SlotTargets, SnapshotSources, gpus_of
 from everstep_trainer.snapshot.snapshotter import Snapshotter
-from everstep_trainer.state.python_state import decode, state_of
+from everstep_trainer.state.python_state import decode, get_state_dict
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
@@ -91,7 +91,7 @@ def test_a_write_that_is_enqueued_before_the_copy_is_done_drops_it_unless_it_was
         snapshots.wait()
         ordered.set()
     assert snapshots._last is not None
-    assert snapshots._last.over.wait(60)
+    assert snapshots._last.done.wait(60)
     snapshots.close(finish=True)
     spec = generation(2, restore=RestoreRule())
     result = Restoration(client, spec, spec.roster[0], dist.HashStore()).fill(TrackedState({"model": nn.Linear(8, 8)}))
@@ -108,7 +108,7 @@ def test_slots_are_page_locked_before_a_copy_whenever_the_plan_was_made(
     if not planned_early:
         objects["optimizer"] = torch.optim.SGD(model.parameters(), momentum=0.9)
     state = TrackedState(objects)
-    assert state.complete() is planned_early
+    assert state.is_complete() is planned_early
     snapshots = snapshotter(client, 1, state)
     if planned_early:
         until(lambda: len(cuda.registered) == 1, "the slots are page-locked before the first step is over")
@@ -166,8 +166,8 @@ def test_each_gpu_that_holds_state_has_a_stream_of_its_own_between_its_own_event
     mover, done = DeviceMover(gpus), []
     for gpu, stream in training.items():
         stream.enqueue(lambda gpu=gpu: done.append(gpu.index))  # type: ignore[misc]
-    mover.begin()
-    mover.run(Targets([], None), [], dict)  # type: ignore[arg-type]
+    mover.mark_ready()
+    mover.run(SlotTargets([], None), [], dict)  # type: ignore[arg-type]
     for lane in mover.lanes:
         lane.stream.enqueue(lambda lane=lane: done.append("copied"))  # type: ignore[misc]
         lane.copied.record(lane.stream)
@@ -186,16 +186,16 @@ def test_digest_buffers_are_cleared_on_the_copy_stream(cuda: PretendedCuda, monk
         def __init__(self, tensors: list[torch.Tensor]) -> None:
             self.stream = cuda.stream()
 
-        def start(self) -> torch.Tensor:
+        def enqueue(self) -> torch.Tensor:
             made.append((self.stream, cuda.stream()))
             return on_gpu(torch.tensor(7))
 
     monkeypatch.setattr(copy, "WeightedDigest", Digest)
-    share: Any = SimpleNamespace(pieces=(), covers=(), groups={"replicated": [0]})
-    sources = Sources(TrackedState({"model": move(nn.Linear(8, 8))}).tensors(), share)
+    share: Any = SimpleNamespace(pieces=(), cover_pieces=(), digest_groups={"replicated": [0]})
+    sources = SnapshotSources(TrackedState({"model": move(nn.Linear(8, 8))}).tensors(), share)
     assert isinstance(sources.mover, DeviceMover)
-    sources.begin()
-    sources.copy(share, Targets([], None), digest=True)  # type: ignore[arg-type]
+    sources.stage()
+    sources.copy(share, SlotTargets([], None), digest=True)  # type: ignore[arg-type]
     stream: Any = sources.mover.lanes[0].stream
     assert made == [(stream, stream)]
 
@@ -270,10 +270,10 @@ def test_python_state_with_tensors_on_a_gpu_is_taken_without_waiting_and_as_it_w
 def test_the_room_for_what_is_still_on_the_gpu_is_known_at_once_and_is_enough(cuda: PretendedCuda) -> None:
     tracker = on_gpu(torch.tensor(0, dtype=torch.int32))
     scaler = scaler_on(on_gpu(torch.tensor(2.0)), tracker)
-    blob = TrackedState({"scaler": scaler, "user": Statistics(on_gpu(torch.arange(5)))}).taken()
+    blob = TrackedState({"scaler": scaler, "user": Statistics(on_gpu(torch.arange(5)))}).capture()
     cuda.training.drain()
     data = blob.data()
-    assert len(data) <= blob.room <= len(data) + 16
+    assert len(data) <= blob.max_bytes <= len(data) + 16
     assert blob.data() is data
     assert decode(data).objects["user"]["seen"][0].tolist() == [0, 1, 2, 3, 4]
 
@@ -283,6 +283,6 @@ def test_a_scaler_that_has_made_no_tensors_or_has_them_on_the_host_speaks_for_it
         torch.amp.GradScaler("cpu", init_scale=4.0),
         scaler_on(torch.tensor(4.0), torch.tensor(0, dtype=torch.int32)),
     ):
-        assert state_of(scaler) == scaler.state_dict()
-        assert state_of(scaler)["scale"] == 4.0
-    assert state_of(torch.amp.GradScaler("cpu", enabled=False)) == {}
+        assert get_state_dict(scaler) == scaler.state_dict()
+        assert get_state_dict(scaler)["scale"] == 4.0
+    assert get_state_dict(torch.amp.GradScaler("cpu", enabled=False)) == {}

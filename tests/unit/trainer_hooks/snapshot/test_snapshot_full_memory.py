@@ -82,7 +82,7 @@ def test_a_model_that_grew_beyond_five_slots_goes_on_in_two_and_keeps_what_was_c
             until(lambda: max(rank.sealed()) == Version(1, 3), "the third step is stored")
             before = rank.path.stat().st_size
             assert rank.view().slots == 5
-            snapshots.note(Version(1, 1), 6)
+            snapshots.update_versions(Version(1, 1), 6)
             rank.model.register_parameter("more", nn.Parameter(torch.ones(32 << 10)))
             for step in (4, 5, 6, 7):
                 rank.step(snapshots, step)
@@ -91,6 +91,6 @@ def test_a_model_that_grew_beyond_five_slots_goes_on_in_two_and_keeps_what_was_c
             assert rank.sealed() == {Version(1, 1), Version(1, 6)}, "it was the only one that was announced"
             assert before + rank.path.stat().st_size > limit
             for slot in (0, 1):
-                rank.view().check(slot)
+                rank.view().verify(slot)
         finally:
             client.close()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from everstep_trainer.snapshot import copy
-from everstep_trainer.snapshot.copy import MOST_BUFFERS, SMALL_BYTES, Gather, HashingGather, Targets
+from everstep_trainer.snapshot.copy import MAX_BUFFERS, SMALL_BYTES, CopyBatch, HashingCopyBatch, SlotTargets
 from everstep_trainer.state.layout import ALIGN
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,12 +74,12 @@ CHUNK = 1 << 14
 class Hashing:
     """What hashes as it copies, held against hashes made afterwards."""
 
-    def __init__(self, targets: Targets, sources: list[torch.Tensor]) -> None:
+    def __init__(self, targets: SlotTargets, sources: list[torch.Tensor]) -> None:
         assert copy_hash is not None
         assert targets.payload is not None
         self._payload = targets.payload
         with chunks_of(CHUNK):
-            self._gather = HashingGather(targets.payload, targets, sources, copy_hash)
+            self._gather = HashingCopyBatch(targets.payload, targets, sources, copy_hash)
 
     def copy(self) -> None:
         digests = self._gather.copy()
@@ -95,7 +95,7 @@ def chunks_of(nbytes: int) -> Iterator[None]:
         yield
 
 
-KINDS = [Gather, pytest.param(Hashing, marks=pytest.mark.skipif(copy_hash is None, reason="it was not compiled"))]
+KINDS = [CopyBatch, pytest.param(Hashing, marks=pytest.mark.skipif(copy_hash is None, reason="it was not compiled"))]
 
 
 @pytest.mark.promise("copy-hash")
@@ -103,7 +103,7 @@ KINDS = [Gather, pytest.param(Hashing, marks=pytest.mark.skipif(copy_hash is Non
 @settings(deadline=None)
 @given(st.lists(pieces, max_size=60))
 def test_every_byte_of_each_piece_arrives_and_none_beside_it(
-    kind: type[Gather | Hashing], drawn: list[tuple[int, torch.dtype, str, int]]
+    kind: type[CopyBatch | Hashing], drawn: list[tuple[int, torch.dtype, str, int]]
 ) -> None:
     """``others`` lines between two pieces belong to somebody else, as the Python state does."""
     sources, starts, at = [], [], 0
@@ -119,7 +119,7 @@ def test_every_byte_of_each_piece_arrives_and_none_beside_it(
             payload[start : start + source.nbytes].view(source.dtype).view(source.shape)
             for start, source in zip(starts, sources, strict=True)
         ]
-        gather = kind(Targets(targets, file, payload), sources)
+        gather = kind(SlotTargets(targets, file, payload), sources)
         for _ in range(2):
             payload.fill_(UNTOUCHED)
             gather.copy()
@@ -145,16 +145,16 @@ def _outside(payload: torch.Tensor, starts: list[int], sources: list[torch.Tenso
     return set(payload[mask].tolist())
 
 
-def _many(file: File, count: int) -> tuple[Gather, list[torch.Tensor]]:
+def _many(file: File, count: int) -> tuple[CopyBatch, list[torch.Tensor]]:
     sources = [torch.randn(256) for _ in range(count)]
     targets = [file.payload[i << 10 : (i + 1) << 10].view(torch.float32) for i in range(count)]
-    return Gather(Targets(targets, file), sources), sources
+    return CopyBatch(SlotTargets(targets, file), sources), sources
 
 
 def test_the_pieces_of_a_state_of_small_tensors_go_in_a_few_calls() -> None:
     with mapped(1000 << 10) as file:
         gather, sources = _many(file, 1000)
-        assert len(gather._runs) == -(-1000 // (MOST_BUFFERS // 2))
+        assert len(gather._runs) == -(-1000 // (MAX_BUFFERS // 2))
         assert not gather._sources
         gather.copy()
         assert torch.equal(file.payload.view(torch.float32), torch.cat(sources))
@@ -178,12 +178,12 @@ def test_what_a_limit_on_files_cuts_short_is_copied_all_the_same() -> None:
 def test_what_several_threads_copy_is_what_one_copies() -> None:
     assert copy_hash is not None
     before = torch.get_num_threads()
-    size = copy.WORTH_A_THREAD_BYTES
+    size = copy.MIN_THREAD_BYTES
     with mapped(3 * size) as file:
         sources = [torch.arange(size // 8 + 1000, dtype=torch.int64) * k for k in (1, 3)]
         starts = [0, size + 8000]
         targets = [file.payload[at : at + s.nbytes].view(s.dtype) for at, s in zip(starts, sources, strict=True)]
-        gather = HashingGather(file.payload, targets, sources, copy_hash)
+        gather = HashingCopyBatch(file.payload, targets, sources, copy_hash)
         try:
             torch.set_num_threads(3)
             digests = gather.copy()

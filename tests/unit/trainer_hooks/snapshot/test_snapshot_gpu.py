@@ -13,7 +13,7 @@ import torch.distributed as dist
 from everstep_trainer.memory_tier.vault_client import MappedSegment, VaultClient
 from everstep_trainer.restore import Restoration
 from everstep_trainer.sdc.digest import WeightedDigest
-from everstep_trainer.snapshot.pace import Stopwatch
+from everstep_trainer.snapshot.pace import StepStopwatch
 from everstep_trainer.snapshot.planning import page_lock
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.python_state import decode
@@ -112,12 +112,12 @@ def test_a_gradient_scaler_is_stored_without_waiting_for_the_gpu() -> None:
     scaler.scale(torch.ones((), device="cuda"))
     state = TrackedState({"scaler": scaler})
     assert scaler._scale is not None
-    state.taken().data()
+    state.capture().data()
     torch.cuda._sleep(100_000_000)
     scaler._scale.mul_(2)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        blob = state.taken()
+        blob = state.capture()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     scaler._scale.mul_(2)
@@ -127,17 +127,17 @@ def test_a_gradient_scaler_is_stored_without_waiting_for_the_gpu() -> None:
 def test_what_a_snapshot_holds_up_is_told_in_the_streams_time() -> None:
     """Between events: a wait of the thread counts where the GPU has nothing to do meanwhile, else it does not."""
     told: list[tuple[float, float | None]] = []
-    watch, gpus = Stopwatch(lambda *step: told.append(step), SYSTEM_CLOCK), [torch.device("cuda", 0)]
+    watch, gpus = StepStopwatch(lambda *step: told.append(step), SYSTEM_CLOCK), [torch.device("cuda", 0)]
     for idle in (False, True, False):
-        watch.step_ends(gpus)
+        watch.end_step(gpus)
         torch.cuda._sleep(1_000_000_000)  # cycles: half a second or more
         if idle:
             torch.cuda.synchronize()
-        with watch.held_up(stored=True):
+        with watch.blocked(has_snapshot=True):
             Event().wait(0.1)
-    watch.step_ends(gpus)
+    watch.end_step(gpus)
     torch.cuda.synchronize()
-    watch.step_ends(gpus)
+    watch.end_step(gpus)
     (step_s, under), (_, alone) = told[:2]
     assert step_s > 0.1
     assert under is not None

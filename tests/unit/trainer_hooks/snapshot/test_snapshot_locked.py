@@ -11,7 +11,7 @@ import torch
 from everstep_trainer.memory_tier.vault_client import MappedSegment
 from everstep_trainer.snapshot.planning import page_lock
 
-from everstep.layout.segments import PAGE, segment_bytes
+from everstep.layout.segments import PAGE_BYTES, segment_bytes
 from everstep.layout.slots import format_segment
 
 pytestmark = pytest.mark.slow
@@ -47,9 +47,9 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 
 def segment_at(path: Path) -> MappedSegment:
-    path.write_bytes(bytes(segment_bytes(2, PAGE)))
+    path.write_bytes(bytes(segment_bytes(2, PAGE_BYTES)))
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping, memoryview(mapping) as whole:
-        format_segment(whole, 2, PAGE)
+        format_segment(whole, 2, PAGE_BYTES)
     return MappedSegment(str(path))
 
 
@@ -57,12 +57,12 @@ def test_a_segment_is_registered_once_and_given_back_when_nobody_holds_it(runtim
     segment = segment_at(tmp_path / "own-0")
     page_lock(segment)
     page_lock(segment)
-    assert list(runtime.registered.values()) == [segment_bytes(2, PAGE)]
+    assert list(runtime.registered.values()) == [segment_bytes(2, PAGE_BYTES)]
     payload = torch.frombuffer(segment.buffer, dtype=torch.uint8)
     del segment
     gc.collect()
     assert runtime.registered == {}, "a view of the mapping does not keep it registered"
-    assert payload.numel() == segment_bytes(2, PAGE)
+    assert payload.numel() == segment_bytes(2, PAGE_BYTES)
     assert runtime.refused == []
 
 
@@ -84,7 +84,7 @@ def test_what_cannot_be_locked_is_said_and_nothing_is_given_back(runtime: Runtim
     segment = segment_at(tmp_path / "own-0")
     with pytest.raises(RuntimeError, match=r"cannot page-lock \d+ bytes .* CUDA error 2; raise the limit .*ulimit -l"):
         page_lock(segment)
-    assert not segment.page_locked
+    assert not segment.is_page_locked
     del segment
     gc.collect()
     assert runtime.refused == []

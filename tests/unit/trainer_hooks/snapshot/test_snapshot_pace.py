@@ -6,7 +6,14 @@ import logging
 
 import pytest
 import torch.distributed as dist
-from everstep_trainer.snapshot.pace import MOST, SHARE, WINDOW, WORTH_S, Pace, wanted
+from everstep_trainer.snapshot.pace import (
+    MAX_BLOCKED_SHARE,
+    MAX_INTERVAL,
+    MIN_BLOCKED_S,
+    PACE_WINDOW,
+    SnapshotPace,
+    wanted_interval,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +26,7 @@ class Lockstep:
 
     def __init__(self, world: int) -> None:
         store = dist.HashStore()
-        self.paces = [Pace(store, rank, None) for rank in range(world)]
+        self.paces = [SnapshotPace(store, rank, None) for rank in range(world)]
         self.last: list[int | None] = [None] * world
 
     def step(self, step: int, order: list[int], blocked_s: list[float], copiers: list[bool], step_s: float) -> None:
@@ -29,12 +36,12 @@ class Lockstep:
 
     def rank(self, rank: int, step: int, blocked_s: float, copier: bool, step_s: float) -> bool:
         pace = self.paces[rank]
-        pace.step_ends(step)
-        if not pace.due(step):
-            pace.took(step_s, None)
+        pace.end_step(step)
+        if not pace.is_due(step):
+            pace.record_step(step_s, None)
             return False
         self.catch_up(rank)  # the last snapshot is over before the next one begins
-        pace.took(step_s, blocked_s)
+        pace.record_step(step_s, blocked_s)
         self.last[rank] = step
         if copier:
             self.catch_up(rank)
@@ -50,31 +57,31 @@ class Lockstep:
         ranks = list(range(len(self.paces)))
         for step in range(first, last):
             self.step(step, ranks, blocked_s, [True] * len(ranks), step_s)
-        return [step for step in range(first, last) if self.paces[0].due(step)]
+        return [step for step in range(first, last) if self.paces[0].is_due(step)]
 
 
-@given(st.floats(0, 10, allow_nan=False), st.floats(0, 10, allow_nan=False), st.integers(1, MOST))
+@given(st.floats(0, 10, allow_nan=False), st.floats(0, 10, allow_nan=False), st.integers(1, MAX_INTERVAL))
 def test_training_is_blocked_for_no_more_than_its_share_where_that_can_be_had(
     blocked_s: float, step_s: float, now: int
 ) -> None:
-    every = wanted(blocked_s, step_s, now)
-    assert 1 <= every <= MOST
-    if blocked_s < WORTH_S:
+    every = wanted_interval(blocked_s, step_s, now)
+    assert 1 <= every <= MAX_INTERVAL
+    if blocked_s < MIN_BLOCKED_S:
         assert every == 1
-    elif every < MOST:
-        assert blocked_s <= SHARE * (blocked_s + every * step_s) * 1.0001
+    elif every < MAX_INTERVAL:
+        assert blocked_s <= MAX_BLOCKED_SHARE * (blocked_s + every * step_s) * 1.0001
     if every > now:
-        assert blocked_s > SHARE * (blocked_s + (every - 1) * step_s) * 0.9999, "no more than it takes"
+        assert blocked_s > MAX_BLOCKED_SHARE * (blocked_s + (every - 1) * step_s) * 0.9999, "no more than it takes"
 
 
 def test_a_pace_between_two_stays() -> None:
     blocked_s = (
         0.099 * 2 * 1.1
     )  # of two steps of a second, just under a tenth: one in two is enough, one in three is much
-    assert wanted(blocked_s, 1.0, 1) == 2
-    assert wanted(blocked_s, 1.0, 2) == 2
-    assert wanted(blocked_s, 1.0, 3) == 3
-    assert wanted(blocked_s / 2, 1.0, 3) < 3
+    assert wanted_interval(blocked_s, 1.0, 1) == 2
+    assert wanted_interval(blocked_s, 1.0, 2) == 2
+    assert wanted_interval(blocked_s, 1.0, 3) == 3
+    assert wanted_interval(blocked_s / 2, 1.0, 3) < 3
 
 
 def test_the_pace_follows_the_slowest_rank_and_comes_back_and_each_is_said_once(
@@ -82,34 +89,36 @@ def test_the_pace_follows_the_slowest_rank_and_comes_back_and_each_is_said_once(
 ) -> None:
     ranks = Lockstep(3)
     with caplog.at_level(logging.INFO):
-        assert ranks.run(1, 2 * WINDOW, [0.01, 0.01, 0.3]) == list(range(1, 2 * WINDOW))
-        third = ranks.run(2 * WINDOW, 4 * WINDOW, [0.01, 0.01, 0.3])
-        assert third == [step for step in range(2 * WINDOW, 4 * WINDOW) if step % 3 == 0]
-        ranks.run(4 * WINDOW, 6 * WINDOW, [0.01, 0.01, 0.01])
-        assert ranks.run(6 * WINDOW, 7 * WINDOW, [0.01, 0.01, 0.01]) == list(range(6 * WINDOW, 7 * WINDOW))
+        assert ranks.run(1, 2 * PACE_WINDOW, [0.01, 0.01, 0.3]) == list(range(1, 2 * PACE_WINDOW))
+        third = ranks.run(2 * PACE_WINDOW, 4 * PACE_WINDOW, [0.01, 0.01, 0.3])
+        assert third == [step for step in range(2 * PACE_WINDOW, 4 * PACE_WINDOW) if step % 3 == 0]
+        ranks.run(4 * PACE_WINDOW, 6 * PACE_WINDOW, [0.01, 0.01, 0.01])
+        assert ranks.run(6 * PACE_WINDOW, 7 * PACE_WINDOW, [0.01, 0.01, 0.01]) == list(
+            range(6 * PACE_WINDOW, 7 * PACE_WINDOW)
+        )
     assert [record.getMessage() for record in caplog.records] == [
-        f"snapshots hold up the training for over 10 % of its time: one in 3 steps from step {2 * WINDOW} on",
-        f"a snapshot fits under each step again, from step {6 * WINDOW} on",
+        f"snapshots hold up the training for over 10 % of its time: one in 3 steps from step {2 * PACE_WINDOW} on",
+        f"a snapshot fits under each step again, from step {6 * PACE_WINDOW} on",
     ]
 
 
 def test_what_the_user_fixed_stays_whatever_it_costs() -> None:
-    pace = Pace(dist.HashStore(), 0, 5)
-    for step in range(1, 4 * WINDOW):
-        pace.step_ends(step)
-        pace.took(1.0, 1.0)
+    pace = SnapshotPace(dist.HashStore(), 0, 5)
+    for step in range(1, 4 * PACE_WINDOW):
+        pace.end_step(step)
+        pace.record_step(1.0, 1.0)
         pace.agree(step)
-    assert [step for step in range(1, 21) if pace.due(step)] == [5, 10, 15, 20]
+    assert [step for step in range(1, 21) if pace.is_due(step)] == [5, 10, 15, 20]
 
 
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_ranks_agree_at_every_step_whoever_is_quick_or_slow(data: st.DataObject) -> None:
     world = data.draw(st.integers(1, 4))
-    first = data.draw(st.integers(0, 3 * WINDOW))
+    first = data.draw(st.integers(0, 3 * PACE_WINDOW))
     ranks = Lockstep(world)
     blocked_s, order, copiers = [0.0] * world, list(range(world)), [False] * world
-    for step in range(first + 1, first + 6 * WINDOW):
+    for step in range(first + 1, first + 6 * PACE_WINDOW):
         if step % 32 == 0:
             blocked_s = [data.draw(st.sampled_from([0.0, 0.05, 0.2, 0.5, 2.0])) for _ in range(world)]
             order = data.draw(st.permutations(range(world)))

@@ -8,28 +8,28 @@ import random
 import msgspec
 import pytest
 from everstep_trainer.restore.version_choice import covers, is_whole
-from everstep_trainer.snapshot.active_plan import SMALLEST_BLOB_BYTES, Planner
-from everstep_trainer.snapshot.exchange import Round
-from everstep_trainer.snapshot.plan import divide, manifest_for, payload_bytes, shared_alike
-from everstep_trainer.snapshot.slot_negotiation import Choices
-from everstep_trainer.state.layout import Layout, Part, Sharing, encode
+from everstep_trainer.snapshot.active_plan import MIN_BLOB_BYTES, SnapshotPlanner
+from everstep_trainer.snapshot.exchange import LayoutRound
+from everstep_trainer.snapshot.plan import build_manifest, divide_state, payload_bytes, unify_sharing
+from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
+from everstep_trainer.state.layout import Layout, Sharing, TensorPart, encode
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.layout.manifests import Box, whole
-from everstep.layout.segments import PAGE
+from everstep.layout.manifests import Box, full_box
+from everstep.layout.segments import PAGE_BYTES
 from everstep.layout.slots import slot_bytes_for
-from everstep.wire.v1.local import SegmentNeed
+from everstep.wire.v1.local import SegmentRequirement
 from everstep.wire.v1.training import JobSpec
 from tests.support.generations import JOB, generation
 
 
-def part(name: str, shape: tuple[int, ...], box: Box | None = None, **more: object) -> Part:
-    return Part(name, "float32", 4, shape, box or whole(shape), **more)  # type: ignore[arg-type]
+def part(name: str, shape: tuple[int, ...], box: Box | None = None, **more: object) -> TensorPart:
+    return TensorPart(name, "float32", 4, shape, box or full_box(shape), **more)  # type: ignore[arg-type]
 
 
 def replicated(sizes: list[int], world: int) -> list[Layout]:
-    layout = Layout(tuple(part(f"t{i}", (n, 8), digest=True) for i, n in enumerate(sizes)))
+    layout = Layout(tuple(part(f"t{i}", (n, 8), is_digested=True) for i, n in enumerate(sizes)))
     return [layout] * world
 
 
@@ -39,7 +39,7 @@ def sharded(rows: int, world: int) -> list[Layout]:
     for rank in range(world):
         start = min(rows, rank * chunk)
         box = Box((start, 0), (min(rows, start + chunk) - start, 8))
-        layouts.append(Layout((part("shard", (rows, 8), box, digest=True), part("step", ()))))
+        layouts.append(Layout((part("shard", (rows, 8), box, is_digested=True), part("step", ()))))
     return layouts
 
 
@@ -51,24 +51,24 @@ def test_every_byte_of_replicated_state_lies_on_as_many_nodes_as_asked_or_ranks_
     world = nodes * per_node
     where = [f"n{rank // per_node}" for rank in range(world)]
     layouts = replicated(sizes, world)
-    shares = divide(layouts, where, replicas)
+    shares = divide_state(layouts, where, replicas)
     for index, tensor in enumerate(layouts[0].parts):
         holders: dict[Box, set[str | int]] = {}
         for rank, share in enumerate(shares):
             place = rank if nodes == 1 else where[rank]
-            for piece in (*share.pieces, *share.covers):
+            for piece in (*share.pieces, *share.cover_pieces):
                 if piece.part == index:
                     assert place not in holders.setdefault(piece.box, set()) or tensor.nbytes <= 64
                     holders[piece.box].add(place)
         assert covers(tensor.shape, set(holders))
         assert sum(box.volume for box in holders) == tensor.box.volume
         assert all(len(at) >= min(replicas, world if nodes == 1 else nodes) for at in holders.values())
-    assert all(piece.exclusive == (1 < nodes < replicas) for share in shares for piece in share.pieces)
+    assert all(piece.is_exclusive == (1 < nodes < replicas) for share in shares for piece in share.pieces)
 
 
 def test_shares_of_replicated_state_are_balanced_within_a_few_percent() -> None:
     layouts = replicated([512 * 16] * 8 + [1] * 40, 4)
-    shares = divide(layouts, ["n1", "n2", "n3", "n4"], 2)
+    shares = divide_state(layouts, ["n1", "n2", "n3", "n4"], 2)
     loads = [sum(p.box.volume * 4 for p in share.pieces) for share in shares]
     assert sum(loads) <= 1.01 * 2 * sum(p.nbytes for p in layouts[0].parts)
     assert max(loads) <= 1.05 * min(loads)
@@ -76,55 +76,55 @@ def test_shares_of_replicated_state_are_balanced_within_a_few_percent() -> None:
 
 def test_what_several_hold_alike_is_divided_among_nodes_that_are_not_likely_to_be_lost_together() -> None:
     nodes, apart = ["n1", "n2", "n3", "n4"], {"n1": ("n3",), "n2": ("n4",), "n3": ("n1",), "n4": ("n2",)}
-    shares = divide(replicated([512 * 16] * 8, 4), nodes, 2, apart)
-    assert {node: share.alike for node, share in zip(nodes, shares, strict=True)} == apart
+    shares = divide_state(replicated([512 * 16] * 8, 4), nodes, 2, apart)
+    assert {node: share.partial_copies for node, share in zip(nodes, shares, strict=True)} == apart
     loads = [sum(p.box.volume * 4 for p in share.pieces) for share in shares]
     assert max(loads) <= 1.05 * min(loads)
 
 
 def test_where_only_others_hold_it_alike_these_are_taken_and_named() -> None:
     halves = sharded(4096, 2)
-    shares = divide([*halves, *halves], ["n1", "n2", "n3", "n4"], 2, {"n1": ("n2",), "n3": ("n4",)})
-    assert [share.alike for share in shares] == [("n3",), ("n4",), ("n1",), ("n2",)]
+    shares = divide_state([*halves, *halves], ["n1", "n2", "n3", "n4"], 2, {"n1": ("n2",), "n3": ("n4",)})
+    assert [share.partial_copies for share in shares] == [("n3",), ("n4",), ("n1",), ("n2",)]
 
 
 @pytest.mark.promise("finished-step-survives")
 def test_on_one_node_every_byte_is_stored_once_and_covered_by_another_rank() -> None:
     layouts = replicated([512 * 16] * 8 + [1] * 40, 4)
-    shares = divide(layouts, ["n1"] * 4, 2)
+    shares = divide_state(layouts, ["n1"] * 4, 2)
     stored = [sum(p.box.volume * 4 for p in share.pieces) for share in shares]
     assert sum(stored) <= 1.01 * sum(p.nbytes for p in layouts[0].parts)
     assert max(stored) <= 1.1 * min(stored)
     for rank, share in enumerate(shares):
-        theirs = {(p.part, p.box) for other in share.covered for p in shares[other].pieces}
-        assert {(p.part, p.box) for p in share.covers} <= theirs
-        assert rank not in share.covered
-    assert set.union(*(set(share.covered) for share in shares)) == {0, 1, 2, 3}
+        theirs = {(p.part, p.box) for other in share.covered_ranks for p in shares[other].pieces}
+        assert {(p.part, p.box) for p in share.cover_pieces} <= theirs
+        assert rank not in share.covered_ranks
+    assert set.union(*(set(share.covered_ranks) for share in shares)) == {0, 1, 2, 3}
 
 
 def test_a_shard_is_its_owners_and_exclusive_and_the_scalar_beside_it_is_everybodys() -> None:
-    shares = divide(sharded(10, 4), ["n1", "n2", "n3", "n4"], 2)
-    assert [[(p.part, p.exclusive) for p in share.pieces] for share in shares] == [[(0, True), (1, False)]] * 4
+    shares = divide_state(sharded(10, 4), ["n1", "n2", "n3", "n4"], 2)
+    assert [[(p.part, p.is_exclusive) for p in share.pieces] for share in shares] == [[(0, True), (1, False)]] * 4
     assert [share.pieces[0].box.size[0] for share in shares] == [3, 3, 3, 1]
-    assert all(share.groups == {} for share in shares)
+    assert all(share.digest_groups == {} for share in shares)
 
 
 def test_a_rank_whose_shard_is_empty_stores_none_of_it() -> None:
-    shares = divide(sharded(2, 4), ["n1", "n2", "n3", "n4"], 2)
+    shares = divide_state(sharded(2, 4), ["n1", "n2", "n3", "n4"], 2)
     assert [[p.part for p in share.pieces] for share in shares] == [[0, 1], [0, 1], [1], [1]]
 
 
 def test_hybrid_shards_are_divided_among_those_that_hold_them_alike_and_vote_together() -> None:
     halves = sharded(10, 2)
-    shares = divide([*halves, *halves], ["n1", "n1", "n2", "n2"], 2)
-    assert [set(share.groups) for share in shares] == [{"replicated-0"}, {"replicated-1"}] * 2
-    assert not any(piece.exclusive for share in shares for piece in share.pieces)
+    shares = divide_state([*halves, *halves], ["n1", "n1", "n2", "n2"], 2)
+    assert [set(share.digest_groups) for share in shares] == [{"replicated-0"}, {"replicated-1"}] * 2
+    assert not any(piece.is_exclusive for share in shares for piece in share.pieces)
 
 
 def test_a_buffer_that_rank_0_broadcasts_is_stored_by_rank_0_and_sent_on() -> None:
-    layouts = [Layout((part("mean", (64,), sharing=Sharing.FIRST), part("weight", (64, 8))))] * 4
-    shares = divide(layouts, ["n1", "n2", "n3", "n4"], 2)
-    holders = [(rank, p.exclusive) for rank, share in enumerate(shares) for p in share.pieces if p.part == 0]
+    layouts = [Layout((part("mean", (64,), sharing=Sharing.FIRST_RANK), part("weight", (64, 8))))] * 4
+    shares = divide_state(layouts, ["n1", "n2", "n3", "n4"], 2)
+    holders = [(rank, p.is_exclusive) for rank, share in enumerate(shares) for p in share.pieces if p.part == 0]
     assert holders == [(0, True)]
 
 
@@ -132,52 +132,52 @@ def test_the_plan_does_not_depend_on_how_names_hash() -> None:
     names = [f"layer.{i}" for i in range(30)]
     random.Random(5).shuffle(names)
     layouts = [Layout(tuple(part(n, (i + 1, 8)) for i, n in enumerate(names))) for _ in range(3)]
-    once = divide(layouts, ["n1", "n2", "n3"], 2)
-    again = divide([Layout(tuple(x.parts)) for x in layouts], ["n1", "n2", "n3"], 2)
-    assert once == again == divide([layouts[0]] * 3, ["n1", "n2", "n3"], 2)
+    once = divide_state(layouts, ["n1", "n2", "n3"], 2)
+    again = divide_state([Layout(tuple(x.parts)) for x in layouts], ["n1", "n2", "n3"], 2)
+    assert once == again == divide_state([layouts[0]] * 3, ["n1", "n2", "n3"], 2)
 
 
 def test_a_manifest_puts_exclusive_bytes_and_python_state_first_and_overlaps_nothing() -> None:
     layouts = sharded(10, 4)
-    shares = divide(layouts, ["n1", "n2", "n3", "n4"], 2)
-    manifest = manifest_for(1, layouts, shares[1], blob_capacity=100)
-    spans = [(s.at, s.at + s.box.volume * 4) for s in manifest.stored]
-    spans.append((manifest.blob_at, manifest.blob_at + 8 + 100))
+    shares = divide_state(layouts, ["n1", "n2", "n3", "n4"], 2)
+    manifest = build_manifest(1, layouts, shares[1], blob_capacity=100)
+    spans = [(s.offset, s.offset + s.box.volume * 4) for s in manifest.stored]
+    spans.append((manifest.blob_offset, manifest.blob_offset + 8 + 100))
     spans.sort()
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
     assert spans[-1][1] <= manifest.payload_bytes
-    assert manifest.stored[0].at < manifest.blob_at < manifest.exclusive <= manifest.stored[1].at
+    assert manifest.stored[0].offset < manifest.blob_offset < manifest.exclusive_bytes <= manifest.stored[1].offset
     assert {t.name for t in manifest.catalog} == {"shard", "step"}
 
 
 def test_state_that_others_hold_needs_no_replication() -> None:
     layouts = replicated([100], 4)
-    shares = divide(layouts, ["n1", "n2", "n3", "n4"], 2)
-    assert all(manifest_for(r, layouts, shares[r], 0).exclusive == 0 for r in range(4))
+    shares = divide_state(layouts, ["n1", "n2", "n3", "n4"], 2)
+    assert all(build_manifest(r, layouts, shares[r], 0).exclusive_bytes == 0 for r in range(4))
 
 
 def stages() -> list[Layout]:
     """Two stages of a pipeline on two ranks each. First and last layer are tied; statistics are each rank's."""
 
-    def own(name: str, rank: int) -> Part:
-        return part(name, (4, 3), Box((rank, 0), (1, 3)), sharing=Sharing.OWN)
+    def own(name: str, rank: int) -> TensorPart:
+        return part(name, (4, 3), Box((rank, 0), (1, 3)), sharing=Sharing.PER_RANK)
 
-    first = [part("tied", (64, 8), digest=True), part("low", (64, 8), digest=True)]
-    last = [part("tied", (64, 8), digest=True), part("high", (64, 8), digest=True)]
+    first = [part("tied", (64, 8), is_digested=True), part("low", (64, 8), is_digested=True)]
+    last = [part("tied", (64, 8), is_digested=True), part("high", (64, 8), is_digested=True)]
     return [Layout((*(first if rank % 2 == 0 else last), own(f"seen{rank % 2}", rank))) for rank in range(4)]
 
 
-@pytest.mark.parametrize(("most", "own"), [(Sharing.OWN, True), (Sharing.FIRST, False)])
+@pytest.mark.parametrize(("most", "own"), [(Sharing.PER_RANK, True), (Sharing.FIRST_RANK, False)])
 def test_a_buffer_that_one_rank_has_seen_to_change_is_shared_so_on_all(most: Sharing, own: bool) -> None:
     constant, other = part("mask", (4, 8)), part("t", (4, 8))
     row = Box((2, 0, 0), (1, 4, 8))
     seen = part("mask", (3, 4, 8), row, sharing=most) if own else part("mask", (4, 8), sharing=most)
     plain = Layout((constant, other))
-    layouts = shared_alike([plain, plain, Layout((seen, other))])
+    layouts = unify_sharing([plain, plain, Layout((seen, other))])
     assert [layout.parts[1] for layout in layouts] == [other] * 3
     assert [layout.parts[0].sharing for layout in layouts] == [most] * 3
-    shares = divide(layouts, ["n1", "n2", "n3"], 2)
-    manifests = [manifest_for(rank, layouts, share, 0) for rank, share in enumerate(shares)]
+    shares = divide_state(layouts, ["n1", "n2", "n3"], 2)
+    manifests = [build_manifest(rank, layouts, share, 0) for rank, share in enumerate(shares)]
     assert manifests[0].catalog == manifests[1].catalog == manifests[2].catalog
     holders = [
         {m.rank for m in manifests for s in m.stored if m.catalog[s.tensor].name == "mask" and s.box == box}
@@ -188,18 +188,18 @@ def test_a_buffer_that_one_rank_has_seen_to_change_is_shared_so_on_all(most: Sha
 
 def test_layouts_that_agree_stay_the_objects_that_they_are() -> None:
     layouts = [*replicated([100], 3), *stages()[:1]]
-    assert all(one is other for one, other in zip(shared_alike(layouts), layouts, strict=True))
+    assert all(one is other for one, other in zip(unify_sharing(layouts), layouts, strict=True))
 
 
 def test_ranks_vote_only_with_those_that_hold_the_same() -> None:
     layouts = stages()
-    shares = divide(layouts, ["n1", "n2", "n3", "n4"], 2)
-    assert [set(share.groups) for share in shares] == [
+    shares = divide_state(layouts, ["n1", "n2", "n3", "n4"], 2)
+    assert [set(share.digest_groups) for share in shares] == [
         {"replicated", "replicated-0"},
         {"replicated", "replicated-1"},
     ] * 2
     three = [*layouts[:3], Layout(layouts[1].parts[1:2])]  # what 0 shares with 2, it shares in part with 1 as well
-    groups = [share.groups for share in divide(three, ["n1", "n2", "n3", "n4"], 2)]
+    groups = [share.digest_groups for share in divide_state(three, ["n1", "n2", "n3", "n4"], 2)]
     assert [set(g) for g in groups] == [
         {"replicated-0", "replicated-0.2"},
         {"replicated-0", "replicated-1"},
@@ -210,11 +210,11 @@ def test_ranks_vote_only_with_those_that_hold_the_same() -> None:
 
 def test_what_each_rank_of_a_stage_has_of_its_own_is_whole_when_these_ranks_are_there() -> None:
     layouts = stages()
-    shares = divide(layouts, ["n1", "n2", "n3", "n4"], 1)
-    manifests = [manifest_for(rank, layouts, shares[rank], 0) for rank in range(4)]
+    shares = divide_state(layouts, ["n1", "n2", "n3", "n4"], 1)
+    manifests = [build_manifest(rank, layouts, shares[rank], 0) for rank in range(4)]
     (seen,) = [t for t in manifests[0].catalog if t.name == "seen1"]
     assert (seen.shape, seen.ranks) == ((4, 3), (1, 3))
-    assert [seen.row_of(rank) for rank in range(4)] == [1, 1, 1, 3]
+    assert [seen.source_rank(rank) for rank in range(4)] == [1, 1, 1, 3]
     index = manifests[0].catalog.index(seen)
     boxes = [{s.box for m in some for s in m.stored if s.tensor == index} for some in (manifests, manifests[:2])]
     assert [is_whole(seen, held) for held in boxes] == [True, False]
@@ -223,23 +223,25 @@ def test_what_each_rank_of_a_stage_has_of_its_own_is_whole_when_these_ranks_are_
 def test_a_rank_that_alone_has_a_stage_is_told_so_and_one_that_is_alone_in_its_world_is_not() -> None:
     low, high = Layout((part("low", (64, 8)), part("step", ()))), Layout((part("high", (64, 8)), part("step", ())))
     nodes = ["n1", "n1", "n1"]
-    assert [share.alone for share in divide([low, high, high], nodes, 2)] == [True, False, False]
-    assert [share.alone for share in divide([low], ["n1"], 2)] == [False]
-    assert [share.alone for share in divide(stages(), ["n1"] * 4, 2)] == [False] * 4  # but for statistics
+    assert [share.has_unshared_state for share in divide_state([low, high, high], nodes, 2)] == [True, False, False]
+    assert [share.has_unshared_state for share in divide_state([low], ["n1"], 2)] == [False]
+    assert [share.has_unshared_state for share in divide_state(stages(), ["n1"] * 4, 2)] == [
+        False
+    ] * 4  # but for statistics
 
 
 def test_the_other_names_that_a_tied_tensor_has_on_any_rank_are_in_the_catalog() -> None:
     tied = msgspec.structs.replace(part("t", (4, 8)), aliases=("u",), groups=(("optimizer", 0),))
     layouts = [Layout((part("t", (4, 8)),)), Layout((tied,))]
-    (tensor,) = manifest_for(0, layouts, divide(layouts, ["n1", "n2"], 1)[0], 0).catalog
+    (tensor,) = build_manifest(0, layouts, divide_state(layouts, ["n1", "n2"], 1)[0], 0).catalog
     assert (tensor.aliases, tensor.groups) == (("u",), (("optimizer", 0),))
 
 
 def test_ranks_that_give_one_name_to_different_tensors_are_told_so() -> None:
     layouts = [Layout((part("t", (4, 8)),)), Layout((part("t", (5, 8)),))]
-    shares = divide(layouts, ["n1", "n2"], 1)
+    shares = divide_state(layouts, ["n1", "n2"], 1)
     with pytest.raises(ValueError, match="ranks disagree about t"):
-        manifest_for(0, layouts, shares[0], 0)
+        build_manifest(0, layouts, shares[0], 0)
 
 
 class AloneInTheStore:
@@ -261,55 +263,55 @@ class Asked(Exception):
 
 def test_a_slot_has_room_for_the_share_after_a_loss_and_never_for_more_than_everything() -> None:
     class Layouts(AloneInTheStore):
-        def layouts(self, mine: Layout, since: int, _timeout_s: float) -> Round:
-            return Round(0, [mine] * 2, since)
+        def layouts(self, mine: Layout, since: int, _timeout_s: float) -> LayoutRound:
+            return LayoutRound(0, [mine] * 2, since)
 
     class Vault:
-        def check_room(self, _job: str, needs: tuple[SegmentNeed, ...], **_how: object) -> None:
+        def check_room(self, _job: str, needs: tuple[SegmentRequirement, ...], **_how: object) -> None:
             foreseen.extend(needs)
 
         def open_segment(self, _job: str, _local_rank: int, slot_bytes: int, slots: int, _keep: object) -> None:
             raise Asked(slot_bytes, slots)
 
-    foreseen: list[SegmentNeed] = []
+    foreseen: list[SegmentRequirement] = []
     (layout, _) = replicated([1 << 16] * 4, 2)
     whole = sum(part.nbytes for part in layout.parts)
     spec = generation(1, ranks=[("n1", 0), ("n2", 0)])
-    planner = Planner(Vault(), spec, spec.roster[0], Layouts(), 1.0)  # type: ignore[arg-type]
+    planner = SnapshotPlanner(Vault(), spec, spec.roster[0], Layouts(), 1.0)  # type: ignore[arg-type]
     with pytest.raises(Asked) as asked:
         planner.plan(layout, 0, 0)
     assert whole < asked.value.args[0] < 1.05 * whole
     assert [(need.replica, need.number) for need in foreseen] == [(False, 0)]
-    assert (foreseen[0].slots, foreseen[0].slot_bytes) == (5, -(-asked.value.args[0] // PAGE) * PAGE)
+    assert (foreseen[0].slots, foreseen[0].slot_bytes) == (5, -(-asked.value.args[0] // PAGE_BYTES) * PAGE_BYTES)
 
 
 @pytest.mark.parametrize("nodes", [["n1", "n2"], ["n1", "n1"]])
 def test_a_job_that_is_short_of_memory_gets_two_slots_of_the_size_of_its_share(nodes: list[str]) -> None:
     class Layouts(AloneInTheStore):
-        def layouts(self, mine: Layout, since: int, _timeout_s: float) -> Round:
-            return Round(0, [mine] * 2, since)
+        def layouts(self, mine: Layout, since: int, _timeout_s: float) -> LayoutRound:
+            return LayoutRound(0, [mine] * 2, since)
 
     class Vault:
-        def check_room(self, _job: str, needs: tuple[SegmentNeed, ...], **_how: object) -> None:
+        def check_room(self, _job: str, needs: tuple[SegmentRequirement, ...], **_how: object) -> None:
             foreseen.extend(needs)
 
         def open_segment(self, _job: str, _local_rank: int, slot_bytes: int, slots: int, _keep: object) -> None:
             raise Asked(slot_bytes, slots)
 
-    foreseen: list[SegmentNeed] = []
+    foreseen: list[SegmentRequirement] = []
     layouts = replicated([1 << 16] * 4, 2)
     spec = generation(1, ranks=[(node, nodes[:rank].count(node)) for rank, node in enumerate(nodes)])
-    planner = Planner(Vault(), spec, spec.roster[0], Layouts(), 1.0, Choices(slots=2))  # type: ignore[arg-type]
+    planner = SnapshotPlanner(Vault(), spec, spec.roster[0], Layouts(), 1.0, SnapshotOptions(slots=2))  # type: ignore[arg-type]
     with pytest.raises(Asked) as asked:
         planner.plan(layouts[0], 0, 0)
-    share = divide(layouts, nodes, spec.spec.replicas, spec.replica_nodes)[0]
-    manifest = manifest_for(0, layouts, share, SMALLEST_BLOB_BYTES)
+    share = divide_state(layouts, nodes, spec.spec.replicas, spec.replica_nodes)[0]
+    manifest = build_manifest(0, layouts, share, MIN_BLOB_BYTES)
     stored = sum(piece.box.volume * layouts[0].parts[piece.part].itemsize for piece in share.pieces)
     slot_bytes, slots = asked.value.args
     assert slots == 2
     assert slot_bytes == slot_bytes_for(len(encode(manifest)), manifest.payload_bytes)
-    assert stored < slot_bytes < stored + SMALLEST_BLOB_BYTES + 2 * PAGE
-    assert (foreseen[0].slots, foreseen[0].slot_bytes) == (2, -(-slot_bytes // PAGE) * PAGE)
+    assert stored < slot_bytes < stored + MIN_BLOB_BYTES + 2 * PAGE_BYTES
+    assert (foreseen[0].slots, foreseen[0].slot_bytes) == (2, -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES)
     assert [need.number for need in foreseen] == list(range(nodes.count("n1")))
 
 
@@ -318,32 +320,32 @@ def test_a_nodes_vault_is_foreseen_to_keep_its_ranks_slots_and_the_copies_that_a
     """Shards on two nodes of two ranks each, each node the home of the other's copies; two slots more for parity."""
 
     class Layouts(AloneInTheStore):
-        def layouts(self, _mine: Layout, since: int, _timeout_s: float) -> Round:
-            return Round(0, layouts, since)
+        def layouts(self, _mine: Layout, since: int, _timeout_s: float) -> LayoutRound:
+            return LayoutRound(0, layouts, since)
 
     class Vault:
-        def check_room(self, _job: str, needs: tuple[SegmentNeed, ...], **_how: object) -> None:
+        def check_room(self, _job: str, needs: tuple[SegmentRequirement, ...], **_how: object) -> None:
             raise Asked(needs)
 
     layouts = sharded(1 << 16, 4)
-    job = JobSpec(job=JOB, max_nodes=2, nproc_per_node=2, parity=2)
+    job = JobSpec(job=JOB, max_nodes=2, nproc_per_node=2, parity_group_size=2)
     spec = generation(1, ranks=[("n1", 0), ("n1", 1), ("n2", 0), ("n2", 1)], spec=job)
     spec = msgspec.structs.replace(spec, replica_nodes={"n1": ("n2",), "n2": ("n1",)})
-    planner = Planner(Vault(), spec, spec.roster[2], Layouts(), 1.0)  # type: ignore[arg-type]
+    planner = SnapshotPlanner(Vault(), spec, spec.roster[2], Layouts(), 1.0)  # type: ignore[arg-type]
     with pytest.raises(Asked) as asked:
         planner.plan(layouts[2], 0, 0)
     (needs,) = asked.value.args
     assert [(need.replica, need.number) for need in needs] == [(False, 0), (False, 1), (True, 0), (True, 1)]
     shard = layouts[0].parts[0].nbytes
     for need in needs:
-        assert 2 * shard < need.slot_bytes < 2 * shard + 2 * SMALLEST_BLOB_BYTES + 6 * PAGE  # as after a loss
-        assert (need.slots, need.pinned) == (5, 2)
+        assert 2 * shard < need.slot_bytes < 2 * shard + 2 * MIN_BLOB_BYTES + 6 * PAGE_BYTES  # as after a loss
+        assert (need.slots, need.pinned_slots) == (5, 2)
 
 
 @pytest.mark.parametrize("nodes", [["n1", "n2"], ["n1", "n1"]])
 def test_what_a_share_takes_is_known_without_its_manifest(nodes: list[str]) -> None:
     for layouts in (replicated([1 << 16, 3, 1000], 2), sharded(1001, 2)):
-        for rank, share in enumerate(divide(layouts, nodes, 2)):
+        for rank, share in enumerate(divide_state(layouts, nodes, 2)):
             for stored in (share, share.with_covers()):
-                made = manifest_for(rank, layouts, stored, 5000)
+                made = build_manifest(rank, layouts, stored, 5000)
                 assert payload_bytes(layouts[rank], stored, 5000) == made.payload_bytes

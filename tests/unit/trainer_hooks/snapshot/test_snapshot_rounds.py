@@ -15,10 +15,10 @@ import torch.distributed as dist
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore import Restoration
 from everstep_trainer.snapshot import exchange, planning, snapshotter
-from everstep_trainer.snapshot.exchange import Exchange, Round, Superseded
-from everstep_trainer.snapshot.slot_negotiation import Choices
+from everstep_trainer.snapshot.exchange import LayoutExchange, LayoutRound, RoundSuperseded
+from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
-from everstep_trainer.state.layout import Layout, Part
+from everstep_trainer.state.layout import Layout, TensorPart
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
@@ -132,13 +132,13 @@ class Pair:
 
 
 def _sealed(path: Path) -> set[Version]:
-    return {header.version for _, header in map_segment(path).sealed()}
+    return {header.version for _, header in map_segment(path).sealed_slots()}
 
 
 @pytest.fixture
 def fleet(program_forks: ForkPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Vaults]:
-    monkeypatch.setattr(exchange, "ASK_S", 0.05)
-    monkeypatch.setattr(snapshotter, "ASK_S", 0.05)
+    monkeypatch.setattr(exchange, "ROUND_CHECK_S", 0.05)
+    monkeypatch.setattr(snapshotter, "ROUND_CHECK_S", 0.05)
     with vaults(program_forks) as made:
         yield made
 
@@ -174,7 +174,7 @@ def test_ranks_whose_tensors_change_at_different_steps_store_whole_versions_agai
 
 
 def layout(size: int) -> Layout:
-    return Layout((Part("t", "float32", 4, (size,), Box((0,), (size,))),))
+    return Layout((TensorPart("t", "float32", 4, (size,), Box((0,), (size,))),))
 
 
 class Ranks:
@@ -184,7 +184,7 @@ class Ranks:
         self.asked = 0
         self.store = dist.HashStore()
         self.stop = threading.Event()
-        self.each = [Exchange(self, rank, world, SYSTEM_CLOCK, self.stop) for rank in range(world)]  # type: ignore[arg-type]
+        self.each = [LayoutExchange(self, rank, world, SYSTEM_CLOCK, self.stop) for rank in range(world)]  # type: ignore[arg-type]
 
     def check(self, keys: list[str]) -> bool:
         self.asked += 1
@@ -196,15 +196,15 @@ class Ranks:
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return self.store.multi_get(keys)
 
-    def tell(self, *said: tuple[Layout, int]) -> list[Round]:
+    def tell(self, *said: tuple[Layout, int]) -> list[LayoutRound]:
         """All at once, until all have one."""
-        made: dict[int, Round] = {}
+        made: dict[int, LayoutRound] = {}
 
         def run(rank: int) -> None:
             while rank not in made:
                 try:
                     made[rank] = self.each[rank].layouts(*said[rank], DEADLINE_S)
-                except Superseded:
+                except RoundSuperseded:
                     continue
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(said))]
@@ -219,7 +219,7 @@ class Ranks:
 def test_a_round_holds_from_the_last_step_that_any_rank_can_begin_with() -> None:
     ranks, one = Ranks(3), layout(1)
     rounds = ranks.tell((one, 0), (one, 4), (layout(2), 3))
-    assert {(each.number, each.since) for each in rounds} == {(0, 4)}
+    assert {(each.number, each.since_step) for each in rounds} == {(0, 4)}
     assert [each.parts[0].shape for each in rounds[0].layouts] == [(1,), (1,), (2,)]
     assert rounds[0].layouts[0] is rounds[0].layouts[1]
 
@@ -230,7 +230,7 @@ def test_who_has_nothing_new_tells_it_once_more_in_the_round_that_another_opened
     with pytest.raises(Unavailable):
         ranks.each[1].layouts(two, 7, 0.01)
     rounds = ranks.tell((one, 9), (two, 8))
-    assert {(each.number, each.since) for each in rounds} == {(1, 9)}
+    assert {(each.number, each.since_step) for each in rounds} == {(1, 9)}
     assert [each.parts[0].shape for each in rounds[1].layouts] == [(1,), (2,)]
 
 
@@ -242,7 +242,7 @@ def test_who_waits_in_a_round_joins_the_next_one_that_others_went_on_to() -> Non
     with pytest.raises(Unavailable):  # what it told for the round before would not be believed any more
         ranks.each[0].layouts(three, 6, 0.01)
     rounds = ranks.tell((three, 7), (one, 8))
-    assert {(each.number, each.since) for each in rounds} == {(2, 8)}
+    assert {(each.number, each.since_step) for each in rounds} == {(2, 8)}
     assert [each.parts[0].shape for each in rounds[1].layouts] == [(3,), (1,)]
 
 
@@ -251,25 +251,25 @@ def test_what_was_told_in_a_round_stands_since_others_may_have_read_it() -> None
     with pytest.raises(Unavailable):
         ranks.each[0].layouts(one, 3, 0.01)
     rounds = ranks.tell((one, 8), (one, 1))
-    assert {(each.number, each.since) for each in rounds} == {(0, 3)}
+    assert {(each.number, each.since_step) for each in rounds} == {(0, 3)}
 
 
 def test_the_store_is_asked_now_and_then_and_never_while_versions_are_committed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exchange, "ASK_S", 3600.0)
+    monkeypatch.setattr(exchange, "ROUND_CHECK_S", 3600.0)
     ranks, one, two = Ranks(2), layout(1), layout(2)
     ranks.tell((one, 0), (one, 0))
     before = ranks.asked
-    assert not any(ranks.each[0].superseded() for _ in range(100))
+    assert not any(ranks.each[0].is_superseded() for _ in range(100))
     assert ranks.asked == before, "the round has just come about"
-    monkeypatch.setattr(exchange, "ASK_S", 0.0)
-    ranks.each[0].committed()
-    assert not ranks.each[0].superseded()
+    monkeypatch.setattr(exchange, "ROUND_CHECK_S", 0.0)
+    ranks.each[0].handle_commit()
+    assert not ranks.each[0].is_superseded()
     assert ranks.asked == before + 1
     with pytest.raises(Unavailable):
         ranks.each[1].layouts(two, 5, 0.01)
-    assert ranks.each[0].superseded()
+    assert ranks.each[0].is_superseded()
 
 
 # --- what is told of it
@@ -278,7 +278,7 @@ def test_the_store_is_asked_now_and_then_and_never_while_versions_are_committed(
 def test_after_a_new_round_the_store_is_asked_sooner_and_then_less_and_less() -> None:
     ranks, clock = Ranks(2), ManualClock()
     began_at = clock.monotonic()
-    first = Exchange(ranks, 0, 2, clock, ranks.stop)  # type: ignore[arg-type]
+    first = LayoutExchange(ranks, 0, 2, clock, ranks.stop)  # type: ignore[arg-type]
     ranks.each[0] = first
     ranks.tell((layout(1), 1), (layout(1), 1))
     ranks.tell((layout(2), 2), (layout(2), 2))
@@ -286,7 +286,7 @@ def test_after_a_new_round_the_store_is_asked_sooner_and_then_less_and_less() ->
     for _ in range(1000):
         clock.advance(0.01)
         before = ranks.asked
-        assert not first.superseded()
+        assert not first.is_superseded()
         if ranks.asked > before:
             asked_at.append(clock.monotonic())
     pauses = [later - sooner for sooner, later in itertools.pairwise([began_at, *asked_at])]
@@ -297,10 +297,10 @@ def test_after_a_new_round_the_store_is_asked_sooner_and_then_less_and_less() ->
 def test_that_nothing_can_be_planned_is_told_once_by_the_first_rank_that_is_there(
     fleet: Vaults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshotter, "PLAN_S", 0.05)
-    monkeypatch.setattr(snapshotter, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(snapshotter, "PLAN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(snapshotter, "PLAN_WAIT_S", 0.05)
     monkeypatch.setattr(snapshotter, "RETRY_S", 0.0)
-    monkeypatch.setattr(planning, "UNPLANNED_S", 0.3)
+    monkeypatch.setattr(planning, "UNPLANNED_WARN_S", 0.3)
     vault = fleet.start("n1")
     fleet.configure()
     client = VaultClient(str(vault.run_dir / "vault.sock"))
@@ -308,7 +308,9 @@ def test_that_nothing_can_be_planned_is_told_once_by_the_first_rank_that_is_ther
     try:
         model, spec = nn.Linear(4, 4), generation(1, ranks=[*WORLD, ("n1", 2)])
         state, store = TrackedState({"model": model}), dist.HashStore()
-        snapshots = Snapshotter(client, state, spec, spec.roster[1], store, heard.append, choices=Choices(overlap=True))
+        snapshots = Snapshotter(
+            client, state, spec, spec.roster[1], store, heard.append, options=SnapshotOptions(overlap=True)
+        )
         step, end = 0, time.perf_counter() + DEADLINE_S
         while not heard and time.perf_counter() < end:
             step += 1
@@ -323,5 +325,9 @@ def test_that_nothing_can_be_planned_is_told_once_by_the_first_rank_that_is_ther
     (raised,) = heard
     assert isinstance(raised, FindingRaised)
     finding = raised.finding
-    assert (finding.kind, finding.severity, finding.subject) == (FindingKind.NOT_STORED, Severity.WARNING, "plan/job")
+    assert (finding.kind, finding.severity, finding.subject) == (
+        FindingKind.NO_CHECKPOINT,
+        Severity.WARNING,
+        "plan/job",
+    )
     assert "ranks 0, 2 have not told" in finding.message

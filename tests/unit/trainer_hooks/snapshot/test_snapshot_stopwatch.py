@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from everstep_trainer.sdc.digest import WeightedDigest, unsigned
+from everstep_trainer.sdc.digest import WeightedDigest, to_unsigned
 from everstep_trainer.snapshot.copy import DeviceMover
-from everstep_trainer.snapshot.pace import Stopwatch, wanted
+from everstep_trainer.snapshot.pace import StepStopwatch, wanted_interval
 
 from everstep.clock import ManualClock
 from tests.support.pretended_gpu import Event, PretendedCuda, Stream, on_gpu, pretend
@@ -33,47 +33,47 @@ def work(cuda: PretendedCuda, seconds: float) -> None:
 
 def test_a_thread_without_a_gpu_is_held_up_for_as_long_as_it_waits() -> None:
     clock, told = ManualClock(), Told()
-    watch = Stopwatch(lambda *step: told.append(step), clock)
+    watch = StepStopwatch(lambda *step: told.append(step), clock)
     for stored in (True, True, False, True):
-        watch.step_ends(())
+        watch.end_step(())
         if stored:
-            with watch.held_up(stored=True):
+            with watch.blocked(has_snapshot=True):
                 clock.advance(0.25)
         clock.advance(STEP_S)
-        with watch.held_up():
+        with watch.blocked():
             clock.advance(0.5)
-    watch.step_ends(())
+    watch.end_step(())
     assert told == [(STEP_S, 0.75), (STEP_S, 0.75), (STEP_S, None), (STEP_S, 0.75)]
 
 
 def test_a_wait_under_which_the_gpu_goes_on_holds_up_nothing(cuda: PretendedCuda) -> None:
     """The thread is ahead of the stream all the time: it waits for longer than its own part of a step takes."""
     clock, told = ManualClock(), Told()
-    watch = Stopwatch(lambda *step: told.append(step), clock)
+    watch = StepStopwatch(lambda *step: told.append(step), clock)
     for _ in range(6):
         work(cuda, STEP_S)  # enqueued in no time
-        watch.step_ends((GPU,))
-        with watch.held_up(stored=True):
+        watch.end_step((GPU,))
+        with watch.blocked(has_snapshot=True):
             clock.advance(WAIT_S)
-        with watch.held_up():
+        with watch.blocked():
             clock.advance(0.05)
     cuda.training.drain()
     work(cuda, STEP_S)
-    watch.step_ends((GPU,))
+    watch.end_step((GPU,))
     assert told == [(STEP_S, 0.0)] * 5
-    assert wanted(0.0, STEP_S, 1) == 1
-    assert wanted(WAIT_S, 0.0, 1) > 1, "what the thread's own time would have said"
+    assert wanted_interval(0.0, STEP_S, 1) == 1
+    assert wanted_interval(WAIT_S, 0.0, 1) > 1, "what the thread's own time would have said"
 
 
 def test_a_wait_that_leaves_the_gpu_without_work_is_counted_whole(cuda: PretendedCuda) -> None:
     """A loop that reads its loss in each step has nothing enqueued when it waits."""
     told = Told()
-    watch = Stopwatch(lambda *step: told.append(step), ManualClock())
+    watch = StepStopwatch(lambda *step: told.append(step), ManualClock())
     for _ in range(5):
         work(cuda, STEP_S)
-        watch.step_ends((GPU,))
+        watch.end_step((GPU,))
         cuda.training.drain()
-        with watch.held_up(stored=True):
+        with watch.blocked(has_snapshot=True):
             cuda.training.drain()
             cuda.now += WAIT_S
         cuda.training.drain()
@@ -82,15 +82,15 @@ def test_a_wait_that_leaves_the_gpu_without_work_is_counted_whole(cuda: Pretende
 
 def test_an_update_that_the_stream_holds_back_for_a_copy_is_counted(cuda: PretendedCuda) -> None:
     told, copies = Told(), Stream(cuda)
-    watch = Stopwatch(lambda *step: told.append(step), ManualClock())
+    watch = StepStopwatch(lambda *step: told.append(step), ManualClock())
     for _ in range(4):
         work(cuda, STEP_S)
-        watch.step_ends((GPU,))
-        with watch.held_up(stored=True), cuda.on_stream(copies):
+        watch.end_step((GPU,))
+        with watch.blocked(has_snapshot=True), cuda.on_stream(copies):
             work(cuda, 0.125)  # nobody waits for it but the training stream
             copied = Event()
             copied.record()
-        with watch.held_up():
+        with watch.blocked():
             cuda.stream().wait_event(copied)
         cuda.training.drain()
     assert told == [(STEP_S, 0.125)] * 2
@@ -98,23 +98,23 @@ def test_an_update_that_the_stream_holds_back_for_a_copy_is_counted(cuda: Preten
 
 def test_state_that_moves_to_another_device_is_measured_anew(cuda: PretendedCuda) -> None:
     clock, told = ManualClock(), Told()
-    watch = Stopwatch(lambda *step: told.append(step), clock)
-    watch.step_ends(())
+    watch = StepStopwatch(lambda *step: told.append(step), clock)
+    watch.end_step(())
     clock.advance(1.0)
-    watch.step_ends((GPU,))
-    with watch.held_up(stored=True):
+    watch.end_step((GPU,))
+    with watch.blocked(has_snapshot=True):
         pass
-    watch.step_ends(())
+    watch.end_step(())
     clock.advance(2.0)
-    watch.step_ends(())
+    watch.end_step(())
     assert told == [(2.0, None)]
 
 
 def test_nothing_is_measured_where_the_user_chose_how_often(cuda: PretendedCuda) -> None:
-    watch = Stopwatch(None, ManualClock())
+    watch = StepStopwatch(None, ManualClock())
     for _ in range(2):
-        watch.step_ends((GPU,))
-        with watch.held_up(stored=True):
+        watch.end_step((GPU,))
+        with watch.blocked(has_snapshot=True):
             pass
     marks: list[str] = []
     cuda.training.enqueue(lambda: marks.append("the only work"))
@@ -127,13 +127,13 @@ def test_digests_come_to_the_host_with_the_copy_and_wait_for_nothing_else(cuda: 
         def __init__(self) -> None:
             pass
 
-        def start(self) -> torch.Tensor:
+        def enqueue(self) -> torch.Tensor:
             return on_gpu(torch.tensor(5))
 
     mover = DeviceMover((GPU,))
-    mover.begin()
+    mover.mark_ready()
     digests = mover.run([], [], lambda: {"replicated": Digest()}).digests  # type: ignore[arg-type]
     work(cuda, STEP_S)  # the next step, already enqueued
     mover.finish()
-    assert unsigned(digests["replicated"]) == 5
+    assert to_unsigned(digests["replicated"]) == 5
     assert cuda.now == 0.0, "the next step was waited for"

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from everstep_trainer.snapshot import snapshotter as module
-from everstep_trainer.snapshot.job import Phase
-from everstep_trainer.snapshot.slot_negotiation import Choices
+from everstep_trainer.snapshot.job import SnapshotPhase
+from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
@@ -20,7 +20,7 @@ from everstep.errors import NotRestorable
 from everstep.ids import Version
 from everstep.layout.segments import SlotState
 from everstep.vocabulary import FindingKind
-from everstep.wire.v1.training import FindingRaised, JobSpec, RestoreRule, Sealed
+from everstep.wire.v1.training import FindingRaised, JobSpec, RestoreRule, VersionSealed
 from tests.support.forked import ForkPool
 from tests.support.generations import JOB, generation
 from tests.support.lone_rank import LoneRank, lone_rank
@@ -43,9 +43,9 @@ def test_a_snapshot_is_of_the_step_it_was_begun_after_whatever_comes_later(rank:
 
 
 def test_a_generation_s_first_version_is_kept_and_reported_safe_where_no_node_could_hold_a_copy(rank: LoneRank) -> None:
-    reports: list[Sealed] = []
+    reports: list[VersionSealed] = []
     rank.steps(1, 3, hear=reports.append)
-    assert [(r.version, r.safe, r.kept, r.rank) for r in reports] == [(Version(1, 1), True, True, 0)]
+    assert [(r.version, r.durable, r.commit_candidate, r.rank) for r in reports] == [(Version(1, 1), True, True, 0)]
     rank.steps(2, 4, hear=reports.append, restored=Version(1, 3), first=4)
     assert reports[-1].version == Version(2, 4)
 
@@ -57,12 +57,12 @@ def test_five_slots_keep_the_two_newest_the_committed_and_the_next_to_be(rank: L
         rank.step(snapshots, step)
     snapshots.wait()
     assert {Version(1, 1), Version(1, 8)} <= rank.sealed(), "the first version is kept, with no word from anybody"
-    snapshots.note(Version(1, 1), 11)
+    snapshots.update_versions(Version(1, 1), 11)
     for step in range(10, 19):
         rank.step(snapshots, step)
     snapshots.wait()
     assert {Version(1, 1), Version(1, 11), Version(1, 17)} <= rank.sealed(), "11 may be committed, or not"
-    snapshots.note(Version(1, 11), 20)
+    snapshots.update_versions(Version(1, 11), 20)
     for step in range(19, 29):
         rank.step(snapshots, step)
     snapshots.close(finish=True)
@@ -70,55 +70,55 @@ def test_five_slots_keep_the_two_newest_the_committed_and_the_next_to_be(rank: L
 
 
 def test_two_slots_keep_the_committed_version_and_the_next_to_be_and_store_nothing_else(rank: LoneRank) -> None:
-    reports: list[Sealed] = []
-    snapshots = rank.snapshotter(1, reports.append, choices=Choices(slots=2))
+    reports: list[VersionSealed] = []
+    snapshots = rank.snapshotter(1, reports.append, options=SnapshotOptions(slots=2))
     for step in range(1, 6):
         rank.step(snapshots, step)
     until(lambda: rank.sealed() == {Version(1, 1)}, "the first version is stored, with no word from anybody")
-    snapshots.note(Version(1, 1), 7)
+    snapshots.update_versions(Version(1, 1), 7)
     for step in range(6, 10):
         rank.step(snapshots, step)
     until(lambda: rank.sealed() == {Version(1, 1), Version(1, 7)}, "the candidate is stored")
-    snapshots.note(Version(1, 1), 11)  # some rank had heard of 7 too late: it never will be committed
+    snapshots.update_versions(Version(1, 1), 11)  # some rank had heard of 7 too late: it never will be committed
     for step in range(10, 13):
         rank.step(snapshots, step)
     until(lambda: rank.sealed() == {Version(1, 1), Version(1, 11)}, "the next one takes its place")
-    snapshots.note(Version(1, 11), 14)
+    snapshots.update_versions(Version(1, 11), 14)
     for step in range(13, 16):
         rank.step(snapshots, step)
     snapshots.close(finish=True)
     assert rank.sealed() == {Version(1, 11), Version(1, 14)}
-    assert [(r.version.step, r.kept) for r in reports] == [(step, True) for step in (1, 7, 11, 14)]
+    assert [(r.version.step, r.commit_candidate) for r in reports] == [(step, True) for step in (1, 7, 11, 14)]
     assert rank.view().slots == 2
     assert rank.restore(2, RestoreRule(floor=Version(1, 11))).version == Version(1, 14)
 
 
 @pytest.mark.promise("committed-stays")
 def test_with_two_slots_the_floor_stays_until_the_generation_has_its_own_commit(rank: LoneRank) -> None:
-    choices = Choices(slots=2)
-    first = rank.snapshotter(1, choices=choices)
+    choices = SnapshotOptions(slots=2)
+    first = rank.snapshotter(1, options=choices)
     rank.step(first, 1)
     first.wait()
-    first.note(None, 2)
+    first.update_versions(None, 2)
     rank.step(first, 2)
     first.close(finish=True)
     rule = RestoreRule(floor=Version(1, 1))
-    second = rank.snapshotter(2, restored=Version(1, 2), rule=rule, choices=choices)
+    second = rank.snapshotter(2, restored=Version(1, 2), rule=rule, options=choices)
     for step in (3, 4):
         rank.step(second, step)
-    second.note(None, 5)
+    second.update_versions(None, 5)
     rank.step(second, 5)
     second.close(finish=True)
     assert rank.sealed() == {Version(1, 1), Version(2, 5)}
 
 
 def test_of_so_many_steps_one_is_stored_where_the_user_says_so_and_what_is_announced(rank: LoneRank) -> None:
-    snapshots = rank.snapshotter(1, choices=Choices(every=4))
+    snapshots = rank.snapshotter(1, options=SnapshotOptions(interval=4))
     for step in range(1, 15):
         if step == 9:
-            snapshots.note(Version(1, 1), 10)
+            snapshots.update_versions(Version(1, 1), 10)
         rank.step(snapshots, step)
-    assert snapshots.every(14) == 4
+    assert snapshots.interval_at(14) == 4
     snapshots.close(finish=True)
     assert {v.step for v in rank.sealed()} == {1, 4, 8, 10, 12}
     assert rank.restore(2, RestoreRule(floor=Version(1, 1))).version == Version(1, 12)
@@ -126,21 +126,25 @@ def test_of_so_many_steps_one_is_stored_where_the_user_says_so_and_what_is_annou
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [({"every": 0}, "take 1"), ({"slots": 3}, "take 5"), ({"slots": 2, "every": 2}, "leave out every=2")],
+    [
+        ({"interval": 0}, "take 1"),
+        ({"slots": 3}, "take 5"),
+        ({"slots": 2, "interval": 2}, "leave out snapshot_every=2"),
+    ],
 )
 def test_choices_that_are_none_say_what_to_take(wrong: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Choices(**wrong)  # type: ignore[arg-type]
+        SnapshotOptions(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.promise("committed-stays")
 def test_a_candidate_that_was_sealed_before_it_was_announced_is_not_told_as_kept(rank: LoneRank) -> None:
-    reports: list[Sealed] = []
+    reports: list[VersionSealed] = []
     snapshots = rank.snapshotter(1, reports.append)
     for step in range(1, 6):
         rank.step(snapshots, step)
     snapshots.wait()
-    snapshots.note(Version(1, 1), 4)
+    snapshots.update_versions(Version(1, 1), 4)
     for step in range(6, 9):
         rank.step(snapshots, step)
     snapshots.close(finish=True)
@@ -154,7 +158,7 @@ def test_what_was_committed_before_is_kept_until_the_generation_has_its_own_comm
     for step in range(7, 12):
         rank.step(snapshots, step)
     snapshots.wait()
-    snapshots.note(None, 13)
+    snapshots.update_versions(None, 13)
     for step in range(12, 17):
         rank.step(snapshots, step)
     snapshots.close(finish=True)
@@ -204,7 +208,7 @@ def test_no_version_older_than_the_committed_one_is_taken_when_that_is_damaged(r
 
 def test_a_vault_that_restarts_costs_no_snapshot(rank: LoneRank) -> None:
     vault = rank.fleet.all[0]
-    reports: list[Sealed] = []
+    reports: list[VersionSealed] = []
     snapshots = rank.snapshotter(1, reports.append)
     rank.step(snapshots, 1)
     until(lambda: reports, "the first report")
@@ -214,9 +218,9 @@ def test_a_vault_that_restarts_costs_no_snapshot(rank: LoneRank) -> None:
     snapshots.wait()
     vault.start()
     rank.fleet.configure()
-    snapshots.note(None, 5)
+    snapshots.update_versions(None, 5)
     rank.step(snapshots, 5)
-    until(lambda: any(r.version == Version(1, 5) and r.safe for r in reports), "a report after the restart")
+    until(lambda: any(r.version == Version(1, 5) and r.durable for r in reports), "a report after the restart")
     snapshots.close(finish=True)
     assert rank.restore(2, RestoreRule()).version == Version(1, 5)
 
@@ -247,15 +251,15 @@ def test_a_generation_that_ends_unfinished_leaves_the_copy_unsealed(
 ) -> None:
     """The live state may already be changing, so what was copied of it is not to be believed."""
     entered, go_on = threading.Event(), threading.Event()
-    copy = module.Sources.copy
+    copy = module.SnapshotSources.copy
 
     def slow_copy(*arguments: object, **more: object) -> object:
         entered.set()
         go_on.wait(60)
         return copy(*arguments, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module.Sources, "copy", slow_copy)
-    snapshots = rank.snapshotter(1, choices=Choices(overlap=True))
+    monkeypatch.setattr(module.SnapshotSources, "copy", slow_copy)
+    snapshots = rank.snapshotter(1, options=SnapshotOptions(overlap=True))
     rank.step(snapshots, 1)
     assert entered.wait(60)
     closing = threading.Thread(target=snapshots.close, args=(False,))
@@ -271,13 +275,13 @@ def test_a_small_share_is_copied_when_begin_returns_and_a_large_one_by_another_t
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     threads: list[threading.Thread] = []
-    copy = module.Sources.copy
+    copy = module.SnapshotSources.copy
 
     def noted_copy(*arguments: object, **more: object) -> object:
         threads.append(threading.current_thread())
         return copy(*arguments, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module.Sources, "copy", noted_copy)
+    monkeypatch.setattr(module.SnapshotSources, "copy", noted_copy)
     snapshots = rank.snapshotter(1)
     rank.model.weight = nn.Parameter(torch.zeros(rows, 64))
     for step in (1, 2, 3):
@@ -302,7 +306,7 @@ def test_a_copy_in_the_training_thread_that_the_generation_ends_is_not_waited_fo
     snapshots = rank.snapshotter(1)
     rank.step(snapshots, 1)
     snapshots.wait()
-    monkeypatch.setattr(module.Sources, "copy", interrupted)
+    monkeypatch.setattr(module.SnapshotSources, "copy", interrupted)
     with pytest.raises(Ended):
         rank.step(snapshots, 2)
     snapshots.wait()
@@ -315,24 +319,24 @@ def test_what_one_rank_alone_holds_is_copied_before_the_next_step_begins_unless_
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch, overlap: bool | None
 ) -> None:
     go_on = threading.Event()
-    copy = module.Sources.copy
+    copy = module.SnapshotSources.copy
 
     def slow_copy(self: module.Sources, *arguments: object, **more: object) -> object:
         go_on.wait(60)
         return copy(self, *arguments, **more)  # type: ignore[arg-type]
 
     spec = generation(1, ranks=[("n1", 0), ("n1", 1)], spec=JobSpec(job=JOB, nproc_per_node=2))
-    store, choices = dist.HashStore(), Choices(overlap=overlap)
+    store, choices = dist.HashStore(), SnapshotOptions(overlap=overlap)
     stages = [TrackedState({"model": nn.ModuleDict({f"stage{number}": nn.Linear(8, 8)})}) for number in (0, 1)]
     first, second = (
-        Snapshotter(rank.client, stage, spec, member, store, lambda _: None, choices=choices)
+        Snapshotter(rank.client, stage, spec, member, store, lambda _: None, options=choices)
         for stage, member in zip(stages, spec.roster, strict=True)
     )
     for snapshots in (first, second):  # what a stage alone holds is known when that is planned
         snapshots.begin(1)
     for snapshots in (first, second):
         snapshots.wait()
-    monkeypatch.setattr(module.Sources, "copy", slow_copy)
+    monkeypatch.setattr(module.SnapshotSources, "copy", slow_copy)
     begun = threading.Thread(target=first.begin, args=(2,))
     begun.start()
     if overlap:
@@ -340,7 +344,7 @@ def test_what_one_rank_alone_holds_is_copied_before_the_next_step_begins_unless_
         assert not begun.is_alive()
         assert not first._last.copied.is_set()  # type: ignore[union-attr]
     else:
-        until(lambda: first._last.phase is Phase.COPYING, "the copy has begun")  # type: ignore[union-attr]
+        until(lambda: first._last.phase is SnapshotPhase.COPYING, "the copy has begun")  # type: ignore[union-attr]
         assert begun.is_alive()
     go_on.set()
     begun.join(60)
@@ -353,7 +357,7 @@ def test_what_one_rank_alone_holds_is_copied_before_the_next_step_begins_unless_
 def test_a_rank_that_stays_away_from_the_plan_does_not_stop_the_training(
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(module, "PLAN_WAIT_S", 0.05)
     spec = generation(1, ranks=[("n1", 0), ("n2", 0)], spec=JobSpec(job=JOB, max_nodes=2))
     state = TrackedState(rank.objects())
     snapshots = Snapshotter(rank.client, state, spec, spec.roster[0], dist.HashStore(), lambda _: None)

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_trainer.restore.fetch import Want, plan_reads
-from everstep_trainer.runtime.regroup import tell_ranks_apart
-from everstep_trainer.snapshot.copy import part_of, slot_view
-from everstep_trainer.snapshot.plan import Share, divide, manifest_for
+from everstep_trainer.restore.fetch import NeededBox, plan_reads
+from everstep_trainer.runtime.regroup import patch_mesh_equality
+from everstep_trainer.snapshot.copy import slot_view, view_of_box
+from everstep_trainer.snapshot.plan import RankShare, build_manifest, divide_state
 from everstep_trainer.state.tensors import TrackedTensor
 from everstep_trainer.state.tracked_state import TrackedState
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,7 +55,7 @@ Slots = list[tuple[Manifest, torch.Tensor]]
 @pytest.fixture(autouse=True)
 def told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMesh, "__init__", DeviceMesh.__init__)  # put back afterwards
-    tell_ranks_apart()
+    patch_mesh_equality()
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def by_tracked_name(whole: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found
 
 
-def store(layout: Layout) -> tuple[dict[str, np.ndarray], Slots, list[Share], dict[tuple[int, int], str]]:
+def store(layout: Layout) -> tuple[dict[str, np.ndarray], Slots, list[RankShare], dict[tuple[int, int], str]]:
     """What was trained, in full, and what each rank stores of it; names by (rank, part)."""
     pieces: list[Piece] = []
     held: list[dict[tuple[str, Box], TrackedTensor]] = []
@@ -97,19 +97,19 @@ def store(layout: Layout) -> tuple[dict[str, np.ndarray], Slots, list[Share], di
             held.append({(t.name, t.box): t for t in tensors})
             layouts.append(state.layout(tensors, rank, layout.world))
             names |= {(rank, index): part.name for index, part in enumerate(layouts[-1].parts)}
-    shares = divide(layouts, [f"n{rank // RANKS_A_NODE}" for rank in range(layout.world)], COPIES)
+    shares = divide_state(layouts, [f"n{rank // RANKS_A_NODE}" for rank in range(layout.world)], COPIES)
     slots: Slots = []
     for rank, share in enumerate(shares):
-        manifest = manifest_for(rank, layouts, share, blob_capacity=0)
+        manifest = build_manifest(rank, layouts, share, blob_capacity=0)
         payload = torch.zeros(manifest.payload_bytes, dtype=torch.uint8)
         for stored in manifest.stored:
             tensor = manifest.catalog[stored.tensor]
             source = next(
-                part_of(t.local, t.box, stored.box)
+                view_of_box(t.local, t.box, stored.box)
                 for (name, box), t in held[rank].items()
                 if name == tensor.name and box.intersect(stored.box) == stored.box
             )
-            slot_view(payload, stored.at, tensor.dtype, stored.box.size).copy_(source)
+            slot_view(payload, stored.offset, tensor.dtype, stored.box.size).copy_(source)
         slots.append((manifest, payload))
     return merged(pieces), slots, shares, names
 
@@ -120,13 +120,13 @@ def load(layout: Layout, slots: Slots) -> dict[str, np.ndarray]:
     pieces: list[Piece] = []
     for rank in range(layout.world):
         with as_rank(rank, layout) as trained:
-            targets = TrackedState(trained.tracked).targets(manifests[0].catalog)
-            wants = [Want(index, target.box) for index, target in targets]
+            targets = TrackedState(trained.tracked).restore_targets(manifests[0].catalog)
+            wants = [NeededBox(index, target.box) for index, target in targets]
             with torch.no_grad():
                 for read in plan_reads(wants, manifests):
-                    target, dtype = targets[read.want][1], manifests[0].catalog[read.stored.tensor].dtype
-                    there = slot_view(slots[read.supply][1], read.stored.at, dtype, read.stored.box.size)
-                    part_of(target.local, target.box, read.box).copy_(part_of(there, read.stored.box, read.box))
+                    target, dtype = targets[read.needed_index][1], manifests[0].catalog[read.stored.tensor].dtype
+                    there = slot_view(slots[read.source_index][1], read.stored.offset, dtype, read.stored.box.size)
+                    view_of_box(target.local, target.box, read.box).copy_(view_of_box(there, read.stored.box, read.box))
             trained.schedule.last_epoch = STEPS  # Python state is restored by others
             pieces += (piece for piece in trained.pieces() if piece[0] != "lr")
     return merged(pieces)
@@ -146,13 +146,13 @@ def test_every_byte_of_a_mesh_of_three_dimensions_is_stored_with_its_copies_and_
         for stored in manifest.stored:
             tensor = manifest.catalog[stored.tensor]
             if tensor.name in arrays:
-                values = slot_view(payload, stored.at, tensor.dtype, stored.box.size).numpy()
+                values = slot_view(payload, stored.offset, tensor.dtype, stored.box.size).numpy()
                 assert np.array_equal(values, arrays[tensor.name][cells(stored.box)]), f"rank {rank}: {tensor.name}"
         for piece in share.pieces:
             if (tensor_name := names[rank, piece.part]) in arrays:
                 by_node, sent_on = nodes_with[tensor_name]
                 by_node[(rank // RANKS_A_NODE, *cells(piece.box))] += 1
-                sent_on[cells(piece.box)] |= piece.exclusive
+                sent_on[cells(piece.box)] |= piece.is_exclusive
     for tensor_name, (by_node, sent_on) in nodes_with.items():
         nodes = (by_node > 0).sum(0) + sent_on  # the vault copies what is exclusive to another node
         assert (nodes >= COPIES).all(), f"{tensor_name} has its copies"

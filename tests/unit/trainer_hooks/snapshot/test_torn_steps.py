@@ -69,7 +69,7 @@ def is_stored(kill: Kill) -> bool:
 
 def form(scene: Stage, number: int) -> None:
     spec = JobSpec(job=JOB, replicas=2, nproc_per_node=WORLD)
-    scene.form(number, *range(WORLD), spec=spec, restore=RestoreRule(scratch=number == 1))
+    scene.form(number, *range(WORLD), spec=spec, restore=RestoreRule(from_scratch=number == 1))
 
 
 def resumed(scene: Stage, generation: int) -> list[Resumed]:

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.restore import Restoration
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.runtime.generation_session import IdleSession
 from everstep_trainer.runtime.interrupt import Regroup
 from everstep_trainer.snapshot import snapshotter as module
-from everstep_trainer.snapshot.mutation_guard import Writes
-from everstep_trainer.snapshot.slot_negotiation import Choices
+from everstep_trainer.snapshot.mutation_guard import WriteCounts
+from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
@@ -37,27 +37,27 @@ def rank(program_forks: ForkPool) -> Iterator[LoneRank]:
         yield made
 
 
-class CopyingKeeper(IdleKeeper):
+class CopyingKeeper(IdleSession):
     """Snapshots whose copier stands still until somebody has waited for it, or let it go on."""
 
     def __init__(self, rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
         self._rank = rank
         self.go_on = threading.Event()
         self.begun = threading.Event()
-        copy = module.Sources.copy
+        copy = module.SnapshotSources.copy
 
         def late_copy(*arguments: object, **more: object) -> object:
             self.begun.set()
             assert self.go_on.wait(60), "nobody waits for the copy"
             return copy(*arguments, **more)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(module.Sources, "copy", late_copy)
+        monkeypatch.setattr(module.SnapshotSources, "copy", late_copy)
 
-    def track(self, objects: Mapping[str, object], choices: Choices) -> int:
+    def track(self, objects: Mapping[str, object], options: SnapshotOptions) -> int:
         spec = generation(1)
         state = TrackedState(objects)
         self.snapshots = Snapshotter(
-            self._rank.client, state, spec, spec.roster[0], dist.HashStore(), lambda _: None, choices=choices
+            self._rank.client, state, spec, spec.roster[0], dist.HashStore(), lambda _: None, options=options
         )
         return 0
 
@@ -74,7 +74,7 @@ class CopyingKeeper(IdleKeeper):
 
     def ended(self) -> None:
         assert self.snapshots._last is not None
-        assert self.snapshots._last.over.wait(60)
+        assert self.snapshots._last.done.wait(60)
 
 
 def large() -> nn.Linear:
@@ -92,7 +92,7 @@ def test_every_one_of_listed_optimizers_waits_for_the_copy(rank: LoneRank, monke
     stages = [nn.ModuleDict({f"stage{number}": nn.Linear(8, 8)}) for number in (0, 1)]
     optimizers = [torch.optim.SGD(stage.parameters(), lr=0.1) for stage in stages]
     keeper = CopyingKeeper(rank, monkeypatch)
-    run = Run(Place(), keeper)
+    run = Run(RankContext(), keeper)
     run.track(model=stages, optimizer=optimizers)
     run.step_finished()
     stood = stages[1]["stage1"].weight.detach().clone()
@@ -107,18 +107,18 @@ def test_every_one_of_listed_optimizers_waits_for_the_copy(rank: LoneRank, monke
 
 
 def test_an_optimizer_that_outlives_a_generation_asks_only_the_run_that_goes_on() -> None:
-    class Over(IdleKeeper):
+    class Over(IdleSession):
         def before_update(self) -> None:
             raise Regroup
 
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    first = Run(Place(), Over())
+    first = Run(RankContext(), Over())
     first.track(model=model, optimizer=[optimizer])
     with pytest.raises(Regroup):
         optimizer.step()
     first.close()
-    Run(Place(), IdleKeeper()).track(model=model, optimizer=[optimizer])
+    Run(RankContext(), IdleSession()).track(model=model, optimizer=[optimizer])
     optimizer.step()
 
 
@@ -127,7 +127,7 @@ def test_a_copy_that_an_update_overtook_is_dropped_and_training_waits_for_later_
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, keeper = large(), CopyingKeeper(rank, monkeypatch)
-    run = Run(Place(), keeper)
+    run = Run(RankContext(), keeper)
     run.track(model=model, optimizer=torch.optim.SGD(model.parameters()))
     run.step_finished()
     assert keeper.begun.wait(60)
@@ -155,22 +155,22 @@ def test_an_update_that_began_under_the_copy_and_is_counted_after_it_drops_it_to
 ) -> None:
     """torch counts a write when it is done."""
     model, keeper = large(), CopyingKeeper(rank, monkeypatch)
-    copied = SegmentView.copied
+    copied = SegmentView.mark_copied
 
     def copied_and_changed(view: SegmentView, slot: int) -> None:
         copied(view, slot)
         with torch.no_grad():
             model.weight.add_(1)
 
-    monkeypatch.setattr(SegmentView, "copied", copied_and_changed)
+    monkeypatch.setattr(SegmentView, "mark_copied", copied_and_changed)
     keeper.go_on.set()
-    run = Run(Place(), keeper)
+    run = Run(RankContext(), keeper)
     run.track(model=model, optimizer=torch.optim.SGD(model.parameters()))
     run.step_finished()
     keeper.ended()
     keeper.snapshots.close(finish=True)
     assert rank.sealed() == set()
-    assert not list(rank.view().whole())
+    assert not list(rank.view().complete_slots())
 
 
 @pytest.mark.promise("overtaken-copy")
@@ -178,7 +178,7 @@ def test_without_an_optimizer_training_waits_for_each_copy_unless_it_asks_before
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, keeper = large(), CopyingKeeper(rank, monkeypatch)
-    run = Run(Place(), keeper)
+    run = Run(RankContext(), keeper)
     run.track(model=model)
     keeper.go_on.set()
     for _ in range(2):
@@ -250,13 +250,13 @@ def test_what_optimizers_do_to_shards_and_whole_parameters_is_counted() -> None:
     with playing(0, (2,)) as mesh:
         model.bias = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False))
         state = TrackedState({"model": model})
-        writes = Writes(state.tensors())
+        writes = WriteCounts(state.tensors())
         counts = writes.counts()
-        assert writes.since(counts) == []
+        assert writes.written_since(counts) == []
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
             torch.optim.AdamW([parameter], foreach=parameter is model.weight).step()
-        assert writes.since(counts) == ["model.bias", "model.weight"]
+        assert writes.written_since(counts) == ["model.bias", "model.weight"]
 
 
 @pytest.mark.slow
@@ -265,7 +265,7 @@ def test_a_compiled_step_of_a_tracked_optimizer_is_not_compiled_again() -> None:
     torch.compiler.reset()
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), torch.tensor(1e-3), foreach=False)
-    Run(Place(), IdleKeeper()).track(model=model, optimizer=optimizer)
+    Run(RankContext(), IdleSession()).track(model=model, optimizer=optimizer)
     step = torch.compile(optimizer.step, backend="eager")
     for number in range(6):
         model(torch.ones(1, 4)).sum().backward()
@@ -279,7 +279,7 @@ def test_gradients_that_are_added_up_over_steps_are_warned_of_once(
 ) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = Run(Place(rank=0, world_size=1), IdleKeeper())
+    run = Run(RankContext(rank=0, world_size=1), IdleSession())
     run.track(model=model, optimizer=optimizer)
     for step in run.steps(until=80):
         model(torch.ones(1, 2)).sum().backward()
@@ -293,5 +293,5 @@ def test_gradients_of_a_step_that_was_interrupted_are_gone_when_the_state_is_res
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(1, 2)).sum().backward()
-    Run(Place(rank=0, world_size=1), IdleKeeper()).track(model=model, optimizer=optimizer)
+    Run(RankContext(rank=0, world_size=1), IdleSession()).track(model=model, optimizer=optimizer)
     assert [parameter.grad for parameter in model.parameters()] == [None, None]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_trainer.snapshot.plan import divide, manifest_for
+from everstep_trainer.snapshot.plan import build_manifest, divide_state
 from everstep_trainer.state.optimizer_state import to_live
-from everstep_trainer.state.python_state import Merged, decode
+from everstep_trainer.state.python_state import MergedState, decode
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -49,11 +49,11 @@ class Job:
         tensors = other.state.tensors()
         live = {tensor.name: tensor.local for tensor in tensors}
         layouts = [other.state.layout(tensors, 0, 1)]
-        catalog = manifest_for(0, layouts, divide(layouts, ["n1"], 1)[0], 1 << 16).catalog
-        python = Merged([decode(other.state.blob())], self.state.python_names())
+        catalog = build_manifest(0, layouts, divide_state(layouts, ["n1"], 1)[0], 1 << 16).catalog
+        python = MergedState([decode(other.state.blob())], self.state.python_names())
         self.state.require_python(python)
         with torch.no_grad():
-            for index, target in self.state.targets(catalog):
+            for index, target in self.state.restore_targets(catalog):
                 target.local.copy_(live[catalog[index].name])
         self.state.load_python(python)
 

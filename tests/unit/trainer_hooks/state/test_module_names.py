@@ -64,7 +64,7 @@ def test_tied_parameters_keep_all_their_names():
     assert parts["model.0.weight"] == ("model.1.weight",)
 
 
-@pytest.mark.parametrize(("broadcasts", "sharing"), [(True, Sharing.FIRST), (False, Sharing.OWN)])
+@pytest.mark.parametrize(("broadcasts", "sharing"), [(True, Sharing.FIRST_RANK), (False, Sharing.PER_RANK)])
 def test_buffers_that_a_replica_is_sent_are_rank_0s_wherever_it_stands(broadcasts, sharing):
     norm = nn.BatchNorm1d(2)
     state = TrackedState({"model": torch.compile(DistributedDataParallel(norm, forward_sync_buffers=broadcasts))})

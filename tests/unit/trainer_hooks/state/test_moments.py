@@ -8,16 +8,16 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_trainer.snapshot.plan import divide, manifest_for
-from everstep_trainer.state.optimizer_state import is_complete, lies_of, moment_like
-from everstep_trainer.state.python_state import Merged, decode
+from everstep_trainer.snapshot.plan import build_manifest, divide_state
+from everstep_trainer.state.optimizer_state import allocate_moment, has_full_state, location_of
+from everstep_trainer.state.python_state import MergedState, decode
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from everstep.layout.manifests import Lies, Manifest, Tensor, decode_manifest, encode_manifest
+from everstep.layout.manifests import Manifest, TensorInfo, TensorPlacement, decode_manifest, encode_manifest
 from tests.support.sharing_optimizer import SharingOptimizer
 
 Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
@@ -75,15 +75,15 @@ def test_a_fresh_process_steps_on_with_a_parameter_that_is_a_scalar(
     state = TrackedState({"model": model, "optimizer": optimizer})
     live = {tensor.name: tensor.local for tensor in state.tensors()}
     layouts = [state.layout(state.tensors(), 0, 1)]
-    catalog = manifest_for(0, layouts, divide(layouts, ["n1"], 1)[0], 1000).catalog
+    catalog = build_manifest(0, layouts, divide_state(layouts, ["n1"], 1)[0], 1000).catalog
     if not tells:
-        catalog = tuple(msgspec.structs.replace(tensor, lies=Lies.UNTOLD) for tensor in catalog)
+        catalog = tuple(msgspec.structs.replace(tensor, placement=TensorPlacement.UNKNOWN) for tensor in catalog)
     fresh = build()
     other = OPTIMIZERS[name](fresh.parameters())
     restored = TrackedState({"model": fresh, "optimizer": other})
-    for index, target in restored.targets(catalog):
+    for index, target in restored.restore_targets(catalog):
         target.local.copy_(live[catalog[index].name])
-    restored.load_python(Merged([decode(state.blob())], restored.python_names()))
+    restored.load_python(MergedState([decode(state.blob())], restored.python_names()))
     for one, two in zip(optimizer.state.values(), other.state.values(), strict=True):
         assert not tells or [(k, type(v)) for k, v in one.items()] == [(k, type(two[k])) for k in one]
     step(model, optimizer)
@@ -94,7 +94,7 @@ def test_a_fresh_process_steps_on_with_a_parameter_that_is_a_scalar(
 
 @pytest.mark.parametrize("fields", [-1, 1], ids=["one before", "a later one"])
 def test_a_manifest_of_another_release_is_read(fields: int) -> None:
-    tensor = Tensor("o.p.step", "float32", 4, (), False)
+    tensor = TensorInfo("o.p.step", "float32", 4, (), False)
     written = msgspec.msgpack.decode(encode_manifest(Manifest(1, 0, 1, (tensor,), (), 0, 0, 8, 8)))
     written[3][0] = written[3][0][:-1] if fields < 0 else [*written[3][0], "more"]
     assert decode_manifest(msgspec.msgpack.encode(written)).catalog == (tensor,)
@@ -107,35 +107,39 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("lies", "key", "shape", "capturable", "device"),
     [
-        (Lies.HOST, "step", (), False, "cpu"),
-        (Lies.DEVICE, "step", (), True, "cuda"),
-        (Lies.DEVICE, "exp_avg", (), False, "cuda"),
-        (Lies.HOST, "mu_product", (), False, "cpu"),
-        (Lies.DEVICE, "eta", (), False, "cuda"),
-        (Lies.UNTOLD, "step", (), False, "cpu"),
-        (Lies.UNTOLD, "step", (), True, "cuda"),
-        (Lies.UNTOLD, "exp_avg", (), False, "cuda"),
-        (Lies.UNTOLD, "row", (3,), False, "cuda"),
+        (TensorPlacement.HOST, "step", (), False, "cpu"),
+        (TensorPlacement.DEVICE, "step", (), True, "cuda"),
+        (TensorPlacement.DEVICE, "exp_avg", (), False, "cuda"),
+        (TensorPlacement.HOST, "mu_product", (), False, "cpu"),
+        (TensorPlacement.DEVICE, "eta", (), False, "cuda"),
+        (TensorPlacement.UNKNOWN, "step", (), False, "cpu"),
+        (TensorPlacement.UNKNOWN, "step", (), True, "cuda"),
+        (TensorPlacement.UNKNOWN, "exp_avg", (), False, "cuda"),
+        (TensorPlacement.UNKNOWN, "row", (3,), False, "cuda"),
     ],
 )
 def test_a_scalars_state_lies_on_the_gpu_or_the_host_as_it_did(
-    lies: Lies, key: str, shape: tuple[int, ...], capturable: bool, device: str
+    lies: TensorPlacement, key: str, shape: tuple[int, ...], capturable: bool, device: str
 ) -> None:
     with FakeTensorMode():
         parameter = nn.Parameter(torch.empty((), device="cuda"))
-        stored = Tensor(f"o.p.{key}", "float32", 4, shape, False, lies=lies)
-        made = moment_like(parameter, key, stored, capturable)
+        stored = TensorInfo(f"o.p.{key}", "float32", 4, shape, False, placement=lies)
+        made = allocate_moment(parameter, key, stored, capturable)
         assert (made.device.type, tuple(made.shape), made.dtype) == (device, shape, torch.float32)
-        if lies is not Lies.UNTOLD:
-            assert lies_of(parameter, made) is lies
+        if lies is not TensorPlacement.UNKNOWN:
+            assert location_of(parameter, made) is lies
 
 
 def test_of_a_larger_parameter_a_scalar_lies_where_it_lay() -> None:
     with FakeTensorMode():
         parameter = nn.Parameter(torch.empty(3, device="cuda"))
-        for lies, device in ((Lies.HOST, "cpu"), (Lies.DEVICE, "cuda"), (Lies.UNTOLD, "cpu")):
-            stored = Tensor("o.p.eta", "float32", 4, (), False, lies=lies)
-            assert moment_like(parameter, "eta", stored, capturable=False).device.type == device
+        for lies, device in (
+            (TensorPlacement.HOST, "cpu"),
+            (TensorPlacement.DEVICE, "cuda"),
+            (TensorPlacement.UNKNOWN, "cpu"),
+        ):
+            stored = TensorInfo("o.p.eta", "float32", 4, (), False, placement=lies)
+            assert allocate_moment(parameter, "eta", stored, capturable=False).device.type == device
 
 
 def restored_into(model: nn.Module, optimizer: torch.optim.Optimizer, fresh: nn.Module) -> torch.optim.Optimizer:
@@ -144,11 +148,11 @@ def restored_into(model: nn.Module, optimizer: torch.optim.Optimizer, fresh: nn.
     tensors = state.tensors()
     live = {tensor.name: tensor.local for tensor in tensors}
     layouts = [state.layout(tensors, 0, 1)]
-    catalog = manifest_for(0, layouts, divide(layouts, ["n1"], 1)[0], 1000).catalog
+    catalog = build_manifest(0, layouts, divide_state(layouts, ["n1"], 1)[0], 1000).catalog
     other = type(optimizer)(fresh.parameters())  # type: ignore[call-arg]
     restored = TrackedState({"model": fresh, "optimizer": other})
     with torch.no_grad():
-        for index, target in restored.targets(catalog):
+        for index, target in restored.restore_targets(catalog):
             target.local.copy_(live[catalog[index].name])
     return other
 
@@ -211,7 +215,7 @@ def test_to_look_for_state_is_not_to_have_it():
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter])
     assert optimizer.state[parameter] == {}
-    assert not is_complete(optimizer)
+    assert not has_full_state(optimizer)
     parameter.grad = torch.ones(2)
     optimizer.step()
-    assert is_complete(optimizer)
+    assert has_full_state(optimizer)

@@ -93,7 +93,7 @@ def test_a_constant_is_no_buffer_that_training_changes(what: str) -> None:
     model = Holder(ODD[what]())
     state = TrackedState({"model": model})
     assert {tensor.sharing for tensor in state.tensors()} == {Sharing.EQUAL}
-    assert state.unchanged()
+    assert state.is_unchanged()
 
 
 @pytest.mark.parametrize("what", ODD)
@@ -108,7 +108,7 @@ def test_a_buffer_of_inference_mode_that_changes_is_seen_to() -> None:
     state.tensors()
     with torch.inference_mode():
         model.held += 1
-    assert not state.unchanged()
+    assert not state.is_unchanged()
 
 
 def test_what_one_rank_cannot_fill_is_told_to_all_at_once(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.runtime.generation_session import IdleSession
 from everstep_trainer.state.tracked_state import TrackedState
 
 from everstep.errors import NotRestorable
@@ -27,10 +27,10 @@ class Cursor:
         self.at = state["at"]
 
 
-class Kept(IdleKeeper):
+class Kept(IdleSession):
     """Has what it is given to track."""
 
-    def track(self, objects: Any, choices: object) -> int:
+    def track(self, objects: Any, options: object) -> int:
         self.tracked = objects
         TrackedState(objects)
         return 0
@@ -38,7 +38,7 @@ class Kept(IdleKeeper):
 
 def tracked(cursor: object, rank: int = 1, world: int = 2, **choices: Any) -> Any:
     keeper = Kept()
-    Run(Place(rank=rank, world_size=world), keeper).track(cursor=cursor, **{"per_rank": ["cursor"]} | choices)
+    Run(RankContext(rank=rank, world_size=world), keeper).track(cursor=cursor, **{"per_rank": ["cursor"]} | choices)
     return keeper.tracked["cursor"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from everstep_trainer.state.blob import encode_blob
-from everstep_trainer.state.python_state import MAX_NAMES_BYTES, Merged, decode, pack_names, unpack_names
+from everstep_trainer.state.python_state import MAX_NAMES_BYTES, MergedState, decode, pack_names, unpack_names
 from everstep_trainer.state.tracked_state import TrackedState
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,7 +118,7 @@ def test_optimizers_of_several_stages_under_one_key_are_one() -> None:
 
 
 def test_parameters_that_were_treated_differently_cannot_come_into_one_group() -> None:
-    merged = Merged([decode(Stage(LAYERS).run(5))], frozenset())
+    merged = MergedState([decode(Stage(LAYERS).run(5))], frozenset())
     with pytest.raises(
         NotRestorable, match=r"model\.0\.weight and model\.0\.bias are in one.*weight_decay 0\.5 and 0\.0"
     ):
@@ -126,7 +126,7 @@ def test_parameters_that_were_treated_differently_cannot_come_into_one_group() -
 
 
 def test_a_parameter_that_was_not_trained_before_is_named() -> None:
-    merged = Merged([decode(Stage(range(3)).run(5))], frozenset())
+    merged = MergedState([decode(Stage(range(3)).run(5))], frozenset())
     with pytest.raises(NotRestorable, match=r"1 parameters \(model\.3\.weight\) that it did not train"):
         Stage(LAYERS).state.require_python(merged)
 
@@ -135,7 +135,7 @@ def test_an_object_that_was_not_tracked_is_named() -> None:
     blob = TrackedState({"a": GivenState(1)}).blob()
     state = TrackedState({"a": GivenState(1), "b": GivenState(2)})
     with pytest.raises(NotRestorable, match="b is tracked now, but was not"):
-        state.require_python(Merged([decode(blob)], state.python_names()))
+        state.require_python(MergedState([decode(blob)], state.python_names()))
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)))

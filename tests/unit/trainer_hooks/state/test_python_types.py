@@ -115,8 +115,8 @@ def test_a_string_that_is_no_text_is_refused_with_its_path(value: Any) -> None:
 
 def test_paths_are_written_out_for_errors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[object] = []
-    say = blob._said
-    monkeypatch.setattr(blob, "_said", lambda path: said.append(path) or say(path))
+    say = blob._describe_path
+    monkeypatch.setattr(blob, "_describe_path", lambda path: said.append(path) or say(path))
     encode_blob({"groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]})
     assert said == []
     with pytest.raises(TypeError, match=r"^state\['groups'\]\[0\]\['lr'\] is a builtins.object"):

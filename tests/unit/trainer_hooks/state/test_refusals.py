@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleKeeper
-from everstep_trainer.snapshot.plan import divide, manifest_for
+from everstep_trainer.runtime.generation_session import IdleSession
+from everstep_trainer.snapshot.plan import build_manifest, divide_state
 from everstep_trainer.state.blob import decode_blob, encode_blob
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
@@ -44,7 +44,7 @@ def test_a_buffer_that_is_not_all_in_its_memory_is_refused_unless_it_is_left_out
     tensors = left.tensors()
     assert {tensor.name for tensor in tensors} == {"model.weight", "model.bias"}
     left.layout(tensors, 0, 1)
-    assert left.unchanged()
+    assert left.is_unchanged()
 
 
 @pytest.mark.promise("tracked-state-exact")
@@ -139,7 +139,7 @@ def test_an_optimizer_whose_state_is_not_found_is_told_of_once(
 ) -> None:
     model = nn.Linear(2, 2)
     optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
-    Run(Place(), IdleKeeper()).track(model=model, optimizer=optimizer)
+    Run(RankContext(), IdleSession()).track(model=model, optimizer=optimizer)
     for _ in range(6):
         optimizer.step()
     assert caplog.text.count("optimizer, a Outer, has no state where torch's optimizers have it") == said
@@ -203,12 +203,12 @@ def test_a_group_that_is_not_there_again_is_refused_also_where_nothing_else_is_l
     optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.5})
     state = TrackedState({"model": model, "optimizer": optimizer})
     layouts = [state.layout(state.tensors(), 0, 1)]
-    catalog = manifest_for(0, layouts, divide(layouts, ["n1"], 1)[0], 1000).catalog
+    catalog = build_manifest(0, layouts, divide_state(layouts, ["n1"], 1)[0], 1000).catalog
     again, other = built()
     fresh = TrackedState({"model": again, "optimizer": other})
     with pytest.raises(
         NotRestorable, match=r"optimizer trained model\.1\.weight, in its parameter group 1, .*from the start"
     ):
-        fresh.targets(catalog)
+        fresh.restore_targets(catalog)
     other.add_param_group({"params": list(again[1].parameters())})
-    assert len(fresh.targets(catalog)) == 4
+    assert len(fresh.restore_targets(catalog)) == 4

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from everstep_trainer.snapshot.plan import divide, manifest_for
-from everstep_trainer.state.layout import Layout, Part
-from everstep_trainer.state.tensors import difference
+from everstep_trainer.snapshot.plan import build_manifest, divide_state
+from everstep_trainer.state.layout import Layout, TensorPart
+from everstep_trainer.state.tensors import describe_layout_change
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
 from everstep.errors import NotRestorable
-from everstep.layout.manifests import Box, Tensor, whole
+from everstep.layout.manifests import Box, TensorInfo, full_box
 
 
 def trained(exclude: list[str] | None = None) -> tuple[nn.ModuleDict, torch.optim.Optimizer, TrackedState]:
@@ -31,9 +31,9 @@ def names(state: TrackedState) -> set[str]:
     return {tensor.name for tensor in state.tensors()}
 
 
-def catalog_of(state: TrackedState) -> tuple[Tensor, ...]:
+def catalog_of(state: TrackedState) -> tuple[TensorInfo, ...]:
     """What a slot says that it holds of this state."""
-    return manifest_for(0, [state.layout(state.tensors(), 0, 1)], divide([Layout(())], ["n1"], 1)[0], 0).catalog
+    return build_manifest(0, [state.layout(state.tensors(), 0, 1)], divide_state([Layout(())], ["n1"], 1)[0], 0).catalog
 
 
 def test_what_is_excluded_is_not_stored_and_the_rest_is() -> None:
@@ -44,21 +44,21 @@ def test_what_is_excluded_is_not_stored_and_the_rest_is() -> None:
 
 
 def test_what_is_excluded_is_not_restored_either_though_it_was_stored_before() -> None:
-    catalog = manifest_for(
-        0, [trained()[2].layout(trained()[2].tensors(), 0, 1)] * 1, divide([Layout(())], ["n1"], 1)[0], 0
+    catalog = build_manifest(
+        0, [trained()[2].layout(trained()[2].tensors(), 0, 1)] * 1, divide_state([Layout(())], ["n1"], 1)[0], 0
     )
     stored = catalog.catalog
     model = nn.ModuleDict({"teacher": nn.BatchNorm1d(3), "head": nn.Linear(3, 2)})
     optimizer = torch.optim.AdamW(model.parameters())
     state = TrackedState({"model": model, "optimizer": optimizer}, ["*teacher*"])
-    targets = state.targets(stored)
+    targets = state.restore_targets(stored)
     found = {stored[index].name for index, _ in targets}
     assert found == {tensor.name for tensor in stored if "teacher" not in tensor.name}
     assert model["teacher"].weight not in optimizer.state
     for _, target in targets:
         target.local.zero_()
     update(model, optimizer)
-    assert state.complete()
+    assert state.is_complete()
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_what_is_near() -> None:
@@ -81,21 +81,21 @@ def test_a_part_of_a_parameters_optimizer_state_cannot_be_left_out() -> None:
 
 
 def layout(**shapes: tuple[int, ...]) -> Layout:
-    return Layout(tuple(Part(name, "float32", 4, shape, whole(shape)) for name, shape in shapes.items()))
+    return Layout(tuple(TensorPart(name, "float32", 4, shape, full_box(shape)) for name, shape in shapes.items()))
 
 
 def test_tensors_that_are_new_gone_or_others_are_named() -> None:
-    said = difference(layout(a=(2,), b=(3, 4), c=(1,)), layout(a=(2,), b=(3, 5), d=(1,)))
+    said = describe_layout_change(layout(a=(2,), b=(3, 4), c=(1,)), layout(a=(2,), b=(3, 5), d=(1,)))
     assert said == "new: d; gone: c; changed: b (float32 [3, 4] equal, now float32 [3, 5] equal)"
-    part = Part("a", "float32", 4, (4, 2), Box((2, 0), (2, 2)))
-    assert "of it [2, 2] at [2, 0]" in difference(layout(a=(4, 2)), Layout((part,)))
-    many = difference(Layout(()), layout(**{f"t{i}": (1,) for i in range(9)}))
+    part = TensorPart("a", "float32", 4, (4, 2), Box((2, 0), (2, 2)))
+    assert "of it [2, 2] at [2, 0]" in describe_layout_change(layout(a=(4, 2)), Layout((part,)))
+    many = describe_layout_change(Layout(()), layout(**{f"t{i}": (1,) for i in range(9)}))
     assert many == "new: t0, t1, t2, t3, t4 and 4 more"
-    assert difference(layout(a=(2,)), layout(a=(2,))) == ""
+    assert describe_layout_change(layout(a=(2,)), layout(a=(2,))) == ""
 
 
 def test_a_restore_into_another_model_names_what_is_new_and_what_is_gone() -> None:
     stored = catalog_of(TrackedState({"model": nn.Linear(3, 2)}))
     words = r"2 tensors are new \(model\.0\.weight.*2 that were stored are not here \(model\.bias"
     with pytest.raises(NotRestorable, match=words):
-        TrackedState({"model": nn.Sequential(nn.Linear(3, 2))}).targets(stored)
+        TrackedState({"model": nn.Sequential(nn.Linear(3, 2))}).restore_targets(stored)

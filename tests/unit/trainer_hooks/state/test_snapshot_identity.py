@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from everstep_trainer.state import tensors as identity_module
-from everstep_trainer.state.tensors import Identity
+from everstep_trainer.state.tensors import StateFingerprint
 from everstep_trainer.state.tracked_state import TrackedState
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,7 +44,7 @@ class Subject:
 
     def look(self) -> None:
         """Buffers that training was seen to change are asked for anew each time, wherever they lie."""
-        self.moving = {tensor.name for tensor in self.state.tensors() if tensor.volatile}
+        self.moving = {tensor.name for tensor in self.state.tensors() if tensor.is_volatile}
 
     def objects(self) -> dict[str, object]:
         return {"model": self.model, "optimizer": self.optimizer}
@@ -185,11 +185,11 @@ CHANGES: list[Callable[[Subject], None]] = [
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_each_change_of_what_is_tracked_is_seen_at_once(change: Callable[[Subject], None]) -> None:
     subject = Subject()
-    assert subject.state.unchanged()
+    assert subject.state.is_unchanged()
     change(subject)
-    assert not subject.state.unchanged()
+    assert not subject.state.is_unchanged()
     subject.look()
-    assert subject.state.unchanged()
+    assert subject.state.is_unchanged()
 
 
 @pytest.mark.slow
@@ -219,9 +219,9 @@ def _never_missed(changes: list[Callable[[Subject], None]]) -> None:
         except (AttributeError, KeyError, RuntimeError):  # such a change makes no sense after the ones before
             continue
         if subject.found_by_search() != before:
-            assert not subject.state.unchanged(), change.__name__
+            assert not subject.state.is_unchanged(), change.__name__
         subject.look()
-        assert subject.state.unchanged(), "a search that found everything is not asked for again"
+        assert subject.state.is_unchanged(), "a search that found everything is not asked for again"
 
 
 def test_training_is_no_change() -> None:
@@ -229,7 +229,7 @@ def test_training_is_no_change() -> None:
     for _ in range(3):
         subject.train()
         subject.optimizer.param_groups[0]["lr"] *= 0.5
-        assert subject.state.unchanged()
+        assert subject.state.is_unchanged()
 
 
 def test_a_number_in_an_optimizers_state_may_change_but_not_become_a_tensor_or_go() -> None:
@@ -237,22 +237,22 @@ def test_a_number_in_an_optimizers_state_may_change_but_not_become_a_tensor_or_g
     subject.moments["count"] = 1
     subject.look()
     subject.moments["count"] = 2
-    assert subject.state.unchanged()
+    assert subject.state.is_unchanged()
     subject.moments["count"] = torch.tensor(3.0)
-    assert not subject.state.unchanged()
+    assert not subject.state.is_unchanged()
     subject.moments["count"] = 4
     subject.look()
     del subject.moments["count"]
     subject.moments["other"] = 5
-    assert not subject.state.unchanged()
+    assert not subject.state.is_unchanged()
 
 
 def test_a_shard_that_gets_other_memory_is_seen_though_the_parameter_is_the_same() -> None:
     """As FSDP2 does when memory was replaced under it."""
     with playing(0, (2,)) as mesh:
         parameter = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], run_check=False)
-        identity, place = Identity(), {"weight": parameter}
-        identity.tensor(place, "weight", parameter)
-        assert identity.unchanged()
+        identity, place = StateFingerprint(), {"weight": parameter}
+        identity.add_tensor(place, "weight", parameter)
+        assert identity.is_unchanged()
         parameter._local_tensor = torch.zeros(2, 3)
-        assert not identity.unchanged()
+        assert not identity.is_unchanged()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from everstep_trainer.restore.fetch import Want, plan_reads
-from everstep_trainer.runtime.regroup import tell_ranks_apart
-from everstep_trainer.state.tensors import boxes_of, local_parts
+from everstep_trainer.restore.fetch import NeededBox, plan_reads
+from everstep_trainer.runtime.regroup import patch_mesh_equality
+from everstep_trainer.state.tensors import local_boxes, local_parts
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from everstep.layout.manifests import LAYOUT_FORMAT, Box, Manifest, Stored, Tensor, byte_ranges
+from everstep.layout.manifests import LAYOUT_FORMAT, Box, Manifest, StoredBox, TensorInfo, byte_ranges
 from tests.support.layouts import playing
 
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
@@ -51,7 +51,7 @@ def test_a_layer_that_is_sharded_and_parallel_says_where_its_elements_are(
     mesh_name: str, style: str, out: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DeviceMesh, "__init__", DeviceMesh.__init__)  # put back afterwards
-    tell_ranks_apart()
+    patch_mesh_equality()
     shape, names = MESHES[mesh_name]
     weight, bias = numbered((out, 6)), numbered((out,))
     counted = {"weight": torch.zeros(out, 6), "bias": torch.zeros(out)}
@@ -94,7 +94,7 @@ def test_cuts_from_right_to_left_are_one_box(drawn: tuple[list[int], list[int], 
     for coordinate in itertools.product(*map(range, mesh)):
         order = list(zip(dims, coordinate, mesh, strict=True))[::-1]
         expected = cut_by_hand(whole, order)
-        ((_, box),) = boxes_of(tuple(shape), mesh, coordinate, placements)
+        ((_, box),) = local_boxes(tuple(shape), mesh, coordinate, placements)
         assert box.size == tuple(expected.shape)
         assert torch.equal(whole[cells(box)], expected)
 
@@ -109,7 +109,7 @@ def test_a_part_of_each_of_several_pieces_is_as_many_boxes(
     split: Any = _StridedShard(1, split_factor=factor)._split_tensor(whole, parts, with_padding=False)
     expected = split[0][index]
     got = torch.full_like(expected, -1)
-    for at, box in boxes_of((3, n), (parts, 2), (index, 1), [_StridedShard(1, split_factor=factor), Replicate()]):
+    for at, box in local_boxes((3, n), (parts, 2), (index, 1), [_StridedShard(1, split_factor=factor), Replicate()]):
         got[cells(Box(at, box.size))] = whole[cells(box)]
     assert torch.equal(got, expected)
 
@@ -134,7 +134,7 @@ def parts_of(shape: tuple[int, ...], layout: Any) -> list[list[Box]]:
     """The boxes of each rank."""
     mesh, placements = layout
     return [
-        [box for _, box in boxes_of(shape, mesh, coordinate, placements) if box.volume]
+        [box for _, box in local_boxes(shape, mesh, coordinate, placements) if box.volume]
         for coordinate in itertools.product(*map(range, mesh))
     ]
 
@@ -144,21 +144,21 @@ def test_any_layout_is_read_from_any_other(data: st.DataObject, shape: tuple[int
     """Each target rank's boxes from the slots of the source's ranks, in any order; against whole arrays."""
     source, target = data.draw(laid_out(len(shape))), data.draw(laid_out(len(shape)))
     whole = numbered(shape).int()
-    tensor = Tensor("t", "int32", 4, shape, False)
+    tensor = TensorInfo("t", "int32", 4, shape, False)
     slots: list[tuple[Manifest, bytes]] = []
     for boxes in data.draw(st.permutations(parts_of(shape, source))):
         stored, payload = [], b""
         for box in boxes:
-            stored.append(Stored(0, box, len(payload)))
+            stored.append(StoredBox(0, box, len(payload)))
             payload += whole[cells(box)].numpy().tobytes()
         manifest = Manifest(LAYOUT_FORMAT, 0, 1, (tensor,), tuple(stored), len(payload), 0, len(payload) + 8, 0)
         slots.append((manifest, payload))
     for wanted in parts_of(shape, target):
-        wants = [Want(0, box) for box in wanted]
+        wants = [NeededBox(0, box) for box in wanted]
         got = torch.full(shape, -1, dtype=torch.int32)
         for read in plan_reads(wants, [manifest for manifest, _ in slots]):
-            payload = slots[read.supply][1]
-            ranges = byte_ranges(read.stored.box, read.box, 4, read.stored.at)
+            payload = slots[read.source_index][1]
+            ranges = byte_ranges(read.stored.box, read.box, 4, read.stored.offset)
             found = bytearray(b"".join(payload[at : at + n] for at, n in ranges))
             assert (got[cells(read.box)] == -1).all(), "an element was read twice"
             got[cells(read.box)] = torch.frombuffer(found, dtype=torch.int32).view(read.box.size)
@@ -172,4 +172,4 @@ def cells(box: Box) -> tuple[slice, ...]:
 
 def test_a_sum_that_is_spread_over_ranks_has_no_box() -> None:
     with pytest.raises(TypeError, match="only Shard and Replicate have a box"):
-        boxes_of((4,), (2,), (0,), [Partial()])
+        local_boxes((4,), (2,), (0,), [Partial()])

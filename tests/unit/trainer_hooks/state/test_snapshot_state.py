@@ -12,7 +12,7 @@ import torch
 from everstep_trainer.data.sampler import ElasticSampler
 from everstep_trainer.state.blob import decode_blob, encode_blob
 from everstep_trainer.state.layout import Sharing
-from everstep_trainer.state.python_state import Merged, decode
+from everstep_trainer.state.python_state import MergedState, decode
 from everstep_trainer.state.tracked_state import TrackedState
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from everstep.errors import ConfigurationError, MalformedMessage, NotRestorable
-from everstep.layout.manifests import Tensor
+from everstep.layout.manifests import TensorInfo
 from tests.support.given_state import GivenState
 
 
@@ -48,14 +48,14 @@ def trained() -> tuple[Model, torch.optim.Optimizer, TrackedState]:
     return model, optimizer, state
 
 
-def catalog_of(state: TrackedState) -> tuple[Tensor, ...]:
+def catalog_of(state: TrackedState) -> tuple[TensorInfo, ...]:
     parts = state.layout(state.tensors(), 0, 1).parts
-    return tuple(Tensor(p.name, p.dtype, p.itemsize, p.shape, p.sharing is Sharing.OWN) for p in parts)
+    return tuple(TensorInfo(p.name, p.dtype, p.itemsize, p.shape, p.sharing is Sharing.PER_RANK) for p in parts)
 
 
 def load(state: TrackedState, *blobs: bytes) -> None:
     """The Python state of one rank, or of several."""
-    state.load_python(Merged([decode(blob) for blob in blobs], state.python_names()))
+    state.load_python(MergedState([decode(blob) for blob in blobs], state.python_names()))
 
 
 def test_tensors_are_named_by_their_object_and_their_parameter_and_tied_ones_come_once() -> None:
@@ -88,8 +88,8 @@ def test_the_other_names_of_what_is_tied_and_the_groups_of_parameters_are_told()
 def test_running_statistics_are_each_ranks_own_and_constants_are_not() -> None:
     _, _, state = trained()
     sharing = {t.name: t.sharing for t in state.tensors()}
-    assert sharing["model.norm.running_mean"] is Sharing.OWN
-    assert sharing["model.norm.num_batches_tracked"] is Sharing.OWN
+    assert sharing["model.norm.running_mean"] is Sharing.PER_RANK
+    assert sharing["model.norm.num_batches_tracked"] is Sharing.PER_RANK
     assert sharing["model.constant"] is Sharing.EQUAL
     parts = {p.name: p for p in state.layout(state.tensors(), 2, 4).parts}
     assert parts["model.norm.running_mean"].shape == (4, 4)
@@ -105,30 +105,30 @@ def test_wrappers_of_modules_leave_no_trace_in_names() -> None:
 
 def test_a_change_of_the_set_of_tensors_is_noticed() -> None:
     model, optimizer, state = trained()
-    assert not state.unchanged()
+    assert not state.is_unchanged()
     state.tensors()
-    assert state.unchanged()
+    assert state.is_unchanged()
     optimizer.step()
-    assert state.unchanged()
+    assert state.is_unchanged()
     model.inner.bias.data = model.inner.bias.data.clone()
-    assert not state.unchanged()
+    assert not state.is_unchanged()
     state.tensors()
     optimizer.state[model.inner.bias]["exp_avg"] = torch.zeros(4)
-    assert not state.unchanged()
+    assert not state.is_unchanged()
     state.tensors()
     model.constant += 1
-    assert not state.unchanged()
-    assert {t.name: t.sharing for t in state.tensors()}["model.constant"] is Sharing.OWN
+    assert not state.is_unchanged()
+    assert {t.name: t.sharing for t in state.tensors()}["model.constant"] is Sharing.PER_RANK
 
 
 def test_a_state_is_complete_once_the_optimizer_has_stepped() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     state = TrackedState({"model": model, "optimizer": optimizer})
-    assert not state.complete()
+    assert not state.is_complete()
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    assert state.complete()
+    assert state.is_complete()
 
 
 def test_a_fresh_process_gets_room_for_the_moments_that_were_stored() -> None:
@@ -137,7 +137,7 @@ def test_a_fresh_process_gets_room_for_the_moments_that_were_stored() -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     fresh = TrackedState({"model": model, "optimizer": optimizer})
-    assert {catalog[i].name for i, _ in fresh.targets(catalog)} == {t.name for t in catalog}
+    assert {catalog[i].name for i, _ in fresh.restore_targets(catalog)} == {t.name for t in catalog}
     moments = optimizer.state[model.inner.weight]
     assert moments["exp_avg"].shape == (4, 3)
     assert moments["step"].shape == ()
@@ -149,10 +149,10 @@ def test_another_model_than_was_stored_is_refused_by_name() -> None:
     catalog = catalog_of(state)
     other = nn.Sequential(nn.Linear(3, 4))
     with pytest.raises(NotRestorable, match=r"new \(model\.0\.weight, model\.0\.bias\)"):
-        TrackedState({"model": other}).targets(catalog)
-    wider = [Tensor(t.name, t.dtype, t.itemsize, (9, 9), t.own) for t in catalog]
+        TrackedState({"model": other}).restore_targets(catalog)
+    wider = [TensorInfo(t.name, t.dtype, t.itemsize, (9, 9), t.per_rank) for t in catalog]
     with pytest.raises(NotRestorable, match=r"float32 \[4, 3\] now, and was stored as float32 \[9, 9\]"):
-        state.targets(tuple(wider))
+        state.restore_targets(tuple(wider))
 
 
 def test_python_state_comes_back_with_hyper_parameters_and_schedules() -> None:
@@ -212,10 +212,10 @@ def test_optimizer_state_that_is_of_no_parameter_comes_back_and_changes_no_plan(
     state = TrackedState({"model": model, "optimizer": optimizer})
     state.tensors()
     optimizer.step()
-    assert state.unchanged()
+    assert state.is_unchanged()
     blob = state.blob()
     optimizer.state[model.weight]["new"] = torch.ones(1)
-    assert not state.unchanged()
+    assert not state.is_unchanged()
     load(TrackedState({"model": other, "optimizer": fresh}), blob)
     assert fresh.state["seen"]["steps"].tolist() == [2.0, 2.0]
     assert fresh.state["seen"]["last"] == 7

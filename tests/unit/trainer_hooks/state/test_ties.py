@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from everstep_agent.spill.__main__ import carry_out
-from everstep_trainer.snapshot.plan import divide, manifest_for
-from everstep_trainer.state.python_state import Merged, decode
+from everstep_agent.spill.__main__ import execute
+from everstep_trainer.snapshot.plan import build_manifest, divide_state
+from everstep_trainer.state.python_state import MergedState, decode
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
@@ -67,8 +67,8 @@ def catalog_of(ranks: list[Rank]) -> tuple[Manifest, dict[str, torch.Tensor]]:
     layouts = [
         rank.state.layout(tensors, n, len(ranks)) for n, (rank, tensors) in enumerate(zip(ranks, live, strict=True))
     ]
-    shares = divide(layouts, ["n1"] * len(ranks), 1)
-    return manifest_for(0, layouts, shares[0], 1 << 12), {t.name: t.local for tensors in live for t in tensors}
+    shares = divide_state(layouts, ["n1"] * len(ranks), 1)
+    return build_manifest(0, layouts, shares[0], 1 << 12), {t.name: t.local for tensors in live for t in tensors}
 
 
 def restore(ranks: list[Rank], before: list[Rank]) -> set[int]:
@@ -77,10 +77,10 @@ def restore(ranks: list[Rank], before: list[Rank]) -> set[int]:
     lives: set[int] = set()
     for rank in ranks:
         with torch.no_grad():
-            for index, target in rank.state.targets(manifest.catalog):
+            for index, target in rank.state.restore_targets(manifest.catalog):
                 lives.add(index)
                 target.local.copy_(values[manifest.catalog[index].name])
-        python = Merged([decode(one.state.blob()) for one in before], rank.state.python_names())
+        python = MergedState([decode(one.state.blob()) for one in before], rank.state.python_names())
         rank.state.require_python(python)
         rank.state.load_python(python)
     assert lives == {*range(len(manifest.catalog))}, "nothing is gone"
@@ -107,8 +107,8 @@ def test_what_is_tied_on_one_rank_and_apart_on_two_is_restored_from_either(stage
 @pytest.mark.parametrize(("stages", "into"), [(1, 2), (2, 1), (2, 2), (1, 1)])
 def test_the_same_from_storage(tmp_path: Path, stages: int, into: int) -> None:
     order = fill_slots(tmp_path / "slots", [rank.state for rank in job(stages, trained=True)], VERSION)
-    assert decode_manifest(order.manifests[0]).world == stages
-    assert carry_out(msgspec.structs.replace(order, url=str(tmp_path / "out"))).whole
+    assert decode_manifest(order.manifests[0]).world_size == stages
+    assert execute(msgspec.structs.replace(order, url=str(tmp_path / "out"))).is_complete
     after = job(into, trained=False)
     for number, rank in enumerate(after):
         assert start_alone(tmp_path / "out", rank.tracked, rank.state, number, into) == VERSION.step
@@ -128,5 +128,5 @@ def test_a_guard_goes_back_to_state_under_the_names_that_it_has_now() -> None:
     restore(after, job(1, trained=True))
     for rank in after:
         rank.optimizer.param_groups[0]["lr"] = 7.0
-        rank.state.load_python(Merged([decode(rank.state.blob())], rank.state.python_names()))
+        rank.state.load_python(MergedState([decode(rank.state.blob())], rank.state.python_names()))
         assert rank.optimizer.param_groups[0]["lr"] == 7.0

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from everstep_trainer.parallel.replica_groups import Place
+from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleKeeper
+from everstep_trainer.runtime.generation_session import IdleSession
 from torch import nn
 
 
 def track(**objects: object) -> None:
-    Run(Place(), IdleKeeper()).track(**objects)
+    Run(RankContext(), IdleSession()).track(**objects)
 
 
 @pytest.mark.promise("partial-state-refused")

@@ -3,6 +3,6 @@
 from everstep_trainer.memory_tier.dcp.dcp_format import VaultLoadPlanner, VaultSavePlanner
 from everstep_trainer.memory_tier.dcp.reader import VaultReader
 from everstep_trainer.memory_tier.dcp.writer import VaultWriter
-from everstep_trainer.memory_tier.tier import Tier
+from everstep_trainer.memory_tier.tier import MemoryTier
 
-__all__ = ["Tier", "VaultLoadPlanner", "VaultReader", "VaultSavePlanner", "VaultWriter"]
+__all__ = ["MemoryTier", "VaultLoadPlanner", "VaultReader", "VaultSavePlanner", "VaultWriter"]

@@ -22,15 +22,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 
-from everstep.errors import UNREADABLE, MalformedMessage
-from everstep.layout.manifests import Box, Manifest, Stored
+from everstep.errors import DECODE_ERRORS, MalformedMessage
+from everstep.layout.manifests import Box, Manifest, StoredBox
 from everstep_trainer.state.blob import decode_blob, dtype_of, encode_blob
 
 # ---- steps
 # Which step a checkpoint is of, where only DCP's name for it is known.
 
 
-def step_of(checkpoint_id: str | os.PathLike[str] | None) -> int:
+def parse_step(checkpoint_id: str | os.PathLike[str] | None) -> int:
     """The number at its end. Raises ValueError where there is none."""
     found = re.search(r"(\d+)\D*$", os.fspath(checkpoint_id or ""))
     if found is None:
@@ -38,41 +38,42 @@ def step_of(checkpoint_id: str | os.PathLike[str] | None) -> int:
     return int(found[1])
 
 
-class Aside(msgspec.Struct, frozen=True):
+class NonTensorData(msgspec.Struct, frozen=True):
     """What a slot holds besides tensors: values that are none, by name, and the paths of names in nested state."""
 
     values: dict[str, bytes] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
 
 
-_aside = msgspec.msgpack.Decoder(Aside)
+_aside = msgspec.msgpack.Decoder(NonTensorData)
 
 
-def encode_aside(aside: Aside) -> bytes:
-    return msgspec.msgpack.encode(aside)
+def encode_non_tensor(data: NonTensorData) -> bytes:
+    return msgspec.msgpack.encode(data)
 
 
-def decode_aside(data: bytes) -> Aside:
+def decode_non_tensor(data: bytes) -> NonTensorData:
     """Raises MalformedMessage."""
     try:
         return _aside.decode(data)
-    except UNREADABLE as error:
+    except DECODE_ERRORS as error:
         raise MalformedMessage(f"what a checkpoint's slot holds besides tensors cannot be read: {error}") from error
 
 
-class Place(msgspec.Struct, frozen=True):
-    """Where an item lies: in the slot of supply ``supply``; ``stored`` None: in what the slot holds besides tensors."""
+class ItemLocation(msgspec.Struct, frozen=True):
+    """Where an item lies: in the slot of supply ``source_index``; ``stored`` None: in what the slot holds besides
+    tensors."""
 
-    supply: int
-    stored: Stored | None = None
+    source_index: int
+    stored: StoredBox | None = None
 
 
-def metadata_of(manifests: Sequence[Manifest], asides: Sequence[Aside]) -> Metadata:
+def build_metadata(manifests: Sequence[Manifest], non_tensor: Sequence[NonTensorData]) -> Metadata:
     """DCP's metadata of a checkpoint from all its ranks' slots, the places of items as its ``storage_data``."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    places: dict[MetadataIndex, Place] = {}
+    places: dict[MetadataIndex, ItemLocation] = {}
     paths: dict[str, Any] = {}
-    for supply, (manifest, aside) in enumerate(zip(manifests, asides, strict=True)):
+    for supply, (manifest, aside) in enumerate(zip(manifests, non_tensor, strict=True)):
         for tensor in manifest.catalog:
             properties = TensorProperties(dtype=dtype_of(tensor.dtype))
             entries.setdefault(tensor.name, TensorStorageMetadata(properties, torch.Size(tensor.shape), []))
@@ -83,16 +84,16 @@ def metadata_of(manifests: Sequence[Manifest], asides: Sequence[Aside]) -> Metad
                 raise MalformedMessage(f"{name} is a tensor in one slot of a checkpoint, and none in another")
             index = MetadataIndex(name, torch.Size(stored.box.offset))
             if index not in places:
-                places[index] = Place(supply, stored)
-                entry.chunks.append(chunk_of(stored.box))
+                places[index] = ItemLocation(supply, stored)
+                entry.chunks.append(chunk_metadata(stored.box))
         for name in aside.values:
             entries.setdefault(name, BytesStorageMetadata())
-            places.setdefault(MetadataIndex(name), Place(supply))
+            places.setdefault(MetadataIndex(name), ItemLocation(supply))
         paths.update(aside.paths)
     return Metadata(state_dict_metadata=entries, planner_data=paths or None, storage_data=places)
 
 
-def chunk_of(box: Box) -> ChunkStorageMetadata:
+def chunk_metadata(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size))
 
 
@@ -102,7 +103,7 @@ def chunk_of(box: Box) -> ChunkStorageMetadata:
 # torch's own planners store it by ``torch.save`` and read it by ``torch.load`` with ``weights_only=False``, so that
 # whoever can put bytes into a peer's memory could run code here.
 
-PLAIN = b"everstep\x01"
+PLAIN_PREFIX = b"everstep\x01"
 """What begins bytes that were stored without pickle."""
 
 
@@ -111,7 +112,7 @@ class VaultSavePlanner(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         if write_item.type is WriteItemType.BYTE_IO:
-            return io.BytesIO(PLAIN + encode_blob(object, path=write_item.index.fqn))
+            return io.BytesIO(PLAIN_PREFIX + encode_blob(object, path=write_item.index.fqn))
         return super().transform_object(write_item, object)
 
 
@@ -121,11 +122,11 @@ class VaultLoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Raises MalformedMessage for bytes that another planner stored."""
         data = value.getvalue()
-        if not data.startswith(PLAIN):
+        if not data.startswith(PLAIN_PREFIX):
             raise MalformedMessage(
                 f"{read_item.dest_index.fqn} was stored by another planner: load it with that one's counterpart"
             )
-        loaded = decode_blob(data[len(PLAIN) :])
+        loaded = decode_blob(data[len(PLAIN_PREFIX) :])
         fqn = read_item.dest_index.fqn
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[fqn], loaded)

@@ -20,16 +20,16 @@ from everstep.ids import Version
 from everstep.layout.manifests import Box, Manifest, decode_manifest
 from everstep.wire.v1.local import SlotInfo
 from everstep_trainer.memory_tier.dcp.dcp_format import (
-    PLAIN,
-    Aside,
-    Place,
+    PLAIN_PREFIX,
+    ItemLocation,
+    NonTensorData,
     VaultLoadPlanner,
-    decode_aside,
-    metadata_of,
-    step_of,
+    build_metadata,
+    decode_non_tensor,
+    parse_step,
 )
-from everstep_trainer.memory_tier.tier import Tier
-from everstep_trainer.restore.fetch import Loader, Read, Supply
+from everstep_trainer.memory_tier.tier import MemoryTier
+from everstep_trainer.restore.fetch import PlannedRead, ReadSource, SlotLoader
 from everstep_trainer.restore.local_slots import BadSlot
 from everstep_trainer.restore.version_choice import FIRST_CHECKPOINT_RANK
 
@@ -41,7 +41,7 @@ class Destination(msgspec.Struct, frozen=True):
 
     local: torch.Tensor
     box: Box
-    parameter: bool = True
+    is_parameter: bool = True
 
 
 class VaultReader(StorageReader):
@@ -57,21 +57,23 @@ class VaultReader(StorageReader):
             from other nodes' memory, and run what they say.
     """
 
-    def __init__(self, tier: Tier, step: int | None = None, *, allow_pickle: bool = False) -> None:
+    def __init__(self, tier: MemoryTier, step: int | None = None, *, allow_pickle: bool = False) -> None:
         self._tier = tier
-        self._given = step
+        self._given_step = step
         self._step = step
         self._allow_pickle = allow_pickle
-        self._supplies: list[list[Supply]] = []
-        self._asides: list[Aside] = []
+        self._sources: list[list[ReadSource]] = []
+        self._non_tensor: list[NonTensorData] = []
         self._metadata: Metadata | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Raises ValueError for an id without a number."""
-        self._step = self._given if self._given is not None or checkpoint_id is None else step_of(checkpoint_id)
+        self._step = (
+            self._given_step if self._given_step is not None or checkpoint_id is None else parse_step(checkpoint_id)
+        )
         self._metadata = None
 
-    def newest(self) -> int | None:
+    def newest_step(self) -> int | None:
         """The step of the newest whole checkpoint; None where there is none. All ranks ask together."""
         try:
             return self._agreed()[0].step
@@ -84,7 +86,7 @@ class VaultReader(StorageReader):
         A parameter by the name of ``kwargs`` would tell torch that each rank has metadata of its own to fall back on.
         """
         if self._metadata is None:
-            self._take(*self._agreed())
+            self._use_version(*self._agreed())
         assert self._metadata is not None
         return self._metadata
 
@@ -101,11 +103,11 @@ class VaultReader(StorageReader):
         """Raises NotRestorable where every copy of a slot is damaged, TypeError for pickles that are not allowed."""
         tensors: dict[int, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
-            place = self._place(item)
+            place = self._location(item)
             if item.type is LoadItemType.BYTE_IO:
-                self._load_value(item, self._asides[place.supply].values[item.storage_index.fqn], planner)
+                self._load_value(item, self._non_tensor[place.source_index].values[item.storage_index.fqn], planner)
             else:
-                tensors[place.supply].append(item)
+                tensors[place.source_index].append(item)
         for supply, items in tensors.items():
             self._from_first_good(supply, items, planner)
         done: Future[None] = Future()
@@ -123,7 +125,7 @@ class VaultReader(StorageReader):
         found = self._tier.checkpoints()
         chosen = self._newest_whole(found) if self._tier.member.rank == 0 else None
         version = self._tier.agree(chosen)
-        self._tier.note_loaded(version)
+        self._tier.mark_loaded(version)
         return version, found.get(version, [])
 
     def _newest_whole(self, found: dict[Version, list[SlotInfo]]) -> Version | None:
@@ -136,9 +138,9 @@ class VaultReader(StorageReader):
                     log.info("checkpoint %s is left out: %s", version, error)
         return None
 
-    def _manifests_of(self, slots: list[SlotInfo]) -> list[list[Supply]]:
+    def _manifests_of(self, slots: list[SlotInfo]) -> list[list[ReadSource]]:
         """Every rank's slots with their manifests, nearest first. Raises NotRestorable where a rank has none."""
-        supplies: dict[int, list[Supply]] = defaultdict(list)
+        supplies: dict[int, list[ReadSource]] = defaultdict(list)
         world = 0
         for slot in slots:
             try:
@@ -146,8 +148,8 @@ class VaultReader(StorageReader):
             except (EverstepError, BadSlot) as error:
                 log.info("a slot on %s is left out: %s", slot.node, error)
                 continue
-            world = manifest.world
-            supplies[slot.rank - FIRST_CHECKPOINT_RANK].append(Supply(slot, manifest))
+            world = manifest.world_size
+            supplies[slot.rank - FIRST_CHECKPOINT_RANK].append(ReadSource(slot, manifest))
         missing = [rank for rank in range(max(world, 1)) if rank not in supplies]
         if missing:
             raise NotRestorable(f"the slots of ranks {missing} of {world} are missing")
@@ -155,39 +157,39 @@ class VaultReader(StorageReader):
 
     def _manifest(self, slot: SlotInfo) -> Manifest:
         if slot.node == self._tier.member.node:
-            return decode_manifest(self._tier.local.manifest(slot))
+            return decode_manifest(self._tier.local_slots.manifest(slot))
         loader = self._loader([])
         return decode_manifest(loader.fetch_manifest(slot))
 
-    def _take(self, version: Version, slots: list[SlotInfo]) -> None:
-        self._supplies = self._manifests_of(slots)
-        self._asides = [self._aside(rank, supplies) for rank, supplies in enumerate(self._supplies)]
-        self._metadata = metadata_of([supplies[0].manifest for supplies in self._supplies], self._asides)
+    def _use_version(self, version: Version, slots: list[SlotInfo]) -> None:
+        self._sources = self._manifests_of(slots)
+        self._non_tensor = [self._read_non_tensor(rank, supplies) for rank, supplies in enumerate(self._sources)]
+        self._metadata = build_metadata([supplies[0].manifest for supplies in self._sources], self._non_tensor)
 
     # --- reading
 
-    def _loader(self, targets: list[Destination]) -> Loader:
+    def _loader(self, targets: list[Destination]) -> SlotLoader:
         tier = self._tier
-        return Loader(tier.vault, tier.spec.job, tier.member, targets, tier.local)
+        return SlotLoader(tier.vault, tier.spec.job, tier.member, targets, tier.local_slots)
 
-    def _aside(self, rank: int, supplies: list[Supply]) -> Aside:
+    def _read_non_tensor(self, rank: int, supplies: list[ReadSource]) -> NonTensorData:
         for supply in supplies:
             loader = self._loader([])
             try:
-                return decode_aside(loader.python_state(supply))
+                return decode_non_tensor(loader.read_python_state(supply))
             except (BadSlot, MalformedMessage) as error:
                 log.warning("rank %d's slot on %s is not used: %s", rank, supply.slot.node, error)
         raise NotRestorable(f"every copy of rank {rank}'s slot is damaged")
 
-    def _place(self, item: ReadItem) -> Place:
-        place: Place = self.read_metadata().storage_data[item.storage_index]
+    def _location(self, item: ReadItem) -> ItemLocation:
+        place: ItemLocation = self.read_metadata().storage_data[item.storage_index]
         return place
 
     def _from_first_good(self, rank: int, items: list[ReadItem], planner: LoadPlanner) -> None:
         live = [planner.resolve_tensor(item) for item in items]
         reads = [self._read(index, item) for index, item in enumerate(items)]
         loader = self._loader([Destination(t.detach(), read.box) for t, read in zip(live, reads, strict=True)])
-        for supply in self._supplies[rank]:
+        for supply in self._sources[rank]:
             _, failures = loader.load(reads, [supply], 0)
             if not failures:
                 break
@@ -197,15 +199,15 @@ class VaultReader(StorageReader):
         for item, tensor in zip(items, live, strict=True):
             planner.commit_tensor(item, tensor)
 
-    def _read(self, want: int, item: ReadItem) -> Read:
-        stored = self._place(item).stored
+    def _read(self, needed_index: int, item: ReadItem) -> PlannedRead:
+        stored = self._location(item).stored
         assert stored is not None, "a tensor has a place in the payload"
         offset = tuple(a + b for a, b in zip(stored.box.offset, item.storage_offsets, strict=True))
-        return Read(want, 0, stored, Box(offset, tuple(item.lengths)))
+        return PlannedRead(needed_index, 0, stored, Box(offset, tuple(item.lengths)))
 
     def _load_value(self, item: ReadItem, data: bytes, planner: LoadPlanner) -> None:
         name = item.storage_index.fqn
-        plain = data.startswith(PLAIN)
+        plain = data.startswith(PLAIN_PREFIX)
         if not plain and not self._allow_pickle:
             raise TypeError(f"{name} was stored as a pickle, and to read it runs what it says: allow_pickle=True does")
         if plain and not isinstance(planner, VaultLoadPlanner):

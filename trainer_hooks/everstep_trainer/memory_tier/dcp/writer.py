@@ -16,12 +16,20 @@ from torch.futures import Future
 
 from everstep.errors import EverstepError, StaleGeneration
 from everstep.ids import Version
-from everstep.layout.manifests import BLOB_PREFIX, LAYOUT_FORMAT, Box, Manifest, Stored, Tensor, encode_manifest
+from everstep.layout.manifests import (
+    BLOB_LENGTH_BYTES,
+    LAYOUT_FORMAT,
+    Box,
+    Manifest,
+    StoredBox,
+    TensorInfo,
+    encode_manifest,
+)
 from everstep.layout.segments import SlotState
 from everstep.layout.slots import slot_bytes_for, slot_to_fill
 from everstep.wire.v1.local import Replicated
-from everstep_trainer.memory_tier.dcp.dcp_format import PLAIN, Aside, encode_aside, step_of
-from everstep_trainer.memory_tier.tier import SLOTS, Tier
+from everstep_trainer.memory_tier.dcp.dcp_format import PLAIN_PREFIX, NonTensorData, encode_non_tensor, parse_step
+from everstep_trainer.memory_tier.tier import TIER_SLOTS, MemoryTier
 from everstep_trainer.memory_tier.vault_client import MappedSegment
 from everstep_trainer.snapshot.copy import slot_view, write_blob
 from everstep_trainer.state.blob import dtype_name
@@ -43,7 +51,7 @@ class VaultWriter(StorageWriter):
         allow_pickle: whether values that are no tensors may be stored by another planner, that is, as pickles.
     """
 
-    def __init__(self, tier: Tier, step: int | None = None, *, allow_pickle: bool = False) -> None:
+    def __init__(self, tier: MemoryTier, step: int | None = None, *, allow_pickle: bool = False) -> None:
         self._tier = tier
         self._step = step
         self._version = Version(tier.spec.number, step or 0)
@@ -51,7 +59,7 @@ class VaultWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Raises ValueError where nothing says which step it is."""
-        step = self._step if self._step is not None else step_of(checkpoint_id)
+        step = self._step if self._step is not None else parse_step(checkpoint_id)
         self._version = Version(self._tier.spec.number, step)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -78,9 +86,9 @@ class VaultWriter(StorageWriter):
         for item in plan.items:
             (others if item.type is WriteItemType.BYTE_IO else tensors).append(item)
         values = {item.index.fqn: self._value(item, planner) for item in others}
-        aside = encode_aside(Aside(values, plan.planner_data or {}))
+        aside = encode_non_tensor(NonTensorData(values, plan.planner_data or {}))
         manifest = self._manifest(tensors, len(aside))
-        with self._tier.filling:
+        with self._tier.fill_lock:
             segment, slot = self._fill(tensors, planner, manifest, aside)
         results = [WriteResult(item.index, nbytes_of(item), None) for item in plan.items]
         return self._replicated(segment, slot, manifest.payload_bytes, results)
@@ -100,7 +108,7 @@ class VaultWriter(StorageWriter):
                 if box_of(item).volume:
                     at = next(stored)
                     live: Any = planner.resolve_data(item)
-                    slot_view(whole, at.at, manifest.catalog[at.tensor].dtype, at.box.size).copy_(live)
+                    slot_view(whole, at.offset, manifest.catalog[at.tensor].dtype, at.box.size).copy_(live)
         write_blob(payload, manifest, aside)
         self._require_generation()
         segment.view.seal(slot)
@@ -112,7 +120,7 @@ class VaultWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """A checkpoint is whole when the slots of all its ranks are there; nothing is written last."""
-        self._tier.note_whole(self._version)
+        self._tier.mark_whole(self._version)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -121,7 +129,7 @@ class VaultWriter(StorageWriter):
     def _value(self, item: WriteItem, planner: SavePlanner) -> bytes:
         data: Any = planner.resolve_data(item)
         value: bytes = data.getvalue()
-        if not value.startswith(PLAIN) and not self._allow_pickle:
+        if not value.startswith(PLAIN_PREFIX) and not self._allow_pickle:
             raise TypeError(
                 f"{item.index.fqn} would be stored as a pickle: save with planner=VaultSavePlanner(), or say "
                 "allow_pickle=True here and to the reader, which will run what it reads"
@@ -129,34 +137,34 @@ class VaultWriter(StorageWriter):
         return value
 
     def _manifest(self, items: list[WriteItem], aside_bytes: int) -> Manifest:
-        catalog: dict[str, Tensor] = {}
+        catalog: dict[str, TensorInfo] = {}
         index_of: dict[str, int] = {}
-        stored: list[Stored] = []
+        stored: list[StoredBox] = []
         at = 0
         for item in items:
             data = item.tensor_data
             assert data is not None, "an item that is no bytes is a tensor"
             dtype = data.properties.dtype
-            tensor = Tensor(item.index.fqn, dtype_name(dtype), dtype.itemsize, tuple(data.size), False)
+            tensor = TensorInfo(item.index.fqn, dtype_name(dtype), dtype.itemsize, tuple(data.size), False)
             catalog.setdefault(tensor.name, tensor)
             index = index_of.setdefault(tensor.name, len(index_of))
             box = box_of(item)
             if box.volume:
-                stored.append(Stored(index, box, at))
+                stored.append(StoredBox(index, box, at))
                 at = -(-(at + box.volume * dtype.itemsize) // ALIGN) * ALIGN
-        end = at + BLOB_PREFIX + aside_bytes
+        end = at + BLOB_LENGTH_BYTES + aside_bytes
         world = self._tier.spec.world_size
         found = tuple(catalog.values())
         return Manifest(LAYOUT_FORMAT, self._tier.member.rank, world, found, tuple(stored), at, aside_bytes, end, end)
 
     def _segment(self, manifest_bytes: int, payload_bytes: int) -> MappedSegment:
         needed = slot_bytes_for(manifest_bytes, payload_bytes)
-        return self._tier.vault.open_segment(self._tier.spec.job, self._tier.local_rank, needed, slots=SLOTS)
+        return self._tier.vault.open_segment(self._tier.spec.job, self._tier.local_rank, needed, slots=TIER_SLOTS)
 
     def _slot(self, segment: MappedSegment) -> int:
         """Over the oldest that nobody needs; what was written before under this version is given up."""
         view = segment.view
-        for slot, header in list(view.sealed()):
+        for slot, header in list(view.sealed_slots()):
             if header.version == self._version:
                 view.discard(slot)
         headers = view.headers()
@@ -173,7 +181,7 @@ class VaultWriter(StorageWriter):
         if not to:
             done.set_result(results)
             return done
-        sealed = tier.vault.sealed(
+        sealed = tier.vault.report_sealed(
             job=tier.spec.job,
             generation=tier.spec.number,
             rank=tier.rank,
@@ -181,8 +189,8 @@ class VaultWriter(StorageWriter):
             slot=slot,
             version=self._version,
             replicate=((0, nbytes),),
-            to=to,
-            keep=tuple(sorted({header.version for _, header in segment.view.sealed()})),
+            replica_nodes=to,
+            keep=tuple(sorted({header.version for _, header in segment.view.sealed_slots()})),
         )
 
         def told(answer: Any) -> None:

@@ -14,29 +14,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from everstep_trainer.parallel.exact.sharded import TAKEN, ShardedGradients, sharded_gradients
-from everstep_trainer.parallel.exact.summation import Room, VirtualMean
+from everstep_trainer.parallel.exact.sharded import SUPPORTED_PARALLELISM, ShardedGradients, find_sharded_gradients
+from everstep_trainer.parallel.exact.summation import VirtualMean, Workspace
 from everstep_trainer.parallel.gradients import refuse_sparse
 
 
-class Gradients:
+class VirtualGradients:
     """Those of parameters of one dtype and device, one after another in flat buffers ``[n]`` that are used again."""
 
     def __init__(self, parameters: list[nn.Parameter], mean: VirtualMean) -> None:
         self._parameters = parameters
         self._mean = mean
-        self._room = Room()
+        self._workspace = Workspace()
         self._spare: list[torch.Tensor] = []
-        self._partial = mean.partial(self._add)
+        self._partial = mean.new_partial_sums(self._add)
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """A step: what gradients there are belong to the one before."""
         self._spare += [values for _, values in self._partial.parts]
-        self._partial = self._mean.partial(self._add)
+        self._partial = self._mean.new_partial_sums(self._add)
         for parameter in self._parameters:
             parameter.grad = None
 
-    def take(self, rank: int | None) -> None:
+    def collect(self, rank: int | None) -> None:
         """A virtual rank's gradients are there: takes them away. A parameter that it did not use counts as zero.
 
         None: of a repeated pass, which counts for nothing.
@@ -46,10 +46,10 @@ class Gradients:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def give(self) -> None:
+    def reduce(self) -> None:
         """The mean over all virtual ranks as the parameters' gradients. A collective."""
         sizes = [parameter.numel() for parameter in self._parameters]
-        values_of_all = torch.split(self._mean.mean(self._partial, self._room), sizes)
+        values_of_all = torch.split(self._mean.mean(self._partial, self._workspace), sizes)
         for parameter, values in zip(self._parameters, values_of_all, strict=True):
             parameter.grad = values.view_as(parameter)
 
@@ -57,7 +57,7 @@ class Gradients:
         taken = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         flat = self._spare.pop() if self._spare else taken[0].new_empty(sum(p.numel() for p in self._parameters))
         torch.cat([gradient.reshape(-1) for gradient in taken], out=flat)
-        self._partial.put((rank, rank + 1), flat)
+        self._partial.add((rank, rank + 1), flat)
 
     def _add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         self._spare.append(right)
@@ -78,12 +78,12 @@ class VirtualReplicas:
         refuse_sparse(module, "be added over virtual ranks: take sparse=False")
         _refuse_nondeterminism(module)
         self._module = module
-        shards = sharded_gradients(module, mean)
-        self.sharded = bool(shards)
+        shards = find_sharded_gradients(module, mean)
+        self.is_sharded = bool(shards)
         _refuse_other_shards(module, shards)
         self._mean = mean
         self._shards = shards
-        self._still: dict[str, tuple[torch.Tensor, int]] = {}
+        self._constant_buffers: dict[str, tuple[torch.Tensor, int]] = {}
         self._arrange()
         if dist.is_initialized() and not equal_already:
             _send_first_ranks(module)
@@ -94,40 +94,40 @@ class VirtualReplicas:
         by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in self._trained:
             by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        self._gradients = [Gradients(parameters, self._mean) for parameters in by_kind.values()]
+        self._gradients = [VirtualGradients(parameters, self._mean) for parameters in by_kind.values()]
         if dist.is_initialized():
             _refuse_differences(self._mean.virtual_ranks, [p for p in self._module.parameters() if p.requires_grad])
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Before the first virtual rank of a step. Parameters may have been frozen or thawed, on all ranks alike."""
         if [*map(id, _trained(self._module))] != [*map(id, self._trained)]:
             for parameter in self._trained:
                 parameter.grad = None
             self._arrange()
-        self._still = {name: (buffer, buffer._version) for name, buffer in self._module.named_buffers()}
+        self._constant_buffers = {name: (buffer, buffer._version) for name, buffer in self._module.named_buffers()}
         for gradients in self._gradients:
-            gradients.begin()
+            gradients.begin_step()
         for shards in self._shards:
-            shards.begin()
+            shards.begin_step()
 
-    def take(self, rank: int | None) -> None:
+    def collect(self, rank: int | None) -> None:
         """After the backward pass of each virtual rank; None: after one that is repeated."""
         self._refuse_changed_buffers()
         for gradients in self._gradients:
-            gradients.take(rank)
+            gradients.collect(rank)
         for shards in self._shards:
-            shards.take()
+            shards.collect()
 
-    def give(self) -> None:
+    def reduce(self) -> None:
         """After the last: the gradients of the step are there. A collective."""
         for gradients in self._gradients:
-            gradients.give()
+            gradients.reduce()
         for shards in self._shards:
-            shards.give()
+            shards.reduce()
 
     def _refuse_changed_buffers(self) -> None:
         for name, buffer in self._module.named_buffers():
-            before, version = self._still.get(name, (None, 0))
+            before, version = self._constant_buffers.get(name, (None, 0))
             if buffer is not before or buffer._version != version:
                 raise ValueError(
                     f"the buffer {name} changes in the forward pass, so it depends on which virtual ranks a rank "
@@ -153,7 +153,7 @@ def _refuse_other_shards(module: nn.Module, shards: Sequence[ShardedGradients]) 
     known = {parameter for gradients in shards for parameter in gradients.parameters}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and parameter.requires_grad and parameter not in known:
-            raise TypeError(f"{name} is a DTensor that fully_shard did not make: {TAKEN}")
+            raise TypeError(f"{name} is a DTensor that fully_shard did not make: {SUPPORTED_PARALLELISM}")
 
 
 def _refuse_nondeterminism(module: nn.Module) -> None:

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from everstep_trainer.data.loader import batches_of
-from everstep_trainer.data.rng import EVERYBODY, seed_step
-from everstep_trainer.data.sampler import Part, Sampler
+from everstep_trainer.data.loader import iter_batches
+from everstep_trainer.data.rng import ALL_REPLICAS, seed_step
+from everstep_trainer.data.sampler import Sampler, StepPart
 from everstep_trainer.parallel.exact.exact_replicas import VirtualReplicas
 from everstep_trainer.parallel.exact.summation import VirtualMean
-from everstep_trainer.state.tracked_objects import several
+from everstep_trainer.state.tracked_objects import as_list
 
-_WHOLE = ("Adafactor", "LBFGS", "Muon")
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
 """Optimizers of torch that look at more than one element at a time: at what a rank has of a parameter."""
 
 
@@ -27,41 +27,41 @@ class ExactMode:
         self._models: list[VirtualReplicas] = []
         self._sharded = False
 
-    def add(self, model: nn.Module, *, equal_already: bool) -> None:
+    def add_model(self, model: nn.Module, *, equal_already: bool) -> None:
         """See ``Run.replicate``. A collective."""
         replicas = VirtualReplicas(model, self.mean, equal_already=equal_already)
-        if replicas.sharded:
+        if replicas.is_sharded:
             self._sharded = True
-            self.mean.deal_in_turn()
+            self.mean.interleave_ranks()
         self._models.append(replicas)
 
-    def played(self) -> list[tuple[int, int]]:
+    def assigned_ranks(self) -> list[tuple[int, int]]:
         """The virtual ranks that this rank plays, and of how many."""
         return [(rank, self.mean.virtual_ranks) for rank in self.mean.mine]
 
-    def parts(self, sampler: Sampler, step: int, seed: int) -> Iterator[Part]:
+    def parts(self, sampler: Sampler, step: int, seed: int) -> Iterator[StepPart]:
         """See ``Run.parts``.
 
         A pass over shards is a matter of all ranks: who has fewer virtual ranks than another repeats its last one.
         """
-        batches = batches_of(sampler, step)
+        batches = iter_batches(sampler, step)
         self._begun = True
         for model in self._models:
-            model.begin()
+            model.begin_step()
         for rank in self.mean.mine:
             seed_step(seed, step, rank)
-            share = sampler.of(rank, self.mean.virtual_ranks)
-            part = Part(rank, share.indices(step), share.weight(step), next(batches))
+            share = sampler.for_rank(rank, self.mean.virtual_ranks)
+            part = StepPart(rank, share.indices(step), share.loss_weight(step), next(batches))
             yield part
             for model in self._models:
-                model.take(rank)
+                model.collect(rank)
         for _ in range(self.mean.passes - len(self.mean.mine) if self._sharded else 0):
-            yield Part(part.rank, part.indices, part.weight, part.batch, repeated=True)
+            yield StepPart(part.rank, part.indices, part.loss_weight, part.batch, is_repeat=True)
             for model in self._models:
-                model.take(None)
+                model.collect(None)
         for model in self._models:
-            model.give()
-        seed_step(seed, step, EVERYBODY)
+            model.reduce()
+        seed_step(seed, step, ALL_REPLICAS)
         self._given = True
 
     def step_finished(self) -> None:
@@ -79,12 +79,12 @@ class ExactMode:
 
     def require_elementwise(self, tracked: Iterable[object]) -> None:
         """Raises ValueError for an optimizer whose numbers depend on how its parameters are sharded."""
-        every = [one for some in tracked for one in several(some)]
+        every = [one for some in tracked for one in as_list(some)]
         for optimizer in every if self._sharded else ():
             if not isinstance(optimizer, torch.optim.Optimizer):
                 continue
             name = type(optimizer).__name__
-            if name in _WHOLE and type(optimizer).__module__.startswith("torch.optim"):
+            if name in _NOT_ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim"):
                 raise ValueError(
                     f"{name} looks at a whole parameter, of which a rank has a part: exact mode under fully_shard "
                     "takes optimizers that go element by element, such as AdamW or SGD"

@@ -18,7 +18,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from everstep_trainer.parallel.exact.summation import Node, Partial, Room, VirtualMean, all_gather, cover, exchange
+from everstep_trainer.parallel.exact.summation import (
+    PartialSums,
+    TreeNode,
+    VirtualMean,
+    Workspace,
+    all_gather,
+    exchange_slices,
+    minimal_cover,
+)
 
 _SETTERS = (
     "set_custom_reduce_scatter",
@@ -29,19 +37,19 @@ _SETTERS = (
 )
 
 
-TAKEN = (
+SUPPORTED_PARALLELISM = (
     "virtual ranks take replicas (DDP), fully_shard over all ranks, or HSDP, and neither tensor parallelism nor a "
     "pipeline. Go on without virtual_ranks"
 )
 
 
-class Scratch:
+class ScratchMemory:
     """Where fully_shard puts what nobody reads: one piece of memory for all modules."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
-    def of(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def get(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """``[count]``, zeros as long as nobody writes there."""
         known = self._memory.get((dtype, device))
         if known is None or known.numel() < count:
@@ -56,18 +64,20 @@ class ShardedGradients:
     parameters' once, at the end.
 
     Args:
-        of: fully_shard's own record of them. Its fields are private, and read in torch 2.13.
+        param_group: fully_shard's own record of them. Its fields are private, and read in torch 2.13.
     """
 
-    def __init__(self, module: FSDPModule, of: Any, mean: VirtualMean, room: Room, scratch: Scratch) -> None:
-        self._module, self._of = module, of
-        self._mean, self._room, self._scratch = mean, room, scratch
-        mesh = of.fsdp_params[0].sharded_param.device_mesh
+    def __init__(
+        self, module: FSDPModule, param_group: Any, mean: VirtualMean, workspace: Workspace, scratch: ScratchMemory
+    ) -> None:
+        self._module, self._param_group = module, param_group
+        self._mean, self._workspace, self._scratch = mean, workspace, scratch
+        mesh = param_group.fsdp_params[0].sharded_param.device_mesh
         self._shards: dist.ProcessGroup = mesh.get_group(mesh.ndim - 1)
         self._ranks = dist.get_process_group_ranks(self._shards)
         self._replicas: dist.ProcessGroup | None = mesh.get_group(0) if mesh.ndim == 2 else None
         self._rows = _rows(mesh.mesh, self._replicas, self._ranks)
-        self._partials: list[Partial[torch.Tensor]] = []
+        self._partials: list[PartialSums[torch.Tensor]] = []
         self._spare: list[torch.Tensor] = []
         self._given: torch.Tensor | None = None
         self._round = self._call = 0
@@ -79,10 +89,10 @@ class ShardedGradients:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The trained ones, in the order of their gradients in what fully_shard sends."""
-        every = [known.sharded_param for known in self._of.fsdp_params]
+        every = [known.sharded_param for known in self._param_group.fsdp_params]
         return [parameter for parameter in every if parameter.requires_grad]
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """A step: what gradients there are belong to the one before."""
         self._module.set_requires_gradient_sync(True, recurse=False)
         self._module.set_requires_all_reduce(False, recurse=False)  # of replicas (HSDP), which is done here
@@ -91,19 +101,19 @@ class ShardedGradients:
         self._given, self._round, self._call = None, 0, 0
         self._drop()
 
-    def take(self) -> None:
+    def collect(self) -> None:
         """All ranks have done a pass."""
         self._round, self._call = self._round + 1, 0
         self._drop()
 
-    def give(self) -> None:
+    def reduce(self) -> None:
         """The mean over all virtual ranks as the parameters' gradients. A collective."""
         sizes = self._sizes()
         mine = self._total()
-        values = mine if mine is not None else torch.zeros(sum(sizes), device=self._of.device)
+        values = mine if mine is not None else torch.zeros(sum(sizes), device=self._param_group.device)
         if mine is not None and self._replicas is not None and len(self._rows) > 1:
             whole = mine.new_empty(len(self._rows) * mine.numel())
-            with self._mean.waits.on(mine.device):
+            with self._mean.timer.measure(mine.device):
                 all_gather(whole, mine, group=self._replicas)
             values = whole[: sum(sizes)]
         for parameter, part in zip(self.parameters, torch.split(values, sizes), strict=True):
@@ -131,7 +141,7 @@ class ShardedGradients:
         given, self._given = self._given, None
         if len(self._ranks) == 1:
             self._collect(given)
-        return self._scratch.of(count, dtype, device)
+        return self._scratch.get(count, dtype, device)
 
     def __call__(
         self,
@@ -141,7 +151,7 @@ class ShardedGradients:
         op: object,
         async_op: bool = False,
     ) -> None:
-        """Called by fully_shard. What is wanted back is there when the step's last pass is over, see ``give``."""
+        """Called by fully_shard. What is wanted back is there when the step's last pass is over, see ``reduce``."""
         self._collect(input_tensor)
 
     def _collect(self, gradients: torch.Tensor) -> None:
@@ -150,34 +160,34 @@ class ShardedGradients:
             raise ValueError("parameters were frozen or thawed between two passes of a step: exact mode needs the same")
         received = gradients
         if len(self._ranks) > 1:
-            received = self._room.of("shards", gradients, gradients.numel())
-            with self._mean.waits.on(gradients.device):
+            received = self._workspace.get("shards", gradients, gradients.numel())
+            with self._mean.timer.measure(gradients.device):
                 dist.all_to_all_single(received, gradients, group=self._shards)
         values = received.view(len(self._ranks), -1).to(self._dtype(gradients.dtype))
-        partial = self._mean.partial()
+        partial = self._mean.new_partial_sums()
         for rank, own in zip(self._ranks, values, strict=True):
             for leaf in self._leaves([rank]):
-                partial.put((leaf, leaf + 1), own)
+                partial.add((leaf, leaf + 1), own)
         parts = dict(partial.parts)
         if len(self._rows) > 1:
-            covers = [cover(self._mean.virtual_ranks, self._leaves(ranks)) for ranks in self._rows]
-            parts = exchange(partial.parts, covers, values[0], self._room, self._mean.waits, self._replicas)
+            covers = [minimal_cover(self._mean.virtual_ranks, self._leaves(ranks)) for ranks in self._rows]
+            parts = exchange_slices(partial.parts, covers, values[0], self._workspace, self._mean.timer, self._replicas)
         self._keep(parts)
 
-    def _keep(self, parts: dict[Node, torch.Tensor]) -> None:
+    def _keep(self, parts: dict[TreeNode, torch.Tensor]) -> None:
         """Adds them to those of the same call of other passes: a module may be called several times in one."""
         if self._call == len(self._partials):
-            self._partials.append(self._mean.partial(self._add))
+            self._partials.append(self._mean.new_partial_sums(self._add))
         for node, values in parts.items():
             own = self._spare.pop() if self._spare else torch.empty_like(values)
-            self._partials[self._call].put(node, own.copy_(values))
+            self._partials[self._call].add(node, own.copy_(values))
         self._call += 1
 
     def _total(self) -> torch.Tensor | None:
         total: torch.Tensor | None = None
         for partial in self._partials:
             for leaf in _missing(partial, self._mean.virtual_ranks):  # it did not use the module: counts as zero
-                partial.put((leaf, leaf + 1), torch.zeros_like(partial.parts[0][1]))
+                partial.add((leaf, leaf + 1), torch.zeros_like(partial.parts[0][1]))
             ((_, values),) = partial.parts
             total = values if total is None else total.add_(values)
         return None if total is None else total.div_(self._mean.virtual_ranks)
@@ -208,12 +218,12 @@ class ShardedGradients:
         return left.add_(right)
 
 
-def sharded_gradients(model: nn.Module, mean: VirtualMean) -> list[ShardedGradients]:
+def find_sharded_gradients(model: nn.Module, mean: VirtualMean) -> list[ShardedGradients]:
     """One for each group of parameters that ``fully_shard`` communicates together.
 
     Raises TypeError or ValueError, with the module's name, for what cannot be exact.
     """
-    room, scratch, found = Room(), Scratch(), []
+    room, scratch, found = Workspace(), ScratchMemory(), []
     for name, module, group in _groups(model):
         _require_data_parallelism(name, group, mean.world_size)
         _require_mean(name, group)
@@ -243,7 +253,9 @@ def _require_data_parallelism(name: str, group: Any, world_size: int) -> None:
         mesh, placements = known.sharded_param.device_mesh, known.sharded_param.placements
         kinds = tuple(map(type, placements))
         if kinds not in ((Shard,), (Replicate, Shard)) or mesh.size() != world_size:
-            raise TypeError(f"{name} is laid out as {placements} over {mesh.size()} of {world_size} ranks: {TAKEN}")
+            raise TypeError(
+                f"{name} is laid out as {placements} over {mesh.size()} of {world_size} ranks: {SUPPORTED_PARALLELISM}"
+            )
 
 
 def _require_mean(name: str, group: Any) -> None:
@@ -269,7 +281,7 @@ def _rows(mesh: torch.Tensor, replicas: dist.ProcessGroup | None, own: list[int]
     return [row for rank in dist.get_process_group_ranks(replicas) for row in rows if rank in row]
 
 
-def _missing(partial: Partial[torch.Tensor], leaves: int) -> list[int]:
+def _missing(partial: PartialSums[torch.Tensor], leaves: int) -> list[int]:
     edges = [0, *(edge for node, _ in partial.parts for edge in node), leaves]
     return [leaf for end, start in list(pairwise(edges))[::2] for leaf in range(end, start)]
 

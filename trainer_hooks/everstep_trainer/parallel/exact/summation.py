@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from everstep_trainer.runtime.peer_wait import Waits
+from everstep_trainer.runtime.peer_wait import CollectiveTimer
 
 # ---- assign
 # Which virtual ranks a physical rank plays.
 
 
-def virtual_of(rank: int, world_size: int, virtual_ranks: int) -> range:
+def contiguous_virtual_ranks(rank: int, world_size: int, virtual_ranks: int) -> range:
     """The virtual ranks of ``rank``: neighbours, as many as any other rank's or one more. At least one.
 
     What neighbours have can be added before it is sent. Raises ValueError for more ranks than virtual ones.
@@ -29,7 +29,7 @@ def virtual_of(rank: int, world_size: int, virtual_ranks: int) -> range:
     return range(rank * virtual_ranks // world_size, (rank + 1) * virtual_ranks // world_size)
 
 
-def virtual_in_turn(rank: int, world_size: int, virtual_ranks: int) -> range:
+def interleaved_virtual_ranks(rank: int, world_size: int, virtual_ranks: int) -> range:
     """The same, dealt out one after another: what all ranks have of their n-th ones are neighbours.
 
     So what they send as they go can be added at once, and is not held until the last one is there.
@@ -55,46 +55,46 @@ def _require_work(world_size: int, virtual_ranks: int) -> None:
 # sure to be equal to the last bit only where they were taken along the same tree.
 
 T = TypeVar("T")
-Node = tuple[int, int]
+TreeNode = tuple[int, int]
 Add = Callable[[T, T], T]
 """``add(left, right)``; may write over ``left``, and is handed neither of them again."""
 
 
-def halves(node: Node) -> tuple[Node, Node]:
+def children(node: TreeNode) -> tuple[TreeNode, TreeNode]:
     """The two children of a node of two leaves or more."""
     first, last = node
     middle = first + (1 << ((last - first - 1).bit_length() - 1))
     return (first, middle), (middle, last)
 
 
-def cover(leaves: int, chosen: Iterable[int]) -> tuple[Node, ...]:
+def minimal_cover(leaves: int, chosen: Iterable[int]) -> tuple[TreeNode, ...]:
     """The fewest nodes that together have the chosen leaves and no others, from left to right."""
-    nodes: Partial[None] = Partial(leaves, lambda left, right: None)
+    nodes: PartialSums[None] = PartialSums(leaves, lambda left, right: None)
     for leaf in chosen:
-        nodes.put((leaf, leaf + 1), None)
+        nodes.add((leaf, leaf + 1), None)
     return tuple(node for node, _ in nodes.parts)
 
 
-def fold(node: Node, parts: Mapping[Node, T], add: Add[T]) -> T:
+def sum_subtree(node: TreeNode, parts: Mapping[TreeNode, T], add: Add[T]) -> T:
     """The sum of a node from those of nodes below it. ``parts`` covers the node once, with nodes of its tree."""
     if node in parts:
         return parts[node]
-    left, right = halves(node)
-    return add(fold(left, parts, add), fold(right, parts, add))
+    left, right = children(node)
+    return add(sum_subtree(left, parts, add), sum_subtree(right, parts, add))
 
 
-class Partial(Generic[T]):
+class PartialSums(Generic[T]):
     """Sums of nodes that come in any order, each leaf once, with as few values held as can be."""
 
     def __init__(self, leaves: int, add: Add[T]) -> None:
         self._leaves = leaves
         self._add = add
-        self._held: dict[Node, T] = {}
+        self._held: dict[TreeNode, T] = {}
 
-    def put(self, node: Node, value: T) -> None:
+    def add(self, node: TreeNode, value: T) -> None:
         """What a leaf or a whole node has."""
         while node != (0, self._leaves):
-            left, right = halves(self._parent(node))
+            left, right = children(self._parent(node))
             other = right if node == left else left
             if other not in self._held:
                 break
@@ -104,13 +104,13 @@ class Partial(Generic[T]):
         self._held[node] = value
 
     @property
-    def parts(self) -> list[tuple[Node, T]]:
+    def parts(self) -> list[tuple[TreeNode, T]]:
         """One value for each node of the cover of what has come, from left to right."""
         return sorted(self._held.items(), key=lambda part: part[0])
 
-    def _parent(self, node: Node) -> Node:
+    def _parent(self, node: TreeNode) -> TreeNode:
         parent = (0, self._leaves)
-        while node not in (below := halves(parent)):
+        while node not in (below := children(parent)):
             parent = below[0] if node[1] <= below[0][1] else below[1]
         return parent
 
@@ -119,13 +119,13 @@ all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """By its name from torch 2.13 on; the older one warns there."""
 
 
-class Room:
+class Workspace:
     """Memory of a mean that is taken in every step: pages are touched once."""
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[object, ...], torch.Tensor] = {}
 
-    def of(self, name: str, like: torch.Tensor, *shape: int) -> torch.Tensor:
+    def get(self, name: str, like: torch.Tensor, *shape: int) -> torch.Tensor:
         """Zeros at first, then what was left there."""
         key = (name, like.dtype, like.device, shape)
         if key not in self._tensors:
@@ -133,14 +133,14 @@ class Room:
         return self._tensors[key]
 
 
-def exchange(
-    parts: Sequence[tuple[Node, torch.Tensor]],
-    covers: Sequence[tuple[Node, ...]],
+def exchange_slices(
+    parts: Sequence[tuple[TreeNode, torch.Tensor]],
+    covers: Sequence[tuple[TreeNode, ...]],
     like: torch.Tensor,
-    room: Room,
-    waits: Waits,
+    workspace: Workspace,
+    timer: CollectiveTimer,
     group: dist.ProcessGroup | None = None,
-) -> dict[Node, torch.Tensor]:
+) -> dict[TreeNode, torch.Tensor]:
     """This rank's slice of what all ranks of ``group`` have: ``[ceil(n / ranks)]`` of each node. A collective.
 
     Args:
@@ -149,14 +149,14 @@ def exchange(
         like: of ``[n]``, for a rank that has nothing.
     """
     width = max(1, -(-like.numel() // len(covers)))
-    sent = room.of("sent", like, len(covers), len(parts), width)
+    sent = workspace.get("sent", like, len(covers), len(parts), width)
     for i, (_, values) in enumerate(parts):
         for r, piece in enumerate(torch.split(values, width)):
             sent[r, i, : piece.numel()] = piece
     sizes = [len(nodes) * width for nodes in covers]
-    received = room.of("received", like, sum(sizes))
+    received = workspace.get("received", like, sum(sizes))
     own = [len(parts) * width] * len(covers)
-    with waits.on(like.device):
+    with timer.measure(like.device):
         dist.all_to_all_single(received, sent.view(-1), output_split_sizes=sizes, input_split_sizes=own, group=group)
     nodes = [node for nodes in covers for node in nodes]
     return dict(zip(nodes, received.view(-1, width), strict=True))
@@ -165,53 +165,53 @@ def exchange(
 class VirtualMean:
     """One rank's part in means over ``virtual_ranks``; without a process group it plays them all."""
 
-    def __init__(self, virtual_ranks: int, rank: int, world_size: int, waits: Waits) -> None:
+    def __init__(self, virtual_ranks: int, rank: int, world_size: int, timer: CollectiveTimer) -> None:
         self.virtual_ranks = virtual_ranks
         self.world_size = world_size
-        self.waits = waits
+        self.timer = timer
         self._rank = rank
-        self._deal(virtual_of)
+        self._deal(contiguous_virtual_ranks)
 
-    def deal_in_turn(self) -> None:
-        """Ranks play ``virtual_in_turn`` from here on. Before the first step, on all ranks."""
-        self._deal(virtual_in_turn)
+    def interleave_ranks(self) -> None:
+        """Ranks play ``interleaved_virtual_ranks`` from here on. Before the first step, on all ranks."""
+        self._deal(interleaved_virtual_ranks)
 
-    def _deal(self, played: Callable[[int, int, int], range]) -> None:
-        of_all = [played(rank, self.world_size, self.virtual_ranks) for rank in range(self.world_size)]
+    def _deal(self, assign: Callable[[int, int, int], range]) -> None:
+        of_all = [assign(rank, self.world_size, self.virtual_ranks) for rank in range(self.world_size)]
         self.mine = of_all[self._rank]
         self.passes = max(map(len, of_all))
-        self._covers = [cover(self.virtual_ranks, leaves) for leaves in of_all]
+        self._covers = [minimal_cover(self.virtual_ranks, leaves) for leaves in of_all]
 
-    def partial(self, add: Add[torch.Tensor] = torch.Tensor.add_) -> Partial[torch.Tensor]:
+    def new_partial_sums(self, add: Add[torch.Tensor] = torch.Tensor.add_) -> PartialSums[torch.Tensor]:
         """For this rank's own values, one of each of its virtual ranks."""
-        return Partial(self.virtual_ranks, add)
+        return PartialSums(self.virtual_ranks, add)
 
-    def mean(self, partial: Partial[torch.Tensor], room: Room) -> torch.Tensor:
+    def mean(self, partial: PartialSums[torch.Tensor], workspace: Workspace) -> torch.Tensor:
         """The mean of all virtual ranks' values, which are ``[n]`` of one dtype and device. A collective.
 
-        It lies in ``room``, or where a value did.
+        It lies in ``workspace``, or where a value did.
         """
         parts = partial.parts
         assert tuple(node for node, _ in parts) == self._covers[self._rank], "one value of each virtual rank"
         if len(self._covers) == 1:
             return self._fold(dict(parts))
         like = parts[0][1]
-        mine = self._fold(exchange(parts, self._covers, like, room, self.waits))
-        whole = room.of("whole", mine, len(self._covers) * mine.numel())
-        with self.waits.on(mine.device):
+        mine = self._fold(exchange_slices(parts, self._covers, like, workspace, self.timer))
+        whole = workspace.get("whole", mine, len(self._covers) * mine.numel())
+        with self.timer.measure(mine.device):
             all_gather(whole, mine)
         return whole[: like.numel()]
 
-    def mean_of(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def mean_of_scalars(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """The same of one scalar of each of this rank's virtual ranks. Those of repeated passes come last."""
-        partial = self.partial()
+        partial = self.new_partial_sums()
         for leaf, value in zip(self.mine, values[: len(self.mine)], strict=True):
-            partial.put((leaf, leaf + 1), value.detach().clone().reshape(1))
-        return self.mean(partial, Room())[0]
+            partial.add((leaf, leaf + 1), value.detach().clone().reshape(1))
+        return self.mean(partial, Workspace())[0]
 
-    def _fold(self, parts: dict[Node, torch.Tensor]) -> torch.Tensor:
+    def _fold(self, parts: dict[TreeNode, torch.Tensor]) -> torch.Tensor:
         """Divided here and nowhere else: where one divides is part of the rounding."""
-        total = fold((0, self.virtual_ranks), parts, torch.Tensor.add_)
+        total = sum_subtree((0, self.virtual_ranks), parts, torch.Tensor.add_)
         return total.div_(self.virtual_ranks)
 
 
@@ -227,7 +227,9 @@ _EPSILON = 1e-6
 
 
 @torch.no_grad()
-def clip_in_fixed_order(parameters: Iterable[torch.Tensor], max_norm: float, waits: Waits) -> torch.Tensor:
+def clip_grad_norm_fixed_order(
+    parameters: Iterable[torch.Tensor], max_norm: float, timer: CollectiveTimer
+) -> torch.Tensor:
     """Scales gradients to a 2-norm of at most ``max_norm``, as torch.nn.utils.clip_grad_norm_ does.
 
     Returns the norm before, a scalar of float32, or float64 where a gradient is. A collective where gradients are
@@ -238,7 +240,7 @@ def clip_in_fixed_order(parameters: Iterable[torch.Tensor], max_norm: float, wai
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return torch.zeros(())
-    squares = _of_all_rows([_rows(gradient) for gradient in gradients], gradients, waits)
+    squares = _of_all_rows([_rows(gradient) for gradient in gradients], gradients, timer)
     norm = _pairwise(torch.stack([_pairwise(rows[None])[0] for rows in squares])[None])[0].sqrt()
     scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     for gradient in gradients:
@@ -247,7 +249,7 @@ def clip_in_fixed_order(parameters: Iterable[torch.Tensor], max_norm: float, wai
 
 
 def _of_all_rows(
-    squares: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], waits: Waits
+    squares: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], waits: CollectiveTimer
 ) -> Sequence[torch.Tensor]:
     """Of each gradient the sums of squares of all its rows, from those of the rows that are here."""
     every = list(squares)
@@ -265,7 +267,7 @@ def _of_all_rows(
         for place, piece in zip(places, torch.split(own, widths), strict=True):
             piece[: squares[place].numel()] = squares[place]
         whole = own.new_empty(ways * own.numel())
-        with waits.on(own.device):
+        with waits.measure(own.device):
             all_gather(whole, own, group=group)
         for place, count, rows in zip(places, counts, torch.split(whole.view(ways, -1), widths, dim=1), strict=True):
             every[place] = rows.reshape(-1)[:count].to(squares[place].dtype)

@@ -1,4 +1,4 @@
-"""The schema: documents, history, judgements, the audit log, delivery, the lease, credentials and remedies."""
+"""The schema: documents, history, judgements, the audit log, delivery, the lease, credentials and remediations."""
 
 from __future__ import annotations
 
@@ -166,16 +166,16 @@ def _lease() -> None:
         sa.Column("address", sa.Text, nullable=False),
         sa.Column("renewed_at", sa.Float(53), nullable=False),
         sa.Column("expires_at", sa.Float(53), nullable=False),
-        sa.Column("heir", sa.Text, nullable=False, server_default=""),
+        sa.Column("successor", sa.Text, nullable=False, server_default=""),
         sa.Column("resigned_at", sa.Float(53), nullable=False, server_default="0"),
         sa.Column("resignations", sa.Integer, nullable=False, server_default="0"),
     )
     op.bulk_insert(lease, [{"id": 1, "epoch": 0, "holder": "", "address": "", "renewed_at": 0.0, "expires_at": 0.0}])
     op.create_table(
-        "knocks",
+        "standby_contacts",
         sa.Column("controller", sa.Text, primary_key=True),
         sa.Column("nodes", sa.Integer, nullable=False),
-        sa.Column("told_at", sa.Float(53), nullable=False),
+        sa.Column("reported_at", sa.Float(53), nullable=False),
     )
 
 
@@ -197,9 +197,9 @@ def _credentials() -> None:
     op.create_index("credentials_by_subject", "credentials", ["role", "subject"])
 
 
-def _remedies() -> None:
+def _remediations() -> None:
     op.create_table(
-        "remedies",
+        "remediations",
         sa.Column("id", sa.Text, primary_key=True),
         sa.Column("node", sa.Text, nullable=False),
         sa.Column("kind", sa.Text, nullable=False),
@@ -209,13 +209,13 @@ def _remedies() -> None:
         sa.Column("detail", sa.Text, nullable=False),
         sa.Column("doc", sa.Text, nullable=False),
     )
-    op.create_index("remedies_by_node", "remedies", ["node", "requested_at"])
-    op.create_index("remedies_by_state", "remedies", ["state"])
+    op.create_index("remediations_by_node", "remediations", ["node", "requested_at"])
+    op.create_index("remediations_by_state", "remediations", ["state"])
 
 
-def _told_alerts() -> None:
+def _notified_alerts() -> None:
     op.create_table(
-        "told_alerts",
+        "notified_alerts",
         sa.Column("fingerprint", sa.Text, primary_key=True),
         sa.Column("doc", sa.Text, nullable=False),
     )
@@ -236,15 +236,15 @@ def _findings() -> None:
     op.create_index("findings_by_node", "findings", ["node", "id"])
     op.create_index("findings_by_kind", "findings", ["kind", "id"])
     op.create_index("findings_by_key", "findings", ["node", "key"])
-    stands, is_over = sa.text("cleared_at IS NULL"), sa.text("cleared_at IS NOT NULL")
+    active, is_over = sa.text("cleared_at IS NULL"), sa.text("cleared_at IS NOT NULL")
     for name, columns, which in (
-        ("findings_standing", ["id"], stands),
-        ("findings_standing_by_kind", ["kind", "id"], stands),
+        ("findings_active", ["id"], active),
+        ("findings_active_by_kind", ["kind", "id"], active),
         ("findings_by_end", ["cleared_at"], is_over),
     ):
         op.create_index(name, "findings", columns, sqlite_where=which, postgresql_where=which)
     op.create_table(
-        "standing_findings",
+        "active_findings",
         sa.Column("node", sa.Text, nullable=False),
         sa.Column("key", sa.Text, nullable=False),
         sa.Column("doc", sa.Text, nullable=False),
@@ -260,8 +260,8 @@ def upgrade() -> None:
     _audit()
     _lease()
     _credentials()
-    _remedies()
-    _told_alerts()
+    _remediations()
+    _notified_alerts()
     _findings()
 
 

@@ -8,10 +8,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from everstep_agent.vault.memory.adoption import Adoption
-from everstep_agent.vault.memory.reading import Library
-from everstep_agent.vault.memory.segments import Segment, SegmentKey, SegmentStore
-from everstep_agent.vault.reporting import Findings, Tally
+from everstep_agent.vault.memory.adoption import SegmentAdoption
+from everstep_agent.vault.memory.reading import SlotFinder
+from everstep_agent.vault.memory.segments import SegmentFile, SegmentKey, SegmentStore
+from everstep_agent.vault.reporting import FindingReporter, VaultCounters
 from everstep_agent.vault.transfer.receiving import _holds
 
 from everstep.errors import DigestMismatch
@@ -48,12 +48,12 @@ class Left:
         self.told: list[str] = []
         self.order: list[int] = []
         self._go = threading.Event()
-        monkeypatch.setattr(Adoption, "_hash", self._held(Adoption._hash))
+        monkeypatch.setattr(SegmentAdoption, "_hash", self._held(SegmentAdoption._hash))
         self.store = SegmentStore(directory, "n1", None)
-        self.adoption = Adoption(self.store, threads)
+        self.adoption = SegmentAdoption(self.store, threads)
 
     def _held(self, hashed):  # type: ignore[no-untyped-def]
-        def wait(adoption: Adoption, segment: Segment, slot: int, header: SlotHeader) -> bool:
+        def wait(adoption: SegmentAdoption, segment: SegmentFile, slot: int, header: SlotHeader) -> bool:
             assert self._go.wait(DEADLINE_S)
             self.order.append(slot)
             return bool(hashed(adoption, segment, slot, header))
@@ -68,15 +68,15 @@ class Left:
         self.view.payload(slot)[LENGTH - 1] ^= 1
 
     def begin(self) -> int:
-        found = self.adoption.find()
-        self.store.listen(lambda damage: self.told.append(damage.message))
+        found = self.adoption.adopt_segments()
+        self.store.set_damage_handler(lambda damage: self.told.append(damage.message))
         self.adoption.start()
         return found
 
     def go(self) -> None:
         self._go.set()
 
-    def segment(self) -> Segment:
+    def segment(self) -> SegmentFile:
         found = self.store.get(KEY)
         assert found is not None
         return found
@@ -115,7 +115,7 @@ def test_nothing_is_listed_or_counted_before_it_is_hashed(left: Left) -> None:
 def test_an_unchecked_slot_that_is_asked_for_is_hashed_for_that_and_a_corrupt_one_never_served(left: Left) -> None:
     left.spoil(1)
     left.begin()
-    library = Library(left.store, Findings("n1", SYSTEM_CLOCK, Tally(), lambda _: None))
+    library = SlotFinder(left.store, FindingReporter("n1", SYSTEM_CLOCK, VaultCounters(), lambda _: None))
     served = library.open(JOB, 0, Version(1, 0), ((0, LENGTH),))
     assert bytes(served.payload) == noise(LENGTH, 0)
     with pytest.raises(DigestMismatch):
@@ -125,21 +125,25 @@ def test_an_unchecked_slot_that_is_asked_for_is_hashed_for_that_and_a_corrupt_on
 
 def test_an_unchecked_slot_is_hashed_even_for_somebody_who_would_hash_it_himself(left: Left) -> None:
     left.begin()
-    library = Library(left.store, Findings("n1", SYSTEM_CLOCK, Tally(), lambda _: None))
+    library = SlotFinder(left.store, FindingReporter("n1", SYSTEM_CLOCK, VaultCounters(), lambda _: None))
     chunks = [(at, min(CHUNK_BYTES, LENGTH - at)) for at in range(0, LENGTH, CHUNK_BYTES)]
     left.spoil(1)
     with pytest.raises(DigestMismatch):
-        list(library.pieces(JOB, 0, Version(1, 1), chunks, unhashed=True))
+        list(library.read_pieces(JOB, 0, Version(1, 1), chunks, skip_own_chunks=True))
     left.go()
     assert left.listed(DEADLINE_S) == ({0}, 0)
     left.spoil(0)
-    sent = [bytes(view) for _, views in library.pieces(JOB, 0, Version(1, 0), chunks, unhashed=True) for view in views]
+    sent = [
+        bytes(view)
+        for _, views in library.read_pieces(JOB, 0, Version(1, 0), chunks, skip_own_chunks=True)
+        for view in views
+    ]
     assert b"".join(sent) == bytes(left.view.payload(0)) != noise(LENGTH, 0)
 
 
 def test_an_unchecked_slot_is_no_copy_that_is_here_already(left: Left) -> None:
     left.begin()
-    _, header = next(iter(left.view.sealed()))
+    _, header = next(iter(left.view.sealed_slots()))
     digests = left.view.digests(0)
     put = Put(
         generation=1,
@@ -198,7 +202,7 @@ def test_a_vault_that_ends_does_not_hash_to_the_end(left: Left) -> None:
     left.go()
     left.adoption.stop()
     assert left.listed() == (set(), 2)
-    left.view.check(0)
+    left.view.verify(0)
 
 
 @pytest.mark.promise("vault-restart")
@@ -219,7 +223,7 @@ def test_a_vault_whose_slots_take_long_to_hash_serves_at_once_and_only_what_is_r
     client = fleet.configure(vault)["n1"]
     statistics = client.ask(local.Statistics)
     assert isinstance(statistics, local.StatisticsAnswer)
-    assert statistics.levels["sealed_slots"] == 0
+    assert statistics.gauges["sealed_slots"] == 0
     listed = client.post(local.Inventory, job=JOB)
     said = client.post(local.SlotSealed, job=JOB, generation=1, rank=0, local_rank=0, slot=1, version=Version(1, 2))
 
@@ -233,5 +237,5 @@ def test_a_vault_whose_slots_take_long_to_hash_serves_at_once_and_only_what_is_r
     assert isinstance(answer, local.InventoryAnswer)
     assert ([slot.version for slot in answer.slots], answer.unchecked) == ([Version(1, 1)], 0)
     refused = client.wait(said)
-    assert isinstance(refused, local.Failed)
+    assert isinstance(refused, local.RequestFailed)
     assert refused.code == "not_found"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from everstep_agent.vault.memory import shared_memory
-from everstep_agent.vault.memory.shared_memory import Budget, group_left_bytes
+from everstep_agent.vault.memory.shared_memory import MemoryBudget, cgroup_available_bytes
 
 from everstep.errors import OutOfSlotMemory
 
@@ -23,7 +23,7 @@ def left(tmp_path: Path, own: str, files: Mapping[str, str]) -> int | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (tmp_path / "own").write_text(own)
-    return group_left_bytes(tmp_path / "cgroup", tmp_path / "own")
+    return cgroup_available_bytes(tmp_path / "cgroup", tmp_path / "own")
 
 
 def group(folder: str, limit: object, used: int, stat: str = NOTHING_CACHED, high: object = "max") -> dict[str, str]:
@@ -69,20 +69,20 @@ def test_version_1_beside_version_2(tmp_path: Path) -> None:
 @pytest.mark.parametrize("own", ["0::/a\n", "", "nonsense\n", "3:cpu:/a\n"])
 def test_where_nothing_limits_or_nobody_says_there_is_no_limit(tmp_path: Path, own: str) -> None:
     assert left(tmp_path, own, group("a", "max", 5)) is None
-    assert group_left_bytes(tmp_path, tmp_path / "not there") is None
+    assert cgroup_available_bytes(tmp_path, tmp_path / "not there") is None
 
 
 @pytest.mark.promise("memory-fits")
 def test_what_a_group_has_no_room_for_is_refused_with_the_arithmetic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    budget = Budget(tmp_path, None)
-    monkeypatch.setattr(shared_memory, "group_left_bytes", lambda: 70_000)
+    budget = MemoryBudget(tmp_path, None)
+    monkeypatch.setattr(shared_memory, "cgroup_available_bytes", lambda: 70_000)
     assert budget.free_bytes() == 70_000
     with (
         pytest.raises(OutOfSlotMemory, match=r"needs 70001 bytes; .* has 70000 free .*: raise the memory limit of the"),
-        budget.admit(tmp_path / "slots", 70_001, "five slots"),
+        budget.reserve(tmp_path / "slots", 70_001, "five slots"),
     ):
         pass
-    monkeypatch.setattr(shared_memory, "group_left_bytes", lambda: -5)
+    monkeypatch.setattr(shared_memory, "cgroup_available_bytes", lambda: -5)
     assert budget.free_bytes() == 0

@@ -10,32 +10,32 @@ from typing import cast
 
 import pytest
 from everstep_agent.vault.memory import shared_memory
-from everstep_agent.vault.memory.segments import Segment, SegmentKey, SegmentStore
+from everstep_agent.vault.memory.segments import SegmentFile, SegmentKey, SegmentStore
 from everstep_agent.vault.memory.shared_memory import populate
-from everstep_agent.vault.reporting import Findings
+from everstep_agent.vault.reporting import FindingReporter
 from everstep_agent.vault.service import check_room
 
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
-from everstep.layout.segments import PAGE, segment_bytes
-from everstep.wire.v1.local import CheckRoom, SegmentNeed
+from everstep.layout.segments import PAGE_BYTES, segment_bytes
+from everstep.wire.v1.local import CheckCapacity, SegmentRequirement
 from tests.support.vaults import JOB
 
-SLOT = 64 * PAGE
+SLOT = 64 * PAGE_BYTES
 OLD = segment_bytes(5, SLOT)
 KEY = SegmentKey(JOB, "replica", 0)
 
 
-def five(directory: Path, limit: int | None = None) -> tuple[SegmentStore, Segment]:
+def five(directory: Path, limit: int | None = None) -> tuple[SegmentStore, SegmentFile]:
     """A segment of five slots with the versions 1 to 5, which a vault of ``limit`` finds."""
     return _full(directory, limit, 5)
 
 
-def two(directory: Path, limit: int | None) -> tuple[SegmentStore, Segment]:
+def two(directory: Path, limit: int | None) -> tuple[SegmentStore, SegmentFile]:
     return _full(directory, limit, 2)
 
 
-def _full(directory: Path, limit: int | None, slots: int) -> tuple[SegmentStore, Segment]:
+def _full(directory: Path, limit: int | None, slots: int) -> tuple[SegmentStore, SegmentFile]:
     store = SegmentStore(directory, "n1", limit)
     segment = store.open(KEY, SLOT, slots)
     for step in range(1, slots + 1):
@@ -48,9 +48,9 @@ def somebody_is_faster(*_: object) -> None:
     raise OutOfSlotMemory("somebody was faster")
 
 
-def steps(segment: Segment) -> list[int]:
+def steps(segment: SegmentFile) -> list[int]:
     for slot, _ in segment.sealed():
-        segment.view.check(slot)
+        segment.view.verify(slot)
     return sorted(header.version.step for _, header in segment.sealed())
 
 
@@ -59,17 +59,17 @@ def test_what_is_to_be_kept_goes_along_first_and_then_the_newest(
     shared: Path, keep: tuple[int, ...], stay: list[int]
 ) -> None:
     store, _ = five(shared)
-    fewer = store.open(KEY, SLOT + PAGE, 2, [Version(1, step) for step in keep])
-    assert (fewer.view.slots, fewer.view.slot_bytes) == (2, SLOT + PAGE)
+    fewer = store.open(KEY, SLOT + PAGE_BYTES, 2, [Version(1, step) for step in keep])
+    assert (fewer.view.slots, fewer.view.slot_bytes) == (2, SLOT + PAGE_BYTES)
     assert steps(fewer) == stay
-    assert store.budget.used_bytes() == segment_bytes(2, SLOT + PAGE)
+    assert store.budget.used_bytes() == segment_bytes(2, SLOT + PAGE_BYTES)
 
 
 def test_more_slots_than_asked_for_serve_where_nobody_counts_them(shared: Path) -> None:
     store, segment = five(shared)
-    assert store.open(KEY, PAGE, 1) is segment
-    assert store.foresee(KEY, SLOT, 5) is None
-    assert store.open(KEY, PAGE, 5, ()) is segment
+    assert store.open(KEY, PAGE_BYTES, 1) is segment
+    assert store.plan_file(KEY, SLOT, 5) is None
+    assert store.open(KEY, PAGE_BYTES, 5, ()) is segment
 
 
 @pytest.mark.promise("memory-fits")
@@ -80,19 +80,19 @@ def test_two_slots_need_not_fit_beside_all_five_and_what_is_foreseen_is_what_is_
     for limit, fits in ((need, True), (need - 1, False)):
         store, segment = five(shared, limit=max(limit, OLD))
         store.budget._limit = limit
-        wanted = store.foresee(KEY, larger, 2)
+        wanted = store.plan_file(KEY, larger, 2)
         assert wanted is not None
         if fits:
-            store.budget.foresee([wanted], "two slots", "less")
+            store.budget.require_room([wanted], "two slots", "less")
             assert steps(store.open(KEY, larger, 2, [Version(1, 1)])) == [1, 5]
         else:
             with pytest.raises(OutOfSlotMemory):
-                store.budget.foresee([wanted], "two slots", "less")
+                store.budget.require_room([wanted], "two slots", "less")
             with pytest.raises(OutOfSlotMemory, match=r"are free: raise it .*, or fewer --replicas$"):
                 store.open(KEY, larger, 2, [Version(1, 1)])
             assert steps(segment) == [1, 2, 3, 4, 5], "nothing was given up for what could not be made"
         assert [path.name for path in (shared / JOB).iterdir()] == ["replica-0"]
-        store.forget(JOB)
+        store.delete_job(JOB)
 
 
 def test_beside_two_larger_slots_only_what_is_to_be_kept_of_two_has_to_fit(shared: Path) -> None:
@@ -100,18 +100,18 @@ def test_beside_two_larger_slots_only_what_is_to_be_kept_of_two_has_to_fit(share
     need = segment_bytes(2, SLOT) - SLOT + segment_bytes(2, 2 * SLOT)
     for limit, fits in ((need, True), (need - 1, False)):
         store, segment = two(shared, limit)
-        wanted = store.foresee(KEY, 2 * SLOT, 2, [Version(1, 1)])
+        wanted = store.plan_file(KEY, 2 * SLOT, 2, [Version(1, 1)])
         assert wanted is not None
         if fits:
-            store.budget.foresee([wanted], "two slots", "less")
+            store.budget.require_room([wanted], "two slots", "less")
             assert steps(store.open(KEY, 2 * SLOT, 2, [Version(1, 1)])) == [1]
         else:
             with pytest.raises(OutOfSlotMemory):
-                store.budget.foresee([wanted], "two slots", "less")
+                store.budget.require_room([wanted], "two slots", "less")
             with pytest.raises(OutOfSlotMemory):
                 store.open(KEY, 2 * SLOT, 2, [Version(1, 1)])
             assert steps(segment) == [1, 2], "nothing was given up for what could not be made"
-        store.forget(JOB)
+        store.delete_job(JOB)
 
 
 def test_two_slots_that_nobody_names_a_version_for_keep_both(shared: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_segment_that_gave_memory_back_for_nothing_is_not_filled_again(
     """Its holes may be somebody else's memory by now: whoever wrote there would be killed by the kernel."""
     store, segment = five(shared)
     with monkeypatch.context() as patched:
-        patched.setattr(store, "_draft", somebody_is_faster)
+        patched.setattr(store, "_create_draft", somebody_is_faster)
         with pytest.raises(OutOfSlotMemory):
             store.open(KEY, 2 * SLOT, 2, [Version(1, 1)])
     assert steps(segment) == [1, 5]
@@ -145,18 +145,20 @@ def test_five_slots_come_back_with_what_two_held(shared: Path) -> None:
 def test_copies_for_another_roster_give_back_what_nobody_may_go_back_to_where_room_is_short(shared: Path) -> None:
     """After a loss ranks have other numbers: copies of before stay whole in what is committed, say, and that alone."""
     store, copies = five(shared)
-    tier = store.open(SegmentKey(JOB, "replica", 99), PAGE, 1)
+    tier = store.open(SegmentKey(JOB, "replica", 99), PAGE_BYTES, 1)
     tier.view.begin(0, 99, Version(1, 1), b"", 8)[:] = b"not mine"
     tier.view.seal(0)
     store.budget._limit = store.budget.used_bytes() + segment_bytes(2, SLOT) - 3 * SLOT
-    needs = (SegmentNeed(replica=True, number=1, slot_bytes=SLOT, slots=2),)
+    needs = (SegmentRequirement(replica=True, number=1, slot_bytes=SLOT, slots=2),)
     told: list[str] = []
-    findings = cast(Findings, SimpleNamespace(memory_short=lambda _job, message: told.append(message)))
+    findings = cast(FindingReporter, SimpleNamespace(report_memory_shortage=lambda _job, message: told.append(message)))
     with pytest.raises(OutOfSlotMemory, match="fewer --replicas"):
-        check_room(store, findings, CheckRoom(request=1, job=JOB, needs=needs))
+        check_room(store, findings, CheckCapacity(request=1, job=JOB, needs=needs))
     assert (len(told), steps(copies)) == (1, [1, 2, 3, 4, 5])
     check_room(
-        store, findings, CheckRoom(request=2, job=JOB, needs=needs, below=99, keep=(Version(1, 2), Version(1, 5)))
+        store,
+        findings,
+        CheckCapacity(request=2, job=JOB, needs=needs, reclaim_below_rank=99, keep=(Version(1, 2), Version(1, 5))),
     )
     assert (len(told), steps(copies), steps(tier)) == (1, [2, 5], [1])
     assert store.open(SegmentKey(JOB, "replica", 1), SLOT, 2, ()).view.slots == 2
@@ -173,9 +175,9 @@ def test_memory_that_a_segment_gives_back_is_not_taken_again_for_its_copies_to_c
 
     monkeypatch.setattr(shared_memory, "populate", goes_on)
     store, segment = five(shared)
-    monkeypatch.setattr(store, "_draft", somebody_is_faster)
+    monkeypatch.setattr(store, "_create_draft", somebody_is_faster)
     with pytest.raises(OutOfSlotMemory):
         store.open(KEY, 2 * SLOT, 2, [Version(1, 1)])
     assert steps(segment) == [1, 5]
     assert store.budget.used_bytes() == OLD - 3 * SLOT
-    store.forget(JOB)
+    store.delete_job(JOB)

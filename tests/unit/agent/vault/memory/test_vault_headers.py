@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from everstep_agent.vault.memory.adoption import Adoption
+from everstep_agent.vault.memory.adoption import SegmentAdoption
 from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
 
 from everstep.errors import ConfigurationError
 from everstep.ids import Version
-from everstep.layout.segments import HEADER_BYTES, PAGE, RECORD_PLACES, SlotState
-from everstep.layout.slots import _MENDING, SegmentView, slot_bytes_for
+from everstep.layout.segments import HEADER_BYTES, PAGE_BYTES, RECORD_OFFSETS, SlotState
+from everstep.layout.slots import _REPAIR_MARK, SegmentView, slot_bytes_for
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local
 from tests.support.vaults import DEADLINE_S, JOB, RankMemory, Vaults, map_segment
@@ -42,8 +42,8 @@ def fill(view: SegmentView, slot: int) -> None:
 
 def adopt(store: SegmentStore) -> int:
     """What a vault does that starts again. Returns how many slots it found good."""
-    adoption = Adoption(store)
-    adoption.find()
+    adoption = SegmentAdoption(store)
+    adoption.adopt_segments()
     adoption.start()
     try:
         found, unchecked = adoption.inventory(JOB, DEADLINE_S)
@@ -62,12 +62,12 @@ def test_no_bit_of_a_segments_header_costs_a_slot_when_the_vault_starts_again(tm
             store = SegmentStore(tmp_path / "segments", "n1", None)
             told: list[str] = []
             assert adopt(store) == 1, (at, bit)
-            store.listen(lambda damage, told=told: told.append(damage.message))
+            store.set_damage_handler(lambda damage, told=told: told.append(damage.message))
             assert told == [f"the header of {path} was damaged; it is written anew, and its slots stand"], (at, bit)
             segment = store.get(KEY)
             assert segment is not None
-            segment.view.check(3)
-            assert map_segment(path).mended_header is False, (at, bit)
+            segment.view.verify(3)
+            assert map_segment(path).header_was_repaired is False, (at, bit)
 
 
 def test_a_segment_of_which_nothing_can_be_told_is_given_up_and_that_is_told(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_segment_of_which_nothing_can_be_told_is_given_up_and_that_is_told(tmp
     store = SegmentStore(tmp_path / "segments", "n1", None)
     told: list[str] = []
     assert adopt(store) == 0
-    store.listen(lambda damage: told.append(damage.message))
+    store.set_damage_handler(lambda damage: told.append(damage.message))
     assert len(told) == 1
     assert "given up" in told[0]
     assert not path.exists()
@@ -88,7 +88,7 @@ def test_a_slot_that_is_found_bad_when_the_vault_starts_again_is_told(tmp_path: 
     store = SegmentStore(tmp_path / "segments", "n1", None)
     told: list[str] = []
     assert adopt(store) == 0
-    store.listen(lambda damage: told.append(damage.subject))
+    store.set_damage_handler(lambda damage: told.append(damage.subject))
     assert told == ["job/rank2/1:9"]
 
 
@@ -99,18 +99,18 @@ def test_a_slot_whose_header_is_damaged_in_both_records_is_told_when_the_vault_s
     store = SegmentStore(tmp_path / "segments", "n1", None)
     told: list[str] = []
     assert adopt(store) == 0
-    store.listen(lambda damage: told.append(damage.subject))
+    store.set_damage_handler(lambda damage: told.append(damage.subject))
     assert told == ["job/own-0/slot3"]
-    assert map_segment(path).look(3).state is SlotState.EMPTY
+    assert map_segment(path).read_records(3).state is SlotState.EMPTY
 
 
 def test_a_mend_whose_vault_was_killed_does_not_keep_the_slot_from_being_filled(tmp_path: Path) -> None:
     path = store_with_a_slot(tmp_path / "segments")
     view = map_segment(path)
-    view._flag(3, _MENDING)
+    view._flag(3, _REPAIR_MARK)
     assert adopt(SegmentStore(tmp_path / "segments", "n1", None)) == 1
     fill(view, 3)
-    view.check(3)
+    view.verify(3)
 
 
 def test_a_segment_under_another_ones_name_is_given_up(tmp_path: Path) -> None:
@@ -119,22 +119,22 @@ def test_a_segment_under_another_ones_name_is_given_up(tmp_path: Path) -> None:
     store = SegmentStore(tmp_path / "segments", "n1", None)
     told: list[str] = []
     assert adopt(store) == 0
-    store.listen(lambda damage: told.append(damage.message))
+    store.set_damage_handler(lambda damage: told.append(damage.message))
     assert "is given up: it is the segment job/own-0" in told[0]
 
 
 def test_slots_of_an_older_layout_keep_the_vault_from_starting_and_stay(tmp_path: Path) -> None:
     path = store_with_a_slot(tmp_path / "segments")
-    old = b"EVRSTEP\x01" + (1).to_bytes(4, "little") + bytes(8 * PAGE)
+    old = b"EVRSTEP\x01" + (1).to_bytes(4, "little") + bytes(8 * PAGE_BYTES)
     path.write_bytes(old)
     with pytest.raises(ConfigurationError, match="let the jobs that have slots here end under the release"):
-        Adoption(SegmentStore(tmp_path / "segments", "n1", None)).find()
+        SegmentAdoption(SegmentStore(tmp_path / "segments", "n1", None)).adopt_segments()
     assert path.read_bytes() == old
 
 
 def record_places(path: Path, slot: int) -> tuple[int, ...]:
-    base = map_segment(path).segment.base(slot)
-    return tuple(base + place for place in RECORD_PLACES)
+    base = map_segment(path).segment.slot_offset(slot)
+    return tuple(base + place for place in RECORD_OFFSETS)
 
 
 @pytest.mark.promise("bit-flips")
@@ -146,7 +146,7 @@ def test_a_new_rank_finds_its_slots_under_a_header_with_a_flipped_bit(fleet: Vau
     fill(before.view, 3)
     flip(before.path, at, 4)
     after = RankMemory(vault.client(), rank=2)
-    after.view.check(3)
+    after.view.verify(3)
     assert (after.view.slots, after.view.slot_bytes) == (before.view.slots, before.view.slot_bytes)
     found = supervisor.finding().finding
     assert (found.job, found.finding.kind, found.finding.subject) == (JOB, FindingKind.SLOT_CORRUPT, "job/own-0")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from everstep_agent.vault.memory import segments, shared_memory
 from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
-from everstep_agent.vault.memory.shared_memory import Budget
+from everstep_agent.vault.memory.shared_memory import MemoryBudget
 
 from everstep.errors import EverstepError, OutOfSlotMemory, Unavailable
 from everstep.layout.segments import segment_bytes
@@ -52,14 +52,14 @@ def own(number: int) -> SegmentKey:
 
 
 def test_what_is_free_is_what_could_still_be_made_under_the_limit(tmp_path: Path) -> None:
-    budget = Budget(tmp_path, 100_000)
+    budget = MemoryBudget(tmp_path, 100_000)
     (tmp_path / "slots").write_bytes(bytes(60_000))
     assert budget.free_bytes() == 40_000
-    with budget.admit(tmp_path / "a", 30_000, "a segment"):
+    with budget.reserve(tmp_path / "a", 30_000, "a segment"):
         assert budget.free_bytes() == 10_000
         with (
             pytest.raises(OutOfSlotMemory, match="10000 are free"),
-            budget.admit(tmp_path / "b", 10_001, "another"),
+            budget.reserve(tmp_path / "b", 10_001, "another"),
         ):
             pass
     assert budget.free_bytes() == 40_000
@@ -108,8 +108,8 @@ def test_what_a_file_that_is_being_made_has_no_pages_for_yet_is_spoken_for(
 ) -> None:
     """As ``make_huge`` leaves it: as long as it will be, and with hardly any pages."""
     monkeypatch.setattr(shared_memory, "_available_memory", lambda: 10 * mmap.PAGESIZE)
-    budget, path = Budget(shared, None), shared / "slots"
-    with budget.admit(path, 6 * mmap.PAGESIZE, "slots"):
+    budget, path = MemoryBudget(shared, None), shared / "slots"
+    with budget.reserve(path, 6 * mmap.PAGESIZE, "slots"):
         with path.open("wb") as file:
             file.write(bytes(mmap.PAGESIZE))
             file.truncate(6 * mmap.PAGESIZE)
@@ -117,8 +117,8 @@ def test_what_a_file_that_is_being_made_has_no_pages_for_yet_is_spoken_for(
 
 
 def test_parts_of_one_file_that_come_at_once_count_as_the_file_that_they_make(tmp_path: Path) -> None:
-    budget, path = Budget(tmp_path, 100_000), tmp_path / "landing"
-    with budget.admit(path, 30_000, "its first part"), budget.admit(path, 80_000, "its second part"):
+    budget, path = MemoryBudget(tmp_path, 100_000), tmp_path / "landing"
+    with budget.reserve(path, 30_000, "its first part"), budget.reserve(path, 80_000, "its second part"):
         assert budget.free_bytes() == 20_000
         path.write_bytes(bytes(80_000))
         assert budget.free_bytes() == 20_000
@@ -127,22 +127,22 @@ def test_parts_of_one_file_that_come_at_once_count_as_the_file_that_they_make(tm
 
 def test_a_directory_that_holds_more_than_the_limit_has_nothing_free(tmp_path: Path) -> None:
     (tmp_path / "slots").write_bytes(bytes(60_000))
-    budget = Budget(tmp_path, 50_000)
+    budget = MemoryBudget(tmp_path, 50_000)
     assert budget.free_bytes() == 0
     with (
         pytest.raises(OutOfSlotMemory, match="60000 of --memory-limit 50000 are in use, 0 are free"),
-        budget.admit(tmp_path / "a", 1, "a byte"),
+        budget.reserve(tmp_path / "a", 1, "a byte"),
     ):
         pass
 
 
 def test_without_a_limit_what_is_free_is_what_the_machine_has_left(tmp_path: Path) -> None:
-    budget = Budget(tmp_path, None)
-    with budget.admit(tmp_path / "a", budget.free_bytes() // 2, "half of it"):
+    budget = MemoryBudget(tmp_path, None)
+    with budget.reserve(tmp_path / "a", budget.free_bytes() // 2, "half of it"):
         pass
     with (
         pytest.raises(OutOfSlotMemory, match=r"enlarge that file system|raise the memory limit"),
-        budget.admit(tmp_path / "a", 1 << 60, "all"),
+        budget.reserve(tmp_path / "a", 1 << 60, "all"),
     ):
         pass
 
@@ -156,7 +156,7 @@ def test_the_memory_of_a_segment_that_is_replaced_or_forgotten_is_free_at_once(s
         for slot_bytes, slots in ((PAGES, 3), (2 * PAGES, 3), (3 * PAGES, 2)):
             store.open(own(0), slot_bytes, slots, [])
             assert _mapped(shared) == 1
-        store.forget(JOB)
+        store.delete_job(JOB)
         assert _mapped(shared) == 0
     finally:
         gc.enable()

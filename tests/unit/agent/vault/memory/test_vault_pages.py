@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from everstep_agent.vault.memory.shared_memory import MPOL_DEFAULT, MPOL_PREFERRED, has_huge_pages, near
+from everstep_agent.vault.memory.shared_memory import MPOL_DEFAULT, MPOL_PREFERRED, has_huge_pages, prefer_numa_node
 
 MOUNTS = """\
 /dev/vda / ext4 rw,relatime 0 0
@@ -89,14 +89,14 @@ def policy() -> tuple[int, int]:
 @pytest.mark.skipif(platform.machine() not in GET_MEMPOLICY, reason="the system call's number is not known here")
 def test_pages_made_meanwhile_come_from_the_node_that_was_named() -> None:
     before = policy()
-    with near(0):
+    with prefer_numa_node(0):
         assert policy() == (MPOL_PREFERRED, 1)
     assert policy() == before == (MPOL_DEFAULT, 0)
-    with near(None):
+    with prefer_numa_node(None):
         assert policy() == before
 
 
 def test_a_node_that_does_not_exist_is_told_of_and_done_without(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), near(1000):
+    with caplog.at_level(logging.WARNING), prefer_numa_node(1000):
         pass
     assert "NUMA node 1000" in caplog.text

@@ -58,7 +58,7 @@ def bring(
 
 
 def fetch(fleet: Vaults, ranges: tuple[tuple[int, int], ...], by: int = 0, **fields: object) -> local.FromVault:
-    said = {"job": JOB, "node": "n2", "rank": 3, "version": V, "ranges": ranges, "into": str(scratch(fleet, by))}
+    said = {"job": JOB, "node": "n2", "rank": 3, "version": V, "ranges": ranges, "target_path": str(scratch(fleet, by))}
     return fleet.all[by].client().ask(local.Fetch, **(said | fields))
 
 
@@ -83,7 +83,7 @@ def test_ranges_come_one_after_another(
 
 
 def test_a_manifest_lands_where_the_rank_says_and_touches_nothing_before_that(fleet: Vaults, owner: RankMemory) -> None:
-    answer = fetch(fleet, (), into_offset=4097)
+    answer = fetch(fleet, (), target_offset=4097)
     assert isinstance(answer, local.Fetched), answer
     landed = scratch(fleet).read_bytes()
     assert landed[4097 : 4097 + answer.bytes] == b"what is where"
@@ -93,7 +93,7 @@ def test_a_manifest_lands_where_the_rank_says_and_touches_nothing_before_that(fl
 @pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
 def test_a_vault_brings_no_ranges_of_slots_that_are_there(fleet: Vaults, owner: RankMemory, by: int) -> None:
     refused = fetch(fleet, ((0, 9),), by)
-    assert isinstance(refused, local.Failed)
+    assert isinstance(refused, local.RequestFailed)
     assert refused.code == "malformed"
     assert "read rank 3's version 1:1 over a connection to n2 (Connect)" in refused.message
     assert not scratch(fleet, by).exists()
@@ -110,7 +110,7 @@ def test_a_manifest_that_is_not_what_was_sealed_is_not_brought_and_its_sender_is
         holders = (Holder(node="n1", vault=fleet.all[0].address), Holder(node="n2", vault=liar.address))
         fleet.configure(fleet.all[0], generation=2, holders=holders)
         refused = fetch(fleet, ())
-        assert isinstance(refused, local.Failed)
+        assert isinstance(refused, local.RequestFailed)
         assert refused.code == "digest_mismatch"
         found = fleet.supervisors["n1"].finding().finding.finding
         assert (found.kind, found.subject) == (FindingKind.TRANSFER_CORRUPT, "n2")
@@ -243,17 +243,17 @@ def test_bytes_land_nowhere_but_in_plain_files_below_the_segment_directory(
         "precious",
         "",
     ):
-        refused = fetch(fleet, (), by, into=into)
-        assert isinstance(refused, local.Failed), into
+        refused = fetch(fleet, (), by, target_path=into)
+        assert isinstance(refused, local.RequestFailed), into
         assert refused.code == "forbidden", into
     assert outside.read_bytes() == b"untouched"
-    assert fetch(fleet, (), by, into_offset=-1).code == "forbidden"
+    assert fetch(fleet, (), by, target_offset=-1).code == "forbidden"
 
 
 @LANDINGS
 def test_a_landing_that_has_no_room_is_refused_with_the_arithmetic(fleet: Vaults, owner: RankMemory, by: int) -> None:
-    refused = fetch(fleet, (), by, into_offset=1 << 50)
-    assert isinstance(refused, local.Failed)
+    refused = fetch(fleet, (), by, target_offset=1 << 50)
+    assert isinstance(refused, local.RequestFailed)
     assert refused.code == "slot_memory"
     assert "free" in refused.message
 

@@ -34,7 +34,7 @@ def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
 def nothing_stays(fleet: Vaults) -> Iterator[None]:
     yield
     for vault in fleet.all:
-        assert isinstance(vault.client().ask(local.Forget, job=JOB), local.Done)
+        assert isinstance(vault.client().ask(local.ForgetJob, job=JOB), local.RequestDone)
 
 
 @pytest.fixture
@@ -80,11 +80,11 @@ def test_any_ranges_land_one_after_another(group: Group) -> None:
     ranges = ((CHUNK_BYTES - 5, 10), (0, 0), (size - 1, 1), (0, 3), *scattered)
     group.forget_nodes(("n2", "p"), 2)
     expected = b"".join(group.payloads[1][at : at + count] for at, count in ranges)
-    before = counter(group, "n1", "decoded_bytes")
+    before = counter(group, "n1", "parity_recovered_bytes")
     assert group.made_again(1, "n1", ranges) == expected
-    assert counter(group, "n1", "decoded_bytes") - before == len(expected)
+    assert counter(group, "n1", "parity_recovered_bytes") - before == len(expected)
     answer = group.fetch(1, "n1", ((size, 1),))
-    assert isinstance(answer, local.Failed)
+    assert isinstance(answer, local.RequestFailed)
     assert answer.code == "malformed"
 
 
@@ -100,7 +100,7 @@ def test_a_third_loss_is_said_with_who_is_gone_and_why(group: Group) -> None:
     group.protected()
     group.forget_nodes(("n1", "n2", "p"), 2)
     answer = group.fetch(0, "n3", ((0, 10),))
-    assert isinstance(answer, local.Failed)
+    assert isinstance(answer, local.RequestFailed)
     assert answer.code == "not_restorable"
     assert "1 other members and 1 of P and Q are lost too" in answer.message
     assert "n2 is not to be had (n2 is not among the holders" in answer.message
@@ -108,7 +108,7 @@ def test_a_third_loss_is_said_with_who_is_gone_and_why(group: Group) -> None:
 
 def test_without_parity_nothing_is_made_again(group: Group) -> None:
     answer = group.fetch(0, "n3", ((0, 10),))
-    assert isinstance(answer, local.Failed)
+    assert isinstance(answer, local.RequestFailed)
     assert answer.code == "not_restorable"
     assert "no sealed slot here holds version 1:5 of the parity of group 7" in answer.message
 
@@ -127,7 +127,7 @@ def test_no_parity_is_made_of_bytes_that_are_not_what_was_sealed(group: Group) -
     payload = view.payload(0)
     payload[4_000_000] ^= 1
     answer = group.protect("p")
-    assert isinstance(answer, local.Failed)
+    assert isinstance(answer, local.RequestFailed)
     assert answer.code == "digest_mismatch"
     payload[4_000_000] ^= 1
     member.fill(0, V, group.payloads[3], manifest=b"what rank 13 has")
@@ -144,13 +144,13 @@ def test_a_member_that_sends_other_bytes_than_it_says_were_sealed_is_caught_and_
             holders=(*(h for h in group.fleet.holders() if h.node != "n2"), Holder(node="n2", vault=liar.address)),
         )
         answer = group.protect("p", generation=2)
-        assert isinstance(answer, local.Failed)
+        assert isinstance(answer, local.RequestFailed)
         assert answer.code == "digest_mismatch"
         assert "rank 11's version 1:5 on n2: chunk 0 is not what was sealed" in answer.message
         finding = group.fleet.supervisors["p"].finding().finding.finding
         assert (finding.kind, finding.subject) == (FindingKind.TRANSFER_CORRUPT, "n2")
         view = map_segment(group.fleet.all[NODES.index("p")].segment_dir / JOB / "parity-7")
-        assert list(view.sealed()) == []
+        assert list(view.sealed_slots()) == []
     finally:
         liar.close()
 
@@ -168,7 +168,7 @@ def test_a_survivor_that_holds_other_bytes_under_the_same_version_is_caught_and_
     assert finding.subject == "n2"
     group.forget_nodes(("n1", "p"), 3)
     answer = group.fetch(0, "q", ((0, 10),))
-    assert isinstance(answer, local.Failed)
+    assert isinstance(answer, local.RequestFailed)
     assert answer.code == "not_restorable"
     assert "chunk 0 is not what was sealed as that version" in answer.message
 
@@ -177,7 +177,7 @@ def test_parity_that_was_flipped_at_rest_is_not_used_where_the_other_one_does(gr
     group.protected()
     home = group.fleet.all[NODES.index("p")]
     view = map_segment(home.segment_dir / JOB / "parity-7")
-    ((slot, _),) = view.sealed()
+    ((slot, _),) = view.sealed_slots()
     view.payload(slot)[123_456] ^= 8
     group.forget_nodes(("n1",), 2)
     group.reads_back(0, "n2")
@@ -190,7 +190,7 @@ def test_parity_that_was_made_wrong_is_known_by_what_comes_of_it(group: Group) -
     """Its own digests are right; what is made from it is not what the lost rank sealed."""
     group.protected()
     view = map_segment(group.fleet.all[NODES.index("p")].segment_dir / JOB / "parity-7")
-    ((slot, header),) = view.sealed()
+    ((slot, header),) = view.sealed_slots()
     manifest, wrong = view.manifest(slot), bytearray(view.payload(slot))
     wrong[3] ^= 1
     view.begin(slot, header.rank, V, manifest, len(wrong))[:] = wrong
@@ -199,7 +199,7 @@ def test_parity_that_was_made_wrong_is_known_by_what_comes_of_it(group: Group) -
     group.reads_back(0, "n4")
     group.forget_nodes(("n1", "n2"), 3)
     answer = group.fetch(0, "n4", ((0, 10),))
-    assert isinstance(answer, local.Failed)
+    assert isinstance(answer, local.RequestFailed)
     assert answer.code == "digest_mismatch"
 
 
@@ -210,10 +210,10 @@ def test_p_and_q_of_different_shards_are_not_used_together(group: Group) -> None
     second = group.protect("q")
     assert isinstance(first, local.Protected)
     assert isinstance(second, local.Protected)
-    assert first.members != second.members
+    assert first.members_digest != second.members_digest
     group.forget_nodes(("n1",), 2)
     answer = group.fetch(0, "n4", ((0, 10),))
-    assert isinstance(answer, local.Failed)
+    assert isinstance(answer, local.RequestFailed)
     assert (answer.code, answer.message) == (
         "digest_mismatch",
         "P and Q of the group of rank 10's version 1:5 were made of different shards",
@@ -230,9 +230,9 @@ def test_parity_is_told_apart_from_slots_of_ranks(group: Group) -> None:
     inventory = group.fleet.supervisors["p"].ask(local.Inventory, job=JOB)
     assert isinstance(inventory, local.InventoryAnswer)
     assert inventory.slots == ()
-    said = {"job": JOB, "rank": 7, "version": V, "ranges": (), "into": str(home.segment_dir / "scratch")}
+    said = {"job": JOB, "rank": 7, "version": V, "ranges": (), "target_path": str(home.segment_dir / "scratch")}
     answer = home.client().ask(local.Fetch, node="p", **said)
-    assert isinstance(answer, local.Failed)
+    assert isinstance(answer, local.RequestFailed)
     assert answer.code == "not_found"
 
 
@@ -256,32 +256,32 @@ def test_the_next_version_takes_the_other_slot_and_what_is_kept_stays(group: Gro
     group.forget_nodes(("n1", "n2"), 2)
     group.reads_back(0, "q")
     assert isinstance(group.fetch(0, "q", ((0, 10),), Version(1, 7)), local.Fetched)
-    assert isinstance(group.fetch(0, "q", ((0, 10),), Version(1, 6)), local.Failed)
+    assert isinstance(group.fetch(0, "q", ((0, 10),), Version(1, 6)), local.RequestFailed)
 
 
 def test_who_is_no_home_or_has_a_member_twice_refuses(group: Group) -> None:
     answer = group.protect("n1")
-    assert isinstance(answer, local.Failed)
+    assert isinstance(answer, local.RequestFailed)
     assert (answer.code, answer.message) == ("not_found", "n1 is no home of the parity of group 7")
     doubled = msgspec.structs.replace(GROUP, parity=("p", "n1"))
     answer = group.protect("p", group=doubled)
-    assert isinstance(answer, local.Failed)
+    assert isinstance(answer, local.RequestFailed)
     assert answer.code == "configuration"
     assert "has a node twice (n1, n2, n3, n4, p, n1)" in answer.message
 
 
 def test_an_old_generation_and_a_version_that_is_gone_are_refused(group: Group) -> None:
     answer = group.protect("p", Version(1, 99))
-    assert isinstance(answer, local.Failed)
+    assert isinstance(answer, local.RequestFailed)
     assert answer.code == "not_found"
     group.fleet.configure(generation=2)
     answer = group.protect("p")
-    assert isinstance(answer, local.Failed)
+    assert isinstance(answer, local.RequestFailed)
     assert answer.code == "stale"
 
 
 def test_a_job_that_is_over_leaves_no_parity_behind(group: Group) -> None:
     group.protected()
     home = group.fleet.all[NODES.index("p")]
-    assert isinstance(group.fleet.supervisors["p"].ask(local.Forget, job=JOB), local.Done)
+    assert isinstance(group.fleet.supervisors["p"].ask(local.ForgetJob, job=JOB), local.RequestDone)
     assert list(home.segment_dir.rglob("parity-*")) == []

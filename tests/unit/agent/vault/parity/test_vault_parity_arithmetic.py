@@ -9,7 +9,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from everstep_agent.vault.parity import galois
-from everstep_agent.vault.parity.shards import MOST_MEMBERS, STRIPE_BYTES, parity_bytes
+from everstep_agent.vault.parity.shards import MAX_MEMBERS, STRIPE_BYTES, parity_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -118,7 +118,7 @@ def test_members_of_any_lengths_count_as_followed_by_zeros(sizes: list[int], see
 
 
 def test_the_last_coefficient_still_differs_from_the_first_one() -> None:
-    members = noise([100] * MOST_MEMBERS)
+    members = noise([100] * MAX_MEMBERS)
     p, q = encoded(members)
     for lost in ((0, 254), (253, 254), (0, 1)):
         assert recovered(members, lost, p, q) == [members[number] for number in lost]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from everstep.ids import Version
-from everstep.layout.segments import PAGE
+from everstep.layout.segments import PAGE_BYTES
 from everstep.layout.slots import CHUNK_BYTES, SegmentView, chunk_count
 from everstep.native import DIGEST_BYTES
 from everstep.vocabulary import FindingKind
@@ -37,19 +37,19 @@ def view_of(group: Group, node: str) -> SegmentView:
 def mended(group: Group, node: str, place: int | None) -> str:
     """Flips a bit of the payload, or with None of the manifest; what is told, once all is as it was."""
     view = view_of(group, node)
-    ((slot, header),) = view.sealed()
+    ((slot, header),) = view.sealed_slots()
     before = bytes(view.payload(slot))
     if place is not None:
         view.payload(slot)[place] ^= 4
     else:
-        start = view.segment.base(slot) + PAGE + DIGEST_BYTES * (chunk_count(header.payload_bytes) + 1)
+        start = view.segment.slot_offset(slot) + PAGE_BYTES + DIGEST_BYTES * (chunk_count(header.payload_bytes) + 1)
         view._buffer[start + 11] ^= 1
     finding = group.fleet.supervisors[node].finding().finding.finding
     assert finding.kind is FindingKind.SLOT_CORRUPT
     assert finding.subject == ("job/parity-7/1:5" if node in ("p", "q") else "job/rank10/1:5")
     if "discarded" not in finding.message:
         assert bytes(view.payload(slot)) == before
-        view.check(slot)
+        view.verify(slot)
     return finding.message
 
 
@@ -95,4 +95,4 @@ def test_a_home_that_began_anew_still_makes_its_row_from_the_members(group: Grou
     assert "mended from its parity group" in mended(group, "p", 77)
     answer = group.protect("p", generation=2)
     assert isinstance(answer, local.Protected), answer
-    assert not isinstance(answer, local.Failed)
+    assert not isinstance(answer, local.RequestFailed)

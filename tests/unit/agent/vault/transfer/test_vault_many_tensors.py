@@ -11,7 +11,15 @@ import xxhash
 
 from everstep.errors import ConfigurationError
 from everstep.ids import Version
-from everstep.layout.manifests import LAYOUT_FORMAT, Box, Manifest, Stored, Tensor, decode_manifest, encode_manifest
+from everstep.layout.manifests import (
+    LAYOUT_FORMAT,
+    Box,
+    Manifest,
+    StoredBox,
+    TensorInfo,
+    decode_manifest,
+    encode_manifest,
+)
 from everstep.layout.slots import SegmentView, slot_bytes_for
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local
@@ -35,8 +43,8 @@ def manifest_of(count: int) -> Manifest:
         LAYOUT_FORMAT,
         3,
         1,
-        tuple(Tensor(f"{prefix}.{n:06}", "float32", 4, (1, 1, 1), False) for n in range(count)),
-        tuple(Stored(n, Box((0, 0, 0), (1, 1, 1)), 64 * n) for n in range(count)),
+        tuple(TensorInfo(f"{prefix}.{n:06}", "float32", 4, (1, 1, 1), False) for n in range(count)),
+        tuple(StoredBox(n, Box((0, 0, 0), (1, 1, 1)), 64 * n) for n in range(count)),
         64 * count,
         1,
         64 * count + 64,
@@ -72,7 +80,7 @@ def manifests_received(client: VaultClient) -> int:
 def fetched(vault: VaultProcess, client: VaultClient, node: str, version: Version, **fields: object) -> bytes:
     into = Path(vault.segment_dir, JOB, "scratch")
     into.parent.mkdir(exist_ok=True)
-    answer = client.ask(local.Fetch, job=JOB, node=node, rank=3, version=version, into=str(into), **fields)
+    answer = client.ask(local.Fetch, job=JOB, node=node, rank=3, version=version, target_path=str(into), **fields)
     assert isinstance(answer, local.Fetched), answer
     return into.read_bytes()[: answer.bytes]
 
@@ -89,11 +97,11 @@ def test_it_goes_to_a_peer_once_for_all_versions_and_each_copy_is_whole_by_itsel
         store(rank, slot, version)
     assert manifests_received(clients["n2"]) == 1
     view = copies(second)
-    for slot, header in view.sealed():
-        view.check(slot)
+    for slot, header in view.sealed_slots():
+        view.verify(slot)
         assert decode_manifest(view.manifest(slot)) == MANIFEST
         assert view.payload(slot) == PAYLOADS[header.version]
-    assert [header.version for _, header in view.sealed()] == [V1, V2]
+    assert [header.version for _, header in view.sealed_slots()] == [V1, V2]
 
 
 def test_a_copy_is_read_from_afar_and_after_its_vault_was_killed(fleet: Vaults) -> None:
@@ -135,7 +143,7 @@ def test_a_bit_that_flips_in_it_is_found_and_mended_from_the_other_holder(fleet:
     other = "n2" if rotten == "n1" else "n1"
     assert f"mended from {other}" in clients[rotten].finding().finding.finding.message
     until(lambda: bytes(view.manifest_view(0)) == ENCODED, "the manifest is whole again")
-    view.check(0)
+    view.verify(0)
 
 
 def test_what_rotted_in_an_older_copy_is_sent_again(fleet: Vaults) -> None:
@@ -147,12 +155,12 @@ def test_what_rotted_in_an_older_copy_is_sent_again(fleet: Vaults) -> None:
     store(rank, 1, V2)
     assert manifests_received(clients["n2"]) == 2
     view = copies(second)
-    (slot,) = (slot for slot, header in view.sealed() if header.version == V2)
-    view.check(slot)
+    (slot,) = (slot for slot, header in view.sealed_slots() if header.version == V2)
+    view.verify(slot)
 
 
 def test_more_than_a_manifest_may_be_is_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep.layout.manifests.MOST_MANIFEST_BYTES", 10_000)
+    monkeypatch.setattr("everstep.layout.manifests.MAX_MANIFEST_BYTES", 10_000)
     with pytest.raises(
         ConfigurationError, match=r"shapes of 1000 tensors .* take \d+ bytes, and a manifest 10000 at most"
     ):

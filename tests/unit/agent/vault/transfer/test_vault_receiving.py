@@ -8,19 +8,19 @@ from typing import cast
 
 import pytest
 import xxhash
-from everstep_agent.vault.job_table import JobBook
+from everstep_agent.vault.job_table import JobTable
 from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
-from everstep_agent.vault.reporting import Findings, Tally
-from everstep_agent.vault.transfer.receiving import Incoming, Receiver, fill_from_other_versions
+from everstep_agent.vault.reporting import FindingReporter, VaultCounters
+from everstep_agent.vault.transfer.receiving import IncomingTransfer, SlotReceiver, fill_from_other_versions
 
 from everstep.errors import Conflict, OutOfSlotMemory, Unavailable
 from everstep.ids import Version
 from everstep.layout.segments import SlotState
 from everstep.layout.slots import CHUNK_BYTES
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep.wire.framing import Channel
+from everstep.wire.framing import VaultChannel
 from everstep.wire.v1 import local
-from everstep.wire.v1.transfer import PIECE_GOOD, Ack, ManifestPart, Part, PartDone, Put, PutDone, Ready, chunk_bits
+from everstep.wire.v1.transfer import PIECE_VALID, Ack, ManifestPart, Part, PartDone, Put, PutDone, Ready, chunk_bitmap
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, SECRET, Vaults, vaults
 from tests.support.waiting import until
@@ -44,29 +44,29 @@ def wire(fleet: Vaults) -> Iterator[Wire]:
 
 def _wait_for_connections(fleet: Vaults, count: int) -> None:
     client = fleet.supervisors["n1"]
-    until(lambda: client.ask(local.Statistics).levels["peer_connections"] == count, f"{count} connections")
+    until(lambda: client.ask(local.Statistics).gauges["peer_connections"] == count, f"{count} connections")
 
 
-def _sent(channel: Channel, transfer: bytes, payload: bytes) -> None:
-    channel.send(Part(transfer=transfer, first=0, chunks=1))
-    bulk(channel, payload, PIECE_GOOD)
-    channel.answer(PartDone)
+def _sent(channel: VaultChannel, transfer: bytes, payload: bytes) -> None:
+    channel.send(Part(transfer=transfer, first_chunk=0, chunks=1))
+    bulk(channel, payload, PIECE_VALID)
+    channel.receive_answer(PartDone)
 
 
 def test_a_chunk_that_is_sent_once_more_and_cut_off_counts_no_longer(fleet: Vaults, wire: Wire) -> None:
     first, second = wire.proved(), wire.proved()
     transfer = begin(first, put(bytes(1000)))
     _sent(first, transfer, bytes(1000))
-    second.send(Part(transfer=transfer, first=0, chunks=1))
+    second.send(Part(transfer=transfer, first_chunk=0, chunks=1))
     bulk(second, b"\1" * 500)
     second.close()
     _wait_for_connections(fleet, 1)
     first.send(PutDone(transfer=transfer))
     with pytest.raises(Conflict, match="0 of 1 chunks have come"):
-        first.answer(Ack)
+        first.receive_answer(Ack)
     _sent(first, transfer, bytes(1000))
     first.send(PutDone(transfer=transfer))
-    first.answer(Ack)
+    first.receive_answer(Ack)
 
 
 class _Sender:
@@ -85,24 +85,26 @@ class _Sender:
             raise Unavailable("the connection broke")
         view[half:] = self._payload[half:]
 
-    def status(self) -> bool:
+    def receive_piece_status(self) -> bool:
         return True
 
 
 @pytest.mark.parametrize("what", ["chunk", "manifest"])
 def test_what_two_send_at_once_does_not_count_where_one_of_them_breaks_off_last(tmp_path: Path, what: str) -> None:
     """A slot would be sealed whose bytes are not what was sealed, and this node be blamed for it."""
-    store, book, tally = SegmentStore(tmp_path, "n1", None), JobBook(), Tally()
-    book.configure(local.Configure(request=1, job=JOB, generation=1, secret=SECRET, holders=()))
-    receiver = Receiver(store, book, Findings("n1", SYSTEM_CLOCK, tally, lambda raised: None), tally)
+    store, book, tally = SegmentStore(tmp_path, "n1", None), JobTable(), VaultCounters()
+    book.configure(local.ConfigureJob(request=1, job=JOB, generation=1, secret=SECRET, holders=()))
+    receiver = SlotReceiver(store, book, FindingReporter("n1", SYSTEM_CLOCK, tally, lambda raised: None), tally)
     incoming = receiver.begin(JOB, "n8", put(bytes(1000)))
     assert incoming is not None
 
     def chunk(sender: _Sender) -> None:
-        receiver.part(JOB, "n8", Part(transfer=incoming.id, first=0, chunks=1), cast(Channel, sender))
+        receiver.receive_part(
+            JOB, "n8", Part(transfer=incoming.id, first_chunk=0, chunks=1), cast(VaultChannel, sender)
+        )
 
     def manifest(sender: _Sender) -> None:
-        receiver.manifest(JOB, "n8", ManifestPart(transfer=incoming.id), cast(Channel, sender))
+        receiver.receive_manifest(JOB, "n8", ManifestPart(transfer=incoming.id), cast(VaultChannel, sender))
 
     send, other, right = (chunk, manifest, bytes(1000)) if what == "chunk" else (manifest, chunk, MANIFEST)
     other(_Sender(MANIFEST if what == "chunk" else bytes(1000)))
@@ -124,7 +126,7 @@ def test_a_manifest_that_is_sent_once_more_and_cut_off_counts_no_longer(fleet: V
     _wait_for_connections(fleet, 1)
     first.send(PutDone(transfer=transfer))
     with pytest.raises(Conflict, match="no manifest"):
-        first.answer(Ack)
+        first.receive_answer(Ack)
 
 
 @pytest.mark.parametrize("half_sent", [False, True])
@@ -135,10 +137,10 @@ def test_a_transfer_of_a_generation_that_is_over_holds_no_slot(fleet: Vaults, wi
     transfer = begin(sender, put(b"committed", slots=2))
     _sent(sender, transfer, b"committed")
     sender.send(PutDone(transfer=transfer))
-    sender.answer(Ack)
+    sender.receive_answer(Ack)
     stale = begin(sender, put(bytes(1000), slots=2, version=Version(1, 2), keep=(committed,)))
     if half_sent:
-        sender.send(Part(transfer=stale, first=0, chunks=1))
+        sender.send(Part(transfer=stale, first_chunk=0, chunks=1))
         bulk(sender, bytes(500))
     fleet.configure(generation=2)
     other = wire.proved(node="n9")
@@ -147,10 +149,10 @@ def test_a_transfer_of_a_generation_that_is_over_holds_no_slot(fleet: Vaults, wi
     transfer = until(lambda: _begun(other, newer), "the slot is free", deadline_s=5.0)
     _sent(other, transfer, b"newer")
     other.send(PutDone(transfer=transfer))
-    other.answer(Ack)
+    other.receive_answer(Ack)
 
 
-def _begun(channel: Channel, message: Put) -> bytes:
+def _begun(channel: VaultChannel, message: Put) -> bytes:
     try:
         return begin(channel, message)
     except OutOfSlotMemory:
@@ -164,22 +166,22 @@ def test_who_offers_the_same_again_goes_on_where_its_old_connection_is(fleet: Va
     first = wire.proved()
     transfer = begin(first, put(payload))
     _sent(first, transfer, payload[:CHUNK_BYTES])
-    first.send(Part(transfer=transfer, first=1, chunks=1))
+    first.send(Part(transfer=transfer, first_chunk=1, chunks=1))
     bulk(first, payload[CHUNK_BYTES:-1])
     if closed:
         first.close()
     second = wire.proved()
     second.send(put(payload))
-    ready = second.answer(Ready)
-    assert (ready.manifest, ready.here) == (False, chunk_bits([0]))
-    second.send(Part(transfer=ready.transfer, first=1, chunks=1))
-    bulk(second, payload[CHUNK_BYTES:], PIECE_GOOD)
-    second.answer(PartDone)
+    ready = second.receive_answer(Ready)
+    assert (ready.needs_manifest, ready.present_chunks) == (False, chunk_bitmap([0]))
+    second.send(Part(transfer=ready.transfer, first_chunk=1, chunks=1))
+    bulk(second, payload[CHUNK_BYTES:], PIECE_VALID)
+    second.receive_answer(PartDone)
     second.send(PutDone(transfer=ready.transfer))
-    second.answer(Ack)
+    second.receive_answer(Ack)
     if not closed:
         with pytest.raises(Unavailable):
-            first.answer(PartDone)
+            first.receive_answer(PartDone)
 
 
 @pytest.mark.promise("memory-limit")
@@ -188,7 +190,7 @@ def test_memory_of_a_job_that_ended_in_the_middle_of_a_copy_is_given_back(fleet:
     begin(channel, put(bytes(1000)))
     maps = Path(f"/proc/{fleet.all[0].process.pid}/maps")
     assert "replica-0" in maps.read_text()
-    fleet.supervisors["n1"].ask(local.Forget, job=JOB)
+    fleet.supervisors["n1"].ask(local.ForgetJob, job=JOB)
     channel.close()
     until(lambda: "replica-0" not in maps.read_text(), "nothing of it is mapped any more")
 
@@ -210,8 +212,8 @@ def test_another_version_that_goes_while_it_is_copied_from_costs_no_copy(
 
     monkeypatch.setattr(view, "digests", and_gone)
     monkeypatch.setattr(view, "manifest", lambda slot: MANIFEST)
-    incoming = Incoming(JOB, "n8", put(b"other", version=Version(1, 2)), segment, 1)
+    incoming = IncomingTransfer(JOB, "n8", put(b"other", version=Version(1, 2)), segment, 1)
     assert sealed.state is SlotState.SEALED
     assert incoming.digests[1] == xxhash.xxh3_128_digest(b"other")
     assert fill_from_other_versions(incoming) == 0
-    assert incoming.done == set()
+    assert incoming.received_chunks == set()

@@ -56,7 +56,7 @@ def test_a_sealed_slot_is_acknowledged_by_each_peer_that_holds_a_copy_which_hash
         copy = slots_at(clients[node])[Version(1, 7)]
         assert (copy.node, copy.rank, copy.replica) == (node, 0, True)
         view, slot = opened(copy)
-        view.check(slot)
+        view.verify(slot)
         assert view.payload(slot) == payload
         assert view.manifest(slot) == b"what is where"
     assert statistics(clients["n1"]).counters["replicated_slots"] == 2
@@ -72,9 +72,9 @@ def test_a_large_payload_goes_over_several_connections_and_arrives_whole(fleet: 
     rank.fill(1, Version(1, 1), payload)
     assert rank.sealed(1, Version(1, 1), ["n2"]).nodes == ("n2",)
     view, slot = opened(slots_at(clients["n2"])[Version(1, 1)])
-    view.check(slot)
+    view.verify(slot)
     assert view.payload(slot) == payload
-    assert statistics(clients["n2"]).levels["peer_connections"] >= 2
+    assert statistics(clients["n2"]).gauges["peer_connections"] >= 2
 
 
 def test_a_copy_that_is_there_already_is_acknowledged_without_being_sent_again(fleet: Vaults) -> None:
@@ -105,7 +105,7 @@ def test_a_slot_that_is_not_sealed_as_is_said_is_not_replicated(fleet: Vaults) -
     rank.fill(0, Version(1, 1), b"x")
     for slot, version in ((0, Version(1, 2)), (1, Version(1, 1)), (9, Version(1, 1))):
         answer = rank.sealed(slot, version, ["n2"])
-        assert isinstance(answer, local.Failed)
+        assert isinstance(answer, local.RequestFailed)
         assert answer.code == "not_found"
 
 
@@ -117,7 +117,7 @@ def test_what_waits_behind_a_slow_peer_is_superseded_by_what_is_newer(fleet: Vau
         rank.fill(slot, Version(1, slot), b"x" * 1000)
     fleet.all[1].stop()
     requests = [rank.post_sealed(0, Version(1, 0), ["n2"])]
-    until(lambda: statistics(clients["n1"]).levels["peer_connections"], "the first copy is under way")
+    until(lambda: statistics(clients["n1"]).gauges["peer_connections"], "the first copy is under way")
     requests += [rank.post_sealed(slot, Version(1, slot), ["n2"]) for slot in range(1, 4)]
     assert rank.client.wait(requests[1]).failed == {"n2": "superseded by 1:2"}
     assert rank.client.wait(requests[2]).failed == {"n2": "superseded by 1:3"}
@@ -125,7 +125,7 @@ def test_what_waits_behind_a_slow_peer_is_superseded_by_what_is_newer(fleet: Vau
     assert rank.client.wait(requests[0]).nodes == ("n2",)
     assert rank.client.wait(requests[3]).nodes == ("n2",)
     assert set(slots_at(clients["n2"])) == {Version(1, 0), Version(1, 3)}
-    assert statistics(clients["n1"]).counters["superseded"] == 2
+    assert statistics(clients["n1"]).counters["superseded_copies"] == 2
 
 
 def test_what_may_be_committed_goes_before_newer_versions_that_may_not(fleet: Vaults) -> None:
@@ -136,7 +136,7 @@ def test_what_may_be_committed_goes_before_newer_versions_that_may_not(fleet: Va
         rank.fill(slot, Version(1, slot), b"x" * 1000)
     fleet.all[1].stop()
     requests = [rank.post_sealed(0, Version(1, 0), ["n2"])]
-    until(lambda: statistics(clients["n1"]).levels["peer_connections"], "the first copy is under way")
+    until(lambda: statistics(clients["n1"]).gauges["peer_connections"], "the first copy is under way")
     requests += [rank.post_sealed(slot, Version(1, slot), ["n2"], kept=slot in (1, 2)) for slot in range(1, 4)]
     assert rank.client.wait(requests[1]).failed == {"n2": "superseded by 1:2"}
     assert rank.client.wait(requests[3]).failed == {"n2": "superseded by 1:2"}
@@ -165,7 +165,7 @@ def test_a_slot_sealed_in_a_generation_that_is_over_is_refused_at_once(fleet: Va
     rank = RankMemory(fleet.all[0].client(), rank=0)
     rank.fill(0, Version(2, 1), b"x")
     answer = rank.sealed(0, Version(2, 1), ["n2"], generation=2)
-    assert isinstance(answer, local.Failed)
+    assert isinstance(answer, local.RequestFailed)
     assert answer.code == "stale"
 
 
@@ -173,9 +173,9 @@ def test_an_older_generation_cannot_be_configured_over_a_newer_one(fleet: Vaults
     fleet.start("n1")
     client = fleet.configure(generation=3)["n1"]
     said = {"job": JOB, "secret": "x" * 20, "holders": ()}
-    assert client.ask(local.Configure, generation=2, **said).code == "stale"
-    assert isinstance(client.ask(local.Configure, generation=3, **said), local.Done)
-    assert client.ask(local.Configure, generation=3, **(said | {"secret": "short"})).code == "configuration"
+    assert client.ask(local.ConfigureJob, generation=2, **said).code == "stale"
+    assert isinstance(client.ask(local.ConfigureJob, generation=3, **said), local.RequestDone)
+    assert client.ask(local.ConfigureJob, generation=3, **(said | {"secret": "short"})).code == "configuration"
 
 
 def test_a_peer_that_is_gone_or_unknown_is_named_with_the_reason(fleet: Vaults) -> None:
@@ -240,7 +240,7 @@ def test_a_larger_slot_makes_a_larger_copy_segment_that_keeps_what_was_there(fle
     assert set(copies) == {Version(1, 1), Version(1, 2)}
     for copy in copies.values():
         view, slot = opened(copy)
-        view.check(slot)
+        view.verify(slot)
 
 
 def test_bytes_that_rotted_at_the_sender_are_found_by_the_receiver_and_then_by_their_owner(fleet: Vaults) -> None:
@@ -273,7 +273,7 @@ def test_a_slot_that_is_filled_anew_while_it_is_sent_accuses_nobody(fleet: Vault
     rank.view.begin(0, 0, Version(1, 2), b"", 1000)[:] = bytes(1000)
     fleet.all[1].process.send_signal(signal.SIGCONT)
     answer = rank.client.wait(request)
-    assert isinstance(answer, local.Failed) or answer.failed["n2"].startswith("conflict")
+    assert isinstance(answer, local.RequestFailed) or answer.failed["n2"].startswith("conflict")
     assert slots_at(clients["n2"]) == {}
     assert statistics(clients["n2"]).counters["corrupt_transfers"] == 0
     assert statistics(clients["n1"]).counters["corrupt_slots"] == 0
@@ -286,7 +286,7 @@ def test_a_sender_killed_in_the_middle_of_a_transfer_leaves_no_copy_and_no_slot_
     copies = fleet.all[1].segment_dir / JOB / "replica-0"
     until(lambda: copies.exists() and map_segment(copies).header(0), "the transfer is under way")
     fleet.all[0].kill()
-    until(lambda: statistics(clients["n2"]).levels["peer_connections"] == 0, "n2 noticed")
+    until(lambda: statistics(clients["n2"]).gauges["peer_connections"] == 0, "n2 noticed")
     finished = statistics(clients["n2"]).counters["received_slots"]
     assert len(slots_at(clients["n2"])) == finished
     rank = RankMemory(fleet.all[2].client(), rank=0)
@@ -305,7 +305,7 @@ def test_a_receiver_killed_in_the_middle_of_a_fill_does_not_believe_it_afterward
     copies = fleet.all[1].segment_dir / JOB / "replica-0"
     until(lambda: copies.exists() and map_segment(copies).header(0), "the transfer is under way")
     fleet.all[1].stop()
-    sealed = bool(list(map_segment(copies).sealed()))
+    sealed = bool(list(map_segment(copies).sealed_slots()))
     fleet.all[1].kill()
     answer = rank.client.wait(request)
     assert isinstance(answer, local.Replicated)
@@ -315,4 +315,4 @@ def test_a_receiver_killed_in_the_middle_of_a_fill_does_not_believe_it_afterward
     assert bool(slots_at(client)) == sealed
     assert rank.sealed(0, Version(1, 1), ["n2"]).nodes == ("n2",)
     view, slot = opened(slots_at(client)[Version(1, 1)])
-    view.check(slot)
+    view.verify(slot)

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from everstep_agent.vault.transfer.sending import BURST_S, PIECE_BYTES, Outgoing, Pace
+from everstep_agent.vault.transfer.sending import BURST_S, PACED_PIECE_BYTES, OutgoingTransfer, RateLimiter
 
 from everstep.clock import Clock
 from everstep.ids import Version
 from everstep.layout.slots import CHUNK_BYTES, slot_bytes_for
 from everstep.wire.v1 import local
-from everstep.wire.v1.transfer import Ready, chunk_bits, chunks_without
+from everstep.wire.v1.transfer import Ready, chunk_bitmap, missing_chunks
 from tests.support.vaults import JOB, RankMemory, VaultClient, VaultProcess, Vaults, map_segment, noise
 
 CHUNKS = 12
@@ -35,7 +35,7 @@ def copy_at(client: VaultClient, version: Version) -> bytes:
     answer = client.ask(local.Inventory, job=JOB)
     (slot,) = [slot for slot in answer.slots if slot.version == version]
     view = map_segment(Path(slot.path))
-    view.check(slot.slot)
+    view.verify(slot.slot)
     return bytes(view.payload(slot.slot))
 
 
@@ -189,7 +189,7 @@ def test_a_peer_that_is_gone_after_its_connection_broke_is_given_up_too(fleet: V
 
 @pytest.mark.parametrize("chunks", [[], [0], [7, 8], [3, 500]])
 def test_sets_of_chunks_are_said_in_bits(chunks: list[int]) -> None:
-    assert chunks_without(501, chunk_bits(chunks)) == [chunk for chunk in range(501) if chunk not in chunks]
+    assert missing_chunks(501, chunk_bitmap(chunks)) == [chunk for chunk in range(501) if chunk not in chunks]
 
 
 class Watch:
@@ -212,23 +212,23 @@ class Watch:
 def test_a_pace_is_kept_over_all_that_is_sent() -> None:
     watch = Watch()
     clock: Clock = watch
-    pace = Pace(1e6, clock, watch.sleep)
+    pace = RateLimiter(1e6, clock, watch.sleep)
     for _ in range(100):
-        pace.take(100_000)
+        pace.acquire(100_000)
     assert watch.now - 100.0 == pytest.approx(10.0 - 0.1, abs=BURST_S)
     watch.now += 60.0  # a rest is no credit
     before = watch.now
     for _ in range(10):
-        pace.take(100_000)
+        pace.acquire(100_000)
     assert watch.now - before >= 1.0 - 0.1 - BURST_S - 1e-9
 
 
 def test_without_a_bound_nobody_waits() -> None:
     watch = Watch()
-    pace = Pace(None, watch, watch.sleep)
-    pace.take(1 << 60)
+    pace = RateLimiter(None, watch, watch.sleep)
+    pace.acquire(1 << 60)
     assert watch.now == 100.0
-    assert not pace.bounded
+    assert not pace.is_limited
 
 
 class Line:
@@ -243,23 +243,23 @@ class Line:
     def send_bulk(self, views: list[memoryview]) -> None:
         self.pieces += map(len, views)
 
-    def send_status(self, good: bool) -> None:
+    def send_piece_status(self, good: bool) -> None:
         assert good
 
-    def answer(self, kind: Any) -> Any:
+    def receive_answer(self, kind: Any) -> Any:
         return kind()
 
 
 def test_manifest_and_chunks_go_in_small_pieces_none_of_which_passes_the_pace() -> None:
     watch, line = Watch(), Line()
     reading: Any = SimpleNamespace(manifest=bytes(3_000_000), payload=memoryview(bytes(2 * CHUNK_BYTES + 5)))
-    reading.still = lambda: True
-    ready = Ready(transfer=bytes(16), manifest=True, here=chunk_bits([1]))
-    outgoing = Outgoing(reading, ready, Pace(1e6, watch, watch.sleep))
+    reading.is_unchanged = lambda: True
+    ready = Ready(transfer=bytes(16), needs_manifest=True, present_chunks=chunk_bitmap([1]))
+    outgoing = OutgoingTransfer(reading, ready, RateLimiter(1e6, watch, watch.sleep))
     channel: Any = line
     outgoing.send_manifest(channel)
     outgoing.send(channel)
     sent = sum(line.pieces)
     assert sent == 3_000_000 + CHUNK_BYTES + 5
-    assert max(line.pieces) == PIECE_BYTES
+    assert max(line.pieces) == PACED_PIECE_BYTES
     assert watch.now - 100.0 == pytest.approx((sent - line.pieces[-1]) / 1e6, abs=BURST_S)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import xxhash
-from everstep_agent.vault.job_table import JobFacts
-from everstep_agent.vault.transfer.peers import introduce
+from everstep_agent.vault.job_table import JobConfig
+from everstep_agent.vault.transfer.peers import client_handshake
 
 from everstep.errors import (
     AuthenticationError,
@@ -25,22 +25,22 @@ from everstep.errors import (
     VersionMismatch,
 )
 from everstep.ids import Version, split_address
-from everstep.layout.manifests import MOST_MANIFEST_BYTES
+from everstep.layout.manifests import MAX_MANIFEST_BYTES
 from everstep.layout.slots import CHUNK_BYTES, chunk_digests
 from everstep.vocabulary import FindingKind
-from everstep.wire.framing import VAULTS_SPEAK, Channel, connect, encode_frame
+from everstep.wire.framing import VAULT_SUPPORTED_VERSIONS, VaultChannel, connect, encode_frame
 from everstep.wire.v1 import local
 from everstep.wire.v1.transfer import (
     NONCE_BYTES,
-    PIECE_GOOD,
-    PIECE_MOVED_ON,
+    PIECE_STALE,
+    PIECE_VALID,
     Ack,
     Challenge,
     Data,
     Get,
     Greeting,
-    InventoryAsk,
     InventoryList,
+    InventoryRequest,
     ManifestPart,
     Part,
     PartDone,
@@ -48,8 +48,8 @@ from everstep.wire.v1.transfer import (
     Put,
     PutDone,
     Ready,
-    Refused,
-    prove,
+    TransferRefused,
+    make_proof,
 )
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, SECRET, VaultClient, Vaults, vaults
@@ -71,8 +71,8 @@ def supervisor(fleet: Vaults) -> VaultClient:
     return fleet.configure()["n1"]
 
 
-def facts(secret: str = SECRET, job: str = JOB) -> JobFacts:
-    return JobFacts(job=job, generation=1, secret=secret.encode(), holders={})
+def facts(secret: str = SECRET, job: str = JOB) -> JobConfig:
+    return JobConfig(job=job, generation=1, secret=secret.encode(), holders={})
 
 
 class Wire:
@@ -80,16 +80,16 @@ class Wire:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._channels: list[Channel] = []
+        self._channels: list[VaultChannel] = []
 
-    def dial(self) -> Channel:
+    def dial(self) -> VaultChannel:
         channel = connect(self.address, "n1", 5.0, 10.0)
         self._channels.append(channel)
         return channel
 
-    def proved(self, node: str = "n8", known: JobFacts | None = None, to: str = "n1") -> Channel:
+    def proved(self, node: str = "n8", known: JobConfig | None = None, to: str = "n1") -> VaultChannel:
         channel = self.dial()
-        introduce(channel, known or facts(), node, to)
+        client_handshake(channel, known or facts(), node, to)
         return channel
 
     def close(self) -> None:
@@ -124,18 +124,18 @@ def put(payload: bytes, **fields: object) -> Put:
     return Put(**(said | fields))
 
 
-def begin(channel: Channel, message: Put) -> bytes:
+def begin(channel: VaultChannel, message: Put) -> bytes:
     """The transfer, with the manifest there."""
     channel.send(message)
-    ready = channel.answer(Ready)
-    if ready.manifest:
+    ready = channel.receive_answer(Ready)
+    if ready.needs_manifest:
         channel.send(ManifestPart(transfer=ready.transfer))
-        bulk(channel, MANIFEST, PIECE_GOOD)
-        channel.answer(PartDone)
+        bulk(channel, MANIFEST, PIECE_VALID)
+        channel.receive_answer(PartDone)
     return ready.transfer
 
 
-def bulk(channel: Channel, *pieces: bytes) -> None:
+def bulk(channel: VaultChannel, *pieces: bytes) -> None:
     channel.send_bulk([memoryview(piece) for piece in pieces])
 
 
@@ -158,28 +158,33 @@ def test_who_means_another_node_is_refused(wire: Wire, supervisor: VaultClient) 
 
 @pytest.mark.promise("strangers")
 def test_a_proof_cannot_be_played_back(wire: Wire, supervisor: VaultClient) -> None:
-    greeting = Greeting(protocols=VAULTS_SPEAK, job=JOB, node="n8", to="n1", nonce=secrets.token_bytes(NONCE_BYTES))
+    greeting = Greeting(
+        protocols=VAULT_SUPPORTED_VERSIONS, job=JOB, node="n8", peer="n1", nonce=secrets.token_bytes(NONCE_BYTES)
+    )
     first = wire.dial()
     first.send(greeting)
-    challenge = first.opening_answer()
+    challenge = first.receive_opening_answer()
     assert isinstance(challenge, Challenge)
-    overheard = Proof(mac=prove(SECRET.encode(), "client", greeting, challenge))
+    overheard = Proof(mac=make_proof(SECRET.encode(), "client", greeting, challenge))
     first.send(overheard)
-    assert isinstance(first.opening_answer(), Proof)
+    assert isinstance(first.receive_opening_answer(), Proof)
     second = wire.dial()
     second.send(greeting)
-    assert isinstance(second.opening_answer(), Challenge)
+    assert isinstance(second.receive_opening_answer(), Challenge)
     second.send(overheard)
-    assert second.opening_answer().code == "unauthenticated"
+    assert second.receive_opening_answer().code == "unauthenticated"
 
 
 def test_the_servers_proof_does_not_do_for_the_client() -> None:
-    greeting = Greeting(protocols=VAULTS_SPEAK, job=JOB, node="n8", to="n1", nonce=bytes(NONCE_BYTES))
-    challenge = Challenge(protocol=VAULTS_SPEAK[0], nonce=bytes(NONCE_BYTES))
-    roles = {prove(b"secret", role, greeting, challenge) for role in ("client", "server")}
+    greeting = Greeting(protocols=VAULT_SUPPORTED_VERSIONS, job=JOB, node="n8", peer="n1", nonce=bytes(NONCE_BYTES))
+    challenge = Challenge(protocol=VAULT_SUPPORTED_VERSIONS[0], nonce=bytes(NONCE_BYTES))
+    roles = {make_proof(b"secret", role, greeting, challenge) for role in ("client", "server")}
     others = {
-        prove(
-            b"secret", "client", Greeting(protocols=VAULTS_SPEAK, job=job, node=node, to=to, nonce=bytes(32)), challenge
+        make_proof(
+            b"secret",
+            "client",
+            Greeting(protocols=VAULT_SUPPORTED_VERSIONS, job=job, node=node, peer=to, nonce=bytes(32)),
+            challenge,
         )
         for job, node, to in (("job2", "n8", "n1"), (JOB, "n9", "n1"), (JOB, "n8", "n2"))
     }
@@ -190,19 +195,19 @@ def test_a_client_is_not_fooled_by_a_server_without_the_secret() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = "{}:{}".format(*listener.getsockname())
         channel = connect(address, "n1", 5.0, 10.0)
-        impostor = Channel(listener.accept()[0], "client", 10.0)
-        impostor.send(Challenge(protocol=VAULTS_SPEAK[0], nonce=bytes(NONCE_BYTES)))
+        impostor = VaultChannel(listener.accept()[0], "client", 10.0)
+        impostor.send(Challenge(protocol=VAULT_SUPPORTED_VERSIONS[0], nonce=bytes(NONCE_BYTES)))
         impostor.send(Proof(mac=bytes(32)))
         with pytest.raises(AuthenticationError, match="or is not n1"):
-            introduce(channel, facts(), "n8", "n1")
+            client_handshake(channel, facts(), "n8", "n1")
         impostor.close()
         channel.close()
 
 
 def test_no_protocol_in_common_is_said_plainly(wire: Wire, supervisor: VaultClient) -> None:
     channel = wire.dial()
-    channel.send(Greeting(protocols=(99,), job=JOB, node="n8", to="n1", nonce=bytes(NONCE_BYTES)))
-    assert channel.opening_answer().code == VersionMismatch.code
+    channel.send(Greeting(protocols=(99,), job=JOB, node="n8", peer="n1", nonce=bytes(NONCE_BYTES)))
+    assert channel.receive_opening_answer().code == VersionMismatch.code
 
 
 @pytest.mark.parametrize(
@@ -233,62 +238,62 @@ def test_junk_ends_the_connection_and_nothing_else(
 def test_a_silent_stranger_holds_nobody_up(fleet: Vaults, wire: Wire, supervisor: VaultClient) -> None:
     with socket.create_connection(split_address(fleet.all[0].address)):
         channel = wire.proved()
-        channel.send(InventoryAsk())
-        assert channel.answer(InventoryList).slots == ()
+        channel.send(InventoryRequest())
+        assert channel.receive_answer(InventoryList).slots == ()
 
 
 def test_a_chunk_that_does_not_hash_right_is_refused_and_names_the_sender(wire: Wire, supervisor: VaultClient) -> None:
     channel = wire.proved(node="n8")
     payload = bytes(CHUNK_BYTES + 5)
     transfer = begin(channel, put(payload, slot_bytes=1 << 24))
-    channel.send(Part(transfer=transfer, first=0, chunks=2))
-    bulk(channel, b"\1" + payload[1:CHUNK_BYTES], PIECE_GOOD, payload[CHUNK_BYTES:], PIECE_GOOD)
+    channel.send(Part(transfer=transfer, first_chunk=0, chunks=2))
+    bulk(channel, b"\1" + payload[1:CHUNK_BYTES], PIECE_VALID, payload[CHUNK_BYTES:], PIECE_VALID)
     with pytest.raises(DigestMismatch, match="chunk 0 of rank 0's version 1:1"):
-        channel.answer(PartDone)
+        channel.receive_answer(PartDone)
     found = supervisor.finding().finding.finding
     assert (found.kind, found.subject) == (FindingKind.TRANSFER_CORRUPT, "n8")
     channel.send(PutDone(transfer=transfer))
     with pytest.raises(NotFound):
-        channel.answer(Ack)
-    channel.send(InventoryAsk())
-    assert channel.answer(InventoryList).slots == ()
+        channel.receive_answer(Ack)
+    channel.send(InventoryRequest())
+    assert channel.receive_answer(InventoryList).slots == ()
     assert refused(supervisor) == {"digest_mismatch": 1, "not_found": 1}
 
 
 def test_a_manifest_that_does_not_hash_right_is_refused(wire: Wire, supervisor: VaultClient) -> None:
     channel = wire.proved()
     channel.send(put(b"x"))
-    transfer = channel.answer(Ready).transfer
+    transfer = channel.receive_answer(Ready).transfer
     channel.send(ManifestPart(transfer=transfer))
-    bulk(channel, MANIFEST[::-1], PIECE_GOOD)
+    bulk(channel, MANIFEST[::-1], PIECE_VALID)
     with pytest.raises(DigestMismatch, match="the manifest of rank 0's version 1:1"):
-        channel.answer(PartDone)
+        channel.receive_answer(PartDone)
     assert supervisor.finding().finding.finding.kind is FindingKind.TRANSFER_CORRUPT
     channel.send(PutDone(transfer=transfer))
     with pytest.raises(NotFound):
-        channel.answer(Ack)
+        channel.receive_answer(Ack)
 
 
 @pytest.mark.usefixtures("supervisor")
 def test_a_manifest_larger_than_any_may_be_is_refused_before_it_is_sent(wire: Wire) -> None:
     channel = wire.proved()
-    raw = msgspec.msgpack.decode(msgspec.msgpack.encode(put(b"x"))) | {"manifest_bytes": MOST_MANIFEST_BYTES + 1}
+    raw = msgspec.msgpack.decode(msgspec.msgpack.encode(put(b"x"))) | {"manifest_bytes": MAX_MANIFEST_BYTES + 1}
     channel.send_bulk([memoryview(encode_frame(raw))])
     with pytest.raises(MalformedMessage):
-        channel.answer(Ready)
+        channel.receive_answer(Ready)
 
 
 @pytest.mark.usefixtures("supervisor")
 def test_a_slot_without_its_manifest_is_not_sealed_and_half_a_manifest_is_sent_again(wire: Wire) -> None:
     channel = wire.proved()
     channel.send(put(bytes(10)))
-    transfer = channel.answer(Ready).transfer
-    channel.send(Part(transfer=transfer, first=0, chunks=1))
-    bulk(channel, bytes(10), PIECE_GOOD)
-    channel.answer(PartDone)
+    transfer = channel.receive_answer(Ready).transfer
+    channel.send(Part(transfer=transfer, first_chunk=0, chunks=1))
+    bulk(channel, bytes(10), PIECE_VALID)
+    channel.receive_answer(PartDone)
     channel.send(PutDone(transfer=transfer))
     with pytest.raises(Conflict, match="no manifest"):
-        channel.answer(Ack)
+        channel.receive_answer(Ack)
     channel.send(ManifestPart(transfer=transfer))
     bulk(channel, MANIFEST[:3])
     channel.close()
@@ -296,18 +301,18 @@ def test_a_slot_without_its_manifest_is_not_sealed_and_half_a_manifest_is_sent_a
 
     def offered() -> Ready | None:
         again.send(put(bytes(10)))
-        ready = again.answer(Ready)
-        return ready if ready.here else None
+        ready = again.receive_answer(Ready)
+        return ready if ready.present_chunks else None
 
     ready = until(offered, "the vault has seen the connection's end")
-    assert ready.manifest, "and what came of it is not taken for the whole"
+    assert ready.needs_manifest, "and what came of it is not taken for the whole"
     again.send(ManifestPart(transfer=ready.transfer))
-    bulk(again, MANIFEST, PIECE_GOOD)
-    again.answer(PartDone)
+    bulk(again, MANIFEST, PIECE_VALID)
+    again.receive_answer(PartDone)
     again.send(PutDone(transfer=ready.transfer))
-    again.answer(Ack)
-    again.send(InventoryAsk())
-    (slot,) = again.answer(InventoryList).slots
+    again.receive_answer(Ack)
+    again.send(InventoryRequest())
+    (slot,) = again.receive_answer(InventoryList).slots
     assert slot.manifest_digest == xxhash.xxh3_128_hexdigest(MANIFEST)
 
 
@@ -315,21 +320,21 @@ def test_a_slot_without_its_manifest_is_not_sealed_and_half_a_manifest_is_sent_a
 def test_a_manifest_that_another_version_has_is_not_asked_for_again(wire: Wire) -> None:
     channel = wire.proved()
     transfer = begin(channel, put(b"first"))
-    channel.send(Part(transfer=transfer, first=0, chunks=1))
-    bulk(channel, b"first", PIECE_GOOD)
-    channel.answer(PartDone)
+    channel.send(Part(transfer=transfer, first_chunk=0, chunks=1))
+    bulk(channel, b"first", PIECE_VALID)
+    channel.receive_answer(PartDone)
     channel.send(PutDone(transfer=transfer))
-    channel.answer(Ack)
+    channel.receive_answer(Ack)
     channel.send(put(b"other", version=Version(1, 2)))
-    assert not channel.answer(Ready).manifest
+    assert not channel.receive_answer(Ready).needs_manifest
 
 
 def test_a_vault_of_the_release_before_is_told_to_be_upgraded(wire: Wire) -> None:
     """It would send a manifest where none is taken."""
     channel = wire.dial()
-    channel.send(Greeting(protocols=(1,), job=JOB, node="n8", to="n1", nonce=bytes(NONCE_BYTES)))
-    answer = channel.opening_answer()
-    assert isinstance(answer, Refused)
+    channel.send(Greeting(protocols=(1,), job=JOB, node="n8", peer="n1", nonce=bytes(NONCE_BYTES)))
+    answer = channel.receive_opening_answer()
+    assert isinstance(answer, TransferRefused)
     assert answer.code == VersionMismatch.code
     assert "upgrade the caller" in answer.message
 
@@ -337,18 +342,18 @@ def test_a_vault_of_the_release_before_is_told_to_be_upgraded(wire: Wire) -> Non
 def test_a_slot_that_moved_on_at_the_sender_is_dropped_without_a_finding(wire: Wire, supervisor: VaultClient) -> None:
     channel = wire.proved()
     transfer = begin(channel, put(bytes(10)))
-    channel.send(Part(transfer=transfer, first=0, chunks=1))
-    bulk(channel, b"other new ", PIECE_MOVED_ON)
+    channel.send(Part(transfer=transfer, first_chunk=0, chunks=1))
+    bulk(channel, b"other new ", PIECE_STALE)
     with pytest.raises(Conflict, match="filled the slot anew"):
-        channel.answer(PartDone)
+        channel.receive_answer(PartDone)
     assert supervisor.findings == []
     assert refused(supervisor) == {"conflict": 1}
     transfer = begin(channel, put(bytes(10)))
-    channel.send(Part(transfer=transfer, first=0, chunks=1))
-    bulk(channel, bytes(10), PIECE_GOOD)
-    channel.answer(PartDone)
+    channel.send(Part(transfer=transfer, first_chunk=0, chunks=1))
+    bulk(channel, bytes(10), PIECE_VALID)
+    channel.receive_answer(PartDone)
     channel.send(PutDone(transfer=transfer))
-    channel.answer(Ack)
+    channel.receive_answer(Ack)
 
 
 def test_a_slot_is_not_sealed_before_every_chunk_has_come(wire: Wire, supervisor: VaultClient) -> None:
@@ -356,7 +361,7 @@ def test_a_slot_is_not_sealed_before_every_chunk_has_come(wire: Wire, supervisor
     transfer = begin(channel, put(bytes(10)))
     channel.send(PutDone(transfer=transfer))
     with pytest.raises(Conflict, match="0 of 1 chunks have come"):
-        channel.answer(Ack)
+        channel.receive_answer(Ack)
 
 
 def test_a_transfer_that_was_under_way_when_its_generation_ended_is_not_sealed(
@@ -364,13 +369,13 @@ def test_a_transfer_that_was_under_way_when_its_generation_ended_is_not_sealed(
 ) -> None:
     channel = wire.proved()
     transfer = begin(channel, put(bytes(10)))
-    channel.send(Part(transfer=transfer, first=0, chunks=1))
-    bulk(channel, bytes(10), PIECE_GOOD)
-    channel.answer(PartDone)
+    channel.send(Part(transfer=transfer, first_chunk=0, chunks=1))
+    bulk(channel, bytes(10), PIECE_VALID)
+    channel.receive_answer(PartDone)
     fleet.configure(generation=2)
     channel.send(PutDone(transfer=transfer))
     with pytest.raises(StaleGeneration):
-        channel.answer(Ack)
+        channel.receive_answer(Ack)
 
 
 def test_a_transfer_belongs_to_the_node_that_began_it(wire: Wire, supervisor: VaultClient) -> None:
@@ -378,15 +383,15 @@ def test_a_transfer_belongs_to_the_node_that_began_it(wire: Wire, supervisor: Va
     transfer = begin(mine, put(bytes(10)))
     theirs.send(PutDone(transfer=transfer))
     with pytest.raises(NotFound):
-        theirs.answer(Ack)
-    theirs.send(Part(transfer=transfer, first=0, chunks=1))
+        theirs.receive_answer(Ack)
+    theirs.send(Part(transfer=transfer, first_chunk=0, chunks=1))
     with pytest.raises(MalformedMessage):
-        theirs.answer(PartDone)
+        theirs.receive_answer(PartDone)
 
 
 def test_who_knows_the_secret_of_one_job_reaches_nothing_of_another(wire: Wire, supervisor: VaultClient) -> None:
     secret = "a secret of the other job, for tests"
-    supervisor.ask(local.Configure, job="other", generation=1, secret=secret, holders=())
+    supervisor.ask(local.ConfigureJob, job="other", generation=1, secret=secret, holders=())
     mine = wire.proved()
     transfer = begin(mine, put(bytes(10)))
     with pytest.raises(AuthenticationError):
@@ -394,20 +399,20 @@ def test_who_knows_the_secret_of_one_job_reaches_nothing_of_another(wire: Wire, 
     theirs = wire.proved(known=facts(secret, job="other"))
     theirs.send(PutDone(transfer=transfer))
     with pytest.raises(NotFound):
-        theirs.answer(Ack)
-    mine.send(Part(transfer=transfer, first=0, chunks=1))
-    bulk(mine, bytes(10), PIECE_GOOD)
-    mine.answer(PartDone)
+        theirs.receive_answer(Ack)
+    mine.send(Part(transfer=transfer, first_chunk=0, chunks=1))
+    bulk(mine, bytes(10), PIECE_VALID)
+    mine.receive_answer(PartDone)
     mine.send(PutDone(transfer=transfer))
-    mine.answer(Ack)
-    theirs.send(InventoryAsk())
-    assert theirs.answer(InventoryList).slots == ()
+    mine.receive_answer(Ack)
+    theirs.send(InventoryRequest())
+    assert theirs.receive_answer(InventoryList).slots == ()
     theirs.send(Get(rank=0, version=V, ranges=((0, 10),)))
     with pytest.raises(NotFound):
-        theirs.any_answer()
-    theirs.send(Part(transfer=transfer, first=0, chunks=1))
+        theirs.receive_any_answer()
+    theirs.send(Part(transfer=transfer, first_chunk=0, chunks=1))
     with pytest.raises(MalformedMessage):
-        theirs.answer(PartDone)
+        theirs.receive_answer(PartDone)
     assert refused(supervisor) == {"unauthenticated": 1, "not_found": 2, "malformed": 1}
 
 
@@ -416,14 +421,14 @@ def test_a_sender_that_went_away_frees_the_slot_it_was_filling(wire: Wire, super
         channel = wire.proved()
         begin(channel, put(bytes(10)))
         channel.close()
-    until(lambda: supervisor.ask(local.Statistics).levels["peer_connections"] == 0, "the vault noticed")
+    until(lambda: supervisor.ask(local.Statistics).gauges["peer_connections"] == 0, "the vault noticed")
     four = [wire.proved() for _ in range(4)]
     for step, channel in enumerate(four):
         begin(channel, put(bytes(10), version=Version(1, step)))
     fifth = wire.proved()
     fifth.send(put(bytes(10), version=Version(1, 5)))
     with pytest.raises(OutOfSlotMemory):
-        fifth.answer(Ready)
+        fifth.receive_answer(Ready)
 
 
 @pytest.mark.parametrize(
@@ -434,7 +439,7 @@ def test_a_sender_that_went_away_frees_the_slot_it_was_filling(wire: Wire, super
         (put(bytes(10), slot_bytes=1 << 47), OutOfSlotMemory),
         (put(bytes(10), generation=0), StaleGeneration),
         (Get(rank=0, version=V, ranges=()), NotFound),
-        (Part(transfer=bytes(16), first=0, chunks=1), MalformedMessage),
+        (Part(transfer=bytes(16), first_chunk=0, chunks=1), MalformedMessage),
     ],
     ids=["digests", "length", "memory", "generation", "nothing there", "no transfer"],
 )
@@ -444,22 +449,22 @@ def test_a_request_that_cannot_be_served_says_why(
     channel = wire.proved()
     channel.send(message)
     with pytest.raises(error):
-        channel.any_answer()
+        channel.receive_any_answer()
 
 
 def test_a_part_beyond_the_end_is_refused(wire: Wire, supervisor: VaultClient) -> None:
     channel = wire.proved()
     transfer = begin(channel, put(bytes(10)))
-    channel.send(Part(transfer=transfer, first=1, chunks=1))
+    channel.send(Part(transfer=transfer, first_chunk=1, chunks=1))
     with pytest.raises(MalformedMessage, match="beyond the payload's end"):
-        channel.answer(PartDone)
+        channel.receive_answer(PartDone)
 
 
 def test_an_oversized_frame_of_a_proved_peer_is_refused_before_it_is_read(wire: Wire, supervisor: VaultClient) -> None:
     channel = wire.proved()
     bulk(channel, (64 << 20).to_bytes(4, "big"))
     with pytest.raises(MalformedMessage, match="over the limit"):
-        channel.any_answer()
+        channel.receive_any_answer()
 
 
 def test_a_connection_does_not_outlive_its_secret_or_its_job(
@@ -467,19 +472,19 @@ def test_a_connection_does_not_outlive_its_secret_or_its_job(
 ) -> None:
     before = wire.proved()
     fleet.configure(secret="a new secret of the same job")
-    before.send(InventoryAsk())
+    before.send(InventoryRequest())
     with pytest.raises(AuthenticationError, match="has changed"):
-        before.answer(InventoryList)
+        before.receive_answer(InventoryList)
     after = wire.proved(known=facts("a new secret of the same job"))
-    supervisor.ask(local.Forget, job=JOB)
-    after.send(InventoryAsk())
+    supervisor.ask(local.ForgetJob, job=JOB)
+    after.send(InventoryRequest())
     with pytest.raises(NotFound):
-        after.answer(InventoryList)
+        after.receive_answer(InventoryList)
 
 
 def test_a_peer_that_says_nothing_more_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         channel = connect("{}:{}".format(*listener.getsockname()), "n1", 1.0, 0.05)
         with pytest.raises(Unavailable, match=r"n1 sent nothing for 0\.05 s"):
-            channel.answer(Data)
+            channel.receive_answer(Data)
         channel.close()

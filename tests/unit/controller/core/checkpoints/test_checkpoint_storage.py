@@ -17,7 +17,7 @@ from everstep.wire.v1.training import SpillPlan
 from everstep.wire.v1.vault_orders import VersionSpilled
 from tests.support.core_fleet import CoreFleet, audits, sent
 
-PLAN = SpillPlan(every=100, to="/store", keep=2)
+PLAN = SpillPlan(every_steps=100, url="/store", keep_last=2)
 
 
 def _fleet(nodes: int = 2, **spec: Any) -> CoreFleet:
@@ -28,9 +28,9 @@ def _fleet(nodes: int = 2, **spec: Any) -> CoreFleet:
 
 def _commit(fleet: CoreFleet, step: int, **how: Any) -> list[Effect]:
     """The version after ``step`` is the candidate, and committed."""
-    live = fleet.state.live_jobs["job"]
+    live = fleet.state.job_runtime["job"]
     fleet.progress(step)
-    live.candidate = step
+    live.candidate_step = step
     return fleet.seal(step, **how)
 
 
@@ -46,7 +46,12 @@ def test_a_version_is_ordered_when_it_is_committed_and_pinned_from_then_on() -> 
     orders, notices = sent(effects, SpillVersion), sent(effects, VersionNotice)
     assert sorted(orders) == ["n1", "n2"]
     assert orders["n1"] == SpillVersion(
-        job="job", generation=1, version=Version(1, 100), url="/store/job", writers={"n1": (0,), "n2": (1,)}, keep=2
+        job="job",
+        generation=1,
+        version=Version(1, 100),
+        url="/store/job",
+        writers={"n1": (0,), "n2": (1,)},
+        keep_last=2,
     )
     assert notices["n1"].pinned == (Version(1, 100),)
     assert notices["n1"].committed == Version(1, 100)
@@ -58,8 +63,8 @@ def test_none_is_ordered_before_its_time_nor_while_one_is_on_its_way() -> None:
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     assert not sent(_commit(fleet, 250), SpillVersion)
     _answer(fleet, "n1", order)
-    _answer(fleet, "n2", order, whole=True)
-    assert fleet.job().spilled_step == 100
+    _answer(fleet, "n2", order, complete=True)
+    assert fleet.job().last_spilled_step == 100
     assert sent(_commit(fleet, 260), SpillVersion)["n1"].version == Version(1, 260)
 
 
@@ -68,10 +73,12 @@ def test_a_checkpoint_is_there_when_one_node_says_that_all_of_it_is() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     _answer(fleet, "n1", order)
-    assert fleet.job().stored == []
-    effects = _answer(fleet, "n2", order, whole=True, url="/store/job/step-00000100-g1")
-    assert [(one.version, one.url) for one in fleet.job().stored] == [(Version(1, 100), "/store/job/step-00000100-g1")]
-    assert fleet.job().spilling is None
+    assert fleet.job().stored_checkpoints == []
+    effects = _answer(fleet, "n2", order, complete=True, url="/store/job/step-00000100-g1")
+    assert [(one.version, one.url) for one in fleet.job().stored_checkpoints] == [
+        (Version(1, 100), "/store/job/step-00000100-g1")
+    ]
+    assert fleet.job().pending_spill is None
     assert audits(effects, "spill.stored")
     later = _commit(fleet, 150)
     assert sent(later, VersionNotice)["n1"].pinned == ()
@@ -83,8 +90,8 @@ def test_what_retention_removed_is_forgotten() -> None:
         order = sent(_commit(fleet, step), SpillVersion)["n1"]
         removed = ("step-100",) if step == 300 else ()
         _answer(fleet, "n1", order)
-        _answer(fleet, "n2", order, whole=True, url=f"/store/job/step-{step}", removed=removed)
-    assert [one.version.step for one in fleet.job().stored] == [200, 300]
+        _answer(fleet, "n2", order, complete=True, url=f"/store/job/step-{step}", removed=removed)
+    assert [one.version.step for one in fleet.job().stored_checkpoints] == [200, 300]
 
 
 def test_what_a_vault_does_not_find_any_more_is_forgotten_though_its_removal_was_never_told() -> None:
@@ -94,20 +101,20 @@ def test_what_a_vault_does_not_find_any_more_is_forgotten_though_its_removal_was
         order = sent(_commit(fleet, step), SpillVersion)["n1"]
         left = ("step-200", "step-300") if step == 300 else ()
         _answer(fleet, "n1", order)
-        _answer(fleet, "n2", order, whole=True, url=f"/store/job/step-{step}", left=left)
-    assert [one.version.step for one in fleet.job().stored] == [200, 300]
+        _answer(fleet, "n2", order, complete=True, url=f"/store/job/step-{step}", remaining=left)
+    assert [one.version.step for one in fleet.job().stored_checkpoints] == [200, 300]
 
 
 def test_an_answer_that_comes_after_its_order_was_given_up_still_says_what_is_gone() -> None:
     fleet = _fleet()
     for step in (100, 200):
         order = sent(_commit(fleet, step), SpillVersion)["n1"]
-        _answer(fleet, "n2", order, whole=True, url=f"/store/job/step-{step}")
+        _answer(fleet, "n2", order, complete=True, url=f"/store/job/step-{step}")
     late = sent(_commit(fleet, 300), SpillVersion)["n1"]
     _answer(fleet, "n1", late, code=NotFound.code, message="its slot was filled anew")
-    assert fleet.job().spilling is None
-    _answer(fleet, "n2", late, whole=True, url="/store/job/step-300", left=("step-200", "step-300"))
-    assert [one.version.step for one in fleet.job().stored] == [200]
+    assert fleet.job().pending_spill is None
+    _answer(fleet, "n2", late, complete=True, url="/store/job/step-300", remaining=("step-200", "step-300"))
+    assert [one.version.step for one in fleet.job().stored_checkpoints] == [200]
     assert fleet.job().spills_lost == 1
 
 
@@ -116,16 +123,16 @@ def test_an_answer_that_was_overtaken_takes_nothing_newer_away() -> None:
     orders = []
     for step in (100, 200):
         orders.append(sent(_commit(fleet, step), SpillVersion)["n1"])
-        _answer(fleet, "n2", orders[-1], whole=True, url=f"/store/job/step-{step}", left=(f"step-{step}",))
-    _answer(fleet, "n1", orders[0], whole=True, url="/store/job/step-100", left=("step-100",))
-    assert [one.version.step for one in fleet.job().stored] == [200]
+        _answer(fleet, "n2", orders[-1], complete=True, url=f"/store/job/step-{step}", remaining=(f"step-{step}",))
+    _answer(fleet, "n1", orders[0], complete=True, url="/store/job/step-100", remaining=("step-100",))
+    assert [one.version.step for one in fleet.job().stored_checkpoints] == [200]
 
 
 def test_who_does_not_answer_is_asked_again_in_the_running_generations_name() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     _answer(fleet, "n1", order)
-    again = sent(fleet.advance(2 * fleet.policy.order_again_s, "n1", "n2"), SpillVersion)
+    again = sent(fleet.advance(2 * fleet.policy.vault_order_retry_s, "n1", "n2"), SpillVersion)
     assert list(again) == ["n2"]
     fleet.lose_rank(1)
     assert fleet.spec().number == 2
@@ -142,20 +149,20 @@ def test_a_controller_that_begins_anew_goes_on_where_it_was() -> None:
     fleet.restart()
     fleet.beat("n1")
     fleet.beat("n2")
-    again = sent(fleet.advance(2 * fleet.policy.order_again_s, "n1", "n2"), SpillVersion)
+    again = sent(fleet.advance(2 * fleet.policy.vault_order_retry_s, "n1", "n2"), SpillVersion)
     assert again["n2"].version == again["n1"].version == Version(1, 100)
-    _answer(fleet, "n2", again["n2"], whole=True)
-    assert [one.version for one in fleet.job().stored] == [Version(1, 100)]
+    _answer(fleet, "n2", again["n2"], complete=True)
+    assert [one.version for one in fleet.job().stored_checkpoints] == [Version(1, 100)]
 
 
 def test_storage_that_is_away_is_tried_again_a_few_times() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
-    for _ in range(fleet.policy.order_failures - 1):
+    for _ in range(fleet.policy.vault_order_failures - 1):
         _answer(fleet, "n1", order, code=Unavailable.code, message="no route to the store")
-    assert fleet.job().spilling is not None
+    assert fleet.job().pending_spill is not None
     effects = _answer(fleet, "n1", order, code=Unavailable.code, message="no route to the store")
-    assert fleet.job().spilling is None
+    assert fleet.job().pending_spill is None
     assert fleet.job().spills_lost == 1
     assert "no route to the store" in audits(effects, "spill.given_up")[0]
 
@@ -163,12 +170,12 @@ def test_storage_that_is_away_is_tried_again_a_few_times() -> None:
 def test_storage_that_does_not_show_what_was_written_is_tried_again_a_few_times() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
-    for attempt in range(fleet.policy.order_failures):
-        assert fleet.job().spilling is not None
+    for attempt in range(fleet.policy.vault_order_failures):
+        assert fleet.job().pending_spill is not None
         again = msgspec.structs.replace(order, attempt=order.attempt + attempt)
         _answer(fleet, "n1", again)
         effects = _answer(fleet, "n2", again)
-    assert fleet.job().spilling is None
+    assert fleet.job().pending_spill is None
     assert "the storage does not show them all" in audits(effects, "spill.given_up")[0]
 
 
@@ -176,9 +183,9 @@ def test_a_share_that_is_overwritten_ends_the_order_and_a_later_version_follows_
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     _answer(fleet, "n2", order, code=NotFound.code, message="no sealed slot holds it")
-    assert fleet.job().spilling is None
+    assert fleet.job().pending_spill is None
     assert not sent(_commit(fleet, 110), SpillVersion)
-    fleet.advance(fleet.policy.order_again_s + 0.1, "n1", "n2")
+    fleet.advance(fleet.policy.vault_order_retry_s + 0.1, "n1", "n2")
     assert sent(_commit(fleet, 120), SpillVersion)
 
 
@@ -199,7 +206,7 @@ def test_storage_that_is_away_for_weeks_is_waited_for_as_long_as_the_policy_says
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     fleet.job().spill_failures = 5000
     _answer(fleet, "n1", order, code=NotFound.code, message="gone")
-    assert fleet.job().spill_not_before == fleet.now + fleet.policy.order_again_max_s
+    assert fleet.job().spill_not_before == fleet.now + fleet.policy.vault_order_retry_max_s
 
 
 def test_an_order_of_a_generation_that_is_over_costs_nothing() -> None:
@@ -207,7 +214,7 @@ def test_an_order_of_a_generation_that_is_over_costs_nothing() -> None:
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     for _ in range(20):
         _answer(fleet, "n1", order, code=StaleGeneration.code, message="over")
-    assert fleet.job().spilling is not None
+    assert fleet.job().pending_spill is not None
 
 
 def test_answers_to_older_orders_are_void() -> None:
@@ -215,13 +222,13 @@ def test_answers_to_older_orders_are_void() -> None:
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     _answer(fleet, "n1", order)
     _answer(fleet, "n2", order)  # both wrote, and neither found the other's part
-    assert fleet.job().stored == []
-    again = sent(fleet.advance(2 * fleet.policy.order_again_s, "n1", "n2"), SpillVersion)
+    assert fleet.job().stored_checkpoints == []
+    again = sent(fleet.advance(2 * fleet.policy.vault_order_retry_s, "n1", "n2"), SpillVersion)
     assert again["n1"].attempt == 1
-    _answer(fleet, "n1", order, whole=True)
-    assert fleet.job().stored == []
-    _answer(fleet, "n1", again["n1"], whole=True)
-    assert len(fleet.job().stored) == 1
+    _answer(fleet, "n1", order, complete=True)
+    assert fleet.job().stored_checkpoints == []
+    _answer(fleet, "n1", again["n1"], complete=True)
+    assert len(fleet.job().stored_checkpoints) == 1
 
 
 def test_a_lost_nodes_shares_are_written_by_who_has_copies_of_them() -> None:
@@ -232,11 +239,11 @@ def test_a_lost_nodes_shares_are_written_by_who_has_copies_of_them() -> None:
     fleet.disconnect("n4")
     fleet.advance(30, "n1", "n2", "n3")
     assert "n4" not in fleet.state.reachable
-    spilling = fleet.job().spilling
+    spilling = fleet.job().pending_spill
     assert spilling is not None
     assert "n4" not in spilling.writers
     assert 3 in spilling.writers[heir]
-    assert heir not in fleet.state.live_jobs["job"].spill_done
+    assert heir not in fleet.state.job_runtime["job"].spilled_nodes
 
 
 def test_a_version_goes_with_the_only_node_that_had_a_share_of_it() -> None:
@@ -244,7 +251,7 @@ def test_a_version_goes_with_the_only_node_that_had_a_share_of_it() -> None:
     _commit(fleet, 100)  # what each stored is stored alike by others, part by part: nobody has all of it
     fleet.disconnect("n4")
     fleet.advance(30, "n1", "n2", "n3")
-    assert fleet.job().spilling is None
+    assert fleet.job().pending_spill is None
     assert fleet.job().spills_lost == 1
 
 
@@ -252,15 +259,17 @@ def test_what_may_be_corrupt_is_neither_written_nor_gone_back_to() -> None:
     fleet = _fleet(3, replicas=2)
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     for node in ("n1", "n2", "n3"):
-        _answer(fleet, node, order, whole=node == "n3", url="/store/job/a")
-    assert fleet.spec().restore.storage == ""
+        _answer(fleet, node, order, complete=node == "n3", url="/store/job/a")
+    assert fleet.spec().restore.storage_url == ""
     fleet.lose_rank(0)
-    assert fleet.spec().restore.storage == "/store/job/a"
+    assert fleet.spec().restore.storage_url == "/store/job/a"
     fleet.resume(step=101)
-    fleet.job().stored[0] = type(fleet.job().stored[0])(Version(2, 500), "/store/job/a", 1, fleet.now, fleet.now)
-    fleet.seal(102, kept=False, digests={0: "d0", 1: "d0", 2: "liar"})
-    assert fleet.job().stored[0].suspect
-    assert fleet.spec().restore.storage == ""
+    fleet.job().stored_checkpoints[0] = type(fleet.job().stored_checkpoints[0])(
+        Version(2, 500), "/store/job/a", 1, fleet.now, fleet.now
+    )
+    fleet.seal(102, commit_candidate=False, digests={0: "d0", 1: "d0", 2: "liar"})
+    assert fleet.job().stored_checkpoints[0].maybe_corrupt
+    assert fleet.spec().restore.storage_url == ""
 
 
 def test_a_job_of_the_same_name_goes_on_from_storage_unless_the_last_one_reached_its_end() -> None:
@@ -268,7 +277,7 @@ def test_a_job_of_the_same_name_goes_on_from_storage_unless_the_last_one_reached
         fleet = _fleet()
         order = sent(_commit(fleet, 100), SpillVersion)["n1"]
         _answer(fleet, "n1", order)
-        _answer(fleet, "n2", order, whole=True, url="/store/job/a")
+        _answer(fleet, "n2", order, complete=True, url="/store/job/a")
         if ends_well:
             fleet.finish()
         else:
@@ -279,36 +288,36 @@ def test_a_job_of_the_same_name_goes_on_from_storage_unless_the_last_one_reached
         fleet.join("n1", "n2")
         assert fleet.job_state() is JobState.RUNNING
         rule = fleet.spec().restore
-        assert rule.scratch
-        assert rule.storage == ("" if ends_well else "/store/job/a")
+        assert rule.from_scratch
+        assert rule.storage_url == ("" if ends_well else "/store/job/a")
 
 
 def test_what_the_run_before_wrote_is_not_doubted() -> None:
     fleet = _fleet(3)
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     for node in ("n1", "n2", "n3"):
-        _answer(fleet, node, order, whole=node == "n3", url="/store/job/a")
+        _answer(fleet, node, order, complete=node == "n3", url="/store/job/a")
     fleet.raise_user_error(0)
     fleet.advance(1.0, "n1", "n2", "n3")
     fleet.launchers = {key: int(fleet.now * 1000) + 5 for key in fleet.launchers}
     fleet.join("n1", "n2", "n3")
     fleet.resume(step=101)
-    fleet.seal(102, kept=False, digests={0: "d0", 1: "d0", 2: "liar"})
-    assert not fleet.job().stored[0].suspect
-    assert fleet.spec().restore.storage == "/store/job/a"
+    fleet.seal(102, commit_candidate=False, digests={0: "d0", 1: "d0", 2: "liar"})
+    assert not fleet.job().stored_checkpoints[0].maybe_corrupt
+    assert fleet.spec().restore.storage_url == "/store/job/a"
 
 
 @pytest.mark.promise("storage-choice")
 def test_a_generation_is_told_of_the_checkpoints_before_the_newest_that_nothing_speaks_against() -> None:
     fleet = _fleet(3, replicas=2)
-    fleet.job().stored = [
-        StoredCheckpoint(Version(1, step), f"/store/job/{step}", 1, fleet.now, fleet.now, suspect=step == 600)
+    fleet.job().stored_checkpoints = [
+        StoredCheckpoint(Version(1, step), f"/store/job/{step}", 1, fleet.now, fleet.now, maybe_corrupt=step == 600)
         for step in range(100, 800, 100)
     ]
     fleet.lose_rank(0)
     rule = fleet.spec().restore
-    assert rule.storage == "/store/job/700"
-    assert rule.storage_before == ("/store/job/500", "/store/job/400", "/store/job/300")
+    assert rule.storage_url == "/store/job/700"
+    assert rule.older_storage_urls == ("/store/job/500", "/store/job/400", "/store/job/300")
 
 
 def test_a_job_that_asks_for_no_storage_any_more_pins_nothing() -> None:
@@ -316,7 +325,7 @@ def test_a_job_that_asks_for_no_storage_any_more_pins_nothing() -> None:
     _commit(fleet, 100)
     fleet.launchers = {key: life + 1 for key, life in fleet.launchers.items()}
     fleet.join("n1", spill=None, nproc_per_node=1)
-    assert fleet.job().spilling is None
+    assert fleet.job().pending_spill is None
     assert fleet.spec().restore.pinned == ()
 
 
@@ -325,7 +334,7 @@ def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
     fleet = CoreFleet()
     fleet.register("n1")
     fleet.beat("n1")
-    fleet.join("n1", spill=SpillPlan(every=1, to="s3://AKIA:hunter2@bucket/x"))
+    fleet.join("n1", spill=SpillPlan(every_steps=1, url="s3://AKIA:hunter2@bucket/x"))
     assert "job" not in fleet.state.jobs
     reason = sent(fleet.effects, StopJob)["n1"].reason
     assert "credentials" in reason

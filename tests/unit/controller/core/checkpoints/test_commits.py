@@ -6,18 +6,18 @@ from collections import Counter
 
 import msgspec
 import pytest
-from everstep_controller.core.checkpoints.commits import corroborated, count_votes
+from everstep_controller.core.checkpoints.commits import all_ranks_compared, compare_digests
 from everstep_controller.core.effects import Effect, PutJob, PutVersion
-from everstep_controller.core.events import OperatorAction, StoreChanged
+from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorAction
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.records import Homes, Share
+from everstep_controller.core.records import ShareLocations, VersionLocations
 from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.ids import Version
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.directives import NewGeneration, StopJob, VersionNotice
-from everstep.wire.v1.training import RestoreRule, Sealed
+from everstep.wire.v1.training import RestoreRule, VersionSealed
 from tests.support.core_fleet import CoreFleet, decisions, generations, sent
 
 ballots = st.dictionaries(st.integers(0, 7), st.sampled_from("abc"), min_size=1)
@@ -33,28 +33,28 @@ def _versions(effects: list[Effect]) -> list[tuple[Version, bool]]:
 @pytest.mark.promise("digest-majority")
 @given(ballots)
 def test_liars_are_exactly_those_outside_a_strict_majority(votes: dict[int, str]) -> None:
-    vote, counts = count_votes({"g": votes}), Counter(votes.values())
+    vote, counts = compare_digests({"g": votes}), Counter(votes.values())
     majority = [digest for digest, count in counts.items() if 2 * count > len(votes)]
     if majority:
-        assert vote.liars == {rank for rank, digest in votes.items() if digest != majority[0]}
-        assert not vote.tied
+        assert vote.divergent_ranks == {rank for rank, digest in votes.items() if digest != majority[0]}
+        assert not vote.tied_ranks
     else:
-        assert vote.tied == set(votes)
-        assert not vote.liars
+        assert vote.tied_ranks == set(votes)
+        assert not vote.divergent_ranks
 
 
 @pytest.mark.promise("digest-majority")
 @given(st.dictionaries(st.sampled_from("gh"), ballots))
 def test_nobody_is_both_a_liar_and_tied(digests: dict[str, dict[int, str]]) -> None:
-    vote = count_votes(digests)
-    assert not vote.liars & vote.tied
-    assert vote.unanimous == all(len(set(votes.values())) == 1 for votes in digests.values())
+    vote = compare_digests(digests)
+    assert not vote.divergent_ranks & vote.tied_ranks
+    assert vote.is_unanimous == all(len(set(votes.values())) == 1 for votes in digests.values())
 
 
 def test_a_digest_that_nobody_shares_verifies_nothing() -> None:
-    assert corroborated({"g": {0: "a", 1: "a"}}, frozenset({0, 1}))
-    assert not corroborated({"g": {0: "a"}, "h": {1: "a"}}, frozenset({0, 1}))
-    assert not corroborated({"g": {0: "a", 1: "a"}}, frozenset({0, 1, 2}))
+    assert all_ranks_compared({"g": {0: "a", 1: "a"}}, frozenset({0, 1}))
+    assert not all_ranks_compared({"g": {0: "a"}, "h": {1: "a"}}, frozenset({0, 1}))
+    assert not all_ranks_compared({"g": {0: "a", 1: "a"}}, frozenset({0, 1, 2}))
 
 
 # --- commits -----------------------------------------------------------------------------------------------------
@@ -70,14 +70,14 @@ def test_what_all_ranks_vouch_for_is_verified_whatever_the_order(order: list[tup
         fleet.seal(step, rank)
         seen.setdefault(step, set()).add(rank)
         newest = max(newest, step) if len(seen[step]) == 3 else newest
-        assert fleet.state.live_jobs["job"].verified == (Version(1, newest) if newest else None)
+        assert fleet.state.job_runtime["job"].verified_version == (Version(1, newest) if newest else None)
 
 
 def test_a_version_commits_only_when_every_share_is_safe() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.seal(4, 0)
-    assert _versions(fleet.seal(4, 1, safe=False)) == []
+    assert _versions(fleet.seal(4, 1, durable=False)) == []
     assert _versions(fleet.seal(5)) == [(Version(1, 5), True)]
 
 
@@ -93,7 +93,7 @@ def test_seals_of_a_generation_that_is_over_are_refused() -> None:
     fleet.start(2)
     fleet.lose_rank(0)
     assert fleet.seal(4, generation=1) == []
-    assert fleet.state.ignored["sealed.stale"] == 2
+    assert fleet.state.ignored_counts["version_sealed.stale"] == 2
 
 
 def test_until_an_announced_boundary_digests_are_compared_and_nothing_is_committed() -> None:
@@ -101,11 +101,11 @@ def test_until_an_announced_boundary_digests_are_compared_and_nothing_is_committ
     fleet.start(2, 1)
     fleet.seal(3)
     fleet.order(OperatorAction.DRAIN, node="n1")
-    assert fleet.job().leaving is not None
-    candidate = fleet.state.live_jobs["job"].candidate or 0
+    assert fleet.job().outgoing_generation is not None
+    candidate = fleet.state.job_runtime["job"].candidate_step or 0
     assert _versions(fleet.seal(candidate)) == [], "the ranks of the next generation were told of 1:3"
-    assert fleet.state.live_jobs["job"].verified == Version(1, candidate)
-    assert fleet.spec().restore.floor == fleet.state.live_jobs["job"].committed == Version(1, 3)
+    assert fleet.state.job_runtime["job"].verified_version == Version(1, candidate)
+    assert fleet.spec().restore.floor == fleet.state.job_runtime["job"].committed_version == Version(1, 3)
 
 
 def test_the_first_seal_behind_a_boundary_crosses_it() -> None:
@@ -115,18 +115,18 @@ def test_the_first_seal_behind_a_boundary_crosses_it() -> None:
     fleet.order(OperatorAction.DRAIN, node="n1")
     number, step = fleet.spec().number, (fleet.spec().after_step or 0) + 1
     for rank, member in enumerate(fleet.spec().roster):
-        words = Sealed(
+        words = VersionSealed(
             job="job",
             at=fleet.now,
             generation=number,
             rank=rank,
             version=Version(number, step),
             bytes=1,
-            safe=True,
-            kept=True,
+            durable=True,
+            commit_candidate=True,
         )
         effects = fleet.report(member.node, words)
-    assert fleet.job().leaving is None
+    assert fleet.job().outgoing_generation is None
     assert _versions(effects) == [(Version(number, step), False)]
 
 
@@ -135,7 +135,7 @@ def test_the_window_of_open_versions_is_bounded() -> None:
     fleet.start(2)
     for step in range(200):
         fleet.seal(step + 1, 0)
-    assert len(fleet.state.live_jobs["job"].ballots) == fleet.policy.version_window
+    assert len(fleet.state.job_runtime["job"].version_seals) == fleet.policy.version_window
 
 
 @pytest.mark.promise("committed-stays")
@@ -143,8 +143,8 @@ def test_a_version_commits_only_when_every_rank_keeps_it() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.seal(4, 0)
-    assert _versions(fleet.seal(4, 1, kept=False)) == []
-    assert fleet.state.live_jobs["job"].verified == Version(1, 4), "its digests are compared all the same"
+    assert _versions(fleet.seal(4, 1, commit_candidate=False)) == []
+    assert fleet.state.job_runtime["job"].verified_version == Version(1, 4), "its digests are compared all the same"
 
 
 def test_a_commit_announces_a_candidate_that_no_rank_has_finished_yet() -> None:
@@ -180,7 +180,7 @@ def test_only_what_was_announced_is_committed() -> None:
 def test_a_large_job_commits_less_often_than_a_small_one() -> None:
     candidates = []
     for nodes in (2, 8):
-        fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), commit_rank_s=0.5))
+        fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), commit_interval_per_rank_s=0.5))
         fleet.start(nodes)
         fleet.progress(step=7, step_s=0.1)
         notice = sent(fleet.seal(7), VersionNotice)["n1"]
@@ -194,7 +194,7 @@ def test_a_candidate_that_a_rank_heard_of_too_late_gives_way_to_another() -> Non
     fleet.progress(step=7, step_s=0.5)
     fleet.seal(7)
     fleet.seal(9, 0)
-    fleet.seal(9, 1, kept=False)
+    fleet.seal(9, 1, commit_candidate=False)
     fleet.advance(1.0, "n1", "n2")
     fleet.progress(step=14, step_s=0.5)
     late = fleet.advance(4.0, "n1", "n2")
@@ -224,12 +224,12 @@ def test_nothing_is_committed_while_the_database_is_away_and_the_next_candidate_
     fleet.start(2)
     fleet.progress(step=7, step_s=0.5)
     fleet.seal(7)
-    fleet.feed(StoreChanged(away=True, reason="disk full", trace=fleet.trace()))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk full", trace=fleet.trace()))
     assert _versions(fleet.seal(9)) == []
     fleet.progress(step=10, step_s=0.5)
     assert sent(fleet.advance(6.0, "n1", "n2"), VersionNotice) == {}, "nothing is announced that cannot be kept"
     assert fleet.spec().restore.floor is None
-    fleet.feed(StoreChanged(away=False, trace=fleet.trace()))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=False, trace=fleet.trace()))
     fleet.progress(step=22, step_s=0.5)
     notice = sent(fleet.advance(4.0, "n1", "n2"), VersionNotice)["n1"]
     assert notice.committed == Version(1, 7)
@@ -241,7 +241,7 @@ def test_who_holds_a_committed_version_is_written_once_for_all_versions_of_a_gen
     fleet.start(2)
     fleet.progress(step=7, step_s=0.5)
     assert any(isinstance(effect, PutJob) for effect in fleet.seal(7))
-    assert fleet.job().homes == Homes(1, {"n1": Share(), "n2": Share()})
+    assert fleet.job().version_locations == VersionLocations(1, {"n1": ShareLocations(), "n2": ShareLocations()})
     assert not any(isinstance(effect, PutJob) for effect in fleet.seal(9))
 
 
@@ -251,7 +251,7 @@ def test_who_holds_a_committed_version_is_written_once_for_all_versions_of_a_gen
 def test_the_first_generation_starts_from_scratch_and_a_later_one_from_what_is_whole() -> None:
     fleet = CoreFleet()
     fleet.start(2)
-    assert fleet.spec().restore == RestoreRule(scratch=True)
+    assert fleet.spec().restore == RestoreRule(from_scratch=True)
     fleet.lose_rank(0)
     assert fleet.spec().restore == RestoreRule()
     fleet.resume()
@@ -265,7 +265,7 @@ def test_corruption_goes_back_to_the_newest_verified_version() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1)
     fleet.seal(4)
-    fleet.seal(5, kept=False)
+    fleet.seal(5, commit_candidate=False)
     effects = fleet.seal(6, digests={2: "bad"})
     assert decisions(effects) == [("n3", "evict")]
     assert fleet.spec().restore == RestoreRule(floor=Version(1, 4), ceiling=Version(1, 5))
@@ -301,7 +301,7 @@ def test_corruption_before_anything_was_verified_starts_anew() -> None:
     fleet = CoreFleet()
     fleet.start(4)
     fleet.seal(4, digests={2: "bad"})
-    assert fleet.spec().restore == RestoreRule(scratch=True)
+    assert fleet.spec().restore == RestoreRule(from_scratch=True)
 
 
 def test_a_mismatch_in_a_vote_cut_short_still_bounds_what_is_restored() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from everstep_controller.core.checkpoints.restore_points import restorability_of
+from everstep_controller.core.checkpoints.restore_points import compute_restorability
 from everstep_controller.core.effects import Effect
 
 from everstep.errors import NotFound, StaleGeneration, Unavailable
@@ -20,20 +20,20 @@ SIX = tuple(f"n{at + 1}" for at in range(6))
 
 def _fleet(nodes: int = 6, **spec: Any) -> CoreFleet:
     fleet = CoreFleet()
-    fleet.start(nodes, **({"parity": 4, "min_nodes": 4} | spec))
+    fleet.start(nodes, **({"parity_group_size": 4, "min_nodes": 4} | spec))
     return fleet
 
 
 def _commit(fleet: CoreFleet, step: int, **how: Any) -> list[Effect]:
     fleet.progress(step)
-    fleet.state.live_jobs["job"].candidate = step
+    fleet.state.job_runtime["job"].candidate_step = step
     return fleet.seal(step, **how)
 
 
 def _made(fleet: CoreFleet, node: str, order: ProtectVersion, members: str = "m", **said: Any) -> list[Effect]:
     made = {} if "code" in said else {group.group: members for group in order.groups}
     return fleet.report(
-        node, VersionProtected(job="job", at=fleet.now, version=order.version, **({"made": made} | said))
+        node, VersionProtected(job="job", at=fleet.now, version=order.version, **({"members_digests": made} | said))
     )
 
 
@@ -63,9 +63,9 @@ def test_parity_counts_when_all_homes_made_it_of_the_same_bytes() -> None:
     *others, last = sent(_commit(fleet, 10), ProtectVersion).items()
     for node, order in others:
         _made(fleet, node, order)
-    assert fleet.job().shielded is None
+    assert fleet.job().active_protection is None
     effects = _made(fleet, *last)
-    shielded = fleet.job().shielded
+    shielded = fleet.job().active_protection
     assert shielded is not None
     assert shielded.protection.version == Version(1, 10)
     assert "kept by parity" in audits(effects, "parity.kept")[0]
@@ -78,19 +78,19 @@ def test_parity_of_different_bytes_is_none() -> None:
     for node, order in others:
         _made(fleet, node, order, members="a")
     effects = _made(fleet, *last, members="b")
-    assert fleet.job().shielded is None
+    assert fleet.job().active_protection is None
     assert "different shards" in audits(effects, "parity.given_up")[0]
 
 
 def test_the_version_before_stays_protected_and_pinned_until_the_next_one_is() -> None:
     fleet = _fleet()
     old = _protect(fleet, 10)
-    fleet.advance(fleet.policy.protect_interval_s + 0.1, *SIX)
+    fleet.advance(fleet.policy.parity_interval_s + 0.1, *SIX)
     effects = _commit(fleet, 40)
     orders = sent(effects, ProtectVersion)
     assert {order.keep for order in orders.values()} == {(old,)}
     assert sent(effects, VersionNotice)["n1"].pinned == (old, Version(1, 40))
-    shielded = fleet.job().shielded
+    shielded = fleet.job().active_protection
     assert shielded is not None
     assert shielded.protection.version == old
     for node, order in orders.items():
@@ -102,7 +102,7 @@ def test_versions_are_not_protected_more_often_than_the_policy_says() -> None:
     fleet = _fleet()
     _protect(fleet, 10)
     assert not sent(_commit(fleet, 11), ProtectVersion)
-    fleet.advance(fleet.policy.protect_interval_s + 0.1, *SIX)
+    fleet.advance(fleet.policy.parity_interval_s + 0.1, *SIX)
     assert sent(_commit(fleet, 40), ProtectVersion)
 
 
@@ -111,16 +111,16 @@ def test_homes_that_do_not_answer_are_told_again_also_by_a_controller_that_begin
     *others, (silent, _) = sent(_commit(fleet, 10), ProtectVersion).items()
     for node, own in others:
         _made(fleet, node, own)
-    again = sent(fleet.advance(2 * fleet.policy.order_again_s, *SIX), ProtectVersion)
+    again = sent(fleet.advance(2 * fleet.policy.vault_order_retry_s, *SIX), ProtectVersion)
     assert list(again) == [silent]
     fleet.restart()
     for node in SIX:
         fleet.beat(node)
-    again = sent(fleet.advance(2 * fleet.policy.order_again_s, *SIX), ProtectVersion)
+    again = sent(fleet.advance(2 * fleet.policy.vault_order_retry_s, *SIX), ProtectVersion)
     assert set(again) == {silent, *(node for node, _ in others)}
     for node, own in again.items():
         _made(fleet, node, own)
-    assert fleet.job().shielded is not None
+    assert fleet.job().active_protection is not None
 
 
 def test_a_group_that_lost_a_node_is_given_up_and_others_are_formed_of_who_is_left() -> None:
@@ -128,10 +128,10 @@ def test_a_group_that_lost_a_node_is_given_up_and_others_are_formed_of_who_is_le
     _commit(fleet, 10)
     fleet.disconnect("n6")
     fleet.advance(30, *SIX[:5])
-    assert fleet.job().protecting is None
+    assert fleet.job().pending_protection is None
     assert len(fleet.seats()) == 5
     fleet.resume(step=11)
-    fleet.advance(fleet.policy.order_again_max_s, *SIX[:5])
+    fleet.advance(fleet.policy.vault_order_retry_max_s, *SIX[:5])
     orders = sent(_commit(fleet, 50), ProtectVersion)
     assert {len(group.members) for order in orders.values() for group in order.groups} == {2, 3}
 
@@ -139,19 +139,19 @@ def test_a_group_that_lost_a_node_is_given_up_and_others_are_formed_of_who_is_le
 def test_parity_that_cannot_be_made_for_weeks_is_waited_for_as_long_as_the_policy_says() -> None:
     fleet = _fleet()
     node, order = next(iter(sent(_commit(fleet, 10), ProtectVersion).items()))
-    fleet.job().protect_failures = 5000
+    fleet.job().protection_failures = 5000
     _made(fleet, node, order, code=NotFound.code, message="no")
-    assert fleet.job().protect_not_before == fleet.now + fleet.policy.order_again_max_s
+    assert fleet.job().protection_not_before == fleet.now + fleet.policy.vault_order_retry_max_s
 
 
 @pytest.mark.parametrize("code", [NotFound.code, Unavailable.code])
 def test_what_cannot_be_made_is_given_up_and_waited_after(code: str) -> None:
     fleet = _fleet()
     node, order = next(iter(sent(_commit(fleet, 10), ProtectVersion).items()))
-    for _ in range(1 if code == NotFound.code else fleet.policy.order_failures):
-        assert fleet.job().protecting is not None
+    for _ in range(1 if code == NotFound.code else fleet.policy.vault_order_failures):
+        assert fleet.job().pending_protection is not None
         _made(fleet, node, order, code=code, message="no")
-    assert fleet.job().protecting is None
+    assert fleet.job().pending_protection is None
     assert not sent(_commit(fleet, 11), ProtectVersion)
 
 
@@ -160,7 +160,7 @@ def test_an_order_of_a_generation_that_is_over_costs_nothing() -> None:
     node, order = next(iter(sent(_commit(fleet, 10), ProtectVersion).items()))
     for _ in range(20):
         _made(fleet, node, order, code=StaleGeneration.code, message="over")
-    assert fleet.job().protecting is not None
+    assert fleet.job().pending_protection is not None
 
 
 def test_a_generation_is_told_what_parity_keeps() -> None:
@@ -178,25 +178,29 @@ def test_what_a_loss_costs_knows_parity() -> None:
     fleet = _fleet(replicas=1)
     version = _protect(fleet, 10)
     _commit(fleet, 12)
-    told = {one.name: one for one in restorability_of(fleet.state, fleet.job()).exposures}
-    assert told["n1"].whole
-    assert told["n1"].falls_back == version
+    told = {one.name: one for one in compute_restorability(fleet.state, fleet.job()).exposures}
+    assert told["n1"].restorable
+    assert told["n1"].fallback_version == version
     assert f"parity has version {version}" in told["n1"].sentence
-    assert told["n1, n2"].whole
+    assert told["n1, n2"].restorable
     fleet.disconnect("n6")
     fleet.advance(30, *SIX[:5])
-    told = {one.name: one for one in restorability_of(fleet.state, fleet.job()).exposures}
-    assert told["n1"].falls_back == version
-    assert not told["n1, n2"].whole
+    told = {one.name: one for one in compute_restorability(fleet.state, fleet.job()).exposures}
+    assert told["n1"].fallback_version == version
+    assert not told["n1, n2"].restorable
 
 
 def test_nodes_without_a_group_are_named_and_counted_as_they_are() -> None:
-    fleet = _fleet(5, parity=2, replicas=1)
+    fleet = _fleet(5, parity_group_size=2, replicas=1)
     effects = _commit(fleet, 10)
     alone = audits(effects, "parity.grouped")[0]
     for node, order in sent(effects, ProtectVersion).items():
         _made(fleet, node, order)
-    told = {one.name: one.whole for one in restorability_of(fleet.state, fleet.job()).exposures if one.kind == "node"}
+    told = {
+        one.name: one.restorable
+        for one in compute_restorability(fleet.state, fleet.job()).exposures
+        if one.kind == "node"
+    }
     assert alone.endswith("; n5 have neither parity nor a copy")
     assert {node for node, whole in told.items() if not whole} == {"n5"}
 
@@ -206,12 +210,12 @@ def test_what_may_be_corrupt_is_not_kept() -> None:
     _protect(fleet, 10)
     fleet.lose_rank(0)
     fleet.resume(step=11)
-    fleet.seal(12, kept=False, digests=dict.fromkeys(range(6), "d0") | {5: "liar"})
-    assert fleet.job().shielded is not None, "it is what is known to be clean"
-    fleet.state.live_jobs["job"].committed = fleet.state.live_jobs["job"].verified = None
+    fleet.seal(12, commit_candidate=False, digests=dict.fromkeys(range(6), "d0") | {5: "liar"})
+    assert fleet.job().active_protection is not None, "it is what is known to be clean"
+    fleet.state.job_runtime["job"].committed_version = fleet.state.job_runtime["job"].verified_version = None
     fleet.resume(step=13)
-    fleet.seal(14, kept=False, digests=dict.fromkeys(range(fleet.spec().world_size), "d0") | {0: "liar"})
-    assert fleet.job().shielded is None
+    fleet.seal(14, commit_candidate=False, digests=dict.fromkeys(range(fleet.spec().world_size), "d0") | {0: "liar"})
+    assert fleet.job().active_protection is None
 
 
 def test_a_jobs_end_lets_go_of_everything() -> None:
@@ -219,15 +223,15 @@ def test_a_jobs_end_lets_go_of_everything() -> None:
     _protect(fleet, 10)
     fleet.finish()
     assert fleet.job_state() is JobState.FINISHED
-    assert (fleet.job().shielded, fleet.job().protecting) == (None, None)
+    assert (fleet.job().active_protection, fleet.job().pending_protection) == (None, None)
 
 
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ({"parity": 1, "max_nodes": 4}, "parity of one member"),
-        ({"parity": 4, "max_nodes": 3}, "parity needs 4 nodes"),
-        ({"parity": 4, "max_nodes": 6, "min_nodes": 3, "replicas": 1}, "goes on with 3"),
+        ({"parity_group_size": 1, "max_nodes": 4}, "parity of one member"),
+        ({"parity_group_size": 4, "max_nodes": 3}, "parity needs 4 nodes"),
+        ({"parity_group_size": 4, "max_nodes": 6, "min_nodes": 3, "replicas": 1}, "goes on with 3"),
     ],
 )
 def test_parity_that_cannot_be_is_refused_with_the_arithmetic(spec: dict[str, int], words: str) -> None:
@@ -240,7 +244,7 @@ def test_parity_that_cannot_be_is_refused_with_the_arithmetic(spec: dict[str, in
 
 
 def test_a_job_without_parity_is_told_nothing_of_it() -> None:
-    fleet = _fleet(parity=0)
+    fleet = _fleet(parity_group_size=0)
     assert not sent(_commit(fleet, 10), ProtectVersion)
     fleet.lose_rank(0)
     assert fleet.spec().restore.protection is None

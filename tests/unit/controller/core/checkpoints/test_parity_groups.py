@@ -6,8 +6,8 @@ from collections import Counter
 from itertools import combinations
 
 import pytest
-from everstep_controller.core.checkpoints.parity import Grouping, explain, form_groups, lost_shards
-from everstep_controller.core.checkpoints.placement import Site
+from everstep_controller.core.checkpoints.parity import ParityGrouping, describe_losses, form_groups, lost_shards
+from everstep_controller.core.checkpoints.placement import FailureDomains
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,38 +15,38 @@ from everstep.ids import Version
 from everstep.wire.v1.vault_orders import NodeGroup, Protection
 
 names = st.sampled_from(["", "1", "2", "3", "4"])
-any_site = st.builds(Site, rack=names, switch=names, power=names)
+any_site = st.builds(FailureDomains, rack=names, switch=names, power=names)
 any_roster = st.lists(any_site, max_size=14)
 nested_roster = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1), st.integers(0, 1)), max_size=24).map(
-    lambda places: [Site(power=f"{p}", switch=f"{p}.{s}", rack=f"{p}.{s}.{r}") for p, s, r in places]
+    lambda places: [FailureDomains(power=f"{p}", switch=f"{p}.{s}", rack=f"{p}.{s}.{r}") for p, s, r in places]
 )
 """Racks within switches within power units."""
 
 
-def _named(sites: list[Site]) -> dict[str, Site]:
+def _named(sites: list[FailureDomains]) -> dict[str, FailureDomains]:
     return {f"n{at}": site for at, site in enumerate(sites)}
 
 
-def _formed(sites: list[Site], parity: int) -> tuple[dict[str, Site], Grouping]:
+def _formed(sites: list[FailureDomains], parity: int) -> tuple[dict[str, FailureDomains], ParityGrouping]:
     named = _named(sites)
     return named, form_groups(list(named), named, parity)
 
 
-def _told_apart(sites: dict[str, Site]) -> dict[str, Site]:
+def _told_apart(sites: dict[str, FailureDomains]) -> dict[str, FailureDomains]:
     """Without the domains that every node is in: no choice could avoid those."""
     seen = list(sites.values())
     common = dict.fromkeys(("rack", "switch", "power"), seen[0]) if seen else {}
     dull = {kind for kind, one in common.items() if len({getattr(site, kind) for site in seen}) == 1 and one}
     return {
-        node: Site(*("" if kind in dull else getattr(site, kind) for kind in ("power", "switch", "rack")))
+        node: FailureDomains(*("" if kind in dull else getattr(site, kind) for kind in ("power", "switch", "rack")))
         for node, site in sites.items()
     }
 
 
 @given(any_roster, st.integers(0, 9))
-def test_everybody_is_in_one_group_or_on_copies(sites: list[Site], parity: int) -> None:
+def test_everybody_is_in_one_group_or_on_copies(sites: list[FailureDomains], parity: int) -> None:
     named, grouping = _formed(sites, parity)
-    counted = Counter(node for group in grouping.groups for node in group.members) + Counter(grouping.on_copies)
+    counted = Counter(node for group in grouping.groups for node in group.members) + Counter(grouping.copy_only_nodes)
     assert counted == Counter(list(named))
     assert all(2 <= len(group.members) <= parity for group in grouping.groups)
     sizes = {len(group.members) for group in grouping.groups}
@@ -54,30 +54,36 @@ def test_everybody_is_in_one_group_or_on_copies(sites: list[Site], parity: int) 
 
 
 @given(any_roster, st.integers(0, 9))
-def test_no_two_of_a_group_and_its_parity_share_what_can_be_kept_apart(sites: list[Site], parity: int) -> None:
+def test_no_two_of_a_group_and_its_parity_share_what_can_be_kept_apart(
+    sites: list[FailureDomains], parity: int
+) -> None:
     named, grouping = _formed(sites, parity)
     apart = _told_apart(named)
     for group in grouping.groups:
         assert len(set(group.nodes)) == len(group.members) + 2
-        assert not any(apart[one].shared_with(apart[other]) for one, other in combinations(group.nodes, 2))
+        assert not any(apart[one].count_shared(apart[other]) for one, other in combinations(group.nodes, 2))
 
 
 @given(nested_roster, st.integers(2, 5))
-def test_in_nested_domains_no_partition_into_equal_groups_takes_more_nodes(sites: list[Site], parity: int) -> None:
+def test_in_nested_domains_no_partition_into_equal_groups_takes_more_nodes(
+    sites: list[FailureDomains], parity: int
+) -> None:
     named, grouping = _formed(sites, parity)
     apart = _told_apart(named)
     widest = min(parity, len(named) - 2)
-    assert len(grouping.on_copies) <= len(named) - max((_most_taken(apart, k) for k in range(2, widest + 1)), default=0)
+    assert len(grouping.copy_only_nodes) <= len(named) - max(
+        (_most_taken(apart, k) for k in range(2, widest + 1)), default=0
+    )
 
 
-def _most_taken(apart: dict[str, Site], k: int) -> int:
+def _most_taken(apart: dict[str, FailureDomains], k: int) -> int:
     """Nested domains fall into classes of nodes that share something. Groups of ``k`` from different classes: as many
     as there are when no class gives more than one node to each (a flow; Gale 1957); each needs two classes more."""
     left, classes = list(apart), []
     while left:
         together, found = [left.pop(0)], True
         while found:
-            found = [n for n in left if any(apart[n].shared_with(apart[one]) for one in together)]
+            found = [n for n in left if any(apart[n].count_shared(apart[one]) for one in together)]
             left = [n for n in left if n not in found]
             together += found
         classes.append(len(together))
@@ -90,7 +96,7 @@ def _most_taken(apart: dict[str, Site], k: int) -> int:
 @pytest.mark.promise("parity")
 @given(any_roster, st.integers(2, 6), st.data())
 def test_any_two_losses_cost_nothing_and_a_third_only_its_own_group(
-    sites: list[Site], parity: int, data: st.DataObject
+    sites: list[FailureDomains], parity: int, data: st.DataObject
 ) -> None:
     _, grouping = _formed(sites, parity)
     for group in grouping.groups:
@@ -103,7 +109,7 @@ def test_any_two_losses_cost_nothing_and_a_third_only_its_own_group(
 
 
 def test_homes_of_parity_are_loaded_evenly() -> None:
-    sites = [Site(rack=f"r{at // 4}") for at in range(48)]
+    sites = [FailureDomains(rack=f"r{at // 4}") for at in range(48)]
     _, grouping = _formed(sites, 4)
     load = Counter(node for group in grouping.groups for node in group.parity)
     assert len(grouping.groups) == 12
@@ -114,13 +120,13 @@ def test_homes_of_parity_are_loaded_evenly() -> None:
     ("nodes", "sizes"), [(3, []), (4, [2, 2]), (5, [3, 2]), (6, [3, 3]), (8, [4, 4]), (9, [3, 3, 3]), (10, [4, 3, 3])]
 )
 def test_groups_are_as_large_as_asked_for_and_leave_nobody_out(nodes: int, sizes: list[int]) -> None:
-    _, grouping = _formed([Site(rack=f"r{at}") for at in range(nodes)], 4)
+    _, grouping = _formed([FailureDomains(rack=f"r{at}") for at in range(nodes)], 4)
     assert [len(group.members) for group in grouping.groups] == sizes
-    assert len(grouping.on_copies) == nodes - sum(sizes)
+    assert len(grouping.copy_only_nodes) == nodes - sum(sizes)
 
 
 def test_k_falls_with_the_number_of_racks() -> None:
-    _, grouping = _formed([Site(rack=f"r{at % 6}") for at in range(24)], 8)
+    _, grouping = _formed([FailureDomains(rack=f"r{at % 6}") for at in range(24)], 8)
     assert {len(group.members) for group in grouping.groups} == {4}
     assert grouping.sentence == (
         "6 groups of 4 nodes and 2 parities (up to 8 were asked for; the roster and its domains allow 4): "
@@ -129,7 +135,7 @@ def test_k_falls_with_the_number_of_racks() -> None:
 
 
 def test_three_racks_are_too_few_for_parity_and_enough_for_copies() -> None:
-    _, grouping = _formed([Site(rack=f"r{at % 3}") for at in range(30)], 4)
+    _, grouping = _formed([FailureDomains(rack=f"r{at % 3}") for at in range(30)], 4)
     assert grouping.groups == ()
     assert grouping.sentence == (
         "all 30 nodes keep copies: parity needs 4 nodes of which no two share a rack, switch or power unit"
@@ -137,20 +143,22 @@ def test_three_racks_are_too_few_for_parity_and_enough_for_copies() -> None:
 
 
 def test_a_domain_that_every_node_is_in_hinders_nobody() -> None:
-    _, grouping = _formed([Site(power="p", rack=f"r{at}") for at in range(6)], 4)
+    _, grouping = _formed([FailureDomains(power="p", rack=f"r{at}") for at in range(6)], 4)
     assert len(grouping.groups) == 2
 
 
 def test_the_rest_is_named() -> None:
-    _, grouping = _formed([Site() for _ in range(9)], 2)
-    assert grouping.on_copies == ("n8",)
+    _, grouping = _formed([FailureDomains() for _ in range(9)], 2)
+    assert grouping.copy_only_nodes == ("n8",)
     assert grouping.sentence == (
         "4 groups of 2 nodes and 2 parities: each bears any two losses; n8 found no 2 apart and keeps copies"
     )
 
 
 @given(any_roster, st.integers(2, 6), st.integers(1, 8))
-def test_every_rank_of_a_grouped_node_is_in_one_group_of_shards(sites: list[Site], parity: int, nproc: int) -> None:
+def test_every_rank_of_a_grouped_node_is_in_one_group_of_shards(
+    sites: list[FailureDomains], parity: int, nproc: int
+) -> None:
     named, grouping = _formed(sites, parity)
     kept = Protection(version=Version(1, 1), seats=tuple(named), nproc_per_node=nproc, groups=grouping.groups)
     shards = list(kept.shards())
@@ -173,19 +181,19 @@ def test_each_group_that_a_loss_touches_is_explained() -> None:
         NodeGroup(members=("a", "b", "c"), parity=("d", "e")),
         NodeGroup(members=("d", "e", "f"), parity=("a", "b")),
     ]
-    assert list(explain(groups, {"a", "b", "d"})) == [
+    assert list(describe_losses(groups, {"a", "b", "d"})) == [
         "group 0 (5 nodes) is without a, b, d: more than two of it are gone, and what a, b stored cannot be made again",
         "group 1 (5 nodes) is without d, a, b: more than two of it are gone, and what d stored cannot be made again",
     ]
-    assert list(explain(groups, {"a"})) == [
+    assert list(describe_losses(groups, {"a"})) == [
         "group 0 (5 nodes) is without a: what a stored is made again from the others",
         "group 1 (5 nodes) is without a: no member is, and parity can be made anew",
     ]
-    assert list(explain(groups, {"x"})) == []
+    assert list(describe_losses(groups, {"x"})) == []
 
 
 def test_a_large_fleet_is_grouped_without_a_rest() -> None:
-    sites = [Site(power=f"p{at // 32}", switch=f"s{at // 16}", rack=f"r{at // 16}") for at in range(1248)]
+    sites = [FailureDomains(power=f"p{at // 32}", switch=f"s{at // 16}", rack=f"r{at // 16}") for at in range(1248)]
     _, grouping = _formed(sites, 8)
     assert len(grouping.groups) == 156
-    assert grouping.on_copies == ()
+    assert grouping.copy_only_nodes == ()

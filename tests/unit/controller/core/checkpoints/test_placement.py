@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import combinations
 
 import pytest
-from everstep_controller.core.checkpoints.placement import Site, place_replicas
+from everstep_controller.core.checkpoints.placement import FailureDomains, place_replicas
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ from tests.support.core_fleet import CoreFleet
 Placed = dict[str, tuple[str, ...]]
 
 site = st.builds(
-    Site,
+    FailureDomains,
     rack=st.sampled_from(["", "r1", "r2"]),
     switch=st.sampled_from(["", "s1", "s2"]),
     power=st.sampled_from(["", "p1", "p2"]),
@@ -25,24 +25,24 @@ site = st.builds(
 rosters = st.lists(site, min_size=1, max_size=7)
 
 
-def _named(sites: list[Site]) -> dict[str, Site]:
+def _named(sites: list[FailureDomains]) -> dict[str, FailureDomains]:
     return {f"n{at}": site for at, site in enumerate(sites)}
 
 
-def _shared(sites: dict[str, Site], nodes: tuple[str, ...]) -> int:
-    return sum(sites[one].shared_with(sites[other]) for one, other in combinations(nodes, 2))
+def _shared(sites: dict[str, FailureDomains], nodes: tuple[str, ...]) -> int:
+    return sum(sites[one].count_shared(sites[other]) for one, other in combinations(nodes, 2))
 
 
-def _least_shared(sites: dict[str, Site], node: str, copies: int) -> int:
+def _least_shared(sites: dict[str, FailureDomains], node: str, copies: int) -> int:
     """Slow and plain: the best of all choices of nodes."""
     others = [other for other in sites if other != node]
     return min(_shared(sites, (node, *chosen)) for chosen in combinations(others, min(copies, len(others))))
 
 
-def _fleet_of(racks: int, per_rack: int) -> dict[str, Site]:
+def _fleet_of(racks: int, per_rack: int) -> dict[str, FailureDomains]:
     """Racks of a switch each, two racks on a power unit."""
     return {
-        f"n{rack}-{at}": Site(rack=f"r{rack}", switch=f"s{rack}", power=f"p{rack // 2}", driver="d1")
+        f"n{rack}-{at}": FailureDomains(rack=f"r{rack}", switch=f"s{rack}", power=f"p{rack // 2}", driver="d1")
         for rack in range(racks)
         for at in range(per_rack)
     }
@@ -53,7 +53,7 @@ def _fleet_of(racks: int, per_rack: int) -> dict[str, Site]:
 
 @pytest.mark.promise("copies-across-domains")
 @given(rosters)
-def test_one_copy_shares_as_few_domains_with_its_node_as_any_choice_could(sites: list[Site]) -> None:
+def test_one_copy_shares_as_few_domains_with_its_node_as_any_choice_could(sites: list[FailureDomains]) -> None:
     named = _named(sites)
     placed = place_replicas(list(named), named, 2)
     for node, copies in placed.items():
@@ -62,20 +62,22 @@ def test_one_copy_shares_as_few_domains_with_its_node_as_any_choice_could(sites:
 
 
 @given(rosters, st.integers(3, 4))
-def test_more_copies_share_no_more_than_the_best_choice_one_after_the_other(sites: list[Site], replicas: int) -> None:
+def test_more_copies_share_no_more_than_the_best_choice_one_after_the_other(
+    sites: list[FailureDomains], replicas: int
+) -> None:
     named = _named(sites)
     for node, copies in place_replicas(list(named), named, replicas).items():
         assert _shared(named, (node, *copies)) <= _greedy(named, node, replicas - 1)
 
 
-def _greedy(sites: dict[str, Site], node: str, copies: int) -> int:
+def _greedy(sites: dict[str, FailureDomains], node: str, copies: int) -> int:
     """The most that choosing the nearest to nothing, one after the other, may share, whichever of equals is taken."""
     worst, open_choices = 0, [(node,)]
     for _ in range(min(copies, len(sites) - 1)):
         longer = []
         for chosen in open_choices:
             costs = {
-                other: sum(sites[other].shared_with(sites[one]) for one in chosen)
+                other: sum(sites[other].count_shared(sites[one]) for one in chosen)
                 for other in sites
                 if other not in chosen
             }
@@ -85,7 +87,9 @@ def _greedy(sites: dict[str, Site], node: str, copies: int) -> int:
 
 
 @given(rosters, st.integers(1, 5))
-def test_a_node_is_copied_to_as_many_others_as_asked_or_as_there_are(sites: list[Site], replicas: int) -> None:
+def test_a_node_is_copied_to_as_many_others_as_asked_or_as_there_are(
+    sites: list[FailureDomains], replicas: int
+) -> None:
     named = _named(sites)
     placed = place_replicas(list(named), named, replicas)
     assert list(placed) == list(named)
@@ -106,24 +110,26 @@ def test_where_half_the_nodes_run_another_driver_copies_cross_over() -> None:
     racks = _fleet_of(racks=8, per_rack=4)
     drivers = {"n0": "d1", "n1": "d1", "n2": "d1", "n3": "d1"}
     sites = {
-        node: Site(site.power, site.switch, site.rack, drivers.get(node.split("-")[0], "d2"))
+        node: FailureDomains(site.power, site.switch, site.rack, drivers.get(node.split("-")[0], "d2"))
         for node, site in racks.items()
     }
     placed = place_replicas(list(sites), sites, 2)
-    assert not any(sites[node].resembles(sites[copy]) for node, (copy,) in placed.items())
+    assert not any(sites[node].has_same_driver(sites[copy]) for node, (copy,) in placed.items())
 
 
 def test_safety_goes_before_an_even_load() -> None:
-    sites = {f"a{at}": Site(rack="a") for at in range(4)} | {f"b{at}": Site(rack="b") for at in range(2)}
+    sites = {f"a{at}": FailureDomains(rack="a") for at in range(4)} | {
+        f"b{at}": FailureDomains(rack="b") for at in range(2)
+    }
     placed = place_replicas(list(sites), sites, 2)
     assert all(sites[node].rack != sites[copy].rack for node, (copy,) in placed.items())
     assert Counter(copy for copies in placed.values() for copy in copies)["b0"] == 2
 
 
 def test_unnamed_domains_are_shared_with_nobody() -> None:
-    assert Site().shared_with(Site()) == 0
-    assert not Site().resembles(Site())
-    assert Site(rack="1", power="p").shared_with(Site(rack="1", power="p")) == 2
+    assert FailureDomains().count_shared(FailureDomains()) == 0
+    assert not FailureDomains().has_same_driver(FailureDomains())
+    assert FailureDomains(rack="1", power="p").count_shared(FailureDomains(rack="1", power="p")) == 2
 
 
 # --- few sets, even load -----------------------------------------------------------------------------------------
@@ -131,7 +137,7 @@ def test_unnamed_domains_are_shared_with_nobody() -> None:
 
 @given(st.integers(2, 40), st.integers(2, 4))
 def test_nodes_copy_each_other_in_small_groups(count: int, replicas: int) -> None:
-    nodes = {f"n{at}": Site(rack=f"r{at}") for at in range(count)}
+    nodes = {f"n{at}": FailureDomains(rack=f"r{at}") for at in range(count)}
     placed = place_replicas(list(nodes), nodes, replicas)
     sets = {frozenset((node, *copies)) for node, copies in placed.items()}
     assert len(sets) <= max(1, count // replicas) + count % replicas * replicas
@@ -153,7 +159,7 @@ def test_a_change_of_one_node_moves_the_copies_of_few(lost: int, rack: int) -> N
     before = place_replicas(list(sites), sites, 2)
     gone = list(sites)[lost]
     seats = [node if node != gone else "spare" for node in sites]
-    after_sites = sites | {"spare": Site(rack=f"r{rack}", switch=f"s{rack}", power=f"p{rack // 2}")}
+    after_sites = sites | {"spare": FailureDomains(rack=f"r{rack}", switch=f"s{rack}", power=f"p{rack // 2}")}
     after = place_replicas(seats, after_sites, 2, before)
     moved = sum(after[node] != before[node] for node in seats if node != "spare")
     assert 1 <= moved <= 3, "the one's that has lost its home; where spare and widow are near, two make place for them"
@@ -164,7 +170,7 @@ def test_a_change_of_one_node_moves_the_copies_of_few(lost: int, rack: int) -> N
 def test_after_a_loss_no_node_keeps_the_copies_of_two_while_another_keeps_none(pairs: int, lost: int) -> None:
     """Pairs copy each other, and one of a pair is lost: the other one cannot keep its own copy. What a node has to keep
     beside its own share is what its memory must suffice for."""
-    sites = {f"n{at}": Site(rack=f"r{at}") for at in range(2 * pairs)}
+    sites = {f"n{at}": FailureDomains(rack=f"r{at}") for at in range(2 * pairs)}
     before = place_replicas(list(sites), sites, 2)
     seats = [node for at, node in enumerate(sites) if at != lost % len(sites)]
     after = place_replicas(seats, sites, 2, before)
@@ -178,7 +184,7 @@ def test_however_often_nodes_change_nobody_gets_more_than_twice_his_share(change
     seats = list(sites)
     placed = place_replicas(seats, sites, 2)
     for number, (seat, rack) in enumerate(changes):
-        sites[f"x{number}"] = Site(rack=f"r{rack}", switch=f"s{rack}", power=f"p{rack // 2}")
+        sites[f"x{number}"] = FailureDomains(rack=f"r{rack}", switch=f"s{rack}", power=f"p{rack // 2}")
         seats[seat] = f"x{number}"
         placed = place_replicas(seats, sites, 2, placed)
         least = {node: _shared(sites, (node, *copies)) for node, copies in placed.items()}

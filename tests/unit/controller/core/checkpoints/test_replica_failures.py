@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from everstep_controller.core.checkpoints.placement import Site, place_replicas
+from everstep_controller.core.checkpoints.placement import FailureDomains, place_replicas
 from everstep_controller.core.effects import PutVersion
 from everstep_controller.core.policy import CorePolicy
 from hypothesis import given
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from everstep.vocabulary import FindingKind, GenerationReason
 from tests.support.core_fleet import CoreFleet, audits, decisions, generations
 
-POLICY = msgspec.structs.replace(CorePolicy.lab(), copy_misses=3, passed_over_s=60.0)
+POLICY = msgspec.structs.replace(CorePolicy.lab(), missed_copies_count=3, replica_node_skip_s=60.0)
 KEY = f"{FindingKind.COPIES_MISSING}/copies/job"
 
 
@@ -24,13 +24,17 @@ def _fleet(nodes: int = 4, **spec: int) -> CoreFleet:
 
 def _next_version(fleet: CoreFleet, *broken: str) -> bool:
     """The job comes to its next candidate, of which ``broken`` get no copies. Returns whether it is committed."""
-    live, spec, before = fleet.state.live_jobs["job"], fleet.running(), len(fleet.effects)
-    step = live.candidate if live.candidate is not None else fleet.state.live_jobs["job"].pace.newest_step or 1
+    live, spec, before = fleet.state.job_runtime["job"], fleet.running(), len(fleet.effects)
+    step = (
+        live.candidate_step
+        if live.candidate_step is not None
+        else fleet.state.job_runtime["job"].progress.furthest_step or 1
+    )
     fleet.progress(step=step, step_s=0.1)
     for member in spec.roster:
         homes = spec.replica_nodes[member.node]
         arrived = tuple(home for home in homes if home not in broken)
-        fleet.seal_one(step, member.rank, safe=arrived == homes, replicas=arrived)
+        fleet.seal_one(step, member.rank, durable=arrived == homes, full_copies=arrived)
     for _ in range(8):
         fleet.advance(0.5, *fleet.state.nodes)
         step += 4
@@ -48,11 +52,11 @@ def test_after_some_versions_in_a_row_copies_go_to_other_nodes_at_a_boundary() -
     assert [_next_version(fleet, "n2") for _ in range(3)] == [False] * 3
     spec = generations(fleet.effects)[-1]
     assert (spec.number, spec.reason, spec.after_step is not None) == (2, GenerationReason.PLACEMENT, True)
-    assert spec.seated == {"n1", "n2", "n3", "n4"}
+    assert spec.seated_nodes == {"n1", "n2", "n3", "n4"}
     assert "n2" not in _homes(fleet)
     assert all(len(homes) == 1 for homes in spec.replica_nodes.values())
     assert "copies go elsewhere than to n2, which missed 3 versions in a row" in audits(fleet.effects, "generation")[-1]
-    assert KEY in fleet.state.nodes["n2"].own
+    assert KEY in fleet.state.nodes["n2"].controller_findings
     assert decisions(fleet.effects) == [("n2", "no_action")]
 
 
@@ -69,13 +73,13 @@ def test_a_version_that_is_told_of_for_its_digests_alone_is_missed_by_no_home() 
     """Every generation whose first versions were compared before one was to be kept accused all of its homes."""
     fleet = _fleet()
     for step in range(1, 7):
-        fleet.seal(step, kept=False)
+        fleet.seal(step, commit_candidate=False)
     fleet.progress(step=6, step_s=0.1)
     for _ in range(20):
         fleet.advance(0.5, *fleet.state.nodes)
     assert fleet.spec().number == 1
     assert decisions(fleet.effects) == []
-    assert not any(node.own for node in fleet.state.nodes.values())
+    assert not any(node.controller_findings for node in fleet.state.nodes.values())
 
 
 def test_where_there_is_nobody_else_it_is_named_and_the_job_goes_on_as_it_is() -> None:
@@ -83,7 +87,7 @@ def test_where_there_is_nobody_else_it_is_named_and_the_job_goes_on_as_it_is() -
     for _ in range(8):
         assert not _next_version(fleet, "n2")
     assert fleet.spec().number == 1
-    assert KEY in fleet.state.nodes["n2"].own
+    assert KEY in fleet.state.nodes["n2"].controller_findings
 
 
 def test_it_is_passed_over_for_a_while_only() -> None:
@@ -95,21 +99,21 @@ def test_it_is_passed_over_for_a_while_only() -> None:
     for _ in range(140):
         fleet.advance(0.5, *fleet.state.nodes)
     fleet.lose_rank(0)
-    assert fleet.state.live_jobs["job"].passed_over == {}
-    assert KEY not in fleet.state.nodes["n2"].own
+    assert fleet.state.job_runtime["job"].skipped_replica_nodes == {}
+    assert KEY not in fleet.state.nodes["n2"].controller_findings
 
 
 @given(st.lists(st.sampled_from(["", "r1", "r2", "r3"]), min_size=3, max_size=8), st.data())
 def test_those_passed_over_get_nothing_and_everybody_has_as_many_copies_as_before(
     racks: list[str], data: st.DataObject
 ) -> None:
-    sites = {f"n{at}": Site(rack=rack) for at, rack in enumerate(racks)}
+    sites = {f"n{at}": FailureDomains(rack=rack) for at, rack in enumerate(racks)}
     copies = data.draw(st.integers(1, 2))
     most = len(racks) - copies - 1
     over = data.draw(st.sets(st.sampled_from(sorted(sites)), max_size=max(0, most)))
-    placed = place_replicas(list(sites), sites, copies + 1, passed_over=frozenset(over))
+    placed = place_replicas(list(sites), sites, copies + 1, skipped=frozenset(over))
     for node, homes in placed.items():
         assert len(set(homes) - over - {node}) == min(copies, len(racks) - 1)
         others = [one for one in sites if one not in over and one != node]
-        apart = [one for one in others if not sites[one].shared_with(sites[node])]
-        assert copies > 1 or not sites[homes[0]].shared_with(sites[node]) or not apart
+        apart = [one for one in others if not sites[one].count_shared(sites[node])]
+        assert copies > 1 or not sites[homes[0]].count_shared(sites[node]) or not apart

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import msgspec
 import pytest
-from everstep_controller.core.checkpoints.restore_points import restorability_of
+from everstep_controller.core.checkpoints.restore_points import compute_restorability
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,11 +35,11 @@ def _commit(fleet: CoreFleet, kept: Kept, step: int = 5) -> None:
     """Every rank seals the version, and says where else its share lies."""
     for member in fleet.spec().roster:
         copies, alike = kept.get(member.node, ((), ()))
-        fleet.seal_one(step, member.rank, replicas=copies, alike=alike)
+        fleet.seal_one(step, member.rank, full_copies=copies, partial_copies=alike)
 
 
 def _ask(fleet: CoreFleet) -> Restorability:
-    answer = restorability_of(fleet.state, fleet.job())
+    answer = compute_restorability(fleet.state, fleet.job())
     msgspec.json.decode(msgspec.json.encode(answer), type=Restorability)
     return answer
 
@@ -59,7 +59,7 @@ def test_with_copies_in_another_rack_any_node_and_any_rack_may_go() -> None:
     _commit(fleet, PAIRED)
     answer = _ask(fleet)
     assert answer.version == Version(1, 5)
-    assert all(one.whole for one in answer.exposures if one.kind in ("node", "rack"))
+    assert all(one.restorable for one in answer.exposures if one.kind in ("node", "rack"))
     assert _of(answer, "rack", "a").sentence == (
         "without rack a (2 nodes): version 1:5 stays whole; the job goes on with 2 of 4 nodes"
     )
@@ -69,7 +69,7 @@ def test_a_node_and_its_copy_are_named_as_the_pair_that_must_not_go_together() -
     fleet = _fleet("aabb", nproc_per_node=2)
     _commit(fleet, PAIRED)
     answer = _ask(fleet)
-    fatal = [one.nodes for one in answer.exposures if not one.whole]
+    fatal = [one.nodes for one in answer.exposures if not one.restorable]
     assert fatal == [("n1", "n3"), ("n2", "n4")]
     assert answer.exposures[0].nodes == ("n1", "n3"), "what would cost something comes first"
     assert answer.exposures[0].ranks == (0, 1, 4, 5)
@@ -81,7 +81,7 @@ def test_a_node_without_a_copy_is_the_one_that_must_not_go() -> None:
     fleet = _fleet("ab", replicas=1)
     _commit(fleet, {})
     answer = _ask(fleet)
-    assert not _of(answer, "node", "n1").whole
+    assert not _of(answer, "node", "n1").restorable
     assert "2 nodes, 2 racks cannot be spared, such as n1" in answer.sentence
 
 
@@ -89,7 +89,7 @@ def test_a_job_on_one_node_depends_on_it() -> None:
     fleet = _fleet("a", nproc_per_node=2)
     _commit(fleet, {})
     only = _of(_ask(fleet), "node", "n1")
-    assert (only.whole, only.nodes_left, only.ranks) == (False, 0, (0, 1))
+    assert (only.restorable, only.nodes_left, only.ranks) == (False, 0, (0, 1))
     assert only.sentence.endswith("fewer than 1 node are left and the job is paused")
 
 
@@ -98,14 +98,16 @@ def test_what_others_hold_alike_survives_one_of_them_whichever_it_is() -> None:
     nodes = fleet.seats()
     _commit(fleet, {node: ((), tuple(other for other in nodes if other != node)) for node in nodes})
     answer = _ask(fleet)
-    assert all(one.whole == (one.kind != "pair") for one in answer.exposures), "two of them may hold one part alone"
+    assert all(one.restorable == (one.kind != "pair") for one in answer.exposures), (
+        "two of them may hold one part alone"
+    )
 
 
 def test_of_two_nodes_that_say_nothing_of_copies_not_both_may_go_however_many_copies_were_asked_for() -> None:
     fleet = _fleet("ab", replicas=3)
     _commit(fleet, {})
     answer = _ask(fleet)
-    assert [one.nodes for one in answer.exposures if not one.whole] == [("n1", "n2")]
+    assert [one.nodes for one in answer.exposures if not one.restorable] == [("n1", "n2")]
 
 
 def test_whether_the_job_could_go_on_is_said_beside_whether_its_version_is_whole() -> None:
@@ -139,9 +141,9 @@ def test_a_holder_out_of_reach_is_not_counted_on() -> None:
     fleet.disconnect("n3")
     fleet.advance(10.0, "n1", "n2", "n4")
     answer = _ask(fleet)
-    assert answer.missing == ()
-    assert not _of(answer, "node", "n1").whole
-    assert _of(answer, "node", "n2").whole
+    assert answer.missing_ranks == ()
+    assert not _of(answer, "node", "n1").restorable
+    assert _of(answer, "node", "n2").restorable
 
 
 def test_a_holder_that_was_rebooted_has_lost_its_copies() -> None:
@@ -149,7 +151,7 @@ def test_a_holder_that_was_rebooted_has_lost_its_copies() -> None:
     _commit(fleet, PAIRED)
     fleet.advance(1.0, "n1", "n2", "n3", "n4")
     fleet.register("n3", boot_id="boot-2")
-    assert not _of(_ask(fleet), "node", "n1").whole
+    assert not _of(_ask(fleet), "node", "n1").restorable
 
 
 def test_what_nobody_in_reach_holds_is_told() -> None:
@@ -159,7 +161,7 @@ def test_what_nobody_in_reach_holds_is_told() -> None:
         fleet.disconnect(node)
     fleet.advance(40.0, "n2", "n4")
     answer = _ask(fleet)
-    assert answer.missing == (0, 2)
+    assert answer.missing_ranks == (0, 2)
     assert "version 1:5 cannot be restored now: what the ranks on n1, n3 stored is not held by" in answer.sentence
 
 
@@ -174,7 +176,7 @@ def test_holders_are_known_after_a_restart_and_in_the_next_generation() -> None:
     fleet.leave("n4")
     answer = _ask(fleet)
     assert answer.version == Version(1, 5)
-    assert [one.nodes for one in answer.exposures if not one.whole] == [("n1", "n3"), ("n2", "n4")]
+    assert [one.nodes for one in answer.exposures if not one.restorable] == [("n1", "n3"), ("n2", "n4")]
 
 
 # --- against a dumb one ------------------------------------------------------------------------------------------
@@ -193,21 +195,21 @@ def test_answers_agree_with_looking_for_every_share(kept: list[tuple[set[int], b
     _commit(fleet, {n: (others[n], ()) if copied[n] else ((), others[n]) for n in nodes})
     answer = _ask(fleet)
     for one in answer.exposures:
-        assert one.whole == _whole(nodes, others, copied, replicas, set(one.nodes)), one
+        assert one.restorable == _whole(nodes, others, copied, replicas, set(one.nodes)), one
     told = {one.nodes for one in answer.exposures if one.kind == "pair"}
-    alone = {one.name for one in answer.exposures if one.kind == "node" and one.whole}
+    alone = {one.name for one in answer.exposures if one.kind == "node" and one.restorable}
     assert told == {pair for pair in combinations(nodes, 2) if alone.issuperset(pair)}
 
 
 def test_what_a_lost_vault_held_is_not_counted_on() -> None:
     fleet = _fleet("abc")
     _commit(fleet, {"n1": (("n2",), ()), "n2": (("n3",), ()), "n3": (("n1",), ())})
-    assert _of(_ask(fleet), "node", "n1").whole
+    assert _of(_ask(fleet), "node", "n1").restorable
     gone = Finding(kind=FindingKind.VAULT_LOST, subject="vault", severity=Severity.CRITICAL, message="signal 9")
     fleet.raise_finding("n2", gone)
-    assert not _of(_ask(fleet), "node", "n1").whole
+    assert not _of(_ask(fleet), "node", "n1").restorable
     fleet.clear_finding("n2", gone.key)
-    assert _of(_ask(fleet), "node", "n1").whole
+    assert _of(_ask(fleet), "node", "n1").restorable
 
 
 def _whole(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from everstep_controller.core.checkpoints.restore_points import kept_of
+from everstep_controller.core.checkpoints.restore_points import list_checkpoints
 
 from everstep.ids import Version
 from everstep.wire.v1.directives import ProtectVersion, SpillVersion
@@ -23,76 +23,76 @@ def _fleet(**spec: Any) -> CoreFleet:
 
 def _commit(fleet: CoreFleet, step: int) -> tuple[dict[str, ProtectVersion], dict[str, SpillVersion]]:
     fleet.progress(step)
-    fleet.state.live_jobs["job"].candidate = step
+    fleet.state.job_runtime["job"].candidate_step = step
     effects = fleet.seal(step)
     return sent(effects, ProtectVersion), sent(effects, SpillVersion)
 
 
 def _places(fleet: CoreFleet) -> list[tuple[str, str, str, bool]]:
-    told = kept_of(fleet.state, fleet.job())
-    return [(str(one.version), one.place, one.state, one.restorable) for one in told.versions]
+    told = list_checkpoints(fleet.state, fleet.job())
+    return [(str(one.version), one.tier, one.state, one.restorable) for one in told.versions]
 
 
 def test_nothing_is_kept_before_the_first_commit() -> None:
     fleet = _fleet()
-    told = kept_of(fleet.state, fleet.job())
+    told = list_checkpoints(fleet.state, fleet.job())
     assert told.versions == ()
     assert told.sentence == "nothing of job job is kept that it could go back to"
 
 
 def test_memory_comes_before_parity_and_parity_before_storage() -> None:
-    fleet = _fleet(parity=4, spill=SpillPlan(every=10, to="/s"))
+    fleet = _fleet(parity_group_size=4, spill=SpillPlan(every_steps=10, url="/s"))
     protects, spills = _commit(fleet, 10)
     assert _places(fleet) == [
-        ("1:10", "memory", "whole", True),
-        ("1:10", "parity", "way", False),
-        ("1:10", "storage", "way", False),
+        ("1:10", "memory", "complete", True),
+        ("1:10", "parity", "in_progress", False),
+        ("1:10", "storage", "in_progress", False),
     ]
     for node, order in protects.items():
         made = {group.group: "m" for group in order.groups}
-        fleet.report(node, VersionProtected(job="job", at=fleet.now, version=order.version, made=made))
+        fleet.report(node, VersionProtected(job="job", at=fleet.now, version=order.version, members_digests=made))
     for node, spill in spills.items():
         said = VersionSpilled(
-            job="job", at=fleet.now, version=spill.version, attempt=0, url="/s/job/a", whole=node == "n6"
+            job="job", at=fleet.now, version=spill.version, attempt=0, url="/s/job/a", complete=node == "n6"
         )
         fleet.report(node, said)
     assert _places(fleet) == [
-        ("1:10", "memory", "whole", True),
-        ("1:10", "parity", "whole", True),
-        ("1:10", "storage", "whole", True),
+        ("1:10", "memory", "complete", True),
+        ("1:10", "parity", "complete", True),
+        ("1:10", "storage", "complete", True),
     ]
-    told = kept_of(fleet.state, fleet.job())
+    told = list_checkpoints(fleet.state, fleet.job())
     assert told.sentence.startswith("after a loss now, job job goes back to 1:10 or a newer one: it was committed")
 
 
 def test_what_a_loss_took_from_memory_parity_still_has_and_after_three_only_storage() -> None:
-    fleet = _fleet(parity=4, spill=SpillPlan(every=10, to="/s"))
+    fleet = _fleet(parity_group_size=4, spill=SpillPlan(every_steps=10, url="/s"))
     protects, spills = _commit(fleet, 10)
     for node, order in protects.items():
         made = {group.group: "m" for group in order.groups}
-        fleet.report(node, VersionProtected(job="job", at=fleet.now, version=order.version, made=made))
+        fleet.report(node, VersionProtected(job="job", at=fleet.now, version=order.version, members_digests=made))
     for node, spill in spills.items():
         said = VersionSpilled(
-            job="job", at=fleet.now, version=spill.version, attempt=0, url="/s/job/a", whole=node == "n6"
+            job="job", at=fleet.now, version=spill.version, attempt=0, url="/s/job/a", complete=node == "n6"
         )
         fleet.report(node, said)
     fleet.disconnect("n1")
     fleet.disconnect("n2")
     fleet.advance(30, *SIX[2:])
-    assert _places(fleet)[:2] == [("1:10", "memory", "whole", False), ("1:10", "parity", "whole", True)]
+    assert _places(fleet)[:2] == [("1:10", "memory", "complete", False), ("1:10", "parity", "complete", True)]
     fleet.disconnect("n3")
     fleet.advance(30, *SIX[3:])
     assert [restorable for *_, restorable in _places(fleet)] == [False, False, True]
-    assert "1:10" in kept_of(fleet.state, fleet.job()).sentence
+    assert "1:10" in list_checkpoints(fleet.state, fleet.job()).sentence
 
 
 def test_trouble_is_told() -> None:
-    fleet = _fleet(spill=SpillPlan(every=10, to="/s"))
+    fleet = _fleet(spill=SpillPlan(every_steps=10, url="/s"))
     _, spills = _commit(fleet, 10)
     said = VersionSpilled(
         job="job", at=fleet.now, version=Version(1, 10), attempt=0, code="not_found", message="overwritten"
     )
     fleet.report(next(iter(spills)), said)
-    told = kept_of(fleet.state, fleet.job())
+    told = list_checkpoints(fleet.state, fleet.job())
     assert told.spills_lost == 1
-    assert "overwritten" in told.trouble
+    assert "overwritten" in told.last_error

@@ -24,7 +24,7 @@ def _fleet(nodes: int = 4, **more: int) -> CoreFleet:
 
 def _pairs(fleet: CoreFleet) -> dict[str, str]:
     """By suspect, who it is tried with."""
-    return {str(p.candidate): next(n for n in p.nodes if n != p.candidate) for p in fleet.state.probes.values()}
+    return {str(p.tested_node): next(n for n in p.nodes if n != p.tested_node) for p in fleet.state.probes.values()}
 
 
 @pytest.mark.promise("blame-isolation")
@@ -48,10 +48,10 @@ def test_who_fails_with_a_good_partner_too_is_convicted_and_nobody_else(bad: set
         verdict for suspect in ("n1", "n2") for verdict in decisions(fleet.finish_probe(suspect, ok=suspect not in bad))
     ]
     assert {node for node, decision in said if decision == "evict"} == evicted
-    assert fleet.state.cases == {}
+    assert fleet.state.blame_cases == {}
     if not bad:
-        assert "the link between n1 and n2 is suspected" in audits(fleet.effects, "second_pass.nobody")[-1]
-        assert fleet.state.nodes["n1"].undecided == {}
+        assert "the link between n1 and n2 is suspected" in audits(fleet.effects, "blame_isolation.inconclusive")[-1]
+        assert fleet.state.nodes["n1"].undecided_findings == {}
 
 
 @pytest.mark.promise("blame-isolation")
@@ -70,7 +70,7 @@ def test_a_probe_that_nobody_answers_convicts_nobody() -> None:
     said = decisions(fleet.advance(100.0, "n1", "n2", "n3", "n4"))
     assert ("n1", "recommend") in said
     assert not [node for node, decision in said if decision == "evict"]
-    assert fleet.state.cases == {}
+    assert fleet.state.blame_cases == {}
 
 
 def test_a_partner_that_falls_ill_during_the_probe_proves_nothing_and_another_is_taken() -> None:
@@ -119,7 +119,7 @@ def test_while_one_suspect_is_tried_a_look_at_the_other_begins_nothing_more_for_
     for node in ("n4", "n5"):
         fleet.report(node, ProbeFinished(probe=asked, ok=True))
     fleet.advance(1.6, *fleet.state.nodes)
-    assert sorted(str(probe.candidate) for probe in fleet.state.probes.values()) == ["n1", "n2"]
+    assert sorted(str(probe.tested_node) for probe in fleet.state.probes.values()) == ["n1", "n2"]
 
 
 def test_a_suspect_that_is_on_its_way_back_meanwhile_is_tried_beside_its_diagnostics() -> None:
@@ -134,7 +134,7 @@ def test_a_suspect_that_is_on_its_way_back_meanwhile_is_tried_beside_its_diagnos
     assert fleet.node_state(other) is NodeState.PROBATION
     fleet.finish_probe(first, ok=True)
     fleet.advance(0.6, "n1", "n2", "n3")
-    tried = [probe.case != "" for probe in fleet.state.probes.values() if probe.candidate == other]
+    tried = [probe.case_id != "" for probe in fleet.state.probes.values() if probe.tested_node == other]
     assert sorted(tried) == [False, True]
 
 
@@ -147,7 +147,7 @@ def test_a_suspect_that_is_lost_while_it_waits_for_a_partner_is_waited_for_no_mo
     fleet.advance(2.0, first, "n3")
     assert fleet.node_state(other) is NodeState.LOST
     fleet.finish_probe(first, ok=True)
-    assert fleet.state.cases == {}
+    assert fleet.state.blame_cases == {}
 
 
 def test_a_node_on_its_way_back_is_cleared_by_a_second_partner_and_the_first_is_convicted() -> None:
@@ -170,7 +170,7 @@ def test_a_case_is_begun_once_however_often_the_link_is_reported() -> None:
     fleet = _fleet()
     fleet.raise_finding("n1", slow_link())
     fleet.raise_finding("n2", slow_link("n1"))
-    assert len(fleet.state.cases) == 1
+    assert len(fleet.state.blame_cases) == 1
     assert len(fleet.state.probes) == 2
 
 
@@ -194,7 +194,7 @@ def test_a_slow_probe_on_the_way_back_is_a_failed_one() -> None:
     rows = ((8, 1e-4, 1e5), (1 << 20, 0.01, 4e8))
     fleet.report("n2", ProbeFinished(probe=name, ok=True, rows=rows))
     assert "slow, 0.400 GB/s of 1 at 1048576 bytes" in audits(fleet.effects, "probe.result")[-1]
-    assert len(fleet.state.cases) == 1
+    assert len(fleet.state.blame_cases) == 1
 
 
 @pytest.mark.parametrize("bad", [{"n1"}, set()])
@@ -211,10 +211,12 @@ def test_a_slow_probe_that_a_person_asked_for_is_settled_with_good_partners(bad:
         verdict for suspect in ("n1", "n2") for verdict in decisions(fleet.finish_probe(suspect, ok=suspect not in bad))
     ]
     assert {node for node, decision in said if decision == "evict"} == bad
-    kinds = {node: [found.kind for found in fleet.state.nodes[node].own.values()] for node in ("n1", "n2")}
+    kinds = {
+        node: [found.kind for found in fleet.state.nodes[node].controller_findings.values()] for node in ("n1", "n2")
+    }
     assert kinds["n2"] == []
     assert kinds["n1"] == ([FindingKind.NETWORK_SLOW_LINK] if bad else [])
-    assert fleet.state.nodes["n2"].undecided == {}
+    assert fleet.state.nodes["n2"].undecided_findings == {}
 
 
 # --- digests -----------------------------------------------------------------------------------------------------
@@ -230,7 +232,7 @@ def _tied(**more: int) -> CoreFleet:
 
 def _computed(fleet: CoreFleet, node: str, *, ok: bool = True, wrong: bool = False) -> list[tuple[str, str]]:
     name = next(n for n, p in fleet.state.probes.items() if p.nodes == (node,))
-    return decisions(fleet.report(node, ProbeFinished(probe=name, ok=ok, wrong=wrong, detail="first at [3, 7]")))
+    return decisions(fleet.report(node, ProbeFinished(probe=name, ok=ok, wrong_result=wrong, detail="first at [3, 7]")))
 
 
 def test_the_nodes_of_a_tie_do_work_whose_result_is_known() -> None:
@@ -265,7 +267,7 @@ def test_ties_while_the_nodes_are_tried_are_the_same_tie_and_do_not_end_the_job(
         fleet.seal(step, digests={0: "x", 1: "y"})
         fleet.resume(step=step)
     assert fleet.job_state() is JobState.RUNNING
-    assert len(fleet.state.cases) == 1
+    assert len(fleet.state.blame_cases) == 1
 
 
 def test_a_tie_of_nodes_that_were_tried_already_counts() -> None:
@@ -284,15 +286,15 @@ def test_two_pairs_that_fail_while_all_partners_are_busy_are_both_tried() -> Non
     fleet.feed(ProbeRequested(nodes=tuple(everybody), actor="olga", trace=fleet.trace()))
     fleet.raise_finding("n1", slow_link("n2"))
     fleet.raise_finding("n3", slow_link("n4"))
-    assert sorted(case.suspects for case in fleet.state.cases.values()) == [("n1", "n2"), ("n3", "n4")]
+    assert sorted(case.suspects for case in fleet.state.blame_cases.values()) == [("n1", "n2"), ("n3", "n4")]
     for node in everybody:
         fleet.report(node, ProbeFinished(probe=next(iter(fleet.state.probes)), ok=True))
     for pair in ("n1", "n2"), ("n3", "n4"):
         fleet.advance(2.0, *everybody)
         for suspect in pair:
             decisions(fleet.finish_probe(suspect, ok=True))
-    assert fleet.state.cases == {}
-    assert len(audits(fleet.effects, "second_pass.nobody")) == 2
+    assert fleet.state.blame_cases == {}
+    assert len(audits(fleet.effects, "blame_isolation.inconclusive")) == 2
 
 
 def test_a_peer_that_is_out_already_is_not_tried_again() -> None:
@@ -340,6 +342,8 @@ def test_what_came_out_wrong_on_the_way_back_is_called_what_it_is(wrong: ProbeKi
     while fleet.node_state("n2") is NodeState.PROBATION:
         name, probe = next((name, probe) for name, probe in fleet.state.probes.items() if probe.nodes == ("n2",))
         bad = probe.kind is wrong
-        fleet.report("n2", ProbeFinished(probe=name, ok=not bad, wrong=bad, began=True, detail="first at [3, 7]"))
-    assert [finding.kind for finding in fleet.state.nodes["n2"].own.values()] == [found]
+        fleet.report(
+            "n2", ProbeFinished(probe=name, ok=not bad, wrong_result=bad, started=True, detail="first at [3, 7]")
+        )
+    assert [finding.kind for finding in fleet.state.nodes["n2"].controller_findings.values()] == [found]
     assert fleet.state.nodes["n2"].needs_operator

@@ -36,7 +36,7 @@ def test_a_node_that_its_job_needs_latches_nothing_however_often_it_is_asked_aga
     for node in ("n1", "n7", "n8"):
         fleet.raise_finding(node, _ill(node))
     fleet.advance(20.0, *fleet.state.nodes)
-    assert (fleet.state.nodes["n1"].held_by, fleet.state.fleet.breaker) == ("needed:job", "")
+    assert (fleet.state.nodes["n1"].eviction_deferred_by, fleet.state.fleet.breaker_reason) == ("needed:job", "")
 
 
 def test_a_node_that_its_rack_holds_latches_nothing() -> None:
@@ -46,10 +46,10 @@ def test_a_node_that_its_rack_holds_latches_nothing() -> None:
         fleet.beat(node)
     for node in ("n1", "n3", "n2"):
         fleet.raise_finding(node, _ill(node))
-    assert (fleet.state.nodes["n2"].held_by, fleet.state.fleet.breaker) == ("rack:a", "")
+    assert (fleet.state.nodes["n2"].eviction_deferred_by, fleet.state.fleet.breaker_reason) == ("rack:a", "")
     fleet.raise_finding("n4", _ill("n4"))
-    assert fleet.state.nodes["n4"].held_by == "fleet"
-    assert fleet.state.fleet.breaker
+    assert fleet.state.nodes["n4"].eviction_deferred_by == "fleet"
+    assert fleet.state.fleet.breaker_reason
 
 
 # --- what opens it -----------------------------------------------------------------------------------------------
@@ -69,14 +69,14 @@ def test_evictions_that_an_outbreak_takes_back_cover_what_latched_the_breaker() 
     for number in range(4):
         fleet.raise_finding(f"n{number}", uncorrectable_ecc())
     fleet.raise_finding("n50", xid())
-    assert (fleet.state.nodes["n50"].held_by, bool(fleet.state.fleet.breaker)) == ("fleet", True)
+    assert (fleet.state.nodes["n50"].eviction_deferred_by, bool(fleet.state.fleet.breaker_reason)) == ("fleet", True)
     before = len(fleet.effects)
     for number in range(4, 9):
         fleet.raise_finding(f"n{number}", uncorrectable_ecc())
-    assert len(audits(fleet.effects[before:], "fleet.breaker_over")) == 1
-    assert fleet.state.fleet.breaker == ""
+    assert len(audits(fleet.effects[before:], "fleet.breaker_reset")) == 1
+    assert fleet.state.fleet.breaker_reason == ""
     assert ("n50", "evict") in decisions(fleet.effects[before:])
-    assert [one.node for one in fleet.state.fleet.evicted] == ["n50"]
+    assert [one.node for one in fleet.state.fleet.recent_evictions] == ["n50"]
 
 
 def test_a_breaker_that_latched_for_the_first_of_an_outbreak_stays_for_another() -> None:
@@ -85,14 +85,14 @@ def test_a_breaker_that_latched_for_the_first_of_an_outbreak_stays_for_another()
         fleet.raise_finding(node, _ill(node))
     fleet.raise_finding("n20", xid())
     fleet.raise_finding("n30", _ill("n30"))
-    assert fleet.state.fleet.breaker
+    assert fleet.state.fleet.breaker_reason
     for node in ("n21", "n22", "n23"):
         fleet.raise_finding(node, xid())
-    assert fleet.state.nodes["n20"].held_by == ""
-    assert fleet.state.fleet.breaker, "another eviction is held by it"
-    assert fleet.state.nodes["n30"].held_by == "fleet"
+    assert fleet.state.nodes["n20"].eviction_deferred_by == ""
+    assert fleet.state.fleet.breaker_reason, "another eviction is held by it"
+    assert fleet.state.nodes["n30"].eviction_deferred_by == "fleet"
     fleet.clear_finding("n30", _ill("n30").key)
-    assert fleet.state.fleet.breaker, "nobody takes it back any more: it is a person's to reset"
+    assert fleet.state.fleet.breaker_reason, "nobody takes it back any more: it is a person's to reset"
 
 
 def test_a_breaker_that_latched_for_an_outbreak_alone_holds_nobody_afterwards() -> None:
@@ -101,22 +101,22 @@ def test_a_breaker_that_latched_for_an_outbreak_alone_holds_nobody_afterwards() 
         fleet.raise_finding(node, _ill(node))
     for node in ("n20", "n21", "n22", "n23"):
         fleet.raise_finding(node, xid())
-    assert fleet.state.fleet.breaker == ""
-    assert len(audits(fleet.effects, "fleet.breaker")) == len(audits(fleet.effects, "fleet.breaker_over")) == 1
+    assert fleet.state.fleet.breaker_reason == ""
+    assert len(audits(fleet.effects, "fleet.breaker_tripped")) == len(audits(fleet.effects, "fleet.breaker_reset")) == 1
 
 
 def test_a_breaker_stays_where_what_is_taken_back_used_no_budget() -> None:
     fleet = _crowd(eviction_rack_count=9)
     for node in ("n10", "n11", "n12", "n13", "n14"):
         fleet.raise_finding(node, _ill(node))
-    assert fleet.state.fleet.breaker
+    assert fleet.state.fleet.breaker_reason
     fleet.now += 3700.0  # the window has passed; a latched breaker does not care
     for number in range(4):
         fleet.register(f"m{number}", findings=(uncorrectable_ecc(),))
     for number in range(4, 9):
         fleet.register(f"m{number}", findings=(uncorrectable_ecc(),))
-    assert audits(fleet.effects, "node.acquitted")
-    assert fleet.state.fleet.breaker
+    assert audits(fleet.effects, "node.eviction_rolled_back")
+    assert fleet.state.fleet.breaker_reason
 
 
 # --- what a job holds --------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def _held_by_its_job() -> CoreFleet:
     fleet.start(6, min_nodes=2, max_nodes=6)
     fleet.raise_finding("n1", _ill("n1"))
     fleet.raise_finding("n2", _ill("n2"))
-    assert fleet.state.nodes["n2"].held_by == "job:job"
+    assert fleet.state.nodes["n2"].eviction_deferred_by == "job:job"
     fleet.resume(step=50)
     return fleet
 
@@ -137,7 +137,7 @@ def test_a_job_that_is_over_holds_nobody() -> None:
     fleet = _held_by_its_job()
     fleet.finish()
     assert fleet.job_state() is JobState.FINISHED
-    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].held_by) == (NodeState.QUARANTINED, "")
+    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].eviction_deferred_by) == (NodeState.QUARANTINED, "")
 
 
 def test_a_job_that_has_left_a_node_holds_it_no_more() -> None:
@@ -145,16 +145,16 @@ def test_a_job_that_has_left_a_node_holds_it_no_more() -> None:
     rank = next(m.rank for m in fleet.running().roster if m.node == "n2")
     fleet.lose_rank(rank, replacement=False)
     assert "n2" not in fleet.seats()
-    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].held_by) == (NodeState.QUARANTINED, "")
+    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].eviction_deferred_by) == (NodeState.QUARANTINED, "")
 
 
 def test_a_job_that_goes_on_with_the_node_holds_it_until_its_window_has_passed() -> None:
     fleet = _held_by_its_job()
     fleet.lose_rank(0)
-    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].held_by) == (NodeState.HEALTHY, "job:job")
+    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].eviction_deferred_by) == (NodeState.HEALTHY, "job:job")
 
 
 def test_a_job_that_a_person_stops_holds_nobody() -> None:
     fleet = _held_by_its_job()
     fleet.order(OperatorAction.STOP_JOB, job="job")
-    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].held_by) == (NodeState.QUARANTINED, "")
+    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].eviction_deferred_by) == (NodeState.QUARANTINED, "")

@@ -28,6 +28,6 @@ def test_budget_promises_no_time_while_the_breaker_is_latched() -> None:
 
 def test_budget_says_when_it_frees_while_evictions_are_allowed() -> None:
     fleet = _latched()
-    fleet.state.fleet.breaker = ""
+    fleet.state.fleet.breaker_reason = ""
     (scope,) = budget_status(desk_of(fleet)).scopes
     assert scope.frees_at == fleet.now + fleet.policy.eviction_window_s

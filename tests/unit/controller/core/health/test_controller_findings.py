@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_controller.core.effects import PutVerdict, RequestRemedy
-from everstep_controller.core.events import ActionReported, ProbeRequested
-from everstep_controller.core.jobs.stragglers import KEY as SLOW
+from everstep_controller.core.effects import PutVerdict, RequestRemediation
+from everstep_controller.core.events import ProbeRequested, RemediationFinished
+from everstep_controller.core.jobs.stragglers import STRAGGLER_KEY as SLOW
 from everstep_controller.core.policy import CorePolicy, Rulebook
 from everstep_controller.rulebook import with_rules
 
@@ -23,9 +23,9 @@ FLAPS = f"{FindingKind.RANK_FLAPPING}/ranks"
 def _policy(kind: FindingKind, knobs: dict[str, Any] | None = None, **keys: Any) -> CorePolicy:
     """The lab's policy with other ``knobs``, and other ``keys`` in the kind's nameless rule."""
     policy = with_rules(CorePolicy.lab())
-    kinds = dict(policy.rules.kinds)
+    kinds = dict(policy.rules.rules_by_kind)
     kinds[kind] = (*kinds[kind][:-1], msgspec.structs.replace(kinds[kind][-1], **keys))
-    quick = {"straggler_windows": 5, "straggler_count": 4, "rank_flap_count": 3, "flap_window_s": 20.0}
+    quick = {"straggler_windows": 5, "straggler_count": 4, "rank_flap_count": 3, "job_failure_window_s": 20.0}
     return msgspec.structs.replace(policy, rules=Rulebook(kinds), **(quick | (knobs or {})))
 
 
@@ -83,10 +83,10 @@ def test_without_a_spare_the_job_goes_on_with_fewer_once_its_straggler_is_evicte
 @pytest.mark.promise("rules-have-sources")
 def test_a_straggler_that_its_job_needs_is_held_and_let_go_when_it_is_swift_again() -> None:
     fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE), spares=0, min_nodes=4)
-    assert _slow(fleet, 14) == [("n2", "hold_by_budget")]
-    assert fleet.state.nodes["n2"].overruled == SLOW
+    assert _slow(fleet, 14) == [("n2", "defer_eviction")]
+    assert fleet.state.nodes["n2"].deferred_eviction_key == SLOW
     fleet.train(24, {})
-    assert fleet.state.held == {}
+    assert fleet.state.deferred_evictions == {}
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
@@ -94,7 +94,7 @@ def test_a_node_that_loses_ranks_is_evicted_where_a_site_enforces_it() -> None:
     fleet = _fleet(_policy(FindingKind.RANK_FLAPPING, mode=Mode.ENFORCE))
     assert _flap(fleet) == [("n1", "evict")]
     assert fleet.seats() == ["n5", "n2", "n3", "n4"]
-    assert FLAPS in fleet.state.nodes["n1"].causes
+    assert FLAPS in fleet.state.nodes["n1"].quarantine_causes
 
 
 def test_a_liar_whose_rule_only_observes_is_not_spoken_of() -> None:
@@ -109,17 +109,19 @@ def test_a_liar_whose_rule_only_observes_is_not_spoken_of() -> None:
 
 
 def test_a_straggler_is_judged_once_it_was_named_as_often_as_its_rule_asks() -> None:
-    policy = _policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE, n_of=(2, 3), window_s=3600.0)
+    policy = _policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE, n_of_m=(2, 3), window_s=3600.0)
     fleet = _fleet(policy, spares=0)
     assert _slow(fleet, 14) == []
     fleet.train(24, {})
-    assert SLOW not in fleet.state.nodes["n2"].own
+    assert SLOW not in fleet.state.nodes["n2"].controller_findings
     assert _slow(fleet, 14) == [("n2", "evict")]
     assert "report 2 of 2 within 3600 s" in _last_words(fleet, "n2")
 
 
 def test_ranks_that_are_lost_while_a_node_comes_up_are_held_against_it_only_afterwards() -> None:
-    fleet = _fleet(_policy(FindingKind.RANK_FLAPPING, {"flap_window_s": 600.0}, mode=Mode.ENFORCE, boot_grace_s=60.0))
+    fleet = _fleet(
+        _policy(FindingKind.RANK_FLAPPING, {"job_failure_window_s": 600.0}, mode=Mode.ENFORCE, boot_grace_s=60.0)
+    )
     assert _flap(fleet) == []
     fleet.advance(50.0, *fleet.state.nodes)
     assert fleet.node_state("n1") is NodeState.HEALTHY
@@ -148,7 +150,7 @@ def test_a_good_partner_that_fails_is_not_evicted_where_the_rule_only_says_so() 
     fleet.raise_finding("n2", xid())
     fleet.clear_finding("n2", xid().key)
     fleet.advance(2.5, *fleet.state.nodes)
-    tried = next(probe for probe in fleet.state.probes.values() if probe.candidate == "n2")
+    tried = next(probe for probe in fleet.state.probes.values() if probe.tested_node == "n2")
     partner = next(node for node in tried.nodes if node != "n2")
     decisions(fleet.finish_probe("n2", ok=False))
     decisions(fleet.finish_probe(partner, ok=False))
@@ -162,9 +164,9 @@ def test_of_two_liars_one_may_be_held_by_the_budget_and_the_other_leaves_at_once
     fleet.seal(4)
     fleet.seal(5, digests={0: "x", 1: "y"})
     for node in ("n1", "n2"):
-        name = next(name for name, probe in fleet.state.probes.items() if probe.candidate == node)
-        fleet.report(node, ProbeFinished(probe=name, ok=False, wrong=True, detail="a product came out wrong"))
-    assert [decision for _, decision in decisions(fleet.effects)][-2:] == ["evict", "hold_by_budget"]
+        name = next(name for name, probe in fleet.state.probes.items() if probe.tested_node == node)
+        fleet.report(node, ProbeFinished(probe=name, ok=False, wrong_result=True, detail="a product came out wrong"))
+    assert [decision for _, decision in decisions(fleet.effects)][-2:] == ["evict", "defer_eviction"]
     assert fleet.seats() == ["n3", "n2"]
 
 
@@ -174,7 +176,7 @@ def test_of_two_liars_one_may_be_held_by_the_budget_and_the_other_leaves_at_once
 def test_an_evicted_straggler_comes_back_by_its_diagnostics_and_its_job_takes_it_again() -> None:
     fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE), nodes=3, min_nodes=2)
     _slow(fleet, 14)
-    assert fleet.job().slow == {"n2": "n2 was replaced because it was slow"}
+    assert fleet.job().replaced_stragglers == {"n2": "n2 was replaced because it was slow"}
     fleet.resume(step=400)
     fleet.train(16, {})
     assert fleet.node_state("n2") is NodeState.PROBATION
@@ -183,26 +185,26 @@ def test_an_evicted_straggler_comes_back_by_its_diagnostics_and_its_job_takes_it
         fleet.probe_result(side)
     fleet.train(6, {})
     assert fleet.node_state("n2") is NodeState.HEALTHY
-    assert fleet.job().slow == {}
+    assert fleet.job().replaced_stragglers == {}
 
 
 def test_a_node_that_lost_ranks_is_forgiven_by_its_job_once_it_has_passed_its_diagnostics() -> None:
     policy = _policy(FindingKind.RANK_FLAPPING, {"probe_required": False}, mode=Mode.ENFORCE)
     fleet = _fleet(policy)
     _flap(fleet)
-    assert "n1" in fleet.job().excluded
+    assert "n1" in fleet.job().excluded_nodes
     fleet.advance(40.0, *fleet.state.nodes)
     assert fleet.node_state("n1") is NodeState.HEALTHY
-    assert "n1" not in fleet.job().excluded
+    assert "n1" not in fleet.job().excluded_nodes
 
 
 def test_what_was_not_seen_again_is_over_for_the_next_controller_too() -> None:
     fleet = _fleet(_policy(FindingKind.RANK_FLAPPING))
     _flap(fleet)
     fleet.restart()
-    assert FLAPS in fleet.state.nodes["n1"].own
+    assert FLAPS in fleet.state.nodes["n1"].controller_findings
     fleet.advance(21.0, *fleet.state.nodes)
-    assert FLAPS not in fleet.state.nodes["n1"].own
+    assert FLAPS not in fleet.state.nodes["n1"].controller_findings
     assert audits(fleet.effects, "finding.cleared") == ["rank.flapping/ranks was not seen again on n1"]
 
 
@@ -232,77 +234,81 @@ def test_a_node_at_the_slow_end_of_a_link_is_tried_again_after_a_while() -> None
 def _fail_diagnostics(fleet: CoreFleet, **answer: Any) -> None:
     """The node's next memory check comes to this end."""
     for _ in range(100):
-        if any(probe.candidate == "n2" for probe in fleet.state.probes.values()):
+        if any(probe.tested_node == "n2" for probe in fleet.state.probes.values()):
             break
         fleet.advance(1.0, *fleet.state.nodes)
-    name = next(name for name, probe in fleet.state.probes.items() if probe.candidate == "n2")
-    fleet.report("n2", ProbeFinished(probe=name, ok=False, began=True, detail="no memory left", **answer))
+    name = next(name for name, probe in fleet.state.probes.items() if probe.tested_node == "n2")
+    fleet.report("n2", ProbeFinished(probe=name, ok=False, started=True, detail="no memory left", **answer))
 
 
-def _on_its_way_back(policy: CorePolicy, remediate: Mode = Mode.RECOMMEND) -> CoreFleet:
+def _on_its_way_back(policy: CorePolicy, remediation_mode: Mode = Mode.RECOMMEND) -> CoreFleet:
     fleet = _fleet(msgspec.structs.replace(policy, offender_repair_score=99.0))
     fleet.solos = False
     fleet.raise_finding("n2", xid())
     fleet.clear_finding("n2", xid().key)
-    fleet.policy = fleet.state.policy = msgspec.structs.replace(fleet.policy, remediate=remediate)
+    fleet.policy = fleet.state.policy = msgspec.structs.replace(fleet.policy, remediation_mode=remediation_mode)
     return fleet
 
 
 def test_diagnostics_that_fail_again_and_again_climb_the_ladder_of_their_rule() -> None:
-    fleet = _on_its_way_back(_policy(FindingKind.PROBE_FAILED, same_s=1.0), Mode.ENFORCE)
+    fleet = _on_its_way_back(_policy(FindingKind.PROBE_FAILED, coalesce_s=1.0), Mode.ENFORCE)
     _fail_diagnostics(fleet)
-    assert fleet.state.nodes["n2"].action is Action.DRAIN
+    assert fleet.state.nodes["n2"].required_action is Action.DRAIN
     assert fleet.node_state("n2") is NodeState.QUARANTINED
     _fail_diagnostics(fleet)
     fleet.advance(0.5, *fleet.state.nodes)
-    reboots = [e.remedy for e in fleet.effects if isinstance(e, RequestRemedy) and e.remedy.kind == "reboot"]
+    reboots = [
+        e.remediation for e in fleet.effects if isinstance(e, RequestRemediation) and e.remediation.kind == "reboot"
+    ]
     assert [remedy.node for remedy in reboots] == ["n2"]
-    course = fleet.state.nodes["n2"].course
+    course = fleet.state.nodes["n2"].readmission_plan
     assert course is not None
-    assert "memory" in course.checks, "what it has to pass is what it had to pass before"
+    assert "memory" in course.required_diagnostics, "what it has to pass is what it had to pass before"
 
 
 def test_where_their_rule_only_says_so_the_node_is_tried_again_and_nothing_is_done_to_it() -> None:
-    policy = _policy(FindingKind.PROBE_FAILED, mode=Mode.RECOMMEND, same_s=1.0)
+    policy = _policy(FindingKind.PROBE_FAILED, mode=Mode.RECOMMEND, coalesce_s=1.0)
     fleet = _on_its_way_back(policy, Mode.ENFORCE)
     for _ in range(3):
         _fail_diagnostics(fleet)
     assert fleet.node_state("n2") is NodeState.QUARANTINED
     fleet.advance(1.0, *fleet.state.nodes)
-    assert {e.remedy.kind for e in fleet.effects if isinstance(e, RequestRemedy)} == {"cordon"}
+    assert {e.remediation.kind for e in fleet.effects if isinstance(e, RequestRemediation)} == {"cordon"}
 
 
 @pytest.mark.parametrize(("mode", "condemned"), [(Mode.ENFORCE, ["GPU-n2"]), (Mode.RECOMMEND, [])])
 def test_wrong_products_condemn_a_node_where_their_rule_is_enforced(mode: Mode, condemned: list[str]) -> None:
     fleet = _on_its_way_back(_policy(FindingKind.MEMORY_WRONG, mode=mode))
-    _fail_diagnostics(fleet, wrong=True)
+    _fail_diagnostics(fleet, wrong_result=True)
     record = fleet.state.nodes["n2"]
     assert record.state is NodeState.QUARANTINED
-    assert (record.needs_operator, record.condemned) == (bool(condemned), condemned)
+    assert (record.needs_operator, record.defective_gpus) == (bool(condemned), condemned)
 
 
 def test_a_reset_that_cures_memory_does_not_cure_who_computes_wrongly_as_well() -> None:
     fleet = _on_its_way_back(_policy(FindingKind.MEMORY_WRONG), Mode.ENFORCE)
-    _fail_diagnostics(fleet, wrong=True)
+    _fail_diagnostics(fleet, wrong_result=True)
     record = fleet.state.nodes["n2"]
-    (memory,) = record.own.values()
+    (memory,) = record.controller_findings.values()
     wrong = msgspec.structs.replace(memory, kind=FindingKind.COMPUTE_WRONG)
-    record.own[wrong.key] = wrong
+    record.controller_findings[wrong.key] = wrong
     fleet.advance(5.0, *fleet.state.nodes)
-    (reset,) = (e.remedy for e in fleet.effects if isinstance(e, RequestRemedy) and e.remedy.kind == "reset_gpu")
-    fleet.feed(ActionReported(id=reset.id, node="n2", ok=True, trace=fleet.trace()))
-    assert list(record.own) == [wrong.key]
+    (reset,) = (
+        e.remediation for e in fleet.effects if isinstance(e, RequestRemediation) and e.remediation.kind == "reset_gpu"
+    )
+    fleet.feed(RemediationFinished(remediation_id=reset.id, node="n2", succeeded=True, trace=fleet.trace()))
+    assert list(record.controller_findings) == [wrong.key]
     assert record.needs_operator
 
 
 def test_a_liar_that_was_held_does_not_come_back_from_the_dead_into_service() -> None:
     fleet = _fleet(_policy(FindingKind.DIGEST_MISMATCH), min_nodes=4)
-    fleet.state.fleet.breaker = "latched"
+    fleet.state.fleet.breaker_reason = "latched"
     fleet.seal(4)
-    assert decisions(fleet.seal(5, digests={1: "bad"})) == [("n2", "hold_by_budget")]
+    assert decisions(fleet.seal(5, digests={1: "bad"})) == [("n2", "defer_eviction")]
     fleet.disconnect("n2")
     fleet.advance(2.0, "n1", "n3", "n4", "n5")
     assert fleet.node_state("n2") is NodeState.LOST
     fleet.register("n2")
     assert fleet.node_state("n2") is NodeState.QUARANTINED
-    assert fleet.state.nodes["n2"].condemned == ["GPU-n2"]
+    assert fleet.state.nodes["n2"].defective_gpus == ["GPU-n2"]

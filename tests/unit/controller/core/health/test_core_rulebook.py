@@ -11,13 +11,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from everstep_controller.core import policy
-from everstep_controller.core.policy import CorePolicy, Rule, next_rung
+from everstep_controller.core.policy import CorePolicy, VerdictRule, next_ladder_step
 from everstep_controller.rulebook import POLICY_FOLDER, load_rulebook, shipped_rulebook, with_rules
 
 from everstep.errors import ConfigurationError
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, ProbeKind, Severity
 
-SHIPPED = [rule for kind in shipped_rulebook().kinds.values() for rule in kind]
+SHIPPED = [rule for kind in shipped_rulebook().rules_by_kind.values() for rule in kind]
 
 
 def _site(tmp_path: Path, text: str) -> Path:
@@ -28,27 +28,27 @@ def _site(tmp_path: Path, text: str) -> Path:
 @pytest.mark.promise("rules-have-sources")
 @pytest.mark.parametrize("kind", FindingKind)
 def test_every_kind_of_finding_has_a_rule(kind: FindingKind) -> None:
-    assert shipped_rulebook().kinds[kind][-1].name == ""
-    assert shipped_rulebook().missing() == []
+    assert shipped_rulebook().rules_by_kind[kind][-1].name == ""
+    assert shipped_rulebook().kinds_without_rule() == []
 
 
 @pytest.mark.parametrize("rule", SHIPPED, ids=lambda rule: rule.id)
-def test_every_rule_says_where_its_numbers_come_from_and_ends_in_something_a_person_does(rule: Rule) -> None:
+def test_every_rule_says_where_its_numbers_come_from_and_ends_in_something_a_person_does(rule: VerdictRule) -> None:
     assert len(rule.source) > 20
-    if rule.mode is Mode.ENFORCE and not rule.heals:
+    if rule.mode is Mode.ENFORCE and not rule.already_handled:
         assert rule.ladder[-1] is Action.REPAIR
         assert rule.diagnostics[-1] is ProbeKind.ALL_REDUCE
 
 
 def test_every_key_of_a_rule_is_documented() -> None:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(Rule)))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(VerdictRule)))
     body = tree.body[0].body  # type: ignore[attr-defined]
     documented = {
         field.target.id
         for field, text in itertools.pairwise(body)
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(field.target, ast.Name)
     }
-    assert documented == set(Rule.__struct_fields__)
+    assert documented == set(VerdictRule.__struct_fields__)
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_every_key_of_a_rule_is_documented() -> None:
         ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\nladder = ["repair", "reset_gpu"]', "weakest first"),
         ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\nladder = ["none"]', "a ladder is made of"),
         ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\nladder = []', "weakest first"),
-        ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\nn_of = [3, 2]', "1 <= n <= m"),
-        ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\nn_of = [2, 3]', "give it, above zero"),
+        ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\nn_of_m = [3, 2]', "1 <= n <= m"),
+        ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\nn_of_m = [2, 3]', "give it, above zero"),
         ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\nclear_s = -1', "cannot be negative"),
-        ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\npasses = 0', "at least 1"),
+        ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\nrequired_passes = 0', "at least 1"),
         ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\ncorrelated_nodes = 1', "at least 2"),
         ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\ncorrelated_share = 0', "share of the fleet"),
         ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\n[[rule]]\nkind = "gpu.xid"\nsource = "y"', "has two rules"),
@@ -87,8 +87,8 @@ def test_a_site_replaces_the_keys_that_it_gives_and_keeps_the_others(tmp_path: P
         """,
     )
     ours, shipped = (
-        load_rulebook(site).of_kind(FindingKind.GPU_NVLINK),
-        shipped_rulebook().of_kind(FindingKind.GPU_NVLINK),
+        load_rulebook(site).default_rule(FindingKind.GPU_NVLINK),
+        shipped_rulebook().default_rule(FindingKind.GPU_NVLINK),
     )
     assert ours == msgspec.structs.replace(shipped, mode=Mode.RECOMMEND, source=ours.source)
     assert ours.source.startswith("our switches")
@@ -108,8 +108,8 @@ def test_a_sites_own_rule_for_some_xids_stands_before_the_kinds_rule(tmp_path: P
     )
     book = load_rulebook(site)
     finding = Finding(kind=FindingKind.GPU_XID, subject="0", severity=Severity.CRITICAL, message="", xid=63)
-    assert book.rule(finding).id == "gpu.xid.quiet"
-    assert book.rule(msgspec.structs.replace(finding, xid=79)).id == "gpu.xid"
+    assert book.rule_for(finding).id == "gpu.xid.quiet"
+    assert book.rule_for(msgspec.structs.replace(finding, xid=79)).id == "gpu.xid"
 
 
 def test_a_folder_without_a_rule_for_some_kind_is_refused(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_a_folder_without_a_rule_for_some_kind_is_refused(tmp_path: Path) -> Non
 def test_a_core_without_a_rulebook_judges_nothing_in_silence() -> None:
     finding = Finding(kind=FindingKind.GPU_XID, subject="0", severity=Severity.CRITICAL, message="")
     with pytest.raises(AssertionError, match=r"no rule for gpu\.xid"):
-        CorePolicy().rules.rule(finding)
-    assert with_rules(CorePolicy()).rules.missing() == []
+        CorePolicy().rules.rule_for(finding)
+    assert with_rules(CorePolicy()).rules.kinds_without_rule() == []
     assert with_rules(with_rules(CorePolicy())) == with_rules(CorePolicy())
 
 
@@ -145,21 +145,21 @@ LADDER = (Action.RESTART_RANK, Action.RESET_GPU, Action.REBOOT_NODE, Action.REPA
     ],
 )
 def test_a_ladder_begins_with_the_findings_own_cure_where_that_is_stronger(cure: Action, first: Action) -> None:
-    rule = Rule(kind=FindingKind.GPU_XID, source="test", ladder=LADDER)
+    rule = VerdictRule(kind=FindingKind.GPU_XID, source="test", ladder=LADDER)
     finding = Finding(kind=FindingKind.GPU_XID, subject="0", severity=Severity.CRITICAL, message="", action=cure)
-    assert LADDER[next_rung(rule, finding, [], 0.0)] is first
+    assert LADDER[next_ladder_step(rule, finding, [], 0.0)] is first
 
 
 def test_repeats_inside_the_window_take_the_next_cure_and_end_with_the_last() -> None:
-    rule = Rule(kind=FindingKind.GPU_XID, source="test", ladder=LADDER, repeat_s=100.0, same_s=5.0)
+    rule = VerdictRule(kind=FindingKind.GPU_XID, source="test", ladder=LADDER, step_memory_s=100.0, coalesce_s=5.0)
     finding = Finding(
         kind=FindingKind.GPU_XID, subject="0", severity=Severity.CRITICAL, message="", action=Action.RESET_GPU
     )
-    steps: policy.Steps = []
+    steps: policy.LadderHistory = []
     taken = []
     for now in (0.0, 10.0, 12.0, 20.0, 30.0):
-        rung = LADDER[next_rung(rule, finding, steps, now)]
-        steps = policy.remember_step(steps, rule, rung, now)
+        rung = LADDER[next_ladder_step(rule, finding, steps, now)]
+        steps = policy.append_ladder_step(steps, rule, rung, now)
         taken.append(rung)
     assert taken == [Action.RESET_GPU, Action.REBOOT_NODE, Action.REBOOT_NODE, Action.REPAIR, Action.REPAIR]
-    assert LADDER[next_rung(rule, finding, steps, 200.0)] is Action.RESET_GPU
+    assert LADDER[next_ladder_step(rule, finding, steps, 200.0)] is Action.RESET_GPU

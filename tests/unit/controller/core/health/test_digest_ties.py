@@ -7,7 +7,7 @@ import pytest
 from everstep_controller.core.events import OperatorAction
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import NodeRecord
-from everstep_controller.core.startup import restore
+from everstep_controller.core.startup import restore_state
 
 from everstep.vocabulary import FindingKind, NodeState, Severity
 from everstep.wire.v1.training import ProbeFinished
@@ -43,7 +43,7 @@ def _wait(fleet: CoreFleet, days: float) -> None:
 
 
 def _accused(fleet: CoreFleet) -> list[str]:
-    return [node for node, record in fleet.state.nodes.items() if KEY in record.own]
+    return [node for node, record in fleet.state.nodes.items() if KEY in record.controller_findings]
 
 
 def test_who_is_in_a_second_tie_with_others_within_a_week_is_convicted() -> None:
@@ -73,9 +73,9 @@ def test_a_tie_that_was_stored_without_its_date_is_as_old_as_its_warning() -> No
         words.pop("against_at", None)
         words["own_until"] = {}
         stored.append(msgspec.convert(words, NodeRecord))
-    fleet.state = restore(fleet.policy, fleet.state.fleet, stored, list(fleet.state.jobs.values()))
+    fleet.state = restore_state(fleet.policy, fleet.state.fleet, stored, list(fleet.state.jobs.values()))
     state = fleet.state
-    assert state.nodes["n1"].against == ["n2"]
+    assert state.nodes["n1"].digest_tie_nodes == ["n2"]
     fleet.restart()
     for node in state.nodes:
         fleet.beat(node)
@@ -92,11 +92,13 @@ def test_a_further_tie_takes_nothing_back_of_what_was_proved() -> None:
     fleet.seal(5, digests={0: "x", 1: "y"})
     for name, probe in list(fleet.state.probes.items()):
         wrong = probe.nodes == ("n2",)
-        fleet.report(probe.nodes[0], ProbeFinished(probe=name, ok=not wrong, wrong=wrong, detail="first at [3, 7]"))
-    assert fleet.state.nodes["n2"].held_by == "needed:job"
+        fleet.report(
+            probe.nodes[0], ProbeFinished(probe=name, ok=not wrong, wrong_result=wrong, detail="first at [3, 7]")
+        )
+    assert fleet.state.nodes["n2"].eviction_deferred_by == "needed:job"
     fleet.resume(step=6)
     fleet.seal(6, digests={0: "x", 1: "y"})
-    assert fleet.state.nodes["n2"].own[KEY].severity is Severity.CRITICAL
+    assert fleet.state.nodes["n2"].controller_findings[KEY].severity is Severity.CRITICAL
     fleet.register("n3")
     fleet.beat("n3")
     fleet.join("n3", min_nodes=2, max_nodes=2)
@@ -119,5 +121,5 @@ def test_of_two_liars_one_that_stays_for_want_of_budget_leaves_the_matter_open()
     fleet.start(5, min_nodes=2)
     fleet.seal(4)
     said = decisions(fleet.seal(5, digests={1: "x", 2: "y"}))
-    assert [decision for node, decision in said if node in ("n2", "n3")] == ["evict", "hold_by_budget"]
-    assert len(fleet.job().ties) == 1, "of these a few end the job"
+    assert [decision for node, decision in said if node in ("n2", "n3")] == ["evict", "defer_eviction"]
+    assert len(fleet.job().digest_tie_times) == 1, "of these a few end the job"

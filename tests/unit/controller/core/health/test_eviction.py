@@ -84,7 +84,7 @@ def test_slots_that_rot_on_one_node_again_and_again_are_a_reason_to_test_its_mem
     assert "recommended for n2: drain" in sentence
     assert "report 3 of 3 within 86400 s" in sentence
     assert fleet.node_state("n2") is NodeState.HEALTHY
-    rule = fleet.policy.rules.of_kind(FindingKind.SLOT_CORRUPT)
+    rule = fleet.policy.rules.default_rule(FindingKind.SLOT_CORRUPT)
     assert rule.diagnostics[0] is ProbeKind.MEMORY
 
 
@@ -131,7 +131,7 @@ def test_before_the_first_step_an_eviction_does_not_wait_for_a_boundary() -> Non
 def test_no_eviction_takes_a_job_below_its_minimum_until_a_spare_comes() -> None:
     fleet = _running(2, 0, min_nodes=2)
     effects = fleet.raise_finding("n2", xid())
-    assert decisions(effects) == [("n2", "hold_by_budget")]
+    assert decisions(effects) == [("n2", "defer_eviction")]
     assert fleet.node_state("n2") is NodeState.HEALTHY
     fleet.register("n3")
     fleet.join("n3")
@@ -156,9 +156,9 @@ def test_the_window_frees_the_budget_only_before_the_breaker_latched() -> None:
     fleet.raise_finding("n1", xid())
     fleet.advance(61.0, *[f"n{i}" for i in range(1, 7)])
     assert decisions(fleet.raise_finding("n2", xid())) == [("n2", "evict")]
-    assert decisions(fleet.raise_finding("n3", xid(62))) == [("n3", "hold_by_budget")]
+    assert decisions(fleet.raise_finding("n3", xid(62))) == [("n3", "defer_eviction")]
     fleet.advance(61.0, *[f"n{i}" for i in range(1, 7)])
-    assert decisions(fleet.raise_finding("n4", xid(62))) == [("n4", "hold_by_budget")]
+    assert decisions(fleet.raise_finding("n4", xid(62))) == [("n4", "defer_eviction")]
 
 
 # --- ways back ---------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_repeat_offenders_wait_longer() -> None:
     fleet = _quarantined()
     waits = []
     for _ in range(3):
-        waits.append(fleet.state.nodes["n2"].returns_at - fleet.now)
+        waits.append(fleet.state.nodes["n2"].quarantined_until - fleet.now)
         fleet.order(OperatorAction.READMIT, node="n2")
         fleet.order(OperatorAction.READMIT, node="n2") if fleet.node_state("n2") is NodeState.HELD else None
         fleet.probe_result("n1")
@@ -254,7 +254,7 @@ def test_a_sick_newcomer_serves_only_when_it_is_well() -> None:
     fleet = CoreFleet()
     fleet.register("n1", findings=(xid(),))
     assert fleet.node_state("n1") is NodeState.QUARANTINED
-    assert fleet.state.fleet.evicted == []
+    assert fleet.state.fleet.recent_evictions == []
 
 
 def test_a_liar_stays_out_until_readmitted_or_repaired() -> None:
@@ -292,7 +292,7 @@ def test_a_drain_that_would_pause_a_job_is_refused_and_an_eviction_is_not() -> N
 def test_an_operators_eviction_needs_no_budget() -> None:
     fleet = _running(3, 1)
     fleet.order(OperatorAction.EVICT, node="n1")
-    assert fleet.state.fleet.evicted == []
+    assert fleet.state.fleet.recent_evictions == []
     assert fleet.state.nodes["n1"].needs_operator
 
 
@@ -303,7 +303,7 @@ def test_orders_that_make_no_sense_are_refused_and_change_nothing() -> None:
         (OperatorAction.DRAIN, {"node": "n9"}, NotFound),
         (OperatorAction.READMIT, {"node": "n1"}, Conflict),
         (OperatorAction.STOP_JOB, {"job": "none"}, NotFound),
-        (OperatorAction.RESIZE_JOB, {"job": "job", "size": 9}, Conflict),
+        (OperatorAction.RESIZE_JOB, {"job": "job", "node_limit": 9}, Conflict),
         (OperatorAction.RESET_BREAKER, {}, Conflict),
     ):
         with pytest.raises(error):

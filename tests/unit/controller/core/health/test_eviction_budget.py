@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 from everstep_controller.core.effects import Effect, PutVerdict
-from everstep_controller.core.events import OperatorAction, ProbeRequested, StoreChanged
-from everstep_controller.core.health.eviction import budget, budget_left
+from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorAction, ProbeRequested
+from everstep_controller.core.health.eviction import budget_left, eviction_budget
 from everstep_controller.core.policy import CorePolicy
 
 from everstep.errors import ConfigurationError, Unavailable
@@ -46,24 +46,24 @@ def _sentences(effects: list[Effect]) -> list[str]:
 def test_a_racks_budget_holds_its_nodes_and_no_others() -> None:
     fleet = _fleet(racks=2, eviction_rack_count=1)
     effects = _sick(fleet, "n1", "n3", "n2")
-    assert decisions(effects) == [("n1", "evict"), ("n3", "hold_by_budget"), ("n2", "evict")]
+    assert decisions(effects) == [("n1", "evict"), ("n3", "defer_eviction"), ("n2", "evict")]
     assert "rack r0 has used its budget of 1 eviction in 60 s" in _sentences(effects)[1]
-    assert fleet.state.nodes["n3"].held_by == "rack:r0"
-    assert fleet.state.fleet.breaker == ""
+    assert fleet.state.nodes["n3"].eviction_deferred_by == "rack:r0"
+    assert fleet.state.fleet.breaker_reason == ""
 
 
 def test_a_racks_share_counts_its_own_nodes() -> None:
     fleet = _fleet(racks=2, eviction_rack_share=0.5)
-    assert decisions(_sick(fleet, "n1", "n3", "n5"))[-1] == ("n5", "hold_by_budget")
-    scopes = {scope.id: scope for scope in budget(fleet.state, fleet.now).scopes}
-    assert (scopes["rack:r0"].limit, scopes["rack:r0"].of) == (2, 4)
+    assert decisions(_sick(fleet, "n1", "n3", "n5"))[-1] == ("n5", "defer_eviction")
+    scopes = {scope.id: scope for scope in eviction_budget(fleet.state, fleet.now).scopes}
+    assert (scopes["rack:r0"].limit, scopes["rack:r0"].node_count) == (2, 4)
 
 
 def test_a_jobs_budget_holds_its_nodes_and_no_others() -> None:
     fleet = _fleet(eviction_job_count=1)
     fleet.join("n1", "n2", "n3", "n4", min_nodes=1, max_nodes=4)
     effects = _sick(fleet, "n1", "n2", "n8")
-    assert decisions(effects) == [("n1", "evict"), ("n2", "hold_by_budget"), ("n8", "evict")]
+    assert decisions(effects) == [("n1", "evict"), ("n2", "defer_eviction"), ("n8", "evict")]
     assert "job job has used its budget" in _sentences(effects)[1]
 
 
@@ -80,15 +80,15 @@ def test_what_cleared_while_it_was_held_is_never_carried_out() -> None:
     fleet.clear_finding("n3", _ill("n3").key)
     assert decisions(fleet.advance(61.0, *NODES)) == []
     assert fleet.node_state("n3") is NodeState.HEALTHY
-    assert fleet.state.held == {}
+    assert fleet.state.deferred_evictions == {}
 
 
 def test_the_budget_is_told_with_limits_and_what_is_left_of_them() -> None:
     fleet = _fleet(racks=2)
     fleet.join("n1", "n2", min_nodes=1, max_nodes=2)
-    assert [scope.id for scope in budget(fleet.state, fleet.now).scopes] == ["fleet"]
+    assert [scope.id for scope in eviction_budget(fleet.state, fleet.now).scopes] == ["fleet"]
     _sick(fleet, "n1")
-    told = budget(fleet.state, fleet.now)
+    told = eviction_budget(fleet.state, fleet.now)
     assert [(scope.id, scope.used, scope.left) for scope in told.scopes] == [
         ("fleet", 1, 3),
         ("rack:r0", 1, 3),
@@ -104,9 +104,11 @@ def test_the_budget_is_told_with_limits_and_what_is_left_of_them() -> None:
 def test_one_eviction_more_than_the_fleet_allows_latches_the_breaker() -> None:
     fleet = _fleet(eviction_count=2)
     effects = _sick(fleet, "n1", "n2", "n3", "n4")
-    assert [what for _, what in decisions(effects)] == ["evict", "evict", "hold_by_budget", "hold_by_budget"]
-    assert len(audits(effects, "fleet.breaker")) == 1
-    assert "the fleet's budget of 2 evictions in 60 s is used up" in budget(fleet.state, fleet.now).breaker
+    assert [what for _, what in decisions(effects)] == ["evict", "evict", "defer_eviction", "defer_eviction"]
+    assert len(audits(effects, "fleet.breaker_tripped")) == 1
+    assert (
+        "the fleet's budget of 2 evictions in 60 s is used up" in eviction_budget(fleet.state, fleet.now).breaker_reason
+    )
     assert budget_left(fleet.state, fleet.now) == 0
     assert decisions(fleet.advance(300.0, *NODES)) == []
 
@@ -118,8 +120,8 @@ def test_behind_an_open_breaker_findings_come_and_go_and_nodes_are_readmitted() 
     assert ("n1", "readmit") in decisions(fleet.advance(30.0, *NODES))
     fleet.clear_finding("n2", _ill("n2").key)
     _sick(fleet, "n3")
-    assert fleet.state.nodes["n3"].held_by == "fleet"
-    assert list(fleet.state.held["fleet"]) == ["n3"]
+    assert fleet.state.nodes["n3"].eviction_deferred_by == "fleet"
+    assert list(fleet.state.deferred_evictions["fleet"]) == ["n3"]
 
 
 def test_a_reset_judges_what_stands_now_and_nothing_of_what_cleared() -> None:
@@ -129,8 +131,8 @@ def test_a_reset_judges_what_stands_now_and_nothing_of_what_cleared() -> None:
     effects = fleet.order(OperatorAction.RESET_BREAKER)
     assert decisions(effects) == [("n3", "evict")]
     assert fleet.node_state("n2") is NodeState.HEALTHY
-    assert fleet.state.fleet.breaker != ""
-    assert list(fleet.state.held["fleet"]) == ["n4"]
+    assert fleet.state.fleet.breaker_reason != ""
+    assert list(fleet.state.deferred_evictions["fleet"]) == ["n4"]
 
 
 def test_the_same_hold_is_said_once() -> None:
@@ -145,7 +147,7 @@ def test_a_breaker_that_latched_outlives_the_controller_with_what_it_holds() -> 
     fleet = _fleet(eviction_count=1)
     _sick(fleet, "n1", "n2")
     fleet.restart()
-    assert list(fleet.state.held["fleet"]) == ["n2"]
+    assert list(fleet.state.deferred_evictions["fleet"]) == ["n2"]
     assert decisions(fleet.order(OperatorAction.RESET_BREAKER)) == [("n2", "evict")]
 
 
@@ -154,8 +156,8 @@ def test_hundreds_of_convictions_in_a_job_that_needs_all_its_nodes_are_held_one_
     fleet.join(*NODES, min_nodes=8, max_nodes=8)
     fleet.resume()
     effects = _sick(fleet, *NODES)
-    assert decisions(effects) == [(node, "hold_by_budget") for node in NODES]
-    assert {record.held_by for record in fleet.state.nodes.values()} == {"needed:job"}
+    assert decisions(effects) == [(node, "defer_eviction") for node in NODES]
+    assert {record.eviction_deferred_by for record in fleet.state.nodes.values()} == {"needed:job"}
     fleet.register("n9")
     fleet.join("n9")
     assert [node for node in NODES if fleet.node_state(node) is NodeState.QUARANTINED] == ["n1"]
@@ -171,10 +173,10 @@ def test_hundreds_of_convictions_in_a_job_that_needs_all_its_nodes_are_held_one_
         {"eviction_job_count": 0},
         {"eviction_rack_share": 0.0},
         {"eviction_job_share": 1.1},
-        {"suspect_at_most_s": 1.0},
-        {"accused_after_s": 5.0},
-        {"peer_witnesses": 0},
-        {"reunion_s": -1.0},
+        {"suspect_after_max_s": 1.0},
+        {"suspect_after_peer_loss_s": 5.0},
+        {"min_peer_witnesses": 0},
+        {"rejoin_window_s": -1.0},
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
@@ -189,28 +191,28 @@ def test_knobs_that_contradict_are_refused(wrong: dict[str, float]) -> None:
 @pytest.mark.promise("database-outage")
 def test_while_the_database_is_away_nobody_is_evicted_and_no_budget_is_used() -> None:
     fleet = _fleet()
-    away = fleet.feed(StoreChanged(away=True, reason="connection refused"))
-    assert "the database is away (connection refused)" in audits(away, "store.away")[0]
+    away = fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="connection refused"))
+    assert "the database is away (connection refused)" in audits(away, "database.unavailable")[0]
     effects = _sick(fleet, "n1", "n2")
-    assert [what for _, what in decisions(effects)] == ["hold_by_budget", "hold_by_budget"]
-    assert fleet.state.nodes["n1"].held_by == "store"
-    assert fleet.state.fleet.evicted == []
+    assert [what for _, what in decisions(effects)] == ["defer_eviction", "defer_eviction"]
+    assert fleet.state.nodes["n1"].eviction_deferred_by == "database"
+    assert fleet.state.fleet.recent_evictions == []
     fleet.clear_finding("n2", _ill("n2").key)
-    back = fleet.feed(StoreChanged(away=False))
-    assert len(audits(back, "store.back")) == 1
+    back = fleet.feed(DatabaseAvailabilityChanged(is_unavailable=False))
+    assert len(audits(back, "database.available")) == 1
     assert decisions(back) == [("n1", "evict")]
 
 
 def test_while_the_database_is_away_orders_are_refused_with_the_reason() -> None:
     fleet = _fleet()
-    fleet.feed(StoreChanged(away=True, reason="disk full"))
-    fleet.feed(StoreChanged(away=True, reason="disk still full"))
-    assert len(audits(fleet.effects, "store.away")) == 1
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk full"))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk still full"))
+    assert len(audits(fleet.effects, "database.unavailable")) == 1
     with pytest.raises(Unavailable, match="disk still full"):
         fleet.order(OperatorAction.HOLD, node="n1")
     with pytest.raises(Unavailable, match="give it again"):
         fleet.feed(ProbeRequested(nodes=("n1", "n2"), actor="ada"))
-    fleet.feed(StoreChanged(away=False))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=False))
     fleet.order(OperatorAction.HOLD, node="n1")
     assert fleet.node_state("n1") is NodeState.HELD
 
@@ -220,5 +222,5 @@ def test_an_eviction_counts_until_its_whole_window_has_passed(left_s: float) -> 
     fleet = _fleet(racks=2, eviction_rack_count=1, quarantine_min_s=1000.0)
     _sick(fleet, "n1")
     fleet.advance(60.0 - left_s, *NODES)
-    assert decisions(_sick(fleet, "n3")) == [("n3", "hold_by_budget")]
+    assert decisions(_sick(fleet, "n3")) == [("n3", "defer_eviction")]
     assert ("n3", "evict") in decisions(fleet.advance(left_s + 0.1, *NODES))

@@ -30,15 +30,15 @@ def beat(fleet: CoreFleet, *findings: Finding) -> None:
 @pytest.mark.promise("bounded-node")
 def test_picture_of_many_findings_weighs_each_once(fleet: CoreFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     weighed: list[str] = []
-    weight = pictures._weight
+    weight = pictures._retention_key
 
     def counted(record: NodeRecord, key: str) -> tuple[bool, int]:
         weighed.append(key)
         return weight(record, key)
 
-    monkeypatch.setattr(pictures, "_weight", counted)
+    monkeypatch.setattr(pictures, "_retention_key", counted)
     beat(fleet, *(disk(number) for number in range(2000)))
-    assert len(fleet.state.nodes["n1"].findings) == MOST_FINDINGS
+    assert len(fleet.state.nodes["n1"].agent_findings) == MOST_FINDINGS
     assert len(weighed) <= 2000
 
 
@@ -46,11 +46,11 @@ def test_picture_of_many_findings_keeps_the_gravest(fleet: CoreFleet) -> None:
     mild = [disk(number) for number in range(MOST_FINDINGS)]
     grave = [disk(1000 + number, Severity.CRITICAL) for number in range(3)]
     beat(fleet, *grave, *mild)
-    assert list(fleet.state.nodes["n1"].findings) == [finding.key for finding in [*grave, *mild[3:]]]
+    assert list(fleet.state.nodes["n1"].agent_findings) == [finding.key for finding in [*grave, *mild[3:]]]
 
 
 def test_finding_beyond_the_bound_replaces_the_oldest_mild_one(fleet: CoreFleet) -> None:
     mild = [disk(number) for number in range(MOST_FINDINGS)]
     beat(fleet, *mild)
     fleet.raise_finding("n1", disk(1000))
-    assert list(fleet.state.nodes["n1"].findings) == [*(finding.key for finding in mild[1:]), disk(1000).key]
+    assert list(fleet.state.nodes["n1"].agent_findings) == [*(finding.key for finding in mild[1:]), disk(1000).key]

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_controller.core.effects import Effect, PutGeneration, PutVerdict, RemedyKind, RequestRemedy
-from everstep_controller.core.events import NodeObserved, OperatorAction, StoreChanged
+from everstep_controller.core.effects import Effect, PutGeneration, PutVerdict, RemediationKind, RequestRemediation
+from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorAction, SchedulerStateChanged
 from everstep_controller.core.policy import CorePolicy
 
 from everstep.errors import Conflict, NotFound
@@ -27,11 +27,11 @@ def _fleet(**knobs: Any) -> CoreFleet:
 
 
 def _observe(fleet: CoreFleet, node: str, by: str = "", reason: str = "") -> list[Effect]:
-    return fleet.feed(NodeObserved(node=node, cordoned_by=by, reason=reason, trace=fleet.trace()))
+    return fleet.feed(SchedulerStateChanged(node=node, cordoned_by=by, reason=reason, trace=fleet.trace()))
 
 
-def _kinds(effects: list[Effect]) -> list[RemedyKind]:
-    return [effect.remedy.kind for effect in effects if isinstance(effect, RequestRemedy)]
+def _kinds(effects: list[Effect]) -> list[RemediationKind]:
+    return [effect.remediation.kind for effect in effects if isinstance(effect, RequestRemediation)]
 
 
 def _maintain(fleet: CoreFleet, seconds: float = 60.0, **subject: Any) -> list[Effect]:
@@ -69,7 +69,7 @@ def test_a_foreign_cordon_is_never_lifted_by_us_and_its_end_leads_through_probat
 
 @pytest.mark.promise("holds-respected")
 def test_nothing_is_done_by_itself_to_a_node_that_somebody_else_has_cordoned() -> None:
-    fleet = _fleet(remediate=Mode.ENFORCE)
+    fleet = _fleet(remediation_mode=Mode.ENFORCE)
     fleet.raise_finding("n2", xid(119, Action.RESET_GPU))
     _observe(fleet, "n2", "maria")
     fleet.resume(step=40)
@@ -127,7 +127,7 @@ def test_a_node_that_was_held_on_its_way_back_goes_on_with_it() -> None:
 def test_a_hold_of_an_older_release_is_a_hold() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.HOLD, node="n2")
-    fleet.state.nodes["n2"].hold = ""
+    fleet.state.nodes["n2"].hold_reason = ""
     fleet.restart()
     _observe(fleet, "n2", "maria")
     _observe(fleet, "n2")
@@ -141,7 +141,7 @@ def test_in_maintenance_a_node_leaves_its_job_at_a_boundary_and_comes_back_by_pr
     fleet = _fleet()
     effects = _maintain(fleet, node="n2")
     assert generations(effects)[0].after_step is not None
-    assert _kinds(effects) == [RemedyKind.CORDON]
+    assert _kinds(effects) == [RemediationKind.CORDON]
     fleet.advance(59.0, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.HELD
     fleet.advance(1.1, *EVERYONE)
@@ -159,7 +159,7 @@ def test_silence_and_findings_in_the_window_are_held_against_nobody() -> None:
     fleet.register("n2", boot_id="boot-2")
     fleet.advance(25.0, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.PROBATION
-    assert fleet.state.nodes["n2"].offences == 0.0
+    assert fleet.state.nodes["n2"].offence_score == 0.0
 
 
 @pytest.mark.promise("probation")
@@ -210,7 +210,7 @@ def test_a_rack_in_maintenance_holds_all_its_nodes_and_those_that_come_up_in_it(
     assert held == ["a1", "a2", "a3"]
     fleet.advance(61.0, "a1", "a2", "a3", "b1")
     assert {fleet.node_state(node) for node in held} <= {NodeState.PROBATION, NodeState.HEALTHY}
-    assert fleet.state.fleet.maintenance == []
+    assert fleet.state.fleet.maintenance_windows == []
 
 
 def test_maintenance_goes_on_after_a_restart_of_the_controller() -> None:
@@ -278,9 +278,9 @@ def test_an_order_about_a_node_that_leaves_at_a_boundary_does_not_hurry_its_job(
     fleet = _fleet()
     fleet.progress(20)
     fleet.raise_finding("n2", xid(79))
-    assert fleet.job().leaving is not None
+    assert fleet.job().outgoing_generation is not None
     assert generations(fleet.order(order, node="n2", until=fleet.now + 60)) == []
-    assert fleet.job().leaving is not None
+    assert fleet.job().outgoing_generation is not None
 
 
 def test_an_order_says_to_whom_and_for_how_long() -> None:
@@ -289,23 +289,23 @@ def test_an_order_says_to_whom_and_for_how_long() -> None:
     assert audits(fleet.order(OperatorAction.HOLD, node="n1"), "operator.hold") == ["ada ordered to hold n1: because"]
     window = fleet.order(OperatorAction.MAINTENANCE, node="n2", until=fleet.now + 90)
     assert audits(window, "operator.maintenance") == ["ada ordered maintenance of n2 for 90 s: because"]
-    resized = fleet.order(OperatorAction.RESIZE_JOB, job="job", size=1)
+    resized = fleet.order(OperatorAction.RESIZE_JOB, job="job", node_limit=1)
     assert audits(resized, "operator.resize_job") == ["ada ordered to bound job job to 1 node: because"]
     stopped = fleet.order(OperatorAction.STOP_JOB, job="job")
     assert audits(stopped, "operator.stop_job") == ["ada ordered to stop job job: because"]
 
 
 def test_no_remedy_is_asked_for_in_a_window() -> None:
-    fleet = _fleet(remediate=Mode.ENFORCE)
+    fleet = _fleet(remediation_mode=Mode.ENFORCE)
     fleet.raise_finding("n2", xid(119, Action.RESET_GPU))
     _maintain(fleet, 30.0, node="n2")
     fleet.resume(step=40)
     before = len(fleet.effects)
     fleet.advance(20.0, *EVERYONE)
     assert _kinds(fleet.effects[before:]) == []
-    assert "in maintenance" in fleet.state.nodes["n2"].course.hindered  # type: ignore[union-attr]
+    assert "in maintenance" in fleet.state.nodes["n2"].readmission_plan.blocked_reason  # type: ignore[union-attr]
     fleet.advance(15.0, *EVERYONE)
-    assert RemedyKind.RESET_GPU in _kinds(fleet.effects[before:])
+    assert RemediationKind.RESET_GPU in _kinds(fleet.effects[before:])
 
 
 # --- planned ahead -----------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def test_windows_that_follow_one_another_are_one_absence() -> None:
     assert audits(fleet.effects[before:], "node.probation") == []
     _everybody(fleet, 2.0)
     assert fleet.node_state("n2") is NodeState.PROBATION
-    assert fleet.state.fleet.maintenance == []
+    assert fleet.state.fleet.maintenance_windows == []
 
 
 def test_a_node_that_joins_its_rack_meanwhile_is_in_the_racks_window_too() -> None:
@@ -377,17 +377,17 @@ def test_a_window_that_began_while_no_controller_was_there_begins_late_and_one_t
     fleet.restart()
     _everybody(fleet, 1.0)
     assert (fleet.node_state("n2"), fleet.node_state("n3")) == (NodeState.HELD, NodeState.HEALTHY)
-    assert [window.node for window in fleet.state.fleet.maintenance] == ["n2"]
+    assert [window.node for window in fleet.state.fleet.maintenance_windows] == ["n2"]
 
 
 def test_while_the_database_is_away_a_planned_window_waits() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     _planned(fleet, 10.0, 100.0, node="n2")
-    fleet.feed(StoreChanged(away=True, reason="disk full"))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk full"))
     _everybody(fleet, 20.0)
     assert fleet.node_state("n2") is NodeState.HEALTHY
-    fleet.feed(StoreChanged(away=False))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=False))
     _everybody(fleet, 2.0)
     assert fleet.node_state("n2") is NodeState.HELD
 
@@ -425,7 +425,7 @@ def test_of_windows_that_begin_at_once_none_takes_the_others_nodes_in() -> None:
 
 @pytest.mark.parametrize("again", ["restarts", "wakes"])
 def test_nothing_is_done_to_a_node_whose_window_came_while_the_controller_was_away(again: str) -> None:
-    fleet = _fleet(remediate=Mode.ENFORCE)
+    fleet = _fleet(remediation_mode=Mode.ENFORCE)
     fleet.raise_finding("n2", xid(119, Action.RESET_GPU))
     fleet.resume(step=40)
     _planned(fleet, 0.5, 60.0, node="n2")
@@ -436,5 +436,5 @@ def test_nothing_is_done_to_a_node_whose_window_came_while_the_controller_was_aw
         fleet.now += 10.0
         fleet.restart()
     _everybody(fleet, 30.0)
-    assert audits(fleet.effects[before:], "maintenance.begun")
-    assert not {RemedyKind.RESET_GPU, RemedyKind.REBOOT} & set(_kinds(fleet.effects[before:]))
+    assert audits(fleet.effects[before:], "maintenance.started")
+    assert not {RemediationKind.RESET_GPU, RemediationKind.REBOOT} & set(_kinds(fleet.effects[before:]))

@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_controller.core.effects import Effect, RemedyKind, RequestRemedy
-from everstep_controller.core.events import ActionReported, NodeObserved, OperatorAction
-from everstep_controller.core.health.evidence import offend
+from everstep_controller.core.effects import Effect, RemediationKind, RequestRemediation
+from everstep_controller.core.events import OperatorAction, RemediationFinished, SchedulerStateChanged
+from everstep_controller.core.health.evidence import add_offence
 from everstep_controller.core.policy import CorePolicy, Rulebook
-from everstep_controller.core.transition import Turn
+from everstep_controller.core.transition import Transition
 
 from everstep.errors import Conflict
 from everstep.vocabulary import Action, Finding, Mode, NodeState
@@ -25,7 +25,7 @@ BOTH = pytest.mark.parametrize("order", [OperatorAction.HOLD, OperatorAction.DRA
 
 def _sick(**knobs: Any) -> CoreFleet:
     """n2 is quarantined, and has left its jobs in a moment."""
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), remediate=Mode.ENFORCE, **knobs))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), remediation_mode=Mode.ENFORCE, **knobs))
     fleet.start(4, 1)
     fleet.seal(10)
     fleet.raise_finding("n2", HUNG)
@@ -34,15 +34,23 @@ def _sick(**knobs: Any) -> CoreFleet:
     return fleet
 
 
-def _cures(effects: list[Effect]) -> list[RemedyKind]:
-    kinds = [effect.remedy.kind for effect in effects if isinstance(effect, RequestRemedy)]
-    return [kind for kind in kinds if kind in (RemedyKind.RESET_GPU, RemedyKind.REBOOT, RemedyKind.REPAIR)]
+def _cures(effects: list[Effect]) -> list[RemediationKind]:
+    kinds = [effect.remediation.kind for effect in effects if isinstance(effect, RequestRemediation)]
+    return [
+        kind for kind in kinds if kind in (RemediationKind.RESET_GPU, RemediationKind.REBOOT, RemediationKind.REPAIR)
+    ]
 
 
 def _failed(fleet: CoreFleet) -> None:
     """The newest cure was of no use."""
-    cure = next(one.remedy for one in reversed(fleet.effects) if isinstance(one, RequestRemedy) and one.remedy.due)
-    fleet.feed(ActionReported(id=cure.id, node="n2", ok=False, detail="it hangs", trace=fleet.trace()))
+    cure = next(
+        one.remediation
+        for one in reversed(fleet.effects)
+        if isinstance(one, RequestRemediation) and one.remediation.deadline
+    )
+    fleet.feed(
+        RemediationFinished(remediation_id=cure.id, node="n2", succeeded=False, detail="it hangs", trace=fleet.trace())
+    )
 
 
 @pytest.mark.promise("holds-respected")
@@ -55,12 +63,12 @@ def test_a_quarantined_node_that_is_held_is_neither_treated_nor_comes_back_until
     said = fleet.order(order, node="n2")
     assert audits(said, f"operator.{order}") == [f"ada ordered to {order} n2: because"]
     record = fleet.state.nodes["n2"]
-    assert (record.state, record.hold) == (NodeState.QUARANTINED, f"ada ordered to {order} n2: because")
+    assert (record.state, record.hold_reason) == (NodeState.QUARANTINED, f"ada ordered to {order} n2: because")
     fleet.advance(30.0, *EVERYONE)
     assert _cures(fleet.effects[before:]) == []
     fleet.order(OperatorAction.RELEASE, node="n2")
     fleet.advance(2.0, *EVERYONE)
-    assert _cures(fleet.effects[before:]) == [RemedyKind.RESET_GPU]
+    assert _cures(fleet.effects[before:]) == [RemediationKind.RESET_GPU]
 
 
 @pytest.mark.promise("holds-respected")
@@ -82,36 +90,36 @@ def test_a_cure_that_was_asked_for_before_is_told_and_what_would_follow_it_waits
     fleet.advance(2.0, *EVERYONE)
     (asked,) = _cures(fleet.effects)
     said = fleet.order(OperatorAction.HOLD, node="n2")
-    (told,) = audits(said, "remedy.under_way")
-    assert told.startswith("reset_gpu of n2 (remedy-")
+    (told,) = audits(said, "remediation.in_progress")
+    assert told.startswith("reset_gpu of n2 (remediation-")
     assert told.endswith("was asked for before, and may still be done")
     _failed(fleet)
     fleet.advance(30.0, *EVERYONE)
     assert _cures(fleet.effects) == [asked]
     fleet.order(OperatorAction.RELEASE, node="n2")
     fleet.advance(2.0, *EVERYONE)
-    assert _cures(fleet.effects) == [asked, RemedyKind.REBOOT]
+    assert _cures(fleet.effects) == [asked, RemediationKind.REBOOT]
 
 
 def test_a_ladder_that_is_used_up_hands_no_held_node_to_repair() -> None:
     rules = CorePolicy.lab().rules
     short = {
         kind: tuple(msgspec.structs.replace(rule, ladder=(Action.RESET_GPU,)) for rule in of)
-        for kind, of in rules.kinds.items()
+        for kind, of in rules.rules_by_kind.items()
     }
     fleet = _sick(rules=Rulebook(short))
     fleet.advance(2.0, *EVERYONE)
     fleet.order(OperatorAction.HOLD, node="n2")
     _failed(fleet)
     fleet.advance(30.0, *EVERYONE)
-    assert _cures(fleet.effects) == [RemedyKind.RESET_GPU]
+    assert _cures(fleet.effects) == [RemediationKind.RESET_GPU]
     assert fleet.node_state("n2") is NodeState.QUARANTINED
 
 
 def test_a_held_node_that_offends_again_and_again_goes_to_repair_when_it_is_released() -> None:
     fleet = _sick()
     fleet.order(OperatorAction.HOLD, node="n2")
-    offend(Turn(fleet.state, fleet.now, ""), "n2", 100.0)
+    add_offence(Transition(fleet.state, fleet.now, ""), "n2", 100.0)
     fleet.clear_finding("n2", HUNG.key)
     fleet.advance(60.0, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.HELD
@@ -130,7 +138,7 @@ def test_a_node_in_repair_that_is_held_stays_there_and_only_readmit_brings_it_ba
     assert fleet.node_state("n2") is NodeState.REPAIR
     fleet.order(order, node="n2")
     fleet.order(OperatorAction.READMIT, node="n2")
-    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].hold) == (NodeState.PROBATION, "")
+    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].hold_reason) == (NodeState.PROBATION, "")
 
 
 def test_a_release_ends_a_hold_and_nothing_else() -> None:
@@ -138,10 +146,10 @@ def test_a_release_ends_a_hold_and_nothing_else() -> None:
     with pytest.raises(Conflict, match="nobody holds n2"):
         fleet.order(OperatorAction.RELEASE, node="n2")
     fleet.order(OperatorAction.HOLD, node="n3")
-    fleet.feed(NodeObserved(node="n3", cordoned_by="maria", trace=fleet.trace()))
+    fleet.feed(SchedulerStateChanged(node="n3", cordoned_by="maria", trace=fleet.trace()))
     fleet.order(OperatorAction.RELEASE, node="n3")
     assert fleet.node_state("n3") is NodeState.HELD
-    fleet.feed(NodeObserved(node="n3", trace=fleet.trace()))
+    fleet.feed(SchedulerStateChanged(node="n3", trace=fleet.trace()))
     assert fleet.node_state("n3") is NodeState.PROBATION
 
 
@@ -159,9 +167,9 @@ def test_what_stands_when_a_held_node_is_released_keeps_it_out() -> None:
 @pytest.mark.promise("probation")
 def test_what_stands_when_a_cordon_is_lifted_keeps_the_node_out() -> None:
     fleet = _sick()
-    fleet.feed(NodeObserved(node="n3", cordoned_by="maria", trace=fleet.trace()))
+    fleet.feed(SchedulerStateChanged(node="n3", cordoned_by="maria", trace=fleet.trace()))
     fleet.raise_finding("n3", xid())
-    fleet.feed(NodeObserved(node="n3", trace=fleet.trace()))
+    fleet.feed(SchedulerStateChanged(node="n3", trace=fleet.trace()))
     assert fleet.node_state("n3") is NodeState.QUARANTINED
 
 
@@ -176,7 +184,7 @@ def test_what_a_reboot_cured_does_not_count_when_the_node_is_heard_again() -> No
     assert fleet.node_state("n3") is NodeState.LOST
     fleet.register("n3", boot_id="boot-2")
     assert fleet.node_state("n3") is NodeState.PROBATION
-    assert fleet.state.nodes["n3"].probe
+    assert fleet.state.nodes["n3"].probe_status
 
 
 def _readmitted_with(finding: Finding) -> CoreFleet:

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_controller.core.effects import Effect, Remedy, RemedyKind, RequestRemedy
-from everstep_controller.core.events import ActionReported, OperatorAction
-from everstep_controller.core.health.evidence import evidence_of
+from everstep_controller.core.effects import Effect, Remediation, RemediationKind, RequestRemediation
+from everstep_controller.core.events import OperatorAction, RemediationFinished
+from everstep_controller.core.health.evidence import collect_evidence
 from everstep_controller.core.policy import CorePolicy
 
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, NodeState, ProbeKind, Severity
@@ -25,14 +25,14 @@ RESERVE_S = 121.0
 
 
 def _fleet(**knobs: Any) -> CoreFleet:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), **({"remediate": Mode.ENFORCE} | knobs)))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), **({"remediation_mode": Mode.ENFORCE} | knobs)))
     fleet.start(4, 1)
     fleet.seal(10)
     return fleet
 
 
-def _asked(effects: list[Effect]) -> list[Remedy]:
-    return [effect.remedy for effect in effects if isinstance(effect, RequestRemedy)]
+def _asked(effects: list[Effect]) -> list[Remediation]:
+    return [effect.remediation for effect in effects if isinstance(effect, RequestRemediation)]
 
 
 def _kinds(effects: list[Effect]) -> list[str]:
@@ -47,11 +47,15 @@ def _leave_jobs(fleet: CoreFleet) -> list[Effect]:
     return fleet.effects[before:]
 
 
-def _report(fleet: CoreFleet, kind: RemedyKind, *, ok: bool = True, detail: str = "") -> list[Effect]:
+def _report(fleet: CoreFleet, kind: RemediationKind, *, ok: bool = True, detail: str = "") -> list[Effect]:
     """The newest remedy of the kind has ended."""
     before = len(fleet.effects)
     remedy = next(one for one in reversed(_asked(fleet.effects)) if one.kind is kind)
-    fleet.feed(ActionReported(id=remedy.id, node=remedy.node, ok=ok, detail=detail, trace=fleet.trace()))
+    fleet.feed(
+        RemediationFinished(
+            remediation_id=remedy.id, node=remedy.node, succeeded=ok, detail=detail, trace=fleet.trace()
+        )
+    )
     fleet.advance(0.01, *EVERYONE)
     return fleet.effects[before:]
 
@@ -85,9 +89,9 @@ def _reset_due() -> CoreFleet:
 
 
 def test_a_node_that_leaves_is_cordoned_once_and_given_back_when_it_is_healthy() -> None:
-    fleet = _fleet(remediate=Mode.RECOMMEND)
+    fleet = _fleet(remediation_mode=Mode.RECOMMEND)
     cordon = _asked(fleet.raise_finding("n2", xid()))
-    assert [(one.kind, one.node, one.verdict) for one in cordon] == [(RemedyKind.CORDON, "n2", "n2-1")]
+    assert [(one.kind, one.node, one.verdict_id) for one in cordon] == [(RemediationKind.CORDON, "n2", "n2-1")]
     fleet.clear_finding("n2", xid().key)
     assert _kinds(_through_probation(fleet)) == ["uncordon"]
     ids = [one.id for one in _asked(fleet.effects)]
@@ -107,25 +111,25 @@ def test_every_way_out_of_service_cordons_and_a_lost_node_is_not_cordoned() -> N
 def test_a_cordon_that_failed_may_have_been_carried_out_and_is_asked_for_again_and_taken_back() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.HOLD, node="n2")
-    _report(fleet, RemedyKind.CORDON, ok=False, detail="the scheduler is away")
-    assert "the scheduler is away" in audits(fleet.effects, "remedy.failed")[-1]
+    _report(fleet, RemediationKind.CORDON, ok=False, detail="the scheduler is away")
+    assert "the scheduler is away" in audits(fleet.effects, "remediation.failed")[-1]
     assert _kinds(fleet.order(OperatorAction.REPAIR, node="n2")) == ["cordon", "repair"]
-    _report(fleet, RemedyKind.CORDON, ok=False, detail="the scheduler is away")
+    _report(fleet, RemediationKind.CORDON, ok=False, detail="the scheduler is away")
     assert _kinds(_readmitted(fleet)) == ["uncordon"]
 
 
 def test_a_node_in_repair_is_given_back_though_its_cordon_failed() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.REPAIR, node="n2")
-    _report(fleet, RemedyKind.CORDON, ok=False, detail="the scheduler does not answer")
-    _report(fleet, RemedyKind.REPAIR)
+    _report(fleet, RemediationKind.CORDON, ok=False, detail="the scheduler does not answer")
+    _report(fleet, RemediationKind.REPAIR)
     assert _kinds(_readmitted(fleet)) == ["uncordon"]
 
 
 def test_remedies_of_different_controllers_never_share_an_id() -> None:
     fleet = _fleet()
     fleet.state.epoch = 7
-    assert _asked(fleet.order(OperatorAction.HOLD, node="n2"))[0].id.startswith("remedy-7-")
+    assert _asked(fleet.order(OperatorAction.HOLD, node="n2"))[0].id.startswith("remediation-7-")
 
 
 # --- the ladder --------------------------------------------------------------------------------------------------
@@ -138,13 +142,13 @@ def test_a_cure_is_asked_for_once_the_node_has_left_its_jobs() -> None:
     fleet.advance(0.2, *EVERYONE)
     assert "reset_gpu" not in _kinds(fleet.effects)
     reset = _asked(_leave_jobs(fleet))
-    assert [one.kind for one in reset] == [RemedyKind.RESET_GPU]
-    assert reset[0].gpus == ("GPU-n2",)
-    assert reset[0].verdict == "n2-1"
+    assert [one.kind for one in reset] == [RemediationKind.RESET_GPU]
+    assert reset[0].gpu_uuids == ("GPU-n2",)
+    assert reset[0].verdict_id == "n2-1"
 
 
 def test_where_cures_are_only_recommended_none_is_asked_for_and_the_node_waits_until_it_clears() -> None:
-    fleet = _fleet(remediate=Mode.RECOMMEND)
+    fleet = _fleet(remediation_mode=Mode.RECOMMEND)
     fleet.raise_finding("n2", _hung())
     _leave_jobs(fleet)
     fleet.advance(120.0, *EVERYONE)
@@ -155,7 +159,7 @@ def test_where_cures_are_only_recommended_none_is_asked_for_and_the_node_waits_u
 def test_a_confirmed_cure_whose_cause_clears_leads_to_diagnostics_and_probation() -> None:
     fleet = _reset_due()
     fleet.solos = False
-    _report(fleet, RemedyKind.RESET_GPU)
+    _report(fleet, RemediationKind.RESET_GPU)
     before = len(fleet.effects)
     fleet.clear_finding("n2", _hung().key)
     fleet.advance(2.5, *EVERYONE)
@@ -169,23 +173,23 @@ def test_a_node_that_got_well_by_itself_waits_for_the_cure_that_may_still_come()
     fleet.advance(2.5, *EVERYONE)
     for node in next(iter(fleet.state.probes.values())).nodes:
         fleet.probe_result(node)
-    fleet.advance(CorePolicy.lab().remedy_timeout_s + 5.0, *EVERYONE)
+    fleet.advance(CorePolicy.lab().remediation_timeout_s + 5.0, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.PROBATION
-    _report(fleet, RemedyKind.RESET_GPU)
+    _report(fleet, RemediationKind.RESET_GPU)
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
 def test_a_cure_says_when_nothing_is_to_be_heard_of_it_any_more() -> None:
     fleet = _reset_due()
-    (reset,) = (remedy for remedy in _asked(fleet.effects) if remedy.kind is RemedyKind.RESET_GPU)
-    course = fleet.state.nodes["n2"].course
+    (reset,) = (remedy for remedy in _asked(fleet.effects) if remedy.kind is RemediationKind.RESET_GPU)
+    course = fleet.state.nodes["n2"].readmission_plan
     assert course is not None
-    assert reset.due == course.remedy_due == reset.at + fleet.policy.remedy_timeout_s
+    assert reset.deadline == course.remediation_deadline == reset.at + fleet.policy.remediation_timeout_s
 
 
 def test_a_cure_follows_from_the_verdict_that_took_the_node_out_whatever_was_said_of_it_since() -> None:
     """The node that has to leave at the boundary is in a tie of digests before it does."""
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), remediate=Mode.ENFORCE))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), remediation_mode=Mode.ENFORCE))
     fleet.solos = False
     fleet.start(2, 1)
     fleet.seal(10)
@@ -195,19 +199,19 @@ def test_a_cure_follows_from_the_verdict_that_took_the_node_out_whatever_was_sai
     assert not any("n2 is under suspicion and stays" in sentence for sentence in audits(tie, "verdict.no_action"))
     fleet.resume(step=40)
     fleet.advance(2.5, *EVERYONE[:3])
-    (reset,) = (remedy for remedy in _asked(fleet.effects) if remedy.kind is RemedyKind.RESET_GPU)
-    assert reset.verdict == "n2-1"
+    (reset,) = (remedy for remedy in _asked(fleet.effects) if remedy.kind is RemediationKind.RESET_GPU)
+    assert reset.verdict_id == "n2-1"
 
 
 def test_a_cure_that_failed_leads_to_the_next() -> None:
     fleet = _reset_due()
-    assert _kinds(_report(fleet, RemedyKind.RESET_GPU, ok=False, detail="nvidia-smi: in use")) == ["reboot"]
-    assert "nvidia-smi: in use" in audits(fleet.effects, "remedy.failed")[-1]
+    assert _kinds(_report(fleet, RemediationKind.RESET_GPU, ok=False, detail="nvidia-smi: in use")) == ["reboot"]
+    assert "nvidia-smi: in use" in audits(fleet.effects, "remediation.failed")[-1]
 
 
 def test_a_confirmed_cure_that_cured_nothing_leads_to_the_next() -> None:
     fleet = _reset_due()
-    _report(fleet, RemedyKind.RESET_GPU)
+    _report(fleet, RemediationKind.RESET_GPU)
     assert _kinds(fleet.advance(6.0, *EVERYONE)) == ["reboot"]
 
 
@@ -219,23 +223,23 @@ def test_a_cure_of_which_nothing_is_heard_leads_to_the_next() -> None:
 @pytest.mark.promise("remediation-caps")
 def test_after_the_last_cure_the_node_goes_to_repair_with_its_evidence() -> None:
     fleet = _reset_due()
-    _report(fleet, RemedyKind.RESET_GPU, ok=False, detail="busy")
-    assert _asked(_report(fleet, RemedyKind.REBOOT, ok=False, detail="no power")) == []
+    _report(fleet, RemediationKind.RESET_GPU, ok=False, detail="busy")
+    assert _asked(_report(fleet, RemediationKind.REBOOT, ok=False, detail="no power")) == []
     repair = _asked(fleet.advance(RESERVE_S, *EVERYONE))
     assert fleet.node_state("n2") is NodeState.REPAIR
     assert ("n2", "repair") in decisions(fleet.effects)
-    assert [one.kind for one in repair] == [RemedyKind.REPAIR]
+    assert [one.kind for one in repair] == [RemediationKind.REPAIR]
     evidence = repair[0].evidence
     assert evidence is not None
     assert [finding.xid for finding in evidence.findings] == [119]
-    assert [note.what for note in evidence.history].count("action") >= 4
+    assert [note.kind for note in evidence.history].count("action") >= 4
 
 
 def test_the_same_fault_within_the_week_takes_the_next_cure() -> None:
     fleet = _fleet()
     fleet.raise_finding("n2", _hung())
     _leave_jobs(fleet)
-    _report(fleet, RemedyKind.RESET_GPU)
+    _report(fleet, RemediationKind.RESET_GPU)
     fleet.clear_finding("n2", _hung().key)
     fleet.order(OperatorAction.READMIT, node="n2")
     fleet.probe_result("n1")
@@ -258,21 +262,21 @@ def test_the_strongest_cure_of_several_causes_is_due() -> None:
 def test_a_ladder_goes_on_after_a_restart_of_the_controller() -> None:
     fleet = _reset_due()
     fleet.restart()
-    assert _kinds(_report(fleet, RemedyKind.RESET_GPU, ok=False, detail="busy")) == ["reboot"]
+    assert _kinds(_report(fleet, RemediationKind.RESET_GPU, ok=False, detail="busy")) == ["reboot"]
 
 
 def test_memory_that_did_not_hold_its_patterns_is_reset_and_tried_again() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.EVICT, node="n2")
     fleet.resume(step=40)
-    fleet.state.nodes["n2"].course.checks = (ProbeKind.MEMORY,)  # type: ignore[union-attr]
+    fleet.state.nodes["n2"].readmission_plan.required_diagnostics = (ProbeKind.MEMORY,)  # type: ignore[union-attr]
     fleet.solos = False
     fleet.order(OperatorAction.READMIT, node="n2")
     name = next(iter(fleet.state.probes))
-    fleet.report("n2", ProbeFinished(probe=name, ok=False, wrong=True, detail="3 words"))
+    fleet.report("n2", ProbeFinished(probe=name, ok=False, wrong_result=True, detail="3 words"))
     fleet.advance(1.5, *EVERYONE)
     assert _kinds(fleet.effects)[-1] == "reset_gpu"
-    _report(fleet, RemedyKind.RESET_GPU)
+    _report(fleet, RemediationKind.RESET_GPU)
     fleet.advance(10.0, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.PROBATION
 
@@ -283,9 +287,9 @@ def test_no_reset_lets_a_liar_back() -> None:
         kind=FindingKind.DIGEST_MISMATCH, subject="parameters", severity=Severity.CRITICAL, message="differs"
     )
     record = fleet.state.nodes["n2"]
-    record.own[finding.key], record.needs_operator, record.condemned = finding, True, ["GPU-n2"]
-    record.causes.append(finding.key)
-    _report(fleet, RemedyKind.RESET_GPU)
+    record.controller_findings[finding.key], record.needs_operator, record.defective_gpus = finding, True, ["GPU-n2"]
+    record.quarantine_causes.append(finding.key)
+    _report(fleet, RemediationKind.RESET_GPU)
     fleet.clear_finding("n2", _hung().key)
     fleet.advance(4.0, *EVERYONE)
     assert fleet.node_state("n2") is not NodeState.PROBATION
@@ -299,7 +303,7 @@ def test_nothing_is_done_by_itself_to_a_node_that_an_operator_took_out() -> None
     fleet.resume(step=40)
     fleet.advance(5.0, *EVERYONE)
     assert _kinds(fleet.effects) == ["cordon"]
-    assert "an operator took n2 out" in audits(fleet.effects, "remedy.hindered")[-1]
+    assert "an operator took n2 out" in audits(fleet.effects, "remediation.blocked")[-1]
 
 
 # --- caps --------------------------------------------------------------------------------------------------------
@@ -307,17 +311,17 @@ def test_nothing_is_done_by_itself_to_a_node_that_an_operator_took_out() -> None
 
 @pytest.mark.promise("remediation-caps")
 def test_a_node_is_not_rebooted_for_ever() -> None:
-    fleet = _fleet(remedies_per_node=1)
+    fleet = _fleet(remediations_per_node=1)
     fleet.raise_finding("n2", _hung())
     _leave_jobs(fleet)
-    _report(fleet, RemedyKind.RESET_GPU, ok=False, detail="busy")
+    _report(fleet, RemediationKind.RESET_GPU, ok=False, detail="busy")
     assert _kinds(fleet.advance(RESERVE_S, *EVERYONE)) == ["repair"]
     assert "it was reset or rebooted 1 times within 7 days" in fleet.state.nodes["n2"].sentence
 
 
 @pytest.mark.promise("remediation-caps")
 def test_the_fleets_cap_makes_others_wait_and_says_so_once() -> None:
-    fleet = _fleet(remedies_per_fleet=1, remedy_fleet_window_s=60.0)
+    fleet = _fleet(remediations_per_fleet=1, remediation_fleet_window_s=60.0)
     fleet.raise_finding("n2", _hung())
     _leave_jobs(fleet)
     fleet.raise_finding("n3", _hung())
@@ -325,17 +329,17 @@ def test_the_fleets_cap_makes_others_wait_and_says_so_once() -> None:
     before = len(fleet.effects)
     fleet.advance(20.0, *EVERYONE)
     assert _kinds(fleet.effects[before:]) == []
-    assert len(audits(fleet.effects, "remedy.hindered")) == 1
+    assert len(audits(fleet.effects, "remediation.blocked")) == 1
     fleet.advance(45.0, *EVERYONE)
-    assert next((one.kind, one.node) for one in _asked(fleet.effects[before:])) == (RemedyKind.RESET_GPU, "n3")
+    assert next((one.kind, one.node) for one in _asked(fleet.effects[before:])) == (RemediationKind.RESET_GPU, "n3")
 
 
 def test_nothing_is_asked_for_while_the_database_is_away() -> None:
     fleet = _fleet()
     fleet.raise_finding("n2", _hung())
-    fleet.state.store_away = "no route"
+    fleet.state.database_outage = "no route"
     assert _kinds(_leave_jobs(fleet)) == []
-    fleet.state.store_away = ""
+    fleet.state.database_outage = ""
     fleet.advance(5.0, *EVERYONE)
 
 
@@ -343,7 +347,7 @@ def test_nothing_is_asked_for_while_the_database_is_away() -> None:
 
 
 def _on_probation(finding: Finding) -> CoreFleet:
-    fleet = _fleet(remediate=Mode.RECOMMEND)
+    fleet = _fleet(remediation_mode=Mode.RECOMMEND)
     fleet.raise_finding("n2", finding)
     fleet.resume(step=40)
     fleet.solos = False
@@ -378,7 +382,7 @@ def test_wrong_work_on_the_way_back_keeps_the_node_out_until_somebody_vouches_or
     fleet = _on_probation(_hung())
     _pass(fleet)
     name = next(iter(fleet.state.probes))
-    said = decisions(fleet.report("n2", ProbeFinished(probe=name, ok=False, wrong=True, detail="1 place")))
+    said = decisions(fleet.report("n2", ProbeFinished(probe=name, ok=False, wrong_result=True, detail="1 place")))
     assert said == [("n2", "quarantine")]
     fleet.advance(300.0, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.QUARANTINED
@@ -391,7 +395,7 @@ def test_wrong_work_on_the_way_back_keeps_the_node_out_until_somebody_vouches_or
 def test_a_diagnostic_that_could_not_be_run_is_tried_again_later() -> None:
     fleet = _on_probation(_hung())
     name = next(iter(fleet.state.probes))
-    said = decisions(fleet.report("n2", ProbeFinished(probe=name, ok=False, began=True, detail="out of memory")))
+    said = decisions(fleet.report("n2", ProbeFinished(probe=name, ok=False, started=True, detail="out of memory")))
     assert said == [("n2", "quarantine")]
     fleet.advance(2.5, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.PROBATION
@@ -399,7 +403,7 @@ def test_a_diagnostic_that_could_not_be_run_is_tried_again_later() -> None:
 
 
 def test_a_cause_must_be_clear_for_as_long_as_its_rule_says() -> None:
-    fleet = _fleet(remediate=Mode.RECOMMEND)
+    fleet = _fleet(remediation_mode=Mode.RECOMMEND)
     fleet.advance(301.0, *EVERYONE)
     port = port_down()
     fleet.raise_finding("n2", port)
@@ -436,37 +440,41 @@ def test_many_nodes_that_return_at_once_wait_for_partners_in_turn() -> None:
 # --- dry runs ----------------------------------------------------------------------------------------------------
 
 
-def _dry_run(fleet: CoreFleet, kind: RemedyKind) -> list[Effect]:
+def _dry_run(fleet: CoreFleet, kind: RemediationKind) -> list[Effect]:
     """The newest remedy of the kind was only written to the log."""
     before = len(fleet.effects)
     remedy = next(one for one in reversed(_asked(fleet.effects)) if one.kind is kind)
-    fleet.feed(ActionReported(id=remedy.id, node=remedy.node, ok=True, dry_run=True, trace=fleet.trace()))
+    fleet.feed(
+        RemediationFinished(
+            remediation_id=remedy.id, node=remedy.node, succeeded=True, dry_run=True, trace=fleet.trace()
+        )
+    )
     fleet.advance(0.01, *EVERYONE)
     return fleet.effects[before:]
 
 
 def test_evidence_says_that_a_dry_run_did_nothing() -> None:
     fleet = _reset_due()
-    effects = _dry_run(fleet, RemedyKind.RESET_GPU)
-    (said,) = audits(effects, "remedy.confirmed")
+    effects = _dry_run(fleet, RemediationKind.RESET_GPU)
+    (said,) = audits(effects, "remediation.confirmed")
     assert said == "reset gpu of n2 would have been carried out (dry run: nothing was done)"
-    evidence = evidence_of(fleet.state, "n2", fleet.now)
-    actions = [note.sentence for note in evidence.history if note.what == "action"]
+    evidence = collect_evidence(fleet.state, "n2", fleet.now)
+    actions = [note.sentence for note in evidence.history if note.kind == "action"]
     assert actions[-1].endswith("would have been carried out (dry run: nothing was done)")
-    assert evidence.remedied == ()
+    assert evidence.remediation_times == ()
 
 
 def test_evidence_lists_resets_that_were_carried_out() -> None:
     fleet = _reset_due()
-    _report(fleet, RemedyKind.RESET_GPU)
-    evidence = evidence_of(fleet.state, "n2", fleet.now)
-    assert len(evidence.remedied) == 1
+    _report(fleet, RemediationKind.RESET_GPU)
+    evidence = collect_evidence(fleet.state, "n2", fleet.now)
+    assert len(evidence.remediation_times) == 1
     assert "was carried out" in evidence.history[-1].sentence
 
 
 def test_a_dry_run_that_cured_nothing_is_not_called_confirmed() -> None:
     fleet = _reset_due()
-    _dry_run(fleet, RemedyKind.RESET_GPU)
-    effects = fleet.advance(fleet.policy.remedy_settle_s + 1.0, *EVERYONE)
-    (said,) = audits(effects, "remedy.failed")
+    _dry_run(fleet, RemediationKind.RESET_GPU)
+    effects = fleet.advance(fleet.policy.remediation_settle_s + 1.0, *EVERYONE)
+    (said,) = audits(effects, "remediation.failed")
     assert said == "reset gpu of n2 was only a dry run, and what it should have cured stands"

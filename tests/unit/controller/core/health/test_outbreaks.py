@@ -6,9 +6,9 @@ import random
 
 import msgspec
 import pytest
-from everstep_controller.core.effects import RemedyKind, RequestRemedy
+from everstep_controller.core.effects import RemediationKind, RequestRemediation
 from everstep_controller.core.events import OperatorAction
-from everstep_controller.core.health.eviction import budget
+from everstep_controller.core.health.eviction import eviction_budget
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.rulebook import with_rules
 
@@ -42,7 +42,7 @@ def _out(fleet: CoreFleet) -> list[str]:
 
 
 def _used(fleet: CoreFleet) -> int:
-    return budget(fleet.state, fleet.now).scopes[0].used
+    return eviction_budget(fleet.state, fleet.now).scopes[0].used
 
 
 # --- of all nodes ------------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def test_a_fault_of_all_nodes_at_one_instant_leaves_nobody_out_and_needs_no_pers
     fleet = _fleet(nodes)
     _hand_out(fleet, _names(nodes), xid())
     assert _out(fleet) == []
-    assert (_used(fleet), fleet.state.fleet.breaker, fleet.state.held) == (0, "", {})
+    assert (_used(fleet), fleet.state.fleet.breaker_reason, fleet.state.deferred_evictions) == (0, "", {})
     assert len(audits(fleet.effects, "fleet.correlated_finding")) == 1
 
 
@@ -65,7 +65,7 @@ def test_the_same_where_they_show_it_one_after_the_other_within_the_window(nodes
     _hand_out(fleet, _names(nodes), xid(), over_s=WINDOW_S - 1.0)
     assert _out(fleet) == []
     fleet.advance(150.0, *_names(nodes))
-    assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker) == ([], 0, "")
+    assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker_reason) == ([], 0, "")
     assert {record.state for record in fleet.state.nodes.values()} == {NodeState.HEALTHY}
     assert len(audits(fleet.effects, "fleet.correlated_finding")) == 1
 
@@ -74,7 +74,7 @@ def test_the_same_where_they_show_it_one_after_the_other_within_the_window(nodes
 def test_so_many_errors_of_memory_that_it_takes_more_to_tell_leave_nobody_out_either(nodes: int) -> None:
     fleet = _fleet(nodes)
     _hand_out(fleet, _names(nodes), uncorrectable_ecc())
-    assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker) == ([], 0, "")
+    assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker_reason) == ([], 0, "")
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 8, 16, 24, 40])
@@ -83,7 +83,7 @@ def test_a_driver_that_shows_in_several_findings_leaves_nobody_out(nodes: int) -
     for node in _names(nodes):
         for finding in (xid(119), xid(154), uncorrectable_ecc()):
             fleet.raise_finding(node, finding)
-    assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker) == ([], 0, "")
+    assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker_reason) == ([], 0, "")
 
 
 @pytest.mark.promise("outbreaks")
@@ -100,10 +100,10 @@ def test_in_any_order_and_pace_with_a_restart_in_between(seed: int) -> None:
             fleet.advance(rng.uniform(0.0, 100.0 / len(names)), *fleet.state.nodes)
         if place in restarts:
             fleet.restart()
-    assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker) == ([], 0, "")
+    assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker_reason) == ([], 0, "")
     fleet.restart()
     fleet.advance(150.0, *fleet.state.nodes)
-    assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker) == ([], 0, "")
+    assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker_reason) == ([], 0, "")
 
 
 def test_one_that_got_well_before_the_others_fell_ill_is_acquitted_too() -> None:
@@ -142,9 +142,9 @@ def test_a_bad_pair_of_a_small_fleet_is_one_that_leaves_and_one_that_is_held_and
     fleet = _fleet(8)
     _hand_out(fleet, ["n1", "n2"], xid())
     assert _out(fleet) == ["n1"]
-    assert fleet.state.nodes["n2"].held_by == "shared:gpu.xid/79"
-    assert "n1 shows gpu.xid/79 as well" in audits(fleet.effects, "verdict.hold_by_budget")[0]
-    assert fleet.state.fleet.breaker == ""
+    assert fleet.state.nodes["n2"].eviction_deferred_by == "shared:gpu.xid/79"
+    assert "n1 shows gpu.xid/79 as well" in audits(fleet.effects, "verdict.defer_eviction")[0]
+    assert fleet.state.fleet.breaker_reason == ""
     fleet.advance(3700.0, *_names(8))
     assert _out(fleet) == ["n1", "n2"]
 
@@ -153,14 +153,14 @@ def test_another_fault_beyond_the_budget_latches_the_breaker_while_a_pair_is_hel
     fleet = _fleet(8)
     _hand_out(fleet, ["n1", "n2"], xid())
     fleet.raise_finding("n3", xid(48))
-    assert fleet.state.fleet.breaker != ""
+    assert fleet.state.fleet.breaker_reason != ""
 
 
 def test_both_ends_of_one_pair_are_no_outbreak() -> None:
     fleet = _fleet(4)
     fleet.advance(301.0, *_names(4))
     fleet.raise_finding("n1", slow_link("n2"))
-    assert "second_pass.begun" in [e.entry.kind for e in fleet.effects if hasattr(e, "entry")]
+    assert "blame_isolation.started" in [e.entry.kind for e in fleet.effects if hasattr(e, "entry")]
     fleet.raise_finding("n2", slow_link("n1"))
     assert audits(fleet.effects, "fleet.correlated_finding") == []
 
@@ -174,8 +174,8 @@ def test_an_acquitted_node_has_no_offence_no_step_and_no_eviction_to_its_name() 
     fleet.advance(30.0, *_names(12))
     _hand_out(fleet, ["n3"], xid(119, Action.RESET_GPU))
     record = fleet.state.nodes["n1"]
-    assert record.offences == pytest.approx(0.0, abs=1e-9)
-    assert (record.evictions, record.steps, record.causes) == ([], {}, [])
+    assert record.offence_score == pytest.approx(0.0, abs=1e-9)
+    assert (record.eviction_times, record.ladder_history, record.quarantine_causes) == ([], {}, [])
     assert "the eviction of n1 is taken back: gpu.xid/119 is on 3 of 12 nodes within 120 s" in record.sentence
 
 
@@ -185,7 +185,7 @@ def test_what_else_a_node_is_out_for_keeps_it_out() -> None:
     _hand_out(fleet, ["n1"], uncorrectable_ecc())
     _hand_out(fleet, ["n2", "n3"], xid(119))
     assert _out(fleet) == ["n1"]
-    assert fleet.state.nodes["n1"].causes == [uncorrectable_ecc().key]
+    assert fleet.state.nodes["n1"].quarantine_causes == [uncorrectable_ecc().key]
     assert _used(fleet) == 1
 
 
@@ -206,19 +206,19 @@ def test_who_was_evicted_long_before_the_others_stays_out() -> None:
 
 @pytest.mark.promise("remediation-delay")
 def test_nothing_is_done_to_a_machine_for_a_moment_and_nobody_is_given_to_people_within_the_window() -> None:
-    fleet = _fleet(20, remediate=Mode.ENFORCE)
+    fleet = _fleet(20, remediation_mode=Mode.ENFORCE)
     _hand_out(fleet, ["n1"], xid(119, Action.RESET_GPU))
     _hand_out(fleet, ["n2"], xid(79))
     fleet.advance(0.9, *_names(20))
-    assert [r for r in _remedies(fleet) if r is not RemedyKind.CORDON] == []
+    assert [r for r in _remedies(fleet) if r is not RemediationKind.CORDON] == []
     fleet.advance(118.0, *_names(20))
-    assert [r for r in _remedies(fleet) if r is not RemedyKind.CORDON] == [RemedyKind.RESET_GPU]
+    assert [r for r in _remedies(fleet) if r is not RemediationKind.CORDON] == [RemediationKind.RESET_GPU]
     fleet.advance(3.0, *_names(20))
-    assert RemedyKind.REPAIR in _remedies(fleet)
+    assert RemediationKind.REPAIR in _remedies(fleet)
 
 
-def _remedies(fleet: CoreFleet) -> list[RemedyKind]:
-    return [effect.remedy.kind for effect in fleet.effects if isinstance(effect, RequestRemedy)]
+def _remedies(fleet: CoreFleet) -> list[RemediationKind]:
+    return [effect.remediation.kind for effect in fleet.effects if isinstance(effect, RequestRemediation)]
 
 
 def test_a_held_rack_may_lose_its_node_once_the_outbreak_has_given_its_place_back() -> None:
@@ -226,9 +226,9 @@ def test_a_held_rack_may_lose_its_node_once_the_outbreak_has_given_its_place_bac
     policy = with_rules(fleet.policy)
     assert policy.eviction_share * 24 < 3
     _hand_out(fleet, ["n1", "n2", "n3"], xid())
-    assert fleet.state.nodes["n3"].held_by.startswith("shared:")
+    assert fleet.state.nodes["n3"].eviction_deferred_by.startswith("shared:")
     _hand_out(fleet, ["n4"], xid())
-    assert (_used(fleet), fleet.state.held) == (0, {})
+    assert (_used(fleet), fleet.state.deferred_evictions) == (0, {})
     fleet.raise_finding("n9", xid(48))
     assert _out(fleet) == ["n9"]
 
@@ -254,7 +254,7 @@ def test_an_acquitted_node_on_which_it_still_stands_afterwards_is_judged_by_that
         fleet.clear_finding(node, xid().key)
     fleet.advance(250.0, *_names(12))
     assert _out(fleet) == ["n1"]
-    assert len(audits(fleet.effects, "fleet.correlated_finding_over")) == 1
+    assert len(audits(fleet.effects, "fleet.correlated_finding_ended")) == 1
 
 
 def test_an_outbreak_of_one_driver_is_not_over_because_a_node_of_another_shows_the_same() -> None:
@@ -265,7 +265,7 @@ def test_an_outbreak_of_one_driver_is_not_over_because_a_node_of_another_shows_t
     assert _out(fleet) == []
     assert ("old0", "evict") in decisions(fleet.raise_finding("old0", uncorrectable_ecc()))
     assert ("new3", "correlated") in decisions(fleet.raise_finding("new3", uncorrectable_ecc()))
-    assert audits(fleet.effects, "fleet.correlated_finding_over") == []
+    assert audits(fleet.effects, "fleet.correlated_finding_ended") == []
 
 
 def test_who_shows_it_on_its_way_back_is_one_of_the_many() -> None:

@@ -57,7 +57,7 @@ def test_who_shows_it_days_later_is_judged_for_itself_while_those_in_it_stay_spa
     for _ in range(12):
         _wait(fleet, 20.0)
     assert [fleet.node_state(node) for node in IN_IT] == [NodeState.HEALTHY] * 4
-    assert not audits(fleet.effects, "fleet.correlated_finding_over")
+    assert not audits(fleet.effects, "fleet.correlated_finding_ended")
 
 
 def test_as_many_that_show_it_days_later_are_spared_and_whoever_was_judged_before_is_acquitted() -> None:
@@ -71,7 +71,7 @@ def test_as_many_that_show_it_days_later_are_spared_and_whoever_was_judged_befor
     for _ in range(12):
         _wait(fleet, 20.0)
     assert {fleet.node_state(node) for node in NODES} == {NodeState.HEALTHY}
-    assert fleet.state.fleet.evicted == []
+    assert fleet.state.fleet.recent_evictions == []
 
 
 @pytest.mark.promise("outbreaks")
@@ -125,7 +125,7 @@ def test_nodes_that_are_held_for_it_one_after_the_other_are_no_outbreak() -> Non
     fleet.resume()
     for node in NODES[:4]:
         fleet.raise_finding(node, _lost())
-        assert fleet.state.nodes[node].held_by == "needed:job"
+        assert fleet.state.nodes[node].eviction_deferred_by == "needed:job"
         _wait(fleet, 200.0)
     assert fleet.state.outbreaks == {}
     assert not audits(fleet.effects, "fleet.correlated_finding")
@@ -148,9 +148,9 @@ def test_at_its_end_those_that_are_left_go_within_the_budget_and_latch_no_breake
     fleet.clear_finding("n0", _lost().key)
     for _ in range(12):
         _wait(fleet, 20.0)
-    assert len(fleet.state.fleet.evicted) == 1
-    assert fleet.state.fleet.breaker == ""
-    assert len([node for node in IN_IT if fleet.state.nodes[node].held_by == "shared:gpu.lost"]) == 2
+    assert len(fleet.state.fleet.recent_evictions) == 1
+    assert fleet.state.fleet.breaker_reason == ""
+    assert len([node for node in IN_IT if fleet.state.nodes[node].eviction_deferred_by == "shared:gpu.lost"]) == 2
 
 
 def test_one_that_shows_it_while_an_outbreak_stands_latches_no_breaker() -> None:
@@ -160,4 +160,4 @@ def test_one_that_shows_it_while_an_outbreak_stands_latches_no_breaker() -> None
     fleet.raise_finding("n40", other)
     fleet.raise_finding("n50", _lost())
     assert fleet.node_state("n40") is NodeState.QUARANTINED
-    assert (fleet.state.nodes["n50"].held_by, fleet.state.fleet.breaker) == ("shared:gpu.lost", "")
+    assert (fleet.state.nodes["n50"].eviction_deferred_by, fleet.state.fleet.breaker_reason) == ("shared:gpu.lost", "")

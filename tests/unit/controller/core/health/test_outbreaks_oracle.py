@@ -12,9 +12,9 @@ from unittest.mock import patch
 
 import pytest
 from everstep_controller.core.health import outbreaks
-from everstep_controller.core.policy import Rule, SecondPass
+from everstep_controller.core.policy import BlameIsolationMethod, VerdictRule
 from everstep_controller.core.state import FleetState
-from everstep_controller.core.transition import Turn
+from everstep_controller.core.transition import Transition
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +26,7 @@ WINDOW_S = 20.0
 KINDS = 2
 """That are followed at once, here."""
 XIDS = (1, 2, 3)
-BEGAN, OVER = "fleet.correlated_finding", "fleet.correlated_finding_over"
+BEGAN, OVER = "fleet.correlated_finding", "fleet.correlated_finding_ended"
 numbers = st.integers(0, 8)
 acts = st.lists(
     st.tuples(
@@ -38,17 +38,17 @@ acts = st.lists(
     max_size=60,
 )
 rules = st.builds(
-    lambda nodes, share, two: Rule(
+    lambda nodes, share, two: VerdictRule(
         kind=FindingKind.GPU_XID,
         source="a test",
         correlated_nodes=nodes,
         correlated_share=share,
         correlated_s=WINDOW_S,
-        second_pass=two,
+        blame_isolation=two,
     ),
     st.sampled_from([3, 5, 9]),
     st.sampled_from([0.2, 0.5, 0.95]),
-    st.sampled_from([SecondPass.NONE, SecondPass.NONE, SecondPass.PAIR]),
+    st.sampled_from([BlameIsolationMethod.NONE, BlameIsolationMethod.NONE, BlameIsolationMethod.PAIR]),
 )
 
 
@@ -68,7 +68,7 @@ class _Kind:
 
 @dataclass
 class _Oracle:
-    rule: Rule
+    rule: VerdictRule
     drivers: dict[str, str]
     past: list[tuple[float, str, str, str]] = field(default_factory=list)
 
@@ -87,7 +87,7 @@ class _Oracle:
             or (
                 count >= 2
                 and count / known >= max(0.5, self.rule.correlated_share)
-                and self.rule.second_pass is SecondPass.NONE
+                and self.rule.blame_isolation is BlameIsolationMethod.NONE
             )
             or (self.drivers[node] != "" and len(nodes & alike) >= 3 and len(nodes & alike) > len(alike - nodes))
         )
@@ -138,12 +138,12 @@ class _Oracle:
 
 
 def _judge(
-    state: FleetState, rule: Rule, now: float, node: str, finding: Finding, *, anew: bool
+    state: FleetState, rule: VerdictRule, now: float, node: str, finding: Finding, *, anew: bool
 ) -> tuple[bool, set[str], list[str]]:
-    turn = Turn(state, now, "t")
+    turn = Transition(state, now, "t")
     if anew:
-        state.nodes[node].findings[finding.key] = finding
-    why, new = outbreaks.correlated(turn, rule, node, finding, anew=anew)
+        state.nodes[node].agent_findings[finding.key] = finding
+    why, new = outbreaks.check_correlated(turn, rule, node, finding, is_new=anew)
     effects = turn.finish()
     said = [kind for kind in (BEGAN, OVER) if audits(effects, kind)]
     return bool(why), set(new), said
@@ -153,14 +153,14 @@ def _judge(
 @settings(deadline=None, max_examples=50)
 @given(rules, st.lists(st.sampled_from(["", "1", "1", "2"]), min_size=3, max_size=9), acts)
 def test_an_outbreak_is_what_everything_ever_shown_says(
-    rule: Rule, drivers: list[str], history: list[tuple[str, int, int]]
+    rule: VerdictRule, drivers: list[str], history: list[tuple[str, int, int]]
 ) -> None:
     fleet = CoreFleet()
     named = {f"n{number}": driver for number, driver in enumerate(drivers)}
     for node, driver in named.items():
         fleet.register(node, driver_version=driver)
     state, oracle, now = fleet.state, _Oracle(rule, named), START
-    with patch.object(outbreaks, "MOST_KINDS", KINDS):
+    with patch.object(outbreaks, "MAX_SIGNATURES", KINDS):
         for what, number, which in history:
             node, finding = f"n{number % len(named)}", xid(which)
             if what == "wait":
@@ -169,8 +169,8 @@ def test_an_outbreak_is_what_everything_ever_shown_says(
                 oracle.past.append((now, what, node, finding.key))
             kinds, *expected = [({}, False, set()), *oracle.told()][-1]
             if what == "clear":
-                state.nodes[node].findings.pop(finding.key, None)
-                outbreaks.has_cleared(state, node, finding)
+                state.nodes[node].agent_findings.pop(finding.key, None)
+                outbreaks.mark_cleared(state, node, finding)
             elif what in ("goes", "comes"):
                 state.nodes[node].reachable = what == "comes"
             elif what in ("show", "ask"):
@@ -184,5 +184,5 @@ def test_an_outbreak_is_what_everything_ever_shown_says(
             }
             for other in named:
                 for one in map(xid, XIDS):
-                    asked = outbreaks.is_of_outbreak(state, rule, other, one, now)
+                    asked = outbreaks.belongs_to_outbreak(state, rule, other, one, now)
                     assert asked == oracle.asked(kinds, other, one.key, now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from everstep_controller.core.events import NodeObserved, OperatorAction
+from everstep_controller.core.events import OperatorAction, SchedulerStateChanged
 from everstep_controller.core.policy import CorePolicy
 
 from everstep.vocabulary import Action, JobState, NodeState
@@ -25,7 +25,7 @@ def _fleet(nodes: int, **shape: int) -> tuple[CoreFleet, list[str]]:
 def _lift_cordons(fleet: CoreFleet, names: list[str]) -> None:
     for by in ("maria", ""):
         for node in names:
-            fleet.feed(NodeObserved(node=node, cordoned_by=by, trace=fleet.trace()))
+            fleet.feed(SchedulerStateChanged(node=node, cordoned_by=by, trace=fleet.trace()))
 
 
 def _states(fleet: CoreFleet, names: list[str]) -> set[NodeState]:
@@ -33,12 +33,12 @@ def _states(fleet: CoreFleet, names: list[str]) -> set[NodeState]:
 
 
 def _all_well(fleet: CoreFleet, names: list[str]) -> None:
-    assert [fleet.state.nodes[node].offences for node in names] == [0.0] * len(names)
-    assert fleet.state.fleet.evicted == []
+    assert [fleet.state.nodes[node].offence_score for node in names] == [0.0] * len(names)
+    assert fleet.state.fleet.recent_evictions == []
     assert len(audits(fleet.effects, "fleet.correlated_finding")) == 1
     fleet.advance(160.0, *names)
     assert _states(fleet, names) == {NodeState.HEALTHY}
-    assert fleet.state.fleet.breaker == ""
+    assert fleet.state.fleet.breaker_reason == ""
 
 
 @pytest.mark.promise("outbreaks-outside")
@@ -57,10 +57,10 @@ def test_on_probation_in_their_seats() -> None:
 def test_what_came_while_all_were_cordoned_is_judged_together_when_that_ends() -> None:
     fleet, names = _fleet(10)
     for node in names:
-        fleet.feed(NodeObserved(node=node, cordoned_by="maria", trace=fleet.trace()))
+        fleet.feed(SchedulerStateChanged(node=node, cordoned_by="maria", trace=fleet.trace()))
         fleet.raise_finding(node, DRIVERS)
     for node in names:
-        fleet.feed(NodeObserved(node=node, trace=fleet.trace()))
+        fleet.feed(SchedulerStateChanged(node=node, trace=fleet.trace()))
     assert fleet.job_state() is JobState.RUNNING
     _all_well(fleet, names)
 
@@ -97,7 +97,7 @@ def test_one_of_many_stays_out_and_its_relapse_counts() -> None:
     fleet.register("n2", boot_id="boot-2", findings=(DRIVERS,))
     assert fleet.node_state("n2") is NodeState.QUARANTINED
     fleet.advance(300.0, *names)
-    assert (fleet.node_state("n2"), round(fleet.state.nodes["n2"].offences)) == (NodeState.QUARANTINED, 1)
+    assert (fleet.node_state("n2"), round(fleet.state.nodes["n2"].offence_score)) == (NodeState.QUARANTINED, 1)
 
 
 @pytest.mark.promise("outbreaks-outside")

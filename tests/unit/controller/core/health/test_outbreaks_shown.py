@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.read_models import fleet_views, prometheus
-from everstep_controller.remediation.alerts import Alert, alerts_of
+from everstep_controller.remediation.alerts import Alert, active_alerts
 
 from everstep.cli import tables
 from everstep.vocabulary import NodeState
@@ -34,7 +34,7 @@ def _status(fleet: CoreFleet) -> op.FleetStatus:
 
 
 def _alerts(fleet: CoreFleet) -> list[Alert]:
-    return [one for one in alerts_of(fleet.state, fleet.now) if one.labels["alertname"] == "EverstepOutbreak"]
+    return [one for one in active_alerts(fleet.state, fleet.now) if one.labels["alertname"] == "EverstepOutbreak"]
 
 
 @pytest.mark.promise("outbreaks-shown")
@@ -66,7 +66,7 @@ def test_nodes_of_an_outbreak_are_found_by_state() -> None:
     desk = desk_of(_outbreak())
 
     def names(state: str) -> set[str]:
-        return set(fleet_views.nodes_found(desk, fleet_views.NodeFilter(state=state)))
+        return set(fleet_views.find_nodes(desk, fleet_views.NodeFilter(state=state)))
 
     assert names("outbreak") == set(ILL)
     assert not names("healthy") & set(ILL)

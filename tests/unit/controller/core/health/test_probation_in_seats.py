@@ -10,7 +10,7 @@ import pytest
 from everstep_controller.core.effects import Effect
 from everstep_controller.core.events import OperatorAction
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.records import Course
+from everstep_controller.core.records import ReadmissionPlan
 
 from everstep.vocabulary import FindingKind, JobState, NodeState, ProbeKind
 from everstep.wire.v1.training import ProbeFinished
@@ -33,7 +33,7 @@ def _released(fleet: CoreFleet, *, min_nodes: int = 4, spares: int = 1) -> CoreF
 
 def _fail_with_two(fleet: CoreFleet) -> list[Effect]:
     """Its all-reduce fails, and fails with another good partner too."""
-    partner = next(p.nodes[0] for p in fleet.state.probes.values() if p.candidate == "n2")
+    partner = next(p.nodes[0] for p in fleet.state.probes.values() if p.tested_node == "n2")
     fleet.finish_probe("n2", ok=False)
     fleet.finish_probe(partner, ok=True)
     return fleet.finish_probe("n2", ok=False)
@@ -52,7 +52,7 @@ def test_without_a_proof_a_failed_diagnostic_takes_no_node_out_of_its_job() -> N
     said += decisions(fleet.advance(91.0, *FIVE))  # nor the second pass
     assert {decision for _, decision in said} == {"recommend"}
     assert generations(fleet.effects[before:]) == []
-    assert fleet.state.nodes["n2"].offences == 0.0
+    assert fleet.state.nodes["n2"].offence_score == 0.0
     _stays(fleet)
 
 
@@ -62,7 +62,9 @@ def _checked(**knobs: int) -> CoreFleet:
     fleet.solos = False
     _released(fleet)
     fleet.order(OperatorAction.HOLD, node="n2")
-    fleet.state.nodes["n2"].course = Course(checks=(ProbeKind.COMPUTE, ProbeKind.ALL_REDUCE))
+    fleet.state.nodes["n2"].readmission_plan = ReadmissionPlan(
+        required_diagnostics=(ProbeKind.COMPUTE, ProbeKind.ALL_REDUCE)
+    )
     fleet.order(OperatorAction.RELEASE, node="n2")
     return fleet
 
@@ -70,7 +72,7 @@ def _checked(**knobs: int) -> CoreFleet:
 def _alone(fleet: CoreFleet, *, ok: bool = False, wrong: bool = False) -> list[tuple[str, str]]:
     name = next(name for name, probe in fleet.state.probes.items() if probe.nodes == ("n2",))
     return decisions(
-        fleet.report("n2", ProbeFinished(probe=name, ok=ok, began=True, wrong=wrong, detail="no CUDA device"))
+        fleet.report("n2", ProbeFinished(probe=name, ok=ok, started=True, wrong_result=wrong, detail="no CUDA device"))
     )
 
 
@@ -91,7 +93,7 @@ def test_it_is_tried_again_after_a_wait_that_doubles_and_comes_back_when_it_pass
     fleet.finish_probe("n2", ok=True)
     fleet.advance(2.0, *FIVE)
     assert fleet.node_state("n2") is NodeState.HEALTHY
-    assert fleet.state.nodes["n2"].own == {}
+    assert fleet.state.nodes["n2"].controller_findings == {}
 
 
 def test_a_controller_that_follows_goes_on_trying() -> None:
@@ -107,14 +109,14 @@ def test_a_controller_that_follows_goes_on_trying() -> None:
 def test_what_it_computes_wrongly_evicts_it_under_the_budget() -> None:
     fleet = _checked(eviction_job_count=1)
     assert _alone(fleet, wrong=True) == [("n2", "evict")]
-    assert [one.node for one in fleet.state.fleet.evicted] == ["n2"]
+    assert [one.node for one in fleet.state.fleet.recent_evictions] == ["n2"]
 
 
 def test_with_a_proof_it_is_evicted_and_the_budget_knows_of_it() -> None:
     fleet = _released(CoreFleet())
     said = _fail_with_two(fleet)
     assert decisions(said) == [("n2", "evict")]
-    assert [one.node for one in fleet.state.fleet.evicted] == ["n2"]
+    assert [one.node for one in fleet.state.fleet.recent_evictions] == ["n2"]
     assert (fleet.node_state("n2"), fleet.job_state()) == (NodeState.QUARANTINED, JobState.RUNNING)
     assert "n2" not in fleet.seats()
 
@@ -134,15 +136,15 @@ def test_what_holds_an_eviction_holds_that_of_a_proof_too(knobs: dict[str, Any],
         fleet.resume(step=20)
     fleet.order(OperatorAction.HOLD, node="n2")
     fleet.order(OperatorAction.RELEASE, node="n2")
-    assert decisions(_fail_with_two(fleet)) == [("n2", "hold_by_budget")]
-    assert fleet.state.nodes["n2"].held_by == held_by
+    assert decisions(_fail_with_two(fleet)) == [("n2", "defer_eviction")]
+    assert fleet.state.nodes["n2"].eviction_deferred_by == held_by
     _stays(fleet)
     fleet.advance(1.0, *everyone)
-    assert not [p for p in fleet.state.probes.values() if p.candidate == "n2"], "it waits before it is tried again"
+    assert not [p for p in fleet.state.probes.values() if p.tested_node == "n2"], "it waits before it is tried again"
     fleet.advance(3.0, *everyone)
     fleet.finish_probe("n2", ok=True)
     fleet.advance(2.0, *everyone)
-    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].overruled) == (NodeState.HEALTHY, "")
+    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].deferred_eviction_key) == (NodeState.HEALTHY, "")
 
 
 def test_one_on_which_nothing_computes_goes_back_into_quarantine() -> None:
@@ -152,13 +154,13 @@ def test_one_on_which_nothing_computes_goes_back_into_quarantine() -> None:
     fleet.order(OperatorAction.RELEASE, node="n5")
     said = decisions(fleet.advance(31.0, *FIVE)) + decisions(fleet.advance(91.0, *FIVE))
     assert ("n5", "quarantine") in said
-    assert fleet.state.fleet.evicted == []
+    assert fleet.state.fleet.recent_evictions == []
 
 
 def test_a_lemon_that_a_person_let_serve_is_not_sent_to_repair_out_of_its_seat() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1, min_nodes=4)
-    fleet.state.nodes["n2"].offences, fleet.state.nodes["n2"].offended_at = 20.0, fleet.now
+    fleet.state.nodes["n2"].offence_score, fleet.state.nodes["n2"].offence_score_at = 20.0, fleet.now
     fleet.order(OperatorAction.HOLD, node="n2")
     fleet.order(OperatorAction.RELEASE, node="n2")
     _stays(fleet)
@@ -180,7 +182,7 @@ def test_a_beat_that_tells_of_something_grave_is_no_clean_pass() -> None:
     fleet.now += 1.0
     said = decisions(fleet.beat("n5", xid()))
     assert said == [("n5", "quarantine")]
-    assert fleet.state.fleet.evicted == []
+    assert fleet.state.fleet.recent_evictions == []
 
 
 def test_one_that_tells_of_nothing_grave_is() -> None:
@@ -188,7 +190,7 @@ def test_one_that_tells_of_nothing_grave_is() -> None:
     fleet.start(4, 1)
     fleet.order(OperatorAction.HOLD, node="n5")
     fleet.order(OperatorAction.RELEASE, node="n5")
-    mild = msgspec.structs.replace(xid(), kind=FindingKind.AGENT_OVERFLOW, xid=None)
+    mild = msgspec.structs.replace(xid(), kind=FindingKind.AGENT_SPOOL_OVERFLOW, xid=None)
     for _ in range(fleet.policy.probation_beats):
         fleet.now += 1.0
         fleet.beat("n5", mild)

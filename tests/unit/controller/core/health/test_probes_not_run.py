@@ -25,7 +25,7 @@ def _fleet(nodes: int = 6, spares: int = 0) -> CoreFleet:
 
 def _probe_of(fleet: CoreFleet, suspect: str) -> tuple[str, str]:
     """The probe by which it is tried, and with whom."""
-    name, probe = next((n, p) for n, p in fleet.state.probes.items() if p.candidate == suspect)
+    name, probe = next((n, p) for n, p in fleet.state.probes.items() if p.tested_node == suspect)
     return name, next(node for node in probe.nodes if node != suspect)
 
 
@@ -64,7 +64,7 @@ def test_a_partner_that_cannot_probe_convicts_nobody_and_another_is_taken() -> N
     assert len({"n1", "n2", *unable, _probe_of(fleet, "n1")[1]}) == 5, "and never the same again, nor a suspect"
     assert _pass(fleet, "n1") == []
     assert _pass(fleet, "n2") == []
-    assert "the link between n1 and n2 is suspected" in audits(fleet.effects, "second_pass.nobody")[-1]
+    assert "the link between n1 and n2 is suspected" in audits(fleet.effects, "blame_isolation.inconclusive")[-1]
 
 
 def test_where_none_of_three_partners_can_probe_a_person_is_told() -> None:
@@ -91,7 +91,7 @@ def test_who_waited_for_one_that_cannot_probe_is_not_convicted_whoever_tells_fir
     fleet = _fleet()
     fleet.raise_finding("n1", slow_link())
     name, partner = _probe_of(fleet, "n1")
-    assert _tell(fleet, "n1", name, ok=False, began=True, detail="no result within 30 s at: meeting the others") == []
+    assert _tell(fleet, "n1", name, ok=False, started=True, detail="no result within 30 s at: meeting the others") == []
     assert _tell(fleet, partner, name, ok=False, detail="no result within 30 s at: loading torch") == []
     assert _probe_of(fleet, "n1")[1] != partner
 
@@ -100,8 +100,8 @@ def test_who_fails_with_one_that_could_take_part_is_convicted_as_ever() -> None:
     fleet = _fleet()
     fleet.raise_finding("n1", slow_link())
     name, partner = _probe_of(fleet, "n1")
-    _tell(fleet, partner, name, ok=False, began=True, detail="timed out")
-    _tell(fleet, "n1", name, ok=False, began=True, detail="timed out")
+    _tell(fleet, partner, name, ok=False, started=True, detail="timed out")
+    _tell(fleet, "n1", name, ok=False, started=True, detail="timed out")
     assert ("n1", "evict") in _pass(fleet, "n2")
 
 
@@ -109,7 +109,7 @@ def test_a_wrong_sum_convicts_whatever_else_its_agent_tells() -> None:
     fleet = _fleet()
     fleet.raise_finding("n1", slow_link())
     name, _ = _probe_of(fleet, "n1")
-    _tell(fleet, "n1", name, ok=False, wrong=True, detail="the sum is wrong")
+    _tell(fleet, "n1", name, ok=False, wrong_result=True, detail="the sum is wrong")
     assert ("n1", "evict") in _pass(fleet, "n2")
 
 
@@ -121,7 +121,7 @@ def test_the_partner_of_a_node_on_its_way_back_is_no_suspect_where_it_cannot_pro
     _return(fleet, "n2")
     name, partner = _probe_of(fleet, "n2")
     assert _tell(fleet, partner, name, ok=False, detail=NO_TORCH) == []
-    assert [probe.candidate for probe in fleet.state.probes.values()] == ["n2"]
+    assert [probe.tested_node for probe in fleet.state.probes.values()] == ["n2"]
     assert _probe_of(fleet, "n2")[1] != partner
     assert _pass(fleet, "n2") == []
     said = decisions(fleet.advance(30.0, *fleet.state.nodes))
@@ -133,11 +133,11 @@ def test_a_node_on_its_way_back_that_cannot_probe_stays_out_without_an_offence(a
     fleet = _fleet(5, 1)
     fleet.solos = not alone
     _return(fleet, "n2")
-    offences, before = fleet.state.nodes["n2"].offences, len(fleet.effects)
-    name = next(name for name, probe in fleet.state.probes.items() if probe.candidate == "n2")
+    offences, before = fleet.state.nodes["n2"].offence_score, len(fleet.effects)
+    name = next(name for name, probe in fleet.state.probes.items() if probe.tested_node == "n2")
     assert _tell(fleet, "n2", name, ok=False, detail=NO_TORCH) == [("n2", "quarantine")]
     assert fleet.state.probes == {}
-    assert fleet.state.nodes["n2"].offences == offences
+    assert fleet.state.nodes["n2"].offence_score == offences
     assert NO_TORCH in audits(fleet.effects[before:], "verdict.quarantine")[0]
 
 

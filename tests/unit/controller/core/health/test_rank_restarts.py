@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from everstep_controller.core.effects import Send
-from everstep_controller.core.events import StoreChanged
+from everstep_controller.core.events import DatabaseAvailabilityChanged
 from everstep_controller.core.policy import CorePolicy
 
 from everstep.errors import ConfigurationError
@@ -55,7 +55,7 @@ def test_the_rank_of_the_gpu_is_replaced_and_all_keep_their_seats() -> None:
     assert fleet.seats() == list(NODES)
     assert fleet.spec().reason is GenerationReason.RANK_LOST
     assert fleet.node_state("n2") is NodeState.HEALTHY
-    assert fleet.state.fleet.evicted == []
+    assert fleet.state.fleet.recent_evictions == []
 
 
 @pytest.mark.parametrize(("ranks", "subject"), [(2, "somewhere"), (1, "1b:00")])
@@ -74,7 +74,7 @@ def test_one_crash_that_two_gpus_tell_of_replaces_both_ranks_and_counts_once() -
     fleet.raise_finding("n2", _stopped("1b:00"))
     assert _killed(fleet, before) == [("n2", 2, 1), ("n2", 3, 2)]
     assert decisions(fleet.effects[before:]) == [("n2", "restart")]
-    assert len(fleet.state.nodes["n2"].restarted) == len(fleet.state.fleet.restarted) == 1
+    assert len(fleet.state.nodes["n2"].rank_restart_times) == len(fleet.state.fleet.rank_restart_times) == 1
 
 
 @pytest.mark.promise("rank-restart-caps")
@@ -101,7 +101,7 @@ def test_a_repeat_within_the_week_takes_the_next_step() -> None:
     fleet.resume(step=5)
     fleet.advance(3600.0, *NODES)
     assert decisions(fleet.raise_finding("n2", _stopped())) == [("n2", "evict")]
-    assert fleet.state.nodes["n2"].action is Action.RESET_GPU
+    assert fleet.state.nodes["n2"].required_action is Action.RESET_GPU
 
 
 def test_where_nobody_computes_there_is_nobody_to_restart() -> None:
@@ -115,15 +115,17 @@ def test_where_nobody_computes_there_is_nobody_to_restart() -> None:
 
 
 def test_a_node_whose_restarts_are_used_up_is_due_for_the_next_step() -> None:
-    fleet = _fleet(msgspec.structs.replace(LAB, restarts_per_node=1))
-    fleet.state.nodes["n2"].restarted = [fleet.now - 3600.0]
+    fleet = _fleet(msgspec.structs.replace(LAB, rank_restarts_per_node=1))
+    fleet.state.nodes["n2"].rank_restart_times = [fleet.now - 3600.0]
     assert decisions(fleet.raise_finding("n2", _stopped())) == [("n2", "evict")]
     assert "its ranks were restarted 1 times within 7 days" in audits(fleet.effects, "verdict.evict")[0]
 
 
 @pytest.mark.promise("rank-restart-caps")
 def test_restarts_beyond_the_fleets_cap_wait_for_it() -> None:
-    fleet = _fleet(msgspec.structs.replace(LAB, restarts_per_fleet=1, remedy_fleet_window_s=30.0), others=OTHERS)
+    fleet = _fleet(
+        msgspec.structs.replace(LAB, rank_restarts_per_fleet=1, remediation_fleet_window_s=30.0), others=OTHERS
+    )
     fleet.raise_finding("n1", _stopped())
     fleet.resume(step=5)
     before = len(fleet.effects)
@@ -134,7 +136,7 @@ def test_restarts_beyond_the_fleets_cap_wait_for_it() -> None:
 
 
 def test_what_has_cleared_while_it_waited_is_left_alone() -> None:
-    fleet = _fleet(msgspec.structs.replace(LAB, restarts_per_fleet=1, remedy_fleet_window_s=30.0))
+    fleet = _fleet(msgspec.structs.replace(LAB, rank_restarts_per_fleet=1, remediation_fleet_window_s=30.0))
     fleet.raise_finding("n1", _stopped())
     fleet.resume(step=5)
     before = len(fleet.effects)
@@ -147,10 +149,10 @@ def test_what_has_cleared_while_it_waited_is_left_alone() -> None:
 def test_a_restart_waits_for_the_database_since_it_could_be_forgotten() -> None:
     fleet = _fleet()
     before = len(fleet.effects)
-    fleet.feed(StoreChanged(away=True, reason="disk full"))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk full"))
     fleet.raise_finding("n2", _stopped())
     assert _killed(fleet, before) == []
-    fleet.feed(StoreChanged(away=False))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=False))
     fleet.advance(7.0, *NODES)
     assert _killed(fleet, before) == [("n2", 3, 1)]
 
@@ -162,12 +164,12 @@ def test_many_nodes_at_once_are_software_and_no_rank_is_restarted_for_it() -> No
 
 
 def test_a_cap_below_one_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="restarts_per_fleet"):
-        msgspec.structs.replace(LAB, restarts_per_fleet=0).validate()
+    with pytest.raises(ConfigurationError, match="rank_restarts_per_fleet"):
+        msgspec.structs.replace(LAB, rank_restarts_per_fleet=0).validate()
 
 
 def test_the_next_controller_knows_what_was_restarted() -> None:
-    fleet = _fleet(msgspec.structs.replace(LAB, restarts_per_node=1))
+    fleet = _fleet(msgspec.structs.replace(LAB, rank_restarts_per_node=1))
     fleet.raise_finding("n2", _stopped())
     fleet.restart()
     before = len(fleet.effects)

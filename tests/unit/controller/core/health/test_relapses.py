@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from everstep_controller.core.effects import Remedy, RemedyKind, RequestRemedy
-from everstep_controller.core.events import ActionReported, OperatorAction
+from everstep_controller.core.effects import Remediation, RemediationKind, RequestRemediation
+from everstep_controller.core.events import OperatorAction, RemediationFinished
 from everstep_controller.core.policy import CorePolicy
 
 from everstep.vocabulary import Action, Mode, NodeState, ProbeKind
@@ -20,7 +20,7 @@ OF_GPUS = (ProbeKind.MEMORY, ProbeKind.COMPUTE, ProbeKind.ALL_REDUCE)
 
 def _fleet() -> CoreFleet:
     """Resets and reboots are carried out, and may take two hours."""
-    policy = msgspec.structs.replace(CorePolicy.lab(), remediate=Mode.ENFORCE, remedy_timeout_s=7200.0)
+    policy = msgspec.structs.replace(CorePolicy.lab(), remediation_mode=Mode.ENFORCE, remediation_timeout_s=7200.0)
     fleet = CoreFleet(policy)
     fleet.start(4, 1)
     fleet.seal(10)
@@ -33,21 +33,23 @@ def _back_while_a_reset_is_under_way() -> CoreFleet:
     fleet.raise_finding("n2", HUNG)
     fleet.resume(step=40)
     fleet.advance(1.5, *EVERYONE)
-    assert [one.kind for one in _cures(fleet)] == [RemedyKind.RESET_GPU]
+    assert [one.kind for one in _cures(fleet)] == [RemediationKind.RESET_GPU]
     fleet.clear_finding("n2", HUNG.key)
     fleet.advance(122.0, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.PROBATION
     return fleet
 
 
-def _cures(fleet: CoreFleet) -> list[Remedy]:
-    asked = (effect.remedy for effect in fleet.effects if isinstance(effect, RequestRemedy))
-    return [one for one in asked if one.kind in (RemedyKind.RESET_GPU, RemedyKind.REBOOT, RemedyKind.REPAIR)]
+def _cures(fleet: CoreFleet) -> list[Remediation]:
+    asked = (effect.remediation for effect in fleet.effects if isinstance(effect, RequestRemediation))
+    return [
+        one for one in asked if one.kind in (RemediationKind.RESET_GPU, RemediationKind.REBOOT, RemediationKind.REPAIR)
+    ]
 
 
 def _fail_a_probe(fleet: CoreFleet) -> None:
     name, _ = next(iter(fleet.state.probes.items()))
-    fleet.report("n2", ProbeFinished(probe=name, ok=False, began=True, detail="out of memory"))
+    fleet.report("n2", ProbeFinished(probe=name, ok=False, started=True, detail="out of memory"))
 
 
 def _fall_ill(fleet: CoreFleet) -> None:
@@ -71,7 +73,7 @@ def test_a_relapse_asks_for_nothing_beside_a_reset_that_may_still_be_carried_out
     again(fleet)
     assert fleet.node_state("n2") is NodeState.QUARANTINED
     fleet.advance(130.0, *EVERYONE)
-    assert [one.kind for one in _cures(fleet)] == [RemedyKind.RESET_GPU]
+    assert [one.kind for one in _cures(fleet)] == [RemediationKind.RESET_GPU]
 
 
 def test_a_diagnostic_that_fails_asks_for_nothing_beside_a_reset_either() -> None:
@@ -86,25 +88,25 @@ def test_a_diagnostic_that_fails_asks_for_nothing_beside_a_reset_either() -> Non
     assert fleet.node_state("n2") is NodeState.QUARANTINED
     fleet.raise_finding("n2", HUNG)
     fleet.advance(130.0, *EVERYONE)
-    assert [one.kind for one in _cures(fleet)] == [RemedyKind.RESET_GPU]
+    assert [one.kind for one in _cures(fleet)] == [RemediationKind.RESET_GPU]
 
 
 def test_after_a_relapse_the_reset_counts_when_it_is_reported_and_its_next_step_follows_where_it_did_not_help() -> None:
     fleet = _back_while_a_reset_is_under_way()
     _fall_ill(fleet)
     (reset,) = _cures(fleet)
-    fleet.feed(ActionReported(id=reset.id, node="n2", ok=True, trace=fleet.trace()))
+    fleet.feed(RemediationFinished(remediation_id=reset.id, node="n2", succeeded=True, trace=fleet.trace()))
     fleet.advance(3.0, *EVERYONE)
-    assert [one.kind for one in _cures(fleet)] == [RemedyKind.RESET_GPU]  # its causes have a moment to clear
+    assert [one.kind for one in _cures(fleet)] == [RemediationKind.RESET_GPU]  # its causes have a moment to clear
     fleet.advance(130.0, *EVERYONE)
-    assert [one.kind for one in _cures(fleet)] == [RemedyKind.RESET_GPU, RemedyKind.REBOOT]
+    assert [one.kind for one in _cures(fleet)] == [RemediationKind.RESET_GPU, RemediationKind.REBOOT]
 
 
 def test_a_relapse_during_a_reset_uses_up_no_step_of_the_ladder() -> None:
     fleet = _back_while_a_reset_is_under_way()
     _fall_ill(fleet)
     (reset,) = _cures(fleet)
-    fleet.feed(ActionReported(id=reset.id, node="n2", ok=True, trace=fleet.trace()))
+    fleet.feed(RemediationFinished(remediation_id=reset.id, node="n2", succeeded=True, trace=fleet.trace()))
     fleet.clear_finding("n2", HUNG.key)
     fleet.order(OperatorAction.READMIT, node="n2")
     fleet.advance(1.0, *EVERYONE)
@@ -114,15 +116,15 @@ def test_a_relapse_during_a_reset_uses_up_no_step_of_the_ladder() -> None:
     assert fleet.node_state("n2") is NodeState.HEALTHY
     _fall_ill(fleet)
     fleet.advance(130.0, *EVERYONE)
-    assert _cures(fleet)[1].kind is RemedyKind.REBOOT
+    assert _cures(fleet)[1].kind is RemediationKind.REBOOT
 
 
 def test_what_had_to_be_passed_before_a_relapse_has_to_be_passed_after_it() -> None:
     fleet = _back_while_a_reset_is_under_way()
     _show_something_else(fleet)
-    course = fleet.state.nodes["n2"].course
+    course = fleet.state.nodes["n2"].readmission_plan
     assert course is not None
-    assert course.checks == OF_GPUS
+    assert course.required_diagnostics == OF_GPUS
 
 
 def test_who_is_out_and_is_evicted_by_a_person_keeps_its_causes_and_its_diagnostics() -> None:
@@ -130,7 +132,7 @@ def test_who_is_out_and_is_evicted_by_a_person_keeps_its_causes_and_its_diagnost
     fleet.raise_finding("n2", HUNG)
     fleet.order(OperatorAction.EVICT, node="n2")
     record = fleet.state.nodes["n2"]
-    assert (record.state, record.needs_operator, record.causes) == (NodeState.QUARANTINED, True, [HUNG.key])
+    assert (record.state, record.needs_operator, record.quarantine_causes) == (NodeState.QUARANTINED, True, [HUNG.key])
     fleet.clear_finding("n2", HUNG.key)
     fleet.resume(step=40)
     fleet.advance(300.0, *EVERYONE)
@@ -138,8 +140,8 @@ def test_who_is_out_and_is_evicted_by_a_person_keeps_its_causes_and_its_diagnost
     assert _cures(fleet) == []
     fleet.solos = False
     fleet.order(OperatorAction.READMIT, node="n2")
-    assert record.course is not None
-    assert tuple(record.course.left) == OF_GPUS
+    assert record.readmission_plan is not None
+    assert tuple(record.readmission_plan.remaining_diagnostics) == OF_GPUS
 
 
 def test_what_a_person_evicted_no_outbreak_brings_back() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from everstep_controller.core.events import OperatorAction
-from everstep_controller.core.health.evidence import evidence_of, offender_score
+from everstep_controller.core.health.evidence import collect_evidence, offender_score
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import NodeRecord
 
@@ -34,7 +34,7 @@ def _score(fleet: CoreFleet, node: str = "n2") -> float:
 def _evict_and_return(fleet: CoreFleet) -> float:
     """One eviction; the way back by an operator's word. Returns the seconds that it would have waited."""
     fleet.raise_finding("n2", xid())
-    wait = fleet.state.nodes["n2"].returns_at - fleet.now
+    wait = fleet.state.nodes["n2"].quarantined_until - fleet.now
     fleet.clear_finding("n2", xid().key)
     fleet.order(OperatorAction.READMIT, node="n2")
     for node in ("n1", "n2"):
@@ -45,7 +45,7 @@ def _evict_and_return(fleet: CoreFleet) -> float:
 
 
 def test_a_score_halves_with_each_half_life() -> None:
-    record = NodeRecord(node="n", incarnation=1, vault="n:1", offences=4.0, offended_at=100.0)
+    record = NodeRecord(node="n", incarnation=1, vault="n:1", offence_score=4.0, offence_score_at=100.0)
     assert offender_score(record, 100.0, 50.0) == 4.0
     assert offender_score(record, 150.0, 50.0) == 2.0
     assert offender_score(record, 90.0, 50.0) == 4.0
@@ -163,7 +163,7 @@ def test_a_failed_probe_counts_half_and_an_operators_word_nothing() -> None:
         name, probe = next(iter(fleet.state.probes.items()))
         ok = "n2" not in probe.nodes
         for node in probe.nodes:
-            fleet.report(node, ProbeFinished(probe=name, ok=ok, began=True, detail="time-out"))
+            fleet.report(node, ProbeFinished(probe=name, ok=ok, started=True, detail="time-out"))
     assert fleet.node_state("n2") is NodeState.QUARANTINED
     assert _score(fleet) == pytest.approx(0.5, abs=0.01)
 
@@ -180,12 +180,12 @@ def test_the_evidence_holds_what_a_vendor_asks_for() -> None:
     fleet.register("n1", "n2", gpus=gpus, driver_version="570.133", domain=Domain(rack="R7"))
     found = msgspec.structs.replace(xid(), subject="0000:1b:00.0", evidence={"line": "NVRM: Xid 79"})
     fleet.raise_finding("n1", found)
-    evidence = evidence_of(fleet.state, "n1", fleet.now)
-    assert [(gpu.serial, gpu.uuid) for gpu in evidence.suspects] == [("S1", "GPU-1-uuid")]
+    evidence = collect_evidence(fleet.state, "n1", fleet.now)
+    assert [(gpu.serial, gpu.uuid) for gpu in evidence.suspect_gpus] == [("S1", "GPU-1-uuid")]
     assert (evidence.driver_version, evidence.domain.rack, evidence.rule) == ("570.133", "R7", "gpu.xid")
     assert evidence.findings == (found,)
-    assert len(evidence.evictions) == 1
-    assert [note.what for note in evidence.history] == ["finding", "action", "verdict"]
+    assert len(evidence.eviction_times) == 1
+    assert [note.kind for note in evidence.history] == ["finding", "action", "verdict"]
     assert evidence.history[0].detail["line"] == "NVRM: Xid 79"
     assert msgspec.json.decode(msgspec.json.encode(evidence), type=Evidence) == evidence
 
@@ -193,8 +193,8 @@ def test_the_evidence_holds_what_a_vendor_asks_for() -> None:
 def test_evidence_survives_a_restart_and_is_refused_for_a_stranger() -> None:
     fleet = _fleet()
     fleet.raise_finding("n2", xid())
-    before = evidence_of(fleet.state, "n2", fleet.now)
+    before = collect_evidence(fleet.state, "n2", fleet.now)
     fleet.restart()
-    assert evidence_of(fleet.state, "n2", fleet.now) == before
+    assert collect_evidence(fleet.state, "n2", fleet.now) == before
     with pytest.raises(NotFound):
-        evidence_of(fleet.state, "n9", fleet.now)
+        collect_evidence(fleet.state, "n9", fleet.now)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import msgspec
-from everstep_controller.core.effects import RemedyKind, RequestRemedy
-from everstep_controller.core.events import NodeObserved, OperatorAction
+from everstep_controller.core.effects import RemediationKind, RequestRemediation
+from everstep_controller.core.events import OperatorAction, SchedulerStateChanged
 from everstep_controller.core.policy import CorePolicy
 
 from everstep.vocabulary import NodeState
@@ -22,44 +22,44 @@ def _sick() -> CoreFleet:
     return fleet
 
 
-def _cordons(fleet: CoreFleet) -> list[tuple[str, RemedyKind]]:
-    asked = (effect.remedy for effect in fleet.effects if isinstance(effect, RequestRemedy))
-    return [(one.node, one.kind) for one in asked if one.kind in (RemedyKind.CORDON, RemedyKind.UNCORDON)]
+def _cordons(fleet: CoreFleet) -> list[tuple[str, RemediationKind]]:
+    asked = (effect.remediation for effect in fleet.effects if isinstance(effect, RequestRemediation))
+    return [(one.node, one.kind) for one in asked if one.kind in (RemediationKind.CORDON, RemediationKind.UNCORDON)]
 
 
 def _look(fleet: CoreFleet, remedy: str, by: str = "") -> list[str]:
-    event = NodeObserved(node="n2", cordoned_by=by, uncordoned=remedy, trace=fleet.trace())
+    event = SchedulerStateChanged(node="n2", cordoned_by=by, lifted_cordon_id=remedy, trace=fleet.trace())
     return audits(fleet.feed(event), "node.uncordoned")
 
 
 def test_a_cordon_that_is_gone_is_told_once_and_not_set_again_by_itself() -> None:
     fleet = _sick()
-    remedy = fleet.state.nodes["n2"].cordoned
+    remedy = fleet.state.nodes["n2"].cordon_id
     (said,) = _look(fleet, remedy)
     assert "`everstep node hold` cordons it again" in said
     assert _look(fleet, remedy) == []
     assert fleet.node_state("n2") is NodeState.QUARANTINED
-    assert _cordons(fleet) == [("n2", RemedyKind.CORDON)]
+    assert _cordons(fleet) == [("n2", RemediationKind.CORDON)]
 
 
 def test_a_look_that_is_older_than_the_cordon_says_nothing() -> None:
     fleet = _sick()
-    assert _look(fleet, "remedy-0-0") == _look(fleet, "") == []
-    assert fleet.state.nodes["n2"].cordoned
+    assert _look(fleet, "remediation-0-0") == _look(fleet, "") == []
+    assert fleet.state.nodes["n2"].cordon_id
 
 
 def test_a_hold_cordons_the_node_again_and_a_second_one_does_not() -> None:
     fleet = _sick()
-    _look(fleet, fleet.state.nodes["n2"].cordoned)
+    _look(fleet, fleet.state.nodes["n2"].cordon_id)
     fleet.order(OperatorAction.HOLD, node="n2")
     fleet.order(OperatorAction.HOLD, node="n2")
-    assert _cordons(fleet) == [("n2", RemedyKind.CORDON)] * 2
+    assert _cordons(fleet) == [("n2", RemediationKind.CORDON)] * 2
 
 
 def test_who_readmits_the_node_lifts_no_cordon_that_is_not_there() -> None:
     fleet = _sick()
-    _look(fleet, fleet.state.nodes["n2"].cordoned)
+    _look(fleet, fleet.state.nodes["n2"].cordon_id)
     fleet.order(OperatorAction.READMIT, node="n2")
     fleet.advance(20.0, *fleet.state.nodes)
     assert fleet.node_state("n2") is NodeState.HEALTHY
-    assert _cordons(fleet) == [("n2", RemedyKind.CORDON)]
+    assert _cordons(fleet) == [("n2", RemediationKind.CORDON)]

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from everstep_controller.core.effects import Audit, PutVerdict
-from everstep_controller.core.policy import CorePolicy, Rule, Rulebook, Scope
+from everstep_controller.core.policy import CorePolicy, CountingScope, Rulebook, VerdictRule
 from everstep_controller.rulebook import with_rules
 
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, NodeState, Severity
@@ -20,7 +20,7 @@ SIX = [f"n{i}" for i in range(1, 7)]
 def _changed(kind: FindingKind, **keys: Any) -> CorePolicy:
     """The lab's policy with other keys in the kind's nameless rule."""
     policy = with_rules(CorePolicy.lab())
-    kinds = dict(policy.rules.kinds)
+    kinds = dict(policy.rules.rules_by_kind)
     kinds[kind] = (*kinds[kind][:-1], msgspec.structs.replace(kinds[kind][-1], **keys))
     return msgspec.structs.replace(policy, rules=Rulebook(kinds))
 
@@ -53,14 +53,14 @@ def test_a_decision_names_rule_count_rung_and_what_would_clear_it() -> None:
         "n2: 2 NVLinks of GPU 0 are down (rule gpu.nvlink: report 1 of 1; step 1 of 3 is reset gpu; "
         "over once it is clear for 30 s); evicted"
     ]
-    assert fleet.state.nodes["n2"].action is Action.RESET_GPU
+    assert fleet.state.nodes["n2"].required_action is Action.RESET_GPU
 
 
 # --- N of M ------------------------------------------------------------------------------------------------------
 
 
 def _counting(**more: Any) -> CorePolicy:
-    keys = {"n_of": (3, 6), "window_s": 100.0, "boot_grace_s": 0.0}
+    keys = {"n_of_m": (3, 6), "window_s": 100.0, "boot_grace_s": 0.0}
     return _changed(FindingKind.NETWORK_PORT_DOWN, **(keys | more))
 
 
@@ -98,7 +98,7 @@ def test_reports_older_than_the_window_do_not_count() -> None:
 def test_parts_of_a_node_are_counted_apart_unless_the_rule_says_the_node() -> None:
     ports = [port_down(f"mlx5_{i}") for i in range(3)]
     apart = _fleet(_counting())
-    together = _fleet(_counting(scope=Scope.NODE))
+    together = _fleet(_counting(scope=CountingScope.NODE))
     for fleet in (apart, together):
         for port in ports:
             _flap(fleet, "n2", port)
@@ -144,7 +144,7 @@ def test_of_too_many_findings_the_gravest_are_remembered_and_those_that_keep_the
         fleet.raise_finding("n2", mild)
     for number in range(2000, 2100):
         fleet.raise_finding("n2", xid(number))
-    kept = fleet.state.nodes["n2"].findings
+    kept = fleet.state.nodes["n2"].agent_findings
     assert len(kept) == 256
     assert xid(79).key in kept
     assert sum(finding.severity is Severity.CRITICAL for finding in kept.values()) == 101
@@ -162,8 +162,8 @@ def test_what_is_counted_of_a_node_is_bounded() -> None:
     fleet = _fleet(_counting())
     for number in range(200):
         fleet.raise_finding("n2", port_down(f"port-{number}"))
-    assert len(fleet.state.nodes["n2"].reports) <= 64
-    assert len(fleet.state.nodes["n2"].notes) <= 48
+    assert len(fleet.state.nodes["n2"].report_history) <= 64
+    assert len(fleet.state.nodes["n2"].history) <= 48
 
 
 # --- floods ------------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_links_that_stay_down_after_the_reboot_of_a_quarantined_node_keep_it_out
         fleet.clear_finding("n2", xid().key)
     fleet.advance(310.0, *SIX)
     if not first:
-        assert fleet.state.nodes["n2"].causes == [xid().key, port_down().key]
+        assert fleet.state.nodes["n2"].quarantine_causes == [xid().key, port_down().key]
         fleet.clear_finding("n2", xid().key)
     fleet.advance(100.0, *SIX)
     assert fleet.node_state("n2") is NodeState.QUARANTINED
@@ -379,9 +379,14 @@ def test_every_shipped_rule_can_be_judged() -> None:
             kind=kind, subject="x", severity=Severity.CRITICAL, action=Action.REPAIR, message=f"{kind} of x"
         )
         fleet.raise_finding("n2", finding)
-        rule: Rule = fleet.policy.rules.rule(finding)
+        rule: VerdictRule = fleet.policy.rules.rule_for(finding)
         evicted = fleet.node_state("n2") is NodeState.QUARANTINED
-        convicts = rule.mode is Mode.ENFORCE and not rule.heals and rule.n_of[0] == 1 and rule.second_pass != "pair"
+        convicts = (
+            rule.mode is Mode.ENFORCE
+            and not rule.already_handled
+            and rule.n_of_m[0] == 1
+            and rule.blame_isolation != "pair"
+        )
         assert evicted == convicts, kind
 
 
@@ -391,4 +396,4 @@ def test_what_an_agent_invents_is_followed_within_bounds() -> None:
         fleet.raise_finding("n2", xid(number))
         fleet.raise_finding("n3", xid(number))
     assert len(fleet.state.sightings) <= 512
-    assert len(fleet.state.live_nodes["n2"].bursts) == 1
+    assert len(fleet.state.node_runtime["n2"].finding_bursts) == 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import permutations
 
 import pytest
-from everstep_controller.core.jobs.membership import choose_seats, contradiction, least_seats, most_seats
+from everstep_controller.core.jobs.membership import choose_seats, max_seats, min_seats, spec_error
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -124,7 +124,7 @@ def test_a_shape_that_contradicts_itself_is_refused_at_join_with_the_mend(wrong:
 
 def test_bounds_are_rounded_inwards_to_whole_blocks() -> None:
     spec = JobSpec(job="j", min_nodes=3, max_nodes=11, block_nodes=4)
-    assert (least_seats(spec), most_seats(spec), contradiction(spec)) == (4, 8, "")
+    assert (min_seats(spec), max_seats(spec), spec_error(spec)) == (4, 8, "")
 
 
 # --- in the fleet ------------------------------------------------------------------------------------------------

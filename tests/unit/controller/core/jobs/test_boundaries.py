@@ -20,15 +20,15 @@ def _leaving() -> tuple[CoreFleet, int]:
     fleet.order(OperatorAction.DRAIN, node="n3")
     after = fleet.spec().after_step
     assert after is not None
-    assert fleet.job().leaving is not None
+    assert fleet.job().outgoing_generation is not None
     return fleet, after
 
 
 def _wait_for_the_boundary(fleet: CoreFleet) -> list[Effect]:
     before = len(fleet.effects)
-    fallback_at = fleet.state.live_jobs["job"].fallback_at
+    fallback_at = fleet.state.job_runtime["job"].boundary_fallback_at
     fleet.advance(fallback_at - fleet.now - 0.01, *fleet.state.nodes)
-    assert fleet.job().leaving is not None, "nobody has said that it entered, and there is time"
+    assert fleet.job().outgoing_generation is not None, "nobody has said that it entered, and there is time"
     fleet.advance(0.1, *fleet.state.nodes)
     return fleet.effects[before:]
 
@@ -37,7 +37,7 @@ def test_a_boundary_that_all_have_stepped_to_is_crossed_and_the_announced_genera
     fleet, after = _leaving()
     fleet.progress(after)
     assert generations(_wait_for_the_boundary(fleet)) == []
-    assert (fleet.job().leaving, fleet.spec().seats) == (None, STAYS)
+    assert (fleet.job().outgoing_generation, fleet.spec().seats) == (None, STAYS)
 
 
 def test_a_boundary_that_is_one_step_away_is_not_reached() -> None:
@@ -52,7 +52,7 @@ def test_a_smaller_bound_waits_for_a_boundary_too() -> None:
     fleet = CoreFleet()
     fleet.start(4)
     fleet.progress(5)
-    (spec,) = generations(fleet.order(OperatorAction.RESIZE_JOB, job="job", size=3))
+    (spec,) = generations(fleet.order(OperatorAction.RESIZE_JOB, job="job", node_limit=3))
     assert (spec.after_step or 0) > 5
 
 
@@ -72,7 +72,7 @@ def test_a_newcomer_that_waits_behind_the_boundary_says_nothing_of_who_is_before
     spec, running = fleet.spec(), fleet.running()
     (newcomer,) = (member for member in spec.roster if member.node == "n4")
     fleet.progress_of(newcomer.rank, 0, spec=spec)
-    assert fleet.job().leaving == running
+    assert fleet.job().outgoing_generation == running
     (regrouped,) = generations(fleet.lose_rank(0))
     assert regrouped.number == spec.number + 1
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from everstep_controller.core.effects import Audit, Send
 from everstep_controller.core.events import OperatorAction
-from everstep_controller.core.jobs.hangs import name_stuck
+from everstep_controller.core.jobs.hangs import find_stuck_rank
 from everstep_controller.core.policy import CorePolicy
 
 from everstep.vocabulary import GenerationReason, JobState
@@ -16,28 +16,28 @@ from tests.support.core_fleet import CoreFleet, decisions, generations, sent
 
 @pytest.mark.promise("stuck-rank-named")
 def test_the_rank_behind_all_others_is_the_stuck_one() -> None:
-    assert name_stuck({0: (5, 10), 1: (5, 9), 2: (5, 10)}, [], {}) == 1
-    assert name_stuck({0: (5, 10), 1: (4, 99)}, [], {}) == 1
+    assert find_stuck_rank({0: (5, 10), 1: (5, 9), 2: (5, 10)}, [], {}) == 1
+    assert find_stuck_rank({0: (5, 10), 1: (4, 99)}, [], {}) == 1
 
 
 def test_the_one_that_says_nothing_is_stuck_when_the_others_stand_side_by_side() -> None:
-    assert name_stuck({0: (5, 10), 1: (5, 10)}, [2], {2: 5}) == 2
+    assert find_stuck_rank({0: (5, 10), 1: (5, 10)}, [2], {2: 5}) == 2
 
 
 def test_of_several_silent_ones_the_one_clearly_behind_is_named() -> None:
-    assert name_stuck({0: (5, 10)}, [1, 2], {1: 4, 2: 5}) == 1
+    assert find_stuck_rank({0: (5, 10)}, [1, 2], {1: 4, 2: 5}) == 1
 
 
 @pytest.mark.promise("stuck-rank-named")
 def test_nobody_is_named_by_guessing() -> None:
-    assert name_stuck({0: (5, 10), 1: (5, 10)}, [], {}) is None
-    assert name_stuck({0: (5, 10), 1: (5, 10)}, [2, 3], {2: 5, 3: 5}) is None
-    assert name_stuck({0: (5, 9), 1: (5, 9), 2: (5, 10)}, [], {}) is None
+    assert find_stuck_rank({0: (5, 10), 1: (5, 10)}, [], {}) is None
+    assert find_stuck_rank({0: (5, 10), 1: (5, 10)}, [2, 3], {2: 5, 3: 5}) is None
+    assert find_stuck_rank({0: (5, 9), 1: (5, 9), 2: (5, 10)}, [], {}) is None
 
 
 def test_a_single_rank_that_reports_itself_behind_the_others_is_stuck() -> None:
-    assert name_stuck({0: (5, 10)}, [1, 2], {1: 9, 2: 9}) == 0
-    assert name_stuck({0: (5, 10)}, [], {}) == 0
+    assert find_stuck_rank({0: (5, 10)}, [1, 2], {1: 9, 2: 9}) == 0
+    assert find_stuck_rank({0: (5, 10)}, [], {}) == 0
 
 
 def test_kill_and_next_generation_come_together_and_the_kill_comes_first() -> None:
@@ -174,7 +174,7 @@ def test_a_rank_that_is_silent_before_an_announced_boundary_is_replaced_at_once(
 def test_a_rank_that_cannot_join_behind_a_boundary_is_heard_before_any_beat_shows_it_there() -> None:
     fleet = _before_a_boundary()
     fleet.fail_collective(1, generation=2)
-    assert fleet.job().leaving is None
+    assert fleet.job().outgoing_generation is None
     assert [spec.number for spec in generations(fleet.advance(0.2, "n1", "n2", "n3"))] == [3]
 
 
@@ -224,7 +224,7 @@ def test_a_launchers_new_life_wipes_the_slate() -> None:
     for _ in range(3):
         fleet.lose_rank(0)
     fleet.join("n1")
-    assert fleet.job().excluded == {}
+    assert fleet.job().excluded_nodes == {}
 
 
 def test_one_trace_leads_from_the_first_witness_to_the_last_rank_that_steps() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from everstep_controller.core.jobs.membership import why_not
+from everstep_controller.core.jobs.membership import no_seat_reason
 from everstep_controller.core.policy import CorePolicy
 
 from everstep.vocabulary import JobState
@@ -19,7 +19,7 @@ def _fleet(nodes: int, spares: int, held: str = "n5", **shape: int) -> CoreFleet
     fleet.beat("x1")
     fleet.raise_finding("x1", xid(200))
     fleet.raise_finding(held, xid(105))
-    assert fleet.state.nodes[held].held_by == "fleet"
+    assert fleet.state.nodes[held].eviction_deferred_by == "fleet"
     return fleet
 
 
@@ -36,7 +36,7 @@ def test_a_job_that_can_go_on_with_fewer_goes_on_without_it() -> None:
     fleet.resume(step=20)
     fleet.advance(60.0, *fleet.state.nodes)
     assert fleet.seats() == ["n1", "n3", "n4"], "nor does the job grow with it"
-    assert "eviction is held" in why_not(fleet.state, fleet.job(), "n5")
+    assert "eviction is held" in no_seat_reason(fleet.state, fleet.job(), "n5")
 
 
 def test_a_job_that_would_pause_takes_it_and_no_more_than_it_needs() -> None:

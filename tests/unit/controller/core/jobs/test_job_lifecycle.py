@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from everstep_controller.core import policy as policy_module
 from everstep_controller.core.effects import PutJob
-from everstep_controller.core.engine import Heard
-from everstep_controller.core.events import ControllerStarted, OperatorAction, StoreChanged
-from everstep_controller.core.jobs.generations import EPOCH_SPAN
+from everstep_controller.core.engine import HeartbeatResult
+from everstep_controller.core.events import ControllerStarted, DatabaseAvailabilityChanged, OperatorAction
+from everstep_controller.core.jobs.generations import NUMBERS_PER_EPOCH
 from everstep_controller.core.policy import CorePolicy
 
 from everstep.errors import ConfigurationError
@@ -87,9 +87,9 @@ def test_growth_waits_for_its_interval_and_for_a_boundary() -> None:
     assert fleet.seats() == ["n1"]
     effects = fleet.advance(1.1, "n1", "n2")
     assert generations(effects)[0].after_step is not None
-    assert fleet.job().leaving is not None
+    assert fleet.job().outgoing_generation is not None
     fleet.resume(restored=Version(2, 9), step=10)
-    assert fleet.job().leaving is None
+    assert fleet.job().outgoing_generation is None
     assert fleet.seats() == ["n1", "n2"]
 
 
@@ -109,11 +109,11 @@ def test_an_operator_bounds_a_job_and_frees_it_again() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.seal(5)
-    fleet.order(OperatorAction.RESIZE_JOB, job="job", size=2)
+    fleet.order(OperatorAction.RESIZE_JOB, job="job", node_limit=2)
     assert fleet.seats() == ["n1", "n2"]
     fleet.resume(step=30)
     fleet.advance(1.1, "n1", "n2", "n3")
-    fleet.order(OperatorAction.RESIZE_JOB, job="job", size=3)
+    fleet.order(OperatorAction.RESIZE_JOB, job="job", node_limit=3)
     assert fleet.seats() == ["n1", "n2", "n3"]
 
 
@@ -166,7 +166,7 @@ def test_nodes_that_return_together_come_back_in_one_generation() -> None:
 
 
 def _away(fleet: CoreFleet, away: bool = True) -> None:
-    fleet.feed(StoreChanged(away=away, reason="disk full", trace=fleet.trace()))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=away, reason="disk full", trace=fleet.trace()))
 
 
 @pytest.mark.promise("generations-increase")
@@ -176,20 +176,20 @@ def test_a_running_job_regroups_while_the_database_is_away_under_numbers_that_no
     fleet.start(3)
     _away(fleet)
     fleet.lose_rank(0)
-    assert fleet.spec().number == 3 * EPOCH_SPAN + 1
+    assert fleet.spec().number == 3 * NUMBERS_PER_EPOCH + 1
     fleet.lose_rank(0)
-    assert fleet.spec().number == 3 * EPOCH_SPAN + 2
+    assert fleet.spec().number == 3 * NUMBERS_PER_EPOCH + 2
     _away(fleet, False)
     fleet.lose_rank(0)
-    assert fleet.spec().number == 3 * EPOCH_SPAN + 3, "numbers never go back"
+    assert fleet.spec().number == 3 * NUMBERS_PER_EPOCH + 3, "numbers never go back"
 
 
 def test_a_controller_that_finds_ranks_ahead_of_its_records_goes_on_above_its_own_block() -> None:
     fleet = CoreFleet()
     fleet.feed(ControllerStarted(epoch=4))
     fleet.start(2)
-    fleet.join("n1", generation=3 * EPOCH_SPAN + 7, again=True)
-    assert fleet.spec().number == 4 * EPOCH_SPAN + 1
+    fleet.join("n1", generation=3 * NUMBERS_PER_EPOCH + 7, again=True)
+    assert fleet.spec().number == 4 * NUMBERS_PER_EPOCH + 1
     assert "ahead of the records" in fleet.spec().sentence
 
 
@@ -257,12 +257,12 @@ def test_a_generation_that_does_not_resume_for_weeks_is_looked_at_as_often_as_at
     fleet = CoreFleet()
     fleet.start(2)
     fleet.lose_rank(0)
-    fleet.state.live_jobs["job"].resume_attempts = 2000
+    fleet.state.job_runtime["job"].resume_attempts = 2000
     assert audits(fleet.advance(31.0, "n1", "n2"), "generation.overdue")
     longest_s = fleet.policy.resume_deadline_max_s
-    assert fleet.state.live_jobs["job"].resume_due <= fleet.now + longest_s
+    assert fleet.state.job_runtime["job"].resume_due <= fleet.now + longest_s
     fleet.lose_rank(0)
-    assert fleet.state.live_jobs["job"].resume_due == fleet.now + longest_s
+    assert fleet.state.job_runtime["job"].resume_due == fleet.now + longest_s
 
 
 # --- ending ------------------------------------------------------------------------------------------------------
@@ -330,23 +330,23 @@ def test_a_younger_launcher_runs_the_job_once_more_with_higher_numbers() -> None
     fleet.join("n1", min_nodes=1, max_nodes=1)
     assert fleet.job_state() is JobState.RUNNING
     assert fleet.spec().number == 2
-    assert fleet.spec().restore == RestoreRule(scratch=True)
+    assert fleet.spec().restore == RestoreRule(from_scratch=True)
 
 
 def test_a_job_that_is_run_once_more_has_nothing_of_the_run_before_against_it() -> None:
     fleet = CoreFleet()
     fleet.start(4)
-    fleet.order(OperatorAction.RESIZE_JOB, job="job", size=2)
+    fleet.order(OperatorAction.RESIZE_JOB, job="job", node_limit=2)
     fleet.resume(step=50)
     assert fleet.seats() == ["n1", "n2"]
-    fleet.job().ties, fleet.job().gave_at = [fleet.now, fleet.now], fleet.now
+    fleet.job().digest_tie_times, fleet.job().preempted_at = [fleet.now, fleet.now], fleet.now
     fleet.finish()
     fleet.advance(2.0, *fleet.state.nodes)
     for node in fleet.state.nodes:
         fleet.launchers["job", node] = int(fleet.now * 1000)
     fleet.join("n1", "n2", "n3", "n4", min_nodes=1, max_nodes=4)
     assert fleet.seats() == ["n1", "n2", "n3", "n4"]
-    assert (fleet.job().size, fleet.job().ties, fleet.job().gave_at) == (None, [], 0.0)
+    assert (fleet.job().node_limit, fleet.job().digest_tie_times, fleet.job().preempted_at) == (None, [], 0.0)
 
 
 def test_an_offer_that_is_late_changes_nothing_of_the_job() -> None:
@@ -357,7 +357,7 @@ def test_an_offer_that_is_late_changes_nothing_of_the_job() -> None:
     fleet.launchers["job", "n1"] = 0
     fleet.join("n1", min_nodes=1, max_nodes=1, nproc_per_node=1)
     assert fleet.job().spec == now_asked
-    assert fleet.state.ignored["launcher_joined.stale"] == 1
+    assert fleet.state.ignored_counts["launcher_joined.stale"] == 1
 
 
 def test_a_late_offer_of_another_shape_stops_nobody() -> None:
@@ -390,9 +390,9 @@ def test_after_a_restart_nodes_are_asked_for_their_findings() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.restart()
-    assert fleet.touch("n1") is Heard.UNKNOWN
+    assert fleet.touch("n1") is HeartbeatResult.UNKNOWN
     fleet.beat("n1")
-    assert fleet.touch("n1") is Heard.QUIET
+    assert fleet.touch("n1") is HeartbeatResult.UNEVENTFUL
 
 
 def test_a_restart_before_a_boundary_still_ends_at_it_or_falls_back() -> None:
@@ -401,7 +401,7 @@ def test_a_restart_before_a_boundary_still_ends_at_it_or_falls_back() -> None:
     fleet.seal(5)
     fleet.order(OperatorAction.DRAIN, node="n2")
     fleet.restart()
-    assert fleet.job().leaving is not None
+    assert fleet.job().outgoing_generation is not None
     effects = fleet.advance(3.0, "n1", "n2", "n3", "n4")
     assert generations(effects)[0].after_step is None
 
@@ -485,4 +485,4 @@ def test_a_node_that_comes_back_does_not_write_the_jobs_that_are_over() -> None:
     before = len(fleet.effects)
     fleet.register("n1")
     assert not [effect for effect in fleet.effects[before:] if isinstance(effect, PutJob)]
-    assert fleet.state.live_nodes["n1"].rejoin_due is None
+    assert fleet.state.node_runtime["n1"].launcher_rejoin_due is None

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import msgspec
 import pytest
-from everstep_controller.core.effects import DropJob, Send
+from everstep_controller.core.effects import DeleteJob, Send
 from everstep_controller.core.events import OperatorAction
 from everstep_controller.core.jobs import joining, membership
-from everstep_controller.core.jobs.membership import owner_of
+from everstep_controller.core.jobs.membership import other_owner
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.state import FleetState
@@ -161,7 +161,7 @@ def test_launcher_that_restarts_under_new_names_is_never_refused() -> None:
         fleet.now += 1.0
     assert list(fleet.state.jobs) == names[-3:]
     assert sent(fleet.effects, StopJob) == {}
-    assert [effect.job for effect in fleet.effects if isinstance(effect, DropJob)] == names[:-3]
+    assert [effect.job for effect in fleet.effects if isinstance(effect, DeleteJob)] == names[:-3]
 
 
 def test_job_that_keeps_memory_is_not_dropped_for_another() -> None:
@@ -198,11 +198,11 @@ def test_owner_of_a_node_is_found_by_one_lookup(waiting: int) -> None:
     wait(fleet, "n1", *(f"next-{number}" for number in range(waiting)))
     run(fleet, "n1", "owner")
     with lookups(fleet) as counted:
-        owner = owner_of(fleet.state, fleet.job("next-0"), "n1")
+        owner = other_owner(fleet.state, fleet.job("next-0"), "n1")
         assert owner is not None
         assert owner.job == "owner"
     assert counted.count == 2
-    assert owner_of(fleet.state, owner, "n1") is None
+    assert other_owner(fleet.state, owner, "n1") is None
 
 
 def test_owner_of_a_node_follows_the_jobs() -> None:
@@ -229,7 +229,7 @@ def test_owner_of_a_node_follows_the_jobs() -> None:
 def test_job_below_its_minimum_forms_in_linear_time(waited_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody works out a roster, or what others could spare, before there are enough launchers."""
     judged: list[str] = []
-    judge = membership.unfit
+    judge = membership.unfit_reason
 
     def counted(state: FleetState, job: JobRecord, node: str, staying: Collection[str] = ()) -> str:
         judged.append(node)
@@ -237,8 +237,8 @@ def test_job_below_its_minimum_forms_in_linear_time(waited_s: float, monkeypatch
 
     names = [f"n{number}" for number in range(60)]
     fleet = fleet_of(*names)
-    monkeypatch.setattr(membership, "unfit", counted)
-    monkeypatch.setattr(joining, "unfit", counted)
+    monkeypatch.setattr(membership, "unfit_reason", counted)
+    monkeypatch.setattr(joining, "unfit_reason", counted)
     fleet.join(names[0], job="a", min_nodes=60, max_nodes=60, join_wait_s=0.0)
     fleet.job("a").since -= waited_s
     for name in names[1:]:

@@ -61,7 +61,7 @@ def test_sentences_stay_short_whatever_number_of_nodes_they_are_about() -> None:
     assert describe_change(fewer, many, 1000).endswith("and 492 more")
     fleet = CoreFleet()
     fleet.start(2)
-    order = OperatorCommand(kind=OperatorAction.DRAIN, node="n2", actor="ada", reason="because " * 1000, trace="t")
+    order = OperatorCommand(action=OperatorAction.DRAIN, node="n2", actor="ada", reason="because " * 1000, trace="t")
     fleet.feed(order)
     assert len(fleet.spec().sentence) < 4096
     assert fleet.spec().sentence.endswith("goes on with 1 of 2 nodes, without n2")

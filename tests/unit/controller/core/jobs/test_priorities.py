@@ -7,8 +7,8 @@ from unittest.mock import patch
 import pytest
 from everstep_controller.core.events import OperatorAction
 from everstep_controller.core.jobs import membership
-from everstep_controller.core.jobs.membership import next_seats, why_not
-from everstep_controller.read_models.fleet_views import unable
+from everstep_controller.core.jobs.membership import next_seats, no_seat_reason
+from everstep_controller.read_models.fleet_views import ineligible_nodes
 
 from everstep.ids import Version
 from everstep.vocabulary import GenerationReason, JobState
@@ -29,7 +29,7 @@ def _start(fleet: CoreFleet, job: str, *nodes: str, **shape: object) -> None:
 
 
 def _why(fleet: CoreFleet, job: str, node: str) -> str:
-    return why_not(fleet.state, fleet.job(job), node)
+    return no_seat_reason(fleet.state, fleet.job(job), node)
 
 
 # --- one at a time -----------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_among_spares_the_clean_go_before_repeat_offenders() -> None:
     fleet.start(2, 3)
     for node, offences in (("n3", 2.0), ("n4", 0.0), ("n5", 1.0)):
         record = fleet.state.nodes[node]
-        record.offences, record.offended_at = offences, fleet.now
+        record.offence_score, record.offence_score_at = offences, fleet.now
     assert next_seats(fleet.state, fleet.job(), {"n1"}) == ["n4", "n2"]
     assert next_seats(fleet.state, fleet.job(), {"n1", "n4"}) == ["n5", "n2"]
 
@@ -121,7 +121,7 @@ def test_an_old_offence_weighs_less_than_a_late_one() -> None:
     fleet.start(2, 2)
     for node, age in (("n3", 0.0), ("n4", 3.0)):
         record = fleet.state.nodes[node]
-        record.offences, record.offended_at = 1.0, fleet.now - age * fleet.policy.offender_half_life_s
+        record.offence_score, record.offence_score_at = 1.0, fleet.now - age * fleet.policy.offender_half_life_s
     assert next_seats(fleet.state, fleet.job(), {"n1"}) == ["n4", "n2"]
 
 
@@ -187,7 +187,9 @@ def test_where_one_job_needs_its_free_node_itself_another_is_asked() -> None:
         fleet.progress(30, job=job)
     _start(fleet, "high", "n1", "n2", "n3", min_nodes=2, max_nodes=2, join_wait_s=0, priority=5)
     _wait(fleet, 2.1)
-    assert audits(fleet.effects, "job.takes")[0].endswith("takes n3 of job middle (priority 1), which can spare that")
+    assert audits(fleet.effects, "job.preempts")[0].endswith(
+        "takes n3 of job middle (priority 1), which can spare that"
+    )
 
 
 def test_a_block_is_taken_where_it_lacks_least_and_not_bit_by_bit_everywhere() -> None:
@@ -225,7 +227,7 @@ def test_who_gave_does_not_take_it_back() -> None:
         fleet.progress(step, job="high")
         _wait(fleet, 5.0)
     assert (fleet.seats("low"), fleet.seats("high")) == (["n1", "n2"], ["n3", "n4"])
-    assert len(audits(fleet.effects, "job.takes")) == 1
+    assert len(audits(fleet.effects, "job.preempts")) == 1
 
 
 def test_nodes_that_were_given_stay_given_when_the_boundary_is_missed() -> None:
@@ -265,9 +267,9 @@ def test_one_job_gives_only_now_and_then() -> None:
     while "higher" not in {spec.job for spec in generations(fleet.effects)} and fleet.now < gave + 30.0:
         _wait(fleet, 0.5)
         fleet.progress(45 + int(10 * (fleet.now - gave)), job="low")
-        if fleet.job("low").leaving is not None:
+        if fleet.job("low").outgoing_generation is not None:
             fleet.resume("low", restored=Version(2, 50), step=51)
-    assert fleet.now - gave >= fleet.policy.take_after_s - 0.3
+    assert fleet.now - gave >= fleet.policy.preempt_after_s - 0.3
     assert fleet.seats("higher") == ["n2"]
 
 
@@ -300,7 +302,7 @@ def test_a_rivals_roster_is_worked_out_once_for_all_the_nodes_that_it_is_promise
     fleet.join(*names, job="high")
     _start(fleet, "low", *names, join_wait_s=1e6)
     with patch.object(membership, "next_seats", wraps=membership.next_seats) as asked:
-        reasons = unable(fleet.state, fleet.job("low"))
+        reasons = ineligible_nodes(fleet.state, fleet.job("low"))
     assert set(reasons) == set(names)
     assert all("job high comes first" in why for why in reasons.values())
     assert asked.call_count == 1

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from everstep_controller.core.effects import Effect, Send
 from everstep_controller.core.events import OperatorAction
-from everstep_controller.core.jobs.membership import why_not
+from everstep_controller.core.jobs.membership import no_seat_reason
 from everstep_controller.core.policy import CorePolicy
 
 from everstep.errors import Conflict
@@ -41,7 +41,7 @@ def _miss_a_generation(fleet: CoreFleet, *missing: int) -> list[Effect]:
 
 def _miss_this_one(fleet: CoreFleet, *missing: int) -> list[Effect]:
     before, spec = len(fleet.effects), fleet.spec()
-    deadline_s = fleet.state.live_jobs["job"].resume_due - fleet.now
+    deadline_s = fleet.state.job_runtime["job"].resume_due - fleet.now
     for member in spec.roster:
         if member.rank not in missing:
             fleet.progress_of(member.rank, 5, spec=spec)
@@ -59,7 +59,7 @@ def _replace(fleet: CoreFleet, node: str, rank: int, generation: int, local_rank
         local_rank=local_rank,
         signal=9,
         detail="killed on the controller's word",
-        replacement=True,
+        has_replacement=True,
     )
     fleet.report(node, words)
 
@@ -77,7 +77,7 @@ def test_a_rank_that_never_enters_is_ended_and_its_node_has_a_seat_again_when_an
     effects = _miss_a_generation(fleet, 3)
     assert _killed(effects) == [("n4", 0, 2)]
     assert fleet.seats() == ["n1", "n2", "n3"]
-    assert "rank 3 on it did not enter generation 2 in time" in why_not(fleet.state, fleet.job(), "n4")
+    assert "rank 3 on it did not enter generation 2 in time" in no_seat_reason(fleet.state, fleet.job(), "n4")
     fleet.resume(step=20)
     _replace(fleet, "n4", 3, 2)
     _step(fleet, 40)
@@ -89,10 +89,10 @@ def test_a_node_waits_until_each_of_its_ranks_that_did_not_enter_is_replaced() -
     assert _killed(_miss_a_generation(fleet, 2, 3)) == [("n2", 0, 2), ("n2", 1, 2)]
     fleet.resume(step=20)
     _replace(fleet, "n2", 2, 2, local_rank=0)
-    assert not fleet.job().launchers["n2"].able
+    assert not fleet.job().launchers["n2"].usable
     fleet.restart()
     _replace(fleet, "n2", 3, 2, local_rank=1)
-    assert fleet.job().launchers["n2"].able
+    assert fleet.job().launchers["n2"].usable
 
 
 @pytest.mark.promise("lost-rank-replaced")
@@ -123,7 +123,7 @@ def test_a_running_job_does_not_wait_for_the_same_node_again_and_again_until_som
     _step(fleet, 100)
     assert fleet.seats() == ["n1", "n2", "n3", "n4"]
     fleet.resume(step=120)
-    assert fleet.job().launchers["n4"].late == 0
+    assert fleet.job().launchers["n4"].late_generations == 0
     with pytest.raises(Conflict, match="n4 is healthy and in service"):
         fleet.order(OperatorAction.READMIT, node="n4")
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from everstep_controller.core.effects import PutFleet, PutGeneration, PutJob, PutNode, PutVerdict, PutVersion
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.state import FleetState, NodeLive, Pulse
+from everstep_controller.core.state import FleetState, HeartbeatState, NodeRuntime
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,8 +25,8 @@ from everstep.wire.v1.training import (
     RankStalled,
     RankUnresponsive,
     Resumed,
-    Sealed,
     UserError,
+    VersionSealed,
 )
 from tests.support.core_fleet import CoreFleet
 from tests.unit.controller.core.test_core_random import Act, histories, rank, step
@@ -40,10 +40,16 @@ def _said(kind: type[Any], at: float, generation: int, rank: int, step: int) -> 
     rest: dict[type[Any], dict[str, Any]] = {
         CollectiveFailed: {"step": step, "detail": ""},
         RankStalled: {"step": step, "collectives": step, "stalled_s": 1.0, "threshold_s": 1.0},
-        RankUnresponsive: {"local_rank": 0, "silent_s": 1.0},
-        RankLost: {"local_rank": 0, "detail": "", "replacement": True},
+        RankUnresponsive: {"local_rank": 0, "unresponsive_s": 1.0},
+        RankLost: {"local_rank": 0, "detail": "", "has_replacement": True},
         Resumed: {"step": step, "restored": None, "phases_s": {"abort": 0.1}},
-        Sealed: {"version": Version(generation, step), "bytes": 1, "safe": True, "kept": True, "digests": {"w": "d"}},
+        VersionSealed: {
+            "version": Version(generation, step),
+            "bytes": 1,
+            "durable": True,
+            "commit_candidate": True,
+            "digests": {"w": "d"},
+        },
         UserError: {"step": step, "error": "ValueError", "traceback": ""},
         RankFinished: {"step": step},
     }
@@ -51,14 +57,34 @@ def _said(kind: type[Any], at: float, generation: int, rank: int, step: int) -> 
     return words
 
 
-OF_GENERATIONS = (CollectiveFailed, RankStalled, RankUnresponsive, RankLost, Resumed, Sealed, UserError, RankFinished)
+OF_GENERATIONS = (
+    CollectiveFailed,
+    RankStalled,
+    RankUnresponsive,
+    RankLost,
+    Resumed,
+    VersionSealed,
+    UserError,
+    RankFinished,
+)
 
 
 def _known(state: FleetState) -> dict[str, object]:
     """All that is known but when nodes were heard, and what was ignored."""
-    live_nodes = {name: msgspec.structs.replace(live, pulse=Pulse()) for name, live in state.live_nodes.items()}
-    assert all(isinstance(live, NodeLive) for live in live_nodes.values())
-    parts = (state.fleet, state.nodes, live_nodes, state.jobs, state.live_jobs, state.probes, state.cases, state.queued)
+    live_nodes = {
+        name: msgspec.structs.replace(live, heartbeats=HeartbeatState()) for name, live in state.node_runtime.items()
+    }
+    assert all(isinstance(live, NodeRuntime) for live in live_nodes.values())
+    parts = (
+        state.fleet,
+        state.nodes,
+        live_nodes,
+        state.jobs,
+        state.job_runtime,
+        state.probes,
+        state.blame_cases,
+        state.queued_deadlines,
+    )
     return {str(place): copy.deepcopy(part) for place, part in enumerate(parts)}
 
 
@@ -93,10 +119,10 @@ def test_what_is_said_of_a_generation_that_is_over_changes_nothing(
     record = fleet.state.jobs[JOB]
     for node, launcher in list(record.launchers.items()):
         fleet.hear(node)  # what follows from the node's being there is no matter of what it says
-        spoken_of = {spec.number for spec in (record.generation, record.leaving) if spec is not None}
-        if number in spoken_of or launcher.missing:  # a replacement takes a place in whatever generation
+        spoken_of = {spec.number for spec in (record.generation, record.outgoing_generation) if spec is not None}
+        if number in spoken_of or launcher.missing_local_ranks:  # a replacement takes a place in whatever generation
             continue
-        seat = record.generation.member(node, 0) if record.generation is not None else None
+        seat = record.generation.member_at(node, 0) if record.generation is not None else None
         mine = some_rank if seat is None else seat.rank
         _changes_nothing(fleet, node, _said(kind, fleet.now, number, mine, at_step))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from everstep_controller.core.events import NodeObserved, OperatorAction
+from everstep_controller.core.events import OperatorAction, SchedulerStateChanged
 from everstep_controller.core.policy import CorePolicy
 
 from everstep.errors import Conflict
@@ -26,7 +26,7 @@ def _held(fleet: CoreFleet, by: str, *names: str) -> None:
         if by == "hold":
             fleet.order(OperatorAction.HOLD, node=node)
         else:
-            fleet.feed(NodeObserved(node=node, cordoned_by="maria", trace=fleet.trace()))
+            fleet.feed(SchedulerStateChanged(node=node, cordoned_by="maria", trace=fleet.trace()))
 
 
 @pytest.mark.promise("held-nodes-keep-jobs")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 from everstep_controller.core.events import OperatorAction
-from everstep_controller.core.jobs.progress import Laggards, laggards_of
-from everstep_controller.core.jobs.stragglers import KEY, slow_nodes
+from everstep_controller.core.jobs.progress import Stragglers, find_stragglers
+from everstep_controller.core.jobs.stragglers import STRAGGLER_KEY, slow_nodes
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.state import Pace
+from everstep_controller.core.state import JobProgress
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,7 +58,7 @@ def test_a_node_that_is_slow_window_after_window_is_named_and_replaced_at_a_boun
     assert (spec.reason, spec.after_step is not None) == (GenerationReason.STRAGGLER, True)
     assert fleet.seats() == ["n1", "n5", "n3", "n4"]
     assert "takes n5 in place of n2" in spec.sentence
-    assert KEY in fleet.state.nodes["n2"].own
+    assert STRAGGLER_KEY in fleet.state.nodes["n2"].controller_findings
 
 
 @pytest.mark.promise("slow-node-fair")
@@ -91,11 +91,11 @@ def test_slow_windows_before_an_interruption_do_not_count_after_it() -> None:
     assert decisions(fleet.effects) == [("n2", Decision.RECOMMEND)]
     fleet.lose_rank(0)
     fleet.advance(30.0, *fleet.state.nodes)
-    assert KEY not in fleet.state.nodes["n2"].own
+    assert STRAGGLER_KEY not in fleet.state.nodes["n2"].controller_findings
     fleet.resume(restored=Version(1, 100), step=1001)
     _run(fleet, 4.0)
-    assert KEY not in fleet.state.nodes["n2"].own, "it keeps up since then"
-    assert fleet.state.live_jobs["job"].slow == {}
+    assert STRAGGLER_KEY not in fleet.state.nodes["n2"].controller_findings, "it keeps up since then"
+    assert fleet.state.job_runtime["job"].slow_windows == {}
 
 
 def test_a_controller_that_takes_over_compares_the_ranks_of_jobs_that_step() -> None:
@@ -117,7 +117,7 @@ def test_a_pause_lasts_as_many_windows_as_go_into_it() -> None:
     assert fleet.job().state is JobState.RUNNING
     fleet.resume(restored=Version(1, 100), step=1001)
     _run(fleet, 3.0, n2=0.049)
-    assert KEY not in fleet.state.nodes["n2"].own, "two windows of five"
+    assert STRAGGLER_KEY not in fleet.state.nodes["n2"].controller_findings, "two windows of five"
 
 
 def test_who_computes_longer_than_others_that_hardly_compute_is_not_slow() -> None:
@@ -145,7 +145,7 @@ def test_who_keeps_up_again_is_cleared() -> None:
     fleet = _start(spares=0)
     _run(fleet, 12.0, n2=0.049)
     _run(fleet, 14.0)
-    assert KEY not in fleet.state.nodes["n2"].own
+    assert STRAGGLER_KEY not in fleet.state.nodes["n2"].controller_findings
     assert audits(fleet.effects, "finding.cleared") == ["rank.straggler/ranks was not seen again on n2"]
 
 
@@ -178,7 +178,7 @@ def test_a_readmitted_straggler_is_a_spare_like_others() -> None:
     _run(fleet, 12.0, n2=0.049)
     fleet.resume(restored=Version(1, 100), step=400)
     fleet.order(OperatorAction.READMIT, node="n2")
-    assert fleet.job().slow == {}
+    assert fleet.job().replaced_stragglers == {}
     fleet.leave("n4")
     assert fleet.seats() == ["n1", "n2", "n3"]
 
@@ -187,7 +187,7 @@ def test_a_node_is_not_replaced_while_another_boundary_is_ahead() -> None:
     fleet = _start()
     _run(fleet, 7.5, n2=0.049)
     fleet.order(OperatorAction.DRAIN, node="n1")
-    assert fleet.job().leaving is not None
+    assert fleet.job().outgoing_generation is not None
     _run(fleet, 1.0, n2=0.049)
     assert [spec.reason for spec in generations(fleet.effects)][1:] == [GenerationReason.OPERATOR]
 
@@ -197,11 +197,11 @@ def test_a_node_is_not_replaced_while_another_boundary_is_ahead() -> None:
 
 @given(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=30))
 def test_at_most_half_of_the_ranks_stand_out_from_their_median(busy: list[float]) -> None:
-    pace = Pace()
+    pace = JobProgress()
     for rank, busy_s in enumerate(busy):
-        pace.progress[rank] = RankProgress(job="j", generation=1, rank=rank, step=1, step_s=1.0, busy_s=busy_s)
-    lag = laggards_of("j", pace, 1.2)
-    assert lag.known == len(busy)
+        pace.by_rank[rank] = RankProgress(job="j", generation=1, rank=rank, step=1, step_s=1.0, busy_s=busy_s)
+    lag = find_stragglers("j", pace, 1.2)
+    assert lag.measured_ranks == len(busy)
     assert 2 * len(lag.slow) <= len(busy)
     assert all(busy[rank] > 1.2 * lag.median_s for rank in lag.slow)
 
@@ -209,8 +209,8 @@ def test_at_most_half_of_the_ranks_stand_out_from_their_median(busy: list[float]
 def test_two_ranks_cannot_tell_which_of_them_is_slow() -> None:
     fleet = _start(nodes=2)
     spec = fleet.spec()
-    assert slow_nodes(spec, Laggards("job", 2, 0.1, {0: 0.5}), 0.5) == {}
-    assert slow_nodes(_start(nodes=3).spec(), Laggards("job", 3, 0.1, {0: 0.5}), 0.5) == {"n1": 0.5}
+    assert slow_nodes(spec, Stragglers("job", 2, 0.1, {0: 0.5}), 0.5) == {}
+    assert slow_nodes(_start(nodes=3).spec(), Stragglers("job", 3, 0.1, {0: 0.5}), 0.5) == {"n1": 0.5}
 
 
 def test_one_that_no_spare_can_replace_does_not_keep_another_from_being_replaced() -> None:
@@ -225,4 +225,4 @@ def test_one_that_no_spare_can_replace_does_not_keep_another_from_being_replaced
     fleet.join("n5", **shape)
     _run(fleet, 20.0, n1=0.06, n4=0.06)
     assert fleet.seats() == ["n1", "n2", "n3", "n5"]
-    assert list(fleet.job().slow) == ["n4"]
+    assert list(fleet.job().replaced_stragglers) == ["n4"]

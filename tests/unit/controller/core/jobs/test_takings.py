@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import pytest
-from everstep_controller.core.jobs.joining import Plan, choose_takings, rivals_below
+from everstep_controller.core.jobs.joining import PreemptionPlan, plan_preemption, preemptable_jobs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -109,17 +109,17 @@ def test_a_job_takes_what_lets_it_run_and_leaves_the_others_what_they_need(world
     fleet = _fleet(world)
     assume(fleet.job_state(WAITER) is not JobState.RUNNING)
     job = fleet.job(WAITER)
-    plan = choose_takings(fleet.state, job, rivals_below(fleet.state, job))
+    plan = plan_preemption(fleet.state, job, preemptable_jobs(fleet.state, job))
     possible = list(_rosters(world, fleet))
     if any(not taken for _, taken in possible) or not possible:
-        assert plan == Plan(), "nothing is taken where that is not needed, or would not be enough"
+        assert plan == PreemptionPlan(), "nothing is taken where that is not needed, or would not be enough"
         return
-    if plan == Plan():
+    if plan == PreemptionPlan():
         surely_found = not world.shape.within or _all_can_be_spared(world, fleet)
         assert not surely_found, "there is a way, and it is not found"
         return
-    taken = {node for one in plan.takings.values() for node in one}
+    taken = {node for one in plan.nodes_by_job.values() for node in one}
     assert (set(plan.seats), taken) in possible
     assert not any(less < taken for _, less in possible), "no more than it needs"
-    for name, some in plan.takings.items():
+    for name, some in plan.nodes_by_job.items():
         assert set(some) <= set(fleet.seats(name))

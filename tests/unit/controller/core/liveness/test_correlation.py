@@ -7,7 +7,7 @@ import pytest
 from everstep_controller.core.events import Tick
 from everstep_controller.core.liveness import correlation
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.state import Tally
+from everstep_controller.core.state import SilenceCount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,7 +83,8 @@ def test_when_it_is_over_whoever_does_not_follow_soon_is_lost() -> None:
     fleet.beat("r1n2")
     fleet.advance(5.0, *_others(fleet, "r1n3", "r1n4"))
     assert (
-        "of 4 nodes that were silent at once, 2 still are" in audits(fleet.effects[before:], "fleet.correlated_over")[0]
+        "of 4 nodes that were silent at once, 2 still are"
+        in audits(fleet.effects[before:], "fleet.correlated_silence_ended")[0]
     )
     assert {fleet.node_state(node) for node in ("r1n3", "r1n4")} == {NodeState.SUSPECT}
     fleet.advance(1.5, *_others(fleet, "r1n3", "r1n4"))
@@ -93,10 +94,10 @@ def test_when_it_is_over_whoever_does_not_follow_soon_is_lost() -> None:
 
 def test_who_is_about_to_be_lost_as_the_others_return_has_as_long_as_anybody_to_follow() -> None:
     fleet = _racks(5, 4)
-    fleet.advance(LAB.dead_after_s - 0.5, *_others(fleet, "r1"))
+    fleet.advance(LAB.lost_after_s - 0.5, *_others(fleet, "r1"))
     fleet.advance(2.0, *_others(fleet, "r1n4"))
     assert fleet.node_state("r1n4") is NodeState.SUSPECT
-    fleet.advance(LAB.dead_after_s, *_others(fleet, "r1n4"))
+    fleet.advance(LAB.lost_after_s, *_others(fleet, "r1n4"))
     assert fleet.node_state("r1n4") is NodeState.LOST
 
 
@@ -137,7 +138,9 @@ def test_a_reboot_of_the_whole_fleet_evicts_nobody_and_says_little() -> None:
     effects = fleet.effects[before:]
     assert _states(fleet, "r") == {NodeState.HEALTHY}
     assert decisions(effects) == []
-    assert len(audits(effects, "fleet.correlated_silence")) == len(audits(effects, "fleet.correlated_over")) == 1
+    assert (
+        len(audits(effects, "fleet.correlated_silence")) == len(audits(effects, "fleet.correlated_silence_ended")) == 1
+    )
     assert len(audits(effects, "node.disconnected")) < 12
 
 
@@ -150,7 +153,7 @@ def test_a_thundering_return_after_a_power_cut_is_taken_back_without_a_verdict_a
         fleet.beat(node)
     fleet.advance(200.0, *fleet.state.nodes)
     assert {what for _, what in decisions(fleet.effects)} <= {"readmit"}
-    assert fleet.state.fleet.evicted == []
+    assert fleet.state.fleet.recent_evictions == []
 
 
 def test_who_is_looked_at_only_when_its_silence_would_be_a_loss_is_suspected_and_gets_no_seat_anew() -> None:
@@ -159,7 +162,7 @@ def test_who_is_looked_at_only_when_its_silence_would_be_a_loss_is_suspected_and
     fleet.start(2, spares=4)
     for node in ("n4", "n5", "n6"):
         fleet.disconnect(node)
-    fleet.now += LAB.dead_after_s + 1.0
+    fleet.now += LAB.lost_after_s + 1.0
     fleet.feed(Tick(trace="t"))
     assert _states(fleet, "n") == {NodeState.SUSPECT}
     (spec,) = generations(fleet.fail_collective(0))
@@ -186,7 +189,7 @@ def test_a_pause_of_the_controller_is_nobodys_silence() -> None:
         assert _states(fleet, "r") == {NodeState.HEALTHY}
 
 
-@pytest.mark.parametrize("knob", ["correlated_share", "correlated_part_share"])
+@pytest.mark.parametrize("knob", ["correlated_share", "correlated_silence_group_share"])
 def test_shares_outside_their_range_are_refused(knob: str) -> None:
     with pytest.raises(Exception, match=knob):
         msgspec.structs.replace(LAB, **{knob: 1.5}).validate()
@@ -216,7 +219,9 @@ def test_tallies_and_what_follows_from_them_are_those_of_a_recount(history: list
         else:
             fleet.advance(1.0 + rack, *[f"n{i}" for i in range(number) if f"n{i}" in fleet.incarnations])
         state = fleet.state
-        fleet_tally = state.tallies.get(correlation.FLEET, Tally())
-        over = fleet_tally.silent >= max(LAB.correlated_minimum, LAB.correlated_share * fleet_tally.expected)
+        fleet_tally = state.silence_counts.get(correlation.FLEET, SilenceCount())
+        over = fleet_tally.silent >= max(
+            LAB.correlated_silence_min_nodes, LAB.correlated_silence_share * fleet_tally.expected
+        )
         everybody = fleet_tally.silent == fleet_tally.expected >= 2
-        assert (correlation.FLEET in state.crossed) == (over or everybody)
+        assert (correlation.FLEET in state.silent_groups) == (over or everybody)

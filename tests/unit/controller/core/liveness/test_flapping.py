@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from everstep_controller.core.events import OperatorAction
-from everstep_controller.core.liveness.node_liveness import KEY
+from everstep_controller.core.liveness.node_liveness import FLAPPING_KEY
 from everstep_controller.core.policy import CorePolicy, Rulebook
 
 from everstep.vocabulary import Action, FindingKind, Mode, NodeState
@@ -22,8 +22,8 @@ TOGETHER_S = 120.0
 
 def _fleet(mode: Mode = Mode.RECOMMEND, nodes: int = 8, **knobs: Any) -> CoreFleet:
     policy = with_rules(msgspec.structs.replace(LAB, node_flap_window_s=24 * WINDOW_S, **knobs))
-    rule = msgspec.structs.replace(policy.rules.of_kind(FindingKind.NODE_FLAPPING), mode=mode)
-    rules = Rulebook(kinds={**policy.rules.kinds, FindingKind.NODE_FLAPPING: (rule,)})
+    rule = msgspec.structs.replace(policy.rules.default_rule(FindingKind.NODE_FLAPPING), mode=mode)
+    rules = Rulebook(rules_by_kind={**policy.rules.rules_by_kind, FindingKind.NODE_FLAPPING: (rule,)})
     fleet = CoreFleet(msgspec.structs.replace(policy, rules=rules))
     fleet.start(nodes, min_nodes=2)
     fleet.seal(5)
@@ -55,7 +55,7 @@ def _flap(fleet: CoreFleet, node: str, times: int) -> None:
 
 
 def _is_named(fleet: CoreFleet, node: str) -> bool:
-    return KEY in fleet.state.nodes[node].own
+    return FLAPPING_KEY in fleet.state.nodes[node].controller_findings
 
 
 @pytest.mark.promise("flapping-nodes")
@@ -71,7 +71,7 @@ def test_a_node_that_is_lost_again_and_again_is_named_once_and_goes_on_serving()
     assert said == [("n1", "recommend")]
     (sentence,) = audits(fleet.effects[before:], "verdict.recommend")
     assert f"n1 was lost {COUNT} times within 4 h" in sentence
-    assert fleet.state.nodes["n1"].own[KEY].value == COUNT + 1
+    assert fleet.state.nodes["n1"].controller_findings[FLAPPING_KEY].value == COUNT + 1
     assert fleet.node_state("n1") is NodeState.HEALTHY
 
 
@@ -96,7 +96,7 @@ def test_losses_that_others_share_are_nobodys_own_whoever_was_lost_first() -> No
         for node in ("n1", "n2", "n3"):
             _come_back(fleet, node)
         fleet.advance(TOGETHER_S, *_others(fleet))
-    assert [fleet.state.nodes[node].lost for node in ("n1", "n2", "n3")] == [[], [], []]
+    assert [fleet.state.nodes[node].loss_times for node in ("n1", "n2", "n3")] == [[], [], []]
     assert not any(_is_named(fleet, node) for node in fleet.state.nodes)
 
 
@@ -104,11 +104,11 @@ def test_losses_on_both_sides_of_a_change_of_the_leader_are_shared_all_the_same(
     fleet = _fleet()
     _lose(fleet, "n1")
     _lose(fleet, "n2")
-    assert len(fleet.state.nodes["n1"].lost) == len(fleet.state.nodes["n2"].lost) == 1
+    assert len(fleet.state.nodes["n1"].loss_times) == len(fleet.state.nodes["n2"].loss_times) == 1
     fleet.restart()
     fleet.advance(4.0, *_others(fleet))
     _lose(fleet, "n3")
-    assert [fleet.state.nodes[node].lost for node in ("n1", "n2", "n3")] == [[], [], []]
+    assert [fleet.state.nodes[node].loss_times for node in ("n1", "n2", "n3")] == [[], [], []]
 
 
 def test_who_was_named_is_acquitted_when_others_are_lost_in_the_same_moment() -> None:
@@ -127,14 +127,14 @@ def test_a_correlated_silence_is_no_loss_of_a_nodes_own_even_where_it_is_believe
     fleet = _fleet()
     for node in ("n1", "n2", "n3", "n4"):
         fleet.disconnect(node)
-    fleet.advance(LAB.correlated_patience_s + 5.0, "n5", "n6", "n7", "n8")
+    fleet.advance(LAB.correlated_silence_max_s + 5.0, "n5", "n6", "n7", "n8")
     assert fleet.node_state("n1") is NodeState.LOST
-    assert [fleet.state.nodes[node].lost for node in ("n1", "n2", "n3", "n4")] == [[], [], [], []]
+    assert [fleet.state.nodes[node].loss_times for node in ("n1", "n2", "n3", "n4")] == [[], [], [], []]
 
 
 @pytest.mark.promise("flapping-nodes")
 def test_absences_that_somebody_ordered_do_not_count() -> None:
-    fleet, hung = _fleet(remediate=Mode.ENFORCE), xid(119, Action.RESET_GPU)
+    fleet, hung = _fleet(remediation_mode=Mode.ENFORCE), xid(119, Action.RESET_GPU)
     fleet.order(OperatorAction.MAINTENANCE, node="n1", until=fleet.now + 60.0)
     _lose(fleet, "n1")
     fleet.order(OperatorAction.HOLD, node="n2")
@@ -142,20 +142,20 @@ def test_absences_that_somebody_ordered_do_not_count() -> None:
     fleet.raise_finding("n3", hung)
     fleet.resume(step=40)
     fleet.advance(1.5, *_others(fleet))
-    assert fleet.state.nodes["n3"].course is not None
-    assert fleet.state.nodes["n3"].course.remedy
+    assert fleet.state.nodes["n3"].readmission_plan is not None
+    assert fleet.state.nodes["n3"].readmission_plan.pending_remediation_id
     fleet.clear_finding("n3", hung.key)
     fleet.advance(3.0, *_others(fleet))
     assert fleet.node_state("n3") is NodeState.PROBATION
     _lose(fleet, "n3")
-    assert [fleet.state.nodes[node].lost for node in ("n1", "n2", "n3")] == [[], [], []]
+    assert [fleet.state.nodes[node].loss_times for node in ("n1", "n2", "n3")] == [[], [], []]
 
 
 def test_where_a_site_enforces_it_the_node_stays_out_when_it_comes_back_and_takes_no_budget() -> None:
     fleet = _fleet(Mode.ENFORCE)
     _flap(fleet, "n1", COUNT)
     assert fleet.node_state("n1") is NodeState.QUARANTINED
-    assert fleet.state.fleet.evicted == []
+    assert fleet.state.fleet.recent_evictions == []
     assert "n1" not in fleet.seats()
     fleet.now += 24 * WINDOW_S
     fleet.stop_controller(1.0)

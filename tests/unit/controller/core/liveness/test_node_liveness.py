@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from everstep_controller.core.engine import Heard, touch
+from everstep_controller.core.engine import HeartbeatResult, apply_heartbeat
 from everstep_controller.core.events import NodeDisconnected, OperatorAction, Tick
 from everstep_controller.core.policy import CorePolicy
 
@@ -17,9 +17,9 @@ def test_an_unknown_node_or_another_life_is_asked_to_resend() -> None:
     fleet = CoreFleet()
     fleet.register("n1")
     fleet.beat("n1")
-    assert touch(fleet.state, "n1", 1, fleet.now) is Heard.QUIET
-    assert touch(fleet.state, "n1", 2, fleet.now) is Heard.UNKNOWN
-    assert touch(fleet.state, "n9", 1, fleet.now) is Heard.UNKNOWN
+    assert apply_heartbeat(fleet.state, "n1", 1, fleet.now) is HeartbeatResult.UNEVENTFUL
+    assert apply_heartbeat(fleet.state, "n1", 2, fleet.now) is HeartbeatResult.UNKNOWN
+    assert apply_heartbeat(fleet.state, "n9", 1, fleet.now) is HeartbeatResult.UNKNOWN
 
 
 def test_reports_of_another_life_are_refused() -> None:
@@ -65,7 +65,7 @@ def test_a_suspicion_refuted_by_a_touch_leaves_no_trace_in_the_roster() -> None:
     fleet.start(3)
     fleet.advance(3.0, "n1", "n2")
     assert fleet.node_state("n3") is NodeState.SUSPECT
-    assert fleet.touch("n3") is Heard.NEWS
+    assert fleet.touch("n3") is HeartbeatResult.NEWS
     assert fleet.node_state("n3") is NodeState.HEALTHY
     assert fleet.spec().number == 1
 
@@ -198,5 +198,5 @@ def test_a_launcher_that_leaves_takes_its_node_out() -> None:
 
 def test_the_production_preset_waits_longer_than_the_lab() -> None:
     lab, production = CorePolicy.lab(), CorePolicy.production()
-    assert lab.dead_after_s < production.dead_after_s
+    assert lab.lost_after_s < production.lost_after_s
     assert msgspec.json.decode(msgspec.json.encode(lab), type=CorePolicy) == lab

@@ -45,7 +45,10 @@ def test_a_node_speaks_for_no_rank_of_another(kind: type[Any], more: dict[str, A
     assert fleet.job_state() is JobState.RUNNING
     assert fleet.spec() == before
     assert not [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.body, KillRank)]
-    assert all(finding.kind is not FindingKind.RANK_FLAPPING for finding in fleet.state.nodes["n1"].own.values())
+    assert all(
+        finding.kind is not FindingKind.RANK_FLAPPING
+        for finding in fleet.state.nodes["n1"].controller_findings.values()
+    )
 
 
 def test_what_lies_on_storage_is_struck_by_no_node_that_offered_itself_to_no_such_job() -> None:
@@ -53,16 +56,16 @@ def test_what_lies_on_storage_is_struck_by_no_node_that_offered_itself_to_no_suc
     fleet.start(2)
     fleet.register("stranger")
     stored = StoredCheckpoint(
-        version=Version(1, 100), url="/store/job/step-100", bytes=10, begun_at=fleet.now, at=fleet.now
+        version=Version(1, 100), url="/store/job/step-100", bytes=10, started_at=fleet.now, stored_at=fleet.now
     )
-    fleet.job().stored = [stored]
+    fleet.job().stored_checkpoints = [stored]
     said = VersionSpilled(
         job="job", at=fleet.now, version=Version(1, 200), attempt=0, url="/store/job/x", removed=("step-100",)
     )
     assert not [effect for effect in fleet.report("stranger", said) if isinstance(effect, PutJob)]
-    assert fleet.job().stored == [stored]
+    assert fleet.job().stored_checkpoints == [stored]
     fleet.report("n1", said)
-    assert fleet.job().stored == []
+    assert fleet.job().stored_checkpoints == []
 
 
 def test_a_node_that_offered_itself_to_no_such_job_accuses_no_vault_in_it() -> None:
@@ -91,14 +94,14 @@ def test_a_job_that_is_run_once_more_has_another_secret() -> None:
 )
 def test_a_job_is_sent_to_no_checkpoint_outside_its_folder(url: str) -> None:
     fleet = CoreFleet()
-    fleet.start(1, spill=SpillPlan(every=100, to="/store"))
+    fleet.start(1, spill=SpillPlan(every_steps=100, url="/store"))
     fleet.progress(100)
-    fleet.state.live_jobs["job"].candidate = 100
+    fleet.state.job_runtime["job"].candidate_step = 100
     order = sent(fleet.seal(100), SpillVersion)["n1"]
-    said = VersionSpilled(job="job", at=fleet.now, version=order.version, attempt=order.attempt, url=url, whole=True)
+    said = VersionSpilled(job="job", at=fleet.now, version=order.version, attempt=order.attempt, url=url, complete=True)
     fleet.report("n1", said)
-    assert fleet.job().stored == []
-    assert fleet.job().spilling is not None
+    assert fleet.job().stored_checkpoints == []
+    assert fleet.job().pending_spill is not None
 
 
 @pytest.mark.promise("digest-majority")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import msgspec
 from everstep_controller.core.liveness.node_liveness import (
-    FORGET_S,
-    MARGIN,
-    Answer,
-    deaf_after_s,
-    judge,
-    longest,
-    loss_s,
-    patience_s,
-    patience_when_accused_s,
-    take_word,
+    PAUSE_DECAY_S,
+    PAUSE_MARGIN,
+    Liveness,
+    classify_silence,
+    decayed_longest_pause_s,
+    loss_timeout_s,
+    observer_stall_s,
+    record_message,
+    suspect_timeout_after_peer_loss_s,
+    suspect_timeout_s,
 )
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.state import Hearing, Pulse
+from everstep_controller.core.state import HeartbeatState, ObserverState
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,92 +34,92 @@ def _naive(words: list[tuple[float, str]], node: str) -> float:
         before = at
         if who == node:
             pause = at - max(began_listening, 0.0 if heard is None else heard)
-            told.append(min(pause, POLICY.suspect_at_most_s / MARGIN))
+            told.append(min(pause, POLICY.suspect_after_max_s / PAUSE_MARGIN))
             heard = at
     faded = [0.0]
     for index, pause in enumerate(told):
         for later in told[index + 1 :]:
-            pause *= 1 - later / FORGET_S
+            pause *= 1 - later / PAUSE_DECAY_S
         faded.append(pause)
     return max(faded)
 
 
 @given(pauses)
 def test_the_longest_pause_is_that_of_the_whole_history(steps: list[tuple[float, str]]) -> None:
-    hearing, pulses, now = Hearing(), {name: Pulse() for name in "abc"}, 0.0
+    hearing, pulses, now = ObserverState(), {name: HeartbeatState() for name in "abc"}, 0.0
     words = []
     for gap, who in steps:
         now += gap
-        take_word(POLICY, hearing, pulses[who], now)
+        record_message(POLICY, hearing, pulses[who], now)
         words.append((now, who))
     for name in "abc":
-        assert abs(pulses[name].longest_s - _naive(words, name)) < 1e-9
+        assert abs(pulses[name].longest_pause_s - _naive(words, name)) < 1e-9
 
 
 @given(st.floats(0, 100), st.floats(0, 100))
 def test_there_are_three_answers_in_this_order(longest_s: float, silent_s: float) -> None:
-    order = [Answer.PRESENT, Answer.SUSPECT, Answer.LOST]
-    answer = judge(POLICY, longest_s, silent_s)
-    assert order.index(judge(POLICY, longest_s, silent_s + 1.0)) >= order.index(answer)
-    assert order.index(judge(POLICY, longest_s + 1.0, silent_s)) <= order.index(answer)
-    assert (answer is Answer.PRESENT) == (silent_s < patience_s(POLICY, longest_s))
-    assert (answer is Answer.LOST) == (silent_s >= loss_s(POLICY, longest_s))
+    order = [Liveness.PRESENT, Liveness.SUSPECT, Liveness.LOST]
+    answer = classify_silence(POLICY, longest_s, silent_s)
+    assert order.index(classify_silence(POLICY, longest_s, silent_s + 1.0)) >= order.index(answer)
+    assert order.index(classify_silence(POLICY, longest_s + 1.0, silent_s)) <= order.index(answer)
+    assert (answer is Liveness.PRESENT) == (silent_s < suspect_timeout_s(POLICY, longest_s))
+    assert (answer is Liveness.LOST) == (silent_s >= loss_timeout_s(POLICY, longest_s))
 
 
 @given(st.floats(0, 1000))
 def test_patience_stays_between_floor_and_ceiling(longest_s: float) -> None:
-    patience = patience_s(POLICY, longest_s)
-    assert POLICY.suspect_after_s <= patience <= POLICY.suspect_at_most_s
-    assert POLICY.accused_after_s <= patience_when_accused_s(POLICY, longest_s) <= patience
+    patience = suspect_timeout_s(POLICY, longest_s)
+    assert POLICY.suspect_after_s <= patience <= POLICY.suspect_after_max_s
+    assert POLICY.suspect_after_peer_loss_s <= suspect_timeout_after_peer_loss_s(POLICY, longest_s) <= patience
 
 
 def test_a_steady_beat_is_held_to_the_floor() -> None:
-    hearing, pulse = Hearing(), Pulse()
+    hearing, pulse = ObserverState(), HeartbeatState()
     for second in range(1, 100):
-        take_word(POLICY, hearing, pulse, float(second))
-    assert pulse.longest_s == 1.0
-    assert patience_s(POLICY, pulse.longest_s) == POLICY.suspect_after_s
+        record_message(POLICY, hearing, pulse, float(second))
+    assert pulse.longest_pause_s == 1.0
+    assert suspect_timeout_s(POLICY, pulse.longest_pause_s) == POLICY.suspect_after_s
 
 
 def test_a_node_that_paused_lately_is_given_twice_that_and_less_with_time() -> None:
-    pause = longest(1.0, 6.0)
-    assert patience_s(POLICY, pause) == 12.0
-    for _ in range(int(FORGET_S)):
-        pause = longest(pause, 1.0)
-    assert POLICY.suspect_after_s <= patience_s(POLICY, pause) < 6.0
+    pause = decayed_longest_pause_s(1.0, 6.0)
+    assert suspect_timeout_s(POLICY, pause) == 12.0
+    for _ in range(int(PAUSE_DECAY_S)):
+        pause = decayed_longest_pause_s(pause, 1.0)
+    assert POLICY.suspect_after_s <= suspect_timeout_s(POLICY, pause) < 6.0
 
 
 def test_while_nobody_at_all_was_heard_nothing_is_learned_and_nobody_was_silent() -> None:
-    hearing, first, second = Hearing(), Pulse(), Pulse()
+    hearing, first, second = ObserverState(), HeartbeatState(), HeartbeatState()
     for now in (1.0, 2.0, 3.0):
-        take_word(POLICY, hearing, first, now)
-        take_word(POLICY, hearing, second, now)
-    after = 3.0 + deaf_after_s(POLICY) + 5.0
-    take_word(POLICY, hearing, first, after)
-    assert hearing.since == after
-    assert first.longest_s <= 1.0
-    take_word(POLICY, hearing, second, after + 0.2)
-    assert second.longest_s <= 1.0
+        record_message(POLICY, hearing, first, now)
+        record_message(POLICY, hearing, second, now)
+    after = 3.0 + observer_stall_s(POLICY) + 5.0
+    record_message(POLICY, hearing, first, after)
+    assert hearing.receiving_since == after
+    assert first.longest_pause_s <= 1.0
+    record_message(POLICY, hearing, second, after + 0.2)
+    assert second.longest_pause_s <= 1.0
 
 
 def test_a_node_that_beats_slower_than_the_floor_allows_is_known_after_one_beat() -> None:
-    policy = msgspec.structs.replace(POLICY, suspect_at_most_s=60.0)
-    assert judge(policy, 0.0, 20.0) is Answer.LOST
-    assert judge(policy, 20.0, 30.0) is Answer.PRESENT
+    policy = msgspec.structs.replace(POLICY, suspect_after_max_s=60.0)
+    assert classify_silence(policy, 0.0, 20.0) is Liveness.LOST
+    assert classify_silence(policy, 20.0, 30.0) is Liveness.PRESENT
 
 
 def test_a_node_that_pauses_now_and_then_is_suspected_once_where_a_mean_would_forget_every_time() -> None:
     """Eight seconds every five minutes, for an hour; beside it the estimator of RFC 6298, mean plus four deviations."""
-    pulse, hearing, mean, deviation, now = Pulse(), Hearing(), 1.0, 0.0, 0.0
+    pulse, hearing, mean, deviation, now = HeartbeatState(), ObserverState(), 1.0, 0.0, 0.0
     suspected = by_mean = 0
     for beat in range(1, 3600):
         gap = 8.0 if beat % 300 == 0 else 1.0
         for second in range(int(gap)):  # others beat meanwhile: we are not deaf
-            take_word(POLICY, hearing, Pulse(), now + second)
+            record_message(POLICY, hearing, HeartbeatState(), now + second)
         now += gap
-        suspected += judge(POLICY, pulse.longest_s, gap) is not Answer.PRESENT
+        suspected += classify_silence(POLICY, pulse.longest_pause_s, gap) is not Liveness.PRESENT
         by_mean += gap > max(POLICY.suspect_after_s, mean + 4 * deviation)
-        take_word(POLICY, hearing, pulse, now)
+        record_message(POLICY, hearing, pulse, now)
         deviation += (abs(gap - mean) - deviation) / 4
         mean += (gap - mean) / 8
     assert (suspected, by_mean) == (1, 11)

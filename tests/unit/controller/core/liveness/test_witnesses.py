@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_controller.core.events import StoreChanged, Tick
+from everstep_controller.core.events import DatabaseAvailabilityChanged, Tick
 from everstep_controller.core.jobs import generations as rosters
 from everstep_controller.core.jobs.membership import next_seats
 from everstep_controller.core.policy import CorePolicy
@@ -89,7 +89,7 @@ def test_a_stranger_to_the_job_accuses_nobody_and_is_accused_by_nobody() -> None
     fleet.lose_peer("n1", "n9")
     fleet.lose_peer("n1", "n1")
     fleet.lose_peer("n1", "n77")
-    assert fleet.state.ignored["peer_lost.stranger"] == 3
+    assert fleet.state.ignored_counts["peer_connection_lost.not_a_member"] == 3
 
 
 def test_a_later_life_of_the_node_is_not_accused_by_what_was_said_of_the_earlier() -> None:
@@ -144,7 +144,7 @@ def test_while_members_keep_coming_to_a_fresh_controller_the_others_are_waited_f
 
 
 def test_once_none_has_come_for_a_while_the_others_are_left_out_however_late_it_is_by_then() -> None:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), reunion_at_most_s=2.0))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), rejoin_window_max_s=2.0))
     fleet.start(10, 1)
     fleet.restart()
     fleet.hear("n1")
@@ -240,7 +240,7 @@ def test_losses_that_come_one_after_the_other_are_gathered_while_a_generation_be
 @pytest.mark.promise("database-outage")
 def test_while_the_database_is_away_nodes_are_lost_and_jobs_regroup_as_ever() -> None:
     fleet = _running()
-    fleet.feed(StoreChanged(away=True, reason="it does not answer"))
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="it does not answer"))
     fleet.disconnect("n4")
     assert len(generations(fleet.advance(1.2, "n1", "n2", "n3"))) == 1
     assert fleet.node_state("n4") is NodeState.LOST

@@ -25,8 +25,8 @@ def test_ranks_are_consecutive_on_each_node() -> None:
 
 
 def test_a_stranger_has_no_ranks() -> None:
-    assert SPEC.on("c") == SPEC.on(None) == ()
-    assert SPEC.member("c", 0) is SPEC.member("a", 2) is None
+    assert SPEC.members_on("c") == SPEC.members_on(None) == ()
+    assert SPEC.member_at("c", 0) is SPEC.member_at("a", 2) is None
     with pytest.raises(IndexError):
         SPEC.node_of(4)
 
@@ -38,12 +38,12 @@ def test_every_way_to_ask_agrees_with_the_roster(seats: list[str], each: int) ->
     assert [m.rank for m in spec.roster] == list(range(spec.world_size))
     for member in spec.roster:
         assert spec.node_of(member.rank) == member.node
-        assert spec.member(member.node, member.local_rank) == member
-        assert [node for node in seats if spec.has(node, member.rank)] == [member.node]
-        assert member in spec.on(member.node)
+        assert spec.member_at(member.node, member.local_rank) == member
+        assert [node for node in seats if spec.has_rank_on(node, member.rank)] == [member.node]
+        assert member in spec.members_on(member.node)
     for node in (*seats, "elsewhere"):
-        assert list(spec.ranks_on(node)) == [rank for rank in range(spec.world_size) if spec.has(node, rank)]
-    assert not spec.has(seats[0], spec.world_size)
+        assert list(spec.ranks_on(node)) == [rank for rank in range(spec.world_size) if spec.has_rank_on(node, rank)]
+    assert not spec.has_rank_on(seats[0], spec.world_size)
 
 
 def test_a_generation_on_the_wire_grows_with_its_nodes_not_its_ranks() -> None:

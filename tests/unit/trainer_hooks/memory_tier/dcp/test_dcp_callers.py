@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from everstep_trainer.memory_tier.dcp import VaultReader, VaultWriter
-from everstep_trainer.memory_tier.dcp.dcp_format import step_of
-from everstep_trainer.memory_tier.tier import Tier
+from everstep_trainer.memory_tier.dcp.dcp_format import parse_step
+from everstep_trainer.memory_tier.tier import MemoryTier
 from torch.distributed.checkpoint.api import CheckpointException
 
 from everstep.ids import Version
@@ -20,22 +20,22 @@ from tests.support.generations import generation
 
 
 @pytest.fixture
-def tier() -> Iterator[Tier]:
+def tier() -> Iterator[MemoryTier]:
     """Of one rank, without a vault."""
     spec, vault = generation(3), Any
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        yield Tier(vault, spec, spec.roster[0], store)
+        yield MemoryTier(vault, spec, spec.roster[0], store)
     finally:
         dist.destroy_process_group()
 
 
-def test_a_writer_takes_its_step_from_the_name_that_dcp_is_given(tier: Tier) -> None:
+def test_a_writer_takes_its_step_from_the_name_that_dcp_is_given(tier: MemoryTier) -> None:
     writer = VaultWriter(tier)
     writer.reset("outputs/run-7/step-40")
     assert writer._version == Version(3, 40)
-    assert [step_of(name) for name in ("step-1", "/a/12/", "s3://b/epoch=3-step=250.ckpt")] == [1, 12, 250]
+    assert [parse_step(name) for name in ("step-1", "/a/12/", "s3://b/epoch=3-step=250.ckpt")] == [1, 12, 250]
     for owner in (writer, VaultReader(tier)):
         with pytest.raises(ValueError, match=r"give VaultWriter or VaultReader the step"):
             owner.reset("outputs/last")
@@ -45,20 +45,20 @@ def test_a_writer_takes_its_step_from_the_name_that_dcp_is_given(tier: Tier) -> 
 
 
 @pytest.mark.promise("memory-tier-newest")
-def test_a_thread_that_saves_must_have_a_process_group_of_its_own(tier: Tier) -> None:
+def test_a_thread_that_saves_must_have_a_process_group_of_its_own(tier: MemoryTier) -> None:
     state = {"weight": torch.zeros(2)}
     with pytest.raises(CheckpointException, match=r"process_group=dist.new_group\(backend='gloo'\)"):
         dcp.async_save(state, storage_writer=VaultWriter(tier, 1)).result()
 
 
 @pytest.mark.promise("memory-tier-newest")
-def test_what_a_generation_left_behind_writes_nothing(tier: Tier) -> None:
+def test_what_a_generation_left_behind_writes_nothing(tier: MemoryTier) -> None:
     tier.is_over = True
     with pytest.raises(CheckpointException, match="its generation was left"):
         dcp.save({"weight": torch.zeros(2)}, storage_writer=VaultWriter(tier, 1))
 
 
 @pytest.mark.promise("memory-tier-newest")
-def test_a_writer_does_not_go_to_another_process_and_says_what_to_do(tier: Tier) -> None:
+def test_a_writer_does_not_go_to_another_process_and_says_what_to_do(tier: MemoryTier) -> None:
     with pytest.raises(TypeError, match=r"AsyncCheckpointerType\.THREAD"):
         pickle.dumps(VaultWriter(tier, 1))

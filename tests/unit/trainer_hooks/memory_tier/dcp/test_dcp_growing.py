@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from everstep_trainer.memory_tier.dcp import Tier, VaultLoadPlanner, VaultReader, VaultSavePlanner, VaultWriter
+from everstep_trainer.memory_tier.dcp import MemoryTier, VaultLoadPlanner, VaultReader, VaultSavePlanner, VaultWriter
 
 from tests.support.forked import ForkPool
 from tests.support.generations import generation
@@ -16,17 +16,17 @@ from tests.support.lone_rank import lone_rank
 
 
 @pytest.fixture
-def tier(program_forks: ForkPool, alone: None) -> Iterator[Tier]:
+def tier(program_forks: ForkPool, alone: None) -> Iterator[MemoryTier]:
     with lone_rank(program_forks) as made:
         spec = generation(1)
-        yield Tier(made.client, spec, spec.roster[0], dist.HashStore())
+        yield MemoryTier(made.client, spec, spec.roster[0], dist.HashStore())
 
 
-def test_one_that_did_not_fit_into_the_slots_there_were_is_the_newest(tier: Tier) -> None:
+def test_one_that_did_not_fit_into_the_slots_there_were_is_the_newest(tier: MemoryTier) -> None:
     for step, elements in ((1, 10), (2, 1_000_000)):
         saved = {"weight": torch.arange(float(elements)), "note": step}
         dcp.save(saved, storage_writer=VaultWriter(tier, step), planner=VaultSavePlanner())
-        assert VaultReader(tier).newest() == step
+        assert VaultReader(tier).newest_step() == step
         loaded = {"weight": torch.zeros(elements), "note": 0}
         dcp.load(loaded, storage_reader=VaultReader(tier), planner=VaultLoadPlanner())
         assert torch.equal(loaded["weight"], saved["weight"])  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_trainer.memory_tier.dcp import Tier, VaultSavePlanner, VaultWriter
+from everstep_trainer.memory_tier.dcp import MemoryTier, VaultSavePlanner, VaultWriter
 from torch.distributed.checkpoint.planner import WriteItem
 
 from tests.support.forked import ForkPool
@@ -32,13 +32,13 @@ class Name(str):
 
 
 @pytest.fixture
-def tier(program_forks: ForkPool) -> Iterator[Tier]:
+def tier(program_forks: ForkPool) -> Iterator[MemoryTier]:
     with lone_rank(program_forks) as made:
         spec = generation(1)
-        yield Tier(made.client, spec, spec.roster[0], dist.HashStore())
+        yield MemoryTier(made.client, spec, spec.roster[0], dist.HashStore())
 
 
-def test_no_tensor_is_compared_with_the_others(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_is_compared_with_the_others(tier: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
     state: dict[str, Any] = {f"t{number}": torch.ones(2) for number in range(MANY)}
     planner = VaultSavePlanner()
     planner.set_up_planner({**state, "step": 7}, None, True)

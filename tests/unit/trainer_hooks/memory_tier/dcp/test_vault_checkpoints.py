@@ -93,7 +93,7 @@ def test_what_was_saved_is_loaded_into_other_layouts_and_on_fewer_ranks(fleet: F
 def test_a_checkpoint_outlives_a_node_and_a_rotten_slot(fleet: Fleet) -> None:
     (saved,) = fleet.run(1, FOUR, ("save", 2, FSDP))
     view = map_segment(fleet.vaults.segments / "n1" / JOB / "own-32")
-    ((slot, header),) = view.sealed()
+    ((slot, header),) = view.sealed_slots()
     assert header.version == Version(1, 2)
     view.payload(slot)[0] ^= 1
     fleet.nodes["n3"].kill()

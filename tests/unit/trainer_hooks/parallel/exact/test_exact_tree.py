@@ -5,17 +5,25 @@ from __future__ import annotations
 import random
 
 import pytest
-from everstep_trainer.parallel.exact.summation import Node, Partial, cover, fold, halves, virtual_in_turn, virtual_of
+from everstep_trainer.parallel.exact.summation import (
+    PartialSums,
+    TreeNode,
+    children,
+    contiguous_virtual_ranks,
+    interleaved_virtual_ranks,
+    minimal_cover,
+    sum_subtree,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 counts = st.integers(1, 70)
 
 
-def all_nodes(node: Node) -> set[Node]:
+def all_nodes(node: TreeNode) -> set[TreeNode]:
     if node[1] - node[0] == 1:
         return {node}
-    left, right = halves(node)
+    left, right = children(node)
     return {node} | all_nodes(left) | all_nodes(right)
 
 
@@ -24,11 +32,11 @@ def words(left: str, right: str) -> str:
     return f"({left}+{right})"
 
 
-def whole(node: Node) -> str:
+def whole(node: TreeNode) -> str:
     """The sum of a node, as slowly as can be."""
     if node[1] - node[0] == 1:
         return str(node[0])
-    left, right = halves(node)
+    left, right = children(node)
     return words(whole(left), whole(right))
 
 
@@ -45,41 +53,41 @@ def test_a_cover_is_the_fewest_nodes_that_have_the_chosen_leaves(data, leaves):
     chosen = data.draw(st.sets(st.integers(0, leaves - 1)))
     inside = {node for node in all_nodes((0, leaves)) if chosen.issuperset(range(*node))}
     largest = {n for n in inside if not any(o != n and o[0] <= n[0] and n[1] <= o[1] for o in inside)}
-    assert cover(leaves, chosen) == tuple(sorted(largest))
+    assert minimal_cover(leaves, chosen) == tuple(sorted(largest))
 
 
 @given(st.data(), counts)
 def test_leaves_that_come_in_any_order_leave_what_their_cover_says(data, leaves):
     chosen = data.draw(st.lists(st.integers(0, leaves - 1), unique=True))
-    growing: Partial[str] = Partial(leaves, words)
+    growing: PartialSums[str] = PartialSums(leaves, words)
     for n, leaf in enumerate(chosen, 1):
-        growing.put((leaf, leaf + 1), str(leaf))
-        assert tuple(node for node, _ in growing.parts) == cover(leaves, chosen[:n])
-    assert dict(growing.parts) == {node: whole(node) for node in cover(leaves, chosen)}
+        growing.add((leaf, leaf + 1), str(leaf))
+        assert tuple(node for node, _ in growing.parts) == minimal_cover(leaves, chosen[:n])
+    assert dict(growing.parts) == {node: whole(node) for node in minimal_cover(leaves, chosen)}
 
 
 @pytest.mark.promise("exact-mode")
-@pytest.mark.parametrize("deal", [virtual_of, virtual_in_turn])
+@pytest.mark.parametrize("deal", [contiguous_virtual_ranks, interleaved_virtual_ranks])
 @given(data=st.data(), virtual=counts)
 def test_the_sum_is_the_same_to_the_last_bit_on_any_number_of_ranks(deal, data, virtual):
     world = data.draw(st.integers(1, virtual))
     chance = random.Random(virtual)
     values = [chance.uniform(-1, 1) * 10 ** chance.randint(-8, 8) for _ in range(virtual)]
-    parts: dict[Node, float] = {}
+    parts: dict[TreeNode, float] = {}
     for rank in range(world):
         mine = deal(rank, world, virtual)
-        partial: Partial[float] = Partial(virtual, lambda a, b: a + b)
+        partial: PartialSums[float] = PartialSums(virtual, lambda a, b: a + b)
         for v in mine:
-            partial.put((v, v + 1), values[v])
+            partial.add((v, v + 1), values[v])
         parts |= dict(partial.parts)
 
-    def dumb(node: Node) -> float:
-        return values[node[0]] if node[1] - node[0] == 1 else dumb(halves(node)[0]) + dumb(halves(node)[1])
+    def dumb(node: TreeNode) -> float:
+        return values[node[0]] if node[1] - node[0] == 1 else dumb(children(node)[0]) + dumb(children(node)[1])
 
-    assert fold((0, virtual), parts, lambda a, b: a + b) == dumb((0, virtual))
+    assert sum_subtree((0, virtual), parts, lambda a, b: a + b) == dumb((0, virtual))
 
 
-@pytest.mark.parametrize("deal", [virtual_of, virtual_in_turn])
+@pytest.mark.parametrize("deal", [contiguous_virtual_ranks, interleaved_virtual_ranks])
 @given(data=st.data(), virtual=counts)
 def test_every_virtual_rank_is_played_by_one_rank_and_none_plays_much_more(deal, data, virtual):
     world = data.draw(st.integers(1, virtual))
@@ -90,4 +98,4 @@ def test_every_virtual_rank_is_played_by_one_rank_and_none_plays_much_more(deal,
 
 def test_more_ranks_than_virtual_ones_are_refused_with_what_to_do():
     with pytest.raises(ValueError, match="virtual_ranks=5 or more"):
-        virtual_of(0, 5, 4)
+        contiguous_virtual_ranks(0, 5, 4)

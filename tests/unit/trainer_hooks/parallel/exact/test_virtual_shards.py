@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_trainer.parallel.exact.summation import Partial, clip_in_fixed_order, virtual_in_turn
-from everstep_trainer.runtime.peer_wait import Waits
+from everstep_trainer.parallel.exact.summation import PartialSums, clip_grad_norm_fixed_order, interleaved_virtual_ranks
+from everstep_trainer.runtime.peer_wait import CollectiveTimer
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -69,11 +69,11 @@ def test_the_norm_in_a_fixed_order_is_that_of_torch_but_for_rounding():
     for parameter in parameters[1:]:
         parameter.grad = torch.randn_like(parameter)
     expected = torch.cat([p.grad.reshape(-1) for p in parameters[1:]]).double()
-    norm = clip_in_fixed_order(parameters, 0.5, Waits(lambda _: None))
+    norm = clip_grad_norm_fixed_order(parameters, 0.5, CollectiveTimer(lambda _: None))
     assert norm.item() == pytest.approx(expected.norm().item(), rel=1e-6)
     clipped = torch.cat([p.grad.reshape(-1) for p in parameters[1:]]).double()
     assert torch.allclose(clipped, expected * 0.5 / expected.norm(), rtol=1e-5)
-    clip_in_fixed_order(parameters, 9.0, Waits(lambda _: None))
+    clip_grad_norm_fixed_order(parameters, 9.0, CollectiveTimer(lambda _: None))
     assert torch.equal(clipped, torch.cat([p.grad.reshape(-1) for p in parameters[1:]]).double()), "small enough"
 
 
@@ -81,11 +81,11 @@ def test_the_norm_in_a_fixed_order_is_that_of_torch_but_for_rounding():
 @given(st.data(), st.integers(1, 70))
 def test_of_virtual_ranks_that_come_in_turn_few_sums_are_held(data, virtual):
     world = data.draw(st.integers(1, virtual))
-    played = [virtual_in_turn(rank, world, virtual) for rank in range(world)]
-    partial: Partial[int] = Partial(virtual, lambda a, b: a + b)
+    played = [interleaved_virtual_ranks(rank, world, virtual) for rank in range(world)]
+    partial: PartialSums[int] = PartialSums(virtual, lambda a, b: a + b)
     for turn in range(max(map(len, played))):
         for rank in data.draw(st.permutations(range(world))):
             for leaf in played[rank][turn : turn + 1]:
-                partial.put((leaf, leaf + 1), 1)
+                partial.add((leaf, leaf + 1), 1)
         assert len(partial.parts) <= virtual.bit_length()
     assert partial.parts == [((0, virtual), virtual)]
