@@ -73,7 +73,7 @@ def _agent_row(rule: AgentRule) -> tuple[object, ...]:
         code(rule.id),
         code(rule.metric),
         f"{str(rule.test).replace('_', ' ')} {rule.threshold:g}{window}",
-        f"{rule.n_of[0]} of {rule.n_of[1]}",
+        f"{rule.n_of_m[0]} of {rule.n_of_m[1]}",
         rule.severity,
         rule.action,
         rule.mode,
@@ -97,7 +97,7 @@ def _key_row(key: Setting) -> tuple[str, str, str]:
 
 def _controller_row(rule: Rule) -> tuple[object, ...]:
     least = f"{rule.minimum} or graver" if rule.minimum is not Severity.CRITICAL else str(rule.minimum)
-    counted = f", {rule.n_of[0]} of {rule.n_of[1]} reports in {rule.window_s:g} s" if rule.n_of[1] > 1 else ""
+    counted = f", {rule.n_of_m[0]} of {rule.n_of_m[1]} reports in {rule.window_s:g} s" if rule.n_of_m[1] > 1 else ""
     only = f"XID {', '.join(map(str, rule.xids))}, " if rule.xids else ""
     return (
         code(rule.id),

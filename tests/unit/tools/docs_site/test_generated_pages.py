@@ -78,7 +78,7 @@ def test_settings_page_describes_every_setting(page: Any, struct: type[msgspec.S
 
 def test_settings_page_names_flag_and_variable() -> None:
     assert "Flag: `--run-dir` · Variable: `EVERSTEP_AGENT_RUN_DIR`" in settings.agent_page()
-    assert "Variable: `EVERSTEP_CONTROLLER_POLICY_DEAD_AFTER_S`" in settings.policy_page()
+    assert "Variable: `EVERSTEP_CONTROLLER_POLICY_LOST_AFTER_S`" in settings.policy_page()
 
 
 def test_rest_pages_have_every_route_and_model() -> None:
@@ -103,7 +103,7 @@ def test_metrics_page_has_what_alerts_and_rules_use() -> None:
 
 
 def test_metrics_page_names_labels_of_empty_families() -> None:
-    assert "| `everstep_controller_job_info` | gauge | `run`, `state` |" in metrics.page()
+    assert "| `everstep_controller_job_state` | gauge | `run`, `state` |" in metrics.page()
 
 
 def test_findings_page_has_every_kind_and_rule() -> None:
@@ -115,7 +115,7 @@ def test_findings_page_has_every_kind_and_rule() -> None:
 
 def test_events_page_has_kinds_of_every_part() -> None:
     kinds = {kind for kind, _ in events.event_kinds()}
-    assert kinds >= {"finding", "node.lost", "rank.lost", "job.created", "job.<state>", "operator.<kind>", "store.away"}
+    assert kinds >= {"finding", "node.lost", "rank.lost", "job.created", "job.<state>", "operator.<kind>", "database.unavailable"}
     assert len(Decision) > 1
     assert "verdict.<decision>" in kinds
 
