@@ -95,7 +95,7 @@ def as_written(value: Any) -> Any:
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=list(HealthCheck),
 )
-def test_every_route_does_what_its_description_says(
+def test_every_route_conforms_to_its_openapi_description(
     case: Any, process: ControllerProcess, join: dict[str, str]
 ) -> None:
     registers = case.operation.definition.raw["operationId"] == "register"

@@ -171,7 +171,7 @@ def _of_earlier_release(kind: type[Message], without: str) -> type[msgspec.Struc
 
 @pytest.mark.promise("mixed-versions")
 @pytest.mark.parametrize("told", TOLD, ids=lambda told: type(told).__name__)
-def test_what_a_later_release_tells_is_understood_by_what_this_one_knows(told: Message) -> None:
+def test_unknown_fields_of_newer_release_are_ignored(told: Message) -> None:
     plain = _of_later_release(told)
     assert msgspec.json.decode(msgspec.json.encode(plain), type=type(told)) == told
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=type(told)) == told
@@ -179,9 +179,7 @@ def test_what_a_later_release_tells_is_understood_by_what_this_one_knows(told: M
 
 @pytest.mark.promise("mixed-versions")
 @pytest.mark.parametrize(("kind", "name", "message"), ADDED, ids=lambda value: getattr(value, "__name__", None))
-def test_a_field_that_was_added_is_passed_over_before_and_missed_by_nobody_after(
-    kind: type[Message], name: str, message: Message
-) -> None:
+def test_added_field_is_ignored_by_old_and_defaulted_by_new(kind: type[Message], name: str, message: Message) -> None:
     earlier = _of_earlier_release(kind, name)
     understood = msgspec.json.decode(msgspec.json.encode(message), type=earlier)
     back = msgspec.json.decode(msgspec.json.encode(understood), type=kind)
@@ -191,14 +189,14 @@ def test_a_field_that_was_added_is_passed_over_before_and_missed_by_nobody_after
 
 
 @pytest.mark.parametrize("asked", [SPEC, SpillPlan(every_steps=1, url="/c")], ids=lambda asked: type(asked).__name__)
-def test_what_is_asked_for_is_refused_where_it_is_not_understood(asked: Request) -> None:
+def test_unknown_field_in_job_spec_is_refused(asked: Request) -> None:
     strange = {**msgspec.to_builtins(asked), "of_later": 1}
     with pytest.raises(msgspec.ValidationError, match="unknown field `of_later`"):
         msgspec.convert(strange, type(asked))
 
 
 @pytest.mark.promise("mixed-versions")
-def test_a_job_that_asks_for_what_is_not_known_is_refused_with_its_launcher() -> None:
+def test_launcher_with_unknown_job_field_is_refused() -> None:
     joined = msgspec.to_builtins(LauncherJoined(job="j", at=1.0, spec=SPEC, launcher=1, store="n1:8000"))
     joined["spec"]["of_later"] = 1
     with pytest.raises(msgspec.ValidationError, match=r"unknown field `of_later` - at `\$.spec`"):

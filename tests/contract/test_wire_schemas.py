@@ -35,24 +35,24 @@ MESSAGES = (
 
 
 @pytest.mark.parametrize("module", export.MODULES, ids=lambda module: module.__name__.rsplit(".", 1)[-1])
-def test_the_checked_in_schema_is_current(module: ModuleType) -> None:
+def test_checked_in_schema_is_current(module: ModuleType) -> None:
     assert export.schema_path(module).read_text() == export.schema_text(module), (
         "run `make schema` and review the difference"
     )
 
 
 @pytest.mark.parametrize("module", export.MODULES, ids=lambda module: module.__name__.rsplit(".", 1)[-1])
-def test_the_schema_is_a_schema(module: ModuleType) -> None:
+def test_schema_is_valid_json_schema(module: ModuleType) -> None:
     jsonschema.Draft202012Validator.check_schema(export.module_schema(module))
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_what_is_sent_satisfies_its_schema(message: msgspec.Struct) -> None:
+def test_message_satisfies_its_schema(message: msgspec.Struct) -> None:
     schema = {**export.module_schema(agent), "$ref": f"#/$defs/{type(message).__name__}"}
     jsonschema.Draft202012Validator(schema).validate(msgspec.json.decode(msgspec.json.encode(message)))
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_messages_are_equal_after_a_round_trip(message: msgspec.Struct) -> None:
+def test_messages_survive_a_round_trip(message: msgspec.Struct) -> None:
     assert msgspec.json.decode(msgspec.json.encode(message), type=type(message)) == message
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message)) == message

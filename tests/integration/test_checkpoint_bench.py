@@ -35,7 +35,7 @@ def test_a_slot_is_read_from_a_peer() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_rows_that_need_a_gpu_are_left_out_with_a_word_where_none_is() -> None:
+def test_bench_gpu_rows_are_empty_without_a_gpu() -> None:
     with Crew() as crew:
         rows = gpu.rows(crew, Size(3, 64 << 10), 1, judged=True)
     assert [(row.value, row.against, row.met) for row in rows] == [(None, "no GPU on this machine", "aim")] * 2
@@ -44,7 +44,7 @@ def test_rows_that_need_a_gpu_are_left_out_with_a_word_where_none_is() -> None:
 @pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_snapshots_of_a_gpu_are_measured_and_come_back() -> None:
+def test_bench_measures_and_restores_gpu_snapshots() -> None:
     with Crew() as crew:
         rows = gpu.rows(crew, Size(4, 1 << 20), 2, judged=False)
     assert all(row.value is not None for row in rows)
@@ -52,7 +52,7 @@ def test_snapshots_of_a_gpu_are_measured_and_come_back() -> None:
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_shards_are_copied_survive_a_lost_node_and_come_back_on_three_ranks() -> None:
+def test_bench_restores_shards_on_three_ranks_after_node_loss() -> None:
     with Crew() as crew:
         rows = {row.name: row for row in four.shards(crew, Size(3, 64 << 10, "shards"), 1, judged=False)}
     assert (rows["memory, r = 2: most over what the vaults state"].value or 2) <= 1
@@ -64,7 +64,7 @@ def test_shards_are_copied_survive_a_lost_node_and_come_back_on_three_ranks() ->
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_three_copies_outlive_any_two_nodes_and_two_copies_those_that_do_not_copy_each_other() -> None:
+def test_double_kills_lose_data_only_with_two_replicas() -> None:
     assert losses.double_kills(2, 3).lost == []
     two = losses.double_kills(4, 2)
     copies = place_replicas(losses.NODES, {node: FailureDomains(rack=node) for node in losses.NODES}, 2)
@@ -75,19 +75,19 @@ def test_three_copies_outlive_any_two_nodes_and_two_copies_those_that_do_not_cop
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_parity_outlives_any_two_nodes_without_a_copy() -> None:
+def test_parity_survives_any_double_kill_without_replicas() -> None:
     assert losses.double_kills(2, 1, parity=losses.PARITY).lost == []
 
 
 @pytest.mark.slow
-def test_what_a_rank_raises_ends_the_measurement_with_its_traceback() -> None:
+def test_bench_fails_with_the_traceback_of_a_failing_rank() -> None:
     with Crew() as crew, pytest.raises(RankFailed, match="ZeroDivisionError"):
         crew.run(divmod, [(1, 0), (1, 1)])
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_a_bench_that_is_ended_leaves_no_vault_no_rank_and_no_memory() -> None:
+def test_terminated_bench_releases_vault_memory() -> None:
     bench = subprocess.Popen([sys.executable, "-m", "bench.checkpoint", "--quick", "--only", "slot to"], cwd=ROOT)
     try:
         begun = until(lambda: _segments(bench.pid), "vaults begin", DEADLINE_S)

@@ -169,7 +169,7 @@ MANY = draw(SEED, 1, "all") + draw(SEED, 2, PAIRS)
     ],
     ids=["few", "many"],
 )
-def test_whoever_dies_at_whichever_point_what_is_restored_is_one_whole_version(
+def test_restore_yields_one_whole_version_after_any_death(
     undisturbed: None, monkeypatch: pytest.MonkeyPatch, rounds: list[Round]
 ) -> None:
     rows = run_through(rounds, monkeypatch)

@@ -161,7 +161,7 @@ def test_every_dashboard_query_has_data(prometheus: str) -> None:
         ask(prometheus, query)
 
 
-def test_panels_of_one_run_show_that_run(prometheus: str) -> None:
+def test_run_panels_show_only_their_run(prometheus: str) -> None:
     """Each series of a query by run carries the run's name, as its legend and its variable expect."""
     for query in queries(run="llama"):
         if 'run=~"llama"' in query and not query.startswith("sum") and "_step" in query:
@@ -169,7 +169,7 @@ def test_panels_of_one_run_show_that_run(prometheus: str) -> None:
                 assert series["metric"]["run"] == "llama"
 
 
-def test_no_label_of_ours_clashes_with_prometheus(prometheus: str) -> None:
+def test_everstep_labels_do_not_clash_with_prometheus(prometheus: str) -> None:
     """Prometheus renames a scraped label that it sets itself to ``exported_...``."""
     assert ask(prometheus, '{__name__=~"everstep_.*", exported_job!=""}') == []
     assert ask(prometheus, '{__name__=~"everstep_.*", exported_instance!=""}') == []

@@ -79,7 +79,7 @@ def demo(tmp_path: Path, short_path: Path) -> Iterator[Demo]:
 
 @pytest.mark.nightly  # test_torture.py and test_commit_protocol.py are the smaller ones
 @pytest.mark.timeout(1200)
-def test_every_fault_is_recovered_and_the_run_is_as_if_nothing_had_happened(tmp_path: Path, short_path: Path) -> None:
+def test_demo_recovers_from_every_fault_exactly(tmp_path: Path, short_path: Path) -> None:
     demo = Demo(tmp_path, short_path, "--fast")
     try:
         status = demo.wait(1180)
@@ -103,7 +103,7 @@ def test_ctrl_c_leaves_no_process_and_no_memory(demo: Demo) -> None:
 
 
 @pytest.mark.nightly
-def test_a_killed_demo_takes_everything_along(demo: Demo) -> None:
+def test_killed_demo_leaves_no_process_and_no_memory(demo: Demo) -> None:
     below = descendants(demo.process.pid)[1:]
     demo.process.kill()
     demo.process.wait()

@@ -52,9 +52,7 @@ def told(row: Row) -> Row:
 
 @pytest.mark.promise("exact-recovery")
 @pytest.mark.parametrize("seed", [5, pytest.param(12, marks=pytest.mark.nightly)])
-def test_after_three_kills_losses_and_parameters_are_those_of_an_undisturbed_run_to_the_last_bit(
-    calm: list[Row], seed: int
-) -> None:
+def test_run_after_three_kills_is_bit_identical(calm: list[Row], seed: int) -> None:
     undisturbed = {(row["rank"], row["step"]): told(row) for row in calm}
     assert undisturbed.keys() == {(rank, step) for rank in range(WORLD) for step in range(1, STEPS + 1)}
     faults = random_faults(seed)
@@ -71,7 +69,7 @@ def test_after_three_kills_losses_and_parameters_are_those_of_an_undisturbed_run
     assert not differ, f"after {', '.join(map(str, faults))}; steps that were computed again count too"
 
 
-def test_the_run_that_is_compared_has_everything_on_that_could_lose_a_bit(calm: list[Row]) -> None:
+def test_compared_run_covers_every_source_of_divergence(calm: list[Row]) -> None:
     by_step = {row["step"]: row for row in calm if row["rank"] == 0}
     scales = [by_step[step]["scale"] for step in sorted(by_step)]
     assert scales[OVERFLOW_EVERY - 1] < scales[OVERFLOW_EVERY - 2], "the scaler met an overflow"

@@ -141,7 +141,7 @@ def training(short_path: Path, controllers: list[ControllerProcess]) -> Iterator
 
 @pytest.mark.promise("single-leader")
 @pytest.mark.timeout(500)
-def test_training_regroups_under_whoever_leads_and_loses_no_step(training: Training) -> None:
+def test_training_loses_no_step_across_leader_failovers(training: Training) -> None:
     training.go_on(generation=1)
 
     first = training.leader()

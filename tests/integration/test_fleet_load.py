@@ -22,9 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("nodes", "failing"), [(60, 20), pytest.param(300, 100, marks=pytest.mark.nightly)])
-def test_a_small_fleet_registers_trains_fails_and_storms_with_nothing_lost(
-    tmp_path: Path, nodes: int, failing: int
-) -> None:
+def test_load_bench_loses_nothing_on_a_small_fleet(tmp_path: Path, nodes: int, failing: int) -> None:
     written = tmp_path / "rows.json"
     command = [sys.executable, "-m", "bench.fleet_load", "--nodes", str(nodes), "--seconds", "1", "--rounds", "2"]
     command += ["--storm", "--visits", "--storm-seconds", "1", "--fail", str(failing), "--json", str(written)]
@@ -45,7 +43,7 @@ def test_a_small_fleet_registers_trains_fails_and_storms_with_nothing_lost(
     assert rows["resident memory"] > 0
 
 
-def test_an_agent_that_is_read_for_the_connection_which_had_its_descriptor_before_is_not_broken() -> None:
+def test_load_agent_survives_event_of_a_reused_descriptor() -> None:
     """One event of a round ends a connection, another agent opens one at its descriptor, and a later event was its."""
     agent = Agent(0, "j", b"upgrade", Mock())
     with socket.create_server(("127.0.0.1", 0)) as listener, closing(agent):

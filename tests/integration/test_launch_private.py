@@ -108,7 +108,7 @@ def test_a_killed_rank_is_replaced_and_the_job_ends_well(run: Run) -> None:
     assert {path.name for path in (run.directory / "state").iterdir()} == {".lock", "logs", "cache"}
 
 
-def test_run_is_found_without_an_address_and_summed_up(short_path: Path) -> None:
+def test_private_run_is_found_without_address_and_summarized(short_path: Path) -> None:
     """``everstep status`` finds the run's private controller; at its end the launcher says what failures cost."""
     (short_path / "train.py").write_text(gated(60))
     with launched(short_path, "--nproc-per-node", "2", "--standby-delay-s", "0.1", "train.py") as launcher:
@@ -143,9 +143,7 @@ def test_ctrl_c_leaves_no_process_no_socket_and_no_segment(run: Run) -> None:
 
 @pytest.mark.promise("clean-exit")
 @pytest.mark.parametrize("vault_too", [False, True])
-def test_a_launcher_that_comes_again_after_it_was_killed_restores_from_memory(
-    short_path: Path, vault_too: bool
-) -> None:
+def test_restarted_launcher_restores_from_vault_memory(short_path: Path, vault_too: bool) -> None:
     """Also where the whole control group was killed: another vault is started over the slots."""
     (short_path / "train.py").write_text(TRAIN)
     argv = ["--nproc-per-node", "2", "--job", "again", "--vault-linger-s", "60"]
@@ -176,9 +174,7 @@ def test_a_launcher_that_comes_again_after_it_was_killed_restores_from_memory(
 
 @pytest.mark.promise("clean-exit")
 @pytest.mark.parametrize("flags", [(), ("--job", "gone", "--vault-linger-s", "0.5")])
-def test_a_killed_launcher_takes_its_services_along_and_then_its_vaults_memory(
-    short_path: Path, flags: tuple[str, ...]
-) -> None:
+def test_killed_launcher_ends_its_services_and_frees_memory(short_path: Path, flags: tuple[str, ...]) -> None:
     (short_path / "train.py").write_text(TRAIN)
     argv = [*flags, "--state-dir", str(short_path / "state"), "train.py"]
     with launched(short_path, *argv) as launcher:
@@ -191,7 +187,7 @@ def test_a_killed_launcher_takes_its_services_along_and_then_its_vaults_memory(
         launcher.eventually(lambda: not any(path.exists() for path in segments), "the end of all segments")
 
 
-def test_a_killed_private_agent_finds_its_vault_again(run: Run) -> None:
+def test_restarted_private_agent_reuses_its_vault(run: Run) -> None:
     run.pid_at(rank=0, step=5)
     services = run.launcher.descendants()
     (agent,) = [pid for pid in services if b"everstep_agent.main" in command_line(pid)]
@@ -256,7 +252,7 @@ everstep.main(train)
 
 
 @pytest.mark.promise("uneven-steps")
-def test_rank_that_stops_alone_ends_job_with_error(short_path: Path) -> None:
+def test_rank_stopping_early_alone_fails_the_job(short_path: Path) -> None:
     (short_path / "train.py").write_text(EARLY)
     argv = ["--nproc-per-node", "3", "--state-dir", str(short_path / "state"), "train.py", "one"]
     with launched(short_path, *argv) as launcher:
@@ -267,7 +263,7 @@ def test_rank_that_stops_alone_ends_job_with_error(short_path: Path) -> None:
 
 
 @pytest.mark.promise("uneven-steps")
-def test_ranks_that_stop_early_together_end_job_well(short_path: Path) -> None:
+def test_ranks_stopping_early_together_finish_the_job(short_path: Path) -> None:
     (short_path / "train.py").write_text(EARLY)
     argv = ["--nproc-per-node", "3", "--state-dir", str(short_path / "state"), "train.py", "all"]
     with launched(short_path, *argv) as launcher:
@@ -275,7 +271,7 @@ def test_ranks_that_stop_early_together_end_job_well(short_path: Path) -> None:
 
 
 @pytest.mark.promise("training-independent")
-def test_a_private_controller_that_dies_is_back_for_the_next_failure(run: Run) -> None:
+def test_dead_private_controller_restarts_for_next_failure(run: Run) -> None:
     run.pid_at(rank=0, step=5)
     (controller,) = [pid for pid in run.launcher.descendants() if b"everstep_controller.main" in command_line(pid)]
     os.kill(controller, signal.SIGKILL)
@@ -296,7 +292,7 @@ source = "this test: whatever runs on the GPU has to be started again"
 """
 
 
-def test_the_rank_on_a_gpu_that_stopped_gets_another_process_and_the_job_ends_well(short_path: Path) -> None:
+def test_rank_on_stopped_gpu_is_restarted(short_path: Path) -> None:
     (short_path / "train.py").write_text(TRAIN.replace("until=60", "until=300"))
     rules, control = short_path / "site.toml", short_path / "control.json"
     rules.write_text(STOPPED)
@@ -360,7 +356,7 @@ with (pathlib.Path(__file__).parent / "imports").open("a") as file:
 """In the place of a package that standbys follow: says who imports it."""
 
 
-def test_standby_imports_what_ranks_did_in_training(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standby_imports_modules_loaded_during_training(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it where its compiler is imported
     (short_path / "train.py").write_text(LATE_IMPORTS)
     (short_path / "timm.py").write_text(TIMM)

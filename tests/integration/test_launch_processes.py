@@ -86,9 +86,7 @@ def generation(store: str, number: int, nodes: tuple[str, ...] = ("n1",)) -> New
     return NewGeneration(spec=spec)
 
 
-def test_a_standby_takes_the_place_of_a_killed_worker_and_is_followed_by_another(
-    agent: FakeAgent, script: Path
-) -> None:
+def test_standby_replaces_killed_worker_and_is_refilled(agent: FakeAgent, script: Path) -> None:
     with start(agent, script) as launcher:
         first = holder(launcher, script.parent, 1)
         standby = launcher.child_named("everstep-spare")
@@ -105,7 +103,7 @@ def test_a_standby_takes_the_place_of_a_killed_worker_and_is_followed_by_another
         assert holder(launcher, script.parent, 0) in launcher.descendants()
 
 
-def test_nothing_outlives_a_killed_launcher(agent: FakeAgent, script: Path) -> None:
+def test_killed_launcher_leaves_no_child_process(agent: FakeAgent, script: Path) -> None:
     with start(agent, script) as launcher:
         holder(launcher, script.parent, 0)
         launcher.child_named("everstep-spare")
@@ -115,7 +113,7 @@ def test_nothing_outlives_a_killed_launcher(agent: FakeAgent, script: Path) -> N
         launcher.eventually(lambda: not any(map(is_running, below)), "the end of all children")
 
 
-def test_ctrl_c_ends_everything_in_order(agent: FakeAgent, script: Path) -> None:
+def test_ctrl_c_ends_launcher_and_children_in_order(agent: FakeAgent, script: Path) -> None:
     with start(agent, script) as launcher:
         holder(launcher, script.parent, 0)
         launcher.child_named("everstep-spare")
@@ -127,7 +125,7 @@ def test_ctrl_c_ends_everything_in_order(agent: FakeAgent, script: Path) -> None
         assert "Traceback" not in launcher.err
 
 
-def test_a_notice_is_passed_on_to_who_handles_it_and_ends_nobody(agent: FakeAgent, script: Path) -> None:
+def test_launcher_forwards_signals_only_to_handling_ranks(agent: FakeAgent, script: Path) -> None:
     """As Slurm's --signal=USR1@120 gives one before a pre-emption."""
     note = "signal.signal(signal.SIGUSR1, lambda *_: (directory / f'noted-{local_rank}').touch())"
     script.write_text(HOOKED.replace("while not", f"if local_rank: {note}\nPATH.touch()\nwhile not"))
@@ -143,7 +141,7 @@ def test_a_notice_is_passed_on_to_who_handles_it_and_ends_nobody(agent: FakeAgen
         assert all(map(is_running, below))
 
 
-def test_workers_that_ignore_sigterm_are_killed_after_the_grace(agent: FakeAgent, script: Path) -> None:
+def test_worker_ignoring_sigterm_is_killed_after_grace(agent: FakeAgent, script: Path) -> None:
     script.write_text("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HOOKED)
     with start(agent, script, "--grace-s", "0.2") as launcher:
         holder(launcher, script.parent, 0)
@@ -153,7 +151,7 @@ def test_workers_that_ignore_sigterm_are_killed_after_the_grace(agent: FakeAgent
         assert not any(map(is_running, below))
 
 
-def test_a_second_ctrl_c_waits_for_nobody(agent: FakeAgent, script: Path) -> None:
+def test_second_ctrl_c_ends_launcher_at_once(agent: FakeAgent, script: Path) -> None:
     script.write_text("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HOOKED)
     with start(agent, script, "--grace-s", "3600") as launcher:
         holder(launcher, script.parent, 0)
@@ -166,7 +164,7 @@ def test_a_second_ctrl_c_waits_for_nobody(agent: FakeAgent, script: Path) -> Non
         launcher.eventually(lambda: not any(map(is_running, below)), "the end of everybody, by the kernel's hand")
 
 
-def test_a_finished_job_lets_the_script_go_on_to_its_end(agent: FakeAgent, script: Path) -> None:
+def test_script_runs_to_its_end_after_the_job_finishes(agent: FakeAgent, script: Path) -> None:
     with start(agent, script) as launcher:
         holder(launcher, script.parent, 0)
         holder(launcher, script.parent, 1)
@@ -190,7 +188,7 @@ def test_a_failed_job_is_ended_with_its_reason(agent: FakeAgent, script: Path) -
         assert "the loss became NaN on rank 3" in launcher.err
 
 
-def test_a_rank_is_killed_on_the_controllers_word_and_its_replacement_is_not(agent: FakeAgent, script: Path) -> None:
+def test_kill_order_spares_the_replacement_rank(agent: FakeAgent, script: Path) -> None:
     with start(agent, script) as launcher:
         first = holder(launcher, script.parent, 1)
         peer = agent.launcher()
@@ -221,9 +219,7 @@ def test_the_launcher_joins_again_when_the_agent_comes_back(agent: FakeAgent, sc
         assert agent.heard(RankExited).pid == worker
 
 
-def test_a_node_that_cannot_keep_a_rank_alive_leaves_once_the_job_goes_on_without_it(
-    agent: FakeAgent, script: Path
-) -> None:
+def test_launcher_leaves_after_exhausted_restarts(agent: FakeAgent, script: Path) -> None:
     with start(agent, script, "--max-restarts", "0") as launcher:
         worker = holder(launcher, script.parent, 0)
         joined = agent.heard(LauncherJoined)
@@ -235,7 +231,7 @@ def test_a_node_that_cannot_keep_a_rank_alive_leaves_once_the_job_goes_on_withou
         assert "local rank 0 died 1 times" in launcher.err
 
 
-def test_the_store_outlives_its_host_at_the_same_address(agent: FakeAgent, script: Path) -> None:
+def test_store_host_restarts_at_the_same_address(agent: FakeAgent, script: Path) -> None:
     import torch.distributed as dist
 
     with start(agent, script) as launcher:
@@ -247,7 +243,7 @@ def test_the_store_outlives_its_host_at_the_same_address(agent: FakeAgent, scrip
         assert dist.TCPStore(host, port, is_master=False).check(["k"]) is False
 
 
-def test_a_lost_fork_server_is_started_anew_with_all_its_workers(agent: FakeAgent, script: Path) -> None:
+def test_lost_fork_server_restarts_with_its_workers(agent: FakeAgent, script: Path) -> None:
     with start(agent, script) as launcher:
         before = tuple(holder(launcher, script.parent, n) for n in range(2))
         os.kill(launcher.child_named("everstep-forks"), signal.SIGKILL)
@@ -257,7 +253,7 @@ def test_a_lost_fork_server_is_started_anew_with_all_its_workers(agent: FakeAgen
         assert {agent.heard(RankExited, lambda m, n=n: m.local_rank == n).pid for n in range(2)} == set(before)
 
 
-def test_zygote_killed_while_it_imports_is_started_once_more(agent: FakeAgent, script: Path) -> None:
+def test_zygote_killed_during_import_is_restarted(agent: FakeAgent, script: Path) -> None:
     with start(agent, script, warm=False) as launcher:
         before = tuple(holder(launcher, script.parent, n) for n in range(2))
         first = launcher.child_named("everstep-zygote")
@@ -285,7 +281,7 @@ def test_fork_server_is_replaced_from_its_zygote(agent: FakeAgent, script: Path)
     launcher.eventually(lambda: not any(map(is_running, below)), "the end of all")
 
 
-def test_output_goes_to_files_and_with_tee_is_shown_with_its_rank(agent: FakeAgent, script: Path) -> None:
+def test_output_goes_to_files_and_tee_shows_the_rank(agent: FakeAgent, script: Path) -> None:
     script.write_text(HOOKED + "print('hello from', local_rank)\n")
     with start(agent, script, "--log-dir", str(script.parent / "logs"), "--tee", "3", "--standbys", "0") as launcher:
         holder(launcher, script.parent, 0)
@@ -298,7 +294,7 @@ def test_output_goes_to_files_and_with_tee_is_shown_with_its_rank(agent: FakeAge
         assert (script.parent / "logs" / "j" / "worker-2.out").read_text() == "hello from 1\n"
 
 
-def test_a_plain_script_finds_what_torchrun_would_give_it(agent: FakeAgent, tmp_path: Path) -> None:
+def test_plain_script_gets_torchrun_environment(agent: FakeAgent, tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text(
         "import os, sys, torch, torch.distributed as dist\n"
@@ -316,9 +312,7 @@ def test_a_plain_script_finds_what_torchrun_would_give_it(agent: FakeAgent, tmp_
         assert launcher.err.count("OMP_NUM_THREADS") == 1
 
 
-def test_a_scripts_exception_is_shown_from_the_script_on_and_its_status_passed_on(
-    agent: FakeAgent, tmp_path: Path
-) -> None:
+def test_launcher_shows_script_exception_and_exit_status(agent: FakeAgent, tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "train.py").write_text("import sys\nif '--exit' in sys.argv: sys.exit(7)\nraise KeyError('mine')\n")
@@ -333,7 +327,7 @@ def test_a_scripts_exception_is_shown_from_the_script_on_and_its_status_passed_o
         assert launcher.wait() == 7
 
 
-def test_what_lies_in_the_current_directory_shadows_nothing_of_ours(agent: FakeAgent, tmp_path: Path) -> None:
+def test_current_directory_shadows_no_launcher_import(agent: FakeAgent, tmp_path: Path) -> None:
     for name in ("numpy", "torch", "xxhash"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
     scripts = tmp_path / "scripts"

@@ -59,7 +59,7 @@ def trained(folder: Path, *faults: Fault, **environment: str) -> list[dict[str, 
 
 @pytest.mark.promise("lightning")
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_trainer_whose_ranks_are_killed_goes_on_from_the_last_batch(short_path: Path, package: str) -> None:
+def test_lightning_trainer_resumes_from_last_batch(short_path: Path, package: str) -> None:
     faults = [Fault(1, 5, "forward"), Fault(0, 10, "updated")]
     rows = trained(short_path / "killed", *faults, LIGHTNING_PACKAGE=package)
     sampler = ElasticSampler(SAMPLES, global_batch=BATCH, seed=SEED)
@@ -77,7 +77,7 @@ def test_a_trainer_whose_ranks_are_killed_goes_on_from_the_last_batch(short_path
 
 
 @pytest.mark.promise("lightning")
-def test_a_kill_among_accumulated_batches_loses_no_gradient_and_not_the_loss_scale(short_path: Path) -> None:
+def test_kill_during_accumulation_keeps_gradient_and_scale(short_path: Path) -> None:
     def last(rows: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:
         whole = sorted(rows, key=lambda row: int(row["generation"]))
         return {(row["step"], row["rank"]): {k: v for k, v in row.items() if k != "generation"} for row in whole}
@@ -110,7 +110,7 @@ def test_lightning_classes_fit_both_packages(forks: ForkPool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own: advice about this machine, torch's deprecations
-def test_an_epoch_that_ends_among_accumulated_batches_repeats_no_batch() -> None:
+def test_epoch_ending_during_accumulation_repeats_no_batch() -> None:
     from everstep_trainer.integrations.lightning import EverstepCallback, RemainingBatches
     from pytorch_lightning import LightningModule, Trainer
 

@@ -89,7 +89,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 
 @pytest.mark.nightly  # tests/unit/agent/vault/memory/test_vault_fewer_slots.py is the smaller one
 @pytest.mark.timeout(600)
-def test_a_job_that_has_memory_for_two_slots_bears_a_loss_within_it_and_goes_on_where_a_second_leaves_too_little(
+def test_two_slot_job_trains_on_as_losses_exhaust_memory(
     job: Job,
 ) -> None:
     job.until(lambda: job.committed() > Version(1, 5), "a version is committed")

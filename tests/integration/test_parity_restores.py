@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.promise("parity")
 @pytest.mark.timeout(400)
-def test_a_node_and_its_copy_at_once_and_parity_has_what_they_held(tmp_path: Path) -> None:
+def test_parity_restores_after_loss_of_node_and_replica(tmp_path: Path) -> None:
     with World(tmp_path / "out", NODES) as world:
         job = ShardedJob(world, 64, 96, 64, options=("--parity-group-size", "2"))
         wait_for(lambda: bool(_kept(job)), "a version that parity keeps", DEADLINE_S)

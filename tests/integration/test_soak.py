@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.nightly]  # test_torture.py is the s
 
 @pytest.mark.promise("soak")
 @pytest.mark.timeout(900)
-def test_a_job_comes_through_random_faults_exactly_and_nothing_is_left(tmp_path: Path) -> None:
+def test_soak_job_survives_random_faults_exactly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.soak", "--seconds", str(FAULTS_S), "--seed", str(SEED), "--pace", "0.1"]
     soak = subprocess.Popen(
         [*command, "--out", str(tmp_path)],

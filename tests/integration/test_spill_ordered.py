@@ -130,7 +130,7 @@ def _named(launcher: Launched, words: str) -> int:
 
 
 @pytest.mark.promise("storage-checkpoints")
-def test_versions_go_to_storage_as_ordinary_checkpoints_and_old_ones_go(short_path: Path, elsewhere: Elsewhere) -> None:
+def test_spill_writes_checkpoints_and_removes_old_ones(short_path: Path, elsewhere: Elsewhere) -> None:
     stored = Stored(short_path / "stored", "spilled")
     with launched(short_path, *_argv(short_path, "--spill-keep", "2"), _script(short_path, 64)) as launcher:
         launcher.eventually(lambda: len(stored.whole()) == 2, "two checkpoints")
@@ -140,7 +140,7 @@ def test_versions_go_to_storage_as_ordinary_checkpoints_and_old_ones_go(short_pa
 
 
 @pytest.mark.promise("storage-checkpoints")
-def test_a_write_goes_on_when_who_asked_for_it_is_killed(short_path: Path, elsewhere: Elsewhere) -> None:
+def test_spill_write_continues_after_its_requester_dies(short_path: Path, elsewhere: Elsewhere) -> None:
     stored = Stored(short_path / "stored", "spilled")
     argv = _argv(short_path, "--spill-keep", "0", every=20)
     with launched(short_path, *argv, _script(short_path, 1024)) as launcher:
@@ -158,7 +158,7 @@ def test_a_write_goes_on_when_who_asked_for_it_is_killed(short_path: Path, elsew
             launcher.eventually(lambda victim=victim: _named(launcher, victim), f"another {victim}")
 
 
-def test_a_job_that_was_stopped_goes_on_from_storage_by_itself(short_path: Path) -> None:
+def test_stopped_job_resumes_from_storage_automatically(short_path: Path) -> None:
     script = _script(short_path, 64)
     with World(short_path / "out", ["n1"]) as world:
         world.start_controller()
@@ -211,7 +211,7 @@ everstep.main(train)
 """
 
 
-def test_several_nodes_write_one_checkpoint_and_people_see_it(short_path: Path, elsewhere: Elsewhere) -> None:
+def test_several_nodes_spill_one_shared_checkpoint(short_path: Path, elsewhere: Elsewhere) -> None:
     script = short_path / "sharded.py"
     script.write_text(SHARDED)
     stored = Stored(short_path / "stored", "sharded")

@@ -119,7 +119,7 @@ def started_from(url: str) -> tuple[int, set[float]]:
 
 
 @pytest.mark.promise("storage-checkpoints")
-def test_checkpoints_on_an_object_store_are_whole_or_not_there(
+def test_object_store_checkpoints_are_whole_or_absent(
     server: ObjectServer, program_forks: ForkPool, tmp_path: Path
 ) -> None:
     first, second, third = VERSIONS

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.promise("stateful-loader")
-def test_ranks_killed_in_the_middle_of_an_epoch_lose_no_sample_and_repeat_none(short_path: Path) -> None:
+def test_rank_kills_mid_epoch_lose_and_repeat_no_sample(short_path: Path) -> None:
     """Map-style and iterable data over several epochs, which end at different steps."""
     faults = [Fault(1, 5, "forward"), Fault(0, 8, "begun")]
     argv = ["--nproc-per-node", str(WORLD), "--standby-delay-s", "0.1", "--state-dir", str(short_path / "s")]

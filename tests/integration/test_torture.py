@@ -59,7 +59,7 @@ def told(row: Row) -> Row:
         pytest.param(MANY, marks=[pytest.mark.nightly, pytest.mark.timeout(240 + 40 * MANY)]),
     ],
 )
-def test_whatever_is_killed_the_run_ends_as_one_that_nothing_happened_to(rounds: int) -> None:
+def test_run_after_random_kills_matches_undisturbed_run(rounds: int) -> None:
     plan = [*map(Round.parse, PLAN.split())] if PLAN else draw_plan(SEED, rounds)
     print(_again(plan))
     until = STEPS_A_ROUND * len(plan) + LAST_STEPS
@@ -81,7 +81,7 @@ def test_whatever_is_killed_the_run_ends_as_one_that_nothing_happened_to(rounds:
     assert not lost_or_repeated(whole, SAMPLES), _again(plan)
 
 
-def test_plans_are_drawn_from_their_seed_and_read_back_as_they_are_printed() -> None:
+def test_torture_plan_is_seeded_and_round_trips_as_text() -> None:
     plan = draw_plan(5, 200)
     assert plan == draw_plan(5, 200) != draw_plan(6, 200)
     assert [Round.parse(str(one)) for one in plan] == plan
@@ -89,7 +89,7 @@ def test_plans_are_drawn_from_their_seed_and_read_back_as_they_are_printed() -> 
     assert {one.after == 0 for one in plan} == {True, False}
 
 
-def test_a_sample_that_is_missing_or_there_twice_is_seen() -> None:
+def test_sample_check_reports_missing_and_repeated_samples() -> None:
     def rows(*samples: list[int]) -> list[Row]:
         return [{"step": step, "rank": 0, "samples": some} for step, some in enumerate(samples, start=1)]
 

@@ -40,7 +40,7 @@ def trained(folder: Path, *faults: Fault, **environment: str) -> list[dict[str, 
 @pytest.mark.parametrize(
     ("accumulates", "environment"), [(3, {}), (1, {"TRANSFORMERS_FSDP": "1"})], ids=["accumulated", "fsdp2"]
 )
-def test_a_trainer_whose_ranks_are_killed_goes_on_from_the_last_update(
+def test_transformers_trainer_resumes_from_last_update(
     short_path: Path, accumulates: int, environment: dict[str, str]
 ) -> None:
     faults = [Fault(1, 4, "forward"), Fault(0, 8, "updated")]
@@ -63,7 +63,7 @@ def test_a_trainer_whose_ranks_are_killed_goes_on_from_the_last_update(
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("largest", ["4KB", "1GB"])
-def test_what_save_pretrained_wrote_is_a_start(tmp_path: Path, tied: bool, largest: str) -> None:
+def test_start_reads_save_pretrained_output(tmp_path: Path, tied: bool, largest: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -150,7 +150,7 @@ class Acquittals(RuleBasedStateMachine):
 
 
 @pytest.mark.promise("outbreaks")
-def test_what_was_taken_back_leaves_nothing_behind() -> None:
+def test_eviction_rollback_matches_recount_of_evictions() -> None:
     most = settings(
         max_examples=40, stateful_step_count=15, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )

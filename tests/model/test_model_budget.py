@@ -246,7 +246,7 @@ class Budget(RuleBasedStateMachine):
 
 
 @pytest.mark.promise("eviction-budget")
-def test_the_budgets_are_those_of_a_recount_and_nothing_is_held_for_ever() -> None:
+def test_eviction_budget_matches_recount() -> None:
     most = settings(
         max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )

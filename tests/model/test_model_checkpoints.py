@@ -158,7 +158,7 @@ class Checkpoints(RuleBasedStateMachine):
 
 
 @pytest.mark.promise("commit-complete")
-def test_a_version_is_committed_exactly_when_all_keep_what_was_announced_last() -> None:
+def test_commits_match_per_rank_model() -> None:
     run_state_machine_as_test(
         Checkpoints,
         settings=settings(

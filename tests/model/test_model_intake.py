@@ -135,5 +135,5 @@ class Queues(RuleBasedStateMachine):
 
 
 @pytest.mark.promise("report-order")
-def test_what_waits_is_taken_once_in_the_order_of_a_dumb_list() -> None:
+def test_intake_matches_list_model() -> None:
     run_state_machine_as_test(Queues, settings=settings(max_examples=80, stateful_step_count=40, deadline=None))

@@ -214,7 +214,7 @@ class Membership(RuleBasedStateMachine):
 
 
 @pytest.mark.promise("rosters-whole")
-def test_rosters_are_whole_and_as_large_as_they_can_be_whatever_happens() -> None:
+def test_rosters_match_membership_model() -> None:
     run_state_machine_as_test(
         Membership,
         settings=settings(

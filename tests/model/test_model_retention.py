@@ -192,9 +192,7 @@ class Slots(RuleBasedStateMachine):
 
 @pytest.mark.promise("committed-stays")
 @pytest.mark.parametrize(("slots", "every", "changing"), [(5, 1, False), (5, 3, False), (2, 1, False), (5, 1, True)])
-def test_what_was_committed_is_whole_at_every_moment_in_five_slots_and_in_two(
-    slots: int, every: int, changing: bool
-) -> None:
+def test_slot_model_keeps_committed_versions_complete(slots: int, every: int, changing: bool) -> None:
     class These(Slots):
         pass
 

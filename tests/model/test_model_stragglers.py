@@ -54,7 +54,9 @@ def _slow(window: Window, ranks: int, share: float) -> set[int]:
 @pytest.mark.promise("slow-node-fair")
 @settings(deadline=None, max_examples=60)
 @given(histories(), st.integers(1, WINDOWS), st.sampled_from([0.1, 0.4]))
-def test_who_is_named_is_who_all_windows_say(history: tuple[int, int, list[Window]], count: int, share: float) -> None:
+def test_straggler_detection_matches_all_windows(
+    history: tuple[int, int, list[Window]], count: int, share: float
+) -> None:
     nodes, ranks, windows = history
     fleet = CoreFleet(msgspec.structs.replace(POLICY, straggler_count=count, straggler_share=share))
     fleet.start(nodes, nproc_per_node=ranks)

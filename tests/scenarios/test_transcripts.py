@@ -16,7 +16,7 @@ TRANSCRIPTS = sorted(Path(__file__).parent.glob("*.txt"))
 
 
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
-def test_decisions_are_as_recorded(path: Path) -> None:
+def test_transcript_decisions_match_the_record(path: Path) -> None:
     recorded = path.read_text()
     today = rewritten(recorded)
     if os.environ.get("EVERSTEP_REWRITE") == "1":
@@ -26,7 +26,7 @@ def test_decisions_are_as_recorded(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
-def test_a_transcript_says_first_what_happened_and_what_is_proved(path: Path) -> None:
+def test_transcript_starts_with_a_short_explanation(path: Path) -> None:
     prose, commands = parsed(path.read_text())
     lines = prose.strip().splitlines()
     assert 3 <= len(lines) <= 8

@@ -98,7 +98,7 @@ def test_an_eviction_of_a_seat_counts_against_its_job(days: Days) -> None:
         days.written("n1", 15.0)
 
 
-def test_a_job_that_paused_without_the_node_before_it_was_evicted_lost_nothing_by_that(days: Days) -> None:
+def test_eviction_after_pause_without_the_node_is_not_counted(days: Days) -> None:
     days.decides(days.job(JobState.PAUSED, "n1", "n2"), days.pauses(), days.evicts("n2"))
     days.written("n2", 10.0)
     days.decides(days.job(JobState.RUNNING, "n1", "n3"))
@@ -106,7 +106,7 @@ def test_a_job_that_paused_without_the_node_before_it_was_evicted_lost_nothing_b
     days.written("n1", 15.0)
 
 
-def test_nor_did_one_that_had_gone_on_without_it(days: Days) -> None:
+def test_eviction_after_regroup_without_node_is_not_counted(days: Days) -> None:
     onward = PutGeneration(days.spec("n1", "n3", number=2), 0.0)
     days.decides(days.job(JobState.RUNNING, "n1", "n3"), onward, days.evicts("n2"))
     days.written("n2", 10.0)
@@ -114,19 +114,19 @@ def test_nor_did_one_that_had_gone_on_without_it(days: Days) -> None:
     days.written("n1", 15.0)
 
 
-def test_who_is_quarantined_out_of_its_seat_is_evicted_by_another_name(days: Days) -> None:
+def test_quarantine_of_a_seated_node_counts_as_eviction(days: Days) -> None:
     with pytest.raises(Violation, match="n2 is quarantined out of its seat in job a, and no budget was asked"):
         days.decides(days.evicts("n2", Decision.QUARANTINE), days.job(JobState.RUNNING, "n1", "n3"))
 
 
-def test_who_has_no_seat_or_lost_it_before_is_not(days: Days) -> None:
+def test_quarantine_of_a_seatless_node_is_no_eviction(days: Days) -> None:
     days.decides(days.evicts("n3", Decision.QUARANTINE))
     onward = PutGeneration(days.spec("n1", "n3", number=2), 0.0)
     days.decides(days.job(JobState.RUNNING, "n1", "n3"), onward, days.evicts("n2", Decision.QUARANTINE))
     days.decides(days.job(JobState.PAUSED, "n1", "n3"), days.pauses(), days.evicts("n1", Decision.QUARANTINE))
 
 
-def test_behind_a_latched_breaker_nobody_is_evicted_until_it_is_over(days: Days) -> None:
+def test_latched_breaker_forbids_evictions_until_over(days: Days) -> None:
     days.decides(days.evicts("n2"), days.evicts("n3"))
     days.logs("fleet.breaker_tripped", at=5.0)
     with pytest.raises(Violation, match="n3 is evicted while the breaker is latched"):
@@ -135,7 +135,7 @@ def test_behind_a_latched_breaker_nobody_is_evicted_until_it_is_over(days: Days)
     days.written("n2", 8.0)
 
 
-def test_one_that_is_over_and_latches_again_at_one_time_is_latched(days: Days) -> None:
+def test_breaker_ending_and_relatching_at_once_is_latched(days: Days) -> None:
     days.decides(days.evicts("n2"))
     days.logs("fleet.breaker_tripped", at=5.0)
     days.logs("fleet.breaker_reset", "fleet.breaker_tripped", at=6.0)
@@ -143,7 +143,7 @@ def test_one_that_is_over_and_latches_again_at_one_time_is_latched(days: Days) -
         days.written("n2", 7.0)
 
 
-def test_a_job_that_failed_before_its_node_was_evicted_lost_nothing_by_that(days: Days) -> None:
+def test_eviction_after_job_failure_is_not_counted(days: Days) -> None:
     days.decides(days.evicts("n2"), days.job(JobState.RUNNING, "n1", "n3"))
     days.written("n2", 10.0)
     over = Audit(AuditEntry(kind="job.failed", sentence="wrong for the 3. time", at=0.0, trace="", job="a"))

@@ -62,14 +62,14 @@ def records() -> Records:
     return Records()
 
 
-def test_a_directive_that_goes_without_its_node_having_it_is_missed(records: Records) -> None:
+def test_undelivered_pruned_directive_is_reported(records: Records) -> None:
     records.lives(2)
     records.ordered()
     records.pruned()
     assert "n1 never had it" in records.checker.complaint()
 
 
-def test_a_directive_that_its_node_had_is_not_missed(records: Records) -> None:
+def test_delivered_directive_is_not_reported(records: Records) -> None:
     records.lives(2)
     records.ordered()
     records.told()
@@ -77,7 +77,7 @@ def test_a_directive_that_its_node_had_is_not_missed(records: Records) -> None:
     assert not records.checker.complaint()
 
 
-def test_what_a_new_leader_orders_of_a_life_that_is_over_is_void_when_the_node_registers(records: Records) -> None:
+def test_directive_for_an_ended_life_is_void_at_registration(records: Records) -> None:
     """The node began another life while the database was away: the leader then knew of it, and the next does not."""
     records.lives(1)
     records.ordered()
@@ -86,13 +86,13 @@ def test_what_a_new_leader_orders_of_a_life_that_is_over_is_void_when_the_node_r
     assert not records.checker.complaint()
 
 
-def test_a_report_that_does_not_come_is_missed(records: Records) -> None:
+def test_missing_report_is_detected(records: Records) -> None:
     records.arrives(1)
     with pytest.raises(Violation, match="report 3 follows 1"):
         records.arrives(3)
 
 
-def test_seals_that_their_agent_has_left_out_are_not_missed(records: Records) -> None:
+def test_seals_omitted_by_their_agent_are_not_missed(records: Records) -> None:
     records.arrives(1)
     records.left_out(2)
     records.arrives(3)

@@ -37,14 +37,14 @@ def _without_figures(words: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_beats_that_are_not_played_change_no_decision(seed: int) -> None:
+def test_skipped_heartbeats_change_no_decision(seed: int) -> None:
     lazy, eager = _decisions(seed, eager=False), _decisions(seed, eager=True)
     assert [words for words, _ in lazy] == [words for words, _ in eager]
     assert max(abs(one - other) for (_, one), (_, other) in zip(lazy, eager, strict=True)) < TOLERANCE_S
     assert len(lazy) > 10
 
 
-def test_days_of_a_fleet_keep_its_promises() -> None:
+def test_fleet_month_has_high_goodput_and_no_false_eviction() -> None:
     month = play_month(nodes=240, spares=10, days=12.0, seed=1)
     assert month.fleet.false_evictions == []
     assert month.fleet.accounts.stops > 5
@@ -62,7 +62,7 @@ def test_frailties_are_one_on_average_and_few_nodes_have_most() -> None:
     assert sum(drawn[:100]) > 0.3 * 2000
 
 
-def test_as_many_failures_come_as_the_table_says() -> None:
+def test_schedule_draws_as_many_failures_as_the_table() -> None:
     failures = schedule(2048, 54 * 24, random.Random(1))
     assert 350 < len(failures) < 490  # 419 of the same causes were counted on as many GPUs
     assert all(0 <= node < 2048 for failure in failures for node in failure.nodes)
@@ -79,7 +79,7 @@ def test_accounts_book_every_second_once() -> None:
     assert accounts.lost == pytest.approx({"forming": 1000.0, "gpu": 250.0, "too few nodes (gpu)": 160.0})
 
 
-def test_restarting_all_loses_what_was_not_saved() -> None:
+def test_restart_all_policy_loses_unsaved_work() -> None:
     policy = RestartAll(checkpoint_every_s=600.0, death_noticed_s=0.0, allocation_s=100.0, meet_s_per_rank=0.0)
     start_s = policy.start_s(1)
     failure = Failure((start_s + 1500.0) / 3600.0, "software_bug", (0,))
@@ -87,14 +87,14 @@ def test_restarting_all_loses_what_was_not_saved() -> None:
     assert policy.ratio(1, 2.0, [failure]) == pytest.approx(expected / 7200.0, abs=1e-3)
 
 
-def test_the_same_decisions_are_priced_by_another_model() -> None:
+def test_outcome_is_repriced_by_another_model() -> None:
     outcome = play(64, Assumptions(days=20.0))
     model = RecoveryModel()
     assert outcome.repriced(model, model) == outcome.ratio
     assert outcome.repriced(model, RecoveryModel(meet_s=100.0)) < outcome.ratio
 
 
-def test_every_assumption_has_a_row_that_says_what_another_value_would_cost() -> None:
+def test_every_assumption_has_a_sensitivity_row() -> None:
     assumptions = Assumptions()
     changed = {
         one.name
@@ -112,7 +112,7 @@ def test_every_assumption_has_a_row_that_says_what_another_value_would_cost() ->
     assert played == {one.name for one in fields(Assumptions)} - {"days"}
 
 
-def test_recovery_times_are_read_from_what_was_measured(tmp_path: Path) -> None:
+def test_recovery_model_reads_measured_times(tmp_path: Path) -> None:
     phases = {"abort": 0.001, "teardown": 0.012, "rendezvous": 0.014, "build": 0.032, "first_step": 0.07}
     rows = [{"name": f"ddp SIGKILL rank 3 between, {name}", "value": value} for name, value in phases.items()]
     rows += [{"name": "fsdp2 SIGKILL rank 3 between, build", "value": 9.0}]

@@ -56,14 +56,14 @@ def runs() -> Runs:
     return Runs()
 
 
-def test_what_one_of_two_got_wrong_is_not_started_from_after_corruption(runs: Runs) -> None:
+def test_checker_rejects_state_computed_wrong_by_one_of_two(runs: Runs) -> None:
     runs.opens(6, "n4", "n5")
     again = runs.opens(7, "n4", "n5", ceiling=Version(6, 66))
     with pytest.raises(Violation, match=r"starts from what \['n4'\] got wrong"):
         runs.starts(again, Version(6, 66), WRONG)
 
 
-def test_what_a_node_computed_alone_could_not_be_told_though_a_generation_between_started_elsewhere(runs: Runs) -> None:
+def test_checker_allows_undetectable_state_of_a_lone_node(runs: Runs) -> None:
     runs.opens(6, "n4")
     runs.starts(runs.opens(7, "n4", "n2"), Version(1, 60), CLEAN)
     runs.starts(runs.opens(8, "n4", "n2", ceiling=Version(6, 66)), Version(6, 66), WRONG)

@@ -68,14 +68,14 @@ def played() -> list[Outcome]:
 @pytest.mark.promise("simulation")
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # the worlds take ten seconds of two cores, or of what others leave of them
-def test_every_promise_holds_in_the_default_worlds(played: list[Outcome]) -> None:
+def test_default_worlds_keep_every_guarantee(played: list[Outcome]) -> None:
     broken = sorted((outcome for outcome in played if outcome.checker), key=lambda outcome: outcome.seed)
     assert not broken, "\n\n".join(str(shorten(outcome.seed, outcome.checker)) for outcome in broken[:3])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_default_worlds_see_what_can_happen(played: list[Outcome]) -> None:
+def test_default_worlds_cover_the_expected_events(played: list[Outcome]) -> None:
     seen = frozenset().union(*(outcome.seen for outcome in played))
     assert seen >= SEEN_IN_DEFAULT_WORLDS, sorted(SEEN_IN_DEFAULT_WORLDS - seen)
 
@@ -88,7 +88,7 @@ def trace_digest() -> str:
 
 
 @pytest.mark.slow
-def test_a_world_repeats_itself_to_the_letter() -> None:
+def test_world_replays_identically_from_its_seed() -> None:
     """Also in another process, whose hashes of strings are others."""
     script = "import logging; logging.disable(50); from tests.sim.test_sim import trace_digest; print(trace_digest())"
     environment = {"PYTHONHASHSEED": "1", "PATH": "", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -98,7 +98,7 @@ def test_a_world_repeats_itself_to_the_letter() -> None:
     assert told.stdout.strip() == trace_digest()
 
 
-def test_a_plan_keeps_the_faults_it_is_asked_to_keep() -> None:
+def test_plan_keeps_only_the_selected_faults() -> None:
     plan = make(3)
     kept = [plan.faults[1][0], plan.faults[2][0]]
     assert [place for place, _ in plan.only(kept).faults] == kept
@@ -106,7 +106,7 @@ def test_a_plan_keeps_the_faults_it_is_asked_to_keep() -> None:
 
 
 @pytest.mark.parametrize("needed", [{0}, {1, 4}, set()])
-def test_a_failure_is_shortened_to_the_faults_it_needs(needed: set[int]) -> None:
+def test_shrinking_keeps_only_the_needed_faults(needed: set[int]) -> None:
     plan = make(1)
     assert len(plan.faults) > 4
 
@@ -116,13 +116,13 @@ def test_a_failure_is_shortened_to_the_faults_it_needs(needed: set[int]) -> None
     assert {place for place, _ in shortest(plan, fails).faults} == needed
 
 
-def test_a_world_without_faults_keeps_every_promise() -> None:
+def test_world_without_faults_keeps_every_guarantee() -> None:
     outcome = play(make(5).only([]))
     assert outcome.sentence == ""
     assert "resumed" in outcome.seen
 
 
-def test_a_trace_tells_what_was_broken_and_what_was_decided() -> None:
+def test_trace_lists_faults_and_decisions() -> None:
     lines: list[str] = []
     tell: Callable[[float, str, str], None] = lambda at, who, words: lines.append(f"{who}: {words}")  # noqa: E731
     play(make(2), tell)

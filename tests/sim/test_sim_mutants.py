@@ -14,22 +14,22 @@ from tests.sim.mutants.surgery import mistaken
 @pytest.mark.promise("simulation")
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
-def test_a_mistake_is_seen(mutant: Mutant) -> None:
+def test_mutant_is_detected(mutant: Mutant) -> None:
     sighting = hunt(mutant)
     assert sighting.outcome is not None, f"{mutant.name}: nobody saw it in {sighting.worlds} worlds"
 
 
-def test_there_are_enough_of_them() -> None:
+def test_mutant_list_has_at_least_fifteen() -> None:
     assert len({mutant.name for mutant in MUTANTS}) >= 15
 
 
-def test_surgery_leaves_nothing_behind() -> None:
+def test_mutation_is_undone_afterwards() -> None:
     before = eviction.recent_evictions
     with mistaken(eviction.recent_evictions, "eviction.at >", "eviction.at <"):
         assert eviction.recent_evictions is not before
     assert eviction.recent_evictions is before
 
 
-def test_surgery_refuses_what_is_not_there() -> None:
+def test_mutation_rejects_missing_text() -> None:
     with pytest.raises(AssertionError, match="0 times"), mistaken(eviction.recent_evictions, "no such text", ""):
         pass

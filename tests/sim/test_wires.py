@@ -33,7 +33,7 @@ def _connect(wires: Wires, there: Ear) -> Line:
     return line
 
 
-def test_what_was_sent_before_a_connection_was_given_up_comes_after_the_next_one_and_before_its_end() -> None:
+def test_wire_delivers_frames_before_the_close_of_connection() -> None:
     timeline, wires, there = _network()
     old = _connect(wires, there)
     old.lag_s[0] = 5.0
@@ -45,7 +45,7 @@ def test_what_was_sent_before_a_connection_was_given_up_comes_after_the_next_one
     assert there.heard == [(new, "early"), (old, "late"), (old, "closed")]
 
 
-def test_who_has_hung_up_hears_nothing_of_what_is_still_on_its_way() -> None:
+def test_closed_receiver_gets_no_frame_in_flight() -> None:
     timeline, wires, there = _network()
     line = _connect(wires, there)
     line.lag_s[0] = 5.0
@@ -55,7 +55,7 @@ def test_who_has_hung_up_hears_nothing_of_what_is_still_on_its_way() -> None:
     assert there.heard == []
 
 
-def test_into_a_cut_nothing_goes_until_it_is_mended_and_then_everything_in_its_order() -> None:
+def test_cut_wire_delivers_in_order_once_mended() -> None:
     timeline, wires, there = _network()
     line = _connect(wires, there)
     wires.cut("n1", "c1")
@@ -68,7 +68,7 @@ def test_into_a_cut_nothing_goes_until_it_is_mended_and_then_everything_in_its_o
     assert [frame for _, frame in there.heard] == ["first", "closed"]
 
 
-def test_what_a_machine_had_not_sent_is_lost_with_its_power_and_nobody_hears_of_it() -> None:
+def test_power_loss_drops_unsent_frames_silently() -> None:
     timeline, wires, there = _network()
     line = _connect(wires, there)
     line.send(0, "on its way")
@@ -80,7 +80,7 @@ def test_what_a_machine_had_not_sent_is_lost_with_its_power_and_nobody_hears_of_
     assert [frame for _, frame in there.heard] == ["on its way"]
 
 
-def test_a_reset_connection_carries_nothing_more_and_both_ends_hear_of_it() -> None:
+def test_reset_connection_closes_both_ends() -> None:
     timeline, wires, there = _network()
     line = _connect(wires, there)
     line.send(0, "on its way")

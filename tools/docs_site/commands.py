@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from everstep_agent import config as agent_config
 from everstep_controller import main as controller_main
-from everstep_trainer.launch.options import command_line as launch_parser
+from everstep_trainer.launch.options import make_parser as launch_parser
 
 from everstep.cli.main import app
 from tools.docs_site.markdown import code, sentence, table

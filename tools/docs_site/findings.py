@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from everstep_agent.findings.rules import LineRule, load_policy
-from everstep_agent.findings.rules import Rule as AgentRule
-from everstep_agent.findings.xids import load_xids, unknown_xid
-from everstep_controller.core.policy import Rule
+from everstep_agent.findings.rules import FindingRule as AgentRule
+from everstep_agent.findings.rules import KernelLineRule, load_policy
+from everstep_agent.findings.xids import load_xid_table, unknown_xid_entry
+from everstep_controller.core.policy import VerdictRule
 from everstep_controller.rulebook import shipped_rulebook
 
 from everstep.vocabulary import Action, FindingKind, Mode, Severity
@@ -19,9 +19,9 @@ def page() -> str:
     """Return the page."""
     policy, book = load_policy(), shipped_rulebook()
     agent = policy.rules
-    raised = {kind: [rule.id for rule in (*agent, *policy.lines) if rule.kind is kind] for kind in FindingKind}
+    raised = {kind: [rule.id for rule in (*agent, *policy.line_rules) if rule.kind is kind] for kind in FindingKind}
     kinds = [
-        (code(kind), ", ".join(map(code, raised[kind])), ", ".join(code(rule.id) for rule in book.kinds[kind]))
+        (code(kind), ", ".join(map(code, raised[kind])), ", ".join(code(rule.id) for rule in book.rules_by_kind[kind]))
         for kind in FindingKind
     ]
     parts = [
@@ -43,21 +43,21 @@ def page() -> str:
         "## Rules of the agent on lines of the kernel log\n",
         table(
             ("Rule", "Pattern", "Severity", "Action", "Mode", "Clears", "Source"),
-            [_line_row(rule) for rule in policy.lines],
+            [_line_row(rule) for rule in policy.line_rules],
         ),
         "## Rules of the controller\n",
         table(
             ("Rule", "Counts", "Mode", "Actions in turn", "Probes before return", "Source"),
-            [_controller_row(rule) for rules in book.kinds.values() for rule in rules],
+            [_controller_row(rule) for rules in book.rules_by_kind.values() for rule in rules],
         ),
         "## Keys of a controller's rule\n",
         table(
             ("Key", "Default", "Meaning"),
-            [_key_row(one) for one in settings_of(Rule)],
+            [_key_row(one) for one in settings_of(VerdictRule)],
         ),
         "## XIDs\n",
         "NVIDIA's driver reports faults of a GPU by number. An XID that is not listed has the severity "
-        f"`{unknown_xid(0).severity}` and the action `{unknown_xid(0).action}`.\n",
+        f"`{unknown_xid_entry(0).severity}` and the action `{unknown_xid_entry(0).action}`.\n",
         _xids(),
     ]
     return "\n".join(parts)
@@ -82,11 +82,11 @@ def _agent_row(rule: AgentRule) -> tuple[object, ...]:
     )
 
 
-def _line_row(rule: LineRule) -> tuple[object, ...]:
+def _line_row(rule: KernelLineRule) -> tuple[object, ...]:
     return code(rule.id), code(rule.pattern), rule.severity, rule.action, rule.mode, _clears(rule), rule.source
 
 
-def _clears(rule: AgentRule | LineRule) -> str:
+def _clears(rule: AgentRule | KernelLineRule) -> str:
     after = f"after {rule.clear_after_s:g} s" if rule.clear_after_s is not None else ""
     return ", ".join(filter(None, (after, *map(str, rule.clear_on))))
 
@@ -95,8 +95,8 @@ def _key_row(key: Setting) -> tuple[str, str, str]:
     return code(key.name), code(key.default) or "required", sentence(key.description)
 
 
-def _controller_row(rule: Rule) -> tuple[object, ...]:
-    least = f"{rule.minimum} or graver" if rule.minimum is not Severity.CRITICAL else str(rule.minimum)
+def _controller_row(rule: VerdictRule) -> tuple[object, ...]:
+    least = f"{rule.min_severity} or graver" if rule.min_severity is not Severity.CRITICAL else str(rule.min_severity)
     counted = f", {rule.n_of_m[0]} of {rule.n_of_m[1]} reports in {rule.window_s:g} s" if rule.n_of_m[1] > 1 else ""
     only = f"XID {', '.join(map(str, rule.xids))}, " if rule.xids else ""
     return (
@@ -104,13 +104,14 @@ def _controller_row(rule: Rule) -> tuple[object, ...]:
         only + least + counted,
         rule.mode,
         ", ".join(str(one) for one in rule.ladder),
-        ", ".join(str(one) for one in rule.diagnostics) + (f", {rule.passes} times" if rule.passes > 1 else ""),
+        ", ".join(str(one) for one in rule.diagnostics)
+        + (f", {rule.required_passes} times" if rule.required_passes > 1 else ""),
         rule.source,
     )
 
 
 def _xids() -> str:
-    entries = sorted(load_xids().values(), key=lambda one: one.xid)
+    entries = sorted(load_xid_table().values(), key=lambda one: one.xid)
     names = list(entries[0].__struct_fields__)
     rows = [[getattr(one, name) for name in names] for one in entries]
     return table([name.replace("_", " ").capitalize() for name in names], rows)

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 from everstep_agent import metrics as agent_metrics
 from everstep_agent.sensors.samples import GpuSample
-from everstep_agent.sensors.sensor_messages import Picture
+from everstep_agent.sensors.sensor_messages import SensorReport
 from everstep_agent.vault import reporting, service
 from everstep_controller.api.credentials import Keyring
 from everstep_controller.app import Controller
 from everstep_controller.config import ControllerSettings
-from everstep_controller.remediation.remediator import DryRun
+from everstep_controller.remediation.remediator import DryRunRemediator
 from everstep_controller.store.database import open_database
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import CollectorRegistry
@@ -65,7 +65,7 @@ async def _of_controller() -> list[Family]:
         settings = ControllerSettings(database=f"sqlite:///{Path(folder) / 'controller.db'}")
         engine = open_database(settings.database)
         keyring = Keyring((b"a secret that nobody is asked for",))
-        controller = await Controller.start(settings, keyring, engine, SYSTEM_CLOCK, DryRun)
+        controller = await Controller.start(settings, keyring, engine, SYSTEM_CLOCK, DryRunRemediator)
         try:
             return sorted(_families(controller.metrics.registry))
         finally:
@@ -89,11 +89,11 @@ def _collected(families: Iterable[Any]) -> Iterator[Family]:
 
 
 def _of_agent() -> Iterator[Family]:
-    counters, refused = reporting.Tally().read()
-    vault = StatisticsAnswer(request=0, counters=counters, refused=refused, levels=dict.fromkeys(_levels(), 0))
+    counters, refused = reporting.VaultCounters().read_all()
+    vault = StatisticsAnswer(request=0, counters=counters, refused=refused, gauges=dict.fromkeys(_levels(), 0))
     gpu = _filled(GpuSample)
-    picture = Picture(at=0.0, gpus=(gpu,))
-    numbers = _filled(agent_metrics.AgentNumbers, vault=vault, picture=picture)
+    picture = SensorReport(at=0.0, gpus=(gpu,))
+    numbers = _filled(agent_metrics.AgentMetrics, vault_statistics=vault, sensor_report=picture)
     yield from _collected(agent_metrics.AgentCollector(lambda: numbers, dcgm_names=True).collect())
 
 

@@ -68,9 +68,7 @@ def descendants(pid: int) -> list[int]:
     return [each for child in children for each in (child, *descendants(child))]
 
 
-def test_as_process_1_it_serves_with_vault_and_sensors_and_ends_in_order(
-    base: Path, controller: ControllerStub
-) -> None:
+def test_agent_as_process_1_serves_and_ends_in_order(base: Path, controller: ControllerStub) -> None:
     with contained(base, controller.url) as outer:
         said = json.loads((base / "run" / "agent.json").read_text())
         assert said["pid"] == 1
@@ -84,7 +82,7 @@ def test_as_process_1_it_serves_with_vault_and_sensors_and_ends_in_order(
         assert not (base / "run" / "agent.json").exists()
 
 
-def test_as_process_1_it_follows_a_parent_outside_its_namespace(base: Path, controller: ControllerStub) -> None:
+def test_agent_as_process_1_follows_an_outside_parent(base: Path, controller: ControllerStub) -> None:
     with contained(base, controller.url, "--die-with-parent") as outer:
         family = descendants(outer.pid)
         outer.kill()

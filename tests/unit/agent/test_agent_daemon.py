@@ -138,7 +138,7 @@ def left_of(agent: AgentProcess) -> list[str]:
     return files + [str(p) for p in agent.segments.rglob("*")]
 
 
-def test_it_registers_its_gpus_and_leaves_nothing_behind(agent: AgentProcess, controller: ControllerStub) -> None:
+def test_agent_registers_its_gpus_and_cleans_up(agent: AgentProcess, controller: ControllerStub) -> None:
     ready = agent.start()
     controller.wait_for(lambda: controller.beats)
     (registered,) = controller.registered
@@ -160,7 +160,7 @@ def test_ctrl_c_is_an_orderly_end(agent: AgentProcess) -> None:
     assert left_of(agent) == []
 
 
-def test_a_killed_rank_is_told_to_the_controller_and_the_next_generation_to_its_launcher(
+def test_agent_reports_rank_loss_and_forwards_new_generation(
     agent: AgentProcess, controller: ControllerStub, launcher_of: type[Peer]
 ) -> None:
     ready = agent.start()
@@ -180,9 +180,7 @@ def test_a_killed_rank_is_told_to_the_controller_and_the_next_generation_to_its_
     assert second.spec.number == 2
 
 
-def test_a_stopped_rank_is_told_and_killed_on_the_controllers_word(
-    agent: AgentProcess, controller: ControllerStub
-) -> None:
+def test_stopped_rank_is_reported_and_killed_on_order(agent: AgentProcess, controller: ControllerStub) -> None:
     ready = agent.start()
     controller.wait_for(lambda: controller.listening)
     controller.push(NewGeneration(spec=spec(1, ready["vault"])))
@@ -207,9 +205,7 @@ def test_a_critical_finding_does_not_wait_for_the_next_beat(agent: AgentProcess,
     assert raised[0].finding.trace
 
 
-def test_a_supervisor_that_was_killed_finds_its_vault_and_its_reports_again(
-    agent: AgentProcess, controller: ControllerStub
-) -> None:
+def test_restarted_agent_recovers_its_vault_and_reports(agent: AgentProcess, controller: ControllerStub) -> None:
     first = agent.start()
     controller.wait_for(lambda: controller.listening)
     controller.push(NewGeneration(spec=spec(1, first["vault"])))
@@ -229,9 +225,7 @@ def test_a_supervisor_that_was_killed_finds_its_vault_and_its_reports_again(
     assert segment.exists()
 
 
-def test_an_upgrade_leaves_the_vault_to_the_next_agent_and_stop_vault_ends_it(
-    agent: AgentProcess, controller: ControllerStub
-) -> None:
+def test_upgrade_keeps_the_vault_until_stop_vault(agent: AgentProcess, controller: ControllerStub) -> None:
     first = agent.start()
     segment = a_segment(agent)
     assert agent.end() == 0
@@ -244,7 +238,7 @@ def test_an_upgrade_leaves_the_vault_to_the_next_agent_and_stop_vault_ends_it(
     until(lambda: not is_running(first["vault_pid"]), "the vault is gone")
 
 
-def test_with_die_with_parent_nothing_survives_a_kill_of_the_parent(agent: AgentProcess) -> None:
+def test_die_with_parent_ends_the_agent_of_a_killed_parent(agent: AgentProcess) -> None:
     arguments = ["--node", "n1", "--controller", agent.controller, "--token-file", str(agent.token_file)]
     arguments += ["--run-dir", str(agent.run_dir), "--segment-dir", str(agent.segments), "--virtual", "default:2"]
     command = [sys.executable, "-m", "everstep_agent.main", *arguments, "--die-with-parent"]
@@ -261,7 +255,7 @@ def test_with_die_with_parent_nothing_survives_a_kill_of_the_parent(agent: Agent
     assert left_of(agent) == []
 
 
-def test_with_die_with_parent_nothing_survives_a_kill_of_the_agent(agent: AgentProcess) -> None:
+def test_die_with_parent_ends_the_helpers_of_a_killed_agent(agent: AgentProcess) -> None:
     ready = agent.start("--die-with-parent")
     segment = a_segment(agent)
     agent.kill()
@@ -270,9 +264,7 @@ def test_with_die_with_parent_nothing_survives_a_kill_of_the_agent(agent: AgentP
     assert ready["vault_pid"] in agent.pids
 
 
-def test_a_lost_vault_is_told_and_the_next_serves_at_the_same_address(
-    agent: AgentProcess, controller: ControllerStub
-) -> None:
+def test_lost_vault_is_reported_and_replaced_at_same_address(agent: AgentProcess, controller: ControllerStub) -> None:
     first = agent.start()
     controller.wait_for(lambda: controller.listening)
     controller.push(NewGeneration(spec=spec(1, first["vault"])))
@@ -300,7 +292,7 @@ def test_a_stopped_job_leaves_no_segments(agent: AgentProcess, controller: Contr
     until(lambda: not segment.exists(), "the segment is unlinked")
 
 
-def test_a_probe_is_answered_also_when_it_is_not_for_this_node(agent: AgentProcess, controller: ControllerStub) -> None:
+def test_probe_for_other_nodes_is_answered_as_failed(agent: AgentProcess, controller: ControllerStub) -> None:
     agent.start()
     controller.wait_for(lambda: controller.listening)
     controller.push(RunProbe(probe="p1", nodes=("n8", "n9"), store="127.0.0.1:0"))
@@ -308,7 +300,7 @@ def test_a_probe_is_answered_also_when_it_is_not_for_this_node(agent: AgentProce
     assert (finished.probe, finished.ok) == ("p1", False)
 
 
-def test_metrics_are_for_whoever_shows_the_token(agent: AgentProcess) -> None:
+def test_metrics_require_the_token(agent: AgentProcess) -> None:
     ready = agent.start("--dcgm-names")
     url = f"http://{ready['metrics']}/metrics"
     with pytest.raises(urllib.error.HTTPError) as refused:
@@ -323,7 +315,7 @@ def test_metrics_are_for_whoever_shows_the_token(agent: AgentProcess) -> None:
         assert f"\n{series}{{" in shown
 
 
-def test_a_second_agent_over_the_same_directory_says_what_to_do(agent: AgentProcess) -> None:
+def test_second_agent_in_one_run_directory_is_refused(agent: AgentProcess) -> None:
     agent.start()
     second = agent.launch()
     assert second.wait(DEADLINE_S) == 2
@@ -338,7 +330,7 @@ def test_a_second_agent_over_the_same_directory_says_what_to_do(agent: AgentProc
         (("--vault-listen", "here"), "host:port"),
     ],
 )
-def test_settings_that_cannot_be_used_end_it_with_a_word(
+def test_unusable_settings_end_the_agent_with_a_message(
     agent: AgentProcess, options: tuple[str, ...], word: str
 ) -> None:
     assert agent.launch(*options).wait(DEADLINE_S) == 2
@@ -346,7 +338,7 @@ def test_settings_that_cannot_be_used_end_it_with_a_word(
     assert left_of(agent) == []
 
 
-def test_a_vault_that_cannot_start_ends_it_with_a_word(agent: AgentProcess) -> None:
+def test_vault_start_failure_ends_the_agent_with_a_message(agent: AgentProcess) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         life = agent.launch("--vault-listen", f"127.0.0.1:{taken.getsockname()[1]}")
         assert life.wait(DEADLINE_S) == 1

@@ -30,9 +30,7 @@ def test_two_agents_never_share_a_run_directory(tmp_path: Path) -> None:
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_lock_that_went_with_its_holder_is_not_taken_for_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_directory_lock_is_retried_after_holder_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = AgentRunDirectory(tmp_path)
     flock = fcntl.flock
     tried: list[int] = []
@@ -51,14 +49,14 @@ def test_a_lock_that_went_with_its_holder_is_not_taken_for_ones_own(
     second.release()
 
 
-def test_a_run_directory_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_run_directory_is_private_to_its_owner(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o755)
     AgentRunDirectory(tmp_path / "run").release()
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
-def test_somebody_elses_directory_is_refused(tmp_path: Path) -> None:
+def test_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(tmp_path, 65534, 65534)
     with pytest.raises(ConfigurationError, match="belongs to another user"):
         private_directory(tmp_path)
@@ -66,7 +64,7 @@ def test_somebody_elses_directory_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 @pytest.mark.parametrize("where", ["everstep-0/run", "everstep-0/everstep/run"])
-def test_a_directory_in_one_of_somebody_elses_is_refused(tmp_path: Path, where: str) -> None:
+def test_directory_inside_a_foreign_directory_is_refused(tmp_path: Path, where: str) -> None:
     """Whoever owns ``/tmp/everstep-1000`` puts what they like in the place of what lies there."""
     shared = tmp_path / "shared"
     shared.mkdir()
@@ -78,7 +76,7 @@ def test_a_directory_in_one_of_somebody_elses_is_refused(tmp_path: Path, where: 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
-def test_a_directory_behind_somebody_elses_link_is_refused(tmp_path: Path) -> None:
+def test_directory_behind_a_foreign_symlink_is_refused(tmp_path: Path) -> None:
     shared, precious = tmp_path / "shared", tmp_path / "home"
     shared.mkdir()
     shared.chmod(0o1777)
@@ -90,7 +88,7 @@ def test_a_directory_behind_somebody_elses_link_is_refused(tmp_path: Path) -> No
     assert precious.stat().st_mode & 0o777 == 0o755
 
 
-def test_a_later_life_has_a_larger_number_even_if_the_clock_went_back(tmp_path: Path) -> None:
+def test_incarnation_grows_even_if_the_clock_went_back(tmp_path: Path) -> None:
     directory = AgentRunDirectory(tmp_path)
     first = directory.next_incarnation(1000.0)
     assert first == 1_000_000
@@ -110,7 +108,7 @@ def test_a_file_is_replaced_whole_and_private(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["f.json"]
 
 
-def test_what_a_killed_vault_left_is_unlinked(tmp_path: Path) -> None:
+def test_segments_of_a_killed_vault_are_unlinked(tmp_path: Path) -> None:
     segments = tmp_path / "everstep-0" / "n1"
     (segments / "job").mkdir(parents=True)
     (segments / "job" / "rank0").write_bytes(b"x")
@@ -120,7 +118,7 @@ def test_what_a_killed_vault_left_is_unlinked(tmp_path: Path) -> None:
     assert delete_segments(segments) == 0
 
 
-def test_a_neighbours_segments_stay(tmp_path: Path) -> None:
+def test_segments_of_another_node_stay(tmp_path: Path) -> None:
     mine, other = tmp_path / "everstep-0" / "n1", tmp_path / "everstep-0" / "n2"
     mine.mkdir(parents=True)
     other.mkdir()
@@ -134,7 +132,7 @@ def record(**extra: object) -> logging.LogRecord:
     return made
 
 
-def test_a_json_line_has_what_a_search_needs() -> None:
+def test_json_line_has_the_fields_for_search() -> None:
     line = json.loads(JsonLines().format(record(node="n1", trace="t1")))
     assert line["message"] == "rank 3"
     assert (line["node"], line["trace"], line["level"]) == ("n1", "t1", "info")
@@ -146,7 +144,7 @@ def test_a_text_line_shows_only_known_fields() -> None:
     assert TextLines().format(record()).endswith("rank 3")
 
 
-def test_what_others_said_forges_no_line_and_steers_no_terminal() -> None:
+def test_log_text_cannot_forge_lines_or_control_terminals() -> None:
     """An agent's version, a trace: texts that a node chooses."""
     forged = record(node="n1", trace="t\n12:00:00 INFO    olga ordered to evict n2")
     forged.msg, forged.args = "agent %s", ("1\x1b[2J\r\n12:00:00 INFO    all is well",)

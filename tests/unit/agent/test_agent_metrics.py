@@ -106,7 +106,7 @@ def test_the_agents_own_state_is_shown() -> None:
     assert value(samples, "everstep_agent_snapshot_interval_steps", node="n1", run="job") == 3
 
 
-def test_the_vaults_counters_are_shown_and_its_absence_too() -> None:
+def test_vault_counters_and_vault_absence_are_shown() -> None:
     samples = shown()
     assert value(samples, "everstep_vault_up") == 1
     assert value(samples, "everstep_vault_fetched_bytes_total") == 9
@@ -124,19 +124,19 @@ def test_gpus_are_shown_in_base_units() -> None:
     assert value(samples, "everstep_gpu_xids_total", gpu="0", xid="79") == 3
 
 
-def test_what_a_device_does_not_offer_has_no_series() -> None:
+def test_unsupported_device_metric_has_no_series() -> None:
     names = {name for name, _ in shown()}
     assert "everstep_gpu_nvlinks" not in names
     assert "everstep_gpu_memory_temperature_celsius" not in names
 
 
-def test_a_lost_gpu_keeps_its_series_and_shows_that_it_is_lost() -> None:
+def test_lost_gpu_keeps_its_series_with_up_zero() -> None:
     samples = shown(sensor_report=a_picture(GpuSample(index=0, pci_bus_id=BUS, uuid="GPU-0", lost=True)))
     assert value(samples, "everstep_gpu_up", gpu="0") == 0
     assert math.isnan(value(samples, "everstep_gpu_temperature_celsius", gpu="0"))
 
 
-def test_a_node_without_a_picture_shows_the_rest() -> None:
+def test_metrics_without_a_sensor_report_show_the_rest() -> None:
     assert value(shown(sensor_report=None), "everstep_agent_spool_reports") == 4
 
 
@@ -158,7 +158,7 @@ def test_dcgm_exporters_names_units_and_labels_are_exact() -> None:
     assert not any(name.startswith("DCGM") for name, _ in shown())
 
 
-def test_the_last_xid_goes_back_to_none_when_its_finding_clears() -> None:
+def test_last_xid_metric_resets_when_its_finding_clears() -> None:
     assert (
         value(shown(dcgm_names=True, sensor_report=a_picture(SAMPLE, findings=(XID,))), "DCGM_FI_DEV_XID_ERRORS") == 79
     )
@@ -173,7 +173,7 @@ def test_every_family_has_a_help_and_one_type() -> None:
     assert all(f.documentation for f in families)
 
 
-def test_a_process_that_is_gone_has_no_memory() -> None:
+def test_missing_process_has_no_resident_bytes() -> None:
     assert resident_bytes(1 << 22) is None
 
 
@@ -187,7 +187,7 @@ def ask(server: MetricsServer, path: str = "/metrics", **headers: str) -> tuple[
             return error.code, error.read().decode()
 
 
-def test_the_door_opens_for_the_token_alone() -> None:
+def test_metrics_server_requires_the_token() -> None:
     tokens = ["secret"]
     server = MetricsServer("127.0.0.1", 0, lambda: tokens[0], AgentCollector(numbers, dcgm_names=True), ManualClock())
     try:
@@ -204,7 +204,7 @@ def test_the_door_opens_for_the_token_alone() -> None:
         server.close()
 
 
-def test_a_scrape_that_fails_does_not_close_the_door(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_scrape_does_not_stop_the_metrics_server(caplog: pytest.LogCaptureFixture) -> None:
     def fails() -> AgentMetrics:
         raise TimeoutError("the event loop is busy")
 
@@ -237,7 +237,7 @@ def test_large_head_of_a_scrape_is_refused(head: bytes) -> None:
         server.close()
 
 
-def test_scrapers_that_hang_up_leave_few_lines_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+def test_scrapers_hanging_up_leave_few_lines_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(numbers, dcgm_names=False), ManualClock())
     host, _, port = server.address.rpartition(":")
@@ -254,7 +254,7 @@ def test_scrapers_that_hang_up_leave_few_lines_and_no_traceback(caplog: pytest.L
     assert not any(record.exc_info for record in caplog.records)
 
 
-def test_who_asks_a_letter_at_a_time_keeps_nobody_waiting_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_scraper_does_not_block_other_scrapers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 0.2)
     server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(numbers, dcgm_names=False), ManualClock())
     ended = threading.Event()

@@ -30,14 +30,14 @@ def changed(**fields: Any) -> AgentSettings:
     return msgspec.structs.replace(parsed(), **fields)
 
 
-def test_every_setting_says_what_it_is_for() -> None:
+def test_every_setting_has_a_description() -> None:
     for name, hint in typing.get_type_hints(AgentSettings, include_extras=True).items():
         _, *meta = typing.get_args(hint)
         assert meta, f"{name} has no description"
         assert len(meta[0].description) > 20, name
 
 
-def test_an_option_wins_over_the_environment_and_that_over_the_preset() -> None:
+def test_settings_prefer_option_over_environment_over_preset() -> None:
     environ = {"EVERSTEP_AGENT_METRICS_LISTEN": "127.0.0.1:1111"}
     production = ("--preset", "production")
     assert parsed(*production).metrics_listen == PRESETS["production"]["metrics_listen"]
@@ -46,7 +46,7 @@ def test_an_option_wins_over_the_environment_and_that_over_the_preset() -> None:
     assert parsed().metrics_listen == "127.0.0.1:0"
 
 
-def test_what_a_launcher_or_kubernetes_reads_is_no_setting_of_the_agents() -> None:
+def test_launcher_and_kubernetes_variables_are_no_settings() -> None:
     beside = {"EVERSTEP_AGENT_SOCKET": "/run/everstep/agent.sock", "EVERSTEP_AGENT_SERVICE_HOST": "10.0.0.1"}
     assert parsed(**beside) == parsed()
 
@@ -77,7 +77,7 @@ def test_controllers_are_a_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert "many" in capsys.readouterr().err
 
 
-def test_virtual_gpus_come_without_the_machines_kernel_log() -> None:
+def test_virtual_gpus_disable_the_kernel_log() -> None:
     assert parsed().kernel_log_path == "/dev/kmsg"
     assert parsed("--virtual", "default:2").kernel_log_path == ""
     assert parsed("--virtual", "default:2", "--kernel-log", "/tmp/log").kernel_log_path == "/tmp/log"
@@ -115,7 +115,7 @@ def test_virtual_gpus_come_without_the_machines_kernel_log() -> None:
         ({"max_connections": 1}, "--max-connections"),
     ],
 )
-def test_a_contradiction_is_refused_with_the_mend(fields: dict[str, Any], mend: str) -> None:
+def test_contradiction_is_refused_with_its_fix(fields: dict[str, Any], mend: str) -> None:
     with pytest.raises(ConfigurationError, match=mend):
         changed(**fields).validate()
 
@@ -164,6 +164,6 @@ def test_every_preset_gives_values_of_the_settings_types(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", list(PRESETS))
-def test_virtual_gpus_come_without_the_machines_kernel_log_in_every_preset(preset: str) -> None:
+def test_virtual_gpus_disable_the_kernel_log_in_every_preset(preset: str) -> None:
     assert parsed("--preset", preset).kernel_log_path == "/dev/kmsg"
     assert parsed("--preset", preset, "--virtual", "default").kernel_log_path == ""

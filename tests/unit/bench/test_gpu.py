@@ -43,7 +43,7 @@ def exists(pid: int) -> bool:
         return False
 
 
-def test_hanging_program_is_ended_with_all_it_started(tmp_path: Path) -> None:
+def test_hanging_program_is_ended_with_its_descendants(tmp_path: Path) -> None:
     """Also with a process in a session of its own, whose parent is gone."""
     script = f"(setsid sleep 600 & echo $! > {tmp_path}/orphan); sleep 600 & echo $! > {tmp_path}/child; {HANG}"
     outcome = run(["/bin/bash", "-c", script], SHORT_S, tmp_path / "log")
@@ -51,19 +51,19 @@ def test_hanging_program_is_ended_with_all_it_started(tmp_path: Path) -> None:
     assert not any(exists(int((tmp_path / name).read_text())) for name in ("orphan", "child"))
 
 
-def test_processes_left_by_an_ended_program_are_ended(tmp_path: Path) -> None:
+def test_processes_left_by_a_program_are_ended(tmp_path: Path) -> None:
     outcome = run(["/bin/bash", "-c", f"setsid sleep 600 & echo $! > {tmp_path}/left"], LONG_S, tmp_path / "log")
     assert outcome.status == 0
     assert not exists(int((tmp_path / "left").read_text()))
 
 
-def test_shared_memory_of_a_killed_step_is_removed(tmp_path: Path) -> None:
+def test_shared_memory_of_killed_step_is_removed(tmp_path: Path) -> None:
     script = f"mkdir /dev/shm/everstep-bench-$$-1 && echo $$ > {tmp_path}/pid; {HANG}"
     run(["/bin/bash", "-c", script], SHORT_S, tmp_path / "log")
     assert not Path(f"/dev/shm/everstep-bench-{(tmp_path / 'pid').read_text().strip()}-1").exists()
 
 
-def test_other_steps_run_after_one_fails_or_hangs(tmp_path: Path) -> None:
+def test_steps_continue_after_failure_or_timeout(tmp_path: Path) -> None:
     good = Row("good", 3.0, "s", 5.0, 1.0)
     steps = (
         shell("broken", "echo 'no such device' >&2; exit 7"),
@@ -85,7 +85,7 @@ def test_other_steps_run_after_one_fails_or_hangs(tmp_path: Path) -> None:
     assert whole.rows[0].against == "exit status 7: no such device"
 
 
-def test_steps_without_time_left_are_not_begun(tmp_path: Path) -> None:
+def test_steps_without_time_left_are_not_started(tmp_path: Path) -> None:
     steps = (shell("never", f"touch {tmp_path}/begun"),)
     whole, done = gpu.run_all(steps, "cpu", tmp_path / "logs", gpu.LEAST_S / 2)
     assert [(row.value, row.met) for row in whole.rows] == [(None, "aim")]
@@ -94,7 +94,7 @@ def test_steps_without_time_left_are_not_begun(tmp_path: Path) -> None:
     assert not (tmp_path / "begun").exists()
 
 
-def test_a_step_gets_no_more_time_than_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_time_limit_is_capped_by_remaining_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
 
     def kept(command: object, limit_s: float, log: Path, environment: object) -> object:
@@ -123,7 +123,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *steps: Step) -> tupl
     return gpu.main(arguments), path, docs
 
 
-def test_figures_come_as_table_json_and_document(
+def test_results_are_written_as_table_json_and_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = Row("digest", 50.0, "%", 20.0, 60.0, "a copy | of it", smaller_is_better=False), not_run("NCCL", "one GPU")
@@ -144,19 +144,19 @@ def test_figures_come_as_table_json_and_document(
     assert "Old figures" not in text
 
 
-def test_the_exit_status_tells_a_missed_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missed_floor_sets_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missed = Row("digest", 10.0, "%", 20.0, 60.0, smaller_is_better=False)
     assert bench(tmp_path, monkeypatch, shell("digest", rows_of(tmp_path, "one", missed)))[0] == 1
 
 
-def test_a_run_that_measures_nothing_does_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_without_measurement_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = shell("digest", rows_of(tmp_path, "one", not_run("digest", "no CUDA device")))
     status, _, docs = bench(tmp_path, monkeypatch, nothing)
     assert status == 2
     assert "Old figures" in docs.read_text()
 
 
-def test_the_document_is_written_from_a_kept_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_document_is_written_from_saved_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, path, docs = bench(tmp_path, monkeypatch, shell("a", rows_of(tmp_path, "a", Row("once", 1.0, "s"))))
     first = docs.read_text()
     docs.write_text(first.replace("| once |", "| stale |"))
@@ -165,7 +165,7 @@ def test_the_document_is_written_from_a_kept_run(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("text", ["no markers", f"{report.END}\n{report.BEGIN}", f"{report.BEGIN}\n{report.END}" * 2])
-def test_a_document_without_its_markers_is_refused(tmp_path: Path, text: str) -> None:
+def test_document_without_markers_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "gpu.md"
     path.write_text(text)
     with pytest.raises(ValueError, match="once each"):
@@ -173,7 +173,7 @@ def test_a_document_without_its_markers_is_refused(tmp_path: Path, text: str) ->
     assert path.read_text() == text
 
 
-def test_what_a_step_lacks_is_a_row_and_what_it_raises_a_status(tmp_path: Path) -> None:
+def test_missing_requirement_is_a_row_and_error_a_status(tmp_path: Path) -> None:
     def lacks(found: Sheet, device: str) -> None:
         found.add(Row("first", 1.0, "s"))
         raise NotRun("there is one GPU")
@@ -190,7 +190,7 @@ def test_what_a_step_lacks_is_a_row_and_what_it_raises_a_status(tmp_path: Path) 
     assert sheet.run("restore", breaks, Sheet(tmp_path / "none.json"), "cpu") == 1
 
 
-def test_a_step_runs_as_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_runs_as_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From its module's name to its rows, in the environment that steps have."""
     module = tmp_path / "said_step.py"
     module.write_text(

@@ -27,7 +27,7 @@ def wheel_of(folder: Path, name: str) -> Path:
     return path
 
 
-def test_the_bundle_holds_pinned_packages_without_torch() -> None:
+def test_bundle_holds_pinned_packages_without_torch() -> None:
     names = {gpu_bundle._name(requirement) for requirement in wanted()}
     assert {"msgspec", "xxhash", "typer", "rich", "fastapi", "sqlalchemy", "nvidia-ml-py", "pytest"} <= names
     assert not names & {"torch", "numpy", "matplotlib"}
@@ -39,7 +39,7 @@ def test_the_bundle_holds_pinned_packages_without_torch() -> None:
 
 
 @pytest.mark.parametrize(("nbytes", "status"), [(MOST_BYTES - 10, 0), (MOST_BYTES + 1, 1)])
-def test_a_bundle_over_its_limit_is_refused(
+def test_oversized_bundle_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], nbytes: int, status: int
 ) -> None:
     (tmp_path / "small-1.0-py3-none-any.whl").write_bytes(b"12345")
@@ -64,7 +64,7 @@ def test_wheels_are_packed_for_the_gpu_machine(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_an_environment_sees_the_wheels_and_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_sees_bundled_and_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel_of(tmp_path / "bundle", "packed_for_gpus")
     monkeypatch.setattr(gpu_bundle, "IMPORTED", ("torch", "msgspec", "packed_for_gpus"))
     assert install(tmp_path / "bundle", tmp_path / "venv") == 0
@@ -73,7 +73,7 @@ def test_an_environment_sees_the_wheels_and_what_was_there(tmp_path: Path, monke
     assert absent(Path(sys.executable), ("packed_for_gpus",)) == ["packed_for_gpus"]
 
 
-def test_missing_packages_are_named_with_the_mend(
+def test_missing_packages_are_named_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_bundle, "IMPORTED", ("json", "no_such_module"))

@@ -26,19 +26,19 @@ def sample(**values: Any) -> GpuSample:
     return GpuSample(index=0, pci_bus_id="0000:1b:00", uuid="GPU-1", **values)
 
 
-def test_failed_marked_tests_are_named_and_skipped_ones_not_run() -> None:
+def test_marked_tests_report_failed_and_skipped_tests() -> None:
     judged, skipped = marked_tests.rows(REPORT)
     assert (judged.value, judged.floor, judged.met) == (1, 3, "no")
     assert judged.against == "of 3; failed: test_b, test_c"
     assert (skipped.name, skipped.against) == ("test_d", "not run: fewer than two CUDA devices")
 
 
-def test_marked_tests_that_could_not_run_are_not_judged() -> None:
+def test_skipped_marked_tests_are_not_judged() -> None:
     only_skipped = "<testsuite><testcase name='test_d'><skipped message='no GPU'/></testcase></testsuite>"
     assert [row.value for row in marked_tests.rows(only_skipped)] == [None]
 
 
-def test_a_gpu_that_cannot_be_read_misses_the_floor() -> None:
+def test_unreadable_gpu_misses_the_floor() -> None:
     whole, offered, *_ = sensors.sample_rows((sample(power_w=70.0), sample(error="power: timed out (NVML error 10)")))
     assert (whole.value, whole.floor, whole.met) == (1, 2, "no")
     assert "NVML error 10" in whole.against
@@ -46,7 +46,7 @@ def test_a_gpu_that_cannot_be_read_misses_the_floor() -> None:
     assert "temperature_c" in offered.against
 
 
-def test_a_machine_without_nvml_misses_the_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_nvml_misses_the_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def none(sheet: Sheet, device: str) -> None:
         return
 
@@ -56,13 +56,13 @@ def test_a_machine_without_nvml_misses_the_floor(tmp_path: Path, monkeypatch: py
     assert [(row.name, row.met) for row in sheet.rows] == [("NVML: GPUs read whole", "no")]
 
 
-def test_a_failed_probe_is_a_row_that_is_not_met() -> None:
+def test_failed_probe_is_an_unmet_row() -> None:
     answer = ProbeFinished(probe="p", ok=False, detail="CUDA out of memory")
     (row,) = sensors.alone_rows(ProbeKind.COMPUTE, answer, "cuda")
     assert (row.met, row.against) == ("no", "CUDA out of memory")
 
 
-def test_a_digest_that_differs_on_the_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differing_digest_on_device_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(digest.WeightedDigest):
         made = 0
 
@@ -77,14 +77,14 @@ def test_a_digest_that_differs_on_the_device_is_an_error(monkeypatch: pytest.Mon
         digest.require_equal(tensors)
 
 
-def test_block_size_is_as_before_after_digests_are_timed() -> None:
+def test_block_size_is_restored_after_timing() -> None:
     usual = digest.digests.BLOCK_ROWS
     rows = digest.rate_rows([torch.ones(64, dtype=torch.bfloat16)], torch.device("cpu"), 1e9)
     assert usual == digest.digests.BLOCK_ROWS
     assert len(rows) == 1 + len(digest.BLOCKS)
 
 
-def test_the_named_shape_has_a_billion_parameters() -> None:
+def test_training_shape_has_a_billion_parameters() -> None:
     assert 1.0e9 < training.SHAPES[0].parameters < 1.1e9
     tiny = Training(training.TINY, torch.device("cpu"))
     tiny.gradients()
@@ -94,7 +94,7 @@ def test_the_named_shape_has_a_billion_parameters() -> None:
     assert sum(tensor.nbytes for tensor in tiny.state()) == training.TINY.dtype.itemsize * 3 * counted
 
 
-def test_a_shape_without_room_gives_way_to_a_smaller_one() -> None:
+def test_training_falls_back_to_a_smaller_shape() -> None:
     huge = Shape("huge", layers=10_000, width=65536, heads=16)
     assert training.fitting((huge, training.TINY)) is training.TINY
     with pytest.raises(NotRun, match="too little for huge"):
@@ -121,7 +121,7 @@ class Sealing:
         return
 
 
-def test_warming_up_outlasts_snapshots_that_are_given_up() -> None:
+def test_warm_up_continues_after_abandoned_snapshots() -> None:
     """As those are that begin while the slots are being page-locked."""
     sealing: Any = Sealing(given_up=3)
     loop = training.Loop(Training(training.TINY, torch.device("cpu")), sealing, torch.device("cpu"))
@@ -129,7 +129,7 @@ def test_warming_up_outlasts_snapshots_that_are_given_up() -> None:
     assert sealing.begun == list(range(1, 4 + training.WARM_UPS))
 
 
-def test_a_measured_snapshot_that_is_not_sealed_is_an_error() -> None:
+def test_unsealed_measured_snapshot_raises() -> None:
     sealing: Any = Sealing(given_up=1)
     loop = training.Loop(Training(training.TINY, torch.device("cpu")), sealing, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="step 1 was not sealed"):

@@ -65,7 +65,7 @@ def session_of(process: ControllerProcess, node: str = "n1") -> Iterator[AgentSe
         yield session
 
 
-def test_the_ready_file_names_the_process_and_where_it_serves(tmp_path: Path) -> None:
+def test_ready_file_names_process_and_address(tmp_path: Path) -> None:
     """Of a controller that was started by its command line, over no database yet; it ends in order, and comes again."""
     with controller_process(tmp_path) as process:
         for _ in range(2):
@@ -81,21 +81,21 @@ def test_the_ready_file_names_the_process_and_where_it_serves(tmp_path: Path) ->
             process.start()
 
 
-def test_a_directive_is_pushed_when_it_is_committed(process: ControllerProcess) -> None:
+def test_directive_is_pushed_when_committed(process: ControllerProcess) -> None:
     with session_of(process) as session:
         session.report(joined("j", 1.0))
         assert session.directive(NewGeneration).spec.number == 1
         assert connected(process) == 1
 
 
-def test_a_session_that_breaks_is_told_to_the_core(process: ControllerProcess) -> None:
+def test_session_end_is_audited_as_disconnect(process: ControllerProcess) -> None:
     with session_of(process):
         pass
     until(lambda: events(process, "node.disconnected"), "the disconnection in the audit log")
     assert [event.node for event in events(process, "node.disconnected")] == ["n1"]
 
 
-def test_a_session_that_breaks_while_there_is_a_newer_one_means_nothing(process: ControllerProcess) -> None:
+def test_end_of_replaced_session_is_not_audited(process: ControllerProcess) -> None:
     with session_of(process) as first, session_of(process) as second:
         assert first.ended()
         first.close()
@@ -104,7 +104,7 @@ def test_a_session_that_breaks_while_there_is_a_newer_one_means_nothing(process:
         assert events(process, "node.disconnected") == []
 
 
-def test_sigterm_ends_sessions_and_streams_in_order(process: ControllerProcess) -> None:
+def test_sigterm_ends_sessions_and_streams_cleanly(process: ControllerProcess) -> None:
     with session_of(process) as session, closing(process.connection()) as stream:
         stream.request("GET", "/v1/events/stream?after=0", headers=VIEWER)
         response = stream.getresponse()
@@ -116,7 +116,7 @@ def test_sigterm_ends_sessions_and_streams_in_order(process: ControllerProcess) 
     assert "node.disconnected" not in process.log()
 
 
-def test_the_event_stream_begins_after_the_last_event_seen_and_goes_on(process: ControllerProcess) -> None:
+def test_event_stream_resumes_and_continues_live(process: ControllerProcess) -> None:
     register(process)
 
     def next_event(response: http.client.HTTPResponse) -> op.Event:
@@ -137,9 +137,7 @@ def test_the_event_stream_begins_after_the_last_event_seen_and_goes_on(process: 
 
 
 @pytest.mark.promise("acknowledged-is-durable")
-def test_whatever_was_acknowledged_before_a_kill_is_there_exactly_once_after_it(
-    program_forks: ForkPool, tmp_path: Path
-) -> None:
+def test_acknowledged_reports_survive_kills_exactly_once(program_forks: ForkPool, tmp_path: Path) -> None:
     """Reports are posted all the while; the controller is killed three times in the middle of it and restarted."""
     settings = tmp_path / "settings.toml"
     settings.write_text(EVERY_FINDING)
@@ -157,9 +155,7 @@ def test_whatever_was_acknowledged_before_a_kill_is_there_exactly_once_after_it(
         assert process.ask("GET", "/v1/status", None, VIEWER)[0] == 200
 
 
-def test_a_second_controller_over_the_same_database_fences_the_first_off(
-    program_forks: ForkPool, tmp_path: Path
-) -> None:
+def test_second_controller_fences_off_the_first(program_forks: ForkPool, tmp_path: Path) -> None:
     first_home, second_home = tmp_path / "first", tmp_path / "second"
     first_home.mkdir()
     second_home.mkdir()
@@ -176,7 +172,7 @@ def test_a_second_controller_over_the_same_database_fences_the_first_off(
         assert tell(second, "n1", registration("n1"))[0] == 200
 
 
-def test_a_controller_that_should_die_with_its_parent_does(tmp_path: Path) -> None:
+def test_controller_exits_with_its_parent(tmp_path: Path) -> None:
     secret, ready = tmp_path / "secret", tmp_path / "ready.json"
     secret.write_bytes(SECRET)
     secret.chmod(0o600)
@@ -215,9 +211,7 @@ def test_a_controller_that_should_die_with_its_parent_does(tmp_path: Path) -> No
     assert not ready.exists()
 
 
-def test_a_database_over_postgresql_serves_and_survives_a_kill(
-    program_forks: ForkPool, tmp_path: Path, postgres: str
-) -> None:
+def test_postgresql_controller_survives_a_kill(program_forks: ForkPool, tmp_path: Path, postgres: str) -> None:
     with controller_process(tmp_path, program_forks, database=postgres) as process:
         register(process)
         reports = Reports(incarnation=1, reports=(NumberedReport(number=1, body=joined("j", 1.0)),))
@@ -228,7 +222,7 @@ def test_a_database_over_postgresql_serves_and_survives_a_kill(
         assert [(job.job, job.generation) for job in jobs] == [("j", 1)]
 
 
-def test_a_database_connection_that_breaks_costs_nobody_anything(
+def test_broken_database_connection_is_transparent(
     program_forks: ForkPool, tmp_path: Path, postgres: str, postgres_server: str
 ) -> None:
     with controller_process(tmp_path, program_forks, database=postgres) as process:
@@ -251,7 +245,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ}, check=False)
 
 
-def test_a_certificate_that_is_none_is_refused_before_anything_is_served(tmp_path: Path) -> None:
+def test_invalid_certificate_is_refused_at_start(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
     secret.chmod(0o600)
@@ -261,7 +255,7 @@ def test_a_certificate_that_is_none_is_refused_before_anything_is_served(tmp_pat
     assert "cannot be used" in refused.stderr
 
 
-def test_a_state_that_another_release_wrote_is_not_guessed_at(program_forks: ForkPool, tmp_path: Path) -> None:
+def test_unreadable_stored_state_is_refused_at_start(program_forks: ForkPool, tmp_path: Path) -> None:
     with controller_process(tmp_path, program_forks) as process:
         register(process)
         assert process.terminate() == 0
@@ -271,7 +265,7 @@ def test_a_state_that_another_release_wrote_is_not_guessed_at(program_forks: For
             process.start()
 
 
-def test_a_password_from_a_file_opens_the_database_and_is_shown_nowhere(
+def test_database_password_is_read_from_file_and_not_logged(
     program_forks: ForkPool, tmp_path: Path, postgres: str
 ) -> None:
     """The server trusts local connections: this shows that the password is taken, not that it is checked."""
@@ -286,7 +280,7 @@ def test_a_password_from_a_file_opens_the_database_and_is_shown_nowhere(
         assert "correct horse" not in log
 
 
-def test_what_an_operator_must_mend_is_said_in_one_line_with_status_2(tmp_path: Path) -> None:
+def test_configuration_error_exits_with_status_2(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
     secret.chmod(0o644)
@@ -300,7 +294,7 @@ def test_what_an_operator_must_mend_is_said_in_one_line_with_status_2(tmp_path: 
     assert "start PostgreSQL" in gone.stderr
 
 
-def test_an_address_in_use_is_said(process: ControllerProcess, tmp_path: Path) -> None:
+def test_address_in_use_is_reported(process: ControllerProcess, tmp_path: Path) -> None:
     other = tmp_path / "other.db"
     arguments = ("--secret-file", str(process.secret_file), "--database", f"sqlite:///{other}")
     refused = run("serve", "--listen", process.listen, *arguments)
@@ -308,7 +302,7 @@ def test_an_address_in_use_is_said(process: ControllerProcess, tmp_path: Path) -
     assert f"cannot listen on {process.listen}" in refused.stderr
 
 
-def test_events_are_followed_across_a_restart_of_the_controller(process: ControllerProcess, tmp_path: Path) -> None:
+def test_events_command_follows_across_controller_restart(process: ControllerProcess, tmp_path: Path) -> None:
     token_file = tmp_path / "token"
     token_file.write_text(mint(SECRET, TokenRole.VIEWER, "vera"))
     command = [sys.executable, "-m", "everstep.cli.main", "--controller", process.url, "--token-file", str(token_file)]
@@ -329,7 +323,7 @@ def test_events_are_followed_across_a_restart_of_the_controller(process: Control
             following.kill()
 
 
-def test_the_token_command_prints_a_token_that_verifies(tmp_path: Path) -> None:
+def test_token_command_prints_a_valid_token(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
     secret.chmod(0o600)
@@ -338,7 +332,7 @@ def test_the_token_command_prints_a_token_that_verifies(tmp_path: Path) -> None:
     assert verify(SECRET, printed).subject == "n1"
 
 
-def test_the_log_is_one_json_object_a_line_and_holds_no_token(process: ControllerProcess) -> None:
+def test_log_lines_are_json_without_tokens(process: ControllerProcess) -> None:
     register(process)
     process.ask("GET", "/v1/status", None, {"Authorization": "Bearer operator:eve:wrong"})
     assert process.terminate() == 0

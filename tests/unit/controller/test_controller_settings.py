@@ -15,7 +15,7 @@ from everstep.vocabulary import FindingKind, Mode
 GIVEN = {"secret_file": "secret"}
 
 
-def test_an_explicit_argument_wins_over_file_environment_and_preset(tmp_path: Path) -> None:
+def test_explicit_argument_overrides_all_other_sources(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     file.write_text("listen = '127.0.0.1:3'\nmax_commit_batch = 3\n[policy]\nversion_window = 7\n")
     environment = {
@@ -36,25 +36,25 @@ def test_an_explicit_argument_wins_over_file_environment_and_preset(tmp_path: Pa
     ("name", "meant"),
     [("POLICY_EVICTON_COUNT", "POLICY_EVICTION_COUNT"), ("RETENTION_DYAS", "RETENTION_DAYS"), ("POLICY_RULES", "")],
 )
-def test_a_misspelt_variable_is_refused_with_the_one_that_was_meant(name: str, meant: str) -> None:
+def test_misspelt_variable_is_refused_with_suggestion(name: str, meant: str) -> None:
     with pytest.raises(ConfigurationError, match=f"EVERSTEP_CONTROLLER_{name}: no such setting; .*{meant}"):
         load_settings(GIVEN, environment={f"EVERSTEP_CONTROLLER_{name}": "2"})
 
 
-def test_every_link_to_a_service_of_that_name_is_passed_over() -> None:
+def test_kubernetes_service_variables_are_ignored() -> None:
     links = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTPS", "PORT", "PORT_7700_TCP", "PORT_7700_TCP_PROTO",
              "PORT_7700_TCP_PORT", "PORT_7700_TCP_ADDR", "COMMAND")  # fmt: skip
     environment = {f"EVERSTEP_CONTROLLER_{link}": "x" for link in links}
     assert load_settings(GIVEN, environment=environment) == load_settings(GIVEN, environment={})
 
 
-def test_what_a_platform_puts_into_the_environment_is_not_taken_for_a_setting() -> None:
+def test_platform_variables_are_ignored() -> None:
     environment = {"EVERSTEP_CONTROLLER_PORT": "tcp://10.0.0.1:7700", "EVERSTEP_CONTROLLER": "http://c:7700"}
     plain = ControllerSettings(secret_file="secret", policy=with_rules(CorePolicy()))
     assert load_settings(GIVEN, environment=environment) == plain
 
 
-def test_a_sites_rules_are_read_with_the_settings_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
+def test_site_rules_are_loaded_and_checked(tmp_path: Path) -> None:
     rules = tmp_path / "site.toml"
     rules.write_text('[[rule]]\nkind = "gpu.xid"\nmode = "observe"\nsource = "a test"\n')
     settings = load_settings({**GIVEN, "policy_dir": str(tmp_path)}, environment={})
@@ -64,7 +64,7 @@ def test_a_sites_rules_are_read_with_the_settings_and_a_wrong_one_is_refused(tmp
         load_settings({**GIVEN, "policy_dir": str(tmp_path)}, environment={})
 
 
-def test_cures_cannot_be_enforced_where_nothing_carries_them_out(tmp_path: Path) -> None:
+def test_remediation_enforcement_needs_a_remediator(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     file.write_text("[policy]\nremediation_mode = 'enforce'\n")
     with pytest.raises(ConfigurationError, match="dry_run carries none out"):
@@ -72,7 +72,7 @@ def test_cures_cannot_be_enforced_where_nothing_carries_them_out(tmp_path: Path)
 
 
 @pytest.mark.parametrize("url", ["http://pager.example:77000/x", "http://pager.example:x/", "ftp://x", "http:///x"])
-def test_an_address_that_cannot_be_is_refused_at_the_start(url: str) -> None:
+def test_invalid_url_is_refused_at_start(url: str) -> None:
     with pytest.raises(ConfigurationError, match="alert_url"):
         load_settings({**GIVEN, "alert_url": url}, environment={})
     hook = {"remediation": "webhook", "webhook_url": url, "webhook_secret_file": "w"}
@@ -81,7 +81,7 @@ def test_an_address_that_cannot_be_is_refused_at_the_start(url: str) -> None:
 
 
 @pytest.mark.parametrize("preset", ["lab", "production"])
-def test_every_preset_is_free_of_contradictions(preset: str) -> None:
+def test_every_preset_is_valid(preset: str) -> None:
     assert load_settings(GIVEN, preset=preset, environment={}).secret_file == "secret"
 
 
@@ -103,12 +103,12 @@ def test_every_preset_is_free_of_contradictions(preset: str) -> None:
         ({"max_commit_batch": "many"}, "max_commit_batch"),
     ],
 )
-def test_a_contradiction_or_a_typo_is_refused_with_its_mend(given: dict[str, object], says: str) -> None:
+def test_invalid_setting_is_refused_with_advice(given: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         load_settings({**GIVEN, **given}, environment={})
 
 
-def test_a_settings_file_with_a_typo_or_none_at_all_is_refused(tmp_path: Path) -> None:
+def test_invalid_settings_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     with pytest.raises(ConfigurationError, match="cannot be read"):
         load_settings(GIVEN, file=file, environment={})
@@ -120,12 +120,12 @@ def test_a_settings_file_with_a_typo_or_none_at_all_is_refused(tmp_path: Path) -
         load_settings(GIVEN, file=file, environment={})
 
 
-def test_an_unknown_preset_is_refused() -> None:
+def test_unknown_preset_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="production or lab"):
         load_settings(GIVEN, preset="labs", environment={})
 
 
-def test_every_setting_says_what_it_is_for() -> None:
+def test_every_setting_is_documented() -> None:
     tree = ast.parse(inspect.getsource(ControllerSettings)).body[0]
     assert isinstance(tree, ast.ClassDef)
     undocumented = [
@@ -138,7 +138,7 @@ def test_every_setting_says_what_it_is_for() -> None:
     assert undocumented == []
 
 
-def test_a_secret_that_others_can_read_is_refused_with_the_command_to_run(tmp_path: Path) -> None:
+def test_secret_readable_by_others_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("0123456789abcdef\n")
     file.chmod(0o644)
@@ -148,7 +148,7 @@ def test_a_secret_that_others_can_read_is_refused_with_the_command_to_run(tmp_pa
     assert read_secret(str(file)) == b"0123456789abcdef"
 
 
-def test_a_missing_or_short_secret_says_how_to_make_one(tmp_path: Path) -> None:
+def test_missing_or_short_secret_is_refused_with_advice(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     with pytest.raises(ConfigurationError, match="openssl rand"):
         read_secret(str(file))
@@ -158,7 +158,7 @@ def test_a_missing_or_short_secret_says_how_to_make_one(tmp_path: Path) -> None:
         read_secret(str(file))
 
 
-def test_a_database_password_comes_from_a_private_file(tmp_path: Path) -> None:
+def test_database_password_needs_a_private_file(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("short\n")
     file.chmod(0o600)
@@ -183,7 +183,7 @@ def test_a_database_password_comes_from_a_private_file(tmp_path: Path) -> None:
         ("postgresql://user:shown@host/name", "take it out of the URL"),
     ],
 )
-def test_a_password_file_that_does_not_fit_the_database_is_refused(database: str, why: str) -> None:
+def test_password_file_is_refused_for_unsuitable_database(database: str, why: str) -> None:
     given = {**GIVEN, "database": database, "database_password_file": "password"}
     with pytest.raises(ConfigurationError, match=why):
         load_settings(given, environment={})

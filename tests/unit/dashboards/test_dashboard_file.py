@@ -26,11 +26,11 @@ def panels() -> Iterator[dict[str, Any]]:
     yield from (panel for panel in dashboard()["panels"] if panel["type"] != "row")
 
 
-def test_the_checked_in_dashboard_is_what_the_table_says() -> None:
+def test_checked_in_dashboard_is_current() -> None:
     assert json.loads(TARGET.read_text()) == dashboard(), "run `python -m dashboards.build`"
 
 
-def test_panels_have_unique_ids_titles_descriptions_and_queries() -> None:
+def test_panels_have_unique_ids_titles_and_queries() -> None:
     found = list(panels())
     assert len({panel["id"] for panel in dashboard()["panels"]}) == len(dashboard()["panels"])
     for panel in found:
@@ -39,7 +39,7 @@ def test_panels_have_unique_ids_titles_descriptions_and_queries() -> None:
         assert panel["targets"]
 
 
-def test_panels_stay_on_the_grid_and_do_not_overlap() -> None:
+def test_panels_stay_on_the_grid_without_overlap() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in dashboard()["panels"]:
         place = panel["gridPos"]
@@ -49,7 +49,7 @@ def test_panels_stay_on_the_grid_and_do_not_overlap() -> None:
         taken |= cells
 
 
-def test_every_alert_says_what_happened_and_what_to_type() -> None:
+def test_every_alert_has_summary_and_description() -> None:
     rules = yaml.safe_load((PROMETHEUS / "everstep.rules.yml").read_text())
     alerts = [rule for group in rules["groups"] for rule in group["rules"] if "alert" in rule]
     assert alerts
@@ -59,7 +59,7 @@ def test_every_alert_says_what_happened_and_what_to_type() -> None:
         assert alert["labels"]["severity"] in {"page", "warn"}
 
 
-def test_every_series_of_the_controller_that_is_asked_for_is_one_that_it_has() -> None:
+def test_queried_controller_series_exist() -> None:
     rules = yaml.safe_load((PROMETHEUS / "everstep.rules.yml").read_text())["groups"][0]["rules"]
     asked = " ".join([*queries(), *(rule["expr"] for rule in rules)])
     recorded = {rule["record"] for rule in rules if "record" in rule}
@@ -69,14 +69,14 @@ def test_every_series_of_the_controller_that_is_asked_for_is_one_that_it_has() -
 
 
 @promtool
-def test_promtool_finds_the_rules_sound() -> None:
+def test_promtool_accepts_the_rules() -> None:
     command = ["promtool", "check", "rules", str(PROMETHEUS / "everstep.rules.yml")]
     subprocess.run(command, check=True, timeout=120, capture_output=True)
 
 
 @pytest.mark.slow
 @promtool
-def test_alerts_fire_when_they_must_and_only_then() -> None:
+def test_alerts_pass_the_promtool_tests() -> None:
     command = ["promtool", "test", "rules", str(PROMETHEUS / "everstep.test.yml")]
     done = subprocess.run(command, timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

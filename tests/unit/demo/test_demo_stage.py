@@ -26,7 +26,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(SimpleNamespace(), Watch(nobody, "demo", nobody), View(10, 0.0), nobody, 10)  # type: ignore[arg-type]
 
 
-def test_a_lost_node_is_found_with_the_first_word_about_it_and_told_by_the_trace_that_answers_it(stage: Stage) -> None:
+def test_demo_fault_is_followed_by_event_and_trace(stage: Stage) -> None:
     stage.watch.events += [
         Event(id=1, at=9.0, kind="node.disconnected", sentence="before the fault", node="n2", trace="early"),
         Event(id=2, at=10.2, kind="node.disconnected", sentence="another node", node="n3", trace="other"),
@@ -39,7 +39,7 @@ def test_a_lost_node_is_found_with_the_first_word_about_it_and_told_by_the_trace
     assert (record.generation, record.trace, record.sentence) == (4, "answered", "n5 for n2")
 
 
-def test_a_fault_is_found_when_its_node_saw_it_where_the_event_says_when(stage: Stage) -> None:
+def test_demo_fault_detection_time_is_the_node_time(stage: Stage) -> None:
     stage.watch.events += [
         Event(id=1, at=10.4, kind="finding", sentence="XID 79", node="n1", detail={"seen_at": "10.1"}),
         Event(id=2, at=10.4, kind="generation", sentence="without n1", job="demo", generation=5, trace="t"),
@@ -49,9 +49,7 @@ def test_a_fault_is_found_when_its_node_saw_it_where_the_event_says_when(stage: 
     assert record.found_at == 10.1
 
 
-def test_a_node_that_was_evicted_and_came_back_is_not_the_one_to_evict_next(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_evicts_no_node_twice(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stage, "node_of", lambda _, rank: SimpleNamespace(name={3: "n2", 2: "n4", 1: "n5"}[rank]))
     assert stage.node_to_evict(3, 2, 1).name == "n2"
     stage.faults.append(FaultRecord("node_killed", "SIGKILL to all of n4", "n4"))
@@ -97,7 +95,7 @@ class Playing:
         lambda playing: setattr(playing.job, "state", JobState.PAUSED),
     ],
 )
-def test_fault_waits_for_whole_and_stepping_roster(stage: Stage, spoil: Callable[[Playing], None]) -> None:
+def test_demo_fault_waits_for_complete_stepping_roster(stage: Stage, spoil: Callable[[Playing], None]) -> None:
     playing = Playing(stage)
     assert playing.is_ready()
     assert stage.rank_of(stage.node_of(1)) == 77
@@ -105,7 +103,7 @@ def test_fault_waits_for_whole_and_stepping_roster(stage: Stage, spoil: Callable
     assert not playing.is_ready()
 
 
-def test_training_that_ends_before_last_fault_is_told(stage: Stage) -> None:
+def test_demo_reports_training_ending_before_last_fault(stage: Stage) -> None:
     playing = Playing(stage)
     playing.is_ready()
     stage.ready(spares=1)
@@ -114,7 +112,7 @@ def test_training_that_ends_before_last_fault_is_told(stage: Stage) -> None:
         stage.ready()
 
 
-def test_last_row_skips_what_was_cut_short(tmp_path: Path) -> None:
+def test_last_log_row_skips_truncated_lines(tmp_path: Path) -> None:
     log = tmp_path / "n1-5.jsonl"
     assert last_row(log) is None
     log.write_text("")

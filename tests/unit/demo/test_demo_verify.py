@@ -44,7 +44,7 @@ def reference(tmp_path: Path) -> Run:
     return Run.read(tmp_path / "reference")
 
 
-def test_a_run_that_computed_steps_again_counts_every_sample_once(tmp_path: Path, reference: Run) -> None:
+def test_repeated_steps_count_every_sample_once(tmp_path: Path, reference: Run) -> None:
     whole(tmp_path / "run", 1, range(1, 5))
     whole(tmp_path / "run", 2, range(3, 7))
     run = Run.read(tmp_path / "run")
@@ -55,9 +55,7 @@ def test_a_run_that_computed_steps_again_counts_every_sample_once(tmp_path: Path
     assert verified.exact_through == 6
 
 
-def test_a_step_that_a_dead_rank_brought_its_samples_to_stands_without_its_last_line(
-    tmp_path: Path, reference: Run
-) -> None:
+def test_step_of_killed_rank_counts_without_its_last_line(tmp_path: Path, reference: Run) -> None:
     whole(tmp_path / "run", 1, range(1, 3))
     log(tmp_path / "run", "r0-1", 0, [(1, 3)])
     lines = (tmp_path / "run" / "r1-1.jsonl").read_text().splitlines()
@@ -72,7 +70,7 @@ def test_a_step_that_a_dead_rank_brought_its_samples_to_stands_without_its_last_
     assert first.step == 4
 
 
-def test_a_sample_seen_in_place_of_another_is_told(tmp_path: Path, reference: Run) -> None:
+def test_duplicate_sample_is_reported(tmp_path: Path, reference: Run) -> None:
     whole(tmp_path / "run", 1, range(1, 7))
     path = tmp_path / "run" / "r0-1.jsonl"
     path.write_text(path.read_text().replace("[24, 25]", "[24, 24]"))
@@ -81,7 +79,7 @@ def test_a_sample_seen_in_place_of_another_is_told(tmp_path: Path, reference: Ru
     assert any("repeated" in problem for problem in verified.problems)
 
 
-def test_a_difference_at_the_same_world_size_is_told_however_small(tmp_path: Path, reference: Run) -> None:
+def test_loss_difference_at_same_world_size_is_reported(tmp_path: Path, reference: Run) -> None:
     whole(tmp_path / "run", 1, range(1, 4))
     whole(tmp_path / "run", 2, range(4, 7), loss=1.0 + 1e-9)
     verified = verify(Run.read(tmp_path / "run"), reference, 6)
@@ -90,7 +88,7 @@ def test_a_difference_at_the_same_world_size_is_told_however_small(tmp_path: Pat
     assert any("bit" in problem for problem in verified.problems)
 
 
-def test_a_smaller_world_may_round_otherwise_but_not_differ(tmp_path: Path, reference: Run) -> None:
+def test_loss_tolerance_at_smaller_world_size_is_bounded(tmp_path: Path, reference: Run) -> None:
     whole(tmp_path / "run", 1, range(1, 4))
     for step in range(4, 7):
         log(tmp_path / "run", "alone", 0, [(2, step)], loss=1.0 + 2 * LOSS_TOLERANCE, world=1)
@@ -105,7 +103,7 @@ def test_missing_steps_are_named(tmp_path: Path, reference: Run) -> None:
         verify(Run.read(tmp_path / "run"), reference, 6)
 
 
-def test_the_report_shows_what_was_not_as_it_must_be(tmp_path: Path, reference: Run) -> None:
+def test_report_shows_problems_and_escapes_html(tmp_path: Path, reference: Run) -> None:
     fault = FaultRecord("rank_killed", "SIGKILL <to> a rank", "n1", step=2, injected_at=10.0, found_at=10.5)
     write_report(
         tmp_path / "report.html",

@@ -14,7 +14,7 @@ from examples.demo.watch import Watch
 EVICTED = Event(id=7, at=1.0, kind="verdict.evict", sentence="n1 is out", node="n1")
 
 
-def test_events_are_not_lost_with_a_question_that_failed_behind_them() -> None:
+def test_watch_keeps_events_after_a_failed_request() -> None:
     failing, asked = [True], []
 
     def get(path: str, _kind: Any) -> Any:

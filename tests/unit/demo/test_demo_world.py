@@ -13,9 +13,7 @@ from examples.demo.world import OWNER, PREFIX, World, descendants, sweep, wait_f
 from tests.support.processes import is_running
 
 
-def test_what_a_killed_world_left_is_swept_and_what_a_live_one_uses_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sweep_removes_only_directories_of_dead_worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gone = subprocess.Popen(["true"])
     gone.wait()
@@ -26,7 +24,7 @@ def test_what_a_killed_world_left_is_swept_and_what_a_live_one_uses_is_not(
     assert [path.name for path in tmp_path.iterdir()] == [f"{PREFIX}alive"]
 
 
-def test_a_world_ends_what_it_started_and_what_that_started(tmp_path: Path) -> None:
+def test_world_ends_all_descendant_processes(tmp_path: Path) -> None:
     child = "import subprocess, sys, signal; signal.signal(15, signal.SIG_IGN); subprocess.run(['sleep', '600'])"
     with World(tmp_path, []) as world:
         folder = world.folder
@@ -37,7 +35,7 @@ def test_a_world_ends_what_it_started_and_what_that_started(tmp_path: Path) -> N
     assert not folder.exists()
 
 
-def test_a_machine_that_is_killed_takes_along_what_its_daemons_left_behind(tmp_path: Path) -> None:
+def test_killed_machine_ends_its_orphaned_processes(tmp_path: Path) -> None:
     orphan = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
     with World(tmp_path, ["n1", "n2"]) as world:
         mine, others = world.nodes["n1"], world.nodes["n2"]
@@ -51,7 +49,7 @@ def test_a_machine_that_is_killed_takes_along_what_its_daemons_left_behind(tmp_p
     wait_for(lambda: not any(map(is_running, left)), "the end of what the other machine ran")
 
 
-def test_secrets_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
+def test_world_secrets_are_owner_only(tmp_path: Path) -> None:
     with World(tmp_path, []) as world:
         assert world.secret_file.stat().st_mode & 0o777 == 0o600
         assert world.folder.stat().st_mode & 0o777 == 0o700

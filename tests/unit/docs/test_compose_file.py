@@ -27,14 +27,14 @@ DOCKERFILE = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_the_agents_settings_are_free_of_contradictions(name: str) -> None:
+def test_compose_agent_settings_are_valid(name: str) -> None:
     settings = from_command_line(SERVICES[name]["command"], environ={})
     assert settings.node == name
     assert settings.vault_listen.partition(":")[0] == name, "its peers reach the vault by the service's name"
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)
-def test_the_controllers_settings_are_free_of_contradictions(name: str) -> None:
+def test_compose_controller_settings_are_valid(name: str) -> None:
     given = vars(_parser().parse_args(SERVICES[name]["command"]))
     assert given.pop("command") == "serve"
     preset, file = given.pop("preset"), given.pop("settings")
@@ -45,12 +45,12 @@ def test_the_controllers_settings_are_free_of_contradictions(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_every_service_has_a_health_check(name: str) -> None:
+def test_every_compose_service_has_a_health_check(name: str) -> None:
     service = SERVICES[name]
     assert "healthcheck" in service or "HEALTHCHECK" in stage(service["build"]["target"])
 
 
-def test_a_controller_that_stands_by_is_well() -> None:
+def test_standby_controller_passes_the_health_check() -> None:
     assert "/healthz" in stage("controller")
     assert "/readyz" not in stage("controller").partition("HEALTHCHECK")[2]
 
@@ -61,17 +61,17 @@ def stage(target: str) -> str:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_every_published_port_is_on_the_loopback_interface(name: str) -> None:
+def test_every_published_port_is_on_loopback(name: str) -> None:
     assert all(str(port).startswith("127.0.0.1:") for port in SERVICES[name].get("ports", []))
 
 
-def test_whoever_waits_for_health_waits_for_a_service_that_is_here() -> None:
+def test_compose_services_depend_on_existing_healthy_services() -> None:
     waits = {other: how for service in SERVICES.values() for other, how in service.get("depends_on", {}).items()}
     assert waits.keys() <= SERVICES.keys()
     assert all(how == {"condition": "service_healthy"} for how in waits.values())
 
 
-def test_secrets_come_from_ignored_files_and_are_granted_where_they_are_read() -> None:
+def test_compose_secrets_are_ignored_by_git_and_granted() -> None:
     files = [Path(secret["file"]) for secret in COMPOSE["secrets"].values()]
     assert all(file.parent == Path("deploy/secrets") for file in files)
     ignored = (ROOT / ".gitignore").read_text().splitlines()
@@ -82,7 +82,7 @@ def test_secrets_come_from_ignored_files_and_are_granted_where_they_are_read() -
         assert set(service.get("secrets", [])) <= COMPOSE["secrets"].keys()
 
 
-def test_no_secret_stands_in_the_file() -> None:
+def test_compose_file_contains_no_secret() -> None:
     for name, service in SERVICES.items():
         for variable, value in service.get("environment", {}).items():
             if re.search("PASSWORD|SECRET|TOKEN", variable):
@@ -92,7 +92,7 @@ def test_no_secret_stands_in_the_file() -> None:
         assert not re.search(r"//[^/@]*:[^/@]*@", url), f"a password in {url}"
 
 
-def test_prometheus_scrapes_the_services_at_the_ports_they_listen_on() -> None:
+def test_prometheus_scrapes_the_listening_ports() -> None:
     config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}
     listens = [from_command_line(SERVICES[name]["command"], environ={}).metrics_listen for name in AGENTS]
@@ -108,7 +108,7 @@ def test_prometheus_scrapes_the_services_at_the_ports_they_listen_on() -> None:
 
 
 @pytest.mark.slow
-def test_make_secrets_writes_what_the_programs_take(tmp_path: Path) -> None:
+def test_make_secrets_writes_usable_files(tmp_path: Path) -> None:
     """As its owner; the containers' own users read what is open inside a directory that only the owner enters."""
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy", ignore=shutil.ignore_patterns("secrets"))
     command = tmp_path / "everstep-controller"
@@ -144,7 +144,7 @@ def test_make_secrets_installs_no_torch(tmp_path: Path) -> None:
     assert "[" not in re.findall(r"--editable (\S+)", planned)[0], "no extra is installed"
 
 
-def test_tokens_are_made_with_the_base_requirements() -> None:
+def test_token_command_needs_only_base_requirements() -> None:
     """What ``make secrets`` runs imports nothing of the extras."""
     base = {"msgspec", "xxhash", "typer", "rich"}
     script = "import sys, everstep_controller.main; print(*{name.partition('.')[0] for name in sys.modules})"
@@ -155,7 +155,7 @@ def test_tokens_are_made_with_the_base_requirements() -> None:
 
 
 @pytest.mark.parametrize(("machine", "native"), [("x86_64", "require"), ("aarch64", "")])
-def test_images_require_the_compiled_copies_or_say_so(tmp_path: Path, machine: str, native: str) -> None:
+def test_images_require_native_copies_on_x86_64(tmp_path: Path, machine: str, native: str) -> None:
     """On x86-64 an image without them is not built; elsewhere the build says that they are missing."""
     assert not DOCKERFILE.split(" AS wheel\n")[0].rpartition("FROM ")[2].endswith("slim"), "slim has no compiler"
     for name in ("controller", "agent"):

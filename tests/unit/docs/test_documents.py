@@ -52,7 +52,7 @@ def anchors(text: str) -> set[str]:
 
 
 @each_document
-def test_every_relative_link_leads_somewhere(document: Path) -> None:
+def test_every_relative_link_resolves(document: Path) -> None:
     for link in LINK.findall(FENCE.sub("", document.read_text())):
         if re.match(r"[a-z]+:", link):
             continue
@@ -64,7 +64,7 @@ def test_every_relative_link_leads_somewhere(document: Path) -> None:
 
 
 @each_document
-def test_every_file_that_is_named_in_code_is_there(document: Path) -> None:
+def test_every_file_named_in_documents_exists(document: Path) -> None:
     for name in re.findall(
         r"`((?:agent|controller|trainer_hooks|everstep|dashboards|deploy|docs|tests|bench)/[\w./*-]+)`", prose(document)
     ):
@@ -138,7 +138,7 @@ CHECKS = {
 
 
 @each_document
-def test_every_command_is_taken_by_its_program(document: Path) -> None:
+def test_every_documented_command_is_accepted(document: Path) -> None:
     for program, *arguments in command_lines(document):
         if program in CHECKS:
             try:
@@ -150,7 +150,7 @@ def test_every_command_is_taken_by_its_program(document: Path) -> None:
 
 
 @each_document
-def test_every_settings_file_that_is_shown_is_taken(document: Path, tmp_path: Path) -> None:
+def test_every_documented_settings_file_is_accepted(document: Path, tmp_path: Path) -> None:
     for language, block in FENCE.findall(document.read_text()):
         if language != "toml":
             continue
@@ -173,7 +173,7 @@ def test_every_make_target_exists(document: Path) -> None:
     assert set(called) <= targets
 
 
-def test_the_documents_do_call_the_programs() -> None:
+def test_documents_call_every_program() -> None:
     """The checks above would pass on documents they cannot read."""
     called = {words[0] for document in DOCUMENTS for words in command_lines(document)}
     assert called >= {*CHECKS, "make"}
@@ -188,7 +188,7 @@ def functions_of(path: str) -> set[str]:
 
 
 @each_document
-def test_every_test_that_is_named_exists(document: Path) -> None:
+def test_every_test_named_in_documents_exists(document: Path) -> None:
     for path, name in TEST.findall(document.read_text()):
         assert (ROOT / path).is_file(), path
         assert name in functions_of(path), f"{path}::{name}"
@@ -243,7 +243,7 @@ def routes_of(application: Any) -> set[tuple[str, str]]:
     return found
 
 
-def test_every_alert_is_explained() -> None:
+def test_every_alert_is_documented() -> None:
     rules = yaml.safe_load((ROOT / "dashboards" / "prometheus" / "everstep.rules.yml").read_text())
     alerts = {rule["alert"] for group in rules["groups"] for rule in group["rules"] if "alert" in rule}
     headings = re.findall(r"^## (Everstep\w+)$", (ROOT / "docs/how-to/runbook.md").read_text(), re.MULTILINE)

@@ -26,7 +26,7 @@ def command(unit: str) -> list[str]:
     return shlex.split(settings_of(unit)["ExecStart"][0].replace("%H", "node-17").replace("${EVERSTEP_LISTEN}", "h:1"))
 
 
-def test_the_agents_command_line_is_taken_with_what_its_environment_file_names() -> None:
+def test_agent_unit_command_line_is_accepted() -> None:
     program, *arguments = command("everstep-agent.service")
     assert program.endswith("/everstep-agent")
     environment = {
@@ -40,14 +40,14 @@ def test_the_agents_command_line_is_taken_with_what_its_environment_file_names()
     assert (settings.node, settings.preset, settings.kernel_log_path) == ("node-17", "production", "/dev/kmsg")
 
 
-def test_the_vault_outlives_a_stop_of_the_agent_and_is_found_again() -> None:
+def test_vault_survives_stop_of_the_agent_unit() -> None:
     unit = settings_of("everstep-agent.service")
     assert unit["KillMode"] == ["process"]
     assert unit["RuntimeDirectoryPreserve"] == ["yes"]
     assert "--die-with-parent" not in command("everstep-agent.service")
 
 
-def test_the_controllers_command_line_is_taken() -> None:
+def test_controller_unit_command_line_is_accepted() -> None:
     program, *arguments = command("everstep-controller.service")
     assert program.endswith("/everstep-controller")
     given = vars(_parser().parse_args(arguments))
@@ -56,7 +56,7 @@ def test_the_controllers_command_line_is_taken() -> None:
     assert load_settings(given, preset=preset, file=file, environment={}).listen == "h:1"
 
 
-def test_both_are_started_again_for_ever() -> None:
+def test_systemd_units_restart_without_limit() -> None:
     for unit in ("everstep-agent.service", "everstep-controller.service"):
         assert settings_of(unit)["Restart"] == ["always"]
         assert settings_of(unit)["StartLimitIntervalSec"] == ["0"]

@@ -33,7 +33,7 @@ STARTER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.ar
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_a_process_ends_with_its_parent(tmp_path: Path, signum: signal.Signals) -> None:
+def test_process_ends_with_its_parent(tmp_path: Path, signum: signal.Signals) -> None:
     ready = tmp_path / "pid"
     parent = subprocess.Popen([sys.executable, "-c", STARTER, FOLLOWER, str(ready), "0", str(int(signum))])
     try:
@@ -46,9 +46,7 @@ def test_a_process_ends_with_its_parent(tmp_path: Path, signum: signal.Signals) 
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 7), (signal.SIGKILL, -signal.SIGKILL)])
-def test_a_process_whose_parent_is_gone_already_gets_the_signal_at_once(
-    tmp_path: Path, signum: signal.Signals, status: int
-) -> None:
+def test_process_with_dead_parent_is_signalled_at_once(tmp_path: Path, signum: signal.Signals, status: int) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     follower = [sys.executable, "-c", FOLLOWER, str(tmp_path / "pid"), str(gone.pid), str(int(signum))]
@@ -56,12 +54,12 @@ def test_a_process_whose_parent_is_gone_already_gets_the_signal_at_once(
     assert not (tmp_path / "pid").exists()
 
 
-def test_what_the_kernel_refuses_is_said() -> None:
+def test_invalid_signal_raises_configuration_error() -> None:
     with pytest.raises(ConfigurationError, match="cannot follow the parent's end: Invalid argument"):
         die_with_parent(os.getppid(), 4096)  # type: ignore[arg-type]
 
 
-def test_a_process_whose_parent_ended_before_it_could_ask_ends_at_once() -> None:
+def test_orphaned_process_ends_at_once() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     program = "from everstep.parent_process import *; import signal; die_with_parent(parent_pid()); signal.pause()"

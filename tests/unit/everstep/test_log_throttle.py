@@ -10,7 +10,7 @@ from everstep.log_throttle import MAX_CHARACTERS, LogThrottle
 log = logging.getLogger("throttled")
 
 
-def test_lines_beyond_the_burst_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_throttle_counts_lines_beyond_the_burst(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     clock = ManualClock(monotonic=1000.0)
     say = LogThrottle(log, clock.monotonic, burst=2, period_s=10.0)
@@ -25,14 +25,14 @@ def test_lines_beyond_the_burst_are_counted(caplog: pytest.LogCaptureFixture) ->
     assert caplog.messages[4:] == ["peer 101 is refused"]
 
 
-def test_long_line_is_shortened(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_throttle_shortens_long_lines(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     LogThrottle(log, ManualClock().monotonic)(logging.WARNING, "%s", "x" * 10_000)
     (message,) = caplog.messages
     assert message == "x" * MAX_CHARACTERS + "... (10000 characters)"
 
 
-def test_line_below_the_log_level_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_throttle_ignores_lines_below_the_log_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     say = LogThrottle(log, ManualClock().monotonic, burst=1)
     say(logging.INFO, "not shown")

@@ -37,7 +37,7 @@ def rewrite(file: Path, *lines: bytes) -> None:
     draft.rename(file)
 
 
-def test_a_minted_token_says_who_it_speaks_for() -> None:
+def test_minted_token_contains_role_and_subject() -> None:
     token = mint(OLD, TokenRole.AGENT, "n1")
     assert (verify(OLD, token).role, verify(OLD, token).subject) == (TokenRole.AGENT, "n1")
 
@@ -52,13 +52,13 @@ def test_join_and_trainer_tokens_are_not_minted(role: TokenRole) -> None:
     "token",
     ["", "agent", "agent:n1", "agent:n1:", "viewer:n1:{mac}", "agent:n2:{mac}", "agent::{mac}", "agent:n1:{mac}0", "é"],
 )
-def test_whatever_is_not_the_token_does_not_verify(token: str) -> None:
+def test_altered_token_does_not_verify(token: str) -> None:
     mac = mint(OLD, TokenRole.AGENT, "n1").rpartition(":")[2]
     with pytest.raises(AuthenticationError):
         verify(OLD, token.format(mac=mac))
 
 
-def test_a_file_may_hold_several_secrets_and_none_may_be_short(secret_file: Path) -> None:
+def test_secret_file_holds_several_secrets_but_no_short_one(secret_file: Path) -> None:
     rewrite(secret_file, NEW, b"", OLD)
     assert read_secrets(str(secret_file)) == (NEW, OLD)
     rewrite(secret_file, NEW, b"short")
@@ -66,7 +66,7 @@ def test_a_file_may_hold_several_secrets_and_none_may_be_short(secret_file: Path
         read_secrets(str(secret_file))
 
 
-def test_secrets_are_rotated_without_a_restart(secret_file: Path) -> None:
+def test_secrets_rotate_without_restart(secret_file: Path) -> None:
     clock, keyring = ManualClock(), Keyring.of_file(str(secret_file))
     old, new = mint(OLD, TokenRole.VIEWER, "vera"), mint(NEW, TokenRole.VIEWER, "vera")
     assert keyring.refresh(clock) == 0
@@ -83,7 +83,7 @@ def test_secrets_are_rotated_without_a_restart(secret_file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["gone", "open to all", "empty"])
-def test_a_damaged_secret_file_leaves_the_secrets_that_held(
+def test_damaged_secret_file_keeps_previous_secrets(
     secret_file: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock, keyring = ManualClock(), Keyring.of_file(str(secret_file))
@@ -104,14 +104,14 @@ def test_a_damaged_secret_file_leaves_the_secrets_that_held(
     assert keyring.refresh(clock) == 1
 
 
-def test_a_job_token_names_its_job_and_changes_with_its_secret() -> None:
+def test_job_token_depends_on_job_and_secret() -> None:
     token = job_token("llama.7b", "s1")
     assert claimed_job(token) == "llama.7b"
     assert token not in (job_token("llama.7b", "s2"), job_token("llama", "s1"))
     assert "s1" not in token
 
 
-def test_a_stored_token_is_split_into_id_and_secret() -> None:
+def test_stored_token_is_split_into_id_and_secret() -> None:
     assert split_stored(stored_token("ab12", "cd34")) == ("ab12", "cd34")
     assert split_stored("es1.ab12") == split_stored("es2.ab12.cd34") == split_stored("") == ("", "")
     assert hash_secret("cd34") != "cd34"

@@ -15,7 +15,7 @@ MODULES = ("everstep.cli.main", "everstep_agent.main", "everstep_controller.main
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_program_says_its_version(name: str) -> None:
+def test_program_prints_its_version(name: str) -> None:
     script = Path(sys.executable).with_name(name)
     if not script.exists():
         pytest.skip("the package is not installed beside this interpreter")
@@ -24,7 +24,7 @@ def test_program_says_its_version(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_module_says_its_version(name: str) -> None:
+def test_module_prints_its_version(name: str) -> None:
     command = [sys.executable, "-m", name, "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == __version__

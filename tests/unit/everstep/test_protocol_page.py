@@ -117,7 +117,7 @@ def agent(controller: ControllerProcess) -> Iterator[PageAgent]:
         yield agent
 
 
-def test_page_client_registers_beats_and_gets_a_directive(agent: PageAgent) -> None:
+def test_page_client_registers_and_receives_directive(agent: PageAgent) -> None:
     assert agent.status == 101
     registered = agent.register()
     assert registered["protocol"] == 1
@@ -140,7 +140,7 @@ def test_page_client_registers_beats_and_gets_a_directive(agent: PageAgent) -> N
     assert agent.expect(19) == {"through": 1}, "a report that is sent again is answered again"
 
 
-def test_frames_may_follow_the_request_at_once(controller: ControllerProcess) -> None:
+def test_page_client_sends_frame_with_the_upgrade_request(controller: ControllerProcess) -> None:
     """What is sent before the answer to the upgrade is read is taken all the same."""
     address, body = controller.url.removeprefix("http://"), b'{"incarnation": 1, "seq": 1, "sent_at": 0.0}'
     token = mint(SECRET, TokenRole.AGENT, "n1")
@@ -154,7 +154,7 @@ def test_frames_may_follow_the_request_at_once(controller: ControllerProcess) ->
         assert stream.read(5)[4] == 21, "REFUSED: this life has not registered"
 
 
-def test_page_client_hears_why_a_frame_is_refused(agent: PageAgent) -> None:
+def test_page_client_receives_reason_of_refused_frame(agent: PageAgent) -> None:
     agent.beat(1, findings=[])
     refused = agent.expect(21)
     assert (refused["frame_kind"], refused["code"]) == (2, "not_found"), "this life has not registered"
@@ -173,7 +173,7 @@ def test_page_client_is_refused_a_session(
         assert refused.status == status
 
 
-def test_frame_too_long_ends_the_session(agent: PageAgent) -> None:
+def test_page_client_session_ends_on_oversized_frame(agent: PageAgent) -> None:
     agent.register()
     agent.sock.sendall((1_048_578).to_bytes(4, "big") + b"\x02")
     assert json.loads(agent.frame()[1])["code"] == "too_large"
@@ -181,7 +181,7 @@ def test_frame_too_long_ends_the_session(agent: PageAgent) -> None:
         agent.frame()
 
 
-def test_page_has_every_frame_number() -> None:
+def test_protocol_page_lists_every_frame_number() -> None:
     """The table of the page is what the code has: one that is added there has to be described."""
     from everstep.wire.v1.agent import FrameKind
 
@@ -238,14 +238,14 @@ def peer(fleet: Vaults) -> Iterator[PagePeer]:
         yield peer
 
 
-def test_page_client_proves_itself_to_a_vault(peer: PagePeer) -> None:
+def test_page_client_authenticates_to_a_vault(peer: PagePeer) -> None:
     assert peer.prove(JOB_SECRET, "n2")["type"] == "Proof"
     peer.send(type="InventoryRequest")
     assert peer.receive() == {"type": "InventoryList", "slots": []}
 
 
 @pytest.mark.parametrize(("secret", "to"), [("another secret of tests", "n2"), (JOB_SECRET, "n3")])
-def test_vault_refuses_a_page_client_without_the_secret(peer: PagePeer, secret: str, to: str) -> None:
+def test_vault_refuses_page_client_with_wrong_secret(peer: PagePeer, secret: str, to: str) -> None:
     refused = peer.prove(secret, to)
     assert (refused["type"], refused["code"]) == ("TransferRefused", "unauthenticated")
     with pytest.raises(EOFError):

@@ -24,13 +24,13 @@ def log(folder: Path, name: str, *steps: tuple[int, int], loss: float = 1.0) -> 
             file.write(json.dumps({**row, "event": "finished"}) + "\n")
 
 
-def test_a_generation_that_does_not_rise_is_found() -> None:
+def test_check_finds_generation_number_not_rising() -> None:
     rising = [event("generation", generation=1), event("node.lost"), event("generation", generation=2)]
     assert checks.generations_rise(rising) == []
     assert checks.generations_rise([*rising, event("generation", generation=2)]) == ["generation 2 came after 2"]
 
 
-def test_a_process_that_works_on_in_a_generation_it_left_or_jumps_a_step_is_found(tmp_path: Path) -> None:
+def test_check_finds_process_in_old_generation_or_skipping_step(tmp_path: Path) -> None:
     log(tmp_path, "n1-7", (1, 1), (1, 2), (2, 2), (2, 3))
     assert checks.processes_go_forward(tmp_path) == []
     log(tmp_path, "n1-7", (1, 4))
@@ -41,13 +41,13 @@ def test_a_process_that_works_on_in_a_generation_it_left_or_jumps_a_step_is_foun
     ]
 
 
-def test_an_eviction_without_a_cause_is_found() -> None:
+def test_check_finds_eviction_without_cause() -> None:
     evictions = [event("verdict.evict", node="n1"), event("verdict.recommend", node="n2")]
     assert checks.evictions_have_a_cause(evictions, {"n1"}) == []
     assert checks.evictions_have_a_cause(evictions, {"n2"}) == ["verdict.evict"]
 
 
-def test_a_traceback_in_a_log_is_found_with_what_follows_it(tmp_path: Path) -> None:
+def test_check_finds_traceback_in_logs(tmp_path: Path) -> None:
     (tmp_path / "n1-train.log").write_text("generation 2\nall is well\n")
     assert checks.logs_are_calm(tmp_path) == []
     (tmp_path / "n2-agent.log").write_text("beat\nTraceback (most recent call last):\nKeyError: 'n1'\n")
@@ -56,7 +56,7 @@ def test_a_traceback_in_a_log_is_found_with_what_follows_it(tmp_path: Path) -> N
     assert found.endswith("KeyError: 'n1'")
 
 
-def test_a_loss_that_is_off_and_a_step_that_is_missing_are_found(tmp_path: Path) -> None:
+def test_check_finds_wrong_loss_and_missing_step(tmp_path: Path) -> None:
     log(tmp_path / "reference", "r", (1, 1), (1, 2))
     log(tmp_path / "run", "r", (1, 1))
     log(tmp_path / "run", "r", (1, 2), loss=1.001)
@@ -66,6 +66,6 @@ def test_a_loss_that_is_off_and_a_step_that_is_missing_are_found(tmp_path: Path)
     assert "never finished steps [3]" in checks.as_undisturbed(run, reference, 3)[1][0]
 
 
-def test_a_recovery_is_the_time_between_the_steps_of_two_generations(tmp_path: Path) -> None:
+def test_recovery_time_spans_steps_of_two_generations(tmp_path: Path) -> None:
     log(tmp_path, "r", (1, 1), (1, 2), (3, 3))
     assert checks.recoveries_s(Run.read(tmp_path)) == [21.0]

@@ -24,7 +24,7 @@ HOOK = Path(__file__).parents[3] / "tools" / "check_commit_subject.py"
         ("vault: " + "hash " * 20 + "\n", "at most 72"),
     ],
 )
-def test_commit_subject_is_judged(tmp_path: Path, message: str, said: str) -> None:
+def test_commit_subject_hook_checks_format(tmp_path: Path, message: str, said: str) -> None:
     file = tmp_path / "COMMIT_EDITMSG"
     file.write_text(message)
     ended = subprocess.run([HOOK, file], capture_output=True, text=True, timeout=30)

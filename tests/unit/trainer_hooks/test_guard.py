@@ -43,7 +43,7 @@ def end(rows: list[dict[str, Any]]) -> str:
     return str(rows[-1]["state"])
 
 
-def test_nothing_happens_where_nothing_is_wrong(tmp_path):
+def test_guard_changes_nothing_without_bad_losses(tmp_path):
     rows = alone(tmp_path / "guarded", rollback_copies=2, copy_every=3)
     assert [row["data_step"] for row in rows] == list(ALL)
     assert end(rows) == end(alone(tmp_path / "free", rollback_copies=0))
@@ -54,7 +54,7 @@ def test_nothing_happens_where_nothing_is_wrong(tmp_path):
 @pytest.mark.promise("guard-rollback")
 @pytest.mark.parametrize(("back", "every"), [(1, 1), (1, 10), (2, 5), (3, 1), (5, 7)])
 @pytest.mark.parametrize("value", [NAN, float("inf"), 1e4], ids=["nan", "inf", "spike"])
-def test_a_batch_that_stays_bad_is_left_out_and_the_rest_is_as_if_it_had_never_been(tmp_path, back, every, value):
+def test_persistently_bad_batch_is_skipped_without_trace(tmp_path, back, every, value):
     rows = alone(tmp_path / "bad", bad=Bad([23], value), policy="skip", rollback_copies=back, copy_every=every)
     refused = [row for row in rows if not row["allowed"]]
     assert [row["data_step"] for row in refused] == [23]
@@ -111,7 +111,7 @@ def reference(folder: Path, data_steps: list[int]) -> str:
 @pytest.mark.promise("guard-rollback")
 @pytest.mark.parametrize(("back", "every"), [(1, 10), (2, 1), (1, 1), (3, 20)])
 @pytest.mark.parametrize("step", [1, 2, 10, 15, 20])
-def test_an_update_that_was_bad_under_a_good_loss_is_taken_back(tmp_path, back, every, step):
+def test_bad_update_under_a_good_loss_is_rolled_back(tmp_path, back, every, step):
     """A gradient that is NaN shows in the next loss: what was kept in between is as bad, and the first steps of a
     generation have nothing but what it began with."""
     once = Bad([step], NAN, times=1)
@@ -122,7 +122,7 @@ def test_an_update_that_was_bad_under_a_good_loss_is_taken_back(tmp_path, back, 
 
 
 @pytest.mark.parametrize("step", [1, 10, 15])
-def test_a_batch_whose_gradient_is_bad_each_time_is_left_out_at_the_second_refusal(tmp_path, step):
+def test_batch_with_a_bad_gradient_is_skipped_at_second_time(tmp_path, step):
     rows = alone(tmp_path / "bad", gradients=Bad([step], NAN), policy="skip", rollback_copies=1, copy_every=10)
     assert [row["data_step"] for row in rows if not row["allowed"]] == [step + 1, step + 2]
     applied = applied_steps(rows)
@@ -130,7 +130,7 @@ def test_a_batch_whose_gradient_is_bad_each_time_is_left_out_at_the_second_refus
     assert end(rows) == reference(tmp_path, applied)
 
 
-def test_what_is_excluded_is_neither_kept_nor_put_back():
+def test_excluded_state_is_not_rolled_back():
     run = Run(RankContext(), IdleSession())
     guard = run.guard(rollback_copies=1, copy_every=1)
     model = torch.nn.Linear(4, 1)
@@ -146,7 +146,7 @@ def test_what_is_excluded_is_neither_kept_nor_put_back():
     assert torch.equal(model.cache, torch.ones(3))
 
 
-def test_a_first_batch_that_is_bad_costs_no_version(tmp_path):
+def test_bad_first_batch_costs_no_version(tmp_path):
     """No loss has shown yet that the state is good, but no update has made it another one either."""
     bad, gradients = Bad([1], NAN, times=1), Bad([2], NAN, times=1)
     rows = alone(tmp_path / "bad", bad=bad, gradients=gradients, policy="replay")
@@ -156,7 +156,7 @@ def test_a_first_batch_that_is_bad_costs_no_version(tmp_path):
 
 @pytest.mark.promise("guard-rollback")
 @pytest.mark.parametrize(("back", "every"), [(1, 1), (2, 5), (0, 1)])
-def test_a_batch_that_was_bad_once_is_computed_again_and_leaves_no_trace(tmp_path, back, every):
+def test_transiently_bad_batch_is_computed_again(tmp_path, back, every):
     bad = Bad([23], NAN, times=1)
     rows = alone(tmp_path / "bad", bad=bad, policy="replay", rollback_copies=back, copy_every=every)
     assert sum(not row["allowed"] for row in rows) == 1
@@ -165,18 +165,18 @@ def test_a_batch_that_was_bad_once_is_computed_again_and_leaves_no_trace(tmp_pat
         assert end(rows) == end(alone(tmp_path / "clean"))
 
 
-def test_what_comes_back_again_and_again_ends_the_run_with_what_to_look_at(tmp_path):
+def test_persistent_bad_loss_ends_the_run_with_advice(tmp_path):
     with pytest.raises(LossDiverged, match=r"data step 23 is nan .*after 3 refusals.*learning rate"):
         alone(tmp_path / "bad", bad=Bad([23], NAN), policy="replay", rollback_copies=2, copy_every=5)
 
 
-def test_several_bad_batches_are_left_out_without_reaching_the_limit_where_good_ones_lie_between(tmp_path):
+def test_scattered_bad_batches_do_not_reach_the_limit(tmp_path):
     rows = alone(tmp_path / "bad", bad=Bad([20, 22, 24, 26, 28], NAN), rollback_copies=2, copy_every=3, max_refusals=2)
     assert applied_steps(rows) == [step for step in ALL if step not in (20, 22, 24, 26, 28)]
     assert end(rows) == reference(tmp_path, applied_steps(rows))
 
 
-def test_its_state_can_be_stored_and_goes_on():
+def test_guard_state_is_stored_and_restored():
     run = Run(RankContext(), IdleSession())
     guard = run.guard(rollback_copies=0)
     for loss in (1.0, 1.1, math.inf, 0.9):
@@ -187,7 +187,7 @@ def test_its_state_can_be_stored_and_goes_on():
     assert other.state_dict() == guard.state_dict()
 
 
-def test_settings_that_contradict_each_other_are_refused():
+def test_contradictory_guard_settings_are_refused():
     for options in (
         {"policy": "ignore"},
         {"rollback_copies": -1},
@@ -209,26 +209,26 @@ losses = st.lists(st.floats(0.01, 100.0), min_size=16, max_size=64)
 
 
 @given(losses, st.floats(0.0, 1e6))
-def test_a_spike_is_so_many_spreads_above_the_median(past, loss):
+def test_spike_is_ten_spreads_above_the_median(past, loss):
     middle = statistics.median(past)
     spread = max(1.4826 * statistics.median([abs(p - middle) for p in past]), 0.01 * middle)
     assert bool(LossHistory(SpikeRule(), past).describe_problem(loss)) == (loss > middle + 10 * spread)
 
 
 @given(losses)
-def test_lower_losses_are_never_spikes_and_what_is_not_finite_always_is(past):
+def test_lower_losses_are_no_spikes_and_non_finite_ones_are(past):
     history = LossHistory(SpikeRule(), past)
     assert history.describe_problem(min(past)) == history.describe_problem(-math.e) == ""
     assert all(history.describe_problem(loss) for loss in (NAN, math.inf, -math.inf))
 
 
-def test_nothing_but_nan_counts_before_the_warmup_and_where_spikes_are_allowed():
+def test_only_nan_counts_before_warmup_or_without_spike_rule():
     assert LossHistory(SpikeRule(), [1.0] * 15).describe_problem(1e9) == ""
     assert LossHistory(SpikeRule(threshold=None), [1.0] * 64).describe_problem(1e9) == ""
     assert LossHistory(SpikeRule(), [1.0] * 16).describe_problem(1.2) != ""
 
 
-def test_a_refused_loss_is_an_event_and_accuses_nobody():
+def test_refused_loss_is_an_event_without_blame():
     fleet = CoreFleet()
     fleet.start(3, 1)
     finding = Finding(
@@ -246,7 +246,7 @@ def test_a_refused_loss_is_an_event_and_accuses_nobody():
 
 @pytest.mark.promise("guard-rollback")
 @pytest.mark.slow
-def test_two_ranks_go_back_together_and_a_rank_that_is_killed_meanwhile_changes_nothing(forks, tmp_path):
+def test_ranks_roll_back_together_despite_a_killed_rank(forks, tmp_path):
     """The kill is in the fifth step after the refusal: what the guard knows is restored with everything else."""
     train = partial(guarded_training.train_on, folder=str(tmp_path), faults=(Fault(1, 28, "reduced"),))
     with vaults(forks) as fleet:

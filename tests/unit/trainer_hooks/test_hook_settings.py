@@ -13,7 +13,7 @@ from everstep_trainer.config import HookSettings
 from everstep.errors import ConfigurationError
 
 
-def test_the_defaults_agree_with_one_another():
+def test_default_settings_are_valid():
     assert HookSettings().validate() == HookSettings()
 
 
@@ -34,7 +34,7 @@ def test_a_contradiction_is_refused_by_name(settings, says):
         settings.validate()
 
 
-def test_every_setting_says_what_it_is_for():
+def test_every_setting_has_a_docstring():
     body = ast.parse(inspect.getsource(config)).body
     fields = next(node.body for node in body if isinstance(node, ast.ClassDef))
     for field, following in itertools.pairwise(fields):

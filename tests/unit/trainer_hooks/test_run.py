@@ -29,7 +29,7 @@ def draws() -> tuple[float, float, float]:
     return torch.rand(1).item(), random.random(), float(np.random.rand())
 
 
-def test_the_public_names_are_these():
+def test_public_names_are_exported():
     assert everstep.__all__ == ["ElasticSampler", "HookSettings", "Regroup", "Run", "main"]
     for name in everstep.__all__:
         assert getattr(everstep, name).__name__ == name
@@ -42,7 +42,7 @@ def test_importing_the_package_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_without_everstep_there_is_one_rank_and_steps_are_a_range(monkeypatch):
+def test_run_without_everstep_has_one_rank_and_plain_steps(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "EVERSTEP_WORKER_PID"):
         monkeypatch.delenv(name, raising=False)
     seen: list[int] = []
@@ -68,7 +68,7 @@ def untracked_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "nothing is tracked" in record.getMessage()]
 
 
-def test_run_that_tracks_nothing_is_warned_once(caplog):
+def test_untracked_run_is_warned_once(caplog):
     run = Run(RankContext(generation=1), IdleSession())
     for _ in run.steps(until=3):
         pass
@@ -77,7 +77,7 @@ def test_run_that_tracks_nothing_is_warned_once(caplog):
     assert "run.track(" in warning
 
 
-def test_own_loop_that_tracks_nothing_is_warned(caplog):
+def test_untracked_custom_loop_is_warned(caplog):
     run = Run(RankContext(generation=1), IdleSession())
     run.step_finished()
     run.step_finished()
@@ -100,7 +100,7 @@ def test_tracked_run_is_not_warned(caplog):
     assert untracked_warnings(caplog) == []
 
 
-def test_run_that_keeps_checkpoints_itself_is_not_warned(caplog):
+def test_run_with_its_own_checkpoints_is_not_warned(caplog):
     """``everstep_trainer.memory_tier.dcp`` keeps what it is given in the memory tier, without ``track``."""
     run = Run(RankContext(generation=1, tier=lambda: SimpleNamespace(is_over=False)), IdleSession())
     assert run.tier is not None
@@ -108,7 +108,7 @@ def test_run_that_keeps_checkpoints_itself_is_not_warned(caplog):
     assert untracked_warnings(caplog) == []
 
 
-def test_a_rank_that_the_others_wait_for_is_busy_and_they_are_not():
+def test_slow_rank_is_busy_and_waiting_ranks_are_not():
     """Two ranks step side by side, 50 ms each; one of them waits for the other for 40 of these."""
     ranks = [StepProgress(window=8), StepProgress(window=8)]
     for progress in ranks:
@@ -128,7 +128,7 @@ def test_a_rank_that_the_others_wait_for_is_busy_and_they_are_not():
     assert ranks[0].median_busy_s is None, "another generation, another rank"
 
 
-def test_waits_on_the_cpu_are_told_and_a_collective_that_raises_is_not():
+def test_cpu_waits_are_counted_unless_the_collective_raises():
     told: list[float] = []
     waits = CollectiveTimer(told.append)
     with waits.measure(torch.device("cpu")):
@@ -139,7 +139,7 @@ def test_waits_on_the_cpu_are_told_and_a_collective_that_raises_is_not():
     assert told[0] >= 0.0
 
 
-def test_an_error_of_the_training_function_is_raised_as_it_is(monkeypatch):
+def test_training_function_error_is_raised_unchanged(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
 
     def train(run: Run) -> None:
@@ -160,7 +160,7 @@ def test_random_streams_depend_on_seed_step_and_rank_only():
     assert 0 <= stream_seed(1, 2, 3) < 1 << 63
 
 
-def test_a_loop_of_ones_own_has_the_same_random_streams():
+def test_custom_loop_has_the_same_random_streams():
     run, others = Run(RankContext(rank=1, world_size=2), IdleSession()), []
     for step in (1, 2, 3):
         run.seed_step(step, seed=4)
@@ -170,7 +170,7 @@ def test_a_loop_of_ones_own_has_the_same_random_streams():
     assert [draws() for _ in run.steps(until=3, seed=4)] == others
 
 
-def test_a_step_that_was_left_is_not_finished():
+def test_abandoned_step_is_not_finished():
     run = Run(RankContext(), IdleSession())
     for step in run.steps(until=10):
         if step == 3:
@@ -179,14 +179,14 @@ def test_a_step_that_was_left_is_not_finished():
     assert next(iter(run.steps(until=10))) == 3
 
 
-def test_a_loop_of_ones_own_says_when_a_step_is_finished():
+def test_custom_loop_reports_its_finished_steps():
     run = Run(RankContext(), IdleSession())
     run.step_finished()
     run.step_finished()
     assert run.last_finished_step == 2
 
 
-def test_begun_steps_are_told_and_seeds_of_others_are_not():
+def test_begun_steps_are_reported_and_foreign_seeds_are_not():
     class Told(IdleSession):
         def __init__(self) -> None:
             self.begun: list[int] = []
@@ -203,7 +203,7 @@ def test_begun_steps_are_told_and_seeds_of_others_are_not():
     assert keeper.begun == [1, 2]
 
 
-def test_the_optimizer_asks_before_every_update():
+def test_optimizer_calls_before_update_each_time():
     class Counting(IdleSession):
         asked = 0
 
@@ -219,7 +219,7 @@ def test_the_optimizer_asks_before_every_update():
     assert keeper.asked == 2
 
 
-def test_steps_resume_after_the_restored_one():
+def test_steps_resume_after_the_restored_step():
     class Restored(IdleSession):
         def track(self, objects: object, options: object) -> int:
             return 41
@@ -229,7 +229,7 @@ def test_steps_resume_after_the_restored_one():
     assert list(run.steps(until=43)) == [42, 43]
 
 
-def test_the_threads_torch_state_is_put_back():
+def test_thread_torch_state_is_reset():
     torch.set_grad_enabled(False)
     torch.set_autocast_enabled("cpu", True)
     torch._C._autograd._push_saved_tensors_default_hooks(lambda t: t, lambda t: t)

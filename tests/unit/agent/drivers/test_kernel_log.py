@@ -46,7 +46,7 @@ def test_a_file_is_followed_from_its_end(path: Path, logs: list[KernelLog]) -> N
     assert log.read() == []
 
 
-def test_a_file_that_comes_later_is_read_from_its_beginning(path: Path, logs: list[KernelLog]) -> None:
+def test_log_created_later_is_read_from_its_beginning(path: Path, logs: list[KernelLog]) -> None:
     log = opened(logs, path)
     assert log.error
     assert not log.has_new_data()
@@ -56,7 +56,7 @@ def test_a_file_that_comes_later_is_read_from_its_beginning(path: Path, logs: li
     assert not log.error
 
 
-def test_a_line_without_its_end_waits_for_it(path: Path, logs: list[KernelLog]) -> None:
+def test_unfinished_line_waits_for_its_end(path: Path, logs: list[KernelLog]) -> None:
     append(path, "")
     log = opened(logs, path)
     append(path, "NVRM: Xid (PCI:00")
@@ -78,7 +78,7 @@ def test_rotation_loses_no_line(path: Path, logs: list[KernelLog]) -> None:
     assert lines == ["before", "late", "after"]
 
 
-def test_a_file_cut_short_is_read_from_its_new_beginning(path: Path, logs: list[KernelLog]) -> None:
+def test_truncated_file_is_read_from_its_beginning(path: Path, logs: list[KernelLog]) -> None:
     append(path, "")
     log = opened(logs, path)
     append(path, "a long first line\n")
@@ -103,7 +103,7 @@ def test_one_read_is_bounded(path: Path, logs: list[KernelLog]) -> None:
     assert len(log.read()) <= READ_BYTES // 100 + 1
 
 
-def test_a_later_life_goes_on_where_the_earlier_one_was(path: Path, logs: list[KernelLog]) -> None:
+def test_restarted_log_resumes_at_saved_position(path: Path, logs: list[KernelLog]) -> None:
     append(path, "")
     log = opened(logs, path)
     append(path, "seen\nhalf")
@@ -112,7 +112,7 @@ def test_a_later_life_goes_on_where_the_earlier_one_was(path: Path, logs: list[K
     assert opened(logs, path, log.position).read() == ["half and half", "missed"]
 
 
-def test_bytes_that_are_no_text_do_no_harm(path: Path, logs: list[KernelLog]) -> None:
+def test_non_text_bytes_are_tolerated(path: Path, logs: list[KernelLog]) -> None:
     append(path, "")
     log = opened(logs, path)
     path.write_bytes(b"\xff\xfe\x00 NVRM\n")
@@ -138,7 +138,7 @@ def test_kernel_records_are_read_once_by_their_numbers(logs: list[KernelLog], tm
     assert log.position.sequence == 8
 
 
-def test_a_fresh_installation_takes_no_old_lines_for_news() -> None:
+def test_fresh_install_ignores_old_kernel_records() -> None:
     log = KernelLog("/nowhere", not_before_s=1000.0)
     assert log._parse_record(b"4,1,999000000,-;NVRM: last month\n") == []
     assert log._parse_record(b"4,2,1000000001,-;NVRM: just now\n") == ["NVRM: just now"]
@@ -149,7 +149,7 @@ def test_a_fresh_installation_takes_no_old_lines_for_news() -> None:
     lines=st.lists(st.text(st.characters(codec="ascii", exclude_characters="\r\n"), max_size=60), max_size=20),
     cuts=st.lists(st.integers(0, 2000), max_size=10),
 )
-def test_however_a_log_grows_its_lines_are_the_same(lines: list[str], cuts: list[int]) -> None:
+def test_lines_do_not_depend_on_read_boundaries(lines: list[str], cuts: list[int]) -> None:
     text = "".join(line + "\n" for line in lines)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "log"
@@ -191,7 +191,7 @@ def test_xid_lines_of_all_kinds_are_understood(line: str, bus: str, xid: int) ->
         "NVRM: Xid (PCI:zzzz): 79",
     ],
 )
-def test_other_lines_are_none(line: str) -> None:
+def test_lines_without_xid_are_ignored(line: str) -> None:
     assert XidParser().parse_line(line) is None
 
 
@@ -204,11 +204,11 @@ def test_the_recovery_action_is_taken_from_the_line() -> None:
 
 
 @pytest.mark.parametrize("spelling", ["0000:1B:00.0", "00000000:1b:00", "1b:00.0", "0000:1b:00"])
-def test_all_spellings_of_a_pci_address_are_one(spelling: str) -> None:
+def test_pci_address_spellings_normalize_to_one(spelling: str) -> None:
     assert normalize_bus_id(spelling) == "0000:1b:00"
 
 
-def test_a_record_of_several_lines_is_split_as_it_was_printed() -> None:
+def test_multi_line_record_is_split_into_its_lines() -> None:
     text = (
         b"NVRM: The NVIDIA GPU 0000:b3:00.0\\x0aNVRM: (PCI ID: 10de:26b5) installed in this system has"
         b"\\x0aNVRM: fallen off the bus and is not responding to commands.\\x0a"
@@ -221,6 +221,6 @@ def test_a_record_of_several_lines_is_split_as_it_was_printed() -> None:
     ]
 
 
-def test_other_escapes_of_a_record_stay_as_they_are() -> None:
+def test_other_record_escapes_stay_unchanged() -> None:
     log = KernelLog("/dev/kmsg")
     assert log._parse_record(b"3,43,2000002,-;a\\x1b[31m and \\x5cx0a\n") == ["a\\x1b[31m and \\x5cx0a"]

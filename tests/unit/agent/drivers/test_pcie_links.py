@@ -31,23 +31,23 @@ def link(generation: int = 5, width: int = 16, busy: float | None = 0.95) -> Gpu
 
 
 @pytest.mark.parametrize("sample", [link(generation=4), link(width=8)])
-def test_link_below_its_own_under_load_is_found(sample: GpuSample) -> None:
+def test_link_below_its_maximum_under_load_is_found(sample: GpuSample) -> None:
     assert Judge().polls(6, sample) == {LINK}
 
 
 @pytest.mark.parametrize("busy", [0.0, 0.01, 0.3, None])
-def test_link_of_a_gpu_that_rests_is_not_judged(busy: float | None) -> None:
+def test_link_of_an_idle_gpu_is_not_judged(busy: float | None) -> None:
     assert Judge().polls(100, link(generation=1, width=4, busy=busy)) == set()
 
 
-def test_link_that_rests_in_between_is_not_judged() -> None:
+def test_link_slow_only_briefly_is_not_reported() -> None:
     judge = Judge()
     for _ in range(20):
         assert judge.polls(2, link(generation=1)) == set()
         assert judge.polls(1, link()) == set()
 
 
-def test_link_is_judged_across_polls_that_did_not_read_it() -> None:
+def test_link_is_judged_across_polls_without_a_reading() -> None:
     judge = Judge()
     for _ in range(5):
         assert judge.polls(1, link(generation=4)) == set()
@@ -55,14 +55,14 @@ def test_link_is_judged_across_polls_that_did_not_read_it() -> None:
     assert judge.polls(1, link(generation=4)) == {LINK}
 
 
-def test_link_that_is_whole_again_under_load_clears() -> None:
+def test_link_finding_clears_at_full_speed_under_load() -> None:
     judge = Judge()
     assert judge.polls(6, link(generation=4)) == {LINK}
     assert judge.polls(61, link()) == set()
 
 
 @pytest.mark.parametrize("sample", [link(generation=4), link(width=8)])
-def test_a_boot_ends_what_was_found_of_a_link(sample: GpuSample) -> None:
+def test_boot_clears_the_link_finding(sample: GpuSample) -> None:
     judge = Judge()
     assert judge.polls(6, sample) == {LINK}
     assert judge.polls(1, link(busy=0.0), boot_id="boot-2") == set()

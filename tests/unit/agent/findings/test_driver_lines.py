@@ -60,13 +60,13 @@ def test_xid_line_is_read(line: str, bus: str, xid: int) -> None:
     assert (event.pci_bus_id, event.xid, event.source, event.text) == (bus, xid, "kernel", line)
 
 
-def test_xid_with_a_uuid_alone_names_the_gpu_that_was_announced() -> None:
+def test_xid_with_only_a_uuid_names_the_announced_gpu() -> None:
     line = f"NVRM: Xid ({UUID}): 79, GPU has fallen off the bus."
     assert said(line) == []
     assert said(f"NVRM: GPU at PCI:0000:91:00: {UUID}", line) == [("0000:91:00", 79)]
 
 
-def test_xid_with_a_uuid_alone_names_a_gpu_that_nvml_lists() -> None:
+def test_xid_with_only_a_uuid_names_a_gpu_listed_by_nvml() -> None:
     judge = Judge()
     judge.polls(1, gpu(uuid=UUID))
     assert judge.lines(f"NVRM: Xid ({UUID} GPU-I:03): 79, GPU has fallen off the bus.") == {f"gpu.xid/{BUS}/79"}
@@ -93,7 +93,7 @@ def test_xid_with_a_uuid_alone_names_a_gpu_that_nvml_lists() -> None:
         "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 28006, Non-fatal, Link 46 MC TS crumbstore MCTO (First)",
     ],
 )
-def test_line_without_an_xid_is_none(line: str) -> None:
+def test_line_without_an_xid_is_ignored(line: str) -> None:
     assert read(line) == []
 
 
@@ -148,7 +148,7 @@ def test_gpu_off_the_bus_is_one_xid_79(lines: tuple[str, ...]) -> None:
     assert said(*lines) == [("0000:b3:00", 79)]
 
 
-def test_gpu_off_the_bus_says_all_its_lines_as_evidence() -> None:
+def test_gpu_off_the_bus_keeps_all_lines_as_evidence() -> None:
     (event,) = read(
         "NVRM: The NVIDIA GPU 0000:b3:00.0",
         "NVRM: (PCI ID: 10de:26b5) installed in this system has",
@@ -157,7 +157,7 @@ def test_gpu_off_the_bus_says_all_its_lines_as_evidence() -> None:
     assert event.text.startswith("NVRM: The NVIDIA GPU 0000:b3:00.0 ... NVRM: fallen off the bus")
 
 
-def test_gpu_off_the_bus_is_not_blamed_on_a_gpu_named_long_before() -> None:
+def test_gpu_off_the_bus_ignores_a_gpu_named_long_before() -> None:
     noise = [f"eth0: link is up, {number}" for number in range(50)]
     assert said("NVRM: The NVIDIA GPU 0000:b3:00.0", *noise, "NVRM: fallen off the bus and is not responding") == []
 
@@ -172,7 +172,7 @@ def test_two_gpus_off_the_bus_are_two_events() -> None:
     assert said(*lines) == [("0000:b3:00", 79), ("0000:b4:00", 79)]
 
 
-def test_gpu_that_falls_off_again_is_told_again() -> None:
+def test_gpu_off_the_bus_again_is_a_second_event() -> None:
     words = "NVRM: GPU 0000:b3:00.0: GPU has fallen off the bus."
     assert len(said(words, *["NVRM: loading"] * 100, words)) == 2
 
@@ -236,7 +236,7 @@ def test_fatal_sxid_reboots_the_node(text: str) -> None:
         ("10003, IO failure",),
     ],
 )
-def test_other_sxids_are_shown_and_touch_no_node(lines: tuple[str, ...]) -> None:
+def test_non_fatal_sxid_is_only_observed(lines: tuple[str, ...]) -> None:
     judge = Judge()
     judge.lines(*map(switch, lines))
     (finding,) = judge.assessor.findings
@@ -303,7 +303,7 @@ def test_no_line_raises(lines: list[str]) -> None:
         assert len(event.text) <= 300
 
 
-def test_long_line_of_fragments_is_none() -> None:
+def test_long_line_of_fragments_is_ignored() -> None:
     hard = "NVRM: Xid (" + "PCI:0000:" * 900 + "NVRM: The NVIDIA GPU " + "0" * 4000
     assert said(hard, "NVRM: GPU " * 1000 + "has fallen off the bu") == []
 

@@ -28,7 +28,7 @@ def board() -> NodeFindings:
     return NodeFindings(lambda: f"t{next(numbers)}")
 
 
-def test_a_critical_finding_is_urgent_when_it_comes_and_when_it_goes(board: NodeFindings) -> None:
+def test_critical_finding_is_urgent_when_raised_and_cleared(board: NodeFindings) -> None:
     (raised,) = board.replace_source("sensors", [finding()])
     assert isinstance(raised, FindingRaised)
     assert raised.finding.trace == "t1"
@@ -37,13 +37,13 @@ def test_a_critical_finding_is_urgent_when_it_comes_and_when_it_goes(board: Node
     assert board.findings == ()
 
 
-def test_mild_findings_are_only_in_the_picture(board: NodeFindings) -> None:
+def test_mild_finding_is_only_in_the_report(board: NodeFindings) -> None:
     mild = finding(severity=Severity.WARNING)
     assert board.replace_source("sensors", [mild]) == []
     assert board.findings == (mild,)
 
 
-def test_what_becomes_critical_is_urgent_and_what_becomes_mild_is_cleared(board: NodeFindings) -> None:
+def test_severity_change_raises_and_clears_urgently(board: NodeFindings) -> None:
     board.replace_source("sensors", [finding(severity=Severity.WARNING)])
     (raised,) = board.replace_source("sensors", [finding()])
     assert isinstance(raised, FindingRaised)
@@ -58,13 +58,13 @@ def test_a_finding_keeps_its_trace_while_its_message_changes(board: NodeFindings
     assert [(f.value, f.trace) for f in board.findings] == [(2.0, "t1")]
 
 
-def test_the_sources_own_trace_is_kept(board: NodeFindings) -> None:
+def test_finding_trace_of_the_source_is_preserved(board: NodeFindings) -> None:
     (raised,) = board.replace_source("sensors", [finding(trace="theirs")])
     assert isinstance(raised, FindingRaised)
     assert raised.finding.trace == "theirs"
 
 
-def test_sources_do_not_clear_one_anothers_findings_and_the_worst_word_holds(board: NodeFindings) -> None:
+def test_sources_are_merged_by_worst_severity(board: NodeFindings) -> None:
     board.replace_source("sensors", [finding(), finding("g1", Severity.INFO)])
     board.replace_source("agent", [finding("g1", Severity.WARNING)])
     assert {f.subject: f.severity for f in board.findings} == {"g0": Severity.CRITICAL, "g1": Severity.WARNING}
@@ -72,7 +72,7 @@ def test_sources_do_not_clear_one_anothers_findings_and_the_worst_word_holds(boa
     assert {f.subject: f.severity for f in board.findings} == {"g0": Severity.CRITICAL, "g1": Severity.INFO}
 
 
-def test_a_single_word_is_held_for_a_while(board: NodeFindings) -> None:
+def test_held_finding_expires_after_its_time(board: NodeFindings) -> None:
     told = board.add_one_time(FindingRaised(finding=finding("slot"), job="j"), now=0.0)
     assert (told.job, told.finding.trace) == ("j", "t1")
     assert board.findings == (told.finding,)
@@ -81,7 +81,7 @@ def test_a_single_word_is_held_for_a_while(board: NodeFindings) -> None:
     assert board.findings == ()
 
 
-def test_held_words_are_bounded(board: NodeFindings) -> None:
+def test_held_findings_are_bounded(board: NodeFindings) -> None:
     for number in range(MAX_ONE_TIME_FINDINGS + 10):
         board.add_one_time(FindingRaised(finding=finding(str(number), Severity.INFO)), now=0.0)
     assert len(board.findings) == MAX_ONE_TIME_FINDINGS
@@ -92,7 +92,7 @@ def test_a_healthy_agent_finds_nothing() -> None:
     assert find_agent_problems(AgentHealth()) == ()
 
 
-def test_a_lost_vault_is_critical_and_says_why() -> None:
+def test_lost_vault_is_critical_and_states_the_reason() -> None:
     (found,) = find_agent_problems(AgentHealth(vault_down_reason="its process ended with status -9", vault_down_at=5.0))
     assert (found.kind, found.severity, found.since) == (FindingKind.VAULT_LOST, Severity.CRITICAL, 5.0)
     assert "status -9" in found.message
@@ -117,7 +117,7 @@ def test_skew_within_half_a_round_trip_counts_as_none() -> None:
     assert skew.skew_s == 0.0
 
 
-def test_a_clock_that_was_set_is_believed_at_once() -> None:
+def test_skew_follows_a_set_clock_at_once() -> None:
     skew = ClockSkewEstimate()
     skew.add_sample(server_at=100.0, received_at=105.0, round_trip_s=0.001)
     skew.add_sample(server_at=101.0, received_at=101.0, round_trip_s=0.1)

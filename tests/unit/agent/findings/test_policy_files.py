@@ -41,7 +41,7 @@ def test_only_critical_rules_enforce() -> None:
         assert rule.mode is not Mode.ENFORCE or rule.severity is Severity.CRITICAL, rule.id
 
 
-def test_a_sites_rule_replaces_ours_of_the_same_id(tmp_path: Path) -> None:
+def test_site_rule_replaces_the_shipped_rule_of_the_same_id(tmp_path: Path) -> None:
     policy = load_policy([site(tmp_path, RULE)])
     (rule,) = [rule for rule in policy.rules if rule.id == "gpu-too-hot"]
     assert (rule.threshold, rule.source) == (80, "our own cooling")
@@ -86,12 +86,12 @@ def test_a_mistyped_key_is_found_on_its_line(tmp_path: Path) -> None:
         load_policy([site(tmp_path, RULE.replace("threshold", "treshold"))])
 
 
-def test_a_policy_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+def test_missing_policy_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"nowhere\.toml"):
         load_policy([tmp_path / "nowhere.toml"])
 
 
-def test_a_pattern_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_invalid_pattern_is_refused(tmp_path: Path) -> None:
     text = (
         '[[line]]\nid="x"\nkind="host.kernel"\npattern="("\nseverity="info"\nmessage="m"\nsource="s"\nclear_after_s=1.0'
     )
@@ -99,7 +99,7 @@ def test_a_pattern_that_is_none_is_refused(tmp_path: Path) -> None:
         load_policy([site(tmp_path, text)])
 
 
-def test_every_xid_of_the_table_is_read_and_every_fatal_one_has_a_cure() -> None:
+def test_every_fatal_xid_has_a_remediation() -> None:
     table = load_xid_table()
     assert len(table) == 110
     for entry in table.values():
@@ -113,12 +113,12 @@ def test_a_gpu_off_the_bus_takes_at_least_a_drain() -> None:
     assert Action.strongest(entry.action, Action.DRAIN) is entry.action
 
 
-def test_a_recovery_action_of_a_newer_driver_is_not_taken_lightly() -> None:
+def test_unknown_recovery_action_reboots_the_node() -> None:
     assert recovery_action(0) is Action.NONE
     assert recovery_action(99) is Action.REBOOT_NODE
 
 
-def test_every_action_of_an_xid_has_a_way_to_be_over() -> None:
+def test_every_xid_action_has_a_clearing() -> None:
     policy = load_policy()
     for action in Action:
         clearing = policy.get_clearing(action)

@@ -31,7 +31,7 @@ def feed(history: RuleHistory, values: list[float | None], start: float = 0.0) -
     return standing
 
 
-def test_a_rule_stands_once_n_of_the_last_m_polls_were_bad() -> None:
+def test_rule_fires_once_n_of_the_last_m_polls_are_bad() -> None:
     history = RuleHistory(rule(n_of_m=(3, 5)))
     assert feed(history, [95, 20, 95, 20, 95]) == [False, False, False, False, True]
 
@@ -47,7 +47,7 @@ def test_n_of_m_agrees_with_counting_by_hand(n_of_m: tuple[int, int], bad: list[
     assert stood == [any(by_hand[: end + 1]) for end in range(len(by_hand))]
 
 
-def test_bad_polls_that_are_too_far_apart_do_not_add_up() -> None:
+def test_bad_polls_too_far_apart_do_not_add_up() -> None:
     history = RuleHistory(rule(n_of_m=(3, 5)))
     assert not any(feed(history, [95, 20, 20, 95, 20, 20, 95, 20, 20]))
 
@@ -58,7 +58,7 @@ def test_an_unknown_value_neither_raises_nor_clears() -> None:
     assert not any(feed(RuleHistory(rule()), [None] * 100))
 
 
-def test_a_rule_ceases_only_after_being_good_for_the_whole_clearing_time() -> None:
+def test_rule_clears_only_after_the_whole_clearing_time() -> None:
     history = RuleHistory(rule(clear_after_s=5.0))
     assert feed(history, [95, 20, 20, 20, 20, 95, 20, 20, 20, 20, 20, 20])[-1] is False
     assert feed(RuleHistory(rule(clear_after_s=5.0)), [95, 20, 20, 20, 20, 95, 20, 20, 20, 20])[-1] is True
@@ -79,7 +79,7 @@ def test_an_increase_counts_within_its_window_only() -> None:
     assert feed(history, [slow[-1] + 10], start=600.0) == [True]
 
 
-def test_a_counter_that_begins_anew_is_no_increase() -> None:
+def test_counter_reset_is_no_increase() -> None:
     history = RuleHistory(rule(test=Criterion.INCREASE, threshold=1, window_s=60.0))
     assert not any(feed(history, [1000, 1000, 0, 0]))
     assert feed(history, [1], start=4.0) == [True]
@@ -91,12 +91,12 @@ def test_a_long_window_is_remembered_in_bounded_space() -> None:
     assert len(history._window) <= MAX_WINDOW_SAMPLES + 2
 
 
-def test_a_value_that_stands_still_for_the_window_is_stale() -> None:
+def test_unchanged_value_over_the_window_is_stale() -> None:
     history = RuleHistory(rule(test=Criterion.UNCHANGED, threshold=0, window_s=5.0))
     assert feed(history, [7] * 6) == [False] * 5 + [True]
 
 
-def test_a_sticky_rule_outlasts_good_values_and_ends_by_its_event() -> None:
+def test_sticky_rule_clears_only_on_its_event() -> None:
     history = RuleHistory(rule(clear_after_s=None, clear_on=(ClearEvent.REPLACED,)))
     assert feed(history, [95] + [20] * 10_000)[-1]
     assert not history.apply_clear_event(ClearEvent.RESET)

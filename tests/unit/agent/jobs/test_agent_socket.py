@@ -228,7 +228,7 @@ def test_a_killed_process_is_a_lost_rank(run_dir: Path) -> None:
     play(story())
 
 
-def test_the_launchers_word_on_the_exit_is_in_the_report(run_dir: Path) -> None:
+def test_rank_loss_report_includes_the_exit_signal(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir, exit_grace_s=DEADLINE_S) as node:
             launcher = await node.launcher()
@@ -244,7 +244,7 @@ def test_the_launchers_word_on_the_exit_is_in_the_report(run_dir: Path) -> None:
     play(story())
 
 
-def test_a_process_that_says_goodbye_is_not_lost(run_dir: Path) -> None:
+def test_process_sending_goodbye_is_not_lost(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir) as node:
             node.jobs.handle_directives([NewGeneration(spec=spec(1))])
@@ -256,7 +256,7 @@ def test_a_process_that_says_goodbye_is_not_lost(run_dir: Path) -> None:
     play(story())
 
 
-def test_a_stopped_process_is_found_by_the_kernels_word_and_told_once(run_dir: Path) -> None:
+def test_stopped_process_is_reported_once(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir) as node:
             node.jobs.handle_directives([NewGeneration(spec=spec(1))])
@@ -271,7 +271,7 @@ def test_a_stopped_process_is_found_by_the_kernels_word_and_told_once(run_dir: P
     play(story())
 
 
-def test_a_kill_ends_the_stopped_process_and_is_told_to_the_launcher(run_dir: Path) -> None:
+def test_kill_order_ends_stopped_process_and_informs_launcher(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir) as node:
             launcher = await node.launcher()
@@ -289,7 +289,7 @@ def test_a_kill_ends_the_stopped_process_and_is_told_to_the_launcher(run_dir: Pa
     play(story())
 
 
-def test_a_kill_after_the_process_is_gone_hurts_nobody(run_dir: Path) -> None:
+def test_kill_after_process_exit_is_harmless(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir) as node:
             rank = await node.rank(0)
@@ -301,7 +301,7 @@ def test_a_kill_after_the_process_is_gone_hurts_nobody(run_dir: Path) -> None:
     play(story())
 
 
-def test_a_peer_that_does_not_read_holds_nobody_up_and_hears_the_newest_afterwards(run_dir: Path) -> None:
+def test_slow_reader_blocks_no_peer_and_gets_the_newest(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir) as node:
             client = await node.connect()
@@ -339,7 +339,7 @@ def test_a_peer_that_does_not_read_holds_nobody_up_and_hears_the_newest_afterwar
     ],
     ids=["tick_first", "other_protocol", "no_local_rank", "oversized", "unknown_message"],
 )
-def test_what_is_not_understood_is_cut_and_counted(run_dir: Path, first: bytes, why: str) -> None:
+def test_malformed_input_closes_the_connection_and_counts(run_dir: Path, first: bytes, why: str) -> None:
     async def story() -> None:
         async with agent(run_dir) as node:
             client = await node.connect()
@@ -351,7 +351,7 @@ def test_what_is_not_understood_is_cut_and_counted(run_dir: Path, first: bytes, 
     play(story())
 
 
-def test_a_rank_that_sends_nonsense_is_lost_with_the_reason(run_dir: Path) -> None:
+def test_rank_sending_garbage_is_lost_with_the_reason(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir) as node:
             node.jobs.handle_directives([NewGeneration(spec=spec(1))])
@@ -396,7 +396,7 @@ def test_another_users_process_is_turned_away() -> None:
         play(story(Path(directory)))
 
 
-def test_when_the_agent_ends_nobody_is_reported(run_dir: Path) -> None:
+def test_agent_shutdown_reports_no_loss(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir) as node:
             launcher = await node.launcher()

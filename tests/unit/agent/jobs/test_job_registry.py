@@ -17,7 +17,7 @@ from tests.support.local_node import Node, exited, generation
 # --- generations on their way -----------------------------------------------------------------------------------------
 
 
-def test_how_often_ranks_snapshot_is_known_by_job(node: Node) -> None:
+def test_registry_knows_the_snapshot_interval_by_job(node: Node) -> None:
     node.regroup(1, (0, "n1", 0), (1, "n1", 1))
     for rank, every in ((0, 2), (1, 3)):
         node.jobs.handle_message(
@@ -26,7 +26,7 @@ def test_how_often_ranks_snapshot_is_known_by_job(node: Node) -> None:
     assert node.jobs.snapshot_interval_steps() == {"j": 3}
 
 
-def test_a_generation_reaches_the_vault_the_launcher_and_every_rank(node: Node) -> None:
+def test_generation_reaches_vault_launcher_and_every_rank(node: Node) -> None:
     launcher, ranks = node.launcher(), [node.rank(0), node.rank(1)]
     node.regroup(1)
     assert [p.generations for p in (launcher, *ranks)] == [[1], [1], [1]]
@@ -41,7 +41,7 @@ def test_local_events_are_counted_from_zero(node: Node) -> None:
     assert set(node.jobs.event_counts) == set(COUNTED_EVENTS)
 
 
-def test_a_late_comer_gets_the_newest_generation(node: Node) -> None:
+def test_late_rank_or_launcher_gets_the_newest_generation(node: Node) -> None:
     node.regroup(1)
     node.regroup(2)
     rank = node.rank(0)
@@ -57,7 +57,7 @@ def test_an_older_or_repeated_generation_is_dropped_and_counted(node: Node) -> N
     assert node.jobs.event_counts["directives_stale"] == 2
 
 
-def test_versions_go_to_ranks(node: Node) -> None:
+def test_version_notice_goes_only_to_ranks(node: Node) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     node.regroup(1)
     notice = VersionNotice(job="j", generation=1, committed=Version(1, 5), candidate=9)
@@ -66,7 +66,7 @@ def test_versions_go_to_ranks(node: Node) -> None:
     assert launcher.got(VersionNotice) == []
 
 
-def test_a_restarted_agent_learns_the_generation_from_ticks_and_does_not_push_it_back(node: Node) -> None:
+def test_restarted_agent_learns_generation_from_ticks(node: Node) -> None:
     rank = node.rank(0)
     node.tick(rank, 4, 0)
     node.regroup(3)
@@ -76,7 +76,7 @@ def test_a_restarted_agent_learns_the_generation_from_ticks_and_does_not_push_it
     assert rank.generations == [5]
 
 
-def test_until_an_announced_boundary_the_ranks_of_the_running_generation_are_heard(node: Node) -> None:
+def test_reports_count_until_the_announced_boundary(node: Node) -> None:
     rank = node.rank(0)
     node.regroup(1)
     node.tick(rank, 1, 0)
@@ -91,7 +91,7 @@ def test_until_an_announced_boundary_the_ranks_of_the_running_generation_are_hea
     assert node.jobs.event_counts["reports_stale"] == 1
 
 
-def test_until_an_announced_boundary_the_vault_takes_copies_of_the_running_generation(node: Node) -> None:
+def test_vault_takes_copies_until_the_announced_boundary(node: Node) -> None:
     rank = node.rank(0)
     node.regroup(1)
     node.tick(rank, 1, 0)
@@ -105,7 +105,7 @@ def test_until_an_announced_boundary_the_vault_takes_copies_of_the_running_gener
     assert node.seals_from == {"j": 2}
 
 
-def test_jobs_of_one_node_do_not_hear_of_each_other(node: Node) -> None:
+def test_jobs_of_one_node_are_isolated(node: Node) -> None:
     mine, other = node.rank(0), node.rank(0, job="k")
     node.regroup(1)
     assert mine.generations == [1]
@@ -124,13 +124,13 @@ def test_a_report_of_an_older_generation_is_dropped_and_counted(node: Node) -> N
     assert node.jobs.event_counts["reports_stale"] == 1
 
 
-def test_a_rank_speaks_only_for_its_own_job(node: Node) -> None:
+def test_rank_reports_are_accepted_only_for_its_own_job(node: Node) -> None:
     rank = node.rank(0)
     with pytest.raises(MalformedMessage, match="may not speak for job k"):
         node.jobs.handle_message(rank, CollectiveFailed(job="k", at=0.0, generation=1, rank=0, step=3, detail="x"))
 
 
-def test_ranks_and_launchers_say_only_what_is_theirs(node: Node) -> None:
+def test_roles_may_send_only_their_messages(node: Node) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     with pytest.raises(MalformedMessage, match="rank may not send"):
         node.jobs.handle_message(rank, exited(rank))
@@ -148,7 +148,7 @@ def test_findings_of_ranks_are_passed_on(node: Node) -> None:
     assert node.findings == [raised]
 
 
-def test_progress_is_that_of_the_newest_generation(node: Node) -> None:
+def test_progress_is_taken_from_the_newest_generation(node: Node) -> None:
     old, new = node.rank(0), node.rank(1)
     node.regroup(2)
     node.tick(old, 1, 0, step=10)
@@ -159,7 +159,7 @@ def test_progress_is_that_of_the_newest_generation(node: Node) -> None:
 # --- launchers --------------------------------------------------------------------------------------------------------
 
 
-def test_a_launcher_that_ends_is_told_to_the_controller_and_its_ranks(node: Node) -> None:
+def test_launcher_end_is_reported_to_controller_and_ranks(node: Node) -> None:
     launcher, rank = node.launcher(incarnation=5), node.rank(0)
     node.jobs.handle_disconnect(launcher, "its connection ended")
     (left,) = node.of(LauncherLeft)
@@ -167,14 +167,14 @@ def test_a_launcher_that_ends_is_told_to_the_controller_and_its_ranks(node: Node
     assert len(rank.got(LauncherLost)) == 1
 
 
-def test_a_launcher_that_says_goodbye_leaves_in_order(node: Node) -> None:
+def test_launcher_goodbye_is_an_orderly_leave(node: Node) -> None:
     launcher = node.launcher()
     node.jobs.handle_message(launcher, Goodbye(detail="Ctrl-C"))
     node.jobs.handle_disconnect(launcher, "ended")
     assert [(left.orderly, left.detail) for left in node.of(LauncherLeft)] == [(True, "Ctrl-C")]
 
 
-def test_offers_of_live_launchers_are_made_again_with_the_generation_of_their_ranks(node: Node) -> None:
+def test_offers_carry_the_generation_of_their_ranks(node: Node) -> None:
     node.launcher(incarnation=5)
     gone = node.launcher(incarnation=6, job="k")
     node.jobs.handle_disconnect(gone, "ended")
@@ -182,14 +182,14 @@ def test_offers_of_live_launchers_are_made_again_with_the_generation_of_their_ra
     assert [(o.launcher, o.generation) for o in node.jobs.launcher_offers()] == [(5, 4)]
 
 
-def test_an_offer_tells_of_the_newest_generation_that_the_ranks_were_told_of(node: Node) -> None:
+def test_offer_carries_the_newest_pushed_generation(node: Node) -> None:
     node.launcher(incarnation=5)
     node.tick(node.rank(0), 4, 0)
     node.push(NewGeneration(spec=generation(1_000_001)))
     assert [offer.generation for offer in node.jobs.launcher_offers()] == [1_000_001]
 
 
-def test_a_launcher_that_connects_anew_does_not_leave(node: Node) -> None:
+def test_reconnecting_launcher_does_not_leave(node: Node) -> None:
     first = node.launcher(incarnation=5)
     node.launcher(incarnation=5)
     assert first.closed
@@ -212,7 +212,7 @@ def test_a_place_is_vacant_when_its_launcher_is_gone(node: Node) -> None:
 # --- the end of a job -------------------------------------------------------------------------------------------------
 
 
-def test_a_stopped_job_loses_nobody(node: Node) -> None:
+def test_stopped_job_reports_no_rank_loss(node: Node) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     node.regroup(1)
     stop = StopJob(job="j", ok=True, reason="done")
@@ -228,7 +228,7 @@ def test_a_stopped_job_loses_nobody(node: Node) -> None:
     assert node.jobs.jobs == ()
 
 
-def test_a_job_that_is_begun_anew_is_not_stopped_by_the_end_of_the_run_before(node: Node) -> None:
+def test_stop_of_an_earlier_run_spares_the_new_run(node: Node) -> None:
     node.launcher(incarnation=5)
     later = node.launcher(incarnation=6)
     node.push(StopJob(job="j", ok=True, reason="done", launcher=5))
@@ -239,7 +239,7 @@ def test_a_job_that_is_begun_anew_is_not_stopped_by_the_end_of_the_run_before(no
     assert later.got(StopJob) == [stop]
 
 
-def test_a_launcher_that_missed_the_stop_hears_it_when_it_is_back(node: Node) -> None:
+def test_reconnecting_launcher_gets_the_missed_stop(node: Node) -> None:
     node.launcher(incarnation=5)
     rank = node.rank(0)
     node.push(StopJob(job="j", ok=True, reason="done"))
@@ -248,7 +248,7 @@ def test_a_launcher_that_missed_the_stop_hears_it_when_it_is_back(node: Node) ->
     assert rank.generations == []
 
 
-def test_a_new_run_under_an_old_name_begins_afresh(node: Node) -> None:
+def test_new_run_under_an_old_name_starts_fresh(node: Node) -> None:
     node.launcher(incarnation=5)
     old = node.rank(0)
     node.regroup(9)
@@ -271,7 +271,7 @@ def test_memory_of_jobs_without_processes_is_bounded(node: Node) -> None:
     assert any(job.name == "j" for job in node.jobs.jobs)
 
 
-def test_ranks_of_a_launcher_that_has_not_joined_yet_outlive_the_end_of_the_run_before(node: Node) -> None:
+def test_ranks_of_unjoined_launcher_survive_the_earlier_stop(node: Node) -> None:
     """They are there before their launcher offers the node: the end, still on its way, is not theirs."""
     rank = node.rank(0)
     node.push(StopJob(job="j", ok=False, reason="nothing is whole", launcher=5))
@@ -285,7 +285,7 @@ def test_ranks_of_a_launcher_that_has_not_joined_yet_outlive_the_end_of_the_run_
     assert [lost.generation for lost in node.of(RankLost)] == [1]
 
 
-def test_ranks_hear_the_end_of_their_job_with_the_launcher_that_it_means(node: Node) -> None:
+def test_stop_reaches_ranks_once_its_launcher_connects(node: Node) -> None:
     """The agent began anew, and has not seen its launcher again when the end comes."""
     rank = node.rank(0)
     stop = StopJob(job="j", ok=True, reason="done", launcher=5)
@@ -295,7 +295,7 @@ def test_ranks_hear_the_end_of_their_job_with_the_launcher_that_it_means(node: N
     assert node.of(LauncherJoined) == []
 
 
-def test_nobody_is_offered_the_generation_of_a_run_whose_end_was_heard(node: Node) -> None:
+def test_generation_of_a_stopped_run_is_not_offered_again(node: Node) -> None:
     old = node.launcher(incarnation=5)
     node.rank(0)
     node.regroup(9)
@@ -307,7 +307,7 @@ def test_nobody_is_offered_the_generation_of_a_run_whose_end_was_heard(node: Nod
     assert (rank.generations, launcher.generations) == ([1], [1])
 
 
-def test_a_job_without_processes_is_forgotten_with_its_end(node: Node) -> None:
+def test_stopped_job_without_processes_is_forgotten(node: Node) -> None:
     node.regroup(9)
     node.push(StopJob(job="j", ok=True, reason="done"))
     assert node.rank(0).generations == []

@@ -17,7 +17,7 @@ def ended(pid: int, generation: int | None, local_rank: int = 0) -> RankExited:
     )
 
 
-def test_its_loss_is_one_of_the_generation_that_the_next_agent_is_told_first(node: Node) -> None:
+def test_loss_is_reported_for_first_generation_of_next_agent(node: Node) -> None:
     launcher = node.launcher()
     node.jobs.handle_message(launcher, ended(77, 3))
     replacement = node.rank(0)
@@ -29,7 +29,7 @@ def test_its_loss_is_one_of_the_generation_that_the_next_agent_is_told_first(nod
     assert len(node.of(RankLost)) == 1
 
 
-def test_whoever_connects_first_the_loss_is_told_once(node: Node) -> None:
+def test_loss_is_reported_once_in_any_connection_order(node: Node) -> None:
     launcher, replacement = node.launcher(), node.rank(0)
     node.regroup(3)
     for _ in range(2):
@@ -39,7 +39,7 @@ def test_whoever_connects_first_the_loss_is_told_once(node: Node) -> None:
     assert again.generations == []
 
 
-def test_a_generation_that_was_made_since_is_played_by_who_took_the_place(node: Node) -> None:
+def test_newer_generation_uses_the_replacement_without_loss(node: Node) -> None:
     launcher, replacement = node.launcher(), node.rank(0)
     node.jobs.handle_message(launcher, ended(77, 3))
     node.regroup(4)
@@ -48,7 +48,7 @@ def test_a_generation_that_was_made_since_is_played_by_who_took_the_place(node: 
     assert replacement.generations == [4]
 
 
-def test_nor_does_a_process_that_ended_before_any_generation_spoil_the_first(node: Node) -> None:
+def test_exit_before_any_generation_is_no_loss(node: Node) -> None:
     node.jobs.handle_message(node.launcher(), ended(77, 0))
     replacement = node.rank(0)
     node.regroup(1)
@@ -57,7 +57,7 @@ def test_nor_does_a_process_that_ended_before_any_generation_spoil_the_first(nod
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_rank_that_came_again_and_ended_before_it_ticked_is_a_loss_too(node: Node, late: bool) -> None:
+def test_rank_ending_before_its_first_tick_is_a_loss(node: Node, late: bool) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     node.jobs.handle_disconnect(rank, "ended")
     if late:
@@ -67,14 +67,14 @@ def test_a_rank_that_came_again_and_ended_before_it_ticked_is_a_loss_too(node: N
     assert [r.generation for r in node.of(RankLost)] == [3]
 
 
-def test_with_a_boundary_announced_the_loss_is_one_of_what_comes(node: Node) -> None:
+def test_loss_at_announced_boundary_counts_for_next_generation(node: Node) -> None:
     node.jobs.handle_message(node.launcher(), ended(77, 3))
 
     node.push(NewGeneration(spec=msgspec.structs.replace(generation(4), after_step=9)))
     assert [r.generation for r in node.of(RankLost)] == [4]
 
 
-def test_ranks_of_other_nodes_places_are_nobodys_loss(node: Node) -> None:
+def test_exit_outside_the_generation_is_no_loss(node: Node) -> None:
     node.jobs.handle_message(node.launcher(), ended(FakePeer(5).pid, 3, local_rank=1))
     node.regroup(3, (0, "n1", 0))
     assert node.of(RankLost) == []
@@ -96,7 +96,7 @@ def test_late_launcher_still_replaces_lost_rank(node: Node) -> None:
     assert node.rank(0).generations == [4]
 
 
-def test_late_launcher_that_gave_up_is_believed(node: Node) -> None:
+def test_late_launcher_can_still_deny_a_replacement(node: Node) -> None:
     rank = node.rank(0)
     node.tick(rank, 3, 0)
     node.jobs.handle_disconnect(rank, "ended")

@@ -12,7 +12,7 @@ from tests.support.local_node import FakePeer, Node, exited, generation, kill
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_lost_rank_is_reported_after_the_grace_when_the_launcher_says_nothing(node: Node) -> None:
+def test_lost_rank_is_reported_after_the_exit_grace(node: Node) -> None:
     node.launcher()
     rank = node.rank(1)
     node.regroup(1)
@@ -27,7 +27,7 @@ def test_a_lost_rank_is_reported_after_the_grace_when_the_launcher_says_nothing(
 
 
 @pytest.mark.parametrize("word_first", [True, False])
-def test_the_launchers_word_is_merged_whichever_comes_first(node: Node, word_first: bool) -> None:
+def test_launcher_exit_report_merges_in_either_order(node: Node, word_first: bool) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     node.regroup(1)
     if word_first:
@@ -43,7 +43,7 @@ def test_the_launchers_word_is_merged_whichever_comes_first(node: Node, word_fir
     assert len(node.of(RankLost)) == 1
 
 
-def test_a_word_that_comes_late_is_not_another_loss(node: Node) -> None:
+def test_late_exit_report_is_not_a_second_loss(node: Node) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     node.regroup(1)
     node.jobs.handle_disconnect(rank, "ended")
@@ -52,7 +52,7 @@ def test_a_word_that_comes_late_is_not_another_loss(node: Node) -> None:
     assert len(node.of(RankLost)) == 1
 
 
-def test_a_late_word_that_nobody_will_replace_it_is_told(node: Node) -> None:
+def test_late_denial_of_replacement_is_reported(node: Node) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     node.regroup(1)
     node.jobs.handle_disconnect(rank, "ended")
@@ -71,7 +71,7 @@ def test_without_a_launcher_there_is_no_replacement(node: Node) -> None:
     assert [r.has_replacement for r in node.of(RankLost)] == [False]
 
 
-def test_a_generation_that_still_counts_on_a_place_nobody_takes_is_told_once(node: Node) -> None:
+def test_unreplaced_rank_is_reported_once_per_generation(node: Node) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     other = node.rank(1)
     node.regroup(1)
@@ -84,7 +84,7 @@ def test_a_generation_that_still_counts_on_a_place_nobody_takes_is_told_once(nod
     assert other.generations == [1, 2]
 
 
-def test_a_spare_that_ends_is_nobodys_loss(node: Node) -> None:
+def test_spare_exit_is_no_loss(node: Node) -> None:
     spare = node.rank(1)
     node.regroup(1, (0, "n1", 0))
     node.jobs.handle_disconnect(spare, "ended")
@@ -92,13 +92,13 @@ def test_a_spare_that_ends_is_nobodys_loss(node: Node) -> None:
     assert node.of(RankLost) == []
 
 
-def test_a_rank_before_its_first_generation_is_nobodys_loss(node: Node) -> None:
+def test_exit_before_first_generation_is_no_loss(node: Node) -> None:
     node.jobs.handle_disconnect(node.rank(0), "ended")
     node.wait()
     assert node.of(RankLost) == []
 
 
-def test_a_rank_that_says_goodbye_is_not_lost(node: Node) -> None:
+def test_rank_sending_goodbye_is_not_lost(node: Node) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     node.regroup(1)
     node.jobs.handle_message(rank, Goodbye())
@@ -108,7 +108,7 @@ def test_a_rank_that_says_goodbye_is_not_lost(node: Node) -> None:
     assert node.of(RankLost) == []
 
 
-def test_a_rank_that_finished_is_not_lost_though_it_ticked_on(node: Node) -> None:
+def test_finished_rank_with_late_tick_is_not_lost(node: Node) -> None:
     rank = node.rank(0)
     node.regroup(1)
     node.jobs.handle_message(rank, RankFinished(job="j", at=0.0, generation=1, rank=0, step=9))
@@ -118,7 +118,7 @@ def test_a_rank_that_finished_is_not_lost_though_it_ticked_on(node: Node) -> Non
     assert node.of(RankLost) == []
 
 
-def test_a_finished_rank_that_a_new_generation_needs_again_can_be_lost(node: Node) -> None:
+def test_finished_rank_needed_again_can_be_lost(node: Node) -> None:
     rank = node.rank(0)
     node.regroup(1)
     node.jobs.handle_message(rank, RankFinished(job="j", at=0.0, generation=1, rank=0, step=9))
@@ -128,7 +128,7 @@ def test_a_finished_rank_that_a_new_generation_needs_again_can_be_lost(node: Nod
     assert [r.generation for r in node.of(RankLost)] == [2]
 
 
-def test_a_rank_that_died_before_its_hello_is_lost_by_the_launchers_word(node: Node) -> None:
+def test_rank_dying_before_hello_is_lost_by_exit_report(node: Node) -> None:
     launcher = node.launcher()
     node.regroup(1)
     dead = FakePeer(77)
@@ -152,7 +152,7 @@ def test_a_second_process_for_a_place_is_the_loss_of_the_first(node: Node) -> No
     assert second.generations == [2]
 
 
-def test_a_process_that_connects_anew_is_not_lost(node: Node) -> None:
+def test_reconnecting_process_is_not_lost(node: Node) -> None:
     first = node.rank(0)
     node.regroup(1)
     node.peer(ConnectionRole.RANK, 0, pid=first.pid)
@@ -161,7 +161,7 @@ def test_a_process_that_connects_anew_is_not_lost(node: Node) -> None:
     assert node.of(RankLost) == []
 
 
-def test_a_replacement_is_not_offered_the_generation_its_predecessor_was_lost_in(node: Node) -> None:
+def test_replacement_skips_the_generation_of_the_loss(node: Node) -> None:
     node.launcher()
     rank = node.rank(0)
     node.regroup(1)
@@ -174,7 +174,7 @@ def test_a_replacement_is_not_offered_the_generation_its_predecessor_was_lost_in
     assert [r.generation for r in node.of(RankLost)] == [1]
 
 
-def test_a_loss_in_a_new_generation_is_one_of_that_generation(node: Node) -> None:
+def test_loss_counts_for_the_newest_generation(node: Node) -> None:
     node.launcher()
     rank = node.rank(1)
     node.regroup(1)
@@ -184,7 +184,7 @@ def test_a_loss_in_a_new_generation_is_one_of_that_generation(node: Node) -> Non
     assert [r.generation for r in node.of(RankLost)] == [2]
 
 
-def test_after_the_agents_restart_a_loss_is_known_from_ticks(node: Node) -> None:
+def test_restarted_agent_derives_a_loss_from_ticks(node: Node) -> None:
     rank = node.rank(1)
     node.tick(rank, 7, 5)
     node.jobs.handle_disconnect(rank, "ended")
@@ -205,7 +205,7 @@ def test_a_kill_goes_to_the_process_and_its_launcher(node: Node) -> None:
 
 
 @pytest.mark.parametrize("kill_first", [True, False])
-def test_a_killed_rank_is_no_loss_of_the_generation_made_for_its_replacement(node: Node, kill_first: bool) -> None:
+def test_killed_rank_is_no_loss_of_the_next_generation(node: Node, kill_first: bool) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     node.regroup(1)
     node.tick(rank, 1, 0)
@@ -219,7 +219,7 @@ def test_a_killed_rank_is_no_loss_of_the_generation_made_for_its_replacement(nod
     assert [(r.generation, r.has_replacement) for r in node.of(RankLost)] == [(1, True)]
 
 
-def test_a_kill_that_comes_after_the_next_generation_still_finds_the_hung_process(node: Node) -> None:
+def test_late_kill_order_still_ends_the_hung_process(node: Node) -> None:
     node.launcher()
     rank = node.rank(0)
     node.regroup(1)
@@ -232,7 +232,7 @@ def test_a_kill_that_comes_after_the_next_generation_still_finds_the_hung_proces
     assert [r.generation for r in node.of(RankLost)] == [1]
 
 
-def test_a_killed_rank_that_nobody_replaces_is_a_loss_of_the_newest_generation(node: Node) -> None:
+def test_unreplaced_killed_rank_is_lost_in_newest_generation(node: Node) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     node.regroup(1)
     node.tick(rank, 1, 0)
@@ -258,7 +258,7 @@ def test_a_stale_kill_never_reaches_the_replacement(node: Node) -> None:
     assert node.jobs.event_counts["directives_stale"] == 2
 
 
-def test_the_word_of_a_killed_rank_is_not_passed_on(node: Node) -> None:
+def test_reports_of_a_killed_rank_are_dropped(node: Node) -> None:
     rank = node.rank(0)
     node.regroup(1)
     node.tick(rank, 1, 0)
@@ -276,7 +276,7 @@ def silent(node: Node, seconds: float, lag: float = 0.0) -> list[RankUnresponsiv
     return node.of(RankUnresponsive)
 
 
-def test_a_stopped_process_is_told_soon_and_once(node: Node) -> None:
+def test_stopped_rank_is_reported_early_and_once(node: Node) -> None:
     rank = node.rank(1)
     node.regroup(1)
     node.tick(rank, 1, 1)
@@ -287,7 +287,7 @@ def test_a_stopped_process_is_told_soon_and_once(node: Node) -> None:
     assert len(silent(node, 5.0)) == 1
 
 
-def test_a_busy_process_is_given_longer(node: Node) -> None:
+def test_busy_rank_is_allowed_a_longer_pause(node: Node) -> None:
     rank = node.rank(0)
     node.regroup(1)
     node.tick(rank, 1, 0)
@@ -296,7 +296,7 @@ def test_a_busy_process_is_given_longer(node: Node) -> None:
     assert [r.process_state for r in silent(node, 0.1)] == ["R"]
 
 
-def test_a_word_ends_a_silence_and_the_next_is_told_again(node: Node) -> None:
+def test_tick_ends_unresponsive_state_and_rearms_the_report(node: Node) -> None:
     rank = node.rank(0)
     node.regroup(1)
     for _ in range(2):
@@ -305,7 +305,7 @@ def test_a_word_ends_a_silence_and_the_next_is_told_again(node: Node) -> None:
     assert len(node.of(RankUnresponsive)) == 2
 
 
-def test_a_silence_that_outlasts_a_generation_is_told_in_the_next(node: Node) -> None:
+def test_unresponsive_rank_is_reported_again_in_next_generation(node: Node) -> None:
     rank = node.rank(0)
     node.regroup(1)
     node.tick(rank, 1, 0)
@@ -316,7 +316,7 @@ def test_a_silence_that_outlasts_a_generation_is_told_in_the_next(node: Node) ->
     assert [r.generation for r in silent(node, 0.3)] == [1, 2]
 
 
-def test_the_agents_own_lateness_is_not_held_against_ranks(node: Node) -> None:
+def test_agent_lag_is_not_counted_against_ranks(node: Node) -> None:
     rank = node.rank(0)
     node.regroup(1)
     node.tick(rank, 1, 0)
@@ -324,7 +324,7 @@ def test_the_agents_own_lateness_is_not_held_against_ranks(node: Node) -> None:
 
 
 @pytest.mark.parametrize("which", ["never_ticked", "spare", "condemned", "finished", "stopped"])
-def test_who_need_not_tick_is_not_told(node: Node, which: str) -> None:
+def test_rank_exempt_from_ticks_is_not_reported(node: Node, which: str) -> None:
     rank = node.rank(0)
     node.regroup(1, (0, "n2" if which == "spare" else "n1", 0))
     if which != "never_ticked":

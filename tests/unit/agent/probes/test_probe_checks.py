@@ -26,7 +26,7 @@ def _probe(kind: ProbeKind) -> RunProbe:
 
 
 @pytest.mark.promise("probation")
-def test_the_known_product_is_what_integers_give_whatever_the_order_of_summation() -> None:
+def test_known_product_does_not_depend_on_summation_order() -> None:
     left, right, known = checks.known_product(512, CPU)
     assert torch.equal((left.long() @ right.long()).float(), known)
     assert torch.equal(left @ right, known)
@@ -35,7 +35,7 @@ def test_the_known_product_is_what_integers_give_whatever_the_order_of_summation
     assert known.abs().max() < 2**24
 
 
-def test_one_wrong_element_is_told_with_its_place() -> None:
+def test_wrong_element_is_reported_with_its_place() -> None:
     _, _, known = checks.known_product(512, CPU)
     found = known.clone()
     found[3, 7] += 1.0
@@ -43,7 +43,7 @@ def test_one_wrong_element_is_told_with_its_place() -> None:
         checks._compare(found, known, "product 1 of 2 on cpu")
 
 
-def test_a_word_that_does_not_hold_its_pattern_is_told() -> None:
+def test_memory_word_losing_its_pattern_is_reported() -> None:
     chunk = torch.full((64,), -1, dtype=torch.int64)
     checks._check_words(chunk, -1, CPU)
     chunk[5] = 0
@@ -51,14 +51,14 @@ def test_a_word_that_does_not_hold_its_pattern_is_told() -> None:
         checks._check_words(chunk, -1, CPU)
 
 
-def test_addresses_that_fall_together_are_told() -> None:
+def test_aliased_addresses_are_reported() -> None:
     whole = torch.empty(64, dtype=torch.int64)
     checks._check_addresses([whole[:32], whole[32:]], CPU)
     with pytest.raises(checks.WrongResult, match="do not hold their own number"):
         checks._check_addresses([whole[:32], whole[:32]], CPU)
 
 
-def test_the_probe_process_does_what_the_kind_says() -> None:
+def test_probe_process_runs_the_requested_kind() -> None:
     async def act() -> None:
         prober = Prober()
         try:
@@ -75,7 +75,7 @@ def test_the_probe_process_does_what_the_kind_says() -> None:
     asyncio.run(act())
 
 
-def test_a_wrong_result_is_said_to_be_wrong_and_a_probe_that_cannot_be_done_is_not(
+def test_wrong_result_is_distinct_from_a_failed_probe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from everstep_agent.probes import child
@@ -96,7 +96,7 @@ def test_a_wrong_result_is_said_to_be_wrong_and_a_probe_that_cannot_be_done_is_n
 
 
 @pytest.mark.gpu
-def test_every_gpu_computes_the_known_product_and_keeps_its_patterns() -> None:
+def test_every_gpu_passes_the_compute_and_memory_probes() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
     count = torch.cuda.device_count()

@@ -39,13 +39,13 @@ def play(count: int, scene: Callable[..., Awaitable[Any]]) -> Any:
     return asyncio.run(act())
 
 
-def test_bus_bandwidth_is_what_each_link_carries() -> None:
+def test_bus_bandwidth_is_the_rate_of_each_link() -> None:
     assert bus_bandwidth(2, 1000, 1.0) == 1000
     assert bus_bandwidth(4, 1000, 1.0) == 1500
     assert result_row(2, 100, [3.0, 1.0, 2.0]) == (100, 2.0, 50.0)
 
 
-def test_all_members_derive_the_same_port_and_the_next_probe_another() -> None:
+def test_members_derive_one_port_per_probe() -> None:
     first = store_address(probe("n1", "n2"))
     assert store_address(probe("n1", "n2")) == first
     assert store_address(probe("n1", "n2", name="probe-2")) != first
@@ -53,7 +53,7 @@ def test_all_members_derive_the_same_port_and_the_next_probe_another() -> None:
     assert store_address(probe("n1", "n2", store="10.0.0.1:7800")) == ("10.0.0.1", 7800)
 
 
-def test_two_nodes_sum_and_both_tell_times_for_every_size() -> None:
+def test_two_nodes_both_report_times_for_every_size() -> None:
     async def scene(one: Prober, two: Prober) -> None:
         for name in ("probe-1", "probe-2"):
             asked = probe("n1", "n2", name=name)
@@ -70,7 +70,7 @@ def test_two_nodes_sum_and_both_tell_times_for_every_size() -> None:
     play(2, scene)
 
 
-def test_failures_are_answers_that_say_what_failed() -> None:
+def test_probe_failure_is_an_answer_with_its_cause() -> None:
     async def scene(prober: Prober) -> None:
         alone = await prober.run(probe("n1"), "n1")
         assert alone.ok, alone.detail
@@ -102,7 +102,7 @@ def test_failures_are_answers_that_say_what_failed() -> None:
     play(1, scene)
 
 
-def test_a_probe_process_that_dies_is_an_answer_and_is_replaced() -> None:
+def test_dead_probe_process_is_an_answer_and_is_replaced() -> None:
     async def scene(prober: Prober) -> ProbeFinished:
         assert (await prober.run(probe("n1"), "n1")).ok
         pid = prober.pid
@@ -134,7 +134,7 @@ def test_a_node_without_torch_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> 
     assert (answer.ok, answer.started) == (False, False)
 
 
-def test_a_process_that_is_not_ready_in_time_has_not_begun_and_one_that_waits_for_others_has() -> None:
+def test_probe_has_begun_only_once_its_process_is_ready() -> None:
     async def scene(prober: Prober) -> tuple[ProbeFinished, ProbeFinished]:
         cold = await prober.run(probe("n1", "n2", timeout_s=0.01), "n1")
         assert (await prober.run(probe("n1"), "n1")).ok
@@ -159,7 +159,7 @@ def test_a_process_that_is_not_ready_in_time_has_not_begun_and_one_that_waits_fo
     assert (late.ok, late.started) == (False, True)
 
 
-def test_torch_goes_on_being_loaded_when_a_probe_no_longer_waits_and_the_next_finds_it_loaded() -> None:
+def test_torch_keeps_loading_after_a_probe_times_out() -> None:
     async def scene(prober: Prober) -> None:
         cold = await prober.run(probe("n1", timeout_s=0.01), "n1")
         assert cold.detail == "no result within 0.01 s at: loading torch"
@@ -171,7 +171,7 @@ def test_torch_goes_on_being_loaded_when_a_probe_no_longer_waits_and_the_next_fi
     play(1, scene)
 
 
-def test_a_process_that_never_has_torch_is_ended() -> None:
+def test_probe_process_failing_to_load_torch_is_ended() -> None:
     async def act() -> None:
         prober = Prober(load_timeout_s=0.0)
         try:
@@ -183,7 +183,7 @@ def test_a_process_that_never_has_torch_is_ended() -> None:
     asyncio.run(act())
 
 
-def test_a_process_that_nobody_asks_is_let_go() -> None:
+def test_idle_probe_process_is_released() -> None:
     async def act() -> None:
         prober = Prober(idle_timeout_s=0.01)
         try:

@@ -22,7 +22,7 @@ def test_a_healthy_node_has_no_findings() -> None:
     assert judge.polls(200, gpu(temperature_margin_c=40, ecc_uncorrected=0, nvlinks_down=0)) == set()
 
 
-def test_a_gpu_off_the_bus_is_critical_and_to_be_drained_at_its_first_line() -> None:
+def test_gpu_off_the_bus_is_critical_at_its_first_line() -> None:
     judge = Judge()
     assert judge.lines(FELL_OFF) == {XID_79}
     finding = only(judge)
@@ -36,7 +36,7 @@ def test_a_gpu_off_the_bus_is_critical_and_to_be_drained_at_its_first_line() -> 
     assert finding.trace
 
 
-def test_a_reboot_ends_it() -> None:
+def test_reboot_clears_a_fatal_xid() -> None:
     judge = Judge()
     judge.polls(1, gpu())
     judge.lines(FELL_OFF)
@@ -44,7 +44,7 @@ def test_a_reboot_ends_it() -> None:
     assert judge.polls(1, gpu(), boot_id="boot-2") == set()
 
 
-def test_a_reset_seen_in_the_energy_counter_ends_it() -> None:
+def test_energy_counter_reset_clears_a_fatal_xid() -> None:
     judge = Judge()
     judge.polls(1, gpu(energy_j=5000.0))
     judge.lines(FELL_OFF)
@@ -52,7 +52,7 @@ def test_a_reset_seen_in_the_energy_counter_ends_it() -> None:
     assert judge.polls(1, gpu(energy_j=3.0)) == set()
 
 
-def test_a_lost_gpu_that_answers_again_has_been_reset() -> None:
+def test_lost_gpu_answering_again_counts_as_reset() -> None:
     judge = Judge()
     judge.polls(1, gpu())
     judge.lines(FELL_OFF)
@@ -61,7 +61,7 @@ def test_a_lost_gpu_that_answers_again_has_been_reset() -> None:
     assert judge.polls(11, gpu()) == set()
 
 
-def test_another_gpu_in_its_place_ends_even_what_asks_for_repair() -> None:
+def test_replaced_gpu_clears_findings_pending_repair() -> None:
     judge = Judge()
     assert judge.polls(1, gpu(remap_failure=1)) == {f"gpu.row_remap_failure/{BUS}"}
     assert judge.polls(100, gpu(remap_failure=0)) == {f"gpu.row_remap_failure/{BUS}"}
@@ -76,7 +76,7 @@ def test_time_alone_never_ends_a_fatal_xid() -> None:
     assert judge.polls(3, gpu()) == {XID_79}
 
 
-def test_an_application_fault_is_watched_and_forgotten_when_it_stays_quiet() -> None:
+def test_application_xid_is_observed_and_expires_when_quiet() -> None:
     judge = Judge()
     judge.polls(1, gpu())
     judge.lines(f"NVRM: Xid (PCI:{BUS}): 13, pid=1, Graphics SM Warp Exception")
@@ -87,7 +87,7 @@ def test_an_application_fault_is_watched_and_forgotten_when_it_stays_quiet() -> 
     assert judge.polls(1, gpu()) == set()
 
 
-def test_kernel_log_and_nvml_telling_of_the_same_event_count_once() -> None:
+def test_event_seen_by_kernel_log_and_nvml_counts_once() -> None:
     judge = Judge()
     judge.lines(FELL_OFF)
     judge.assessor.process_xid_events([XidEvent(pci_bus_id=BUS, xid=79, source="nvml")], judge.now())
@@ -103,7 +103,7 @@ def test_a_storm_of_lines_makes_few_updates_and_keeps_the_count() -> None:
     assert only(judge).value == 16_384
 
 
-def test_a_log_of_garbage_grows_nothing_without_bound() -> None:
+def test_garbage_log_keeps_findings_bounded() -> None:
     judge = Judge()
     judge.assessor.process_kernel_lines(
         (f"NVRM: Xid (PCI:0000:1b:00): {xid}, x" for xid in range(1000, 6000)), judge.now()
@@ -113,7 +113,7 @@ def test_a_log_of_garbage_grows_nothing_without_bound() -> None:
     assert len(judge.assessor.xid_history.totals) == MAX_XID_RECORDS
 
 
-def test_a_finding_stays_equal_until_something_that_matters_changes() -> None:
+def test_finding_stays_equal_across_minor_value_changes() -> None:
     judge = Judge()
     judge.polls(10, gpu(temperature_margin_c=1))
     before = only(judge)
@@ -121,7 +121,7 @@ def test_a_finding_stays_equal_until_something_that_matters_changes() -> None:
     assert only(judge) == before
 
 
-def test_the_drivers_own_word_is_taken_when_it_is_stronger() -> None:
+def test_stronger_driver_action_overrides_the_xid_table() -> None:
     judge = Judge()
     judge.polls(1, gpu())
     judge.lines(f"NVRM: Xid (PCI:{BUS}): 13, pid=1, Graphics Exception")
@@ -134,7 +134,7 @@ def test_the_drivers_own_word_is_taken_when_it_is_stronger() -> None:
     assert {finding.severity for finding in findings.values()} == {Severity.CRITICAL}
 
 
-def test_the_drivers_weaker_word_does_not_soften_the_table() -> None:
+def test_weaker_driver_action_does_not_soften_the_xid_table() -> None:
     judge = Judge()
     judge.lines(FELL_OFF)
     judge.lines(f"NVRM: Xid (PCI:{BUS}): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)")
@@ -142,14 +142,14 @@ def test_the_drivers_weaker_word_does_not_soften_the_table() -> None:
     assert findings[XID_79].action is Action.DRAIN
 
 
-def test_nvmls_recovery_action_makes_a_finding_that_ends_with_it() -> None:
+def test_nvml_recovery_action_makes_a_finding_until_cleared() -> None:
     judge = Judge()
     assert judge.polls(1, gpu(recovery_action=1)) == {f"gpu.recovery_action/{BUS}"}
     assert only(judge).action is Action.RESET_GPU
     assert judge.polls(12, gpu(recovery_action=0)) == set()
 
 
-def test_the_gravest_of_findings_with_one_key_is_shown_since_the_first() -> None:
+def test_findings_of_one_key_show_the_worst_since_the_first() -> None:
     judge = Judge()
     judge.assessor.process_sensor_state(SensorState(hangs=1, detail="at gpu 3"), judge.now())
     first = only(judge)
@@ -165,7 +165,7 @@ def test_the_gravest_of_findings_with_one_key_is_shown_since_the_first() -> None
     )
 
 
-def test_a_library_that_does_not_load_on_a_node_with_gpus_is_no_health() -> None:
+def test_unloadable_nvml_on_a_gpu_node_is_critical() -> None:
     judge = Judge()
     assert judge.polls(3, nvml_error="NVML Shared Library Not Found", pci_gpu_count=8) == {"sensor.failed/nvml"}
     assert only(judge).severity is Severity.CRITICAL
@@ -175,23 +175,23 @@ def test_a_node_without_gpus_needs_no_nvml() -> None:
     assert Judge().polls(10, nvml_error="NVML Shared Library Not Found", pci_gpu_count=0) == set()
 
 
-def test_gpus_on_the_bus_that_nvml_does_not_list_are_missed() -> None:
+def test_gpu_on_the_bus_missing_from_nvml_is_lost() -> None:
     judge = Judge()
     assert judge.polls(3, gpu(), pci_gpu_count=2) == {"gpu.lost/gpus"}
     assert judge.polls(11, gpu(), pci_gpu_count=1) == set()
 
 
-def test_a_gpu_that_was_lost_before_the_agent_began_is_missed_and_the_others_are_not() -> None:
+def test_gpu_lost_before_agent_start_is_reported() -> None:
     judge = Judge()
     assert judge.polls(3, gpu(), pci_gpu_count=2, nvml_error="GPU 1: handle: GPU is lost") == {"gpu.lost/gpus"}
     assert "GPU 1: handle" in only(judge).message
 
 
-def test_a_library_that_lists_nothing_on_a_node_with_gpus_is_no_health() -> None:
+def test_nvml_listing_no_gpu_on_a_gpu_node_is_a_failure() -> None:
     assert Judge().polls(3, pci_gpu_count=8) == {"sensor.failed/nvml"}
 
 
-def test_the_sites_expected_count_goes_before_the_bus() -> None:
+def test_site_gpu_count_overrides_the_bus_count() -> None:
     assert Judge(expected=4).polls(3, gpu(), pci_gpu_count=1) == {"gpu.lost/gpus"}
 
 
@@ -207,7 +207,7 @@ def port(up: bool, was_up: bool = True) -> PortSample:
     return PortSample(name="mlx5_0/1", kind="infiniband", up=up, was_up=was_up, identity=CARD)
 
 
-def test_a_port_that_fell_is_a_fault_and_one_that_never_rose_is_not() -> None:
+def test_fallen_port_is_a_fault_and_a_never_up_port_is_not() -> None:
     assert Judge().polls(10, ports=(port(up=False, was_up=False),)) == set()
     judge = Judge()
     assert judge.polls(3, ports=(port(up=False),)) == {"network.port_down/mlx5_0/1"}
@@ -224,7 +224,7 @@ def test_a_kernel_panic_is_critical_until_the_next_boot() -> None:
     assert judge.polls(1, gpu(), boot_id="boot-2") == set()
 
 
-def test_what_only_a_reset_ends_survives_the_agent() -> None:
+def test_reset_only_findings_survive_an_agent_restart() -> None:
     judge = Judge()
     judge.polls(1, gpu(ecc_uncorrected=0))
     judge.lines(FELL_OFF)
@@ -239,7 +239,7 @@ def test_what_only_a_reset_ends_survives_the_agent() -> None:
     assert again.polls(1, gpu(energy_j=0.5)) == set()
 
 
-def test_a_boot_while_the_agent_was_away_ends_what_a_boot_ends() -> None:
+def test_boot_during_agent_absence_clears_boot_findings() -> None:
     judge = Judge()
     judge.polls(1, gpu())
     judge.lines(FELL_OFF)
@@ -250,7 +250,7 @@ def test_a_boot_while_the_agent_was_away_ends_what_a_boot_ends() -> None:
 
 
 @pytest.mark.parametrize("skew_s", [3.0, -3.0])
-def test_a_clock_far_from_the_controllers_is_told(skew_s: float) -> None:
+def test_clock_skew_from_the_controller_is_reported(skew_s: float) -> None:
     judge = Judge()
     from tests.support.sensing import poll
 

@@ -55,7 +55,7 @@ def test_only_physical_ethernet_ports_count(tmp_path: Path) -> None:
     assert (port.name, port.up, port.rate_gbps) == ("eth0", True, 25.0)
 
 
-def test_a_port_is_known_to_have_been_up_after_it_fell(tmp_path: Path) -> None:
+def test_fallen_port_is_known_to_have_been_up(tmp_path: Path) -> None:
     sensor = NetworkSensor(infiniband(tmp_path, "4: ACTIVE"))
     sensor.poll()
     infiniband(tmp_path, "1: DOWN")
@@ -63,12 +63,12 @@ def test_a_port_is_known_to_have_been_up_after_it_fell(tmp_path: Path) -> None:
     assert (port.up, port.lost_link) == (False, 1)
 
 
-def test_an_empty_socket_is_no_loss(tmp_path: Path) -> None:
+def test_never_connected_port_is_no_loss(tmp_path: Path) -> None:
     (port,) = NetworkSensor(infiniband(tmp_path, "1: DOWN")).poll()
     assert port.lost_link is None
 
 
-def test_a_port_that_vanishes_is_down(tmp_path: Path) -> None:
+def test_vanished_port_is_down(tmp_path: Path) -> None:
     sensor = NetworkSensor(infiniband(tmp_path, "4: ACTIVE"))
     sensor.poll()
     (tmp_path / "class/infiniband/mlx5_0/ports/1/state").unlink()
@@ -76,7 +76,7 @@ def test_a_port_that_vanishes_is_down(tmp_path: Path) -> None:
     assert (port.name, port.lost_link) == ("mlx5_0/1", 1)
 
 
-def test_counters_are_read_now_and_then_and_new_ports_found(tmp_path: Path) -> None:
+def test_counters_and_new_ports_are_read_periodically(tmp_path: Path) -> None:
     sensor = NetworkSensor(infiniband(tmp_path, "4: ACTIVE", downs=1))
     sensor.poll()
     infiniband(tmp_path, "4: ACTIVE", downs=2)
@@ -118,13 +118,13 @@ def test_the_hosts_state_is_read(tmp_path: Path) -> None:
     assert (sample.stuck_processes, sample.zombies, sample.error) == (2, 1, "")
 
 
-def test_a_kernel_thread_that_waits_is_not_stuck(tmp_path: Path) -> None:
+def test_waiting_kernel_thread_is_not_stuck(tmp_path: Path) -> None:
     proc(tmp_path, "")
     tree(tmp_path, **{"200/stat": "200 (kworker) D 2 0"})
     assert HostSensor(tmp_path).poll().stuck_processes == 0
 
 
-def test_a_host_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+def test_unreadable_host_sample_states_the_error(tmp_path: Path) -> None:
     sample = HostSensor(tmp_path).poll()
     assert "FileNotFoundError" in sample.error
     assert sample.unreadable == 1
@@ -135,9 +135,7 @@ def test_network_mounts_are_found_by_their_kind(tmp_path: Path) -> None:
     assert sysfs.network_mounts(tmp_path) == ["/data 1"]
 
 
-def test_a_mount_that_does_not_answer_is_timed_and_blocks_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hung_mount_is_timed_and_blocks_no_poll(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree(tmp_path, **{"self/mounts": "srv:/x /dead nfs4 rw 0 0\n"})
     answer = threading.Event()
     real = os.statvfs
@@ -167,7 +165,7 @@ def test_a_mount_that_does_not_answer_is_timed_and_blocks_nobody(
 
 
 @pytest.mark.promise("vendor-document")
-def test_a_port_is_named_as_its_vendor_names_it_also_when_it_is_gone(tmp_path: Path) -> None:
+def test_port_keeps_its_vendor_identity_after_removal(tmp_path: Path) -> None:
     card = tmp_path / "devices/0000:5e:00.0"
     card.mkdir(parents=True)
     folder = "class/infiniband/mlx5_0"
@@ -190,7 +188,7 @@ def test_an_ethernet_port_has_its_address(tmp_path: Path) -> None:
     assert NetworkSensor(tmp_path).poll()[0].identity == {"address": "94:6d:ae:03:00:f1"}
 
 
-def test_the_machine_is_named_by_its_firmware_and_what_only_root_may_read_is_empty(tmp_path: Path) -> None:
+def test_host_identity_skips_files_readable_only_by_root(tmp_path: Path) -> None:
     dmi, kernel = "class/dmi/id", "sys/kernel/osrelease"
     tree(
         tmp_path, **{f"{dmi}/sys_vendor": "NVIDIA\n", f"{dmi}/product_name": "DGXH100\n", kernel: "6.8.0-40-generic\n"}

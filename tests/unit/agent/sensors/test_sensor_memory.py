@@ -41,13 +41,13 @@ print(_live(judge, 600) - weeks)
 """In a process of its own: what else runs in the test's would be counted too."""
 
 
-def test_what_is_kept_after_weeks_of_trouble_is_kept_after_months() -> None:
+def test_sensor_memory_does_not_grow_with_uptime() -> None:
     done = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 2 * 1024
 
 
-def test_a_storm_of_many_xids_says_little_and_counts_every_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_xid_storm_logs_little_and_counts_every_line(caplog: pytest.LogCaptureFixture) -> None:
     judge = Judge()
     storm = [f"NVRM: Xid (PCI:{BUS}): {200 + number}, pid=1" for number in range(KINDS)]
     with caplog.at_level(logging.DEBUG):

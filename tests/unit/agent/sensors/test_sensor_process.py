@@ -73,7 +73,7 @@ def test_eight_virtual_gpus_are_seen_healthy(settings: SensorSettings) -> None:
     play(settings, scene)
 
 
-def test_a_gpu_off_the_bus_is_told_by_the_log_and_ends_with_a_reset(settings: SensorSettings, control: Control) -> None:
+def test_gpu_off_the_bus_is_found_in_log_and_cleared_by_reset(settings: SensorSettings, control: Control) -> None:
     async def scene(sensing: Watched) -> None:
         write_line(settings, FELL_OFF)
         picture = await sensing.until_finding(XID_79)
@@ -87,7 +87,7 @@ def test_a_gpu_off_the_bus_is_told_by_the_log_and_ends_with_a_reset(settings: Se
     play(settings, scene)
 
 
-def test_the_log_does_not_wait_for_the_next_poll(settings: SensorSettings) -> None:
+def test_kernel_line_is_processed_before_the_next_poll(settings: SensorSettings) -> None:
     async def scene(sensing: Watched) -> None:
         polled_at = sensing.pictures[-1].polled_at
         write_line(settings, FELL_OFF)
@@ -96,7 +96,7 @@ def test_the_log_does_not_wait_for_the_next_poll(settings: SensorSettings) -> No
     play(msgspec.structs.replace(settings, interval_s=3600.0), scene)
 
 
-def test_the_control_file_can_say_all_of_it(settings: SensorSettings, control: Control) -> None:
+def test_control_file_sets_xid_loss_and_boot_id(settings: SensorSettings, control: Control) -> None:
     async def scene(sensing: Watched) -> None:
         control.write(gpus={"0": {"xid": 79, "lost": True}})
         await sensing.until_finding(f"gpu.lost/{BUS}")
@@ -111,7 +111,7 @@ def test_the_control_file_can_say_all_of_it(settings: SensorSettings, control: C
 
 
 @pytest.mark.promise("sensor-failure")
-def test_a_hung_driver_is_told_explained_and_survived(settings: SensorSettings, control: Control) -> None:
+def test_hung_driver_is_reported_and_sensor_process_replaced(settings: SensorSettings, control: Control) -> None:
     async def scene(sensing: Watched) -> None:
         first = sensing.process.pid
         control.write(gpus={"3": {"hang": True}})
@@ -126,7 +126,7 @@ def test_a_hung_driver_is_told_explained_and_survived(settings: SensorSettings, 
     play(settings, scene)
 
 
-def test_a_driver_that_hangs_again_and_again_is_critical(settings: SensorSettings, control: Control) -> None:
+def test_repeatedly_hung_driver_is_critical(settings: SensorSettings, control: Control) -> None:
     async def scene(sensing: Watched) -> None:
         control.write(gpus={"3": {"hang": True}})
         await sensing.until(
@@ -137,7 +137,7 @@ def test_a_driver_that_hangs_again_and_again_is_critical(settings: SensorSetting
 
 
 @pytest.mark.promise("sensor-failure")
-def test_a_stopped_sensor_process_is_hung_too(settings: SensorSettings) -> None:
+def test_stopped_sensor_process_is_reported_and_replaced(settings: SensorSettings) -> None:
     async def scene(sensing: Watched) -> None:
         pid = sensing.process.pid
         assert pid is not None
@@ -149,7 +149,7 @@ def test_a_stopped_sensor_process_is_hung_too(settings: SensorSettings) -> None:
     play(settings, scene)
 
 
-def test_the_log_is_read_while_the_driver_hangs(settings: SensorSettings, control: Control) -> None:
+def test_log_is_read_while_the_driver_hangs(settings: SensorSettings, control: Control) -> None:
     async def scene(sensing: Watched) -> None:
         control.write(gpus={"3": {"hang": True}})
         await sensing.until_finding("sensor.hung/nvml")
@@ -169,7 +169,7 @@ def test_a_killed_sensor_process_is_replaced(settings: SensorSettings) -> None:
     play(settings, scene)
 
 
-def test_a_finding_outlives_the_agent_until_the_machine_boots(settings: SensorSettings, control: Control) -> None:
+def test_finding_survives_an_agent_restart_until_reboot(settings: SensorSettings, control: Control) -> None:
     async def raise_it(sensing: Watched) -> None:
         write_line(settings, FELL_OFF)
         await sensing.until_finding(XID_79)
@@ -188,7 +188,7 @@ def test_a_finding_outlives_the_agent_until_the_machine_boots(settings: SensorSe
     play(settings, gone)
 
 
-def test_a_line_written_while_the_agent_was_away_is_not_missed(settings: SensorSettings) -> None:
+def test_line_written_during_agent_absence_is_not_missed(settings: SensorSettings) -> None:
     async def nothing(sensing: Watched) -> None:
         pass
 
@@ -200,7 +200,7 @@ def test_a_line_written_while_the_agent_was_away_is_not_missed(settings: SensorS
     play(settings, found)
 
 
-def test_a_state_file_that_is_damaged_is_done_without(settings: SensorSettings) -> None:
+def test_damaged_state_file_is_ignored(settings: SensorSettings) -> None:
     Path(settings.state_path).write_text("{")
 
     async def scene(sensing: Watched) -> None:
@@ -210,7 +210,7 @@ def test_a_state_file_that_is_damaged_is_done_without(settings: SensorSettings) 
 
 
 @pytest.mark.promise("sensor-failure")
-def test_a_log_that_cannot_be_read_is_a_finding(settings: SensorSettings, tmp_path: Path) -> None:
+def test_unreadable_kernel_log_is_a_finding(settings: SensorSettings, tmp_path: Path) -> None:
     async def scene(sensing: Watched) -> None:
         await sensing.until_finding("sensor.failed/kernel-log")
         Path(tmp_path / "later.log").touch()
@@ -219,7 +219,7 @@ def test_a_log_that_cannot_be_read_is_a_finding(settings: SensorSettings, tmp_pa
     play(msgspec.structs.replace(settings, kernel_log=str(tmp_path / "later.log")), scene)
 
 
-def test_the_supervisors_end_is_the_end_of_the_sensors(settings: SensorSettings, tmp_path: Path) -> None:
+def test_sensor_process_ends_with_its_supervisor(settings: SensorSettings, tmp_path: Path) -> None:
     script = (
         "import asyncio, sys, msgspec\n"
         "from everstep_agent.sensors.monitor import SensorMonitor\n"
@@ -253,6 +253,6 @@ def test_the_supervisors_end_is_the_end_of_the_sensors(settings: SensorSettings,
         ({"site_policy": ("nowhere.toml",)}, "nowhere.toml"),
     ],
 )
-def test_settings_that_contradict_are_refused(settings: SensorSettings, change: dict[str, Any], says: str) -> None:
+def test_contradictory_settings_are_refused(settings: SensorSettings, change: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         SensorMonitor(msgspec.structs.replace(settings, **change), SYSTEM_CLOCK, lambda picture: None)

@@ -35,7 +35,7 @@ def properties(dtype: torch.dtype) -> TensorProperties:
     return TensorProperties(dtype=dtype)
 
 
-def test_it_is_what_torch_writes() -> None:
+def test_metadata_equals_the_metadata_of_torch() -> None:
     size = torch.Size
     expected = Metadata(
         {
@@ -75,7 +75,7 @@ def test_the_same_entries_give_the_same_bytes() -> None:
     assert encode_metadata(TENSORS, OBJECTS) == encode_metadata(list(TENSORS), tuple(OBJECTS))
 
 
-def test_many_tensors_stay_small() -> None:
+def test_metadata_of_many_tensors_stays_small() -> None:
     many = [TensorEntry(("model", f"layers.{i}.weight"), "float32", (3, 3), PARTS) for i in range(300)]
     body = encode_metadata(many, [])
     assert len(pickle.loads(body).storage_data) == 600
@@ -87,9 +87,9 @@ def test_two_entries_of_one_key_are_refused() -> None:
         encode_metadata([TENSORS[0], TENSORS[0]], [])
 
 
-def test_the_version_is_the_one_that_the_installed_torch_writes() -> None:
+def test_metadata_version_is_the_installed_torch_version() -> None:
     assert pickle.loads(encode_metadata([], [])).version == CURRENT_DCP_VERSION
 
 
-def test_a_buffer_is_read_as_a_file_is() -> None:
+def test_metadata_loads_from_a_buffer() -> None:
     assert pickle.load(io.BytesIO(encode_metadata([], []))).state_dict_metadata == {}

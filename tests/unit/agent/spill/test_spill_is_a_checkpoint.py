@@ -92,7 +92,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @ANY_TORCH
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_its_keys_paths_and_tensors_are_those_of_dcp_save(tmp_path: Path, alone: None, wrap: str) -> None:
+def test_spill_has_the_keys_and_tensors_of_dcp_save(tmp_path: Path, alone: None, wrap: str) -> None:
     trained = Trained({"ddp": DistributedDataParallel, "fsdp2": fully_shard}[wrap])
     dcp.save(trained.state_dict(), checkpoint_id=tmp_path / "theirs")
     theirs, ours = metadata_of(tmp_path / "theirs"), metadata_of(spilled(tmp_path, trained))
@@ -104,7 +104,7 @@ def test_its_keys_paths_and_tensors_are_those_of_dcp_save(tmp_path: Path, alone:
 
 @ANY_TORCH
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_dcp_load_reads_it_into_a_fresh_job(tmp_path: Path, layout: str) -> None:
+def test_dcp_load_reads_a_spill_into_a_fresh_job(tmp_path: Path, layout: str) -> None:
     trained = Trained()
     folder = spilled(tmp_path, trained, **LAYOUTS[layout])
     fresh = Trained()
@@ -124,7 +124,7 @@ def test_dcp_load_reads_it_into_a_fresh_job(tmp_path: Path, layout: str) -> None
 
 
 @ANY_TORCH
-def test_dcp_to_torch_save_makes_a_file_of_it(tmp_path: Path) -> None:
+def test_dcp_to_torch_save_converts_a_spill(tmp_path: Path) -> None:
     trained = Trained()
     dcp_to_torch_save(spilled(tmp_path, trained, world=3, layout="sharded"), tmp_path / "file")
     read = torch.load(tmp_path / "file", weights_only=True)
@@ -151,7 +151,7 @@ def test_every_byte_is_written_once(tmp_path: Path, layout: str) -> None:
         assert (folder / name).stat().st_size == ends[-1]
 
 
-def test_each_ranks_own_buffers_are_all_kept_and_rank_0s_stand_in_the_usual_place(tmp_path: Path) -> None:
+def test_spill_keeps_buffers_of_each_rank_with_rank_0_as_default(tmp_path: Path) -> None:
     folder = spilled(tmp_path, Trained(), world=3, layout="sharded")
     read = metadata_of(folder)
     places = {index.fqn: place for index, place in read.storage_data.items()}

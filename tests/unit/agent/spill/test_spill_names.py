@@ -37,11 +37,11 @@ def read_back(value: dict[str, Any], *, weights_only: bool = False) -> Any:
     return torch.load(io.BytesIO(object_archive(decode_state(encode_blob(value)))), weights_only=weights_only)
 
 
-def test_every_kind_of_python_state_becomes_what_it_was() -> None:
+def test_python_state_of_every_kind_round_trips() -> None:
     assert read_back(EVERY_KIND) == EVERY_KIND
 
 
-def test_tensors_and_arrays_become_what_they_were() -> None:
+def test_tensors_and_arrays_round_trip() -> None:
     tensor, array = torch.arange(6).reshape(2, 3).half(), np.arange(6, dtype=np.int16).reshape(3, 2)
     back = read_back({"t": [tensor], "a": array, "s": np.float32(0.5)})
     assert torch.equal(back["t"][0], tensor)
@@ -62,7 +62,7 @@ values = st.recursive(
 
 
 @given(st.dictionaries(st.text("xy", min_size=1, max_size=2), values, max_size=3))
-def test_nested_state_is_cut_as_torch_cuts_it(state: dict[str, Any]) -> None:
+def test_nested_state_is_flattened_like_torch(state: dict[str, Any]) -> None:
     theirs, paths = flatten_state_dict(state)
     leaves = {".".join(map(str, path)): path for path, _ in flatten((), decode_state(encode_blob(state)))}
     assert leaves == paths
@@ -70,7 +70,7 @@ def test_nested_state_is_cut_as_torch_cuts_it(state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x01", b"\x81\x01\x02", b"\xd4\x63\x00"], ids=repr)
-def test_bytes_that_are_no_python_state_are_refused(data: bytes) -> None:
+def test_invalid_state_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(MalformedMessage):
         decode_state(data)
 
@@ -79,7 +79,7 @@ def tensor(name: str, *groups: tuple[str, int]) -> TensorInfo:
     return TensorInfo(name, "float32", 4, (2,), False, (), groups)
 
 
-def test_parameters_of_one_module_are_named_within_it_and_of_several_in_full() -> None:
+def test_parameter_names_are_relative_only_for_a_single_module() -> None:
     state = {"groups": {"opt": [[b"", {"lr": 1}]], "both": [[b"", {"lr": 2}]]}}
     catalog = [
         tensor("gen.a.w", ("opt", 0), ("both", 0)),
@@ -97,7 +97,7 @@ def test_parameters_of_one_module_are_named_within_it_and_of_several_in_full() -
     assert shared["both", "param_groups", 0, "params"] == ["gen.a.w", "disc.w"]
 
 
-def test_optimizer_state_that_parameters_share_stands_under_each_of_them() -> None:
+def test_shared_optimizer_state_is_listed_under_each_parameter() -> None:
     state = {"groups": {"opt": [[b"", {}]]}}
     aliases = ("opt.net.b.step",)
     catalog = [

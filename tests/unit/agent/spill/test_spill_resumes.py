@@ -46,7 +46,7 @@ def slot_of(order: SpillOrder, rank: int) -> SegmentView:
     return map_segment(Path(order.sources[rank].path))
 
 
-def test_a_writer_that_is_killed_at_any_write_leaves_no_trace_in_the_result(tmp_path: Path) -> None:
+def test_writer_killed_at_any_write_leaves_no_trace(tmp_path: Path) -> None:
     order = small_job(tmp_path)
     written_to(order, tmp_path / "whole")
     (tmp_path / "order").write_bytes(msgspec.msgpack.encode(order))
@@ -58,7 +58,7 @@ def test_a_writer_that_is_killed_at_any_write_leaves_no_trace_in_the_result(tmp_
     assert seen == [contents(tmp_path / "whole")]
 
 
-def test_what_is_there_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_files_are_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = small_job(tmp_path)
     written_to(order, tmp_path / "out")
 
@@ -70,7 +70,7 @@ def test_what_is_there_is_not_written_again(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("harm", ["flipped", "shorter", "longer", "other"])
-def test_a_file_that_an_earlier_writer_left_is_believed_byte_by_byte(tmp_path: Path, harm: str) -> None:
+def test_leftover_file_is_compared_byte_by_byte(tmp_path: Path, harm: str) -> None:
     order = small_job(tmp_path)
     written_to(order, tmp_path / "whole")
     written_to(order, tmp_path / "out")
@@ -85,7 +85,7 @@ def test_a_file_that_an_earlier_writer_left_is_believed_byte_by_byte(tmp_path: P
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_a_flipped_bit_in_a_slot_is_never_written_as_a_checkpoint(tmp_path: Path) -> None:
+def test_bit_flip_in_a_slot_prevents_the_checkpoint(tmp_path: Path) -> None:
     order = small_job(tmp_path)
     slot_of(order, 1).payload(0)[5] ^= 4
     with pytest.raises(DigestMismatch, match="rank 1's 2:7"):
@@ -95,21 +95,21 @@ def test_a_flipped_bit_in_a_slot_is_never_written_as_a_checkpoint(tmp_path: Path
     assert not (folder / ".everstep" / "1").exists()
 
 
-def test_a_slot_that_was_filled_anew_is_refused(tmp_path: Path) -> None:
+def test_refilled_slot_is_refused(tmp_path: Path) -> None:
     order = small_job(tmp_path)
     slot_of(order, 0).begin(0, 0, Version(2, 8), b"", 8)
     with pytest.raises(NotFound, match="not there any more"):
         written_to(order, tmp_path / "out")
 
 
-def test_a_slot_with_another_manifest_than_the_others_were_told_is_refused(tmp_path: Path) -> None:
+def test_slot_with_a_different_manifest_is_refused(tmp_path: Path) -> None:
     order = small_job(tmp_path)
     swapped = msgspec.structs.replace(order, manifests={0: order.manifests[1], 1: order.manifests[0]})
     with pytest.raises(MalformedMessage, match="another manifest"):
         written_to(swapped, tmp_path / "out")
 
 
-def test_a_version_that_is_not_whole_is_not_begun(tmp_path: Path) -> None:
+def test_incomplete_version_is_not_begun(tmp_path: Path) -> None:
     order = small_job(tmp_path)
     lacking = msgspec.structs.replace(order, manifests={0: order.manifests[0]}, sources=order.sources[:1])
     with pytest.raises(NotRestorable, match=r"model\.weight"):
@@ -117,7 +117,7 @@ def test_a_version_that_is_not_whole_is_not_begun(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_nodes_write_their_ranks_and_the_last_one_makes_it_a_checkpoint(tmp_path: Path) -> None:
+def test_last_node_to_write_completes_the_checkpoint(tmp_path: Path) -> None:
     order = small_job(tmp_path)
     nodes = [msgspec.structs.replace(order, sources=(source,)) for source in order.sources]
     assert not written_to(nodes[1], tmp_path / "out").is_complete
@@ -126,7 +126,7 @@ def test_nodes_write_their_ranks_and_the_last_one_makes_it_a_checkpoint(tmp_path
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_files_of_another_division_of_the_version_do_not_complete_it(tmp_path: Path) -> None:
+def test_files_of_another_partition_do_not_complete_a_version(tmp_path: Path) -> None:
     order = small_job(tmp_path, layout="replicated", world=3, nodes=3)
     fewer = {rank: body for rank, body in order.manifests.items() if rank != 2}
     other = msgspec.structs.replace(order, manifests=fewer, sources=order.sources[:2])
@@ -181,7 +181,7 @@ class Store(AbstractFileSystem):
         return InParts(self, path, mode, block_size=4)
 
 
-def test_an_object_that_was_given_up_never_appears() -> None:
+def test_abandoned_object_never_appears() -> None:
     store = Store()
     place = ObjectStoreTarget(store, "bucket")
     given_up, whole = place.open_for_writing("given up"), place.open_for_writing("whole")
@@ -195,7 +195,7 @@ def test_an_object_that_was_given_up_never_appears() -> None:
 
 
 @pytest.mark.parametrize("url", ["{}/out", "local://{}/store"])
-def test_older_checkpoints_go_when_a_newer_one_is_whole(tmp_path: Path, url: str) -> None:
+def test_older_checkpoints_are_removed_once_a_newer_is_whole(tmp_path: Path, url: str) -> None:
     url = url.format(tmp_path)
     state = TrackedState({"model": nn.Linear(2, 2)})
     for step in (3, 4, 5, 6):
@@ -207,7 +207,7 @@ def test_older_checkpoints_go_when_a_newer_one_is_whole(tmp_path: Path, url: str
     assert outcome.remaining == (folder_name(Version(1, 4)), folder_name(Version(1, 6)))
 
 
-def test_the_one_before_stays_until_its_successor_is_counted(tmp_path: Path) -> None:
+def test_newest_two_checkpoints_stay_when_keep_is_one(tmp_path: Path) -> None:
     """Whoever counts checkpoints may never hear that the newest is whole: with one to keep there are two."""
     state = TrackedState({"model": nn.Linear(2, 2)})
     for step in (3, 4, 5):
@@ -222,7 +222,7 @@ def spill(order: bytes) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(command, input=order, cwd=ROOT, capture_output=True, timeout=120)
 
 
-def test_the_command_says_what_came_of_an_order(tmp_path: Path) -> None:
+def test_command_prints_the_outcome_of_an_order(tmp_path: Path) -> None:
     order = msgspec.structs.replace(small_job(tmp_path), url=str(tmp_path / "out"))
     said = spill(msgspec.msgpack.encode(order))
     assert said.returncode == 0, said.stderr
@@ -242,7 +242,7 @@ def test_the_command_says_what_came_of_an_order(tmp_path: Path) -> None:
     ],
     ids=["relative", "unknown", "gone", "storage"],
 )
-def test_the_command_says_what_is_wrong_and_ends_with_1(tmp_path: Path, change: Any, sentence: str) -> None:
+def test_command_prints_the_refusal_and_exits_with_1(tmp_path: Path, change: Any, sentence: str) -> None:
     order = msgspec.structs.replace(small_job(tmp_path), url=str(tmp_path / "out"))
     said = spill(msgspec.msgpack.encode(msgspec.structs.replace(order, **change)))
     assert said.returncode == 1
@@ -250,12 +250,12 @@ def test_the_command_says_what_is_wrong_and_ends_with_1(tmp_path: Path, change: 
     assert said.stderr == b""
 
 
-def test_a_store_whose_package_is_missing_is_refused_with_what_to_install() -> None:
+def test_missing_store_package_is_refused_with_install_hint() -> None:
     with pytest.raises(ConfigurationError, match="its part for hdfs://, or obstore, on every node"):
         open_target("hdfs://cluster/x")
 
 
-def test_an_order_that_is_none_is_refused() -> None:
+def test_malformed_order_is_refused() -> None:
     said = spill(b"\xc1")
     assert said.returncode == 1
     assert msgspec.json.decode(said.stdout, type=SpillError).code == "malformed"

@@ -29,17 +29,17 @@ stores = st.dictionaries(versions, times).map(lambda d: [SpilledCheckpoint(v, at
 
 
 @given(st.builds(Version, st.integers(0, 10**9), st.integers(0, 10**15)))
-def test_a_folders_name_tells_its_version(version: Version) -> None:
+def test_folder_name_encodes_its_version(version: Version) -> None:
     assert parse_folder_name(folder_name(version)) == version
 
 
 @pytest.mark.parametrize("name", ["step-1-g1", "step-00000001", "step-00000001-g01", "mine", "step-00000001-g1.old"])
-def test_folders_of_others_are_nobodys_versions(name: str) -> None:
+def test_foreign_folder_has_no_version(name: str) -> None:
     assert parse_folder_name(name) is None
 
 
 @given(stores, st.integers(0, 4), st.sets(versions, max_size=3))
-def test_what_was_written_last_and_what_is_named_stays(
+def test_retention_keeps_newest_and_named_checkpoints(
     stored: list[SpilledCheckpoint], keep: int, named: set[Version]
 ) -> None:
     gone = select_removable(stored, keep, named)
@@ -54,12 +54,12 @@ def test_what_was_written_last_and_what_is_named_stays(
             assert one.version.step > whole[0][1].step, "only what may still be written"
 
 
-def test_a_job_that_counts_its_generations_anew_loses_the_old_ones_first() -> None:
+def test_retention_orders_by_completion_time_not_generation() -> None:
     before, after = SpilledCheckpoint(Version(7, 40), 100.0), SpilledCheckpoint(Version(1, 60), 200.0)
     assert select_removable([before, after], 1) == [Version(7, 40)]
 
 
-def test_one_that_is_being_written_stays() -> None:
+def test_unfinished_newer_checkpoint_stays() -> None:
     stored = [
         SpilledCheckpoint(Version(1, 10), 5.0),
         SpilledCheckpoint(Version(1, 20), None),
@@ -68,9 +68,7 @@ def test_one_that_is_being_written_stays() -> None:
     assert select_removable(stored, 1) == [Version(1, 5)]
 
 
-def test_two_vaults_that_prune_at_once_remove_what_is_to_go_and_neither_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_pruning_by_two_vaults_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both had finished the version; to one the storage seemed to have failed."""
     for step in (1, 2, 3, 4):
         folder = tmp_path / folder_name(Version(1, step))
@@ -93,7 +91,7 @@ def test_two_vaults_that_prune_at_once_remove_what_is_to_go_and_neither_fails(
     assert sorted(path.name for path in tmp_path.iterdir()) == [folder_name(version) for version in left]
 
 
-def test_what_cannot_be_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_removal_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder").mkdir()
 
     def read_only(*_: Any, **__: Any) -> None:

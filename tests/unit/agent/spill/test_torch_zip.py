@@ -51,7 +51,7 @@ def records_of(archive: bytes) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (5,), (3, 4), (2, 1, 3)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_torch_reads_what_was_written_without_it(dtype: str, shape: tuple[int, ...]) -> None:
+def test_torch_loads_an_archive_written_without_torch(dtype: str, shape: tuple[int, ...]) -> None:
     tensor = values_of(dtype, shape)
     read = torch.load(io.BytesIO(archived(tensor)), weights_only=True)
     assert (read.dtype, read.shape, read.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
@@ -68,7 +68,7 @@ def test_the_records_are_those_of_torch_save(dtype: str) -> None:
     assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
 
 
-def test_data_begins_at_multiples_of_64_bytes_and_nothing_depends_on_when_it_was_written() -> None:
+def test_archive_is_aligned_and_deterministic() -> None:
     archive = TensorArchive("float32", 4, (5,))
     assert len(archive.head) % 64 == 0
     assert archived(torch.ones(5)) == archived(torch.ones(5))
@@ -76,7 +76,7 @@ def test_data_begins_at_multiples_of_64_bytes_and_nothing_depends_on_when_it_was
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 4), max_size=5))
-def test_strides_are_torchs(shape: list[int]) -> None:
+def test_strides_equal_those_of_torch(shape: list[int]) -> None:
     assert row_major(shape) == torch.empty(shape).stride()
 
 
@@ -127,7 +127,7 @@ PLAIN: list[Any] = [
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=repr)
-def test_plain_values_come_back_from_both_of_torchs_readers(value: Any) -> None:
+def test_plain_values_load_with_both_torch_readers(value: Any) -> None:
     archive = object_archive(value)
     for weights_only in (True, False):
         read = torch.load(io.BytesIO(archive), weights_only=weights_only)
@@ -144,7 +144,7 @@ plain = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(plain)
-def test_any_plain_value_is_what_the_standard_reader_makes_of_it(value: Any) -> None:
+def test_plain_value_round_trips_through_standard_pickle(value: Any) -> None:
     assert pickle.loads(dumps(value)) == value
 
 
@@ -161,7 +161,7 @@ def test_a_set_gives_the_same_bytes_in_any_order() -> None:
     assert dumps(set("abcdefgh")) == dumps(set("hgfedcba"))
 
 
-def test_what_is_not_plain_is_refused() -> None:
+def test_non_plain_value_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="Path cannot be written"):
         dumps(Path("x"))
     with pytest.raises(ConfigurationError, match="do not name anything"):

@@ -77,7 +77,7 @@ def fleet(program_forks: ForkPool, tmp_path: Path) -> Iterator[Fleet]:
         yield Fleet(running, tmp_path)
 
 
-def test_vaults_write_their_shares_and_the_last_one_makes_it_a_checkpoint(fleet: Fleet) -> None:
+def test_last_vault_to_write_completes_the_checkpoint(fleet: Fleet) -> None:
     first, second = fleet.spill("n2"), fleet.spill("n1")
     assert (first.complete, second.complete) == (False, True)
     assert contents(fleet.folder / "out") == contents(fleet.folder / "alone")
@@ -87,7 +87,7 @@ def test_vaults_write_their_shares_and_the_last_one_makes_it_a_checkpoint(fleet:
     assert (said.counters["spilled_slots"], said.counters["spilled_bytes"]) == (2, second.bytes)
 
 
-def test_what_cannot_be_written_is_said_by_its_code(fleet: Fleet) -> None:
+def test_failed_spill_reports_its_error_code(fleet: Fleet) -> None:
     def code(**fields: object) -> str:
         answer = fleet.spill("n1", **fields)
         assert isinstance(answer, local.RequestFailed), answer
@@ -104,7 +104,7 @@ def test_what_cannot_be_written_is_said_by_its_code(fleet: Fleet) -> None:
     assert not list((fleet.folder / "out").rglob(".metadata"))
 
 
-def test_a_writer_that_is_killed_is_no_harm(fleet: Fleet) -> None:
+def test_spill_succeeds_after_a_killed_writer(fleet: Fleet) -> None:
     fleet.spill("n2")
     asked = fleet.post("n1")
     os.kill(fleet.writer_of(fleet.vaults.all[0]), signal.SIGKILL)
@@ -123,7 +123,7 @@ def test_a_writer_ends_with_its_vault(fleet: Fleet) -> None:
     until(lambda: process_gone(writer), "the end of the writer")
 
 
-def test_a_job_that_is_forgotten_is_not_written_any_more(fleet: Fleet) -> None:
+def test_forgetting_a_job_ends_its_writer(fleet: Fleet) -> None:
     asked = fleet.post("n1")
     writer = fleet.writer_of(fleet.vaults.all[0])
     fleet.vaults.supervisors["n1"].ask(local.ForgetJob, job=JOB)

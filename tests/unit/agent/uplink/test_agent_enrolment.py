@@ -73,7 +73,7 @@ def is_good(process: ControllerProcess, settings: AgentSettings) -> bool:
     return True
 
 
-def test_the_token_is_written_for_the_agent_alone_and_nothing_else_is_left(
+def test_enrolment_writes_a_private_token_and_cleans_up(
     process: ControllerProcess, settings: Callable[..., AgentSettings], tmp_path: Path
 ) -> None:
     mine = settings("alone")
@@ -83,7 +83,7 @@ def test_the_token_is_written_for_the_agent_alone_and_nothing_else_is_left(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["join", "token"]
 
 
-def test_an_answer_that_was_lost_is_asked_for_again_with_the_same_secret(
+def test_lost_enrolment_answer_is_retried_with_same_secret(
     process: ControllerProcess, settings: Callable[..., AgentSettings], tmp_path: Path
 ) -> None:
     mine, secret = settings("lost"), "5" * 64
@@ -96,7 +96,7 @@ def test_an_answer_that_was_lost_is_asked_for_again_with_the_same_secret(
     assert is_good(process, mine)
 
 
-def test_an_attempt_that_nobody_heard_is_made_again_with_the_same_secret(
+def test_unreceived_enrolment_is_retried_with_same_secret(
     settings: Callable[..., AgentSettings], tmp_path: Path
 ) -> None:
     mine = settings("unheard")
@@ -107,7 +107,7 @@ def test_an_attempt_that_nobody_heard_is_made_again_with_the_same_secret(
     assert split_stored(token(mine))[1] == secret
 
 
-def test_a_refusal_is_the_controllers_own_and_writes_no_token(settings: Callable[..., AgentSettings]) -> None:
+def test_enrolment_refusal_is_raised_and_writes_no_token(settings: Callable[..., AgentSettings]) -> None:
     with pytest.raises(PermissionDenied, match="for nodes named other"):
         enrol(mine := settings("stranger", subject="other*"))
     assert mine.token_file is not None
@@ -118,7 +118,7 @@ def test_a_refusal_is_the_controllers_own_and_writes_no_token(settings: Callable
         enrol(msgspec.structs.replace(settings("twice")))
 
 
-def test_the_next_controller_is_asked_where_one_does_not_answer(
+def test_enrolment_tries_the_next_controller(
     process: ControllerProcess, settings: Callable[..., AgentSettings]
 ) -> None:
     mine = settings("second")
@@ -128,7 +128,7 @@ def test_the_next_controller_is_asked_where_one_does_not_answer(
         enrol(msgspec.structs.replace(mine, controllers=("http://127.0.0.1:1",)))
 
 
-def test_an_agent_with_a_token_or_without_a_join_token_does_not_enrol(
+def test_enrolment_is_skipped_with_token_or_without_join_token(
     settings: Callable[..., AgentSettings], tmp_path: Path
 ) -> None:
     mine = settings("content")
@@ -139,7 +139,7 @@ def test_an_agent_with_a_token_or_without_a_join_token_does_not_enrol(
     assert token(mine) == "agent:content:mac"
 
 
-def test_an_agent_waits_for_its_controller_and_can_be_stopped_meanwhile(
+def test_enrolment_waits_for_a_controller_until_stopped(
     settings: Callable[..., AgentSettings], caplog: pytest.LogCaptureFixture
 ) -> None:
     mine = msgspec.structs.replace(settings("waits"), controllers=("http://127.0.0.1:1",))
@@ -157,7 +157,7 @@ def test_an_agent_waits_for_its_controller_and_can_be_stopped_meanwhile(
     assert len([record for record in caplog.records if "not enrolled yet" in record.message]) == 1
 
 
-def test_a_join_token_that_cannot_be_read_is_said_at_once(settings: Callable[..., AgentSettings]) -> None:
+def test_unreadable_join_token_is_refused_at_once(settings: Callable[..., AgentSettings]) -> None:
     mine = settings("blind")
     assert mine.join_token_file is not None
     mine.join_token_file.unlink()
@@ -165,7 +165,7 @@ def test_a_join_token_that_cannot_be_read_is_said_at_once(settings: Callable[...
         asyncio.run(ensure_token(mine, asyncio.Event()))
 
 
-def test_a_refused_token_is_read_again_and_only_then_enrolled_for(
+def test_refused_token_is_reread_before_enrolling_again(
     process: ControllerProcess, settings: Callable[..., AgentSettings], tmp_path: Path
 ) -> None:
     mine = settings("renews")
@@ -176,7 +176,7 @@ def test_a_refused_token_is_read_again_and_only_then_enrolled_for(
 
 
 @pytest.mark.slow
-def test_an_agent_as_a_process_joins_and_joins_again_when_an_operator_revoked_its_credential(
+def test_agent_enrols_again_after_credential_revocation(
     process: ControllerProcess, settings: Callable[..., AgentSettings], tmp_path: Path
 ) -> None:
     mine = settings("joins", uses=None)

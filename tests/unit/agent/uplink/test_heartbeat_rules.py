@@ -72,7 +72,7 @@ class Talk:
         return message
 
 
-def test_the_first_word_is_a_registration_with_all_findings() -> None:
+def test_first_message_is_a_registration_with_all_findings() -> None:
     message = Talk().next(a_finding())
     assert isinstance(message, Register)
     assert (message.node, message.incarnation, message.vault) == ("n1", 7, "127.0.0.1:7702")
@@ -80,7 +80,7 @@ def test_the_first_word_is_a_registration_with_all_findings() -> None:
     assert 1 in message.protocols
 
 
-def test_a_registration_says_what_the_node_is_made_of() -> None:
+def test_registration_carries_the_hardware_of_the_node() -> None:
     facts = msgspec.structs.replace(FACTS, host=Host(vendor="NVIDIA", serial="166"), driver_version="570")
     message = Talk().next(facts=facts)
     assert isinstance(message, Register)
@@ -89,13 +89,13 @@ def test_a_registration_says_what_the_node_is_made_of() -> None:
     assert {field: getattr(message, field) for field in expected} == expected
 
 
-def test_after_registering_it_beats_and_counts() -> None:
+def test_heartbeats_are_numbered_after_registration() -> None:
     talk = Talk()
     talk.register()
     assert [talk.beat().seq, talk.beat().seq] == [1, 2]
 
 
-def test_findings_ride_along_only_when_they_are_news() -> None:
+def test_heartbeat_carries_findings_only_when_changed() -> None:
     talk = Talk()
     talk.register(a_finding())
     assert talk.beat(a_finding()).findings is None
@@ -105,21 +105,21 @@ def test_findings_ride_along_only_when_they_are_news() -> None:
     assert talk.beat().findings is None
 
 
-def test_an_unanswered_beat_leaves_its_findings_to_be_told_again() -> None:
+def test_unanswered_heartbeat_findings_are_sent_again() -> None:
     talk = Talk()
     talk.register()
     assert talk.beat(a_finding()).findings == (a_finding(),)
     assert talk.beat(a_finding()).findings == (a_finding(),)
 
 
-def test_resend_is_answered_by_the_full_picture() -> None:
+def test_resend_is_answered_with_all_findings() -> None:
     talk = Talk()
     talk.register(a_finding())
     talk.conversation.handle_heartbeat_answer(talk.beat(a_finding()), HeartbeatAnswer(server_at=0.0, resend=True))
     assert talk.beat(a_finding()).findings == (a_finding(),)
 
 
-def test_who_answers_after_a_lost_session_is_shown_the_full_picture_once() -> None:
+def test_lost_session_sends_all_findings_once_more() -> None:
     talk = Talk()
     talk.register(a_finding())
     assert talk.beat(a_finding()).findings is None
@@ -141,7 +141,7 @@ def test_who_answers_after_a_lost_session_is_shown_the_full_picture_once() -> No
         ((), FindingCleared(key=a_finding().key), False),
     ],
 )
-def test_a_word_that_the_picture_has_left_behind_is_followed_by_the_picture(
+def test_all_findings_follow_only_an_outdated_report(
     stands: tuple[Finding, ...], word: FindingRaised | FindingCleared, told_again: bool
 ) -> None:
     talk = Talk()
@@ -153,7 +153,7 @@ def test_a_word_that_the_picture_has_left_behind_is_followed_by_the_picture(
     assert talk.beat(*stands).findings is None
 
 
-def test_a_picture_that_was_under_way_when_such_a_word_was_answered_is_told_again() -> None:
+def test_findings_in_flight_with_an_outdated_report_are_resent() -> None:
     talk = Talk()
     talk.register(a_finding())
     under_way = talk.beat()
@@ -163,7 +163,7 @@ def test_a_picture_that_was_under_way_when_such_a_word_was_answered_is_told_agai
     assert talk.beat().findings == ()
 
 
-def test_a_change_of_the_node_itself_is_registered_anew() -> None:
+def test_node_change_triggers_a_new_registration() -> None:
     talk = Talk()
     talk.register()
     gpu = Gpu(index=0, uuid="GPU-0", name="H100", pci_bus_id="0000:1b:00", memory_bytes=80 << 30)
@@ -172,7 +172,7 @@ def test_a_change_of_the_node_itself_is_registered_anew() -> None:
 
 
 @pytest.mark.parametrize(("asked", "taken"), [(0.0, 0.05), (-1.0, 0.05), (0.5, 0.5), (1e9, 60.0)])
-def test_the_interval_is_the_controllers_within_reason(asked: float, taken: float) -> None:
+def test_heartbeat_interval_of_the_controller_is_clamped(asked: float, taken: float) -> None:
     talk = Talk()
     message = talk.next()
     assert isinstance(message, Register)
@@ -180,7 +180,7 @@ def test_the_interval_is_the_controllers_within_reason(asked: float, taken: floa
     assert talk.conversation.interval_s == taken
 
 
-def test_a_protocol_we_do_not_speak_is_refused() -> None:
+def test_unknown_protocol_is_refused() -> None:
     talk = Talk()
     message = talk.next()
     assert isinstance(message, Register)
@@ -189,7 +189,7 @@ def test_a_protocol_we_do_not_speak_is_refused() -> None:
     assert not talk.conversation.is_registered
 
 
-def test_beat_of_too_many_findings_keeps_the_gravest() -> None:
+def test_heartbeat_over_the_finding_limit_keeps_the_worst() -> None:
     mild = [a_finding(f"g{i}", Severity.INFO) for i in range(MOST_FINDINGS)]
     message = Talk().next(*mild, a_finding("last"))
     assert isinstance(message, Register)
@@ -197,7 +197,7 @@ def test_beat_of_too_many_findings_keeps_the_gravest() -> None:
     assert message.findings[0].subject == "last"
 
 
-def test_beat_of_too_many_findings_says_how_many_are_missing() -> None:
+def test_heartbeat_over_the_finding_limit_counts_the_missing() -> None:
     graves = [a_finding(f"g{i}") for i in range(MOST_FINDINGS + 10)]
     message = Talk().next(*graves)
     assert isinstance(message, Register)
@@ -208,7 +208,7 @@ def test_beat_of_too_many_findings_says_how_many_are_missing() -> None:
     assert msgspec.json.decode(msgspec.json.encode(message), type=Register) == message
 
 
-def test_beat_of_as_many_findings_as_fit_is_sent_whole() -> None:
+def test_heartbeat_at_the_finding_limit_is_sent_whole() -> None:
     findings = tuple(a_finding(f"g{i}") for i in range(MOST_FINDINGS))
     message = Talk().next(*findings)
     assert isinstance(message, Register)
@@ -229,7 +229,7 @@ def test_beat_of_as_many_findings_as_fit_is_sent_whole() -> None:
         (TooLarge("2 MiB"), RefusalAction.DROP_MESSAGE, RefusalAction.NEEDS_OPERATOR),
     ],
 )
-def test_each_refusal_has_a_meaning(
+def test_each_refusal_maps_to_an_action_and_advice(
     error: EverstepError, meaning: RefusalAction, at_registration: RefusalAction
 ) -> None:
     assert refusal_action(error, is_registering=False) is meaning
@@ -241,7 +241,7 @@ def stop(job: str) -> StopJob:
     return StopJob(job=job, ok=True, reason="done")
 
 
-def test_a_directive_that_comes_twice_is_handed_on_once() -> None:
+def test_repeated_directive_is_handed_on_once() -> None:
     inbox = DirectiveInbox()
     directive = Directive(seq=3, body=stop("a"))
     assert inbox.filter_new([directive]) == [directive]
@@ -249,7 +249,7 @@ def test_a_directive_that_comes_twice_is_handed_on_once() -> None:
     assert inbox.received_through == 3
 
 
-def test_an_older_directive_takes_nothing_back() -> None:
+def test_older_directive_does_not_lower_the_sequence() -> None:
     inbox = DirectiveInbox()
     inbox.filter_new([Directive(seq=6, body=stop("b"))])
     assert len(inbox.filter_new([Directive(seq=5, body=stop("a"))])) == 1
@@ -264,7 +264,7 @@ def test_directives_are_handed_on_in_their_order() -> None:
     ]
 
 
-def test_a_controller_that_counts_from_the_start_again_is_still_heard() -> None:
+def test_directives_restarting_their_count_are_received() -> None:
     inbox = DirectiveInbox()
     inbox.filter_new([Directive(seq=1, body=stop("a")), Directive(seq=2, body=stop("b"))])
     inbox.start_at(1)
@@ -273,7 +273,7 @@ def test_a_controller_that_counts_from_the_start_again_is_still_heard() -> None:
     assert [d.body for d in again] == [stop("c")]
 
 
-def test_a_number_that_came_with_other_words_is_remembered_from_then_on() -> None:
+def test_reused_directive_number_is_remembered_with_new_body() -> None:
     inbox = DirectiveInbox()
     inbox.filter_new(Directive(seq=seq, body=stop("a")) for seq in range(1, MAX_REMEMBERED_DIRECTIVES + 1))
     inbox.start_at(1)

@@ -47,7 +47,7 @@ def bodies(spool: Spool) -> list[AnyReport]:
     return [n.body for n in spool.next_batch()]
 
 
-def test_an_urgent_report_is_due_at_once_and_a_seal_after_the_window() -> None:
+def test_urgent_report_is_due_at_once_and_seal_after_window() -> None:
     spool = a_spool()
     assert spool.wait_s(5.0) is None
     spool.add(sealed(1), 5.0)
@@ -57,7 +57,7 @@ def test_an_urgent_report_is_due_at_once_and_a_seal_after_the_window() -> None:
     assert spool.wait_s(5.0) == 0.0
 
 
-def test_what_somebody_waits_for_is_urgent() -> None:
+def test_losses_joins_and_critical_findings_are_urgent() -> None:
     assert is_urgent(lost())
     assert is_urgent(joined())
     assert is_urgent(FindingCleared(key="k"))
@@ -66,7 +66,7 @@ def test_what_somebody_waits_for_is_urgent() -> None:
     assert not is_urgent(sealed(1))
 
 
-def test_an_urgent_report_takes_what_waits_along_in_order() -> None:
+def test_urgent_report_flushes_waiting_reports_in_order() -> None:
     spool = a_spool()
     spool.add(sealed(1), 0.0)
     spool.add(lost(), 0.0)
@@ -85,7 +85,7 @@ def test_reports_stay_until_they_are_acknowledged() -> None:
     assert spool.size_bytes == 0
 
 
-def test_a_later_word_on_a_seal_replaces_the_earlier_and_keeps_its_digests() -> None:
+def test_later_seal_replaces_the_earlier_and_keeps_digests() -> None:
     spool = a_spool()
     spool.add(sealed(1, safe=False, digests={"params": "aa"}), 0.0)
     spool.add(sealed(1, safe=True), 0.05)
@@ -93,14 +93,14 @@ def test_a_later_word_on_a_seal_replaces_the_earlier_and_keeps_its_digests() -> 
     assert spool.wait_s(0.1) == 0.0  # as due as the first word was
 
 
-def test_every_version_and_rank_keeps_a_seal_of_its_own() -> None:
+def test_every_version_and_rank_has_its_own_seal() -> None:
     spool = a_spool()
     for step, rank in [(1, 0), (1, 1), (2, 0)]:
         spool.add(sealed(step, rank=rank), 0.0)
     assert len(bodies(spool)) == 3
 
 
-def test_a_seal_on_its_way_is_not_changed() -> None:
+def test_seal_in_flight_is_not_changed() -> None:
     spool = a_spool()
     spool.add(sealed(1, safe=False), 0.0)
     spool.next_batch()
@@ -108,7 +108,7 @@ def test_a_seal_on_its_way_is_not_changed() -> None:
     assert bodies(spool) == [sealed(1, safe=False), sealed(1, safe=True)]
 
 
-def test_over_the_bound_the_oldest_seals_go_first_and_losses_stay() -> None:
+def test_full_spool_drops_oldest_seals_before_losses() -> None:
     spool = a_spool(most_reports=64)
     spool.add(lost(), 0.0)
     for step in range(200):
@@ -148,7 +148,7 @@ def test_a_request_is_bounded_in_reports_and_bytes() -> None:
     assert 100 < len(big.next_batch()) < 140
 
 
-def test_a_report_that_is_never_taken_can_be_left_out() -> None:
+def test_refused_report_is_left_out() -> None:
     spool = a_spool()
     spool.add(lost(0), 0.0)
     spool.add(lost(1), 0.0)
@@ -158,7 +158,7 @@ def test_a_report_that_is_never_taken_can_be_left_out() -> None:
 
 
 @pytest.mark.promise("reports-survive")
-def test_a_killed_agents_reports_are_said_by_the_next(tmp_path: Path) -> None:
+def test_spool_recovers_reports_of_a_killed_agent(tmp_path: Path) -> None:
     file = tmp_path / "reports"
     first = a_spool(file)
     first.add(sealed(1), 0.0)
@@ -167,7 +167,7 @@ def test_a_killed_agents_reports_are_said_by_the_next(tmp_path: Path) -> None:
     assert bodies(a_spool(file)) == [lost()]  # a seal is worth no write to the disk: the next step brings another
 
 
-def test_the_next_life_does_not_repeat_what_was_acknowledged(tmp_path: Path) -> None:
+def test_recovered_spool_skips_acknowledged_reports(tmp_path: Path) -> None:
     first = a_spool(tmp_path / "reports")
     for rank in range(3):
         first.add(lost(rank), 0.0)
@@ -175,7 +175,7 @@ def test_the_next_life_does_not_repeat_what_was_acknowledged(tmp_path: Path) -> 
     assert bodies(a_spool(tmp_path / "reports")) == [lost(2)]
 
 
-def test_the_next_life_makes_no_offers_for_launchers_it_does_not_see(tmp_path: Path) -> None:
+def test_recovered_spool_drops_offers_of_unseen_launchers(tmp_path: Path) -> None:
     first = a_spool(tmp_path / "reports")
     first.add(joined(), 0.0)
     first.add(lost(), 0.0)
@@ -191,7 +191,7 @@ def test_a_record_torn_by_the_crash_is_left_out(tmp_path: Path) -> None:
     assert bodies(a_spool(file)) == [lost(0)]
 
 
-def test_damage_loses_only_what_is_behind_it(tmp_path: Path) -> None:
+def test_spool_damage_loses_only_later_records(tmp_path: Path) -> None:
     file = tmp_path / "reports"
     first = a_spool(file)
     first.add(lost(0), 0.0)
@@ -203,7 +203,7 @@ def test_damage_loses_only_what_is_behind_it(tmp_path: Path) -> None:
     assert bodies(a_spool(file)) == [lost(0)]
 
 
-def test_the_file_is_empty_when_everything_is_acknowledged_and_bounded_otherwise(tmp_path: Path) -> None:
+def test_spool_file_is_bounded_and_empty_once_acknowledged(tmp_path: Path) -> None:
     file = tmp_path / "reports"
     spool = a_spool(file, most_bytes=10_000)
     for step in range(2000):
@@ -237,7 +237,7 @@ def test_numbers_rise_and_nothing_is_lost_below_the_bounds(steps: list[AnyReport
     assert spool.dropped_count == 0
 
 
-def test_seals_of_a_generation_that_is_over_are_left_out_sent_or_not() -> None:
+def test_seals_of_an_ended_generation_are_dropped() -> None:
     """Their slots are filled again: a controller that took over and knows of no newer one would commit them."""
     spool = a_spool()
     spool.add(sealed(1, safe=False), 0.0)

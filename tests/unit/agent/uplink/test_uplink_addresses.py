@@ -25,30 +25,30 @@ def failing(controllers: ControllerAddresses, now: float, attempts: int) -> list
     return tried
 
 
-def test_a_round_over_all_addresses_takes_no_time_while_they_refuse() -> None:
+def test_refusing_addresses_are_all_tried_without_delay() -> None:
     assert failing(ControllerAddresses([A, B, C]), 5.0, 3) == [(A, 5.0), (B, 5.0), (C, 5.0)]
 
 
-def test_each_address_has_a_back_off_of_its_own_up_to_the_ceiling() -> None:
+def test_each_address_backs_off_up_to_the_ceiling() -> None:
     tried = [at for url, at in failing(ControllerAddresses([A, B]), 0.0, 40) if url == A]
     pauses = [after - before for before, after in itertools.pairwise(tried)]
     assert pauses[:3] == pytest.approx([0.02, 0.04, 0.08], rel=0.01)
     assert pauses[4:] == pytest.approx([0.2] * len(pauses[4:]), rel=0.01)
 
 
-def test_after_a_session_the_other_addresses_are_tried_at_once_and_then_the_same() -> None:
+def test_ended_session_tries_other_addresses_first() -> None:
     controllers = ControllerAddresses([A, B])
     controllers.mark_ended(A, 100.0, LONG, BACKOFF, 0.5)
     assert failing(controllers, 100.0, 2) == [(B, 100.0), (A, 100.0)]
 
 
-def test_a_lone_controller_whose_session_ended_is_tried_at_once() -> None:
+def test_lone_controller_is_retried_at_once_after_a_session() -> None:
     controllers = ControllerAddresses([A])
     controllers.mark_ended(A, 100.0, LONG, BACKOFF, 0.5)
     assert controllers.next_address(100.0) == (A, 100.0)
 
 
-def test_a_controller_that_ends_every_session_at_once_is_not_asked_without_a_pause() -> None:
+def test_controller_ending_sessions_at_once_is_backed_off() -> None:
     controllers = ControllerAddresses([A])
     now = 0.0
     for _ in range(20):
@@ -57,32 +57,32 @@ def test_a_controller_that_ends_every_session_at_once_is_not_asked_without_a_pau
     assert now > 2.0
 
 
-def test_a_controller_that_asked_us_to_hang_up_is_the_first_again() -> None:
+def test_controller_requesting_a_hangup_is_tried_first() -> None:
     controllers = ControllerAddresses([A, B])
     controllers.mark_left(A)
     assert controllers.next_address(1.0)[0] == A
 
 
-def test_one_that_asks_for_patience_is_given_it_while_others_are_tried() -> None:
+def test_retry_after_is_honored_while_others_are_tried() -> None:
     controllers = ControllerAddresses([A, B])
     controllers.mark_failed(A, 0.0, BACKOFF, 0.5, min_pause_s=1.0)
     assert [url for url, at in failing(controllers, 0.0, 4) if at < 1.0] == [B, B, B, B]
     assert controllers.next_address(1.5)[0] == A
 
 
-def test_one_that_hangs_costs_its_time_out_once_and_then_the_others_come_first() -> None:
+def test_hung_controller_is_tried_after_the_others() -> None:
     controllers = ControllerAddresses([A, B])
     controllers.mark_hung(A, 1.0, BACKOFF, 0.5)
     assert all(url == B for url, at in failing(controllers, 1.0, 20) if at < 1.0 + HUNG_RETRY_S)
 
 
-def test_a_lone_controller_that_hangs_is_called_again_after_its_back_off() -> None:
+def test_lone_hung_controller_is_retried_after_its_backoff() -> None:
     controllers = ControllerAddresses([A])
     controllers.mark_hung(A, 1.0, BACKOFF, 0.999)
     assert controllers.next_address(1.0)[1] == pytest.approx(1.02, rel=0.01)
 
 
-def test_patience_grows_with_each_time_that_it_hung_and_ends_with_a_session() -> None:
+def test_answer_timeout_doubles_per_hang_until_a_session() -> None:
     controllers = ControllerAddresses([A])
     found = []
     for _ in range(4):
@@ -93,13 +93,13 @@ def test_patience_grows_with_each_time_that_it_hung_and_ends_with_a_session() ->
     assert controllers.connect_timeout_s(A, 1.0, 5.0) == 1.0
 
 
-def test_patience_with_a_controller_that_hung_for_weeks_is_as_long_as_it_may_be() -> None:
+def test_answer_timeout_after_many_hangs_is_capped() -> None:
     controllers = ControllerAddresses([A])
     for _ in range(2000):
         controllers.mark_hung(A, 0.0, BACKOFF, 0.5)
     assert controllers.connect_timeout_s(A, 1.0, 5.0) == 5.0
 
 
-def test_without_an_address_there_is_nothing_to_do() -> None:
+def test_empty_address_list_is_refused() -> None:
     with pytest.raises(ValueError, match="no controller"):
         ControllerAddresses([])

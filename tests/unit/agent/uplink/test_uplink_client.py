@@ -33,7 +33,7 @@ def sealed(step: int) -> VersionSealed:
     return VersionSealed(job="j", at=0.0, generation=1, rank=0, version=Version(1, step), bytes=1, durable=True)
 
 
-def test_it_registers_then_beats_with_progress(bench: Bench, controller: ControllerStub) -> None:
+def test_client_registers_then_beats_with_progress(bench: Bench, controller: ControllerStub) -> None:
     async def story() -> None:
         async with bench.line(controller.url) as line:
             await until(lambda: len(controller.beats) >= 3)
@@ -58,9 +58,7 @@ def test_reports_arrive_numbered_and_are_forgotten_once_durable(bench: Bench, co
     asyncio.run(story())
 
 
-def test_seals_are_gathered_into_one_request_and_urgent_ones_take_them_along(
-    bench: Bench, controller: ControllerStub
-) -> None:
+def test_seals_are_batched_and_sent_with_urgent_reports(bench: Bench, controller: ControllerStub) -> None:
     async def story() -> None:
         async with bench.line(controller.url, report_batch_window_s=DEADLINE_S) as line:
             await until(lambda: line.node.registrations)
@@ -84,9 +82,7 @@ def test_seals_alone_go_after_their_window(bench: Bench, controller: ControllerS
     asyncio.run(story())
 
 
-def test_a_pushed_directive_arrives_at_once_in_order_and_is_acknowledged(
-    bench: Bench, controller: ControllerStub
-) -> None:
+def test_pushed_directive_arrives_in_order_and_is_acknowledged(bench: Bench, controller: ControllerStub) -> None:
     controller.interval_s = DEADLINE_S  # no beat brings it
 
     async def story() -> None:
@@ -113,7 +109,7 @@ def test_a_large_push_comes_deflated(bench: Bench, controller: ControllerStub) -
     asyncio.run(story())
 
 
-def test_what_is_pushed_again_in_the_next_session_is_handed_on_once(bench: Bench, controller: ControllerStub) -> None:
+def test_directive_pushed_in_two_sessions_is_handed_on_once(bench: Bench, controller: ControllerStub) -> None:
     controller.unanswered.add("acknowledge")
 
     async def story() -> None:
@@ -130,7 +126,7 @@ def test_what_is_pushed_again_in_the_next_session_is_handed_on_once(bench: Bench
     asyncio.run(story())
 
 
-def test_reports_that_wait_for_their_answer_hold_up_no_beat(bench: Bench, controller: ControllerStub) -> None:
+def test_pending_report_answer_delays_no_heartbeat(bench: Bench, controller: ControllerStub) -> None:
     controller.unanswered.add("reports")
 
     async def story() -> None:
@@ -146,9 +142,7 @@ def test_reports_that_wait_for_their_answer_hold_up_no_beat(bench: Bench, contro
 
 
 @pytest.mark.promise("report-order")
-def test_an_urgent_report_does_not_wait_for_the_answer_to_earlier_ones_and_brings_them_along(
-    bench: Bench, controller: ControllerStub
-) -> None:
+def test_urgent_report_overtakes_a_pending_report_answer(bench: Bench, controller: ControllerStub) -> None:
     controller.unanswered.add("reports")
 
     async def story() -> None:
@@ -169,7 +163,7 @@ def test_an_urgent_report_does_not_wait_for_the_answer_to_earlier_ones_and_bring
 
 
 @pytest.mark.promise("reports-survive")
-def test_while_the_controller_is_away_reports_wait_and_then_arrive_once(
+def test_reports_wait_for_an_absent_controller_and_arrive_once(
     bench: Bench, controller: ControllerStub, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def story() -> None:
@@ -205,9 +199,7 @@ def test_directives_pushed_after_a_restart_still_arrive(bench: Bench, controller
 
 
 @pytest.mark.parametrize("how", ["unknown_node", "stale", "acknowledge"])
-def test_a_controller_that_lost_its_picture_is_told_everything_again(
-    bench: Bench, controller: ControllerStub, how: str
-) -> None:
+def test_controller_losing_its_state_gets_everything_again(bench: Bench, controller: ControllerStub, how: str) -> None:
     async def story() -> None:
         async with bench.line(controller.url) as line:
             finding = Finding(kind=FindingKind.GPU_LOST, subject="g", severity=Severity.CRITICAL, message="m")
@@ -230,7 +222,7 @@ def test_a_controller_that_lost_its_picture_is_told_everything_again(
 
 
 @pytest.mark.parametrize("asks", [False, True])
-def test_who_answers_after_a_lost_session_is_told_all_with_the_first_beat_and_knows_the_jobs_that_beats_tell_of(
+def test_first_beat_after_session_loss_carries_all_findings(
     bench: Bench, controller: ControllerStub, asks: bool
 ) -> None:
     async def story() -> None:
@@ -249,9 +241,7 @@ def test_who_answers_after_a_lost_session_is_told_all_with_the_first_beat_and_kn
     asyncio.run(story())
 
 
-def test_reports_to_a_controller_that_forgot_the_node_wait_for_the_registration(
-    bench: Bench, controller: ControllerStub
-) -> None:
+def test_reports_wait_for_reregistration_of_a_forgotten_node(bench: Bench, controller: ControllerStub) -> None:
     controller.interval_s = DEADLINE_S  # no beat comes to the rescue
 
     async def story() -> None:
@@ -277,7 +267,7 @@ def test_a_change_of_the_vaults_address_is_registered(bench: Bench, controller: 
     asyncio.run(story())
 
 
-def test_a_report_that_is_never_taken_does_not_stop_the_others(
+def test_refused_report_does_not_stop_the_others(
     bench: Bench, controller: ControllerStub, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(body: bytes) -> None:
@@ -299,7 +289,7 @@ def test_a_report_that_is_never_taken_does_not_stop_the_others(
     assert any("report 4 (RankLost) is left out" in r.message for r in caplog.records)
 
 
-def test_a_large_backlog_is_cut_into_requests_that_are_taken(bench: Bench, controller: ControllerStub) -> None:
+def test_large_backlog_is_split_into_accepted_requests(bench: Bench, controller: ControllerStub) -> None:
     async def story() -> None:
         async with bench.line(controller.url) as line:
             controller.stop()
@@ -313,7 +303,7 @@ def test_a_large_backlog_is_cut_into_requests_that_are_taken(bench: Bench, contr
     asyncio.run(story())
 
 
-def test_a_controller_with_a_smaller_limit_is_given_smaller_requests(bench: Bench, controller: ControllerStub) -> None:
+def test_controller_with_a_smaller_limit_gets_smaller_requests(bench: Bench, controller: ControllerStub) -> None:
     def refuse(body: bytes) -> None:
         if len(body) > 5000:
             raise TooLarge("over 5000 bytes")
@@ -338,7 +328,7 @@ def test_a_controller_with_a_smaller_limit_is_given_smaller_requests(bench: Benc
         (StaleGeneration("a larger incarnation is known"), "another agent speaks for n1"),
     ],
 )
-def test_what_a_person_must_mend_is_said_once_with_the_mend(
+def test_permanent_refusal_is_logged_once_with_advice(
     bench: Bench, controller: ControllerStub, caplog: pytest.LogCaptureFixture, error: EverstepError, advice: str
 ) -> None:
     refuse_always(controller, "register", error)
@@ -355,7 +345,7 @@ def test_what_a_person_must_mend_is_said_once_with_the_mend(
     assert advice in said[0]
 
 
-def test_a_wrong_token_is_said_and_a_renewed_file_is_read(
+def test_wrong_token_is_logged_and_a_renewed_file_is_read(
     bench: Bench, controller: ControllerStub, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.token_file.write_text("agent:n1:old")
@@ -384,9 +374,7 @@ def test_a_busy_controller_is_asked_again(bench: Bench, controller: ControllerSt
     asyncio.run(story())
 
 
-def test_a_session_that_is_not_held_is_opened_for_beats_and_urgent_reports(
-    bench: Bench, controller: ControllerStub
-) -> None:
+def test_unheld_session_opens_for_beats_and_urgent_reports(bench: Bench, controller: ControllerStub) -> None:
     controller.hold = False
 
     async def story() -> None:
@@ -406,7 +394,7 @@ def test_a_session_that_is_not_held_is_opened_for_beats_and_urgent_reports(
     asyncio.run(story())
 
 
-def test_urgent_news_wakes_who_rests_and_not_who_was_refused(
+def test_urgent_report_wakes_an_idle_but_not_a_refused_client(
     bench: Bench, controller: ControllerStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     controller.hold = False
@@ -426,7 +414,7 @@ def test_urgent_news_wakes_who_rests_and_not_who_was_refused(
     asyncio.run(story())
 
 
-def test_neither_news_nor_a_session_of_before_adds_a_timer_to_that_of_the_next_beat(
+def test_client_has_a_single_timer_for_the_next_beat(
     bench: Bench, controller: ControllerStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turned: list[ControllerSession] = []
@@ -478,7 +466,7 @@ def test_a_session_is_held_again_when_the_controller_has_room(bench: Bench, cont
 @pytest.mark.parametrize(
     "words", [b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", b"x" * 20000]
 )
-def test_what_is_no_controller_is_not_believed(bench: Bench, words: bytes) -> None:
+def test_non_controller_endpoint_is_rejected(bench: Bench, words: bytes) -> None:
     async def story() -> None:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(words)
@@ -494,7 +482,7 @@ def test_what_is_no_controller_is_not_believed(bench: Bench, words: bytes) -> No
     asyncio.run(story())
 
 
-def test_a_frame_that_is_not_understood_ends_the_session(bench: Bench) -> None:
+def test_malformed_frame_ends_the_session(bench: Bench) -> None:
     class Impostor(ControllerStub):
         def _register(self, body: bytes) -> Any:
             super()._register(body)
@@ -509,7 +497,7 @@ def test_a_frame_that_is_not_understood_ends_the_session(bench: Bench) -> None:
         asyncio.run(story(impostor))
 
 
-def test_an_error_of_the_agents_own_ends_the_session_and_not_the_uplink(
+def test_internal_error_ends_the_session_and_not_the_uplink(
     bench: Bench, controller: ControllerStub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> None:
@@ -538,7 +526,7 @@ def test_an_ending_agent_hands_over_its_last_reports(bench: Bench, controller: C
     asyncio.run(story())
 
 
-def test_mild_findings_do_not_interrupt(bench: Bench, controller: ControllerStub) -> None:
+def test_mild_finding_is_not_sent_at_once(bench: Bench, controller: ControllerStub) -> None:
     async def story() -> None:
         async with bench.line(controller.url, report_batch_window_s=DEADLINE_S) as line:
             await until(lambda: line.node.registrations)

@@ -12,7 +12,7 @@ from tests.support.controller_stub import DEADLINE_S, ControllerStub, serving
 from tests.support.uplinks import TOKEN, Bench, lost, refuse_always, refuse_once, stop, until
 
 
-def test_when_one_controller_goes_the_next_is_used_for_everything(bench: Bench, controller: ControllerStub) -> None:
+def test_lost_controller_is_replaced_by_the_next(bench: Bench, controller: ControllerStub) -> None:
     async def story(second: ControllerStub) -> None:
         async with bench.line(controller.url, second.url) as line:
             await until(lambda: controller.listening)
@@ -27,7 +27,7 @@ def test_when_one_controller_goes_the_next_is_used_for_everything(bench: Bench, 
         asyncio.run(story(second))
 
 
-def test_a_controller_that_accepts_and_never_answers_is_given_up(bench: Bench, controller: ControllerStub) -> None:
+def test_mute_controller_is_given_up(bench: Bench, controller: ControllerStub) -> None:
     async def story(mute: socket.socket) -> None:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
         async with bench.line(url, controller.url, connect_timeout_s=0.1) as line:
@@ -37,9 +37,7 @@ def test_a_controller_that_accepts_and_never_answers_is_given_up(bench: Bench, c
         asyncio.run(story(mute))
 
 
-def test_a_controller_that_stops_answering_in_a_session_is_left_for_the_next(
-    bench: Bench, controller: ControllerStub
-) -> None:
+def test_unresponsive_controller_is_left_for_the_next(bench: Bench, controller: ControllerStub) -> None:
     async def story(second: ControllerStub) -> None:
         async with bench.line(controller.url, second.url, answer_timeout_s=0.1, connect_timeout_s=0.1) as line:
             await until(lambda: controller.beats)
@@ -52,9 +50,7 @@ def test_a_controller_that_stops_answering_in_a_session_is_left_for_the_next(
 
 
 @pytest.mark.parametrize("what", ["session", "heartbeat"])
-def test_a_controller_that_is_not_in_charge_sends_the_agent_on_to_the_next(
-    bench: Bench, controller: ControllerStub, what: str
-) -> None:
+def test_standby_controller_sends_the_agent_to_the_next(bench: Bench, controller: ControllerStub, what: str) -> None:
     async def story(second: ControllerStub) -> None:
         async with bench.line(controller.url, second.url) as line:
             await until(lambda: controller.beats)
@@ -67,9 +63,7 @@ def test_a_controller_that_is_not_in_charge_sends_the_agent_on_to_the_next(
         asyncio.run(story(second))
 
 
-def test_a_controller_that_only_a_person_can_mend_is_asked_slowly_and_the_others_as_ever(
-    bench: Bench, controller: ControllerStub
-) -> None:
+def test_forbidding_controller_is_retried_slowly_among_others(bench: Bench, controller: ControllerStub) -> None:
     async def story(second: ControllerStub) -> None:
         refuse_always(controller, "session", PermissionDenied("not your node"))
         refuse_always(second, "session", Unavailable("standing by", 0.0))
@@ -81,7 +75,7 @@ def test_a_controller_that_only_a_person_can_mend_is_asked_slowly_and_the_others
         asyncio.run(story(second))
 
 
-def test_a_lone_controller_that_refuses_a_beat_is_stayed_with(bench: Bench, controller: ControllerStub) -> None:
+def test_lone_controller_refusing_a_beat_keeps_its_session(bench: Bench, controller: ControllerStub) -> None:
     async def story() -> None:
         async with bench.line(controller.url) as line:
             await until(lambda: line.node.registrations)

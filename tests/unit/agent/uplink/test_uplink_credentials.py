@@ -32,7 +32,7 @@ def asking(authority: Authority) -> ssl.SSLContext:
     return context
 
 
-def test_a_client_certificate_speaks_for_the_node_in_place_of_a_token(tmp_path: Path) -> None:
+def test_client_certificate_replaces_the_token(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     certificate, key = authority.client("everstep://agent/n1")
 
@@ -69,7 +69,7 @@ def test_the_token_is_read_for_each_connection(tmp_path: Path) -> None:
         asyncio.run(story(controller))
 
 
-def test_a_token_file_that_cannot_be_read_leaves_the_one_before(tmp_path: Path) -> None:
+def test_unreadable_token_file_keeps_the_previous_token(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("first")
     credentials = AgentCredentials(settings(tmp_path, token_file=file), ManualClock())
@@ -79,7 +79,7 @@ def test_a_token_file_that_cannot_be_read_leaves_the_one_before(tmp_path: Path) 
         AgentCredentials(settings(tmp_path, token_file=file), ManualClock())
 
 
-def test_a_renewed_certificate_is_shown_from_the_next_connection_on(tmp_path: Path) -> None:
+def test_renewed_certificate_is_used_from_the_next_connection(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     certificate, key = authority.client("everstep://agent/n1")
     given = settings(tmp_path, ca_file=authority.pair.certificate, client_certificate=certificate, client_key=key)
@@ -94,9 +94,7 @@ def test_a_renewed_certificate_is_shown_from_the_next_connection_on(tmp_path: Pa
     assert credentials.tls() is second
 
 
-def test_a_refused_token_is_looked_for_anew_but_not_again_and_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_token_is_renewed_at_a_limited_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused: list[str] = []
 
     async def renew(given: AgentSettings, token: str) -> str:
@@ -119,7 +117,7 @@ def test_a_refused_token_is_looked_for_anew_but_not_again_and_again(
     assert refused == ["first", "first"]
 
 
-def test_a_controller_that_is_away_costs_no_enrolment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_controller_triggers_no_enrolment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     renewed: list[str] = []
 
     async def renew(given: AgentSettings, token: str) -> str:
@@ -140,7 +138,7 @@ def test_a_controller_that_is_away_costs_no_enrolment(tmp_path: Path, monkeypatc
         asyncio.run(story(controller))
 
 
-def test_an_enrolment_that_fails_leaves_the_refusal_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_enrolment_keeps_the_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def away(given: AgentSettings, token: str) -> str:
         raise Unavailable("no controller")
 

@@ -35,7 +35,7 @@ async def found(*answers: bytes | None) -> LeadershipProof | None:
             server.close()
 
 
-def test_the_highest_epoch_of_all_is_found() -> None:
+def test_highest_epoch_of_all_controllers_is_found() -> None:
     shown = [HEAD + b'{"ok":true,"epoch":%d,"proof":"p%d","database":"away"}' % (n, n) for n in (3, 5, 4)]
     assert asyncio.run(found(*shown)) == LeadershipProof(epoch=5, proof="p5")
 
@@ -56,10 +56,10 @@ def test_the_highest_epoch_of_all_is_found() -> None:
         HEAD + b'"\xff"',
     ],
 )
-def test_what_is_no_leaders_answer_counts_for_nothing_and_costs_no_other(answer: bytes | None) -> None:
+def test_invalid_leader_answer_is_ignored(answer: bytes | None) -> None:
     assert asyncio.run(found(answer)) is None
     assert asyncio.run(found(answer, HEAD + b'{"epoch":2,"proof":"p"}')) == LeadershipProof(epoch=2, proof="p")
 
 
-def test_a_controller_that_is_not_there_counts_for_nothing() -> None:
+def test_unreachable_controller_is_ignored() -> None:
     assert asyncio.run(fetch_newest_succession(["http://127.0.0.1:1"], None, 0.5)) is None

@@ -29,7 +29,7 @@ OLDER = b'{"error":{"code":"conflict","message":"why"}}'
 
 
 @pytest.mark.parametrize("body", [PROBLEM, OLDER])
-def test_both_shapes_are_read(body: bytes) -> None:
+def test_refusal_of_either_shape_is_parsed(body: bytes) -> None:
     error = error_from_response(409, body, "", URL)
     assert isinstance(error, Conflict)
     assert str(error) == "http://c:1: why (409)"
@@ -39,24 +39,24 @@ def test_both_shapes_are_read(body: bytes) -> None:
 @pytest.mark.parametrize(
     ("status", "kind"), [(401, AuthenticationError), (404, NotFound), (409, StaleGeneration), (400, ProtocolError)]
 )
-def test_what_is_no_answer_of_ours_is_told_by_its_status(body: bytes, status: int, kind: type[EverstepError]) -> None:
+def test_unknown_refusal_body_is_classified_by_status(body: bytes, status: int, kind: type[EverstepError]) -> None:
     assert type(error_from_response(status, body, "", URL)) is kind
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 599])
-def test_trouble_of_the_controllers_own_is_no_refusal(status: int) -> None:
+def test_controller_error_is_unavailable_and_no_refusal(status: int) -> None:
     assert type(error_from_response(status, PROBLEM, "", URL)) is Unavailable
 
 
 @pytest.mark.parametrize(("header", "seconds"), [("3", 3.0), ("", 0.0), ("Fri, 31 Dec", 0.0), ("9999999", 5.0)])
-def test_retry_after_is_honoured_within_reason(header: str, seconds: float) -> None:
+def test_retry_after_is_honoured_up_to_a_limit(header: str, seconds: float) -> None:
     assert retry_after_s(error_from_response(503, b"", header, URL), is_busy=False) == seconds
     assert retry_after_s(error_from_response(503, b"", header, URL), is_busy=True) == min(
         seconds, MAX_RETRY_AFTER_BUSY_S
     )
 
 
-def test_a_frames_refusal_is_known_by_its_code_and_an_unknown_one_is_no_verdict() -> None:
+def test_frame_refusal_is_classified_by_its_code() -> None:
     limited = error_from_frame(
         FrameRefused(frame_kind=FrameKind.REPORTS, code="rate_limited", message="slower", retry_after_s=1e9), URL
     )
@@ -67,5 +67,5 @@ def test_a_frames_refusal_is_known_by_its_code_and_an_unknown_one_is_no_verdict(
 
 
 @pytest.mark.parametrize("after_s", [-1.0, float("nan"), float("inf")])
-def test_no_number_makes_an_agent_wait_for_ever(after_s: float) -> None:
+def test_invalid_retry_after_never_blocks_an_agent(after_s: float) -> None:
     assert retry_after_s(Unavailable("away", after_s), is_busy=False) == 0.0

@@ -152,7 +152,7 @@ def numbers(message: Any) -> list[int]:
     return [report.number for report in message.reports]
 
 
-def test_reports_wait_for_the_registration_and_follow_it_at_once() -> None:
+def test_reports_follow_the_registration_at_once() -> None:
     talk = Talk()
     talk.report(0)
     (register,) = talk.says()
@@ -165,7 +165,7 @@ def test_reports_wait_for_the_registration_and_follow_it_at_once() -> None:
     assert talk.registrations == 1
 
 
-def test_a_life_that_is_registered_begins_its_next_session_with_a_beat_and_what_is_urgent(talk: Talk) -> None:
+def test_registered_agent_opens_with_a_beat_and_urgent_reports(talk: Talk) -> None:
     talk.report(0)
     following = Talk(words=talk.words)
     beat, reports = following.says()
@@ -173,7 +173,7 @@ def test_a_life_that_is_registered_begins_its_next_session_with_a_beat_and_what_
     assert numbers(reports) == [1]
 
 
-def test_while_a_change_of_the_node_is_registered_reports_wait_and_what_was_found_elsewhere_goes_with_the_next_beat(
+def test_reports_wait_while_a_node_change_is_registered(
     talk: Talk,
 ) -> None:
     found = LeadershipProof(epoch=9, proof="p")
@@ -196,12 +196,12 @@ def test_the_first_beats_of_a_fleet_are_spread_over_the_interval() -> None:
         assert talk.session.next_beat_at - talk.clock.monotonic() == pytest.approx(uniform)
 
 
-def test_beats_go_out_on_time_whether_or_not_those_before_are_answered(talk: Talk) -> None:
+def test_beats_are_sent_on_time_without_answers(talk: Talk) -> None:
     assert [talk.beat().seq for _ in range(3)] == [1, 2, 3]
     assert talk.wait() == pytest.approx(1.0)
 
 
-def test_a_controller_that_owes_an_answer_for_too_long_is_given_up(talk: Talk) -> None:
+def test_controller_owing_an_answer_too_long_is_given_up(talk: Talk) -> None:
     talk.asks()
     for _ in range(4):
         talk.beat()
@@ -210,7 +210,7 @@ def test_a_controller_that_owes_an_answer_for_too_long_is_given_up(talk: Talk) -
         talk.session.send_due()
 
 
-def test_an_answer_is_for_the_oldest_beat_that_waits_for_one(talk: Talk) -> None:
+def test_answer_belongs_to_the_oldest_waiting_beat(talk: Talk) -> None:
     talk.beat()
     talk.beat()
     talk.answered()
@@ -221,7 +221,7 @@ def test_an_answer_is_for_the_oldest_beat_that_waits_for_one(talk: Talk) -> None
         talk.session.send_due()
 
 
-def test_of_beats_that_tell_nothing_new_one_in_a_few_seconds_asks_for_an_answer() -> None:
+def test_uneventful_beats_ask_for_an_answer_only_periodically() -> None:
     talk = Talk(uniform=0.25)
     talk.registered()
     kinds = []
@@ -237,7 +237,7 @@ def test_of_beats_that_tell_nothing_new_one_in_a_few_seconds_asks_for_an_answer(
     assert talk.words.outcomes["heartbeat", "quiet"] == 12 - len(asked)
 
 
-def test_beats_ask_while_something_is_awaited_and_in_a_session_that_is_not_held(talk: Talk) -> None:
+def test_beats_ask_while_reports_wait_or_session_is_not_held(talk: Talk) -> None:
     for _ in range(3):
         talk.beat()
         assert talk.kinds == [FrameKind.HEARTBEAT]
@@ -256,7 +256,7 @@ def test_beats_ask_while_something_is_awaited_and_in_a_session_that_is_not_held(
     assert talk.kinds == [FrameKind.HEARTBEAT]
 
 
-def test_after_a_quiet_beat_that_was_refused_the_next_word_asks(talk: Talk) -> None:
+def test_beat_after_a_refused_quiet_beat_asks_for_an_answer(talk: Talk) -> None:
     talk.beat()
     talk.answered()
     talk.beat()
@@ -272,7 +272,7 @@ def test_after_a_quiet_beat_that_was_refused_the_next_word_asks(talk: Talk) -> N
     assert isinstance(register, Register)
 
 
-def test_late_answers_to_reports_are_borne_as_long_as_beats_are_answered(talk: Talk) -> None:
+def test_late_report_answers_are_tolerated_while_beats_work(talk: Talk) -> None:
     talk.report(0)
     assert [numbers(message) for message in talk.says()] == [[1]]
     for _ in range(60):
@@ -281,7 +281,7 @@ def test_late_answers_to_reports_are_borne_as_long_as_beats_are_answered(talk: T
     assert len(talk.words.spool) == 1
 
 
-def test_urgent_news_goes_beside_reports_under_way_and_what_comes_then_in_the_next_frame(talk: Talk) -> None:
+def test_urgent_report_is_sent_beside_reports_in_flight(talk: Talk) -> None:
     talk.report(0)
     talk.says()
     talk.report(1)
@@ -296,7 +296,7 @@ def test_urgent_news_goes_beside_reports_under_way_and_what_comes_then_in_the_ne
     assert talk.hears(FrameKind.REPORTS_ANSWER, ReportsAnswer(through=4)) == []
 
 
-def test_refused_reports_are_said_again_when_the_controller_said(talk: Talk) -> None:
+def test_refused_reports_are_resent_after_retry_after(talk: Talk) -> None:
     talk.report(0)
     talk.says()
     assert talk.refused(FrameKind.REPORTS, "unavailable", 0.4) == []
@@ -305,9 +305,7 @@ def test_refused_reports_are_said_again_when_the_controller_said(talk: Talk) -> 
 
 
 @pytest.mark.parametrize(("code", "waits_s"), [("unavailable", MIN_RETRY_S), ("rate_limited", 1.0)])
-def test_urgent_news_does_not_wait_for_a_database_that_is_away_but_for_a_limit_of_our_own(
-    talk: Talk, code: str, waits_s: float
-) -> None:
+def test_urgent_report_shortens_retry_after_by_refusal_code(talk: Talk, code: str, waits_s: float) -> None:
     talk.report(0)
     talk.says()
     talk.refused(FrameKind.REPORTS, code, 60.0)
@@ -317,7 +315,7 @@ def test_urgent_news_does_not_wait_for_a_database_that_is_away_but_for_a_limit_o
     assert [numbers(message) for message in talk.says() if isinstance(message, Reports)] == [[1, 2]]
 
 
-def test_refusals_that_cross_a_registration_do_not_cause_another(talk: Talk) -> None:
+def test_refusal_crossing_a_registration_causes_no_second(talk: Talk) -> None:
     talk.report(0)
     talk.says()
     talk.beat()
@@ -332,7 +330,7 @@ def test_refusals_that_cross_a_registration_do_not_cause_another(talk: Talk) -> 
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
-def test_a_controller_that_refuses_beats_is_left_after_a_few_where_there_are_others(elsewhere: bool) -> None:
+def test_controller_refusing_several_beats_is_left_for_others(elsewhere: bool) -> None:
     talk = Talk(elsewhere=elsewhere)
     talk.registered()
     first = talk.asks().seq
@@ -349,7 +347,7 @@ def test_a_controller_that_refuses_beats_is_left_after_a_few_where_there_are_oth
         assert talk.beat().seq == first + MAX_REFUSED_BEATS
 
 
-def test_a_controller_that_refuses_a_beat_now_and_then_is_stayed_with() -> None:
+def test_controller_refusing_occasional_beats_is_kept() -> None:
     talk = Talk(elsewhere=True)
     talk.registered()
     for _ in range(MAX_REFUSED_BEATS + 1):
@@ -369,7 +367,7 @@ def test_a_controller_that_refuses_a_beat_now_and_then_is_stayed_with() -> None:
         (0, "malformed", ProtocolError),
     ],
 )
-def test_what_a_person_must_mend_ends_the_session_and_so_does_an_answer_to_nothing(
+def test_permanent_refusal_or_stray_answer_ends_the_session(
     talk: Talk, of: FrameKind, code: str, kind: type[EverstepError]
 ) -> None:
     talk.asks()
@@ -386,7 +384,7 @@ def test_directives_are_acknowledged_once_they_are_handed_on(talk: Talk) -> None
     assert talk.directives == [stop(4), stop(5), stop(6)]
 
 
-def test_a_session_that_is_not_held_may_end_once_nothing_is_awaited(talk: Talk) -> None:
+def test_unheld_session_may_end_once_nothing_is_awaited(talk: Talk) -> None:
     talk.report(0)
     talk.asks()
     talk.answered(keep_open=False)
@@ -407,13 +405,13 @@ def test_a_session_that_is_not_held_may_end_once_nothing_is_awaited(talk: Talk) 
         (99, b"{}"),
     ],
 )
-def test_what_is_not_understood_ends_the_session(talk: Talk, kind: int, body: bytes) -> None:
+def test_malformed_frame_ends_the_session(talk: Talk, kind: int, body: bytes) -> None:
     with pytest.raises(ProtocolError):
         talk.session.handle_frame(kind, body)
     assert talk.words.outcomes["session", "protocol_error"] == 1
 
 
-def test_a_deflated_push_that_would_fill_the_memory_is_refused(talk: Talk) -> None:
+def test_oversized_deflated_push_is_refused(talk: Talk) -> None:
     import zlib
 
     bomb = (7).to_bytes(8, "big") + zlib.compress(b" " * (17 << 20))
@@ -421,7 +419,7 @@ def test_a_deflated_push_that_would_fill_the_memory_is_refused(talk: Talk) -> No
         talk.session.handle_frame(FrameKind.DEFLATED_PUSH, bomb)
 
 
-def test_reports_of_an_earlier_life_are_said_after_registering(tmp_path: Path) -> None:
+def test_reports_of_an_earlier_agent_follow_registration(tmp_path: Path) -> None:
     file = tmp_path / "spool"
     earlier = Spool(file, max_reports=64, max_bytes=1 << 20, batch_window_s=0.02)
     earlier.add(lost(3), 0.0)
@@ -437,9 +435,7 @@ def test_reports_of_an_earlier_life_are_said_after_registering(tmp_path: Path) -
 
 @pytest.mark.promise("stale-findings")
 @pytest.mark.parametrize("refused", [False, True])
-def test_a_finding_of_an_earlier_life_that_stands_no_more_is_followed_by_the_picture(
-    tmp_path: Path, refused: bool
-) -> None:
+def test_outdated_finding_of_an_earlier_agent_is_corrected(tmp_path: Path, refused: bool) -> None:
     file = tmp_path / "spool"
     earlier = Spool(file, max_reports=64, max_bytes=1 << 20, batch_window_s=0.02)
     earlier.add(FindingRaised(finding=xid()), 0.0)

@@ -38,9 +38,7 @@ def play(story: Story, controller: Served, directory: Path) -> None:
     asyncio.run(told())
 
 
-def test_a_report_is_taken_and_the_directive_it_causes_is_pushed_and_acknowledged(
-    controller: Served, tmp_path: Path
-) -> None:
+def test_report_causes_a_pushed_and_acknowledged_directive(controller: Served, tmp_path: Path) -> None:
     async def story(line: Line, served: Served) -> None:
         line.uplink.report(joined("j", 1.0))
         await until(lambda: any(isinstance(d.body, NewGeneration) for d in line.node.directives))
@@ -50,9 +48,7 @@ def test_a_report_is_taken_and_the_directive_it_causes_is_pushed_and_acknowledge
     play(story, controller, tmp_path)
 
 
-def test_a_controller_short_of_descriptors_is_left_between_beats_and_does_not_miss_the_node(
-    controller: Served, tmp_path: Path
-) -> None:
+def test_controller_short_of_descriptors_keeps_the_node_live(controller: Served, tmp_path: Path) -> None:
     async def story(line: Line, served: Served) -> None:
         served.descriptors.scarce_from = served.descriptors.exhausted_from = 0
         line.uplink.beat_now()
@@ -68,7 +64,7 @@ def test_a_controller_short_of_descriptors_is_left_between_beats_and_does_not_mi
     play(story, controller, tmp_path)
 
 
-def test_an_agent_that_is_let_go_hangs_up_and_comes_back_with_news(controller: Served, tmp_path: Path) -> None:
+def test_released_agent_reconnects_with_urgent_reports(controller: Served, tmp_path: Path) -> None:
     async def story(line: Line, served: Served) -> None:
         await until(lambda: line.uplink.outcomes["heartbeat", "ok"])
         served.descriptors.scarce_from = 0

@@ -90,7 +90,7 @@ def spots(manifest: Manifest) -> list[tuple[int, int]]:
 
 
 @pytest.mark.promise("bit-flips")
-def test_every_piece_comes_back_from_whoever_stored_it_too(fleet: Fleet) -> None:
+def test_every_piece_is_repaired_from_other_replicas(fleet: Fleet) -> None:
     pieces = spots(fleet.manifest())
     assert len(fleet.payloads[0]) > CHUNK_BYTES + 1
     fleet.comes_back(*(end - 1 for _, end in pieces))
@@ -101,11 +101,11 @@ def test_every_piece_comes_back_from_whoever_stored_it_too(fleet: Fleet) -> None
     fleet.comes_back(CHUNK_BYTES - 1, CHUNK_BYTES)
 
 
-def test_python_state_comes_back_where_others_have_the_same(fleet: Fleet) -> None:
+def test_python_state_is_repaired_from_equal_ranks(fleet: Fleet) -> None:
     fleet.comes_back(fleet.manifest().blob_offset + BLOB_LENGTH_BYTES + 3)
 
 
-def test_what_is_between_the_pieces_comes_back(fleet: Fleet) -> None:
+def test_gap_between_pieces_is_repaired(fleet: Fleet) -> None:
     manifest = fleet.manifest()
     blob = (manifest.blob_offset, manifest.blob_offset + BLOB_LENGTH_BYTES + manifest.blob_capacity)
     taken = sorted([*spots(manifest), blob])
@@ -113,7 +113,7 @@ def test_what_is_between_the_pieces_comes_back(fleet: Fleet) -> None:
     fleet.comes_back(gap)
 
 
-def test_pieces_are_found_on_the_node_itself_too(fleet: Fleet) -> None:
+def test_pieces_are_repaired_from_the_same_node(fleet: Fleet) -> None:
     for rank in (1, 2):
         room = fleet.ranks[rank].view.slot_bytes
         beside = RankMemory(fleet.vaults.all[0].client(), rank, local_rank=rank, slot_bytes=room)
@@ -123,7 +123,7 @@ def test_pieces_are_found_on_the_node_itself_too(fleet: Fleet) -> None:
     assert fleet.found().endswith("mended from n1")
 
 
-def test_a_chunk_that_did_not_change_comes_back_from_the_version_before(fleet: Fleet) -> None:
+def test_unchanged_chunk_is_repaired_from_the_version_before(fleet: Fleet) -> None:
     """Frozen layers and the like: whatever else of the slot there is, and whoever is away."""
     fleet.fill(0, Version(2, 8), slot=1)
     for vault in fleet.vaults.all[1:]:
@@ -132,7 +132,7 @@ def test_a_chunk_that_did_not_change_comes_back_from_the_version_before(fleet: F
     assert fleet.found().endswith("mended from own-0's 2:8 here")
 
 
-def test_a_piece_that_is_rotten_on_both_nodes_costs_the_slot(fleet: Fleet) -> None:
+def test_piece_corrupt_on_both_nodes_discards_the_slot(fleet: Fleet) -> None:
     mine = fleet.manifest().stored[0]
     for rank in (1, 2):
         for stored in fleet.manifest(rank).stored:
@@ -143,7 +143,7 @@ def test_a_piece_that_is_rotten_on_both_nodes_costs_the_slot(fleet: Fleet) -> No
     until(lambda: fleet.ranks[0].view.header(0) is None, "the slot is free")
 
 
-def test_on_one_node_the_slot_is_lost_and_the_next_snapshot_is_whole(program_forks: ForkPool, tmp_path: Path) -> None:
+def test_single_node_loses_the_slot_until_the_next_snapshot(program_forks: ForkPool, tmp_path: Path) -> None:
     """There the ranks store each byte once: only the live state has it again."""
     with vaults(program_forks) as running:
         fleet = Fleet(running, tmp_path, ("n1", "n1"))

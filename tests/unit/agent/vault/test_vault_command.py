@@ -57,7 +57,7 @@ def test_a_vault_in_use_is_listed_and_not_dropped(vault: VaultProcess) -> None:
     assert vault.process.poll() is None
 
 
-def test_a_vault_that_is_alone_is_ended_and_its_memory_freed(vault: VaultProcess) -> None:
+def test_idle_vault_is_ended_and_its_memory_freed(vault: VaultProcess) -> None:
     wait_until_alone(vault)
     row = listed(vault)
     assert isinstance(row["ends_at"], float)
@@ -73,21 +73,21 @@ def test_a_vault_that_is_alone_is_ended_and_its_memory_freed(vault: VaultProcess
     assert list(vault.run_dir.iterdir()) == []
 
 
-def test_what_a_killed_vault_left_is_listed_and_freed(vault: VaultProcess) -> None:
+def test_segments_of_a_killed_vault_are_listed_and_freed(vault: VaultProcess) -> None:
     vault.kill()
     assert (listed(vault)["pid"], listed(vault)["jobs"]) == (0, [JOB])
     assert drop(vault)[0] == 0
     assert not vault.segment_dir.exists()
 
 
-def test_a_name_that_is_not_there_is_refused_with_where_to_look(vault: VaultProcess) -> None:
+def test_unknown_vault_name_is_refused_with_a_hint(vault: VaultProcess) -> None:
     status, said = drop(vault, "n2")
     assert status == 2
     assert "there is no 'n2' in" in said
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_note_of_somebody_else_ends_no_process_of_ours(tmp_path: Path) -> None:
+def test_foreign_vault_note_ends_no_process(tmp_path: Path) -> None:
     """In a directory that is theirs, or that root looks at, another user may write any number there."""
     place = tmp_path / "n1"
     place.mkdir()

@@ -41,7 +41,7 @@ def pair(program_forks: ForkPool) -> Iterator[Vaults]:
 
 
 @pytest.mark.promise("strangers")
-def test_strangers_that_say_nothing_keep_no_peer_out_and_the_oldest_give_way(fleet: Vaults) -> None:
+def test_silent_strangers_give_way_to_peers(fleet: Vaults) -> None:
     vault = fleet.start("n1")
     client = fleet.configure()["n1"]
     wire = Wire(vault.address)
@@ -67,7 +67,7 @@ def _connections(client: VaultClient) -> int:
     return int(answer.gauges["peer_connections"])
 
 
-def test_a_connection_for_which_there_is_no_thread_is_not_the_last_one(
+def test_connection_without_a_thread_does_not_stop_the_server(
     monkeypatch: pytest.MonkeyPatch, server: PeerServer
 ) -> None:
     begin, short = server._start_thread, [True, True]
@@ -122,7 +122,7 @@ def server(tmp_path: Path) -> Iterator[PeerServer]:
     made.stop()
 
 
-def test_what_nobody_foresaw_is_said_to_whoever_asked(pair: Vaults) -> None:
+def test_unexpected_error_is_answered_to_the_requester(pair: Vaults) -> None:
     """It was taken for a vault that is gone."""
     n1 = pair.all[0]
     (n1.segment_dir / JOB).write_text("a file where a folder should be")
@@ -136,7 +136,7 @@ def test_what_nobody_foresaw_is_said_to_whoever_asked(pair: Vaults) -> None:
     assert pair.supervisors["n1"].peers_lost == []
 
 
-def test_slots_whose_directory_was_removed_are_made_anew_and_it_is_told(pair: Vaults) -> None:
+def test_removed_slot_directory_is_recreated_and_reported(pair: Vaults) -> None:
     n1, n2 = pair.all
     mine, theirs = RankMemory(n1.client(), rank=0), RankMemory(n2.client(), rank=1)
     theirs.fill(0, Version(1, 1), b"one")
@@ -157,7 +157,7 @@ def test_slots_whose_directory_was_removed_are_made_anew_and_it_is_told(pair: Va
     assert {(slot.rank, slot.version.step) for slot in inventory.slots} == {(0, 1), (1, 1), (1, 2)}
 
 
-def test_connections_to_where_a_job_has_nobody_any_more_are_closed(pair: Vaults) -> None:
+def test_connections_to_a_former_vault_address_are_closed(pair: Vaults) -> None:
     n1, n2 = pair.all
     rank = RankMemory(n1.client(), rank=0)
     client = pair.supervisors["n1"]
@@ -171,7 +171,7 @@ def test_connections_to_where_a_job_has_nobody_any_more_are_closed(pair: Vaults)
         assert _connections(client) == 0, "the one that there was led to another address"
 
 
-def test_who_answers_is_listed_however_many_do_not(pair: Vaults) -> None:
+def test_inventory_lists_responders_despite_many_absent_nodes(pair: Vaults) -> None:
     """A rack that lost its power: its vaults refuse nothing, and say nothing."""
     n1, n2 = pair.all
     rank = RankMemory(n2.client(), rank=1)

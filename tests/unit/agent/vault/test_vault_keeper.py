@@ -92,7 +92,7 @@ def test_a_started_vault_is_left_and_taken_over_and_ended(place: Place) -> None:
     play(story())
 
 
-def test_slots_go_at_the_end_also_where_the_vault_is_lost_just_then(place: Place) -> None:
+def test_stop_removes_slots_even_of_a_lost_vault(place: Place) -> None:
     async def story() -> None:
         keeper = await place.started()
         slots = place.base / "segments" / "n1" / "j" / "own-0"
@@ -106,7 +106,7 @@ def test_slots_go_at_the_end_also_where_the_vault_is_lost_just_then(place: Place
     play(story())
 
 
-def test_slots_stay_at_the_end_of_an_agent_that_never_had_a_vault(place: Place) -> None:
+def test_stop_keeps_slots_of_a_vault_never_started(place: Place) -> None:
     async def story() -> None:
         slots = place.base / "segments" / "n1" / "j" / "own-0"
         slots.parent.mkdir(parents=True)
@@ -117,7 +117,7 @@ def test_slots_stay_at_the_end_of_an_agent_that_never_had_a_vault(place: Place) 
     play(story())
 
 
-def test_a_vault_that_is_still_beginning_or_ending_is_waited_for(place: Place) -> None:
+def test_starting_or_ending_vault_is_waited_for(place: Place) -> None:
     """That of an agent that was killed while it started one, say."""
 
     async def story() -> None:
@@ -136,7 +136,7 @@ def test_a_vault_that_is_still_beginning_or_ending_is_waited_for(place: Place) -
 
 
 @pytest.mark.promise("vault-restart")
-def test_a_vault_that_takes_long_over_what_it_found_is_kept(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slowly_adopting_vault_is_kept(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that hashes for ever, longer than a vault is given to begin."""
     command = vault_keeper.vault_command
     held = place.base / "held"
@@ -176,7 +176,7 @@ def test_a_vault_that_takes_long_over_what_it_found_is_kept(place: Place, monkey
     play(asyncio.wait_for(story(), 60.0))
 
 
-def test_a_vault_that_never_comes_to_serve_is_told_of(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vault_never_serving_is_reported(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vault_keeper, "READY_TIMEOUT_S", 0.5)
 
     async def story() -> None:
@@ -188,7 +188,7 @@ def test_a_vault_that_never_comes_to_serve_is_told_of(place: Place, monkeypatch:
     play(story())
 
 
-def test_who_stops_starting_a_vault_leaves_none_behind(place: Place) -> None:
+def test_cancelled_start_leaves_no_vault(place: Place) -> None:
     async def story() -> None:
         keeper = place.keeper()
         starting = asyncio.create_task(keeper.start())
@@ -202,7 +202,7 @@ def test_who_stops_starting_a_vault_leaves_none_behind(place: Place) -> None:
     play(story())
 
 
-def test_a_ready_file_of_a_process_that_does_not_listen_is_not_believed(place: Place) -> None:
+def test_ready_file_of_a_non_listening_process_is_ignored(place: Place) -> None:
     async def story() -> None:
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.bind(str(place.run_dir / "vault.sock"))
@@ -216,7 +216,7 @@ def test_a_ready_file_of_a_process_that_does_not_listen_is_not_believed(place: P
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"pid": "x"}', "\xff", '{"x":' + "[" * 100_000])
-def test_a_damaged_ready_file_is_as_good_as_none(place: Place, content: str) -> None:
+def test_damaged_ready_file_is_ignored(place: Place, content: str) -> None:
     async def story() -> None:
         (place.run_dir / "vault.json").write_text(content, encoding="latin-1")
         keeper = await place.started()
@@ -225,9 +225,7 @@ def test_a_damaged_ready_file_is_as_good_as_none(place: Place, content: str) -> 
     play(story())
 
 
-def test_what_lies_in_the_agents_working_directory_shadows_nothing_of_the_vault(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_working_directory_shadows_no_vault_import(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     (place.base / "xxhash.py").write_text("raise SystemExit('shadowed')")
     monkeypatch.chdir(place.base)
 
@@ -238,7 +236,7 @@ def test_what_lies_in_the_agents_working_directory_shadows_nothing_of_the_vault(
     play(story())
 
 
-def test_a_vault_that_cannot_start_is_an_error_that_says_so(place: Place) -> None:
+def test_vault_start_failure_is_an_error_with_its_status(place: Place) -> None:
     async def story() -> None:
         (place.base / "segments").write_text("a file where a directory should be")
         with pytest.raises(Unavailable, match="ended with status"):
@@ -247,7 +245,7 @@ def test_a_vault_that_cannot_start_is_an_error_that_says_so(place: Place) -> Non
     play(story())
 
 
-def test_statistics_are_answered_and_none_where_nobody_serves(place: Place) -> None:
+def test_statistics_are_none_without_a_serving_vault(place: Place) -> None:
     async def story() -> None:
         keeper = await place.started()
         serving = asyncio.create_task(keeper.run())
@@ -261,7 +259,7 @@ def test_statistics_are_answered_and_none_where_nobody_serves(place: Place) -> N
     play(story())
 
 
-def test_the_vault_keeps_to_the_memory_limit_of_the_agents_settings(place: Place) -> None:
+def test_vault_obeys_the_memory_limit_of_agent_settings(place: Place) -> None:
     async def story() -> None:
         keeper = await place.started(vault_memory_limit_bytes=1 << 20)
         rank = VaultClient(place.run_dir / "vault.sock")
@@ -277,9 +275,7 @@ def test_the_vault_keeps_to_the_memory_limit_of_the_agents_settings(place: Place
     play(story())
 
 
-def test_a_vault_that_is_stopped_and_does_not_answer_sigterm_is_killed(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vault_ignoring_sigterm_is_killed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everstep_agent.vault.keeper.EXIT_TIMEOUT_S", 0.2)
 
     async def story() -> None:

@@ -37,14 +37,14 @@ def rank(fleet: Vaults) -> Iterator[VaultClient]:
         yield client
 
 
-def test_a_rank_reads_slots_over_a_connection_that_its_vault_has_proved(rank: VaultClient) -> None:
+def test_rank_reads_slots_over_a_lent_connection(rank: VaultClient) -> None:
     channel = borrowed(rank, "n2")
     assert read(channel, 3, V, [(0, CHUNK_BYTES)]) == PAYLOAD[:CHUNK_BYTES]
     assert read(channel, 3, V, [(5, 7), (CHUNK_BYTES + 1, 9)]) == PAYLOAD[5:12] + PAYLOAD[CHUNK_BYTES + 1 :][:9]
     channel.close()
 
 
-def test_many_are_lent_at_once_and_each_is_the_ranks_own(rank: VaultClient) -> None:
+def test_many_lent_connections_are_independent(rank: VaultClient) -> None:
     asked = [rank.connect(job=JOB, node="n2") for _ in range(20)]
     channels = [VaultChannel(one.result().sock, "n2", 10.0) for one in asked]
     channels[0].close()
@@ -53,7 +53,7 @@ def test_many_are_lent_at_once_and_each_is_the_ranks_own(rank: VaultClient) -> N
         channel.close()
 
 
-def test_nothing_can_be_copied_over_a_connection_that_was_lent(fleet: Vaults, rank: VaultClient) -> None:
+def test_lent_connection_is_read_only(fleet: Vaults, rank: VaultClient) -> None:
     channel = borrowed(rank, "n2")
     put = {"generation": 1, "rank": 3, "version": Version(1, 2), "slot_bytes": 1 << 16, "slots": 4}
     channel.send(Put(**put, payload_bytes=0, manifest_bytes=0, digests=bytes(DIGEST_BYTES)))
@@ -64,20 +64,20 @@ def test_nothing_can_be_copied_over_a_connection_that_was_lent(fleet: Vaults, ra
     assert [(slot.rank, slot.version) for slot in slots] == [(3, V)]
 
 
-def test_an_unknown_job_and_a_node_that_holds_nothing_of_it_are_refused(rank: VaultClient) -> None:
+def test_unknown_job_and_non_holder_node_are_refused(rank: VaultClient) -> None:
     with pytest.raises(NotFound, match="is not known here"):
         rank.connect(job="another", node="n2").result()
     with pytest.raises(NotFound, match="n7 is not among the holders"):
         rank.connect(job=JOB, node="n7").result()
 
 
-def test_a_vault_that_has_another_secret_of_the_job_lends_nothing(fleet: Vaults, rank: VaultClient) -> None:
+def test_vault_with_a_different_secret_lends_nothing(fleet: Vaults, rank: VaultClient) -> None:
     fleet.configure(fleet.all[0], generation=2, secret=SECRET[::-1])
     with pytest.raises(AuthenticationError):
         rank.connect(job=JOB, node="n2").result()
 
 
-def test_a_connection_ends_when_the_jobs_secret_is_another(fleet: Vaults, rank: VaultClient) -> None:
+def test_lent_connection_ends_when_the_secret_changes(fleet: Vaults, rank: VaultClient) -> None:
     channel = borrowed(rank, "n2")
     fleet.configure(generation=2, secret=SECRET[::-1])
     with pytest.raises(AuthenticationError, match="prove the new one"):
@@ -85,7 +85,7 @@ def test_a_connection_ends_when_the_jobs_secret_is_another(fleet: Vaults, rank: 
     channel.close()
 
 
-def test_a_peer_that_is_gone_is_unavailable_and_its_loss_is_told(fleet: Vaults, rank: VaultClient) -> None:
+def test_lost_peer_is_unavailable_and_reported(fleet: Vaults, rank: VaultClient) -> None:
     channel = borrowed(rank, "n2")
     fleet.all[1].kill()
     with pytest.raises(Unavailable) as broken:
@@ -97,7 +97,7 @@ def test_a_peer_that_is_gone_is_unavailable_and_its_loss_is_told(fleet: Vaults, 
         rank.connect(job=JOB, node="n2").result()
 
 
-def test_a_client_that_takes_no_descriptor_gets_its_answer_and_the_vault_keeps_nothing_open(fleet: Vaults) -> None:
+def test_unclaimed_descriptor_is_closed_by_the_vault(fleet: Vaults) -> None:
     client = fleet.all[0].client()
     assert isinstance(client.ask(local.OpenPeerConnection, job=JOB, node="n2"), local.PeerConnectionOpened)
     statistics = fleet.all[0].client()

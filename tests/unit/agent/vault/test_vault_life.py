@@ -56,7 +56,7 @@ def start_refused(*arguments: str) -> str:
     return ended.stderr
 
 
-def test_a_segment_is_private_and_has_its_pages_before_it_is_handed_out(fleet: Vaults) -> None:
+def test_segment_is_private_and_fully_allocated(fleet: Vaults) -> None:
     vault = fleet.start("n1")
     rank = RankMemory(vault.client(), rank=0, slot_bytes=100_000)
     found = rank.path.stat()
@@ -69,7 +69,7 @@ def test_a_segment_is_private_and_has_its_pages_before_it_is_handed_out(fleet: V
     assert stat.S_IMODE((vault.run_dir / "vault.json").stat().st_mode) == 0o600
 
 
-def test_a_ranks_slots_are_asked_for_near_it(fleet: Vaults, capfd: pytest.CaptureFixture[str]) -> None:
+def test_segment_is_requested_near_the_rank_numa_node(fleet: Vaults, capfd: pytest.CaptureFixture[str]) -> None:
     """Of a machine with one node all that can be seen is that another one is refused, and done without."""
     vault = fleet.start("n1")
     said = {"job": JOB, "local_rank": 0, "slot_bytes": 4096, "slots": SLOTS_PER_RANK}
@@ -77,7 +77,7 @@ def test_a_ranks_slots_are_asked_for_near_it(fleet: Vaults, capfd: pytest.Captur
     assert "slots are not bound to NUMA node 1000" in capfd.readouterr().err
 
 
-def test_a_rank_that_comes_again_finds_its_slots(fleet: Vaults) -> None:
+def test_restarted_rank_finds_its_slots(fleet: Vaults) -> None:
     vault = fleet.start("n1")
     before = RankMemory(vault.client(), rank=0)
     before.fill(2, Version(1, 9), b"kept")
@@ -87,7 +87,7 @@ def test_a_rank_that_comes_again_finds_its_slots(fleet: Vaults) -> None:
     assert after.view.payload(2) == b"kept"
 
 
-def test_a_segment_that_must_grow_takes_its_good_slots_along(fleet: Vaults) -> None:
+def test_growing_segment_carries_its_good_slots(fleet: Vaults) -> None:
     vault = fleet.start("n1")
     small = RankMemory(vault.client(), rank=0, slot_bytes=8192)
     small.fill(0, Version(1, 1), b"good")
@@ -102,7 +102,7 @@ def test_a_segment_that_must_grow_takes_its_good_slots_along(fleet: Vaults) -> N
 
 
 @pytest.mark.promise("finished-step-survives")
-def test_what_a_rank_copied_and_did_not_live_to_seal_is_sealed_for_it(fleet: Vaults) -> None:
+def test_fully_copied_slot_of_a_dead_rank_is_sealed(fleet: Vaults) -> None:
     vault = fleet.start("n1")
     rank = RankMemory(vault.client(), rank=0)
     rank.fill(0, Version(1, 1), b"sealed")
@@ -113,7 +113,7 @@ def test_what_a_rank_copied_and_did_not_live_to_seal_is_sealed_for_it(fleet: Vau
     assert rank.view.header(2).state is SlotState.FILLING  # type: ignore[union-attr]
 
 
-def test_what_was_copied_goes_along_into_a_larger_segment_and_through_the_vaults_restart(fleet: Vaults) -> None:
+def test_copied_slot_survives_segment_growth_and_vault_restart(fleet: Vaults) -> None:
     vault = fleet.start("n1")
     rank = RankMemory(vault.client(), rank=0, slot_bytes=8192)
     rank.copy(0, Version(1, 1), b"whole")
@@ -143,7 +143,7 @@ def test_an_absurd_segment_is_refused_and_leaves_nothing(fleet: Vaults, fields: 
     assert [p for p in shared_memory_left(fleet) if "lock" not in p] == []
 
 
-def test_more_memory_than_the_limit_is_refused_with_the_arithmetic(fleet: Vaults) -> None:
+def test_request_over_the_limit_is_refused_with_arithmetic(fleet: Vaults) -> None:
     vault = fleet.start("n1", "--memory-limit", str(10 << 20), "--scrub-interval", "0")
     client = vault.client()
     first = client.ask(local.OpenSegment, job=JOB, local_rank=0, slot_bytes=1 << 20, slots=SLOTS_PER_RANK)
@@ -186,9 +186,7 @@ def tiny_tmpfs(fleet: Vaults) -> Iterator[Path]:
     subprocess.run(["umount", "-l", place], check=True)
 
 
-def test_a_full_memory_file_system_is_an_error_with_the_arithmetic_and_not_the_end(
-    fleet: Vaults, tiny_tmpfs: Path
-) -> None:
+def test_full_file_system_is_an_error_with_the_arithmetic(fleet: Vaults, tiny_tmpfs: Path) -> None:
     vault = fleet.start("tiny")
     client = vault.client()
     refused = client.ask(local.OpenSegment, job=JOB, local_rank=0, slot_bytes=1 << 20, slots=SLOTS_PER_RANK)
@@ -201,7 +199,7 @@ def test_a_full_memory_file_system_is_an_error_with_the_arithmetic_and_not_the_e
     assert len(versions(client)) == 4
 
 
-def test_a_vault_that_was_killed_is_followed_by_one_that_believes_what_hashes_right(fleet: Vaults) -> None:
+def test_restarted_vault_keeps_only_slots_with_valid_digests(fleet: Vaults) -> None:
     vault = fleet.start("n1")
     rank = RankMemory(vault.client(), rank=0, slot_bytes=slot_bytes_for(64, CHUNK_BYTES + 5))
     rank.fill(0, Version(1, 1), noise(CHUNK_BYTES + 5))
@@ -220,7 +218,7 @@ def test_a_vault_that_was_killed_is_followed_by_one_that_believes_what_hashes_ri
     again.view.verify(0)
 
 
-def test_a_rank_in_the_middle_of_a_fill_goes_on_when_its_vault_was_replaced(fleet: Vaults) -> None:
+def test_rank_finishes_a_fill_across_a_vault_restart(fleet: Vaults) -> None:
     vault = fleet.start("n1")
     rank = RankMemory(vault.client(), rank=0)
     payload = rank.view.begin(0, 0, Version(1, 1), b"", 1000)
@@ -232,7 +230,7 @@ def test_a_rank_in_the_middle_of_a_fill_goes_on_when_its_vault_was_replaced(flee
     assert versions(client) == {Version(1, 1)}
 
 
-def test_a_scratch_file_of_a_living_rank_survives_the_vault(fleet: Vaults) -> None:
+def test_scratch_file_of_a_living_rank_survives_the_vault(fleet: Vaults) -> None:
     vault = fleet.start("n1")
     rank = RankMemory(vault.client(), rank=0)
     scratch = rank.path.parent / "scratch-0"
@@ -242,7 +240,7 @@ def test_a_scratch_file_of_a_living_rank_survives_the_vault(fleet: Vaults) -> No
     assert scratch.read_bytes() == b"mine"
 
 
-def test_a_job_that_is_over_leaves_no_file(fleet: Vaults) -> None:
+def test_forgotten_job_leaves_no_file(fleet: Vaults) -> None:
     vault = fleet.start("n1")
     supervisor = fleet.configure()["n1"]
     rank = RankMemory(vault.client(), rank=0)
@@ -254,7 +252,7 @@ def test_a_job_that_is_over_leaves_no_file(fleet: Vaults) -> None:
     assert rank.sealed(0, Version(1, 1), []).code == "not_found"
 
 
-def test_a_rank_that_outlives_its_job_leaves_no_segment(fleet: Vaults) -> None:
+def test_rank_of_a_forgotten_job_gets_no_segment(fleet: Vaults) -> None:
     vault = fleet.start("n1")
     fleet.configure()["n1"].ask(local.ForgetJob, job=JOB)
     refused = vault.client().ask(local.OpenSegment, job=JOB, local_rank=0, slot_bytes=100_000, slots=SLOTS_PER_RANK)
@@ -265,7 +263,7 @@ def test_a_rank_that_outlives_its_job_leaves_no_segment(fleet: Vaults) -> None:
     RankMemory(vault.client(), rank=0, slot_bytes=100_000)
 
 
-def test_an_orderly_end_leaves_the_slots_for_the_next_vault_and_nothing_else(fleet: Vaults) -> None:
+def test_orderly_end_leaves_only_the_slots(fleet: Vaults) -> None:
     vault = fleet.start("n1")
     fleet.configure()
     rank = RankMemory(vault.client(), rank=0)
@@ -293,7 +291,7 @@ def test_an_orderly_end_with_the_parent_leaves_nothing_at_all(fleet: Vaults) -> 
     assert list(vault.run_dir.iterdir()) == []
 
 
-def test_a_vault_whose_parent_was_killed_takes_everything_along(fleet: Vaults) -> None:
+def test_vault_with_a_killed_parent_ends_and_cleans_up(fleet: Vaults) -> None:
     run_dir, segment_dir = fleet.base / "n1", fleet.segments / "n1"
     command = [sys.executable, "-m", "everstep_agent.vault.process", "--node", "n1", "--run-dir", str(run_dir)]
     command += ["--segment-dir", str(segment_dir), "--die-with-parent"]
@@ -313,7 +311,7 @@ def test_a_vault_whose_parent_was_killed_takes_everything_along(fleet: Vaults) -
     assert list(run_dir.iterdir()) == []
 
 
-def test_two_vaults_never_share_a_directory(fleet: Vaults) -> None:
+def test_two_vaults_cannot_share_a_directory(fleet: Vaults) -> None:
     vault = fleet.start("n1")
     other = str(fleet.base / "other")
     said = start_refused("--node", "n1", "--run-dir", other, "--segment-dir", str(vault.segment_dir))
@@ -335,19 +333,19 @@ def test_two_vaults_never_share_a_directory(fleet: Vaults) -> None:
         (["--linger", "0"], "--linger must be more than 0 s"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_with_what_to_do(tmp_path: Path, options: list[str], words: str) -> None:
+def test_unusable_settings_are_refused_with_advice(tmp_path: Path, options: list[str], words: str) -> None:
     usual = ["--node", "n1", "--run-dir", str(tmp_path / "run"), "--segment-dir", str(tmp_path / "segments")]
     assert words in start_refused(*usual, *options)
 
 
-def test_an_interrupt_ends_it_in_order_as_well(fleet: Vaults) -> None:
+def test_interrupt_ends_the_vault_in_order(fleet: Vaults) -> None:
     vault = fleet.start("n1", "--die-with-parent")
     vault.process.send_signal(signal.SIGINT)
     assert vault.process.wait(60) == 0
     assert not vault.segment_dir.exists()
 
 
-def test_a_frame_that_is_no_message_ends_the_connection_and_nothing_else(fleet: Vaults) -> None:
+def test_malformed_frame_ends_only_its_connection(fleet: Vaults) -> None:
     vault = fleet.start("n1")
     for junk in (b"\x00\x00\x00\x04junk", b"\xff\xff\xff\xff", b"\x00\x00\x00\x09half"):
         client = vault.client()
@@ -367,7 +365,7 @@ def oom_score(pid: int) -> int:
     return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
-def test_the_kernel_ends_ranks_before_a_vault_where_memory_is_short(fleet: Vaults, forks: ForkPool) -> None:
+def test_oom_killer_prefers_ranks_over_the_vault(fleet: Vaults, forks: ForkPool) -> None:
     vault = fleet.start("n1")
     before, may, after = forks.start(spared).result()
     assert after == (OOM_SCORE_ADJUSTMENT if may else before)
@@ -384,7 +382,7 @@ def stepped_forward() -> int:
     return oom_score(os.getpid())
 
 
-def test_a_vault_that_nobody_comes_to_ends_and_frees_its_slots(fleet: Vaults) -> None:
+def test_unused_vault_ends_and_frees_its_slots(fleet: Vaults) -> None:
     vault = fleet.start("n1", "--linger", "0.2", "--scrub-interval", "0")
     rank = RankMemory(vault.client(), rank=0)
     rank.fill(0, Version(1, 1), b"x")

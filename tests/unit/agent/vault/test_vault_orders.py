@@ -61,7 +61,7 @@ def _group(number: int) -> ParityGroup:
     return ParityGroup(group=number, members=((0, "a"), (1, "b")), parity=("n1", "c"))
 
 
-def test_a_spill_is_asked_of_the_vault_and_what_came_of_it_is_reported() -> None:
+def test_spill_order_is_carried_out_and_reported() -> None:
     async def story() -> None:
         node = Node()
         await node.take(SPILL)
@@ -80,7 +80,7 @@ def test_a_spill_is_asked_of_the_vault_and_what_came_of_it_is_reported() -> None
     asyncio.run(story())
 
 
-def test_the_same_order_is_passed_over_while_it_is_carried_out_and_asked_anew_afterwards() -> None:
+def test_order_in_progress_ignores_repeats_until_answered() -> None:
     async def story() -> None:
         node = Node()
         await node.take(SPILL)
@@ -93,7 +93,7 @@ def test_the_same_order_is_passed_over_while_it_is_carried_out_and_asked_anew_af
     asyncio.run(story())
 
 
-def test_a_newer_order_takes_the_place_of_the_one_that_is_carried_out() -> None:
+def test_newer_order_replaces_the_one_in_progress() -> None:
     async def story() -> None:
         node = Node()
         await node.take(SPILL)
@@ -106,7 +106,7 @@ def test_a_newer_order_takes_the_place_of_the_one_that_is_carried_out() -> None:
     asyncio.run(story())
 
 
-def test_a_failure_is_reported_but_for_an_order_of_a_generation_that_is_over() -> None:
+def test_failure_is_reported_except_for_a_stale_generation() -> None:
     async def story() -> None:
         node = Node()
         for code in (StaleGeneration.code, Unavailable.code):
@@ -119,7 +119,7 @@ def test_a_failure_is_reported_but_for_an_order_of_a_generation_that_is_over() -
     asyncio.run(story())
 
 
-def test_parity_of_all_groups_is_one_report() -> None:
+def test_parity_of_all_groups_is_reported_once() -> None:
     async def story() -> None:
         node = Node()
         groups = tuple(_group(number) for number in range(6))
@@ -137,7 +137,7 @@ def test_parity_of_all_groups_is_one_report() -> None:
     asyncio.run(story())
 
 
-def test_a_group_that_cannot_be_made_ends_the_order() -> None:
+def test_failed_parity_group_ends_the_order() -> None:
     async def story() -> None:
         node = Node()
         await node.take(ProtectVersion(job="job", generation=1, version=VERSION, groups=(_group(0), _group(1))))
@@ -150,7 +150,7 @@ def test_a_group_that_cannot_be_made_ends_the_order() -> None:
     asyncio.run(story())
 
 
-def test_what_the_vault_was_not_told_of_yet_and_what_is_over_is_left() -> None:
+def test_order_of_an_unknown_or_forgotten_job_is_dropped() -> None:
     async def story() -> None:
         node = Node()
         node.vault.known = False

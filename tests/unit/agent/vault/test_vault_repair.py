@@ -61,7 +61,7 @@ def hashes_right(view: SegmentView) -> bool:
 
 @pytest.mark.promise("bit-flips")
 @pytest.mark.parametrize("at", [[7], [CHUNK_BYTES + 1], [0, CHUNK_BYTES, SIZE - 1]], ids=["first", "second", "all"])
-def test_a_rotten_chunk_of_a_rank_comes_back_from_its_copy(fleet: Vaults, at: list[int]) -> None:
+def test_corrupt_chunk_of_a_rank_is_repaired_from_its_copy(fleet: Vaults, at: list[int]) -> None:
     fleet.start("n1", *SCRUB), fleet.start("n2", *NO_SCRUB)
     fleet.configure()
     rank = owner(fleet)
@@ -72,7 +72,7 @@ def test_a_rotten_chunk_of_a_rank_comes_back_from_its_copy(fleet: Vaults, at: li
     assert right(rank.view)
 
 
-def test_a_rotten_chunk_of_a_copy_comes_back_from_its_rank(fleet: Vaults) -> None:
+def test_corrupt_chunk_of_a_copy_is_repaired_from_its_rank(fleet: Vaults) -> None:
     fleet.start("n1", *NO_SCRUB), fleet.start("n2", *SCRUB)
     fleet.configure()
     copied(owner(fleet), "n2")
@@ -82,7 +82,7 @@ def test_a_rotten_chunk_of_a_copy_comes_back_from_its_rank(fleet: Vaults) -> Non
     assert right(view)
 
 
-def test_a_rotten_manifest_comes_back_too(fleet: Vaults) -> None:
+def test_corrupt_manifest_is_repaired_from_a_copy(fleet: Vaults) -> None:
     fleet.start("n1", *SCRUB), fleet.start("n2", *NO_SCRUB)
     fleet.configure()
     rank = owner(fleet)
@@ -94,7 +94,7 @@ def test_a_rotten_manifest_comes_back_too(fleet: Vaults) -> None:
     assert rank.view.manifest(0) == b"what is where"
 
 
-def test_a_vault_that_knows_of_no_copy_asks_the_other_holders(fleet: Vaults) -> None:
+def test_vault_without_known_copies_asks_the_other_holders(fleet: Vaults) -> None:
     fleet.start("n1", *NO_SCRUB), fleet.start("n2", *NO_SCRUB), fleet.start("n3", *NO_SCRUB)
     fleet.configure()
     rank = owner(fleet)
@@ -107,7 +107,7 @@ def test_a_vault_that_knows_of_no_copy_asks_the_other_holders(fleet: Vaults) -> 
     assert right(rank.view)
 
 
-def test_a_slot_whose_copy_is_rotten_too_is_discarded(fleet: Vaults) -> None:
+def test_slot_with_a_corrupt_copy_is_discarded(fleet: Vaults) -> None:
     fleet.start("n1", *SCRUB), fleet.start("n2", *NO_SCRUB)
     fleet.configure()
     rank = owner(fleet)
@@ -120,7 +120,7 @@ def test_a_slot_whose_copy_is_rotten_too_is_discarded(fleet: Vaults) -> None:
 
 
 @pytest.mark.promise("bit-flips")
-def test_other_bytes_under_the_same_version_are_not_taken(fleet: Vaults) -> None:
+def test_repair_rejects_different_bytes_of_the_same_version(fleet: Vaults) -> None:
     fleet.start("n1", *SCRUB), fleet.start("n2", *NO_SCRUB)
     fleet.configure()
     rank = owner(fleet)
@@ -151,7 +151,7 @@ def book(nodes: int) -> JobTable:
     return made
 
 
-def test_who_was_seen_with_a_share_is_asked_first_and_nobody_asks_a_whole_fleet() -> None:
+def test_repair_asks_a_bounded_number_of_likely_holders() -> None:
     known = book(100)
     for node in ("n70", "n80", "n70", "elsewhere"):
         known.note_holder(JOB, 3, node)
@@ -160,7 +160,7 @@ def test_who_was_seen_with_a_share_is_asked_first_and_nobody_asks_a_whole_fleet(
     assert known.likely_holders(JOB, 4, exclude="n0")[0] == "n1"
 
 
-def test_what_is_remembered_of_shares_is_bounded_and_ends_with_the_job() -> None:
+def test_remembered_share_holders_are_bounded_and_forgotten() -> None:
     known = book(100)
     for i in range(20):
         known.note_holder(JOB, 3, f"n{i}")

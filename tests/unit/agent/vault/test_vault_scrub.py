@@ -77,7 +77,7 @@ def test_good_slots_are_hashed_and_left_alone(bench: Bench) -> None:
     assert len(list(bench.rank.sealed_slots())) == 2
 
 
-def test_what_is_overwritten_from_round_to_round_is_not_hashed(bench: Bench) -> None:
+def test_slot_overwritten_between_rounds_is_not_hashed(bench: Bench) -> None:
     for step in range(1, 4):
         bench.fill(0, Version(1, step))
         bench.rounds(1)
@@ -87,7 +87,7 @@ def test_what_is_overwritten_from_round_to_round_is_not_hashed(bench: Bench) -> 
 
 
 @pytest.mark.parametrize(("at", "words"), [(3, "chunk 0"), (CHUNK_BYTES + 9, "chunk 1")])
-def test_a_flipped_bit_is_found_and_told_once(bench: Bench, at: int, words: str) -> None:
+def test_flipped_bit_is_found_and_reported_once(bench: Bench, at: int, words: str) -> None:
     bench.fill(1, Version(4, 5))
     bench.rank.payload(1)[at] ^= 16
     bench.rounds(3)
@@ -103,7 +103,7 @@ def test_a_flipped_bit_is_found_and_told_once(bench: Bench, at: int, words: str)
     assert bench.tally.read_all()[0]["corrupt_slots"] == 1
 
 
-def test_a_flipped_bit_in_the_manifest_is_found_too(bench: Bench) -> None:
+def test_flipped_bit_in_the_manifest_is_found(bench: Bench) -> None:
     bench.fill(0, Version(1, 1))
     image = bytearray(bench.segment.path.read_bytes())
     at = image.index(b"manifest")
@@ -114,7 +114,7 @@ def test_a_flipped_bit_in_the_manifest_is_found_too(bench: Bench) -> None:
     assert "manifest" in bench.told[0].finding.message
 
 
-def test_a_flipped_bit_among_the_chunk_digests_is_mended_from_the_slots_own_bytes(bench: Bench) -> None:
+def test_flipped_chunk_digest_is_repaired_from_the_slot(bench: Bench) -> None:
     bench.fill(0, Version(1, 1))
     flip(bench, bench.rank.segment.slot_offset(0) + PAGE_BYTES + 17)
     bench.rounds(3)
@@ -124,7 +124,7 @@ def test_a_flipped_bit_among_the_chunk_digests_is_mended_from_the_slots_own_byte
     bench.rank.verify(0)
 
 
-def test_flipped_bits_among_the_chunk_digests_and_in_what_they_are_of_cost_the_slot(bench: Bench) -> None:
+def test_flipped_digest_and_payload_discard_the_slot(bench: Bench) -> None:
     bench.fill(0, Version(1, 1))
     flip(bench, bench.rank.segment.slot_offset(0) + PAGE_BYTES + 17)
     bench.rank.payload(0)[5] ^= 1
@@ -135,7 +135,7 @@ def test_flipped_bits_among_the_chunk_digests_and_in_what_they_are_of_cost_the_s
 
 @pytest.mark.promise("bit-flips")
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_flipped_bit_in_a_slots_header_is_mended_and_told_once(bench: Bench, number: int) -> None:
+def test_flipped_slot_header_bit_is_repaired_and_reported_once(bench: Bench, number: int) -> None:
     bench.fill(1, Version(4, 5))
     good = bench.rank.read_records(1)
     flip(bench, bench.rank.segment.slot_offset(1) + RECORD_OFFSETS[number] + 9)
@@ -148,7 +148,7 @@ def test_a_flipped_bit_in_a_slots_header_is_mended_and_told_once(bench: Bench, n
     assert bench.rank.read_records(1) == good
 
 
-def test_a_slot_whose_header_is_lost_is_told_and_free_again(bench: Bench) -> None:
+def test_slot_without_a_valid_header_is_reported_and_freed(bench: Bench) -> None:
     bench.fill(1, Version(4, 5))
     for place in RECORD_OFFSETS:
         flip(bench, bench.rank.segment.slot_offset(1) + place + 9)
@@ -158,14 +158,14 @@ def test_a_slot_whose_header_is_lost_is_told_and_free_again(bench: Bench) -> Non
     assert bench.rank.read_records(1).state is SlotState.EMPTY
 
 
-def test_a_flipped_bit_in_an_empty_slots_header_is_told_of_the_segment(bench: Bench) -> None:
+def test_flipped_header_bit_of_an_empty_slot_is_reported(bench: Bench) -> None:
     flip(bench, bench.rank.segment.slot_offset(1) + 9)
     bench.rounds(2)
     assert bench.told[0].finding.subject == "job/own-0/slot1"
     assert bench.rank.read_records(1).is_consistent
 
 
-def test_a_flipped_bit_in_the_segments_header_is_mended_and_told_once(bench: Bench) -> None:
+def test_flipped_segment_header_bit_is_repaired_and_reported(bench: Bench) -> None:
     flip(bench, 13)
     bench.rounds(2)
     (raised,) = bench.told
@@ -173,7 +173,7 @@ def test_a_flipped_bit_in_the_segments_header_is_mended_and_told_once(bench: Ben
     assert map_segment(bench.segment.path).header_was_repaired is False
 
 
-def test_a_segment_that_is_spoilt_all_over_is_written_anew_from_what_the_vault_knows(bench: Bench) -> None:
+def test_overwritten_segment_is_rebuilt_from_vault_state(bench: Bench) -> None:
     bench.fill(1, Version(4, 5))
     bench.rank._buffer[:] = bytes(len(bench.rank._buffer))
     bench.rounds(3)
@@ -182,7 +182,7 @@ def test_a_segment_that_is_spoilt_all_over_is_written_anew_from_what_the_vault_k
     map_segment(bench.segment.path).verify(1)
 
 
-def test_a_segment_that_is_gone_or_cut_short_does_not_end_the_scrubber(bench: Bench) -> None:
+def test_missing_or_truncated_segment_does_not_end_scrubbing(bench: Bench) -> None:
     bench.fill(1, Version(4, 5))
     bench.rounds(1)
     bench.rank.payload(1)[3] ^= 1
@@ -195,7 +195,7 @@ def test_a_segment_that_is_gone_or_cut_short_does_not_end_the_scrubber(bench: Be
     assert bench.told == []
 
 
-def test_a_writer_that_died_between_two_records_is_no_damage(bench: Bench) -> None:
+def test_writer_death_between_header_records_is_no_damage(bench: Bench) -> None:
     bench.fill(1, Version(4, 5))
     before = bench.rank.read_records(1).raw[1]
     bench.rank.discard(1)
@@ -211,7 +211,7 @@ def flip(bench: Bench, at: int) -> None:
     bench.rank._buffer[at] ^= 4
 
 
-def test_a_slot_that_is_filled_again_and_again_is_never_misjudged(bench: Bench) -> None:
+def test_slot_refilled_repeatedly_is_never_misjudged(bench: Bench) -> None:
     done = threading.Event()
 
     def train() -> None:
@@ -231,7 +231,7 @@ def test_a_slot_that_is_filled_again_and_again_is_never_misjudged(bench: Bench) 
     assert len(list(bench.rank.sealed_slots())) == 4
 
 
-def test_a_job_that_is_forgotten_while_it_is_hashed_is_no_finding(bench: Bench) -> None:
+def test_job_forgotten_during_hashing_causes_no_finding(bench: Bench) -> None:
     bench.fill(0, Version(1, 1))
     bench.rounds(1)
     bench.store.delete_job(JOB)
@@ -239,7 +239,7 @@ def test_a_job_that_is_forgotten_while_it_is_hashed_is_no_finding(bench: Bench) 
     assert bench.told == []
 
 
-def test_the_supervisor_hears_of_it_even_when_it_connects_later(fleet: Vaults) -> None:
+def test_supervisor_connecting_late_still_gets_the_finding(fleet: Vaults) -> None:
     vault = fleet.start("n1", "--scrub-interval", "0.02")
     rank = RankMemory(vault.client(), rank=2)
     rank.fill(0, Version(1, 1), b"x" * 1000)
@@ -253,7 +253,7 @@ def test_the_supervisor_hears_of_it_even_when_it_connects_later(fleet: Vaults) -
     assert supervisor.finding().finding.finding.subject == "job/rank2/1:1"
 
 
-def test_a_round_that_is_broken_off_is_not_the_last_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_scrub_round_is_followed_by_another(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.fill(0, Version(1, 1))
     mend, short = bench.segment.repair_header, [True, True]
 
@@ -272,9 +272,7 @@ def test_a_round_that_is_broken_off_is_not_the_last_one(bench: Bench, monkeypatc
         bench.scrubber.stop()
 
 
-def test_a_slot_that_cannot_be_opened_to_be_mended_is_looked_at_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slot_failing_to_open_for_repair_is_retried(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.fill(0, Version(1, 1))
     bench.rounds(1)
     bench.rank.payload(0)[7] ^= 1
@@ -290,7 +288,7 @@ def test_a_slot_that_cannot_be_opened_to_be_mended_is_looked_at_again(
     assert [one.finding.kind for one in bench.told] == [FindingKind.SLOT_CORRUPT]
 
 
-def test_a_round_waits_after_each_piece_for_as_long_as_its_bytes_may_take(bench: Bench) -> None:
+def test_scrub_round_is_paced_after_each_piece(bench: Bench) -> None:
     waits: list[float] = []
     bench.scrubber._bytes_per_s = 1e6
     bench.scrubber._stopping.wait = waits.append  # type: ignore[method-assign, assignment]

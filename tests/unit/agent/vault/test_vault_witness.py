@@ -28,7 +28,7 @@ def replicated(fleet: Vaults, step: int = 1) -> RankMemory:
     return rank
 
 
-def test_the_vault_that_is_copied_to_notices_the_death_of_the_one_that_copies_at_once(fleet: Vaults) -> None:
+def test_copy_target_reports_the_death_of_the_source_at_once(fleet: Vaults) -> None:
     replicated(fleet)
     fleet.all[0].kill()
     lost = fleet.supervisors["n2"].peer_lost()
@@ -37,7 +37,7 @@ def test_the_vault_that_is_copied_to_notices_the_death_of_the_one_that_copies_at
     assert lost.trace
 
 
-def test_the_vault_that_copies_notices_when_it_next_copies_and_says_so_once(fleet: Vaults) -> None:
+def test_copy_source_reports_the_death_of_the_target_once(fleet: Vaults) -> None:
     rank = replicated(fleet)
     fleet.all[1].kill()
     for slot in (1, 2):
@@ -72,12 +72,12 @@ def nowhere() -> str:
         return f"127.0.0.1:{closed.getsockname()[1]}"
 
 
-def test_a_connection_that_ends_while_the_vault_serves_is_no_loss() -> None:
+def test_closed_connection_to_a_serving_vault_is_no_loss() -> None:
     with socket.create_server(("127.0.0.1", 0)) as serving:
         assert Bystander(f"127.0.0.1:{serving.getsockname()[1]}").broke() == []
 
 
-def test_a_break_is_told_once_a_second_and_peer() -> None:
+def test_broken_peer_is_reported_at_most_once_a_second() -> None:
     bystander = Bystander(nowhere())
     assert len(bystander.broke()) == 1
     assert len(bystander.broke()) == 1
@@ -85,7 +85,7 @@ def test_a_break_is_told_once_a_second_and_peer() -> None:
     assert len(bystander.broke()) == 2
 
 
-def test_nothing_is_said_of_a_job_that_is_over_nor_by_a_vault_that_ends() -> None:
+def test_ended_job_or_ending_vault_reports_no_lost_peer() -> None:
     bystander = Bystander(nowhere())
     bystander.book.forget(JOB)
     assert bystander.broke() == []

@@ -44,7 +44,7 @@ def test_every_value_of_a_sample_is_read(machine: VirtualMachine) -> None:
 
 
 @pytest.mark.promise("vendor-document")
-def test_a_gpu_is_named_as_its_vendor_names_it(machine: VirtualMachine) -> None:
+def test_gpu_identity_has_the_vendor_numbers(machine: VirtualMachine) -> None:
     sensed = sensor()
     sensed.poll()
     gpu = to_wire_gpu(next(iter(sensed.known_gpus.values())))
@@ -53,7 +53,7 @@ def test_a_gpu_is_named_as_its_vendor_names_it(machine: VirtualMachine) -> None:
     assert told == (first.serial, "692-2G520-0200-000", "96.00.74.00.01", "G520.0200.00.05")
 
 
-def test_words_of_hardware_that_are_too_long_for_a_message_are_cut() -> None:
+def test_overlong_hardware_strings_are_truncated() -> None:
     long = "x" * 1000
     gpu = to_wire_gpu(GpuIdentity(index=0, pci_bus_id="0", uuid="u", part_number=long, vbios=long, inforom=long))
     assert msgspec.json.decode(msgspec.json.encode(gpu), type=Gpu) == gpu
@@ -101,7 +101,7 @@ def test_an_older_gpu_counts_its_retired_pages(machine: VirtualMachine, control:
     assert sensor().poll()[0].retired_pages == 7
 
 
-def test_what_a_gpu_does_not_offer_is_not_asked_again(machine: VirtualMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_gpu_query_is_not_repeated(machine: VirtualMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = sensor()
     gpus.poll()
     asked: list[object] = []
@@ -111,7 +111,7 @@ def test_what_a_gpu_does_not_offer_is_not_asked_again(machine: VirtualMachine, m
     assert asked == []
 
 
-def test_nvlinks_that_fall_are_counted_against_those_that_were_up(machine: VirtualMachine, control: Control) -> None:
+def test_fallen_nvlinks_are_counted_against_links_once_up(machine: VirtualMachine, control: Control) -> None:
     gpus = sensor()
     assert (gpus.poll()[0].nvlinks, gpus.poll()[0].nvlinks_down) == (18, 0)
     control.write(gpus={"0": {"nvlinks_down": 3}})
@@ -119,9 +119,7 @@ def test_nvlinks_that_fall_are_counted_against_those_that_were_up(machine: Virtu
     assert gpus.poll()[0].nvlinks_down == 3
 
 
-def test_a_gpu_that_vanishes_stays_in_the_picture_as_lost_and_returns(
-    machine: VirtualMachine, control: Control
-) -> None:
+def test_vanished_gpu_is_reported_as_lost_until_its_return(machine: VirtualMachine, control: Control) -> None:
     gpus = sensor()
     assert len(gpus.poll()) == 8
     control.write(gpus={"2": {"missing": True}})
@@ -134,7 +132,7 @@ def test_a_gpu_that_vanishes_stays_in_the_picture_as_lost_and_returns(
     assert not any(sample.lost for sample in samples)
 
 
-def test_a_gpu_that_is_lost_from_the_beginning_is_told_of(machine: VirtualMachine, control: Control) -> None:
+def test_gpu_lost_from_the_start_is_an_error(machine: VirtualMachine, control: Control) -> None:
     control.write(gpus={"2": {"lost": True}})
     machine.reload_control()
     gpus = sensor()
@@ -142,7 +140,7 @@ def test_a_gpu_that_is_lost_from_the_beginning_is_told_of(machine: VirtualMachin
     assert "GPU 2" in gpus.error
 
 
-def test_a_gpu_that_needs_a_reset_says_so(machine: VirtualMachine, control: Control) -> None:
+def test_gpu_requiring_a_reset_reports_the_action(machine: VirtualMachine, control: Control) -> None:
     control.write(gpus={"0": {"error": pynvml.NVML_ERROR_RESET_REQUIRED}})
     gpus = sensor()
     gpus.poll()
@@ -152,7 +150,7 @@ def test_a_gpu_that_needs_a_reset_says_so(machine: VirtualMachine, control: Cont
     assert "requires restart" in sample.error
 
 
-def test_a_library_that_fails_is_an_error_and_is_tried_again(machine: VirtualMachine, control: Control) -> None:
+def test_failing_library_is_an_error_and_is_retried(machine: VirtualMachine, control: Control) -> None:
     control.write(nvml_error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
     machine.reload_control()
     gpus = sensor()
@@ -164,7 +162,7 @@ def test_a_library_that_fails_is_an_error_and_is_tried_again(machine: VirtualMac
     assert not gpus.error
 
 
-def test_a_hang_really_blocks_the_call_until_it_is_taken_back(machine: VirtualMachine, control: Control) -> None:
+def test_hang_blocks_the_call_until_cleared(machine: VirtualMachine, control: Control) -> None:
     gpus = sensor()
     gpus.poll()
     control.write(gpus={"1": {"hang": True}})
@@ -178,7 +176,7 @@ def test_a_hang_really_blocks_the_call_until_it_is_taken_back(machine: VirtualMa
     thread.join()
 
 
-def test_an_xid_is_said_once_by_event_and_by_line(machine: VirtualMachine, control: Control) -> None:
+def test_xid_is_emitted_once_as_event_and_line(machine: VirtualMachine, control: Control) -> None:
     gpus = sensor()
     gpus.poll()
     control.write(gpus={"0": {"xid": 48}}, kernel_lines=["a line"])
@@ -191,14 +189,14 @@ def test_an_xid_is_said_once_by_event_and_by_line(machine: VirtualMachine, contr
     assert machine.take_lines() == ["another"]
 
 
-def test_a_machine_that_goes_on_says_nothing_twice(control: Control) -> None:
+def test_resumed_machine_repeats_no_event_or_line(control: Control) -> None:
     control.write(gpus={"0": {"xid": 48}}, kernel_lines=["said"])
     resumed = VirtualMachine(load_scenario("default", "n1"), str(control.path), is_resumed=True)
     resumed.reload_control()
     assert (resumed.take_events(), resumed.take_lines()) == ([], [])
 
 
-def test_a_reset_begins_the_energy_counter_anew(control: Control) -> None:
+def test_reset_restarts_the_energy_counter(control: Control) -> None:
     clock = ManualClock()
     machine = VirtualMachine(load_scenario("default:1", "n1"), str(control.path))
     install(machine, clock)
@@ -265,7 +263,7 @@ def test_a_mistake_in_a_scenario_is_named_with_its_line(tmp_path: Path, text: st
 
 
 @pytest.mark.parametrize("which", ["default:x", "default:65", "nowhere.toml"])
-def test_a_scenario_that_is_none_is_refused(which: str) -> None:
+def test_unknown_scenario_is_refused(which: str) -> None:
     with pytest.raises(ConfigurationError):
         load_scenario(which, "n1")
 

@@ -81,7 +81,7 @@ def asked(route: Route) -> str:
 @pytest.mark.promise("roles")
 @pytest.mark.parametrize("who", BEARERS)
 @pytest.mark.parametrize("name", EVERY_ROUTE)
-def test_a_route_is_for_whom_the_table_says_and_for_nobody_else(
+def test_route_admits_only_roles_in_its_access_rule(
     client: TestClient, headers: dict[str, dict[str, str]], name: str, who: str
 ) -> None:
     route = EVERY_ROUTE[name]
@@ -98,7 +98,7 @@ def test_a_route_is_for_whom_the_table_says_and_for_nobody_else(
 
 @pytest.mark.promise("roles")
 @pytest.mark.parametrize("name", [name for name, route in EVERY_ROUTE.items() if route.access is RouteAccess.JOB])
-def test_a_trainer_reads_its_own_job_and_no_other(
+def test_trainer_token_reads_only_its_own_job(
     client: TestClient, headers: dict[str, dict[str, str]], name: str
 ) -> None:
     route, own = EVERY_ROUTE[name], headers["j's trainer"]
@@ -109,7 +109,7 @@ def test_a_trainer_reads_its_own_job_and_no_other(
         assert client.get(twice, headers=own).status_code in (403, 422)
 
 
-def test_every_route_that_changes_something_for_an_operator_needs_a_reason() -> None:
+def test_operator_change_routes_require_a_reason() -> None:
     for name, route in EVERY_ROUTE.items():
         if route.access is RouteAccess.CHANGE and route.method != "GET":
             for kind in getattr(route.body, "__args__", (route.body,)):
@@ -117,7 +117,7 @@ def test_every_route_that_changes_something_for_an_operator_needs_a_reason() -> 
                 assert "reason" in required, f"{name} can be ordered without saying why"
 
 
-def test_a_trainers_token_ends_with_its_job_and_so_does_what_it_reads_of_it(tmp_path: Path) -> None:
+def test_trainer_token_expires_when_its_job_ends(tmp_path: Path) -> None:
     app = InProcess(f"sqlite:///{tmp_path / 'c.db'}")
     with TestClient(app) as client:
         Speaker(client, "n1").register()

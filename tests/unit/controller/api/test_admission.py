@@ -77,7 +77,7 @@ def test_single_answer_may_be_larger_than_the_byte_limit() -> None:
 
 
 @pytest.mark.promise("fair-answers")
-def test_identities_take_turns_however_much_one_asks() -> None:
+def test_admission_alternates_between_identities() -> None:
     ran: list[str] = []
 
     async def asks(limit: AdmissionControl, who: Identity, name: str) -> None:
@@ -97,7 +97,7 @@ def test_identities_take_turns_however_much_one_asks() -> None:
 
 
 @pytest.mark.promise("fair-answers")
-def test_one_slice_runs_in_a_turn_of_the_loop() -> None:
+def test_admission_runs_one_slice_per_loop_turn() -> None:
     turns: list[int] = [0]
 
     async def scenario() -> None:
@@ -122,7 +122,7 @@ def test_one_slice_runs_in_a_turn_of_the_loop() -> None:
     assert max(turns) == 1
 
 
-def test_loop_is_left_to_others_for_as_long_as_a_slice_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admission_yields_the_loop_in_proportion_to_slice_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, waits = ManualClock(), list[float]()
 
     async def scenario() -> None:
@@ -144,7 +144,7 @@ def test_loop_is_left_to_others_for_as_long_as_a_slice_took(monkeypatch: pytest.
     assert waits == [0.75, 1.5]
 
 
-def test_request_that_is_given_up_leaves_its_turn_to_the_next() -> None:
+def test_admission_passes_the_turn_of_a_cancelled_request() -> None:
     async def scenario() -> None:
         limit = admission(ManualClock())
         place = limit.reserve(VERA)
@@ -229,7 +229,7 @@ async def beat(controller: Controller) -> None:
 
 @pytest.mark.slow
 @pytest.mark.promise("fair-answers")
-def test_beats_are_answered_while_a_large_page_is_made(tmp_path: Path) -> None:
+def test_heartbeats_are_answered_while_large_pages_render(tmp_path: Path) -> None:
     async def scenario(controller: Controller) -> None:
         pages = [Asked("/v1/nodes?limit=1000", VIEWER) for _ in range(4)]
         asking = [asyncio.create_task(page(controller)) for page in pages]
@@ -247,7 +247,7 @@ def test_beats_are_answered_while_a_large_page_is_made(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.promise("fair-answers")
-def test_reader_with_too_much_under_way_is_told_to_come_again(tmp_path: Path) -> None:
+def test_admission_refuses_reader_over_request_limit(tmp_path: Path) -> None:
     async def scenario(controller: Controller) -> None:
         pages = [Asked("/v1/nodes?limit=1000", VIEWER) for _ in range(3)]
         asking = [asyncio.create_task(page(controller)) for page in pages]
@@ -272,7 +272,7 @@ def test_reader_with_too_much_under_way_is_told_to_come_again(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_reader_that_takes_nothing_is_held_no_more_than_it_may(tmp_path: Path) -> None:
+def test_admission_refuses_reader_over_unread_byte_limit(tmp_path: Path) -> None:
     async def scenario(controller: Controller) -> None:
         first = Asked("/v1/nodes?limit=1000", VIEWER)
         asking = asyncio.create_task(first(controller))

@@ -52,7 +52,7 @@ def shown(*uris: str, not_after: str = "Nov 15 00:00:00 2033 GMT") -> dict[str, 
         ("everstep://viewer/wall%20display", TokenRole.VIEWER, "wall display"),
     ],
 )
-def test_a_certificate_speaks_for_whom_it_names(uri: str, role: TokenRole, subject: str) -> None:
+def test_certificate_uri_gives_role_and_subject(uri: str, role: TokenRole, subject: str) -> None:
     end = ssl.cert_time_to_seconds("Nov 15 00:00:00 2033 GMT")
     assert identity_of(shown(uri, "https://example.org/")) == Identity(role, subject, "certificate", end)
 
@@ -72,11 +72,11 @@ def test_a_certificate_speaks_for_whom_it_names(uri: str, role: TokenRole, subje
         ("everstep://agent/n1", "everstep://operator/olga"),
     ],
 )
-def test_a_certificate_without_exactly_one_name_speaks_for_nobody(uris: tuple[str, ...]) -> None:
+def test_certificate_needs_exactly_one_valid_name(uris: tuple[str, ...]) -> None:
     assert identity_of(shown(*uris)) is None
 
 
-def test_a_certificate_counts_until_it_ends_and_a_token_beside_it_decides() -> None:
+def test_certificate_counts_until_expiry_and_token_overrides() -> None:
     clock = ManualClock(wall=ssl.cert_time_to_seconds("Nov 15 00:00:00 2023 GMT"))
     gate = Authenticator.from_settings(
         ControllerSettings(), Keyring((SECRET,)), CredentialBook(), {}, clock, clock.wall
@@ -107,7 +107,7 @@ def ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Se
         yield server, clock
 
 
-def test_a_session_ends_with_its_certificate(ending: tuple[Served, ManualClock]) -> None:
+def test_session_ends_when_certificate_expires(ending: tuple[Served, ManualClock]) -> None:
     server, clock = ending
     with closing(AgentSession(server.address, "n1", headers={})) as session:
         session.register()
@@ -120,7 +120,7 @@ def test_a_session_ends_with_its_certificate(ending: tuple[Served, ManualClock])
         assert session.ended()
 
 
-def test_a_session_whose_certificate_has_ended_is_pushed_nothing_more(ending: tuple[Served, ManualClock]) -> None:
+def test_session_pushes_nothing_after_certificate_expires(ending: tuple[Served, ManualClock]) -> None:
     server, clock = ending
     by_token = AgentSession(server.address, "n2")
     with closing(by_token), closing(AgentSession(server.address, "n1", headers={})) as session:
@@ -137,7 +137,7 @@ def test_a_session_whose_certificate_has_ended_is_pushed_nothing_more(ending: tu
         assert session.ended()
 
 
-def test_a_stream_ends_with_the_certificate_of_its_reader() -> None:
+def test_reader_rights_end_when_certificate_expires() -> None:
     clock = ManualClock(wall=1_700_000_000.0)
     gate = Authenticator.from_settings(
         ControllerSettings(), Keyring((SECRET,)), CredentialBook(), {}, clock, clock.wall
@@ -181,9 +181,7 @@ def ask(
 
 
 @needs_openssl
-def test_an_agents_certificate_speaks_for_its_node_and_for_no_other(
-    process: ControllerProcess, authority: Authority
-) -> None:
+def test_agent_certificate_covers_only_its_node(process: ControllerProcess, authority: Authority) -> None:
     tls = authority.trust(authority.client("everstep://agent/n1"))
     wanted = {"Connection": "Upgrade", "Upgrade": UPGRADE}
     host, _, port = process.listen.rpartition(":")
@@ -196,14 +194,14 @@ def test_an_agents_certificate_speaks_for_its_node_and_for_no_other(
 
 
 @needs_openssl
-def test_who_shows_no_certificate_needs_a_token(process: ControllerProcess, authority: Authority) -> None:
+def test_request_without_certificate_needs_token(process: ControllerProcess, authority: Authority) -> None:
     assert ask(process, authority.trust(), "GET", "/v1/status")[0] == 401
     assert ask(process, authority.trust(authority.client()), "GET", "/v1/status")[0] == 401
     assert ask(process, authority.trust(), "GET", "/v1/status", **bearer(TokenRole.VIEWER, "vera"))[0] == 200
 
 
 @needs_openssl
-def test_a_certificate_of_a_strange_authority_ends_the_connection(
+def test_certificate_of_unknown_authority_fails_handshake(
     process: ControllerProcess, authority: Authority, tmp_path: Path
 ) -> None:
     stranger = Authority(tmp_path, "stranger").client("everstep://operator/olga")
@@ -218,9 +216,7 @@ def command(process: ControllerProcess, authority: Authority, client: Pair, *wor
 
 
 @needs_openssl
-def test_an_operator_orders_by_certificate_and_stands_in_the_log_by_its_name(
-    process: ControllerProcess, authority: Authority
-) -> None:
+def test_operator_certificate_authorizes_and_names_the_actor(process: ControllerProcess, authority: Authority) -> None:
     olga = authority.client("everstep://operator/olga")
     done = command(process, authority, olga, "token", "issue", "--role", "viewer", "--subject", "wall", "-r", "for all")
     assert done.exit_code == 0, done.output

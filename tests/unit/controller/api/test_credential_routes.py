@@ -60,7 +60,7 @@ def refusal(call: Any, *arguments: Any, **named: Any) -> Refused:
 # --- issuing -----------------------------------------------------------------------------------------------------
 
 
-def test_an_issued_credential_does_what_its_role_may_and_stands_in_the_log_with_who_and_why(client: TestClient) -> None:
+def test_issued_credential_is_limited_to_role_and_audited(client: TestClient) -> None:
     issued = issue(client, wire.IssueViewer(subject="grafana", reason="the wall display"))
     assert sees_status(client, issued.token) == 200
     assert client.post("/v1/breaker/reset", headers=shows(issued.token)).status_code == 403
@@ -70,7 +70,7 @@ def test_an_issued_credential_does_what_its_role_may_and_stands_in_the_log_with_
     assert event.sentence == f"olga issued viewer credential {issued.credential.id} of grafana: the wall display"
 
 
-def test_an_agents_credential_speaks_for_its_node_only(client: TestClient) -> None:
+def test_agent_credential_covers_only_its_node(client: TestClient) -> None:
     issued = issue(client, wire.IssueAgent(subject="n1", reason="by hand"))
     own, other = Speaker(client, "n1"), Speaker(client, "n2")
     own.headers = other.headers = shows(issued.token)
@@ -78,7 +78,7 @@ def test_an_agents_credential_speaks_for_its_node_only(client: TestClient) -> No
     assert refusal(other.register).status == 403
 
 
-def test_no_list_no_log_and_no_table_holds_a_secret(
+def test_secret_appears_in_no_list_log_or_table(
     client: TestClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG):
@@ -106,7 +106,7 @@ def test_no_list_no_log_and_no_table_holds_a_secret(
         ({"role": "viewer", "subject": "v", "reason": "x", "expires_in_s": -1}, "expires_in_s"),
     ],
 )
-def test_a_credential_that_makes_no_sense_is_not_issued(client: TestClient, body: dict[str, Any], says: str) -> None:
+def test_issue_rejects_invalid_requests(client: TestClient, body: dict[str, Any], says: str) -> None:
     refused = refusal(post, client, "/v1/credentials", body, wire.Issued)
     assert refused.status == 422
     assert says in refused.message
@@ -116,7 +116,7 @@ def test_a_credential_that_makes_no_sense_is_not_issued(client: TestClient, body
 # --- ending ------------------------------------------------------------------------------------------------------
 
 
-def test_a_credential_expires(client: TestClient, clock: ManualClock) -> None:
+def test_credential_expires(client: TestClient, clock: ManualClock) -> None:
     issued = issue(client, wire.IssueViewer(subject="guest", reason="a visit", expires_in_s=3600.0))
     clock.advance(3599.0)
     assert sees_status(client, issued.token) == 200
@@ -125,7 +125,7 @@ def test_a_credential_expires(client: TestClient, clock: ManualClock) -> None:
 
 
 @pytest.mark.promise("revocation")
-def test_a_revoked_credential_is_refused_from_the_next_request_on(client: TestClient) -> None:
+def test_revoked_credential_is_refused_on_next_request(client: TestClient) -> None:
     issued = issue(client, wire.IssueViewer(subject="guest", reason="a visit"))
     assert sees_status(client, issued.token) == 200
     path = f"/v1/credentials/{issued.credential.id}/revoke"
@@ -139,14 +139,12 @@ def test_a_revoked_credential_is_refused_from_the_next_request_on(client: TestCl
     assert refusal(post, client, path, BECAUSE, op.ChangeResult).status == 409
 
 
-def test_a_credential_that_is_not_there_cannot_be_revoked_or_rotated(client: TestClient) -> None:
+def test_unknown_credential_cannot_be_revoked_or_rotated(client: TestClient) -> None:
     for verb, body in (("revoke", BECAUSE), ("rotate", wire.Rotate(reason="due"))):
         assert refusal(post, client, f"/v1/credentials/{'0' * 16}/{verb}", body, op.ChangeResult).status == 404
 
 
-def test_rotation_gives_a_second_credential_while_the_first_lives_on_for_the_grace(
-    client: TestClient, clock: ManualClock
-) -> None:
+def test_rotation_keeps_old_credential_through_grace(client: TestClient, clock: ManualClock) -> None:
     first = issue(client, wire.IssueViewer(subject="grafana", reason="the wall display", note="wall"))
     path = f"/v1/credentials/{first.credential.id}/rotate"
     second = post(client, path, wire.Rotate(reason="yearly", grace_s=600.0), wire.Issued)
@@ -157,7 +155,7 @@ def test_rotation_gives_a_second_credential_while_the_first_lives_on_for_the_gra
     assert sees_status(client, second.token) == 200
 
 
-def test_rotation_never_lengthens_the_life_of_the_first(client: TestClient, clock: ManualClock) -> None:
+def test_rotation_keeps_the_original_expiry(client: TestClient, clock: ManualClock) -> None:
     first = issue(client, wire.IssueViewer(subject="guest", reason="a visit", expires_in_s=100.0))
     path = f"/v1/credentials/{first.credential.id}/rotate"
     second = post(client, path, wire.Rotate(reason="longer", grace_s=600.0), wire.Issued)
@@ -170,7 +168,7 @@ def test_rotation_never_lengthens_the_life_of_the_first(client: TestClient, cloc
 # --- keeping -----------------------------------------------------------------------------------------------------
 
 
-def test_credentials_outlive_the_controller_that_issued_them(tmp_path: Path, clock: ManualClock) -> None:
+def test_credentials_survive_controller_restart(tmp_path: Path, clock: ManualClock) -> None:
     def life() -> TestClient:
         return TestClient(InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=clock))
 
@@ -185,7 +183,7 @@ def test_credentials_outlive_the_controller_that_issued_them(tmp_path: Path, clo
         assert get(client, "/v1/credentials", wire.CredentialList, OPERATOR) == before
 
 
-def test_what_died_long_ago_leaves_the_table(tmp_path: Path, clock: ManualClock) -> None:
+def test_credentials_revoked_long_ago_are_deleted(tmp_path: Path, clock: ManualClock) -> None:
     def life() -> TestClient:
         return TestClient(InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=clock))
 
@@ -199,7 +197,7 @@ def test_what_died_long_ago_leaves_the_table(tmp_path: Path, clock: ManualClock)
         assert only.subject == "new"
 
 
-def test_a_wrong_secret_or_an_unknown_id_is_nobody(client: TestClient) -> None:
+def test_wrong_secret_or_unknown_id_is_unauthenticated(client: TestClient) -> None:
     issued = issue(client, wire.IssueViewer(subject="guest", reason="a visit"))
     for token in (
         stored_token(issued.credential.id, "0" * 64),
@@ -213,9 +211,7 @@ def test_a_wrong_secret_or_an_unknown_id_is_nobody(client: TestClient) -> None:
     assert issued.credential.role is TokenRole.VIEWER
 
 
-def test_while_the_database_is_away_nothing_is_issued_or_revoked_and_good_tokens_stay_good(
-    application: InProcess, client: TestClient
-) -> None:
+def test_credentials_are_read_only_during_database_outage(application: InProcess, client: TestClient) -> None:
     issued = issue(client, wire.IssueViewer(subject="guest", reason="a visit"))
     assert application.controller is not None
     application.controller.loop.state.database_outage = "it does not answer"

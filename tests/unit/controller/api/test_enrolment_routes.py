@@ -50,7 +50,7 @@ def refusal(call: Any, *arguments: Any) -> Refused:
     return caught.value
 
 
-def test_a_node_enrols_and_then_speaks_for_itself_by_a_credential_of_its_own(client: TestClient) -> None:
+def test_enrolled_node_authenticates_with_own_credential(client: TestClient) -> None:
     join = join_token(client, subject="n*", note="rack 3")
     enrolled = enrol(client, join, "n1")
     speaker(client, enrolled).register()
@@ -60,7 +60,7 @@ def test_a_node_enrols_and_then_speaks_for_itself_by_a_credential_of_its_own(cli
     assert event.detail["reason"] == "rack 3"
 
 
-def test_a_join_token_can_do_nothing_but_enrol(client: TestClient) -> None:
+def test_join_token_allows_only_enrolment(client: TestClient) -> None:
     join = join_token(client)
     for path in ("/v1/status", "/v1/credentials", "/v1/nodes/n1"):
         assert client.get(path, headers=join).status_code == 403
@@ -69,14 +69,14 @@ def test_a_join_token_can_do_nothing_but_enrol(client: TestClient) -> None:
     assert refusal(joining.beat).status == 403
 
 
-def test_a_one_time_token_enrols_one_node(client: TestClient) -> None:
+def test_one_time_token_enrols_one_node(client: TestClient) -> None:
     join = join_token(client)
     enrol(client, join, "n1")
     refused = refusal(enrol, client, join, "n2")
     assert (refused.status, refused.message) == (403, "this join token is used up: ask an operator for another")
 
 
-def test_a_lost_answer_is_given_again_even_when_the_token_is_used_up(client: TestClient) -> None:
+def test_enrolment_retry_returns_the_same_credential(client: TestClient) -> None:
     join = join_token(client)
     enrolled = enrol(client, join, "n1")
     assert enrol(client, join, "n1") == enrolled
@@ -84,14 +84,14 @@ def test_a_lost_answer_is_given_again_even_when_the_token_is_used_up(client: Tes
     assert refusal(enrol, client, join, "n1", SECRETS[1]).status == 403
 
 
-def test_a_used_up_token_dies_after_a_day(client: TestClient, clock: ManualClock) -> None:
+def test_used_up_token_expires_after_a_day(client: TestClient, clock: ManualClock) -> None:
     join = join_token(client)
     enrol(client, join, "n1")
     clock.advance(86401.0)
     assert refusal(enrol, client, join, "n1").status == 401
 
 
-def test_a_shared_token_enrols_as_many_as_it_says(client: TestClient) -> None:
+def test_shared_token_enrols_up_to_its_use_count(client: TestClient) -> None:
     three, any_number = join_token(client, uses=3), join_token(client, uses=None)
     for number in range(3):
         enrol(client, three, f"a{number}")
@@ -100,7 +100,7 @@ def test_a_shared_token_enrols_as_many_as_it_says(client: TestClient) -> None:
         enrol(client, any_number, f"b{number}")
 
 
-def test_what_a_token_has_left_goes_over_to_the_one_it_is_rotated_into(client: TestClient) -> None:
+def test_token_rotation_transfers_remaining_uses(client: TestClient) -> None:
     wanted = wire.IssueJoin(reason="new nodes", uses=2)
     old = post(client, "/v1/credentials", wanted, wire.Issued)
     first = {"Authorization": f"Bearer {old.token}"}
@@ -115,14 +115,14 @@ def test_what_a_token_has_left_goes_over_to_the_one_it_is_rotated_into(client: T
     assert refusal(enrol, client, second, "n3").status == 403
 
 
-def test_a_token_enrols_only_nodes_whose_names_fit(client: TestClient) -> None:
+def test_token_enrols_only_nodes_matching_its_pattern(client: TestClient) -> None:
     join = join_token(client, subject="rack3-n?", uses=None)
     enrol(client, join, "rack3-n1")
     for stranger in ("rack4-n1", "rack3-n11", "n1"):
         assert refusal(enrol, client, join, stranger).status == 403
 
 
-def test_an_enrolled_node_cannot_be_enrolled_again_by_another(client: TestClient) -> None:
+def test_enrolled_node_refuses_enrolment_with_another_secret(client: TestClient) -> None:
     join = join_token(client, uses=None)
     enrolled = enrol(client, join, "n1")
     refused = refusal(enrol, client, join, "n1", SECRETS[1])
@@ -131,7 +131,7 @@ def test_an_enrolled_node_cannot_be_enrolled_again_by_another(client: TestClient
     speaker(client, enrolled).register()
 
 
-def test_a_token_that_replaces_ends_the_credential_that_was_there(client: TestClient) -> None:
+def test_replace_token_revokes_the_previous_credential(client: TestClient) -> None:
     old = speaker(client, enrol(client, join_token(client), "n1"))
     old.register()
     new = enrol(client, join_token(client, replace=True), "n1", SECRETS[1])
@@ -139,7 +139,7 @@ def test_a_token_that_replaces_ends_the_credential_that_was_there(client: TestCl
     speaker(client, new, SECRETS[1]).register()
 
 
-def test_a_node_may_enrol_again_once_an_operator_revoked_its_credential(client: TestClient) -> None:
+def test_node_enrols_again_after_credential_is_revoked(client: TestClient) -> None:
     join = join_token(client, uses=None)
     enrolled = enrol(client, join, "n1")
     because = op.ReasonOnlyRequest(reason="a new board")
@@ -147,14 +147,14 @@ def test_a_node_may_enrol_again_once_an_operator_revoked_its_credential(client: 
     speaker(client, enrol(client, join, "n1", SECRETS[1]), SECRETS[1]).register()
 
 
-def test_a_refused_enrolment_spends_nothing(client: TestClient) -> None:
+def test_refused_enrolment_consumes_no_use(client: TestClient) -> None:
     join = join_token(client, subject="n*", uses=1)
     for node, secret_hash in (("other", hash_secret(SECRETS[0])), ("n 1", hash_secret("x")), ("n1", "short")):
         refusal(post, client, "/v1/enrol", {"node": node, "secret_hash": secret_hash}, wire.Enrolled, join)
     enrol(client, join, "n1")
 
 
-def test_an_enrolled_node_is_known_to_the_next_life_of_the_controller(tmp_path: Path, clock: ManualClock) -> None:
+def test_enrolment_survives_controller_restart(tmp_path: Path, clock: ManualClock) -> None:
     database = f"sqlite:///{tmp_path / 'c.db'}"
     with TestClient(InProcess(database, clock=clock)) as client:
         join = join_token(client, uses=2)

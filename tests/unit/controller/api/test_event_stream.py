@@ -42,7 +42,7 @@ async def _nothing_more() -> dict[str, Any]:
     raise AssertionError
 
 
-def test_a_reader_that_reads_gets_every_row_from_where_it_left_off() -> None:
+def test_stream_resumes_after_the_last_read_event() -> None:
     feed, got = AuditFeed(0), bytearray()
     feed.publish(_rows(1, 50))
 
@@ -59,7 +59,7 @@ def test_a_reader_that_reads_gets_every_row_from_where_it_left_off() -> None:
     assert [f"id: {i}\n".encode() in got for i in (20, 21, 50)] == [False, True, True]
 
 
-def test_a_reader_that_takes_nothing_is_cut_off_and_counted() -> None:
+def test_stream_cuts_off_and_counts_stalled_reader() -> None:
     cut: list[bool] = []
 
     async def frames() -> AsyncIterator[bytes]:
@@ -78,7 +78,7 @@ def test_a_reader_that_takes_nothing_is_cut_off_and_counted() -> None:
     assert cut == [True]
 
 
-def test_a_reader_who_may_not_read_any_more_hears_nothing_more_and_the_stream_ends() -> None:
+def test_stream_ends_when_reader_loses_access() -> None:
     feed, sent, rights = AuditFeed(0), list[dict[str, Any]](), [True]
     feed.publish(_rows(1, 3))
 
@@ -101,7 +101,7 @@ def test_a_reader_who_may_not_read_any_more_hears_nothing_more_and_the_stream_en
     assert sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
 
 
-def test_a_reader_far_behind_is_served_from_the_store_page_by_page() -> None:
+def test_stream_pages_the_store_for_lagging_reader() -> None:
     feed, asked, got = AuditFeed(0), list[int](), bytearray()
     feed.publish(_rows(5001, 10))
 
@@ -141,19 +141,19 @@ def _streamed(feed: AuditFeed, after: int, stored: EventPage, until: bytes) -> l
 
 
 @pytest.mark.promise("event-stream")
-def test_a_reader_whose_next_events_were_deleted_is_told_which_and_gets_the_rest() -> None:
+def test_stream_sends_gap_for_deleted_events() -> None:
     feed = AuditFeed(43)
     stored = EventPage(_rows(41, 3), deleted_through=40, newest=43)
     sent = _streamed(feed, 30, stored, b"id: 43\n")
     assert sent == [(40, "gap"), (41, "audit"), (42, "audit"), (43, "audit")]
 
 
-def test_numbers_that_no_event_has_are_no_gap() -> None:
+def test_stream_reports_no_gap_for_unused_event_ids() -> None:
     feed = AuditFeed(43)
     assert _streamed(feed, 30, EventPage(_rows(41, 3), deleted_through=20, newest=43), b"id: 43\n")[0] == (41, "audit")
 
 
-def test_a_reader_of_another_past_is_told_so_and_goes_on_from_here() -> None:
+def test_stream_sends_gap_when_position_is_beyond_newest() -> None:
     feed = AuditFeed(43)
     feed.publish(_rows(44, 2))
     assert _streamed(feed, 90, EventPage([], deleted_through=0, newest=43), b"id: 45\n") == [
@@ -163,7 +163,7 @@ def test_a_reader_of_another_past_is_told_so_and_goes_on_from_here() -> None:
     ]
 
 
-def test_a_reader_that_saw_what_is_about_to_be_published_misses_nothing() -> None:
+def test_stream_skips_published_events_already_read() -> None:
     feed = AuditFeed(43)
 
     async def read(_after: int) -> EventPage:
@@ -186,7 +186,7 @@ def test_a_reader_that_saw_what_is_about_to_be_published_misses_nothing() -> Non
 
 @pytest.mark.promise("slow-readers")
 @pytest.mark.parametrize("words", [10, 9000], ids=["many", "long"])
-def test_what_is_sent_at_a_time_is_bounded_by_rows_and_by_bytes(words: int) -> None:
+def test_stream_frame_is_bounded_by_rows_and_bytes(words: int) -> None:
     feed, sent = AuditFeed(0), list[bytes]()
     rows = [AuditRow(id=1 + i, at=1.0, kind="k", sentence="s" * words) for i in range(4 * FRAME_ROWS)]
     feed.publish(rows)
@@ -205,7 +205,7 @@ def test_what_is_sent_at_a_time_is_bounded_by_rows_and_by_bytes(words: int) -> N
     assert max(len(body) for body in sent) <= FRAME_BYTES + 2 * words
 
 
-def test_one_identity_has_so_many_streams_and_all_together_so_many() -> None:
+def test_streams_are_limited_per_identity_and_in_total() -> None:
     readers = StreamReservations()
     places = [readers.reserve(VERA) for _ in range(MAX_STREAMS_PER_IDENTITY)]
     with pytest.raises(RateLimited, match="viewer vera reads 8 event streams already") as refused:
@@ -220,7 +220,7 @@ def test_one_identity_has_so_many_streams_and_all_together_so_many() -> None:
     assert len(readers) == MAX_STREAMS
 
 
-def test_a_place_is_left_and_nothing_is_held_however_a_stream_ends() -> None:
+def test_stream_frees_place_and_bytes_at_any_end() -> None:
     readers = StreamReservations()
 
     async def frames() -> AsyncIterator[bytes]:
@@ -249,7 +249,7 @@ def test_a_place_is_left_and_nothing_is_held_however_a_stream_ends() -> None:
     assert (len(readers), readers.buffered_bytes) == (0, 0)
 
 
-def test_a_stream_that_cannot_read_the_database_ends_in_order_and_is_asked_for_again_later() -> None:
+def test_stream_ends_with_later_retry_when_database_is_away() -> None:
     feed = AuditFeed(100)
 
     async def away(_after: int) -> EventPage:

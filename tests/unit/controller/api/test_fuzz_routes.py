@@ -118,9 +118,7 @@ class Asker:
 
 @pytest.mark.promise("robust-port")
 @pytest.mark.parametrize("name", BODIED)
-def test_a_body_that_cannot_be_the_message_is_refused_as_the_senders_fault(
-    process: ControllerProcess, join: dict[str, str], name: str
-) -> None:
+def test_routes_refuse_undecodable_body_with_4xx(process: ControllerProcess, join: dict[str, str], name: str) -> None:
     route, rng = ROUTES[name], random.Random(f"{SEED} {name}")
     body = msgspec.json.encode(GOOD.get(name, {"reason": "fuzz"}))
     ask = Asker(process, headers_for(route, join))
@@ -136,9 +134,7 @@ def test_a_body_that_cannot_be_the_message_is_refused_as_the_senders_fault(
 
 
 @pytest.mark.parametrize("name", BODIED)
-def test_a_damaged_message_is_taken_or_refused_and_never_an_error_of_the_controllers(
-    process: ControllerProcess, join: dict[str, str], name: str
-) -> None:
+def test_routes_answer_damaged_message_below_500(process: ControllerProcess, join: dict[str, str], name: str) -> None:
     route, rng = ROUTES[name], random.Random(f"{SEED} damaged {name}")
     body = msgspec.json.encode(GOOD.get(name, {"reason": "fuzz"}))
     ask = Asker(process, headers_for(route, join))
@@ -152,7 +148,7 @@ def test_a_damaged_message_is_taken_or_refused_and_never_an_error_of_the_control
 
 
 @pytest.mark.parametrize("name", [*ROUTES, *PLAIN_ROUTES])
-def test_a_damaged_path_or_query_is_never_an_error_of_the_controllers(
+def test_routes_answer_damaged_path_or_query_below_500(
     process: ControllerProcess, join: dict[str, str], name: str
 ) -> None:
     route = {**ROUTES, **PLAIN_ROUTES}[name]
@@ -170,7 +166,7 @@ def test_a_damaged_path_or_query_is_never_an_error_of_the_controllers(
         ask.close()
 
 
-def test_what_is_no_request_is_answered_4xx_or_hung_up_on_and_held_in_no_memory(process: ControllerProcess) -> None:
+def test_server_bounds_memory_for_malformed_http(process: ControllerProcess) -> None:
     before = resident_bytes(process)
     for bad in requests_of_strangers():
         answer = answer_to(process, bad)
@@ -215,7 +211,7 @@ def bad_frames(rng: random.Random) -> Iterator[bytes]:
 
 
 @pytest.mark.promise("robust-port")
-def test_a_bad_frame_is_refused_or_ends_its_session_and_the_controller_serves_on(process: ControllerProcess) -> None:
+def test_session_survives_malformed_frames(process: ControllerProcess) -> None:
     before = resident_bytes(process)
     for bad in bad_frames(random.Random(SEED)):
         session = AgentSession(process.listen, "n1")

@@ -53,7 +53,7 @@ def gate(clock: ManualClock, secret_file: Path, credentials: CredentialBook) -> 
 
 
 @pytest.mark.promise("revocation")
-def test_a_session_ends_with_what_proved_its_identity(
+def test_session_is_refused_after_its_credential_expires(
     gate: Authenticator, clock: ManualClock, secret_file: Path, credentials: CredentialBook
 ) -> None:
     minted, stored = (
@@ -72,7 +72,7 @@ def test_a_session_ends_with_what_proved_its_identity(
         gate.charge_frame(stored)
 
 
-def test_a_token_that_was_verified_dies_with_its_secret(
+def test_verified_token_expires_when_secret_is_replaced(
     gate: Authenticator, clock: ManualClock, secret_file: Path
 ) -> None:
     headers = bearer(mint(SECRET, TokenRole.VIEWER, "vera"))
@@ -83,7 +83,7 @@ def test_a_token_that_was_verified_dies_with_its_secret(
         gate.authorize(RouteAccess.READ, headers)
 
 
-def test_frames_are_counted_as_requests(gate: Authenticator) -> None:
+def test_gate_counts_frames_as_requests(gate: Authenticator) -> None:
     identity = gate.authorize_agent(STORED, "n1")
     for _ in range(7):
         gate.charge_frame(identity)
@@ -91,7 +91,7 @@ def test_frames_are_counted_as_requests(gate: Authenticator) -> None:
         gate.charge_frame(identity)
 
 
-def test_right_tokens_pass_from_an_address_whose_wrong_ones_are_slowed_down(gate: Authenticator) -> None:
+def test_gate_limits_only_wrong_tokens_of_an_address(gate: Authenticator) -> None:
     peer = ConnectionPeer("10.0.0.1")
     for _ in range(2):
         with pytest.raises(AuthenticationError):
@@ -101,7 +101,7 @@ def test_right_tokens_pass_from_an_address_whose_wrong_ones_are_slowed_down(gate
     assert gate.authorize_agent(STORED, "n1", peer).subject == "n1"
 
 
-def test_what_is_remembered_of_tokens_is_bounded(gate: Authenticator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_bounds_its_token_cache(gate: Authenticator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everstep_controller.api.auth.MAX_CACHED_TOKENS", 10)
     for number in range(50):
         gate.authenticate(bearer(mint(SECRET, TokenRole.AGENT, f"n{number}")))
@@ -114,6 +114,6 @@ def test_what_is_remembered_of_tokens_is_bounded(gate: Authenticator, monkeypatc
 
 
 @pytest.mark.parametrize("token", ["x" * 100_000, "job.", "job..", "job.nobody." + "0" * 64, "es1..", "\xff" * 100])
-def test_strange_tokens_are_refused(gate: Authenticator, token: str) -> None:
+def test_gate_refuses_malformed_tokens(gate: Authenticator, token: str) -> None:
     with pytest.raises(AuthenticationError):
         gate.authenticate([(b"authorization", b"Bearer " + token.encode("latin-1"))])

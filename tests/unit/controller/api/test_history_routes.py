@@ -50,7 +50,7 @@ def _names(answer: op.NodeList) -> list[str]:
 # --- nodes and jobs ----------------------------------------------------------------------------------------------
 
 
-def test_nodes_come_in_pages_in_the_order_of_their_names(client: TestClient) -> None:
+def test_nodes_are_paged_in_name_order(client: TestClient) -> None:
     fleet(client, *[f"n{i}" for i in range(7)])
     first = get(client, "/v1/nodes?limit=3", op.NodeList)
     assert (_names(first), first.total, first.next) == (["n0", "n1", "n2"], 7, "n2")
@@ -59,7 +59,7 @@ def test_nodes_come_in_pages_in_the_order_of_their_names(client: TestClient) -> 
     assert (_names(second), _names(third), third.next) == (["n3", "n4", "n5"], ["n6"], "")
 
 
-def test_nodes_are_found_by_state_rack_job_model_and_label(client: TestClient) -> None:
+def test_nodes_are_filtered_by_state_rack_job_model_and_label(client: TestClient) -> None:
     running_job(client, "n1", "n2")
     Speaker(client, "n3").register(domain=Domain(rack="r7"), gpus=(H100,), labels={"pool": "a", "owner": "vision"})
     post(client, "/v1/nodes/n1/hold", BECAUSE, op.ChangeResult)
@@ -74,12 +74,12 @@ def test_nodes_are_found_by_state_rack_job_model_and_label(client: TestClient) -
     assert get(client, "/v1/jobs?job_state=paused", op.JobList).total == 0
 
 
-def test_a_state_that_does_not_exist_is_refused(client: TestClient) -> None:
+def test_unknown_state_is_refused(client: TestClient) -> None:
     with pytest.raises(Refused, match="422"):
         get(client, "/v1/nodes?state=tired", op.NodeList)
 
 
-def test_what_did_not_change_is_not_sent_again(client: TestClient) -> None:
+def test_node_is_not_resent_while_its_tag_matches(client: TestClient) -> None:
     fleet(client, "n1")
     tag = client.get("/v1/nodes/n1", headers=VIEWER).headers["etag"]
     again = client.get("/v1/nodes/n1", headers=VIEWER | {"If-None-Match": tag})
@@ -88,7 +88,7 @@ def test_what_did_not_change_is_not_sent_again(client: TestClient) -> None:
     assert client.get("/v1/nodes/n1", headers=VIEWER | {"If-None-Match": tag}).status_code == 200
 
 
-def test_an_order_on_what_has_changed_since_is_refused(client: TestClient) -> None:
+def test_order_with_outdated_tag_is_refused(client: TestClient) -> None:
     running_job(client, "n1", "n2", spare="n3")
     tag = client.get("/v1/nodes/n3", headers=VIEWER).headers["etag"]
     post(client, "/v1/nodes/n3/hold", BECAUSE, op.ChangeResult, OPERATOR | {"If-Match": tag})
@@ -99,7 +99,7 @@ def test_an_order_on_what_has_changed_since_is_refused(client: TestClient) -> No
     assert client.get("/v1/jobs/j", headers=VIEWER).headers["etag"] != job
 
 
-def test_maintenance_that_is_planned_is_shown_and_can_be_cancelled(client: TestClient) -> None:
+def test_planned_maintenance_is_shown_and_cancellable(client: TestClient) -> None:
     Speaker(client, "n1").register(domain=Domain(rack="r1"))
     now = get(client, "/v1/status", op.FleetStatus).now
     plan = past.MaintenanceRequest(starts_at=now + 3600, until=now + 7200, reason="new switch", rack="r1")
@@ -119,7 +119,7 @@ def test_maintenance_that_is_planned_is_shown_and_can_be_cancelled(client: TestC
         post(client, "/v1/maintenance/cancel", past.CancelMaintenance(reason="x"), op.ChangeResult)
 
 
-def test_a_rack_is_taken_out_for_maintenance_in_one_order(client: TestClient) -> None:
+def test_rack_maintenance_applies_to_all_its_nodes(client: TestClient) -> None:
     for name in ("n1", "n2", "n3"):
         Speaker(client, name).register(domain=Domain(rack="r1" if name != "n3" else "r2"))
     until = get(client, "/v1/status", op.FleetStatus).now + 3600
@@ -135,7 +135,7 @@ def test_a_rack_is_taken_out_for_maintenance_in_one_order(client: TestClient) ->
 # --- the past ----------------------------------------------------------------------------------------------------
 
 
-def test_findings_stand_until_they_clear_and_stay_in_the_history(client: TestClient) -> None:
+def test_findings_stand_until_cleared_and_stay_in_history(client: TestClient) -> None:
     (speaker,) = fleet(client, "n1")
     speaker.report(FindingRaised(finding=FELL_OFF))
     (seen,) = get(client, "/v1/findings?active=true", past.FindingList).findings
@@ -148,7 +148,7 @@ def test_findings_stand_until_they_clear_and_stay_in_the_history(client: TestCli
 
 
 @pytest.mark.parametrize(("yes", "no"), [("true", "false"), ("True", "False"), ("TRUE", "FALSE"), ("1", "0")])
-def test_a_yes_or_no_is_read_as_it_was_checked(client: TestClient, yes: str, no: str) -> None:
+def test_boolean_query_accepts_several_spellings(client: TestClient, yes: str, no: str) -> None:
     (speaker,) = fleet(client, "n1")
     speaker.report(FindingRaised(finding=FELL_OFF))
     standing = [get(client, f"/v1/findings?active={said}", past.FindingList).findings for said in (yes, no)]
@@ -172,7 +172,7 @@ def test_verdicts_are_paged_newest_first(client: TestClient) -> None:
         get(client, "/v1/verdicts?cursor=nonsense", past.VerdictList)
 
 
-def test_rosters_are_paged_from_the_newest_back(client: TestClient) -> None:
+def test_generations_are_paged_newest_first(client: TestClient) -> None:
     running_job(client, "n1", "n2")
     for _ in range(3):
         post(client, "/v1/nodes/n2/evict", BECAUSE, op.ChangeResult)
@@ -188,7 +188,7 @@ def test_rosters_are_paged_from_the_newest_back(client: TestClient) -> None:
     assert all(spec.secret == "" for spec in page.generations)
 
 
-def test_what_people_ordered_is_read_apart_from_what_happened(client: TestClient) -> None:
+def test_audit_lists_operator_orders_only(client: TestClient) -> None:
     fleet(client, "n1")
     post(client, "/v1/nodes/n1/hold", BECAUSE, op.ChangeResult)
     (event,) = get(client, "/v1/audit", op.EventList).events
@@ -197,14 +197,14 @@ def test_what_people_ordered_is_read_apart_from_what_happened(client: TestClient
     assert kinds == {"node.registered"}
 
 
-def test_what_people_did_with_credentials_is_an_order_too(client: TestClient) -> None:
+def test_audit_includes_credential_orders(client: TestClient) -> None:
     post(client, "/v1/credentials", IssueViewer(subject="grafana", reason="a new screen"), Issued)
     kinds = [event.kind for event in get(client, "/v1/audit", op.EventList).events]
     assert kinds == ["credential.issued"]
 
 
 @pytest.mark.promise("vendor-document")
-def test_a_node_that_goes_to_repair_has_its_evidence_in_one_document(client: TestClient) -> None:
+def test_evidence_bundle_covers_node_sent_to_repair(client: TestClient) -> None:
     (speaker,) = fleet(client, "n1")
     speaker.incarnation = 2
     host = Host(vendor="NVIDIA", product="DGXH100", serial="166", chassis_serial="C166", kernel="6.8.0")
@@ -220,7 +220,7 @@ def test_a_node_that_goes_to_repair_has_its_evidence_in_one_document(client: Tes
     assert bundle.verdicts
 
 
-def test_actions_asked_of_the_outside_are_listed_with_their_outcome(client: TestClient) -> None:
+def test_remediations_are_listed_with_outcome(client: TestClient) -> None:
     fleet(client, "n1", "n2")
     post(client, "/v1/nodes/n1/repair", BECAUSE, op.ChangeResult)
     found = get(client, "/v1/remediations?node=n1", past.RemediationList).remediations
@@ -229,7 +229,7 @@ def test_actions_asked_of_the_outside_are_listed_with_their_outcome(client: Test
     assert next(one for one in found if one.kind == "repair").state != "superseded"
 
 
-def test_checkpoints_and_what_could_be_lost_are_told(client: TestClient) -> None:
+def test_checkpoints_and_restorability_are_shown(client: TestClient) -> None:
     running_job(client, "n1", "n2")
     assert get(client, "/v1/checkpoints?job=j", past.CheckpointList).checkpoints == ()
     told = get(client, "/v1/jobs/j/restorability", op.Restorability)
@@ -240,7 +240,7 @@ def test_checkpoints_and_what_could_be_lost_are_told(client: TestClient) -> None
 # --- the rules ---------------------------------------------------------------------------------------------------
 
 
-def test_the_budget_says_what_is_left_and_of_what(client: TestClient) -> None:
+def test_budget_shows_remaining_evictions_per_scope(client: TestClient) -> None:
     fleet(client, "n1", "n2", "n3")
     budget = get(client, "/v1/budget", past.BudgetStatus)
     (scope,) = budget.scopes
@@ -248,7 +248,7 @@ def test_the_budget_says_what_is_left_and_of_what(client: TestClient) -> None:
     assert (budget.breaker, budget.deferred) == ("", ())
 
 
-def test_a_change_of_policy_is_checked_before_anybody_relies_on_it(client: TestClient) -> None:
+def test_policy_check_reports_changes_and_errors(client: TestClient) -> None:
     policy = get(client, "/v1/policy", past.PolicyDocument)
     assert policy.knobs["eviction_count"] == 4
     assert {rule["kind"] for rule in policy.rules} >= {"gpu.xid", "gpu.lost"}
@@ -263,9 +263,7 @@ def test_a_change_of_policy_is_checked_before_anybody_relies_on_it(client: TestC
         assert complaint in bad.error
 
 
-def test_a_journal_whose_disk_hangs_holds_up_neither_the_loop_nor_whoever_tries_a_change(
-    client: TestClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_policy_trial_is_refused_while_journal_disk_hangs(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "DRAIN_TIMEOUT_S", 0.1, raising=False)
     fleet(client, "n1")
     disk, write = threading.Event(), recorder._Segment.write
@@ -283,7 +281,7 @@ def test_a_journal_whose_disk_hangs_holds_up_neither_the_loop_nor_whoever_tries_
     disk.set()
 
 
-def test_a_change_of_policy_is_tried_on_what_was_recorded(client: TestClient) -> None:
+def test_policy_trial_replays_recorded_events(client: TestClient) -> None:
     speakers = running_job(client, "n1", "n2", spare="n3")
     speakers[2].report(FindingRaised(finding=FELL_OFF))
     named = [rule for rule in get(client, "/v1/policy", past.PolicyDocument).rules if rule["kind"] == "gpu.xid"]

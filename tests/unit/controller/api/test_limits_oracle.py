@@ -39,7 +39,7 @@ class _Bucket:
 
 @pytest.mark.promise("overload")
 @given(st.sampled_from([0.5, 1.0, 2.0, 8.0]), st.sampled_from([0.5, 1.0, 2.0, 5.0]), requests)
-def test_a_request_is_let_through_as_a_bucket_of_drops_would(
+def test_rate_limit_matches_drop_by_drop_bucket(
     per_s: float, burst_s: float, asked: list[tuple[int, str, int]]
 ) -> None:
     clock = ManualClock()

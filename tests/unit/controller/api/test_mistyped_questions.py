@@ -46,15 +46,15 @@ def names(client: TestClient, query: str) -> list[str]:
     "path",
     sorted({r.path for r in [*ROUTES.values(), PLAIN_ROUTES["stream"]] if r.method == "GET" and "{" not in r.path}),
 )
-def test_a_parameter_that_a_route_does_not_have_is_refused_by_name(client: TestClient, path: str) -> None:
+def test_unknown_query_parameter_is_refused_by_name(client: TestClient, path: str) -> None:
     assert "'stat'" in refusal(client, f"{path}?stat=quarantined")
 
 
-def test_a_filter_that_is_given_twice_is_refused(client: TestClient) -> None:
+def test_duplicate_filter_is_refused(client: TestClient) -> None:
     assert "given 2 times" in refusal(client, "/v1/nodes?rack=a&rack=b")
 
 
-def test_a_word_that_is_none_of_those_there_are_is_answered_with_these(client: TestClient) -> None:
+def test_unknown_choice_is_refused_with_valid_choices(client: TestClient) -> None:
     for path in ("/v1/nodes?state=sick", "/v1/nodes?state=HEALTHY", "/v1/nodes?state=held,", "/v1/nodes?state="):
         assert "healthy, suspect, lost" in refusal(client, path)
     assert "evict" in refusal(client, "/v1/verdicts?decision=murder")
@@ -63,30 +63,30 @@ def test_a_word_that_is_none_of_those_there_are_is_answered_with_these(client: T
     assert {"state", "job_state", "decision", "remediation_state", "role", "order"} == set(PARAMETER_CHOICES)
 
 
-def test_a_label_without_a_name_is_no_filter(client: TestClient) -> None:
+def test_label_filter_without_name_is_refused(client: TestClient) -> None:
     refusal(client, "/v1/nodes?label=")
     refusal(client, "/v1/nodes?label==a")
 
 
-def test_a_stream_is_told_what_its_last_id_may_be(client: TestClient) -> None:
+def test_stream_explains_invalid_last_event_id(client: TestClient) -> None:
     answer = client.get("/v1/events/stream", headers=OPERATOR | {"Last-Event-ID": "abc"})
     assert (answer.status_code, "Last-Event-ID" in answer.json()["detail"]) == (422, True)
 
 
-def test_a_path_with_a_slash_too_many_is_not_there(client: TestClient) -> None:
+def test_path_with_trailing_slash_is_not_found(client: TestClient) -> None:
     for path in ("/v1/nodes/", "/v1/jobs/", "/healthz/"):
         refusal(client, path, 404)
     assert client.post("/v1/maintenance/", json={}, headers=OPERATOR).status_code == 404
 
 
-def test_another_method_is_told_which_one_the_path_takes(client: TestClient) -> None:
+def test_wrong_method_is_answered_with_allowed_methods(client: TestClient) -> None:
     answer = client.put("/v1/nodes", headers=OPERATOR)
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
     assert answer.json()["detail"] == "this path takes GET, HEAD, not PUT"
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics", "/v1/nodes", "/v1/nodes/n1"])
-def test_the_head_of_what_can_be_got_is_told_without_its_body(client: TestClient, path: str) -> None:
+def test_head_answers_as_get_without_body(client: TestClient, path: str) -> None:
     head, whole = client.head(path, headers=VIEWER), client.get(path, headers=VIEWER)
     assert (head.status_code, head.headers["content-type"]) == (200, whole.headers["content-type"])
     assert head.headers.get("etag") == whole.headers.get("etag")
@@ -95,13 +95,13 @@ def test_the_head_of_what_can_be_got_is_told_without_its_body(client: TestClient
 # --- what a fleet is asked every day -----------------------------------------------------------------------------
 
 
-def test_nodes_are_found_by_several_states(client: TestClient) -> None:
+def test_nodes_are_filtered_by_several_states(client: TestClient) -> None:
     post(client, "/v1/nodes/n2/hold", op.ReasonOnlyRequest(reason="x"), op.ChangeResult)
     assert names(client, "state=held,repair") == ["n2"]
     assert names(client, "state=healthy,held") == ["n1", "n2", "n3"]
 
 
-def test_nodes_are_found_by_their_driver_and_by_a_gpu(client: TestClient) -> None:
+def test_nodes_are_filtered_by_driver_and_gpu(client: TestClient) -> None:
     assert names(client, "driver=570.1") == ["n1", "n3"]
     assert names(client, "gpu=GPU-n2") == names(client, "gpu=S-n2") == ["n2"]
     assert get(client, "/v1/nodes?gpu=GPU-n2", op.NodeList).nodes[0].driver_version == "570.2"
@@ -113,7 +113,7 @@ def test_nodes_are_found_by_their_driver_and_by_a_gpu(client: TestClient) -> Non
 @pytest.mark.parametrize(
     "kind", [op.ReasonOnlyRequest, op.Resize, op.StartProbe, past.MaintenanceRequest, past.CancelMaintenance]
 )
-def test_a_reason_is_one_line_that_says_something(kind: type[msgspec.Struct]) -> None:
+def test_reason_becomes_one_line_and_rejects_blank(kind: type[msgspec.Struct]) -> None:
     more = {"size": 1, "nodes": ("a", "b"), "until": 1.0}
     given = {name: value for name, value in more.items() if name in kind.__struct_fields__}
     said = msgspec.convert(given | {"reason": "fan\n 7 node-1 evicted\x1b[2J by\tvera"}, kind)
@@ -122,12 +122,12 @@ def test_a_reason_is_one_line_that_says_something(kind: type[msgspec.Struct]) ->
         msgspec.convert(given | {"reason": " \n\t"}, kind)
 
 
-def test_so_is_the_reason_of_a_credential() -> None:
+def test_credential_reason_becomes_one_line() -> None:
     assert wire.IssueViewer(subject="v", reason="a\nb").reason == "a b"
     assert wire.Rotate(reason="a\nb").reason == "a b"
 
 
-def test_a_window_in_milliseconds_is_none(client: TestClient) -> None:
+def test_maintenance_end_in_milliseconds_is_refused(client: TestClient) -> None:
     now = get(client, "/v1/status", op.FleetStatus).now
     body = {"node": "n1", "until": (now + 3600) * 1000, "reason": "firmware"}
     answer = client.post("/v1/maintenance", json=body, headers=OPERATOR)

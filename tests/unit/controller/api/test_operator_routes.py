@@ -39,7 +39,7 @@ def client(tmp_path: Path) -> Iterator[TestClient]:
         yield client
 
 
-def test_the_status_counts_nodes_and_shows_running_jobs(client: TestClient) -> None:
+def test_status_counts_nodes_and_shows_running_jobs(client: TestClient) -> None:
     running_job(client, "n1", "n2", spare="n3")
     status = get(client, "/v1/status", op.FleetStatus)
     assert status.nodes == {"healthy": 3}
@@ -48,7 +48,7 @@ def test_the_status_counts_nodes_and_shows_running_jobs(client: TestClient) -> N
     assert (job.job, job.state, job.generation, job.world_size, job.nodes, job.spares) == ("j", "running", 1, 2, 2, 1)
 
 
-def test_a_node_that_waits_and_may_not_be_seated_says_why(client: TestClient) -> None:
+def test_node_without_seat_shows_reason(client: TestClient) -> None:
     speakers = running_job(client, "n1", "n2", spare="n3")
     assert get(client, "/v1/jobs/j", op.JobDetail).ineligible_nodes == {}
     hopeless = RankLost(job="j", at=1.0, generation=1, rank=1, local_rank=0, detail="killed", has_replacement=False)
@@ -60,13 +60,13 @@ def test_a_node_that_waits_and_may_not_be_seated_says_why(client: TestClient) ->
     assert "fallen off the bus" in get(client, "/v1/nodes/n3", op.NodeDetail).summary.reason
 
 
-def test_a_node_says_when_its_agent_registered(client: TestClient) -> None:
+def test_node_shows_agent_registration_time(client: TestClient) -> None:
     fleet(client, "n1")
     detail = get(client, "/v1/nodes/n1", op.NodeDetail)
     assert 0 < detail.registered_at <= get(client, "/v1/status", op.FleetStatus).now
 
 
-def test_a_recovery_is_told_with_its_phases_and_its_trace(client: TestClient) -> None:
+def test_recovery_is_shown_with_phases(client: TestClient) -> None:
     speakers = running_job(client, "n1", "n2")
     lost = RankLost(job="j", at=1.0, generation=1, rank=1, local_rank=0, detail="killed", signal=9, trace="kill-1")
     speakers[1].report(lost)
@@ -85,7 +85,7 @@ def test_a_recovery_is_told_with_its_phases_and_its_trace(client: TestClient) ->
     assert 'everstep_controller_recovery_seconds_count{reason="rank_lost"} 1.0' in text
 
 
-def test_all_that_followed_from_one_stimulus_is_found_by_its_trace(client: TestClient) -> None:
+def test_events_are_found_by_trace(client: TestClient) -> None:
     speakers = running_job(client, "n1", "n2", spare="n3")
     speakers[0].report(FindingRaised(finding=FELL_OFF))
     kinds = [event.kind for event in get(client, "/v1/events?trace=bus-79", op.EventList).events]
@@ -95,7 +95,7 @@ def test_all_that_followed_from_one_stimulus_is_found_by_its_trace(client: TestC
 
 
 @pytest.mark.promise("eviction-evidence")
-def test_a_verdict_is_explained_by_its_evidence(client: TestClient) -> None:
+def test_verdict_is_shown_with_its_evidence(client: TestClient) -> None:
     speakers = running_job(client, "n1", "n2", spare="n3")
     speakers[0].report(FindingRaised(finding=FELL_OFF))
     (verdict,) = get(client, "/v1/nodes/n1", op.NodeDetail).verdicts
@@ -106,7 +106,7 @@ def test_a_verdict_is_explained_by_its_evidence(client: TestClient) -> None:
     assert 'everstep_controller_verdicts_total{decision="evict"} 1.0' in client.get("/metrics", headers=VIEWER).text
 
 
-def test_an_order_is_carried_out_with_the_operators_name_in_the_log(client: TestClient) -> None:
+def test_order_is_executed_and_audited_with_operator_name(client: TestClient) -> None:
     fleet(client, "n1")
     changed = post(client, "/v1/nodes/n1/hold", BECAUSE, op.ChangeResult)
     assert changed.sentence == "olga ordered to hold n1: a smell of smoke"
@@ -120,13 +120,13 @@ def test_an_order_is_carried_out_with_the_operators_name_in_the_log(client: Test
 @pytest.mark.parametrize(
     ("order", "state"), [("drain", "held"), ("evict", "quarantined"), ("repair", "repair"), ("hold", "held")]
 )
-def test_every_order_to_a_node_has_its_state(client: TestClient, order: str, state: str) -> None:
+def test_node_order_sets_node_state(client: TestClient, order: str, state: str) -> None:
     fleet(client, "n1")
     post(client, f"/v1/nodes/n1/{order}", BECAUSE, op.ChangeResult)
     assert get(client, "/v1/nodes/n1", op.NodeDetail).summary.state == state
 
 
-def test_a_hold_of_a_node_that_is_out_is_shown_beside_its_state_until_it_is_released(client: TestClient) -> None:
+def test_hold_of_evicted_node_is_shown_until_released(client: TestClient) -> None:
     fleet(client, "n1")
     post(client, "/v1/nodes/n1/repair", BECAUSE, op.ChangeResult)
     words = post(client, "/v1/nodes/n1/hold", BECAUSE, op.ChangeResult).sentence
@@ -151,14 +151,14 @@ def test_ended_job_shows_its_last_step(tmp_path: Path) -> None:
         assert get(client, "/v1/jobs/j", op.JobDetail).summary.step == 40
 
 
-def test_failed_job_shows_the_step_it_failed_at(client: TestClient) -> None:
+def test_failed_job_shows_its_last_step(client: TestClient) -> None:
     (speaker,) = running_job(client, "n1")
     speaker.report(UserError(job="j", at=2.0, generation=1, rank=0, step=7, error="KeyError: 1", traceback="x"))
     ended = get(client, "/v1/jobs/j", op.JobDetail).summary
     assert (ended.state, ended.step) == (JobState.FAILED, 7)
 
 
-def test_job_that_is_run_again_begins_at_no_step(client: TestClient) -> None:
+def test_rerun_job_starts_at_step_zero(client: TestClient) -> None:
     (speaker,) = running_job(client, "n1")
     speaker.report(RankFinished(job="j", at=2.0, generation=1, rank=0, step=40))
     speaker.report(joined("j", 1.0, nodes=1, launcher=1 << 50))
@@ -167,7 +167,7 @@ def test_job_that_is_run_again_begins_at_no_step(client: TestClient) -> None:
     assert again.step == 0
 
 
-def test_a_stopped_job_is_over_and_its_nodes_hear_of_it(client: TestClient) -> None:
+def test_stopped_job_ends_and_notifies_its_nodes(client: TestClient) -> None:
     (speaker,) = running_job(client, "n1")
     post(client, "/v1/jobs/j/stop", BECAUSE, op.ChangeResult)
     assert [type(one.body).__name__ for one in speaker.directives()][-1] == "StopJob"
@@ -182,7 +182,7 @@ def refusal(client: TestClient, path: str, body: object, headers: dict[str, str]
     return caught.value
 
 
-def test_a_probes_figures_are_the_slowest_nodes(client: TestClient) -> None:
+def test_probe_shows_figures_of_the_slowest_node(client: TestClient) -> None:
     one, two = fleet(client, "n1", "n2")
     started = post(client, "/v1/probes", op.StartProbe(nodes=("n1", "n2"), reason="slow"), op.ProbeStatus)
     assert (started.ok, started.nodes) == (None, ("n1", "n2"))
@@ -194,7 +194,7 @@ def test_a_probes_figures_are_the_slowest_nodes(client: TestClient) -> None:
     assert status.rows == (op.ProbeRow(bytes=8, latency_s=0.002, bandwidth_bytes_per_s=90.0),)
 
 
-def test_a_failed_probe_says_whose_side_failed(client: TestClient) -> None:
+def test_failed_probe_names_the_failing_node(client: TestClient) -> None:
     _, two = fleet(client, "n1", "n2")
     started = post(client, "/v1/probes", op.StartProbe(nodes=("n1", "n2"), reason="slow"), op.ProbeStatus)
     two.report(ProbeFinished(probe=started.probe, ok=False, detail="connection refused"))
@@ -202,13 +202,13 @@ def test_a_failed_probe_says_whose_side_failed(client: TestClient) -> None:
     assert (status.ok, status.answers) == (False, {"n2": "connection refused"})
 
 
-def test_generations_are_shown_without_their_secret(client: TestClient) -> None:
+def test_generations_are_shown_without_secret(client: TestClient) -> None:
     running_job(client, "n1")
     (spec,) = get(client, "/v1/generations?job=j", op.GenerationList).generations
     assert (spec.number, spec.secret) == (1, "")
 
 
-def test_no_answer_to_a_viewer_contains_a_jobs_secret(client: TestClient) -> None:
+def test_viewer_responses_never_contain_job_secret(client: TestClient) -> None:
     (speaker,) = running_job(client, "n1")
     secret = speaker.directives()[0].body.spec.secret  # type: ignore[union-attr]
     paths = ["/v1/status", "/v1/nodes", "/v1/nodes/n1", "/v1/jobs", "/v1/jobs/j", "/v1/generations", "/v1/events"]
@@ -242,7 +242,7 @@ def _concrete(path: str) -> str:
 
 @pytest.mark.promise("strangers")
 @pytest.mark.parametrize("name", OPERATOR_ROUTES)
-def test_every_route_refuses_strangers_and_agents_and_changes_need_an_operator(client: TestClient, name: str) -> None:
+def test_operator_routes_refuse_other_roles(client: TestClient, name: str) -> None:
     route = OPERATOR_ROUTES[name]
     path = _concrete(route.path)
     agent = bearer(TokenRole.AGENT, "n1")
@@ -268,7 +268,7 @@ def test_every_route_refuses_strangers_and_agents_and_changes_need_an_operator(c
         ("/v1/events/stream?after=x", 422),
     ],
 )
-def test_a_question_about_nothing_is_refused_with_a_sentence(client: TestClient, path: str, status: int) -> None:
+def test_query_of_unknown_object_is_refused_with_reason(client: TestClient, path: str, status: int) -> None:
     response = client.get(path, headers=VIEWER)
     assert response.status_code == status
     assert len(response.json()["detail"]) > 10
@@ -290,16 +290,14 @@ def test_a_question_about_nothing_is_refused_with_a_sentence(client: TestClient,
         ("/v1/probes", {"nodes": ["n1", "n2"]}, 422),
     ],
 )
-def test_an_order_that_cannot_be_carried_out_changes_nothing(
-    client: TestClient, path: str, body: object, status: int
-) -> None:
+def test_refused_order_changes_nothing(client: TestClient, path: str, body: object, status: int) -> None:
     fleet(client, "n1")
     before = get(client, "/v1/events", op.EventList)
     assert refusal(client, path, body).status == status
     assert get(client, "/v1/events", op.EventList) == before
 
 
-def test_refusals_are_counted_by_route_and_not_by_what_was_asked(client: TestClient) -> None:
+def test_refusals_are_counted_by_route_template(client: TestClient) -> None:
     for node in ("a", "b", "c"):
         client.get(f"/v1/nodes/{node}", headers=VIEWER)
     client.get("/no/such/path", headers=VIEWER)
@@ -309,7 +307,7 @@ def test_refusals_are_counted_by_route_and_not_by_what_was_asked(client: TestCli
 
 
 @pytest.mark.promise("user-error")
-def test_an_exception_of_the_training_function_ends_the_job_with_its_words_and_is_counted_once(
+def test_user_error_fails_job_and_is_counted_once(
     client: TestClient,
 ) -> None:
     error = {"error": "KeyError: 'label'", "traceback": "Traceback ...", "generation": 1, "step": 3}
@@ -322,13 +320,13 @@ def test_an_exception_of_the_training_function_ends_the_job_with_its_words_and_i
     assert 'user_errors_total{run="j"} 1.0' in client.get("/metrics", headers=VIEWER).text
 
 
-def test_health_and_readiness_tell_strangers_nothing_more(client: TestClient) -> None:
+def test_health_and_readiness_expose_only_the_role(client: TestClient) -> None:
     for path in ("/healthz", "/readyz"):
         response = client.get(path)
         assert (response.status_code, response.json()) == (200, {"ok": True, "role": "controller"})
 
 
-def test_the_openapi_document_has_every_route_and_every_reference_resolves(client: TestClient) -> None:
+def test_openapi_lists_every_route_and_resolves_references(client: TestClient) -> None:
     document = client.get("/openapi.json").json()
     for route in OPERATOR_ROUTES.values():
         operation = document["paths"][route.path][route.method.lower()]
@@ -349,7 +347,7 @@ def test_the_openapi_document_has_every_route_and_every_reference_resolves(clien
         assert reference.removeprefix("#/components/schemas/") in document["components"]["schemas"]
 
 
-def test_openapi_arrays_say_their_items_as_a_schema() -> None:
+def test_openapi_arrays_declare_items_as_schema() -> None:
     """Code generators read ``items`` of every array, and know no boolean schema there."""
 
     def arrays(value: object) -> Iterator[dict[str, Any]]:
@@ -372,7 +370,7 @@ def test_openapi_arrays_say_their_items_as_a_schema() -> None:
         assert all(part in kinds for part in array["prefixItems"]) or array["items"] == {}
 
 
-def test_answers_decode_strictly_as_what_the_routes_table_says(client: TestClient) -> None:
+def test_answers_decode_strictly_as_declared_types(client: TestClient) -> None:
     speakers = running_job(client, "n1", "n2", spare="n3")
     speakers[0].report(FindingRaised(finding=FELL_OFF))
     post(client, "/v1/probes", op.StartProbe(nodes=("n1", "n2"), reason="slow"), op.ProbeStatus)
@@ -383,7 +381,7 @@ def test_answers_decode_strictly_as_what_the_routes_table_says(client: TestClien
             msgspec.json.decode(response.content, type=route.response)
 
 
-def test_every_metric_is_in_the_table_that_dashboards_are_written_from(client: TestClient) -> None:
+def test_metrics_match_the_documented_table(client: TestClient) -> None:
     speakers = running_job(client, "n1", "n2", spare="n3")
     speakers[0].report(FindingRaised(finding=FELL_OFF))
     client.get("/v1/nodes/none", headers=VIEWER)
@@ -400,7 +398,7 @@ HASTY = msgspec.structs.replace(
 )
 
 
-def test_a_forgotten_node_is_gone_from_every_list_and_from_the_database_too(tmp_path: Path) -> None:
+def test_forgotten_node_leaves_every_list_and_database(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'c.db'}"
     with TestClient(InProcess(url, policy=HASTY)) as client:
         gone, stays = fleet(client, "n1", "n2")

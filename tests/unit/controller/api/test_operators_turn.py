@@ -46,9 +46,7 @@ def answered_at(connection: socket.socket, status: bytes) -> float:
     return float(seconds + nanoseconds / 1e9)
 
 
-def test_requests_that_come_after_a_whole_fleet_are_answered_before_most_of_it(
-    program_forks: ForkPool, tmp_path: Path
-) -> None:
+def test_operator_requests_overtake_a_returning_fleet(program_forks: ForkPool, tmp_path: Path) -> None:
     second = ("--operators-listen", "127.0.0.1:0")
     with controller_process(tmp_path, program_forks, arguments=second) as controller, ExitStack() as stack:
         assert controller.process is not None
@@ -74,7 +72,7 @@ def backlog_of(listener: socket.socket) -> int:
     return int(told[-1])
 
 
-def test_a_fleet_may_wait_at_every_door_though_the_server_listens_once_more() -> None:
+def test_server_keeps_the_full_listen_backlog() -> None:
     async def nobody(scope: Scope, receive: Receive, send: Send) -> None:
         raise AssertionError("nobody asks")
 

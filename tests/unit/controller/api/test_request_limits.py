@@ -36,7 +36,7 @@ def spend(charge: RequestLimits, identity: Identity, most: int = 1000) -> int:
     return most
 
 
-def test_a_burst_passes_and_then_as_many_as_come_in_a_second(clock: ManualClock) -> None:
+def test_rate_limit_allows_burst_then_steady_rate(clock: ManualClock) -> None:
     limit = limits(clock)
     assert spend(limit, N1) == 16
     clock.advance(1.0)
@@ -45,7 +45,7 @@ def test_a_burst_passes_and_then_as_many_as_come_in_a_second(clock: ManualClock)
     assert spend(limit, N1) == 16
 
 
-def test_a_refusal_says_when_to_come_again_and_that_is_the_truth(clock: ManualClock) -> None:
+def test_rate_limit_retry_after_is_exact(clock: ManualClock) -> None:
     limit = limits(clock)
     spend(limit, N1)
     with pytest.raises(RateLimited) as caught:
@@ -55,7 +55,7 @@ def test_a_refusal_says_when_to_come_again_and_that_is_the_truth(clock: ManualCl
     limit.charge(N1)
 
 
-def test_reports_are_counted_by_node_however_many_come_at_a_time(clock: ManualClock) -> None:
+def test_report_limit_counts_reports_per_node(clock: ManualClock) -> None:
     limit = limits(clock)
     for _ in range(2):
         limit.charge_reports("n1", MAX_REPORTS)
@@ -66,16 +66,14 @@ def test_reports_are_counted_by_node_however_many_come_at_a_time(clock: ManualCl
     limit.charge_reports("n1", 512)
 
 
-def test_a_full_request_of_reports_passes_however_slow_they_may_come(clock: ManualClock) -> None:
+def test_report_limit_admits_one_full_request_at_any_rate(clock: ManualClock) -> None:
     limit = limits(clock, reports_per_s=1.0)
     for _ in range(2):
         limit.charge_reports("n1", MAX_REPORTS)
         clock.advance(MAX_REPORTS)
 
 
-def test_reports_beyond_the_limit_are_refused_and_taken_when_they_come_again(
-    clock: ManualClock, tmp_path: Path
-) -> None:
+def test_reports_over_limit_are_refused_then_accepted(clock: ManualClock, tmp_path: Path) -> None:
     application = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=clock, agent_reports_per_s=100.0)
     with TestClient(application) as client:
         speaker = Speaker(client, "n1")
@@ -89,7 +87,7 @@ def test_reports_beyond_the_limit_are_refused_and_taken_when_they_come_again(
         assert speaker.report(*many, first=MAX_REPORTS + 1).through == 2 * MAX_REPORTS
 
 
-def test_one_identity_does_not_use_up_what_another_may(clock: ManualClock) -> None:
+def test_rate_limits_are_independent_per_identity(clock: ManualClock) -> None:
     limit = limits(clock)
     spend(limit, N1)
     assert spend(limit, N2) == 16
@@ -97,7 +95,7 @@ def test_one_identity_does_not_use_up_what_another_may(clock: ManualClock) -> No
     assert spend(limit, Identity(TokenRole.JOIN, "*", "n1")) == 16
 
 
-def test_idle_buckets_cost_no_memory_and_busy_ones_a_bounded_amount(clock: ManualClock) -> None:
+def test_rate_limit_buckets_have_bounded_memory(clock: ManualClock) -> None:
     buckets: TokenBuckets[int] = TokenBuckets(1.0, 5.0, clock.monotonic, max_keys=100)
     for key in range(10_000):
         buckets.take(key)
@@ -110,7 +108,7 @@ def test_idle_buckets_cost_no_memory_and_busy_ones_a_bounded_amount(clock: Manua
     assert len(buckets) <= 101
 
 
-def test_who_has_used_up_a_bucket_does_not_get_another_when_idle_ones_are_forgotten(clock: ManualClock) -> None:
+def test_exhausted_bucket_survives_pruning_of_idle_ones(clock: ManualClock) -> None:
     buckets: TokenBuckets[str] = TokenBuckets(1.0, 2.0, clock.monotonic, max_keys=4)
     for idle in ("a", "b", "c"):
         buckets.take(idle)
@@ -121,7 +119,7 @@ def test_who_has_used_up_a_bucket_does_not_get_another_when_idle_ones_are_forgot
     assert buckets.take("busy") == 1.0
 
 
-def test_failures_of_one_address_are_slowed_down_and_said_once(
+def test_failed_authentications_are_limited_and_logged_once(
     clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     failures = FailedAuthentications(per_s=1.0, burst_s=3.0, monotonic=clock.monotonic)
@@ -138,7 +136,7 @@ def test_failures_of_one_address_are_slowed_down_and_said_once(
     assert "5 failed authentications" in caplog.text
 
 
-def test_an_attacker_with_a_whole_ipv6_network_is_one(clock: ManualClock) -> None:
+def test_ipv6_addresses_share_a_limit_per_network(clock: ManualClock) -> None:
     assert network_of("2001:db8::1") == network_of("2001:db8::ffff:1") != network_of("2001:db8:0:1::1")
     assert network_of("::ffff:10.0.0.1") == network_of("10.0.0.1") == "10.0.0.1"
     assert network_of("fe80::1%eth0") == network_of("fe80::2")

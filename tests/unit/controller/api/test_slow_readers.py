@@ -91,7 +91,7 @@ def ids(text: bytes) -> list[int]:
 
 
 @pytest.mark.promise("slow-readers")
-def test_readers_that_never_read_are_few_hold_little_and_are_cut_off(process: ControllerProcess) -> None:
+def test_stalled_stream_readers_are_bounded_and_cut_off(process: ControllerProcess) -> None:
     before = connections(process)
     stuck = [ask_and_never_read(process) for _ in range(MAX_STREAMS_PER_IDENTITY)]
     try:

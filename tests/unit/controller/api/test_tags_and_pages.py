@@ -72,7 +72,7 @@ def probe(client: TestClient, *nodes: str) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name, route in ROUTES.items() if route.response.__name__.endswith("List")])
-def test_a_list_comes_in_pages(name: str) -> None:
+def test_list_routes_are_paged(name: str) -> None:
     if name in BY_NUMBER:
         assert {"limit", "after"} <= set(ROUTES[name].query)
     else:
@@ -81,7 +81,7 @@ def test_a_list_comes_in_pages(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, route in ROUTES.items() if route.method == "POST"])
-def test_an_order_is_compared_with_what_has_a_tag_or_says_why_it_may_come_twice(name: str) -> None:
+def test_order_routes_declare_tag_or_repeatability(name: str) -> None:
     route = ROUTES[name]
     assert bool(route.etag_source) != bool(route.idempotency)
     for path in re.findall(r"/v1/[\w{}/]+", route.etag_source):
@@ -123,7 +123,7 @@ LOOKS = {"check_policy", "try_policy"}
 
 
 @pytest.mark.parametrize("name", [name for name, route in ROUTES.items() if route.etag_source])
-def test_an_order_is_carried_out_once_for_one_look(client: TestClient, name: str) -> None:
+def test_order_with_used_tag_is_refused(client: TestClient, name: str) -> None:
     running_job(client, "n1", "n2")
     out_of_budget(client)
     credential = issue(client, "grafana").id
@@ -146,7 +146,7 @@ def test_an_order_is_carried_out_once_for_one_look(client: TestClient, name: str
 
 
 @pytest.mark.parametrize("name", [name for name, route in ROUTES.items() if route.has_etag])
-def test_what_has_a_tag_is_not_sent_again(client: TestClient, name: str) -> None:
+def test_tagged_route_answers_304_for_known_tag(client: TestClient, name: str) -> None:
     running_job(client, "n1", "n2")
     path = ROUTES[name].path.format(node="n1", job="j", id=issue(client, "grafana").id)
     for known in (tag(client, path), "*"):
@@ -165,9 +165,7 @@ NUMBERS = st.one_of(
 @example(parts=[2**63, 1])
 @example(parts=["nan", "x"])
 @given(parts=st.lists(st.one_of(NUMBERS, st.text(max_size=5)), min_size=1, max_size=3))
-def test_a_cursor_that_nobody_was_given_is_refused_or_leads_somewhere(
-    any_client: TestClient, parts: list[object]
-) -> None:
+def test_unknown_cursor_is_refused_or_answered(any_client: TestClient, parts: list[object]) -> None:
     cursor = quote("~".join(map(str, parts)))
     for route in ROUTES.values():
         if "cursor" in route.query:
@@ -178,7 +176,7 @@ def test_a_cursor_that_nobody_was_given_is_refused_or_leads_somewhere(
 # --- one by one --------------------------------------------------------------------------------------------------
 
 
-def test_a_rack_that_changed_since_is_not_taken_out(client: TestClient) -> None:
+def test_rack_maintenance_with_outdated_tag_is_refused(client: TestClient) -> None:
     for name, rack in (("n1", "r1"), ("n2", "r1"), ("n3", "r2")):
         Speaker(client, name).register(domain=Domain(rack=rack))
     window = past.MaintenanceRequest(until=get(client, "/v1/status", op.FleetStatus).now + 3600, reason="x", rack="r1")
@@ -191,7 +189,7 @@ def test_a_rack_that_changed_since_is_not_taken_out(client: TestClient) -> None:
     post(client, "/v1/maintenance", window, op.ChangeResult, seen(tag(client, "/v1/nodes?rack=r1")))
 
 
-def test_a_page_of_nodes_has_another_tag_when_a_node_is_held_or_somebody_cordons_it(tmp_path: Path) -> None:
+def test_node_list_tag_changes_on_hold_deferral_and_cordon(tmp_path: Path) -> None:
     app = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=ManualClock(), policy=ONE_EVICTION)
     with TestClient(app) as client:
         speakers = fleet(client, *(f"n{number}" for number in range(1, 5)))
@@ -210,7 +208,7 @@ def test_a_page_of_nodes_has_another_tag_when_a_node_is_held_or_somebody_cordons
     assert len(set(seen_tags)) == 4
 
 
-def test_a_job_is_sent_again_when_it_has_recovered_or_committed_and_orders_heed_what_was_decided_only(
+def test_job_tag_follows_commits_but_orders_ignore_progress(
     tmp_path: Path,
 ) -> None:
     app = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=ManualClock())
@@ -236,7 +234,7 @@ def test_a_job_is_sent_again_when_it_has_recovered_or_committed_and_orders_heed_
         post(client, "/v1/jobs/j/stop", BECAUSE, op.ChangeResult, seen(etag))
 
 
-def test_probes_come_in_pages_newest_first_and_by_node(client: TestClient) -> None:
+def test_probes_are_paged_newest_first_and_by_node(client: TestClient) -> None:
     fleet(client, "n1", "n2", "n3", "n4")
     names = []
     for nodes in (("n1", "n2"), ("n3", "n4"), ("n1", "n3"), ("n2", "n4"), ("n1", "n4")):
@@ -258,7 +256,7 @@ def test_probes_come_in_pages_newest_first_and_by_node(client: TestClient) -> No
         get(client, "/v1/probes?cursor=nonsense", op.ProbeList)
 
 
-def test_what_a_node_says_of_a_probe_that_it_takes_no_part_in_counts_for_nothing(client: TestClient) -> None:
+def test_probe_ignores_result_of_uninvolved_node(client: TestClient) -> None:
     speakers = fleet(client, "n1", "n2", "n3")
     name = probe(client, "n1", "n2")
     speakers[2].report(ProbeFinished(probe=name, ok=False, detail="the link of n1 is bad", rows=((1, 9.0, 1.0),)))
@@ -267,7 +265,7 @@ def test_what_a_node_says_of_a_probe_that_it_takes_no_part_in_counts_for_nothing
 
 
 @pytest.mark.promise("eviction-evidence")
-def test_what_the_controller_found_itself_is_shown_with_what_the_agent_tells(tmp_path: Path) -> None:
+def test_node_shows_controller_findings_beside_agent_findings(tmp_path: Path) -> None:
     policy = msgspec.structs.replace(CorePolicy.lab(), slow_link_bytes_per_s=1e9)
     app = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=ManualClock(), policy=policy)
     with TestClient(app) as client:
@@ -281,7 +279,7 @@ def test_what_the_controller_found_itself_is_shown_with_what_the_agent_tells(tmp
     assert [known[node].summary.findings for node in known] == [1, 1]
 
 
-def test_credentials_come_in_pages_oldest_first_though_all_are_of_one_moment(client: TestClient) -> None:
+def test_credentials_are_paged_oldest_first(client: TestClient) -> None:
     made = {issue(client, f"v{i}").id for i in range(7)}
     join = post(client, "/v1/credentials", wire.IssueJoin(reason="x"), wire.Issued).credential.id
     ids: list[str] = []
@@ -300,7 +298,7 @@ def test_credentials_come_in_pages_oldest_first_though_all_are_of_one_moment(cli
             get(client, f"/v1/credentials?{wrong}", wire.CredentialList, OPERATOR)
 
 
-def test_credentials_keep_their_tag_and_their_places_under_another_controller(tmp_path: Path) -> None:
+def test_credential_pages_and_tags_survive_restart(tmp_path: Path) -> None:
     clock = ManualClock()
 
     def life() -> TestClient:
@@ -318,9 +316,7 @@ def test_credentials_keep_their_tag_and_their_places_under_another_controller(tm
         assert (tag(client, "/v1/credentials"), tag(client, f"/v1/credentials/{one.id}")) == etags
 
 
-def test_credentials_that_are_forgotten_leave_pages_and_tag_as_after_a_new_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expired_credentials_leave_pages_and_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everstep_controller.api.credentials.FIRST_SWEEP", 1)
     clock = ManualClock()
 

@@ -18,13 +18,13 @@ HASH = "ab" * 32
 
 
 @pytest.mark.parametrize("kind", [NodeId, JobId, PersonName])
-def test_a_name_that_ends_with_a_line_is_refused(kind: Any) -> None:
+def test_name_with_trailing_newline_is_refused(kind: Any) -> None:
     assert msgspec.convert("n1", kind) == "n1"
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert("n1\n", kind)
 
 
-def test_so_is_an_address_and_a_node_that_enrols() -> None:
+def test_address_with_trailing_newline_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert("n1:7000\n", Address)
     with pytest.raises(msgspec.ValidationError):
@@ -45,7 +45,7 @@ def _patterns(part: Any) -> Iterator[str]:
             yield from _patterns(one)
 
 
-def test_no_text_that_is_held_against_a_pattern_may_have_a_line_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patterns_do_not_match_a_trailing_newline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "with_portable_patterns", lambda part: part)
     kinds = [msgspec.json.schema(kind) for kind in (*PATH_PARAMETERS.values(), *QUERY_PARAMETERS.values())]
     found = set(_patterns([export.module_schema(module) for module in export.MODULES] + kinds))
@@ -55,7 +55,7 @@ def test_no_text_that_is_held_against_a_pattern_may_have_a_line_more(monkeypatch
 
 
 @pytest.mark.parametrize("name", ["n1%0a", "olga%00", "olga%0d%0aroot", "%1b[2J"])
-def test_a_certificate_speaks_for_nobody_whose_name_cannot_be_printed(name: str) -> None:
+def test_certificate_with_unprintable_name_is_refused(name: str) -> None:
     ends = {"notAfter": "Jan  1 00:00:00 2030 GMT"}
     assert identity_of({"subjectAltName": (("URI", "everstep://operator/olga"),), **ends}) is not None
     assert identity_of({"subjectAltName": (("URI", f"everstep://operator/{name}"),), **ends}) is None

@@ -15,7 +15,7 @@ for name in sys.argv[1:]:
 """
 
 
-def test_every_part_of_the_core_can_be_imported_first() -> None:
+def test_every_core_module_can_be_imported_first() -> None:
     core = Path(everstep_controller.core.__file__).parent
     parts = sorted(path.relative_to(core).with_suffix("").parts for path in core.rglob("*.py"))
     names = [".".join(("everstep_controller.core", *part)) for part in parts if part[-1] != "__init__"]

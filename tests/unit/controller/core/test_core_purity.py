@@ -65,7 +65,7 @@ def impurities(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("file", sorted(CORE.rglob("*.py")), ids=lambda file: file.stem)
-def test_the_core_reaches_only_what_is_pure(file: Path) -> None:
+def test_core_imports_only_pure_modules(file: Path) -> None:
     assert impurities(file.read_text()) == []
 
 
@@ -85,5 +85,5 @@ def test_the_core_reaches_only_what_is_pure(file: Path) -> None:
         ("from collections.abc import Mapping\nimport everstep_controller.core.state", []),
     ],
 )
-def test_what_is_impure_is_seen(source: str, found: list[str]) -> None:
+def test_purity_check_finds_impure_imports(source: str, found: list[str]) -> None:
     assert impurities(source) == found

@@ -198,7 +198,7 @@ def _check_history(fleet: CoreFleet) -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(histories)
-def test_after_quiet_nothing_stays_undecided(history: list[Act]) -> None:
+def test_running_jobs_resume_after_faults_end(history: list[Act]) -> None:
     """When all nodes beat, probes pass and ranks do what they are told, every running job resumes."""
     fleet = CoreFleet(quick_policy())
     fleet.register(*NODES)
@@ -225,7 +225,7 @@ def test_after_quiet_nothing_stays_undecided(history: list[Act]) -> None:
 @pytest.mark.promise("replay")
 @settings(max_examples=40, deadline=None)
 @given(histories)
-def test_the_same_log_gives_the_same_effects_without_the_beats(history: list[Act]) -> None:
+def test_replayed_log_gives_the_same_effects_without_heartbeats(history: list[Act]) -> None:
     fleet = _Recorder(quick_policy())
     for act in history:
         try:
@@ -270,7 +270,7 @@ def _rewired(event: Event) -> Event:
     return decoded
 
 
-def test_ticks_look_only_at_what_is_due() -> None:
+def test_tick_checks_only_due_deadlines() -> None:
     fleet = CoreFleet()
     fleet.register(*[f"m{i}" for i in range(200)])
     looked = _count_looks(fleet.state, fleet.now + 1.0)
@@ -283,7 +283,7 @@ def _count_looks(state: FleetState, now: float) -> int:
     return before - len(state.deadlines)
 
 
-def test_next_deadline_is_never_behind_after_a_tick() -> None:
+def test_next_deadline_is_in_the_future_after_a_tick() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1)
     fleet.fail_collective(0)

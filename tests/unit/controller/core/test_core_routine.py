@@ -32,11 +32,11 @@ def fleet() -> CoreFleet:
     [([MILD], True), ([FindingCleared(key="x")], True), ([CRITICAL], False), ([MILD, LOST], False)],
     ids=["mild", "cleared", "critical", "a loss behind it"],
 )
-def test_only_what_is_mild_may_wait(fleet: CoreFleet, reports: list[Any], waits: bool) -> None:
+def test_only_mild_reports_are_deferrable(fleet: CoreFleet, reports: list[Any], waits: bool) -> None:
     assert can_defer_reports(fleet.state, "n1", reports) is waits
 
 
-def test_a_critical_finding_that_stands_may_wait_when_it_is_said_again_and_a_graver_form_may_not(
+def test_repeated_critical_finding_is_deferrable_worsened_is_not(
     fleet: CoreFleet,
 ) -> None:
     fleet.report("n1", MILD)
@@ -49,7 +49,7 @@ def test_a_critical_finding_that_stands_may_wait_when_it_is_said_again_and_a_gra
     assert can_defer_findings(fleet.state, "n1", [graver.finding])
 
 
-def test_the_picture_of_a_stranger_does_not_wait_and_the_first_of_a_node_that_is_known_does() -> None:
+def test_findings_of_unknown_node_are_not_deferrable() -> None:
     fleet = CoreFleet()
     assert not can_defer_findings(fleet.state, "n1", ())
     fleet.register("n1")
@@ -58,6 +58,6 @@ def test_the_picture_of_a_stranger_does_not_wait_and_the_first_of_a_node_that_is
     assert not can_defer_findings(fleet.state, "n1", [CRITICAL.finding])
 
 
-def test_the_picture_of_a_node_that_is_suspected_does_not_wait(fleet: CoreFleet) -> None:
+def test_findings_of_suspect_node_are_not_deferrable(fleet: CoreFleet) -> None:
     fleet.disconnect("n1")
     assert not can_defer_findings(fleet.state, "n1", ())

@@ -12,7 +12,7 @@ from tests.support.core_fleet import CoreFleet, audits, sent
 from tests.support.findings import xid
 
 
-def test_a_generation_whose_acknowledgements_an_earlier_controller_took_is_seen_to_step() -> None:
+def test_takeover_sees_a_generation_step_without_acks() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.lose_rank(0)
@@ -26,7 +26,7 @@ def test_a_generation_whose_acknowledgements_an_earlier_controller_took_is_seen_
     assert fleet.job().generation_resumed_at is not None
 
 
-def test_a_generation_that_committed_before_all_said_that_they_step_commits_nothing_unannounced_after_it() -> None:
+def test_takeover_commits_no_unannounced_version_after_a_commit() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.lose_rank(0)
@@ -36,7 +36,7 @@ def test_a_generation_that_committed_before_all_said_that_they_step_commits_noth
     assert _committed(fleet.seal(8)) == [], "ranks may have been told of another one"
 
 
-def test_so_does_one_that_stepped_and_may_have_been_told_of_a_version_that_not_all_kept() -> None:
+def test_takeover_commits_no_unannounced_version_after_stepping() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.lose_rank(0)
@@ -46,9 +46,7 @@ def test_so_does_one_that_stepped_and_may_have_been_told_of_a_version_that_not_a
     assert _committed(fleet.seal(8)) == []
 
 
-def test_of_a_generation_that_has_neither_stepped_nor_committed_the_first_version_is_committed_by_who_takes_over() -> (
-    None
-):
+def test_takeover_commits_first_version_of_new_generation() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.lose_rank(0)
@@ -60,7 +58,7 @@ def _committed(effects: list[Effect]) -> list[Version]:
     return [effect.doc.version for effect in effects if isinstance(effect, PutVersion)]
 
 
-def test_steps_with_which_ranks_enter_and_to_which_they_are_set_back_are_none_of_a_generation() -> None:
+def test_takeover_ignores_steps_from_entry_and_rollback() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.lose_rank(0)
@@ -72,7 +70,7 @@ def test_steps_with_which_ranks_enter_and_to_which_they_are_set_back_are_none_of
             assert fleet.job().generation_resumed_at is None
 
 
-def test_a_generation_of_its_own_counts_as_resumed_by_acknowledgements_alone() -> None:
+def test_own_generation_resumes_only_by_acknowledgements() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.lose_rank(0)
@@ -82,7 +80,7 @@ def test_a_generation_of_its_own_counts_as_resumed_by_acknowledgements_alone() -
     assert fleet.job().generation_resumed_at is None
 
 
-def test_a_node_that_was_only_held_and_falls_ill_on_its_way_back_leaves_its_job() -> None:
+def test_released_node_with_new_finding_leaves_its_job() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.feed(SchedulerStateChanged(node="n2", cordoned_by="somebody", reason="a disk"))
@@ -94,7 +92,7 @@ def test_a_node_that_was_only_held_and_falls_ill_on_its_way_back_leaves_its_job(
     assert fleet.seats() == ["n1", "n3"]
 
 
-def test_a_quarantine_that_was_served_while_its_node_was_away_ends_when_it_is_back() -> None:
+def test_expired_quarantine_ends_when_node_returns() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.raise_finding("n2", xid())
@@ -107,7 +105,7 @@ def test_a_quarantine_that_was_served_while_its_node_was_away_ends_when_it_is_ba
     assert fleet.node_state("n2") is NodeState.PROBATION
 
 
-def test_a_boundary_that_was_not_written_is_kept_from_everybody_until_the_database_is_back() -> None:
+def test_unwritten_boundary_is_withheld_during_outage() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1)
     fleet.seal(5)
@@ -123,7 +121,7 @@ def test_a_boundary_that_was_not_written_is_kept_from_everybody_until_the_databa
     assert sent(fleet.effects[before:], NewGeneration)["n1"].spec.number == 2
 
 
-def test_a_controller_that_has_just_begun_holds_no_silence_of_before_against_anybody() -> None:
+def test_restarted_controller_ignores_earlier_silence() -> None:
     fleet = CoreFleet()
     fleet.start(4)
     fleet.stop_controller(3600.0)
@@ -133,7 +131,7 @@ def test_a_controller_that_has_just_begun_holds_no_silence_of_before_against_any
     assert audits(effects, "node.suspect") == audits(effects, "node.lost") == []
 
 
-def test_what_an_earlier_run_of_the_job_committed_is_no_version_of_this_one_after_a_restart() -> None:
+def test_rerun_job_ignores_commits_of_previous_run() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.seal(4)
@@ -149,7 +147,7 @@ def test_what_an_earlier_run_of_the_job_committed_is_no_version_of_this_one_afte
     assert fleet.spec().restore.from_scratch
 
 
-def test_a_seal_from_before_what_is_committed_counts_for_nothing_after_a_restart_either() -> None:
+def test_seal_older_than_committed_version_is_ignored() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.seal(4)
@@ -163,7 +161,7 @@ def test_a_seal_from_before_what_is_committed_counts_for_nothing_after_a_restart
     )
 
 
-def test_a_launcher_that_comes_while_the_end_of_its_job_waits_for_the_database_is_told_of_the_end() -> None:
+def test_launcher_joining_finished_job_in_outage_is_stopped() -> None:
     """Nobody could hear of it yet, so it is one of those that wait, and begins nothing anew."""
     fleet = CoreFleet()
     fleet.start(2)

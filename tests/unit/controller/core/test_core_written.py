@@ -51,7 +51,7 @@ def _name(effect: Effect) -> Name:
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(histories)
-def test_what_changes_in_a_record_is_written_with_the_same_event(history: list[Act]) -> None:
+def test_record_changes_are_written_with_their_event(history: list[Act]) -> None:
     fleet = _Watched(quick_policy())
     fleet.register(*NODES[:5])
     fleet.join(*NODES[:4], job="a", min_nodes=2, max_nodes=4, nproc_per_node=2, join_wait_s=1.0)
@@ -62,7 +62,7 @@ def test_what_changes_in_a_record_is_written_with_the_same_event(history: list[A
             continue
 
 
-def test_a_step_of_a_ladder_that_was_of_no_use_is_written_though_the_next_one_waits() -> None:
+def test_failed_ladder_step_is_written_while_next_step_waits() -> None:
     fleet = _Watched(msgspec.structs.replace(quick_policy(), remediation_mode=Mode.ENFORCE))
     fleet.register(*NODES[:5])
     fleet.join(*NODES[:4], job="a", min_nodes=2, max_nodes=4, join_wait_s=1.0)

@@ -16,7 +16,7 @@ def _running() -> CoreFleet:
 
 
 @pytest.mark.promise("database-outage")
-def test_a_generation_that_nobody_was_told_of_is_followed_by_one_that_no_other_controller_can_give() -> None:
+def test_unsent_generation_is_reissued_with_epoch_number() -> None:
     fleet = _running()
     fleet.lose_rank(0)
     untold = fleet.spec()
@@ -29,7 +29,7 @@ def test_a_generation_that_nobody_was_told_of_is_followed_by_one_that_no_other_c
     assert f"generation {untold.number} was decided as the database went away" in told.sentence
 
 
-def test_a_job_that_was_only_to_begin_waits_for_the_database() -> None:
+def test_first_generation_of_job_waits_for_database() -> None:
     fleet = CoreFleet()
     fleet.start(nodes=2)
     formed = fleet.spec()
@@ -37,7 +37,7 @@ def test_a_job_that_was_only_to_begin_waits_for_the_database() -> None:
     assert fleet.spec() is formed
 
 
-def test_only_the_jobs_that_are_named_get_another_generation() -> None:
+def test_only_unsent_generations_are_reissued() -> None:
     fleet = _running()
     before = fleet.spec()
     fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk full"))

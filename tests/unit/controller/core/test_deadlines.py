@@ -24,7 +24,7 @@ def _pop(waiting: list[Deadline], now: float) -> tuple[str, str] | None:
 
 
 @given(st.lists(st.one_of(deadlines, st.sampled_from([1.0, 2.0, 3.5])), max_size=60))
-def test_what_is_due_comes_once_and_the_earliest_first(acts: list[Deadline | float]) -> None:
+def test_deadlines_are_popped_once_in_order(acts: list[Deadline | float]) -> None:
     state, waiting = restore_state(CorePolicy.lab()), list[Deadline]()
     while pop_due(state, float("inf")):
         pass

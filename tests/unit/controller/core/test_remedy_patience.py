@@ -16,7 +16,7 @@ from everstep.errors import Unavailable
 from tests.support.remedy_desk import Book, Machine, run, wanted
 
 
-def test_what_is_never_confirmed_is_given_up_when_patience_is_over() -> None:
+def test_unconfirmed_cordon_fails_after_timeout() -> None:
     machine, book = Machine(pending=10**9), Book()
     done = machine.is_done
 
@@ -31,7 +31,7 @@ def test_what_is_never_confirmed_is_given_up_when_patience_is_over() -> None:
 
 @pytest.mark.promise("cordons-returned")
 @pytest.mark.parametrize("kind", [RemediationKind.CORDON, RemediationKind.UNCORDON, RemediationKind.REPAIR])
-def test_what_is_to_stand_is_asked_for_until_the_outside_is_back_however_long_it_was_away(
+def test_lasting_remediation_is_retried_through_any_outage(
     kind: RemediationKind,
 ) -> None:
     machine, book, failures = Machine(away=9), Book(), Counter[str]()
@@ -50,7 +50,7 @@ def test_what_is_to_stand_is_asked_for_until_the_outside_is_back_however_long_it
 
 
 @pytest.mark.parametrize("kind", [RemediationKind.CORDON, RemediationKind.UNCORDON, RemediationKind.REPAIR])
-def test_what_an_earlier_life_began_is_asked_for_however_long_the_outside_could_not_be_looked_at(
+def test_inherited_remediation_is_requested_after_outage(
     kind: RemediationKind,
 ) -> None:
     """Patience is with an outside that answers: one that is back, and has not done it, was never asked in this life."""
@@ -70,7 +70,7 @@ def test_what_an_earlier_life_began_is_asked_for_however_long_the_outside_could_
     assert book.states("n1-a1") == ["confirmed"]
 
 
-def test_what_was_not_done_when_the_outside_was_back_is_given_up_for_that() -> None:
+def test_remediation_timeout_names_confirmation_not_outage() -> None:
     """And not for the absence before it."""
     machine, book = Machine(pending=10**9), Book()
     looks, done = itertools.count(), machine.is_done
@@ -86,7 +86,7 @@ def test_what_was_not_done_when_the_outside_was_back_is_given_up_for_that() -> N
     assert book.told[0].detail == "it was not confirmed within 300 s"
 
 
-def test_a_cure_is_not_asked_for_any_more_when_patience_is_over_even_of_an_outside_that_was_away() -> None:
+def test_node_remediation_is_not_requested_after_timeout() -> None:
     machine, book = Machine(away=3), Book()
     ask = machine.apply
 
@@ -101,14 +101,14 @@ def test_a_cure_is_not_asked_for_any_more_when_patience_is_over_even_of_an_outsi
 
 
 @pytest.mark.parametrize("kind", [RemediationKind.RESET_GPU, RemediationKind.REBOOT])
-def test_the_core_waits_for_a_cure_longer_than_the_desk_wants_to(kind: RemediationKind) -> None:
+def test_executor_timeout_is_below_core_timeout(kind: RemediationKind) -> None:
     assert PATIENCE_S[kind] <= PATIENCE_SHARE * CorePolicy().remediation_timeout_s
 
 
 @pytest.mark.promise("remediation-caps")
 @pytest.mark.parametrize("waited_s", [0.0, 500.0])
 @pytest.mark.parametrize("due_s", [1800.0, 30.0])
-def test_a_cure_has_its_full_patience_and_is_given_up_before_the_core_does(waited_s: float, due_s: float) -> None:
+def test_node_remediation_gets_full_timeout_before_core_deadline(waited_s: float, due_s: float) -> None:
     """Whatever the core's policy is, and while it waited behind another remedy of its node."""
     machine, book = Machine(pending=10**9), Book()
     at, waited_s, step_s = book.now, waited_s * due_s / 1800.0, due_s / 100
@@ -127,7 +127,7 @@ def test_a_cure_has_its_full_patience_and_is_given_up_before_the_core_does(waite
     assert book.now < at + due_s
 
 
-def test_patience_with_a_cure_begins_when_the_outside_could_hear_of_it() -> None:
+def test_node_remediation_timeout_starts_at_first_request() -> None:
     """It was away at first. Given up sooner, it would be carried out while the node serves again."""
     machine, book = Machine(away=1, pending=10**9), Book()
     at, asked_at, ask, done = book.now, 0.0, machine.apply, machine.is_done
@@ -151,14 +151,14 @@ def test_patience_with_a_cure_begins_when_the_outside_could_hear_of_it() -> None
 
 
 @pytest.mark.promise("remediation-caps")
-def test_a_cure_that_would_end_after_the_core_has_given_it_up_is_not_asked_for() -> None:
+def test_node_remediation_is_not_started_too_late() -> None:
     machine, book = Machine(), Book()
     run(machine, book, wanted(1, RemediationKind.REBOOT, at=book.now - 600.0, due=book.now + 1200.0))
     assert machine.applied == []
     assert "too late to ask" in book.told[0].detail
 
 
-def test_an_order_whose_answer_was_lost_is_looked_for_when_it_is_too_late_to_repeat_it() -> None:
+def test_lost_remediation_response_is_checked_after_deadline() -> None:
     machine, book = Machine(pending=1), Book()
     ask = machine.apply
 
@@ -173,7 +173,7 @@ def test_an_order_whose_answer_was_lost_is_looked_for_when_it_is_too_late_to_rep
     assert [told.succeeded for told in book.told] == [True]
 
 
-def test_a_cure_that_is_done_is_done_however_late_an_heir_looks() -> None:
+def test_finished_remediation_is_confirmed_after_deadline() -> None:
     machine, book = Machine(), Book()
     machine.applied = ["n1-a1"]
     row = wanted(1, RemediationKind.REBOOT, at=book.now - 100.0, due=book.now)

@@ -68,7 +68,7 @@ def _refused(fleet: CoreFleet, node: str) -> str:
 
 
 @pytest.mark.promise("forgotten-nodes")
-def test_a_node_that_is_heard_or_that_a_job_counts_on_is_not_forgotten() -> None:
+def test_forget_refuses_connected_or_seated_node() -> None:
     fleet = _fleet(nodes=2, spares=1, min_nodes=2)
     assert "n3 is heard: end its agent first" in _refused(fleet, "n3")
     _lose(fleet, "n3")
@@ -79,7 +79,7 @@ def test_a_node_that_is_heard_or_that_a_job_counts_on_is_not_forgotten() -> None
         fleet.order(OperatorAction.FORGET, node="n9")
 
 
-def test_a_node_that_may_hold_what_a_job_would_go_back_to_is_not_forgotten_until_the_next_commit() -> None:
+def test_forget_refuses_holder_until_next_commit() -> None:
     fleet = _fleet()
     _lose(fleet, "n2")
     fleet.resume(step=9)
@@ -90,7 +90,7 @@ def test_a_node_that_may_hold_what_a_job_would_go_back_to_is_not_forgotten_until
     assert "n2" not in fleet.state.nodes
 
 
-def test_who_takes_part_in_a_probe_is_not_forgotten_before_it_has_ended() -> None:
+def test_forget_refuses_node_under_probe() -> None:
     fleet = _fleet(nodes=2, spares=2)
     fleet.raise_finding("n4", xid())
     fleet.clear_finding("n4", xid().key)
@@ -100,7 +100,7 @@ def test_who_takes_part_in_a_probe_is_not_forgotten_before_it_has_ended() -> Non
     assert "a probe of n4 is under way" in _refused(fleet, "n4"), partner
 
 
-def test_nothing_leads_to_a_forgotten_node_and_it_comes_back_as_a_new_one() -> None:
+def test_forgotten_node_leaves_no_trace_and_returns_as_new() -> None:
     fleet = _fleet()
     fleet.raise_finding("n4", xid())
     _lose_quarantined(fleet, "n4")
@@ -120,7 +120,7 @@ def test_nothing_leads_to_a_forgotten_node_and_it_comes_back_as_a_new_one() -> N
 
 @pytest.mark.promise("forgotten-nodes")
 @pytest.mark.parametrize("restarted", [False, True])
-def test_who_was_forgotten_in_quarantine_comes_back_through_a_probe(restarted: bool) -> None:
+def test_node_forgotten_in_quarantine_returns_through_probe(restarted: bool) -> None:
     fleet = _fleet()
     fleet.raise_finding("n4", xid())
     _lose_quarantined(fleet, "n4")
@@ -132,7 +132,7 @@ def test_who_was_forgotten_in_quarantine_comes_back_through_a_probe(restarted: b
 
 
 @pytest.mark.promise("forgotten-nodes")
-def test_who_was_forgotten_in_repair_comes_back_through_a_probe() -> None:
+def test_node_forgotten_in_repair_returns_through_probe() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.REPAIR, node="n4")
     _lose_quarantined(fleet, "n4")
@@ -141,7 +141,7 @@ def test_who_was_forgotten_in_repair_comes_back_through_a_probe() -> None:
 
 
 @pytest.mark.promise("forgotten-nodes")
-def test_who_was_forgotten_when_it_was_lost_on_its_way_back_comes_back_through_what_was_due() -> None:
+def test_node_forgotten_on_probation_keeps_required_diagnostics() -> None:
     fleet = _fleet()
     _illness_is_over(fleet, "n4")
     assert fleet.node_state("n4") is NodeState.PROBATION
@@ -157,7 +157,7 @@ def test_who_was_forgotten_when_it_was_lost_on_its_way_back_comes_back_through_w
     _comes_back_through_a_probe(fleet, "n4")
 
 
-def test_who_was_forgotten_when_a_person_held_it_on_its_way_back_comes_back_through_what_was_due() -> None:
+def test_node_forgotten_while_held_returns_through_probe() -> None:
     fleet = _fleet()
     fleet.raise_finding("n4", xid())
     fleet.order(OperatorAction.HOLD, node="n4")
@@ -176,7 +176,7 @@ def _illness_is_over(fleet: CoreFleet, node: str) -> None:
 
 
 @pytest.mark.promise("forgotten-nodes")
-def test_who_was_forgotten_by_age_in_quarantine_comes_back_through_a_probe() -> None:
+def test_quarantined_node_forgotten_by_age_needs_probe() -> None:
     fleet = _fleet()
     fleet.raise_finding("n4", xid())
     _lose_quarantined(fleet, "n4")
@@ -185,7 +185,7 @@ def test_who_was_forgotten_by_age_in_quarantine_comes_back_through_a_probe() -> 
     _comes_back_through_a_probe(fleet, "n4")
 
 
-def test_who_was_forgotten_when_lost_and_nothing_else_comes_back_as_anybody_new() -> None:
+def test_lost_node_without_findings_returns_healthy() -> None:
     fleet = _fleet()
     _lose(fleet, "n4")
     fleet.order(OperatorAction.FORGET, node="n4")
@@ -193,7 +193,7 @@ def test_who_was_forgotten_when_lost_and_nothing_else_comes_back_as_anybody_new(
     assert fleet.node_state("n4") is NodeState.HEALTHY
 
 
-def test_gpus_that_computed_wrongly_need_somebodys_word_also_after_their_node_was_forgotten() -> None:
+def test_condemned_gpus_stay_condemned_after_forget() -> None:
     fleet = _fleet()
     fleet.raise_finding("n4", xid())
     fleet.state.nodes["n4"].defective_gpus = ["GPU-n4"]
@@ -207,7 +207,7 @@ def test_gpus_that_computed_wrongly_need_somebodys_word_also_after_their_node_wa
     assert fleet.node_state("n4") is NodeState.PROBATION
 
 
-def test_of_very_many_names_those_that_were_forgotten_first_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfit_node_list_drops_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retirement, "MAX_UNFIT_NODES", 1)
     fleet = _fleet(nodes=2, spares=2)
     for node in ("n3", "n4"):
@@ -239,7 +239,7 @@ def _lose_quarantined(fleet: CoreFleet, node: str) -> None:
     assert node not in fleet.state.reachable
 
 
-def test_an_order_waits_for_the_database() -> None:
+def test_forget_waits_for_the_database() -> None:
     fleet = _fleet()
     _lose(fleet, "n4")
     fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk full"))
@@ -250,7 +250,7 @@ def test_an_order_waits_for_the_database() -> None:
 # --- by age ------------------------------------------------------------------------------------------------------
 
 
-def test_a_node_that_is_not_heard_for_long_is_forgotten_and_one_that_is_heard_is_not() -> None:
+def test_absent_node_is_forgotten_after_its_age() -> None:
     fleet = _fleet()
     _lose(fleet, "n4")
     _pass(fleet, 1.9)
@@ -262,7 +262,7 @@ def test_a_node_that_is_not_heard_for_long_is_forgotten_and_one_that_is_heard_is
 
 
 @pytest.mark.promise("forgotten-nodes")
-def test_what_a_person_has_a_say_in_stays_until_a_person_ends_it() -> None:
+def test_nodes_held_in_repair_or_condemned_are_kept() -> None:
     fleet = _fleet(nodes=2, spares=4)
     fleet.order(OperatorAction.HOLD, node="n3")
     fleet.order(OperatorAction.REPAIR, node="n4")
@@ -275,7 +275,7 @@ def test_what_a_person_has_a_say_in_stays_until_a_person_ends_it() -> None:
     assert "n4" not in fleet.state.nodes
 
 
-def test_the_age_of_an_absence_outlives_the_controller() -> None:
+def test_absence_age_survives_controller_restart() -> None:
     fleet = _fleet()
     _lose(fleet, "n4")
     _pass(fleet, 1.5)
@@ -284,7 +284,7 @@ def test_the_age_of_an_absence_outlives_the_controller() -> None:
     assert "n4" not in fleet.state.nodes
 
 
-def test_zero_forgets_nothing_and_asks_for_no_look() -> None:
+def test_retention_of_zero_is_disabled() -> None:
     never = dict.fromkeys(("forget_nodes_after_s", "forget_jobs_after_s", "end_abandoned_jobs_after_s"), 0.0)
     fleet = _fleet(msgspec.structs.replace(LAB, **never))
     _lose(fleet, "n4")
@@ -294,7 +294,7 @@ def test_zero_forgets_nothing_and_asks_for_no_look() -> None:
     assert not [kind for _, kind, _ in fleet.state.queued_deadlines if kind == "retention"]
 
 
-def test_a_job_that_is_over_for_long_is_forgotten_and_one_of_its_name_begins_anew() -> None:
+def test_ended_job_is_forgotten_after_its_age() -> None:
     fleet = _fleet()
     _finish(fleet)
     _pass(fleet, 0.9)
@@ -308,7 +308,7 @@ def test_a_job_that_is_over_for_long_is_forgotten_and_one_of_its_name_begins_ane
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_a_node_whose_job_is_over_is_forgotten_with_the_homes_of_its_versions(left: bool) -> None:
+def test_node_of_ended_job_is_forgotten_with_replica_record(left: bool) -> None:
     fleet = _fleet()
     _finish(fleet)
     if left:
@@ -319,13 +319,13 @@ def test_a_node_whose_job_is_over_is_forgotten_with_the_homes_of_its_versions(le
     assert "n2" not in fleet.job().launchers
 
 
-def test_a_job_that_is_not_over_is_never_old() -> None:
+def test_unfinished_job_is_never_forgotten() -> None:
     fleet = _fleet()
     _pass(fleet, 3.0)
     assert list(fleet.state.jobs) == ["job"]
 
 
-def test_of_very_many_a_look_forgets_some_and_the_next_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgetting_is_spread_over_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retirement, "MAX_PER_CHECK", 2)
     fleet = _fleet(nodes=1, spares=3)
     _lose(fleet, "n2", "n3")
@@ -337,7 +337,7 @@ def test_of_very_many_a_look_forgets_some_and_the_next_the_others(monkeypatch: p
     assert list(fleet.state.nodes) == ["n1"]
 
 
-def test_while_the_database_is_away_nothing_is_forgotten() -> None:
+def test_forgetting_stops_during_database_outage() -> None:
     fleet = _fleet()
     _lose(fleet, "n4")
     fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk full"))
@@ -348,7 +348,7 @@ def test_while_the_database_is_away_nothing_is_forgotten() -> None:
     assert "n4" not in fleet.state.nodes
 
 
-def test_an_age_below_zero_is_refused() -> None:
+def test_negative_age_is_refused() -> None:
     with pytest.raises(ValueError, match="forget_nodes_after_s"):
         msgspec.structs.replace(LAB, forget_nodes_after_s=-1.0).validate()
 
@@ -366,7 +366,7 @@ def _deserted() -> CoreFleet:
 
 
 @pytest.mark.promise("deserted-job")
-def test_a_job_that_all_launchers_have_left_is_ended_when_none_comes_for_a_day_and_its_vaults_are_told() -> None:
+def test_abandoned_job_ends_after_a_day() -> None:
     fleet = _deserted()
     _pass(fleet, 0.8)
     fleet.restart()
@@ -378,7 +378,7 @@ def test_a_job_that_all_launchers_have_left_is_ended_when_none_comes_for_a_day_a
 
 
 @pytest.mark.promise("deserted-job")
-def test_one_that_a_launcher_comes_back_to_goes_on_from_memory_and_is_waited_for_anew_when_it_leaves() -> None:
+def test_abandoned_job_resumes_and_its_timer_restarts() -> None:
     fleet = _deserted()
     _pass(fleet, 0.8)
     fleet.join("n1", "n2", min_nodes=2, max_nodes=3)
@@ -391,7 +391,7 @@ def test_one_that_a_launcher_comes_back_to_goes_on_from_memory_and_is_waited_for
     assert fleet.job_state() is JobState.PAUSED
 
 
-def test_one_that_never_formed_is_ended_too_and_one_whose_nodes_are_only_out_of_reach_is_not() -> None:
+def test_abandoned_forming_job_ends_but_unreachable_job_stays() -> None:
     fleet = _fleet(nodes=2, spares=0, min_nodes=2)
     fleet.register("m1")
     fleet.join("m1", job="alone", min_nodes=2, max_nodes=2, join_wait_s=5.0)
@@ -401,7 +401,7 @@ def test_one_that_never_formed_is_ended_too_and_one_whose_nodes_are_only_out_of_
     assert (fleet.job_state("alone"), fleet.job_state()) == (JobState.FAILED, JobState.PAUSED)
 
 
-def test_zero_waits_for_ever() -> None:
+def test_abandoned_job_timeout_of_zero_is_disabled() -> None:
     fleet = _deserted()
     fleet.policy = fleet.state.policy = msgspec.structs.replace(fleet.policy, end_abandoned_jobs_after_s=0.0)
     _pass(fleet, 3.0)

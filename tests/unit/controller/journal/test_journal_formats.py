@@ -57,7 +57,7 @@ def test_journal_holds_every_kind_of_event_and_report(recorded: Path) -> None:
     assert every_kind() - kinds(recorded) == set()
 
 
-def test_newer_format_is_refused_with_what_to_do(recorded: Path, tmp_path: Path) -> None:
+def test_newer_journal_format_is_refused_with_advice(recorded: Path, tmp_path: Path) -> None:
     newer = written(tmp_path / "newer.journal", beginning_of(recorded), magic=b"everstep-journal 73\n")
     with pytest.raises(MalformedMessage, match=r"of format 73, and this release .* reads format 1: replay it with"):
         replay(newer)
@@ -68,7 +68,7 @@ def test_newer_format_is_refused_with_what_to_do(recorded: Path, tmp_path: Path)
     assert "Traceback" not in done.stderr
 
 
-def test_unknown_event_is_refused_where_it_comes(recorded: Path, tmp_path: Path) -> None:
+def test_unknown_event_is_refused_at_its_position(recorded: Path, tmp_path: Path) -> None:
     beginning, entries = read_segment(recorded)
     first = next(entries)
     unknown = msgspec.msgpack.encode([first.at, {"type": "MoonRose", "trace": "t"}, [], []])
@@ -78,7 +78,7 @@ def test_unknown_event_is_refused_where_it_comes(recorded: Path, tmp_path: Path)
         next(recording.events)
 
 
-def test_state_not_understood_names_the_release_that_wrote_it(recorded: Path, tmp_path: Path) -> None:
+def test_unreadable_state_names_the_writing_release(recorded: Path, tmp_path: Path) -> None:
     old = SegmentStart(version="0.0.7", at=1.0, state=msgspec.Raw(msgspec.msgpack.encode({"nodes": 3})))
     with pytest.raises(MalformedMessage, match=r"everstep 0\.0\.7, whose state this release .* replay it with that"):
         replay(written(tmp_path / "old.journal", old))

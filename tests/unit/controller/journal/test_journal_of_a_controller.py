@@ -16,7 +16,7 @@ def _replayed(journal: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_what_a_killed_controller_decided_is_decided_again(program_forks: ForkPool, tmp_path: Path) -> None:
+def test_journal_of_killed_controller_replays_identically(program_forks: ForkPool, tmp_path: Path) -> None:
     settings, journal = tmp_path / "settings.toml", tmp_path / "journal"
     settings.write_text(f'journal_dir = "{journal}"\n')
     process = ControllerProcess(tmp_path, program_forks, arguments=("--settings", str(settings)))

@@ -54,7 +54,7 @@ def _steps(directory: Path) -> list[ReplayedEvent]:
 
 
 @pytest.mark.promise("replay")
-def test_every_event_is_decided_as_it_was_then_without_the_beats(fleet: JournaledFleet, tmp_path: Path) -> None:
+def test_replay_reproduces_every_decision_without_heartbeats(fleet: JournaledFleet, tmp_path: Path) -> None:
     _incident(fleet)
     fleet.journal.close()
     steps = _steps(tmp_path / "journal")
@@ -63,7 +63,7 @@ def test_every_event_is_decided_as_it_was_then_without_the_beats(fleet: Journale
     assert any("node.suspect: n5" in line for step in steps for line in step.replayed)
 
 
-def test_ticks_that_found_everybody_well_are_not_kept(fleet: JournaledFleet, tmp_path: Path) -> None:
+def test_journal_omits_ticks_without_effect(fleet: JournaledFleet, tmp_path: Path) -> None:
     fleet.register(*[f"m{i}" for i in range(20)])
     for i in range(20):
         fleet.beat(f"m{i}")
@@ -78,9 +78,7 @@ def test_ticks_that_found_everybody_well_are_not_kept(fleet: JournaledFleet, tmp
     }
 
 
-def test_a_core_that_decides_otherwise_shows_the_difference(
-    fleet: JournaledFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_shows_changed_decision(fleet: JournaledFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _incident(fleet)
     fleet.journal.close()
 
@@ -93,9 +91,7 @@ def test_a_core_that_decides_otherwise_shows_the_difference(
     assert any(line.startswith("-verdict n2-1 (evict)") for line in different[0].difference())
 
 
-def test_other_places_for_copies_than_the_words_name_are_a_difference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_shows_changed_replica_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = JournaledFleet(tmp_path / "journal")
     fleet.start(12)
     fleet.journal.close()
@@ -113,9 +109,7 @@ def test_other_places_for_copies_than_the_words_name_are_a_difference(
     assert all(step.recorded == step.replayed and step.difference()[-1] == HIDDEN_DIFFERENCE for step in different)
 
 
-def test_another_gpu_to_reset_and_another_probe_than_the_words_name_are_differences(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_shows_changed_gpu_and_probe_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = JournaledFleet(tmp_path, msgspec.structs.replace(CorePolicy.lab(), remediation_mode=Mode.ENFORCE))
     gpus = tuple(Gpu(index=i, uuid=f"GPU-{i}", name="virtual", pci_bus_id=str(i), memory_bytes=1) for i in range(2))
     fleet.register("n1", "n2", "n3", "n4", gpus=gpus)
@@ -139,7 +133,7 @@ def test_another_gpu_to_reset_and_another_probe_than_the_words_name_are_differen
     assert [step.difference()[-1] for step in _steps(tmp_path) if step.differs] == [HIDDEN_DIFFERENCE]
 
 
-def test_secrets_are_not_written_and_the_files_are_their_owners_only(fleet: JournaledFleet, tmp_path: Path) -> None:
+def test_journal_omits_secrets_and_is_owner_only(fleet: JournaledFleet, tmp_path: Path) -> None:
     _incident(fleet)
     fleet.journal.close()
     found = segments(tmp_path / "journal")
@@ -151,7 +145,7 @@ def test_secrets_are_not_written_and_the_files_are_their_owners_only(fleet: Jour
         assert ENTROPY.encode() not in told
 
 
-def test_a_new_segment_begins_with_the_whole_state_and_without_its_secrets(tmp_path: Path) -> None:
+def test_new_segment_starts_with_full_state_without_secrets(tmp_path: Path) -> None:
     fleet = JournaledFleet(tmp_path / "journal", segment_bytes=2000)
     _incident(fleet)
     for step in range(6, 40):
@@ -166,7 +160,7 @@ def test_a_new_segment_begins_with_the_whole_state_and_without_its_secrets(tmp_p
     assert ENTROPY.encode() not in bytes(beginning.state)
 
 
-def test_what_a_crash_cut_off_does_not_hide_what_came_before(fleet: JournaledFleet, tmp_path: Path) -> None:
+def test_truncated_journal_replays_up_to_the_cut(fleet: JournaledFleet, tmp_path: Path) -> None:
     _incident(fleet)
     fleet.journal.close()
     path = segments(tmp_path / "journal")[0]
@@ -175,7 +169,7 @@ def test_what_a_crash_cut_off_does_not_hide_what_came_before(fleet: JournaledFle
     assert 0 < len(_steps(tmp_path / "journal")) < whole
 
 
-def test_old_segments_go_first_and_the_one_being_written_never(tmp_path: Path) -> None:
+def test_oldest_segments_are_deleted_first(tmp_path: Path) -> None:
     fleet = JournaledFleet(tmp_path / "journal", segment_bytes=1500, max_bytes=8000)
     fleet.start(4)
     for step in range(5, 80):
@@ -188,9 +182,7 @@ def test_old_segments_go_first_and_the_one_being_written_never(tmp_path: Path) -
     assert int(found[0].name[:15]) / 1000 > START
 
 
-def test_a_disk_that_takes_nothing_costs_the_journal_a_gap_and_decisions_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_journal_gap_on_full_disk_changes_no_decision(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "journal"
     fleet = JournaledFleet(folder, segment_bytes=1)
     fleet.start(4)
@@ -210,7 +202,7 @@ def test_a_disk_that_takes_nothing_costs_the_journal_a_gap_and_decisions_nothing
 
 
 @pytest.mark.parametrize(("entries", "gaps"), [(1, 0), (200, 1)])
-def test_a_large_state_that_waits_for_a_busy_disk_is_no_reason_for_a_gap(
+def test_journal_buffers_state_but_drops_excess_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: int, gaps: int
 ) -> None:
     monkeypatch.setattr(recorder, "MAX_PENDING_BYTES", 4096)
@@ -230,7 +222,7 @@ def test_a_large_state_that_waits_for_a_busy_disk_is_no_reason_for_a_gap(
     assert fleet.journal.gaps == gaps
 
 
-def test_what_is_no_journal_is_refused_with_a_sentence(tmp_path: Path) -> None:
+def test_invalid_journal_is_refused(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.journal"
     wrong.write_bytes(b"something else")
     with pytest.raises(MalformedMessage, match="is no journal: it does not begin with"):
@@ -243,7 +235,7 @@ def test_what_is_no_journal_is_refused_with_a_sentence(tmp_path: Path) -> None:
         Journal(tmp_path / "file" / "journal", max_bytes=1, keep_s=1.0)
 
 
-def test_the_command_tells_the_incident_and_that_nothing_differs(fleet: JournaledFleet, tmp_path: Path) -> None:
+def test_replay_command_prints_incident_without_differences(fleet: JournaledFleet, tmp_path: Path) -> None:
     _incident(fleet)
     fleet.journal.close()
     command = [sys.executable, "-m", "everstep.cli.main", "replay", str(tmp_path / "journal"), "--node", "n2"]

@@ -80,9 +80,7 @@ def _is_gone(pid: int) -> bool:
     return not state or state[0] == "Z"
 
 
-def test_a_controller_that_is_killed_in_the_middle_leaves_no_process(
-    endless: Path, is_read: Callable[[], bool]
-) -> None:
+def test_trial_process_ends_with_killed_controller(endless: Path, is_read: Callable[[], bool]) -> None:
     with subprocess.Popen([sys.executable, "-c", _CONTROLLER, str(endless)]) as controller:
         _until(is_read, "the trial has begun")
         started = _children(controller.pid)
@@ -91,7 +89,7 @@ def test_a_controller_that_is_killed_in_the_middle_leaves_no_process(
     _until(lambda: all(map(_is_gone, started)), f"{started} end with it")
 
 
-def test_a_trial_that_nobody_waits_for_any_more_is_ended(endless: Path, is_read: Callable[[], bool]) -> None:
+def test_cancelled_trial_process_is_ended(endless: Path, is_read: Callable[[], bool]) -> None:
     before = set(_children(os.getpid()))
 
     async def broken_off() -> set[int]:
@@ -109,7 +107,7 @@ def test_a_trial_that_nobody_waits_for_any_more_is_ended(endless: Path, is_read:
     _until(lambda: all(map(_is_gone, started)), f"{started} end with it")
 
 
-def test_why_nothing_can_be_told_is_the_trials_own_word(tmp_path: Path) -> None:
+def test_trial_error_message_reaches_the_caller(tmp_path: Path) -> None:
     (tmp_path / f"{0:015d}-1{SUFFIX}").write_bytes(b"no journal")
     with pytest.raises(MalformedMessage, match="journal"):
         asyncio.run(PolicyTrialRunner(str(tmp_path)).run(with_rules(CorePolicy.lab()), WANTED, 1.0))

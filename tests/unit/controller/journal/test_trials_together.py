@@ -52,7 +52,7 @@ def _tried(fleet: JournaledFleet, folder: Path, since: float = START, **knobs: o
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_several_journals_say_what_one_with_all_of_it_says(tmp_path: Path, count: int) -> None:
+def test_merged_trials_equal_a_single_trial(tmp_path: Path, count: int) -> None:
     fleet = _past(tmp_path)
     (tmp_path / "all").mkdir()
     for segment in (*segments(tmp_path / "a"), *segments(tmp_path / "b")):
@@ -67,26 +67,26 @@ def test_several_journals_say_what_one_with_all_of_it_says(tmp_path: Path, count
     assert (whole.gaps, len(whole.avoided_evictions)) == ((), {1: 2, 2: 1, 4: 0}[count])
 
 
-def test_what_a_controller_that_does_not_answer_recorded_is_a_gap_and_named(tmp_path: Path) -> None:
+def test_unreachable_controller_is_reported_as_gap(tmp_path: Path) -> None:
     fleet = _past(tmp_path)
     told = merge_results({A: _tried(fleet, tmp_path / "a"), B: Unavailable("nobody answers")})
     assert (told.evictions, len(told.gaps)) == (2, 1)
     assert told.sentence.endswith("; https://b:7700 is not counted: nobody answers")
 
 
-def test_one_that_never_led_is_no_gap(tmp_path: Path) -> None:
+def test_controller_without_records_is_no_gap(tmp_path: Path) -> None:
     fleet = _past(tmp_path)
     parts = {A: _tried(fleet, tmp_path / "a"), B: _tried(fleet, tmp_path / "b"), C: NotFound("nothing is recorded")}
     assert merge_results(parts).sentence == "it would have evicted 3 times, as happened"
 
 
-def test_a_journal_that_two_have_counts_once(tmp_path: Path) -> None:
+def test_shared_journal_counts_once(tmp_path: Path) -> None:
     fleet = _past(tmp_path)
     part = _tried(fleet, tmp_path / "a")
     assert merge_results({A: part, C: part}) == merge_results({A: part})
 
 
-def test_what_one_would_have_done_and_another_saw_happen_is_no_difference() -> None:
+def test_eviction_seen_by_another_controller_is_no_difference() -> None:
     """A node that left later than it would have under the change, and once more."""
     words = {"sentence": "n3: XID 48", "action": Action.DRAIN, "evidence": (), "trace": "t"}
     verdict = Verdict(id="n3-1", node="n3", decision=Decision.EVICT, at=120.0, **words)  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ def test_what_one_would_have_done_and_another_saw_happen_is_no_difference() -> N
     assert (told.evictions, told.added_evictions, told.avoided_evictions) == (2, (), (line,))
 
 
-def test_what_is_said_where_nobody_recorded_anything() -> None:
+def test_merge_without_records_raises_the_reason() -> None:
     none: dict[str, PolicyTrialResult | EverstepError] = {
         A: NotFound("nothing is recorded in a"),
         B: Conflict("set journal_dir"),
@@ -118,9 +118,7 @@ def test_what_is_said_where_nobody_recorded_anything() -> None:
 @pytest.mark.parametrize(
     ("epoch", "later", "missing"), [(8, 1.0, False), (8, FAILOVER_S + 1.0, True), (9, 1.0, True), (7, 1.0, True)]
 )
-def test_a_failover_within_a_minute_is_no_gap_and_a_leadership_that_nobody_shows_is(
-    epoch: int, later: float, missing: bool
-) -> None:
+def test_quick_failover_is_no_gap_but_missing_epoch_is(epoch: int, later: float, missing: bool) -> None:
     first = RecordedSpan(begins_at=0.0, ends_at=100.0, epoch=7)
     second = RecordedSpan(begins_at=100.0 + later, ends_at=200.0 + later, epoch=epoch)
     assert recording_gaps((second, first)) == (((100.0, 100.0 + later),) if missing else ())

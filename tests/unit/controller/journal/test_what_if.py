@@ -31,19 +31,19 @@ def _evicts_n2(fleet: JournaledFleet) -> None:
     fleet.advance(8.0, "n1", "n3", "n4", "n5", "n6")
 
 
-def test_the_same_policy_would_have_done_the_same(tmp_path: Path) -> None:
+def test_trial_of_same_policy_shows_no_difference(tmp_path: Path) -> None:
     fleet = JournaledFleet(tmp_path)
     _evicts_n2(fleet)
     told = _tried(fleet, tmp_path, eviction_count=1)
     assert (told.evictions, told.added_evictions, told.avoided_evictions, told.gaps) == (1, (), (), ())
 
 
-def test_nothing_recorded_is_said(tmp_path: Path) -> None:
+def test_trial_without_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="nothing is recorded"):
         replay_with_policy(tmp_path / "nothing", CorePolicy(), START)
 
 
-def test_what_people_ordered_is_left_out(tmp_path: Path) -> None:
+def test_trial_ignores_operator_orders(tmp_path: Path) -> None:
     fleet = JournaledFleet(tmp_path)
     fleet.start(4, 1)
     fleet.seal(5)
@@ -52,7 +52,7 @@ def test_what_people_ordered_is_left_out(tmp_path: Path) -> None:
     assert (told.evictions, told.added_evictions, told.avoided_evictions) == (0, (), ())
 
 
-def test_a_world_that_went_another_way_goes_on_in_the_next_segment(tmp_path: Path) -> None:
+def test_trial_carries_diverging_state_across_segments(tmp_path: Path) -> None:
     """Under a budget of one n3 is not evicted for what happened in the first segment, nor in those that follow."""
     fleet = JournaledFleet(tmp_path, segment_bytes=1)
     _evicts_n2(fleet)
@@ -67,7 +67,7 @@ def test_a_world_that_went_another_way_goes_on_in_the_next_segment(tmp_path: Pat
     assert told.gaps == ()
 
 
-def test_what_another_life_of_the_controller_left_out_is_a_gap(tmp_path: Path) -> None:
+def test_trial_reports_gap_between_controller_runs(tmp_path: Path) -> None:
     fleet = JournaledFleet(tmp_path)
     _evicts_n2(fleet)
     fleet.journal.close()

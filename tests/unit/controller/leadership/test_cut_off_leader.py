@@ -62,7 +62,7 @@ def node_states(controller: ControllerProcess) -> list[str]:
 
 
 @pytest.mark.promise("cut-off-leader")
-def test_a_leader_that_alone_is_cut_off_from_the_database_stands_by_when_another_leads_and_its_nodes_move(
+def test_leader_cut_off_from_database_steps_down_for_new_one(
     program_forks: ForkPool, tmp_path: Path, postgres: str
 ) -> None:
     with (
@@ -84,9 +84,7 @@ def test_a_leader_that_alone_is_cut_off_from_the_database_stands_by_when_another
         until(lambda: ready(old)[1]["leader"] == new.url, "the old one to see who leads")
 
 
-def test_a_leader_whose_lease_cannot_be_renewed_says_that_the_database_is_away(
-    program_forks: ForkPool, tmp_path: Path, postgres: str
-) -> None:
+def test_leader_unable_to_renew_reports_database_away(program_forks: ForkPool, tmp_path: Path, postgres: str) -> None:
     with line_to(postgres) as line, two_controllers(program_forks, tmp_path, postgres, line) as (old, _new):
         assert "database" not in ready(old)[1]
         line.cut()

@@ -55,7 +55,7 @@ def succession(epoch: int, secret: bytes = SECRET) -> LeadershipProof:
     return LeadershipProof(epoch=epoch, proof=epoch_proof(secret, epoch))
 
 
-def test_it_asks_a_few_agents_a_second_and_only_while_it_cannot_renew() -> None:
+def test_epoch_check_asks_few_agents_while_lease_fails() -> None:
     def story(leader: Leader) -> None:
         assert leader.doubt.unconfirmed_epoch() == 0
         leader.tenure.fail_renewal()
@@ -69,7 +69,7 @@ def test_it_asks_a_few_agents_a_second_and_only_while_it_cannot_renew() -> None:
     assert not played(story)
 
 
-def test_it_steps_down_before_a_higher_epoch_that_is_proved() -> None:
+def test_epoch_check_steps_down_for_proven_higher_epoch() -> None:
     def story(leader: Leader) -> None:
         leader.tenure.fail_renewal()
         leader.doubt.take_proof(succession(4))
@@ -90,7 +90,7 @@ def test_it_steps_down_before_a_higher_epoch_that_is_proved() -> None:
     ],
     ids=["its own epoch", "of another fleet", "of another epoch", "no proof"],
 )
-def test_nobody_can_end_it_without_a_proof(said: LeadershipProof) -> None:
+def test_epoch_check_ignores_unproven_epoch(said: LeadershipProof) -> None:
     def story(leader: Leader) -> None:
         leader.tenure.fail_renewal()
         leader.doubt.take_proof(said)
@@ -98,11 +98,11 @@ def test_nobody_can_end_it_without_a_proof(said: LeadershipProof) -> None:
     assert not played(story)
 
 
-def test_while_it_can_renew_the_database_alone_says_who_leads() -> None:
+def test_epoch_check_is_inactive_while_lease_renews() -> None:
     assert not played(lambda leader: leader.doubt.take_proof(succession(4)))
 
 
-def test_what_it_shows_of_itself_is_what_another_one_believes() -> None:
+def test_epoch_check_accepts_proof_of_another_controller() -> None:
     async def play() -> bool:
         newer = EpochCheck(Leader().tenure, Keyring((SECRET,)), ManualClock(), 4)
         older = Leader()

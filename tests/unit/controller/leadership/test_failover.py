@@ -66,7 +66,7 @@ def more(stream: ReportStream) -> None:
 
 
 @pytest.mark.promise("single-leader")
-def test_a_standby_says_who_leads_and_follows_at_once_where_the_leader_ends_in_order(
+def test_standby_names_leader_and_takes_over_on_termination(
     controllers: list[ControllerProcess],
 ) -> None:
     leader, *others = controllers
@@ -90,7 +90,7 @@ def test_a_standby_says_who_leads_and_follows_at_once_where_the_leader_ends_in_o
 
 
 @pytest.mark.promise("acknowledged-is-durable")
-def test_killed_leaders_are_followed_and_every_acknowledged_write_is_there_once(
+def test_failover_keeps_every_acknowledged_write_once(
     controllers: list[ControllerProcess],
 ) -> None:
     with reporting(*controllers) as stream:
@@ -105,7 +105,7 @@ def test_killed_leaders_are_followed_and_every_acknowledged_write_is_there_once(
 
 
 @pytest.mark.promise("old-leader-fenced")
-def test_a_leader_that_was_stopped_and_wakes_does_no_harm_and_stands_by(controllers: list[ControllerProcess]) -> None:
+def test_paused_leader_wakes_up_as_standby(controllers: list[ControllerProcess]) -> None:
     with reporting(*controllers) as stream:
         more(stream)
         stopped = leader_of(controllers)
@@ -150,9 +150,7 @@ def no_write_goes_on(postgres: str) -> Iterator[Callable[[], bool]]:
 
 
 @pytest.mark.promise("old-leader-fenced")
-def test_a_write_that_was_under_way_when_its_leader_was_stopped_comes_to_nothing_when_it_wakes(
-    controllers: list[ControllerProcess], postgres: str
-) -> None:
+def test_paused_write_of_former_leader_is_rejected(controllers: list[ControllerProcess], postgres: str) -> None:
     """Its epoch is over, as the write itself finds that it repeats, or the renewal of the lease, whichever comes first.
 
     EVERSTEP_TEST_STOPPED_S=30: it sleeps for so long, with the lease that controllers have by default.
@@ -189,9 +187,7 @@ def taking(controller: ControllerProcess) -> int:
     return controller.log().count("taking the lease")
 
 
-def test_a_standby_that_is_stopped_while_it_takes_over_is_followed_too(
-    controllers: list[ControllerProcess], postgres: str
-) -> None:
+def test_paused_standby_during_takeover_is_replaced(controllers: list[ControllerProcess], postgres: str) -> None:
     leader = leader_of(controllers)
     others = [one for one in controllers if one is not leader]
     with no_write_goes_on(postgres) as waits:
@@ -215,7 +211,7 @@ def connected(controller: ControllerProcess) -> int:
 
 
 @pytest.mark.promise("single-leader")
-def test_a_real_agents_session_moves_by_itself_and_is_no_loss(controllers: list[ControllerProcess]) -> None:
+def test_agent_session_follows_failover_without_node_loss(controllers: list[ControllerProcess]) -> None:
     with agent_process(",".join(one.url for one in controllers)) as agent:
         agent.token_file.write_text(mint(SECRET, TokenRole.AGENT, "n1"))
         agent.start()

@@ -56,7 +56,7 @@ def looks(elsewhere: StandbyWatch, clock: ManualClock, times: int) -> Resignatio
     return asyncio.run(last())
 
 
-def test_a_node_counts_as_heard_for_some_seconds_after_its_last_word() -> None:
+def test_node_counts_as_seen_for_seconds_after_its_last_message() -> None:
     clock = ManualClock(monotonic=1000.0)
     loop = Loop(clock)
     elsewhere = watch(loop, clock)
@@ -70,7 +70,7 @@ def test_a_node_counts_as_heard_for_some_seconds_after_its_last_word() -> None:
     assert loop.kinds == ["controller.resigned"]
 
 
-def test_nothing_is_given_up_before_it_can_be_written_why() -> None:
+def test_resignation_waits_until_its_event_is_writable() -> None:
     clock = ManualClock(monotonic=1000.0)
     loop = Loop(clock)
     elsewhere = watch(loop, clock)
@@ -81,7 +81,7 @@ def test_nothing_is_given_up_before_it_can_be_written_why() -> None:
     assert loop.kinds == ["controller.resigned"]
 
 
-def test_it_can_be_turned_off() -> None:
+def test_resignation_can_be_disabled() -> None:
     clock = ManualClock(monotonic=1000.0)
     loop = Loop(clock)
     assert looks(watch(loop, clock, resign_after_s=0.0), clock, 1000) is None

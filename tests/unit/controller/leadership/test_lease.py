@@ -20,33 +20,33 @@ def seen(**changed: object) -> LeaseView:
         ({"holder": "c2", "is_lock_free": True}, "the life before"),
     ],
 )
-def test_a_standby_leads_when_nobody_else_can(facts: dict[str, object], why: str) -> None:
+def test_standby_leads_when_lease_is_available(facts: dict[str, object], why: str) -> None:
     assert why in reason_to_lead(seen(**facts), "c2", database_was_away=False)
 
 
-def test_a_living_leader_is_left_alone_even_under_ones_own_name() -> None:
+def test_lease_of_living_leader_is_respected() -> None:
     assert reason_to_lead(seen(), "c2", database_was_away=False) == ""
     assert reason_to_lead(seen(), "c1", database_was_away=False) == ""
 
 
 @pytest.mark.parametrize("facts", [{"is_lock_free": True}, {"expires_in_s": -9.0}])
-def test_after_an_absence_of_the_database_its_leader_may_come_back_first(facts: dict[str, object]) -> None:
+def test_previous_leader_has_priority_after_database_outage(facts: dict[str, object]) -> None:
     assert reason_to_lead(seen(**facts), "c2", database_was_away=True) == ""
     assert reason_to_lead(seen(holder="", is_lock_free=True), "c2", database_was_away=True) != ""
 
 
 @pytest.mark.parametrize("facts", [{"is_lock_free": True}, {"expires_in_s": -9.0}])
-def test_a_lease_that_was_given_up_is_its_heirs_also_under_the_name_of_whoever_had_it(facts: dict[str, object]) -> None:
+def test_resigned_lease_goes_only_to_its_successor(facts: dict[str, object]) -> None:
     given_up = seen(successor="c3", **facts)
     assert [reason_to_lead(given_up, name, database_was_away=False) for name in ("c1", "c2")] == ["", ""]
     assert reason_to_lead(given_up, "c3", database_was_away=False) != ""
 
 
-def test_an_heir_waits_until_its_leader_has_gone() -> None:
+def test_successor_waits_for_the_resigning_leader() -> None:
     assert reason_to_lead(seen(successor="c3"), "c3", database_was_away=False) == ""
 
 
-def test_a_leader_is_certain_until_shortly_before_its_lease_ends() -> None:
+def test_lease_is_valid_until_shortly_before_its_end() -> None:
     clock = ManualClock()
     tenure = Tenure(clock, 10.0)
     with pytest.raises(NotLeading):
@@ -58,7 +58,7 @@ def test_a_leader_is_certain_until_shortly_before_its_lease_ends() -> None:
     assert not tenure.is_certain()
 
 
-def test_a_renewal_counts_from_when_it_was_asked_for() -> None:
+def test_lease_renewal_counts_from_request_time() -> None:
     clock = ManualClock()
     tenure = Tenure(clock, 10.0)
     asked_at = clock.monotonic()
@@ -68,7 +68,7 @@ def test_a_renewal_counts_from_when_it_was_asked_for() -> None:
     assert not tenure.is_certain()
 
 
-def test_a_longer_first_lease_ends_with_the_first_renewal_that_is_asked_for() -> None:
+def test_long_first_lease_ends_with_first_renewal_request() -> None:
     clock = ManualClock()
     tenure = Tenure(clock, 10.0)
     tenure.start(clock.monotonic(), 30.0)
@@ -79,7 +79,7 @@ def test_a_longer_first_lease_ends_with_the_first_renewal_that_is_asked_for() ->
     assert not tenure.is_certain()
 
 
-def test_a_leader_goes_on_while_the_database_is_away_for_everybody() -> None:
+def test_leader_continues_while_database_is_unreachable() -> None:
     clock = ManualClock()
     tenure = Tenure(clock, 10.0)
     tenure.confirm_renewal(clock.monotonic())
@@ -89,7 +89,7 @@ def test_a_leader_goes_on_while_the_database_is_away_for_everybody() -> None:
         tenure.check()
 
 
-def test_an_absence_counts_from_the_first_renewal_that_failed_to_the_next_that_did_not() -> None:
+def test_outage_counts_from_first_failed_renewal() -> None:
     clock = ManualClock()
     tenure = Tenure(clock, 10.0)
     assert tenure.outage_s() is None
@@ -102,7 +102,7 @@ def test_an_absence_counts_from_the_first_renewal_that_failed_to_the_next_that_d
 
 
 @pytest.mark.promise("old-leader-fenced")
-def test_a_leader_that_was_stopped_must_renew_before_it_says_anything() -> None:
+def test_paused_leader_must_renew_before_acting() -> None:
     clock = ManualClock()
     tenure = Tenure(clock, 10.0)
     tenure.confirm_renewal(clock.monotonic())

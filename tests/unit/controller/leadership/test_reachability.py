@@ -38,7 +38,7 @@ def kinds(told: list[tuple[float, Resignation | LeadershipNotice]]) -> list[str]
     return [one.kind for _, one in told if isinstance(one, LeadershipNotice)]
 
 
-def test_a_leader_that_hears_nobody_while_the_fleet_is_at_another_door_resigns_for_that_one() -> None:
+def test_deaf_leader_resigns_to_most_contacted_standby() -> None:
     (at, result), *_ = found([(0, {"b": 40, "c": 3})] * 20)
     assert at == AFTER_S
     assert isinstance(result, Resignation)
@@ -47,15 +47,15 @@ def test_a_leader_that_hears_nobody_while_the_fleet_is_at_another_door_resigns_f
 
 
 @pytest.mark.promise("unreachable-leader")
-def test_a_fleet_that_is_down_or_cut_off_from_everybody_is_at_nobodys_door() -> None:
+def test_silent_fleet_causes_no_resignation() -> None:
     assert found([(0, {})] * 500) == []
 
 
-def test_agents_that_find_the_leader_in_the_end_move_nothing() -> None:
+def test_agents_finding_the_leader_late_cause_no_resignation() -> None:
     assert found([(0, {"b": 40})] * 14 + [(5, {"b": 40})] + [(40, {"b": 40})] * 10 + [(40, {})] * 100) == []
 
 
-def test_a_fleet_in_two_halves_stays_with_its_leader_which_says_so_once_and_when_it_is_over() -> None:
+def test_split_fleet_keeps_leader_and_is_reported_once() -> None:
     looks = [(20, {"b": 20})] * 300 + [(40, {})] * 30
     assert resigned(found(looks)) == []
     assert kinds(found(looks)) == ["controller.partition_suspected", "controller.partition_cleared"]
@@ -63,7 +63,7 @@ def test_a_fleet_in_two_halves_stays_with_its_leader_which_says_so_once_and_when
     assert at == 2 * AFTER_S
 
 
-def test_nine_tenths_of_the_fleet_elsewhere_is_the_margin() -> None:
+def test_resignation_needs_nine_tenths_of_nodes_elsewhere() -> None:
     assert is_cut_off(10, 100)
     assert not is_cut_off(11, 100)
     assert is_cut_off(0, 1)
@@ -71,19 +71,19 @@ def test_nine_tenths_of_the_fleet_elsewhere_is_the_margin() -> None:
     assert not is_cut_off(0, 0)
 
 
-def test_a_moment_in_which_it_was_otherwise_begins_the_wait_anew() -> None:
+def test_resignation_wait_restarts_after_contact() -> None:
     looks = [(0, {"b": 40})] * 10 + [(0, {})] + [(0, {"b": 40})] * 20
     assert resigned(found(looks))[0] == (11 + AFTER_S, "b")
 
 
-def test_a_process_that_was_stopped_has_seen_nothing_in_between() -> None:
+def test_resignation_wait_restarts_after_a_process_pause() -> None:
     reach, told = LeaderReachability(AFTER_S, GAP_S), StandbyReport(contacts={"b": 40})
     assert all(reach.evaluate(at, 0, told) is None for at in (0.0, 1.0, 2.0, 3.0))
     assert all(reach.evaluate(at, 0, told) is None for at in (60.0, 61.0, 62.0, 74.0))
 
 
 @pytest.mark.promise("unreachable-leader")
-def test_after_each_resignation_in_a_row_the_next_one_waits_twice_as_long() -> None:
+def test_resignation_wait_doubles_after_each_resignation() -> None:
     looks = [(0, {"b": 40})] * 2000
     waited = [resigned(found(looks, resignations=many))[0][0] for many in (0, 1, 2, MAX_DOUBLINGS, 99)]
     assert waited == [15.0, 30.0, 60.0, 960.0, 960.0]
@@ -97,9 +97,7 @@ def test_after_each_resignation_in_a_row_the_next_one_waits_twice_as_long() -> N
     ),
     st.integers(0, 2),
 )
-def test_whoever_resigns_was_deaf_at_every_look_of_its_patience_and_its_heir_had_most_knocks(
-    looks: list[tuple[int, dict[str, int]]], resignations: int
-) -> None:
+def test_resignation_needs_continuous_deafness(looks: list[tuple[int, dict[str, int]]], resignations: int) -> None:
     waits = int(AFTER_S * 2**resignations)
     for at, heir in resigned(found(looks, resignations=resignations)):
         last = int(at)

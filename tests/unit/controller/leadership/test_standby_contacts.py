@@ -7,7 +7,7 @@ from everstep.clock import ManualClock
 
 
 @pytest.mark.promise("unreachable-leader")
-def test_an_agent_that_tries_addresses_in_turn_is_not_insistent() -> None:
+def test_agent_trying_addresses_in_turn_is_not_insistent() -> None:
     clock = ManualClock()
     knocks = StandbyContacts(clock, persistent_after_s=5.0)
     for node in range(100):  # a rolling restart: each knocks a few times, and is at the leader's then
@@ -17,7 +17,7 @@ def test_an_agent_that_tries_addresses_in_turn_is_not_insistent() -> None:
     assert knocks.count_persistent() == 0
 
 
-def test_who_comes_again_and_again_counts_once_until_it_comes_no_more() -> None:
+def test_insistent_agent_counts_once_until_contacts_stop() -> None:
     clock = ManualClock()
     knocks = StandbyContacts(clock, persistent_after_s=5.0)
     for _ in range(6):
@@ -31,7 +31,7 @@ def test_who_comes_again_and_again_counts_once_until_it_comes_no_more() -> None:
     assert knocks.count_persistent() == 1
 
 
-def test_who_comes_back_after_a_pause_begins_anew() -> None:
+def test_contact_count_restarts_after_a_pause() -> None:
     clock = ManualClock()
     knocks = StandbyContacts(clock, persistent_after_s=5.0)
     knocks.record("n1")

@@ -55,14 +55,14 @@ def _ask(standby: StandbyApp, path: str, body: Any = TRY, headers: dict[str, str
     return answer.status_code, answer.json()
 
 
-def test_who_stands_by_tells_what_it_recorded_when_it_is_asked_itself(recorded: str) -> None:
+def test_standby_answers_local_trial_from_its_journal(recorded: str) -> None:
     status, said = _ask(_standby(recorded), "/v1/policy/try?local=true")
     told = msgspec.convert(said, past.PolicyTrialResult)
     assert (status, told.evictions, len(told.avoided_evictions)) == (200, 1, 1)
     assert told.avoided_evictions[0].startswith("verdict n3-1 (evict)")
 
 
-def test_and_names_the_leader_to_whoever_asks_for_one(recorded: str) -> None:
+def test_standby_redirects_other_trials_to_leader(recorded: str) -> None:
     for path in ("/v1/policy/try", "/v1/policy/try?local=false", "/v1/policy/check?local=true"):
         status, said = _ask(_standby(recorded), path, headers={})
         assert (status, said["role"], said["leader"]) == (503, "standby", "http://10.0.0.9:7700")
@@ -78,11 +78,11 @@ def test_and_names_the_leader_to_whoever_asks_for_one(recorded: str) -> None:
         (VIEWER, TRY, 409),
     ],
 )
-def test_it_is_as_strict_as_a_leader(headers: dict[str, str], body: Any, status: int) -> None:
+def test_standby_checks_trial_requests_like_a_leader(headers: dict[str, str], body: Any, status: int) -> None:
     assert _ask(_standby(), "/v1/policy/try?local=true", body, headers)[0] == status
 
 
-def test_one_that_never_led_has_nothing_to_tell(tmp_path: Path) -> None:
+def test_standby_without_journal_answers_not_found(tmp_path: Path) -> None:
     assert _ask(_standby(str(tmp_path)), "/v1/policy/try?local=true")[0] == 404
 
 
@@ -90,7 +90,7 @@ def test_one_that_never_led_has_nothing_to_tell(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_tells_of_all_that_two_controllers_recorded_one_after_the_other(
+def test_trial_command_merges_records_of_two_controllers(
     program_forks: ForkPool, tmp_path: Path, postgres: str
 ) -> None:
     with ExitStack() as stack:

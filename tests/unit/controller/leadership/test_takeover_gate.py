@@ -40,14 +40,12 @@ def waiting(controller: Served) -> int:
     return len(controller.takeover_gate._waiting)
 
 
-def test_who_stands_by_refuses_at_once_and_says_why(standby: Served) -> None:
+def test_standby_refuses_sessions_with_reason(standby: Served) -> None:
     assert refusal(knock(standby)) == (503, "it stands by")
 
 
 @pytest.mark.promise("failover-rejoin")
-def test_who_comes_while_it_takes_over_is_let_in_when_it_leads(
-    standby: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_session_during_takeover_is_accepted_by_new_leader(standby: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "everstep_controller.server.connection_router.WAIT_S", 60.0
     )  # the first is to be there still when the last comes
@@ -62,7 +60,7 @@ def test_who_comes_while_it_takes_over_is_let_in_when_it_leads(
         assert [line.head()[0] for line in lines] == [101] * len(lines)
 
 
-def test_who_comes_while_it_takes_over_is_refused_when_another_one_leads(standby: Served) -> None:
+def test_session_during_takeover_is_refused_by_loser(standby: Served) -> None:
     standby.on_loop(standby.takeover_gate.close)
     line = knock(standby)
     standby.until(lambda: waiting(standby) == 1)
@@ -70,16 +68,14 @@ def test_who_comes_while_it_takes_over_is_refused_when_another_one_leads(standby
     assert refusal(line)[0] == 503
 
 
-def test_nobody_is_kept_waiting_for_longer_than_an_agent_waits(
-    standby: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_session_during_takeover_waits_a_limited_time(standby: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everstep_controller.server.connection_router.WAIT_S", 0.05)
     standby.on_loop(standby.takeover_gate.close)
     assert refusal(knock(standby))[0] == 503
     assert waiting(standby) == 0
 
 
-def test_who_hangs_up_meanwhile_is_done_without(standby: Served) -> None:
+def test_session_closed_during_takeover_is_released(standby: Served) -> None:
     standby.on_loop(standby.takeover_gate.close)
     line = knock(standby)
     standby.until(lambda: waiting(standby) == 1)

@@ -74,9 +74,7 @@ def metric(controller: ControllerProcess, name: str) -> float:
 
 
 @pytest.mark.promise("unreachable-leader")
-def test_a_leader_that_none_of_its_nodes_reaches_gives_the_lease_to_the_controller_that_they_come_to(
-    pair: Pair, stack: ExitStack
-) -> None:
+def test_leader_unreachable_by_nodes_resigns_to_their_standby(pair: Pair, stack: ExitStack) -> None:
     (old, new), (line, _other) = pair.controllers, pair.lines
     for node in ("n1", "n2"):
         pair.agent(node, stack)
@@ -97,7 +95,7 @@ def test_a_leader_that_none_of_its_nodes_reaches_gives_the_lease_to_the_controll
 
 
 @pytest.mark.promise("unreachable-leader")
-def test_a_fleet_in_two_halves_stays_where_it_is_and_people_are_told(pair: Pair, stack: ExitStack) -> None:
+def test_split_fleet_keeps_leader_and_is_reported(pair: Pair, stack: ExitStack) -> None:
     (leader, standby), (line, other) = pair.controllers, pair.lines
     pair.agent("n1", stack, line)
     pair.agent("n2", stack, other)

@@ -52,7 +52,7 @@ def test_counters_of_a_run_start_at_zero(client: TestClient) -> None:
     assert series(client, "user_errors_total", "run") == {"j": 0.0}
 
 
-def test_run_that_came_to_step_once_keeps_its_count(client: TestClient) -> None:
+def test_first_generation_counts_as_no_recovery(client: TestClient) -> None:
     """A run's first generation is no recovery, and what is read twice is not counted twice."""
     running_job(client, "n1")
     first = series(client, "recoveries_total", "reason", run="j")

@@ -162,7 +162,7 @@ def _names(post: dict[str, Any]) -> list[tuple[str, str]]:
     return [(alert["labels"]["alertname"], alert["status"]) for alert in post["alerts"]]
 
 
-def test_a_fleet_that_is_well_posts_nothing(inbox: Inbox) -> None:
+def test_healthy_fleet_posts_no_alert(inbox: Inbox) -> None:
     watch = Watch(inbox)
     watch.look()
     watch.fleet.now += REPEAT_S + 1
@@ -170,7 +170,7 @@ def test_a_fleet_that_is_well_posts_nothing(inbox: Inbox) -> None:
     assert inbox.posts == []
 
 
-def test_an_evicted_node_is_told_repeated_and_told_as_resolved(inbox: Inbox) -> None:
+def test_alert_of_evicted_node_fires_repeats_and_resolves(inbox: Inbox) -> None:
     watch = Watch(inbox)
     watch.fleet.raise_finding("n2", xid())
     watch.look()
@@ -190,7 +190,7 @@ def test_an_evicted_node_is_told_repeated_and_told_as_resolved(inbox: Inbox) -> 
     assert inbox.tokens == {"Bearer a token"}
 
 
-def test_a_post_that_failed_is_made_good_by_the_next(inbox: Inbox) -> None:
+def test_failed_alert_post_is_retried(inbox: Inbox) -> None:
     watch = Watch(inbox)
     watch.fleet.raise_finding("n2", xid())
     inbox.status = 503
@@ -203,9 +203,7 @@ def test_a_post_that_failed_is_made_good_by_the_next(inbox: Inbox) -> None:
     assert [_names(post) for post in inbox.posts] == [[("EverstepNodeOutOfService", "firing")]]
 
 
-def test_a_post_that_failed_as_nobody_expected_is_counted_and_made_good(
-    inbox: Inbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unexpected_alert_error_is_counted_and_retried(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(inbox)
     watch.fleet.raise_finding("n2", xid())
 
@@ -221,7 +219,7 @@ def test_a_post_that_failed_as_nobody_expected_is_counted_and_made_good(
     assert [_names(post) for post in inbox.posts] == [[("EverstepNodeOutOfService", "firing")]]
 
 
-def test_the_breaker_a_paused_job_and_an_absent_database_are_told_first(inbox: Inbox) -> None:
+def test_alerts_list_outage_breaker_and_paused_job(inbox: Inbox) -> None:
     fleet = CoreFleet()
     fleet.start(2, min_nodes=2)
     fleet.state.fleet.breaker_reason, fleet.state.database_outage = "the budget is used up", "the disk is full"
@@ -232,7 +230,7 @@ def test_the_breaker_a_paused_job_and_an_absent_database_are_told_first(inbox: I
     assert set(alerts[-1].labels) == {"alertname", "severity", "run"}  # as the rules for Prometheus name a job
 
 
-def test_the_alert_of_a_node_that_is_out_says_who_holds_it() -> None:
+def test_alert_of_evicted_node_names_its_holder() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1)
     fleet.raise_finding("n2", xid())
@@ -245,7 +243,7 @@ def _many(kind: str, count: int) -> list[Alert]:
     return [Alert(labels={"alertname": kind, "node": f"n{i}"}, summary="s", since=0.0) for i in range(count)]
 
 
-def test_posts_are_bounded_tell_everything_and_what_has_ended_first() -> None:
+def test_alert_posts_are_bounded_with_resolved_first() -> None:
     made = list(build_posts(_many("X", MAX_ALERTS_PER_POST), _many("Y", MAX_ALERTS_PER_POST + 7), 1.0, "http://c"))
     bodies = [json.loads(one.body) for one in made]
     assert [len(body["alerts"]) for body in bodies] == [MAX_ALERTS_PER_POST, MAX_ALERTS_PER_POST, 7]
@@ -257,7 +255,7 @@ def test_posts_are_bounded_tell_everything_and_what_has_ended_first() -> None:
 
 
 @pytest.mark.promise("alerts-resolved")
-def test_more_ends_than_a_post_takes_are_all_told_also_where_a_post_fails(inbox: Inbox) -> None:
+def test_resolved_alerts_are_all_posted_despite_failures(inbox: Inbox) -> None:
     watch = Watch(inbox)
     watch.kept = {
         alert.fingerprint: AlertRow(fingerprint=alert.fingerprint, doc=json.dumps(_plain(alert)))
@@ -282,7 +280,7 @@ def _plain(alert: Alert) -> dict[str, Any]:
 
 
 @pytest.mark.promise("alerts-resolved")
-def test_an_end_that_came_while_nobody_led_is_told_by_the_controller_that_follows(inbox: Inbox) -> None:
+def test_alert_resolved_between_leaders_is_posted_by_successor(inbox: Inbox) -> None:
     watch = Watch(inbox)
     watch.fleet.raise_finding("n2", xid())
     began = watch.fleet.now
@@ -305,7 +303,7 @@ def test_an_end_that_came_while_nobody_led_is_told_by_the_controller_that_follow
 
 
 @pytest.mark.promise("alerts-resolved")
-def test_an_alert_is_kept_before_it_is_told_and_until_its_end_was_taken(inbox: Inbox) -> None:
+def test_alert_is_stored_until_its_end_is_accepted(inbox: Inbox) -> None:
     watch = Watch(inbox)
     inbox.status = 503
     watch.fleet.raise_finding("n2", xid())
@@ -322,7 +320,7 @@ def test_an_alert_is_kept_before_it_is_told_and_until_its_end_was_taken(inbox: I
     assert watch.kept == {}
 
 
-def test_an_absence_of_the_database_is_told_with_its_true_beginning_and_its_end(inbox: Inbox) -> None:
+def test_outage_alert_reports_true_start_and_end(inbox: Inbox) -> None:
     watch = Watch(inbox)
     watch.fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="the disk is full"))
     began = watch.fleet.now
@@ -344,7 +342,7 @@ def test_an_absence_of_the_database_is_told_with_its_true_beginning_and_its_end(
     }
 
 
-def test_a_life_that_follows_tells_that_the_database_is_there_since_the_one_before_may_have_died_without_it(
+def test_new_leader_resolves_outage_alert_of_predecessor(
     inbox: Inbox,
 ) -> None:
     watch = Watch(inbox)
@@ -358,7 +356,7 @@ def test_a_life_that_follows_tells_that_the_database_is_there_since_the_one_befo
     assert (ended["status"], ended["fingerprint"]) == ("resolved", fired["fingerprint"])
 
 
-def test_who_may_not_lead_any_more_tells_nothing(inbox: Inbox) -> None:
+def test_former_leader_posts_no_alert(inbox: Inbox) -> None:
     watch = Watch(inbox)
     watch.fleet.raise_finding("n2", xid())
     watch.leads = False
@@ -378,7 +376,7 @@ def _seconds(when: str) -> float:
 
 
 @pytest.mark.promise("alerts-resolved")
-def test_a_node_that_heals_while_its_alerts_are_not_looked_after_is_told_as_resolved_after_the_restart(
+def test_alert_resolved_while_alerting_was_off_is_posted(
     inbox: Inbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alerting, "CHECK_INTERVAL_S", 0.02)
@@ -396,7 +394,7 @@ def test_a_node_that_heals_while_its_alerts_are_not_looked_after_is_told_as_reso
         inbox.wait_for("resolved")
 
 
-def test_a_receiver_that_cannot_be_is_refused() -> None:
+def test_invalid_alert_receiver_is_refused() -> None:
     async def write(_told: list[AlertRow], _over: list[str]) -> None:
         raise AssertionError
 
@@ -427,7 +425,7 @@ class Shown(DryRunRemediator):
         return self.nodes
 
 
-def test_an_observer_whose_look_failed_as_nobody_expected_looks_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_observer_retries_after_unexpected_error(caplog: pytest.LogCaptureFixture) -> None:
     fleet, shown, told, failures = CoreFleet(), Shown(), list[SchedulerStateChanged](), list[int]()
     fleet.start(1)
     shown.nodes = {"n1": CordonStatus(cordoned_by="ada", reason="a fan")}
@@ -455,7 +453,7 @@ def test_an_observer_whose_look_failed_as_nobody_expected_looks_again(caplog: py
     assert "invalid start byte" in caplog.text
 
 
-def test_a_cordon_of_ours_that_is_gone_is_told_where_it_was_there_before_the_look() -> None:
+def test_observer_reports_own_cordon_removed_by_others() -> None:
     fleet, shown, told, busy = CoreFleet(), Shown(), list[SchedulerStateChanged](), set[str]()
     fleet.start(5)
 
@@ -483,7 +481,7 @@ def test_a_cordon_of_ours_that_is_gone_is_told_where_it_was_there_before_the_loo
     assert [(event.node, bool(event.lifted_cordon_id)) for event in told] == [("n1", True)]
 
 
-def test_a_persons_cordon_is_told_once_and_its_end_too_and_ours_never() -> None:
+def test_observer_reports_foreign_cordon_once() -> None:
     fleet, shown, told = CoreFleet(), Shown(), list[SchedulerStateChanged]()
     fleet.start(3)
 

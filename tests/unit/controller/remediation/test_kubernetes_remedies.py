@@ -27,7 +27,7 @@ def cluster() -> Iterator[kube.Cluster]:
 
 
 @pytest.mark.slow
-def test_kubernetes_keeps_others_taints_and_notes_and_tells_an_event_once(cluster: kube.Cluster) -> None:
+def test_kubernetes_keeps_foreign_taints_and_posts_one_event(cluster: kube.Cluster) -> None:
     made = KubernetesRemediator(cluster.api())
     made.apply(remedy(1))
     made.apply(remedy(1))
@@ -41,7 +41,7 @@ def test_kubernetes_keeps_others_taints_and_notes_and_tells_an_event_once(cluste
     assert node["metadata"]["annotations"] == {"site": "a"}
 
 
-def test_kubernetes_empties_a_cordoned_node_but_for_daemons_and_static_pods_where_asked(cluster: kube.Cluster) -> None:
+def test_kubernetes_evicts_pods_except_daemons_and_static_pods(cluster: kube.Cluster) -> None:
     cluster.add_pod("trainer", "n1")
     cluster.add_pod("agent", "n1", owner="DaemonSet")
     cluster.add_pod("static", "n1", owner="Node", **{"kubernetes.io/config.mirror": "a hash"})
@@ -52,7 +52,7 @@ def test_kubernetes_empties_a_cordoned_node_but_for_daemons_and_static_pods_wher
     assert set(cluster.pods) == {"agent", "static", "other"}
 
 
-def test_kubernetes_takes_a_new_boot_id_for_a_reboot(cluster: kube.Cluster) -> None:
+def test_kubernetes_confirms_reboot_by_new_boot_id(cluster: kube.Cluster) -> None:
     made = KubernetesRemediator(cluster.api())
     made.apply(remedy(1, RemediationKind.REBOOT))
     made.apply(remedy(1, RemediationKind.REBOOT))
@@ -62,7 +62,7 @@ def test_kubernetes_takes_a_new_boot_id_for_a_reboot(cluster: kube.Cluster) -> N
     assert made.is_done(remedy(1, RemediationKind.REBOOT))
 
 
-def test_what_a_person_has_lifted_is_lifted_and_can_be_cordoned_again(cluster: kube.Cluster) -> None:
+def test_kubernetes_accepts_lifted_cordon_and_cordons_again(cluster: kube.Cluster) -> None:
     made = KubernetesRemediator(cluster.api())
     made.apply(remedy(1))
     cluster.kubectl("n1", unschedulable=None)
@@ -78,7 +78,7 @@ def test_what_a_person_has_lifted_is_lifted_and_can_be_cordoned_again(cluster: k
 
 
 @pytest.mark.promise("holds-respected")
-def test_a_persons_own_cordon_after_ours_was_lifted_is_theirs(cluster: kube.Cluster) -> None:
+def test_kubernetes_respects_foreign_cordon_after_own_was_lifted(cluster: kube.Cluster) -> None:
     made = KubernetesRemediator(cluster.api())
     made.apply(remedy(1))
     cluster.kubectl("n1", unschedulable=None)
@@ -94,7 +94,7 @@ def test_a_persons_own_cordon_after_ours_was_lifted_is_theirs(cluster: kube.Clus
 
 
 @pytest.mark.parametrize("managers", [None, ["ancient-changes"]])
-def test_our_cordon_is_ours_where_the_server_no_longer_says_who_set_it(
+def test_kubernetes_recognizes_own_cordon_without_field_manager(
     cluster: kube.Cluster, managers: list[str] | None
 ) -> None:
     made = KubernetesRemediator(cluster.api())
@@ -108,7 +108,7 @@ def test_our_cordon_is_ours_where_the_server_no_longer_says_who_set_it(
     assert not node["spec"]["unschedulable"]
 
 
-def test_a_taint_that_somebody_adds_meanwhile_is_not_lost(cluster: kube.Cluster) -> None:
+def test_kubernetes_keeps_taint_added_concurrently(cluster: kube.Cluster) -> None:
     made = KubernetesRemediator(cluster.api())
     for number, kind in enumerate((RemediationKind.CORDON, RemediationKind.UNCORDON)):
         cluster.meanwhile = lambda kind=kind: cluster.taint("n1", f"site/{kind}")
@@ -119,7 +119,7 @@ def test_a_taint_that_somebody_adds_meanwhile_is_not_lost(cluster: kube.Cluster)
     assert keys == ["nvidia.com/gpu", "site/cordon", "site/uncordon"]
 
 
-def test_a_repair_is_told_by_its_own_note(cluster: kube.Cluster) -> None:
+def test_kubernetes_confirms_repair_by_its_annotation(cluster: kube.Cluster) -> None:
     made = KubernetesRemediator(cluster.api())
     carry_out(made, remedy(1, RemediationKind.REPAIR))
     assert not made.is_done(remedy(2, RemediationKind.REPAIR))
@@ -127,7 +127,7 @@ def test_a_repair_is_told_by_its_own_note(cluster: kube.Cluster) -> None:
 
 
 @pytest.mark.promise("kubernetes-events")
-def test_a_pod_that_a_disruption_budget_holds_keeps_no_other_pod_on_the_node(cluster: kube.Cluster) -> None:
+def test_kubernetes_evicts_other_pods_despite_disruption_budget(cluster: kube.Cluster) -> None:
     for name in ("a", "b", "c", "d"):
         cluster.add_pod(name, "n1")
     cluster.guarded = {"a", "c"}
@@ -142,7 +142,7 @@ def test_a_pod_that_a_disruption_budget_holds_keeps_no_other_pod_on_the_node(clu
 
 
 @pytest.mark.promise("kubernetes-events")
-def test_an_event_that_is_not_taken_keeps_no_node_in_service_and_is_told_later(cluster: kube.Cluster) -> None:
+def test_kubernetes_cordons_despite_rejected_event(cluster: kube.Cluster) -> None:
     made = KubernetesRemediator(cluster.api())
     cluster.broken = {"events"}
     with pytest.raises(Unavailable):
@@ -156,7 +156,7 @@ def test_an_event_that_is_not_taken_keeps_no_node_in_service_and_is_told_later(c
 
 
 @pytest.mark.promise("kubernetes-events")
-def test_a_node_that_shows_what_was_asked_for_has_its_event_since_nobody_asks_again(cluster: kube.Cluster) -> None:
+def test_kubernetes_posts_event_before_patching_node(cluster: kube.Cluster) -> None:
     made = KubernetesRemediator(cluster.api())
     for number, kind in enumerate(sorted(made.kinds)):
         cluster.calls.clear()
@@ -166,7 +166,7 @@ def test_a_node_that_shows_what_was_asked_for_has_its_event_since_nobody_asks_ag
         assert (method, path) == ("PATCH", "/api/v1/nodes/n1"), kind
 
 
-def test_the_roles_to_be_bound_allow_what_is_asked_for_and_no_more(cluster: kube.Cluster) -> None:
+def test_kubernetes_roles_match_the_calls_made(cluster: kube.Cluster) -> None:
     evicting = _rights("everstep-controller-evict")
     assert _rights("everstep-controller") == _used(cluster, evict=False)
     assert _rights("everstep-controller") | evicting == _used(cluster, evict=True)

@@ -46,7 +46,7 @@ async def ended(made: ControllerReplica) -> None:
 
 
 @pytest.mark.parametrize(("kind", "method"), [(CordonObserver, "observe"), (AlertNotifier, "check")])
-def test_a_watch_that_ends_by_itself_ends_the_process(
+def test_failed_background_task_ends_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type, method: str
 ) -> None:
     monkeypatch.setattr(kind, method, _broken)
@@ -54,9 +54,7 @@ def test_a_watch_that_ends_by_itself_ends_the_process(
         asyncio.run(ended(member(tmp_path)))
 
 
-def test_a_node_whose_remedies_nobody_carries_out_any_more_ends_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_remediation_task_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RemediationExecutor, "_carry_out", _broken)
     row = RemediationRow(
         id="r1", node="n1", kind=RemediationKind.CORDON, state=RemediationState.REQUESTED, requested_at=1.0, doc="{}"
@@ -76,9 +74,7 @@ def test_a_node_whose_remedies_nobody_carries_out_any_more_ends_the_process(
         asyncio.run(story())
 
 
-def test_alerts_that_another_controller_has_taken_over_end_the_leadership(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_superseded_alerting_ends_the_leadership(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def superseded(*_: object) -> None:
         raise Superseded("another controller took the database over")
 

@@ -219,7 +219,7 @@ def _wait(happens: Callable[[], object]) -> None:
 # --- the contract ------------------------------------------------------------------------------------------------
 
 
-def test_a_cordon_is_read_back_and_given_back(outside: Outside) -> None:
+def test_remediator_cordons_and_uncordons(outside: Outside) -> None:
     assert not outside.remediator.is_done(remedy(1))
     outside.carry_out(remedy(1))
     outside.carry_out(remedy(2, RemediationKind.UNCORDON))
@@ -228,7 +228,7 @@ def test_a_cordon_is_read_back_and_given_back(outside: Outside) -> None:
 
 @pytest.mark.promise("remediation-once")
 @each_kind
-def test_asking_again_and_again_does_it_once(outside: Outside, kind: RemediationKind) -> None:
+def test_remediator_repeated_request_acts_once(outside: Outside, kind: RemediationKind) -> None:
     outside.is_to_offer(kind)
     if kind is RemediationKind.UNCORDON:
         outside.carry_out(remedy(1))
@@ -244,14 +244,14 @@ def test_asking_again_and_again_does_it_once(outside: Outside, kind: Remediation
     assert outside.acts() == before + 1
 
 
-def test_a_node_handed_to_repair_says_why(outside: Outside) -> None:
+def test_remediator_repair_shows_reason(outside: Outside) -> None:
     wanted = remedy(3, RemediationKind.REPAIR)
     assert not outside.remediator.is_done(wanted)
     outside.carry_out(wanted)
     assert wanted.sentence.partition("=")[2] in outside.why()
 
 
-def test_what_it_cannot_do_is_refused(outside: Outside) -> None:
+def test_remediator_refuses_unsupported_kinds(outside: Outside) -> None:
     refused = set(RemediationKind) - outside.remediator.kinds
     if not refused:
         pytest.skip(f"{outside.remediator.name} can do everything")
@@ -262,7 +262,7 @@ def test_what_it_cannot_do_is_refused(outside: Outside) -> None:
 
 
 @each_kind
-def test_a_node_that_is_not_known_outside_is_given_up(outside: Outside, kind: RemediationKind) -> None:
+def test_remediator_refuses_unknown_node(outside: Outside, kind: RemediationKind) -> None:
     outside.is_to_know_nodes()
     outside.is_to_offer(kind)
     with pytest.raises(Conflict):
@@ -270,7 +270,7 @@ def test_a_node_that_is_not_known_outside_is_given_up(outside: Outside, kind: Re
 
 
 @pytest.mark.promise("holds-respected")
-def test_somebody_elses_cordon_is_seen_and_never_lifted(outside: Outside) -> None:
+def test_remediator_never_lifts_foreign_cordon(outside: Outside) -> None:
     outside.is_to_know_nodes()
     outside.cordon()
     shown = outside.remediator.cordon_status(["n1", "n2"])["n1"]
@@ -283,7 +283,7 @@ def test_somebody_elses_cordon_is_seen_and_never_lifted(outside: Outside) -> Non
     assert outside.acts() == before
 
 
-def test_our_own_cordon_is_shown_until_somebody_lifts_it(outside: Outside) -> None:
+def test_remediator_shows_own_cordon_until_lifted(outside: Outside) -> None:
     outside.is_to_know_nodes()
     outside.remediator.apply(remedy(1))
     taken = outside.remediator.cordon_status(["n1"])
@@ -292,7 +292,7 @@ def test_our_own_cordon_is_shown_until_somebody_lifts_it(outside: Outside) -> No
     assert outside.remediator.cordon_status(["n1"]) == {"n1": CordonStatus()}
 
 
-def test_an_outside_that_is_away_will_be_asked_again(outside: Outside) -> None:
+def test_remediator_outage_raises_unavailable(outside: Outside) -> None:
     outside.is_to_know_nodes()
     outside.vanish()
     with pytest.raises(Unavailable):

@@ -160,7 +160,7 @@ BEFORE = {
 @pytest.mark.promise("remediation-once")
 @DONE_OR_LOST
 @pytest.mark.parametrize("what", ["cordon", "reboot"])
-def test_a_controller_killed_between_begun_and_confirmed_has_every_remedy_done_once(
+def test_remediation_runs_once_across_controller_crash(
     program_forks: ForkPool, what: str, does: bool, tmp_path: Path
 ) -> None:
     asked = _killed_during(program_forks, AtAReceiver, Halt(what, does=does), tmp_path)
@@ -172,7 +172,7 @@ def test_a_controller_killed_between_begun_and_confirmed_has_every_remedy_done_o
 @pytest.mark.parametrize(
     ("what", "does"), [("cordon", False), ("EverstepCordon", True), ("reboot", True), ("EverstepReboot", False)]
 )
-def test_a_controller_killed_while_it_changes_kubernetes_leaves_every_change_and_event_there_once(
+def test_kubernetes_changes_and_events_occur_once_across_crash(
     program_forks: ForkPool, what: str, does: bool, tmp_path: Path
 ) -> None:
     asked = _killed_during(program_forks, InKubernetes, Halt(what, does=does), tmp_path)
@@ -221,7 +221,7 @@ def _scontrol(directory: Path) -> tuple[Path, Path, Path]:
     return asked, reached, released
 
 
-def test_a_controller_killed_while_slurm_is_told_to_reboot_a_node_does_not_tell_it_again(
+def test_slurm_reboot_is_requested_once_across_crash(
     program_forks: ForkPool, real_slurm: slurm.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_slurm.make_idle()

@@ -21,7 +21,7 @@ from tests.support.remedy_desk import AT_ONCE, Book, Machine, run, wanted
 
 
 @pytest.mark.promise("remediation-once")
-def test_a_remedy_is_begun_in_the_records_before_it_is_asked_for() -> None:
+def test_remediation_is_stored_as_begun_before_the_request() -> None:
     machine, book = Machine(pending=3), Book()
     seen: list[list[str]] = []
     ask = machine.apply
@@ -33,7 +33,7 @@ def test_a_remedy_is_begun_in_the_records_before_it_is_asked_for() -> None:
 
 
 @pytest.mark.promise("remediation-once")
-def test_what_was_begun_in_an_earlier_life_is_read_back_before_it_is_asked_for_again() -> None:
+def test_begun_remediation_is_checked_before_repeating() -> None:
     machine, book = Machine(), Book()
     machine.applied = ["n1-a1"]
     run(machine, book, left=[wanted(1, RemediationKind.REBOOT, state=RemediationState.STARTED)])
@@ -41,14 +41,14 @@ def test_what_was_begun_in_an_earlier_life_is_read_back_before_it_is_asked_for_a
     assert book.states("n1-a1") == ["confirmed"]
 
 
-def test_what_an_earlier_life_stored_as_begun_and_never_asked_for_is_asked_for_once() -> None:
+def test_begun_but_unrequested_remediation_is_requested_once() -> None:
     machine, book = Machine(pending=2), Book()
     run(machine, book, left=[wanted(1, RemediationKind.REBOOT, state=RemediationState.STARTED)])
     assert machine.applied == ["n1-a1"]
     assert book.states("n1-a1") == ["confirmed"]
 
 
-def test_an_outside_that_is_away_is_asked_again_and_one_that_refuses_is_not() -> None:
+def test_remediation_retries_on_outage_but_not_on_refusal() -> None:
     machine, book = Machine(away=4), Book()
     run(machine, book, wanted(1))
     assert (machine.applied, book.states("n1-a1")) == (["n1-a1"], ["started", "confirmed"])
@@ -58,7 +58,7 @@ def test_an_outside_that_is_away_is_asked_again_and_one_that_refuses_is_not() ->
     assert [(told.succeeded, told.detail) for told in other.told] == [(False, "it will not")]
 
 
-def test_a_remedy_that_failed_as_nobody_expected_is_said_counted_and_asked_for_again(
+def test_unexpected_remediation_error_is_counted_and_retried(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     machine, book, failures = Machine(), Book(), list[int]()
@@ -80,7 +80,7 @@ def test_a_remedy_that_failed_as_nobody_expected_is_said_counted_and_asked_for_a
 
 
 @pytest.mark.promise("cordons-returned")
-def test_who_may_not_lead_any_more_asks_for_nothing() -> None:
+def test_remediation_waits_until_leadership_is_certain() -> None:
     machine, book = Machine(), Book()
     doubts = iter([NotLeading("it was stopped")] * 3)
 
@@ -94,7 +94,7 @@ def test_who_may_not_lead_any_more_asks_for_nothing() -> None:
     assert machine.applied == ["n1-a1"]
 
 
-def test_what_waited_for_a_thread_is_not_asked_for_once_another_may_lead() -> None:
+def test_queued_remediation_is_not_requested_after_lost_lease() -> None:
     machine, book = Machine(), Book()
     ask, number, go = machine.apply, itertools.count(1), threading.Event()
     leads, doubts, asked_as_leader = [True], list[int](), list[bool]()
@@ -124,13 +124,13 @@ def test_what_waited_for_a_thread_is_not_asked_for_once_another_may_lead() -> No
     assert len(machine.applied) == THREADS + 1
 
 
-def test_what_the_outside_cannot_do_is_told_with_its_name() -> None:
+def test_unsupported_remediation_names_the_remediator() -> None:
     book = Book()
     run(Machine(), book, wanted(1, RemediationKind.RESET_GPU))
     assert book.told[0].detail == "machine cannot reset gpu"
 
 
-def test_remedies_of_a_node_follow_one_another_and_one_that_was_not_begun_gives_way() -> None:
+def test_unstarted_remediation_is_superseded_on_its_node() -> None:
     machine, book = Machine(), Book()
     run(machine, book, wanted(1), wanted(2, RemediationKind.UNCORDON), wanted(3), wanted(1, node="n2"))
     assert book.states("n1-a1") == ["superseded"]
@@ -140,14 +140,14 @@ def test_remedies_of_a_node_follow_one_another_and_one_that_was_not_begun_gives_
     assert {told.remediation_id for told in book.told} == {"n1-a3", "n2-a1"}
 
 
-def test_nothing_is_begun_while_the_database_is_away() -> None:
+def test_remediation_waits_for_the_database() -> None:
     machine, book = Machine(), Book(away=5)
     run(machine, book, wanted(1))
     assert machine.applied == ["n1-a1"]
     assert book.states("n1-a1") == ["started", "confirmed"]
 
 
-def test_an_end_that_is_kept_in_memory_for_an_absent_database_is_told_to_the_core_once() -> None:
+def test_remediation_end_during_outage_is_reported_once() -> None:
     machine, book = Machine(), Book(unsure=7)
     run(machine, book, wanted(1, RemediationKind.REBOOT))
     assert machine.applied == ["n1-a1"]
@@ -155,14 +155,14 @@ def test_an_end_that_is_kept_in_memory_for_an_absent_database_is_told_to_the_cor
     assert [told.remediation_id for told in book.told] == ["n1-a1"]
 
 
-def test_a_cordon_stands_beside_the_cure_that_was_decided_with_it() -> None:
+def test_cordon_is_kept_beside_later_remediation() -> None:
     machine, book = Machine(), Book()
     run(machine, book, wanted(1), wanted(2, RemediationKind.REBOOT))
     assert machine.applied == ["n1-a1", "n1-a2"]
     assert [(told.remediation_id, told.succeeded) for told in book.told] == [("n1-a1", True), ("n1-a2", True)]
 
 
-def test_a_cure_that_was_not_begun_gives_way_to_the_next_step_or_the_way_back_and_the_core_hears_of_it() -> None:
+def test_superseded_remediation_is_reported_to_the_core() -> None:
     for later in (RemediationKind.RESET_GPU, RemediationKind.REBOOT, RemediationKind.REPAIR, RemediationKind.UNCORDON):
         machine, book = Machine(), Book()
         machine.kinds = frozenset(RemediationKind)
@@ -173,14 +173,14 @@ def test_a_cure_that_was_not_begun_gives_way_to_the_next_step_or_the_way_back_an
         assert book.told[0].detail == f"n1-a2 ({later}) replaced it before it was begun"
 
 
-def test_every_repair_is_told_whatever_follows_it() -> None:
+def test_repair_is_requested_even_when_followed_by_uncordon() -> None:
     machine, book = Machine(), Book()
     machine.kinds = frozenset(RemediationKind)
     run(machine, book, wanted(1), wanted(2, RemediationKind.REPAIR), wanted(3, RemediationKind.UNCORDON))
     assert machine.applied == ["n1-a2", "n1-a3"]
 
 
-def test_what_was_decided_in_one_moment_keeps_its_order_across_a_crash() -> None:
+def test_simultaneous_remediations_keep_order_across_crash() -> None:
     machine, book = Machine(), Book()
     left = [wanted(10, RemediationKind.REBOOT, requested_at=5.0), wanted(9, requested_at=5.0)]
     run(machine, book, left=left)
@@ -203,9 +203,7 @@ def evictions(cluster: kube.Cluster) -> int:
 
 @pytest.mark.promise("kubernetes-events")
 @pytest.mark.parametrize("later", [RemediationKind.UNCORDON, RemediationKind.REPAIR])
-def test_a_cordon_whose_pods_are_held_gives_way_to_the_way_back_and_to_a_repair_and_evicts_no_more(
-    guarded: kube.Cluster, later: RemediationKind
-) -> None:
+def test_blocked_cordon_gives_way_to_uncordon_and_repair(guarded: kube.Cluster, later: RemediationKind) -> None:
     book = Book()
 
     async def story() -> None:
@@ -230,7 +228,7 @@ def test_a_cordon_whose_pods_are_held_gives_way_to_the_way_back_and_to_a_repair_
     assert [told.remediation_id for told in book.told] == ["n1-a2"]
 
 
-def test_a_cordon_that_was_taken_and_not_answered_is_read_back_before_it_gives_way() -> None:
+def test_unanswered_cordon_is_checked_before_giving_way() -> None:
     machine, book = Machine(away=1), Book()
 
     async def story() -> None:
@@ -257,21 +255,21 @@ def test_a_cordon_that_was_taken_and_not_answered_is_read_back_before_it_gives_w
     assert book.states("n1-a1") == ["started", "confirmed"]
 
 
-def test_a_cordon_that_an_absent_outside_never_took_is_not_lost_for_a_repair() -> None:
+def test_unsent_cordon_is_not_dropped_for_a_repair() -> None:
     machine, book = Machine(away=5), Book()
     machine.kinds = frozenset(RemediationKind)
     run(machine, book, wanted(1), wanted(2, RemediationKind.REPAIR))
     assert machine.applied == ["n1-a1", "n1-a2"]
 
 
-def test_a_dry_run_is_reported_as_one() -> None:
+def test_dry_run_is_reported_as_dry_run() -> None:
     book = Book()
     run(DryRunRemediator(), book, wanted(1, RemediationKind.REBOOT))
     assert [(told.succeeded, told.dry_run) for told in book.told] == [(True, True)]
     assert (book.states("n1-a1"), book.written[-1].detail) == (["started", "confirmed"], "dry run: nothing was done")
 
 
-def test_what_a_machine_did_is_not_reported_as_a_dry_run() -> None:
+def test_real_remediation_is_not_reported_as_dry_run() -> None:
     book = Book()
     run(Machine(), book, wanted(1, RemediationKind.REBOOT))
     assert [(told.dry_run, told.detail) for told in book.told] == [(False, "")]

@@ -19,7 +19,7 @@ from tests.support.remedies import carry_out, remedy
 
 
 @pytest.mark.promise("remediation-once")
-def test_slurm_drains_with_our_reason_and_reboots_once(real_slurm: slurm.Cluster) -> None:
+def test_slurm_drains_with_reason_and_reboots_once(real_slurm: slurm.Cluster) -> None:
     real_slurm.make_idle()
     remediator = SlurmRemediator(configuration=str(real_slurm.configuration))
     carry_out(remediator, remedy(1))
@@ -45,7 +45,7 @@ def _wait(happens: Callable[[], object], deadline_s: float = 30.0) -> None:
         time.sleep(0.05)
 
 
-def test_slurms_words_for_a_node_are_understood() -> None:
+def test_slurm_node_line_is_parsed() -> None:
     line = "NodeName=n1 State=IDLE+DRAIN+REBOOT_REQUESTED BootTime=None Reason=a person: why not? [root@2026-11-20]"
     node = parse_node(line)
     assert (node.is_out, node.is_ours, node.reason, node.booted_at) == (True, False, "a person: why not?", 0.0)
@@ -63,11 +63,11 @@ def test_slurms_words_for_a_node_are_understood() -> None:
         (f"{CORDON_OWNER} n1-a7 after boot of 2031-01-01T00:00:00: it hangs", False),
     ],
 )
-def test_a_node_that_is_down_is_out_by_somebody_unless_slurm_or_we_took_it_down(reason: str, somebodys: bool) -> None:
+def test_slurm_down_reason_decides_foreign_ownership(reason: str, somebodys: bool) -> None:
     assert parse_node(f"NodeName=n1 State=DOWN Reason={reason} [root@2026-11-20T10:00:00]").is_out is somebodys
 
 
-def test_a_person_who_took_a_node_down_keeps_it_down(real_slurm: slurm.Cluster) -> None:
+def test_slurm_keeps_node_down_for_another_person(real_slurm: slurm.Cluster) -> None:
     real_slurm.make_idle()
     real_slurm.scontrol("update", "NodeName=n1", "State=DOWN", "Reason=bad board")
     remediator = SlurmRemediator(configuration=str(real_slurm.configuration))
@@ -83,7 +83,7 @@ def test_a_person_who_took_a_node_down_keeps_it_down(real_slurm: slurm.Cluster) 
         real_slurm.make_idle()
 
 
-def test_slurms_words_in_another_encoding_are_understood(tmp_path: Path) -> None:
+def test_slurm_output_in_other_encoding_is_parsed(tmp_path: Path) -> None:
     program = tmp_path / "scontrol"
     line = rb"NodeName=n1 State=IDLE+DRAIN Reason=L\374fter defekt [root@2026-01-01T00:00:00]\n"
     program.write_bytes(b"#!/bin/sh\nprintf '" + line + b"'\n")
@@ -93,7 +93,7 @@ def test_slurms_words_in_another_encoding_are_understood(tmp_path: Path) -> None
     assert slurm.cordon_status(["n1"])["n1"].cordoned_by == "slurm"
 
 
-def test_slurm_that_is_not_installed_or_away_is_told_apart(tmp_path: Path) -> None:
+def test_slurm_missing_and_unreachable_raise_different_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="not on this machine"):
         SlurmRemediator("no-such-scontrol")
     if why := slurm.missing():
@@ -140,7 +140,7 @@ class Scripted:
         "words of a release to come",
     ],
 )
-def test_slurm_is_asked_again_unless_it_refuses(tmp_path: Path, words: str) -> None:
+def test_slurm_connection_errors_are_retried(tmp_path: Path, words: str) -> None:
     scripted = Scripted(tmp_path)
     scripted.fails(words)
     with pytest.raises(Unavailable):
@@ -157,14 +157,14 @@ def test_slurm_is_asked_again_unless_it_refuses(tmp_path: Path, words: str) -> N
         "scontrol: error: RebootProgram isn't defined\nscontrol_reboot_nodes error: Unspecified error",
     ],
 )
-def test_what_slurm_refuses_is_given_up(tmp_path: Path, words: str) -> None:
+def test_slurm_refusals_are_final(tmp_path: Path, words: str) -> None:
     scripted = Scripted(tmp_path)
     scripted.fails(words)
     with pytest.raises(Conflict, match="refused"):
         scripted.slurm.apply(remedy(1))
 
 
-def test_a_reboot_is_read_back_by_slurms_own_clock(tmp_path: Path) -> None:
+def test_slurm_reboot_is_confirmed_by_slurm_boot_time(tmp_path: Path) -> None:
     scripted, reboot = Scripted(tmp_path), remedy(7, RemediationKind.REBOOT)
     scripted.shows("IDLE", "2031-01-01T00:00:00")  # later than the remedy: that node's clock is ahead
     assert not scripted.slurm.is_done(reboot)
@@ -184,7 +184,7 @@ def test_a_reboot_is_read_back_by_slurms_own_clock(tmp_path: Path) -> None:
     assert not scripted.slurm.is_done(reboot)
 
 
-def test_a_reboot_that_a_person_called_off_is_not_asked_for_again_and_a_persons_own_is_waited_for(
+def test_slurm_reboot_respects_cancelled_and_foreign_reboots(
     tmp_path: Path,
 ) -> None:
     scripted, reboot = Scripted(tmp_path), remedy(7, RemediationKind.REBOOT)

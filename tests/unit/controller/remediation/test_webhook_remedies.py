@@ -40,7 +40,7 @@ def webhook(receiver: Receiver, secret: bytes = SECRET) -> WebhookRemediator:
         (503, Unavailable),
     ],
 )
-def test_a_status_is_a_refusal_or_trouble_that_may_pass(
+def test_webhook_status_maps_to_conflict_or_unavailable(
     receiver: Receiver, status: int, kind: type[EverstepError]
 ) -> None:
     receiver.status = status
@@ -49,19 +49,19 @@ def test_a_status_is_a_refusal_or_trouble_that_may_pass(
             ask(remedy(1, RemediationKind.REBOOT))
 
 
-def test_who_signs_with_another_secret_is_refused(receiver: Receiver) -> None:
+def test_webhook_refuses_wrong_signature(receiver: Receiver) -> None:
     with pytest.raises(Conflict, match="answered 401"):
         webhook(receiver, b"another secret").apply(remedy(1, RemediationKind.REBOOT))
     assert receiver.done == {}
 
 
-def test_a_remedy_that_the_receiver_refuses_is_given_up_with_its_words(receiver: Receiver) -> None:
+def test_webhook_refusal_carries_the_receiver_message(receiver: Receiver) -> None:
     receiver.says = lambda remedy: {"state": "refused", "detail": "no reboots on Fridays"}
     with pytest.raises(Conflict, match="no reboots on Fridays"):
         webhook(receiver).apply(remedy(1, RemediationKind.REBOOT))
 
 
-def test_an_answer_that_is_not_understood_is_asked_for_again(receiver: Receiver) -> None:
+def test_webhook_unknown_answer_is_retried(receiver: Receiver) -> None:
     receiver.says = lambda remedy: {"state": "perhaps"}
     with pytest.raises(Unavailable, match="not understood"):
         webhook(receiver).apply(remedy(1, RemediationKind.REBOOT))

@@ -52,7 +52,7 @@ def advances(steady: SteadyTime, clock: ManualClock, looks: int) -> Iterator[flo
 
 @pytest.mark.promise("clock-check")
 @pytest.mark.parametrize("jump_s", [-75.0, 75.0, -MAX_SLEWED_S, MAX_SLEWED_S - 1])
-def test_steady_time_comes_back_to_the_wall_clock(jump_s: float) -> None:
+def test_steady_time_returns_to_the_wall_clock(jump_s: float) -> None:
     clock = ManualClock(wall=RIGHT)
     steady = SteadyTime(clock)
     clock.jump_wall(jump_s)
@@ -62,7 +62,7 @@ def test_steady_time_comes_back_to_the_wall_clock(jump_s: float) -> None:
     assert abs(steady.ahead_s()) < 1e-3
 
 
-def test_steady_time_ignores_a_clock_that_leaps_ahead() -> None:
+def test_steady_time_ignores_a_clock_jumping_ahead() -> None:
     clock = ManualClock(wall=RIGHT)
     steady = SteadyTime(clock)
     clock.jump_wall(100 * DAY)
@@ -71,7 +71,7 @@ def test_steady_time_ignores_a_clock_that_leaps_ahead() -> None:
     assert steady.ahead_s() == pytest.approx(0.0)
 
 
-def test_steady_time_counts_timers_in_its_own_speed() -> None:
+def test_steady_time_scales_timers_by_its_own_speed() -> None:
     clock = ManualClock(wall=RIGHT)
     steady = SteadyTime(clock)
     clock.jump_wall(-75.0)
@@ -82,7 +82,7 @@ def test_steady_time_counts_timers_in_its_own_speed() -> None:
     assert steady.seconds_until(due - 1.0) == 0.0
 
 
-def test_start_is_refused_with_a_clock_far_ahead() -> None:
+def test_start_is_refused_with_clock_far_ahead() -> None:
     check_clock_at_start(RIGHT + 6.9 * DAY, RIGHT, 7.0)
     check_clock_at_start(RIGHT - 100 * DAY, RIGHT, 7.0)
     check_clock_at_start(RIGHT, 0.0, 7.0)
@@ -91,7 +91,7 @@ def test_start_is_refused_with_a_clock_far_ahead() -> None:
         check_clock_at_start(RIGHT + 100 * DAY, RIGHT, 7.0)
 
 
-def test_time_is_set_back_only_by_an_operators_word() -> None:
+def test_time_is_set_back_only_with_trust_clock() -> None:
     assert clock_set_back_s(RIGHT, RIGHT + DAY, trust_clock=False) == 0.0
     assert clock_set_back_s(RIGHT, RIGHT + DAY, trust_clock=True) == DAY
     assert clock_set_back_s(RIGHT, RIGHT + 1.0, trust_clock=True) == 0.0
@@ -99,7 +99,7 @@ def test_time_is_set_back_only_by_an_operators_word() -> None:
 
 
 @pytest.mark.promise("clock-check")
-def test_process_refuses_a_clock_far_ahead_of_its_database(program_forks: ForkPool, tmp_path: Path) -> None:
+def test_process_refuses_clock_far_ahead_of_its_database(program_forks: ForkPool, tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'controller.db'}"
     engine = open_database(database)
     writer = DatabaseWriter(engine)
@@ -128,7 +128,7 @@ def newest_at(database: str) -> float:
         engine.dispose()
 
 
-def test_database_knows_the_time_of_a_quiet_fleet(writer: DatabaseWriter, engine: Engine) -> None:
+def test_database_stores_the_time_of_an_idle_fleet(writer: DatabaseWriter, engine: Engine) -> None:
     writer.commit([Batch(number=1, audit=[AuditRow(id=1, at=RIGHT, kind="test", sentence="s")])])
     writer.run(lambda connection: table_access.mark(connection, RIGHT + 30 * DAY))
     with engine.connect() as connection:
@@ -136,14 +136,14 @@ def test_database_knows_the_time_of_a_quiet_fleet(writer: DatabaseWriter, engine
         assert not table_access.is_copy(connection)
 
 
-def test_database_that_is_a_copy_says_nothing_of_the_time(writer: DatabaseWriter, engine: Engine) -> None:
+def test_database_copy_is_detected(writer: DatabaseWriter, engine: Engine) -> None:
     restored = text("UPDATE meta SET value = value + :lives WHERE key = 'epoch'")
     writer.run(lambda connection: connection.execute(restored, {"lives": COPY_EPOCH_GAP}))
     with engine.connect() as connection:
         assert table_access.is_copy(connection)
 
 
-def test_watch_notes_the_time_and_tells_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_clock_watch_stores_time_and_logs_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     clock = ManualClock(wall=RIGHT)
     noted: list[float] = []
@@ -169,7 +169,7 @@ def test_watch_notes_the_time_and_tells_once(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.promise("clock-check")
-def test_history_is_pruned_by_the_clock_that_deletes_less(tmp_path: Path) -> None:
+def test_history_is_pruned_by_the_earlier_clock(tmp_path: Path) -> None:
     clock = ManualClock(wall=RIGHT + 100 * DAY)
     served = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=clock, retention_days=90.0)
     with TestClient(served) as client:
@@ -183,7 +183,7 @@ def test_history_is_pruned_by_the_clock_that_deletes_less(tmp_path: Path) -> Non
 
 
 @pytest.mark.promise("clock-check")
-def test_trusted_clock_sets_a_wrong_start_right(tmp_path: Path) -> None:
+def test_trusted_clock_corrects_a_wrong_start(tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'c.db'}"
     ahead = InProcess(database, clock=ManualClock(wall=RIGHT + 100 * DAY))
     with TestClient(ahead) as client:
@@ -207,7 +207,7 @@ def test_trusted_clock_sets_a_wrong_start_right(tmp_path: Path) -> None:
         assert {node.registered_at for node in nodes} == {RIGHT + 150.0}
 
 
-def test_events_are_found_by_time_after_it_was_set_back(writer: DatabaseWriter, engine: Engine) -> None:
+def test_events_are_found_by_time_after_set_back(writer: DatabaseWriter, engine: Engine) -> None:
     wrong = RIGHT + 100 * DAY
     times = [RIGHT, RIGHT + 10, wrong, wrong + 1, RIGHT + 20, RIGHT + 30, RIGHT + 40]
     kinds = ["test"] * 4 + [SET_BACK] + ["test"] * 2
@@ -227,7 +227,7 @@ def test_events_are_found_by_time_after_it_was_set_back(writer: DatabaseWriter, 
     assert found(RIGHT + 5, RIGHT + 25) == [2, 3, 4, 5]
 
 
-def test_set_back_moves_what_the_wrong_clock_wrote() -> None:
+def test_set_back_moves_times_written_by_wrong_clock() -> None:
     newest, wall = RIGHT + 100 * DAY, RIGHT
     node = NodeRecord(
         node="n1",

@@ -83,7 +83,7 @@ def bodies(running: Running, node: str) -> list[bytes]:
     return [one.body.json for one in running.outbox.pending(node)]
 
 
-def test_nobody_is_acknowledged_while_the_database_is_away_and_the_loop_goes_on() -> None:
+def test_requests_are_not_acknowledged_during_outage() -> None:
     news: list[ev.DatabaseAvailabilityChanged] = []
 
     async def body(running: Running) -> None:
@@ -100,7 +100,7 @@ def test_nobody_is_acknowledged_while_the_database_is_away_and_the_loop_goes_on(
     scenario(body, decide=noting(news))
 
 
-def test_the_reason_of_an_absence_is_that_of_the_newest_try() -> None:
+def test_outage_reason_comes_from_the_latest_attempt() -> None:
     async def body(running: Running) -> None:
         await goes_away(running)
         running.disk.failure = DatabaseUnavailable("nothing listens there")
@@ -110,7 +110,7 @@ def test_the_reason_of_an_absence_is_that_of_the_newest_try() -> None:
     scenario(body, decide=noting([]))
 
 
-def test_an_answer_that_promises_nothing_is_given_all_the_same() -> None:
+def test_forgettable_request_is_answered_during_outage() -> None:
     async def body(running: Running) -> None:
         await goes_away(running)
         assert await running.register("n2", forgettable=True) == "n2"
@@ -118,7 +118,7 @@ def test_an_answer_that_promises_nothing_is_given_all_the_same() -> None:
     scenario(body, decide=noting([]))
 
 
-def test_when_the_database_is_back_everything_is_written_before_anything_is_told() -> None:
+def test_outage_backlog_is_written_completely_and_in_order() -> None:
     news: list[ev.DatabaseAvailabilityChanged] = []
 
     async def body(running: Running) -> None:
@@ -138,7 +138,7 @@ def test_when_the_database_is_back_everything_is_written_before_anything_is_told
     scenario(body, decide=noting(news))
 
 
-def test_what_is_decided_meanwhile_is_pushed_and_what_failed_first_is_held_back() -> None:
+def test_outage_directives_are_pushed_but_failed_ones_held() -> None:
     async def body(running: Running) -> None:
         await goes_away(running)
         await running.register("n2", forgettable=True)
@@ -153,7 +153,7 @@ def test_what_is_decided_meanwhile_is_pushed_and_what_failed_first_is_held_back(
     scenario(body, decide=noting([]))
 
 
-def test_a_directive_held_back_is_sent_with_a_number_beyond_those_that_overtook_it() -> None:
+def test_held_directive_is_renumbered_after_outage() -> None:
     async def body(running: Running) -> None:
         await goes_away(running)
         await running.register("n1", forgettable=True)
@@ -167,7 +167,7 @@ def test_a_directive_held_back_is_sent_with_a_number_beyond_those_that_overtook_
     scenario(body, decide=noting([]))
 
 
-def test_a_jobs_end_is_never_told_from_memory() -> None:
+def test_job_end_is_not_sent_before_durable() -> None:
     """Launchers that have heard it are gone. A controller that follows this one and does not know of the end would have
     the job wait for them for ever."""
 
@@ -183,7 +183,7 @@ def test_a_jobs_end_is_never_told_from_memory() -> None:
     scenario(body, decide=noting([], directive=end))
 
 
-def test_jobs_whose_generation_was_held_back_are_named_to_the_core() -> None:
+def test_outage_event_names_jobs_with_unsent_generation() -> None:
     news: list[ev.DatabaseAvailabilityChanged] = []
     decide = noting(news, sends=False)
 
@@ -201,7 +201,7 @@ def test_jobs_whose_generation_was_held_back_are_named_to_the_core() -> None:
     scenario(body, decide=forming)
 
 
-def test_at_the_bound_nothing_more_is_taken_and_nothing_is_lost() -> None:
+def test_outage_backlog_is_bounded_and_loses_nothing() -> None:
     async def body(running: Running) -> None:
         await goes_away(running)
         taken = 0
@@ -247,11 +247,11 @@ TEXT = "x" * 10_000
     ],
     ids=lambda batch: next(name for name in batch.__struct_fields__ if name != "number" and getattr(batch, name)),
 )
-def test_what_waits_is_measured_by_its_texts(batch: Batch) -> None:
+def test_batch_size_counts_its_texts(batch: Batch) -> None:
     assert len(TEXT) <= batch.approximate_bytes() < len(TEXT) + 1000
 
 
-def test_a_batch_that_the_store_keeps_is_not_given_to_it_twice() -> None:
+def test_stored_batch_is_not_written_twice() -> None:
     async def body(running: Running) -> None:
         running.disk.failure = DatabaseUnavailable("the connection broke in COMMIT", is_batch_kept=True)
         with pytest.raises(Unavailable):
@@ -265,7 +265,7 @@ def test_a_batch_that_the_store_keeps_is_not_given_to_it_twice() -> None:
 
 
 @pytest.mark.promise("database-outage")
-def test_a_controller_that_was_superseded_meanwhile_ends_and_nothing_of_it_counts() -> None:
+def test_superseded_controller_discards_its_backlog() -> None:
     async def body(running: Running) -> None:
         await goes_away(running)
         running.disk.failure = Superseded("another controller took the database over")
@@ -278,7 +278,7 @@ def test_a_controller_that_was_superseded_meanwhile_ends_and_nothing_of_it_count
 
 
 @pytest.mark.promise("old-leader-fenced")
-def test_who_may_not_be_sure_to_lead_decides_and_answers_nothing() -> None:
+def test_loop_pauses_while_leadership_is_uncertain() -> None:
     leads = True
 
     def check() -> None:

@@ -32,7 +32,7 @@ class Book:
         self.entries.append(entry)
 
 
-def test_quota_admits_a_burst_and_then_its_rate() -> None:
+def test_event_quota_admits_burst_then_steady_rate() -> None:
     quota = EventQuota(BURST, 0.125)
     assert [quota.is_allowed("n1", "finding", 100.0) for _ in range(BURST + 1)] == [*[True] * BURST, False]
     assert [quota.is_allowed("n1", "finding", 100.0 + at) for at in range(1, 41)].count(True) == 5
@@ -40,7 +40,7 @@ def test_quota_admits_a_burst_and_then_its_rate() -> None:
     assert quota.is_allowed("n2", "finding", 140.0)
 
 
-def test_quota_tells_what_was_left_out_once() -> None:
+def test_event_quota_reports_suppressed_events_once() -> None:
     suppressed: list[int] = []
     quota, book = EventQuota(BURST, 0.1, lambda: suppressed.append(1)), Book()
     for kind, count in (("finding", BURST + 7), ("user_error", BURST + 9)):
@@ -53,7 +53,7 @@ def test_quota_tells_what_was_left_out_once() -> None:
     assert "9 of user_error, 7 of finding were left out" in line.sentence
 
 
-def test_quota_forgets_nodes_that_are_quiet() -> None:
+def test_event_quota_forgets_idle_nodes() -> None:
     quota = EventQuota(BURST, 0.1)
     for number in range(1000):
         quota.is_allowed(f"n{number}", "finding", 100.0)
@@ -63,7 +63,7 @@ def test_quota_forgets_nodes_that_are_quiet() -> None:
     assert len(quota._allowances) == 0
 
 
-def test_cause_is_the_node_whose_agent_spoke() -> None:
+def test_event_cause_is_the_reporting_node() -> None:
     assert causing_node(ev.AgentRegistered(register=registration("n1", 1))) == "n1"
     assert causing_node(ev.NodeDisconnected(node="n1", incarnation=1)) == "n1"
     assert causing_node(ev.OperatorCommand(action=ev.OperatorAction.HOLD, actor="olga", node="n1")) == ""
@@ -86,7 +86,7 @@ def events(client: TestClient, node: str, kind: str) -> list[op.Event]:
 
 
 @pytest.mark.promise("audit-orders")
-def test_flood_of_one_node_is_suppressed_counted_and_told(client: TestClient) -> None:
+def test_event_flood_of_one_node_is_suppressed_and_counted(client: TestClient) -> None:
     wild, other = Speaker(client, "n1"), Speaker(client, "n2")
     wild.register()
     other.register()

@@ -20,7 +20,7 @@ from tests.support.uplinks import lost
 
 
 @pytest.mark.promise("acknowledged-is-durable")
-def test_nobody_is_answered_before_the_transaction_is_durable() -> None:
+def test_loop_answers_only_after_durable_transaction() -> None:
     async def body(running: Running) -> None:
         running.disk.open.clear()
         registering = running.register("n1")
@@ -34,7 +34,7 @@ def test_nobody_is_answered_before_the_transaction_is_durable() -> None:
     scenario(body)
 
 
-def test_what_waits_together_shares_a_transaction() -> None:
+def test_loop_groups_waiting_requests_in_one_transaction() -> None:
     async def body(running: Running) -> None:
         before = len(running.disk.written)
         assert await asyncio.gather(*(running.register(f"n{i}") for i in range(50))) == [f"n{i}" for i in range(50)]
@@ -47,7 +47,7 @@ def test_what_waits_together_shares_a_transaction() -> None:
     scenario(body)
 
 
-def test_one_refusal_does_not_touch_the_others_of_its_transaction() -> None:
+def test_loop_isolates_a_refused_request() -> None:
     async def body(running: Running) -> None:
         beat = ev.HeartbeatChanged(node="nobody", incarnation=1)
         refused = asyncio.create_task(running.loop.submit(lambda tx, now: tx.handle(beat, now)))
@@ -59,7 +59,7 @@ def test_one_refusal_does_not_touch_the_others_of_its_transaction() -> None:
     scenario(body)
 
 
-def test_when_a_transaction_fails_nobody_is_answered_and_the_loop_ends_with_the_cause() -> None:
+def test_loop_ends_without_answers_on_failed_transaction() -> None:
     async def body(running: Running) -> None:
         running.disk.failure = OSError("the disk is gone")
         running.disk.open.clear()
@@ -82,7 +82,7 @@ def test_when_a_transaction_fails_nobody_is_answered_and_the_loop_ends_with_the_
 
 
 @pytest.mark.parametrize("where", ["in the core", "in what it decided", "in what came after it"])
-def test_a_report_is_remembered_where_it_led_to_an_error_of_our_own_and_no_other_is(where: str) -> None:
+def test_loop_records_the_report_causing_a_core_error(where: str) -> None:
     class Broken:
         @property
         def key(self) -> str:
@@ -108,7 +108,7 @@ def test_a_report_is_remembered_where_it_led_to_an_error_of_our_own_and_no_other
     scenario(body, decide=decide)
 
 
-def test_a_client_that_leaves_meanwhile_changes_nothing_for_the_others() -> None:
+def test_loop_ignores_a_cancelled_client() -> None:
     async def body(running: Running) -> None:
         running.disk.open.clear()
         gone, stays = running.register("n1"), running.register("n2")
@@ -121,7 +121,7 @@ def test_a_client_that_leaves_meanwhile_changes_nothing_for_the_others() -> None
     scenario(body)
 
 
-def test_a_full_queue_refuses_with_a_time_to_come_again() -> None:
+def test_loop_refuses_with_retry_after_when_queue_is_full() -> None:
     async def body(running: Running) -> None:
         running.disk.open.clear()
         first = running.register("n0")
@@ -137,7 +137,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_again() -> None:
     scenario(body, queue_limit=3)
 
 
-def test_the_timer_looks_at_a_silent_node_without_being_asked() -> None:
+def test_loop_timer_suspects_a_silent_node() -> None:
     ticks: list[ev.Tick] = []
 
     def noting(state: Any, event: ev.Event, now: float) -> Any:
@@ -159,7 +159,7 @@ def test_the_timer_looks_at_a_silent_node_without_being_asked() -> None:
     assert all(tick.trace for tick in ticks)
 
 
-def test_the_loops_own_lateness_goes_into_the_tick() -> None:
+def test_tick_carries_the_loop_lag() -> None:
     lags: list[float] = []
 
     def noting(state: Any, event: ev.Event, now: float) -> Any:
@@ -182,7 +182,7 @@ def test_the_loops_own_lateness_goes_into_the_tick() -> None:
     assert max(lags) > 5.0
 
 
-def test_time_neither_jumps_nor_goes_back_with_the_wall_clock() -> None:
+def test_steady_time_is_independent_of_wall_clock_jumps() -> None:
     clock = ManualClock(wall=1000.0)
     steady = SteadyTime(clock)
     clock.jump_wall(-500.0)
@@ -192,12 +192,12 @@ def test_time_neither_jumps_nor_goes_back_with_the_wall_clock() -> None:
     assert steady.now() == 1001.0
 
 
-def test_time_begins_after_everything_that_was_recorded() -> None:
+def test_steady_time_starts_after_recorded_time() -> None:
     assert SteadyTime(ManualClock(wall=1000.0), not_before=1500.0).now() == 1500.0
     assert SteadyTime(ManualClock(wall=1000.0), not_before=500.0).now() == 1000.0
 
 
-def test_a_blocked_event_loop_is_seen_as_lag(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lag_meter_measures_a_blocked_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     async def measure() -> tuple[float, float, float]:
         loop = asyncio.get_running_loop()
         offset = 0.0
@@ -228,7 +228,7 @@ def test_a_blocked_event_loop_is_seen_as_lag(monkeypatch: pytest.MonkeyPatch) ->
     assert remembered > 3.0
 
 
-def test_the_loop_module_names_no_database() -> None:
+def test_loop_module_imports_no_database() -> None:
     assert not [name for name in vars(loop_module) if "sqlalchemy" in name.lower()]
 
 
@@ -246,7 +246,7 @@ def lines(running: Running) -> list[str]:
     return [row.sentence for batch in running.disk.written for row in batch.audit if row.kind == "test"]
 
 
-def test_routine_work_that_comes_often_shares_transactions_and_all_of_it_is_done() -> None:
+def test_loop_groups_frequent_routine_work() -> None:
     async def body(running: Running) -> None:
         before = len(running.disk.written)
         noted = []
@@ -260,7 +260,7 @@ def test_routine_work_that_comes_often_shares_transactions_and_all_of_it_is_done
     scenario(body)
 
 
-def test_what_is_routine_rests_for_a_multiple_of_what_its_transaction_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_reports_transaction_time_to_intake(monkeypatch: pytest.MonkeyPatch) -> None:
     took: list[float] = []
     monkeypatch.setattr(Intake, "pause_routine_after", lambda _intake, _taken, worked_s: took.append(worked_s))
 
@@ -276,7 +276,7 @@ def test_what_is_routine_rests_for_a_multiple_of_what_its_transaction_took(monke
 
 
 @pytest.mark.promise("report-order")
-def test_something_urgent_of_a_node_does_not_wait_for_what_rests_and_goes_after_it(
+def test_loop_runs_urgent_work_after_deferred_work_of_same_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("everstep_controller.runtime.intake.MAX_PAUSE_S", 1e9)
@@ -294,7 +294,7 @@ def test_something_urgent_of_a_node_does_not_wait_for_what_rests_and_goes_after_
     scenario(body)
 
 
-def test_a_loop_that_ends_refuses_what_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_refuses_deferred_work_when_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everstep_controller.runtime.intake.MAX_PAUSE_S", 1e9)
     monkeypatch.setattr("everstep_controller.runtime.intake.PAUSE_FACTOR", 1e15)
 

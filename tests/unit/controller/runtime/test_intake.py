@@ -37,7 +37,7 @@ def in_a_loop(test: Callable[[], None]) -> None:
     asyncio.run(run())
 
 
-def test_urgent_stimuli_go_before_routine_ones_and_each_class_in_order() -> None:
+def test_intake_orders_urgent_before_routine() -> None:
     def test() -> None:
         queue = Queue(10)
         queue.put("beat 1", Urgency.ROUTINE)
@@ -49,7 +49,7 @@ def test_urgent_stimuli_go_before_routine_ones_and_each_class_in_order() -> None
     in_a_loop(test)
 
 
-def test_routine_stimuli_keep_a_share_of_each_transaction() -> None:
+def test_intake_reserves_a_share_for_routine() -> None:
     def test() -> None:
         queue = Queue(100, group=2 * ROUTINE_SHARE)
         for number in range(40):
@@ -63,7 +63,7 @@ def test_routine_stimuli_keep_a_share_of_each_transaction() -> None:
     in_a_loop(test)
 
 
-def test_a_full_queue_refuses_a_routine_stimulus_and_says_when_to_come_again() -> None:
+def test_full_intake_refuses_routine_with_retry_after() -> None:
     def test() -> None:
         queue = Queue(1)
         queue.put("report")
@@ -76,7 +76,7 @@ def test_a_full_queue_refuses_a_routine_stimulus_and_says_when_to_come_again() -
     in_a_loop(test)
 
 
-def test_a_full_queue_sheds_its_oldest_routine_stimulus_for_an_urgent_one() -> None:
+def test_full_intake_sheds_oldest_routine_for_urgent() -> None:
     def test() -> None:
         queue = Queue(2)
         oldest = queue.put("beat 1", Urgency.ROUTINE)
@@ -89,7 +89,7 @@ def test_a_full_queue_sheds_its_oldest_routine_stimulus_for_an_urgent_one() -> N
     in_a_loop(test)
 
 
-def test_an_urgent_stimulus_is_shed_only_when_nothing_routine_waits() -> None:
+def test_full_intake_sheds_urgent_only_without_routine() -> None:
     def test() -> None:
         queue = Queue(1)
         queue.put("report 1")
@@ -100,7 +100,7 @@ def test_an_urgent_stimulus_is_shed_only_when_nothing_routine_waits() -> None:
     in_a_loop(test)
 
 
-def test_the_age_of_the_oldest_is_that_of_either_class() -> None:
+def test_intake_age_covers_both_classes() -> None:
     def test() -> None:
         queue = Queue(5)
         assert queue.intake.oldest_wait_s() == 0.0
@@ -111,7 +111,7 @@ def test_the_age_of_the_oldest_is_that_of_either_class() -> None:
     in_a_loop(test)
 
 
-def test_whoever_waits_is_refused_when_the_queue_ends() -> None:
+def test_closing_intake_refuses_waiting_stimuli() -> None:
     def test() -> None:
         queue = Queue(5)
         waiting = [queue.put("report"), queue.put("beat", Urgency.ROUTINE)]
@@ -122,7 +122,7 @@ def test_whoever_waits_is_refused_when_the_queue_ends() -> None:
     in_a_loop(test)
 
 
-def test_after_routine_work_what_is_routine_rests_and_what_is_urgent_does_not() -> None:
+def test_intake_defers_routine_after_routine_work() -> None:
     def test() -> None:
         queue = Queue(10)
         queue.put("warning 1", Urgency.ROUTINE)
@@ -139,7 +139,7 @@ def test_after_routine_work_what_is_routine_rests_and_what_is_urgent_does_not() 
     in_a_loop(test)
 
 
-def test_urgent_work_lets_nothing_rest() -> None:
+def test_intake_defers_nothing_after_urgent_work() -> None:
     def test() -> None:
         queue = Queue(10)
         queue.put("report")
@@ -150,7 +150,7 @@ def test_urgent_work_lets_nothing_rest() -> None:
     in_a_loop(test)
 
 
-def test_a_full_group_of_what_is_routine_does_not_rest() -> None:
+def test_intake_does_not_defer_a_full_routine_group() -> None:
     def test() -> None:
         queue = Queue(100, group=8)
         queue.put("warning", Urgency.ROUTINE)
@@ -166,7 +166,7 @@ def test_a_full_group_of_what_is_routine_does_not_rest() -> None:
 
 @pytest.mark.promise("report-order")
 @pytest.mark.parametrize("parked", [False, True], ids=["queued", "parked in its session"])
-def test_what_a_node_said_before_something_urgent_goes_before_it(parked: bool) -> None:
+def test_intake_promotes_earlier_routine_of_urgent_source(parked: bool) -> None:
     def test() -> None:
         queue = Queue(10)
         queue.put("warning", Urgency.ROUTINE, "a")
@@ -184,7 +184,7 @@ def test_what_a_node_said_before_something_urgent_goes_before_it(parked: bool) -
     in_a_loop(test)
 
 
-def test_what_was_shed_is_not_hurried() -> None:
+def test_intake_does_not_promote_shed_stimuli() -> None:
     def test() -> None:
         queue = Queue(1)
         queue.put("picture", Urgency.ROUTINE, "a")
@@ -195,7 +195,7 @@ def test_what_was_shed_is_not_hurried() -> None:
     in_a_loop(test)
 
 
-def test_what_a_node_says_after_something_urgent_does_not_pass_it() -> None:
+def test_intake_keeps_later_routine_behind_urgent_of_same_node() -> None:
     def test() -> None:
         queue = Queue(100, group=ROUTINE_SHARE)
         for number in range(2 * ROUTINE_SHARE):

@@ -29,20 +29,20 @@ def ended(lane: DatabaseThread, until: threading.Event) -> list[str]:
     return came
 
 
-def test_a_call_that_hangs_is_cut_and_what_was_to_be_done_last_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lane_aborts_hanging_call_and_runs_last_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "CLOSE_TIMEOUT_S", 0.01)
     monkeypatch.setattr(threads, "ABORT_TIMEOUT_S", LONG_S)
     cut = threading.Event()
     assert ended(DatabaseThread("test", cut.set), cut) == ["last", "closed"]
 
 
-def test_a_call_that_cannot_be_cut_keeps_nobody_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lane_closes_despite_call_without_abort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "CLOSE_TIMEOUT_S", 0.01)
     monkeypatch.setattr(threads, "ABORT_TIMEOUT_S", 0.01)
     assert ended(DatabaseThread("test", lambda: None), threading.Event()) == ["closed"]
 
 
-def test_a_store_may_be_closed_again(engine: Engine) -> None:
+def test_store_can_be_closed_twice(engine: Engine) -> None:
     store = DatabaseStore(engine)
     asyncio.run(store.query(lambda connection: None))
     for _ in range(2):

@@ -24,7 +24,7 @@ def seqs(outbox: Outbox, node: str, after: int = 0) -> list[int]:
     return [one.seq for one in outbox.pending(node, after)]
 
 
-def test_numbers_grow_across_lives_even_when_everything_was_acknowledged() -> None:
+def test_outbox_numbers_grow_across_controller_runs() -> None:
     first, second = Outbox(1), Outbox(2)
     assert [first.take_seq("a"), first.take_seq("a"), first.take_seq("b")] == [
         SEQ_PER_EPOCH + 1,
@@ -34,7 +34,7 @@ def test_numbers_grow_across_lives_even_when_everything_was_acknowledged() -> No
     assert second.take_seq("a") == 2 * SEQ_PER_EPOCH + 1
 
 
-def test_stored_directives_come_before_new_ones() -> None:
+def test_outbox_orders_stored_directives_first() -> None:
     outbox = Outbox(
         2,
         [OutboxRow(node="a", seq=SEQ_PER_EPOCH + 4, body="{}"), OutboxRow(node="a", seq=SEQ_PER_EPOCH + 5, body="{}")],
@@ -44,7 +44,7 @@ def test_stored_directives_come_before_new_ones() -> None:
     assert outbox.oldest_seq("a") == SEQ_PER_EPOCH + 4
 
 
-def test_an_acknowledgement_is_cumulative_and_handed_on_once() -> None:
+def test_outbox_acknowledgement_is_cumulative_and_pruned_once() -> None:
     outbox = Outbox(0)
     outbox.deliver([outgoing(outbox, "a") for _ in range(3)])
     outbox.acknowledge("a", 2)
@@ -54,7 +54,7 @@ def test_an_acknowledgement_is_cumulative_and_handed_on_once() -> None:
     assert outbox.take_acknowledged() == {}
 
 
-def test_nothing_is_left_of_a_node_that_is_forgotten_but_how_far_its_numbers_came() -> None:
+def test_outbox_forget_keeps_only_the_sequence_number() -> None:
     outbox = Outbox(0)
     for node in ("a", "b"):
         outbox.deliver([outgoing(outbox, node), outgoing(outbox, node), generation(outbox, node=node)])
@@ -67,7 +67,7 @@ def test_nothing_is_left_of_a_node_that_is_forgotten_but_how_far_its_numbers_cam
     assert outbox.take_seq("a") == 5
 
 
-def test_a_newer_hint_of_the_same_topic_replaces_the_older() -> None:
+def test_outbox_newer_hint_replaces_older_of_same_topic() -> None:
     outbox = Outbox(0)
     outbox.deliver([outgoing(outbox, "a", topic="versions/j"), outgoing(outbox, "a")])
     outbox.deliver([outgoing(outbox, "a", topic="versions/j"), outgoing(outbox, "a", topic="versions/k")])
@@ -85,7 +85,7 @@ def generation(outbox: Outbox, number: int = 1, *, at_boundary: bool = False, no
     )
 
 
-def test_a_node_that_is_away_is_kept_one_generation_of_a_job_and_not_all_it_has_missed() -> None:
+def test_outbox_keeps_only_the_latest_generation_per_job() -> None:
     outbox = Outbox(0)
     for number in range(1, 5):
         outbox.deliver([generation(outbox, number), outgoing(outbox, "a", f"kill {number}")])
@@ -95,7 +95,7 @@ def test_a_node_that_is_away_is_kept_one_generation_of_a_job_and_not_all_it_has_
     assert outbox.take_superseded() == []
 
 
-def test_a_generation_that_begins_at_a_boundary_leaves_the_one_that_must_reach_it() -> None:
+def test_outbox_keeps_generation_before_pending_boundary() -> None:
     outbox = Outbox(0)
     outbox.deliver([generation(outbox, 1)])
     outbox.deliver([generation(outbox, 2, at_boundary=True)])
@@ -104,7 +104,7 @@ def test_a_generation_that_begins_at_a_boundary_leaves_the_one_that_must_reach_i
     assert seqs(outbox, "a") == [3]
 
 
-def test_a_stored_generation_gives_way_to_one_of_a_later_life() -> None:
+def test_outbox_stored_generation_gives_way_to_newer() -> None:
     stored = generation(Outbox(0), 1).body.text
     outbox = Outbox(
         2,
@@ -133,7 +133,7 @@ class Session:
         self.dismissed = True
 
 
-def test_a_session_is_handed_what_waits_and_then_what_is_committed_for_its_own_node() -> None:
+def test_outbox_session_receives_backlog_then_new_directives() -> None:
     outbox, session = Outbox(0), Session()
     outbox.deliver([outgoing(outbox, "a")])
     assert [one.seq for one in outbox.attach("a", session)] == [1]
@@ -142,7 +142,7 @@ def test_a_session_is_handed_what_waits_and_then_what_is_committed_for_its_own_n
     assert outbox.connected_count() == 1
 
 
-def test_the_newest_session_of_a_node_takes_the_place_of_the_one_before() -> None:
+def test_outbox_newest_session_replaces_previous() -> None:
     outbox, first, second = Outbox(0), Session(), Session()
     outbox.attach("a", first)
     outbox.attach("a", second)
@@ -153,7 +153,7 @@ def test_the_newest_session_of_a_node_takes_the_place_of_the_one_before() -> Non
     assert not outbox.has_receiver("a")
 
 
-def test_the_session_of_another_life_is_dismissed() -> None:
+def test_outbox_dismisses_session_of_other_incarnation() -> None:
     outbox, session = Outbox(0), Session(incarnation=1)
     outbox.attach("a", session)
     outbox.dismiss("a", 1)
@@ -163,7 +163,7 @@ def test_the_session_of_another_life_is_dismissed() -> None:
     assert not outbox.has_receiver("a")
 
 
-def test_closing_ends_every_session() -> None:
+def test_outbox_close_dismisses_every_session() -> None:
     outbox, sessions = Outbox(0), [Session(), Session()]
     for node, session in zip("ab", sessions, strict=True):
         outbox.attach(node, session)
@@ -171,14 +171,14 @@ def test_closing_ends_every_session() -> None:
     assert [session.dismissed for session in sessions] == [True, True]
 
 
-def test_a_stored_body_is_held_once_however_many_nodes_wait_for_it() -> None:
+def test_outbox_shares_a_stored_body_between_nodes() -> None:
     rows = [OutboxRow(node=node, seq=1, body="{}") for node in ("a", "b")]
     outbox = Outbox(0, rows)
     (one,), (other,) = outbox.pending("a"), outbox.pending("b")
     assert one.body is other.body
 
 
-def test_an_acknowledgement_of_what_was_never_sent_takes_only_what_was() -> None:
+def test_outbox_acknowledgement_beyond_sent_is_clamped() -> None:
     outbox = Outbox(0)
     outbox.deliver([outgoing(outbox, "a")])
     outbox.acknowledge("a", 1000)
@@ -187,7 +187,7 @@ def test_an_acknowledgement_of_what_was_never_sent_takes_only_what_was() -> None
     assert seqs(outbox, "a") == [2]
 
 
-def test_hints_to_many_nodes_are_sent_a_few_at_a_time_and_in_order_with_what_comes_after() -> None:
+def test_outbox_sends_hints_in_small_groups_and_in_order() -> None:
     async def scenario() -> None:
         outbox, nodes = Outbox(0), [f"n{number}" for number in range(3 * HINTS_PER_TURN)]
         sessions = {node: Session() for node in nodes}

@@ -58,7 +58,7 @@ def look(engine: Engine, known: KnownRecords) -> KnownRecords:
         return read_records(connection, known)
 
 
-def test_only_what_has_changed_is_read_again(engine: Engine, leader: Leader) -> None:
+def test_read_ahead_rereads_only_changed_records(engine: Engine, leader: Leader) -> None:
     leader.put(n1="one", n2="two", n3="three")
     first = look(engine, NO_RECORDS)
     assert {node: one.sentence for node, one in first.records.items()} == {"n1": "one", "n2": "two", "n3": "three"}
@@ -72,7 +72,7 @@ def test_only_what_has_changed_is_read_again(engine: Engine, leader: Leader) -> 
     assert first.records["n3"].sentence == "three", "who has taken it over already starts from that"
 
 
-def test_a_take_over_reads_what_has_changed_since_and_restores_the_same_fleet(engine: Engine, leader: Leader) -> None:
+def test_takeover_after_read_ahead_restores_the_same_fleet(engine: Engine, leader: Leader) -> None:
     leader.put(**{f"n{number}": "before" for number in range(20)})
     known = look(engine, NO_RECORDS)
     leader.put(n3="changed", n20="new")
@@ -89,7 +89,7 @@ def test_a_take_over_reads_what_has_changed_since_and_restores_the_same_fleet(en
     assert not whole.unchanged
 
 
-def test_marks_of_another_run_of_the_server_hold_for_nothing(engine: Engine, leader: Leader) -> None:
+def test_read_ahead_is_void_after_database_restart(engine: Engine, leader: Leader) -> None:
     """It may have been restored from a copy meanwhile: then other records stand under the same marks."""
     leader.put(n1="in the restored database")
     marks = look(engine, NO_RECORDS).row_versions
@@ -104,7 +104,7 @@ def test_marks_of_another_run_of_the_server_hold_for_nothing(engine: Engine, lea
     assert again.row_versions == marks
 
 
-def test_a_record_that_is_not_understood_is_left_for_the_take_over_to_report(engine: Engine, leader: Leader) -> None:
+def test_read_ahead_skips_unreadable_record(engine: Engine, leader: Leader) -> None:
     leader.put(n1="one")
     leader._commit(Batch(nodes={"n2": '{"node":7}'}))
     known = look(engine, NO_RECORDS)

@@ -22,7 +22,7 @@ def mild(number: int) -> Finding:
     return msgspec.structs.replace(xid(number), subject=f"GPU-{number}", severity=Severity.WARNING)
 
 
-def test_only_what_has_changed_is_written() -> None:
+def test_standing_findings_write_only_changes() -> None:
     first, second = mild(31), mild(43)
     record = NodeRecord(node="n1", incarnation=1, vault="", agent_findings={"a": first, "b": second})
     standing = FindingDelta([])
@@ -35,12 +35,12 @@ def test_only_what_has_changed_is_written() -> None:
     assert dict(standing.changes(record)) == {"b": None}
 
 
-def test_what_was_restored_counts_as_written() -> None:
+def test_restored_findings_count_as_written() -> None:
     record = NodeRecord(node="n1", incarnation=1, vault="", agent_findings={"a": mild(31)})
     assert dict(FindingDelta([record]).changes(record)) == {}
 
 
-def test_findings_survive_the_controller_and_cleared_ones_do_not(tmp_path: Path) -> None:
+def test_standing_findings_survive_restart_until_cleared(tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'c.db'}"
 
     def life(speak: Callable[[AgentSession], None], incarnation: int = 1) -> Findings:

@@ -53,7 +53,7 @@ async def of_one_report(running: Running) -> Batch:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_said_again_until_it_is_answered_is_not_stored(directive: AnyDirective, is_stored: bool) -> None:
+def test_repeatable_directive_is_not_stored(directive: AnyDirective, is_stored: bool) -> None:
     async def body(running: Running) -> None:
         before = len(running.disk.written)
         await running.register("n1")
@@ -66,7 +66,7 @@ def test_what_is_said_again_until_it_is_answered_is_not_stored(directive: AnyDir
     scenario(body, decide=deciding(lambda effects: [*effects, fx.Send("n1", directive)]))
 
 
-def test_an_acknowledged_directive_is_deleted_by_the_next_transaction_that_writes_something() -> None:
+def test_acknowledged_directive_is_deleted_with_next_write() -> None:
     async def body(running: Running) -> None:
         await running.register("n1")
         (sent,) = running.outbox.pending("n1")
@@ -84,7 +84,7 @@ def test_an_acknowledged_directive_is_deleted_by_the_next_transaction_that_write
 
 
 @pytest.mark.parametrize("kind", ["node", "job"])
-def test_nothing_is_written_of_what_its_own_transaction_forgets(kind: str) -> None:
+def test_forgotten_record_is_not_written_in_same_transaction(kind: str) -> None:
     drop: Any = fx.DeleteNode("n1") if kind == "node" else fx.DeleteJob("j")
 
     async def body(running: Running) -> None:
@@ -100,7 +100,7 @@ def test_nothing_is_written_of_what_its_own_transaction_forgets(kind: str) -> No
     scenario(body, decide=deciding(lambda effects: [*effects, drop]))
 
 
-def test_what_comes_back_in_the_transaction_that_forgets_it_is_written() -> None:
+def test_record_created_after_forget_is_written() -> None:
     def back(effects: list[fx.Effect]) -> list[fx.Effect]:
         nodes: list[fx.Effect] = [fx.DeleteNode(one.node) for one in effects if isinstance(one, fx.PutNode)]
         return [*nodes, *(fx.DeleteJob(one.job) for one in effects if isinstance(one, fx.PutJob)), *effects]

@@ -44,14 +44,14 @@ def client(served: InProcess) -> Iterator[TestClient]:
         yield client
 
 
-def test_a_registered_node_is_known_and_told_how_to_beat(client: TestClient) -> None:
+def test_registration_returns_heartbeat_settings(client: TestClient) -> None:
     answer = Speaker(client, "n1").register()
     assert (answer.protocol, answer.heartbeat_interval_s, answer.controller) == (1, 1.0, "test")
     found = get(client, "/v1/nodes", op.NodeList)
     assert [(one.node, one.state, one.connected) for one in found.nodes] == [("n1", NodeState.HEALTHY, False)]
 
 
-def test_a_beat_that_says_nothing_new_writes_nothing(served: InProcess, client: TestClient) -> None:
+def test_heartbeat_without_change_writes_nothing(served: InProcess, client: TestClient) -> None:
     speaker = Speaker(client, "n1")
     speaker.register()
     speaker.beat(findings=())
@@ -64,7 +64,7 @@ def test_a_beat_that_says_nothing_new_writes_nothing(served: InProcess, client: 
     assert served.controller.metrics.registry.get_sample_value("everstep_controller_heartbeats_total") == 6.0
 
 
-def test_a_finding_in_a_beat_is_durable_when_it_is_answered(served: InProcess, client: TestClient) -> None:
+def test_heartbeat_finding_is_durable_when_answered(served: InProcess, client: TestClient) -> None:
     speaker = Speaker(client, "n1")
     speaker.register()
     speaker.beat(findings=(WARNING,))
@@ -92,7 +92,7 @@ def test_reports_draw_random_bytes_only_for_a_new_job(client: TestClient, monkey
 
 
 @pytest.mark.promise("bounded-node")
-def test_beat_with_too_many_findings_is_refused(client: TestClient) -> None:
+def test_heartbeat_with_too_many_findings_is_refused(client: TestClient) -> None:
     speaker = Speaker(client, "n1")
     speaker.register()
     speaker.beat(findings=(WARNING,))
@@ -111,7 +111,7 @@ def test_registration_with_too_many_findings_is_refused(client: TestClient) -> N
     assert get(client, "/v1/nodes", op.NodeList).nodes == ()
 
 
-def test_after_the_controllers_restart_a_node_is_asked_for_its_picture_once(tmp_path: Path) -> None:
+def test_restarted_controller_requests_findings_once(tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'c.db'}"
     with TestClient(InProcess(database)) as client:
         Speaker(client, "n1").register(findings=(WARNING,))
@@ -124,7 +124,7 @@ def test_after_the_controllers_restart_a_node_is_asked_for_its_picture_once(tmp_
 
 
 @pytest.mark.promise("failover-rejoin")
-def test_a_node_that_beats_is_known_to_be_there_after_a_restart_before_it_has_shown_or_registered_anything(
+def test_heartbeat_after_restart_keeps_node_in_roster(
     tmp_path: Path,
 ) -> None:
     database = f"sqlite:///{tmp_path / 'c.db'}"
@@ -143,7 +143,7 @@ def test_a_node_that_beats_is_known_to_be_there_after_a_restart_before_it_has_sh
         assert {member.node for member in job.roster} == {"n1", "n2"}
 
 
-def test_a_first_beat_that_shows_what_was_found_is_answered_at_once_and_leaves_nothing_to_ask_for(
+def test_first_heartbeat_with_findings_needs_no_resend(
     tmp_path: Path,
 ) -> None:
     database = f"sqlite:///{tmp_path / 'c.db'}"
@@ -157,9 +157,7 @@ def test_a_first_beat_that_shows_what_was_found_is_answered_at_once_and_leaves_n
 
 
 @pytest.mark.parametrize("findings", [None, ()])
-def test_ranks_of_a_job_that_the_controller_does_not_know_make_their_node_register_and_join_again(
-    tmp_path: Path, findings: tuple[Finding, ...] | None
-) -> None:
+def test_heartbeat_with_unknown_launcher_is_refused(tmp_path: Path, findings: tuple[Finding, ...] | None) -> None:
     database = f"sqlite:///{tmp_path / 'c.db'}"
     with TestClient(InProcess(database)) as client:
         speaker = Speaker(client, "n1")
@@ -175,7 +173,7 @@ def test_ranks_of_a_job_that_the_controller_does_not_know_make_their_node_regist
         assert speaker.beat(ranks=known, findings=findings).resend is (findings is None)
 
 
-def test_a_joining_launcher_forms_a_generation_that_its_node_receives_once(client: TestClient) -> None:
+def test_joining_launcher_receives_generation_once(client: TestClient) -> None:
     speaker = Speaker(client, "n1")
     speaker.register()
     speaker.report(joined("j", 1.0, nproc_per_node=2))
@@ -186,7 +184,7 @@ def test_a_joining_launcher_forms_a_generation_that_its_node_receives_once(clien
     assert speaker.directives() == ()
 
 
-def test_a_directive_that_is_not_acknowledged_comes_again_and_survives_a_restart(tmp_path: Path) -> None:
+def test_unacknowledged_directive_is_resent_after_restart(tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'c.db'}"
     with TestClient(InProcess(database)) as client:
         speaker = Speaker(client, "n1")
@@ -206,7 +204,7 @@ def test_a_directive_that_is_not_acknowledged_comes_again_and_survives_a_restart
         assert Speaker(client, "n1").directives() == ()
 
 
-def test_what_was_sent_to_an_earlier_life_is_void_for_the_next(client: TestClient) -> None:
+def test_directives_of_earlier_incarnation_are_dropped(client: TestClient) -> None:
     first = Speaker(client, "n1")
     first.register()
     first.report(joined("j", 1.0))
@@ -215,7 +213,7 @@ def test_what_was_sent_to_an_earlier_life_is_void_for_the_next(client: TestClien
     assert [type(one.body) for one in second.directives()] == []
 
 
-def test_registering_again_in_the_same_life_keeps_its_directives(client: TestClient) -> None:
+def test_repeated_registration_keeps_directives(client: TestClient) -> None:
     speaker = Speaker(client, "n1")
     speaker.register()
     speaker.report(joined("j", 1.0))
@@ -223,14 +221,14 @@ def test_registering_again_in_the_same_life_keeps_its_directives(client: TestCli
     assert [type(one.body) for one in speaker.directives()] == [NewGeneration]
 
 
-def test_a_beat_brings_directives_to_a_node_without_a_session(client: TestClient) -> None:
+def test_heartbeat_delivers_directives_without_session(client: TestClient) -> None:
     speaker = Speaker(client, "n1")
     speaker.register()
     speaker.report(joined("j", 1.0))
     assert [type(one.body) for one in speaker.beat().directives] == [NewGeneration]
 
 
-def test_a_report_that_is_sent_twice_counts_once(served: InProcess, client: TestClient) -> None:
+def test_repeated_report_counts_once(served: InProcess, client: TestClient) -> None:
     speaker = Speaker(client, "n1")
     speaker.register()
     assert speaker.report(joined("j", 1.0)).through == 1
@@ -244,7 +242,7 @@ def test_a_report_that_is_sent_twice_counts_once(served: InProcess, client: Test
     assert [one.job for one in created] == ["j", "k"]
 
 
-def test_the_numbers_taken_are_remembered_across_a_restart(tmp_path: Path) -> None:
+def test_report_numbers_survive_controller_restart(tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'c.db'}"
     with TestClient(InProcess(database)) as client:
         speaker = Speaker(client, "n1")
@@ -256,9 +254,7 @@ def test_the_numbers_taken_are_remembered_across_a_restart(tmp_path: Path) -> No
         assert [one.job for one in get(client, "/v1/jobs", op.JobList).jobs] == ["j", "k"]
 
 
-def test_a_report_that_the_core_does_not_survive_is_dropped_by_the_next_life_and_only_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_poisonous_report_alone_is_dropped_after_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = engine.handle
 
     def with_an_error(state: Any, event: Any, now: float) -> Any:
@@ -288,7 +284,7 @@ def test_a_report_that_the_core_does_not_survive_is_dropped_by_the_next_life_and
         assert "report 2 (LauncherJoined) of n1" in event.sentence
 
 
-def test_ranks_progress_in_a_beat_is_shown(client: TestClient) -> None:
+def test_heartbeat_rank_progress_is_shown(client: TestClient) -> None:
     speaker = Speaker(client, "n1")
     speaker.register()
     speaker.beat(findings=())
@@ -321,7 +317,7 @@ def refusal(call: Any, *arguments: Any, **fields: Any) -> Refused:
         (OPERATOR, 403, "an operator token is not for this"),
     ],
 )
-def test_only_the_nodes_own_agent_may_speak_for_it(
+def test_agent_service_accepts_only_the_agent_of_the_node(
     client: TestClient, headers: dict[str, str], status: int, says: str
 ) -> None:
     speaker = Speaker(client, "n1")
@@ -332,7 +328,7 @@ def test_only_the_nodes_own_agent_may_speak_for_it(
     assert get(client, "/v1/nodes", op.NodeList).nodes == ()
 
 
-def test_another_protocol_version_is_refused_even_when_its_message_looks_different(client: TestClient) -> None:
+def test_other_protocol_version_is_refused_first(client: TestClient) -> None:
     body = {**msgspec.to_builtins(registration("n1")), "protocols": [7, 8], "from_the_future": True}
     refused = refusal(Speaker(client, "n1").tell_raw, Register, msgspec.json.encode(body))
     assert (refused.status, refused.code) == (426, "protocol_version")
@@ -356,16 +352,14 @@ def test_registration_of_another_node_is_refused(client: TestClient) -> None:
         (b"[]", "Expected `object`"),
     ],
 )
-def test_a_body_that_is_no_message_is_refused_with_the_place_of_the_mistake(
-    client: TestClient, body: bytes, says: str
-) -> None:
+def test_malformed_body_is_refused_with_position(client: TestClient, body: bytes, says: str) -> None:
     refused = refusal(Speaker(client, "n1").tell_raw, Register, body)
     assert (refused.status, refused.code) == (422, "malformed")
     assert says in refused.message
 
 
 @pytest.mark.promise("mixed-versions")
-def test_an_agent_of_a_later_release_is_registered_with_what_this_one_knows(client: TestClient) -> None:
+def test_unknown_fields_of_newer_agent_are_ignored(client: TestClient) -> None:
     told = {**msgspec.to_builtins(registration("n1")), "mood": "fine", "host": {"vendor": "ACME", "colour": "blue"}}
     Speaker(client, "n1").tell_raw(Register, msgspec.json.encode(told))
     assert client.get("/v1/nodes/n1", headers=bearer(TokenRole.VIEWER, "eve")).json()["host"]["vendor"] == "ACME"
@@ -380,7 +374,7 @@ def test_too_many_reports_in_one_message_are_refused(client: TestClient) -> None
 
 @pytest.mark.promise("stale-refused")
 @pytest.mark.parametrize("incarnation", [1, 3])
-def test_a_life_that_is_not_the_registered_one_is_refused_everywhere(client: TestClient, incarnation: int) -> None:
+def test_messages_of_other_incarnation_are_refused(client: TestClient, incarnation: int) -> None:
     Speaker(client, "n1", incarnation=2).register()
     other = Speaker(client, "n1", incarnation=incarnation)
     expected = (409, "stale") if incarnation < 2 else (404, "not_found")
@@ -390,14 +384,14 @@ def test_a_life_that_is_not_the_registered_one_is_refused_everywhere(client: Tes
     assert get(client, "/v1/jobs", op.JobList).jobs == ()
 
 
-def test_an_older_life_cannot_register_over_a_newer(client: TestClient) -> None:
+def test_earlier_incarnation_cannot_register(client: TestClient) -> None:
     Speaker(client, "n1", incarnation=2).register()
     refused = refusal(Speaker(client, "n1", incarnation=1).register)
     assert (refused.status, refused.code) == (409, "stale")
     assert get(client, "/v1/nodes/n1", op.NodeDetail).incarnation == 2
 
 
-def test_a_node_that_never_registered_is_told_to(client: TestClient) -> None:
+def test_unregistered_node_is_asked_to_register(client: TestClient) -> None:
     stranger = Speaker(client, "n1")
     for call in (stranger.beat, lambda: stranger.report(joined("j", 1.0)), stranger.directives):
         refused = refusal(call)
@@ -405,7 +399,7 @@ def test_a_node_that_never_registered_is_told_to(client: TestClient) -> None:
         assert "register first" in refused.message
 
 
-def test_a_path_or_a_method_that_does_not_exist_is_said_in_the_same_way(client: TestClient) -> None:
+def test_unknown_path_or_method_returns_problem_details(client: TestClient) -> None:
     headers = bearer(TokenRole.AGENT, "n1")
     for method, path, status in (
         ("POST", "/v1/agents/n1/heartbeat", 404),

@@ -68,7 +68,7 @@ async def status(reader: asyncio.StreamReader) -> int:
     return int(head.split()[1])
 
 
-def test_requests_pass_one_after_another_and_many_at_once() -> None:
+def test_http_accepts_sequential_and_pipelined_requests() -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for _ in range(3):
             writer.write(REQUEST)
@@ -79,7 +79,7 @@ def test_requests_pass_one_after_another_and_many_at_once() -> None:
     play(talk)
 
 
-def test_more_requests_at_once_than_anybody_sends_are_hung_up_on() -> None:
+def test_http_closes_on_too_many_pipelined_requests() -> None:
     """Each that waits holds fifty times its own bytes, and while some are answered others came: without end."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -92,7 +92,7 @@ def test_more_requests_at_once_than_anybody_sends_are_hung_up_on() -> None:
 
 
 @pytest.mark.parametrize("piece", [b"X-Many: one\r\n", b"endless"])
-def test_a_head_without_end_is_answered_400_and_hung_up_on(piece: bytes) -> None:
+def test_http_refuses_endless_head(piece: bytes) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         begun = b"GET / HTTP/1.1\r\nX: "
         pieces = MOST_HEADER_LINES if piece.endswith(b"\n") else (MAX_HEAD_BYTES - len(begun)) // len(piece)
@@ -111,9 +111,7 @@ def test_a_head_without_end_is_answered_400_and_hung_up_on(piece: bytes) -> None
 @pytest.mark.parametrize(
     "said", [b"\x16\x03\x01\x00\xa5", b"BREW /pot HTCPCP/1.0\r\n\r\n", b"GET / HTTP/1.1\nHost: x\n\n"]
 )
-def test_what_is_no_request_is_answered_with_a_problem_and_not_logged(
-    said: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_http_answers_malformed_request_with_problem_unlogged(said: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(said)
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
@@ -125,7 +123,7 @@ def test_what_is_no_request_is_answered_with_a_problem_and_not_logged(
     assert not caplog.records
 
 
-def test_trailers_without_end_are_hung_up_on() -> None:
+def test_http_closes_on_endless_trailers() -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: ")
         with pytest.raises(ConnectionError):
@@ -145,7 +143,7 @@ LAST_CHUNK = b"1\r\n{\r\n0\r\n"
 
 
 @pytest.mark.parametrize("trailer", [b"a:b\r\n", b"X-Long: " + b"y" * 1000 + b"\r\n"])
-def test_trailers_larger_than_a_head_are_refused(trailer: bytes) -> None:
+def test_http_refuses_oversized_trailers(trailer: bytes) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(CHUNKED + LAST_CHUNK)
         assert await status(reader) == 200
@@ -155,7 +153,7 @@ def test_trailers_larger_than_a_head_are_refused(trailer: bytes) -> None:
     play(talk)
 
 
-def test_trailers_are_not_kept() -> None:
+def test_http_drops_trailers() -> None:
     async def scenario() -> list[tuple[bytes, bytes]]:
         http = BoundedHttp(uvicorn.Config(application, log_config=None), ServerState(), {})
         http.connection_made(MagicMock(is_closing=lambda: False))
@@ -169,7 +167,7 @@ def test_trailers_are_not_kept() -> None:
 
 
 @pytest.mark.parametrize("extension", [b"1;" + b"x" * MAX_HEAD_BYTES, b"1" + b";a=b" * (MAX_HEAD_BYTES // 4)])
-def test_chunk_headers_without_end_are_refused(extension: bytes) -> None:
+def test_http_refuses_endless_chunk_headers(extension: bytes) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(CHUNKED)
         assert await status(reader) == 200
@@ -188,7 +186,7 @@ def test_chunk_headers_without_end_are_refused(extension: bytes) -> None:
     ],
     ids=["url", "value", "lines"],
 )
-def test_large_head_in_one_read_is_refused(head: bytes) -> None:
+def test_http_refuses_large_head_in_one_read(head: bytes) -> None:
     """No answer but the refusal: the application is not asked."""
     transport = MagicMock()
     transport.is_closing.side_effect = lambda: transport.close.called
@@ -204,7 +202,7 @@ def test_large_head_in_one_read_is_refused(head: bytes) -> None:
     assert written.startswith(b"HTTP/1.1 400 ")
 
 
-def test_chunked_body_in_small_chunks_is_read() -> None:
+def test_http_reads_body_in_small_chunks() -> None:
     """Its framing is several times its content, and larger than any head."""
 
     async def read(scope: Any, receive: Any, send: Any) -> None:
@@ -229,7 +227,7 @@ async def pour(writer: asyncio.StreamWriter, size: int) -> None:
         await writer.drain()
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http_closes_when_body_does_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "BODY_DEADLINE_S", 0.05)
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -240,7 +238,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET / HT", REQUEST + b"GET / HT"])
-def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+def test_http_closes_when_head_does_not_arrive(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
     monkeypatch.setattr(listener, "HEAD_DEADLINE_S", 0.05)
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -250,7 +248,7 @@ def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
     play(talk)
 
 
-def test_an_answer_that_is_not_read_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http_closes_when_response_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "SLOW_READER_S", 0.05)
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -262,7 +260,7 @@ def test_an_answer_that_is_not_read_is_not_held_for_ever(monkeypatch: pytest.Mon
     play(talk)
 
 
-def test_an_answer_that_is_read_slowly_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http_keeps_connection_with_slow_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Callable[[], None]] = []
     transport = MagicMock()
 
@@ -281,7 +279,7 @@ def test_an_answer_that_is_read_slowly_is_read_to_its_end(monkeypatch: pytest.Mo
     asyncio.run(scenario())
 
 
-def test_resting_connection_is_not_read_until_it_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http_pauses_reading_until_rest_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     timers: list[tuple[float, Callable[[], None]]] = []
     waiting: list[Callable[[], None]] = []
     transport = MagicMock(is_closing=lambda: False)

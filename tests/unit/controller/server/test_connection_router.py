@@ -31,7 +31,7 @@ def authorization(role: TokenRole, subject: str, secret: bytes = SECRET) -> list
     return [(b"authorization", f"Bearer {mint(secret, role, subject)}".encode())]
 
 
-def test_only_an_agent_with_a_credential_of_its_own_counts() -> None:
+def test_standby_counts_only_agents_with_valid_credential() -> None:
     clock = ManualClock()
     settings = ControllerSettings(secret_file="unused", policy=CorePolicy.lab(), resign_after_s=15.0)
     standby = StandbyApp(settings, Keyring((SECRET,)), clock, lambda: "")
@@ -93,14 +93,14 @@ async def elected(engine: Engine, clock: ManualClock, knocks: StandbyContacts, w
         await one.close()
 
 
-def test_who_resigned_leaves_a_vacant_lease_to_others_first_and_takes_it_where_nobody_does(vacant: Engine) -> None:
+def test_resigned_controller_takes_vacant_lease_last(vacant: Engine) -> None:
     clock = ManualClock()
     at_once, won = asyncio.run(elected(vacant, clock, StandbyContacts(clock, 5.0), 5.0))
     assert not at_once
     assert won.loaded.epoch == 2
 
 
-def test_who_resigned_does_not_wait_where_nodes_insist_on_it(vacant: Engine) -> None:
+def test_resigned_controller_leads_when_nodes_insist(vacant: Engine) -> None:
     clock = ManualClock()
     knocks = StandbyContacts(clock, 5.0)
     knocks.record("n1")

@@ -45,7 +45,7 @@ def desk_before(loop: Waiting) -> AgentService:
     )
 
 
-def test_a_node_that_beats_twice_before_its_first_word_was_taken_is_heard_once() -> None:
+def test_repeated_first_heartbeat_is_handled_once() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.restart()
@@ -59,7 +59,7 @@ def test_a_node_that_beats_twice_before_its_first_word_was_taken_is_heard_once()
     assert [(event.node, [other for other, _ in event.others]) for event in heard] == [("n1", ["n2"])]
 
 
-def test_only_a_first_picture_without_news_is_answered_before_it_is_durable() -> None:
+def test_only_routine_first_heartbeat_is_answered_early() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     grave = Finding(kind=FindingKind.GPU_XID, subject="0", severity=Severity.CRITICAL, message="XID 79", xid=79)

@@ -45,7 +45,7 @@ def complaints(process: ControllerProcess) -> list[str]:
 
 
 @pytest.mark.parametrize("behind", [PAGE, PAGE * 3, HALF_A_BODY], ids=["one", "several", "unfinished"])
-def test_hang_up_ends_requests_before_the_newest(program_forks: ForkPool, tmp_path: Path, behind: bytes) -> None:
+def test_hang_up_ends_earlier_pipelined_requests(program_forks: ForkPool, tmp_path: Path, behind: bytes) -> None:
     with controller_process(tmp_path, program_forks) as process:
         with closing(connected(process)) as line:
             line.sendall(STREAM + behind)
@@ -56,7 +56,7 @@ def test_hang_up_ends_requests_before_the_newest(program_forks: ForkPool, tmp_pa
         assert complaints(process) == []
 
 
-def test_answers_that_nobody_waits_for_are_no_errors(program_forks: ForkPool, tmp_path: Path) -> None:
+def test_abandoned_requests_log_no_error(program_forks: ForkPool, tmp_path: Path) -> None:
     with controller_process(tmp_path, program_forks) as process:
         for number in range(50):
             with closing(connected(process)) as line:
@@ -67,7 +67,7 @@ def test_answers_that_nobody_waits_for_are_no_errors(program_forks: ForkPool, tm
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl")
-def test_stop_with_open_tls_connections_is_in_order(program_forks: ForkPool, tmp_path: Path) -> None:
+def test_stop_with_open_tls_connections_is_clean(program_forks: ForkPool, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     server = authority.server()
     arguments = ("--tls-certificate", str(server.certificate), "--tls-key", str(server.key))

@@ -47,6 +47,6 @@ def _turns(listeners: list[socket.socket]) -> int:
         return runner.run(_turns_until_all_are_taken(listeners))
 
 
-def test_one_turn_of_the_loop_takes_as_many_connections_as_there_are_ears() -> None:
+def test_listener_accepts_many_connections_per_loop_turn() -> None:
     assert _turns(duplicate_listeners(listen(("127.0.0.1", 0)))) < COMING // ACCEPTED_AT_ONCE + 2
     assert _turns([listen(("127.0.0.1", 0))]) >= COMING - 1  # what libuv does by itself: else the ears can go

@@ -108,9 +108,7 @@ def first_findings(process: ControllerProcess) -> dict[str, int]:
 
 
 @pytest.mark.promise("overload")
-def test_what_is_mild_is_shed_with_a_reason_and_what_is_urgent_takes_its_place_and_is_decided_first(
-    program_forks: ForkPool, tmp_path: Path
-) -> None:
+def test_overload_sheds_routine_before_urgent_reports(program_forks: ForkPool, tmp_path: Path) -> None:
     with controller(program_forks, tmp_path, LOCKABLE) as process, sessions(process, 8) as said:
         assert (shed(process, "routine"), shed(process, "urgent")) == (0, 0)
         with locked(process):
@@ -140,9 +138,7 @@ def test_what_is_mild_is_shed_with_a_reason_and_what_is_urgent_takes_its_place_a
 
 
 @pytest.mark.promise("overload")
-def test_where_only_urgent_things_wait_the_next_is_told_to_come_again_and_so_is_an_operator(
-    program_forks: ForkPool, tmp_path: Path
-) -> None:
+def test_overload_refuses_urgent_reports_and_operators(program_forks: ForkPool, tmp_path: Path) -> None:
     with controller(program_forks, tmp_path, LOCKABLE) as process, sessions(process, 6) as said:
         with locked(process):
             fill(process, [(said[0], URGENT)], 1)
@@ -166,9 +162,7 @@ BURST = 20
 
 
 @pytest.mark.promise("overload")
-def test_who_asks_too_often_is_told_when_to_come_again_by_request_and_in_a_session(
-    program_forks: ForkPool, tmp_path: Path
-) -> None:
+def test_rate_limit_answers_retry_after_in_http_and_session(program_forks: ForkPool, tmp_path: Path) -> None:
     with controller(program_forks, tmp_path, RATES) as process, sessions(process, 1) as (session,):
         answers = [process.ask("GET", "/v1/status", None, VIEWER)[0] for _ in range(3 * BURST)]
         assert answers[:BURST] == [200] * BURST

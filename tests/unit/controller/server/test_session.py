@@ -72,7 +72,7 @@ def ready(dial: Dial, node: str = "n1", incarnation: int = 1) -> AgentSession:
 # --- the handshake -----------------------------------------------------------------------------------------------
 
 
-def test_a_session_is_refused_by_an_http_answer(controller: Served) -> None:
+def test_session_refusal_is_an_http_problem(controller: Served) -> None:
     for headers, wanted, status, code in (
         ({}, UPGRADE, 401, "unauthenticated"),
         ({"Authorization": "Bearer agent:n1:0000"}, UPGRADE, 401, "unauthenticated"),
@@ -93,7 +93,7 @@ def test_a_session_is_refused_by_an_http_answer(controller: Served) -> None:
         line.close()
 
 
-def test_the_upgrade_may_come_in_pieces_and_with_the_first_frame_behind_it(controller: Served) -> None:
+def test_session_upgrade_may_be_fragmented_or_carry_a_frame(controller: Served) -> None:
     line = Line(controller.address)
     asked = upgrade("n1", bearer(TokenRole.AGENT, "n1"))
     line.send(asked[:7])
@@ -106,7 +106,7 @@ def test_the_upgrade_may_come_in_pieces_and_with_the_first_frame_behind_it(contr
     line.close()
 
 
-def test_large_upgrade_head_opens_no_session(controller: Served) -> None:
+def test_session_upgrade_with_large_head_is_refused(controller: Served) -> None:
     """It comes in one read, whole, and with a token that is good: what is too large is uvicorn's to refuse."""
     made: list[MagicMock] = []
 
@@ -128,14 +128,14 @@ def test_large_upgrade_head_opens_no_session(controller: Served) -> None:
     transport.write.assert_not_called()
 
 
-def test_a_connection_that_says_nothing_is_closed(controller: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connection_is_closed(controller: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everstep_controller.server.connection_router.FIRST_REQUEST_S", 0.05)
     line = Line(controller.address)
     assert line.ended()
     line.close()
 
 
-def test_connections_beyond_the_limit_are_closed_on_arrival(controller: Served) -> None:
+def test_connections_beyond_the_limit_are_closed(controller: Served) -> None:
     controller.descriptors.limit = 1
     first, second = Line(controller.address), Line(controller.address)
     assert second.ended()
@@ -146,7 +146,7 @@ def test_connections_beyond_the_limit_are_closed_on_arrival(controller: Served) 
 # --- beats and registrations -------------------------------------------------------------------------------------
 
 
-def test_an_agent_registers_beats_and_is_known(controller: Served, dial: Dial) -> None:
+def test_session_registers_and_accepts_heartbeats(controller: Served, dial: Dial) -> None:
     session = dial()
     registered = session.register()
     assert (registered.protocol, registered.controller, registered.keep_open) == (1, "test", True)
@@ -157,7 +157,7 @@ def test_an_agent_registers_beats_and_is_known(controller: Served, dial: Dial) -
     assert controller.controller.metrics.heartbeats == 2
 
 
-def test_a_node_that_never_registered_is_told_to_and_counted(controller: Served, dial: Dial) -> None:
+def test_session_of_unregistered_node_is_refused_and_counted(controller: Served, dial: Dial) -> None:
     session = dial()
     session.say(FrameKind.HEARTBEAT, {"incarnation": 1, "seq": 1, "sent_at": 0.0})
     refused = session.answer(FrameRefused)
@@ -168,7 +168,7 @@ def test_a_node_that_never_registered_is_told_to_and_counted(controller: Served,
     assert session.register().protocol == 1
 
 
-def test_a_life_that_is_over_is_refused_and_the_session_goes_on(dial: Dial) -> None:
+def test_session_continues_after_stale_incarnation_is_refused(dial: Dial) -> None:
     ready(dial, incarnation=2).close()
     session = dial(incarnation=1)
     session.say(FrameKind.HEARTBEAT, {"incarnation": 1, "seq": 1, "sent_at": 0.0})
@@ -177,7 +177,7 @@ def test_a_life_that_is_over_is_refused_and_the_session_goes_on(dial: Dial) -> N
     assert not session.beat().resend
 
 
-def test_a_beat_that_comes_with_a_registration_is_answered_after_it(dial: Dial) -> None:
+def test_session_answers_heartbeat_after_pipelined_registration(dial: Dial) -> None:
     session = dial()
     beat = encode_frame(FrameKind.HEARTBEAT, b'{"incarnation":1,"seq":1,"sent_at":0.0,"findings":[]}')
     session.send(encode_frame(FrameKind.REGISTER, msgspec.json.encode(registration("n1", 1))) + beat)
@@ -185,7 +185,7 @@ def test_a_beat_that_comes_with_a_registration_is_answered_after_it(dial: Dial) 
     assert not session.answer(HeartbeatAnswer).resend
 
 
-def test_a_session_speaks_for_one_life_only(dial: Dial) -> None:
+def test_session_serves_one_incarnation_only(dial: Dial) -> None:
     session = ready(dial)
     session.incarnation = 2
     session.say(
@@ -194,7 +194,7 @@ def test_a_session_speaks_for_one_life_only(dial: Dial) -> None:
     assert session.answer(FrameRefused).code == "stale"
 
 
-def test_a_register_for_another_node_is_refused(dial: Dial) -> None:
+def test_session_refuses_registration_of_another_node(dial: Dial) -> None:
     session = dial()
     session.say(
         FrameKind.REGISTER, {"protocols": [1], "node": "n2", "incarnation": 1, "agent_version": "x", "vault": "a:1"}
@@ -202,7 +202,7 @@ def test_a_register_for_another_node_is_refused(dial: Dial) -> None:
     assert session.answer(FrameRefused).code == "malformed"
 
 
-def test_ranks_progress_in_a_beat_is_noted_without_a_transaction(controller: Served, dial: Dial) -> None:
+def test_session_heartbeat_updates_progress_without_commit(controller: Served, dial: Dial) -> None:
     session = ready(dial)
     session.report(joined("j", 1.0))
     session.directive(NewGeneration)
@@ -213,7 +213,7 @@ def test_ranks_progress_in_a_beat_is_noted_without_a_transaction(controller: Ser
     assert before == after
 
 
-def test_an_agent_whose_credential_died_is_pushed_nothing_more(
+def test_session_with_revoked_credential_receives_no_push(
     controller: Served, dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent, other = ready(dial), ready(dial, "n2")
@@ -228,7 +228,7 @@ def test_an_agent_whose_credential_died_is_pushed_nothing_more(
     assert silent.ended()
 
 
-def test_beats_are_answered_in_order_though_one_waits_for_its_transaction(dial: Dial) -> None:
+def test_session_answers_heartbeats_in_order(dial: Dial) -> None:
     session = dial()
     session.register()
     for seq, findings in ((1, []), (2, None), (3, [])):
@@ -238,7 +238,7 @@ def test_beats_are_answered_in_order_though_one_waits_for_its_transaction(dial: 
     assert [answer.resend for answer in answers] == [False, False, False]
 
 
-def test_a_quiet_beat_is_taken_and_not_answered(controller: Served, dial: Dial) -> None:
+def test_session_accepts_quiet_heartbeat_without_answer(controller: Served, dial: Dial) -> None:
     session = ready(dial)
     session.report(joined("j", 1.0))
     session.directive(NewGeneration)
@@ -249,7 +249,7 @@ def test_a_quiet_beat_is_taken_and_not_answered(controller: Served, dial: Dial) 
     assert controller.controller.loop.state.job_runtime["j"].progress.furthest_step == 7
 
 
-def test_a_quiet_beat_of_a_node_whose_findings_are_not_known_has_it_register_again(dial: Dial) -> None:
+def test_session_refuses_quiet_heartbeat_of_unknown_node(dial: Dial) -> None:
     session = dial()
     session.quiet_beat()
     refused = session.answer(FrameRefused)
@@ -261,9 +261,7 @@ def test_a_quiet_beat_of_a_node_whose_findings_are_not_known_has_it_register_aga
     assert not following.beat(findings=()).resend
 
 
-def test_a_quiet_beat_waits_for_its_turn_and_what_was_waiting_for_the_node_is_pushed(
-    controller: Served, dial: Dial
-) -> None:
+def test_session_quiet_heartbeat_triggers_pending_push(controller: Served, dial: Dial) -> None:
     session = ready(dial)
     session.report(joined("j", 1.0))
     session.close()
@@ -275,9 +273,7 @@ def test_a_quiet_beat_waits_for_its_turn_and_what_was_waiting_for_the_node_is_pu
     assert not following.beat().resend
 
 
-def test_a_quiet_beat_that_comes_with_the_request_is_told_of_after_the_answer_to_that(
-    controller: Served, dial: Dial, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_session_pushes_after_upgrade_answer(controller: Served, dial: Dial, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everstep_controller.runtime.push.DEFLATE_MIN_BYTES", 1)
     session = ready(dial)
     session.report(joined("j", 1.0))
@@ -292,7 +288,7 @@ def test_a_quiet_beat_that_comes_with_the_request_is_told_of_after_the_answer_to
     session.close()
 
 
-def test_more_frames_than_may_wait_are_read_later_and_all_are_answered(dial: Dial) -> None:
+def test_session_answers_all_frames_beyond_parking_limit(dial: Dial) -> None:
     session = dial()
     session.register()
     for seq in range(3 * sessions.MAX_PARKED):
@@ -304,7 +300,7 @@ def test_more_frames_than_may_wait_are_read_later_and_all_are_answered(dial: Dia
 # --- reports and directives --------------------------------------------------------------------------------------
 
 
-def test_reports_are_durable_before_they_are_answered(controller: Served, dial: Dial) -> None:
+def test_session_answers_reports_when_durable(controller: Served, dial: Dial) -> None:
     session = ready(dial)
     assert session.report(joined("j", 1.0), joined("k", 1.0)).through == 2
     loaded = controller.run(controller.controller.store.take_over())
@@ -312,16 +308,14 @@ def test_reports_are_durable_before_they_are_answered(controller: Served, dial: 
     assert loaded.report_marks == {("n1", 1): 2}
 
 
-def test_reports_are_answered_in_order(dial: Dial) -> None:
+def test_session_answers_reports_in_order(dial: Dial) -> None:
     session = ready(dial)
     for number in range(5):
         session.say_reports(joined(f"j{number}", 1.0))
     assert [session.answer(ReportsAnswer).through for _ in range(5)] == [1, 2, 3, 4, 5]
 
 
-def test_a_directive_is_pushed_once_and_again_to_the_next_session_until_it_is_acknowledged(
-    controller: Served, dial: Dial
-) -> None:
+def test_session_repeats_directive_until_acknowledged(controller: Served, dial: Dial) -> None:
     session = ready(dial)
     session.report(joined("j", 1.0))
     assert session.directive(NewGeneration).spec.number == 1
@@ -336,7 +330,7 @@ def test_a_directive_is_pushed_once_and_again_to_the_next_session_until_it_is_ac
     assert dial().beat().directives == ()
 
 
-def test_what_waits_is_pushed_after_a_registration_that_opens_a_session(dial: Dial) -> None:
+def test_session_pushes_backlog_after_registration(dial: Dial) -> None:
     session = ready(dial)
     session.report(joined("j", 1.0))
     session.directive(NewGeneration)
@@ -346,7 +340,7 @@ def test_what_waits_is_pushed_after_a_registration_that_opens_a_session(dial: Di
     assert again.directive(NewGeneration).spec.number == 1
 
 
-def test_a_beat_acknowledges_directives(controller: Served, dial: Dial) -> None:
+def test_session_heartbeat_acknowledges_directives(controller: Served, dial: Dial) -> None:
     session = ready(dial)
     session.report(joined("j", 1.0))
     session.directive(NewGeneration)
@@ -355,7 +349,7 @@ def test_a_beat_acknowledges_directives(controller: Served, dial: Dial) -> None:
     assert controller.controller.outbox.pending_count("n1") == 0
 
 
-def test_a_large_generation_is_deflated_once_for_all_nodes(
+def test_session_deflates_large_generation_once_for_all_nodes(
     controller: Served, dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("everstep_controller.runtime.push.DEFLATE_MIN_BYTES", 64)
@@ -371,15 +365,13 @@ def test_a_large_generation_is_deflated_once_for_all_nodes(
 # --- ends --------------------------------------------------------------------------------------------------------
 
 
-def test_the_end_of_its_connection_is_told_to_the_core(controller: Served, dial: Dial) -> None:
+def test_session_end_is_reported_to_the_core(controller: Served, dial: Dial) -> None:
     ready(dial).close()
     controller.until(lambda: live(controller).disconnected_at is not None)
     assert controller.controller.outbox.connected_count() == 0
 
 
-def test_a_second_session_takes_the_place_of_the_first_and_nobody_is_taken_for_gone(
-    controller: Served, dial: Dial
-) -> None:
+def test_second_session_replaces_first_without_disconnect(controller: Served, dial: Dial) -> None:
     first, second = ready(dial), dial()
     assert not second.beat().resend
     assert first.ended()
@@ -389,9 +381,7 @@ def test_a_second_session_takes_the_place_of_the_first_and_nobody_is_taken_for_g
     assert controller.controller.outbox.connected_count() == 1
 
 
-def test_a_server_that_stops_hangs_up_also_on_who_has_said_nothing_yet_and_nobody_is_taken_for_gone(
-    controller: Served, dial: Dial
-) -> None:
+def test_server_stop_closes_sessions_without_disconnect(controller: Served, dial: Dial) -> None:
     known, silent = ready(dial), dial("n2")
     controller.hang_up()
     assert known.ended()
@@ -400,13 +390,13 @@ def test_a_server_that_stops_hangs_up_also_on_who_has_said_nothing_yet_and_nobod
     assert live(controller).disconnected_at is None
 
 
-def test_a_new_life_ends_the_session_of_the_one_before(dial: Dial) -> None:
+def test_new_incarnation_ends_previous_session(dial: Dial) -> None:
     first, second = ready(dial), dial(incarnation=2)
     assert second.register().protocol == 1
     assert first.ended()
 
 
-def test_a_session_that_never_spoke_for_its_node_says_nothing_by_its_end(controller: Served, dial: Dial) -> None:
+def test_session_without_heartbeat_reports_no_disconnect(controller: Served, dial: Dial) -> None:
     ready(dial)
     stranger = dial()
     stranger.report(joined("j", 1.0))
@@ -415,7 +405,7 @@ def test_a_session_that_never_spoke_for_its_node_says_nothing_by_its_end(control
     assert live(controller).disconnected_at is None
 
 
-def test_a_frame_that_cannot_be_one_ends_the_session(dial: Dial) -> None:
+def test_session_ends_on_invalid_frame(dial: Dial) -> None:
     for frame in (
         (0).to_bytes(4, "big") + b"x",
         (MAX_BODY_BYTES + 2).to_bytes(4, "big") + bytes((FrameKind.HEARTBEAT,)),
@@ -428,7 +418,7 @@ def test_a_frame_that_cannot_be_one_ends_the_session(dial: Dial) -> None:
         assert session.ended()
 
 
-def test_a_malformed_body_is_refused_and_the_session_goes_on(dial: Dial) -> None:
+def test_session_continues_after_malformed_body(dial: Dial) -> None:
     session = dial()
     for kind in (FrameKind.REGISTER, FrameKind.HEARTBEAT, FrameKind.REPORTS, FrameKind.ACKNOWLEDGE):
         for body in (b"", b"{", b"\xff\xfe", b"[" * 5000, b'{"incarnation":1}', b'{"x":1}'):
@@ -438,7 +428,7 @@ def test_a_malformed_body_is_refused_and_the_session_goes_on(dial: Dial) -> None
     assert isinstance(session.register(), Registered)
 
 
-def test_a_frame_may_come_byte_by_byte(dial: Dial) -> None:
+def test_session_accepts_frame_byte_by_byte(dial: Dial) -> None:
     session = dial()
     session.register()
     for byte in encode_frame(FrameKind.HEARTBEAT, b'{"incarnation":1,"seq":1,"sent_at":0.0,"findings":[]}'):
@@ -446,7 +436,7 @@ def test_a_frame_may_come_byte_by_byte(dial: Dial) -> None:
     assert not session.answer(HeartbeatAnswer).resend
 
 
-def test_an_agent_that_does_not_read_is_cut_off_and_counted(
+def test_session_with_unread_pushes_is_cut_and_counted(
     controller: Served, dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "MAX_UNREAD_BYTES", 1 << 16)
@@ -467,7 +457,7 @@ def test_an_agent_that_does_not_read_is_cut_off_and_counted(
     controller.until(lambda: not outbox.has_receiver("n1"))
 
 
-def test_so_is_one_that_does_not_read_why_it_is_refused(
+def test_session_with_unread_refusals_is_cut_and_counted(
     controller: Served, dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A frame of six bytes is refused with two hundred."""
@@ -483,9 +473,7 @@ def test_so_is_one_that_does_not_read_why_it_is_refused(
     controller.until(talk)
 
 
-def test_an_agent_that_stalls_is_cut_off_after_a_while(
-    controller: Served, dial: Dial, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stalled_session_is_cut_after_timeout(controller: Served, dial: Dial, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "STALLED_S", 0.05)
     session = ready(dial)
     session.report(joined("j", 1.0))
@@ -504,7 +492,7 @@ def scarce(controller: Served, *, exhausted: bool = False) -> None:
     controller.descriptors.exhausted_from = 0 if exhausted else 1000
 
 
-def test_where_descriptors_are_scarce_a_quiet_beat_has_the_agent_hang_up(controller: Served, dial: Dial) -> None:
+def test_scarce_descriptors_release_session_on_quiet_heartbeat(controller: Served, dial: Dial) -> None:
     session = ready(dial)
     scarce(controller)
     session.quiet_beat()
@@ -513,9 +501,7 @@ def test_where_descriptors_are_scarce_a_quiet_beat_has_the_agent_hang_up(control
     assert not session.beat().keep_open
 
 
-def test_where_descriptors_are_scarce_an_idle_agent_is_told_to_hang_up_and_is_not_missed(
-    controller: Served, dial: Dial
-) -> None:
+def test_scarce_descriptors_release_idle_session_without_loss(controller: Served, dial: Dial) -> None:
     session = ready(dial)
     scarce(controller)
     assert not session.beat().keep_open
@@ -525,9 +511,7 @@ def test_where_descriptors_are_scarce_an_idle_agent_is_told_to_hang_up_and_is_no
     assert not dial().beat().keep_open
 
 
-def test_an_agent_that_a_job_waits_for_holds_its_session_until_descriptors_are_exhausted(
-    controller: Served, dial: Dial
-) -> None:
+def test_scarce_descriptors_keep_session_of_waiting_job(controller: Served, dial: Dial) -> None:
     session = ready(dial)
     session.report(joined("j", 1.0))
     scarce(controller)
@@ -536,9 +520,7 @@ def test_an_agent_that_a_job_waits_for_holds_its_session_until_descriptors_are_e
     assert not session.beat().keep_open
 
 
-def test_where_descriptors_are_scarce_a_new_connection_makes_an_idle_one_leave_which_is_not_missed(
-    controller: Served, dial: Dial
-) -> None:
+def test_scarce_descriptors_release_idle_session_on_connect(controller: Served, dial: Dial) -> None:
     idle = ready(dial)
     scarce(controller)
     with closing(Line(controller.address)):
@@ -549,9 +531,7 @@ def test_where_descriptors_are_scarce_a_new_connection_makes_an_idle_one_leave_w
     assert live(controller).disconnected_at is None
 
 
-def test_a_fleet_that_stands_where_descriptors_are_scarce_loses_no_session_to_each_connection(
-    controller: Served, dial: Dial
-) -> None:
+def test_steady_fleet_keeps_sessions_with_scarce_descriptors(controller: Served, dial: Dial) -> None:
     idle = ready(dial)
     scarce(controller)
     controller.descriptors.crowded_from = 1000
@@ -561,9 +541,7 @@ def test_a_fleet_that_stands_where_descriptors_are_scarce_loses_no_session_to_ea
         assert not idle.beat().keep_open  # no other frame came before its answer
 
 
-def test_a_new_connection_makes_nobody_leave_that_a_job_waits_for_or_who_waits_for_an_answer(
-    controller: Served, dial: Dial
-) -> None:
+def test_scarce_descriptors_keep_sessions_with_pending_work(controller: Served, dial: Dial) -> None:
     wanted = ready(dial)
     wanted.report(joined("j", 1.0))
     wanted.next_frame()  # the generation
@@ -575,13 +553,13 @@ def test_a_new_connection_makes_nobody_leave_that_a_job_waits_for_or_who_waits_f
             assert wanted.beat().keep_open  # no other frame came before its answer
 
 
-def test_sessions_that_ended_are_not_kept_for_when_descriptors_become_scarce(controller: Served, dial: Dial) -> None:
+def test_ended_session_is_removed_from_descriptor_candidates(controller: Served, dial: Dial) -> None:
     ready(dial).close()
     controller.until(lambda: not controller.controller.outbox.has_receiver("n1"))
     controller.until(lambda: not controller.descriptors._sessions)
 
 
-def test_directives_wait_for_the_next_beat_of_an_agent_that_hung_up(controller: Served, dial: Dial) -> None:
+def test_directives_wait_for_heartbeat_of_released_agent(controller: Served, dial: Dial) -> None:
     session = ready(dial)
     scarce(controller)
     assert not session.beat().keep_open

@@ -29,9 +29,7 @@ def epoch(process: ControllerProcess) -> int:
 
 
 @pytest.mark.promise("backups")
-def test_a_copy_made_while_reports_pour_in_is_whole_and_a_controller_goes_on_from_it(
-    program_forks: ForkPool, tmp_path: Path
-) -> None:
+def test_backup_during_writes_is_consistent_and_restorable(program_forks: ForkPool, tmp_path: Path) -> None:
     settings = tmp_path / "settings.toml"
     settings.write_text(EVERY_FINDING)
     copied = tmp_path / "copy.db"
@@ -68,9 +66,7 @@ def test_a_copy_made_while_reports_pour_in_is_whole_and_a_controller_goes_on_fro
     ("lines", "first"),
     [((), AUDIT_ID_GAP), ((1, 2), AUDIT_ID_GAP), ((2 * AUDIT_ID_GAP, 2 * AUDIT_ID_GAP + 1), 3 * AUDIT_ID_GAP)],
 )
-def test_events_of_a_copy_go_on_beyond_every_number_that_may_have_been_given(
-    tmp_path: Path, lines: tuple[int, ...], first: int
-) -> None:
+def test_restored_backup_continues_with_unused_event_ids(tmp_path: Path, lines: tuple[int, ...], first: int) -> None:
     database, copy = f"sqlite:///{tmp_path / 'c.db'}", tmp_path / "copy.db"
     engine = open_database(database)
     writer = DatabaseWriter(engine)
@@ -85,7 +81,7 @@ def test_events_of_a_copy_go_on_beyond_every_number_that_may_have_been_given(
     restored.dispose()
 
 
-def test_a_copy_is_for_its_owners_eyes_and_takes_no_other_files_place(tmp_path: Path) -> None:
+def test_backup_is_owner_only_and_overwrites_no_file(tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'c.db'}"
     open_database(database).dispose()
     target = tmp_path / "copy.db"
@@ -104,13 +100,13 @@ def test_a_copy_is_for_its_owners_eyes_and_takes_no_other_files_place(tmp_path: 
         ("postgresql://everstep@db/everstep", "pg_dump"),
     ],
 )
-def test_what_cannot_be_copied_is_refused_with_the_way_to_do_it(tmp_path: Path, database: str, says: str) -> None:
+def test_backup_of_unsupported_database_is_refused(tmp_path: Path, database: str, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         back_up(database, tmp_path / "copy.db")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_is_no_database_is_not_taken_for_one(tmp_path: Path) -> None:
+def test_backup_of_invalid_file_is_refused(tmp_path: Path) -> None:
     broken = tmp_path / "c.db"
     broken.write_bytes(b"not a database at all" * 100)
     with pytest.raises(ConfigurationError, match="cannot be copied"):
@@ -127,7 +123,7 @@ def _tool(name: str, *arguments: str) -> None:
 
 
 @pytest.mark.promise("event-stream")
-def test_a_postgresql_that_was_dumped_and_restored_is_gone_on_from(tmp_path: Path, postgres: str) -> None:
+def test_postgresql_dump_is_restorable(tmp_path: Path, postgres: str) -> None:
     """The commands are those of docs/how-to/back-up.md."""
     engine = open_database(postgres)
     writer = DatabaseWriter(engine)

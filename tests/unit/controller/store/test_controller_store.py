@@ -56,7 +56,7 @@ def by_place(*rows: VersionRow) -> dict[tuple[str, int, int], VersionRow]:
     return {(row.job, row.generation, row.step): row for row in rows}
 
 
-def test_remedies_that_have_not_ended_are_loaded_with_how_far_they_came(engine: Engine, writer: DatabaseWriter) -> None:
+def test_unfinished_remediations_are_loaded_with_state(engine: Engine, writer: DatabaseWriter) -> None:
     rows = [
         RemediationRow(
             id=f"remediation-1-{number}", node="n1", kind="cordon", state=state, requested_at=float(number), doc="{}"
@@ -71,9 +71,7 @@ def test_remedies_that_have_not_ended_are_loaded_with_how_far_they_came(engine: 
     ]
 
 
-def test_findings_are_kept_from_when_they_were_seen_to_when_they_cleared(
-    engine: Engine, writer: DatabaseWriter
-) -> None:
+def test_findings_are_stored_from_raised_to_cleared(engine: Engine, writer: DatabaseWriter) -> None:
     def seen(at: float, doc: str = "") -> FindingRow:
         return FindingRow(node="n1", key="gpu.xid/0/79", kind="gpu.xid", at=at, doc=doc)
 
@@ -86,9 +84,7 @@ def test_findings_are_kept_from_when_they_were_seen_to_when_they_cleared(
     ]
 
 
-def test_findings_written_together_leave_what_one_after_another_would_leave(
-    engine: Engine, writer: DatabaseWriter
-) -> None:
+def test_findings_batch_equals_single_writes(engine: Engine, writer: DatabaseWriter) -> None:
     draw, expected, standing = Random(7), [], {}
     for number in range(12):
         rows = []
@@ -111,9 +107,7 @@ def test_findings_written_together_leave_what_one_after_another_would_leave(
     assert len(expected) > 100
 
 
-def test_directives_that_newer_ones_made_pointless_are_deleted_and_no_others(
-    engine: Engine, writer: DatabaseWriter
-) -> None:
+def test_superseded_directives_are_deleted(engine: Engine, writer: DatabaseWriter) -> None:
     rows = [OutboxRow(node=node, seq=seq, body="{}") for node in ("n1", "n2") for seq in (1, 2, 3)]
     commit(writer, Batch(outbox=rows))
     commit(writer, Batch(superseded=[("n1", 2), ("n2", 1)]))
@@ -121,7 +115,7 @@ def test_directives_that_newer_ones_made_pointless_are_deleted_and_no_others(
     assert left == [("n1", 1), ("n1", 3), ("n2", 2), ("n2", 3)]
 
 
-def test_everything_that_was_committed_is_loaded_by_the_next_controller(engine: Engine, writer: DatabaseWriter) -> None:
+def test_committed_state_is_loaded_by_next_controller(engine: Engine, writer: DatabaseWriter) -> None:
     commit(
         writer,
         Batch(
@@ -148,7 +142,7 @@ def test_everything_that_was_committed_is_loaded_by_the_next_controller(engine: 
     assert {row.step for row in loaded.versions} == {4, 5}
 
 
-def test_documents_replace_what_was_there(writer: DatabaseWriter, engine: Engine) -> None:
+def test_documents_replace_previous_documents(writer: DatabaseWriter, engine: Engine) -> None:
     commit(writer, Batch(nodes={"n1": "1"}, fleet="a"))
     commit(writer, Batch(nodes={"n1": "2"}, fleet="b"))
     with engine.connect() as connection:
@@ -157,9 +151,7 @@ def test_documents_replace_what_was_there(writer: DatabaseWriter, engine: Engine
 
 
 @pytest.mark.promise("generations-increase")
-def test_two_rosters_cannot_share_a_number_and_nothing_of_the_attempt_is_kept(
-    writer: DatabaseWriter, engine: Engine
-) -> None:
+def test_duplicate_generation_number_rolls_back_the_batch(writer: DatabaseWriter, engine: Engine) -> None:
     commit(writer, Batch(generations=[generation(1)]))
     with pytest.raises(IntegrityError):
         commit(writer, Batch(nodes={"n1": "x"}, audit=[audit(1)], generations=[generation(1)]))
@@ -170,7 +162,7 @@ def test_two_rosters_cannot_share_a_number_and_nothing_of_the_attempt_is_kept(
 
 @pytest.mark.promise("audit-append-only")
 @pytest.mark.parametrize("change", ["UPDATE audit SET sentence = 'nothing happened'", "DELETE FROM audit"])
-def test_the_audit_log_cannot_be_rewritten(writer: DatabaseWriter, engine: Engine, change: str) -> None:
+def test_audit_log_is_append_only(writer: DatabaseWriter, engine: Engine, change: str) -> None:
     commit(writer, Batch(audit=[audit(1)]))
     with engine.connect() as connection, pytest.raises(DBAPIError, match="append-only"), connection.begin():
         connection.execute(text(change))
@@ -214,7 +206,7 @@ def test_audit_log_refuses_upserts(writer: DatabaseWriter, engine: Engine) -> No
 
 
 @pytest.mark.promise("old-leader-fenced")
-def test_a_controller_that_was_superseded_writes_nothing_more(writer: DatabaseWriter, engine: Engine) -> None:
+def test_superseded_controller_cannot_write(writer: DatabaseWriter, engine: Engine) -> None:
     second = DatabaseWriter(engine)
     second.take_over()
     with pytest.raises(Superseded, match="another controller took the database over"):
@@ -225,7 +217,7 @@ def test_a_controller_that_was_superseded_writes_nothing_more(writer: DatabaseWr
         assert connection.execute(text("SELECT node FROM nodes")).scalars().all() == ["n2"]
 
 
-def test_acknowledged_directives_are_deleted_and_others_kept(writer: DatabaseWriter, engine: Engine) -> None:
+def test_acknowledged_directives_are_deleted(writer: DatabaseWriter, engine: Engine) -> None:
     commit(writer, Batch(outbox=[OutboxRow(node=node, seq=seq, body="{}") for node in "ab" for seq in (1, 2, 3)]))
     commit(writer, Batch(acknowledged={"a": 2}))
     with engine.connect() as connection:
@@ -233,7 +225,7 @@ def test_acknowledged_directives_are_deleted_and_others_kept(writer: DatabaseWri
     assert rows == [("a", 3), ("b", 1), ("b", 2), ("b", 3)]
 
 
-def test_marks_of_earlier_lives_are_forgotten(writer: DatabaseWriter, engine: Engine) -> None:
+def test_report_marks_of_earlier_incarnations_are_deleted(writer: DatabaseWriter, engine: Engine) -> None:
     commit(writer, Batch(report_marks={("n1", 1): 50, ("n2", 1): 5}))
     commit(writer, Batch(report_marks={("n1", 2): 3}))
     with engine.connect() as connection:
@@ -241,14 +233,14 @@ def test_marks_of_earlier_lives_are_forgotten(writer: DatabaseWriter, engine: En
     assert rows == [("n1", 2, 3), ("n2", 1, 5)]
 
 
-def test_a_verification_adds_to_the_committed_version(writer: DatabaseWriter, engine: Engine) -> None:
+def test_verification_is_added_to_committed_version(writer: DatabaseWriter, engine: Engine) -> None:
     commit(writer, Batch(versions=by_place(version(1))))
     for verified in (True, False):
         commit(writer, Batch(versions=by_place(version(1, verified=verified))))
         assert HistoryReader(engine).versions("j", limit=9) == [version(1, verified=True)]
 
 
-def test_a_credential_is_replaced_whole(writer: DatabaseWriter, engine: Engine) -> None:
+def test_credential_is_replaced_as_a_whole(writer: DatabaseWriter, engine: Engine) -> None:
     row = CredentialRow(id="c", role="agent", subject="n1", hash="h", created_at=1.0, created_by="a", expires_at=9.0)
     for kept in (row, msgspec.structs.replace(row, expires_at=None, uses_left=2)):
         commit(writer, Batch(credentials={"c": kept}))
@@ -256,7 +248,7 @@ def test_a_credential_is_replaced_whole(writer: DatabaseWriter, engine: Engine) 
         writer.take_over()
 
 
-def test_events_are_found_by_place_trace_node_and_job(writer: DatabaseWriter, engine: Engine) -> None:
+def test_events_are_found_by_id_trace_node_and_job(writer: DatabaseWriter, engine: Engine) -> None:
     rows = [audit(1, node="a", trace="t1"), audit(2, node="b", trace="t1", job="j"), audit(3, trace="t2", job="j")]
     commit(writer, Batch(audit=rows))
     reader = HistoryReader(engine)
@@ -284,7 +276,7 @@ def test_verdicts_recoveries_and_generations_are_read_back(writer: DatabaseWrite
     assert [row["number"] for row in rows] == [3, 2]
 
 
-def test_opening_again_keeps_what_is_there(database: str) -> None:
+def test_reopening_keeps_stored_data(database: str) -> None:
     for round_ in range(2):
         engine = open_database(database)
         writer = DatabaseWriter(engine)
@@ -295,7 +287,7 @@ def test_opening_again_keeps_what_is_there(database: str) -> None:
     assert list(loaded.nodes) == ["n0"]
 
 
-def test_the_tables_here_are_those_of_the_newest_migration(engine: Engine) -> None:
+def test_tables_match_the_newest_migration(engine: Engine) -> None:
     from alembic.autogenerate import compare_metadata
     from alembic.migration import MigrationContext
 
@@ -305,7 +297,7 @@ def test_the_tables_here_are_those_of_the_newest_migration(engine: Engine) -> No
     assert found == []
 
 
-def test_migration_that_is_cut_off_leaves_nothing(database: str) -> None:
+def test_interrupted_migration_leaves_no_table(database: str) -> None:
     engine = engine_of(parse_url(database))
     with engine.connect() as plain:
         connection = for_writing(plain)
@@ -318,7 +310,7 @@ def test_migration_that_is_cut_off_leaves_nothing(database: str) -> None:
     open_database(database).dispose()
 
 
-def test_a_schema_of_a_newer_release_is_refused(database: str) -> None:
+def test_schema_of_newer_release_is_refused(database: str) -> None:
     engine = open_database(database)
     with engine.begin() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
@@ -327,7 +319,7 @@ def test_a_schema_of_a_newer_release_is_refused(database: str) -> None:
         open_database(database)
 
 
-def test_an_empty_database_is_refused_where_migrations_are_run_apart(database: str) -> None:
+def test_empty_database_without_migration_is_refused(database: str) -> None:
     with pytest.raises(ConfigurationError, match=r"schema none.*--migrate"):
         open_database(database, migrate=False)
     open_database(database).dispose()
@@ -346,13 +338,13 @@ def test_an_empty_database_is_refused_where_migrations_are_run_apart(database: s
         ("postgresql:///d?host=/nonexistent", "nothing listens on that socket"),
     ],
 )
-def test_a_database_that_is_not_there_is_named_with_the_mend_and_without_its_password(url: str, says: str) -> None:
+def test_unreachable_database_is_explained_without_password(url: str, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says) as refused:
         open_database(url)
     assert "hidden" not in str(refused.value)
 
 
-def test_a_postgresql_without_the_database_or_the_right_to_create_says_so(postgres: str) -> None:
+def test_postgresql_missing_database_or_rights_are_explained(postgres: str) -> None:
     missing = postgres.replace("everstep_", "absent_")
     with pytest.raises(ConfigurationError, match="no such database: `createdb"):
         open_database(missing)
@@ -365,7 +357,7 @@ def test_a_postgresql_without_the_database_or_the_right_to_create_says_so(postgr
         open_database(postgres.replace("postgres:@", "pauper@").replace("postgres@", "pauper@"))
 
 
-def test_the_sqlite_file_can_be_read_by_its_owner_only(tmp_path: Path) -> None:
+def test_sqlite_file_is_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "c.db"
     engine = open_database(f"sqlite:///{path}")
     writer = DatabaseWriter(engine)
@@ -379,7 +371,7 @@ def test_the_sqlite_file_can_be_read_by_its_owner_only(tmp_path: Path) -> None:
     engine.dispose()
 
 
-def test_of_one_that_others_can_read_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_sqlite_file_readable_by_others_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "c.db"
     open_database(f"sqlite:///{path}").dispose()
     assert not caplog.records
@@ -389,7 +381,7 @@ def test_of_one_that_others_can_read_the_log_says_so(tmp_path: Path, caplog: pyt
     assert path.stat().st_mode & 0o777 == 0o644
 
 
-def test_a_full_disk_loses_nothing_that_was_committed_and_is_no_end(tmp_path: Path) -> None:
+def test_full_disk_keeps_committed_data(tmp_path: Path) -> None:
     engine = open_database(f"sqlite:///{tmp_path / 'c.db'}")
     writer = DatabaseWriter(engine)
     writer.take_over()
@@ -405,7 +397,7 @@ def test_a_full_disk_loses_nothing_that_was_committed_and_is_no_end(tmp_path: Pa
     engine.dispose()
 
 
-def test_a_batch_whose_outcome_was_not_known_is_applied_once(writer: DatabaseWriter, engine: Engine) -> None:
+def test_batch_with_unknown_outcome_is_applied_once(writer: DatabaseWriter, engine: Engine) -> None:
     first, second = Batch(number=1, audit=[audit(1)]), Batch(number=2, audit=[audit(2)])
     writer.commit([first])
     writer.commit([first])
@@ -415,7 +407,7 @@ def test_a_batch_whose_outcome_was_not_known_is_applied_once(writer: DatabaseWri
     assert DatabaseWriter(engine).take_over().batch == 2
 
 
-def test_a_connection_that_was_cut_under_a_transaction_leaves_nothing_and_the_next_goes_on(
+def test_connection_cut_in_transaction_rolls_back(
     postgres: str,
 ) -> None:
     engine = open_database(postgres)
@@ -435,7 +427,7 @@ def test_a_connection_that_was_cut_under_a_transaction_leaves_nothing_and_the_ne
     engine.dispose()
 
 
-def test_batches_merged_are_what_they_were_one_by_one(database: str, tmp_path: Path) -> None:
+def test_merged_batches_equal_single_batches(database: str, tmp_path: Path) -> None:
     batches = [
         Batch(nodes={"a": "1", "b": "1"}, report_marks={("a", 1): 5}, outbox=[OutboxRow(node="a", seq=1, body="{}")]),
         Batch(fleet="f", nodes={"b": "2"}, audit=[audit(1)], versions=by_place(version(1, verified=True))),
@@ -462,7 +454,7 @@ def test_batches_merged_are_what_they_were_one_by_one(database: str, tmp_path: P
     assert found[0] == found[1]
 
 
-def test_alerts_that_were_told_are_there_until_their_end_was(writer: DatabaseWriter, engine: Engine) -> None:
+def test_alerts_are_stored_until_resolved(writer: DatabaseWriter, engine: Engine) -> None:
     first, second = AlertRow(fingerprint="a", doc="1"), AlertRow(fingerprint="b", doc="2")
     writer.run(lambda connection: table_access.write_alerts(connection, [first, second], []))
     writer.run(

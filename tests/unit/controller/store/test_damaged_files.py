@@ -54,7 +54,7 @@ def replace(path: Path) -> None:
 
 @pytest.mark.promise("sqlite-durable")
 @pytest.mark.parametrize("damage", [cut, cut_by_pages, overwrite, replace], ids=lambda damage: damage.__name__)
-def test_check_refuses_a_damaged_file(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_database_check_refuses_damaged_file(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     path = filled(tmp_path / "controller.db")
     check_file(path)
     damage(path)
@@ -62,14 +62,14 @@ def test_check_refuses_a_damaged_file(tmp_path: Path, damage: Callable[[Path], N
         open_database(f"sqlite:///{path}", check=True)
 
 
-def test_check_takes_a_file_that_is_new_or_empty(tmp_path: Path) -> None:
+def test_database_check_accepts_new_or_empty_file(tmp_path: Path) -> None:
     check_file(tmp_path / "none.db")
     (tmp_path / "empty.db").touch()
     check_file(tmp_path / "empty.db")
     open_database(f"sqlite:///{tmp_path / 'new.db'}", check=True).dispose()
 
 
-def test_check_reads_a_file_that_another_connection_writes(tmp_path: Path) -> None:
+def test_database_check_accepts_file_being_written(tmp_path: Path) -> None:
     path = filled(tmp_path / "controller.db")
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -78,7 +78,7 @@ def test_check_reads_a_file_that_another_connection_writes(tmp_path: Path) -> No
         other.execute("ROLLBACK")
 
 
-def test_check_tells_how_long_it_takes(
+def test_database_check_logs_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -89,7 +89,7 @@ def test_check_tells_how_long_it_takes(
 
 
 @pytest.mark.promise("sqlite-durable")
-def test_process_refuses_a_damaged_file(program_forks: ForkPool, tmp_path: Path) -> None:
+def test_process_refuses_damaged_file(program_forks: ForkPool, tmp_path: Path) -> None:
     overwrite(filled(tmp_path / "controller.db", 4000))  # a page that no start reads
     trusting = ("--trust-clock",)
     with (

@@ -135,7 +135,7 @@ def regrouping_without(controller: ControllerProcess, go_away: Callable[[], None
 
 @pytest.mark.promise("database-outage")
 @pytest.mark.parametrize("how", ["stopped", "hanging"])
-def test_a_job_regroups_while_postgresql_is_away_and_all_is_written_when_it_is_back(
+def test_job_regroups_while_postgresql_is_away(
     program_forks: ForkPool, how: str, tmp_path: Path, own_postgres: Server
 ) -> None:
     database = own_postgres.url.replace("/postgres?", f"/{how}?")
@@ -161,9 +161,7 @@ def test_a_job_regroups_while_postgresql_is_away_and_all_is_written_when_it_is_b
 
 
 @pytest.mark.promise("database-outage")
-def test_a_full_disk_stops_no_regroup_and_all_is_written_when_there_is_room(
-    program_forks: ForkPool, tmp_path: Path
-) -> None:
+def test_job_regroups_while_the_disk_is_full(program_forks: ForkPool, tmp_path: Path) -> None:
     with controller_process(tmp_path, program_forks) as controller:
         assert controller.process is not None
         pid = controller.process.pid
@@ -184,7 +182,7 @@ def order(server: Server, *statements: str) -> None:
             connection.execute(statement.encode())
 
 
-def test_a_leader_comes_back_first_when_the_database_that_was_read_only_can_be_written_again(
+def test_leader_resumes_after_read_only_database_recovers(
     program_forks: ForkPool, tmp_path: Path, own_postgres: Server
 ) -> None:
     """What it decided meanwhile nobody else knows."""

@@ -47,9 +47,7 @@ def next_frame(response: http.client.HTTPResponse) -> dict[str, str]:
 
 
 @pytest.mark.promise("event-stream")
-def test_no_event_of_a_restored_database_has_an_id_that_was_given_before(
-    program_forks: ForkPool, tmp_path: Path
-) -> None:
+def test_restored_database_reuses_no_event_id(program_forks: ForkPool, tmp_path: Path) -> None:
     copied = tmp_path / "copy.db"
     with controller_process(tmp_path, program_forks) as process:
         register(process, "n1")
@@ -81,7 +79,7 @@ def test_no_event_of_a_restored_database_has_an_id_that_was_given_before(
 
 
 @pytest.mark.promise("event-stream")
-def test_an_id_that_this_database_never_gave_is_answered_with_a_gap(program_forks: ForkPool, tmp_path: Path) -> None:
+def test_stream_answers_unknown_event_id_with_gap(program_forks: ForkPool, tmp_path: Path) -> None:
     with controller_process(tmp_path, program_forks) as process, closing(process.connection()) as stream:
         register(process, "n1")
         newest = events(process)[-1].id
@@ -96,7 +94,7 @@ def test_an_id_that_this_database_never_gave_is_answered_with_a_gap(program_fork
     assert (frames[1]["event"], frames[1]["id"]) == ("audit", str(newest + 1))
 
 
-def test_the_client_names_the_gap_that_retention_has_left(program_forks: ForkPool, tmp_path: Path) -> None:
+def test_client_reports_gap_left_by_retention(program_forks: ForkPool, tmp_path: Path) -> None:
     """One event of many is left; a reader that saw the first is told that the others are gone."""
     with controller_process(tmp_path, program_forks) as process:
         for node in ("n1", "n2", "n3"):
@@ -117,7 +115,7 @@ def test_the_client_names_the_gap_that_retention_has_left(program_forks: ForkPoo
     assert (name, gap.after, gap.through, gap.reason) == ("gap", 1, newest - 1, "deleted")
 
 
-def test_the_command_says_a_gap_and_goes_on_behind_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_command_prints_gap_and_continues(capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[str] = []
 
     class Played(ControllerClient):

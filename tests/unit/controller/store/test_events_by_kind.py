@@ -52,7 +52,7 @@ def engine(database: str) -> Iterator[Engine]:
     limit=st.integers(1, 20),
     newest=st.booleans(),
 )
-def test_the_same_events_are_found_as_by_reading_all(
+def test_event_filter_matches_full_scan(
     engine: Engine, kinds: list[str], node: str, after: int, limit: int, newest: bool
 ) -> None:
     found = HistoryReader(engine).events(after=after, limit=limit, node=node, kinds=tuple(kinds), newest=newest)
@@ -68,7 +68,7 @@ def test_the_same_events_are_found_as_by_reading_all(
 
 @pytest.mark.parametrize("newest", [False, True])
 @pytest.mark.parametrize("kinds", [("operator.", "credential."), ("job",)])
-def test_none_of_it_reads_the_whole_log(tmp_path: Path, kinds: tuple[str, ...], newest: bool) -> None:
+def test_event_filter_reads_no_full_table(tmp_path: Path, kinds: tuple[str, ...], newest: bool) -> None:
     engine = open_database(f"sqlite:///{tmp_path / 'c.db'}")
     asked: list[tuple[str, object]] = []
 
@@ -95,9 +95,7 @@ SLOW = {
 }
 
 
-def test_a_read_that_takes_too_long_is_broken_off_and_holds_up_no_other(
-    database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_read_is_aborted_without_blocking_others(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "READ_TIMEOUT_S", 0.3)
     monkeypatch.setattr(threads, "ABORT_TIMEOUT_S", 30.0)
 
@@ -121,15 +119,13 @@ def test_a_read_that_takes_too_long_is_broken_off_and_holds_up_no_other(
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(since=st.none() | st.integers(-1, 62), until=st.none() | st.integers(-1, 62), newest=st.booleans())
-def test_events_of_a_time_are_found_by_their_numbers(
-    engine: Engine, since: int | None, until: int | None, newest: bool
-) -> None:
+def test_events_are_found_by_time_range(engine: Engine, since: int | None, until: int | None, newest: bool) -> None:
     found = HistoryReader(engine).events(after=0, limit=7, since=since, until=until, newest=newest)
     fit = [row.id for row in rows(60) if (since is None or row.at >= since) and (until is None or row.at < until)]
     assert [row.id for row in found] == (fit[-7:] if newest else fit[:7])
 
 
-def test_an_empty_log_has_no_events_of_any_time(database: str) -> None:
+def test_empty_log_has_no_events_in_any_time_range(database: str) -> None:
     engine = open_database(database)
     writer = DatabaseWriter(engine)
     writer.take_over()

@@ -28,7 +28,7 @@ def _page(kind: str) -> Callable[[Connection], Any]:
     ],
     ids=["active", "active of a kind", "ended long ago"],
 )
-def test_an_index_has_what_is_looked_for(tmp_path: Path, look: Callable[[Connection], Any], index: str) -> None:
+def test_findings_queries_use_an_index(tmp_path: Path, look: Callable[[Connection], Any], index: str) -> None:
     engine = open_database(f"sqlite:///{tmp_path / 'c.db'}")
     asked: list[tuple[str, Any]] = []
 

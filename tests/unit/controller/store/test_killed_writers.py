@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.promise("sqlite-durable")
-def test_writers_killed_two_hundred_times_lose_nothing_durable_and_leave_nothing_twice(
+def test_repeatedly_killed_writer_loses_and_repeats_no_batch(
     tmp_path: Path,
 ) -> None:
     """What is checked after each kill is in tests/support/killed_writer.py."""

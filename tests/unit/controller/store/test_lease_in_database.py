@@ -52,7 +52,7 @@ def lead(engine: Engine, session: LeaseSession, name: str, lease_s: float = 30.0
     return epoch
 
 
-def test_a_look_tells_who_leads_and_for_how_long(engine: Engine, session: Open) -> None:
+def test_lease_shows_holder_and_remaining_time(engine: Engine, session: Open) -> None:
     first, other = session(), session()
     assert first.read().holder == ""
     epoch = lead(engine, first, "c1")
@@ -67,7 +67,7 @@ def test_a_look_tells_who_leads_and_for_how_long(engine: Engine, session: Open) 
     assert 20 < seen.expires_in_s <= 30
 
 
-def test_the_lock_is_free_when_its_session_has_ended_long_before_the_lease_does(engine: Engine, session: Open) -> None:
+def test_lease_lock_is_free_once_its_session_ends(engine: Engine, session: Open) -> None:
     leader, standby = session(), session()
     lead(engine, leader, "c1", lease_s=3600.0)
     assert not standby.read().is_lock_free
@@ -77,7 +77,7 @@ def test_the_lock_is_free_when_its_session_has_ended_long_before_the_lease_does(
 
 
 @pytest.mark.promise("single-leader")
-def test_only_one_of_two_that_saw_the_same_lease_gets_it(engine: Engine, session: Open) -> None:
+def test_lease_is_taken_by_only_one_candidate(engine: Engine, session: Open) -> None:
     one, other = session(), session()
     seen = one.read()
     lead(engine, one, "c1")
@@ -88,7 +88,7 @@ def test_only_one_of_two_that_saw_the_same_lease_gets_it(engine: Engine, session
     assert other.read().holder == "c1"
 
 
-def test_a_lease_that_is_renewed_lasts_and_one_that_was_taken_cannot_be_renewed(engine: Engine, session: Open) -> None:
+def test_lease_renewal_extends_and_fails_after_takeover(engine: Engine, session: Open) -> None:
     leader, standby = session(), session()
     epoch = lead(engine, leader, "c1", lease_s=0.0)
     assert standby.read().expires_in_s <= 0
@@ -100,7 +100,7 @@ def test_a_lease_that_is_renewed_lasts_and_one_that_was_taken_cannot_be_renewed(
         leader.renew(epoch, 30.0)
 
 
-def test_a_lease_that_is_renewed_while_another_one_is_about_to_take_it_stays(engine: Engine, session: Open) -> None:
+def test_lease_renewed_during_takeover_is_kept(engine: Engine, session: Open) -> None:
     leader, standby = session(), session()
     epoch = lead(engine, leader, "c1", lease_s=0.0)
     seen = standby.read()
@@ -114,7 +114,7 @@ def test_a_lease_that_is_renewed_while_another_one_is_about_to_take_it_stays(eng
     assert standby.read().newest_epoch == epoch
 
 
-def test_a_leader_hears_from_standbys_how_many_knock_at_them_but_not_from_itself(engine: Engine, session: Open) -> None:
+def test_leader_reads_contact_counts_of_standbys(engine: Engine, session: Open) -> None:
     leader, standby = session(), session()
     leader.write_contacts("c1", 9)  # as a standby, a moment ago
     lead(engine, leader, "c1")
@@ -125,7 +125,7 @@ def test_a_leader_hears_from_standbys_how_many_knock_at_them_but_not_from_itself
     assert leader.read_standby_report() == StandbyReport(contacts={"c2": 4, "c3": 1})
 
 
-def test_what_was_told_is_not_believed_for_long_and_not_kept_for_ever(engine: Engine, session: Open) -> None:
+def test_contact_counts_expire_and_are_deleted(engine: Engine, session: Open) -> None:
     leader, standby = session(), session()
     lead(engine, leader, "c1")
     standby.write_contacts("c2", 4)
@@ -142,9 +142,7 @@ def test_what_was_told_is_not_believed_for_long_and_not_kept_for_ever(engine: En
         assert set(connection.execute(text("SELECT controller FROM standby_contacts")).scalars()) == {"c2", "c4"}
 
 
-def test_a_lease_that_was_given_up_is_kept_for_its_heir_for_a_while_and_each_time_in_a_row_counts(
-    engine: Engine, session: Open
-) -> None:
+def test_resigned_lease_is_reserved_for_successor_for_a_while(engine: Engine, session: Open) -> None:
     leader, heir = session(), session()
     epoch = lead(engine, leader, "c1")
     leader.resign(epoch, "c2")
@@ -166,9 +164,7 @@ def test_a_lease_that_was_given_up_is_kept_for_its_heir_for_a_while_and_each_tim
         heir.resign(epoch - 1, "c1")
 
 
-def test_who_looks_keeps_nobody_from_the_lock_though_nobody_waited_for_what_it_saw(
-    engine: Engine, session: Open
-) -> None:
+def test_lease_reader_does_not_block_the_lock(engine: Engine, session: Open) -> None:
     leader, standby = session(), session()
     epoch = lead(engine, leader, "c1")
     leader.close()
@@ -178,7 +174,7 @@ def test_who_looks_keeps_nobody_from_the_lock_though_nobody_waited_for_what_it_s
     assert not standby.read().is_lock_free
 
 
-def test_what_a_take_over_that_came_to_nothing_had_locked_is_free_after_the_next_look(session: Open) -> None:
+def test_failed_takeover_releases_its_lock_at_next_look(session: Open) -> None:
     one, other = session(), session()
     epoch = one.read().newest_epoch + 1
     assert one.lock_epoch(epoch)
@@ -188,9 +184,7 @@ def test_what_a_take_over_that_came_to_nothing_had_locked_is_free_after_the_next
     assert other.lock_epoch(epoch)
 
 
-def test_a_controller_that_falls_silent_while_it_takes_over_is_followed_and_one_that_speaks_is_left_alone(
-    postgres: str, engine: Engine, session: Open
-) -> None:
+def test_silent_takeover_is_ended_but_active_one_is_kept(postgres: str, engine: Engine, session: Open) -> None:
     taking = engine_of(parse_url(postgres), name="c1")
     taker, standby = LeaseSession(taking), session()
     epoch = taker.read().newest_epoch + 1
@@ -208,7 +202,7 @@ def test_a_controller_that_falls_silent_while_it_takes_over_is_followed_and_one_
     taking.dispose()
 
 
-def test_a_database_that_only_answers_is_found_out(postgres: str) -> None:
+def test_read_only_database_is_detected(postgres: str) -> None:
     open_database(postgres).dispose()
     engine = create_engine(parse_url(postgres), connect_args={"options": "-c default_transaction_read_only=on"})
     session = LeaseSession(engine)
@@ -219,7 +213,7 @@ def test_a_database_that_only_answers_is_found_out(postgres: str) -> None:
     engine.dispose()
 
 
-def test_a_session_that_broke_is_made_anew_without_its_locks(engine: Engine, session: Open) -> None:
+def test_broken_lease_session_reconnects_without_locks(engine: Engine, session: Open) -> None:
     leader, standby = session(), session()
     epoch = lead(engine, leader, "c1")
     leader.abort()
@@ -230,14 +224,14 @@ def test_a_session_that_broke_is_made_anew_without_its_locks(engine: Engine, ses
     assert not standby.read().is_lock_free
 
 
-def test_a_session_may_say_nothing_inside_a_transaction_for_as_long_as_was_said(postgres: str) -> None:
+def test_idle_transaction_timeout_is_set_on_connect(postgres: str) -> None:
     engine = engine_of(parse_url(postgres), most_idle_s=5.0)
     with engine.connect() as connection:
         assert connection.execute(text("SHOW idle_in_transaction_session_timeout")).scalar() == "5s"
     engine.dispose()
 
 
-def test_a_controller_that_was_stopped_inside_a_transaction_holds_nobody_up(postgres: str) -> None:
+def test_paused_transaction_blocks_no_other_controller(postgres: str) -> None:
     open_database(postgres).dispose()
     stopped = engine_of(parse_url(postgres), most_idle_s=0.2)
     with stopped.connect() as connection:
@@ -252,9 +246,7 @@ def test_a_controller_that_was_stopped_inside_a_transaction_holds_nobody_up(post
 
 
 @pytest.mark.parametrize("name", ["c1", "c1" * 50])
-def test_the_sessions_of_a_controller_whose_lease_is_over_can_be_ended_and_no_others(
-    postgres: str, session: Open, name: str
-) -> None:
+def test_sessions_of_expired_leader_are_ended_by_name(postgres: str, session: Open, name: str) -> None:
     stopped, other = (engine_of(parse_url(postgres), name=of) for of in (name, "c2"))
     with stopped.connect() as held, other.connect() as kept:
         held.execute(text("SELECT * FROM meta FOR UPDATE"))
@@ -265,9 +257,7 @@ def test_the_sessions_of_a_controller_whose_lease_is_over_can_be_ended_and_no_ot
     other.dispose()
 
 
-def test_a_candidate_that_leaves_frees_what_it_has_locked_before_its_lease_is_over(
-    postgres: str, engine: Engine, session: Open
-) -> None:
+def test_closing_candidate_releases_its_lock(postgres: str, engine: Engine, session: Open) -> None:
     standby = session()
 
     async def story() -> None:

@@ -52,7 +52,7 @@ def pruned(writer: DatabaseWriter, engine: Engine, what: RetentionLimits) -> int
 
 @pytest.mark.promise("audit-append-only")
 @pytest.mark.parametrize("what", [keep(since=7.0), keep(events=4)], ids=["by age", "by number"])
-def test_old_events_are_deleted_and_the_log_stays_append_only(
+def test_retention_deletes_old_events_of_append_only_log(
     writer: DatabaseWriter, engine: Engine, what: RetentionLimits
 ) -> None:
     writer.commit([Batch(number=1, audit=audit(*range(1, 11)))])
@@ -64,7 +64,7 @@ def test_old_events_are_deleted_and_the_log_stays_append_only(
     assert ids(engine) == [7, 8, 9, 10, 11]
 
 
-def test_lines_are_counted_not_the_ids_that_a_restore_left_out(writer: DatabaseWriter, engine: Engine) -> None:
+def test_retention_counts_rows_not_event_ids(writer: DatabaseWriter, engine: Engine) -> None:
     writer.commit([Batch(number=1, audit=audit(*range(1, 11), *range(AUDIT_ID_GAP, AUDIT_ID_GAP + 3)))])
     pruned(writer, engine, keep(events=5))
     assert ids(engine) == [9, 10, AUDIT_ID_GAP, AUDIT_ID_GAP + 1, AUDIT_ID_GAP + 2]
@@ -86,7 +86,7 @@ def flooded(orders: int, flood: int, *, kind: str = "operator.hold") -> list[Aud
 @pytest.mark.promise("audit-orders")
 @pytest.mark.parametrize("kind", ["operator.hold", "credential.revoked"])
 @pytest.mark.parametrize("what", [keep(since=1e12), keep(events=5)], ids=["by age", "by number"])
-def test_operators_lines_outlive_a_flood_of_others(
+def test_retention_keeps_operator_events_in_an_event_flood(
     writer: DatabaseWriter, engine: Engine, what: RetentionLimits, kind: str
 ) -> None:
     writer.commit([Batch(number=1, audit=flooded(4, 40, kind=kind))])
@@ -100,7 +100,7 @@ def test_operators_lines_outlive_a_flood_of_others(
 
 
 @pytest.mark.promise("audit-orders")
-def test_operators_lines_have_a_quota_of_their_own(
+def test_retention_limits_operator_events_separately(
     writer: DatabaseWriter, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "DELETE_BATCH_ROWS", 10)
@@ -110,7 +110,7 @@ def test_operators_lines_have_a_quota_of_their_own(
 
 
 @pytest.mark.promise("audit-orders")
-def test_operators_lines_cannot_be_deleted_by_the_others_mark(writer: DatabaseWriter, engine: Engine) -> None:
+def test_operator_events_are_not_deletable_by_event_mark(writer: DatabaseWriter, engine: Engine) -> None:
     writer.commit([Batch(number=1, audit=flooded(2, 4))])
     pruned(writer, engine, keep(since=1e12))
     assert ids(engine) == [1, 2, 6]
@@ -118,13 +118,13 @@ def test_operators_lines_cannot_be_deleted_by_the_others_mark(writer: DatabaseWr
         connection.execute(text("DELETE FROM audit WHERE id = 1"))
 
 
-def test_enrolments_are_no_lines_of_people(writer: DatabaseWriter, engine: Engine) -> None:
+def test_enrolments_do_not_count_as_operator_events(writer: DatabaseWriter, engine: Engine) -> None:
     writer.commit([Batch(number=1, audit=flooded(4, 4, kind="credential.enrolled"))])
     pruned(writer, engine, keep(events=2))
     assert ids(engine) == [7, 8]
 
 
-def test_the_stream_names_every_gap_between_operators_lines(writer: DatabaseWriter, engine: Engine) -> None:
+def test_stream_reports_every_gap_between_operator_events(writer: DatabaseWriter, engine: Engine) -> None:
     kinds = ["x", "operator.hold", "x", "x", "operator.evict", "x", "x", "x"]
     rows = [AuditRow(id=number, at=1.0, kind=kind, sentence="s") for number, kind in enumerate(kinds, start=1)]
     writer.commit([Batch(number=1, audit=rows)])
@@ -142,14 +142,14 @@ def test_the_stream_names_every_gap_between_operators_lines(writer: DatabaseWrit
     ]
 
 
-def test_the_stream_hears_of_the_newest_id_that_was_deleted(writer: DatabaseWriter, engine: Engine) -> None:
+def test_stream_reports_newest_deleted_event_id(writer: DatabaseWriter, engine: Engine) -> None:
     writer.commit([Batch(number=1, audit=audit(*range(1, 11)))])
     pruned(writer, engine, keep(events=4))
     found = HistoryReader(engine).events_after(2, 3)
     assert ([row.id for row in found.rows], found.deleted_through, found.newest) == ([7, 8, 9], 6, 10)
 
 
-def test_the_newest_event_is_kept_whatever_its_age(writer: DatabaseWriter, engine: Engine) -> None:
+def test_retention_keeps_the_newest_event(writer: DatabaseWriter, engine: Engine) -> None:
     writer.commit([Batch(number=1, audit=audit(1, 2, 3))])
     pruned(writer, engine, keep(since=1e12, events=0))
     assert ids(engine) == [3]
@@ -158,13 +158,13 @@ def test_the_newest_event_is_kept_whatever_its_age(writer: DatabaseWriter, engin
     assert (loaded.newest_audit, loaded.newest_at) == (3, 3.0)
 
 
-def test_what_is_young_and_little_is_left_alone(writer: DatabaseWriter, engine: Engine) -> None:
+def test_retention_keeps_recent_events(writer: DatabaseWriter, engine: Engine) -> None:
     writer.commit([Batch(number=1, audit=audit(1, 2, 3))])
     assert pruned(writer, engine, EVERYTHING) == 0
     assert ids(engine) == [1, 2, 3]
 
 
-def test_a_long_history_goes_in_small_bites(
+def test_retention_deletes_in_small_batches(
     writer: DatabaseWriter, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "DELETE_BATCH_ROWS", 10)
@@ -178,7 +178,7 @@ def test_a_long_history_goes_in_small_bites(
     ("what", "left"),
     [(keep(since=5.0), ["a9", "b1"]), (keep(rows=3), ["a2", "a9", "b1"]), (keep(rows=2, since=1.5), ["a9", "b1"])],
 )
-def test_of_verdicts_the_newest_of_each_node_stays(
+def test_retention_keeps_newest_verdict_of_each_node(
     writer: DatabaseWriter, engine: Engine, what: RetentionLimits, left: list[str]
 ) -> None:
     rows = [
@@ -192,7 +192,7 @@ def test_of_verdicts_the_newest_of_each_node_stays(
         assert connection.execute(text("SELECT doc FROM verdicts ORDER BY doc")).scalars().all() == left
 
 
-def test_rosters_and_recoveries_of_each_job_stay_up_to_their_number(writer: DatabaseWriter, engine: Engine) -> None:
+def test_retention_limits_generations_and_recoveries_per_job(writer: DatabaseWriter, engine: Engine) -> None:
     generations = [
         GenerationRow(job=job, number=number, reason="formed", trace="", issued_at=1.0, doc="{}")
         for job in ("j", "k")
@@ -209,7 +209,7 @@ def test_rosters_and_recoveries_of_each_job_stay_up_to_their_number(writer: Data
     assert came == [4, 5]
 
 
-def test_of_versions_the_newest_stay_and_the_newest_verified_one(
+def test_retention_keeps_newest_and_newest_verified_versions(
     writer: DatabaseWriter, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "VERSIONS_KEPT", 3)
@@ -234,7 +234,7 @@ def test_of_versions_the_newest_stay_and_the_newest_verified_one(
         (keep(rows=0, since=1e9), ["kNone"]),
     ],
 )
-def test_findings_and_remedies_that_stand_are_kept_and_those_that_are_over_go(
+def test_retention_keeps_unfinished_findings_and_remediations(
     writer: DatabaseWriter, engine: Engine, what: RetentionLimits, left: list[str]
 ) -> None:
     def raised(connection: Connection) -> None:
@@ -255,7 +255,7 @@ def test_findings_and_remedies_that_stand_are_kept_and_those_that_are_over_go(
 
 @pytest.mark.promise("retention")
 @pytest.mark.parametrize("kind", ["verdicts", "findings"])
-def test_a_flood_is_deleted_in_bites_until_as_many_are_left_as_may_be(
+def test_retention_deletes_excess_rows_in_batches(
     writer: DatabaseWriter, engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(retention, "DELETE_BATCH_ROWS", 10)
@@ -273,7 +273,7 @@ def test_a_flood_is_deleted_in_bites_until_as_many_are_left_as_may_be(
         assert sorted(connection.execute(select(table.c.at)).scalars()) == [31.0, 32.0, 33.0, 34.0, 35.0]
 
 
-def test_each_transaction_deletes_of_one_job_and_looks_for_nothing(
+def test_retention_deletes_one_job_per_transaction_by_key(
     database: str, engine: Engine, writer: DatabaseWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What hundreds of jobs have, little or much, holds up no decision: the writing thread is told primary keys."""
@@ -320,9 +320,7 @@ def test_each_transaction_deletes_of_one_job_and_looks_for_nothing(
         assert {other for other in crowded if f"'{other}'" in statement} == {job}
 
 
-def test_the_background_task_goes_on_after_an_absence_of_the_database(
-    database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_retention_task_continues_after_outage(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention_module, "ROUND_S", 0.0)
 
     async def body() -> None:

@@ -60,7 +60,7 @@ def _play(connection: Connection) -> dict[str, list[Any]]:
     }
 
 
-def test_rows_come_out_as_if_each_had_been_a_statement(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bulk_write_equals_single_statements(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     event.listen(engine, "before_cursor_execute", lambda *given: said.append(given[2]))
     with engine.connect() as connection:
@@ -78,7 +78,7 @@ def test_rows_come_out_as_if_each_had_been_a_statement(engine: Engine, monkeypat
     assert all(row[4] == 2.5 for row in together["versions"] if row[2] <= MANY)
 
 
-def test_one_statement_serves_many_rows_of_an_insert_or_a_delete() -> None:
+def test_bulk_statement_covers_insert_and_delete() -> None:
     insert = table_access._with_arrays("INSERT INTO t (a, b) VALUES (%(a)s::VARCHAR, %(b)s) ON CONFLICT (a) DO NOTHING")
     assert insert is not None
     assert insert[0].endswith("unnest(%(a)s::VARCHAR[], %(b)s::DOUBLE PRECISION[]) ON CONFLICT (a) DO NOTHING")
@@ -87,7 +87,7 @@ def test_one_statement_serves_many_rows_of_an_insert_or_a_delete() -> None:
     assert delete[0] == 'DELETE FROM t USING unnest(%(of)s::VARCHAR[]) AS given("of") WHERE t.a = given."of"'
 
 
-def test_what_is_neither_an_insert_of_values_nor_a_delete_stays_as_it_is() -> None:
+def test_other_statements_are_not_rewritten_as_bulk() -> None:
     assert table_access._with_arrays("UPDATE t SET a = %(a)s::VARCHAR WHERE b = %(b)s::VARCHAR") is None
     assert table_access._with_arrays("INSERT INTO t (a) SELECT %(a)s::VARCHAR WHERE NOT (EXISTS (SELECT 1))") is None
     assert table_access._with_arrays("INSERT INTO t (a, b) VALUES (%(a)s::VARCHAR, lower(%(b)s::VARCHAR))") is None

@@ -92,22 +92,22 @@ def merged(batches: list[Batch]) -> Batch:
     return whole
 
 
-def test_nothing_of_its_own_is_left_of_a_node_or_job_that_is_forgotten_and_everything_of_the_others(
+def test_forgetting_deletes_only_rows_of_the_named_node_or_job(
     database: str,
 ) -> None:
     assert written(database, [*BOTH, *GONE]) == LEFT
 
 
-def test_a_finding_that_ends_on_one_node_stands_on_another_and_so_do_others_of_its_own(database: str) -> None:
+def test_cleared_finding_leaves_other_standing_findings(database: str) -> None:
     standing = Batch(active_findings={("n1", "key"): "{}", ("n1", "other"): "{}", ("n2", "key"): "{}"})
     assert written(database, [standing, Batch(active_findings={("n1", "key"): ""})])["standing"] == ["n1", "n2"]
 
 
-def test_what_comes_under_a_forgotten_name_is_new(database: str) -> None:
+def test_forgotten_name_starts_anew(database: str) -> None:
     assert written(database, [*BOTH, *GONE, of_node("n1", 3), of_job("j1", 3)]) == BACK
 
 
-def test_what_waited_for_the_database_is_forgotten_with_it(database: str, tmp_path: Path) -> None:
+def test_forgetting_applies_to_merged_pending_batches(database: str, tmp_path: Path) -> None:
     waited = merged([*BOTH, *GONE])
     assert not waited.report_marks.keys() & {("n1", 1)}
     assert written(database, [waited]) == LEFT

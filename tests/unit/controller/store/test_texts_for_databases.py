@@ -26,7 +26,7 @@ def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TestClien
         yield client
 
 
-def test_a_nul_in_a_text_is_replaced_wherever_it_comes_in(client: TestClient) -> None:
+def test_nul_character_in_text_is_replaced(client: TestClient) -> None:
     speaker = Speaker(client, "n1")
     speaker.register(agent_version="\x00", boot_id="\x00")
     speaker.report(joined("j", 1.0))
@@ -40,7 +40,7 @@ def test_a_nul_in_a_text_is_replaced_wherever_it_comes_in(client: TestClient) ->
     assert "\x00" not in "".join(event.sentence for event in found)
 
 
-def test_a_nul_in_a_question_finds_nothing_and_breaks_nothing(client: TestClient) -> None:
+def test_nul_character_in_query_is_harmless(client: TestClient) -> None:
     for what in ("trace", "node", "job", "kind"):
         assert client.get(f"/v1/events?{what}=%00", headers=VIEWER).status_code in (200, 422)
     assert client.get("/v1/verdicts/%00", headers=VIEWER).status_code == 404
@@ -48,7 +48,7 @@ def test_a_nul_in_a_question_finds_nothing_and_breaks_nothing(client: TestClient
     assert client.get("/v1/status", headers=OPERATOR).status_code == 200
 
 
-def test_a_number_that_no_column_holds_is_refused_at_the_door(client: TestClient) -> None:
+def test_number_beyond_column_range_is_refused(client: TestClient) -> None:
     speaker = Speaker(client, "n1")
     speaker.register()
     for number in (1 << 53, 1 << 63, 1 << 64, -1):

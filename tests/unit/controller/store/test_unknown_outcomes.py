@@ -56,7 +56,7 @@ def written(engine: Engine) -> list[int]:
         return list(connection.execute(text("SELECT id FROM audit ORDER BY id")).scalars())
 
 
-def test_a_lost_answer_is_made_up_for_at_once_and_nobody_notices(engine: Engine, answers: Answers) -> None:
+def test_lost_commit_answer_is_recovered(engine: Engine, answers: Answers) -> None:
     async def body() -> None:
         store = DatabaseStore(engine)
         await store.take_over()
@@ -70,9 +70,7 @@ def test_a_lost_answer_is_made_up_for_at_once_and_nobody_notices(engine: Engine,
 
 
 @pytest.mark.promise("acknowledged-is-durable")
-def test_what_was_carried_out_before_the_database_went_away_is_not_carried_out_again(
-    engine: Engine, answers: Answers
-) -> None:
+def test_commit_kept_before_outage_is_not_repeated(engine: Engine, answers: Answers) -> None:
     async def body() -> None:
         store = DatabaseStore(engine)
         await store.take_over()
@@ -92,7 +90,7 @@ def test_what_was_carried_out_before_the_database_went_away_is_not_carried_out_a
     asyncio.run(body())
 
 
-def test_a_commit_that_takes_too_long_is_broken_off_and_looked_up(engine: Engine, answers: Answers) -> None:
+def test_slow_commit_is_aborted_and_looked_up(engine: Engine, answers: Answers) -> None:
     async def body() -> None:
         store = DatabaseStore(engine, commit_timeout_s=0.1)
         await store.take_over()

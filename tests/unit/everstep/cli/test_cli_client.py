@@ -17,7 +17,7 @@ from everstep.errors import ConfigurationError, Unavailable
 Answer = Callable[[], tuple[int, dict[str, object]] | None]
 
 
-def test_what_is_no_token_is_refused_and_not_shown(tmp_path: Path) -> None:
+def test_invalid_token_file_is_refused_without_showing_content(tmp_path: Path) -> None:
     for text in ("-----BEGIN KEY-----\nsecret\n", "two words", "t\u00f6ken", "\x1b[2J"):
         file = tmp_path / "token"
         file.write_text(text)
@@ -94,7 +94,7 @@ NOBODY = "http://127.0.0.1:1"
 
 
 @pytest.mark.promise("single-leader")
-def test_the_leader_is_found_among_controllers_that_are_away_or_stand_by(controllers: Controllers) -> None:
+def test_client_finds_leader_among_several_controllers(controllers: Controllers) -> None:
     addresses = [NOBODY, controllers.add(stands_by()), controllers.add(leads)]
     client = ControllerClient(",".join(addresses), "token")
     assert client.get("/", dict) == {"who": 1}
@@ -102,13 +102,13 @@ def test_the_leader_is_found_among_controllers_that_are_away_or_stand_by(control
     assert controllers.asked == ["c0", "c1", "c1"]
 
 
-def test_a_standbys_word_for_who_leads_is_followed(controllers: Controllers) -> None:
+def test_client_follows_leader_named_by_standby(controllers: Controllers) -> None:
     leader = controllers.add(leads)
     assert ControllerClient(controllers.add(stands_by(leader)), "token").post("/", {}, dict) == {"who": 1}
     assert controllers.asked == ["c1", "c0"]
 
 
-def test_a_standbys_word_never_leads_to_plain_text(controllers: Controllers) -> None:
+def test_client_does_not_follow_downgrade_to_http(controllers: Controllers) -> None:
     client = ControllerClient("https://127.0.0.1:1", "token")
     with pytest.raises(Unavailable, match="no controller answers"):
         client.get("/", dict)
@@ -117,14 +117,14 @@ def test_a_standbys_word_never_leads_to_plain_text(controllers: Controllers) -> 
         ControllerClient(plain, "token").get("/", dict)
 
 
-def test_while_nobody_leads_it_asks_again_for_a_while(controllers: Controllers) -> None:
+def test_client_retries_for_a_while_without_leader(controllers: Controllers) -> None:
     answers = iter([stands_by(), stands_by(), leads])
     assert ControllerClient(controllers.add(lambda: next(answers)()), "token").get("/", dict) == {"who": 1}
     with pytest.raises(Unavailable, match="stands by"):
         ControllerClient(controllers.add(stands_by()), "token").get("/", dict)
 
 
-def test_an_order_that_may_have_been_taken_is_not_given_twice(controllers: Controllers) -> None:
+def test_client_does_not_repeat_a_possibly_accepted_order(controllers: Controllers) -> None:
     addresses = [controllers.add(lambda: None), controllers.add(leads)]
     with pytest.raises(Unavailable, match="look before you give it again"):
         ControllerClient(",".join(addresses), "token").post("/", {}, dict)
@@ -132,7 +132,7 @@ def test_an_order_that_may_have_been_taken_is_not_given_twice(controllers: Contr
     assert ControllerClient(",".join(addresses), "token").get("/", dict) == {"who": 1}
 
 
-def test_where_nobody_answers_the_first_address_is_named() -> None:
+def test_client_names_first_address_when_none_answers() -> None:
     with pytest.raises(Unavailable, match=r"no controller answers at http://127\.0\.0\.1:1 "):
         ControllerClient(f"{NOBODY}, http://127.0.0.1:2", "token").get("/", dict)
 
@@ -156,7 +156,7 @@ def try_policy(tmp_path: Path, *addresses: str) -> Result:
     return CliRunner().invoke(app, words, terminal_width=200)
 
 
-def test_a_policy_is_tried_with_each_controller_whoever_leads(controllers: Controllers, tmp_path: Path) -> None:
+def test_policy_try_asks_every_controller(controllers: Controllers, tmp_path: Path) -> None:
     addresses = [controllers.add(recorded(8, "n3")), controllers.add(recorded(7, "n2"))]
     done = try_policy(tmp_path, *addresses)
     assert done.exit_code == 0, done.output
@@ -166,27 +166,27 @@ def test_a_policy_is_tried_with_each_controller_whoever_leads(controllers: Contr
     assert words.index("verdict n2-1") < words.index("verdict n3-1")
 
 
-def test_one_that_is_away_is_named_and_the_others_are_told(controllers: Controllers, tmp_path: Path) -> None:
+def test_policy_try_names_unreachable_controller(controllers: Controllers, tmp_path: Path) -> None:
     done = try_policy(tmp_path, NOBODY, controllers.add(recorded(7)))
     assert done.exit_code == 0, done.output
     words = " ".join(done.output.split())
     assert "it would have evicted once, as happened; http://127.0.0.1:1 is not counted: no controller answers" in words
 
 
-def test_where_none_recorded_anything_the_reason_is_told(controllers: Controllers, tmp_path: Path) -> None:
+def test_policy_try_reports_missing_records(controllers: Controllers, tmp_path: Path) -> None:
     bare = lambda: (409, {"code": "conflict", "detail": "nothing is recorded here: set journal_dir"})  # noqa: E731
     done = try_policy(tmp_path, controllers.add(bare), controllers.add(bare))
     assert (done.exit_code, "set journal_dir" in done.output) == (1, True)
 
 
-def test_a_single_address_finds_the_leader_as_ever(controllers: Controllers, tmp_path: Path) -> None:
+def test_policy_try_with_one_address_follows_the_leader(controllers: Controllers, tmp_path: Path) -> None:
     leader = controllers.add(recorded(7))
     done = try_policy(tmp_path, controllers.add(stands_by(leader)))
     assert done.exit_code == 0, done.output
     assert controllers.asked == ["c1", "c0"]
 
 
-def test_a_controller_without_tls_is_named_as_one(controllers: Controllers) -> None:
+def test_client_explains_controller_without_tls(controllers: Controllers) -> None:
     plain = controllers.add(lambda: (200, {}))
     with pytest.raises(Unavailable, match="does not speak TLS"):
         ControllerClient(plain.replace("http://", "https://"), "t").get("/v1/status", dict)

@@ -111,14 +111,14 @@ def run(fleet: Fleet, tmp_path: Path) -> Any:
     return invoke
 
 
-def test_the_status_is_one_screen(run: Any) -> None:
+def test_status_shows_fleet_on_one_screen(run: Any) -> None:
     result = run("status")
     assert result.exit_code == 0, result.output
     for word in ("2 healthy", "1 quarantined", "gpt", "evictions left"):
         assert word in result.output
 
 
-def test_status_names_unfit_nodes_with_the_reason(run: Any) -> None:
+def test_status_names_unfit_nodes_with_reason(run: Any) -> None:
     lines = run("status").output.splitlines()
     (begin,) = [number for number, line in enumerate(lines) if "needs attention" in line]
     named = " ".join(lines[begin:])
@@ -127,7 +127,7 @@ def test_status_names_unfit_nodes_with_the_reason(run: Any) -> None:
     assert "n3" not in named, "it is healthy"
 
 
-def test_status_names_the_first_unfit_nodes_of_many() -> None:
+def test_status_names_only_the_first_unfit_nodes() -> None:
     fleet = op.FleetStatus(version="1", epoch=1, now=9.0, started_at=0.0, nodes={"lost": 30, "healthy": 1})
     found = [op.NodeSummary(node=f"n{n}", state=NodeState.LOST, since=1.0, reason="silent") for n in range(20)]
     console = Console(file=io.StringIO(), width=120)
@@ -137,7 +137,7 @@ def test_status_names_the_first_unfit_nodes_of_many() -> None:
     assert "and 10 more: everstep nodes" in text
 
 
-def test_top_draws_the_fleet_anew_until_it_is_interrupted(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_redraws_until_interrupted(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
 
     def pause(seconds: float) -> None:
@@ -152,21 +152,21 @@ def test_top_draws_the_fleet_anew_until_it_is_interrupted(run: Any, monkeypatch:
     assert re.search(r"evictions left.*gpt.*n1\s+quarantined.*n2\s+healthy", result.output, re.DOTALL)
 
 
-def test_nodes_are_listed_with_state_and_reason(run: Any) -> None:
+def test_nodes_lists_state_and_reason(run: Any) -> None:
     result = run("nodes")
     assert result.exit_code == 0, result.output
     assert re.search(r"n1\s+quarantined\s+\d+ s", result.output)
     assert "fallen off the bus" in result.output
 
 
-def test_a_node_is_shown_with_gpus_findings_and_verdicts(run: Any) -> None:
+def test_node_show_lists_gpus_findings_and_verdicts(run: Any) -> None:
     result = run("node", "show", "n1")
     assert result.exit_code == 0, result.output
     for word in ("GPU-n1", "141 GiB", "XID 79", "NVIDIA XID catalogue", "evict", "r1"):
         assert word in result.output
 
 
-def test_jobs_and_a_jobs_recoveries_are_shown(run: Any) -> None:
+def test_jobs_and_recoveries_are_shown(run: Any) -> None:
     assert re.search(r"gpt\s+running", run("jobs").output)
     result = run("job", "show", "gpt")
     assert result.exit_code == 0, result.output
@@ -196,20 +196,20 @@ JOB = op.JobSummary(
 
 
 @pytest.mark.parametrize(("width", "shown"), [(80, False), (200, True)])
-def test_a_job_is_one_line_whatever_the_terminals_width(width: int, shown: bool) -> None:
+def test_job_table_keeps_one_line_at_any_width(width: int, shown: bool) -> None:
     head, _, row = drawn(tables.jobs([JOB]), width)
     assert ("verified" in head) is shown
     for word in ("llama-70b-pretrain", "running", "1234567", "1024", "12.3456", "1234560"):
         assert word in row
 
 
-def test_a_nodes_reason_has_room_on_a_terminal_of_80_columns() -> None:
+def test_node_reason_fits_into_80_columns() -> None:
     why = "XID 79: GPU has fallen off the bus"
     node = op.NodeSummary(node="node-17", state=NodeState.QUARANTINED, since=0.0, reason=why, job="gpt", gpus=8)
     assert why in drawn(tables.nodes([node], 100.0), 80)[-1]
 
 
-def test_who_holds_a_node_is_said_beside_why_it_is_out() -> None:
+def test_node_hold_is_shown_beside_reason() -> None:
     words = "ada ordered to hold n1: a fan"
     node = op.NodeSummary(node="n1", state=NodeState.QUARANTINED, since=0.0, reason="XID 79", hold_reason=words)
     assert f"XID 79; {words}" in " ".join(drawn(tables.nodes([node], 100.0), 160))
@@ -217,7 +217,7 @@ def test_who_holds_a_node_is_said_beside_why_it_is_out() -> None:
     assert any(line.startswith("hold") and words in line for line in drawn(tables.node(detail, 100.0), 80))
 
 
-def test_a_job_shows_who_waits_and_why_and_a_stopped_eviction_since_when() -> None:
+def test_job_shows_waiting_nodes_and_status_the_tripped_breaker() -> None:
     job = op.JobDetail(
         summary=JOB,
         spec=JobSpec(job="llama"),
@@ -232,7 +232,7 @@ def test_a_job_shows_who_waits_and_why_and_a_stopped_eviction_since_when() -> No
     assert any("stopped since 3 min: the budget" in line for line in drawn(tables.status(fleet), 120))
 
 
-def test_a_trace_is_told_as_a_story_with_times(run: Any) -> None:
+def test_events_of_a_trace_show_relative_times(run: Any) -> None:
     result = run("events", "--trace", "bus-79")
     assert result.exit_code == 0, result.output
     assert re.search(r"\+0\.0 ms\s+finding\s+n1", result.output)
@@ -240,7 +240,7 @@ def test_a_trace_is_told_as_a_story_with_times(run: Any) -> None:
     assert "nothing is known of trace nope" in run("events", "--trace", "nope").output
 
 
-def test_a_verdict_is_explained(run: Any) -> None:
+def test_verdict_explain_shows_finding_and_rule(run: Any) -> None:
     result = run("verdict", "explain", "n1-1")
     assert result.exit_code == 0, result.output
     assert "XID 79: GPU has fallen off the bus" in result.output
@@ -265,13 +265,13 @@ def test_a_verdict_is_explained(run: Any) -> None:
         (("job", "exposures", "gpt"), op.Restorability),
     ],
 )
-def test_every_reader_prints_json_for_scripts(run: Any, arguments: tuple[str, ...], kind: Any) -> None:
+def test_json_output_decodes_for_every_read_command(run: Any, arguments: tuple[str, ...], kind: Any) -> None:
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.output
     msgspec.json.decode(result.output, type=kind)
 
 
-def test_the_past_and_what_is_left_are_shown(run: Any) -> None:
+def test_history_and_budget_commands_show_rows(run: Any) -> None:
     assert "XID 79: GPU has fallen off the bus" in run("findings", "--active").output
     assert re.search(r"n1-1\s+evict", run("verdicts").output)
     assert re.search(r"n1\s+cordon", run("remediations").output)
@@ -283,14 +283,14 @@ def test_the_past_and_what_is_left_are_shown(run: Any) -> None:
     assert ("n1" in listed, "n2" in listed) == (False, True)
 
 
-def test_a_nodes_evidence_is_written_for_its_owner_only(run: Any, tmp_path: Path) -> None:
+def test_evidence_file_is_owner_only(run: Any, tmp_path: Path) -> None:
     file = tmp_path / "n1.json"
     assert "findings" in run("evidence", "n1", "--output", str(file)).output
     assert msgspec.json.decode(file.read_bytes(), type=Evidence).node == "n1"
     assert file.stat().st_mode & 0o077 == 0
 
 
-def test_a_change_of_policy_is_checked_from_a_file(run: Any, tmp_path: Path) -> None:
+def test_policy_check_reads_change_from_file(run: Any, tmp_path: Path) -> None:
     change = tmp_path / "change.toml"
     change.write_text('[policy]\neviction_count = 2\n\n[[rule]]\nkind = "gpu.lost"\nmode = "observe"\n')
     assert re.search(r"eviction_count\s+4 -> 2", run("policy", "check", str(change)).output)
@@ -306,13 +306,13 @@ def test_a_change_of_policy_is_checked_from_a_file(run: Any, tmp_path: Path) -> 
     assert "cannot be read" in refused.output
 
 
-def test_events_in_json_are_one_a_line(run: Any) -> None:
+def test_events_json_prints_one_event_per_line(run: Any) -> None:
     lines = run("events", "--json", "--limit", "3").output.splitlines()
     assert [msgspec.json.decode(line, type=op.Event).kind for line in lines]
     assert len(lines) == 3
 
 
-def test_an_order_is_answered_with_its_trace(run: Any) -> None:
+def test_order_prints_its_trace(run: Any) -> None:
     result = run("node", "hold", "n3", "--reason", "cable change")
     assert result.exit_code == 0, result.output
     assert "olga ordered to hold n3: cable change" in result.output
@@ -322,14 +322,14 @@ def test_an_order_is_answered_with_its_trace(run: Any) -> None:
     assert run("node", "readmit", "n3", "--reason", "done").exit_code == 0
 
 
-def test_a_refusal_is_said_with_status_1(run: Any) -> None:
+def test_refusal_exits_with_status_1(run: Any) -> None:
     result = run("node", "show", "n99")
     assert result.exit_code == 1
     assert "no node 'n99'" in result.stderr
     assert run("job", "stop", "nope", "--reason", "x").exit_code == 1
 
 
-def test_a_probe_waits_for_its_result(run: Any, fleet: Fleet) -> None:
+def test_probe_command_waits_for_result(run: Any, fleet: Fleet) -> None:
     def answer() -> None:
         asked: list[op.ProbeStatus] = []
         while not asked:
@@ -350,7 +350,7 @@ def test_a_probe_waits_for_its_result(run: Any, fleet: Fleet) -> None:
     assert json.loads(run("probes", "--node", "n1", "--json").stdout)["probes"] == []
 
 
-def test_maintenance_is_ordered_for_a_while(run: Any) -> None:
+def test_maintenance_is_ordered_with_duration(run: Any) -> None:
     result = run("node", "maintenance", "n3", "--hours", "0.5", "--reason", "a new fan")
     assert result.exit_code == 0, result.output
     assert "a new fan" in result.output
@@ -365,12 +365,12 @@ def test_maintenance_is_planned_shown_and_cancelled(run: Any) -> None:
     assert "planned" not in run("node", "show", "n3").output.replace("no board came", "")
 
 
-def test_a_node_that_is_there_is_not_forgotten(run: Any) -> None:
+def test_forget_refuses_a_connected_node(run: Any) -> None:
     refused = run("node", "forget", "n3", "--reason", "gone")
     assert (refused.exit_code, "end its agent first" in refused.stderr) == (1, True)
 
 
-def test_no_controller_there_is_said_with_status_2(tmp_path: Path) -> None:
+def test_missing_controller_exits_with_status_2(tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -388,13 +388,13 @@ def test_no_controller_there_is_said_with_status_2(tmp_path: Path) -> None:
         (["--controller", "ftp://x", "status"], "--token-file"),
     ],
 )
-def test_a_missing_token_is_said_with_status_2(arguments: list[str], says: str) -> None:
+def test_missing_token_exits_with_status_2(arguments: list[str], says: str) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert says in result.stderr
 
 
-def test_a_wrong_token_or_address_is_said_with_status_2(fleet: Fleet, tmp_path: Path) -> None:
+def test_wrong_token_or_address_exits_with_status_2(fleet: Fleet, tmp_path: Path) -> None:
     wrong = token(tmp_path, secret=b"another secret, long enough")
     result = CliRunner().invoke(app, ["--controller", fleet.process.url, "--token-file", wrong, "status"])
     assert result.exit_code == 2
@@ -404,20 +404,20 @@ def test_a_wrong_token_or_address_is_said_with_status_2(fleet: Fleet, tmp_path: 
     assert "use http://HOST:PORT" in result.stderr
 
 
-def test_a_viewer_is_told_that_orders_need_an_operator(fleet: Fleet, tmp_path: Path) -> None:
+def test_order_by_viewer_exits_with_status_1(fleet: Fleet, tmp_path: Path) -> None:
     head = ["--controller", fleet.process.url, "--token-file", token(tmp_path, TokenRole.VIEWER)]
     result = CliRunner().invoke(app, [*head, "node", "hold", "n3", "--reason", "x"])
     assert result.exit_code == 1
     assert "it needs that of an operator" in result.stderr
 
 
-def test_the_environment_names_controller_and_token(fleet: Fleet, tmp_path: Path) -> None:
+def test_environment_sets_controller_and_token(fleet: Fleet, tmp_path: Path) -> None:
     environment = {"EVERSTEP_CONTROLLER": fleet.process.url, "EVERSTEP_TOKEN_FILE": token(tmp_path)}
     assert CliRunner().invoke(app, ["nodes"], env=environment).exit_code == 0
 
 
 @pytest.mark.parametrize("arguments", [["version"], ["--version"]])
-def test_the_version_needs_no_controller(arguments: list[str]) -> None:
+def test_version_needs_no_controller(arguments: list[str]) -> None:
     assert CliRunner().invoke(app, arguments).output.strip() == __version__
 
 
@@ -440,15 +440,15 @@ def test_help_keeps_its_brackets() -> None:
 @pytest.mark.parametrize(
     ("seconds", "said"), [(0.4, "0 s"), (59, "59 s"), (61, "1 min"), (3660, "1 h 1 min"), (90000, "1 d 1 h")]
 )
-def test_ages_are_said_as_people_say_them(seconds: float, said: str) -> None:
+def test_ages_are_formatted_for_people(seconds: float, said: str) -> None:
     assert tables.age(seconds) == said
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(0.00083, "830 us"), (0.0123, "12.3 ms"), (1.239, "1.24 s")])
-def test_durations_are_said_as_people_say_them(seconds: float, said: str) -> None:
+def test_durations_are_formatted_for_people(seconds: float, said: str) -> None:
     assert tables.duration(seconds) == said
 
 
 @pytest.mark.parametrize(("count", "said"), [(8, "8 B"), (65536, "64.0 KiB"), (141 << 30, "141 GiB")])
-def test_sizes_are_said_as_people_say_them(count: int, said: str) -> None:
+def test_sizes_are_formatted_for_people(count: int, said: str) -> None:
     assert tables.size(count) == said

@@ -54,14 +54,14 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
                 pipe.close()
 
 
-def test_the_only_run_is_taken(machine: Machine) -> None:
+def test_single_local_run_is_chosen(machine: Machine) -> None:
     directory = machine.run("a", "llama")
     assert ConnectionOptions().resolved(machine.environ) == ConnectionOptions(
         "http://127.0.0.1:7001", str(directory / "operator.token")
     )
 
 
-def test_several_runs_are_listed_to_choose_from(machine: Machine) -> None:
+def test_several_local_runs_are_listed(machine: Machine) -> None:
     machine.run("a", "llama")
     chosen = machine.run("b", "gpt", "127.0.0.1:7002")
     with pytest.raises(ConfigurationError, match=r"(?s)--run NAME.*gpt.*run-b.*llama.*run-a"):
@@ -72,7 +72,7 @@ def test_several_runs_are_listed_to_choose_from(machine: Machine) -> None:
         ConnectionOptions(run="other").resolved(machine.environ)
 
 
-def test_runs_of_one_job_are_told_apart_by_directory(machine: Machine) -> None:
+def test_runs_of_one_job_are_distinguished_by_directory(machine: Machine) -> None:
     machine.run("a", "llama")
     machine.run("b", "llama", "127.0.0.1:7002")
     with pytest.raises(ConfigurationError, match="2 runs"):
@@ -80,7 +80,7 @@ def test_runs_of_one_job_are_told_apart_by_directory(machine: Machine) -> None:
     assert ConnectionOptions(run="run-b").resolved(machine.environ).controller == "http://127.0.0.1:7002"
 
 
-def test_given_controller_or_token_is_preferred(machine: Machine) -> None:
+def test_explicit_controller_or_token_takes_precedence(machine: Machine) -> None:
     machine.run("a", "llama")
     given = ConnectionOptions("https://10.0.0.1:7700", "token")
     assert given.resolved(machine.environ) == given
@@ -89,7 +89,7 @@ def test_given_controller_or_token_is_preferred(machine: Machine) -> None:
         ConnectionOptions("https://10.0.0.1:7700", run="llama").resolved(machine.environ)
 
 
-def test_machine_without_runs_leaves_the_usual_address(tmp_path: Path) -> None:
+def test_default_address_is_used_without_local_runs(tmp_path: Path) -> None:
     assert ConnectionOptions().resolved({"XDG_STATE_HOME": str(tmp_path)}).controller == DEFAULT_CONTROLLER
 
 
@@ -106,7 +106,7 @@ def test_machine_without_runs_leaves_the_usual_address(tmp_path: Path) -> None:
         "no_file",
     ],
 )
-def test_run_that_may_be_anothers_is_not_believed(machine: Machine, tmp_path: Path, spoil: str) -> None:
+def test_untrusted_run_directory_is_ignored(machine: Machine, tmp_path: Path, spoil: str) -> None:
     directory = machine.run("a", "llama")
     ready = json.loads((directory / "controller.json").read_text())
     match spoil:
@@ -135,14 +135,14 @@ def test_run_that_may_be_anothers_is_not_believed(machine: Machine, tmp_path: Pa
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 @pytest.mark.parametrize("name", ["", "operator.token", "controller.json"])
-def test_run_of_another_user_is_not_believed(machine: Machine, name: str) -> None:
+def test_run_of_another_user_is_ignored(machine: Machine, name: str) -> None:
     directory = machine.run("a", "llama")
     assert len(local_runs(machine.state)) == 1
     os.chown(directory / name, 65534, 65534)
     assert local_runs(machine.state) == []
 
 
-def test_command_asks_to_choose_among_runs(machine: Machine) -> None:
+def test_command_asks_to_choose_among_several_runs(machine: Machine) -> None:
     machine.run("a", "llama")
     machine.run("b", "gpt")
     environment = {**machine.environ, "EVERSTEP_CONTROLLER": None, "EVERSTEP_TOKEN_FILE": None}

@@ -89,13 +89,13 @@ def controller() -> Iterator[Controller]:
 # --- names -------------------------------------------------------------------------------------------------------
 
 
-def test_a_name_is_one_part_of_a_path_whatever_stands_in_it(controller: Controller, tmp_path: Path) -> None:
+def test_name_is_escaped_as_one_path_segment(controller: Controller, tmp_path: Path) -> None:
     controller.run(tmp_path / "t", "node", "hold", "n1/evict?", "--reason", "x")
     controller.run(tmp_path / "t", "job", "resize", "j/stop?", "2", "--reason", "x")
     assert controller.asked == [("POST", "/v1/nodes/n1%2Fevict%3F/hold"), ("POST", "/v1/jobs/j%2Fstop%3F/resize")]
 
 
-def test_an_empty_name_is_refused_before_anybody_is_asked(controller: Controller, tmp_path: Path) -> None:
+def test_empty_name_is_refused_without_request(controller: Controller, tmp_path: Path) -> None:
     for order in (("node", "evict", ""), ("node", "show", ""), ("job", "stop", "")):
         reason = () if "show" in order else ("--reason", "x")
         result = controller.run(tmp_path / "t", *order, *reason)
@@ -105,15 +105,13 @@ def test_an_empty_name_is_refused_before_anybody_is_asked(controller: Controller
         path("nodes", "")
 
 
-def test_an_order_goes_to_each_node_and_a_refusal_keeps_no_other_from_it(
-    controller: Controller, tmp_path: Path
-) -> None:
+def test_order_reaches_all_nodes_despite_a_refusal(controller: Controller, tmp_path: Path) -> None:
     result = controller.run(tmp_path / "t", "node", "drain", "n1", "n9", "n2", "n1", "--reason", "rack moves")
     assert [asked[1] for asked in controller.asked] == [f"/v1/nodes/{node}/drain" for node in ("n1", "n9", "n2")]
     assert (result.exit_code, result.output.count("olga ordered it"), "no node n9" in result.output) == (1, 2, True)
 
 
-def test_a_blank_reason_is_refused_before_anybody_is_asked(controller: Controller, tmp_path: Path) -> None:
+def test_blank_reason_is_refused_without_request(controller: Controller, tmp_path: Path) -> None:
     assert controller.run(tmp_path / "t", "node", "hold", "n1", "--reason", " ").exit_code == 2
     assert controller.asked == []
 
@@ -121,31 +119,29 @@ def test_a_blank_reason_is_refused_before_anybody_is_asked(controller: Controlle
 # --- events ------------------------------------------------------------------------------------------------------
 
 
-def test_a_trace_is_told_to_its_end_however_long_it_is(controller: Controller, tmp_path: Path) -> None:
+def test_events_of_long_trace_are_read_completely(controller: Controller, tmp_path: Path) -> None:
     result = controller.run(tmp_path / "t", "events", "--trace", "t", "--json")
     assert len(result.output.splitlines()) == len(EVENTS)
 
 
-def test_more_events_than_a_page_has_can_be_asked_for(controller: Controller, tmp_path: Path) -> None:
+def test_events_limit_may_exceed_a_page(controller: Controller, tmp_path: Path) -> None:
     result = controller.run(tmp_path / "t", "events", "--limit", "1500", "--json")
     assert [json.loads(line)["id"] for line in result.output.splitlines()] == list(range(801, 2301))
 
 
-def test_who_follows_what_has_not_happened_yet_is_not_read_the_whole_log(
-    controller: Controller, tmp_path: Path
-) -> None:
+def test_events_follow_starts_at_newest_event_without_matches(controller: Controller, tmp_path: Path) -> None:
     controller.run(tmp_path / "t", "events", "--follow", "--node", "n7")
     assert controller.asked[-1] == ("GET", "/v1/events/stream?after=5000")
 
 
-def test_the_log_of_orders_is_asked_for_by_node_and_time(controller: Controller, tmp_path: Path) -> None:
+def test_audit_is_filtered_by_time(controller: Controller, tmp_path: Path) -> None:
     result = controller.run(tmp_path / "t", "audit", "--since", "2h", "--until", "2026-11-20T12:00+00:00")
     assert result.exit_code == 0, result.output
     asked = urlsplit(controller.asked[0][1])
     assert (asked.path, parse_qs(asked.query)["until"]) == ("/v1/audit", ["1795176000.0"])
 
 
-def test_times_are_so_long_ago_or_iso() -> None:
+def test_times_are_relative_or_iso() -> None:
     assert abs(SYSTEM_CLOCK.wall() - 5400 - parse_time("1.5h")) < 60
     assert parse_time("2026-11-20T12:00+01:00") == 1795172400.0
     for text in ("soon", "2 hours", "-2h", ""):
@@ -156,14 +152,14 @@ def test_times_are_so_long_ago_or_iso() -> None:
 # --- what is printed ---------------------------------------------------------------------------------------------
 
 
-def test_an_event_is_one_line_with_its_date() -> None:
+def test_event_line_is_one_line_with_date() -> None:
     event = op.Event(id=1, at=1795400000.0, kind="x", sentence="a\n2 forged", trace="t")
     line = tables.event_line(event).plain
     assert "\n" not in line
     assert "11-2" in line
 
 
-def test_what_others_said_cannot_steer_a_terminal() -> None:
+def test_printer_replaces_terminal_control_characters() -> None:
     out = io.StringIO()
     printer = context._Printer(file=out, force_terminal=True, width=80)
     printer.print(Text("GPU \x1b]0;owned\x07\x9b2J\u202e", style="red"))
@@ -171,7 +167,7 @@ def test_what_others_said_cannot_steer_a_terminal() -> None:
     assert not set("\x9b\u202e\x07") & set(out.getvalue())
 
 
-def test_the_lines_of_a_pipe_are_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printer_does_not_wrap_piped_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     out = io.StringIO()
     printer = context._Printer(file=out)
@@ -179,7 +175,7 @@ def test_the_lines_of_a_pipe_are_not_broken(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(out.getvalue().splitlines()) == 1
 
 
-def test_when_a_budget_frees_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_budget_shows_time_until_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from everstep.cli import history as past
     from everstep.wire.v1 import operator_history
 
@@ -197,7 +193,7 @@ def test_when_a_budget_frees_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert list(drawn[0].columns[-1].cells) == ["5 min"]
 
 
-def test_a_latched_breaker_promises_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budget_shows_no_time_while_breaker_is_tripped(monkeypatch: pytest.MonkeyPatch) -> None:
     from everstep.cli import history as past
     from everstep.wire.v1 import operator_history
 

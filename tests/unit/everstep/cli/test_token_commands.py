@@ -37,7 +37,7 @@ def run(process: ControllerProcess, tmp_path: Path) -> Run:
     return run
 
 
-def test_an_issued_token_can_be_piped_and_used(run: Run, tmp_path: Path) -> None:
+def test_issued_token_is_printed_and_usable(run: Run, tmp_path: Path) -> None:
     done = run("token", "issue", "--role", "operator", "--subject", "omar", "--reason", "on call")
     assert done.exit_code == 0, done.output
     (tmp_path / "omar.token").write_text(done.stdout)
@@ -45,7 +45,7 @@ def test_an_issued_token_can_be_piped_and_used(run: Run, tmp_path: Path) -> None
     assert run("token", "list", by=tmp_path / "omar.token").exit_code == 0
 
 
-def test_a_token_file_is_for_ones_own_eyes_and_is_never_written_over(run: Run, tmp_path: Path) -> None:
+def test_token_file_is_owner_only_and_not_overwritten(run: Run, tmp_path: Path) -> None:
     words = ("token", "issue", "--role", "viewer", "--subject", "wall", "-r", "for all", "--out")
     file = tmp_path / "wall.token"
     done = run(*words, str(file))
@@ -60,7 +60,7 @@ def test_a_token_file_is_for_ones_own_eyes_and_is_never_written_over(run: Run, t
     assert run("token", "list", "--json").stdout == before
 
 
-def test_a_refused_issue_leaves_no_file(run: Run, tmp_path: Path) -> None:
+def test_refused_issue_leaves_no_file(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "refused.token"
     done = run("token", "issue", "--role", "agent", "--subject", "no node", "-r", "x", "--out", str(file))
     assert (done.exit_code, file.exists()) == (1, False)
@@ -87,7 +87,7 @@ def test_tokens_are_listed_rotated_and_revoked(run: Run, tmp_path: Path) -> None
     assert "revoked" in run("token", "list", "--all").stdout
 
 
-def test_a_join_token_says_how_many_nodes_it_is_for(run: Run) -> None:
+def test_join_token_list_shows_remaining_uses(run: Run) -> None:
     words = ("token", "issue", "--role", "join", "-r", "rack 3", "--subject", "rack3-*")
     assert run(*words, "--uses", "40").exit_code == run(*words, "--uses", "0", "--replace").exit_code == 0
     listed = run("token", "list").stdout
@@ -95,18 +95,18 @@ def test_a_join_token_says_how_many_nodes_it_is_for(run: Run) -> None:
     assert "any number" in listed
 
 
-def test_what_is_missing_is_said(run: Run) -> None:
+def test_token_command_requires_its_options(run: Run) -> None:
     assert run("token", "issue", "--role", "agent", "-r", "x").exit_code == 2
     assert run("token", "issue", "--role", "viewer", "--subject", "v").exit_code == 2  # no reason
     assert run("token", "revoke", "0" * 16, "-r", "x").exit_code == 1
 
 
 @pytest.mark.parametrize(("text", "expected"), [("90s", 90.0), ("1.5h", 5400.0), ("30m", 1800.0), ("2d", 172800.0)])
-def test_times_are_written_as_people_write_them(text: str, expected: float) -> None:
+def test_durations_accept_units(text: str, expected: float) -> None:
     assert parse_duration(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "5", "h", "5 h", "-5h", "1w"])
-def test_what_is_no_time_is_refused(text: str) -> None:
+def test_invalid_durations_are_refused(text: str) -> None:
     with pytest.raises(ConfigurationError):
         parse_duration(text)

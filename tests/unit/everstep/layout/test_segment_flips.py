@@ -85,7 +85,7 @@ def bits(places: list[int]) -> Iterator[int]:
 
 
 @pytest.mark.promise("bit-flips")
-def test_no_bit_of_a_header_costs_a_slot_and_each_is_seen() -> None:
+def test_header_bit_flip_is_detected_and_loses_no_slot() -> None:
     for bit in bits(SEGMENT_HEADERS + RECORDS):
         view = flipped(bit)
         assert [read(view, slot) for slot in range(SLOTS)] == [True, True], bit
@@ -94,20 +94,20 @@ def test_no_bit_of_a_header_costs_a_slot_and_each_is_seen() -> None:
 
 
 @pytest.mark.promise("bit-flips")
-def test_every_bit_of_digests_manifest_and_payload_is_seen_and_costs_its_own_slot_only() -> None:
+def test_content_bit_flip_is_detected_and_loses_only_its_slot() -> None:
     for slot in range(SLOTS):
         for bit in bits(list(contents(slot))):
             view = flipped(bit)
             assert [read(view, each) for each in range(SLOTS)] == [each != slot for each in range(SLOTS)], bit
 
 
-def test_bits_between_the_fields_do_no_harm() -> None:
+def test_padding_bit_flip_is_harmless() -> None:
     for bit in bits(PADDING + MEND_FLAGS):
         view = flipped(bit)
         assert [read(view, slot) for slot in range(SLOTS)] == [True, True], bit
 
 
-def test_two_bits_of_one_slots_header_may_cost_that_slot_and_are_seen() -> None:
+def test_double_flip_in_slot_header_is_detected() -> None:
     for first, second in zip(bits(list(record(0, 0))), bits(list(record(0, 1))), strict=True):
         view = flipped(first, second)
         assert [read(view, slot) for slot in range(SLOTS)] == [False, True]
@@ -115,7 +115,7 @@ def test_two_bits_of_one_slots_header_may_cost_that_slot_and_are_seen() -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 1, 77])
-def test_a_segment_whose_own_header_is_damaged_twice_is_made_out_from_its_slots(shift: int) -> None:
+def test_segment_header_is_rebuilt_from_its_slots(shift: int) -> None:
     half = list(bits(SEGMENT_HEADERS[:HEADER_BYTES]))
     for first, second in zip(half, itertools.islice(itertools.cycle(half), shift, None), strict=False):
         view = flipped(first, second + 8 * (LENGTH - PAGE_BYTES))
@@ -124,7 +124,7 @@ def test_a_segment_whose_own_header_is_damaged_twice_is_made_out_from_its_slots(
         assert [read(view, slot) for slot in range(SLOTS)] == [True, True]
 
 
-def test_a_fill_goes_on_under_a_flipped_bit_of_its_own_header() -> None:
+def test_fill_continues_despite_header_bit_flip() -> None:
     for bit in bits([*record(0, 0), *record(0, 1)]):
         view = SegmentView(memoryview(bytearray(GOOD)))
         payload = view.begin(0, 7, Version(2, 9), b"m", 100)

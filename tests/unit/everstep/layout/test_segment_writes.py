@@ -83,7 +83,7 @@ def version_and_state(image: bytearray, slot: int) -> tuple[SlotState, Version |
 @pytest.mark.promise("torn-writes")
 @given(old=st.binary(min_size=1, max_size=100), new=st.binary(min_size=1, max_size=100))
 @settings(max_examples=30, deadline=None)
-def test_a_fill_that_is_cut_anywhere_leaves_the_old_slot_whole_or_a_filling_one(old: bytes, new: bytes) -> None:
+def test_interrupted_fill_leaves_old_slot_or_filling_state(old: bytes, new: bytes) -> None:
     image = empty()
     fill(view_of(image), 0, OLD, old)
     fill(view_of(image), 1, OLD, b"a neighbour")
@@ -105,13 +105,13 @@ def test_a_fill_that_is_cut_anywhere_leaves_the_old_slot_whole_or_a_filling_one(
     assert seen == [(SlotState.SEALED, OLD), *states]
 
 
-def test_a_first_fill_that_is_cut_anywhere_is_never_damaged() -> None:
+def test_interrupted_first_fill_is_never_damaged() -> None:
     states = [version_and_state(cut, 0)[0] for cut in cuts(empty(), lambda view: fill(view, 0, NEW, b"payload"))]
     assert list(dict.fromkeys(states)) == [SlotState.EMPTY, SlotState.FILLING, SlotState.COPIED, SlotState.SEALED]
     assert len([1 for one, other in pairwise(states) if one is not other]) == 3
 
 
-def test_a_discard_that_is_cut_anywhere_leaves_the_slot_or_an_empty_one() -> None:
+def test_interrupted_discard_leaves_sealed_or_empty_slot() -> None:
     image = empty()
     fill(view_of(image), 0, OLD, b"old")
     seen = []
@@ -125,7 +125,7 @@ def test_a_discard_that_is_cut_anywhere_leaves_the_slot_or_an_empty_one() -> Non
 
 
 @pytest.mark.promise("torn-writes")
-def test_what_a_cut_left_at_odds_is_mended_to_what_was_read() -> None:
+def test_inconsistent_records_are_repaired_to_the_read_state() -> None:
     image = empty()
     fill(view_of(image), 0, OLD, b"old")
     for cut in [*cuts(image, lambda view: fill(view, 0, NEW, b"new")), *cuts(image, lambda view: view.discard(0))]:
@@ -138,7 +138,7 @@ def test_what_a_cut_left_at_odds_is_mended_to_what_was_read() -> None:
         assert after.is_consistent or not mended
 
 
-def test_a_fill_that_is_cut_is_followed_by_one_that_is_not() -> None:
+def test_interrupted_fill_is_followed_by_complete_fill() -> None:
     image = empty()
     fill(view_of(image), 0, OLD, b"old")
     for cut in cuts(image, lambda view: fill(view, 0, NEW, b"new")):
@@ -149,7 +149,7 @@ def test_a_fill_that_is_cut_is_followed_by_one_that_is_not() -> None:
         assert view.read_records(0).is_consistent
 
 
-def test_a_mend_that_is_cut_anywhere_leaves_bytes_that_are_right_or_known_to_be_wrong() -> None:
+def test_interrupted_repair_leaves_correct_or_detected_bytes() -> None:
     image = empty()
     fill(view_of(image), 0, OLD, b"0123456789abcdef")
     view = view_of(image)
@@ -167,7 +167,7 @@ def test_a_mend_that_is_cut_anywhere_leaves_bytes_that_are_right_or_known_to_be_
     after.verify(0)
 
 
-def test_a_slot_whose_mender_died_can_be_filled_when_that_is_settled() -> None:
+def test_slot_is_fillable_after_interrupted_repair_is_settled() -> None:
     image = empty()
     fill(view_of(image), 0, OLD, b"old")
     header = view_of(image).header(0)
@@ -256,7 +256,7 @@ def race(at: int, mend: Mender, *, mender_first: bool) -> tuple[bytearray, list[
 @pytest.mark.promise("torn-writes")
 @pytest.mark.parametrize("mender_first", [True, False])
 @pytest.mark.parametrize("mend", MENDERS)
-def test_a_mender_never_spoils_what_a_fill_seals(mend: Mender, mender_first: bool) -> None:
+def test_concurrent_repair_never_corrupts_a_sealed_fill(mend: Mender, mender_first: bool) -> None:
     """A fill that says it sealed has sealed, and what it wrote, wherever the other came between."""
     outcomes = set()
     for at in range(1, 60):
@@ -281,7 +281,7 @@ def copied_image() -> bytearray:
     return image
 
 
-def test_what_was_copied_is_sealed_for_its_writer_and_hashes_right() -> None:
+def test_copied_slot_is_sealed_for_its_writer() -> None:
     image = copied_image()
     header = header_of(image)
     seen = []
@@ -293,7 +293,7 @@ def test_what_was_copied_is_sealed_for_its_writer_and_hashes_right() -> None:
     assert bytes(view_of(cut).payload(0)) == b"old bytes"
 
 
-def test_a_writer_that_lives_seals_over_a_seal_that_was_made_for_it() -> None:
+def test_writer_seals_over_an_earlier_seal_on_its_behalf() -> None:
     image = empty()
     view = view_of(image)
     view.begin(0, 0, NEW, b"manifest", 3)[:] = b"new"
@@ -306,7 +306,7 @@ def test_a_writer_that_lives_seals_over_a_seal_that_was_made_for_it() -> None:
 
 
 @pytest.mark.parametrize("mender_first", [True, False])
-def test_a_seal_for_another_never_spoils_what_that_one_stores_after_all(mender_first: bool) -> None:
+def test_seal_for_writer_never_corrupts_its_later_fill(mender_first: bool) -> None:
     """The writer was slow and not dead: it seals what it copied, and fills the slot anew at once."""
     outcomes = set()
     for at in range(1, 60):

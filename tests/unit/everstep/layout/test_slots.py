@@ -31,7 +31,7 @@ def sealed_header(step: int) -> SlotHeader:
 
 
 @given(manifest=st.binary(max_size=300), payload=st.binary(max_size=5000))
-def test_what_was_sealed_is_read_back(manifest: bytes, payload: bytes) -> None:
+def test_sealed_slot_is_read_back(manifest: bytes, payload: bytes) -> None:
     view = segment(slot_bytes_for(len(manifest), len(payload)))
     filled(view, 2, Version(4, 5), payload, manifest)
     ((slot, header),) = view.sealed_slots()
@@ -42,7 +42,7 @@ def test_what_was_sealed_is_read_back(manifest: bytes, payload: bytes) -> None:
     assert view.payload(2) == payload
 
 
-def test_a_fill_that_was_broken_off_is_not_believed() -> None:
+def test_unfinished_fill_is_not_listed_as_sealed() -> None:
     view = segment()
     filled(view, 0, Version(1, 1), b"old")
     view.begin(0, 3, Version(1, 2), b"", 100)
@@ -50,7 +50,7 @@ def test_a_fill_that_was_broken_off_is_not_believed() -> None:
     assert list(view.sealed_slots()) == []
 
 
-def test_one_damaged_record_is_read_from_its_twin_and_two_are_told_from_an_empty_slot() -> None:
+def test_single_damaged_record_is_read_from_its_twin() -> None:
     buffer = memoryview(bytearray(segment_bytes(1, PAGE_BYTES)))
     format_segment(buffer, 1, PAGE_BYTES)
     view = SegmentView(buffer)
@@ -67,14 +67,14 @@ def test_one_damaged_record_is_read_from_its_twin_and_two_are_told_from_an_empty
         view.payload(0)
 
 
-def test_zeros_are_damaged_and_not_empty() -> None:
+def test_zeroed_slot_header_is_damaged() -> None:
     buffer = memoryview(bytearray(segment_bytes(1, PAGE_BYTES)))
     format_segment(buffer, 1, PAGE_BYTES)
     buffer[PAGE_BYTES : 2 * PAGE_BYTES] = bytes(PAGE_BYTES)
     assert SegmentView(buffer).read_records(0).state is SlotState.DAMAGED
 
 
-def test_a_record_of_an_unknown_state_or_of_another_slot_is_not_believed() -> None:
+def test_record_with_unknown_state_or_other_slot_is_damaged() -> None:
     view = segment(slots=2)
     for state, slot in ((SlotState.DAMAGED, 0), (SlotState.SEALED, 1)):
         record = view._records._pack(slot, SlotHeader(state, 0, Version(1, 1), 0, 0))
@@ -83,14 +83,14 @@ def test_a_record_of_an_unknown_state_or_of_another_slot_is_not_believed() -> No
         assert view.read_records(0).state is SlotState.DAMAGED
 
 
-def test_a_segment_of_layout_1_is_refused_with_what_to_do() -> None:
+def test_segment_of_layout_1_is_refused_with_advice() -> None:
     buffer = memoryview(bytearray(segment_bytes(1, PAGE_BYTES)))
     struct.pack_into("<8sIIQ", buffer, 0, b"EVRSTEP\x01", 1, 1, PAGE_BYTES)
     with pytest.raises(VersionMismatch, match="let the jobs that have slots here end"):
         SegmentView(buffer)
 
 
-def test_two_fills_of_one_version_have_headers_that_differ() -> None:
+def test_repeated_fill_of_a_version_changes_the_header() -> None:
     view = segment()
     filled(view, 0, Version(1, 1), b"x")
     first = view.header(0)
@@ -99,7 +99,7 @@ def test_two_fills_of_one_version_have_headers_that_differ() -> None:
 
 
 @pytest.mark.parametrize("at", [0, CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES + 99])
-def test_one_flipped_bit_is_found_in_its_chunk_and_in_no_other(at: int) -> None:
+def test_flipped_bit_is_found_only_in_its_chunk(at: int) -> None:
     view = segment(slot_bytes_for(8, 2 * CHUNK_BYTES + 100), slots=1)
     filled(view, 0, Version(1, 1), bytes(2 * CHUNK_BYTES + 100))
     view.payload(0)[at] ^= 4
@@ -110,7 +110,7 @@ def test_one_flipped_bit_is_found_in_its_chunk_and_in_no_other(at: int) -> None:
         view.verify_chunks(0, chunk * CHUNK_BYTES, 100)
 
 
-def test_a_range_outside_the_payload_is_refused_before_anything_is_hashed() -> None:
+def test_range_outside_payload_is_refused() -> None:
     view = segment()
     filled(view, 0, Version(1, 1), b"x" * 100)
     for start, length in ((90, 11), (-1, 5), (101, 0), (0, -1), (CHUNK_BYTES, 1)):
@@ -118,7 +118,7 @@ def test_a_range_outside_the_payload_is_refused_before_anything_is_hashed() -> N
             view.verify_chunks(0, start, length)
 
 
-def test_digests_taken_while_the_bytes_came_in_seal_as_well_as_hashing_at_the_end() -> None:
+def test_incremental_digests_equal_final_digests() -> None:
     ours, theirs = segment(slots=1), segment(slots=1)
     payload = b"y" * 1000
     ours.begin(0, 3, Version(1, 1), b"m", 1000)[:] = payload
@@ -128,7 +128,7 @@ def test_digests_taken_while_the_bytes_came_in_seal_as_well_as_hashing_at_the_en
     ours.verify(0)
 
 
-def test_the_wrong_number_of_digests_seals_nothing() -> None:
+def test_wrong_digest_count_does_not_seal() -> None:
     view = segment()
     view.begin(0, 3, Version(1, 1), b"m", 1000)
     with pytest.raises(DigestMismatch, match="1 digests do not seal"):
@@ -137,31 +137,31 @@ def test_the_wrong_number_of_digests_seals_nothing() -> None:
         view.seal(1)
 
 
-def test_a_slot_too_small_says_how_much_is_needed() -> None:
+def test_small_slot_error_names_required_size() -> None:
     with pytest.raises(OutOfSlotMemory, match=r"need \d+ bytes, the slot has 4096"):
         segment(PAGE_BYTES).begin(0, 0, Version(1, 1), b"", PAGE_BYTES)
     with pytest.raises(OutOfSlotMemory, match="need 40960 bytes with their headers, the segment has 100"):
         format_segment(memoryview(bytearray(100)), 4, PAGE_BYTES)
 
 
-def test_slots_that_are_not_whole_pages_are_refused() -> None:
+def test_slot_size_must_be_whole_pages() -> None:
     with pytest.raises(ConfigurationError, match="multiple of 4096"):
         format_segment(memoryview(bytearray(segment_bytes(1, 5000))), 1, 5000)
 
 
-def test_bytes_that_are_no_segment_are_refused() -> None:
+def test_bytes_without_segment_header_are_refused() -> None:
     for data in (b"", bytes(PAGE_BYTES), b"EVRSTEP\x02" + bytes(PAGE_BYTES), bytes(8 * PAGE_BYTES)):
         with pytest.raises(DigestMismatch, match=r"no segment|not a segment"):
             SegmentView(memoryview(data))
 
 
-def test_an_unsealed_slot_is_filled_before_any_sealed_one() -> None:
+def test_unsealed_slot_is_filled_before_sealed_ones() -> None:
     filling = SlotHeader(SlotState.FILLING, 0, Version(9, 9), 0, 0)
     assert slot_to_fill([sealed_header(1), filling, None], set()) == 1
     assert slot_to_fill([sealed_header(1), None, filling], set()) == 1
 
 
-def test_the_oldest_slot_that_is_not_needed_is_filled_next() -> None:
+def test_oldest_unneeded_slot_is_filled_next() -> None:
     headers = [sealed_header(3), sealed_header(1), sealed_header(2), sealed_header(4)]
     assert slot_to_fill(headers, set()) == 1
     assert slot_to_fill(headers, {Version(1, 1), Version(1, 2)}) == 0
@@ -169,7 +169,7 @@ def test_the_oldest_slot_that_is_not_needed_is_filled_next() -> None:
         slot_to_fill(headers, {Version(1, step) for step in range(1, 5)})
 
 
-def test_headers_are_parsed_once_while_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_headers_are_parsed_only_after_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     view, parsed = segment(), []
     parse = SlotRecords._parse
     monkeypatch.setattr(SlotRecords, "_parse", lambda self, slot, raw: parsed.append(slot) or parse(self, slot, raw))
@@ -185,7 +185,7 @@ def test_headers_are_parsed_once_while_they_stand(monkeypatch: pytest.MonkeyPatc
     assert set(parsed) == {2}
 
 
-def test_header_damaged_after_a_look_is_not_believed() -> None:
+def test_slot_header_damaged_after_parsing_is_detected() -> None:
     buffer = memoryview(bytearray(segment_bytes(4, 64 * PAGE_BYTES)))
     format_segment(buffer, 4, 64 * PAGE_BYTES)
     view = SegmentView(buffer)

@@ -45,7 +45,7 @@ def column(values: list[int]) -> np.ndarray:
 @example(1024, 0, [])
 @example(8192, 0, [(0, 8192, 0)])
 @example(8192, 0, [(0, 8192, 1)])
-def test_what_is_scattered_arrives_and_its_whole_source_is_hashed(
+def test_scatter_copies_parts_and_hashes_the_source(
     native: CopyHash, length: int, start: int, drawn: list[tuple[int, int, int]]
 ) -> None:
     """Parts may overlap, and be anywhere."""
@@ -68,7 +68,7 @@ def test_what_is_scattered_arrives_and_its_whole_source_is_hashed(
 @given(lengths, offsets, st.lists(st.tuples(st.integers(0, MOST_BYTES), offsets), max_size=8))
 @example(8192, 0, [(0, 0), (8192, 0)])
 @example(8192, 1, [(0, 1), (8192, 1)])
-def test_what_is_gathered_fills_its_places_and_all_of_the_target_is_hashed(
+def test_gather_fills_places_and_hashes_the_whole_target(
     native: CopyHash, length: int, start: int, drawn: list[tuple[int, int]]
 ) -> None:
     """Every second stretch between the drawn places is filled; the others stay as they were."""
@@ -88,7 +88,7 @@ def test_what_is_gathered_fills_its_places_and_all_of_the_target_is_hashed(
     assert set(memory[: GUARD + start]) | set(memory[GUARD + start + length :]) == {0xA5}
 
 
-def test_whoever_does_not_want_it_goes_without() -> None:
+def test_native_copies_can_be_disabled() -> None:
     code = "import everstep.native; print(everstep.native.copy_hash)"
     done = subprocess.run(
         [sys.executable, "-c", code], env={ENV_VARIABLE: "0"}, capture_output=True, text=True, timeout=120
@@ -97,12 +97,12 @@ def test_whoever_does_not_want_it_goes_without() -> None:
 
 
 @pytest.mark.parametrize(("compiler", "why"), [("/nowhere/cc", "no C compiler"), ("false", "false ended with 1")])
-def test_where_it_cannot_be_compiled_the_package_is_built_without_it(monkeypatch, tmp_path, compiler, why) -> None:
+def test_build_without_compiler_omits_native_copies(monkeypatch, tmp_path, compiler, why) -> None:
     monkeypatch.setenv("CC", compiler)
     monkeypatch.setattr(hatch_build.platform, "machine", lambda: "x86_64")
     assert why in hatch_build.compiled(tmp_path / "a.c", tmp_path / "a.so")
 
 
-def test_it_is_for_one_kind_of_machine(monkeypatch, tmp_path) -> None:
+def test_native_copies_are_built_only_for_x86_64(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(hatch_build.platform, "machine", lambda: "aarch64")
     assert "this is aarch64" in hatch_build.compiled(tmp_path / "a.c", tmp_path / "a.so")

@@ -32,19 +32,19 @@ DEEP = b"\x81\xa1x" + b"\x91" * 100_000
         lambda data: decode_parity_manifest(data, "n1"),
     ],
 )
-def test_it_is_malformed(read: Callable[[bytes], object]) -> None:
+def test_deeply_nested_input_is_malformed(read: Callable[[bytes], object]) -> None:
     with pytest.raises(MalformedMessage):
         read(DEEP)
 
 
-def test_a_file_of_it_is_as_good_as_none(tmp_path: Path) -> None:
+def test_deeply_nested_file_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / LOCK_FILE
     path.write_bytes(b'{"x":' + b"[" * 100_000)
     assert read_note(tmp_path) is None
     assert load_sensor_state(str(path)) == SavedSensorState()
 
 
-def test_a_packet_of_it_is_no_message() -> None:
+def test_deeply_nested_packet_is_malformed() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         channel = ControlChannel(ours, msgspec.Struct)

@@ -19,7 +19,7 @@ from everstep_controller.core.policy import CorePolicy
 from everstep_controller.main import _parser as controller_parser
 from everstep_controller.rulebook import shipped_rulebook
 from everstep_trainer.config import HookSettings
-from everstep_trainer.launch.options import command_line
+from everstep_trainer.launch.options import make_parser
 
 from everstep.cli.main import app
 from everstep.vocabulary import Decision, FindingKind
@@ -46,7 +46,7 @@ def test_everstep_page_has_every_command_and_flag() -> None:
     ("page", "parser"),
     [
         (commands.agent_page, agent_parser()),
-        (commands.launch_page, command_line({})),
+        (commands.launch_page, make_parser({})),
         (commands.controller_page, commands.subparsers(controller_parser())["serve"]),
     ],
     ids=["agent", "launch", "controller"],
@@ -108,14 +108,22 @@ def test_metrics_page_names_labels_of_empty_families() -> None:
 
 def test_findings_page_has_every_kind_and_rule() -> None:
     page, policy = findings.page(), load_policy()
-    names = [*FindingKind, *(rule.id for rule in (*policy.rules, *policy.lines)), *map(str, policy.xids)]
-    names += [rule.id for rules in shipped_rulebook().kinds.values() for rule in rules]
+    names = [*FindingKind, *(rule.id for rule in (*policy.rules, *policy.line_rules)), *map(str, policy.xid_entries)]
+    names += [rule.id for rules in shipped_rulebook().rules_by_kind.values() for rule in rules]
     assert [name for name in names if not re.search(rf"\| `?{re.escape(name)}`? \|", page)] == []
 
 
 def test_events_page_has_kinds_of_every_part() -> None:
     kinds = {kind for kind, _ in events.event_kinds()}
-    assert kinds >= {"finding", "node.lost", "rank.lost", "job.created", "job.<state>", "operator.<kind>", "database.unavailable"}
+    assert kinds >= {
+        "finding",
+        "node.lost",
+        "rank.lost",
+        "job.created",
+        "job.<state>",
+        "operator.<kind>",
+        "database.unavailable",
+    }
     assert len(Decision) > 1
     assert "verdict.<decision>" in kinds
 

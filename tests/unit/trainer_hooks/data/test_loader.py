@@ -83,18 +83,18 @@ def test_each_step_has_its_samples_through_several_epochs(make):
 
 @pytest.mark.promise("loader-deterministic")
 @pytest.mark.parametrize("workers", [1, 3])
-def test_neither_samples_nor_what_is_drawn_for_them_depend_on_workers(make, workers):
+def test_samples_and_random_draws_do_not_depend_on_workers(make, workers):
     assert loaded(make(), num_workers=workers, prefetch_factor=2) == loaded(make())
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_nor_on_the_number_of_ranks(make, world):
+def test_samples_do_not_depend_on_the_number_of_ranks(make, world):
     ranks = [loaded(make(), rank=rank, world=world) for rank in range(world)]
     assert [sum(parts, ()) for parts in zip(*ranks, strict=True)] == loaded(make())
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_nor_on_where_the_loading_began(make, workers):
+def test_samples_do_not_depend_on_the_first_step(make, workers):
     assert loaded(make(), first=13, num_workers=workers) == loaded(make())[12:]
 
 
@@ -107,7 +107,7 @@ def test_steps_in_any_order_have_their_own_samples(make):
 
 @pytest.mark.promise("loader-deterministic")
 @pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
-def test_what_a_collate_function_draws_depends_neither_on_workers_nor_on_where_the_loading_began(make, part):
+def test_collate_draws_do_not_depend_on_workers_or_first_step(make, part):
     def data() -> Any:
         return random_split(make(), [30, 11], torch.Generator().manual_seed(1))[0] if part else make()
 
@@ -123,7 +123,7 @@ def test_what_a_collate_function_draws_depends_neither_on_workers_nor_on_where_t
     assert [one[1] for one in ranks[0]] == [mask for _, mask in whole], "the first rank's batch begins where it did"
 
 
-def test_data_that_are_asked_for_whole_batches_at_once_say_so_to_the_loader():
+def test_loader_fetches_whole_batches_with_fetch_together():
     class Asked(Together):
         asked: list[int] = []
 
@@ -139,7 +139,7 @@ def test_data_that_are_asked_for_whole_batches_at_once_say_so_to_the_loader():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_loading_takes_no_random_number_from_the_training(make, workers):
+def test_loading_draws_no_random_number_of_the_training(make, workers):
     def draws(load: bool) -> list[float]:
         run, numbers = run_of(), []
         loader = run.loader(make(), global_batch=BATCH, collate_fn=masked, num_workers=workers)
@@ -155,7 +155,7 @@ def test_loading_takes_no_random_number_from_the_training(make, workers):
 
 
 @pytest.mark.slow
-def test_virtual_ranks_load_each_its_own_part(make):
+def test_virtual_ranks_load_their_own_parts(make):
     run = run_of()
     loader = run.loader(make(), global_batch=BATCH, seed=SEED, collate_fn=as_tuple, num_workers=2)
     run.replicate(torch.nn.Linear(1, 1), virtual_ranks=3)
@@ -168,12 +168,12 @@ def test_virtual_ranks_load_each_its_own_part(make):
     run.close()
 
 
-def test_batches_are_collated_as_torch_does_where_nothing_else_is_asked_for(make):
+def test_batches_use_the_default_collate_of_torch(make):
     index, noise = run_of().loader(make(), global_batch=BATCH).batch(1)
     assert (index.dtype, index.shape, noise.dtype) == (torch.int64, (BATCH,), torch.float64)
 
 
-def test_a_stream_that_jumps_reads_what_it_uses_and_one_that_cannot_everything_before():
+def test_seekable_stream_reads_only_its_own_samples():
     jumping, plain = Jumping(), Counted()
     loaded(jumping, first=10, last=12, rank=1, world=2)
     loaded(plain, first=10, last=12, rank=1, world=2)
@@ -185,7 +185,7 @@ def test_a_stream_that_jumps_reads_what_it_uses_and_one_that_cannot_everything_b
 @pytest.mark.promise("loader-deterministic")
 @pytest.mark.parametrize("lazy", [True, False], ids=["as it is read", "at once"])
 @pytest.mark.parametrize("generator", ["random", "torch", "numpy"])
-def test_a_stream_that_shuffles_itself_has_one_order_for_all_readers(generator, lazy):
+def test_self_shuffling_stream_has_one_order_for_all_readers(generator, lazy):
     def data() -> Shuffling:
         return Shuffling(generator, lazy=lazy)
 
@@ -216,12 +216,12 @@ def test_positions_of_a_stream_do_not_depend_on_the_world_sizes(batch, worlds):
 
 
 @pytest.mark.parametrize("option", ["batch_size", "shuffle", "sampler", "generator", "in_order", "persistent_workers"])
-def test_options_that_are_not_the_users_are_refused_by_name(option):
+def test_reserved_loader_options_are_refused_by_name(option):
     with pytest.raises(TypeError, match=f"run.loader has no {option}: "):
         run_of().loader(Numbers(), global_batch=BATCH, **{option: 1})
 
 
-def test_workers_that_are_killed_leave_no_directory_behind(monkeypatch, tmp_path):
+def test_killed_workers_leave_no_directory(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
     before = set(multiprocessing.active_children())
@@ -239,12 +239,12 @@ def test_a_stream_has_no_last_batch_to_drop():
         run_of().loader(Counted(), global_batch=BATCH, drop_last=True)
 
 
-def test_a_batch_too_small_for_the_ranks_is_refused_for_streams_too():
+def test_batch_too_small_for_the_ranks_is_refused_for_streams():
     with pytest.raises(ValueError, match="at least 9, or fewer ranks"):
         run_of(0, 9).loader(Counted(), global_batch=BATCH)
 
 
-def test_an_error_of_the_data_is_raised_and_the_next_step_begins_anew():
+def test_dataset_error_is_raised_and_the_next_step_works():
     class Torn(Numbers):
         torn = True
 
@@ -261,7 +261,7 @@ def test_an_error_of_the_data_is_raised_and_the_next_step_begins_anew():
     assert loader.batch(2) == loaded(Numbers())[1]
 
 
-def test_workers_end_with_their_generation_whatever_they_wait_for():
+def test_stuck_workers_end_with_their_generation():
     before = set(multiprocessing.active_children())
     run = run_of()
     loader = run.loader(Stuck(), global_batch=BATCH, num_workers=2)
@@ -294,7 +294,7 @@ def _workers_since(before: set[Any]) -> list[Any]:
 @pytest.mark.usefixtures("interrupted")
 @pytest.mark.parametrize("make", ["map-style", "stream that workers split"], indirect=True)
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_worker_that_is_killed_between_two_steps_costs_no_sample_and_no_error(make, victim):
+def test_worker_killed_between_steps_costs_no_sample(make, victim):
     before, run = set(multiprocessing.active_children()), run_of()
     loader = run.loader(make(), global_batch=BATCH, seed=SEED, collate_fn=as_tuple, num_workers=2)
     first = [loader.batch(step) for step in (1, 2)]
@@ -310,7 +310,7 @@ def test_a_worker_that_is_killed_between_two_steps_costs_no_sample_and_no_error(
 @pytest.mark.promise("loader-worker-killed")
 @OF_KILLED_WORKERS
 @pytest.mark.usefixtures("interrupted")
-def test_nor_does_one_that_dies_while_it_is_waited_for_in_the_midst_of_a_step(tmp_path, caplog):
+def test_worker_killed_during_a_step_costs_no_sample(tmp_path, caplog):
     (tmp_path / "1").touch()
     run = run_of()
     indices = ElasticSampler(SIZE, global_batch=BATCH, seed=SEED).indices(2)
@@ -327,7 +327,7 @@ def test_nor_does_one_that_dies_while_it_is_waited_for_in_the_midst_of_a_step(tm
 @pytest.mark.promise("loader-worker-killed")
 @OF_KILLED_WORKERS
 @pytest.mark.usefixtures("interrupted")
-def test_a_sample_that_kills_every_worker_is_an_error_that_names_worker_and_signal(tmp_path):
+def test_sample_killing_every_worker_is_an_error_with_signal(tmp_path):
     for life in range(9):
         (tmp_path / str(life)).touch()
     dataset = Deadly(int(ElasticSampler(SIZE, global_batch=BATCH, seed=SEED).indices(3)[0]), tmp_path)

@@ -41,7 +41,7 @@ def samples_of_steps(kind: str) -> list[list[int]]:
 
 @pytest.mark.promise("loader-deterministic")
 @pytest.mark.parametrize("kind", loaded_training.KINDS)
-def test_kills_and_other_world_sizes_skip_no_sample_and_repeat_none(forks, tmp_path, kind):
+def test_kills_and_resizes_skip_and_repeat_no_sample(forks, tmp_path, kind):
     faults = (Fault(2, 9, "forward"), Fault(0, 17, "reduced"))
     train = partial(
         loaded_training.train, folder=str(tmp_path), until=STEPS, kind=kind, faults=faults, last_steps={3: 30}
@@ -101,7 +101,7 @@ def steps_that_stand(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return steps
 
 
-def test_a_rank_that_waits_for_its_data_leaves_at_once_and_its_workers_end(forks, tmp_path):
+def test_rank_waiting_for_data_leaves_at_once(forks, tmp_path):
     train = partial(loaded_training.wait_for_data, folder=str(tmp_path))
     with stage(forks, train) as scene:
         scene.start(0, 1)

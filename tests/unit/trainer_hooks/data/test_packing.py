@@ -33,7 +33,7 @@ def test_every_sequence_is_in_one_row_and_no_row_is_too_long(lengths, seed, wind
 
 
 @given(lengths_of_any_kind, st.integers(0, 1000))
-def test_rows_are_as_full_as_those_of_one_who_looks_at_every_row(lengths, seed):
+def test_rows_are_as_full_as_with_exhaustive_search(lengths, seed):
     rows = pack(lengths, BUDGET, seed=seed)
     assert sorted(sum(lengths[index] for index in row) for row in rows) == dumb(lengths)
 
@@ -43,7 +43,7 @@ def test_seeds_pack_differently():
     assert pack(lengths, BUDGET, seed=1, window=50) != pack(lengths, BUDGET, seed=2, window=50)
 
 
-def test_a_sequence_that_no_row_can_take_is_named():
+def test_oversized_or_empty_sequence_is_named():
     with pytest.raises(ValueError, match="sequence 1 has length 101, and a row takes 1 to 100"):
         pack([5, 101], BUDGET)
     with pytest.raises(ValueError, match="sequence 0 has length 0"):

@@ -20,7 +20,7 @@ def test_a_permutation_visits_every_sample_once(size, seed, epoch):
 
 
 @given(st.integers(16, 3000), seeds)
-def test_epochs_and_seeds_have_orders_of_their_own(size, seed):
+def test_epochs_and_seeds_have_distinct_orders(size, seed):
     positions = np.arange(size, dtype=np.uint64)
     orders = {tuple(Permutation(size, s, e)(positions)) for s in (seed, seed + 1) for e in (0, 1)}
     assert len(orders) == 4
@@ -45,7 +45,7 @@ def test_a_data_set_of_a_billion_samples_needs_no_memory():
 @given(
     st.integers(1, 200), st.integers(1, 16), seeds, st.lists(st.integers(1, 16), min_size=1, max_size=12), st.booleans()
 )
-def test_the_sequence_of_samples_does_not_depend_on_the_world_sizes(size, batch, seed, worlds, drop_last):
+def test_sample_sequence_does_not_depend_on_world_size(size, batch, seed, worlds, drop_last):
     if drop_last and size < batch:
         return
     alone = ElasticSampler(size, global_batch=batch, seed=seed, drop_last=drop_last)
@@ -78,7 +78,7 @@ def test_with_drop_last_an_epoch_ends_at_its_last_whole_batch():
 
 
 @given(st.integers(1, 64), st.integers(1, 16))
-def test_shares_differ_by_at_most_one_sample_and_weights_average_to_one(batch, world):
+def test_shares_are_balanced_and_weights_average_to_one(batch, world):
     world = min(world, batch)
     samplers = [ElasticSampler(1000, global_batch=batch, rank=r, world_size=world) for r in range(world)]
     shares = [len(s.indices(1)) for s in samplers]
@@ -90,14 +90,14 @@ def test_shares_differ_by_at_most_one_sample_and_weights_average_to_one(batch, w
 
 
 @pytest.mark.promise("same-state-other-world-size")
-def test_weighted_means_of_unequal_shares_are_the_mean_over_samples():
+def test_weighted_mean_of_shares_equals_the_sample_mean():
     losses = torch.rand(1000, dtype=torch.float64)
     samplers = [ElasticSampler(1000, global_batch=32, seed=2, rank=r, world_size=3) for r in range(3)]
     over_ranks = sum(losses[s.indices(4)].mean() * s.loss_weight(4) for s in samplers) / 3
     torch.testing.assert_close(over_ranks, losses[samplers[0].global_indices(4)].mean())
 
 
-def test_a_batch_too_small_for_the_ranks_is_refused_with_what_to_do():
+def test_batch_too_small_for_the_ranks_is_refused():
     with pytest.raises(ValueError, match="at least 4, or fewer ranks"):
         ElasticSampler(100, global_batch=3, world_size=4)
 

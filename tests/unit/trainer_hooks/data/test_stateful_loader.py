@@ -53,7 +53,7 @@ def tracked(keeper: Stored, rank: int, world: int, replica: Replica | None = Non
     return loader
 
 
-def test_it_goes_on_where_it_was_at_the_same_world_size():
+def test_stateful_loader_resumes_at_the_same_world_size():
     keeper = Stored()
     batches = iter(tracked(keeper, 1, 2))
     next(batches)
@@ -81,7 +81,7 @@ def test_ranks_of_one_replica_are_at_the_same_samples():
         (0, 2, "StatefulDataLoader of data-parallel rank 0 was lost"),
     ],
 )
-def test_another_world_size_or_rank_is_refused_with_what_to_do(rank, world, reason):
+def test_other_world_size_or_rank_is_refused_with_advice(rank, world, reason):
     keeper = Stored()
     next(iter(tracked(keeper, 1, 2)))
     with pytest.raises(NotRestorable, match=f"({reason}).*Use run.loader"):
@@ -91,14 +91,14 @@ def test_another_world_size_or_rank_is_refused_with_what_to_do(rank, world, reas
 @pytest.mark.parametrize(
     "how", [{"rollback_copies": 1}, {"rollback_copies": 0, "policy": "replay"}], ids=["back", "replay"]
 )
-def test_a_guard_that_computes_data_again_is_refused_beside_it_with_what_to_do(how):
+def test_guard_recomputing_data_is_refused_with_advice(how):
     run = Run(RankContext(), Stored())
     run.guard(**how)
     with pytest.raises(ValueError, match=r"loader is a StatefulDataLoader.*take run.loader.*rollback_copies=0"):
         run.track(loader=new_loader())
 
 
-def test_a_guard_that_leaves_updates_out_goes_with_it():
+def test_guard_skipping_updates_is_accepted():
     run = Run(RankContext(), Stored())
     guard = run.guard(rollback_copies=0)
     run.track(loader=new_loader())
@@ -106,7 +106,7 @@ def test_a_guard_that_leaves_updates_out_goes_with_it():
 
 
 @pytest.mark.promise("stateful-loader")
-def test_its_workers_end_with_the_generation():
+def test_loader_workers_end_with_the_generation():
     loader = new_loader(num_workers=2)
     run = Run(RankContext(), Stored())
     run.track(loader=loader)

@@ -85,7 +85,7 @@ def spilled(job: Job, folder: Path, version: Version = VERSION, **how: Any) -> P
 @pytest.mark.parametrize(
     "how", [{}, {"world": 4}, {"world": 3, "layout": "sharded"}], ids=["one", "replicas", "shards"]
 )
-def test_everything_of_our_own_comes_back_on_any_rank(tmp_path: Path, before: Job, how: dict[str, Any]) -> None:
+def test_everstep_checkpoint_restores_on_any_rank(tmp_path: Path, before: Job, how: dict[str, Any]) -> None:
     out = spilled(before, tmp_path, **how)
     for rank in (0, 2, 7):
         after = Job(trained=False)
@@ -93,7 +93,7 @@ def test_everything_of_our_own_comes_back_on_any_rank(tmp_path: Path, before: Jo
         assert after.contents() == before.contents()
 
 
-def test_of_several_the_newest_whole_one_is_taken(tmp_path: Path, before: Job) -> None:
+def test_newest_whole_checkpoint_is_chosen(tmp_path: Path, before: Job) -> None:
     out = spilled(before, tmp_path, Version(7, 9))
     spilled(before, tmp_path, Version(1, 12))  # of a job that started again, and counts its generations anew
     os.utime(out / folder_name(Version(7, 9)) / ".metadata", (1, 1))
@@ -102,7 +102,7 @@ def test_of_several_the_newest_whole_one_is_taken(tmp_path: Path, before: Job) -
     assert Job(trained=False).start_from(out) == 12
 
 
-def test_a_job_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+def test_started_job_continues_exactly(tmp_path: Path) -> None:
     before, after = Job(trained=True), Job(trained=False)
     after.start_from(spilled(before, tmp_path))
     for job in (before, after):
@@ -114,7 +114,7 @@ def test_a_job_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
 @pytest.mark.promise("import-checkpoints")
 @ANY_TORCH
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
-def test_what_dcp_saved_of_an_fsdp2_job_is_read_into_one(tmp_path: Path, alone: None, flat: bool) -> None:
+def test_fsdp2_job_starts_from_a_dcp_checkpoint(tmp_path: Path, alone: None, flat: bool) -> None:
     before, after = Job(trained=True, sharded=True), Job(trained=False, sharded=True)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)  # as torchtitan saves
     model, optimizer = get_state_dict(before.model, before.optimizer, options=options)
@@ -127,7 +127,7 @@ def test_what_dcp_saved_of_an_fsdp2_job_is_read_into_one(tmp_path: Path, alone: 
 @pytest.mark.promise("import-checkpoints")
 @ANY_TORCH
 @pytest.mark.parametrize("harm", ["differ", "missing"])
-def test_options_by_name_have_to_be_those_of_a_group(tmp_path: Path, before: Job, harm: str) -> None:
+def test_flattened_options_must_match_a_group(tmp_path: Path, before: Job, harm: str) -> None:
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     model, optimizer = get_state_dict(before.model, before.optimizer, options=flat)
     if harm == "differ":
@@ -173,7 +173,7 @@ def folder_for_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_file_of_an_object_store_is_fetched_once_for_a_node_and_removed(
+def test_object_store_file_is_fetched_once_per_node_and_removed(
     tmp_path: Path, before: Job, folder_for_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"memory://{tmp_path}/weights.pt"
@@ -191,7 +191,7 @@ def test_a_file_of_an_object_store_is_fetched_once_for_a_node_and_removed(
     assert all(torch.equal(job.model.first.weight, before.model.first.weight) for job in jobs)
 
 
-def test_what_is_left_of_a_fetch_that_was_killed_is_fetched_anew(
+def test_partial_fetch_of_a_killed_start_is_fetched_again(
     tmp_path: Path, before: Job, folder_for_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"memory://{tmp_path}/weights.pt"
@@ -212,7 +212,7 @@ def test_what_is_left_of_a_fetch_that_was_killed_is_fetched_anew(
     assert not list(folder_for_files.iterdir())
 
 
-def test_a_file_that_there_is_no_room_for_is_refused_with_what_to_do(
+def test_file_without_local_room_is_refused_with_advice(
     tmp_path: Path, before: Job, folder_for_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"memory://{tmp_path}/weights.pt"
@@ -224,7 +224,7 @@ def test_a_file_that_there_is_no_room_for_is_refused_with_what_to_do(
     assert not list(folder_for_files.iterdir())
 
 
-def test_weights_alone_are_enough_and_the_rest_starts_as_it_was_made(
+def test_weights_alone_start_with_fresh_optimizer_state(
     tmp_path: Path, before: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.save(before.model.state_dict(), tmp_path / "weights.pt")
@@ -236,7 +236,7 @@ def test_weights_alone_are_enough_and_the_rest_starts_as_it_was_made(
     assert "has no state of schedule" in caplog.text
 
 
-def test_each_rank_gets_its_own_buffers_back(tmp_path: Path, before: Job) -> None:
+def test_checkpoint_stores_the_buffers_of_each_rank(tmp_path: Path, before: Job) -> None:
     out = spilled(before, tmp_path, world=3, layout="sharded")
     checkpoint = open_checkpoint(str(out / folder_name(VERSION)))
     key = "everstep.own.1.model.norm.running_mean"
@@ -253,7 +253,7 @@ def unsealed(folder: Path) -> Path:
     return folder
 
 
-def test_nothing_there_says_what_would_have_been(tmp_path: Path) -> None:
+def test_missing_checkpoint_lists_the_accepted_forms(tmp_path: Path) -> None:
     with pytest.raises(NotRestorable, match=r"neither a torch\.save file"):
         Job(trained=False).start_from(tmp_path)
     with pytest.raises(ConfigurationError, match="no way to 'nosuch://x'"):
@@ -289,14 +289,14 @@ class Trap:
         return (pytest.fail, ("a stored pickle was run",))
 
 
-def test_no_code_is_run_that_is_stored_in_a_file(tmp_path: Path, before: Job) -> None:
+def test_start_runs_no_code_stored_in_a_file(tmp_path: Path, before: Job) -> None:
     torch.save({"model": before.model.state_dict(), "schedule": Trap()}, tmp_path / "trap.pt")
     with pytest.raises(NotRestorable, match="without running code that is stored in it"):
         Job(trained=False).start_from(tmp_path / "trap.pt")
 
 
 @pytest.mark.parametrize("where", ["metadata", "object"])
-def test_no_code_is_run_that_is_stored_in_a_folder(tmp_path: Path, before: Job, where: str) -> None:
+def test_start_runs_no_code_stored_in_a_folder(tmp_path: Path, before: Job, where: str) -> None:
     folder = unsealed(spilled(before, tmp_path) / folder_name(VERSION))
     if where == "metadata":
         (folder / ".metadata").write_bytes(pickle.dumps(Trap()))
@@ -322,7 +322,7 @@ class _AsEarly311(pickle.Pickler):
         return (getattr, (type(thing), thing.name)) if isinstance(thing, enum.Enum) else NotImplemented
 
 
-def test_a_folder_is_read_whichever_release_of_python_wrote_it(tmp_path: Path, before: Job) -> None:
+def test_folder_of_any_python_release_is_read(tmp_path: Path, before: Job) -> None:
     folder = unsealed(spilled(before, tmp_path) / folder_name(VERSION))
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     written = io.BytesIO()
@@ -341,7 +341,7 @@ class _Reached:
         return (getattr, (torch.Size, "__subclasses__"))
 
 
-def test_no_attribute_is_looked_up_but_that_enumerations_members(tmp_path: Path, before: Job) -> None:
+def test_metadata_allows_attributes_of_enum_members_only(tmp_path: Path, before: Job) -> None:
     folder = unsealed(spilled(before, tmp_path) / folder_name(VERSION))
     (folder / ".metadata").write_bytes(pickle.dumps(_Reached()))
     with pytest.raises(NotRestorable, match=r"getattr of .* has no place in a checkpoint's metadata"):
@@ -402,7 +402,7 @@ def test_stages_under_one_key_are_read_as_one_model(tmp_path: Path) -> None:
     assert torch.equal(plain[1][0].weight, before[1][0].weight)
 
 
-def test_optimizer_state_that_is_no_tensor_comes_back(tmp_path: Path) -> None:
+def test_non_tensor_optimizer_state_is_restored(tmp_path: Path) -> None:
     model, after = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer, other = (torch.optim.SGD(m.parameters(), lr=1.0) for m in (model, after))
     for count, parameter in enumerate(model.parameters()):

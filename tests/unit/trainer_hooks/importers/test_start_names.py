@@ -48,20 +48,20 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 
 @pytest.mark.promise("import-checkpoints")
 @pytest.mark.parametrize("form", [lambda s: s, lambda s: {"model": s}, lambda s: {"state_dict": s}])
-def test_a_part_that_is_called_as_models_are_saved_is_not_taken_for_the_whole(tmp_path: Path, form: Any) -> None:
+def test_submodule_named_like_a_wrapper_is_not_the_whole_model(tmp_path: Path, form: Any) -> None:
     before = Outer()
     torch.save(form(before.state_dict()), tmp_path / "file.pt")
     assert equal(started(Outer(), tmp_path / "file.pt"), before)
 
 
-def test_of_a_whole_model_its_part_is_taken(tmp_path: Path) -> None:
+def test_submodule_starts_from_a_whole_model(tmp_path: Path) -> None:
     before = Outer()
     torch.save(before.state_dict(), tmp_path / "file.pt")
     part = started(nn.ModuleDict({"norm": nn.LayerNorm(2)}), tmp_path / "file.pt")
     assert torch.equal(part["norm"].weight, before.norm.weight)  # type: ignore[index]
 
 
-def test_a_model_with_a_head_and_what_is_below_it_are_read_into_one_another(tmp_path: Path) -> None:
+def test_headed_and_base_models_start_from_each_other(tmp_path: Path) -> None:
     before, base = Headed(), Headed()
     torch.save(before.state_dict(), tmp_path / "headed.pt")
     torch.save(before.base.state_dict(), tmp_path / "base.pt")
@@ -71,7 +71,7 @@ def test_a_model_with_a_head_and_what_is_below_it_are_read_into_one_another(tmp_
     assert equal(started(base.base, tmp_path / "headed.pt"), before.base)
 
 
-def test_what_is_half_under_one_key_and_half_under_another_is_refused(tmp_path: Path) -> None:
+def test_state_split_over_two_keys_is_refused(tmp_path: Path) -> None:
     state = Outer().state_dict()
     halves = {"model": {"norm.weight": state["norm.weight"], "norm.bias": state["norm.bias"]}, **state}
     torch.save({k: v for k, v in halves.items() if not k.startswith("norm")}, tmp_path / "file.pt")

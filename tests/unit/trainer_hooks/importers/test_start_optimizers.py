@@ -43,7 +43,7 @@ def stored(tracked: dict[str, Any], folder: Path, form: str) -> Path:
 
 @pytest.mark.promise("tracked-state-exact")
 @pytest.mark.parametrize("form", FORMS)
-def test_what_parameters_share_on_storage_they_share_again(tmp_path: Path, form: str) -> None:
+def test_shared_optimizer_state_stays_shared(tmp_path: Path, form: str) -> None:
     before, after = job(), job()
     before["optimizer"].step()
     start_alone(stored(before, tmp_path, form), after, TrackedState(after))
@@ -58,7 +58,7 @@ def test_what_parameters_share_on_storage_they_share_again(tmp_path: Path, form:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_what_a_parameter_shares_is_apart_from_one_of_another_dtype(tmp_path: Path) -> None:
+def test_shared_state_is_separate_from_other_dtype_parameter(tmp_path: Path) -> None:
     before, after = job(), job()
     before["optimizer"].step()
     after["model"].bfloat16()
@@ -85,7 +85,7 @@ def train(tracked: dict[str, Any], numbers: Iterable[int]) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore")  # torch.distributed.checkpoint's, of a single process
 @pytest.mark.parametrize("form", [*FORMS, "folder"])
-def test_what_is_nested_in_lists_comes_back(tmp_path: Path, form: str) -> None:
+def test_optimizer_state_nested_in_lists_is_restored(tmp_path: Path, form: str) -> None:
     how: dict[str, Any] = {"lr": 0.5, "history_size": 3, "max_iter": 2}
     before, after = job(torch.optim.LBFGS, **how), job(torch.optim.LBFGS, **how)
     train(before, range(4))
@@ -105,7 +105,7 @@ class Held:
         self.value = state["value"]
 
 
-def test_a_file_that_is_written_over_after_the_start_changes_nothing(tmp_path: Path) -> None:
+def test_overwriting_the_file_after_start_changes_nothing(tmp_path: Path) -> None:
     before, after = {"model": nn.Linear(3, 3), "held": Held()}, {"model": nn.Linear(3, 3), "held": Held()}
     path = stored(before, tmp_path, "file")
     start_alone(path, after, TrackedState(after))

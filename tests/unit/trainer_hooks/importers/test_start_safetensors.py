@@ -76,14 +76,14 @@ def started(model: nn.Module, path: object) -> Any:
 @pytest.mark.promise("import-checkpoints")
 @pytest.mark.parametrize("without", ["lm_head.weight", "model.embed.weight"])
 @pytest.mark.parametrize("files", [1, 3])
-def test_a_folder_of_weights_is_read_and_what_is_tied_is_there_once(tmp_path: Path, files: int, without: str) -> None:
+def test_weights_folder_is_read_with_tied_weights_once(tmp_path: Path, files: int, without: str) -> None:
     before = Tied()
     after = started(Tied(), saved(before, tmp_path / "llama", files, without))
     assert all(torch.equal(a, b) for a, b in zip(after.parameters(), before.parameters(), strict=True))
     assert after.lm_head.weight is after.model["embed"].weight
 
 
-def test_a_file_is_read_from_an_object_store_and_into_another_dtype(tmp_path: Path) -> None:
+def test_object_store_file_is_read_and_converted_to_dtype(tmp_path: Path) -> None:
     before = Tied(torch.bfloat16)
     with fsspec.open(f"memory://{tmp_path}/weights.safetensors", "wb") as file:
         file.write(written(before.state_dict()))
@@ -109,7 +109,7 @@ def test_each_rank_of_a_mesh_has_its_part(tmp_path: Path, monkeypatch: pytest.Mo
                 assert torch.equal(local, whole[name].take(places[name])), (rank, name)
 
 
-def test_rows_that_nobody_asks_for_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unrequested_rows_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.safetensors").write_bytes(written({"w": torch.arange(60).view(10, 3, 2)}))
     checkpoint = open_checkpoint(str(tmp_path / "a.safetensors"))
     asked: list[int] = []
@@ -120,7 +120,7 @@ def test_rows_that_nobody_asks_for_are_not_read(tmp_path: Path, monkeypatch: pyt
     assert asked == [2 * 3 * 2 * 8]
 
 
-def test_of_several_files_without_an_index_one_has_to_be_named(tmp_path: Path) -> None:
+def test_several_files_without_index_require_a_name(tmp_path: Path) -> None:
     for name in ("adapter.safetensors", "other.safetensors"):
         (tmp_path / name).write_bytes(written(Tied().state_dict()))
     with pytest.raises(NotRestorable, match=r"has adapter\.safetensors, other\.safetensors: name the one"):
@@ -130,7 +130,7 @@ def test_of_several_files_without_an_index_one_has_to_be_named(tmp_path: Path) -
     assert find_checkpoints(str(tmp_path)) == [str(tmp_path / "model.safetensors")]
 
 
-def test_what_is_not_tied_any_more_is_missed_with_what_to_do(tmp_path: Path) -> None:
+def test_untied_weight_is_missing_with_advice(tmp_path: Path) -> None:
     after = Tied()
     after.lm_head.weight = nn.Parameter(torch.zeros(7, 4))
     with pytest.raises(NotRestorable, match=r"not in it \(model\.lm_head\.weight\).* tie what was tied"):
@@ -148,7 +148,7 @@ def test_what_is_not_tied_any_more_is_missed_with_what_to_do(tmp_path: Path) -> 
         ("index", "has no lm_head.weight, which the index says"),
     ],
 )
-def test_a_damaged_one_is_refused_with_its_files_name(tmp_path: Path, harm: str, sentence: str) -> None:
+def test_damaged_safetensors_file_is_refused_by_name(tmp_path: Path, harm: str, sentence: str) -> None:
     folder = saved(Tied(), tmp_path / "llama", 3)
     file, index = folder / "model-00002-of-00003.safetensors", folder / "model.safetensors.index.json"
     body = file.read_bytes()
@@ -165,7 +165,7 @@ def test_a_damaged_one_is_refused_with_its_files_name(tmp_path: Path, harm: str,
         started(Tied(), folder)
 
 
-def test_a_dtype_that_torch_has_not_is_named(tmp_path: Path) -> None:
+def test_unsupported_dtype_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(written({"w": torch.zeros(2)}).replace(b'"F32"', b'"X12"'))
     with pytest.raises(NotRestorable, match="w is of X12, which torch has no tensors of"):
         open_checkpoint(str(tmp_path / "a.safetensors"))

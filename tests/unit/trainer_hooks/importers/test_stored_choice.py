@@ -101,7 +101,7 @@ def _load(
 
 
 @pytest.mark.promise("storage-choice")
-def test_a_checkpoint_that_appears_while_ranks_look_is_taken_by_none_or_all(tmp_path: Path) -> None:
+def test_checkpoint_appearing_during_choice_is_all_or_none(tmp_path: Path) -> None:
     _store(tmp_path, 5)
 
     def reading(rank: int, _: str) -> None:
@@ -114,7 +114,7 @@ def test_a_checkpoint_that_appears_while_ranks_look_is_taken_by_none_or_all(tmp_
 
 
 @pytest.mark.promise("storage-choice")
-def test_one_that_is_removed_under_a_rank_is_taken_by_none(tmp_path: Path) -> None:
+def test_removed_checkpoint_is_used_by_no_rank(tmp_path: Path) -> None:
     _store(tmp_path, 5)
     newest = _store(tmp_path, 9)
 
@@ -129,7 +129,7 @@ def test_one_that_is_removed_under_a_rank_is_taken_by_none(tmp_path: Path) -> No
 
 @pytest.mark.promise("storage-choice")
 @pytest.mark.parametrize("named", [True, False], ids=["by-the-controller", "in-a-folder"])
-def test_of_a_damaged_one_the_one_before_is_taken_by_all_and_it_is_told(tmp_path: Path, named: bool) -> None:
+def test_damaged_checkpoint_makes_all_ranks_use_the_previous(tmp_path: Path, named: bool) -> None:
     folders = [_store(tmp_path, step) for step in (3, 5, 9)]
     for folder, step in zip(folders[1:], (5, 9), strict=True):
         _flip(folder, step)
@@ -141,7 +141,7 @@ def test_of_a_damaged_one_the_one_before_is_taken_by_all_and_it_is_told(tmp_path
 
 @pytest.mark.promise("storage-choice")
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), TimeoutError()], ids=["error", "timeout"])
-def test_storage_that_fails_a_rank_for_a_moment_costs_no_checkpoint(tmp_path: Path, error: OSError) -> None:
+def test_brief_storage_failure_costs_no_checkpoint(tmp_path: Path, error: OSError) -> None:
     _store(tmp_path, 5)
     _store(tmp_path, 9)
     tries = itertools.count(1)
@@ -158,7 +158,7 @@ def test_storage_that_fails_a_rank_for_a_moment_costs_no_checkpoint(tmp_path: Pa
     assert all(0 < waited <= RETRY_BACKOFF.limit_s(n) for n, waited in enumerate(ranks[1].waited))
 
 
-def test_storage_that_fails_while_rank_0_looks_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_failure_during_listing_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _store(tmp_path, 5)
     answers: list[OSError] = [ConnectionResetError(104, "Connection reset by peer")]
     there = checkpoint_files.find_checkpoints
@@ -172,7 +172,7 @@ def test_storage_that_fails_while_rank_0_looks_is_asked_again(tmp_path: Path, mo
     assert _load(tmp_path / "out")[1] == [5, 5]
 
 
-def test_what_only_a_storages_package_has_a_name_for_is_an_error_of_storage_too(
+def test_storage_package_errors_are_retried_as_storage_errors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     package = ModuleType("botocore.exceptions")
@@ -189,7 +189,7 @@ def test_what_only_a_storages_package_has_a_name_for_is_an_error_of_storage_too(
 
 
 @pytest.mark.parametrize("mended", [True, False])
-def test_what_is_damaged_is_read_once_more_and_not_again(tmp_path: Path, mended: bool) -> None:
+def test_damaged_checkpoint_is_reread_exactly_once(tmp_path: Path, mended: bool) -> None:
     _store(tmp_path, 5)
     newest = _store(tmp_path, 9)
     asked: list[str] = []
@@ -207,7 +207,7 @@ def test_what_is_damaged_is_read_once_more_and_not_again(tmp_path: Path, mended:
     assert ranks[1].waited == []
 
 
-def test_what_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_not_retried(tmp_path: Path) -> None:
     _store(tmp_path, 5)
     newest = _store(tmp_path, 9)
     asked: list[str] = []
@@ -224,7 +224,7 @@ def test_what_is_gone_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("storage-choice")
-def test_what_one_rank_cannot_read_again_and_again_is_used_by_none(tmp_path: Path) -> None:
+def test_checkpoint_unreadable_for_one_rank_is_used_by_none(tmp_path: Path) -> None:
     _store(tmp_path, 5)
     newest = _store(tmp_path, 9)
 
@@ -239,7 +239,7 @@ def test_what_one_rank_cannot_read_again_and_again_is_used_by_none(tmp_path: Pat
 
 
 @pytest.mark.promise("storage-choice")
-def test_nothing_of_a_damaged_one_is_left_where_the_one_before_has_less(tmp_path: Path) -> None:
+def test_damaged_checkpoint_leaves_no_state_behind(tmp_path: Path) -> None:
     _store(tmp_path, 5, stepped=False)
     _flip(_store(tmp_path, 9), 9)
     ranks, steps = _load(tmp_path / "out")
@@ -247,7 +247,7 @@ def test_nothing_of_a_damaged_one_is_left_where_the_one_before_has_less(tmp_path
     assert [dict(rank.optimizer.state) for rank in ranks] == [{}, {}]
 
 
-def test_where_none_can_be_used_all_ranks_say_why(tmp_path: Path) -> None:
+def test_all_ranks_fail_with_the_reason_if_none_is_usable(tmp_path: Path) -> None:
     folder = _store(tmp_path, 9)
     _flip(folder, 9)
     _, said = _load(folder)
@@ -256,7 +256,7 @@ def test_where_none_can_be_used_all_ranks_say_why(tmp_path: Path) -> None:
         assert str(error).startswith(f"no checkpoint on storage can be used: {folder}: rank 0: {folder}/__1_0.distcp")
 
 
-def test_other_objects_than_were_stored_are_refused_and_nothing_older_is_tried(tmp_path: Path) -> None:
+def test_object_mismatch_is_refused_without_trying_older(tmp_path: Path) -> None:
     _store(tmp_path, 5)
     _store(tmp_path, 9)
     other = Rank()
@@ -265,7 +265,7 @@ def test_other_objects_than_were_stored_are_refused_and_nothing_older_is_tried(t
     assert all("model.weight is [3, 3] now, and [4, 6] in" in str(error) for error in said)
 
 
-def test_what_rank_0_was_told_counts(tmp_path: Path) -> None:
+def test_start_option_of_rank_0_decides(tmp_path: Path) -> None:
     folder = _store(tmp_path, 5)
     assert _load(folder, others=[])[1] == [5, 5]
     assert _load(others=[str(folder)])[1] == [0, 0]

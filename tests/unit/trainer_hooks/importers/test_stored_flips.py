@@ -117,7 +117,7 @@ def _read_archives(folder: Path, file: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.promise("storage-checked")
-def test_a_bit_in_whatever_is_restored_of_our_own_is_found(tmp_path: Path, before: Small) -> None:
+def test_flipped_bit_in_restored_bytes_is_found(tmp_path: Path, before: Small) -> None:
     folder = _spilled(before, tmp_path, world=2, layout="sharded")
     draw = random.Random(5)
     for file in ("__0_0.distcp", "__1_0.distcp"):
@@ -131,15 +131,13 @@ def test_a_bit_in_whatever_is_restored_of_our_own_is_found(tmp_path: Path, befor
 
 @pytest.mark.promise("storage-checked")
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp"])
-def test_no_bit_of_our_own_files_changes_what_is_restored(tmp_path: Path, before: Small, file: str) -> None:
+def test_flipped_bit_never_changes_the_restored_state(tmp_path: Path, before: Small, file: str) -> None:
     folder = _spilled(before, tmp_path, world=2, layout="sharded")
     assert _found_or_harmless(before, folder, folder / file, _drawn(folder / file, 150)) > 0
 
 
 @pytest.mark.promise("storage-checked")
-def test_bytes_of_another_checkpoint_are_found_though_they_are_whole_in_themselves(
-    tmp_path: Path, before: Small
-) -> None:
+def test_valid_bytes_of_another_checkpoint_are_rejected(tmp_path: Path, before: Small) -> None:
     folder, other = _spilled(before, tmp_path / "a"), _spilled(Small().train().train(), tmp_path / "b")
     (folder / "__0_0.distcp").write_bytes((other / "__0_0.distcp").read_bytes())
     with pytest.raises(
@@ -148,9 +146,7 @@ def test_bytes_of_another_checkpoint_are_found_though_they_are_whole_in_themselv
         Small().start_from(folder)
 
 
-def test_a_folder_of_a_release_without_digests_is_loaded_and_checked_by_its_archives(
-    tmp_path: Path, before: Small
-) -> None:
+def test_folder_without_digests_is_checked_by_its_archives(tmp_path: Path, before: Small) -> None:
     folder = _spilled(before, tmp_path)
     (folder / DIGESTS_FILE).unlink()
     after = Small()
@@ -166,7 +162,7 @@ def test_a_folder_of_a_release_without_digests_is_loaded_and_checked_by_its_arch
 
 @pytest.mark.promise("storage-checked")
 @pytest.mark.filterwarnings("ignore")
-def test_a_bit_in_a_file_that_dcp_wrote_is_found_or_harmless(tmp_path: Path, before: Small) -> None:
+def test_flipped_bit_in_a_dcp_file_is_found_or_harmless(tmp_path: Path, before: Small) -> None:
     dcp.save(before.saved(), checkpoint_id=tmp_path / "theirs", no_dist=True)
     file = tmp_path / "theirs" / "__0_0.distcp"
     assert _found_or_harmless(before, tmp_path / "theirs", file, _drawn(file, 150)) > 50
@@ -188,7 +184,7 @@ def test_a_bit_in_a_torch_save_file_behind_a_url_is_found(before: Small) -> None
         Small().start_from("memory://flipped.pt")
 
 
-def test_of_a_mapped_file_only_what_is_used_is_looked_at(tmp_path: Path, before: Small) -> None:
+def test_mapped_file_is_checked_only_where_used(tmp_path: Path, before: Small) -> None:
     model, big = before.model.state_dict(), torch.arange(1000.0)
     torch.save({"model": model, "unused": big}, tmp_path / "file.pt")
     at = (tmp_path / "file.pt").read_bytes().index(big[500:600].numpy().tobytes())
@@ -210,9 +206,7 @@ def test_every_bit_of_a_tensor_in_a_mapped_file_is_looked_at(tmp_path: Path, bef
     assert _found_or_harmless(before, tmp_path / "file.pt", tmp_path / "file.pt", bits) == len(bits)
 
 
-def test_what_torch_save_wrote_before_it_had_checksums_is_refused_with_what_to_do(
-    tmp_path: Path, before: Small
-) -> None:
+def test_legacy_torch_save_file_is_refused_with_advice(tmp_path: Path, before: Small) -> None:
     torch.save({"model": before.model.state_dict()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(
         DamagedCheckpoint, match=r"old\.pt is damaged, or not what torch\.save writes \(a zip archive, since"
@@ -220,7 +214,7 @@ def test_what_torch_save_wrote_before_it_had_checksums_is_refused_with_what_to_d
         Small().start_from(tmp_path / "old.pt")
 
 
-def test_digests_are_believed_only_as_they_were_written() -> None:
+def test_altered_digests_are_rejected() -> None:
     digests = StoredDigests(b"m" * 16, {"__0_0.distcp": (ArchiveDigest(0, 5, b"d" * 16),)})
     body = encode_digests(digests)
     assert decode_digests(body) == digests

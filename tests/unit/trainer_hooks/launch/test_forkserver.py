@@ -77,13 +77,13 @@ def bare() -> Iterator[ForkPool]:
         yield pool
 
 
-def test_a_child_runs_what_it_was_forked_for(bare: ForkPool) -> None:
+def test_child_runs_its_given_function(bare: ForkPool) -> None:
     children = [bare.start(add, n, 1) for n in range(5)]
     assert [child.result() for child in children] == [1, 2, 3, 4, 5]
     assert children[0].wait().code == 0
 
 
-def test_a_child_starts_with_a_clean_slate(bare: ForkPool) -> None:
+def test_child_starts_with_clean_process_state(bare: ForkPool) -> None:
     state = bare.start(who, environment={"NAME": "n"}).result()
     descriptors = state.pop("descriptors")
     assert state == {
@@ -97,7 +97,7 @@ def test_a_child_starts_with_a_clean_slate(bare: ForkPool) -> None:
     assert not [name for name in descriptors if name in ("socket", "anon_inode")], descriptors
 
 
-def test_an_exception_in_a_child_is_its_end_and_nobody_elses(bare: ForkPool) -> None:
+def test_exception_in_a_child_ends_only_the_child(bare: ForkPool) -> None:
     with pytest.raises(ChildFailed, match="on purpose"):
         bare.start(fail).result()
     assert bare.start(add, 1, 1).result() == 2
@@ -110,14 +110,14 @@ def test_a_death_by_signal_is_reported_as_such(bare: ForkPool) -> None:
     assert (end.pid, end.code, end.signal) == (child.pid, None, signal.SIGTERM)
 
 
-def test_a_signal_to_the_dead_does_nothing(bare: ForkPool) -> None:
+def test_signal_to_an_ended_child_does_nothing(bare: ForkPool) -> None:
     child = bare.start(add, 1, 1)
     child.wait()
     child.signal(signal.SIGKILL)
     assert bare.start(add, 1, 1).result() == 2
 
 
-def test_what_a_killed_child_started_dies_with_it(bare: ForkPool, tmp_path: Path) -> None:
+def test_killed_child_ends_its_descendants(bare: ForkPool, tmp_path: Path) -> None:
     child = bare.start(start_grandchild, str(tmp_path / "pid"))
     until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "its number")
     grandchild = int((tmp_path / "pid").read_text())
@@ -134,14 +134,14 @@ def test_children_die_when_their_server_is_killed(bare: ForkPool) -> None:
     until(lambda: not any(map(is_running, pids)), "their end")
 
 
-def test_the_server_and_its_children_end_when_nobody_listens(bare: ForkPool) -> None:
+def test_server_and_children_end_when_the_client_closes(bare: ForkPool) -> None:
     pid = bare.start(sleep).pid
     bare.close()
     assert bare._server.returncode == 0
     until(lambda: not is_running(pid), "its end")
 
 
-def test_a_server_that_has_ended_has_outlived_its_children(bare: ForkPool, tmp_path: Path) -> None:
+def test_ended_server_has_no_living_child(bare: ForkPool, tmp_path: Path) -> None:
     """Also one that takes a while to die, since its memory is freed first."""
     child = bare.start(hold_memory, str(tmp_path / "held"))
     until(lambda: (tmp_path / "held").exists() and (tmp_path / "held").read_text(), "what it holds")
@@ -150,7 +150,7 @@ def test_a_server_that_has_ended_has_outlived_its_children(bare: ForkPool, tmp_p
     assert not is_running(pid)
 
 
-def test_a_message_that_does_not_fit_is_refused_with_the_mend(bare: ForkPool) -> None:
+def test_oversized_message_is_refused_with_advice(bare: ForkPool) -> None:
     with pytest.raises(MalformedMessage, match="shorten the script's arguments"):
         bare.start(add, "x" * (1 << 18), 1)
 
@@ -182,7 +182,7 @@ def test_children_draw_different_random_numbers(forks: ForkPool) -> None:
     assert forks.start(draw).result() != forks.start(draw).result()
 
 
-def test_a_missing_package_is_an_error_and_a_missing_module_of_it_is_not() -> None:
+def test_missing_package_is_an_error_missing_submodule_is_not() -> None:
     command = "from everstep_trainer.launch.forkserver import preload; preload({modules!r})"
 
     def run(*modules: str) -> subprocess.CompletedProcess[str]:
@@ -202,7 +202,7 @@ def test_a_missing_package_is_an_error_and_a_missing_module_of_it_is_not() -> No
         ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", 1, "starts threads"),
     ],
 )
-def test_preload_refuses_what_no_fork_survives(tmp_path: Path, source: str, status: int, said: str) -> None:
+def test_preload_refuses_fork_unsafe_modules(tmp_path: Path, source: str, status: int, said: str) -> None:
     (tmp_path / "mine.py").write_text(source)
     code = "import sys; from everstep_trainer.launch.forkserver import preload_requested as p; p(); sys.modules['mine']"
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "EVERSTEP_PRELOAD": "mine"}
@@ -239,7 +239,7 @@ def test_stopped_server_ends_with_its_zygote(bare: ForkPool) -> None:
     assert not is_running(child.pid)
 
 
-def test_another_server_takes_place_of_living_one(bare: ForkPool) -> None:
+def test_new_server_replaces_a_living_one(bare: ForkPool) -> None:
     child = bare.start(sleep)
     server = parent_of(child.pid)
     bare.serve_anew()

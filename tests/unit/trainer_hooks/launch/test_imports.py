@@ -31,7 +31,7 @@ def never() -> bool:
     return False
 
 
-def test_standby_imports_what_a_rank_noted(tmp_path: Path) -> None:
+def test_standby_imports_modules_noted_by_a_rank(tmp_path: Path) -> None:
     noted = ImportRecorder(tmp_path, 3)
     for name in MODULES:
         importlib.import_module(name)
@@ -42,7 +42,7 @@ def test_standby_imports_what_a_rank_noted(tmp_path: Path) -> None:
     assert set(MODULES) <= sys.modules.keys()
 
 
-def test_note_leaves_out_what_the_script_imported(tmp_path: Path) -> None:
+def test_note_omits_modules_imported_by_the_script(tmp_path: Path) -> None:
     importlib.import_module("wave")
     noted = ImportRecorder(tmp_path, 0)
     importlib.import_module("xml.dom.minidom")
@@ -51,7 +51,7 @@ def test_note_leaves_out_what_the_script_imported(tmp_path: Path) -> None:
     assert "wave" not in read_imports(tmp_path / "imports-0")
 
 
-def test_note_keeps_what_the_process_before_noted(tmp_path: Path) -> None:
+def test_note_keeps_modules_of_the_previous_process(tmp_path: Path) -> None:
     (tmp_path / "imports-0").write_text("wave")
     noted = ImportRecorder(tmp_path, 0)
     importlib.import_module("xml.dom.minidom")
@@ -94,14 +94,14 @@ def test_follower_goes_on_after_a_failed_import(tmp_path: Path) -> None:
     assert "wave" in sys.modules
 
 
-def test_follower_stops_when_it_is_wanted(tmp_path: Path) -> None:
+def test_follower_stops_when_the_standby_is_needed(tmp_path: Path) -> None:
     (tmp_path / "imports-0").write_text("\n".join(MODULES))
     ImportFollower(tmp_path, lambda: "wave" in sys.modules).import_new()
     assert "wave" in sys.modules
     assert "xml.dom.minidom" not in sys.modules
 
 
-def test_follower_reads_a_file_again_once_it_changed(tmp_path: Path) -> None:
+def test_follower_rereads_a_changed_file(tmp_path: Path) -> None:
     file = tmp_path / "imports-0"
     follower = ImportFollower(tmp_path, never)
     follower.import_new()

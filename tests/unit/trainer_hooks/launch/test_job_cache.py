@@ -12,7 +12,7 @@ from everstep_trainer.launch.options import parse_options
 from everstep_trainer.launch.processes import fork_server_environment
 
 
-def test_cache_folder_is_the_users_alone(tmp_path: Path) -> None:
+def test_cache_folder_is_private_to_the_user(tmp_path: Path) -> None:
     found = cache_environment(tmp_path / "state", "llama", {})
     folder = tmp_path / "state" / "cache" / "llama"
     assert found == {
@@ -51,7 +51,7 @@ def test_cache_folder_others_can_write_is_refused(tmp_path: Path, caplog: pytest
     assert "can be written by another user" in caplog.text
 
 
-def test_cache_folder_that_cannot_be_made_is_gone_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_cache_folder_failing_to_create_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "cache").write_text("a file")
     assert cache_environment(tmp_path, "llama", {}) == {}
     assert "ranks go without" in caplog.text

@@ -32,7 +32,7 @@ def test_descriptors_arrive_with_their_message() -> None:
     receiver.close()
 
 
-def test_descriptors_of_what_is_no_message_are_closed() -> None:
+def test_descriptors_of_a_malformed_message_are_closed() -> None:
     ours, theirs = make_socket_pair()
     channel = ControlChannel[Word](ours, Word)
     readable, writable = os.pipe()

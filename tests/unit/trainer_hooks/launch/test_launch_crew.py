@@ -41,12 +41,12 @@ def killed(crew: WorkerPool, serial: int, now: float = 0.0) -> list[PoolAction]:
     return crew.handle_exit(serial, 100 + serial, None, KILL, now)
 
 
-def test_a_crew_starts_one_worker_for_each_local_rank() -> None:
+def test_pool_starts_one_worker_for_each_local_rank() -> None:
     crew = WorkerPool(WorkerPoolSettings(nproc=3))
     assert crew.start() == [StartWorker(1, 0), StartWorker(2, 1), StartWorker(3, 2)]
 
 
-def test_standbys_are_made_only_after_a_worker_came_to_main() -> None:
+def test_standbys_start_only_after_a_worker_reaches_main() -> None:
     crew = WorkerPool(WorkerPoolSettings(nproc=2, standbys=2, standby_delay_s=0.5))
     crew.start()
     assert crew.handle_reached_main(1) == [ScheduleStandby(0.5), ScheduleStandby(0.5)]
@@ -54,7 +54,7 @@ def test_standbys_are_made_only_after_a_worker_came_to_main() -> None:
     assert crew.handle_standby_due() == [StartWorker(3, None)]
 
 
-def test_a_dead_worker_is_reported_and_its_standby_promoted_before_another_is_made() -> None:
+def test_standby_is_promoted_before_another_is_started() -> None:
     crew = staffed()
     assert killed(crew, 2) == [ReportExit(1, 102, None, KILL, True), PromoteWorker(3, 1), ScheduleStandby(1.0)]
     assert crew.active_workers() == {1: 0, 3: 1}
@@ -65,13 +65,13 @@ def test_without_a_standby_a_worker_is_forked_in_the_same_place() -> None:
     assert killed(crew, 1) == [ReportExit(0, 101, None, KILL, True), StartWorker(3, 0)]
 
 
-def test_of_two_deaths_at_once_the_first_gets_the_standby_and_the_second_a_new_process() -> None:
+def test_second_of_two_deaths_gets_a_new_process() -> None:
     crew = staffed()
     assert killed(crew, 1)[1:] == [PromoteWorker(3, 0), ScheduleStandby(1.0)]
     assert killed(crew, 2)[1:] == [StartWorker(4, 1)]
 
 
-def test_a_warm_standby_is_preferred_to_one_that_still_imports() -> None:
+def test_warm_standby_is_preferred_to_an_importing_one() -> None:
     crew = WorkerPool(WorkerPoolSettings(nproc=1, standbys=2))
     crew.start()
     crew.handle_reached_main(1)
@@ -81,12 +81,12 @@ def test_a_warm_standby_is_preferred_to_one_that_still_imports() -> None:
     assert PromoteWorker(3, 0) in killed(crew, 1)
 
 
-def test_a_standby_that_dies_is_made_again_but_not_reported() -> None:
+def test_dead_standby_is_replaced_but_not_reported() -> None:
     crew = staffed()
     assert killed(crew, 3) == [ScheduleStandby(1.0)]
 
 
-def test_standbys_that_never_arrive_are_given_up_on() -> None:
+def test_standbys_never_arriving_are_given_up() -> None:
     crew = WorkerPool(WorkerPoolSettings(nproc=1, standbys=1))
     crew.start()
     crew.handle_reached_main(1)
@@ -99,7 +99,7 @@ def test_standbys_that_never_arrive_are_given_up_on() -> None:
     assert crew.handle_exit(hired.serial, 9, 1, None, 0.0) == []
 
 
-def test_too_many_deaths_of_one_local_rank_within_the_window_are_not_replaced() -> None:
+def test_deaths_above_the_limit_are_not_replaced() -> None:
     crew = staffed(nproc=1, standbys=0, max_deaths=2)
     killed(crew, 1, now=0.0)
     killed(crew, 2, now=1.0)
@@ -116,7 +116,7 @@ def test_deaths_outside_the_window_are_forgotten() -> None:
     assert killed(crew, 2, now=61.0) == [ReportExit(0, 102, None, KILL, True), StartWorker(3, 0)]
 
 
-def test_a_worker_that_exits_cleanly_is_no_death() -> None:
+def test_clean_exit_is_no_death() -> None:
     crew = staffed()
     assert crew.handle_exit(1, 101, 0, None, 0.0) == [AwaitJobEnd(0, 101)]
     assert not crew.is_finished
@@ -125,13 +125,13 @@ def test_a_worker_that_exits_cleanly_is_no_death() -> None:
     assert crew.handle_generation(1, frozenset({0, 1}), 0.0) == []
 
 
-def test_a_plain_script_finishes_when_all_its_processes_have() -> None:
+def test_plain_script_finishes_once_all_processes_exit() -> None:
     crew = WorkerPool(WorkerPoolSettings(nproc=1))
     crew.start()
     assert crew.handle_exit(1, 101, 0, None, 0.0) == [ScriptEnded()]
 
 
-def test_a_script_that_fails_before_main_is_not_tried_again() -> None:
+def test_script_failing_before_main_is_not_retried() -> None:
     crew = WorkerPool(WorkerPoolSettings(nproc=2))
     crew.start()
     (failed,) = crew.handle_exit(2, 102, 3, None, 0.0)
@@ -140,7 +140,7 @@ def test_a_script_that_fails_before_main_is_not_tried_again() -> None:
     assert "local rank 1" in failed.sentence
 
 
-def test_a_script_killed_before_main_fails_with_the_status_of_a_shell() -> None:
+def test_script_killed_before_main_fails_with_shell_status() -> None:
     crew = WorkerPool(WorkerPoolSettings(nproc=1))
     crew.start()
     (failed,) = crew.handle_exit(1, 101, None, int(signal.SIGSEGV), 0.0)
@@ -148,7 +148,7 @@ def test_a_script_killed_before_main_fails_with_the_status_of_a_shell() -> None:
     assert failed.code == 128 + signal.SIGSEGV
 
 
-def test_a_kill_for_a_generation_hits_only_who_took_part_in_it() -> None:
+def test_kill_order_hits_only_members_of_its_generation() -> None:
     crew = staffed()
     assert crew.worker_to_kill(1, generation=1) == 2
     killed(crew, 2)
@@ -157,14 +157,14 @@ def test_a_kill_for_a_generation_hits_only_who_took_part_in_it() -> None:
     assert crew.worker_to_kill(1, generation=2) == 3
 
 
-def test_a_generation_fills_local_ranks_that_nobody_holds() -> None:
+def test_generation_fills_vacant_local_ranks() -> None:
     crew = staffed()
     assert crew.handle_generation(2, frozenset({1}), 0.0) == []
     crew.remove_worker(1)
     assert crew.handle_generation(2, frozenset({0, 1}), 0.0) == [PromoteWorker(3, 0), ScheduleStandby(1.0)]
 
 
-def test_who_ended_cleanly_before_a_newer_generation_that_counts_on_it_died() -> None:
+def test_clean_exit_before_a_newer_generation_counts_as_death() -> None:
     crew = staffed()
     crew.handle_exit(2, 102, 0, None, 0.0)
     died = [ReportExit(1, 102, 0, None, True), PromoteWorker(3, 1), ScheduleStandby(1.0)]
@@ -172,7 +172,7 @@ def test_who_ended_cleanly_before_a_newer_generation_that_counts_on_it_died() ->
     assert crew.handle_early_exit(1, 102, 0.0) == [], "once"
 
 
-def test_who_ended_cleanly_while_the_job_goes_on_died() -> None:
+def test_clean_exit_in_a_running_job_counts_as_death() -> None:
     """As where its end is heard of only after the generation that was made for another in its place."""
     crew = staffed()
     crew.handle_generation(2, frozenset({0, 1}), 0.0)
@@ -181,7 +181,7 @@ def test_who_ended_cleanly_while_the_job_goes_on_died() -> None:
     assert crew.handle_early_exit(1, 102, 0.0) == died
 
 
-def test_who_ends_cleanly_in_each_generation_is_given_up_on() -> None:
+def test_repeated_clean_exits_are_given_up() -> None:
     crew = staffed(nproc=1, standbys=0, max_deaths=2)
     for serial in (1, 2, 3):
         crew.handle_exit(serial, 100 + serial, 0, None, 0.0)

@@ -45,7 +45,7 @@ async def connected(link: LauncherLink) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_a_launcher_says_hello_then_joins_then_says_what_waited(tmp_path: Path) -> None:
+def test_launcher_sends_hello_join_and_queued_reports(tmp_path: Path) -> None:
     with fake_agent(tmp_path / "agent.sock", node="n7") as agent:
 
         async def act(link: LauncherLink, heard: asyncio.Queue[Directive]) -> None:
@@ -65,7 +65,7 @@ def said(agent: FakeAgent, count: int) -> Peer | None:
     return next((peer for peer in agent.peers if len(peer.messages) >= count), None)
 
 
-def test_directives_are_passed_on_even_in_the_same_breath_as_the_welcome(tmp_path: Path) -> None:
+def test_directives_following_the_welcome_are_passed_on(tmp_path: Path) -> None:
     with fake_agent(tmp_path / "agent.sock") as agent:
 
         def greet(peer: Peer) -> None:
@@ -81,7 +81,7 @@ def test_directives_are_passed_on_even_in_the_same_breath_as_the_welcome(tmp_pat
         linked(tmp_path / "agent.sock", act)
 
 
-def test_an_agent_that_is_not_there_yet_is_tried_until_it_is(tmp_path: Path) -> None:
+def test_missing_agent_is_retried_until_available(tmp_path: Path) -> None:
     agent = FakeAgent(tmp_path / "agent.sock")
 
     async def act(link: LauncherLink, heard: asyncio.Queue[Directive]) -> None:
@@ -96,9 +96,7 @@ def test_an_agent_that_is_not_there_yet_is_tried_until_it_is(tmp_path: Path) -> 
         agent.stop()
 
 
-def test_an_agent_that_does_not_begin_with_a_welcome_is_named_and_tried_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_agent_without_a_welcome_is_named_and_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with fake_agent(tmp_path / "agent.sock") as agent:
         greetings = 0
 
@@ -119,7 +117,7 @@ def test_an_agent_that_does_not_begin_with_a_welcome_is_named_and_tried_again(
         assert len(warnings) == 1  # once for each reason, not for each try
 
 
-def test_goodbye_is_the_last_thing_said(tmp_path: Path) -> None:
+def test_goodbye_is_the_last_message(tmp_path: Path) -> None:
     with fake_agent(tmp_path / "agent.sock") as agent:
 
         async def act(link: LauncherLink, heard: asyncio.Queue[Directive]) -> None:

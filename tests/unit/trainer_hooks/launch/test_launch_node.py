@@ -14,7 +14,7 @@ from everstep.errors import ConfigurationError
 from tests.support.forked import ForkPool
 
 
-def test_a_single_node_meets_on_loopback_and_a_given_address_is_taken_as_it_is() -> None:
+def test_single_node_uses_loopback_or_the_given_address() -> None:
     assert rendezvous_host(None, several_nodes=False) == "127.0.0.1"
     assert rendezvous_host("192.0.2.7", several_nodes=True) == "192.0.2.7"
 
@@ -28,7 +28,7 @@ def test_a_single_node_meets_on_loopback_and_a_given_address_is_taken_as_it_is()
         ("127.0.1.1", None, "127.0.0.1"),
     ],
 )
-def test_several_nodes_meet_where_the_others_can_reach_this_one(
+def test_several_nodes_use_a_reachable_rendezvous_address(
     monkeypatch: pytest.MonkeyPatch, by_name: str | None, by_route: str | None, expected: str
 ) -> None:
     monkeypatch.setattr(launcher, "_by_name", lambda: by_name)
@@ -36,14 +36,14 @@ def test_several_nodes_meet_where_the_others_can_reach_this_one(
     assert rendezvous_host(None, several_nodes=True) == expected
 
 
-def test_the_store_listens_on_its_own_address_alone_before_it_is_served() -> None:
+def test_store_listens_on_its_own_address_before_serving() -> None:
     with listening_socket("127.0.0.1") as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
         with socket.create_connection(listener.getsockname()[:2]):
             pass  # waits in the queue
 
 
-def test_an_address_of_another_machine_is_refused_with_the_mend() -> None:
+def test_address_of_another_machine_is_refused_with_advice() -> None:
     with pytest.raises(ConfigurationError, match="--local-addr"):
         listening_socket("192.0.2.7")
 
@@ -67,7 +67,7 @@ def warm_up_and_draw() -> tuple[float, float, int]:
     return expected, torch.rand(1).item(), len(os.listdir("/proc/self/task"))
 
 
-def test_warming_up_leaves_the_random_numbers_as_they_were(forks: ForkPool) -> None:
+def test_warm_up_preserves_the_random_state(forks: ForkPool) -> None:
     expected, drawn, threads = forks.start(warm_up_and_draw).result()
     assert drawn == expected
     assert threads == 1

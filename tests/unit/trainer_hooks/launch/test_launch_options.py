@@ -36,7 +36,7 @@ def test_a_torchrun_command_line_can_be_carried_over(script: str) -> None:
     assert options.arguments == ("--lr", "0.1", "--nnodes=9")
 
 
-def test_every_unused_flag_says_why() -> None:
+def test_every_unused_flag_states_its_reason() -> None:
     assert all(len(reason) > 10 for reason in IGNORED_FLAGS.values())
 
 
@@ -50,24 +50,24 @@ def test_ranks_may_be_counted_by_device(script: str, word: str) -> None:
     assert parse_options(["--nproc-per-node", word, script], {}).nproc_per_node == word
 
 
-def test_the_environment_fills_what_was_not_given_and_never_overrides(script: str) -> None:
+def test_environment_fills_options_but_never_overrides(script: str) -> None:
     environ = {"PET_NPROC_PER_NODE": "4", "PET_MAX_RESTARTS": "9", "EVERSTEP_AGENT_SOCKET": "/from/environment"}
     filled = parse_options(["--max-restarts", "1", script], environ)
     assert (filled.nproc_per_node, filled.max_restarts, filled.agent_socket) == (4, 1, "/from/environment")
     assert parse_options(["--agent-socket", "/given", script], environ).agent_socket == "/given"
 
 
-def test_standalone_uses_no_agent_even_where_one_is_named(script: str) -> None:
+def test_standalone_ignores_a_named_agent(script: str) -> None:
     assert parse_options(["--standalone", script], {"EVERSTEP_AGENT_SOCKET": "/a.sock"}).agent_socket is None
 
 
-def test_a_job_without_a_name_is_named_after_its_script_and_told_apart(script: str) -> None:
+def test_unnamed_job_gets_a_unique_name_from_its_script(script: str) -> None:
     first, second = parse_options([script], {}).job, parse_options([script], {}).job
     assert first.startswith("train-")
     assert first != second
 
 
-def test_checkpoints_wait_for_a_launcher_that_may_come_back_to_their_name(script: str) -> None:
+def test_named_job_keeps_checkpoints_for_a_returning_launcher(script: str) -> None:
     assert parse_options([script], {}).vault_linger_s is None
     assert parse_options(["--job", "again", script], {}).vault_linger_s == 600
     assert parse_options(["--job", "again", "--vault-linger-s", "5", script], {}).vault_linger_s == 5
@@ -75,7 +75,7 @@ def test_checkpoints_wait_for_a_launcher_that_may_come_back_to_their_name(script
         parse_options(["--job", "again", "--vault-linger-s", "0", script], {})
 
 
-def test_a_checkpoint_on_storage_is_for_the_workers_to_find(script: str) -> None:
+def test_start_from_is_passed_to_the_workers(script: str) -> None:
     options = parse_options(["--start-from", "s3://bucket/llama", script], {})
     environment = worker_environment(options, agent_socket="/a.sock", nproc=2, local_rank=0)
     assert environment["EVERSTEP_START_FROM"] == "s3://bucket/llama"
@@ -111,7 +111,7 @@ def test_a_module_needs_no_file() -> None:
         (["--tee", "3"], "--log-dir"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_mend(script: str, argv: list[str], mend: str) -> None:
+def test_impossible_options_are_refused_with_advice(script: str, argv: list[str], mend: str) -> None:
     with pytest.raises(ConfigurationError, match=mend):
         parse_options([*argv, script], {})
 
@@ -121,9 +121,7 @@ def test_a_missing_script_is_refused() -> None:
         parse_options(["nowhere.py"], {})
 
 
-def test_the_default_socket_is_used_only_where_there_is_one(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_socket_is_used_only_if_present(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "agent.sock"
     monkeypatch.setattr("everstep_trainer.launch.options.DEFAULT_AGENT_SOCKET", str(path))
     assert parse_options([script], {}).agent_socket is None
@@ -132,12 +130,12 @@ def test_the_default_socket_is_used_only_where_there_is_one(
         assert parse_options([script], {}).agent_socket == str(path)
 
 
-def test_an_exception_of_the_script_ends_the_job_unless_retries_are_asked_for(script: str) -> None:
+def test_script_exception_ends_the_job_without_user_retries(script: str) -> None:
     assert parse_options([script], {}).job_spec(1).max_user_retries == 0
     assert parse_options(["--user-retries", "2", script], {}).job_spec(1).max_user_retries == 2
 
 
-def test_every_byte_is_asked_for_twice_unless_told_otherwise(script: str) -> None:
+def test_two_replicas_are_the_default(script: str) -> None:
     def spec_replicas(**given: int) -> int:
         return LaunchOptions(script=script, job="j", agent_socket="/a", **given).job_spec(2).replicas
 
@@ -164,7 +162,7 @@ def test_blocks_and_priority_are_asked_of_the_controller(script: str) -> None:
         parse_options([script], {"PET_BLOCK_WITHIN": "row"})
 
 
-def test_what_is_kept_beyond_copies_is_asked_of_the_controller(script: str, tmp_path: Path) -> None:
+def test_parity_and_spill_are_requested_of_the_controller(script: str, tmp_path: Path) -> None:
     argv = ["--nnodes=4:8", "--job=j", "--agent-socket=/a.sock", "--parity-group-size=4", "--spill-to=stored"]
     spec = parse_options([*argv, "--spill-every=50", "--spill-keep=0", script], {}).job_spec(2)
     assert spec.spill is not None
@@ -184,7 +182,7 @@ def test_what_is_kept_beyond_copies_is_asked_of_the_controller(script: str, tmp_
         (["--spill-to=/x", "--spill-every=0"], "at least 1 step"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_without_telling_secrets(script: str, argv: list[str], words: str) -> None:
+def test_invalid_storage_option_is_refused_without_secrets(script: str, argv: list[str], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words) as refused:
         parse_options([*argv, script], {})
     assert "hunter2" not in str(refused.value)

@@ -30,7 +30,7 @@ class Refusing(io.RawIOBase):
         return len(bytes(data))
 
 
-def test_a_full_disk_is_told_of_once_and_lines_are_shown_all_the_same(
+def test_full_disk_is_logged_once_and_lines_are_still_shown(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     async def play() -> bytes:
@@ -59,9 +59,7 @@ def test_a_full_disk_is_told_of_once_and_lines_are_shown_all_the_same(
     ]
 
 
-def test_a_terminal_that_is_gone_is_told_of_once_and_files_are_written_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lost_terminal_is_logged_once_and_files_continue(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
         outputs = WorkerOutputs(tmp_path, True, str)
         out, err = outputs.open(1)

@@ -47,7 +47,7 @@ def test_long_reason_is_cut() -> None:
     assert len(summary(detail(recovery(2, 1.0, sentence="x" * 4000)))[1]) < 250
 
 
-def test_controller_that_does_not_answer_costs_the_summary_only(tmp_path: Path) -> None:
+def test_unresponsive_controller_costs_only_the_summary(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("a.token")
     assert asyncio.run(read_detail("http://127.0.0.1:9", token, "llama")) is None

@@ -85,7 +85,7 @@ def gone(pid: int) -> bool:
     return not os.path.exists(f"/proc/{pid}")
 
 
-def test_a_service_is_ready_when_its_file_says_so_and_ends_when_told(stage: Stage) -> None:
+def test_service_is_ready_with_its_file_and_ends_on_request(stage: Stage) -> None:
     pids: list[int] = []
 
     async def act(pid: int) -> None:
@@ -96,7 +96,7 @@ def test_a_service_is_ready_when_its_file_says_so_and_ends_when_told(stage: Stag
     assert gone(pids[0])
 
 
-def test_a_service_that_fails_to_start_shows_the_end_of_its_log(stage: Stage) -> None:
+def test_service_failing_to_start_shows_its_log_tail(stage: Stage) -> None:
     stage.program = FAILING
 
     async def act(_: int) -> None:
@@ -115,7 +115,7 @@ if not mark.exists():
 """
 
 
-def test_a_service_that_is_killed_while_it_starts_is_started_once_more(stage: Stage) -> None:
+def test_service_killed_while_starting_is_restarted_once(stage: Stage) -> None:
     stage.program = KILLED_ONCE + READY
 
     async def act(pid: int) -> None:
@@ -126,7 +126,7 @@ def test_a_service_that_is_killed_while_it_starts_is_started_once_more(stage: St
     played(stage, act)
 
 
-def test_a_service_that_is_killed_at_each_start_fails_in_the_end(stage: Stage) -> None:
+def test_service_killed_at_each_start_fails(stage: Stage) -> None:
     stage.program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 
     async def act(_: int) -> None:
@@ -136,7 +136,7 @@ def test_a_service_that_is_killed_at_each_start_fails_in_the_end(stage: Stage) -
         played(stage, act)
 
 
-def test_the_ready_file_of_an_earlier_life_is_not_believed(stage: Stage) -> None:
+def test_ready_file_of_an_earlier_run_is_ignored(stage: Stage) -> None:
     stage.ready_file.write_text('{"pid": 1, "address": "old"}')
 
     async def act(pid: int) -> None:
@@ -145,7 +145,7 @@ def test_the_ready_file_of_an_earlier_life_is_not_believed(stage: Stage) -> None
     played(stage, act)
 
 
-def test_a_service_that_dies_is_started_again_with_what_it_said_before(stage: Stage) -> None:
+def test_dead_service_restarts_with_its_previous_address(stage: Stage) -> None:
     async def act(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
         await eventually(lambda: len(stage.told) == 2 and stage.ready_file.exists())
@@ -164,7 +164,7 @@ async def kill_again_and_again(stage: Stage, pid: int, times: int, every_s: floa
         pid = stage.pid()
 
 
-def test_a_service_that_dies_now_and_then_is_started_again_for_ever(stage: Stage) -> None:
+def test_occasionally_dying_service_is_always_restarted(stage: Stage) -> None:
     async def act(pid: int) -> None:
         await kill_again_and_again(
             stage, pid, 2 * private_services.MAX_RESTARTS, every_s=private_services.RESTART_WINDOW_S / 4
@@ -173,7 +173,7 @@ def test_a_service_that_dies_now_and_then_is_started_again_for_ever(stage: Stage
     played(stage, act)
 
 
-def test_a_service_that_dies_too_often_at_once_is_left_alone(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_service_dying_too_often_is_left_alone(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     async def act(pid: int) -> None:
         await kill_again_and_again(stage, pid, private_services.MAX_RESTARTS, every_s=1.0)
         os.kill(stage.pid(), signal.SIGKILL)
@@ -184,7 +184,7 @@ def test_a_service_that_dies_too_often_at_once_is_left_alone(stage: Stage, caplo
     assert "ended 6 times within 60 s, the last time with status -9; training goes on without it" in caplog.text
 
 
-def test_a_service_that_does_not_come_back_is_left_alone(stage: Stage) -> None:
+def test_service_failing_to_restart_is_left_alone(stage: Stage) -> None:
     async def act(pid: int) -> None:
         stage.program = FAILING
         os.kill(pid, signal.SIGKILL)
@@ -194,7 +194,7 @@ def test_a_service_that_does_not_come_back_is_left_alone(stage: Stage) -> None:
     played(stage, act)
 
 
-def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         private_services, "REQUIRED_MODULES", {"controller": ("no_such_web_framework",), "agent": ("msgspec",)}
     )
@@ -219,9 +219,7 @@ def services(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Priv
     return PrivateServices(short_path / "state", "j", SYSTEM_CLOCK)
 
 
-def test_private_services_keep_their_secrets_to_this_user_and_leave_only_logs(
-    services: PrivateServices, short_path: Path
-) -> None:
+def test_private_services_protect_secrets_and_leave_only_logs(services: PrivateServices, short_path: Path) -> None:
     async def play() -> None:
         try:
             socket = await services.start()
@@ -239,9 +237,7 @@ def test_private_services_keep_their_secrets_to_this_user_and_leave_only_logs(
     assert left == {".lock", "j.controller.log", "j.agent.log"}
 
 
-def test_what_a_killed_launcher_left_is_swept_away_and_a_living_ones_is_not(
-    services: PrivateServices, short_path: Path
-) -> None:
+def test_leftovers_of_a_dead_launcher_are_removed(services: PrivateServices, short_path: Path) -> None:
     state = short_path / "state"
     for name in ("run-dead", "run-alive"):
         (state / name).mkdir(parents=True)
@@ -287,7 +283,7 @@ def started_in(services: PrivateServices) -> Path:
     return asyncio.run(play())
 
 
-def test_what_a_killed_launcher_of_the_same_job_left_is_taken_over(services: PrivateServices, short_path: Path) -> None:
+def test_leftovers_of_the_same_job_are_taken_over(services: PrivateServices, short_path: Path) -> None:
     left = Left(short_path)
 
     async def play() -> None:
@@ -303,16 +299,14 @@ def test_what_a_killed_launcher_of_the_same_job_left_is_taken_over(services: Pri
     assert not left.segments.exists()
 
 
-def test_what_is_of_another_job_or_not_in_memory_any_more_is_swept_away(
-    services: PrivateServices, short_path: Path
-) -> None:
+def test_leftovers_of_other_jobs_or_boots_are_removed(services: PrivateServices, short_path: Path) -> None:
     other, booted = Left(short_path, "run-other", job="other"), Left(short_path, "run-booted")
     (booted.segments / "j" / "own-0").unlink()
     assert started_in(services) not in (other.run_dir, booted.run_dir)
     assert not any(path.exists() for left in (other, booted) for path in (left.run_dir, left.segments))
 
 
-def test_what_a_vault_waits_with_for_another_launcher_stays(services: PrivateServices, short_path: Path) -> None:
+def test_segments_of_a_lingering_vault_stay(services: PrivateServices, short_path: Path) -> None:
     other = Left(short_path, job="other")
     with (other.segments / LOCK_FILE).open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -321,7 +315,7 @@ def test_what_a_vault_waits_with_for_another_launcher_stays(services: PrivateSer
     assert other.run_dir.exists()
 
 
-def test_a_service_of_the_launcher_before_that_does_not_end_is_killed_first(
+def test_stubborn_service_of_an_earlier_launcher_is_killed(
     services: PrivateServices, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = Left(short_path)
@@ -340,7 +334,7 @@ def test_a_service_of_the_launcher_before_that_does_not_end_is_killed_first(
             process.wait()
 
 
-def test_an_agent_of_the_launcher_before_that_has_not_said_its_number_yet_is_waited_for(
+def test_starting_agent_of_an_earlier_launcher_is_awaited(
     services: PrivateServices, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, started = Left(short_path), private_services._controller_command
@@ -364,7 +358,7 @@ def test_an_agent_of_the_launcher_before_that_has_not_said_its_number_yet_is_wai
     assert started_in(services) == left.run_dir
 
 
-def test_what_was_taken_over_stays_where_its_services_do_not_come_up(
+def test_taken_over_state_stays_if_services_fail_to_start(
     services: PrivateServices, short_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = Left(short_path)
@@ -378,9 +372,7 @@ def test_what_was_taken_over_stays_where_its_services_do_not_come_up(
     assert "everstep vault drop" in caplog.text
 
 
-def test_a_state_directory_too_deep_for_sockets_is_refused_with_the_mend(
-    services: PrivateServices, short_path: Path
-) -> None:
+def test_too_deep_state_directory_is_refused_with_advice(services: PrivateServices, short_path: Path) -> None:
     deep = PrivateServices(short_path / ("d" * 90), "j", SYSTEM_CLOCK)
 
     async def play() -> None:
@@ -394,22 +386,20 @@ def test_a_state_directory_too_deep_for_sockets_is_refused_with_the_mend(
     assert not list((short_path / ("d" * 90)).glob("run-*"))
 
 
-def test_a_state_directory_that_cannot_be_written_is_refused_with_the_mend(
-    services: PrivateServices, short_path: Path
-) -> None:
+def test_unwritable_state_directory_is_refused_with_advice(services: PrivateServices, short_path: Path) -> None:
     (short_path / "home").touch()
     unwritable = PrivateServices(short_path / "home" / "state", "j", SYSTEM_CLOCK)
     with pytest.raises(ConfigurationError, match="name another directory with --state-dir"):
         asyncio.run(unwritable.start())
 
 
-def test_so_is_a_directory_for_output_that_cannot_be_made(short_path: Path) -> None:
+def test_unwritable_log_directory_is_refused_with_advice(short_path: Path) -> None:
     (short_path / "logs").touch()
     with pytest.raises(ConfigurationError, match=r"--log-dir: ranks' output cannot be kept in .*/logs/j"):
         WorkerOutputs(short_path / "logs" / "j", False, str)
 
 
-def test_a_service_that_cannot_be_started_again_is_told_of(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_service_impossible_to_restart_is_logged(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     async def act(pid: int) -> None:
         stage.log_file.unlink()
         stage.log_file.mkdir()

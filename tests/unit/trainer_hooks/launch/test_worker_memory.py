@@ -51,18 +51,18 @@ def faults_after_touching(wanted: int) -> tuple[int, int, int]:
     return touched, grown, count
 
 
-def test_memory_of_a_model_is_not_faulted_in_again_and_again(forks: ForkPool) -> None:
+def test_freed_model_memory_is_reused_without_page_faults(forks: ForkPool) -> None:
     first, *_, last = forks.start(faults_of_models).result()
     assert first > 8000  # 32 MiB in pages of 4 KiB
     assert last < first / 10
 
 
-def test_memory_touched_ahead_serves_later_tensors_without_faults(forks: ForkPool) -> None:
+def test_pretouched_memory_serves_tensors_without_page_faults(forks: ForkPool) -> None:
     touched, grown, count = forks.start(faults_after_touching, 4 * TOUCH_PIECE_BYTES).result()
     assert touched == 4 * TOUCH_PIECE_BYTES
     assert grown > 3 * TOUCH_PIECE_BYTES
     assert count < 2000  # of 15,000 pages
 
 
-def test_without_sibling_ranks_there_is_nothing_to_follow() -> None:
+def test_largest_sibling_is_zero_without_sibling_ranks() -> None:
     assert largest_rank_bytes() == 0

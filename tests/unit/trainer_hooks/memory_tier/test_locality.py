@@ -31,24 +31,22 @@ def with_gpu(root: Path, said: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     [({4, 5}, 1), ({0, 3, 8}, 0), ({3, 4}, None), ({12}, None)],
     ids=["one", "both parts", "two", "no"],
 )
-def test_a_rank_belongs_to_the_node_that_has_all_its_processors(
+def test_rank_belongs_to_the_numa_node_of_all_its_processors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: set[int], node: int | None
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: allowed)
     assert numa_node(machine(tmp_path, "0-3,8", "4-7", "")) == node
 
 
-def test_a_machine_of_one_node_has_no_choice(tmp_path: Path) -> None:
+def test_machine_with_one_numa_node_has_no_preference(tmp_path: Path) -> None:
     assert numa_node(machine(tmp_path, f"0-{os.cpu_count()}")) is None
 
 
-def test_the_gpu_decides_before_the_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_locality_precedes_processor_affinity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     assert numa_node(with_gpu(machine(tmp_path, "0-3", "4-7"), "1", monkeypatch)) == 1
 
 
-def test_a_gpu_of_which_the_firmware_says_nothing_is_near_no_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_without_firmware_locality_has_no_numa_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     assert numa_node(with_gpu(machine(tmp_path, "0-3", "4-7"), "-1", monkeypatch)) is None

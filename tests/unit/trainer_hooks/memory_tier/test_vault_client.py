@@ -75,7 +75,7 @@ def empty(message: local.ToVault) -> local.FromVault:
 
 
 @pytest.mark.parametrize(("code", "kind"), [("not_found", NotFound), ("slot_memory", OutOfSlotMemory)])
-def test_a_refusal_comes_back_as_the_error_of_its_code(
+def test_refusal_raises_the_error_of_its_code(
     talk: Callable[[Answer], tuple[StubVault, VaultClient]], code: str, kind: type[Exception]
 ) -> None:
     _, client = talk(lambda m: local.RequestFailed(request=m.request, code=code, message="no room at all"))
@@ -83,7 +83,7 @@ def test_a_refusal_comes_back_as_the_error_of_its_code(
         client.inventory("job")
 
 
-def test_a_request_is_sent_again_when_the_vault_went_away_with_it(
+def test_request_lost_with_its_vault_is_resent(
     talk: Callable[[Answer], tuple[StubVault, VaultClient]],
 ) -> None:
     answers: list[Callable[[local.ToVault], local.FromVault | None]] = [lambda _: None, empty]
@@ -93,7 +93,7 @@ def test_a_request_is_sent_again_when_the_vault_went_away_with_it(
     assert stub.asked[0] == stub.asked[1]
 
 
-def test_slots_that_are_not_hashed_yet_are_asked_for_again(
+def test_unhashed_slots_are_asked_for_again(
     talk: Callable[[Answer], tuple[StubVault, VaultClient]],
 ) -> None:
     left = [2, 1, 0]
@@ -102,7 +102,7 @@ def test_slots_that_are_not_hashed_yet_are_asked_for_again(
     assert len(stub.asked) == 3
 
 
-def test_slots_that_nobody_comes_to_hash_are_done_without(
+def test_inventory_skips_slots_never_hashed(
     talk: Callable[[Answer], tuple[StubVault, VaultClient]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vault_client, "STARTUP_CHECK_WAIT_S", 0.01)
@@ -110,7 +110,7 @@ def test_slots_that_nobody_comes_to_hash_are_done_without(
     assert client.inventory("job") == ()
 
 
-def test_a_finding_in_between_is_not_taken_for_an_answer(
+def test_answer_to_another_request_is_ignored(
     talk: Callable[[Answer], tuple[StubVault, VaultClient]],
 ) -> None:
     _, client = talk(lambda m: local.InventoryAnswer(request=m.request + 1000, slots=()))
@@ -119,7 +119,7 @@ def test_a_finding_in_between_is_not_taken_for_an_answer(
         client.inventory("job")
 
 
-def test_a_vault_that_is_not_there_is_unavailable_after_the_timeout(tmp_path: Path) -> None:
+def test_missing_vault_is_unavailable_after_the_timeout(tmp_path: Path) -> None:
     client = VaultClient(str(tmp_path / "nobody.sock"), timeout_s=0.05)
     try:
         with pytest.raises(Unavailable, match=r"nobody\.sock did not answer in time"):
@@ -128,7 +128,7 @@ def test_a_vault_that_is_not_there_is_unavailable_after_the_timeout(tmp_path: Pa
         client.close()
 
 
-def test_closing_ends_what_waits(tmp_path: Path) -> None:
+def test_closing_fails_waiting_requests(tmp_path: Path) -> None:
     client = VaultClient(str(tmp_path / "nobody.sock"), timeout_s=60.0)
     future = client.fetch(job="job", node="n2", rank=0, version=local.Version(1, 1), ranges=(), target_path="/x")
     client.close()

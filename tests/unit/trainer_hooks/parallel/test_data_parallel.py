@@ -39,7 +39,7 @@ def ranks(session_forks: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.promise("replica-groups")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_of_one_replica_share_its_samples_and_random_numbers(ranks, layout):
+def test_ranks_of_one_replica_share_samples_and_random_numbers(ranks, layout):
     of_layout = [rank[layout] for rank in ranks]
     assert [rank["replica"] for rank in of_layout] == REPLICAS[layout]
     count = len(set(REPLICAS[layout]))
@@ -59,13 +59,13 @@ def test_ranks_of_one_replica_share_its_samples_and_random_numbers(ranks, layout
 
 @pytest.mark.promise("replica-groups")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_mean_over_replicas_is_the_mean_over_samples_on_every_rank(ranks, layout):
+def test_mean_over_replicas_is_the_mean_over_samples(ranks, layout):
     losses = replicas.loss_of(ElasticSampler(SAMPLES, global_batch=BATCH, seed=3).global_indices(1)).item()
     assert [rank[layout]["mean"] for rank in ranks] == pytest.approx([losses] * WORLD, rel=1e-6)
 
 
 @pytest.mark.promise("replica-groups")
-def test_what_is_no_division_into_replicas_is_refused_on_all_ranks(forks):
+def test_invalid_replica_division_is_refused_on_all_ranks(forks):
     refusals = on_four_ranks(forks, replicas.what_is_refused)
     assert [set(refused) for refused in refusals] == [set(refusals[0])] * WORLD
     said = refusals[0]
@@ -83,7 +83,7 @@ def test_what_is_no_division_into_replicas_is_refused_on_all_ranks(forks):
     assert "2 of number 0, 0 of number 1" in said["a replica without a loss"]
 
 
-def test_replicas_of_a_stage_add_their_gradients_and_stages_do_not(forks):
+def test_gradients_add_over_replicas_and_not_over_stages(forks):
     said = [rank["gradient"] for rank in on_four_ranks(forks, replicas.gradients_of_stages)]
     assert said == [1.5, 1.5, 3.5, 3.5]
 
@@ -92,7 +92,7 @@ def alone(rank: int = 0, world: int = 1) -> Run:
     return Run(RankContext(rank=rank, world_size=world), IdleSession())
 
 
-def test_it_is_said_once_and_before_anything_went_by_it():
+def test_data_parallel_is_called_once_before_dependent_calls():
     run = alone()
     assert run.data_parallel((0, 1)).count == 1
     with pytest.raises(ValueError, match="called before in this generation"):
@@ -113,7 +113,7 @@ def test_it_is_said_once_and_before_anything_went_by_it():
 
 
 @given(st.integers(0, 2**40), st.integers(1, 10**6))
-def test_stages_and_replicas_draw_from_streams_of_their_own(seed, step):
+def test_stages_and_replicas_draw_from_separate_streams(seed, step):
     streams = {stream_seed(seed, step, replica, stage) for replica in range(12) for stage in range(12)}
     assert len(streams) == 144
     assert stream_seed(seed, step, 3) == stream_seed(seed, step, 3, 0)
@@ -123,7 +123,7 @@ SEEN = {"tp", "fsdp2xtp", "ppxfsdp2", "ppxtp", "dpxtp", "hsdpxtp"}
 
 
 @pytest.mark.parametrize("name", layouts_of(4))
-def test_a_model_that_is_split_over_the_ranks_of_a_replica_is_seen(name):
+def test_model_split_over_replica_ranks_is_detected(name):
     layout = layouts_of(4)[name]
     with playing(0, (4,)):
         model = layout.lay_out(Net())
@@ -131,7 +131,7 @@ def test_a_model_that_is_split_over_the_ranks_of_a_replica_is_seen(name):
     assert bool(sign) == (name.removesuffix(" on 4") in SEEN), sign
 
 
-def test_who_tracks_a_split_model_and_never_says_what_a_replica_is_is_warned_once(caplog):
+def test_split_model_without_data_parallel_warns_once(caplog):
     with playing(0, (4,)), caplog.at_level(logging.WARNING):
         model = layouts_of(4)["dpxtp on 4"].lay_out(Net())
         alone(0, 4).track(model=model)
@@ -151,7 +151,7 @@ def test_a_mean_of_one_replica_keeps_the_dtype_and_the_shape():
     assert torch.equal(parallel.mean(value, 2.0), value * 2)
 
 
-def test_a_single_rank_of_a_group_has_a_replica_like_any_so_that_a_job_may_shrink_to_it(alone: None):
+def test_single_rank_group_still_uses_a_replica(alone: None):
     device = torch.device("cpu")
     place = RankContext(device=device, mesh=lambda: init_device_mesh("cpu", (1,)))
     model = Run(place, IdleSession()).replicate(nn.Linear(2, 1))
@@ -161,7 +161,7 @@ def test_a_single_rank_of_a_group_has_a_replica_like_any_so_that_a_job_may_shrin
     assert model.module.weight.grad.tolist() == [[4.0, 4.0]]
 
 
-def test_sparse_gradients_are_refused_by_name_on_one_rank_too_and_taken_where_their_order_does_not_matter(alone: None):
+def test_sparse_gradients_are_refused_in_exact_mode_only(alone: None):
     run = Run(RankContext(device=torch.device("cpu"), mesh=lambda: init_device_mesh("cpu", (1,))), IdleSession())
     model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
     with pytest.raises(TypeError, match=r"0 has sparse gradients, .* exact=False"):

@@ -27,7 +27,7 @@ def form(scene: Stage, number: int, *ranks: int) -> None:
 
 @pytest.mark.promise("replica-groups")
 @pytest.mark.slow
-def test_replicas_of_two_ranks_go_on_as_one_process_would_whatever_becomes_of_their_number(forks, tmp_path):
+def test_replicas_of_two_ranks_match_a_single_process(forks, tmp_path):
     train = training(tmp_path, STEPS, Fault(3, 12, "forward"), last_steps={2: 24})
     with vaults(forks) as fleet:
         vault = fleet.start("n1")

@@ -23,7 +23,7 @@ def numbers(row: dict[str, Any]) -> tuple[Any, ...]:
 
 @pytest.mark.promise("pipeline-recovery")
 @pytest.mark.slow
-def test_two_pipelines_of_two_stages_go_on_to_the_bit_after_the_loss_of_a_stage(forks, tmp_path):
+def test_pipelines_continue_exactly_after_losing_a_stage(forks, tmp_path):
     """One of the first stages dies between two micro-batches, one of the last before it updates."""
     faults = (Fault(1, 8, "forward"), Fault(2, 16, "reduced"))
     with vaults(forks) as fleet:

@@ -83,7 +83,7 @@ def differences(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> lis
     return [name for name in one if not np.array_equal(one[name], other[name])]
 
 
-def test_a_walk_follows_each_by_each_once() -> None:
+def test_walk_contains_every_ordered_pair_once() -> None:
     steps = walk(["a", "b", "c"])
     assert len(steps) == 10
     assert len(set(itertools.pairwise(steps))) == 9
@@ -135,7 +135,7 @@ def wrong_ways(names: Sequence[str], said: Sequence[Played]) -> list[Any]:
 
 @pytest.mark.promise("layout-change")
 @pytest.mark.slow
-def test_objects_that_are_gone_from_all_ranks_are_named_on_all_of_them(forks: ForkPool, fleet: Vaults) -> None:
+def test_objects_lost_on_all_ranks_are_named(forks: ForkPool, fleet: Vaults) -> None:
     """One stage of a pipeline alone is not the model, and so is not restored as if it were."""
     with pytest.raises(
         ChildFailed, match=r"NotRestorable: the tracked state.* tensors are gone from all ranks \(model\."

@@ -57,13 +57,13 @@ def test_the_newest_whole_version_is_taken() -> None:
     assert chosen(RestoreRule(floor=OLD), both(OLD, MIDDLE, NEW)) == NEW
 
 
-def test_a_newer_version_that_is_not_whole_is_passed_over_and_the_sentence_says_so() -> None:
+def test_incomplete_newer_version_is_skipped_and_named() -> None:
     choice = choose_version(RestoreRule(floor=OLD), [*both(OLD, MIDDLE), slot(0, NEW)], manifest_of)
     assert choice.version == MIDDLE
     assert "2:10: 1 of 1 tensors are not whole, weight among them" in choice.sentence
 
 
-def test_a_replica_stands_in_for_a_slot_that_is_gone() -> None:
+def test_replica_replaces_a_missing_slot() -> None:
     slots = [slot(0, NEW), slot(1, NEW, "n0", replica=True)]
     assert chosen(RestoreRule(floor=NEW), slots) == NEW
 
@@ -73,12 +73,12 @@ def test_nothing_newer_than_the_ceiling_is_taken() -> None:
 
 
 @pytest.mark.promise("restore-floor")
-def test_nothing_older_than_the_floor_is_taken_in_silence() -> None:
+def test_version_older_than_the_floor_is_refused() -> None:
     with pytest.raises(NotRestorable, match="version 1:10 was committed, and nothing from it on is whole"):
         chosen(RestoreRule(floor=MIDDLE), [*both(OLD), slot(0, MIDDLE)])
 
 
-def test_without_a_floor_and_without_a_whole_version_training_starts_from_scratch() -> None:
+def test_missing_floor_and_version_start_from_scratch() -> None:
     assert chosen(RestoreRule(), []) is None
     assert chosen(RestoreRule(), [slot(1, OLD)]) is None
 
@@ -87,7 +87,7 @@ def test_without_a_floor_a_whole_version_is_still_taken() -> None:
     assert chosen(RestoreRule(), both(OLD)) == OLD
 
 
-def test_scratch_means_that_nothing_stored_is_restored() -> None:
+def test_scratch_rule_restores_nothing() -> None:
     assert chosen(RestoreRule(from_scratch=True), both(NEW)) is None
 
 
@@ -108,7 +108,7 @@ def _kept_by_parity(version: Version) -> Protection:
     return Protection(version=version, seats=("n0", "n1"), nproc_per_node=1, groups=(group,))
 
 
-def test_what_parity_keeps_is_taken_where_nothing_newer_is_whole_and_the_sentence_says_what_was_lost() -> None:
+def test_parity_version_is_chosen_if_nothing_newer_is_whole() -> None:
     rule = RestoreRule(floor=MIDDLE, protection=_kept_by_parity(OLD))
     assert chosen(rule, both(OLD, MIDDLE)) == MIDDLE
     choice = choose_version(rule, [*both(OLD), slot(0, MIDDLE)], manifest_of)
@@ -116,7 +116,7 @@ def test_what_parity_keeps_is_taken_where_nothing_newer_is_whole_and_the_sentenc
     assert "1:10 was committed and is lost, and 1:9, which parity keeps, is whole" in choice.sentence
 
 
-def test_parity_lets_no_other_version_below_the_floor_in_nor_one_above_the_ceiling() -> None:
+def test_parity_admits_only_its_version_within_the_ceiling() -> None:
     rule = RestoreRule(floor=NEW, protection=_kept_by_parity(MIDDLE))
     with pytest.raises(NotRestorable):
         chosen(rule, both(OLD))
@@ -125,7 +125,7 @@ def test_parity_lets_no_other_version_below_the_floor_in_nor_one_above_the_ceili
         chosen(capped, both(MIDDLE))
 
 
-def test_the_checkpoint_on_storage_is_gone_back_to_only_where_nothing_in_memory_is_whole() -> None:
+def test_storage_is_chosen_only_without_a_version_in_memory() -> None:
     rule = RestoreRule(floor=MIDDLE, storage_url="/stored/job/step-00000005-g1")
     assert chosen(rule, both(MIDDLE)) == MIDDLE
     choice = choose_version(rule, [slot(0, MIDDLE)], manifest_of)

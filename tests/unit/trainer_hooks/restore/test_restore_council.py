@@ -12,7 +12,7 @@ NAMES = tuple(f"t{i:02}" for i in range(20))
 
 
 @given(st.lists(st.sets(st.integers(0, len(NAMES) - 1)), min_size=1, max_size=5))
-def test_each_tensor_must_be_live_on_some_rank_and_none_need_have_all(live: list[set[int]]) -> None:
+def test_each_tensor_must_be_live_on_some_rank(live: list[set[int]]) -> None:
     verdict = combine_outcomes(
         [RestoreOutcome(True, live_tensors=encode_live_tensors(indices, len(NAMES))) for indices in live], NAMES
     )
@@ -25,14 +25,14 @@ def test_each_tensor_must_be_live_on_some_rank_and_none_need_have_all(live: list
         assert not verdict.error
 
 
-def test_what_one_rank_cannot_restore_all_hear() -> None:
+def test_error_of_one_rank_reaches_all_ranks() -> None:
     verdict = combine_outcomes(
         [RestoreOutcome(True), RestoreOutcome(False, error="rank 1: other model"), RestoreOutcome(True)], NAMES
     )
     assert (verdict.succeeded, verdict.error) == (False, "rank 1: other model")
 
 
-def test_where_only_slots_failed_another_choice_is_made_without_them() -> None:
+def test_failed_slots_lead_to_another_choice_without_them() -> None:
     bad = SlotKey("n1", 0, Version(1, 2), False)
     verdict = combine_outcomes([RestoreOutcome(True), RestoreOutcome(False, (bad,), b"\x01")], NAMES)
     assert (verdict.succeeded, verdict.bad_slots, verdict.error) == (False, (bad,), "")

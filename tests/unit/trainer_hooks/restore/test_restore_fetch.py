@@ -48,7 +48,7 @@ def loader_of(vault: Any, targets: Sequence[Destination]) -> SlotLoader:
     return SlotLoader(vault, "job", Member(rank=0, node="n1", local_rank=0), targets, LocalSlots())
 
 
-def test_parameters_are_sent_for_before_moments_whoever_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_fetched_before_moments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_slots, "STREAM_COUNT", 1)
     supplies = [supply("n2", 2, (1, 0)), supply("n3", 3, (3, 2))]
     boxes = [full_box((SIZE // 4,))] * 4
@@ -72,9 +72,7 @@ def lies(channel: VaultChannel, get: Get, payload: bytes) -> None:
 
 @pytest.mark.promise("restored-is-whole")
 @pytest.mark.parametrize("wrong", [breaks, lies])
-def test_the_next_holder_is_asked_for_what_did_not_come_and_for_all_that_a_liar_sent(
-    wrong: Act, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_bytes_are_fetched_from_the_next_holder(wrong: Act, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(byte_moves, "BATCH_BYTES", AT)
     monkeypatch.setattr(remote_slots, "STREAM_COUNT", 1)
     first, second, other = supply("n2", 2, (0, 1, 2)), supply("n4", 2, (0, 1, 2)), supply("n3", 3, (3,))
@@ -96,7 +94,7 @@ def test_the_next_holder_is_asked_for_what_did_not_come_and_for_all_that_a_liar_
     assert loader.bytes_by_source == {"own": 0, "node": 0, "remote": 4 * SIZE, "parity": 0}
 
 
-def test_bytes_that_came_otherwise_than_they_were_sent_are_told() -> None:
+def test_corrupt_transfer_is_reported() -> None:
     told: list[FindingRaised] = []
     spec = generation(3, ranks=[("n1", 0)])
     report = SlotReporter(spec, spec.roster[0], told.append, SYSTEM_CLOCK)

@@ -89,7 +89,7 @@ spots = st.tuples(st.integers(0, 39 * BATCH), st.integers(1, BATCH))
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.lists(spots, min_size=1, max_size=12))
-def test_whatever_is_wanted_of_a_slot_lands_where_it_belongs(pieces: list[tuple[int, int]]) -> None:
+def test_fetched_ranges_land_in_their_tensors(pieces: list[tuple[int, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(module, "BATCH_BYTES", BATCH)
         patch.setattr(cutting, "BATCH_BYTES", BATCH)
@@ -100,7 +100,7 @@ def test_whatever_is_wanted_of_a_slot_lands_where_it_belongs(pieces: list[tuple[
         assert bytes_of(targets) == expected(pieces)
 
 
-def test_much_goes_through_a_window_that_does_not_grow(tmp_path: Path) -> None:
+def test_large_fetch_uses_a_fixed_size_window(tmp_path: Path) -> None:
     pieces = [(0, 40 * BATCH)]
     targets, batches = planned(pieces)
     peer, path = Peer(), tmp_path / "scratch"
@@ -114,7 +114,7 @@ def test_much_goes_through_a_window_that_does_not_grow(tmp_path: Path) -> None:
     assert bytes_of(targets) == expected(pieces)
 
 
-def test_neighbours_are_fetched_as_one_range_and_far_ones_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearby_ranges_are_fetched_as_one_range(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cutting, "GAP_BYTES", 100)
     _, (batch,) = planned([(0, 10), (64, 10), (174, 10), (285, 5), (20, 30)])
     assert batch.ranges == ((0, 184), (285, 5))
@@ -122,7 +122,7 @@ def test_neighbours_are_fetched_as_one_range_and_far_ones_by_themselves(monkeypa
 
 
 @pytest.mark.parametrize("error", [DigestMismatch("rotten"), Unavailable("silent")])
-def test_a_slot_that_fails_is_named_once_and_the_others_come(tmp_path: Path, error: EverstepError) -> None:
+def test_failed_slot_is_named_once_and_others_arrive(tmp_path: Path, error: EverstepError) -> None:
     pieces = [(0, 12 * BATCH)]
     _, bad = planned(pieces, rank=1)
     targets, good = planned(pieces, rank=2)
@@ -134,7 +134,7 @@ def test_a_slot_that_fails_is_named_once_and_the_others_come(tmp_path: Path, err
     assert sum(ask["rank"] == 1 for ask in peer.asked) <= module.WINDOW_BATCHES + 1
 
 
-def test_what_a_vault_may_still_write_lands_in_no_file_that_is_used_again(tmp_path: Path) -> None:
+def test_late_vault_write_lands_in_no_reused_file(tmp_path: Path) -> None:
     path = tmp_path / "scratch"
     silent = landing(Peer(lambda _: Unavailable("silent")), path, planned([(0, 10)])[1])
     path.touch()
@@ -143,7 +143,7 @@ def test_what_a_vault_may_still_write_lands_in_no_file_that_is_used_again(tmp_pa
     assert not path.exists()
 
 
-def test_no_place_that_a_failed_fetch_may_write_late_is_given_to_another(tmp_path: Path) -> None:
+def test_place_of_a_failed_fetch_is_not_reused(tmp_path: Path) -> None:
     _, bad = planned([(0, 2 * BATCH)], rank=1)
     _, good = planned([(0, 30 * BATCH)], rank=2)
     peer = Peer(lambda ask: Unavailable("silent") if ask["rank"] == 1 else None)

@@ -51,13 +51,13 @@ def test_the_nearest_holder_comes_first() -> None:
     assert sorted(shuffled, key=lambda slot: slot_distance(spec, spec.roster[0], slot)) == wanted
 
 
-def test_where_no_rack_is_known_all_are_as_far() -> None:
+def test_unknown_racks_make_holders_equally_near() -> None:
     spec = generation(1, ranks=[(node, 0) for node in ("n1", "n2", "n3")])
     found = sorted([_slot("n3", 2), _slot("n2", 1)], key=lambda slot: slot_distance(spec, spec.roster[0], slot))
     assert [slot.node for slot in found] == ["n2", "n3"]
 
 
-def test_ranks_are_told_the_racks_of_all_holders() -> None:
+def test_ranks_receive_the_racks_of_all_holders() -> None:
     fleet = CoreFleet()
     fleet.register("n1", domain=Domain(rack="r1"))
     fleet.register("n2", domain=Domain(rack="r2"))

@@ -64,7 +64,7 @@ def survivor(program_forks: ForkPool) -> Iterator[Survivor]:
             client.close()
 
 
-def test_a_survivor_maps_its_segment_once(survivor: Survivor) -> None:
+def test_surviving_rank_maps_its_segment_once(survivor: Survivor) -> None:
     survivor.stores(1, 1)
     assert survivor.restores(2).version == Version(1, 1)
     assert survivor.model.weight.unique().tolist() == [1.0]
@@ -73,7 +73,7 @@ def test_a_survivor_maps_its_segment_once(survivor: Survivor) -> None:
     assert mappings_of(survivor.path) == 1
 
 
-def test_a_segment_that_was_replaced_is_mapped_anew(survivor: Survivor) -> None:
+def test_replaced_segment_is_mapped_again(survivor: Survivor) -> None:
     survivor.stores(1, 1)
     old = survivor.client.map_segment(str(survivor.path))
     larger = survivor.client.open_segment(JOB, 0, 4 * old.slot_bytes)
@@ -83,7 +83,7 @@ def test_a_segment_that_was_replaced_is_mapped_anew(survivor: Survivor) -> None:
     assert survivor.restores(2).version == Version(1, 1)
 
 
-def test_a_new_process_maps_what_its_predecessor_wrote_for_good(survivor: Survivor) -> None:
+def test_new_process_maps_the_segment_of_its_predecessor(survivor: Survivor) -> None:
     survivor.stores(1, 1)
     with pytest.raises(FileNotFoundError):
         survivor.client.map_segment(f"{survivor.path}-of-nobody")

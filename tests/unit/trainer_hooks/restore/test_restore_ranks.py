@@ -103,7 +103,7 @@ def fleet(forks: ForkPool) -> Iterator[Fleet]:
 @pytest.mark.promise("exact-recovery")
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "model"), [("ddp", "counting"), ("fsdp2", "uneven")])
-def test_a_run_that_is_restored_on_as_many_ranks_goes_on_to_the_bit(fleet: Fleet, layout: str, model: str) -> None:
+def test_restored_run_is_bit_identical_on_as_many_ranks(fleet: Fleet, layout: str, model: str) -> None:
     uninterrupted = fleet.run(1, 8, layout=layout, model=model, rule=RestoreRule(from_scratch=True), save=False)
     first = fleet.run(2, 5, layout=layout, model=model)
     second = fleet.run(3, 8, layout=layout, model=model)
@@ -118,7 +118,7 @@ def test_a_run_that_is_restored_on_as_many_ranks_goes_on_to_the_bit(fleet: Fleet
 @pytest.mark.promise("same-state-other-world-size")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_four_ranks_become_three_and_four_again_with_nothing_lost(fleet: Fleet, layout: str) -> None:
+def test_state_survives_four_ranks_becoming_three_and_four(fleet: Fleet, layout: str) -> None:
     four = fleet.run(1, 3, layout=layout)
     three = fleet.run(2, 5, layout=layout, nodes=NODES[:3])
     again = fleet.run(3, 6, layout=layout)
@@ -133,7 +133,7 @@ def test_four_ranks_become_three_and_four_again_with_nothing_lost(fleet: Fleet, 
 @pytest.mark.promise("rank-reassignment")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "hsdp"])
-def test_a_process_that_plays_another_rank_in_the_next_generation_goes_on_to_the_bit(fleet: Fleet, layout: str) -> None:
+def test_process_with_another_rank_continues_bit_identically(fleet: Fleet, layout: str) -> None:
     uninterrupted = fleet.run(1, 8, layout=layout, rule=RestoreRule(from_scratch=True), save=False)[0]
     turned = (*NODES[1:], NODES[0])
     for first, second, third in fleet.run_on([(NODES, 3), (turned, 6), (NODES, 8)], layout):
@@ -145,7 +145,7 @@ def test_a_process_that_plays_another_rank_in_the_next_generation_goes_on_to_the
 
 @pytest.mark.promise("node-loss")
 @pytest.mark.slow
-def test_the_state_survives_a_node_that_is_gone_with_its_memory(fleet: Fleet) -> None:
+def test_state_survives_a_node_lost_with_its_memory(fleet: Fleet) -> None:
     four = fleet.run(1, 3, layout="fsdp2")
     assert all(r["sealed"][-1].safe for r in four)
     fleet.by_node["n2"].kill()
@@ -160,7 +160,7 @@ def test_the_state_survives_a_node_that_is_gone_with_its_memory(fleet: Fleet) ->
     [("ddp", "copying", NODES), ("ddp", "finished", ONE_NODE), ("fsdp2", "finished", NODES)],
     ids=["ddp-copying-four-nodes", "ddp-finished-one-node", "fsdp2-finished-four-nodes"],
 )
-def test_a_finished_step_outlives_each_process_that_finished_it(
+def test_finished_step_survives_the_death_of_a_process(
     fleet: Fleet, layout: str, how: str, nodes: Sequence[str]
 ) -> None:
     ranks = fleet.start(1, 4, layout=layout, model="wide", nodes=nodes, dying=2, how=how)
@@ -178,7 +178,7 @@ def test_a_finished_step_outlives_each_process_that_finished_it(
     [("copying", 3, NODES), ("finished", 4, ONE_NODE)],
     ids=["copying-four-nodes", "finished-one-node"],
 )
-def test_a_version_without_what_is_one_ranks_alone_is_none(
+def test_version_lacking_per_rank_state_is_not_restored(
     fleet: Fleet, how: str, newest: int, nodes: Sequence[str]
 ) -> None:
     fleet.run(1, 3, model="reading", nodes=nodes)
@@ -191,7 +191,7 @@ def test_a_version_without_what_is_one_ranks_alone_is_none(
 
 @pytest.mark.promise("per-rank-state")
 @pytest.mark.slow
-def test_what_is_one_ranks_alone_survives_its_node(fleet: Fleet) -> None:
+def test_per_rank_state_survives_its_node(fleet: Fleet) -> None:
     fleet.run(1, 3, model="reading")
     fleet.by_node["n2"].kill()
     after = fleet.run(2, 3, model="reading", nodes=("n1", "n1", "n3", "n3"))
@@ -210,7 +210,7 @@ def test_replicas_agree_on_their_digests_and_shards_have_none(fleet: Fleet) -> N
 
 
 @pytest.mark.slow
-def test_a_damaged_slot_of_one_rank_costs_no_version_where_another_holds_the_bytes(fleet: Fleet) -> None:
+def test_damaged_slot_costs_no_version_with_another_holder(fleet: Fleet) -> None:
     four = fleet.run(1, 3, layout="ddp")
     view = map_segment(fleet.vaults.segments / "n2" / JOB / "own-0")
     slot = next(slot for slot, header in view.sealed_slots() if header.version == Version(1, 3))
@@ -222,7 +222,7 @@ def test_a_damaged_slot_of_one_rank_costs_no_version_where_another_holds_the_byt
 
 
 @pytest.mark.slow
-def test_ranks_of_one_node_take_nothing_from_a_slot_that_its_own_rank_finds_damaged(fleet: Fleet) -> None:
+def test_damaged_slot_is_used_by_no_rank_of_the_node(fleet: Fleet) -> None:
     nodes = ("n1",) * 3
     first = fleet.run(1, 3, nodes=nodes)
     view = map_segment(fleet.vaults.segments / "n1" / JOB / "own-1")
@@ -235,7 +235,7 @@ def test_ranks_of_one_node_take_nothing_from_a_slot_that_its_own_rank_finds_dama
 
 
 @pytest.mark.slow
-def test_a_node_outside_the_roster_is_asked_for_what_only_it_holds(fleet: Fleet) -> None:
+def test_node_outside_the_roster_supplies_its_unique_slot(fleet: Fleet) -> None:
     four = fleet.run(1, 3, layout="fsdp2", replicas=1)
     three = fleet.run(2, 3, layout="fsdp2", nodes=NODES[:3], replicas=1)
     assert {r["restored"].version for r in three} == {Version(1, 3)}
@@ -243,7 +243,7 @@ def test_a_node_outside_the_roster_is_asked_for_what_only_it_holds(fleet: Fleet)
 
 
 @pytest.mark.slow
-def test_every_rank_is_told_what_is_missing_when_a_shard_is_gone(fleet: Fleet) -> None:
+def test_missing_shard_is_reported_to_every_rank(fleet: Fleet) -> None:
     fleet.run(1, 3, layout="fsdp2", replicas=1)
     fleet.by_node["n4"].kill()
     with pytest.raises(ChildFailed, match=r"NotRestorable: version 1:3 was committed.*slots of ranks \[0, 1, 2\] of 4"):
@@ -251,7 +251,7 @@ def test_every_rank_is_told_what_is_missing_when_a_shard_is_gone(fleet: Fleet) -
 
 
 @pytest.mark.slow
-def test_hybrid_shards_vote_in_pairs_send_nothing_and_survive_a_lost_node(fleet: Fleet) -> None:
+def test_hybrid_shards_vote_in_pairs_and_survive_a_lost_node(fleet: Fleet) -> None:
     four = fleet.run(1, 3, layout="hsdp")
     digests = [r["sealed"][-1].digests for r in four]
     assert [set(d) for d in digests] == [{"replicated-0"}, {"replicated-1"}] * 2

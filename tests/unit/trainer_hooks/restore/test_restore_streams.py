@@ -66,14 +66,14 @@ spots = st.tuples(st.integers(0, 9 * BATCH), st.integers(1, BATCH))
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(spots, min_size=1, max_size=80))
-def test_whatever_is_wanted_of_a_slot_lands_where_it_belongs(pieces: list[tuple[int, int]]) -> None:
+def test_received_ranges_land_in_their_tensors(pieces: list[tuple[int, int]]) -> None:
     targets, batches = planned(pieces)
     with lending({0: PAYLOAD}) as vault:
         assert received(vault, batches).failures == []
     assert bytes_of(targets) == [PAYLOAD[at : at + length] for at, length in pieces]
 
 
-def test_chunks_are_asked_for_one_by_one_and_come_over_several_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_requested_singly_over_several_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cutting, "BATCH_BYTES", 2 * CHUNK_BYTES)
     monkeypatch.setattr(module, "BLOCK_BYTES", 256 << 10)
     size = 8 * CHUNK_BYTES + 5
@@ -143,7 +143,7 @@ WRONGS = {
 
 @pytest.mark.promise("restored-is-whole")
 @pytest.mark.parametrize("wrong", WRONGS)
-def test_what_goes_wrong_on_the_way_fails_that_slot_and_no_other(wrong: str) -> None:
+def test_failed_transfer_fails_only_its_slot(wrong: str) -> None:
     act, corrupt, why = WRONGS[wrong]
     bad, good = slot("n2"), slot("n3", 1)
     lost, lost_batches = planned([(0, 4 * BATCH)], bad)
@@ -181,7 +181,7 @@ DOUBTED = {
 
 @pytest.mark.promise("restored-is-whole")
 @pytest.mark.parametrize("what", DOUBTED)
-def test_what_comes_wrong_is_believed_never_and_the_holder_is_asked_whether_it_is_wrong_there(what: str) -> None:
+def test_corrupt_transfer_is_rejected_and_rechecked_at_holder(what: str) -> None:
     acts, blamed_on_the_way, corrupt = DOUBTED[what]
     hashed: list[bool] = []
 
@@ -202,14 +202,14 @@ def test_what_comes_wrong_is_believed_never_and_the_holder_is_asked_whether_it_i
     assert failure.is_corrupt is corrupt
 
 
-def test_what_the_holder_tells_by_itself_is_not_blamed_on_the_way() -> None:
+def test_error_reported_by_the_holder_is_no_bad_transfer() -> None:
     _, batches = planned([(0, BATCH)])
     with lending({0: PAYLOAD}, {"n2": [refuses_on_the_way]}) as vault:
         (failure,) = received(vault, batches).failures
     assert not isinstance(failure, BadTransfer)
 
 
-def test_a_holder_that_stands_still_is_given_up() -> None:
+def test_stalled_holder_is_given_up() -> None:
     still = threading.Event()
 
     def stall(channel: VaultChannel, get: Get, payload: bytes) -> None:
@@ -225,7 +225,7 @@ def test_a_holder_that_stands_still_is_given_up() -> None:
     assert not failure.is_corrupt
 
 
-def test_a_holder_out_of_reach_fails_its_slot() -> None:
+def test_unreachable_holder_fails_its_slot() -> None:
     _, batches = planned([(0, 2 * BATCH)])
     with lending({0: PAYLOAD}) as vault:
         vault.away.add("n2")
@@ -233,7 +233,7 @@ def test_a_holder_out_of_reach_fails_its_slot() -> None:
     assert failure.reason == "n2 is away"
 
 
-def test_nothing_is_written_any_more_once_a_restore_was_left() -> None:
+def test_nothing_is_written_after_an_abandoned_restore() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def pause(channel: VaultChannel, get: Get, payload: bytes) -> None:
@@ -261,9 +261,7 @@ targets_of = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), max_size
 
 
 @given(targets_of, st.integers(0, 31), st.integers(1, 8))
-def test_memory_is_filled_where_each_of_its_bytes_was_written(
-    done: list[tuple[int, int]], at: int, length: int
-) -> None:
+def test_filled_memory_is_tracked_by_the_byte(done: list[tuple[int, int]], at: int, length: int) -> None:
     memory = torch.zeros(40, dtype=torch.uint8)
     taken: set[int] = set()
     rows = []
@@ -277,7 +275,7 @@ def test_memory_is_filled_where_each_of_its_bytes_was_written(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_a_thread_left_in_the_middle_is_not_taken_for_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_batch_is_not_counted_as_done(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise ArithmeticError("a mistake of ours")
 

@@ -40,7 +40,7 @@ def filled_by(
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(ranges, min_size=1, max_size=3), max_size=4), st.integers(1, 3))
-def test_every_tensor_gets_its_ranges_one_after_another(plan: list[list[tuple[int, int]]], threads: int) -> None:
+def test_every_tensor_gets_its_ranges_in_order(plan: list[list[tuple[int, int]]], threads: int) -> None:
     expected = [b"".join(PAYLOAD[at : at + n] for at, n in each) for each in plan]
     for native in (copy_hash, None):
         assert filled_by(plan, threads, native=native) == expected
@@ -51,7 +51,7 @@ def test_many_small_tensors_side_by_side_are_all_filled() -> None:
     assert b"".join(filled_by(plan, 2)) == PAYLOAD[: 24 * 5000]
 
 
-def test_what_lies_side_by_side_at_both_ends_is_one_copy() -> None:
+def test_adjacent_ranges_merge_into_one_copy() -> None:
     flat = torch.zeros(100, dtype=torch.uint8)
     moves = TensorCopies()
     for part, at in ((flat[50:100], 60), (flat[0:50], 10)):
@@ -63,7 +63,7 @@ def test_what_lies_side_by_side_at_both_ends_is_one_copy() -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("at", [0, CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES + BLOCK_BYTES, SIZE - 1])
-def test_a_flipped_bit_anywhere_fails_the_pass_and_no_thread_goes_on(at: int, threads: int) -> None:
+def test_flipped_bit_fails_the_sweep_and_stops_all_threads(at: int, threads: int) -> None:
     rotten = bytearray(PAYLOAD)
     rotten[at] ^= 16
     target = torch.zeros(SIZE, dtype=torch.uint8)
@@ -74,7 +74,7 @@ def test_a_flipped_bit_anywhere_fails_the_pass_and_no_thread_goes_on(at: int, th
     assert all(thread.name != "everstep-restore" for thread in threading.enumerate())
 
 
-def test_only_the_chunks_that_are_to_be_checked_are_hashed() -> None:
+def test_only_the_selected_chunks_are_hashed() -> None:
     rotten = bytearray(PAYLOAD)
     rotten[CHUNK_BYTES] ^= 1
     HashingCopy(memoryview(rotten), NO_COPIES, DIGESTS, {0, 2, 3}).run(2)
@@ -82,7 +82,7 @@ def test_only_the_chunks_that_are_to_be_checked_are_hashed() -> None:
         HashingCopy(memoryview(rotten), NO_COPIES, DIGESTS, {1}).run(2)
 
 
-def test_the_chunks_of_ranges_and_of_copies_are_those_they_touch() -> None:
+def test_chunks_of_ranges_and_copies_are_those_touched() -> None:
     assert chunks_of([(0, 0), (CHUNK_BYTES - 1, 2), (3 * CHUNK_BYTES, 5)]) == {0, 1, 3}
     moves = TensorCopies()
     moves.add(torch.zeros(CHUNK_BYTES + 2, dtype=torch.uint8), [(CHUNK_BYTES - 1, CHUNK_BYTES + 2)])
@@ -90,7 +90,7 @@ def test_the_chunks_of_ranges_and_of_copies_are_those_they_touch() -> None:
 
 
 @pytest.mark.parametrize("place", [(-1, 10), (SIZE - 9, 10), (1 << 60, 10)])
-def test_a_manifest_that_points_outside_its_slot_reads_nothing(place: tuple[int, int]) -> None:
+def test_manifest_pointing_outside_its_slot_reads_nothing(place: tuple[int, int]) -> None:
     moves = TensorCopies()
     moves.add(torch.zeros(10, dtype=torch.uint8), [place])
     with pytest.raises(IndexError):
@@ -99,12 +99,12 @@ def test_a_manifest_that_points_outside_its_slot_reads_nothing(place: tuple[int,
         HashingCopy(memoryview(PAYLOAD), NO_COPIES, DIGESTS, [len(DIGESTS)])
 
 
-def test_a_tensor_is_filled_whole_or_not_taken() -> None:
+def test_partially_filled_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="9 bytes do not fill a tensor of 10"):
         TensorCopies().add(torch.zeros(10, dtype=torch.uint8), [(0, 4), (20, 5)])
 
 
-def test_torch_hears_of_what_was_written_past_it() -> None:
+def test_tensor_version_counter_advances_after_a_sweep() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     before, moves = parameter._version, TensorCopies()
     moves.add(parameter.detach(), [(0, 16)])
@@ -113,7 +113,7 @@ def test_torch_hears_of_what_was_written_past_it() -> None:
     assert parameter._version > before
 
 
-def test_what_is_not_a_row_of_its_own_bytes_is_left_to_torch() -> None:
+def test_only_contiguous_same_dtype_tensors_are_plain() -> None:
     square = torch.zeros(4, 4)
     assert is_byte_copyable(square, torch.float32)
     assert is_byte_copyable(square[1:3], torch.float32)

@@ -79,7 +79,7 @@ def restores(rank: LoneRank, objects: dict[str, Any], number: int) -> RestoreRes
 
 
 @pytest.mark.promise("restore-leaves-nothing")
-def test_a_rank_whose_only_version_rotted_starts_from_scratch_with_what_was_built(rank: LoneRank) -> None:
+def test_corrupt_only_version_leaves_the_built_state(rank: LoneRank) -> None:
     stores(rank, built(), 1, steps=1)
     rank.damage(Version(1, 1))
     objects = built()
@@ -91,7 +91,7 @@ def test_a_rank_whose_only_version_rotted_starts_from_scratch_with_what_was_buil
 
 
 @pytest.mark.promise("restore-leaves-nothing")
-def test_of_a_rotten_version_nothing_is_left_where_the_one_before_has_less(rank: LoneRank) -> None:
+def test_corrupt_version_leaves_nothing_for_the_previous_one(rank: LoneRank) -> None:
     stores(rank, built(), 1, untrained=1, steps=2)
     rank.damage(Version(1, 2))
     objects = built()
@@ -132,7 +132,7 @@ def both_store(clients: list[VaultClient]) -> None:
 
 
 @pytest.mark.promise("restore-leaves-nothing")
-def test_a_rank_that_read_all_it_needed_puts_that_back_when_another_could_not(program_forks: ForkPool) -> None:
+def test_rank_undoes_its_restore_when_another_rank_fails(program_forks: ForkPool) -> None:
     with vaults(program_forks) as fleet:
         vault = fleet.start("n1")
         fleet.configure()

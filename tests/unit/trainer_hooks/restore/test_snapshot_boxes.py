@@ -52,7 +52,7 @@ def cells(box: Box) -> tuple[slice, ...]:
 
 
 @given(st.data(), shapes)
-def test_what_is_left_of_a_box_and_the_hole_are_the_box_exactly_once(data: st.DataObject, shape: Shape) -> None:
+def test_box_is_partitioned_by_hole_and_remainder(data: st.DataObject, shape: Shape) -> None:
     box, other = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
     hole = box.intersect(other)
     count = np.zeros(shape, int)
@@ -64,7 +64,7 @@ def test_what_is_left_of_a_box_and_the_hole_are_the_box_exactly_once(data: st.Da
 
 
 @given(st.data(), shapes)
-def test_uncovered_is_what_no_box_covers(data: st.DataObject, shape: Shape) -> None:
+def test_uncovered_is_the_part_outside_all_boxes(data: st.DataObject, shape: Shape) -> None:
     wanted = data.draw(boxes_in(shape))
     boxes = data.draw(st.lists(boxes_in(shape), max_size=4))
     left = np.zeros(shape, bool)
@@ -79,7 +79,7 @@ def test_uncovered_is_what_no_box_covers(data: st.DataObject, shape: Shape) -> N
 
 
 @given(st.data(), shapes, st.sampled_from([1, 2, 4]))
-def test_byte_ranges_one_after_another_are_the_wanted_box(data: st.DataObject, shape: Shape, itemsize: int) -> None:
+def test_byte_ranges_in_order_form_the_wanted_box(data: st.DataObject, shape: Shape, itemsize: int) -> None:
     held = data.draw(boxes_in(shape))
     wanted = held.intersect(data.draw(boxes_in(shape))) or held
     array = np.arange(np.prod(shape, dtype=int), dtype=f"<u{itemsize}").reshape(shape)
@@ -119,14 +119,14 @@ def test_any_layout_is_read_from_any_other_each_byte_once(data: st.DataObject, f
     assert all((f == 1).all() for f in filled)
 
 
-def test_what_is_in_no_slot_is_named() -> None:
+def test_part_missing_from_all_slots_is_named() -> None:
     tensors = [TensorInfo("model.weight", "float32", 4, (4, 2), False)]
     half = manifest(tensors, [StoredBox(0, Box((0, 0), (2, 2)), 0)])
     with pytest.raises(NotRestorable, match=r"model\.weight: the part at \(2, 0\) of size \(2, 2\)"):
         plan_reads([NeededBox(0, full_box((4, 2)))], [half])
 
 
-def test_a_box_of_many_crumbs_is_fetched_with_its_rows_unless_that_is_much_more() -> None:
+def test_fragmented_box_is_fetched_with_whole_rows() -> None:
     held = full_box((MAX_RUNS + 1, 8))
     assert box_to_fetch(held, Box((0, 0), (MAX_RUNS + 1, 4))) == held
     narrow = Box((0, 0), (MAX_RUNS + 1, 1))
@@ -145,7 +145,7 @@ def test_a_box_of_many_crumbs_is_fetched_with_its_rows_unless_that_is_much_more(
         StoredBox(0, Box((-1,), (2,)), 0),
     ],
 )
-def test_a_manifest_that_points_outside_is_refused(stored: StoredBox) -> None:
+def test_manifest_pointing_outside_is_refused(stored: StoredBox) -> None:
     tensors = (TensorInfo("t", "float32", 4, (4,), False),)
     bad = Manifest(LAYOUT_FORMAT, 0, 1, tensors, (stored,), 0, 0, 64, 0)
     with pytest.raises(MalformedMessage, match="outside"):
@@ -153,6 +153,6 @@ def test_a_manifest_that_points_outside_is_refused(stored: StoredBox) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\x93\x01", b"\xff" * 40])
-def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
+def test_invalid_manifest_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(MalformedMessage, match="cannot be read"):
         decode_manifest(data)

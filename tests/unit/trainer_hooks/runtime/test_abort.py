@@ -66,7 +66,7 @@ def wait_in_vain(port: int, rank: int, elements: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("elements", [1, 3_000_000, 0])
-def test_whoever_waits_for_a_stopped_peer_is_freed(forks, elements):
+def test_rank_waiting_for_a_stopped_peer_is_freed(forks, elements):
     with tempfile.TemporaryDirectory(prefix="everstep-") as folder:
         port_file = Path(folder) / "port"
         forks.start(host_store, str(port_file))
@@ -108,7 +108,7 @@ def test_only_connections_to_the_named_port_are_found_and_shut():
             assert theirs.recv(1) == b""
 
 
-def test_a_descriptor_that_changed_hands_is_left_alone():
+def test_reused_descriptor_is_left_alone():
     ours, theirs = socket.socketpair()
     with socket.socket() as listener, ours, theirs:
         listener.bind(("127.0.0.1", 0))

@@ -92,7 +92,7 @@ def finished(step: int) -> RankFinished:
     return RankFinished(job=JOB, at=0.0, generation=1, rank=0, step=step)
 
 
-def test_the_first_words_are_hello_and_the_answer_is_handed_out(agent, listener):
+def test_link_sends_hello_and_returns_the_welcome(agent, listener):
     link = make_link(agent.path, listener)
     assert link.start(10) == agent.welcome()
     assert agent.peers[0].hello == HELLO
@@ -100,14 +100,14 @@ def test_the_first_words_are_hello_and_the_answer_is_handed_out(agent, listener)
     assert agent.heard(Goodbye) == Goodbye(detail="over")
 
 
-def test_it_ticks_at_the_agents_interval_and_hears_directives(agent, link, listener):
+def test_link_ticks_at_the_agent_interval_and_gets_directives(agent, link, listener):
     agent.heard(RankHeartbeat, lambda t: t.step > 3)
     agent.peers[0].say(NewGeneration(spec=generation(1)))
     listener.wait_for(1)
     assert listener.heard == [NewGeneration(spec=generation(1))]
 
 
-def test_link_asks_anew_only_for_other_events(agent, listener, monkeypatch):
+def test_link_modifies_its_selector_only_on_change(agent, listener, monkeypatch):
     asked = []
 
     class Counted(selectors.DefaultSelector):
@@ -123,7 +123,7 @@ def test_link_asks_anew_only_for_other_events(agent, listener, monkeypatch):
     assert asked == [], "the agent took every frame at once"
 
 
-def test_after_the_agent_returned_it_says_hello_and_what_still_stands(agent, link):
+def test_reconnected_link_sends_hello_and_standing_messages(agent, link):
     link.send_persistent(finished(7))
     agent.heard(RankFinished)
     agent.stop()
@@ -134,7 +134,7 @@ def test_after_the_agent_returned_it_says_hello_and_what_still_stands(agent, lin
     assert agent.peers[0].hello == HELLO
 
 
-def test_what_no_longer_stands_is_not_repeated(agent, link):
+def test_withdrawn_message_is_not_repeated(agent, link):
     link.send_persistent(finished(7))
     agent.heard(RankFinished)
     link.send_persistent(None)
@@ -144,7 +144,7 @@ def test_what_no_longer_stands_is_not_repeated(agent, link):
     assert not [m for p in agent.peers for m in p.messages if isinstance(m, RankFinished)]
 
 
-def test_an_agent_that_is_not_there_is_named_with_what_to_do(tmp_path, listener):
+def test_missing_agent_is_refused_with_advice(tmp_path, listener):
     link = make_link(tmp_path / "nobody.sock", listener)
     with pytest.raises(Unavailable, match="is everstep-agent running"):
         link.start(0.05)
@@ -159,13 +159,13 @@ def test_an_agent_of_another_protocol_is_refused(agent, listener):
     link.close("test")
 
 
-def test_garbage_from_the_agent_makes_it_connect_anew(agent, link, listener):
+def test_garbage_from_the_agent_reconnects_the_link(agent, link, listener):
     agent.heard(RankHeartbeat)
     agent.peers[0].connection.sendall(b"\xff\xff\xff\xff garbage")
     agent.wait_until(lambda: (len(agent.peers) > 1 and agent.peers[1].messages) or None, "a second connection")
 
 
-def test_an_agent_that_reads_nothing_does_not_block_the_sender(tmp_path, listener):
+def test_agent_not_reading_does_not_block_the_sender(tmp_path, listener):
     listener.silent = True
     path = tmp_path / "agent.sock"
     with socket.socket(socket.AF_UNIX) as server:

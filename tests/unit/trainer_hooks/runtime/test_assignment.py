@@ -34,7 +34,7 @@ def generation(*members: tuple[str, int], number: int = 3) -> GenerationSpec:
     )
 
 
-def test_a_generation_gives_each_member_what_torchrun_would() -> None:
+def test_generation_sets_the_torchrun_environment() -> None:
     spec = generation(("n2", 0), ("n2", 1), ("n1", 0), ("n1", 1))
     environment = torchrun_environment(spec, spec.roster[3])
     assert environment == {
@@ -67,7 +67,7 @@ def test_the_environment_follows_the_generation(monkeypatch: pytest.MonkeyPatch)
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("0", "1", "3")
 
 
-def test_a_process_that_the_launcher_did_not_start_has_no_assignment() -> None:
+def test_process_outside_the_launcher_has_no_assignment() -> None:
     assert current_assignment() is None
     with pytest.raises(RuntimeError, match="not started by everstep-launch"):
         wait_for_local_rank()

@@ -86,7 +86,7 @@ def raised(port: int, rank: int, use) -> list[object]:
 
 @pytest.mark.promise("user-error")
 @pytest.mark.parametrize("use", [_all_reduce, _messages, _replicas, _monitored_barrier, _new_group, _key_of_the_store])
-def test_what_torch_raises_where_a_peer_is_lost_is_recognized(forks, use):
+def test_torch_error_of_a_lost_peer_is_recognized(forks, use):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     left, lost = (forks.start(raised, store.port, rank, use) for rank in range(2))
     store.wait(["there/0", "there/1"], timedelta(seconds=30))
@@ -106,7 +106,7 @@ def mixed_up(port: int, rank: int) -> list[object]:
     return []
 
 
-def test_a_collective_called_wrongly_is_the_callers_error(forks):
+def test_misused_collective_is_a_user_error(forks):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [forks.start(mixed_up, store.port, rank) for rank in range(2)]
     for rank in ranks:
@@ -125,7 +125,7 @@ def test_a_collective_called_wrongly_is_the_callers_error(forks):
         "NCCL is not what this model wants",
     ],
 )
-def test_an_error_that_only_speaks_of_a_connection_is_the_users_own(text):
+def test_connection_wording_alone_stays_a_user_error(text):
     assert not is_communication_error(RuntimeError(text))
 
 
@@ -133,17 +133,17 @@ def test_an_error_that_only_speaks_of_a_connection_is_the_users_own(text):
     "error",
     [ValueError(GLOO), RuntimeError("mat1 and mat2 shapes cannot be multiplied"), KeyError("x"), OSError("disk")],
 )
-def test_a_users_own_error_is_not(error):
+def test_user_error_is_not_a_communication_error(error):
     assert not is_communication_error(error)
 
 
-def test_an_error_raised_from_a_lost_peer_counts_as_one():
+def test_error_caused_by_a_lost_peer_counts_as_a_lost_peer():
     error = ValueError("the epoch failed")
     error.__cause__ = RuntimeError(GLOO)
     assert is_communication_error(error)
 
 
-def test_an_error_while_handling_a_lost_peer_counts_unless_it_says_otherwise():
+def test_error_while_handling_a_lost_peer_counts_if_unsuppressed():
     def fail(suppress: bool) -> BaseException:
         try:
             try:
@@ -159,14 +159,14 @@ def test_an_error_while_handling_a_lost_peer_counts_unless_it_says_otherwise():
     assert not is_communication_error(fail(suppress=True))
 
 
-def test_a_description_is_one_bounded_line_and_a_traceback_ends_with_the_error():
+def test_description_is_bounded_and_traceback_keeps_its_end():
     with pytest.raises(ValueError, match="xxx") as caught:
         raise ValueError("x" * 100_000)
     assert len(describe_error(caught.value)) == 4096
     assert len(full_traceback(caught.value, 1000)) == 1000
 
 
-def test_of_a_worker_processs_traceback_a_description_has_the_end():
+def test_description_of_a_worker_traceback_is_its_last_line():
     told = "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File ..."
     assert describe_error(KeyErrorOfAWorker(f"{told}\nKeyError: 'label'\n")) == (
         "KeyErrorOfAWorker: Caught KeyError in DataLoader worker process 0. KeyError: 'label'"
@@ -185,7 +185,7 @@ class Unspeakable(RuntimeError):
         raise KeyError("no words")
 
 
-def test_what_no_message_can_hold_and_what_cannot_be_told_are_described_all_the_same():
+def test_unprintable_errors_are_still_described():
     name = os.fsdecode(b"data/\xff.bin")
     error = FileNotFoundError(name)
     assert describe_error(error) == "FileNotFoundError: data/\\udcff.bin"
@@ -195,7 +195,7 @@ def test_what_no_message_can_hold_and_what_cannot_be_told_are_described_all_the_
     assert "Unspeakable" in full_traceback(Unspeakable())
 
 
-def test_released_frames_let_go_of_the_model():
+def test_released_frames_free_the_model():
     class Model:
         pass
 
@@ -215,14 +215,14 @@ def test_released_frames_let_go_of_the_model():
     assert alive[0]() is None
 
 
-def test_a_failure_at_the_same_step_again_and_again_is_at_last_the_training_functions():
+def test_repeated_failure_at_one_step_becomes_a_user_error():
     tried = UnattributedFailures(3)
     assert not tried.count_failure(7, GenerationReason.NODE_LOST)
     assert not tried.count_failure(7, GenerationReason.COLLECTIVE_FAILED)
     assert tried.count_failure(7, GenerationReason.COLLECTIVE_FAILED)
 
 
-def test_a_step_further_or_a_loss_that_was_named_starts_the_count_anew():
+def test_progress_or_a_named_loss_resets_the_failure_count():
     tried = UnattributedFailures(2)
     assert not tried.count_failure(7, GenerationReason.FORMED)
     assert not tried.count_failure(8, GenerationReason.COLLECTIVE_FAILED)
@@ -235,7 +235,7 @@ def _blind(scene: Stage, number: int) -> None:
 
 
 @pytest.mark.promise("user-error")
-def test_an_error_that_looks_like_a_lost_peers_at_every_try_ends_the_job_with_its_traceback(forks):
+def test_persistent_lookalike_error_ends_the_job_with_traceback(forks):
     with stage(forks, training.fail_like_gloo_at_step_3, max_unattributed_failures=3) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1)

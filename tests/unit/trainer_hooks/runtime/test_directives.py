@@ -33,7 +33,7 @@ def hung(number: int) -> NewGeneration:
     return NewGeneration(spec=msgspec.structs.replace(spec, reason=GenerationReason.RANK_HUNG, sentence=sentence))
 
 
-def test_every_rank_says_where_it_stood_when_another_hung(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_log_their_stacks_when_another_rank_hangs(caplog: pytest.LogCaptureFixture) -> None:
     rank = attendant(MembershipState.INSIDE)
     with caplog.at_level(logging.WARNING):
         rank.handle_message(hung(2))
@@ -41,7 +41,7 @@ def test_every_rank_says_where_it_stood_when_another_hung(caplog: pytest.LogCapt
     (record,) = caplog.records
     assert "rank 2 on n3 has not ticked" in record.getMessage()
     assert "after step 7, in the last of 40 collectives" in record.getMessage()
-    assert "test_every_rank_says_where_it_stood_when_another_hung" in record.getMessage()
+    assert "test_ranks_log_their_stacks_when_another_rank_hangs" in record.getMessage()
     assert record.trace == "t2"  # type: ignore[attr-defined]
 
 
@@ -49,7 +49,7 @@ def test_every_rank_says_where_it_stood_when_another_hung(caplog: pytest.LogCapt
     ("where", "message"),
     [(MembershipState.OUTSIDE, hung(2)), (MembershipState.INSIDE, NewGeneration(spec=generation(2)))],
 )
-def test_stacks_are_shown_for_hangs_alone(
+def test_stacks_are_logged_only_for_hangs(
     where: MembershipState, message: NewGeneration, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -57,7 +57,7 @@ def test_stacks_are_shown_for_hangs_alone(
     assert not caplog.records
 
 
-def test_tick_tells_begun_step_of_its_own_generation_alone() -> None:
+def test_tick_reports_the_begun_step_of_its_generation_only() -> None:
     settings = HookSettings()
     progress = StepProgress(settings.step_window)
     progress.enter(1, 0, lambda: 0)

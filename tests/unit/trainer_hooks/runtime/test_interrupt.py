@@ -56,7 +56,7 @@ def test_a_function_in_python_code_ends_with_regroup(interrupter, elsewhere):
 
 
 @pytest.mark.parametrize("wait", [lambda: Future().result(), lambda: queue.Queue().get(), lambda: time.sleep(3600)])
-def test_a_function_that_waits_in_pythons_own_code_is_woken_for_it(interrupter, elsewhere, wait):
+def test_function_waiting_in_python_code_is_interrupted(interrupter, elsewhere, wait):
     main, started = threading.get_ident(), threading.Event()
 
     def function() -> None:
@@ -72,7 +72,7 @@ def test_a_function_that_waits_in_pythons_own_code_is_woken_for_it(interrupter, 
     assert isinstance(interrupter.run(function), Regroup)
 
 
-def test_the_result_of_a_function_that_returns_is_none_and_errors_come_back(interrupter):
+def test_call_returns_none_or_the_error_of_the_function(interrupter):
     assert interrupter.run(lambda: None) is None
     error = ValueError("mine")
 
@@ -88,7 +88,7 @@ def test_nothing_is_raised_outside_of_a_call(interrupter):
     assert interrupter.interrupt() is False
 
 
-def test_a_request_that_came_too_late_is_taken_back(interrupter):
+def test_late_interrupt_request_is_withdrawn(interrupter):
     for _ in range(200):
         barrier = threading.Barrier(2)
 
@@ -161,7 +161,7 @@ def test_a_call_is_interrupted_at_most_once(interrupter, elsewhere):
     assert second == [False]
 
 
-def test_each_call_can_be_interrupted_anew(interrupter, elsewhere):
+def test_each_call_can_be_interrupted_again(interrupter, elsewhere):
     for _ in range(3):
         started = threading.Event()
 
@@ -173,7 +173,7 @@ def test_each_call_can_be_interrupted_anew(interrupter, elsewhere):
         assert isinstance(interrupter.run(function), Regroup)
 
 
-def test_a_thread_that_is_asked_leaves_where_it_calls_a_module_next(interrupter, elsewhere):
+def test_asked_thread_leaves_at_its_next_module_call(interrupter, elsewhere):
     layer = torch.nn.Linear(2, 2)
     started, asked = threading.Event(), threading.Event()
     passed: list[str] = []
@@ -229,5 +229,5 @@ def test_an_atomic_section_may_call_modules(interrupter, elsewhere):
     assert written == ["whole"]
 
 
-def test_ordinary_handlers_let_regroup_pass():
+def test_exception_handlers_let_regroup_pass():
     assert not issubclass(Regroup, Exception)

@@ -23,7 +23,7 @@ def test_numbers_of_every_kind_are_read():
 
 
 @pytest.mark.parametrize("loss", [torch.ones(2), torch.ones(0), torch.tensor(1j)])
-def test_what_is_not_one_number_is_refused_where_it_is_reported(loss):
+def test_non_scalar_loss_is_refused_when_reported(loss):
     reading = LatestLoss()
     reading.update(1.5)
     with pytest.raises(ValueError, match=r"run\.report takes one real number"):
@@ -31,7 +31,7 @@ def test_what_is_not_one_number_is_refused_where_it_is_reported(loss):
     assert reading.value() == 1.5
 
 
-def test_of_a_distributed_tensor_this_ranks_own_is_read_and_no_collective_is_made(alone: None):
+def test_distributed_loss_is_read_without_a_collective(alone: None):
     mesh = init_device_mesh("cpu", (1,))
     reading = LatestLoss()
     reading.update(distribute_tensor(torch.tensor(0.5), mesh, [Replicate()]))

@@ -40,7 +40,7 @@ def comes_back_on(mesh: DeviceMesh) -> DeviceMesh:
 
 
 @pytest.mark.promise("rank-reassignment")
-def test_what_an_operation_gives_lies_on_the_mesh_of_the_rank_that_the_process_has_now() -> None:
+def test_operation_result_lies_on_the_mesh_of_the_current_rank() -> None:
     with ThreadPoolExecutor(1) as backward:  # torch remembers in each thread for itself
         for rank in (3, 1, 0, 3):
             with playing(rank) as mesh:
@@ -48,7 +48,7 @@ def test_what_an_operation_gives_lies_on_the_mesh_of_the_rank_that_the_process_h
                 assert backward.submit(comes_back_on, mesh["shard"]).result().get_coordinate() == (rank % 2,)
 
 
-def test_meshes_of_one_rank_are_equal_in_two_generations_so_that_torch_keeps_what_it_remembers() -> None:
+def test_meshes_of_one_rank_are_equal_across_generations() -> None:
     with playing(2) as mesh:
         before = mesh
     with playing(2) as mesh:
@@ -59,7 +59,7 @@ def test_meshes_of_one_rank_are_equal_in_two_generations_so_that_torch_keeps_wha
         assert mesh != before
 
 
-def test_what_an_operation_gives_has_the_groups_that_there_are_now_where_they_were_made_in_another_order() -> None:
+def test_operation_result_has_the_current_process_groups() -> None:
     with playing(2) as mesh:
         before = comes_back_on(mesh["shard"])
     with playing(2, other_groups=3) as mesh:

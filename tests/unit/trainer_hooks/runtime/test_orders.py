@@ -24,7 +24,7 @@ def test_an_older_or_equal_generation_is_dropped(orders):
     assert orders.wait_next(0, 0).number == 5
 
 
-def test_a_generation_is_not_over_because_of_itself(orders):
+def test_running_generation_is_not_superseded_by_itself(orders):
     orders.add_generation(generation(1))
     assert not orders.is_generation_over(1, 10)
     assert not orders.is_superseded(1)
@@ -41,13 +41,13 @@ def test_a_boundary_lets_the_step_finish(orders):
     assert [orders.is_generation_over(1, step) for step in (5, 6, 7, 8)] == [False, False, True, True]
 
 
-def test_a_loss_overrides_a_boundary_that_was_set(orders):
+def test_loss_overrides_an_earlier_boundary(orders):
     orders.add_generation(generation(2, after_step=100))
     orders.add_generation(generation(3))
     assert orders.is_generation_over(1, 5)
 
 
-def test_a_boundary_of_the_next_generation_does_not_hold_up_a_loss(orders):
+def test_boundary_of_the_next_generation_does_not_delay_a_loss(orders):
     orders.add_generation(generation(2))
     orders.add_generation(generation(3, after_step=100))
     assert orders.is_generation_over(1, 5)
@@ -68,14 +68,14 @@ def test_the_end_of_the_job_ends_every_generation(orders):
     assert isinstance(orders.wait_next(3, 0), StopJob)
 
 
-def test_the_first_word_on_how_the_job_ended_stands(orders):
+def test_first_report_of_the_job_end_stands(orders):
     orders.add_stop(StopJob(job="job", ok=False, reason="an error"))
     orders.add_stop(StopJob(job="job", ok=True, reason="done"))
     assert orders.stop is not None
     assert not orders.stop.ok
 
 
-def test_waiting_ends_with_the_news_or_the_time(orders):
+def test_waiting_ends_with_a_generation_or_timeout(orders):
     assert orders.wait_next(0, 0.0) is None
     thread = threading.Thread(target=lambda: orders.add_generation(generation(1)))
     thread.start()

@@ -21,7 +21,7 @@ def test_finish_sorts_no_durations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(sorted_) == 2
 
 
-def test_step_time_of_the_generation_before_stands_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_time_of_the_previous_generation_is_used_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([0.0, 2.0, 5.0, 8.0])
     monkeypatch.setattr(progress, "perf_counter", lambda: next(moments))
     noted = StepProgress(64)

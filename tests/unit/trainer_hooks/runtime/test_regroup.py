@@ -30,7 +30,7 @@ def resumed(scene: Stage, generation: int, count: int) -> list[Resumed]:
     return scene.heard(Resumed, count, where=lambda m: m.generation == generation)
 
 
-def test_survivors_of_a_killed_rank_compute_in_the_next_generation(forks):
+def test_survivors_of_a_killed_rank_continue_in_next_generation(forks):
     with stage(forks, training.sum_ones) as scene:
         scene.start(0, 1, 2, 3)
         scene.form(1, 0, 1, 2, 3)
@@ -49,7 +49,7 @@ def test_survivors_of_a_killed_rank_compute_in_the_next_generation(forks):
         assert scene.finish() == [0, 0, 0]
 
 
-def test_ranks_blocked_by_a_stopped_peer_are_freed_by_the_news_alone(forks):
+def test_ranks_blocked_by_a_stopped_peer_are_freed(forks):
     with stage(forks, training.sum_ones) as scene:
         scene.start(0, 1, 2, 3)
         scene.form(1, 0, 1, 2, 3)
@@ -62,7 +62,7 @@ def test_ranks_blocked_by_a_stopped_peer_are_freed_by_the_news_alone(forks):
 
 
 @pytest.mark.promise("stale-refused")
-def test_a_rank_that_slept_through_an_eviction_parks_when_it_wakes(forks):
+def test_rank_stopped_through_an_eviction_parks_on_resume(forks):
     with stage(forks, training.sum_ones) as scene:
         scene.start(0, 1, 2)
         scene.form(1, 0, 1, 2)
@@ -76,7 +76,7 @@ def test_a_rank_that_slept_through_an_eviction_parks_when_it_wakes(forks):
         assert scene.finish() == [0, 0, 0]
 
 
-def test_the_time_that_a_process_was_parked_is_no_part_of_a_regrouping(forks):
+def test_parked_time_is_not_part_of_a_regroup(forks):
     with stage(forks, training.sum_ones) as scene:
         scene.start(0, 1)
         scene.form(1, 0)
@@ -89,7 +89,7 @@ def test_the_time_that_a_process_was_parked_is_no_part_of_a_regrouping(forks):
         assert scene.finish() == [0, 0]
 
 
-def test_the_time_that_a_spare_waited_for_its_first_generation_is_no_part_of_a_regrouping(forks):
+def test_spare_waiting_time_is_not_part_of_a_regroup(forks):
     with stage(forks, training.sum_ones) as scene:
         scene.start(0)
         scene.form(1, 0)
@@ -103,7 +103,7 @@ def test_the_time_that_a_spare_waited_for_its_first_generation_is_no_part_of_a_r
         assert scene.finish() == [0, 0]
 
 
-def test_a_replacement_takes_the_place_of_the_dead(forks):
+def test_replacement_takes_the_place_of_a_dead_rank(forks):
     with stage(forks, training.train_replicas) as scene:
         scene.start(0, 1, 2)
         scene.form(1, 0, 1, 2)
@@ -125,7 +125,7 @@ def test_python_code_is_interrupted(forks):
         assert scene.finish() == [0, 0]
 
 
-def test_a_boundary_is_left_after_the_same_step_by_all(forks):
+def test_all_ranks_leave_at_the_same_boundary_step(forks):
     with stage(forks, training.sum_ones) as scene:
         scene.start(0, 1, 2)
         scene.form(1, 0, 1)
@@ -143,7 +143,7 @@ def test_a_boundary_is_left_after_the_same_step_by_all(forks):
         assert scene.finish() == [0, 0, 0]
 
 
-def test_a_join_that_can_never_succeed_is_left_for_a_newer_generation(forks):
+def test_impossible_join_is_left_for_a_newer_generation(forks):
     with stage(forks, training.sum_ones) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1, 2)  # local rank 2 does not exist
@@ -169,7 +169,7 @@ def test_a_join_without_a_store_waits_for_a_newer_generation(forks):
 
 
 @pytest.mark.promise("newcomers-meet")
-def test_a_store_that_was_started_again_at_its_address_is_met_anew(forks):
+def test_restarted_store_at_the_same_address_is_reconnected(forks):
     """Its host died with its fork server between two generations: the connection of the one before leads nowhere."""
     with stage(forks, training.sum_ones) as scene:
         scene.start(0, 1)
@@ -185,7 +185,7 @@ def test_a_store_that_was_started_again_at_its_address_is_met_anew(forks):
 
 
 @pytest.mark.promise("newcomers-meet")
-def test_a_newcomer_waits_at_a_boundary_longer_than_for_members_that_are_on_their_way(forks):
+def test_newcomer_waits_longer_at_a_boundary_than_for_members(forks):
     """The others have steps to finish first, which may take minutes."""
     with stage(forks, training.sum_ones, join_timeout_s=0.5) as scene:
         scene.start(0, 1, 2)
@@ -202,7 +202,7 @@ def test_a_newcomer_waits_at_a_boundary_longer_than_for_members_that_are_on_thei
 
 
 @pytest.mark.promise("no-orphaned-wait")
-def test_a_lost_peer_is_told_of_until_somebody_says_how_the_job_goes_on(forks):
+def test_lost_peer_is_reported_until_a_new_generation(forks):
     """The controller is away, or is another by now and never heard of it: no error of the training function's."""
     with stage(forks, training.sum_ones, explanation_grace_s=0.05, regroup_wait_s=0.2) as scene:
         scene.start(0, 1, 2)
@@ -217,7 +217,7 @@ def test_a_lost_peer_is_told_of_until_somebody_says_how_the_job_goes_on(forks):
 
 
 @pytest.mark.promise("no-orphaned-wait")
-def test_a_join_that_fails_is_told_of_until_somebody_says_how_the_job_goes_on(forks):
+def test_failed_join_is_reported_until_a_new_generation(forks):
     with stage(forks, training.sum_ones, join_timeout_s=0.3, explanation_grace_s=0.05, regroup_wait_s=0.2) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1, 2)
@@ -228,7 +228,7 @@ def test_a_join_that_fails_is_told_of_until_somebody_says_how_the_job_goes_on(fo
         assert scene.finish() == [0, 0]
 
 
-def test_a_join_that_times_out_is_a_failed_collective(forks):
+def test_timed_out_join_is_a_failed_collective(forks):
     with stage(forks, training.sum_ones, join_timeout_s=0.5) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1, 2)
@@ -239,7 +239,7 @@ def test_a_join_that_times_out_is_a_failed_collective(forks):
 
 
 @pytest.mark.promise("user-error")
-def test_a_users_error_is_reported_whole_and_ends_the_rank_with_the_job(forks):
+def test_user_error_is_reported_whole_and_ends_the_rank(forks):
     with stage(forks, training.fail_at_step_3, explanation_grace_s=0.05) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1)
@@ -251,7 +251,7 @@ def test_a_users_error_is_reported_whole_and_ends_the_rank_with_the_job(forks):
 
 
 @pytest.mark.promise("caught-errors")
-def test_a_step_in_which_a_lost_peers_error_was_caught_is_not_finished(forks):
+def test_step_catching_a_lost_peer_error_is_not_finished(forks):
     with stage(forks, training.skip_what_fails) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1)
@@ -266,7 +266,7 @@ def test_a_step_in_which_a_lost_peers_error_was_caught_is_not_finished(forks):
 
 
 @pytest.mark.promise("caught-errors")
-def test_a_step_in_which_regroup_was_caught_is_not_finished(forks):
+def test_step_catching_regroup_is_not_finished(forks):
     with stage(forks, training.skip_even_regroup, interrupt_after_s=0.05) as scene:
         scene.start(0)
         scene.form(1, 0)
@@ -278,7 +278,7 @@ def test_a_step_in_which_regroup_was_caught_is_not_finished(forks):
         assert scene.finish() == [0]
 
 
-def test_a_child_forked_by_hand_speaks_for_nobody(forks):
+def test_child_forked_by_the_script_reports_nothing(forks):
     with stage(forks, training.fork_and_leave) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1)
@@ -286,7 +286,7 @@ def test_a_child_forked_by_hand_speaks_for_nobody(forks):
         assert scene.finish() == [0, 0]
 
 
-def test_a_script_that_leaves_the_training_function_has_finished(forks):
+def test_script_leaving_the_training_function_has_finished(forks):
     with stage(forks, training.leave_at_step_3) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1)
@@ -294,7 +294,7 @@ def test_a_script_that_leaves_the_training_function_has_finished(forks):
         assert scene.finish() == [0, 0]
 
 
-def test_a_script_that_leaves_with_a_status_has_failed(forks):
+def test_script_exiting_with_a_status_has_failed(forks):
     with stage(forks, training.give_up_at_step_3, explanation_grace_s=0.05) as scene:
         scene.start(0)
         scene.form(1, 0)
@@ -303,7 +303,7 @@ def test_a_script_that_leaves_with_a_status_has_failed(forks):
         assert scene.finish(ok=False, reason="a user's error") == [1]
 
 
-def test_a_users_error_may_be_tried_again(forks):
+def test_user_error_may_be_retried(forks):
     with stage(forks, training.fail_at_step_3, explanation_grace_s=0.05) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1)
@@ -313,7 +313,7 @@ def test_a_users_error_may_be_tried_again(forks):
         assert scene.finish() == [0, 0]
 
 
-def test_a_finished_rank_waits_for_the_job_and_can_be_called_back(forks):
+def test_finished_rank_waits_and_can_be_called_back(forks):
     with stage(forks, training.sum_ones_a_few_times) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1)
@@ -323,7 +323,7 @@ def test_a_finished_rank_waits_for_the_job_and_can_be_called_back(forks):
         assert scene.finish() == [0, 0]
 
 
-def test_stalled_ranks_say_where_they_are_and_how_many_collectives_they_began(forks):
+def test_stalled_ranks_report_stacks_and_collective_counts(forks):
     with stage(
         forks, training.wait_for_nobody, min_hang_threshold_s=0.3, hang_warmup_steps=1, first_step_allowance_s=5.0
     ) as scene:
@@ -361,7 +361,7 @@ def test_tracked_state_goes_on_from_the_last_finished_step(forks):
             assert scene.finish() == [0, 0, 0]
 
 
-def test_models_of_generations_before_are_not_in_memory(forks):
+def test_models_of_earlier_generations_are_freed(forks):
     spec = JobSpec(job=JOB, replicas=1, nproc_per_node=2)
     with vaults(forks) as fleet:
         vault = fleet.start("n1")
@@ -382,7 +382,7 @@ def test_models_of_generations_before_are_not_in_memory(forks):
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_ten_losses_in_a_row_leave_nothing_behind(forks, victim):
+def test_ten_losses_in_a_row_leak_no_thread_or_socket(forks, victim):
     with stage(forks, training.train_replicas) as scene:
         scene.start(0, 1, 2)
         scene.form(1, 0, 1, 2)

@@ -35,7 +35,7 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield ours, theirs
 
 
-def test_writes_to_a_closed_connection_are_lost_and_its_end_is_read():
+def test_writes_to_a_closed_connection_are_lost_and_eof_is_read():
     with connected() as (ours, theirs):
         ignore_late_resets(ours)
         theirs.sendall(b"last words")
@@ -46,7 +46,7 @@ def test_writes_to_a_closed_connection_are_lost_and_its_end_is_read():
         assert ours.recv(100) == b""
 
 
-def test_the_reset_that_tells_of_a_death_is_heard():
+def test_reset_of_a_dead_peer_is_received():
     with connected() as (ours, theirs):
         ignore_late_resets(ours)
         ours.sendall(b"never read")
@@ -55,7 +55,7 @@ def test_the_reset_that_tells_of_a_death_is_heard():
             ours.recv(1)
 
 
-def test_a_reset_is_heard_where_nothing_was_unread():
+def test_reset_is_received_without_unread_data():
     with connected() as (ours, theirs):
         ignore_late_resets(ours)
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -111,7 +111,7 @@ def _name(task: Path) -> str:
         return ""
 
 
-def test_a_send_that_begins_before_gloo_notices_the_peers_death_ends(forks):
+def test_send_begun_before_gloo_notices_a_peer_death_ends(forks):
     with tempfile.TemporaryDirectory(prefix="everstep-") as folder:
         port_file = Path(folder) / "port"
         forks.start(host_store, str(port_file))

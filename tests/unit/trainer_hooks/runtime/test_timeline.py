@@ -21,7 +21,7 @@ from tests.support.generations import JOB
 from tests.support.stage import Stage, stage
 
 
-def test_timeline_sets_a_part_of_a_phase_apart() -> None:
+def test_timeline_separates_a_part_of_a_phase() -> None:
     timeline = PhaseTimeline(perf_counter() - 10.0)
     timeline.end("first_step")
     whole = timeline.phases_s["first_step"]
@@ -65,7 +65,7 @@ def play_alone(scene: Stage, forks: ForkPool, began: float) -> None:
     scene.peer(0)
 
 
-def test_resumed_tells_start_and_compilation_apart(forks: ForkPool) -> None:
+def test_resumed_separates_start_and_compile_time(forks: ForkPool) -> None:
     with stage(forks, compile_a_step) as scene:
         play_alone(scene, forks, perf_counter() - 100.0)
         scene.tell(NewGeneration(spec=scene.generation(1, 0)))

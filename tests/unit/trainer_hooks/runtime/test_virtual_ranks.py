@@ -116,7 +116,7 @@ def step_of(run: Run, model: nn.Module) -> None:
         model(torch.ones(len(part.indices), 2)).sum().backward()
 
 
-def test_running_statistics_are_refused_by_name_and_frozen_ones_taken():
+def test_running_statistics_are_refused_unless_frozen():
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     with pytest.raises(ValueError, match="1 is a BatchNorm1d with running statistics"):
         alone().replicate(model, virtual_ranks=2)
@@ -125,7 +125,7 @@ def test_running_statistics_are_refused_by_name_and_frozen_ones_taken():
     step_of(run, run.replicate(model, virtual_ranks=2))
 
 
-def test_a_buffer_that_changes_in_the_forward_pass_is_refused_by_name():
+def test_buffer_changing_in_the_forward_pass_is_refused():
     run = alone()
     model = run.replicate(Grows(), virtual_ranks=2)
     with pytest.raises(ValueError, match="buffer passes changes"):
@@ -137,7 +137,7 @@ def test_sparse_gradients_are_refused_by_name():
         alone().replicate(nn.Sequential(nn.Embedding(4, 2, sparse=True)), virtual_ranks=2)
 
 
-def test_options_of_distributed_data_parallel_are_refused_by_name():
+def test_ddp_options_are_refused_by_name():
     with pytest.raises(TypeError, match="bucket_cap_mb"):
         alone().replicate(nn.Linear(1, 1), virtual_ranks=2, bucket_cap_mb=1)
 
@@ -149,7 +149,7 @@ def test_more_virtual_ranks_than_samples_are_refused():
         step_of(run, model)
 
 
-def test_a_step_whose_parts_were_left_early_is_not_finished():
+def test_step_with_parts_left_early_is_not_finished():
     run = alone()
     run.replicate(nn.Linear(2, 1), virtual_ranks=3)
     next(run.parts(run.sampler(10, global_batch=4), 1))
@@ -157,7 +157,7 @@ def test_a_step_whose_parts_were_left_early_is_not_finished():
         run.step_finished()
 
 
-def test_a_step_that_took_no_parts_is_not_finished():
+def test_step_without_taken_parts_is_not_finished():
     run = alone()
     model = run.replicate(nn.Linear(2, 1), virtual_ranks=2)
     step_of(run, model)
@@ -167,7 +167,7 @@ def test_a_step_that_took_no_parts_is_not_finished():
         run.step_finished()
 
 
-def test_parameters_that_are_thawed_and_frozen_later_are_averaged_and_left_alone():
+def test_thawed_and_frozen_parameters_are_averaged_correctly():
     run = alone()
     first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)
     first.requires_grad_(False)
@@ -189,7 +189,7 @@ def test_without_virtual_ranks_there_is_one_part():
     assert run.mean([torch.tensor(2.5)]).item() == 2.5
 
 
-def test_a_parameter_that_some_parts_do_not_use_has_the_mean_with_zeros():
+def test_partly_used_parameter_has_the_mean_with_zeros():
     run = alone()
     model = run.replicate(nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)]), virtual_ranks=4)
     for part in run.parts(run.sampler(100, global_batch=8), 1):
@@ -197,7 +197,7 @@ def test_a_parameter_that_some_parts_do_not_use_has_the_mean_with_zeros():
     assert [p.grad.tolist() for p in model.parameters()] == [[[0.5, 0.5]], [0.5], [[0.5, 0.5]], [0.5]]
 
 
-def test_what_was_left_in_the_gradients_does_not_count():
+def test_leftover_gradients_do_not_count():
     run = alone()
     model = run.replicate(nn.Linear(2, 1), virtual_ranks=2)
     model.weight.grad = torch.full((1, 2), 7.0)

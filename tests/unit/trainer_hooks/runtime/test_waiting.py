@@ -42,7 +42,7 @@ def exchange(port: int, rank: int) -> list[float | str]:
 
 
 @pytest.mark.promise("pipeline-recovery")
-def test_a_message_may_be_late_and_one_that_never_comes_is_given_up(forks):
+def test_late_message_arrives_and_a_missing_one_is_given_up(forks):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [forks.start(exchange, store.port, rank) for rank in range(2)]
     assert [rank.result() for rank in ranks] == [[], [7.0, 8.0, "left"]]

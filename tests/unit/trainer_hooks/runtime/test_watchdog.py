@@ -53,7 +53,7 @@ def test_after_the_warm_up_the_floor_holds_for_fast_steps():
     assert 1.0 <= stall.stalled_s < 1.2
 
 
-def test_a_threshold_that_the_job_gives_holds_after_one_step():
+def test_threshold_of_the_job_applies_after_one_step():
     scene = Scene(configured_s=2.0)
     scene.steps(1)
     stall = scene.look(5.0)
@@ -69,7 +69,7 @@ def test_slow_steps_raise_the_threshold(monkeypatch):
 
 
 @pytest.mark.parametrize("configured_s", [None, 1.0])
-def test_a_stall_is_said_and_again_when_it_is_twice_as_long_and_so_is_the_next_one(configured_s):
+def test_stall_is_reported_again_at_twice_its_length(configured_s):
     scene = Scene(configured_s)
     scene.steps(5)
     assert scene.look(1.5) is not None
@@ -81,7 +81,7 @@ def test_a_stall_is_said_and_again_when_it_is_twice_as_long_and_so_is_the_next_o
     assert scene.look(10.0) is not None
 
 
-def test_a_process_that_was_stopped_does_not_accuse_itself():
+def test_stopped_process_does_not_report_itself_as_hung():
     scene = Scene()
     scene.steps(5)
     scene.clock.advance(60.0)
@@ -90,7 +90,7 @@ def test_a_process_that_was_stopped_does_not_accuse_itself():
     assert scene.look(1.0) is not None
 
 
-def test_a_new_generation_begins_anew():
+def test_new_generation_resets_the_watchdog():
     scene = Scene()
     scene.steps(5)
     scene.clock.advance(0.4)
@@ -99,7 +99,7 @@ def test_a_new_generation_begins_anew():
     assert scene.look(20.0) is None
 
 
-def test_collectives_that_are_begun_are_progress():
+def test_begun_collectives_count_as_progress():
     scene = Scene()
     begun = 0
     scene.progress.enter(1, 0, lambda: begun)
@@ -116,7 +116,7 @@ def again(scene: Scene, generation: int) -> None:
 
 
 @pytest.mark.promise("long-steps")
-def test_what_is_as_slow_at_the_next_try_is_no_hang_from_then_on():
+def test_equally_slow_retry_is_no_longer_a_hang():
     """As is a validation of 20 s after every tenth step."""
     scene = Scene()
     scene.steps(10)
@@ -131,7 +131,7 @@ def test_what_is_as_slow_at_the_next_try_is_no_hang_from_then_on():
 
 
 @pytest.mark.promise("long-steps")
-def test_what_takes_longer_than_the_first_steps_may_comes_to_its_end():
+def test_thresholds_rise_until_a_long_step_completes():
     scene = Scene()
     scene.steps(10)
     said = []
@@ -142,7 +142,7 @@ def test_what_takes_longer_than_the_first_steps_may_comes_to_its_end():
     assert said == [1.0, 30.0, 60.0, None]
 
 
-def test_a_hang_that_the_next_generation_cured_is_one_again():
+def test_hang_cured_by_the_next_generation_is_a_hang_again():
     scene = Scene()
     scene.steps(10)
     assert scene.look(20.0) is not None

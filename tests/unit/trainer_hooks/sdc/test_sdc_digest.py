@@ -46,7 +46,7 @@ def test_the_same_bit_flipped_an_even_number_of_times_is_seen() -> None:
     assert digest.value() != before
 
 
-def test_swapped_words_rows_and_tensors_are_seen() -> None:
+def test_swapped_words_rows_and_tensors_change_the_digest() -> None:
     parts = tensors()
     before = WeightedDigest(parts).value()
     words, rows = [t.clone() for t in parts], [t.clone() for t in parts]
@@ -60,7 +60,7 @@ def test_swapped_words_rows_and_tensors_are_seen() -> None:
 
 
 @pytest.mark.parametrize("size", [5, SMALL_BYTES])
-def test_where_a_tensor_lies_in_memory_makes_no_difference(size: int) -> None:
+def test_digest_does_not_depend_on_memory_layout(size: int) -> None:
     """Neither an odd address nor gaps between rows: a rank that allocated otherwise must not look like a liar."""
     base = torch.randn(4 * size + 4)
     plain = base[:size].clone()
@@ -81,5 +81,5 @@ def test_any_dtype_is_digested(dtype: torch.dtype) -> None:
     assert WeightedDigest(parts).value() != before
 
 
-def test_no_tensors_have_a_digest_too() -> None:
+def test_empty_tensor_list_has_a_digest() -> None:
     assert WeightedDigest([]).value() == 0

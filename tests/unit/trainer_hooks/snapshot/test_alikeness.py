@@ -46,7 +46,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
         yield SimpleNamespace(said=lambda: [record.message for record in caplog.records])
 
 
-def test_what_differs_is_named_once_with_the_rank_and_what_to_do(warnings: Any) -> None:
+def test_differing_state_is_named_once_with_rank_and_advice(warnings: Any) -> None:
     ranks = Ranks(3)
     for step in (1, 2, 3):
         ranks.store_version(
@@ -59,7 +59,7 @@ def test_what_differs_is_named_once_with_the_rank_and_what_to_do(warnings: Any) 
     assert "run.track(..., per_rank=['cursor'])" in said
 
 
-def test_nothing_is_said_of_what_is_alike_in_whatever_order_its_fields_come(warnings: Any) -> None:
+def test_equal_state_in_any_field_order_causes_no_warning(warnings: Any) -> None:
     ranks = Ranks(2)
     for step in (1, 2, COMPARE_WINDOW, COMPARE_WINDOW + 1):
         ranks.store_version(
@@ -68,7 +68,7 @@ def test_nothing_is_said_of_what_is_alike_in_whatever_order_its_fields_come(warn
     assert warnings.said() == []
 
 
-def test_nothing_is_said_of_what_is_named_as_one_ranks(warnings: Any) -> None:
+def test_per_rank_state_causes_no_warning(warnings: Any) -> None:
     ranks = Ranks(2)
     for step in (1, 2):
         ranks.store_version(
@@ -87,9 +87,7 @@ def test_ranks_of_other_stages_are_not_compared(warnings: Any) -> None:
 @pytest.mark.parametrize(
     "make", [lambda at: [at], lambda at: {f"f{n}": at for n in range(MAX_FIELDS + 1)}, torch.tensor]
 )
-def test_what_begins_to_differ_later_is_found_in_the_window_after_whatever_form_it_has(
-    make: Any, warnings: Any
-) -> None:
+def test_later_difference_is_found_in_the_next_window(make: Any, warnings: Any) -> None:
     ranks = Ranks(2)
     ranks.store_version(1, {"a": GivenState(make(1))}, {"a": GivenState(make(1))})
     ranks.store_version(2, {"a": GivenState(make(1))}, {"a": GivenState(make(2))})
@@ -100,7 +98,7 @@ def test_what_begins_to_differ_later_is_found_in_the_window_after_whatever_form_
     assert f": a of rank 1 at step {COMPARE_WINDOW} is another" in said
 
 
-def test_ranks_that_train_are_told_while_they_train(program_forks: ForkPool, warnings: Any) -> None:
+def test_training_ranks_are_warned_during_training(program_forks: ForkPool, warnings: Any) -> None:
     spec, store = generation(1, ranks=[("n1", 0), ("n1", 1)]), dist.HashStore()
     with vaults(program_forks) as fleet, ExitStack() as stack:
         vault = fleet.start("n1", "--scrub-interval", "0")

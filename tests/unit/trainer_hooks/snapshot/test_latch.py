@@ -7,7 +7,7 @@ import threading
 from everstep_trainer.snapshot.job import Latch
 
 
-def test_latch_waits_until_it_is_set() -> None:
+def test_latch_waits_until_set() -> None:
     latch = Latch()
     assert not latch.wait(0.001)
     assert not latch.is_set()
@@ -16,7 +16,7 @@ def test_latch_waits_until_it_is_set() -> None:
     assert latch.wait(0.0), "it stays set"
 
 
-def test_latch_lets_all_threads_go_that_wait() -> None:
+def test_latch_releases_all_waiting_threads() -> None:
     latch, gone = Latch(), []
     threads = [threading.Thread(target=lambda: gone.append(latch.wait(60.0))) for _ in range(4)]
     for thread in threads:

@@ -94,9 +94,7 @@ def ranks(fleet: Vaults) -> Iterator[Make]:
 
 
 @pytest.mark.promise("memory-fits")
-def test_a_node_with_room_for_some_of_its_ranks_says_so_at_once_with_the_sum(
-    ranks: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_node_short_of_memory_reports_the_sum_at_once(ranks: Make, caplog: pytest.LogCaptureFixture) -> None:
     """Five slots of a megabyte and a bit for each of two ranks, under a limit of eight."""
     with caplog.at_level(logging.ERROR):
         two = ranks(8 * STATE, slots=5)
@@ -113,9 +111,7 @@ def test_a_node_with_room_for_some_of_its_ranks_says_so_at_once_with_the_sum(
 
 
 @pytest.mark.promise("memory-fits")
-def test_a_job_that_finds_no_room_for_five_slots_takes_two_and_says_what_that_costs_and_why(
-    ranks: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_job_short_of_memory_falls_back_to_two_slots(ranks: Make, caplog: pytest.LogCaptureFixture) -> None:
     """Once the optimizers have their state, half of three megabytes for each rank: five slots of that were too many."""
     with caplog.at_level(logging.INFO):
         two = ranks(9 * STATE, optimizer=True)
@@ -142,9 +138,7 @@ def test_a_job_that_finds_no_room_for_five_slots_takes_two_and_says_what_that_co
     assert sum(path.stat().st_size for path in two.folder.glob("own-*")) < 9 * STATE
 
 
-def test_a_job_without_room_for_two_slots_goes_on_and_says_that_nothing_is_committed_and_what_is_lacking(
-    ranks: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_job_without_room_for_two_slots_reports_no_commits(ranks: Make, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         two = ranks(STATE)
         for number in range(1, 4):
@@ -162,7 +156,7 @@ def test_a_job_without_room_for_two_slots_goes_on_and_says_that_nothing_is_commi
     assert finding.message in [record.message for record in caplog.records]
 
 
-def test_a_node_with_room_for_all_says_nothing(ranks: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_node_with_enough_memory_reports_nothing(ranks: Make, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         two = ranks(12 * STATE, require_checkpoints=True)
         for snapshots in two.snapshotters:
@@ -171,7 +165,7 @@ def test_a_node_with_room_for_all_says_nothing(ranks: Make, caplog: pytest.LogCa
     assert two.supervisor.findings == []
 
 
-def test_whoever_requires_checkpoints_hears_of_it_before_the_first_step(ranks: Make) -> None:
+def test_required_checkpoints_fail_before_the_first_step(ranks: Make) -> None:
     two = ranks(STATE, require_checkpoints=True)
     for snapshots in two.snapshotters:
         with pytest.raises(OutOfSlotMemory, match=r"n1: job job \(2 slots of 2 ranks here"):
@@ -179,7 +173,7 @@ def test_whoever_requires_checkpoints_hears_of_it_before_the_first_step(ranks: M
 
 
 @pytest.mark.promise("memory-fits")
-def test_where_optimizers_have_no_state_yet_whoever_requires_checkpoints_hears_of_it_after_the_first_step(
+def test_required_checkpoints_fail_once_optimizer_state_exists(
     ranks: Make,
 ) -> None:
     two = ranks(STATE, optimizer=True, require_checkpoints=True)
@@ -192,7 +186,7 @@ def test_where_optimizers_have_no_state_yet_whoever_requires_checkpoints_hears_o
 
 
 @pytest.mark.promise("memory-fits")
-def test_a_script_that_requires_checkpoints_is_stopped_by_track(fleet: Vaults) -> None:
+def test_track_stops_a_script_requiring_checkpoints(fleet: Vaults) -> None:
     vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", str(STATE))
     fleet.configure()
     client, spec = VaultClient(str(vault.run_dir / "vault.sock")), generation(1)
@@ -218,7 +212,7 @@ def test_a_script_that_requires_checkpoints_is_stopped_by_track(fleet: Vaults) -
         client.close()
 
 
-def test_what_is_there_already_is_needed_no_more_and_copies_count(fleet: Vaults) -> None:
+def test_existing_slots_are_not_needed_again_and_copies_count(fleet: Vaults) -> None:
     one = segment_bytes(5, STATE)
     vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", str(3 * one))
     client = fleet.configure()["n1"]

@@ -64,7 +64,7 @@ def agree(choices: SnapshotOptions, *best: SlotProvision | None) -> list[AgreedP
         (SnapshotOptions(slots=2), (SPARE, SPARE, CANDIDATES_ONLY), CANDIDATES_ONLY, ""),
     ],
 )
-def test_all_take_the_best_that_every_node_has_room_for(
+def test_nodes_agree_on_the_best_choice_with_room_everywhere(
     choices: SnapshotOptions, best: tuple[SlotProvision, ...], taken: SlotProvision, why: str
 ) -> None:
     agreed = agree(choices, *best)
@@ -88,7 +88,7 @@ def test_a_node_without_room_for_any_is_named_to_all(choices: SnapshotOptions, t
     assert f"n2: {taken.slots} slots are too many" in agreed[0].reason
 
 
-def test_only_the_last_choice_may_take_all_that_is_left() -> None:
+def test_only_the_last_choice_may_take_all_remaining_memory() -> None:
     node = Node(0, {}, CANDIDATES_ONLY, SnapshotOptions())
     with pytest.raises(KeyError):
         node.quartermaster.agree("start", node.ask)

@@ -51,7 +51,7 @@ def snapshotter(client: VaultClient, number: int, state: TrackedState) -> Snapsh
     return Snapshotter(client, state, spec, spec.roster[0], dist.HashStore(), lambda _: None)
 
 
-def test_what_is_stored_of_a_gpu_is_what_stood_there_and_comes_back(cuda: PretendedCuda, client: VaultClient) -> None:
+def test_gpu_snapshot_stores_the_state_of_its_step(cuda: PretendedCuda, client: VaultClient) -> None:
     model = move(nn.Linear(8, 8))
     assert isinstance(model, nn.Linear)
     on_host(model.weight).fill_(1)
@@ -72,7 +72,7 @@ def test_what_is_stored_of_a_gpu_is_what_stood_there_and_comes_back(cuda: Preten
 
 @pytest.mark.promise("overtaken-copy")
 @pytest.mark.parametrize("asked", [False, True])
-def test_a_write_that_is_enqueued_before_the_copy_is_done_drops_it_unless_it_was_asked_for(
+def test_unordered_write_during_a_copy_drops_the_copy(
     cuda: PretendedCuda, client: VaultClient, monkeypatch: pytest.MonkeyPatch, asked: bool
 ) -> None:
     model, ordered, finish = move(nn.Linear(8, 8)), threading.Event(), DeviceMover.finish
@@ -99,9 +99,7 @@ def test_a_write_that_is_enqueued_before_the_copy_is_done_drops_it_unless_it_was
 
 
 @pytest.mark.parametrize("planned_early", [True, False])
-def test_slots_are_page_locked_before_a_copy_whenever_the_plan_was_made(
-    cuda: PretendedCuda, client: VaultClient, planned_early: bool
-) -> None:
+def test_slots_are_page_locked_before_any_copy(cuda: PretendedCuda, client: VaultClient, planned_early: bool) -> None:
     """A rank that begins with all of its state, as after a restore, plans before its first step."""
     model = move(nn.Linear(8, 8))
     objects: dict[str, object] = {"model": model}
@@ -118,9 +116,7 @@ def test_slots_are_page_locked_before_a_copy_whenever_the_plan_was_made(
     snapshots.close(finish=True)
 
 
-def test_state_that_is_moved_to_a_gpu_after_the_plan_is_copied_to_page_locked_slots(
-    cuda: PretendedCuda, client: VaultClient
-) -> None:
+def test_state_moved_to_gpu_later_is_copied_to_locked_slots(cuda: PretendedCuda, client: VaultClient) -> None:
     model = nn.Linear(8, 8)
     snapshots = snapshotter(client, 1, TrackedState({"model": model}))
     snapshots.begin(1)
@@ -134,7 +130,7 @@ def test_state_that_is_moved_to_a_gpu_after_the_plan_is_copied_to_page_locked_sl
 
 
 @pytest.mark.parametrize("lies_on_gpu", [True, False])
-def test_the_copier_acts_on_the_gpu_of_its_rank_and_not_on_the_first(
+def test_copier_acts_on_the_gpu_of_its_rank(
     cuda: PretendedCuda, client: VaultClient, monkeypatch: pytest.MonkeyPatch, lies_on_gpu: bool
 ) -> None:
     """The GPU that a thread acts on is its own: memory near it and what is locked for it go by that."""
@@ -154,7 +150,7 @@ def test_the_copier_acts_on_the_gpu_of_its_rank_and_not_on_the_first(
     assert list(cuda.registered.values()) == ([1] if lies_on_gpu else [])
 
 
-def test_each_gpu_that_holds_state_has_a_stream_of_its_own_between_its_own_events(
+def test_each_gpu_with_state_has_its_own_stream_and_events(
     cuda: PretendedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process with tensors on two GPUs: a copy waits for the training of both, and both wait for their copies."""
@@ -200,7 +196,7 @@ def test_digest_buffers_are_cleared_on_the_copy_stream(cuda: PretendedCuda, monk
     assert made == [(stream, stream)]
 
 
-def test_slots_that_cannot_be_page_locked_are_told_of_and_training_goes_on(
+def test_page_lock_failure_is_logged_and_training_continues(
     cuda: PretendedCuda, client: VaultClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda.code = 2
@@ -232,9 +228,7 @@ def scaler_on(scale: torch.Tensor, tracker: torch.Tensor) -> torch.amp.GradScale
     return scaler
 
 
-def test_python_state_with_tensors_on_a_gpu_is_taken_without_waiting_and_as_it_was(
-    cuda: PretendedCuda, client: VaultClient
-) -> None:
+def test_python_state_on_a_gpu_is_taken_without_waiting(cuda: PretendedCuda, client: VaultClient) -> None:
     """What the GPU still has to do comes before the copy, what is enqueued later after it."""
     model = move(nn.Linear(8, 8))
     scale, tracker, seen = (on_gpu(torch.tensor(n)) for n in (1.0, 0, 0))
@@ -267,7 +261,7 @@ def test_python_state_with_tensors_on_a_gpu_is_taken_without_waiting_and_as_it_w
     assert (user.seen, user.seen.dtype, user.steps) == (100_000, torch.int64, 7)
 
 
-def test_the_room_for_what_is_still_on_the_gpu_is_known_at_once_and_is_enough(cuda: PretendedCuda) -> None:
+def test_room_for_pending_gpu_state_is_known_and_sufficient(cuda: PretendedCuda) -> None:
     tracker = on_gpu(torch.tensor(0, dtype=torch.int32))
     scaler = scaler_on(on_gpu(torch.tensor(2.0)), tracker)
     blob = TrackedState({"scaler": scaler, "user": Statistics(on_gpu(torch.arange(5)))}).capture()
@@ -278,7 +272,7 @@ def test_the_room_for_what_is_still_on_the_gpu_is_known_at_once_and_is_enough(cu
     assert decode(data).objects["user"]["seen"][0].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_scaler_that_has_made_no_tensors_or_has_them_on_the_host_speaks_for_itself(cuda: PretendedCuda) -> None:
+def test_scaler_without_gpu_tensors_uses_its_own_state_dict(cuda: PretendedCuda) -> None:
     for scaler in (
         torch.amp.GradScaler("cpu", init_scale=4.0),
         scaler_on(torch.tensor(4.0), torch.tensor(0, dtype=torch.int32)),

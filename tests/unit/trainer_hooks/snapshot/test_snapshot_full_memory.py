@@ -21,7 +21,7 @@ ROOM_BYTES = 1 << 20
 
 
 @pytest.mark.promise("memory-limit")
-def test_a_full_memory_file_system_is_told_with_its_arithmetic_and_training_goes_on(
+def test_full_memory_is_logged_with_arithmetic_and_training_runs(
     program_forks: ForkPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with vaults(program_forks) as fleet:
@@ -38,7 +38,7 @@ def test_a_full_memory_file_system_is_told_with_its_arithmetic_and_training_goes
     assert "--memory-limit 20000" in caplog.text
 
 
-def test_memory_that_is_too_small_for_a_model_that_grew_leaves_the_last_version_of_before(
+def test_grown_model_without_memory_keeps_the_last_version(
     program_forks: ForkPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with vaults(program_forks) as fleet:
@@ -65,7 +65,7 @@ def test_memory_that_is_too_small_for_a_model_that_grew_leaves_the_last_version_
     assert torch.equal(rank.model.weight, torch.full((64, 64), 3.0))
 
 
-def test_a_model_that_grew_beyond_five_slots_goes_on_in_two_and_keeps_what_was_committed(
+def test_grown_model_falls_back_to_two_slots_and_keeps_commits(
     program_forks: ForkPool,
 ) -> None:
     """Two larger slots do not fit beside all five of before, but beside two of them."""

@@ -102,7 +102,7 @@ KINDS = [CopyBatch, pytest.param(Hashing, marks=pytest.mark.skipif(copy_hash is 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(st.lists(pieces, max_size=60))
-def test_every_byte_of_each_piece_arrives_and_none_beside_it(
+def test_every_byte_of_each_piece_arrives_and_no_other(
     kind: type[CopyBatch | Hashing], drawn: list[tuple[int, torch.dtype, str, int]]
 ) -> None:
     """``others`` lines between two pieces belong to somebody else, as the Python state does."""
@@ -151,7 +151,7 @@ def _many(file: File, count: int) -> tuple[CopyBatch, list[torch.Tensor]]:
     return CopyBatch(SlotTargets(targets, file), sources), sources
 
 
-def test_the_pieces_of_a_state_of_small_tensors_go_in_a_few_calls() -> None:
+def test_small_tensors_are_gathered_in_a_few_calls() -> None:
     with mapped(1000 << 10) as file:
         gather, sources = _many(file, 1000)
         assert len(gather._runs) == -(-1000 // (MAX_BUFFERS // 2))
@@ -160,7 +160,7 @@ def test_the_pieces_of_a_state_of_small_tensors_go_in_a_few_calls() -> None:
         assert torch.equal(file.payload.view(torch.float32), torch.cat(sources))
 
 
-def test_what_a_limit_on_files_cuts_short_is_copied_all_the_same() -> None:
+def test_copy_cut_short_by_a_file_limit_is_completed() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     with mapped(64 << 10) as file:
@@ -175,7 +175,7 @@ def test_what_a_limit_on_files_cuts_short_is_copied_all_the_same() -> None:
 
 
 @pytest.mark.skipif(copy_hash is None, reason="it was not compiled")
-def test_what_several_threads_copy_is_what_one_copies() -> None:
+def test_copy_by_several_threads_equals_copy_by_one() -> None:
     assert copy_hash is not None
     before = torch.get_num_threads()
     size = copy.MIN_THREAD_BYTES

@@ -34,7 +34,7 @@ pytestmark = [
 ]
 
 
-def test_a_snapshot_of_gpu_state_is_of_its_step_and_comes_back_to_the_bit() -> None:
+def test_gpu_snapshot_restores_its_step_bit_identically() -> None:
     """The update that follows ``wait`` on the training stream must not reach into the copy."""
     with vaults() as fleet:
         vault = fleet.start("n1")
@@ -68,7 +68,7 @@ def test_a_snapshot_of_gpu_state_is_of_its_step_and_comes_back_to_the_bit() -> N
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-def test_state_on_two_gpus_of_one_process_is_of_its_step_on_both() -> None:
+def test_snapshot_on_two_gpus_is_of_its_step_on_both() -> None:
     """The second GPU is behind the first at every step, and neither's update reaches into the copy."""
     with vaults() as fleet:
         vault = fleet.start("n1")
@@ -101,13 +101,13 @@ def test_state_on_two_gpus_of_one_process_is_of_its_step_on_both() -> None:
         assert [parameter.unique().tolist() for parameter in model.parameters()] == [[5.0]] * 4
 
 
-def test_the_digest_of_a_tensor_is_the_same_on_the_gpu_and_on_the_host() -> None:
+def test_digest_is_the_same_on_gpu_and_host() -> None:
     tensors = [torch.randn(n) for n in (5, 40_000, 3_000_000)]
     on_gpu = [t.cuda() for t in tensors]
     assert WeightedDigest(on_gpu).value() == WeightedDigest(tensors).value()
 
 
-def test_a_gradient_scaler_is_stored_without_waiting_for_the_gpu() -> None:
+def test_gradient_scaler_is_stored_without_gpu_sync() -> None:
     scaler = torch.amp.GradScaler("cuda", init_scale=512.0)
     scaler.scale(torch.ones((), device="cuda"))
     state = TrackedState({"scaler": scaler})
@@ -124,7 +124,7 @@ def test_a_gradient_scaler_is_stored_without_waiting_for_the_gpu() -> None:
     assert decode(blob.data()).objects["scaler"]["scale"] == 1024.0
 
 
-def test_what_a_snapshot_holds_up_is_told_in_the_streams_time() -> None:
+def test_snapshot_delay_is_measured_in_stream_time() -> None:
     """Between events: a wait of the thread counts where the GPU has nothing to do meanwhile, else it does not."""
     told: list[tuple[float, float | None]] = []
     watch, gpus = StepStopwatch(lambda *step: told.append(step), SYSTEM_CLOCK), [torch.device("cuda", 0)]
@@ -145,7 +145,7 @@ def test_what_a_snapshot_holds_up_is_told_in_the_streams_time() -> None:
     assert under < 0.05 < 0.1 <= alone
 
 
-def test_slot_memory_is_registered_while_it_is_held_and_can_be_registered_again_after_that(tmp_path: Path) -> None:
+def test_slot_memory_is_registered_while_held_and_again_later(tmp_path: Path) -> None:
     path, length = tmp_path / "own-0", segment_bytes(2, 1 << 20)
     path.write_bytes(bytes(length))
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping, memoryview(mapping) as whole:

@@ -53,7 +53,7 @@ def segment_at(path: Path) -> MappedSegment:
     return MappedSegment(str(path))
 
 
-def test_a_segment_is_registered_once_and_given_back_when_nobody_holds_it(runtime: Runtime, tmp_path: Path) -> None:
+def test_segment_is_registered_once_and_unregistered_when_freed(runtime: Runtime, tmp_path: Path) -> None:
     segment = segment_at(tmp_path / "own-0")
     page_lock(segment)
     page_lock(segment)
@@ -66,7 +66,7 @@ def test_a_segment_is_registered_once_and_given_back_when_nobody_holds_it(runtim
     assert runtime.refused == []
 
 
-def test_the_larger_segment_that_takes_its_place_is_registered_by_itself(runtime: Runtime, tmp_path: Path) -> None:
+def test_replacement_segment_is_registered_separately(runtime: Runtime, tmp_path: Path) -> None:
     old, new = segment_at(tmp_path / "old"), segment_at(tmp_path / "new")
     page_lock(old)
     page_lock(new)
@@ -79,7 +79,7 @@ def test_the_larger_segment_that_takes_its_place_is_registered_by_itself(runtime
     assert (runtime.registered, runtime.refused) == ({}, [])
 
 
-def test_what_cannot_be_locked_is_said_and_nothing_is_given_back(runtime: Runtime, tmp_path: Path) -> None:
+def test_lock_failure_is_raised_and_nothing_is_unregistered(runtime: Runtime, tmp_path: Path) -> None:
     runtime.code = 2
     segment = segment_at(tmp_path / "own-0")
     with pytest.raises(RuntimeError, match=r"cannot page-lock \d+ bytes .* CUDA error 2; raise the limit .*ulimit -l"):

@@ -61,9 +61,7 @@ class Lockstep:
 
 
 @given(st.floats(0, 10, allow_nan=False), st.floats(0, 10, allow_nan=False), st.integers(1, MAX_INTERVAL))
-def test_training_is_blocked_for_no_more_than_its_share_where_that_can_be_had(
-    blocked_s: float, step_s: float, now: int
-) -> None:
+def test_training_is_blocked_for_at_most_its_share(blocked_s: float, step_s: float, now: int) -> None:
     every = wanted_interval(blocked_s, step_s, now)
     assert 1 <= every <= MAX_INTERVAL
     if blocked_s < MIN_BLOCKED_S:
@@ -74,7 +72,7 @@ def test_training_is_blocked_for_no_more_than_its_share_where_that_can_be_had(
         assert blocked_s > MAX_BLOCKED_SHARE * (blocked_s + (every - 1) * step_s) * 0.9999, "no more than it takes"
 
 
-def test_a_pace_between_two_stays() -> None:
+def test_pace_between_two_values_is_stable() -> None:
     blocked_s = (
         0.099 * 2 * 1.1
     )  # of two steps of a second, just under a tenth: one in two is enough, one in three is much
@@ -84,7 +82,7 @@ def test_a_pace_between_two_stays() -> None:
     assert wanted_interval(blocked_s / 2, 1.0, 3) < 3
 
 
-def test_the_pace_follows_the_slowest_rank_and_comes_back_and_each_is_said_once(
+def test_pace_follows_the_slowest_rank_and_recovers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ranks = Lockstep(3)
@@ -102,7 +100,7 @@ def test_the_pace_follows_the_slowest_rank_and_comes_back_and_each_is_said_once(
     ]
 
 
-def test_what_the_user_fixed_stays_whatever_it_costs() -> None:
+def test_pace_fixed_by_the_user_stays() -> None:
     pace = SnapshotPace(dist.HashStore(), 0, 5)
     for step in range(1, 4 * PACE_WINDOW):
         pace.end_step(step)
@@ -113,7 +111,7 @@ def test_what_the_user_fixed_stays_whatever_it_costs() -> None:
 
 @given(st.data())
 @settings(max_examples=40, deadline=None)
-def test_ranks_agree_at_every_step_whoever_is_quick_or_slow(data: st.DataObject) -> None:
+def test_ranks_agree_on_the_pace_at_every_step(data: st.DataObject) -> None:
     world = data.draw(st.integers(1, 4))
     first = data.draw(st.integers(0, 3 * PACE_WINDOW))
     ranks = Lockstep(world)

@@ -45,7 +45,7 @@ def sharded(rows: int, world: int) -> list[Layout]:
 
 @pytest.mark.promise("node-loss")
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
-def test_every_byte_of_replicated_state_lies_on_as_many_nodes_as_asked_or_ranks_of_a_single_one(
+def test_replicated_bytes_lie_on_the_requested_number_of_nodes(
     sizes: list[int], nodes: int, per_node: int, replicas: int
 ) -> None:
     world = nodes * per_node
@@ -66,7 +66,7 @@ def test_every_byte_of_replicated_state_lies_on_as_many_nodes_as_asked_or_ranks_
     assert all(piece.is_exclusive == (1 < nodes < replicas) for share in shares for piece in share.pieces)
 
 
-def test_shares_of_replicated_state_are_balanced_within_a_few_percent() -> None:
+def test_shares_of_replicated_state_are_balanced() -> None:
     layouts = replicated([512 * 16] * 8 + [1] * 40, 4)
     shares = divide_state(layouts, ["n1", "n2", "n3", "n4"], 2)
     loads = [sum(p.box.volume * 4 for p in share.pieces) for share in shares]
@@ -74,7 +74,7 @@ def test_shares_of_replicated_state_are_balanced_within_a_few_percent() -> None:
     assert max(loads) <= 1.05 * min(loads)
 
 
-def test_what_several_hold_alike_is_divided_among_nodes_that_are_not_likely_to_be_lost_together() -> None:
+def test_equal_state_is_divided_among_independent_nodes() -> None:
     nodes, apart = ["n1", "n2", "n3", "n4"], {"n1": ("n3",), "n2": ("n4",), "n3": ("n1",), "n4": ("n2",)}
     shares = divide_state(replicated([512 * 16] * 8, 4), nodes, 2, apart)
     assert {node: share.partial_copies for node, share in zip(nodes, shares, strict=True)} == apart
@@ -82,14 +82,14 @@ def test_what_several_hold_alike_is_divided_among_nodes_that_are_not_likely_to_b
     assert max(loads) <= 1.05 * min(loads)
 
 
-def test_where_only_others_hold_it_alike_these_are_taken_and_named() -> None:
+def test_dependent_nodes_are_used_and_named_if_unavoidable() -> None:
     halves = sharded(4096, 2)
     shares = divide_state([*halves, *halves], ["n1", "n2", "n3", "n4"], 2, {"n1": ("n2",), "n3": ("n4",)})
     assert [share.partial_copies for share in shares] == [("n3",), ("n4",), ("n1",), ("n2",)]
 
 
 @pytest.mark.promise("finished-step-survives")
-def test_on_one_node_every_byte_is_stored_once_and_covered_by_another_rank() -> None:
+def test_single_node_stores_each_byte_once_with_a_cover() -> None:
     layouts = replicated([512 * 16] * 8 + [1] * 40, 4)
     shares = divide_state(layouts, ["n1"] * 4, 2)
     stored = [sum(p.box.volume * 4 for p in share.pieces) for share in shares]
@@ -102,26 +102,26 @@ def test_on_one_node_every_byte_is_stored_once_and_covered_by_another_rank() -> 
     assert set.union(*(set(share.covered_ranks) for share in shares)) == {0, 1, 2, 3}
 
 
-def test_a_shard_is_its_owners_and_exclusive_and_the_scalar_beside_it_is_everybodys() -> None:
+def test_shard_is_exclusive_and_its_scalar_is_shared() -> None:
     shares = divide_state(sharded(10, 4), ["n1", "n2", "n3", "n4"], 2)
     assert [[(p.part, p.is_exclusive) for p in share.pieces] for share in shares] == [[(0, True), (1, False)]] * 4
     assert [share.pieces[0].box.size[0] for share in shares] == [3, 3, 3, 1]
     assert all(share.digest_groups == {} for share in shares)
 
 
-def test_a_rank_whose_shard_is_empty_stores_none_of_it() -> None:
+def test_rank_with_an_empty_shard_stores_none() -> None:
     shares = divide_state(sharded(2, 4), ["n1", "n2", "n3", "n4"], 2)
     assert [[p.part for p in share.pieces] for share in shares] == [[0, 1], [0, 1], [1], [1]]
 
 
-def test_hybrid_shards_are_divided_among_those_that_hold_them_alike_and_vote_together() -> None:
+def test_hybrid_shards_are_divided_and_vote_among_equal_holders() -> None:
     halves = sharded(10, 2)
     shares = divide_state([*halves, *halves], ["n1", "n1", "n2", "n2"], 2)
     assert [set(share.digest_groups) for share in shares] == [{"replicated-0"}, {"replicated-1"}] * 2
     assert not any(piece.is_exclusive for share in shares for piece in share.pieces)
 
 
-def test_a_buffer_that_rank_0_broadcasts_is_stored_by_rank_0_and_sent_on() -> None:
+def test_broadcast_buffer_is_stored_by_rank_0() -> None:
     layouts = [Layout((part("mean", (64,), sharing=Sharing.FIRST_RANK), part("weight", (64, 8))))] * 4
     shares = divide_state(layouts, ["n1", "n2", "n3", "n4"], 2)
     holders = [(rank, p.is_exclusive) for rank, share in enumerate(shares) for p in share.pieces if p.part == 0]
@@ -137,7 +137,7 @@ def test_the_plan_does_not_depend_on_how_names_hash() -> None:
     assert once == again == divide_state([layouts[0]] * 3, ["n1", "n2", "n3"], 2)
 
 
-def test_a_manifest_puts_exclusive_bytes_and_python_state_first_and_overlaps_nothing() -> None:
+def test_manifest_orders_exclusive_bytes_first_without_overlap() -> None:
     layouts = sharded(10, 4)
     shares = divide_state(layouts, ["n1", "n2", "n3", "n4"], 2)
     manifest = build_manifest(1, layouts, shares[1], blob_capacity=100)
@@ -150,7 +150,7 @@ def test_a_manifest_puts_exclusive_bytes_and_python_state_first_and_overlaps_not
     assert {t.name for t in manifest.catalog} == {"shard", "step"}
 
 
-def test_state_that_others_hold_needs_no_replication() -> None:
+def test_state_held_by_others_needs_no_replication() -> None:
     layouts = replicated([100], 4)
     shares = divide_state(layouts, ["n1", "n2", "n3", "n4"], 2)
     assert all(build_manifest(r, layouts, shares[r], 0).exclusive_bytes == 0 for r in range(4))
@@ -168,7 +168,7 @@ def stages() -> list[Layout]:
 
 
 @pytest.mark.parametrize(("most", "own"), [(Sharing.PER_RANK, True), (Sharing.FIRST_RANK, False)])
-def test_a_buffer_that_one_rank_has_seen_to_change_is_shared_so_on_all(most: Sharing, own: bool) -> None:
+def test_buffer_changing_on_one_rank_is_shared_on_all(most: Sharing, own: bool) -> None:
     constant, other = part("mask", (4, 8)), part("t", (4, 8))
     row = Box((2, 0, 0), (1, 4, 8))
     seen = part("mask", (3, 4, 8), row, sharing=most) if own else part("mask", (4, 8), sharing=most)
@@ -186,12 +186,12 @@ def test_a_buffer_that_one_rank_has_seen_to_change_is_shared_so_on_all(most: Sha
     assert holders == [{0}, {1}, {2}] if own else layouts[0] is layouts[1]
 
 
-def test_layouts_that_agree_stay_the_objects_that_they_are() -> None:
+def test_equal_layouts_stay_the_same_objects() -> None:
     layouts = [*replicated([100], 3), *stages()[:1]]
     assert all(one is other for one, other in zip(unify_sharing(layouts), layouts, strict=True))
 
 
-def test_ranks_vote_only_with_those_that_hold_the_same() -> None:
+def test_ranks_vote_only_with_holders_of_the_same_state() -> None:
     layouts = stages()
     shares = divide_state(layouts, ["n1", "n2", "n3", "n4"], 2)
     assert [set(share.digest_groups) for share in shares] == [
@@ -208,7 +208,7 @@ def test_ranks_vote_only_with_those_that_hold_the_same() -> None:
     ]
 
 
-def test_what_each_rank_of_a_stage_has_of_its_own_is_whole_when_these_ranks_are_there() -> None:
+def test_per_rank_stage_state_is_whole_with_the_stage_ranks() -> None:
     layouts = stages()
     shares = divide_state(layouts, ["n1", "n2", "n3", "n4"], 1)
     manifests = [build_manifest(rank, layouts, shares[rank], 0) for rank in range(4)]
@@ -220,7 +220,7 @@ def test_what_each_rank_of_a_stage_has_of_its_own_is_whole_when_these_ranks_are_
     assert [is_whole(seen, held) for held in boxes] == [True, False]
 
 
-def test_a_rank_that_alone_has_a_stage_is_told_so_and_one_that_is_alone_in_its_world_is_not() -> None:
+def test_rank_alone_with_a_stage_is_marked_alone() -> None:
     low, high = Layout((part("low", (64, 8)), part("step", ()))), Layout((part("high", (64, 8)), part("step", ())))
     nodes = ["n1", "n1", "n1"]
     assert [share.has_unshared_state for share in divide_state([low, high, high], nodes, 2)] == [True, False, False]
@@ -230,14 +230,14 @@ def test_a_rank_that_alone_has_a_stage_is_told_so_and_one_that_is_alone_in_its_w
     ] * 4  # but for statistics
 
 
-def test_the_other_names_that_a_tied_tensor_has_on_any_rank_are_in_the_catalog() -> None:
+def test_catalog_lists_all_names_of_tied_tensors() -> None:
     tied = msgspec.structs.replace(part("t", (4, 8)), aliases=("u",), groups=(("optimizer", 0),))
     layouts = [Layout((part("t", (4, 8)),)), Layout((tied,))]
     (tensor,) = build_manifest(0, layouts, divide_state(layouts, ["n1", "n2"], 1)[0], 0).catalog
     assert (tensor.aliases, tensor.groups) == (("u",), (("optimizer", 0),))
 
 
-def test_ranks_that_give_one_name_to_different_tensors_are_told_so() -> None:
+def test_tensor_name_conflict_between_ranks_is_refused() -> None:
     layouts = [Layout((part("t", (4, 8)),)), Layout((part("t", (5, 8)),))]
     shares = divide_state(layouts, ["n1", "n2"], 1)
     with pytest.raises(ValueError, match="ranks disagree about t"):
@@ -261,7 +261,7 @@ class Asked(Exception):
     """How many bytes a slot was asked for."""
 
 
-def test_a_slot_has_room_for_the_share_after_a_loss_and_never_for_more_than_everything() -> None:
+def test_slot_has_room_for_the_share_after_a_loss() -> None:
     class Layouts(AloneInTheStore):
         def layouts(self, mine: Layout, since: int, _timeout_s: float) -> LayoutRound:
             return LayoutRound(0, [mine] * 2, since)
@@ -286,7 +286,7 @@ def test_a_slot_has_room_for_the_share_after_a_loss_and_never_for_more_than_ever
 
 
 @pytest.mark.parametrize("nodes", [["n1", "n2"], ["n1", "n1"]])
-def test_a_job_that_is_short_of_memory_gets_two_slots_of_the_size_of_its_share(nodes: list[str]) -> None:
+def test_job_short_of_memory_gets_two_slots_of_its_share(nodes: list[str]) -> None:
     class Layouts(AloneInTheStore):
         def layouts(self, mine: Layout, since: int, _timeout_s: float) -> LayoutRound:
             return LayoutRound(0, [mine] * 2, since)
@@ -316,7 +316,7 @@ def test_a_job_that_is_short_of_memory_gets_two_slots_of_the_size_of_its_share(n
 
 
 @pytest.mark.promise("memory-fits")
-def test_a_nodes_vault_is_foreseen_to_keep_its_ranks_slots_and_the_copies_that_are_sent_there() -> None:
+def test_vault_memory_forecast_includes_slots_and_copies() -> None:
     """Shards on two nodes of two ranks each, each node the home of the other's copies; two slots more for parity."""
 
     class Layouts(AloneInTheStore):
@@ -343,7 +343,7 @@ def test_a_nodes_vault_is_foreseen_to_keep_its_ranks_slots_and_the_copies_that_a
 
 
 @pytest.mark.parametrize("nodes", [["n1", "n2"], ["n1", "n1"]])
-def test_what_a_share_takes_is_known_without_its_manifest(nodes: list[str]) -> None:
+def test_share_size_is_known_without_its_manifest(nodes: list[str]) -> None:
     for layouts in (replicated([1 << 16, 3, 1000], 2), sharded(1001, 2)):
         for rank, share in enumerate(divide_state(layouts, nodes, 2)):
             for stored in (share, share.with_covers()):

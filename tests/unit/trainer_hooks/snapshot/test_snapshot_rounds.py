@@ -148,7 +148,7 @@ def fleet(program_forks: ForkPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     ("dropped", "trained"),
     [((3, 6), (1, 1)), ((9, 4), (1, 1)), ((5, 1000), (1, 1)), ((1, 1), (6, 3)), ((1, 1), (4, 4)), ((12, 3), (5, 8))],
 )
-def test_ranks_whose_tensors_change_at_different_steps_store_whole_versions_again(
+def test_ranks_with_different_change_steps_store_whole_versions(
     fleet: Vaults, dropped: tuple[int, int], trained: tuple[int, int]
 ) -> None:
     pair = Pair(fleet, dropped, trained)
@@ -216,7 +216,7 @@ class Ranks:
 
 
 @pytest.mark.promise("changing-layout")
-def test_a_round_holds_from_the_last_step_that_any_rank_can_begin_with() -> None:
+def test_round_starts_at_the_last_step_of_any_rank() -> None:
     ranks, one = Ranks(3), layout(1)
     rounds = ranks.tell((one, 0), (one, 4), (layout(2), 3))
     assert {(each.number, each.since_step) for each in rounds} == {(0, 4)}
@@ -224,7 +224,7 @@ def test_a_round_holds_from_the_last_step_that_any_rank_can_begin_with() -> None
     assert rounds[0].layouts[0] is rounds[0].layouts[1]
 
 
-def test_who_has_nothing_new_tells_it_once_more_in_the_round_that_another_opened() -> None:
+def test_unchanged_rank_joins_a_round_opened_by_another() -> None:
     ranks, one, two = Ranks(2), layout(1), layout(2)
     ranks.tell((one, 0), (one, 0))
     with pytest.raises(Unavailable):
@@ -234,7 +234,7 @@ def test_who_has_nothing_new_tells_it_once_more_in_the_round_that_another_opened
     assert [each.parts[0].shape for each in rounds[1].layouts] == [(1,), (2,)]
 
 
-def test_who_waits_in_a_round_joins_the_next_one_that_others_went_on_to() -> None:
+def test_waiting_rank_joins_the_next_round_of_the_others() -> None:
     ranks, one, two, three = Ranks(2), layout(1), layout(2), layout(3)
     ranks.tell((one, 0), (one, 0))
     with pytest.raises(Unavailable):
@@ -246,7 +246,7 @@ def test_who_waits_in_a_round_joins_the_next_one_that_others_went_on_to() -> Non
     assert [each.parts[0].shape for each in rounds[1].layouts] == [(3,), (1,)]
 
 
-def test_what_was_told_in_a_round_stands_since_others_may_have_read_it() -> None:
+def test_layout_published_in_a_round_is_final() -> None:
     ranks, one = Ranks(2), layout(1)
     with pytest.raises(Unavailable):
         ranks.each[0].layouts(one, 3, 0.01)
@@ -254,7 +254,7 @@ def test_what_was_told_in_a_round_stands_since_others_may_have_read_it() -> None
     assert {(each.number, each.since_step) for each in rounds} == {(0, 3)}
 
 
-def test_the_store_is_asked_now_and_then_and_never_while_versions_are_committed(
+def test_store_is_polled_rarely_and_not_during_commits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(exchange, "ROUND_CHECK_S", 3600.0)
@@ -275,7 +275,7 @@ def test_the_store_is_asked_now_and_then_and_never_while_versions_are_committed(
 # --- what is told of it
 
 
-def test_after_a_new_round_the_store_is_asked_sooner_and_then_less_and_less() -> None:
+def test_store_polling_slows_down_after_a_new_round() -> None:
     ranks, clock = Ranks(2), ManualClock()
     began_at = clock.monotonic()
     first = LayoutExchange(ranks, 0, 2, clock, ranks.stop)  # type: ignore[arg-type]
@@ -294,9 +294,7 @@ def test_after_a_new_round_the_store_is_asked_sooner_and_then_less_and_less() ->
 
 
 @pytest.mark.promise("changing-layout")
-def test_that_nothing_can_be_planned_is_told_once_by_the_first_rank_that_is_there(
-    fleet: Vaults, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planning_failure_is_reported_once_by_the_first_rank(fleet: Vaults, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshotter, "PLAN_TIMEOUT_S", 0.05)
     monkeypatch.setattr(snapshotter, "PLAN_WAIT_S", 0.05)
     monkeypatch.setattr(snapshotter, "RETRY_S", 0.0)

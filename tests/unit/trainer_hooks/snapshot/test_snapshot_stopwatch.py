@@ -31,7 +31,7 @@ def work(cuda: PretendedCuda, seconds: float) -> None:
     cuda.stream().enqueue(run)
 
 
-def test_a_thread_without_a_gpu_is_held_up_for_as_long_as_it_waits() -> None:
+def test_cpu_thread_is_blocked_for_its_whole_wait() -> None:
     clock, told = ManualClock(), Told()
     watch = StepStopwatch(lambda *step: told.append(step), clock)
     for stored in (True, True, False, True):
@@ -46,7 +46,7 @@ def test_a_thread_without_a_gpu_is_held_up_for_as_long_as_it_waits() -> None:
     assert told == [(STEP_S, 0.75), (STEP_S, 0.75), (STEP_S, None), (STEP_S, 0.75)]
 
 
-def test_a_wait_under_which_the_gpu_goes_on_holds_up_nothing(cuda: PretendedCuda) -> None:
+def test_wait_with_a_busy_gpu_counts_as_no_delay(cuda: PretendedCuda) -> None:
     """The thread is ahead of the stream all the time: it waits for longer than its own part of a step takes."""
     clock, told = ManualClock(), Told()
     watch = StepStopwatch(lambda *step: told.append(step), clock)
@@ -65,7 +65,7 @@ def test_a_wait_under_which_the_gpu_goes_on_holds_up_nothing(cuda: PretendedCuda
     assert wanted_interval(WAIT_S, 0.0, 1) > 1, "what the thread's own time would have said"
 
 
-def test_a_wait_that_leaves_the_gpu_without_work_is_counted_whole(cuda: PretendedCuda) -> None:
+def test_wait_with_an_idle_gpu_counts_whole(cuda: PretendedCuda) -> None:
     """A loop that reads its loss in each step has nothing enqueued when it waits."""
     told = Told()
     watch = StepStopwatch(lambda *step: told.append(step), ManualClock())
@@ -80,7 +80,7 @@ def test_a_wait_that_leaves_the_gpu_without_work_is_counted_whole(cuda: Pretende
     assert told == [(STEP_S, WAIT_S)] * 3
 
 
-def test_an_update_that_the_stream_holds_back_for_a_copy_is_counted(cuda: PretendedCuda) -> None:
+def test_update_delayed_by_the_copy_stream_is_counted(cuda: PretendedCuda) -> None:
     told, copies = Told(), Stream(cuda)
     watch = StepStopwatch(lambda *step: told.append(step), ManualClock())
     for _ in range(4):
@@ -96,7 +96,7 @@ def test_an_update_that_the_stream_holds_back_for_a_copy_is_counted(cuda: Preten
     assert told == [(STEP_S, 0.125)] * 2
 
 
-def test_state_that_moves_to_another_device_is_measured_anew(cuda: PretendedCuda) -> None:
+def test_state_moving_to_another_device_is_measured_again(cuda: PretendedCuda) -> None:
     clock, told = ManualClock(), Told()
     watch = StepStopwatch(lambda *step: told.append(step), clock)
     watch.end_step(())
@@ -110,7 +110,7 @@ def test_state_that_moves_to_another_device_is_measured_anew(cuda: PretendedCuda
     assert told == [(2.0, None)]
 
 
-def test_nothing_is_measured_where_the_user_chose_how_often(cuda: PretendedCuda) -> None:
+def test_fixed_snapshot_interval_disables_the_measurement(cuda: PretendedCuda) -> None:
     watch = StepStopwatch(None, ManualClock())
     for _ in range(2):
         watch.end_step((GPU,))
@@ -122,7 +122,7 @@ def test_nothing_is_measured_where_the_user_chose_how_often(cuda: PretendedCuda)
     assert marks == ["the only work"]
 
 
-def test_digests_come_to_the_host_with_the_copy_and_wait_for_nothing_else(cuda: PretendedCuda) -> None:
+def test_digests_arrive_with_the_copy_without_extra_waiting(cuda: PretendedCuda) -> None:
     class Digest(WeightedDigest):
         def __init__(self) -> None:
             pass

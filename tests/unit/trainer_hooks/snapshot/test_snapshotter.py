@@ -33,7 +33,7 @@ def rank(program_forks: ForkPool) -> Iterator[LoneRank]:
         yield made
 
 
-def test_a_snapshot_is_of_the_step_it_was_begun_after_whatever_comes_later(rank: LoneRank) -> None:
+def test_snapshot_holds_the_step_at_its_beginning(rank: LoneRank) -> None:
     rank.steps(1, 3)
     result = rank.restore(2, RestoreRule())
     assert (result.version, result.step) == (Version(1, 3), 3)
@@ -42,7 +42,7 @@ def test_a_snapshot_is_of_the_step_it_was_begun_after_whatever_comes_later(rank:
     assert result.bytes_by_source["own"] == (64 * 64 + 64) * 4
 
 
-def test_a_generation_s_first_version_is_kept_and_reported_safe_where_no_node_could_hold_a_copy(rank: LoneRank) -> None:
+def test_first_version_of_a_single_node_is_kept_and_safe(rank: LoneRank) -> None:
     reports: list[VersionSealed] = []
     rank.steps(1, 3, hear=reports.append)
     assert [(r.version, r.durable, r.commit_candidate, r.rank) for r in reports] == [(Version(1, 1), True, True, 0)]
@@ -51,7 +51,7 @@ def test_a_generation_s_first_version_is_kept_and_reported_safe_where_no_node_co
 
 
 @pytest.mark.promise("committed-stays", "training-independent")
-def test_five_slots_keep_the_two_newest_the_committed_and_the_next_to_be(rank: LoneRank) -> None:
+def test_five_slots_keep_newest_committed_and_candidate(rank: LoneRank) -> None:
     snapshots = rank.snapshotter(1)
     for step in range(1, 10):
         rank.step(snapshots, step)
@@ -69,7 +69,7 @@ def test_five_slots_keep_the_two_newest_the_committed_and_the_next_to_be(rank: L
     assert {v.step for v in rank.sealed()} == {11, 20, 26, 27, 28}
 
 
-def test_two_slots_keep_the_committed_version_and_the_next_to_be_and_store_nothing_else(rank: LoneRank) -> None:
+def test_two_slots_keep_only_committed_and_candidate(rank: LoneRank) -> None:
     reports: list[VersionSealed] = []
     snapshots = rank.snapshotter(1, reports.append, options=SnapshotOptions(slots=2))
     for step in range(1, 6):
@@ -94,7 +94,7 @@ def test_two_slots_keep_the_committed_version_and_the_next_to_be_and_store_nothi
 
 
 @pytest.mark.promise("committed-stays")
-def test_with_two_slots_the_floor_stays_until_the_generation_has_its_own_commit(rank: LoneRank) -> None:
+def test_two_slots_keep_the_floor_until_the_next_commit(rank: LoneRank) -> None:
     choices = SnapshotOptions(slots=2)
     first = rank.snapshotter(1, options=choices)
     rank.step(first, 1)
@@ -112,7 +112,7 @@ def test_with_two_slots_the_floor_stays_until_the_generation_has_its_own_commit(
     assert rank.sealed() == {Version(1, 1), Version(2, 5)}
 
 
-def test_of_so_many_steps_one_is_stored_where_the_user_says_so_and_what_is_announced(rank: LoneRank) -> None:
+def test_snapshot_interval_stores_every_nth_and_candidates(rank: LoneRank) -> None:
     snapshots = rank.snapshotter(1, options=SnapshotOptions(interval=4))
     for step in range(1, 15):
         if step == 9:
@@ -132,13 +132,13 @@ def test_of_so_many_steps_one_is_stored_where_the_user_says_so_and_what_is_annou
         ({"slots": 2, "interval": 2}, "leave out snapshot_every=2"),
     ],
 )
-def test_choices_that_are_none_say_what_to_take(wrong: dict[str, int], words: str) -> None:
+def test_invalid_choices_are_refused_with_advice(wrong: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SnapshotOptions(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.promise("committed-stays")
-def test_a_candidate_that_was_sealed_before_it_was_announced_is_not_told_as_kept(rank: LoneRank) -> None:
+def test_candidate_sealed_before_its_notice_is_not_reported(rank: LoneRank) -> None:
     reports: list[VersionSealed] = []
     snapshots = rank.snapshotter(1, reports.append)
     for step in range(1, 6):
@@ -152,7 +152,7 @@ def test_a_candidate_that_was_sealed_before_it_was_announced_is_not_told_as_kept
 
 
 @pytest.mark.promise("committed-stays")
-def test_what_was_committed_before_is_kept_until_the_generation_has_its_own_commit(rank: LoneRank) -> None:
+def test_earlier_commit_is_kept_until_the_next_commit(rank: LoneRank) -> None:
     rank.steps(1, 6)
     snapshots = rank.snapshotter(2, restored=Version(1, 6), rule=RestoreRule(floor=Version(1, 4)))
     for step in range(7, 12):
@@ -165,7 +165,7 @@ def test_what_was_committed_before_is_kept_until_the_generation_has_its_own_comm
     assert rank.sealed() >= {Version(1, 4), Version(2, 13), Version(2, 15), Version(2, 16)}
 
 
-def test_versions_that_a_rollback_left_behind_count_for_nothing(rank: LoneRank) -> None:
+def test_versions_discarded_by_a_rollback_do_not_count(rank: LoneRank) -> None:
     rank.steps(1, 4)
     rule = RestoreRule(floor=Version(1, 1), ceiling=Version(1, 2))
     snapshots = rank.snapshotter(2, restored=Version(1, 2), rule=rule)
@@ -175,7 +175,7 @@ def test_versions_that_a_rollback_left_behind_count_for_nothing(rank: LoneRank) 
 
 
 @pytest.mark.promise("restored-is-whole")
-def test_a_write_that_was_interrupted_is_not_believed(rank: LoneRank) -> None:
+def test_interrupted_write_is_not_restored(rank: LoneRank) -> None:
     rank.steps(1, 3)
     view, slot = rank.view(), rank.slot_of(Version(1, 3))
     header = view.header(slot)
@@ -187,7 +187,7 @@ def test_a_write_that_was_interrupted_is_not_believed(rank: LoneRank) -> None:
 
 
 @pytest.mark.promise("restored-is-whole")
-def test_a_slot_with_a_flipped_bit_is_reported_and_an_older_version_taken(rank: LoneRank) -> None:
+def test_corrupt_slot_is_reported_and_an_older_version_used(rank: LoneRank) -> None:
     rank.steps(1, 3)
     rank.damage(Version(1, 3))
     findings: list[FindingRaised] = []
@@ -199,14 +199,14 @@ def test_a_slot_with_a_flipped_bit_is_reported_and_an_older_version_taken(rank: 
 
 
 @pytest.mark.promise("restore-floor")
-def test_no_version_older_than_the_committed_one_is_taken_when_that_is_damaged(rank: LoneRank) -> None:
+def test_damaged_committed_version_is_not_replaced_by_older(rank: LoneRank) -> None:
     rank.steps(1, 3)
     rank.damage(Version(1, 3))
     with pytest.raises(NotRestorable, match="version 1:3 was committed"):
         rank.restore(2, RestoreRule(floor=Version(1, 3)))
 
 
-def test_a_vault_that_restarts_costs_no_snapshot(rank: LoneRank) -> None:
+def test_vault_restart_costs_no_snapshot(rank: LoneRank) -> None:
     vault = rank.fleet.all[0]
     reports: list[VersionSealed] = []
     snapshots = rank.snapshotter(1, reports.append)
@@ -225,7 +225,7 @@ def test_a_vault_that_restarts_costs_no_snapshot(rank: LoneRank) -> None:
     assert rank.restore(2, RestoreRule()).version == Version(1, 5)
 
 
-def test_python_state_that_outgrows_its_place_gets_a_larger_one(rank: LoneRank) -> None:
+def test_python_state_outgrowing_its_place_gets_more_room(rank: LoneRank) -> None:
     snapshots = rank.snapshotter(1)
     rank.step(snapshots, 1)
     snapshots.wait()
@@ -236,7 +236,7 @@ def test_python_state_that_outgrows_its_place_gets_a_larger_one(rank: LoneRank) 
     assert rank.counter.text == "x" * 300_000
 
 
-def test_tensors_that_appear_later_are_planned_anew(rank: LoneRank) -> None:
+def test_tensors_added_later_are_planned_again(rank: LoneRank) -> None:
     snapshots = rank.snapshotter(1)
     rank.step(snapshots, 1)
     rank.model.register_parameter("late", nn.Parameter(torch.full((5,), 7.0)))
@@ -246,9 +246,7 @@ def test_tensors_that_appear_later_are_planned_anew(rank: LoneRank) -> None:
     assert b"model.late" in manifest
 
 
-def test_a_generation_that_ends_unfinished_leaves_the_copy_unsealed(
-    rank: LoneRank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unfinished_generation_leaves_its_copy_unsealed(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
     """The live state may already be changing, so what was copied of it is not to be believed."""
     entered, go_on = threading.Event(), threading.Event()
     copy = module.SnapshotSources.copy
@@ -271,7 +269,7 @@ def test_a_generation_that_ends_unfinished_leaves_the_copy_unsealed(
 
 
 @pytest.mark.parametrize("rows", [64, 16 << 10])
-def test_a_small_share_is_copied_when_begin_returns_and_a_large_one_by_another_thread(
+def test_small_share_is_copied_inline_and_large_in_a_thread(
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     threads: list[threading.Thread] = []
@@ -294,9 +292,7 @@ def test_a_small_share_is_copied_when_begin_returns_and_a_large_one_by_another_t
     assert (threading.current_thread() in threads[1:]) == (rows == 64), "the first one may be planned yet"
 
 
-def test_a_copy_in_the_training_thread_that_the_generation_ends_is_not_waited_for(
-    rank: LoneRank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_inline_copy_is_not_waited_for(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
     class Ended(BaseException):
         """As the guard raises it into the training thread."""
 
@@ -315,7 +311,7 @@ def test_a_copy_in_the_training_thread_that_the_generation_ends_is_not_waited_fo
 
 
 @pytest.mark.parametrize("overlap", [None, True])
-def test_what_one_rank_alone_holds_is_copied_before_the_next_step_begins_unless_the_job_overlaps(
+def test_exclusive_state_is_copied_before_the_next_step(
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch, overlap: bool | None
 ) -> None:
     go_on = threading.Event()
@@ -354,7 +350,7 @@ def test_what_one_rank_alone_holds_is_copied_before_the_next_step_begins_unless_
     assert Version(1, 2) in rank.sealed()
 
 
-def test_a_rank_that_stays_away_from_the_plan_does_not_stop_the_training(
+def test_rank_missing_from_the_plan_does_not_stop_training(
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "PLAN_WAIT_S", 0.05)
@@ -370,7 +366,7 @@ def test_a_rank_that_stays_away_from_the_plan_does_not_stop_the_training(
 
 
 @pytest.mark.parametrize("over", [False, True])
-def test_a_store_that_was_cut_as_the_generation_ended_is_not_told_of(
+def test_store_error_at_the_generation_end_is_not_logged(
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, over: bool
 ) -> None:
     tried = threading.Event()
@@ -392,7 +388,7 @@ def test_a_store_that_was_cut_as_the_generation_ended_is_not_told_of(
     assert told is not over
 
 
-def test_state_that_cannot_be_stored_is_told_to_the_user_at_once(rank: LoneRank) -> None:
+def test_unstorable_state_is_refused_at_once(rank: LoneRank) -> None:
     snapshots = rank.snapshotter(1)
     rank.counter.text = print  # type: ignore[assignment]
     with pytest.raises(TypeError, match=r"\['counter'\]\['text'\] is a builtins\."):
@@ -400,7 +396,7 @@ def test_state_that_cannot_be_stored_is_told_to_the_user_at_once(rank: LoneRank)
     snapshots.close(finish=True)
 
 
-def test_a_restore_waits_for_nobody_when_the_vault_holds_nothing(rank: LoneRank) -> None:
+def test_restore_from_an_empty_vault_does_not_wait(rank: LoneRank) -> None:
     result = rank.restore(1, RestoreRule())
     assert result.version is None
     assert "from scratch" in result.sentence

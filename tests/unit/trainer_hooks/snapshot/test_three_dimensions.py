@@ -135,7 +135,7 @@ def load(layout: Layout, slots: Slots) -> dict[str, np.ndarray]:
 @pytest.mark.slow
 @pytest.mark.promise("layout-change")
 @pytest.mark.parametrize("name", THREE)
-def test_every_byte_of_a_mesh_of_three_dimensions_is_stored_with_its_copies_and_read_into_others(name: str) -> None:
+def test_three_dimensional_mesh_restores_into_other_layouts(name: str) -> None:
     whole, slots, shares, names = store(THREE[name])
     arrays = by_tracked_name(whole)
     assert arrays.keys() == {tensor.name for tensor in slots[0][0].catalog} - {"model.constant"}
@@ -165,7 +165,7 @@ def test_every_byte_of_a_mesh_of_three_dimensions_is_stored_with_its_copies_and_
         assert loaded.keys() == whole.keys() - {"lr"}
 
 
-def test_what_one_rank_stored_is_read_by_a_mesh_of_three_dimensions() -> None:
+def test_state_of_one_rank_restores_into_a_3d_mesh() -> None:
     whole, slots, *_ = store(FEWER["one rank"])
     loaded = load(THREE["hsdp x tp"], slots)
     assert not [n for n in loaded if not np.array_equal(loaded[n], whole[n])]

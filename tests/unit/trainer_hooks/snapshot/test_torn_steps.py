@@ -93,7 +93,7 @@ def calm(session_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -> d
         *(pytest.param(of_every_combination(point), id=point, marks=pytest.mark.nightly) for point in POINTS),
     ],
 )
-def test_a_kill_at_any_point_of_any_ranks_ends_in_one_consistent_version(forks, tmp_path, calm, kills):
+def test_kill_at_any_point_ends_in_one_consistent_version(forks, tmp_path, calm, kills):
     rows = run_through(forks, tmp_path, kills)
     assert len(list(tmp_path.glob("died-*"))) == sum(len(kill.ranks) for kill in kills)
     torn = [(row["generation"], row["step"], row["rank"]) for row in rows if row["state"] != calm[row["step"]]]
@@ -102,7 +102,7 @@ def test_a_kill_at_any_point_of_any_ranks_ends_in_one_consistent_version(forks, 
 
 
 @pytest.mark.promise("no-torn-step")
-def test_so_do_kills_of_ranks_that_alone_hold_their_shards(forks, tmp_path):
+def test_kill_of_exclusive_shard_holders_ends_consistently(forks, tmp_path):
     """Who was not killed has gone on to a step that the others never finished, and goes back by one."""
     for folder in (alone := tmp_path / "calm", killed := tmp_path / "killed"):
         folder.mkdir()

@@ -88,7 +88,7 @@ def restored(rank: LoneRank, objects: Mapping[str, object]) -> Version | None:
 
 
 @pytest.mark.promise("no-torn-step")
-def test_every_one_of_listed_optimizers_waits_for_the_copy(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_listed_optimizer_waits_for_the_copy(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = [nn.ModuleDict({f"stage{number}": nn.Linear(8, 8)}) for number in (0, 1)]
     optimizers = [torch.optim.SGD(stage.parameters(), lr=0.1) for stage in stages]
     keeper = CopyingKeeper(rank, monkeypatch)
@@ -106,7 +106,7 @@ def test_every_one_of_listed_optimizers_waits_for_the_copy(rank: LoneRank, monke
     assert torch.equal(again[1]["stage1"].weight, stood)
 
 
-def test_an_optimizer_that_outlives_a_generation_asks_only_the_run_that_goes_on() -> None:
+def test_optimizer_of_an_ended_run_asks_only_the_new_run() -> None:
     class Over(IdleSession):
         def before_update(self) -> None:
             raise Regroup
@@ -123,7 +123,7 @@ def test_an_optimizer_that_outlives_a_generation_asks_only_the_run_that_goes_on(
 
 
 @pytest.mark.promise("overtaken-copy")
-def test_a_copy_that_an_update_overtook_is_dropped_and_training_waits_for_later_ones(
+def test_copy_overtaken_by_an_update_is_dropped(
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, keeper = large(), CopyingKeeper(rank, monkeypatch)
@@ -150,9 +150,7 @@ def test_a_copy_that_an_update_overtook_is_dropped_and_training_waits_for_later_
 
 
 @pytest.mark.promise("overtaken-copy")
-def test_an_update_that_began_under_the_copy_and_is_counted_after_it_drops_it_too(
-    rank: LoneRank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_update_overlapping_the_copy_end_drops_the_copy(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch counts a write when it is done."""
     model, keeper = large(), CopyingKeeper(rank, monkeypatch)
     copied = SegmentView.mark_copied
@@ -174,9 +172,7 @@ def test_an_update_that_began_under_the_copy_and_is_counted_after_it_drops_it_to
 
 
 @pytest.mark.promise("overtaken-copy")
-def test_without_an_optimizer_training_waits_for_each_copy_unless_it_asks_before_it_updates(
-    rank: LoneRank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_without_optimizer_waits_for_each_copy(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
     model, keeper = large(), CopyingKeeper(rank, monkeypatch)
     run = Run(RankContext(), keeper)
     run.track(model=model)
@@ -218,7 +214,7 @@ def of_two(rank: LoneRank) -> tuple[list[Snapshotter], list[nn.Linear]]:
 
 @pytest.mark.promise("overtaken-copy")
 @pytest.mark.parametrize("changed", [False, True])
-def test_what_another_rank_died_over_is_not_stored_for_it_from_state_that_has_changed(
+def test_changed_state_is_not_stored_for_a_dead_rank(
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch, changed: bool
 ) -> None:
     covered: list[object] = []
@@ -232,7 +228,7 @@ def test_what_another_rank_died_over_is_not_stored_for_it_from_state_that_has_ch
     assert bool(covered) is not changed
 
 
-def test_a_step_that_another_rank_died_over_and_nobody_could_store_for_it_is_told(
+def test_step_of_a_dead_rank_failing_to_store_is_logged(
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: object) -> None:
@@ -245,7 +241,7 @@ def test_a_step_that_another_rank_died_over_and_nobody_could_store_for_it_is_tol
 
 
 @pytest.mark.promise("overtaken-copy")
-def test_what_optimizers_do_to_shards_and_whole_parameters_is_counted() -> None:
+def test_optimizer_writes_to_shards_and_parameters_are_counted() -> None:
     model = nn.Linear(4, 4)
     with playing(0, (2,)) as mesh:
         model.bias = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False))
@@ -261,7 +257,7 @@ def test_what_optimizers_do_to_shards_and_whole_parameters_is_counted() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, as it compiles
-def test_a_compiled_step_of_a_tracked_optimizer_is_not_compiled_again() -> None:
+def test_compiled_step_of_a_tracked_optimizer_is_reused() -> None:
     torch.compiler.reset()
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), torch.tensor(1e-3), foreach=False)
@@ -274,7 +270,7 @@ def test_a_compiled_step_of_a_tracked_optimizer_is_not_compiled_again() -> None:
 
 
 @pytest.mark.parametrize(("every", "warned"), [(1, False), (2, True), (4, True)])
-def test_gradients_that_are_added_up_over_steps_are_warned_of_once(
+def test_gradient_accumulation_over_steps_is_warned_once(
     every: int, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.Linear(2, 2)
@@ -289,7 +285,7 @@ def test_gradients_that_are_added_up_over_steps_are_warned_of_once(
     assert caplog.text.count("up over several steps are not stored") == warned
 
 
-def test_gradients_of_a_step_that_was_interrupted_are_gone_when_the_state_is_restored() -> None:
+def test_gradients_of_an_interrupted_step_are_cleared() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(1, 2)).sum().backward()

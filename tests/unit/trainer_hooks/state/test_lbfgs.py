@@ -73,9 +73,7 @@ def goes_on_as(before: Job, after: Job) -> None:
 @pytest.mark.promise("tracked-state-exact")
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("into", [True, False])
-def test_a_fresh_process_goes_on_to_the_bit_whether_parameters_are_sharded_or_not(
-    alone: None, sharded: bool, into: bool
-) -> None:
+def test_lbfgs_continues_exactly_with_any_sharding(alone: None, sharded: bool, into: bool) -> None:
     before, after = Job(sharded=sharded), Job(sharded=into)
     goes_on_as(before, after)
     (state,) = after.optimizer.state.values()
@@ -90,21 +88,21 @@ def on_two(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def test_on_two_ranks_of_fsdp2_as_well(forks: ForkPool) -> None:
+def test_lbfgs_continues_exactly_on_two_fsdp2_ranks(forks: ForkPool) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for rank in [forks.start(on_two, rank, store.port) for rank in range(2)]:
         rank.result()
 
 
 @pytest.mark.parametrize("other", [{"layers": 1}, {"backwards": True}], ids=["a part", "another order"])
-def test_other_parameters_than_its_vectors_are_of_are_refused_by_name(other: dict[str, Any]) -> None:
+def test_lbfgs_refuses_other_parameters_by_name(other: dict[str, Any]) -> None:
     before = Job(sharded=False)
     before.step(0)
     with pytest.raises(NotRestorable, match=r"optimizer is an LBFGS, which keeps vectors over all of its parameters"):
         Job(sharded=False, **other).restore(before)
 
 
-def test_what_is_nested_in_a_parameters_state_comes_back_to_its_device() -> None:
+def test_nested_optimizer_state_returns_to_its_device() -> None:
     with FakeTensorMode():
         parameter = nn.Parameter(torch.empty(3, device="cuda"))
         stored = {"Q": [torch.empty(3, 3), None], "by": {"k": (torch.empty(2), 1.5)}}

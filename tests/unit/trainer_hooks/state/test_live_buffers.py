@@ -20,7 +20,7 @@ def normalized() -> tuple[nn.Module, TrackedState, SnapshotSources]:
     return model, state, sources
 
 
-def test_buffers_in_place_are_not_examined_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_buffers_are_not_examined_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, state, sources = normalized()
     examined: list[str] = []
     examine = tensors.local_parts
@@ -34,7 +34,7 @@ def test_buffers_in_place_are_not_examined_anew(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(staged, model[1].running_mean)
 
 
-def test_buffer_put_in_the_place_of_another_is_copied() -> None:
+def test_buffer_replacing_another_is_copied() -> None:
     model, state, sources = normalized()
     model[1].running_mean = torch.full((4,), 7.0)
     assert state.is_unchanged(), "of the same form"
@@ -42,7 +42,7 @@ def test_buffer_put_in_the_place_of_another_is_copied() -> None:
     assert sources._staged[sources._volatile[0][0]].tolist() == [7.0] * 4
 
 
-def test_buffer_with_other_memory_is_copied_from_there() -> None:
+def test_buffer_with_new_memory_is_copied_from_there() -> None:
     model, _, sources = normalized()
     model[1].running_mean.data = torch.full((4,), 5.0)
     sources.stage()
@@ -56,7 +56,7 @@ def test_buffer_of_another_form_is_a_change(value: torch.Tensor | None) -> None:
     assert not state.is_unchanged()
 
 
-def test_buffer_that_is_gone_is_a_change() -> None:
+def test_missing_buffer_is_a_change() -> None:
     model, state, _ = normalized()
     del model[1].running_mean
     assert not state.is_unchanged()

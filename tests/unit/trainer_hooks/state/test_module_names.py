@@ -49,7 +49,7 @@ def test_wrappers_add_nothing_to_names(wrap):
     assert names(wrap(Nested())) == NESTED
 
 
-def test_replicas_further_in_add_nothing_either():
+def test_nested_replicas_add_nothing_to_names():
     assert names(nn.Sequential(DistributedDataParallel(Nested()))) == names(nn.Sequential(Nested()))
     averaged = names(AveragedModel(DistributedDataParallel(Nested())))
     assert averaged == names(AveragedModel(Nested()))
@@ -65,7 +65,7 @@ def test_tied_parameters_keep_all_their_names():
 
 
 @pytest.mark.parametrize(("broadcasts", "sharing"), [(True, Sharing.FIRST_RANK), (False, Sharing.PER_RANK)])
-def test_buffers_that_a_replica_is_sent_are_rank_0s_wherever_it_stands(broadcasts, sharing):
+def test_broadcast_buffers_belong_to_rank_0_in_any_wrapper(broadcasts, sharing):
     norm = nn.BatchNorm1d(2)
     state = TrackedState({"model": torch.compile(DistributedDataParallel(norm, forward_sync_buffers=broadcasts))})
     norm.running_mean += 1

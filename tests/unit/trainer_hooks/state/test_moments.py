@@ -66,7 +66,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("tells", [True, False], ids=["of this release", "of one before"])
 @pytest.mark.parametrize("build", [Scaled, spread])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_fresh_process_steps_on_with_a_parameter_that_is_a_scalar(
+def test_fresh_process_continues_with_a_scalar_parameter(
     grouped: None, name: str, build: Callable[[], Scaled], tells: bool
 ) -> None:
     model = build()
@@ -118,7 +118,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
         (TensorPlacement.UNKNOWN, "row", (3,), False, "cuda"),
     ],
 )
-def test_a_scalars_state_lies_on_the_gpu_or_the_host_as_it_did(
+def test_state_of_a_scalar_returns_to_gpu_or_host(
     lies: TensorPlacement, key: str, shape: tuple[int, ...], capturable: bool, device: str
 ) -> None:
     with FakeTensorMode():
@@ -130,7 +130,7 @@ def test_a_scalars_state_lies_on_the_gpu_or_the_host_as_it_did(
             assert location_of(parameter, made) is lies
 
 
-def test_of_a_larger_parameter_a_scalar_lies_where_it_lay() -> None:
+def test_scalar_state_of_a_larger_parameter_keeps_its_device() -> None:
     with FakeTensorMode():
         parameter = nn.Parameter(torch.empty(3, device="cuda"))
         for lies, device in (
@@ -158,7 +158,7 @@ def restored_into(model: nn.Module, optimizer: torch.optim.Optimizer, fresh: nn.
 
 
 @pytest.mark.promise("tracked-state-exact")
-def test_what_parameters_share_in_an_optimizer_they_share_again() -> None:
+def test_shared_optimizer_state_stays_shared() -> None:
     model, fresh = nn.Linear(3, 3), nn.Linear(3, 3)
     optimizer = SharingOptimizer(model.parameters())
     optimizer.step()
@@ -174,7 +174,7 @@ def test_what_parameters_share_in_an_optimizer_they_share_again() -> None:
 
 
 @pytest.mark.parametrize("layout", [spread, Scaled])
-def test_what_was_whole_beside_a_shard_is_a_plain_tensor_again(grouped: None, layout: Callable[[], nn.Module]) -> None:
+def test_plain_state_of_a_sharded_parameter_stays_plain(grouped: None, layout: Callable[[], nn.Module]) -> None:
     model, fresh = spread(), layout()
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.state[model.weight] = {"anchor": torch.arange(64.0).reshape(8, 8), "row": torch.ones(8)}
@@ -191,7 +191,7 @@ class Late(nn.Module):
         self.bias = bias
 
 
-def test_a_stage_without_the_first_of_them_has_what_it_shared() -> None:
+def test_stage_without_the_first_parameter_gets_shared_state() -> None:
     model = nn.Linear(3, 3)
     optimizer = SharingOptimizer(model.parameters())
     optimizer.step()
@@ -200,7 +200,7 @@ def test_a_stage_without_the_first_of_them_has_what_it_shared() -> None:
     assert (state["step"].item(), set(state)) == (1.0, {"step", "average"})
 
 
-def test_optimizer_state_under_a_key_that_is_no_string_is_refused_by_name() -> None:
+def test_non_string_optimizer_state_key_is_refused_by_name() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight][7] = torch.zeros(2)
@@ -211,7 +211,7 @@ def test_optimizer_state_under_a_key_that_is_no_string_is_refused_by_name() -> N
     TrackedState({"model": model, "optimizer": optimizer}).tensors()
 
 
-def test_to_look_for_state_is_not_to_have_it():
+def test_empty_state_entry_does_not_count_as_state():
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter])
     assert optimizer.state[parameter] == {}

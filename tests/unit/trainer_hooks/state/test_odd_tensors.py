@@ -75,7 +75,7 @@ def stores(rank: LoneRank, objects: dict[str, Any]) -> None:
 
 @pytest.mark.promise("tracked-state-exact")
 @pytest.mark.parametrize("what", ODD)
-def test_it_comes_back_as_it_was(rank: LoneRank, what: str) -> None:
+def test_odd_tensor_is_restored_unchanged(rank: LoneRank, what: str) -> None:
     stores(rank, {"model": Holder(ODD[what]())})
     fresh = Holder(ODD[what]())
     kind = fresh.held.dtype
@@ -89,7 +89,7 @@ def test_it_comes_back_as_it_was(rank: LoneRank, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ODD)
-def test_a_constant_is_no_buffer_that_training_changes(what: str) -> None:
+def test_constant_tensor_is_no_changing_buffer(what: str) -> None:
     model = Holder(ODD[what]())
     state = TrackedState({"model": model})
     assert {tensor.sharing for tensor in state.tensors()} == {Sharing.EQUAL}
@@ -97,12 +97,12 @@ def test_a_constant_is_no_buffer_that_training_changes(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ODD)
-def test_it_is_python_state_too(what: str) -> None:
+def test_odd_tensor_round_trips_as_python_state(what: str) -> None:
     back = decode_blob(encode_blob(ODD[what]()))
     assert (raw(back), back.shape) == (raw(ODD[what]()), ODD[what]().shape)
 
 
-def test_a_buffer_of_inference_mode_that_changes_is_seen_to() -> None:
+def test_changed_inference_mode_buffer_is_detected() -> None:
     model = Holder(inferred())
     state = TrackedState({"model": model})
     state.tensors()
@@ -111,7 +111,7 @@ def test_a_buffer_of_inference_mode_that_changes_is_seen_to() -> None:
     assert not state.is_unchanged()
 
 
-def test_what_one_rank_cannot_fill_is_told_to_all_at_once(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fill_failure_of_one_rank_reaches_all_ranks(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that raised by itself left the others to wait for it until they gave up."""
     stores(rank, {"model": Holder(torch.ones(2))})
     spec = generation(2, ranks=[("n1", 0), ("n1", 1)], restore=RestoreRule())

@@ -42,7 +42,7 @@ def tracked(cursor: object, rank: int = 1, world: int = 2, **choices: Any) -> An
     return keeper.tracked["cursor"]
 
 
-def test_it_comes_back_to_the_rank_that_stored_it():
+def test_per_rank_state_returns_to_the_rank_of_origin():
     after = Cursor()
     tracked(after).load_state_dict(tracked(Cursor(7)).state_dict())
     assert after.at == 7
@@ -52,14 +52,14 @@ def test_it_comes_back_to_the_rank_that_stored_it():
     ("rank", "world", "reason"),
     [(0, 2, "cursor of rank 0 was lost with its process: that of 1"), (1, 3, "cursor was stored on 2 ranks, and")],
 )
-def test_another_rank_or_number_of_them_is_refused_with_what_to_do(rank, world, reason):
+def test_per_rank_state_refuses_other_ranks_with_advice(rank, world, reason):
     stored, after = tracked(Cursor(7)).state_dict(), Cursor()
     with pytest.raises(NotRestorable, match=f"{reason}.*leave cursor out of per_rank"):
         tracked(after, rank, world).load_state_dict(stored)
     assert after.at == 0
 
 
-def test_what_was_stored_of_no_rank_in_particular_is_refused():
+def test_state_without_an_owner_rank_is_refused():
     with pytest.raises(NotRestorable, match="what is stored of cursor does not say whose it is"):
         tracked(Cursor()).load_state_dict({"at": 7})
 
@@ -73,6 +73,6 @@ def test_what_was_stored_of_no_rank_in_particular_is_refused():
         (object(), ["cursor"], TypeError, "has no state_dict"),
     ],
 )
-def test_what_cannot_be_one_ranks_is_refused_by_name(cursor, names, error, sentence):
+def test_invalid_per_rank_name_is_refused(cursor, names, error, sentence):
     with pytest.raises(error, match=sentence):
         tracked(cursor, per_rank=names)

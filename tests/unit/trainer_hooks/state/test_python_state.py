@@ -70,7 +70,7 @@ class Stage:
         }
 
 
-def test_a_rank_with_all_layers_takes_each_from_the_stage_that_had_it() -> None:
+def test_rank_with_all_layers_takes_each_from_its_stage() -> None:
     blobs = [Stage(range(2)).run(7), Stage(range(2, 4)).run(7)]
     whole = Stage(LAYERS)
     load(whole.state, *blobs)
@@ -83,7 +83,7 @@ def test_a_rank_with_all_layers_takes_each_from_the_stage_that_had_it() -> None:
     }
 
 
-def test_a_stage_takes_its_layers_from_a_rank_that_had_all_of_them() -> None:
+def test_stage_takes_its_layers_from_a_rank_with_all() -> None:
     blob = Stage(LAYERS).run(3)
     last = Stage(range(3, 4))
     load(last.state, blob)
@@ -91,7 +91,7 @@ def test_a_stage_takes_its_layers_from_a_rank_that_had_all_of_them() -> None:
     assert last.said()["lr"] == [3.0, 3.0]
 
 
-def test_what_belongs_to_no_parameter_comes_from_a_rank_of_the_same_stage() -> None:
+def test_parameterless_state_comes_from_the_same_stage() -> None:
     first, second = Stage(range(2)).run(1), Stage(range(2, 4)).run(2)
     again = Stage(range(2, 4))
     load(again.state, first, second)
@@ -99,7 +99,7 @@ def test_what_belongs_to_no_parameter_comes_from_a_rank_of_the_same_stage() -> N
     assert again.said()["lr"] == [2.0, 2.0]
 
 
-def test_optimizers_of_several_stages_under_one_key_are_one() -> None:
+def test_optimizers_of_several_stages_merge_under_one_key() -> None:
     blob = Stage(LAYERS).run(5)
     parts = [Stage(range(2)), Stage(range(2, 4))]
     state = TrackedState(
@@ -117,7 +117,7 @@ def test_optimizers_of_several_stages_under_one_key_are_one() -> None:
     assert other.said()["count"] == {str(i): 50 + i for i in LAYERS}
 
 
-def test_parameters_that_were_treated_differently_cannot_come_into_one_group() -> None:
+def test_differently_treated_parameters_cannot_share_a_group() -> None:
     merged = MergedState([decode(Stage(LAYERS).run(5))], frozenset())
     with pytest.raises(
         NotRestorable, match=r"model\.0\.weight and model\.0\.bias are in one.*weight_decay 0\.5 and 0\.0"
@@ -125,13 +125,13 @@ def test_parameters_that_were_treated_differently_cannot_come_into_one_group() -
         Stage(LAYERS, biases_apart=False).state.require_python(merged)
 
 
-def test_a_parameter_that_was_not_trained_before_is_named() -> None:
+def test_newly_trained_parameter_is_named() -> None:
     merged = MergedState([decode(Stage(range(3)).run(5))], frozenset())
     with pytest.raises(NotRestorable, match=r"1 parameters \(model\.3\.weight\) that it did not train"):
         Stage(LAYERS).state.require_python(merged)
 
 
-def test_an_object_that_was_not_tracked_is_named() -> None:
+def test_newly_tracked_object_is_named() -> None:
     blob = TrackedState({"a": GivenState(1)}).blob()
     state = TrackedState({"a": GivenState(1), "b": GivenState(2)})
     with pytest.raises(NotRestorable, match="b is tracked now, but was not"):
@@ -146,7 +146,7 @@ def test_packed_names_come_back(names: list[str]) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"x", zlib.compress(b"abc")[:-5], zlib.compress(b"\xff"), zlib.compress(bytes(MAX_NAMES_BYTES + 1))]
 )
-def test_names_that_are_none_or_too_many_are_refused(data: bytes) -> None:
+def test_invalid_or_too_many_names_are_refused(data: bytes) -> None:
     with pytest.raises(MalformedMessage):
         unpack_names(data)
 

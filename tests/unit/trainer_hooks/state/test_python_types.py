@@ -40,7 +40,7 @@ def shape_of(value: Any) -> Any:
 
 @pytest.mark.promise("tracked-state-exact")
 @pytest.mark.parametrize("value", KEPT, ids=repr)
-def test_it_comes_back_as_the_type_that_it_was(value: Any) -> None:
+def test_value_round_trips_with_its_type(value: Any) -> None:
     back = decode_blob(encode_blob(value))
     assert back == value
     assert shape_of(back) == shape_of(value)
@@ -48,13 +48,13 @@ def test_it_comes_back_as_the_type_that_it_was(value: Any) -> None:
 
 @pytest.mark.promise("tracked-state-exact")
 @pytest.mark.parametrize("value", REFUSED, ids=lambda value: type(value).__name__)
-def test_what_would_come_back_as_another_type_is_refused_with_its_path_and_what_to_do(value: Any) -> None:
+def test_unsupported_type_is_refused_with_path_and_advice(value: Any) -> None:
     mend = r"tuple\(\.\.\.\)" if isinstance(value, tuple) else r"dict\(\.\.\.\)"
     with pytest.raises(TypeError, match=rf"state\['held'\] is a .*{type(value).__name__}.*give a {mend}"):
         encode_blob({"held": value})
 
 
-def test_what_releases_before_wrote_of_these_is_read_as_the_plain_ones() -> None:
+def test_values_of_earlier_releases_are_read_as_plain_types() -> None:
     def ext(code: int, value: Any) -> msgspec.msgpack.Ext:
         return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(value))
 
@@ -63,7 +63,7 @@ def test_what_releases_before_wrote_of_these_is_read_as_the_plain_ones() -> None
     assert back == {"counted": {(1, "a"): 3}, "ordered": {"b": 1}, "size": (2, 3)}
 
 
-def test_vaults_that_write_checkpoints_read_them_too() -> None:
+def test_vault_decodes_counters_and_ordered_dicts() -> None:
     stored = decode_state(encode_blob({"c": Counter({2: 1}), "o": OrderedDict(a=1), "s": torch.Size([2, 3])}))
     assert (stored["c"], stored["o"], stored["s"]) == (
         {2: 1},
@@ -99,7 +99,7 @@ def test_a_schedule_of_milestones_goes_on_after_a_restore() -> None:
     assert rates(fresh, restored, 8) == rates(optimizer, scheduler, 8)
 
 
-def test_an_array_with_more_than_its_elements_is_refused() -> None:
+def test_numpy_subclass_is_refused() -> None:
     with pytest.raises(
         TypeError, match=r"state\['held'\] is a numpy.*would come back as another type: give a numpy array"
     ):
@@ -107,13 +107,13 @@ def test_an_array_with_more_than_its_elements_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [["caf\udce9.txt"], {"caf\udce9.txt": 1}, {("caf\udce9.txt",): 1}])
-def test_a_string_that_is_no_text_is_refused_with_its_path(value: Any) -> None:
+def test_non_text_string_is_refused_with_its_path(value: Any) -> None:
     with pytest.raises(TypeError, match=r"state\['files'\].* has the string 'caf\\udce9\.txt'.*os\.fsencode"):
         encode_blob({"files": value})
     assert decode_blob(encode_blob({"files": ["café", "😀\0"]})) == {"files": ["café", "😀\0"]}
 
 
-def test_paths_are_written_out_for_errors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_formatted_only_for_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[object] = []
     say = blob._describe_path
     monkeypatch.setattr(blob, "_describe_path", lambda path: said.append(path) or say(path))

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")  # torch tells 
 
 @pytest.mark.promise("partial-state-refused")
 @pytest.mark.parametrize("what", MADE)
-def test_a_buffer_that_is_not_all_in_its_memory_is_refused_unless_it_is_left_out(what: str) -> None:
+def test_unsupported_buffer_is_refused_unless_excluded(what: str) -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("odd", MADE[what]())
     state = TrackedState({"model": model})
@@ -48,7 +48,7 @@ def test_a_buffer_that_is_not_all_in_its_memory_is_refused_unless_it_is_left_out
 
 
 @pytest.mark.promise("tracked-state-exact")
-def test_a_buffer_whose_elements_share_their_memory_is_refused_by_name_and_may_be_python_state() -> None:
+def test_expanded_buffer_is_refused_but_valid_python_state() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.arange(8.0).expand(4, 8))
     with pytest.raises(TypeError, match=r"model\.mask is expanded.*clone\(\).*exclude="):
@@ -56,7 +56,7 @@ def test_a_buffer_whose_elements_share_their_memory_is_refused_by_name_and_may_b
     assert torch.equal(decode_blob(encode_blob(model.mask)), torch.arange(8.0).expand(4, 8))
 
 
-def test_a_lazy_layer_is_refused_until_it_has_seen_a_batch() -> None:
+def test_lazy_layer_is_refused_before_its_first_batch() -> None:
     model = nn.LazyLinear(3)
     with pytest.raises(TypeError, match=r"model\.weight is not initialized: give the model a first batch"):
         TrackedState({"model": model}).tensors()
@@ -65,7 +65,7 @@ def test_a_lazy_layer_is_refused_until_it_has_seen_a_batch() -> None:
 
 
 @pytest.mark.promise("partial-state-refused")
-def test_optimizer_state_that_wraps_others_is_refused_and_not_taken_for_tied() -> None:
+def test_wrapper_subclass_optimizer_state_is_refused() -> None:
     model = nn.Linear(4, 4, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     optimizer.state[model.weight]["momentum_buffer"] = TwoTensor(torch.ones(4, 4), torch.ones(4, 4))
@@ -74,7 +74,7 @@ def test_optimizer_state_that_wraps_others_is_refused_and_not_taken_for_tied() -
 
 
 @pytest.mark.promise("partial-state-refused")
-def test_a_shard_that_wraps_others_is_refused() -> None:
+def test_wrapper_subclass_shard_is_refused() -> None:
     model = nn.Linear(4, 4, bias=False)
     with playing(0, (2,)) as mesh:
         local = TwoTensor(torch.ones(2, 4), torch.ones(2, 4))
@@ -84,7 +84,7 @@ def test_a_shard_that_wraps_others_is_refused() -> None:
 
 
 @pytest.mark.promise("partial-state-refused")
-def test_optimizer_state_of_a_shard_of_ones_own_is_refused_by_name() -> None:
+def test_plain_optimizer_state_of_a_shard_is_refused_by_name() -> None:
     """It would have been stored by one rank, and come back on all."""
     with playing(0, (2,)) as mesh:
         model = nn.Linear(4, 5, bias=False)
@@ -104,12 +104,12 @@ def test_optimizer_state_of_a_shard_of_ones_own_is_refused_by_name() -> None:
 
 @pytest.mark.promise("partial-state-refused")
 @pytest.mark.parametrize("what", MADE)
-def test_the_same_in_python_state_is_refused_with_its_path(what: str) -> None:
+def test_unsupported_tensor_in_python_state_is_refused_by_path(what: str) -> None:
     with pytest.raises(TypeError, match=rf"state\['ema'\] .*{what}.*leave it out of state_dict"):
         encode_blob({"ema": MADE[what]()})
 
 
-def test_a_shard_in_python_state_is_for_the_module_that_holds_it() -> None:
+def test_shard_in_python_state_is_refused_with_advice() -> None:
     with playing(0, (2,)) as mesh:
         shard = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
         with pytest.raises(TypeError, match=r"state\['ema'\] is a DTensor: track the module that holds it"):
@@ -118,7 +118,7 @@ def test_a_shard_in_python_state_is_for_the_module_that_holds_it() -> None:
 
 @pytest.mark.promise("partial-state-refused")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_an_optimizer_that_shards_its_state_by_itself_is_refused() -> None:
+def test_zero_redundancy_optimizer_is_refused() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     optimizer = object.__new__(ZeroRedundancyOptimizer)  # to make one needs a process group, and is nothing to us
@@ -134,7 +134,7 @@ class Outer(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(("kind", "said"), [(Outer, 1), (torch.optim.SGD, 0)])
-def test_an_optimizer_whose_state_is_not_found_is_told_of_once(
+def test_optimizer_without_visible_state_is_warned_once(
     kind: type[torch.optim.Optimizer], said: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.Linear(2, 2)
@@ -150,7 +150,7 @@ def lbfgs(elements: int, history: int) -> dict[str, Any]:
     return {"model": model, "optimizer": torch.optim.LBFGS(model.parameters(), history_size=history)}
 
 
-def test_lbfgs_with_a_history_too_long_to_be_stored_is_refused_before_the_first_step():
+def test_lbfgs_with_too_long_history_is_refused_at_start():
     with pytest.raises(ValueError, match=r"optimizer is an LBFGS with history_size=20.* 16000000 .*history_size=10 or"):
         TrackedState(lbfgs(100_000, 20))
     with pytest.raises(ValueError, match=r"8388608 bytes: leave its state out by .*exclude=\['optimizer\.\*'\]"):
@@ -160,7 +160,7 @@ def test_lbfgs_with_a_history_too_long_to_be_stored_is_refused_before_the_first_
     assert [tensor.name for tensor in left_out.tensors()] == ["model.weight"]
 
 
-def test_too_much_python_state_is_refused_with_the_path_of_what_takes_most_of_it():
+def test_oversized_python_state_is_refused_with_largest_path():
     large = [torch.ones(100_000) for _ in range(30)]
     value = {"objects": {"small": [1, 2], "cache": {"step": 3, "seen": large}}, "extra": {"x": torch.ones(9)}}
     with pytest.raises(ConfigurationError, match=r"most of it is state\['objects'\]\['cache'\]\['seen'\]: keep"):
@@ -169,14 +169,14 @@ def test_too_much_python_state_is_refused_with_the_path_of_what_takes_most_of_it
         encode_blob((0, torch.ones(3_000_000)))
 
 
-def test_what_has_no_elements_shares_no_memory_whatever_its_strides():
+def test_empty_tensor_with_any_strides_is_accepted():
     model = nn.Module()
     model.none = nn.Parameter(torch.empty_strided((5, 0, 2), (0, 2, 1)))
     assert [tensor.name for tensor in TrackedState({"model": model}).tensors()] == ["model.none"]
 
 
 @pytest.mark.promise("partial-state-refused")
-def test_two_tensors_of_one_name_are_refused_unless_they_are_alike():
+def test_two_tensors_of_one_name_are_refused_unless_equal():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"model\.weight is the name of two tensors .*run\.track\(first="):
         TrackedState({"model": [first, second]}).tensors()
@@ -194,7 +194,7 @@ def test_two_tensors_of_one_name_are_refused_unless_they_are_alike():
 
 
 @pytest.mark.promise("partial-state-refused")
-def test_a_group_that_is_not_there_again_is_refused_also_where_nothing_else_is_lost_with_it():
+def test_missing_parameter_group_is_refused():
     def built() -> tuple[nn.Sequential, torch.optim.SGD]:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         return model, torch.optim.SGD(model[0].parameters(), lr=0.1)

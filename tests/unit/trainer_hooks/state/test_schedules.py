@@ -55,7 +55,7 @@ class Layers:
 @pytest.mark.promise("layout-change")
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_rates_go_on_by_what_they_are_of_and_not_by_their_places(schedule: str, first: int) -> None:
+def test_schedule_rates_follow_parameters_and_not_positions(schedule: str, first: int) -> None:
     stages = [Layers("a", schedule, "weight"), Layers("b", schedule, "weight", "bias")]
     for stage in stages:
         stage.steps(3)

@@ -36,14 +36,14 @@ def catalog_of(state: TrackedState) -> tuple[TensorInfo, ...]:
     return build_manifest(0, [state.layout(state.tensors(), 0, 1)], divide_state([Layout(())], ["n1"], 1)[0], 0).catalog
 
 
-def test_what_is_excluded_is_not_stored_and_the_rest_is() -> None:
+def test_excluded_state_is_not_stored() -> None:
     everything = names(trained()[2])
     state = trained(["model.teacher.*", "optimizer.model.teacher.*"])[2]
     assert names(state) == {name for name in everything if ".head." in name}
     assert any("optimizer.model.head.weight.exp_avg" in name for name in names(state))
 
 
-def test_what_is_excluded_is_not_restored_either_though_it_was_stored_before() -> None:
+def test_excluded_state_is_not_restored_from_earlier_versions() -> None:
     catalog = build_manifest(
         0, [trained()[2].layout(trained()[2].tensors(), 0, 1)] * 1, divide_state([Layout(())], ["n1"], 1)[0], 0
     )
@@ -61,20 +61,20 @@ def test_what_is_excluded_is_not_restored_either_though_it_was_stored_before() -
     assert state.is_complete()
 
 
-def test_a_pattern_that_matches_nothing_is_refused_with_what_is_near() -> None:
+def test_unmatched_exclude_pattern_is_refused_with_near_names() -> None:
     with pytest.raises(
         ValueError, match=r"exclude='model\.techer\.weight' matches none of 7 .* model\.teacher\.weight"
     ):
         trained(["model.techer.weight"])
 
 
-def test_a_pattern_of_optimizer_state_that_is_not_there_yet_is_refused_when_it_is() -> None:
+def test_unmatched_optimizer_pattern_is_refused_once_known() -> None:
     state = trained(["optimizer.model.teacher.*", "optimizer.model.haed.*"])[2]
     with pytest.raises(ValueError, match=r"exclude='optimizer\.model\.haed\.\*' matches none"):
         state.tensors()
 
 
-def test_a_part_of_a_parameters_optimizer_state_cannot_be_left_out() -> None:
+def test_partial_exclusion_of_optimizer_state_is_refused() -> None:
     state = trained(["*.exp_avg"])[2]
     with pytest.raises(ValueError, match=r"leaves exp_avg of optimizer\.model\.teacher\.weight out, and not the rest"):
         state.tensors()
@@ -84,7 +84,7 @@ def layout(**shapes: tuple[int, ...]) -> Layout:
     return Layout(tuple(TensorPart(name, "float32", 4, shape, full_box(shape)) for name, shape in shapes.items()))
 
 
-def test_tensors_that_are_new_gone_or_others_are_named() -> None:
+def test_new_missing_and_changed_tensors_are_named() -> None:
     said = describe_layout_change(layout(a=(2,), b=(3, 4), c=(1,)), layout(a=(2,), b=(3, 5), d=(1,)))
     assert said == "new: d; gone: c; changed: b (float32 [3, 4] equal, now float32 [3, 5] equal)"
     part = TensorPart("a", "float32", 4, (4, 2), Box((2, 0), (2, 2)))
@@ -94,7 +94,7 @@ def test_tensors_that_are_new_gone_or_others_are_named() -> None:
     assert describe_layout_change(layout(a=(2,)), layout(a=(2,))) == ""
 
 
-def test_a_restore_into_another_model_names_what_is_new_and_what_is_gone() -> None:
+def test_restore_into_another_model_names_the_differences() -> None:
     stored = catalog_of(TrackedState({"model": nn.Linear(3, 2)}))
     words = r"2 tensors are new \(model\.0\.weight.*2 that were stored are not here \(model\.bias"
     with pytest.raises(NotRestorable, match=words):

@@ -183,7 +183,7 @@ CHANGES: list[Callable[[Subject], None]] = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_each_change_of_what_is_tracked_is_seen_at_once(change: Callable[[Subject], None]) -> None:
+def test_each_change_of_tracked_state_is_seen_at_once(change: Callable[[Subject], None]) -> None:
     subject = Subject()
     assert subject.state.is_unchanged()
     change(subject)
@@ -195,7 +195,7 @@ def test_each_change_of_what_is_tracked_is_seen_at_once(change: Callable[[Subjec
 @pytest.mark.slow
 @settings(deadline=None)  # the first use of a kernel takes its time
 @given(st.lists(st.sampled_from(CHANGES), min_size=1, max_size=6))
-def test_what_a_search_would_find_otherwise_is_never_missed_without_torch_s_own_check(
+def test_changes_are_never_missed_without_the_guards_of_torch(
     changes: list[Callable[[Subject], None]],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -206,7 +206,7 @@ def test_what_a_search_would_find_otherwise_is_never_missed_without_torch_s_own_
 @pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(CHANGES), min_size=1, max_size=6))
-def test_what_a_search_would_find_otherwise_is_never_missed(changes: list[Callable[[Subject], None]]) -> None:
+def test_changes_found_by_a_search_are_never_missed(changes: list[Callable[[Subject], None]]) -> None:
     _never_missed(changes)
 
 
@@ -232,7 +232,7 @@ def test_training_is_no_change() -> None:
         assert subject.state.is_unchanged()
 
 
-def test_a_number_in_an_optimizers_state_may_change_but_not_become_a_tensor_or_go() -> None:
+def test_optimizer_number_may_change_but_not_its_type() -> None:
     subject = Subject()
     subject.moments["count"] = 1
     subject.look()
@@ -247,7 +247,7 @@ def test_a_number_in_an_optimizers_state_may_change_but_not_become_a_tensor_or_g
     assert not subject.state.is_unchanged()
 
 
-def test_a_shard_that_gets_other_memory_is_seen_though_the_parameter_is_the_same() -> None:
+def test_shard_with_replaced_memory_is_seen() -> None:
     """As FSDP2 does when memory was replaced under it."""
     with playing(0, (2,)) as mesh:
         parameter = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], run_check=False)

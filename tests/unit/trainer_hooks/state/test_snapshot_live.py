@@ -45,7 +45,7 @@ def test_a_box_is_where_torch_has_the_local_part(
             assert ours.volume == 0 or ours == theirs
 
 
-def test_a_process_that_plays_another_rank_in_the_next_generation_holds_that_ranks_box() -> None:
+def test_process_with_a_new_rank_has_the_box_of_the_new_rank() -> None:
     with playing(3, (4,)) as mesh:
         before, _ = held(mesh, [Shard(0)], (8, 6))
     with playing(1, (4,)) as mesh:
@@ -54,7 +54,7 @@ def test_a_process_that_plays_another_rank_in_the_next_generation_holds_that_ran
     assert after == Box((2, 0), (2, 6))
 
 
-def test_a_mesh_kept_from_a_generation_of_another_rank_is_refused_with_the_mend() -> None:
+def test_mesh_of_another_generation_is_refused_with_advice() -> None:
     with playing(3, (4,)) as mesh:
         kept = mesh
     with (

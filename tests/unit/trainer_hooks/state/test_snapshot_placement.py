@@ -47,7 +47,7 @@ def cut_by_hand(whole: torch.Tensor, dims: list[tuple[int, int, int]]) -> torch.
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("mesh_name", MESHES)
 @pytest.mark.parametrize("out", [8, 12, 7, 11])
-def test_a_layer_that_is_sharded_and_parallel_says_where_its_elements_are(
+def test_sharded_parallel_layer_boxes_match_its_elements(
     mesh_name: str, style: str, out: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DeviceMesh, "__init__", DeviceMesh.__init__)  # put back afterwards
@@ -170,6 +170,6 @@ def cells(box: Box) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))
 
 
-def test_a_sum_that_is_spread_over_ranks_has_no_box() -> None:
+def test_partial_placement_has_no_box() -> None:
     with pytest.raises(TypeError, match="only Shard and Replicate have a box"):
         local_boxes((4,), (2,), (0,), [Partial()])

@@ -58,7 +58,7 @@ def load(state: TrackedState, *blobs: bytes) -> None:
     state.load_python(MergedState([decode(blob) for blob in blobs], state.python_names()))
 
 
-def test_tensors_are_named_by_their_object_and_their_parameter_and_tied_ones_come_once() -> None:
+def test_tensor_names_are_qualified_and_tied_ones_unique() -> None:
     _, _, state = trained()
     names = [t.name for t in state.tensors()]
     assert "model.inner.weight" in names
@@ -69,7 +69,7 @@ def test_tensors_are_named_by_their_object_and_their_parameter_and_tied_ones_com
     assert len(names) == len(set(names))
 
 
-def test_the_other_names_of_what_is_tied_and_the_groups_of_parameters_are_told() -> None:
+def test_layout_lists_aliases_and_parameter_groups() -> None:
     model = Model()
     model.again = model.inner
     optimizer = torch.optim.SGD([{"params": [model.inner.weight]}, {"params": [model.inner.bias]}], lr=0.1)
@@ -85,7 +85,7 @@ def test_the_other_names_of_what_is_tied_and_the_groups_of_parameters_are_told()
     assert every_name == {name for part in parts.values() for name in (part.name, *part.aliases)}
 
 
-def test_running_statistics_are_each_ranks_own_and_constants_are_not() -> None:
+def test_running_statistics_are_per_rank_and_constants_shared() -> None:
     _, _, state = trained()
     sharing = {t.name: t.sharing for t in state.tensors()}
     assert sharing["model.norm.running_mean"] is Sharing.PER_RANK
@@ -131,7 +131,7 @@ def test_a_state_is_complete_once_the_optimizer_has_stepped() -> None:
     assert state.is_complete()
 
 
-def test_a_fresh_process_gets_room_for_the_moments_that_were_stored() -> None:
+def test_fresh_process_allocates_the_stored_moments() -> None:
     _, _, state = trained()
     catalog = catalog_of(state)
     model = Model()
@@ -155,7 +155,7 @@ def test_another_model_than_was_stored_is_refused_by_name() -> None:
         state.restore_targets(tuple(wider))
 
 
-def test_python_state_comes_back_with_hyper_parameters_and_schedules() -> None:
+def test_python_state_restores_hyperparameters_and_schedules() -> None:
     model, optimizer, _ = trained()
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
     optimizer.step()
@@ -170,7 +170,7 @@ def test_python_state_comes_back_with_hyper_parameters_and_schedules() -> None:
     assert schedule2.state_dict() == schedule.state_dict()
 
 
-def test_optimizer_state_that_is_no_tensor_comes_back() -> None:
+def test_non_tensor_optimizer_state_is_restored() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter])
     optimizer.state[parameter] = {"count": 3, "momentum_buffer": None}
@@ -191,7 +191,7 @@ def test_optimizer_state_that_is_no_tensor_comes_back() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_has_no_state_dict_is_refused_by_name_with_what_to_do(tracked: object, mend: str) -> None:
+def test_object_without_state_dict_is_refused_with_advice(tracked: object, mend: str) -> None:
     with pytest.raises(TypeError, match=f"odd is a {type(tracked).__name__}, .*{mend}"):
         TrackedState({"odd": tracked})
 
@@ -205,7 +205,7 @@ class Counting(torch.optim.SGD):
         self.state["seen"] = {"steps": seen + 1, "last": 7}
 
 
-def test_optimizer_state_that_is_of_no_parameter_comes_back_and_changes_no_plan() -> None:
+def test_parameterless_optimizer_state_is_restored() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer, fresh = Counting(model.parameters(), lr=0.1), Counting(other.parameters(), lr=0.1)
     optimizer.step()
@@ -233,17 +233,17 @@ def test_optimizer_state_that_is_of_no_parameter_comes_back_and_changes_no_plan(
         ({(1, print): 1}, "key of type builtin_function_or_method"),
     ],
 )
-def test_state_that_would_need_pickle_is_refused_with_its_path(value: Any, path: str) -> None:
+def test_state_requiring_pickle_is_refused_with_its_path(value: Any, path: str) -> None:
     with pytest.raises(TypeError, match=path):
         TrackedState({"odd": GivenState(value)}).blob()
 
 
-def test_a_blob_over_the_limit_is_refused_with_the_mend() -> None:
+def test_oversized_blob_is_refused_with_advice() -> None:
     with pytest.raises(ConfigurationError, match="keep large tensors in a module"):
         TrackedState({"odd": GivenState(bytes(9 << 20))}).blob()
 
 
-def test_state_that_contains_itself_is_refused() -> None:
+def test_self_containing_state_is_refused() -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(TypeError, match="contains itself"):
@@ -302,6 +302,6 @@ def test_numpy_and_odd_numbers_come_back() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\xc7\x05\x63abcde", encode_blob({"t": torch.ones(4)})[:-3]])
-def test_bytes_that_are_no_blob_are_refused(data: bytes) -> None:
+def test_invalid_blob_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(MalformedMessage):
         decode_blob(data)

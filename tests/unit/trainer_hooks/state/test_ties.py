@@ -98,14 +98,14 @@ def as_trained(ranks: list[Rank]) -> None:
 
 @pytest.mark.promise("layout-change")
 @pytest.mark.parametrize(("stages", "into"), [(1, 2), (2, 1), (2, 2), (1, 1)])
-def test_what_is_tied_on_one_rank_and_apart_on_two_is_restored_from_either(stages: int, into: int) -> None:
+def test_tied_state_restores_between_one_and_two_ranks(stages: int, into: int) -> None:
     after = job(into, trained=False)
     restore(after, job(stages, trained=True))
     as_trained(after)
 
 
 @pytest.mark.parametrize(("stages", "into"), [(1, 2), (2, 1), (2, 2), (1, 1)])
-def test_the_same_from_storage(tmp_path: Path, stages: int, into: int) -> None:
+def test_tied_state_starts_from_storage(tmp_path: Path, stages: int, into: int) -> None:
     order = fill_slots(tmp_path / "slots", [rank.state for rank in job(stages, trained=True)], VERSION)
     assert decode_manifest(order.manifests[0]).world_size == stages
     assert execute(msgspec.structs.replace(order, url=str(tmp_path / "out"))).is_complete
@@ -115,7 +115,7 @@ def test_the_same_from_storage(tmp_path: Path, stages: int, into: int) -> None:
     as_trained(after)
 
 
-def test_what_was_apart_and_is_not_alike_is_not_tied_in_silence() -> None:
+def test_differing_untied_state_is_not_tied_again() -> None:
     before = job(2, trained=True)
     with torch.no_grad():
         before[1].model.head.weight[0, 0] += 1
@@ -123,7 +123,7 @@ def test_what_was_apart_and_is_not_alike_is_not_tied_in_silence() -> None:
         restore(job(1, trained=False), before)
 
 
-def test_a_guard_goes_back_to_state_under_the_names_that_it_has_now() -> None:
+def test_guard_rollback_uses_the_current_tied_names() -> None:
     after = job(2, trained=False)
     restore(after, job(1, trained=True))
     for rank in after:

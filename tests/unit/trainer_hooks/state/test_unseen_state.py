@@ -17,7 +17,7 @@ def track(**objects: object) -> None:
 
 
 @pytest.mark.promise("partial-state-refused")
-def test_an_optimizer_that_trains_what_no_tracked_module_holds_is_refused() -> None:
+def test_optimizer_with_untracked_parameters_is_refused() -> None:
     """Its state would be stored, and the values of the parameter lost."""
     model, loss = nn.Linear(2, 2), nn.Linear(2, 3)
     optimizer = torch.optim.AdamW([*model.parameters(), *loss.parameters()])
@@ -60,9 +60,7 @@ def hooked() -> nn.Module:
         (nn.Sequential(hooked()), "0.count"),
     ],
 )
-def test_what_a_module_adds_to_its_state_dict_is_told_of(
-    model: nn.Module, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_extra_state_dict_entries_are_warned_of(model: nn.Module, name: str, caplog: pytest.LogCaptureFixture) -> None:
     track(model=model)
     assert f"model has {name} in its state_dict(), which are none of its parameters" in caplog.text
     assert "get_extra_state" in caplog.text
@@ -93,6 +91,6 @@ class Raising(nn.Linear):
 
 
 @pytest.mark.parametrize("model", [Renaming(), nn.Sequential(Renaming()), Raising(2, 2), nn.BatchNorm1d(2)])
-def test_who_only_renames_what_is_stored_hears_nothing(model: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+def test_renamed_state_dict_entries_cause_no_warning(model: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
     track(model=model)
     assert "state_dict" not in caplog.text

@@ -18,7 +18,7 @@ def ranks(session_forks: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("part", ["teacher", "mask", "untracked", "late"])
-def test_replicas_are_alike_in_what_no_version_has(ranks, kind, part):
+def test_untracked_replica_state_is_equal_on_all_replicas(ranks, kind, part):
     """As they are in a generation that restores nothing, where rank 0's state goes to all."""
     of_rank = [rank[kind][part] for rank in ranks]
     groups = [of_rank[0::2], of_rank[1::2]] if kind == "over two ranks" else [of_rank]
@@ -26,7 +26,7 @@ def test_replicas_are_alike_in_what_no_version_has(ranks, kind, part):
         assert all(values == alike[0] for values in alike)
 
 
-def test_what_a_version_has_stays_as_it_was_restored(ranks):
+def test_restored_state_is_not_overwritten_by_replication(ranks):
     for rank in ranks:
         for kind in KINDS:
             assert set(rank[kind]["restored"]) == {7.0}

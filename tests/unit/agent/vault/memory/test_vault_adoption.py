@@ -98,7 +98,7 @@ def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Left]:
 
 
 @pytest.mark.promise("vault-restart")
-def test_nothing_is_listed_or_counted_before_it_is_hashed(left: Left) -> None:
+def test_adopted_slot_is_listed_only_after_hashing(left: Left) -> None:
     left.spoil(1)
     assert left.begin() == 2
     assert left.listed() == (set(), 2)
@@ -112,7 +112,7 @@ def test_nothing_is_listed_or_counted_before_it_is_hashed(left: Left) -> None:
 
 
 @pytest.mark.promise("vault-restart")
-def test_an_unchecked_slot_that_is_asked_for_is_hashed_for_that_and_a_corrupt_one_never_served(left: Left) -> None:
+def test_unchecked_slot_is_hashed_on_demand_before_serving(left: Left) -> None:
     left.spoil(1)
     left.begin()
     library = SlotFinder(left.store, FindingReporter("n1", SYSTEM_CLOCK, VaultCounters(), lambda _: None))
@@ -123,7 +123,7 @@ def test_an_unchecked_slot_that_is_asked_for_is_hashed_for_that_and_a_corrupt_on
     assert left.view.header(1) is None
 
 
-def test_an_unchecked_slot_is_hashed_even_for_somebody_who_would_hash_it_himself(left: Left) -> None:
+def test_unchecked_slot_is_hashed_even_for_unhashed_reads(left: Left) -> None:
     left.begin()
     library = SlotFinder(left.store, FindingReporter("n1", SYSTEM_CLOCK, VaultCounters(), lambda _: None))
     chunks = [(at, min(CHUNK_BYTES, LENGTH - at)) for at in range(0, LENGTH, CHUNK_BYTES)]
@@ -141,7 +141,7 @@ def test_an_unchecked_slot_is_hashed_even_for_somebody_who_would_hash_it_himself
     assert b"".join(sent) == bytes(left.view.payload(0)) != noise(LENGTH, 0)
 
 
-def test_an_unchecked_slot_is_no_copy_that_is_here_already(left: Left) -> None:
+def test_unchecked_slot_does_not_count_as_a_copy(left: Left) -> None:
     left.begin()
     _, header = next(iter(left.view.sealed_slots()))
     digests = left.view.digests(0)
@@ -170,7 +170,7 @@ def test_the_newest_versions_are_hashed_first(tmp_path: Path, monkeypatch: pytes
     assert left.order == [3, 2, 1, 0]
 
 
-def test_several_are_hashed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_slots_are_hashed_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = Left(tmp_path / "segments", monkeypatch, slots=3, threads=3)
     together = threading.Barrier(3)
     manifest = SegmentView.manifest
@@ -187,7 +187,7 @@ def test_several_are_hashed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     left.close()
 
 
-def test_what_a_rank_fills_anew_meanwhile_is_its_own_and_no_damage(left: Left) -> None:
+def test_slot_refilled_during_adoption_is_no_damage(left: Left) -> None:
     left.begin()
     left.fill(1, Version(1, 7))
     assert left.listed() == ({7}, 1)
@@ -196,7 +196,7 @@ def test_what_a_rank_fills_anew_meanwhile_is_its_own_and_no_damage(left: Left) -
     assert left.told == []
 
 
-def test_a_vault_that_ends_does_not_hash_to_the_end(left: Left) -> None:
+def test_ending_vault_stops_hashing(left: Left) -> None:
     left.begin()
     left.adoption._stopping = True
     left.go()
@@ -206,7 +206,7 @@ def test_a_vault_that_ends_does_not_hash_to_the_end(left: Left) -> None:
 
 
 @pytest.mark.promise("vault-restart")
-def test_a_vault_whose_slots_take_long_to_hash_serves_at_once_and_only_what_is_right(
+def test_vault_serves_verified_slots_while_hashing_others(
     fleet: Vaults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vault = fleet.start("n1")

@@ -31,30 +31,30 @@ def group(folder: str, limit: object, used: int, stat: str = NOTHING_CACHED, hig
     return {f"{folder}/{name}" if folder else name: text for name, text in said.items()}
 
 
-def test_a_container_that_sees_its_own_group_at_the_root(tmp_path: Path) -> None:
+def test_container_group_at_the_root_limits_memory(tmp_path: Path) -> None:
     assert left(tmp_path, "0::/\n", group("", 8 * GIB, 5 * GIB)) == 3 * GIB
 
 
-def test_files_that_are_cached_are_let_go_of_and_slots_are_not(tmp_path: Path) -> None:
+def test_cached_files_count_as_free_and_slots_do_not(tmp_path: Path) -> None:
     assert left(tmp_path, "0::/\n", group("", 10_000, 9_000, CACHED)) == 10_000 - 9_000 + 3_200
 
 
 @pytest.mark.parametrize("limit", ["max", 9 * GIB])
-def test_where_the_kernel_holds_up_rather_than_kills_is_a_limit_too(tmp_path: Path, limit: object) -> None:
+def test_memory_high_counts_as_a_limit(tmp_path: Path, limit: object) -> None:
     assert left(tmp_path, "0::/\n", group("", limit, 5 * GIB, high=7 * GIB)) == 2 * GIB
 
 
-def test_the_tightest_group_around_counts(tmp_path: Path) -> None:
+def test_tightest_enclosing_group_limits_memory(tmp_path: Path) -> None:
     files = group("slurm", 4 * GIB, 3 * GIB) | group("slurm/job1", "max", GIB) | group("slurm/job1/step", 3 * GIB, GIB)
     assert left(tmp_path, "0::/slurm/job1/step\n", files) == GIB
 
 
 @pytest.mark.parametrize("path", ["/kubepods/pod7/c1", "/../../elsewhere"])
-def test_a_path_that_only_the_machine_has_means_the_root_that_is_seen(tmp_path: Path, path: str) -> None:
+def test_unseen_group_path_falls_back_to_the_root(tmp_path: Path, path: str) -> None:
     assert left(tmp_path, f"0::{path}\n", group("", 2 * GIB, GIB)) == GIB
 
 
-def test_version_1_beside_version_2(tmp_path: Path) -> None:
+def test_cgroup_v1_beside_v2_limits_memory(tmp_path: Path) -> None:
     files = {
         "memory/docker/c/memory.limit_in_bytes": "5000\n",
         "memory/docker/c/memory.usage_in_bytes": "4500\n",
@@ -67,15 +67,13 @@ def test_version_1_beside_version_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("own", ["0::/a\n", "", "nonsense\n", "3:cpu:/a\n"])
-def test_where_nothing_limits_or_nobody_says_there_is_no_limit(tmp_path: Path, own: str) -> None:
+def test_unlimited_or_unreadable_group_has_no_limit(tmp_path: Path, own: str) -> None:
     assert left(tmp_path, own, group("a", "max", 5)) is None
     assert cgroup_available_bytes(tmp_path, tmp_path / "not there") is None
 
 
 @pytest.mark.promise("memory-fits")
-def test_what_a_group_has_no_room_for_is_refused_with_the_arithmetic(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_over_group_limit_is_refused_with_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = MemoryBudget(tmp_path, None)
     monkeypatch.setattr(shared_memory, "cgroup_available_bytes", lambda: 70_000)
     assert budget.free_bytes() == 70_000

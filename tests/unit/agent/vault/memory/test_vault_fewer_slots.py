@@ -55,9 +55,7 @@ def steps(segment: SegmentFile) -> list[int]:
 
 
 @pytest.mark.parametrize(("keep", "stay"), [((), [4, 5]), ((2,), [2, 5]), ((2, 3), [2, 3]), ((2, 3, 1), [2, 3])])
-def test_what_is_to_be_kept_goes_along_first_and_then_the_newest(
-    shared: Path, keep: tuple[int, ...], stay: list[int]
-) -> None:
+def test_replaced_segment_carries_kept_then_newest_slots(shared: Path, keep: tuple[int, ...], stay: list[int]) -> None:
     store, _ = five(shared)
     fewer = store.open(KEY, SLOT + PAGE_BYTES, 2, [Version(1, step) for step in keep])
     assert (fewer.view.slots, fewer.view.slot_bytes) == (2, SLOT + PAGE_BYTES)
@@ -65,7 +63,7 @@ def test_what_is_to_be_kept_goes_along_first_and_then_the_newest(
     assert store.budget.used_bytes() == segment_bytes(2, SLOT + PAGE_BYTES)
 
 
-def test_more_slots_than_asked_for_serve_where_nobody_counts_them(shared: Path) -> None:
+def test_segment_with_more_slots_than_requested_is_reused(shared: Path) -> None:
     store, segment = five(shared)
     assert store.open(KEY, PAGE_BYTES, 1) is segment
     assert store.plan_file(KEY, SLOT, 5) is None
@@ -73,7 +71,7 @@ def test_more_slots_than_asked_for_serve_where_nobody_counts_them(shared: Path) 
 
 
 @pytest.mark.promise("memory-fits")
-def test_two_slots_need_not_fit_beside_all_five_and_what_is_foreseen_is_what_is_made(shared: Path) -> None:
+def test_foreseen_memory_for_two_larger_slots_is_exact(shared: Path) -> None:
     """As after a loss that leaves a rank a share twice as large, on a node that five slots fill."""
     larger = 2 * SLOT
     need = OLD - 3 * SLOT + segment_bytes(2, larger)
@@ -95,7 +93,7 @@ def test_two_slots_need_not_fit_beside_all_five_and_what_is_foreseen_is_what_is_
         store.delete_job(JOB)
 
 
-def test_beside_two_larger_slots_only_what_is_to_be_kept_of_two_has_to_fit(shared: Path) -> None:
+def test_two_larger_slots_need_room_beside_the_kept_slot_only(shared: Path) -> None:
     """As after a loss, where two slots were all that there was memory for before it."""
     need = segment_bytes(2, SLOT) - SLOT + segment_bytes(2, 2 * SLOT)
     for limit, fits in ((need, True), (need - 1, False)):
@@ -114,14 +112,12 @@ def test_beside_two_larger_slots_only_what_is_to_be_kept_of_two_has_to_fit(share
         store.delete_job(JOB)
 
 
-def test_two_slots_that_nobody_names_a_version_for_keep_both(shared: Path) -> None:
+def test_two_slots_without_a_named_version_both_stay(shared: Path) -> None:
     store, _ = two(shared, None)
     assert steps(store.open(KEY, 2 * SLOT, 2)) == [1, 2]
 
 
-def test_a_segment_that_gave_memory_back_for_nothing_is_not_filled_again(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segment_with_released_pages_is_not_refilled(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its holes may be somebody else's memory by now: whoever wrote there would be killed by the kernel."""
     store, segment = five(shared)
     with monkeypatch.context() as patched:
@@ -135,14 +131,14 @@ def test_a_segment_that_gave_memory_back_for_nothing_is_not_filled_again(
     assert (steps(whole), store.budget.used_bytes()) == ([1, 5], OLD)
 
 
-def test_five_slots_come_back_with_what_two_held(shared: Path) -> None:
+def test_growing_back_to_five_slots_keeps_the_two_held(shared: Path) -> None:
     store, _ = five(shared)
     store.open(KEY, 2 * SLOT, 2, [Version(1, 3)])
     again = store.open(KEY, SLOT, 5, [Version(1, 3)])
     assert (again.view.slots, steps(again)) == (5, [3, 5])
 
 
-def test_copies_for_another_roster_give_back_what_nobody_may_go_back_to_where_room_is_short(shared: Path) -> None:
+def test_replicas_of_an_old_roster_release_uncommitted_slots(shared: Path) -> None:
     """After a loss ranks have other numbers: copies of before stay whole in what is committed, say, and that alone."""
     store, copies = five(shared)
     tier = store.open(SegmentKey(JOB, "replica", 99), PAGE_BYTES, 1)
@@ -164,9 +160,7 @@ def test_copies_for_another_roster_give_back_what_nobody_may_go_back_to_where_ro
     assert store.open(SegmentKey(JOB, "replica", 1), SLOT, 2, ()).view.slots == 2
 
 
-def test_memory_that_a_segment_gives_back_is_not_taken_again_for_its_copies_to_come(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_released_memory_is_not_repopulated_by_prefaulting(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pages of a replica come while it is filled; it may be told to give some back before all are there."""
 
     def goes_on(mapping: mmap.mmap, stopped: threading.Event) -> None:

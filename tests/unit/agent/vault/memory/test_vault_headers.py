@@ -54,7 +54,7 @@ def adopt(store: SegmentStore) -> int:
 
 
 @pytest.mark.promise("bit-flips")
-def test_no_bit_of_a_segments_header_costs_a_slot_when_the_vault_starts_again(tmp_path: Path) -> None:
+def test_flipped_header_bit_costs_no_slot_at_restart(tmp_path: Path) -> None:
     path = store_with_a_slot(tmp_path / "segments")
     for at in range(HEADER_BYTES):
         for bit in range(8):
@@ -70,7 +70,7 @@ def test_no_bit_of_a_segments_header_costs_a_slot_when_the_vault_starts_again(tm
             assert map_segment(path).header_was_repaired is False, (at, bit)
 
 
-def test_a_segment_of_which_nothing_can_be_told_is_given_up_and_that_is_told(tmp_path: Path) -> None:
+def test_unreadable_segment_is_given_up_and_reported(tmp_path: Path) -> None:
     path = store_with_a_slot(tmp_path / "segments")
     path.write_bytes(bytes(path.stat().st_size))
     store = SegmentStore(tmp_path / "segments", "n1", None)
@@ -82,7 +82,7 @@ def test_a_segment_of_which_nothing_can_be_told_is_given_up_and_that_is_told(tmp
     assert not path.exists()
 
 
-def test_a_slot_that_is_found_bad_when_the_vault_starts_again_is_told(tmp_path: Path) -> None:
+def test_corrupt_slot_at_restart_is_reported(tmp_path: Path) -> None:
     path = store_with_a_slot(tmp_path / "segments")
     map_segment(path).payload(3)[7] ^= 1
     store = SegmentStore(tmp_path / "segments", "n1", None)
@@ -92,7 +92,7 @@ def test_a_slot_that_is_found_bad_when_the_vault_starts_again_is_told(tmp_path: 
     assert told == ["job/rank2/1:9"]
 
 
-def test_a_slot_whose_header_is_damaged_in_both_records_is_told_when_the_vault_starts_again(tmp_path: Path) -> None:
+def test_slot_with_both_headers_damaged_is_reported_at_restart(tmp_path: Path) -> None:
     path = store_with_a_slot(tmp_path / "segments")
     for at in record_places(path, 3):
         flip(path, at, 0)
@@ -104,7 +104,7 @@ def test_a_slot_whose_header_is_damaged_in_both_records_is_told_when_the_vault_s
     assert map_segment(path).read_records(3).state is SlotState.EMPTY
 
 
-def test_a_mend_whose_vault_was_killed_does_not_keep_the_slot_from_being_filled(tmp_path: Path) -> None:
+def test_interrupted_repair_does_not_block_refilling_the_slot(tmp_path: Path) -> None:
     path = store_with_a_slot(tmp_path / "segments")
     view = map_segment(path)
     view._flag(3, _REPAIR_MARK)
@@ -113,7 +113,7 @@ def test_a_mend_whose_vault_was_killed_does_not_keep_the_slot_from_being_filled(
     view.verify(3)
 
 
-def test_a_segment_under_another_ones_name_is_given_up(tmp_path: Path) -> None:
+def test_segment_under_a_wrong_name_is_given_up(tmp_path: Path) -> None:
     path = store_with_a_slot(tmp_path / "segments")
     path.rename(path.parent / "own-1")
     store = SegmentStore(tmp_path / "segments", "n1", None)
@@ -123,7 +123,7 @@ def test_a_segment_under_another_ones_name_is_given_up(tmp_path: Path) -> None:
     assert "is given up: it is the segment job/own-0" in told[0]
 
 
-def test_slots_of_an_older_layout_keep_the_vault_from_starting_and_stay(tmp_path: Path) -> None:
+def test_older_slot_layout_prevents_start_and_is_preserved(tmp_path: Path) -> None:
     path = store_with_a_slot(tmp_path / "segments")
     old = b"EVRSTEP\x01" + (1).to_bytes(4, "little") + bytes(8 * PAGE_BYTES)
     path.write_bytes(old)
@@ -139,7 +139,7 @@ def record_places(path: Path, slot: int) -> tuple[int, ...]:
 
 @pytest.mark.promise("bit-flips")
 @pytest.mark.parametrize("at", [0, 8, 12, 16, 18])
-def test_a_new_rank_finds_its_slots_under_a_header_with_a_flipped_bit(fleet: Vaults, at: int) -> None:
+def test_rank_finds_its_slots_despite_a_flipped_header_bit(fleet: Vaults, at: int) -> None:
     vault = fleet.start("n1")
     supervisor = fleet.configure()["n1"]
     before = RankMemory(vault.client(), rank=2)
@@ -153,7 +153,7 @@ def test_a_new_rank_finds_its_slots_under_a_header_with_a_flipped_bit(fleet: Vau
     assert versions(fleet) == {Version(1, 9)}
 
 
-def test_a_vault_that_was_killed_tells_the_next_supervisor_what_the_next_vault_mended(fleet: Vaults) -> None:
+def test_repair_at_restart_is_reported_to_the_next_supervisor(fleet: Vaults) -> None:
     vault = fleet.start("n1")
     rank = RankMemory(vault.client(), rank=2)
     fill(rank.view, 3)

@@ -51,7 +51,7 @@ def own(number: int) -> SegmentKey:
     return SegmentKey(JOB, "own", number)
 
 
-def test_what_is_free_is_what_could_still_be_made_under_the_limit(tmp_path: Path) -> None:
+def test_free_bytes_is_the_room_left_under_the_limit(tmp_path: Path) -> None:
     budget = MemoryBudget(tmp_path, 100_000)
     (tmp_path / "slots").write_bytes(bytes(60_000))
     assert budget.free_bytes() == 40_000
@@ -66,9 +66,7 @@ def test_what_is_free_is_what_could_still_be_made_under_the_limit(tmp_path: Path
 
 
 @pytest.mark.promise("memory-limit")
-def test_a_segment_that_is_being_made_counts_once_against_the_limit(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segment_in_creation_counts_once_against_the_limit(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = SegmentStore(shared, "n1", 2 * ONE)
     first = BeingMade(store, own(0), monkeypatch)
     try:
@@ -82,9 +80,7 @@ def test_a_segment_that_is_being_made_counts_once_against_the_limit(
 
 
 @pytest.mark.promise("memory-limit")
-def test_pages_that_a_segment_being_made_has_already_do_not_come_off_the_free_memory_again(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_allocated_pages_of_a_new_segment_are_not_counted_twice(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with room for two segments, on which nothing else takes memory."""
 
     def left() -> int:
@@ -103,9 +99,7 @@ def test_pages_that_a_segment_being_made_has_already_do_not_come_off_the_free_me
     assert store.budget.free_bytes() == 0
 
 
-def test_what_a_file_that_is_being_made_has_no_pages_for_yet_is_spoken_for(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unallocated_pages_of_a_new_file_are_reserved(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``make_huge`` leaves it: as long as it will be, and with hardly any pages."""
     monkeypatch.setattr(shared_memory, "_available_memory", lambda: 10 * mmap.PAGESIZE)
     budget, path = MemoryBudget(shared, None), shared / "slots"
@@ -116,7 +110,7 @@ def test_what_a_file_that_is_being_made_has_no_pages_for_yet_is_spoken_for(
         assert budget.free_bytes() == 5 * mmap.PAGESIZE
 
 
-def test_parts_of_one_file_that_come_at_once_count_as_the_file_that_they_make(tmp_path: Path) -> None:
+def test_concurrent_parts_of_one_file_count_as_one_file(tmp_path: Path) -> None:
     budget, path = MemoryBudget(tmp_path, 100_000), tmp_path / "landing"
     with budget.reserve(path, 30_000, "its first part"), budget.reserve(path, 80_000, "its second part"):
         assert budget.free_bytes() == 20_000
@@ -125,7 +119,7 @@ def test_parts_of_one_file_that_come_at_once_count_as_the_file_that_they_make(tm
     assert budget.free_bytes() == 20_000
 
 
-def test_a_directory_that_holds_more_than_the_limit_has_nothing_free(tmp_path: Path) -> None:
+def test_directory_over_the_limit_has_nothing_free(tmp_path: Path) -> None:
     (tmp_path / "slots").write_bytes(bytes(60_000))
     budget = MemoryBudget(tmp_path, 50_000)
     assert budget.free_bytes() == 0
@@ -136,7 +130,7 @@ def test_a_directory_that_holds_more_than_the_limit_has_nothing_free(tmp_path: P
         pass
 
 
-def test_without_a_limit_what_is_free_is_what_the_machine_has_left(tmp_path: Path) -> None:
+def test_free_bytes_without_limit_is_the_machine_memory(tmp_path: Path) -> None:
     budget = MemoryBudget(tmp_path, None)
     with budget.reserve(tmp_path / "a", budget.free_bytes() // 2, "half of it"):
         pass
@@ -148,7 +142,7 @@ def test_without_a_limit_what_is_free_is_what_the_machine_has_left(tmp_path: Pat
 
 
 @pytest.mark.promise("memory-limit")
-def test_the_memory_of_a_segment_that_is_replaced_or_forgotten_is_free_at_once(shared: Path) -> None:
+def test_replaced_or_forgotten_segment_is_freed_at_once(shared: Path) -> None:
     """It may be hundreds of gigabytes, and a quiet vault looks for cycles of garbage once in a long while."""
     store = SegmentStore(shared, "n1", None)
     gc.disable()
@@ -177,7 +171,7 @@ def _mapped(folder: Path) -> int:
         (errno.EDQUOT, OutOfSlotMemory, ", or keep fewer slots|fewer --replicas"),
     ],
 )
-def test_what_the_kernel_refuses_while_a_segment_is_made_is_answered_with_what_to_do(
+def test_kernel_refusal_during_creation_states_a_fix(
     shared: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[EverstepError], mend: str, call: str
 ) -> None:
     store = SegmentStore(shared, "n1", None)

@@ -42,9 +42,7 @@ def test_the_innermost_mount_decides_whether_pages_are_huge(directory: str, huge
     ("setting", "mounted_plain", "mounted_for_them"),
     [("deny", False, False), ("force", True, True), ("always", False, True), ("never", False, True)],
 )
-def test_the_kernel_forces_or_denies_huge_pages_on_every_memory_file_system(
-    setting: str, mounted_plain: bool, mounted_for_them: bool
-) -> None:
+def test_kernel_setting_forces_or_denies_huge_pages(setting: str, mounted_plain: bool, mounted_for_them: bool) -> None:
     """``always``, ``within_size``, ``advise`` and ``never`` are for memory without a mount that is seen."""
     words = "always within_size advise never deny force".replace(setting, f"[{setting}]")
     assert has_huge_pages(Path("/dev/shm/everstep"), MOUNTS, words) is mounted_plain
@@ -62,7 +60,7 @@ print(found.st_size, found.st_blocks * 512, *[s.split()[1] for s in lines if s.s
 """
 
 
-def test_a_segment_is_made_of_huge_pages_on_a_file_system_mounted_for_them(tmp_path: Path) -> None:
+def test_segment_uses_huge_pages_on_a_mount_with_huge_option(tmp_path: Path) -> None:
     script = f'mount -t tmpfs -o huge=advise,size=64m t {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}'
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", script, HUGE_SEGMENT], capture_output=True, text=True, timeout=60
@@ -87,7 +85,7 @@ def policy() -> tuple[int, int]:
 
 
 @pytest.mark.skipif(platform.machine() not in GET_MEMPOLICY, reason="the system call's number is not known here")
-def test_pages_made_meanwhile_come_from_the_node_that_was_named() -> None:
+def test_pages_are_allocated_near_the_named_numa_node() -> None:
     before = policy()
     with prefer_numa_node(0):
         assert policy() == (MPOL_PREFERRED, 1)
@@ -96,7 +94,7 @@ def test_pages_made_meanwhile_come_from_the_node_that_was_named() -> None:
         assert policy() == before
 
 
-def test_a_node_that_does_not_exist_is_told_of_and_done_without(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_numa_node_is_logged_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), prefer_numa_node(1000):
         pass
     assert "NUMA node 1000" in caplog.text

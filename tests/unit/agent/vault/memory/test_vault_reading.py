@@ -74,7 +74,7 @@ RANGES = (
 
 @pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
 @pytest.mark.parametrize("ranges", RANGES, ids=["all", "scattered", "chunks", "turned", "many", "none"])
-def test_ranges_come_one_after_another(
+def test_ranges_arrive_in_the_requested_order(
     fleet: Vaults, owner: RankMemory, ranges: tuple[tuple[int, int], ...], by: int
 ) -> None:
     for unhashed in (False, True):
@@ -82,7 +82,7 @@ def test_ranges_come_one_after_another(
         assert bring(fleet, ranges, by, unhashed=unhashed) == expected
 
 
-def test_a_manifest_lands_where_the_rank_says_and_touches_nothing_before_that(fleet: Vaults, owner: RankMemory) -> None:
+def test_manifest_lands_at_the_requested_offset_only(fleet: Vaults, owner: RankMemory) -> None:
     answer = fetch(fleet, (), target_offset=4097)
     assert isinstance(answer, local.Fetched), answer
     landed = scratch(fleet).read_bytes()
@@ -91,7 +91,7 @@ def test_a_manifest_lands_where_the_rank_says_and_touches_nothing_before_that(fl
 
 
 @pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
-def test_a_vault_brings_no_ranges_of_slots_that_are_there(fleet: Vaults, owner: RankMemory, by: int) -> None:
+def test_fetch_of_existing_slot_ranges_is_refused(fleet: Vaults, owner: RankMemory, by: int) -> None:
     refused = fetch(fleet, ((0, 9),), by)
     assert isinstance(refused, local.RequestFailed)
     assert refused.code == "malformed"
@@ -105,7 +105,7 @@ def test_without_ranges_the_manifest_lands(fleet: Vaults, owner: RankMemory, by:
     assert scratch(fleet, by).read_bytes() == b"what is where"
 
 
-def test_a_manifest_that_is_not_what_was_sealed_is_not_brought_and_its_sender_is_named(fleet: Vaults) -> None:
+def test_wrong_manifest_is_refused_and_its_sender_reported(fleet: Vaults) -> None:
     with closing(LyingVault(PAYLOAD, manifest=b"n")) as liar:
         holders = (Holder(node="n1", vault=fleet.all[0].address), Holder(node="n2", vault=liar.address))
         fleet.configure(fleet.all[0], generation=2, holders=holders)
@@ -124,7 +124,7 @@ def test_a_copy_serves_as_well_as_the_original(fleet: Vaults, owner: RankMemory)
 
 
 @pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
-def test_what_is_not_there_is_not_found(fleet: Vaults, owner: RankMemory, by: int) -> None:
+def test_missing_slot_is_not_found(fleet: Vaults, owner: RankMemory, by: int) -> None:
     with pytest.raises(NotFound):
         bring(fleet, ((0, 1),), by, version=Version(1, 2))
     with pytest.raises(NotFound):
@@ -148,7 +148,7 @@ def test_ranges_outside_the_payload_are_refused(
 
 @pytest.mark.promise("restored-is-whole")
 @pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
-def test_a_rotten_chunk_is_never_served_and_its_slot_is_given_up(fleet: Vaults, owner: RankMemory, by: int) -> None:
+def test_corrupt_chunk_is_never_served_and_its_slot_discarded(fleet: Vaults, owner: RankMemory, by: int) -> None:
     owner.view.payload(0)[2 * CHUNK_BYTES + 1] ^= 128
     assert bring(fleet, ((0, CHUNK_BYTES),), by) == PAYLOAD[:CHUNK_BYTES]
     with pytest.raises(DigestMismatch):
@@ -162,9 +162,7 @@ def test_a_rotten_chunk_is_never_served_and_its_slot_is_given_up(fleet: Vaults, 
 
 
 @pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
-def test_a_rotten_chunk_that_was_not_to_be_hashed_is_found_by_whoever_asked_and_judged_when_it_is_doubted(
-    fleet: Vaults, owner: RankMemory, by: int
-) -> None:
+def test_corrupt_chunk_of_an_unhashed_read_is_found_on_recheck(fleet: Vaults, owner: RankMemory, by: int) -> None:
     whole = ((CHUNK_BYTES, CHUNK_BYTES), (2 * CHUNK_BYTES, CHUNK_BYTES), (3 * CHUNK_BYTES, 1000))
     owner.view.payload(0)[2 * CHUNK_BYTES + 1] ^= 128
     with pytest.raises(AssertionError):  # the digest beside it is the one that was sealed
@@ -178,7 +176,7 @@ def test_a_rotten_chunk_that_was_not_to_be_hashed_is_found_by_whoever_asked_and_
 
 
 @pytest.mark.parametrize("piece", [(2 * CHUNK_BYTES, 100), (2 * CHUNK_BYTES + 5, CHUNK_BYTES - 5)])
-def test_a_part_of_a_chunk_is_hashed_whatever_was_asked(
+def test_partial_chunk_is_hashed_even_for_unhashed_reads(
     fleet: Vaults, owner: RankMemory, piece: tuple[int, int]
 ) -> None:
     owner.view.payload(0)[2 * CHUNK_BYTES + 1] ^= 128
@@ -187,7 +185,7 @@ def test_a_part_of_a_chunk_is_hashed_whatever_was_asked(
     assert owner.view.header(0) is None
 
 
-def test_a_rotten_original_is_passed_over_for_a_good_copy_on_the_same_node(fleet: Vaults, owner: RankMemory) -> None:
+def test_corrupt_slot_is_skipped_for_a_copy_on_the_same_node(fleet: Vaults, owner: RankMemory) -> None:
     assert owner.sealed(0, V, ["n1"]).nodes == ("n1",)
     twin = RankMemory(fleet.all[0].client(), rank=3, slot_bytes=slot_bytes_for(64, SIZE))
     twin.fill(0, V, PAYLOAD)
@@ -196,7 +194,7 @@ def test_a_rotten_original_is_passed_over_for_a_good_copy_on_the_same_node(fleet
     assert twin.view.header(0) is None
 
 
-def test_a_slot_that_proves_rotten_on_the_way_is_followed_by_its_twin(fleet: Vaults, owner: RankMemory) -> None:
+def test_slot_found_corrupt_while_sending_continues_from_copy(fleet: Vaults, owner: RankMemory) -> None:
     assert owner.sealed(0, V, ["n1"]).nodes == ("n1",)
     twin = RankMemory(fleet.all[0].client(), rank=3, slot_bytes=slot_bytes_for(64, SIZE))
     twin.fill(0, V, PAYLOAD)
@@ -206,7 +204,7 @@ def test_a_slot_that_proves_rotten_on_the_way_is_followed_by_its_twin(fleet: Vau
     assert fleet.supervisors["n1"].finding().finding.finding.kind is FindingKind.SLOT_CORRUPT
 
 
-def test_no_slot_of_other_bytes_follows_one_that_proves_rotten_on_the_way(fleet: Vaults, owner: RankMemory) -> None:
+def test_different_slot_never_continues_a_corrupt_transfer(fleet: Vaults, owner: RankMemory) -> None:
     assert owner.sealed(0, V, ["n1"]).nodes == ("n1",)
     other = RankMemory(fleet.all[0].client(), rank=3, slot_bytes=slot_bytes_for(64, SIZE))
     other.fill(0, V, noise(SIZE, seed=2))
@@ -219,9 +217,7 @@ LANDINGS = pytest.mark.parametrize("by", [0, 1], ids=["another node's manifest",
 
 
 @LANDINGS
-def test_bytes_land_nowhere_but_in_plain_files_below_the_segment_directory(
-    fleet: Vaults, owner: RankMemory, by: int
-) -> None:
+def test_fetch_lands_only_in_plain_files_below_segment_dir(fleet: Vaults, owner: RankMemory, by: int) -> None:
     home = fleet.all[by].segment_dir
     outside = fleet.base / "precious"
     outside.write_bytes(b"untouched")
@@ -251,14 +247,14 @@ def test_bytes_land_nowhere_but_in_plain_files_below_the_segment_directory(
 
 
 @LANDINGS
-def test_a_landing_that_has_no_room_is_refused_with_the_arithmetic(fleet: Vaults, owner: RankMemory, by: int) -> None:
+def test_fetch_without_room_is_refused_with_the_arithmetic(fleet: Vaults, owner: RankMemory, by: int) -> None:
     refused = fetch(fleet, (), by, target_offset=1 << 50)
     assert isinstance(refused, local.RequestFailed)
     assert refused.code == "slot_memory"
     assert "free" in refused.message
 
 
-def test_a_node_that_does_not_answer_is_unavailable(fleet: Vaults, owner: RankMemory) -> None:
+def test_unresponsive_node_is_unavailable(fleet: Vaults, owner: RankMemory) -> None:
     fleet.all[1].kill()
     assert fetch(fleet, ()).code == "unavailable"
     assert fetch(fleet, (), node="n7").code == "not_found"
@@ -268,9 +264,7 @@ def test_a_node_that_does_not_answer_is_unavailable(fleet: Vaults, owner: RankMe
         bring(fleet, ((0, 9),), node="n7")
 
 
-def test_the_inventory_names_every_nodes_slots_and_leaves_out_who_does_not_answer(
-    fleet: Vaults, owner: RankMemory
-) -> None:
+def test_inventory_lists_all_nodes_except_unresponsive_ones(fleet: Vaults, owner: RankMemory) -> None:
     assert owner.sealed(0, V, ["n1"]).nodes == ("n1",)
     client = fleet.all[0].client()
     answer = client.ask(local.Inventory, job=JOB, nodes=("n1", "n2", "n9"))

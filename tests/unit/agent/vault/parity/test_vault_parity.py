@@ -61,7 +61,7 @@ def test_two_nodes_are_killed_and_every_shard_is_read_back(program_forks: ForkPo
                 group.reads_back(int(node[1:]) - 1, "q")
 
 
-def test_whichever_two_of_six_are_gone_every_shard_is_read_back(fleet: Vaults) -> None:
+def test_shards_are_read_back_without_any_two_of_six_nodes(fleet: Vaults) -> None:
     group = Group(fleet, sizes=(STRIPE_BYTES + 100, 300_000, 4096, 1))
     group.protected()
     for generation, gone in enumerate(combinations(NODES, 2), start=2):
@@ -72,7 +72,7 @@ def test_whichever_two_of_six_are_gone_every_shard_is_read_back(fleet: Vaults) -
                 group.reads_back(int(node[1:]) - 1, reader)
 
 
-def test_any_ranges_land_one_after_another(group: Group) -> None:
+def test_decoded_ranges_land_in_the_requested_order(group: Group) -> None:
     group.protected()
     size = len(group.payloads[1])
     source = random.Random(4)
@@ -88,7 +88,7 @@ def test_any_ranges_land_one_after_another(group: Group) -> None:
     assert answer.code == "malformed"
 
 
-def test_parity_takes_as_much_as_the_longest_member_and_is_made_once(group: Group) -> None:
+def test_parity_has_the_longest_member_size_and_is_made_once(group: Group) -> None:
     before = [counter(group, "p", name) for name in ("parity_slots", "parity_bytes")]
     group.protected()
     group.protected()
@@ -96,7 +96,7 @@ def test_parity_takes_as_much_as_the_longest_member_and_is_made_once(group: Grou
     assert [one - other for one, other in zip(after, before, strict=True)] == [1, parity_bytes(max(SIZES))]
 
 
-def test_a_third_loss_is_said_with_who_is_gone_and_why(group: Group) -> None:
+def test_third_loss_is_refused_with_names_and_reasons(group: Group) -> None:
     group.protected()
     group.forget_nodes(("n1", "n2", "p"), 2)
     answer = group.fetch(0, "n3", ((0, 10),))
@@ -106,14 +106,14 @@ def test_a_third_loss_is_said_with_who_is_gone_and_why(group: Group) -> None:
     assert "n2 is not to be had (n2 is not among the holders" in answer.message
 
 
-def test_without_parity_nothing_is_made_again(group: Group) -> None:
+def test_missing_parity_recovers_no_shard(group: Group) -> None:
     answer = group.fetch(0, "n3", ((0, 10),))
     assert isinstance(answer, local.RequestFailed)
     assert answer.code == "not_restorable"
     assert "no sealed slot here holds version 1:5 of the parity of group 7" in answer.message
 
 
-def test_a_vault_that_is_not_asked_for_parity_does_without_numpy() -> None:
+def test_vault_without_parity_does_not_import_numpy() -> None:
     code = "import sys, everstep_agent.vault.process; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -121,7 +121,7 @@ def test_a_vault_that_is_not_asked_for_parity_does_without_numpy() -> None:
 # --- who does not hold what was sealed ---------------------------------------------------------------------------
 
 
-def test_no_parity_is_made_of_bytes_that_are_not_what_was_sealed(group: Group) -> None:
+def test_parity_is_not_made_of_corrupt_shards(group: Group) -> None:
     member = group.ranks[3]
     view = map_segment(member.path)
     payload = view.payload(0)
@@ -136,7 +136,7 @@ def test_no_parity_is_made_of_bytes_that_are_not_what_was_sealed(group: Group) -
     group.reads_back(0, "q")
 
 
-def test_a_member_that_sends_other_bytes_than_it_says_were_sealed_is_caught_and_named(group: Group) -> None:
+def test_member_sending_wrong_bytes_is_detected_and_named(group: Group) -> None:
     liar = LyingVault(group.payloads[1])
     try:
         group.fleet.configure(
@@ -155,7 +155,7 @@ def test_a_member_that_sends_other_bytes_than_it_says_were_sealed_is_caught_and_
         liar.close()
 
 
-def test_a_survivor_that_holds_other_bytes_under_the_same_version_is_caught_and_counts_as_lost(group: Group) -> None:
+def test_survivor_with_different_bytes_counts_as_lost(group: Group) -> None:
     group.protected()
     liar = group.ranks[1]
     other = bytearray(group.payloads[1])
@@ -173,7 +173,7 @@ def test_a_survivor_that_holds_other_bytes_under_the_same_version_is_caught_and_
     assert "chunk 0 is not what was sealed as that version" in answer.message
 
 
-def test_parity_that_was_flipped_at_rest_is_not_used_where_the_other_one_does(group: Group) -> None:
+def test_corrupt_parity_is_skipped_where_the_other_suffices(group: Group) -> None:
     group.protected()
     home = group.fleet.all[NODES.index("p")]
     view = map_segment(home.segment_dir / JOB / "parity-7")
@@ -186,7 +186,7 @@ def test_parity_that_was_flipped_at_rest_is_not_used_where_the_other_one_does(gr
     assert finding.subject == "job/parity-7/1:5"
 
 
-def test_parity_that_was_made_wrong_is_known_by_what_comes_of_it(group: Group) -> None:
+def test_wrongly_made_parity_is_detected_by_its_result(group: Group) -> None:
     """Its own digests are right; what is made from it is not what the lost rank sealed."""
     group.protected()
     view = map_segment(group.fleet.all[NODES.index("p")].segment_dir / JOB / "parity-7")
@@ -223,7 +223,7 @@ def test_p_and_q_of_different_shards_are_not_used_together(group: Group) -> None
 # --- homes -------------------------------------------------------------------------------------------------------
 
 
-def test_parity_is_told_apart_from_slots_of_ranks(group: Group) -> None:
+def test_parity_is_distinct_from_rank_slots(group: Group) -> None:
     """Rank 7's slot and the parity of group 7 are both number 7 of that version."""
     group.protected()
     home = group.fleet.all[NODES.index("p")]
@@ -236,7 +236,7 @@ def test_parity_is_told_apart_from_slots_of_ranks(group: Group) -> None:
     assert answer.code == "not_found"
 
 
-def test_a_vault_that_begins_anew_adopts_its_parity(group: Group) -> None:
+def test_restarted_vault_adopts_its_parity(group: Group) -> None:
     group.protected()
     home = group.fleet.all[NODES.index("q")]
     home.kill()
@@ -246,7 +246,7 @@ def test_a_vault_that_begins_anew_adopts_its_parity(group: Group) -> None:
     group.reads_back(3, "q")
 
 
-def test_the_next_version_takes_the_other_slot_and_what_is_kept_stays(group: Group) -> None:
+def test_next_parity_reuses_the_slot_outside_kept_versions(group: Group) -> None:
     group.protected()
     for slot, version in enumerate((Version(1, 6), Version(1, 7)), start=1):
         group.fill(version, slot)
@@ -259,7 +259,7 @@ def test_the_next_version_takes_the_other_slot_and_what_is_kept_stays(group: Gro
     assert isinstance(group.fetch(0, "q", ((0, 10),), Version(1, 6)), local.RequestFailed)
 
 
-def test_who_is_no_home_or_has_a_member_twice_refuses(group: Group) -> None:
+def test_parity_refuses_foreign_node_and_duplicate_member(group: Group) -> None:
     answer = group.protect("n1")
     assert isinstance(answer, local.RequestFailed)
     assert (answer.code, answer.message) == ("not_found", "n1 is no home of the parity of group 7")
@@ -270,7 +270,7 @@ def test_who_is_no_home_or_has_a_member_twice_refuses(group: Group) -> None:
     assert "has a node twice (n1, n2, n3, n4, p, n1)" in answer.message
 
 
-def test_an_old_generation_and_a_version_that_is_gone_are_refused(group: Group) -> None:
+def test_stale_generation_and_missing_version_are_refused(group: Group) -> None:
     answer = group.protect("p", Version(1, 99))
     assert isinstance(answer, local.RequestFailed)
     assert answer.code == "not_found"
@@ -280,7 +280,7 @@ def test_an_old_generation_and_a_version_that_is_gone_are_refused(group: Group) 
     assert answer.code == "stale"
 
 
-def test_a_job_that_is_over_leaves_no_parity_behind(group: Group) -> None:
+def test_forgotten_job_leaves_no_parity(group: Group) -> None:
     group.protected()
     home = group.fleet.all[NODES.index("p")]
     assert isinstance(group.fleet.supervisors["p"].ask(local.ForgetJob, job=JOB), local.RequestDone)

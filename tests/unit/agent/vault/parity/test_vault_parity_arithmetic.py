@@ -83,13 +83,13 @@ def noise(lengths: Sequence[int], seed: int = 1) -> list[bytes]:
     return [source.randbytes(length) for length in lengths]
 
 
-def test_the_oracle_s_elements_survive_being_put_back_into_rows() -> None:
+def test_oracle_elements_round_trip_through_rows() -> None:
     data = random.Random(3).randbytes(2 * STRIPE_BYTES)
     assert in_rows(elements(data)) == data
 
 
 @pytest.mark.parametrize("k", range(1, 9))
-def test_parity_is_what_the_tables_of_bytes_say_and_any_two_losses_come_back(k: int) -> None:
+def test_parity_matches_the_oracle_and_recovers_two_losses(k: int) -> None:
     members = noise([STRIPE_BYTES + 1000 * number for number in range(k)], seed=k)
     p, q = encoded(members)
     assert (bytes(p), bytes(q)) == slow_parity(members)
@@ -109,7 +109,7 @@ lengths = st.one_of(
 
 @given(st.lists(lengths, min_size=1, max_size=4), st.integers(0, 2**32))
 @settings(max_examples=40, deadline=None)
-def test_members_of_any_lengths_count_as_followed_by_zeros(sizes: list[int], seed: int) -> None:
+def test_members_of_any_length_are_zero_padded(sizes: list[int], seed: int) -> None:
     members = noise(sizes, seed)
     p, q = encoded(members)
     assert (bytes(p), bytes(q)) == slow_parity(members)
@@ -142,7 +142,7 @@ def test_a_stretch_of_whole_stripes_recovers_by_itself() -> None:
     assert [bytes(into[number]) for number in (0, 2)] == [bytes(parts[0]), bytes(parts[2])]
 
 
-def test_buffers_need_not_be_aligned_and_members_need_not_be_writable() -> None:
+def test_unaligned_and_read_only_buffers_are_accepted() -> None:
     members = noise([STRIPE_BYTES, STRIPE_BYTES])
     shifted = [memoryview(b"..." + m)[3:] for m in members]
     q = memoryview(bytearray(STRIPE_BYTES + 5))[5:]
@@ -150,7 +150,7 @@ def test_buffers_need_not_be_aligned_and_members_need_not_be_writable() -> None:
     assert bytes(q) == slow_parity(members)[1]
 
 
-def test_three_losses_and_lengths_that_do_not_fit_are_refused() -> None:
+def test_three_losses_and_wrong_lengths_are_refused() -> None:
     members = noise([100, 200, 300])
     p, q = encoded(members)
     with pytest.raises(ValueError, match="too little parity"):

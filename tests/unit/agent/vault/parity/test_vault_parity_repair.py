@@ -54,7 +54,7 @@ def mended(group: Group, node: str, place: int | None) -> str:
 
 
 @pytest.mark.parametrize("node", ["p", "q"])
-def test_a_rotten_row_is_made_again_from_its_members(group: Group, node: str) -> None:
+def test_corrupt_parity_row_is_rebuilt_from_members(group: Group, node: str) -> None:
     other = "q" if node == "p" else "p"
     group.fleet.all[NODES.index(other)].kill()
     for place in (5, CHUNK_BYTES + 9):
@@ -62,7 +62,7 @@ def test_a_rotten_row_is_made_again_from_its_members(group: Group, node: str) ->
 
 
 @pytest.mark.promise("bit-flips")
-def test_a_rotten_row_is_made_again_with_a_member_gone_and_never_with_two(group: Group) -> None:
+def test_parity_row_is_rebuilt_with_one_member_lost_but_not_two(group: Group) -> None:
     group.forget_nodes(("n2",), 2)
     assert "mended from its parity group" in mended(group, "p", 5)
     assert "mended from its parity group" in mended(group, "q", None)
@@ -71,14 +71,14 @@ def test_a_rotten_row_is_made_again_with_a_member_gone_and_never_with_two(group:
 
 
 @pytest.mark.promise("bit-flips")
-def test_a_rotten_shard_that_nobody_else_holds_is_made_again_by_parity(group: Group) -> None:
+def test_corrupt_unreplicated_shard_is_rebuilt_from_parity(group: Group) -> None:
     for place in (7, CHUNK_BYTES + 7, None):
         assert "mended from its parity group" in mended(group, "n1", place)
     group.forget_nodes(("n3", "p"), 2)
     assert "the slot is discarded" in mended(group, "n1", 8), "Q alone bears one loss, and n3 is one"
 
 
-def test_a_shard_of_another_version_than_parity_has_is_not_made_again(group: Group) -> None:
+def test_shard_of_an_unprotected_version_is_not_rebuilt(group: Group) -> None:
     group.ranks[0].fill(1, Version(1, 6), group.payloads[0][:5000])
     view = view_of(group, "n1")
     view.payload(1)[3] ^= 1
@@ -87,7 +87,7 @@ def test_a_shard_of_another_version_than_parity_has_is_not_made_again(group: Gro
     assert "the slot is discarded" in told.message
 
 
-def test_a_home_that_began_anew_still_makes_its_row_from_the_members(group: Group) -> None:
+def test_restarted_parity_node_still_rebuilds_its_row(group: Group) -> None:
     home = group.fleet.all[NODES.index("p")]
     home.kill()
     home.start()

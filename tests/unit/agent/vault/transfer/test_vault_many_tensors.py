@@ -85,11 +85,11 @@ def fetched(vault: VaultProcess, client: VaultClient, node: str, version: Versio
     return into.read_bytes()[: answer.bytes]
 
 
-def test_a_manifest_of_a_hundred_thousand_tensors_is_larger_than_a_frame() -> None:
+def test_manifest_of_100000_tensors_exceeds_a_frame() -> None:
     assert len(ENCODED) > MAX_TRANSFER_FRAME_BYTES
 
 
-def test_it_goes_to_a_peer_once_for_all_versions_and_each_copy_is_whole_by_itself(fleet: Vaults) -> None:
+def test_large_manifest_is_sent_once_for_all_versions(fleet: Vaults) -> None:
     first, second = fleet.start("n1", *NO_SCRUB), fleet.start("n2", *NO_SCRUB)
     clients = fleet.configure()
     rank = owner(first)
@@ -104,7 +104,7 @@ def test_it_goes_to_a_peer_once_for_all_versions_and_each_copy_is_whole_by_itsel
     assert [header.version for _, header in view.sealed_slots()] == [V1, V2]
 
 
-def test_a_copy_is_read_from_afar_and_after_its_vault_was_killed(fleet: Vaults) -> None:
+def test_copy_is_read_remotely_even_after_a_vault_restart(fleet: Vaults) -> None:
     first, second = fleet.start("n1", *NO_SCRUB), fleet.start("n2", *NO_SCRUB)
     clients = fleet.configure()
     store(owner(first), 0, V1)
@@ -120,7 +120,7 @@ def test_a_copy_is_read_from_afar_and_after_its_vault_was_killed(fleet: Vaults) 
         assert read(channel, 3, V1, [(64, 4), (640, 4)]) == two
 
 
-def test_a_copy_whose_manifest_rotted_while_its_vault_was_away_is_not_believed(fleet: Vaults) -> None:
+def test_copy_with_a_corrupt_manifest_is_not_adopted(fleet: Vaults) -> None:
     first, second = fleet.start("n1", *NO_SCRUB), fleet.start("n2", *NO_SCRUB)
     fleet.configure()
     store(owner(first), 0, V1)
@@ -133,7 +133,7 @@ def test_a_copy_whose_manifest_rotted_while_its_vault_was_away_is_not_believed(f
 
 
 @pytest.mark.parametrize("rotten", ["n1", "n2"])
-def test_a_bit_that_flips_in_it_is_found_and_mended_from_the_other_holder(fleet: Vaults, rotten: str) -> None:
+def test_flipped_manifest_bit_is_repaired_from_other_holder(fleet: Vaults, rotten: str) -> None:
     first, second = (fleet.start(n, "--scrub-interval", "0.02" if n == rotten else "0") for n in ("n1", "n2"))
     clients = fleet.configure()
     rank = owner(first)
@@ -146,7 +146,7 @@ def test_a_bit_that_flips_in_it_is_found_and_mended_from_the_other_holder(fleet:
     view.verify(0)
 
 
-def test_what_rotted_in_an_older_copy_is_sent_again(fleet: Vaults) -> None:
+def test_corrupt_manifest_of_an_older_copy_is_sent_again(fleet: Vaults) -> None:
     first, second = fleet.start("n1", *NO_SCRUB), fleet.start("n2", *NO_SCRUB)
     clients = fleet.configure()
     rank = owner(first)
@@ -159,7 +159,7 @@ def test_what_rotted_in_an_older_copy_is_sent_again(fleet: Vaults) -> None:
     view.verify(slot)
 
 
-def test_more_than_a_manifest_may_be_is_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_manifest_is_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everstep.layout.manifests.MAX_MANIFEST_BYTES", 10_000)
     with pytest.raises(
         ConfigurationError, match=r"shapes of 1000 tensors .* take \d+ bytes, and a manifest 10000 at most"

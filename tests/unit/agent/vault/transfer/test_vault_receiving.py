@@ -53,7 +53,7 @@ def _sent(channel: VaultChannel, transfer: bytes, payload: bytes) -> None:
     channel.receive_answer(PartDone)
 
 
-def test_a_chunk_that_is_sent_once_more_and_cut_off_counts_no_longer(fleet: Vaults, wire: Wire) -> None:
+def test_chunk_cut_off_while_resent_counts_as_missing(fleet: Vaults, wire: Wire) -> None:
     first, second = wire.proved(), wire.proved()
     transfer = begin(first, put(bytes(1000)))
     _sent(first, transfer, bytes(1000))
@@ -90,7 +90,7 @@ class _Sender:
 
 
 @pytest.mark.parametrize("what", ["chunk", "manifest"])
-def test_what_two_send_at_once_does_not_count_where_one_of_them_breaks_off_last(tmp_path: Path, what: str) -> None:
+def test_concurrent_chunk_cut_off_last_counts_as_missing(tmp_path: Path, what: str) -> None:
     """A slot would be sealed whose bytes are not what was sealed, and this node be blamed for it."""
     store, book, tally = SegmentStore(tmp_path, "n1", None), JobTable(), VaultCounters()
     book.configure(local.ConfigureJob(request=1, job=JOB, generation=1, secret=SECRET, holders=()))
@@ -116,7 +116,7 @@ def test_what_two_send_at_once_does_not_count_where_one_of_them_breaks_off_last(
     receiver.finish(JOB, "n8", incoming.id)
 
 
-def test_a_manifest_that_is_sent_once_more_and_cut_off_counts_no_longer(fleet: Vaults, wire: Wire) -> None:
+def test_manifest_cut_off_while_resent_counts_as_missing(fleet: Vaults, wire: Wire) -> None:
     first, second = wire.proved(), wire.proved()
     transfer = begin(first, put(bytes(1000)))
     _sent(first, transfer, bytes(1000))
@@ -130,7 +130,7 @@ def test_a_manifest_that_is_sent_once_more_and_cut_off_counts_no_longer(fleet: V
 
 
 @pytest.mark.parametrize("half_sent", [False, True])
-def test_a_transfer_of_a_generation_that_is_over_holds_no_slot(fleet: Vaults, wire: Wire, half_sent: bool) -> None:
+def test_transfer_of_an_ended_generation_holds_no_slot(fleet: Vaults, wire: Wire, half_sent: bool) -> None:
     """Its sender may be gone without a word. With two slots the other one holds what is committed."""
     committed = Version(1, 1)
     sender = wire.proved(node="n8")
@@ -160,7 +160,7 @@ def _begun(channel: VaultChannel, message: Put) -> bytes:
 
 
 @pytest.mark.parametrize("closed", [False, True], ids=["no word of the old connection's end", "closed"])
-def test_who_offers_the_same_again_goes_on_where_its_old_connection_is(fleet: Vaults, wire: Wire, closed: bool) -> None:
+def test_repeated_offer_resumes_the_earlier_transfer(fleet: Vaults, wire: Wire, closed: bool) -> None:
     """All was sent anew, into another slot, where the end of the old connection had not been seen yet."""
     payload = bytes(CHUNK_BYTES) + b"\1" * 1000
     first = wire.proved()
@@ -185,7 +185,7 @@ def test_who_offers_the_same_again_goes_on_where_its_old_connection_is(fleet: Va
 
 
 @pytest.mark.promise("memory-limit")
-def test_memory_of_a_job_that_ended_in_the_middle_of_a_copy_is_given_back(fleet: Vaults, wire: Wire) -> None:
+def test_job_ending_during_a_copy_releases_its_memory(fleet: Vaults, wire: Wire) -> None:
     channel = wire.proved()
     begin(channel, put(bytes(1000)))
     maps = Path(f"/proc/{fleet.all[0].process.pid}/maps")
@@ -195,9 +195,7 @@ def test_memory_of_a_job_that_ended_in_the_middle_of_a_copy_is_given_back(fleet:
     until(lambda: "replica-0" not in maps.read_text(), "nothing of it is mapped any more")
 
 
-def test_another_version_that_goes_while_it_is_copied_from_costs_no_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vanished_source_version_does_not_fail_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its slot was discarded by who found it rotten: the transfer failed, and held its own slot for good."""
     segment = SegmentStore(tmp_path, "n1", None).open(SegmentKey(JOB, "replica", 0), 1 << 16, 4)
     view = segment.view

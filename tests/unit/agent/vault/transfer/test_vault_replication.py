@@ -43,7 +43,7 @@ def big_rank(fleet: Vaults, node: int = 0, payload: bytes = b"") -> RankMemory:
     return rank
 
 
-def test_a_sealed_slot_is_acknowledged_by_each_peer_that_holds_a_copy_which_hashes_right(fleet: Vaults) -> None:
+def test_sealed_slot_is_acknowledged_by_each_verified_copy(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2"), fleet.start("n3")
     clients = fleet.configure()
     rank = RankMemory(fleet.all[0].client(), rank=0)
@@ -63,7 +63,7 @@ def test_a_sealed_slot_is_acknowledged_by_each_peer_that_holds_a_copy_which_hash
     assert statistics(clients["n2"]).counters["received_bytes"] == len(payload) + len(b"what is where")
 
 
-def test_a_large_payload_goes_over_several_connections_and_arrives_whole(fleet: Vaults) -> None:
+def test_large_payload_uses_several_connections(fleet: Vaults) -> None:
     fleet.start("n1", "--streams", "3", "--scrub-interval", "0"), fleet.start("n2")
     clients = fleet.configure()
     size = 20 * CHUNK_BYTES + 12345
@@ -77,7 +77,7 @@ def test_a_large_payload_goes_over_several_connections_and_arrives_whole(fleet: 
     assert statistics(clients["n2"]).gauges["peer_connections"] >= 2
 
 
-def test_a_copy_that_is_there_already_is_acknowledged_without_being_sent_again(fleet: Vaults) -> None:
+def test_existing_copy_is_acknowledged_without_resending(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
     clients = fleet.configure()
     rank = RankMemory(fleet.all[0].client(), rank=0)
@@ -87,7 +87,7 @@ def test_a_copy_that_is_there_already_is_acknowledged_without_being_sent_again(f
     assert statistics(clients["n2"]).counters["received_slots"] == 1
 
 
-def test_nothing_is_sent_where_equal_copies_elsewhere_make_the_slot_safe(fleet: Vaults) -> None:
+def test_seal_without_target_peers_sends_nothing(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
     clients = fleet.configure()
     rank = RankMemory(fleet.all[0].client(), rank=0)
@@ -98,7 +98,7 @@ def test_nothing_is_sent_where_equal_copies_elsewhere_make_the_slot_safe(fleet: 
     assert slots_at(clients["n2"]) == {}
 
 
-def test_a_slot_that_is_not_sealed_as_is_said_is_not_replicated(fleet: Vaults) -> None:
+def test_slot_with_a_mismatched_version_is_not_replicated(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
     fleet.configure()
     rank = RankMemory(fleet.all[0].client(), rank=0)
@@ -109,7 +109,7 @@ def test_a_slot_that_is_not_sealed_as_is_said_is_not_replicated(fleet: Vaults) -
         assert answer.code == "not_found"
 
 
-def test_what_waits_behind_a_slow_peer_is_superseded_by_what_is_newer(fleet: Vaults) -> None:
+def test_queued_version_is_superseded_by_a_newer_one(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
     clients = fleet.configure()
     rank = RankMemory(fleet.all[0].client(), rank=0)
@@ -128,7 +128,7 @@ def test_what_waits_behind_a_slow_peer_is_superseded_by_what_is_newer(fleet: Vau
     assert statistics(clients["n1"]).counters["superseded_copies"] == 2
 
 
-def test_what_may_be_committed_goes_before_newer_versions_that_may_not(fleet: Vaults) -> None:
+def test_committable_version_goes_before_newer_uncommittable(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
     clients = fleet.configure()
     rank = RankMemory(fleet.all[0].client(), rank=0)
@@ -146,7 +146,7 @@ def test_what_may_be_committed_goes_before_newer_versions_that_may_not(fleet: Va
 
 
 @pytest.mark.promise("stale-refused")
-def test_a_transfer_of_a_generation_that_is_over_is_refused(fleet: Vaults) -> None:
+def test_transfer_of_an_ended_generation_is_refused(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
     fleet.configure()
     clients = fleet.configure(fleet.all[1], generation=2)
@@ -159,7 +159,7 @@ def test_a_transfer_of_a_generation_that_is_over_is_refused(fleet: Vaults) -> No
     assert statistics(clients["n2"]).refused["stale"] == 1
 
 
-def test_a_slot_sealed_in_a_generation_that_is_over_is_refused_at_once(fleet: Vaults) -> None:
+def test_slot_sealed_in_an_ended_generation_is_refused(fleet: Vaults) -> None:
     fleet.start("n1")
     fleet.configure(generation=3)
     rank = RankMemory(fleet.all[0].client(), rank=0)
@@ -169,7 +169,7 @@ def test_a_slot_sealed_in_a_generation_that_is_over_is_refused_at_once(fleet: Va
     assert answer.code == "stale"
 
 
-def test_an_older_generation_cannot_be_configured_over_a_newer_one(fleet: Vaults) -> None:
+def test_older_generation_cannot_replace_a_newer_one(fleet: Vaults) -> None:
     fleet.start("n1")
     client = fleet.configure(generation=3)["n1"]
     said = {"job": JOB, "secret": "x" * 20, "holders": ()}
@@ -178,7 +178,7 @@ def test_an_older_generation_cannot_be_configured_over_a_newer_one(fleet: Vaults
     assert client.ask(local.ConfigureJob, generation=3, **(said | {"secret": "short"})).code == "configuration"
 
 
-def test_a_peer_that_is_gone_or_unknown_is_named_with_the_reason(fleet: Vaults) -> None:
+def test_lost_or_unknown_peer_is_named_with_the_reason(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
     fleet.configure()
     fleet.all[1].kill()
@@ -190,7 +190,7 @@ def test_a_peer_that_is_gone_or_unknown_is_named_with_the_reason(fleet: Vaults) 
     assert answer.failed["n9"].startswith("not_found: n9 is not among the holders")
 
 
-def test_a_peer_that_restarted_is_reached_again_over_a_new_connection(fleet: Vaults) -> None:
+def test_restarted_peer_is_reached_over_a_new_connection(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
     fleet.configure()
     rank = RankMemory(fleet.all[0].client(), rank=0)
@@ -203,7 +203,7 @@ def test_a_peer_that_restarted_is_reached_again_over_a_new_connection(fleet: Vau
     assert rank.sealed(1, Version(1, 2), ["n2"]).nodes == ("n2",)
 
 
-def test_a_peer_that_hears_of_the_job_a_moment_later_is_asked_again(fleet: Vaults) -> None:
+def test_peer_learning_of_the_job_late_is_asked_again(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
     fleet.configure(fleet.all[0])
     rank = RankMemory(fleet.all[0].client(), rank=0)
@@ -215,7 +215,7 @@ def test_a_peer_that_hears_of_the_job_a_moment_later_is_asked_again(fleet: Vault
     assert rank.client.wait(request).nodes == ("n2",)
 
 
-def test_copies_of_what_the_rank_keeps_are_not_overwritten(fleet: Vaults) -> None:
+def test_copies_of_kept_versions_are_not_overwritten(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
     fleet.configure()
     keep = Version(1, 1), Version(1, 2)
@@ -227,7 +227,7 @@ def test_copies_of_what_the_rank_keeps_are_not_overwritten(fleet: Vaults) -> Non
     assert set(copies) == {*keep, Version(1, 6), Version(1, 7), Version(1, 8)}
 
 
-def test_a_larger_slot_makes_a_larger_copy_segment_that_keeps_what_was_there(fleet: Vaults) -> None:
+def test_larger_slot_grows_the_copy_segment_and_keeps_copies(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
     clients = fleet.configure()
     small = RankMemory(fleet.all[0].client(), rank=0, slot_bytes=8192)
@@ -243,7 +243,7 @@ def test_a_larger_slot_makes_a_larger_copy_segment_that_keeps_what_was_there(fle
         view.verify(slot)
 
 
-def test_bytes_that_rotted_at_the_sender_are_found_by_the_receiver_and_then_by_their_owner(fleet: Vaults) -> None:
+def test_corrupt_sender_bytes_are_found_by_receiver_and_owner(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
     clients = fleet.configure()
     rank = big_rank(fleet)
@@ -263,7 +263,7 @@ def test_bytes_that_rotted_at_the_sender_are_found_by_the_receiver_and_then_by_t
     assert (counted.counters["corrupt_transfers"], counted.refused["digest_mismatch"]) == (1, 1)
 
 
-def test_a_slot_that_is_filled_anew_while_it_is_sent_accuses_nobody(fleet: Vaults) -> None:
+def test_slot_refilled_while_being_sent_causes_no_finding(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
     clients = fleet.configure()
     rank = big_rank(fleet, payload=noise(CHUNK_BYTES) * 40)
@@ -279,7 +279,7 @@ def test_a_slot_that_is_filled_anew_while_it_is_sent_accuses_nobody(fleet: Vault
     assert statistics(clients["n1"]).counters["corrupt_slots"] == 0
 
 
-def test_a_sender_killed_in_the_middle_of_a_transfer_leaves_no_copy_and_no_slot_taken(fleet: Vaults) -> None:
+def test_sender_killed_in_a_transfer_leaves_no_partial_copy(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2"), fleet.start("n3")
     clients = fleet.configure()
     big_rank(fleet).post_sealed(0, Version(1, 1), ["n2"])
@@ -297,7 +297,7 @@ def test_a_sender_killed_in_the_middle_of_a_transfer_leaves_no_copy_and_no_slot_
     assert states == [SlotState.SEALED] * (finished + 1)  # what was left in the middle made room
 
 
-def test_a_receiver_killed_in_the_middle_of_a_fill_does_not_believe_it_afterwards(fleet: Vaults) -> None:
+def test_receiver_killed_in_a_fill_discards_the_partial_copy(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
     fleet.configure()
     rank = big_rank(fleet)

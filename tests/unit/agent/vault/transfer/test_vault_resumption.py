@@ -39,7 +39,7 @@ def copy_at(client: VaultClient, version: Version) -> bytes:
     return bytes(view.payload(slot.slot))
 
 
-def test_only_chunks_that_changed_are_sent(fleet: Vaults) -> None:
+def test_only_changed_chunks_are_sent(fleet: Vaults) -> None:
     fleet.start("n1", "--scrub-interval", "0"), fleet.start("n2", "--scrub-interval", "0")
     clients = fleet.configure()
     size = 3 * CHUNK_BYTES + 1000
@@ -56,7 +56,7 @@ def test_only_chunks_that_changed_are_sent(fleet: Vaults) -> None:
     assert counters(clients["n2"])["reused_bytes"] == 2 * CHUNK_BYTES + 1000
 
 
-def test_a_chunk_that_rotted_in_the_older_copy_is_sent(fleet: Vaults) -> None:
+def test_corrupt_chunk_of_an_older_copy_is_sent(fleet: Vaults) -> None:
     fleet.start("n1", "--scrub-interval", "0"), fleet.start("n2", "--scrub-interval", "0")
     clients = fleet.configure()
     size = 2 * CHUNK_BYTES
@@ -146,7 +146,7 @@ def broken_in_front_of(vault: VaultProcess, cut_after: list[int]) -> Iterator[Br
         breaker.close()
 
 
-def test_a_transfer_goes_on_where_its_connection_broke(fleet: Vaults) -> None:
+def test_transfer_resumes_where_its_connection_broke(fleet: Vaults) -> None:
     fleet.start("n1", "--streams", "1", "--scrub-interval", "0"), fleet.start("n2", "--scrub-interval", "0")
     cut = 10 * CHUNK_BYTES + CHUNK_BYTES // 2
     with broken_in_front_of(fleet.all[1], [cut]) as breaker:
@@ -162,7 +162,7 @@ def test_a_transfer_goes_on_where_its_connection_broke(fleet: Vaults) -> None:
         assert counters(clients["n2"])["reused_bytes"] == 10 * CHUNK_BYTES
 
 
-def test_a_peer_that_breaks_every_connection_is_given_up(fleet: Vaults) -> None:
+def test_peer_breaking_every_connection_is_given_up(fleet: Vaults) -> None:
     fleet.start("n1", "--streams", "1", "--scrub-interval", "0"), fleet.start("n2", "--scrub-interval", "0")
     with broken_in_front_of(fleet.all[1], [1000] * 1000):
         fleet.configure()
@@ -173,7 +173,7 @@ def test_a_peer_that_breaks_every_connection_is_given_up(fleet: Vaults) -> None:
         assert answer.failed["n2"].startswith("unavailable")
 
 
-def test_a_peer_that_is_gone_after_its_connection_broke_is_given_up_too(fleet: Vaults) -> None:
+def test_peer_lost_after_a_broken_connection_is_given_up(fleet: Vaults) -> None:
     fleet.start("n1", "--streams", "1", "--scrub-interval", "0"), fleet.start("n2", "--scrub-interval", "0")
     with broken_in_front_of(fleet.all[1], [10 * CHUNK_BYTES]) as breaker:
         fleet.configure()
@@ -188,7 +188,7 @@ def test_a_peer_that_is_gone_after_its_connection_broke_is_given_up_too(fleet: V
 
 
 @pytest.mark.parametrize("chunks", [[], [0], [7, 8], [3, 500]])
-def test_sets_of_chunks_are_said_in_bits(chunks: list[int]) -> None:
+def test_chunk_sets_are_encoded_as_bits(chunks: list[int]) -> None:
     assert missing_chunks(501, chunk_bitmap(chunks)) == [chunk for chunk in range(501) if chunk not in chunks]
 
 
@@ -209,7 +209,7 @@ class Watch:
         self.now += seconds
 
 
-def test_a_pace_is_kept_over_all_that_is_sent() -> None:
+def test_pace_limits_the_total_bytes_sent() -> None:
     watch = Watch()
     clock: Clock = watch
     pace = RateLimiter(1e6, clock, watch.sleep)
@@ -223,7 +223,7 @@ def test_a_pace_is_kept_over_all_that_is_sent() -> None:
     assert watch.now - before >= 1.0 - 0.1 - BURST_S - 1e-9
 
 
-def test_without_a_bound_nobody_waits() -> None:
+def test_pace_without_a_bound_never_waits() -> None:
     watch = Watch()
     pace = RateLimiter(None, watch, watch.sleep)
     pace.acquire(1 << 60)
@@ -250,7 +250,7 @@ class Line:
         return kind()
 
 
-def test_manifest_and_chunks_go_in_small_pieces_none_of_which_passes_the_pace() -> None:
+def test_manifest_and_chunks_are_paced_in_small_pieces() -> None:
     watch, line = Watch(), Line()
     reading: Any = SimpleNamespace(manifest=bytes(3_000_000), payload=memoryview(bytes(2 * CHUNK_BYTES + 5)))
     reading.is_unchanged = lambda: True

@@ -146,18 +146,18 @@ def test_a_stranger_is_refused_and_counted(wire: Wire, supervisor: VaultClient) 
     until(lambda: refused(supervisor) == {"unauthenticated": 1}, "it is counted")
 
 
-def test_a_job_nobody_knows_here_is_not_found(wire: Wire, supervisor: VaultClient) -> None:
+def test_unknown_job_is_not_found(wire: Wire, supervisor: VaultClient) -> None:
     with pytest.raises(NotFound, match="job other is not known here"):
         wire.proved(known=facts(job="other"))
 
 
-def test_who_means_another_node_is_refused(wire: Wire, supervisor: VaultClient) -> None:
+def test_greeting_for_another_node_is_refused(wire: Wire, supervisor: VaultClient) -> None:
     with pytest.raises(AuthenticationError, match="means to reach n3, and this is n1"):
         wire.proved(to="n3")
 
 
 @pytest.mark.promise("strangers")
-def test_a_proof_cannot_be_played_back(wire: Wire, supervisor: VaultClient) -> None:
+def test_proof_cannot_be_replayed(wire: Wire, supervisor: VaultClient) -> None:
     greeting = Greeting(
         protocols=VAULT_SUPPORTED_VERSIONS, job=JOB, node="n8", peer="n1", nonce=secrets.token_bytes(NONCE_BYTES)
     )
@@ -175,7 +175,7 @@ def test_a_proof_cannot_be_played_back(wire: Wire, supervisor: VaultClient) -> N
     assert second.receive_opening_answer().code == "unauthenticated"
 
 
-def test_the_servers_proof_does_not_do_for_the_client() -> None:
+def test_server_proof_is_not_valid_for_the_client() -> None:
     greeting = Greeting(protocols=VAULT_SUPPORTED_VERSIONS, job=JOB, node="n8", peer="n1", nonce=bytes(NONCE_BYTES))
     challenge = Challenge(protocol=VAULT_SUPPORTED_VERSIONS[0], nonce=bytes(NONCE_BYTES))
     roles = {make_proof(b"secret", role, greeting, challenge) for role in ("client", "server")}
@@ -191,7 +191,7 @@ def test_the_servers_proof_does_not_do_for_the_client() -> None:
     assert len(roles | others) == 5
 
 
-def test_a_client_is_not_fooled_by_a_server_without_the_secret() -> None:
+def test_client_rejects_a_server_without_the_secret() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = "{}:{}".format(*listener.getsockname())
         channel = connect(address, "n1", 5.0, 10.0)
@@ -204,7 +204,7 @@ def test_a_client_is_not_fooled_by_a_server_without_the_secret() -> None:
         channel.close()
 
 
-def test_no_protocol_in_common_is_said_plainly(wire: Wire, supervisor: VaultClient) -> None:
+def test_missing_common_protocol_is_a_version_mismatch(wire: Wire, supervisor: VaultClient) -> None:
     channel = wire.dial()
     channel.send(Greeting(protocols=(99,), job=JOB, node="n8", peer="n1", nonce=bytes(NONCE_BYTES)))
     assert channel.receive_opening_answer().code == VersionMismatch.code
@@ -235,14 +235,14 @@ def test_junk_ends_the_connection_and_nothing_else(
     assert refused(supervisor) == {"malformed": 1}
 
 
-def test_a_silent_stranger_holds_nobody_up(fleet: Vaults, wire: Wire, supervisor: VaultClient) -> None:
+def test_silent_stranger_delays_no_peer(fleet: Vaults, wire: Wire, supervisor: VaultClient) -> None:
     with socket.create_connection(split_address(fleet.all[0].address)):
         channel = wire.proved()
         channel.send(InventoryRequest())
         assert channel.receive_answer(InventoryList).slots == ()
 
 
-def test_a_chunk_that_does_not_hash_right_is_refused_and_names_the_sender(wire: Wire, supervisor: VaultClient) -> None:
+def test_corrupt_chunk_is_refused_and_names_the_sender(wire: Wire, supervisor: VaultClient) -> None:
     channel = wire.proved(node="n8")
     payload = bytes(CHUNK_BYTES + 5)
     transfer = begin(channel, put(payload, slot_bytes=1 << 24))
@@ -260,7 +260,7 @@ def test_a_chunk_that_does_not_hash_right_is_refused_and_names_the_sender(wire: 
     assert refused(supervisor) == {"digest_mismatch": 1, "not_found": 1}
 
 
-def test_a_manifest_that_does_not_hash_right_is_refused(wire: Wire, supervisor: VaultClient) -> None:
+def test_corrupt_manifest_is_refused(wire: Wire, supervisor: VaultClient) -> None:
     channel = wire.proved()
     channel.send(put(b"x"))
     transfer = channel.receive_answer(Ready).transfer
@@ -275,7 +275,7 @@ def test_a_manifest_that_does_not_hash_right_is_refused(wire: Wire, supervisor: 
 
 
 @pytest.mark.usefixtures("supervisor")
-def test_a_manifest_larger_than_any_may_be_is_refused_before_it_is_sent(wire: Wire) -> None:
+def test_oversized_manifest_is_refused_before_transfer(wire: Wire) -> None:
     channel = wire.proved()
     raw = msgspec.msgpack.decode(msgspec.msgpack.encode(put(b"x"))) | {"manifest_bytes": MAX_MANIFEST_BYTES + 1}
     channel.send_bulk([memoryview(encode_frame(raw))])
@@ -284,7 +284,7 @@ def test_a_manifest_larger_than_any_may_be_is_refused_before_it_is_sent(wire: Wi
 
 
 @pytest.mark.usefixtures("supervisor")
-def test_a_slot_without_its_manifest_is_not_sealed_and_half_a_manifest_is_sent_again(wire: Wire) -> None:
+def test_slot_without_complete_manifest_is_not_sealed(wire: Wire) -> None:
     channel = wire.proved()
     channel.send(put(bytes(10)))
     transfer = channel.receive_answer(Ready).transfer
@@ -317,7 +317,7 @@ def test_a_slot_without_its_manifest_is_not_sealed_and_half_a_manifest_is_sent_a
 
 
 @pytest.mark.usefixtures("supervisor")
-def test_a_manifest_that_another_version_has_is_not_asked_for_again(wire: Wire) -> None:
+def test_manifest_of_another_version_is_reused(wire: Wire) -> None:
     channel = wire.proved()
     transfer = begin(channel, put(b"first"))
     channel.send(Part(transfer=transfer, first_chunk=0, chunks=1))
@@ -329,7 +329,7 @@ def test_a_manifest_that_another_version_has_is_not_asked_for_again(wire: Wire) 
     assert not channel.receive_answer(Ready).needs_manifest
 
 
-def test_a_vault_of_the_release_before_is_told_to_be_upgraded(wire: Wire) -> None:
+def test_vault_of_the_previous_release_is_asked_to_upgrade(wire: Wire) -> None:
     """It would send a manifest where none is taken."""
     channel = wire.dial()
     channel.send(Greeting(protocols=(1,), job=JOB, node="n8", peer="n1", nonce=bytes(NONCE_BYTES)))
@@ -339,7 +339,7 @@ def test_a_vault_of_the_release_before_is_told_to_be_upgraded(wire: Wire) -> Non
     assert "upgrade the caller" in answer.message
 
 
-def test_a_slot_that_moved_on_at_the_sender_is_dropped_without_a_finding(wire: Wire, supervisor: VaultClient) -> None:
+def test_slot_changed_at_the_sender_is_dropped_without_finding(wire: Wire, supervisor: VaultClient) -> None:
     channel = wire.proved()
     transfer = begin(channel, put(bytes(10)))
     channel.send(Part(transfer=transfer, first_chunk=0, chunks=1))
@@ -364,9 +364,7 @@ def test_a_slot_is_not_sealed_before_every_chunk_has_come(wire: Wire, supervisor
         channel.receive_answer(Ack)
 
 
-def test_a_transfer_that_was_under_way_when_its_generation_ended_is_not_sealed(
-    fleet: Vaults, wire: Wire, supervisor: VaultClient
-) -> None:
+def test_transfer_crossing_a_generation_end_is_not_sealed(fleet: Vaults, wire: Wire, supervisor: VaultClient) -> None:
     channel = wire.proved()
     transfer = begin(channel, put(bytes(10)))
     channel.send(Part(transfer=transfer, first_chunk=0, chunks=1))
@@ -378,7 +376,7 @@ def test_a_transfer_that_was_under_way_when_its_generation_ended_is_not_sealed(
         channel.receive_answer(Ack)
 
 
-def test_a_transfer_belongs_to_the_node_that_began_it(wire: Wire, supervisor: VaultClient) -> None:
+def test_transfer_belongs_to_the_initiating_node(wire: Wire, supervisor: VaultClient) -> None:
     mine, theirs = wire.proved(node="n8"), wire.proved(node="n9")
     transfer = begin(mine, put(bytes(10)))
     theirs.send(PutDone(transfer=transfer))
@@ -389,7 +387,7 @@ def test_a_transfer_belongs_to_the_node_that_began_it(wire: Wire, supervisor: Va
         theirs.receive_answer(PartDone)
 
 
-def test_who_knows_the_secret_of_one_job_reaches_nothing_of_another(wire: Wire, supervisor: VaultClient) -> None:
+def test_secret_of_one_job_gives_no_access_to_another(wire: Wire, supervisor: VaultClient) -> None:
     secret = "a secret of the other job, for tests"
     supervisor.ask(local.ConfigureJob, job="other", generation=1, secret=secret, holders=())
     mine = wire.proved()
@@ -416,7 +414,7 @@ def test_who_knows_the_secret_of_one_job_reaches_nothing_of_another(wire: Wire, 
     assert refused(supervisor) == {"unauthenticated": 1, "not_found": 2, "malformed": 1}
 
 
-def test_a_sender_that_went_away_frees_the_slot_it_was_filling(wire: Wire, supervisor: VaultClient) -> None:
+def test_lost_sender_frees_the_slot_being_filled(wire: Wire, supervisor: VaultClient) -> None:
     for _ in range(5):
         channel = wire.proved()
         begin(channel, put(bytes(10)))
@@ -443,7 +441,7 @@ def test_a_sender_that_went_away_frees_the_slot_it_was_filling(wire: Wire, super
     ],
     ids=["digests", "length", "memory", "generation", "nothing there", "no transfer"],
 )
-def test_a_request_that_cannot_be_served_says_why(
+def test_unservable_request_is_answered_with_its_error(
     wire: Wire, supervisor: VaultClient, message: Put, error: type[EverstepError]
 ) -> None:
     channel = wire.proved()
@@ -460,16 +458,14 @@ def test_a_part_beyond_the_end_is_refused(wire: Wire, supervisor: VaultClient) -
         channel.receive_answer(PartDone)
 
 
-def test_an_oversized_frame_of_a_proved_peer_is_refused_before_it_is_read(wire: Wire, supervisor: VaultClient) -> None:
+def test_oversized_frame_of_an_authenticated_peer_is_refused(wire: Wire, supervisor: VaultClient) -> None:
     channel = wire.proved()
     bulk(channel, (64 << 20).to_bytes(4, "big"))
     with pytest.raises(MalformedMessage, match="over the limit"):
         channel.receive_any_answer()
 
 
-def test_a_connection_does_not_outlive_its_secret_or_its_job(
-    fleet: Vaults, wire: Wire, supervisor: VaultClient
-) -> None:
+def test_connection_ends_with_its_secret_or_job(fleet: Vaults, wire: Wire, supervisor: VaultClient) -> None:
     before = wire.proved()
     fleet.configure(secret="a new secret of the same job")
     before.send(InventoryRequest())
@@ -482,7 +478,7 @@ def test_a_connection_does_not_outlive_its_secret_or_its_job(
         after.receive_answer(InventoryList)
 
 
-def test_a_peer_that_says_nothing_more_is_given_up() -> None:
+def test_silent_peer_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         channel = connect("{}:{}".format(*listener.getsockname()), "n1", 1.0, 0.05)
         with pytest.raises(Unavailable, match=r"n1 sent nothing for 0\.05 s"):

@@ -40,7 +40,7 @@ def _answer(fleet: CoreFleet, node: str, order: SpillVersion, **said: Any) -> li
     return fleet.report(node, report)
 
 
-def test_a_version_is_ordered_when_it_is_committed_and_pinned_from_then_on() -> None:
+def test_spill_is_ordered_at_commit_and_pins_the_version() -> None:
     fleet = _fleet()
     effects = _commit(fleet, 100)
     orders, notices = sent(effects, SpillVersion), sent(effects, VersionNotice)
@@ -57,7 +57,7 @@ def test_a_version_is_ordered_when_it_is_committed_and_pinned_from_then_on() -> 
     assert notices["n1"].committed == Version(1, 100)
 
 
-def test_none_is_ordered_before_its_time_nor_while_one_is_on_its_way() -> None:
+def test_spill_waits_for_interval_and_previous_spill() -> None:
     fleet = _fleet()
     assert not sent(_commit(fleet, 99), SpillVersion)
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
@@ -69,7 +69,7 @@ def test_none_is_ordered_before_its_time_nor_while_one_is_on_its_way() -> None:
 
 
 @pytest.mark.promise("storage-checkpoints")
-def test_a_checkpoint_is_there_when_one_node_says_that_all_of_it_is() -> None:
+def test_checkpoint_is_stored_once_one_node_reports_whole() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     _answer(fleet, "n1", order)
@@ -84,7 +84,7 @@ def test_a_checkpoint_is_there_when_one_node_says_that_all_of_it_is() -> None:
     assert sent(later, VersionNotice)["n1"].pinned == ()
 
 
-def test_what_retention_removed_is_forgotten() -> None:
+def test_removed_checkpoints_are_forgotten() -> None:
     fleet = _fleet()
     for step in (100, 200, 300):
         order = sent(_commit(fleet, step), SpillVersion)["n1"]
@@ -94,7 +94,7 @@ def test_what_retention_removed_is_forgotten() -> None:
     assert [one.version.step for one in fleet.job().stored_checkpoints] == [200, 300]
 
 
-def test_what_a_vault_does_not_find_any_more_is_forgotten_though_its_removal_was_never_told() -> None:
+def test_checkpoints_missing_from_storage_are_forgotten() -> None:
     """The vault that removed it was lost with its answer; what stays is told with every checkpoint that is whole."""
     fleet = _fleet()
     for step in (100, 200, 300):
@@ -105,7 +105,7 @@ def test_what_a_vault_does_not_find_any_more_is_forgotten_though_its_removal_was
     assert [one.version.step for one in fleet.job().stored_checkpoints] == [200, 300]
 
 
-def test_an_answer_that_comes_after_its_order_was_given_up_still_says_what_is_gone() -> None:
+def test_late_answer_still_removes_missing_checkpoints() -> None:
     fleet = _fleet()
     for step in (100, 200):
         order = sent(_commit(fleet, step), SpillVersion)["n1"]
@@ -118,7 +118,7 @@ def test_an_answer_that_comes_after_its_order_was_given_up_still_says_what_is_go
     assert fleet.job().spills_lost == 1
 
 
-def test_an_answer_that_was_overtaken_takes_nothing_newer_away() -> None:
+def test_stale_answer_removes_no_newer_checkpoint() -> None:
     fleet = _fleet()
     orders = []
     for step in (100, 200):
@@ -128,7 +128,7 @@ def test_an_answer_that_was_overtaken_takes_nothing_newer_away() -> None:
     assert [one.version.step for one in fleet.job().stored_checkpoints] == [200]
 
 
-def test_who_does_not_answer_is_asked_again_in_the_running_generations_name() -> None:
+def test_spill_order_is_repeated_in_the_running_generation() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     _answer(fleet, "n1", order)
@@ -142,7 +142,7 @@ def test_who_does_not_answer_is_asked_again_in_the_running_generations_name() ->
     assert again["n2"].version == Version(1, 100)
 
 
-def test_a_controller_that_begins_anew_goes_on_where_it_was() -> None:
+def test_spill_continues_after_controller_restart() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     _answer(fleet, "n1", order)
@@ -155,7 +155,7 @@ def test_a_controller_that_begins_anew_goes_on_where_it_was() -> None:
     assert [one.version for one in fleet.job().stored_checkpoints] == [Version(1, 100)]
 
 
-def test_storage_that_is_away_is_tried_again_a_few_times() -> None:
+def test_spill_is_abandoned_after_repeated_unavailability() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     for _ in range(fleet.policy.vault_order_failures - 1):
@@ -167,7 +167,7 @@ def test_storage_that_is_away_is_tried_again_a_few_times() -> None:
     assert "no route to the store" in audits(effects, "spill.given_up")[0]
 
 
-def test_storage_that_does_not_show_what_was_written_is_tried_again_a_few_times() -> None:
+def test_spill_is_abandoned_when_storage_never_shows_all_parts() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     for attempt in range(fleet.policy.vault_order_failures):
@@ -179,7 +179,7 @@ def test_storage_that_does_not_show_what_was_written_is_tried_again_a_few_times(
     assert "the storage does not show them all" in audits(effects, "spill.given_up")[0]
 
 
-def test_a_share_that_is_overwritten_ends_the_order_and_a_later_version_follows_after_a_wait() -> None:
+def test_overwritten_share_ends_spill_and_delays_the_next() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     _answer(fleet, "n2", order, code=NotFound.code, message="no sealed slot holds it")
@@ -189,7 +189,7 @@ def test_a_share_that_is_overwritten_ends_the_order_and_a_later_version_follows_
     assert sent(_commit(fleet, 120), SpillVersion)
 
 
-def test_waits_grow_while_nothing_comes_to_storage() -> None:
+def test_spill_backoff_grows_with_each_failure() -> None:
     fleet = _fleet()
     waits = []
     for round_ in range(3):
@@ -201,7 +201,7 @@ def test_waits_grow_while_nothing_comes_to_storage() -> None:
     assert waits[2] > waits[1]
 
 
-def test_storage_that_is_away_for_weeks_is_waited_for_as_long_as_the_policy_says() -> None:
+def test_spill_backoff_is_capped_by_policy() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     fleet.job().spill_failures = 5000
@@ -209,7 +209,7 @@ def test_storage_that_is_away_for_weeks_is_waited_for_as_long_as_the_policy_says
     assert fleet.job().spill_not_before == fleet.now + fleet.policy.vault_order_retry_max_s
 
 
-def test_an_order_of_a_generation_that_is_over_costs_nothing() -> None:
+def test_stale_generation_answers_do_not_count_as_failures() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     for _ in range(20):
@@ -217,7 +217,7 @@ def test_an_order_of_a_generation_that_is_over_costs_nothing() -> None:
     assert fleet.job().pending_spill is not None
 
 
-def test_answers_to_older_orders_are_void() -> None:
+def test_answers_to_older_attempts_are_ignored() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     _answer(fleet, "n1", order)
@@ -231,7 +231,7 @@ def test_answers_to_older_orders_are_void() -> None:
     assert len(fleet.job().stored_checkpoints) == 1
 
 
-def test_a_lost_nodes_shares_are_written_by_who_has_copies_of_them() -> None:
+def test_spill_assigns_shares_of_lost_node_to_replica_node() -> None:
     fleet = _fleet(4)
     order = sent(_commit(fleet, 100, copied=True), SpillVersion)["n1"]
     heir = fleet.spec().replica_nodes["n4"][0]
@@ -246,7 +246,7 @@ def test_a_lost_nodes_shares_are_written_by_who_has_copies_of_them() -> None:
     assert heir not in fleet.state.job_runtime["job"].spilled_nodes
 
 
-def test_a_version_goes_with_the_only_node_that_had_a_share_of_it() -> None:
+def test_spill_is_lost_with_the_only_holder_of_a_share() -> None:
     fleet = _fleet(4)
     _commit(fleet, 100)  # what each stored is stored alike by others, part by part: nobody has all of it
     fleet.disconnect("n4")
@@ -255,7 +255,7 @@ def test_a_version_goes_with_the_only_node_that_had_a_share_of_it() -> None:
     assert fleet.job().spills_lost == 1
 
 
-def test_what_may_be_corrupt_is_neither_written_nor_gone_back_to() -> None:
+def test_corrupt_version_is_neither_spilled_nor_restored() -> None:
     fleet = _fleet(3, replicas=2)
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     for node in ("n1", "n2", "n3"):
@@ -272,7 +272,7 @@ def test_what_may_be_corrupt_is_neither_written_nor_gone_back_to() -> None:
     assert fleet.spec().restore.storage_url == ""
 
 
-def test_a_job_of_the_same_name_goes_on_from_storage_unless_the_last_one_reached_its_end() -> None:
+def test_failed_job_resumes_from_storage_on_rerun() -> None:
     for ends_well in (True, False):
         fleet = _fleet()
         order = sent(_commit(fleet, 100), SpillVersion)["n1"]
@@ -292,7 +292,7 @@ def test_a_job_of_the_same_name_goes_on_from_storage_unless_the_last_one_reached
         assert rule.storage_url == ("" if ends_well else "/store/job/a")
 
 
-def test_what_the_run_before_wrote_is_not_doubted() -> None:
+def test_checkpoint_of_previous_run_is_not_suspected() -> None:
     fleet = _fleet(3)
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     for node in ("n1", "n2", "n3"):
@@ -308,7 +308,7 @@ def test_what_the_run_before_wrote_is_not_doubted() -> None:
 
 
 @pytest.mark.promise("storage-choice")
-def test_a_generation_is_told_of_the_checkpoints_before_the_newest_that_nothing_speaks_against() -> None:
+def test_restore_rule_lists_earlier_unsuspected_checkpoints() -> None:
     fleet = _fleet(3, replicas=2)
     fleet.job().stored_checkpoints = [
         StoredCheckpoint(Version(1, step), f"/store/job/{step}", 1, fleet.now, fleet.now, maybe_corrupt=step == 600)
@@ -320,7 +320,7 @@ def test_a_generation_is_told_of_the_checkpoints_before_the_newest_that_nothing_
     assert rule.older_storage_urls == ("/store/job/500", "/store/job/400", "/store/job/300")
 
 
-def test_a_job_that_asks_for_no_storage_any_more_pins_nothing() -> None:
+def test_job_without_spill_plan_unpins_versions() -> None:
     fleet = _fleet(1)
     _commit(fleet, 100)
     fleet.launchers = {key: life + 1 for key, life in fleet.launchers.items()}
@@ -330,7 +330,7 @@ def test_a_job_that_asks_for_no_storage_any_more_pins_nothing() -> None:
 
 
 @pytest.mark.promise("storage-credentials")
-def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
+def test_spill_url_with_credentials_is_refused() -> None:
     fleet = CoreFleet()
     fleet.register("n1")
     fleet.beat("n1")
@@ -341,7 +341,7 @@ def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
     assert "hunter2" not in reason
 
 
-def test_a_job_without_a_plan_orders_nothing() -> None:
+def test_job_without_spill_plan_orders_no_spill() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     assert not sent(_commit(fleet, 1000), SpillVersion)

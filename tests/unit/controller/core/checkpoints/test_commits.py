@@ -32,7 +32,7 @@ def _versions(effects: list[Effect]) -> list[tuple[Version, bool]]:
 
 @pytest.mark.promise("digest-majority")
 @given(ballots)
-def test_liars_are_exactly_those_outside_a_strict_majority(votes: dict[int, str]) -> None:
+def test_digest_vote_marks_ranks_outside_the_majority(votes: dict[int, str]) -> None:
     vote, counts = compare_digests({"g": votes}), Counter(votes.values())
     majority = [digest for digest, count in counts.items() if 2 * count > len(votes)]
     if majority:
@@ -45,13 +45,13 @@ def test_liars_are_exactly_those_outside_a_strict_majority(votes: dict[int, str]
 
 @pytest.mark.promise("digest-majority")
 @given(st.dictionaries(st.sampled_from("gh"), ballots))
-def test_nobody_is_both_a_liar_and_tied(digests: dict[str, dict[int, str]]) -> None:
+def test_digest_vote_never_marks_a_rank_divergent_and_tied(digests: dict[str, dict[int, str]]) -> None:
     vote = compare_digests(digests)
     assert not vote.divergent_ranks & vote.tied_ranks
     assert vote.is_unanimous == all(len(set(votes.values())) == 1 for votes in digests.values())
 
 
-def test_a_digest_that_nobody_shares_verifies_nothing() -> None:
+def test_digest_without_matching_rank_verifies_nothing() -> None:
     assert all_ranks_compared({"g": {0: "a", 1: "a"}}, frozenset({0, 1}))
     assert not all_ranks_compared({"g": {0: "a"}, "h": {1: "a"}}, frozenset({0, 1}))
     assert not all_ranks_compared({"g": {0: "a", 1: "a"}}, frozenset({0, 1, 2}))
@@ -61,7 +61,7 @@ def test_a_digest_that_nobody_shares_verifies_nothing() -> None:
 
 
 @given(st.permutations([(rank, step) for rank in range(3) for step in (1, 2, 3)]))
-def test_what_all_ranks_vouch_for_is_verified_whatever_the_order(order: list[tuple[int, int]]) -> None:
+def test_version_is_verified_once_all_ranks_agree(order: list[tuple[int, int]]) -> None:
     fleet = CoreFleet()
     fleet.start(3)
     seen: dict[int, set[int]] = {}
@@ -73,7 +73,7 @@ def test_what_all_ranks_vouch_for_is_verified_whatever_the_order(order: list[tup
         assert fleet.state.job_runtime["job"].verified_version == (Version(1, newest) if newest else None)
 
 
-def test_a_version_commits_only_when_every_share_is_safe() -> None:
+def test_version_commits_only_when_every_share_is_safe() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.seal(4, 0)
@@ -81,14 +81,14 @@ def test_a_version_commits_only_when_every_share_is_safe() -> None:
     assert _versions(fleet.seal(5)) == [(Version(1, 5), True)]
 
 
-def test_without_digests_a_version_is_committed_and_not_verified() -> None:
+def test_version_without_digests_commits_unverified() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     assert _versions(fleet.seal(4, digests={0: "", 1: ""})) == [(Version(1, 4), False)]
 
 
 @pytest.mark.promise("stale-refused")
-def test_seals_of_a_generation_that_is_over_are_refused() -> None:
+def test_seals_of_ended_generation_are_refused() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.lose_rank(0)
@@ -96,7 +96,7 @@ def test_seals_of_a_generation_that_is_over_are_refused() -> None:
     assert fleet.state.ignored_counts["version_sealed.stale"] == 2
 
 
-def test_until_an_announced_boundary_digests_are_compared_and_nothing_is_committed() -> None:
+def test_announced_boundary_blocks_commits_but_compares_digests() -> None:
     fleet = CoreFleet()
     fleet.start(2, 1)
     fleet.seal(3)
@@ -108,7 +108,7 @@ def test_until_an_announced_boundary_digests_are_compared_and_nothing_is_committ
     assert fleet.spec().restore.floor == fleet.state.job_runtime["job"].committed_version == Version(1, 3)
 
 
-def test_the_first_seal_behind_a_boundary_crosses_it() -> None:
+def test_first_seal_after_boundary_crosses_the_boundary() -> None:
     fleet = CoreFleet()
     fleet.start(2, 1)
     fleet.seal(3)
@@ -130,7 +130,7 @@ def test_the_first_seal_behind_a_boundary_crosses_it() -> None:
     assert _versions(effects) == [(Version(number, step), False)]
 
 
-def test_the_window_of_open_versions_is_bounded() -> None:
+def test_open_version_window_is_bounded() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     for step in range(200):
@@ -139,7 +139,7 @@ def test_the_window_of_open_versions_is_bounded() -> None:
 
 
 @pytest.mark.promise("committed-stays")
-def test_a_version_commits_only_when_every_rank_keeps_it() -> None:
+def test_version_commits_only_when_every_rank_retains_a_copy() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.seal(4, 0)
@@ -147,7 +147,7 @@ def test_a_version_commits_only_when_every_rank_keeps_it() -> None:
     assert fleet.state.job_runtime["job"].verified_version == Version(1, 4), "its digests are compared all the same"
 
 
-def test_a_commit_announces_a_candidate_that_no_rank_has_finished_yet() -> None:
+def test_commit_announces_candidate_ahead_of_all_ranks() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.progress(step=40, step_s=0.05)
@@ -160,7 +160,7 @@ def test_a_commit_announces_a_candidate_that_no_rank_has_finished_yet() -> None:
 
 
 @pytest.mark.parametrize(("step_s", "candidate"), [(30.0, 9), (0.5, 9), (0.002, 258)])
-def test_candidates_come_as_often_as_the_policy_aims_at_whatever_a_step_takes(step_s: float, candidate: int) -> None:
+def test_candidate_interval_matches_policy_for_any_step_time(step_s: float, candidate: int) -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.progress(step=7, step_s=step_s)
@@ -168,7 +168,7 @@ def test_candidates_come_as_often_as_the_policy_aims_at_whatever_a_step_takes(st
 
 
 @pytest.mark.promise("committed-stays")
-def test_only_what_was_announced_is_committed() -> None:
+def test_only_announced_candidates_commit() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.progress(step=7, step_s=0.5)
@@ -177,7 +177,7 @@ def test_only_what_was_announced_is_committed() -> None:
     assert _versions(fleet.seal(9)) == [(Version(1, 9), True)]
 
 
-def test_a_large_job_commits_less_often_than_a_small_one() -> None:
+def test_large_job_commits_less_often_than_small_job() -> None:
     candidates = []
     for nodes in (2, 8):
         fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), commit_interval_per_rank_s=0.5))
@@ -188,7 +188,7 @@ def test_a_large_job_commits_less_often_than_a_small_one() -> None:
     assert candidates == [1 + 10, 1 + 40]
 
 
-def test_a_candidate_that_a_rank_heard_of_too_late_gives_way_to_another() -> None:
+def test_candidate_missed_by_a_rank_is_replaced() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.progress(step=7, step_s=0.5)
@@ -205,7 +205,7 @@ def test_a_candidate_that_a_rank_heard_of_too_late_gives_way_to_another() -> Non
     assert _versions(fleet.seal(notice.candidate)) == [(Version(1, notice.candidate), True)]
 
 
-def test_after_a_restart_of_the_controller_commits_go_on() -> None:
+def test_commits_continue_after_controller_restart() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.progress(step=7, step_s=0.5)
@@ -219,7 +219,7 @@ def test_after_a_restart_of_the_controller_commits_go_on() -> None:
     assert _versions(fleet.seal(notice.candidate)) == [(Version(1, notice.candidate), True)]
 
 
-def test_nothing_is_committed_while_the_database_is_away_and_the_next_candidate_is_when_it_is_back() -> None:
+def test_commits_pause_during_database_outage_and_resume() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.progress(step=7, step_s=0.5)
@@ -236,7 +236,7 @@ def test_nothing_is_committed_while_the_database_is_away_and_the_next_candidate_
     assert _versions(fleet.seal(notice.candidate)) == [(Version(1, notice.candidate), True)]
 
 
-def test_who_holds_a_committed_version_is_written_once_for_all_versions_of_a_generation() -> None:
+def test_replica_locations_are_written_once_per_generation() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.progress(step=7, step_s=0.5)
@@ -248,7 +248,7 @@ def test_who_holds_a_committed_version_is_written_once_for_all_versions_of_a_gen
 # --- what a generation may start from ----------------------------------------------------------------------------
 
 
-def test_the_first_generation_starts_from_scratch_and_a_later_one_from_what_is_whole() -> None:
+def test_first_generation_starts_from_scratch_later_ones_restore() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     assert fleet.spec().restore == RestoreRule(from_scratch=True)
@@ -261,7 +261,7 @@ def test_the_first_generation_starts_from_scratch_and_a_later_one_from_what_is_w
 
 
 @pytest.mark.promise("restore-clean")
-def test_corruption_goes_back_to_the_newest_verified_version() -> None:
+def test_corruption_restores_newest_verified_version() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1)
     fleet.seal(4)
@@ -274,7 +274,7 @@ def test_corruption_goes_back_to_the_newest_verified_version() -> None:
     assert "n3" in sent(effects, NewGeneration)
 
 
-def test_corruption_goes_back_to_what_was_committed_later_where_nobody_could_compare() -> None:
+def test_corruption_keeps_later_unverified_commit_as_ceiling() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1)
     fleet.progress(step=4, step_s=0.5)
@@ -284,7 +284,7 @@ def test_corruption_goes_back_to_what_was_committed_later_where_nobody_could_com
     assert fleet.spec().restore.ceiling == Version(1, candidate)
 
 
-def test_the_ceiling_holds_through_further_losses_until_a_new_commit() -> None:
+def test_restore_ceiling_holds_until_next_commit() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1)
     fleet.seal(4)
@@ -297,14 +297,14 @@ def test_the_ceiling_holds_through_further_losses_until_a_new_commit() -> None:
     assert fleet.spec().restore == RestoreRule(floor=Version(3, 5))
 
 
-def test_corruption_before_anything_was_verified_starts_anew() -> None:
+def test_corruption_before_first_verification_restarts_job() -> None:
     fleet = CoreFleet()
     fleet.start(4)
     fleet.seal(4, digests={2: "bad"})
     assert fleet.spec().restore == RestoreRule(from_scratch=True)
 
 
-def test_a_mismatch_in_a_vote_cut_short_still_bounds_what_is_restored() -> None:
+def test_partial_digest_mismatch_still_limits_restore() -> None:
     fleet = CoreFleet()
     fleet.start(4)
     fleet.seal(4)
@@ -313,7 +313,7 @@ def test_a_mismatch_in_a_vote_cut_short_still_bounds_what_is_restored() -> None:
     assert fleet.spec().restore.ceiling == Version(1, 4)
 
 
-def test_a_liar_that_cannot_be_evicted_stops_the_job_in_the_end() -> None:
+def test_job_fails_when_divergent_node_cannot_be_evicted() -> None:
     fleet = CoreFleet()
     fleet.start(3, min_nodes=3)
     fleet.seal(1)
@@ -325,7 +325,7 @@ def test_a_liar_that_cannot_be_evicted_stops_the_job_in_the_end() -> None:
     assert fleet.state.nodes["n2"].needs_operator
 
 
-def test_where_digests_never_agreed_the_vote_itself_is_under_suspicion() -> None:
+def test_job_fails_when_digests_never_agree() -> None:
     fleet = CoreFleet()
     fleet.start(2, 2)
     fleet.seal(1, digests={1: "bad"})
@@ -340,7 +340,7 @@ def test_where_digests_never_agreed_the_vote_itself_is_under_suspicion() -> None
     assert "must be DTensors or tracked under names of their own" in fleet.job().sentence
 
 
-def test_ranks_of_one_node_that_disagree_convict_it() -> None:
+def test_digest_mismatch_within_one_node_evicts_the_node() -> None:
     fleet = CoreFleet()
     fleet.start(1, 1, nproc_per_node=2)
     fleet.seal(1)
@@ -348,7 +348,7 @@ def test_ranks_of_one_node_that_disagree_convict_it() -> None:
     assert fleet.seats() == ["n2"]
 
 
-def test_several_liars_leave_in_one_generation() -> None:
+def test_several_divergent_nodes_leave_in_one_generation() -> None:
     fleet = CoreFleet()
     fleet.start(5, 0)
     fleet.seal(1)

@@ -46,7 +46,7 @@ def _protect(fleet: CoreFleet, step: int, **how: Any) -> Version:
     return order.version
 
 
-def test_the_homes_of_each_group_are_told_and_the_version_is_pinned() -> None:
+def test_parity_order_goes_to_parity_nodes_and_pins_version() -> None:
     fleet = _fleet()
     effects = _commit(fleet, 10)
     orders = sent(effects, ProtectVersion)
@@ -58,7 +58,7 @@ def test_the_homes_of_each_group_are_told_and_the_version_is_pinned() -> None:
     assert sent(effects, VersionNotice)["n1"].pinned == (Version(1, 10),)
 
 
-def test_parity_counts_when_all_homes_made_it_of_the_same_bytes() -> None:
+def test_parity_counts_when_all_nodes_report_same_members() -> None:
     fleet = _fleet()
     *others, last = sent(_commit(fleet, 10), ProtectVersion).items()
     for node, order in others:
@@ -72,7 +72,7 @@ def test_parity_counts_when_all_homes_made_it_of_the_same_bytes() -> None:
 
 
 @pytest.mark.promise("parity")
-def test_parity_of_different_bytes_is_none() -> None:
+def test_parity_of_differing_members_is_abandoned() -> None:
     fleet = _fleet()
     *others, last = sent(_commit(fleet, 10), ProtectVersion).items()
     for node, order in others:
@@ -82,7 +82,7 @@ def test_parity_of_different_bytes_is_none() -> None:
     assert "different shards" in audits(effects, "parity.given_up")[0]
 
 
-def test_the_version_before_stays_protected_and_pinned_until_the_next_one_is() -> None:
+def test_previous_parity_version_stays_until_next_is_complete() -> None:
     fleet = _fleet()
     old = _protect(fleet, 10)
     fleet.advance(fleet.policy.parity_interval_s + 0.1, *SIX)
@@ -98,7 +98,7 @@ def test_the_version_before_stays_protected_and_pinned_until_the_next_one_is() -
     assert sent(_commit(fleet, 60), VersionNotice)["n1"].pinned == (Version(1, 40),)
 
 
-def test_versions_are_not_protected_more_often_than_the_policy_says() -> None:
+def test_parity_respects_the_policy_interval() -> None:
     fleet = _fleet()
     _protect(fleet, 10)
     assert not sent(_commit(fleet, 11), ProtectVersion)
@@ -106,7 +106,7 @@ def test_versions_are_not_protected_more_often_than_the_policy_says() -> None:
     assert sent(_commit(fleet, 40), ProtectVersion)
 
 
-def test_homes_that_do_not_answer_are_told_again_also_by_a_controller_that_begins_anew() -> None:
+def test_parity_order_is_repeated_until_answered() -> None:
     fleet = _fleet()
     *others, (silent, _) = sent(_commit(fleet, 10), ProtectVersion).items()
     for node, own in others:
@@ -123,7 +123,7 @@ def test_homes_that_do_not_answer_are_told_again_also_by_a_controller_that_begin
     assert fleet.job().active_protection is not None
 
 
-def test_a_group_that_lost_a_node_is_given_up_and_others_are_formed_of_who_is_left() -> None:
+def test_parity_is_abandoned_and_regrouped_after_node_loss() -> None:
     fleet = _fleet()
     _commit(fleet, 10)
     fleet.disconnect("n6")
@@ -136,7 +136,7 @@ def test_a_group_that_lost_a_node_is_given_up_and_others_are_formed_of_who_is_le
     assert {len(group.members) for order in orders.values() for group in order.groups} == {2, 3}
 
 
-def test_parity_that_cannot_be_made_for_weeks_is_waited_for_as_long_as_the_policy_says() -> None:
+def test_parity_backoff_is_capped_by_policy() -> None:
     fleet = _fleet()
     node, order = next(iter(sent(_commit(fleet, 10), ProtectVersion).items()))
     fleet.job().protection_failures = 5000
@@ -145,7 +145,7 @@ def test_parity_that_cannot_be_made_for_weeks_is_waited_for_as_long_as_the_polic
 
 
 @pytest.mark.parametrize("code", [NotFound.code, Unavailable.code])
-def test_what_cannot_be_made_is_given_up_and_waited_after(code: str) -> None:
+def test_failed_parity_is_abandoned_and_delayed(code: str) -> None:
     fleet = _fleet()
     node, order = next(iter(sent(_commit(fleet, 10), ProtectVersion).items()))
     for _ in range(1 if code == NotFound.code else fleet.policy.vault_order_failures):
@@ -155,7 +155,7 @@ def test_what_cannot_be_made_is_given_up_and_waited_after(code: str) -> None:
     assert not sent(_commit(fleet, 11), ProtectVersion)
 
 
-def test_an_order_of_a_generation_that_is_over_costs_nothing() -> None:
+def test_stale_generation_answers_do_not_count_as_failures() -> None:
     fleet = _fleet()
     node, order = next(iter(sent(_commit(fleet, 10), ProtectVersion).items()))
     for _ in range(20):
@@ -163,7 +163,7 @@ def test_an_order_of_a_generation_that_is_over_costs_nothing() -> None:
     assert fleet.job().pending_protection is not None
 
 
-def test_a_generation_is_told_what_parity_keeps() -> None:
+def test_restore_rule_names_the_parity_version() -> None:
     fleet = _fleet()
     version = _protect(fleet, 10)
     fleet.lose_rank(0)
@@ -174,7 +174,7 @@ def test_a_generation_is_told_what_parity_keeps() -> None:
     assert rule.pinned == (version,)
 
 
-def test_what_a_loss_costs_knows_parity() -> None:
+def test_restorability_accounts_for_parity() -> None:
     fleet = _fleet(replicas=1)
     version = _protect(fleet, 10)
     _commit(fleet, 12)
@@ -190,7 +190,7 @@ def test_what_a_loss_costs_knows_parity() -> None:
     assert not told["n1, n2"].restorable
 
 
-def test_nodes_without_a_group_are_named_and_counted_as_they_are() -> None:
+def test_ungrouped_nodes_are_named_and_counted_as_exposed() -> None:
     fleet = _fleet(5, parity_group_size=2, replicas=1)
     effects = _commit(fleet, 10)
     alone = audits(effects, "parity.grouped")[0]
@@ -205,7 +205,7 @@ def test_nodes_without_a_group_are_named_and_counted_as_they_are() -> None:
     assert {node for node, whole in told.items() if not whole} == {"n5"}
 
 
-def test_what_may_be_corrupt_is_not_kept() -> None:
+def test_parity_of_possibly_corrupt_version_is_dropped() -> None:
     fleet = _fleet(3 + 3)
     _protect(fleet, 10)
     fleet.lose_rank(0)
@@ -218,7 +218,7 @@ def test_what_may_be_corrupt_is_not_kept() -> None:
     assert fleet.job().active_protection is None
 
 
-def test_a_jobs_end_lets_go_of_everything() -> None:
+def test_job_end_releases_parity() -> None:
     fleet = _fleet()
     _protect(fleet, 10)
     fleet.finish()
@@ -234,7 +234,7 @@ def test_a_jobs_end_lets_go_of_everything() -> None:
         ({"parity_group_size": 4, "max_nodes": 6, "min_nodes": 3, "replicas": 1}, "goes on with 3"),
     ],
 )
-def test_parity_that_cannot_be_is_refused_with_the_arithmetic(spec: dict[str, int], words: str) -> None:
+def test_impossible_parity_settings_are_refused(spec: dict[str, int], words: str) -> None:
     fleet = CoreFleet()
     fleet.register("n1")
     fleet.beat("n1")
@@ -243,7 +243,7 @@ def test_parity_that_cannot_be_is_refused_with_the_arithmetic(spec: dict[str, in
     assert words in sent(fleet.effects, StopJob)["n1"].reason
 
 
-def test_a_job_without_parity_is_told_nothing_of_it() -> None:
+def test_job_without_parity_sends_no_parity_orders() -> None:
     fleet = _fleet(parity_group_size=0)
     assert not sent(_commit(fleet, 10), ProtectVersion)
     fleet.lose_rank(0)

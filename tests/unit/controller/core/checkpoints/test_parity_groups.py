@@ -44,7 +44,7 @@ def _told_apart(sites: dict[str, FailureDomains]) -> dict[str, FailureDomains]:
 
 
 @given(any_roster, st.integers(0, 9))
-def test_everybody_is_in_one_group_or_on_copies(sites: list[FailureDomains], parity: int) -> None:
+def test_every_node_is_grouped_or_replicated_exactly_once(sites: list[FailureDomains], parity: int) -> None:
     named, grouping = _formed(sites, parity)
     counted = Counter(node for group in grouping.groups for node in group.members) + Counter(grouping.copy_only_nodes)
     assert counted == Counter(list(named))
@@ -54,9 +54,7 @@ def test_everybody_is_in_one_group_or_on_copies(sites: list[FailureDomains], par
 
 
 @given(any_roster, st.integers(0, 9))
-def test_no_two_of_a_group_and_its_parity_share_what_can_be_kept_apart(
-    sites: list[FailureDomains], parity: int
-) -> None:
+def test_group_members_and_parity_nodes_share_no_domain(sites: list[FailureDomains], parity: int) -> None:
     named, grouping = _formed(sites, parity)
     apart = _told_apart(named)
     for group in grouping.groups:
@@ -65,9 +63,7 @@ def test_no_two_of_a_group_and_its_parity_share_what_can_be_kept_apart(
 
 
 @given(nested_roster, st.integers(2, 5))
-def test_in_nested_domains_no_partition_into_equal_groups_takes_more_nodes(
-    sites: list[FailureDomains], parity: int
-) -> None:
+def test_grouping_is_maximal_in_nested_domains(sites: list[FailureDomains], parity: int) -> None:
     named, grouping = _formed(sites, parity)
     apart = _told_apart(named)
     widest = min(parity, len(named) - 2)
@@ -95,7 +91,7 @@ def _most_taken(apart: dict[str, FailureDomains], k: int) -> int:
 
 @pytest.mark.promise("parity")
 @given(any_roster, st.integers(2, 6), st.data())
-def test_any_two_losses_cost_nothing_and_a_third_only_its_own_group(
+def test_group_survives_two_losses_and_third_is_contained(
     sites: list[FailureDomains], parity: int, data: st.DataObject
 ) -> None:
     _, grouping = _formed(sites, parity)
@@ -108,7 +104,7 @@ def test_any_two_losses_cost_nothing_and_a_third_only_its_own_group(
         assert all(len(set(three) & set(one.nodes)) == 3 for one in grouping.groups if set(one.members) & set(lost))
 
 
-def test_homes_of_parity_are_loaded_evenly() -> None:
+def test_parity_nodes_are_loaded_evenly() -> None:
     sites = [FailureDomains(rack=f"r{at // 4}") for at in range(48)]
     _, grouping = _formed(sites, 4)
     load = Counter(node for group in grouping.groups for node in group.parity)
@@ -119,13 +115,13 @@ def test_homes_of_parity_are_loaded_evenly() -> None:
 @pytest.mark.parametrize(
     ("nodes", "sizes"), [(3, []), (4, [2, 2]), (5, [3, 2]), (6, [3, 3]), (8, [4, 4]), (9, [3, 3, 3]), (10, [4, 3, 3])]
 )
-def test_groups_are_as_large_as_asked_for_and_leave_nobody_out(nodes: int, sizes: list[int]) -> None:
+def test_groups_have_balanced_sizes_up_to_k(nodes: int, sizes: list[int]) -> None:
     _, grouping = _formed([FailureDomains(rack=f"r{at}") for at in range(nodes)], 4)
     assert [len(group.members) for group in grouping.groups] == sizes
     assert len(grouping.copy_only_nodes) == nodes - sum(sizes)
 
 
-def test_k_falls_with_the_number_of_racks() -> None:
+def test_group_size_shrinks_with_the_number_of_racks() -> None:
     _, grouping = _formed([FailureDomains(rack=f"r{at % 6}") for at in range(24)], 8)
     assert {len(group.members) for group in grouping.groups} == {4}
     assert grouping.sentence == (
@@ -134,7 +130,7 @@ def test_k_falls_with_the_number_of_racks() -> None:
     )
 
 
-def test_three_racks_are_too_few_for_parity_and_enough_for_copies() -> None:
+def test_three_racks_fall_back_to_replicas() -> None:
     _, grouping = _formed([FailureDomains(rack=f"r{at % 3}") for at in range(30)], 4)
     assert grouping.groups == ()
     assert grouping.sentence == (
@@ -142,12 +138,12 @@ def test_three_racks_are_too_few_for_parity_and_enough_for_copies() -> None:
     )
 
 
-def test_a_domain_that_every_node_is_in_hinders_nobody() -> None:
+def test_domain_shared_by_all_nodes_is_ignored() -> None:
     _, grouping = _formed([FailureDomains(power="p", rack=f"r{at}") for at in range(6)], 4)
     assert len(grouping.groups) == 2
 
 
-def test_the_rest_is_named() -> None:
+def test_ungrouped_node_is_named() -> None:
     _, grouping = _formed([FailureDomains() for _ in range(9)], 2)
     assert grouping.copy_only_nodes == ("n8",)
     assert grouping.sentence == (
@@ -156,9 +152,7 @@ def test_the_rest_is_named() -> None:
 
 
 @given(any_roster, st.integers(2, 6), st.integers(1, 8))
-def test_every_rank_of_a_grouped_node_is_in_one_group_of_shards(
-    sites: list[FailureDomains], parity: int, nproc: int
-) -> None:
+def test_every_rank_of_grouped_node_is_in_one_shard_group(sites: list[FailureDomains], parity: int, nproc: int) -> None:
     named, grouping = _formed(sites, parity)
     kept = Protection(version=Version(1, 1), seats=tuple(named), nproc_per_node=nproc, groups=grouping.groups)
     shards = list(kept.shards())
@@ -176,7 +170,7 @@ def test_every_rank_of_a_grouped_node_is_in_one_group_of_shards(
     assert all(not {node for _, node in one.members} & set(one.parity) for one in shards)
 
 
-def test_each_group_that_a_loss_touches_is_explained() -> None:
+def test_loss_explanation_covers_each_affected_group() -> None:
     groups = [
         NodeGroup(members=("a", "b", "c"), parity=("d", "e")),
         NodeGroup(members=("d", "e", "f"), parity=("a", "b")),
@@ -192,7 +186,7 @@ def test_each_group_that_a_loss_touches_is_explained() -> None:
     assert list(describe_losses(groups, {"x"})) == []
 
 
-def test_a_large_fleet_is_grouped_without_a_rest() -> None:
+def test_large_fleet_is_grouped_completely() -> None:
     sites = [FailureDomains(power=f"p{at // 32}", switch=f"s{at // 16}", rack=f"r{at // 16}") for at in range(1248)]
     _, grouping = _formed(sites, 8)
     assert len(grouping.groups) == 156

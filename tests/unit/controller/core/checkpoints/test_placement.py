@@ -53,7 +53,7 @@ def _fleet_of(racks: int, per_rack: int) -> dict[str, FailureDomains]:
 
 @pytest.mark.promise("copies-across-domains")
 @given(rosters)
-def test_one_copy_shares_as_few_domains_with_its_node_as_any_choice_could(sites: list[FailureDomains]) -> None:
+def test_first_replica_shares_the_fewest_domains(sites: list[FailureDomains]) -> None:
     named = _named(sites)
     placed = place_replicas(list(named), named, 2)
     for node, copies in placed.items():
@@ -62,9 +62,7 @@ def test_one_copy_shares_as_few_domains_with_its_node_as_any_choice_could(sites:
 
 
 @given(rosters, st.integers(3, 4))
-def test_more_copies_share_no_more_than_the_best_choice_one_after_the_other(
-    sites: list[FailureDomains], replicas: int
-) -> None:
+def test_further_replicas_share_no_more_than_greedy_choice(sites: list[FailureDomains], replicas: int) -> None:
     named = _named(sites)
     for node, copies in place_replicas(list(named), named, replicas).items():
         assert _shared(named, (node, *copies)) <= _greedy(named, node, replicas - 1)
@@ -87,9 +85,7 @@ def _greedy(sites: dict[str, FailureDomains], node: str, copies: int) -> int:
 
 
 @given(rosters, st.integers(1, 5))
-def test_a_node_is_copied_to_as_many_others_as_asked_or_as_there_are(
-    sites: list[FailureDomains], replicas: int
-) -> None:
+def test_node_gets_requested_number_of_replicas(sites: list[FailureDomains], replicas: int) -> None:
     named = _named(sites)
     placed = place_replicas(list(named), named, replicas)
     assert list(placed) == list(named)
@@ -98,7 +94,7 @@ def test_a_node_is_copied_to_as_many_others_as_asked_or_as_there_are(
         assert node not in copies
 
 
-def test_no_rack_switch_or_power_unit_holds_a_node_and_its_copy() -> None:
+def test_node_and_replica_share_no_rack_switch_or_power_unit() -> None:
     sites = _fleet_of(racks=8, per_rack=16)
     for replicas in (2, 3):
         placed = place_replicas(list(sites), sites, replicas)
@@ -106,7 +102,7 @@ def test_no_rack_switch_or_power_unit_holds_a_node_and_its_copy() -> None:
         assert set(Counter(copy for copies in placed.values() for copy in copies).values()) == {replicas - 1}
 
 
-def test_where_half_the_nodes_run_another_driver_copies_cross_over() -> None:
+def test_replicas_cross_driver_versions() -> None:
     racks = _fleet_of(racks=8, per_rack=4)
     drivers = {"n0": "d1", "n1": "d1", "n2": "d1", "n3": "d1"}
     sites = {
@@ -117,7 +113,7 @@ def test_where_half_the_nodes_run_another_driver_copies_cross_over() -> None:
     assert not any(sites[node].has_same_driver(sites[copy]) for node, (copy,) in placed.items())
 
 
-def test_safety_goes_before_an_even_load() -> None:
+def test_placement_prefers_separation_over_even_load() -> None:
     sites = {f"a{at}": FailureDomains(rack="a") for at in range(4)} | {
         f"b{at}": FailureDomains(rack="b") for at in range(2)
     }
@@ -126,7 +122,7 @@ def test_safety_goes_before_an_even_load() -> None:
     assert Counter(copy for copies in placed.values() for copy in copies)["b0"] == 2
 
 
-def test_unnamed_domains_are_shared_with_nobody() -> None:
+def test_unnamed_domains_count_as_distinct() -> None:
     assert FailureDomains().count_shared(FailureDomains()) == 0
     assert not FailureDomains().has_same_driver(FailureDomains())
     assert FailureDomains(rack="1", power="p").count_shared(FailureDomains(rack="1", power="p")) == 2
@@ -136,7 +132,7 @@ def test_unnamed_domains_are_shared_with_nobody() -> None:
 
 
 @given(st.integers(2, 40), st.integers(2, 4))
-def test_nodes_copy_each_other_in_small_groups(count: int, replicas: int) -> None:
+def test_nodes_replicate_within_small_groups(count: int, replicas: int) -> None:
     nodes = {f"n{at}": FailureDomains(rack=f"r{at}") for at in range(count)}
     placed = place_replicas(list(nodes), nodes, replicas)
     sets = {frozenset((node, *copies)) for node, copies in placed.items()}
@@ -144,7 +140,7 @@ def test_nodes_copy_each_other_in_small_groups(count: int, replicas: int) -> Non
     assert set(Counter(copy for copies in placed.values() for copy in copies).values()) == {min(replicas, count) - 1}
 
 
-def test_two_nodes_that_are_lost_at_once_seldom_hold_a_share_between_them() -> None:
+def test_replica_groups_form_pairs_to_limit_double_losses() -> None:
     sites = _fleet_of(racks=16, per_rack=4)
     placed = place_replicas(list(sites), sites, 2)
     assert len({frozenset((node, *copies)) for node, copies in placed.items()}) == len(sites) // 2
@@ -154,7 +150,7 @@ def test_two_nodes_that_are_lost_at_once_seldom_hold_a_share_between_them() -> N
 
 
 @given(st.integers(0, 31), st.integers(0, 7))
-def test_a_change_of_one_node_moves_the_copies_of_few(lost: int, rack: int) -> None:
+def test_replacing_one_node_moves_few_replicas(lost: int, rack: int) -> None:
     sites = _fleet_of(racks=8, per_rack=4)
     before = place_replicas(list(sites), sites, 2)
     gone = list(sites)[lost]
@@ -167,7 +163,7 @@ def test_a_change_of_one_node_moves_the_copies_of_few(lost: int, rack: int) -> N
 
 
 @given(st.integers(2, 12), st.integers(0, 11))
-def test_after_a_loss_no_node_keeps_the_copies_of_two_while_another_keeps_none(pairs: int, lost: int) -> None:
+def test_placement_stays_even_after_node_loss(pairs: int, lost: int) -> None:
     """Pairs copy each other, and one of a pair is lost: the other one cannot keep its own copy. What a node has to keep
     beside its own share is what its memory must suffice for."""
     sites = {f"n{at}": FailureDomains(rack=f"r{at}") for at in range(2 * pairs)}
@@ -179,7 +175,7 @@ def test_after_a_loss_no_node_keeps_the_copies_of_two_while_another_keeps_none(p
 
 
 @given(st.lists(st.tuples(st.integers(0, 15), st.integers(0, 7)), max_size=40))
-def test_however_often_nodes_change_nobody_gets_more_than_twice_his_share(changes: list[tuple[int, int]]) -> None:
+def test_replica_load_stays_bounded_over_many_replacements(changes: list[tuple[int, int]]) -> None:
     sites = _fleet_of(racks=8, per_rack=2)
     seats = list(sites)
     placed = place_replicas(seats, sites, 2)
@@ -199,7 +195,7 @@ def test_however_often_nodes_change_nobody_gets_more_than_twice_his_share(change
 
 
 @pytest.mark.promise("copies-across-domains")
-def test_every_change_of_the_roster_places_copies_anew_across_racks() -> None:
+def test_roster_change_places_replicas_across_racks() -> None:
     fleet = CoreFleet()
     for node, rack in (("n1", "a"), ("n2", "a"), ("n3", "b"), ("n4", "b"), ("n5", "a")):
         fleet.register(node, domain=Domain(rack=rack))

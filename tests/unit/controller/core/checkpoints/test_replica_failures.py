@@ -46,7 +46,7 @@ def _homes(fleet: CoreFleet) -> set[str]:
     return {home for homes in fleet.spec().replica_nodes.values() for home in homes}
 
 
-def test_after_some_versions_in_a_row_copies_go_to_other_nodes_at_a_boundary() -> None:
+def test_replicas_move_after_consecutive_missed_versions() -> None:
     fleet = _fleet()
     assert _next_version(fleet)
     assert [_next_version(fleet, "n2") for _ in range(3)] == [False] * 3
@@ -60,7 +60,7 @@ def test_after_some_versions_in_a_row_copies_go_to_other_nodes_at_a_boundary() -
     assert decisions(fleet.effects) == [("n2", "no_action")]
 
 
-def test_a_version_that_arrives_between_begins_the_count_anew() -> None:
+def test_completed_version_resets_missed_copy_count() -> None:
     fleet = _fleet()
     for _ in range(3):
         assert not _next_version(fleet, "n2")
@@ -69,7 +69,7 @@ def test_a_version_that_arrives_between_begins_the_count_anew() -> None:
     assert fleet.spec().number == 1
 
 
-def test_a_version_that_is_told_of_for_its_digests_alone_is_missed_by_no_home() -> None:
+def test_uncopied_version_is_no_missed_copy() -> None:
     """Every generation whose first versions were compared before one was to be kept accused all of its homes."""
     fleet = _fleet()
     for step in range(1, 7):
@@ -82,7 +82,7 @@ def test_a_version_that_is_told_of_for_its_digests_alone_is_missed_by_no_home() 
     assert not any(node.controller_findings for node in fleet.state.nodes.values())
 
 
-def test_where_there_is_nobody_else_it_is_named_and_the_job_goes_on_as_it_is() -> None:
+def test_failing_replica_node_is_reported_without_alternative() -> None:
     fleet = _fleet(2)
     for _ in range(8):
         assert not _next_version(fleet, "n2")
@@ -90,7 +90,7 @@ def test_where_there_is_nobody_else_it_is_named_and_the_job_goes_on_as_it_is() -
     assert KEY in fleet.state.nodes["n2"].controller_findings
 
 
-def test_it_is_passed_over_for_a_while_only() -> None:
+def test_replica_node_is_skipped_for_limited_time() -> None:
     fleet = _fleet()
     for _ in range(3):
         _next_version(fleet, "n2")
@@ -104,9 +104,7 @@ def test_it_is_passed_over_for_a_while_only() -> None:
 
 
 @given(st.lists(st.sampled_from(["", "r1", "r2", "r3"]), min_size=3, max_size=8), st.data())
-def test_those_passed_over_get_nothing_and_everybody_has_as_many_copies_as_before(
-    racks: list[str], data: st.DataObject
-) -> None:
+def test_placement_avoids_skipped_nodes_at_full_replica_count(racks: list[str], data: st.DataObject) -> None:
     sites = {f"n{at}": FailureDomains(rack=rack) for at, rack in enumerate(racks)}
     copies = data.draw(st.integers(1, 2))
     most = len(racks) - copies - 1

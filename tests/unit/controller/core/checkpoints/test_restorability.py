@@ -54,7 +54,7 @@ PAIRED: Kept = {"n1": (("n3",), ()), "n2": (("n4",), ()), "n3": (("n1",), ()), "
 # --- answers -----------------------------------------------------------------------------------------------------
 
 
-def test_with_copies_in_another_rack_any_node_and_any_rack_may_go() -> None:
+def test_replicas_in_other_rack_survive_any_node_or_rack() -> None:
     fleet = _fleet("aabb", nproc_per_node=2)
     _commit(fleet, PAIRED)
     answer = _ask(fleet)
@@ -65,7 +65,7 @@ def test_with_copies_in_another_rack_any_node_and_any_rack_may_go() -> None:
     )
 
 
-def test_a_node_and_its_copy_are_named_as_the_pair_that_must_not_go_together() -> None:
+def test_node_and_its_replica_are_reported_as_fatal_pair() -> None:
     fleet = _fleet("aabb", nproc_per_node=2)
     _commit(fleet, PAIRED)
     answer = _ask(fleet)
@@ -77,7 +77,7 @@ def test_a_node_and_its_copy_are_named_as_the_pair_that_must_not_go_together() -
     assert answer.sentence.endswith("2 pairs cannot be spared, such as n1 and n3")
 
 
-def test_a_node_without_a_copy_is_the_one_that_must_not_go() -> None:
+def test_node_without_replica_is_reported_as_exposed() -> None:
     fleet = _fleet("ab", replicas=1)
     _commit(fleet, {})
     answer = _ask(fleet)
@@ -85,7 +85,7 @@ def test_a_node_without_a_copy_is_the_one_that_must_not_go() -> None:
     assert "2 nodes, 2 racks cannot be spared, such as n1" in answer.sentence
 
 
-def test_a_job_on_one_node_depends_on_it() -> None:
+def test_single_node_job_depends_on_its_node() -> None:
     fleet = _fleet("a", nproc_per_node=2)
     _commit(fleet, {})
     only = _of(_ask(fleet), "node", "n1")
@@ -93,7 +93,7 @@ def test_a_job_on_one_node_depends_on_it() -> None:
     assert only.sentence.endswith("fewer than 1 node are left and the job is paused")
 
 
-def test_what_others_hold_alike_survives_one_of_them_whichever_it_is() -> None:
+def test_partial_copies_survive_any_single_loss() -> None:
     fleet = _fleet("abcd")
     nodes = fleet.seats()
     _commit(fleet, {node: ((), tuple(other for other in nodes if other != node)) for node in nodes})
@@ -103,14 +103,14 @@ def test_what_others_hold_alike_survives_one_of_them_whichever_it_is() -> None:
     )
 
 
-def test_of_two_nodes_that_say_nothing_of_copies_not_both_may_go_however_many_copies_were_asked_for() -> None:
+def test_two_nodes_without_reported_copies_form_a_fatal_pair() -> None:
     fleet = _fleet("ab", replicas=3)
     _commit(fleet, {})
     answer = _ask(fleet)
     assert [one.nodes for one in answer.exposures if not one.restorable] == [("n1", "n2")]
 
 
-def test_whether_the_job_could_go_on_is_said_beside_whether_its_version_is_whole() -> None:
+def test_exposure_reports_job_continuation_separately() -> None:
     fleet = _fleet("aabb", min_nodes=3)
     _commit(fleet, PAIRED)
     answer = _ask(fleet)
@@ -119,12 +119,12 @@ def test_whether_the_job_could_go_on_is_said_beside_whether_its_version_is_whole
     assert _of(answer, "rack", "a").sentence.endswith("fewer than 3 nodes are left and the job is paused")
 
 
-def test_before_the_first_commit_a_loss_starts_anew_or_takes_what_is_whole() -> None:
+def test_restorability_before_first_commit_has_no_version() -> None:
     fleet = _fleet("ab")
     assert _ask(fleet).sentence == "nothing of job job is committed yet: after a loss it takes what is found whole"
 
 
-def test_after_corruption_the_ceiling_is_told() -> None:
+def test_restorability_reports_ceiling_after_corruption() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1)
     fleet.seal(4)
@@ -135,7 +135,7 @@ def test_after_corruption_the_ceiling_is_told() -> None:
 # --- holders that are gone ---------------------------------------------------------------------------------------
 
 
-def test_a_holder_out_of_reach_is_not_counted_on() -> None:
+def test_unreachable_holder_is_not_counted() -> None:
     fleet = _fleet("aabb")
     _commit(fleet, PAIRED)
     fleet.disconnect("n3")
@@ -146,7 +146,7 @@ def test_a_holder_out_of_reach_is_not_counted_on() -> None:
     assert _of(answer, "node", "n2").restorable
 
 
-def test_a_holder_that_was_rebooted_has_lost_its_copies() -> None:
+def test_rebooted_holder_has_lost_its_copies() -> None:
     fleet = _fleet("aabb")
     _commit(fleet, PAIRED)
     fleet.advance(1.0, "n1", "n2", "n3", "n4")
@@ -154,7 +154,7 @@ def test_a_holder_that_was_rebooted_has_lost_its_copies() -> None:
     assert not _of(_ask(fleet), "node", "n1").restorable
 
 
-def test_what_nobody_in_reach_holds_is_told() -> None:
+def test_ranks_without_reachable_holder_are_reported_missing() -> None:
     fleet = _fleet("aabb")
     _commit(fleet, PAIRED)
     for node in ("n1", "n3"):
@@ -165,7 +165,7 @@ def test_what_nobody_in_reach_holds_is_told() -> None:
     assert "version 1:5 cannot be restored now: what the ranks on n1, n3 stored is not held by" in answer.sentence
 
 
-def test_holders_are_known_after_a_restart_and_in_the_next_generation() -> None:
+def test_holders_survive_restart_and_next_generation() -> None:
     fleet = _fleet("aabb")
     _commit(fleet, PAIRED)
     before = _ask(fleet)
@@ -187,7 +187,7 @@ def test_holders_are_known_after_a_restart_and_in_the_next_generation() -> None:
     st.lists(st.tuples(st.sets(st.integers(0, 4), max_size=3), st.booleans()), min_size=5, max_size=5),
     st.integers(1, 3),
 )
-def test_answers_agree_with_looking_for_every_share(kept: list[tuple[set[int], bool]], replicas: int) -> None:
+def test_restorability_matches_exhaustive_share_search(kept: list[tuple[set[int], bool]], replicas: int) -> None:
     fleet = _fleet("aabbc", replicas=replicas)
     nodes = fleet.seats()
     others = {node: tuple(nodes[o] for o in sorted(kept[at][0]) if nodes[o] != node) for at, node in enumerate(nodes)}
@@ -201,7 +201,7 @@ def test_answers_agree_with_looking_for_every_share(kept: list[tuple[set[int], b
     assert told == {pair for pair in combinations(nodes, 2) if alone.issuperset(pair)}
 
 
-def test_what_a_lost_vault_held_is_not_counted_on() -> None:
+def test_lost_vault_is_not_counted_as_holder() -> None:
     fleet = _fleet("abc")
     _commit(fleet, {"n1": (("n2",), ()), "n2": (("n3",), ()), "n3": (("n1",), ())})
     assert _of(_ask(fleet), "node", "n1").restorable
@@ -231,7 +231,7 @@ def _whole(
     return True
 
 
-def test_what_is_missing_is_named_in_the_order_of_ranks() -> None:
+def test_missing_shares_are_listed_in_rank_order() -> None:
     fleet = _fleet("abcdef")
     _commit(fleet, {f"n{at}": ((f"n{at % 6 + 1}",), ()) for at in range(1, 7)})
     fleet.disconnect("n1")

@@ -33,14 +33,14 @@ def _places(fleet: CoreFleet) -> list[tuple[str, str, str, bool]]:
     return [(str(one.version), one.tier, one.state, one.restorable) for one in told.versions]
 
 
-def test_nothing_is_kept_before_the_first_commit() -> None:
+def test_no_restore_point_exists_before_first_commit() -> None:
     fleet = _fleet()
     told = list_checkpoints(fleet.state, fleet.job())
     assert told.versions == ()
     assert told.sentence == "nothing of job job is kept that it could go back to"
 
 
-def test_memory_comes_before_parity_and_parity_before_storage() -> None:
+def test_restore_points_order_memory_parity_storage() -> None:
     fleet = _fleet(parity_group_size=4, spill=SpillPlan(every_steps=10, url="/s"))
     protects, spills = _commit(fleet, 10)
     assert _places(fleet) == [
@@ -65,7 +65,7 @@ def test_memory_comes_before_parity_and_parity_before_storage() -> None:
     assert told.sentence.startswith("after a loss now, job job goes back to 1:10 or a newer one: it was committed")
 
 
-def test_what_a_loss_took_from_memory_parity_still_has_and_after_three_only_storage() -> None:
+def test_restore_points_fall_back_to_parity_then_storage() -> None:
     fleet = _fleet(parity_group_size=4, spill=SpillPlan(every_steps=10, url="/s"))
     protects, spills = _commit(fleet, 10)
     for node, order in protects.items():
@@ -86,7 +86,7 @@ def test_what_a_loss_took_from_memory_parity_still_has_and_after_three_only_stor
     assert "1:10" in list_checkpoints(fleet.state, fleet.job()).sentence
 
 
-def test_trouble_is_told() -> None:
+def test_restore_points_report_spill_failures() -> None:
     fleet = _fleet(spill=SpillPlan(every_steps=10, url="/s"))
     _, spills = _commit(fleet, 10)
     said = VersionSpilled(

@@ -28,7 +28,7 @@ def _pairs(fleet: CoreFleet) -> dict[str, str]:
 
 
 @pytest.mark.promise("blame-isolation")
-def test_both_suspects_of_a_slow_link_are_tried_and_never_with_one_another() -> None:
+def test_slow_link_suspects_are_probed_with_good_partners() -> None:
     fleet = _fleet()
     assert decisions(fleet.raise_finding("n1", slow_link())) == []
     pairs = _pairs(fleet)
@@ -41,7 +41,7 @@ def test_both_suspects_of_a_slow_link_are_tried_and_never_with_one_another() -> 
     ("bad", "evicted"),
     [({"n1"}, {"n1"}), ({"n2"}, {"n2"}), ({"n1", "n2"}, {"n1", "n2"}), (set(), set())],
 )
-def test_who_fails_with_a_good_partner_too_is_convicted_and_nobody_else(bad: set[str], evicted: set[str]) -> None:
+def test_suspect_failing_with_good_partner_is_evicted(bad: set[str], evicted: set[str]) -> None:
     fleet = _fleet()
     fleet.raise_finding("n1", slow_link())
     said = [
@@ -55,7 +55,7 @@ def test_who_fails_with_a_good_partner_too_is_convicted_and_nobody_else(bad: set
 
 
 @pytest.mark.promise("blame-isolation")
-def test_without_a_good_partner_nobody_is_convicted_and_a_person_is_told() -> None:
+def test_suspects_without_good_partner_get_a_recommendation() -> None:
     fleet = _fleet(2)
     fleet.raise_finding("n1", slow_link())
     said = decisions(fleet.advance(0.1, "n1", "n2"))
@@ -64,7 +64,7 @@ def test_without_a_good_partner_nobody_is_convicted_and_a_person_is_told() -> No
 
 
 @pytest.mark.promise("blame-isolation")
-def test_a_probe_that_nobody_answers_convicts_nobody() -> None:
+def test_unanswered_probe_evicts_no_node() -> None:
     fleet = _fleet()
     fleet.raise_finding("n1", slow_link())
     said = decisions(fleet.advance(100.0, "n1", "n2", "n3", "n4"))
@@ -73,7 +73,7 @@ def test_a_probe_that_nobody_answers_convicts_nobody() -> None:
     assert fleet.state.blame_cases == {}
 
 
-def test_a_partner_that_falls_ill_during_the_probe_proves_nothing_and_another_is_taken() -> None:
+def test_sick_partner_is_replaced_without_conclusion() -> None:
     fleet = _fleet(6)
     fleet.raise_finding("n1", slow_link())
     partner = _pairs(fleet)["n1"]
@@ -82,7 +82,7 @@ def test_a_partner_that_falls_ill_during_the_probe_proves_nothing_and_another_is
     assert _pairs(fleet)["n1"] not in (partner, "n2")
 
 
-def test_a_partner_comes_from_another_rack_where_there_is_one() -> None:
+def test_probe_partner_comes_from_another_rack() -> None:
     fleet = CoreFleet()
     for node, rack in (("a1", "A"), ("a2", "A"), ("a3", "A"), ("b1", "B"), ("b2", "B")):
         fleet.register(node, domain=Domain(rack=rack))
@@ -92,14 +92,14 @@ def test_a_partner_comes_from_another_rack_where_there_is_one() -> None:
     assert set(_pairs(fleet).values()) == {"b1", "b2"}
 
 
-def test_a_sick_node_is_no_measure_for_others() -> None:
+def test_node_with_findings_is_no_probe_partner() -> None:
     fleet = _fleet(4)
     fleet.raise_finding("n3", msgspec.structs.replace(xid(), kind=FindingKind.SENSOR_HUNG))
     fleet.raise_finding("n1", slow_link())
     assert "n3" not in _pairs(fleet).values()
 
 
-def test_a_suspect_waits_for_a_partner_that_takes_part_in_another_probe() -> None:
+def test_suspect_waits_for_a_busy_partner() -> None:
     fleet = _fleet(3)
     fleet.raise_finding("n1", slow_link())
     assert list(_pairs(fleet).values()) == ["n3"]
@@ -110,7 +110,7 @@ def test_a_suspect_waits_for_a_partner_that_takes_part_in_another_probe() -> Non
     assert _pairs(fleet) == {other: "n3"}
 
 
-def test_while_one_suspect_is_tried_a_look_at_the_other_begins_nothing_more_for_it() -> None:
+def test_suspect_under_probe_gets_no_second_probe() -> None:
     fleet = _fleet(5)
     fleet.feed(ProbeRequested(nodes=("n4", "n5"), actor="ada", trace=fleet.trace()))
     asked = next(iter(fleet.state.probes))
@@ -122,7 +122,7 @@ def test_while_one_suspect_is_tried_a_look_at_the_other_begins_nothing_more_for_
     assert sorted(str(probe.tested_node) for probe in fleet.state.probes.values()) == ["n1", "n2"]
 
 
-def test_a_suspect_that_is_on_its_way_back_meanwhile_is_tried_beside_its_diagnostics() -> None:
+def test_suspect_on_probation_is_probed_besides_diagnostics() -> None:
     fleet = _fleet(3)
     fleet.solos = False
     fleet.raise_finding("n1", slow_link())
@@ -138,7 +138,7 @@ def test_a_suspect_that_is_on_its_way_back_meanwhile_is_tried_beside_its_diagnos
     assert sorted(tried) == [False, True]
 
 
-def test_a_suspect_that_is_lost_while_it_waits_for_a_partner_is_waited_for_no_more() -> None:
+def test_lost_suspect_closes_the_case() -> None:
     fleet = _fleet(3)
     fleet.raise_finding("n1", slow_link())
     (first,) = _pairs(fleet)
@@ -150,7 +150,7 @@ def test_a_suspect_that_is_lost_while_it_waits_for_a_partner_is_waited_for_no_mo
     assert fleet.state.blame_cases == {}
 
 
-def test_a_node_on_its_way_back_is_cleared_by_a_second_partner_and_the_first_is_convicted() -> None:
+def test_failing_partner_is_evicted_and_suspect_cleared() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1)
     fleet.raise_finding("n2", xid())
@@ -166,7 +166,7 @@ def test_a_node_on_its_way_back_is_cleared_by_a_second_partner_and_the_first_is_
     assert ("n2", "quarantine") not in said
 
 
-def test_a_case_is_begun_once_however_often_the_link_is_reported() -> None:
+def test_repeated_slow_link_report_opens_one_case() -> None:
     fleet = _fleet()
     fleet.raise_finding("n1", slow_link())
     fleet.raise_finding("n2", slow_link("n1"))
@@ -174,7 +174,7 @@ def test_a_case_is_begun_once_however_often_the_link_is_reported() -> None:
     assert len(fleet.state.probes) == 2
 
 
-def test_a_controllers_restart_begins_the_case_anew() -> None:
+def test_case_restarts_after_controller_restart() -> None:
     fleet = _fleet()
     fleet.raise_finding("n1", slow_link())
     fleet.restart()
@@ -182,7 +182,7 @@ def test_a_controllers_restart_begins_the_case_anew() -> None:
     assert set(_pairs(fleet)) == {"n1", "n2"}
 
 
-def test_a_slow_probe_on_the_way_back_is_a_failed_one() -> None:
+def test_slow_readmission_probe_counts_as_failed() -> None:
     policy = msgspec.structs.replace(CorePolicy.lab(), slow_link_bytes_per_s=1e9)
     fleet = CoreFleet(policy)
     fleet.start(4, 1)
@@ -198,7 +198,7 @@ def test_a_slow_probe_on_the_way_back_is_a_failed_one() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"n1"}, set()])
-def test_a_slow_probe_that_a_person_asked_for_is_settled_with_good_partners(bad: set[str]) -> None:
+def test_slow_operator_probe_opens_a_case(bad: set[str]) -> None:
     fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), slow_link_bytes_per_s=1e9, eviction_count=10))
     fleet.start(4)
     fleet.advance(301.0, "n1", "n2", "n3", "n4")
@@ -235,7 +235,7 @@ def _computed(fleet: CoreFleet, node: str, *, ok: bool = True, wrong: bool = Fal
     return decisions(fleet.report(node, ProbeFinished(probe=name, ok=ok, wrong_result=wrong, detail="first at [3, 7]")))
 
 
-def test_the_nodes_of_a_tie_do_work_whose_result_is_known() -> None:
+def test_digest_tie_starts_compute_probes() -> None:
     fleet = _tied()
     effects = fleet.seal(5, digests={0: "x", 1: "y"})
     probes = sent(effects, RunProbe)
@@ -243,7 +243,7 @@ def test_the_nodes_of_a_tie_do_work_whose_result_is_known() -> None:
     assert generations(effects)[0].restore.ceiling is not None
 
 
-def test_who_computes_wrongly_is_convicted_and_the_job_leaves_it_at_once() -> None:
+def test_wrong_compute_probe_evicts_node_immediately() -> None:
     fleet = _tied()
     fleet.seal(5, digests={0: "x", 1: "y"})
     assert _computed(fleet, "n1") == []
@@ -253,7 +253,7 @@ def test_who_computes_wrongly_is_convicted_and_the_job_leaves_it_at_once() -> No
     assert fleet.state.nodes["n2"].needs_operator
 
 
-def test_work_that_could_not_be_done_convicts_nobody() -> None:
+def test_failed_compute_probe_without_result_evicts_no_node() -> None:
     fleet = _tied()
     fleet.seal(5, digests={0: "x", 1: "y"})
     _computed(fleet, "n1")
@@ -261,7 +261,7 @@ def test_work_that_could_not_be_done_convicts_nobody() -> None:
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
-def test_ties_while_the_nodes_are_tried_are_the_same_tie_and_do_not_end_the_job() -> None:
+def test_ties_during_compute_probes_count_once() -> None:
     fleet = _tied()
     for step in range(5, 10):
         fleet.seal(step, digests={0: "x", 1: "y"})
@@ -270,7 +270,7 @@ def test_ties_while_the_nodes_are_tried_are_the_same_tie_and_do_not_end_the_job(
     assert len(fleet.state.blame_cases) == 1
 
 
-def test_a_tie_of_nodes_that_were_tried_already_counts() -> None:
+def test_ties_after_compute_probes_fail_the_job() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.seal(4)
@@ -280,7 +280,7 @@ def test_a_tie_of_nodes_that_were_tried_already_counts() -> None:
     assert fleet.job_state() is JobState.FAILED
 
 
-def test_two_pairs_that_fail_while_all_partners_are_busy_are_both_tried() -> None:
+def test_two_cases_waiting_for_partners_are_both_probed() -> None:
     fleet = _fleet(6)
     everybody = [f"n{i}" for i in range(1, 7)]
     fleet.feed(ProbeRequested(nodes=tuple(everybody), actor="olga", trace=fleet.trace()))
@@ -297,7 +297,7 @@ def test_two_pairs_that_fail_while_all_partners_are_busy_are_both_tried() -> Non
     assert len(audits(fleet.effects, "blame_isolation.inconclusive")) == 2
 
 
-def test_a_peer_that_is_out_already_is_not_tried_again() -> None:
+def test_quarantined_peer_is_not_probed_again() -> None:
     fleet = _fleet(6)
     fleet.raise_finding("n2", xid())
     assert fleet.node_state("n2") is NodeState.QUARANTINED
@@ -306,7 +306,7 @@ def test_a_peer_that_is_out_already_is_not_tried_again() -> None:
 
 
 @pytest.mark.parametrize("over", [True, False])
-def test_who_computes_wrongly_is_convicted_though_its_job_is_over_or_paused_meanwhile(over: bool) -> None:
+def test_wrong_compute_probe_evicts_after_job_ends_or_pauses(over: bool) -> None:
     fleet = _tied(min_nodes=2)
     fleet.seal(5, digests={0: "x", 1: "y"})
     if over:
@@ -320,7 +320,7 @@ def test_who_computes_wrongly_is_convicted_though_its_job_is_over_or_paused_mean
     assert fleet.state.nodes["n2"].needs_operator
 
 
-def test_a_diagnostic_sends_what_the_policy_says_and_a_persons_probe_what_is_usual() -> None:
+def test_diagnostic_and_operator_probes_use_own_sizes() -> None:
     fleet = _fleet()
     diagnostic = sent(fleet.raise_finding("n1", slow_link()), RunProbe)["n1"]
     asked = sent(fleet.feed(ProbeRequested(nodes=("n3", "n4"), actor="ada", trace="t")), RunProbe)["n3"]
@@ -333,7 +333,7 @@ def test_a_diagnostic_sends_what_the_policy_says_and_a_persons_probe_what_is_usu
     ("wrong", "found"),
     [(ProbeKind.MEMORY, FindingKind.MEMORY_WRONG), (ProbeKind.COMPUTE, FindingKind.COMPUTE_WRONG)],
 )
-def test_what_came_out_wrong_on_the_way_back_is_called_what_it_is(wrong: ProbeKind, found: FindingKind) -> None:
+def test_wrong_diagnostic_result_raises_matching_finding(wrong: ProbeKind, found: FindingKind) -> None:
     fleet = _fleet()
     fleet.solos = False
     fleet.raise_finding("n2", xid())

@@ -27,7 +27,7 @@ def _ill(node: str) -> Finding:
 
 
 @pytest.mark.promise("eviction-budget")
-def test_a_node_that_its_job_needs_latches_nothing_however_often_it_is_asked_again() -> None:
+def test_breaker_ignores_deferral_of_node_needed_by_job() -> None:
     fleet = _fleet(eviction_count=2)
     fleet.start(4, min_nodes=4)
     fleet.register("n7", "n8")
@@ -39,7 +39,7 @@ def test_a_node_that_its_job_needs_latches_nothing_however_often_it_is_asked_aga
     assert (fleet.state.nodes["n1"].eviction_deferred_by, fleet.state.fleet.breaker_reason) == ("needed:job", "")
 
 
-def test_a_node_that_its_rack_holds_latches_nothing() -> None:
+def test_breaker_ignores_deferral_by_rack_budget() -> None:
     fleet = _fleet(eviction_count=2, eviction_rack_count=1)
     for node, rack in (("n1", "a"), ("n2", "a"), ("n3", "b"), ("n4", "c"), ("n5", "d"), ("n6", "e")):
         fleet.register(node, domain=Domain(rack=rack))
@@ -64,7 +64,7 @@ def _crowd(**policy: object) -> CoreFleet:
 
 
 @pytest.mark.promise("eviction-budget")
-def test_evictions_that_an_outbreak_takes_back_cover_what_latched_the_breaker() -> None:
+def test_breaker_resets_when_outbreak_rollback_frees_budget() -> None:
     fleet = _crowd()
     for number in range(4):
         fleet.raise_finding(f"n{number}", uncorrectable_ecc())
@@ -79,7 +79,7 @@ def test_evictions_that_an_outbreak_takes_back_cover_what_latched_the_breaker() 
     assert [one.node for one in fleet.state.fleet.recent_evictions] == ["n50"]
 
 
-def test_a_breaker_that_latched_for_the_first_of_an_outbreak_stays_for_another() -> None:
+def test_breaker_stays_tripped_while_another_eviction_waits() -> None:
     fleet = _crowd(eviction_rack_count=9)
     for node in ("n10", "n11", "n12", "n13"):
         fleet.raise_finding(node, _ill(node))
@@ -95,7 +95,7 @@ def test_a_breaker_that_latched_for_the_first_of_an_outbreak_stays_for_another()
     assert fleet.state.fleet.breaker_reason, "nobody takes it back any more: it is a person's to reset"
 
 
-def test_a_breaker_that_latched_for_an_outbreak_alone_holds_nobody_afterwards() -> None:
+def test_breaker_tripped_only_by_outbreak_defers_no_eviction() -> None:
     fleet = _crowd()
     for node in ("n10", "n11", "n12", "n13"):
         fleet.raise_finding(node, _ill(node))
@@ -105,7 +105,7 @@ def test_a_breaker_that_latched_for_an_outbreak_alone_holds_nobody_afterwards() 
     assert len(audits(fleet.effects, "fleet.breaker_tripped")) == len(audits(fleet.effects, "fleet.breaker_reset")) == 1
 
 
-def test_a_breaker_stays_where_what_is_taken_back_used_no_budget() -> None:
+def test_breaker_stays_tripped_when_rollback_frees_no_budget() -> None:
     fleet = _crowd(eviction_rack_count=9)
     for node in ("n10", "n11", "n12", "n13", "n14"):
         fleet.raise_finding(node, _ill(node))
@@ -133,14 +133,14 @@ def _held_by_its_job() -> CoreFleet:
 
 
 @pytest.mark.promise("eviction-budget")
-def test_a_job_that_is_over_holds_nobody() -> None:
+def test_finished_job_defers_no_eviction() -> None:
     fleet = _held_by_its_job()
     fleet.finish()
     assert fleet.job_state() is JobState.FINISHED
     assert (fleet.node_state("n2"), fleet.state.nodes["n2"].eviction_deferred_by) == (NodeState.QUARANTINED, "")
 
 
-def test_a_job_that_has_left_a_node_holds_it_no_more() -> None:
+def test_job_defers_no_eviction_after_leaving_the_node() -> None:
     fleet = _held_by_its_job()
     rank = next(m.rank for m in fleet.running().roster if m.node == "n2")
     fleet.lose_rank(rank, replacement=False)
@@ -148,13 +148,13 @@ def test_a_job_that_has_left_a_node_holds_it_no_more() -> None:
     assert (fleet.node_state("n2"), fleet.state.nodes["n2"].eviction_deferred_by) == (NodeState.QUARANTINED, "")
 
 
-def test_a_job_that_goes_on_with_the_node_holds_it_until_its_window_has_passed() -> None:
+def test_job_budget_defers_eviction_of_seated_node() -> None:
     fleet = _held_by_its_job()
     fleet.lose_rank(0)
     assert (fleet.node_state("n2"), fleet.state.nodes["n2"].eviction_deferred_by) == (NodeState.HEALTHY, "job:job")
 
 
-def test_a_job_that_a_person_stops_holds_nobody() -> None:
+def test_stopped_job_defers_no_eviction() -> None:
     fleet = _held_by_its_job()
     fleet.order(OperatorAction.STOP_JOB, job="job")
     assert (fleet.node_state("n2"), fleet.state.nodes["n2"].eviction_deferred_by) == (NodeState.QUARANTINED, "")

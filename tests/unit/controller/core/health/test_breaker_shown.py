@@ -19,14 +19,14 @@ def _latched() -> CoreFleet:
     return fleet
 
 
-def test_budget_promises_no_time_while_the_breaker_is_latched() -> None:
+def test_budget_shows_no_free_time_while_breaker_is_tripped() -> None:
     fleet = _latched()
     shown = budget_status(desk_of(fleet))
     assert [(scope.left, scope.frees_at) for scope in shown.scopes] == [(0, 0.0)]
     assert shown.breaker.endswith("until an operator resets the breaker: everstep reset-breaker --reason WHY")
 
 
-def test_budget_says_when_it_frees_while_evictions_are_allowed() -> None:
+def test_budget_shows_free_time_while_evictions_are_allowed() -> None:
     fleet = _latched()
     fleet.state.fleet.breaker_reason = ""
     (scope,) = budget_status(desk_of(fleet)).scopes

@@ -58,7 +58,7 @@ def _last_words(fleet: CoreFleet, node: str) -> str:
 
 
 @pytest.mark.parametrize("mode", [Mode.OBSERVE, Mode.RECOMMEND])
-def test_a_straggler_is_replaced_whatever_its_rule_says_of_its_fitness(mode: Mode) -> None:
+def test_straggler_is_replaced_in_observe_and_recommend_mode(mode: Mode) -> None:
     fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=mode))
     said = _slow(fleet, 14)
     assert said == ([("n2", "recommend")] if mode is Mode.RECOMMEND else [])
@@ -66,14 +66,14 @@ def test_a_straggler_is_replaced_whatever_its_rule_says_of_its_fitness(mode: Mod
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
-def test_a_straggler_is_evicted_where_a_site_enforces_it_and_its_job_regroups_once() -> None:
+def test_straggler_is_evicted_in_enforce_mode_with_one_regroup() -> None:
     fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE))
     assert _slow(fleet, 14) == [("n2", "evict")]
     assert [spec.reason for spec in generations(fleet.effects)] == ["formed", "straggler"]
     assert "rule rank.straggler: report 1 of 1; step 1 of 2 is drain until it clears" in _last_words(fleet, "n2")
 
 
-def test_without_a_spare_the_job_goes_on_with_fewer_once_its_straggler_is_evicted() -> None:
+def test_job_shrinks_when_straggler_is_evicted_without_spare() -> None:
     fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE), spares=0)
     assert _slow(fleet, 14) == [("n2", "evict")]
     assert fleet.seats() == ["n1", "n3", "n4"]
@@ -81,7 +81,7 @@ def test_without_a_spare_the_job_goes_on_with_fewer_once_its_straggler_is_evicte
 
 
 @pytest.mark.promise("rules-have-sources")
-def test_a_straggler_that_its_job_needs_is_held_and_let_go_when_it_is_swift_again() -> None:
+def test_straggler_eviction_is_deferred_then_dropped() -> None:
     fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE), spares=0, min_nodes=4)
     assert _slow(fleet, 14) == [("n2", "defer_eviction")]
     assert fleet.state.nodes["n2"].deferred_eviction_key == SLOW
@@ -90,14 +90,14 @@ def test_a_straggler_that_its_job_needs_is_held_and_let_go_when_it_is_swift_agai
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
-def test_a_node_that_loses_ranks_is_evicted_where_a_site_enforces_it() -> None:
+def test_flapping_node_is_evicted_in_enforce_mode() -> None:
     fleet = _fleet(_policy(FindingKind.RANK_FLAPPING, mode=Mode.ENFORCE))
     assert _flap(fleet) == [("n1", "evict")]
     assert fleet.seats() == ["n5", "n2", "n3", "n4"]
     assert FLAPS in fleet.state.nodes["n1"].quarantine_causes
 
 
-def test_a_liar_whose_rule_only_observes_is_not_spoken_of() -> None:
+def test_divergent_node_is_not_reported_in_observe_mode() -> None:
     fleet = _fleet(_policy(FindingKind.DIGEST_MISMATCH, mode=Mode.OBSERVE))
     fleet.seal(10)
     assert decisions(fleet.seal(11, digests={1: "bad"})) == []
@@ -108,7 +108,7 @@ def test_a_liar_whose_rule_only_observes_is_not_spoken_of() -> None:
 # --- what spares a node ------------------------------------------------------------------------------------------
 
 
-def test_a_straggler_is_judged_once_it_was_named_as_often_as_its_rule_asks() -> None:
+def test_straggler_verdict_waits_for_rule_repeat_count() -> None:
     policy = _policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE, n_of_m=(2, 3), window_s=3600.0)
     fleet = _fleet(policy, spares=0)
     assert _slow(fleet, 14) == []
@@ -118,7 +118,7 @@ def test_a_straggler_is_judged_once_it_was_named_as_often_as_its_rule_asks() -> 
     assert "report 2 of 2 within 3600 s" in _last_words(fleet, "n2")
 
 
-def test_ranks_that_are_lost_while_a_node_comes_up_are_held_against_it_only_afterwards() -> None:
+def test_flapping_during_boot_grace_is_judged_afterwards() -> None:
     fleet = _fleet(
         _policy(FindingKind.RANK_FLAPPING, {"job_failure_window_s": 600.0}, mode=Mode.ENFORCE, boot_grace_s=60.0)
     )
@@ -130,7 +130,7 @@ def test_ranks_that_are_lost_while_a_node_comes_up_are_held_against_it_only_afte
 
 
 @pytest.mark.promise("rules-have-sources")
-def test_jobs_that_lose_ranks_on_many_nodes_at_once_accuse_none_of_them() -> None:
+def test_flapping_on_many_nodes_is_judged_correlated() -> None:
     fleet = CoreFleet(_policy(FindingKind.RANK_FLAPPING, mode=Mode.ENFORCE))
     nodes = [f"n{number}" for number in range(1, 9)]
     fleet.register(*nodes)
@@ -145,7 +145,7 @@ def test_jobs_that_lose_ranks_on_many_nodes_at_once_accuse_none_of_them() -> Non
     assert fleet.node_state("n1") is fleet.node_state("n3") is NodeState.PROBATION
 
 
-def test_a_good_partner_that_fails_is_not_evicted_where_the_rule_only_says_so() -> None:
+def test_failing_partner_is_not_evicted_in_recommend_mode() -> None:
     fleet = _fleet(_policy(FindingKind.PROBE_FAILED, mode=Mode.RECOMMEND))
     fleet.raise_finding("n2", xid())
     fleet.clear_finding("n2", xid().key)
@@ -158,7 +158,7 @@ def test_a_good_partner_that_fails_is_not_evicted_where_the_rule_only_says_so() 
     assert fleet.node_state(partner) is NodeState.HEALTHY
 
 
-def test_of_two_liars_one_may_be_held_by_the_budget_and_the_other_leaves_at_once() -> None:
+def test_second_divergent_node_is_deferred_by_job_budget() -> None:
     fleet = _fleet(_policy(FindingKind.DIGEST_MISMATCH, {"eviction_job_count": 1}), nodes=2, spares=1)
     fleet.solos = False
     fleet.seal(4)
@@ -173,7 +173,7 @@ def test_of_two_liars_one_may_be_held_by_the_budget_and_the_other_leaves_at_once
 # --- the way back ------------------------------------------------------------------------------------------------
 
 
-def test_an_evicted_straggler_comes_back_by_its_diagnostics_and_its_job_takes_it_again() -> None:
+def test_evicted_straggler_rejoins_after_diagnostics() -> None:
     fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE), nodes=3, min_nodes=2)
     _slow(fleet, 14)
     assert fleet.job().replaced_stragglers == {"n2": "n2 was replaced because it was slow"}
@@ -188,7 +188,7 @@ def test_an_evicted_straggler_comes_back_by_its_diagnostics_and_its_job_takes_it
     assert fleet.job().replaced_stragglers == {}
 
 
-def test_a_node_that_lost_ranks_is_forgiven_by_its_job_once_it_has_passed_its_diagnostics() -> None:
+def test_flapping_node_is_readmitted_to_job_after_diagnostics() -> None:
     policy = _policy(FindingKind.RANK_FLAPPING, {"probe_required": False}, mode=Mode.ENFORCE)
     fleet = _fleet(policy)
     _flap(fleet)
@@ -198,7 +198,7 @@ def test_a_node_that_lost_ranks_is_forgiven_by_its_job_once_it_has_passed_its_di
     assert "n1" not in fleet.job().excluded_nodes
 
 
-def test_what_was_not_seen_again_is_over_for_the_next_controller_too() -> None:
+def test_finding_expiry_survives_controller_restart() -> None:
     fleet = _fleet(_policy(FindingKind.RANK_FLAPPING))
     _flap(fleet)
     fleet.restart()
@@ -208,7 +208,7 @@ def test_what_was_not_seen_again_is_over_for_the_next_controller_too() -> None:
     assert audits(fleet.effects, "finding.cleared") == ["rank.flapping/ranks was not seen again on n1"]
 
 
-def test_a_node_at_the_slow_end_of_a_link_is_tried_again_after_a_while() -> None:
+def test_slow_link_node_is_readmitted_after_clear_time() -> None:
     fleet = _fleet(
         _policy(
             FindingKind.NETWORK_SLOW_LINK,
@@ -250,7 +250,7 @@ def _on_its_way_back(policy: CorePolicy, remediation_mode: Mode = Mode.RECOMMEND
     return fleet
 
 
-def test_diagnostics_that_fail_again_and_again_climb_the_ladder_of_their_rule() -> None:
+def test_failed_diagnostics_climb_the_remediation_ladder() -> None:
     fleet = _on_its_way_back(_policy(FindingKind.PROBE_FAILED, coalesce_s=1.0), Mode.ENFORCE)
     _fail_diagnostics(fleet)
     assert fleet.state.nodes["n2"].required_action is Action.DRAIN
@@ -266,7 +266,7 @@ def test_diagnostics_that_fail_again_and_again_climb_the_ladder_of_their_rule() 
     assert "memory" in course.required_diagnostics, "what it has to pass is what it had to pass before"
 
 
-def test_where_their_rule_only_says_so_the_node_is_tried_again_and_nothing_is_done_to_it() -> None:
+def test_failed_diagnostics_repeat_in_recommend_mode() -> None:
     policy = _policy(FindingKind.PROBE_FAILED, mode=Mode.RECOMMEND, coalesce_s=1.0)
     fleet = _on_its_way_back(policy, Mode.ENFORCE)
     for _ in range(3):
@@ -277,7 +277,7 @@ def test_where_their_rule_only_says_so_the_node_is_tried_again_and_nothing_is_do
 
 
 @pytest.mark.parametrize(("mode", "condemned"), [(Mode.ENFORCE, ["GPU-n2"]), (Mode.RECOMMEND, [])])
-def test_wrong_products_condemn_a_node_where_their_rule_is_enforced(mode: Mode, condemned: list[str]) -> None:
+def test_wrong_result_condemns_gpus_only_in_enforce_mode(mode: Mode, condemned: list[str]) -> None:
     fleet = _on_its_way_back(_policy(FindingKind.MEMORY_WRONG, mode=mode))
     _fail_diagnostics(fleet, wrong_result=True)
     record = fleet.state.nodes["n2"]
@@ -285,7 +285,7 @@ def test_wrong_products_condemn_a_node_where_their_rule_is_enforced(mode: Mode, 
     assert (record.needs_operator, record.defective_gpus) == (bool(condemned), condemned)
 
 
-def test_a_reset_that_cures_memory_does_not_cure_who_computes_wrongly_as_well() -> None:
+def test_memory_reset_does_not_clear_compute_finding() -> None:
     fleet = _on_its_way_back(_policy(FindingKind.MEMORY_WRONG), Mode.ENFORCE)
     _fail_diagnostics(fleet, wrong_result=True)
     record = fleet.state.nodes["n2"]
@@ -301,7 +301,7 @@ def test_a_reset_that_cures_memory_does_not_cure_who_computes_wrongly_as_well() 
     assert record.needs_operator
 
 
-def test_a_liar_that_was_held_does_not_come_back_from_the_dead_into_service() -> None:
+def test_divergent_node_with_deferred_eviction_stays_out() -> None:
     fleet = _fleet(_policy(FindingKind.DIGEST_MISMATCH), min_nodes=4)
     fleet.state.fleet.breaker_reason = "latched"
     fleet.seal(4)

@@ -27,20 +27,20 @@ def _site(tmp_path: Path, text: str) -> Path:
 
 @pytest.mark.promise("rules-have-sources")
 @pytest.mark.parametrize("kind", FindingKind)
-def test_every_kind_of_finding_has_a_rule(kind: FindingKind) -> None:
+def test_every_finding_kind_has_a_rule(kind: FindingKind) -> None:
     assert shipped_rulebook().rules_by_kind[kind][-1].name == ""
     assert shipped_rulebook().kinds_without_rule() == []
 
 
 @pytest.mark.parametrize("rule", SHIPPED, ids=lambda rule: rule.id)
-def test_every_rule_says_where_its_numbers_come_from_and_ends_in_something_a_person_does(rule: VerdictRule) -> None:
+def test_every_rule_has_source_and_ends_in_repair(rule: VerdictRule) -> None:
     assert len(rule.source) > 20
     if rule.mode is Mode.ENFORCE and not rule.already_handled:
         assert rule.ladder[-1] is Action.REPAIR
         assert rule.diagnostics[-1] is ProbeKind.ALL_REDUCE
 
 
-def test_every_key_of_a_rule_is_documented() -> None:
+def test_every_rule_key_is_documented() -> None:
     tree = ast.parse(textwrap.dedent(inspect.getsource(VerdictRule)))
     body = tree.body[0].body  # type: ignore[attr-defined]
     documented = {
@@ -71,12 +71,12 @@ def test_every_key_of_a_rule_is_documented() -> None:
         ("[[rule", "not TOML"),
     ],
 )
-def test_a_wrong_rule_is_refused_with_what_is_wrong(tmp_path: Path, text: str, complaint: str) -> None:
+def test_invalid_rule_is_refused_with_reason(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         load_rulebook(_site(tmp_path, text))
 
 
-def test_a_site_replaces_the_keys_that_it_gives_and_keeps_the_others(tmp_path: Path) -> None:
+def test_site_rule_overrides_only_given_keys(tmp_path: Path) -> None:
     site = _site(
         tmp_path,
         """
@@ -94,7 +94,7 @@ def test_a_site_replaces_the_keys_that_it_gives_and_keeps_the_others(tmp_path: P
     assert ours.source.startswith("our switches")
 
 
-def test_a_sites_own_rule_for_some_xids_stands_before_the_kinds_rule(tmp_path: Path) -> None:
+def test_named_site_rule_precedes_the_kind_rule(tmp_path: Path) -> None:
     site = _site(
         tmp_path,
         """
@@ -112,7 +112,7 @@ def test_a_sites_own_rule_for_some_xids_stands_before_the_kinds_rule(tmp_path: P
     assert book.rule_for(msgspec.structs.replace(finding, xid=79)).id == "gpu.xid"
 
 
-def test_a_folder_without_a_rule_for_some_kind_is_refused(tmp_path: Path) -> None:
+def test_folder_without_rule_for_a_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "gpu.toml").write_text((POLICY_FOLDER / "gpu.toml").read_text())
     with pytest.raises(ConfigurationError, match=r"no rule without a name judges .*network\.port_down"):
         load_rulebook(folder=tmp_path)
@@ -121,7 +121,7 @@ def test_a_folder_without_a_rule_for_some_kind_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.promise("rules-have-sources")
-def test_a_core_without_a_rulebook_judges_nothing_in_silence() -> None:
+def test_core_without_rulebook_raises() -> None:
     finding = Finding(kind=FindingKind.GPU_XID, subject="0", severity=Severity.CRITICAL, message="")
     with pytest.raises(AssertionError, match=r"no rule for gpu\.xid"):
         CorePolicy().rules.rule_for(finding)
@@ -144,13 +144,13 @@ LADDER = (Action.RESTART_RANK, Action.RESET_GPU, Action.REBOOT_NODE, Action.REPA
         (Action.REPAIR, Action.REPAIR),
     ],
 )
-def test_a_ladder_begins_with_the_findings_own_cure_where_that_is_stronger(cure: Action, first: Action) -> None:
+def test_ladder_starts_at_stronger_action_of_finding(cure: Action, first: Action) -> None:
     rule = VerdictRule(kind=FindingKind.GPU_XID, source="test", ladder=LADDER)
     finding = Finding(kind=FindingKind.GPU_XID, subject="0", severity=Severity.CRITICAL, message="", action=cure)
     assert LADDER[next_ladder_step(rule, finding, [], 0.0)] is first
 
 
-def test_repeats_inside_the_window_take_the_next_cure_and_end_with_the_last() -> None:
+def test_ladder_advances_on_repeats_and_ends_at_last_step() -> None:
     rule = VerdictRule(kind=FindingKind.GPU_XID, source="test", ladder=LADDER, step_memory_s=100.0, coalesce_s=5.0)
     finding = Finding(
         kind=FindingKind.GPU_XID, subject="0", severity=Severity.CRITICAL, message="", action=Action.RESET_GPU

@@ -46,7 +46,7 @@ def _accused(fleet: CoreFleet) -> list[str]:
     return [node for node, record in fleet.state.nodes.items() if KEY in record.controller_findings]
 
 
-def test_who_is_in_a_second_tie_with_others_within_a_week_is_convicted() -> None:
+def test_second_tie_with_other_node_within_a_week_evicts() -> None:
     fleet = _fleet()
     assert _accused(fleet) == ["n1", "n2"]
     _wait(fleet, 6.0)
@@ -55,7 +55,7 @@ def test_who_is_in_a_second_tie_with_others_within_a_week_is_convicted() -> None
 
 
 @pytest.mark.promise("digest-majority")
-def test_a_tie_of_long_ago_convicts_nobody_and_its_warning_is_over() -> None:
+def test_old_tie_evicts_no_node_and_its_finding_expires() -> None:
     fleet = _fleet()
     _wait(fleet, 7.1)
     assert _accused(fleet) == []
@@ -65,7 +65,7 @@ def test_a_tie_of_long_ago_convicts_nobody_and_its_warning_is_over() -> None:
     assert ("n3", "evict") in _tie(fleet, "n3", "n4", 40), "the newer tie counts"
 
 
-def test_a_tie_that_was_stored_without_its_date_is_as_old_as_its_warning() -> None:
+def test_stored_tie_without_date_uses_finding_age() -> None:
     fleet = _fleet()
     stored = []
     for record in fleet.state.nodes.values():
@@ -84,7 +84,7 @@ def test_a_tie_that_was_stored_without_its_date_is_as_old_as_its_warning() -> No
     assert ("n1", "evict") not in _tie(fleet, "n1", "n3", 30)
 
 
-def test_a_further_tie_takes_nothing_back_of_what_was_proved() -> None:
+def test_further_tie_keeps_proven_finding() -> None:
     fleet = CoreFleet()
     fleet.solos = False
     fleet.start(2, min_nodes=2)
@@ -106,7 +106,7 @@ def test_a_further_tie_takes_nothing_back_of_what_was_proved() -> None:
     assert fleet.node_state("n2") is NodeState.QUARANTINED
 
 
-def test_the_same_two_in_a_tie_again_are_no_news_of_either_though_somebody_vouched_for_one_of_them() -> None:
+def test_repeated_tie_of_same_nodes_evicts_neither() -> None:
     fleet = _fleet()
     for step in (7, 9):
         fleet.order(OperatorAction.HOLD, node="n2")
@@ -116,7 +116,7 @@ def test_the_same_two_in_a_tie_again_are_no_news_of_either_though_somebody_vouch
     assert fleet.node_state("n1") is NodeState.HEALTHY
 
 
-def test_of_two_liars_one_that_stays_for_want_of_budget_leaves_the_matter_open() -> None:
+def test_deferred_divergent_node_keeps_tie_open() -> None:
     fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), eviction_count=1))
     fleet.start(5, min_nodes=2)
     fleet.seal(4)

@@ -41,20 +41,20 @@ def _running(nodes: int = 3, spares: int = 1, **more: int) -> CoreFleet:
         (msgspec.structs.replace(xid(), kind=FindingKind.SLOT_CORRUPT), "no_action"),
     ],
 )
-def test_each_kind_of_finding_has_its_decision(finding: Finding, decision: str | None) -> None:
+def test_finding_kind_determines_decision(finding: Finding, decision: str | None) -> None:
     fleet = _running()
     effects = fleet.raise_finding("n2", finding)
     assert decisions(effects) == ([("n2", decision)] if decision else [])
 
 
-def test_the_same_finding_is_judged_once() -> None:
+def test_same_finding_is_judged_once() -> None:
     fleet = _running()
     sensor = msgspec.structs.replace(xid(), kind=FindingKind.SENSOR_HUNG)
     assert decisions(fleet.raise_finding("n2", sensor)) == [("n2", "recommend")]
     assert decisions(fleet.beat("n2", sensor)) == []
 
 
-def test_a_corrupt_slot_is_judged_once_whoever_found_it_and_however_it_was_told() -> None:
+def test_corrupt_slot_is_judged_once_per_subject() -> None:
     fleet = _running()
     restoring = Finding(
         kind=FindingKind.SLOT_CORRUPT, subject="job/rank1/1:10", severity=Severity.WARNING, message="found restoring"
@@ -73,7 +73,7 @@ def _rotten(step: int, **more: Any) -> Finding:
     return Finding(kind=FindingKind.SLOT_CORRUPT, subject=f"job/rank1/1:{step}", **(words | more))
 
 
-def test_slots_that_rot_on_one_node_again_and_again_are_a_reason_to_test_its_memory() -> None:
+def test_repeated_corrupt_slots_recommend_memory_test() -> None:
     fleet = _running()
     for step in (1, 2):
         assert decisions(fleet.raise_finding("n2", _rotten(step))) == [("n2", "no_action")]
@@ -88,14 +88,14 @@ def test_slots_that_rot_on_one_node_again_and_again_are_a_reason_to_test_its_mem
     assert rule.diagnostics[0] is ProbeKind.MEMORY
 
 
-def test_one_rotten_slot_counts_once_however_many_tell_of_it() -> None:
+def test_corrupt_slot_reported_many_times_counts_once() -> None:
     fleet = _running()
     for since in range(1, 9):
         fleet.raise_finding("n2", _rotten(1, since=float(since)))
     assert ("n2", "recommend") not in decisions(fleet.effects)
 
 
-def test_rotten_slots_of_different_days_are_no_reason() -> None:
+def test_corrupt_slots_outside_window_are_not_counted() -> None:
     fleet = _running()
     for step in range(1, 5):
         assert decisions(fleet.raise_finding("n2", _rotten(step))) == [("n2", "no_action")]
@@ -103,13 +103,13 @@ def test_rotten_slots_of_different_days_are_no_reason() -> None:
         fleet.now += 50_000.0
 
 
-def test_a_finding_that_grows_worse_is_judged_again() -> None:
+def test_worsened_finding_is_judged_again() -> None:
     fleet = _running()
     fleet.beat("n2", msgspec.structs.replace(xid(), severity=Severity.WARNING))
     assert decisions(fleet.beat("n2", xid())) == [("n2", "evict")]
 
 
-def test_an_evicted_node_is_left_at_a_boundary() -> None:
+def test_eviction_leaves_node_at_a_boundary() -> None:
     fleet = _running()
     spec = generations(fleet.raise_finding("n2", xid()))[0]
     assert spec.after_step is not None
@@ -117,7 +117,7 @@ def test_an_evicted_node_is_left_at_a_boundary() -> None:
     assert fleet.seats() == ["n1", "n4", "n3"]
 
 
-def test_before_the_first_step_an_eviction_does_not_wait_for_a_boundary() -> None:
+def test_eviction_before_first_step_skips_boundary() -> None:
     fleet = CoreFleet()
     fleet.start(3, 1)
     fleet.lose_rank(0)
@@ -128,7 +128,7 @@ def test_before_the_first_step_an_eviction_does_not_wait_for_a_boundary() -> Non
 
 
 @pytest.mark.promise("eviction-budget")
-def test_no_eviction_takes_a_job_below_its_minimum_until_a_spare_comes() -> None:
+def test_eviction_below_job_minimum_waits_for_spare() -> None:
     fleet = _running(2, 0, min_nodes=2)
     effects = fleet.raise_finding("n2", xid())
     assert decisions(effects) == [("n2", "defer_eviction")]
@@ -139,7 +139,7 @@ def test_no_eviction_takes_a_job_below_its_minimum_until_a_spare_comes() -> None
     assert fleet.seats() == ["n1", "n3"]
 
 
-def test_a_cleared_finding_is_not_acted_on_when_the_spare_comes() -> None:
+def test_deferred_eviction_is_dropped_when_finding_clears() -> None:
     fleet = _running(2, 0, min_nodes=2)
     fleet.raise_finding("n2", xid())
     fleet.clear_finding("n2", xid().key)
@@ -149,7 +149,7 @@ def test_a_cleared_finding_is_not_acted_on_when_the_spare_comes() -> None:
 
 
 @pytest.mark.promise("eviction-budget")
-def test_the_window_frees_the_budget_only_before_the_breaker_latched() -> None:
+def test_eviction_window_frees_budget_until_breaker_trips() -> None:
     policy = msgspec.structs.replace(CorePolicy.lab(), eviction_count=1, eviction_window_s=60.0)
     fleet = CoreFleet(policy)
     fleet.start(6)
@@ -171,14 +171,14 @@ def _quarantined() -> CoreFleet:
     return fleet
 
 
-def test_quarantine_lasts_while_its_cause_stands() -> None:
+def test_quarantine_lasts_while_cause_stands() -> None:
     fleet = _quarantined()
     fleet.advance(30.0, "n1", "n2", "n3", "n4")
     assert fleet.node_state("n2") is NodeState.QUARANTINED
 
 
 @pytest.mark.promise("eviction-evidence")
-def test_a_cleared_cause_leads_through_probe_and_beats_to_health() -> None:
+def test_quarantined_node_returns_through_probe_and_heartbeats() -> None:
     fleet = _quarantined()
     fleet.clear_finding("n2", xid().key)
     effects = fleet.advance(2.5, "n1", "n2", "n3", "n4")
@@ -190,7 +190,7 @@ def test_a_cleared_cause_leads_through_probe_and_beats_to_health() -> None:
     assert decisions(fleet.probe_result("n2")) == [("n2", "readmit")]
 
 
-def test_a_failed_probe_means_quarantine_and_another_partner_later() -> None:
+def test_failed_probe_retries_partner_then_quarantines() -> None:
     fleet = _quarantined()
     fleet.clear_finding("n2", xid().key)
     fleet.advance(2.5, "n1", "n2", "n3", "n4")
@@ -204,7 +204,7 @@ def test_a_failed_probe_means_quarantine_and_another_partner_later() -> None:
     assert decisions(fleet.probe_result("n2", False, "time-out")) == [("n2", "quarantine")]
 
 
-def test_a_probe_without_an_answer_fails() -> None:
+def test_unanswered_probe_returns_node_to_quarantine() -> None:
     fleet = _quarantined()
     fleet.clear_finding("n2", xid().key)
     fleet.advance(2.5, "n1", "n2", "n3", "n4")
@@ -213,14 +213,14 @@ def test_a_probe_without_an_answer_fails() -> None:
     assert not [node for node, decision in said if decision == "evict"]
 
 
-def test_a_finding_on_probation_sends_the_node_back() -> None:
+def test_finding_on_probation_returns_node_to_quarantine() -> None:
     fleet = _quarantined()
     fleet.clear_finding("n2", xid().key)
     fleet.advance(2.5, "n1", "n2", "n3", "n4")
     assert decisions(fleet.raise_finding("n2", xid())) == [("n2", "quarantine")]
 
 
-def test_without_a_healthy_partner_clean_beats_must_do() -> None:
+def test_node_without_probe_partner_returns_after_heartbeats() -> None:
     fleet = CoreFleet()
     fleet.start(1)
     fleet.disconnect("n1")
@@ -233,7 +233,7 @@ def test_without_a_healthy_partner_clean_beats_must_do() -> None:
     assert fleet.spec().number == 2
 
 
-def test_repeat_offenders_wait_longer() -> None:
+def test_quarantine_grows_for_repeat_offenders() -> None:
     fleet = _quarantined()
     waits = []
     for _ in range(3):
@@ -250,14 +250,14 @@ def test_repeat_offenders_wait_longer() -> None:
     assert waits[0] <= waits[1] < waits[2]
 
 
-def test_a_sick_newcomer_serves_only_when_it_is_well() -> None:
+def test_new_node_with_finding_starts_quarantined() -> None:
     fleet = CoreFleet()
     fleet.register("n1", findings=(xid(),))
     assert fleet.node_state("n1") is NodeState.QUARANTINED
     assert fleet.state.fleet.recent_evictions == []
 
 
-def test_a_liar_stays_out_until_readmitted_or_repaired() -> None:
+def test_divergent_node_stays_out_until_gpu_is_replaced() -> None:
     fleet = _running(3, 1)
     fleet.seal(11, digests={1: "bad"})
     fleet.register("n2")
@@ -272,7 +272,7 @@ def test_a_liar_stays_out_until_readmitted_or_repaired() -> None:
 # --- operators ---------------------------------------------------------------------------------------------------
 
 
-def test_a_held_node_stays_until_its_job_regroups() -> None:
+def test_held_node_stays_until_its_job_regroups() -> None:
     fleet = _running()
     fleet.order(OperatorAction.HOLD, node="n2")
     assert fleet.spec().number == 1
@@ -280,7 +280,7 @@ def test_a_held_node_stays_until_its_job_regroups() -> None:
     assert fleet.seats() == ["n1", "n4", "n3"]
 
 
-def test_a_drain_that_would_pause_a_job_is_refused_and_an_eviction_is_not() -> None:
+def test_drain_below_job_minimum_is_refused() -> None:
     fleet = _running(2, 0, min_nodes=2)
     with pytest.raises(Conflict, match="needs 2 nodes"):
         fleet.order(OperatorAction.DRAIN, node="n2")
@@ -289,14 +289,14 @@ def test_a_drain_that_would_pause_a_job_is_refused_and_an_eviction_is_not() -> N
     assert set(sent(effects, KillRank)) == {"n2"}
 
 
-def test_an_operators_eviction_needs_no_budget() -> None:
+def test_operator_eviction_uses_no_budget() -> None:
     fleet = _running(3, 1)
     fleet.order(OperatorAction.EVICT, node="n1")
     assert fleet.state.fleet.recent_evictions == []
     assert fleet.state.nodes["n1"].needs_operator
 
 
-def test_orders_that_make_no_sense_are_refused_and_change_nothing() -> None:
+def test_invalid_orders_are_refused_without_effect() -> None:
     fleet = _running()
     before = len(fleet.effects)
     for kind, subject, error in (
@@ -311,7 +311,7 @@ def test_orders_that_make_no_sense_are_refused_and_change_nothing() -> None:
     assert len(fleet.effects) == before
 
 
-def test_a_probe_for_information_judges_nobody() -> None:
+def test_operator_probe_judges_no_node() -> None:
     fleet = _running()
     fleet.feed(ProbeRequested(nodes=("n1", "n2"), actor="ada"))
     assert decisions(fleet.probe_result("n1", False, "slow")) == []

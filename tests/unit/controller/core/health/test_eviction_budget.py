@@ -43,7 +43,7 @@ def _sentences(effects: list[Effect]) -> list[str]:
 # --- scopes ------------------------------------------------------------------------------------------------------
 
 
-def test_a_racks_budget_holds_its_nodes_and_no_others() -> None:
+def test_rack_budget_defers_only_its_nodes() -> None:
     fleet = _fleet(racks=2, eviction_rack_count=1)
     effects = _sick(fleet, "n1", "n3", "n2")
     assert decisions(effects) == [("n1", "evict"), ("n3", "defer_eviction"), ("n2", "evict")]
@@ -52,14 +52,14 @@ def test_a_racks_budget_holds_its_nodes_and_no_others() -> None:
     assert fleet.state.fleet.breaker_reason == ""
 
 
-def test_a_racks_share_counts_its_own_nodes() -> None:
+def test_rack_share_is_computed_from_rack_size() -> None:
     fleet = _fleet(racks=2, eviction_rack_share=0.5)
     assert decisions(_sick(fleet, "n1", "n3", "n5"))[-1] == ("n5", "defer_eviction")
     scopes = {scope.id: scope for scope in eviction_budget(fleet.state, fleet.now).scopes}
     assert (scopes["rack:r0"].limit, scopes["rack:r0"].node_count) == (2, 4)
 
 
-def test_a_jobs_budget_holds_its_nodes_and_no_others() -> None:
+def test_job_budget_defers_only_its_nodes() -> None:
     fleet = _fleet(eviction_job_count=1)
     fleet.join("n1", "n2", "n3", "n4", min_nodes=1, max_nodes=4)
     effects = _sick(fleet, "n1", "n2", "n8")
@@ -67,14 +67,14 @@ def test_a_jobs_budget_holds_its_nodes_and_no_others() -> None:
     assert "job job has used its budget" in _sentences(effects)[1]
 
 
-def test_what_a_rack_holds_is_carried_out_when_its_window_has_passed() -> None:
+def test_deferred_eviction_runs_when_rack_window_ends() -> None:
     fleet = _fleet(racks=2, eviction_rack_count=1)
     _sick(fleet, "n1", "n3")
     assert decisions(fleet.advance(59.0, *NODES)) == []
     assert ("n3", "evict") in decisions(fleet.advance(2.0, *NODES))
 
 
-def test_what_cleared_while_it_was_held_is_never_carried_out() -> None:
+def test_deferred_eviction_is_dropped_after_finding_clears() -> None:
     fleet = _fleet(racks=2, eviction_rack_count=1)
     _sick(fleet, "n1", "n3")
     fleet.clear_finding("n3", _ill("n3").key)
@@ -83,7 +83,7 @@ def test_what_cleared_while_it_was_held_is_never_carried_out() -> None:
     assert fleet.state.deferred_evictions == {}
 
 
-def test_the_budget_is_told_with_limits_and_what_is_left_of_them() -> None:
+def test_budget_status_lists_limits_and_remaining_evictions() -> None:
     fleet = _fleet(racks=2)
     fleet.join("n1", "n2", min_nodes=1, max_nodes=2)
     assert [scope.id for scope in eviction_budget(fleet.state, fleet.now).scopes] == ["fleet"]
@@ -101,7 +101,7 @@ def test_the_budget_is_told_with_limits_and_what_is_left_of_them() -> None:
 # --- the breaker -------------------------------------------------------------------------------------------------
 
 
-def test_one_eviction_more_than_the_fleet_allows_latches_the_breaker() -> None:
+def test_breaker_trips_on_eviction_beyond_fleet_budget() -> None:
     fleet = _fleet(eviction_count=2)
     effects = _sick(fleet, "n1", "n2", "n3", "n4")
     assert [what for _, what in decisions(effects)] == ["evict", "evict", "defer_eviction", "defer_eviction"]
@@ -113,7 +113,7 @@ def test_one_eviction_more_than_the_fleet_allows_latches_the_breaker() -> None:
     assert decisions(fleet.advance(300.0, *NODES)) == []
 
 
-def test_behind_an_open_breaker_findings_come_and_go_and_nodes_are_readmitted() -> None:
+def test_breaker_allows_clearing_and_readmission() -> None:
     fleet = _fleet(eviction_count=1, probe_required=False)
     _sick(fleet, "n1", "n2")
     fleet.clear_finding("n1", _ill("n1").key)
@@ -124,7 +124,7 @@ def test_behind_an_open_breaker_findings_come_and_go_and_nodes_are_readmitted() 
     assert list(fleet.state.deferred_evictions["fleet"]) == ["n3"]
 
 
-def test_a_reset_judges_what_stands_now_and_nothing_of_what_cleared() -> None:
+def test_breaker_reset_judges_only_standing_findings() -> None:
     fleet = _fleet(eviction_count=1)
     _sick(fleet, "n1", "n2", "n3", "n4")
     fleet.clear_finding("n2", _ill("n2").key)
@@ -135,7 +135,7 @@ def test_a_reset_judges_what_stands_now_and_nothing_of_what_cleared() -> None:
     assert list(fleet.state.deferred_evictions["fleet"]) == ["n4"]
 
 
-def test_the_same_hold_is_said_once() -> None:
+def test_unchanged_deferral_is_reported_once() -> None:
     fleet = _fleet(eviction_count=1)
     _sick(fleet, "n1", "n2", "n3")
     effects = fleet.order(OperatorAction.RESET_BREAKER)
@@ -143,7 +143,7 @@ def test_the_same_hold_is_said_once() -> None:
     assert decisions(fleet.advance(30.0, *NODES)) == []
 
 
-def test_a_breaker_that_latched_outlives_the_controller_with_what_it_holds() -> None:
+def test_breaker_and_deferrals_survive_restart() -> None:
     fleet = _fleet(eviction_count=1)
     _sick(fleet, "n1", "n2")
     fleet.restart()
@@ -151,7 +151,7 @@ def test_a_breaker_that_latched_outlives_the_controller_with_what_it_holds() -> 
     assert decisions(fleet.order(OperatorAction.RESET_BREAKER)) == [("n2", "evict")]
 
 
-def test_hundreds_of_convictions_in_a_job_that_needs_all_its_nodes_are_held_one_by_one() -> None:
+def test_required_nodes_are_deferred_individually() -> None:
     fleet = _fleet()
     fleet.join(*NODES, min_nodes=8, max_nodes=8)
     fleet.resume()
@@ -180,7 +180,7 @@ def test_hundreds_of_convictions_in_a_job_that_needs_all_its_nodes_are_held_one_
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
-def test_knobs_that_contradict_are_refused(wrong: dict[str, float]) -> None:
+def test_contradictory_policy_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
         msgspec.structs.replace(CorePolicy.lab(), **wrong).validate()
 
@@ -189,7 +189,7 @@ def test_knobs_that_contradict_are_refused(wrong: dict[str, float]) -> None:
 
 
 @pytest.mark.promise("database-outage")
-def test_while_the_database_is_away_nobody_is_evicted_and_no_budget_is_used() -> None:
+def test_eviction_is_deferred_during_database_outage() -> None:
     fleet = _fleet()
     away = fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="connection refused"))
     assert "the database is away (connection refused)" in audits(away, "database.unavailable")[0]
@@ -203,7 +203,7 @@ def test_while_the_database_is_away_nobody_is_evicted_and_no_budget_is_used() ->
     assert decisions(back) == [("n1", "evict")]
 
 
-def test_while_the_database_is_away_orders_are_refused_with_the_reason() -> None:
+def test_orders_are_refused_during_database_outage() -> None:
     fleet = _fleet()
     fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk full"))
     fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk still full"))
@@ -218,7 +218,7 @@ def test_while_the_database_is_away_orders_are_refused_with_the_reason() -> None
 
 
 @pytest.mark.parametrize("left_s", [0.5, 30.0])
-def test_an_eviction_counts_until_its_whole_window_has_passed(left_s: float) -> None:
+def test_eviction_counts_for_its_whole_window(left_s: float) -> None:
     fleet = _fleet(racks=2, eviction_rack_count=1, quarantine_min_s=1000.0)
     _sick(fleet, "n1")
     fleet.advance(60.0 - left_s, *NODES)

@@ -28,7 +28,7 @@ def beat(fleet: CoreFleet, *findings: Finding) -> None:
 
 
 @pytest.mark.promise("bounded-node")
-def test_picture_of_many_findings_weighs_each_once(fleet: CoreFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_findings_report_weighs_each_finding_once(fleet: CoreFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     weighed: list[str] = []
     weight = pictures._retention_key
 
@@ -42,7 +42,7 @@ def test_picture_of_many_findings_weighs_each_once(fleet: CoreFleet, monkeypatch
     assert len(weighed) <= 2000
 
 
-def test_picture_of_many_findings_keeps_the_gravest(fleet: CoreFleet) -> None:
+def test_findings_report_retains_the_most_severe(fleet: CoreFleet) -> None:
     mild = [disk(number) for number in range(MOST_FINDINGS)]
     grave = [disk(1000 + number, Severity.CRITICAL) for number in range(3)]
     beat(fleet, *grave, *mild)

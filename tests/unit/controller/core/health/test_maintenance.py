@@ -41,7 +41,7 @@ def _maintain(fleet: CoreFleet, seconds: float = 60.0, **subject: Any) -> list[E
 # --- other people's cordons --------------------------------------------------------------------------------------
 
 
-def test_a_foreign_cordon_keeps_new_work_away_and_is_named() -> None:
+def test_foreign_cordon_holds_node_and_names_its_owner() -> None:
     fleet = _fleet()
     effects = _observe(fleet, "n2", "maria", "fan")
     assert fleet.node_state("n2") is NodeState.HELD
@@ -53,7 +53,7 @@ def test_a_foreign_cordon_keeps_new_work_away_and_is_named() -> None:
 
 
 @pytest.mark.promise("holds-respected")
-def test_a_foreign_cordon_is_never_lifted_by_us_and_its_end_leads_through_probation() -> None:
+def test_foreign_cordon_is_never_lifted_and_ends_in_probation() -> None:
     fleet = _fleet()
     _observe(fleet, "n2", "maria")
     with pytest.raises(Conflict, match="cordoned by maria"):
@@ -68,7 +68,7 @@ def test_a_foreign_cordon_is_never_lifted_by_us_and_its_end_leads_through_probat
 
 
 @pytest.mark.promise("holds-respected")
-def test_nothing_is_done_by_itself_to_a_node_that_somebody_else_has_cordoned() -> None:
+def test_remediation_skips_node_with_foreign_cordon() -> None:
     fleet = _fleet(remediation_mode=Mode.ENFORCE)
     fleet.raise_finding("n2", xid(119, Action.RESET_GPU))
     _observe(fleet, "n2", "maria")
@@ -82,7 +82,7 @@ def test_nothing_is_done_by_itself_to_a_node_that_somebody_else_has_cordoned() -
     assert fleet.node_state("n2") is NodeState.HELD
 
 
-def test_a_node_that_was_lost_while_cordoned_comes_back_to_be_held() -> None:
+def test_node_cordoned_while_lost_returns_held() -> None:
     fleet = _fleet()
     fleet.disconnect("n2")
     fleet.advance(3.0, "n1", "n3", "n4", "n5")
@@ -91,7 +91,7 @@ def test_a_node_that_was_lost_while_cordoned_comes_back_to_be_held() -> None:
     assert fleet.node_state("n2") is NodeState.HELD
 
 
-def test_an_observation_that_says_nothing_new_changes_nothing() -> None:
+def test_unchanged_scheduler_state_is_ignored() -> None:
     fleet = _fleet()
     assert _observe(fleet, "n2") == []
     assert _observe(fleet, "stranger", "maria") == []
@@ -101,7 +101,7 @@ def test_an_observation_that_says_nothing_new_changes_nothing() -> None:
 
 
 @pytest.mark.promise("holds-respected")
-def test_a_hold_outlasts_findings_cordons_and_maintenance() -> None:
+def test_hold_outlasts_findings_cordons_and_maintenance() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.HOLD, node="n2")
     assert ("n2", "evict") not in decisions(fleet.raise_finding("n2", xid()))
@@ -114,7 +114,7 @@ def test_a_hold_outlasts_findings_cordons_and_maintenance() -> None:
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
-def test_a_node_that_was_held_on_its_way_back_goes_on_with_it() -> None:
+def test_node_held_on_probation_resumes_probation() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.EVICT, node="n2")
     fleet.order(OperatorAction.READMIT, node="n2")
@@ -124,7 +124,7 @@ def test_a_node_that_was_held_on_its_way_back_goes_on_with_it() -> None:
     assert fleet.node_state("n2") is NodeState.PROBATION
 
 
-def test_a_hold_of_an_older_release_is_a_hold() -> None:
+def test_hold_from_older_release_is_respected() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.HOLD, node="n2")
     fleet.state.nodes["n2"].hold_reason = ""
@@ -137,7 +137,7 @@ def test_a_hold_of_an_older_release_is_a_hold() -> None:
 # --- maintenance -------------------------------------------------------------------------------------------------
 
 
-def test_in_maintenance_a_node_leaves_its_job_at_a_boundary_and_comes_back_by_probation_at_the_end() -> None:
+def test_maintenance_drains_node_and_ends_in_probation() -> None:
     fleet = _fleet()
     effects = _maintain(fleet, node="n2")
     assert generations(effects)[0].after_step is not None
@@ -149,7 +149,7 @@ def test_in_maintenance_a_node_leaves_its_job_at_a_boundary_and_comes_back_by_pr
 
 
 @pytest.mark.promise("holds-respected")
-def test_silence_and_findings_in_the_window_are_held_against_nobody() -> None:
+def test_maintenance_ignores_absence_and_findings() -> None:
     fleet = _fleet()
     _maintain(fleet, node="n2")
     others = ["n1", "n3", "n4", "n5"]
@@ -163,7 +163,7 @@ def test_silence_and_findings_in_the_window_are_held_against_nobody() -> None:
 
 
 @pytest.mark.promise("probation")
-def test_what_still_stands_at_the_end_keeps_the_node_out() -> None:
+def test_finding_standing_at_maintenance_end_quarantines_node() -> None:
     fleet = _fleet()
     _maintain(fleet, 5.0, node="n2")
     fleet.raise_finding("n2", xid())
@@ -171,7 +171,7 @@ def test_what_still_stands_at_the_end_keeps_the_node_out() -> None:
     assert fleet.node_state("n2") is NodeState.QUARANTINED
 
 
-def test_a_node_that_is_away_at_the_end_comes_back_when_it_is_heard() -> None:
+def test_node_absent_at_maintenance_end_returns_on_heartbeat() -> None:
     fleet = _fleet()
     _maintain(fleet, 30.0, node="n2")
     fleet.advance(31.0, "n1", "n3", "n4", "n5")
@@ -180,7 +180,7 @@ def test_a_node_that_is_away_at_the_end_comes_back_when_it_is_heard() -> None:
     assert fleet.node_state("n2") is NodeState.PROBATION
 
 
-def test_maintenance_of_a_held_node_that_its_job_needs_is_refused() -> None:
+def test_maintenance_of_required_held_node_is_refused() -> None:
     fleet = CoreFleet()
     fleet.start(4, min_nodes=4)
     fleet.order(OperatorAction.HOLD, node="n1")
@@ -190,7 +190,7 @@ def test_maintenance_of_a_held_node_that_its_job_needs_is_refused() -> None:
     assert fleet.job_state() is JobState.RUNNING
 
 
-def test_a_held_node_that_stays_in_its_seat_counts_when_another_is_to_be_maintained() -> None:
+def test_seated_held_node_counts_towards_job_minimum() -> None:
     fleet = CoreFleet()
     fleet.start(4, min_nodes=3)
     fleet.order(OperatorAction.HOLD, node="n1")
@@ -200,7 +200,7 @@ def test_a_held_node_that_stays_in_its_seat_counts_when_another_is_to_be_maintai
         _maintain(fleet, node="n3")
 
 
-def test_a_rack_in_maintenance_holds_all_its_nodes_and_those_that_come_up_in_it() -> None:
+def test_rack_maintenance_covers_present_and_new_nodes() -> None:
     fleet = CoreFleet()
     for node, rack in (("a1", "A"), ("a2", "A"), ("b1", "B")):
         fleet.register(node, domain=Domain(rack=rack))
@@ -213,7 +213,7 @@ def test_a_rack_in_maintenance_holds_all_its_nodes_and_those_that_come_up_in_it(
     assert fleet.state.fleet.maintenance_windows == []
 
 
-def test_maintenance_goes_on_after_a_restart_of_the_controller() -> None:
+def test_maintenance_survives_controller_restart() -> None:
     fleet = _fleet()
     _maintain(fleet, node="n2")
     fleet.restart()
@@ -223,7 +223,7 @@ def test_maintenance_goes_on_after_a_restart_of_the_controller() -> None:
     assert fleet.node_state("n2") is not NodeState.HELD
 
 
-def test_an_operator_ends_a_window_early() -> None:
+def test_readmit_ends_maintenance_early() -> None:
     fleet = _fleet()
     _maintain(fleet, node="n2")
     fleet.order(OperatorAction.READMIT, node="n2")
@@ -232,7 +232,7 @@ def test_an_operator_ends_a_window_early() -> None:
     assert fleet.node_state("n2") is not NodeState.HELD
 
 
-def test_a_node_that_was_readmitted_early_is_not_taken_back_into_its_racks_window() -> None:
+def test_readmitted_node_is_exempt_from_rack_maintenance() -> None:
     fleet = CoreFleet()
     for node in ("a1", "a2"):
         fleet.register(node, domain=Domain(rack="A"))
@@ -244,7 +244,7 @@ def test_a_node_that_was_readmitted_early_is_not_taken_back_into_its_racks_windo
     assert fleet.node_state("a2") is NodeState.HELD
 
 
-def test_a_window_that_cannot_be_is_refused_and_changes_nothing() -> None:
+def test_invalid_maintenance_is_refused_without_effect() -> None:
     fleet = CoreFleet()
     fleet.start(3, min_nodes=3)
     before = len(fleet.effects)
@@ -259,7 +259,7 @@ def test_a_window_that_cannot_be_is_refused_and_changes_nothing() -> None:
     assert len(fleet.effects) == before
 
 
-def test_a_held_node_that_falls_ill_is_left_to_who_holds_it_and_says_so() -> None:
+def test_held_node_with_finding_gets_only_a_recommendation() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.HOLD, node="n2")
     _observe(fleet, "n3", "maria")
@@ -274,7 +274,7 @@ def test_a_held_node_that_falls_ill_is_left_to_who_holds_it_and_says_so() -> Non
 
 
 @pytest.mark.parametrize("order", [OperatorAction.MAINTENANCE, OperatorAction.REPAIR])
-def test_an_order_about_a_node_that_leaves_at_a_boundary_does_not_hurry_its_job(order: OperatorAction) -> None:
+def test_order_during_boundary_drain_does_not_force_regroup(order: OperatorAction) -> None:
     fleet = _fleet()
     fleet.progress(20)
     fleet.raise_finding("n2", xid(79))
@@ -283,7 +283,7 @@ def test_an_order_about_a_node_that_leaves_at_a_boundary_does_not_hurry_its_job(
     assert fleet.job().outgoing_generation is not None
 
 
-def test_an_order_says_to_whom_and_for_how_long() -> None:
+def test_order_event_names_subject_and_duration() -> None:
     fleet = CoreFleet()
     fleet.start(2, 1)
     assert audits(fleet.order(OperatorAction.HOLD, node="n1"), "operator.hold") == ["ada ordered to hold n1: because"]
@@ -295,7 +295,7 @@ def test_an_order_says_to_whom_and_for_how_long() -> None:
     assert audits(stopped, "operator.stop_job") == ["ada ordered to stop job job: because"]
 
 
-def test_no_remedy_is_asked_for_in_a_window() -> None:
+def test_remediation_waits_for_maintenance_end() -> None:
     fleet = _fleet(remediation_mode=Mode.ENFORCE)
     fleet.raise_finding("n2", xid(119, Action.RESET_GPU))
     _maintain(fleet, 30.0, node="n2")
@@ -320,7 +320,7 @@ def _everybody(fleet: CoreFleet, seconds: float) -> None:
     fleet.advance(seconds, *fleet.state.nodes)
 
 
-def test_a_planned_window_changes_nothing_until_its_time() -> None:
+def test_planned_maintenance_starts_at_its_time() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     _planned(fleet, 30.0, 10.0, node="n2")
@@ -332,7 +332,7 @@ def test_a_planned_window_changes_nothing_until_its_time() -> None:
     assert fleet.node_state("n2") is NodeState.PROBATION
 
 
-def test_windows_that_follow_one_another_are_one_absence() -> None:
+def test_adjacent_maintenance_windows_are_one_absence() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.order(OperatorAction.MAINTENANCE, node="n2", until=fleet.now + 20.0)
@@ -347,7 +347,7 @@ def test_windows_that_follow_one_another_are_one_absence() -> None:
     assert fleet.state.fleet.maintenance_windows == []
 
 
-def test_a_node_that_joins_its_rack_meanwhile_is_in_the_racks_window_too() -> None:
+def test_planned_rack_maintenance_covers_nodes_added_later() -> None:
     fleet = CoreFleet()
     fleet.register("n1", domain=Domain(rack="A"))
     _planned(fleet, 30.0, 60.0, rack="A")
@@ -357,7 +357,7 @@ def test_a_node_that_joins_its_rack_meanwhile_is_in_the_racks_window_too() -> No
     assert {fleet.node_state(node) for node in ("n1", "n2", "n3")} == {NodeState.HELD}
 
 
-def test_what_was_planned_for_a_rack_is_cancelled_for_that_rack_alone() -> None:
+def test_maintenance_cancel_affects_only_the_named_rack() -> None:
     fleet = CoreFleet()
     fleet.register("n1", domain=Domain(rack="A"))
     fleet.register("n2", domain=Domain(rack="B"))
@@ -368,7 +368,7 @@ def test_what_was_planned_for_a_rack_is_cancelled_for_that_rack_alone() -> None:
     assert (fleet.node_state("n1"), fleet.node_state("n2")) == (NodeState.HEALTHY, NodeState.HELD)
 
 
-def test_a_window_that_began_while_no_controller_was_there_begins_late_and_one_that_ended_never() -> None:
+def test_maintenance_missed_by_controller_starts_late_or_never() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     _planned(fleet, 10.0, 100.0, node="n2")
@@ -380,7 +380,7 @@ def test_a_window_that_began_while_no_controller_was_there_begins_late_and_one_t
     assert [window.node for window in fleet.state.fleet.maintenance_windows] == ["n2"]
 
 
-def test_while_the_database_is_away_a_planned_window_waits() -> None:
+def test_planned_maintenance_waits_for_database() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     _planned(fleet, 10.0, 100.0, node="n2")
@@ -392,7 +392,7 @@ def test_while_the_database_is_away_a_planned_window_waits() -> None:
     assert fleet.node_state("n2") is NodeState.HELD
 
 
-def test_who_is_readmitted_early_still_has_what_is_planned_for_later() -> None:
+def test_early_readmission_keeps_later_maintenance() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.order(OperatorAction.MAINTENANCE, node="n2", until=fleet.now + 20.0)
@@ -403,7 +403,7 @@ def test_who_is_readmitted_early_still_has_what_is_planned_for_later() -> None:
     assert fleet.node_state("n2") is NodeState.HELD
 
 
-def test_a_job_that_needs_its_nodes_pauses_when_a_planned_window_begins() -> None:
+def test_planned_maintenance_pauses_job_at_minimum() -> None:
     fleet = CoreFleet()
     fleet.start(3, min_nodes=3)
     _planned(fleet, 10.0, 20.0, node="n2")
@@ -411,7 +411,7 @@ def test_a_job_that_needs_its_nodes_pauses_when_a_planned_window_begins() -> Non
     assert fleet.job_state() is JobState.PAUSED
 
 
-def test_of_windows_that_begin_at_once_none_takes_the_others_nodes_in() -> None:
+def test_simultaneous_maintenance_seats_no_affected_spare() -> None:
     fleet = CoreFleet()
     fleet.start(3, spares=2)
     (spare, other) = sorted(fleet.state.nodes.keys() - set(fleet.seats()))
@@ -424,7 +424,7 @@ def test_of_windows_that_begin_at_once_none_takes_the_others_nodes_in() -> None:
 
 
 @pytest.mark.parametrize("again", ["restarts", "wakes"])
-def test_nothing_is_done_to_a_node_whose_window_came_while_the_controller_was_away(again: str) -> None:
+def test_overdue_maintenance_precedes_remediation(again: str) -> None:
     fleet = _fleet(remediation_mode=Mode.ENFORCE)
     fleet.raise_finding("n2", xid(119, Action.RESET_GPU))
     fleet.resume(step=40)

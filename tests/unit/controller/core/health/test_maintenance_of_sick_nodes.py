@@ -55,7 +55,7 @@ def _failed(fleet: CoreFleet) -> None:
 
 @pytest.mark.promise("holds-respected")
 @BOTH
-def test_a_quarantined_node_that_is_held_is_neither_treated_nor_comes_back_until_it_is_released(
+def test_held_quarantined_node_is_not_remediated_until_release(
     order: OperatorAction,
 ) -> None:
     fleet = _sick()
@@ -72,7 +72,7 @@ def test_a_quarantined_node_that_is_held_is_neither_treated_nor_comes_back_until
 
 
 @pytest.mark.promise("holds-respected")
-def test_one_that_got_well_is_held_and_tried_when_it_is_released() -> None:
+def test_recovered_node_stays_held_and_is_probed_on_release() -> None:
     fleet = _sick()
     fleet.order(OperatorAction.HOLD, node="n2")
     fleet.clear_finding("n2", HUNG.key)
@@ -85,7 +85,7 @@ def test_one_that_got_well_is_held_and_tried_when_it_is_released() -> None:
     assert fleet.node_state("n2") is NodeState.PROBATION
 
 
-def test_a_cure_that_was_asked_for_before_is_told_and_what_would_follow_it_waits() -> None:
+def test_hold_reports_remediation_in_progress_and_stops_ladder() -> None:
     fleet = _sick()
     fleet.advance(2.0, *EVERYONE)
     (asked,) = _cures(fleet.effects)
@@ -101,7 +101,7 @@ def test_a_cure_that_was_asked_for_before_is_told_and_what_would_follow_it_waits
     assert _cures(fleet.effects) == [asked, RemediationKind.REBOOT]
 
 
-def test_a_ladder_that_is_used_up_hands_no_held_node_to_repair() -> None:
+def test_exhausted_ladder_does_not_send_held_node_to_repair() -> None:
     rules = CorePolicy.lab().rules
     short = {
         kind: tuple(msgspec.structs.replace(rule, ladder=(Action.RESET_GPU,)) for rule in of)
@@ -116,7 +116,7 @@ def test_a_ladder_that_is_used_up_hands_no_held_node_to_repair() -> None:
     assert fleet.node_state("n2") is NodeState.QUARANTINED
 
 
-def test_a_held_node_that_offends_again_and_again_goes_to_repair_when_it_is_released() -> None:
+def test_held_repeat_offender_goes_to_repair_on_release() -> None:
     fleet = _sick()
     fleet.order(OperatorAction.HOLD, node="n2")
     add_offence(Transition(fleet.state, fleet.now, ""), "n2", 100.0)
@@ -130,7 +130,7 @@ def test_a_held_node_that_offends_again_and_again_goes_to_repair_when_it_is_rele
 
 
 @BOTH
-def test_a_node_in_repair_that_is_held_stays_there_and_only_readmit_brings_it_back(order: OperatorAction) -> None:
+def test_held_node_in_repair_returns_only_by_readmit(order: OperatorAction) -> None:
     fleet = _sick()
     fleet.order(OperatorAction.REPAIR, node="n2")
     fleet.order(order, node="n2")
@@ -141,7 +141,7 @@ def test_a_node_in_repair_that_is_held_stays_there_and_only_readmit_brings_it_ba
     assert (fleet.node_state("n2"), fleet.state.nodes["n2"].hold_reason) == (NodeState.PROBATION, "")
 
 
-def test_a_release_ends_a_hold_and_nothing_else() -> None:
+def test_release_ends_only_the_operator_hold() -> None:
     fleet = _sick()
     with pytest.raises(Conflict, match="nobody holds n2"):
         fleet.order(OperatorAction.RELEASE, node="n2")
@@ -154,7 +154,7 @@ def test_a_release_ends_a_hold_and_nothing_else() -> None:
 
 
 @pytest.mark.promise("probation")
-def test_what_stands_when_a_held_node_is_released_keeps_it_out() -> None:
+def test_finding_standing_at_release_quarantines_node() -> None:
     fleet = _sick()
     fleet.order(OperatorAction.HOLD, node="n3")
     fleet.raise_finding("n3", xid())
@@ -165,7 +165,7 @@ def test_what_stands_when_a_held_node_is_released_keeps_it_out() -> None:
 
 
 @pytest.mark.promise("probation")
-def test_what_stands_when_a_cordon_is_lifted_keeps_the_node_out() -> None:
+def test_finding_standing_at_cordon_removal_quarantines_node() -> None:
     fleet = _sick()
     fleet.feed(SchedulerStateChanged(node="n3", cordoned_by="maria", trace=fleet.trace()))
     fleet.raise_finding("n3", xid())
@@ -174,7 +174,7 @@ def test_what_stands_when_a_cordon_is_lifted_keeps_the_node_out() -> None:
 
 
 @pytest.mark.promise("probation")
-def test_what_a_reboot_cured_does_not_count_when_the_node_is_heard_again() -> None:
+def test_finding_from_before_reboot_does_not_count_at_return() -> None:
     fleet = _sick()
     fleet.order(OperatorAction.HOLD, node="n3")
     fleet.raise_finding("n3", xid())
@@ -204,7 +204,7 @@ def _examined(fleet: CoreFleet) -> NodeState:
 
 
 @pytest.mark.promise("probation")
-def test_who_is_readmitted_with_a_finding_serves_at_the_operators_word_until_it_gets_worse() -> None:
+def test_readmitted_node_serves_until_finding_worsens() -> None:
     fleet = _readmitted_with(xid())
     fleet.beat("n3", xid(), xid(31, Action.NONE))
     fleet.restart()
@@ -213,7 +213,7 @@ def test_who_is_readmitted_with_a_finding_serves_at_the_operators_word_until_it_
     assert fleet.node_state("n3") is NodeState.QUARANTINED
 
 
-def test_a_finding_that_comes_again_after_a_readmission_is_nobodys_word() -> None:
+def test_finding_raised_again_after_readmission_evicts_node() -> None:
     fleet = _readmitted_with(xid())
     fleet.clear_finding("n3", xid().key)
     fleet.raise_finding("n3", xid())

@@ -88,7 +88,7 @@ def _reset_due() -> CoreFleet:
 # --- cordons -----------------------------------------------------------------------------------------------------
 
 
-def test_a_node_that_leaves_is_cordoned_once_and_given_back_when_it_is_healthy() -> None:
+def test_evicted_node_is_cordoned_then_uncordoned_when_healthy() -> None:
     fleet = _fleet(remediation_mode=Mode.RECOMMEND)
     cordon = _asked(fleet.raise_finding("n2", xid()))
     assert [(one.kind, one.node, one.verdict_id) for one in cordon] == [(RemediationKind.CORDON, "n2", "n2-1")]
@@ -98,7 +98,7 @@ def test_a_node_that_leaves_is_cordoned_once_and_given_back_when_it_is_healthy()
     assert len(set(ids)) == len(ids)
 
 
-def test_every_way_out_of_service_cordons_and_a_lost_node_is_not_cordoned() -> None:
+def test_every_removal_cordons_except_a_lost_node() -> None:
     for order in (OperatorAction.HOLD, OperatorAction.DRAIN, OperatorAction.EVICT, OperatorAction.REPAIR):
         fleet = _fleet()
         assert _kinds(fleet.order(order, node="n2"))[0] == "cordon"
@@ -108,7 +108,7 @@ def test_every_way_out_of_service_cordons_and_a_lost_node_is_not_cordoned() -> N
     assert fleet.node_state("n2") is NodeState.LOST
 
 
-def test_a_cordon_that_failed_may_have_been_carried_out_and_is_asked_for_again_and_taken_back() -> None:
+def test_failed_cordon_is_retried_and_later_undone() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.HOLD, node="n2")
     _report(fleet, RemediationKind.CORDON, ok=False, detail="the scheduler is away")
@@ -118,7 +118,7 @@ def test_a_cordon_that_failed_may_have_been_carried_out_and_is_asked_for_again_a
     assert _kinds(_readmitted(fleet)) == ["uncordon"]
 
 
-def test_a_node_in_repair_is_given_back_though_its_cordon_failed() -> None:
+def test_repaired_node_is_uncordoned_after_failed_cordon() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.REPAIR, node="n2")
     _report(fleet, RemediationKind.CORDON, ok=False, detail="the scheduler does not answer")
@@ -126,7 +126,7 @@ def test_a_node_in_repair_is_given_back_though_its_cordon_failed() -> None:
     assert _kinds(_readmitted(fleet)) == ["uncordon"]
 
 
-def test_remedies_of_different_controllers_never_share_an_id() -> None:
+def test_remediation_ids_contain_the_controller_epoch() -> None:
     fleet = _fleet()
     fleet.state.epoch = 7
     assert _asked(fleet.order(OperatorAction.HOLD, node="n2"))[0].id.startswith("remediation-7-")
@@ -136,7 +136,7 @@ def test_remedies_of_different_controllers_never_share_an_id() -> None:
 
 
 @pytest.mark.promise("remediation-caps")
-def test_a_cure_is_asked_for_once_the_node_has_left_its_jobs() -> None:
+def test_remediation_starts_after_node_has_left_its_jobs() -> None:
     fleet = _fleet()
     fleet.raise_finding("n2", _hung())
     fleet.advance(0.2, *EVERYONE)
@@ -147,7 +147,7 @@ def test_a_cure_is_asked_for_once_the_node_has_left_its_jobs() -> None:
     assert reset[0].verdict_id == "n2-1"
 
 
-def test_where_cures_are_only_recommended_none_is_asked_for_and_the_node_waits_until_it_clears() -> None:
+def test_recommend_mode_requests_only_the_cordon() -> None:
     fleet = _fleet(remediation_mode=Mode.RECOMMEND)
     fleet.raise_finding("n2", _hung())
     _leave_jobs(fleet)
@@ -156,7 +156,7 @@ def test_where_cures_are_only_recommended_none_is_asked_for_and_the_node_waits_u
     assert fleet.node_state("n2") is NodeState.QUARANTINED
 
 
-def test_a_confirmed_cure_whose_cause_clears_leads_to_diagnostics_and_probation() -> None:
+def test_successful_remediation_leads_to_diagnostics() -> None:
     fleet = _reset_due()
     fleet.solos = False
     _report(fleet, RemediationKind.RESET_GPU)
@@ -167,7 +167,7 @@ def test_a_confirmed_cure_whose_cause_clears_leads_to_diagnostics_and_probation(
     assert sent(fleet.effects[before:], RunProbe)["n2"].kind is ProbeKind.MEMORY
 
 
-def test_a_node_that_got_well_by_itself_waits_for_the_cure_that_may_still_come() -> None:
+def test_recovered_node_waits_for_pending_remediation() -> None:
     fleet = _reset_due()
     fleet.clear_finding("n2", _hung().key)
     fleet.advance(2.5, *EVERYONE)
@@ -179,7 +179,7 @@ def test_a_node_that_got_well_by_itself_waits_for_the_cure_that_may_still_come()
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
-def test_a_cure_says_when_nothing_is_to_be_heard_of_it_any_more() -> None:
+def test_remediation_request_carries_its_deadline() -> None:
     fleet = _reset_due()
     (reset,) = (remedy for remedy in _asked(fleet.effects) if remedy.kind is RemediationKind.RESET_GPU)
     course = fleet.state.nodes["n2"].readmission_plan
@@ -187,7 +187,7 @@ def test_a_cure_says_when_nothing_is_to_be_heard_of_it_any_more() -> None:
     assert reset.deadline == course.remediation_deadline == reset.at + fleet.policy.remediation_timeout_s
 
 
-def test_a_cure_follows_from_the_verdict_that_took_the_node_out_whatever_was_said_of_it_since() -> None:
+def test_remediation_refers_to_the_evicting_verdict() -> None:
     """The node that has to leave at the boundary is in a tie of digests before it does."""
     fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), remediation_mode=Mode.ENFORCE))
     fleet.solos = False
@@ -203,25 +203,25 @@ def test_a_cure_follows_from_the_verdict_that_took_the_node_out_whatever_was_sai
     assert reset.verdict_id == "n2-1"
 
 
-def test_a_cure_that_failed_leads_to_the_next() -> None:
+def test_failed_remediation_leads_to_next_step() -> None:
     fleet = _reset_due()
     assert _kinds(_report(fleet, RemediationKind.RESET_GPU, ok=False, detail="nvidia-smi: in use")) == ["reboot"]
     assert "nvidia-smi: in use" in audits(fleet.effects, "remediation.failed")[-1]
 
 
-def test_a_confirmed_cure_that_cured_nothing_leads_to_the_next() -> None:
+def test_ineffective_remediation_leads_to_next_step() -> None:
     fleet = _reset_due()
     _report(fleet, RemediationKind.RESET_GPU)
     assert _kinds(fleet.advance(6.0, *EVERYONE)) == ["reboot"]
 
 
-def test_a_cure_of_which_nothing_is_heard_leads_to_the_next() -> None:
+def test_unreported_remediation_leads_to_next_step() -> None:
     fleet = _reset_due()
     assert _kinds(fleet.advance(31.0, *EVERYONE)) == ["reboot"]
 
 
 @pytest.mark.promise("remediation-caps")
-def test_after_the_last_cure_the_node_goes_to_repair_with_its_evidence() -> None:
+def test_last_ladder_step_is_repair_with_evidence() -> None:
     fleet = _reset_due()
     _report(fleet, RemediationKind.RESET_GPU, ok=False, detail="busy")
     assert _asked(_report(fleet, RemediationKind.REBOOT, ok=False, detail="no power")) == []
@@ -235,7 +235,7 @@ def test_after_the_last_cure_the_node_goes_to_repair_with_its_evidence() -> None
     assert [note.kind for note in evidence.history].count("action") >= 4
 
 
-def test_the_same_fault_within_the_week_takes_the_next_cure() -> None:
+def test_recurring_fault_takes_next_step() -> None:
     fleet = _fleet()
     fleet.raise_finding("n2", _hung())
     _leave_jobs(fleet)
@@ -252,20 +252,20 @@ def test_the_same_fault_within_the_week_takes_the_next_cure() -> None:
     assert "reboot" in _kinds(fleet.effects[before:])
 
 
-def test_the_strongest_cure_of_several_causes_is_due() -> None:
+def test_strongest_action_of_several_causes_is_taken() -> None:
     fleet = _fleet()
     fleet.raise_finding("n2", _hung())
     fleet.raise_finding("n2", msgspec.structs.replace(xid(79, Action.DRAIN), subject="GPU-1"))
     assert _kinds(_leave_jobs(fleet)) == ["reboot"]
 
 
-def test_a_ladder_goes_on_after_a_restart_of_the_controller() -> None:
+def test_ladder_continues_after_controller_restart() -> None:
     fleet = _reset_due()
     fleet.restart()
     assert _kinds(_report(fleet, RemediationKind.RESET_GPU, ok=False, detail="busy")) == ["reboot"]
 
 
-def test_memory_that_did_not_hold_its_patterns_is_reset_and_tried_again() -> None:
+def test_wrong_memory_probe_leads_to_reset_and_retry() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.EVICT, node="n2")
     fleet.resume(step=40)
@@ -281,7 +281,7 @@ def test_memory_that_did_not_hold_its_patterns_is_reset_and_tried_again() -> Non
     assert fleet.node_state("n2") is NodeState.PROBATION
 
 
-def test_no_reset_lets_a_liar_back() -> None:
+def test_reset_does_not_readmit_divergent_node() -> None:
     fleet = _reset_due()
     finding = Finding(
         kind=FindingKind.DIGEST_MISMATCH, subject="parameters", severity=Severity.CRITICAL, message="differs"
@@ -296,7 +296,7 @@ def test_no_reset_lets_a_liar_back() -> None:
     assert fleet.state.nodes["n2"].needs_operator
 
 
-def test_nothing_is_done_by_itself_to_a_node_that_an_operator_took_out() -> None:
+def test_remediation_skips_node_evicted_by_operator() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.EVICT, node="n2")
     fleet.raise_finding("n2", _hung())
@@ -310,7 +310,7 @@ def test_nothing_is_done_by_itself_to_a_node_that_an_operator_took_out() -> None
 
 
 @pytest.mark.promise("remediation-caps")
-def test_a_node_is_not_rebooted_for_ever() -> None:
+def test_remediation_limit_per_node_leads_to_repair() -> None:
     fleet = _fleet(remediations_per_node=1)
     fleet.raise_finding("n2", _hung())
     _leave_jobs(fleet)
@@ -320,7 +320,7 @@ def test_a_node_is_not_rebooted_for_ever() -> None:
 
 
 @pytest.mark.promise("remediation-caps")
-def test_the_fleets_cap_makes_others_wait_and_says_so_once() -> None:
+def test_remediation_limit_of_fleet_delays_and_is_reported_once() -> None:
     fleet = _fleet(remediations_per_fleet=1, remediation_fleet_window_s=60.0)
     fleet.raise_finding("n2", _hung())
     _leave_jobs(fleet)
@@ -334,7 +334,7 @@ def test_the_fleets_cap_makes_others_wait_and_says_so_once() -> None:
     assert next((one.kind, one.node) for one in _asked(fleet.effects[before:])) == (RemediationKind.RESET_GPU, "n3")
 
 
-def test_nothing_is_asked_for_while_the_database_is_away() -> None:
+def test_remediation_waits_for_database() -> None:
     fleet = _fleet()
     fleet.raise_finding("n2", _hung())
     fleet.state.database_outage = "no route"
@@ -366,7 +366,7 @@ def _pass(fleet: CoreFleet) -> ProbeKind:
 
 
 @pytest.mark.promise("probation")
-def test_the_way_back_leads_through_the_diagnostics_that_the_reason_calls_for_as_often_as_it_says() -> None:
+def test_probation_runs_the_required_diagnostics_repeatedly() -> None:
     ecc = msgspec.structs.replace(_hung(), kind=FindingKind.GPU_ECC_UNCORRECTABLE, xid=None)
     fleet = _on_probation(ecc)
     fleet.advance(4.0, *EVERYONE)
@@ -378,7 +378,7 @@ def test_the_way_back_leads_through_the_diagnostics_that_the_reason_calls_for_as
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
-def test_wrong_work_on_the_way_back_keeps_the_node_out_until_somebody_vouches_or_mends() -> None:
+def test_wrong_compute_probe_keeps_node_out_until_gpu_replaced() -> None:
     fleet = _on_probation(_hung())
     _pass(fleet)
     name = next(iter(fleet.state.probes))
@@ -392,7 +392,7 @@ def test_wrong_work_on_the_way_back_keeps_the_node_out_until_somebody_vouches_or
     assert fleet.node_state("n2") is NodeState.PROBATION
 
 
-def test_a_diagnostic_that_could_not_be_run_is_tried_again_later() -> None:
+def test_failed_diagnostic_without_result_is_retried() -> None:
     fleet = _on_probation(_hung())
     name = next(iter(fleet.state.probes))
     said = decisions(fleet.report("n2", ProbeFinished(probe=name, ok=False, started=True, detail="out of memory")))
@@ -402,7 +402,7 @@ def test_a_diagnostic_that_could_not_be_run_is_tried_again_later() -> None:
     assert next(iter(fleet.state.probes.values())).kind is ProbeKind.MEMORY
 
 
-def test_a_cause_must_be_clear_for_as_long_as_its_rule_says() -> None:
+def test_quarantine_requires_cause_clear_for_rule_time() -> None:
     fleet = _fleet(remediation_mode=Mode.RECOMMEND)
     fleet.advance(301.0, *EVERYONE)
     port = port_down()
@@ -417,7 +417,7 @@ def test_a_cause_must_be_clear_for_as_long_as_its_rule_says() -> None:
     assert fleet.node_state("n2") is NodeState.PROBATION
 
 
-def test_many_nodes_that_return_at_once_wait_for_partners_in_turn() -> None:
+def test_many_returning_nodes_take_turns_with_partners() -> None:
     fleet = CoreFleet()
     fleet.register(*[f"m{i}" for i in range(8)])
     for i in range(1, 8):
@@ -453,7 +453,7 @@ def _dry_run(fleet: CoreFleet, kind: RemediationKind) -> list[Effect]:
     return fleet.effects[before:]
 
 
-def test_evidence_says_that_a_dry_run_did_nothing() -> None:
+def test_evidence_marks_a_dry_run() -> None:
     fleet = _reset_due()
     effects = _dry_run(fleet, RemediationKind.RESET_GPU)
     (said,) = audits(effects, "remediation.confirmed")
@@ -464,7 +464,7 @@ def test_evidence_says_that_a_dry_run_did_nothing() -> None:
     assert evidence.remediation_times == ()
 
 
-def test_evidence_lists_resets_that_were_carried_out() -> None:
+def test_evidence_lists_performed_resets() -> None:
     fleet = _reset_due()
     _report(fleet, RemediationKind.RESET_GPU)
     evidence = collect_evidence(fleet.state, "n2", fleet.now)
@@ -472,7 +472,7 @@ def test_evidence_lists_resets_that_were_carried_out() -> None:
     assert "was carried out" in evidence.history[-1].sentence
 
 
-def test_a_dry_run_that_cured_nothing_is_not_called_confirmed() -> None:
+def test_ineffective_dry_run_is_reported_failed() -> None:
     fleet = _reset_due()
     _dry_run(fleet, RemediationKind.RESET_GPU)
     effects = fleet.advance(fleet.policy.remediation_settle_s + 1.0, *EVERYONE)

@@ -50,7 +50,7 @@ def _used(fleet: CoreFleet) -> int:
 
 @pytest.mark.promise("outbreaks")
 @pytest.mark.parametrize("nodes", [*range(2, 65), 300])
-def test_a_fault_of_all_nodes_at_one_instant_leaves_nobody_out_and_needs_no_person(nodes: int) -> None:
+def test_simultaneous_fault_of_all_nodes_evicts_none(nodes: int) -> None:
     fleet = _fleet(nodes)
     _hand_out(fleet, _names(nodes), xid())
     assert _out(fleet) == []
@@ -60,7 +60,7 @@ def test_a_fault_of_all_nodes_at_one_instant_leaves_nobody_out_and_needs_no_pers
 
 @pytest.mark.promise("outbreaks")
 @pytest.mark.parametrize("nodes", [2, 3, 4, 5, 8, 16, 33, 64])
-def test_the_same_where_they_show_it_one_after_the_other_within_the_window(nodes: int) -> None:
+def test_fault_spreading_within_window_evicts_none(nodes: int) -> None:
     fleet = _fleet(nodes)
     _hand_out(fleet, _names(nodes), xid(), over_s=WINDOW_S - 1.0)
     assert _out(fleet) == []
@@ -71,14 +71,14 @@ def test_the_same_where_they_show_it_one_after_the_other_within_the_window(nodes
 
 
 @pytest.mark.parametrize("nodes", [2, 8, 9, 40, 200])
-def test_so_many_errors_of_memory_that_it_takes_more_to_tell_leave_nobody_out_either(nodes: int) -> None:
+def test_widespread_ecc_errors_evict_none(nodes: int) -> None:
     fleet = _fleet(nodes)
     _hand_out(fleet, _names(nodes), uncorrectable_ecc())
     assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker_reason) == ([], 0, "")
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 8, 16, 24, 40])
-def test_a_driver_that_shows_in_several_findings_leaves_nobody_out(nodes: int) -> None:
+def test_driver_fault_with_several_findings_evicts_none(nodes: int) -> None:
     fleet = _fleet(nodes)
     for node in _names(nodes):
         for finding in (xid(119), xid(154), uncorrectable_ecc()):
@@ -88,7 +88,7 @@ def test_a_driver_that_shows_in_several_findings_leaves_nobody_out(nodes: int) -
 
 @pytest.mark.promise("outbreaks")
 @pytest.mark.parametrize("seed", range(20))
-def test_in_any_order_and_pace_with_a_restart_in_between(seed: int) -> None:
+def test_outbreak_evicts_none_in_any_order_with_restarts(seed: int) -> None:
     rng = random.Random(seed)
     nodes = rng.randint(4, 40)
     names = rng.sample(_names(nodes), rng.randint(max(4, nodes // 2), nodes))
@@ -106,7 +106,7 @@ def test_in_any_order_and_pace_with_a_restart_in_between(seed: int) -> None:
     assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker_reason) == ([], 0, "")
 
 
-def test_one_that_got_well_before_the_others_fell_ill_is_acquitted_too() -> None:
+def test_outbreak_rolls_back_eviction_of_recovered_node() -> None:
     fleet = _fleet(12)
     fleet.raise_finding("n1", xid())
     fleet.clear_finding("n1", xid().key)
@@ -121,7 +121,7 @@ def test_one_that_got_well_before_the_others_fell_ill_is_acquitted_too() -> None
 
 @pytest.mark.promise("outbreaks")
 @pytest.mark.parametrize("nodes", [1, 2, 3, 8, 64, 200])
-def test_one_node_with_the_fault_is_evicted_with_the_report_of_it(nodes: int) -> None:
+def test_single_faulty_node_is_evicted(nodes: int) -> None:
     fleet = _fleet(nodes)
     assert decisions(fleet.raise_finding("n1", xid())) == [("n1", "evict")]
     fleet.advance(130.0, *_names(nodes))
@@ -130,7 +130,7 @@ def test_one_node_with_the_fault_is_evicted_with_the_report_of_it(nodes: int) ->
 
 @pytest.mark.promise("outbreaks")
 @pytest.mark.parametrize("nodes", [20, 64, 200])
-def test_a_bad_pair_of_a_large_fleet_is_evicted_with_the_reports_of_it(nodes: int) -> None:
+def test_faulty_pair_in_large_fleet_is_evicted(nodes: int) -> None:
     fleet = _fleet(nodes)
     _hand_out(fleet, ["n1", "n2"], xid())
     assert _out(fleet) == ["n1", "n2"]
@@ -138,7 +138,7 @@ def test_a_bad_pair_of_a_large_fleet_is_evicted_with_the_reports_of_it(nodes: in
     assert _out(fleet) == ["n1", "n2"]
 
 
-def test_a_bad_pair_of_a_small_fleet_is_one_that_leaves_and_one_that_is_held_and_no_breaker() -> None:
+def test_faulty_pair_in_small_fleet_defers_second_eviction() -> None:
     fleet = _fleet(8)
     _hand_out(fleet, ["n1", "n2"], xid())
     assert _out(fleet) == ["n1"]
@@ -149,14 +149,14 @@ def test_a_bad_pair_of_a_small_fleet_is_one_that_leaves_and_one_that_is_held_and
     assert _out(fleet) == ["n1", "n2"]
 
 
-def test_another_fault_beyond_the_budget_latches_the_breaker_while_a_pair_is_held() -> None:
+def test_other_fault_beyond_budget_trips_breaker() -> None:
     fleet = _fleet(8)
     _hand_out(fleet, ["n1", "n2"], xid())
     fleet.raise_finding("n3", xid(48))
     assert fleet.state.fleet.breaker_reason != ""
 
 
-def test_both_ends_of_one_pair_are_no_outbreak() -> None:
+def test_slow_link_between_two_nodes_is_no_outbreak() -> None:
     fleet = _fleet(4)
     fleet.advance(301.0, *_names(4))
     fleet.raise_finding("n1", slow_link("n2"))
@@ -168,7 +168,7 @@ def test_both_ends_of_one_pair_are_no_outbreak() -> None:
 # --- what an acquittal takes back --------------------------------------------------------------------------------
 
 
-def test_an_acquitted_node_has_no_offence_no_step_and_no_eviction_to_its_name() -> None:
+def test_eviction_rollback_clears_offences_and_steps() -> None:
     fleet = _fleet(12)
     _hand_out(fleet, ["n1", "n2"], xid(119, Action.RESET_GPU))
     fleet.advance(30.0, *_names(12))
@@ -179,7 +179,7 @@ def test_an_acquitted_node_has_no_offence_no_step_and_no_eviction_to_its_name() 
     assert "the eviction of n1 is taken back: gpu.xid/119 is on 3 of 12 nodes within 120 s" in record.sentence
 
 
-def test_what_else_a_node_is_out_for_keeps_it_out() -> None:
+def test_eviction_rollback_keeps_node_out_for_other_causes() -> None:
     fleet = _fleet(12)
     _hand_out(fleet, ["n1"], xid(119))
     _hand_out(fleet, ["n1"], uncorrectable_ecc())
@@ -189,14 +189,14 @@ def test_what_else_a_node_is_out_for_keeps_it_out() -> None:
     assert _used(fleet) == 1
 
 
-def test_whom_a_person_evicted_stays_out() -> None:
+def test_outbreak_keeps_operator_eviction() -> None:
     fleet = _fleet(12)
     fleet.order(OperatorAction.EVICT, node="n1")
     _hand_out(fleet, _names(12), xid())
     assert _out(fleet) == ["n1"]
 
 
-def test_who_was_evicted_long_before_the_others_stays_out() -> None:
+def test_outbreak_keeps_eviction_before_its_window() -> None:
     fleet = _fleet(12)
     _hand_out(fleet, ["n1"], xid())
     fleet.advance(130.0, *_names(12))
@@ -205,7 +205,7 @@ def test_who_was_evicted_long_before_the_others_stays_out() -> None:
 
 
 @pytest.mark.promise("remediation-delay")
-def test_nothing_is_done_to_a_machine_for_a_moment_and_nobody_is_given_to_people_within_the_window() -> None:
+def test_remediation_and_repair_wait_for_outbreak_window() -> None:
     fleet = _fleet(20, remediation_mode=Mode.ENFORCE)
     _hand_out(fleet, ["n1"], xid(119, Action.RESET_GPU))
     _hand_out(fleet, ["n2"], xid(79))
@@ -221,7 +221,7 @@ def _remedies(fleet: CoreFleet) -> list[RemediationKind]:
     return [effect.remediation.kind for effect in fleet.effects if isinstance(effect, RequestRemediation)]
 
 
-def test_a_held_rack_may_lose_its_node_once_the_outbreak_has_given_its_place_back() -> None:
+def test_eviction_rollback_frees_budget_for_another_fault() -> None:
     fleet = _fleet(24)
     policy = with_rules(fleet.policy)
     assert policy.eviction_share * 24 < 3
@@ -236,7 +236,7 @@ def test_a_held_rack_may_lose_its_node_once_the_outbreak_has_given_its_place_bac
 # --- while it lasts, and afterwards ------------------------------------------------------------------------------
 
 
-def test_whoever_comes_back_while_it_lasts_does_not_fall_back_for_it() -> None:
+def test_node_on_probation_stays_during_outbreak() -> None:
     fleet = _fleet(12)
     fleet.raise_finding("n1", xid(48))
     fleet.clear_finding("n1", xid(48).key)
@@ -247,7 +247,7 @@ def test_whoever_comes_back_while_it_lasts_does_not_fall_back_for_it() -> None:
     assert fleet.node_state("n1") is NodeState.PROBATION
 
 
-def test_an_acquitted_node_on_which_it_still_stands_afterwards_is_judged_by_that() -> None:
+def test_finding_left_after_outbreak_evicts_node() -> None:
     fleet = _fleet(12)
     _hand_out(fleet, ["n1", "n2", "n3"], xid())
     for node in ("n2", "n3"):
@@ -257,7 +257,7 @@ def test_an_acquitted_node_on_which_it_still_stands_afterwards_is_judged_by_that
     assert len(audits(fleet.effects, "fleet.correlated_finding_ended")) == 1
 
 
-def test_an_outbreak_of_one_driver_is_not_over_because_a_node_of_another_shows_the_same() -> None:
+def test_outbreak_is_tracked_per_driver_version() -> None:
     fleet = _fleet(0)
     fleet.register(*[f"old{number}" for number in range(40)], driver_version="550")
     fleet.register(*[f"new{number}" for number in range(4)], driver_version="570")
@@ -268,7 +268,7 @@ def test_an_outbreak_of_one_driver_is_not_over_because_a_node_of_another_shows_t
     assert audits(fleet.effects, "fleet.correlated_finding_ended") == []
 
 
-def test_who_shows_it_on_its_way_back_is_one_of_the_many() -> None:
+def test_outbreak_includes_nodes_on_probation() -> None:
     fleet = _fleet(9)
     returning = ["n4", "n5", "n6", "n7", "n8"]
     for node in (*returning, "n9"):
@@ -287,7 +287,7 @@ def test_who_shows_it_on_its_way_back_is_one_of_the_many() -> None:
     assert _out(fleet) == []
 
 
-def test_who_was_judged_at_the_end_of_one_outbreak_is_acquitted_by_the_next_one() -> None:
+def test_outbreak_rolls_back_eviction_after_previous_outbreak() -> None:
     fleet = _fleet(12)
     _hand_out(fleet, ["n1", "n2", "n3", "n4"], xid())
     for node in ("n2", "n3", "n4"):

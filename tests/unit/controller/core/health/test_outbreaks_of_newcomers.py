@@ -49,7 +49,7 @@ def _wait(fleet: CoreFleet, seconds: float, without: tuple[str, ...] = ()) -> No
 
 
 @pytest.mark.promise("outbreaks")
-def test_who_shows_it_days_later_is_judged_for_itself_while_those_in_it_stay_spared() -> None:
+def test_outbreak_spares_its_nodes_but_not_a_late_one() -> None:
     fleet = _outbreak()
     for _ in range(48):
         _wait(fleet, DAY_S / 24)
@@ -60,7 +60,7 @@ def test_who_shows_it_days_later_is_judged_for_itself_while_those_in_it_stay_spa
     assert not audits(fleet.effects, "fleet.correlated_finding_ended")
 
 
-def test_as_many_that_show_it_days_later_are_spared_and_whoever_was_judged_before_is_acquitted() -> None:
+def test_second_wave_is_spared_and_rolls_back_evictions() -> None:
     fleet = _outbreak()
     _wait(fleet, DAY_S)
     before = len(fleet.effects)
@@ -77,7 +77,7 @@ def test_as_many_that_show_it_days_later_are_spared_and_whoever_was_judged_befor
 @pytest.mark.promise("outbreaks")
 @pytest.mark.parametrize("order", [OperatorAction.EVICT, OperatorAction.REPAIR, OperatorAction.HOLD])
 @pytest.mark.parametrize("restarted", [False, True])
-def test_nodes_that_are_out_or_dead_keep_no_outbreak_alive(order: OperatorAction, restarted: bool) -> None:
+def test_outbreak_ends_when_its_nodes_do_not_serve(order: OperatorAction, restarted: bool) -> None:
     fleet = _outbreak()
     for node in IN_IT:
         fleet.order(order, node=node)
@@ -91,7 +91,7 @@ def test_nodes_that_are_out_or_dead_keep_no_outbreak_alive(order: OperatorAction
     assert fleet.state.outbreaks == {}
 
 
-def test_after_a_restart_those_in_it_stay_spared_and_others_are_judged_for_themselves() -> None:
+def test_restart_keeps_outbreak_nodes_spared() -> None:
     fleet = _outbreak()
     _wait(fleet, DAY_S)
     fleet.restart()
@@ -102,7 +102,7 @@ def test_after_a_restart_those_in_it_stay_spared_and_others_are_judged_for_thems
     assert [fleet.node_state(node) for node in IN_IT] == [NodeState.HEALTHY] * 4
 
 
-def test_a_restart_in_its_midst_forgets_nobody_who_has_just_shown_it() -> None:
+def test_restart_during_outbreak_keeps_recent_reports() -> None:
     fleet = _fresh()
     for node in IN_IT:
         fleet.raise_finding(node, _lost())
@@ -119,7 +119,7 @@ def _fresh() -> CoreFleet:
     return fleet
 
 
-def test_nodes_that_are_held_for_it_one_after_the_other_are_no_outbreak() -> None:
+def test_deferred_nodes_over_time_form_no_outbreak() -> None:
     fleet = _fresh()
     fleet.join(*NODES[:6], min_nodes=6, max_nodes=6)
     fleet.resume()
@@ -131,7 +131,7 @@ def test_nodes_that_are_held_for_it_one_after_the_other_are_no_outbreak() -> Non
     assert not audits(fleet.effects, "fleet.correlated_finding")
 
 
-def test_one_on_which_it_cleared_waits_no_more() -> None:
+def test_node_leaves_outbreak_when_finding_clears() -> None:
     fleet = _outbreak()
     _wait(fleet, DAY_S)
     fleet.raise_finding("n0", _lost(1))
@@ -142,7 +142,7 @@ def test_one_on_which_it_cleared_waits_no_more() -> None:
     assert decisions(fleet.raise_finding("n0", _lost(0))) == [("n0", "evict")]
 
 
-def test_at_its_end_those_that_are_left_go_within_the_budget_and_latch_no_breaker() -> None:
+def test_outbreak_end_evicts_within_budget_without_breaker() -> None:
     fleet = _outbreak(eviction_count=1)
     _wait(fleet, DAY_S)
     fleet.clear_finding("n0", _lost().key)
@@ -153,7 +153,7 @@ def test_at_its_end_those_that_are_left_go_within_the_budget_and_latch_no_breake
     assert len([node for node in IN_IT if fleet.state.nodes[node].eviction_deferred_by == "shared:gpu.lost"]) == 2
 
 
-def test_one_that_shows_it_while_an_outbreak_stands_latches_no_breaker() -> None:
+def test_eviction_of_outbreak_finding_trips_no_breaker() -> None:
     fleet = _outbreak(eviction_count=1)
     _wait(fleet, DAY_S)
     other = msgspec.structs.replace(_lost(), kind=FindingKind.GPU_NVLINK)

@@ -152,7 +152,7 @@ def _judge(
 @pytest.mark.promise("outbreaks")
 @settings(deadline=None, max_examples=50)
 @given(rules, st.lists(st.sampled_from(["", "1", "1", "2"]), min_size=3, max_size=9), acts)
-def test_an_outbreak_is_what_everything_ever_shown_says(
+def test_outbreak_detection_matches_full_history_model(
     rule: VerdictRule, drivers: list[str], history: list[tuple[str, int, int]]
 ) -> None:
     fleet = CoreFleet()

@@ -42,7 +42,7 @@ def _all_well(fleet: CoreFleet, names: list[str]) -> None:
 
 
 @pytest.mark.promise("outbreaks-outside")
-def test_on_probation_in_their_seats() -> None:
+def test_outbreak_on_seated_probation_evicts_none() -> None:
     fleet, names = _fleet(10)
     _lift_cordons(fleet, names)
     assert _states(fleet, names) == {NodeState.PROBATION}
@@ -54,7 +54,7 @@ def test_on_probation_in_their_seats() -> None:
 
 
 @pytest.mark.promise("outbreaks-outside")
-def test_what_came_while_all_were_cordoned_is_judged_together_when_that_ends() -> None:
+def test_outbreak_during_cordons_is_judged_when_cordons_end() -> None:
     fleet, names = _fleet(10)
     for node in names:
         fleet.feed(SchedulerStateChanged(node=node, cordoned_by="maria", trace=fleet.trace()))
@@ -66,7 +66,7 @@ def test_what_came_while_all_were_cordoned_is_judged_together_when_that_ends() -
 
 
 @pytest.mark.promise("outbreaks-outside")
-def test_back_from_a_power_loss_with_another_driver() -> None:
+def test_outbreak_after_power_loss_evicts_none() -> None:
     fleet, names = _fleet(12)
     for node in names:
         fleet.disconnect(node)
@@ -80,7 +80,7 @@ def test_back_from_a_power_loss_with_another_driver() -> None:
 
 @pytest.mark.promise("outbreaks-outside")
 @pytest.mark.parametrize("count", [2, 5, 20])
-def test_a_new_fleet(count: int) -> None:
+def test_outbreak_in_new_fleet_evicts_none(count: int) -> None:
     fleet = CoreFleet(msgspec.structs.replace(CorePolicy.production(), probe_required=False))
     names = [f"n{number}" for number in range(count)]
     for node in names:
@@ -90,7 +90,7 @@ def test_a_new_fleet(count: int) -> None:
 
 
 @pytest.mark.promise("outbreaks-outside")
-def test_one_of_many_stays_out_and_its_relapse_counts() -> None:
+def test_single_returning_faulty_node_stays_out() -> None:
     fleet, names = _fleet(12)
     fleet.disconnect("n2")
     fleet.advance(90.0, *(node for node in names if node != "n2"))
@@ -101,7 +101,7 @@ def test_one_of_many_stays_out_and_its_relapse_counts() -> None:
 
 
 @pytest.mark.promise("outbreaks-outside")
-def test_a_node_in_its_seat_is_not_taken_out_below_what_its_job_needs() -> None:
+def test_seated_node_on_probation_waits_for_spare() -> None:
     fleet, names = _fleet(4, min_nodes=4)
     fleet.order(OperatorAction.HOLD, node="n2")
     fleet.raise_finding("n2", DRIVERS)

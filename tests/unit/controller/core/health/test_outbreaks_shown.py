@@ -54,7 +54,7 @@ def test_status_counts_no_node_of_an_outbreak_as_healthy() -> None:
     assert _status(_outbreak()).nodes == {"outbreak": 10, "healthy": 30}
 
 
-def test_node_reason_names_what_stands_on_it() -> None:
+def test_node_reason_names_the_outbreak_finding() -> None:
     desk = desk_of(_outbreak())
     ill, well = fleet_views.node_detail(desk, "n2").summary, fleet_views.node_detail(desk, "n30").summary
     assert ill.reason.startswith("gpu.xid/79 stands on n2: XID 79: GPU has fallen off the bus; not evicted, since")
@@ -62,7 +62,7 @@ def test_node_reason_names_what_stands_on_it() -> None:
     assert "outbreak" not in well.reason
 
 
-def test_nodes_of_an_outbreak_are_found_by_state() -> None:
+def test_nodes_are_filtered_by_outbreak_state() -> None:
     desk = desk_of(_outbreak())
 
     def names(state: str) -> set[str]:
@@ -72,7 +72,7 @@ def test_nodes_of_an_outbreak_are_found_by_state() -> None:
     assert not names("healthy") & set(ILL)
 
 
-def test_status_on_a_terminal_names_the_outbreak() -> None:
+def test_status_table_names_the_outbreak() -> None:
     fleet = _outbreak()
     screen = printed(tables.status(_status(fleet)), 160)
     assert "10 outbreak" in screen
@@ -95,7 +95,7 @@ def test_metrics_count_outbreaks_and_their_nodes() -> None:
 
 
 @pytest.mark.promise("outbreaks-shown")
-def test_an_outbreak_is_an_alert_until_it_is_over() -> None:
+def test_alert_fires_until_outbreak_ends() -> None:
     fleet = _outbreak()
     (alert,) = _alerts(fleet)
     assert alert.labels == {"alertname": "EverstepOutbreak", "severity": "critical", "finding": "gpu.xid/79"}
@@ -107,7 +107,7 @@ def test_an_outbreak_is_an_alert_until_it_is_over() -> None:
 
 
 @pytest.mark.promise("outbreaks-shown")
-def test_an_outbreak_keeps_its_beginning_over_a_restart() -> None:
+def test_outbreak_start_survives_restart() -> None:
     fleet = _outbreak()
     before = _status(fleet).outbreaks
     fleet.advance(600.0, *fleet.state.nodes)
@@ -116,7 +116,7 @@ def test_an_outbreak_keeps_its_beginning_over_a_restart() -> None:
     assert _status(fleet).outbreaks == before
 
 
-def test_a_later_outbreak_has_a_beginning_of_its_own() -> None:
+def test_later_outbreak_has_its_own_start() -> None:
     fleet = _outbreak()
     for node in ILL:
         fleet.clear_finding(node, xid().key)
@@ -128,7 +128,7 @@ def test_a_later_outbreak_has_a_beginning_of_its_own() -> None:
     assert one.since >= again
 
 
-def test_a_node_that_returns_in_an_outbreak_is_not_called_healthy() -> None:
+def test_returning_node_sentence_names_the_outbreak() -> None:
     fleet = _outbreak()
     evicted = fleet.state.nodes["n1"]
     assert evicted.state is NodeState.HEALTHY

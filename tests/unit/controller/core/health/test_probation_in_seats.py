@@ -45,7 +45,7 @@ def _stays(fleet: CoreFleet) -> None:
 
 
 @pytest.mark.promise("outbreaks-outside")
-def test_without_a_proof_a_failed_diagnostic_takes_no_node_out_of_its_job() -> None:
+def test_failed_diagnostic_without_proof_keeps_node_seated() -> None:
     fleet = _released(CoreFleet())
     before = len(fleet.effects)
     said = decisions(fleet.advance(31.0, *FIVE))  # nobody answers the probe
@@ -80,7 +80,7 @@ def _is_tried(fleet: CoreFleet) -> bool:
     return any(probe.nodes == ("n2",) for probe in fleet.state.probes.values())
 
 
-def test_it_is_tried_again_after_a_wait_that_doubles_and_comes_back_when_it_passes_all() -> None:
+def test_failed_diagnostic_is_retried_with_doubling_wait() -> None:
     fleet = _checked()
     for wait_s in (2.0, 4.0, 8.0):
         assert _alone(fleet) == [("n2", "recommend")]
@@ -96,7 +96,7 @@ def test_it_is_tried_again_after_a_wait_that_doubles_and_comes_back_when_it_pass
     assert fleet.state.nodes["n2"].controller_findings == {}
 
 
-def test_a_controller_that_follows_goes_on_trying() -> None:
+def test_diagnostic_retries_continue_after_restart() -> None:
     fleet = _checked()
     _alone(fleet)
     fleet.restart()
@@ -106,13 +106,13 @@ def test_a_controller_that_follows_goes_on_trying() -> None:
     assert _is_tried(fleet)
 
 
-def test_what_it_computes_wrongly_evicts_it_under_the_budget() -> None:
+def test_wrong_diagnostic_result_evicts_within_budget() -> None:
     fleet = _checked(eviction_job_count=1)
     assert _alone(fleet, wrong=True) == [("n2", "evict")]
     assert [one.node for one in fleet.state.fleet.recent_evictions] == ["n2"]
 
 
-def test_with_a_proof_it_is_evicted_and_the_budget_knows_of_it() -> None:
+def test_proven_probe_failure_evicts_within_budget() -> None:
     fleet = _released(CoreFleet())
     said = _fail_with_two(fleet)
     assert decisions(said) == [("n2", "evict")]
@@ -126,7 +126,7 @@ def test_with_a_proof_it_is_evicted_and_the_budget_knows_of_it() -> None:
     ("knobs", "spares", "held_by"),
     [({}, 0, "needed:job"), ({"eviction_job_count": 1}, 2, "job:job"), ({"eviction_count": 1}, 2, "fleet")],
 )
-def test_what_holds_an_eviction_holds_that_of_a_proof_too(knobs: dict[str, Any], spares: int, held_by: str) -> None:
+def test_proven_probe_failure_respects_eviction_deferral(knobs: dict[str, Any], spares: int, held_by: str) -> None:
     fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), **knobs))
     everyone = [f"n{i}" for i in range(1, 5 + spares)]
     fleet.start(4, spares, min_nodes=4)
@@ -147,7 +147,7 @@ def test_what_holds_an_eviction_holds_that_of_a_proof_too(knobs: dict[str, Any],
     assert (fleet.node_state("n2"), fleet.state.nodes["n2"].deferred_eviction_key) == (NodeState.HEALTHY, "")
 
 
-def test_one_on_which_nothing_computes_goes_back_into_quarantine() -> None:
+def test_failed_diagnostic_quarantines_unseated_node() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1)
     fleet.order(OperatorAction.HOLD, node="n5")
@@ -157,7 +157,7 @@ def test_one_on_which_nothing_computes_goes_back_into_quarantine() -> None:
     assert fleet.state.fleet.recent_evictions == []
 
 
-def test_a_lemon_that_a_person_let_serve_is_not_sent_to_repair_out_of_its_seat() -> None:
+def test_lemon_node_on_probation_keeps_its_seat() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1, min_nodes=4)
     fleet.state.nodes["n2"].offence_score, fleet.state.nodes["n2"].offence_score_at = 20.0, fleet.now
@@ -170,7 +170,7 @@ def test_a_lemon_that_a_person_let_serve_is_not_sent_to_repair_out_of_its_seat()
 
 
 @pytest.mark.promise("probation")
-def test_a_beat_that_tells_of_something_grave_is_no_clean_pass() -> None:
+def test_heartbeat_with_critical_finding_ends_probation() -> None:
     fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), probe_required=False))
     fleet.start(4, 1)
     fleet.order(OperatorAction.HOLD, node="n5")
@@ -185,7 +185,7 @@ def test_a_beat_that_tells_of_something_grave_is_no_clean_pass() -> None:
     assert fleet.state.fleet.recent_evictions == []
 
 
-def test_one_that_tells_of_nothing_grave_is() -> None:
+def test_heartbeat_with_mild_finding_counts_as_clean() -> None:
     fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), probe_required=False))
     fleet.start(4, 1)
     fleet.order(OperatorAction.HOLD, node="n5")

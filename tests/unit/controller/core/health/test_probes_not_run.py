@@ -53,7 +53,7 @@ def _return(fleet: CoreFleet, node: str) -> None:
 # --- who serves --------------------------------------------------------------------------------------------------
 
 
-def test_a_partner_that_cannot_probe_convicts_nobody_and_another_is_taken() -> None:
+def test_partner_unable_to_probe_is_replaced_without_verdict() -> None:
     fleet = _fleet()
     fleet.raise_finding("n1", slow_link())
     unable = []
@@ -67,7 +67,7 @@ def test_a_partner_that_cannot_probe_convicts_nobody_and_another_is_taken() -> N
     assert "the link between n1 and n2 is suspected" in audits(fleet.effects, "blame_isolation.inconclusive")[-1]
 
 
-def test_where_none_of_three_partners_can_probe_a_person_is_told() -> None:
+def test_three_unable_partners_lead_to_recommendation() -> None:
     fleet = _fleet(8)
     fleet.raise_finding("n1", slow_link())
     for _ in range(3):
@@ -77,7 +77,7 @@ def test_where_none_of_three_partners_can_probe_a_person_is_told() -> None:
     assert fleet.node_state("n1") is NodeState.HEALTHY
 
 
-def test_a_suspect_that_cannot_probe_is_not_convicted() -> None:
+def test_suspect_unable_to_probe_is_not_evicted() -> None:
     fleet = _fleet()
     fleet.raise_finding("n1", slow_link())
     name, _ = _probe_of(fleet, "n1")
@@ -87,7 +87,7 @@ def test_a_suspect_that_cannot_probe_is_not_convicted() -> None:
 
 
 @pytest.mark.promise("blame-isolation")
-def test_who_waited_for_one_that_cannot_probe_is_not_convicted_whoever_tells_first() -> None:
+def test_suspect_paired_with_unable_partner_is_not_evicted() -> None:
     fleet = _fleet()
     fleet.raise_finding("n1", slow_link())
     name, partner = _probe_of(fleet, "n1")
@@ -96,7 +96,7 @@ def test_who_waited_for_one_that_cannot_probe_is_not_convicted_whoever_tells_fir
     assert _probe_of(fleet, "n1")[1] != partner
 
 
-def test_who_fails_with_one_that_could_take_part_is_convicted_as_ever() -> None:
+def test_suspect_failing_with_able_partner_is_evicted() -> None:
     fleet = _fleet()
     fleet.raise_finding("n1", slow_link())
     name, partner = _probe_of(fleet, "n1")
@@ -105,7 +105,7 @@ def test_who_fails_with_one_that_could_take_part_is_convicted_as_ever() -> None:
     assert ("n1", "evict") in _pass(fleet, "n2")
 
 
-def test_a_wrong_sum_convicts_whatever_else_its_agent_tells() -> None:
+def test_wrong_sum_evicts_suspect() -> None:
     fleet = _fleet()
     fleet.raise_finding("n1", slow_link())
     name, _ = _probe_of(fleet, "n1")
@@ -116,7 +116,7 @@ def test_a_wrong_sum_convicts_whatever_else_its_agent_tells() -> None:
 # --- who is on its way back --------------------------------------------------------------------------------------
 
 
-def test_the_partner_of_a_node_on_its_way_back_is_no_suspect_where_it_cannot_probe() -> None:
+def test_unable_partner_of_returning_node_is_no_suspect() -> None:
     fleet = _fleet(5, 1)
     _return(fleet, "n2")
     name, partner = _probe_of(fleet, "n2")
@@ -129,7 +129,7 @@ def test_the_partner_of_a_node_on_its_way_back_is_no_suspect_where_it_cannot_pro
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_node_on_its_way_back_that_cannot_probe_stays_out_without_an_offence(alone: bool) -> None:
+def test_returning_node_unable_to_probe_gets_no_offence(alone: bool) -> None:
     fleet = _fleet(5, 1)
     fleet.solos = not alone
     _return(fleet, "n2")
@@ -142,7 +142,7 @@ def test_a_node_on_its_way_back_that_cannot_probe_stays_out_without_an_offence(a
 
 
 @pytest.mark.promise("blame-isolation")
-def test_a_fleet_in_which_nobody_can_probe_loses_nobody_by_the_return_of_one() -> None:
+def test_fleet_unable_to_probe_evicts_no_node() -> None:
     fleet = _fleet(8, 1)
     _return(fleet, "n2")
     before = len(fleet.effects)

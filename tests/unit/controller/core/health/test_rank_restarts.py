@@ -45,7 +45,7 @@ def _killed(fleet: CoreFleet, since: int) -> list[tuple[str, int, int]]:
     return [(s.node, s.body.rank, s.body.generation) for s in sends if isinstance(s.body, KillRank)]
 
 
-def test_the_rank_of_the_gpu_is_replaced_and_all_keep_their_seats() -> None:
+def test_rank_restart_replaces_rank_and_keeps_seats() -> None:
     fleet = _fleet()
     before = len(fleet.effects)
     effects = fleet.raise_finding("n2", _stopped())
@@ -59,7 +59,7 @@ def test_the_rank_of_the_gpu_is_replaced_and_all_keep_their_seats() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "subject"), [(2, "somewhere"), (1, "1b:00")])
-def test_where_no_rank_can_be_told_from_the_gpu_all_of_the_node_are_replaced(ranks: int, subject: str) -> None:
+def test_rank_restart_replaces_all_ranks_of_unknown_gpu(ranks: int, subject: str) -> None:
     fleet = _fleet(ranks=ranks)
     before = len(fleet.effects)
     fleet.raise_finding("n2", _stopped(subject))
@@ -67,7 +67,7 @@ def test_where_no_rank_can_be_told_from_the_gpu_all_of_the_node_are_replaced(ran
     assert len(generations(fleet.effects[before:])) == 1
 
 
-def test_one_crash_that_two_gpus_tell_of_replaces_both_ranks_and_counts_once() -> None:
+def test_rank_restart_counts_one_crash_of_two_gpus_once() -> None:
     fleet = _fleet()
     before = len(fleet.effects)
     fleet.raise_finding("n2", _stopped("0b:00"))
@@ -78,7 +78,7 @@ def test_one_crash_that_two_gpus_tell_of_replaces_both_ranks_and_counts_once() -
 
 
 @pytest.mark.promise("rank-restart-caps")
-def test_a_process_that_the_fault_has_ended_itself_is_not_ended_twice() -> None:
+def test_rank_restart_skips_rank_already_lost() -> None:
     fleet = _fleet()
     fleet.lose_rank(3)
     before = len(fleet.effects)
@@ -86,7 +86,7 @@ def test_a_process_that_the_fault_has_ended_itself_is_not_ended_twice() -> None:
     assert (_killed(fleet, before), generations(fleet.effects[before:])) == ([], [])
 
 
-def test_an_end_that_the_agent_tells_of_later_is_the_one_that_was_ordered() -> None:
+def test_rank_restart_expects_the_reported_rank_loss() -> None:
     fleet = _fleet()
     fleet.raise_finding("n2", _stopped())
     before = len(fleet.effects)
@@ -94,7 +94,7 @@ def test_an_end_that_the_agent_tells_of_later_is_the_one_that_was_ordered() -> N
     assert generations(fleet.effects[before:]) == []
 
 
-def test_a_repeat_within_the_week_takes_the_next_step() -> None:
+def test_recurring_fault_takes_next_step_after_restart() -> None:
     fleet = _fleet()
     fleet.raise_finding("n2", _stopped())
     fleet.clear_finding("n2", _stopped().key)
@@ -104,7 +104,7 @@ def test_a_repeat_within_the_week_takes_the_next_step() -> None:
     assert fleet.state.nodes["n2"].required_action is Action.RESET_GPU
 
 
-def test_where_nobody_computes_there_is_nobody_to_restart() -> None:
+def test_rank_restart_needs_a_running_rank() -> None:
     fleet = CoreFleet()
     fleet.register(*NODES)
     assert decisions(fleet.raise_finding("n2", _stopped())) == [("n2", "no_action")]
@@ -114,7 +114,7 @@ def test_where_nobody_computes_there_is_nobody_to_restart() -> None:
 # --- caps --------------------------------------------------------------------------------------------------------
 
 
-def test_a_node_whose_restarts_are_used_up_is_due_for_the_next_step() -> None:
+def test_rank_restart_limit_per_node_leads_to_next_step() -> None:
     fleet = _fleet(msgspec.structs.replace(LAB, rank_restarts_per_node=1))
     fleet.state.nodes["n2"].rank_restart_times = [fleet.now - 3600.0]
     assert decisions(fleet.raise_finding("n2", _stopped())) == [("n2", "evict")]
@@ -122,7 +122,7 @@ def test_a_node_whose_restarts_are_used_up_is_due_for_the_next_step() -> None:
 
 
 @pytest.mark.promise("rank-restart-caps")
-def test_restarts_beyond_the_fleets_cap_wait_for_it() -> None:
+def test_rank_restart_waits_for_fleet_limit() -> None:
     fleet = _fleet(
         msgspec.structs.replace(LAB, rank_restarts_per_fleet=1, remediation_fleet_window_s=30.0), others=OTHERS
     )
@@ -135,7 +135,7 @@ def test_restarts_beyond_the_fleets_cap_wait_for_it() -> None:
     assert _killed(fleet, before) == [("n2", 3, 2)]
 
 
-def test_what_has_cleared_while_it_waited_is_left_alone() -> None:
+def test_rank_restart_is_dropped_when_finding_clears() -> None:
     fleet = _fleet(msgspec.structs.replace(LAB, rank_restarts_per_fleet=1, remediation_fleet_window_s=30.0))
     fleet.raise_finding("n1", _stopped())
     fleet.resume(step=5)
@@ -146,7 +146,7 @@ def test_what_has_cleared_while_it_waited_is_left_alone() -> None:
     assert _killed(fleet, before) == []
 
 
-def test_a_restart_waits_for_the_database_since_it_could_be_forgotten() -> None:
+def test_rank_restart_waits_for_database() -> None:
     fleet = _fleet()
     before = len(fleet.effects)
     fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk full"))
@@ -157,18 +157,18 @@ def test_a_restart_waits_for_the_database_since_it_could_be_forgotten() -> None:
     assert _killed(fleet, before) == [("n2", 3, 1)]
 
 
-def test_many_nodes_at_once_are_software_and_no_rank_is_restarted_for_it() -> None:
+def test_rank_restart_stops_when_finding_is_correlated() -> None:
     fleet = _fleet(others=OTHERS)
     said = [decision for node in NODES for _, decision in decisions(fleet.raise_finding(node, _stopped()))]
     assert said == ["restart", "restart", "correlated"]
 
 
-def test_a_cap_below_one_is_refused() -> None:
+def test_rank_restart_limit_below_one_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="rank_restarts_per_fleet"):
         msgspec.structs.replace(LAB, rank_restarts_per_fleet=0).validate()
 
 
-def test_the_next_controller_knows_what_was_restarted() -> None:
+def test_rank_restart_history_survives_controller_restart() -> None:
     fleet = _fleet(msgspec.structs.replace(LAB, rank_restarts_per_node=1))
     fleet.raise_finding("n2", _stopped())
     fleet.restart()

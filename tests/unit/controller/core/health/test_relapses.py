@@ -67,7 +67,7 @@ def _be_evicted_by_a_person(fleet: CoreFleet) -> None:
 
 @pytest.mark.promise("remediation-caps")
 @pytest.mark.parametrize("again", [_fall_ill, _show_something_else, _be_evicted_by_a_person])
-def test_a_relapse_asks_for_nothing_beside_a_reset_that_may_still_be_carried_out(again: object) -> None:
+def test_relapse_requests_no_second_remediation(again: object) -> None:
     fleet = _back_while_a_reset_is_under_way()
     assert callable(again)
     again(fleet)
@@ -76,7 +76,7 @@ def test_a_relapse_asks_for_nothing_beside_a_reset_that_may_still_be_carried_out
     assert [one.kind for one in _cures(fleet)] == [RemediationKind.RESET_GPU]
 
 
-def test_a_diagnostic_that_fails_asks_for_nothing_beside_a_reset_either() -> None:
+def test_failed_diagnostic_requests_no_second_remediation() -> None:
     fleet = _fleet()
     fleet.solos = False
     fleet.raise_finding("n2", HUNG)
@@ -91,7 +91,7 @@ def test_a_diagnostic_that_fails_asks_for_nothing_beside_a_reset_either() -> Non
     assert [one.kind for one in _cures(fleet)] == [RemediationKind.RESET_GPU]
 
 
-def test_after_a_relapse_the_reset_counts_when_it_is_reported_and_its_next_step_follows_where_it_did_not_help() -> None:
+def test_relapse_waits_for_reset_then_takes_next_step() -> None:
     fleet = _back_while_a_reset_is_under_way()
     _fall_ill(fleet)
     (reset,) = _cures(fleet)
@@ -102,7 +102,7 @@ def test_after_a_relapse_the_reset_counts_when_it_is_reported_and_its_next_step_
     assert [one.kind for one in _cures(fleet)] == [RemediationKind.RESET_GPU, RemediationKind.REBOOT]
 
 
-def test_a_relapse_during_a_reset_uses_up_no_step_of_the_ladder() -> None:
+def test_relapse_during_reset_uses_no_ladder_step() -> None:
     fleet = _back_while_a_reset_is_under_way()
     _fall_ill(fleet)
     (reset,) = _cures(fleet)
@@ -119,7 +119,7 @@ def test_a_relapse_during_a_reset_uses_up_no_step_of_the_ladder() -> None:
     assert _cures(fleet)[1].kind is RemediationKind.REBOOT
 
 
-def test_what_had_to_be_passed_before_a_relapse_has_to_be_passed_after_it() -> None:
+def test_relapse_keeps_required_diagnostics() -> None:
     fleet = _back_while_a_reset_is_under_way()
     _show_something_else(fleet)
     course = fleet.state.nodes["n2"].readmission_plan
@@ -127,7 +127,7 @@ def test_what_had_to_be_passed_before_a_relapse_has_to_be_passed_after_it() -> N
     assert course.required_diagnostics == OF_GPUS
 
 
-def test_who_is_out_and_is_evicted_by_a_person_keeps_its_causes_and_its_diagnostics() -> None:
+def test_operator_eviction_keeps_causes_and_diagnostics() -> None:
     fleet = _fleet()
     fleet.raise_finding("n2", HUNG)
     fleet.order(OperatorAction.EVICT, node="n2")
@@ -144,7 +144,7 @@ def test_who_is_out_and_is_evicted_by_a_person_keeps_its_causes_and_its_diagnost
     assert tuple(record.readmission_plan.remaining_diagnostics) == OF_GPUS
 
 
-def test_what_a_person_evicted_no_outbreak_brings_back() -> None:
+def test_outbreak_does_not_undo_operator_eviction() -> None:
     fleet = _fleet()
     fleet.raise_finding("n2", HUNG)
     fleet.order(OperatorAction.EVICT, node="n2")

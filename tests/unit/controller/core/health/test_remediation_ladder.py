@@ -49,7 +49,7 @@ def _cures(effects: list[Effect]) -> list[RemediationKind]:
 
 
 @pytest.mark.promise("remediation-caps")
-def test_after_a_failed_reset_and_a_reboot_that_cured_a_repeat_goes_to_repair() -> None:
+def test_recurring_fault_goes_to_repair_after_reset_and_reboot() -> None:
     fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), remediation_mode=Mode.ENFORCE, probe_required=False))
     fleet.start(4, 1)
     fleet.seal(10)
@@ -63,7 +63,7 @@ def test_after_a_failed_reset_and_a_reboot_that_cured_a_repeat_goes_to_repair() 
     assert fleet.node_state("n2") is NodeState.REPAIR
 
 
-def test_nothing_is_done_to_a_node_while_a_job_has_a_seat_on_it() -> None:
+def test_remediation_waits_until_node_has_no_seat() -> None:
     fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), remediation_mode=Mode.ENFORCE))
     fleet.start(4, 1)
     fleet.progress(5)
@@ -75,7 +75,7 @@ def test_nothing_is_done_to_a_node_while_a_job_has_a_seat_on_it() -> None:
     assert _cures(fleet.advance(2.0, *EVERYONE)) == [RemediationKind.RESET_GPU]
 
 
-def test_a_cure_that_was_under_way_does_not_take_back_what_a_person_ordered() -> None:
+def test_finished_remediation_does_not_undo_operator_eviction() -> None:
     fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), remediation_mode=Mode.ENFORCE))
     fleet.start(4, 1)
     fleet.raise_finding("n2", RESET_ME)

@@ -44,7 +44,7 @@ def _evict_and_return(fleet: CoreFleet) -> float:
     return wait
 
 
-def test_a_score_halves_with_each_half_life() -> None:
+def test_offender_score_halves_per_half_life() -> None:
     record = NodeRecord(node="n", incarnation=1, vault="n:1", offence_score=4.0, offence_score_at=100.0)
     assert offender_score(record, 100.0, 50.0) == 4.0
     assert offender_score(record, 150.0, 50.0) == 2.0
@@ -52,7 +52,7 @@ def test_a_score_halves_with_each_half_life() -> None:
     assert offender_score(NodeRecord(node="n", incarnation=1, vault="n:1"), 100.0, 50.0) == 0.0
 
 
-def test_each_further_offence_waits_about_twice_as_long() -> None:
+def test_quarantine_doubles_with_each_offence() -> None:
     fleet = _fleet(offender_wait_max_s=1000.0)
     waits = [_evict_and_return(fleet) for _ in range(3)]
     assert waits[0] == fleet.policy.quarantine_min_s
@@ -103,21 +103,21 @@ def _repaired_at(times: list[float]) -> int | None:
         pytest.param([number * HALF_LIFE_S / 4 for number in range(6)], id="over the half-life"),
     ],
 )
-def test_the_fifth_offence_of_a_half_life_means_repair(times: list[float]) -> None:
+def test_fifth_offence_within_half_life_leads_to_repair(times: list[float]) -> None:
     assert _repaired_at(times) == 5
 
 
-def test_offences_two_days_apart_mean_repair_by_their_score() -> None:
+def test_offences_two_days_apart_lead_to_repair_by_score() -> None:
     """Four in each half-life: a score of 5.05 with the twelfth, and of 5 with the fourteenth when it is looked at again
     two minutes later, which is much of these short days."""
     assert _repaired_at([number * 2 * DAY_S for number in range(16)]) == 14
 
 
-def test_an_offence_every_half_life_never_means_repair() -> None:
+def test_offences_one_half_life_apart_never_lead_to_repair() -> None:
     assert _repaired_at([number * HALF_LIFE_S for number in range(6)]) is None
 
 
-def test_an_offence_taken_back_counts_towards_no_repair() -> None:
+def test_rolled_back_offence_counts_nothing() -> None:
     fleet = _fleet(offender_repair_score=2.0)
     fleet.raise_finding("n2", xid())
     for other in ("n1", "n3", "n4"):
@@ -126,7 +126,7 @@ def test_an_offence_taken_back_counts_towards_no_repair() -> None:
     assert (record.offended, _score(fleet)) == ([], 0.0)
 
 
-def test_at_the_threshold_the_node_goes_to_repair_instead_of_back() -> None:
+def test_node_at_score_limit_goes_to_repair() -> None:
     fleet = _fleet()
     for _ in range(3):
         _evict_and_return(fleet)
@@ -138,7 +138,7 @@ def test_at_the_threshold_the_node_goes_to_repair_instead_of_back() -> None:
     assert "offends again and again: its offences of the last 1000 s weigh 4 of 4" in fleet.state.nodes["n2"].sentence
 
 
-def test_a_node_that_comes_back_from_repair_begins_with_a_clean_score() -> None:
+def test_node_from_repair_starts_with_clean_score() -> None:
     fleet = _fleet()
     fleet.raise_finding("n2", xid())
     fleet.order(OperatorAction.REPAIR, node="n2")
@@ -146,14 +146,14 @@ def test_a_node_that_comes_back_from_repair_begins_with_a_clean_score() -> None:
     assert (_score(fleet), fleet.state.nodes["n2"].offended) == (0.0, [])
 
 
-def test_offences_long_past_are_forgiven() -> None:
+def test_old_offences_decay() -> None:
     fleet = _fleet(offender_half_life_s=10.0)
     _evict_and_return(fleet)
     fleet.advance(100.0, *EVERYONE)
     assert _score(fleet) < 0.01
 
 
-def test_a_failed_probe_counts_half_and_an_operators_word_nothing() -> None:
+def test_failed_probe_counts_half_and_operator_eviction_none() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.EVICT, node="n2")
     assert _score(fleet) == 0.0
@@ -171,7 +171,7 @@ def test_a_failed_probe_counts_half_and_an_operators_word_nothing() -> None:
 # --- evidence ----------------------------------------------------------------------------------------------------
 
 
-def test_the_evidence_holds_what_a_vendor_asks_for() -> None:
+def test_evidence_contains_vendor_details() -> None:
     fleet = CoreFleet()
     gpus = tuple(
         Gpu(index=i, uuid=f"GPU-{i}-uuid", name="H100", pci_bus_id=f"0000:{i}b:00.0", memory_bytes=80, serial=f"S{i}")
@@ -190,7 +190,7 @@ def test_the_evidence_holds_what_a_vendor_asks_for() -> None:
     assert msgspec.json.decode(msgspec.json.encode(evidence), type=Evidence) == evidence
 
 
-def test_evidence_survives_a_restart_and_is_refused_for_a_stranger() -> None:
+def test_evidence_survives_restart_and_refuses_unknown_node() -> None:
     fleet = _fleet()
     fleet.raise_finding("n2", xid())
     before = collect_evidence(fleet.state, "n2", fleet.now)

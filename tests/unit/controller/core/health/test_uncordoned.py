@@ -32,7 +32,7 @@ def _look(fleet: CoreFleet, remedy: str, by: str = "") -> list[str]:
     return audits(fleet.feed(event), "node.uncordoned")
 
 
-def test_a_cordon_that_is_gone_is_told_once_and_not_set_again_by_itself() -> None:
+def test_lost_cordon_is_reported_once_and_not_renewed() -> None:
     fleet = _sick()
     remedy = fleet.state.nodes["n2"].cordon_id
     (said,) = _look(fleet, remedy)
@@ -42,13 +42,13 @@ def test_a_cordon_that_is_gone_is_told_once_and_not_set_again_by_itself() -> Non
     assert _cordons(fleet) == [("n2", RemediationKind.CORDON)]
 
 
-def test_a_look_that_is_older_than_the_cordon_says_nothing() -> None:
+def test_scheduler_state_older_than_cordon_is_ignored() -> None:
     fleet = _sick()
     assert _look(fleet, "remediation-0-0") == _look(fleet, "") == []
     assert fleet.state.nodes["n2"].cordon_id
 
 
-def test_a_hold_cordons_the_node_again_and_a_second_one_does_not() -> None:
+def test_hold_renews_lost_cordon_once() -> None:
     fleet = _sick()
     _look(fleet, fleet.state.nodes["n2"].cordon_id)
     fleet.order(OperatorAction.HOLD, node="n2")
@@ -56,7 +56,7 @@ def test_a_hold_cordons_the_node_again_and_a_second_one_does_not() -> None:
     assert _cordons(fleet) == [("n2", RemediationKind.CORDON)] * 2
 
 
-def test_who_readmits_the_node_lifts_no_cordon_that_is_not_there() -> None:
+def test_readmission_lifts_no_missing_cordon() -> None:
     fleet = _sick()
     _look(fleet, fleet.state.nodes["n2"].cordon_id)
     fleet.order(OperatorAction.READMIT, node="n2")

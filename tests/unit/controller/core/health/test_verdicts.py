@@ -39,7 +39,7 @@ def _sentences(fleet: CoreFleet, node: str) -> list[str]:
 # --- the sentence ------------------------------------------------------------------------------------------------
 
 
-def test_a_decision_names_rule_count_rung_and_what_would_clear_it() -> None:
+def test_verdict_names_rule_count_step_and_clear_condition() -> None:
     fleet = _fleet(_changed(FindingKind.GPU_NVLINK, boot_grace_s=0.0))
     nvlink = Finding(
         kind=FindingKind.GPU_NVLINK,
@@ -70,7 +70,7 @@ def _flap(fleet: CoreFleet, node: str, finding: Finding) -> list[tuple[str, str]
     return said
 
 
-def test_a_rule_that_counts_decides_at_the_nth_bad_report_of_the_last_m() -> None:
+def test_rule_decides_at_nth_report_within_window() -> None:
     fleet = _fleet(_counting())
     for _ in range(2):
         assert ("n2", "evict") not in _flap(fleet, "n2", port_down())
@@ -79,7 +79,7 @@ def test_a_rule_that_counts_decides_at_the_nth_bad_report_of_the_last_m() -> Non
     assert "report 3 of 3 within 100 s" in _sentences(fleet, "n2")[-1]
 
 
-def test_a_cycle_of_raise_and_clear_counts_once_however_often_it_is_reported() -> None:
+def test_standing_finding_counts_once() -> None:
     fleet = _fleet(_counting())
     for _ in range(5):
         fleet.raise_finding("n2", port_down())
@@ -87,7 +87,7 @@ def test_a_cycle_of_raise_and_clear_counts_once_however_often_it_is_reported() -
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
-def test_reports_older_than_the_window_do_not_count() -> None:
+def test_reports_outside_the_window_do_not_count() -> None:
     fleet = _fleet(_counting())
     for _ in range(4):
         _flap(fleet, "n2", port_down())
@@ -95,7 +95,7 @@ def test_reports_older_than_the_window_do_not_count() -> None:
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
-def test_parts_of_a_node_are_counted_apart_unless_the_rule_says_the_node() -> None:
+def test_subjects_are_counted_separately_unless_scope_is_node() -> None:
     ports = [port_down(f"mlx5_{i}") for i in range(3)]
     apart = _fleet(_counting())
     together = _fleet(_counting(scope=CountingScope.NODE))
@@ -106,7 +106,7 @@ def test_parts_of_a_node_are_counted_apart_unless_the_rule_says_the_node() -> No
     assert together.node_state("n2") is NodeState.QUARANTINED
 
 
-def test_a_standing_finding_that_began_anew_counts_again() -> None:
+def test_finding_with_new_start_counts_again() -> None:
     fleet = _fleet(_counting())
     for since in (1.0, 2.0):
         fleet.beat("n2", port_down(since=since))
@@ -115,7 +115,7 @@ def test_a_standing_finding_that_began_anew_counts_again() -> None:
     assert fleet.node_state("n2") is NodeState.QUARANTINED
 
 
-def test_an_application_xid_is_the_gpus_only_when_the_same_gpu_shows_it_twice_in_a_day() -> None:
+def test_application_xid_counts_against_gpu_on_second_report() -> None:
     fleet = _fleet()
     once = msgspec.structs.replace(
         xid(13, Action.RESTART_RANK), severity=Severity.WARNING, mode=Mode.OBSERVE, value=1.0
@@ -127,7 +127,7 @@ def test_an_application_xid_is_the_gpus_only_when_the_same_gpu_shows_it_twice_in
     assert "report 2 of 2 within 86400 s" in _sentences(fleet, "n2")[-1]
 
 
-def test_an_application_xid_that_cleared_in_between_still_counts_for_the_day() -> None:
+def test_cleared_application_xid_counts_for_a_day() -> None:
     fleet = _fleet()
     once = msgspec.structs.replace(xid(13, Action.RESTART_RANK), severity=Severity.WARNING, mode=Mode.OBSERVE)
     fleet.raise_finding("n2", once)
@@ -136,7 +136,7 @@ def test_an_application_xid_that_cleared_in_between_still_counts_for_the_day() -
     assert decisions(fleet.raise_finding("n2", once)) == [("n2", "recommend")]
 
 
-def test_of_too_many_findings_the_gravest_are_remembered_and_those_that_keep_the_node_out() -> None:
+def test_findings_limit_retains_critical_findings_and_causes() -> None:
     fleet = _fleet()
     fleet.raise_finding("n2", xid(79))
     for number in range(1000, 1400):
@@ -150,7 +150,7 @@ def test_of_too_many_findings_the_gravest_are_remembered_and_those_that_keep_the
     assert sum(finding.severity is Severity.CRITICAL for finding in kept.values()) == 101
 
 
-def test_a_storm_of_mild_findings_hides_no_grave_one() -> None:
+def test_mild_findings_do_not_hide_critical_finding() -> None:
     fleet = _fleet()
     for number in range(200, 300):
         mild = msgspec.structs.replace(xid(number, Action.NONE), severity=Severity.WARNING)
@@ -158,7 +158,7 @@ def test_a_storm_of_mild_findings_hides_no_grave_one() -> None:
     assert audits(fleet.raise_finding("n2", xid(79)), "finding") == ["XID 79: GPU has fallen off the bus (n2)"]
 
 
-def test_what_is_counted_of_a_node_is_bounded() -> None:
+def test_reports_and_notes_of_a_node_are_bounded() -> None:
     fleet = _fleet(_counting())
     for number in range(200):
         fleet.raise_finding("n2", port_down(f"port-{number}"))
@@ -170,7 +170,7 @@ def test_what_is_counted_of_a_node_is_bounded() -> None:
 
 
 @pytest.mark.promise("boot-grace")
-def test_a_power_cap_that_flaps_ten_times_a_second_costs_a_few_lines_and_delays_nobody() -> None:
+def test_flapping_finding_is_logged_rarely_and_delays_no_verdict() -> None:
     fleet = _fleet()
     cap = Finding(
         kind=FindingKind.GPU_THROTTLED,
@@ -190,7 +190,7 @@ def test_a_power_cap_that_flaps_ten_times_a_second_costs_a_few_lines_and_delays_
     assert decisions(fleet.raise_finding("n2", xid())) == [("n2", "evict")]
 
 
-def test_a_storm_of_critical_findings_is_judged_every_time_and_advised_a_few_times() -> None:
+def test_critical_finding_burst_is_judged_and_summarized() -> None:
     fleet = _fleet(_changed(FindingKind.GPU_XID, mode=Mode.RECOMMEND))
     for number in range(200):
         fleet.raise_finding("n2", msgspec.structs.replace(xid(), subject=f"GPU-{number}"))
@@ -201,7 +201,7 @@ def test_a_storm_of_critical_findings_is_judged_every_time_and_advised_a_few_tim
     assert "burst" not in audits(fleet.effects, "finding")[-1]
 
 
-def test_a_storm_during_an_outbreak_queues_one_look_a_second() -> None:
+def test_finding_burst_in_outbreak_schedules_one_recheck() -> None:
     fleet = _fleet(nodes=12)
     for i in range(1, 5):
         fleet.raise_finding(f"n{i}", xid())
@@ -217,7 +217,7 @@ def test_a_storm_during_an_outbreak_queues_one_look_a_second() -> None:
 
 
 @pytest.mark.promise("boot-grace")
-def test_links_that_are_down_at_boot_judge_nobody_and_those_that_stay_down_do() -> None:
+def test_port_down_during_boot_grace_is_judged_afterwards() -> None:
     fleet = _fleet()
     for node in SIX:
         assert decisions(fleet.raise_finding(node, port_down())) == []
@@ -231,7 +231,7 @@ def test_links_that_are_down_at_boot_judge_nobody_and_those_that_stay_down_do() 
 
 @pytest.mark.promise("boot-grace")
 @pytest.mark.parametrize("first", [True, False])
-def test_links_that_stay_down_after_the_reboot_of_a_quarantined_node_keep_it_out(first: bool) -> None:
+def test_port_down_after_reboot_keeps_node_quarantined(first: bool) -> None:
     fleet = _fleet()
     fleet.advance(301.0, *SIX)
     fleet.raise_finding("n2", xid())
@@ -249,14 +249,14 @@ def test_links_that_stay_down_after_the_reboot_of_a_quarantined_node_keep_it_out
     assert fleet.node_state("n2") is not NodeState.QUARANTINED
 
 
-def test_an_agents_restart_is_no_boot_and_gives_no_new_grace() -> None:
+def test_agent_restart_grants_no_boot_grace() -> None:
     fleet = _fleet()
     fleet.advance(301.0, *SIX)
     fleet.register("n2")
     assert decisions(fleet.raise_finding("n2", port_down())) == [("n2", "evict")]
 
 
-def test_a_newcomer_whose_links_are_still_coming_up_is_not_turned_away() -> None:
+def test_new_node_with_port_down_in_boot_grace_is_accepted() -> None:
     fleet = CoreFleet()
     fleet.register("n1", findings=(port_down(),))
     assert fleet.node_state("n1") is NodeState.HEALTHY
@@ -266,7 +266,7 @@ def test_a_newcomer_whose_links_are_still_coming_up_is_not_turned_away() -> None
 
 
 @pytest.mark.promise("outbreaks")
-def test_the_same_xid_on_a_quarter_of_the_fleet_evicts_nobody_in_the_end_and_is_said_once() -> None:
+def test_shared_xid_is_judged_correlated_and_reported_once() -> None:
     fleet = _fleet(nodes=12)
     said = [decisions(fleet.raise_finding(f"n{i}", xid())) for i in range(1, 9)]
     assert said[:2] == [[("n1", "evict")], [("n2", "evict")]]
@@ -276,14 +276,14 @@ def test_the_same_xid_on_a_quarter_of_the_fleet_evicts_nobody_in_the_end_and_is_
     assert fleet.node_state("n1") is fleet.node_state("n2") is NodeState.PROBATION
 
 
-def test_different_xids_are_different_faults() -> None:
+def test_different_xids_are_judged_separately() -> None:
     fleet = _fleet(nodes=12)
     said = [decisions(fleet.raise_finding(f"n{i}", xid(60 + i))) for i in range(1, 5)]
     assert said == [[(f"n{i}", "evict")] for i in range(1, 5)]
 
 
 @pytest.mark.promise("outbreaks")
-def test_most_nodes_of_one_driver_version_are_a_drivers_fault_in_a_large_fleet() -> None:
+def test_fault_of_one_driver_version_is_judged_correlated() -> None:
     fleet = CoreFleet(_changed(FindingKind.GPU_XID, correlated_nodes=100))
     fleet.register(*[f"old{i}" for i in range(20)], driver_version="550.54")
     fleet.register(*[f"new{i}" for i in range(4)], driver_version="570.133")
@@ -295,7 +295,7 @@ def test_most_nodes_of_one_driver_version_are_a_drivers_fault_in_a_large_fleet()
 
 
 @pytest.mark.promise("outbreaks")
-def test_after_an_outbreak_who_still_shows_it_is_judged_by_what_stands_then() -> None:
+def test_finding_standing_after_outbreak_evicts_node() -> None:
     fleet = _fleet(nodes=12)
     names = [f"n{i}" for i in range(1, 13)]
     for node in names[:6]:
@@ -309,7 +309,7 @@ def test_after_an_outbreak_who_still_shows_it_is_judged_by_what_stands_then() ->
     assert not {(node, "evict") for node in names[:5]} & set(said)
 
 
-def test_while_an_outbreak_stands_nobody_is_evicted_for_it_however_long() -> None:
+def test_outbreak_evicts_no_node_while_standing() -> None:
     fleet = _fleet(nodes=12)
     names = [f"n{i}" for i in range(1, 13)]
     for node in names[:8]:
@@ -318,7 +318,7 @@ def test_while_an_outbreak_stands_nobody_is_evicted_for_it_however_long() -> Non
     assert len(audits(fleet.effects, "fleet.correlated_finding")) == 1
 
 
-def test_what_was_undecided_survives_a_restart_of_the_controller() -> None:
+def test_deferred_judgement_survives_controller_restart() -> None:
     fleet = _fleet()
     fleet.raise_finding("n1", port_down())
     fleet.advance(200.0, *SIX)
@@ -339,20 +339,20 @@ def test_what_was_undecided_survives_a_restart_of_the_controller() -> None:
         (Mode.ENFORCE, Mode.OBSERVE, None),
     ],
 )
-def test_the_weaker_mode_of_rule_and_finding_holds(rule: Mode, finding: Mode, decision: str | None) -> None:
+def test_weaker_mode_of_rule_and_finding_applies(rule: Mode, finding: Mode, decision: str | None) -> None:
     fleet = _fleet(_changed(FindingKind.GPU_XID, mode=rule))
     said = decisions(fleet.raise_finding("n2", msgspec.structs.replace(xid(), mode=finding)))
     assert said == ([("n2", decision)] if decision else [])
 
 
-def test_a_rule_that_only_says_so_spares_a_liar_too() -> None:
+def test_recommend_mode_spares_divergent_node() -> None:
     fleet = _fleet(_changed(FindingKind.DIGEST_MISMATCH, mode=Mode.RECOMMEND))
     said = decisions(fleet.seal(11, digests={1: "bad"}))
     assert said == [("n2", "recommend")]
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
-def test_a_repeat_of_a_recommended_cure_recommends_the_next() -> None:
+def test_recommend_mode_advances_the_ladder_on_repeats() -> None:
     fleet = _fleet(_changed(FindingKind.GPU_XID, mode=Mode.RECOMMEND))
     once = xid(43, Action.RESTART_RANK)
     for _ in range(3):
@@ -364,7 +364,7 @@ def test_a_repeat_of_a_recommended_cure_recommends_the_next() -> None:
     assert "recommended for n2: reboot node" in _sentences(fleet, "n2")[2]
 
 
-def test_one_crash_that_all_gpus_of_a_node_tell_of_is_one_step_of_the_ladder() -> None:
+def test_crash_reported_by_all_gpus_takes_one_ladder_step() -> None:
     fleet = _fleet()
     for number in range(8):
         fleet.raise_finding("n2", msgspec.structs.replace(xid(43, Action.RESTART_RANK), subject=f"GPU-{number}"))
@@ -390,7 +390,7 @@ def test_every_shipped_rule_can_be_judged() -> None:
         assert evicted == convicts, kind
 
 
-def test_what_an_agent_invents_is_followed_within_bounds() -> None:
+def test_invented_findings_use_bounded_memory() -> None:
     fleet = _fleet(msgspec.structs.replace(CorePolicy.lab(), eviction_count=1))
     for number in range(1000, 1700):
         fleet.raise_finding("n2", xid(number))

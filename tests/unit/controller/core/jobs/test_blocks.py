@@ -52,9 +52,7 @@ def _best(
 
 @pytest.mark.promise("rosters-whole")
 @given(few, few, st.integers(1, 6), st.sampled_from([2, 3]))
-def test_rosters_are_as_large_and_as_little_changed_as_the_best_of_all(
-    before: list[str], able: list[str], most: int, block: int
-) -> None:
+def test_seats_match_best_size_with_least_change(before: list[str], able: list[str], most: int, block: int) -> None:
     before = before[: len(before) // block * block]
     seats = choose_seats(before, able, most, block)
     assert len(seats) == len(set(seats))
@@ -64,7 +62,9 @@ def test_rosters_are_as_large_and_as_little_changed_as_the_best_of_all(
 
 @pytest.mark.promise("rosters-whole")
 @given(few, few, racks, st.integers(1, 6))
-def test_within_racks_too(before: list[str], able: list[str], rack: dict[str, str], most: int) -> None:
+def test_seats_match_best_choice_within_racks(
+    before: list[str], able: list[str], rack: dict[str, str], most: int
+) -> None:
     before = [node for one in _chunks(before, 2) if len(one) == 2 and len({rack[n] for n in one}) == 1 for node in one]
     seats = choose_seats(before, able, most, 2, rack)
     assert all(len({rack[node] for node in one}) == 1 and rack[one[0]] for one in _chunks(seats, 2))
@@ -72,14 +72,12 @@ def test_within_racks_too(before: list[str], able: list[str], rack: dict[str, st
 
 
 @given(names, names, st.integers(1, 9))
-def test_blocks_of_one_node_are_chosen_as_by_the_general_rule(before: list[str], able: list[str], most: int) -> None:
+def test_block_of_one_node_matches_general_rule(before: list[str], able: list[str], most: int) -> None:
     assert choose_seats(before, able, most) == choose_seats(before, able, most, 1, dict.fromkeys(NODES, "here"))
 
 
 @given(names, names, st.sampled_from([1, 2, 3]))
-def test_blocks_that_stay_keep_their_order_and_with_enough_spares_their_seats(
-    before: list[str], lost: list[str], block: int
-) -> None:
+def test_intact_blocks_keep_order_and_seats(before: list[str], lost: list[str], block: int) -> None:
     before = before[: len(before) // block * block]
     spares = [f"s{i}" for i in range(len(before))]
     seats = choose_seats(before, [n for n in before if n not in lost] + spares, len(before), block)
@@ -89,12 +87,12 @@ def test_blocks_that_stay_keep_their_order_and_with_enough_spares_their_seats(
     assert [one for one in _chunks(alone, block) if one in whole] == whole
 
 
-def test_the_block_of_which_least_is_left_mends_the_others() -> None:
+def test_smallest_block_supplies_nodes_to_other_blocks() -> None:
     before = ["a", "b", "c", "d", "e", "f", "g", "h", "i"]
     assert choose_seats(before, ["b", "c", "d", "e", "f", "g"], 9, 3) == ["g", "b", "c", "d", "e", "f"]
 
 
-def test_a_block_that_its_rack_cannot_mend_gives_its_seats_to_a_new_one_of_another() -> None:
+def test_block_moves_when_its_rack_lacks_nodes() -> None:
     rack = dict.fromkeys("abx", "1") | dict.fromkeys("cd", "2") | dict.fromkeys("yz", "3")
     assert choose_seats(list("abcd"), list("bcdyz"), 4, 2, rack) == list("yzcd")
     assert choose_seats(list("abcd"), list("bcdyzx"), 4, 2, rack) == list("xbcd")
@@ -112,7 +110,7 @@ def test_a_block_that_its_rack_cannot_mend_gives_its_seats_to_a_new_one_of_anoth
         ({"max_nodes": 4, "block_within": "rack"}, "leave out block_within"),
     ],
 )
-def test_a_shape_that_contradicts_itself_is_refused_at_join_with_the_mend(wrong: dict[str, object], words: str) -> None:
+def test_contradictory_job_shape_is_refused_at_join(wrong: dict[str, object], words: str) -> None:
     fleet = CoreFleet()
     fleet.register("n1")
     before = len(fleet.effects)
@@ -122,7 +120,7 @@ def test_a_shape_that_contradicts_itself_is_refused_at_join_with_the_mend(wrong:
     assert words in audits(fleet.effects, "launcher.refused")[0]
 
 
-def test_bounds_are_rounded_inwards_to_whole_blocks() -> None:
+def test_job_bounds_are_rounded_to_whole_blocks() -> None:
     spec = JobSpec(job="j", min_nodes=3, max_nodes=11, block_nodes=4)
     assert (min_seats(spec), max_seats(spec), spec_error(spec)) == (4, 8, "")
 
@@ -141,12 +139,12 @@ def _pairs(racks: str, spares: str = "", **spec: object) -> CoreFleet:
     return fleet
 
 
-def test_a_job_forms_with_blocks_in_one_rack_each() -> None:
+def test_job_forms_with_each_block_in_one_rack() -> None:
     fleet = _pairs("abab")
     assert fleet.seats() == ["n1", "n3", "n2", "n4"]
 
 
-def test_a_lost_node_takes_its_block_along_where_its_rack_has_no_other() -> None:
+def test_lost_node_removes_block_without_spare_in_rack() -> None:
     fleet = _pairs("aabb")
     fleet.leave("n1")
     assert fleet.seats() == ["n3", "n4"]
@@ -154,13 +152,13 @@ def test_a_lost_node_takes_its_block_along_where_its_rack_has_no_other() -> None
     assert [member.rank for member in fleet.spec().roster] == [0, 1]
 
 
-def test_a_spare_of_the_rack_takes_the_lost_nodes_place() -> None:
+def test_spare_of_same_rack_replaces_lost_node() -> None:
     fleet = _pairs("aabb", spares="ba")
     fleet.leave("n1")
     assert fleet.seats() == ["n6", "n2", "n3", "n4"]
 
 
-def test_without_a_whole_block_the_job_is_paused_and_goes_on_when_it_has_one() -> None:
+def test_job_pauses_without_a_whole_block_and_resumes() -> None:
     fleet = _pairs("aa")
     fleet.leave("n2")
     assert fleet.job_state() is JobState.PAUSED

@@ -33,14 +33,14 @@ def _wait_for_the_boundary(fleet: CoreFleet) -> list[Effect]:
     return fleet.effects[before:]
 
 
-def test_a_boundary_that_all_have_stepped_to_is_crossed_and_the_announced_generation_stands() -> None:
+def test_boundary_reached_by_all_ranks_is_crossed() -> None:
     fleet, after = _leaving()
     fleet.progress(after)
     assert generations(_wait_for_the_boundary(fleet)) == []
     assert (fleet.job().outgoing_generation, fleet.spec().seats) == (None, STAYS)
 
 
-def test_a_boundary_that_is_one_step_away_is_not_reached() -> None:
+def test_boundary_missed_by_one_step_forces_regroup() -> None:
     fleet, after = _leaving()
     fleet.progress(after - 1)
     (spec,) = generations(_wait_for_the_boundary(fleet))
@@ -48,7 +48,7 @@ def test_a_boundary_that_is_one_step_away_is_not_reached() -> None:
     assert (spec.after_step, spec.seats) == (None, STAYS)
 
 
-def test_a_smaller_bound_waits_for_a_boundary_too() -> None:
+def test_resize_waits_for_boundary() -> None:
     fleet = CoreFleet()
     fleet.start(4)
     fleet.progress(5)
@@ -56,7 +56,7 @@ def test_a_smaller_bound_waits_for_a_boundary_too() -> None:
     assert (spec.after_step or 0) > 5
 
 
-def test_where_nobody_knows_how_long_a_step_takes_the_boundary_is_ahead_all_the_same() -> None:
+def test_boundary_lies_ahead_when_step_time_is_unknown() -> None:
     fleet = CoreFleet()
     fleet.start(4)
     fleet.progress(5, step_s=0.0)
@@ -64,7 +64,7 @@ def test_where_nobody_knows_how_long_a_step_takes_the_boundary_is_ahead_all_the_
     assert (fleet.spec().after_step or 0) > 5
 
 
-def test_a_newcomer_that_waits_behind_the_boundary_says_nothing_of_who_is_before_it() -> None:
+def test_new_member_progress_does_not_cross_boundary() -> None:
     fleet = CoreFleet()
     fleet.start(3, 1)
     fleet.progress(5)
@@ -78,7 +78,7 @@ def test_a_newcomer_that_waits_behind_the_boundary_says_nothing_of_who_is_before
 
 
 @pytest.mark.promise("newcomers-meet")
-def test_a_newcomer_that_cannot_meet_the_others_at_the_boundary_is_heard_before_they_wait_for_it() -> None:
+def test_new_member_failure_before_boundary_forces_regroup() -> None:
     fleet = CoreFleet()
     fleet.start(3, 1)
     fleet.progress(5)
@@ -95,7 +95,7 @@ def test_a_newcomer_that_cannot_meet_the_others_at_the_boundary_is_heard_before_
     assert "nobody says who is lost" in regrouped.sentence
 
 
-def test_who_is_no_member_of_the_announced_generation_is_no_witness_of_it() -> None:
+def test_leaving_node_is_no_witness_of_announced_generation() -> None:
     fleet = CoreFleet()
     fleet.start(3, 1)
     fleet.progress(5)

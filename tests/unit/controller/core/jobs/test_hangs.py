@@ -15,32 +15,32 @@ from tests.support.core_fleet import CoreFleet, decisions, generations, sent
 
 
 @pytest.mark.promise("stuck-rank-named")
-def test_the_rank_behind_all_others_is_the_stuck_one() -> None:
+def test_stuck_rank_is_the_one_behind_all_others() -> None:
     assert find_stuck_rank({0: (5, 10), 1: (5, 9), 2: (5, 10)}, [], {}) == 1
     assert find_stuck_rank({0: (5, 10), 1: (4, 99)}, [], {}) == 1
 
 
-def test_the_one_that_says_nothing_is_stuck_when_the_others_stand_side_by_side() -> None:
+def test_stuck_rank_is_the_silent_one_when_others_are_equal() -> None:
     assert find_stuck_rank({0: (5, 10), 1: (5, 10)}, [2], {2: 5}) == 2
 
 
-def test_of_several_silent_ones_the_one_clearly_behind_is_named() -> None:
+def test_stuck_rank_is_the_silent_one_furthest_behind() -> None:
     assert find_stuck_rank({0: (5, 10)}, [1, 2], {1: 4, 2: 5}) == 1
 
 
 @pytest.mark.promise("stuck-rank-named")
-def test_nobody_is_named_by_guessing() -> None:
+def test_stuck_rank_stays_unnamed_when_ambiguous() -> None:
     assert find_stuck_rank({0: (5, 10), 1: (5, 10)}, [], {}) is None
     assert find_stuck_rank({0: (5, 10), 1: (5, 10)}, [2, 3], {2: 5, 3: 5}) is None
     assert find_stuck_rank({0: (5, 9), 1: (5, 9), 2: (5, 10)}, [], {}) is None
 
 
-def test_a_single_rank_that_reports_itself_behind_the_others_is_stuck() -> None:
+def test_stuck_rank_is_the_only_one_reporting_a_stall() -> None:
     assert find_stuck_rank({0: (5, 10)}, [1, 2], {1: 9, 2: 9}) == 0
     assert find_stuck_rank({0: (5, 10)}, [], {}) == 0
 
 
-def test_kill_and_next_generation_come_together_and_the_kill_comes_first() -> None:
+def test_unresponsive_rank_is_killed_before_next_generation() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     effects = fleet.unresponsive(1)
@@ -50,7 +50,7 @@ def test_kill_and_next_generation_come_together_and_the_kill_comes_first() -> No
     assert fleet.spec().reason is GenerationReason.RANK_HUNG
 
 
-def test_a_second_stopped_rank_is_killed_without_another_generation() -> None:
+def test_second_unresponsive_rank_is_killed_without_regroup() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.unresponsive(1)
@@ -59,7 +59,7 @@ def test_a_second_stopped_rank_is_killed_without_another_generation() -> None:
     assert sent(effects, KillRank)["n3"].generation == 1
 
 
-def test_all_ranks_stalled_alike_leave_together_and_nobody_is_killed() -> None:
+def test_equal_stall_of_all_ranks_regroups_without_kill() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.stall(0)
@@ -69,7 +69,7 @@ def test_all_ranks_stalled_alike_leave_together_and_nobody_is_killed() -> None:
 
 
 @pytest.mark.promise("long-steps")
-def test_who_has_returned_is_not_killed_for_one_that_saves_what_was_trained() -> None:
+def test_stall_after_a_rank_returned_kills_no_rank() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.finish(1, 2)
@@ -80,7 +80,7 @@ def test_who_has_returned_is_not_killed_for_one_that_saves_what_was_trained() ->
     assert fleet.job().state is JobState.FINISHED
 
 
-def test_who_waits_for_ranks_that_have_returned_is_not_waited_for_without_end() -> None:
+def test_long_stall_after_a_rank_returned_fails_the_job() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.finish(1)
@@ -94,7 +94,7 @@ def test_who_waits_for_ranks_that_have_returned_is_not_waited_for_without_end() 
     )
 
 
-def test_among_ranks_that_have_not_returned_the_one_that_is_waited_for_is_replaced() -> None:
+def test_stall_replaces_silent_rank_among_unfinished_ranks() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.finish(1)
@@ -102,7 +102,7 @@ def test_among_ranks_that_have_not_returned_the_one_that_is_waited_for_is_replac
     assert sent(fleet.advance(0.1), KillRank)["n3"].rank == 2
 
 
-def test_a_silent_node_explains_a_stall_better_than_a_stuck_rank() -> None:
+def test_stall_with_lost_node_drops_node_and_kills_no_rank() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.disconnect("n3")
@@ -112,7 +112,7 @@ def test_a_silent_node_explains_a_stall_better_than_a_stuck_rank() -> None:
     assert sent(effects, KillRank) == {}
 
 
-def test_a_replacement_keeps_every_seat() -> None:
+def test_rank_replacement_keeps_every_seat() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1)
     effects = fleet.lose_rank(0)
@@ -120,7 +120,7 @@ def test_a_replacement_keeps_every_seat() -> None:
     assert fleet.seats() == ["n1", "n2", "n3", "n4"]
 
 
-def test_several_losses_at_once_are_one_generation() -> None:
+def test_simultaneous_rank_losses_make_one_generation() -> None:
     fleet = CoreFleet()
     fleet.start(2, nproc_per_node=4)
     fleet.lose_rank(0)
@@ -128,7 +128,7 @@ def test_several_losses_at_once_are_one_generation() -> None:
         assert generations(fleet.lose_rank(rank, generation=1)) == []
 
 
-def test_a_late_word_that_there_is_no_replacement_still_counts() -> None:
+def test_late_report_of_missing_replacement_counts() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.lose_rank(0)
@@ -136,7 +136,7 @@ def test_a_late_word_that_there_is_no_replacement_still_counts() -> None:
     assert fleet.seats() == ["n1", "n3"]
 
 
-def test_a_loss_during_a_regrouping_is_the_next_generation() -> None:
+def test_rank_loss_during_regroup_makes_another_generation() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.lose_rank(0)
@@ -155,7 +155,7 @@ def _before_a_boundary() -> CoreFleet:
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_rank_lost_before_an_announced_boundary_is_replaced_at_once(number: int) -> None:
+def test_rank_lost_before_announced_boundary_is_replaced(number: int) -> None:
     """Its agent counts it to the generation that it was last offered, which is the announced one."""
     fleet = _before_a_boundary()
     assert [spec.number for spec in generations(fleet.lose_rank(1, generation=number))] == [3]
@@ -164,21 +164,21 @@ def test_a_rank_lost_before_an_announced_boundary_is_replaced_at_once(number: in
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_rank_that_is_silent_before_an_announced_boundary_is_replaced_at_once(number: int) -> None:
+def test_rank_unresponsive_before_boundary_is_replaced(number: int) -> None:
     fleet = _before_a_boundary()
     effects = fleet.unresponsive(1, generation=number)
     assert sent(effects, KillRank)["n2"].generation == number
     assert [spec.number for spec in generations(effects)] == [3]
 
 
-def test_a_rank_that_cannot_join_behind_a_boundary_is_heard_before_any_beat_shows_it_there() -> None:
+def test_collective_failure_behind_boundary_is_accepted() -> None:
     fleet = _before_a_boundary()
     fleet.fail_collective(1, generation=2)
     assert fleet.job().outgoing_generation is None
     assert [spec.number for spec in generations(fleet.advance(0.2, "n1", "n2", "n3"))] == [3]
 
 
-def test_a_rank_that_has_finished_cannot_be_lost() -> None:
+def test_finished_rank_cannot_be_lost() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.finish(0)
@@ -189,7 +189,7 @@ def _flapping() -> CoreFleet:
     return CoreFleet(msgspec.structs.replace(CorePolicy.lab(), rank_flap_count=3))
 
 
-def test_a_node_that_keeps_losing_ranks_is_left_out() -> None:
+def test_node_losing_ranks_repeatedly_is_excluded() -> None:
     fleet = _flapping()
     fleet.start(2, 1)
     fleet.lose_rank(0)
@@ -198,7 +198,7 @@ def test_a_node_that_keeps_losing_ranks_is_left_out() -> None:
     assert fleet.seats() == ["n3", "n2"]
 
 
-def test_old_losses_are_forgotten() -> None:
+def test_old_rank_losses_are_forgotten() -> None:
     fleet = _flapping()
     fleet.start(2, 1)
     for _ in range(4):
@@ -208,7 +208,7 @@ def test_old_losses_are_forgotten() -> None:
     assert fleet.seats() == ["n1", "n2"]
 
 
-def test_flapping_without_another_node_fails_the_job() -> None:
+def test_flapping_node_without_spare_fails_the_job() -> None:
     fleet = _flapping()
     fleet.start(1)
     fleet.lose_rank(0)
@@ -218,7 +218,7 @@ def test_flapping_without_another_node_fails_the_job() -> None:
     assert sent(effects, StopJob)["n1"].ok is False
 
 
-def test_a_launchers_new_life_wipes_the_slate() -> None:
+def test_launcher_restart_clears_exclusion() -> None:
     fleet = _flapping()
     fleet.start(2, 1)
     for _ in range(3):
@@ -227,7 +227,7 @@ def test_a_launchers_new_life_wipes_the_slate() -> None:
     assert fleet.job().excluded_nodes == {}
 
 
-def test_one_trace_leads_from_the_first_witness_to_the_last_rank_that_steps() -> None:
+def test_trace_spans_from_witness_to_resumed() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.fail_collective(0)
@@ -240,7 +240,7 @@ def test_one_trace_leads_from_the_first_witness_to_the_last_rank_that_steps() ->
     assert fleet.spec().trace == trace
 
 
-def test_a_job_goes_on_without_a_node_that_flaps_where_it_has_just_as_many_as_it_needs() -> None:
+def test_job_continues_without_flapping_node() -> None:
     fleet = _flapping()
     fleet.start(2, min_nodes=1)
     for _ in range(3):
@@ -248,7 +248,7 @@ def test_a_job_goes_on_without_a_node_that_flaps_where_it_has_just_as_many_as_it
     assert (fleet.job_state(), fleet.seats()) == (JobState.RUNNING, ["n2"])
 
 
-def test_a_late_word_that_a_rank_does_not_tick_ends_none_that_has_entered_the_next_generation() -> None:
+def test_stale_unresponsive_report_kills_no_rank() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.lose_rank(0)

@@ -23,13 +23,13 @@ def _fleet(nodes: int, spares: int, held: str = "n5", **shape: int) -> CoreFleet
     return fleet
 
 
-def test_a_clean_spare_goes_before_one_whose_eviction_is_held() -> None:
+def test_clean_spare_precedes_spare_with_deferred_eviction() -> None:
     fleet = _fleet(4, 2)
     fleet.lose_rank(1, replacement=False)
     assert fleet.seats() == ["n1", "n6", "n3", "n4"]
 
 
-def test_a_job_that_can_go_on_with_fewer_goes_on_without_it() -> None:
+def test_job_shrinks_rather_than_seat_spare_due_for_eviction() -> None:
     fleet = _fleet(4, 1, min_nodes=2)
     fleet.lose_rank(1, replacement=False)
     assert fleet.seats() == ["n1", "n3", "n4"]
@@ -39,7 +39,7 @@ def test_a_job_that_can_go_on_with_fewer_goes_on_without_it() -> None:
     assert "eviction is held" in no_seat_reason(fleet.state, fleet.job(), "n5")
 
 
-def test_a_job_that_would_pause_takes_it_and_no_more_than_it_needs() -> None:
+def test_job_below_minimum_seats_one_spare_due_for_eviction() -> None:
     fleet = _fleet(4, 2, min_nodes=4)
     fleet.raise_finding("n6", xid(106))
     fleet.lose_rank(1, replacement=False)
@@ -47,7 +47,7 @@ def test_a_job_that_would_pause_takes_it_and_no_more_than_it_needs() -> None:
     assert fleet.seats() == ["n1", "n5", "n3", "n4"]
 
 
-def test_of_two_that_it_would_need_one_for_it_takes_one() -> None:
+def test_job_seats_only_one_of_two_spares_due_for_eviction() -> None:
     fleet = _fleet(4, 2, min_nodes=3)
     fleet.raise_finding("n6", xid(106))
     for node in ("n1", "n2"):
@@ -57,13 +57,13 @@ def test_of_two_that_it_would_need_one_for_it_takes_one() -> None:
     assert len(fleet.seats()) == 3
 
 
-def test_one_that_has_a_seat_keeps_it() -> None:
+def test_seated_node_with_deferred_eviction_keeps_its_seat() -> None:
     fleet = _fleet(4, 1, held="n2", min_nodes=2)
     fleet.lose_rank(0, replacement=False)
     assert fleet.seats() == ["n5", "n2", "n3", "n4"]
 
 
-def test_a_job_grows_with_it_once_nothing_stands_against_it_any_more() -> None:
+def test_job_grows_with_spare_after_finding_clears() -> None:
     fleet = _fleet(4, 1, min_nodes=2)
     fleet.lose_rank(1, replacement=False)
     fleet.resume(step=20)

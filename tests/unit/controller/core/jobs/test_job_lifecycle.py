@@ -25,7 +25,7 @@ from tests.support.core_fleet import ENTROPY, CoreFleet, audits, generations, se
 # --- forming -----------------------------------------------------------------------------------------------------
 
 
-def test_a_job_forms_when_all_nodes_have_joined() -> None:
+def test_job_forms_when_all_nodes_have_joined() -> None:
     fleet = CoreFleet()
     fleet.register("n1", "n2")
     fleet.join("n1", min_nodes=1, max_nodes=2)
@@ -35,7 +35,7 @@ def test_a_job_forms_when_all_nodes_have_joined() -> None:
     assert fleet.spec().secret == ENTROPY
 
 
-def test_enough_nodes_form_a_job_after_its_waiting_time() -> None:
+def test_job_forms_with_enough_nodes_after_join_wait() -> None:
     fleet = CoreFleet()
     fleet.register("n1", "n2", "n3")
     fleet.join("n1", "n2", min_nodes=2, max_nodes=3, join_wait_s=5.0)
@@ -43,7 +43,7 @@ def test_enough_nodes_form_a_job_after_its_waiting_time() -> None:
     assert len(generations(fleet.advance(0.2, "n1", "n2", "n3"))) == 1
 
 
-def test_a_late_spare_is_told_the_generation_so_that_it_can_park() -> None:
+def test_late_spare_receives_current_generation() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.register("n3")
@@ -52,7 +52,7 @@ def test_a_late_spare_is_told_the_generation_so_that_it_can_park() -> None:
     assert sent(fleet.effects[before:], NewGeneration)["n3"].spec.number == 1
 
 
-def test_a_restarted_agent_is_told_the_generation_that_its_ranks_are_in() -> None:
+def test_restarted_agent_receives_current_generation_once() -> None:
     """It has forgotten it, and a vault that it starts has to be told."""
     fleet = CoreFleet()
     fleet.start(2)
@@ -65,7 +65,7 @@ def test_a_restarted_agent_is_told_the_generation_that_its_ranks_are_in() -> Non
     assert sent(fleet.effects[before:], NewGeneration) == {}, "only once in its life"
 
 
-def test_launchers_must_ask_for_the_same() -> None:
+def test_launcher_with_different_options_is_refused() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.register("n3")
@@ -78,7 +78,7 @@ def test_launchers_must_ask_for_the_same() -> None:
 # --- growth and size ---------------------------------------------------------------------------------------------
 
 
-def test_growth_waits_for_its_interval_and_for_a_boundary() -> None:
+def test_growth_waits_for_interval_and_boundary() -> None:
     fleet = CoreFleet()
     fleet.start(2, min_nodes=1)
     fleet.leave("n2")
@@ -93,7 +93,7 @@ def test_growth_waits_for_its_interval_and_for_a_boundary() -> None:
     assert fleet.seats() == ["n1", "n2"]
 
 
-def test_a_growing_job_that_loses_a_rank_does_not_wait_for_the_boundary() -> None:
+def test_rank_loss_during_growth_skips_boundary() -> None:
     fleet = CoreFleet()
     fleet.start(2, min_nodes=1)
     fleet.leave("n2")
@@ -105,7 +105,7 @@ def test_a_growing_job_that_loses_a_rank_does_not_wait_for_the_boundary() -> Non
     assert fleet.seats() == ["n1", "n2"]
 
 
-def test_an_operator_bounds_a_job_and_frees_it_again() -> None:
+def test_resize_shrinks_and_grows_the_job() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.seal(5)
@@ -117,7 +117,7 @@ def test_an_operator_bounds_a_job_and_frees_it_again() -> None:
     assert fleet.seats() == ["n1", "n2", "n3"]
 
 
-def test_the_boundary_is_the_step_of_the_version_that_is_committed_next() -> None:
+def test_boundary_is_the_step_of_next_candidate() -> None:
     fleet = CoreFleet()
     fleet.start(2, min_nodes=1)
     fleet.leave("n2")
@@ -133,7 +133,7 @@ def test_the_boundary_is_the_step_of_the_version_that_is_committed_next() -> Non
     assert sent(effects, VersionNotice) == {}, "it is known already"
 
 
-def test_where_that_is_too_near_the_boundarys_own_version_is_announced_with_it() -> None:
+def test_boundary_beyond_candidate_is_announced_as_candidate() -> None:
     fleet = CoreFleet()
     fleet.start(2, min_nodes=1)
     fleet.leave("n2")
@@ -148,7 +148,7 @@ def test_where_that_is_too_near_the_boundarys_own_version_is_announced_with_it()
     assert (notice.generation, notice.committed) == (2, Version(2, 30)), "of the generation that still runs"
 
 
-def test_nodes_that_return_together_come_back_in_one_generation() -> None:
+def test_nodes_returning_together_join_in_one_generation() -> None:
     fleet = CoreFleet()
     fleet.start(4, min_nodes=1)
     fleet.leave("n3")
@@ -170,7 +170,7 @@ def _away(fleet: CoreFleet, away: bool = True) -> None:
 
 
 @pytest.mark.promise("generations-increase")
-def test_a_running_job_regroups_while_the_database_is_away_under_numbers_that_no_other_controller_gives() -> None:
+def test_regroup_during_outage_uses_epoch_generation_numbers() -> None:
     fleet = CoreFleet()
     fleet.feed(ControllerStarted(epoch=3))
     fleet.start(3)
@@ -184,7 +184,7 @@ def test_a_running_job_regroups_while_the_database_is_away_under_numbers_that_no
     assert fleet.spec().number == 3 * NUMBERS_PER_EPOCH + 3, "numbers never go back"
 
 
-def test_a_controller_that_finds_ranks_ahead_of_its_records_goes_on_above_its_own_block() -> None:
+def test_generation_numbers_follow_ranks_ahead_of_records() -> None:
     fleet = CoreFleet()
     fleet.feed(ControllerStarted(epoch=4))
     fleet.start(2)
@@ -193,7 +193,7 @@ def test_a_controller_that_finds_ranks_ahead_of_its_records_goes_on_above_its_ow
     assert "ahead of the records" in fleet.spec().sentence
 
 
-def test_no_job_forms_while_the_database_is_away_and_it_does_when_it_is_back() -> None:
+def test_job_forms_only_after_database_outage() -> None:
     fleet = CoreFleet()
     fleet.register("n1", "n2")
     _away(fleet)
@@ -205,7 +205,7 @@ def test_no_job_forms_while_the_database_is_away_and_it_does_when_it_is_back() -
     assert fleet.seats() == ["n1", "n2"]
 
 
-def test_a_paused_job_goes_on_but_no_job_grows_while_the_database_is_away() -> None:
+def test_database_outage_allows_resume_but_no_growth() -> None:
     fleet = CoreFleet()
     fleet.start(3, min_nodes=2)
     fleet.leave("n3")
@@ -222,7 +222,7 @@ def test_a_paused_job_goes_on_but_no_job_grows_while_the_database_is_away() -> N
 # --- resuming ----------------------------------------------------------------------------------------------------
 
 
-def test_nodes_that_never_enter_a_generation_are_left_out() -> None:
+def test_nodes_not_entering_a_generation_are_dropped() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.lose_rank(0)
@@ -233,7 +233,7 @@ def test_nodes_that_never_enter_a_generation_are_left_out() -> None:
     assert "n3 did not enter generation 2 in time" in generations(effects)[0].sentence
 
 
-def test_a_slow_first_step_is_given_more_time() -> None:
+def test_slow_first_step_gets_more_time() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.lose_rank(0)
@@ -243,7 +243,7 @@ def test_a_slow_first_step_is_given_more_time() -> None:
     assert "not all have stepped" in audits(effects, "generation.overdue")[0]
 
 
-def test_a_generation_nobody_entered_is_sent_once_more() -> None:
+def test_generation_entered_by_no_rank_is_resent() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.lose_rank(0)
@@ -252,7 +252,7 @@ def test_a_generation_nobody_entered_is_sent_once_more() -> None:
     assert set(sent(effects, NewGeneration)) == {"n1", "n2"}
 
 
-def test_a_generation_that_does_not_resume_for_weeks_is_looked_at_as_often_as_at_first() -> None:
+def test_resume_deadline_is_capped_by_policy() -> None:
     """A wait that has doubled a thousand times is beyond any number."""
     fleet = CoreFleet()
     fleet.start(2)
@@ -268,7 +268,7 @@ def test_a_generation_that_does_not_resume_for_weeks_is_looked_at_as_often_as_at
 # --- ending ------------------------------------------------------------------------------------------------------
 
 
-def test_a_job_is_finished_when_all_ranks_are() -> None:
+def test_job_finishes_when_all_ranks_have_finished() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.finish(0)
@@ -279,7 +279,7 @@ def test_a_job_is_finished_when_all_ranks_are() -> None:
     assert {node: body.ok for node, body in sent(fleet.effects[before:], StopJob).items()} == {"n1": True, "n2": True}
 
 
-def test_a_launcher_that_leaves_with_its_ranks_at_their_end_is_not_missed() -> None:
+def test_launcher_leaving_after_its_ranks_finished_is_fine() -> None:
     fleet = CoreFleet()
     fleet.start(2, min_nodes=2)
     fleet.finish(0)
@@ -289,7 +289,7 @@ def test_a_launcher_that_leaves_with_its_ranks_at_their_end_is_not_missed() -> N
     assert fleet.job_state() is JobState.FINISHED
 
 
-def test_one_that_leaves_before_its_ranks_are_at_their_end_is() -> None:
+def test_launcher_leaving_before_its_ranks_finished_pauses_job() -> None:
     fleet = CoreFleet()
     fleet.start(2, min_nodes=2)
     fleet.finish(1)
@@ -298,7 +298,7 @@ def test_one_that_leaves_before_its_ranks_are_at_their_end_is() -> None:
 
 
 @pytest.mark.promise("deserted-job")
-def test_a_node_that_a_launcher_has_left_is_told_of_the_end_as_well_since_its_vault_keeps_slots() -> None:
+def test_job_end_reaches_node_without_launcher() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.leave("n2")
@@ -312,7 +312,7 @@ def test_a_node_that_a_launcher_has_left_is_told_of_the_end_as_well_since_its_va
     assert {node: body.launcher for node, body in told.items()} == meant | {"n2": ended}, "no launcher of a new run"
 
 
-def test_a_launcher_that_missed_the_end_is_told() -> None:
+def test_late_launcher_is_notified_of_job_end() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.finish()
@@ -321,7 +321,7 @@ def test_a_launcher_that_missed_the_end_is_told() -> None:
     assert sent(fleet.effects[before:], StopJob)["n1"].ok
 
 
-def test_a_younger_launcher_runs_the_job_once_more_with_higher_numbers() -> None:
+def test_newer_launcher_reruns_job_with_higher_numbers() -> None:
     fleet = CoreFleet()
     fleet.start(1)
     fleet.seal(5)
@@ -333,7 +333,7 @@ def test_a_younger_launcher_runs_the_job_once_more_with_higher_numbers() -> None
     assert fleet.spec().restore == RestoreRule(from_scratch=True)
 
 
-def test_a_job_that_is_run_once_more_has_nothing_of_the_run_before_against_it() -> None:
+def test_rerun_job_starts_without_previous_limits() -> None:
     fleet = CoreFleet()
     fleet.start(4)
     fleet.order(OperatorAction.RESIZE_JOB, job="job", node_limit=2)
@@ -349,7 +349,7 @@ def test_a_job_that_is_run_once_more_has_nothing_of_the_run_before_against_it() 
     assert (fleet.job().node_limit, fleet.job().digest_tie_times, fleet.job().preempted_at) == (None, [], 0.0)
 
 
-def test_an_offer_that_is_late_changes_nothing_of_the_job() -> None:
+def test_stale_launcher_offer_is_ignored() -> None:
     fleet = CoreFleet()
     fleet.start(1, max_nodes=1)
     fleet.join("n1", min_nodes=1, max_nodes=1, nproc_per_node=2)
@@ -360,7 +360,7 @@ def test_an_offer_that_is_late_changes_nothing_of_the_job() -> None:
     assert fleet.state.ignored_counts["launcher_joined.stale"] == 1
 
 
-def test_a_late_offer_of_another_shape_stops_nobody() -> None:
+def test_stale_launcher_offer_with_other_shape_stops_no_job() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.leave("n2")
@@ -374,7 +374,7 @@ def test_a_late_offer_of_another_shape_stops_nobody() -> None:
 # --- the controller's own death ----------------------------------------------------------------------------------
 
 
-def test_a_restart_issues_nothing_and_forgets_nothing() -> None:
+def test_controller_restart_keeps_generation_and_commit() -> None:
     fleet = CoreFleet()
     fleet.start(3, 1)
     fleet.seal(5)
@@ -386,7 +386,7 @@ def test_a_restart_issues_nothing_and_forgets_nothing() -> None:
     assert fleet.spec().restore == RestoreRule(floor=Version(1, 5))
 
 
-def test_after_a_restart_nodes_are_asked_for_their_findings() -> None:
+def test_controller_restart_requests_findings_from_nodes() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.restart()
@@ -395,7 +395,7 @@ def test_after_a_restart_nodes_are_asked_for_their_findings() -> None:
     assert fleet.touch("n1") is HeartbeatResult.UNEVENTFUL
 
 
-def test_a_restart_before_a_boundary_still_ends_at_it_or_falls_back() -> None:
+def test_controller_restart_before_boundary_falls_back() -> None:
     fleet = CoreFleet()
     fleet.start(3, 1)
     fleet.seal(5)
@@ -407,7 +407,7 @@ def test_a_restart_before_a_boundary_still_ends_at_it_or_falls_back() -> None:
 
 
 @pytest.mark.promise("restore-clean")
-def test_a_restart_keeps_the_ceiling_above_which_nothing_is_restored() -> None:
+def test_controller_restart_keeps_restore_ceiling() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1)
     fleet.seal(4)
@@ -418,7 +418,7 @@ def test_a_restart_keeps_the_ceiling_above_which_nothing_is_restored() -> None:
     assert fleet.spec().restore == RestoreRule(floor=Version(1, 4), ceiling=Version(1, 4))
 
 
-def test_a_controller_without_records_goes_on_above_the_ranks_generation() -> None:
+def test_controller_without_records_continues_above_generation() -> None:
     fleet = CoreFleet()
     fleet.register("n1", "n2")
     fleet.join("n1", "n2", generation=7, min_nodes=1, max_nodes=2)
@@ -426,7 +426,7 @@ def test_a_controller_without_records_goes_on_above_the_ranks_generation() -> No
     assert fleet.spec().restore == RestoreRule()
 
 
-def test_a_launcher_that_is_behind_is_sent_the_current_generation() -> None:
+def test_outdated_launcher_receives_current_generation() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.lose_rank(0)
@@ -438,7 +438,7 @@ def test_a_launcher_that_is_behind_is_sent_the_current_generation() -> None:
 # --- knobs -------------------------------------------------------------------------------------------------------
 
 
-def test_every_knob_is_documented() -> None:
+def test_every_policy_setting_is_documented() -> None:
     tree = ast.parse(inspect.getsource(policy_module))
     body = next(node for node in tree.body if isinstance(node, ast.ClassDef)).body
     for field, after in itertools.pairwise(body):
@@ -458,12 +458,12 @@ def test_every_knob_is_documented() -> None:
         {"collective_settle_s": 9.0},
     ],
 )
-def test_contradictions_are_refused_with_the_mend(wrong: dict[str, float]) -> None:
+def test_contradictory_policy_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
         msgspec.structs.replace(CorePolicy(), **wrong).validate()
 
 
-def test_an_exception_that_another_node_raised_before_is_not_tried_again() -> None:
+def test_user_error_repeated_on_another_node_fails_the_job() -> None:
     fleet = CoreFleet()
     fleet.start(2, max_user_retries=5)
     fleet.raise_user_error(1)
@@ -476,7 +476,7 @@ def test_an_exception_that_another_node_raised_before_is_not_tried_again() -> No
     assert "n2 raised the same before" in fleet.job().sentence
 
 
-def test_a_node_that_comes_back_does_not_write_the_jobs_that_are_over() -> None:
+def test_returning_node_does_not_rewrite_finished_jobs() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.resume()

@@ -70,7 +70,7 @@ def stops(fleet: CoreFleet, node: str, job: str) -> list[StopJob]:
 
 
 @pytest.mark.promise("bounded-node")
-def test_job_beyond_the_cap_of_its_node_is_refused() -> None:
+def test_job_beyond_node_limit_is_refused() -> None:
     fleet = fleet_of("n1")
     wait(fleet, "n1", "a", "b", "c", "d")
     assert list(fleet.state.jobs) == ["a", "b", "c"]
@@ -82,7 +82,7 @@ def test_job_beyond_the_cap_of_its_node_is_refused() -> None:
     assert audits(fleet.effects, "launcher.refused") == [stop.reason]
 
 
-def test_spare_beyond_the_cap_of_its_node_is_refused() -> None:
+def test_spare_beyond_node_limit_is_refused() -> None:
     fleet = fleet_of("n1", "n2")
     wait(fleet, "n1", "a", "b", "c")
     wait(fleet, "n2", "d")
@@ -91,14 +91,14 @@ def test_spare_beyond_the_cap_of_its_node_is_refused() -> None:
     assert len(stops(fleet, "n1", "d")) == 1
 
 
-def test_cap_of_one_node_is_not_the_cap_of_another() -> None:
+def test_job_limit_is_independent_per_node() -> None:
     fleet = fleet_of("n1", "n2")
     wait(fleet, "n1", "a", "b", "c")
     wait(fleet, "n2", "d", "e", "f")
     assert len(fleet.state.jobs) == 6
 
 
-def test_job_that_ends_makes_room_on_its_node() -> None:
+def test_ended_job_frees_room_on_its_node() -> None:
     fleet = fleet_of("n1")
     wait(fleet, "n1", "a", "b", "c")
     fleet.order(OperatorAction.STOP_JOB, job="b")
@@ -106,7 +106,7 @@ def test_job_that_ends_makes_room_on_its_node() -> None:
     assert fleet.job_state("d") is JobState.FORMING
 
 
-def test_job_that_went_on_without_a_node_makes_room_there() -> None:
+def test_job_left_by_a_launcher_frees_room_on_the_node() -> None:
     fleet = fleet_of("n1", "n2")
     wait(fleet, "n1", "a", "b", "c")
     fleet.join("n2", job="b")
@@ -115,7 +115,7 @@ def test_job_that_went_on_without_a_node_makes_room_there() -> None:
     assert list(fleet.job("d").launchers) == ["n1"]
 
 
-def test_finished_job_beyond_the_cap_does_not_start_over() -> None:
+def test_finished_job_beyond_node_limit_does_not_rerun() -> None:
     fleet = fleet_of("n1")
     run(fleet, "n1", "a")
     fleet.order(OperatorAction.STOP_JOB, job="a")
@@ -126,7 +126,7 @@ def test_finished_job_beyond_the_cap_does_not_start_over() -> None:
     assert "unfinished jobs" in stops(fleet, "n1", "a")[-1].reason
 
 
-def test_cap_holds_after_the_controller_restarted() -> None:
+def test_job_limit_survives_controller_restart() -> None:
     fleet = fleet_of("n1")
     wait(fleet, "n1", "a", "b", "c")
     fleet.restart()
@@ -135,7 +135,7 @@ def test_cap_holds_after_the_controller_restarted() -> None:
     assert list(fleet.state.jobs) == ["a", "b", "c"]
 
 
-def test_policy_without_room_for_a_job_is_refused() -> None:
+def test_job_limit_below_one_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="jobs_per_node"):
         msgspec.structs.replace(LAB, jobs_per_node=0).validate()
 
@@ -143,7 +143,7 @@ def test_policy_without_room_for_a_job_is_refused() -> None:
 # --- launchers in a restart loop ---------------------------------------------------------------------------------
 
 
-def test_launcher_that_restarts_under_one_name_is_never_refused() -> None:
+def test_launcher_restarting_under_one_name_is_never_refused() -> None:
     fleet = fleet_of("n1")
     for _ in range(20):
         wait(fleet, "n1", "a")
@@ -152,7 +152,7 @@ def test_launcher_that_restarts_under_one_name_is_never_refused() -> None:
     assert stops(fleet, "n1", "a") == []
 
 
-def test_launcher_that_restarts_under_new_names_is_never_refused() -> None:
+def test_launcher_restarting_under_new_names_is_never_refused() -> None:
     fleet = fleet_of("n1")
     names = [f"job-{number}" for number in range(20)]
     for name in names:
@@ -164,7 +164,7 @@ def test_launcher_that_restarts_under_new_names_is_never_refused() -> None:
     assert [effect.job for effect in fleet.effects if isinstance(effect, DeleteJob)] == names[:-3]
 
 
-def test_job_that_keeps_memory_is_not_dropped_for_another() -> None:
+def test_paused_job_is_not_dropped_for_another() -> None:
     fleet = fleet_of("n1")
     for name in ("a", "b", "c"):
         run(fleet, "n1", name)
@@ -181,7 +181,7 @@ def test_job_that_keeps_memory_is_not_dropped_for_another() -> None:
 
 @pytest.mark.promise("bounded-node")
 @pytest.mark.parametrize("ended", [10, 200])
-def test_jobs_that_ended_on_a_node_cost_no_lookup(ended: int) -> None:
+def test_join_cost_is_independent_of_ended_jobs(ended: int) -> None:
     fleet = fleet_of("n1")
     for number in range(ended):
         run(fleet, "n1", f"old-{number}")

@@ -13,20 +13,20 @@ from tests.support.core_fleet import CoreFleet, generations, sent
 names = st.lists(st.sampled_from([f"n{i}" for i in range(9)]), unique=True)
 
 
-def test_a_spare_takes_the_lost_nodes_rank_numbers() -> None:
+def test_spare_takes_rank_numbers_of_lost_node() -> None:
     assert choose_seats(["a", "b", "c"], ["a", "c", "s"], 3) == ["a", "s", "c"]
 
 
-def test_without_a_spare_the_survivors_keep_their_order() -> None:
+def test_survivors_keep_their_order_without_spare() -> None:
     assert choose_seats(["a", "b", "c"], ["c", "a"], 3) == ["a", "c"]
 
 
-def test_a_smaller_bound_drops_the_last_seats() -> None:
+def test_smaller_size_drops_the_last_seats() -> None:
     assert choose_seats(["a", "b", "c"], ["a", "b", "c", "s"], 2) == ["a", "b"]
 
 
 @given(names, names, st.integers(1, 9))
-def test_seats_are_as_many_as_can_be_and_survivors_stay_in_order(before: list[str], able: list[str], most: int) -> None:
+def test_seats_are_maximal_and_keep_survivor_order(before: list[str], able: list[str], most: int) -> None:
     seats = choose_seats(before, able, most)
     assert len(seats) == len(set(seats)) == min(most, len(able))
     survivors = [node for node in seats if node in before]
@@ -36,7 +36,7 @@ def test_seats_are_as_many_as_can_be_and_survivors_stay_in_order(before: list[st
 
 
 @given(names, names)
-def test_with_enough_spares_every_survivor_keeps_its_ranks(before: list[str], spares: list[str]) -> None:
+def test_survivors_keep_ranks_with_enough_spares(before: list[str], spares: list[str]) -> None:
     lost = before[::2]
     fresh = [f"s-{name}" for name in spares]
     seats = choose_seats(before, [n for n in before if n not in lost] + fresh, len(before))
@@ -44,7 +44,7 @@ def test_with_enough_spares_every_survivor_keeps_its_ranks(before: list[str], sp
         assert all(seats[i] == node for i, node in enumerate(before) if node not in lost)
 
 
-def test_the_change_is_said_in_words() -> None:
+def test_roster_change_is_described() -> None:
     assert describe_change([], ["a", "b"], 2) == "forms with 2 nodes"
     assert describe_change(["a", "b"], ["a", "b"], 2) == "keeps all 2 nodes"
     assert describe_change(["a", "b"], ["a", "c"], 2) == "takes c in place of b"
@@ -53,7 +53,7 @@ def test_the_change_is_said_in_words() -> None:
     assert describe_change(["a"], ["a", "b"], 2) == "grows to 2 nodes with b"
 
 
-def test_sentences_stay_short_whatever_number_of_nodes_they_are_about() -> None:
+def test_roster_description_is_bounded() -> None:
     many, fewer = [f"n{i}" for i in range(1000)], [f"n{i}" for i in range(0, 1000, 2)]
     assert describe_change(many, fewer, 1000) == (
         "goes on with 500 of 1000 nodes, without n1, n3, n5, n7, n9, n11, n13, n15 and 492 more"
@@ -70,7 +70,7 @@ def test_sentences_stay_short_whatever_number_of_nodes_they_are_about() -> None:
 # --- in the fleet ------------------------------------------------------------------------------------------------
 
 
-def test_the_store_stays_until_its_node_leaves_and_then_goes_to_the_first_survivor() -> None:
+def test_store_moves_to_first_survivor_when_its_node_leaves() -> None:
     fleet = CoreFleet()
     fleet.start(3, 1)
     fleet.lose_rank(1, replacement=False)
@@ -79,7 +79,7 @@ def test_the_store_stays_until_its_node_leaves_and_then_goes_to_the_first_surviv
     assert (fleet.seats(), fleet.spec().store_node, fleet.spec().store) == (["n4", "n3"], "n4", "n4:8000")
 
 
-def test_those_who_leave_the_roster_are_told_too() -> None:
+def test_leaving_nodes_receive_the_new_generation() -> None:
     fleet = CoreFleet()
     fleet.start(3, 1)
     effects = fleet.lose_rank(1, replacement=False)
@@ -87,7 +87,7 @@ def test_those_who_leave_the_roster_are_told_too() -> None:
     assert all(body.spec == generations(effects)[0] for body in sent(effects, NewGeneration).values())
 
 
-def test_vaults_of_former_members_stay_holders_while_they_answer_or_may_hold_what_counts() -> None:
+def test_former_members_remain_holders_while_needed() -> None:
     fleet = CoreFleet()
     fleet.start(3, 1)
     fleet.lose_rank(1, replacement=False)
@@ -101,7 +101,7 @@ def test_vaults_of_former_members_stay_holders_while_they_answer_or_may_hold_wha
     assert [holder.node for holder in fleet.spec().holders] == ["n1", "n4", "n3"]
 
 
-def test_a_member_that_is_out_of_reach_stays_a_holder_since_its_vault_outlives_its_agent() -> None:
+def test_unreachable_member_remains_a_holder() -> None:
     fleet = CoreFleet()
     fleet.start(4)
     fleet.seal(4)
@@ -112,7 +112,7 @@ def test_a_member_that_is_out_of_reach_stays_a_holder_since_its_vault_outlives_i
     assert {"n2", "n3"} < {holder.node for holder in fleet.spec().holders}
 
 
-def test_a_launcher_that_an_agents_new_life_has_not_heard_gets_no_seat_until_it_says_so() -> None:
+def test_launcher_unknown_to_restarted_agent_gets_no_seat() -> None:
     fleet = CoreFleet()
     fleet.start(3, 1)
     fleet.register("n4")

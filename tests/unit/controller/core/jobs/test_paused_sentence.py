@@ -19,13 +19,13 @@ def _paused() -> CoreFleet:
     return fleet
 
 
-def test_a_paused_job_says_who_is_able_and_how_many_are_missing() -> None:
+def test_paused_job_names_able_and_missing_nodes() -> None:
     sentence = _paused().job().sentence
     assert sentence.startswith("the launcher on n4 is gone; able to go on: n1, n2, n3; ")
     assert sentence.endswith("the job needs 4 nodes and is paused until one comes back")
 
 
-def test_a_paused_job_says_when_another_node_is_gone() -> None:
+def test_paused_job_reports_another_departed_node() -> None:
     fleet = _paused()
     fleet.leave("n3")
     fleet.advance(1.1, *NODES)
@@ -34,7 +34,7 @@ def test_a_paused_job_says_when_another_node_is_gone() -> None:
     )
 
 
-def test_a_paused_job_says_when_a_node_is_back() -> None:
+def test_paused_job_reports_a_returned_node() -> None:
     fleet = _paused()
     fleet.leave("n3")
     fleet.leave("n2")
@@ -46,7 +46,7 @@ def test_a_paused_job_says_when_a_node_is_back() -> None:
     assert "able to go on: n1, n2; the job needs 4 nodes and is paused until 2 come back" in fleet.job().sentence
 
 
-def test_a_paused_job_says_when_a_node_is_lost() -> None:
+def test_paused_job_reports_a_lost_node() -> None:
     fleet = _paused()
     since = fleet.job().since
     fleet.advance(120.0, "n1", "n2", "n4")
@@ -54,13 +54,13 @@ def test_a_paused_job_says_when_a_node_is_lost() -> None:
     assert fleet.job().since == since
 
 
-def test_a_paused_job_is_not_written_while_nothing_changes() -> None:
+def test_paused_job_is_not_written_while_unchanged() -> None:
     fleet = _paused()
     fleet.advance(5.0, *NODES)
     assert not [effect for effect in fleet.advance(30.0, *NODES) if isinstance(effect, PutJob)]
 
 
-def test_a_paused_job_keeps_its_cause_over_a_restart() -> None:
+def test_paused_job_keeps_its_cause_over_restart() -> None:
     fleet = _paused()
     fleet.restart()
     fleet.advance(5.0, *NODES)

@@ -36,7 +36,7 @@ def _why(fleet: CoreFleet, job: str, node: str) -> str:
 
 
 @pytest.mark.promise("job-priorities")
-def test_a_node_computes_for_one_job_at_a_time() -> None:
+def test_node_runs_one_job_at_a_time() -> None:
     fleet = _fleet(2)
     _start(fleet, "one", "n1", "n2")
     _start(fleet, "two", "n1", "n2")
@@ -47,14 +47,14 @@ def test_a_node_computes_for_one_job_at_a_time() -> None:
     assert fleet.seats("two") == ["n1", "n2"]
 
 
-def test_two_jobs_on_nodes_of_their_own_regroup_each_for_itself() -> None:
+def test_jobs_on_separate_nodes_regroup_independently() -> None:
     fleet = _fleet(4)
     _start(fleet, "one", "n1", "n2")
     _start(fleet, "two", "n3", "n4")
     assert [spec.job for spec in generations(fleet.lose_rank(0, job="one"))] == ["one"]
 
 
-def test_a_node_that_one_job_leaves_is_the_others_at_once() -> None:
+def test_node_released_by_one_job_joins_another() -> None:
     fleet = _fleet(3)
     _start(fleet, "one", "n1", "n2")
     _start(fleet, "two", "n3", "n2", min_nodes=1)
@@ -69,7 +69,7 @@ def test_a_node_that_one_job_leaves_is_the_others_at_once() -> None:
 # --- spares ------------------------------------------------------------------------------------------------------
 
 
-def test_a_free_node_goes_to_the_job_of_higher_priority() -> None:
+def test_free_node_goes_to_job_of_higher_priority() -> None:
     fleet = _fleet(5)
     _start(fleet, "low", "n1", "n2", min_nodes=1, max_nodes=2)
     _start(fleet, "high", "n3", "n4", min_nodes=1, max_nodes=2, priority=5)
@@ -86,7 +86,7 @@ def test_a_free_node_goes_to_the_job_of_higher_priority() -> None:
     assert fleet.seats("low") == ["n1"]
 
 
-def test_each_job_of_higher_priority_that_could_run_has_its_nodes_before_others_also_those_it_paused_on() -> None:
+def test_runnable_higher_priority_jobs_reserve_their_nodes() -> None:
     fleet = _fleet(5)
     _start(fleet, "forming", "n1", "n2", min_nodes=2, max_nodes=3, join_wait_s=1e6, priority=3)
     _start(fleet, "paused", "n3", "n4", min_nodes=2, priority=2)
@@ -95,7 +95,7 @@ def test_each_job_of_higher_priority_that_could_run_has_its_nodes_before_others_
     assert next_seats(fleet.state, fleet.job("low")) == ["n5"]
 
 
-def test_a_job_of_higher_priority_that_has_enough_keeps_nobody_from_anything() -> None:
+def test_complete_higher_priority_job_reserves_no_node() -> None:
     fleet = _fleet(3)
     _start(fleet, "high", "n1", max_nodes=1, priority=5)
     _start(fleet, "low", "n2", max_nodes=1)
@@ -106,7 +106,7 @@ def test_a_job_of_higher_priority_that_has_enough_keeps_nobody_from_anything() -
     assert fleet.seats("low") == ["n3"]
 
 
-def test_among_spares_the_clean_go_before_repeat_offenders() -> None:
+def test_clean_spares_precede_repeat_offenders() -> None:
     fleet = CoreFleet()
     fleet.start(2, 3)
     for node, offences in (("n3", 2.0), ("n4", 0.0), ("n5", 1.0)):
@@ -116,7 +116,7 @@ def test_among_spares_the_clean_go_before_repeat_offenders() -> None:
     assert next_seats(fleet.state, fleet.job(), {"n1", "n4"}) == ["n5", "n2"]
 
 
-def test_an_old_offence_weighs_less_than_a_late_one() -> None:
+def test_old_offence_weighs_less_than_recent_one() -> None:
     fleet = CoreFleet()
     fleet.start(2, 2)
     for node, age in (("n3", 0.0), ("n4", 3.0)):
@@ -125,7 +125,7 @@ def test_an_old_offence_weighs_less_than_a_late_one() -> None:
     assert next_seats(fleet.state, fleet.job(), {"n1"}) == ["n4", "n2"]
 
 
-def test_a_node_that_many_jobs_want_goes_down_the_line_of_priorities() -> None:
+def test_contended_node_goes_down_the_priority_order() -> None:
     """Each job is asked once: twenty in a line would otherwise be asked a million times."""
     fleet = _fleet(21)
     for number in range(20):
@@ -155,7 +155,7 @@ def _wait(fleet: CoreFleet, seconds: float) -> None:
 
 
 @pytest.mark.promise("job-priorities")
-def test_a_job_that_cannot_run_takes_what_it_needs_at_a_boundary() -> None:
+def test_preemption_takes_needed_nodes_at_a_boundary() -> None:
     fleet = _crowded()
     _wait(fleet, 1.9)
     assert fleet.spec("low").number == 1, "it waits first"
@@ -170,14 +170,14 @@ def test_a_job_that_cannot_run_takes_what_it_needs_at_a_boundary() -> None:
     assert fleet.seats("high") == ["n3", "n4"]
 
 
-def test_nothing_is_taken_where_it_would_not_be_enough() -> None:
+def test_preemption_is_skipped_when_insufficient() -> None:
     fleet = _crowded(min_nodes=3)
     _wait(fleet, 20.0)
     assert fleet.seats("low") == ["n1", "n2", "n3", "n4"]
     assert _why(fleet, "high", "n4") == "it computes for job low"
 
 
-def test_where_one_job_needs_its_free_node_itself_another_is_asked() -> None:
+def test_preemption_falls_back_to_another_job() -> None:
     """``low`` can go on without n1 only on n2, which ``high`` counts on as well; ``middle`` can spare n3."""
     fleet = _fleet(4)
     _start(fleet, "low", "n1", "n2", max_nodes=1)
@@ -192,7 +192,7 @@ def test_where_one_job_needs_its_free_node_itself_another_is_asked() -> None:
     )
 
 
-def test_a_block_is_taken_where_it_lacks_least_and_not_bit_by_bit_everywhere() -> None:
+def test_preemption_takes_a_block_from_one_rack() -> None:
     """``low`` can spare two nodes. One of rack b and one of rack a would make no block."""
     fleet = CoreFleet()
     for node, rack in (("n1", "a"), ("n2", "a"), ("n3", "b"), ("n4", "c")):
@@ -206,7 +206,7 @@ def test_a_block_is_taken_where_it_lacks_least_and_not_bit_by_bit_everywhere() -
     assert fleet.seats("low") == ["n3", "n4"]
 
 
-def test_jobs_of_one_priority_take_nothing_from_each_other() -> None:
+def test_preemption_needs_higher_priority() -> None:
     fleet = _fleet(4)
     _start(fleet, "one", "n1", "n2", "n3", "n4", min_nodes=1)
     _start(fleet, "two", "n1", "n2", "n3", "n4", min_nodes=2, join_wait_s=0)
@@ -216,7 +216,7 @@ def test_jobs_of_one_priority_take_nothing_from_each_other() -> None:
 
 
 @pytest.mark.promise("job-priorities")
-def test_who_gave_does_not_take_it_back() -> None:
+def test_preempted_job_does_not_take_nodes_back() -> None:
     fleet = _crowded()
     _wait(fleet, 2.1)
     fleet.resume("low", restored=Version(1, 40), step=41)
@@ -230,7 +230,7 @@ def test_who_gave_does_not_take_it_back() -> None:
     assert len(audits(fleet.effects, "job.preempts")) == 1
 
 
-def test_nodes_that_were_given_stay_given_when_the_boundary_is_missed() -> None:
+def test_preempted_nodes_stay_released_after_missed_boundary() -> None:
     fleet = _crowded()
     _wait(fleet, 2.1)
     fleet.lose_rank(0, job="low")
@@ -239,7 +239,7 @@ def test_nodes_that_were_given_stay_given_when_the_boundary_is_missed() -> None:
     assert fleet.seats("high") == ["n3", "n4"]
 
 
-def test_a_node_that_blinks_costs_no_other_job_anything() -> None:
+def test_short_node_absence_triggers_no_preemption() -> None:
     fleet = _fleet(5)
     _start(fleet, "low", "n1", "n2", "n3", min_nodes=1)
     fleet.progress(30, job="low")
@@ -255,7 +255,7 @@ def test_a_node_that_blinks_costs_no_other_job_anything() -> None:
     assert fleet.seats("low") == ["n1", "n2", "n3"]
 
 
-def test_one_job_gives_only_now_and_then() -> None:
+def test_preemption_of_one_job_is_rate_limited() -> None:
     fleet = _crowded(min_nodes=1)
     _wait(fleet, 2.1)
     fleet.resume("low", restored=Version(1, 40), step=41)
@@ -276,7 +276,7 @@ def test_one_job_gives_only_now_and_then() -> None:
 # --- reasons -----------------------------------------------------------------------------------------------------
 
 
-def test_every_node_without_a_seat_has_its_reason() -> None:
+def test_node_without_seat_has_a_reason() -> None:
     fleet = CoreFleet()
     fleet.start(2, 1, max_nodes=2)
     assert _why(fleet, "job", "n1") == ""
@@ -288,7 +288,7 @@ def test_every_node_without_a_seat_has_its_reason() -> None:
     assert _why(fleet, "job", "n3") == "its agent's connection is closed"
 
 
-def test_a_node_that_waits_for_growth_is_told_so() -> None:
+def test_node_waiting_for_growth_has_a_reason() -> None:
     fleet = CoreFleet()
     fleet.start(2, min_nodes=1)
     fleet.leave("n2")
@@ -296,7 +296,7 @@ def test_a_node_that_waits_for_growth_is_told_so() -> None:
     assert _why(fleet, "job", "n2") == "it gets a seat at the next boundary"
 
 
-def test_a_rivals_roster_is_worked_out_once_for_all_the_nodes_that_it_is_promised() -> None:
+def test_rival_roster_is_computed_once_for_all_nodes() -> None:
     fleet, names = _fleet(8), [f"n{at}" for at in range(3, 9)]
     _start(fleet, "high", "n1", "n2", max_nodes=8, priority=5, join_wait_s=0)
     fleet.join(*names, job="high")

@@ -72,7 +72,7 @@ def _step(fleet: CoreFleet, step: int) -> None:
 
 
 @pytest.mark.promise("lost-rank-replaced")
-def test_a_rank_that_never_enters_is_ended_and_its_node_has_a_seat_again_when_another_has_its_place() -> None:
+def test_rank_missing_from_generation_is_killed_and_replaced() -> None:
     fleet = _fleet()
     effects = _miss_a_generation(fleet, 3)
     assert _killed(effects) == [("n4", 0, 2)]
@@ -84,7 +84,7 @@ def test_a_rank_that_never_enters_is_ended_and_its_node_has_a_seat_again_when_an
     assert fleet.seats() == ["n1", "n2", "n3", "n4"]
 
 
-def test_a_node_waits_until_each_of_its_ranks_that_did_not_enter_is_replaced() -> None:
+def test_node_waits_until_all_missing_ranks_are_replaced() -> None:
     fleet = _fleet(2, nproc_per_node=2)
     assert _killed(_miss_a_generation(fleet, 2, 3)) == [("n2", 0, 2), ("n2", 1, 2)]
     fleet.resume(step=20)
@@ -96,7 +96,7 @@ def test_a_node_waits_until_each_of_its_ranks_that_did_not_enter_is_replaced() -
 
 
 @pytest.mark.promise("lost-rank-replaced")
-def test_a_paused_job_goes_on_with_the_node_that_it_waits_for() -> None:
+def test_paused_job_resumes_with_the_replaced_node() -> None:
     fleet = _fleet(min_nodes=4)
     for attempt in range(1, 4):  # however often: it has nothing else to do
         _miss_a_generation(fleet, 3) if attempt == 1 else _miss_this_one(fleet, 3)
@@ -106,7 +106,7 @@ def test_a_paused_job_goes_on_with_the_node_that_it_waits_for() -> None:
         assert (fleet.job_state(), len(fleet.seats())) == (JobState.RUNNING, 4)
 
 
-def test_a_running_job_does_not_wait_for_the_same_node_again_and_again_until_somebody_readmits_it() -> None:
+def test_node_missing_two_generations_needs_readmission() -> None:
     fleet = _fleet()
     _miss_a_generation(fleet, 3)
     fleet.resume(step=20)
@@ -128,7 +128,7 @@ def test_a_running_job_does_not_wait_for_the_same_node_again_and_again_until_som
         fleet.order(OperatorAction.READMIT, node="n4")
 
 
-def test_a_node_without_a_replacement_may_be_readmitted_too() -> None:
+def test_node_without_replacement_can_be_readmitted() -> None:
     fleet = _fleet()
     fleet.lose_rank(3, replacement=False)
     _step(fleet, 20)
@@ -139,7 +139,7 @@ def test_a_node_without_a_replacement_may_be_readmitted_too() -> None:
 
 
 @pytest.mark.promise("lost-rank-replaced")
-def test_where_every_node_has_ranks_that_never_enter_it_is_said_so_and_these_are_restarted_in_the_end() -> None:
+def test_missing_ranks_on_every_node_are_restarted_eventually() -> None:
     fleet = _fleet(2, nproc_per_node=2)
     fleet.lose_rank(0)
     number = fleet.spec().number

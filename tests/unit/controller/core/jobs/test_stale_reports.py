@@ -112,7 +112,7 @@ def _after(history: list[Act]) -> CoreFleet:
 @pytest.mark.parametrize("kind", OF_GENERATIONS, ids=lambda kind: kind.__name__)
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(histories, st.integers(1, 6), rank, step)
-def test_what_is_said_of_a_generation_that_is_over_changes_nothing(
+def test_report_of_ended_generation_changes_nothing(
     kind: type[Any], history: list[Act], number: int, some_rank: int, at_step: int
 ) -> None:
     fleet = _after(history)
@@ -129,7 +129,7 @@ def test_what_is_said_of_a_generation_that_is_over_changes_nothing(
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(histories, st.booleans(), st.booleans())
-def test_what_an_earlier_launcher_says_changes_nothing(history: list[Act], joins: bool, orderly: bool) -> None:
+def test_report_of_earlier_launcher_changes_nothing(history: list[Act], joins: bool, orderly: bool) -> None:
     fleet = _after(history)
     record = fleet.state.jobs[JOB]
     for node, launcher in list(record.launchers.items()):

@@ -31,7 +31,7 @@ def _held(fleet: CoreFleet, by: str, *names: str) -> None:
 
 @pytest.mark.promise("held-nodes-keep-jobs")
 @pytest.mark.parametrize("by", ["hold", "cordon"])
-def test_a_job_that_needs_a_held_node_keeps_it_when_it_regroups(by: str) -> None:
+def test_required_held_node_keeps_its_seat_in_regroup(by: str) -> None:
     fleet = _fleet()
     _held(fleet, by, "n2")
     fleet.lose_rank(0)
@@ -44,7 +44,7 @@ def test_a_job_that_needs_a_held_node_keeps_it_when_it_regroups(by: str) -> None
 
 
 @pytest.mark.promise("held-nodes-keep-jobs")
-def test_one_that_can_do_without_does() -> None:
+def test_dispensable_held_node_is_replaced_in_regroup() -> None:
     fleet = _fleet(spares=1)
     _held(fleet, "hold", "n2")
     fleet.lose_rank(0)
@@ -53,7 +53,7 @@ def test_one_that_can_do_without_does() -> None:
 
 
 @pytest.mark.promise("held-nodes-keep-jobs")
-def test_a_node_that_was_only_held_keeps_its_seat_while_it_is_on_probation() -> None:
+def test_released_node_keeps_its_seat_on_probation() -> None:
     fleet = _fleet()
     _held(fleet, "hold", *FOUR)
     for node in FOUR:
@@ -64,7 +64,7 @@ def test_a_node_that_was_only_held_keeps_its_seat_while_it_is_on_probation() -> 
 
 
 @pytest.mark.promise("held-nodes-keep-jobs")
-def test_a_held_node_with_what_would_evict_it_is_left() -> None:
+def test_held_node_with_evicting_finding_loses_its_seat() -> None:
     fleet = _fleet()
     _held(fleet, "hold", "n2")
     fleet.raise_finding("n2", xid())
@@ -72,7 +72,7 @@ def test_a_held_node_with_what_would_evict_it_is_left() -> None:
     assert fleet.job_state() is JobState.PAUSED
 
 
-def test_a_rank_that_cannot_be_replaced_leaves_whatever_is_needed() -> None:
+def test_held_node_without_replacement_rank_loses_its_seat() -> None:
     fleet = _fleet()
     _held(fleet, "hold", "n2")
     fleet.lose_rank(1, replacement=False)
@@ -82,7 +82,7 @@ def test_a_rank_that_cannot_be_replaced_leaves_whatever_is_needed() -> None:
 
 
 @pytest.mark.promise("held-nodes-keep-jobs")
-def test_maintenance_is_left_for_also_by_a_node_that_is_held() -> None:
+def test_held_node_leaves_for_maintenance() -> None:
     fleet = _fleet(min_nodes=3)
     _held(fleet, "hold", "n2")
     fleet.order(OperatorAction.MAINTENANCE, node="n2", until=fleet.now + 60.0)
@@ -92,7 +92,7 @@ def test_maintenance_is_left_for_also_by_a_node_that_is_held() -> None:
         fleet.order(OperatorAction.DRAIN, node="n1")
 
 
-def test_a_held_node_counts_for_nothing_where_another_is_to_leave() -> None:
+def test_held_node_does_not_count_when_another_drains() -> None:
     fleet = _fleet(5)
     _held(fleet, "hold", "n2")
     with pytest.raises(Conflict, match="would be left"):

@@ -48,7 +48,7 @@ def _run(fleet: CoreFleet, seconds: float, **slow: float) -> None:
         fleet.advance(0.5, *fleet.state.nodes)
 
 
-def test_a_node_that_is_slow_window_after_window_is_named_and_replaced_at_a_boundary() -> None:
+def test_straggler_is_reported_and_replaced_at_a_boundary() -> None:
     fleet = _start()
     _run(fleet, 7.0, n2=0.049)
     assert decisions(fleet.effects) == []
@@ -62,14 +62,14 @@ def test_a_node_that_is_slow_window_after_window_is_named_and_replaced_at_a_boun
 
 
 @pytest.mark.promise("slow-node-fair")
-def test_without_a_spare_it_is_only_named_and_stays() -> None:
+def test_straggler_without_spare_is_only_reported() -> None:
     fleet = _start(spares=0)
     _run(fleet, 30.0, n2=0.049)
     assert decisions(fleet.effects) == [("n2", Decision.RECOMMEND)], "once for as long as it lasts"
     assert fleet.spec().number == 1
 
 
-def test_policy_can_leave_it_at_a_recommendation() -> None:
+def test_straggler_policy_can_only_recommend() -> None:
     fleet = _start(policy=msgspec.structs.replace(POLICY, straggler_replace=False))
     _run(fleet, 30.0, n2=0.049)
     assert decisions(fleet.effects) == [("n2", Decision.RECOMMEND)]
@@ -77,7 +77,7 @@ def test_policy_can_leave_it_at_a_recommendation() -> None:
 
 
 @pytest.mark.promise("slow-node-fair")
-def test_a_slow_moment_is_no_slow_node() -> None:
+def test_straggler_needs_consecutive_slow_windows() -> None:
     fleet = _start()
     for _ in range(6):
         _run(fleet, 4.0, n2=0.049)
@@ -85,7 +85,7 @@ def test_a_slow_moment_is_no_slow_node() -> None:
     assert decisions(fleet.effects) == []
 
 
-def test_slow_windows_before_an_interruption_do_not_count_after_it() -> None:
+def test_straggler_windows_reset_after_interruption() -> None:
     fleet = _start(spares=0)
     _run(fleet, 12.0, n2=0.049)
     assert decisions(fleet.effects) == [("n2", Decision.RECOMMEND)]
@@ -98,7 +98,7 @@ def test_slow_windows_before_an_interruption_do_not_count_after_it() -> None:
     assert fleet.state.job_runtime["job"].slow_windows == {}
 
 
-def test_a_controller_that_takes_over_compares_the_ranks_of_jobs_that_step() -> None:
+def test_straggler_detection_survives_controller_restart() -> None:
     fleet = _start(spares=0)
     _run(fleet, 5.0)
     fleet.restart()
@@ -106,7 +106,7 @@ def test_a_controller_that_takes_over_compares_the_ranks_of_jobs_that_step() -> 
     assert decisions(fleet.effects) == [("n2", Decision.RECOMMEND)]
 
 
-def test_a_pause_lasts_as_many_windows_as_go_into_it() -> None:
+def test_straggler_windows_expire_during_a_pause() -> None:
     fleet = _start(nodes=3, spares=0, min_nodes=3)
     _run(fleet, 7.0, n2=0.049)
     assert decisions(fleet.effects) == []
@@ -120,20 +120,20 @@ def test_a_pause_lasts_as_many_windows_as_go_into_it() -> None:
     assert STRAGGLER_KEY not in fleet.state.nodes["n2"].controller_findings, "two windows of five"
 
 
-def test_who_computes_longer_than_others_that_hardly_compute_is_not_slow() -> None:
+def test_straggler_needs_a_relevant_compute_time() -> None:
     fleet = _start()
     _run(fleet, 30.0, n1=0.0001, n2=0.0010, n3=0.0001, n4=0.0001, n5=0.0001)
     assert decisions(fleet.effects) == []
 
 
 @pytest.mark.promise("slow-node-fair")
-def test_where_many_are_slow_it_is_not_the_nodes() -> None:
+def test_straggler_is_not_reported_when_many_nodes_are_slow() -> None:
     fleet = _start(nodes=6)
     _run(fleet, 30.0, n2=0.049, n3=0.049)
     assert decisions(fleet.effects) == []
 
 
-def test_ranks_that_do_not_measure_themselves_are_compared_with_nobody() -> None:
+def test_straggler_detection_skips_ranks_without_measurement() -> None:
     fleet = _start()
     for step in range(2, 40):
         fleet.progress(step)
@@ -141,7 +141,7 @@ def test_ranks_that_do_not_measure_themselves_are_compared_with_nobody() -> None
     assert fleet.spec().number == 1
 
 
-def test_who_keeps_up_again_is_cleared() -> None:
+def test_straggler_finding_clears_when_node_keeps_up() -> None:
     fleet = _start(spares=0)
     _run(fleet, 12.0, n2=0.049)
     _run(fleet, 14.0)
@@ -149,7 +149,7 @@ def test_who_keeps_up_again_is_cleared() -> None:
     assert audits(fleet.effects, "finding.cleared") == ["rank.straggler/ranks was not seen again on n2"]
 
 
-def test_a_replaced_straggler_is_taken_again_only_where_the_job_could_not_run_without_it() -> None:
+def test_replaced_straggler_returns_only_when_required() -> None:
     fleet = _start(nodes=3, min_nodes=2)
     _run(fleet, 12.0, n2=0.049)
     fleet.resume(restored=Version(1, 100), step=400)
@@ -160,7 +160,7 @@ def test_a_replaced_straggler_is_taken_again_only_where_the_job_could_not_run_wi
     assert fleet.seats() == ["n1", "n2"]
 
 
-def test_a_job_grows_by_those_who_come_back_and_lets_its_straggler_go() -> None:
+def test_growing_job_drops_its_straggler() -> None:
     fleet = _start(nodes=3, min_nodes=2)
     _run(fleet, 12.0, n2=0.049)
     fleet.resume(restored=Version(1, 100), step=400)
@@ -173,7 +173,7 @@ def test_a_job_grows_by_those_who_come_back_and_lets_its_straggler_go() -> None:
     assert set(fleet.seats()) == {"n1", "n3", "n4"}
 
 
-def test_a_readmitted_straggler_is_a_spare_like_others() -> None:
+def test_readmitted_straggler_is_an_ordinary_spare() -> None:
     fleet = _start(nodes=3, min_nodes=2)
     _run(fleet, 12.0, n2=0.049)
     fleet.resume(restored=Version(1, 100), step=400)
@@ -183,7 +183,7 @@ def test_a_readmitted_straggler_is_a_spare_like_others() -> None:
     assert fleet.seats() == ["n1", "n2", "n3"]
 
 
-def test_a_node_is_not_replaced_while_another_boundary_is_ahead() -> None:
+def test_straggler_replacement_waits_for_pending_boundary() -> None:
     fleet = _start()
     _run(fleet, 7.5, n2=0.049)
     fleet.order(OperatorAction.DRAIN, node="n1")
@@ -196,7 +196,7 @@ def test_a_node_is_not_replaced_while_another_boundary_is_ahead() -> None:
 
 
 @given(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=30))
-def test_at_most_half_of_the_ranks_stand_out_from_their_median(busy: list[float]) -> None:
+def test_laggards_are_at_most_half_of_the_ranks(busy: list[float]) -> None:
     pace = JobProgress()
     for rank, busy_s in enumerate(busy):
         pace.by_rank[rank] = RankProgress(job="j", generation=1, rank=rank, step=1, step_s=1.0, busy_s=busy_s)
@@ -206,14 +206,14 @@ def test_at_most_half_of_the_ranks_stand_out_from_their_median(busy: list[float]
     assert all(busy[rank] > 1.2 * lag.median_s for rank in lag.slow)
 
 
-def test_two_ranks_cannot_tell_which_of_them_is_slow() -> None:
+def test_straggler_detection_needs_three_ranks() -> None:
     fleet = _start(nodes=2)
     spec = fleet.spec()
     assert slow_nodes(spec, Stragglers("job", 2, 0.1, {0: 0.5}), 0.5) == {}
     assert slow_nodes(_start(nodes=3).spec(), Stragglers("job", 3, 0.1, {0: 0.5}), 0.5) == {"n1": 0.5}
 
 
-def test_one_that_no_spare_can_replace_does_not_keep_another_from_being_replaced() -> None:
+def test_straggler_without_spare_does_not_block_another() -> None:
     """Blocks of two nodes within a rack; the only spare is in the second one's rack."""
     fleet = CoreFleet(msgspec.structs.replace(POLICY, straggler_share=0.5))
     for number in range(1, 6):

@@ -105,7 +105,7 @@ def _runs(fleet: CoreFleet, job: str) -> bool:
 @pytest.mark.promise("job-priorities")
 @settings(deadline=None, max_examples=100)
 @given(worlds())
-def test_a_job_takes_what_lets_it_run_and_leaves_the_others_what_they_need(world: World) -> None:
+def test_preemption_plan_matches_exhaustive_search(world: World) -> None:
     fleet = _fleet(world)
     assume(fleet.job_state(WAITER) is not JobState.RUNNING)
     job = fleet.job(WAITER)

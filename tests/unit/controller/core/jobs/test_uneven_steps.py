@@ -17,7 +17,7 @@ def _training(ranks: int = 4) -> CoreFleet:
 
 
 @pytest.mark.promise("uneven-steps")
-def test_rank_that_leaves_while_others_go_on_ends_job() -> None:
+def test_rank_leaving_before_later_steps_fails_the_job() -> None:
     fleet = _training()
     for rank in range(4):
         fleet.progress_of(rank, step=6, begun=6)
@@ -35,7 +35,7 @@ def test_rank_that_leaves_while_others_go_on_ends_job() -> None:
     assert not any(stop.ok for stop in stops)
 
 
-def test_stall_of_ranks_that_went_on_kills_nobody() -> None:
+def test_stall_after_uneven_end_kills_no_rank() -> None:
     fleet = _training(3)
     fleet.finish(1, begun=6)
     effects = fleet.stall(0, step=6, begun=7)
@@ -45,7 +45,7 @@ def test_stall_of_ranks_that_went_on_kills_nobody() -> None:
 
 
 @pytest.mark.promise("uneven-steps")
-def test_ranks_in_the_same_last_step_are_waited_for() -> None:
+def test_ranks_in_the_last_step_are_awaited() -> None:
     fleet = _training(3)
     fleet.finish(1, begun=6)
     fleet.progress_of(0, step=5, begun=6)
@@ -57,7 +57,7 @@ def test_ranks_in_the_same_last_step_are_waited_for() -> None:
     assert fleet.job().state is JobState.FINISHED
 
 
-def test_ranks_that_return_after_different_steps_fail_job() -> None:
+def test_ranks_returning_after_different_steps_fail_the_job() -> None:
     for first, second in ((6, 9), (9, 6)):
         fleet = _training(2)
         fleet.finish(0, begun=first)

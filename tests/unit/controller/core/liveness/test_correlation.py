@@ -37,7 +37,7 @@ def _states(fleet: CoreFleet, prefix: str) -> set[NodeState]:
 
 
 @pytest.mark.promise("correlated-silence")
-def test_a_silent_rack_is_named_once_and_nobody_of_it_is_lost_before_patience_is_over() -> None:
+def test_silent_rack_is_reported_once_and_lost_after_limit() -> None:
     fleet = _racks(5, 4)
     effects = fleet.advance(12.0, *_others(fleet, "r1"))
     assert _states(fleet, "r1") == {NodeState.SUSPECT}
@@ -50,7 +50,7 @@ def test_a_silent_rack_is_named_once_and_nobody_of_it_is_lost_before_patience_is
     assert decisions(fleet.effects) == []
 
 
-def test_a_node_beside_a_silent_rack_is_taken_at_its_word() -> None:
+def test_node_outside_the_silent_rack_is_lost_normally() -> None:
     fleet = _racks(5, 4)
     effects = fleet.advance(8.0, *_others(fleet, "r1", "r2n1"))
     assert _states(fleet, "r1") == {NodeState.SUSPECT}
@@ -58,7 +58,7 @@ def test_a_node_beside_a_silent_rack_is_taken_at_its_word() -> None:
     assert len(audits(effects, "node.lost")) == 1
 
 
-def test_all_nodes_of_one_agent_version_are_a_suspicion_against_that_version() -> None:
+def test_correlated_silence_names_the_common_driver_version() -> None:
     fleet = CoreFleet()
     for node in range(12):
         fleet.register(f"n{node}", driver_version="570" if node < 3 else "560")
@@ -68,14 +68,14 @@ def test_all_nodes_of_one_agent_version_are_a_suspicion_against_that_version() -
     assert fleet.node_state("n0") is NodeState.SUSPECT
 
 
-def test_half_of_a_rack_is_believed_node_by_node() -> None:
+def test_silence_of_half_a_rack_is_judged_per_node() -> None:
     fleet = _racks(5, 6)
     effects = fleet.advance(8.0, *_others(fleet, "r1n1", "r1n2", "r1n3"))
     assert audits(effects, "fleet.correlated_silence") == []
     assert len(audits(effects, "node.lost")) == 3
 
 
-def test_when_it_is_over_whoever_does_not_follow_soon_is_lost() -> None:
+def test_nodes_still_silent_after_correlated_silence_are_lost() -> None:
     fleet = _racks(5, 4)
     fleet.advance(7.0, *_others(fleet, "r1"))
     before = len(fleet.effects)
@@ -92,7 +92,7 @@ def test_when_it_is_over_whoever_does_not_follow_soon_is_lost() -> None:
     assert {fleet.node_state(node) for node in ("r1n1", "r1n2")} == {NodeState.HEALTHY}
 
 
-def test_who_is_about_to_be_lost_as_the_others_return_has_as_long_as_anybody_to_follow() -> None:
+def test_node_due_for_loss_gets_the_full_rejoin_time() -> None:
     fleet = _racks(5, 4)
     fleet.advance(LAB.lost_after_s - 0.5, *_others(fleet, "r1"))
     fleet.advance(2.0, *_others(fleet, "r1n4"))
@@ -101,7 +101,7 @@ def test_who_is_about_to_be_lost_as_the_others_return_has_as_long_as_anybody_to_
     assert fleet.node_state("r1n4") is NodeState.LOST
 
 
-def test_nodes_that_return_one_after_the_other_from_a_cut_network_are_all_taken_back() -> None:
+def test_nodes_returning_one_by_one_are_not_lost() -> None:
     fleet = _racks(10, 4)
     fleet.advance(10.0)
     effects, back = [], []
@@ -112,7 +112,7 @@ def test_nodes_that_return_one_after_the_other_from_a_cut_network_are_all_taken_
     assert _states(fleet, "r") == {NodeState.HEALTHY}
 
 
-def test_a_job_whose_own_ranks_miss_members_of_a_silent_rack_goes_on_without_them() -> None:
+def test_job_continues_without_nodes_of_silent_rack() -> None:
     fleet = _racks(3, 4)
     nodes = list(fleet.state.nodes)
     fleet.join(*nodes, min_nodes=1, max_nodes=12)
@@ -125,7 +125,7 @@ def test_a_job_whose_own_ranks_miss_members_of_a_silent_rack_goes_on_without_the
 
 
 @pytest.mark.promise("correlated-silence")
-def test_a_reboot_of_the_whole_fleet_evicts_nobody_and_says_little() -> None:
+def test_fleet_reboot_evicts_no_node_and_logs_little() -> None:
     fleet = _racks(8, 4)
     before = len(fleet.effects)
     for node in list(fleet.state.nodes):
@@ -144,7 +144,7 @@ def test_a_reboot_of_the_whole_fleet_evicts_nobody_and_says_little() -> None:
     assert len(audits(effects, "node.disconnected")) < 12
 
 
-def test_a_thundering_return_after_a_power_cut_is_taken_back_without_a_verdict_against_anybody() -> None:
+def test_mass_return_after_power_loss_yields_no_verdict() -> None:
     fleet = _racks(4, 4)
     fleet.advance(40.0)
     assert _states(fleet, "r") == {NodeState.LOST}
@@ -156,7 +156,7 @@ def test_a_thundering_return_after_a_power_cut_is_taken_back_without_a_verdict_a
     assert fleet.state.fleet.recent_evictions == []
 
 
-def test_who_is_looked_at_only_when_its_silence_would_be_a_loss_is_suspected_and_gets_no_seat_anew() -> None:
+def test_late_tick_suspects_silent_node_before_loss() -> None:
     """A Tick came too late for the look at which it would have been suspected first."""
     fleet = CoreFleet()
     fleet.start(2, spares=4)
@@ -170,7 +170,7 @@ def test_who_is_looked_at_only_when_its_silence_would_be_a_loss_is_suspected_and
 
 
 @pytest.mark.promise("controller-pause")
-def test_a_pause_of_the_controller_is_nobodys_silence() -> None:
+def test_controller_pause_counts_no_missed_heartbeats() -> None:
     """Beats wait unread meanwhile; whichever is handled first, a Tick or the first of them, nobody is called late."""
     for beat_first in (False, True):
         fleet = _racks(4, 4)
@@ -190,7 +190,7 @@ def test_a_pause_of_the_controller_is_nobodys_silence() -> None:
 
 
 @pytest.mark.parametrize("knob", ["correlated_share", "correlated_silence_group_share"])
-def test_shares_outside_their_range_are_refused(knob: str) -> None:
+def test_correlated_shares_out_of_range_are_refused(knob: str) -> None:
     with pytest.raises(Exception, match=knob):
         msgspec.structs.replace(LAB, **{knob: 1.5}).validate()
 
@@ -205,7 +205,7 @@ acts = st.lists(
 
 @settings(deadline=None)
 @given(acts)
-def test_tallies_and_what_follows_from_them_are_those_of_a_recount(history: list[tuple[str, int, int]]) -> None:
+def test_silence_tallies_match_a_recount(history: list[tuple[str, int, int]]) -> None:
     """``check_invariants`` recounts after every event; here, also who is over the line."""
     fleet = CoreFleet()
     for what, number, rack in history:

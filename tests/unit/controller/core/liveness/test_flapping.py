@@ -59,7 +59,7 @@ def _is_named(fleet: CoreFleet, node: str) -> bool:
 
 
 @pytest.mark.promise("flapping-nodes")
-def test_a_node_that_is_lost_again_and_again_is_named_once_and_goes_on_serving() -> None:
+def test_flapping_node_is_reported_once_and_keeps_serving() -> None:
     fleet = _fleet()
     _flap(fleet, "n1", COUNT - 1)
     assert not _is_named(fleet, "n1")
@@ -75,7 +75,7 @@ def test_a_node_that_is_lost_again_and_again_is_named_once_and_goes_on_serving()
     assert fleet.node_state("n1") is NodeState.HEALTHY
 
 
-def test_losses_of_long_ago_do_not_count_and_the_finding_lapses() -> None:
+def test_old_losses_expire_and_the_finding_clears() -> None:
     fleet = _fleet()
     _flap(fleet, "n1", COUNT)
     assert _is_named(fleet, "n1")
@@ -88,7 +88,7 @@ def test_losses_of_long_ago_do_not_count_and_the_finding_lapses() -> None:
 
 
 @pytest.mark.promise("flapping-nodes")
-def test_losses_that_others_share_are_nobodys_own_whoever_was_lost_first() -> None:
+def test_losses_shared_by_many_nodes_do_not_count() -> None:
     fleet = _fleet()
     for _ in range(COUNT + 1):
         for node in ("n1", "n2", "n3"):
@@ -100,7 +100,7 @@ def test_losses_that_others_share_are_nobodys_own_whoever_was_lost_first() -> No
     assert not any(_is_named(fleet, node) for node in fleet.state.nodes)
 
 
-def test_losses_on_both_sides_of_a_change_of_the_leader_are_shared_all_the_same() -> None:
+def test_shared_losses_are_recognized_across_restart() -> None:
     fleet = _fleet()
     _lose(fleet, "n1")
     _lose(fleet, "n2")
@@ -111,7 +111,7 @@ def test_losses_on_both_sides_of_a_change_of_the_leader_are_shared_all_the_same(
     assert [fleet.state.nodes[node].loss_times for node in ("n1", "n2", "n3")] == [[], [], []]
 
 
-def test_who_was_named_is_acquitted_when_others_are_lost_in_the_same_moment() -> None:
+def test_flapping_finding_is_revoked_when_losses_are_shared() -> None:
     fleet = _fleet()
     _flap(fleet, "n1", COUNT - 1)
     _lose(fleet, "n1")
@@ -123,7 +123,7 @@ def test_who_was_named_is_acquitted_when_others_are_lost_in_the_same_moment() ->
     assert "is taken back: 3 of 8 nodes were lost at once" in audits(fleet.effects, "finding.cleared")[-1]
 
 
-def test_a_correlated_silence_is_no_loss_of_a_nodes_own_even_where_it_is_believed() -> None:
+def test_correlated_silence_does_not_count_as_loss() -> None:
     fleet = _fleet()
     for node in ("n1", "n2", "n3", "n4"):
         fleet.disconnect(node)
@@ -133,7 +133,7 @@ def test_a_correlated_silence_is_no_loss_of_a_nodes_own_even_where_it_is_believe
 
 
 @pytest.mark.promise("flapping-nodes")
-def test_absences_that_somebody_ordered_do_not_count() -> None:
+def test_ordered_absences_do_not_count() -> None:
     fleet, hung = _fleet(remediation_mode=Mode.ENFORCE), xid(119, Action.RESET_GPU)
     fleet.order(OperatorAction.MAINTENANCE, node="n1", until=fleet.now + 60.0)
     _lose(fleet, "n1")
@@ -151,7 +151,7 @@ def test_absences_that_somebody_ordered_do_not_count() -> None:
     assert [fleet.state.nodes[node].loss_times for node in ("n1", "n2", "n3")] == [[], [], []]
 
 
-def test_where_a_site_enforces_it_the_node_stays_out_when_it_comes_back_and_takes_no_budget() -> None:
+def test_flapping_node_in_enforce_mode_is_quarantined_on_return() -> None:
     fleet = _fleet(Mode.ENFORCE)
     _flap(fleet, "n1", COUNT)
     assert fleet.node_state("n1") is NodeState.QUARANTINED
@@ -163,7 +163,7 @@ def test_where_a_site_enforces_it_the_node_stays_out_when_it_comes_back_and_take
     assert fleet.node_state("n1") is NodeState.HEALTHY
 
 
-def test_an_operators_readmission_forgets_the_losses() -> None:
+def test_readmission_clears_the_losses() -> None:
     fleet = _fleet(Mode.ENFORCE)
     _flap(fleet, "n1", COUNT)
     fleet.order(OperatorAction.READMIT, node="n1")

@@ -13,7 +13,7 @@ from everstep.vocabulary import JobState, NodeState
 from tests.support.core_fleet import CoreFleet, audits, generations
 
 
-def test_an_unknown_node_or_another_life_is_asked_to_resend() -> None:
+def test_unknown_node_or_incarnation_is_asked_to_resend() -> None:
     fleet = CoreFleet()
     fleet.register("n1")
     fleet.beat("n1")
@@ -22,7 +22,7 @@ def test_an_unknown_node_or_another_life_is_asked_to_resend() -> None:
     assert apply_heartbeat(fleet.state, "n9", 1, fleet.now) is HeartbeatResult.UNKNOWN
 
 
-def test_reports_of_another_life_are_refused() -> None:
+def test_reports_of_another_incarnation_are_refused() -> None:
     fleet = CoreFleet()
     fleet.register("n1")
     fleet.register("n1")
@@ -34,7 +34,7 @@ def test_reports_of_another_life_are_refused() -> None:
         fleet.beat("n9")
 
 
-def test_an_earlier_life_cannot_register() -> None:
+def test_earlier_incarnation_cannot_register() -> None:
     fleet = CoreFleet()
     fleet.register("n1")
     fleet.register("n1")
@@ -43,7 +43,7 @@ def test_an_earlier_life_cannot_register() -> None:
         fleet.register("n1")
 
 
-def test_a_late_disconnection_of_an_earlier_life_is_dropped() -> None:
+def test_late_disconnect_of_earlier_incarnation_is_ignored() -> None:
     fleet = CoreFleet()
     fleet.register("n1")
     fleet.register("n1")
@@ -51,7 +51,7 @@ def test_a_late_disconnection_of_an_earlier_life_is_dropped() -> None:
     assert fleet.node_state("n1") is NodeState.HEALTHY
 
 
-def test_beats_keep_a_node_healthy() -> None:
+def test_heartbeats_keep_a_node_healthy() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.advance(30.0, "n1", "n2")
@@ -60,7 +60,7 @@ def test_beats_keep_a_node_healthy() -> None:
 
 
 @pytest.mark.promise("heard-is-alive")
-def test_a_suspicion_refuted_by_a_touch_leaves_no_trace_in_the_roster() -> None:
+def test_cleared_suspicion_leaves_the_roster_unchanged() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.advance(3.0, "n1", "n2")
@@ -70,7 +70,7 @@ def test_a_suspicion_refuted_by_a_touch_leaves_no_trace_in_the_roster() -> None:
     assert fleet.spec().number == 1
 
 
-def test_a_lagging_observer_waits_longer() -> None:
+def test_lagging_controller_waits_longer() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.now += 4.0
@@ -78,7 +78,7 @@ def test_a_lagging_observer_waits_longer() -> None:
     assert {fleet.node_state(n) for n in ("n1", "n2", "n3")} == {NodeState.HEALTHY}
 
 
-def test_a_reconnect_within_grace_changes_nothing() -> None:
+def test_reconnect_within_grace_changes_nothing() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.disconnect("n3")
@@ -89,7 +89,7 @@ def test_a_reconnect_within_grace_changes_nothing() -> None:
     assert fleet.spec().number == 1
 
 
-def test_without_a_witness_the_grace_is_waited_for() -> None:
+def test_disconnect_without_witness_waits_for_grace() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.disconnect("n3")
@@ -98,7 +98,7 @@ def test_without_a_witness_the_grace_is_waited_for() -> None:
     assert fleet.node_state("n3") is NodeState.LOST
 
 
-def test_a_generation_that_has_not_resumed_is_a_witness_after_a_moment() -> None:
+def test_unresumed_generation_counts_as_witness() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.lose_rank(0)
@@ -106,7 +106,7 @@ def test_a_generation_that_has_not_resumed_is_a_witness_after_a_moment() -> None
     assert [spec.number for spec in generations(fleet.advance(0.2, "n1", "n2"))] == [3]
 
 
-def test_a_node_dropped_on_a_witness_comes_back_as_a_spare_without_probation() -> None:
+def test_node_dropped_on_witness_returns_without_probation() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.disconnect("n3")
@@ -119,7 +119,7 @@ def test_a_node_dropped_on_a_witness_comes_back_as_a_spare_without_probation() -
     assert fleet.seats() == ["n1", "n2", "n3"]
 
 
-def test_a_mass_silence_is_believed_after_patience() -> None:
+def test_silence_of_all_nodes_is_accepted_after_limit() -> None:
     fleet = CoreFleet()
     fleet.start(4)
     assert generations(fleet.advance(8.0)) == []
@@ -128,7 +128,7 @@ def test_a_mass_silence_is_believed_after_patience() -> None:
     assert fleet.job_state() is JobState.PAUSED
 
 
-def test_a_node_that_is_readmitted_while_its_connection_is_closed_is_offered_when_it_is_heard() -> None:
+def test_node_readmitted_while_disconnected_joins_on_reconnect() -> None:
     fleet = CoreFleet()
     fleet.start(2, min_nodes=2)
     fleet.order(OperatorAction.HOLD, node="n2")
@@ -146,7 +146,7 @@ def test_a_node_that_is_readmitted_while_its_connection_is_closed_is_offered_whe
     assert fleet.job_state() is JobState.RUNNING
 
 
-def test_a_node_that_is_readmitted_while_it_is_silent_gets_no_seat_before_its_next_word() -> None:
+def test_node_readmitted_while_silent_waits_for_heartbeat() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.order(OperatorAction.HOLD, node="n2")
@@ -162,7 +162,7 @@ def test_a_node_that_is_readmitted_while_it_is_silent_gets_no_seat_before_its_ne
     assert (fleet.node_state("n2"), fleet.seats()) == (NodeState.HEALTHY, ["n1", "n2"])
 
 
-def test_an_agents_restart_with_its_launchers_costs_nothing() -> None:
+def test_agent_restart_with_launchers_changes_nothing() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.disconnect("n2")
@@ -172,7 +172,7 @@ def test_an_agents_restart_with_its_launchers_costs_nothing() -> None:
     assert fleet.spec().number == 1
 
 
-def test_launchers_that_do_not_join_again_are_taken_for_gone() -> None:
+def test_launchers_not_rejoining_are_removed() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.register("n2")
@@ -181,14 +181,14 @@ def test_launchers_that_do_not_join_again_are_taken_for_gone() -> None:
     assert fleet.seats() == ["n1", "n3"]
 
 
-def test_a_reboot_ends_the_nodes_launchers_at_once() -> None:
+def test_reboot_removes_launchers_at_once() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.register("n2", boot_id="boot-2")
     assert fleet.seats() == ["n1", "n3"]
 
 
-def test_a_launcher_that_leaves_takes_its_node_out() -> None:
+def test_leaving_launcher_removes_its_node() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.leave("n1", orderly=True)
@@ -196,7 +196,7 @@ def test_a_launcher_that_leaves_takes_its_node_out() -> None:
     assert fleet.spec().reason == "store_lost"
 
 
-def test_the_production_preset_waits_longer_than_the_lab() -> None:
+def test_production_policy_waits_longer_than_lab_policy() -> None:
     lab, production = CorePolicy.lab(), CorePolicy.production()
     assert lab.lost_after_s < production.lost_after_s
     assert msgspec.json.decode(msgspec.json.encode(lab), type=CorePolicy) == lab

@@ -34,7 +34,9 @@ def _say(fleet: CoreFleet, node: str, kind: type[Any], rank: int, **more: Any) -
 @pytest.mark.parametrize("node", ["stranger", "n2"])
 @pytest.mark.parametrize("rank", [0, 2, 1000])
 @pytest.mark.parametrize(("kind", "more"), REPORTS, ids=[kind.__name__ for kind, _ in REPORTS])
-def test_a_node_speaks_for_no_rank_of_another(kind: type[Any], more: dict[str, Any], node: str, rank: int) -> None:
+def test_report_about_rank_of_another_node_is_ignored(
+    kind: type[Any], more: dict[str, Any], node: str, rank: int
+) -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.register("stranger")
@@ -51,7 +53,7 @@ def test_a_node_speaks_for_no_rank_of_another(kind: type[Any], more: dict[str, A
     )
 
 
-def test_what_lies_on_storage_is_struck_by_no_node_that_offered_itself_to_no_such_job() -> None:
+def test_checkpoint_report_of_uninvolved_node_is_ignored() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.register("stranger")
@@ -68,7 +70,7 @@ def test_what_lies_on_storage_is_struck_by_no_node_that_offered_itself_to_no_suc
     assert fleet.job().stored_checkpoints == []
 
 
-def test_a_node_that_offered_itself_to_no_such_job_accuses_no_vault_in_it() -> None:
+def test_peer_loss_report_of_uninvolved_node_is_ignored() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.register("stranger")
@@ -76,7 +78,7 @@ def test_a_node_that_offered_itself_to_no_such_job_accuses_no_vault_in_it() -> N
     assert audits(fleet.lose_peer("n2", "n1"), "peer.lost")
 
 
-def test_a_job_that_is_run_once_more_has_another_secret() -> None:
+def test_rerun_job_gets_a_new_secret() -> None:
     fleet = CoreFleet()
     fleet.start(1)
     before = fleet.job().secret
@@ -92,7 +94,7 @@ def test_a_job_that_is_run_once_more_has_another_secret() -> None:
 @pytest.mark.parametrize(
     "url", ["/elsewhere/job/step-100", "/store/job/..", "/store/job/step/deeper", "s3://evil/step-100"]
 )
-def test_a_job_is_sent_to_no_checkpoint_outside_its_folder(url: str) -> None:
+def test_checkpoint_url_outside_job_folder_is_refused(url: str) -> None:
     fleet = CoreFleet()
     fleet.start(1, spill=SpillPlan(every_steps=100, url="/store"))
     fleet.progress(100)
@@ -105,7 +107,7 @@ def test_a_job_is_sent_to_no_checkpoint_outside_its_folder(url: str) -> None:
 
 
 @pytest.mark.promise("digest-majority")
-def test_one_node_outvotes_nobody_in_a_group_of_others() -> None:
+def test_one_node_cannot_outvote_a_digest_group_of_others() -> None:
     """Groups have names alone: whoever has many ranks could vote in one that two others share, and convict them."""
     fleet = CoreFleet()
     fleet.start(3, nproc_per_node=4)
@@ -117,7 +119,7 @@ def test_one_node_outvotes_nobody_in_a_group_of_others() -> None:
     assert set(fleet.spec().seats) == {"n1", "n2", "n3"}
 
 
-def test_ranks_of_one_node_still_convict_another_rank_of_it() -> None:
+def test_divergent_rank_is_evicted_by_ranks_of_its_own_node() -> None:
     fleet = CoreFleet()
     fleet.start(3, nproc_per_node=4)
     fleet.progress(5)
@@ -134,7 +136,7 @@ def _join(fleet: CoreFleet, node: str, job: str, generation: int) -> list[Effect
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_no_node_uses_up_the_numbers_of_generations(known: bool) -> None:
+def test_generation_number_of_uninvolved_node_is_bounded(known: bool) -> None:
     """The next one could be neither sent nor read again: no controller began any more over such a record."""
     fleet = CoreFleet()
     fleet.start(2)
@@ -150,7 +152,7 @@ def test_no_node_uses_up_the_numbers_of_generations(known: bool) -> None:
 
 
 @pytest.mark.parametrize("step_s", [5e-324, 1e-300, 1e308])
-def test_a_step_that_takes_no_time_or_all_of_it_stops_nothing(step_s: float) -> None:
+def test_extreme_step_times_are_handled(step_s: float) -> None:
     fleet = CoreFleet()
     fleet.start(1)
     for step in range(2, 40, 4):
@@ -184,7 +186,7 @@ def _numbers(kind: msgspec.inspect.Type, where: str, seen: set[type]) -> Iterato
         yield from _numbers(part, place, seen)
 
 
-def test_every_number_that_a_node_may_say_has_bounds() -> None:
+def test_every_number_in_agent_messages_is_bounded() -> None:
     """MessagePack and databases end at 64 bits: a larger one could not be written, or said to other nodes."""
     seen: set[type] = set()
     said = [

@@ -45,7 +45,7 @@ def _naive(words: list[tuple[float, str]], node: str) -> float:
 
 
 @given(pauses)
-def test_the_longest_pause_is_that_of_the_whole_history(steps: list[tuple[float, str]]) -> None:
+def test_longest_pause_matches_full_history(steps: list[tuple[float, str]]) -> None:
     hearing, pulses, now = ObserverState(), {name: HeartbeatState() for name in "abc"}, 0.0
     words = []
     for gap, who in steps:
@@ -57,7 +57,7 @@ def test_the_longest_pause_is_that_of_the_whole_history(steps: list[tuple[float,
 
 
 @given(st.floats(0, 100), st.floats(0, 100))
-def test_there_are_three_answers_in_this_order(longest_s: float, silent_s: float) -> None:
+def test_liveness_answers_are_monotonic(longest_s: float, silent_s: float) -> None:
     order = [Liveness.PRESENT, Liveness.SUSPECT, Liveness.LOST]
     answer = classify_silence(POLICY, longest_s, silent_s)
     assert order.index(classify_silence(POLICY, longest_s, silent_s + 1.0)) >= order.index(answer)
@@ -67,13 +67,13 @@ def test_there_are_three_answers_in_this_order(longest_s: float, silent_s: float
 
 
 @given(st.floats(0, 1000))
-def test_patience_stays_between_floor_and_ceiling(longest_s: float) -> None:
+def test_suspicion_timeout_stays_between_bounds(longest_s: float) -> None:
     patience = suspect_timeout_s(POLICY, longest_s)
     assert POLICY.suspect_after_s <= patience <= POLICY.suspect_after_max_s
     assert POLICY.suspect_after_peer_loss_s <= suspect_timeout_after_peer_loss_s(POLICY, longest_s) <= patience
 
 
-def test_a_steady_beat_is_held_to_the_floor() -> None:
+def test_steady_heartbeats_get_the_minimum_timeout() -> None:
     hearing, pulse = ObserverState(), HeartbeatState()
     for second in range(1, 100):
         record_message(POLICY, hearing, pulse, float(second))
@@ -81,7 +81,7 @@ def test_a_steady_beat_is_held_to_the_floor() -> None:
     assert suspect_timeout_s(POLICY, pulse.longest_pause_s) == POLICY.suspect_after_s
 
 
-def test_a_node_that_paused_lately_is_given_twice_that_and_less_with_time() -> None:
+def test_recent_pause_doubles_the_timeout_and_decays() -> None:
     pause = decayed_longest_pause_s(1.0, 6.0)
     assert suspect_timeout_s(POLICY, pause) == 12.0
     for _ in range(int(PAUSE_DECAY_S)):
@@ -89,7 +89,7 @@ def test_a_node_that_paused_lately_is_given_twice_that_and_less_with_time() -> N
     assert POLICY.suspect_after_s <= suspect_timeout_s(POLICY, pause) < 6.0
 
 
-def test_while_nobody_at_all_was_heard_nothing_is_learned_and_nobody_was_silent() -> None:
+def test_silence_of_all_nodes_is_not_learned() -> None:
     hearing, first, second = ObserverState(), HeartbeatState(), HeartbeatState()
     for now in (1.0, 2.0, 3.0):
         record_message(POLICY, hearing, first, now)
@@ -102,13 +102,13 @@ def test_while_nobody_at_all_was_heard_nothing_is_learned_and_nobody_was_silent(
     assert second.longest_pause_s <= 1.0
 
 
-def test_a_node_that_beats_slower_than_the_floor_allows_is_known_after_one_beat() -> None:
+def test_slow_heartbeat_interval_is_learned_from_one_gap() -> None:
     policy = msgspec.structs.replace(POLICY, suspect_after_max_s=60.0)
     assert classify_silence(policy, 0.0, 20.0) is Liveness.LOST
     assert classify_silence(policy, 20.0, 30.0) is Liveness.PRESENT
 
 
-def test_a_node_that_pauses_now_and_then_is_suspected_once_where_a_mean_would_forget_every_time() -> None:
+def test_occasional_pause_is_suspected_only_once() -> None:
     """Eight seconds every five minutes, for an hour; beside it the estimator of RFC 6298, mean plus four deviations."""
     pulse, hearing, mean, deviation, now = HeartbeatState(), ObserverState(), 1.0, 0.0, 0.0
     suspected = by_mean = 0

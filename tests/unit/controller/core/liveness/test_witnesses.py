@@ -27,7 +27,7 @@ def _running(nodes: int = 4) -> CoreFleet:
     return fleet
 
 
-def test_a_closed_connection_and_a_lost_vault_are_enough_without_a_failed_collective() -> None:
+def test_disconnect_and_lost_vault_confirm_loss() -> None:
     fleet = _running()
     fleet.disconnect("n4")
     fleet.lose_peer("n1", "n4")
@@ -36,7 +36,7 @@ def test_a_closed_connection_and_a_lost_vault_are_enough_without_a_failed_collec
     assert "n4 closed its connection, and its vault is lost to n1" in spec.sentence
 
 
-def test_one_lost_vault_alone_changes_nothing() -> None:
+def test_single_lost_vault_changes_nothing() -> None:
     fleet = _running()
     fleet.lose_peer("n1", "n4")
     assert generations(fleet.advance(1.9, "n1", "n2", "n3")) == []
@@ -44,7 +44,7 @@ def test_one_lost_vault_alone_changes_nothing() -> None:
 
 
 @pytest.mark.promise("heard-is-alive")
-def test_a_node_that_goes_on_beating_is_there_however_many_have_lost_its_vault() -> None:
+def test_heartbeats_outweigh_any_number_of_lost_vaults() -> None:
     fleet = _running()
     for _ in range(10):
         for node in ("n1", "n2", "n3"):
@@ -54,7 +54,7 @@ def test_a_node_that_goes_on_beating_is_there_however_many_have_lost_its_vault()
     assert fleet.spec().number == 1
 
 
-def test_two_nodes_that_lost_a_silent_one_shorten_the_wait_to_its_next_beat() -> None:
+def test_two_peer_reports_shorten_the_wait_for_silent_node() -> None:
     fleet = _running()
     fleet.lose_peer("n1", "n4")
     fleet.lose_peer("n2", "n4")
@@ -65,7 +65,7 @@ def test_two_nodes_that_lost_a_silent_one_shorten_the_wait_to_its_next_beat() ->
     assert fleet.node_state("n4") is NodeState.SUSPECT
 
 
-def test_a_failed_collective_and_one_lost_vault_shorten_it_as_well() -> None:
+def test_failed_collective_and_lost_vault_shorten_the_wait() -> None:
     fleet = _running()
     fleet.lose_peer("n1", "n4")
     fleet.fail_collective(0)
@@ -73,7 +73,7 @@ def test_a_failed_collective_and_one_lost_vault_shorten_it_as_well() -> None:
     assert [spec.seats for spec in generations(effects)][-1] == ("n1", "n2", "n3")
 
 
-def test_what_was_said_before_a_nodes_word_is_void() -> None:
+def test_peer_reports_before_a_heartbeat_are_void() -> None:
     fleet = _running()
     fleet.lose_peer("n1", "n4")
     fleet.lose_peer("n2", "n4")
@@ -83,7 +83,7 @@ def test_what_was_said_before_a_nodes_word_is_void() -> None:
     assert fleet.node_state("n4") is NodeState.HEALTHY
 
 
-def test_a_stranger_to_the_job_accuses_nobody_and_is_accused_by_nobody() -> None:
+def test_peer_loss_outside_the_job_is_ignored() -> None:
     fleet = _running(3)
     fleet.register("n9")
     fleet.lose_peer("n1", "n9")
@@ -92,7 +92,7 @@ def test_a_stranger_to_the_job_accuses_nobody_and_is_accused_by_nobody() -> None
     assert fleet.state.ignored_counts["peer_connection_lost.not_a_member"] == 3
 
 
-def test_a_later_life_of_the_node_is_not_accused_by_what_was_said_of_the_earlier() -> None:
+def test_restarted_node_is_not_accused_by_earlier_reports() -> None:
     fleet = _running()
     fleet.disconnect("n4")
     fleet.lose_peer("n1", "n4")
@@ -104,7 +104,7 @@ def test_a_later_life_of_the_node_is_not_accused_by_what_was_said_of_the_earlier
 # --- after the controller's own start ----------------------------------------------------------------------------
 
 
-def test_a_regrouping_right_after_the_start_waits_a_moment_for_members_that_were_not_heard() -> None:
+def test_rejoin_window_delays_regroup_for_unseen_members() -> None:
     fleet = _running()
     fleet.restart()
     fleet.hear("n1")
@@ -116,7 +116,7 @@ def test_a_regrouping_right_after_the_start_waits_a_moment_for_members_that_were
     assert spec.reason == "rank_lost"
 
 
-def test_who_does_not_come_back_to_a_fresh_controller_in_time_is_left_out() -> None:
+def test_member_unseen_after_rejoin_window_is_dropped() -> None:
     fleet = _running()
     fleet.restart()
     fleet.hear("n1", "n2", "n3")
@@ -128,7 +128,7 @@ def test_who_does_not_come_back_to_a_fresh_controller_in_time_is_left_out() -> N
 
 
 @pytest.mark.promise("failover-rejoin")
-def test_while_members_keep_coming_to_a_fresh_controller_the_others_are_waited_for() -> None:
+def test_rejoin_window_extends_while_members_return() -> None:
     fleet = CoreFleet()
     fleet.start(10, 1)
     fleet.restart()
@@ -143,7 +143,7 @@ def test_while_members_keep_coming_to_a_fresh_controller_the_others_are_waited_f
     assert spec.world_size == 10
 
 
-def test_once_none_has_come_for_a_while_the_others_are_left_out_however_late_it_is_by_then() -> None:
+def test_rejoin_window_ends_at_its_maximum() -> None:
     fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), rejoin_window_max_s=2.0))
     fleet.start(10, 1)
     fleet.restart()
@@ -158,7 +158,7 @@ def test_once_none_has_come_for_a_while_the_others_are_left_out_however_late_it_
     assert fleet.now - came == pytest.approx(2.0)
 
 
-def test_a_spare_that_was_not_heard_yet_is_not_chosen_and_is_offered_when_it_is() -> None:
+def test_unseen_spare_is_offered_once_seen() -> None:
     fleet = CoreFleet()
     fleet.start(2, 1)
     fleet.restart()
@@ -173,7 +173,7 @@ def test_a_spare_that_was_not_heard_yet_is_not_chosen_and_is_offered_when_it_is(
     assert fleet.seats() == ["n1", "n3"]
 
 
-def test_a_job_that_could_grow_is_looked_at_once_for_all_nodes_that_come_back_to_a_fresh_controller(
+def test_growth_is_checked_once_for_all_returning_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A look takes as long as the job has nodes: one for each of them would hold up the whole fleet."""
@@ -201,7 +201,7 @@ def test_a_job_that_could_grow_is_looked_at_once_for_all_nodes_that_come_back_to
 
 
 @pytest.mark.promise("controller-pause")
-def test_a_fresh_controller_without_a_reason_to_regroup_waits_as_long_as_ever() -> None:
+def test_restarted_controller_without_regroup_waits_normally() -> None:
     fleet = _running()
     fleet.restart()
     for node in ("n1", "n2", "n3"):
@@ -214,7 +214,7 @@ def test_a_fresh_controller_without_a_reason_to_regroup_waits_as_long_as_ever() 
 # --- many at once ------------------------------------------------------------------------------------------------
 
 
-def test_nodes_that_are_lost_at_the_same_moment_cost_their_job_one_regrouping() -> None:
+def test_simultaneous_losses_cause_one_regroup() -> None:
     fleet = _running(9)
     for node in ("n8", "n9"):
         fleet.disconnect(node)
@@ -223,7 +223,7 @@ def test_nodes_that_are_lost_at_the_same_moment_cost_their_job_one_regrouping() 
     assert spec.sentence.startswith("n8, n9 are lost (n8 did not come back within")
 
 
-def test_losses_that_come_one_after_the_other_are_gathered_while_a_generation_begins() -> None:
+def test_successive_losses_are_gathered_in_one_regroup() -> None:
     fleet = _running(9)
     fleet.disconnect("n9")
     fleet.fail_collective(0)
@@ -238,7 +238,7 @@ def test_losses_that_come_one_after_the_other_are_gathered_while_a_generation_be
 
 
 @pytest.mark.promise("database-outage")
-def test_while_the_database_is_away_nodes_are_lost_and_jobs_regroup_as_ever() -> None:
+def test_database_outage_does_not_stop_loss_and_regroup() -> None:
     fleet = _running()
     fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="it does not answer"))
     fleet.disconnect("n4")
@@ -247,7 +247,7 @@ def test_while_the_database_is_away_nodes_are_lost_and_jobs_regroup_as_ever() ->
     assert fleet.job_state() is JobState.RUNNING
 
 
-def test_of_several_deadlines_in_one_tick_silences_count_before_a_roster_is_chosen() -> None:
+def test_tick_handles_missed_heartbeats_before_roster_choice() -> None:
     fleet = CoreFleet()
     fleet.start(3, spares=1)
     fleet.advance(4.5, "n1", "n2", "n3", "n4")
@@ -264,7 +264,7 @@ def test_of_several_deadlines_in_one_tick_silences_count_before_a_roster_is_chos
     assert spec.seats == ("n1", "n2")
 
 
-def test_a_node_that_was_heard_stays_in_where_another_is_silent_however_many_have_lost_its_vault() -> None:
+def test_seen_node_stays_in_roster_despite_lost_vault() -> None:
     fleet = _running()
     fleet.disconnect("n4")
     fleet.lose_peer("n1", "n3")

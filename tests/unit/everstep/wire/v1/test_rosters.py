@@ -24,7 +24,7 @@ def test_ranks_are_consecutive_on_each_node() -> None:
     ]
 
 
-def test_a_stranger_has_no_ranks() -> None:
+def test_node_outside_the_roster_has_no_ranks() -> None:
     assert SPEC.members_on("c") == SPEC.members_on(None) == ()
     assert SPEC.member_at("c", 0) is SPEC.member_at("a", 2) is None
     with pytest.raises(IndexError):
@@ -32,7 +32,7 @@ def test_a_stranger_has_no_ranks() -> None:
 
 
 @given(st.lists(st.text(min_size=1, max_size=3), min_size=1, max_size=6, unique=True), st.integers(1, 9))
-def test_every_way_to_ask_agrees_with_the_roster(seats: list[str], each: int) -> None:
+def test_roster_lookups_agree_with_the_roster(seats: list[str], each: int) -> None:
     spec = msgspec.structs.replace(SPEC, seats=tuple(seats), spec=JobSpec(job="j", nproc_per_node=each))
     assert spec.world_size == len(spec.roster)
     assert [m.rank for m in spec.roster] == list(range(spec.world_size))
@@ -46,7 +46,7 @@ def test_every_way_to_ask_agrees_with_the_roster(seats: list[str], each: int) ->
     assert not spec.has_rank_on(seats[0], spec.world_size)
 
 
-def test_a_generation_on_the_wire_grows_with_its_nodes_not_its_ranks() -> None:
+def test_encoded_generation_size_is_independent_of_rank_count() -> None:
     eight = msgspec.structs.replace(SPEC, spec=JobSpec(job="j", max_nodes=2, nproc_per_node=8))
     assert len(msgspec.json.encode(eight)) == len(msgspec.json.encode(SPEC))
     assert msgspec.json.decode(msgspec.json.encode(eight), type=GenerationSpec).roster == eight.roster

@@ -27,14 +27,14 @@ HOST = Host(vendor="NVIDIA", product="DGXH100", serial="1", chassis_serial="2", 
         (HOST, ("vendor", "product", "kernel")),
     ],
 )
-def test_equal_words_of_two_registrations_are_one_string(words: Gpu | Host, shared: tuple[str, ...]) -> None:
+def test_equal_strings_of_registrations_are_interned(words: Gpu | Host, shared: tuple[str, ...]) -> None:
     body = msgspec.json.encode(words)
     one, other = (msgspec.json.decode(body, type=type(words)) for _ in range(2))
     assert one == other == words
     assert all(getattr(one, name) is getattr(other, name) for name in shared)
 
 
-def test_what_is_not_told_takes_nothing_of_a_message() -> None:
+def test_unset_fields_are_omitted_from_messages() -> None:
     silent_node = Register(protocols=(1,), node="n", incarnation=1, agent_version="1", vault="v:1")
     assert b"host" not in msgspec.json.encode(silent_node)
     silent = Gpu(index=0, uuid="u", name="H100", pci_bus_id="0", memory_bytes=1)

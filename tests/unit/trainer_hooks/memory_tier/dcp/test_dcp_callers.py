@@ -31,7 +31,7 @@ def tier() -> Iterator[MemoryTier]:
         dist.destroy_process_group()
 
 
-def test_a_writer_takes_its_step_from_the_name_that_dcp_is_given(tier: MemoryTier) -> None:
+def test_writer_takes_its_step_from_the_checkpoint_name(tier: MemoryTier) -> None:
     writer = VaultWriter(tier)
     writer.reset("outputs/run-7/step-40")
     assert writer._version == Version(3, 40)
@@ -45,20 +45,20 @@ def test_a_writer_takes_its_step_from_the_name_that_dcp_is_given(tier: MemoryTie
 
 
 @pytest.mark.promise("memory-tier-newest")
-def test_a_thread_that_saves_must_have_a_process_group_of_its_own(tier: MemoryTier) -> None:
+def test_saving_thread_must_have_its_own_process_group(tier: MemoryTier) -> None:
     state = {"weight": torch.zeros(2)}
     with pytest.raises(CheckpointException, match=r"process_group=dist.new_group\(backend='gloo'\)"):
         dcp.async_save(state, storage_writer=VaultWriter(tier, 1)).result()
 
 
 @pytest.mark.promise("memory-tier-newest")
-def test_what_a_generation_left_behind_writes_nothing(tier: MemoryTier) -> None:
+def test_writer_of_an_ended_generation_writes_nothing(tier: MemoryTier) -> None:
     tier.is_over = True
     with pytest.raises(CheckpointException, match="its generation was left"):
         dcp.save({"weight": torch.zeros(2)}, storage_writer=VaultWriter(tier, 1))
 
 
 @pytest.mark.promise("memory-tier-newest")
-def test_a_writer_does_not_go_to_another_process_and_says_what_to_do(tier: MemoryTier) -> None:
+def test_writer_refuses_pickling_with_advice(tier: MemoryTier) -> None:
     with pytest.raises(TypeError, match=r"AsyncCheckpointerType\.THREAD"):
         pickle.dumps(VaultWriter(tier, 1))

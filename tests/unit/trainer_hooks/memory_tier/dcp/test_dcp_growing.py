@@ -22,7 +22,7 @@ def tier(program_forks: ForkPool, alone: None) -> Iterator[MemoryTier]:
         yield MemoryTier(made.client, spec, spec.roster[0], dist.HashStore())
 
 
-def test_one_that_did_not_fit_into_the_slots_there_were_is_the_newest(tier: MemoryTier) -> None:
+def test_checkpoint_outgrowing_the_slots_is_found_as_newest(tier: MemoryTier) -> None:
     for step, elements in ((1, 10), (2, 1_000_000)):
         saved = {"weight": torch.arange(float(elements)), "note": step}
         dcp.save(saved, storage_writer=VaultWriter(tier, step), planner=VaultSavePlanner())

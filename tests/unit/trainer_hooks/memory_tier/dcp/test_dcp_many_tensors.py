@@ -38,7 +38,7 @@ def tier(program_forks: ForkPool) -> Iterator[MemoryTier]:
         yield MemoryTier(made.client, spec, spec.roster[0], dist.HashStore())
 
 
-def test_no_tensor_is_compared_with_the_others(tier: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_many_tensors_takes_linear_comparisons(tier: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
     state: dict[str, Any] = {f"t{number}": torch.ones(2) for number in range(MANY)}
     planner = VaultSavePlanner()
     planner.set_up_planner({**state, "step": 7}, None, True)

@@ -75,7 +75,7 @@ def equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.promise("memory-tier")
 @pytest.mark.slow
-def test_what_was_saved_is_loaded_into_other_layouts_and_on_fewer_ranks(fleet: Fleet) -> None:
+def test_checkpoint_loads_into_other_layouts_and_fewer_ranks(fleet: Fleet) -> None:
     tp, hybrid = Layout(tp=4), Layout(replicate=2, shard=2)
     orders: list[Order] = [("save", 3, FSDP), ("load", None, FSDP), ("load", 3, tp), ("load", None, hybrid)]
     saved, *loaded = fleet.run(1, FOUR, *orders)
@@ -90,7 +90,7 @@ def test_what_was_saved_is_loaded_into_other_layouts_and_on_fewer_ranks(fleet: F
 
 @pytest.mark.promise("memory-tier")
 @pytest.mark.slow
-def test_a_checkpoint_outlives_a_node_and_a_rotten_slot(fleet: Fleet) -> None:
+def test_checkpoint_survives_a_lost_node_and_a_corrupt_slot(fleet: Fleet) -> None:
     (saved,) = fleet.run(1, FOUR, ("save", 2, FSDP))
     view = map_segment(fleet.vaults.segments / "n1" / JOB / "own-32")
     ((slot, header),) = view.sealed_slots()
@@ -102,7 +102,7 @@ def test_a_checkpoint_outlives_a_node_and_a_rotten_slot(fleet: Fleet) -> None:
 
 
 @pytest.mark.slow
-def test_two_checkpoints_are_kept_and_one_that_is_not_there_is_said_to_be_missing(fleet: Fleet) -> None:
+def test_two_checkpoints_are_kept_and_older_ones_are_missing(fleet: Fleet) -> None:
     saves: list[Order] = [("save", step, Layout(replicate=2)) for step in (1, 2, 3, 4)]
     fleet.run(1, FOUR[:2], *saves, ("load", 3, Layout(tp=2)))
     with pytest.raises(ChildFailed, match="hold no whole checkpoint"):
@@ -111,7 +111,7 @@ def test_two_checkpoints_are_kept_and_one_that_is_not_there_is_said_to_be_missin
 
 @pytest.mark.promise("memory-tier-newest")
 @pytest.mark.slow
-def test_the_newest_that_all_ranks_wrote_is_kept_however_many_come_to_nothing_after_it(fleet: Fleet) -> None:
+def test_newest_whole_checkpoint_survives_torn_ones(fleet: Fleet) -> None:
     split, torn = Layout(shard=2), [("torn", step, Layout(shard=2)) for step in (2, 3, 4)]
     saved, *_, loaded = fleet.run(1, FOUR[:2], ("save", 1, split), *torn, ("load", None, split))
     assert equal(loaded, saved)
@@ -123,7 +123,7 @@ def test_the_newest_that_all_ranks_wrote_is_kept_however_many_come_to_nothing_af
 
 @pytest.mark.promise("memory-tier")
 @pytest.mark.slow
-def test_pickles_are_neither_written_nor_read_unless_they_are_allowed(fleet: Fleet) -> None:
+def test_pickles_require_explicit_permission(fleet: Fleet) -> None:
     saved, loaded = fleet.run(1, FOUR[:2], ("pickle", 1, Layout(tp=2)), ("unpickle", 1, Layout(tp=2)))
     assert equal(loaded, saved)
     with pytest.raises(ChildFailed, match="was stored as a pickle"):

@@ -41,7 +41,7 @@ def whole(node: TreeNode) -> str:
 
 
 @given(counts)
-def test_a_tree_has_each_leaf_once_and_is_no_deeper_than_it_must_be(leaves):
+def test_tree_has_each_leaf_once_and_minimal_depth(leaves):
     nodes = all_nodes((0, leaves))
     assert {node for node in nodes if node[1] - node[0] == 1} == {(n, n + 1) for n in range(leaves)}
     depth = max(sum(other[0] <= n < other[1] for other in nodes) for n in range(leaves))
@@ -49,7 +49,7 @@ def test_a_tree_has_each_leaf_once_and_is_no_deeper_than_it_must_be(leaves):
 
 
 @given(st.data(), counts)
-def test_a_cover_is_the_fewest_nodes_that_have_the_chosen_leaves(data, leaves):
+def test_cover_has_the_fewest_nodes_for_the_chosen_leaves(data, leaves):
     chosen = data.draw(st.sets(st.integers(0, leaves - 1)))
     inside = {node for node in all_nodes((0, leaves)) if chosen.issuperset(range(*node))}
     largest = {n for n in inside if not any(o != n and o[0] <= n[0] and n[1] <= o[1] for o in inside)}
@@ -57,7 +57,7 @@ def test_a_cover_is_the_fewest_nodes_that_have_the_chosen_leaves(data, leaves):
 
 
 @given(st.data(), counts)
-def test_leaves_that_come_in_any_order_leave_what_their_cover_says(data, leaves):
+def test_partial_sum_in_any_order_equals_its_cover(data, leaves):
     chosen = data.draw(st.lists(st.integers(0, leaves - 1), unique=True))
     growing: PartialSums[str] = PartialSums(leaves, words)
     for n, leaf in enumerate(chosen, 1):
@@ -69,7 +69,7 @@ def test_leaves_that_come_in_any_order_leave_what_their_cover_says(data, leaves)
 @pytest.mark.promise("exact-mode")
 @pytest.mark.parametrize("deal", [contiguous_virtual_ranks, interleaved_virtual_ranks])
 @given(data=st.data(), virtual=counts)
-def test_the_sum_is_the_same_to_the_last_bit_on_any_number_of_ranks(deal, data, virtual):
+def test_sum_is_bit_identical_on_any_number_of_ranks(deal, data, virtual):
     world = data.draw(st.integers(1, virtual))
     chance = random.Random(virtual)
     values = [chance.uniform(-1, 1) * 10 ** chance.randint(-8, 8) for _ in range(virtual)]
@@ -89,13 +89,13 @@ def test_the_sum_is_the_same_to_the_last_bit_on_any_number_of_ranks(deal, data, 
 
 @pytest.mark.parametrize("deal", [contiguous_virtual_ranks, interleaved_virtual_ranks])
 @given(data=st.data(), virtual=counts)
-def test_every_virtual_rank_is_played_by_one_rank_and_none_plays_much_more(deal, data, virtual):
+def test_virtual_ranks_are_dealt_evenly(deal, data, virtual):
     world = data.draw(st.integers(1, virtual))
     played = [deal(rank, world, virtual) for rank in range(world)]
     assert sorted(v for mine in played for v in mine) == list(range(virtual))
     assert {len(mine) for mine in played} <= {virtual // world, virtual // world + 1}
 
 
-def test_more_ranks_than_virtual_ones_are_refused_with_what_to_do():
+def test_more_ranks_than_virtual_ranks_are_refused():
     with pytest.raises(ValueError, match="virtual_ranks=5 or more"):
         contiguous_virtual_ranks(0, 5, 4)

@@ -33,7 +33,7 @@ def told(session_forks: Any) -> dict[int, list[dict[str, Any]]]:
 
 @pytest.mark.promise("exact-mode-sharded")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_four_three_and_one_ranks_compute_the_same_bits_of_a_sharded_model(told, layout):
+def test_sharded_model_is_bit_identical_on_any_world_size(told, layout):
     of_all = [rank[layout] for ranks in told.values() for rank in ranks]
     assert len(of_all) == sum(WORLDS)
     assert all(steps == of_all[0] for steps in of_all)
@@ -42,11 +42,11 @@ def test_four_three_and_one_ranks_compute_the_same_bits_of_a_sharded_model(told,
 
 @pytest.mark.promise("exact-mode-sharded")
 @pytest.mark.parametrize("layout", ["shards", "replicas of shards", "one layer"])
-def test_a_sharded_model_has_the_bits_of_one_that_is_not(told, layout):
+def test_sharded_model_matches_the_unsharded_bits(told, layout):
     assert told[3][0][layout] == trained_whole()
 
 
-def test_what_cannot_be_exact_is_refused_with_what_to_do_instead(forks):
+def test_inexact_configurations_are_refused_with_advice(forks):
     said = on_ranks(forks, virtual_shards.what_is_refused, 4)
     assert said[0] == said[1] == said[2] == said[3]
     words = {
@@ -63,7 +63,7 @@ def test_what_cannot_be_exact_is_refused_with_what_to_do_instead(forks):
         assert re.search(pattern, said[0][case]), said[0][case]
 
 
-def test_the_norm_in_a_fixed_order_is_that_of_torch_but_for_rounding():
+def test_fixed_order_norm_matches_torch_up_to_rounding():
     shapes = [(5, 7), (1, 3), (4,), (), (0, 3), (2, 3, 5)]
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     for parameter in parameters[1:]:
@@ -79,7 +79,7 @@ def test_the_norm_in_a_fixed_order_is_that_of_torch_but_for_rounding():
 
 @pytest.mark.promise("exact-mode-sharded")
 @given(st.data(), st.integers(1, 70))
-def test_of_virtual_ranks_that_come_in_turn_few_sums_are_held(data, virtual):
+def test_virtual_ranks_in_turn_hold_few_partial_sums(data, virtual):
     world = data.draw(st.integers(1, virtual))
     played = [interleaved_virtual_ranks(rank, world, virtual) for rank in range(world)]
     partial: PartialSums[int] = PartialSums(virtual, lambda a, b: a + b)
