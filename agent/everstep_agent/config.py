@@ -1,7 +1,7 @@
-"""The agent's settings: from the command line, then the environment, then a preset, then the defaults below.
+"""Read the agent's settings from the command line, the environment, a preset, and the defaults, in this order.
 
-An environment variable (``EVERSTEP_AGENT_`` and the field's name in capitals) fills what the command line left open;
-it never overrides it. The descriptions here are what ``everstep-agent --help`` prints.
+An environment variable (``EVERSTEP_AGENT_`` and the field's name in capitals) supplies what the command line omits and
+never overrides it. ``everstep-agent --help`` prints the descriptions in this module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from everstep_agent.vault.settings import MIN_SEND_BYTES_PER_S
 
 ENVIRONMENT_PREFIX = "EVERSTEP_AGENT_"
 SOCKET_VARIABLE = "EVERSTEP_AGENT_SOCKET"
-"""By which a launcher is told where its agent is; a user's profile may have it."""
+"""Tells a launcher its agent's socket; accepted in the environment because a user's profile may set it."""
 
 
 def _doc(text: str) -> msgspec.Meta:
@@ -37,7 +37,7 @@ def _doc(text: str) -> msgspec.Meta:
 
 
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What one agent runs by. Made by ``from_command_line``, or by tests with keyword arguments."""
+    """The settings of one agent, made by ``from_command_line``, or by tests with keyword arguments."""
 
     node: Annotated[str, _doc("this node's name in the fleet (default: the host's name up to the first dot)")]
     controllers: Annotated[
@@ -193,7 +193,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kernel_log_path(self) -> str:
-        """The kernel log to read, empty for none."""
+        """The kernel log to read, or "" for none."""
         return self.kernel_log or ("" if self.virtual else "/dev/kmsg")
 
     @property
@@ -206,7 +206,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.segment_dir or Path(f"/dev/shm/everstep-{os.getuid()}") / self.node  # noqa: S108 - made 0700
 
     def validate(self) -> AgentSettings:
-        """Returns these settings. Raises ConfigurationError, with the mend, for a contradiction."""
+        """Return these settings. Raises ConfigurationError, with the correction, for a contradiction."""
         check_settings(self, tuple(PRESETS))
         return self
 
@@ -217,15 +217,16 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "production": MappingProxyType({"log_format": "json", "metrics_listen": "127.0.0.1:7703"}),
     }
 )
-"""``lab``: everything on one machine, free ports. ``production``: a fixed port for Prometheus, JSON logs."""
+"""``lab`` runs on one machine with free ports; ``production`` fixes Prometheus' port and logs JSON."""
 
 _OPTIONS = {"controllers": "--controller"}
 
 
 def tls_context(settings: AgentSettings) -> ssl.SSLContext | None:
-    """Verification of https controllers (the system's authorities, or ``ca_file``); None where all are http.
+    """Return the TLS context for https controllers, or None if all URLs are http.
 
-    Shows our own certificate where there is one. Raises ConfigurationError where that cannot be used.
+    Trusts ``ca_file`` or the system's authorities, and presents the client certificate if one is set. Raises
+    ConfigurationError if the certificate cannot be used.
     """
     if not any(url.startswith("https://") for url in settings.controllers):
         return None
@@ -239,7 +240,7 @@ def tls_context(settings: AgentSettings) -> ssl.SSLContext | None:
 
 
 def read_token(path: Path | None, description: str) -> str:
-    """The token in a file, or an empty string where no file is named. Raises ConfigurationError where it has none."""
+    """Return the token in a file, or "" without a file. Raises ConfigurationError if the file holds none."""
     if path is None:
         return ""
     try:
@@ -255,7 +256,10 @@ def read_token(path: Path | None, description: str) -> str:
 def from_command_line(
     arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
 ) -> AgentSettings:
-    """The validated settings of a command line. Raises ConfigurationError; exits by argparse on unknown options."""
+    """Return the validated settings of a command line.
+
+    Raises ConfigurationError; argparse exits the process on unknown options.
+    """
     given = {k: v for k, v in vars(_parser().parse_args(arguments)).items() if v is not None}
     environment = _from_environment(os.environ if environ is None else environ)
     chosen = {**environment, **given}
@@ -273,7 +277,7 @@ def _default_run_dir(node: str) -> Path:
 
 
 def _field_types() -> dict[str, tuple[Any, str]]:
-    """Each field's plain type and description."""
+    """Return each field's plain type and description."""
     fields = {}
     for name, hint in typing.get_type_hints(AgentSettings, include_extras=True).items():
         kind, meta = typing.get_args(hint)[:2]
@@ -330,17 +334,16 @@ def _argument(name: str, kind: Any) -> typing.Callable[[str], Any]:
     return convert
 
 
-# ---- settings checks
-# Contradictions in the agent's settings, each refused with its mend.
+# Checks for contradictory settings.
 
 MAX_SOCKET_PATH_BYTES = 107
-"""Bytes a unix socket's path may have on Linux (sun_path less its terminating zero)."""
+"""Maximum length in bytes of a unix socket's path on Linux (``sun_path`` less its terminating zero)."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def check_settings(settings: AgentSettings, presets: Collection[str]) -> None:
-    """Raises ConfigurationError for the first contradiction."""
+    """Raise ConfigurationError for the first contradiction."""
     _check_names(settings, presets)
     _check_addresses(settings)
     _check_times(settings)
@@ -348,7 +351,7 @@ def check_settings(settings: AgentSettings, presets: Collection[str]) -> None:
 
 
 def parse_listen_address(text: str) -> tuple[str, int]:
-    """``host:port`` to listen on, port 0 allowed. Raises ConfigurationError where it is not one."""
+    """Split ``host:port`` (port 0 allowed). Raises ConfigurationError if ``text`` has another form."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise ConfigurationError(f"{text!r} is not an address to listen on: expected host:port, such as 127.0.0.1:0")
@@ -356,7 +359,7 @@ def parse_listen_address(text: str) -> tuple[str, int]:
 
 
 def parse_labels(settings: AgentSettings) -> dict[str, str]:
-    """The node's labels. Raises ConfigurationError for one that is not NAME=VALUE, or cannot be."""
+    """Return the node's labels. Raises ConfigurationError for one that is not a valid NAME=VALUE."""
     told = ",".join(settings.labels)
     parts = [label.partition("=") for label in settings.labels]
     raise_if(any(not equals for _, equals, _ in parts), f"--labels {told}: give NAME=VALUE")
@@ -368,7 +371,7 @@ def parse_labels(settings: AgentSettings) -> dict[str, str]:
 
 
 def raise_if(is_invalid: bool, message: str) -> None:
-    """Raises ConfigurationError with ``message`` where ``condition`` holds."""
+    """Raise ConfigurationError with ``message`` if ``is_invalid``."""
     if is_invalid:
         raise ConfigurationError(message)
 

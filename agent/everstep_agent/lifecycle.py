@@ -1,4 +1,4 @@
-"""How a process of the agent begins and ends: alone in its run directory, and nothing left."""
+"""Start and end an agent process: exclusive run directory, locks, leftover segments, log format."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from everstep.plain_text import PlainLineFormatter
 
 
 def private_directory(path: Path) -> Path:
-    """Makes ``path`` (and its parents) as a directory that only this user may enter.
+    """Create ``path`` and its parents as a directory that only this user may enter.
 
-    Raises ConfigurationError where it exists and belongs to somebody else, or lies in a directory of theirs.
+    Raises:
+        ConfigurationError: ``path`` exists and belongs to another user, or lies in a directory of another user.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.stat().st_uid != os.geteuid():
@@ -31,8 +32,12 @@ def private_directory(path: Path) -> Path:
 
 
 def _check_parent_owners(path: Path) -> None:
-    """Whoever owns a directory puts others in the place of those in it: below one where all may make some (``/tmp``,
-    ``/dev/shm``) our names can be foreseen, so what leads to ``path`` must be ours or root's, links too."""
+    """Raise ConfigurationError if another user could replace ``path``.
+
+    The owner of a directory can replace its entries. Below a world-writable sticky directory (``/tmp``, ``/dev/shm``)
+    our
+    names can be guessed, so every component, links included, must belong to us or root.
+    """
     below: list[Path] = []
     for place in (path, *path.parents):
         found = place.lstat()
@@ -45,7 +50,7 @@ def _check_parent_owners(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: Any) -> None:
-    """Writes ``content`` as JSON, readable by this user only, so that a reader sees all of it or the file before."""
+    """Write ``content`` as JSON, mode 0600; a reader sees either the whole new file or the previous one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -54,10 +59,12 @@ def write_atomically(path: Path, content: Any) -> None:
 
 
 def acquire_lock(lock_file: Path, error_message: str) -> int:
-    """Makes what lies beside ``lock_file`` this process's own; returns the descriptor of a lock that ends with it.
+    """Lock ``lock_file`` exclusively and return its descriptor; the lock ends with the process.
 
-    The file may be unlinked by its holder, as the last thing before the descriptor is closed. Raises
-    ConfigurationError, with ``refusal``, where another process holds it.
+    The holder may unlink the file as its last act before closing the descriptor.
+
+    Raises:
+        ConfigurationError: Another process holds the lock; carries ``error_message``.
     """
     lock = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -68,13 +75,14 @@ def acquire_lock(lock_file: Path, error_message: str) -> int:
     if lock_file.exists() and os.path.samestat(lock_file.stat(), os.fstat(lock)):
         return lock
     os.close(lock)
-    return acquire_lock(lock_file, error_message)  # a holder that ended at this moment took the file along
+    return acquire_lock(lock_file, error_message)  # the former holder unlinked the file at this moment
 
 
 class AgentRunDirectory:
-    """An agent's own directory: held by a lock, so that two agents never serve the same sockets.
+    """The run directory, held by a lock so that two agents never serve the same sockets.
 
-    Raises ConfigurationError where another agent holds it.
+    Raises:
+        ConfigurationError: Another agent holds the directory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,7 +92,7 @@ class AgentRunDirectory:
         self._lock = acquire_lock(self._lock_file, refusal)
 
     def next_incarnation(self, wall: float) -> int:
-        """This life's number: milliseconds of ``wall``, but more than any earlier life's where the clock went back."""
+        """Return this run's number: ``wall`` in milliseconds, but above earlier numbers even if the clock went back."""
         file = self.path / "incarnation"
         last = int(file.read_text()) if file.exists() and file.read_text().strip().isdigit() else 0
         now = max(int(wall * 1000), last + 1)
@@ -92,7 +100,7 @@ class AgentRunDirectory:
         return now
 
     def release(self, *names: str) -> None:
-        """Removes ``names`` and the lock from the directory, which itself stays, with what the next life needs."""
+        """Remove ``names`` and the lock; the directory stays, with the incarnation for the next run."""
         for name in names:
             (self.path / name).unlink(missing_ok=True)
         self._lock_file.unlink(missing_ok=True)
@@ -100,9 +108,9 @@ class AgentRunDirectory:
 
 
 def delete_segments(directory: Path) -> int:
-    """Unlinks what a vault that was killed left in its segment directory, and the directory; returns how many files.
+    """Delete a killed vault's segment directory and return the number of files unlinked.
 
-    Only for a directory whose vault is known to be gone: a live vault's ranks would lose their slots.
+    Call only if the vault is known to be gone: the ranks of a live vault would lose their slots.
     """
     if not directory.is_dir() or directory.is_symlink():
         return 0
@@ -117,15 +125,14 @@ def delete_segments(directory: Path) -> int:
     return len(files)
 
 
-# ---- log format
-# How a daemon's log lines look: for people, or one JSON object a line for machines.
+# Log lines: text for people, or one JSON object per line for machines.
 
 LOG_FIELDS = ("node", "job", "generation", "trace")
-"""What a record may carry in ``extra`` so that a search by it finds the whole story."""
+"""Fields of ``extra`` to search by."""
 
 
 class TextLines(PlainLineFormatter):
-    """Time, level, message, and the fields that are known."""
+    """Time, level, message, and the fields that are set."""
 
     def text(self, record: logging.LogRecord) -> str:
         known = [
@@ -136,7 +143,7 @@ class TextLines(PlainLineFormatter):
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object: at (ISO 8601, UTC), level, logger, message, and the fields that are known."""
+    """One JSON object: at (ISO 8601, UTC), level, logger, message, and the fields that are set."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
@@ -153,7 +160,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr(log_format: str, level: str) -> None:
-    """Sends the whole process's log to stderr as ``text`` or ``json``."""
+    """Send the whole process's log to stderr as ``text`` or ``json``."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -1,4 +1,4 @@
-"""``everstep-agent``: the daemon of one node. Ends in order by SIGTERM or SIGINT."""
+"""``everstep-agent``: the daemon of one node. SIGTERM or SIGINT ends it in order."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from everstep_agent.supervisor import Supervisor
 log = logging.getLogger(__name__)
 
 EXIT_UNUSABLE = 2
-"""Settings that a person must mend; a service manager need not try again."""
+"""Exit status for settings that a person must correct; a service manager should not retry."""
 
 EXIT_FAILED = 1
 
 
 async def serve(settings: AgentSettings, parent: int) -> None:
-    """Runs the agent until it is told to end, or with ``die_with_parent`` until ``parent`` ends."""
+    """Run the agent until a signal ends it, or with ``die_with_parent`` until ``parent`` ends."""
     stop, orphaned = asyncio.Event(), asyncio.Event()
 
     def lose_parent() -> None:
@@ -36,14 +36,14 @@ async def serve(settings: AgentSettings, parent: int) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     if settings.die_with_parent:
-        # By a signal of its own: a dying parent is still there, with its last threads, when this one comes.
+        # A signal of its own: when it arrives, the dying parent may still exist with its last threads.
         loop.add_signal_handler(signal.SIGHUP, lose_parent)
         die_with_parent(parent, signal.SIGHUP)
         if os.getppid() != parent:
-            lose_parent()  # before anything is taken that the next agent waits for
+            lose_parent()  # before taking any lock that the next agent waits for
     if settings.join_token_file is not None:
         from everstep_agent.uplink.credentials import (
-            ensure_token,  # brings an HTTP client along, which an enrolled agent does not need
+            ensure_token,  # imports an HTTP client, which an enrolled agent does not need
         )
 
         await ensure_token(settings, stop)
@@ -52,7 +52,7 @@ async def serve(settings: AgentSettings, parent: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command's entry; returns its exit status."""
+    """Run the command and return its exit status."""
     parent = parent_pid()
     try:
         settings = from_command_line(arguments)

@@ -1,11 +1,11 @@
-"""What ``/metrics`` shows: the agent's own state and the newest picture of the GPUs, in Prometheus' families.
+"""Export ``/metrics``: the agent's own state and the newest GPU samples, as Prometheus families.
 
-A lost GPU keeps its series: ``everstep_gpu_up`` is 0 and its gauges are NaN, so that nothing vanishes or freezes.
-A value that the device does not offer has no series.
+A lost GPU keeps its series: ``everstep_gpu_up`` is 0 and its gauges are NaN, so that nothing vanishes or freezes. A
+value that the device does not offer has no series.
 
-With dcgm-exporter's names come those of its default series that NVML can fill; the profiling ones (DCGM_FI_PROF_*)
-and the encoder's need DCGM's own counters. Energy is in mJ, memory in MiB, utilization in percent, as there. Unlike
-there, DCGM_FI_DEV_XID_ERRORS goes back to 0 when the XID's finding has cleared.
+``dcgm_names`` adds those default series of dcgm-exporter that NVML can fill; the profiling ones (DCGM_FI_PROF_*) and
+the encoder's need DCGM's own counters. Units are dcgm-exporter's: energy in mJ, memory in MiB, utilization in percent.
+Unlike there, DCGM_FI_DEV_XID_ERRORS returns to 0 when the XID's finding has cleared.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MIB = 1 << 20
 
 
 class AgentMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """One moment of the agent, taken in its event loop."""
+    """A snapshot of the agent's numbers, taken in its event loop."""
 
     node: str
     version: str
@@ -70,7 +70,7 @@ class AgentMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Gauge(msgspec.Struct, frozen=True):
-    """A number of ``GpuSample`` and the family it goes to."""
+    """A field of ``GpuSample`` and its metric family."""
 
     name: str
     help: str
@@ -133,11 +133,11 @@ _DCGM = (
 
 
 class AgentCollector(Collector):
-    """Yields the families of one moment.
+    """Yield the metric families of one snapshot.
 
     Args:
-        numbers: takes the moment; called in the thread that serves the scrape.
-        dcgm_names: also yield dcgm-exporter's names.
+        read_metrics: Takes the snapshot; called in the thread that serves the scrape.
+        dcgm_names: Also yield dcgm-exporter's names.
     """
 
     def __init__(self, read_metrics: Callable[[], AgentMetrics], *, dcgm_names: bool) -> None:
@@ -155,7 +155,7 @@ class AgentCollector(Collector):
 
 
 def resident_bytes(pid: int) -> int | None:
-    """Resident memory of a process, None where it is gone."""
+    """Return the resident memory of a process in bytes, or None if it is gone."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):
@@ -357,32 +357,34 @@ def _free_mib(sample: GpuSample) -> float | None:
 
 
 def _xid(sample: GpuSample, report: SensorReport) -> float:
-    """The XID of the GPU's newest finding; subjects of GPU findings are bus ids or UUIDs."""
+    """Return the XID of the GPU's newest finding; the subjects of GPU findings are bus ids or UUIDs."""
     names = (sample.pci_bus_id, sample.uuid)
     held = [f for f in report.findings if f.xid is not None and f.subject in names]
     newest = max(held, key=lambda f: f.since, default=None)
     return float(newest.xid or 0) if newest is not None else 0.0
 
 
-# ---- metrics server
-# The door of ``/metrics``: one thread, one request at a time, a bearer token, nothing else.
+# HTTP server of ``/metrics``: one thread, one request at a time, a bearer token.
 
 log = logging.getLogger(__name__)
 
 SOCKET_TIMEOUT_S = 2.0
-"""For a scraper's next byte."""
+"""Seconds to wait for a scraper's next byte."""
 MAX_HEAD_BYTES = 16 << 10
-"""Of a scrape's request line and headers. The standard library has bounds for each line and for their number, which
-come to 6.5 MB."""
+"""Bytes of a scrape's request line and headers. The standard library's own limits add up to 6.5 MB."""
 REQUEST_TIMEOUT_S = 4.0
-"""For a scraper to say its request and take its answer; another waits meanwhile."""
+"""Seconds for one whole request and answer; other scrapers wait meanwhile."""
 
 
 class MetricsServer:
-    """Serves what ``collector`` yields, to whoever shows ``token``.
+    """Serve the metrics of ``collector`` to clients that present ``token``.
 
-    ``address`` is where it listens once made, ``refused`` how many came without the token. Raises OSError where it
-    cannot listen. ``close`` ends its thread.
+    ``address`` is the listening address and ``refused_count`` the number of requests without the token. ``close`` ends
+    the
+    thread.
+
+    Raises:
+        OSError: The address cannot be bound.
     """
 
     def __init__(self, host: str, port: int, token: Callable[[], str], collector: Collector, clock: Clock) -> None:
@@ -405,7 +407,7 @@ class MetricsServer:
 
 
 class _LazyCollector(Collector):
-    """Keeps the registry from collecting at registration, when there is nothing yet."""
+    """Keep the registry from collecting at registration, when no metrics exist yet."""
 
     def __init__(self, inner: Collector) -> None:
         self._inner = inner
@@ -441,19 +443,19 @@ class _MetricsTcpServer(socketserver.TCPServer):
 
 
 def _close_connection(request: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it has been answered
+    with contextlib.suppress(OSError):  # already answered
         request.shutdown(socket.SHUT_RDWR)
 
 
 class _RequestHead:
-    """Reads a request's head from ``inner``, MOST_HEAD_BYTES at most: a longer one is refused as a line too long is."""
+    """Read a request's head from ``inner``; refuse one longer than MAX_HEAD_BYTES like an overlong line."""
 
     def __init__(self, inner: BufferedIOBase) -> None:
         self._inner = inner
         self._remaining_bytes = MAX_HEAD_BYTES
 
     def readline(self, size: int) -> bytes:
-        """As a file's. Raises LineTooLong where the head goes on beyond its bound."""
+        """Read one line. Raises LineTooLong if the head exceeds its limit."""
         if self._remaining_bytes < 0:
             raise http.client.LineTooLong("head")
         line = self._inner.readline(min(size, self._remaining_bytes + 1))

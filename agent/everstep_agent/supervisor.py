@@ -1,8 +1,8 @@
-"""The agent's process: one event loop that ties sensors, vault, local ranks and controller together.
+"""The agent's process: one event loop that connects sensors, vault, local ranks and controller.
 
-It never calls a driver and never imports torch: what may hang lives in children. Each of its loops is started again
-when it fails, with the cause in the log; how an agent is upgraded under running jobs is told in
-``everstep_agent.vault.keeper``.
+The event loop never calls a driver and never imports torch: calls that may hang run in child processes. Each task is
+restarted when it fails, with the cause in the log. ``everstep_agent.vault.keeper`` describes how an agent is upgraded
+under running jobs.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FIRST_REPORT_TIMEOUT_S = 3.0
-"""How long the first registration waits for the sensors, so that it can name the GPUs; a slow driver comes later."""
+"""Seconds the first registration waits for the sensors to name the GPUs; a slower driver's report follows later."""
 
 FINAL_FLUSH_TIMEOUT_S = 0.5
-"""How long an ending agent tries to hand over its last reports; what is left waits in the spool's file."""
+"""Seconds an ending agent tries to deliver its last reports; the rest stays in the spool file."""
 
 SELF_CHECK_INTERVAL_S = 1.0
-"""Between looks at itself."""
+"""Seconds between checks of the agent's own state."""
 
 LOOP_RESTART_S = 0.5
 
 
 class ReadyFile(msgspec.Struct, frozen=True, kw_only=True):
-    """``agent.json``: for whoever started the agent, and for scrapers."""
+    """``agent.json``: the agent's addresses and pids, for its starter and for scrapers."""
 
     pid: int
     node: str
@@ -71,14 +71,16 @@ class ReadyFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Supervisor:
-    """One life of an agent. Make it in a running event loop, then ``run``. ``orphaned``: set where it ends because the
-    process that started it did.
+    """One run of an agent. Create it in a running event loop, then call ``run``.
 
-    Raises ConfigurationError for settings that cannot be used, and where another agent holds the run directory.
+    ``parent_exited`` is set if the agent ends because the process that started it did.
+
+    Raises:
+        ConfigurationError: The settings cannot be used, or another agent holds the run directory.
     """
 
     def __init__(self, settings: AgentSettings, clock: Clock, parent_exited: asyncio.Event) -> None:
-        read_token(settings.token_file, "agent token")  # before anything is written: a typo must leave no trace
+        read_token(settings.token_file, "agent token")  # before any write, so that a wrong path leaves no files behind
         self._settings = settings
         self._clock = clock
         self._parent_exited = parent_exited
@@ -129,10 +131,10 @@ class Supervisor:
             rank_heartbeat_interval_s=self._settings.tick_interval_s,
         )
 
-    # --- life ----------------------------------------------------------------------------------------------------
+    # Start and end
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serves until ``stop`` is set, then ends in order. Raises Unavailable where no vault can be started."""
+        """Serve until ``stop`` is set, then end in order. Raises Unavailable if no vault can be started."""
         try:
             await self._vault.start()
             await self._socket_server.start()
@@ -157,14 +159,14 @@ class Supervisor:
             wait.cancel()
 
     def _keep_running(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
-        """Runs ``loop`` for as long as the agent lives, and again when it fails."""
+        """Run ``loop`` for as long as the agent lives, and restart it when it fails."""
         self._start_task(self._restart_on_failure(name, loop))
 
     async def _restart_on_failure(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
                 await loop()
-            except Exception:  # one loop's failure must not take the node's other duties along
+            except Exception:  # one failed task must not end the agent's other duties
                 log.exception("the agent's %s failed and is started again", name, extra={"node": self._settings.node})
             await asyncio.sleep(LOOP_RESTART_S)
 
@@ -174,7 +176,7 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
 
     async def _end(self) -> None:
-        """Trainers are told nothing: they run on, and come again to the next agent."""
+        """End in order. Trainers are not notified: they run on and reconnect to the next agent."""
         if self._heartbeat_protocol.is_registered:
             await self._uplink.flush(FINAL_FLUSH_TIMEOUT_S)
         self._socket_server.close()
@@ -199,7 +201,7 @@ class Supervisor:
         self._directory.release(*left)
 
     def _should_leave_vault(self) -> bool:
-        """Whether somebody may come back for what the vault holds."""
+        """Return whether a process may come back for the vault's contents."""
         if not self._vault.has_segments():
             return False
         if self._settings.vault_survives_kill_of == "parent" and self._parent_exited.is_set():
@@ -242,7 +244,7 @@ class Supervisor:
             write_atomically(self._settings.ready_file, ready)
             self._announced = ready
 
-    # --- what the parts say --------------------------------------------------------------------------------------
+    # Callbacks of sensors, vault and jobs
 
     def _on_sensor_report(self, report: SensorReport) -> None:
         self._sensor_report = report
@@ -260,11 +262,11 @@ class Supervisor:
             self.report(change)
 
     def report_finding(self, raised: FindingRaised) -> None:
-        """From the vault, a rank or a launcher."""
+        """Report a finding from the vault, a rank or a launcher."""
         self.report(self._findings.add_one_time(raised, self._clock.monotonic()))
 
     def report(self, report: AnyReport) -> None:
-        """Something the controller must hear."""
+        """Queue a report for the controller."""
         self._uplink.report(report)
 
     def configure_vault_job(self, job: LocalJob) -> None:
@@ -278,13 +280,13 @@ class Supervisor:
         self._spool.drop_seals(job, before_generation)
 
     def new_trace_id(self) -> str:
-        """A new stimulus' id."""
+        """Return a trace id for a new event."""
         return uuid.uuid4().hex[:16]
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
         return self._loop.call_later(delay_s, callback)
 
-    # --- what the controller asks --------------------------------------------------------------------------------
+    # Uplink callbacks: state for the controller, and its directives
 
     def node_facts(self) -> NodeFacts:
         picture = self._sensor_report
@@ -315,7 +317,7 @@ class Supervisor:
         self._clock_skew.add_sample(server_at, received_at, round_trip_s)
 
     def on_directives(self, directives: list[Directive]) -> None:
-        """Carries out what the controller asks; ranks hear of it before this returns."""
+        """Carry out the controller's directives; ranks are notified before this returns."""
         bodies = [directive.body for directive in directives]
         apart = RunProbe | SpillVersion | ProtectVersion
         self._jobs.handle_directives([body for body in bodies if not isinstance(body, apart)])
@@ -330,13 +332,13 @@ class Supervisor:
     async def _probe(self, body: RunProbe) -> None:
         if self._prober is None:
             from everstep_agent.probes.prober import (
-                Prober,  # its child loads torch: only nodes that are probed pay for it
+                Prober,  # imported late: only nodes that are probed need it
             )
 
             self._prober = Prober()
         self.report(await self._prober.run(body, self._settings.node))
 
-    # --- metrics -------------------------------------------------------------------------------------------------
+    # Metrics
 
     def _metrics_token_file(self) -> Path | None:
         return self._settings.metrics_token_file or self._settings.token_file
@@ -345,7 +347,7 @@ class Supervisor:
         if not self._settings.metrics_listen:
             return
         from everstep_agent.metrics import (
-            AgentCollector,  # 2 MiB that an agent without /metrics does not need
+            AgentCollector,  # imported late: costs 2 MiB that an agent without /metrics does not need
             MetricsServer,
         )
 

@@ -1,1 +1,4 @@
-"""Know the jobs of this node: connected launchers and ranks, and what a lost connection means."""
+"""Jobs of this node: connected launchers and ranks, and the losses that ended connections mean.
+
+Hardware checks belong in ``sensors``, checkpoint memory in ``vault``.
+"""

@@ -1,9 +1,8 @@
-"""What a node knows of its jobs: who is connected, which generation holds, and what a lost connection means.
+"""Track the jobs of one node: connected processes, the current generation, and lost connections.
 
-No sockets and no clocks: ``everstep_agent.jobs.socket`` brings what was heard, time and timers come as arguments, and
-reports,
-frames and kills go out through what was passed in. What the end of a rank means is decided in
-``everstep_agent.jobs.seats``.
+The registry has no sockets and no clocks. ``everstep_agent.jobs.socket`` passes messages in; time and timers are
+arguments; reports, frames and kills leave through callbacks. ``everstep_agent.jobs.seats`` decides what the end of a
+rank means.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ RankReport = CollectiveFailed | RankStalled | VersionSealed | Resumed | UserErro
 
 MAX_REMEMBERED_JOBS = 64
 COUNTED_EVENTS = ("reports", "reports_stale", "directives_stale", "ranks_lost", "ranks_killed", "ranks_unresponsive")
-"""What ``counts`` counts. Each is there from the start, so that a rate over it sees the first one."""
-"""Jobs remembered that have no process here (their vaults' holders may still be); the oldest is forgotten first."""
+"""Keys of ``counts``; each starts at 0, so that a rate over it sees the first event."""
+"""Remembered jobs without a process here, whose vault data may remain; the oldest is dropped first."""
 
 
 class RegistryCallbacks(LossCallbacks, Protocol):
-    """Where the jobs' words go."""
+    """Receive the registry's reports and vault requests."""
 
     def report_finding(self, raised: FindingRaised) -> None: ...
     def configure_vault_job(self, job: LocalJob) -> None: ...
@@ -64,8 +63,8 @@ class JobRegistry:
     """The jobs of one node.
 
     Args:
-        exit_grace_s: how long a loss waits for the launcher's word on how the process ended.
-        stopped_after_s, unresponsive_after_s: see ``AgentSettings``.
+        exit_grace_s: Seconds that a loss waits for the launcher's report of how the process ended.
+        stopped_after_s, unresponsive_after_s: See ``AgentSettings``.
     """
 
     def __init__(
@@ -95,11 +94,11 @@ class JobRegistry:
         return tuple(self._jobs.values())
 
     def is_busy(self) -> bool:
-        """Whether a launcher or rank is connected."""
+        """Return whether a launcher or rank is connected."""
         return bool(self._ranks or self._launchers)
 
     def rank_progress(self) -> tuple[RankProgress, ...]:
-        """Every rank's newest tick in a generation that counts, for the heartbeat."""
+        """Return every rank's newest tick in a generation that still counts, for the heartbeat."""
         return tuple(
             RankProgress(
                 job=seat.job.name,
@@ -118,7 +117,7 @@ class JobRegistry:
         )
 
     def snapshot_interval_steps(self) -> dict[str, int]:
-        """By job how many steps apart its ranks' snapshots are: of the rank here that has the most."""
+        """Return the steps between snapshots per job: the largest interval of its ranks here."""
         found: dict[str, int] = {}
         for seat in self._ranks.values():
             if seat.last_tick is not None and not seat.job.stop_directive:
@@ -126,18 +125,17 @@ class JobRegistry:
         return found
 
     def launcher_offers(self, known_jobs: Collection[str] = ()) -> list[LauncherJoined]:
-        """The live launchers' offers, as they are said to a controller that has just met this node, and knows those of
-        these jobs."""
+        """Return the live launchers' offers for a controller that has just met this node, without ``known_jobs``."""
         return [
             seat.build_offer(self._clock.wall())
             for seat in self._launchers.values()
             if seat.offer is not None and not seat.job.stop_directive and seat.job.name not in known_jobs
         ]
 
-    # --- connections ---------------------------------------------------------------------------------------------
+    # Connections
 
     def handle_hello(self, connection: LocalConnection, hello: Hello) -> None:
-        """A launcher or rank is there: it gets the newest generation and versions of its job."""
+        """Register a launcher or rank and send it the newest generation and versions of its job."""
         job = self._get_or_create_job(hello.job)
         if hello.role is ConnectionRole.LAUNCHER:
             self._launchers[connection] = ConnectedLauncher(job, connection)
@@ -147,7 +145,8 @@ class JobRegistry:
         if hello.local_rank is None:
             raise MalformedMessage("a rank's Hello must name its local_rank")
         seat = ConnectedRank(job, connection, hello.local_rank, hello.pid, last_seen_at=self._clock.monotonic())
-        self._ranks[connection] = seat  # before another's end: its job must not be forgotten with that
+        # Register before the former process ends: its end must not make the registry forget the job.
+        self._ranks[connection] = seat
         self._replace_former_process(job, seat)
         seat.first_generation = (
             job.newest_generation
@@ -161,7 +160,7 @@ class JobRegistry:
         former = job.ranks.get(process.local_rank)
         if former is None:
             return
-        if former.pid == process.pid:  # the same process on a new connection: nobody is lost
+        if former.pid == process.pid:  # the same process on a new connection is no loss
             self._ranks.pop(former.connection, None)
         else:
             self.handle_disconnect(former.connection, "another process took its place")
@@ -195,7 +194,7 @@ class JobRegistry:
         process.last_seen_at = self._clock.monotonic()
 
     def handle_message(self, connection: LocalConnection, message: ToAgent) -> None:
-        """A frame after the Hello. Raises MalformedMessage for one that its sender may not send."""
+        """Handle a frame after the Hello. Raises MalformedMessage if the sender may not send this message."""
         rank = self._ranks.get(connection)
         if rank is not None:
             rank.last_seen_at = self._clock.monotonic()
@@ -235,13 +234,17 @@ class JobRegistry:
         self._callbacks.report(report)
 
     def _note_rank_generation(self, job: LocalJob, generation: int) -> None:
-        """Past an announced boundary nothing counts that belongs to the generation before it."""
+        """Note that a rank has passed an announced boundary: older generations no longer count."""
         if job.note_generation(generation) and job.spec is not None:
             self._drop_older_generations(job)
 
     def _drop_older_generations(self, job: LocalJob) -> None:
-        """What belongs to older generations the vault refuses; and their versions may not be committed any more, since
-        their slots are filled again: a controller that took over may know of no newer generation."""
+        """Make the vault refuse older generations, and drop their seals.
+
+        Versions of older generations must not be committed any more, since their slots are filled again. A controller
+        that
+        took over may not know the newer generation.
+        """
         self._callbacks.configure_vault_job(job)
         self._callbacks.drop_seals(job.name, job.oldest_generation)
 
@@ -269,7 +272,7 @@ class JobRegistry:
             job.launcher_incarnation = message.launcher
             self._end_job(job, end)
             return
-        if job.stop_directive is not None or job.pending_stop is not None:  # the same name, a new run
+        if job.stop_directive is not None or job.pending_stop is not None:  # a new run under the same name
             job = self._jobs[job.name] = process.job = job.new_run()
         other = job.launcher
         if other is not None and other is not process:
@@ -280,7 +283,7 @@ class JobRegistry:
         log.info("launcher joined", extra={"node": self._node, "job": job.name})
 
     def handle_disconnect(self, connection: LocalConnection, detail: str) -> None:
-        """A connection ended: in order, or by the end of its process."""
+        """Handle the end of a connection, orderly or by the end of its process."""
         rank = self._ranks.pop(connection, None)
         if rank is not None:
             self.loss_reporter.handle_disconnect(rank, detail)
@@ -292,7 +295,7 @@ class JobRegistry:
             self._forget_if_ended(seat.job)
 
     def _forget_if_ended(self, job: LocalJob) -> None:
-        """A stopped job whose last process is gone needs no memory."""
+        """Forget a stopped job once its last process is gone."""
         if (
             (job.stop_directive is not None or job.pending_stop is not None)
             and self._jobs.get(job.name) is job
@@ -303,7 +306,7 @@ class JobRegistry:
     def _handle_launcher_disconnect(self, process: ConnectedLauncher, detail: str) -> None:
         job = process.job
         if job.launcher is not process:
-            return  # never joined, or another has taken its place
+            return  # the launcher never joined, or another has taken its place
         assert process.offer is not None
         job.launcher, job.has_lost_launcher = None, True
         orderly = process.has_said_goodbye or job.stop_directive is not None
@@ -323,10 +326,10 @@ class JobRegistry:
             for rank in job.ranks.values():
                 rank.connection.send(LauncherLost(detail=word))
 
-    # --- directives ----------------------------------------------------------------------------------------------
+    # Directives
 
     def handle_directives(self, bodies: list[NewGeneration | KillRank | StopJob | VersionNotice]) -> None:
-        """What the controller asks, kills before all else: who is to be replaced must not hear what comes after."""
+        """Carry out the controller's directives, kills first: a rank being replaced must not see later directives."""
         for body in sorted(bodies, key=lambda b: not isinstance(b, KillRank)):
             match body:
                 case KillRank():
@@ -345,7 +348,9 @@ class JobRegistry:
             self.event_counts["directives_stale"] += 1
             return
         job.set_next_generation(spec)
-        self._drop_older_generations(job)  # before the ranks hear of it: they will ask the vault at once
+        self._drop_older_generations(
+            job
+        )  # before the ranks learn of the generation, because they ask the vault at once
         self.loss_reporter.report_unassigned_exits(job)
         for seat in job.ranks.values():
             if not seat.kill_reason and seat.first_generation <= spec.number:
@@ -387,7 +392,9 @@ class JobRegistry:
         self._callbacks.delete_from_vault(body.job)
         if job is None:
             return
-        if job.launcher is None:  # its ranks say nothing of their launcher: it may be one that begins the job anew
+        if (
+            job.launcher is None
+        ):  # without a launcher, the next one to join may belong to this run or to a new run of the same name
             job.pending_stop = body
             self._forget_if_ended(job)
         elif body.applies_to(job.launcher_incarnation):
@@ -403,5 +410,8 @@ class JobRegistry:
         self._forget_if_ended(job)
 
     def check_silence(self, loop_lag_s: float) -> None:
-        """Reports ranks that stopped ticking. ``own_lag_s``: how late this look is, which is not the ranks' silence."""
+        """Report ranks that stopped ticking.
+
+        ``loop_lag_s`` is this check's own delay, which does not count as silence.
+        """
         self.silence_monitor.check(self._ranks.values(), loop_lag_s)

@@ -1,16 +1,17 @@
-"""What the end of a rank's process means for its job.
+"""Decide what the end of a rank's process means for its job.
 
 Three rules settle the races between a death, its replacement and the next generation:
 
-* A rank is lost *in the generation it was last offered*. One that the controller had killed is lost in the generation
-  it was killed for: the next one was made for its replacement and must not begin with a loss.
-* Without a replacement the loss is one of the newest generation, whatever the dead process had seen, because that
-  generation waits for a rank that nobody will play. Should a yet newer one still count on it, it is told again.
-* A process that takes the place of a rank lost in the newest generation is not offered that generation
-  (``LocalJob.lost_in``): it could only join what is broken. It hears of the next.
+* A rank is lost *in the generation it was last offered*. A rank that the controller had killed is lost in the
+  generation it was killed for: the next one was made for its replacement and must not begin with a loss.
+* Without a replacement the loss belongs to the newest generation, whatever the dead process had seen, because that
+  generation waits for a rank that nobody will play. If a still newer generation counts on it, the loss is reported
+  again.
+* A process that replaces a rank lost in the newest generation (``LocalJob.lost_generations``) is not offered that
+  generation, because it could only join a broken group. It receives the next one.
 
-An agent that begins anew knows of no generation, and of no rank that ended while there was no agent. The launcher's
-word on such an end waits for the first generation, and counts as a loss of it unless that was made since.
+A restarted agent knows no generation, and no rank that ended while no agent ran. The launcher's report of such an end
+waits for the first generation and counts as a loss of it, unless that generation was made after the end.
 
 A rank may also end after a new agent has started and before its launcher has joined that agent. The loss is then
 reported without a replacement, so that the other nodes do not wait. The place counts as empty only until the launcher
@@ -32,11 +33,10 @@ from everstep.wire.v1.directives import StopJob
 from everstep.wire.v1.local import FromAgent, RankExited, RankHeartbeat
 from everstep.wire.v1.training import AnyReport, GenerationSpec, LauncherJoined, RankLost, RankUnresponsive
 
-# ---- local seats
-# Who sits where on a node: one job, its launcher and its ranks, as plain records.
+# Connected processes of one job: its launcher and its ranks.
 
 MAX_ENDED_PROCESSES = 256
-"""Processes of a job whose end is remembered, so that a late word on one is not taken for another loss."""
+"""Number of ended processes remembered per job, so that a late exit report is not taken for another loss."""
 
 
 class LocalConnection(Protocol):
@@ -44,23 +44,23 @@ class LocalConnection(Protocol):
 
     def send(self, message: FromAgent) -> None: ...
     def kill(self) -> None:
-        """SIGKILL to the process that connected, and to no other that may have its number by now."""
+        """Send SIGKILL to the connected process, and to no other that reused its pid."""
 
     def close(self) -> None: ...
     def process_state(self) -> str:
-        """The kernel's letter for the process (R, S, D, T, ...), empty where it is gone."""
+        """Return the kernel's state letter for the process (R, S, D, T, ...), or "" if it is gone."""
 
     def __hash__(self) -> int: ...
 
 
 class Timer(Protocol):
-    """A call to come, as ``asyncio.TimerHandle`` is one."""
+    """A scheduled callback, such as ``asyncio.TimerHandle``."""
 
     def cancel(self) -> None: ...
 
 
 class ConnectedLauncher:
-    """A connected launcher; ``offer`` once it has joined."""
+    """A connected launcher. ``offer`` is set once it has joined."""
 
     def __init__(self, job: LocalJob, connection: LocalConnection) -> None:
         self.job = job
@@ -70,7 +70,7 @@ class ConnectedLauncher:
         self.goodbye_detail = ""
 
     def build_offer(self, wall: float, trace: str = "") -> LauncherJoined:
-        """The offer with today's date, and the newest generation that its ranks are in, or were told of."""
+        """Return the offer with the current time and the newest generation its ranks are in or were sent."""
         assert self.offer is not None
         return msgspec.structs.replace(
             self.offer,
@@ -83,10 +83,14 @@ class ConnectedLauncher:
 class ConnectedRank:
     """A connected rank process.
 
-    ``generation`` and ``rank``: what it was last offered, or ticked from; ``rank`` is None for a spare. ``came_in``:
-    the first generation it may play. ``leaving``: it said goodbye. ``finished_in``: the generation in which its
-    training function returned. ``condemned``: why it was killed. ``silence_told``: the generation in which its
-    present silence was reported.
+    Attributes:
+        first_generation: The first generation this process may play.
+        generation: The generation last offered or ticked from.
+        rank: The rank in that generation; None for a spare.
+        has_said_goodbye: Whether it announced its end.
+        finished_generation: The generation in which its training function returned.
+        kill_reason: Why it was killed; "" otherwise.
+        silence_reported_generation: The generation in which its present silence was reported.
     """
 
     def __init__(
@@ -110,20 +114,20 @@ class ConnectedRank:
         self.generation, self.rank = generation, rank
 
     def record_tick(self, tick: RankHeartbeat) -> None:
-        """Notes a sign of life; it also tells an agent that has just started which rank this is."""
+        """Record a sign of life; for a restarted agent the tick also says which rank this is."""
         self.last_tick = tick
         if self.generation is None or tick.generation > self.generation:
             self.assign(tick.generation, tick.rank)
 
     @property
     def is_done(self) -> bool:
-        """Whether its end is in order: it said so, or has nothing left to do in its generation."""
+        """Whether the process may end without a loss: it said goodbye, or its work in this generation is finished."""
         return self.has_said_goodbye or (
             self.finished_generation is not None and self.finished_generation == self.generation
         )
 
     def is_member_until(self, generation: int) -> bool:
-        """Whether this process, and not a later one in its place, plays in ``generation`` or an older one."""
+        """Return whether this process, and not a later one in its place, plays in ``generation`` or an older one."""
         return (
             self.last_tick.generation <= generation
             if self.last_tick is not None
@@ -132,7 +136,7 @@ class ConnectedRank:
 
 
 class RankLoss:
-    """A rank's end that is told, or waits a moment for the launcher's word."""
+    """A rank's end that was reported, or that briefly waits for the launcher's exit report."""
 
     def __init__(self, process: ConnectedRank, *, lost_at: float, trace: str, detail: str) -> None:
         self.process = process
@@ -146,14 +150,19 @@ class RankLoss:
 class LocalJob:
     """One job on this node.
 
-    ``newest``: the newest generation heard of, by directive or from a rank; an older directive is refused. ``oldest``:
-    the oldest one whose ranks still count: behind ``newest`` while that is announced for a boundary. ``lost_in``: per
-    local rank, the generation its last process was lost in. ``vacant``: local ranks that the launcher will not staff
-    again. ``unattended``: local ranks whose process ended without a launcher; they are vacant until one joins.
-    ``vacancy_told``: the generation in which a vacancy was last reported. ``exits``: words on processes whose
-    connection has not ended yet. ``ends``: processes that are gone, with the loss each was (None where it was none).
-    ``unplaced``: words on processes that ended before this agent knew any generation. ``end_heard``: the job's end,
-    heard while no launcher was there; the one that joins next is meant by it, or begins the job anew.
+    Attributes:
+        newest_generation: The newest generation known, by directive or from a rank; older directives are refused.
+        oldest_generation: The oldest generation whose ranks still count; behind ``newest_generation`` while that one is
+            announced for a boundary.
+        pending_stop: A stop that arrived without a launcher; the launcher that joins next ends by it, or starts a new
+            run.
+        lost_generations: Per local rank, the generation its last process was lost in.
+        vacant_local_ranks: Local ranks that the launcher will not staff again.
+        ranks_without_launcher: Local ranks that ended without a launcher; vacant until one joins.
+        reported_vacancies: Per local rank, the generation in which its vacancy was last reported.
+        pending_exits: Exit reports, by pid, of processes whose connection has not ended yet.
+        ended_processes: Ended pids with their loss, or None if the end was orderly.
+        unassigned_exits: Exit reports, by local rank, received before this agent knew any generation.
     """
 
     def __init__(self, name: str) -> None:
@@ -176,7 +185,10 @@ class LocalJob:
         self.unassigned_exits: dict[int, RankExited] = {}
 
     def new_run(self) -> LocalJob:
-        """A new run under this name: of the run before nothing holds. Ranks that wait for its launcher's word stay."""
+        """Return a fresh job for a new run under this name.
+
+        Ranks stay if they wait for the new launcher's generation.
+        """
         fresh = LocalJob(self.name)
         if self.stop_directive is None:
             fresh.ranks = self.ranks
@@ -185,14 +197,14 @@ class LocalJob:
         return fresh
 
     def note_generation(self, generation: int) -> bool:
-        """A rank is in ``generation``; returns whether those before it count no longer because of that."""
+        """Note a rank's generation. Returns whether older generations stopped counting."""
         before = self.oldest_generation
         self.newest_generation = max(self.newest_generation, generation)
         self.oldest_generation = max(self.oldest_generation, generation)
         return self.oldest_generation > before
 
     def set_next_generation(self, spec: GenerationSpec) -> None:
-        """The controller says that ``spec`` follows: at once, or when its boundary is reached."""
+        """Note that ``spec`` follows, at once or when its boundary is reached."""
         self.spec, self.newest_generation, self.pending_stop = spec, spec.number, None
         if spec.after_step is None:
             self.oldest_generation = spec.number
@@ -206,33 +218,34 @@ class LocalJob:
         """Mark ``local_rank`` as vacant until a process says Hello for it.
 
         Args:
-            local_rank: the place that is empty.
-            by_launcher: whether the launcher said that it will not replace the process. Otherwise the place is vacant
-                for want of a launcher, and the next one to join replaces the process unless it says that it will not.
+            local_rank: The empty place.
+            by_launcher: Whether the launcher said that it will not replace the process. Otherwise the place is vacant
+                only for
+                lack of a launcher, and the next one to join replaces the process unless it says that it will not.
         """
         if local_rank not in self.ranks:
             (self.vacant_local_ranks if by_launcher else self.ranks_without_launcher).add(local_rank)
 
     def add_rank(self, process: ConnectedRank) -> None:
-        """Give ``seat`` its place: a process has said Hello for it."""
+        """Seat a process that has said Hello."""
         self.ranks[process.local_rank] = process
         self.vacant_local_ranks.discard(process.local_rank)
         self.ranks_without_launcher.discard(process.local_rank)
 
     def set_launcher(self, launcher: ConnectedLauncher, incarnation: int) -> None:
-        """Note the launcher. It replaces the processes that ended while there was none."""
+        """Note the launcher, which replaces the processes that ended while there was none."""
         self.launcher, self.launcher_incarnation, self.has_lost_launcher = launcher, incarnation, False
         self.ranks_without_launcher.clear()
 
     def is_vacant(self, local_rank: int) -> bool:
-        """Whether nobody plays it, and nobody is going to."""
+        """Return whether no process plays ``local_rank`` and none will."""
         empty = (
             local_rank in self.vacant_local_ranks or local_rank in self.ranks_without_launcher or self.has_lost_launcher
         )
         return empty and local_rank not in self.ranks
 
     def newest_assignment(self, node: str, process: ConnectedRank) -> tuple[int | None, int | None]:
-        """Generation and rank of the seat's place in the newest generation known."""
+        """Return the generation and rank of the process in the newest generation known."""
         if self.spec is None or (process.generation is not None and process.generation > self.spec.number):
             return process.generation, process.rank
         member = self.spec.member_at(node, process.local_rank)
@@ -243,7 +256,7 @@ log = logging.getLogger(__name__)
 
 
 class LossCallbacks(Protocol):
-    """Where losses are reported, and what they need."""
+    """Receive reports of losses, and supply trace ids and timers."""
 
     def report(self, report: AnyReport) -> None: ...
     def new_trace_id(self) -> str: ...
@@ -251,10 +264,10 @@ class LossCallbacks(Protocol):
 
 
 class LossReporter:
-    """Tells each loss of one node's ranks once.
+    """Report each loss among one node's ranks once.
 
     Args:
-        exit_grace_s: how long a loss waits for the launcher's word on how the process ended.
+        exit_grace_s: Seconds that a loss waits for the launcher's report of how the process ended.
     """
 
     def __init__(
@@ -267,7 +280,7 @@ class LossReporter:
         self._exit_grace_s = exit_grace_s
 
     def handle_disconnect(self, process: ConnectedRank, detail: str) -> None:
-        """A rank's connection ended."""
+        """Handle the end of a rank's connection."""
         job = process.job
         if job.ranks.get(process.local_rank) is process:
             del job.ranks[process.local_rank]
@@ -291,17 +304,17 @@ class LossReporter:
             loss.timer = self._callbacks.call_later(self._exit_grace_s, lambda: self._report_loss(loss, None))
 
     def handle_exit(self, job: LocalJob, exited: RankExited) -> None:
-        """The launcher's word on a process that ended: before, with or after the end of its connection."""
+        """Handle the launcher's exit report, which may arrive before, with or after the end of the connection."""
         present = job.ranks.get(exited.local_rank)
         if present is not None and present.pid == exited.pid:
-            job.pending_exits[exited.pid] = exited  # the end of its connection is on the way
+            job.pending_exits[exited.pid] = exited  # its connection will end soon
             return
         known = exited.pid in job.ended_processes
         loss = job.ended_processes.get(exited.pid)
         if loss is not None and not loss.is_reported:
             self._report_loss(loss, exited)
         elif known and loss is None:
-            return  # it ended in order
+            return  # the end was orderly
         elif not exited.has_replacement:
             job.mark_vacant(exited.local_rank, by_launcher=True)
             self.report_vacancies(job, describe_exit(exited))
@@ -310,13 +323,13 @@ class LossReporter:
             self._report_unseen_exit(job, exited)
 
     def report_unassigned_exits(self, job: LocalJob) -> None:
-        """Reports what ended before a generation was known, now that one is."""
+        """Report exits from before the first known generation, now that one is known."""
         unplaced, job.unassigned_exits = job.unassigned_exits, {}
         for exited in unplaced.values():
             self._report_unseen_exit(job, exited)
 
     def report_vacancies(self, job: LocalJob, detail: str) -> None:
-        """Reports the places that the newest generation has here and nobody will take, each once."""
+        """Report each place of the newest generation here that no process will take, once."""
         if job.spec is None or job.stop_directive is not None:
             return
         for member in job.spec.members_on(self._node):
@@ -341,11 +354,11 @@ class LossReporter:
         )
 
     def _report_loss(self, loss: RankLoss, exited: RankExited | None) -> None:
-        """Reports a loss, with the launcher's word on it where that came in time."""
+        """Report a loss, with the launcher's exit report if one came in time."""
         if loss.is_reported:
             return
         if exited is None and loss.process.generation is None and loss.process.job.spec is None:
-            return  # the launcher's word, when it comes, says what it was lost in
+            return  # the launcher's exit report will assign it to a generation
         loss.is_reported = True
         if loss.timer is not None:
             loss.timer.cancel()
@@ -358,7 +371,7 @@ class LossReporter:
         if generation is None and job.spec is None and exited is not None:
             self._report_unseen_exit(job, exited)
         if generation is None or rank is None or job.stop_directive is not None:
-            return  # a spare is in nobody's way
+            return  # losing a spare affects no generation
         if not replacement:
             job.reported_vacancies[seat.local_rank] = generation
         self._report(
@@ -377,7 +390,7 @@ class LossReporter:
         )
 
     def _report_unseen_exit(self, job: LocalJob, exited: RankExited) -> None:
-        """A rank ended before it ever said Hello, or before it said it to this agent; another takes its place."""
+        """Report a replaced rank that ended before its Hello reached this agent."""
         if job.stop_directive is not None:
             return
         if job.spec is None:
@@ -385,7 +398,7 @@ class LossReporter:
             return
         member = job.spec.member_at(self._node, exited.local_rank)
         if member is None or (exited.generation is not None and exited.generation < job.oldest_generation):
-            return  # the other one may play: it was not in there
+            return  # the replacement may play, because the ended process was not in this generation
         job.lost_generations[exited.local_rank] = job.spec.number
         if exited.local_rank in job.ranks:
             job.ranks[exited.local_rank].first_generation = job.spec.number + 1
@@ -423,30 +436,29 @@ class LossReporter:
 
 
 def describe_exit(exited: RankExited) -> str:
-    """How a process ended, in words."""
+    """Describe how a process ended."""
     if exited.signal is not None:
         return f"ended by signal {exited.signal}"
     return f"ended with status {exited.exit_code}"
 
 
-# ---- silence
-# When a rank's silence is worth a report.
+# Silence of ranks.
 #
 # A rank's signal thread ticks ten times a second. Silence has three causes: the process was stopped (SIGSTOP, a cgroup
 # freezer), its thread does not get Python's lock (a long call in C that holds it, which ends by itself), or the whole
-# machine is starved, this agent with it. The first shows in the kernel's state letter and is told soon; the second is
-# given longer; the third is seen by the lateness of our own look and is not held against the rank.
+# machine is starved, this agent included. The kernel's state letter shows the first, which is reported soon. The second
+# is given longer. The lateness of our own check reveals the third, which does not count as the rank's silence.
 
 STOPPED_STATE = "T"
-"""Stopped by a signal. A tracer's stop ("t") is short when a profiler samples, and is treated as mere silence."""
+"""Stopped by a signal. A tracer's stop ("t") is short when a profiler samples, and counts as plain silence."""
 
 
 class SilenceMonitor:
-    """Looks at the ranks of one node; reports each silence once in each generation.
+    """Check the ranks of one node; report each silence once per generation.
 
     Args:
-        stopped_after_s: after this long without a word, look at the process; report it if it is stopped.
-        unresponsive_after_s: after this long report it whatever its state.
+        stopped_after_s: Seconds of silence after which a stopped process is reported.
+        unresponsive_after_s: Seconds of silence after which any process is reported.
     """
 
     def __init__(
@@ -464,7 +476,7 @@ class SilenceMonitor:
         self._unresponsive_after_s = unresponsive_after_s
 
     def check(self, processes: Iterable[ConnectedRank], loop_lag_s: float) -> None:
-        """One look at all ranks. ``own_lag_s``: how much later it comes than it should have."""
+        """Check all ranks once. ``loop_lag_s`` is how many seconds late this check runs."""
         now = self._clock.monotonic()
         for seat in processes:
             seat.last_seen_at = min(now, seat.last_seen_at + loop_lag_s)
@@ -473,7 +485,7 @@ class SilenceMonitor:
                 self._report_if_silent(seat, silent_s)
 
     def _is_watched(self, process: ConnectedRank) -> bool:
-        """Ranks of the roster that have ticked, are expected to, and were not reported yet."""
+        """Return whether the rank is a member that has ticked, is expected to tick, and was not reported yet."""
         expected = (
             process.last_tick is not None
             and not process.kill_reason

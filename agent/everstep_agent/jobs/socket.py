@@ -1,8 +1,7 @@
-"""``agent.sock``: where the launchers and ranks of this node are connected.
+"""Serve ``agent.sock``, the unix socket that the launchers and ranks of this node connect to.
 
-A unix stream socket in a directory of our own; the kernel's word on the other end (same user, or root) is the
-authentication. Beside each connection the process behind it is held by a pidfd, so that a kill reaches that process
-or nobody, whatever has become of its number.
+The socket lies in a directory that only this user may enter. The kernel's peer credentials (same user, or root) are
+the authentication. The agent holds a pidfd per connection, so that a kill never hits a process that reused the pid.
 """
 
 from __future__ import annotations
@@ -27,31 +26,31 @@ from everstep_agent.jobs.registry import JobRegistry
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 5.0
-"""A connection that has not said who it is by then is closed."""
+"""Seconds after which a connection that has sent no Hello is closed."""
 
 IDLE_CHECK_INTERVAL_S = 0.5
-"""Between looks for silent ranks while none is connected."""
+"""Seconds between checks for silent ranks while none is connected."""
 
 MAX_UNREAD_BYTES = 256 << 10
-"""What may wait unread in our own buffer for a peer that does not read; after that only the newest of each kind."""
+"""Bytes buffered for a peer that does not read; beyond that only the newest message of each kind is kept."""
 
 REFUSAL_REASONS = ("forbidden", "malformed", "protocol_version", "no_hello")
-"""Why a connection is turned away or cut; ``counts`` has each from the start, so that a rate over it sees the first."""
+"""Reasons to refuse or cut a connection. Each is counted from 0 at the start, so that rates see the first."""
 
 _SO_PEERPIDFD = 77
-"""Linux 6.5 and later: the peer's pidfd as of its connect; ``socket`` does not name it yet."""
+"""Socket option for the peer's pidfd at connect time (Linux 6.5+); the ``socket`` module does not name it."""
 
 _UCRED = struct.Struct("iII")
 
 
 class AgentSocketServer:
-    """Listens on ``agent.sock`` and brings what is heard to ``jobs``.
+    """Listen on ``agent.sock`` and pass received messages to ``jobs``.
 
     Args:
-        path: of the socket, in a directory that is ours alone.
-        welcome: the answer to a Hello.
-        jobs: told of everything.
-        max_connections: more are turned away.
+        path: The socket's path, in a private directory.
+        welcome: The answer to a Hello.
+        jobs: Receives every message and every disconnect.
+        max_connections: Further connections are refused.
     """
 
     def __init__(self, path: Path, welcome: Welcome, jobs: JobRegistry, max_connections: int) -> None:
@@ -64,7 +63,7 @@ class AgentSocketServer:
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self) -> None:
-        """Listens. A socket file left behind by an agent that was killed is replaced."""
+        """Start listening. Replaces the socket file of an agent that was killed."""
         self._path.unlink(missing_ok=True)
         before = os.umask(0o177)
         try:
@@ -75,7 +74,7 @@ class AgentSocketServer:
             os.umask(before)
 
     async def watch_silence(self, interval_s: float) -> None:
-        """Looks for silent ranks until cancelled; the loop's own lateness is taken off their silence."""
+        """Check for silent ranks until cancelled; the event loop's own delay is subtracted from their silence."""
         loop = asyncio.get_running_loop()
         while True:
             pause_s = interval_s if self.jobs.is_busy() else IDLE_CHECK_INTERVAL_S
@@ -84,7 +83,10 @@ class AgentSocketServer:
             self.jobs.check_silence(max(0.0, loop.time() - due))
 
     def close(self) -> None:
-        """Closes the socket and all connections, telling nobody: who is connected runs on and comes again."""
+        """Close the socket and all connections without telling the jobs:
+
+        the connected processes run on and reconnect.
+        """
         if self._server is not None:
             self._server.close()
         for connection in list(self.connections):
@@ -92,13 +94,13 @@ class AgentSocketServer:
         self._path.unlink(missing_ok=True)
 
     def count_refusal(self, reason: str, error: EverstepError | str) -> None:
-        """Counts a connection that was turned away or cut, and says why."""
+        """Count a refused or cut connection and log the reason."""
         self.refused_counts[reason] += 1
         log.warning("a local connection is closed: %s", error)
 
 
 class _Connection(asyncio.Protocol):
-    """One connected process; a ``Peer`` of ``everstep_agent.jobs.seats`` once it has said Hello."""
+    """One connected process; a ``LocalConnection`` of ``everstep_agent.jobs.seats`` once it has sent a Hello."""
 
     def __init__(self, server: AgentSocketServer) -> None:
         self._server = server
@@ -112,7 +114,7 @@ class _Connection(asyncio.Protocol):
         self._unsent_by_kind: dict[tuple[type, int], FromAgent] = {}
         self._close_reason = ""
 
-    # --- what asyncio calls --------------------------------------------------------------------------------------
+    # asyncio protocol callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -157,10 +159,10 @@ class _Connection(asyncio.Protocol):
             os.close(self._pidfd)
             self._pidfd = -1
 
-    # --- what jobs call ------------------------------------------------------------------------------------------
+    # LocalConnection methods called by the jobs
 
     def send(self, message: FromAgent) -> None:
-        """Sends now; to a peer that does not read, the newest of each kind when it reads again."""
+        """Send now; while the peer does not read, keep only the newest message of each kind."""
         if self._transport is None or self._transport.is_closing():
             return
         if self._paused:
@@ -171,7 +173,7 @@ class _Connection(asyncio.Protocol):
             self._transport.write(encode_frame(message))
 
     def kill(self) -> None:
-        """SIGKILL to the process behind this connection."""
+        """Send SIGKILL to the process behind this connection."""
         try:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         except (ProcessLookupError, OSError) as error:
@@ -182,7 +184,7 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
     def process_state(self) -> str:
-        """The kernel's letter for the process; empty where it is gone."""
+        """Return the kernel's state letter for the process, or "" if it is gone."""
         try:
             stat = Path(f"/proc/{self._pid}/stat").read_bytes()
         except OSError:
@@ -190,19 +192,17 @@ class _Connection(asyncio.Protocol):
         return stat.rpartition(b")")[2].split()[0].decode()
 
     def close_silently(self) -> None:
-        """Closes without telling the jobs: it is the agent that goes, not the process."""
+        """Close without telling the jobs, because the agent ends and not the process."""
         self._hello = None
         self.close()
 
     @property
     def unsent_bytes(self) -> int:
-        """What waits in our own memory for the peer to read."""
+        """Bytes buffered in this process for the peer."""
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
-    # --- inside --------------------------------------------------------------------------------------------------
-
     def _admit(self, connected: socket.socket) -> None:
-        """Raises PermissionDenied for another user's process, and for one too many."""
+        """Raise PermissionDenied for another user's process, or beyond ``max_connections``."""
         credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
         self._pid, uid, _ = _UCRED.unpack(credentials)
         if uid not in (os.geteuid(), 0):
@@ -246,11 +246,11 @@ class _Connection(asyncio.Protocol):
 
 
 def _peer_pidfd(connected: socket.socket, pid: int) -> int:
-    """A pidfd of the process that connected. Raises PermissionDenied where there is none any more."""
+    """Return a pidfd of the connected process. Raises PermissionDenied if it is gone."""
     try:
         return connected.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:
-        pass  # a kernel before 6.5: the moment between connect and here is all that is left to chance
+        pass  # before Linux 6.5 the pid may be reused between connect and pidfd_open
     try:
         return os.pidfd_open(pid)
     except OSError as error:
