@@ -1,7 +1,6 @@
-"""The vault: a small process that owns a node's checkpoint memory, so that it outlives whoever fills it.
+"""The vault: a small process that owns a node's checkpoint memory and outlives the ranks and the agent.
 
-``main`` starts it; ``local`` and ``service`` answer the node's ranks and supervisor; ``segments`` and ``memory`` own
-the files; ``reading`` and ``scrub`` believe nothing that does not hash right; ``channel``, ``peers``, ``serve`` and
-``receive`` speak with other nodes' vaults; ``replicate`` and ``fetch`` decide what is sent and got; ``parity`` makes
-and reads groups of shards with two parities.
+``process`` starts the vault and ``service`` answers the node's ranks and supervisor. ``memory`` owns the segment files,
+``transfer`` copies slots between nodes, ``parity`` protects groups of shards with two parity shards, and ``repair``
+scrubs and repairs slots. ``keeper`` is the supervisor's side. Writing checkpoint files belongs in ``spill``.
 """

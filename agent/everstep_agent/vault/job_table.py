@@ -1,5 +1,4 @@
-"""What the vault was told about each job: its generation, its secret, who holds its slots, and which parity groups keep
-what is here."""
+"""Store the vault's knowledge of each job: generation, secret, slot holders and parity groups."""
 
 from __future__ import annotations
 
@@ -15,17 +14,17 @@ from everstep.wire.v1.vault_orders import ParityGroup
 
 MIN_SECRET_LENGTH = 16
 MAX_SEEN_HOLDERS = 4
-"""Nodes that are remembered to have held a rank's share: more than there are copies of it."""
+"""Nodes remembered as holders of a rank's share; more than there are copies of it."""
 MAX_LIKELY_HOLDERS = 16
-"""Nodes that are worth asking for a share when nothing is known of it."""
+"""Nodes to ask for a share whose holders are unknown."""
 MAX_GROUP_VERSIONS = 2
-"""Versions of which a group is remembered: the one that parity keeps, and the next one while it is made."""
+"""Versions for which a group is remembered: the protected one, and the next one while it is made."""
 MAX_ENDED_JOBS = 256
-"""Jobs that are known to be over: a rank may outlive its own by seconds."""
+"""Ended jobs remembered, because a rank may outlive its job by seconds."""
 
 
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest word on a job. ``holders`` maps a node to its vault's address."""
+    """The newest configuration of a job. ``holders`` maps a node to its vault's address."""
 
     job: str
     generation: int
@@ -33,14 +32,14 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     holders: dict[str, str]
 
     def address(self, node: str) -> str:
-        """Where ``node``'s vault listens. Raises NotFound where it is no holder of the job."""
+        """Return the address of ``node``'s vault. Raises NotFound if it is no holder of the job."""
         if node not in self.holders:
             raise NotFound(f"{node} is not among the holders of job {self.job}: {sorted(self.holders)}")
         return self.holders[node]
 
 
 class JobTable:
-    """All jobs' facts. Safe to use from any thread."""
+    """The configurations of all jobs. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,7 +49,12 @@ class JobTable:
         self._ended: dict[str, None] = {}
 
     def configure(self, message: ConfigureJob) -> JobConfig:
-        """Takes the supervisor's word. Raises StaleGeneration for an old one, ConfigurationError for a weak secret."""
+        """Store the supervisor's configuration.
+
+        Raises:
+            StaleGeneration: The job is already in a newer generation.
+            ConfigurationError: The secret is too short.
+        """
         if len(message.secret) < MIN_SECRET_LENGTH:
             raise ConfigurationError(f"a job's secret needs {MIN_SECRET_LENGTH} characters, not {len(message.secret)}")
         with self._lock:
@@ -70,7 +74,7 @@ class JobTable:
             return facts
 
     def get_config(self, job: str) -> JobConfig:
-        """Raises NotFound for a job nobody has configured."""
+        """Return the job's configuration. Raises NotFound if the job is not configured."""
         with self._lock:
             facts = self._jobs.get(job)
         if facts is None:
@@ -78,16 +82,20 @@ class JobTable:
         return facts
 
     def require_current(self, job: str, generation: int) -> JobConfig:
-        """The job's facts, if ``generation`` is not over. Raises StaleGeneration, NotFound."""
+        """Return the job's configuration.
+
+        Raises StaleGeneration if ``generation`` is over, NotFound if it is unknown.
+        """
         facts = self.get_config(job)
         if generation < facts.generation:
             raise StaleGeneration(f"job {job} is in generation {facts.generation}, {generation} is over")
         return facts
 
     def require_configured(self, job: str, delete_job: Callable[[str], None]) -> None:
-        """Call when a segment was made, which takes a while: a job that ended meanwhile must not leave it behind.
+        """Delete the job's data and raise NotFound if the job is no longer configured.
 
-        Raises NotFound for a job that is over, when ``forget`` has dropped what it has.
+        Call this after making a segment, which takes a while: a job that ended meanwhile must not leave the segment
+        behind.
         """
         try:
             self.get_config(job)
@@ -96,21 +104,25 @@ class JobTable:
             raise
 
     def require_not_ended(self, job: str, delete_job: Callable[[str], None]) -> None:
-        """As ``require``, for a segment of this node's own ranks: they may come before their job is configured here."""
+        """Like ``require_configured``, but accept jobs not configured yet: a node's own ranks may be first."""
         with self._lock:
             over = job in self._ended
         if over:
             self.require_configured(job, delete_job)
 
     def note_holder(self, job: str, rank: int, node: str) -> None:
-        """``node`` holds, or held, that rank's share of some version."""
+        """Note that ``node`` holds, or held, the rank's share of some version."""
         with self._lock:
             if job in self._jobs:
                 nodes = self._seen_holders.get((job, rank), [])
                 self._seen_holders[job, rank] = [node, *(other for other in nodes if other != node)][:MAX_SEEN_HOLDERS]
 
     def likely_holders(self, job: str, rank: int, exclude: str, limit: int = MAX_LIKELY_HOLDERS) -> list[str]:
-        """Whom to ask for that rank's share: who was seen with it, latest first, then others. Raises NotFound."""
+        """Return nodes to ask for the rank's share: known holders, latest first, then others.
+
+        Raises:
+            NotFound: The job is not configured.
+        """
         holders = self.get_config(job).holders
         with self._lock:
             seen = self._seen_holders.get((job, rank), [])
@@ -118,7 +130,7 @@ class JobTable:
         return asked[:limit]
 
     def add_parity_group(self, job: str, version: Version, group: ParityGroup) -> None:
-        """Parity of that version is made of the shards of ``group``, of which one, or P or Q, is here."""
+        """Note that the version's parity covers the shards of ``group``; this node holds one of them, or P or Q."""
         with self._lock:
             if job in self._jobs:
                 known = {**self._groups.get((job, group.group), {}), version: group}
@@ -126,7 +138,7 @@ class JobTable:
                 self._groups[job, group.group] = {each: known[each] for each in newest}
 
     def find_parity_group(self, job: str, version: Version, rank: int) -> ParityGroup | None:
-        """The group that ``rank``'s shard of that version is in, as far as this vault was told."""
+        """Return the known group that contains ``rank``'s shard of the version, or None."""
         with self._lock:
             for (of, _), known in self._groups.items():
                 group = known.get(version)
@@ -135,7 +147,7 @@ class JobTable:
         return None
 
     def get_parity_group(self, job: str, version: Version, number: int) -> ParityGroup | None:
-        """The group of that number, as far as this vault was told."""
+        """Return the known group of that number, or None."""
         with self._lock:
             return self._groups.get((job, number), {}).get(version)
 

@@ -1,10 +1,10 @@
-"""The supervisor's side of the vault: take it over or start it, keep it running, tell it of generations.
+"""The supervisor's side of the vault: take it over or start it, keep it running, configure its jobs.
 
 The vault holds checkpoints, so it outlives its supervisor. **An agent is upgraded** by stopping it (SIGTERM) and
-starting the new one over the same run directory: trainers run on and come again over ``agent.sock``; the vault serves
-on meanwhile, and the new supervisor finds it by ``vault.json`` and ``vault.sock`` and takes it over. The vault itself
-is upgraded when no job has segments on the node: stop the agent with ``--stop-vault``, or send the vault SIGTERM and
-the supervisor starts the new one. Under systemd this needs ``KillMode=process``.
+starting the new one over the same run directory. Meanwhile the trainers run on and reconnect over ``agent.sock``, and
+the vault keeps serving. The new supervisor finds the vault by ``vault.json`` and ``vault.sock`` and takes it over.
+The vault itself is upgraded when no job has segments on the node: stop the agent with ``--stop-vault``, or send the
+vault SIGTERM and the supervisor starts the new one. Under systemd this needs ``KillMode=process``.
 """
 
 from __future__ import annotations
@@ -50,12 +50,9 @@ from everstep_agent.config import AgentSettings, parse_listen_address
 from everstep_agent.jobs.seats import LocalJob
 from everstep_agent.lifecycle import delete_segments
 
-# ---- vault command
-# How the supervisor starts its vault.
-
 
 def vault_command(settings: AgentSettings, listen: str) -> list[str]:
-    """The command line of a vault that listens at ``listen`` for other vaults."""
+    """Return the command line of a vault that listens at ``listen`` for other vaults."""
     command = [sys.executable, "-P", "-m", "everstep_agent.vault.process", "--node", settings.node, "--listen", listen]
     command += ["--run-dir", str(settings.run_dir), "--segment-dir", str(settings.resolved_segment_dir)]
     command += ["--log-format", settings.log_format, "--log-level", settings.log_level]
@@ -71,13 +68,13 @@ def vault_command(settings: AgentSettings, listen: str) -> list[str]:
 log = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 20.0
-"""For a vault's first sign of life: Python's start on a starved machine."""
+"""Seconds to wait for a new vault's ready file; Python starts slowly on a starved machine."""
 
 EXIT_TIMEOUT_S = 10.0
-"""Between SIGTERM and SIGKILL: unlinking segments takes as long as freeing their memory."""
+"""Seconds between SIGTERM and SIGKILL: unlinking segments takes as long as freeing their memory."""
 
 STABLE_AFTER_S = 10.0
-"""A vault that ran for so long and ended is started again at once; a sooner end lengthens the back-off."""
+"""Seconds of running after which an ended vault is restarted at once; an earlier end lengthens the back-off."""
 
 _UCRED = struct.Struct("iII")
 
@@ -86,19 +83,19 @@ VaultAnswer = StatisticsAnswer | Protected | Spilled | RequestFailed
 
 
 class _VaultReadyFile(msgspec.Struct, frozen=True):
-    """``vault.json``."""
+    """The content of ``vault.json``."""
 
     pid: int
     address: str
 
 
 class VaultManager:
-    """Keeps one vault. ``start`` once, then ``run`` until cancelled, then ``stop`` or ``leave``.
+    """Keep one vault running. Call ``start`` once, ``run`` until cancelled, then ``stop`` or ``detach``.
 
     Args:
-        on_finding: called with what the vault found.
-        on_peer_lost: called when the vault of another node is out of its reach.
-        on_change: called when the vault is there, is lost, or is there again (at another address, perhaps).
+        on_finding: Receives the vault's findings.
+        on_peer_lost: Called when another node's vault is unreachable.
+        on_change: Called when the vault is lost or is back, perhaps at another address.
     """
 
     def __init__(
@@ -128,12 +125,13 @@ class VaultManager:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    # --- what the supervisor says --------------------------------------------------------------------------------
+    # Messages to the vault
 
     def configure(self, job: LocalJob) -> None:
-        """Tells the vault which generation of a job counts, now and after each of its restarts.
+        """Tell the vault which generation of a job counts, now and after each of its restarts.
 
-        Until the boundary of an announced one is reached the running one does: its shards are still to be copied.
+        Until the boundary of an announced generation is reached, the running one counts: its shards are still to be
+        copied.
         """
         if job.spec is None:
             return
@@ -149,18 +147,18 @@ class VaultManager:
         self._send(message)
 
     def forget(self, job: str) -> None:
-        """The job is over: the vault unlinks its segments."""
+        """Tell the vault that the job is over, so that it unlinks the job's segments."""
         self._job_configs.pop(job, None)
         self._last_request += 1
         self._send(ForgetJob(request=self._last_request, job=job))
 
     def configured_generation(self, job: str) -> int | None:
-        """The generation of a job that the vault was told last; None where it was told of none."""
+        """Return the job's generation last sent to the vault, or None."""
         told = self._job_configs.get(job)
         return told.generation if told is not None else None
 
     async def request(self, build_message: Callable[[int], VaultRequest]) -> VaultAnswer:
-        """The answer to a request built around its number; a vault that begins anew meanwhile is asked again."""
+        """Send a request built around its number and return the answer; a restarted vault is asked again."""
         self._last_request += 1
         number, message = self._last_request, build_message(self._last_request)
         future: asyncio.Future[VaultAnswer] = asyncio.get_running_loop().create_future()
@@ -172,7 +170,7 @@ class VaultManager:
             del self._pending[number]
 
     async def statistics(self, timeout_s: float) -> StatisticsAnswer | None:
-        """What the vault has done, or None where it does not say so in time."""
+        """Return the vault's statistics, or None if it does not answer in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self.request(lambda number: Statistics(request=number))
@@ -180,12 +178,12 @@ class VaultManager:
             return None
         return answer if isinstance(answer, StatisticsAnswer) else None
 
-    # --- its life ------------------------------------------------------------------------------------------------
+    # Life cycle
 
     async def start(self) -> None:
-        """Takes over a running vault, or starts one. Raises Unavailable where none comes up.
+        """Take over a running vault, or start one. Raises Unavailable if none comes up.
 
-        Waits for one that is about to begin or to end: an agent that was killed may have just started it.
+        Waits for a vault that is starting or ending: an agent that was killed may have just started it.
         """
         end = self._clock.monotonic() + READY_TIMEOUT_S
         while not await self._adopt():
@@ -202,7 +200,7 @@ class VaultManager:
         self.down_reason = ""
 
     async def run(self) -> None:
-        """Serves the vault's words, and starts another vault whenever it ends."""
+        """Handle the vault's messages, and start another vault whenever it ends."""
         attempt = 0
         backoff = Backoff(floor_s=0.05, ceiling_s=10.0)
         while True:
@@ -225,7 +223,7 @@ class VaultManager:
             self._on_change()
 
     async def stop(self) -> None:
-        """Ends the vault in order, or at last by force; either way its segments are gone."""
+        """End the vault in order, or by force after a time-out; either way its segments are deleted."""
         for job in list(self._job_configs):
             self.forget(job)
         self._disconnect()
@@ -238,24 +236,24 @@ class VaultManager:
             self._reap()
         if self.pid and not is_locked(
             self._settings.resolved_segment_dir
-        ):  # else they are an earlier agent's, for another to find
+        ):  # a locked directory belongs to an earlier agent's vault, which another agent may take over
             delete_segments(self._settings.resolved_segment_dir)
 
     def detach(self) -> None:
-        """Lets go of the vault, which serves on."""
+        """Let go of the vault, which keeps serving."""
         self._disconnect()
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
         if self._child is not None:
-            self._child.returncode = 0  # not ours to wait for any more; Popen would warn of it
+            self._child.returncode = 0  # no longer ours to wait for; Popen would warn of it
 
     def has_segments(self) -> bool:
-        """Whether a job's slots lie in this node's segment directory; names with a dot are the vault's own."""
+        """Return whether the segment directory holds a job's slots; names with a dot are the vault's own."""
         directory = self._settings.resolved_segment_dir
         return directory.is_dir() and any(p.is_file() and not p.name.startswith(".") for p in directory.rglob("*"))
 
-    # --- beginning -----------------------------------------------------------------------------------------------
+    # Starting
 
     @property
     def _ready_file(self) -> Path:
@@ -268,7 +266,7 @@ class VaultManager:
             return None
 
     async def _adopt(self) -> bool:
-        """Takes over the vault that ``vault.json`` names, if it is the one that answers on ``vault.sock``."""
+        """Take over the vault that ``vault.json`` names, if its process answers on ``vault.sock``."""
         ready = self._read_ready_file()
         if ready is None:
             return False
@@ -282,19 +280,19 @@ class VaultManager:
     async def _spawn(self) -> None:
         listen = self._settings.vault_listen
         if self.address and parse_listen_address(listen)[1] == 0 and not self.down_reason.count(";"):
-            listen = self.address  # peers know this address; they need not learn another
+            listen = self.address  # peers know this address and need not learn another
         self._ready_file.unlink(missing_ok=True)
         command = vault_command(self._settings, listen)
         child = self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
             await self._connect(await self._wait_for(child))
-        except BaseException:  # also where we end meanwhile: nobody would know of it
+        except BaseException:  # also when cancelled: otherwise the process would be orphaned
             child.kill()
             child.wait()
             raise
 
     async def _wait_for(self, child: subprocess.Popen[bytes]) -> _VaultReadyFile:
-        """The new vault's ready file. Raises Unavailable where it ends or takes too long."""
+        """Return the new vault's ready file. Raises Unavailable if it ends or takes too long."""
         end = self._clock.monotonic() + READY_TIMEOUT_S
         while self._clock.monotonic() < end:
             ready = self._read_ready_file()
@@ -308,7 +306,7 @@ class VaultManager:
         raise Unavailable(f"the vault was not ready within {READY_TIMEOUT_S:g} s")
 
     async def _connect(self, ready: _VaultReadyFile) -> None:
-        """Raises Unavailable where another process than ``ready`` says listens on the socket."""
+        """Connect to the vault. Raises Unavailable if another process than ``ready`` names listens on the socket."""
         reader, writer = await asyncio.open_unix_connection(str(self._settings.vault_socket))
         listener: socket.socket = writer.get_extra_info("socket")
         pid, uid, _ = _UCRED.unpack(listener.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
@@ -319,11 +317,11 @@ class VaultManager:
         self.pid, self.address = ready.pid, ready.address
         self._reader, self._writer = reader, writer
 
-    # --- serving -------------------------------------------------------------------------------------------------
+    # Serving
 
     def _send(self, message: ConfigureJob | ForgetJob | VaultRequest) -> None:
         if self._writer is None or self._writer.is_closing():
-            return  # it hears everything again when it is back
+            return  # everything is sent again after a reconnect
         self._writer.write(encode_frame(message))
 
     def _resend_all(self) -> None:
@@ -331,12 +329,13 @@ class VaultManager:
             self._send(message)
         for asked, _ in self._pending.values():
             self._send(asked)
-        if not self._job_configs:  # findings wait for a supervisor, and a connection is ours from the first request on
+        # the vault sends findings only to a supervisor, which it recognizes by a first request
+        if not self._job_configs:
             self._last_request += 1
             self._send(Statistics(request=self._last_request))
 
     async def _read_until_closed(self) -> str:
-        """Hears the vault until its connection ends; returns why it did."""
+        """Handle the vault's messages until its connection ends; return the reason."""
         assert self._reader is not None
         decoder: FrameDecoder[FromVault] = FrameDecoder(FromVault, MAX_FRAME_BYTES)
         why = "its process ended"
@@ -351,7 +350,7 @@ class VaultManager:
         return await self._ensure_exited(why)
 
     async def _ensure_exited(self, reason: str) -> str:
-        """Makes sure that the vault is gone: two must never own the same segments."""
+        """Make sure that the vault is gone: two must never own the same segments."""
         self._disconnect()
         if not await self._wait_exit(1.0):
             self._signal(signal.SIGKILL)
@@ -377,14 +376,14 @@ class VaultManager:
                 raise MalformedMessage(f"{type(message).__name__} is no answer to a supervisor")
 
     def _resolve_request(self, message: VaultAnswer) -> bool:
-        """Hands an answer to whoever waits for it; False where nobody does."""
+        """Resolve the pending request with its answer. Returns False if none waits."""
         _, future = self._pending.get(message.request, (None, None))
         if future is None or future.done():
             return False
         future.set_result(message)
         return True
 
-    # --- ending --------------------------------------------------------------------------------------------------
+    # Ending
 
     def _disconnect(self) -> None:
         if self._writer is not None:
@@ -411,7 +410,7 @@ class VaultManager:
         return True
 
     def _reap(self) -> int | None:
-        """Collects what is left of the process; its status where it was our child."""
+        """Reap the process. Returns its exit status if it was our child, else None."""
         os.close(self._pidfd)
         self._pidfd = -1
         child, self._child = self._child, None
@@ -420,24 +419,23 @@ class VaultManager:
         return child.wait()
 
 
-# ---- vault orders
-# What the controller orders of the node's vault: versions to storage, parity of versions.
+# Vault orders: the controller's requests to spill versions or to protect them by parity.
 #
-# The controller says an order again until it hears what became of it, so nothing has to be remembered here: the same
-# order while it is carried out is passed over, and one that was carried out is asked of the vault again, which finds it
-# done. A vault that begins anew is asked again by its keeper.
+# The controller repeats an order until it receives the outcome, so nothing is remembered here. A repeated order is
+# ignored while it runs; a completed one is sent to the vault again, which finds it done. ``VaultManager`` sends orders
+# again to a restarted vault.
 
 MAX_CONCURRENT_GROUPS = 4
-"""Groups of shards whose parity is asked for side by side: each reads from all of its members."""
+"""Groups whose parity is made at once: each reads from all of its members."""
 
 VaultOrder = SpillVersion | ProtectVersion
 
 
 class VaultOrderRunner:
-    """Of one agent's life, on its event loop.
+    """Run the controller's orders on the event loop of one agent.
 
     Args:
-        report: what becomes of an order goes there.
+        report: Receives the outcome of each order.
     """
 
     def __init__(
@@ -454,9 +452,9 @@ class VaultOrderRunner:
         self._running: dict[tuple[str, type[VaultOrder]], tuple[VaultOrder, asyncio.Task[None]]] = {}
 
     def submit(self, order: VaultOrder) -> None:
-        """Carries an order out, unless it is being carried out; a newer one of its kind takes its place.
+        """Run an order unless it is running; it replaces an older order of its kind.
 
-        One of a job that the vault was not told of by this agent yet is left: it is said again.
+        An order of a job not yet configured in the vault is skipped: the controller repeats it.
         """
         key = order.job, type(order)
         before = self._running.get(key)
@@ -468,12 +466,12 @@ class VaultOrderRunner:
         self._running[key] = order, asyncio.ensure_future(self._execute(key, order))
 
     def cancel_job(self, job: str) -> None:
-        """The job is over."""
+        """Cancel the orders of a job that is over."""
         for key in [key for key in self._running if key[0] == job]:
             self._cancel(key)
 
     def close(self) -> None:
-        """The agent ends; its vault goes on with what it was asked for."""
+        """Cancel all orders because the agent ends; the vault completes the requests it has."""
         for key in list(self._running):
             self._cancel(key)
 
@@ -484,11 +482,11 @@ class VaultOrderRunner:
 
     async def _execute(self, key: tuple[str, type[VaultOrder]], order: VaultOrder) -> None:
         word = await (self._spill(order) if isinstance(order, SpillVersion) else self._protect(order))
-        del self._running[key]  # cancelled, this is not reached: another order has the place
+        del self._running[key]  # not reached if cancelled: another order has the place
         if word.code:
             context = {"node": self._node, "job": order.job, "generation": order.generation}
             log.warning("%s of version %s: %s", type(order).__name__, order.version, word.message, extra=context)
-        if word.code != StaleGeneration.code:  # it is said again in the newer generation's name
+        if word.code != StaleGeneration.code:  # a stale order is repeated in the newer generation's name
             self._report(word)
 
     async def _spill(self, order: SpillVersion) -> VersionSpilled:
@@ -519,7 +517,7 @@ class VaultOrderRunner:
         return said(code=answer.code, message=answer.message)
 
     async def _protect(self, order: ProtectVersion) -> VersionProtected:
-        """All groups of the order, a few at a time; the first that cannot be made ends it."""
+        """Protect all groups of the order, a few at a time; stop at the first that fails."""
         said = partial(VersionProtected, job=order.job, at=self._clock.wall(), version=order.version)
         made: dict[int, str] = {}
         for first in range(0, len(order.groups), MAX_CONCURRENT_GROUPS):

@@ -1,4 +1,4 @@
-"""Starts a vault: ``python -m everstep_agent.vault.process --node N --run-dir D --segment-dir S``.
+"""Start a vault: ``python -m everstep_agent.vault.process --node N --run-dir D --segment-dir S``.
 
 When it serves, ``D/vault.json`` says {"pid", "address"}. SIGTERM and SIGINT end it in order: with --die-with-parent all
 segments are unlinked; without, they stay for the next vault of this node, unless no job is here. With --linger it ends
@@ -29,23 +29,22 @@ from everstep_agent.vault.memory.segments import SegmentStore
 from everstep_agent.vault.service import Vault
 from everstep_agent.vault.settings import VaultSettings
 
-# ---- linger
-# How long a vault stays where nobody is connected to it, and what the kernel may do to it when memory is short.
+# How long an unused vault stays, and how the kernel ranks it when memory is short.
 
 CHECK_INTERVAL_S = 0.5
-"""Between looks: a small part of any linger that makes sense."""
+"""Seconds between checks; a small part of any sensible linger."""
 
 OOM_SCORE_ADJUSTMENT = -800
-"""Far behind every rank, and not exempt: a kernel that may end nobody at all would have to panic."""
+"""Far behind every rank, but not exempt: a kernel that may kill no process at all would have to panic."""
 
 
 class LingerTimer:
-    """Notices when nobody is connected to a vault any more, and for how long.
+    """Measure how long no client has been connected to a vault.
 
     Args:
-        clients: everybody who is connected now: supervisors and ranks.
-        linger_s: how long it stays without any; None: until it is told to end.
-        note: what it says of itself; ``write`` makes it known.
+        clients: The connected supervisors and ranks.
+        linger_s: Seconds the vault stays without clients; None for no limit.
+        note: The vault's note; ``write_note`` stores it.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class LingerTimer:
         self._write_note = write_note
 
     async def wait(self) -> None:
-        """Returns once nobody was there for ``linger_s``."""
+        """Return once no client was connected for ``linger_s``."""
         alone_since: float | None = self._note_idle()
         while self._linger_s is None or alone_since is None or self._clock.monotonic() - alone_since < self._linger_s:
             await asyncio.sleep(
@@ -86,14 +85,14 @@ class LingerTimer:
     def _try_write_note(self, note: VaultNote) -> None:
         try:
             self._write_note(note)
-        except OSError as error:  # a full memory file system: the slots matter, the note does not
+        except OSError as error:  # the memory file system is full: the slots matter, the note does not
             log.warning("what this vault says of itself could not be written: %s", error)
 
 
 def lower_oom_score() -> bool:
-    """Asks the kernel to end ranks, which are replaced, before this process. False where it may not ask.
+    """Ask the kernel to kill ranks, which are replaced, before this process. Returns False if not permitted.
 
-    Ranks step forward themselves (``everstep_trainer.launch.process_setup``), which needs nobody's leave.
+    Ranks raise their own score (``everstep_trainer.launch.process_setup``), which needs no permission.
     """
     try:
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJUSTMENT))
@@ -106,7 +105,10 @@ log = logging.getLogger("everstep_agent.vault")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> VaultSettings:
-    """The validated settings of a command line. Raises ConfigurationError; exits by argparse on unknown options."""
+    """Return the validated settings of a command line.
+
+    Raises ConfigurationError; argparse exits the process on unknown options.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m everstep_agent.vault.process", allow_abbrev=False, description=__doc__
     )
@@ -139,13 +141,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> VaultSettings:
 
 
 def lock_directory(directory: Path) -> int:
-    """Makes a directory this vault's own. Raises ConfigurationError where another vault or user has it."""
+    """Lock a directory for this vault. Raises ConfigurationError if another vault or user has it."""
     refusal = f"another vault lives in {directory}; stop it, or give another directory"
     return acquire_lock(private_directory(directory) / LOCK_FILE, refusal)
 
 
 async def serve(settings: VaultSettings, parent: int) -> None:
-    """Runs a vault until SIGTERM or SIGINT, until ``parent`` ends (``die_with_parent``), or while somebody needs it."""
+    """Run a vault until SIGTERM or SIGINT, the end of ``parent`` (``die_with_parent``), or the end of ``linger_s``."""
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
@@ -189,7 +191,7 @@ def _clean_up(settings: VaultSettings, store: SegmentStore, keep: bool) -> None:
 
 
 def _remove_if_empty(directory: Path) -> None:
-    """The user's own directory above those of the nodes; the last vault to go takes it along."""
+    """Remove the user's own directory above those of the nodes, once the last vault is gone."""
     if not directory.name.startswith("everstep-"):
         return
     try:
@@ -199,7 +201,7 @@ def _remove_if_empty(directory: Path) -> None:
 
 
 def main() -> None:
-    """The process's entry."""
+    """Run the vault process."""
     parent = os.getppid()
     try:
         asyncio.run(serve(parse_arguments(), parent))

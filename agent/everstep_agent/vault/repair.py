@@ -1,9 +1,9 @@
-"""Bytes of a sealed slot that went bad, made good from wherever the same bytes still are.
+"""Repair damaged bytes of sealed slots from other copies of the same bytes.
 
-What is found is believed only when it hashes to what this slot was sealed as, so it does not matter whom one asks, nor
-what is wrong with the bytes there. Looked for are, the cheapest first: the same chunk in another slot of this node
-(what did not change from step to step), the same share on another node, the group whose parity keeps it, and its
-pieces in other ranks' slots of the version. P and Q are made again from their members.
+Found bytes are used only if they hash to the slot's sealed digest, so neither the asked node nor the state of its bytes
+matters. Sources, cheapest first: the same chunk in another slot of this node (state unchanged between steps), the same
+share on another node, the parity group, and pieces in other ranks' slots of the version. P and Q are made again from
+their members.
 """
 
 from __future__ import annotations
@@ -33,23 +33,22 @@ from everstep_agent.vault.reporting import FindingReporter, VaultCounters
 from everstep_agent.vault.settings import VaultSettings
 from everstep_agent.vault.transfer.peers import PeerPool, fetch_bytes, fetch_manifest
 
-# ---- alike
-# What other ranks of a version stored alike: pieces of a slot, wherever else they lie.
+# Replicated state: pieces of a slot that other ranks of the version store too.
 #
-# State that ranks hold alike is divided among them, and each piece of it is stored by some on different nodes
-# (docs/decisions/0005). Their slots differ, and a piece lies in each at another place; but one plan made all slots of a
-# version, so that it is the same box in each. What is between pieces is nobody's, and zeros as a rule.
+# Ranks divide the state they hold alike, and several ranks on different nodes store each piece
+# (docs/decisions/0005). Their slots differ, and a piece lies at another offset in each. One plan made all slots of a
+# version, so that a piece is the same box in each. Bytes between pieces belong to no piece and are normally zeros.
 
 log = logging.getLogger(__name__)
 
 MAX_INVENTORIES = 64
-"""Nodes whose inventories are asked for at most: which of them have a piece, nobody here knows."""
+"""Maximum number of nodes asked for their inventory: this node does not know which of them has a piece."""
 
 PieceKey = tuple[int, Box]
 
 
 class ChunkGap(msgspec.Struct, frozen=True):
-    """``length`` bytes at ``start`` of a chunk: of the piece that they belong to, those from ``within`` on."""
+    """``length`` bytes at ``start`` of a chunk, which lie at ``piece_offset`` of their piece."""
 
     start: int
     length: int
@@ -57,7 +56,7 @@ class ChunkGap(msgspec.Struct, frozen=True):
 
 
 class PieceSource(msgspec.Struct, frozen=True):
-    """Another rank's slot on a node: where in its payload each piece begins, and where its Python state."""
+    """Another rank's slot on a node, with the payload offset of each piece and the range of its Python state."""
 
     node: str
     rank: int
@@ -66,10 +65,13 @@ class PieceSource(msgspec.Struct, frozen=True):
 
 
 class ReplicaPieces:
-    """The other slots of one slot's version, looked for once, and only as far as they are needed.
+    """The other slots of one slot's version, searched once and only as far as needed.
 
     Args:
-        manifest: the slot's own, as sealed. Raises MalformedMessage where it is none that ranks write.
+        manifest: The slot's own sealed manifest.
+
+    Raises:
+        MalformedMessage: The manifest is not one that ranks write.
     """
 
     def __init__(
@@ -94,12 +96,12 @@ class ReplicaPieces:
         self._sources: list[PieceSource] = []
         self._source_search = self._search_sources()
 
-    # --- what a chunk may have been ------------------------------------------------------------------------------
+    # Candidates for a chunk
 
     def rebuild_chunk(self, index: int, corrupt_chunk: memoryview) -> Iterator[tuple[bytearray, str]]:
-        """Chunk ``index`` with more and more of it taken from elsewhere, each time with the nodes that it is from.
+        """Yield chunk ``index`` with more and more bytes from elsewhere, each time with the nodes they come from.
 
-        ``rotten`` is what is there now. What is yielded is overwritten by the next one.
+        ``corrupt_chunk`` holds the present bytes. Each candidate is overwritten by the next.
         """
         begin, made = index * CHUNK_BYTES, bytearray(corrupt_chunk)
         gaps, blob = self._pieces_in(begin, len(made)), _overlap(_python_state_range(self._manifest), begin, len(made))
@@ -115,7 +117,7 @@ class ReplicaPieces:
                 gaps = {key: gap for key, gap in gaps.items() if key not in pieces}
                 yield made, ", ".join(nodes)
             if blob is not None and supply.python_state_range[1] == _python_state_range(self._manifest)[1]:
-                other = made.copy()  # each rank has Python state of its own, and many have the same
+                other = made.copy()  # each rank has its own Python state, and many are equal
                 if self._copy_pieces(other, supply, [(supply.python_state_range[0], blob)]):
                     yield other, ", ".join({**nodes, supply.node: None})
         for gap in padding:
@@ -123,7 +125,7 @@ class ReplicaPieces:
         yield made, ", ".join(nodes) or "the slot itself"
 
     def _pieces_in(self, begin: int, length: int) -> dict[PieceKey, ChunkGap]:
-        """The pieces that have bytes in that part of the payload."""
+        """Return the pieces that have bytes in that part of the payload."""
         found = {}
         for stored in self._manifest.stored:
             nbytes = stored.box.volume * self._manifest.catalog[stored.tensor].itemsize
@@ -133,7 +135,10 @@ class ReplicaPieces:
         return found
 
     def _copy_pieces(self, made: bytearray, piece_source: PieceSource, gaps: Iterable[tuple[int, ChunkGap]]) -> bool:
-        """Takes bytes of these pieces, each with where it begins, from there. False where there are none to be had."""
+        """Copy bytes of these pieces from the source; each gap comes with its piece's offset.
+
+        Returns False if unavailable.
+        """
         wanted = list(gaps)
         if not wanted:
             return False
@@ -152,7 +157,7 @@ class ReplicaPieces:
         return True
 
     def _read_bytes(self, piece_source: PieceSource, ranges: list[ByteRange]) -> bytes:
-        """Whoever has them hashes them first."""
+        """Read ranges; their holder hashes them first."""
         if piece_source.node != self._settings.node:
             ask = partial(
                 fetch_bytes, settings=self._settings, rank=piece_source.rank, version=self._version, ranges=ranges
@@ -169,7 +174,7 @@ class ReplicaPieces:
                 continue
         raise NotFound(f"rank {piece_source.rank}'s {self._version} is not here any more")
 
-    # --- where there is more of it -------------------------------------------------------------------------------
+    # Search for sources
 
     def _iter_sources(self) -> Iterator[PieceSource]:
         yield from self._sources
@@ -209,7 +214,7 @@ class ReplicaPieces:
                 yield from self._make_source(node, there.rank, there.manifest_digest, manifest)
 
     def _make_source(self, node: str, rank: int, digest: str, body: bytes) -> Iterator[PieceSource]:
-        """The slot, where it is one of the same plan. ``digest``: of its manifest, which is read once."""
+        """Yield the slot as a source if it has the same plan. ``digest`` is its manifest's, which is read once."""
         known = self._sources_by_manifest.get(digest) if digest else None
         if not digest or digest not in self._sources_by_manifest:
             manifest = decode_manifest(body)
@@ -227,13 +232,13 @@ def _python_state_range(manifest: Manifest) -> ByteRange:
 
 
 def _overlap(piece: ByteRange, begin: int, length: int) -> ChunkGap | None:
-    """What of a piece lies in the ``length`` bytes from ``begin`` on, as seen from there."""
+    """Return the part of a piece inside the ``length`` bytes from ``begin``, relative to ``begin``."""
     start, end = max(piece[0], begin), min(sum(piece), begin + length)
     return ChunkGap(start - begin, end - start, start - piece[0]) if start < end else None
 
 
 def _unused_gaps(taken: Iterable[ChunkGap], length: int) -> list[ChunkGap]:
-    """What of a chunk of that length is nobody's."""
+    """Return the gaps of the chunk that belong to no piece."""
     at, found = 0, []
     for gap in sorted(taken, key=lambda each: each.start):
         if gap.start > at:
@@ -245,11 +250,11 @@ def _unused_gaps(taken: Iterable[ChunkGap], length: int) -> list[ChunkGap]:
 PARITY_SOURCE = "its parity group"
 BytesLike = bytes | bytearray | memoryview
 Candidates = Iterator[tuple[BytesLike, str]]
-"""What bytes may have been, and where they are from, in words."""
+"""Candidate bytes, each with a description of their source."""
 
 
 class CorruptParts(msgspec.Struct, frozen=True):
-    """What of a sealed slot does not hash right, and in words."""
+    """The parts of a sealed slot that do not hash right, and a description."""
 
     is_table_corrupt: bool
     is_manifest_corrupt: bool
@@ -258,7 +263,7 @@ class CorruptParts(msgspec.Struct, frozen=True):
 
 
 class SlotRepairer:
-    """Mends sealed slots in place. For one thread: ``SegmentView.mend`` knows of one mender."""
+    """Repair sealed slots in place. For one thread: ``SegmentView.repair`` allows one repairer."""
 
     def __init__(
         self, settings: VaultSettings, job_table: JobTable, store: SegmentStore, peers: PeerPool, decoder: ParityDecoder
@@ -270,15 +275,15 @@ class SlotRepairer:
         self.decoder = decoder
 
     def repair(self, segment: SegmentFile, slot: int, header: SlotHeader, corrupt: CorruptParts) -> str:
-        """Where the right bytes came from, in words; empty where the slot could not be mended.
+        """Repair a slot and describe the source of the right bytes; "" if the slot could not be repaired.
 
-        A slot that is filled anew meanwhile is left alone.
+        A slot that is refilled meanwhile is left alone.
         """
         search = _ParitySearch if segment.key.kind == "parity" else _RankSlotSearch
         try:
             return self._repair(segment, slot, header, corrupt, search(self, segment, slot, header))
         except DigestMismatch:
-            return ""  # it is another slot by now, or was spoilt again
+            return ""  # the slot was refilled or damaged again
 
     def _repair(
         self, segment: SegmentFile, slot: int, header: SlotHeader, corrupt: CorruptParts, search: _RepairSearch
@@ -304,7 +309,7 @@ class SlotRepairer:
 
 
 def _first_matching(found: Candidates, digest: bytes) -> tuple[bytes, str]:
-    """The first that has that digest, and where it is from."""
+    """Return the first candidate with that digest, and its source."""
     for data, source in found:
         if xxhash.xxh3_128_digest(data) == digest:
             return bytes(data), source
@@ -312,7 +317,7 @@ def _first_matching(found: Candidates, digest: bytes) -> tuple[bytes, str]:
 
 
 class _RepairSearch:
-    """Where bytes of one slot may be found again. What is yielded may be overwritten by what comes next."""
+    """Candidates for the bytes of one slot. The next candidate may overwrite the previous one."""
 
     def __init__(self, repairer: SlotRepairer, segment: SegmentFile, slot: int, header: SlotHeader) -> None:
         self._repairer = repairer
@@ -325,7 +330,7 @@ class _RepairSearch:
         raise NotImplementedError
 
     def chunk(self, index: int, digest: bytes) -> Candidates:
-        """``digest``: what it was sealed with."""
+        """Yield candidates for a chunk with its sealed ``digest``."""
         raise NotImplementedError
 
     def _length(self, index: int) -> int:
@@ -333,7 +338,7 @@ class _RepairSearch:
 
 
 class _RankSlotSearch(_RepairSearch):
-    """Of a rank's slot, its own or a copy."""
+    """Candidates for a rank's slot, its own or a copy."""
 
     def manifest(self) -> Candidates:
         ask = partial(
@@ -354,7 +359,7 @@ class _RankSlotSearch(_RepairSearch):
         yield from self._chunks_from_pieces(index)
 
     def _same_chunk_on_node(self, digest: bytes, length: int) -> Candidates:
-        """The same chunk of another slot, whosever it is."""
+        """Yield the same chunk of other slots, of any rank."""
         for segment in self._repairer.store.segments(self._job):
             for slot, header in segment.sealed():
                 if (segment, slot) == (self._segment, self._slot):
@@ -374,7 +379,7 @@ class _RankSlotSearch(_RepairSearch):
         try:
             holders = repairer.job_table.likely_holders(self._job, rank, exclude=repairer.settings.node)
         except NotFound:
-            return  # nobody has configured the job yet
+            return  # the job is not configured yet
         for node in holders:
             try:
                 yield repairer.peers.call(self._job, node, ask), node
@@ -418,11 +423,11 @@ class _RankSlotSearch(_RepairSearch):
                 manifest,
             )
         except MalformedMessage:
-            return None  # it is none of those that say what is where
+            return None  # the manifest does not list pieces
 
 
 class _ParitySearch(_RepairSearch):
-    """Of P or Q."""
+    """Candidates for P or Q."""
 
     def manifest(self) -> Candidates:
         if self._group is not None:
@@ -465,23 +470,23 @@ def _recovered_chunk(recovery: ShardRecovery, index: int) -> Candidates:
         log.info("chunk %d: %s", index, error)
 
 
-# ---- scrub
-# Looking at what lies still: a bit that flips in a slot or its header is found before somebody restores from it.
+# Scrubbing: find a flipped bit in a slot or its header before a restore reads it.
 
 
 class Scrubber:
-    """Goes over all headers and all sealed slots, again and again, at a bounded rate, in a thread of its own.
+    """Check all headers and sealed slots repeatedly, at a bounded rate, in a thread of its own.
 
-    Bytes that are not what was sealed are mended from wherever they still are; where that is nowhere the slot is
-    discarded. A header of which a part is damaged is mended from its other part. Two records that do not agree may
-    be a writer at work, so they are left alone until the next round finds them just so.
-
-    A slot that was not there in the round before is left for the next one: what a running job overwrites after a few
-    steps has no time to rot, and hashing it once more would cost the job's own cores.
+    Bytes that differ from the sealed ones are repaired from any remaining copy; without one the slot is discarded. A
+    partly damaged header is repaired from its other part. Two records that do not agree may mean a writer at work, so
+    they
+    are left alone until the next round finds them unchanged.
+    A slot that was not there in the previous round is left for the next one: a slot that a running job overwrites after
+    a
+    few steps has no time to rot, and hashing it would cost the job's own cores.
 
     Args:
-        interval_s: from one round's beginning to the next one's; a round that takes longer is followed at once.
-        bytes_per_s: read at most, on average over a chunk and the pause after it.
+        interval_s: Seconds from one round's start to the next; a longer round is followed at once.
+        bytes_per_s: Maximum reading rate, on average over a chunk and the pause after it.
     """
 
     def __init__(
@@ -519,12 +524,12 @@ class Scrubber:
             begun = self._clock.monotonic()
             try:
                 self.run_round()
-            except Exception:  # a machine that is short of something for a moment; slots rot on
+            except Exception:  # the machine may lack memory for a moment; scrubbing must go on
                 log.exception("a round over the slots was broken off; the next one begins anew")
             self._stopping.wait(max(0.0, begun + self._interval_s - self._clock.monotonic()))
 
     def run_round(self) -> None:
-        """Looks at every header, and hashes every slot that is sealed now and was in the round before, once."""
+        """Check every header, and hash once every slot that is sealed now and was in the previous round."""
         before, self._scrubbed_before = self._scrubbed_before, set()
         odd_before, self._inconsistent_headers = self._inconsistent_headers, {}
         for segment in self._store.segments():
@@ -555,18 +560,18 @@ class Scrubber:
         if bad is None:
             self._counters.add("scrubbed_slots")
             return
-        # A fill announces itself in the header before it touches a byte: the same header means the same bytes.
+        # A fill changes the header before it touches a byte, so an unchanged header means unchanged bytes.
         if segment.view.header(slot) != header or self._store.get(segment.key) is not segment:
             return
         source = self._repairer.repair(segment, slot, header, bad)
         if source:
             message = f"{bad.description}; it is mended from {source}"
             self._finding_reporter.report_damage(segment.describe_damage(slot, header, message), detected_by="scrubber")
-        elif not self._stopping.is_set():  # else nobody was asked
+        elif not self._stopping.is_set():  # if stopping, no other node was asked
             self._finding_reporter.report_corrupt_slot(segment, slot, header, bad.description, detected_by="scrubber")
 
     def _find_corrupt_parts(self, segment: SegmentFile, slot: int, header: SlotHeader) -> CorruptParts | None:
-        """What does not hash right; None where all does, and where the slot is no longer what it was."""
+        """Return the parts that do not hash right; None if all do, or the slot has changed."""
         words: list[str] = []
         table = self._has_bad_bytes(words, partial(segment.view.digests, slot))
         manifest = not table and self._has_bad_bytes(words, partial(segment.view.manifest, slot))
@@ -584,7 +589,7 @@ class Scrubber:
 
     @staticmethod
     def _has_bad_bytes(errors: list[str], check: Callable[[], object]) -> bool:
-        """Whether ``check`` finds bad bytes; why goes to ``words``."""
+        """Return whether ``check`` finds bad bytes; append the error to ``errors``."""
         try:
             check()
         except (DigestMismatch, IndexError) as error:

@@ -1,4 +1,4 @@
-"""Bytes that are not what was sealed: told to the supervisor, counted, and the slot given up."""
+"""Count the vault's work and report corrupt bytes to the supervisor."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.training import FindingRaised
 from everstep_agent.vault.memory.segments import DamageReport, SegmentFile
 
-# ---- statistics
-# What the vault has done, counted.
+# Counters of the vault's work.
 
 COUNTER_NAMES = (
     "replicated_slots",
@@ -38,7 +37,7 @@ COUNTER_NAMES = (
     "corrupt_slots",
     "corrupt_transfers",
 )
-"""All there are; each is there from the start, so that a rate over it is never undefined."""
+"""All counters. Each starts at 0, so that a rate over it is never undefined."""
 
 
 class VaultCounters:
@@ -50,19 +49,19 @@ class VaultCounters:
         self._refused: Counter[str] = Counter()
 
     def add(self, name: str, amount: int = 1) -> None:
-        """Adds to one of COUNTERS. Raises KeyError for another name."""
+        """Add to one of COUNTER_NAMES. Raises KeyError for another name."""
         with self._lock:
             if name not in self._counters:
                 raise KeyError(name)
             self._counters[name] += amount
 
     def count_refusal(self, code: str) -> None:
-        """Counts a refusal by an error's code."""
+        """Count a refusal by its error code."""
         with self._lock:
             self._refused[code] += 1
 
     def read_all(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Counters, and refusals by code, as they are now."""
+        """Return the current counters, and refusals by code."""
         with self._lock:
             return dict(self._counters), dict(self._refused)
 
@@ -71,7 +70,7 @@ log = logging.getLogger(__name__)
 
 
 class FindingReporter:
-    """What this vault found. ``tell`` takes each finding on its way to the supervisor, from any thread."""
+    """Report this vault's findings. ``send_finding`` passes each one to the supervisor, from any thread."""
 
     def __init__(
         self, node: str, clock: Clock, counters: VaultCounters, send_finding: Callable[[FindingRaised], None]
@@ -84,10 +83,11 @@ class FindingReporter:
     def report_corrupt_slot(
         self, segment: SegmentFile, slot: int, header: SlotHeader, error: object, detected_by: str
     ) -> bool:
-        """A sealed slot does not hash right. False where it is no longer that slot, so that there is no finding.
+        """Discard and report a sealed slot with wrong bytes. Returns False if the slot has changed since.
 
-        One slot says nothing about the node's fitness to compute, and another holder has the bytes: a warning that
-        asks for nothing by itself. Repeats are for policy to judge.
+        The finding is a warning without an action: one slot says nothing about the node's fitness to compute, and
+        another
+        holder has the bytes. Policy judges repeats.
         """
         if not segment.discard(slot, header):
             return False
@@ -95,13 +95,13 @@ class FindingReporter:
         return True
 
     def report_damage(self, damage: DamageReport, detected_by: str = "store") -> None:
-        """Bytes at rest are not what was written."""
+        """Report stored bytes that differ from the written ones."""
         self._counters.add("corrupt_slots")
         evidence = {**damage.evidence, "detected_by": detected_by}
         self._report(FindingKind.SLOT_CORRUPT, damage.job, damage.subject, damage.message, evidence)
 
     def report_corrupt_transfer(self, job: str, peer: str, rank: int, version: Version, detail: str) -> None:
-        """Bytes that ``peer`` sent do not hash to the digests it sent with them."""
+        """Report that bytes sent by ``peer`` do not hash to the digests sent with them."""
         self._counters.add("corrupt_transfers")
         self._report(
             FindingKind.TRANSFER_CORRUPT,
@@ -112,7 +112,7 @@ class FindingReporter:
         )
 
     def report_memory_shortage(self, job: str, message: str) -> None:
-        """What this node will need for the job is more than there is. It says nothing of the hardware."""
+        """Report that the job needs more memory than this node has. The finding says nothing about the hardware."""
         self._report(FindingKind.MEMORY_LOW, job, f"memory/{job}", message, {}, source="the sum of what is planned")
 
     def _report(

@@ -1,4 +1,4 @@
-"""What the vault answers to the node's ranks and supervisor, and the parts it is put together from."""
+"""The vault's request service for the node's ranks and supervisor."""
 
 from __future__ import annotations
 
@@ -75,16 +75,15 @@ from everstep_agent.vault.transfer.peers import PeerLossDetector, PeerPool
 from everstep_agent.vault.transfer.receiving import SlotReceiver
 from everstep_agent.vault.transfer.sending import Replicator, SlotSender
 
-# ---- local
-# The vault's unix socket: frames in, answers out, for processes of the same user.
+# The vault's unix socket: requests in, answers out, for processes of the same user.
 
 log = logging.getLogger(__name__)
 
 MAX_UNSENT_BYTES = 64 << 20
-"""Answers a client may leave unread before it is given up."""
+"""Bytes of answers that a client may leave unread before it is disconnected."""
 
 MAX_REQUESTS_PER_CLIENT = 64
-"""Requests of one client that are worked on at once; further ones are read when one of them is answered."""
+"""Requests of one client handled at once; further ones are read when one of them is answered."""
 
 
 class VaultClientConnection:
@@ -93,10 +92,10 @@ class VaultClientConnection:
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self.is_supervisor = False
-        """Whether findings go to it: it has said what only a supervisor says."""
+        """Whether it receives findings: it has sent a request that only a supervisor sends."""
 
     def send(self, message: FromVault) -> None:
-        """Queues a frame. A client that is gone, or reads nothing, gets none."""
+        """Queue a frame. Nothing is sent to a client that is gone or does not read."""
         transport = self._writer.transport
         if transport.is_closing():
             return
@@ -107,10 +106,10 @@ class VaultClientConnection:
         self._writer.write(encode_frame(message))
 
     def send_with_descriptor(self, message: FromVault, descriptor: int) -> None:
-        """Sends a frame with a descriptor beside it; the other process gets one of its own.
+        """Send a frame together with a descriptor, which the other process receives as its own.
 
-        Raises Unavailable where what was sent before has not been taken yet: then the descriptor would come with
-        another frame.
+        Raises:
+            Unavailable: Earlier data is still unsent, so that the descriptor would arrive with another frame.
         """
         transport = self._writer.transport
         if transport.is_closing() or transport.get_write_buffer_size():
@@ -128,7 +127,7 @@ class VaultClientConnection:
 
 
 class AnswerWithConnection(msgspec.Struct, frozen=True):
-    """An answer, and the connection that goes with it."""
+    """An answer and the connection handed over with it."""
 
     answer: FromVault
     channel: VaultChannel
@@ -138,7 +137,7 @@ RequestHandler = Callable[[ToVault, VaultClientConnection], Awaitable[FromVault 
 
 
 class VaultSocketServer:
-    """Serves ``handle`` on a unix socket; ``refused`` hears the code of each refusal."""
+    """Serve ``handle_request`` on a unix socket; ``on_refused`` receives the code of each refusal."""
 
     def __init__(self, path: Path, handle_request: RequestHandler, on_refused: Callable[[str], None]) -> None:
         self._path = path
@@ -149,13 +148,13 @@ class VaultSocketServer:
         self.clients: set[VaultClientConnection] = set()
 
     async def start(self) -> None:
-        """Takes the place of a dead vault's socket; the caller holds the run directory's lock."""
+        """Start listening in place of a dead vault's socket; the caller holds the run directory's lock."""
         self._path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._handle_connection, str(self._path))
         self._path.chmod(0o600)
 
     async def stop(self) -> None:
-        """Ends all connections and removes the socket."""
+        """End all connections and remove the socket."""
         if self._server is not None:
             self._server.close()
         for client in list(self.clients):
@@ -212,7 +211,7 @@ class VaultSocketServer:
 
 
 def _check_peer(writer: asyncio.StreamWriter) -> None:
-    """Raises AuthenticationError where the other process is neither this user's nor root's."""
+    """Raise AuthenticationError if the other process belongs neither to this user nor to root."""
     sock = writer.get_extra_info("socket")
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", raw)
@@ -222,12 +221,11 @@ def _check_peer(writer: asyncio.StreamWriter) -> None:
         )
 
 
-# ---- fetch
-# Bringing a slot's manifest, from any node, to where a rank wants it. Bytes of slots it reads itself (``Connect``).
+# Manifests: fetched from any node for a rank, which reads slot bytes itself (``Connect``).
 
 
 class ManifestFetcher:
-    """Answers Fetch. Runs in worker threads."""
+    """Answer Fetch requests. Runs in worker threads."""
 
     def __init__(self, store: SegmentStore, shard_reader: ShardReader, counters: VaultCounters) -> None:
         self._store = store
@@ -235,11 +233,14 @@ class ManifestFetcher:
         self._counters = counters
 
     def fetch(self, request: Fetch) -> int:
-        """Bytes landed in ``ask.into``.
+        """Write a manifest into ``request.target_path`` and return its length in bytes.
 
-        Raises NotFound where the node does not hold the version, Unavailable where it does not answer, DigestMismatch
-        where the manifest there or on arrival is not what was sealed, MalformedMessage where ranges are asked for,
-        PermissionDenied and OutOfSlotMemory for where it should land.
+        Raises:
+            NotFound: The node does not hold the version.
+            Unavailable: The node does not answer.
+            DigestMismatch: The manifest there or on arrival is not the sealed one.
+            MalformedMessage: The request asks for ranges.
+            PermissionDenied, OutOfSlotMemory: The target cannot be used.
         """
         if request.ranges:
             raise MalformedMessage(
@@ -261,16 +262,18 @@ class ManifestFetcher:
         return len(manifest)
 
 
-# ---- room
-# Before a job has made its slots: whether all that it will need on this node could be made.
+# Capacity check: whether this node has memory for all of a job's slots before they are made.
 
 TRAINING_MEMORY_SHARE = 0.25
-"""Of the memory that is free when slots are planned, where a job could do with fewer of them: the training may not have
-taken all of its own yet (activations, gradients, the loader's workers), and what it lacks the kernel kills for."""
+"""Share of the free memory kept for the training when a job can do with fewer slots.
+
+The training may not have taken all of its memory yet (activations, gradients, the loader's workers), and the kernel
+kills processes for what is missing.
+"""
 
 
 def check_room(store: SegmentStore, finding_reporter: FindingReporter, request: CheckCapacity) -> None:
-    """Raises OutOfSlotMemory, with the arithmetic, for want of room; a lack that nothing helps is a finding."""
+    """Raise OutOfSlotMemory, with the arithmetic, if memory is missing; report a finding if no fallback is left."""
     keyed = [
         (SegmentKey(request.job, "replica" if need.replica else "own", need.number), need) for need in request.needs
     ]
@@ -296,7 +299,7 @@ def check_room(store: SegmentStore, finding_reporter: FindingReporter, request: 
 
 
 def _free_unneeded_copies(store: SegmentStore, request: CheckCapacity, needed: Collection[SegmentKey]) -> bool:
-    """Frees what copies hold that were made for another roster, but for what the job may still go back to."""
+    """Free the copies made for another roster, except those the job may still restore from."""
     given = False
     for segment in store.segments(request.job):
         if (
@@ -313,7 +316,7 @@ def _free_unneeded_copies(store: SegmentStore, request: CheckCapacity, needed: C
 
 
 def _memory_advice(request: CheckCapacity) -> str:
-    """Fewer slots are no advice where they are what is asked for next, or there are no fewer."""
+    """Return how to save memory; fewer slots are no advice if the job asks for them next, or has the minimum."""
     fewer = not request.has_fallback and any(need.slots >= SLOTS_PER_RANK for need in request.needs)
     return f"{ADVICE_FEWER_SLOTS}; or {ADVICE_FEWER_COPIES}" if fewer else ADVICE_FEWER_COPIES
 
@@ -335,16 +338,18 @@ def _needed_bytes(needs: Sequence[SegmentRequirement]) -> int:
 T = TypeVar("T")
 
 INVENTORY_TIMEOUT_S = 5.0
-"""How long the answer to a rank waits for slots that are yet to be checked; half of the time that it waits itself."""
+"""Seconds a rank's answer waits for slots that are not checked yet; half of the rank's own time-out."""
 MAX_CONCURRENT_INVENTORIES = 128
-"""Other vaults that are asked at once what they hold. Of a rack that lost its power each takes its whole time-out, and
-who answers must not wait for its turn behind them."""
+"""Other vaults asked at once for their inventory.
+
+In a rack that lost its power, each takes its whole time-out; the vaults that answer must not wait behind them.
+"""
 MAX_UNSENT_FINDINGS = 256
-"""Findings kept while no supervisor is connected; the oldest give way."""
+"""Findings kept while no supervisor is connected; the oldest are dropped first."""
 
 
 class Vault:
-    """One running vault. Made and used on the event loop; everything that moves bytes runs in threads."""
+    """One running vault. Created and used on the event loop; everything that moves bytes runs in threads."""
 
     def __init__(self, settings: VaultSettings, store: SegmentStore, adoption: SegmentAdoption, clock: Clock) -> None:
         self._settings = settings
@@ -386,12 +391,12 @@ class Vault:
 
     @property
     def clients(self) -> Collection[VaultClientConnection]:
-        """Who is connected now: supervisors and ranks."""
+        """The connected supervisors and ranks."""
         return self._local.clients
 
     @property
     def has_jobs(self) -> bool:
-        """Whether anybody may still need what is here."""
+        """Whether any job may still need this vault."""
         return bool(self._store.jobs()) or len(self._job_table) > 0
 
     async def start(self) -> None:
@@ -403,7 +408,7 @@ class Vault:
             self._scrubber.start()
 
     async def stop(self) -> None:
-        """Ends all connections and threads; the segments stay."""
+        """End all connections and threads; the segments stay."""
         self._peer_loss_detector.close()
         await self._local.stop()
         self._peers.close()
@@ -417,10 +422,10 @@ class Vault:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await self._loop.run_in_executor(self._threads, work)
 
-    # --- requests -------------------------------------------------------------------------------------------------
+    # Requests
 
     async def handle_request(self, message: ToVault, client: VaultClientConnection) -> FromVault | AnswerWithConnection:
-        """The answer to one request. Raises EverstepError for a refusal."""
+        """Return the answer to one request. Raises EverstepError for a refusal."""
         if isinstance(message, ConfigureJob | ForgetJob | Protect | Spill | Statistics):
             self._mark_supervisor(client)
         match message:
@@ -490,7 +495,8 @@ class Vault:
 
     async def _handle_slot_sealed(self, message: SlotSealed) -> Replicated:
         segment, header = self._replicator.find_slot(message)
-        if message.slot in segment.unchecked_slots:  # said to the vault before this one, which had no time to answer
+        # sealed under the previous vault, which did not answer before it ended
+        if message.slot in segment.unchecked_slots:
             await self._in_thread(lambda: self._adoption.ensure_checked(segment, message.slot, header))
         return await self._replicator.replicate(message)
 
@@ -508,7 +514,7 @@ class Vault:
         here = self._in_thread(lambda: self._adoption.inventory(message.job, INVENTORY_TIMEOUT_S))
         others = dict.fromkeys(node for node in message.nodes if node != self._settings.node)
         turns = asyncio.Semaphore(MAX_CONCURRENT_INVENTORIES)
-        threads = ThreadPoolExecutor(MAX_CONCURRENT_INVENTORIES, "ask")  # which starts no more than it needs
+        threads = ThreadPoolExecutor(MAX_CONCURRENT_INVENTORIES, "ask")  # starts only as many threads as it needs
         try:
             answers = await asyncio.gather(
                 here, *(self._ask_peer_inventory(message, node, turns, threads) for node in others)
@@ -524,7 +530,7 @@ class Vault:
     async def _ask_peer_inventory(
         self, message: Inventory, node: str, turns: asyncio.Semaphore, threads: Executor
     ) -> tuple[tuple[SlotInfo, ...], int]:
-        """A peer's slots, and how many it has yet to check; none where it does not answer in time, from its turn on."""
+        """Return a peer's slots and its number of unchecked slots; none if it does not answer in time."""
 
         def ask(channel: VaultChannel) -> tuple[tuple[SlotInfo, ...], int]:
             channel.send(InventoryRequest())
@@ -553,10 +559,10 @@ class Vault:
     def _context(self, job: str) -> dict[str, str]:
         return {"node": self._settings.node, "job": job}
 
-    # --- findings, and peers that are gone ---------------------------------------------------------------------------
+    # Findings and lost peers
 
     def _on_finding(self, finding: FindingRaised) -> None:
-        """From any thread."""
+        """Send the finding; callable from any thread."""
         self._loop.call_soon_threadsafe(self._send_finding, finding)
 
     def _send_finding(self, finding: FindingRaised) -> None:
@@ -567,7 +573,7 @@ class Vault:
             client.send(VaultFinding(finding=finding))
 
     def _on_peer_lost(self, lost: PeerConnectionLost) -> None:
-        """From any thread."""
+        """Report the lost peer; callable from any thread."""
         self._loop.call_soon_threadsafe(self._send_peer_lost, lost)
 
     def _send_peer_lost(self, lost: PeerConnectionLost) -> None:

@@ -1,4 +1,4 @@
-"""What a vault runs by."""
+"""Settings of a vault process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from everstep.errors import ConfigurationError
 from everstep.ids import check_name
 
 MAX_SOCKET_PATH_BYTES = 107
-"""Bytes a unix socket's path may have on Linux (sun_path less its terminating zero)."""
+"""Maximum length in bytes of a unix socket's path on Linux (``sun_path`` less its terminating zero)."""
 
 
 MIN_SEND_BYTES_PER_S = 4 << 20
@@ -20,39 +20,41 @@ MIN_SEND_BYTES_PER_S = 4 << 20
 class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one vault.
 
-    ``node``: this node's name. ``run_dir``: for ``vault.sock`` and ``vault.json``. ``segment_dir``: a directory on a
-    memory file system. ``listen``: host:port for other vaults, port 0 takes a free one; the host is told to others, so
-    it must be one they can reach.
-
-    ``memory_limit``: bytes that all files under ``segment_dir`` may take together; None leaves it to the file system
-    and the memory that is free. While a segment is replaced by a larger one, both count.
-
-    ``linger_s``: seconds that it stays where neither a supervisor nor a rank is connected, before it ends and frees all
-    slots; None until it is told to end. Longer bears a longer absence, shorter frees the memory of a job that nobody
-    comes back for sooner.
-
-    ``scrub_interval_s``: seconds between the beginnings of two rounds over all sealed slots; 0 turns scrubbing off.
-    Shorter finds a flipped bit sooner. ``scrub_bytes_per_s``: how fast a round reads at most; 200 MB/s is under 1 % of
-    what one core hashes (34 GB/s), and a round over more than that takes longer than the interval.
-
-    ``streams``: TCP connections that carry one large payload together. One stream is bound by one core on each side
-    (2 to 3 GB/s on loopback); more help until the cores or the wire are full. ``bytes_per_stream``: payload bytes that
-    are worth a further stream; below it the hand-over costs more than it saves.
-
-    ``send_bytes_per_s``: the most that all copies to other vaults may take of the network together; None for all there
-    is. A bound leaves the wire to the training's own collectives; one below what a step changes costs versions, since
-    only the newest is sent where one waits.
-
-    ``connect_timeout_s``: for a peer to accept; a dead machine answers nothing. ``io_timeout_s``: without a byte moving
-    in a transfer before the peer is given up; longer bears a peer that is starved of CPU, shorter frees its slot
-    sooner.
-    ``request_timeout_s``: for a request to come on a proved connection in the middle of a transfer, and for an answer
-    that takes work first (a peer making its segment). ``idle_timeout_s``: for the next request on a proved connection.
-    ``unknown_job_retry_s``: how long a peer that does not know the job yet is asked again; a generation reaches the
-    nodes within tens of milliseconds of one another.
-
-    ``max_connections``: from proved peers; each job and peer may use ``streams`` for each rank that replicates at once.
-    ``worker_threads``: threads for requests that move bytes or make files.
+    Attributes:
+        node: This node's name.
+        run_dir: Directory of ``vault.sock`` and ``vault.json``.
+        segment_dir: A directory on a memory file system.
+        listen: host:port for other vaults, port 0 for a free one. Other nodes must be able to reach the host.
+        memory_limit: Bytes for all files under ``segment_dir`` together; None leaves the limit to the file system and
+            the free memory. While a larger segment replaces a smaller one, both count.
+        linger_s: Seconds without a connected supervisor or rank before the vault ends and frees all slots; None for no
+            limit. Longer survives a longer absence; shorter frees an abandoned job's memory sooner.
+        scrub_interval_s: Seconds between the starts of two rounds over all sealed slots; 0 turns scrubbing off. Shorter
+            finds a flipped bit sooner.
+        scrub_bytes_per_s: Maximum reading rate of a round. 200 MB/s is under 1 % of one core's hashing rate (34 GB/s);
+            a
+            round over more than interval times rate takes longer than the interval.
+        streams: TCP connections that carry one large payload together. One stream is limited by one core on each side
+            (2
+            to 3 GB/s on loopback); more help until the cores or the wire are full.
+        bytes_per_stream: Payload bytes that justify a further stream; below that the hand-over costs more than it
+            saves.
+        send_bytes_per_s: Maximum network rate of all copies to other vaults together; None for no limit. A limit leaves
+            the wire to the training's collectives; one below a step's changes costs versions, since only the newest is
+            sent.
+        connect_timeout_s: Seconds for a peer to accept; a dead machine answers nothing.
+        io_timeout_s: Seconds without a byte in a transfer before the peer is given up. Longer tolerates a peer starved
+            of
+            CPU; shorter frees its slot sooner.
+        request_timeout_s: Seconds for a request in the middle of a transfer, and for an answer that takes work first (a
+            peer making its segment).
+        idle_timeout_s: Seconds for the next request on an authenticated connection.
+        unknown_job_retry_s: Seconds during which a peer that does not know the job yet is asked again; a generation
+            reaches the nodes within tens of milliseconds of one another.
+        max_connections: Maximum number of authenticated connections; each job and peer may use ``streams`` for each
+            rank
+            that replicates at once.
+        worker_threads: Threads for requests that move bytes or make files.
     """
 
     node: str
@@ -92,7 +94,7 @@ class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
         return host.strip("[]"), int(port)
 
     def validate(self) -> VaultSettings:
-        """Returns these settings. Raises ConfigurationError, with the mend, for a contradiction."""
+        """Return these settings. Raises ConfigurationError, with the correction, for a contradiction."""
         _raise_if(_bad_name(self.node), f"--node {self.node!r} cannot name a node")
         host, _ = self.listen_address
         _raise_if(

@@ -1,4 +1,4 @@
-"""Versions on their way to storage: which slots, what the other nodes write, and the process that writes."""
+"""Run spills of versions to storage: find the slots, collect the other nodes' shares, start the writer process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ERROR_TYPES: dict[str, type[EverstepError]] = {
 
 
 class Spiller:
-    """Answers Spill, one after another in ``thread``; ``streams`` asks other nodes side by side."""
+    """Answer Spill requests one after another in ``executor``; ``streams`` asks other nodes side by side."""
 
     def __init__(
         self,
@@ -54,14 +54,19 @@ class Spiller:
         self._streams = streams
         self._lock = threading.Lock()
         self._running_writer: tuple[str, subprocess.Popen[bytes]] | None = None
-        self.executor = ThreadPoolExecutor(1, "spill")  # the writer ends with the thread that started it
+        # one thread: the writer process ends with the thread that started it
+        self.executor = ThreadPoolExecutor(1, "spill")
 
     def spill(self, request: Spill) -> SpillResult:
-        """Writes this node's part of the version; what was written before is not written again.
+        """Write this node's part of the version; parts written before are not written again.
 
-        Raises StaleGeneration, NotFound where a share is not where ``ask`` says (or is filled anew meanwhile),
-        Unavailable where a node or the storage does not answer, DigestMismatch for a share that is not what was sealed,
-        NotRestorable where the shares do not make up the whole, ConfigurationError for a URL nobody knows.
+        Raises:
+            StaleGeneration: The request's generation is over.
+            NotFound: A share is not where ``request`` says, or was refilled meanwhile.
+            Unavailable: A node or the storage does not answer.
+            DigestMismatch: A share is not the sealed one.
+            NotRestorable: The shares do not make up the whole version.
+            ConfigurationError: The URL's scheme is unknown.
         """
         self._job_table.require_current(request.job, request.generation)
         sources = tuple(self._find_slot(request, rank) for rank in request.writers.get(self._node, ()))
@@ -111,12 +116,12 @@ class Spiller:
         return answer
 
     def cancel(self, job: str | None = None) -> None:
-        """Ends what is being written of a job, or of any."""
+        """Kill the writer of the job, or of any job."""
         with self._lock:
             if self._running_writer is not None and job in (None, self._running_writer[0]):
                 self._running_writer[1].kill()
 
     def close(self) -> None:
-        """Ends what is being written."""
+        """Kill the writer and accept no more spills."""
         self.executor.shutdown(wait=False, cancel_futures=True)
         self.cancel()

@@ -1,1 +1,4 @@
-"""Hold checkpoint slots in shared memory: segments, pages, reading, and adoption after a restart."""
+"""Checkpoint slots in shared memory: segments, pages, reading, and adoption after a restart.
+
+Network transfer belongs in ``transfer``.
+"""

@@ -1,8 +1,8 @@
-"""What an earlier vault left: taken over at once, and each slot believed only when it was hashed.
+"""Take over the segments of an earlier vault at once, and hash each slot before it is used.
 
-A node may hold hundreds of gigabytes, so the vault serves from the beginning and hashes beside that, the newest
-versions first. Until its turn comes a slot is neither listed nor counted. What is read of it is hashed for that, as of
-any slot.
+A node may hold hundreds of gigabytes, so the vault serves from the start and hashes in the background, newest versions
+first. Until then a slot is neither listed nor counted. Bytes read from it earlier are hashed for that read, as for any
+slot.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from everstep_agent.vault.memory.segments import SEGMENT_KINDS, DamageReport, Se
 log = logging.getLogger(__name__)
 
 MAX_THREADS = 8
-"""Each hashes 7 to 34 GB/s: more of them are bound by the machine's memory."""
+"""Each thread hashes 7 to 34 GB/s; more threads are limited by memory bandwidth."""
 _FILE = re.compile(r"^(own|replica|parity)-(0|[1-9][0-9]{0,6})$")
 
 
 class SegmentAdoption:
-    """``find`` once, before anybody is served; then ``start``. The rest is safe to use from any thread."""
+    """Adopt segments: call ``adopt_segments`` once before serving, then ``start``. Otherwise thread-safe."""
 
     def __init__(self, store: SegmentStore, threads: int | None = None) -> None:
-        """``threads``: by default half of the processors, since ranks that live go on computing."""
+        """Prepare the threads; by default half of the processors, since living ranks go on computing."""
         self._store = store
         self._changed = threading.Condition()
         self._unchecked_slots: list[tuple[SegmentFile, int, SlotHeader]] = []
@@ -39,13 +39,17 @@ class SegmentAdoption:
         count = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)) if threads is None else threads
         self._threads = [threading.Thread(target=self._run, name="adopt", daemon=True) for _ in range(count)]
 
-    # --- finding --------------------------------------------------------------------------------------------------
+    # Finding segments
 
     def adopt_segments(self) -> int:
-        """Takes over whole segments, reading headers alone. Returns how many sealed slots are to be checked.
+        """Take over whole segments, reading headers only, and return the number of sealed slots to check.
 
-        Unfinished fills of replicas are discarded; those of own segments are left alone, since their rank may be alive
-        and in the middle of one, and nobody reads them. Raises ConfigurationError for slots of an older layout.
+        Unfinished fills of replicas are discarded. Those of own segments are left alone: their rank may be alive in the
+        middle
+        of one, and they are never read.
+
+        Raises:
+            ConfigurationError: The slots have an older layout.
         """
         directory = self._store.directory
         for folder in sorted(p for p in directory.iterdir() if p.is_dir() and not p.is_symlink()):
@@ -89,14 +93,14 @@ class SegmentAdoption:
         elif header.state is not SlotState.EMPTY and segment.key.kind != "own":
             segment.discard(slot, header)
 
-    # --- checking -------------------------------------------------------------------------------------------------
+    # Checking slots
 
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Ends the threads; what is not checked by then is for the next vault."""
+        """End the threads; unchecked slots are left for the next vault."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -110,11 +114,11 @@ class SegmentAdoption:
                 if self._stopping or not self._unchecked_slots:
                     return
                 segment, slot, header = self._unchecked_slots.pop()
-            if self._store.get(segment.key) is segment:  # else the job is over, or has a larger one
+            if self._store.get(segment.key) is segment:  # otherwise the job is over, or has a larger segment
                 self.ensure_checked(segment, slot, header)
 
     def ensure_checked(self, segment: SegmentFile, slot: int, header: SlotHeader) -> None:
-        """Returns when the slot is checked, if it is still to be: now and in this thread."""
+        """Check the slot now, in this thread, if it is not checked yet."""
         if segment.unchecked_slots.get(slot) != header:
             return
         try:
@@ -124,13 +128,13 @@ class SegmentAdoption:
             if segment.discard(slot, header):
                 self._store.report_damage(segment.describe_damage(slot, header, f"{error}; the slot is discarded"))
             elif segment.view.header(slot) == header:
-                return  # it could not be discarded: nobody believes it all the same
+                return  # it could not be discarded, but stays unchecked and so unused
         with self._changed:
             segment.unchecked_slots.pop(slot, None)
             self._changed.notify_all()
 
     def _hash(self, segment: SegmentFile, slot: int, header: SlotHeader) -> bool:
-        """False where the vault ends meanwhile. Raises DigestMismatch, IndexError."""
+        """Hash the slot. Returns False if the vault ends meanwhile. Raises DigestMismatch, IndexError."""
         segment.view.manifest(slot)
         for start in range(0, header.payload_bytes, CHUNK_BYTES):
             if self._stopping:
@@ -138,13 +142,13 @@ class SegmentAdoption:
             segment.view.verify_chunks(slot, start, min(CHUNK_BYTES, header.payload_bytes - start))
         return True
 
-    # --- what is here ---------------------------------------------------------------------------------------------
+    # Inventory
 
     def inventory(self, job: str, timeout_s: float) -> tuple[tuple[SlotInfo, ...], int]:
-        """The job's checked slots, and how many are still to be checked when ``patience_s`` is over, mostly none."""
+        """Return the job's checked slots, and the number still unchecked after ``timeout_s``."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or not self._store.count_unchecked(job), timeout_s)
         unchecked = self._store.count_unchecked(
             job
-        )  # first: what is checked in between is asked for once more, not missed
+        )  # counted first: a slot checked in between is asked for again, not missed
         return self._store.inventory(job), unchecked

@@ -1,4 +1,4 @@
-"""Reading a sealed slot that its rank may fill anew at any moment: checked first, and known to be the same after."""
+"""Read sealed slots that their rank may refill at any moment: hash first, and check for changes after."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ByteRange = tuple[int, int]
 
 
 class SealedSlotReader:
-    """One sealed slot, as it was when it was found."""
+    """One sealed slot, with the header it had when it was found."""
 
     def __init__(self, segment: SegmentFile, slot: int, header: SlotHeader) -> None:
         self.segment = segment
@@ -32,19 +32,24 @@ class SealedSlotReader:
         self.require_unchanged()
 
     def is_unchanged(self) -> bool:
-        """Whether everything read so far was the slot's: a fill announces itself before it touches a byte."""
+        """Return whether the slot is unchanged, so that all bytes read so far are its own.
+
+        A fill changes the header before it touches a byte.
+        """
         return self.segment.view.header(self.slot) == self.header
 
     def require_unchanged(self) -> None:
-        """Raises Conflict where the slot moved on."""
+        """Raise Conflict if the slot has changed."""
         if not self.is_unchanged():
             raise Conflict(f"slot {self.slot} of {self.segment.path.name} was filled anew while it was read")
 
     def check(self, ranges: Sequence[ByteRange], checked_chunks: Container[int] = ()) -> set[int]:
-        """Hashes every chunk that the ranges touch, each once, but for those ``done``; returns them.
+        """Hash every chunk that the ranges touch, each once, except ``checked_chunks``; return the hashed ones.
 
-        Raises MalformedMessage for a range outside the payload, DigestMismatch for a bad chunk, Conflict where the
-        slot moved on.
+        Raises:
+            MalformedMessage: A range lies outside the payload.
+            DigestMismatch: A chunk is bad.
+            Conflict: The slot has changed.
         """
         touched = set()
         for first, last in _chunk_runs(ranges, len(self.payload)):
@@ -62,7 +67,7 @@ class SealedSlotReader:
         return touched
 
     def sealed_digest(self, piece: ByteRange) -> bytes | None:
-        """What was sealed as the digest of just these bytes, if they are one chunk."""
+        """Return the sealed digest of these bytes if they are exactly one chunk."""
         offset, length = piece
         index, within = divmod(offset, CHUNK_BYTES)
         if within or not length or length != min(CHUNK_BYTES, len(self.payload) - offset):
@@ -70,16 +75,16 @@ class SealedSlotReader:
         return self.digests[index + 1]
 
     def views(self, ranges: Sequence[ByteRange]) -> list[memoryview]:
-        """The ranges' bytes."""
+        """Return the ranges' bytes."""
         return [self.payload[offset : offset + length] for offset, length in ranges]
 
     def chunked_views(self, ranges: Sequence[ByteRange]) -> Iterator[list[memoryview]]:
-        """The ranges' bytes, gathered into pieces of CHUNK_BYTES (the last may be shorter) as lists of views."""
+        """Return the ranges' bytes in pieces of CHUNK_BYTES (the last may be shorter), as lists of views."""
         return (self.views(piece) for piece in split_into_chunks(ranges))
 
 
 def split_into_chunks(ranges: Sequence[ByteRange]) -> Iterator[list[ByteRange]]:
-    """Ranges, one after another, in pieces of exactly CHUNK_BYTES; the last is what is left."""
+    """Split consecutive ranges into pieces of exactly CHUNK_BYTES; the last holds the rest."""
     piece: list[ByteRange] = []
     room = CHUNK_BYTES
     for offset, length in ranges:
@@ -97,7 +102,7 @@ def split_into_chunks(ranges: Sequence[ByteRange]) -> Iterator[list[ByteRange]]:
 
 
 def _chunk_runs(ranges: Sequence[ByteRange], length: int) -> list[ByteRange]:
-    """Runs (first, last) of chunks that the ranges touch, merged. Raises MalformedMessage for a range outside."""
+    """Return the merged runs (first, last) of touched chunks. Raises MalformedMessage for a range outside."""
     runs: list[ByteRange] = []
     for start, count in sorted(ranges):
         if start < 0 or count < 0 or start + count > length:
@@ -113,7 +118,7 @@ def _chunk_runs(ranges: Sequence[ByteRange], length: int) -> list[ByteRange]:
 
 
 class _SlotSearch:
-    """Goes through the slots that say they hold a shard, and gives up those that do not."""
+    """Try the slots whose headers name a shard, and discard those whose bytes are wrong."""
 
     def __init__(
         self,
@@ -131,10 +136,14 @@ class _SlotSearch:
         self._bad: DigestMismatch | None = None
 
     def next_reader(self, ranges: Sequence[ByteRange], table: bytes | None = None) -> tuple[SealedSlotReader, set[int]]:
-        """The next one of which the ranges hash right, with the chunks that were hashed.
+        """Return the next slot whose ranges hash right, and the hashed chunks.
 
-        ``table``: it must have been sealed as that. Raises NotFound where there is none, DigestMismatch where one was
-        bad.
+        Args:
+            table: The sealed digest table that the slot must have.
+
+        Raises:
+            NotFound: No slot is left.
+            DigestMismatch: A slot was bad, and no other is left.
         """
         for segment, slot, header in self._found:
             if table not in (None, header.table_digest):
@@ -154,7 +163,7 @@ class _SlotSearch:
 
 
 class SlotFinder:
-    """Finds a slot that can be believed."""
+    """Find slots whose bytes hash right."""
 
     def __init__(self, store: SegmentStore, finding_reporter: FindingReporter) -> None:
         self._store = store
@@ -163,12 +172,16 @@ class SlotFinder:
     def open(
         self, job: str, rank: int, version: Version, ranges: Sequence[ByteRange], *, parity: bool = False
     ) -> SealedSlotReader:
-        """A checked reading of a rank's share of a version: the manifest and what ``ranges`` touch hash right.
+        """Return a reader of a rank's share of a version, with the manifest and the chunks of ``ranges`` hashed.
 
-        ``parity``: of the parity of the group with that number instead.
+        ``parity`` reads the parity of the group with that number instead. A slot that does not hash right is discarded,
+        and
+        the next one tried.
 
-        A slot that does not is given up, and the next one tried. Raises NotFound where no slot holds it,
-        DigestMismatch where all that did were bad, MalformedMessage for ranges outside the payload.
+        Raises:
+            NotFound: No slot holds the share.
+            DigestMismatch: All slots that hold it are bad.
+            MalformedMessage: A range lies outside the payload.
         """
         return _SlotSearch(self._store, self._finding_reporter, job, rank, version, parity).next_reader(ranges)[0]
 
@@ -182,16 +195,21 @@ class SlotFinder:
         parity: bool = False,
         skip_own_chunks: bool = False,
     ) -> Iterator[tuple[SealedSlotReader, list[memoryview]]]:
-        """The ranges' bytes in pieces of CHUNK_BYTES, each hashed when it is asked for, with the slot it is from.
-        ``unhashed``: but for chunks that are a range of their own, where this vault has hashed the slot once before.
+        """Yield the ranges' bytes in pieces of CHUNK_BYTES, each hashed on demand, with the slot it is from.
 
-        Where a slot proves bad on the way, another that was sealed as the same bytes takes its place. Raises what
-        ``open`` does, before the first piece or at the one that is bad; NotFound also where the slot was filled anew on
-        the way.
+        A slot that proves bad is replaced by another one sealed with the same bytes.
+
+        Args:
+            skip_own_chunks: Do not hash ranges that are exactly one chunk, if this vault has hashed the slot before.
+
+        Raises:
+            NotFound: See ``open``; also if the slot was refilled meanwhile.
+            DigestMismatch, MalformedMessage: See ``open``; raised before the first piece or at the bad one.
         """
         search = _SlotSearch(self._store, self._finding_reporter, job, rank, version, parity)
         reading, done = search.next_reader(() if skip_own_chunks else next(split_into_chunks(ranges), ()))
-        _chunk_runs(ranges, len(reading.payload))  # before they are cut: into how many pieces is the asker's word
+        # check before splitting, because the client determines the number of pieces
+        _chunk_runs(ranges, len(reading.payload))
         skip_own_chunks = skip_own_chunks and (reading.slot, reading.header) in reading.segment.sealed()
         unseen = {each[0] // CHUNK_BYTES for each in ranges if skip_own_chunks and reading.sealed_digest(each)}
         for piece in split_into_chunks(ranges):

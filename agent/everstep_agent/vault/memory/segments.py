@@ -1,9 +1,9 @@
-"""The node's segments: files that hold slots, made, found again, enlarged and unlinked.
+"""The node's segments: files that hold slots, created, found again, enlarged and unlinked.
 
-``DIR/JOB/own-LOCALRANK`` is written by that rank through its own mapping, ``DIR/JOB/replica-RANK`` by this vault, with
-what other nodes' ranks sent, and ``DIR/JOB/parity-GROUP`` with what it made of theirs. A file is drafted under a name
-that begins with a dot and renamed when its headers are written, so that a name always shows a whole segment. Other
-files there are scratch space of ranks.
+A rank writes ``DIR/JOB/own-LOCALRANK`` through its own mapping. This vault writes ``DIR/JOB/replica-RANK`` with slots
+received from other nodes' ranks, and ``DIR/JOB/parity-GROUP`` with parity made of theirs. A file is drafted under a
+name that begins with a dot and renamed when its headers are written, so that a final name always shows a whole segment.
+Other files there are scratch space of ranks.
 """
 
 from __future__ import annotations
@@ -50,15 +50,14 @@ from everstep_agent.vault.memory.shared_memory import (
     populate,
 )
 
-# ---- succession
-# When a segment serves on, and else what the one in its place is like, and takes over.
+# Replacement: when an existing segment can be reused, and what its replacement takes over.
 
 SlotMoves = list[tuple[int, int, SlotHeader]]
-"""Slots of the old segment, each with the one that it becomes."""
+"""Old slots, each with its new slot number and header."""
 
 
 def can_reuse(old: SegmentView, path: Path, slot_bytes: int, slots: int, require_exact_slots: bool) -> bool:
-    """Whether the segment of that file is what is wanted. ``exact``: more slots are too many."""
+    """Return whether the file's segment meets the request; with ``require_exact_slots`` more slots are too many."""
     if (
         old.slot_bytes < slot_bytes
         or old.slots < slots
@@ -68,13 +67,13 @@ def can_reuse(old: SegmentView, path: Path, slot_bytes: int, slots: int, require
         return False
     return (
         allocated_bytes(path) >= old.segment.total_bytes
-    )  # else memory was given back for a successor that could not be made
+    )  # otherwise memory was given back for a replacement that could not be made
 
 
 def replacement_layout(
     old: SegmentView | None, slot_bytes: int, slots: int, require_exact_slots: bool
 ) -> tuple[int, int]:
-    """Bytes of a slot, and how many, of the one in its place: what was in a slot fits into one."""
+    """Return slot bytes and count of the replacement; each old slot's content fits into a new one."""
     before = (0, 0) if old is None else (old.slot_bytes, old.slots)
     return -(-max(slot_bytes, before[0]) // PAGE_BYTES) * PAGE_BYTES, slots if require_exact_slots else max(
         slots, before[1]
@@ -82,8 +81,10 @@ def replacement_layout(
 
 
 def replaceable_bytes(old: SegmentView, path: Path, slots: int, keep: Sequence[Version] | None) -> int:
-    """What is given back of a segment before one of ``slots`` slots takes its place: where memory is short, what does
-    not go along need not count beside it."""
+    """Return the bytes given back by a segment before one of ``slots`` slots replaces it.
+
+    When memory is short, slots that are not carried over need not count beside the new segment.
+    """
     if not _has_reduced_slots(old, slots, keep):
         return 0
     stay = slots if slots < old.slots else len(slots_to_carry(old, slots, keep))
@@ -93,8 +94,12 @@ def replaceable_bytes(old: SegmentView, path: Path, slots: int, keep: Sequence[V
 
 
 def slots_to_carry(old: SegmentView, slots: int, keep: Sequence[Version] | None) -> SlotMoves:
-    """What a segment of ``slots`` slots takes over: all that is sealed, each in its place. Where there are fewer places
-    than before, as much as goes of ``keep`` in its order, and then of the newest; where there are as few, ``keep``."""
+    """Return the slots that a segment of ``slots`` slots takes over: all sealed ones, each in its place.
+
+    With fewer places than before, the versions of ``keep`` come first, in their order, then the newest. With as few
+    places
+    as before, only ``keep``.
+    """
     sealed = list(old.sealed_slots())
     if not _has_reduced_slots(old, slots, keep):
         return [(slot, slot, header) for slot, header in sealed]
@@ -107,12 +112,12 @@ def slots_to_carry(old: SegmentView, slots: int, keep: Sequence[Version] | None)
 
 
 def _has_reduced_slots(old: SegmentView, slots: int, keep: Sequence[Version] | None) -> bool:
-    """Whether there are to be just so many slots because there is no memory for more."""
+    """Return whether the slot count is limited because memory is short."""
     return slots < old.slots or (slots == old.slots < SLOTS_PER_RANK and keep is not None)
 
 
 def copy_slots(old: SegmentView, new: SegmentView, moves: SlotMoves) -> None:
-    """Copies what hashes right."""
+    """Copy the slots that hash right."""
     for slot, place, header in moves:
         try:
             old.verify(slot)
@@ -123,7 +128,7 @@ def copy_slots(old: SegmentView, new: SegmentView, moves: SlotMoves) -> None:
             else:
                 new.discard(place)
         except (DigestMismatch, ValueError):
-            new.discard(place)  # it was bad, or its rank began to fill it anew
+            new.discard(place)  # bad bytes, or the rank began to refill it
 
 
 SegmentKind = Literal["own", "replica", "parity"]
@@ -133,7 +138,7 @@ MAX_LOCAL_RANKS = 64
 
 
 class SegmentKey(msgspec.Struct, frozen=True, order=True):
-    """Which segment: a local rank's own, the copies of a rank's slots, or a group's P or Q."""
+    """Identify a segment: a local rank's own, the copies of a rank's slots, or a group's P or Q."""
 
     job: str
     kind: SegmentKind
@@ -145,7 +150,7 @@ class SegmentKey(msgspec.Struct, frozen=True, order=True):
 
 
 class DamageReport(msgspec.Struct, frozen=True):
-    """Bytes of a segment that were not what was written, found where nobody asked for them. ``subject``: whose."""
+    """Damaged bytes of a segment, found outside a request. ``subject`` names their owner."""
 
     job: str
     subject: str
@@ -154,9 +159,12 @@ class DamageReport(msgspec.Struct, frozen=True):
 
 
 class SegmentFile:
-    """A segment file, mapped; its bytes stay readable for whoever holds this, even when the file is gone.
+    """A mapped segment file; its bytes stay readable through this object even when the file is gone.
 
-    Raises DigestMismatch where the file is no segment, or another one's; VersionMismatch; OSError.
+    Raises:
+        DigestMismatch: The file is no segment, or another one's.
+        VersionMismatch: The file has another layout version.
+        OSError: The file cannot be opened.
     """
 
     def __init__(self, key: SegmentKey, path: Path) -> None:
@@ -173,15 +181,15 @@ class SegmentFile:
             raise DigestMismatch(f"it is the segment {said.job}/{segment_name(said.kind, said.number)}")
 
     def sealed(self) -> list[tuple[int, SlotHeader]]:
-        """The sealed slots, but for those that an earlier vault left and this one has yet to hash."""
+        """Return the sealed slots, except those of an earlier vault that are not hashed yet."""
         return [(slot, header) for slot, header in self.view.sealed_slots() if self.unchecked_slots.get(slot) != header]
 
     def discard(self, slot: int, header: SlotHeader | None) -> bool:
-        """Marks the slot empty if it still is what ``header`` says (None: damaged)."""
+        """Mark the slot empty if it still matches ``header`` (None: damaged)."""
         return self._write_repair(lambda view: view.discard_if_unchanged(slot, header))
 
     def repair_header(self) -> bool:
-        """Writes the segment's header anew where the file's is damaged. False where it is not."""
+        """Rewrite the segment's header if it is damaged. Returns False if it is intact or cannot be written."""
         if is_intact(memoryview(self.mapping), self._header):
             return False
         try:
@@ -191,15 +199,15 @@ class SegmentFile:
         return True
 
     def repair_records(self, slot: int, records: SlotRecordPair) -> bool:
-        """Writes a slot's damaged record from its twin. False where the slot is no longer what was seen."""
+        """Rewrite a slot's damaged record from its twin. Returns False if the slot has changed."""
         return self._write_repair(lambda view: view.repair_records(slot, records))
 
     def repair(self, slot: int, header: SlotHeader, **parts: Any) -> bool:
-        """``SegmentView.mend``. False where the slot is no longer what ``header`` says."""
+        """Run ``SegmentView.repair``. Returns False if the slot no longer matches ``header``."""
         return self._write_repair(lambda view: view.repair(slot, header, **parts))
 
     def seal_copied(self) -> None:
-        """Seals what a rank copied and died before it could hash. One that lives writes the same words itself."""
+        """Seal slots that a rank copied but did not hash before it died. A living rank writes the same words itself."""
         for slot in range(self.view.slots):
             header = self.view.header(slot)
             if header is not None and header.state is SlotState.COPIED:
@@ -207,7 +215,7 @@ class SegmentFile:
                 self._write_repair(partial(SegmentView.seal_copied, slot=slot, header=header, digests=digests))
 
     def free_slot(self, slot: int) -> None:
-        """Frees the memory of a slot, whatever it holds. The segment cannot be filled then: ``open`` makes another."""
+        """Free the memory of a slot, whatever it holds. The segment cannot be filled then; ``open`` makes another."""
         self.discard(slot, self.view.header(slot))
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -220,7 +228,7 @@ class SegmentFile:
             os.close(descriptor)
 
     def _write_repair(self, work: Callable[[SegmentView], bool]) -> bool:
-        """One at a time, and only in the file that still is the segment, and one that can be made out and opened."""
+        """Run one repair at a time, and only while the file still is this segment and can be opened."""
         with self._repair_lock:
             try:
                 return work(self._writable())
@@ -228,22 +236,22 @@ class SegmentFile:
                 return False
 
     def finish_repair(self, slot: int) -> None:
-        """Ends a mend that an earlier vault began and did not end, so that the slot can be filled again."""
+        """Complete a repair that an earlier vault left unfinished, so that the slot can be filled again."""
         self._writable().finish_repair(slot)
 
     def _writable(self) -> SegmentView:
-        """Own segments are mapped writable for repairs alone. Raises FileNotFoundError as below."""
+        """Return a writable view; own segments are mapped writable only for repairs. Raises FileNotFoundError."""
         return self.view if self.key.kind != "own" else SegmentView(self._writable_bytes())
 
     def _writable_bytes(self) -> memoryview:
-        """Raises FileNotFoundError where the path does not name this file any more."""
+        """Return the writable bytes. Raises FileNotFoundError if the path no longer names this file."""
         mapping = self.mapping if self.key.kind != "own" else _map(self.path, True)
         if not os.path.samestat(self.path.stat(), self._file_stat):
             raise FileNotFoundError(errno.ENOENT, "the segment was replaced", str(self.path))
         return memoryview(mapping)
 
     def describe_damage(self, slot: int | None, header: SlotHeader | None, message: str) -> DamageReport:
-        """What is told of a slot, of one whose header is lost, or of the segment's own header."""
+        """Describe damage to a slot, to a slot with a lost header, or to the segment's own header."""
         evidence = {"path": str(self.path)} | ({} if slot is None else {"slot": str(slot)})
         rank = self.key.filename if header is None or self.key.kind == "parity" else f"rank{header.rank}"
         whose = rank if header is None else f"{rank}/{header.version}"
@@ -251,7 +259,7 @@ class SegmentFile:
         return DamageReport(self.key.job, f"{self.key.job}/{whose}{where}", message, evidence)
 
     def slot_info(self, node: str, slot: int, header: SlotHeader) -> SlotInfo:
-        """How the inventory names a sealed slot."""
+        """Return the inventory entry of a sealed slot."""
         return SlotInfo(
             node=node,
             rank=header.rank,
@@ -264,7 +272,7 @@ class SegmentFile:
 
 
 def _map(path: Path, writable: bool) -> mmap.mmap:
-    """Raises OSError; a file that shrank or is empty is DigestMismatch."""
+    """Map the file. Raises OSError, or DigestMismatch if it is too short."""
     descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         length = os.fstat(descriptor).st_size
@@ -293,19 +301,19 @@ class SegmentStore:
         self._damage_handler(damage)
 
     def set_damage_handler(self, handler: Callable[[DamageReport], None]) -> None:
-        """Damage goes to ``tell`` from now on, from any thread; what was found before goes there at once."""
+        """Send damage reports to ``handler`` from now on, from any thread; earlier ones go there at once."""
         self._damage_handler = handler
         while self._unreported_damage:
             handler(self._unreported_damage.pop(0))
 
-    # --- finding --------------------------------------------------------------------------------------------------
+    # Lookup
 
     def get(self, key: SegmentKey) -> SegmentFile | None:
         with self._lock:
             return self._segments.get(key)
 
     def segments(self, job: str | None = None) -> list[SegmentFile]:
-        """All segments, or one job's, own ones first."""
+        """Return all segments, or one job's, own ones first."""
         with self._lock:
             return [s for k, s in sorted(self._segments.items()) if job is None or k.job == job]
 
@@ -316,7 +324,7 @@ class SegmentStore:
     def find(
         self, job: str, rank: int, version: Version, *, parity: bool = False
     ) -> Iterator[tuple[SegmentFile, int, SlotHeader]]:
-        """Sealed slots that say they hold that rank's share of that version (or that group's parity), unchecked."""
+        """Yield unchecked slots whose headers name that rank's share of the version (or that group's parity)."""
         for segment in self.segments(job):
             if (segment.key.kind == "parity") != parity:
                 continue
@@ -325,7 +333,7 @@ class SegmentStore:
                     yield segment, slot, header
 
     def count_unchecked(self, job: str) -> int:
-        """The job's sealed slots that have yet to be hashed."""
+        """Return the number of the job's sealed slots that are not hashed yet."""
         return sum(
             segment.view.header(slot) == header
             for segment in self.segments(job)
@@ -333,7 +341,7 @@ class SegmentStore:
         )
 
     def inventory(self, job: str) -> tuple[SlotInfo, ...]:
-        """The job's checked sealed slots, parity apart. One that is filled anew at this moment is left out."""
+        """Return the job's checked sealed slots without parity. A slot being refilled is left out."""
         found = []
         for segment in self.segments(job):
             if segment.key.kind == "parity":
@@ -347,17 +355,25 @@ class SegmentStore:
                     continue
         return tuple(found)
 
-    # --- making ---------------------------------------------------------------------------------------------------
+    # Creation
 
     def open(self, key: SegmentKey, slot_bytes: int, slots: int, keep: Sequence[Version] | None = None) -> SegmentFile:
-        """The segment, with room for ``slots`` slots of ``slot_bytes``: the one that is there, or another one.
+        """Return the segment with room for ``slots`` slots of ``slot_bytes``: the existing one, or a replacement.
 
-        The other one takes over the sealed slots that hash right. Without ``keep`` there may be more slots, and there
-        are no fewer than before; with it there are just so many, and of what was sealed ``keep`` comes first, or comes
-        alone where there were no more and are fewer than all that a rank may have.
+        A replacement takes over the sealed slots that hash right. An own segment's pages exist on return; a replica's
+        are made
+        while it is filled, since a sender waits.
 
-        Raises ConfigurationError for absurd sizes and OutOfSlotMemory for want of room. An own segment's pages are
-        there when this returns; a replica's come while it is filled, since a sender waits.
+        Args:
+            keep: None allows more slots than asked for, and never fewer than before. Otherwise there are exactly
+                ``slots``,
+                and of the sealed slots ``keep`` comes first; ``keep`` comes alone if the count stays the same and is
+                below
+                SLOTS_PER_RANK.
+
+        Raises:
+            ConfigurationError: A size is out of range.
+            OutOfSlotMemory: Room is missing.
         """
         _check_sizes(key, slot_bytes, slots)
         with self._creation_lock(key):
@@ -371,7 +387,7 @@ class SegmentStore:
     def plan_file(
         self, key: SegmentKey, slot_bytes: int, slots: int, keep: Sequence[Version] = ()
     ) -> PlannedFile | None:
-        """What ``open`` would have to make for just so many slots; None where what is there serves."""
+        """Return the file that ``open`` would make for exactly ``slots`` slots; None if the existing one serves."""
         old = self.get(key)
         if old is not None and can_reuse(old.view, old.path, slot_bytes, slots, True):
             return None
@@ -380,13 +396,13 @@ class SegmentStore:
         return PlannedFile(*self.draft_and_final_path(key), segment_bytes(slots, size), freed)
 
     def repair_header(self, segment: SegmentFile) -> None:
-        """Before a rank maps the file, and now and then: it should find what the vault has known all the time."""
+        """Repair the header before a rank maps the file and in each scrub round, and report the damage."""
         if segment.repair_header():
             message = f"the header of {segment.path} was damaged; it is written anew, and its slots stand"
             self.report_damage(segment.describe_damage(None, None, message))
 
     def draft_and_final_path(self, key: SegmentKey) -> tuple[Path, Path]:
-        """Under which name a segment is made, and the one that it has then."""
+        """Return the draft name and the final name of a segment."""
         folder = self.directory / key.job
         return folder / f".{key.filename}", folder / key.filename
 
@@ -452,26 +468,26 @@ class SegmentStore:
             self._segments[segment.key] = segment
         return segment
 
-    # --- damage ---------------------------------------------------------------------------------------------------
+    # Damage
 
     def discard_lost_header(self, segment: SegmentFile, slot: int) -> None:
-        """Both records of a slot's header are damaged: what it held, if it held anything, cannot be told any more."""
+        """Discard a slot whose header records are both damaged: its content can no longer be identified."""
         if segment.discard(slot, None):
             message = f"slot {slot} of {segment.path} is discarded: both records of its header were damaged"
             self.report_damage(segment.describe_damage(slot, None, message))
 
     def repair_records(self, segment: SegmentFile, slot: int, records: SlotRecordPair) -> None:
-        """One record of a slot's header is not what the other one is: damaged, or its writer died between the two."""
+        """Repair a slot's record that differs from its twin: it is damaged, or its writer died between the two."""
         if segment.repair_records(slot, records) and records.invalid:
             message = f"a record of the header of slot {slot} of {segment.path} was damaged; it is mended from its twin"
             self.report_damage(
                 segment.describe_damage(slot, None if records.state is SlotState.EMPTY else records.header, message)
             )
 
-    # --- the end --------------------------------------------------------------------------------------------------
+    # Deletion
 
     def delete_job(self, job: str) -> None:
-        """Unlinks all of a job's files. Who has them mapped keeps the bytes until it lets go."""
+        """Unlink all of a job's files. Processes that have them mapped keep the bytes."""
         with self._lock:
             for key in [k for k in self._segments if k.job == job]:
                 del self._segments[key]
@@ -480,7 +496,7 @@ class SegmentStore:
         shutil.rmtree(self.directory / job, ignore_errors=True)
 
     def delete_all(self) -> None:
-        """Unlinks everything under the directory, scratch files too, and the directory."""
+        """Unlink everything under the directory, scratch files included, and the directory."""
         with self._lock:
             self._segments.clear()
         self._prefaulter.stop(self.directory)
@@ -497,7 +513,7 @@ def _check_sizes(key: SegmentKey, slot_bytes: int, slots: int) -> None:
 
 
 def _free_for_replacement(old: SegmentFile, slots: int, keep: Sequence[Version] | None, freed: int) -> SlotMoves:
-    """What one of ``slots`` slots takes over. Where ``freed`` bytes were counted on, what does not go along goes."""
+    """Return the slots to take over; if ``freed`` bytes are needed, free the other slots."""
     stay = slots_to_carry(old.view, slots, keep)
     if freed:
         for slot in set(range(old.view.slots)) - {slot for slot, _, _ in stay}:

@@ -1,4 +1,4 @@
-"""Files in shared memory: room for one is proved before it is made, and its pages are there before it is used."""
+"""Files in shared memory: check for room before creating one, and allocate its pages before use."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ from typing import NamedTuple
 from everstep.errors import ConfigurationError, OutOfSlotMemory, PermissionDenied, Unavailable
 from everstep.layout.vault_note import LOCK_FILE
 
-# ---- control group
-# What a container, a Slurm job or a service may still take of the machine's memory.
+# Control group: memory left to a container, a Slurm job or a service.
 #
-# Pages of a memory file system are charged to the control group of whoever makes them: the vault. Where it makes more
-# than its group may have, the kernel kills in that group, however much memory the machine has left.
+# Pages of a memory file system are charged to the control group of the process that makes them: the vault. If the vault
+# exceeds its group's limit, the kernel kills in that group, however much memory the machine has left.
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUP_FILE = Path("/proc/self/cgroup")
 UNLIMITED_BYTES = 1 << 60
-"""And more: version 1 writes nearly 2^63 where version 2 writes ``max``."""
+"""Limits from here on mean no limit: version 1 writes nearly 2^63 where version 2 writes ``max``."""
 
 
 class _CgroupFiles(NamedTuple):
-    """Of a group. ``limits``: beyond which the kernel kills, or holds up whoever wants more for as long as it can.
-    ``prefix``: of the counters in ``memory.stat`` that count groups below in."""
+    """File names of a control group version.
+
+    Attributes:
+        limits: Limits beyond which the kernel kills or throttles.
+        used: The current usage.
+        prefix: Prefix of the counters in ``memory.stat`` that include groups below.
+    """
 
     limits: tuple[str, ...]
     used: str
@@ -44,17 +48,21 @@ _CGROUP_V2 = _CgroupFiles(("memory.max", "memory.high"), "memory.current", "")
 
 
 def cgroup_available_bytes(cgroups: Path = CGROUP_ROOT, own: Path = OWN_CGROUP_FILE) -> int | None:
-    """The least that any of the groups around this process has left; what it has cached of files counts as left.
+    """Return the smallest number of bytes left in the groups around this process; cached file pages count as left.
 
-    None where nothing limits it, or nobody says. Negative where the limit was lowered below what is in use.
+    None without a limit or information. Negative if the limit was lowered below the present usage.
     """
     found = (_cgroup_available(group, files) for group, files in _enclosing_cgroups(cgroups, own))
     return min((left for left in found if left is not None), default=None)
 
 
 def _enclosing_cgroups(cgroups: Path, own: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
-    """This process's group and those around it. A container that sees its own at the root may be told a path that only
-    the machine has: then the root is all there is."""
+    """Yield this process's group and those around it.
+
+    A container that sees its own group at the root may read a path that exists only on the machine; then the root is
+    the
+    only group.
+    """
     try:
         said = [line.split(":", 2)[1:] for line in own.read_text().splitlines() if line.count(":") > 1]
     except OSError:
@@ -84,14 +92,14 @@ def _limit(file: Path) -> int:
 
 
 MADV_POPULATE_WRITE = 23
-"""Linux 5.14 and later: makes writable pages without changing what is in them. Python 3.11 has no name for it."""
+"""Makes writable pages without changing their content (Linux 5.14 and later). Python 3.11 has no name for it."""
 
 POPULATE_BYTES = 64 << 20
 KEEP_SIZE, PUNCH_HOLE = 1, 2
-"""linux/falloc.h"""
+"""Flags from linux/falloc.h."""
 
 _SEGMENTS = ("own-", "replica-", "parity-")
-"""How segments' names begin. They have all their pages when they are made, and then may give some back."""
+"""Name prefixes of segments, which get all pages when they are made and may later give some back."""
 
 ADVICE_FEWER_SLOTS = "keep fewer slots: run.track(slots=2)"
 ADVICE_FEWER_COPIES = "fewer --replicas"
@@ -104,7 +112,7 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class PlannedFile(NamedTuple):
-    """A file to be made: under which name first, the one it gets, its bytes, and those that go before it is made."""
+    """A planned file: draft and final name, size in bytes, and bytes freed before it is made."""
 
     draft: Path
     path: Path
@@ -113,10 +121,10 @@ class PlannedFile(NamedTuple):
 
 
 class MemoryBudget:
-    """How many bytes may still be made under a directory. Safe to use from any thread.
+    """The bytes that may still be allocated under a directory. Safe to use from any thread.
 
-    A file that is being made counts as large as it will be, once: what of it has its pages already is missing from the
-    machine's free memory, and what has not is still to come off it.
+    A file being made counts once, with its final size: its existing pages are already missing from the machine's free
+    memory, and the others are still to come off.
     """
 
     def __init__(self, directory: Path, limit: int | None) -> None:
@@ -129,10 +137,15 @@ class MemoryBudget:
     def reserve(
         self, path: Path, size: int, description: str, freed_bytes: int = 0, advice: str = ADVICE_FEWER_SLOTS
     ) -> Iterator[None]:
-        """Inside, the file ``path`` may be made, or grow, to ``size`` bytes, once ``freed`` bytes of others are free.
+        """Allow the file ``path`` to be made, or to grow, to ``size`` bytes inside this context.
 
-        Raises OutOfSlotMemory, with the arithmetic, for want of room, also where making it shows that; Unavailable for
-        want of descriptors. ``otherwise`` as in ``foresee``.
+        Args:
+            freed_bytes: Bytes of other files that are freed first.
+            advice: See ``require_room``.
+
+        Raises:
+            OutOfSlotMemory: Room is missing, now or while making the file; the message shows the arithmetic.
+            Unavailable: File descriptors are missing.
         """
         with self._lock:
             self._check(path, size, description, freed_bytes, advice)
@@ -146,7 +159,7 @@ class MemoryBudget:
                 self._release(path, size)
 
     def rename(self, draft: Path, path: Path) -> None:
-        """Gives a file its name when it is made: in one, so that nobody counts it under both."""
+        """Give a finished file its name, atomically, so that it is not counted under both."""
         with self._lock:
             draft.rename(path)
             self._reserved_sizes.pop(draft, None)
@@ -167,10 +180,14 @@ class MemoryBudget:
     def require_room(
         self, planned_files: Sequence[PlannedFile], description: str, advice: str, reserved_share: float = 0.0
     ) -> None:
-        """Whether files could be made beside all that is here. Those that are being made already are needed no more.
+        """Check that the files could be made beside all existing ones. Files being made already are not counted again.
 
-        ``otherwise``: what to do where there is no more memory to be had. ``margin``: the part of the machine's free
-        memory that shall be left to others. Raises OutOfSlotMemory.
+        Args:
+            advice: The suggestion if no more memory can be added.
+            reserved_share: The part of the machine's free memory left to other processes.
+
+        Raises:
+            OutOfSlotMemory: Room is missing.
         """
         with self._lock:
             counted = self._file_sizes()
@@ -201,7 +218,7 @@ class MemoryBudget:
             )
 
     def _file_sizes(self) -> dict[Path, int]:
-        """Each file's bytes: as many as it has, or as it will have when it is made."""
+        """Return each file's present or, while it is made, final size in bytes."""
         found = (Path(folder) / name for folder, _, names in os.walk(self._directory) for name in names)
         counted = {path: _size(path) for path in found if path.name != LOCK_FILE}
         for path, sizes in self._reserved_sizes.items():
@@ -209,21 +226,21 @@ class MemoryBudget:
         return counted
 
     def _unreserved_bytes(self) -> tuple[int, str]:
-        """What is left, less what files that are being made have not taken yet; and how to get more of it.
+        """Return the bytes left, less those still to be taken by files being made, and how to get more.
 
-        Their pages are counted before what is left: one that is made in between counts as still to come.
+        Their pages are counted before the free bytes: a page made in between counts as still to come.
         """
         to_come = sum(max(0, max(sizes) - allocated_bytes(path)) for path, sizes in self._reserved_sizes.items())
         left, larger = self._available_bytes()
         return left - to_come, larger
 
     def used_bytes(self) -> int:
-        """What the files under the directory take, those that are being made included."""
+        """Return the bytes of the files under the directory, including those being made."""
         with self._lock:
             return sum(self._file_sizes().values())
 
     def free_bytes(self) -> int:
-        """What could be made now: the limit and the machine allow it, and nobody is making it already."""
+        """Return the bytes that could be allocated now within the limit and the machine's memory."""
         with self._lock:
             free, _ = self._unreserved_bytes()
             if self._limit is not None:
@@ -231,7 +248,7 @@ class MemoryBudget:
             return max(0, free)
 
     def _available_bytes(self) -> tuple[int, str]:
-        """The least of what file system, machine (on a memory file system) and control group have left; see above."""
+        """Return the least of the bytes left in file system, machine and control group, and how to get more."""
         found = os.statvfs(next(path for path in (self._directory, *self._directory.parents) if path.exists()))
         left = [(min(found.f_bavail * found.f_frsize, _available_memory()), ADVICE_LARGER_FILE_SYSTEM)]
         group = cgroup_available_bytes()
@@ -247,7 +264,7 @@ def _size(path: Path) -> int:
 
 
 def allocated_bytes(path: Path) -> int:
-    """Bytes of the file that have their blocks; ``st_size`` says nothing of those (``pages.make_huge``, holes)."""
+    """Return the file's allocated bytes; ``st_size`` ignores holes and missing pages (``allocate_huge_pages``)."""
     try:
         return path.lstat().st_blocks * 512
     except FileNotFoundError:
@@ -255,7 +272,7 @@ def allocated_bytes(path: Path) -> int:
 
 
 def _creation_error(error: OSError, description: str, advice: str) -> Exception:
-    """What to do where a file cannot be made, by what the kernel said."""
+    """Return the error for a file that cannot be made, with advice by the kernel's error number."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         whose = "the vault has" if error.errno == errno.EMFILE else "all processes of the machine have"
         mend = "LimitNOFILE of the agent's unit, or ulimit -n" if error.errno == errno.EMFILE else "sysctl fs.file-max"
@@ -275,7 +292,7 @@ def _creation_error(error: OSError, description: str, advice: str) -> Exception:
 
 
 def _available_memory() -> int:
-    """The kernel's MemAvailable, bytes."""
+    """Return the kernel's MemAvailable in bytes."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
@@ -283,15 +300,16 @@ def _available_memory() -> int:
 
 
 def free_pages(descriptor: int, start: int, length: int) -> None:
-    """Frees the pages of a part of a file, which reads as zeroes from then on. Whole pages. Raises OSError."""
+    """Free whole pages of a file, which read as zeroes from then on. Raises OSError."""
     if _libc.fallocate(descriptor, PUNCH_HOLE | KEEP_SIZE, start, length) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def allocate(descriptor: int, length: int, description: str, start: int = 0) -> None:
-    """Gives ``length`` bytes of a file from ``start`` on their blocks, so that no write there can fail.
+    """Allocate ``length`` bytes of a file from ``start``, so that no write there can fail.
 
-    Raises OutOfSlotMemory.
+    Raises:
+        OutOfSlotMemory: The file system is full.
     """
     try:
         os.posix_fallocate(descriptor, start, length)
@@ -306,12 +324,10 @@ def allocate(descriptor: int, length: int, description: str, start: int = 0) -> 
 
 
 def populate(mapping: mmap.mmap, stop: threading.Event | None = None) -> None:
-    """Makes the pages of a writable shared mapping, contents unchanged, without holding Python's lock.
+    """Make the pages of a writable shared mapping, contents unchanged, without holding Python's lock.
 
-    Soon after ``stopped`` is set it makes no more.
-
-    ``mmap.madvise`` would hold it: first touch runs at 0.6 GB/s, and a thread that waits for the lock would stand
-    still. Where the kernel is too old to do it, each page is read, which on a memory file system makes it too.
+    Stops soon after ``stop`` is set. ``mmap.madvise`` would hold the lock: first touch runs at 0.6 GB/s, and waiting
+    threads would stand still. On a kernel too old for it each page is read, which on a memory file system makes it too.
     """
     first = ctypes.c_char.from_buffer(mapping)
     start, length = ctypes.addressof(first), len(mapping)
@@ -330,20 +346,19 @@ def _read_pages(mapping: mmap.mmap, offset: int, length: int) -> None:
         mapping[page]
 
 
-# ---- pages
-# What kind of pages a slot's memory is made of, and near which processors: huge ones and the rank's own, where had.
+# Pages: huge ones, and near the rank's own processors, if available.
 #
-# A copy into 4 KiB pages spends a part of its time in the tables that find them; memory of the other socket is read at
-# the speed of the link between the two. Both are choices of the kernel that it takes advice on.
+# A copy into 4 KiB pages spends part of its time on page tables; memory of the other socket is read at the speed of the
+# link between the two. The kernel decides both, and takes advice.
 
 log = logging.getLogger(__name__)
 
 MADV_HUGEPAGE = 14
 MPOL_DEFAULT, MPOL_PREFERRED = 0, 1
-"""linux/mempolicy.h. *Preferred* takes other nodes' memory when that node is full: slots there beat no slots."""
+"""From linux/mempolicy.h. *Preferred* takes other nodes' memory when that node is full: slots there beat no slots."""
 MAX_NUMA_NODES = 1024
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-"""The system call's number (glibc has no name for it; libnuma is another library to need)."""
+"""The system call's number; glibc has no name for it, and libnuma would be another dependency."""
 _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _HUGE_WHEN_ADVISED = ("huge=advise", "huge=within_size", "huge=always")
 
@@ -352,14 +367,14 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def has_huge_pages(directory: Path, mounts: str | None = None, setting: str | None = None) -> bool:
-    """Whether the file system of ``directory`` gives huge pages to who asks for them.
+    """Return whether the file system of ``directory`` gives huge pages on request.
 
-    That is how it was mounted, unless the kernel is set to force them on every memory file system, or to deny them.
-    Its other settings are for memory without a mount that is seen.
+    The mount options decide, unless the kernel is set to force or to deny them on every memory file system. Its other
+    settings apply to memory without a visible mount.
 
     Args:
-        mounts: what /proc/self/mounts says; read where it is not given.
-        setting: what shmem_enabled in /sys/kernel/mm/transparent_hugepage says; read where it is not given.
+        mounts: The content of /proc/self/mounts; read if not given.
+        setting: The content of shmem_enabled in /sys/kernel/mm/transparent_hugepage; read if not given.
     """
     text = Path("/proc/self/mounts").read_text() if mounts is None else mounts
     within = os.path.realpath(directory)
@@ -376,7 +391,7 @@ def has_huge_pages(directory: Path, mounts: str | None = None, setting: str | No
 
 
 def _shmem_setting() -> str:
-    """``always within_size advise [never] deny force``; nothing where the kernel has no huge pages of its own."""
+    """Return ``always within_size advise [never] deny force``, or "" if the kernel has no huge pages."""
     try:
         return _SHMEM_ENABLED.read_text()
     except OSError:
@@ -384,23 +399,24 @@ def _shmem_setting() -> str:
 
 
 def allocate_huge_pages(descriptor: int, length: int) -> None:
-    """Makes the pages of a new, empty file on such a file system: huge ones as far as there are any.
+    """Make the pages of a new, empty file on such a file system, as huge pages if possible.
 
-    For want of memory it stops; ``memory.allocate`` then says what is missing.
+    Stops if memory is short; ``allocate`` then reports the shortage.
     """
     os.ftruncate(descriptor, length)
     with mmap.mmap(descriptor, length) as mapping:
         first = ctypes.c_char.from_buffer(mapping)
         _libc.madvise(ctypes.addressof(first), length, MADV_HUGEPAGE)
-        del first  # a mapping whose memory is pointed at cannot be closed
+        del first  # a mapping with an exported pointer cannot be closed
         populate(mapping)
 
 
 @contextmanager
 def prefer_numa_node(node: int | None) -> Iterator[None]:
-    """Pages that this thread makes meanwhile come from NUMA node ``node``, as long as it has any. None: from anywhere.
+    """Take the pages that this thread makes inside this context from NUMA node ``node``, while it has any.
 
-    Where the kernel refuses (no such node, a container that may not ask), it is said and done without.
+    None means any node. If the kernel refuses (no such node, a container without permission), that is logged and the
+    context has no effect.
     """
     if node is None or not _set_preferred_node(node):
         yield
@@ -428,14 +444,13 @@ def _set_policy(mode: int, nodes: int) -> int:
     return int(_libc.syscall(ctypes.c_long(number), ctypes.c_int(mode), mask, most))
 
 
-# ---- prefault
-# Pages of segments that are being filled already: made beside that, in threads that end before a segment gives way.
+# Prefaulting: make the pages of segments in threads while the segments are already being filled.
 
 
 class Prefaulter:
     """Threads that make the pages of files. Safe to use from any thread.
 
-    One that went on while its file gives memory back would take that again, which by then may be somebody else's.
+    They end before a segment gives memory back; otherwise they would take again memory that may belong to another file.
     """
 
     def __init__(self) -> None:
@@ -443,7 +458,7 @@ class Prefaulter:
         self._running: dict[Path, tuple[threading.Thread, threading.Event]] = {}
 
     def start(self, path: Path, mapping: mmap.mmap) -> None:
-        """Makes the pages of ``mapping``, which is of the file that is or will be ``path``."""
+        """Make the pages of ``mapping``, which belongs to the present or future file ``path``."""
         stopped = threading.Event()
         thread = threading.Thread(target=populate, args=(mapping, stopped), daemon=True, name="populate")
         with self._lock:
@@ -451,7 +466,7 @@ class Prefaulter:
             thread.start()
 
     def stop(self, path: Path) -> None:
-        """Returns when no more pages of the files ``path``, or of those below that folder, are made."""
+        """Return when no more pages of the files at or below ``path`` are made."""
         with self._lock:
             ended = [self._running.pop(file) for file in list(self._running) if file.is_relative_to(path)]
         for _, stopped in ended:
@@ -460,8 +475,7 @@ class Prefaulter:
             thread.join()
 
 
-# ---- scratch
-# Files that ranks name for bytes to land in: only plain files below the segment directory, and never a segment.
+# Scratch files: plain files below the segment directory, named by ranks, and never a segment.
 
 MAX_VECTORS = 512
 """Views written by one system call; Linux takes 1,024."""
@@ -470,10 +484,12 @@ _SEGMENT_NAMES = ("own-", "replica-", "parity-", ".")
 
 
 class ScratchFile:
-    """An open landing file. Made, with mode 0600, where it is not there; grown to what is to land in it.
+    """An open scratch file, created with mode 0600 if missing and grown to hold the requested bytes.
 
-    Raises PermissionDenied for a path that leaves the segment directory, goes through a symbolic link, names a segment
-    or is no plain file, and OutOfSlotMemory for want of room.
+    Raises:
+        PermissionDenied: The path leaves the segment directory, goes through a symbolic link, names a segment, or is no
+            plain file.
+        OutOfSlotMemory: Room is missing.
     """
 
     def __init__(self, directory: Path, path: str, offset: int, length: int, budget: MemoryBudget) -> None:
@@ -498,11 +514,11 @@ class ScratchFile:
         if not self.length:
             return
         with budget.reserve(Path(into), end, into):
-            # its own part alone, so that others in the same file need not wait for all before theirs
+            # only its own part, so that others in the same file need not wait for the whole
             allocate(self._descriptor, self.length, into, self.offset)
 
     def write(self, views: Sequence[memoryview], at: int) -> int:
-        """Writes the views one after another, ``at`` bytes into the landing; returns how many bytes that was."""
+        """Write the views one after another at offset ``at`` and return the number of bytes."""
         left = [v for v in views if v]
         begin = at
         while left:
@@ -519,7 +535,7 @@ class ScratchFile:
 
 
 def _open_beneath(directory: Path, into: str) -> int:
-    """Opens ``into`` component by component, so that no symbolic link below ``directory`` is followed."""
+    """Open ``into`` component by component, so that no symbolic link below ``directory`` is followed."""
     path = PurePath(into)
     if not path.is_relative_to(directory) or ".." in path.parts or path == directory:
         raise PermissionDenied(f"{into} is not below the segment directory {directory}")

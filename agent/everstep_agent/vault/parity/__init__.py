@@ -1,6 +1,5 @@
-"""Two parity shards for k data shards on other nodes: what they are made of, and how up to two losses come back.
+"""Two parity shards for k data shards on other nodes, and recovery from up to two losses.
 
-``stripes`` and ``gf`` are the arithmetic, over buffers; ``manifest`` what a parity shard says of itself; ``shards``
-reads members and parity wherever they are; ``encode`` makes a group's P or Q on its home; ``decode`` a lost member from
-what is left.
+``galois`` is the arithmetic over buffers. ``shards`` describes shards and reads them wherever they are. ``coding``
+makes a group's P or Q and recovers lost shards.
 """

@@ -1,8 +1,8 @@
-"""A lost shard made again: its group's parity says what it was, the survivors and the parity give its bytes.
+"""Encode parity shards, and recover lost shards from the survivors and the parity.
 
-Whoever wants ranges of it gets them landed in a scratch file, as of a slot that is there. Every chunk that they touch
-is made whole, because only whole chunks can be hashed against what the lost rank sealed; nothing lands before that.
-Who mends a slot takes chunks of it, and of P and Q themselves, without landing them.
+A reader that wants ranges of a lost shard gets them in a scratch file, as for an existing slot. Every chunk they touch
+is recovered whole, because only whole chunks can be hashed against the sealed digests; nothing is written before that.
+Slot repair takes recovered chunks, also of P and Q, without a scratch file.
 """
 
 from __future__ import annotations
@@ -43,19 +43,18 @@ from everstep_agent.vault.parity.shards import (
 )
 from everstep_agent.vault.reporting import VaultCounters
 
-# ---- encode
-# Making a group's P or Q on the node that is its home: members' chunks come in, side by side, and one comes out.
+# Encoding: make a group's P or Q on its parity node from the members' chunks, read side by side.
 #
-# Each chunk is hashed against what its rank sealed before it counts; the parity's own chunks are hashed as they are
-# made. Members are read as any reader reads them, so a member that moves on meanwhile ends the work, and the slot that
+# Each chunk is hashed against its rank's sealed digest before it is used; parity chunks are hashed as they are made.
+# Members are read like any other shard, so a member whose slot is refilled meanwhile ends the work, and the slot that
 # was begun is discarded.
 
 PARITY_SLOTS = 2
-"""The version that is protected, and the next one while it is made."""
+"""Parity slots per group: the protected version, and the next one while it is made."""
 
 
 class ParityEncoder:
-    """Answers Protect. Runs in worker threads; ``streams`` reads the members side by side."""
+    """Answer Protect requests. Runs in worker threads; ``streams`` reads the members side by side."""
 
     def __init__(
         self,
@@ -76,11 +75,15 @@ class ParityEncoder:
         self._group_locks: defaultdict[SegmentKey, threading.Lock] = defaultdict(threading.Lock)
 
     def encode_group(self, request: Protect) -> ParityManifest:
-        """Returns what is sealed here now. What is here already, of these very shards, is kept.
+        """Make and seal the parity, and return its manifest. Parity of these very shards that exists already is kept.
 
-        Raises StaleGeneration, NotFound where this node is no home of the group or a member does not hold its shard,
-        Unavailable, DigestMismatch for a member's bytes that are not what it sealed, OutOfSlotMemory, and
-        ConfigurationError for a group that parity cannot be made of.
+        Raises:
+            StaleGeneration: The request's generation is over.
+            NotFound: This node is no parity node of the group, or a member does not hold its shard.
+            Unavailable: A member's node does not answer.
+            DigestMismatch: A member's bytes are not the sealed ones.
+            OutOfSlotMemory: Memory for the parity is missing.
+            ConfigurationError: The group cannot be encoded.
         """
         self._job_table.require_current(request.job, request.generation)
         manifest = self._build_manifest(request)
@@ -112,7 +115,7 @@ class ParityEncoder:
         )
 
     def _known_manifests(self, key: SegmentKey) -> dict[bytes, bytes]:
-        """Members' manifests by their digests, from what was made here before: they change with the plan only."""
+        """Return members' manifests by digest from earlier parity here; they change only with the plan."""
         segment = self._store.get(key)
         known: dict[bytes, bytes] = {}
         if segment is None:
@@ -120,7 +123,7 @@ class ParityEncoder:
         for slot, _ in segment.view.sealed_slots():
             try:
                 made = decode_parity_manifest(segment.view.manifest(slot), str(segment.path))
-            except (DigestMismatch, MalformedMessage):  # whoever looks after that slot says so
+            except (DigestMismatch, MalformedMessage):  # reported by the scrubber or reader of that slot
                 continue
             known |= {member.info.digests[:DIGEST_BYTES]: member.info.manifest for member in made.members}
         return known
@@ -149,7 +152,7 @@ class ParityEncoder:
         self._counters.add("parity_bytes", manifest.payload_bytes)
 
     def _encode_chunks(self, request: Protect, manifest: ParityManifest, payload: memoryview) -> list[bytes]:
-        """Writes the parity chunk by chunk; the digest of each."""
+        """Write the parity chunk by chunk and return the digest of each."""
         from everstep_agent.vault.parity import galois  # numpy takes 30 ms and 15 MB of a vault that never needs it
 
         buffers = [memoryview(bytearray(min(CHUNK_BYTES, m.info.payload_bytes))) for m in manifest.members]
@@ -180,7 +183,7 @@ class ParityEncoder:
         return chunks
 
     def forget_job(self, job: str) -> None:
-        """The job is over; what is being made finds no segment to be kept in."""
+        """Drop the job's locks; running work finds no segment to be kept in."""
         with self._lock:
             for key in [k for k in self._group_locks if k.job == job]:
                 del self._group_locks[key]
@@ -203,15 +206,14 @@ def _holds(segment: SegmentFile, request: Protect, manifest: bytes) -> bool:
     )
 
 
-# ---- recovery
-# A group's chunks made again from what is left of it: those of a lost member, and those of P or Q themselves.
+# Recovery: chunks of a lost member, or of P or Q, made again from the rest of the group.
 #
-# Every chunk that is read is hashed, and so is what is made of them, against what was sealed. A survivor that does not
-# answer, or has other bytes than parity was made of, counts as lost as well, as long as parity bears it.
+# Every chunk read or recovered is hashed against its sealed digest. A survivor that does not answer, or has other bytes
+# than the parity was made of, counts as lost too, as long as the remaining parity suffices.
 
 
 class HeldParity(msgspec.Struct, frozen=True):
-    """P or Q of a group that somebody holds."""
+    """A group's P or Q and the node that holds it."""
 
     location: ShardLocation
     info: ShardInfo
@@ -219,7 +221,7 @@ class HeldParity(msgspec.Struct, frozen=True):
 
 
 class RecoveryTarget(msgspec.Struct, frozen=True):
-    """What is to be made again, the shard ``place``: a member by its number, or P or Q. ``sealed``: as what."""
+    """The shard to recover: a member by its number, or P or Q by its letter, with its sealed ``info``."""
 
     member_or_letter: int | ParityLetter
     location: ShardLocation
@@ -227,12 +229,12 @@ class RecoveryTarget(msgspec.Struct, frozen=True):
 
 
 class ShardRecovery:
-    """One shard of a group, chunk by chunk, from the others.
+    """Recover one shard of a group, chunk by chunk, from the others.
 
     Args:
-        members: of the group, in the order of their coefficients.
-        parities: P and Q as far as they are there, without the wanted one.
-        gone: of each place that is lost why.
+        members: The group's members, in the order of their coefficients.
+        parities: The available P and Q, without the wanted one.
+        lost_reasons: Per lost location, the reason.
     """
 
     def __init__(
@@ -262,13 +264,15 @@ class ShardRecovery:
 
     @property
     def info(self) -> ShardInfo:
-        """What the wanted shard was sealed as."""
+        """The wanted shard's sealed description."""
         return self._target.info
 
     def recover_chunk(self, index: int) -> memoryview:
-        """Chunk ``index`` of the wanted shard, hashed; overwritten by the next one.
+        """Return chunk ``index`` of the wanted shard, hashed. The next call overwrites it.
 
-        Raises NotRestorable where more is lost than the parity that is left bears, and DigestMismatch.
+        Raises:
+            NotRestorable: More shards are lost than the remaining parity can recover.
+            DigestMismatch: The recovered chunk is not the sealed one.
         """
         while True:
             letters = self._choose_letters(index)
@@ -282,7 +286,8 @@ class ShardRecovery:
             error = DigestMismatch(f"chunk {index} of {self._target.location}, made from it, is not its own")
             if len(letters) != 1:
                 raise error
-            self._mark_lost([(letters[0], error)])  # what is wrong was made so; the other one may be right
+            # the chunk is wrong with this parity shard; the other one may be right
+            self._mark_lost([(letters[0], error)])
 
     def _decode_chunk(self, index: int, letters: Sequence[ParityLetter]) -> memoryview:
         from everstep_agent.vault.parity import galois  # numpy takes 30 ms and 15 MB of a vault that never needs it
@@ -301,14 +306,14 @@ class ShardRecovery:
         return into
 
     def _lost_in(self, index: int) -> list[int]:
-        """Lost members that had bytes there; of the others it is known that they had none."""
+        """Return the lost members that had bytes in this chunk; the others are known to have had none."""
         return [number for number in sorted(self._lost) if self._members[number].info.chunk_bytes(index)]
 
     def _parity_chunk(self, letter: ParityLetter, index: int) -> memoryview:
         return self._parity_buffers[letter][: self._parities[letter].info.chunk_bytes(index)]
 
     def _choose_letters(self, index: int) -> list[ParityLetter]:
-        """As many of P and Q as members are lost."""
+        """Choose as many of P and Q as members are lost."""
         letters = [
             letter for letter in PARITY_LETTERS if letter in self._parities and letter not in self._failed_letters
         ]
@@ -326,7 +331,7 @@ class ShardRecovery:
     def _read_survivors(
         self, index: int, letters: Sequence[ParityLetter]
     ) -> list[tuple[int | ParityLetter, EverstepError]]:
-        """Reads that chunk of the survivors and of the parity; who failed, and why."""
+        """Read the chunk of the survivors and of the parity; return failed shards with their errors."""
         whole = [number for number in range(len(self._members)) if number not in self._lost]
         present = [number for number in whole if self._members[number].info.chunk_bytes(index)]
         works = [
@@ -370,7 +375,7 @@ def describe_lost(lost_reasons: dict[str, str]) -> str:
 
 
 class LandingPiece(msgspec.Struct, frozen=True):
-    """``length`` bytes at ``start`` of a chunk that land at ``at`` of the landing."""
+    """``length`` bytes at ``start`` of a chunk, to be written at ``landing_offset`` of the scratch area."""
 
     start: int
     length: int
@@ -378,7 +383,7 @@ class LandingPiece(msgspec.Struct, frozen=True):
 
 
 class ParityDecoder:
-    """Makes shards again. Runs in worker threads; ``streams`` reads the survivors side by side."""
+    """Recover shards. Runs in worker threads; ``streams`` reads the survivors side by side."""
 
     def __init__(
         self, store: SegmentStore, shard_reader: ShardReader, counters: VaultCounters, streams: Executor
@@ -389,10 +394,16 @@ class ParityDecoder:
         self._streams = streams
 
     def fetch(self, request: Fetch) -> int:
-        """Bytes landed in ``ask.into``: ranges of the payload of ``ask.rank``, or its manifest where there are none.
+        """Write ranges of ``request.rank``'s payload, or without ranges its manifest, into ``request.target_path``.
 
-        Raises NotRestorable where more is lost than the group bears, with who and why; DigestMismatch where what was
-        made is not what was sealed; MalformedMessage for ranges outside the payload; and what Scratch raises.
+        Returns:
+            The number of bytes written.
+
+        Raises:
+            NotRestorable: More shards are lost than the group can recover; the message lists them with reasons.
+            DigestMismatch: The recovered bytes are not the sealed ones.
+            MalformedMessage: A range lies outside the payload.
+            PermissionDenied, OutOfSlotMemory: See ``ScratchFile``.
         """
         assert request.parity_group is not None
         recovery = self.recover_member(request.job, request.rank, request.version, request.parity_group)
@@ -415,7 +426,7 @@ class ParityDecoder:
         return length
 
     def recover_member(self, job: str, rank: int, version: Version, group: ParityGroup) -> ShardRecovery:
-        """A member's shard, to be made again. Raises NotRestorable, DigestMismatch, MalformedMessage."""
+        """Return the recovery of a member's shard. Raises NotRestorable, DigestMismatch, MalformedMessage."""
         parities, gone = self._find_parities(
             job, version, group.group, dict(zip(PARITY_LETTERS, group.parity, strict=True))
         )
@@ -432,10 +443,14 @@ class ParityDecoder:
     def recover_parity(
         self, location: ShardLocation, manifest: ParityManifest, info: ShardInfo, group: ParityGroup | None
     ) -> ShardRecovery:
-        """P or Q itself, the shard ``place`` that was sealed as ``sealed``, to be made again from its members.
+        """Return the recovery of P or Q at ``location``, sealed as ``info``, from its members.
 
-        ``group`` says where the other one of the two is, for members that are lost. Raises DigestMismatch where that
-        was made of other shards, and MalformedMessage.
+        Args:
+            group: Names the node of the other parity shard, which is needed for lost members.
+
+        Raises:
+            DigestMismatch: The other parity shard covers other shards.
+            MalformedMessage: The other parity shard's manifest is unreadable.
         """
         parities, gone = self._other_parity(location, manifest.letter, group)
         _require_same_members([manifest, *(parity.manifest for parity in parities.values())], str(location))
@@ -443,9 +458,11 @@ class ParityDecoder:
         return ShardRecovery(wanted, manifest.members, parities, gone, self._shard_reader, self._streams)
 
     def rebuild_parity_manifest(self, location: ShardLocation, group: ParityGroup) -> bytes:
-        """The manifest of P or Q, whichever is kept on ``place.node``, as the other one says it.
+        """Return the manifest of the parity shard kept on ``location.node``, rebuilt from the other one's.
 
-        Raises NotRestorable where the other one is not to be had, and MalformedMessage.
+        Raises:
+            NotRestorable: The other parity shard is not available.
+            MalformedMessage: Its manifest is unreadable.
         """
         mine = PARITY_LETTERS[group.parity.index(location.node)]
         parities, gone = self._other_parity(location, mine, group)
@@ -464,7 +481,10 @@ class ParityDecoder:
     def _find_parities(
         self, job: str, version: Version, group: int, nodes: Mapping[ParityLetter, str]
     ) -> tuple[dict[ParityLetter, HeldParity], dict[str, str]]:
-        """Those that are there, and why others are not. Raises MalformedMessage where one is not what is asked for."""
+        """Return the available parity shards, and the reasons for missing ones.
+
+        Raises MalformedMessage for a wrong one.
+        """
         places = {letter: ShardLocation(job, node, group, version, is_parity=True) for letter, node in nodes.items()}
         found = run_parallel(self._streams, [partial(self._shard_reader.read_info, place) for place in places.values()])
         parities, gone = {}, {}
@@ -487,14 +507,17 @@ def _check_parity(letter: ParityLetter, parity: HeldParity) -> None:
 
 
 def _require_same_members(manifests: Sequence[ParityManifest], description: str) -> ParityManifest:
-    """Any of them. Raises DigestMismatch where they are of different shards."""
+    """Return one of the manifests. Raises DigestMismatch if they cover different shards."""
     if len({manifest.members_digest for manifest in manifests}) > 1:
         raise DigestMismatch(f"P and Q of the group of {description} were made of different shards")
     return manifests[0]
 
 
 def pieces_by_chunk(ranges: Sequence[ByteRange], length: int) -> dict[int, list[LandingPiece]]:
-    """Which parts of which chunks the ranges are, and where each lands. Raises MalformedMessage for one outside."""
+    """Split the ranges by chunk and place each piece in the scratch area.
+
+    Raises MalformedMessage for a range outside.
+    """
     found: dict[int, list[LandingPiece]] = {}
     at = 0
     for offset, count in ranges:

@@ -1,11 +1,10 @@
-"""RAID-6 arithmetic: P and Q of k members, and any two of the k + 2 again from the others. Pure, over buffers.
+"""RAID-6 arithmetic over buffers: compute P and Q of k members, and recover any two of the k + 2 from the others.
 
 P is the sum and Q the sum of ``g^i`` times member i, over GF(2^8) with the polynomial 0x11d and g = 2 (H. P. Anvin,
 The mathematics of RAID-6, 2004). A field element's bits do not lie in one byte. A *stripe* of STRIPE_BYTES is eight
-rows, and bit b of row r is bit r of element b. So a sum is the XOR of words as ever, and doubling moves each row one
-up, without touching it, and adds the last row to rows 0, 2, 3 and 4: three row operations of eight, where doubling the
-bytes of a word in place takes five passes over all of them. Rows stay in the second-level cache.
-
+rows, and bit b of row r is bit r of element b. So a sum is a plain XOR of words. Doubling moves each row one up,
+without touching it, and adds the last row to rows 0, 2, 3 and 4. Doubling takes three row operations of eight; doubling
+the bytes of a word in place takes five passes over all of them. Rows stay in the second-level cache.
 A member that ends before another one counts as followed by zeros; parity is a whole number of stripes.
 """
 
@@ -20,19 +19,21 @@ import numpy.typing as npt
 from everstep_agent.vault.parity.shards import MAX_MEMBERS, STRIPE_BYTES, parity_bytes
 
 Rows = npt.NDArray[np.uint64]
-"""(ROWS, ROW_WORDS)."""
+"""Array of shape (ROWS, ROW_WORDS)."""
 
 ROWS = 8
 ROW_WORDS = STRIPE_BYTES // ROWS // 8
 _REDUCTION = 0x1D
-"""x^8 = x^4 + x^3 + x^2 + 1: what the row that leaves at the top is added to."""
+"""x^8 = x^4 + x^3 + x^2 + 1: the terms to which a row shifted out at the top is added."""
 
 
 def encode(members: Sequence[memoryview], p: memoryview | None = None, q: memoryview | None = None) -> None:
-    """Writes P, Q, or both; a member's place in ``members`` is its coefficient.
+    """Write P, Q, or both; a member's index in ``members`` is its coefficient.
 
-    Members and parity are buffers of bytes that begin at the same place, a whole number of stripes, of what they are
-    parts of. Raises ValueError where ``p`` or ``q`` is not ``parity_bytes`` of the longest member.
+    The buffers of members and parity start at the same offset of their shards, a whole number of stripes.
+
+    Raises:
+        ValueError: ``p`` or ``q`` is not ``parity_bytes`` of the longest member long.
     """
     _check(members, (p, q))
     work = _StripeBuffers(len(members))
@@ -47,10 +48,12 @@ def encode(members: Sequence[memoryview], p: memoryview | None = None, q: memory
 def recover(
     members: Sequence[memoryview | None], p: memoryview | None, q: memoryview | None, lost: Mapping[int, memoryview]
 ) -> None:
-    """Writes the one or two members that are None into the buffers ``lost`` has for them, each as long as its member.
+    """Write the one or two members that are None into their buffers in ``lost``, each as long as its member.
 
-    What P and Q have to be is as in ``encode``; None where they are lost too. Lost parity itself is made by ``encode``
-    again. Raises ValueError where more is lost than parity is left, or a length does not fit.
+    ``p`` and ``q`` are as in ``encode``, or None if lost; ``encode`` makes lost parity again.
+
+    Raises:
+        ValueError: More is lost than parity is left, or a length does not fit.
     """
     missing = sorted(lost)
     if missing != [number for number, member in enumerate(members) if member is None] or not missing:
@@ -81,7 +84,7 @@ def _check(members: Sequence[memoryview], parity: Sequence[memoryview | None]) -
             raise ValueError(f"parity of members of up to {max(map(len, members))} bytes has {need}, not {len(one)}")
 
 
-# --- one stripe --------------------------------------------------------------------------------------------------
+# One stripe
 
 
 def _rows(buffer: memoryview, at: int) -> Rows:
@@ -89,7 +92,7 @@ def _rows(buffer: memoryview, at: int) -> Rows:
 
 
 class _StripeBuffers:
-    """Memory for one stripe's intermediate results, so that none is allocated on the way."""
+    """Memory for one stripe's intermediate results, allocated once."""
 
     def __init__(self, members: int) -> None:
         self.ladder = np.empty((ROWS + members, ROW_WORDS), np.uint64)
@@ -97,7 +100,7 @@ class _StripeBuffers:
         self._padded: dict[int, Rows] = {}
 
     def stripe(self, member: memoryview, at: int, number: int) -> Rows | None:
-        """The member's rows, followed by zeros where it ends in the middle; None where it ended before."""
+        """Return the member's rows, padded with zeros if it ends inside the stripe; None if it ended before."""
         if at + STRIPE_BYTES <= len(member):
             return _rows(member, at)
         if at >= len(member):
@@ -118,9 +121,9 @@ def _sum(members: Sequence[Rows | None], into: Rows) -> None:
 
 
 def _weighted_sum(members: Sequence[Rows | None], into: Rows, ladder: Rows) -> None:
-    """The sum of 2^i times member i, by Horner's rule from the last one on.
+    """Compute the sum of 2^i times member i, by Horner's rule from the last one on.
 
-    The sum so far stands on ROWS rungs of the ladder; doubling takes it one rung down.
+    The running sum occupies ROWS rows of the ladder; doubling moves it one row down.
     """
     at = max((number for number, rows in enumerate(members) if rows is not None), default=-1)
     sum_so_far = members[at] if at >= 0 else None
@@ -134,7 +137,7 @@ def _weighted_sum(members: Sequence[Rows | None], into: Rows, ladder: Rows) -> N
 
 
 def _double_and_add(rows: Rows, other: Rows | None, into: Rows) -> None:
-    """``into`` may overlap ``rows`` where row r of the one is row r - 1 of the other."""
+    """``into`` may overlap ``rows`` if row r of the one is row r - 1 of the other."""
     top = rows[ROWS - 1]
     if other is None:
         into[1:], into[0] = rows[: ROWS - 1], top
@@ -147,7 +150,7 @@ def _double_and_add(rows: Rows, other: Rows | None, into: Rows) -> None:
 def _solve(
     members: Sequence[Rows | None], missing: Sequence[int], p: Rows | None, q: Rows | None, work: _StripeBuffers
 ) -> list[Rows]:
-    """The missing members. With A = P + its sum over the others and B = Q + its weighted sum over the others::
+    """Return the missing members. With A = P + its sum over the others and B = Q + its weighted sum over the others::
 
     A = x + y, B = g^i x + g^j y     =>     x = (g^j A + B) / (g^i + g^j), y = A + x
     """
@@ -172,12 +175,12 @@ def _solve(
 
 
 def _combine(terms: Sequence[tuple[Rows, int]], into: Rows) -> None:
-    """The sum of the terms, each of them rows times a constant: each row of it is the XOR of some of theirs."""
+    """Sum the terms, each of them rows times a constant: each result row is the XOR of some of their rows."""
     for row in range(ROWS):
         _sum([rows[column] for rows, constant in terms for column in _columns(constant, row)], into[row])
 
 
-# --- the field ---------------------------------------------------------------------------------------------------
+# Field operations
 
 
 def _product(a: int, b: int) -> int:
@@ -189,7 +192,7 @@ def _product(a: int, b: int) -> int:
 
 @cache
 def _columns(constant: int, row: int) -> tuple[int, ...]:
-    """Which bits of an element make up bit ``row`` of its product with the constant."""
+    """Return the bits of an element that make up bit ``row`` of its product with the constant."""
     return tuple(column for column in range(ROWS) if _product(constant, 1 << column) >> row & 1)
 
 

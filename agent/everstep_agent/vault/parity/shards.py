@@ -1,4 +1,4 @@
-"""Sealed shards, chunk by chunk, wherever they are: hashed against what they were sealed as before they are used."""
+"""Describe sealed shards and read them chunk by chunk from any node, hashed before use."""
 
 from __future__ import annotations
 
@@ -21,26 +21,24 @@ from everstep_agent.vault.reporting import FindingReporter
 from everstep_agent.vault.settings import VaultSettings
 from everstep_agent.vault.transfer.peers import PeerPool, fetch_manifest
 
-# ---- stripes
-# How long parity is. Apart from the arithmetic, so that a vault loads numpy only once it makes parity or reads it.
+# Length of parity. Apart from the arithmetic, so that a vault loads numpy only when it makes or reads parity.
 
 STRIPE_BYTES = 256 << 10
-"""Part of the format of parity: where a byte lies in its stripe is which bit of which element it is."""
+"""Part of the parity format: a byte's place in its stripe determines its field element and bit."""
 
 MAX_MEMBERS = 255
-"""g has order 255; the 256th member's coefficient would be the first one's again."""
+"""g has order 255; a 256th member would repeat the first coefficient."""
 
 
 def parity_bytes(longest: int) -> int:
-    """Bytes of P, and of Q, for members of at most ``longest`` bytes: a whole number of stripes."""
+    """Return the bytes of P, and of Q, for members of at most ``longest`` bytes: a whole number of stripes."""
     return -(-longest // STRIPE_BYTES) * STRIPE_BYTES
 
 
-# ---- manifest
-# What a parity shard says of itself: which of P and Q it is, of which shards, and what each of those was sealed as.
+# Parity manifest: a parity shard's letter and its members, each with its sealed description.
 #
-# It carries each member's manifest and chunk digests, so that a lost member can be made again and be checked against
-# what its rank sealed, while nobody else is asked.
+# It carries each member's manifest and chunk digests, so that a lost member can be recovered and checked against its
+# sealed digests without asking another node.
 
 ParityLetter = Literal["P", "Q"]
 PARITY_LETTERS: tuple[ParityLetter, ParityLetter] = ("P", "Q")
@@ -49,22 +47,22 @@ PayloadLength = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 
 
 class ShardInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was sealed as one slot. ``digests``: the manifest's, then one per chunk of the payload, joined."""
+    """The description of a sealed shard. ``digests`` joins the manifest's digest and one per payload chunk."""
 
     payload_bytes: PayloadLength
     manifest: bytes
     digests: bytes
 
     def chunk_bytes(self, index: int) -> int:
-        """Length of chunk ``index``; 0 behind the payload's end."""
+        """Return the length of chunk ``index``; 0 behind the payload's end."""
         return max(0, min(CHUNK_BYTES, self.payload_bytes - index * CHUNK_BYTES))
 
     def digest(self, index: int) -> bytes:
-        """Of chunk ``index``."""
+        """Return the digest of chunk ``index``."""
         return self.digests[(index + 1) * DIGEST_BYTES : (index + 2) * DIGEST_BYTES]
 
     def check(self, description: str) -> ShardInfo:
-        """Returns these facts. Raises MalformedMessage where the lengths do not fit together."""
+        """Return this description. Raises MalformedMessage if its lengths do not fit together."""
         if len(self.digests) != (chunk_count(self.payload_bytes) + 1) * DIGEST_BYTES:
             raise MalformedMessage(
                 f"{description}: {len(self.digests)} bytes of digests for a payload of {self.payload_bytes} bytes"
@@ -73,7 +71,7 @@ class ShardInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ParityMember(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One shard of a group, where it was when parity was made."""
+    """One shard of a group and its node when the parity was made."""
 
     rank: Rank
     node: NodeId
@@ -81,7 +79,7 @@ class ParityMember(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ParityManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``members`` in the order of their coefficients."""
+    """A parity shard's manifest. ``members`` are in the order of their coefficients."""
 
     format: Literal[1] = 1
     letter: ParityLetter
@@ -96,12 +94,12 @@ class ParityManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def payload_bytes(self) -> int:
-        """Of the parity itself."""
+        """Payload bytes of the parity itself."""
         return parity_bytes(self.longest_member_bytes)
 
     @property
     def members_digest(self) -> str:
-        """The same for P and Q of the same shards."""
+        """A digest that is equal for P and Q of the same shards."""
         return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(self.members))
 
     def encode(self) -> bytes:
@@ -112,7 +110,7 @@ _decoder = msgspec.msgpack.Decoder(ParityManifest)
 
 
 def decode_parity_manifest(data: bytes, description: str) -> ParityManifest:
-    """A parity shard's manifest. Raises MalformedMessage where it is none, or its lengths do not fit together."""
+    """Decode a parity shard's manifest. Raises MalformedMessage if it is none, or its lengths do not fit together."""
     try:
         manifest = _decoder.decode(data)
     except DECODE_ERRORS as error:
@@ -126,7 +124,7 @@ T = TypeVar("T")
 
 
 class ShardLocation(msgspec.Struct, frozen=True):
-    """A shard of a version on a node: rank ``number``'s, or the parity of group ``number``."""
+    """A shard of a version on a node: rank ``rank_or_group``'s, or that group's parity."""
 
     job: str
     node: str
@@ -140,7 +138,7 @@ class ShardLocation(msgspec.Struct, frozen=True):
 
 
 class ShardReader:
-    """Reads shards of this node and of others. Safe to use from any thread."""
+    """Read shards of this node and of others. Safe to use from any thread."""
 
     def __init__(
         self, settings: VaultSettings, slot_finder: SlotFinder, peers: PeerPool, finding_reporter: FindingReporter
@@ -153,11 +151,16 @@ class ShardReader:
     def read_info(
         self, location: ShardLocation, known_manifests: Mapping[bytes, bytes] = {}, group: ParityGroup | None = None
     ) -> ShardInfo:
-        """What is sealed there, the manifest hashed. ``known``: manifests by their digests, which are not asked for.
-        ``group``: parity is to be made of it, and the node is told by which group.
+        """Return the sealed description of a shard, with a hashed manifest.
 
-        Raises NotFound where the node holds no such shard or is not known, Unavailable, DigestMismatch,
-        MalformedMessage.
+        Args:
+            known_manifests: Manifests by digest; these are not fetched again.
+            group: The parity group to be made of the shard; the node is told.
+
+        Raises:
+            NotFound: The node is unknown or holds no such shard.
+            Unavailable: The node does not answer.
+            DigestMismatch, MalformedMessage: The shard or the answer is not as announced.
         """
         if location.node == self._settings.node:
             reading = self._slot_finder.open(
@@ -186,9 +189,12 @@ class ShardReader:
         return _make_info(said.payload_bytes, manifest, said.digests, location)
 
     def read_chunk(self, location: ShardLocation, info: ShardInfo, index: int, into: memoryview) -> None:
-        """Fills ``into``, as long as the chunk, with chunk ``index`` of the shard that was sealed as ``facts``.
+        """Fill ``into`` with chunk ``index`` of the shard sealed as ``info``; ``into`` is as long as the chunk.
 
-        Raises NotFound where it is not there any more, Unavailable, and DigestMismatch for other bytes than those.
+        Raises:
+            NotFound: The shard is no longer there.
+            Unavailable: The node does not answer.
+            DigestMismatch: The bytes are not the sealed ones.
         """
         if location.node == self._settings.node:
             self._read_local_chunk(location, index, into)
@@ -219,7 +225,7 @@ class ShardReader:
         channel.set_receive_timeout(self._settings.io_timeout_s)
         channel.receive_into(into)
         moved_on = not channel.receive_piece_status()
-        channel.receive_answer(DataEnd)  # raises what the peer refuses for
+        channel.receive_answer(DataEnd)  # raises the peer's refusal
         if moved_on:
             raise MalformedMessage(f"{location.node} said that the slot moved on, and then that it did not")
 
@@ -236,7 +242,7 @@ def _make_info(payload_bytes: int, manifest: bytes, digests: bytes, location: Sh
 
 
 def run_parallel(executor: Executor, calls: Iterable[Callable[[], T]]) -> list[T | EverstepError]:
-    """Runs each in a thread and waits for all of them: results, or why there is none."""
+    """Run each call in a thread and wait for all; return results or errors."""
     futures = [executor.submit(work) for work in calls]
     wait(futures)
     found: list[T | EverstepError] = []
@@ -252,7 +258,7 @@ def run_parallel(executor: Executor, calls: Iterable[Callable[[], T]]) -> list[T
 
 
 def require_all(outcomes: Iterable[T | EverstepError]) -> list[T]:
-    """The results. Raises the first of the errors."""
+    """Return the results. Raises the first error."""
     results = []
     for one in outcomes:
         if isinstance(one, EverstepError):
@@ -262,5 +268,5 @@ def require_all(outcomes: Iterable[T | EverstepError]) -> list[T]:
 
 
 def not_a_parity_node(node: str, group: int) -> NotFound:
-    """The refusal of a vault that is asked for a parity which is another's."""
+    """Return the error of a vault asked for a parity shard that another node keeps."""
     return NotFound(f"{node} is no home of the parity of group {group}")

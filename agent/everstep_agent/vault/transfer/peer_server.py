@@ -1,4 +1,4 @@
-"""The TCP side of a vault: other nodes' vaults bring copies, read slots, and ask what is here."""
+"""The TCP server of a vault: other nodes' vaults send copies, read slots, and request inventories."""
 
 from __future__ import annotations
 
@@ -50,21 +50,23 @@ from everstep_agent.vault.transfer.receiving import SlotReceiver
 log = logging.getLogger(__name__)
 
 PEER_INVENTORY_TIMEOUT_S = 0.25
-"""How long the answer to another vault waits for slots that are yet to be checked; some give it half a second."""
+"""Seconds that the answer to another vault waits for unchecked slots; some peers allow half a second."""
 
 ACCEPT_RETRY_S = 0.05
-"""After a connection that could not be taken, for want of file descriptors as a rule."""
+"""Seconds to wait after a failed accept, usually for lack of file descriptors."""
 
 MAX_UNAUTHENTICATED = 256
-"""Connections that have not proved themselves yet. Where one more comes the oldest of them gives way: a peer proves
-itself within milliseconds, and a stranger may be silent for as long as it likes."""
+"""Maximum number of unauthenticated connections; a further one closes the oldest.
+
+A peer authenticates within milliseconds, and a stranger may stay silent for as long as it likes.
+"""
 
 _CONNECTION_ERRORS = (Unavailable, MalformedMessage, AuthenticationError)
-"""After these, what the peer sends next cannot be told apart from bulk bytes, or is not wanted."""
+"""Errors that end a connection: further bytes are unwanted, or cannot be told apart from bulk data."""
 
 
 class PeerServer:
-    """Listens for other vaults, one thread for each connection."""
+    """Listen for other vaults, with one thread per connection."""
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class PeerServer:
         clock: Clock,
     ) -> None:
         self._settings = settings
-        self._say = LogThrottle(log, clock.monotonic)  # whoever connects can cause these lines
+        self._say = LogThrottle(log, clock.monotonic)  # any client can cause these lines
         self._context = {"node": settings.node}
         self._job_table = job_table
         self._counters = counters
@@ -100,12 +102,12 @@ class PeerServer:
         self._accepting.start()
 
     def stop(self) -> None:
-        """Ends the listener and all connections, and waits for their threads."""
+        """End the listener and all connections, and wait for their threads."""
         self._stopping.set()
         try:
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # nobody ever connected
+            pass  # no connection was ever made
         self._listener.close()
         if self._accepting.ident is not None:
             self._accepting.join(self._settings.io_timeout_s)
@@ -130,13 +132,13 @@ class PeerServer:
                 continue
             try:
                 self._start_thread(channel)
-            except RuntimeError as error:  # no more threads; those that there are go on
+            except RuntimeError as error:  # no more threads; existing connections go on
                 self._close_connection(channel)
                 if not self._stopping.wait(ACCEPT_RETRY_S):
                     self._say(logging.WARNING, "cannot serve a connection: %s", error, extra=self._context)
 
     def _start_thread(self, channel: VaultChannel) -> None:
-        """Raises RuntimeError where no thread can be started."""
+        """Start the connection's thread. Raises RuntimeError if no thread can be started."""
         thread = threading.Thread(target=self._serve, args=(channel,), name="transfer", daemon=True)
         with self._lock:
             self._connections[channel] = thread
@@ -148,7 +150,7 @@ class PeerServer:
         thread.start()
 
     def _mark_authenticated(self, channel: VaultChannel) -> None:
-        """Raises Unavailable where there are as many already as may be."""
+        """Mark the connection as authenticated. Raises Unavailable beyond ``max_connections``."""
         with self._lock:
             self._unauthenticated.pop(channel, None)
             others = len(self._connections) - len(self._unauthenticated) - 1
@@ -177,7 +179,7 @@ class PeerServer:
                 self._handle_request(conversation, request)
         except EverstepError as error:
             self._send_error(channel, error, conversation)
-        except Exception as error:  # whoever asked should know, and not take this vault for one that is gone
+        except Exception as error:  # answer the peer, so that it does not take this vault for gone
             log.exception("a request of %s failed", channel.peer, extra=self._context)
             self._send_error(channel, EverstepError(f"{type(error).__name__}: {error}"), conversation)
         finally:
@@ -195,7 +197,7 @@ class PeerServer:
             peer_session.channel.send(refused_from_error(error))
 
     def _send_error(self, channel: VaultChannel, error: EverstepError, peer_session: PeerSession | None) -> None:
-        """Says why, where the peer may still listen. A proved peer that went away is no refusal."""
+        """Send the error if the peer may still listen. A departed authenticated peer is not a refusal."""
         if peer_session is not None and isinstance(error, Unavailable):
             self._peer_loss_detector.report_broken_connection(peer_session.job, peer_session.node, str(error))
             return
@@ -204,7 +206,7 @@ class PeerServer:
         try:
             channel.send(refused_from_error(error))
         except Unavailable:
-            pass  # it does not listen
+            pass  # the peer no longer listens
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -216,7 +218,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class PeerSession:
-    """One proved connection. What it began and did not finish ends with it."""
+    """One authenticated connection. Its unfinished transfers end with it."""
 
     def __init__(
         self, greeting: Greeting, channel: VaultChannel, settings: VaultSettings, handlers: PeerRequestHandlers
@@ -231,11 +233,11 @@ class PeerSession:
 
     @property
     def next_request_timeout_s(self) -> float:
-        """For the next request: short in the middle of a transfer, which holds a slot."""
+        """Seconds to wait for the next request: short in the middle of a transfer, which holds a slot."""
         return self._settings.request_timeout_s if self._open_transfers else self._settings.idle_timeout_s
 
     def handle_request(self, request: TransferRequest) -> None:
-        """Serves one request. Raises EverstepError for a refusal."""
+        """Serve one request. Raises EverstepError for a refusal."""
         if self._read_only and not isinstance(request, Get | DigestsRequest | InventoryRequest):
             raise AuthenticationError(f"{self.node} has said that it only reads over this connection")
         if isinstance(request, Put):
@@ -276,7 +278,7 @@ class PeerSession:
 
 
 class PeerRequestHandlers:
-    """What conversations draw on."""
+    """The components that peer sessions use."""
 
     def __init__(
         self,
@@ -293,9 +295,12 @@ class PeerRequestHandlers:
         self._counters = counters
 
     def send_slot(self, job: str, get: Get, channel: VaultChannel) -> None:
-        """Sends ranges (or the manifest) of a slot that hashes right.
+        """Send ranges (or the manifest) of a slot that hashes right.
 
-        Raises NotFound where there is none, or it was filled anew on the way; DigestMismatch; MalformedMessage.
+        Raises:
+            NotFound: No slot holds the version, or it was refilled meanwhile.
+            DigestMismatch: The slot's bytes are not the sealed ones.
+            MalformedMessage: A range lies outside the payload.
         """
         if get.ranges:
             sent = self._send_ranges(job, get, channel)
@@ -304,14 +309,17 @@ class PeerRequestHandlers:
         self._counters.add("served_bytes", sent)
 
     def read_digests(self, job: str, request: DigestsRequest) -> Digests:
-        """What is sealed. Raises NotFound, DigestMismatch."""
+        """Return the sealed digests. Raises NotFound, DigestMismatch."""
         reading = self._slot_finder.open(job, request.rank, request.version, (), parity=request.parity)
         if request.group is not None:
             self._job_table.add_parity_group(job, request.version, request.group)
         return Digests(payload_bytes=len(reading.payload), digests=b"".join(reading.digests))
 
     def _send_ranges(self, job: str, get: Get, channel: VaultChannel) -> int:
-        """Hashes each piece while the one before is under way: the word on that one says whether another follows."""
+        """Send the ranges, hashing each piece while the previous one is sent.
+
+        Each piece's status says whether another follows.
+        """
         lengths = [length for _, length in get.ranges]
         pieces = self._slot_finder.read_pieces(
             job, get.rank, get.version, get.ranges, parity=get.parity, skip_own_chunks=get.skip_hash

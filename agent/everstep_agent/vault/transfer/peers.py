@@ -1,4 +1,4 @@
-"""Connections to other nodes' vaults: proved once, then kept for the next request."""
+"""Pool authenticated connections to other nodes' vaults."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ from everstep.wire.v1.transfer import (
 from everstep_agent.vault.job_table import JobConfig, JobTable
 from everstep_agent.vault.settings import VaultSettings
 
-# ---- witness
-# Peers that are gone: told to the supervisor when a connection broke and the peer's vault takes no other.
+# Peer loss: report a peer when a connection broke and its vault accepts no other.
 #
-# A connection ends for many reasons (a job that is over, a copy that was given up), so each break is looked at again
-# before a word is said. Both sides of a connection notice, the one that copies and the one that is copied to.
+# A connection ends for many reasons (a job that is over, a cancelled copy), so each break is checked by a new
+# connection
+# before it is reported. Both sides notice, the one that copies and the one that is copied to.
 
 log = logging.getLogger(__name__)
 
 MIN_CHECK_INTERVAL_S = 1.0
-"""Of breaks with one peer (each rank has connections of its own) the first in a second is looked at."""
+"""Seconds in which only the first broken connection per peer is checked; each rank has its own connections."""
 
 CHECK_DELAYS_S = (0.0, 0.05)
-"""Pauses before each look: a process that is being killed may still take a connection at first."""
+"""Seconds to wait before each check: a process being killed may still accept a connection at first."""
 
 CHECK_TIMEOUT_S = 0.3
-"""A machine on the same network takes a connection within milliseconds; one that is gone does not answer."""
+"""Seconds to connect. A machine on the same network accepts within milliseconds; a dead one does not answer."""
 
 
 class PeerLossDetector:
-    """Safe to use from any thread. ``tell`` is called from a thread of its own."""
+    """Check and report lost peers. Safe to use from any thread; ``on_peer_lost`` runs in a thread of its own."""
 
     def __init__(
         self, node: str, job_table: JobTable, clock: Clock, on_peer_lost: Callable[[PeerConnectionLost], None]
@@ -68,7 +68,7 @@ class PeerLossDetector:
         self._closed = False
 
     def report_broken_connection(self, job: str, peer: str, reason: str) -> None:
-        """A proved connection of ``job`` with ``peer`` ended without our doing."""
+        """Check a peer after an authenticated connection of ``job`` ended unexpectedly."""
         now = self._clock.monotonic()
         with self._lock:
             if self._closed or now < self._checked_at.get(peer, -MIN_CHECK_INTERVAL_S) + MIN_CHECK_INTERVAL_S:
@@ -77,7 +77,7 @@ class PeerLossDetector:
         threading.Thread(target=self._check_peer, args=(job, peer, reason), name="witness", daemon=True).start()
 
     def close(self) -> None:
-        """No word after this: the connections end because we do."""
+        """Stop reporting, because the connections now end by our own doing."""
         with self._lock:
             self._closed = True
 
@@ -85,7 +85,7 @@ class PeerLossDetector:
         try:
             address = split_address(self._job_table.get_config(job).address(peer))
         except NotFound:
-            return  # the job is over, or has nothing there any more
+            return  # the job is over, or has no holder on that node any more
         for pause_s in CHECK_DELAYS_S:
             time.sleep(pause_s)
             refusal = _connect_error(address)
@@ -106,7 +106,7 @@ class PeerLossDetector:
 
 
 def _connect_error(address: tuple[str, int]) -> str:
-    """Why no connection is taken there, empty where one is."""
+    """Return why the address accepts no connection; "" if it does."""
     try:
         socket.create_connection(address, CHECK_TIMEOUT_S).close()
     except OSError as error:
@@ -114,14 +114,13 @@ def _connect_error(address: tuple[str, int]) -> str:
     return ""
 
 
-# ---- handshake
-# The two sides of the mutual challenge that begins every connection between vaults.
+# Handshake: both sides of the mutual challenge that begins every connection between vaults.
 
 
 def client_handshake(
     channel: VaultChannel, job_config: JobConfig, node: str, peer_node: str, *, read_only: bool = False
 ) -> None:
-    """The client's side, as ``node``. Raises AuthenticationError where the peer does not prove to be ``to``."""
+    """Run the client's side, as ``node``. Raises AuthenticationError if the peer does not prove to be ``peer_node``."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     greeting = Greeting(
         protocols=VAULT_SUPPORTED_VERSIONS,
@@ -151,9 +150,12 @@ def client_handshake(
 
 
 def server_handshake(channel: VaultChannel, job_table: JobTable, node: str) -> tuple[JobConfig, Greeting]:
-    """The server's side, as ``node``: the job that the connection is for, and what the client said of itself.
+    """Run the server's side, as ``node``; return the connection's job and the client's greeting.
 
-    Raises NotFound for an unknown job, AuthenticationError for a stranger, VersionMismatch, MalformedMessage.
+    Raises:
+        NotFound: The job is unknown.
+        AuthenticationError: The client cannot prove its identity.
+        VersionMismatch, MalformedMessage: The greeting cannot be used.
     """
     greeting = channel.receive_opening()
     if not isinstance(greeting, Greeting):
@@ -172,17 +174,18 @@ def server_handshake(channel: VaultChannel, job_table: JobTable, node: str) -> t
     return facts, greeting
 
 
-# ---- manifests
-# A slot's manifest, or bytes of its payload, from a peer: bulk that is hashed by who asks. Only that one knows by what
+# Bulk reads: a slot's manifest, or bytes of its payload, from a peer. Callers hash them, since only they know the
 # digest.
 
 
 def fetch_manifest(
     channel: VaultChannel, settings: VaultSettings, rank: int, version: Version, *, parity: bool = False
 ) -> bytes:
-    """What ``rank`` (``parity``: the group of that number) sealed as ``version``, unchecked.
+    """Return the unchecked manifest that ``rank`` (with ``parity``, the group of that number) sealed as ``version``.
 
-    Raises what the peer refuses for, and MalformedMessage for more than a manifest may be.
+    Raises:
+        EverstepError: The peer's refusal.
+        MalformedMessage: The manifest is too long.
     """
     channel.send(Get(rank=rank, version=version, ranges=(), parity=parity))
     channel.set_receive_timeout(settings.request_timeout_s)
@@ -198,9 +201,13 @@ def fetch_manifest(
 def fetch_bytes(
     channel: VaultChannel, settings: VaultSettings, rank: int, version: Version, ranges: Sequence[tuple[int, int]]
 ) -> bytes:
-    """Those (offset, length) of the payload that ``rank`` sealed as ``version``, one after another.
+    """Return the (offset, length) ranges of the payload that ``rank`` sealed as ``version``, joined.
 
-    The peer hashes before it answers. Raises what it refuses for, and MalformedMessage for another number of bytes.
+    The peer hashes before it answers.
+
+    Raises:
+        EverstepError: The peer's refusal.
+        MalformedMessage: The peer announces another number of bytes.
     """
     channel.send(Get(rank=rank, version=version, ranges=tuple(ranges)))
     channel.set_receive_timeout(settings.request_timeout_s)
@@ -212,12 +219,12 @@ def fetch_bytes(
 
 
 def receive_bulk(channel: VaultChannel, length: int) -> bytes:
-    """The bulk that was announced. Raises what the peer breaks off for."""
+    """Receive announced bulk bytes. Raises the peer's reason if it breaks off."""
     found = bytearray(length)
     for start in range(0, length, CHUNK_BYTES):
         channel.receive_into(memoryview(found)[start : start + CHUNK_BYTES])
         if not channel.receive_piece_status():
-            channel.receive_answer(DataEnd)  # raises what the peer refuses for
+            channel.receive_answer(DataEnd)  # raises the peer's refusal
             raise MalformedMessage(f"{channel.peer} said that the slot moved on, and then that it did not")
     channel.receive_answer(DataEnd)
     return bytes(found)
@@ -230,7 +237,7 @@ _HANDSHAKE_BACKOFF = Backoff(floor_s=0.01, ceiling_s=0.1)
 
 
 class PeerPool:
-    """A pool of connections by job, node and address. Safe to use from any thread."""
+    """A pool of connections by job, node, address and secret. Safe to use from any thread."""
 
     def __init__(
         self, settings: VaultSettings, job_table: JobTable, clock: Clock, peer_loss_detector: PeerLossDetector
@@ -245,12 +252,18 @@ class PeerPool:
         self._stopping = threading.Event()
 
     def call(self, job: str, node: str, action: Callable[[VaultChannel], T], timeout_s: float | None = None) -> T:
-        """Runs ``action`` over a connection to ``node``'s vault, a kept one where there is one.
+        """Run ``action`` over a connection to ``node``'s vault, a pooled one if possible.
 
-        Actions must bear being run twice: a kept connection that proves to be dead is replaced by a new one.
-        ``timeout_s`` bounds each wait of this call instead of the settings' time-outs. Raises NotFound where the node
-        is no holder or does not know the job, Unavailable where it does not answer, AuthenticationError, and what
-        ``action`` raises.
+        Actions must tolerate being run twice: a pooled connection that proves dead is replaced by a new one.
+
+        Args:
+            timeout_s: Limits each wait of this call, instead of the settings' time-outs.
+
+        Raises:
+            NotFound: The node is no holder, or does not know the job.
+            Unavailable: The node does not answer.
+            AuthenticationError: The peer does not prove its identity.
+            EverstepError: Raised by ``action``.
         """
         facts = self._job_table.get_config(job)
         key = (job, node, facts.address(node), facts.secret)
@@ -263,7 +276,7 @@ class PeerPool:
         return self._run_action(key, self._connect_with_retry(facts, node, key, timeout_s), action, timeout_s)
 
     def open_channel(self, job: str, node: str) -> VaultChannel:
-        """A new connection to ``node``'s vault, for reads alone, for the caller to keep. Raises what ``call`` does."""
+        """Return a new read-only connection to ``node``'s vault, owned by the caller. Raises what ``call`` does."""
         facts = self._job_table.get_config(job)
         key = (job, node, facts.address(node), facts.secret)
         channel = self._connect_with_retry(facts, node, key, None, read_only=True)
@@ -272,7 +285,7 @@ class PeerPool:
         return channel
 
     def report_broken_connection(self, job: str, node: str, reason: str) -> None:
-        """One that was lent ended without its new owner's doing."""
+        """Report that a connection from ``open_channel`` ended unexpectedly."""
         self._peer_loss_detector.report_broken_connection(job, node, reason)
 
     def _take(self, key: PoolKey) -> VaultChannel | None:
@@ -318,7 +331,7 @@ class PeerPool:
     def _connect_with_retry(
         self, job_config: JobConfig, node: str, key: PoolKey, timeout_s: float | None, *, read_only: bool = False
     ) -> VaultChannel:
-        """A proved connection. A node that does not know the job yet is asked again for a while."""
+        """Return an authenticated connection; retry for a while if the node does not know the job yet."""
         deadline = self._clock.monotonic() + (
             self._settings.unknown_job_retry_s
             if timeout_s is None
@@ -351,12 +364,12 @@ class PeerPool:
         return channel
 
     def close_outdated(self, job_config: JobConfig) -> None:
-        """Closes the idle connections of the job that lead to no holder any more: another address, or secret."""
+        """Close the job's idle connections to former holders, addresses or secrets."""
         here = {(job_config.job, node, address, job_config.secret) for node, address in job_config.holders.items()}
         self._close_idle(lambda key: key[0] == job_config.job and key not in here)
 
     def forget_job(self, job: str) -> None:
-        """Closes the idle connections of a job that is over."""
+        """Close the idle connections of a job that is over."""
         self._close_idle(lambda key: key[0] == job)
 
     def _close_idle(self, chosen: Callable[[PoolKey], bool]) -> None:
@@ -366,7 +379,7 @@ class PeerPool:
             channel.close()
 
     def close(self) -> None:
-        """Ends all connections; whoever uses one gets Unavailable."""
+        """End all connections; their users get Unavailable."""
         self._stopping.set()
         with self._lock:
             channels = [*self._busy, *(c for kept in self._idle.values() for c in kept)]

@@ -1,8 +1,8 @@
-"""Copies of other nodes' slots on their way in: a slot set aside, filled, hashed, and only then sealed.
+"""Receive copies of other nodes' slots: reserve a slot, fill it, hash it, and only then seal it.
 
-The bytes of one transfer may come over several connections. Whoever fills a slot holds it: it is given to nobody else
-before the last of them has stopped writing. What a broken connection left behind is gone on with where the same slot is
-offered again, and makes room for any other.
+The bytes of one transfer may come over several connections. A slot stays reserved until the last of them has stopped
+writing. A transfer interrupted by a broken connection resumes if the same slot is offered again, and makes room for any
+other.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from everstep_agent.vault.memory.segments import SegmentFile, SegmentKey, Segmen
 from everstep_agent.vault.reporting import FindingReporter, VaultCounters
 
 MANIFEST_PIECE = -1
-"""The manifest among a transfer's pieces; the others are chunks, by their numbers."""
+"""Piece number of the manifest; other pieces are chunks, by their numbers."""
 SETTLE_TIMEOUT_S = 1.0
-"""How long what a broken connection has brought is waited for, before that connection is ended here too."""
+"""Seconds to wait for a broken connection's writers before their connection is closed here too."""
 
 
 class IncomingTransfer:
-    """One transfer under way into one slot."""
+    """One transfer into one slot."""
 
     def __init__(self, job: str, sender: str, put: Put, segment: SegmentFile, slot: int) -> None:
         self.id = secrets.token_bytes(16)
@@ -57,8 +57,11 @@ class IncomingTransfer:
 
     @contextmanager
     def receiving_piece(self, piece: int) -> Iterator[Callable[[], None]]:
-        """While a connection brings a piece. It counts once what is yielded is called; not where another connection has
-        begun to bring it, or broken off in it, since this one began: nobody knows what lies there then."""
+        """Receive a piece inside this context, and call the yielded function to count it as received.
+
+        It does not count if another connection has since begun to write it or broken off in it: its bytes are then
+        unknown.
+        """
         turn = self._begin_attempt(piece)
         try:
             yield partial(self._complete_attempt, piece, turn)
@@ -86,13 +89,13 @@ class IncomingTransfer:
             self.received_chunks.discard(piece)
 
     def matches(self, sender: str, put: Put) -> bool:
-        """Whether these very bytes are what ``sender`` offers."""
+        """Return whether ``sender`` offers these very bytes."""
         own = self.put
         ours = (self.sender, own.version, own.digests, own.payload_bytes, own.manifest_bytes)
         return ours == (sender, put.version, put.digests, put.payload_bytes, put.manifest_bytes)
 
     def shut_down_writers(self) -> None:
-        """Whoever writes into it leaves soon."""
+        """Shut down the connections that write into this transfer."""
         for writer in self.writers:
             writer.shutdown()
 
@@ -101,7 +104,7 @@ class IncomingTransfer:
 
 
 class SlotReceiver:
-    """All transfers under way into this vault. Safe to use from any thread."""
+    """All transfers into this vault. Safe to use from any thread."""
 
     def __init__(
         self, store: SegmentStore, job_table: JobTable, finding_reporter: FindingReporter, counters: VaultCounters
@@ -116,9 +119,13 @@ class SlotReceiver:
         self._transfers: dict[bytes, IncomingTransfer] = {}
 
     def begin(self, job: str, sender: str, put: Put) -> IncomingTransfer | None:
-        """Sets a slot aside, or returns None where these very bytes are sealed here already.
+        """Reserve a slot, or return None if these very bytes are sealed here already.
 
-        Raises StaleGeneration, NotFound, MalformedMessage for lengths that do not fit together, OutOfSlotMemory.
+        Raises:
+            StaleGeneration: The offer's generation is over.
+            NotFound: The job is unknown.
+            MalformedMessage: The offer's lengths do not fit together.
+            OutOfSlotMemory: Memory for the slot is missing.
         """
         self._job_table.require_current(job, put.generation)
         _check_digests(put)
@@ -141,15 +148,22 @@ class SlotReceiver:
         return incoming
 
     def _versions_to_keep(self, key: SegmentKey, put: Put) -> list[Version]:
-        """Where there are not slots for all: what its rank names, and what it may not know yet to be committed."""
+        """Return the versions to keep if slots are short:
+
+        those the rank names, and newer ones it may not know as committed.
+        """
         segment = self._store.get(key)
         sealed = () if segment is None else (header.version for _, header in segment.view.sealed_slots())
         own = sorted((version for version in sealed if version.generation == put.generation), reverse=True)
         return [*put.keep, *own]
 
     def _wait_for_earlier_writers(self, segment: SegmentFile, sender: str, put: Put) -> None:
-        """Who offers the same bytes again has no more use for its earlier connections, which may be news here: a node
-        is slow, or no word comes from a cut line. What they have brought need not come again."""
+        """Wait for earlier connections that bring the same bytes to stop writing.
+
+        The sender has given them up, but this node may not know it yet: it is slow, or a cut line sends no notice. The
+        bytes
+        they brought need not come again.
+        """
         with self._writer_left:
             earlier = [i for i in self._transfers.values() if i.segment is segment and i.matches(sender, put)]
             for incoming in earlier:
@@ -160,8 +174,7 @@ class SlotReceiver:
                     self._writer_left.wait_for(unused, SETTLE_TIMEOUT_S)
 
     def _resume_detached(self, segment: SegmentFile, sender: str, put: Put) -> IncomingTransfer | None:
-        """What was left of a transfer of the same bytes, under a new name: the old connection has no part in it. What
-        was left of others is given up."""
+        """Resume an interrupted transfer of the same bytes under a new id, without the old connection; drop others."""
         with self._lock:
             left = [i for i in self._transfers.values() if i.segment.key == segment.key and i.is_detached]
             found = next((i for i in left if i.segment is segment and not i.writers and i.matches(sender, put)), None)
@@ -176,20 +189,22 @@ class SlotReceiver:
             return found
 
     def _abort_stale(self, key: SegmentKey) -> None:
-        """Transfers of a generation that is over cannot be finished; whose sender is gone without a word would hold its
-        slot until its connection is given up."""
+        """Abort transfers of a generation that is over:
+
+        a silent sender would hold its slot until its connection times out.
+        """
         generation = self._job_table.get_config(key.job).generation
         with self._lock:
             for incoming in [i for i in self._transfers.values() if i.segment.key == key]:
                 if (
                     incoming.put.generation < generation and not incoming.is_detached
-                ):  # what was left may be gone on with
+                ):  # an interrupted transfer may be resumed
                     incoming.is_aborted = True
                     incoming.shut_down_writers()
                     self._release_if_unused(incoming)
 
     def forget_job(self, job: str) -> None:
-        """The job is over; its transfers find no segment to seal in."""
+        """Forget a job that is over; its transfers find no segment to seal in."""
         with self._lock:
             for key in [k for k in self._segment_locks if k.job == job]:
                 del self._segment_locks[key]
@@ -207,10 +222,12 @@ class SlotReceiver:
         return free[slot_to_fill([segment.view.header(slot) for slot in free], set(put.keep))]
 
     def receive_part(self, job: str, sender: str, part: Part, channel: VaultChannel) -> None:
-        """Receives a part's chunks and hashes each.
+        """Receive a part's chunks and hash each.
 
-        Raises DigestMismatch for a bad chunk and Conflict where the sender's slot moved on, both with the connection in
-        step; Unavailable and MalformedMessage, after which it is of no use.
+        Raises:
+            DigestMismatch: A chunk is bad; the connection stays usable.
+            Conflict: The sender's slot was refilled; the connection stays usable.
+            Unavailable, MalformedMessage: The connection is unusable.
         """
         with self._writing_to(job, sender, part.transfer, channel) as incoming:
             if part.first_chunk + part.chunks > chunk_count(incoming.put.payload_bytes):
@@ -221,7 +238,7 @@ class SlotReceiver:
             raise failure
 
     def receive_manifest(self, job: str, sender: str, part: ManifestPart, channel: VaultChannel) -> None:
-        """Receives the manifest and hashes it. Raises what ``part`` does."""
+        """Receive the manifest and hash it. Raises what ``receive_part`` does."""
         with self._writing_to(job, sender, part.transfer, channel) as incoming:
             failure = self._receive_manifest_bytes(incoming, channel)
         if failure is not None:
@@ -230,7 +247,7 @@ class SlotReceiver:
 
     @contextmanager
     def _writing_to(self, job: str, sender: str, transfer: bytes, channel: VaultChannel) -> Iterator[IncomingTransfer]:
-        """Inside, the slot of the transfer is given to nobody else."""
+        """Keep the transfer's slot reserved inside this context."""
         with self._lock:
             incoming = self._transfers.get(transfer)
             if incoming is None or incoming.is_aborted or (incoming.job, incoming.sender) != (job, sender):
@@ -256,7 +273,7 @@ class SlotReceiver:
     def _receive_part_bytes(
         self, incoming: IncomingTransfer, part: Part, channel: VaultChannel
     ) -> EverstepError | None:
-        """The first failure; the rest of the part is taken off the wire all the same, to stay in step."""
+        """Return the first failure; read the rest of the part anyway to keep the connection in step."""
         failure: EverstepError | None = None
         for index in range(part.first_chunk, part.first_chunk + part.chunks):
             chunk = incoming.chunk(index)
@@ -288,7 +305,13 @@ class SlotReceiver:
             incoming.segment.view.discard(incoming.slot)
 
     def finish(self, job: str, sender: str, transfer: bytes) -> None:
-        """Seals the slot. Raises StaleGeneration, NotFound, and Conflict where bytes are missing."""
+        """Seal the slot.
+
+        Raises:
+            StaleGeneration: The transfer's generation is over.
+            NotFound: The transfer or the job is unknown.
+            Conflict: Bytes are missing, or the segment was replaced.
+        """
         with self._lock:
             incoming = self._transfers.get(transfer)
         if incoming is None or incoming.is_aborted or (incoming.job, incoming.sender) != (job, sender):
@@ -316,17 +339,18 @@ class SlotReceiver:
         self._counters.add("received_bytes", put.payload_bytes + put.manifest_bytes)
 
     def detach(self, transfer: bytes) -> None:
-        """The connection that began it ended; its sender may come back."""
+        """Detach a transfer whose first connection ended; its sender may come back."""
         with self._lock:
             incoming = self._transfers.get(transfer)
             if incoming is not None:
                 incoming.is_detached = True
-                if self._store.get(incoming.segment.key) is not incoming.segment:  # nobody can go on with it
+                # the segment is gone, so the transfer cannot resume
+                if self._store.get(incoming.segment.key) is not incoming.segment:
                     incoming.is_aborted = True
                     self._release_if_unused(incoming)
 
     def abort(self, transfer: bytes) -> None:
-        """Ends a transfer that is not finished, and frees its slot once nobody writes into it."""
+        """End an unfinished transfer, and free its slot once no connection writes into it."""
         with self._lock:
             incoming = self._transfers.get(transfer)
             if incoming is None:
@@ -346,8 +370,11 @@ def _slot_refilled_error(incoming: IncomingTransfer) -> Conflict:
 
 
 def fill_from_other_versions(incoming: IncomingTransfer) -> int:
-    """Copies the manifest and chunks that sealed slots of the same rank have too; each is hashed where it now lies.
-    Returns bytes of chunks."""
+    """Copy the manifest and chunks that sealed slots of the same rank share; each is hashed at its new place.
+
+    Returns:
+        The number of chunk bytes copied.
+    """
     view, count = incoming.segment.view, 0
     wanted: defaultdict[bytes, list[int]] = defaultdict(list)
     for index, digest in enumerate(incoming.digests[1:]):
@@ -360,7 +387,7 @@ def fill_from_other_versions(incoming: IncomingTransfer) -> int:
             if not incoming.has_manifest and manifest == incoming.digests[0]:
                 _copy_manifest(incoming, view.manifest(slot))
             payload = view.payload(slot)
-        except EverstepError:  # filled anew, or rotten: whoever looks after that slot says so
+        except EverstepError:  # refilled or damaged; the scrubber or reader of that slot reports it
             continue
         for place, digest in enumerate(theirs if wanted else ()):
             chunk = payload[place * CHUNK_BYTES : (place + 1) * CHUNK_BYTES]
@@ -370,7 +397,7 @@ def fill_from_other_versions(incoming: IncomingTransfer) -> int:
 
 
 def _copy_manifest(incoming: IncomingTransfer, manifest: bytes) -> None:
-    """``manifest`` hashes right."""
+    """Copy a manifest that hashes right."""
     if len(manifest) == len(incoming.manifest):
         incoming.manifest[:] = manifest
         incoming.has_manifest = True
@@ -381,7 +408,7 @@ def _copy_chunk(incoming: IncomingTransfer, index: int, chunk: memoryview) -> in
     if len(into) != len(chunk):
         return 0
     to, source = (ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (into, chunk))
-    ctypes.memmove(to, source, len(into))  # without Python's lock, which a slice's assignment would hold
+    ctypes.memmove(to, source, len(into))  # without Python's lock, which a slice assignment would hold
     if xxhash.xxh3_128_digest(into) != incoming.digests[index + 1]:
         return 0
     incoming.received_chunks.add(index)
@@ -400,7 +427,7 @@ def _holds(segment: SegmentFile, put: Put) -> bool:
 
 
 def _discard_others(incoming: IncomingTransfer) -> None:
-    """The same version with other bytes: the rank sealed it anew, and the newer word holds."""
+    """Discard the same version with other bytes: the rank sealed it again, and the newer seal holds."""
     view = incoming.segment.view
     for slot, header in list(view.sealed_slots()):
         if header.version == incoming.put.version and slot != incoming.slot:

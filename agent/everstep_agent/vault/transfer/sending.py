@@ -1,4 +1,4 @@
-"""Sending one sealed slot to one peer, over as many connections as it is worth."""
+"""Send sealed slots to peers, each over as many connections as its size justifies."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ from everstep_agent.vault.reporting import FindingReporter, VaultCounters
 from everstep_agent.vault.settings import VaultSettings
 from everstep_agent.vault.transfer.peers import PeerPool
 
-# ---- pacing
-# How fast a vault may send: one pace for all its transfers together.
+# Pacing: one rate limit for all of a vault's transfers together.
 
 BURST_S = 0.05
-"""Of sending that passes at once after a rest, so that a thread that wakes late does not lose its share."""
+"""Seconds of sending that pass at once after a rest, so that a thread that wakes late keeps its share."""
 
 
 class RateLimiter:
-    """Threads ask before they send, and are held until their bytes fit. Safe to use from any thread.
+    """Hold sending threads until their bytes fit the rate. Safe to use from any thread.
 
     Args:
-        bytes_per_s: None for no bound.
+        bytes_per_s: The maximum rate; None for no limit.
     """
 
     def __init__(self, bytes_per_s: float | None, clock: Clock, sleep: Callable[[float], object] = time.sleep) -> None:
@@ -54,7 +53,7 @@ class RateLimiter:
         return self._bytes_per_s is not None
 
     def acquire(self, byte_count: int) -> None:
-        """Returns when ``count`` bytes may be sent."""
+        """Return when ``byte_count`` bytes may be sent."""
         if self._bytes_per_s is None:
             return
         with self._lock:
@@ -66,23 +65,23 @@ class RateLimiter:
 
 
 MAX_CHUNKS_PER_PART = 8
-"""Chunks for which one answer is awaited: 64 MiB, so that the round trip is lost in the transfer."""
+"""Chunks acknowledged together: 64 MiB, so that the round trip hardly counts."""
 
 
 MAX_ATTEMPTS = 8
-"""Connections that one slot's copy may break; more is a peer, or a network, that does not work."""
+"""Broken connections allowed per copied slot; more mean a failing peer or network."""
 PACED_PIECE_BYTES = 1 << 20
-"""Sent at a time where a pace is kept, so that the wire is shared evenly."""
+"""Bytes sent at a time under a rate limit, so that the wire is shared evenly."""
 
 
 class OutgoingTransfer:
-    """A slot under way to a peer, and the parts of it that nobody has sent yet.
+    """A slot on its way to a peer, and the parts of it that no thread has taken yet.
 
     Args:
-        ready: the peer's answer, which says what it has already.
+        ready: The peer's answer, which lists the chunks it has already.
 
     Attributes:
-        sent: chunks that the peer has hashed, and the manifest where it had to be sent.
+        sent_chunks: Chunks that the peer has hashed, plus one for the manifest if it was sent.
     """
 
     def __init__(self, reader: SealedSlotReader, ready: Ready, rate_limiter: RateLimiter) -> None:
@@ -96,11 +95,11 @@ class OutgoingTransfer:
         self._is_stopped = threading.Event()
 
     def __len__(self) -> int:
-        """Parts that nobody sends."""
+        """Return the number of parts not taken yet."""
         return len(self._parts)
 
     def send_manifest(self, channel: VaultChannel) -> None:
-        """Where the peer has none like it. Raises what it refuses it for."""
+        """Send the manifest if the peer lacks it. Raises the peer's refusal."""
         if not self._lacks_manifest:
             return
         channel.send(ManifestPart(transfer=self._transfer))
@@ -109,12 +108,12 @@ class OutgoingTransfer:
             for piece in self._pieces(manifest[start : start + CHUNK_BYTES]):
                 self._rate_limiter.acquire(len(piece))
                 channel.send_bulk([piece])
-            channel.send_piece_status(True)  # it is a copy, and hashed right
+            channel.send_piece_status(True)  # the local copy was hashed and cannot change
         channel.receive_answer(PartDone)
         self.sent_chunks += 1
 
     def send(self, channel: VaultChannel) -> None:
-        """Sends parts until none is left. Raises what the peer refuses them for; a part that broke off is put back."""
+        """Send parts until none is left. Raises the peer's refusal; an interrupted part is put back."""
         while not self._is_stopped.is_set():
             try:
                 part = self._parts.popleft()
@@ -130,7 +129,7 @@ class OutgoingTransfer:
                 raise
 
     def stop(self) -> None:
-        """No further part is begun."""
+        """Begin no further part."""
         self._is_stopped.set()
 
     def _send_part(self, channel: VaultChannel, part: Part) -> None:
@@ -153,7 +152,7 @@ class OutgoingTransfer:
 
 
 def _parts(transfer: bytes, missing: list[int]) -> Iterator[Part]:
-    """Runs of missing chunks, none longer than is worth one answer."""
+    """Split the missing chunks into runs of at most MAX_CHUNKS_PER_PART."""
     first, count = 0, 0
     for chunk in missing:
         if count and (chunk != first + count or count == MAX_CHUNKS_PER_PART):
@@ -167,7 +166,7 @@ def _parts(transfer: bytes, missing: list[int]) -> Iterator[Part]:
 
 
 class SlotSender:
-    """Copies slots of this node to other vaults. ``streams`` runs the further connections of a large payload."""
+    """Copy slots of this node to other vaults. ``streams`` runs the further connections of a large payload."""
 
     def __init__(
         self,
@@ -188,12 +187,16 @@ class SlotSender:
     def send(
         self, generation: int, node: str, segment: SegmentFile, slot: int, header: SlotHeader, keep: tuple[Version, ...]
     ) -> None:
-        """Returns once ``node`` holds a copy that it has hashed; its copies of the versions ``keep`` stay.
+        """Send a slot and return once ``node`` holds a copy that it has hashed.
 
-        Where a connection breaks after some of it arrived, another goes on from there.
+        The peer's copies of the versions ``keep`` stay. If a connection breaks, another one continues after the bytes
+        that
+        arrived.
 
-        Raises Conflict where the rank filled the slot anew meanwhile, DigestMismatch where the bytes did not arrive as
-        sealed (this vault then looks at its own), and what the peer refuses for.
+        Raises:
+            Conflict: The rank refilled the slot meanwhile.
+            DigestMismatch: The bytes did not arrive as sealed; this vault then checks its own.
+            EverstepError: The peer's refusal.
         """
         reading = SealedSlotReader(segment, slot, header)
         put = _put(reading, generation, keep)
@@ -244,7 +247,7 @@ class SlotSender:
         helped = [e for h in helpers if isinstance(e := h.exception(), EverstepError)]
         if failures or any(not isinstance(e, Unavailable) for e in helped):
             raise _root_failure(failures + helped)
-        outgoing.send(channel)  # what a helper that could not connect has put back
+        outgoing.send(channel)  # parts that a failed helper connection has put back
         channel.send(PutDone(transfer=answer.transfer))
         channel.set_receive_timeout(self._settings.request_timeout_s)
         channel.receive_answer(Ack)
@@ -254,11 +257,11 @@ class SlotSender:
         return max(0, min(self._settings.streams, worth, parts) - 1)
 
     def _check_own_slot(self, reader: SealedSlotReader) -> None:
-        """The peer saw wrong bytes: were they wrong here already?"""
+        """Check the local slot after the peer received wrong bytes."""
         try:
             reader.check([(0, len(reader.payload))])
         except Conflict:
-            pass  # no longer there to be judged
+            pass  # the slot was refilled and cannot be checked
         except DigestMismatch as error:
             self._finding_reporter.report_corrupt_slot(
                 reader.segment, reader.slot, reader.header, error, detected_by="sender"
@@ -266,7 +269,7 @@ class SlotSender:
 
 
 def _root_failure(failures: list[EverstepError]) -> EverstepError:
-    """One stream's refusal ends the others too: with a broken connection, or as a transfer no longer under way."""
+    """Return the original refusal; the other streams fail with a broken connection or an unknown transfer."""
     return next((f for f in failures if not isinstance(f, Unavailable | MalformedMessage)), failures[0])
 
 
@@ -285,13 +288,11 @@ def _put(reader: SealedSlotReader, generation: int, keep: tuple[Version, ...]) -
     )
 
 
-# ---- replicate
-# Which slot is sent next: for each rank and peer one at a time, and of those that wait only one.
+# Replication: per rank and peer, send one slot at a time and keep at most one waiting.
 #
-# A rank seals a slot at every step. Where a peer is slower than that, what waited is superseded by what is newer, so
-# that a slow peer costs versions, never time or memory. But for one that may be committed, which comes before newer
-# ones
-# that may not: else a job whose copies take longer than a step would commit nothing.
+# A rank seals a slot at every step. If a peer is slower than that, a newer slot supersedes the waiting one, so that a
+# slow peer costs versions, never time or memory. A version that may be committed precedes newer ones that may not:
+# otherwise a job whose copies take longer than a step would commit nothing.
 
 log = logging.getLogger(__name__)
 
@@ -299,7 +300,7 @@ SendQueueKey = tuple[str, int, str]
 
 
 class ReplicationTask(msgspec.Struct, frozen=True):
-    """One slot that wants to go to one peer."""
+    """One slot to be sent to one peer."""
 
     generation: int
     segment: SegmentFile
@@ -314,7 +315,7 @@ class ReplicationTask(msgspec.Struct, frozen=True):
 
 
 class SendQueue:
-    """One rank's slots to one peer. ``copy`` returns "" when the peer holds the slot, else why it does not."""
+    """One rank's slots to one peer. ``copy`` returns "" when the peer holds the slot, else the reason it does not."""
 
     def __init__(self, copy: Callable[[ReplicationTask], Awaitable[str]], on_superseded: Callable[[], None]) -> None:
         self._copy = copy
@@ -323,7 +324,7 @@ class SendQueue:
         self._running: asyncio.Task[None] | None = None
 
     def submit(self, task: ReplicationTask) -> asyncio.Future[str]:
-        """The outcome to come. Of this one and what still waits in this lane, the lesser is answered as superseded."""
+        """Queue a task and return its future outcome; of it and a waiting task, the lesser is superseded."""
         outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         mine = (task, outcome)
         if self._waiting is not None:
@@ -359,7 +360,7 @@ def _resolve(outcome: asyncio.Future[str], value: str) -> None:
 
 
 class Replicator:
-    """Answers SlotSealed. Lives on the event loop; ``threads`` does the sending."""
+    """Answer SlotSealed messages on the event loop; ``threads`` does the sending."""
 
     def __init__(
         self,
@@ -379,7 +380,7 @@ class Replicator:
         self._send_queues: dict[SendQueueKey, SendQueue] = {}
 
     async def replicate(self, message: SlotSealed) -> Replicated:
-        """Raises what ``find`` does."""
+        """Copy the sealed slot to its replica nodes. Raises what ``find_slot`` does."""
         segment, header = self.find_slot(message)
         if not message.replicate_ranges:
             return Replicated(request=message.request, nodes=())
@@ -395,7 +396,12 @@ class Replicator:
         return Replicated(request=message.request, nodes=tuple(n for n in nodes if n not in failed), failed=failed)
 
     def find_slot(self, message: SlotSealed) -> tuple[SegmentFile, SlotHeader]:
-        """The slot. Raises StaleGeneration, and NotFound for an unknown job or a slot that is not sealed as is said."""
+        """Return the slot.
+
+        Raises:
+            StaleGeneration: The message's generation is over.
+            NotFound: The job is unknown, or the slot is not sealed as the message says.
+        """
         self._job_table.require_current(message.job, message.generation)
         key = SegmentKey(message.job, "own", message.local_rank)
         segment = self._store.get(key)
@@ -432,6 +438,6 @@ class Replicator:
         return ""
 
     def forget_job(self, job: str) -> None:
-        """Drops the lanes of a job that is over; what they are at ends by itself."""
+        """Drop the queues of a job that is over; running copies end by themselves."""
         for key in [k for k in self._send_queues if k[0] == job]:
             del self._send_queues[key]
