@@ -1,1 +1,4 @@
-"""The agent's line to the controller: what to say next, what waits to be said, and the connections that carry it."""
+"""The agent's connection to the controller: protocol state, unsent reports, credentials and sockets.
+
+The content of reports belongs in the packages that make them.
+"""

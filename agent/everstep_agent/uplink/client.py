@@ -1,7 +1,7 @@
-"""The agent's line to the controller: one session at a time with one of them, in the agent's event loop.
+"""Keep the agent connected to a controller: one session at a time, in the agent's event loop.
 
-Training never waits for any of it. What is said, and when, is ``everstep_agent.uplink.session``'s; whom to call next is
-``everstep_agent.uplink.client``'s; here both meet sockets and timers.
+Training never waits for the uplink. ``everstep_agent.uplink.session`` decides what is sent and when;
+``ControllerAddresses`` decides which controller to call next. This module connects both to sockets and timers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ from everstep_agent.uplink.heartbeat import HeartbeatProtocol, RefusalAction, op
 from everstep_agent.uplink.session import AgentCallbacks, ControllerSession, UplinkState
 from everstep_agent.uplink.spool import Spool, is_urgent
 
-# ---- addresses
-# Which controller to try next, and from when on. No sockets, no clocks.
+# Controller addresses: which to try next, and when. No sockets, no clocks.
 
 STABLE_SESSION_S = 1.0
-"""A session that lasted so long and ended is sought again at once; a shorter one counts as a failure."""
+"""Seconds after which an ended session is resumed at once; a shorter one counts as a failure."""
 
 HUNG_RETRY_S = 2.0
-"""Before an address that took a connection and said nothing costs its time-out again, where there are others."""
+"""Seconds before an address that accepted a connection and sent nothing is tried again, if there are others."""
 
 
 class _ControllerAddress(msgspec.Struct):
@@ -50,7 +49,8 @@ class _ControllerAddress(msgspec.Struct):
 class ControllerAddresses:
     """The controllers' addresses. Times are monotonic seconds.
 
-    After an end the others are tried at once, one after another; each address that fails has a back-off of its own.
+    After a session ends, the other addresses are tried at once, one after another. Each address that fails has its own
+    back-off.
     """
 
     def __init__(self, urls: Sequence[str]) -> None:
@@ -63,25 +63,25 @@ class ControllerAddresses:
         return len(self._addresses)
 
     def next_address(self, now: float) -> tuple[str, float]:
-        """The address to try next, and from when on: of those that may be tried now the one whose turn it is."""
+        """Return the address to try next, and the time to try it at: the next in turn among those that are due."""
         turn = self._addresses[self._first :] + self._addresses[: self._first]
-        chosen = min(turn, key=lambda address: max(address.not_before, now))  # the first of equals
+        chosen = min(turn, key=lambda address: max(address.not_before, now))  # min takes the first of equals
         return chosen.url, chosen.not_before
 
     def connect_timeout_s(self, url: str, floor_s: float, ceiling_s: float) -> float:
-        """How long to wait for a session with ``url``: twice as long after each time that it hung.
+        """Return the seconds to wait for a session with ``url``: twice as long after each time that it hung.
 
-        A controller that a whole fleet calls at once must come to answer somebody.
+        A controller that a whole fleet calls at once must be able to complete some answers.
         """
         return max(floor_s, Backoff(floor_s, ceiling_s).limit_s(self._find(url)[1].hang_count))
 
     def mark_left(self, url: str) -> None:
-        """We hung up, and come back."""
+        """Note that this side ended the session and will come back to ``url``."""
         self._first, address = self._find(url)
         address.failures = address.hang_count = 0
 
     def mark_ended(self, url: str, now: float, lasted_s: float, backoff: Backoff, uniform: float) -> None:
-        """A session ended: the others come first."""
+        """Note that a session ended: the other addresses come first."""
         address = self._find(url)[1]
         address.hang_count = 0
         if lasted_s >= STABLE_SESSION_S:
@@ -91,14 +91,14 @@ class ControllerAddresses:
             self.mark_failed(url, now, backoff, uniform)
 
     def mark_failed(self, url: str, now: float, backoff: Backoff, uniform: float, min_pause_s: float = 0.0) -> None:
-        """No session came of it: not again before the back-off, nor before ``at_least_s``."""
+        """Note that no session was made: wait for the back-off, and at least ``min_pause_s``."""
         address = self._find(url)[1]
         pause_s = max(backoff.delay_s(address.failures, uniform), min_pause_s)
         address.failures += 1
         self._put_last(url, now + pause_s)
 
     def mark_hung(self, url: str, now: float, backoff: Backoff, uniform: float) -> None:
-        """It did not answer in time, and may do so again: the others come first for a while."""
+        """Note that the controller did not answer in time: the other addresses come first for a while."""
         self._find(url)[1].hang_count += 1
         self.mark_failed(url, now, backoff, uniform, HUNG_RETRY_S if len(self) > 1 else 0.0)
 
@@ -111,17 +111,16 @@ class ControllerAddresses:
         return next((i, address) for i, address in enumerate(self._addresses) if address.url == url)
 
 
-# ---- elsewhere
-# Asking all controllers by which epoch they lead, for one that cannot reach the database and so cannot know.
+# Leadership query: ask all controllers for their epoch, for a controller that cannot reach the database.
 #
-# One of them may have taken over meanwhile, and the one that asks not reach it. What is found is carried back
-# (``Heartbeat.succession``); whether it is true is for that controller to see.
+# Another controller may have taken over meanwhile, unreachable for the asking one. The answer is carried back in
+# ``Heartbeat.succession``; the asking controller verifies it.
 
 MAX_ANSWER_BYTES = 16 << 10
 
 
 class _ReadyAnswer(msgspec.Struct):
-    """The part of ``/readyz`` that matters here; a controller that stands by shows no epoch."""
+    """The relevant part of ``/readyz``; a standby controller shows no epoch."""
 
     epoch: NonNegativeInt = 0
     proof: ShortText = ""
@@ -133,14 +132,14 @@ _READY = msgspec.json.Decoder(_ReadyAnswer)
 async def fetch_newest_succession(
     urls: Sequence[str], tls: ssl.SSLContext | None, timeout_s: float
 ) -> LeadershipProof | None:
-    """The highest epoch by which one of the controllers says it leads; None where none says so in time."""
+    """Return the highest epoch that a controller claims to lead by; None if none answers in time."""
     found = await asyncio.gather(*(_fetch_epoch(url, tls, timeout_s) for url in urls))
     newest = max(found, key=lambda ready: ready.epoch, default=_ReadyAnswer())
     return LeadershipProof(epoch=newest.epoch, proof=newest.proof) if newest.epoch else None
 
 
 async def _fetch_epoch(url: str, tls: ssl.SSLContext | None, timeout_s: float) -> _ReadyAnswer:
-    """What a controller says; of one that does not answer, or says something else, nothing is known."""
+    """Return a controller's answer; empty if it does not answer, or not readably."""
     try:
         async with asyncio.timeout(timeout_s):
             return _READY.decode(await _fetch_ready(url, tls))
@@ -149,7 +148,7 @@ async def _fetch_epoch(url: str, tls: ssl.SSLContext | None, timeout_s: float) -
 
 
 async def _fetch_ready(url: str, tls: ssl.SSLContext | None) -> bytes:
-    """The body of its answer to ``GET /readyz``, as far as that is read."""
+    """Return the body of its answer to ``GET /readyz``, up to MAX_ANSWER_BYTES."""
     parts = urlsplit(url)
     secure = parts.scheme == "https"
     port = parts.port or (443 if secure else 80)
@@ -169,14 +168,14 @@ async def _fetch_ready(url: str, tls: ssl.SSLContext | None) -> bytes:
 log = logging.getLogger(__name__)
 
 SLOW_RETRY_S = 10.0
-"""Between attempts that only a person can make succeed: a token, a version, a second agent."""
+"""Seconds between attempts that only a person can make succeed: a token, a version, a second agent."""
 
 
 class _SessionDriver:
-    """Turns a session: when it is due, when it has heard something, and when there is news.
+    """Run a session: when it is due, when a frame arrived, and when there is news.
 
     Args:
-        on_answer: called after each answer that the session was waiting for.
+        on_answer: Called after each answer that the session was waiting for.
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class _SessionDriver:
     ) -> None:
         self.session = session
         self.has_left = False
-        """Whether we hung up because the controller asked us to."""
+        """Whether this side disconnected because the controller asked for it."""
         self._connection = connection
         self._clock = clock
         self._on_answer = on_answer
@@ -194,7 +193,7 @@ class _SessionDriver:
         connection.set_frame_handler(self._handle_frame)
 
     def schedule(self) -> None:
-        """Turns once more, after whatever else is said in this round of the event loop: one frame for all of it."""
+        """Run the session after all reports of this event loop round, so that one frame carries them all."""
         if not self._is_scheduled:
             self._next_run.cancel()
             self._next_run = self._loop.call_soon(self._run_once)
@@ -211,7 +210,7 @@ class _SessionDriver:
         except EverstepError as error:
             self._connection.fail(error)
             return
-        except Exception as error:  # the agent's own: asyncio logs it, and the next session begins anew
+        except Exception as error:  # an internal error: asyncio logs it, and the next session begins anew
             self._connection.fail(Unavailable(f"the session failed: {error!r}", 0.0))
             raise
         if self.session.can_end:
@@ -229,11 +228,11 @@ class _SessionDriver:
 
 
 class Uplink:
-    """Speaks for one node: ``run`` until cancelled. For the event loop's thread only.
+    """Keep one node connected: ``run`` until cancelled. For the event loop's thread only.
 
     Args:
-        node: the agent behind it.
-        uniform: draws from [0, 1), for jitter.
+        agent: The agent of this node.
+        uniform: Draws from [0, 1), for jitter.
     """
 
     def __init__(
@@ -262,11 +261,11 @@ class Uplink:
 
     @property
     def outcomes(self) -> Counter[tuple[str, str]]:
-        """How often each line (session, register, heartbeat, reports) came to which end: ok, or an error's code."""
+        """Counts by request kind (session, register, heartbeat, reports) and outcome: ok, or an error's code."""
         return self._state.outcomes
 
     def report(self, report: AnyReport) -> None:
-        """Keeps a report and sends it: at once where it is urgent, within the seal window otherwise."""
+        """Queue a report and send it: at once if it is urgent, within the batch window otherwise."""
         self._state.spool.add(report, self._clock.monotonic())
         if self._driver is not None:
             self._driver.schedule()
@@ -274,14 +273,14 @@ class Uplink:
             self._wake.set()
 
     def beat_now(self) -> None:
-        """Something the next beat would tell is worth telling now."""
+        """Send the next beat at once, because it carries news."""
         self._wake.set()
         if self._driver is not None:
             self._driver.session.next_beat_at = self._clock.monotonic()
             self._driver.schedule()
 
     async def flush(self, timeout_s: float) -> bool:
-        """Waits until every report is acknowledged, for at most ``deadline_s``; returns whether all are."""
+        """Wait until every report is acknowledged, at most ``timeout_s``; return whether all are."""
         end = self._clock.monotonic() + timeout_s
         while len(self._state.spool) and self._clock.monotonic() < end:
             self._wake.set()
@@ -292,7 +291,7 @@ class Uplink:
         return not len(self._state.spool)
 
     async def run(self) -> None:
-        """Speaks until cancelled."""
+        """Stay connected until cancelled."""
         spread = True
         while True:
             url, at = self._controllers.next_address(self._clock.monotonic())
@@ -304,7 +303,7 @@ class Uplink:
                 if rested_until is not None:
                     await self._wait_between_sessions(rested_until)
 
-    # --- one session ---------------------------------------------------------------------------------------------
+    # One session
 
     async def _connect(self, url: str) -> ControllerConnection | None:
         patience_s = self._controllers.connect_timeout_s(
@@ -322,7 +321,7 @@ class Uplink:
         return connection
 
     async def _run_session(self, url: str, connection: ControllerConnection, spread_beat: bool) -> float | None:
-        """Speaks until the session ends. Returns when to come back where the controller asked us to hang up."""
+        """Run the session until it ends. Returns when to come back if the controller asked for a disconnect."""
         session = ControllerSession(
             self._state,
             self._agent,
@@ -351,7 +350,7 @@ class Uplink:
         return None
 
     def _check_succession(self, driver: _SessionDriver) -> None:
-        """Once at a time, for a controller that asked whether another one leads."""
+        """Start one leadership query for a controller that asked for it."""
         if driver.session.unsure_epoch and (self._succession_task is None or self._succession_task.done()):
             self._succession_task = asyncio.create_task(self._fetch_succession(driver))
 
@@ -368,7 +367,7 @@ class Uplink:
             self._succession_task = None
 
     async def _wait_between_sessions(self, until: float) -> None:
-        """Between two sessions with a controller that holds none: until the next beat, or urgent news."""
+        """Wait between two sessions with a controller that holds none: until the next beat, or urgent news."""
         if self._state.spool.newest_urgent_number > self._state.spool.sent_through:
             return
         self._is_between_sessions = True
@@ -388,7 +387,7 @@ class Uplink:
         except TimeoutError:
             pass
 
-    # --- how it goes ---------------------------------------------------------------------------------------------
+    # Outcomes
 
     def _handle_answer(self) -> None:
         self.answered_at = self._clock.monotonic()
@@ -400,7 +399,7 @@ class Uplink:
             self._check_succession(self._driver)
 
     def _handle_failure(self, url: str, error: EverstepError) -> None:
-        """No session came of it, or it ended by a refusal. Told once."""
+        """Handle a session that was not made or ended by a refusal; log it once."""
         now = self._clock.monotonic()
         if refusal_action(error, is_registering=True) is not RefusalAction.RETRY:
             self._log_refusal(error)

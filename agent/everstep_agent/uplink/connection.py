@@ -1,6 +1,6 @@
 """One session's connection, in the agent's event loop: TCP or TLS, an HTTP upgrade, then frames.
 
-Written out over asyncio, because a node daemon has little memory to spend: an HTTP client package costs 10 to 25 MiB,
+Implemented over asyncio, because a node daemon has little memory to spend: an HTTP client package costs 10 to 25 MiB,
 the standard library's 3.
 """
 
@@ -20,18 +20,17 @@ from everstep import __version__
 from everstep.errors import BY_CODE, DECODE_ERRORS, EverstepError, ProtocolError, RateLimited, Unavailable
 from everstep.wire.v1.agent import MAX_AGENT_FRAME_BYTES, PREFIX_BYTES, UPGRADE, FrameKind, FrameRefused, encode_frame
 
-# ---- refusals
-# What a controller's refusal is, whether it came as an HTTP answer or as a frame, and what silence is.
+# Refusals: convert an HTTP answer or a frame to an error.
 
 MAX_MESSAGE_LENGTH = 1000
 
 MAX_RETRY_AFTER_S = 5.0
 MAX_RETRY_AFTER_BUSY_S = 1.0
-"""What a controller may ask at most: a node with a job waits for directives that its ranks wait for."""
+"""Maximum pauses in seconds that a controller may ask for: on a node with a job, ranks wait for directives."""
 
 
 class AnswerTimeout(Unavailable):
-    """A controller took a connection, or not even refused it, and then said nothing in time."""
+    """A controller accepted a connection, or did not even refuse it, and then sent nothing in time."""
 
 
 class _ErrorBody(msgspec.Struct):
@@ -53,10 +52,10 @@ _BY_STATUS = {401: "unauthenticated", 403: "forbidden", 404: "not_found", 409: "
 
 
 def error_from_response(status: int, body: bytes, retry_after: str, url: str) -> EverstepError:
-    """The error that an HTTP answer stands for; what is no answer of ours is told by its status.
+    """Return the error for an HTTP answer; a foreign answer is classified by its status.
 
     Args:
-        retry_after: the header of that name, as it came; a date counts as none.
+        retry_after: The header of that name, as received; a date counts as none.
     """
     try:
         said = msgspec.json.decode(body, type=_Problem)
@@ -74,13 +73,13 @@ def error_from_response(status: int, body: bytes, retry_after: str, url: str) ->
 
 
 def error_from_frame(refused: FrameRefused, url: str) -> EverstepError:
-    """The error that a frame stands for."""
+    """Return the error for a refusal frame."""
     message = f"{url}: {refused.message[:MAX_MESSAGE_LENGTH]} ({refused.code})"
     return _error(BY_CODE.get(refused.code, ProtocolError), message, refused.retry_after_s)
 
 
 def retry_after_s(error: EverstepError, *, is_busy: bool) -> float:
-    """Seconds that the controller asked us to stay away, within reason; 0 where it asked for none."""
+    """Return the limited seconds that the controller asked this node to stay away; 0 if it did not ask."""
     if not isinstance(error, Unavailable | RateLimited) or not math.isfinite(error.retry_after_s):
         return 0.0
     return min(max(error.retry_after_s, 0.0), MAX_RETRY_AFTER_BUSY_S if is_busy else MAX_RETRY_AFTER_S)
@@ -101,22 +100,23 @@ def _phrase(status: int) -> str:
 
 MAX_HEAD_BYTES = 16 << 10
 MAX_REFUSAL_BYTES = 64 << 10
-"""Of the HTTP answer that opens a session, or refuses it."""
+"""Limits on the HTTP answer that opens a session, or refuses it."""
 
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
-"""A controller's machine that vanished without a word is noticed 11 s into a quiet time; an unanswered beat tells it
-sooner where beats come more often than that."""
+"""Keepalive detects a vanished controller machine after 11 s without traffic; frequent beats detect it sooner."""
 
 FrameHandler = Callable[[int, bytes], None]
 
 
 class ControllerConnection(asyncio.Protocol):
-    """A connection that ``open_session`` made. ``ended`` is done when it is over: its result is why.
+    """A connection made by ``open_session``.
 
-    ``opened`` is done when the controller has answered the request: its result is what it refused for.
+    Attributes:
+        opened: Done when the controller has answered the request; its result is the refusal, or None.
+        ended: Done when the connection is over; its result is the reason.
 
     Args:
-        url: of the controller, for messages.
+        url: The controller's URL, for messages.
     """
 
     def __init__(self, url: str) -> None:
@@ -129,17 +129,17 @@ class ControllerConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def send(self, kind: FrameKind, body: bytes) -> None:
-        """Writes a frame, into the socket where that takes it. One that is too late goes nowhere."""
+        """Write a frame, directly into the socket if possible. After the end it is dropped."""
         assert self._transport is not None
         self._transport.write(encode_frame(kind, body))
 
     def set_frame_handler(self, handle_frame: FrameHandler) -> None:
-        """From now on calls ``hear`` with each frame; what it raises ends the connection."""
+        """Call ``handle_frame`` with each frame from now on; an exception from it ends the connection."""
         self._handle_frame = handle_frame
         self._split_frames()
 
     def fail(self, error: EverstepError) -> None:
-        """Ends the connection now, for that reason; the first one counts."""
+        """End the connection now, with that reason; the first reason counts."""
         if not self.ended.done():
             self.ended.set_result(error)
         if not self.opened.done():
@@ -148,14 +148,14 @@ class ControllerConnection(asyncio.Protocol):
             self._transport.abort()
 
     def close(self) -> None:
-        """Ends the connection when what was sent is on its way."""
+        """End the connection once all sent data is on its way."""
         if not self.ended.done():
             self.ended.set_result(Unavailable(f"{self._url}: we hung up", 0.0))
             assert self._transport is not None
             self._transport.close()
 
     def request_session(self, path: str, host: str, token: str) -> None:
-        """Sends the request for a session."""
+        """Send the request for a session."""
         lines = [f"GET {path} HTTP/1.1", f"Host: {host}", "Connection: Upgrade", f"Upgrade: {UPGRADE}"]
         lines.append(f"User-Agent: everstep-agent/{__version__}")
         if token:
@@ -163,7 +163,7 @@ class ControllerConnection(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write("\r\n".join([*lines, "", ""]).encode())
 
-    # --- asyncio's side ------------------------------------------------------------------------------------------
+    # asyncio protocol callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -187,12 +187,12 @@ class ControllerConnection(asyncio.Protocol):
             self.fail(error)
 
     def eof_received(self) -> None:
-        """Half-closed is closed: the transport does it after this."""
+        """Return None: the transport then closes a half-closed connection."""
 
-    # --- reading -------------------------------------------------------------------------------------------------
+    # Reading
 
     def _read_answer(self) -> None:
-        """The HTTP answer, once it is there whole. Raises what it refuses us for."""
+        """Read the HTTP answer once it is complete. Raises its refusal."""
         head, end, body = self._buffer.partition(b"\r\n\r\n")
         if len(head) > MAX_HEAD_BYTES:
             raise ProtocolError(f"{self._url} answered with a head of more than {MAX_HEAD_BYTES} bytes")
@@ -224,7 +224,7 @@ class ControllerConnection(asyncio.Protocol):
 
 
 def _parsed(head: bytes, url: str) -> tuple[int, dict[str, str]]:
-    """Status and headers, names in lower case. Raises ProtocolError for what is no HTTP."""
+    """Return status and headers, names in lower case. Raises ProtocolError for another protocol."""
     first, *lines = head.decode("latin-1").split("\r\n")
     version, _, rest = first.partition(" ")
     if not version.startswith("HTTP/1.") or not rest[:3].isascii() or not rest[:3].isdigit():
@@ -241,13 +241,16 @@ def _describe_error(error: Exception) -> str:
 async def open_session(
     url: str, node: str, token: str, tls: ssl.SSLContext | None, timeout_s: float
 ) -> ControllerConnection:
-    """A connection that may send and ``listen``.
+    """Open a connection that may send, and receive after ``set_frame_handler``.
 
     Args:
-        token: none is shown where it is empty (a client certificate in ``tls`` speaks for the node).
-        within_s: for TCP, TLS and the controller's answer together; NoAnswer after that.
+        token: Empty for none (a client certificate in ``tls`` identifies the node).
+        timeout_s: Seconds for TCP, TLS and the controller's answer together.
 
-    Raises Unavailable where no controller is, and the error of ``everstep.errors`` that it refused with.
+    Raises:
+        AnswerTimeout: The controller did not answer in time.
+        Unavailable: No controller is there.
+        EverstepError: The controller's refusal.
     """
     parts = urlsplit(url)
     assert parts.hostname is not None

@@ -1,8 +1,8 @@
-"""How a node comes by a token of its own: once, with a join token, and again when its token is refused.
+"""Obtain a node's own token: once, with a join token, and again when the token is refused.
 
-The secret is made here and its hash is sent, so that no answer carries it. It is kept in a file until the controller's
-answer has come: an agent that is killed between the two asks again with the same secret and is answered the same, even
-where its join token could be used only once.
+The secret is generated here and only its hash is sent, so that no answer carries it. It is kept in a file until the
+controller's answer has come. An agent that is killed between the two asks again with the same secret and gets the same
+answer, even if its join token could be used only once.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from everstep_agent.config import AgentSettings, read_token, tls_context
 log = logging.getLogger(__name__)
 
 REFUSED_RETRY_S = 10.0
-"""Between attempts that only a person can make succeed."""
+"""Seconds between attempts that only a person can make succeed."""
 _UNREACHABLE_BACKOFF = Backoff(floor_s=0.05, ceiling_s=5.0)
 _SECRET_CHARACTERS = 64
 
 
 def can_enrol(settings: AgentSettings) -> bool:
-    """Whether this agent has what it takes."""
+    """Return whether this agent has a join token and a token file."""
     return settings.join_token_file is not None and settings.token_file is not None
 
 
 async def ensure_token(settings: AgentSettings, stop: asyncio.Event) -> None:
-    """Returns once there is a token file, or there can be none, or ``stop`` is set. Enrols where the file is missing.
+    """Enrol if the token file is missing; return once it exists, cannot exist, or ``stop`` is set.
 
-    Raises ConfigurationError where the join token cannot be read or the token cannot be written.
+    Raises:
+        ConfigurationError: The join token cannot be read, or the token cannot be written.
     """
     if not can_enrol(settings) or (settings.token_file is not None and settings.token_file.exists()):
         return
@@ -67,9 +68,10 @@ async def _pause(stop: asyncio.Event, seconds: float) -> None:
 
 
 async def renew_token(settings: AgentSettings, refused_token: str) -> str:
-    """The token to try next, after the controller did not know ``refused``: the file's, or one enrolled for anew.
+    """Return the token to try after ``refused_token``: the file's, or a newly enrolled one.
 
-    Raises EverstepError where there is none.
+    Raises:
+        EverstepError: There is none.
     """
     token = read_token(settings.token_file, "agent token")
     if token == refused_token and can_enrol(settings):
@@ -79,9 +81,12 @@ async def renew_token(settings: AgentSettings, refused_token: str) -> str:
 
 
 def enrol(settings: AgentSettings) -> None:
-    """Asks for a credential and writes the token file, whatever it held. Blocks for one request at each controller.
+    """Request a credential and overwrite the token file. Blocks for one request at each controller.
 
-    Raises Unavailable where no controller answers, the controller's own refusal, and ConfigurationError for files.
+    Raises:
+        Unavailable: No controller answers.
+        ConfigurationError: A file cannot be read or written.
+        EverstepError: The controller's refusal.
     """
     assert settings.token_file is not None
     join_token = read_token(settings.join_token_file, "join token")
@@ -95,7 +100,7 @@ def enrol(settings: AgentSettings) -> None:
 
 
 def _request_enrolment(settings: AgentSettings, join_token: str, request: Enrol) -> Enrolled:
-    """The first controller's answer. Raises the refusal of one, or Unavailable where none answers."""
+    """Return the first controller's answer. Raises its refusal, or Unavailable if none answers."""
     tls, away = tls_context(settings), Unavailable("no controller is known")
     for url in settings.controllers:
         try:
@@ -106,7 +111,7 @@ def _request_enrolment(settings: AgentSettings, join_token: str, request: Enrol)
 
 
 def _load_or_create_secret(file: Path) -> str:
-    """The secret of an attempt whose outcome is not known, or a new one that the next attempt will find."""
+    """Return the secret of an attempt with unknown outcome, or a new one that the next attempt will find."""
     try:
         secret = file.read_text().strip()
     except OSError:
@@ -118,9 +123,10 @@ def _load_or_create_secret(file: Path) -> str:
 
 
 def write_private(file: Path, text: str) -> None:
-    """Writes one line for this user's eyes, durably, so that a reader sees all of it or what was there before.
+    """Write one line, mode 0600, durably and atomically.
 
-    Raises ConfigurationError where the file cannot be written.
+    Raises:
+        ConfigurationError: The file cannot be written.
     """
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     try:
@@ -135,15 +141,14 @@ def write_private(file: Path, text: str) -> None:
         raise ConfigurationError(f"the token file {file} cannot be written: {error.strerror}") from error
 
 
-# ---- credentials
-# What an agent shows of itself, read anew for each connection, so that it is renewed without a restart.
+# Credentials of an agent, read anew for each connection, so that renewal needs no restart.
 
 MIN_RENEWAL_INTERVAL_S = 10.0
-"""A token that is refused although it was issued a moment ago is not mended by another one."""
+"""Seconds between renewals: if a token issued a moment ago is refused, another one does not help."""
 
 
 class AgentCredentials:
-    """The agent's token, and its side of TLS. Raises ConfigurationError where they cannot be read at first."""
+    """The agent's token, and its side of TLS. Raises ConfigurationError if they cannot be read at first."""
 
     def __init__(self, settings: AgentSettings, clock: Clock) -> None:
         self._settings = settings
@@ -154,7 +159,7 @@ class AgentCredentials:
         self._context = tls_context(settings)
 
     def token(self) -> str:
-        """The file's token; the one before while the file cannot be read. Empty where there is none."""
+        """Return the file's token, the previous one while the file cannot be read, or "" for none."""
         try:
             self._token = read_token(self._settings.token_file, "agent token")
         except ConfigurationError as error:
@@ -162,7 +167,7 @@ class AgentCredentials:
         return self._token
 
     def tls(self) -> ssl.SSLContext | None:
-        """The context to connect with, made anew when one of its files has changed."""
+        """Return the context to connect with, made anew when one of its files has changed."""
         stamps = self._file_stamps()
         if stamps != self._loaded_stamps:
             self._loaded_stamps = stamps
@@ -173,7 +178,7 @@ class AgentCredentials:
         return self._context
 
     async def renew(self) -> bool:
-        """After our token was refused: whether there is another, in its file or by enrolling anew."""
+        """Look for another token after a refusal, in the file or by enrolling anew. Returns whether there is one."""
         now = self._clock.monotonic()
         if now < self._next_renewal_at:
             return False

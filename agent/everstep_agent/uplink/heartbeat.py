@@ -1,7 +1,7 @@
-"""What an agent says next to its controller, and what an answer means. No sockets, no clocks.
+"""Protocol state of an agent: the next message, and the meaning of answers. No sockets, no clocks.
 
-``Conversation`` decides between registering and beating; ``Inbox`` takes directives that may come twice; ``meaning_of``
-says what a refusal asks of us.
+``HeartbeatProtocol`` decides between registering and beating; ``DirectiveInbox`` drops repeated directives;
+``refusal_action`` classifies refusals.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from everstep.wire.v1.training import FindingCleared, FindingRaised, RankProgres
 
 MIN_INTERVAL_S = 0.05
 MAX_INTERVAL_S = 60.0
-"""Bounds on what a controller may set as heartbeat interval: a mistaken 0 must not become a busy loop."""
+"""Limits on the heartbeat interval a controller may set: a mistaken 0 must not become a busy loop."""
 
 MAX_REMEMBERED_DIRECTIVES = 4096
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a registration says of the node itself; a change of it is registered anew."""
+    """A registration's facts about the node; a change is registered anew."""
 
     vault_address: Address
     boot_id: str = ""
@@ -61,23 +61,26 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RefusalAction(Enum):
-    """What a controller's error asks of the agent."""
+    """The agent's response to a controller's error."""
 
     REGISTER = "register"
-    """It does not know this node, or this life of it: register and go on."""
+    """The controller does not know this node, or this run of the agent: register and continue."""
 
     RETRY = "retry"
-    """It is away, or in trouble of its own: the same again, later."""
+    """The controller is away, or in trouble of its own: send the same again later."""
 
     NEEDS_OPERATOR = "person"
-    """A person must act (token, version, a second agent): say so once, loudly, and retry slowly."""
+    """A person must act (token, version, a second agent): log it once as an error, and retry slowly."""
 
     DROP_MESSAGE = "message"
-    """This message will never be taken: leave it out."""
+    """The message will never be accepted: drop it."""
 
 
 def refusal_action(error: EverstepError, *, is_registering: bool) -> RefusalAction:
-    """What ``error`` asks of us. A registration refused as stale means that another agent speaks for this node."""
+    """Return the response to ``error``.
+
+    A registration refused as stale means that another agent uses this node's name.
+    """
     if isinstance(error, AuthenticationError | PermissionDenied | VersionMismatch):
         return RefusalAction.NEEDS_OPERATOR
     if isinstance(error, NotFound | StaleGeneration | Conflict):
@@ -88,7 +91,7 @@ def refusal_action(error: EverstepError, *, is_registering: bool) -> RefusalActi
 
 
 def operator_advice(error: EverstepError, node: str) -> str:
-    """What a person can do about a refusal of kind ``PERSON``."""
+    """Return advice for the operator on a refusal of kind ``NEEDS_OPERATOR``."""
     if isinstance(error, AuthenticationError):
         return (
             f"mint a token with `everstep-controller token --role agent --subject {node}` and give it by --token-file"
@@ -103,11 +106,11 @@ def operator_advice(error: EverstepError, node: str) -> str:
 
 
 class HeartbeatProtocol:
-    """One life of an agent, as its controller hears it.
+    """One run of an agent, as seen by its controller.
 
     Args:
-        node, incarnation: whose words these are.
-        agent_version: told at registration.
+        node, incarnation: Identify this run.
+        agent_version: Sent at registration.
     """
 
     def __init__(self, node: NodeId, incarnation: Incarnation, agent_version: str) -> None:
@@ -128,13 +131,20 @@ class HeartbeatProtocol:
         return self._registered_facts is not None
 
     def forget_registration(self) -> None:
-        """The controller does not know us (any more): the next word is a registration with the full picture."""
+        """Forget the registration, because the controller does not know this agent:
+
+        register next, with all findings.
+        """
         self._registered_facts = None
         self._acknowledged_findings = None
 
     def handle_session_lost(self) -> None:
-        """Who answers next may have begun meanwhile, with nothing but records: the next beat tells all findings, so
-        that it need not ask for them. A whole fleet comes back at once."""
+        """Send all findings with the next beat.
+
+        The next controller may have started meanwhile with only its records. Sending all findings spares it from asking
+        a
+        whole fleet for them.
+        """
         self.is_reconnecting = True
         self._acknowledged_findings = None
 
@@ -147,7 +157,7 @@ class HeartbeatProtocol:
         wall: float,
         directives_through: int = 0,
     ) -> Register | Heartbeat:
-        """A registration where one is due, else the next beat; findings ride along only when they are news."""
+        """Return a registration if one is due, else the next beat, with findings only if they changed."""
         findings = limit_findings(findings)
         if self._registered_facts != facts:
             return Register(
@@ -177,7 +187,7 @@ class HeartbeatProtocol:
         )
 
     def handle_registered(self, sent: Register, facts: NodeFacts, answer: Registered) -> None:
-        """Takes the controller's terms. Raises VersionMismatch where it chose a protocol we do not speak."""
+        """Accept the controller's terms. Raises VersionMismatch if it chose an unsupported protocol."""
         if answer.protocol not in SUPPORTED_VERSIONS:
             raise VersionMismatch(
                 f"the controller chose protocol {answer.protocol}, and this agent speaks {SUPPORTED_VERSIONS}"
@@ -189,7 +199,7 @@ class HeartbeatProtocol:
         self.is_reconnecting = False
 
     def handle_heartbeat_answer(self, sent: Heartbeat, answer: HeartbeatAnswer) -> None:
-        """Notes what the controller has heard; after ``resend`` the next beat tells all findings."""
+        """Note the acknowledged findings; after ``resend`` the next beat carries all of them."""
         self.is_reconnecting = False
         if answer.resend:
             self._acknowledged_findings = None
@@ -197,8 +207,12 @@ class HeartbeatProtocol:
             self._acknowledged_findings = sent.findings
 
     def handle_reports_answer(self, sent: tuple[NumberedReport, ...], findings: tuple[Finding, ...]) -> None:
-        """A finding that was raised or cleared may be news no more once it is heard: an earlier life saw it, or the
-        controller was away for long. The next beat then tells ``findings``, the picture of now, all the same."""
+        """Resend all findings if an acknowledged report no longer matches the present ``findings``.
+
+        A raised or cleared finding may be outdated when the controller receives it: an earlier run saw it, or the
+        controller
+        was away for long.
+        """
         stand = {finding.key for finding in findings}
         for body in (report.body for report in sent):
             raised = isinstance(body, FindingRaised) and body.finding.key not in stand
@@ -207,13 +221,13 @@ class HeartbeatProtocol:
 
 
 def limit_findings(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Return at most MOST_FINDINGS findings, which is what a message may carry.
+    """Return at most MOST_FINDINGS findings, the limit of a message.
 
     Args:
-        findings: everything that stands on the node.
+        findings: All active findings of the node.
 
     Returns:
-        ``findings`` where they fit. Otherwise the gravest of them, and one more that says how many are missing.
+        ``findings`` if they fit. Otherwise the gravest of them, and one more with the number of missing ones.
     """
     if len(findings) <= MOST_FINDINGS:
         return findings
@@ -237,23 +251,27 @@ def _omitted_finding(count: int, total: int) -> Finding:
 
 
 class DirectiveInbox:
-    """Directives, each handed on once.
+    """Directives, each passed on once.
 
-    A directive comes again in the next session where its acknowledgement was lost. It is known by number *and*
-    content, because a controller whose database was lost counts from the start again.
+    A directive comes again in the next session if its acknowledgement was lost. It is identified by number *and*
+    content,
+    because a controller whose database was lost counts from the start again.
     """
 
     def __init__(self) -> None:
         self.received_through = 0
-        """Every directive up to this one was handed on."""
+        """Every directive up to this number was passed on."""
         self._seen_digests: OrderedDict[int, int] = OrderedDict()
 
     def start_at(self, next_directive: int) -> None:
-        """From a registration's answer: the smallest number still to come."""
+        """Take the smallest number still to come from a registration's answer."""
         self.received_through = max(0, next_directive - 1)
 
     def filter_new(self, directives: Iterable[Directive]) -> list[Directive]:
-        """What is new among ``directives``, in order of their numbers. Nothing before the last of them is to come."""
+        """Return the new ones among ``directives``, in order of their numbers.
+
+        None before the last of them is to come.
+        """
         directives = sorted(directives, key=lambda d: d.seq)
         if directives:
             self.received_through = max(self.received_through, directives[-1].seq)

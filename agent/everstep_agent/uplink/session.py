@@ -1,8 +1,8 @@
-"""One session with a controller: frames in, frames out, and when to speak next. No sockets, no clock of its own.
+"""One session with a controller: frames in, frames out, and the time of the next send. No sockets, no own clock.
 
-Beats go out when they are due, whatever else waits. Reports go out at once where they are urgent, one frame at a time,
-which begins with the oldest that is not acknowledged; what came meanwhile goes into the next. Beats that tell of no
-findings are answered every few seconds only.
+Beats go out when they are due, whatever else waits. Urgent reports go out at once, one frame at a time, starting with
+the oldest that is not acknowledged; later ones go into the next frame. Beats without findings are answered only every
+few seconds.
 """
 
 from __future__ import annotations
@@ -45,14 +45,17 @@ from everstep_agent.uplink.spool import MAX_REPORTS_PER_REQUEST, Spool
 log = logging.getLogger(__name__)
 
 MAX_REFUSED_BEATS = 3
-"""In a row, after which a controller is left where there are others: it is not in charge, or can do no more."""
+"""Consecutive refusals after which a controller is left, if there are others: it does not lead, or is overloaded."""
 
 REQUEST_KINDS = ("session", "register", "heartbeat", "reports")
-"""What is asked of controllers; their answers are counted from 0 on."""
+"""Request kinds whose answers are counted; each count starts at 0."""
 
 MIN_RETRY_S = 0.1
-"""Before a refused beat or frame of reports is said again, where the controller names no time. Urgent news waits no
-longer than this: a controller whose database is away refuses what it cannot promise, and decides all the same."""
+"""Seconds before a refused beat or report frame is sent again, if the controller names no time.
+
+Urgent news waits no longer than this: a controller without its database refuses reports that it cannot store, and
+still decides by them.
+"""
 
 _REQUEST_TYPES: dict[int, type] = {
     FrameKind.REGISTER: Register,
@@ -70,24 +73,23 @@ _DIRECTIVE: msgspec.json.Decoder[AnyDirective] = msgspec.json.Decoder(AnyDirecti
 
 
 class AgentCallbacks(Protocol):
-    """What a session asks of the agent, and tells it."""
+    """The agent's side of a session."""
 
     def node_facts(self) -> NodeFacts: ...
     def findings(self) -> tuple[Finding, ...]: ...
     def rank_progress(self) -> tuple[RankProgress, ...]: ...
     def is_busy(self) -> bool:
-        """Whether a job is on the node, so that an absent controller is worth asking often."""
+        """Return whether a job is on the node, so that an absent controller is worth asking often."""
 
     def on_recognized(self, known_jobs: Collection[str]) -> None:
-        """The controller has come to know this life: offers of live launchers are to be said again, but for those of
-        jobs ``shown`` to it, by their ranks' progress."""
+        """Send live launchers' offers again to a controller new to this agent, except those of ``known_jobs``."""
 
     def on_directives(self, directives: list[Directive]) -> None: ...
     def on_server_time(self, server_at: float, received_at: float, round_trip_s: float) -> None: ...
 
 
 class UplinkState(msgspec.Struct, kw_only=True):
-    """What an agent has to say and has been told, over all its sessions. ``outcomes``: by line and outcome."""
+    """State of the uplink over all sessions. ``outcomes`` counts by request kind and outcome."""
 
     heartbeat_protocol: HeartbeatProtocol
     spool: Spool
@@ -99,7 +101,7 @@ class UplinkState(msgspec.Struct, kw_only=True):
 
 
 class _PendingFrame(msgspec.Struct):
-    """A frame that waits for its answer. ``registrations``: how many there had been when it went out."""
+    """A frame that waits for its answer. ``registration_count`` is the number of registrations when it was sent."""
 
     message: Any
     sent_at: float
@@ -107,18 +109,17 @@ class _PendingFrame(msgspec.Struct):
 
 
 class ControllerSession:
-    """``pump`` says what is due, ``heard`` takes what comes; after either, ask ``pump`` again when it said.
+    """One session: ``send_due`` sends due frames and returns the time to call it again; ``handle_frame`` takes a frame.
 
-    Both raise EverstepError where this session is of no more use: NoAnswer where the controller owes an answer for too
-    long, and what it refused us for.
+    Both raise EverstepError if this session is of no more use: AnswerTimeout if an answer is overdue, or the refusal.
 
     Args:
-        url: for messages and logs.
-        send: takes each frame, in order.
-        uniform: draws from [0, 1), for jitter.
-        spread: whether the second beat comes at a random moment, for a fleet that connected in the same instant.
-        answer_within_s: how long an answer to a beat or a registration may take.
-        elsewhere: whether there are other controllers, so that one that is unavailable is worth leaving.
+        url: The controller's URL, for messages and logs.
+        send: Takes each frame, in order.
+        uniform: Draws from [0, 1), for jitter.
+        spread_beat: Whether the second beat comes at a random moment, for a fleet that connected in the same instant.
+        answer_timeout_s: Seconds that an answer to a beat or a registration may take.
+        has_other_controllers: Whether an unavailable controller is worth leaving.
     """
 
     def __init__(
@@ -138,12 +139,12 @@ class ControllerSession:
         self.is_kept_open = True
         """Whether the controller wants the session to stay open between beats."""
         self.is_flushing = False
-        """Whether reports go out that could wait for company."""
+        """Whether reports are sent without waiting for others."""
         self.next_beat_at = clock.monotonic()
         self.unsure_epoch = 0
-        """The epoch of a controller that asks whether another one leads; 0 where it is sure. See ``succession``."""
+        """The epoch of a controller that asks whether another one leads; 0 if it does not ask. See ``succession``."""
         self.succession: LeadershipProof | None = None
-        """What the next beat tells it of that."""
+        """The proof of another controller's lead, sent with the next beat."""
         self._state = state
         self._agent = agent
         self._clock = clock
@@ -167,7 +168,7 @@ class ControllerSession:
         return not self.is_kept_open and not self._pending_beats and not self._pending_reports and not self.unsure_epoch
 
     def send_due(self) -> float:
-        """Says what is due; returns when something will be (monotonic seconds)."""
+        """Send all due frames; return when the next will be due (monotonic seconds)."""
         now = self._clock.monotonic()
         if self._pending_beats and now >= self._pending_beats[0].sent_at + self._answer_timeout_s:
             self._state.outcomes[_message_kind(self._pending_beats[0].message), AnswerTimeout.code] += 1
@@ -177,7 +178,7 @@ class ControllerSession:
         deadline = self._pending_beats[0].sent_at + self._answer_timeout_s if self._pending_beats else math.inf
         return min(self._send_reports(now), deadline, math.inf if self._is_registering else self.next_beat_at)
 
-    # --- speaking ------------------------------------------------------------------------------------------------
+    # Sending
 
     @property
     def _is_registering(self) -> bool:
@@ -209,7 +210,7 @@ class ControllerSession:
         self._send(kind, msgspec.json.encode(message))
 
     def _choose_beat_kind(self, message: Register | Heartbeat, now: float) -> FrameKind:
-        """A beat is quiet where nothing hangs on its answer, and the last one that was asked for is young."""
+        """Choose a one-way beat if nothing depends on its answer, and the last requested answer is recent."""
         if isinstance(message, Register):
             return FrameKind.REGISTER
         asked = self.unsure_epoch or not self.is_kept_open
@@ -218,12 +219,13 @@ class ControllerSession:
         return FrameKind.HEARTBEAT if awaits or due else FrameKind.ONE_WAY_HEARTBEAT
 
     def _send_reports(self, now: float) -> float:
-        """Sends what is due; returns when more will be."""
+        """Send due reports; return when more will be due."""
         spool = self._state.spool
         if self._is_registering or not self._state.heartbeat_protocol.is_registered:
             return math.inf
         wait_s, is_news = spool.wait_s(now), spool.newest_urgent_number > spool.sent_through
-        if wait_s is None or len(self._pending_reports) > (1 if is_news else 0):  # a controller lets what is mild rest
+        # a controller may delay its answer to mild reports
+        if wait_s is None or len(self._pending_reports) > (1 if is_news else 0):
             return math.inf
         due = max(
             now if self.is_flushing else now + wait_s, self._urgent_not_before if is_news else self._reports_not_before
@@ -239,10 +241,10 @@ class ControllerSession:
     def _make_pending(self, message: Any, now: float) -> _PendingFrame:
         return _PendingFrame(message, now, self._state.heartbeat_protocol.registrations)
 
-    # --- hearing -------------------------------------------------------------------------------------------------
+    # Receiving
 
     def handle_frame(self, kind: int, body: bytes) -> None:
-        """Takes a frame."""
+        """Handle a frame."""
         if kind == FrameKind.GO_AWAY:
             self.is_kept_open = False
             return
@@ -311,14 +313,14 @@ class ControllerSession:
         self._state.max_batch_reports = min(MAX_REPORTS_PER_REQUEST, self._state.max_batch_reports * 2)
 
     def _handle_directives(self, directives: tuple[Directive, ...]) -> None:
-        """Hands on what is new, and only then says so: an agent that dies in between is told again."""
+        """Pass on new directives, then acknowledge: if the agent dies in between, the controller sends them again."""
         if not directives:
             return
         if news := self._state.inbox.filter_new(directives):
             self._agent.on_directives(news)
         self._send(FrameKind.ACKNOWLEDGE, msgspec.json.encode(Acknowledge(through=self._state.inbox.received_through)))
 
-    # --- refusals ------------------------------------------------------------------------------------------------
+    # Refusals
 
     def _handle_refused(self, refused: FrameRefused) -> None:
         error = error_from_frame(refused, self._url)
@@ -338,8 +340,10 @@ class ControllerSession:
                 raise error
 
     def _handle_unrequested_refusal(self, kind: int, error: EverstepError) -> None:
-        """An acknowledgement is said again by the next beat, and after a quiet beat the next one asks; anything else is
-        the controller's last word."""
+        """Handle a refusal of a frame that expects no answer; raises ``error`` if the refusal is final.
+
+        The next beat repeats an acknowledgement, and the beat after a one-way beat asks for an answer.
+        """
         meaning = refusal_action(error, is_registering=False)
         if kind not in (FrameKind.ACKNOWLEDGE, FrameKind.ONE_WAY_HEARTBEAT) or meaning not in (
             RefusalAction.REGISTER,
@@ -354,7 +358,7 @@ class ControllerSession:
             self._register_again(self._state.heartbeat_protocol.registrations)
 
     def _pop_pending(self, kind: int) -> _PendingFrame:
-        """The frame that an answer is for: the oldest one, which must be of that kind."""
+        """Return the frame that an answer is for: the oldest one, which must be of that kind."""
         if kind == FrameKind.REPORTS and self._pending_reports:
             return self._pending_reports.popleft()
         if not self._pending_beats or not isinstance(self._pending_beats[0].message, _REQUEST_TYPES[kind]):
@@ -362,7 +366,7 @@ class ControllerSession:
         return self._pending_beats.popleft()
 
     def _register_again(self, registrations: int) -> None:
-        """It does not know this life; unless it has come to know it since that was said."""
+        """Register again if the controller does not know this agent, unless it has registered since."""
         if self._is_registering or registrations != self._state.heartbeat_protocol.registrations:
             return
         self._state.heartbeat_protocol.forget_registration()
@@ -374,7 +378,7 @@ class ControllerSession:
             return
         self._state.heartbeat_protocol.handle_reports_answer(
             sent.message, self._agent.findings()
-        )  # it decides, durable or not
+        )  # the controller decides by the reports, durable or not
         now = self._clock.monotonic()
         self._reports_not_before = now + self._pause_s(error)
         self._urgent_not_before = self._reports_not_before if isinstance(error, RateLimited) else now + MIN_RETRY_S
@@ -383,7 +387,7 @@ class ControllerSession:
         return max(retry_after_s(error, is_busy=self._agent.is_busy()), MIN_RETRY_S * (1.0 + self._uniform()))
 
     def _delay_beat(self, error: EverstepError) -> None:
-        """Puts off the next beat, which asks. Raises ``error`` where another controller may be in charge."""
+        """Delay the next beat, which asks for an answer. Raises ``error`` if another controller may lead."""
         self._answer_due_at = -math.inf
         self.next_beat_at = self._clock.monotonic() + self._pause_s(error)
         self._refused_beats += 1
@@ -391,7 +395,7 @@ class ControllerSession:
             raise error
 
     def _halve_batch(self, batch: tuple[NumberedReport, ...], error: EverstepError) -> None:
-        """A frame was refused for its content: halve until the one report is found, and leave that one out."""
+        """Halve a frame refused for its content until the one bad report is found, then drop that one."""
         if len(batch) > 1:
             self._state.max_batch_reports = max(1, len(batch) // 2)
             return
@@ -406,7 +410,7 @@ def _message_kind(message: Any) -> str:
 
 
 def _decode_deflated(body: bytes) -> Directive:
-    """Raises zlib.error for what is not deflated, or is longer than a frame may be, and what msgspec raises."""
+    """Inflate a directive. Raises zlib.error if the data is not deflated or too long, and msgspec's errors."""
     inflater = zlib.decompressobj()
     content = inflater.decompress(body[DIRECTIVE_NUMBER_BYTES:], MAX_AGENT_FRAME_BYTES)
     if not inflater.eof:

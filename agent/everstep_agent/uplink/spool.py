@@ -1,8 +1,8 @@
-"""Reports that the controller has not yet acknowledged: numbered, bounded, in memory and in a file beside it.
+"""Queue reports that the controller has not acknowledged: numbered, bounded, in memory and in a file.
 
-The file lets the next life of a killed supervisor say what this one had not: it is appended to without fsync (it must
-outlive the process, not the machine; a lost machine's reports are worth nothing) and emptied whenever everything is
-acknowledged, which is most of the time.
+After a crash of the supervisor, the next run sends the file's reports. The file is appended to without fsync, because
+it must outlive the process and not the machine: a lost machine's reports are worth nothing. It is emptied whenever all
+reports are acknowledged, which is most of the time.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from everstep.wire.v1.training import AnyReport, FindingCleared, FindingRaised, 
 log = logging.getLogger(__name__)
 
 MAX_REPORTS_PER_REQUEST = 1024
-"""``everstep.wire.v1.agent.Reports`` allows no more."""
+"""Limit of ``everstep.wire.v1.agent.Reports``."""
 
 MAX_BYTES_PER_REQUEST = 512 << 10
-"""Half of what the controller reads, since JSON is larger than the MessagePack that is counted here."""
+"""Half of the controller's limit, since JSON is larger than the MessagePack counted here."""
 
 _MAX_FILE_FACTOR = 4
-"""The file is rewritten when acknowledged records make it this many times as large as the bound."""
+"""The file is rewritten when acknowledged records make it this many times as large as the limit."""
 
 
 class _SpooledReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -51,7 +51,7 @@ class _Entry(msgspec.Struct):
 
 
 def is_urgent(report: AnyReport) -> bool:
-    """Whether somebody's recovery may wait for this report: all but checkpoint seals and mild findings."""
+    """Return whether a recovery may wait for this report: all but checkpoint seals and mild findings."""
     if isinstance(report, FindingRaised):
         return report.finding.severity is Severity.CRITICAL
     return not isinstance(report, VersionSealed)
@@ -63,12 +63,12 @@ SealKey = tuple[str, int, int, Version]
 class Spool:
     """Unacknowledged reports in order of their numbers.
 
-    Over its bounds the oldest seals go first, then the oldest mild findings, and only then the oldest of the rest.
+    Over the limits the oldest seals are dropped first, then the oldest mild findings, then the oldest of the rest.
 
     Args:
-        file: where to keep them (checkpoint seals apart) for a next life, or None to keep them in memory only.
-        most_reports, most_bytes: the bounds.
-        window_s: how long a report that is not urgent may wait for company.
+        file: Where to keep reports (without checkpoint seals) for the next run; None for memory only.
+        max_reports, max_bytes: The limits.
+        batch_window_s: Seconds that a report that is not urgent may wait to be sent with others.
     """
 
     _DROP_ORDER: ClassVar[tuple[tuple[type, ...], ...]] = ((VersionSealed,), (FindingRaised, FindingCleared), (object,))
@@ -111,10 +111,9 @@ class Spool:
         return self._newest_urgent_number
 
     def add(self, report: AnyReport, now: float) -> int:
-        """Keeps a report and returns its number. ``now`` is monotonic seconds.
+        """Queue a report and return its number. ``now`` is monotonic seconds.
 
-        A seal replaces an unsent one of the same rank and version (its later word, with more replicas) and keeps
-        its digests.
+        A seal replaces an unsent one of the same rank and version (it names more replicas) and keeps its digests.
         """
         urgent = is_urgent(report)
         due = now if urgent else now + self._batch_window_s
@@ -125,7 +124,7 @@ class Spool:
         frame = encode_frame(_SpooledReport(self._last, report))
         self._entries[self._last] = _Entry(NumberedReport(number=self._last, body=report), len(frame), due)
         self._bytes += len(frame)
-        if not isinstance(report, VersionSealed):  # one that is lost costs a candidate, and another is announced
+        if not isinstance(report, VersionSealed):  # a lost seal costs one candidate, and another is announced
             self._append(frame)
         self._shrink()
         return self._last
@@ -143,13 +142,13 @@ class Spool:
         return report, due
 
     def wait_s(self, now: float) -> float | None:
-        """Seconds until something is due (0 when it is), or None while there is nothing."""
+        """Return the seconds until a report is due (0 if one is), or None if the spool is empty."""
         if not self._entries:
             return None
         return max(0.0, min(entry.due for entry in self._entries.values()) - now)
 
     def next_batch(self, max_reports: int = MAX_REPORTS_PER_REQUEST) -> tuple[NumberedReport, ...]:
-        """The oldest reports that fit one request, in order; they stay until acknowledged."""
+        """Return the oldest reports that fit one request, in order; they stay until acknowledged."""
         chosen: list[NumberedReport] = []
         room = MAX_BYTES_PER_REQUEST
         for entry in self._entries.values():
@@ -162,7 +161,7 @@ class Spool:
         return tuple(chosen)
 
     def acknowledge(self, through: int) -> None:
-        """All up to ``through`` are durable at the controller."""
+        """Remove all reports up to ``through``, which are durable at the controller."""
         for number in list(self._entries):
             if number > through:
                 break
@@ -173,12 +172,12 @@ class Spool:
             self._append(encode_frame(_AcknowledgedThrough(through)))
 
     def drop_refused(self, number: int) -> None:
-        """The controller will never take this one: leave it out, so that the others are heard."""
+        """Drop a report that the controller will never accept, so that the others get through."""
         self.refused_count += 1
         self._remove(number)
 
     def drop_seals(self, job: str, before_generation: int) -> list[int]:
-        """Leaves out seals of ``job`` of generations before this one, and returns their numbers."""
+        """Drop seals of ``job`` from generations before ``before_generation``, and return their numbers."""
         left_out: list[int] = []
         for number, entry in list(self._entries.items()):
             body = entry.report.body
@@ -188,7 +187,7 @@ class Spool:
         return left_out
 
     def close(self) -> None:
-        """Closes the file; what is unacknowledged stays in it for the next life."""
+        """Close the file; unacknowledged reports stay in it for the next run."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -208,7 +207,7 @@ class Spool:
         return len(self._entries) > self._max_reports or self._bytes > self._max_bytes
 
     def _shrink(self) -> None:
-        """Drops a sixteenth more than it must, so that a long absence does not search anew for every report."""
+        """Drop a sixteenth more than necessary, so that a long absence does not trigger a search for every report."""
         if not self._is_over_limit():
             return
         reports, size = self._max_reports * 15 // 16, self._max_bytes * 15 // 16
@@ -251,9 +250,9 @@ class Spool:
 
 
 def _read_unacknowledged(file: Path) -> list[AnyReport]:
-    """What an earlier life left unacknowledged, without offers of launchers: those speak for a live connection.
+    """Return the reports an earlier run left unacknowledged, without launcher offers, which need a live connection.
 
-    A torn last record is the crash itself and is left out; so is everything from a record on that does not decode.
+    A torn last record stems from the crash and is left out, as is everything from the first undecodable record on.
     """
     if not file.exists():
         return []
@@ -270,7 +269,7 @@ def _read_unacknowledged(file: Path) -> list[AnyReport]:
 
 
 def _read_records(file: Path) -> Iterator[_SpooledReport | _AcknowledgedThrough]:
-    """Each whole record. Raises MalformedMessage at the first that does not decode."""
+    """Yield each whole record. Raises MalformedMessage at the first that does not decode."""
     decoder: FrameDecoder[_SpooledReport | _AcknowledgedThrough] = FrameDecoder(
         _SpooledReport | _AcknowledgedThrough, MAX_FRAME_BYTES
     )
