@@ -1,1 +1,4 @@
-"""Checkpoints on storage that any PyTorch program loads: written from slots, beside training, without torch."""
+"""Write slots to storage as checkpoints that any PyTorch program loads, beside training, without torch.
+
+Choosing and reading slots in memory belongs in ``vault``.
+"""

@@ -1,9 +1,9 @@
-"""``python -m everstep_agent.spill [PARENT]``: writes what an order on standard input asks for, and says on standard
-output what
-came of it. A process of its own, since pickles, checksums and object stores would hold up the vault that starts it.
+"""Write checkpoints: ``python -m everstep_agent.spill [PARENT]``.
 
-Ends with 0 when all of the order was done, and with 1 where it could not be: the vault may ask again, and what was
-written is not written twice. With its parent's process id it ends when that does.
+Reads an order from standard input and writes the result to standard output. This is a process of its own, since
+pickles, checksums and object stores would block the vault that starts it. The exit status is 0 if the whole order was
+done, and 1 otherwise: the vault may ask again, and written parts are not written twice. With its parent's process id
+the process ends when the parent does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from everstep_agent.spill.writer import CheckpointWriter, SpillSlotReader, folde
 
 
 def execute(order: SpillOrder) -> SpillResult:
-    """Raises EverstepError and OSError."""
+    """Execute an order. Raises EverstepError and OSError."""
     folder = folder_name(order.version)
     job = CheckpointWriter(open_target(f"{order.url.rstrip('/')}/{folder}"), order.version, order.manifests)
     written = 0
@@ -58,7 +58,7 @@ def _handle_order(data: bytes) -> SpillResult | SpillError:
 def main() -> int:
     if len(sys.argv) > 1:
         die_with_parent(int(sys.argv[1]), signal.SIGKILL)
-    os.nice(10)  # training and its snapshots come first
+    os.nice(10)  # training and its snapshots have priority
     answer = _handle_order(sys.stdin.buffer.read(MAX_ORDER_BYTES))
     print(msgspec.json.encode(answer).decode())
     return 0 if isinstance(answer, SpillResult) else 1

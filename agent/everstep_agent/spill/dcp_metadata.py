@@ -1,7 +1,8 @@
-"""The ``.metadata`` of a torch.distributed.checkpoint directory, without torch: which tensor is where.
+"""Write the ``.metadata`` of a torch.distributed.checkpoint directory without torch.
 
-It is a pickle of torch's own dataclasses (torch/distributed/checkpoint/metadata.py and filesystem.py, as of 2.13; the
-older releases from 2.3 on have the same fields). The same entries give the same bytes.
+The file says where each tensor is. It is a pickle of torch's own dataclasses
+(torch/distributed/checkpoint/metadata.py and filesystem.py, as of 2.13; releases from 2.3 on have the same fields).
+The same entries give the same bytes.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ METADATA_VERSION = "1.0.0"
 """CURRENT_DCP_VERSION of torch 2.13."""
 
 KeyPath = tuple[str | int, ...]
-"""Where a value was in the nested state dict: keys of dicts, indices of lists."""
+"""The path of a value in the nested state dict: keys of dicts, indices of lists."""
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _SIZE = Global("torch", "Size")
 
 
 class ArchiveLocation(msgspec.Struct, frozen=True, array_like=True):
-    """A torch archive inside a file of the directory; bytes."""
+    """A torch archive inside a file of the directory; offset and length in bytes."""
 
     file: str
     offset: int
@@ -42,8 +43,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor of the checkpoint; ``chunks`` are disjoint and make it up. ``dtype`` as torch names it, without
-    ``torch.``."""
+    """A tensor of the checkpoint, made up of disjoint ``chunks``. ``dtype`` is torch's name without ``torch.``."""
 
     path: KeyPath
     dtype: str
@@ -59,12 +59,12 @@ class ObjectEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 def flat_key(path: KeyPath) -> str:
-    """The flattened key, as torch's flatten_state_dict makes it."""
+    """Return the flattened key, as torch's flatten_state_dict makes it."""
     return ".".join(map(str, path))
 
 
 def encode_metadata(tensors: Sequence[TensorEntry], objects: Sequence[ObjectEntry]) -> bytes:
-    """The bytes of ``.metadata``. Raises ValueError where two entries have one key."""
+    """Return the bytes of ``.metadata``. Raises ValueError if two entries have one key."""
     entries: list[TensorEntry | ObjectEntry] = [*tensors, *objects]
     described = {flat_key(t.path): _tensor(t) for t in tensors} | {flat_key(o.path): _nothing() for o in objects}
     if len(described) != len(entries):
@@ -90,7 +90,7 @@ def _tensor(entry: TensorEntry) -> Instance:
         )
         for chunk in entry.chunks
     ]
-    # dtype, layout, requires_grad, memory format, pinned: what TensorProperties.__setstate__ takes
+    # arguments of TensorProperties.__setstate__: dtype, layout, requires_grad, memory format, pinned
     contiguous = Call(Global(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
     properties = Instance(
         Global(_MODULE, "TensorProperties"),
@@ -119,19 +119,17 @@ def _stored(place: ArchiveLocation) -> Instance:
     return Instance(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), state)
 
 
-# ---- python state
-# A rank's small Python state, as it lies in a slot, in values that can be pickled without torch and numpy.
+# Convert a rank's small Python state in a slot to values that can be pickled without torch and numpy.
 #
-# The trainer writes it as MessagePack with extensions (trainer_hooks/everstep_trainer/state/blob.py); what has no
-# counterpart here
-# becomes a call that a reader with torch and numpy makes.
+# The trainer writes it as MessagePack with extensions (trainer_hooks/everstep_trainer/state/blob.py). A value without a
+# counterpart here becomes a call for a reader with torch and numpy.
 
 STATE_FORMAT = 2
-"""As trainer_hooks/everstep_trainer/state/python_state.py writes it."""
+"""The format written by trainer_hooks/everstep_trainer/state/python_state.py."""
 
 
 def decode_state(data: bytes | memoryview) -> dict[str, Any]:
-    """The state's top level, by key. Raises MalformedMessage."""
+    """Return the state's top level, by key. Raises MalformedMessage."""
     try:
         state = msgspec.msgpack.decode(data, ext_hook=_unpack)
     except (*DECODE_ERRORS, ValueError, TypeError) as error:
@@ -142,7 +140,7 @@ def decode_state(data: bytes | memoryview) -> dict[str, Any]:
 
 
 def require_format(state: dict[str, Any]) -> None:
-    """Raises MalformedMessage for a rank's Python state of another release's form."""
+    """Raise MalformedMessage for a Python state of another format."""
     if state.get("format") != STATE_FORMAT:
         raise MalformedMessage(
             f"a slot's Python state has format {state.get('format')!r}, this release reads {STATE_FORMAT}"
@@ -157,7 +155,7 @@ def _unpack(code: int, data: memoryview) -> Any:
 
 
 def _array(value: list[Any]) -> Call:
-    """numpy.ndarray over bytes cannot be written to, hence the copy."""
+    """Copy the array in the reader, because numpy.ndarray over bytes cannot be written to."""
     dtype, shape, data = value
     view = Call(Global("numpy", "ndarray"), (tuple(shape), dtype, data))
     return Call(Global("numpy", "array"), (view,))
@@ -182,9 +180,9 @@ _KINDS: dict[int, Any] = {
 
 
 def flatten(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """The leaves of nested state with their paths, as torch.distributed.checkpoint cuts it.
+    """Yield the leaves of nested state with their paths, split as torch.distributed.checkpoint splits it.
 
-    Dictionaries are opened always; lists where a tensor or a dictionary is in them; nothing else
+    Dictionaries are always opened, lists if a tensor or a dictionary is in them, and nothing else
     (torch/distributed/checkpoint/_traverse.py).
     """
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""Who writes which bytes of a version, and where in its file. Pure: the same manifests give the same files anywhere.
+"""Divide a version's bytes among the ranks, and plan each rank's file. Pure: the same manifests give the same files.
 
-Every rank's share becomes one file. What several ranks stored alike is written by one of them. In a file stand torch
-archives one behind another: first those of small values, then those of boxes, in the order in which they lie in the
-slot, so that it is read once from front to back.
+Every rank's share becomes one file. State stored alike by several ranks is written by one of them. A file is a
+sequence of torch archives: first those of small values, then those of boxes in the order in which they lie in the
+slot, so that the slot is read once from front to back.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ from everstep.layout.manifests import (
 from everstep_agent.spill.dcp_metadata import ArchiveLocation, Chunk, KeyPath, ObjectEntry, TensorEntry, flatten
 from everstep_agent.spill.torch_format import RawTensor, TensorArchive, object_archive
 
-# ---- names
-# What the tensors and the small state of a job are called in an ordinary checkpoint. Pure.
+# Names of a job's tensors and small state in an ordinary checkpoint. Pure.
 #
 # The names are those under which ``torch.distributed.checkpoint.save`` stores what ``get_model_state_dict`` and
 # ``get_optimizer_state_dict`` return, each under the key the object is tracked by: ``model.<name>``,
 # ``optimizer.state.<name>.exp_avg``, ``optimizer.param_groups.0.lr``. An optimizer that trains several tracked modules
-# names parameters with their modules' keys. What only Everstep reads stands under ``everstep``.
+# names parameters with their modules' keys. Entries that only Everstep reads are under ``everstep``.
 
 EVERSTEP_KEY = "everstep"
 
 
 def everstep_path(*parts: str) -> KeyPath:
-    """The path of something that only Everstep reads."""
+    """Return the path of an entry that only Everstep reads."""
     return (EVERSTEP_KEY, *parts)
 
 
@@ -49,8 +48,8 @@ class CheckpointPaths:
     """The paths of one job's state.
 
     Args:
-        catalog: every tensor of the job.
-        state: the Python state of any rank; it tells which of the tracked objects are optimizers.
+        catalog: Every tensor of the job.
+        state: The Python state of any rank; it shows which of the tracked objects are optimizers.
     """
 
     def __init__(self, catalog: Sequence[TensorInfo], state: Mapping[str, Any]) -> None:
@@ -63,7 +62,7 @@ class CheckpointPaths:
                 self._modules[top].add(tensor.name.partition(".")[0])
 
     def tensor_paths(self, tensor: TensorInfo) -> tuple[KeyPath, ...]:
-        """Where a tensor stands: once, and again for each other name of a tied one."""
+        """Return a tensor's paths: one, and another for each alias of a tied tensor."""
         return tuple(map(self._path, (tensor.name, *tensor.aliases)))
 
     def _path(self, name: str) -> KeyPath:
@@ -74,28 +73,28 @@ class CheckpointPaths:
         return top, rest
 
     def _parameter(self, optimizer: str, name: str) -> str:
-        """A parameter's name in an optimizer's state: within its module, where there is only one."""
+        """Return a parameter's name in an optimizer's state: without its module's key, if there is only one module."""
         module, _, within = name.partition(".")
         return within if self._modules[optimizer] == {module} else name
 
     def shared_values(self, state: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Any]]:
-        """What is stored once for the job: hyper-parameters, and the state of objects that are no modules."""
+        """Yield the values stored once for the job: hyper-parameters, and the state of objects that are no modules."""
         for top, groups in state.get("groups", {}).items():
-            for index, (_, group) in enumerate(groups):  # names of its parameters on this rank, and its options
+            for index, (_, group) in enumerate(groups):  # (this rank's parameter names, options)
                 names = [self._parameter(top, name) for name in self._parameter_groups[top][index]]
                 yield from flatten((top, "param_groups", index), {**group, "params": names})
         for key, value in state.get("objects", {}).items():
             yield from flatten((key,), value)
 
     def module_values(self, state: Mapping[str, Any]) -> Iterator[tuple[str, KeyPath, Any]]:
-        """Modules' extra state, each with the module's full name."""
+        """Yield modules' extra state, each with the module's full name."""
         for name, extra in state.get("extra", {}).items():
             top, _, module = name.partition(".")
             for path, value in flatten((top, f"{module}._extra_state" if module else "_extra_state"), extra):
                 yield name, path, value
 
     def scalar_values(self, state: Mapping[str, Any]) -> Iterator[tuple[str, KeyPath, Any]]:
-        """Optimizer state that is no tensor, each with the full name of the parameter it belongs to; empty, of none."""
+        """Yield optimizer state that is no tensor, with the full name of its parameter, or "" for none."""
         for top, parameters in state.get("scalars", {}).items():
             for name, values in parameters.items():
                 of = (self._parameter(top, name),) if name else ()
@@ -104,7 +103,7 @@ class CheckpointPaths:
 
 
 class WrittenBox(msgspec.Struct, frozen=True):
-    """Box ``box`` of catalog tensor ``tensor``, from these byte ranges of a rank's payload."""
+    """Box ``box`` of catalog tensor ``tensor_index``, from these byte ranges of a rank's payload."""
 
     tensor_index: int
     box: Box
@@ -112,16 +111,17 @@ class WrittenBox(msgspec.Struct, frozen=True):
 
 
 class Division(msgspec.Struct, frozen=True):
-    """What each rank writes, and for each tensor the rank that writes its first part."""
+    """The boxes that each rank writes, and for each tensor the rank that writes its first part."""
 
     boxes_by_rank: dict[int, tuple[WrittenBox, ...]]
     first_writers: tuple[int, ...]
 
 
 def divide(manifests: Mapping[int, Manifest]) -> Division:
-    """Gives every byte of the version to one rank that stored it: of several, to the one with the least so far.
+    """Assign every byte of the version to one rank that stored it; among several, to the one with the least so far.
 
-    Raises NotRestorable where the manifests do not make up every tensor, or are of different jobs.
+    Raises:
+        NotRestorable: The manifests do not make up every tensor, or are of different jobs.
     """
     if not manifests:
         raise NotRestorable("no slot of the version is there to be written to storage")
@@ -153,7 +153,7 @@ def _write_order(written: WrittenBox) -> tuple[int, int, Box]:
 def _parts(
     index: int, tensor: TensorInfo, holders: Mapping[Box, list[tuple[int, StoredBox]]], load: dict[int, int]
 ) -> list[tuple[int, WrittenBox]]:
-    """Disjoint parts that make up the tensor, each with the rank that writes it; none where it has no bytes."""
+    """Return disjoint parts that make up the tensor, each with its writing rank; none if the tensor has no bytes."""
     rest = _required_boxes(tensor)
     parts: list[tuple[int, WrittenBox]] = []
     for box in sorted(holders, key=lambda b: (b.offset, -b.volume, b.size)):
@@ -175,7 +175,7 @@ def _parts(
 
 
 def _required_boxes(tensor: TensorInfo) -> list[Box]:
-    """What makes up a tensor: of one that each rank has for itself, the rows of the ranks that have it."""
+    """Return the boxes that make up a tensor; for a per-rank tensor, the rows of its owner ranks."""
     everything = full_box(tensor.shape)
     if not tensor.per_rank or not everything.volume:
         return [everything] if everything.volume else []
@@ -184,7 +184,7 @@ def _required_boxes(tensor: TensorInfo) -> list[Box]:
 
 
 class LiteralBytes(msgspec.Struct, frozen=True):
-    """Bytes of a file that are not a slot's."""
+    """Bytes of a file that do not come from a slot."""
 
     data: bytes
 
@@ -197,9 +197,9 @@ class SlotArchive(msgspec.Struct, frozen=True):
 
 
 class FilePlan(msgspec.Struct, frozen=True):
-    """One rank's file: what it is made of, and what ``.metadata`` says of it.
+    """One rank's file: its pieces, and its entries in ``.metadata``.
 
-    ``left_out`` cannot be written plainly and is only in Everstep's own copy of the Python state.
+    ``unwritable`` lists values that cannot be written plainly and are only in Everstep's own copy of the Python state.
     """
 
     name: str
@@ -213,10 +213,13 @@ class FilePlan(msgspec.Struct, frozen=True):
 def plan_file(
     rank: int, manifest: Manifest, division: Division, state: Mapping[str, object], blob_bytes: int, version: Version
 ) -> FilePlan:
-    """The file of one rank's share.
+    """Plan the file of one rank's share.
 
-    ``state`` is the rank's Python state, which lies in its slot in ``blob_bytes`` bytes. Raises MalformedMessage for a
-    dtype that torch does not have.
+    Args:
+        state: The rank's Python state, which takes ``blob_bytes`` bytes in its slot.
+
+    Raises:
+        MalformedMessage: torch does not have one of the dtypes.
     """
     lowest = min(division.boxes_by_rank)
     names = CheckpointPaths(manifest.catalog, state)
@@ -247,7 +250,7 @@ def _numbers(*values: int) -> RawTensor:
 
 
 class _FilePlanBuilder:
-    """A file while it is planned."""
+    """A file being planned."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -263,7 +266,7 @@ class _FilePlanBuilder:
         return place
 
     def add_value(self, path: KeyPath, value: object) -> None:
-        """A small value; one that is a tensor becomes a tensor's entry."""
+        """Add a small value; a tensor becomes a tensor entry."""
         try:
             data = object_archive(value)
         except (ConfigurationError, MalformedMessage):
@@ -278,10 +281,11 @@ class _FilePlanBuilder:
             self._objects.append(ObjectEntry(path, place))
 
     def add_tensor(self, paths: Sequence[KeyPath], tensor: TensorInfo, box_to_write: WrittenBox) -> None:
-        """A part of a tensor.
+        """Add a part of a tensor.
 
-        Of one that each rank has for itself each rank's is kept in a place of Everstep's, and the first one's stands in
-        the ordinary place too, as it would with torch.
+        A per-rank tensor is stored once per rank under Everstep's key; the first owner's is stored at the ordinary path
+        too, as
+        with torch.
         """
         shape, box = tensor.shape, box_to_write.box
         if tensor.per_rank:
@@ -293,7 +297,7 @@ class _FilePlanBuilder:
     def add_slot(
         self, paths: Iterable[KeyPath], dtype: str, itemsize: int, shape: Extent, box: Box, ranges: tuple[Range, ...]
     ) -> None:
-        """A box whose bytes are in the slot, under each of the paths."""
+        """Add a box whose bytes are in the slot, under each of the paths."""
         archive = TensorArchive(dtype, itemsize, box.size)
         chunk = Chunk(box, self._place(archive.length))
         self._pieces.append(SlotArchive(archive, ranges))
@@ -313,10 +317,12 @@ class _FilePlanBuilder:
 def merge_entries(
     files: Iterable[tuple[Sequence[TensorEntry], Sequence[ObjectEntry]]],
 ) -> tuple[list[TensorEntry], list[ObjectEntry]]:
-    """All files' entries as one checkpoint's: a tensor's parts together, and of two values of one path the first.
+    """Merge all files' entries: join a tensor's parts, and take the first of several values of one path.
 
-    A value whose path is a tensor's too, or that would lie where Everstep's own things are, is left out. Raises
-    MalformedMessage where files disagree about a tensor.
+    A value whose path is also a tensor's, or lies under Everstep's key, is left out.
+
+    Raises:
+        MalformedMessage: Files disagree about a tensor.
     """
     tensors: dict[KeyPath, TensorEntry] = {}
     objects: dict[KeyPath, ObjectEntry] = {}

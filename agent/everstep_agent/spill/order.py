@@ -1,4 +1,4 @@
-"""What a vault asks its writer of checkpoints for, and what it hears: on the writer's standard input and output."""
+"""Messages between a vault and its checkpoint writer, on the writer's standard input and output."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ class SlotSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpillOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What to write: ``sources`` of ``version`` to a folder under ``url``. ``manifests`` are those of all ranks, as
-    sealed. ``complete``: also write ``.metadata`` if every rank's file is there, and then remove all checkpoints under
-    ``url`` but the ``keep`` newest (0: remove none)."""
+    """Write ``sources`` of ``version`` to a folder under ``url``.
+
+    Attributes:
+        manifests: The sealed manifests of all ranks.
+        complete: Also write ``.metadata`` if every rank's file is there, and then prune old checkpoints.
+        keep: The number of newest checkpoints that pruning keeps under ``url``; 0 removes none.
+    """
 
     url: str
     version: Version
@@ -31,8 +35,14 @@ class SpillOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpillResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What was done: files and bytes of this order's ranks, whether the checkpoint is whole now, and the folders that
-    were removed, and of whole ones that are left where any may be removed."""
+    """The result of an order.
+
+    Attributes:
+        ranks, bytes: The files and bytes of this order's ranks.
+        is_complete: Whether the checkpoint is whole now.
+        removed: The removed folders.
+        remaining: The folders of whole checkpoints that are left, if pruning ran.
+    """
 
     folder: str
     ranks: tuple[int, ...]
@@ -43,7 +53,7 @@ class SpillResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SpillError(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Why it could not be done: a code of everstep.errors, and a sentence."""
+    """A failed order: a code of everstep.errors, and a message."""
 
     code: str
     message: str

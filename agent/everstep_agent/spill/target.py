@@ -1,4 +1,4 @@
-"""Where checkpoints go: a directory, or what fsspec reaches by a URL (an object store)."""
+"""Storage of checkpoints: a directory, or a URL that fsspec reaches (an object store)."""
 
 from __future__ import annotations
 
@@ -16,55 +16,56 @@ from everstep.layout.object_storage import filesystem_of
 
 
 class SequentialFile(Protocol):
-    """A file that is written from front to back. ``held``: bytes that an earlier writer left, to be compared."""
+    """A file written from front to back. ``existing_bytes``: bytes left by an earlier writer, to be compared."""
 
     existing_bytes: int
 
     def read(self, length: int) -> bytes:
-        """The next bytes of what is held."""
+        """Return the next existing bytes."""
 
     def truncate(self, length: int) -> None:
-        """Of what is held only the first ``length`` bytes are right: the rest goes, and ``append`` begins there."""
+        """Keep only the first ``length`` existing bytes; ``append`` continues there."""
 
     def append(self, data: bytes | memoryview) -> None:
-        """Adds to the end."""
+        """Add to the end."""
 
     def finish(self) -> None:
-        """The file is whole and durable when this returns."""
+        """Complete the file and make it durable."""
 
     def close_unfinished(self) -> None:
-        """Lets go of an unfinished file; what a later writer can go on from stays."""
+        """Close an unfinished file; bytes that a later writer can continue from stay."""
 
 
 class StorageTarget(Protocol):
-    """One place with files and folders under it. Names have parts joined by ``/``. All methods may raise OSError."""
+    """A place with files and folders under it. Names have parts joined by ``/``. All methods may raise OSError."""
 
     def get(self, name: str) -> bytes | None:
-        """A small file, or None where there is none."""
+        """Return a small file, or None if there is none."""
 
     def put(self, name: str, data: bytes) -> None:
-        """Writes a small file: readers see all of it or nothing."""
+        """Write a small file atomically."""
 
     def size(self, name: str) -> int | None:
-        """A file's bytes, or None where there is none."""
+        """Return a file's size in bytes, or None if there is none."""
 
     def written_at(self, name: str) -> float | None:
-        """When a file was written, unix seconds, or None where there is none."""
+        """Return the time a file was written, in unix seconds, or None if there is none."""
 
     def open_for_writing(self, name: str) -> SequentialFile:
-        """A large file to be written."""
+        """Open a large file for writing."""
 
     def folders(self) -> list[str]:
-        """Names of the folders directly under this place."""
+        """Return the names of the folders directly under this place."""
 
     def remove(self, name: str) -> None:
-        """Removes a file or a folder with all in it; none there is no error."""
+        """Remove a file or a whole folder; a missing one is no error."""
 
 
 def open_target(url: str) -> StorageTarget:
-    """The place that ``url`` names: a path, ``file://``, or a URL that fsspec knows.
+    """Return the target that ``url`` names: a path, ``file://``, or a URL that fsspec knows.
 
-    Raises ConfigurationError where fsspec or the part of it that the URL needs is not installed.
+    Raises:
+        ConfigurationError: The path is not absolute, or fsspec or its part for the URL is not installed.
     """
     parts = urlsplit(url)
     if parts.scheme in ("", "file"):
@@ -83,7 +84,7 @@ def open_target(url: str) -> StorageTarget:
 
 
 class DirectoryTarget:
-    """A directory of a file system that nodes share, or of one node."""
+    """A directory of a shared or local file system."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -164,7 +165,7 @@ class _DirectoryFile:
 
 
 def _ignore_missing(_: object, path: str, why: tuple[Any, BaseException, Any]) -> None:
-    """Vaults that finish a version at once prune at once, and remove the same files."""
+    """Ignore missing files: vaults that finish a version at the same time prune the same files."""
     if not isinstance(why[1], FileNotFoundError):
         raise why[1]
 
@@ -178,7 +179,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 class ObjectStoreTarget:
-    """What fsspec reaches. An object is there when it was put; a writer that died begins its file anew."""
+    """An fsspec target. An object exists once it was put; after a crash the next writer starts its file anew."""
 
     def __init__(self, filesystem: Any, root: str) -> None:
         self._fs = filesystem
@@ -224,7 +225,7 @@ class ObjectStoreTarget:
             self._fs.rm(self._path(name), recursive=True)
 
     def _make_folder(self, name: str) -> None:
-        """Object stores have none and do nothing; file systems behind fsspec need them."""
+        """Make the parent folder: object stores ignore this, file systems behind fsspec need it."""
         self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
 
 
@@ -247,8 +248,12 @@ class _ObjectStoreFile:
         self._file.close()
 
     def close_unfinished(self) -> None:
-        """Nothing appears, where the storage takes files whole (``discard`` ends an upload in parts, and what is only
-        closed would be put as far as it came); else what was put is there, and harmless: no record names it."""
+        """Discard the unfinished file, or close it if the storage cannot discard.
+
+        ``discard`` ends a multi-part upload; closing would store the partial file. A partial file left by other
+        storages is
+        harmless, because no record names it.
+        """
         from fsspec.spec import AbstractBufferedFile
 
         if not isinstance(self._file, AbstractBufferedFile):
@@ -257,4 +262,4 @@ class _ObjectStoreFile:
         try:
             self._file.discard()
         finally:
-            self._file.closed = True  # it is closed when it is collected, which would put it
+            self._file.closed = True  # otherwise garbage collection would close, and so store, the file

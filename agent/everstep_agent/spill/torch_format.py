@@ -1,9 +1,9 @@
-"""What torch.save writes, without torch: a zip archive around raw bytes, which torch.load reads.
+"""Write torch.save's format without torch: a zip archive around raw bytes, readable by torch.load.
 
-The archive of a tensor is a head, the tensor's bytes as they are, and a tail, so that a tensor of any size is written
-as a stream. Nothing is compressed, data begins at multiples of 64 bytes, and times are left out: the same tensor
-gives the same bytes. The records and their names are those of torch 2.13 (torch/serialization.py,
-caffe2/serialize/inline_container.cc); golden tests hold them against the torch that is installed.
+A tensor's archive is a head, the tensor's bytes, and a tail, so that a tensor of any size is written as a stream.
+Nothing is compressed, data begins at multiples of 64 bytes, and times are left out: the same tensor gives the same
+bytes. The records and their names are those of torch 2.13 (torch/serialization.py,
+caffe2/serialize/inline_container.cc); golden tests compare them with the installed torch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import msgspec
 from everstep.errors import ConfigurationError, MalformedMessage
 from everstep.layout.manifests import Extent
 
-# ---- pickles
-# Pickles written without the classes they name: a node's daemon has no torch, and the standard pickler imports what it
-# pickles. Protocol 2, and of it only what torch's own restricted reader (``weights_only=True``) accepts.
+# Pickles written without importing the classes they name: the daemon has no torch, and the standard pickler imports
+# what it pickles. Protocol 2, limited to what torch's restricted reader (``weights_only=True``) accepts.
 #
-# The same value gives the same bytes, always: a second writer of a file writes the same file.
+# The same value always gives the same bytes, so a second writer of a file writes the same file.
 
 _GLOBAL = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 _SMALL_TUPLES = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
@@ -39,35 +38,36 @@ class Global(msgspec.Struct, frozen=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """What ``function(*arguments)`` returns in the reader."""
+    """A call ``function(*arguments)`` made by the reader."""
 
     function: Global
     arguments: tuple[Any, ...] = ()
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """``kind`` made without arguments, then given ``state``: its attributes, or what its __setstate__ takes."""
+    """``kind`` made without arguments, then given ``state``: its attributes, or the argument of its __setstate__."""
 
     kind: Global
     state: Any
 
 
 class PersistentId(msgspec.Struct, frozen=True):
-    """What the reader makes of a persistent id; a torch archive's storages are such."""
+    """A persistent id, resolved by the reader; a torch archive's storages are such."""
 
     identity: tuple[Any, ...]
 
 
 class DictItems(msgspec.Struct, frozen=True):
-    """A dict, as its items: for keys that are made in the reader."""
+    """A dict by its items, for keys that are made in the reader."""
 
     items: tuple[tuple[Any, Any], ...]
 
 
 def dumps(value: Any) -> bytes:
-    """``value`` as a pickle: None, bool, int, float, complex, str, bytes, tuple, list, dict, set, and the kinds above.
+    """Pickle None, bool, int, float, complex, str, bytes, tuple, list, dict, set, and the kinds above.
 
-    Raises ConfigurationError for anything else.
+    Raises:
+        ConfigurationError: The value has another type.
     """
     return _PickleWriter().pickle(value)
 
@@ -211,7 +211,7 @@ _STORAGE_TYPES = {
     "complex64": "ComplexFloatStorage",
     "complex128": "ComplexDoubleStorage",
 }
-"""Storages that have a class of their own; a tensor of another dtype says its dtype beside untyped bytes."""
+"""Storages with a class of their own; a tensor of another dtype names its dtype beside untyped bytes."""
 _DTYPE = re.compile(r"[a-z][a-z0-9_]*")
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
@@ -219,7 +219,7 @@ _END = struct.Struct("<4sHHHHIIH")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR64 = struct.Struct("<4sIQI")
 _UTF8, _CRC_FOLLOWS = 1 << 11, 1 << 3
-_FIRST_DAY = (1 << 5) | 1  # 1 January 1980, the first that a zip can say
+_FIRST_DAY = (1 << 5) | 1  # 1 January 1980, the earliest date of a zip
 _LIMIT32 = 0xFFFFFFFF
 _VERSION, _VERSION64 = 20, 45
 
@@ -236,7 +236,9 @@ class TensorArchive:
     """The archive of one tensor, around bytes that come later.
 
     ``head``, then ``nbytes`` bytes of the tensor in row-major order, then ``tail(crc)`` make ``length`` bytes.
-    Raises MalformedMessage where ``dtype`` is no torch dtype's name.
+
+    Raises:
+        MalformedMessage: ``dtype`` is no torch dtype's name.
     """
 
     def __init__(self, dtype: str, itemsize: int, shape: Extent) -> None:
@@ -249,7 +251,7 @@ class TensorArchive:
         self.length = len(self.head) + self.nbytes + len(self.tail(0))
 
     def tail(self, crc: int) -> bytes:
-        """What follows the bytes, whose zlib.crc32 is ``crc``."""
+        """Return the bytes after the data, whose zlib.crc32 is ``crc``."""
         rest = self._zip.copy()
         rest.buffer.clear()
         rest.end(crc, self.nbytes)
@@ -258,7 +260,7 @@ class TensorArchive:
 
 
 def object_archive(value: Any) -> bytes:
-    """The archive of a plain value, which may contain RawTensor. Raises ConfigurationError for what is not plain."""
+    """Return the archive of a plain value, which may contain RawTensor. Raises ConfigurationError for other values."""
     found: list[RawTensor] = []
     archive = _Zip()
     archive.add("data.pkl", dumps(_with_storages(value, found)))
@@ -294,7 +296,7 @@ def _tensor(dtype: str, shape: Extent, nbytes: int, key: str) -> Call:
 
 
 def row_major(shape: Sequence[int]) -> Extent:
-    """Strides in elements of a contiguous tensor, as torch has them (an empty dimension counts as one)."""
+    """Return the strides in elements of a contiguous tensor, as in torch (an empty dimension counts as one)."""
     strides, stride = [], 1
     for n in reversed(shape):
         strides.append(stride)
@@ -310,7 +312,8 @@ def _add_signs(archive: _Zip) -> None:
 
 def _add_ends(archive: _Zip) -> None:
     archive.add("version", b"3\n")
-    archive.add(".data/serialization_id", b"0" * 40)  # torch writes a digest of the records; nothing reads it back
+    # torch writes a digest of the records here, which no reader checks
+    archive.add(".data/serialization_id", b"0" * 40)
 
 
 class _ZipEntry(msgspec.Struct):
@@ -322,7 +325,7 @@ class _ZipEntry(msgspec.Struct):
 
 
 class _Zip:
-    """An uncompressed zip archive under ``archive/``; ``written`` is what was made of it and not taken yet."""
+    """An uncompressed zip archive under ``archive/``. ``buffer`` holds the bytes not taken yet."""
 
     def __init__(self) -> None:
         self.buffer = bytearray()
@@ -341,7 +344,7 @@ class _Zip:
         self._put(data)
 
     def begin(self, name: str, size: int) -> None:
-        """The header of a record whose ``size`` bytes are put by others, and whose checksum follows them."""
+        """Write the header of a record whose ``size`` bytes are written elsewhere, and whose checksum follows them."""
         self._header(name, size, 0, _CRC_FOLLOWS, align=True)
 
     def end(self, crc: int, size: int) -> None:
@@ -352,7 +355,7 @@ class _Zip:
         self._put(b"PK\x07\x08" + struct.pack("<I", crc) + sizes)
 
     def finish(self) -> bytes:
-        """What is written, with the directory."""
+        """Write the directory and return the buffer."""
         start = self._at
         for record in self._records:
             self._put(_central(record))
@@ -392,7 +395,7 @@ class _Zip:
         )
 
     def _padding(self, name_and_extra: int) -> bytes:
-        """An extra field, as torch writes it, that moves the data to the next multiple of ALIGNMENT."""
+        """Return an extra field, as torch writes it, that moves the data to the next multiple of ALIGNMENT."""
         begins = self._at + _LOCAL.size + name_and_extra + 4
         padding = -begins % ALIGNMENT
         return struct.pack("<2sH", b"FB", padding) + b"Z" * padding

@@ -1,9 +1,8 @@
-"""Writing a version to storage: each rank's file, a record of it, and the checkpoint's ``.metadata`` last.
+"""Write a version to storage: each rank's file, a record of it, and the checkpoint's ``.metadata`` last.
 
-Readers of the checkpoint need ``.metadata``, so nothing is there for them until everything is. A writer that was
-killed is followed by one that compares what it finds with what it would write, and goes on from the first byte that
-is missing or wrong: nothing that lies there is believed unread. All bytes follow from the slots, so two writers at once
-write the same.
+Readers of the checkpoint need ``.metadata``, so they see nothing until everything is written. The successor of a
+killed writer compares the existing bytes with its own, and continues from the first byte that is missing or wrong. All
+bytes follow from the slots, so two writers at once write the same.
 """
 
 from __future__ import annotations
@@ -28,17 +27,18 @@ from everstep_agent.spill.dcp_metadata import ObjectEntry, TensorEntry, decode_s
 from everstep_agent.spill.layout import Division, FilePlan, LiteralBytes, SlotArchive, divide, merge_entries, plan_file
 from everstep_agent.spill.target import SequentialFile, StorageTarget
 
-# ---- slot
-# A sealed slot of this node, read from front to back: nothing of it is used that was not hashed before.
+# Read a sealed slot of this node from front to back, using only hashed bytes.
 #
-# The slot's rank may fill it anew at any moment, so each chunk is copied first and the copy is hashed.
+# The slot's rank may refill it at any moment, so each chunk is copied first and the copy is hashed.
 
 
 class SpillSlotReader:
     """One slot, mapped read-only.
 
-    Raises NotFound where the file or the version is not there, DigestMismatch where its manifest is damaged,
-    MalformedMessage where it cannot be read.
+    Raises:
+        NotFound: The file or the version is not there.
+        DigestMismatch: The slot's manifest is damaged.
+        MalformedMessage: The slot's manifest cannot be read.
     """
 
     def __init__(self, path: str, slot: int, rank: int, version: Version) -> None:
@@ -58,9 +58,11 @@ class SpillSlotReader:
         self._chunk: tuple[int, memoryview] = (-1, memoryview(b""))
 
     def read(self, ranges: tuple[Range, ...]) -> Iterator[memoryview]:
-        """The ranges' bytes, one after another, in pieces of at most CHUNK_BYTES; valid until the next is asked for.
+        """Yield the ranges' bytes in pieces of at most CHUNK_BYTES; each is valid until the next.
 
-        Raises DigestMismatch where a chunk is not what was sealed, MalformedMessage for ranges outside the payload.
+        Raises:
+            DigestMismatch: A chunk is not the sealed one.
+            MalformedMessage: A range lies outside the payload.
         """
         for start, length in ranges:
             at, end = start, start + length
@@ -74,7 +76,7 @@ class SpillSlotReader:
                 at += len(piece)
 
     def read_python_state(self) -> bytes:
-        """The rank's Python state."""
+        """Return the rank's Python state."""
         at = self.manifest.blob_offset
         length = int.from_bytes(b"".join(self.read(((at, BLOB_LENGTH_BYTES),))), "little")
         if length > self.manifest.blob_capacity:
@@ -105,32 +107,36 @@ def _map(path: str) -> memoryview:
         os.close(descriptor)
 
 
-# ---- retention
-# Which stored checkpoints may go. Pure.
+# Retention: which stored checkpoints may be removed. Pure.
 
 _FOLDER = re.compile(r"step-(\d{8,19})-g(\d{1,10})")
 
 
 MIN_KEPT_CHECKPOINTS = 2
-"""Checkpoints that stay however few are asked for: the newest, and the one before it. The controller may never hear
-that the newest is whole, if the vault that made it so is lost with its answer: it goes back to what it has counted."""
+"""Minimum number of checkpoints kept: the newest, and the one before it.
+
+The controller may never learn that the newest is whole, if the vault that completed it is lost with its answer. It then
+restores from the last one that it counted.
+"""
 
 
 class SpilledCheckpoint(msgspec.Struct, frozen=True):
-    """A checkpoint on storage. ``whole_at``: when its ``.metadata`` was written, unix seconds; None where it was not
-    written."""
+    """A stored checkpoint.
+
+    ``completed_at``: when its ``.metadata`` was written, in unix seconds; None if it was not.
+    """
 
     version: Version
     completed_at: float | None
 
 
 def folder_name(version: Version) -> str:
-    """The name of a version's folder: names sort by step."""
+    """Return the name of a version's folder; names sort by step."""
     return f"step-{version.step:08d}-g{version.generation}"
 
 
 def parse_folder_name(folder: str) -> Version | None:
-    """The version of a folder that ``folder_of`` named; None for any other, which is somebody else's."""
+    """Return the version of a folder named by ``folder_name``; None for any other, which belongs to another program."""
     match = _FOLDER.fullmatch(folder)
     if match is None:
         return None
@@ -141,11 +147,12 @@ def parse_folder_name(folder: str) -> Version | None:
 def select_removable(
     stored: Iterable[SpilledCheckpoint], keep: int, protected: Collection[Version] = ()
 ) -> list[Version]:
-    """The versions that may go: all whole ones but the ``keep`` that were written last and those ``named``.
+    """Return the removable versions: all whole ones but the ``keep`` written last and the ``protected`` ones.
 
-    What was written last is newest, whatever its number: a job that starts again from storage counts its generations
-    from 1 again. One that is not whole goes when the newest whole one is not before its step: nobody will complete it.
-    The newest whole one always stays.
+    The one written last is the newest, whatever its number: a job that starts again from storage counts its generations
+    from 1 again. An incomplete one is removable if its step is not after the newest whole one's: no writer will
+    complete
+    it. The newest whole one always stays.
     """
     found = list(stored)
     whole = sorted((s.completed_at, s.version) for s in found if s.completed_at is not None)
@@ -165,8 +172,7 @@ _RECORD_FORMAT = 2
 
 
 class FileRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What a finished file is: whose, of which division of the version, the digests of its archives one behind
-    another, and its entries."""
+    """Record of a finished file: its rank, the digest of its division, the digests of its archives, and its entries."""
 
     format: int
     rank: int
@@ -179,18 +185,20 @@ class FileRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 def record_name(rank: int) -> str:
-    """Where a rank's record stands; torch does not look into this folder."""
+    """Return the name of a rank's record; torch does not look into this folder."""
     return f".everstep/{rank}"
 
 
 class CheckpointWriter:
-    """One version to be written.
+    """Write one version.
 
     Args:
-        target: the folder of this version.
-        manifests: of every rank whose slot of it is somewhere, as sealed; the same on all nodes that write.
+        target: The folder of this version.
+        manifests: The sealed manifests of every rank with a slot of the version; the same on all writing nodes.
 
-    Raises NotRestorable where they do not make up the whole state, MalformedMessage where one cannot be read.
+    Raises:
+        NotRestorable: The manifests do not make up the whole state.
+        MalformedMessage: A manifest cannot be read.
     """
 
     def __init__(self, target: StorageTarget, version: Version, manifests: Mapping[int, bytes]) -> None:
@@ -201,10 +209,12 @@ class CheckpointWriter:
         self._division_digest = _division_digest_of(version, manifests)
 
     def write(self, rank: int, slot: SpillSlotReader) -> FileRecord:
-        """Writes one rank's file and its record; what is there already is not written again.
+        """Write one rank's file and its record; existing parts are not written again.
 
-        Raises DigestMismatch where the slot's bytes are not what was sealed, MalformedMessage where it is not the slot
-        that the division was made for, OSError from the target.
+        Raises:
+            DigestMismatch: The slot's bytes are not the sealed ones.
+            MalformedMessage: The slot is not the one that was divided.
+            OSError: The target failed.
         """
         if slot.manifest != self._manifests[rank]:
             raise MalformedMessage(f"rank {rank}'s slot has another manifest than the one that was divided")
@@ -224,7 +234,7 @@ class CheckpointWriter:
         return record
 
     def read_record(self, rank: int) -> FileRecord | None:
-        """A rank's record, where it is one of this division and its file has the length it says."""
+        """Return a rank's record if it is of this division and its file has the recorded length."""
         body = self._target.get(record_name(rank))
         if body is None or xxhash.xxh3_128_digest(body[DIGEST_BYTES:]) != body[:DIGEST_BYTES]:
             return None
@@ -237,7 +247,7 @@ class CheckpointWriter:
         return record if self._target.size(record.file) == record.length else None
 
     def complete(self) -> bool:
-        """Writes the digests and then ``.metadata`` if every rank's file is there; whether it was."""
+        """Write the digests and then ``.metadata`` if every rank's file is there; return whether it was."""
         records = [self.read_record(rank) for rank in self._manifests]
         found = [record for record in records if record is not None]
         if len(found) < len(records):
@@ -247,14 +257,18 @@ class CheckpointWriter:
         files = {record.file: record.archives for record in found}
         digests = encode_digests(StoredDigests(xxhash.xxh3_128_digest(metadata), files))
         for name, body in ((DIGESTS_FILE, digests), (METADATA_FILE, metadata)):
-            if self._target.get(name) != body:  # when .metadata was written first says which checkpoint is the newest
+            # the time of the first .metadata write determines which checkpoint is the newest
+            if self._target.get(name) != body:
                 self._target.put(name, body)
         return True
 
 
 def prune(root: StorageTarget, keep: int, protected: Version) -> tuple[list[Version], list[Version]]:
-    """Removes what ``superfluous`` names of the checkpoints under ``root``, but never ``named``; what it removed, and
-    the whole ones that are left."""
+    """Remove the checkpoints of ``select_removable`` under ``root``, but never ``protected``.
+
+    Returns:
+        The removed versions, and the whole ones that are left.
+    """
     stored = [
         SpilledCheckpoint(version, root.written_at(f"{folder}/{METADATA_FILE}"))
         for folder in root.folders()
@@ -262,13 +276,13 @@ def prune(root: StorageTarget, keep: int, protected: Version) -> tuple[list[Vers
     ]
     gone = select_removable(stored, max(keep, MIN_KEPT_CHECKPOINTS), [protected])
     for version in gone:
-        root.remove(f"{folder_name(version)}/{METADATA_FILE}")  # first: what is half gone is no checkpoint
+        root.remove(f"{folder_name(version)}/{METADATA_FILE}")  # first, so that a half-removed folder is no checkpoint
         root.remove(folder_name(version))
     return gone, [one.version for one in stored if one.completed_at is not None and one.version not in gone]
 
 
 def _division_digest_of(version: Version, manifests: Mapping[int, bytes]) -> bytes:
-    """Names a version as divided among these ranks."""
+    """Return a digest of a version as divided among these ranks."""
     digest = xxhash.xxh3_128(f"{version.generation}:{version.step}".encode())
     for rank in sorted(manifests):
         digest.update(f";{rank}:".encode() + xxhash.xxh3_128_digest(manifests[rank]))
@@ -289,7 +303,7 @@ def _file_bytes(plan: FilePlan, slot: SpillSlotReader) -> Iterator[bytes | memor
 
 
 def _write(file: SequentialFile, plan: FilePlan, slot: SpillSlotReader) -> tuple[ArchiveDigest, ...]:
-    """Writes what is not there yet; returns the digests of all archives."""
+    """Write the missing bytes; return the digests of all archives."""
     hasher = RangeHasher([_piece_length(piece) for piece in plan.pieces])
     at, comparing = 0, True
     try:
