@@ -1,1 +1,4 @@
-"""The only doors to NVML, the kernel log, /sys and /proc; each has a root or a path that tests can point elsewhere."""
+"""The only access to NVML, the kernel log, /sys and /proc. Tests can redirect each root or path.
+
+Sampling schedules belong in ``sensors``.
+"""

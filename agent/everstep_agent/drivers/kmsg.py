@@ -1,4 +1,4 @@
-"""The kernel's log: /dev/kmsg, a file that grows (and is rotated or truncated), or a named pipe."""
+"""Read the kernel log: /dev/kmsg, a file that grows (and is rotated or truncated), or a named pipe."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import stat
 import msgspec
 
 MAX_RECORD_BYTES = 8192
-"""The largest record /dev/kmsg hands out (Linux, CONSOLE_EXT_LOG_MAX)."""
+"""The largest record that /dev/kmsg returns (Linux, CONSOLE_EXT_LOG_MAX)."""
 
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 8192
-"""A longer line is cut there; what follows it up to the next line end is dropped."""
+"""A longer line is cut here; the rest up to the next line end is dropped."""
 
 MAX_RECORDS_PER_READ = 512
 _LINE_END = rb"\x0a"
 
 
 class LogPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a log has been read: a file's inode and offset, or the kernel's sequence number."""
+    """The read position of a log: a file's inode and offset, or the kernel's sequence number."""
 
     inode: int = 0
     offset: int = 0
@@ -28,11 +28,11 @@ class LogPosition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelLog:
-    """Reads what is new, in bounded portions, and never blocks.
+    """Read new lines in bounded portions, without blocking.
 
-    Without a ``position`` to go on from, a device is read from its oldest line that is not older than ``not_before_s``
-    (seconds since boot), and a file from its end, since its lines may be of any boot. A file that is not there yet
-    is read from its beginning once it is.
+    Without a ``position``, a device is read from its oldest line that is not older than ``not_before_s`` (seconds since
+    boot), and a file from its end, since its lines may be of any boot. A file that appears later is read from its
+    beginning.
     """
 
     def __init__(self, path: str, position: LogPosition | None = None, not_before_s: float = 0.0) -> None:
@@ -48,16 +48,16 @@ class KernelLog:
 
     @property
     def position(self) -> LogPosition:
-        """Where the next life goes on; whole lines only."""
+        """The position for the next run; whole lines only."""
         return msgspec.structs.replace(self._position, offset=max(0, self._position.offset - len(self._partial_line)))
 
     @property
     def wait_descriptor(self) -> int | None:
-        """A descriptor that becomes readable with new lines; None where the log has to be looked at."""
+        """A descriptor that becomes readable with new lines; None if the log has to be polled."""
         return None if self._descriptor is None or stat.S_ISREG(self._file_mode) else self._descriptor
 
     def open(self) -> None:
-        """Opens the log if it is there and not open yet; the reason it cannot be is in ``error``."""
+        """Open the log if it exists and is not open; ``error`` holds the reason for a failure."""
         if self._descriptor is not None:
             return
         try:
@@ -79,7 +79,7 @@ class KernelLog:
             self._seek(status)
 
     def read(self) -> list[str]:
-        """The next lines, oldest first; empty when there are none now. Call again until it is empty."""
+        """Return the next lines, oldest first; call again until there are none."""
         self.open()
         if self._descriptor is None:
             return []
@@ -88,7 +88,7 @@ class KernelLog:
         return self._read_bytes(self._descriptor)
 
     def has_new_data(self) -> bool:
-        """Whether a file has grown, was replaced or cut short, or came to be: one system call."""
+        """Return whether a file has grown, was replaced or cut short, or was created: one system call."""
         try:
             named = os.stat(self._path)
         except OSError:
@@ -136,7 +136,7 @@ class KernelLog:
         return [line[:MAX_LINE_BYTES].decode("utf-8", "replace").rstrip("\r") for line in whole if line]
 
     def _follow_rotation(self) -> None:
-        """At the end of a file: goes over to the one that took its name, or to the start of one cut short."""
+        """At the end of a file, continue with the file that took its name, or at the start of a truncated one."""
         if self._descriptor is None or not stat.S_ISREG(self._file_mode):
             return
         try:
@@ -167,10 +167,11 @@ class KernelLog:
         return lines
 
     def _parse_record(self, record: bytes) -> list[str]:
-        """``priority,sequence,time,flags;text`` and lines of properties, which begin with a space.
+        """Parse ``priority,sequence,time,flags;text`` and property lines, which begin with a space.
 
-        One printk of several lines is one record, in which the kernel escapes each line's end as it does all that is
-        not printable. The other escapes stay: what they stand for might steer a terminal.
+        One printk of several lines is one record, in which the kernel escapes each line end and all unprintable
+        characters.
+        The other escapes stay, because the characters they stand for might control a terminal.
         """
         header, _, text = record.partition(b";")
         fields = header.split(b",")

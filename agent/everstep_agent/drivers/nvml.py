@@ -1,4 +1,4 @@
-"""NVML, with its errors sorted: the only importer of pynvml."""
+"""NVML with classified errors: the only importer of pynvml."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNSUPPORTED_ERRORS = frozenset(
         pynvml.NVML_ERROR_DEPRECATED,
     }
 )
-"""Answers that will not change while the driver stays: the value is not asked for again."""
+"""Errors that will not change while the driver stays loaded: the value is not read again."""
 
 FIELD_MEMORY_TEMPERATURE = pynvml.NVML_FI_DEV_MEMORY_TEMP
 FIELD_ENERGY_MJ = pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION
@@ -51,13 +51,13 @@ PCIE_GENERATION_MAX = pynvml.nvmlDeviceGetMaxPcieLinkGeneration
 PCIE_WIDTH = pynvml.nvmlDeviceGetCurrPcieLinkWidth
 PCIE_WIDTH_MAX = pynvml.nvmlDeviceGetMaxPcieLinkWidth
 PROCESSES = pynvml.nvmlDeviceGetComputeRunningProcesses_v3
-"""Calls for ``Device.read``."""
+"""Functions for ``GpuDevice.read``."""
 
 SENSOR_GPU = pynvml.NVML_TEMPERATURE_GPU
 CLOCK_SM, CLOCK_MEMORY = pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM
 ECC_CORRECTED, ECC_UNCORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
 ECC_SINCE_DRIVER_LOAD, ECC_LIFETIME = pynvml.NVML_VOLATILE_ECC, pynvml.NVML_AGGREGATE_ECC
-"""Their arguments."""
+"""Arguments of these functions."""
 
 EVENT_XID = pynvml.nvmlEventTypeXidCriticalError
 _EVENTS = (
@@ -72,7 +72,10 @@ MAX_NVLINKS = 18
 
 
 class NvmlError(Exception):
-    """NVML refused. ``lost``: the GPU is gone from the bus; ``reset_required``: it needs a reset before it answers."""
+    """An NVML call failed.
+
+    ``is_gpu_lost``: gone from the bus; ``is_reset_required``: needs a reset before it answers.
+    """
 
     def __init__(self, operation: str, code: int) -> None:
         super().__init__(f"{operation}: {_text(code)} (NVML error {code})")
@@ -93,17 +96,19 @@ def _text(code: int) -> str:
 
 
 def kernel_bus_id(nvml: str) -> str:
-    """NVML's ``00000000:1B:00.0`` as the kernel's log has it: ``0000:1b:00``, and ``10000:01:00`` behind a domain that
-    has more than four digits."""
+    """Convert NVML's ``00000000:1B:00.0`` to the kernel log's ``0000:1b:00``.
+
+    A domain of more than four digits stays whole: ``10000:01:00``.
+    """
     domain, bus, device = nvml.lower().split(":")
     return f"{int(domain, 16):04x}:{bus}:{device.partition('.')[0]}"
 
 
 class GpuDevice:
-    """One GPU's handle. Values that the device does not offer are None, and are not asked for again.
+    """One GPU's handle. Values that the device does not offer are None, and are not read again.
 
     Args:
-        links_seen: by GPU, the NVLinks that were ever up; outlives the library, and is added to here.
+        nvlinks_seen_up: Per GPU, the NVLinks that were ever up; outlives the library, and is extended here.
     """
 
     def __init__(self, index: int, nvlinks_seen_up: dict[str, set[int]]) -> None:
@@ -132,7 +137,7 @@ class GpuDevice:
         return _address(self._handle)
 
     def read(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """``function(handle, *arguments)``, or None where it is not offered. Raises NvmlFault."""
+        """Return ``function(handle, *arguments)``, or None if it is not offered. Raises NvmlError."""
         if (function, arguments) in self._unsupported:
             return None
         try:
@@ -145,14 +150,14 @@ class GpuDevice:
             raise NvmlError(function.__name__, error.value) from None
 
     def read_fields(self, ids: Sequence[int]) -> list[Any]:
-        """Field values in the order of ``ids``; None for one that is not offered. Raises NvmlFault."""
+        """Return field values in the order of ``ids``; None for one that is not offered. Raises NvmlError."""
         values = self.read(pynvml.nvmlDeviceGetFieldValues, tuple(ids))
         if values is None:
             return [None] * len(ids)
         return [_field(value) for value in values]
 
     def register_events(self, event_set: Any) -> bool:
-        """Takes part in an event set; False where the device offers no events, or refuses."""
+        """Register with an event set. Returns False if the device offers no events, or refuses."""
         try:
             offered = pynvml.nvmlDeviceGetSupportedEventTypes(self._handle) & _EVENTS
             if offered:
@@ -162,21 +167,22 @@ class GpuDevice:
         return bool(offered)
 
     def count_nvlinks(self) -> tuple[int, int]:
-        """How many links have ever been seen up, and how many of those are down. Raises NvmlFault."""
+        """Return the number of links ever seen up, and of those now down. Raises NvmlError."""
         up = {link for link in range(MAX_NVLINKS) if self.read(pynvml.nvmlDeviceGetNvLinkState, link)}
         self._links_seen_up.update(up)
         return len(self._links_seen_up), len(self._links_seen_up - up)
 
 
 def sram_threshold_exceeded(handle: Any) -> int:
-    """A call for ``Device.read``: 1 where the GPU has passed its limit of SRAM errors."""
+    """Return 1 if the GPU has passed its limit of SRAM errors; for ``GpuDevice.read``."""
     status = pynvml.c_nvmlEccSramErrorStatus_v1_t()
-    pynvml.nvmlDeviceGetSramEccErrorStatus(handle, byref(status))  # pynvml passes on what it gets, a copy by value
+    # pynvml's wrapper passes the struct by value, so its result is lost
+    pynvml.nvmlDeviceGetSramEccErrorStatus(handle, byref(status))
     return int(status.bThresholdExceeded)
 
 
 def retired_pages(handle: Any) -> int:
-    """A call for ``Device.read``: pages retired for either cause (before Ampere)."""
+    """Return the pages retired for either cause (before Ampere); for ``GpuDevice.read``."""
     causes = (
         pynvml.NVML_PAGE_RETIREMENT_CAUSE_MULTIPLE_SINGLE_BIT_ECC_ERRORS,
         pynvml.NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR,
@@ -203,7 +209,7 @@ def _call(operation: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class Nvml:
-    """The opened library: its devices and its events. Every method raises NvmlFault."""
+    """The opened library: its devices and its events. Every method raises NvmlError."""
 
     def __init__(self, nvlinks_seen_up: dict[str, set[int]]) -> None:
         _call("initialization", pynvml.nvmlInitWithFlags, 0)
@@ -225,7 +231,7 @@ class Nvml:
             self.failed_devices.append((index, fault))
 
     def _register(self) -> Any:
-        """An event set for all devices that take part, or None where none does."""
+        """Return an event set of all devices that offer events, or None."""
         try:
             events = pynvml.nvmlEventSetCreate()
         except pynvml.NVMLError:
@@ -240,7 +246,7 @@ class Nvml:
         return self._events is not None
 
     def wait_event(self, timeout_ms: int) -> tuple[GpuDevice | None, int, int] | None:
-        """The next event as (device, type, data), or None when the time is over. Raises NvmlFault."""
+        """Return the next event as (device, type, data), or None after the time-out. Raises NvmlError."""
         try:
             event = pynvml.nvmlEventSetWait_v2(self._events, timeout_ms)
         except pynvml.NVMLError as error:
@@ -252,7 +258,7 @@ class Nvml:
         return device, event.eventType, event.eventData
 
     def close(self) -> None:
-        """Gives the library back; errors of a broken driver are no news here."""
+        """Close the library; errors of a broken driver are ignored."""
         try:
             pynvml.nvmlShutdown()
         except pynvml.NVMLError:

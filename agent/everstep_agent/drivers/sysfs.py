@@ -1,7 +1,7 @@
-"""Ports, PCI devices and the machine's own state, read from /sys and /proc below injectable roots.
+"""Read ports, PCI devices and the machine's state from /sys and /proc below injectable roots.
 
-Functions return None, or leave a port out, where the kernel does not offer a value; they raise OSError only where
-a whole tree that must be there is not.
+Functions return None, or leave a port out, if the kernel does not offer a value; they raise OSError only if a whole
+required tree is missing.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from everstep_agent.sensors.samples import HostIdentity
 
 NVIDIA_VENDOR_ID = "0x10de"
 DISPLAY_CLASS_PREFIXES = ("0x0300", "0x0302")
-"""VGA and 3D controllers; the audio function and NVSwitches (0x0680) of the same vendor are no GPUs."""
+"""VGA and 3D controllers; the same vendor's audio functions and NVSwitches (0x0680) are no GPUs."""
 
 
 class PortReading(NamedTuple):
-    """One port as the kernel has it; counters are since the driver was loaded. ``folder``: where it is found;
-    ``identity``: as in ``PortSample``."""
+    """One port as the kernel shows it; counters are since the driver was loaded.
+
+    ``identity`` is as in ``PortSample``.
+    """
 
     sysfs_folder: Path
     name: str
@@ -32,7 +34,7 @@ class PortReading(NamedTuple):
 
 
 class PcieLimit(NamedTuple):
-    """The fastest generation and the most lanes of a PCIe link that the kernel knows of; None where it says nothing."""
+    """The fastest generation and the most lanes of a PCIe link known to the kernel; None if unknown."""
 
     generation: int | None
     width: int | None
@@ -59,9 +61,9 @@ _PCIE_GENERATIONS = {
     "64": 6,
     "64.0": 6,
 }
-"""By gigatransfers a second, as ``max_link_speed`` has them (Linux, drivers/pci/probe.c)."""
+"""PCIe generation by gigatransfers a second, as in ``max_link_speed`` (Linux, drivers/pci/probe.c)."""
 MAX_PCIE_LANES = 32
-"""Of a PCIe link. The kernel shows 255 for a width that it does not know."""
+"""Maximum number of lanes of a PCIe link. The kernel shows 255 for an unknown width."""
 
 
 def _read_text(path: Path) -> str | None:
@@ -89,13 +91,13 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _identity(device: Path, **words: Path) -> dict[str, str]:
-    """What ``words`` hold, and where on the bus the device sits; only what there is."""
+    """Return the contents of the files ``words`` and the device's bus address, as far as they exist."""
     found = {name: text for name, path in words.items() if (text := _read_text(path))}
     return found | ({"pci_bus_id": device.resolve().name} if device.is_symlink() else {})
 
 
 def host_identity(sysfs: Path, proc: Path) -> HostIdentity:
-    """The machine by its firmware's tables, whose serial numbers only root may read, and the kernel's release."""
+    """Return the machine's identity from its firmware tables, whose serial numbers only root may read."""
     dmi = sysfs / "class/dmi/id"
     return HostIdentity(
         vendor=_read_text(dmi / "sys_vendor") or "",
@@ -107,7 +109,7 @@ def host_identity(sysfs: Path, proc: Path) -> HostIdentity:
 
 
 def infiniband_ports(root: Path) -> list[PortReading]:
-    """InfiniBand and RoCE ports, such as ``mlx5_0/1``."""
+    """Return InfiniBand and RoCE ports, such as ``mlx5_0/1``."""
     ports = []
     for device in _entries(root / "class/infiniband"):
         of_device = {"board": device / "board_id", "firmware": device / "fw_ver", "address": device / "node_guid"}
@@ -133,7 +135,7 @@ def infiniband_ports(root: Path) -> list[PortReading]:
 
 
 def ethernet_ports(root: Path) -> list[PortReading]:
-    """Physical Ethernet ports: bridges, tunnels and containers' ends have no device behind them and are left out."""
+    """Return physical Ethernet ports; bridges, tunnels and container interfaces have no device and are left out."""
     ports = []
     for port in _entries(root / "class/net"):
         if not (port / "device").exists() or _read_text(port / "type") != _ARPHRD_ETHER:
@@ -155,7 +157,7 @@ def ethernet_ports(root: Path) -> list[PortReading]:
 
 
 def refresh_port(port: PortReading) -> PortReading | None:
-    """The port with its state read again, and everything else as it was; None where it is gone."""
+    """Return the port with its state read again and other values unchanged; None if it is gone."""
     infiniband = port.kind == "infiniband"
     state = _read_text(port.sysfs_folder / ("state" if infiniband else "operstate"))
     if state is None:
@@ -164,7 +166,7 @@ def refresh_port(port: PortReading) -> PortReading | None:
 
 
 def count_nvidia_gpus_on_pci(root: Path) -> int | None:
-    """How many NVIDIA display controllers the PCI bus shows, NVML or not. None where there is no PCI bus to read."""
+    """Count the NVIDIA display controllers on the PCI bus, without NVML. None without a readable PCI bus."""
     folder = root / "bus/pci/devices"
     if not folder.is_dir():
         return None
@@ -176,7 +178,7 @@ def count_nvidia_gpus_on_pci(root: Path) -> int | None:
 
 
 def pcie_limit(root: Path, bus_id: str) -> PcieLimit:
-    """What the device at ``bus_id`` (``0000:1b:00``) and the port above it can do together: the lesser of both."""
+    """Return the common limit of the device at ``bus_id`` (``0000:1b:00``) and the port above it."""
     device = root / f"bus/pci/devices/{bus_id}.0"
     ends = (device, device.resolve().parent) if device.exists() else ()
     speeds = [_PCIE_GENERATIONS.get((_read_text(end / "max_link_speed") or "").partition(" ")[0]) for end in ends]
@@ -188,22 +190,22 @@ def pcie_limit(root: Path, bus_id: str) -> PcieLimit:
 
 
 def boot_id(root: Path) -> str:
-    """The kernel's name for this boot. Raises OSError."""
+    """Return the kernel's id of this boot. Raises OSError."""
     return (root / "sys/kernel/random/boot_id").read_text().strip()
 
 
 def uptime_s(root: Path) -> float:
-    """Seconds since boot. Raises OSError, ValueError."""
+    """Return seconds since boot. Raises OSError, ValueError."""
     return float((root / "uptime").read_text().split()[0])
 
 
 def load_average(root: Path) -> float:
-    """Over one minute. Raises OSError, ValueError."""
+    """Return the load average over one minute. Raises OSError, ValueError."""
     return float((root / "loadavg").read_text().split()[0])
 
 
 def memory_bytes(root: Path) -> tuple[int, int]:
-    """(total, available). Raises OSError, KeyError."""
+    """Return (total, available) bytes of memory. Raises OSError, KeyError."""
     values = {}
     with (root / "meminfo").open() as file:
         for line in file:
@@ -215,7 +217,7 @@ def memory_bytes(root: Path) -> tuple[int, int]:
 
 
 def network_mounts(root: Path) -> list[str]:
-    """Where network file systems are mounted. Raises OSError."""
+    """Return the mount points of network file systems. Raises OSError."""
     mounts = []
     with (root / "self/mounts").open() as file:
         for line in file:
@@ -226,7 +228,7 @@ def network_mounts(root: Path) -> list[str]:
 
 
 def count_processes(root: Path) -> ProcessCounts:
-    """Processes in uninterruptible sleep (kernel threads aside) and zombies. Raises OSError."""
+    """Count processes in uninterruptible sleep (without kernel threads) and zombies. Raises OSError."""
     stuck = zombies = 0
     for name in os.listdir(root):
         if not name.isdigit():

@@ -1,4 +1,4 @@
-"""Samples, policy and history in; findings out. Pure: no clock, no files, no processes."""
+"""Compute findings from samples, policy and history. Pure: no clock, no files, no processes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from everstep_agent.sensors.sensor_messages import PollResult
 SENSOR_SUBJECT = "nvml"
 HOST_SUBJECT = "host"
 MAX_LINE_FINDINGS = 64
-"""Findings from lines of the kernel's log that may stand at a time."""
+"""Maximum number of active findings from kernel log lines."""
 
 _SEVERITY_ORDER = {severity: gravity for gravity, severity in enumerate(Severity)}
 
 
 class Instant(NamedTuple):
-    """Now, on both clocks."""
+    """The current time on both clocks."""
 
     wall: float
     monotonic: float
 
 
 class GpuResetState(msgspec.Struct, frozen=True):
-    """What tells a reset or an exchange of the GPU at a PCI address from one look to the next."""
+    """Values that reveal a reset or an exchange of the GPU at a PCI address."""
 
     uuid: str
     energy_j: float | None = None
@@ -41,7 +41,10 @@ class GpuResetState(msgspec.Struct, frozen=True):
 
 
 class AssessorState(msgspec.Struct, frozen=True, kw_only=True):
-    """What must outlive the agent: findings that only a reset, a boot or an exchange ends, and how to notice those."""
+    """State that must outlive the agent:
+
+    findings that only a reset, a boot or an exchange clears, and how to detect those.
+    """
 
     boot_id: str = ""
     xid_records: tuple[XidRecord, ...] = ()
@@ -52,13 +55,13 @@ class AssessorState(msgspec.Struct, frozen=True, kw_only=True):
 class FindingAssessor:
     """A node's findings.
 
-    Every method that takes something in returns True where ``findings`` changed by it.
+    Every method that adds input returns whether ``findings`` changed.
 
     Args:
-        policy: the rules.
-        node: its name, part of the traces.
-        expected_gpus: how many GPUs there should be; None takes the count of the PCI bus.
-        memory: what an earlier life of the agent left.
+        policy: The rules.
+        node: The node's name, part of the traces.
+        expected_gpus: The number of GPUs there should be; None takes the count of the PCI bus.
+        state: The state of an earlier run of the agent.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class FindingAssessor:
         self._histories: dict[tuple[str, str], RuleHistory] = {}
         self._rule_findings: dict[tuple[str, str], Finding] = {}
         self._line_findings: dict[tuple[str, str], tuple[KernelLineRule, Finding, float]] = {}
-        # With the name of its field, made once: Python's cache of attributes keeps every new string it is asked for.
+        # Field names are computed once: Python's attribute cache keeps every new string used for a lookup.
         self._rules_by_scope: dict[str, list[tuple[FindingRule, str]]] = {}
         for rule in policy.rules:
             self._rules_by_scope.setdefault(rule.scope, []).append((rule, rule.field))
@@ -86,10 +89,10 @@ class FindingAssessor:
         self._dirty = True
         self._rebuild_findings()
 
-    # --- what comes in ---
+    # Input
 
     def process_poll(self, poll: PollResult, clock_skew_s: float | None, now: Instant) -> bool:
-        """A poll of the sensor process."""
+        """Process a poll of the sensor process."""
         self._detect_boot(poll.boot_id)
         self._uptime_s = poll.host.uptime_s
         for gpu in poll.gpus:
@@ -107,12 +110,12 @@ class FindingAssessor:
         return self.process_xid_events(poll.xids, now)
 
     def process_boot(self, boot_id: str) -> bool:
-        """The kernel's name for this boot, as soon as it is known: ends what a boot ends if it is a new one."""
+        """Process the boot id as soon as it is known; a new one clears the findings that a boot clears."""
         self._detect_boot(boot_id)
         return self._rebuild_findings()
 
     def process_kernel_lines(self, lines: Iterable[str], now: Instant) -> bool:
-        """New lines of the kernel's log."""
+        """Process new lines of the kernel log."""
         for line in lines:
             event = self._reader.parse_line(line)
             if event is not None:
@@ -124,18 +127,18 @@ class FindingAssessor:
         return self._rebuild_findings()
 
     def process_xid_events(self, events: Iterable[XidEvent], now: Instant) -> bool:
-        """XIDs that NVML told of between polls."""
+        """Process XIDs that NVML reported between polls."""
         for event in events:
             self._dirty |= self.xid_history.add_event(event, now.wall, now.monotonic)
         return self._rebuild_findings()
 
     def process_sensor_state(self, state: SensorState, now: Instant) -> bool:
-        """What is known of the sensing itself. Fields that are None stay as they were."""
+        """Process the health of the sensing itself. Fields that are None stay as they were."""
         self._apply_rules("sensor", SENSOR_SUBJECT, state, state.detail, now)
         return self._rebuild_findings()
 
     def export_state(self) -> AssessorState:
-        """What to keep for the next life of the agent."""
+        """Return the state to keep for the next run of the agent."""
         sticky = {rule.id for rule in self._policy.rules if rule.clear_after_s is None}
         return AssessorState(
             boot_id=self._boot_id,
@@ -144,7 +147,7 @@ class FindingAssessor:
             gpu_reset_states=dict(self._gpus),
         )
 
-    # --- GPUs ---
+    # GPUs
 
     def _bus_of(self, uuid: str) -> str | None:
         return next((bus_id for bus_id, gpu in self._gpus.items() if gpu.uuid == uuid), None)
@@ -157,7 +160,7 @@ class FindingAssessor:
         self._apply_rules("gpu", bus_id, sample, sample.error, now)
 
     def _detect_reset(self, sample: GpuSample) -> None:
-        """Notices a reset (the energy counter began anew, a lost GPU answers, the driver asks for none any more)."""
+        """Detect a reset: the energy counter restarted, a lost GPU answers, or the driver no longer asks for one."""
         bus_id, before = sample.pci_bus_id, self._gpus.get(sample.pci_bus_id)
         energy = sample.energy_j if sample.energy_j is not None or before is None else before.energy_j
         self._gpus[bus_id] = GpuResetState(sample.uuid, energy, sample.lost, sample.recovery_action)
@@ -185,7 +188,7 @@ class FindingAssessor:
                 self._rule_findings.pop(key, None)
                 self._dirty = True
 
-    # --- the sensing itself ---
+    # Health of the sensing
 
     def _sensor_state(self, poll: PollResult) -> SensorState:
         expected = self._expected_gpus if self._expected_gpus is not None else (poll.pci_gpu_count or 0)
@@ -202,7 +205,7 @@ class FindingAssessor:
             detail="; ".join(each for each in details if each),
         )
 
-    # --- rules ---
+    # Rules
 
     def _apply_rules(self, scope: str, subject: str, sample: msgspec.Struct, detail: str, now: Instant) -> None:
         for rule, field in self._rules_by_scope.get(scope, ()):
@@ -262,7 +265,7 @@ class FindingAssessor:
         self._dirty = True
 
     def _clear_quiet(self, now: Instant) -> None:
-        """Ends what the log has been quiet about for long enough."""
+        """Clear findings whose log lines have been absent for long enough."""
         self._dirty |= self.xid_history.drop_quiet(now.monotonic)
         self._clear_lines(
             key
@@ -285,10 +288,10 @@ class FindingAssessor:
                 self._histories[key].restore_active(finding.value or 0.0)
                 self._rule_findings[key] = finding
 
-    # --- the result ---
+    # Result
 
     def _rebuild_findings(self) -> bool:
-        """Puts the findings together again if anything moved: the gravest for each key, since its first sight."""
+        """Rebuild the findings if anything changed: the gravest for each key, since its first appearance."""
         if not self._dirty:
             return False
         self._dirty = False

@@ -1,4 +1,4 @@
-"""All findings of a node in one place, whoever found them, and which changes cannot wait for the next beat."""
+"""Collect all findings of a node, and decide which changes cannot wait for the next heartbeat."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.training import FindingCleared, FindingRaised
 
 ONE_TIME_FINDING_S = 600.0
-"""How long a finding that is told once (a corrupt slot, a rank's word) stays in the picture after it was last told."""
+"""Seconds that a finding reported only once (a corrupt slot, a rank's report) stays among the findings."""
 
 MAX_ONE_TIME_FINDINGS = 256
 
@@ -19,12 +19,12 @@ _SEVERITY_ORDER = (Severity.INFO, Severity.WARNING, Severity.CRITICAL)
 
 
 class NodeFindings:
-    """The node's picture, from sources that say all they know (``replace``) and from single words (``hold``).
+    """The node's findings, from complete sources (``replace_source``) and from single reports (``add_one_time``).
 
-    Every critical finding has a trace from the moment it appears, so that what follows from it can be found.
+    Every critical finding has a trace from its first appearance, so that its consequences can be found.
 
     Args:
-        new_trace: makes one.
+        new_trace_id: Returns a new trace id.
     """
 
     def __init__(self, new_trace_id: Callable[[], str]) -> None:
@@ -36,11 +36,11 @@ class NodeFindings:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Every finding that holds, one for each key, the worst where two sources say the same key."""
+        """Every active finding, one for each key; the worst if two sources report the same key."""
         return self._findings
 
     def replace_source(self, source: str, findings: Iterable[Finding]) -> list[FindingRaised | FindingCleared]:
-        """``source`` knows these and no others; returns what must be told at once."""
+        """Replace all findings of ``source``; return the changes to report at once."""
         findings = tuple(findings)
         if self._sources.get(source, ()) == findings:
             return []
@@ -48,9 +48,10 @@ class NodeFindings:
         return self._rebuild()
 
     def add_one_time(self, raised: FindingRaised, now: float) -> FindingRaised:
-        """Keeps a finding that nobody will clear for HELD_S from ``now`` (monotonic); returns it with its trace.
+        """Keep a finding that has no end of its own for ONE_TIME_FINDING_S from ``now`` (monotonic seconds).
 
-        The caller tells it: it may belong to a job, which the picture does not say.
+        Returns the finding with its trace. The caller reports it, because it may belong to a job, which ``findings`` does
+        not say.
         """
         finding = self._with_trace(raised.finding)
         self._one_time[finding.key] = now, msgspec.structs.replace(raised, finding=finding)
@@ -60,7 +61,7 @@ class NodeFindings:
         return self._one_time[finding.key][1]
 
     def expire(self, now: float) -> list[FindingRaised | FindingCleared]:
-        """Lets go of what was held long enough; returns what must be told at once."""
+        """Drop one-time findings that are old enough; return the changes to report at once."""
         old = [key for key, (at, _) in self._one_time.items() if now - at >= ONE_TIME_FINDING_S]
         for key in old:
             del self._one_time[key]
@@ -92,18 +93,20 @@ class NodeFindings:
         return changes
 
 
-# ---- self health
-# What the agent finds about itself. Facts in, findings out; no clocks, no I/O.
+# Findings about the agent itself. Pure: no clocks, no I/O.
 
 MAX_SKEW_SAMPLES = 16
-"""Heartbeats among which the one with the shortest round trip tells the clocks' difference best."""
+"""Heartbeats to choose from: the one with the shortest round trip measures the clocks' difference best."""
 
 
 class AgentHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """What the supervisor knows of itself.
+    """The supervisor's knowledge of the agent itself.
 
-    ``vault_lost``: why the vault is away, empty while it serves; ``vault_lost_at`` since when (wall seconds).
-    ``spool_dropped``: reports lost because the controller was away for too long; ``spool_since``: the first of them.
+    Attributes:
+        vault_down_reason: Why the vault is down; empty while it serves.
+        vault_down_at: Wall time in seconds since when the vault is down.
+        spool_dropped: Reports lost because the controller was away for too long.
+        spool_dropped_since: Wall time in seconds of the first lost report.
     """
 
     vault_down_reason: str = ""
@@ -113,7 +116,7 @@ class AgentHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_agent_problems(health: AgentHealth) -> tuple[Finding, ...]:
-    """The findings that follow from ``facts``."""
+    """Return the findings that follow from ``health``."""
     found = (_vault_finding(health), _spool_finding(health))
     return tuple(finding for finding in found if finding is not None)
 
@@ -152,23 +155,23 @@ def _spool_finding(health: AgentHealth) -> Finding | None:
 
 
 class ClockSkewEstimate:
-    """This clock against the controller's, from heartbeats: the answer's time is taken for the middle of the trip."""
+    """Estimate this clock's lead over the controller's; an answer's time counts as the middle of its round trip."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SKEW_SAMPLES)
 
     def add_sample(self, server_at: float, received_at: float, round_trip_s: float) -> None:
-        """An answer written at ``server_at`` (their clock) came at ``received_at`` (ours) after ``round_trip_s``."""
+        """Add an answer: ``server_at`` by the controller's clock, ``received_at`` by ours, after ``round_trip_s``."""
         skew_s = received_at - round_trip_s / 2 - server_at
         if self._samples and abs(skew_s - self._samples[-1][1]) > 1.0:
-            self._samples.clear()  # one of the clocks was set: what came before says nothing now
+            self._samples.clear()  # a clock was set, so earlier samples are void
         self._samples.append((round_trip_s, skew_s))
 
     @property
     def skew_s(self) -> float | None:
-        """Seconds that this clock is ahead for certain: what half a round trip can explain counts as 0.
+        """Seconds that this clock is certainly ahead: a difference that half a round trip can explain counts as 0.
 
-        From the quickest of the late round trips; None before the first.
+        Computed from the quickest recent round trip; None before the first.
         """
         if not self._samples:
             return None

@@ -1,7 +1,8 @@
-"""The shape of a policy, and its loader.
+"""Policy format and loader, and the history of one rule on one subject.
 
-A rule reads one metric of one kind of sample (``metric = "gpu.temperature_margin_c"``), tests it, and, where the test
-held in ``n`` of the last ``m`` polls, makes a finding. An unknown value is neither good nor bad: it moves nothing.
+A rule reads one metric of one kind of sample (``metric = "gpu.temperature_margin_c"``) and tests it. If the test held
+in ``n`` of the last ``m`` polls, the rule makes a finding. An unknown value is neither good nor bad: it changes
+nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ SCOPES: dict[str, type[msgspec.Struct]] = {
 
 
 class Criterion(StrEnum):
-    """How a value is judged. INCREASE: it grew by the threshold within the window. UNCHANGED: it never moved in it."""
+    """Test of a value.
+
+    INCREASE: it grew by the threshold within the window. UNCHANGED: it never changed in the window.
+    """
 
     AT_LEAST = "at_least"
     AT_MOST = "at_most"
@@ -41,7 +45,7 @@ class Criterion(StrEnum):
 
 
 class ClearEvent(StrEnum):
-    """What ends a finding that time does not: the machine booted, the GPU was reset, another GPU sits there."""
+    """Events that clear a finding: the machine booted, the GPU was reset, another GPU sits there."""
 
     BOOT = "boot"
     RESET = "reset"
@@ -49,16 +53,20 @@ class ClearEvent(StrEnum):
 
 
 class StrictStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base: a key that nobody knows is an error."""
+    """Base class that rejects unknown keys."""
 
 
 class FindingRule(StrictStruct, frozen=True, kw_only=True):
     """One rule on a measured value.
 
-    ``n_of_m`` = [n, m]: bad in n of the last m polls. ``window_s``: for increase and unchanged. ``boot_grace_s``: not
-    judged while the machine is up for less. Over when the test has failed for ``clear_after_s``, or on one of
-    ``clear_on``. ``subject`` replaces the sample's own in the finding. ``message`` may use {subject}, {value},
-    {threshold}, {window_s} and {detail}.
+    Attributes:
+        message: May use {subject}, {value}, {threshold}, {window_s} and {detail}.
+        subject: Replaces the sample's own subject in the finding.
+        n_of_m: [n, m]: bad in n of the last m polls.
+        window_s: The window of INCREASE and UNCHANGED.
+        boot_grace_s: Seconds after boot during which the rule is not applied.
+        clear_after_s: The finding clears when the test has failed for so long.
+        clear_on: Events that clear the finding.
     """
 
     id: str
@@ -88,7 +96,7 @@ class FindingRule(StrictStruct, frozen=True, kw_only=True):
 
 
 class KernelLineRule(StrictStruct, frozen=True, kw_only=True):
-    """One rule on a line of the kernel log: a match is a finding. A named group ``subject`` names what it is about."""
+    """One rule on a line of the kernel log: a match is a finding. A named group ``subject`` gives its subject."""
 
     id: str
     kind: FindingKind
@@ -103,7 +111,7 @@ class KernelLineRule(StrictStruct, frozen=True, kw_only=True):
 
 
 class XidOverride(StrictStruct, frozen=True, kw_only=True):
-    """A site's own word on an XID; what it leaves out stays as the table has it."""
+    """A site's settings for an XID; omitted ones stay as in the table."""
 
     xid: int
     source: str
@@ -113,7 +121,7 @@ class XidOverride(StrictStruct, frozen=True, kw_only=True):
 
 
 class XidClearing(StrictStruct, frozen=True, kw_only=True):
-    """When an XID finding is over, by the action that would cure it."""
+    """When an XID finding clears, by the action that would cure it."""
 
     action: Action
     clear_after_s: float | None = None
@@ -121,7 +129,7 @@ class XidClearing(StrictStruct, frozen=True, kw_only=True):
 
 
 class FindingPolicyFile(StrictStruct, frozen=True, kw_only=True):
-    """One file; all parts may be left out."""
+    """One policy file; all parts are optional."""
 
     rule: tuple[FindingRule, ...] = ()
     line: tuple[KernelLineRule, ...] = ()
@@ -130,7 +138,7 @@ class FindingPolicyFile(StrictStruct, frozen=True, kw_only=True):
 
 
 class FindingPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """All that samples are judged by."""
+    """All rules by which samples are judged."""
 
     rules: tuple[FindingRule, ...]
     line_rules: tuple[KernelLineRule, ...]
@@ -142,7 +150,7 @@ class FindingPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return self.xid_entries.get(number) or unknown_xid_entry(number)
 
     def get_xid_mode(self, number: int) -> Mode:
-        """What may be done about it by itself: evict for a fatal one, watch the others."""
+        """Return the permitted automatic response: evict for a fatal XID, watch the others."""
         default = Mode.ENFORCE if self.get_xid_entry(number).severity is Severity.CRITICAL else Mode.OBSERVE
         return self.xid_modes.get(number, default)
 
@@ -151,7 +159,7 @@ class FindingPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_policy(site_files: Iterable[str | Path] = (), folder: Path = POLICY_FOLDER) -> FindingPolicy:
-    """Our rules, and the site's over them. Raises ConfigurationError with file, line and key for what is wrong."""
+    """Load the built-in rules and the site's over them. Raises ConfigurationError with file, line and key."""
     rules: dict[str, FindingRule] = {}
     lines: dict[str, KernelLineRule] = {}
     clearing: dict[Action, XidClearing] = {}
@@ -229,15 +237,14 @@ def _check_message(where: str, message: str, fields: dict[str, object]) -> None:
         raise ConfigurationError(f"{where}: message {message!r} may use {names}: {error!r}") from error
 
 
-# ---- rule history
-# One rule on one subject through time: N of M, windows, grace, clearing. Pure; seconds are arguments.
+# Rule history: N of M, windows, grace and clearing of one rule on one subject. Pure; seconds are arguments.
 
 MAX_WINDOW_SAMPLES = 64
-"""A window is remembered at this resolution, so that an hour costs no more memory than a minute."""
+"""Resolution of a window, so that an hour costs no more memory than a minute."""
 
 
 class RuleHistory:
-    """Whether the rule stands (``standing``), and the value that made it so."""
+    """State of one rule on one subject: ``is_active``, and the ``value`` that made it so."""
 
     def __init__(self, rule: FindingRule) -> None:
         self.rule = rule
@@ -250,7 +257,7 @@ class RuleHistory:
         self._good_since: float | None = None
 
     def add_value(self, value: float | None, now_s: float, uptime_s: float | None) -> bool:
-        """Takes one poll's value; True where the rule has begun or ceased to stand. None moves nothing."""
+        """Add one poll's value; None changes nothing. Returns whether ``is_active`` changed."""
         rule = self.rule
         if value is None or (uptime_s is not None and uptime_s < rule.boot_grace_s):
             return False
@@ -265,7 +272,7 @@ class RuleHistory:
         return self.is_active and self._should_clear(bad, now_s)
 
     def apply_clear_event(self, event: ClearEvent) -> bool:
-        """A reset, a boot or a replacement: history is void; True where the rule ceased to stand by it."""
+        """Drop the history after a reset, a boot or a replacement. Returns whether the rule ceased to be active."""
         self._recent_results.clear()
         self._window.clear()
         self._changed_at = self._good_since = None
@@ -275,7 +282,7 @@ class RuleHistory:
         return False
 
     def restore_active(self, value: float) -> None:
-        """Stands again, as it did before the agent was restarted."""
+        """Restore an active rule after a restart of the agent."""
         self.is_active, self.value = True, value
 
     def _should_clear(self, bad: bool, now_s: float) -> bool:
@@ -292,7 +299,7 @@ class RuleHistory:
         return True
 
     def _test(self, value: float, now_s: float) -> tuple[bool, float] | None:
-        """Whether the value is bad, and what to show for it. None: too early to tell."""
+        """Return whether the value is bad, and the value to show; None if it is too early to tell."""
         rule = self.rule
         match rule.test:
             case Criterion.AT_LEAST:

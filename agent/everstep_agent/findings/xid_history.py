@@ -1,4 +1,4 @@
-"""XIDs through time: one finding for each GPU and number, however often and from wherever it is said."""
+"""Track XIDs over time: one finding per GPU and number, from all sources and repetitions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from everstep_agent.findings.xids import XID_RECOVERY_ACTION_CHANGED, recovery_a
 from everstep_agent.sensors.samples import XidEvent
 
 RECOVERY_SETTLE_S = 10.0
-"""How long NVML must contradict a recovery action of the kernel log before it is believed."""
+"""Seconds that NVML must contradict a recovery action of the kernel log before NVML is believed."""
 
 MAX_XID_RECORDS = 256
-"""A log of garbage must not grow the daemon or its heartbeat; no node has so many different faults."""
+"""Limit against a log of garbage, which must not grow the daemon or its heartbeat."""
 
 
 class XidRecord(msgspec.Struct, kw_only=True):
-    """What is known of one XID on one GPU. Times are wall seconds, except ``quiet_since``, which is monotonic.
+    """State of one XID on one GPU. Times are wall seconds, except ``last_seen_s``, which is monotonic.
 
-    ``counts`` by source: the kernel's log and NVML tell of the same events, so the larger one is the number of them.
-    ``told``: the count in the finding as it was last shown; it is shown anew when it has doubled, so that a storm of
+    ``counts`` is by source: the kernel log and NVML report the same events, so the larger count is their number.
+    ``reported_count`` is the count last shown in the finding. It is updated when the count has doubled, so that a storm
+    of
     hundreds of thousands of lines makes twenty updates.
     """
 
@@ -38,7 +39,7 @@ class XidRecord(msgspec.Struct, kw_only=True):
 
 
 class XidHistory:
-    """All XIDs of a node that are not over."""
+    """All XIDs of a node that have not cleared."""
 
     def __init__(self, policy: FindingPolicy, records: tuple[XidRecord, ...] = (), now_s: float = 0.0) -> None:
         self._policy = policy
@@ -53,7 +54,7 @@ class XidHistory:
         return tuple(self._records.values())
 
     def add_event(self, event: XidEvent, wall: float, now_s: float) -> bool:
-        """Takes one event; True where the findings have changed by it."""
+        """Add one event. Returns whether the findings changed."""
         if event.xid == XID_RECOVERY_ACTION_CHANGED and event.recovery_action is not None:
             if event.pci_bus_id not in self._recovery and len(self._recovery) >= MAX_XID_RECORDS:
                 return False
@@ -77,7 +78,10 @@ class XidHistory:
         return True
 
     def clear_recovery_action(self, pci_bus_id: str, action_number: int, now_s: float) -> bool:
-        """NVML's own word on the recovery action; ends what the log said, once it has had time to follow."""
+        """Apply NVML's recovery action, which ends the one from the log after a settling time.
+
+        Returns whether it did.
+        """
         said = self._recovery.get(pci_bus_id)
         if said is None or action_number != 0 or now_s - said[2] < RECOVERY_SETTLE_S:
             return False
@@ -85,14 +89,14 @@ class XidHistory:
         return True
 
     def drop_quiet(self, now_s: float) -> bool:
-        """Drops what has been quiet for as long as its clearing rule asks; True where there was any."""
+        """Drop XIDs that were quiet for as long as their clearing rule asks. Returns whether there were any."""
         over = [key for key, record in self._records.items() if self._is_quiet(record, now_s)]
         for key in over:
             del self._records[key]
         return bool(over)
 
     def apply_clear_event(self, event: ClearEvent, pci_bus_id: str | None = None) -> bool:
-        """A boot (of all), a reset or a replacement (of one GPU); True where findings are over by it."""
+        """Apply a boot (all GPUs), a reset or a replacement (one GPU). Returns whether findings cleared."""
         over = [
             key
             for key, record in self._records.items()
@@ -106,7 +110,7 @@ class XidHistory:
         return bool(over or said)
 
     def findings(self, uuids: dict[str, str]) -> list[Finding]:
-        """One finding for each record and each recovery action; ``uuids`` by PCI address, as far as known."""
+        """Return one finding for each record and each recovery action; ``uuids`` is by PCI address, as far as known."""
         found = [self._finding(record, uuids) for record in self._records.values()]
         return found + [self._recovery_finding(bus_id, uuids) for bus_id in self._recovery]
 
@@ -126,7 +130,7 @@ class XidHistory:
         return Action.NONE if said is None else recovery_action(said[0])
 
     def _action(self, record: XidRecord) -> Action:
-        """The stronger of the table and the driver's own word."""
+        """Return the stronger of the table's action and the driver's demand."""
         return Action.strongest(self._policy.get_xid_entry(record.xid).action, self._driver_action(record.pci_bus_id))
 
     def _finding(self, record: XidRecord, uuids: dict[str, str]) -> Finding:

@@ -1,6 +1,6 @@
-"""Read XIDs from the kernel's log, as NVIDIA's drivers write them.
+"""Parse XIDs from the kernel log of NVIDIA's drivers, and look up their meaning.
 
-The formats are those of the open kernel modules (``kernel_rc.c``, ``osapi.c``) and of logs that were published::
+The formats are those of the open kernel modules (``kernel_rc.c``, ``osapi.c``) and of published logs::
 
     NVRM: GPU at PCI:0000:5d:00: GPU-f1906b9b-557a-e961-045c-9fe4be3ce012
     NVRM: Xid (PCI:0000:5d:00): 79, pid=1234, name=python3, GPU has fallen off the bus.
@@ -24,8 +24,7 @@ from everstep.errors import ConfigurationError
 from everstep.vocabulary import Action, Severity
 from everstep_agent.sensors.samples import XidEvent
 
-# ---- xids
-# What each XID means: the table ``xids.csv``, and the driver's own recovery actions.
+# Meaning of each XID: the table ``xids.csv``, and the driver's own recovery actions.
 #
 # Vendors disagree about some numbers (32, 45, 63, 94, 109), so a site's policy may override any row.
 
@@ -41,8 +40,10 @@ _SEVERITIES = {
     "info": Severity.INFO,
     "per-action": Severity.INFO,
 }
-"""The table says how bad it is for the application that runs: "critical" ends it. We ask whether the GPU is fit for
-the next one, which only "fatal" denies."""
+"""Severities of the table for the running application, converted to the GPU's fitness for the next one.
+
+"critical" ends the application; only "fatal" means that the GPU is unfit.
+"""
 
 _ACTIONS = (
     ("restart_app", Action.RESTART_RANK),
@@ -62,8 +63,11 @@ _ACTIONS = (
     ("not listed", Action.NONE),
     ("none", Action.NONE),
 )
-"""How the table's first step reads as ours. A power cycle is more than a node can do to itself: an operator, or the
-scheduler, has to take it out. Where the table leaves it to the driver's word, NONE gives way to that word."""
+"""The table's first step as an action.
+
+A node cannot power-cycle itself: an operator, or the scheduler, has to take it out. If the table leaves the action to
+the driver, NONE gives way to the driver's demand.
+"""
 
 RECOVERY_NAMES = (
     "none",
@@ -75,7 +79,7 @@ RECOVERY_NAMES = (
     "bus reset required",
     "system reboot required",
 )
-"""Field 230 (NVML_FI_DEV_GET_GPU_RECOVERY_ACTION) and XID 154, by number."""
+"""Names of field 230 (NVML_FI_DEV_GET_GPU_RECOVERY_ACTION) and XID 154, by number."""
 
 _RECOVERY_ACTIONS = (
     Action.NONE,
@@ -90,7 +94,7 @@ _RECOVERY_ACTIONS = (
 
 
 class XidEntry(msgspec.Struct, frozen=True):
-    """One row: what the number means, how bad it is for the GPU's fitness, and what would cure it."""
+    """One row: the number's meaning, its severity for the GPU's fitness, and the action that would cure it."""
 
     xid: int
     name: str
@@ -101,24 +105,27 @@ class XidEntry(msgspec.Struct, frozen=True):
 
 
 def recovery_action(number: int) -> Action:
-    """What the driver asks for, in our words. A number from a newer driver is taken for the gravest known one."""
+    """Return the action for the driver's recovery number.
+
+    A number from a newer driver counts as the gravest known one.
+    """
     return _RECOVERY_ACTIONS[number] if 0 <= number < len(_RECOVERY_ACTIONS) else Action.REBOOT_NODE
 
 
 def recovery_name(number: int) -> str:
-    """The driver's recovery action in words."""
+    """Return the name of the driver's recovery action."""
     return RECOVERY_NAMES[number] if 0 <= number < len(RECOVERY_NAMES) else f"unknown action {number}"
 
 
 def load_xid_table(path: Path = XID_FILE) -> dict[int, XidEntry]:
-    """The table, by number. Raises ConfigurationError for a row that it cannot read."""
+    """Return the table by number. Raises ConfigurationError for an unreadable row."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file)
         return {entry.xid: entry for entry in (_entry(row, f"{path} line {rows.line_num}") for row in rows)}
 
 
 def unknown_xid_entry(xid: int) -> XidEntry:
-    """For a number that the table lacks: worth a person's look, and no ground to evict by itself."""
+    """Return an entry for a number missing from the table: worth a person's look, but no ground to evict."""
     return XidEntry(
         xid, "not in the table", Severity.WARNING, Action.NONE, "look it up", "agent/everstep_agent/xids.csv"
     )
@@ -140,7 +147,7 @@ MAX_TEXT_LENGTH = 300
 MAX_ANNOUNCED_UUIDS = 64
 """GPUs whose announcements are remembered; a node has sixteen at most."""
 MAX_LINE_DISTANCE = 16
-"""Lines within which one thing is said: its parts may stand apart, where the kernel has something else to say."""
+"""Lines within which the parts of one message may stand, because the kernel may interleave other messages."""
 
 _ADDRESS = (
     r"(?:(?P<domain>[0-9a-fA-F]{4,8}):)?(?P<bus>[0-9a-fA-F]{2}|[0-9a-fA-F]{4}):(?P<slot>[0-9a-fA-F]{2})"
@@ -161,9 +168,10 @@ _RECOVERY = re.compile(
 
 
 def normalize_bus_id(text: str) -> str:
-    """A PCI address in the spelling that all sensors use: ``0000:1b:00``, with a longer domain where there is one.
+    """Normalize a PCI address to ``0000:1b:00``, with a longer domain if there is one.
 
-    Raises ValueError for what is no address.
+    Raises:
+        ValueError: The text is not a PCI address.
     """
     match = _GPU_ADDRESS.fullmatch(text)
     if match is None:
@@ -177,13 +185,12 @@ def _bus_id_from_match(match: re.Match[str]) -> str:
 
 
 class XidParser:
-    """Reads the lines of a log one after the other.
+    """Parse the lines of a log in order.
 
-    It keeps what a message of several lines has said so far, and which GPU has which UUID. Nothing that a line holds
-    makes it raise.
+    The parser keeps unfinished messages of several lines, and the UUID of each GPU. No line content makes it raise.
 
     Args:
-        bus_of: the PCI address of the GPU with a UUID, where something else knows it.
+        find_bus_id: Returns the PCI address of the GPU with a UUID, if it is known elsewhere.
     """
 
     def __init__(self, find_bus_id: Callable[[str], str | None] = lambda uuid: None) -> None:
@@ -194,9 +201,9 @@ class XidParser:
         self.bus_id_by_uuid: dict[str, str] = {}
 
     def parse_line(self, line: str) -> XidEvent | None:
-        """The XID that the line reports, or None.
+        """Return the XID that the line reports, or None.
 
-        Words that say that a GPU is off the bus are an XID 79, unless its number was in the lines before.
+        A message that a GPU is off the bus counts as XID 79, unless the lines before contained that number.
         """
         self._line_number += 1
         start = line.find("NVRM:")
@@ -222,7 +229,7 @@ class XidParser:
         )
 
     def _find_gpu(self, where: str) -> str | None:
-        """The GPU that the parenthesis names by its address, or by its UUID alone; what else it says is passed over."""
+        """Return the GPU that the parenthesis names by its address, or only by its UUID; ignore other words."""
         words = where.split()
         for word in words:
             if (place := _GPU_ADDRESS.fullmatch(word)) is not None:

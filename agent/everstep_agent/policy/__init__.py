@@ -1,1 +1,1 @@
-"""Rules as data: which sample becomes which finding, what would cure it, when it is over, and whence its number."""
+"""Rules as data (TOML): the sample, the finding, its cure, its end, and the source of each threshold."""

@@ -1,1 +1,4 @@
-"""Active checks: an all-reduce between nodes, arithmetic on one. Only ``child`` imports torch."""
+"""Active checks: an all-reduce between nodes, arithmetic and memory tests on one. Only ``child`` imports torch.
+
+Passive measurement belongs in ``sensors``.
+"""

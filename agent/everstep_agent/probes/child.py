@@ -1,8 +1,8 @@
-"""The probe process: the only part of the agent that imports torch. Started at the first probe, warm after it.
+"""The probe process: the only part of the agent that imports torch.
 
-Started as ``python -m everstep_agent.probes.child SOCKET_FD PARENT_PID``. It answers one ``Ask`` after another. Once a
-probe
-has used CUDA the process ends with its answer, so that no context holds memory or stands in the way of a GPU reset.
+Started at the first probe as ``python -m everstep_agent.probes.child SOCKET_FD PARENT_PID``, and kept for later ones.
+It answers one ``ProbeRequest`` after another. A process that has used CUDA ends after its answer, so that no context
+holds memory or prevents a GPU reset.
 """
 
 from __future__ import annotations
@@ -35,24 +35,23 @@ from everstep_agent.probes.probe_messages import (
     store_address,
 )
 
-# ---- checks
-# Work that one node does alone, and whose right result is known: products of matrices, and patterns in memory.
+# Checks on one node with known results: matrix products, and patterns in memory.
 #
-# The products are exact whatever the order of summation: small integers, whose sums stay below 2**24, the last integer
-# that a single-precision float counts to. So the result does not depend on the kernel, the library or the number of
-# partial sums, and one wrong element is a wrong computation. Tensor cores take such operands in TF32 without rounding.
+# The products are exact in any order of summation: small integers, whose sums stay below 2**24, the last integer that a
+# single-precision float counts to. So the result does not depend on the kernel, the library or the number of partial
+# sums, and one wrong element is a wrong computation. Tensor cores take such operands in TF32 without rounding.
 
 TILE = 64
 MAX_OPERAND = 8
-"""Of the operands: 64 * 8 * 8192 is 2**22."""
+"""Largest absolute value of an operand: 64 * 8 * 8192 is 2**22."""
 MATMUL_SIZE_CPU = 512
 MATMUL_SIZE_CUDA = 8192
 MATMUL_SEED = 20_240_607
 
 MEMORY_CPU_BYTES = 64 << 20
-"""Of the host: enough to leave its caches, little enough to do beside a job."""
+"""Bytes of host memory to test: enough to leave its caches, little enough beside a job."""
 MEMORY_CUDA_SHARE = 0.5
-"""Of what is free on a GPU."""
+"""Share of a GPU's free memory to test."""
 MEMORY_CHUNK_BYTES = 256 << 20
 PATTERNS = (0, -1, 0x5555555555555555, -0x5555555555555556)
 """All zeros, all ones, and every second bit either way; addresses follow."""
@@ -62,31 +61,35 @@ SetStage = Callable[[str], None]
 
 
 class ProbeError(Exception):
-    """A probe could not be done; the message says why."""
+    """A probe could not be done; the message gives the reason."""
 
 
 class WrongResult(ProbeError):
-    """A probe was done, and what came out is wrong; the message says where."""
+    """A probe was done with a wrong result; the message gives the place."""
 
 
 def devices() -> list[torch.device]:
-    """Every GPU, or the CPU where there is none."""
+    """Return every GPU, or the CPU if there is none."""
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for what was started on the device."""
+    """Wait for the work started on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-# --- products ----------------------------------------------------------------------------------------------------
+# Matrix products
 
 
 def check_matmul(probe: RunProbe, set_stage: SetStage) -> ProbeRows:
-    """The same product several times on each device. Rows: bytes of the product, median seconds, no bandwidth.
+    """Compute the same product several times on each device.
 
-    Raises WrongResult for an element that differs from the known one.
+    Returns:
+        Per device: bytes of the product, median seconds, no bandwidth.
+
+    Raises:
+        WrongResult: An element differs from the known one.
     """
     return tuple(_check_device_matmul(device, max(2, probe.repeats), set_stage) for device in devices())
 
@@ -107,8 +110,10 @@ def _check_device_matmul(device: torch.device, repeats: int, set_stage: SetStage
 
 
 def known_product(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Two matrices and their product, worked out in integers by the CPU from one tile of each; rows and columns have
-    signs of their own, so that no two tiles are alike."""
+    """Return two matrices and their product, computed in integers by the CPU from one tile of each.
+
+    Each row and column has its own sign, so that no two tiles are alike.
+    """
     generator = torch.Generator().manual_seed(MATMUL_SEED)
     one, other = (torch.randint(-MAX_OPERAND, MAX_OPERAND + 1, (TILE, TILE), generator=generator) for _ in range(2))
     signs = (torch.randint(0, 2, (size,), generator=generator) * 2 - 1 for _ in range(2))
@@ -131,12 +136,18 @@ def _compare(found: torch.Tensor, known: torch.Tensor, description: str) -> None
     )
 
 
-# --- memory ------------------------------------------------------------------------------------------------------
+# Memory
 
 
 def check_memory(_probe: RunProbe, set_stage: SetStage) -> ProbeRows:
-    """Patterns written to each device's memory and read back. Rows: bytes, seconds and bytes per second of writing and
-    reading all patterns. Raises WrongResult for a word that is not what was written."""
+    """Write patterns to each device's memory and read them back.
+
+    Returns:
+        Per device: bytes, seconds, and bytes per second of writing and reading all patterns.
+
+    Raises:
+        WrongResult: A word is not the written one.
+    """
     return tuple(_check_device_memory(device, set_stage) for device in devices())
 
 
@@ -172,7 +183,7 @@ def _check_words(chunk: torch.Tensor, pattern: int, device: torch.device) -> Non
 
 
 def _check_addresses(chunks: list[torch.Tensor], device: torch.device) -> None:
-    """Each word holds its own number: finds addresses that fall together."""
+    """Write each word's own number into it, to find addresses that coincide."""
     first = 0
     for chunk in chunks:
         torch.arange(first, first + chunk.numel(), out=chunk)
@@ -186,14 +197,17 @@ def _check_addresses(chunks: list[torch.Tensor], device: torch.device) -> None:
 
 
 dist: Any = torch.distributed
-"""Its stubs do not export what its documentation does."""
+"""torch.distributed; its stubs do not export what its documentation does."""
 
 LISTEN_BACKLOG = 64
 MIN_TIMEOUT_S = 0.1
 
 
 def run_probe(request: ProbeRequest, set_stage: SetStage) -> ProbeFinished:
-    """Takes part; a failure is an answer too. What fails before the first word of what it is doing could not be run."""
+    """Take part in a probe.
+
+    A failure is an answer too; one before the first stage means that the probe could not run.
+    """
     probe, began = request.probe, False
 
     def begun(what: str) -> None:
@@ -204,14 +218,14 @@ def run_probe(request: ProbeRequest, set_stage: SetStage) -> ProbeFinished:
     try:
         return ProbeFinished(probe=probe.probe, ok=True, rows=_run(request, begun), started=True)
     except (ProbeError, ConfigurationError, ValueError, OSError, RuntimeError) as error:
-        # torch reports a peer that vanished, a time-out or a CUDA fault as RuntimeError or one of its children.
+        # torch reports a vanished peer, a time-out or a CUDA fault as RuntimeError or a subclass.
         detail = f"{type(error).__name__}: {error}"[:2000]
         wrong = isinstance(error, WrongResult)
         return ProbeFinished(probe=probe.probe, ok=False, detail=detail, wrong_result=wrong, started=began)
 
 
 def _run(request: ProbeRequest, set_stage: SetStage) -> ProbeRows:
-    """What the probe's kind asks for. A controller from before there were kinds means a product by one node."""
+    """Run the check for the probe's kind. An older controller sends no kind, and means a product for one node."""
     probe = request.probe
     if probe.kind is ProbeKind.MEMORY:
         return check_memory(probe, set_stage)
@@ -220,11 +234,11 @@ def _run(request: ProbeRequest, set_stage: SetStage) -> ProbeRows:
     return check_all_reduce(request, set_stage)
 
 
-# --- between nodes ---
+# Checks between nodes
 
 
 def check_all_reduce(request: ProbeRequest, set_stage: SetStage) -> ProbeRows:
-    """Median times of a sum over all nodes, for each size; every sum is checked. Raises what torch raises."""
+    """Return the median times of a sum over all nodes, for each size; every sum is checked. Raises torch's errors."""
     probe, rank, left = request.probe, request.probe.nodes.index(request.node), _remaining_time(request)
     device = _backend_device(probe.backend)
     listener = None if rank else _open_store_listener(probe)
@@ -300,7 +314,7 @@ def _create_process_group(probe: RunProbe, store: Any, rank: int, timeout: timed
 
 
 def _own_address(host: str, port: int) -> str:
-    """This node's address on the way to the store: the network that the nodes share."""
+    """Return this node's address on the route to the store: the network that the nodes share."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
@@ -317,7 +331,7 @@ def _time_all_reduce(group: Any, probe: RunProbe, size: int, rank: int, device: 
         begun = time.perf_counter()
         group.allreduce([tensor]).wait()
         synchronize(device)
-        if attempt:  # the first one opens connections
+        if attempt:  # the first attempt opens connections
             times.append(time.perf_counter() - begun)
         wrong = int((tensor != members * (members + 1) / 2).sum())
         if wrong:
@@ -325,11 +339,11 @@ def _time_all_reduce(group: Any, probe: RunProbe, size: int, rank: int, device: 
     return times
 
 
-# --- the process ---
+# Process
 
 
 def serve(channel: socket.socket) -> None:
-    """Answers until the supervisor hangs up, or CUDA has been used."""
+    """Answer requests until the supervisor disconnects or CUDA has been used."""
     decoder: FrameDecoder[ProbeRequest] = FrameDecoder(ProbeRequest, MAX_FRAME_BYTES)
 
     def doing(what: str) -> None:

@@ -1,4 +1,4 @@
-"""The arithmetic of a probe, without torch: where members meet, and how a time becomes a bandwidth."""
+"""Probe messages and arithmetic without torch: the store's address, and bandwidth from times."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from everstep.wire.v1.base import Message
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import ProbeFinished
 
-# ---- frames
-# What the supervisor and its probe process say to one another.
+# Messages between the supervisor and its probe process.
 
 MAX_FRAME_BYTES = 1 << 20
 
 
 class ProbeRequest(Message, frozen=True, kw_only=True, tag=True):
-    """To the child: take part as ``node``; be done by ``deadline`` (this machine's monotonic clock)."""
+    """To the child: take part as ``node``; finish by ``deadline`` (this machine's monotonic clock)."""
 
     probe: RunProbe
     node: NodeId
@@ -30,7 +29,7 @@ class TorchLoaded(Message, frozen=True, kw_only=True, tag=True):
 
 
 class ProbeStage(Message, frozen=True, kw_only=True, tag=True):
-    """From the child: what it is about to do, for whoever has to explain its silence."""
+    """From the child: its next step, to explain a later silence."""
 
     description: str
 
@@ -40,14 +39,17 @@ FromChild = TorchLoaded | ProbeStage | ProbeFinished
 
 FIRST_STORE_PORT = 20_000
 STORE_PORT_COUNT = 12_000
-"""Below 32768, where Linux begins to hand out ports for outgoing connections (ip_local_port_range)."""
+"""Ports below 32768, from where Linux assigns ports to outgoing connections (ip_local_port_range)."""
 
 
 def store_address(probe: RunProbe) -> tuple[str, int]:
-    """Where the members meet. Raises ValueError for an address that is none.
+    """Return the address at which the members meet.
 
-    Port 0 stands for one that every member derives from the probe's name and trace alike, so that nothing has to be
-    announced; should it be taken, the probe fails, and the next one, with another name, has another port.
+    Every member derives the same port from the probe's name and trace if the given port is 0, so nothing has to be
+    announced. If that port is taken, the probe fails, and the next one has another name and port.
+
+    Raises:
+        ValueError: The address is malformed.
     """
     host, _, port = probe.store.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
@@ -59,14 +61,14 @@ def store_address(probe: RunProbe) -> tuple[str, int]:
 
 
 def bus_bandwidth(members: int, size_bytes: int, seconds: float) -> float:
-    """Bytes per second that each link must have carried: 2 (n - 1) / n * bytes / time.
+    """Return the bytes per second that each link must have carried: 2 (n - 1) / n * bytes / time.
 
-    Source: nccl-tests, doc/PERFORMANCE.md, "AllReduce": comparable to the hardware's peak whatever n is.
+    Source: nccl-tests, doc/PERFORMANCE.md, "AllReduce": comparable to the hardware's peak for every n.
     """
     return 2 * (members - 1) / members * size_bytes / seconds
 
 
 def result_row(members: int, size_bytes: int, times_s: list[float]) -> tuple[int, float, float]:
-    """One row of the result: bytes, median seconds, bus bandwidth at that median."""
+    """Return one row of the result: bytes, median seconds, bus bandwidth at that median."""
     middle = median(times_s)
     return size_bytes, middle, bus_bandwidth(members, size_bytes, middle)

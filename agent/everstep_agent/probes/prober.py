@@ -1,4 +1,4 @@
-"""The supervisor's side of probing: one warm probe process, one probe at a time, always an answer."""
+"""The supervisor's side of probing: one warm probe process, one probe at a time, and always an answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REAP_WAIT_S = 10.0
 
 
 class ProbeChild:
-    """A running probe process. Made inside an event loop, by whose time ``load_by`` is: later it must have torch."""
+    """A running probe process, created inside an event loop. Torch must be loaded by ``load_deadline`` (loop time)."""
 
     def __init__(self, load_deadline: float) -> None:
         ours, theirs = socket.socketpair()
@@ -35,7 +35,7 @@ class ProbeChild:
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, "TORCH_CPP_LOG_LEVEL": "FATAL"},  # what failed is in the answer
+                env={**os.environ, "TORCH_CPP_LOG_LEVEL": "FATAL"},  # the answer contains the failure
             )
         except BaseException:
             ours.close()
@@ -62,21 +62,25 @@ class ProbeChild:
 
     @property
     def is_loading(self) -> bool:
-        """Whether torch is being loaded still, and may be."""
+        """Whether torch is still loading and within its deadline."""
         return not self._loading.done() and asyncio.get_running_loop().time() < self._load_deadline
 
     async def wait_loaded(self) -> bool:
-        """Waits until torch is loaded; False where the process ended before. Whoever stops waiting does not stop the
-        loading. Raises OSError, MalformedMessage."""
+        """Wait until torch is loaded; returns False if the process ended before.
+
+        Cancelling the wait does not stop the loading. Raises OSError, MalformedMessage.
+        """
         return await asyncio.shield(self._loading)
 
     async def _load(self) -> bool:
         return isinstance(await self._next_message(), TorchLoaded)
 
     async def run_probe(self, request: ProbeRequest) -> ProbeFinished | None:
-        """The answer, or None where the process ended without one. Raises OSError, MalformedMessage.
+        """Return the answer, or None if the process ended without one.
 
-        ``doing`` says what it was at, ``began`` whether it had come to the probe itself.
+        ``stage`` holds the process's last step, and ``has_begun`` whether it had reached the probe itself. Raises
+        OSError,
+        MalformedMessage.
         """
         self.stage, self.has_begun = "beginning", False
         await asyncio.get_running_loop().sock_sendall(self._channel, encode_frame(request))
@@ -88,7 +92,7 @@ class ProbeChild:
         return None
 
     async def _next_message(self) -> FromChild | None:
-        """What it says next; None once it has hung up."""
+        """Return the next message, or None once the process has disconnected."""
         while not self._messages:
             data = await asyncio.get_running_loop().sock_recv(self._channel, READ_BYTES)
             if not data:
@@ -98,9 +102,9 @@ class ProbeChild:
         return self._messages.popleft()
 
     async def kill(self) -> str:
-        """Kills it and says how it ended."""
+        """Kill the process and describe how it ended."""
         try:
-            if self._is_disconnected:  # it died: a moment later it can be reaped
+            if self._is_disconnected:  # a dead process can be reaped a moment later
                 await self._reap()
             killed = self.is_alive
             if killed:
@@ -113,7 +117,7 @@ class ProbeChild:
         return "killed" if killed else f"exit status {self._process.returncode}"
 
     async def _reap(self) -> None:
-        """In a thread, which goes on when this is cancelled: a killed process is always reaped."""
+        """Reap the process in a thread, which continues when this is cancelled."""
         try:
             await asyncio.to_thread(self._process.wait, REAP_WAIT_S)
         except subprocess.TimeoutExpired:
@@ -121,13 +125,14 @@ class ProbeChild:
 
 
 class Prober:
-    """Runs probes in a process that has torch loaded; starts it at the first one.
+    """Run probes in a process that has torch loaded; start it at the first probe.
 
     Args:
-        clock: for deadlines.
-        idle_s: a process that nobody has asked anything for so long is ended; torch holds some 200 MB.
-        load_s: how long it may load torch, from a file system that is slow or on a node that is busy. A probe does not
-            wait for longer than its own time; the loading goes on, and the next probe finds it done.
+        clock: The clock for deadlines.
+        idle_timeout_s: Seconds without a probe after which the process is ended; torch holds some 200 MB.
+        load_timeout_s: Seconds to load torch, on a slow file system or a busy node. A probe waits no longer than its
+            own
+            time-out; the loading continues, and the next probe finds it done.
     """
 
     def __init__(
@@ -143,13 +148,13 @@ class Prober:
 
     @property
     def pid(self) -> int | None:
-        """The warm probe process, if there is one."""
+        """The pid of the warm probe process, if there is one."""
         return None if self._child is None else self._child.pid
 
     async def run(self, probe: RunProbe, node: str) -> ProbeFinished:
-        """Takes part in ``probe`` as ``node``. Whatever goes wrong is an answer that is not ok, never an exception.
+        """Take part in ``probe`` as ``node``. Any failure becomes an answer with ``ok=False``, never an exception.
 
-        The answer comes within ``probe.timeout_s``, the loading of torch included.
+        The answer comes within ``probe.timeout_s``, including the loading of torch.
         """
         deadline = self._clock.monotonic() + probe.timeout_s
         if node not in probe.nodes:
@@ -170,7 +175,7 @@ class Prober:
         return finished
 
     async def close(self) -> None:
-        """Ends the probe process."""
+        """End the probe process."""
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         if self._ending is not None:
@@ -192,14 +197,14 @@ class Prober:
             why = f"the probe process broke: {error}"
         finally:
             is_kept = finished is not None or (child is not None and child.is_loading)
-            # Cancelled, late or broken in the middle of a probe: such a process is in no state to be asked again.
+            # A process that was cancelled, late or broken in the middle of a probe cannot be asked again.
             how = "" if is_kept else await self._end_child()
         if is_kept:
             self._idle_timer = asyncio.get_running_loop().call_later(self._idle_s, self._end_idle_child)
         if finished is not None:
             return finished
         at = "" if child is None else f" at: {child.stage}"
-        began = late and child is not None and child.has_begun  # a process that breaks says nothing of the nodes
+        began = late and child is not None and child.has_begun  # a process that breaks says nothing about the nodes
         return _failed_result(request.probe, f"{why or f'the probe process ended ({how})'}{at}", has_begun=began)
 
     async def _loaded_child(self) -> ProbeChild:
@@ -210,7 +215,7 @@ class Prober:
         return self._child
 
     async def _end_child(self) -> str:
-        """Ends the process, if there is one, and says how it ended."""
+        """End the process, if there is one, and describe how it ended."""
         child, self._child = self._child, None
         return "" if child is None else await child.kill()
 

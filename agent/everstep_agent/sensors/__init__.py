@@ -1,1 +1,4 @@
-"""What a node can see of itself. Every sensor yields results and never raises; silence is a result too."""
+"""Passive measurement of a node. Sensors return results and never raise; silence is a result too.
+
+Judging samples belongs in ``findings``.
+"""

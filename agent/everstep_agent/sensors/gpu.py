@@ -1,4 +1,4 @@
-"""GPU samples through NVML. Nothing raises: a GPU that cannot be read is a sample that says why."""
+"""GPU samples through NVML. Nothing raises: the sample of an unreadable GPU holds the reason."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from everstep_agent.drivers.sysfs import PcieLimit
 from everstep_agent.sensors.samples import GpuIdentity, GpuSample, XidEvent
 
 REOPEN_EVERY = 10
-"""Polls between attempts to open NVML, or to see again a GPU that was lost: opening takes the driver's big lock."""
+"""Polls between attempts to open NVML, or to find a lost GPU again: opening takes the driver's big lock."""
 
 NO_PCIE_LIMIT = PcieLimit(None, None)
 MAX_EVENTS_PER_WAIT = 64
-"""Events taken in one go; a storm is counted by the kernel log."""
+"""Events taken at once; the kernel log counts a storm."""
 
 
 class GpuSensor:
     """All GPUs of the node.
 
     Args:
-        slow_every: each GPU's slow-moving values are read at every n-th poll, at different polls for different GPUs.
-        doing: is told what is about to be touched.
-        platform: what the PCIe slot of the GPU at a bus address can do.
+        slow_every: Each GPU's slow-moving values are read at every n-th poll, at different polls for different GPUs.
+        set_activity: Receives the next activity before it starts.
+        platform: Returns the limit of the PCIe slot of the GPU at a bus address.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class GpuSensor:
         self.driver_version = ""
 
     def poll(self) -> tuple[GpuSample, ...]:
-        """One sample for each GPU ever seen; a GPU that is no longer listed is lost."""
+        """Return one sample for each GPU ever seen; a GPU that is no longer listed is lost."""
         self._open_if_due()
         self._polls += 1
         if self._library is None:
@@ -64,7 +64,7 @@ class GpuSensor:
         return tuple(samples)
 
     def wait_xid_events(self, timeout_s: float) -> list[XidEvent] | None:
-        """Waits for NVML events; None where this machine has none to wait for (then nobody has waited)."""
+        """Wait for NVML events. Returns None, without waiting, if this machine offers none."""
         if self._library is None or not self._library.has_events:
             return None
         events: list[XidEvent] = []
@@ -153,7 +153,7 @@ _SLOW_FIELDS = (
 
 
 def _read_fast_values(device: GpuDevice) -> dict[str, Any]:
-    """What moves from second to second. Raises NvmlFault."""
+    """Read the values that change from second to second. Raises NvmlError."""
     memory = device.read(nvml.MEMORY)
     utilization = device.read(nvml.UTILIZATION)
     memory_temperature, energy, pending, failure, recovery = device.read_fields(_FAST_FIELDS)
@@ -176,7 +176,7 @@ def _read_fast_values(device: GpuDevice) -> dict[str, Any]:
 
 
 def _read_slow_values(device: GpuDevice, limit: PcieLimit) -> dict[str, Any]:
-    """What moves rarely, or costs a call for each of many links. Raises NvmlFault."""
+    """Read the values that change rarely, or cost a call for each of many links. Raises NvmlError."""
     corrected, uncorrected, replays, recoveries, crc, pcie_fatal, recovery_failed = device.read_fields(_SLOW_FIELDS)
     links, links_down = device.count_nvlinks()
     nvlink_counters = [each for each in (replays, recoveries, crc) if each is not None]
@@ -206,7 +206,7 @@ def _read_slow_values(device: GpuDevice, limit: PcieLimit) -> dict[str, Any]:
 
 
 def _lesser_limit(offered: int | None, limit: int | None) -> int | None:
-    """What NVML says that the link can do, where the platform does not say less."""
+    """Return the link's maximum by NVML, unless the platform's is lower."""
     return offered if offered is None or limit is None else min(offered, limit)
 
 

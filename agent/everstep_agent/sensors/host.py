@@ -1,4 +1,4 @@
-"""The machine around the GPUs. Nothing here raises, and nothing here can block the poll."""
+"""Samples of the machine around the GPUs. Nothing here raises or blocks the poll."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATH_CHECK_INTERVAL_S = 10.0
 
 
 class HostSensor:
-    """Memory, load, processes."""
+    """Memory, load and processes."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -43,7 +43,7 @@ class HostSensor:
 
 
 class PathSensor:
-    """Free space, asked for in a thread of its own: a dead NFS server holds up whoever asks, for ever."""
+    """Free space, queried in a thread: a dead NFS server blocks the caller for ever."""
 
     def __init__(self, paths: tuple[str, ...], root: Path, clock: Clock) -> None:
         self._local = paths
@@ -55,7 +55,7 @@ class PathSensor:
         self._next_check_at = 0.0
 
     def poll(self) -> tuple[PathSample, ...]:
-        """The newest answers; starts new questions where the last ones are answered and old enough."""
+        """Return the newest answers; start new queries if the last ones are answered and old enough."""
         now = self._clock.monotonic()
         if now >= self._next_check_at:
             self._next_check_at = now + PATH_CHECK_INTERVAL_S
@@ -95,15 +95,14 @@ class PathSensor:
             self._pending_since.pop(path, None)
 
 
-# ---- network
-# Network ports. Never raises: a port that vanishes is reported as down.
+# Network ports. Nothing raises: a port that vanishes is reported as down.
 
 COUNTERS_EVERY = 10
-"""Polls between readings of all counters; whether a link is up is read at every poll."""
+"""Polls between readings of all counters; a link's state is read at every poll."""
 
 
 class NetworkSensor:
-    """InfiniBand and Ethernet ports under ``root``; remembers which were ever up."""
+    """InfiniBand and Ethernet ports under ``root``; remembers the ports that were ever up."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

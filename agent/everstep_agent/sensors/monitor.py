@@ -1,4 +1,4 @@
-"""The supervisor's side of sensing: starts the sensor process, notices when it hangs, and judges what it says."""
+"""The supervisor's side of sensing: start the sensor process, notice hangs, and judge its samples."""
 
 from __future__ import annotations
 
@@ -33,32 +33,36 @@ from everstep_agent.sensors.sensor_messages import (
 )
 from everstep_agent.virtual.scenario import Scenario, VirtualMachine, load_scenario
 
-# ---- settings
-# How the sensors of a node are set.
+# Settings
 
 
 class SensorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Every knob of the sensors.
+    """Settings of the sensors.
 
-    node: the node's name; goes into log lines and traces.
-    interval_s: seconds between polls. 1 s sees a thermal excursion before the driver acts on it, and 8 GPUs cost a
-        few milliseconds.
-    hang_timeout_s: how late a poll may be before the sensor process counts as hung and is killed. NVML calls take
-        microseconds to a few milliseconds, but a busy driver holds its lock for up to seconds: 5 s.
-    start_timeout_s: the same for the first poll. Without persistence mode the driver initialises every GPU when
-        NVML opens, 1 to 3 s each: 60 s.
-    slow_every: slow-moving values (ECC, links, retired pages) of each GPU are read at every n-th poll.
-    expected_gpus: how many GPUs this node should have. None: as many as the PCI bus shows.
-    virtual: scenario file, "default" or "default:N" for a virtual machine; empty for the real one.
-    virtual_control: control file of the virtual machine; may appear later.
-    kernel_log: /dev/kmsg, or a file or named pipe; empty for none.
-    kernel_log_poll_s: how often a plain file is looked at (a device or pipe wakes us itself). 50 ms is below what a
-        person or a drain can notice, and costs 20 calls of fstat a second.
-    state_path: where findings that outlive the agent (XIDs until a reset or a reboot) are kept; empty for nowhere.
-    site_policy: TOML files whose rules replace ours of the same id.
-    sysfs_root, proc_root: for tests.
-    disk_paths: file systems whose free space matters.
-    restart_floor_s, restart_ceiling_s: back-off between restarts of the sensor process.
+    Attributes:
+        node: The node's name, for log lines and traces.
+        interval_s: Seconds between polls. 1 s sees a thermal excursion before the driver acts on it, and 8 GPUs cost a
+            few
+            milliseconds.
+        hang_timeout_s: Seconds a poll may be late before the sensor process counts as hung and is killed. NVML calls
+            take
+            microseconds to a few milliseconds, but a busy driver holds its lock for up to seconds: 5 s.
+        start_timeout_s: The same for the first poll. Without persistence mode the driver initialises every GPU when
+            NVML
+            opens, 1 to 3 s each: 60 s.
+        slow_every: Slow-moving values (ECC, links, retired pages) of each GPU are read at every n-th poll.
+        expected_gpus: The number of GPUs this node should have. None: as many as the PCI bus shows.
+        virtual: Scenario file, "default" or "default:N" for a virtual machine; empty for the real one.
+        virtual_control: Control file of the virtual machine; may appear later.
+        kernel_log: /dev/kmsg, or a file or named pipe; empty for none.
+        kernel_log_poll_s: Seconds between checks of a plain file (a device or pipe wakes the agent itself). 50 ms is
+            below
+            what a person or a drain can notice, and costs 20 calls of fstat a second.
+        state_path: File for findings that outlive the agent (XIDs until a reset or a reboot); empty for none.
+        site_policy: TOML files whose rules replace built-in ones of the same id.
+        sysfs_root, proc_root: For tests.
+        disk_paths: File systems whose free space is watched.
+        restart_floor_s, restart_ceiling_s: Back-off between restarts of the sensor process.
     """
 
     node: str = ""
@@ -80,7 +84,7 @@ class SensorSettings(msgspec.Struct, frozen=True, kw_only=True):
     restart_ceiling_s: float = 30.0
 
     def validate(self) -> None:
-        """Raises ConfigurationError for settings that contradict each other."""
+        """Raise ConfigurationError for contradictory settings."""
         if self.interval_s <= 0 or self.hang_timeout_s <= 0:
             raise ConfigurationError("interval_s and hang_timeout_s must be above zero")
         if self.start_timeout_s < self.hang_timeout_s:
@@ -96,8 +100,7 @@ class SensorSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError("a control file drives a virtual machine: say --virtual default, or a scenario")
 
 
-# ---- keep
-# What the sensors keep on disk between two lives of the agent.
+# State kept on disk between two runs of the agent.
 
 logger = logging.getLogger(__name__)
 
@@ -105,14 +108,14 @@ MAX_STATE_BYTES = 4 << 20
 
 
 class SavedSensorState(msgspec.Struct, frozen=True, kw_only=True):
-    """The assessor's memory, and how far the kernel's log had been read when it was written."""
+    """The assessor's state, and the kernel log's read position when it was written."""
 
     assessor_state: AssessorState = AssessorState()
     log_position: LogPosition | None = None
 
 
 def load_sensor_state(path: str) -> SavedSensorState:
-    """What is kept at ``path``; nothing where there is no file, or one that cannot be used (that is logged)."""
+    """Return the state stored at ``path``; empty if there is no file, or an unusable one (which is logged)."""
     if not path:
         return SavedSensorState()
     try:
@@ -126,7 +129,7 @@ def load_sensor_state(path: str) -> SavedSensorState:
 
 
 def save_sensor_state(path: str, state: SavedSensorState) -> None:
-    """Replaces the file at once or not at all; a failure is logged, since sensing goes on without it."""
+    """Replace the file atomically; a failure is logged, since sensing continues without it."""
     if not path:
         return
     draft = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
@@ -139,18 +142,17 @@ def save_sensor_state(path: str, state: SavedSensorState) -> None:
         logger.warning("sensor state %s cannot be written: %s", path, error)
 
 
-# ---- spawn
-# One life of the sensor process, held from outside: started, listened to, explained, killed.
+# One run of the sensor process, from outside: start, receive, explain, kill.
 
 KILL_WAIT_S = 1.0
-"""How long a killed process may take to vanish before it is left to the kernel: it sits in a driver call."""
+"""Seconds to wait for a killed process; after that it is left to the kernel, because it sits in a driver call."""
 
 REAP_CHECK_S = 0.01
 READ_BYTES = 1 << 16
 
 
 class SensorChild:
-    """A running sensor process. Start it from the main thread: it follows that thread's end."""
+    """A running sensor process. Start it from the main thread: it ends with that thread."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -181,23 +183,25 @@ class SensorChild:
 
     @property
     def current_activity(self) -> str:
-        """What it said last that it would touch."""
+        """The process's last announced activity."""
         return bytes(self._activity_page[:ACTIVITY_BYTES]).rstrip(b"\0").decode("utf-8", "replace") or "start"
 
     async def configure(self, config: SensorConfig) -> None:
-        """Tells it how to sense. Raises OSError where it is gone."""
+        """Send the configuration. Raises OSError if the process is gone."""
         await asyncio.get_running_loop().sock_sendall(self._channel, encode_frame(config))
 
     async def receive(self, deadline: float) -> list[PollResult] | None:
-        """The next messages, or None at the end of the process.
+        """Return the next messages, or None at the end of the process.
 
-        Raises TimeoutError when none came until ``deadline`` (the event loop's time), and MalformedMessage.
+        Raises:
+            TimeoutError: No message came by ``deadline`` (the event loop's time).
+            MalformedMessage: The process sent an unreadable frame.
         """
         try:
             async with asyncio.timeout_at(deadline):
                 data = await asyncio.get_running_loop().sock_recv(self._channel, READ_BYTES)
         except TimeoutError:
-            # We may be the ones who were late: what has arrived meanwhile speaks for the process.
+            # The event loop may have been late: read messages that arrived meanwhile before declaring a hang.
             data = self._read_available()
         return self._decoder.feed(data) if data else None
 
@@ -212,7 +216,7 @@ class SensorChild:
         return self._process.poll() is not None
 
     async def kill(self) -> str:
-        """Kills it, waits a moment for it to vanish, and says how it ended. May be called again."""
+        """Kill the process, wait a moment for its end, and describe how it ended. May be called again."""
         self._channel.close()
         killed = not self.has_exited
         if killed:
@@ -228,22 +232,26 @@ class SensorChild:
 
 
 MAX_BACKLOG_AGE_S = 900.0
-"""Without a memory of its own, the agent takes no line of the kernel's log that is older: what an older one told of has
-been cured, or shows in NVML. A fresh installation must not evict a node for the XID of last month."""
+"""Maximum age in seconds of kernel log lines that an agent without saved state reads.
+
+The cause of an older line has been cured, or shows in NVML. A fresh installation must not evict a node for the XID of
+last month.
+"""
 
 LOG_BURST_PAUSE_S = 0.01
-"""Between two portions of a kernel log that does not end, the event loop's other work has its turn."""
+"""Seconds between two portions of an endless kernel log, so that the event loop's other work runs."""
 
 
 class SensorMonitor:
-    """Senses a node: ``on_picture`` gets all that is known, at every poll and at once when a finding comes or goes.
+    """Sense a node. ``on_report`` receives a report at every poll, and at once when a finding appears or clears.
 
     Args:
-        settings: what and how; see there.
-        clock: for the times of findings and for clearing rules.
-        on_picture: called in the event loop; must not block.
+        settings: See ``SensorSettings``.
+        clock: The clock for the times of findings and for clearing rules.
+        on_report: Called in the event loop; must not block.
 
-    Raises ConfigurationError for settings, a policy or a scenario that cannot be used.
+    Raises:
+        ConfigurationError: The settings, a policy or a scenario cannot be used.
     """
 
     def __init__(self, settings: SensorSettings, clock: Clock, on_report: Callable[[SensorReport], None]) -> None:
@@ -269,12 +277,12 @@ class SensorMonitor:
 
     @property
     def pid(self) -> int | None:
-        """The running sensor process."""
+        """The pid of the running sensor process."""
         return None if self._child is None else self._child.pid
 
     @property
     def report(self) -> SensorReport:
-        """All that is known now."""
+        """Everything known now."""
         poll = self._poll
         return SensorReport(
             at=self._clock.wall(),
@@ -294,11 +302,11 @@ class SensorMonitor:
         )
 
     def set_clock_skew(self, skew_s: float) -> None:
-        """This node's clock minus the controller's, as the heartbeat sees it."""
+        """Set this node's clock minus the controller's, as measured by the heartbeat."""
         self._skew_s = skew_s
 
     async def run(self) -> None:
-        """Senses until cancelled. Ends the sensor process on the way out."""
+        """Sense until cancelled, then end the sensor process."""
         if self._assessor.findings:
             self._on_report(self.report)
         try:
@@ -313,7 +321,7 @@ class SensorMonitor:
                 self._log.close()
             self._save_state()
 
-    # --- the sensor process ---
+    # Sensor process
 
     async def _run_sensor_processes(self) -> None:
         backoff = Backoff(floor_s=self._settings.restart_floor_s, ceiling_s=self._settings.restart_ceiling_s)
@@ -343,7 +351,7 @@ class SensorMonitor:
             self._handle_crash(reason or how)
 
     async def _receive_polls(self, child: SensorChild) -> None:
-        """Takes what the child says until it ends. Raises TimeoutError when a poll is overdue."""
+        """Process the child's messages until it ends. Raises TimeoutError when a poll is overdue."""
         loop = asyncio.get_running_loop()
         patience_s = self._settings.interval_s + self._settings.hang_timeout_s
         deadline = loop.time() + self._settings.start_timeout_s
@@ -391,7 +399,7 @@ class SensorMonitor:
             self._assessor.process_sensor_state(SensorState(crashes=self._crashes, detail=reason), self._now())
         )
 
-    # --- the kernel's log ---
+    # Kernel log
 
     async def _follow_kernel_log(self, log: KernelLog) -> None:
         while True:
@@ -403,7 +411,7 @@ class SensorMonitor:
                 await _wait_readable(log.wait_descriptor)
 
     def _read_kernel_log(self, log: KernelLog) -> bool:
-        """Takes one portion, a few milliseconds' work; True where there may be more."""
+        """Process one portion, a few milliseconds of work. Returns whether there may be more."""
         lines = log.read()
         changed = self._assessor.process_kernel_lines(lines, self._now())
         if bool(log.error) != self._log_failed:
@@ -414,7 +422,7 @@ class SensorMonitor:
             self._publish(changed)
         return bool(lines)
 
-    # --- what goes out ---
+    # Output
 
     def _publish(self, has_changed: bool) -> None:
         self._on_report(self.report)
@@ -433,7 +441,7 @@ class SensorMonitor:
 
 
 def _boot_id(settings: SensorSettings, scenario: Scenario | None) -> str:
-    """The machine's boot as it can be told without touching a driver; empty where it cannot."""
+    """Return the machine's boot id without touching a driver, or "" if it is unknown."""
     if scenario is not None:
         machine = VirtualMachine(scenario, settings.virtual_control, is_resumed=True)
         machine.reload_control()
@@ -451,7 +459,7 @@ def _kernel_log(settings: SensorSettings, state: SavedSensorState, boot_id: str)
     if position is not None and state.assessor_state.boot_id == boot_id:
         return KernelLog(settings.kernel_log, position)
     if position is not None:
-        # The kernel numbers its lines anew at every boot; a file goes on where it was.
+        # The kernel numbers its lines anew at every boot; a file continues where it was.
         position = LogPosition(inode=position.inode, offset=position.offset)
     try:
         not_before_s = sysfs.uptime_s(Path(settings.proc_root)) - MAX_BACKLOG_AGE_S
@@ -471,7 +479,7 @@ async def _wait_readable(descriptor: int) -> None:
 
 
 async def _wait_for_growth(log: KernelLog, poll_interval_s: float) -> None:
-    """Looks by timer alone, which costs half of what a sleeping task does at twenty looks a second."""
+    """Wait with timers only, at half the cost of a sleeping task at twenty checks a second."""
     loop = asyncio.get_running_loop()
     grown: asyncio.Future[None] = loop.create_future()
     timer: asyncio.TimerHandle | None = None

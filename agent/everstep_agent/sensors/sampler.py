@@ -1,7 +1,7 @@
-"""The sensor process: asks NVML, /sys and /proc, and tells the supervisor. It judges nothing, so it may be killed.
+"""The sensor process: read NVML, /sys and /proc, and send polls to the supervisor.
 
-Started as ``python -m everstep_agent.sensors.sampler SOCKET_FD PAGE_FD PARENT_PID``. Whatever a driver can block,
-blocks here.
+Started as ``python -m everstep_agent.sensors.sampler SOCKET_FD PAGE_FD PARENT_PID``. Calls that a driver can block run
+here. The process judges nothing, so it may be killed at any time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from types import ModuleType
 
 import msgspec
 
-# pynvml imports ctypes.util.find_library and never calls it; the real module draws in subprocess, shutil and every
-# compressor, 1.4 MB of a process that should be small.
+# pynvml imports ctypes.util.find_library and never calls it. The real module imports subprocess, shutil and every
+# compressor: 1.4 MB in a process that should be small.
 if "ctypes.util" not in sys.modules:
     sys.modules["ctypes.util"] = ModuleType("ctypes.util")
     sys.modules["ctypes.util"].find_library = lambda name: None  # type: ignore[attr-defined]
@@ -32,10 +32,10 @@ from everstep_agent.sensors.sensor_messages import ACTIVITY_BYTES, PollResult, S
 from everstep_agent.virtual.scenario import VirtualMachine
 
 PCI_EVERY = 60
-"""Polls between counts of the GPUs on the PCI bus: hundreds of files, which change when somebody opens the case."""
+"""Polls between counts of the GPUs on the PCI bus: hundreds of files, which change when a person opens the case."""
 
 CONTROL_CHECK_S = 0.1
-"""How often a virtual machine looks at its control file between polls."""
+"""Seconds between checks of a virtual machine's control file between polls."""
 
 
 class NodeSensors:
@@ -60,7 +60,7 @@ class NodeSensors:
         self._paths = PathSensor(config.disk_paths, self._proc, SYSTEM_CLOCK)
 
     def poll_urgent(self) -> PollResult | None:
-        """What must be told before anything that may block is touched, or None."""
+        """Return data to send before touching anything that may block, or None."""
         if self._machine is None:
             return None
         self._machine.reload_control()
@@ -81,7 +81,7 @@ class NodeSensors:
         )
 
     def wait_xid_events(self, until: float) -> PollResult | None:
-        """Waits for the time of the next poll (monotonic seconds), or for XIDs that should not wait for it."""
+        """Wait until the next poll (monotonic seconds), or for XIDs that should not wait for it."""
         left = until - SYSTEM_CLOCK.monotonic()
         if left <= 0:
             return None
@@ -93,7 +93,7 @@ class NodeSensors:
         return PollResult(is_full=False, xids=tuple(events)) if events else None
 
     def _poll_real_machine(self) -> PollResult:
-        """All but the GPUs, of this machine."""
+        """Poll everything but the GPUs on this machine."""
         self._set_activity("network ports")
         ports = self._network.poll()
         self._set_activity("host")
@@ -115,7 +115,7 @@ class NodeSensors:
         )
 
     def _slot(self, bus_id: str) -> sysfs.PcieLimit:
-        """What the PCIe slot at the address can do. Virtual GPUs sit in none."""
+        """Return the limit of the PCIe slot at the address. Virtual GPUs have none."""
         return NO_PCIE_LIMIT if self._machine is not None else sysfs.pcie_limit(self._sysfs, bus_id)
 
     def _gpus_on_pci(self) -> int | None:
@@ -125,7 +125,7 @@ class NodeSensors:
         return self._pci_gpu_count
 
     def _poll_virtual_machine(self, machine: VirtualMachine) -> PollResult:
-        """All but the GPUs, of the virtual machine."""
+        """Poll everything but the GPUs of the virtual machine."""
         return PollResult(
             is_full=True,
             boot_id=machine.boot_id,
@@ -150,7 +150,7 @@ def _receive_config(channel: socket.socket) -> SensorConfig:
 
 
 def serve(channel: socket.socket, activity_page: mmap.mmap) -> None:
-    """Polls until the supervisor hangs up."""
+    """Poll until the supervisor disconnects."""
     begin = _receive_config(channel)
     node = NodeSensors(begin, activity_page)
     due = SYSTEM_CLOCK.monotonic()

@@ -1,4 +1,4 @@
-"""What the sensors measure: plain samples, without judgement.
+"""Plain samples of the sensors, without judgement.
 
 ``None`` means that the device does not offer the value or that it could not be read; it never stands for zero.
 """
@@ -13,15 +13,15 @@ HARDWARE_THROTTLE_BITS = 0x8 | 0x40 | 0x80
 HEAT_THROTTLE_BITS = 0x20 | 0x40
 """NVML clock event reasons: software and hardware thermal slowdown."""
 LINK_LOADED_UTILIZATION = 0.5
-"""Utilization from which on a PCIe link has to be at its full speed and width."""
+"""Utilization from which on a PCIe link must run at its full speed and width."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Base: travels as an array, since both ends are of one installation."""
+    """Base class; encoded as an array, since both ends are of one installation."""
 
 
 class GpuIdentity(Sample, frozen=True, kw_only=True):
-    """Which GPU sits where. ``pci_bus_id`` is in the kernel's spelling, such as ``0000:1b:00``."""
+    """A GPU and its place. ``pci_bus_id`` is in the kernel's spelling, such as ``0000:1b:00``."""
 
     index: int
     pci_bus_id: str
@@ -35,7 +35,7 @@ class GpuIdentity(Sample, frozen=True, kw_only=True):
 
 
 class HostIdentity(Sample, frozen=True, kw_only=True):
-    """Which machine this is, by its firmware, and what kernel runs on it. Empty: not readable."""
+    """The machine according to its firmware, and its kernel. Empty: not readable."""
 
     vendor: str = ""
     product: str = ""
@@ -45,10 +45,13 @@ class HostIdentity(Sample, frozen=True, kw_only=True):
 
 
 class GpuSample(Sample, frozen=True, kw_only=True):
-    """One GPU at one poll. ``lost``: NVML says that it is gone. ``error``: why the rest is missing.
+    """One GPU at one poll.
 
-    ``pcie_generation_max`` and ``pcie_width_max`` are what the GPU and its slot can do together. ``pcie_utilization``:
-    how busy the GPU was when its link was read, None at polls that did not read the link.
+    Attributes:
+        lost: NVML reports the GPU as gone.
+        error: Why the other values are missing.
+        pcie_generation_max, pcie_width_max: The most that the GPU and its slot support together.
+        pcie_utilization: The GPU's utilization when its link was read; None at polls that did not read the link.
     """
 
     index: int
@@ -100,7 +103,7 @@ class GpuSample(Sample, frozen=True, kw_only=True):
 
     @property
     def unreadable(self) -> int:
-        """1 where NVML answered with an error other than a loss."""
+        """1 if NVML returned an error other than a loss."""
         return int(bool(self.error) and not self.lost)
 
     @property
@@ -113,16 +116,16 @@ class GpuSample(Sample, frozen=True, kw_only=True):
 
     @property
     def pcie_lanes_missing(self) -> int | None:
-        """Lanes fewer than the GPU and its slot have. None where nothing can be said (``_missing``)."""
+        """Lanes fewer than the GPU and its slot have; None if unknown (see ``_missing_under_load``)."""
         return self._missing_under_load(self.pcie_width, self.pcie_width_max)
 
     @property
     def pcie_generations_missing(self) -> int | None:
-        """Generations below what the GPU and its slot can do. None where nothing can be said (``_missing``)."""
+        """Generations below the maximum of the GPU and its slot; None if unknown (see ``_missing_under_load``)."""
         return self._missing_under_load(self.pcie_generation, self.pcie_generation_max)
 
     def _missing_under_load(self, now: int | None, most: int | None) -> int | None:
-        """None unless the link was read under load: a GPU that rests lowers the speed and width of its link."""
+        """Return None unless the link was read under load: an idle GPU lowers the speed and width of its link."""
         if (
             now is None
             or most is None
@@ -134,7 +137,10 @@ class GpuSample(Sample, frozen=True, kw_only=True):
 
 
 class XidEvent(Sample, frozen=True, kw_only=True):
-    """One XID, from the kernel log (``source`` "kernel") or NVML ("nvml"). ``recovery`` is the driver's own word."""
+    """One XID, from the kernel log (``source`` "kernel") or NVML ("nvml").
+
+    ``recovery_action`` is the driver's demand.
+    """
 
     pci_bus_id: str
     xid: int
@@ -145,8 +151,12 @@ class XidEvent(Sample, frozen=True, kw_only=True):
 
 
 class PortSample(Sample, frozen=True, kw_only=True):
-    """One network port. ``was_up``: it has been up since the sensor started, so that being down is news. ``identity``:
-    by which a vendor knows it (``address``, ``pci_bus_id``, ``board``, ``firmware``), as far as the kernel says."""
+    """One network port.
+
+    Attributes:
+        was_up: Whether it has been up since the sensor started, so that being down is news.
+        identity: ``address``, ``pci_bus_id``, ``board`` and ``firmware``, as far as the kernel knows them.
+    """
 
     name: str
     kind: str
@@ -159,12 +169,12 @@ class PortSample(Sample, frozen=True, kw_only=True):
 
     @property
     def lost_link(self) -> int | None:
-        """1 down after up, 0 up, unknown where the port was never up (an empty socket is no fault)."""
+        """1 if down after having been up, 0 if up, None if never up (an empty socket is no fault)."""
         return None if not self.was_up else int(not self.up)
 
 
 class PathSample(Sample, frozen=True, kw_only=True):
-    """One file system. ``silent_s``: how long a question about it has gone without an answer (a dead NFS server)."""
+    """One file system. ``silent_s``: seconds that a query has gone unanswered (a dead NFS server)."""
 
     path: str
     network: bool
@@ -196,10 +206,14 @@ class HostSample(Sample, frozen=True, kw_only=True):
 class SensorState(Sample, frozen=True, kw_only=True):
     """Health of the sensing itself.
 
-    ``hangs``: polls in a row that missed their deadline (0 after a good one); ``crashes``: ends of the process in a
-    row; ``nvml_failed``: 1 where GPUs are expected and NVML gives none of them; ``gpus_missing``: how many of the
-    expected ones it does not list; ``faults``: parts of the last poll that failed; ``log_failed``: 1 where the kernel
-    log cannot be read. ``detail`` says which and why.
+    Attributes:
+        hangs: Consecutive polls that missed their deadline; 0 after a good one.
+        crashes: Consecutive ends of the sensor process.
+        nvml_failed: 1 if GPUs are expected and NVML lists none.
+        gpus_missing: The number of expected GPUs that NVML does not list.
+        faults: The number of sensors that failed in the last poll.
+        log_failed: 1 if the kernel log cannot be read.
+        detail: The failed parts and the reasons.
     """
 
     hangs: int | None = None

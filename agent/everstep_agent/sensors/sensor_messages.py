@@ -1,4 +1,4 @@
-"""What the sensors know, as one value: handed to the supervisor whenever something is news, and at every poll."""
+"""Messages of the sensor process, and the report of everything the sensors know."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from everstep_agent.virtual.scenario import Scenario
 __all__ = ["GpuSample", "HostSample", "PathSample", "PortSample", "SensorReport", "to_wire_gpu", "to_wire_host"]
 
 
-# ---- frames
-# What the sensor process and its supervisor say to one another: one ``Begin``, then one ``Poll`` after another.
+# Messages between the sensor process and its supervisor: one ``SensorConfig``, then one ``PollResult`` after another.
 
 MAX_POLL_BYTES = 4 << 20
 ACTIVITY_BYTES = 96
-"""Size of the page on which the child writes what it is about to touch, for whoever has to explain its silence."""
+"""Size of the page on which the child writes its next activity, to explain a later silence."""
 
 
 class SensorConfig(Sample, frozen=True, kw_only=True):
-    """To the child: how to sense. ``scenario``: the virtual machine to be, or None for the real one.
+    """To the child: the configuration.
 
-    ``resumed``: an earlier child of this supervisor has sensed before.
+    Attributes:
+        scenario: The virtual machine to simulate, or None for the real one.
+        is_resumed: Whether an earlier child of this supervisor has polled before.
     """
 
     interval_s: float
@@ -46,10 +47,14 @@ class SensorConfig(Sample, frozen=True, kw_only=True):
 
 
 class PollResult(Sample, frozen=True, kw_only=True):
-    """From the child. ``full`` is False for what could not wait for the next poll: events and lines only.
+    """From the child: one poll.
 
-    ``known``: every GPU seen since this child began. ``pci_gpus``: NVIDIA display controllers on the PCI bus.
-    ``faults``: (sensor, why) for what failed as a whole; ``nvml_error`` why no GPU could be asked.
+    Attributes:
+        is_full: False for events and kernel lines sent between polls.
+        known_gpus: Every GPU seen since this child began.
+        pci_gpu_count: The number of NVIDIA display controllers on the PCI bus.
+        sensor_errors: (sensor, reason) for each sensor that failed as a whole.
+        nvml_error: The reason no GPU could be read.
     """
 
     is_full: bool
@@ -70,12 +75,18 @@ class PollResult(Sample, frozen=True, kw_only=True):
 
 
 class SensorReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known of the node at ``at`` (wall seconds).
+    """Everything known of the node at ``at`` (wall seconds).
 
-    ``findings`` is complete: a key that is no longer in it has cleared. A finding stays equal from picture to
-    picture until something about it that matters changes, so that comparing tuples tells whether there is news.
-    A lost GPU stays in ``gpus`` with ``lost`` set; its series must not vanish. ``poll_s`` is what the newest poll of
-    the sensor process took, ``polled_at`` when it came (0: not yet). ``restarts`` counts that process's ends.
+    ``findings`` is complete: a missing key has cleared. A finding stays equal from report to report until a relevant
+    part
+    changes, so that comparing tuples shows whether there is news. A lost GPU stays in ``gpus`` with ``lost`` set,
+    because
+    its series must not vanish.
+
+    Attributes:
+        poll_s: Seconds the newest poll took.
+        polled_at: Wall time of the newest poll; 0 before the first.
+        sensor_restarts: The number of times the sensor process has ended.
     """
 
     at: float
@@ -95,7 +106,7 @@ class SensorReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def to_wire_gpu(identity: GpuIdentity) -> Gpu:
-    """The identity as the contract says it."""
+    """Convert a GPU's identity to the wire format."""
     return Gpu(
         index=identity.index,
         uuid=identity.uuid,
@@ -110,6 +121,6 @@ def to_wire_gpu(identity: GpuIdentity) -> Gpu:
 
 
 def to_wire_host(identity: HostIdentity) -> Host:
-    """The same of the machine."""
+    """Convert the machine's identity to the wire format."""
     words = {name: getattr(identity, name)[:MAX_HARDWARE_TEXT] for name in identity.__struct_fields__}
     return Host(**words)

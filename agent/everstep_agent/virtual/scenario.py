@@ -1,4 +1,4 @@
-"""The virtual machine at work: the scenario, and over it the control file as it stands now."""
+"""Simulate a machine from a scenario file and a control file that changes it at run time."""
 
 from __future__ import annotations
 
@@ -13,26 +13,31 @@ from everstep.errors import ConfigurationError
 from everstep.settings import load_toml
 from everstep_agent.sensors.samples import HostIdentity, HostSample, PathSample, PortSample
 
-# ---- scenario
-# What a virtual machine is at its start, and what its control file may change.
+# Scenario: the initial state of a virtual machine, and the changes a control file may make.
 
 DGX_BUS_IDS = ("1b:00", "43:00", "52:00", "61:00", "9d:00", "c3:00", "d1:00", "df:00")
-"""Where the eight GPUs of a DGX H100 sit on their PCI bus."""
+"""PCI bus addresses of the eight GPUs of a DGX H100."""
 
 Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
 class StrictScenarioStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base: a key that nobody knows is an error."""
+    """Base class that rejects unknown keys."""
 
 
 class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
     """One GPU; the defaults are a healthy H100 SXM5 at moderate load.
 
-    ``hang``: every call on it blocks until that is taken back. ``lost``: every call says that it is lost.
-    ``missing``: it is no longer listed. ``error``: every call returns this NVML error. ``frozen``: its energy counter
-    stands still. ``xid``: raise this XID, in the kernel log and as an NVML event, when the value changes.
-    ``reset_at`` (wall seconds): it was reset then, and its counters began anew. None: NVML says "not supported".
+    Attributes:
+        hang: Every call blocks until this is reset.
+        lost: Every call reports a lost GPU.
+        missing: The GPU is no longer listed.
+        error: The NVML error code that every call returns.
+        frozen: The energy counter stands still.
+        xid: The XID to raise, in the kernel log and as an NVML event, when this value changes.
+        reset_at: Wall time in seconds of the last reset, which restarted the counters.
+
+    None means that NVML reports "not supported".
     """
 
     name: str = "NVIDIA H100 80GB HBM3"
@@ -88,7 +93,7 @@ class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
 
 
 class VirtualPort(StrictScenarioStruct, frozen=True, kw_only=True):
-    """One network port. ``address``, ``pci_bus_id``, ``board``, ``firmware``: by which a vendor knows it."""
+    """One network port. ``address``, ``pci_bus_id``, ``board`` and ``firmware`` identify it to a vendor."""
 
     kind: str = "infiniband"
     address: str = ""
@@ -120,7 +125,7 @@ class VirtualHost(StrictScenarioStruct, frozen=True, kw_only=True):
 
 
 class Scenario(StrictScenarioStruct, frozen=True, kw_only=True):
-    """A virtual machine. ``nvml_error``: what opening NVML returns (12: no library, 9: driver not loaded)."""
+    """A virtual machine. ``nvml_error`` is the result of opening NVML (12: no library, 9: driver not loaded)."""
 
     name: str = "default"
     boot_id: str = "virtual-boot-1"
@@ -132,10 +137,11 @@ class Scenario(StrictScenarioStruct, frozen=True, kw_only=True):
 
 
 class ScenarioControl(StrictScenarioStruct, frozen=True, kw_only=True):
-    """The control file (JSON, replaced atomically): what is different from the scenario now.
+    """The control file (JSON, replaced atomically): the current differences from the scenario.
 
-    ``gpus``, ``ports`` and ``host`` hold only the keys that differ, GPUs by index. ``kernel_lines`` are lines of
-    the kernel log: those beyond the number already said are said. What is left out is as in the scenario.
+    ``gpus``, ``ports`` and ``host`` hold only the keys that differ, GPUs by index. ``kernel_lines`` are lines of the
+    kernel
+    log; lines beyond the number already emitted are emitted. Omitted keys are as in the scenario.
     """
 
     boot_id: str | None = None
@@ -147,7 +153,7 @@ class ScenarioControl(StrictScenarioStruct, frozen=True, kw_only=True):
 
 
 class ScenarioFile(StrictScenarioStruct, frozen=True, kw_only=True):
-    """The scenario as people write it: ``gpus = 8`` makes that many; ``[[gpu]]`` describes single ones by position."""
+    """A hand-written scenario: ``gpus = 8`` makes that many GPUs; ``[[gpu]]`` describes single ones by position."""
 
     name: str = "unnamed"
     boot_id: str = "virtual-boot-1"
@@ -159,17 +165,19 @@ class ScenarioFile(StrictScenarioStruct, frozen=True, kw_only=True):
     host: VirtualHost = VirtualHost()
 
 
-# ---- load
-# Finds and reads scenarios; runs in the supervisor, so that a typo is told at once and the child stays small.
+# Loading of scenarios, in the supervisor: a typo is reported at once, and the sensor process stays small.
 
 DEFAULT_GPUS = 8
 MAX_GPUS = 64
 
 
 def load_scenario(source: str, node: str) -> Scenario:
-    """The scenario that ``which`` names: a TOML file, ``default`` (8 GPUs) or ``default:N``.
+    """Return the scenario that ``source`` names: a TOML file, ``default`` (8 GPUs) or ``default:N``.
 
-    ``node`` makes serial numbers and UUIDs differ from machine to machine. Raises ConfigurationError.
+    Serial numbers and UUIDs derive from ``node``.
+
+    Raises:
+        ConfigurationError: The scenario cannot be used.
     """
     if source == "default" or source.startswith("default:"):
         return _build(ScenarioFile(name="default", gpus=_default_count(source), port=_default_ports()), node)
@@ -234,14 +242,14 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 MAX_CONTROL_BYTES = 1 << 20
 PORT_IDENTITY_FIELDS = ("address", "pci_bus_id", "board", "firmware")
-"""Of a port, in the order of the real driver's words."""
+"""Fields that identify a port, in the order of the real driver's output."""
 
 
 class VirtualMachine:
-    """What the virtual drivers read. ``refresh`` looks at the control file; a bad one changes nothing but ``error``."""
+    """The machine that the virtual drivers read. A bad control file changes nothing but ``error``."""
 
     def __init__(self, scenario: Scenario, control_path: str, is_resumed: bool = False) -> None:
-        """``resumed``: another process was this machine before; what the control file asks for has been said."""
+        """Create the machine; if ``is_resumed``, another process has already emitted the control file's events."""
         self._scenario = scenario
         self._control_path = control_path
         self._skip_first_events = is_resumed
@@ -260,7 +268,7 @@ class VirtualMachine:
         self._emit_xids([VirtualGpu()] * len(self.gpus))
 
     def reload_control(self) -> bool:
-        """Takes over a changed control file; True where there was one."""
+        """Apply a changed control file. Returns whether there was one."""
         if not self._control_path:
             return False
         try:
@@ -280,12 +288,12 @@ class VirtualMachine:
         return True
 
     def take_events(self) -> list[tuple[int, int]]:
-        """(GPU index, XID) pairs that have become due since the last call."""
+        """Return the (GPU index, XID) pairs due since the last call."""
         events, self._events = self._events, []
         return events
 
     def take_lines(self) -> list[str]:
-        """Kernel lines that have become due since the last call."""
+        """Return the kernel lines due since the last call."""
         lines, self._lines = self._lines, []
         return lines
 
@@ -351,7 +359,7 @@ class VirtualMachine:
         self._emitted_lines = len(control.kernel_lines)
 
     def _emit_xids(self, before: list[VirtualGpu]) -> None:
-        """Says the XIDs that are new against ``before``, as the driver does: in the log and as an event."""
+        """Emit the XIDs that are new against ``before``, in the log and as events, like the driver."""
         if self._skip_first_events:
             return
         for index, (old, new) in enumerate(zip(before, self.gpus, strict=True)):
@@ -372,7 +380,7 @@ def _apply_changes(base: S, changes: dict[str, msgspec.Raw], location: str) -> S
 
 
 def _unknown_key_message(key: str, known: tuple[str, ...], location: str) -> str:
-    import difflib  # here, since only who mistypes needs it
+    import difflib  # imported only after a typo
 
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(known)}"

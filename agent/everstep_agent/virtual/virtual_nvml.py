@@ -1,7 +1,7 @@
-"""An NVML library made of Python: pynvml calls it as it would call the C one, and cannot tell the difference.
+"""A Python implementation of the NVML library, installed behind pynvml in place of the C library.
 
-pynvml's functions hand over ctypes objects: results go into ``byref(x)``, whose target is ``x._obj``, or into
-string buffers. What we return is the NVML error code.
+pynvml passes ctypes objects: results go into ``byref(x)``, whose target is ``x._obj``, or into string buffers. Return
+values are NVML error codes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIMEOUT: int = pynvml.NVML_ERROR_TIMEOUT
 HANG_POLL_S = 0.05
 EVENT_POLL_S = 0.1
 ENERGY_W = 100.0
-"""Energy counters grow at this rate whatever the power says, so that they never go back unless a reset is meant."""
+"""Watts by which energy counters grow, whatever the power, so that they go back only at an intended reset."""
 
 ENERGY_EPOCH = 1_600_000_000.0
 
@@ -41,7 +41,7 @@ _SCALARS: dict[str, Callable[[VirtualGpu], int | None]] = {
     "nvmlDeviceGetPersistenceMode": lambda gpu: 1,
     "nvmlDeviceGetSupportedEventTypes": lambda gpu: 0xDC0F,
 }
-"""Calls of the shape (handle, pointer to one number)."""
+"""Calls of the form (handle, pointer to one number)."""
 
 _STRINGS: dict[str, Callable[[VirtualGpu], str]] = {
     "nvmlDeviceGetName": lambda gpu: gpu.name,
@@ -68,7 +68,7 @@ _FIELDS: dict[int, Callable[[VirtualGpu], int | None]] = {
 
 
 class VirtualNvml:
-    """What stands in for ``pynvml.nvmlLib``: one method for each C function that pynvml looks up."""
+    """Replacement of ``pynvml.nvmlLib``, with one method per C function that pynvml looks up."""
 
     def __init__(self, machine: VirtualMachine, clock: Clock) -> None:
         self._machine = machine
@@ -80,7 +80,7 @@ class VirtualNvml:
         for name, text in _STRINGS.items():
             setattr(self, name, self._string(text))
 
-    # --- the library ---
+    # Library
 
     def nvmlInitWithFlags(self, flags: int) -> int:  # noqa: N802 - NVML's name
         return self._machine.nvml_error
@@ -103,7 +103,7 @@ class VirtualNvml:
         c_void_p.from_buffer(handle._obj).value = listed[index.value] + 1
         return OK
 
-    # --- a device ---
+    # Device
 
     def nvmlDeviceGetPciInfo_v3(self, handle: Any, info: Any) -> int:  # noqa: N802
         code, gpu = self._check_gpu(handle)
@@ -183,7 +183,7 @@ class VirtualNvml:
                 self._fill(gpu, value)
         return code
 
-    # --- events ---
+    # Events
 
     def nvmlEventSetCreate(self, events: Any) -> int:  # noqa: N802
         c_void_p.from_buffer(events._obj).value = 1
@@ -211,13 +211,13 @@ class VirtualNvml:
                 return TIMEOUT
             time.sleep(min(left, EVENT_POLL_S))
 
-    # --- inside ---
+    # Helpers
 
     def _listed(self) -> list[int]:
         return [index for index, gpu in enumerate(self._machine.gpus) if not gpu.missing]
 
     def _check_gpu(self, handle: Any) -> tuple[int, VirtualGpu]:
-        """What a call on this GPU begins with: blocks while it hangs, and returns its error code."""
+        """Begin a call on this GPU: block while it hangs, and return its error code."""
         index = (cast(handle, c_void_p).value or 0) - 1
         while (gpu := self._machine.gpus[index]).hang:
             time.sleep(HANG_POLL_S)
@@ -276,7 +276,7 @@ def _ecc(gpu: VirtualGpu, kind: int, counter: int) -> int:
 
 
 def install(machine: VirtualMachine, clock: Clock) -> VirtualNvml:
-    """Puts a virtual library behind pynvml, in place of whatever was there."""
+    """Install a virtual library behind pynvml, in place of the present one."""
     library = VirtualNvml(machine, clock)
     pynvml.nvmlLib = library
     pynvml._nvmlGetFunctionPointer_cache.clear()
@@ -284,6 +284,6 @@ def install(machine: VirtualMachine, clock: Clock) -> VirtualNvml:
 
 
 def uninstall() -> None:
-    """Lets pynvml look for the real library again."""
+    """Let pynvml look for the real library again."""
     pynvml.nvmlLib = None
     pynvml._nvmlGetFunctionPointer_cache.clear()
