@@ -1,4 +1,4 @@
-"""One small HTTP client: a token, an address, messages in and out, errors that say what to do."""
+"""HTTP client for the controller: typed requests and answers, errors with advice."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ from everstep.errors import (
 T = TypeVar("T")
 TIMEOUT_S = 10.0
 STREAM_TIMEOUT_S = 60.0
-"""Seconds without a byte after which a stream counts as broken; the controller comments every 15."""
+"""Seconds without a byte after which a stream counts as broken; the controller sends a comment every 15 s."""
 LEADER_RETRY_DELAYS_S = (0.2,) * 15
-"""Between two rounds of the controllers while none of them leads: a leader that is gone is followed within three
-seconds."""
+"""Pauses in seconds between rounds over the controllers while none leads: a lost leader is replaced within 3 s."""
 
 _BY_CODE: dict[str, type[EverstepError]] = {
     kind.code: kind
@@ -55,7 +54,7 @@ _BY_CODE: dict[str, type[EverstepError]] = {
 
 
 class _NotLeader(Unavailable):
-    """The one that was asked does not lead. ``leader``: the address of the one that does, as far as it knows."""
+    """The asked controller does not lead. ``leader`` is the leader's address, as far as that controller knows."""
 
     def __init__(self, message: str, leader: str) -> None:
         super().__init__(message)
@@ -63,13 +62,15 @@ class _NotLeader(Unavailable):
 
 
 class ControllerClient:
-    """Speaks to whichever of several controllers leads, and finds it again when that changes.
+    """Send requests to the leader among several controllers, and find it again when it changes.
 
     Args:
-        controllers: ``http://HOST:PORT`` or https, several separated by commas. Raises ConfigurationError for anything
-            else.
-        token: a viewer's or an operator's; empty where the certificate in ``tls`` speaks for its owner.
-        tls: for https; by default the system's authorities, and no certificate of our own.
+        controllers: ``http://HOST:PORT`` or https, several separated by commas.
+        token: A viewer's or an operator's; empty if the certificate in ``tls`` identifies the user.
+        tls: For https; by default the system's authorities, and no client certificate.
+
+    Raises:
+        ConfigurationError: An address is malformed.
     """
 
     def __init__(self, controllers: str, token: str, *, tls: ssl.SSLContext | None = None) -> None:
@@ -79,12 +80,15 @@ class ControllerClient:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def get(self, path: str, kind: type[T], /, **query: str | int) -> T:
-        """The answer of a GET. Raises EverstepError with what the controller said, Unavailable where none answers."""
+        """Return the answer of a GET.
+
+        Raises EverstepError with the controller's message, Unavailable if none answers.
+        """
         asked = {name: value for name, value in query.items() if value not in ("", None)}
         return self._decode(self._request("GET", path + (f"?{urlencode(asked)}" if asked else "")), kind)
 
     def post(self, path: str, body: Any, kind: type[T], *, timeout_s: float = TIMEOUT_S) -> T:
-        """The answer of a POST. Raises as ``get``. One that may have been taken is not sent again."""
+        """Return the answer of a POST. Raises as ``get``. A request that may have been accepted is not sent again."""
         return self._decode(self._request("POST", path, msgspec.json.encode(body), timeout_s), kind)
 
     @property
@@ -95,7 +99,7 @@ class ControllerClient:
     def post_to_all(
         self, path: str, body: Any, kind: type[T], *, timeout_s: float = TIMEOUT_S
     ) -> dict[str, T | EverstepError]:
-        """What every controller that was given says, by its address, whether it leads or not: an answer, or why not."""
+        """Return every given controller's answer or error by address, whether it leads or not."""
         said: dict[str, T | EverstepError] = {}
         for url in self._urls:
             try:
@@ -113,7 +117,7 @@ class ControllerClient:
                 raise Unavailable(f"no answer from {url}: {error}") from error
 
     def stream(self, path: str) -> Iterator[tuple[str, bytes]]:
-        """The name and the ``data`` of each server-sent event. Raises Unavailable when the stream breaks."""
+        """Yield the name and the ``data`` of each server-sent event. Raises Unavailable when the stream breaks."""
         name = ""
         connection, response = self._send_to_leader("GET", path, None, STREAM_TIMEOUT_S)
         try:
@@ -139,7 +143,7 @@ class ControllerClient:
     def _send_to_leader(
         self, method: str, path: str, body: bytes | None, timeout_s: float
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """The leader's answer. While controllers stand by and none leads yet, it waits a little for one that does."""
+        """Return the leader's answer. If only standby controllers answer, wait a little for a leader."""
         for pause_s in (*LEADER_RETRY_DELAYS_S, None):
             refused: Unavailable | None = None
             stand_by = False
@@ -176,7 +180,7 @@ class ControllerClient:
     def _send(
         self, url: str, method: str, path: str, body: bytes | None, timeout_s: float
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """One controller's answer. Raises _Away where it is certain that it took nothing."""
+        """Return one controller's answer. Raises _NoAnswer if the controller certainly received nothing."""
         connection = self._connection(url, timeout_s)
         try:
             connection.connect()
@@ -210,7 +214,7 @@ class ControllerClient:
 
 
 class _NoAnswer(Unavailable):
-    """Nobody answers at an address."""
+    """No controller answers at an address."""
 
 
 def _no_answer(url: str, error: Exception) -> _NoAnswer:
@@ -248,15 +252,19 @@ def _refusal(status: int, body: bytes, url: str) -> EverstepError:
 
 
 def path(*parts: str) -> str:
-    """The path of a thing under ``/v1``. Names are as a person typed them: ``node-1/evict?`` would be
-    another order than the one that was given. Raises ConfigurationError for an empty one."""
+    """Return the path of a resource under ``/v1``, with its parts quoted.
+
+    Names are as a person typed them: unquoted, ``node-1/evict?`` would be another request. Raises ConfigurationError
+    for
+    an empty part.
+    """
     if not all(parts):
         raise ConfigurationError("a name is empty: is a variable of your script unset?")
     return "/v1/" + "/".join(quote(part, safe="") for part in parts)
 
 
 def read_token(path: str) -> str:
-    """The token in a file. Raises ConfigurationError where there is none."""
+    """Return the token in a file. Raises ConfigurationError if there is none."""
     if not path:
         raise ConfigurationError(
             "no token: give --token-file or EVERSTEP_TOKEN_FILE; the controller's operator makes one with "

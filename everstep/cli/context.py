@@ -1,4 +1,4 @@
-"""What every command needs: the controller it speaks to, and a place to print."""
+"""Shared parts of all commands: the controller connection, error reporting and output."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ PIPE_WIDTH = 10_000
 
 
 class _Printer(Console):
-    """A terminal's width where there is one; a pipe's lines are not broken, so that they can be searched.
+    """A console with the terminal's width. Lines of a pipe are not broken, so that they can be searched.
 
-    Control characters in what others said (a finding's message, a label) are shown as such: they could steer the
-    terminal of whoever reads them.
+    Control characters in received text (a finding's message, a label) are escaped, because they could control the
+    reader's terminal.
     """
 
     def __init__(self, **named: Any) -> None:
@@ -66,9 +66,9 @@ DEFAULT_CONTROLLER = "http://127.0.0.1:7700"
 
 
 class ConnectionOptions(msgspec.Struct, frozen=True):
-    """Where the controller is and how to be known there: by a token, or by a certificate.
+    """Address of the controller, and a token or a certificate for it.
 
-    ``controller`` is empty where none was given; ``run`` names a run of everstep-launch on this machine.
+    ``controller`` is empty if none was given; ``run`` names a run of everstep-launch on this machine.
     """
 
     controller: str = ""
@@ -79,10 +79,10 @@ class ConnectionOptions(msgspec.Struct, frozen=True):
     run: str = ""
 
     def resolved(self, environ: Mapping[str, str]) -> ConnectionOptions:
-        """Return the access with a controller: the given one, else a run's on this machine, else the usual address.
+        """Return the options with a controller: the given one, else a run's on this machine, else the default address.
 
         Raises:
-            ConfigurationError: several runs are on this machine and none was chosen, or the chosen one is not there.
+            ConfigurationError: Several runs are on this machine and none was chosen, or the chosen one is not there.
         """
         if self.run and self.controller:
             raise ConfigurationError("--run and --controller both say where to ask: leave out one of them")
@@ -95,11 +95,11 @@ class ConnectionOptions(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, controller=DEFAULT_CONTROLLER)
 
     def token(self) -> str:
-        """Empty where there is a certificate and no token. Raises ConfigurationError where there is neither."""
+        """Return the token; "" with a certificate and no token. Raises ConfigurationError without either."""
         return "" if self.certificate and not self.token_file else read_token(self.token_file)
 
     def tls(self) -> ssl.SSLContext | None:
-        """Raises ConfigurationError for files that cannot be used."""
+        """Return the TLS context, or None without TLS files. Raises ConfigurationError for unusable files."""
         if not self.ca_file and not self.certificate:
             return None
         try:
@@ -113,7 +113,7 @@ class ConnectionOptions(msgspec.Struct, frozen=True):
 
 @contextmanager
 def connected_client(context: typer.Context) -> Iterator[ControllerClient]:
-    """A client; errors become a sentence and an exit code."""
+    """Yield a client; print errors as a sentence and exit with a code."""
     given: ConnectionOptions = context.obj
     with reporting_errors():
         access = given.resolved(os.environ)
@@ -122,7 +122,7 @@ def connected_client(context: typer.Context) -> Iterator[ControllerClient]:
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Errors that people can mend become a sentence and an exit code."""
+    """Print errors as a sentence and exit: 2 for connection and configuration, 1 for a refusal."""
     try:
         yield
     except (ConfigurationError, AuthenticationError, Unavailable) as error:
@@ -134,19 +134,19 @@ def reporting_errors() -> Iterator[None]:
 
 
 def print_error(prefix: str, error: Exception) -> None:
-    """What is wrong, on a line of its own."""
+    """Print an error on a line of its own."""
     error_console.print(Text.assemble((prefix, "bold red"), str(error)), soft_wrap=True)
 
 
 def send_order(context: typer.Context, body: Any, *path_parts: str) -> None:
-    """Gives an order at a path of these parts, and says what follows from it."""
+    """Send an order to the path of these parts, and print its consequence."""
     with connected_client(context) as client:
         changed = client.post(path(*path_parts), body, op.ChangeResult)
         print_change(changed.sentence, changed.trace)
 
 
 def show(message: Any, as_json: bool, view: RenderableType) -> None:
-    """Prints a message as JSON or as people like it."""
+    """Print a message as JSON, or its view for people."""
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(message), indent=2).decode() + "\n")
     else:
@@ -154,25 +154,24 @@ def show(message: Any, as_json: bool, view: RenderableType) -> None:
 
 
 def print_change(sentence: str, trace: str) -> None:
-    """What an order led to, and how to follow it."""
+    """Print an order's consequence, and the command to follow it."""
     console.print(sentence or "done", highlight=False, markup=False)
     console.print(f"everstep events --trace {trace}", style="dim", highlight=False)
 
 
-# ---- runs on this machine
-# Find the private controllers of runs that this user has started with everstep-launch on this machine.
+# Runs on this machine: find the private controllers that this user has started with everstep-launch.
 #
 # The launcher keeps the address and an operator's token of its private controller in a directory of its own, below
-# ``$XDG_STATE_HOME/everstep``. Only files of the calling user, in directories that are closed to everybody else, are
-# believed, and only a controller that listens on loopback is spoken to.
+# ``$XDG_STATE_HOME/everstep``. Only files of the calling user, in directories closed to other users, are trusted, and
+# only a controller that listens on loopback is contacted.
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MOST_BYTES = 64 << 10
-"""Of a file in a run directory; more is none of ours."""
+"""Size limit of a file in a run directory; a larger one is foreign."""
 
 
 class LocalRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run with a private controller: its job, where that listens, and the file with a token for it."""
+    """A run with a private controller: its job, the controller's URL, and the file with a token for it."""
 
     job: str
     url: str
@@ -181,26 +180,26 @@ class LocalRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def state_dir(environ: Mapping[str, str]) -> Path:
-    """Return the directory in which everstep-launch makes run directories, where --state-dir names no other."""
+    """Return the directory in which everstep-launch makes run directories, unless --state-dir names another."""
     base = environ.get("XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local" / "state") / "everstep"
 
 
 def local_runs(folder: Path) -> list[LocalRun]:
-    """Return the runs whose private controller is alive, by the names of their jobs."""
+    """Return the runs whose private controller is alive, sorted by job name."""
     found = (_run_in(directory) for directory in folder.glob("run-*"))
     return sorted((run for run in found if run is not None), key=lambda run: (run.job, run.directory))
 
 
 def choose(folder: Path, name: str) -> LocalRun | None:
-    """Return the run to speak to; None where there is none and none was named.
+    """Return the chosen run; None if there is none and none was named.
 
     Args:
-        folder: where run directories are.
-        name: a job or a run directory, as a person named it; empty takes the only one there is.
+        folder: The parent of run directories.
+        name: A job or a run directory, as a person typed it; empty takes the only one there is.
 
     Raises:
-        ConfigurationError: there are several, or none of that name. The message lists those that there are.
+        ConfigurationError: There are several, or none of that name. The message lists the existing ones.
     """
     runs = local_runs(folder)
     fitting = [run for run in runs if name in ("", run.job, run.directory.name)]
@@ -218,7 +217,7 @@ def choose(folder: Path, name: str) -> LocalRun | None:
 
 
 def _run_in(directory: Path) -> LocalRun | None:
-    """The run of a directory; None where anything about it is not as a launcher of this user leaves it."""
+    """Return the run of a directory; None if anything differs from what this user's launcher leaves there."""
     try:
         about = directory.lstat()
         if not stat.S_ISDIR(about.st_mode) or not _is_private(about):
@@ -239,7 +238,7 @@ def _is_private(about: os.stat_result) -> bool:
 
 
 def _read(path: Path) -> str:
-    """The text of a plain file of this user, which nobody else can reach. Raises OSError or ValueError for others."""
+    """Return the text of a plain file of this user. Raises OSError or ValueError for other files."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         about = os.fstat(descriptor)
@@ -249,6 +248,6 @@ def _read(path: Path) -> str:
 
 
 def _is_alive(pid: int, directory: Path) -> bool:
-    """Whether the controller that was started over the directory runs; its number may be another process's by now."""
+    """Return whether the controller of the directory runs; its pid may be another process's by now."""
     process = Path("/proc", str(pid))
     return process.stat().st_uid == os.geteuid() and os.fsencode(directory) in (process / "cmdline").read_bytes()

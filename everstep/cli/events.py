@@ -1,4 +1,4 @@
-"""``everstep events`` and ``everstep audit``: what happened, and what people ordered."""
+"""``everstep events`` and ``everstep audit``: events of the fleet, and orders by people."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Until = Annotated[str, typer.Option(metavar="TIME", help="Before: the same.")]
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the commands."""
+    """Add the commands."""
     for command in (events, audit):
         app.command()(command)
 
@@ -80,8 +80,10 @@ def audit(
 
 
 def parse_time(text: str) -> float:
-    """Wall seconds of a time as people give it: so long ago, or ISO 8601, in this machine's zone where it names none.
-    Raises ConfigurationError."""
+    """Return the wall seconds of a time such as ``2h`` (ago) or ISO 8601, by default in this machine's time zone.
+
+    Raises ConfigurationError for other texts.
+    """
     if ago := _AGO.fullmatch(text):
         return SYSTEM_CLOCK.wall() - float(ago[1]) * _UNITS[ago[2]]
     try:
@@ -97,7 +99,7 @@ def _time_range(since: str, until: str) -> dict[str, str]:
 
 
 def _all_events(client: ControllerClient, **wanted: str) -> list[op.Event]:
-    """Every event that fits, oldest first."""
+    """Return every matching event, oldest first."""
     found: list[op.Event] = []
     while True:
         after = found[-1].id if found else 0
@@ -108,7 +110,7 @@ def _all_events(client: ControllerClient, **wanted: str) -> list[op.Event]:
 
 
 def _newest_events(client: ControllerClient, path: str, limit: int, **wanted: str) -> list[op.Event]:
-    """The newest events that fit, oldest first. Beyond a page they are read from the first one that fits on."""
+    """Return the newest matching events, oldest first. Beyond one page, all pages from the first match are read."""
     if limit <= PAGE_SIZE:
         return list(client.get(path, op.EventList, limit=limit, newest="true", **wanted).events)
     found: list[op.Event] = []
@@ -136,7 +138,7 @@ def _matches(event: op.Event, *, trace: str, node: str, job: str, kind: str) -> 
 
 
 def _follow(client: ControllerClient, after: int, as_json: bool, **wanted: str) -> None:
-    """Prints what comes, across restarts of the controller, until interrupted."""
+    """Print new events, across restarts of the controller, until interrupted."""
     try:
         while True:
             try:
@@ -151,7 +153,7 @@ def _follow(client: ControllerClient, after: int, as_json: bool, **wanted: str) 
                     if _matches(event, **wanted):
                         _print(event, as_json)
             except Unavailable:
-                pass  # it restarts; the next stream begins after the last event seen
+                pass  # the controller restarts; the next stream begins after the last event seen
             time.sleep(0.5)
     except KeyboardInterrupt:
         return

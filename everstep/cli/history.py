@@ -30,7 +30,7 @@ LimitOption = Annotated[int, typer.Option("--limit", min=1, help="At most so man
 
 
 def fetch_pages(client: ControllerClient, url_path: str, kind: type[T], limit: int, /, **query: str) -> Iterator[T]:
-    """The pages of a list, as many as it takes for ``most`` entries."""
+    """Yield the pages of a list, as many as ``limit`` entries take."""
     cursor = ""
     while limit > 0:
         page: Any = client.get(url_path, kind, **query, limit=min(limit, PAGE_SIZE), cursor=cursor)
@@ -42,7 +42,7 @@ def fetch_pages(client: ControllerClient, url_path: str, kind: type[T], limit: i
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the commands."""
+    """Add the commands."""
     for command in (findings, verdicts, checkpoints, remediations, probes, budget, evidence):
         app.command()(command)
 

@@ -1,6 +1,6 @@
-"""``everstep``: what an operator asks and orders.
+"""``everstep``: queries and orders of an operator.
 
-Exit codes: 0 done; 1 the controller refused (its sentence is shown); 2 the controller or the token is not there.
+Exit codes: 0 done; 1 the controller refused (its message is shown); 2 the controller or the token is not there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from everstep.vocabulary import Verdict
 from everstep.wire.v1 import operator as op
 
 MOST_NAMED = 20
-"""Nodes that ``status`` names; `everstep nodes` has the others."""
+"""Nodes that ``status`` names; `everstep nodes` lists the others."""
 
 app = typer.Typer(help="See and steer a fleet that Everstep keeps training.", no_args_is_help=True)
 job_app = typer.Typer(help="One job: show, stop, resize.", no_args_is_help=True)
@@ -101,7 +101,7 @@ def status(context: typer.Context, as_json: Json = False) -> None:
 
 
 def _unfit(client: ControllerClient, fleet: op.FleetStatus) -> tuple[op.NodeSummary, ...]:
-    """The first of the nodes that are not healthy, those that a person has to look after before others."""
+    """Return the first of the unhealthy nodes; those that need a person come first."""
     found: list[op.NodeSummary] = []
     for state in tables.BY_URGENCY:
         wanted = min(fleet.nodes.get(state, 0), MOST_NAMED - len(found))
@@ -138,7 +138,7 @@ def top(
                 time.sleep(interval_s)
                 try:
                     view = _fleet_view(client)
-                except Unavailable as error:  # it restarts, or the network does
+                except Unavailable as error:  # the controller or the network may recover
                     view = Text(f"{error}; trying again", style="yellow")
         except KeyboardInterrupt:
             return

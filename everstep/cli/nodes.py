@@ -1,4 +1,4 @@
-"""``everstep nodes`` and ``everstep node``: the machines, and orders to them."""
+"""``everstep nodes`` and ``everstep node``: list nodes, and send orders to them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def nodes(
 
 
 def fetch_nodes(client: ControllerClient, **wanted: str) -> tuple[op.NodeSummary, ...]:
-    """All nodes that fit."""
+    """Return all matching nodes."""
     return tuple(
         node
         for page in past.fetch_pages(client, "/v1/nodes", op.NodeList, sys.maxsize, **wanted)
@@ -61,14 +61,14 @@ def node_show(context: typer.Context, node: Node, as_json: Json = False) -> None
 
 
 def _order_each(context: typer.Context, nodes: list[str], kind: str, reason: str) -> None:
-    """The same order to one node after another. One that is refused keeps no other from its own."""
+    """Send the same order to each node in turn; a refusal does not stop the others."""
     refused = 0
     with connected_client(context) as client:
         for place in [path("nodes", node, kind) for node in dict.fromkeys(nodes)]:
             try:
                 changed = client.post(place, op.ReasonOnlyRequest(reason=reason), op.ChangeResult)
             except (AuthenticationError, Unavailable):
-                raise  # nor will the others be taken
+                raise  # the other orders would fail too
             except EverstepError as error:
                 print_error("refused: ", error)
                 refused += 1

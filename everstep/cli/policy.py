@@ -1,4 +1,4 @@
-"""``everstep policy``: the rules in force, and a change of them, checked and tried before it is made."""
+"""``everstep policy``: show the rules in force, and check and try a change before it is made."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from everstep.policy_trials import merge_results
 from everstep.wire.v1 import operator_history as past
 
 TRIAL_TIMEOUT_S = 600.0
-"""Seconds that a controller may take to decide its part of a month again."""
+"""Seconds that a controller may take to repeat its decisions of a month."""
 
 app = typer.Typer(help="The policy: show, check, try.", no_args_is_help=True)
 
-_HELP = escape("TOML: knobs under [policy], rules as [[rule]] tables.")  # else rich takes the brackets for its markup
+# otherwise rich takes the brackets for its markup
+_HELP = escape("TOML: knobs under [policy], rules as [[rule]] tables.")
 Change = Annotated[Path, typer.Argument(metavar="FILE", help=_HELP)]
 
 
 def _read(file: Path) -> past.PolicyChange:
-    """The change in a file, written as it would be put in force: in the settings, and in a policy file."""
+    """Return the change in a file, which is written as in the settings or in a policy file."""
     try:
         written: dict[str, Any] = tomllib.loads(file.read_text())
     except OSError as error:
@@ -102,7 +103,7 @@ def try_(
 
 
 def _run_trial(client: ControllerClient, wanted: past.PolicyTrialRequest) -> past.PolicyTrialResult:
-    """Of several controllers each is asked, since each recorded what it decided while it led."""
+    """Try the change; with several controllers ask each, since each recorded the decisions of its own lead."""
     if not client.has_several_controllers:
         return client.post("/v1/policy/try", wanted, past.PolicyTrialResult, timeout_s=TRIAL_TIMEOUT_S)
     return merge_results(

@@ -1,4 +1,4 @@
-"""What the answers look like on a terminal."""
+"""Render the controller's answers for a terminal."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from everstep.ids import Version
 from everstep.vocabulary import Decision, Finding, JobState, NodeState, Severity, Verdict
 from everstep.wire.v1 import operator as op
 
-# ---- words
-# Numbers and states as people say them.
+# Numbers and states in words.
 
 STYLES: dict[str, str] = {
     NodeState.HEALTHY: "green",
@@ -42,12 +41,12 @@ STYLES: dict[str, str] = {
 
 
 def styled_state(value: str) -> Text:
-    """A state in its colour."""
+    """Return a state in its colour."""
     return Text(str(value), style=STYLES.get(value, ""))
 
 
 def age(seconds: float) -> str:
-    """How long ago, in the two largest units: ``8 s``, ``3 min``, ``2 h 10 min``, ``5 d 3 h``."""
+    """Format an age in its two largest units: ``8 s``, ``3 min``, ``2 h 10 min``, ``5 d 3 h``."""
     total = max(0, int(seconds))
     if total < 60:
         return f"{total} s"
@@ -59,7 +58,7 @@ def age(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A span: ``830 us``, ``12.3 ms``, ``1.24 s``."""
+    """Format a span: ``830 us``, ``12.3 ms``, ``1.24 s``."""
     if seconds < 0.001:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:
@@ -68,7 +67,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in binary units."""
+    """Format bytes in binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
@@ -77,7 +76,7 @@ def size(count: float) -> str:
 
 
 def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) -> Table:
-    """An empty table in the house's look."""
+    """Return an empty table in the common style."""
     made = Table(
         box=box.SIMPLE_HEAD,
         title=title,
@@ -93,7 +92,7 @@ def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) ->
 
 
 class ResponsiveTable:
-    """One line a thing. ``columns``: by the width of terminal that they need, the widest first."""
+    """A table with one row per item. ``columns`` is by the terminal width they need, the widest first."""
 
     def __init__(
         self,
@@ -132,7 +131,7 @@ def _pairs(rows: Iterable[tuple[str, RenderableType]]) -> Table:
 
 
 def status(fleet: op.FleetStatus) -> RenderableType:
-    """The fleet on one screen."""
+    """Render the fleet on one screen."""
     counts = Text(", ").join(
         Text.assemble(str(count), " ", styled_state(name)) for name, count in sorted(fleet.nodes.items())
     )
@@ -159,7 +158,7 @@ def _outbreak(one: op.Outbreak, now: float) -> Text:
 
 
 def _standing(one: op.NodeSummary) -> Text:
-    """The node's state; one that is only spared as part of an outbreak is not shown as healthy."""
+    """Return the node's state; a node only spared as part of an outbreak is not shown as healthy."""
     return (
         Text.assemble(styled_state(one.state), (" (outbreak)", "bold red"))
         if one.outbreaks
@@ -175,11 +174,11 @@ BY_URGENCY = (
     NodeState.HELD,
     NodeState.PROBATION,
 )
-"""States in which a node does not compute, or may soon not: those that wait for a person before others."""
+"""States in which a node does not compute, or may soon not; those that need a person come first."""
 
 
 def attention(fleet: op.FleetStatus, found: Sequence[op.NodeSummary]) -> RenderableType:
-    """The nodes that are not healthy, each with the reason; ``found`` may be the first of them only."""
+    """Render the unhealthy nodes with their reasons; ``found`` may hold only the first of them."""
     made = table("needs attention", "state", "for", "why")
     for one in found:
         row = _node_row(one, fleet.now)
@@ -189,7 +188,7 @@ def attention(fleet: op.FleetStatus, found: Sequence[op.NodeSummary]) -> Rendera
 
 
 def nodes(found: Iterable[op.NodeSummary], now: float) -> RenderableType:
-    """One line a node."""
+    """Render one row per node."""
     return ResponsiveTable(
         (_node_row(one, now) for one in found),
         columns={
@@ -202,7 +201,7 @@ def nodes(found: Iterable[op.NodeSummary], now: float) -> RenderableType:
 
 
 def top(fleet: op.FleetStatus, found: Iterable[op.NodeSummary], now: float) -> RenderableType:
-    """The fleet and its jobs, and below as many nodes as fit, those that are not healthy first."""
+    """Render the fleet and its jobs, and below as many nodes as fit, unhealthy ones first."""
     ordered = sorted(found, key=lambda one: (one.state is NodeState.HEALTHY and not one.outbreaks, one.node))
     return Group(status(fleet), nodes(ordered, now))
 
@@ -225,7 +224,7 @@ def _node_row(one: op.NodeSummary, now: float) -> dict[str, RenderableType]:
 
 
 def node(detail: op.NodeDetail, now: float) -> RenderableType:
-    """Everything about one node."""
+    """Render everything about one node."""
     one = detail.summary
     head = _pairs(
         (
@@ -265,7 +264,7 @@ def node(detail: op.NodeDetail, now: float) -> RenderableType:
 
 
 def _maintenance(detail: op.NodeDetail, now: float) -> str:
-    """The window that the node is in, and those that are planned."""
+    """Describe the node's present maintenance window and the planned ones."""
     until = detail.maintenance_until
     lines = [f"for another {age(until - now)}"] if until > now else []
     lines += [
@@ -276,7 +275,7 @@ def _maintenance(detail: op.NodeDetail, now: float) -> str:
 
 
 def findings(found: Iterable[Finding], now: float) -> RenderableType:
-    """Facts, with where their thresholds come from."""
+    """Render findings, with the sources of their thresholds."""
     made = table("finding", "severity", "since", "what", "cure", "rule")
     for one in found:
         made.add_row(
@@ -291,7 +290,7 @@ def findings(found: Iterable[Finding], now: float) -> RenderableType:
 
 
 def jobs(found: Iterable[op.JobSummary]) -> RenderableType:
-    """One line a job."""
+    """Render one row per job."""
     return ResponsiveTable(
         (_job_row(one) for one in found),
         columns={
@@ -332,7 +331,7 @@ def _job_row(one: op.JobSummary) -> dict[str, RenderableType]:
 
 
 def job(detail: op.JobDetail, now: float) -> RenderableType:
-    """Everything about one job."""
+    """Render everything about one job."""
     parts: list[RenderableType] = [jobs([detail.summary])]
     if detail.summary.reason:
         parts.append(Text(detail.summary.reason, style="dim"))
@@ -360,7 +359,7 @@ def job(detail: op.JobDetail, now: float) -> RenderableType:
 
 
 def recoveries(found: Iterable[op.GenerationRecovery], now: float) -> RenderableType:
-    """What each generation cost."""
+    """Render the cost of each generation."""
     made = table("gen", "reason", "ago", "took", "from", "phases (slowest rank)", "trace", right=("gen", "took"))
     for one in found:
         took: RenderableType = Text(f"{one.resumed_ranks}/{one.world_size} back", style="yellow")
@@ -375,7 +374,7 @@ def recoveries(found: Iterable[op.GenerationRecovery], now: float) -> Renderable
 
 
 def event_line(event: op.Event) -> Text:
-    """One event on one line."""
+    """Render one event on one line."""
     at = datetime.datetime.fromtimestamp(event.at).astimezone().strftime("%m-%d %H:%M:%S.%f")[:-3]
     about = " ".join(filter(None, (event.node, event.job, f"g{event.generation}" if event.generation else "")))
     return Text.assemble(
@@ -397,7 +396,7 @@ def _kind_style(kind: str) -> str:
 
 
 def trace_table(events: Iterable[op.Event]) -> RenderableType:
-    """All that followed from one stimulus, with times from its first event on."""
+    """Render all consequences of one trace, with times from its first event on."""
     made = table("after", "kind", "node", "job", "what", right=("after",))
     first: float | None = None
     for event in events:
@@ -418,7 +417,7 @@ def _facts(event: op.Event) -> Text:
 
 
 def verdict(one: Verdict, now: float) -> RenderableType:
-    """A judgement, and the facts it rests on."""
+    """Render a verdict and its evidence."""
     head = _pairs(
         (
             ("verdict", Text(one.id, style="bold")),
@@ -434,7 +433,7 @@ def verdict(one: Verdict, now: float) -> RenderableType:
 
 
 def probe(one: op.ProbeStatus) -> RenderableType:
-    """What the nodes of a probe measured."""
+    """Render the measurements of a probe."""
     word = {True: Text("ok", style="green"), False: Text("failed", style="bold red"), None: Text("under way")}[one.ok]
     head = _pairs((("probe", one.probe), ("nodes", ", ".join(one.nodes)), ("result", word)))
     parts: list[RenderableType] = [head]

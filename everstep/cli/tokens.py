@@ -1,4 +1,4 @@
-"""``everstep token``: who has a credential, and giving, taking and renewing them."""
+"""``everstep token``: list, issue, revoke and rotate credentials."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _require_subject(subject: str, role: str) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """``90s``, ``30m``, ``12h`` or ``30d`` in seconds. Raises ConfigurationError."""
+    """Return ``90s``, ``30m``, ``12h`` or ``30d`` in seconds. Raises ConfigurationError."""
     found = _DURATION.fullmatch(text.strip())
     if found is None:
         raise ConfigurationError(f"{text!r} is not a time: use 90s, 30m, 12h or 30d")
@@ -136,7 +136,7 @@ def parse_duration(text: str) -> float:
 
 @contextmanager
 def _token_output(out: str) -> Iterator[Callable[[wire.Issued], None]]:
-    """What to do with an issued credential. The file is made before it is asked for: its token is shown only once."""
+    """Yield a function that outputs an issued token. The file is made first, because the token is shown only once."""
     if not out:
         yield lambda issued: typer.echo(issued.token)  # alone on stdout, so that it can be piped
         return
@@ -162,7 +162,7 @@ def _is_valid(one: wire.Credential, now: float) -> bool:
 
 
 def _table(credentials: Sequence[wire.Credential], now: float) -> RenderableType:
-    """One line a credential."""
+    """Render one row per credential."""
     made = tables.table("id", "role", "of", "since", "by", "state", "note", right=("since",))
     for one in credentials:
         made.add_row(

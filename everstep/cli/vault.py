@@ -1,4 +1,4 @@
-"""``everstep vault``: what checkpoints take of this machine's memory, whose they are, and freeing what nobody uses."""
+"""``everstep vault``: show the checkpoint memory of this machine, and free unused memory."""
 
 from __future__ import annotations
 
@@ -31,8 +31,12 @@ Directory = Annotated[
 
 
 class VaultMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """One directory of slots. ``pid``: its vault, 0 where none lives. ``alone_since``, ``ends_at``: wall seconds, as in
-    ``VaultNote``; None where an agent or a rank is connected."""
+    """One directory of slots.
+
+    Attributes:
+        pid: The vault's process id; 0 if none lives.
+        idle_since, ends_at: Wall seconds, as in ``VaultNote``; None if an agent or a rank is connected.
+    """
 
     name: str
     jobs: tuple[str, ...]
@@ -107,7 +111,7 @@ def _state(one: VaultMemory) -> str:
 
 
 def _stop_vault(path: Path, memory: VaultMemory) -> None:
-    """Ends the vault, if one lives. Raises ConfigurationError where it is in use, Unavailable where it does not end."""
+    """End the vault, if one lives. Raises ConfigurationError if it is in use, Unavailable if it does not end."""
     if not is_locked(path):
         return
     if not memory.pid or memory.idle_since is None:
