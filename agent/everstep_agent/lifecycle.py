@@ -20,8 +20,7 @@ from everstep.plain_text import PlainLineFormatter
 def private_directory(path: Path) -> Path:
     """Create ``path`` and its parents as a directory that only this user may enter.
 
-    Raises:
-        ConfigurationError: ``path`` exists and belongs to another user, or lies in a directory of another user.
+    Raises ConfigurationError if ``path`` exists and belongs to another user, or lies in a directory of another user.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.stat().st_uid != os.geteuid():
@@ -61,10 +60,8 @@ def write_atomically(path: Path, content: Any) -> None:
 def acquire_lock(lock_file: Path, error_message: str) -> int:
     """Lock ``lock_file`` exclusively and return its descriptor; the lock ends with the process.
 
-    The holder may unlink the file as its last act before closing the descriptor.
-
-    Raises:
-        ConfigurationError: Another process holds the lock; carries ``error_message``.
+    The holder may unlink the file as its last act before closing the descriptor. Raises ConfigurationError if another
+    process holds the lock (message: ``error_message``).
     """
     lock = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -81,8 +78,7 @@ def acquire_lock(lock_file: Path, error_message: str) -> int:
 class AgentRunDirectory:
     """The run directory, held by a lock so that two agents never serve the same sockets.
 
-    Raises:
-        ConfigurationError: Another agent holds the directory.
+    Raises ConfigurationError if another agent holds the directory.
     """
 
     def __init__(self, path: Path) -> None:

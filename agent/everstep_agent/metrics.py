@@ -380,11 +380,7 @@ class MetricsServer:
     """Serve the metrics of ``collector`` to clients that present ``token``.
 
     ``address`` is the listening address and ``refused_count`` the number of requests without the token. ``close`` ends
-    the
-    thread.
-
-    Raises:
-        OSError: The address cannot be bound.
+    the thread. Raises OSError if the address cannot be bound.
     """
 
     def __init__(self, host: str, port: int, token: Callable[[], str], collector: Collector, clock: Clock) -> None:

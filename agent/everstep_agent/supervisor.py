@@ -73,10 +73,8 @@ class ReadyFile(msgspec.Struct, frozen=True, kw_only=True):
 class Supervisor:
     """One run of an agent. Create it in a running event loop, then call ``run``.
 
-    ``parent_exited`` is set if the agent ends because the process that started it did.
-
-    Raises:
-        ConfigurationError: The settings cannot be used, or another agent holds the run directory.
+    ``parent_exited`` is set if the agent ends because the process that started it did. Raises ConfigurationError if the
+    settings cannot be used, or another agent holds the run directory.
     """
 
     def __init__(self, settings: AgentSettings, clock: Clock, parent_exited: asyncio.Event) -> None:

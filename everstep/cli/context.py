@@ -81,8 +81,8 @@ class ConnectionOptions(msgspec.Struct, frozen=True):
     def resolved(self, environ: Mapping[str, str]) -> ConnectionOptions:
         """Return the options with a controller: the given one, else a run's on this machine, else the default address.
 
-        Raises:
-            ConfigurationError: Several runs are on this machine and none was chosen, or the chosen one is not there.
+        Raises ConfigurationError if several runs are on this machine and none was chosen, or the chosen one is not
+        there.
         """
         if self.run and self.controller:
             raise ConfigurationError("--run and --controller both say where to ask: leave out one of them")

@@ -170,8 +170,7 @@ _RECOVERY = re.compile(
 def normalize_bus_id(text: str) -> str:
     """Normalize a PCI address to ``0000:1b:00``, with a longer domain if there is one.
 
-    Raises:
-        ValueError: The text is not a PCI address.
+    Raises ValueError if the text is not a PCI address.
     """
     match = _GPU_ADDRESS.fullmatch(text)
     if match is None:

@@ -46,10 +46,8 @@ def store_address(probe: RunProbe) -> tuple[str, int]:
     """Return the address at which the members meet.
 
     Every member derives the same port from the probe's name and trace if the given port is 0, so nothing has to be
-    announced. If that port is taken, the probe fails, and the next one has another name and port.
-
-    Raises:
-        ValueError: The address is malformed.
+    announced. If that port is taken, the probe fails, and the next one has another name and port. Raises ValueError if
+    the address is malformed.
     """
     host, _, port = probe.store.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:

@@ -120,8 +120,7 @@ class Division(msgspec.Struct, frozen=True):
 def divide(manifests: Mapping[int, Manifest]) -> Division:
     """Assign every byte of the version to one rank that stored it; among several, to the one with the least so far.
 
-    Raises:
-        NotRestorable: The manifests do not make up every tensor, or are of different jobs.
+    Raises NotRestorable if the manifests do not make up every tensor, or are of different jobs.
     """
     if not manifests:
         raise NotRestorable("no slot of the version is there to be written to storage")
@@ -319,10 +318,8 @@ def merge_entries(
 ) -> tuple[list[TensorEntry], list[ObjectEntry]]:
     """Merge all files' entries: join a tensor's parts, and take the first of several values of one path.
 
-    A value whose path is also a tensor's, or lies under Everstep's key, is left out.
-
-    Raises:
-        MalformedMessage: Files disagree about a tensor.
+    A value whose path is also a tensor's, or lies under Everstep's key, is left out. Raises MalformedMessage if files
+    disagree about a tensor.
     """
     tensors: dict[KeyPath, TensorEntry] = {}
     objects: dict[KeyPath, ObjectEntry] = {}

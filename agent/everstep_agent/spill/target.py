@@ -64,8 +64,7 @@ class StorageTarget(Protocol):
 def open_target(url: str) -> StorageTarget:
     """Return the target that ``url`` names: a path, ``file://``, or a URL that fsspec knows.
 
-    Raises:
-        ConfigurationError: The path is not absolute, or fsspec or its part for the URL is not installed.
+    Raises ConfigurationError if the path is not absolute, or fsspec or its part for the URL is not installed.
     """
     parts = urlsplit(url)
     if parts.scheme in ("", "file"):

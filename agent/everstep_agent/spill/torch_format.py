@@ -66,8 +66,7 @@ class DictItems(msgspec.Struct, frozen=True):
 def dumps(value: Any) -> bytes:
     """Pickle None, bool, int, float, complex, str, bytes, tuple, list, dict, set, and the kinds above.
 
-    Raises:
-        ConfigurationError: The value has another type.
+    Raises ConfigurationError if the value has another type.
     """
     return _PickleWriter().pickle(value)
 
@@ -235,10 +234,8 @@ class RawTensor(msgspec.Struct, frozen=True):
 class TensorArchive:
     """The archive of one tensor, around bytes that come later.
 
-    ``head``, then ``nbytes`` bytes of the tensor in row-major order, then ``tail(crc)`` make ``length`` bytes.
-
-    Raises:
-        MalformedMessage: ``dtype`` is no torch dtype's name.
+    ``head``, then ``nbytes`` bytes of the tensor in row-major order, then ``tail(crc)`` make ``length`` bytes. Raises
+    MalformedMessage if ``dtype`` is no torch dtype's name.
     """
 
     def __init__(self, dtype: str, itemsize: int, shape: Extent) -> None:

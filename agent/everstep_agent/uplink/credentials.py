@@ -38,8 +38,7 @@ def can_enrol(settings: AgentSettings) -> bool:
 async def ensure_token(settings: AgentSettings, stop: asyncio.Event) -> None:
     """Enrol if the token file is missing; return once it exists, cannot exist, or ``stop`` is set.
 
-    Raises:
-        ConfigurationError: The join token cannot be read, or the token cannot be written.
+    Raises ConfigurationError if the join token cannot be read, or the token cannot be written.
     """
     if not can_enrol(settings) or (settings.token_file is not None and settings.token_file.exists()):
         return
@@ -123,11 +122,7 @@ def _load_or_create_secret(file: Path) -> str:
 
 
 def write_private(file: Path, text: str) -> None:
-    """Write one line, mode 0600, durably and atomically.
-
-    Raises:
-        ConfigurationError: The file cannot be written.
-    """
+    """Write one line, mode 0600, durably and atomically. Raises ConfigurationError if the file cannot be written."""
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -120,8 +120,7 @@ class JobTable:
     def likely_holders(self, job: str, rank: int, exclude: str, limit: int = MAX_LIKELY_HOLDERS) -> list[str]:
         """Return nodes to ask for the rank's share: known holders, latest first, then others.
 
-        Raises:
-            NotFound: The job is not configured.
+        Raises NotFound if the job is not configured.
         """
         holders = self.get_config(job).holders
         with self._lock:

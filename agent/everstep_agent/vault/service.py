@@ -108,8 +108,7 @@ class VaultClientConnection:
     def send_with_descriptor(self, message: FromVault, descriptor: int) -> None:
         """Send a frame together with a descriptor, which the other process receives as its own.
 
-        Raises:
-            Unavailable: Earlier data is still unsent, so that the descriptor would arrive with another frame.
+        Raises Unavailable if earlier data is still unsent, so that the descriptor would arrive with another frame.
         """
         transport = self._writer.transport
         if transport.is_closing() or transport.get_write_buffer_size():

@@ -174,10 +174,7 @@ MAX_GPUS = 64
 def load_scenario(source: str, node: str) -> Scenario:
     """Return the scenario that ``source`` names: a TOML file, ``default`` (8 GPUs) or ``default:N``.
 
-    Serial numbers and UUIDs derive from ``node``.
-
-    Raises:
-        ConfigurationError: The scenario cannot be used.
+    Serial numbers and UUIDs derive from ``node``. Raises ConfigurationError if the scenario cannot be used.
     """
     if source == "default" or source.startswith("default:"):
         return _build(ScenarioFile(name="default", gpus=_default_count(source), port=_default_ports()), node)

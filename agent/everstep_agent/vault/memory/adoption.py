@@ -45,11 +45,7 @@ class SegmentAdoption:
         """Take over whole segments, reading headers only, and return the number of sealed slots to check.
 
         Unfinished fills of replicas are discarded. Those of own segments are left alone: their rank may be alive in the
-        middle
-        of one, and they are never read.
-
-        Raises:
-            ConfigurationError: The slots have an older layout.
+        middle of one, and they are never read. Raises ConfigurationError if the slots have an older layout.
         """
         directory = self._store.directory
         for folder in sorted(p for p in directory.iterdir() if p.is_dir() and not p.is_symlink()):

@@ -308,8 +308,7 @@ def free_pages(descriptor: int, start: int, length: int) -> None:
 def allocate(descriptor: int, length: int, description: str, start: int = 0) -> None:
     """Allocate ``length`` bytes of a file from ``start``, so that no write there can fail.
 
-    Raises:
-        OutOfSlotMemory: The file system is full.
+    Raises OutOfSlotMemory if the file system is full.
     """
     try:
         os.posix_fallocate(descriptor, start, length)
