@@ -34,8 +34,7 @@ def _check_parent_owners(path: Path) -> None:
     """Raise ConfigurationError if another user could replace ``path``.
 
     The owner of a directory can replace its entries. Below a world-writable sticky directory (``/tmp``, ``/dev/shm``)
-    our
-    names can be guessed, so every component, links included, must belong to us or root.
+    our names can be guessed, so every component, links included, must belong to us or root.
     """
     below: list[Path] = []
     for place in (path, *path.parents):

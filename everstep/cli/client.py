@@ -255,8 +255,7 @@ def path(*parts: str) -> str:
     """Return the path of a resource under ``/v1``, with its parts quoted.
 
     Names are as a person typed them: unquoted, ``node-1/evict?`` would be another request. Raises ConfigurationError
-    for
-    an empty part.
+    for an empty part.
     """
     if not all(parts):
         raise ConfigurationError("a name is empty: is a variable of your script unset?")

@@ -170,8 +170,7 @@ class KernelLog:
         """Parse ``priority,sequence,time,flags;text`` and property lines, which begin with a space.
 
         One printk of several lines is one record, in which the kernel escapes each line end and all unprintable
-        characters.
-        The other escapes stay, because the characters they stand for might control a terminal.
+        characters. The other escapes stay, because the characters they stand for might control a terminal.
         """
         header, _, text = record.partition(b";")
         fields = header.split(b",")

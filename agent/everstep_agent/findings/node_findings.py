@@ -50,8 +50,8 @@ class NodeFindings:
     def add_one_time(self, raised: FindingRaised, now: float) -> FindingRaised:
         """Keep a finding that has no end of its own for ONE_TIME_FINDING_S from ``now`` (monotonic seconds).
 
-        Returns the finding with its trace. The caller reports it, because it may belong to a job that ``findings``
-        does not name.
+        Returns the finding with its trace. The caller reports it, because it may belong to a job that ``findings`` does
+        not name.
         """
         finding = self._with_trace(raised.finding)
         self._one_time[finding.key] = now, msgspec.structs.replace(raised, finding=finding)

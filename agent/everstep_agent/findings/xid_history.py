@@ -21,8 +21,7 @@ class XidRecord(msgspec.Struct, kw_only=True):
 
     ``counts`` is by source: the kernel log and NVML report the same events, so the larger count is their number.
     ``reported_count`` is the count last shown in the finding. It is updated when the count has doubled, so that a storm
-    of
-    hundreds of thousands of lines makes twenty updates.
+    of hundreds of thousands of lines makes twenty updates.
     """
 
     pci_bus_id: str

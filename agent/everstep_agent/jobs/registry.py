@@ -242,8 +242,7 @@ class JobRegistry:
         """Make the vault refuse older generations, and drop their seals.
 
         Versions of older generations must not be committed any more, since their slots are filled again. A controller
-        that
-        took over may not know the newer generation.
+        that took over may not know the newer generation.
         """
         self._callbacks.configure_vault_job(job)
         self._callbacks.drop_seals(job.name, job.oldest_generation)

@@ -220,8 +220,8 @@ class LocalJob:
         Args:
             local_rank: The empty place.
             by_launcher: Whether the launcher said that it will not replace the process. Otherwise the place is vacant
-                only for
-                lack of a launcher, and the next one to join replaces the process unless it says that it will not.
+                only for lack of a launcher, and the next one to join replaces the process unless it says that it will
+                not.
         """
         if local_rank not in self.ranks:
             (self.vacant_local_ranks if by_launcher else self.ranks_without_launcher).add(local_rank)

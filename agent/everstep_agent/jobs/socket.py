@@ -1,7 +1,7 @@
 """Serve ``agent.sock``, the unix socket that the launchers and ranks of this node connect to.
 
-The socket lies in a directory that only this user may enter. The kernel's peer credentials (same user, or root) are
-the authentication. The agent holds a pidfd per connection, so that a kill never hits a process that reused the pid.
+The socket lies in a directory that only this user may enter. The kernel's peer credentials (same user, or root) are the
+authentication. The agent holds a pidfd per connection, so that a kill never hits a process that reused the pid.
 """
 
 from __future__ import annotations

@@ -79,8 +79,7 @@ class ProbeChild:
         """Return the answer, or None if the process ended without one.
 
         ``stage`` holds the process's last step, and ``has_begun`` whether it had reached the probe itself. Raises
-        OSError,
-        MalformedMessage.
+        OSError, MalformedMessage.
         """
         self.stage, self.has_begun = "beginning", False
         await asyncio.get_running_loop().sock_sendall(self._channel, encode_frame(request))
@@ -131,8 +130,7 @@ class Prober:
         clock: The clock for deadlines.
         idle_timeout_s: Seconds without a probe after which the process is ended; torch holds some 200 MB.
         load_timeout_s: Seconds to load torch, on a slow file system or a busy node. A probe waits no longer than its
-            own
-            time-out; the loading continues, and the next probe finds it done.
+            own time-out; the loading continues, and the next probe finds it done.
     """
 
     def __init__(

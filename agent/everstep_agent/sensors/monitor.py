@@ -42,22 +42,18 @@ class SensorSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         node: The node's name, for log lines and traces.
         interval_s: Seconds between polls. 1 s sees a thermal excursion before the driver acts on it, and 8 GPUs cost a
-            few
-            milliseconds.
+            few milliseconds.
         hang_timeout_s: Seconds a poll may be late before the sensor process counts as hung and is killed. NVML calls
-            take
-            microseconds to a few milliseconds, but a busy driver holds its lock for up to seconds: 5 s.
+            take microseconds to a few milliseconds, but a busy driver holds its lock for up to seconds: 5 s.
         start_timeout_s: The same for the first poll. Without persistence mode the driver initialises every GPU when
-            NVML
-            opens, 1 to 3 s each: 60 s.
+            NVML opens, 1 to 3 s each: 60 s.
         slow_every: Slow-moving values (ECC, links, retired pages) of each GPU are read at every n-th poll.
         expected_gpus: The number of GPUs this node should have. None: as many as the PCI bus shows.
         virtual: Scenario file, "default" or "default:N" for a virtual machine; empty for the real one.
         virtual_control: Control file of the virtual machine; may appear later.
         kernel_log: /dev/kmsg, or a file or named pipe; empty for none.
         kernel_log_poll_s: Seconds between checks of a plain file (a device or pipe wakes the agent itself). 50 ms is
-            below
-            what a person or a drain can notice, and costs 20 calls of fstat a second.
+            below what a person or a drain can notice, and costs 20 calls of fstat a second.
         state_path: File for findings that outlive the agent (XIDs until a reset or a reboot); empty for none.
         site_policy: TOML files whose rules replace built-in ones of the same id.
         sysfs_root, proc_root: For tests.

@@ -78,10 +78,8 @@ class SensorReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything known of the node at ``at`` (wall seconds).
 
     ``findings`` is complete: a missing key has cleared. A finding stays equal from report to report until a relevant
-    part
-    changes, so that comparing tuples shows whether there is news. A lost GPU stays in ``gpus`` with ``lost`` set,
-    because
-    its series must not vanish.
+    part changes, so that comparing tuples shows whether there is news. A lost GPU stays in ``gpus`` with ``lost`` set,
+    because its series must not vanish.
 
     Attributes:
         poll_s: Seconds the newest poll took.

@@ -1,8 +1,7 @@
 """Write the ``.metadata`` of a torch.distributed.checkpoint directory without torch.
 
-The file says where each tensor is. It is a pickle of torch's own dataclasses
-(torch/distributed/checkpoint/metadata.py and filesystem.py, as of 2.13; releases from 2.3 on have the same fields).
-The same entries give the same bytes.
+The file says where each tensor is. It is a pickle of torch's own dataclasses (torch/distributed/checkpoint/metadata.py
+and filesystem.py, as of 2.13; releases from 2.3 on have the same fields). The same entries give the same bytes.
 """
 
 from __future__ import annotations

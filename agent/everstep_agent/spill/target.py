@@ -250,8 +250,7 @@ class _ObjectStoreFile:
         """Discard the unfinished file, or close it if the storage cannot discard.
 
         ``discard`` ends a multi-part upload; closing would store the partial file. A partial file left by other
-        storages is
-        harmless, because no record names it.
+        storages is harmless, because no record names it.
         """
         from fsspec.spec import AbstractBufferedFile
 

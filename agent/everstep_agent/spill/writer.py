@@ -1,8 +1,8 @@
 """Write a version to storage: each rank's file, a record of it, and the checkpoint's ``.metadata`` last.
 
-Readers of the checkpoint need ``.metadata``, so they see nothing until everything is written. The successor of a
-killed writer compares the existing bytes with its own, and continues from the first byte that is missing or wrong. All
-bytes follow from the slots, so two writers at once write the same.
+Readers of the checkpoint need ``.metadata``, so they see nothing until everything is written. The successor of a killed
+writer compares the existing bytes with its own, and continues from the first byte that is missing or wrong. All bytes
+follow from the slots, so two writers at once write the same.
 """
 
 from __future__ import annotations
@@ -151,8 +151,7 @@ def select_removable(
 
     The one written last is the newest, whatever its number: a job that starts again from storage counts its generations
     from 1 again. An incomplete one is removable if its step is not after the newest whole one's: no writer will
-    complete
-    it. The newest whole one always stays.
+    complete it. The newest whole one always stays.
     """
     found = list(stored)
     whole = sorted((s.completed_at, s.version) for s in found if s.completed_at is not None)

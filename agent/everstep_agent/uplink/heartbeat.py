@@ -142,8 +142,7 @@ class HeartbeatProtocol:
         """Send all findings with the next beat.
 
         The next controller may have started meanwhile with only its records. Sending all findings spares it from asking
-        a
-        whole fleet for them.
+        a whole fleet for them.
         """
         self.is_reconnecting = True
         self._acknowledged_findings = None
@@ -210,8 +209,7 @@ class HeartbeatProtocol:
         """Resend all findings if an acknowledged report no longer matches the present ``findings``.
 
         A raised or cleared finding may be outdated when the controller receives it: an earlier run saw it, or the
-        controller
-        was away for long.
+        controller was away for long.
         """
         stand = {finding.key for finding in findings}
         for body in (report.body for report in sent):
@@ -254,8 +252,7 @@ class DirectiveInbox:
     """Directives, each passed on once.
 
     A directive comes again in the next session if its acknowledgement was lost. It is identified by number *and*
-    content,
-    because a controller whose database was lost counts from the start again.
+    content, because a controller whose database was lost counts from the start again.
     """
 
     def __init__(self) -> None:

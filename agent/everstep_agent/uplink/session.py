@@ -53,8 +53,8 @@ REQUEST_KINDS = ("session", "register", "heartbeat", "reports")
 MIN_RETRY_S = 0.1
 """Seconds before a refused beat or report frame is sent again, if the controller names no time.
 
-Urgent news waits no longer than this: a controller without its database refuses reports that it cannot store, and
-still decides by them.
+Urgent news waits no longer than this: a controller without its database refuses reports that it cannot store, and still
+decides by them.
 """
 
 _REQUEST_TYPES: dict[int, type] = {

@@ -2,9 +2,9 @@
 
 The vault holds checkpoints, so it outlives its supervisor. **An agent is upgraded** by stopping it (SIGTERM) and
 starting the new one over the same run directory. Meanwhile the trainers run on and reconnect over ``agent.sock``, and
-the vault keeps serving. The new supervisor finds the vault by ``vault.json`` and ``vault.sock`` and takes it over.
-The vault itself is upgraded when no job has segments on the node: stop the agent with ``--stop-vault``, or send the
-vault SIGTERM and the supervisor starts the new one. Under systemd this needs ``KillMode=process``.
+the vault keeps serving. The new supervisor finds the vault by ``vault.json`` and ``vault.sock`` and takes it over. The
+vault itself is upgraded when no job has segments on the node: stop the agent with ``--stop-vault``, or send the vault
+SIGTERM and the supervisor starts the new one. Under systemd this needs ``KillMode=process``.
 """
 
 from __future__ import annotations

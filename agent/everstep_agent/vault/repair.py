@@ -35,9 +35,9 @@ from everstep_agent.vault.transfer.peers import PeerPool, fetch_bytes, fetch_man
 
 # Replicated state: pieces of a slot that other ranks of the version store too.
 #
-# Ranks divide the state they hold alike, and several ranks on different nodes store each piece
-# (docs/decisions/0005). Their slots differ, and a piece lies at another offset in each. One plan made all slots of a
-# version, so that a piece is the same box in each. Bytes between pieces belong to no piece and are normally zeros.
+# Ranks divide the state they hold alike, and several ranks on different nodes store each piece (docs/decisions/0005).
+# Their slots differ, and a piece lies at another offset in each. One plan made all slots of a version, so that a piece
+# is the same box in each. Bytes between pieces belong to no piece and are normally zeros.
 
 log = logging.getLogger(__name__)
 
@@ -478,11 +478,9 @@ class Scrubber:
 
     Bytes that differ from the sealed ones are repaired from any remaining copy; without one the slot is discarded. A
     partly damaged header is repaired from its other part. Two records that do not agree may mean a writer at work, so
-    they
-    are left alone until the next round finds them unchanged.
-    A slot that was not there in the previous round is left for the next one: a slot that a running job overwrites after
-    a
-    few steps has no time to rot, and hashing it would cost the job's own cores.
+    they are left alone until the next round finds them unchanged. A slot that was not there in the previous round is
+    left for the next one: a slot that a running job overwrites after a few steps has no time to rot, and hashing it
+    would cost the job's own cores.
 
     Args:
         interval_s: Seconds from one round's start to the next; a longer round is followed at once.

@@ -86,8 +86,7 @@ class FindingReporter:
         """Discard and report a sealed slot with wrong bytes. Returns False if the slot has changed since.
 
         The finding is a warning without an action: one slot says nothing about the node's fitness to compute, and
-        another
-        holder has the bytes. Policy judges repeats.
+        another holder has the bytes. Policy judges repeats.
         """
         if not segment.discard(slot, header):
             return False

@@ -32,11 +32,9 @@ class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
         scrub_interval_s: Seconds between the starts of two rounds over all sealed slots; 0 turns scrubbing off. Shorter
             finds a flipped bit sooner.
         scrub_bytes_per_s: Maximum reading rate of a round. 200 MB/s is under 1 % of one core's hashing rate (34 GB/s);
-            a
-            round over more than interval times rate takes longer than the interval.
+            a round over more than interval times rate takes longer than the interval.
         streams: TCP connections that carry one large payload together. One stream is limited by one core on each side
-            (2
-            to 3 GB/s on loopback); more help until the cores or the wire are full.
+            (2 to 3 GB/s on loopback); more help until the cores or the wire are full.
         bytes_per_stream: Payload bytes that justify a further stream; below that the hand-over costs more than it
             saves.
         send_bytes_per_s: Maximum network rate of all copies to other vaults together; None for no limit. A limit leaves
@@ -44,16 +42,14 @@ class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
             sent.
         connect_timeout_s: Seconds for a peer to accept; a dead machine answers nothing.
         io_timeout_s: Seconds without a byte in a transfer before the peer is given up. Longer tolerates a peer starved
-            of
-            CPU; shorter frees its slot sooner.
+            of CPU; shorter frees its slot sooner.
         request_timeout_s: Seconds for a request in the middle of a transfer, and for an answer that takes work first (a
             peer making its segment).
         idle_timeout_s: Seconds for the next request on an authenticated connection.
         unknown_job_retry_s: Seconds during which a peer that does not know the job yet is asked again; a generation
             reaches the nodes within tens of milliseconds of one another.
         max_connections: Maximum number of authenticated connections; each job and peer may use ``streams`` for each
-            rank
-            that replicates at once.
+            rank that replicates at once.
         worker_threads: Threads for requests that move bytes or make files.
     """
 

@@ -140,8 +140,7 @@ class ScenarioControl(StrictScenarioStruct, frozen=True, kw_only=True):
     """The control file (JSON, replaced atomically): the current differences from the scenario.
 
     ``gpus``, ``ports`` and ``host`` hold only the keys that differ, GPUs by index. ``kernel_lines`` are lines of the
-    kernel
-    log; lines beyond the number already emitted are emitted. Omitted keys are as in the scenario.
+    kernel log; lines beyond the number already emitted are emitted. Omitted keys are as in the scenario.
     """
 
     boot_id: str | None = None

@@ -175,8 +175,7 @@ class SlotFinder:
         """Return a reader of a rank's share of a version, with the manifest and the chunks of ``ranges`` hashed.
 
         ``parity`` reads the parity of the group with that number instead. A slot that does not hash right is discarded,
-        and
-        the next one tried.
+        and the next one tried.
 
         Raises:
             NotFound: No slot holds the share.

@@ -97,8 +97,7 @@ def slots_to_carry(old: SegmentView, slots: int, keep: Sequence[Version] | None)
     """Return the slots that a segment of ``slots`` slots takes over: all sealed ones, each in its place.
 
     With fewer places than before, the versions of ``keep`` come first, in their order, then the newest. With as few
-    places
-    as before, only ``keep``.
+    places as before, only ``keep``.
     """
     sealed = list(old.sealed_slots())
     if not _has_reduced_slots(old, slots, keep):
@@ -361,15 +360,12 @@ class SegmentStore:
         """Return the segment with room for ``slots`` slots of ``slot_bytes``: the existing one, or a replacement.
 
         A replacement takes over the sealed slots that hash right. An own segment's pages exist on return; a replica's
-        are made
-        while it is filled, since a sender waits.
+        are made while it is filled, since a sender waits.
 
         Args:
             keep: None allows more slots than asked for, and never fewer than before. Otherwise there are exactly
-                ``slots``,
-                and of the sealed slots ``keep`` comes first; ``keep`` comes alone if the count stays the same and is
-                below
-                SLOTS_PER_RANK.
+                ``slots``, and of the sealed slots ``keep`` comes first; ``keep`` comes alone if the count stays the
+                same and is below SLOTS_PER_RANK.
 
         Raises:
             ConfigurationError: A size is out of range.

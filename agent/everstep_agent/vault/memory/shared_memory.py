@@ -60,8 +60,7 @@ def _enclosing_cgroups(cgroups: Path, own: Path) -> Iterator[tuple[Path, _Cgroup
     """Yield this process's group and those around it.
 
     A container that sees its own group at the root may read a path that exists only on the machine; then the root is
-    the
-    only group.
+    the only group.
     """
     try:
         said = [line.split(":", 2)[1:] for line in own.read_text().splitlines() if line.count(":") > 1]

@@ -1,11 +1,11 @@
 """RAID-6 arithmetic over buffers: compute P and Q of k members, and recover any two of the k + 2 from the others.
 
-P is the sum and Q the sum of ``g^i`` times member i, over GF(2^8) with the polynomial 0x11d and g = 2 (H. P. Anvin,
-The mathematics of RAID-6, 2004). A field element's bits do not lie in one byte. A *stripe* of STRIPE_BYTES is eight
-rows, and bit b of row r is bit r of element b. So a sum is a plain XOR of words. Doubling moves each row one up,
-without touching it, and adds the last row to rows 0, 2, 3 and 4. Doubling takes three row operations of eight; doubling
-the bytes of a word in place takes five passes over all of them. Rows stay in the second-level cache.
-A member that ends before another one counts as followed by zeros; parity is a whole number of stripes.
+P is the sum and Q the sum of ``g^i`` times member i, over GF(2^8) with the polynomial 0x11d and g = 2 (H. P. Anvin, The
+mathematics of RAID-6, 2004). A field element's bits do not lie in one byte. A *stripe* of STRIPE_BYTES is eight rows,
+and bit b of row r is bit r of element b. So a sum is a plain XOR of words. Doubling moves each row one up, without
+touching it, and adds the last row to rows 0, 2, 3 and 4. Doubling takes three row operations of eight; doubling the
+bytes of a word in place takes five passes over all of them. Rows stay in the second-level cache. A member that ends
+before another one counts as followed by zeros; parity is a whole number of stripes.
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ from everstep_agent.vault.settings import VaultSettings
 # Peer loss: report a peer when a connection broke and its vault accepts no other.
 #
 # A connection ends for many reasons (a job that is over, a cancelled copy), so each break is checked by a new
-# connection
-# before it is reported. Both sides notice, the one that copies and the one that is copied to.
+# connection before it is reported. Both sides notice, the one that copies and the one that is copied to.
 
 log = logging.getLogger(__name__)
 

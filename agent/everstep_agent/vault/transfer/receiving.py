@@ -161,8 +161,7 @@ class SlotReceiver:
         """Wait for earlier connections that bring the same bytes to stop writing.
 
         The sender has given them up, but this node may not know it yet: it is slow, or a cut line sends no notice. The
-        bytes
-        they brought need not come again.
+        bytes they brought need not come again.
         """
         with self._writer_left:
             earlier = [i for i in self._transfers.values() if i.segment is segment and i.matches(sender, put)]

@@ -190,8 +190,7 @@ class SlotSender:
         """Send a slot and return once ``node`` holds a copy that it has hashed.
 
         The peer's copies of the versions ``keep`` stay. If a connection breaks, another one continues after the bytes
-        that
-        arrived.
+        that arrived.
 
         Raises:
             Conflict: The rank refilled the slot meanwhile.
