@@ -29,7 +29,7 @@ from everstep_agent.vault.settings import MIN_SEND_BYTES_PER_S
 
 ENVIRONMENT_PREFIX = "EVERSTEP_AGENT_"
 SOCKET_VARIABLE = "EVERSTEP_AGENT_SOCKET"
-"""Tells a launcher its agent's socket; accepted in the environment because a user's profile may set it."""
+"""Names the agent's socket for launchers; tolerated in the environment because a user's profile may set it."""
 
 
 def _doc(text: str) -> msgspec.Meta:

@@ -278,7 +278,6 @@ class Supervisor:
         self._spool.drop_seals(job, before_generation)
 
     def new_trace_id(self) -> str:
-        """Return a trace id for a new event."""
         return uuid.uuid4().hex[:16]
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:

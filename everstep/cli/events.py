@@ -30,7 +30,6 @@ Until = Annotated[str, typer.Option(metavar="TIME", help="Before: the same.")]
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
     for command in (events, audit):
         app.command()(command)
 

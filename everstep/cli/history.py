@@ -42,7 +42,6 @@ def fetch_pages(client: ControllerClient, url_path: str, kind: type[T], limit: i
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
     for command in (findings, verdicts, checkpoints, remediations, probes, budget, evidence):
         app.command()(command)
 

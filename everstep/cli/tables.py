@@ -41,7 +41,6 @@ STYLES: dict[str, str] = {
 
 
 def styled_state(value: str) -> Text:
-    """Return a state in its colour."""
     return Text(str(value), style=STYLES.get(value, ""))
 
 
@@ -131,7 +130,6 @@ def _pairs(rows: Iterable[tuple[str, RenderableType]]) -> Table:
 
 
 def status(fleet: op.FleetStatus) -> RenderableType:
-    """Render the fleet on one screen."""
     counts = Text(", ").join(
         Text.assemble(str(count), " ", styled_state(name)) for name, count in sorted(fleet.nodes.items())
     )
@@ -188,7 +186,6 @@ def attention(fleet: op.FleetStatus, found: Sequence[op.NodeSummary]) -> Rendera
 
 
 def nodes(found: Iterable[op.NodeSummary], now: float) -> RenderableType:
-    """Render one row per node."""
     return ResponsiveTable(
         (_node_row(one, now) for one in found),
         columns={
@@ -224,7 +221,6 @@ def _node_row(one: op.NodeSummary, now: float) -> dict[str, RenderableType]:
 
 
 def node(detail: op.NodeDetail, now: float) -> RenderableType:
-    """Render everything about one node."""
     one = detail.summary
     head = _pairs(
         (
@@ -290,7 +286,6 @@ def findings(found: Iterable[Finding], now: float) -> RenderableType:
 
 
 def jobs(found: Iterable[op.JobSummary]) -> RenderableType:
-    """Render one row per job."""
     return ResponsiveTable(
         (_job_row(one) for one in found),
         columns={
@@ -331,7 +326,6 @@ def _job_row(one: op.JobSummary) -> dict[str, RenderableType]:
 
 
 def job(detail: op.JobDetail, now: float) -> RenderableType:
-    """Render everything about one job."""
     parts: list[RenderableType] = [jobs([detail.summary])]
     if detail.summary.reason:
         parts.append(Text(detail.summary.reason, style="dim"))
@@ -374,7 +368,6 @@ def recoveries(found: Iterable[op.GenerationRecovery], now: float) -> Renderable
 
 
 def event_line(event: op.Event) -> Text:
-    """Render one event on one line."""
     at = datetime.datetime.fromtimestamp(event.at).astimezone().strftime("%m-%d %H:%M:%S.%f")[:-3]
     about = " ".join(filter(None, (event.node, event.job, f"g{event.generation}" if event.generation else "")))
     return Text.assemble(
@@ -417,7 +410,6 @@ def _facts(event: op.Event) -> Text:
 
 
 def verdict(one: Verdict, now: float) -> RenderableType:
-    """Render a verdict and its evidence."""
     head = _pairs(
         (
             ("verdict", Text(one.id, style="bold")),
@@ -433,7 +425,6 @@ def verdict(one: Verdict, now: float) -> RenderableType:
 
 
 def probe(one: op.ProbeStatus) -> RenderableType:
-    """Render the measurements of a probe."""
     word = {True: Text("ok", style="green"), False: Text("failed", style="bold red"), None: Text("under way")}[one.ok]
     head = _pairs((("probe", one.probe), ("nodes", ", ".join(one.nodes)), ("result", word)))
     parts: list[RenderableType] = [head]

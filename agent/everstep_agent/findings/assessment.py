@@ -92,7 +92,6 @@ class FindingAssessor:
     # Input
 
     def process_poll(self, poll: PollResult, clock_skew_s: float | None, now: Instant) -> bool:
-        """Process a poll of the sensor process."""
         self._detect_boot(poll.boot_id)
         self._uptime_s = poll.host.uptime_s
         for gpu in poll.gpus:
@@ -115,7 +114,6 @@ class FindingAssessor:
         return self._rebuild_findings()
 
     def process_kernel_lines(self, lines: Iterable[str], now: Instant) -> bool:
-        """Process new lines of the kernel log."""
         for line in lines:
             event = self._reader.parse_line(line)
             if event is not None:

@@ -280,7 +280,6 @@ class LossReporter:
         self._exit_grace_s = exit_grace_s
 
     def handle_disconnect(self, process: ConnectedRank, detail: str) -> None:
-        """Handle the end of a rank's connection."""
         job = process.job
         if job.ranks.get(process.local_rank) is process:
             del job.ranks[process.local_rank]
@@ -436,7 +435,6 @@ class LossReporter:
 
 
 def describe_exit(exited: RankExited) -> str:
-    """Describe how a process ended."""
     if exited.signal is not None:
         return f"ended by signal {exited.signal}"
     return f"ended with status {exited.exit_code}"

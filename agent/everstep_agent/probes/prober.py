@@ -173,7 +173,6 @@ class Prober:
         return finished
 
     async def close(self) -> None:
-        """End the probe process."""
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         if self._ending is not None:

@@ -104,7 +104,6 @@ class SensorReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def to_wire_gpu(identity: GpuIdentity) -> Gpu:
-    """Convert a GPU's identity to the wire format."""
     return Gpu(
         index=identity.index,
         uuid=identity.uuid,
@@ -119,6 +118,5 @@ def to_wire_gpu(identity: GpuIdentity) -> Gpu:
 
 
 def to_wire_host(identity: HostIdentity) -> Host:
-    """Convert the machine's identity to the wire format."""
     words = {name: getattr(identity, name)[:MAX_HARDWARE_TEXT] for name in identity.__struct_fields__}
     return Host(**words)

@@ -76,7 +76,6 @@ class SpillSlotReader:
                 at += len(piece)
 
     def read_python_state(self) -> bytes:
-        """Return the rank's Python state."""
         at = self.manifest.blob_offset
         length = int.from_bytes(b"".join(self.read(((at, BLOB_LENGTH_BYTES),))), "little")
         if length > self.manifest.blob_capacity:

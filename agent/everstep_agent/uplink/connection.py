@@ -155,7 +155,6 @@ class ControllerConnection(asyncio.Protocol):
             self._transport.close()
 
     def request_session(self, path: str, host: str, token: str) -> None:
-        """Send the request for a session."""
         lines = [f"GET {path} HTTP/1.1", f"Host: {host}", "Connection: Upgrade", f"Upgrade: {UPGRADE}"]
         lines.append(f"User-Agent: everstep-agent/{__version__}")
         if token:

@@ -244,7 +244,6 @@ class ControllerSession:
     # Receiving
 
     def handle_frame(self, kind: int, body: bytes) -> None:
-        """Handle a frame."""
         if kind == FrameKind.GO_AWAY:
             self.is_kept_open = False
             return

@@ -201,7 +201,6 @@ def _remove_if_empty(directory: Path) -> None:
 
 
 def main() -> None:
-    """Run the vault process."""
     parent = os.getppid()
     try:
         asyncio.run(serve(parse_arguments(), parent))

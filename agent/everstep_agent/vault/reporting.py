@@ -56,7 +56,6 @@ class VaultCounters:
             self._counters[name] += amount
 
     def count_refusal(self, code: str) -> None:
-        """Count a refusal by its error code."""
         with self._lock:
             self._refused[code] += 1
 

@@ -390,7 +390,6 @@ class Vault:
 
     @property
     def clients(self) -> Collection[VaultClientConnection]:
-        """The connected supervisors and ranks."""
         return self._local.clients
 
     @property

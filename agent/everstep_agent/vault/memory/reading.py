@@ -75,7 +75,6 @@ class SealedSlotReader:
         return self.digests[index + 1]
 
     def views(self, ranges: Sequence[ByteRange]) -> list[memoryview]:
-        """Return the ranges' bytes."""
         return [self.payload[offset : offset + length] for offset, length in ranges]
 
     def chunked_views(self, ranges: Sequence[ByteRange]) -> Iterator[list[memoryview]]:

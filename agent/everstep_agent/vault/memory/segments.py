@@ -258,7 +258,6 @@ class SegmentFile:
         return DamageReport(self.key.job, f"{self.key.job}/{whose}{where}", message, evidence)
 
     def slot_info(self, node: str, slot: int, header: SlotHeader) -> SlotInfo:
-        """Return the inventory entry of a sealed slot."""
         return SlotInfo(
             node=node,
             rank=header.rank,

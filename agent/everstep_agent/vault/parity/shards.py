@@ -58,7 +58,6 @@ class ShardInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return max(0, min(CHUNK_BYTES, self.payload_bytes - index * CHUNK_BYTES))
 
     def digest(self, index: int) -> bytes:
-        """Return the digest of chunk ``index``."""
         return self.digests[(index + 1) * DIGEST_BYTES : (index + 2) * DIGEST_BYTES]
 
     def check(self, description: str) -> ShardInfo:
@@ -89,7 +88,6 @@ class ParityManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def longest_member_bytes(self) -> int:
-        """Payload bytes of the longest member."""
         return max(member.info.payload_bytes for member in self.members)
 
     @property

@@ -95,7 +95,6 @@ class IncomingTransfer:
         return ours == (sender, put.version, put.digests, put.payload_bytes, put.manifest_bytes)
 
     def shut_down_writers(self) -> None:
-        """Shut down the connections that write into this transfer."""
         for writer in self.writers:
             writer.shutdown()
 
