@@ -41,10 +41,7 @@ class GpuResetState(msgspec.Struct, frozen=True):
 
 
 class AssessorState(msgspec.Struct, frozen=True, kw_only=True):
-    """State that must outlive the agent:
-
-    findings that only a reset, a boot or an exchange clears, and how to detect those.
-    """
+    """State kept across runs: findings that only a reset, a boot or an exchange clears, and how to detect those."""
 
     boot_id: str = ""
     xid_records: tuple[XidRecord, ...] = ()

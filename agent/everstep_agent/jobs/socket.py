@@ -83,9 +83,9 @@ class AgentSocketServer:
             self.jobs.check_silence(max(0.0, loop.time() - due))
 
     def close(self) -> None:
-        """Close the socket and all connections without telling the jobs:
+        """Close the socket and all connections without telling the jobs.
 
-        the connected processes run on and reconnect.
+        The connected processes run on and reconnect.
         """
         if self._server is not None:
             self._server.close()

@@ -131,10 +131,7 @@ class HeartbeatProtocol:
         return self._registered_facts is not None
 
     def forget_registration(self) -> None:
-        """Forget the registration, because the controller does not know this agent:
-
-        register next, with all findings.
-        """
+        """Forget the registration: the next message registers again, with all findings."""
         self._registered_facts = None
         self._acknowledged_findings = None
 

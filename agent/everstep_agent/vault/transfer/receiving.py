@@ -147,9 +147,9 @@ class SlotReceiver:
         return incoming
 
     def _versions_to_keep(self, key: SegmentKey, put: Put) -> list[Version]:
-        """Return the versions to keep if slots are short:
+        """Return the versions to keep if slots are short: those the rank names, then the newest of its generation.
 
-        those the rank names, and newer ones it may not know as committed.
+        One of these may be committed already without the rank knowing.
         """
         segment = self._store.get(key)
         sealed = () if segment is None else (header.version for _, header in segment.view.sealed_slots())
@@ -187,9 +187,9 @@ class SlotReceiver:
             return found
 
     def _abort_stale(self, key: SegmentKey) -> None:
-        """Abort transfers of a generation that is over:
+        """Abort transfers of a generation that is over.
 
-        a silent sender would hold its slot until its connection times out.
+        A silent sender would hold its slot until its connection times out.
         """
         generation = self._job_table.get_config(key.job).generation
         with self._lock:
