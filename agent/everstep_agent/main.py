@@ -42,9 +42,8 @@ async def serve(settings: AgentSettings, parent: int) -> None:
         if os.getppid() != parent:
             lose_parent()  # before taking any lock that the next agent waits for
     if settings.join_token_file is not None:
-        from everstep_agent.uplink.credentials import (
-            ensure_token,  # imports an HTTP client, which an enrolled agent does not need
-        )
+        # Imports an HTTP client, which an enrolled agent does not need.
+        from everstep_agent.uplink.credentials import ensure_token
 
         await ensure_token(settings, stop)
     if not stop.is_set():

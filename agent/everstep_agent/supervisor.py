@@ -328,9 +328,8 @@ class Supervisor:
 
     async def _probe(self, body: RunProbe) -> None:
         if self._prober is None:
-            from everstep_agent.probes.prober import (
-                Prober,  # imported late: only nodes that are probed need it
-            )
+            # Imported late: only nodes that are probed need it.
+            from everstep_agent.probes.prober import Prober
 
             self._prober = Prober()
         self.report(await self._prober.run(body, self._settings.node))
@@ -343,10 +342,8 @@ class Supervisor:
     def _start_metrics(self) -> None:
         if not self._settings.metrics_listen:
             return
-        from everstep_agent.metrics import (
-            AgentCollector,  # imported late: costs 2 MiB that an agent without /metrics does not need
-            MetricsServer,
-        )
+        # Imported late: costs 2 MiB that an agent without /metrics does not need.
+        from everstep_agent.metrics import AgentCollector, MetricsServer
 
         collector = AgentCollector(self._read_metrics_from_thread, dcgm_names=self._settings.dcgm_names)
         host, port = parse_listen_address(self._settings.metrics_listen)

@@ -347,9 +347,8 @@ class JobRegistry:
             self.event_counts["directives_stale"] += 1
             return
         job.set_next_generation(spec)
-        self._drop_older_generations(
-            job
-        )  # before the ranks learn of the generation, because they ask the vault at once
+        # Before the ranks learn of the generation, because they ask the vault at once.
+        self._drop_older_generations(job)
         self.loss_reporter.report_unassigned_exits(job)
         for seat in job.ranks.values():
             if not seat.kill_reason and seat.first_generation <= spec.number:
@@ -391,9 +390,8 @@ class JobRegistry:
         self._callbacks.delete_from_vault(body.job)
         if job is None:
             return
-        if (
-            job.launcher is None
-        ):  # without a launcher, the next one to join may belong to this run or to a new run of the same name
+        # Without a launcher, the next one to join may belong to this run or to a new run of the same name.
+        if job.launcher is None:
             job.pending_stop = body
             self._forget_if_ended(job)
         elif body.applies_to(job.launcher_incarnation):

@@ -375,9 +375,8 @@ class ControllerSession:
         if isinstance(sent.message, Heartbeat):
             self._delay_beat(error)
             return
-        self._state.heartbeat_protocol.handle_reports_answer(
-            sent.message, self._agent.findings()
-        )  # the controller decides by the reports, durable or not
+        # The controller decides by the reports, durable or not.
+        self._state.heartbeat_protocol.handle_reports_answer(sent.message, self._agent.findings())
         now = self._clock.monotonic()
         self._reports_not_before = now + self._pause_s(error)
         self._urgent_not_before = self._reports_not_before if isinstance(error, RateLimited) else now + MIN_RETRY_S

@@ -234,9 +234,8 @@ class VaultManager:
                 self._signal(signal.SIGKILL)
                 await self._wait_exit(EXIT_TIMEOUT_S)
             self._reap()
-        if self.pid and not is_locked(
-            self._settings.resolved_segment_dir
-        ):  # a locked directory belongs to an earlier agent's vault, which another agent may take over
+        # A locked directory belongs to an earlier agent's vault, which another agent may take over.
+        if self.pid and not is_locked(self._settings.resolved_segment_dir):
             delete_segments(self._settings.resolved_segment_dir)
 
     def detach(self) -> None:

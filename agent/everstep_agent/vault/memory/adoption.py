@@ -144,7 +144,6 @@ class SegmentAdoption:
         """Return the job's checked slots, and the number still unchecked after ``timeout_s``."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or not self._store.count_unchecked(job), timeout_s)
-        unchecked = self._store.count_unchecked(
-            job
-        )  # counted first: a slot checked in between is asked for again, not missed
+        # Counted first: a slot checked in between is asked for again, not missed.
+        unchecked = self._store.count_unchecked(job)
         return self._store.inventory(job), unchecked

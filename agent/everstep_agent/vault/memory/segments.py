@@ -65,9 +65,8 @@ def can_reuse(old: SegmentView, path: Path, slot_bytes: int, slots: int, require
         or not path.exists()
     ):
         return False
-    return (
-        allocated_bytes(path) >= old.segment.total_bytes
-    )  # otherwise memory was given back for a replacement that could not be made
+    # A smaller allocation has given memory back for a replacement that could not be made.
+    return allocated_bytes(path) >= old.segment.total_bytes
 
 
 def replacement_layout(

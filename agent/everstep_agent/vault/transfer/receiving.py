@@ -194,9 +194,8 @@ class SlotReceiver:
         generation = self._job_table.get_config(key.job).generation
         with self._lock:
             for incoming in [i for i in self._transfers.values() if i.segment.key == key]:
-                if (
-                    incoming.put.generation < generation and not incoming.is_detached
-                ):  # an interrupted transfer may be resumed
+                # An interrupted transfer may be resumed.
+                if incoming.put.generation < generation and not incoming.is_detached:
                     incoming.is_aborted = True
                     incoming.shut_down_writers()
                     self._release_if_unused(incoming)
