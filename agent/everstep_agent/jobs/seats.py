@@ -185,10 +185,7 @@ class LocalJob:
         self.unassigned_exits: dict[int, RankExited] = {}
 
     def new_run(self) -> LocalJob:
-        """Return a fresh job for a new run under this name.
-
-        Ranks stay if they wait for the new launcher's generation.
-        """
+        """Return a fresh job for a new run under this name. Connected ranks stay unless the job was stopped."""
         fresh = LocalJob(self.name)
         if self.stop_directive is None:
             fresh.ranks = self.ranks

@@ -2,7 +2,7 @@
 
 When it serves, ``D/vault.json`` says {"pid", "address"}. SIGTERM and SIGINT end it in order: with --die-with-parent all
 segments are unlinked; without, they stay for the next vault of this node, unless no job is here. With --linger it ends
-by itself, and unlinks all, when nobody was connected to it for so long.
+by itself, and unlinks all, after so many seconds without a connection.
 """
 
 from __future__ import annotations

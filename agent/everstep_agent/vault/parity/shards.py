@@ -153,7 +153,7 @@ class ShardReader:
 
         Args:
             known_manifests: Manifests by digest; these are not fetched again.
-            group: The parity group to be made of the shard; the node is told.
+            group: The parity group that will cover the shard; the node is informed.
 
         Raises:
             NotFound: The node is unknown or holds no such shard.
