@@ -1,5 +1,6 @@
 """The decision core: plain data in, plain data out.
 
-``fleet.handle(state, event, now) -> effects`` is the whole of it. No clock, no randomness, no I/O: time is an
-argument, secrets and trace ids come with the events, and what is to be done comes back as a list.
+``engine.handle(state, event, now)`` returns a list of effects. The core has no clock, no randomness and no I/O: the
+caller passes the time, and events carry secrets and trace ids. Anything that reads a clock or does I/O belongs outside
+this package.
 """

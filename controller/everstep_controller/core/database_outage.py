@@ -1,7 +1,7 @@
-"""The database is away: what must survive this controller cannot be decided, and is refused with the reason.
+"""Refuse decisions that must survive this controller while the database is unavailable.
 
-Nodes are suspected and lost, and running jobs regroup, as ever: that is learned anew by whoever follows. Evictions are
-held, and judged again by what stands when the database is back.
+Nodes are still suspected and lost, and running jobs regroup, because a successor learns these facts anew. Evictions are
+deferred and judged again when the database is back.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from everstep_controller.core.jobs.lifecycle import wake_jobs
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
 
-DATABASE_SCOPE = "database"
-"""What holds an eviction while the database is away."""
+DATABASE_SCOPE = "store"
+"""Scope that defers evictions during the outage."""
 
 
 def refuse_during_outage(state: FleetState) -> None:
-    """Raises Unavailable for what only the database could promise."""
+    """Raise Unavailable for orders that only the database could keep."""
     if state.database_outage:
         raise Unavailable(
             f"the database is away ({state.database_outage}), so an order could be forgotten: give it again "
@@ -28,7 +28,7 @@ def refuse_during_outage(state: FleetState) -> None:
 
 
 def handle_database_change(transition: Transition, event: DatabaseAvailabilityChanged) -> None:
-    """The database went away, or is back."""
+    """Handle the start or the end of an outage."""
     state = transition.state
     if event.is_unavailable:
         begins, state.database_outage = not state.database_outage, event.reason or "it does not answer"
@@ -52,9 +52,10 @@ def handle_database_change(transition: Transition, event: DatabaseAvailabilityCh
 
 
 def _reissue_generation(transition: Transition, name: str) -> None:
-    """A running job's newest generation was never told, and its number may be given by another controller: the same
-    seats get one that is this controller's alone. A job that was only to begin, and one that may run on until its
-    boundary, can wait until the database is back."""
+    """Give a running job's unsent generation a number that no other controller can give.
+
+    A job that was only about to begin, or that may run on until its boundary, waits for the database instead.
+    """
     job = transition.state.jobs.get(name)
     spec = job.generation if job is not None else None
     if job is None or spec is None or job.state is not JobState.RUNNING:

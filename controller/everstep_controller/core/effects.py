@@ -1,4 +1,8 @@
-"""What was decided, in lines for people: of transcripts, of a journal, of a replay; and a digest of all of it."""
+"""Effects of the core, their description for people and their digest.
+
+The shell writes all effects of one event in one transaction, then pushes the directives. Documents in ``Put...``
+effects are the live records: encode them before the next call of ``handle``.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +28,9 @@ from everstep.wire.v1.operator_history import Evidence
 from everstep.wire.v1.training import GenerationSpec
 from everstep_controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionRecord
 
-# ---- effects
-# What the core wants done. The shell writes all effects of one event in one transaction, then pushes the sends.
-#
-# The documents in ``Put...`` effects are the live records: encode them before the next call of ``handle``.
-
 
 class PutFleet(msgspec.Struct, frozen=True, tag=True):
-    """Write the fleet's one document."""
+    """Write the fleet's document."""
 
     doc: FleetRecord
 
@@ -51,7 +50,7 @@ class PutJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class DeleteNode(msgspec.Struct, frozen=True, tag=True):
-    """Delete the node's document, and what is kept for it alone: standing findings, verdicts, directives, marks."""
+    """Delete the node's document and everything stored for it alone: findings, verdicts, directives, marks."""
 
     node: NodeId
 
@@ -63,35 +62,43 @@ class DeleteJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class PutGeneration(msgspec.Struct, frozen=True, tag=True):
-    """Append a generation; (job, number) is new, else the transaction must fail."""
+    """Append a generation. The transaction must fail if (job, number) exists."""
 
     spec: GenerationSpec
     opened_at: float
 
 
 class PutVersion(msgspec.Struct, frozen=True, tag=True):
-    """Write a version by (job, generation, step): committed now, or now verified as well."""
+    """Write a version by (job, generation, step), at its commit and again at its verification."""
 
     doc: VersionRecord
 
 
 class PutVerdict(msgspec.Struct, frozen=True, tag=True):
-    """Append a verdict; its id is new."""
+    """Append a verdict with a new id."""
 
     verdict: Verdict
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line of the append-only log, with the sentence a person reads. ``at`` is the ``now`` of its event."""
+    """One entry of the append-only audit log."""
 
     kind: str
+    """Kind of the entry, such as ``database.unavailable``."""
     sentence: str
+    """Sentence for people."""
     at: float
+    """The ``now`` of the event."""
     trace: TraceId = ""
+    """Trace id of the event."""
     node: NodeId | None = None
+    """Node that the entry concerns."""
     job: JobId | None = None
+    """Job that the entry concerns."""
     generation: GenerationNumber | None = None
+    """Generation that the entry concerns."""
     data: dict[str, str] = {}
+    """Further facts."""
 
 
 class Audit(msgspec.Struct, frozen=True, tag=True):
@@ -101,14 +108,14 @@ class Audit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Send(msgspec.Struct, frozen=True, tag=True):
-    """Put a directive in the node's outbox, with the next number of its queue, and push it."""
+    """Put a directive in the node's outbox under the queue's next number, and push it."""
 
     node: NodeId
     body: AnyDirective
 
 
 class RecordFindingRaised(msgspec.Struct, frozen=True, tag=True):
-    """A finding was raised on the node, or took a graver form: for the history that people read."""
+    """Record for the history that a finding was raised or became graver."""
 
     node: NodeId
     finding: Finding
@@ -116,7 +123,7 @@ class RecordFindingRaised(msgspec.Struct, frozen=True, tag=True):
 
 
 class RecordFindingCleared(msgspec.Struct, frozen=True, tag=True):
-    """The node's finding of this key has cleared."""
+    """Record for the history that the finding with this key has cleared."""
 
     node: NodeId
     key: str
@@ -124,42 +131,51 @@ class RecordFindingCleared(msgspec.Struct, frozen=True, tag=True):
 
 
 class RemediationKind(StrEnum):
-    """What the outside can do to a node.
-
-    CORDON: take it out of service for new work, with a reason. UNCORDON: give it back (only what Everstep took).
-    RESET_GPU, REBOOT: as named. REPAIR: hand it to people, with its evidence.
-    """
+    """Actions on a node that the core requests from outside."""
 
     CORDON = "cordon"
+    """Take the node out of service for new work, with a reason."""
     UNCORDON = "uncordon"
+    """Lift Everstep's own cordon."""
     RESET_GPU = "reset_gpu"
+    """Reset GPUs."""
     REBOOT = "reboot"
+    """Reboot the node."""
     REPAIR = "repair"
+    """Hand the node to people, with the evidence."""
 
 
 class Remediation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One action on a node, told to the outside until it is confirmed or given up. ``id`` is unique for ever.
-
-    ``gpus``: UUIDs that RESET_GPU means. ``verdict``: the id of the judgement it follows from. ``evidence``: what goes
-    with a REPAIR. ``due``: when a cure counts as failed, were nothing heard of it (0.0: of others).
-    """
+    """One action on a node, offered to the executor until it is confirmed or given up."""
 
     id: str
+    """Unique id."""
     node: NodeId
+    """The node."""
     kind: RemediationKind
+    """The action."""
     sentence: str
+    """Reason as a sentence for people."""
     at: float
+    """Time of the request."""
     verdict_id: str = ""
+    """Id of the verdict behind the action."""
     trace: TraceId = ""
+    """Trace id of the event behind the action."""
     gpu_uuids: tuple[str, ...] = ()
+    """UUIDs of the GPUs that RESET_GPU resets."""
     evidence: Evidence | None = None
+    """Evidence that accompanies REPAIR."""
     deadline: float = 0.0
+    """Time at which a reset or reboot without a report counts as failed; 0.0 for other actions."""
 
 
 class RequestRemediation(msgspec.Struct, frozen=True, tag=True):
-    """Carry the remedy out, once; ``events.ActionReported`` tells the outcome. Remedies of a node are carried out in
-    order; one that was not begun is dropped where a later one makes it pointless (a cordon by its end, a cure by the
-    next step, repair, or the way back)."""
+    """Carry out the remediation once; ``events.RemediationFinished`` reports the outcome.
+
+    Remediations of a node are carried out in order. One that has not begun is dropped if a later one makes it
+    pointless: a cordon by its end; a reset or reboot by the next step, by repair or by readmission.
+    """
 
     remediation: Remediation
 
@@ -182,12 +198,12 @@ Effect = (
 
 
 MAX_LISTED_NODES = 8
-"""Receivers of a directive that are named; of more, these and how many others."""
+"""Number of a directive's receivers that are named; further ones are counted."""
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def describe(effects: Iterable[Effect]) -> Iterator[str]:
-    """One line per decision; one per directive, with all who are sent it."""
+    """Yield one line per decision, and one per directive with all its receivers."""
     sends: dict[str, list[str]] = {}
     for effect in effects:
         if isinstance(effect, PutGeneration):
@@ -215,10 +231,10 @@ def describe(effects: Iterable[Effect]) -> Iterator[str]:
 
 
 def digest(effects: Iterable[Effect]) -> int:
-    """xxh3-64 of all that is decided, of what ``describe`` leaves out too: whole directives, evidence, GPUs to reset.
+    """Return the xxh3-64 digest of all decisions, including those that ``describe`` omits.
 
-    Not of jobs' secrets, which no journal keeps; of records only of what is a judgement, since they have more fields in
-    each release.
+    Secrets of jobs are left out, because no journal stores them. Of records only the judgements count, because records
+    gain fields with each release.
     """
     hashed, sent = xxhash.xxh3_64(), None
     for effect in effects:

@@ -1,4 +1,4 @@
-"""The door of the decision core: one event in, a list of effects out."""
+"""Entry points of the decision core: one event in, a list of effects out."""
 
 from __future__ import annotations
 
@@ -87,35 +87,47 @@ __all__ = [
 
 
 _DEADLINE_PRIORITY = {"silence": 0, "maintenance": 1}
-"""Of what is due at once: who is doubted gets no seat below, and to whom a window has come nothing is done any more."""
+"""Order of deadlines that are due at once. Suspects are found first, so that later checks give them no seat.
+Maintenance windows begin next, so that later checks leave their nodes alone."""
 _GLOBAL_DEADLINES = ("probe", "case", "correlation", "reunion", "held", "retention", "maintenance")
-"""Deadlines of neither a node nor a job."""
+"""Deadlines whose subject is neither a node nor a job."""
 MIN_LAG_S = 0.01
-"""Seconds; an observer that lags by less is on time."""
+"""Smaller lags of the observer, in seconds, are ignored."""
 
 
 class HeartbeatResult(Enum):
-    """What a heartbeat that tells of no findings means."""
+    """Outcome of a heartbeat without findings."""
 
     UNKNOWN = "unknown"
-    """The node or this life of it is not known here, or (its word is noted) its findings are not: answer with
+    """The node or its incarnation is unknown, or its findings are missing (the heartbeat is then recorded): answer with
     ``resend``."""
     UNEVENTFUL = "quiet"
-    """It is noted, and nothing follows from it."""
+    """The heartbeat is recorded, and nothing follows from it."""
     NEWS = "news"
-    """Something follows from it, and nothing was changed yet: hand it over as ``HeartbeatChanged`` without findings."""
+    """Something follows from the heartbeat, and nothing has changed yet: pass it on as ``HeartbeatChanged`` without
+    findings."""
 
 
 def handle(state: FleetState, event: Event, now: float) -> list[Effect]:
-    """Applies ``event``: changes ``state`` and returns what is to be done, in order. Deterministic.
+    """Apply ``event`` to ``state``, deterministically.
 
-    ``now``: seconds since the epoch that neither jump nor go back (the shell's wall clock at its start, plus
-    monotonic time since).
+    Late disconnections and late signs of life are counted and dropped without an error.
 
-    Raises NotFound (unknown node or job), StaleGeneration (another life of the node than the registered one), Conflict
-    (an operator's order that cannot be carried out now) or Unavailable (while the database is away), always before
-    anything was changed. A node's disconnection or sign of life that comes too late is no error: it is counted and
-    dropped.
+    Args:
+        state: The state to change.
+        event: The event.
+        now: Seconds since the epoch that neither jump nor go back: the shell's wall clock at its start plus the
+            monotonic time since.
+
+    Returns:
+        The effects to carry out, in order.
+
+    Raises:
+        NotFound: The node or job is unknown.
+        StaleGeneration: The event belongs to another incarnation than the registered one.
+        Conflict: An operator's order cannot be carried out now.
+        Unavailable: The database is unavailable.
+        All of them are raised before anything changes.
     """
     return run_transition(state, event, now).finish()
 
@@ -123,7 +135,7 @@ def handle(state: FleetState, event: Event, now: float) -> list[Effect]:
 def run_transition(
     state: FleetState, event: Event, now: float, recorded: Sequence[RecordedRead] | None = None
 ) -> Transition:
-    """``handle`` for those who also want ``Turn.reads``, or have them from the first time (``recorded``)."""
+    """Apply ``event`` and return the transition, with its ``reads``. ``recorded`` replays reads of an earlier run."""
     _reject_invalid(state, event, now)
     turn = Transition(state, now, _trace(event), event.entropy if isinstance(event, ReportArrived) else "", recorded)
     _EVENTS[type(event)](turn, event)
@@ -143,7 +155,7 @@ def run_transition(
 def apply_heartbeat(
     state: FleetState, node: str, incarnation: int, now: float, ranks: tuple[RankProgress, ...] = ()
 ) -> HeartbeatResult:
-    """Takes a heartbeat that tells of no findings, unless something follows from it. O(ranks of the node)."""
+    """Record a heartbeat without findings, unless something follows from it. O(ranks of the node)."""
     record, live = state.nodes.get(node), state.node_runtime.get(node)
     if record is None or live is None or record.incarnation != incarnation:
         return HeartbeatResult.UNKNOWN
@@ -158,8 +170,8 @@ def apply_heartbeat(
 def can_defer_findings(
     state: FleetState, node: str, findings: Sequence[Finding], ranks: tuple[RankProgress, ...] = ()
 ) -> bool:
-    """Whether a picture may rest for a moment: nobody's recovery and no suspicion hangs on it, and it tells of mild
-    findings, or of those that stand already. Changes nothing."""
+    """Return whether findings may wait for a moment, because they are mild or known and no recovery or suspicion
+    depends on them."""
     record, live = state.nodes.get(node), state.node_runtime.get(node)
     if (
         record is None
@@ -172,7 +184,7 @@ def can_defer_findings(
 
 
 def can_defer_reports(state: FleetState, node: str, reports: Sequence[AnyReport]) -> bool:
-    """The same of reports."""
+    """Return whether reports may wait for a moment, by the rule of ``can_defer_findings``."""
     findings = [body.finding for body in reports if isinstance(body, FindingRaised)]
     if not all(isinstance(body, FindingRaised | FindingCleared) for body in reports):
         return False
@@ -187,8 +199,8 @@ def _is_mild(record: NodeRecord, finding: Finding) -> bool:
 
 
 def job_to_rejoin(state: FleetState, node: str, ranks: Iterable[RankProgress]) -> str:
-    """A job among those of ``ranks`` of which the node's launcher must say again what it offers, since more has
-    happened than is known here; empty for none."""
+    """Return the first job that the node's launcher must rejoin, because the ranks know more than this controller; else
+    ""."""
     for progress in ranks:
         job = state.jobs.get(progress.job)
         if job is None or node not in job.launchers or progress.generation > job.last_generation_number:
@@ -197,16 +209,13 @@ def job_to_rejoin(state: FleetState, node: str, ranks: Iterable[RankProgress]) -
 
 
 def next_deadline(state: FleetState) -> float | None:
-    """When to send the next Tick, in ``now``'s terms; in the past: at once. None: nothing to wait for."""
+    """Return the time of the next Tick, or None if there is nothing to wait for. A time in the past means at once."""
     return state.deadlines[0][0] if state.deadlines else None
 
 
 def check_invariants(state: FleetState) -> None:
-    """Raises AssertionError, naming what does not hold. Cheap enough for simulation after every event."""
+    """Raise AssertionError for the first broken invariant. Cheap enough for simulation after every event."""
     invariants.check(state)
-
-
-# --- inside ------------------------------------------------------------------------------------------------------
 
 
 def _needs_transition(state: FleetState, record: NodeRecord, live: NodeRuntime) -> bool:
@@ -262,7 +271,7 @@ def _handle_tick(transition: Transition, event: Tick) -> None:
 
 def _check_deadline(transition: Transition, kind: str, subject: str) -> None:
     if kind not in _GLOBAL_DEADLINES and subject not in transition.state.nodes and subject not in transition.state.jobs:
-        return  # it is forgotten
+        return  # the subject is forgotten
     before = len(transition.reads)
     transition.reads.append(DeadlineCheck(subject, kind))
     if kind == "silence" and node_liveness.check_silence(transition, subject):

@@ -1,7 +1,7 @@
-"""What happens to the fleet. Frozen and tagged, so that a log of events can be written and replayed.
+"""Events of the fleet: frozen and tagged, so that a journal can store and replay them.
 
-``trace`` on an event is the shell's own, made when the event arose; a report or finding that carries its own trace
-keeps that. Randomness enters only here: ``ReportArrived.entropy``.
+The shell sets ``trace`` on an event when the event arises; a report or finding with a trace of its own keeps that one.
+``ReportArrived.entropy`` is the only source of randomness.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from everstep.wire.v1.training import AnyReport, RankProgress
 
 
 class EventBase(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event"):
-    """What every event carries: ``trace``, the id of the stimulus and of all that follows from it."""
+    """Base of all events."""
 
     trace: TraceId = ""
+    """Trace id of the event and of everything that follows from it."""
 
 
 class ControllerStarted(EventBase, frozen=True, kw_only=True, tag=True):
-    """First event after ``restore``, or after a take-over: all deadlines start anew, nobody is late for our absence.
+    """The first event after ``restore_state`` or a takeover.
 
-    ``epoch``: which life of a controller over its database this is; larger than all before.
+    All deadlines start anew, so that no node counts as late for the controller's absence.
     """
 
     epoch: int = 0
+    """Number of this controller's term over its database; larger than all earlier ones."""
 
 
 class Tick(EventBase, frozen=True, kw_only=True, tag=True):
-    """The time that ``next_deadline`` named has come.
-
-    ``lag_s``: how late the shell is itself (scheduled against actual time, and age of the oldest unread request);
-    an observer that lags lengthens every deadline by as much before it doubts others.
-    """
+    """The time that ``next_deadline`` returned has come."""
 
     lag_s: float = 0.0
+    """Lag of the shell in seconds: the delay of the Tick or the age of the oldest unread request. A lagging observer
+    lengthens every deadline by its lag before it suspects nodes."""
 
 
 class AgentRegistered(EventBase, frozen=True, kw_only=True, tag=True):
-    """An agent began a life, or introduced itself again in the same one."""
+    """An agent began a new life, or registered again in the same one."""
 
     register: Register
 
 
 class HeartbeatChanged(EventBase, frozen=True, kw_only=True, tag=True):
-    """A heartbeat that says something new; one that does not goes to ``fleet.touch`` instead."""
+    """A heartbeat with news. A heartbeat without news goes to ``engine.apply_heartbeat`` instead."""
 
     node: NodeId
     incarnation: Incarnation
@@ -57,129 +57,151 @@ class HeartbeatChanged(EventBase, frozen=True, kw_only=True, tag=True):
 
 
 class ReportArrived(EventBase, frozen=True, kw_only=True, tag=True):
-    """One report of a node. The shell has dropped numbers it had taken before.
-
-    ``entropy``: 64 hex digits from the shell's random source, of a launcher that joins; becomes a job's secret when the
-    report creates one.
-    """
+    """One report of a node. The shell drops reports whose number it has already accepted."""
 
     node: NodeId
+    """The reporting node."""
     incarnation: Incarnation
+    """Incarnation of its agent."""
     number: int
+    """Number of the report."""
     body: AnyReport
+    """The report."""
     entropy: str
+    """64 hex digits from the shell's random source for a launcher that joins. They become the job's secret if the
+    report creates a job."""
 
 
 class NodeDisconnected(EventBase, frozen=True, kw_only=True, tag=True):
-    """The node's session ended without our doing. Not yet a loss: agents restart, networks blink."""
+    """The node's session ended without the controller's doing.
+
+    This is not yet a loss: agents restart, and networks fail briefly.
+    """
 
     node: NodeId
     incarnation: Incarnation
 
 
 class NodeSeen(EventBase, frozen=True, kw_only=True, tag=True):
-    """Any authenticated word of a node that this controller had not heard since it began, or that was disconnected,
-    suspect or lost. ``others``: more of them, each in the life that it spoke for, heard in the same moment."""
+    """An authenticated message of a node that was unseen since the start, disconnected, suspect or lost."""
 
     node: NodeId
+    """The node."""
     incarnation: Incarnation
+    """Incarnation for which the node spoke."""
     others: tuple[tuple[NodeId, Incarnation], ...] = ()
+    """Further nodes heard at the same moment, with their incarnations."""
 
 
 class DatabaseAvailabilityChanged(EventBase, frozen=True, kw_only=True, tag=True):
-    """The database went away, or is back with everything written that was decided meanwhile.
+    """The database became unavailable, or available again with everything written that was decided meanwhile.
 
-    While it is away nothing that must survive this controller may be decided: nobody is evicted, no version is
-    committed, no job begins. Running jobs regroup, under numbers that no other controller can give
-    (``everstep_controller.core.jobs.generations``). ``unsent``: jobs whose newest generation was decided in the
-    transaction that
-    failed. Nobody was told of it, and its number may be given again by another controller: they get another one.
+    During an outage the core decides nothing that must survive this controller: no eviction, no commit, no new job.
+    Running jobs regroup under numbers that no other controller can give (``core.jobs.generations``).
     """
 
     is_unavailable: bool
+    """True at the start of an outage, false at its end."""
     reason: str = ""
+    """Reason for the outage."""
     unsent_jobs: tuple[JobId, ...] = ()
+    """Jobs whose newest generation was decided in the failed transaction. Nobody was told of it, and another controller
+    may give its number again, so these jobs get another generation."""
 
 
 class RemediationFinished(EventBase, frozen=True, kw_only=True, tag=True):
-    """A remediation that ``effects.RequestRemediation`` asked for has come to its end.
-
-    ``ok``: it was carried out and read back; else ``detail`` says why it was given up. ``dry_run``: nothing was done,
-    and it counts as done.
-    """
+    """A remediation that ``effects.RequestRemediation`` requested has ended."""
 
     remediation_id: str
+    """Id of the remediation."""
     node: NodeId
+    """The node."""
     succeeded: bool
+    """True if the action was carried out and read back."""
     detail: str = ""
+    """Reason why the action was given up."""
     dry_run: bool = False
+    """True if nothing was done; the action then counts as done."""
 
 
 class SchedulerStateChanged(EventBase, frozen=True, kw_only=True, tag=True):
-    """What the scheduler shows of a node differs from what it showed before.
-
-    ``cordoned_by``: somebody other than Everstep has taken it out of service (a person, another program), with
-    ``reason``; empty when nobody has, or no longer. ``uncordoned``: the remedy by which Everstep took it out of
-    service, where nothing keeps it out there any more.
-    """
+    """The scheduler's view of a node has changed."""
 
     node: NodeId
+    """The node."""
     cordoned_by: str = ""
+    """Person or program other than Everstep that has cordoned the node; empty for none."""
     reason: str = ""
+    """Reason of that cordon."""
     lifted_cordon_id: str = ""
+    """Id of Everstep's own cordon, if nothing keeps the node out there any more."""
 
 
 class OperatorAction(StrEnum):
-    """What a person may order.
-
-    DRAIN: leave running jobs at a step boundary, then stay out. HOLD: no new roster takes the node; what runs there
-    goes on until its job regroups; one that is out already is not treated, and does not come back. RELEASE: the end of
-    DRAIN and HOLD, and of nothing else; the node comes back by probation, or goes on with its cures. EVICT: out of
-    every job at once, over any budget. READMIT: back, on probation unless the node was only held; it ends a maintenance
-    window early. REPAIR: out for repair; only READMIT brings it back. FORGET: drop a node that is not heard and that no
-    job wants. STOP_JOB: end the job. RESIZE_JOB: at most ``size`` nodes from the next boundary on. RESET_BREAKER:
-    evictions may happen again, by what stands then. MAINTENANCE: a node, or all nodes of ``rack``, leave their jobs at
-    a boundary and come back by probation at ``until``; nothing that happens to them before is held against them.
-    CANCEL_MAINTENANCE: what is planned for the node, or for ``rack``, does not begin.
-    """
+    """Orders that an operator may give."""
 
     DRAIN = "drain"
+    """Leave running jobs at a step boundary, then stay out."""
     HOLD = "hold"
+    """Keep the node out of new rosters. Its jobs continue until they regroup. A node that is already out is not treated
+    and does not come back."""
     RELEASE = "release"
+    """End DRAIN and HOLD, and nothing else. The node comes back through probation, or its treatment continues."""
     EVICT = "evict"
+    """Leave every job at once, beyond any budget."""
     READMIT = "readmit"
+    """Come back, through probation unless the node was only held. Ends a maintenance window early."""
     REPAIR = "repair"
+    """Go to repair; only READMIT brings the node back."""
     FORGET = "forget"
+    """Drop an unreachable node that no job needs."""
     STOP_JOB = "stop_job"
+    """End the job."""
     RESIZE_JOB = "resize_job"
+    """Use at most ``node_limit`` nodes from the next boundary on."""
     RESET_BREAKER = "reset_breaker"
+    """Allow evictions again, based on the findings that then stand."""
     MAINTENANCE = "maintenance"
+    """Make a node, or all nodes of ``rack``, leave their jobs at a boundary and come back through probation at
+    ``until``. Nothing that happens to them before counts against them."""
     CANCEL_MAINTENANCE = "cancel_maintenance"
+    """Cancel the windows planned for the node or ``rack``."""
 
 
 class OperatorCommand(EventBase, frozen=True, kw_only=True, tag=True):
-    """An order. ``node``, ``rack`` or ``job`` names its subject; ``actor`` is who gave it, ``reason`` why (shown for
-    ever). ``until``: wall seconds. ``starts_at`` the same, of a window that is planned ahead; None: it begins now.
-    """
+    """An operator's order. ``node``, ``rack`` or ``job`` names its subject."""
 
     action: OperatorAction
+    """The order."""
     actor: str
+    """The person who gave the order."""
     reason: str = ""
+    """The person's reason; kept in the audit log."""
     node: NodeId | None = None
+    """Node that the order concerns."""
     job: JobId | None = None
+    """Job that the order concerns."""
     node_limit: int | None = None
+    """Limit on nodes for RESIZE_JOB."""
     rack: str | None = None
+    """Rack that the order concerns."""
     until: float | None = None
+    """End of a maintenance window, in wall seconds."""
     starts_at: float | None = None
+    """Start of a planned maintenance window, in wall seconds; None means now."""
 
 
 class ProbeRequested(EventBase, frozen=True, kw_only=True, tag=True):
-    """Somebody wants an all-reduce probe between ``nodes`` (two or more), over gloo or nccl."""
+    """An operator's request for an all-reduce probe."""
 
     nodes: tuple[NodeId, ...]
+    """Two or more nodes."""
     backend: str = "gloo"
+    """``gloo`` or ``nccl``."""
     actor: str
+    """The person who asked."""
     reason: str = ""
+    """The person's reason."""
 
 
 Event = (

@@ -1,6 +1,6 @@
-"""What must hold after every event; checked in simulation and in every test of the core.
+"""Invariants that hold after every event; checked in simulation and in every test of the core.
 
-That evictions stay within their budgets hangs on when each was decided; ``tests/sim/checkers/budget.py`` follows that.
+Eviction budgets depend on the time of each decision; ``tests/sim/checkers/budget.py`` checks them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNSEATABLE_STATES = (NodeState.QUARANTINED, NodeState.REPAIR, NodeState.LOST)
 
 
 def check(state: FleetState) -> None:
-    """Raises AssertionError for the first thing that does not hold."""
+    """Raise AssertionError for the first invariant that does not hold."""
     assert state.nodes.keys() == state.node_runtime.keys(), "every node has its live part"
     assert state.jobs.keys() == state.job_runtime.keys(), "every job has its live part"
     assert state.silent <= state.reachable, f"silent but not expected: {state.silent - state.reachable}"
@@ -42,7 +42,7 @@ def check(state: FleetState) -> None:
 
 
 def _check_silence_counts(state: FleetState) -> None:
-    """What is counted step by step is what there is."""
+    """Check the incremental counts against a fresh count."""
     counted: dict[str, SilenceCount] = {}
     for node in state.reachable:
         for name in groups_of(state.nodes[node]):
@@ -54,7 +54,7 @@ def _check_silence_counts(state: FleetState) -> None:
 
 
 def _check_references(state: FleetState) -> None:
-    """Nothing leads to a node or a job that is known no more."""
+    """Check that no index refers to a forgotten node or job."""
     for name, seen in state.sightings.items():
         assert seen.keys() <= state.nodes.keys(), f"{name} was seen on a node that is forgotten"
     for name, waiting in state.outbreaks.items():
@@ -130,7 +130,9 @@ def _check_job(state: FleetState, job: JobRecord) -> None:
         _check_running(state, job)
     elif job.state is JobState.PAUSED:
         able = next_seats(state, job)
-        wanted = any(len(state.node_runtime[node].jobs) > 1 for node in able)  # by others too: a Tick brings it to know
+        wanted = any(
+            len(state.node_runtime[node].jobs) > 1 for node in able
+        )  # counted for other jobs too: the next Tick decides which job gets the node
         looked_at = live.node_offered_at is not None or (live.growth_due, "job", job.job) in state.queued_deadlines
         assert len(able) < min_roster_nodes(job) or wanted or looked_at, (
             f"{job.job} is paused although {able} could go on"
@@ -158,7 +160,7 @@ def _check_seats_disjoint(state: FleetState) -> None:
 
 
 def _check_index(state: FleetState) -> None:
-    """The index of jobs by node is what the jobs' records say."""
+    """Check the index of jobs by node against the jobs' records."""
     for job in state.jobs.values():
         ended = job.state in ENDED_STATES
         for node in job.launchers:

@@ -1,4 +1,7 @@
-"""What people order. Refused before anything changes, or carried out with their name and reason in the log."""
+"""Check and carry out operators' orders.
+
+An invalid order is refused before anything changes. A valid one is logged with the operator's name and reason.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,8 @@ _JOB_ORDERS = (OperatorAction.STOP_JOB, OperatorAction.RESIZE_JOB)
 _QUARANTINE_STATES = (NodeState.QUARANTINED, NodeState.REPAIR)
 
 
-# --- refusals ----------------------------------------------------------------------------------------------------
-
-
 def check_command(state: FleetState, command: OperatorCommand, now: float) -> None:
-    """Raises NotFound or Conflict, with what to do instead, for an order that cannot be carried out."""
+    """Raise NotFound or Conflict, with advice, for an order that cannot be carried out."""
     if command.action in _JOB_ORDERS:
         _check_job(state, command)
     elif command.action is OperatorAction.RESET_BREAKER:
@@ -85,7 +85,7 @@ def _check_node(state: FleetState, command: OperatorCommand) -> None:
 
 
 def _is_excluded(state: FleetState, node: str) -> bool:
-    """Whether a job does without the node, although it is in service."""
+    """Return whether a job excludes the node although the node is in service."""
     for name in state.node_runtime[node].jobs:
         job = state.jobs[name]
         launcher = job.launchers.get(node)
@@ -96,7 +96,7 @@ def _is_excluded(state: FleetState, node: str) -> bool:
 
 
 def check_probe_request(state: FleetState, request: ProbeRequested) -> None:
-    """Raises NotFound or Conflict for a probe that cannot be run."""
+    """Raise NotFound or Conflict for a probe that cannot run."""
     if len(set(request.nodes)) < 2 or len(set(request.nodes)) != len(request.nodes):
         raise Conflict("a probe needs two or more different nodes")
     for node in request.nodes:
@@ -106,11 +106,8 @@ def check_probe_request(state: FleetState, request: ProbeRequested) -> None:
             raise Conflict(f"{node} is out of reach")
 
 
-# --- orders ------------------------------------------------------------------------------------------------------
-
-
 def execute_command(transition: Transition, command: OperatorCommand) -> None:
-    """Carries out an order that ``check_command`` let pass."""
+    """Carry out an order that ``check_command`` has accepted."""
     because = f": {command.reason}" if command.reason else ""
     sentence = f"{command.actor} ordered {_describe_command(command, transition.now)}{because}"
     data = {"actor": command.actor, "reason": command.reason}
@@ -130,7 +127,7 @@ def execute_command(transition: Transition, command: OperatorCommand) -> None:
 
 
 def _describe_command(command: OperatorCommand, now: float) -> str:
-    """The order in words: what is to be done, and to whom."""
+    """Describe the order: the action and its subject."""
     if command.action is OperatorAction.RESET_BREAKER:
         return "a reset of the breaker"
     if command.action is OperatorAction.MAINTENANCE:
@@ -148,7 +145,7 @@ def _describe_command(command: OperatorCommand, now: float) -> str:
 
 
 def execute_probe(transition: Transition, request: ProbeRequested) -> None:
-    """Runs a probe that judges nobody."""
+    """Run a probe that judges no node."""
     because = f": {request.reason}" if request.reason else ""
     sentence = f"{request.actor} ordered a probe of {', '.join(request.nodes)}{because}"
     transition.audit("operator.probe", sentence, data={"actor": request.actor, "reason": request.reason})
@@ -158,7 +155,7 @@ def execute_probe(transition: Transition, request: ProbeRequested) -> None:
 def _drain(transition: Transition, node: str, sentence: str) -> None:
     was_out = transition.state.nodes[node].state in _QUARANTINE_STATES
     maintenance.hold_node(transition, node, sentence)
-    if not was_out:  # it has left its jobs, or is about to
+    if not was_out:  # a node in quarantine or repair has left its jobs, or is about to
         _leave(transition, node, sentence, boundary=True)
 
 
@@ -169,7 +166,7 @@ def _repair(transition: Transition, node: str, sentence: str) -> None:
 
 def _evict(transition: Transition, node: str, sentence: str) -> None:
     record = transition.state.nodes[node]
-    causes, cleared = record.quarantine_causes, record.cause_cleared_at  # of one that is out already
+    causes, cleared = record.quarantine_causes, record.cause_cleared_at  # kept if the node is out already
     begin_quarantine(transition, node, sentence, (), action=Action.DRAIN, offence_weight=0.0)
     record.quarantine_causes, record.cause_cleared_at, record.needs_operator = causes, cleared, True
     transition.add_verdict(node, Decision.EVICT, sentence, action=Action.DRAIN)

@@ -1,4 +1,4 @@
-"""The knobs of every decision, each with its unit, its reason and what either direction costs."""
+"""Settings of every decision of the core, each with its unit, its reason and its trade-off."""
 
 from __future__ import annotations
 
@@ -9,136 +9,141 @@ import msgspec
 from everstep.errors import ConfigurationError
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, ProbeKind, Severity
 
-# ---- rules
-# The shape of a rule on findings: when it judges, how strictly, what cures, and when it is over.
+# Rules on findings
 #
-# The agent's own policy turns samples into findings. A rule here is about findings across time and nodes: how often
-# before it counts, on how many nodes before it is somebody else's fault, which cure after which.
+# The agent's policy turns samples into findings. A rule here judges findings across time and nodes: how often one must
+# occur before it counts, on how many nodes it has a common cause, and which action follows which.
 
 LADDER_ACTIONS = (Action.RESTART_RANK, Action.DRAIN, Action.RESET_GPU, Action.REBOOT_NODE, Action.REPAIR)
-"""What a ladder may be made of, weakest first. DRAIN: out of service until it clears by itself."""
+"""Actions that a ladder may contain, weakest first. DRAIN keeps the node out of service until the finding clears."""
 
 MAX_REMEMBERED = 16
-"""Most reports of one finding, and most steps of one ladder, that are remembered of a node."""
+"""Maximum number of remembered reports per finding, and of remembered steps per ladder, on one node."""
 
 ReportHistory = list[tuple[float, bool]]
-"""When, and whether it was bad; oldest first."""
+"""(time, whether the report was bad), oldest first."""
 
 LadderHistory = list[tuple[float, Action]]
-"""When which cure was chosen; oldest first."""
+"""(time, chosen action), oldest first."""
 
 
 class CountingScope(StrEnum):
-    """What reports are counted together: those of one part of a node, or all of the kind on it."""
+    """Scope in which reports are counted together."""
 
     SUBJECT = "subject"
+    """One part of a node, such as a GPU or a port."""
     NODE = "node"
+    """The whole node."""
 
 
 class BlameIsolationMethod(StrEnum):
-    """How it is found out whose fault it is. PAIR: each suspect with a node known to be good. COMPUTE: each suspect
-    does work whose result is known."""
+    """Method that finds out which of several suspects is at fault."""
 
     NONE = "none"
+    """No isolation."""
     PAIR = "pair"
+    """Probe each suspect together with a node known to be good."""
     COMPUTE = "compute"
+    """Let each suspect do work with a known result."""
 
 
 class VerdictRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How findings of one kind are judged."""
+    """Rule that judges findings of one kind."""
 
     kind: FindingKind
-    """What it judges. Exactly one rule of a kind has no ``name``: it judges whatever the named ones leave."""
+    """Kind of finding. Exactly one rule of each kind has no ``name`` and judges what the named rules leave."""
     source: str
-    """Where the numbers come from; "judgement" where nobody has measured."""
+    """Source of the numbers; "judgement" where nobody has measured."""
     name: str = ""
-    """Tells this rule from others of its kind; what sentences call it is ``kind`` and ``name``."""
+    """Distinguishes this rule from others of its kind. Sentences call the rule by ``kind`` and ``name``."""
     xids: tuple[int, ...] = ()
-    """Only findings with these XIDs. Empty: all."""
+    """XIDs of the findings that the rule judges; empty for all."""
     min_severity: Severity = Severity.CRITICAL
-    """Least severity that counts against the node. Milder ones are shown and judge nobody."""
+    """Lowest severity that counts against the node. Milder findings are shown and have no consequence."""
     actions: tuple[Action, ...] = ()
-    """Only findings that name one of these cures count. Empty: whatever they name."""
+    """Actions that a finding must name to count; empty for any."""
     mode: Mode = Mode.ENFORCE
-    """What may follow by itself. The weaker of this and of the finding's own mode holds; where reports are counted
-    (``n_of_m``), this one, since repetition is what the agent's rule does not see."""
+    """What may follow automatically: the weaker of this mode and the finding's own mode. Where reports are counted
+    (``n_of_m``), this mode alone holds, because the agent's rule does not see the repetition."""
     n_of_m: tuple[int, int] = (1, 1)
-    """[n, m]: counts once n of the last m reports were bad. A report that raises the finding is bad, one that clears it
-    good; a finding that flaps is one bad and one good report in each cycle."""
+    """[n, m]: the finding counts once n of the last m reports were bad. A report that raises the finding is bad, and
+    one that clears it is good; a flapping finding yields one of each per cycle."""
     window_s: float = 0.0
-    """Seconds that reports are remembered for ``n_of_m``."""
+    """Seconds for which reports are remembered for ``n_of_m``."""
     scope: CountingScope = CountingScope.SUBJECT
-    """Whether ``n_of_m`` counts reports of each part (GPU, port) apart, or of the whole node."""
+    """Scope of ``n_of_m``: each part (GPU, port) by itself, or the whole node."""
     boot_grace_s: float = 0.0
-    """Seconds after a node's boot, or after it was first seen, in which it is not judged. What still stands then is."""
+    """Seconds after a node's boot, or its first sighting, in which the node is not judged. Findings that still stand at
+    the end are judged then."""
     ladder: tuple[Action, ...] = (Action.DRAIN, Action.REPAIR)
-    """Cures, weakest first. It begins with the finding's own cure where that is a later one; a repeat within
-    ``step_memory_s`` takes the next. ``restart_rank`` ends the process of the GPU's rank (of all the node's ranks,
-    where no
-    GPU is named) and costs no eviction, ``drain`` waits until the finding clears."""
+    """Actions, weakest first. The ladder begins with the finding's own action where that is a later one, and a repeat
+    within ``step_memory_s`` takes the next. ``restart_rank`` ends the process of the GPU's rank (of all ranks of the
+    node if no GPU is named) and costs no eviction. ``drain`` waits until the finding clears."""
     step_memory_s: float = 7 * 86400.0
-    """Seconds that a step of the ladder is remembered for: longer escalates what comes back now and then. Of digests
-    that differ, a tie as well."""
+    """Seconds for which a step of the ladder is remembered; longer escalates faults that recur rarely. For differing
+    digests, also the seconds for which a tie is remembered."""
     coalesce_s: float = 60.0
-    """Seconds within which another report belongs to the step that was taken: all GPUs of a node tell of one crash."""
+    """Seconds within which another report belongs to the step already taken, because all GPUs of a node report one
+    crash."""
     clear_s: float = 0.0
-    """Seconds for which it must have been clear before a quarantined node may return, beyond the agent's own rule."""
+    """Seconds for which the finding must be clear before a quarantined node returns, beyond the agent's own rule."""
     diagnostics: tuple[ProbeKind, ...] = (ProbeKind.ALL_REDUCE,)
-    """What the node has to pass on its way back, in this order."""
+    """Diagnostics that the node must pass before readmission, in this order."""
     required_passes: int = 1
-    """How often it has to pass all of them in a row."""
+    """Number of consecutive passes of all diagnostics."""
     blame_isolation: BlameIsolationMethod = BlameIsolationMethod.NONE
-    """How blame is settled that needs two to tell, before anybody is convicted."""
+    """Method that settles blame before any node is evicted, for findings with several suspects."""
     correlated_nodes: int = 4
-    """The same kind (and XID) on so many nodes within ``correlated_s`` is no fault of theirs, whatever the fleet's
-    size. Smaller protects more, and evicts fewer in a real mass failure, which the budget would stop soon after."""
+    """Number of nodes that show the same kind (and XID) within ``correlated_s`` and are therefore not at fault,
+    whatever the size of the fleet. Smaller protects more nodes, but evicts fewer in a real mass failure, which the
+    budget would stop soon after."""
     correlated_share: float = 0.25
-    """The same as a share of the known nodes, and never fewer than three, or two where they are half of all. Most nodes
-    of one driver version are correlated too."""
+    """The same as a share of known nodes: at least three nodes, or two if they are half of the fleet. Most of the nodes
+    with one driver version are correlated too."""
     correlated_s: float = 120.0
-    """Seconds within which they must show it, and in which an eviction for it is taken back where they do. Afterwards
-    those on which it still stands are looked at again; it lasts while they are as many."""
+    """Seconds within which the nodes must show the finding, and within which an eviction for it is rolled back. The
+    outbreak lasts while enough nodes still show the finding; after its end those nodes are judged."""
     already_handled: str = ""
-    """What has been done where it was found, for findings that need no more: said, and not held against the node. Where
-    reports are counted (``n_of_m``), as long as there are fewer; each finding then counts once, however often it is
-    told.
-    """
+    """Action already taken where the finding arose; such findings are shown and do not count against the node. Where
+    reports are counted (``n_of_m``), this holds below the threshold, and each finding counts once, however often it is
+    reported."""
 
     @property
     def id(self) -> str:
-        """What sentences and overrides call it."""
+        """Id that sentences and overrides use."""
         return f"{self.kind}.{self.name}" if self.name else str(self.kind)
 
     def matches(self, finding: Finding) -> bool:
-        """Whether the rule is about this finding at all."""
+        """Return whether the rule concerns the finding."""
         return finding.kind is self.kind and (not self.xids or finding.xid in self.xids)
 
     def counts_against_node(self, finding: Finding) -> bool:
-        """Whether the finding is one that counts against its node."""
+        """Return whether the finding counts against its node."""
         grave = _SEVERITY_RANK[finding.severity] >= _SEVERITY_RANK[self.min_severity]
         return grave and (not self.actions or finding.action in self.actions)
 
     def effective_mode(self, finding: Finding) -> Mode:
-        """What may follow from the finding."""
+        """Return what may follow automatically from the finding."""
         return self.mode if self.n_of_m[0] > 1 else Mode.weakest(self.mode, finding.mode)
 
 
 _SEVERITY_RANK = {severity: gravity for gravity, severity in enumerate(Severity)}
 
 MIN_CORRELATED_NODES = 3
-"""Fewest nodes that can be called correlated by ``correlated_share``: two of a fleet are two faults, which its budget
-bounds."""
+"""Minimum number of nodes that ``correlated_share`` can call correlated. Two nodes of a fleet are two faults, which the
+budget bounds."""
 CORRELATED_PAIR_SHARE = 0.5
-"""Share of the known nodes from which on two are correlated: no budget would let half of a fleet go."""
+"""Share of known nodes from which two are correlated, because no budget allows the loss of half of a fleet."""
 
 
 class Rulebook(msgspec.Struct, frozen=True):
-    """All rules, by kind; in each kind the one without a name is last."""
+    """All rules by kind; the rule without a name comes last in its kind."""
 
     rules_by_kind: dict[FindingKind, tuple[VerdictRule, ...]] = {}
 
     def rule_for(self, finding: Finding) -> VerdictRule:
-        """The rule that judges the finding. AssertionError for a kind without one: the shell checks that there is."""
+        """Return the rule that judges the finding. Raise AssertionError if its kind has none; the shell prevents
+        that."""
         for rule in self.rules_by_kind.get(finding.kind, ()):
             if rule.matches(finding):
                 return rule
@@ -147,42 +152,44 @@ class Rulebook(msgspec.Struct, frozen=True):
         )
 
     def has_rule_for(self, kind: FindingKind) -> bool:
-        """Whether there is a rule for the kind: rules that a journal recorded know none that came later."""
+        """Return whether the kind has a rule. Recorded rules of a journal lack kinds that were added later."""
         return bool(self.rules_by_kind.get(kind))
 
     def default_rule(self, kind: FindingKind) -> VerdictRule:
-        """The rule of the kind that has no name."""
+        """Return the rule of the kind that has no name."""
         return self.rules_by_kind[kind][-1]
 
     def find_rule(self, rule_id: str) -> VerdictRule | None:
-        """The rule of that id; None where a site has none of it any more."""
+        """Return the rule with this id, or None if the site no longer has it."""
         return next((rule for rules in self.rules_by_kind.values() for rule in rules if rule.id == rule_id), None)
 
     def kinds_without_rule(self) -> list[str]:
-        """Kinds that nothing judges."""
+        """Return the kinds that no rule judges."""
         return [str(kind) for kind in FindingKind if not self.rules_by_kind.get(kind)]
 
 
-# --- counting ----------------------------------------------------------------------------------------------------
+# Counting
 
 
 def append_report(reports: ReportHistory, rule: VerdictRule, now: float, *, bad: bool) -> ReportHistory:
-    """The reports that count now, with one more."""
+    """Return the reports that still count, with one more."""
     recent = [entry for entry in reports if entry[0] > now - rule.window_s]
     return [*recent, (now, bad)][-min(rule.n_of_m[1], MAX_REMEMBERED) :]
 
 
 def count_bad_reports(reports: ReportHistory) -> int:
-    """How many of them were bad."""
     return sum(bad for _, bad in reports)
 
 
-# --- ladders -----------------------------------------------------------------------------------------------------
+# Ladders
 
 
 def next_ladder_step(rule: VerdictRule, finding: Finding, steps: LadderHistory, now: float) -> int:
-    """Which place of the ladder is due: the finding's own cure, or the one after what was chosen lately, or just now
-    that one again."""
+    """Return the index of the ladder step that is due.
+
+    This is the finding's own action, or the step after the latest remembered one. Within ``coalesce_s`` the latest step
+    is repeated.
+    """
     due = [_first_ladder_step(rule, finding.action)]
     for at, rung in steps:
         if at > now - rule.step_memory_s and rung in rule.ladder:
@@ -191,8 +198,10 @@ def next_ladder_step(rule: VerdictRule, finding: Finding, steps: LadderHistory, 
 
 
 def _first_ladder_step(rule: VerdictRule, action: Action) -> int:
-    """Where the ladder begins for a finding that names ``cure``. A power cycle that the agent calls ``drain`` is a
-    reboot where the ladder has no waiting."""
+    """Return the index at which the ladder begins for a finding that names ``action``.
+
+    Agents report a needed power cycle as ``drain``; a ladder without ``drain`` begins at ``reboot_node`` instead.
+    """
     if action is Action.DRAIN and action not in rule.ladder:
         action = Action.REBOOT_NODE
     if action in rule.ladder:
@@ -206,270 +215,275 @@ def _first_ladder_step(rule: VerdictRule, action: Action) -> int:
 
 
 def was_step_taken(steps: LadderHistory, rule: VerdictRule, action: Action, now: float) -> bool:
-    """Whether this very step has been taken just now."""
+    """Return whether the step was taken within ``coalesce_s``."""
     return any(taken is action and at > now - rule.coalesce_s for at, taken in steps)
 
 
 def append_ladder_step(steps: LadderHistory, rule: VerdictRule, action: Action, now: float) -> LadderHistory:
-    """The steps that count now, with one more unless it has just been taken."""
+    """Return the steps that still count, with one more unless it was just taken."""
     lately = [step for step in steps if step[0] > now - rule.step_memory_s]
     return lately if was_step_taken(steps, rule, action, now) else [*lately, (now, action)][-MAX_REMEMBERED:]
 
 
 def describe_action(action: Action) -> str:
-    """A cure as sentences say it."""
+    """Return the action in the words of sentences."""
     return "drain until it clears" if action is Action.DRAIN else action.replace("_", " ")
 
 
 class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the core decides. Defaults are the production preset; ``lab()`` is quick for one machine and for tests."""
+    """Settings of the core. The defaults are the production preset; ``lab()`` suits one machine and tests."""
 
     # liveness
     suspect_after_s: float = 5.0
-    """Least seconds without a word until a node is suspected. Beats come every second: shorter doubts a node for a few
-    lost packets, longer delays what only silence can tell. A node that took longer pauses lately is given twice the
-    longest of them."""
+    """Minimum seconds of silence before a node is suspected. Heartbeats come every second: shorter suspects a node for
+    a few lost packets, longer delays the detection of silent failures. A node with long recent pauses is allowed twice
+    the longest of them."""
     suspect_after_max_s: float = 30.0
-    """Most seconds of that. Larger bears with agents that stand still for long, smaller bounds what a node that has
-    become slow bit by bit can ask for."""
+    """Maximum of that allowance. Larger tolerates agents that stall for long, smaller limits the allowance of a node
+    that slows down gradually."""
     lost_after_s: float = 20.0
-    """Seconds without a word until a node is lost that was suspected after ``suspect_after_s``: its jobs regroup
-    without it. One that is suspected later is lost as much later. Witnesses shorten this wait."""
+    """Seconds of silence before a node that was suspected after ``suspect_after_s`` is lost; its jobs regroup without
+    it. A node that is suspected later is lost later by the same amount. Witnesses shorten this wait."""
     suspect_after_peer_loss_s: float = 1.5
-    """Least seconds without a word until a node is suspected that others have lost (``min_peer_witnesses``, or one and
-    a
-    failure in its job). More than the second between beats, else a node that is there could not refute it in time;
-    longer lets its job wait."""
+    """Minimum seconds of silence before a node is suspected that others have lost (``min_peer_witnesses`` of them, or
+    one together with a failure in its job). It must exceed the second between heartbeats, so that a live node can
+    refute the loss; longer delays the job."""
     min_peer_witnesses: int = 2
-    """Nodes whose vaults must have lost a silent node's, where nothing in its job says that somebody is missing. One
-    can be wrong about its own network; more are rarely there, since copies go to few nodes."""
+    """Number of nodes whose vaults must have lost a silent node's vault if nothing in its job reports a missing member.
+    One node can be wrong about its own network; more are rare, because copies go to few nodes."""
     disconnect_grace_s: float = 3.0
-    """Seconds a node whose connection closed may take to come back (an agent's restart takes about one) before its
-    jobs regroup without it. With a witness in the job there is no grace."""
+    """Seconds that a node may take to return after its connection closed, before its jobs regroup without it; an
+    agent's restart takes about one second. With a witness in the job there is no grace."""
     launcher_rejoin_grace_s: float = 10.0
-    """Seconds a launcher may take to join again after its agent began a new life, before it is taken for gone."""
+    """Seconds that a launcher may take to rejoin after its agent began a new life."""
     rejoin_window_s: float = 3.0
-    """Seconds after this controller's start that a regrouping waits for members that it has not heard yet, at least.
-    Shorter leaves out nodes that are only on their way back to us, longer lets a job wait for one that is dead."""
+    """Minimum seconds after this controller's start for which a regroup waits for members not heard yet. Shorter leaves
+    out nodes that are about to reconnect, longer delays jobs with a dead node."""
     rejoin_window_quiet_s: float = 1.0
-    """It goes on waiting until none has come for so long: a large fleet takes a while. Agents beat every second."""
+    """The wait goes on until no node has come for this many seconds, since a large fleet takes a while. Agents send
+    heartbeats every second."""
     rejoin_window_max_s: float = 30.0
-    """Seconds after the start that end it in any case."""
+    """Maximum seconds after the start for that wait."""
     correlated_silence_share: float = 0.3
-    """Share of the fleet that, silent at once, is taken for a fault of the network or of this controller: no node is
-    declared lost on silence alone until it is over. Smaller protects more and reacts later to real mass failures."""
+    """Share of the fleet whose simultaneous silence points to the network or to this controller. Until it is over, no
+    node is declared lost for silence alone. Smaller protects more nodes, but reacts later to real mass failures."""
     correlated_silence_group_share: float = 0.75
-    """The same of the nodes of one rack, switch, power domain, driver or agent version: that part of the network, or
-    that software, is suspected first. Larger believes a half dead rack node by node; smaller doubts a rack's switch
-    sooner."""
+    """The same share for the nodes of one rack, switch, power domain, driver version or agent version. Larger judges a
+    half-dead rack node by node; smaller suspects a rack's switch sooner."""
     correlated_silence_min_nodes: int = 3
-    """Fewest silent nodes that can be called correlated; below, every loss is taken at its word."""
+    """Minimum number of silent nodes that count as correlated; with fewer, every loss is believed."""
     correlated_silence_max_s: float = 60.0
     """Seconds after which even a correlated silence is believed."""
 
     # regrouping
     collective_settle_s: float = 0.15
-    """Seconds to wait, after a collective failed, for whoever names the culprit. gloo tells neighbours within 15 to
-    80 ms, an agent sees a dead rank in 1 ms; too short regroups with the dead one in the roster once more."""
+    """Seconds to wait after a failed collective for the report that names the culprit. gloo informs neighbours within
+    15 to 80 ms, and an agent sees a dead rank in 1 ms. If it is too short, the job regroups with the dead rank once
+    more."""
     collective_settle_max_s: float = 5.0
-    """Bound of that wait, which doubles with each blind regrouping inside ``job_failure_window_s``."""
+    """Maximum of that wait, which doubles with each regroup inside ``job_failure_window_s`` that names nobody."""
     stall_settle_s: float = 0.05
-    """Seconds to wait after the first stalled rank for the others' word, so that the right one is named."""
+    """Seconds to wait after the first stalled rank for the other ranks' reports, so that the right rank is named."""
     stall_settle_max_s: float = 0.5
-    """Bound of that wait while more than one rank has said nothing."""
+    """Maximum of that wait while more than one rank has not reported."""
     resume_deadline_s: float = 300.0
-    """Seconds for all ranks of a generation to finish its first step (restoring and compiling included)."""
+    """Seconds for all ranks of a generation to finish its first step, including restore and compilation."""
     resume_deadline_max_s: float = 3600.0
-    """Bound of that deadline, which doubles when a generation failed to resume."""
+    """Maximum of that deadline, which doubles when a generation fails to resume."""
     boundary_margin_steps: int = 2
-    """Steps between the newest one reported and an announced boundary, so that nobody has passed it when told."""
+    """Steps between the newest reported step and an announced boundary, so that no rank has passed it when told."""
     boundary_margin_s: float = 0.3
-    """The same in seconds: agents gather reports for up to 0.1 s, and the announcement has to travel. The longer
-    of both holds."""
+    """The same in seconds, because agents collect reports for up to 0.1 s and the announcement has to travel. The
+    longer of both holds."""
     boundary_fallback_s: float = 2.0
-    """Least seconds to wait for a boundary before the generation is replaced at once."""
+    """Minimum seconds to wait for a boundary before the generation is replaced at once."""
     boundary_fallback_steps: float = 10.0
     """The same in step times; the longer of both holds."""
     growth_interval_s: float = 30.0
-    """Least seconds between a generation and growth: each costs a regrouping, spares arrive in groups."""
+    """Minimum seconds between a generation and growth, because each growth costs a regroup and spares arrive in
+    groups."""
     growth_gather_s: float = 1.0
-    """Seconds that growth, or the end of a pause, waits for more of the job's nodes once there is one. Longer gathers
-    more of those that come back together, shorter lets a paused job go on sooner."""
+    """Seconds for which growth, or the end of a pause, waits for more of the job's nodes after the first. Longer
+    gathers more nodes that return together, shorter resumes a paused job sooner."""
     preempt_after_s: float = 120.0
-    """Seconds a job is below its minimum before it takes a node of a job of lower priority, and the least seconds
-    between two such losses of one job. Longer spares running jobs a regrouping for a node that only blinked, shorter
-    keeps the more important job waiting less."""
+    """Seconds for which a job is below its minimum before it takes a node from a job of lower priority, and the minimum
+    seconds between two such losses of one job. Longer spares running jobs a regroup for a brief failure, shorter lets
+    the more important job wait less."""
     straggler_factor: float = 1.3
-    """Times the job's median time outside collectives that make a rank slow. Smaller finds a GPU at a lower clock
-    (a tenth is common between healthy ones), larger only what is broken."""
+    """Multiple of the job's median time outside collectives from which a rank is slow. Smaller finds a GPU at a lower
+    clock (a tenth is common between healthy ones), larger finds only broken ones."""
     straggler_window_s: float = 30.0
     """Seconds between two comparisons."""
     straggler_windows: int = 10
-    """The latest comparisons that count."""
+    """Number of latest comparisons that count."""
     straggler_count: int = 8
-    """How many of them a node is slow in before it is named: more is surer and later."""
+    """Number of those comparisons in which a node must be slow before it is named; more is surer and later."""
     straggler_share: float = 0.1
-    """Share of a job's nodes that, slow at once, are not at fault themselves (one always may be)."""
+    """Share of a job's nodes that, slow at once, are not at fault themselves (one node always may be)."""
     straggler_replace: bool = True
-    """Whether a named node is replaced at a boundary where a spare is able; otherwise it is only recommended."""
+    """Whether a named node is replaced at a boundary if a spare is available; otherwise its replacement is only
+    recommended."""
     rank_flap_count: int = 5
     """Losses of ranks on one node inside ``job_failure_window_s`` that exclude the node from the job."""
     job_failure_window_s: float = 600.0
-    """Seconds that rank losses, blind regroupings and undecided votes are remembered for."""
+    """Seconds for which rank losses, regroups that name nobody and undecided votes are remembered."""
     node_flap_count: int = 5
     """Losses of a node by itself inside ``node_flap_window_s`` after which it is named (``node.flapping``). At one loss
-    in 1,000 hours (Meta's RSC-1) chance does that to one of 2,000 nodes in two years; fewer names it sooner, and
-    whoever restarts agents by hand as well."""
+    in 1,000 hours (Meta's RSC-1), chance does that to one of 2,000 nodes in two years. Fewer names a bad node sooner,
+    but also nodes whose agents people restart by hand."""
     node_flap_window_s: float = 7 * 86400.0
-    """Seconds for which such losses count, and the finding stands after the last: longer finds who dies once a day."""
+    """Seconds for which such losses count, and for which the finding stands after the last one; longer finds nodes that
+    die once a day."""
     digest_tie_count: int = 3
-    """Digest votes of a job inside ``job_failure_window_s`` that ended without the liar's eviction (no majority, or
-    held by
-    the budget) after which the job is stopped: it would only compute the same wrong steps again."""
+    """Digest votes of a job inside ``job_failure_window_s`` that ended without an eviction (no majority, or deferred by
+    the budget) after which the job is stopped, because it would compute the same wrong steps again."""
     commit_interval_per_rank_s: float = 0.0005
-    """Seconds between commits for each rank of a job, where that is more than ``commit_interval_s``: every rank says of
-    each candidate that it keeps it, so that shorter costs this controller more. 10,000 ranks commit every 5 s, and cost
+    """Minimum seconds between commits per rank of a job; holds where it exceeds ``commit_interval_s``. Every rank
+    reports each candidate that it keeps, so shorter costs this controller more. 10,000 ranks commit every 5 s and cost
     it some 3 % of a core."""
     commit_interval_s: float = 0.5
-    """Seconds between commits of a job that are aimed at, and the time in which a notice of the next one must reach
-    every rank. Where a step takes longer, every second or third step is committed."""
+    """Target seconds between commits of a job, and the time in which a notice of the next commit must reach every rank.
+    If a step takes long, every second or third step is committed."""
     candidate_timeout_s: float = 2.0
-    """Seconds beyond its due time after which a version that was to be committed is given up for a later one."""
+    """Seconds beyond its due time after which a candidate version is abandoned for a later one."""
     missed_copies_count: int = 3
-    """Versions in a row that cannot be committed because the same node took no copies, until these go elsewhere. Each
-    takes about ``candidate_timeout_s``; more bears longer troubles of a vault, fewer commits again sooner."""
+    """Number of consecutive versions that fail to commit because one node took no copies, before its copies go
+    elsewhere. Each takes about ``candidate_timeout_s``; more tolerates longer troubles of a vault, fewer resumes
+    commits sooner."""
     replica_node_skip_s: float = 600.0
-    """Seconds for which such a node is given no copies of that job, unless there is nobody else."""
+    """Seconds for which such a node gets no copies of that job, unless there is no other node."""
 
     jobs_per_node: int = 32
     """Unfinished jobs that one node may offer itself to; a launcher that brings one more is refused. Jobs that never
-    formed, and whose launchers have all left, give way first. Looking at all jobs of a node that want it at once takes
-    this number cubed where each has another priority: 10 ms for 32."""
+    formed and whose launchers have all left give way first. A check of all jobs that want one node takes this number
+    cubed if each has another priority: 10 ms for 32."""
 
     # eviction
     eviction_count: int = 4
-    """Evictions the fleet may suffer inside ``eviction_window_s``. One more latches a breaker: nobody is evicted until
-    an operator resets it. Larger clears a bad batch of nodes unattended, smaller asks a person sooner."""
+    """Evictions that the fleet may suffer inside ``eviction_window_s``. One more latches a breaker: no node is evicted
+    until an operator resets it. Larger clears a bad batch of nodes unattended, smaller asks a person sooner."""
     eviction_share: float = 0.1
-    """The same as a share of known nodes; the smaller of both holds, but one eviction is always allowed. It is what
-    keeps a small fleet from losing half of itself to one bad rule."""
+    """The same as a share of known nodes; the smaller of both holds, but one eviction is always allowed. The share
+    keeps a small fleet from losing half of its nodes to one bad rule."""
     eviction_rack_count: int = 2
-    """Evictions that one rack may suffer inside the window, as far as the fleet's own budget goes. Further ones are
-    held until it has passed: many sick nodes in one rack have their rack in common. Larger trusts the findings, smaller
-    the coincidence."""
+    """Evictions that one rack may suffer inside the window, within the fleet's budget. Further ones are deferred until
+    the window has passed, because many sick nodes in one rack suggest a fault of the rack. Larger trusts the findings,
+    smaller trusts the coincidence."""
     eviction_rack_share: float = 0.5
     """The same as a share of the rack's nodes."""
     eviction_job_count: int = 3
-    """Nodes that one job may lose to evictions inside the window. Further ones are held until it has passed: what falls
-    on one job only may be what the job does to its nodes."""
+    """Nodes that one job may lose to evictions inside the window. Further ones are deferred until the window has
+    passed, because findings in one job only may be caused by the job."""
     eviction_job_share: float = 0.25
     """The same as a share of the job's nodes."""
     eviction_window_s: float = 3600.0
-    """Seconds of that window: longer makes every eviction count for longer."""
+    """Seconds of that window; longer makes every eviction count for longer."""
 
     # readmission
     quarantine_min_s: float = 60.0
-    """Least seconds in quarantine, so that a picture sent before the finding does not clear it."""
+    """Minimum seconds in quarantine, so that findings sent before the eviction do not end it."""
     probation_beats: int = 30
     """Clean heartbeats on probation before a node is healthy."""
     probe_required: bool = True
-    """Whether the way back leads through an all-reduce with a healthy partner (left out where there is none)."""
+    """Whether readmission requires an all-reduce with a healthy partner; skipped if there is no partner."""
     probe_sizes: tuple[int, ...] = (8, 65536, 1 << 20, 16 << 20)
-    """Bytes of the all-reduces on the way back. The partner may be training: larger ones say more about its links
-    and take more of them."""
+    """Bytes of the all-reduces before readmission. The partner may be training: larger sizes say more about its links
+    and load them more."""
     probe_timeout_s: float = 60.0
     """Seconds for both sides to report a probe."""
     probe_retry_s: float = 60.0
     """Seconds before a failed probe is repeated; doubles with each failure."""
     probe_retry_max_s: float = 3600.0
-    """Bound of that wait."""
+    """Maximum of that wait."""
     offender_wait_s: float = 600.0
-    """Seconds in quarantine of a node whose score of offences is 2; doubles with each point more. A first offence waits
-    only for its causes to clear."""
+    """Seconds in quarantine for a node with an offence score of 2; doubles with each further point. A first offence
+    waits only for its causes to clear."""
     offender_wait_max_s: float = 86400.0
-    """Bound of that wait."""
+    """Maximum of that wait."""
 
     # findings
     rules: Rulebook = Rulebook()
-    """How findings are judged: read from policy files by the shell (``everstep_controller.rulebook``)."""
+    """Rules that judge findings, read by the shell from policy files (``everstep_controller.rulebook``)."""
     finding_burst: int = 8
-    """Findings of one kind on one node that are written down one by one; of more the 16th, 32nd and so on are, until
-    none came for ``finding_quiet_s``. Every one of them is judged."""
+    """Findings of one kind on one node that are logged one by one. After these only the 16th, 32nd and so on are
+    logged, until none came for ``finding_quiet_s``. All of them are judged."""
     finding_quiet_s: float = 60.0
-    """Seconds without a finding of the kind after which they are written down one by one again."""
+    """Seconds without a finding of the kind after which findings are logged one by one again."""
     slow_link_bytes_per_s: float = 0.0
-    """Bus bandwidth of the largest probe below which a link is called slow. It depends on the network; 0 judges none.
-    """
+    """Bus bandwidth in bytes per second of the largest probe below which a link is slow. It depends on the network; 0
+    disables the check."""
 
-    # remedies
+    # remediation
     remediation_mode: Mode = Mode.RECOMMEND
-    """What is asked of the outside by itself along a rule's ladder (reset, reboot, repair). ``recommend``: nothing but
-    cordons, and the node waits until its findings clear. ``enforce`` is for sites where something carries it out."""
+    """Mode of the automatic actions on a rule's ladder (reset, reboot, repair). ``recommend`` requests only cordons,
+    and the node waits until its findings clear. ``enforce`` suits sites where an executor carries out requests."""
     remediation_timeout_s: float = 7200.0
-    """Seconds after which a reset or reboot of which nothing was heard counts as failed: longer than a reboot may take
-    that waits for the node to be idle (an hour), and for its turn. Who has it carried out gives up before that."""
+    """Seconds after which a reset or reboot without a report counts as failed. It exceeds the longest wait of a reboot
+    for an idle node (an hour) and for its turn. The executor gives up before that."""
     remediation_settle_s: float = 300.0
-    """Seconds after a confirmed remedy for the findings to clear, before the next cure of the ladder is due."""
+    """Seconds for the findings to clear after a confirmed action, before the next step of the ladder is due."""
     remediations_per_node: int = 3
-    """Automatic resets and reboots of one node inside ``remediation_node_window_s``; after them it goes to repair."""
+    """Automatic resets and reboots of one node inside ``remediation_node_window_s``; after them the node goes to
+    repair."""
     remediation_node_window_s: float = 7 * 86400.0
     """Seconds of that window."""
     remediations_per_fleet: int = 10
-    """The same of the whole fleet inside ``remediation_fleet_window_s``: a wrong rule must not reboot everything."""
+    """Automatic resets and reboots of the whole fleet inside ``remediation_fleet_window_s``, so that a wrong rule
+    cannot reboot every node."""
     remediation_fleet_window_s: float = 3600.0
-    """Seconds of that window; what comes on top waits for it."""
+    """Seconds of that window; further actions wait for its end."""
     rank_restarts_per_node: int = 3
-    """Restarts of a node's ranks inside ``remediation_node_window_s``; after them the next step of the ladder is
-    due."""
+    """Automatic restarts of a node's ranks inside ``remediation_node_window_s``; after them the next step of the ladder
+    is due."""
     rank_restarts_per_fleet: int = 20
-    """The same of the whole fleet inside ``remediation_fleet_window_s``: each costs a job a regrouping, and a wrong
-    rule
-    must not cost every job one. What comes on top waits."""
+    """Automatic restarts of ranks in the whole fleet inside ``remediation_fleet_window_s``; further ones wait. Each
+    costs a job a regroup, and a wrong rule must not cost every job one."""
     partner_wait_s: float = 5.0
-    """Seconds until a node whose partner for a probe is taken looks for one again."""
+    """Seconds until a node whose probe partner is busy looks for one again."""
 
     # repeat offenders
     offender_half_life_s: float = 7 * 86400.0
-    """Seconds in which a node's score of offences halves. 1.2 % of nodes are lemons, and three of 63 caused half of
-    all exclusions (published fleets): longer finds more of them, and forgives slower."""
+    """Seconds in which a node's offence score halves. In published fleets, 1.2 % of nodes are lemons, and three of 63
+    nodes caused half of all exclusions. Longer finds more lemons and forgives more slowly."""
     offender_repair_score: float = 5.0
-    """A node goes to repair instead of back once its score, or the plain sum of its offences within one half-life, is
-    that high: an eviction or a relapse on probation counts 1, a failed probe half of that. So 5 means five evictions in
-    a week, or fewer a week for longer (four a week reach a score of 5 in the third)."""
+    """Offence score, or plain sum of offences within one half-life, at which a node goes to repair instead of back. An
+    eviction or a relapse on probation counts 1, a failed probe 0.5. So 5 means five evictions in a week, or fewer per
+    week for longer (four a week reach a score of 5 in the third)."""
 
-    # what is forgotten
+    # retention
     forget_nodes_after_s: float = 30 * 86400.0
-    """Seconds for which a node was not heard after which it is forgotten, where no person has a say in it (held, in
-    repair, computed wrongly). Longer knows again who was away for long, shorter keeps the list short. 0: never."""
+    """Seconds without a message after which a node is forgotten, unless a person has to decide about it (held, in
+    repair, computed wrongly). Longer recognises nodes after a long absence, shorter keeps the list short. 0: never."""
     forget_jobs_after_s: float = 30 * 86400.0
-    """Seconds after a job's end after which it is forgotten, with its rosters and versions. Generation numbers begin
-    anew for a job that is run under its name later. 0: never."""
+    """Seconds after a job's end after which the job is forgotten, with its rosters and versions. A later job of the
+    same name starts again at generation 1. 0: never."""
     end_abandoned_jobs_after_s: float = 86400.0
-    """Seconds after all launchers of a job have left, where none came, after which it is ended as failed: until then it
-    can be started again from memory, which it keeps on its nodes. Longer keeps it longer from others. 0: never."""
+    """Seconds without launchers after which a job is ended as failed. Until then it can restart from memory, which it
+    keeps on its nodes; longer withholds that memory from other jobs for longer. 0: never."""
 
     # versions
     version_window: int = 64
-    """Versions of a job followed at once; older unfinished ones are given up."""
+    """Versions of a job followed at once; older unfinished ones are abandoned."""
     vault_order_retry_s: float = 10.0
     """Seconds after which a vault that has not answered an order (storage, parity) is asked again, and after which
-    another version is ordered where one was given up; the latter doubles with each in a row."""
+    another version is ordered in place of an abandoned one. The latter wait doubles with each abandoned version in a
+    row."""
     vault_order_retry_max_s: float = 600.0
-    """Bound of that wait."""
+    """Maximum of that wait."""
     parity_interval_s: float = 5.0
-    """Seconds between versions whose parity is made. Each costs two reads of the whole state over the network; what
-    lies between them is the most that a job on parity alone computes again after a loss."""
+    """Seconds between versions that get parity. Each costs two reads of the whole state over the network. The interval
+    bounds the work that a job on parity alone repeats after a loss."""
     vault_order_failures: int = 5
-    """Answers of vaults that say "not now" (storage away, a node that is silent) until the version is given up."""
+    """"Not now" answers of vaults (storage unavailable, a silent node) after which the version is abandoned."""
 
     @staticmethod
     def production() -> CorePolicy:
-        """For fleets: slow to doubt, slow to evict."""
+        """Return the preset for fleets: slow to suspect, slow to evict."""
         return CorePolicy()
 
     @staticmethod
     def lab() -> CorePolicy:
-        """For one machine, demonstrations and tests: everything within seconds."""
+        """Return the preset for one machine, demonstrations and tests: everything within seconds."""
         return CorePolicy(
             suspect_after_s=2.5,
             suspect_after_max_s=10.0,
@@ -515,7 +529,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         )
 
     def validate(self) -> CorePolicy:
-        """Returns the policy. Raises ConfigurationError for values that contradict each other."""
+        """Return the policy. Raise ConfigurationError for values that contradict each other."""
         for wrong, mend in self._contradictions():
             if wrong:
                 raise ConfigurationError(mend)

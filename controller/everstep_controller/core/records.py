@@ -1,6 +1,7 @@
-"""What the core knows and stores: records that come back after a restart.
+"""Stored records of the core: the fleet, nodes, jobs and versions.
 
-A record changes only inside ``fleet.handle`` and comes out as a ``Put...`` effect whenever it did.
+A record changes only inside ``engine.handle``. Every change leaves the core as a ``Put...`` effect. All times are wall
+seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -16,368 +17,470 @@ from everstep_controller.core.policy import LadderHistory, ReportHistory
 
 
 class MaintenanceWindow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Maintenance until ``until`` (wall seconds) of a node, or of a rack's nodes but those in ``without``, which were
-    readmitted early; ``sentence`` says by whose order. ``starts_at``: when it begins, 0.0 once it has."""
+    """A maintenance window of one node or of one rack."""
 
     until: float
+    """End of the window."""
     starts_at: float = 0.0
+    """Planned start; 0.0 once the window has begun."""
     sentence: str
+    """Sentence for people, with the operator who ordered the window."""
     node: NodeId = ""
+    """The node in maintenance; empty for a rack's window."""
     rack: str = ""
+    """The rack in maintenance; empty for a node's window."""
     readmitted_early: tuple[NodeId, ...] = ()
+    """Nodes of the rack that an operator readmitted before the end."""
 
 
 class Eviction(msgspec.Struct, frozen=True, kw_only=True):
-    """An automatic eviction, and whose budgets it uses: of ``rack`` (empty: none), of ``jobs`` with a seat there."""
+    """An automatic eviction, counted against the eviction budgets."""
 
     at: float
+    """Time of the eviction."""
     node: NodeId
+    """The evicted node."""
     rack: str = ""
+    """The rack whose budget the eviction uses; empty for none."""
     jobs: tuple[JobId, ...] = ()
+    """Jobs in which the node had a seat; the eviction uses their budgets."""
 
 
 class UnfitNode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is kept of a node that was forgotten while it was not fit to serve: why, what it had to pass on its way back
-    (as in ``Course``), and which of its GPUs computed wrongly (as ``NodeRecord.condemned``)."""
+    """Facts kept about a node that was forgotten while it was unfit to serve."""
 
     sentence: str
+    """The reason why the node was out of service."""
     diagnostics: tuple[ProbeKind, ...] = ()
+    """Diagnostics that the node must pass if it returns, as in ``ReadmissionPlan.required_diagnostics``."""
     required_passes: int = 1
+    """Number of consecutive passes, as in ``ReadmissionPlan.required_passes``."""
     defective_gpus: tuple[str, ...] = ()
+    """GPUs that computed wrongly, as in ``NodeRecord.defective_gpus``."""
 
 
 class FleetRecord(msgspec.Struct, kw_only=True):
-    """What belongs to no single node or job.
-
-    ``breaker``: the sentence of a latched eviction breaker, empty while evictions are allowed; ``latched_by``: the node
-    whose eviction was one too many, and the key of the finding it was for. ``evicted``: the
-    evictions inside the budget's window, oldest first. ``probes`` counts probes ever asked for, so that ids are new;
-    ``remedies`` the same. ``remedied``: wall seconds of automatic resets and reboots inside their window,
-    ``restarted`` of restarts of ranks. ``maintenance``: windows that are not over, planned ones too. ``unfit``: by name
-    what was forgotten of nodes that must not come back as if nothing had been, oldest first. ``outbreaks``: since when
-    each outbreak (``outbreaks``) stands, in wall seconds.
-    """
+    """Stored state that belongs to no single node or job."""
 
     breaker_reason: str = ""
+    """Reason for which the eviction breaker is latched; empty while evictions are allowed."""
     breaker_tripped_at: float = 0.0
+    """Time at which the breaker latched."""
     breaker_tripped_by: tuple[str, str] = ("", "")
+    """The node whose eviction exceeded the budget, and the key of the finding behind the eviction."""
     recent_evictions: list[Eviction] = []
+    """Evictions inside the budget's window, oldest first."""
     probe_count: int = 0
+    """Number of probes ever requested; makes probe ids unique."""
     remediation_count: int = 0
+    """Number of remediations ever requested; makes remediation ids unique."""
     remediation_times: list[float] = []
+    """Times of automatic resets and reboots inside ``remediation_fleet_window_s``."""
     rank_restart_times: list[float] = []
+    """Times of automatic rank restarts inside ``remediation_fleet_window_s``."""
     maintenance_windows: list[MaintenanceWindow] = []
+    """Maintenance windows that are planned or under way."""
     unfit_nodes: dict[NodeId, UnfitNode] = {}
+    """Forgotten nodes that must not come back as new ones, oldest first."""
     outbreaks: dict[str, float] = {}
+    """Start of each standing outbreak, by signature (``core.health.outbreaks``)."""
 
 
 class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One entry of a node's case book: a finding, verdict, probe or action, and when."""
+    """One entry of a node's history: a finding, verdict, probe or action."""
 
     at: float
+    """Time of the entry."""
     kind: str
+    """Kind of the entry, such as ``verdict``."""
     sentence: str
+    """Sentence for people."""
     detail: dict[str, str] = {}
+    """Further facts, such as the verdict's id."""
 
 
 class ReadmissionPlan(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How a node that is out is treated.
-
-    ``rule``: id of the rule that took it out. ``ladder`` and ``rung``: its cures, and which is due. ``checks``: what it
-    must pass on its way back (empty: an all-reduce), ``passes`` times in a row; ``left``: what is still to be passed,
-    ``alone``: it had no partner for what takes one. ``clear_s``: for how long its causes must be clear. ``remedy``: id
-    of the action that was asked for and not reported, ``remedy_due``: when it is given up. ``settles_at``: when the
-    causes must have cleared after a confirmed one. ``hindered``: why no action was asked for, as it was last said.
-    ``offence``: what was held against it for being out. ``evicted_at``: when it was evicted, or found ill before it
-    served, 0.0 where it is out otherwise; ``signs``: of what signature (``outbreaks``)
-    each cause is that was known since then, cleared ones too; ``reserve_s``: for how long after it one of them may turn
-    out to be an outbreak's.
-    """
+    """Treatment of a node that is out of service, up to its readmission."""
 
     rule_id: str = ""
+    """Id of the rule that took the node out."""
     ladder: tuple[Action, ...] = ()
+    """Remediation actions, weakest first."""
     ladder_step: int = 0
+    """Index in ``ladder`` of the action that is due."""
     required_diagnostics: tuple[ProbeKind, ...] = ()
+    """Diagnostics to pass before readmission; empty means one all-reduce."""
     required_passes: int = 1
+    """Number of consecutive passes of all diagnostics."""
     remaining_diagnostics: list[ProbeKind] = []
+    """Diagnostics still to be passed, in order."""
     lacked_partner: bool = False
+    """True if a diagnostic that needs a partner was skipped because no partner was available."""
     clear_s: float = 0.0
+    """Seconds for which the causes must be clear before readmission."""
     pending_remediation_id: str = ""
+    """Id of the requested action whose outcome is not reported yet."""
     remediation_deadline: float = 0.0
+    """Time at which the pending action counts as failed."""
     settle_deadline: float = 0.0
+    """Time by which the causes must clear after a confirmed action."""
     blocked_reason: str = ""
+    """Latest reported reason why no action was requested."""
     offence_weight: float = 0.0
+    """Weight added to the node's offence score for being out."""
     evicted_at: float = 0.0
+    """Time of the eviction, or of the finding before the node served; 0.0 if the node is out for another reason."""
     cause_signatures: dict[str, str] = {}
+    """Outbreak signature of every cause seen since ``evicted_at``, cleared causes included, by finding key."""
     rollback_window_s: float = 0.0
+    """Seconds after ``evicted_at`` in which an outbreak among the causes rolls the eviction back."""
 
 
 class NodeRecord(msgspec.Struct, kw_only=True):
-    """A node as stored.
-
-    ``since`` and ``sentence``: when and why it came into ``state``. ``reachable``: it was heard within its deadlines;
-    ``lost_at``: when it last ceased to be; ``lost``: times of losses that were its own, inside ``node_flap_window_s``.
-    ``findings`` by key are the agent's picture, ``own`` the controller's; ``own_until``: when those of them that nobody
-    clears are over, unless they are seen again. ``causes``: keys of findings that must
-    clear before a quarantined node may come back; ``needs_operator``: they never do by themselves. ``returns_at``:
-    not before this may it leave quarantine. ``evictions``: times of this node's evictions; repeat offenders wait
-    longer. ``verdicts`` counts verdicts ever given, for their ids; ``stands_by``: the one by which it is out, or back.
-    ``probe``: the one it must pass. ``against``: with whom it was in an undecided digest vote, at ``against_at``.
-    ``condemned``: UUIDs of GPUs (or its name, without any) that computed wrongly; when none of them is left, the node
-    is repaired.
-    ``vouched``: keys of findings that stood when an operator readmitted it, and did not get worse.
-    ``shown_at``: when findings that wait for the end of an outbreak, or whose eviction is held, were shown last.
-    ``overruled``: key of the finding whose eviction is held, ``held_by`` what holds it (a scope of ``eviction``).
-
-    ``booted_at``: when it was first seen after its last boot. ``reports`` of a finding are counted under its rule and
-    key, ``steps`` of ladders under the rule. ``undecided``: keys of findings that are looked at again, and what for.
-    ``cleared``: since when a cause has been clear. ``course``: its treatment while it is out. ``offences``: its score
-    as of ``offended_at``, ``offended`` those of the last half-life, each with when it was and what it weighs.
-    ``remedied``: times of its automatic resets and reboots, ``dry_runs`` of those that were only written to the log,
-    ``restarted`` of restarts of its ranks. ``cordoned``: id of the remedy by which Everstep took it out of service with
-    the scheduler, or ``remedies.PERHAPS``; ``foreign``: who else has. ``hold``: a person's order that keeps it out.
-    ``maintenance_until``: the end of its maintenance window, 0.0 outside one. ``notes``: its case book.
-    """
+    """Stored state of a node."""
 
     node: NodeId
+    """Name of the node."""
     incarnation: Incarnation
+    """Incarnation of the registered agent."""
     vault: Address
+    """Address of the node's vault."""
     domain: Domain = Domain()
+    """Failure domain: rack, switch and power domain."""
     labels: dict[str, str] = {}
+    """Labels given by the operator."""
     gpus: tuple[Gpu, ...] = ()
+    """GPUs of the node."""
     host: Host = UNKNOWN_HOST
+    """Host facts reported by the agent."""
     agent_version: str = ""
+    """Version of the agent."""
     driver_version: str = ""
+    """Version of the GPU driver."""
     boot_id: str = ""
+    """Boot id of the operating system."""
     registered_at: float = 0.0
+    """Time of the last registration."""
     state: NodeState = NodeState.HEALTHY
+    """Current state."""
     since: float = 0.0
+    """Time at which the node entered ``state``."""
     sentence: str = ""
+    """Reason for ``state``, as a sentence for people."""
     trace: TraceId = ""
+    """Trace id of the event that led to ``state``."""
     required_action: Action = Action.NONE
+    """Action that the findings behind ``state`` ask for."""
     reachable: bool = True
+    """True while messages arrive within the deadlines."""
     lost_at: float = 0.0
+    """Time at which the node was last declared unreachable."""
     loss_times: list[float] = []
+    """Losses attributed to the node itself, inside ``node_flap_window_s``."""
     agent_findings: dict[str, Finding] = {}
+    """Findings reported by the agent, by key."""
     controller_findings: dict[str, Finding] = {}
+    """Findings of the controller itself, by key."""
     controller_findings_until: dict[str, float] = {}
+    """Expiry of controller findings that nobody clears; each new sighting postpones the expiry."""
     quarantine_causes: list[str] = []
+    """Keys of the findings that must clear before the node leaves quarantine."""
     needs_operator: bool = False
+    """True if only an operator can end the quarantine."""
     quarantined_until: float = 0.0
+    """Earliest time at which the node may leave quarantine."""
     eviction_times: list[float] = []
+    """Times of the node's evictions; repeat offenders wait longer."""
     verdict_count: int = 0
+    """Number of verdicts ever given on the node; makes verdict ids unique."""
     current_verdict_id: str = ""
+    """Id of the verdict that put the node into, or out of, service."""
     probe_status: str = ""
+    """Id of the probe that the node must pass on probation, or ``PROBE_PASSED`` or ``PROBE_SKIPPED``."""
     probe_failures: int = 0
+    """Number of failed probes in a row."""
     digest_tie_nodes: list[NodeId] = []
+    """Other nodes of the last undecided digest vote."""
     digest_tie_at: float = 0.0
+    """Time of the last undecided digest vote."""
     defective_gpus: list[str] = []
+    """UUIDs of GPUs that computed wrongly, or the node's name if it has no GPU. The node counts as repaired once none
+    of them is left."""
     accepted_findings: list[str] = []
+    """Keys of findings that stood when an operator readmitted the node and have not become graver since."""
     finding_seen_at: dict[str, float] = {}
+    """Last sighting of findings that wait for the end of an outbreak or whose eviction is deferred, by key."""
     deferred_eviction_key: str = ""
+    """Key of the finding whose eviction is deferred; empty for none."""
     eviction_deferred_by: str = ""
+    """Scope that defers the eviction (``core.health.eviction``)."""
     booted_at: float = 0.0
+    """First sighting of the node after its last boot."""
     report_history: dict[str, ReportHistory] = {}
+    """Counted reports, by rule and finding key."""
     ladder_history: dict[str, LadderHistory] = {}
+    """Ladder steps taken, by rule."""
     undecided_findings: dict[str, str] = {}
+    """Reasons why findings cannot be judged yet, by finding key."""
     cause_cleared_at: dict[str, float] = {}
+    """Time at which each quarantine cause cleared, by finding key."""
     readmission_plan: ReadmissionPlan | None = None
+    """Treatment of the node while it is out; None while it is in service."""
     offence_score: float = 0.0
+    """Decaying score of offences, as of ``offence_score_at``."""
     offence_score_at: float = 0.0
+    """Time for which ``offence_score`` was computed."""
     offended: list[tuple[float, float]] = []
+    """Offences of the last half-life, as (time, weight)."""
     remediation_times: list[float] = []
+    """Times of the node's automatic resets and reboots."""
     dry_runs: list[float] = []
+    """Times of resets and reboots that were only logged."""
     rank_restart_times: list[float] = []
+    """Times of automatic restarts of the node's ranks."""
     cordon_id: str = ""
+    """Id of the remediation by which Everstep cordoned the node, or ``node_state.CORDON_UNCERTAIN``."""
     external_cordon_by: str = ""
+    """Name of whoever else cordoned the node; empty for nobody."""
     hold_reason: str = ""
+    """Operator's order that keeps the node out of service; empty for none."""
     maintenance_until: float = 0.0
+    """End of the current maintenance window; 0.0 outside a window."""
     history: list[HistoryEntry] = []
+    """The newest entries of the node's history."""
 
     def all_findings(self) -> tuple[Finding, ...]:
-        """What stands: as its agent tells, and as the controller found itself."""
+        """Return all standing findings, of the agent and of the controller."""
         return (*self.agent_findings.values(), *self.controller_findings.values())
 
     def get_finding(self, key: str) -> Finding | None:
-        """The one of that key, whoever found it."""
+        """Return the finding with this key, whoever raised it."""
         return self.agent_findings.get(key) or self.controller_findings.get(key)
 
 
 class LauncherRecord(msgspec.Struct, kw_only=True):
-    """A node's offer to a job.
-
-    ``able``: false once it could not replace a rank, or its ranks did not enter a generation in time, until it joins
-    again; ``why_not`` says which. ``missing``: local ranks that did not enter, until another process has their place;
-    ``late``: in how many of its generations in a row there were such.
-    ``confirmed``: false from its agent's new life until it joins again.
-    """
+    """A node's offer to take part in a job."""
 
     node: NodeId
+    """Name of the node."""
     incarnation: Incarnation
+    """Incarnation of the launcher."""
     store_address: Address
+    """Address at which the node can host the job's store."""
     generation: GenerationNumber = 0
+    """Generation of the launcher's ranks; 0 for none."""
     usable: bool = True
+    """False after the launcher failed to replace a rank or its ranks entered a generation too late; true again once the
+    launcher joins again."""
     has_rejoined: bool = True
+    """False between a new life of the agent and the launcher's next join."""
     unusable_reason: str = ""
+    """Reason why ``usable`` is false."""
     missing_local_ranks: list[int] = []
+    """Local ranks that did not enter a generation and have not been replaced since."""
     late_generations: int = 0
+    """Number of consecutive generations in which local ranks were missing."""
 
 
 class ShareLocations(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where else the part of a version is that a node's ranks stored.
-
-    ``copies``: nodes that each hold all of what these ranks alone hold. ``alike``: nodes that store the rest again,
-    each of them a part of it.
-    """
+    """Other nodes that hold the part of a version that one node's ranks stored."""
 
     full_copies: tuple[NodeId, ...] = ()
+    """Nodes that each hold everything that only these ranks hold."""
     partial_copies: tuple[NodeId, ...] = ()
+    """Nodes that each store a part of the remaining bytes again."""
 
 
 class VersionLocations(msgspec.Struct, frozen=True):
-    """Which nodes hold the versions that were committed in ``generation``: a share for each node of its roster."""
+    """Locations of the versions that were committed in one generation."""
 
     generation: GenerationNumber
+    """The generation."""
     shares: dict[NodeId, ShareLocations]
+    """Locations of each roster node's share."""
 
 
 class PendingSpill(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A version on its way to storage: under ``url``, from the slots of ``writers``, each of which writes the shares of
-    these ranks. ``attempt``: number of the order; an answer to another one is void.
-    ``failures``: answers that said that it could not be done now, with the last one's ``trouble``."""
+    """A version that is being written to storage."""
 
     version: Version
+    """The version."""
     url: str
+    """Folder on storage."""
     writers: dict[NodeId, tuple[Rank, ...]]
+    """Ranks whose shares each node writes from its slots."""
     started_at: float
+    """Time of the first order."""
     bytes: int = 0
+    """Size of the version in bytes."""
     attempt: int = 0
+    """Number of the current order; answers to other orders are void."""
     failures: int = 0
+    """Number of answers that reported a failure."""
     last_error: str = ""
+    """Error of the latest failure."""
     trace: TraceId = ""
+    """Trace id of the event that started the write."""
 
 
 class StoredCheckpoint(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A version that is whole on storage, in the folder at ``url``. ``suspect``: it may be corrupt."""
+    """A version that is complete on storage."""
 
     version: Version
+    """The version."""
     url: str
+    """Folder on storage."""
     bytes: int
+    """Size of the version in bytes."""
     started_at: float
+    """Time at which the write began."""
     stored_at: float
+    """Time at which the write completed."""
     maybe_corrupt: bool = False
+    """True if the version may contain corrupted state."""
 
 
 class PendingProtection(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A version whose parity is being made. ``on_copies``: where else the shares are that no group takes. ``failures``
-    as in ``Spilling``."""
+    """A version whose parity is being made."""
 
     protection: Protection
+    """Groups of the version and the homes of their parity."""
     started_at: float
+    """Time of the first order."""
     copy_only_shares: dict[NodeId, ShareLocations] = {}
+    """Locations of the shares that belong to no group, by node."""
     failures: int = 0
+    """Number of answers that reported a failure."""
     trace: TraceId = ""
+    """Trace id of the event that started the work."""
 
 
 class ActiveProtection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A version that is kept by parity since ``at``."""
+    """A version that parity protects."""
 
     protection: Protection
+    """Groups of the version and the homes of their parity."""
     protected_at: float
+    """Time since which the version is protected."""
     copy_only_shares: dict[NodeId, ShareLocations] = {}
+    """Locations of the shares that belong to no group, by node."""
 
 
 class JobRecord(msgspec.Struct, kw_only=True):
-    """A job as stored.
-
-    ``paused_for``: what paused it last. ``generation`` is the current one (None while forming). ``opened_at``: when it
-    was decided; ``resumed_at``: when its last rank had stepped, None until then. ``launchers`` in order of joining.
-    ``size``: an operator's bound on nodes below ``spec.max_nodes``. ``ceiling``: after corruption nothing newer may be
-    restored, until a version is committed after it. ``losses``: per node, wall seconds of rank losses inside the flap
-    window; ``leaving``: the running generation while a boundary to ``generation`` is announced and not reached.
-    ``excluded``: nodes that this job does without, and why. ``former``: nodes of earlier rosters whose vaults may still
-    hold slots. ``raised``: what the training function raised, and on which node first. ``ties``: times of unsettled
-    votes. ``finished``: ranks of the running generation whose training function returned. ``slow``: nodes that were
-    replaced as stragglers, and why. ``homes`` of the newest committed version. ``gave_at``: when it last gave a node to
-    a job of higher priority. ``deserted_at``: when the last of its launchers was gone.
-    ``ended_step``: the last step of a job that is over.
-    ``last_begun``: the last step that the finished ranks began, None where it is not known.
-
-    ``spilling``: the version on its way to storage. ``stored``: those that are there, by when they were written;
-    ``spilled_step`` of the last one. ``spills_lost``: versions that were ordered and never got there;
-    ``spill_failures`` of them in a row, the last for ``spill_trouble``, and none is ordered before
-    ``spill_not_before``.
-
-    ``shielded``: the version that is kept by parity; ``protecting``: the next one. ``parity_sentence``: how groups were
-    formed last. ``protect_failures``, ``protect_trouble`` and ``protect_not_before`` as those of spills.
-    """
+    """Stored state of a job."""
 
     job: JobId
+    """Name of the job."""
     spec: JobSpec
+    """Specification of the job."""
     secret: str
+    """Secret that the job's processes share."""
     created_at: float
+    """Time at which the first launcher joined."""
     state: JobState = JobState.FORMING
+    """Current state."""
     since: float = 0.0
+    """Time at which the job entered ``state``."""
     sentence: str = ""
+    """Reason for ``state``, as a sentence for people."""
     paused_for: str = ""
+    """Reason for the latest pause."""
     trace: TraceId = ""
+    """Trace id of the event that led to ``state``."""
     launchers: dict[NodeId, LauncherRecord] = {}
+    """Launchers in the order in which they joined."""
     last_generation_number: GenerationNumber = 0
+    """Highest generation number given so far."""
     generation: GenerationSpec | None = None
+    """Current generation; None while the job forms."""
     outgoing_generation: GenerationSpec | None = None
+    """Running generation while a boundary to ``generation`` is announced and not reached."""
     generation_opened_at: float = 0.0
+    """Time at which ``generation`` was decided."""
     generation_resumed_at: float | None = None
+    """Time at which the last rank of ``generation`` finished a step; None until then."""
     node_limit: int | None = None
+    """Operator's limit on nodes below ``spec.max_nodes``; None for no limit."""
     restore_ceiling: Version | None = None
+    """Newest version that may be restored after corruption; None once a later version is committed."""
     user_retries: int = 0
+    """Number of retries spent on errors of the training function."""
     user_errors: dict[str, NodeId] = {}
+    """First node on which each error of the training function occurred, by error text."""
     rank_loss_times: dict[NodeId, list[float]] = {}
+    """Rank losses per node inside ``job_failure_window_s``."""
     excluded_nodes: dict[NodeId, str] = {}
+    """Nodes excluded from this job, with the reason."""
     former_nodes: list[NodeId] = []
+    """Nodes of earlier rosters whose vaults may still hold slots of the job."""
     digest_tie_times: list[float] = []
+    """Times of undecided digest votes."""
     finished_ranks: list[Rank] = []
+    """Ranks of the running generation whose training function returned."""
     last_begun: int | None = None
+    """Last step that the finished ranks began; None if unknown."""
     replaced_stragglers: dict[NodeId, str] = {}
+    """Nodes that were replaced as stragglers, with the reason."""
     version_locations: VersionLocations | None = None
+    """Locations of the newest committed version."""
     preempted_at: float = 0.0
+    """Time at which the job last gave a node to a job of higher priority."""
     abandoned_at: float = 0.0
+    """Time at which the last launcher left."""
     ended_step: int = 0
+    """Last step of a job that has ended."""
     pending_spill: PendingSpill | None = None
+    """The version that is being written to storage."""
     stored_checkpoints: list[StoredCheckpoint] = []
+    """Versions on storage, ordered by the time of writing."""
     last_spilled_step: int = 0
+    """Step of the newest version on storage."""
     spills_lost: int = 0
+    """Number of versions that were ordered and never reached storage."""
     spill_failures: int = 0
+    """Number of failed spills in a row."""
     spill_error: str = ""
+    """Error of the latest failed spill."""
     spill_not_before: float = 0.0
+    """Earliest time of the next spill."""
     active_protection: ActiveProtection | None = None
+    """The version that parity protects."""
     pending_protection: PendingProtection | None = None
+    """The version whose parity is being made."""
     parity_summary: str = ""
+    """Sentence on how the latest parity groups were formed."""
     protection_failures: int = 0
+    """Number of failed protections in a row."""
     protection_error: str = ""
+    """Error of the latest failed protection."""
     protection_not_before: float = 0.0
+    """Earliest time of the next protection."""
 
 
 class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed version: durable from ``committed_at``, and, where digests agreed, clean (``verified_at``)."""
+    """A committed version."""
 
     job: JobId
+    """Name of the job."""
     version: Version
+    """The version."""
     committed_at: float
+    """Time since which the version is durable."""
     verified_at: float | None = None
+    """Time at which the digests of all replicas agreed; None if they were not compared."""
     bytes: int = 0
+    """Size of the version in bytes."""
     rank_count: int = 0
+    """Number of ranks that sealed the version."""
 
-
-# ---- casebook
-# What is remembered of a node beside the audit log: enough for whoever has to mend it.
 
 MAX_HISTORY_ENTRIES = 48
-"""Entries kept of a node; older ones are in the audit log."""
+"""Maximum number of history entries per node; older entries remain in the audit log."""
 
 
 def append_history(
     record: NodeRecord, at: float, kind: str, sentence: str, detail: dict[str, str] | None = None
 ) -> None:
-    """One more entry. The caller says that the record has changed."""
+    """Append an entry to the node's history. The caller marks the record as changed."""
     note = HistoryEntry(at=at, kind=kind, sentence=sentence, detail=detail or {})
     record.history = [*record.history[1 - MAX_HISTORY_ENTRIES :], note]

@@ -1,9 +1,8 @@
-"""Nodes that are gone for good, and jobs that are over for long: forgotten by an operator's word, or by age. A job that
-nobody goes on with is over after a while.
+"""Forget nodes and ended jobs, by order or by age, and end abandoned jobs.
 
-Nobody is forgotten whom a job may still want, and by age nobody against whom something stands that no sensor would see
-again. A node that comes back under a forgotten name is a new one. But of one that was not fit to serve so much is kept:
-it comes back through the diagnostics, as it would have had to (``agents``).
+A node that a job may still need is never forgotten. Age alone never forgets a node with a problem that no sensor would
+detect again. A node that returns under a forgotten name counts as new. If it was unfit to serve, it must pass the same
+diagnostics as before (``liveness.registration``).
 """
 
 from __future__ import annotations
@@ -20,26 +19,29 @@ from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
 
 CHECK_INTERVAL_S = 600.0
-"""Seconds between two looks at what has become old."""
+"""Seconds between two checks."""
 MAX_PER_CHECK = 256
-"""Nodes, and jobs, that one look forgets: the rest follows a second later, so that one transaction stays short."""
+"""Maximum number of nodes, and of jobs, forgotten per check. The rest follows a second later, so that transactions stay
+short."""
 RETRY_S = 1.0
 MAX_UNFIT_NODES = 1000
-"""Names of forgotten nodes that were not fit to serve; beyond them those go that were forgotten first."""
+"""Number of unfit nodes remembered after they were forgotten; the oldest are dropped first."""
 UNFIT_STATES = (NodeState.QUARANTINED, NodeState.REPAIR)
-"""States from which only a probe leads back to service. Who was lost, or is held, on that way has a course."""
+"""States that a node leaves only through a probe. Nodes that were lost or held on that way have a
+``ReadmissionPlan``."""
 FLEET = "fleet"
 
 
 def schedule_retention(transition: Transition, wait_s: float = CHECK_INTERVAL_S) -> None:
-    """Asks for the next look, where policy wants any."""
+    """Schedule the next check, if the policy asks for any."""
     policy = transition.policy
     if policy.forget_nodes_after_s or policy.forget_jobs_after_s or policy.end_abandoned_jobs_after_s:
         transition.schedule(transition.now + wait_s, "retention", FLEET)
 
 
 def apply_retention(transition: Transition) -> None:
-    """Forgets what is older than policy keeps. Not while the database is away: it would have to be done again."""
+    """Forget whatever is older than the policy keeps. Skipped during a database outage, because the work would be
+    lost."""
     jobs = nodes = 0
     if not transition.state.database_outage:
         _end_abandoned_jobs(transition)
@@ -47,11 +49,8 @@ def apply_retention(transition: Transition) -> None:
     schedule_retention(transition, RETRY_S if MAX_PER_CHECK in (jobs, nodes) else CHECK_INTERVAL_S)
 
 
-# --- nodes -------------------------------------------------------------------------------------------------------
-
-
 def reason_to_keep(state: FleetState, node: str) -> str:
-    """What speaks against forgetting the node, in words and with the mend; empty where nothing does."""
+    """Return why the node cannot be forgotten and what to do, or "" if nothing speaks against it."""
     if node in state.reachable:
         return f"{node} is heard: end its agent first, else it would be back at once"
     for job in state.jobs.values():
@@ -68,7 +67,7 @@ def reason_to_keep(state: FleetState, node: str) -> str:
 
 
 def _forget_old_nodes(transition: Transition) -> int:
-    """How many were forgotten."""
+    """Forget expired nodes and return their number."""
     state, after_s = transition.state, transition.policy.forget_nodes_after_s
     if not after_s:
         return 0
@@ -81,7 +80,7 @@ def _forget_old_nodes(transition: Transition) -> int:
 
 
 def _may_expire(record: NodeRecord) -> bool:
-    """Whether time alone ends it. What a person has said of a node, or must say, stays until a person ends it."""
+    """Return whether time alone ends the record. A person's order, or a pending decision of a person, keeps it."""
     if (
         record.reachable
         or record.hold_reason
@@ -98,7 +97,7 @@ def _gone_since(record: NodeRecord) -> float:
 
 
 def forget_node(transition: Transition, node: str, sentence: str) -> None:
-    """Drops all that is known of a node that nothing keeps (``why_kept``); its lines in the audit log stay."""
+    """Drop everything known about a node that nothing keeps (``reason_to_keep``), except its audit log."""
     state, record = transition.state, transition.state.nodes[node]
     drop_deferral(transition, node)
     node_state.uncordon(transition, node, sentence)
@@ -121,7 +120,7 @@ def forget_node(transition: Transition, node: str, sentence: str) -> None:
 
 
 def _keep_unfit(transition: Transition, record: NodeRecord) -> None:
-    """Keeps that the node was not fit to serve, should anything register under its name."""
+    """Remember that the node was unfit, in case an agent registers under its name."""
     if record.state not in UNFIT_STATES and record.readmission_plan is None and not record.defective_gpus:
         return
     unfit, course = transition.state.fleet.unfit_nodes, record.readmission_plan or ReadmissionPlan()
@@ -138,7 +137,8 @@ def _keep_unfit(transition: Transition, record: NodeRecord) -> None:
 
 
 def _remove_from_job(transition: Transition, job: JobRecord, node: str) -> None:
-    """The job knows the node no more. One that counts it among the homes of a version is over, and keeps none."""
+    """Remove the node from the job. An ended job that counts the node among a version's locations loses the
+    locations."""
     shares = job.version_locations.shares if job.version_locations is not None else {}
     if not any(
         node in place
@@ -161,12 +161,12 @@ def _remove_from_job(transition: Transition, job: JobRecord, node: str) -> None:
     transition.mark_job_changed(job.job)
 
 
-# --- jobs --------------------------------------------------------------------------------------------------------
-
-
 def _end_abandoned_jobs(transition: Transition) -> None:
-    """Ends jobs that do not run, whose launchers have all left, and that nobody went on with in time: they keep memory
-    of their nodes taken. One whose launchers are only out of reach may be running there."""
+    """End jobs that are not running, have lost all launchers and were not resumed in time, since they occupy memory on
+    their nodes.
+
+    A job whose launchers are only unreachable may still be running there.
+    """
     after_s = transition.policy.end_abandoned_jobs_after_s
     for job in transition.state.jobs.values() if after_s else ():
         deserted = job.state in (JobState.FORMING, JobState.PAUSED) and not job.launchers
@@ -176,7 +176,7 @@ def _end_abandoned_jobs(transition: Transition) -> None:
 
 
 def _forget_old_jobs(transition: Transition) -> int:
-    """How many were forgotten."""
+    """Forget expired jobs and return their number."""
     state, after_s = transition.state, transition.policy.forget_jobs_after_s
     if not after_s:
         return 0

@@ -1,4 +1,4 @@
-"""A controller begins: the state comes back from its records, and every deadline starts anew."""
+"""Restore the state from stored records, and start every deadline anew."""
 
 from __future__ import annotations
 
@@ -30,10 +30,17 @@ def restore_state(
     jobs: Iterable[JobRecord] = (),
     versions: Iterable[VersionRecord] = (),
 ) -> FleetState:
-    """The state as it was stored; with nothing stored, a new one. Send ``ControllerStarted`` first.
+    """Return the stored state, or a new one if nothing is stored. Send ``ControllerStarted`` first.
 
-    ``versions``: at least each job's newest one, and its newest verified one; more do no harm. Raises
-    ConfigurationError for a policy that contradicts itself.
+    Args:
+        policy: Policy of the core.
+        fleet: Stored state of the fleet.
+        nodes: Stored nodes.
+        jobs: Stored jobs.
+        versions: At least the newest and the newest verified version of each job.
+
+    Raises:
+        ConfigurationError: The policy contradicts itself.
     """
     state = FleetState(policy=policy.validate())
     state.fleet = fleet or FleetRecord()
@@ -41,7 +48,7 @@ def restore_state(
         state.nodes[record.node] = record
         state.node_runtime[record.node] = NodeRuntime()
         if record.state is NodeState.HELD and not (record.external_cordon_by or record.maintenance_until):
-            record.hold_reason = record.hold_reason or record.sentence  # written before holds had a field of their own
+            record.hold_reason = record.hold_reason or record.sentence  # stored before holds had a field of their own
         if record.reachable:
             if record.state is NodeState.SUSPECT:
                 state.silent.add(record.node)
@@ -72,7 +79,7 @@ def _restore_version(state: FleetState, record: VersionRecord) -> None:
 
 
 def handle_controller_started(transition: Transition, event: ControllerStarted) -> None:
-    """Nobody could reach us while we were away: all deadlines begin now."""
+    """Start all deadlines now, because nobody could reach the controller during its absence."""
     state = transition.state
     state.epoch = event.epoch or state.epoch
     state.observer.receiving_since = state.observer.last_received_at = transition.now

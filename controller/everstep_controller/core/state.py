@@ -1,6 +1,6 @@
-"""Everything the core knows: the records, and live parts that are learned anew after a restart.
+"""In-memory state of the core: stored records, and runtime state that is learned anew after a restart.
 
-What is kept per rank and changes every step (progress, seals, acknowledgements) is live: losing it costs at most one
+State that changes every step (progress, seals, acknowledgements) is runtime state. Its loss costs at most one
 version's commit, and heartbeats bring it back.
 """
 
@@ -49,267 +49,330 @@ Ignored = Literal[
     "version_spilled.stale",
     "version_spilled.not_a_member",
 ]
-"""Why an event was dropped by rule; the controller's metrics show every one of these from the start."""
+"""Reasons for which a rule drops an event. The controller's metrics export all of them from the start."""
 
 
 class HeartbeatState(msgspec.Struct):
-    """What beats alone change of a node; rules read it through ``Turn.pulse``.
-
-    ``heard_at``: its last word; 0.0 before the first that this controller hears. ``beats``: clean ones on probation.
-    ``longest_s``: its longest pause between two words, of lately.
-    """
+    """Facts about a node that heartbeats change. Rules read them through ``Transition.read_heartbeats``."""
 
     last_seen_at: float = 0.0
+    """Time of the last message; 0.0 before the first message that this controller receives."""
     clean_beats: int = 0
+    """Number of clean heartbeats on probation."""
     longest_pause_s: float = 0.0
+    """Longest recent pause between two messages, in seconds."""
 
 
 class ObserverState(msgspec.Struct):
-    """How well this controller listens: ``last_at`` somebody was heard; ``since`` then it was not deaf for long. No
-    node's silence began before."""
+    """Ability of this controller to receive messages."""
 
     last_received_at: float = 0.0
+    """Time of the last message from any node."""
     receiving_since: float = 0.0
+    """Start of the current period without a long stall; no node's silence counts from before."""
 
 
 class FindingBurst(msgspec.Struct):
-    """How many findings of a kind came without a pause, and when the last one did."""
+    """A series of findings of one kind without a pause."""
 
     count: int = 0
+    """Number of findings."""
     last_at: float = 0.0
+    """Time of the last finding."""
 
 
 class NodeRuntime(msgspec.Struct):
-    """What is known of a node only while this controller lives.
-
-    ``picture``: it has told its findings in full since we began. ``gone_at``: its connection closed then and nothing
-    was heard since. ``watched``: its silence deadline is queued. ``rejoin_due``: until when its launchers may join
-    again. ``jobs``: those that ever had a launcher on it; ``open``: those of them that are not over, without those that
-    go on with other launchers. ``accusers``: nodes whose vaults lost its vault, and when;
-    void once it is heard after that. ``bursts``: by kind and severity of findings.
-    """
+    """Runtime state of a node."""
 
     heartbeats: HeartbeatState = msgspec.field(default_factory=HeartbeatState)
+    """Facts that heartbeats change."""
     has_full_findings: bool = False
+    """True once the agent has sent its complete findings to this controller."""
     disconnected_at: float | None = None
+    """Time at which the connection closed, if no message arrived since."""
     has_silence_deadline: bool = False
+    """True while a silence deadline is queued for the node."""
     launcher_rejoin_due: float | None = None
+    """Time by which the node's launchers may rejoin; None if none is awaited."""
     jobs: dict[JobId, None] = {}
+    """Jobs that ever had a launcher on the node."""
     open: dict[JobId, None] = {}
+    """Unfinished jobs among ``jobs``, without those that continue with other launchers only."""
     peer_loss_reports: dict[NodeId, float] = {}
+    """Nodes whose vaults lost this node's vault, with the time; void once the node is heard after that time."""
     finding_bursts: dict[str, FindingBurst] = {}
+    """Bursts of findings, by kind and severity."""
 
 
 class PendingRegroup(msgspec.Struct, frozen=True):
-    """A regrouping that waits until ``due`` for more witnesses: after a failed collective, or after a stall; or, with a
-    ``reason``, for members that a controller which has just begun has not heard yet."""
+    """A regroup that waits for more witnesses, or for members that a new controller has not heard yet."""
 
     is_stall: bool
+    """True after a stall, false after a failed collective."""
     since: float
+    """Time of the first report."""
     due: float
+    """Time at which the regroup happens at the latest."""
     trace: TraceId
+    """Trace id of the first report."""
     sentence: str
+    """Reason for the regroup."""
     reason: GenerationReason | None = None
+    """Reason of a regroup that waits for unseen members; None if it waits for witnesses."""
 
 
 class VersionSeals(msgspec.Struct):
-    """What ranks said of one version: who has sealed it, whose share is kept, whose is safe too, digests by group and
-    rank.
-
-    ``copies`` and ``alike`` as in ``Share``, by node.
-    """
+    """Reports of ranks about one version."""
 
     sealed_ranks: set[Rank] = set()
+    """Ranks that have sealed the version."""
     kept_ranks: set[Rank] = set()
+    """Ranks that keep their share until a later commit."""
     safe_ranks: set[Rank] = set()
+    """Ranks whose share is durable in enough failure domains."""
     full_copies: dict[NodeId, dict[NodeId, None]] = {}
+    """Full copies by node, as in ``ShareLocations``."""
     partial_copies: dict[NodeId, dict[NodeId, None]] = {}
+    """Partial copies by node, as in ``ShareLocations``."""
     bytes_by_rank: dict[Rank, int] = {}
+    """Size of each rank's share in bytes."""
     digests: dict[str, dict[Rank, str]] = {}
+    """Digests by replica group and rank."""
 
 
 class JobProgress(msgspec.Struct):
-    """What beats alone change of a job; rules read it through ``Turn.stride``, ``Turn.progress`` and ``Turn.entered``.
+    """Progress of a job as heartbeats report it.
 
-    ``progress`` by rank of the running generation, ``newest_step`` the furthest of it, seen at ``newest_at``.
-    ``entered``: ranks seen in the current generation.
+    Rules read it through ``Transition.read_step_rate``, ``read_stragglers``, ``read_steps`` and ``read_entered_ranks``.
     """
 
     by_rank: dict[Rank, RankProgress] = {}
+    """Latest progress of each rank of the running generation."""
     furthest_step: int | None = None
+    """Highest step that any rank has finished."""
     furthest_step_at: float = 0.0
+    """Time at which ``furthest_step`` was reported."""
     entered_ranks: set[Rank] = set()
+    """Ranks seen in the current generation."""
 
     def record_step(self, step: int, now: float) -> None:
-        """A rank has finished ``step``."""
+        """Record that a rank has finished ``step``."""
         if self.furthest_step is None or step > self.furthest_step:
             self.furthest_step, self.furthest_step_at = step, now
 
 
 class JobRuntime(msgspec.Struct):
-    """What is known of a job only while this controller lives.
-
-    ``resumed``: ranks that have stepped in the current generation; ``slowest``: the one that took longest, with its
-    phases. ``witnesses``: ranks whose collective failed. ``stalls``: (step, collectives) by
-    rank. ``ballots`` by version, all newer than ``settled``. ``candidate``: the step announced for the next commit
-    (None: the first that every rank keeps), looked at again at ``candidate_due`` (0.0: not awaited). ``blind``: times
-    of regroupings that named nobody. ``committed_at``: when ``committed`` was. ``slow``: for each node of which a rank
-    was slow lately, numbers of the windows in which one was; ``window`` is the newest, looked at again at
-    ``window_due`` (0.0: not awaited). ``inherited``: its generation had not resumed when this controller began;
-    ``first_steps`` are the first two that each rank was then seen at. ``gather_due``: until when others
-    that come back are waited for before the job grows (0.0: nobody came yet). ``offered_at``: since when a node that
-    became able waits for the next Tick's look at the job (None: none does). ``untold``: number of a generation that
-    is not written, so that nobody may hear of it before the database is back (0: none). ``spill_due``: when vaults are
-    asked again for what has not come to storage, ``spill_done`` the nodes that have written; ``protect_due`` the same
-    for parity, and ``protect_made`` by home, and there by group, as what the members were sealed of which P or Q was
-    made. ``replaced``: by node and local rank, when another process took the place. ``missed``:
-    homes of copies, and how many versions in a row could not be committed because one did not arrive there;
-    ``passed_over``: those that get none until then. ``nodes``: those whose ``NodeLive.jobs`` has the job. ``owns``:
-    the nodes that ``FleetState.owners`` gives to the job.
-    """
+    """Runtime state of a job."""
 
     progress: JobProgress = msgspec.field(default_factory=JobProgress)
+    """Progress as heartbeats report it."""
     resumed_ranks: set[Rank] = set()
+    """Ranks that have finished a step in the current generation."""
     slowest_resume: tuple[float, Rank, dict[str, float]] | None = None
+    """The resume that took longest: seconds, rank, and seconds by phase."""
     failed_collective_ranks: set[Rank] = set()
+    """Ranks whose collective failed."""
     stalled_ranks: dict[Rank, tuple[int, int]] = {}
+    """Step and number of collectives at which each stalled rank stands."""
     pending_regroup: PendingRegroup | None = None
+    """A regroup that waits for more reports."""
     version_seals: dict[Version, VersionSeals] = {}
+    """Seals of versions newer than ``settled_version``."""
     committed_version: Version | None = None
+    """Newest committed version."""
     committed_at: float = 0.0
+    """Time of the newest commit."""
     verified_version: Version | None = None
+    """Newest version whose digests agreed."""
     settled_version: Version | None = None
+    """Newest version that needs no further seals."""
     slow_windows: dict[NodeId, list[int]] = {}
+    """Straggler windows in which a rank of the node was slow, by node."""
     straggler_window: int = 0
+    """Number of the current straggler window."""
     straggler_window_due: float = 0.0
+    """End of the current straggler window; 0.0 if none is awaited."""
     candidate_step: int | None = None
+    """Step announced for the next commit; None means the first step that every rank keeps."""
     candidate_due: float = 0.0
+    """Time at which the candidate is checked again; 0.0 if none is awaited."""
     boundary_fallback_at: float = 0.0
+    """Time at which an announced boundary is abandoned for an immediate regroup."""
     resume_due: float = 0.0
+    """Time by which all ranks must have resumed."""
     growth_due: float = 0.0
+    """Time until which more returning nodes are awaited before the job grows; 0.0 before the first returns."""
     node_offered_at: float | None = None
+    """Time since which a newly usable node waits for the next Tick; None if there is none."""
     unannounced_generation: GenerationNumber = 0
+    """Number of a generation that is not stored yet and must not be announced; 0 if there is none."""
     spill_due: float = 0.0
+    """Time at which the vaults are asked again for a pending spill."""
     spilled_nodes: set[NodeId] = set()
+    """Nodes that have written their part of the pending spill."""
     protection_due: float = 0.0
+    """Time at which the vaults are asked again for a pending protection."""
     made_parity: dict[NodeId, dict[Rank, str]] = {}
+    """Digest of the members from which each home made P or Q, by home and group."""
     missed_copies: dict[NodeId, int] = {}
+    """Number of consecutive versions that failed to commit for want of a copy there, by replica node."""
     skipped_replica_nodes: dict[NodeId, float] = {}
+    """Replica nodes that receive no copies, with the time until which they are skipped."""
     resume_attempts: int = 0
+    """Number of resume deadlines missed in a row."""
     inherited_unresumed: bool = False
+    """True if the generation had not resumed when this controller started."""
     first_seen_steps: dict[Rank, tuple[int, ...]] = {}
+    """The first two steps at which each rank of an inherited generation was seen."""
     unattributed_regroup_times: list[float] = []
+    """Times of regroups that blamed no node."""
     rank_replaced_at: dict[NodeId, dict[int, float]] = {}
+    """Time at which a new process replaced the rank, by node and local rank."""
     nodes: dict[NodeId, None] = {}
+    """Nodes whose ``NodeRuntime.jobs`` contains the job."""
     owns: frozenset[NodeId] = frozenset()
+    """Nodes that ``FleetState.owners`` assigns to the job."""
 
 
 class Probe(msgspec.Struct):
-    """A probe under way: who takes part, who is to be judged by it (None: somebody only wants to know).
-
-    ``passed`` and ``failed``, with the words of it: who has answered. ``case``: the second pass that it belongs to.
-    """
+    """A running probe."""
 
     nodes: tuple[NodeId, ...]
+    """Participating nodes."""
     tested_node: NodeId | None
+    """The node that the probe judges; None for a probe that an operator requested."""
     due: float
+    """Time at which the probe times out."""
     trace: TraceId
+    """Trace id of the event that started the probe."""
     passed: set[NodeId] = set()
+    """Nodes that reported a pass."""
     failed: dict[NodeId, str] = {}
+    """Nodes that reported a failure, with its description."""
     kind: ProbeKind = ProbeKind.ALL_REDUCE
+    """Kind of the probe."""
     case_id: str = ""
+    """Id of the blame case that started the probe; empty for none."""
 
 
 class BlameCase(msgspec.Struct, kw_only=True):
-    """A second pass under way: whose fault is it?
-
-    ``findings``: of each suspect, what it is suspected of. ``what``: the same in a sentence. ``tries``: probes begun of
-    each suspect. ``unable``: partners that could not run it. ``failed``, ``passed``, ``unknown``: how it ended for
-    each, with the words of it. ``due``: when those without an end count as unknown. ``job``: whose ranks' digests
-    differed, empty for pairs.
-    """
+    """A running blame isolation: probes that tell which of several suspects is at fault."""
 
     kind: BlameIsolationMethod
+    """Method of isolation."""
     suspects: tuple[NodeId, ...]
+    """Suspected nodes."""
     findings: dict[NodeId, Finding]
+    """Finding for which each node is suspected."""
     summary: str
+    """The suspicion as a sentence."""
     due: float
+    """Time at which suspects without a result count as inconclusive."""
     trace: TraceId
+    """Trace id of the event that opened the case."""
     job: str = ""
+    """Job whose digests differed; empty for pairs."""
     tries: dict[NodeId, int] = {}
+    """Number of probes started per suspect."""
     incapable_partners: dict[NodeId, None] = {}
+    """Partners that could not run the probe."""
     failed: dict[NodeId, str] = {}
+    """Suspects that failed, with the description."""
     passed: dict[NodeId, str] = {}
+    """Suspects that passed, with the description."""
     inconclusive: dict[NodeId, str] = {}
+    """Suspects without a clear result, with the description."""
 
 
 class SilenceCount(msgspec.Struct):
-    """Of nodes with something in common: how many are ``expected`` (reachable), and how many of these ``silent``."""
+    """Number of silent nodes in a group of nodes that have something in common."""
 
     expected: int = 0
+    """Reachable nodes in the group."""
     silent: int = 0
+    """Silent nodes among them."""
 
 
 class CorrelatedSilence(msgspec.Struct):
-    """So many are silent at once that the network or this controller is suspected: ``since`` when, ``most`` at once."""
+    """A silence of so many nodes that the network, or this controller, is suspected."""
 
     since: float
+    """Start of the silence."""
     max_silent: int = 0
+    """Highest number of nodes that were silent at once."""
     announced: bool = False
+    """True once the silence is in the audit log."""
 
 
 class FleetState(msgspec.Struct, kw_only=True):
-    """Everything the core knows.
-
-    ``deadlines``: a heap of (due, order, kind, subject); an entry is a hint to look, never a decision. ``silent``:
-    reachable nodes over their first deadline or with a closed connection. ``tallies`` count both by what nodes have in
-    common, ``crossed`` names those of them that are silent at once, in an ``episode``; ``calm_since``: when the last
-    one ended. ``unmet``: reachable nodes that this controller has not heard; until ``reunion_at`` they are waited for,
-    which moves on while they come, up to ``reunion_by``.
-    ``held``: nodes whose eviction is held, by what holds it; ``short``: jobs that can spare no node: until when that is
-    taken as known, and why. ``slack_s``: the observer's own lag. ``cases``: second passes under way.
-    ``lost_lately``: nodes that were lost by themselves, and when (``flapping``); at first those whose loss counts.
-    ``partnerless_until``: until then no node is free to be a partner in a probe. ``sightings``: where and when each
-    kind of finding (and XID) was seen lately; ``outbreaks``: those of them taken for no node's own, and which
-    nodes are in them: true for those that wait for their end, since they show it still. (States of an older form have a
-    list under its name.)
-    ``epoch``: which life of a controller over its database this is. ``store_away``: why the database cannot be written
-    now, empty while it can; ``store_away_at``: since when.
-    ``owners``: the running job whose roster, or the one it is leaving, has the node.
-    ``ignored`` counts what was dropped by rule (stale reports and the like), by reason.
-    """
+    """Everything that the core knows."""
 
     policy: CorePolicy
+    """Policy of the core."""
     fleet: FleetRecord = msgspec.field(default_factory=FleetRecord)
+    """Stored state of the fleet."""
     nodes: dict[NodeId, NodeRecord] = {}
+    """Stored state of each node."""
     jobs: dict[JobId, JobRecord] = {}
+    """Stored state of each job."""
     node_runtime: dict[NodeId, NodeRuntime] = {}
+    """Runtime state of each node."""
     job_runtime: dict[JobId, JobRuntime] = {}
+    """Runtime state of each job."""
     probes: dict[str, Probe] = {}
+    """Running probes, by id."""
     blame_cases: dict[str, BlameCase] = {}
+    """Running blame isolations, by id."""
     no_partner_until: float = 0.0
+    """Time until which no node is known to be free as a probe partner."""
     recent_losses: dict[NodeId, float] = {}
+    """Nodes with a loss of their own, and its time; after a restart only losses that still count."""
     sightings: dict[str, dict[NodeId, float]] = {}
+    """Recent sightings of each outbreak signature (kind of finding, and XID), by node."""
     outbreaks: dict[str, dict[NodeId, bool]] = msgspec.field(default_factory=dict, name="outbreak_nodes")
+    """Nodes of each outbreak; true for nodes that still show the finding and wait for the end. Older journals hold a
+    list under the field's own name, hence the other name on the wire."""
     deadlines: list[tuple[float, int, str, str]] = []
+    """Heap of (due, sequence, kind, subject). An entry is a hint to check, never a decision."""
     queued_deadlines: set[tuple[float, str, str]] = set()
+    """Entries of ``deadlines`` as (due, kind, subject), to avoid duplicates."""
     deadline_sequence: int = 0
+    """Number of the last queued deadline; orders deadlines with equal times."""
     reachable: set[NodeId] = set()
+    """Reachable nodes."""
     silent: set[NodeId] = set()
+    """Reachable nodes beyond their first deadline, or with a closed connection."""
     silence_counts: dict[str, SilenceCount] = {}
+    """Reachable and silent nodes of each group (rack, switch, driver version and so on)."""
     silent_groups: set[str] = set()
+    """Groups in which too many nodes are silent at once."""
     correlated_silence: CorrelatedSilence | None = None
+    """The current correlated silence; None if there is none."""
     correlated_silence_ended_at: float = 0.0
+    """End of the latest correlated silence."""
     unseen: set[NodeId] = set()
+    """Reachable nodes from which this controller has received no message yet."""
     rejoin_window_ends_at: float = 0.0
+    """Time until which unseen nodes are awaited; moves on while nodes come."""
     rejoin_window_latest_at: float = 0.0
+    """Latest end of that wait."""
     deferred_evictions: dict[str, dict[NodeId, None]] = {}
+    """Nodes whose eviction is deferred, by the scope that defers it."""
     node_shortages: dict[JobId, tuple[float, str]] = {}
+    """Jobs that can spare no node: the time until which this is taken as known, and the reason."""
     observer: ObserverState = msgspec.field(default_factory=ObserverState)
+    """Ability of this controller to receive messages."""
     observer_lag_s: float = 0.0
+    """Lag of this controller in seconds, as of ``observer_lag_at``."""
     observer_lag_at: float = 0.0
+    """Time of the latest measurement of the lag."""
     epoch: int = 0
+    """Number of this controller's term over its database."""
     database_outage: str = ""
+    """Reason why the database cannot be written now; empty while it can."""
     database_outage_since: float = 0.0
+    """Start of the outage."""
     owners: dict[NodeId, JobId] = {}
+    """Running job whose roster, or outgoing roster, contains the node."""
     ignored_counts: dict[str, int] = {}
+    """Number of dropped events, by reason."""

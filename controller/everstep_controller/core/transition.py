@@ -1,4 +1,4 @@
-"""One event's work in progress: collects effects, and which records changed, until the event is done."""
+"""Collect the effects and changed records of one event while the rules handle it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ from everstep_controller.core.state import FleetState, Ignored
 
 
 class HeartbeatRead(msgspec.Struct, frozen=True, tag=True):
-    """``state.Pulse`` of node ``of`` as a rule saw it. ``since``: when its silence began, by what we could hear."""
+    """``HeartbeatState`` of node ``subject`` as a rule saw it.
+
+    ``silent_since`` is the start of the node's silence, as far as this controller was able to receive.
+    """
 
     subject: NodeId
     last_seen_at: float
@@ -43,36 +46,39 @@ class HeartbeatRead(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepsRead(msgspec.Struct, frozen=True, tag=True):
-    """Each rank's last finished step in job ``of``, as a rule saw them."""
+    """Last finished step of each rank of job ``subject``, as a rule saw them."""
 
     subject: JobId
     steps: dict[Rank, int]
 
 
 class EnteredRanksRead(msgspec.Struct, frozen=True, tag=True):
-    """Ranks that were seen in the current generation of job ``subject``, as a rule saw them."""
+    """Ranks seen in the current generation of job ``subject``, as a rule saw them."""
 
     subject: JobId
     ranks: frozenset[Rank]
 
 
 class BeyondRead(msgspec.Struct, frozen=True, tag=True):
-    """Ranks of job ``subject`` that had begun a step after a given one, with the last step each had begun."""
+    """Ranks of job ``subject`` that had begun a step after a given one, with the last step that each had begun."""
 
     subject: JobId
     begun: dict[Rank, int]
 
 
 class DeadlineCheck(msgspec.Struct, frozen=True, tag=True):
-    """A Tick looked at ``of``, and more than a node heard in time was found there."""
+    """A Tick's check of ``subject`` that found more than a node heard in time."""
 
     subject: str
     kind: str
 
 
 class ControllerFindingChange(msgspec.Struct, frozen=True):
-    """A finding of the controller's own was raised on ``node`` (``before``: the one of its key that stood; ``why``:
-    what a second pass has shown), or, without ``finding``, the one ``before`` has cleared, as ``why`` says."""
+    """A change of one of the controller's own findings on ``node``.
+
+    ``before`` is the earlier finding with the same key. ``finding`` is the new one; None means that ``before`` has
+    cleared. ``reason`` gives the result of a blame isolation, or the reason why the finding cleared.
+    """
 
     node: NodeId
     before: Finding | None
@@ -82,27 +88,33 @@ class ControllerFindingChange(msgspec.Struct, frozen=True):
 
 R = TypeVar("R", HeartbeatRead, StepsRead, EnteredRanksRead, BeyondRead, StepRate, Stragglers)
 RecordedRead = HeartbeatRead | StepsRead | EnteredRanksRead | BeyondRead | StepRate | Stragglers | DeadlineCheck
-"""What a rule read of that which heartbeats change. Beats are too many to be written down; these are few."""
+"""A rule's read of state that heartbeats change. Heartbeats are too many to journal; these reads are few."""
 
 
 class Transition:
-    """What the rules write to while they handle one event.
-
-    ``reads`` lists, in order, what was read of that which heartbeats change: with them the event can be handled again
-    elsewhere, without the beats before it, and leads to the same effects. ``quiet``: a Tick that only found nodes
-    heard in time; history can do without it. ``looks``: where the Tick of ``recorded`` looked; silence deadlines, which
-    beats move, are not to be looked at otherwise then. ``freed``: scopes whose held evictions are to be looked at again
-    (``eviction``). ``departed``: nodes lost in this turn, and why, by the jobs that they had a seat in. ``own``: what
-    the controller found itself and is not judged yet. ``returning``: nodes on probation against which something
-    stands, to be judged as well. ``proving``: nodes on probation that were heard, to be looked at after that.
-    ``released``: nodes whose held eviction is over in this turn. ``regrouped``: jobs that a rule regroups once for all
-    that it decides in this turn, so that nobody else need.
+    """Work in progress of one event: the rules write to it.
 
     Args:
-        trace: of the stimulus; rules that carry out something older pass that one's trace instead.
-        entropy: hex digits for a new job's secret.
-        recorded: ``reads`` of the time when the event was handled first; None for the first time. A node of which
-            nothing was read then counts as heard just now: nothing had followed from its silence.
+        state: The state to change.
+        now: Time of the event.
+        trace: Trace id of the event. Rules that carry out something older pass the older trace instead.
+        entropy: Hex digits for a new job's secret.
+        recorded: ``reads`` of an earlier run of the event; None in the first run. In a replay, a node without a
+            recorded read counts as heard just now, because nothing had followed from its silence.
+
+    Attributes:
+        reads: Reads of state that heartbeats change, in order. With them the event can be replayed without the
+            heartbeats before it, and leads to the same effects.
+        is_uneventful: True for a Tick that only found nodes heard in time; the journal may omit such a Tick.
+        recorded_checks: Deadline checks of the recorded Tick. In a replay, silence deadlines are checked only there,
+            because heartbeats move them.
+        freed_scopes: Scopes whose deferred evictions must be checked again (``health.eviction``).
+        returning_nodes: Nodes on probation with findings to judge.
+        seen_on_probation: Nodes on probation that were heard in this event.
+        deferral_dropped: Nodes whose deferred eviction ended in this event.
+        lost_nodes_by_job: Nodes lost in this event, with the reason, by the jobs in which they had a seat.
+        controller_finding_changes: Changes of the controller's own findings that are not judged yet.
+        regroup_claimed: Jobs that a rule regroups once for all its decisions in this event.
     """
 
     def __init__(
@@ -139,33 +151,33 @@ class Transition:
         self._changed_jobs: dict[str, None] = {}
 
     def read_heartbeats(self, node: str) -> HeartbeatRead:
-        """When the node was last heard, its clean beats, its longest pause of lately."""
+        """Return the node's last message, clean beats and longest recent pause."""
         pulse = self.state.node_runtime[node].heartbeats
         heard_at = pulse.last_seen_at if self._recorded is None else self.now
         since = max(heard_at, self.state.observer.receiving_since)
         return self._record_read(HeartbeatRead(node, heard_at, pulse.clean_beats, pulse.longest_pause_s, since))
 
     def read_step_rate(self, job: str) -> StepRate:
-        """How fast the job steps."""
+        """Return the rate at which the job steps."""
         return self._record_read(compute_step_rate(job, self.state.job_runtime[job].progress))
 
     def read_stragglers(self, job: str, factor: float) -> Stragglers:
-        """Ranks whose own time for a step is more than ``factor`` times the job's median."""
+        """Return the ranks whose own time for a step is more than ``factor`` times the job's median."""
         return self._record_read(find_stragglers(job, self.state.job_runtime[job].progress, factor))
 
     def read_steps(self, job: str) -> dict[Rank, int]:
-        """Each rank's last finished step in the running generation, where it is known."""
+        """Return the last finished step of each rank in the running generation, where known."""
         pace = self.state.job_runtime[job].progress
         return self._record_read(StepsRead(job, {rank: progress.step for rank, progress in pace.by_rank.items()})).steps
 
     def read_entered_ranks(self, job: str) -> frozenset[Rank]:
-        """Ranks that were seen in the current generation."""
+        """Return the ranks that were seen in the current generation."""
         return self._record_read(
             EnteredRanksRead(job, frozenset(self.state.job_runtime[job].progress.entered_ranks))
         ).ranks
 
     def beyond(self, job: str, step: int) -> dict[Rank, int]:
-        """Ranks that have begun a step after ``step`` in the running generation, with the last step each has begun."""
+        """Return the ranks that have begun a step after ``step``, with the last step that each has begun."""
         progress = self.state.job_runtime[job].progress.by_rank.values()
         further = {report.rank: report.started_step for report in progress if report.started_step > step}
         return self._record_read(BeyondRead(job, further)).begun
@@ -186,24 +198,24 @@ class Transition:
         self._changed_jobs[job] = None
 
     def delete_node(self, node: str) -> None:
-        """The state knows the node no more."""
+        """Emit the deletion of a node that the state no longer contains."""
         self._changed_nodes.pop(node, None)
         self.emit(DeleteNode(node))
 
     def delete_job(self, job: str) -> None:
-        """The state knows the job no more."""
+        """Emit the deletion of a job that the state no longer contains."""
         self._changed_jobs.pop(job, None)
         self.emit(DeleteJob(job))
 
     def changed_records(self) -> tuple[list[NodeId], list[JobId]]:
-        """Nodes and jobs whose records changed so far."""
+        """Return the nodes and jobs whose records have changed so far."""
         return list(self._changed_nodes), list(self._changed_jobs)
 
     def emit(self, effect: Effect) -> None:
         self._effects.append(effect)
 
     def send(self, node: str, body: AnyDirective) -> None:
-        """A directive for ``node``, unless nobody ever registered under that name."""
+        """Send a directive to ``node``, if a node of that name is known."""
         if node in self.state.nodes:
             self.emit(Send(node, body))
 
@@ -243,7 +255,7 @@ class Transition:
         evidence: tuple[Finding, ...] = (),
         trace: str | None = None,
     ) -> None:
-        """A judgement on ``node``, with a line in the log."""
+        """Emit a verdict on ``node``, with an entry in its history and in the audit log."""
         record = self.state.nodes[node]
         record.verdict_count += 1
         self.mark_node_changed(node)
@@ -264,19 +276,20 @@ class Transition:
         self.audit(f"verdict.{decision}", sentence, node=node, trace=verdict.trace, data={"verdict": verdict.id})
 
     def request_remediation(self, remediation: Remediation) -> None:
-        """Asks for an action on a node: last of all effects, so that the verdict it follows from is known by then."""
+        """Request an action on a node. Requests come last among the effects, so that they can name the verdict behind
+        them."""
         self._remediations.append(remediation)
 
     def count_ignored(self, reason: Ignored) -> None:
-        """Count an event that a rule drops; the log is spared."""
+        """Count an event that a rule drops, without a log entry."""
         self.state.ignored_counts[reason] = self.state.ignored_counts.get(reason, 0) + 1
 
     def schedule(self, due: float, kind: str, subject: str) -> None:
-        """Asks for a look at ``subject`` at ``due``."""
+        """Queue a check of ``subject`` at ``due``."""
         push_deadline(self.state, due, kind, subject)
 
     def finish(self) -> list[Effect]:
-        """All effects: first the records that changed, then what was emitted, in order."""
+        """Return all effects: changed records first, then the emitted effects in order, then remediations."""
         state = self.state
         puts: list[Effect] = [PutFleet(state.fleet)] if self._is_fleet_changed else []
         puts += [PutNode(node, state.nodes[node]) for node in self._changed_nodes]
@@ -290,7 +303,7 @@ class Transition:
 
 
 STATE_CHANGING_DECISIONS = (Decision.EVICT, Decision.QUARANTINE, Decision.READMIT, Decision.REPAIR)
-"""Decisions by which a node is where it is; what is asked of the outside follows from one of them."""
+"""Decisions that change a node's state. Every remediation follows from one of them."""
 
 
 def _by_subject(reads: Iterable[RecordedRead]) -> dict[tuple[type, str], deque[Any]]:
@@ -301,9 +314,11 @@ def _by_subject(reads: Iterable[RecordedRead]) -> dict[tuple[type, str], deque[A
 
 
 def push_deadline(state: FleetState, due: float, kind: str, subject: str) -> None:
-    """Queues a hint to look at ``subject``: ``silence`` or ``node`` of a node, ``job``, ``probe``; or at what it says
-    itself: ``correlation``, ``reunion``, ``held``, ``retention``,
-    ``maintenance``."""
+    """Queue a check of ``subject`` at ``due``.
+
+    Kinds: ``silence``, ``node`` and ``care`` check a node, ``job`` a job, ``probe`` a probe, ``case`` a blame case and
+    ``held`` a deferral scope. ``correlation``, ``reunion``, ``retention`` and ``maintenance`` concern the fleet.
+    """
     if (due, kind, subject) in state.queued_deadlines:
         return
     state.queued_deadlines.add((due, kind, subject))
@@ -312,7 +327,7 @@ def push_deadline(state: FleetState, due: float, kind: str, subject: str) -> Non
 
 
 def pop_due(state: FleetState, now: float) -> tuple[str, str] | None:
-    """The next (kind, subject) whose time has come."""
+    """Pop and return the next (kind, subject) that is due, or None."""
     if not state.deadlines or state.deadlines[0][0] > now:
         return None
     due, _, kind, subject = heapq.heappop(state.deadlines)
@@ -320,12 +335,8 @@ def pop_due(state: FleetState, now: float) -> tuple[str, str] | None:
     return kind, subject
 
 
-# ---- undecided
-# Findings that stand and cannot be judged yet: each is looked at again when what stood in the way may be over.
-
-
 def defer_judgement(transition: Transition, node: str, key: str, reason: str, due: float) -> None:
-    """One look a second at most, however often findings are raised meanwhile."""
+    """Note that a standing finding cannot be judged yet, and queue one more look, at most one a second per node."""
     transition.state.nodes[node].undecided_findings[key] = reason
     transition.mark_node_changed(node)
     transition.schedule(float(math.ceil(due)), "care", node)

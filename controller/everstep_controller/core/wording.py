@@ -1,22 +1,22 @@
-"""Words that stay short, however many nodes they are about."""
+"""Word lists of names and counts, and keep them short."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 MAX_NAMES = 8
-"""Names in a sentence; of more, the rest is counted."""
+"""Number of names in a sentence; further ones are counted."""
 
 
 def join_names(names: Sequence[str], limit: int = MAX_NAMES) -> str:
-    """``a, b, c``, or ``a, b, c and 37 more``; ``none`` of nothing."""
+    """Return ``a, b, c``, or ``a, b, c and 37 more``; ``none`` for an empty list."""
     if len(names) <= limit:
         return ", ".join(names) or "none"
     return f"{', '.join(names[:limit])} and {len(names) - limit} more"
 
 
 def ranks_named(ranks: Collection[int]) -> str:
-    """``rank 1``, ``ranks 0 and 2``, ``ranks 0, 2 and 3``, or ``ranks 0, 1, ... and 37 more``."""
+    """Return ``rank 1``, ``ranks 0 and 2``, ``ranks 0, 2 and 3``, or ``ranks 0, 1, ... and 37 more``."""
     words = [str(rank) for rank in sorted(ranks)]
     if len(words) == 1:
         return f"rank {words[0]}"
@@ -26,5 +26,5 @@ def ranks_named(ranks: Collection[int]) -> str:
 
 
 def format_node_count(count: int) -> str:
-    """``1 node``, ``2 nodes``."""
+    """Return ``1 node`` or ``2 nodes``."""
     return "1 node" if count == 1 else f"{count} nodes"
