@@ -1,4 +1,4 @@
-"""Probes of nodes: asked for, reported, timed out; and who is good enough to be a partner."""
+"""Run probes of nodes, choose partners for them and isolate blame between suspects."""
 
 from __future__ import annotations
 
@@ -18,25 +18,30 @@ from everstep_controller.core.state import BlameCase, FleetState, Probe
 from everstep_controller.core.transition import Transition
 
 MAX_PARTNERS_COMPARED = 32
-"""How many good partners are compared: a bound on the work, whatever the fleet's size."""
+"""Number of good partners compared; bounds the work for fleets of any size."""
 LARGE_FLEET_NODES = 512
-"""A larger fleet is not always looked at from its first node on."""
+"""Above this size, the search for a partner does not always start at the first node."""
 NO_PARTNER_CACHE_S = 0.5
-"""Seconds for which nobody looks through the whole fleet again once no partner was free."""
+"""Seconds for which the whole fleet is not searched again after no partner was free."""
 
 
 class ProbeOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a probe ended. ``failure``: in a sentence, empty where it passed. ``wrong``: the work was done, with a wrong
-    result. ``mute``: somebody did not answer in time, which proves nothing. ``unable``: who could not run it, which
-    proves nothing either. ``slow``: it passed, too slowly."""
+    """Outcome of a probe."""
 
     probe_id: str
+    """Id of the probe."""
     probe: Probe
+    """The probe."""
     failure: str = ""
+    """Description of the failure; empty if the probe passed."""
     has_wrong_result: bool = False
+    """True if the work was done with a wrong result."""
     timed_out: bool = False
+    """True if a node did not answer in time, which proves nothing."""
     incapable_node: str = ""
+    """Node that could not run the probe, which proves nothing either; empty for none."""
     is_slow: bool = False
+    """True if the probe passed too slowly."""
 
 
 def start_probe(
@@ -48,7 +53,7 @@ def start_probe(
     kind: ProbeKind = ProbeKind.ALL_REDUCE,
     case_id: str = "",
 ) -> str:
-    """Sends the probe to all of ``nodes``; the first hosts its store. Returns the probe's id."""
+    """Send a probe to all of ``nodes``; the first one hosts its store. Return the probe's id."""
     state = transition.state
     state.fleet.probe_count += 1
     transition.mark_fleet_changed()
@@ -81,10 +86,10 @@ def _describe_kind(kind: ProbeKind) -> str:
 
 
 def record_probe_result(transition: Transition, node: str, report: ProbeFinished) -> ProbeOutcome | None:
-    """Counts one side's result; the outcome, once the last one is in, or one that says how it ended.
+    """Record one node's result, and return the outcome once it is certain.
 
-    Who failed may have waited for one that could not run the probe, and tells so later: only when every side has
-    begun does a failure speak of the nodes.
+    A node may fail because it waited for another that could not run the probe and reports this later. A failure
+    therefore blames the nodes only once every node has reported.
     """
     probe = transition.state.probes.get(report.probe)
     if probe is None or node not in probe.nodes:
@@ -130,7 +135,7 @@ def _append_probe_history(transition: Transition, node: str, sentence: str, rows
 
 
 def time_out_probe(transition: Transition, probe_id: str) -> ProbeOutcome | None:
-    """At a probe's deadline: who did not answer; None when it has ended."""
+    """At a probe's deadline, return the outcome that names the nodes without an answer; None if the probe has ended."""
     probe = transition.state.probes.get(probe_id)
     if probe is None or transition.now < probe.due:
         return None
@@ -143,12 +148,12 @@ def time_out_probe(transition: Transition, probe_id: str) -> ProbeOutcome | None
     return ProbeOutcome(probe_id=probe_id, probe=probe, failure=sentence, timed_out=True)
 
 
-# --- partners ----------------------------------------------------------------------------------------------------
+# Partners
 
 
 def is_known_good(state: FleetState, record: NodeRecord) -> bool:
-    """Whether a node may be the measure for others: it serves, answers, nothing grave stands against it, and nobody
-    suspects it now."""
+    """Return whether a node can serve as reference for others: healthy, connected, without critical findings and not
+    under suspicion."""
     if (
         record.state is not NodeState.HEALTHY
         or not record.reachable
@@ -164,10 +169,10 @@ def is_known_good(state: FleetState, record: NodeRecord) -> bool:
 def find_partner(
     transition: Transition, node: str, attempt: int, avoid: Collection[str] = ()
 ) -> tuple[str | None, bool]:
-    """A node known to be good, for a probe with ``node``: of another rack before its own, idle before busy, another one
-    at each ``attempt``. And, where there is none, whether that is only because all of them take part in probes now.
+    """Return a node known to be good for a probe with ``node``, and whether all candidates are busy in probes.
 
-    Looks at few nodes where many are good; where none is free, at all of them, but not for each node that waits.
+    The search prefers another rack to the node's own and idle nodes to busy ones, and changes with each ``attempt``. It
+    compares few nodes where many are good. If none is free it scans the fleet, but not again for each waiting node.
     """
     state = transition.state
     if transition.now < state.no_partner_until:
@@ -197,19 +202,18 @@ def find_partner(
     return ordered[attempt % len(ordered)][3], False
 
 
-# ---- second pass
-# Whose fault is it, where a first look accuses two? Each suspect is tried apart, against what is known to be good.
+# Blame isolation
 #
-# A pair that failed: each of the two is probed with another partner, one known to be good. Suspects are never paired
-# with
-# one another. Digests that differ: each node does work whose result is known.
+# Where a first probe accuses two nodes, each suspect is tried separately against a known reference. After a failed
+# pair, each is probed with another partner known to be good, never with another suspect. After differing digests, each
+# does work with a known result.
 
 MAX_TRIES = 3
-"""Probes of one suspect: its partner may fall ill during one."""
+"""Number of probes per suspect, because a partner may fail during one."""
 
 
 def is_suspect(transition: Transition, node: str) -> bool:
-    """Whether the node is a suspect of a case that is not settled."""
+    """Return whether the node is a suspect of an open case."""
     return any(node in case.suspects for case in transition.state.blame_cases.values())
 
 
@@ -221,10 +225,10 @@ def open_blame_case(
     job: str = "",
     incapable_partner: str = "",
 ) -> BlameCase | None:
-    """Begins to try the nodes of ``findings``; None where one of them is being tried already. ``unable``: who could not
-    run such a probe, and is no partner.
+    """Open a case on the nodes of ``findings``; return None if one of them is in a case already.
 
-    What comes of it is for whoever handles the deadline ``case`` and the probes' results.
+    The caller handles the ``case`` deadline and the results of the probes. ``incapable_partner`` names a node that
+    could not run such a probe.
     """
     if any(is_suspect(transition, node) for node in findings):
         return None
@@ -238,7 +242,7 @@ def open_blame_case(
         job=job,
         incapable_partners={incapable_partner: None} if incapable_partner else {},
     )
-    # two may begin before the next probe does
+    # the node's name keeps ids unique: two cases may begin before the next probe does
     name = f"case-{transition.state.fleet.probe_count + 1}-{next(iter(findings))}"
     transition.state.blame_cases[name] = case
     words = f"{summary}: a second pass of {', '.join(findings)} will tell"
@@ -252,7 +256,7 @@ def open_blame_case(
 
 
 def retry_blame_case(transition: Transition, case_id: str) -> BlameCase | None:
-    """At a case's deadline: tries who still waits for a partner, or gives up. The case where it is known."""
+    """At a case's deadline, probe suspects that wait for a partner, or give up. Return the case if it is known."""
     case = transition.state.blame_cases.get(case_id)
     if case is None:
         return None
@@ -267,8 +271,8 @@ def retry_blame_case(transition: Transition, case_id: str) -> BlameCase | None:
 
 
 def record_blame_outcome(transition: Transition, outcome: ProbeOutcome) -> BlameCase | None:
-    """A suspect's probe has ended. A partner that could not run it, or fell ill meanwhile, proves nothing: another one
-    is taken."""
+    """Record the end of a suspect's probe. If the partner was incapable or fell ill, the probe is repeated with another
+    one."""
     case, node = transition.state.blame_cases.get(outcome.probe.case_id), outcome.probe.tested_node
     if case is None or node is None or node not in _open_suspects(case):
         return None
@@ -294,12 +298,12 @@ def record_blame_outcome(transition: Transition, outcome: ProbeOutcome) -> Blame
 
 
 def is_settled(case: BlameCase) -> bool:
-    """Whether nothing more will be known."""
+    """Return whether every suspect has a result."""
     return not _open_suspects(case)
 
 
 def close_blame_case(transition: Transition, case: BlameCase) -> None:
-    """Forgets the case; its suspects may be partners again."""
+    """Close the case, so that its suspects may be partners again."""
     transition.state.blame_cases = {
         name: other for name, other in transition.state.blame_cases.items() if other is not case
     }

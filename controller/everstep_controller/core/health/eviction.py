@@ -1,9 +1,8 @@
-"""A node leaves the fleet: only on evidence, under a budget, and never below what a job needs.
+"""Evict nodes on evidence, within budgets, and never below a job's minimum.
 
-What is held is kept with what holds it: the breaker (scope ``fleet``), a ``rack:``'s or ``job:``'s budget, the
-fleet's where others show the same (``shared:``), the minimum of a job (``needed:``), or a database that is away
-(``store``). When that changes, the findings that stand then are judged again; those that cleared meanwhile are not, and
-no event of before is replayed.
+A deferred eviction is stored with the scope that defers it: the breaker (``fleet``), the budget of a ``rack:`` or
+``job:``, the fleet's budget while other nodes show the same (``shared:``), a job's minimum (``needed:``) or a database
+outage (``store``). When the scope changes, the findings that then stand are judged again; nothing is replayed.
 """
 
 from __future__ import annotations
@@ -39,30 +38,30 @@ from everstep_controller.core.records import Eviction, JobRecord
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition, defer_judgement
 
-# ---- budget
-# How many nodes may leave the fleet by the controller's own doing: of all, of one rack, of one job, in one window.
+# Budget: the number of nodes that the controller may evict within one window, from the fleet, a rack or a job.
 #
-# The fleet's own budget latches: more convictions than that in a window are a pattern, and a person is to look at it
-# before anybody else leaves. A rack's and a job's do not: they bound what one coincidence can cost, and further
-# evictions
-# wait until the window has passed. An operator's evictions need no budget and use none.
+# The fleet's budget latches: more evictions suggest a pattern that a person should look at first. The budgets of racks
+# and jobs limit the cost of one coincidence; further evictions wait until the window has passed. Operators' evictions
+# neither need nor use a budget.
 
 FLEET = "fleet"
 
 
 class EvictionScope(msgspec.Struct, frozen=True, kw_only=True):
-    """One budget: of the ``kind`` fleet, rack or job, with its ``name`` (empty: the fleet).
-
-    ``limit`` evictions in a window, ``used`` and ``left`` of them now; ``of`` nodes that its share is taken of.
-    ``frees_at``: when its oldest eviction leaves the window; 0.0 with none in it.
-    """
+    """Eviction budget of the fleet, of one rack or of one job."""
 
     kind: str
+    """``fleet``, ``rack`` or ``job``."""
     name: str
+    """Name of the rack or job; empty for the fleet."""
     limit: int
+    """Evictions allowed in a window."""
     used: int
+    """Evictions in the current window."""
     node_count: int
+    """Number of nodes to which the share applies."""
     frees_at: float = 0.0
+    """Time at which the oldest eviction leaves the window; 0.0 if there is none."""
 
     @property
     def left(self) -> int:
@@ -73,22 +72,25 @@ class EvictionScope(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kind}:{self.name}" if self.name else self.kind
 
     def describe(self) -> str:
-        """``the fleet``, ``rack r1``, ``job train``."""
+        """Return ``the fleet``, ``rack r1`` or ``job train``."""
         return f"{self.kind} {self.name}" if self.name else f"the {self.kind}"
 
 
 class EvictionBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """The budget at one moment. ``breaker``: why nobody is evicted any more, since ``breaker_at``; empty while the
-    fleet's budget was not exceeded. ``scopes``: the fleet, and every rack and job that used some of its own."""
+    """State of the eviction budgets at one moment."""
 
     window_s: float
+    """Seconds of the window."""
     breaker_reason: str
+    """Reason for the latched breaker; empty while evictions are allowed."""
     breaker_tripped_at: float
+    """Time at which the breaker latched."""
     scopes: tuple[EvictionScope, ...]
+    """The fleet, and every rack and job with evictions in the window."""
 
 
 def eviction_budget(state: FleetState, now: float) -> EvictionBudget:
-    """What may still be evicted at ``now``."""
+    """Return the state of all eviction budgets at ``now``."""
     recent = recent_evictions(state, now)
     racks = dict.fromkeys(eviction.rack for eviction in recent if eviction.rack)
     jobs = dict.fromkeys(name for eviction in recent for name in eviction.jobs)
@@ -105,17 +107,17 @@ def eviction_budget(state: FleetState, now: float) -> EvictionBudget:
 
 
 def budget_left(state: FleetState, now: float) -> int:
-    """Evictions that the fleet's budget still allows at ``now``; none while the breaker is latched."""
+    """Return the number of evictions that the fleet's budget still allows; 0 while the breaker is latched."""
     return 0 if state.fleet.breaker_reason else fleet_scope(state, now).left
 
 
 def recent_evictions(state: FleetState, now: float) -> list[Eviction]:
-    """The evictions inside the window that ends at ``now``, oldest first."""
+    """Return the evictions in the window that ends at ``now``, oldest first."""
     return [eviction for eviction in state.fleet.recent_evictions if eviction.at > now - state.policy.eviction_window_s]
 
 
 def scopes_of(state: FleetState, node: str, now: float) -> Iterator[EvictionScope]:
-    """Every budget but the fleet's that the node's eviction would count against."""
+    """Yield every budget, except the fleet's, that the node's eviction would use."""
     rack = state.nodes[node].domain.rack
     if rack:
         yield rack_scope(state, rack, now)
@@ -125,13 +127,13 @@ def scopes_of(state: FleetState, node: str, now: float) -> Iterator[EvictionScop
 
 
 def fleet_scope(state: FleetState, now: float) -> EvictionScope:
-    """The budget of all."""
+    """Return the fleet's budget."""
     policy, used = state.policy, recent_evictions(state, now)
     return _scope(state, FLEET, "", policy.eviction_count, policy.eviction_share, len(state.nodes), used)
 
 
 def rack_scope(state: FleetState, rack: str, now: float) -> EvictionScope:
-    """The budget of one rack: its share is of the nodes that are expected to be heard there, or were evicted."""
+    """Return a rack's budget. Its share applies to the rack's reachable nodes."""
     policy, tally = state.policy, state.silence_counts.get(f"rack:{rack}")
     used = [eviction for eviction in recent_evictions(state, now) if eviction.rack == rack]
     of = tally.expected if tally is not None else 0
@@ -139,7 +141,7 @@ def rack_scope(state: FleetState, rack: str, now: float) -> EvictionScope:
 
 
 def job_scope(state: FleetState, job: str, now: float) -> EvictionScope:
-    """The budget of one job: its share is of the nodes that it has and those that it lost to evictions."""
+    """Return a job's budget. Its share applies to the nodes that the job has and those that it lost to evictions."""
     policy, record = state.policy, state.jobs.get(job)
     used = [eviction for eviction in recent_evictions(state, now) if job in eviction.jobs]
     of = len(seats_of(record.generation)) + len(used) if record is not None else 0
@@ -149,7 +151,7 @@ def job_scope(state: FleetState, job: str, now: float) -> EvictionScope:
 def _scope(
     state: FleetState, kind: str, name: str, count: int, share: float, of: int, used: list[Eviction]
 ) -> EvictionScope:
-    """By count and by share, the smaller of both; and always one, or nothing sick could ever leave a small fleet."""
+    """Take the smaller of count and share, but at least 1, so that a sick node can leave a small fleet."""
     return EvictionScope(
         kind=kind,
         name=name,
@@ -163,18 +165,18 @@ def _scope(
 NEEDED_PREFIX = "needed:"
 SHARED_PREFIX = "shared:"
 MAX_EVICTION_TIMES = 64
-"""Of one node, for its history."""
+"""Number of evictions remembered per node."""
 SHORTAGE_CACHE_S = 0.25
-"""Seconds that a job which could spare no node is taken to spare none: of hundreds convicted at once, few ask anew."""
+"""Seconds for which a job's shortage of nodes is cached, so that many evictions at once do not each compute it."""
 DEFERRAL_RECHECK_S = 5.0
-"""Seconds after which a job that needed its nodes is asked anew, whatever did or did not happen meanwhile."""
+"""Seconds after which a job that needed its nodes is checked again in any case."""
 
 
 def evict(transition: Transition, node: str, finding: Finding, sentence: str) -> bool:
-    """Sends a serving node into quarantine, when budgets and its jobs' minima allow; the verdict says which it was.
+    """Quarantine a serving node if the budgets and its jobs' minima allow, and record the verdict.
 
-    A node that computed wrongly stays there until somebody vouches for it: no sensor will see it heal. The caller
-    regroups the jobs that have seats on it.
+    A node that computed wrongly stays out until an operator readmits it, because no sensor sees it heal. The caller
+    regroups the jobs that have seats on the node.
     """
     trace = finding.trace or transition.trace
     scope, why = find_deferral(transition, node, finding)
@@ -215,24 +217,25 @@ def _record_eviction(transition: Transition, node: str) -> None:
 
 
 def is_serving(transition: Transition, node: str) -> bool:
-    """Whether the node counts among those that can be evicted: one on probation too that kept its seat, having been
-    only held, since a job computes on it."""
+    """Return whether the node counts as evictable.
+
+    This includes a node on probation that kept its seat because it was only held: a job computes on it.
+    """
     state = transition.state.nodes[node].state
     if state is NodeState.PROBATION:
         return is_computing(transition.state, node)
     return state in (NodeState.HEALTHY, NodeState.SUSPECT)
 
 
-# --- what speaks against it --------------------------------------------------------------------------------------
+# Reasons to defer
 
 
 def find_deferral(transition: Transition, node: str, finding: Finding) -> tuple[str, str]:
-    """The scope that holds the node's eviction for ``finding`` now, and why in words; both empty where it may be
-    carried out.
+    """Return the scope that defers the eviction for ``finding``, with the reason; both empty if it may happen.
 
-    Rack, jobs and their minima are asked before the fleet's budget: what they hold is no eviction that it would have
-    to cover. Latches the breaker where that budget would be exceeded, unless others show the same: that may be an
-    outbreak, which needs no person.
+    Racks, jobs and minima come before the fleet's budget, because what they defer does not use that budget. An eviction
+    beyond the fleet's budget latches the breaker, unless other nodes show the same finding: that may be an outbreak,
+    which needs no person.
     """
     state = transition.state
     if state.fleet.breaker_reason:
@@ -263,8 +266,10 @@ def _budget_used_up(transition: Transition, scope: EvictionScope, deferred_by: s
 
 
 def _shared_deferral(transition: Transition, node: str, finding: Finding) -> tuple[str, str]:
-    """What holds a node whose finding others show too, and that in words; both empty where none does. Another finding
-    of a node that is held so already is no other eviction."""
+    """Return the scope and reason that defer a node whose finding other nodes show too; both empty if none does.
+
+    Another finding of a node that is deferred in this way does not count as another eviction.
+    """
     if alike := shared_by_other(transition.state, node, finding, transition.now):
         return f"{SHARED_PREFIX}{signature(finding)}", f", and {alike}"
     held_by = transition.state.nodes[node].eviction_deferred_by
@@ -299,7 +304,7 @@ def _format_evictions(count: int) -> str:
 
 
 def find_job_needing(state: FleetState, node: str) -> str:
-    """Which job would fall below its minimum without the node, in words; empty where every job can spare it."""
+    """Return which job would fall below its minimum without the node, as a sentence; "" if none would."""
     running = (job for job in jobs_seated_on(state, node) if job.state is JobState.RUNNING)
     return next((why for job in running if (why := _below_minimum(state, job, node))), "")
 
@@ -309,11 +314,11 @@ def _below_minimum(state: FleetState, job: JobRecord, node: str) -> str:
     return f"job {job.job} needs {least} nodes and {left} would be left" if left < least else ""
 
 
-# --- what is held ------------------------------------------------------------------------------------------------
+# Deferred evictions
 
 
 def _defer(transition: Transition, node: str, finding: Finding, scope: str) -> bool:
-    """Keeps the eviction for later; whether that is news: the same finding held by the same is said once."""
+    """Store the deferral, and return whether it is new: one finding deferred by one scope is reported once."""
     record = transition.state.nodes[node]
     if (record.deferred_eviction_key, record.eviction_deferred_by) == (finding.key, scope):
         return False
@@ -328,7 +333,7 @@ def _defer(transition: Transition, node: str, finding: Finding, scope: str) -> b
 
 
 def drop_deferral(transition: Transition, node: str) -> None:
-    """The node's held eviction, if there is one, is not wanted any more, or carried out now."""
+    """Drop the node's deferred eviction, if any, because it is carried out or no longer wanted."""
     record = transition.state.nodes[node]
     scope, record.deferred_eviction_key, record.eviction_deferred_by = record.eviction_deferred_by, "", ""
     nodes = transition.state.deferred_evictions.get(scope)
@@ -341,7 +346,7 @@ def drop_deferral(transition: Transition, node: str) -> None:
 
 
 def reset_breaker(transition: Transition) -> None:
-    """Evictions may happen again, with a whole budget; what stands now is judged anew."""
+    """Allow evictions again, with a full budget; findings that stand are judged again."""
     transition.state.fleet.recent_evictions = []
     _reset_breaker(transition)
     for scope in transition.state.deferred_evictions:
@@ -350,8 +355,8 @@ def reset_breaker(transition: Transition) -> None:
 
 
 def uncount_eviction(transition: Transition, node: str, at: float) -> None:
-    """The node's eviction ``at`` counts no more. A breaker that latched for one which the budget would have covered
-    without it opens by itself."""
+    """Remove the node's eviction at time ``at`` from the budgets. Reset a breaker that would not have latched without
+    it."""
     fleet = transition.state.fleet
     counted = [one for one in fleet.recent_evictions if (one.node, one.at) != (node, at)]
     if len(counted) == len(fleet.recent_evictions):
@@ -365,7 +370,7 @@ def uncount_eviction(transition: Transition, node: str, at: float) -> None:
 
 
 def drop_rolled_back_deferral(transition: Transition, node: str) -> None:
-    """The node's held eviction is nobody's fault, and so is a breaker that latched for it."""
+    """Drop the deferred eviction of a node that is not at fault, and reset a breaker that latched for it."""
     fleet, held = transition.state.fleet, (node, transition.state.nodes[node].deferred_eviction_key)
     drop_deferral(transition, node)
     if fleet.breaker_reason and fleet.breaker_tripped_by == held:
@@ -382,7 +387,7 @@ def _reset_breaker(transition: Transition) -> None:
 
 
 def check_deferred_scope(transition: Transition, scope: str) -> None:
-    """At a deadline: its window has passed, or a job is to be asked once more."""
+    """At a deadline, recheck the scope: its window has passed, or its job is asked again."""
     if scope in transition.state.deferred_evictions:
         transition.freed_scopes[scope] = None
         if scope.startswith(NEEDED_PREFIX):
@@ -390,7 +395,7 @@ def check_deferred_scope(transition: Transition, scope: str) -> None:
 
 
 def pop_freed_scopes(transition: Transition) -> list[str]:
-    """What held evictions and may do so no more after this turn; each call forgets what it returned."""
+    """Return and clear the scopes that may no longer defer evictions after this event."""
     nodes, jobs = transition.changed_records()
     for job in _jobs_that_may_spare(transition, nodes, jobs):
         transition.state.node_shortages.pop(job, None)
@@ -404,13 +409,13 @@ def pop_freed_scopes(transition: Transition) -> list[str]:
 
 
 def _has_left_job(state: FleetState, name: str, held: Iterable[str]) -> bool:
-    """Whether one of the nodes that the job's budget holds is not the job's any more."""
+    """Return whether a node whose eviction the job's budget defers has left the job."""
     job = state.jobs[name]
     return any(job.state is not JobState.RUNNING or not is_seated(job, node) for node in held)
 
 
 def _jobs_that_may_spare(transition: Transition, nodes: Iterable[str], jobs: Iterable[str]) -> list[str]:
-    """Jobs that changed in this turn, or whose launchers are on a node that became healthy in it."""
+    """Return the jobs that changed in this event, or have a launcher on a node that became healthy in it."""
     found = dict.fromkeys(jobs)
     for node in nodes:
         record = transition.state.nodes[node]
@@ -420,34 +425,34 @@ def _jobs_that_may_spare(transition: Transition, nodes: Iterable[str], jobs: Ite
 
 
 def restore_deferral(state: FleetState, node: str) -> None:
-    """A stored record comes back: what was held still is."""
+    """Restore the deferral of a stored record."""
     record = state.nodes[node]
     if record.deferred_eviction_key:
         state.deferred_evictions.setdefault(record.eviction_deferred_by or DATABASE_SCOPE, {})[node] = None
 
 
 def schedule_deferral_checks(transition: Transition) -> None:
-    """This controller begins: whatever is held will be looked at when nodes had time to be heard."""
+    """Schedule checks of restored deferrals for the time when nodes had a chance to be heard."""
     for scope in transition.state.deferred_evictions:
         if scope != FLEET:
             transition.schedule(transition.state.rejoin_window_ends_at, "held", scope)
 
 
-# ---- acquittals
-# Whoever was convicted before an outbreak was recognised is acquitted: out by the same fault as everybody, and for it.
+# Rollback
 #
-# An eviction is taken back whole: its place in the budgets, its weight among offences, its step of the ladder; and so
-# is
-# the quarantine of a node that was ill before it served. The node serves again by the way that leads back, on
-# probation,
-# since its jobs have gone on without it.
+# An eviction that happened before an outbreak was recognised is rolled back entirely: its place in the budgets, its
+# weight among offences and its ladder step. The same holds for the quarantine of a node that had not served yet. The
+# node serves again after probation, since its jobs have continued without it.
 
 
 def spare_if_correlated(
     transition: Transition, rule: VerdictRule, node: str, finding: Finding, *, is_new: bool = True
 ) -> str:
-    """Whether the finding, which the node shows, or which is only looked at again (not ``anew``), is an outbreak's:
-    why, in words, and it is judged later; empty elsewhere. Who was convicted before that was known is acquitted."""
+    """Return why the finding belongs to an outbreak, or "" if it does not. Roll back nodes that were evicted before the
+    outbreak was known.
+
+    ``is_new`` is false if a standing finding is only judged again. A finding of an outbreak is judged later.
+    """
     name = signature(finding)
     why, judged_before = check_correlated(transition, rule, node, finding, is_new=is_new)
     for other in judged_before:
@@ -463,7 +468,7 @@ def _defer_for_outbreak(transition: Transition, node: str, key: str, name: str, 
 
 
 def _roll_back(transition: Transition, rule: VerdictRule, node: str, name: str, reason: str) -> None:
-    """Nothing of that signature counts against the node, whether it is out for it or only held."""
+    """Drop everything with that signature against the node, whether the node is out for it or only deferred."""
     record, due = transition.state.nodes[node], transition.now + rule.correlated_s
     findings = findings_with_signature(record, name)
     if any(finding.key == record.deferred_eviction_key for finding in findings):
@@ -505,7 +510,7 @@ def _roll_back_eviction(transition: Transition, node: str, findings: list[Findin
     if record.state is NodeState.QUARANTINED and record.reachable:
         begin_probation(transition, node, sentence)
     elif record.state is NodeState.QUARANTINED:
-        record.quarantined_until = transition.now  # its way back opens when it is heard
+        record.quarantined_until = transition.now  # probation begins once the node is heard
     for scope in state.deferred_evictions:
         if scope != FLEET and not scope.startswith((NEEDED_PREFIX, DATABASE_SCOPE)):
             transition.freed_scopes[scope] = None

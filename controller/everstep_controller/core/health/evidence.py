@@ -1,13 +1,14 @@
-"""Repeat offenders: what each offence of a node weighs, how long it counts, and when the node belongs in repair.
+"""Score repeat offenders, collect the evidence on a node and keep the controller's own findings.
 
-A few nodes cause most exclusions: of one fleet 1.2 % were lemons, of another three nodes of 63 caused half of all
-exclusions. Two measures find them, and either suffices (H is ``offender_half_life_s``, R ``offender_repair_score``):
+A few nodes cause most exclusions: in one fleet 1.2 % of nodes were lemons, in another three nodes of 63 caused half of
+all exclusions. Two measures find them, and either suffices (H is ``offender_half_life_s``, R is
+``offender_repair_score``):
 
-* The score, the sum of ``weight * 0.5 ** (age / H)`` over all offences. It tells a node with three evictions this week
-  from one with three a quarter, orders spares and sets how long a node waits. Offences at a steady rate of r per
-  half-life bring it to about ``r / ln 2``.
-* The weight of the offences in the half-life that ends with the newest one. The score alone never reaches N with N
-  offences, since the first has faded when the last one comes. This makes R mean what it says: that many evictions
+- The score is the sum of ``weight * 0.5 ** (age / H)`` over all offences. It distinguishes three evictions a week from
+  three a quarter, orders spares and sets how long a node waits. A steady rate of r offences per half-life leads to a
+  score of about ``r / ln 2``.
+- The recent weight is the sum of weights in the half-life that ends with the newest offence. The score alone never
+  reaches N with N offences, since the first has faded when the last comes. The recent weight makes R mean R evictions
   within one half-life.
 """
 
@@ -26,27 +27,27 @@ from everstep_controller.core.transition import ControllerFindingChange, Transit
 
 EVICTION_WEIGHT = 1.0
 RELAPSE_WEIGHT = 1.0
-"""It fell ill again on probation."""
+"""Weight of a new fault on probation."""
 FAILED_PROBE_WEIGHT = 0.5
-"""Less than an eviction: partners and networks fail too."""
+"""Less than an eviction, because partners and networks fail too."""
 REMEMBERED = 128
-"""Offences of a half-life that are remembered one by one; long before that many the node is in repair."""
+"""Number of offences remembered one by one; a node is in repair long before it reaches this number."""
 
 
 def offender_score(record: NodeRecord, now: float, half_life_s: float) -> float:
-    """The node's offences, each weighed by how long ago it was. 0.0 for a clean one."""
+    """Return the node's decayed offence score at ``now``; 0.0 for a node without offences."""
     if not record.offence_score:
         return 0.0
     return record.offence_score * math.pow(0.5, max(0.0, now - record.offence_score_at) / half_life_s)
 
 
 def current_offender_score(transition: Transition, node: str) -> float:
-    """``offender_score`` now, under the policy's half-life."""
+    """Return ``offender_score`` now, under the policy's half-life."""
     return offender_score(transition.state.nodes[node], transition.now, transition.policy.offender_half_life_s)
 
 
 def add_offence(transition: Transition, node: str, weight: float) -> None:
-    """Raises the node's score."""
+    """Add an offence to the node's score."""
     record = transition.state.nodes[node]
     record.offence_score, record.offence_score_at = current_offender_score(transition, node) + weight, transition.now
     since = transition.now - transition.policy.offender_half_life_s
@@ -55,12 +56,12 @@ def add_offence(transition: Transition, node: str, weight: float) -> None:
 
 
 def absolve(record: NodeRecord) -> None:
-    """Forgets every offence of the node: it has been repaired."""
+    """Forget every offence of the node, because it has been repaired."""
     record.offence_score, record.offended = 0.0, []
 
 
 def withdraw_offence(transition: Transition, node: str, weight: float, at: float) -> None:
-    """Takes back an offence of ``weight`` that was counted at ``at``."""
+    """Withdraw an offence of ``weight`` that was counted at time ``at``."""
     record = transition.state.nodes[node]
     left = weight * math.pow(0.5, (transition.now - at) / transition.policy.offender_half_life_s)
     record.offence_score, record.offence_score_at = (
@@ -73,8 +74,8 @@ def withdraw_offence(transition: Transition, node: str, weight: float, at: float
 
 
 def quarantine_wait_s(transition: Transition, node: str) -> float:
-    """Least seconds in quarantine at the node's score: none for a first offence, ``offender_wait_s`` at a score of 2,
-    twice that for each point more."""
+    """Return the minimum seconds in quarantine for the node's score: none for a first offence, ``offender_wait_s`` at a
+    score of 2, doubled for each further point."""
     score, policy = current_offender_score(transition, node), transition.policy
     if score <= EVICTION_WEIGHT:
         return 0.0
@@ -82,7 +83,8 @@ def quarantine_wait_s(transition: Transition, node: str) -> float:
 
 
 def recent_weight(record: NodeRecord, now: float, half_life_s: float) -> float:
-    """What the offences weigh that lie in the half-life before the newest one. 0.0 where that one is older itself."""
+    """Return the weight of the offences in the half-life before the newest one; 0.0 if that one is older than a
+    half-life."""
     if not record.offended or record.offended[-1][0] < now - half_life_s:
         return 0.0
     since = record.offended[-1][0] - half_life_s
@@ -90,7 +92,7 @@ def recent_weight(record: NodeRecord, now: float, half_life_s: float) -> float:
 
 
 def is_lemon(transition: Transition, node: str) -> bool:
-    """Whether the node belongs in repair, whatever its findings say now: by either measure."""
+    """Return whether the node belongs in repair by either measure, whatever its findings say now."""
     return (
         max(current_offender_score(transition, node), _recent_now(transition, node))
         >= transition.policy.offender_repair_score
@@ -98,7 +100,7 @@ def is_lemon(transition: Transition, node: str) -> bool:
 
 
 def describe_score(transition: Transition, node: str) -> str:
-    """Why the node belongs in repair."""
+    """Return why the node belongs in repair."""
     score, limit = current_offender_score(transition, node), transition.policy.offender_repair_score
     if score >= limit:
         return f"its score of offences is {score:.1f} of {limit:g}"
@@ -110,13 +112,14 @@ def _recent_now(turn: Transition, node: str) -> float:
     return recent_weight(turn.state.nodes[node], turn.now, turn.policy.offender_half_life_s)
 
 
-# ---- evidence
-# The evidence bundle of a node, from its records.
+# Evidence
 
 
 def collect_evidence(state: FleetState, node: str, now: float, verdicts: Iterable[Verdict] = ()) -> Evidence:
-    """Everything known against the node. ``verdicts``: as stored, where the caller has them; sentences of the newest
-    are in the history anyway. Raises NotFound."""
+    """Return the evidence on a node. Raise NotFound for an unknown node.
+
+    ``verdicts`` are the stored ones, if the caller has them; the history contains the newest sentences anyway.
+    """
     record = state.nodes.get(node)
     if record is None:
         raise NotFound(f"no node {node}: `everstep nodes` lists them")
@@ -151,24 +154,23 @@ def collect_evidence(state: FleetState, node: str, now: float, verdicts: Iterabl
 
 
 def suspect_gpus(record: NodeRecord, findings: Iterable[Finding]) -> tuple[Gpu, ...]:
-    """The node's GPUs that the findings are about: named by bus id, UUID or index, or condemned by a digest."""
+    """Return the GPUs that the findings name by bus id, UUID or index, or that computed wrongly."""
     named = {finding.subject for finding in findings} | set(record.defective_gpus)
     return tuple(gpu for gpu in record.gpus if named & {gpu.uuid, gpu.pci_bus_id, str(gpu.index), f"GPU-{gpu.index}"})
 
 
-# ---- own findings
-# What the controller itself has found on a node, beside the picture that the node's agent gives.
+# Controller findings: findings that the controller itself raises on a node.
 #
-# It is kept here at once, and judged by its rule like any agent's at the end of the event (``pictures.judge_own``), or
-# before where a rule needs to know what came of it.
+# A finding is stored at once and judged by its rule at the end of the event (``findings.judge_controller_findings``),
+# or earlier if a rule needs the result.
 
 
 def raise_controller_finding(
     transition: Transition, node: str, finding: Finding, lasts_s: float = 0.0, proof: str = ""
 ) -> None:
-    """Keeps the finding with the node until it is cleared, or was not seen for ``lasts_s`` (0.0: for ever).
+    """Store a finding until it is cleared, or until it was not seen for ``lasts_s`` seconds (0.0: without limit).
 
-    ``proof``: what its second pass has shown, where it has had one.
+    ``proof`` is the result of its blame isolation, if there was one.
     """
     record = transition.state.nodes[node]
     transition.controller_finding_changes.append(
@@ -182,7 +184,7 @@ def raise_controller_finding(
 
 
 def extend_controller_finding(transition: Transition, node: str, key: str, lasts_s: float) -> None:
-    """A finding that stands was seen once more: it lasts for ``lasts_s`` from now on."""
+    """Extend a standing finding by ``lasts_s`` seconds from now."""
     record = transition.state.nodes[node]
     record.controller_findings_until[key] = transition.now + lasts_s
     transition.mark_node_changed(node)
@@ -192,7 +194,7 @@ def extend_controller_finding(transition: Transition, node: str, key: str, lasts
 def clear_controller_findings(
     transition: Transition, node: str, keys: Iterable[str] | None = None, reason: str = ""
 ) -> None:
-    """Drops the findings of these keys, or all. ``why``: what the log says, in a sentence."""
+    """Clear the findings with these keys, or all. ``reason`` is the sentence for the audit log."""
     record = transition.state.nodes[node]
     for key in list(record.controller_findings if keys is None else keys):
         finding = record.controller_findings.pop(key, None)
@@ -208,7 +210,7 @@ def clear_controller_findings(
 
 
 def expire_controller_findings(transition: Transition, node: str) -> None:
-    """Drops what was not seen again in its time."""
+    """Clear findings that were not seen again in time."""
     record = transition.state.nodes[node]
     for key, until in list(record.controller_findings_until.items()):
         if transition.now < until:

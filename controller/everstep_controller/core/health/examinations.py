@@ -1,4 +1,8 @@
-"""Digests differ: name the liar by majority, or doubt both; in any case go back to what is known clean."""
+"""Settle differing digests, and conclude probes and blame cases.
+
+Digests name a divergent node by majority, or put all tied nodes under suspicion. In either case the job returns to a
+state known to be clean.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ from everstep_controller.core.transition import Transition
 
 
 def handle_sealed(transition: Transition, job: JobRecord, node: str, report: VersionSealed) -> None:
-    """A rank's share of a version. Only ranks of the running generation count, each only for itself."""
+    """Handle a rank's seal of a version. Only ranks of the running generation count."""
     note_beyond_boundary(transition, job, node, report.rank, report.generation, report.version.step)
     spec = running_generation(job)
     if spec is None or job.state is not JobState.RUNNING or report.generation != spec.number:
@@ -61,7 +65,7 @@ def _digests_differ(
         settled = _settle_tie(transition, job, tied, what)
     if (
         not settled and _record_tie(transition, job) and not transition.state.database_outage
-    ):  # an end that is told cannot be taken back
+    ):  # the end of a job cannot be revoked, so it waits for the database
         lifecycle.fail_job(transition, job, f"{what}; {_describe_ties(job)}, and {_explain_fault(transition, job)}")
         return
     cause = RegroupCause(reason=GenerationReason.CORRUPTION, sentence=f"{what}; {back}", trace=transition.trace)
@@ -82,10 +86,10 @@ def _explain_fault(transition: Transition, job: JobRecord) -> str:
 
 
 def _evict_divergent(transition: Transition, job: JobRecord, nodes: list[str], what: str) -> bool:
-    """One confirmed mismatch convicts: every known liar lied again. Out at once, since what it computes is wrong; the
-    caller regroups ``job`` once, for all of them.
+    """Evict divergent nodes at once, because what they compute is wrong; one confirmed mismatch suffices.
 
-    False where minimum, budget, an outbreak or the rule's own mode kept one of them in.
+    The caller regroups ``job`` once for all of them. Return False if a minimum, a budget, an outbreak or the rule's
+    mode kept one of them in service.
     """
     transition.regroup_claimed.add(job.job)
     for node in nodes:
@@ -100,7 +104,7 @@ def _evict_divergent(transition: Transition, job: JobRecord, nodes: list[str], w
 
 
 def _clear_tied_nodes(transition: Transition, divergent_node: str) -> None:
-    """Who was tied with the liar needs no other explanation."""
+    """Clear the suspicion of nodes that were tied with the divergent node."""
     for node in transition.state.nodes[divergent_node].digest_tie_nodes:
         other = transition.state.nodes.get(node)
         if other is not None and divergent_node in other.digest_tie_nodes:
@@ -115,10 +119,10 @@ def _clear_tied_nodes(transition: Transition, divergent_node: str) -> None:
 
 
 def _settle_tie(transition: Transition, job: JobRecord, tied: list[str], what: str) -> bool:
-    """A tie accuses all of them, and so nobody. True where the matter is in hand: one is out, or all are being tried.
+    """Handle a tie, which accuses all of its nodes. Return True if one is out, or if all are being tried.
 
-    Ranks of one node that differ convict it. Otherwise each node does work whose result is known, and what comes of
-    that settles it (``case_settled``). While it goes on, further ties of the job are the same one.
+    Differing ranks of a single node are proof against it. Otherwise each node does work with a known result, which
+    settles the case (``settle_digest_case``). Further ties of the job during that time count as the same tie.
     """
     if len(tied) == 1:
         return _evict_divergent(transition, job, tied, f"ranks of {tied[0]} differ among themselves")
@@ -141,9 +145,9 @@ def _settle_tie(transition: Transition, job: JobRecord, tied: list[str], what: s
 
 
 def settle_digest_case(transition: Transition, case: BlameCase) -> None:
-    """The nodes of a tie have been tried. Who computed wrongly is convicted; where nobody did, their history speaks.
+    """Settle a tie after its nodes were tried: evict those that computed wrongly, else decide by history.
 
-    That is so of the nodes whatever has become of the job, which may have ended or be paused by now.
+    This holds whatever has become of the job, which may have ended or paused.
     """
     job = transition.state.jobs.get(case.job)
     if job is None:
@@ -173,11 +177,12 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
 
 
 def _settle_by_history(transition: Transition, job: JobRecord, tied: list[str], what: str) -> bool:
-    """Who was tied before, with others than now, is in both ties. True where that convicts one.
+    """Decide a tie by earlier ties: a node that was tied before with other nodes is in both. Return True if that evicts
+    one.
 
-    Where digests never agreed, it may be the vote that is wrong. Work whose result is known finds under half of the
-    GPUs that compute wrongly (SDCHunter, OSDI'26), so who passed it is not cleared. A tie is remembered for as long as
-    steps of the rule's ladder are (``step_memory_s``).
+    If digests never agreed, the vote itself may be wrong. Work with a known result finds under half of the GPUs that
+    compute wrongly (SDCHunter, OSDI'26), so a pass does not clear a node. A tie is remembered for the rule's
+    ``step_memory_s``.
     """
     agreed_once = transition.state.job_runtime[job.job].verified_version is not None
     convicted = []
@@ -196,7 +201,7 @@ def _settle_by_history(transition: Transition, job: JobRecord, tied: list[str], 
 
 
 def _remembered_tie(transition: Transition, node: str) -> list[str]:
-    """With whom the node was in a tie that is not forgotten yet."""
+    """Return the other nodes of the node's last tie, if it is still remembered."""
     record = transition.state.nodes[node]
     return record.digest_tie_nodes if transition.now < record.digest_tie_at + _tie_memory_s(transition.state) else []
 
@@ -206,7 +211,7 @@ def _tie_memory_s(state: FleetState) -> float:
 
 
 def backfill_tie_times(state: FleetState) -> None:
-    """Ties that were stored without a date are as old as the findings of them."""
+    """Date ties that were stored without a time by their findings."""
     for record in state.nodes.values():
         if not record.digest_tie_nodes or record.digest_tie_at:
             continue
@@ -230,8 +235,7 @@ def _record_tie(transition: Transition, job: JobRecord) -> bool:
 
 
 def _raise_mismatch(transition: Transition, node: str, what: str, severity: Severity) -> Finding:
-    """The controller's own finding, kept with the node. A doubt is, for as long as the tie is remembered, and never in
-    place of what is proved."""
+    """Raise the controller's finding. A mere suspicion expires with the tie and never replaces proof."""
     finding = Finding(
         kind=FindingKind.DIGEST_MISMATCH,
         subject="parameters",
@@ -250,27 +254,26 @@ def _raise_mismatch(transition: Transition, node: str, what: str, severity: Seve
     return finding
 
 
-# ---- examinations
-# Probes and second passes come to their end: who passed, who failed, who is convicted, who is told.
+# Probes and blame cases
 
 
 def handle_probe_finished(transition: Transition, node: str, report: ProbeFinished) -> None:
-    """One side's result; the last one, or the first bad one, decides."""
+    """Handle one node's probe result; the last result, or the first bad one, decides."""
     _conclude(transition, record_probe_result(transition, node, report))
 
 
 def check_probe_deadline(transition: Transition, name: str) -> None:
-    """At a probe's deadline."""
+    """Check a probe at its deadline."""
     _conclude(transition, time_out_probe(transition, name))
 
 
 def check_blame_case(transition: Transition, name: str) -> None:
-    """At a second pass's deadline, or when a suspect of it waits for a partner."""
+    """Check a blame case at its deadline, or when a suspect waits for a partner."""
     _settle_if_over(transition, diagnostics.retry_blame_case(transition, name))
 
 
 def check_treatment(transition: Transition, node: str) -> None:
-    """Whatever of a node's treatment may be due."""
+    """Check everything in a node's treatment that may be due."""
     record = transition.state.nodes[node]
     maintenance.end_if_due(transition, node)
     if record.state is NodeState.HELD:
@@ -298,7 +301,7 @@ def _conclude(transition: Transition, outcome: ProbeOutcome | None) -> None:
 
 
 def _suspect_link(transition: Transition, outcome: ProbeOutcome) -> None:
-    """An all-reduce that a person asked for was slow: partners known to be good tell at which end."""
+    """After a slow all-reduce ordered by an operator, try both ends with partners known to be good."""
     for node in outcome.probe.nodes:
         peers = [other for other in outcome.probe.nodes if other != node]
         if not peers or not is_serving(transition, node):
@@ -335,7 +338,8 @@ def _settle_if_over(transition: Transition, case: BlameCase | None) -> None:
 
 
 def _settle_pair(transition: Transition, case: BlameCase) -> None:
-    """Who fails with a partner known to be good is at fault; where nobody does, the link between is."""
+    """Settle a pair: a suspect that fails with a good partner is at fault; if none fails, the link between them is
+    suspected."""
     for node in case.suspects:
         state = transition.state.nodes[node].state
         if node in case.failed and is_serving(transition, node):
@@ -362,7 +366,7 @@ def _judge_proven(transition: Transition, node: str, finding: Finding, proof: st
 
 
 def _settle_return(transition: Transition, case: BlameCase, node: str) -> None:
-    """A suspect that is on its way back: it goes on, or stays out. To stay out without a proof is no offence."""
+    """Continue or end the readmission of a suspect on probation. Staying out without proof is no offence."""
     if node in case.passed:
         quarantine.record_diagnostic_passed(transition, node)
     elif node in case.failed:

@@ -1,4 +1,4 @@
-"""From findings to decisions: each kind is judged by its rule, and each decision has its sentence."""
+"""Judge findings by their rules, keep the agent's findings and limit their log entries."""
 
 from __future__ import annotations
 
@@ -51,15 +51,16 @@ from everstep_controller.core.state import FindingBurst
 from everstep_controller.core.transition import Transition, defer_judgement
 
 MAX_COUNTED_FINDINGS = 64
-"""Findings of a node whose reports are counted: no node has so many different faults."""
+"""Number of a node's findings whose reports are counted; no node has so many different faults."""
 
 
 def judge_finding(
     transition: Transition, node: str, finding: Finding, *, is_logged: bool = True, stood_before: bool = False
 ) -> None:
-    """What is to be done about a finding of a node.
+    """Judge a finding of a node.
 
-    ``written``: findings of its kind do not flap, so advice on it is worth a line. ``again``: it stood before.
+    ``is_logged`` is false for a flapping kind, whose advice is not worth a log entry. ``stood_before`` means that the
+    finding is a repeat.
     """
     record, rule = transition.state.nodes[node], transition.policy.rules.rule_for(finding)
     if rule.already_handled and stood_before:
@@ -82,7 +83,7 @@ def judge_finding(
 
 
 def count_report(record: NodeRecord, rule: VerdictRule, finding: Finding, now: float, *, bad: bool) -> int:
-    """Bad reports under the rule, with this one."""
+    """Count this report and return the number of bad reports under the rule."""
     name = f"{rule.id}:{finding.key}" if rule.scope is CountingScope.SUBJECT else rule.id
     reports = append_report(record.report_history.pop(name, []), rule, now, bad=bad)
     record.report_history[name] = reports
@@ -92,7 +93,7 @@ def count_report(record: NodeRecord, rule: VerdictRule, finding: Finding, now: f
 
 
 def judge_after_isolation(transition: Transition, node: str, finding: Finding, proof: str) -> None:
-    """Judges the finding after its second pass, which has shown ``because``: by mode, outbreak, ladder and budget."""
+    """Judge a finding after its blame isolation, whose result is ``proof``."""
     judge_by_rule(transition, node, finding, transition.policy.rules.rule_for(finding), is_logged=True, proof=proof)
 
 
@@ -106,7 +107,8 @@ def judge_by_rule(
     proof: str = "",
     is_new: bool = True,
 ) -> None:
-    """By mode, outbreak, ladder and budget. ``anew``: the node shows it now; else it is one that an outbreak spared."""
+    """Judge a finding by mode, outbreak, ladder and budget. ``is_new`` is false for a finding that an outbreak
+    spared."""
     record, mode = transition.state.nodes[node], rule.effective_mode(finding)
     if mode is Mode.OBSERVE:
         return
@@ -117,7 +119,9 @@ def judge_by_rule(
     if not is_serving(transition, node) and not (mode is Mode.RECOMMEND and record.state is NodeState.LOST):
         if mode is Mode.ENFORCE and is_logged and (record.hold_reason or record.external_cordon_by):
             _recommend_to_holder(transition, node, finding, rule)
-        on_its_way = mode is Mode.ENFORCE and record.state is NodeState.PROBATION  # not spared: ``pictures`` judges it
+        on_its_way = (
+            mode is Mode.ENFORCE and record.state is NodeState.PROBATION
+        )  # a node on probation that is not spared is judged by ``_judge_blocking``
         if on_its_way and (why := spare_if_correlated(transition, rule, node, finding, is_new=is_new)) and is_logged:
             record_spared_verdict(transition, node, finding, rule, why)
         return
@@ -144,10 +148,10 @@ def record_spared_verdict(transition: Transition, node: str, finding: Finding, r
 def _is_spared_in_quarantine(
     transition: Transition, node: str, finding: Finding, rule: VerdictRule, *, is_new: bool
 ) -> bool:
-    """Whether what a quarantined node shows is an outbreak's, and no cause of its own.
+    """Return whether a quarantined node's finding belongs to an outbreak instead of being a further cause.
 
-    Only of one that was just evicted it counts as a sighting: all that comes of one fault does. What a node shows that
-    was ill before says nothing of others.
+    It counts as a sighting only on a node that was just evicted, since one fault raises several findings. Findings of a
+    node that was ill before say nothing about others.
     """
     record = transition.state.nodes[node]
     if transition.now < rollback_possible_until(record) and rule.blame_isolation is BlameIsolationMethod.NONE:
@@ -162,7 +166,7 @@ def _is_spared_in_quarantine(
 def _recommend(
     transition: Transition, node: str, finding: Finding, rule: VerdictRule, action: Action, *, is_logged: bool
 ) -> None:
-    """A step of the ladder that a person takes."""
+    """Recommend a ladder step that a person carries out."""
     record = transition.state.nodes[node]
     steps = record.ladder_history.get(rule.id, [])
     said = was_step_taken(steps, rule, action, transition.now)
@@ -177,7 +181,7 @@ def _recommend(
 
 
 def _restart_ranks(transition: Transition, node: str, finding: Finding, rule: VerdictRule, *, is_logged: bool) -> None:
-    """Ranks of the node get other processes, under caps; a node that used up its own is due for the next step."""
+    """Restart ranks of the node within the caps. A node that has used up its own restarts is due for the next step."""
     record, rung = transition.state.nodes[node], Action.RESTART_RANK
     steps = record.ladder_history.get(rule.id, [])
     again = was_step_taken(steps, rule, rung, transition.now)
@@ -216,7 +220,7 @@ def _restart_ranks(transition: Transition, node: str, finding: Finding, rule: Ve
 
 
 def _recommend_to_holder(transition: Transition, node: str, finding: Finding, rule: VerdictRule) -> None:
-    """What would take a serving node out is said to whoever holds this one: a job may still compute on it."""
+    """Recommend to whoever holds the node what would evict a serving node, since a job may still compute on it."""
     record = transition.state.nodes[node]
     rung = due_action(record, rule, finding, transition.now)
     holder = out_of_service_reason(record, transition.now)
@@ -244,13 +248,13 @@ def _add_verdict(
     transition.add_verdict(node, decision, sentence, action=action, evidence=(finding,), trace=trace)
 
 
-# --- convicting --------------------------------------------------------------------------------------------------
+# Eviction
 
 
 def evict_for(transition: Transition, node: str, finding: Finding, proof: str = "") -> bool:
-    """Evicts the node when that is allowed; its jobs leave it at the next boundary, while it still computes.
+    """Evict the node if allowed. Its jobs leave it at the next boundary, except after wrong results.
 
-    ``because``: what settled it, after a second pass.
+    ``proof`` is the result of a blame isolation.
     """
     record, rule = transition.state.nodes[node], transition.policy.rules.rule_for(finding)
     rung = due_action(record, rule, finding, transition.now)
@@ -268,7 +272,7 @@ def evict_for(transition: Transition, node: str, finding: Finding, proof: str = 
 
 
 def _open_pair_case(transition: Transition, node: str, finding: Finding) -> None:
-    """Blame that takes two: the node and the one it names are tried with partners known to be good."""
+    """Try the node and the peer that its finding names with partners known to be good."""
     peer = finding.evidence.get("peer", finding.subject)
     found = {node: finding}
     if peer != node and peer in transition.state.nodes and is_serving(transition, peer):
@@ -281,12 +285,11 @@ def _open_pair_case(transition: Transition, node: str, finding: Finding) -> None
         transition.state.nodes[node].undecided_findings[finding.key] = "second pass"
 
 
-# ---- finding log
-# What is written down of findings: each kind on each node, until it comes too often.
+# Log of findings
 
 
 def record_finding(transition: Transition, node: str, finding: Finding) -> None:
-    """A line in the log, in the history and in the node's case book."""
+    """Write a finding to the audit log, the finding history and the node's history."""
     data = {"severity": str(finding.severity), "rule": finding.rule, "key": finding.key}
     if finding.since:
         data["seen_at"] = f"{finding.since:.6f}"
@@ -300,8 +303,8 @@ def record_finding(transition: Transition, node: str, finding: Finding) -> None:
 
 
 def should_record(transition: Transition, node: str, finding: Finding, *, raised: bool) -> bool:
-    """Whether a line of log is spent on it: what flaps on a node is written at the 16th, 32nd, ... time, each kind for
-    itself, and what is grave apart from what is mild."""
+    """Return whether a finding is logged. A flapping kind is logged at the 16th, 32nd, ... time, separately per
+    severity."""
     bursts = transition.state.node_runtime[node].finding_bursts
     burst = bursts.setdefault(_burst_key(finding), FindingBurst())
     if transition.now - burst.last_at > transition.policy.finding_quiet_s:
@@ -320,17 +323,14 @@ def _describe_burst(transition: Transition, node: str, finding: Finding) -> str:
     return f"; number {count} of a burst of {finding.kind}" if count > transition.policy.finding_burst else ""
 
 
-# ---- pictures
-# What is known of a node changes, by its own word, by the controller's or by time: what is new is judged, once.
-
 _SEVERITY_RANK = {severity: gravity for gravity, severity in enumerate(Severity)}
 
 
-# --- the agent's picture -----------------------------------------------------------------------------------------
+# Agent findings
 
 
 def replace_agent_findings(transition: Transition, node: str, findings: Iterable[Finding]) -> None:
-    """Replaces what is known of the node by its own full picture, and judges what is new in it."""
+    """Replace the agent's findings by its full report, and judge the new ones."""
     record = transition.state.nodes[node]
     transition.state.node_runtime[node].has_full_findings = True
     before, record.agent_findings = record.agent_findings, {finding.key: finding for finding in findings}
@@ -346,7 +346,7 @@ def replace_agent_findings(transition: Transition, node: str, findings: Iterable
 
 
 def add_agent_finding(transition: Transition, node: str, finding: Finding) -> None:
-    """One urgent finding; the next picture has it too, or says that it stands no more."""
+    """Add one urgent finding of the agent. The next full report confirms or drops it."""
     record = transition.state.nodes[node]
     before = record.agent_findings.get(finding.key)
     record.agent_findings[finding.key] = finding
@@ -357,8 +357,8 @@ def add_agent_finding(transition: Transition, node: str, finding: Finding) -> No
 
 
 def _drop_mildest(record: NodeRecord) -> None:
-    """Drop findings beyond MOST_FINDINGS: the mildest first, the oldest of equal ones first, and those that keep the
-    node out, or would, last of all."""
+    """Drop findings beyond MOST_FINDINGS: mildest first, then oldest. Findings that keep the node out, or would, go
+    last."""
     excess = len(record.agent_findings) - MOST_FINDINGS
     if excess <= 0:
         return
@@ -374,7 +374,7 @@ def _retention_key(record: NodeRecord, key: str) -> tuple[bool, int]:
 
 
 def clear_agent_finding(transition: Transition, node: str, key: str) -> None:
-    """A finding's clearing rule holds."""
+    """Clear a finding whose clearing rule holds."""
     finding = transition.state.nodes[node].agent_findings.pop(key, None)
     if finding is None:
         transition.count_ignored("finding_cleared.unknown")
@@ -403,7 +403,7 @@ def _handle_cleared(transition: Transition, node: str, finding: Finding, why: st
 
 
 def _recheck_node(transition: Transition, node: str) -> None:
-    """After the picture changed: a way out may be open, or closed again."""
+    """Recheck quarantine or probation after the node's findings changed."""
     record = transition.state.nodes[node]
     if record.state is NodeState.QUARANTINED:
         check_quarantine(transition, node)
@@ -412,8 +412,11 @@ def _recheck_node(transition: Transition, node: str) -> None:
 
 
 def _judge_blocking(transition: Transition, node: str) -> None:
-    """Whether what stands against a node on probation puts an end to that. One on which a job computes is judged as
-    one that serves: a budget, or its job, may hold it, and it is on probation for as long."""
+    """Judge findings against a node on probation.
+
+    A node on which a job computes is judged like a serving one. A budget, or its job, may then defer the eviction, and
+    the node stays on probation meanwhile.
+    """
     record = transition.state.nodes[node]
     for finding in blocking_findings(transition.state, record, transition.now):
         rule = transition.policy.rules.rule_for(finding)
@@ -430,7 +433,8 @@ def _judge_blocking(transition: Transition, node: str) -> None:
 
 
 def judge_returning_nodes(transition: Transition) -> None:
-    """Judges what stood already when a node came on probation, or was to become healthy. Who may stay is examined."""
+    """Judge findings that stood when a node entered probation or was about to become healthy, and begin the diagnostics
+    of those that stay."""
     while transition.returning_nodes:
         node = next(iter(transition.returning_nodes))
         del transition.returning_nodes[node]
@@ -442,16 +446,16 @@ def judge_returning_nodes(transition: Transition) -> None:
 
 
 def _drop_acceptance(record: NodeRecord, key: str) -> None:
-    """An operator's word on the finding is over: it has cleared, or got worse."""
+    """End an operator's acceptance of the finding, which has cleared or become graver."""
     if key in record.accepted_findings:
         record.accepted_findings.remove(key)
 
 
-# --- what the controller found itself ----------------------------------------------------------------------------
+# Controller findings
 
 
 def judge_controller_findings(transition: Transition) -> None:
-    """Judges what the controller found itself since this was called last, by the same rules as what agents say."""
+    """Judge the controller's new findings by the same rules as those of agents."""
     while transition.controller_finding_changes:
         news = transition.controller_finding_changes.pop(0)
         if news.finding is not None:
@@ -461,13 +465,13 @@ def judge_controller_findings(transition: Transition) -> None:
         _recheck_node(transition, news.node)
 
 
-# --- what is written down ----------------------------------------------------------------------------------------
+# Changes of findings
 
 
 def _judge_if_new(
     transition: Transition, node: str, previous: Finding | None, finding: Finding, proof: str = ""
 ) -> None:
-    """The same finding is judged once; a graver form of it, another occurrence, or what has been proved, again."""
+    """Judge a finding once, and again if it became graver, occurred again or was proved."""
     same = previous is not None and (previous.severity, previous.action, previous.mode) == (
         finding.severity,
         finding.action,
@@ -489,16 +493,16 @@ def _is_news(previous: Finding | None, finding: Finding, *, same: bool) -> bool:
 
 
 def _happened_again(previous: Finding, finding: Finding) -> bool:
-    """Whether a standing finding tells of something new: it began anew, or an XID was counted again."""
+    """Return whether a standing finding has a new occurrence: it began anew, or another XID was counted."""
     counted = finding.xid is not None and (finding.value or 0.0) > (previous.value or 0.0)
     return counted or finding.since != previous.since
 
 
-# --- looking again -----------------------------------------------------------------------------------------------
+# Later checks
 
 
 def recheck_undecided(transition: Transition, node: str) -> None:
-    """What could not be decided when it was said, and still stands, is judged now. Who is being tried is left alone."""
+    """Judge findings that could not be decided earlier and still stand, unless the node is being tried."""
     record = transition.state.nodes[node]
     if not record.undecided_findings or diagnostics.is_suspect(transition, node):
         return
@@ -520,7 +524,7 @@ def recheck_undecided(transition: Transition, node: str) -> None:
 
 
 def retry_deferred_evictions(transition: Transition) -> None:
-    """Evictions that were held are judged anew once what held them may do so no more: by what stands now."""
+    """Judge deferred evictions again whose scope may no longer defer them, by the findings that stand now."""
     state = transition.state
     for scope in pop_freed_scopes(transition):
         for node in list(state.deferred_evictions.get(scope, ())):

@@ -1,6 +1,6 @@
-"""Somebody's word keeps a node out: a person's hold, a maintenance window, or a cordon that Everstep did not set.
+"""Keep nodes out of service by order: an operator's hold, a maintenance window or another party's cordon.
 
-Nothing is held against a node meanwhile, nothing is done to it, and it comes back by way of probation.
+Nothing counts against such a node, and nothing is done to it. It comes back through probation.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ from everstep_controller.core.transition import Transition
 
 FLEET = "fleet"
 MAX_WINDOWS = 1000
-"""Windows that are planned, or not over, at once."""
+"""Maximum number of windows that are planned or under way."""
 RETRY_S = 1.0
-"""Seconds between looks whether a window that is due may begin."""
+"""Seconds between attempts to begin a due window during a database outage."""
 QUARANTINE_STATES = (NodeState.QUARANTINED, NodeState.REPAIR)
 
 
-# --- a person's hold ---------------------------------------------------------------------------------------------
+# Holds
 
 
 def hold_node(transition: Transition, node: str, sentence: str) -> None:
-    """The node stays out until somebody releases or readmits it. One that is quarantined or in repair remains so: its
-    cures stop, and so does its way back."""
+    """Keep the node out until somebody releases or readmits it.
+
+    A node in quarantine or repair stays in that state: its remediation and its readmission stop.
+    """
     record = transition.state.nodes[node]
     record.hold_reason = sentence
     transition.mark_node_changed(node)
     records.append_history(record, transition.now, "action", sentence)
     if record.state in QUARANTINE_STATES:
-        node_state.cordon(transition, node, sentence)  # nothing, where it still stands
+        node_state.cordon(transition, node, sentence)  # no effect if the cordon still stands
     else:
         set_state(transition, node, NodeState.HELD, sentence)
     if record.readmission_plan is not None and record.readmission_plan.pending_remediation_id:
@@ -52,18 +54,18 @@ def hold_node(transition: Transition, node: str, sentence: str) -> None:
 
 
 def release_hold(transition: Transition, node: str, sentence: str) -> None:
-    """The hold is over, whatever else keeps the node out."""
+    """End the hold; other reasons may still keep the node out."""
     transition.state.nodes[node].hold_reason = ""
     transition.mark_node_changed(node)
     records.append_history(transition.state.nodes[node], transition.now, "action", sentence)
     try_return(transition, node, sentence)
 
 
-# --- cordons of others -------------------------------------------------------------------------------------------
+# Cordons of others
 
 
 def handle_scheduler_change(transition: Transition, event: SchedulerStateChanged) -> None:
-    """Somebody else has taken the node out of service with the scheduler, or given it back."""
+    """Handle another party's cordon, or its end."""
     record = transition.state.nodes.get(event.node)
     gone = record is not None and event.lifted_cordon_id != "" and record.cordon_id == event.lifted_cordon_id
     if record is None or (record.external_cordon_by == event.cordoned_by and not gone):
@@ -90,7 +92,8 @@ def handle_scheduler_change(transition: Transition, event: SchedulerStateChanged
 
 
 def _note_missing_cordon(transition: Transition, record: NodeRecord) -> None:
-    """It is not set again by itself: whoever lifted it may have meant it. A hold sets it, and so does another state."""
+    """Note that Everstep's cordon has vanished. It is not set again, since its removal may be intended; a hold or
+    another state sets it."""
     record.cordon_id = ""
     transition.mark_node_changed(record.node)
     sentence = (
@@ -102,25 +105,25 @@ def _note_missing_cordon(transition: Transition, record: NodeRecord) -> None:
 
 
 def try_return(transition: Transition, node: str, reason: str) -> None:
-    """A held node that nobody's word keeps out any more returns, on probation; others are looked at again."""
+    """Return a held node to probation if no order keeps it out any more; recheck a quarantined one."""
     record = transition.state.nodes[node]
     if record.state is NodeState.QUARANTINED:
         transition.schedule(transition.now, "care", node)
     elif record.state is not NodeState.HELD or out_of_service_reason(record, transition.now):
         return
     elif not is_computing(transition.state, node) and remediation_ladder.repair_if_lemon(transition, node):
-        return  # one that computes was let serve with its offences: to take it out would be an eviction
+        return  # a node with a seat was allowed to serve with its offences: taking it out would be an eviction
     elif record.reachable:
         begin_probation(transition, node, reason)
     else:
         set_state(transition, node, NodeState.LOST, f"{reason}; it is out of reach and comes back when it is heard")
 
 
-# --- maintenance -------------------------------------------------------------------------------------------------
+# Maintenance windows
 
 
 def check_maintenance(state: FleetState, command: OperatorCommand, now: float) -> None:
-    """Raises NotFound or Conflict for a window that cannot be."""
+    """Raise NotFound or Conflict for a window that cannot be held."""
     nodes = _nodes_of(state, command)
     if not nodes:
         raise NotFound(f"no node in rack {command.rack}: `everstep nodes` shows the racks")
@@ -148,7 +151,7 @@ def _check_plan(state: FleetState, starts_at: float, until: float) -> None:
 
 
 def check_cancel(state: FleetState, command: OperatorCommand) -> None:
-    """Raises Conflict where nothing is planned for the node or rack."""
+    """Raise Conflict if nothing is planned for the node or rack."""
     if not any(_is_planned(one, command) for one in state.fleet.maintenance_windows):
         raise Conflict(
             f"nothing is planned for {command.node or f'rack {command.rack}'}: a window that has begun ends by "
@@ -162,7 +165,7 @@ def _is_planned(window: MaintenanceWindow, command: OperatorCommand) -> bool:
 
 
 def cancel_maintenance(transition: Transition, command: OperatorCommand) -> None:
-    """What is planned for the node or rack does not begin. A rack's plan cannot be cancelled for one node."""
+    """Cancel the windows planned for the node or rack. A rack's window cannot be cancelled for one node."""
     fleet = transition.state.fleet
     fleet.maintenance_windows = [one for one in fleet.maintenance_windows if not _is_planned(one, command)]
     transition.mark_fleet_changed()
@@ -175,7 +178,7 @@ def _nodes_of(state: FleetState, command: OperatorCommand) -> list[str]:
 
 
 def order_window(transition: Transition, command: OperatorCommand, sentence: str) -> None:
-    """Begins a window, or plans it."""
+    """Begin or plan a window."""
     fleet, until = transition.state.fleet, command.until or transition.now
     window = MaintenanceWindow(
         until=until, sentence=sentence, node=command.node or "", rack="" if command.node else command.rack or ""
@@ -191,8 +194,7 @@ def order_window(transition: Transition, command: OperatorCommand, sentence: str
 
 
 def resume_windows(transition: Transition) -> None:
-    """This controller begins: so do windows whose time has come, before anybody is heard, and treated; others are
-    looked at when theirs comes."""
+    """After a restart, begin due windows before any node is heard and treated, and schedule the others."""
     begin_due_windows(transition)
     for window in transition.state.fleet.maintenance_windows:
         if window.starts_at:
@@ -200,8 +202,10 @@ def resume_windows(transition: Transition) -> None:
 
 
 def begin_due_windows(transition: Transition) -> None:
-    """At a deadline: windows whose time has come begin, unless they are over. While the database is away they wait: who
-    follows would not know that they have begun."""
+    """Begin windows whose time has come, unless they are over.
+
+    They wait during a database outage, because a successor would not know that they have begun.
+    """
     fleet = transition.state.fleet
     due = [one for one in fleet.maintenance_windows if 0.0 < one.starts_at <= transition.now]
     if not due:
@@ -221,8 +225,10 @@ def begin_due_windows(transition: Transition) -> None:
 
 
 def _begin_windows(transition: Transition, *windows: MaintenanceWindow) -> None:
-    """Nodes leave their jobs at boundaries, those of all windows at once: none takes another's place. Until the end
-    nothing that they say or do not say is held against them."""
+    """Take the nodes of all windows out of their jobs at once, so that none takes another's place.
+
+    Until the end, neither messages nor silence count against these nodes.
+    """
     entering = [
         (node, one) for one in windows for node, record in transition.state.nodes.items() if _covers(one, record)
     ]
@@ -236,13 +242,13 @@ def _begin_windows(transition: Transition, *windows: MaintenanceWindow) -> None:
 
 
 def planned_windows(state: FleetState, record: NodeRecord) -> list[MaintenanceWindow]:
-    """Windows that will begin for the node, the next one first."""
+    """Return the windows planned for the node, next one first."""
     planned = (one for one in state.fleet.maintenance_windows if one.starts_at and _covers(one, record))
     return sorted(planned, key=lambda one: one.starts_at)
 
 
 def current_window(state: FleetState, record: NodeRecord, now: float) -> MaintenanceWindow | None:
-    """The longest maintenance window that the node is in."""
+    """Return the window that the node is in; the longest one if there are several."""
     begun = (one for one in state.fleet.maintenance_windows if one.starts_at <= now < one.until)
     meant = (one for one in begun if _covers(one, record))
     return max(meant, key=lambda one: one.until, default=None)
@@ -255,7 +261,7 @@ def _covers(window: MaintenanceWindow, record: NodeRecord) -> bool:
 
 
 def enter_maintenance(transition: Transition, node: str, window: MaintenanceWindow) -> None:
-    """The node is in the window from now on; who had seats on it is for the caller."""
+    """Put the node into the window. The caller regroups the jobs that have seats on it."""
     record = transition.state.nodes[node]
     record.maintenance_until = max(record.maintenance_until, window.until)
     transition.mark_node_changed(node)
@@ -267,7 +273,7 @@ def enter_maintenance(transition: Transition, node: str, window: MaintenanceWind
 
 
 def _leave(transition: Transition, job: JobRecord, sentence: str) -> None:
-    """The job goes on without all nodes of the window at once, at its next boundary."""
+    """Regroup the job at its next boundary without the nodes of the window."""
     if job.state is JobState.RUNNING:
         regroup(
             transition,
@@ -277,13 +283,13 @@ def _leave(transition: Transition, job: JobRecord, sentence: str) -> None:
 
 
 def end_if_due(transition: Transition, node: str) -> None:
-    """At the end of its window a node comes back, where nothing else keeps it out."""
+    """At the end of its window, return the node unless something else keeps it out."""
     record = transition.state.nodes[node]
     if not record.maintenance_until or transition.now < record.maintenance_until:
         return
     if (
         window := current_window(transition.state, record, transition.now)
-    ) is not None:  # the next one begins as this one ends
+    ) is not None:  # the next window begins as this one ends
         enter_maintenance(transition, node, window)
         return
     record.maintenance_until = 0.0
@@ -298,7 +304,8 @@ def end_if_due(transition: Transition, node: str) -> None:
 
 
 def end_maintenance_early(transition: Transition, node: str) -> None:
-    """Takes the node out of its windows before the end; a rack's goes on for the others, and what is planned stays."""
+    """Take the node out of its current windows. A rack's window continues for other nodes, and planned windows
+    remain."""
     record, fleet = transition.state.nodes[node], transition.state.fleet
     record.maintenance_until = 0.0
     transition.mark_node_changed(node)

@@ -1,4 +1,4 @@
-"""What is asked of the outside: cordons that follow a node's state, and resets, reboots and repairs under caps."""
+"""Change a node's state, and request cordons, resets, reboots and repairs within caps."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from everstep_controller.core.health.evidence import collect_evidence, suspect_g
 from everstep_controller.core.records import NodeRecord
 from everstep_controller.core.transition import Transition
 
-# ---- standing
-# Where a node stands: every change of its state goes through here, and the scheduler is told of it.
-
 CORDONED_STATES = (NodeState.QUARANTINED, NodeState.HELD, NodeState.REPAIR)
-"""States in which nobody else should give the node work either."""
+"""States in which nothing else should give the node work either."""
 IN_SERVICE = (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION)
-"""Those in which a node serves, or is about to."""
+"""States in which a node serves or is about to."""
 
 
 def set_state(transition: Transition, node: str, state: NodeState, sentence: str) -> None:
-    """Moves a node to ``state``, for the reason in ``sentence``; cordons it with the scheduler, or gives it back.
+    """Move a node to ``state`` for the reason in ``sentence``; cordon or uncordon it accordingly.
 
-    One that is healthy by somebody's word, and silent, is suspected until its own next word.
+    A silent node that becomes healthy by order is suspected until its next message.
     """
     record = transition.state.nodes[node]
     doubted = state is NodeState.HEALTHY and node in transition.state.silent
@@ -38,7 +35,7 @@ def set_state(transition: Transition, node: str, state: NodeState, sentence: str
 
 
 def out_of_service_reason(record: NodeRecord, now: float) -> str:
-    """Whose word keeps the node out of service, in a sentence; empty where nobody's does."""
+    """Return the order that keeps the node out of service, as a sentence; "" for none."""
     if record.external_cordon_by:
         return f"{record.node} is cordoned by {record.external_cordon_by}, and stays out until that is lifted"
     if record.hold_reason:
@@ -49,22 +46,22 @@ def out_of_service_reason(record: NodeRecord, now: float) -> str:
 
 
 REMEDIATION_KINDS = {Action.RESET_GPU: RemediationKind.RESET_GPU, Action.REBOOT_NODE: RemediationKind.REBOOT}
-"""Cures that a machine can be asked to carry out by itself."""
+"""Actions that an executor can carry out."""
 
 
-CORDON_UNCERTAIN = "uncertain"
-"""For the id of a cordon that failed (``NodeRecord.cordoned``): who did not answer may have carried it out."""
+CORDON_UNCERTAIN = "perhaps"
+"""Id of a cordon that failed (``NodeRecord.cordon_id``): a scheduler that did not answer may have carried it out."""
 
 
 def cordon(transition: Transition, node: str, sentence: str) -> None:
-    """Nobody else gives the node work while it is out. Where somebody else has cordoned it, that is left alone."""
+    """Cordon a node that is out. Another party's cordon is left alone."""
     record = transition.state.nodes[node]
     if record.cordon_id in ("", CORDON_UNCERTAIN) and not record.external_cordon_by:
         record.cordon_id = _request_remediation(transition, node, RemediationKind.CORDON, sentence)
 
 
 def uncordon(transition: Transition, node: str, sentence: str) -> None:
-    """Gives back what Everstep took, and only that."""
+    """Lift Everstep's own cordon, and no other."""
     record = transition.state.nodes[node]
     if record.cordon_id:
         record.cordon_id = ""
@@ -72,13 +69,13 @@ def uncordon(transition: Transition, node: str, sentence: str) -> None:
 
 
 def request_repair(transition: Transition, node: str, sentence: str) -> None:
-    """Hands the node to people, with everything known against it; it keeps others away as a cordon does."""
+    """Hand the node to people with the evidence on it. Like a cordon, a repair keeps other work away."""
     transition.state.nodes[node].cordon_id = _request_remediation(transition, node, RemediationKind.REPAIR, sentence)
 
 
 def start_remediation(transition: Transition, node: str, action: Action, sentence: str) -> str:
-    """Asks for a reset or a reboot, and counts it under both caps. Returns the remedy's id; nobody is to work at it any
-    more when ``remediation_timeout_s`` is over."""
+    """Request a reset or reboot and count it under both caps. Return its id; the request expires after
+    ``remediation_timeout_s``."""
     record, fleet = transition.state.nodes[node], transition.state.fleet
     record.remediation_times = append_time(
         record.remediation_times, transition.now, transition.policy.remediation_node_window_s
@@ -96,24 +93,24 @@ def start_remediation(transition: Transition, node: str, action: Action, sentenc
 
 
 def note_dry_run(record: NodeRecord) -> None:
-    """The node's newest reset or reboot was only a dry run: it counts under the caps, and was never carried out."""
+    """Mark the newest reset or reboot as a dry run: it counts under the caps, but was not carried out."""
     record.dry_runs = [at for at in record.dry_runs if at in record.remediation_times] + record.remediation_times[-1:]
 
 
 def was_dry_run(record: NodeRecord) -> bool:
-    """Whether the node's newest reset or reboot was only a dry run."""
+    """Return whether the newest reset or reboot was a dry run."""
     return bool(record.remediation_times) and record.remediation_times[-1] in record.dry_runs
 
 
 def node_remediation_cap(transition: Transition, node: str) -> str:
-    """Why the node gets no further automatic remedy, in words; empty while it may."""
+    """Return why the node gets no further automatic remediation; "" while it may get one."""
     times, policy = transition.state.nodes[node].remediation_times, transition.policy
     what = "it was reset or rebooted"
     return describe_cap(times, transition.now, policy.remediation_node_window_s, policy.remediations_per_node, what)
 
 
 def fleet_remediation_cap(transition: Transition) -> tuple[str, float]:
-    """Why nobody is treated now, and when the next one may be; ("", 0.0) while the fleet's cap is not reached."""
+    """Return why no node is remediated now, and the time of the next one; ("", 0.0) below the fleet's cap."""
     times, window_s = transition.state.fleet.remediation_times, transition.policy.remediation_fleet_window_s
     count, at = next_allowed_at(times, transition.now, window_s, transition.policy.remediations_per_fleet)
     return (f"{count} nodes were reset or rebooted within {window_s:g} s" if count else ""), at
@@ -122,7 +119,7 @@ def fleet_remediation_cap(transition: Transition) -> tuple[str, float]:
 def _request_remediation(
     transition: Transition, node: str, kind: RemediationKind, sentence: str, due: float = 0.0
 ) -> str:
-    """Ids hold the controller's life: one whose database is away may give a number that another gives too."""
+    """Ids contain the epoch, because another controller may count to the same number during a database outage."""
     state, record = transition.state, transition.state.nodes[node]
     state.fleet.remediation_count += 1
     transition.mark_fleet_changed()
@@ -150,23 +147,23 @@ def _request_remediation(
     return name
 
 
-# ---- caps
-# How often something was done lately, to one node and in the fleet, and whether that is enough.
+# Caps
 
 
 def append_time(times: Sequence[float], now: float, window_s: float) -> list[float]:
-    """``times`` within the window, and now."""
+    """Return ``times`` within the window, and ``now``."""
     return [*_within(times, now, window_s), now]
 
 
 def describe_cap(times: Sequence[float], now: float, window_s: float, limit: int, event: str) -> str:
-    """Why it is not done once more, in words; empty while it may be. ``what``: what happened to the node."""
+    """Return why the cap is reached, or "" below the cap. ``event`` describes what happened to the node."""
     count = len(_within(times, now, window_s))
     return "" if count < limit else f"{event} {count} times within {window_s / 86400:g} days"
 
 
 def next_allowed_at(times: Sequence[float], now: float, window_s: float, limit: int) -> tuple[int, float]:
-    """How often it was done in the fleet, and when it may be again; (0, 0.0) while it may be now."""
+    """Return the number of events in the window and the time of the next allowed one; (0, 0.0) if one is allowed
+    now."""
     recent = _within(times, now, window_s)
     return (0, 0.0) if len(recent) < limit else (len(recent), recent[-limit] + window_s)
 

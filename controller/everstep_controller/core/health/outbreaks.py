@@ -1,10 +1,11 @@
-"""The same finding on many nodes at once is software, a driver or the network: no node's own fault, and none leaves.
+"""Recognise outbreaks: a finding on many nodes at once is the fault of software, a driver or the network.
 
-A node is judged the moment it shows something, when nobody can know yet who will show it next. So what is decided about
-the first ones stands under reserve for ``correlated_s``: ``acquittals`` takes it back.
+A finding is judged at once, before anyone can know which nodes will show it next. Verdicts on the first nodes can
+therefore be rolled back within ``correlated_s`` (``health.eviction``). Nodes spared by an outbreak wait for its end,
+which comes once too few serving nodes show the finding. Later nodes are spared only while enough nodes show it, so a
+fault that stays on a few nodes protects no others.
 
-Whom an outbreak has spared waits for its end, for as long as it stands on as many that serve. Who shows the same later
-is spared only where as many show it then: a fault that stays on a few nodes keeps no others from being judged.
+The module also holds what a rule says of a finding before anything is done about it.
 """
 
 from __future__ import annotations
@@ -33,32 +34,31 @@ from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import join_names
 
 WAITS_FOR_OUTBREAK = "correlated"
-"""What a finding of an outbreak is looked at again for (``NodeRecord.undecided``)."""
+"""Reason to judge a finding of an outbreak again (``NodeRecord.undecided_findings``)."""
 ACTION_DELAY_S = 1.0
-"""Seconds after an eviction in which nothing is done to the machine: a fault of software often shows everywhere in
-less. It is out of its jobs meanwhile, so nobody waits."""
+"""Seconds after an eviction in which the machine is left alone, because a software fault often shows everywhere in
+less. The node has left its jobs by then, so nothing waits."""
 MAX_SIGNATURES = 512
-"""Kinds, with their XIDs, that are followed at once; an agent may invent numbers."""
+"""Number of signatures followed at once, because an agent may invent XIDs."""
 
 
 def signature(finding: Finding) -> str:
-    """What makes findings of different nodes the same: their kind, and XID."""
+    """Return the finding's kind and XID, which identify equal findings of different nodes."""
     return str(finding.kind) if finding.xid is None else f"{finding.kind}/{finding.xid}"
 
 
 def findings_with_signature(record: NodeRecord, signature_name: str) -> list[Finding]:
-    """The node's findings of that signature which stand."""
+    """Return the node's standing findings with that signature."""
     return [finding for finding in record.all_findings() if signature(finding) == signature_name]
 
 
 def check_correlated(
     transition: Transition, rule: VerdictRule, node: str, finding: Finding, *, is_new: bool = True
 ) -> tuple[str, list[str]]:
-    """Why the finding is taken for no node's own, in words, empty where it may be; and who, with the node, is found to
-    be in the outbreak only now, having been judged before. Notes that the node shows it, unless it is only looked at
-    again (not ``anew``).
+    """Return why the finding belongs to an outbreak, and which nodes judged earlier now join the outbreak.
 
-    An outbreak is said once, when it begins. O(1), but for what ages out, and once in an outbreak O(nodes).
+    The reason is empty if the finding may be the node's own. The sighting is recorded unless ``is_new`` is false. An
+    outbreak is logged once, when it begins. O(1) except for expired sightings, and O(nodes) once per outbreak.
     """
     state, name = transition.state, signature(finding)
     seen = state.sightings.pop(name, {})
@@ -82,7 +82,7 @@ def check_correlated(
     standing = _nodes_standing(state, rule, name, seen)
     if waiting.get(node) and (why := common_cause(state, rule, standing, node)):
         return f"{name} stands on {why}, or more, since it was on so many at once", []
-    waiting.pop(node, None)  # it is judged for itself
+    waiting.pop(node, None)  # the node is judged for itself
     if not _holds_for_any_driver(state, rule, standing):
         _end(transition, name)
         transition.audit("fleet.correlated_finding_ended", f"{name} is on few nodes again: each is judged for itself")
@@ -92,7 +92,8 @@ def check_correlated(
 def _join_outbreak(
     transition: Transition, rule: VerdictRule, name: str, seen: Mapping[str, float], node: str, why: str
 ) -> list[str]:
-    """The outbreak begins, or goes on with more nodes. Beyond ``correlated_nodes`` all before have joined."""
+    """Begin the outbreak or add nodes, and return the new ones. Beyond ``correlated_nodes`` all earlier nodes have
+    joined."""
     state, began = transition.state, name not in transition.state.outbreaks
     if began:
         transition.audit(
@@ -103,7 +104,7 @@ def _join_outbreak(
         state.fleet.outbreaks[name] = next(iter(seen.values()), transition.now)
         transition.mark_fleet_changed()
     waiting = state.outbreaks.setdefault(name, {})
-    if began:  # and who showed it long ago, and was judged for it a moment ago
+    if began:  # include nodes that showed the finding long ago and were evicted for it just now
         asked = [*seen, *(other for other in _out_with_signature(state, name, transition.now) if other not in seen)]
     elif len(seen) <= rule.correlated_nodes:
         asked = list(seen)
@@ -122,14 +123,14 @@ def _end(turn: Transition, name: str) -> None:
 
 
 def wait_for_outbreak_end(state: FleetState, node: str, finding: Finding) -> None:
-    """The finding on the node is taken for an outbreak's until that is over."""
+    """Let the finding wait for the end of its outbreak."""
     waiting = state.outbreaks.get(signature(finding))
     if waiting is not None:
         waiting[node] = True
 
 
 def mark_cleared(state: FleetState, node: str, finding: Finding) -> None:
-    """Where nothing alike stands on the node any more, it waits for no outbreak's end."""
+    """End the node's wait for an outbreak if it shows no finding with that signature any more."""
     name = signature(finding)
     waiting = state.outbreaks.get(name, {})
     if node in waiting and not findings_with_signature(state.nodes[node], name):
@@ -137,8 +138,10 @@ def mark_cleared(state: FleetState, node: str, finding: Finding) -> None:
 
 
 def _nodes_standing(state: FleetState, rule: VerdictRule, name: str, seen: Collection[str]) -> Collection[str]:
-    """On whom an outbreak stands: who has ``seen`` it lately, and who waits for its end, serves or is to serve, and
-    shows it still. No more of these than it takes."""
+    """Return the nodes that sustain an outbreak: recent sightings, and waiting nodes in service that still show it.
+
+    Stops once ``correlated_nodes`` are found.
+    """
     found = dict.fromkeys(seen)
     for node, waits in state.outbreaks.get(name, {}).items():
         if len(found) >= rule.correlated_nodes:
@@ -149,15 +152,16 @@ def _nodes_standing(state: FleetState, rule: VerdictRule, name: str, seen: Colle
 
 
 def _sustains_outbreak(record: NodeRecord, name: str) -> bool:
-    """Whether an outbreak stands on the node. One that is out, or dead, tells nothing of what is so now."""
+    """Return whether the node sustains the outbreak. A node that is out or unreachable says nothing about the
+    present."""
     return record.reachable and record.state in IN_SERVICE and bool(findings_with_signature(record, name))
 
 
 def common_cause(state: FleetState, rule: VerdictRule, seen: Collection[str], node: str) -> str:
-    """What the nodes that show it (``seen``) have in common with ``node``, in words; empty where it may be chance.
+    """Return what the nodes in ``seen`` have in common with ``node``; "" if it may be chance.
 
-    A count alone would let two of two go, and a share alone a hundred of a thousand. Where it takes two to tell, one
-    fault is seen on both.
+    A count alone would let two of two nodes go, and a share alone a hundred of a thousand. Where a fault takes two
+    nodes to detect, one fault is seen on both.
     """
     count, known = len(seen), len(state.nodes)
     if count >= rule.correlated_nodes:
@@ -178,16 +182,16 @@ def common_cause(state: FleetState, rule: VerdictRule, seen: Collection[str], no
 
 
 def _holds_for_any_driver(state: FleetState, rule: VerdictRule, seen: Collection[str]) -> bool:
-    """Whether it is an outbreak of other nodes: those of a driver that the one which was judged last does not have."""
+    """Return whether the outbreak holds for other nodes, such as those with a driver that the judged node lacks."""
     one_of_each = {state.nodes[node].driver_version: node for node in seen}
     return any(common_cause(state, rule, seen, node) for node in one_of_each.values())
 
 
-# --- asking, without noting anything -----------------------------------------------------------------------------
+# Queries without side effects
 
 
 def belongs_to_outbreak(state: FleetState, rule: VerdictRule, node: str, finding: Finding, now: float) -> bool:
-    """Whether the finding on the node is taken for an outbreak's now."""
+    """Return whether the node's finding currently belongs to an outbreak."""
     name = signature(finding)
     if name not in state.outbreaks:
         return False
@@ -201,12 +205,12 @@ class Outbreak(msgspec.Struct, frozen=True, kw_only=True):
     """A finding that stands on so many nodes that none of them is evicted for it.
 
     Attributes:
-        name: the findings' signature: kind, and XID.
-        rule: id of the rule that would judge them.
-        nodes: the nodes on which it stands, in the order in which they joined.
-        since: when the first of them showed it, in wall seconds.
-        example: what the first of them says.
-        again_s: seconds after which each node is looked at again.
+        name: Signature of the findings: kind and XID.
+        rule: Id of the rule that would judge them.
+        nodes: Nodes that show it, in the order in which they joined.
+        since: First sighting, in wall seconds.
+        example: Message of the first node's finding.
+        again_s: Seconds after which each node is judged again.
     """
 
     name: str
@@ -217,14 +221,14 @@ class Outbreak(msgspec.Struct, frozen=True, kw_only=True):
     again_s: float
 
     def sentence(self, known: int) -> str:
-        """What stands where, and what Everstep does about it. ``known``: how many nodes the fleet has."""
+        """Return what stands where, and what Everstep does about it. ``known`` is the number of nodes in the fleet."""
         return (
             f"{self.name} stands on {len(self.nodes)} of {known} nodes ({join_names(self.nodes)}: {self.example}): "
             f"software, a driver or the network is suspected, so no node is evicted for it"
         )
 
     def advice(self) -> str:
-        """What happens next, and what a person can do."""
+        """Return what happens next, and what a person can do."""
         return (
             f"Find what these nodes have in common and mend that. The finding is judged again every "
             f"{self.again_s:g} s: once it stands on too few nodes to have a common cause, each is treated "
@@ -233,7 +237,7 @@ class Outbreak(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def standing(state: FleetState) -> list[Outbreak]:
-    """Every outbreak that stands on at least one node, the oldest first. O(nodes that are in one)."""
+    """Return every outbreak with at least one node, oldest first. O(nodes in outbreaks)."""
     found: list[Outbreak] = []
     for name, waiting in state.outbreaks.items():
         shows = {
@@ -260,7 +264,7 @@ def standing(state: FleetState) -> list[Outbreak]:
 
 
 def spared_of(state: FleetState, record: NodeRecord) -> list[Finding]:
-    """The node's standing findings that are taken for an outbreak's, for which it is not evicted."""
+    """Return the node's standing findings that belong to an outbreak and for which it is not evicted."""
     waiting = state.outbreaks
     if not waiting:
         return []
@@ -268,8 +272,7 @@ def spared_of(state: FleetState, record: NodeRecord) -> list[Finding]:
 
 
 def shared_by_other(state: FleetState, node: str, finding: Finding, now: float) -> str:
-    """Which other node shows the finding, or did within the time that would make an outbreak of it, in words; empty
-    where nobody did."""
+    """Return which other node shows the finding, or showed it recently enough for an outbreak; "" for none."""
     name, since = signature(finding), now - state.policy.rules.rule_for(finding).correlated_s
     lately = (other for other, at in state.sightings.get(name, {}).items() if at >= since)
     still = (other for other in state.outbreaks.get(name, ()) if _sustains_outbreak(state.nodes[other], name))
@@ -278,7 +281,7 @@ def shared_by_other(state: FleetState, node: str, finding: Finding, now: float) 
 
 
 def _out_with_signature(state: FleetState, name: str, now: float) -> Iterator[str]:
-    """Who is out for it, under reserve."""
+    """Yield nodes that are out for the signature and can still be rolled back."""
     for node, record in state.nodes.items():
         if (
             now < rollback_possible_until(record)
@@ -289,18 +292,17 @@ def _out_with_signature(state: FleetState, name: str, now: float) -> Iterator[st
 
 
 def rollback_possible_until(record: NodeRecord) -> float:
-    """Until when an outbreak may turn out to be behind the eviction by which the node is out, or on its way back; 0.0
-    for one that is not out by an eviction."""
+    """Return the time until which an outbreak can roll back the node's eviction; 0.0 if the node was not evicted."""
     course = record.readmission_plan
     return course.evicted_at + course.rollback_window_s if course is not None and course.evicted_at else 0.0
 
 
-# --- after a restart ---------------------------------------------------------------------------------------------
+# Restart
 
 
 def record_seen_at(transition: Transition, node: str, key: str, name: str) -> None:
-    """Keeps with the node when it showed the finding that waits, or whose eviction is held: a controller that begins
-    has to know."""
+    """Store the time of the sighting with the node, for findings that wait or whose eviction is deferred, so that it
+    survives a restart."""
     record = transition.state.nodes[node]
     kept = {
         k: at
@@ -314,8 +316,8 @@ def record_seen_at(transition: Transition, node: str, key: str, name: str) -> No
 
 
 def restore_outbreaks(state: FleetState, now: float) -> None:
-    """What the records say of outbreaks: who waits for the end of one, or was evicted or held so lately that one may
-    come."""
+    """Restore outbreaks from nodes that wait for the end of one, or were evicted or deferred recently enough to join
+    one."""
     found: list[tuple[float, str, str]] = []
     rules: dict[str, VerdictRule] = {}
     for node, record in state.nodes.items():
@@ -344,16 +346,14 @@ def restore_outbreaks(state: FleetState, now: float) -> None:
     state.fleet.outbreaks = {name: state.fleet.outbreaks.get(name, at) for name, at in dated.items()}
 
 
-# ---- rulings
-# What a rule says of a finding on a node, before anything is done about it.
+# Rules applied to one node
 
 NOT_SELF_CLEARING = (FindingKind.DIGEST_MISMATCH, FindingKind.COMPUTE_WRONG, FindingKind.MEMORY_WRONG)
-"""No sensor sees these heal: who shows one stays out until somebody vouches for it, or its GPUs are others."""
+"""Findings that no sensor sees heal: the node stays out until an operator readmits it or its GPUs are replaced."""
 
 
 def blocks_service(state: FleetState, record: NodeRecord, finding: Finding, now: float) -> bool:
-    """Whether the finding, just as it is, keeps a node out that does not serve: its rule would evict for it, and nobody
-    has vouched for the node all the same."""
+    """Return whether the finding keeps a node out: its rule would evict for it, and no operator has accepted it."""
     rule = state.policy.rules.rule_for(finding)
     if (
         finding.key in record.accepted_findings
@@ -374,17 +374,17 @@ def blocks_service(state: FleetState, record: NodeRecord, finding: Finding, now:
 
 
 def blocking_findings(state: FleetState, record: NodeRecord, now: float) -> list[Finding]:
-    """What is known of the node that keeps it out, were it out."""
+    """Return the node's findings that would keep it out of service."""
     return [finding for finding in record.all_findings() if blocks_service(state, record, finding, now)]
 
 
 def due_action(record: NodeRecord, rule: VerdictRule, finding: Finding, now: float) -> Action:
-    """The step of the rule's ladder that is due for the node."""
+    """Return the step of the rule's ladder that is due for the node."""
     return rule.ladder[next_ladder_step(rule, finding, record.ladder_history.get(rule.id, []), now)]
 
 
 def describe_rule(rule: VerdictRule, record: NodeRecord, finding: Finding, action: Action) -> str:
-    """Which rule decides, on how many reports, which step of its ladder it is, and what would clear it."""
+    """Return the rule, the number of reports, the ladder step and what ends it, as a phrase."""
     name = f"{rule.id}:{finding.key}" if rule.scope is CountingScope.SUBJECT else rule.id
     count = max(1, count_bad_reports(record.report_history.get(name, [])))
     window = f" within {rule.window_s:g} s" if rule.n_of_m[0] > 1 else ""

@@ -1,4 +1,4 @@
-"""The ways back: quarantine until the causes are gone, probation with diagnostics and clean beats, health."""
+"""Lead nodes back to service: quarantine until the causes clear, then probation with diagnostics and clean beats."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from everstep_controller.core.transition import Transition
 __all__ = ["begin_probation", "begin_quarantine", "check_probation", "check_quarantine", "set_state"]
 
 RANK_FINDING_KINDS = (str(FindingKind.RANK_FLAPPING), str(FindingKind.RANK_STRAGGLER))
-"""What a node is blamed for by its job, and so what its job forgives."""
+"""Findings for which jobs blame a node, and which the jobs forgive after its readmission."""
 PROBE_PASSED = "passed"
 PROBE_SKIPPED = "skipped"
-PROBE_WAITING = "waiting_for_partner"
-"""For a partner, for a second pass, or to be tried again."""
+PROBE_WAITING = "waiting"
+"""Waiting for a partner, for a blame isolation or for the next attempt."""
 
 
-# --- quarantine --------------------------------------------------------------------------------------------------
+# Quarantine
 
 
 def begin_quarantine(
@@ -47,9 +47,10 @@ def begin_quarantine(
     wait_s: float = 0.0,
     offence_weight: float = evidence.EVICTION_WEIGHT,
 ) -> None:
-    """Out of every roster until ``causes`` clear, and ``wait_s``, the least time and what offences cost have passed.
+    """Keep the node out of every roster until ``causes`` clear and its waiting time has passed.
 
-    The rules of the causes say what is done to it meanwhile, and what it has to pass before it serves again.
+    The waiting time is the longest of ``wait_s``, the policy's minimum and the time for offences. The rules of the
+    causes choose the remediation and the diagnostics.
     """
     record = transition.state.nodes[node]
     if offence_weight:
@@ -67,8 +68,11 @@ def begin_quarantine(
 
 
 def _next_plan(previous: ReadmissionPlan | None, offence_weight: float) -> ReadmissionPlan:
-    """What was to be passed on a way back that ends here is to be passed on the next one. A reset or reboot that may
-    still be carried out goes on in its place of its ladder: nothing else is asked for beside it."""
+    """Return a new plan that keeps the diagnostics of the previous one.
+
+    A reset or reboot that may still be carried out keeps its place on its ladder, so that nothing else is requested
+    beside it.
+    """
     course = ReadmissionPlan(offence_weight=offence_weight)
     if previous is not None:
         course.required_diagnostics, course.required_passes = previous.required_diagnostics, previous.required_passes
@@ -82,7 +86,7 @@ def _next_plan(previous: ReadmissionPlan | None, offence_weight: float) -> Readm
 
 
 def add_cause(transition: Transition, node: str, finding: Finding) -> None:
-    """One more thing that must clear. The strongest cure of all causes is the one that is due."""
+    """Add a cause that must clear. The strongest action among all causes is due."""
     record = transition.state.nodes[node]
     if finding.key in record.quarantine_causes:
         return
@@ -91,7 +95,7 @@ def add_cause(transition: Transition, node: str, finding: Finding) -> None:
     rule = transition.policy.rules.rule_for(finding)
     course = record.readmission_plan = record.readmission_plan or ReadmissionPlan()
     if course.pending_remediation_id and (course.rule_id, course.ladder) == (rule.id, rule.ladder):
-        rung = course.ladder_step  # what is under way for it has not been of no use yet
+        rung = course.ladder_step  # the action under way for this rule has not failed yet
     else:
         rung = next_ladder_step(rule, finding, record.ladder_history.get(rule.id, []), transition.now)
     record.ladder_history[rule.id] = append_ladder_step(
@@ -118,7 +122,8 @@ def add_cause(transition: Transition, node: str, finding: Finding) -> None:
 
 
 def check_quarantine(transition: Transition, node: str) -> None:
-    """Whether the way out is open: causes clear for long enough, time served, nobody's word needed."""
+    """Begin probation if the causes have been clear for long enough, the waiting time is over and no operator is
+    needed."""
     record = transition.state.nodes[node]
     if remediation_ladder.repair_if_lemon(transition, node):
         return
@@ -145,11 +150,12 @@ def _is_standing(transition: Transition, record: NodeRecord, key: str) -> bool:
     return False
 
 
-# --- probation ---------------------------------------------------------------------------------------------------
+# Probation
 
 
 def begin_probation(transition: Transition, node: str, reason: str) -> None:
-    """The last stretch: the diagnostics that its reason calls for, and clean beats. Never against somebody's word."""
+    """Begin probation: the required diagnostics, then clean beats. An order that keeps the node out takes
+    precedence."""
     record, live = transition.state.nodes[node], transition.state.node_runtime[node]
     (
         record.quarantine_causes,
@@ -179,7 +185,7 @@ def _reset_diagnostics(course: ReadmissionPlan) -> None:
 
 
 def begin_diagnostics(transition: Transition, node: str) -> None:
-    """The diagnostics of a node on probation, from the first one on."""
+    """Begin the diagnostics of a node on probation."""
     if transition.policy.probe_required:
         run_next_diagnostic(transition, node)
     else:
@@ -188,8 +194,11 @@ def begin_diagnostics(transition: Transition, node: str) -> None:
 
 
 def _has_blocking_finding(transition: Transition, node: str) -> bool:
-    """Whether something stands against a node on its way back: agents tell of it once, and it may have been out then.
-    It is judged when all that this event tells is known (``pictures.judge_returning``)."""
+    """Return whether a finding stands against a node on probation, which its agent may have reported while the node was
+    out.
+
+    The finding is judged at the end of the event (``findings.judge_returning_nodes``).
+    """
     if not blocking_findings(transition.state, transition.state.nodes[node], transition.now):
         return False
     transition.returning_nodes[node] = None
@@ -197,7 +206,7 @@ def _has_blocking_finding(transition: Transition, node: str) -> bool:
 
 
 def run_next_diagnostic(transition: Transition, node: str) -> None:
-    """Runs the next diagnostic, where none is under way."""
+    """Run the next diagnostic if none is running."""
     record = transition.state.nodes[node]
     course = record.readmission_plan = record.readmission_plan or ReadmissionPlan()
     transition.mark_node_changed(node)
@@ -224,7 +233,7 @@ def run_next_diagnostic(transition: Transition, node: str) -> None:
 
 
 def can_retry_diagnostic(transition: Transition, node: str) -> bool:
-    """Whether a node on probation waits for a partner, or for a time that has passed, and for nothing else."""
+    """Return whether a node on probation waits only for a partner or for a time that has passed."""
     record = transition.state.nodes[node]
     if record.state is not NodeState.PROBATION or record.probe_status != PROBE_WAITING:
         return False
@@ -233,7 +242,7 @@ def can_retry_diagnostic(transition: Transition, node: str) -> bool:
 
 
 def handle_probation_probe(transition: Transition, outcome: ProbeOutcome) -> None:
-    """A diagnostic of a node on its way back has ended."""
+    """Handle the end of a diagnostic on probation."""
     node = outcome.probe.tested_node
     if node is None or transition.state.nodes[node].probe_status != outcome.probe_id:
         return
@@ -252,7 +261,7 @@ def handle_probation_probe(transition: Transition, outcome: ProbeOutcome) -> Non
 
 
 def record_diagnostic_passed(transition: Transition, node: str) -> None:
-    """One diagnostic less to go."""
+    """Record a passed diagnostic and run the next one."""
     record = transition.state.nodes[node]
     if record.readmission_plan is not None:
         record.readmission_plan.remaining_diagnostics = record.readmission_plan.remaining_diagnostics[1:]
@@ -263,8 +272,8 @@ def record_diagnostic_passed(transition: Transition, node: str) -> None:
 
 
 def _open_pair_case(transition: Transition, node: str, outcome: ProbeOutcome) -> None:
-    """A pair failed: which of the two it was, partners known to be good will tell. One that could not run the probe is
-    no suspect for that."""
+    """Let partners known to be good decide which node of a failed pair is at fault. A node that could not run the probe
+    is no suspect."""
     found = {
         suspect: Finding(
             kind=FindingKind.PROBE_FAILED,
@@ -296,10 +305,10 @@ def _open_pair_case(transition: Transition, node: str, outcome: ProbeOutcome) ->
 def record_diagnostic_failed(
     transition: Transition, node: str, failure: str, offence_weight: float = evidence.FAILED_PROBE_WEIGHT
 ) -> None:
-    """Back into quarantine; the diagnostics begin anew after a wait that doubles each time.
+    """Return the node to quarantine; the diagnostics restart after a wait that doubles each time.
 
-    One on which a job computes serves: to take it out would be an eviction, and that needs a proof, which this is not
-    (``examinations`` and ``_found_wrong`` have those). It stays on probation, and is tried again as well.
+    A node on which a job computes stays on probation and is tried again. Taking it out would be an eviction, which
+    needs proof (``examinations``, ``_record_wrong_result``).
     """
     record, policy = transition.state.nodes[node], transition.policy
     record.probe_failures += 1
@@ -330,8 +339,8 @@ def record_diagnostic_failed(
 
 
 def _record_wrong_result(transition: Transition, node: str, outcome: ProbeOutcome) -> None:
-    """Work whose result is known came out wrong. Where its rule does not convict, the node tries again all the same: it
-    has not passed."""
+    """Record a wrong result of work with a known result. If the rule does not evict for it, the diagnostics still
+    restart."""
     memory = outcome.probe.kind is ProbeKind.MEMORY
     finding = Finding(
         kind=FindingKind.MEMORY_WRONG if memory else FindingKind.COMPUTE_WRONG,
@@ -345,12 +354,12 @@ def _record_wrong_result(transition: Transition, node: str, outcome: ProbeOutcom
     raise_controller_finding(transition, node, finding)
     if not blocks_service(transition.state, transition.state.nodes[node], finding, transition.now):
         record_diagnostic_failed(transition, node, outcome.failure)
-    elif not is_computing(transition.state, node):  # else it is judged as any of those is that a job computes on
+    elif not is_computing(transition.state, node):  # otherwise judged like any node on which a job computes
         quarantine_relapsed(transition, node, finding, f"{outcome.failure}; {node} stays out until it is mended")
 
 
 def quarantine_relapsed(transition: Transition, node: str, finding: Finding, sentence: str) -> None:
-    """Ill again on its way back: under reserve, as evictions are."""
+    """Quarantine a node that fell ill on probation. An outbreak can roll this back, as it can an eviction."""
     quarantine_before_service(
         transition, node, finding, sentence, action=finding.action, offence_weight=evidence.RELAPSE_WEIGHT
     )
@@ -359,7 +368,7 @@ def quarantine_relapsed(transition: Transition, node: str, finding: Finding, sen
 def quarantine_before_service(
     transition: Transition, node: str, finding: Finding, sentence: str, *, action: Action, offence_weight: float = 0.0
 ) -> None:
-    """Into quarantine before it served: that costs no budget, and is taken back where others show the same."""
+    """Quarantine a node before it served. This uses no budget, and an outbreak can roll it back."""
     begin_quarantine(transition, node, sentence, (finding,), action=action, offence_weight=offence_weight)
     record = transition.state.nodes[node]
     if record.readmission_plan is not None:
@@ -368,7 +377,7 @@ def quarantine_before_service(
 
 
 def _jobs_blaming(transition: Transition, node: str) -> Iterable[str]:
-    """Jobs that do without a node which was out, and has passed its diagnostics, for what its ranks did."""
+    """Return the jobs that excluded a readmitted node because of its ranks."""
     course = transition.state.nodes[node].readmission_plan
     return (
         transition.state.node_runtime[node].jobs
@@ -378,17 +387,19 @@ def _jobs_blaming(transition: Transition, node: str) -> Iterable[str]:
 
 
 def check_seen_on_probation(transition: Transition) -> None:
-    """Looks at who was heard in this turn, now that all it tells is known: what tells of something grave is no clean
-    beat."""
+    """Check the nodes on probation that were heard in this event, after all their findings are known.
+
+    A heartbeat with a grave finding is not a clean beat.
+    """
     for node in transition.seen_on_probation:
         check_probation(transition, node)
     transition.seen_on_probation.clear()
 
 
 def check_probation(transition: Transition, node: str) -> None:
-    """Whether the node is healthy: its diagnostics passed, and enough clean beats since it was let out.
+    """Declare the node healthy if its diagnostics passed and enough clean beats came.
 
-    Not while a reset or reboot of it may still be carried out: each is reported when it has ended, however late.
+    Not while a reset or reboot may still be carried out; each is reported when it has ended.
     """
     record = transition.state.nodes[node]
     if record.state is not NodeState.PROBATION or record.probe_status not in (PROBE_PASSED, PROBE_SKIPPED):
@@ -408,7 +419,7 @@ def check_probation(transition: Transition, node: str) -> None:
 
 
 def _fitness(turn: Transition, node: str) -> str:
-    """What the node's sentence says of it once it serves again: an outbreak's finding may stand on it all the same."""
+    """Return the end of the readmission sentence; findings of an outbreak may stand on a serving node."""
     spared = dict.fromkeys(signature(one) for one in spared_of(turn.state, turn.state.nodes[node]))
     if not spared:
         return "it is healthy"

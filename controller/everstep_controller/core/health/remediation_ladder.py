@@ -1,4 +1,4 @@
-"""The cures of a node that is out: one after the other, each under caps, each confirmed before the way back opens."""
+"""Remediate nodes that are out, step by step, within caps, each step confirmed before readmission."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from everstep_controller.core.records import JobRecord, NodeRecord, ReadmissionP
 from everstep_controller.core.transition import Transition
 
 SEAT_RECHECK_S = 1.0
-"""How soon a node that its jobs have not left yet is looked at again."""
+"""Seconds until a node that its jobs have not left yet is checked again."""
 
 
 def continue_ladder(transition: Transition, node: str) -> None:
-    """The causes of a quarantine stand: asks for the cure that is due, where the policy lets it."""
+    """Request the action that is due for the standing causes, if the policy allows."""
     record, course = transition.state.nodes[node], transition.state.nodes[node].readmission_plan
     if (
         course is None
@@ -86,7 +86,7 @@ def _take_step(transition: Transition, node: str, course: ReadmissionPlan) -> No
     elif jobs_seated_on(transition.state, node):
         transition.schedule(
             math.floor(transition.now) + SEAT_RECHECK_S, "care", node
-        )  # whole seconds: one look, however often asked for
+        )  # rounding to whole seconds merges repeated requests into one check
     elif why := node_state.node_remediation_cap(transition, node):
         if _waits_for_rollback_window(transition, node, hands_over=True):
             return
@@ -101,9 +101,7 @@ def _take_step(transition: Transition, node: str, course: ReadmissionPlan) -> No
         course.pending_remediation_id = node_state.start_remediation(transition, node, cure, sentence)
         course.remediation_deadline = transition.now + transition.policy.remediation_timeout_s
         course.blocked_reason, record.required_action = "", cure
-        if (
-            rule := transition.policy.rules.find_rule(course.rule_id)
-        ) is not None:  # a repeat takes the step after this one
+        if (rule := transition.policy.rules.find_rule(course.rule_id)) is not None:  # a repeat takes the next step
             record.ladder_history[rule.id] = append_ladder_step(
                 record.ladder_history.get(rule.id, []), rule, cure, transition.now
             )
@@ -114,8 +112,11 @@ def _take_step(transition: Transition, node: str, course: ReadmissionPlan) -> No
 
 
 def _waits_for_rollback_window(transition: Transition, node: str, *, hands_over: bool) -> bool:
-    """An eviction that may be taken back is not acted upon: a machine is left alone for a moment, and not given to
-    people (``hands_over``), who would go on with it, before it is certain."""
+    """Return whether the action must wait because an outbreak can still roll the eviction back.
+
+    A machine is left alone for ``ACTION_DELAY_S``. It is handed to people (``hands_over``), who would act on it, only
+    after the rollback window.
+    """
     record = transition.state.nodes[node]
     reserve = rollback_possible_until(record)
     due = reserve if hands_over else min(reserve, record.since + ACTION_DELAY_S)
@@ -135,15 +136,14 @@ def _advance_ladder(transition: Transition, node: str, course: ReadmissionPlan, 
         course.ladder_step += 1
     elif not out_of_service_reason(
         record, transition.now
-    ):  # whoever keeps it out may change it: the last step is taken again after that
+    ):  # whoever keeps the node out may mend it, so the last step is repeated afterwards
         send_to_repair(transition, node, f"{node} needs a person: {sentence}, and nothing is left to try")
         return
     continue_ladder(transition, node)
 
 
 def handle_remediation_finished(transition: Transition, event: RemediationFinished) -> None:
-    """How an action ended. A confirmed cure opens the way to the diagnostics, a failed one leads to the next; a node
-    that got well meanwhile need not wait for it any more."""
+    """Handle the outcome of an action. Success leads to the diagnostics, failure to the next step."""
     record = transition.state.nodes.get(event.node)
     if record is None:
         transition.count_ignored("remediation_finished.unknown")
@@ -178,8 +178,11 @@ def _outcome(event: RemediationFinished) -> str:
 
 
 def _handle_confirmed(transition: Transition, node: str, course: ReadmissionPlan, event: RemediationFinished) -> None:
-    """What sensors see clears by their word; whether memory holds its patterns again, the diagnostics tell. No reset
-    cures who computed wrongly: that node stays out until somebody vouches for it."""
+    """Handle a confirmed action.
+
+    Sensors report whether their findings clear, and diagnostics tell whether memory holds its patterns. No reset cures
+    a node that computed wrongly; it stays out until an operator readmits it.
+    """
     record, cure = transition.state.nodes[node], course.ladder[course.ladder_step]
     course.settle_deadline = transition.now + transition.policy.remediation_settle_s
     cured = [key for key, finding in record.controller_findings.items() if finding.kind is FindingKind.MEMORY_WRONG]
@@ -191,7 +194,7 @@ def _handle_confirmed(transition: Transition, node: str, course: ReadmissionPlan
 
 
 def _set_blocked(transition: Transition, record: NodeRecord, course: ReadmissionPlan, sentence: str) -> None:
-    """Says once why nothing is done."""
+    """Log once why nothing is done."""
     if course.blocked_reason == sentence:
         return
     course.blocked_reason = sentence
@@ -200,7 +203,7 @@ def _set_blocked(transition: Transition, record: NodeRecord, course: Readmission
 
 
 def send_to_repair(transition: Transition, node: str, sentence: str) -> None:
-    """Out until somebody readmits it; whoever mends it gets everything known against it."""
+    """Keep the node out until an operator readmits it, and hand over the evidence."""
     record = transition.state.nodes[node]
     set_state(transition, node, NodeState.REPAIR, sentence)
     record.required_action, record.probe_status, record.deferred_eviction_key = Action.REPAIR, "", ""
@@ -210,7 +213,7 @@ def send_to_repair(transition: Transition, node: str, sentence: str) -> None:
 
 
 def repair_if_lemon(transition: Transition, node: str) -> bool:
-    """Sends a lemon to repair instead of back; False where the node is none, or somebody's word keeps it as it is."""
+    """Send a lemon to repair. Return False if the node is none, or if an order keeps it as it is."""
     if not offenders.is_lemon(transition, node) or out_of_service_reason(transition.state.nodes[node], transition.now):
         return False
     if _waits_for_rollback_window(transition, node, hands_over=True):
@@ -219,15 +222,14 @@ def repair_if_lemon(transition: Transition, node: str) -> bool:
     return True
 
 
-# ---- rank restarts
-# The mildest cure of a ladder: the processes of a node's ranks are ended, and their job regroups with others in place.
+# Rank restarts: the mildest action. The processes of a node's ranks are killed, and their job regroups with new ones.
 #
-# It costs the job one regrouping and nobody an eviction. Like a hung rank's, the end is ordered with the generation's
-# number and sent before the next generation, so that it never meets the process that took the place.
+# A restart costs the job one regroup and no eviction. The kill carries the generation's number and precedes the next
+# generation, so that it never hits the replacement process.
 
 
 class RestartTarget(msgspec.Struct, frozen=True):
-    """Ranks of a job that are to be restarted, all on one node. ``members`` may be empty: they have been, just now."""
+    """Ranks of a job to restart, all on one node. ``members`` is empty if they were just restarted."""
 
     job: JobRecord
     spec: GenerationSpec
@@ -239,10 +241,10 @@ class RestartTarget(msgspec.Struct, frozen=True):
 
 
 def find_restart_target(transition: Transition, node: str, finding: Finding, rule: VerdictRule) -> RestartTarget | None:
-    """Which ranks the finding is about: those of its GPU where one can be told, else all on the node. None where none
-    computes there.
+    """Return the ranks that the finding concerns: those of its GPU if known, else all on the node; None if no rank runs
+    there.
 
-    Who was replaced within the rule's ``coalesce_s`` is left alone: what the finding tells of ended the process before.
+    Ranks replaced within the rule's ``coalesce_s`` are left out, because the finding concerns the earlier process.
     """
     record = transition.state.nodes[node]
     job = next((job for job in jobs_seated_on(transition.state, node) if job.state is JobState.RUNNING), None)
@@ -251,7 +253,7 @@ def find_restart_target(transition: Transition, node: str, finding: Finding, rul
     if job is None or spec is None or not members:
         return None
     gpus = {gpu.index for gpu in suspect_gpus(record, (finding,))}
-    if gpus and spec.spec.nproc_per_node == len(record.gpus):  # then a local rank computes on the GPU of its number
+    if gpus and spec.spec.nproc_per_node == len(record.gpus):  # only then does a local rank use the GPU of its number
         members = tuple(member for member in members if member.local_rank in gpus)
     replaced = transition.state.job_runtime[job.job].rank_replaced_at.get(node, {})
     due = (member for member in members if replaced.get(member.local_rank, 0.0) <= transition.now - rule.coalesce_s)
@@ -261,7 +263,8 @@ def find_restart_target(transition: Transition, node: str, finding: Finding, rul
 def restart_ranks(
     transition: Transition, node: str, target: RestartTarget, sentence: str, trace: str, *, counted: bool
 ) -> None:
-    """Ends the processes, and regroups. ``counted``: under both caps; one crash of several GPUs counts once."""
+    """Kill the processes and regroup. ``counted`` is false for another GPU of the same crash, which counts once under
+    the caps."""
     if counted:
         record, fleet, policy = transition.state.nodes[node], transition.state.fleet, transition.policy
         record.rank_restart_times = node_state.append_time(
@@ -281,7 +284,7 @@ def restart_ranks(
 
 
 def node_restart_cap(transition: Transition, node: str) -> str:
-    """Why the node's ranks are not restarted once more, in words; empty while they may be."""
+    """Return why the node's ranks are not restarted again; "" while they may be."""
     times, policy = transition.state.nodes[node].rank_restart_times, transition.policy
     what = "its ranks were restarted"
     return node_state.describe_cap(
@@ -290,7 +293,7 @@ def node_restart_cap(transition: Transition, node: str) -> str:
 
 
 def fleet_restart_cap(transition: Transition) -> tuple[str, float]:
-    """Why no rank is restarted now, and when the next one may be; ("", 0.0) below the fleet's cap."""
+    """Return why no rank is restarted now, and the time of the next restart; ("", 0.0) below the fleet's cap."""
     times, window_s = transition.state.fleet.rank_restart_times, transition.policy.remediation_fleet_window_s
     count, at = node_state.next_allowed_at(times, transition.now, window_s, transition.policy.rank_restarts_per_fleet)
     return (f"ranks were restarted {count} times within {window_s:g} s" if count else ""), at
