@@ -1,4 +1,4 @@
-"""From one generation to the next: at once, or at a boundary; or a pause, when too few are left."""
+"""Move a job to its next generation, at once or at a boundary, or pause it if too few nodes are left."""
 
 from __future__ import annotations
 
@@ -33,40 +33,41 @@ from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import format_node_count, join_names
 
 MAX_EXTRAPOLATION_S = 1.5
-"""Steps since the newest known one are counted for so long: a heartbeat with news of them comes each second."""
+"""Seconds for which steps since the newest known one are extrapolated; heartbeats bring news every second."""
 MAX_FORMER_NODES = 64
-"""How many nodes of earlier rosters are remembered as holders of slots."""
+"""Number of nodes of earlier rosters remembered as holders of slots."""
 MAX_CAUSE_CHARS = 3000
-"""Of a cause's sentence, so that a generation's own, which may say 4096, says what it does as well."""
+"""Length limit of a cause, so that a generation's sentence (up to 4096 characters) also states the change."""
 NUMBERS_PER_EPOCH = 1_000_000
-"""Generation numbers that belong to one life of a controller alone: those above ``epoch * EPOCH_SPAN``."""
+"""Generation numbers reserved for one epoch: those above ``epoch * NUMBERS_PER_EPOCH``."""
 
 
 def generation_number_floor(state: FleetState, last_number: int) -> int:
-    """The number after which this controller may count on without looking into the database.
+    """Return the number after which this controller may count without reading the database; at least ``last_number``.
 
-    Where the records are not the last word (they cannot be written, or ranks are ahead of them), another controller may
-    give numbers too. ``epoch`` is this one's alone, so above its block no two give the same. Never below ``known``.
+    If the records cannot be written, or ranks are ahead of them, another controller may give numbers too. The epoch
+    belongs to this controller alone, so no two controllers give the same number above its block.
     """
     return max(last_number, state.epoch * NUMBERS_PER_EPOCH)
 
 
 class RegroupCause(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a job regroups.
-
-    ``boundary``: nothing is broken yet, so the running generation may end in order. ``without``: nodes to leave out
-    this time, although nothing stands against them.
-    """
+    """Cause of a regroup."""
 
     reason: GenerationReason
+    """Kind of the cause."""
     sentence: str
+    """The cause as a sentence for people."""
     trace: str
+    """Trace id of the event behind the regroup."""
     at_boundary: bool = False
+    """True if nothing is broken, so that the running generation may end at a boundary."""
     left_out: frozenset[str] = frozenset()
+    """Nodes to leave out this time, although nothing stands against them."""
 
 
 def regroup(transition: Transition, job: JobRecord, cause: RegroupCause) -> None:
-    """Opens the job's next generation with whoever is able, or pauses it where these are too few."""
+    """Open the job's next generation with the eligible nodes, or pause the job if these are too few."""
     live = transition.state.job_runtime[job.job]
     commits.roll_back_open_votes(transition, job)
     seats = _choose_seats(transition, job, cause)
@@ -99,7 +100,7 @@ def regroup(transition: Transition, job: JobRecord, cause: RegroupCause) -> None
 
 
 def _choose_seats(transition: Transition, job: JobRecord, cause: RegroupCause) -> list[str]:
-    """Who takes part. Nodes that were to leave at a boundary go even when nobody reaches it, unless they are needed."""
+    """Return the next seats. Nodes that were to leave at an unreached boundary leave now, unless the job needs them."""
     leaving = seats_of(job.outgoing_generation)
     if leaving and job.generation is not None:
         going = frozenset(leaving) - job.generation.seated_nodes
@@ -110,7 +111,7 @@ def _choose_seats(transition: Transition, job: JobRecord, cause: RegroupCause) -
 
 
 def wake_competing_jobs(transition: Transition, job: JobRecord) -> None:
-    """What the job computes on, or may come to claim, has changed: others that want its nodes have a look, at once."""
+    """Schedule an immediate check of other jobs that want this job's nodes, after its seats or claims changed."""
     rivals: set[str] = set()
     for node in {*job.launchers, *job.former_nodes, *seats_of(job.generation)}:
         live = transition.state.node_runtime.get(node)
@@ -174,7 +175,7 @@ def _holder(record: NodeRecord) -> Holder:
 
 
 def plan_replicas(transition: Transition, job: JobRecord, seats: list[str]) -> dict[str, tuple[str, ...]]:
-    """Which nodes copy what each of ``seats`` alone holds."""
+    """Return the replica nodes for the data that each of ``seats`` alone holds."""
     records, live = transition.state.nodes, transition.state.job_runtime[job.job]
     return place_replicas(
         seats,
@@ -186,10 +187,10 @@ def plan_replicas(transition: Transition, job: JobRecord, seats: list[str]) -> d
 
 
 def _holders(transition: Transition, job: JobRecord, seats: list[str]) -> list[str]:
-    """Whose vaults may be asked: the roster's, and those of former members that were never caught lying.
+    """Return the nodes whose vaults may be asked: the roster, and former members that never computed wrongly.
 
-    A vault outlives its agent. So one whose node is out of reach is asked as well, as long as it may hold what
-    counts: versions of a generation that it was in, from the newest committed one on.
+    A vault outlives its agent. An unreachable node is therefore asked too if it may hold versions from the newest
+    committed one on.
     """
     state, before = transition.state, seats_of(job.generation)
     committed = state.job_runtime[job.job].committed_version
@@ -206,7 +207,7 @@ def _holders(transition: Transition, job: JobRecord, seats: list[str]) -> list[s
 
 
 def _begin_generation(transition: Transition, job: JobRecord, live: JobRuntime, spec: GenerationSpec) -> None:
-    """Makes ``spec`` the job's generation and forgets what was known of the one before."""
+    """Make ``spec`` the job's generation and reset the state of the one before."""
     job.generation, job.last_generation_number = spec, spec.number
     job.generation_opened_at, job.generation_resumed_at, job.finished_ranks, job.last_begun = (
         transition.now,
@@ -220,7 +221,7 @@ def _begin_generation(transition: Transition, job: JobRecord, live: JobRuntime, 
     job.sentence, job.trace = spec.sentence, spec.trace
     if (
         job.pending_spill is not None or job.pending_protection is not None
-    ):  # they are repeated in this generation's name
+    ):  # repeat the orders in the name of this generation
         live.spill_due = live.protection_due = transition.now
         transition.schedule(transition.now, "job", job.job)
     live.progress.entered_ranks, live.resumed_ranks, live.slowest_resume = set(), set(), None
@@ -238,13 +239,13 @@ def _begin_generation(transition: Transition, job: JobRecord, live: JobRuntime, 
 
 
 def resume_timeout_s(transition: Transition, live: JobRuntime) -> float:
-    """Until a generation is to step: twice as long after each one in a row that did not."""
+    """Return the seconds until a generation must step; doubles after each failed one in a row."""
     waits = Backoff(floor_s=transition.policy.resume_deadline_s, ceiling_s=transition.policy.resume_deadline_max_s)
     return waits.limit_s(live.resume_attempts)
 
 
 def reset_running(live: JobRuntime) -> None:
-    """Drops progress and open votes: they belong to a generation that is over."""
+    """Drop progress and open votes of a generation that is over."""
     live.progress.by_rank, live.progress.furthest_step, live.version_seals = {}, None, {}
     live.candidate_step, live.candidate_due = None, 0.0
 
@@ -267,7 +268,7 @@ def _pause(transition: Transition, job: JobRecord, cause: RegroupCause, seats: l
 
 
 def _waiting(job: JobRecord, seats: Sequence[str]) -> str:
-    """Why the job is paused, who could go on, and how many more it waits for."""
+    """Return why the job is paused, which nodes are eligible and how many more it needs."""
     least = min_roster_nodes(job)
     missing = least - len(seats)
     more = "more of a block come back" if job.spec.block_nodes > 1 else f"{missing} come back"
@@ -279,7 +280,7 @@ def _waiting(job: JobRecord, seats: Sequence[str]) -> str:
 
 
 def note_waiting(turn: Transition) -> None:
-    """Has each paused job looked at again whose nodes changed in this turn: once a second, however many did."""
+    """Schedule a check, at most once a second, of each paused job whose nodes changed in this event."""
     changed, jobs = turn.changed_records()
     names = dict.fromkeys(jobs)
     for node in changed:
@@ -290,7 +291,7 @@ def note_waiting(turn: Transition) -> None:
 
 
 def restate_waiting(turn: Transition, job: JobRecord) -> None:
-    """Brings the sentence of a paused job up to date with the nodes that are able now."""
+    """Update a paused job's sentence to the nodes that are eligible now."""
     seats = current_roster(turn, job)
     if len(seats) < min_roster_nodes(job) and (sentence := _waiting(job, seats)) != job.sentence:
         job.sentence = sentence
@@ -298,7 +299,7 @@ def restate_waiting(turn: Transition, job: JobRecord) -> None:
 
 
 def _kill_left_out(transition: Transition, job: JobRecord, cause: RegroupCause, seats: list[str]) -> None:
-    """No generation will tell ranks on a node that had to go to leave the running one: they are killed instead."""
+    """Kill the running ranks on nodes that had to leave, since no generation will tell them."""
     running, stay = job.outgoing_generation or job.generation, set(seats)
     for node in running.seats if running else ():
         if node not in stay and node in transition.state.reachable and running:
@@ -306,14 +307,14 @@ def _kill_left_out(transition: Transition, job: JobRecord, cause: RegroupCause, 
                 send_kill(transition, job, member, running.number, cause.sentence, cause.trace)
 
 
-# --- boundaries --------------------------------------------------------------------------------------------------
+# Boundaries
 
 
 def boundary_step(transition: Transition, job: JobRecord, live: JobRuntime) -> int | None:
-    """After which step the running generation may end in order; None where it cannot run on until then.
+    """Return the step after which the running generation may end in order, or None if it cannot run on until then.
 
-    That of the version to be committed next, where that leaves time to tell everybody: each rank keeps it, with its
-    copies, so that the step is not lost even where a node dies on its way out.
+    The next commit's step is preferred if there is time to announce it. Each rank keeps that version with its copies,
+    so the step survives even if a node dies while leaving.
     """
     if job.state is not JobState.RUNNING or job.generation_resumed_at is None or job.outgoing_generation is not None:
         return None
@@ -342,7 +343,7 @@ def _fallback_s(transition: Transition, job: JobRecord, after_step: int) -> floa
 
 
 def mark_boundary_crossed(transition: Transition, job: JobRecord) -> None:
-    """Ranks have left the running generation in order: from now on only the new one speaks."""
+    """Note that ranks have crossed the boundary: from now on only the new generation counts."""
     live = transition.state.job_runtime[job.job]
     if job.outgoing_generation is None:
         return
@@ -355,8 +356,11 @@ def mark_boundary_crossed(transition: Transition, job: JobRecord) -> None:
 
 
 def note_beyond_boundary(transition: Transition, job: JobRecord, node: str, rank: int, number: int, step: int) -> None:
-    """A rank speaks of ``step`` in generation ``number``: where that is the announced one, the running one was left in
-    order. A newcomer enters as soon as it hears of it, and waits there: it tells of others once it has their step."""
+    """Note a rank's report of ``step`` in generation ``number``, which may show that the boundary was crossed.
+
+    A newcomer enters the announced generation as soon as it hears of it, and waits there. Its report counts only once
+    it has the boundary's step.
+    """
     coming = job.generation
     if (
         job.outgoing_generation is None
@@ -370,7 +374,7 @@ def note_beyond_boundary(transition: Transition, job: JobRecord, node: str, rank
 
 
 def check_boundary(transition: Transition, job: JobRecord) -> None:
-    """At a deadline: the boundary is behind us, or is given up and the job regroups at once."""
+    """At a deadline, note that the boundary was crossed, or abandon it and regroup at once."""
     live = transition.state.job_runtime[job.job]
     spec = job.generation
     if job.outgoing_generation is None or spec is None:
@@ -387,11 +391,11 @@ def check_boundary(transition: Transition, job: JobRecord) -> None:
         regroup(transition, job, RegroupCause(reason=spec.reason, sentence=sentence, trace=spec.trace))
 
 
-# --- growth ------------------------------------------------------------------------------------------------------
+# Growth
 
 
 def consider_growth(transition: Transition, job: JobRecord) -> None:
-    """A paused job goes on, a small one grows at a boundary, as soon as the nodes and the time are there."""
+    """Resume a paused job, or grow a small one at a boundary, once nodes and time allow."""
     state = transition.state
     if job.generation is None or job.state not in (JobState.RUNNING, JobState.PAUSED):
         return
@@ -414,7 +418,7 @@ def consider_growth(transition: Transition, job: JobRecord) -> None:
     seats = next_seats(state, job)
     stay = set(before) - set(
         job.replaced_stragglers
-    )  # who was slow, and taken for want of others, leaves when they come
+    )  # a straggler that was kept for want of others leaves when they come
     if len(seats) <= len(before) or not stay <= set(seats):
         return
     due = job.generation_opened_at + transition.policy.growth_interval_s
@@ -432,7 +436,7 @@ def consider_growth(transition: Transition, job: JobRecord) -> None:
 
 
 def _waits_for_more_nodes(transition: Transition, job: JobRecord, seats: Sequence[str]) -> bool:
-    """Whether others that come back in the same moment are waited for: each growth costs a regrouping."""
+    """Return whether to wait for more returning nodes, because each growth costs a regroup."""
     live = transition.state.job_runtime[job.job]
     if len(seats) >= min(max_roster_nodes(job), len(job.launchers)):
         return False
@@ -442,21 +446,19 @@ def _waits_for_more_nodes(transition: Transition, job: JobRecord, seats: Sequenc
     return transition.now < live.growth_due
 
 
-# ---- staying
-# Which held nodes keep their seats: what runs there goes on, where a job would fall below its minimum without it.
+# Seats kept on hold
 #
-# A hold, and a cordon of somebody else, keep new work away. A regroup is new work; so the job goes on without the node
-# where it can, and with it where it would have to pause for want of a node that computes.
+# A hold, or another party's cordon, keeps new work away from a node, and a regroup is new work. The job therefore
+# continues without the node if it can, and with it if it would otherwise have to pause.
 
 
 def current_roster(transition: Transition, job: JobRecord, without: Collection[str] = ()) -> list[str]:
-    """``roster_at`` now."""
+    """Return ``roster_at`` now."""
     return roster_at(transition.state, transition.now, job, without)
 
 
 def roster_at(state: FleetState, now: float, job: JobRecord, without: Collection[str] = ()) -> list[str]:
-    """``next_seats``, with nodes that are held in their seats where these are needed; as it is where they do not
-    suffice either."""
+    """Return ``next_seats``, together with seated nodes on hold if the job needs them and they suffice."""
     seats = next_seats(state, job, without)
     if len(seats) >= min_roster_nodes(job):
         return seats
@@ -470,8 +472,11 @@ def _running_seats(job: JobRecord) -> Sequence[str]:
 
 
 def _may_keep_seat(state: FleetState, now: float, node: str) -> bool:
-    """Not in maintenance, for which nodes are left; nor with anything that would evict it. On probation it serves, and
-    is judged as others are."""
+    """Return whether a seated node on hold or probation may keep its seat.
+
+    A node in maintenance may not, nor one with a finding that would evict it. A node on probation serves and is judged
+    like others.
+    """
     record = state.nodes[node]
     if record.state is NodeState.PROBATION:
         return True
@@ -481,7 +486,7 @@ def _may_keep_seat(state: FleetState, now: float, node: str) -> bool:
 
 
 def describe_kept_nodes(state: FleetState, job: JobRecord, seats: Sequence[str]) -> str:
-    """What a generation says of such nodes among its ``seats``; empty without any."""
+    """Return what a generation's sentence says of kept nodes among its ``seats``; "" for none."""
     held = [node for node in seats if state.nodes[node].state in (NodeState.HELD, NodeState.PROBATION)]
     if not held:
         return ""

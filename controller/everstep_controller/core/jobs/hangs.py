@@ -1,4 +1,4 @@
-"""A job makes no progress: who is the rank that the others wait for?"""
+"""Find and replace the rank for which a job without progress waits."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from everstep_controller.core.state import PendingRegroup
 from everstep_controller.core.transition import Transition
 
 UNEVEN_STALL_S = 600.0
-"""How long a rank may stand still while all that do not have returned from the training function. It may save a model:
-to kill anybody cures nothing. Or it waits in a collective for ranks that make no further step, and will for ever."""
+"""Seconds for which a rank may stand still after all others returned from the training function. It may be saving a
+model, in which case a kill cures nothing. Otherwise it waits for ever in a collective for ranks that make no further
+step."""
 MAX_STACK_CHARS = 16384
-"""Characters of a rank's stacks that the audit log keeps."""
+"""Maximum length of a rank's stacks in the audit log."""
 
 
 def handle_rank_unresponsive(transition: Transition, job: JobRecord, node: str, report: RankUnresponsive) -> None:
-    """The agent's word on its own rank needs no second opinion: the rank is killed and replaced."""
+    """Kill and replace an unresponsive rank; its own agent's report suffices."""
     spec = find_generation(job, report.generation) or running_generation(job)
     member = spec.member_at(node, report.local_rank) if spec else None
     if spec is None or job.state is not JobState.RUNNING or member is None:
@@ -66,7 +67,7 @@ def _replace_hung(
 
 
 def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, report: RankStalled) -> None:
-    """Notes where a rank stands; the one to blame is named a moment later, when the others have said the same."""
+    """Record where a rank stands. The rank at fault is named once the other ranks have reported too."""
     note_beyond_boundary(transition, job, node, report.rank, report.generation, report.step)
     spec = running_generation(job)
     if spec is None or job.state is not JobState.RUNNING or report.generation != spec.number:
@@ -120,7 +121,7 @@ def _fail_uneven(transition: Transition, job: JobRecord, spec: GenerationSpec, r
 
 
 def settle_pending_regroup(transition: Transition, job: JobRecord) -> None:
-    """The wait for witnesses is over: decide with what is there."""
+    """Decide at the end of the wait for witnesses, with the reports at hand."""
     live = transition.state.job_runtime[job.job]
     pending, spec = live.pending_regroup, running_generation(job)
     if pending is None or spec is None:
@@ -173,11 +174,15 @@ def _format_waiting(count: int) -> str:
 def find_stuck_rank(
     stalls: Mapping[int, tuple[int, int]], silent: Collection[int], finished: Mapping[int, int]
 ) -> int | None:
-    """The rank that the others wait for, or None where several could be.
+    """Return the rank for which the others wait, or None if several are possible.
 
-    ``stalls``: (step, collectives) of ranks that report a stall; ``silent``: ranks that report none. A rank behind
-    all other reporters is it. Where reporters stand side by side they wait for a silent one that is not ahead of
-    them; where every silent one is ahead, a single reporter is stuck itself.
+    A reporter behind all other reporters is stuck. If all reporters stand at the same point, they wait for a silent
+    rank that is not ahead of them. If every silent rank is ahead, a single reporter is stuck itself.
+
+    Args:
+        stalls: (step, collectives) of the ranks that report a stall.
+        silent: Ranks that report none.
+        finished: Last finished step of each rank, where known.
     """
     lowest = min(stalls.values())
     behind = [rank for rank, at in stalls.items() if at == lowest]

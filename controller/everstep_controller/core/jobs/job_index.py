@@ -1,7 +1,7 @@
-"""Index which jobs want a node and which one computes on it, so that nobody has to search all jobs for that.
+"""Index the jobs that want a node and the job that computes on it, to avoid a search through all jobs.
 
-``NodeLive.jobs``, ``NodeLive.open`` and ``FleetState.owners`` follow from the jobs' records. They are kept up to date
-here, by whoever changes a job's launchers, state or roster. ``invariants`` compares them with the records.
+``NodeRuntime.jobs``, ``NodeRuntime.open`` and ``FleetState.owners`` follow from the jobs' records. Whoever changes a
+job's launchers, state or roster calls this module. ``invariants`` compares the index with the records.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from everstep_controller.core.transition import Transition
 
 
 def launcher_came(state: FleetState, job: JobRecord, node: NodeId) -> None:
-    """Note that a launcher on ``node``, which is in the record by now, offers it to the job."""
-    if len(job.launchers) == 1:  # the last one of before was on another node, perhaps, and left the job there
+    """Note that a launcher on ``node``, which the record already contains, offers the node to the job."""
+    if len(job.launchers) == 1:  # the last launcher may have been on another node, which still counts the job
         _close(state, job.job)
     live = state.node_runtime[node]
     live.jobs[job.job] = None
@@ -25,13 +25,13 @@ def launcher_came(state: FleetState, job: JobRecord, node: NodeId) -> None:
 
 
 def launcher_went(state: FleetState, job: JobRecord, node: NodeId) -> None:
-    """Note that the launcher on ``node`` is gone. The last one of a job leaves the job there."""
+    """Note that the launcher on ``node`` is gone. A job's last launcher leaves the job in the node's index."""
     if job.launchers:
         state.node_runtime[node].open.pop(job.job, None)
 
 
 def roster_changed(state: FleetState, job: JobRecord) -> None:
-    """Note that the job's state, its roster or the roster that it is leaving may have changed. O(nodes of the job)."""
+    """Note that the job's state, roster or outgoing roster may have changed. O(nodes of the job)."""
     live, owners = state.job_runtime[job.job], state.owners
     running = job.state is JobState.RUNNING
     owns = (
@@ -46,7 +46,7 @@ def roster_changed(state: FleetState, job: JobRecord) -> None:
 
 
 def job_ended(state: FleetState, job: JobRecord) -> None:
-    """Note that the job is over."""
+    """Note that the job has ended."""
     roster_changed(state, job)
     _close(state, job.job)
 
@@ -57,7 +57,7 @@ def _close(state: FleetState, name: JobId) -> None:
 
 
 def job_restored(state: FleetState, job: JobRecord) -> None:
-    """Index a job that was read from its record, after all nodes were."""
+    """Index a restored job, after all nodes are restored."""
     for node in (*job.launchers, *seats_of(job.generation), *seats_of(job.outgoing_generation)):
         if node in state.node_runtime:
             state.node_runtime[node].jobs[job.job] = None
@@ -69,7 +69,7 @@ def job_restored(state: FleetState, job: JobRecord) -> None:
 
 
 def drop_job(turn: Transition, name: JobId, sentence: str) -> None:
-    """Forget a job that does not run. ``sentence``: why, for the log."""
+    """Forget a job that is not running. ``sentence`` is the reason for the audit log."""
     state = turn.state
     turn.audit("job.forgotten", sentence, job=name)
     _close(state, name)
@@ -81,6 +81,6 @@ def drop_job(turn: Transition, name: JobId, sentence: str) -> None:
 
 
 def node_forgotten(state: FleetState, node: NodeId) -> None:
-    """Drop a node, on which nothing runs, from the index. Call it before the state forgets the node."""
+    """Drop a node without work from the index, before the state forgets the node."""
     for name in state.node_runtime[node].jobs:
         state.job_runtime[name].nodes.pop(node, None)

@@ -1,4 +1,4 @@
-"""Launchers offer their nodes to a job, and its first generation forms."""
+"""Accept launchers' offers, form first generations and preempt jobs of lower priority."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import format_node_count, join_names
 
 MAX_REPORTED_GENERATION = 1 << 47
-"""Of a generation that the records do not know. Above there is room for as many as will ever come: with the last number
-that there can be, the job would have none left, nor could its record be read again."""
+"""Highest generation number accepted for a generation that the records do not know. It leaves room above; with the last
+possible number a job would have none left, and its record could not be read again."""
 
 
 def handle_launcher_joined(transition: Transition, node: str, report: LauncherJoined) -> None:
-    """Takes a node's offer: a new job, a spare, a catching up after a reconnect, or a launcher's new life."""
+    """Handle a launcher's offer: a new job, a spare, a reconnect or a launcher's new life."""
     job = transition.state.jobs.get(report.job)
     if job is not None and job.state not in ENDED_STATES and _is_stale(job, node, report):
         transition.count_ignored("launcher_joined.stale")
@@ -65,7 +65,7 @@ def handle_launcher_joined(transition: Transition, node: str, report: LauncherJo
     if job is not None and job.state in ENDED_STATES:
         ended_unheard = (
             transition.state.database_outage and job.since >= transition.state.database_outage_since
-        )  # its launchers wait to be told
+        )  # the launchers of an ended job wait to be told
         if ended_unheard or report.launcher <= int(job.since * 1000):
             transition.send(node, make_stop(job, report.launcher))
             return
@@ -89,14 +89,17 @@ def handle_launcher_joined(transition: Transition, node: str, report: LauncherJo
 
 
 def _is_stale(job: JobRecord, node: str, report: LauncherJoined) -> bool:
-    """Whether a later launcher of the node has joined: to answer this one would stop, or change, the other's job."""
+    """Return whether a later launcher of the node has joined. An answer to this one would affect that launcher's
+    job."""
     before = job.launchers.get(node)
     return before is not None and report.launcher < before.incarnation
 
 
 def _has_room(turn: Transition, node: str, name: str) -> bool:
-    """Whether the node may offer itself to the job as well. Makes room where that takes nothing from anybody: jobs that
-    never formed, and whose launchers have all left, keep nothing."""
+    """Return whether the node may offer itself to another job.
+
+    Jobs that never formed and have no launchers left are forgotten to make room, since they keep nothing.
+    """
     state, most = turn.state, turn.policy.jobs_per_node
     live = state.node_runtime[node]
     if name in live.open or len(live.open) < most:
@@ -136,8 +139,8 @@ def _create(transition: Transition, report: LauncherJoined) -> JobRecord:
 
 
 def _start_over(transition: Transition, job: JobRecord, report: LauncherJoined) -> None:
-    """A launcher younger than the job's end: the same name, run once more. Generation numbers go on; who knew the
-    secret of the run before knows nothing of this one."""
+    """Run the job again for a launcher younger than the job's end. Generation numbers continue, and the secret is
+    new."""
     job.secret = _new_secret(transition)
     job.spec, job.state, job.since, job.created_at = report.spec, JobState.FORMING, transition.now, transition.now
     job.sentence, job.trace = "waits for its launchers, to run once more", transition.trace
@@ -163,7 +166,7 @@ def _start_over(transition: Transition, job: JobRecord, report: LauncherJoined) 
 
 
 def _accept_spec(transition: Transition, job: JobRecord, node: str, report: LauncherJoined) -> bool:
-    """A different specification: accepted from the only launcher there is, refused beside others."""
+    """Accept a different specification from the only launcher; refuse it if there are others."""
     if any(other != node for other in job.launchers):
         reason = f"the launcher on {node} asks for another shape of job {job.job} than those before it: "
         reason += "start all launchers with the same options"
@@ -205,7 +208,7 @@ def _record_launcher(transition: Transition, job: JobRecord, node: str, report: 
 def _catch_up(
     transition: Transition, job: JobRecord, node: str, report: LauncherJoined, *, restarted: bool, new_agent: bool
 ) -> None:
-    """``new_agent``: it has forgotten the generation that its ranks are in, and its vault will ask it for that."""
+    """Bring the launcher up to date. A new agent has lost its ranks' generation, and its vault will ask for it."""
     if report.generation > job.last_generation_number:
         sentence = (
             f"ranks on {node} are in generation {report.generation}, the records end at {job.last_generation_number}"
@@ -236,10 +239,10 @@ def _catch_up(
 
 
 def offer_to_jobs(transition: Transition, node: str) -> None:
-    """A node became able: that may be what a forming, paused or small job of its launchers waits for.
+    """Offer a newly usable node to the forming, paused or small jobs of its launchers.
 
-    Each job is looked at with the next Tick, once for all nodes: a roster takes as long to work out as a job has nodes,
-    and a whole job's may come back in the same moment.
+    Each job is checked once at the next Tick, however many nodes return, since a roster takes time linear in the job's
+    nodes.
     """
     for name in transition.state.node_runtime[node].open:
         live = transition.state.job_runtime[name]
@@ -249,7 +252,7 @@ def offer_to_jobs(transition: Transition, node: str) -> None:
 
 
 def offer_after_deferral(transition: Transition) -> None:
-    """Jobs did without nodes whose eviction was held: those that serve on are spares like others."""
+    """Offer nodes whose deferred eviction was dropped, and which continue to serve, as ordinary spares."""
     for node in transition.deferral_dropped:
         record = transition.state.nodes.get(node)
         if record is not None and record.state is NodeState.HEALTHY and not record.deferred_eviction_key:
@@ -257,9 +260,9 @@ def offer_after_deferral(transition: Transition) -> None:
 
 
 def consider_forming(transition: Transition, job: JobRecord) -> None:
-    """Opens the first generation: with all nodes asked for, or with enough of them when waiting is over.
+    """Open the first generation, with all requested nodes or with enough of them when the wait is over.
 
-    Not while the database is away: nobody else would know of it.
+    Not during a database outage, because no other controller would know of it.
     """
     if transition.state.database_outage:
         return
@@ -280,30 +283,31 @@ def consider_forming(transition: Transition, job: JobRecord) -> None:
         consider_preemption(transition, job)
 
 
-# ---- priorities
-# Jobs that compete for nodes: one that cannot run takes nodes of a running one of lower priority that can spare them.
+# Preemption: a job that cannot run takes nodes from a running job of lower priority that can spare them.
 #
-# It waits first, takes no more than it needs to run, and takes nothing where that would not be enough. The other job
-# leaves the nodes at a boundary, so it loses no step; and it is left alone for a while then. Nothing is ever given back
-# by force: both grow from whatever comes free.
+# It waits first, takes only what it needs and takes nothing if that would not suffice. The other job leaves the nodes
+# at a boundary, loses no step and is then left alone for a while. Nodes are never given back by force; both jobs grow
+# from nodes that become free.
 
 RECHECK_S = 1.0
-"""Least seconds between two looks of a job that waits."""
+"""Minimum seconds between two checks of a waiting job."""
 
 
 SeatedNode = tuple[JobRecord, str]
-"""A job, and a node of its roster that another one could use."""
+"""A job, and a node of its roster that another job could use."""
 
 
 class PreemptionPlan(msgspec.Struct, frozen=True):
-    """The roster a job could run with, and by job the nodes of it that others are to give. Both empty: none."""
+    """Preemption plan; both fields are empty if there is none."""
 
     seats: tuple[str, ...] = ()
+    """Roster with which the job could run."""
     nodes_by_job: dict[str, list[str]] = {}
+    """Nodes of the roster that other jobs have to give, by job."""
 
 
 def consider_preemption(transition: Transition, job: JobRecord) -> None:
-    """A job that is below its minimum takes what it needs, when it has waited long enough."""
+    """Preempt other jobs if the job has been below its minimum for long enough."""
     if job.state not in (JobState.FORMING, JobState.PAUSED) or transition.state.database_outage:
         return
     since = job.since + (job.spec.join_wait_s if job.state is JobState.FORMING else 0.0)
@@ -318,11 +322,11 @@ def consider_preemption(transition: Transition, job: JobRecord) -> None:
     again = transition.now + max(transition.policy.preempt_after_s, RECHECK_S)
     transition.schedule(
         math.ceil(again / RECHECK_S) * RECHECK_S, "job", job.job
-    )  # one look a second, however often asked
+    )  # rounding merges repeated requests into one check a second
 
 
 def preemptable_jobs(state: FleetState, job: JobRecord) -> list[JobRecord]:
-    """Running jobs of lower priority on nodes that offer themselves to ``job`` as well; the lowest first."""
+    """Return running jobs of lower priority with nodes that ``job`` could use, lowest priority first."""
     names = dict.fromkeys(name for node in job.launchers for name in _jobs_on(state, node))
     others = [state.jobs[name] for name in names]
     below = [o for o in others if o.state is JobState.RUNNING and o.spec.priority < job.spec.priority]
@@ -335,19 +339,18 @@ def _jobs_on(state: FleetState, node: str) -> Iterable[str]:
 
 
 def _may_be_preempted(transition: Transition, job: JobRecord) -> bool:
-    """Whether the job can leave nodes in order now, and has not lost one to others lately."""
+    """Return whether the job can leave nodes at a boundary now and was not preempted recently."""
     if transition.now < job.preempted_at + transition.policy.preempt_after_s:
         return False
     return boundary_step(transition, job, transition.state.job_runtime[job.job]) is not None
 
 
 def plan_preemption(state: FleetState, job: JobRecord, victims: Sequence[JobRecord]) -> PreemptionPlan:
-    """Which nodes of which of ``givers`` the job needs to reach its minimum; nothing where that is not enough.
+    """Return the nodes of ``victims`` that the job needs to reach its minimum; an empty plan if they do not suffice.
 
-    ``givers`` are asked in their order; each keeps its own minimum, without the free nodes that the job takes as well.
-    Nodes that leave another job at a boundary already are counted on. Where blocks stay within a domain, the one in
-    which the next block lacks least comes first; what a giver can spare in one it may not in the next as well, and not
-    every order is tried: seldom is there a way that is not found.
+    Victims are asked in order, and each keeps its own minimum without the free nodes that the job takes. Nodes that
+    already leave another job at a boundary are included. If blocks stay within a domain, the domain whose next block
+    lacks least comes first. Not every order is tried, so a possible plan is missed on rare occasions.
     """
     least = min_roster_nodes(job)
     if len(job.launchers) < least:
@@ -376,7 +379,7 @@ def plan_preemption(state: FleetState, job: JobRecord, victims: Sequence[JobReco
 
 
 def _preemptable_nodes(state: FleetState, job: JobRecord, victims: Sequence[JobRecord]) -> dict[str, deque[SeatedNode]]:
-    """What givers have that the job could use, by the domain that its blocks do not leave; their last seats first."""
+    """Return the victims' nodes that the job could use, by block domain, last seats first."""
     found: dict[str, deque[SeatedNode]] = {}
     for giver in victims:
         for node in reversed(seats_of(giver.generation)):
@@ -393,7 +396,7 @@ def _block_domain(state: FleetState, job: JobRecord, node: str) -> str:
 def _incomplete_blocks(
     state: FleetState, job: JobRecord, offered: Sequence[str], seats: Sequence[str]
 ) -> dict[str, list[str]]:
-    """By domain, of what is offered what makes no whole block yet."""
+    """Return the offered nodes that form no whole block yet, by domain."""
     placed, begun = set(seats), defaultdict[str, list[str]](list)
     for node in offered:
         if node not in placed:
@@ -409,8 +412,8 @@ def _next_block(
     seats: Sequence[str],
     taken: Mapping[str, JobRecord],
 ) -> dict[str, JobRecord]:
-    """What makes a whole block of what is ``begun``, of those ``asked``: nodes, and the jobs that can spare them. None
-    where there are not so many."""
+    """Return the ``offers`` that complete ``partial_block``, with the jobs that can spare them; {} if they do not
+    suffice."""
     found: dict[str, JobRecord] = {}
     while offers and len(partial_block) + len(found) < job.spec.block_nodes:
         giver, node = offers.popleft()
@@ -433,7 +436,7 @@ def _can_spare(state: FleetState, victim: JobRecord, taken: Sequence[str]) -> bo
 
 
 def _preempt(transition: Transition, job: JobRecord, victim: JobRecord, taken: list[str], plan: PreemptionPlan) -> None:
-    """The giver does without these nodes, and does not fill up with the free ones that the plan counts on."""
+    """Take nodes from the victim, which must not replace them with the free nodes in the plan."""
     victim.preempted_at = transition.now
     sentence = (
         f"job {job.job} (priority {job.spec.priority}) cannot run with less than "

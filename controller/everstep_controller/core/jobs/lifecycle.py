@@ -1,4 +1,4 @@
-"""A job's bounds, its deadlines and its end."""
+"""Handle a job's deadlines, resumption, user errors, limits and end."""
 
 from __future__ import annotations
 
@@ -28,18 +28,15 @@ from everstep_controller.core.state import JobRuntime
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import format_node_count, join_names, ranks_named
 
-# ---- resuming
-# From a generation to its first steps: who has resumed, and who has not in time.
-
 RESTART_AFTER_DEADLINES = 3
-"""Deadlines in a row after which ranks that never entered are restarted where every node has some. Each is twice as
-long as the one before: a first import from a slow file system is not to be begun anew."""
+"""Number of consecutive deadlines after which missing ranks are restarted if every node has some. The deadlines double,
+since a first import from a slow file system must not start over."""
 INHERITED_CHECK_S = 1.0
-"""Between looks at how far a generation is that had not resumed when this controller began."""
+"""Seconds between checks of a generation that had not resumed when this controller started."""
 
 
 def handle_resumed(transition: Transition, job: JobRecord, node: str, report: Resumed) -> None:
-    """One rank's acknowledgement; with the last one the failure's way is at its end."""
+    """Record that a rank has resumed; the last one completes the recovery."""
     spec = job.generation
     if spec is None or report.generation != spec.number or job.state is not JobState.RUNNING:
         transition.count_ignored("resumed.stale")
@@ -92,11 +89,11 @@ def _mark_resumed(transition: Transition, job: JobRecord, live: JobRuntime) -> N
 
 
 def _resume_inherited(transition: Transition, job: JobRecord, live: JobRuntime, spec: GenerationSpec) -> bool:
-    """Whether a generation steps of which an earlier controller took acknowledgements, which are not said again.
+    """Return whether a generation inherited from an earlier controller steps; its acknowledgements are not sent again.
 
-    A rank that has finished two more steps in it had the others in the second of them, so each has finished the first.
-    It enters with the step at which it was interrupted, and is set to that of the version once: from the second step at
-    which it is seen its steps count.
+    A rank that finished two more steps had all others in the second, so each rank has finished the first. A rank enters
+    with the step at which it was interrupted and then jumps once to the version's step. Its steps count from the second
+    one seen.
     """
     step = max(_counted_steps(live, transition.read_steps(job.job)), default=None)
     if step is None:
@@ -112,7 +109,7 @@ def _resume_inherited(transition: Transition, job: JobRecord, live: JobRuntime, 
 
 
 def _counted_steps(live: JobRuntime, steps: dict[Rank, int]) -> Iterator[int]:
-    """Steps of the ranks that have finished two of this generation. Notes where each is seen first."""
+    """Yield the steps of ranks that have finished two steps of this generation, and record each rank's first ones."""
     for rank, step in steps.items():
         first = live.first_seen_steps.get(rank, ())
         if len(first) < 2 and step not in first:
@@ -122,8 +119,10 @@ def _counted_steps(live: JobRuntime, steps: dict[Rank, int]) -> Iterator[int]:
 
 
 def check_resumed(transition: Transition, job: JobRecord) -> None:
-    """At the deadline: ranks that have not even entered the generation are replaced, and their nodes left out where
-    others have entered with all of theirs; who is inside gets more time."""
+    """At the deadline, replace ranks that have not entered the generation; ranks inside get more time.
+
+    Their nodes are left out if all ranks of some other node have entered.
+    """
     live, spec = transition.state.job_runtime[job.job], job.generation
     if spec is None or job.generation_resumed_at is not None or job.outgoing_generation is not None:
         return
@@ -158,8 +157,10 @@ def _describe_progress(missing: Sequence[Member], spec: GenerationSpec) -> str:
 
 
 def _exclude_missing(transition: Transition, job: JobRecord, missing: Sequence[Member], spec: GenerationSpec) -> None:
-    """The job goes on without the nodes of these ranks, which are restarted: when others have their places the node is
-    able again (``losses.rank_lost``)."""
+    """Continue without the nodes of the missing ranks, which are restarted.
+
+    A node is usable again once other processes have taken their places (``losses.handle_rank_lost``).
+    """
     absent: dict[str, list[Member]] = {}
     for member in missing:
         absent.setdefault(member.node, []).append(member)
@@ -176,7 +177,7 @@ def _exclude_missing(transition: Transition, job: JobRecord, missing: Sequence[M
 
 
 def _restart_missing(transition: Transition, job: JobRecord, missing: Sequence[Member], spec: GenerationSpec) -> None:
-    """There is no node to go on without: the same try again, with other processes in place of those that never came."""
+    """Restart the missing ranks and try again, because every node has some of them."""
     sentence = (
         f"{_describe_progress(missing, spec)}, deadline after deadline (generation {spec.number}): these are restarted"
     )
@@ -194,22 +195,23 @@ def _kill_missing(
 
 
 EVEN_LOOK_S = 0.25
-"""Between looks at whether others have begun a later step than the ranks that have returned."""
+"""Seconds between checks whether others have begun a later step than the ranks that have returned."""
 MAX_ERROR_CHARS = 200
-"""Of an exception's text, by which it is known again."""
+"""Number of characters that identify an exception's text."""
 
 
 def wake_jobs(transition: Transition) -> None:
-    """The database is back: what waited for it goes on."""
+    """Wake all unfinished jobs after a database outage."""
     for job in list(transition.state.jobs.values()):
         if job.state not in ENDED_STATES:
             transition.schedule(transition.now, "job", job.job)
 
 
 def handle_user_error(transition: Transition, job: JobRecord, node: str, report: UserError) -> None:
-    """The training function's own exception: no hardware is blamed.
+    """Handle an exception of the training function; no hardware is blamed.
 
-    The job retries as often as it asked to, unless another node raised the same before: then it is no passing trouble.
+    The job retries as often as it asked to, unless another node raised the same exception before, which rules out a
+    transient fault.
     """
     running = job.outgoing_generation or job.generation
     if running is None or job.state is not JobState.RUNNING or report.generation != running.number:
@@ -239,13 +241,13 @@ def handle_user_error(transition: Transition, job: JobRecord, node: str, report:
 
 
 def fail_job(transition: Transition, job: JobRecord, sentence: str) -> None:
-    """Ends the job as failed and tells everybody why."""
+    """End the job as failed and tell all its nodes why."""
     _end(transition, job, JobState.FAILED, sentence)
 
 
 def _end(transition: Transition, job: JobRecord, state: JobState, sentence: str) -> None:
     live = transition.state.job_runtime[job.job]
-    if live.committed_version is not None:  # where no rank's report says how far it came
+    if live.committed_version is not None:  # used if no rank reports its last step
         job.ended_step = max(job.ended_step, live.committed_version.step)
     job.state, job.since, job.sentence, job.trace = state, transition.now, sentence, transition.trace
     live.pending_regroup = None
@@ -259,7 +261,7 @@ def _end(transition: Transition, job: JobRecord, state: JobState, sentence: str)
 
 
 def handle_rank_finished(transition: Transition, job: JobRecord, node: str, report: RankFinished) -> None:
-    """A training function returned; when all have, the job is done."""
+    """Record that a training function returned; the job is finished once all have."""
     running = job.outgoing_generation or job.generation
     if running is None or job.state is not JobState.RUNNING or report.generation != running.number:
         transition.count_ignored("rank_finished.stale")
@@ -281,7 +283,7 @@ def handle_rank_finished(transition: Transition, job: JobRecord, node: str, repo
 
 
 def _ends_uneven(turn: Transition, job: JobRecord, report: RankFinished) -> bool:
-    """Fail the job where the rank's last step is another than that of ranks that have returned before."""
+    """Fail the job if the rank's last step differs from that of ranks that returned before."""
     if (
         not job.finished_ranks
         or job.last_begun is None
@@ -297,17 +299,17 @@ def _ends_uneven(turn: Transition, job: JobRecord, report: RankFinished) -> bool
 
 
 def check_even(turn: Transition, job: JobRecord, begun: Mapping[Rank, int] = MappingProxyType({})) -> bool:
-    """Fail the job, and return True, where some ranks have returned and another has begun a later step than they did.
+    """Fail the job, and return True, if some ranks have returned and another has begun a later step.
 
-    All ranks that have returned began the same last step. Ranks that are still in that step, or do something else after
-    it (an evaluation, a save), may take as long as they like. A later step is one that the others can never make: the
-    ranks that returned are missing in its collectives. Each rank counts the steps that it begins, so no ordinary end of
-    training is ever mistaken for this, however far apart in time the ranks return.
+    All ranks that returned began the same last step. Other ranks may take any time in that step or after it
+    (evaluation, saving). They can never complete a later step, because the returned ranks are missing in its
+    collectives. Each rank counts the steps it begins, so an ordinary end of training never triggers this, however far
+    apart the ranks return.
 
     Args:
-        turn: the turn under way.
-        job: a job that runs.
-        begun: what ranks have just reported as their last begun steps. Heartbeats tell those of all ranks, but later.
+        turn: The transition.
+        job: A running job.
+        begun: Last begun steps that ranks have just reported. Heartbeats report those of all ranks, but later.
     """
     running = job.outgoing_generation or job.generation
     if (
@@ -338,13 +340,13 @@ def _fail_uneven(turn: Transition, job: JobRecord, left: list[Rank], last: int, 
 
 
 def stop_job(transition: Transition, job: JobRecord, actor: str, reason: str) -> None:
-    """An operator's end of the job."""
+    """End the job by an operator's order."""
     because = f": {reason}" if reason else ""
     fail_job(transition, job, f"stopped by {actor}{because}")
 
 
 def resize_job(transition: Transition, job: JobRecord, size: int, actor: str) -> None:
-    """An operator's bound on nodes; a running job follows at its next boundary."""
+    """Limit the job's nodes by an operator's order; a running job follows at its next boundary."""
     job.node_limit = size
     transition.mark_job_changed(job.job)
     sentence = f"{actor} bounds the job to {format_node_count(max_roster_nodes(job))}"
@@ -361,7 +363,7 @@ def resize_job(transition: Transition, job: JobRecord, size: int, actor: str) ->
 
 
 def check_job(transition: Transition, job: JobRecord) -> None:
-    """What deadlines of a job, other than pending regroupings and boundaries, may have come."""
+    """Check a job's deadlines, except pending regroups and boundaries."""
     if job.state is JobState.FORMING:
         consider_forming(transition, job)
     elif job.state is JobState.RUNNING:

@@ -1,4 +1,4 @@
-"""Somebody of a job is gone: a rank, a launcher, a node; or all that is known is that a collective failed."""
+"""Handle losses of ranks, launchers and nodes, and failed collectives without a known culprit."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from everstep_controller.core.wording import join_names
 UNSEEN_REASON = "has not been heard since this controller began"
 CLOSED_REASON = "closed its connection"
 MAX_LATE_GENERATIONS = 1
-"""Generations in a row that a node's ranks may not enter in time, and it is taken again by itself."""
+"""Consecutive generations that a node's ranks may enter late before the node is no longer taken back automatically."""
 
 
 def running_generation(job: JobRecord) -> GenerationSpec | None:
-    """The generation whose ranks compute: the one before an announced boundary, else the current one."""
+    """Return the generation whose ranks compute: the outgoing one before a boundary, else the current one."""
     return job.outgoing_generation or job.generation
 
 
 def find_generation(job: JobRecord, number: int) -> GenerationSpec | None:
-    """The generation of that number, where it runs or is announced to follow; None where it is over.
+    """Return the running or announced generation with this number; None if it is over.
 
-    Agents count a rank to what it was last offered, which may be a generation that it enters at a boundary.
+    Agents attribute a rank to the generation it was last offered, which it may enter only at a boundary.
     """
     return next(
         (spec for spec in (job.outgoing_generation, job.generation) if spec is not None and spec.number == number), None
     )
 
 
-# --- ranks -------------------------------------------------------------------------------------------------------
+# Ranks
 
 
 def handle_rank_lost(transition: Transition, job: JobRecord, node: str, report: RankLost) -> None:
-    """Regroups at once: with the launcher's replacement in the rank's place, or without the node."""
+    """Regroup at once, with the launcher's replacement process or without the node."""
     if report.has_replacement:
         _mark_local_rank_replaced(transition, job, node, report.local_rank)
     if job.generation is None or job.state is not JobState.RUNNING:
@@ -83,8 +83,10 @@ def handle_rank_lost(transition: Transition, job: JobRecord, node: str, report: 
 
 
 def _mark_local_rank_replaced(transition: Transition, job: JobRecord, node: str, local_rank: int) -> None:
-    """Another process has the place of one that did not enter a generation in time. With the last of them the node is
-    able again; not while the job runs without it, where it was late once more: each time all others wait for it."""
+    """Note a replacement for a rank that entered too late. The last replacement makes the node usable again.
+
+    A node that was late once more stays out while the job runs, because all others wait each time.
+    """
     launcher = job.launchers.get(node)
     if launcher is None or local_rank not in launcher.missing_local_ranks:
         return
@@ -109,7 +111,7 @@ def _describe_exit(report: RankLost) -> str:
 
 
 def replace_rank(transition: Transition, job: JobRecord, node: str, cause: RegroupCause) -> None:
-    """Regroups after a loss on ``node``; a node that keeps losing ranks is left out from now on."""
+    """Regroup after a loss on ``node``, and exclude a node that keeps losing ranks."""
     if not _count_rank_loss(transition, job, node):
         regroup_with_seen(transition, job, cause)
         return
@@ -126,7 +128,7 @@ def replace_rank(transition: Transition, job: JobRecord, node: str, cause: Regro
 
 
 def clear_job_blame(transition: Transition, job_id: str, node: str) -> None:
-    """The job has nothing against the node any more: neither lost ranks, nor that it was slow."""
+    """Clear the job's lost ranks, exclusion and straggler mark for the node."""
     job = transition.state.jobs[job_id]
     job.excluded_nodes.pop(node, None)
     job.rank_loss_times.pop(node, None)
@@ -135,8 +137,11 @@ def clear_job_blame(transition: Transition, job_id: str, node: str) -> None:
 
 
 def regroup_with_seen(transition: Transition, job: JobRecord, cause: RegroupCause) -> None:
-    """Regroups with members that this controller has heard. One that has just begun waits a moment for the others: they
-    are on their way back to it, or dead, and a roster with a dead member is soon another regrouping."""
+    """Regroup with members that this controller has heard.
+
+    A new controller first waits a moment for the others. They are either reconnecting or dead, and a roster with a dead
+    member soon needs another regroup.
+    """
     state, live = transition.state, transition.state.job_runtime[job.job]
     unmet = state.unseen.intersection(seats_of(running_generation(job))) if state.unseen else frozenset()
     if not unmet:
@@ -172,13 +177,14 @@ def _raise_rank_flapping(transition: Transition, node: str, sentence: str, count
     raise_controller_finding(transition, node, finding, transition.policy.job_failure_window_s)
 
 
-# --- collectives without a culprit -------------------------------------------------------------------------------
+# Failed collectives
 
 
 def handle_collective_failed(transition: Transition, job: JobRecord, node: str, report: CollectiveFailed) -> None:
-    """A witness. With a doubtful node in the roster it settles the matter; else others get a moment to say who.
+    """Handle a failed collective. With a suspect node in the roster, regroup; else wait briefly for a report that names
+    the culprit.
 
-    So is a newcomer that waits for the others at an announced boundary: without it they would wait there in vain.
+    Witnesses include a newcomer that waits at an announced boundary, because it would otherwise wait in vain.
     """
     note_beyond_boundary(transition, job, node, report.rank, report.generation, report.step)
     spec = find_generation(job, report.generation)
@@ -206,7 +212,7 @@ def handle_collective_failed(transition: Transition, job: JobRecord, node: str, 
 
 
 def _recheck_peer_losses(transition: Transition, spec: GenerationSpec) -> None:
-    """The job's first witness: a member that another vault has lost is looked at once more."""
+    """Check members again that other vaults have lost, after the job's first failed collective."""
     for node in seats_of(spec):
         if transition.state.node_runtime[node].peer_loss_reports:
             transition.schedule(transition.now, "node", node)
@@ -224,13 +230,13 @@ def _collective_wait(transition: Transition, job: JobRecord) -> float:
 def regroup_unattributed(
     transition: Transition, job: JobRecord, pending: PendingRegroup, reason: GenerationReason
 ) -> None:
-    """Nobody was named in time: the same roster tries again."""
+    """Regroup with the same roster, because no culprit was named in time."""
     transition.state.job_runtime[job.job].unattributed_regroup_times.append(transition.now)
     regroup_with_seen(transition, job, RegroupCause(reason=reason, sentence=pending.sentence, trace=pending.trace))
 
 
 def missing_reason(transition: Transition, node: str) -> str:
-    """Why a node may be taken for lost once its job has a witness; empty for one that answers."""
+    """Return why a node counts as lost once its job has a witness; "" for a node that answers."""
     state = transition.state
     if node in state.unseen:
         return UNSEEN_REASON if transition.now >= state.rejoin_window_ends_at else ""
@@ -240,7 +246,7 @@ def missing_reason(transition: Transition, node: str) -> str:
 
 
 def regroup_without_missing(transition: Transition, job: JobRecord, witness: str) -> bool:
-    """Regroups without the roster's doubtful nodes; False where there are none."""
+    """Regroup without the roster's suspect nodes; return False if there are none."""
     spec, state = running_generation(job), transition.state
     if spec is None or not (state.silent or state.unseen):
         return False
@@ -265,7 +271,7 @@ _PLURAL_REASONS = {
 
 
 def _describe_missing(doubts: dict[str, str]) -> str:
-    """``n1 is silent``, ``n1, n2 are silent, n3 closed its connection``."""
+    """Return ``n1 is silent`` or ``n1, n2 are silent, n3 closed its connection``."""
     alike: dict[str, list[str]] = {}
     for node, words in doubts.items():
         alike.setdefault(words, []).append(node)
@@ -276,11 +282,11 @@ def _describe_missing(doubts: dict[str, str]) -> str:
     return ", ".join(several)
 
 
-# --- launchers and nodes -----------------------------------------------------------------------------------------
+# Launchers and nodes
 
 
 def handle_launcher_left(transition: Transition, job: JobRecord, node: str, report: LauncherLeft) -> None:
-    """Takes back a node's offer. A later launcher of the node is not meant."""
+    """Withdraw a node's offer, unless a later launcher of the node has joined."""
     launcher = job.launchers.get(node)
     if launcher is None or report.launcher < launcher.incarnation:
         transition.count_ignored("launcher_left.stale")
@@ -295,14 +301,15 @@ def handle_launcher_left(transition: Transition, job: JobRecord, node: str, repo
 
 
 def _has_finished(job: JobRecord, node: str) -> bool:
-    """Whether all ranks on the node have come to their end: it is not missed, and the others are about to end too."""
+    """Return whether all ranks on the node have finished. The node is then not missed, and the other ranks are about to
+    end."""
     running = job.outgoing_generation or job.generation
     ranks = running.members_on(node) if running is not None else ()
     return bool(ranks) and all(member.rank in job.finished_ranks for member in ranks)
 
 
 def remove_launcher(transition: Transition, job: JobRecord, node: str, sentence: str) -> None:
-    """Forgets a node's launcher, and regroups without the node where it had a seat."""
+    """Forget a node's launcher, and regroup without the node if it had a seat."""
     del job.launchers[node]
     transition.mark_job_changed(job.job)
     if not job.launchers:
@@ -316,7 +323,7 @@ def remove_launcher(transition: Transition, job: JobRecord, node: str, sentence:
 
 
 def regroup_after_losses(transition: Transition) -> None:
-    """Every job that lost nodes in this turn regroups once, however many they were."""
+    """Regroup every job that lost nodes in this event once."""
     for name, lost in transition.lost_nodes_by_job.items():
         job = transition.state.jobs[name]
         if job.state is JobState.RUNNING and any(is_seated(job, node) for node in lost):
@@ -330,9 +337,9 @@ def regroup_after_losses(transition: Transition) -> None:
 
 
 def regroup_jobs_without(transition: Transition, node: str, cause: RegroupCause) -> None:
-    """The node can take part no more: every running job with a seat on it regroups.
+    """Regroup every running job with a seat on a node that can no longer take part.
 
-    A job that leaves it at a boundary already is not hurried, where there is no hurry.
+    A job that already leaves the node at a boundary is left alone, unless the cause is urgent.
     """
     for job in jobs_seated_on(transition.state, node):
         if job.job in transition.regroup_claimed:

@@ -1,4 +1,4 @@
-"""Who is in the next roster, and why others are not. Pure choices: nothing here changes a record."""
+"""Choose the nodes of the next roster and explain why others have no seat, without changing records."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from everstep_controller.core.records import JobRecord, NodeRecord
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.wording import format_node_count, join_names
 
-# ---- blocks
-# Rosters made of whole blocks: nodes that compute one tensor x pipeline replica together.
+# Blocks: runs of ``block_nodes`` consecutive seats whose nodes compute one tensor x pipeline replica together.
 #
-# A block is a run of ``block`` consecutive seats. It is useful only as a whole, so a roster is always a whole number of
-# blocks. Where a job asks for it, the nodes of a block also share a failure domain, which is where the fast links are.
+# A block is useful only as a whole, so a roster is a whole number of blocks. A job may require the nodes of a block to
+# share a failure domain, where the fast links are.
 
 
 def min_seats(spec: JobSpec) -> int:
-    """``min_nodes``, rounded up to whole blocks."""
+    """Return ``min_nodes`` rounded up to whole blocks."""
     return -(-spec.min_nodes // spec.block_nodes) * spec.block_nodes
 
 
 def max_seats(spec: JobSpec) -> int:
-    """``max_nodes``, rounded down to whole blocks."""
+    """Return ``max_nodes`` rounded down to whole blocks."""
     return spec.max_nodes // spec.block_nodes * spec.block_nodes
 
 
 def spec_error(spec: JobSpec) -> str:
-    """Why no roster can be what the job asks for, with the mend; empty where one can."""
+    """Return why no roster satisfies the specification, with advice; "" if one can."""
     if spec.min_nodes > spec.max_nodes:
         return f"min_nodes {spec.min_nodes} is above max_nodes {spec.max_nodes}: no roster has so many and so few nodes"
     if min_seats(spec) > max_seats(spec):
@@ -48,7 +47,8 @@ def spec_error(spec: JobSpec) -> str:
 
 
 def _parity_error(spec: JobSpec) -> str:
-    """Why no roster can have the parity that is asked for; with fewer members than asked for, any of four nodes can."""
+    """Return why no roster can have the requested parity; "" if one can. Any roster of four nodes can, with smaller
+    groups."""
     if spec.parity_group_size == 1:
         return "parity of one member would take twice what a copy takes: give 2 members or more, or none"
     if spec.parity_group_size and max_seats(spec) < 4:
@@ -65,16 +65,19 @@ def _parity_error(spec: JobSpec) -> str:
 
 
 def domain_of(domain: Domain, within: str) -> str:
-    """The name of the domain that a block must not leave; empty where the node names none."""
+    """Return the domain that a block must not leave; "" if the node names none."""
     return domain.rack if within == "rack" else domain.switch
 
 
 class _Block(msgspec.Struct):
-    """A block of the roster before: who is left of it, each in its place, and in which domain."""
+    """A block of the previous roster."""
 
     index: int
+    """Number of the block."""
     domain: str
+    """Failure domain of its nodes."""
     seats: list[str | None]
+    """Remaining nodes in their places; None for a lost one."""
 
     @property
     def missing(self) -> int:
@@ -88,16 +91,19 @@ def choose_seats(
     block: int = 1,
     domains: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """The next roster's nodes, at most ``most``: as many whole blocks as there can be, with as few changes.
+    """Choose the next roster: as many whole blocks as possible, with as few changes as possible.
 
-    Blocks that lost nobody stay as they are. Those that lost least are made whole again: who comes new takes the
-    place, and so the rank numbers, of one that is lost. A block that cannot be made whole is broken up, beginning with
-    those of which least is left; its nodes mend others. A new block takes the seats of one that is gone, and only then
-    seats at the end. Linear in the number of nodes.
+    Complete blocks stay as they are. Blocks with the fewest losses are refilled first; a new node takes the place, and
+    so the rank numbers, of a lost one. Blocks that cannot be refilled are broken up, most incomplete first, and their
+    nodes refill others. A new block takes the seats of a lost one, and only then seats at the end. Linear in the number
+    of nodes.
 
     Args:
-        able: all who may take part, in the order in which they are to be used where a seat is free.
-        domains: where given, a block's nodes have the same domain, and nodes without one have no place.
+        previous: Nodes of the previous roster, in seat order.
+        able: Eligible nodes, in the order in which they fill free seats.
+        max_count: Maximum number of nodes.
+        block: Number of nodes in a block.
+        domains: Domain of each node, if the nodes of a block must share one. Nodes without a domain get no seat.
     """
     if block == 1 and domains is None:
         return _choose_single_nodes(previous, able, max_count)
@@ -118,7 +124,7 @@ def choose_seats(
 
 
 def _choose_single_nodes(previous: Sequence[str], able: Sequence[str], max_count: int) -> list[str]:
-    """The same for blocks of one node."""
+    """Choose the next roster for blocks of one node."""
     may, was = set(able), set(previous)
     spares = deque(node for node in able if node not in was)
     room = max_count - sum(1 for node in previous if node in may)
@@ -133,7 +139,7 @@ def _choose_single_nodes(previous: Sequence[str], able: Sequence[str], max_count
 
 
 def _survivors(index: int, seats: Sequence[str], region: Mapping[str, str], block: int) -> _Block:
-    """What is left of a block. Nodes outside the domain of most of it do not belong to it any more."""
+    """Return what remains of a block. Nodes outside the domain of its majority no longer belong to it."""
     here = Counter(region[node] for node in seats if node in region)
     domain = max(here, key=here.__getitem__) if here else ""
     left = [node if region.get(node) == domain else None for node in seats]
@@ -141,7 +147,7 @@ def _survivors(index: int, seats: Sequence[str], region: Mapping[str, str], bloc
 
 
 def _blocks_to_keep(old: list[_Block], room: dict[str, int], total: int) -> dict[int, _Block]:
-    """Up to ``total`` blocks, whole ones first, then those that lost least; takes their ``room`` in their domain."""
+    """Return up to ``total`` blocks, most complete first, and reduce the ``room`` in their domains."""
     kept: dict[int, _Block] = {}
     for one in sorted((b for b in old if b.domain), key=lambda b: (b.missing, b.index)):
         if len(kept) < total and room[one.domain] > 0:
@@ -157,7 +163,7 @@ def _filled(seats: list[str | None], free: deque[str]) -> list[str]:
 def _new_blocks(
     region: Mapping[str, str], free: dict[str, deque[str]], room: dict[str, int], count: int, block: int
 ) -> deque[list[str]]:
-    """``count`` blocks of free nodes; who comes first in the order of use decides in which domain."""
+    """Return ``count`` blocks of free nodes; the order of use decides on the domain."""
     blocks: deque[list[str]] = deque()
     for node, domain in region.items():
         if len(blocks) < count and room[domain] > 0 and free[domain] and free[domain][0] == node:
@@ -175,24 +181,24 @@ def _in_order(places: int, mended: dict[int, list[str]], fresh: deque[list[str]]
 
 ENDED_STATES = (JobState.FINISHED, JobState.FAILED)
 RostersByJob = dict[str, list[str]]
-"""By job the roster it would get now."""
+"""Roster that each job would get now."""
 
 
-# --- rosters -----------------------------------------------------------------------------------------------------
+# Rosters
 
 
 def seats_of(spec: GenerationSpec | None) -> tuple[str, ...]:
-    """The nodes of a roster, in the order of their ranks."""
+    """Return the nodes of a roster in rank order."""
     return spec.seats if spec is not None else ()
 
 
 def is_seated(job: JobRecord, node: str) -> bool:
-    """Whether the node is in the current roster, or in the one that is being left at a boundary."""
+    """Return whether the node is in the current or the outgoing roster."""
     return any(spec is not None and node in spec.seated_nodes for spec in (job.generation, job.outgoing_generation))
 
 
 def choose_store_node(seats: Sequence[str], previous: GenerationSpec | None) -> str:
-    """Whose launcher hosts the store: where it was if that node stays, else the first that stays, else the first."""
+    """Return the node that hosts the store: the previous one if it stays, else the first that stays, else the first."""
     if previous is None:
         return seats[0]
     if previous.store_node in seats:
@@ -201,13 +207,13 @@ def choose_store_node(seats: Sequence[str], previous: GenerationSpec | None) -> 
 
 
 def seat_changes(previous: Sequence[str], seats: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Who leaves and who comes, each in the order of seats."""
+    """Return the nodes that leave and those that come, each in seat order."""
     was, will = set(previous), set(seats)
     return [node for node in previous if node not in will], [node for node in seats if node not in was]
 
 
 def describe_change(previous: Sequence[str], seats: Sequence[str], max_count: int) -> str:
-    """What the roster does, in words: who stays, who leaves, who comes."""
+    """Describe the change of roster: who stays, leaves and comes."""
     left, came = seat_changes(previous, seats)
     if not previous:
         return f"forms with {format_node_count(len(seats))}"
@@ -221,16 +227,16 @@ def describe_change(previous: Sequence[str], seats: Sequence[str], max_count: in
     return f"{taken}goes on with {len(seats)} of {max(max_count, len(previous))} nodes, without {join_names(left)}"
 
 
-# --- who may take part -------------------------------------------------------------------------------------------
+# Eligibility
 
 
 def min_roster_nodes(job: JobRecord) -> int:
-    """The smallest roster with which the job runs."""
+    """Return the size of the smallest roster with which the job runs."""
     return min_seats(job.spec)
 
 
 def max_roster_nodes(job: JobRecord) -> int:
-    """The largest roster allowed now: whole blocks, and never less than the smallest."""
+    """Return the size of the largest roster allowed now: whole blocks, and never less than the minimum."""
     most = max_seats(job.spec)
     if job.node_limit is None:
         return most
@@ -239,9 +245,9 @@ def max_roster_nodes(job: JobRecord) -> int:
 
 
 def ineligible_reason(state: FleetState, job: JobRecord, node: str, keep_seated: Collection[str] = ()) -> str:
-    """Why a node cannot be in the job's next roster; empty where it can.
+    """Return why a node cannot be in the job's next roster; "" if it can.
 
-    A node computes for one job at a time; between jobs that want it, ``promised`` decides.
+    A node computes for one job at a time; ``claimed_by_priority`` decides between jobs that want it.
     """
     words = unfit_reason(state, job, node, keep_seated)
     if words or (job.state is JobState.RUNNING and job.generation is not None and node in job.generation.seated_nodes):
@@ -251,10 +257,10 @@ def ineligible_reason(state: FleetState, job: JobRecord, node: str, keep_seated:
 
 
 def unfit_reason(state: FleetState, job: JobRecord, node: str, keep_seated: Collection[str] = ()) -> str:
-    """What in the node or its launcher keeps it out of the job's next roster, whoever else computes on it.
+    """Return what in the node or its launcher keeps it out of the next roster, whatever other jobs do; "" for nothing.
 
-    A suspect node may stay where it is, but is not chosen anew: a refuted suspicion must leave no trace. So may those
-    that are ``staying`` in their seats, whatever their state.
+    A suspect node may keep its seat but gets no new one, so that a refuted suspicion leaves no trace. Nodes in
+    ``keep_seated`` may keep their seats in any state.
     """
     launcher, record = job.launchers.get(node), state.nodes.get(node)
     if launcher is None:
@@ -284,13 +290,13 @@ def unfit_reason(state: FleetState, job: JobRecord, node: str, keep_seated: Coll
 
 
 def other_owner(state: FleetState, job: JobRecord, node: str) -> JobRecord | None:
-    """Another running job whose roster the node is in."""
+    """Return another running job whose roster contains the node."""
     name = state.owners.get(node)
     return state.jobs[name] if name is not None and name != job.job else None
 
 
 def claimed_by_priority(state: FleetState, job: JobRecord, rosters: RostersByJob | None = None) -> dict[str, JobRecord]:
-    """Nodes that jobs of a higher priority have or take next: those with which such a job runs, or grows."""
+    """Return the nodes that jobs of higher priority have or take next, with these jobs."""
     rosters = {} if rosters is None else rosters
     rivals: dict[str, None] = {}
     for node in job.launchers:
@@ -317,10 +323,10 @@ def eligible_nodes(
     rosters: RostersByJob | None = None,
     keep_seated: Collection[str] = (),
 ) -> list[str]:
-    """Every node that may be in the job's next roster, in the order in which a free seat is given to them.
+    """Return every node that may be in the next roster, in the order in which they fill free seats.
 
-    Those of the roster come first, a suspect one last. Of spares, those whose eviction is held come after all others,
-    the clean go before repeat offenders, and who joined first before who came later.
+    Nodes of the roster come first, suspect ones last. Among spares, those with a deferred eviction come after all
+    others, repeat offenders after clean nodes, and later joiners after earlier ones.
     """
     seated = job.generation.seated_nodes if job.generation is not None else frozenset()
     gone = claimed_by_priority(state, job, rosters)
@@ -340,7 +346,7 @@ def eligible_nodes(
 
 
 def _is_eviction_deferred(state: FleetState, node: str) -> bool:
-    """Whether it is convicted, and serves only since something holds its eviction."""
+    """Return whether the node serves only because something defers its eviction."""
     return bool(state.nodes[node].deferred_eviction_key)
 
 
@@ -349,14 +355,14 @@ def _is_deferred_spare(state: FleetState, job: JobRecord, node: str) -> bool:
 
 
 def _offence_order(record: NodeRecord, half_life_s: float) -> float:
-    """Orders nodes as ``offenders.offender_score`` does at any time: its logarithm, without what all have in common."""
+    """Return the logarithm of ``evidence.offender_score``, without the term that is common to all nodes."""
     return (
         math.log2(record.offence_score) + record.offence_score_at / half_life_s if record.offence_score else -math.inf
     )
 
 
 def spares(state: FleetState, job: JobRecord) -> list[str]:
-    """Able nodes outside the current roster."""
+    """Return eligible nodes outside the current roster."""
     return eligible_nodes(state, job, without=job.generation.seated_nodes if job.generation is not None else ())
 
 
@@ -367,14 +373,18 @@ def next_seats(
     rosters: RostersByJob | None = None,
     keep_seated: Collection[str] = (),
 ) -> list[str]:
-    """The roster the job would get now, leaving out ``without``; whole blocks.
+    """Return the roster of whole blocks that the job would get now, without the nodes in ``without``.
 
-    Nodes that were replaced as stragglers are left out too, unless the job would fall below its minimum: one slow node
-    costs all others its delay, one that is missing costs only its own share. So are, with more reason, spares whose
-    eviction is held: of these the job takes no more than its minimum needs.
+    Replaced stragglers are left out unless the job would fall below its minimum: a slow node delays all others, a
+    missing one costs only its own share. Spares with a deferred eviction are left out too, and used only up to the
+    minimum.
 
-    ``worked_out``: what was found for jobs of higher priority on the way here, so that each is asked once. ``staying``:
-    as of ``unfit``.
+    Args:
+        state: The state.
+        job: The job.
+        without: Nodes to leave out.
+        rosters: Cache of the rosters of jobs with higher priority.
+        keep_seated: Nodes that may keep their seats in any state, as in ``unfit_reason``.
     """
     able = eligible_nodes(state, job, without, rosters, keep_seated)
     least, unheld = min_roster_nodes(job), [node for node in able if not _is_deferred_spare(state, job, node)]
@@ -388,7 +398,7 @@ def next_seats(
 
 
 def seats_among(state: FleetState, job: JobRecord, eligible: Sequence[str], max_count: int | None = None) -> list[str]:
-    """The roster that can be made of ``able``: at most ``most`` nodes, or as many as the job may have."""
+    """Return the roster made of ``eligible``: at most ``max_count`` nodes, or as many as the job may have."""
     within, domains = job.spec.block_within, None
     if within:
         domains = {node: domain_of(state.nodes[node].domain, within) for node in eligible}
@@ -397,23 +407,23 @@ def seats_among(state: FleetState, job: JobRecord, eligible: Sequence[str], max_
 
 
 def jobs_seated_on(state: FleetState, node: str) -> list[JobRecord]:
-    """Jobs whose current, or still running, roster has the node."""
+    """Return the jobs whose current or outgoing roster contains the node."""
     jobs = (state.jobs[name] for name in state.node_runtime[node].jobs)
     return [job for job in jobs if is_seated(job, node)]
 
 
 def is_computing(state: FleetState, node: str) -> bool:
-    """Whether a running job has a seat on the node."""
+    """Return whether a running job has a seat on the node."""
     return any(job.state is JobState.RUNNING for job in jobs_seated_on(state, node))
 
 
-# --- reasons -----------------------------------------------------------------------------------------------------
+# Reasons
 
 
 def no_seat_reason(state: FleetState, job: JobRecord, node: str, claims: Mapping[str, JobRecord] | None = None) -> str:
-    """Why the node has no seat in the job's current roster, in words; empty where it has one.
+    """Return why the node has no seat in the current roster; "" if it has one.
 
-    ``promises``: ``promised`` for the job, where many nodes are asked about.
+    ``claims`` is the result of ``claimed_by_priority``, for callers that ask about many nodes.
     """
     if job.generation is not None and node in job.generation.seated_nodes and job.state is not JobState.PAUSED:
         return ""

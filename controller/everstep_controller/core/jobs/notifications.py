@@ -1,4 +1,4 @@
-"""Who must hear what of a job, and who has not answered."""
+"""Send generations, kills and stops to the nodes of a job."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from everstep_controller.core.transition import Transition
 
 
 def recipients(job: JobRecord, others: Iterable[str] = ()) -> list[str]:
-    """Every node concerned: the roster in rank order, then whoever left it, then spares."""
+    """Return every node concerned: the roster in rank order, then nodes that left it, then spares."""
     return list(dict.fromkeys([*seats_of(job.generation), *others, *job.launchers]))
 
 
 def is_unannounced(transition: Transition, job: JobRecord) -> bool:
-    """Whether the current generation is not written, and must be kept from everybody until it is."""
+    """Return whether the current generation is not stored yet and must not be announced."""
     untold = transition.state.job_runtime[job.job].unannounced_generation
     return untold != 0 and job.generation is not None and job.generation.number == untold
 
 
 def send_generation(transition: Transition, job: JobRecord, previous_nodes: Iterable[str]) -> None:
-    """The current generation to its roster, to those who leave it, and to spares."""
+    """Send the current generation to its roster, to nodes that leave it and to spares."""
     if job.generation is None or is_unannounced(transition, job):
         return
-    body = NewGeneration(spec=job.generation)  # one object for all: it is encoded once
+    body = NewGeneration(spec=job.generation)  # one object for all nodes, so that it is encoded once
     for node in recipients(job, previous_nodes):
         transition.send(node, body)
 
 
 def record_replaced_rank(transition: Transition, job: JobRecord, node: str, local_rank: int) -> None:
-    """Another process takes the place of this one."""
+    """Record that another process takes the place of this rank's."""
     transition.state.job_runtime[job.job].rank_replaced_at.setdefault(node, {})[local_rank] = transition.now
 
 
 def send_kill(transition: Transition, job: JobRecord, member: Member, generation: int, reason: str, trace: str) -> None:
-    """The end of one rank's process. Sent before the generation that replaces it, so that it is carried out first."""
+    """Send the kill of one rank's process. Send it before the generation that replaces the rank, so that it acts
+    first."""
     body = KillRank(
         job=job.job,
         generation=generation,
@@ -51,10 +52,10 @@ def send_kill(transition: Transition, job: JobRecord, member: Member, generation
 
 
 def send_stop(transition: Transition, job: JobRecord) -> None:
-    """The job's end, to everybody concerned: vaults of former members still hold slots of it.
+    """Send the job's end to all nodes concerned; vaults of former members still hold its slots.
 
-    Where no launcher is known one may be on its way, and one younger than the end begins the job anew
-    (``joining.launcher_joined``): it is not meant.
+    If a node has no known launcher, one may be on its way. A launcher younger than the job's end runs the job again
+    (``joining.handle_launcher_joined``) and is not addressed.
     """
     for node in recipients(job, [*seats_of(job.outgoing_generation), *job.former_nodes]):
         launcher = job.launchers.get(node)
@@ -62,6 +63,6 @@ def send_stop(transition: Transition, job: JobRecord) -> None:
 
 
 def make_stop(job: JobRecord, launcher: int) -> StopJob:
-    """What a launcher is told of a job that has ended; see StopJob."""
+    """Return the stop directive of an ended job for a launcher."""
     ok = job.state is JobState.FINISHED
     return StopJob(job=job.job, ok=ok, reason=job.sentence[:4096], launcher=launcher)

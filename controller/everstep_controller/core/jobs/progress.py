@@ -1,4 +1,4 @@
-"""Where ranks are, from heartbeats. The hot path: constant work for each rank, no effects."""
+"""Track the progress of ranks from heartbeats. Hot path: constant work per rank, no effects."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ from everstep_controller.core.records import JobRecord
 from everstep_controller.core.state import FleetState, JobProgress
 
 MIN_STEP_S = 1e-6
-"""What is said to be shorter is no time for a step: how many of them fit in a second is no number that can be sent."""
+"""Shorter reported step times, in seconds, are ignored: the steps per second would be no number that can be sent."""
 MAX_SAMPLED_RANKS = 512
-"""Ranks of whose step times the median is taken, at most: sorting those of ten thousand takes milliseconds."""
+"""Maximum number of ranks in the median step time, because sorting ten thousand takes milliseconds."""
 
 
 class StepRate(msgspec.Struct, frozen=True, tag=True):
-    """How fast a job (``of``) steps: the furthest rank had finished ``step`` (None: not known yet) at ``at``;
-    ``step_s`` is the median step time of its ranks (of some hundreds of them, where it has thousands: they step
-    together), 0.0 while none is known."""
+    """Step rate of a job."""
 
     subject: JobId
+    """The job."""
     step: int | None
+    """Last finished step of the furthest rank; None if unknown."""
     at: float
+    """Time at which ``step`` was reported."""
     step_s: float
+    """Median step time in seconds, of a sample in large jobs, whose ranks step together; 0.0 if unknown."""
 
     def predict_step(self, now: float, max_unseen_s: float) -> int:
-        """The step that the furthest rank has finished by now, as its step time says of at most ``most_s`` unseen
-        seconds. Needs a known step and step time."""
+        """Return the extrapolated step of the furthest rank, for at most ``max_unseen_s`` seconds beyond the last
+        report.
+
+        Needs a known step and step time.
+        """
         assert self.step is not None
         return self.step + int(min(now - self.at, max_unseen_s) / self.step_s)
 
@@ -46,23 +51,24 @@ def compute_step_rate(job: JobId, job_progress: JobProgress) -> StepRate:
 
 
 MIN_EXCESS_SHARE = 0.05
-"""Of the time for a step: so much more than the median is worth a word. What lies below is noise of a loop that hardly
-computes."""
+"""Minimum excess over the median, as a share of the step time. Less is noise of a loop that hardly computes."""
 
 
 class Stragglers(msgspec.Struct, frozen=True, tag=True):
-    """Whose own time for a step stands out in job ``of``: of ``known`` ranks that measure it ``median_s`` is the
-    (lower) median, and ``slow`` are those that need more than a factor of it, and enough for a step to be later, with
-    their seconds."""
+    """Ranks of a job whose own time per step stands out."""
 
     subject: JobId
+    """The job."""
     measured_ranks: int
+    """Number of ranks that report their own time."""
     median_s: float
+    """Lower median of their own times in seconds."""
     slow: dict[Rank, float]
+    """Seconds of the ranks that exceed the median by the factor, and enough to delay a step."""
 
 
 def find_stragglers(job: JobId, job_progress: JobProgress, factor: float) -> Stragglers:
-    """``factor``: times the median that are slow."""
+    """Return the ranks that need more than ``factor`` times the median."""
     busy = {rank: progress.busy_s for rank, progress in job_progress.by_rank.items() if progress.busy_s is not None}
     if not busy:
         return Stragglers(job, 0, 0.0, {})
@@ -72,9 +78,9 @@ def find_stragglers(job: JobId, job_progress: JobProgress, factor: float) -> Str
 
 
 def record_progress(state: FleetState, node: str, ranks: Iterable[RankProgress], now: float) -> None:
-    """Notes the progress of ranks of running generations; a node speaks only for its own.
+    """Record the progress of ranks of running generations; a node reports only its own ranks.
 
-    Runs a hundred thousand times a second in a large fleet: what is the same for all ranks of a job on the node is
+    Runs a hundred thousand times a second in a large fleet, so values common to all ranks of a job on the node are
     looked up once.
     """
     name, job = "", None
@@ -102,7 +108,7 @@ def record_progress(state: FleetState, node: str, ranks: Iterable[RankProgress],
 
 
 def may_have_crossed_boundary(state: FleetState, ranks: Iterable[RankProgress]) -> bool:
-    """Whether one of the ranks may have left its running generation in order."""
+    """Return whether one of the ranks may have crossed its job's boundary."""
     name = ""
     for progress in ranks:
         if progress.job != name:
@@ -115,7 +121,7 @@ def may_have_crossed_boundary(state: FleetState, ranks: Iterable[RankProgress]) 
 
 
 def is_beyond_boundary(job: JobRecord, progress: RankProgress) -> bool:
-    """Whether a rank may have left the running generation in order: that is no news of progress only."""
+    """Return whether a rank may have crossed the boundary, which is more than progress."""
     return (
         job.outgoing_generation is not None
         and job.generation is not None

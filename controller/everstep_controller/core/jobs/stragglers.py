@@ -1,7 +1,7 @@
-"""Nodes that are slow, window after window: named, and replaced by a spare where there is one.
+"""Name nodes that are slow over many windows, and replace them by spares if there are any.
 
-In lock step all ranks take equally long, so what is compared is the time in which a rank did not wait for others. It
-is compared with the job's own median: a slow model, or a slow network for all, is nobody's fault.
+In lock step all ranks take equally long, so the comparison uses the time in which a rank did not wait for others. It
+compares with the job's own median: a slow model, or a network that is slow for all, blames no node.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STRAGGLER_KEY = f"{FindingKind.RANK_STRAGGLER}/{STRAGGLER_SUBJECT}"
 
 
 def start_straggler_windows(transition: Transition, job: JobRecord) -> None:
-    """A generation steps: its ranks are compared from now on."""
+    """Begin to compare the ranks of a generation that steps."""
     live = transition.state.job_runtime[job.job]
     if not live.straggler_window_due:
         _next_window(transition, job, live)
@@ -33,12 +33,13 @@ def _next_window(transition: Transition, job: JobRecord, live: JobRuntime) -> No
 
 
 def check_stragglers(transition: Transition, job: JobRecord) -> None:
-    """At the end of a window: who was slow in it, and who is slow so often that something is to be done."""
+    """At the end of a window, record slow nodes and act on those that are slow often enough."""
     live, policy = transition.state.job_runtime[job.job], transition.policy
     spec = job.generation
     if not live.straggler_window_due or transition.now < live.straggler_window_due:
         return
-    # Also where nobody can be compared (a paused job has nobody): what was before an interruption is of then.
+    # Windows advance even if no rank can be compared, as in a paused job, so that findings from before an interruption
+    # age.
     live.straggler_window += 1 + int((transition.now - live.straggler_window_due) / policy.straggler_window_s)
     _next_window(transition, job, live)
     if (
@@ -64,10 +65,10 @@ def check_stragglers(transition: Transition, job: JobRecord) -> None:
 
 
 def slow_nodes(spec: GenerationSpec, stragglers: Stragglers, share: float) -> dict[str, float]:
-    """By node, the busy time of its slowest rank; nothing where it is not the nodes.
+    """Return the busy time of the slowest rank by slow node; {} if the nodes are not at fault.
 
-    Two ranks cannot tell which of them is slow, and where more than ``share`` of the nodes are it is something that
-    they have in common: data, a network, a phase of the model. One node may always be slow.
+    Two ranks cannot tell which of them is slow. If more than ``share`` of the nodes are slow, they have a common cause:
+    data, a network or a phase of the model. One node may always be slow.
     """
     if stragglers.measured_ranks < 3 or 2 * stragglers.measured_ranks < spec.world_size:
         return {}
@@ -80,7 +81,7 @@ def slow_nodes(spec: GenerationSpec, stragglers: Stragglers, share: float) -> di
 
 
 def _raise_straggler(transition: Transition, job: JobRecord, node: str, busy_s: float, stragglers: Stragglers) -> None:
-    """Once for as long as it lasts: until it was not named in as many windows as count."""
+    """Raise a finding once; it lasts until the node was not named in as many windows as count."""
     record, policy = transition.state.nodes[node], transition.policy
     lasts_s = policy.straggler_windows * policy.straggler_window_s
     if STRAGGLER_KEY in record.controller_findings:
@@ -107,7 +108,7 @@ def _raise_straggler(transition: Transition, job: JobRecord, node: str, busy_s: 
 
 
 def _replace_one(transition: Transition, job: JobRecord, spec: GenerationSpec) -> None:
-    """One straggler at a time leaves at a boundary, where policy allows and a spare takes its place."""
+    """Replace one straggler at a time at a boundary, if the policy allows and a spare is available."""
     live, policy = transition.state.job_runtime[job.job], transition.policy
     named = [n for n in seats_of(spec) if len(live.slow_windows.get(n, ())) >= policy.straggler_count]
     if not named or not policy.straggler_replace or transition.state.database_outage:
@@ -131,6 +132,6 @@ def _replace_one(transition: Transition, job: JobRecord, spec: GenerationSpec) -
 
 
 def _can_be_replaced(transition: Transition, job: JobRecord, spec: GenerationSpec, node: str) -> bool:
-    """Whether the job has as many seats without the node, those of all others among them."""
+    """Return whether the job keeps as many seats without the node, including those of all other nodes."""
     seats = next_seats(transition.state, job, {node})
     return len(seats) >= len(spec.seats) and spec.seated_nodes - {node} <= set(seats)
