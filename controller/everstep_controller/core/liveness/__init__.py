@@ -1,1 +1,4 @@
-"""Judge whether nodes are there: registration, missed heartbeats, correlated silence."""
+"""Node liveness: registration, missed heartbeats, correlated silence and losses.
+
+Whether a reachable node is fit to serve belongs to ``core.health``.
+"""

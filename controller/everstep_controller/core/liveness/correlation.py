@@ -1,11 +1,11 @@
-"""Many silent at once: first a suspicion against what they have in common, the network or this controller.
+"""Recognise correlated silence: many nodes silent at once suggest a fault of the network or of this controller.
 
-What is counted are nodes that are expected to be heard and nodes that are silent (over their deadline, or with a closed
-connection), of the whole fleet and of everything that nodes can have in common: rack, switch, power domain, driver
-version, agent version. Each change counts once under each of a node's few names, so that nothing ever scans the fleet.
-While a part of the fleet is silent at once, none of its nodes is lost on silence alone until patience is over; jobs
-whose own ranks say that somebody is missing go on without the silent ones all the same, which is cheap and accuses
-nobody.
+The module counts reachable nodes and silent ones (over their deadline, or with a closed connection) of the fleet and of
+each group: rack, switch, power domain, driver version, agent version. A change updates the few groups of one node, so
+nothing scans the fleet.
+
+While a group is silent, none of its nodes is lost for silence alone until ``correlated_silence_max_s`` has passed. Jobs
+whose own ranks report a missing member still continue without silent nodes, which is cheap and blames no node.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from everstep_controller.core.wording import format_node_count
 
 FLEET = "fleet"
 ANNOUNCE_DELAY_S = 0.5
-"""Seconds until a correlated silence is put into words, so that one line names all of it."""
+"""Seconds until a correlated silence is announced, so that one log line covers all of it."""
 COMMON_SHARE = 0.9
-"""Share of the silent ones that have something in common, for it to be named as theirs."""
+"""Share of the silent nodes that must have a group in common for the group to be named."""
 
 
 def groups_of(record: NodeRecord) -> Iterator[str]:
-    """Under what a node is counted, as ``kind:name``."""
+    """Yield the groups of a node as ``kind:name``."""
     yield FLEET
     domain = record.domain
     for kind, name in (
@@ -39,17 +39,17 @@ def groups_of(record: NodeRecord) -> Iterator[str]:
             yield f"{kind}:{name}"
 
 
-# --- counting ----------------------------------------------------------------------------------------------------
+# Counting
 
 
 def add_expected(state: FleetState, node: str) -> None:
-    """The node is to be heard from now on. Call ``mind`` after it."""
+    """Expect messages of the node from now on. Call ``update_correlated_silence`` afterwards."""
     state.reachable.add(node)
     count_node(state, node, 1)
 
 
 def remove_expected(transition: Transition, node: str) -> None:
-    """The node is not expected to be heard any more."""
+    """Expect no messages of the node any more."""
     count_node(transition.state, node, -1)
     transition.state.reachable.discard(node)
     transition.state.silent.discard(node)
@@ -57,13 +57,13 @@ def remove_expected(transition: Transition, node: str) -> None:
 
 
 def mark_silent(transition: Transition, node: str) -> None:
-    """The node is over its deadline, or its connection closed."""
+    """Count the node as silent: over its deadline, or with a closed connection."""
     if node not in transition.state.silent:
         _set_silent(transition, node, silent=True)
 
 
 def mark_not_silent(transition: Transition, node: str) -> None:
-    """The node said something."""
+    """Count the node as heard."""
     if node in transition.state.silent:
         _set_silent(transition, node, silent=False)
 
@@ -75,8 +75,10 @@ def _set_silent(transition: Transition, node: str, *, silent: bool) -> None:
 
 
 def count_node(state: FleetState, node: str, delta: int) -> None:
-    """Counts a node as it stands (``by`` = 1), or no longer (-1): before and after something of it changes, and then
-    call ``mind``."""
+    """Add (``delta`` = 1) or remove (-1) the node in the counts.
+
+    Call it before and after a change of the node's groups, then call ``update_correlated_silence``.
+    """
     _add_to_groups(state, node, delta * (node in state.reachable), delta * (node in state.silent))
 
 
@@ -94,9 +96,9 @@ def _add_to_groups(state: FleetState, node: str, expected: int, silent: int) -> 
 
 
 def is_over_threshold(state: FleetState, name: str, tally: SilenceCount) -> bool:
-    """Whether so many of those are silent at once that it is not taken for their own doing.
+    """Return whether so many nodes of the group are silent that the silence is not their own.
 
-    All nodes of a fleet count as many, however few they are. What is true of the whole fleet is no part of it.
+    All nodes of a fleet of two or more count as many. A group that is the whole fleet does not count as a group.
     """
     policy, fleet = state.policy, state.silence_counts.get(FLEET)
     if name == FLEET and tally.silent == tally.expected >= 2:
@@ -107,14 +109,14 @@ def is_over_threshold(state: FleetState, name: str, tally: SilenceCount) -> bool
     return tally.silent >= max(policy.correlated_silence_min_nodes, share * tally.expected)
 
 
-# --- believing ---------------------------------------------------------------------------------------------------
+# Excused silence
 
 
 def is_silence_excused(transition: Transition, node: str, since: float) -> bool:
-    """Whether a silence since ``since`` is rather the network's or ours than the node's own.
+    """Return whether a silence since ``since`` is probably the fault of the network or of this controller.
 
-    When a network comes back, not everybody is heard in the same moment: a silence that began before the end of an
-    episode is doubted a while longer.
+    When a network recovers, not all nodes are heard at once. A silence that began before the end of a correlated
+    silence is therefore excused a little longer.
     """
     state = transition.state
     if transition.now >= since + transition.policy.correlated_silence_max_s:
@@ -125,7 +127,8 @@ def is_silence_excused(transition: Transition, node: str, since: float) -> bool:
 
 
 def excused_until(transition: Transition, since: float) -> float:
-    """When a doubted silence that began at ``since`` may be believed. The end of an episode asks sooner."""
+    """Return the time until which a silence since ``since`` is excused. The end of the correlated silence may come
+    sooner."""
     patience = since + transition.policy.correlated_silence_max_s
     return min(patience, _grace_ends_at(transition)) if not transition.state.silent_groups else patience
 
@@ -134,12 +137,11 @@ def _grace_ends_at(transition: Transition) -> float:
     return transition.state.correlated_silence_ended_at + transition.policy.lost_after_s
 
 
-# --- episodes ----------------------------------------------------------------------------------------------------
+# Begin and end
 
 
 def update_correlated_silence(transition: Transition, *, confirmed: bool = False) -> None:
-    """After counting: an episode begins where many are silent at once, and ends where they are no more, or where that
-    is ``believed``."""
+    """After counting, begin or end a correlated silence. ``confirmed`` means that the silent nodes count as lost."""
     state = transition.state
     if state.silent_groups:
         if state.correlated_silence is None:
@@ -151,7 +153,7 @@ def update_correlated_silence(transition: Transition, *, confirmed: bool = False
 
 
 def _end_correlated_silence(transition: Transition, correlated_silence: CorrelatedSilence, confirmed: bool) -> None:
-    """Whoever does not follow soon is silent by itself."""
+    """End the correlated silence; nodes that do not return soon are silent on their own."""
     state = transition.state
     state.correlated_silence, state.correlated_silence_ended_at = None, transition.now
     for node in sorted(state.silent):
@@ -169,7 +171,7 @@ def _end_correlated_silence(transition: Transition, correlated_silence: Correlat
 
 
 def announce_correlated_silence(transition: Transition) -> None:
-    """Says once, in one line, how many are silent and what they have in common."""
+    """Log once how many nodes are silent and what they have in common."""
     state, episode = transition.state, transition.state.correlated_silence
     if episode is None or episode.announced or transition.now < episode.since + ANNOUNCE_DELAY_S:
         return
@@ -187,7 +189,7 @@ def announce_correlated_silence(transition: Transition) -> None:
 
 
 def _common_groups(state: FleetState) -> list[str]:
-    """What nearly all silent nodes share and not the whole fleet does, the narrowest first."""
+    """Return the groups that nearly all silent nodes share but the whole fleet does not, smallest first."""
     fleet = state.silence_counts[FLEET]
     found = [
         (tally.expected, name)

@@ -1,8 +1,8 @@
-"""Is a node there? Suspect before lost; witnesses shorten the wait, doubt of oneself lengthens it.
+"""Track node liveness from heartbeats and witnesses: suspect before lost.
 
-How long a node may be silent is worked out in ``suspicion``, whether a silence is its own in ``correlation``. Numbers
-settle races: a word counts for the life (incarnation) of the agent that said it, and what another life said, or was
-said to have lost, is dropped before it comes here.
+Witnesses shorten the wait, and the controller's own lag lengthens it. Whether a silence is a node's own is decided in
+``correlation``. Messages count for the incarnation that sent them; those of other incarnations are dropped before they
+come here.
 """
 
 from __future__ import annotations
@@ -27,37 +27,36 @@ from everstep_controller.core.state import HeartbeatState, ObserverState
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import join_names
 
-# ---- suspicion
-# Is a node there? Three answers from one number: the longest pause that it took lately and came back from.
+# Suspicion: classify a node's silence by its longest recent pause.
 #
-# The intuition first. Beats travel over TCP, so a lost packet is not a lost beat: it comes a fifth of a second later.
-# What is left of a healthy node is a steady beat and, now and then, a pause: its agent was starved, swapped, stopped by
-# a
-# debugger, or dials anew for every beat and had to wait in a queue. Such pauses are rare, long, and nothing like a bell
-# curve around the mean, so a deadline of mean and deviation forgets them between two of them and fits the time when
-# nothing happens. The longest of them is what matters. If pauses are alike over time, the chance that the next of n is
-# longer than all before it is 1/(n + 1) (each order of n + 1 alike things is as likely as any other), whatever their
-# distribution. A node is therefore suspected when it has been silent for twice its longest pause of lately, never
-# before
-# a floor that the policy gives and never after a ceiling.
+# Heartbeats travel over TCP, so a lost packet delays one by a fifth of a second. A healthy node has a steady heartbeat
+# and, now and then, a pause: its agent was starved, swapped, stopped by a debugger or waited in a queue to reconnect.
+# Such pauses are rare and long, and do not follow a bell curve. A deadline from mean and deviation forgets them between
+# two of them.
 #
-# The end of a TCP connection is the fast signal of a death and is handled elsewhere; silence has to tell only what
-# leaves
-# no such word: a cut power line, a cut network. So the deadline may be slow, and must not be wrong.
+# The longest pause is what matters. If pauses are alike over time, the next of n is longer than all before with
+# probability 1/(n + 1), whatever their distribution, since all orders of n + 1 pauses are equally likely. A node is
+# therefore suspected after twice its longest recent pause, but never before the policy's minimum and never after its
+# maximum.
 #
-# The observer doubts itself by the same measure: when nobody at all was heard for longer than any node is allowed, it
-# was deaf, and all silences begin anew.
+# The end of a TCP connection is the fast signal of a death and is handled elsewhere. Silence only has to reveal
+# failures without such a signal: a cut power line or network. The deadline may therefore be slow, and must not be
+# wrong.
+#
+# The observer applies the same measure to itself. If no node at all was heard for longer than any node is allowed, the
+# observer was deaf, and all silences restart.
 
 PAUSE_MARGIN = 2.0
-"""A silence of so many times the longest pause is a doubt: the next may be the longest yet, hardly by that much."""
+"""Multiple of the longest pause that makes a silence suspect. The next pause may be the longest yet, but hardly by that
+much."""
 PAUSE_MARGIN_AFTER_PEER_LOSS = 1.5
-"""The same for a node that others say is gone."""
+"""The same multiple for a node that other nodes have lost."""
 PAUSE_DECAY_S = 600.0
-"""Time constant in which a pause is forgotten: a job that pauses its agents does so within minutes again."""
+"""Time constant in seconds for the decay of pauses; a job that pauses its agents does so again within minutes."""
 
 
 class Liveness(Enum):
-    """What a silence means."""
+    """Meaning of a silence."""
 
     PRESENT = "present"
     SUSPECT = "suspect"
@@ -65,10 +64,10 @@ class Liveness(Enum):
 
 
 def record_message(policy: CorePolicy, observer: ObserverState, heartbeats: HeartbeatState, now: float) -> None:
-    """A word of a node: its silence is over, and the pause before it is learned. Runs for every heartbeat.
+    """Record a message: the node's silence ends, and the pause before it is learned. Runs for every heartbeat.
 
-    Where nobody was heard for long before it, it was the observer that did not listen, and nothing is learned. Of a
-    pause beyond the ceiling no more than that is.
+    If no node was heard for long, the observer was at fault and nothing is learned. A pause counts up to the length
+    that leads to the policy's maximum.
     """
     if now - observer.last_received_at > observer_stall_s(policy):
         observer.receiving_since = now
@@ -82,23 +81,26 @@ def record_message(policy: CorePolicy, observer: ObserverState, heartbeats: Hear
 
 
 def decayed_longest_pause_s(longest_s: float, pause_s: float) -> float:
-    """The longest pause of lately, after one more. What was longest fades with ``FORGET_S``."""
+    """Return the longest recent pause after one more; earlier ones decay with ``PAUSE_DECAY_S``."""
     return max(pause_s, longest_s * (1.0 - pause_s / PAUSE_DECAY_S))
 
 
 def observer_stall_s(policy: CorePolicy) -> float:
-    """Half the floor: longer than any interval between beats (settings hold that), and short enough that what was sent
-    meanwhile is read before the floor is reached."""
+    """Return half the minimum suspicion timeout.
+
+    This exceeds any heartbeat interval (the settings ensure it). It is short enough that messages sent meanwhile are
+    read before the timeout.
+    """
     return policy.suspect_after_s / 2
 
 
 def suspect_timeout_s(policy: CorePolicy, longest_pause_s: float) -> float:
-    """Seconds of silence after which a node is suspected."""
+    """Return the seconds of silence after which a node is suspected."""
     return min(max(PAUSE_MARGIN * longest_pause_s, policy.suspect_after_s), policy.suspect_after_max_s)
 
 
 def suspect_timeout_after_peer_loss_s(policy: CorePolicy, longest_pause_s: float) -> float:
-    """The same for a node that others say is gone: its next beat is overdue."""
+    """Return the same seconds for a node that others have lost, whose next heartbeat is overdue."""
     return min(
         max(PAUSE_MARGIN_AFTER_PEER_LOSS * longest_pause_s, policy.suspect_after_peer_loss_s),
         suspect_timeout_s(policy, longest_pause_s),
@@ -106,19 +108,20 @@ def suspect_timeout_after_peer_loss_s(policy: CorePolicy, longest_pause_s: float
 
 
 def loss_timeout_s(policy: CorePolicy, longest_pause_s: float) -> float:
-    """Seconds of silence after which it is lost: the policy's time between doubt and loss, after the doubt."""
+    """Return the seconds of silence after which a node is lost: the suspicion timeout plus the policy's time from
+    suspicion to loss."""
     return suspect_timeout_s(policy, longest_pause_s) + policy.lost_after_s - policy.suspect_after_s
 
 
 def classify_silence(policy: CorePolicy, longest_pause_s: float, silent_s: float) -> Liveness:
-    """What a silence of ``silent_s`` means for a node whose longest pause lately was ``longest_s``."""
+    """Return the meaning of ``silent_s`` seconds of silence for a node with the given longest recent pause."""
     if silent_s < suspect_timeout_s(policy, longest_pause_s):
         return Liveness.PRESENT
     return Liveness.SUSPECT if silent_s < loss_timeout_s(policy, longest_pause_s) else Liveness.LOST
 
 
 def schedule_silence_deadline(transition: Transition, node: str) -> None:
-    """Queues the node's silence deadline; there is at most one in the queue."""
+    """Queue the node's silence deadline, unless one is queued already."""
     if not transition.state.node_runtime[node].has_silence_deadline:
         pulse = transition.read_heartbeats(node)
         _watch_until(transition, node, pulse.silent_since + suspect_timeout_s(transition.policy, pulse.longest_pause_s))
@@ -129,11 +132,11 @@ def _watch_until(transition: Transition, node: str, due: float) -> None:
     transition.schedule(due, "silence", node)
 
 
-# --- a word ------------------------------------------------------------------------------------------------------
+# Messages
 
 
 def mark_seen(transition: Transition, node: str) -> None:
-    """The node said something, so it is there: whatever was held against its silence is refuted."""
+    """Note that the node is alive, and clear every suspicion from its silence."""
     state = transition.state
     record, live = state.nodes[node], state.node_runtime[node]
     record_message(transition.policy, state.observer, live.heartbeats, transition.now)
@@ -164,23 +167,23 @@ def _handle_return(transition: Transition, node: str) -> None:
         begin_probation(transition, node, f"{node} is back")
     else:
         transition.audit("node.returned", f"{node} is heard again and stays {record.state}", node=node)
-        transition.schedule(transition.now, "node", node)  # its time may have been served while it was away
+        transition.schedule(transition.now, "node", node)  # the quarantine may have ended during the absence
 
 
 def _audit_unless_correlated(transition: Transition, kind: str, node: str, sentence: str) -> None:
-    """One line for one node; while many are silent at once the episode's lines speak for all."""
+    """Log a change of one node; during a correlated silence its own log entries cover all nodes."""
     if transition.state.correlated_silence is None:
         transition.audit(kind, sentence, node=node)
 
 
-# --- after our own start -----------------------------------------------------------------------------------------
+# Start of this controller
 
 
 def _handle_first_contact(transition: Transition, node: str) -> None:
-    """The first word that this controller hears of a node: jobs may wait for nothing else."""
+    """Handle the first message of a node that this controller receives; jobs may be waiting for it."""
     state = transition.state
     state.unseen.discard(node)
-    if transition.now < state.rejoin_window_ends_at:  # others are on their way as well
+    if transition.now < state.rejoin_window_ends_at:  # more nodes are on their way
         state.rejoin_window_ends_at = max(
             state.rejoin_window_ends_at,
             min(transition.now + transition.policy.rejoin_window_quiet_s, state.rejoin_window_latest_at),
@@ -205,19 +208,20 @@ def _lacks_nodes(job: JobRecord) -> bool:
 
 
 def end_rejoin_window(transition: Transition) -> None:
-    """Nodes that have not come back to us by now are doubtful to jobs that have a witness."""
-    if transition.now < transition.state.rejoin_window_ends_at:  # others came meanwhile
+    """Treat nodes that have not returned by now as suspect, for jobs with a witness."""
+    if transition.now < transition.state.rejoin_window_ends_at:  # more nodes came meanwhile
         transition.schedule(transition.state.rejoin_window_ends_at, "reunion", correlation.FLEET)
         return
     for node in sorted(transition.state.unseen):
         _regroup_with_witness(transition, node)
 
 
-# --- disconnection -----------------------------------------------------------------------------------------------
+# Disconnections
 
 
 def handle_disconnected(transition: Transition, node: str) -> None:
-    """Its connection closed. A job with a witness goes on without it at once, others give it a moment."""
+    """Handle a closed connection. A job with a witness continues without the node at once; others wait for the
+    grace."""
     record, live = transition.state.nodes[node], transition.state.node_runtime[node]
     if live.disconnected_at is not None or not record.reachable:
         return
@@ -236,13 +240,14 @@ def handle_disconnected(transition: Transition, node: str) -> None:
     _regroup_with_witness(transition, node)
 
 
-# --- witnesses ---------------------------------------------------------------------------------------------------
+# Witnesses
 
 
 def handle_peer_lost(transition: Transition, job: JobRecord, node: str, report: PeerConnectionLost) -> None:
-    """A vault lost the vault of another node. A hint: it shortens the wait for a node that is silent itself.
+    """Handle a vault's report that it lost another node's vault.
 
-    A node that is heard after it is there, however many say otherwise.
+    The report is a hint that shortens the wait for a silent node. A node that is heard afterwards is alive, whatever
+    others report.
     """
     state, peer = transition.state, report.peer
     strangers = peer == node or peer not in state.reachable
@@ -259,7 +264,7 @@ def handle_peer_lost(transition: Transition, job: JobRecord, node: str, report: 
 
 
 def _current_peer_reports(transition: Transition, node: str) -> list[str]:
-    """Whose vaults have lost the node's since its last word."""
+    """Return the nodes whose vaults have lost this node's vault since its last message."""
     accusers = transition.state.node_runtime[node].peer_loss_reports
     if not accusers:
         return []
@@ -268,7 +273,8 @@ def _current_peer_reports(transition: Transition, node: str) -> list[str]:
 
 
 def _weigh_peer_reports(transition: Transition, node: str) -> None:
-    """With enough of them, or one and a failure in its job, a node is suspected when its next beat is overdue."""
+    """Suspect a node once its next heartbeat is overdue, given enough reports, or one report and a failure in its
+    job."""
     record = transition.state.nodes[node]
     accusers = _current_peer_reports(transition, node)
     if not accusers:
@@ -295,14 +301,14 @@ def _weigh_peer_reports(transition: Transition, node: str) -> None:
 
 
 def _regroup_with_witness(transition: Transition, node: str) -> None:
-    """Jobs in which somebody else says that a rank is missing need not wait for the end of grace."""
+    """Regroup jobs in which another witness reports a missing rank, without waiting for the end of the grace."""
     for job in jobs_seated_on(transition.state, node):
         if job.state is JobState.RUNNING and (witness := _witness(transition, job, node)):
             regroup_without_missing(transition, job, witness)
 
 
 def _job_failure(transition: Transition, job: JobRecord) -> str:
-    """What ranks of the job say that went wrong; empty while all seems to run."""
+    """Return what went wrong according to the job's ranks; "" if nothing did."""
     live = transition.state.job_runtime[job.job]
     if live.failed_collective_ranks:
         return f"a collective of rank {min(live.failed_collective_ranks)} failed"
@@ -310,10 +316,10 @@ def _job_failure(transition: Transition, job: JobRecord) -> str:
 
 
 def _witness(transition: Transition, job: JobRecord, node: str) -> str:
-    """What in the job says that the doubtful ``node`` is missing; empty when nothing does.
+    """Return what in the job indicates that the suspect ``node`` is missing; "" if nothing does.
 
-    Other vaults that lost the node's, and a generation that has not resumed, are witnesses too, but only after a
-    moment: an agent may just be starting again, and so may a generation.
+    Lost vault connections, and a generation that has not resumed, count only after a moment: an agent or a generation
+    may just be starting.
     """
     if failure := _job_failure(transition, job):
         return failure
@@ -347,12 +353,14 @@ def _unresponsive_since(transition: Transition, node: str) -> float:
     )
 
 
-# --- deadlines ---------------------------------------------------------------------------------------------------
+# Deadlines
 
 
 def check_silence(transition: Transition, node: str) -> bool:
-    """The node's silence deadline: suspect it, lose it, or look again when it can be late at all. Whether it was only
-    found to have been heard in time."""
+    """At the silence deadline, suspect the node, declare it lost or schedule the next check.
+
+    Return whether the node had only been heard in time.
+    """
     transition.state.node_runtime[node].has_silence_deadline = False
     if not transition.state.nodes[node].reachable:
         return True
@@ -363,7 +371,7 @@ def check_silence(transition: Transition, node: str) -> bool:
 
 
 def _judge_silence(transition: Transition, node: str) -> tuple[Liveness, float]:
-    """What the node's silence means, which is acted on; and when it may mean more."""
+    """Act on the meaning of the node's silence. Return it with the time at which it may change."""
     policy, pulse, slack_s = transition.policy, transition.read_heartbeats(node), transition.state.observer_lag_s
     answer = classify_silence(policy, pulse.longest_pause_s, transition.now - pulse.silent_since - slack_s)
     if answer is Liveness.PRESENT:
@@ -375,7 +383,7 @@ def _judge_silence(transition: Transition, node: str) -> tuple[Liveness, float]:
     if correlation.is_silence_excused(transition, node, pulse.silent_since):
         _suspect(
             transition, node, _describe_silence(transition, node)
-        )  # where a late Tick brought no look before this one
+        )  # no-op unless a late Tick skipped the suspicion
         return answer, correlation.excused_until(transition, pulse.silent_since)
     gone_at = transition.state.node_runtime[node].disconnected_at
     declare_lost(
@@ -402,8 +410,7 @@ def _suspect(transition: Transition, node: str, sentence: str) -> None:
 
 
 def check_node(transition: Transition, node: str) -> None:
-    """A node's other deadlines: the end of grace after a disconnection, or of quarantine; a witness who may now be
-    heard."""
+    """Check a node's other deadlines: grace after a disconnection, quarantine, and witnesses that may now count."""
     record, live = transition.state.nodes[node], transition.state.node_runtime[node]
     _check_rejoined(transition, node)
     if live.disconnected_at is not None and record.reachable:
@@ -436,8 +443,8 @@ def _describe_disconnect(transition: Transition, node: str, disconnected_at: flo
 
 
 def expect_launchers(transition: Transition, node: str) -> None:
-    """The agent began a new life: launchers on its node have to join again, or are taken for gone. Of a job that is
-    over, nobody is expected any more."""
+    """After an agent's restart, expect its launchers to rejoin within a grace. Launchers of ended jobs are not
+    expected."""
     live = transition.state.node_runtime[node]
     unconfirmed = False
     for name in live.open:
@@ -462,7 +469,7 @@ def _check_rejoined(transition: Transition, node: str) -> None:
 
 
 def drop_launchers(transition: Transition, node: str, sentence: str, *, include_rejoined: bool) -> None:
-    """Takes the node's launchers for gone: those that have not joined again, or (``confirmed``) all of them."""
+    """Drop the node's launchers that have not rejoined; all of them if ``include_rejoined``."""
     for name in transition.state.node_runtime[node].jobs:
         job = transition.state.jobs[name]
         launcher = job.launchers.get(node)
@@ -471,8 +478,10 @@ def drop_launchers(transition: Transition, node: str, sentence: str, *, include_
 
 
 def declare_lost(transition: Transition, node: str, sentence: str) -> None:
-    """The node is gone: its jobs go on without it, once all that are lost in this turn are known. This accuses nobody;
-    it may come back by way of probation."""
+    """Declare the node lost. Its jobs continue without it, once all losses of this event are known.
+
+    This blames no node; the node may come back through probation.
+    """
     state = transition.state
     record = state.nodes[node]
     record_loss(transition, node, sentence)
@@ -488,20 +497,20 @@ def declare_lost(transition: Transition, node: str, sentence: str) -> None:
             transition.lost_nodes_by_job.setdefault(job.job, {})[node] = sentence
 
 
-# ---- flapping
-# A node that is lost again and again: it comes back by itself each time, and each time costs its job a regrouping.
+# Flapping: a node that is lost repeatedly and returns by itself each time costs its job a regroup each time.
 #
-# What counts is a loss that is the node's own: of one in service, to which nothing was being done, while nothing spoke
-# for a fault of the network or of this controller. A loss that others share, a moment before or after, is taken back.
+# Only losses of the node itself count: it was in service, nothing was being done to it, and nothing indicated a fault
+# of the network or of this controller. A loss that other nodes share at about the same time is withdrawn.
 
 FLAPPING_SUBJECT = "node"
 FLAPPING_KEY = f"{FindingKind.NODE_FLAPPING}/{FLAPPING_SUBJECT}"
 
 
 def record_loss(transition: Transition, node: str, sentence: str) -> None:
-    """The node is about to be given up, for the reason in ``sentence``: counts that, and names who is lost too often.
+    """Count a loss of the node's own, and raise a finding on a node that is lost too often.
 
-    How many others make it no fault of a node's is the rule's ``correlated_...``. O(nodes lost within that time).
+    The rule's ``correlated_...`` settings say how many simultaneous losses make it no node's fault. O(nodes lost within
+    that time).
     """
     record, policy = transition.state.nodes[node], transition.policy
     if not policy.rules.has_rule_for(FindingKind.NODE_FLAPPING) or not _counts_as_own_loss(transition, record):
@@ -523,7 +532,7 @@ def _counts_as_own_loss(transition: Transition, record: NodeRecord) -> bool:
         return False
     if (
         record.readmission_plan is not None and record.readmission_plan.pending_remediation_id
-    ):  # a reboot may be under way
+    ):  # a reboot may be running
         return False
     return (
         transition.state.correlated_silence is None
@@ -532,7 +541,7 @@ def _counts_as_own_loss(transition: Transition, record: NodeRecord) -> bool:
 
 
 def _common_cause(transition: Transition, node: str) -> str:
-    """What nodes that were lost in the same time have in common, in words; empty where it may be chance."""
+    """Return what the nodes lost at the same time have in common; "" if it may be chance."""
     state, rule = transition.state, transition.policy.rules.default_rule(FindingKind.NODE_FLAPPING)
     since = transition.now - rule.correlated_s
     lately = {other: at for other, at in state.recent_losses.items() if at >= since and other in state.nodes}

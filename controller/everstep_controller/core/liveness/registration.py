@@ -1,4 +1,4 @@
-"""An agent introduces itself: a new node, a new life of a known one, or the same life once more."""
+"""Register agents: a new node, a new incarnation of a known node, or a repeated registration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from everstep_controller.core.transition import Transition
 
 
 def check_incarnation(state: FleetState, node: str, incarnation: int) -> None:
-    """Raises NotFound for a node that never registered, StaleGeneration for another life of it than the current."""
+    """Raise NotFound for an unregistered node, StaleGeneration for another incarnation than the registered one."""
     record = state.nodes.get(node)
     if record is None:
         raise NotFound(f"node {node} is not registered here: register first")
@@ -38,7 +38,7 @@ def check_incarnation(state: FleetState, node: str, incarnation: int) -> None:
 
 
 def check_registration(state: FleetState, register: Register) -> None:
-    """Raises StaleGeneration when a later life of the node has registered."""
+    """Raise StaleGeneration if a later incarnation of the node has registered."""
     record = state.nodes.get(register.node)
     if record is not None and register.incarnation < record.incarnation:
         raise StaleGeneration(
@@ -48,7 +48,7 @@ def check_registration(state: FleetState, register: Register) -> None:
 
 
 def register(transition: Transition, message: Register) -> None:
-    """Takes the node into the fleet, or back."""
+    """Add the node to the fleet, or update it."""
     record = transition.state.nodes.get(message.node)
     if record is None:
         _new_node(transition, message)
@@ -101,8 +101,10 @@ def _new_node(transition: Transition, message: Register) -> None:
 
 
 def _carry_over_unfitness(transition: Transition, record: NodeRecord, unfit: UnfitNode) -> None:
-    """A name that was forgotten while its node was not fit to serve: it has to pass what that node had to. GPUs that
-    computed wrongly are as they were: they need somebody's word, or to be replaced."""
+    """Quarantine a node whose name was forgotten while unfit: it must pass the earlier diagnostics.
+
+    If the same GPUs computed wrongly, it also needs an operator or their replacement.
+    """
     sentence = f"{unfit.sentence}: it must pass its diagnostics before it serves"
     if record.state is not NodeState.QUARANTINED:
         begin_quarantine(transition, record.node, sentence, (), action=Action.DRAIN, offence_weight=0.0)
@@ -117,7 +119,7 @@ def _carry_over_unfitness(transition: Transition, record: NodeRecord, unfit: Unf
 
 
 def _are_gpus_replaced(record: NodeRecord, condemned: Collection[str]) -> bool:
-    """Whether none of these GPUs is left in the node; of one that shows none nobody can tell."""
+    """Return whether none of these GPUs is left in the node; False if it reports no GPU."""
     uuids = {gpu.uuid for gpu in record.gpus}
     return bool(uuids) and record.node not in condemned and not uuids & set(condemned)
 
@@ -134,14 +136,14 @@ def _update_record(transition: Transition, record: NodeRecord, message: Register
 
 
 def _enter_current_window(transition: Transition, record: NodeRecord) -> None:
-    """A node that comes up in a window is in it."""
+    """Put a node that registers during a maintenance window into the window."""
     window = current_window(transition.state, record, transition.now)
     if window is not None and window.until > record.maintenance_until:
         enter_maintenance(transition, record.node, window)
 
 
 def _detect_repair(transition: Transition, record: NodeRecord) -> None:
-    """GPUs that computed wrongly have been replaced: the node needs nobody's word any more."""
+    """End the need for an operator if the GPUs that computed wrongly have been replaced."""
     if not record.needs_operator or record.state is not NodeState.QUARANTINED or not record.defective_gpus:
         return
     if not _are_gpus_replaced(record, record.defective_gpus):
