@@ -1,8 +1,8 @@
-"""Which versions are safe, which are clean, and what a generation may start from.
+"""Commit versions, compare digests and decide from which version a generation may start.
 
-A version is committed when every rank keeps it (the controller announces the step in time, so that they all do) and
-its bytes are in as many places as the job asks for. It stays until each rank has heard of a later commit, so that one
-version that is whole is always there, however late a notice comes.
+A version is committed when every rank keeps it and its bytes are in as many places as the job asks for. The controller
+announces the step early enough that all ranks keep it. A version stays until each rank has heard of a later commit, so
+one complete version always exists, however late a notice comes.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ from everstep_controller.core.state import JobRuntime, VersionSeals
 from everstep_controller.core.transition import Transition
 
 UNKNOWN_CANDIDATE = -1
-"""A candidate that no version is of."""
+"""A candidate step that no version has."""
 NO_VERSION = Version(0, 0)
-"""A ceiling below every version (generations count from 1): nothing that is stored may be restored."""
+"""A ceiling below every version (generations count from 1): no stored version may be restored."""
 
 
 class DigestVote(msgspec.Struct, frozen=True):
-    """What digests say: ``liars`` differ from a strict majority of their group; ``tied`` are in a group without one."""
+    """Result of comparing digests."""
 
     divergent_ranks: frozenset[int] = frozenset()
+    """Ranks that differ from a strict majority of their group."""
     tied_ranks: frozenset[int] = frozenset()
+    """Ranks in a group without a strict majority."""
 
     @property
     def is_unanimous(self) -> bool:
@@ -48,7 +50,7 @@ class DigestVote(msgspec.Struct, frozen=True):
 
 
 def compare_digests(digests: Mapping[str, Mapping[int, str]]) -> DigestVote:
-    """Compares the digests inside each replica group."""
+    """Compare the digests inside each replica group."""
     liars: set[int] = set()
     tied: set[int] = set()
     for votes in digests.values():
@@ -64,8 +66,10 @@ def compare_digests(digests: Mapping[str, Mapping[int, str]]) -> DigestVote:
 
 
 def compare_digests_by_node(digests: Mapping[str, Mapping[int, str]], spec: GenerationSpec) -> DigestVote:
-    """``count_votes``, where a majority that is all on one node convicts nobody on another: whose group it is stands in
-    no report, so one node could bring all its ranks to vote in a group of others."""
+    """Compare digests as ``compare_digests`` does, but let a majority on one node prove nothing against other nodes.
+
+    Reports do not show which ranks belong to a group, so one node could make all its ranks vote in a group of others.
+    """
     liars: set[int] = set()
     tied: set[int] = set()
     for group, votes in digests.items():
@@ -81,18 +85,18 @@ def compare_digests_by_node(digests: Mapping[str, Mapping[int, str]], spec: Gene
 
 
 def all_ranks_compared(digests: Mapping[str, Mapping[int, str]], ranks: frozenset[int]) -> bool:
-    """Whether every rank was compared with at least one other."""
+    """Return whether every rank was compared with at least one other."""
     compared = {rank for votes in digests.values() if len(votes) > 1 for rank in votes}
     return compared >= ranks and all(len(votes) > 1 for votes in digests.values())
 
 
-# --- ballots -----------------------------------------------------------------------------------------------------
+# Seals
 
 
 def record_seal(
     transition: Transition, job: JobRecord, spec: GenerationSpec, report: VersionSealed
 ) -> DigestVote | None:
-    """Counts a seal of the running generation ``spec``. The vote comes back when it is complete and not unanimous."""
+    """Record a seal of the running generation ``spec``. Return the vote once it is complete and not unanimous."""
     live = transition.state.job_runtime[job.job]
     ballot = _get_seals(transition, live, report.version)
     if ballot is None:
@@ -115,7 +119,7 @@ def record_seal(
 
 
 def _get_seals(transition: Transition, live: JobRuntime, version: Version) -> VersionSeals | None:
-    """The ballot of ``version``, or None for one that is decided or has fallen out of the window."""
+    """Return the seals of ``version``; None if it is settled or older than the window."""
     if live.settled_version is not None and version <= live.settled_version:
         return None
     if version not in live.version_seals:
@@ -131,7 +135,7 @@ def _get_seals(transition: Transition, live: JobRuntime, version: Version) -> Ve
 def _settle_version(
     transition: Transition, job: JobRecord, spec: GenerationSpec, version: Version, ballot: VersionSeals
 ) -> DigestVote | None:
-    """All ranks have told of ``version``. What they told of older ones will not be complete any more."""
+    """Settle ``version``, which all ranks have sealed. Older versions will not be complete any more."""
     live = transition.state.job_runtime[job.job]
     if not compare_digests(ballot.digests).is_unanimous:
         return compare_digests_by_node(ballot.digests, spec)
@@ -147,16 +151,15 @@ def _settle_version(
         and job.outgoing_generation is None
         and not transition.state.database_outage
     ):
-        _commit(
-            transition, job, version, ballot, verified=verified
-        )  # past a boundary, ranks keep what was committed before
+        _commit(transition, job, version, ballot, verified=verified)  # past a boundary, ranks keep the earlier commit
     elif announced and job.outgoing_generation is None and job.generation is not None:
         _count_missing_copies(transition, job.generation, live, ballot)
     return None
 
 
 def _count_missing_copies(transition: Transition, spec: GenerationSpec, live: JobRuntime, ballot: VersionSeals) -> None:
-    """By home: versions in a row. A rank that did not keep the version at all says nothing of its homes."""
+    """Count consecutive versions without a copy by replica node. A rank that did not keep the version proves
+    nothing."""
     missing: set[str] = set()
     for rank in ballot.kept_ranks - ballot.safe_ranks:
         node = spec.node_of(rank)
@@ -168,11 +171,11 @@ def _count_missing_copies(transition: Transition, spec: GenerationSpec, live: Jo
         transition.schedule(transition.now, "job", spec.job)
 
 
-# --- commits -----------------------------------------------------------------------------------------------------
+# Commits
 
 
 def _commit(transition: Transition, job: JobRecord, version: Version, ballot: VersionSeals, *, verified: bool) -> None:
-    """Logs ``version`` as durable: every rank keeps it, and its bytes are in as many places as the job asks for."""
+    """Commit ``version``: every rank keeps it, and its bytes are in as many places as the job asks for."""
     live = transition.state.job_runtime[job.job]
     live.committed_version, live.committed_at, live.missed_copies = version, transition.now, {}
     homes = _version_locations(version, ballot, seats_of(job.generation))
@@ -197,7 +200,7 @@ def _commit(transition: Transition, job: JobRecord, version: Version, ballot: Ve
 
 
 def _version_locations(version: Version, ballot: VersionSeals, seats: Sequence[str]) -> VersionLocations:
-    """The same for all versions of a generation, as a rule: placement is the generation's."""
+    """Return the locations, which are usually equal for all versions of a generation."""
     shares = {
         node: ShareLocations(tuple(sorted(ballot.full_copies[node])), tuple(sorted(ballot.partial_copies[node])))
         for node in seats
@@ -206,22 +209,22 @@ def _version_locations(version: Version, ballot: VersionSeals, seats: Sequence[s
 
 
 def release_versions(transition: Transition, job: JobRecord) -> None:
-    """The job is over: its memory is given back, and what was being read of it will not be written."""
+    """Release the memory of a job that has ended, and stop its spills."""
     end_spills(transition, job)
     drop_protection(transition, job)
 
 
 def start_commits(transition: Transition, job: JobRecord) -> None:
-    """A generation steps. Its first candidate is the first version it seals, which every rank knows by itself."""
+    """Start commits once a generation steps. The first candidate is its first version, which every rank knows."""
     live = transition.state.job_runtime[job.job]
     if live.candidate_step is None and live.candidate_due == 0.0:
         _schedule_check(transition, job, live, transition.policy.candidate_timeout_s)
 
 
 def resume_commits(transition: Transition, job: JobRecord) -> None:
-    """After a restart nobody knows what was announced, or given up, before: nothing is committed until the next is.
+    """After a restart, commit nothing until the next announcement, since earlier ones are unknown.
 
-    But for a generation of which nothing can have been announced yet, since it neither stepped nor committed anything.
+    The exception is a generation that has neither stepped nor committed, so that nothing can have been announced.
     """
     live, running = transition.state.job_runtime[job.job], job.outgoing_generation or job.generation
     committed = live.committed_version.generation if live.committed_version is not None else 0
@@ -232,7 +235,7 @@ def resume_commits(transition: Transition, job: JobRecord) -> None:
 
 
 def check_candidate(transition: Transition, job: JobRecord) -> None:
-    """At a deadline: a candidate that not every rank kept, because one heard of it too late, gives way to another."""
+    """At a deadline, replace a candidate that not every rank kept because one heard of it too late."""
     live = transition.state.job_runtime[job.job]
     if not live.candidate_due or transition.now < live.candidate_due or job.outgoing_generation is not None:
         return
@@ -250,7 +253,7 @@ def _interval_s(transition: Transition, running: GenerationSpec) -> float:
 
 
 def _announce_next(transition: Transition, job: JobRecord, live: JobRuntime) -> None:
-    """Tells ranks what is committed, and which step's version is next: one that none of them has finished yet."""
+    """Announce the latest commit, and the next candidate: a step that no rank has finished yet."""
     running = job.outgoing_generation or job.generation
     stride = transition.read_step_rate(job.job)
     step_s = stride.step_s
@@ -265,9 +268,9 @@ def _announce_next(transition: Transition, job: JobRecord, live: JobRuntime) -> 
 
 
 def set_boundary_candidate(transition: Transition, job: JobRecord, step: int) -> None:
-    """A boundary after ``step`` was announced: that version is the one to keep, whatever was announced before.
+    """Make the version at an announced boundary the candidate, whatever was announced before.
 
-    It is not committed, since the generation to come has named its floor; but each rank keeps it, and its copies.
+    It is not committed, because the next generation has named its floor, but each rank keeps it and its copies.
     """
     live, running = transition.state.job_runtime[job.job], job.outgoing_generation
     if running is None or live.candidate_step == step:
@@ -294,13 +297,14 @@ def _schedule_check(transition: Transition, job: JobRecord, live: JobRuntime, se
     transition.schedule(live.candidate_due, "job", job.job)
 
 
-# --- what a generation may start from ----------------------------------------------------------------------------
+# Restoring
 
 
 def restore_rule(transition: Transition, job: JobRecord) -> RestoreRule:
-    """Not older than what was committed, not newer than what is known clean after corruption.
+    """Return the rule for restoring: not older than the commit, and after corruption not newer than the newest clean
+    version.
 
-    A job's first generation starts anew. A later one without a commit may still find its own steps whole.
+    A job's first generation starts from scratch. A later one without a commit may still find its own steps complete.
     """
     storage, *before = restore_urls(job) or [""]
     if job.restore_ceiling == NO_VERSION or job.last_generation_number == 0:
@@ -317,9 +321,9 @@ def restore_rule(transition: Transition, job: JobRecord) -> RestoreRule:
 
 
 def roll_back_to_clean(transition: Transition, job: JobRecord) -> str:
-    """After corruption: nothing newer than the newest clean version counts. Returns the words for it.
+    """After corruption, forbid versions newer than the newest clean one, and return this as a phrase.
 
-    Clean is what was verified, and what was committed where there was nobody to compare with.
+    Clean versions are those that were verified, and those that were committed without a second digest to compare.
     """
     live = transition.state.job_runtime[job.job]
     live.version_seals = {}
@@ -334,7 +338,7 @@ def roll_back_to_clean(transition: Transition, job: JobRecord) -> str:
 
 
 def roll_back_open_votes(transition: Transition, job: JobRecord) -> None:
-    """Before a regrouping cuts votes off: if those counted so far already differ, nothing unverified is restored."""
+    """Before a regroup ends a vote, forbid unverified versions if the digests so far already differ."""
     live = transition.state.job_runtime[job.job]
     doubtful = [v for v, b in live.version_seals.items() if b.digests and not compare_digests(b.digests).is_unanimous]
     if not doubtful:

@@ -1,9 +1,9 @@
-"""Which version is kept by parity, which is next, and who makes its parity.
+"""Protect versions by parity: form groups of nodes, order parity and track its state.
 
-When a clean version is committed and none is being protected, groups of nodes are formed anew from the roster and
-their domains (``parity_groups``), and the two homes of each group are told to make P and Q of it. The version stays
-pinned on its members, whose shards it consists of, until a later one is protected everywhere: then that one is what
-parity keeps. Homes are asked again until they answer; what they made of other bytes than the other home did is void.
+When a clean version is committed and no protection is pending, new groups are formed from the roster and its failure
+domains. The two parity nodes of each group are ordered to make P and Q. The version stays pinned on its members until a
+later one is fully protected and replaces it. Parity nodes are asked again until they answer; parity made of other bytes
+than its counterpart is void.
 """
 
 from __future__ import annotations
@@ -26,45 +26,47 @@ from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import join_names
 
-# ---- parity groups
-# Which nodes are kept by parity instead of by copies: groups of k nodes, and two others that hold P and Q of them.
+# Grouping: sets of k member nodes and two other nodes that hold their parities P and Q.
 #
-# A group bears the loss of any two of its k + 2 nodes and takes 2/k of its members' memory, where a copy takes all of
-# it.
-# It is formed only of nodes no two of which share a rack, a switch or a power unit, so that a domain costs it one of
-# them. Whoever finds no such group stays on copies, which need but one other domain: parity never takes away safety
-# that copies have. A domain that has every node in it says nothing and is left out of account.
+# A group survives the loss of any two of its k + 2 nodes and takes 2/k of its members' memory; a copy takes all of it.
+# No two nodes of a group share a rack, switch or power unit, so the loss of a domain costs it one node. Nodes without
+# such a group stay on copies, which need only one other domain. Parity therefore never reduces the safety of copies. A
+# domain that contains every node is ignored.
 #
-# Members are taken from the most crowded domains first. Where domains are nested (racks within switches within power
-# units) no other way of taking them makes more groups; where they overlap otherwise, some may be missed.
+# Members come from the most crowded domains first. If domains are nested (racks within switches within power units), no
+# other order makes more groups; otherwise some groups may be missed.
 
 MIN_MEMBERS = 2
-"""One member with two parities would take twice what a copy takes; two take the same and bear a second loss."""
+"""With one member, two parities take twice the memory of a copy; with two, they take the same and survive a second
+loss."""
 
 TOLERATED_LOSSES = 2
-"""Losses of a group's nodes that it bears: P and Q."""
+"""Number of losses that a group survives, with P and Q."""
 
 NamedDomain = tuple[str, str]
-"""Kind and name."""
+"""Kind and name of a domain."""
 
 NamedDomains = tuple[NamedDomain, ...]
 ParityLoad = tuple[int, int, str]
-"""Parities held, seat, node."""
+"""Number of parities held, seat, node."""
 
 
 class ParityGrouping(msgspec.Struct, frozen=True):
-    """Every seat is in one group or among ``on_copies``. ``sentence`` says why it is so."""
+    """Partition of the seats into groups and nodes that stay on copies."""
 
     groups: tuple[NodeGroup, ...]
+    """Groups of nodes."""
     copy_only_nodes: tuple[str, ...]
+    """Nodes that are in no group."""
     sentence: str
+    """Explanation of the grouping."""
 
 
 def form_groups(seats: Sequence[str], failure_domains: Mapping[str, FailureDomains], parity: int) -> ParityGrouping:
-    """Groups of at most k nodes of the roster, all of k or as alike as can be, where k, at most ``parity``, is the
-    largest of those that leave the fewest nodes without a group: safety first, and then the least memory.
+    """Return groups of at most ``parity`` members, as equal in size as possible.
 
-    k falls with the roster: a group needs two nodes more than its members, in as many domains.
+    The size is the largest one that leaves the fewest nodes without a group: safety first, then memory. It shrinks with
+    the roster, because a group needs two nodes more than its members, in as many domains.
     """
     domains = _domains(seats, failure_domains)
     best: tuple[NodeGroup, ...] = ()
@@ -79,15 +81,15 @@ def form_groups(seats: Sequence[str], failure_domains: Mapping[str, FailureDomai
 
 
 def _even_sizes(nodes: int, k: int) -> list[int]:
-    """Sizes of the fewest groups with at most ``k`` members each that take all nodes; none where one of them would have
-    too few."""
+    """Return the sizes of the fewest groups of at most ``k`` members that take all nodes; [] if one would be too
+    small."""
     count = -(-nodes // k)
     least, larger = divmod(nodes, count)
     return [least + 1] * larger + [least] * (count - larger) if least >= MIN_MEMBERS else []
 
 
 def _count_ungrouped(groups: Collection[NodeGroup], seats: Collection[str]) -> int:
-    """How many nodes are in no group."""
+    """Return the number of nodes in no group."""
     return len(seats) - sum(len(group.members) for group in groups)
 
 
@@ -114,11 +116,11 @@ def _verb_ending(nodes: Sequence[str]) -> str:
     return "s" if len(nodes) == 1 else ""
 
 
-# --- forming -----------------------------------------------------------------------------------------------------
+# Forming groups
 
 
 def _domains(seats: Sequence[str], sites: Mapping[str, FailureDomains]) -> dict[str, NamedDomains]:
-    """By node the domains that it shares with some of the others, and not with all of them."""
+    """Return the domains that each node shares with some of the other nodes, but not with all."""
     named_ = {
         node: tuple(
             (kind, name) for kind, name in (("power", site.power), ("switch", site.switch), ("rack", site.rack)) if name
@@ -131,7 +133,7 @@ def _domains(seats: Sequence[str], sites: Mapping[str, FailureDomains]) -> dict[
 
 
 def _form(seats: Sequence[str], domains: Mapping[str, NamedDomains], sizes: Iterable[int]) -> tuple[NodeGroup, ...]:
-    """Groups of these sizes, until one cannot be had."""
+    """Return groups of these sizes, up to the first that is impossible."""
     crowds = _UngroupedNodes(seats, domains)
     homes = _ParityNodes(seats, domains)
     groups: list[NodeGroup] = []
@@ -145,7 +147,7 @@ def _form(seats: Sequence[str], domains: Mapping[str, NamedDomains], sizes: Iter
 
 
 class _UngroupedNodes:
-    """The nodes without a group by their domains, those in the most crowded ones first."""
+    """Nodes without a group by domain, most crowded domains first."""
 
     def __init__(self, seats: Sequence[str], domains: Mapping[str, NamedDomains]) -> None:
         self._left = Counter(domain for node in seats for domain in domains[node])
@@ -159,14 +161,14 @@ class _UngroupedNodes:
         return max((self._left[domain] for domain in place), default=1)
 
     def take(self, k: int) -> tuple[str, ...]:
-        """``k`` nodes of which no two share a domain; none where these cannot be had."""
+        """Return ``k`` nodes that share no domain with each other; () if there are none."""
         taken: list[str] = []
         used: set[NamedDomain] = set()
         aside: list[tuple[int, int, NamedDomains]] = []
         while self._heap and len(taken) < k:
             crowd, at, place = heapq.heappop(self._heap)
             now = self._crowd(place)
-            if now < -crowd:  # others of its domains are in a group by now
+            if now < -crowd:  # other nodes of its domains have been grouped since
                 heapq.heappush(self._heap, (-now, at, place))
                 continue
             aside.append((crowd, at, place))
@@ -182,7 +184,7 @@ class _UngroupedNodes:
 
 
 class _ParityNodes:
-    """All nodes by their domains, as homes of parity: those that hold the least first."""
+    """All nodes by domain as candidates for parity, least loaded first."""
 
     def __init__(self, seats: Sequence[str], domains: Mapping[str, NamedDomains]) -> None:
         self._nodes: dict[NamedDomains, list[ParityLoad]] = {}
@@ -193,7 +195,7 @@ class _ParityNodes:
         self._domains = domains
 
     def take(self, members: Sequence[str]) -> tuple[str, str] | None:
-        """Two nodes that share no domain with a member or with each other, nor are one."""
+        """Return two nodes outside ``members`` that share no domain with a member or with each other."""
         used = {domain for node in members for domain in self._domains[node]}
         aside: list[NamedDomains] = []
         chosen: list[str] = []
@@ -221,23 +223,23 @@ class _ParityNodes:
         return found
 
 
-# --- losses ------------------------------------------------------------------------------------------------------
+# Losses
 
 
 def lost_shards(groups: Collection[NodeGroup], gone: Collection[str]) -> tuple[str, ...]:
-    """Nodes whose shards no group can make again without these nodes."""
+    """Return the nodes whose shards no group can rebuild without the nodes in ``gone``."""
     return tuple(node for group in groups for node in _lost(group, gone))
 
 
 def _lost(group: NodeGroup, gone: Collection[str]) -> tuple[str, ...]:
-    """Members whose shards are gone for good without these nodes."""
+    """Return the members whose shards are lost for good."""
     if sum(node in gone for node in group.nodes) <= TOLERATED_LOSSES:
         return ()
     return tuple(node for node in group.members if node in gone)
 
 
 def describe_losses(groups: Sequence[NodeGroup], gone: Collection[str]) -> Iterator[str]:
-    """A sentence for each group that these losses touch."""
+    """Yield a sentence for each group that the losses affect."""
     for number, group in enumerate(groups):
         missing = [node for node in group.nodes if node in gone]
         if missing:
@@ -254,17 +256,17 @@ def _outcome(group: NodeGroup, gone: Collection[str]) -> str:
 
 
 def pinned_versions(job: JobRecord) -> tuple[Version, ...]:
-    """Versions that ranks go on keeping, since somebody reads them, or parity is of no use without them."""
+    """Return the versions that ranks must keep, because they are being read or parity depends on them."""
     held = [job.pending_spill.version] if job.pending_spill is not None else []
     held += [one.protection.version for one in (job.active_protection, job.pending_protection) if one is not None]
     return tuple(sorted(set(held)))
 
 
-# --- ordering ----------------------------------------------------------------------------------------------------
+# Orders
 
 
 def consider_protection(transition: Transition, job: JobRecord, version: Version) -> None:
-    """``version`` was committed, so it is clean as far as anybody could tell: it is protected next, if none is yet."""
+    """Protect ``version``, which has just been committed, if no protection is pending."""
     running = job.generation
     if (
         not job.spec.parity_group_size
@@ -301,7 +303,7 @@ def consider_protection(transition: Transition, job: JobRecord, version: Version
 
 
 def groups_by_parity_node(protection: Protection) -> dict[str, list[ParityGroup]]:
-    """The groups of shards by the node that makes P or Q of them."""
+    """Return the groups of shards by the node that makes P or Q of them."""
     found: dict[str, list[ParityGroup]] = defaultdict(list)
     for group in protection.shards():
         for node in group.parity:
@@ -310,7 +312,7 @@ def groups_by_parity_node(protection: Protection) -> dict[str, list[ParityGroup]
 
 
 def _send_parity_order(transition: Transition, job: JobRecord, protecting: PendingProtection) -> None:
-    """Tells the homes that have not answered, and looks again later."""
+    """Send the order to parity nodes that have not answered, and schedule the next check."""
     if job.generation is None:
         return
     live = transition.state.job_runtime[job.job]
@@ -329,7 +331,7 @@ def _send_parity_order(transition: Transition, job: JobRecord, protecting: Pendi
 
 
 def check_protection(transition: Transition, job: JobRecord) -> None:
-    """At a deadline: homes that have not answered are told again; what has lost a node is given up."""
+    """At a deadline, repeat the order to nodes that have not answered; give up if a node of it is lost."""
     protecting = job.pending_protection
     if protecting is None or job.state is not JobState.RUNNING or transition.state.database_outage:
         return
@@ -339,7 +341,7 @@ def check_protection(transition: Transition, job: JobRecord) -> None:
 
 
 def reconsider_protection(transition: Transition, job: JobRecord) -> None:
-    """Nodes may have gone: parity of which a member or a home is missing will not be made; another version's will."""
+    """Give up a pending protection if a member or parity node has gone; a later version will be protected."""
     protecting = job.pending_protection
     if not job.spec.parity_group_size and (protecting or job.active_protection) is not None:
         drop_protection(transition, job)
@@ -357,7 +359,7 @@ def reconsider_protection(transition: Transition, job: JobRecord) -> None:
 
 
 def give_up_protection(transition: Transition, job: JobRecord, reason: str) -> None:
-    """The version that was protected before stays so. The next one waits a while, longer with each in a row."""
+    """Give up the pending protection; the earlier one stays. The wait for the next grows with each failure in a row."""
     protecting = job.pending_protection
     if protecting is None:
         return
@@ -370,11 +372,11 @@ def give_up_protection(transition: Transition, job: JobRecord, reason: str) -> N
     transition.mark_job_changed(job.job)
 
 
-# --- answers -----------------------------------------------------------------------------------------------------
+# Answers
 
 
 def handle_version_protected(transition: Transition, job: JobRecord, node: str, report: VersionProtected) -> None:
-    """A home has made its parity, or could not."""
+    """Handle a parity node's report that it made its parity, or could not."""
     protecting = job.pending_protection
     if (
         protecting is None
@@ -395,7 +397,7 @@ def _failed(
     transition: Transition, job: JobRecord, protecting: PendingProtection, node: str, report: VersionProtected
 ) -> None:
     if report.code == StaleGeneration.code:
-        return  # it is repeated in the newer generation's name
+        return  # repeated in the name of the newer generation
     protecting.failures += 1
     transition.mark_job_changed(job.job)
     if report.code != Unavailable.code or protecting.failures >= transition.policy.vault_order_failures:
@@ -403,7 +405,7 @@ def _failed(
 
 
 def _check_parity(transition: Transition, job: JobRecord, protecting: PendingProtection) -> None:
-    """P and Q are of use together only where they were made of the same bytes."""
+    """Activate the protection if P and Q of each group were made of the same bytes."""
     live = transition.state.job_runtime[job.job]
     for group in protecting.protection.shards():
         p, q = (live.made_parity[home].get(group.group) for home in group.parity)
@@ -418,16 +420,16 @@ def _check_parity(transition: Transition, job: JobRecord, protecting: PendingPro
     job.pending_protection, job.protection_failures, job.protection_error = None, 0, ""
     job.protection_not_before = protecting.started_at + transition.policy.parity_interval_s
     transition.mark_job_changed(job.job)
-    if first:  # every later one would be a line every few seconds
+    if first:  # a log entry for each later version would come every few seconds
         sentence = f"version {version} is kept by parity after {took_s:.1f} s: {job.parity_summary}"
         transition.audit("parity.kept", sentence, job=job.job, trace=protecting.trace, data={"version": str(version)})
 
 
-# --- losses ------------------------------------------------------------------------------------------------------
+# Lost data
 
 
 def drop_corrupt_protection(transition: Transition, job: JobRecord, clean: Version | None) -> None:
-    """After corruption: what is newer than ``clean`` is not kept any more."""
+    """After corruption, drop the protection of versions newer than ``clean``."""
     for one in (job.pending_protection, job.active_protection):
         if one is not None and (clean is None or one.protection.version > clean):
             if one is job.pending_protection:
@@ -438,7 +440,7 @@ def drop_corrupt_protection(transition: Transition, job: JobRecord, clean: Versi
 
 
 def drop_protection(transition: Transition, job: JobRecord) -> None:
-    """The job is over, and the memory of its nodes with it."""
+    """Drop all protection of a job that has ended or no longer asks for parity."""
     job.pending_protection, job.active_protection, job.protection_not_before, job.protection_failures = (
         None,
         None,
@@ -450,13 +452,15 @@ def drop_protection(transition: Transition, job: JobRecord) -> None:
 
 
 def get_protection(job: JobRecord) -> Protection | None:
-    """What a generation may go back to where nothing newer is whole."""
+    """Return the protection to which a generation may go back if nothing newer is complete."""
     return job.active_protection.protection if job.active_protection is not None else None
 
 
 def lost_protected_nodes(state: FleetState, job: JobRecord, without: Collection[str] = ()) -> list[str]:
-    """Nodes whose shards of the protected version would be gone without these nodes, and without those that are gone
-    already; in the order of seats."""
+    """Return the nodes, in seat order, whose shards of the protected version would be lost without ``without``.
+
+    Nodes that are already gone count as missing too.
+    """
     shielded = job.active_protection
     if shielded is None:
         return []
@@ -475,7 +479,7 @@ def lost_protected_nodes(state: FleetState, job: JobRecord, without: Collection[
 
 
 def still_holds_data(state: FleetState, node: str, since: float) -> bool:
-    """Whether the node's memory still holds what it held at ``since``, as far as is known."""
+    """Return whether the node's memory still holds its content of time ``since``, as far as is known."""
     record = state.nodes.get(node)
     return (
         record is not None

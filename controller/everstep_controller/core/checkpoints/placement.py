@@ -1,9 +1,9 @@
-"""Where copies go: to nodes that are not likely to be lost together with the one that is copied.
+"""Place replicas on nodes that are unlikely to be lost together with the copied node.
 
-Nodes are put into groups that copy each other, as many as there are copies, with the members far apart. Fewer
-different sets of nodes then hold something between them than if each chose its own, and so fewer simultaneous losses
-cost a version (Cidon et al., Copysets, USENIX ATC 2013). Safety comes first: where a group cannot keep a node apart
-from its copies and other nodes can, these are taken, the least loaded first.
+Nodes form groups whose members copy each other and are far apart. Far fewer sets of nodes then hold copies together
+than with individual choices. Fewer simultaneous losses therefore cost a version (Cidon et al., Copysets, USENIX ATC
+2013). Safety comes first: where a group cannot keep a node apart from its copies and other nodes can, the least loaded
+of those are taken.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ ReplicaTargets = dict[str, tuple[str, ...]]
 
 
 class FailureDomains(msgspec.Struct, frozen=True, order=True):
-    """What a node fails together with: rack, switch and power unit as one; and, weaker, a driver version, for whose
-    fault nodes may be evicted together. An unnamed domain is shared with nobody."""
+    """Failure domains of a node. An empty name is shared with no other node."""
 
     power: str = ""
+    """Power unit."""
     switch: str = ""
+    """Switch."""
     rack: str = ""
+    """Rack."""
     driver: str = ""
+    """GPU driver version; a weaker domain, since nodes may be evicted together for its faults."""
 
     @staticmethod
     def of(record: NodeRecord) -> FailureDomains:
@@ -35,7 +38,7 @@ class FailureDomains(msgspec.Struct, frozen=True, order=True):
         return FailureDomains(domain.power, domain.switch, domain.rack, record.driver_version)
 
     def count_shared(self, other: FailureDomains) -> int:
-        """How many domains fail for both at once."""
+        """Return the number of domains that both share."""
         return (
             (self.rack == other.rack and self.rack != "")
             + (self.switch == other.switch and self.switch != "")
@@ -43,7 +46,7 @@ class FailureDomains(msgspec.Struct, frozen=True, order=True):
         )
 
     def has_same_driver(self, other: FailureDomains) -> bool:
-        """Whether both run the same driver version."""
+        """Return whether both have the same driver version."""
         return self.driver == other.driver and self.driver != ""
 
 
@@ -54,13 +57,18 @@ def place_replicas(
     previous: Mapping[str, tuple[str, ...]] | None = None,
     skipped: frozenset[str] = frozenset(),
 ) -> ReplicaTargets:
-    """For each node, the ``replicas - 1`` nodes that copy what it alone holds (fewer where the roster is small).
+    """Return, for each node, the ``replicas - 1`` nodes that copy what it alone holds (fewer in a small roster).
 
-    Each node's copies share as few domains with it, and with one another, as the roster allows when they are chosen
-    one after the other; among these the load is even as far as it can be, and after that driver versions differ. What
-    ``before`` said stays where it is no worse, since a vault that is given other nodes' copies has to find memory for
-    them; but for what makes place, so that nobody keeps more for it than it must. Nodes that are ``passed_over`` get no
-    copies, where there are enough others.
+    A node's copies share as few domains with it and with each other as the roster allows in sequential choice. Among
+    such choices the load is balanced first, and driver versions differ second. Previous placements stay if they are no
+    worse, because a vault with new copies has to find memory for them; some still move to relieve overloaded nodes.
+
+    Args:
+        seats: Nodes of the roster.
+        domains: Failure domains of each node.
+        replicas: Number of places for each byte, including the node itself.
+        previous: Placement of the previous generation.
+        skipped: Nodes that get no copies if there are enough others.
     """
     copies = min(replicas, len(seats)) - 1
     if copies < 1:
@@ -81,15 +89,15 @@ def place_replicas(
 
 
 def _orders(seats: Sequence[str], sites: Mapping[str, FailureDomains]) -> tuple[list[str], list[str]]:
-    """The nodes by domain, the widest first; and by driver version before that."""
+    """Return the nodes sorted by domain, widest first, and sorted by driver version before that."""
     by_domain = [node for _, _, node in sorted((sites[node], seat, node) for seat, node in enumerate(seats))]
     return by_domain, sorted(by_domain, key=lambda node: sites[node].driver)
 
 
 def _groups(ordered: Sequence[str], copies: int) -> ReplicaTargets:
-    """Groups of ``copies + 1`` or one more, whose members stand as far apart in ``ordered`` as can be.
+    """Return groups of ``copies + 1`` or one more, whose members are far apart in ``ordered``.
 
-    Nodes that stand in a row come into different groups, if they are not more than there are groups.
+    Consecutive nodes go into different groups, if they are no more than the groups.
     """
     count = max(1, len(ordered) // (copies + 1))
     targets: ReplicaTargets = {}
@@ -101,11 +109,11 @@ def _groups(ordered: Sequence[str], copies: int) -> ReplicaTargets:
 
 
 LoadHeaps = dict[FailureDomains, list[tuple[int, int, str]]]
-"""By site a heap of (load, seat, node)."""
+"""Heap of (load, seat, node) by failure domains."""
 
 
 class _ReplicaPlacer:
-    """Who offers room for copies: nodes by site, the least loaded first."""
+    """Nodes with room for copies by failure domains, least loaded first."""
 
     def __init__(
         self, seats: Sequence[str], sites: Mapping[str, FailureDomains], copies: int, passed_over: frozenset[str]
@@ -130,7 +138,8 @@ class _ReplicaPlacer:
         return shared == 0 or shared <= self._best_cost(node)
 
     def total_cost(self, targets: ReplicaTargets) -> tuple[int, int]:
-        """Of all nodes and their copies: shared domains, and pairs with one driver version."""
+        """Return the number of shared domains, and of pairs with one driver version, over all nodes and their
+        copies."""
         sites = self._sites
         weak = sum(sites[node].has_same_driver(sites[other]) for node, chosen in targets.items() for other in chosen)
         return sum(self._shared(node, chosen) for node, chosen in targets.items()), weak
@@ -142,7 +151,7 @@ class _ReplicaPlacer:
         return sum(one.count_shared(other) for at, one in enumerate(sites) for other in sites[:at])
 
     def complete(self, given: ReplicaTargets) -> ReplicaTargets:
-        """``given``, and for every other node the best that is there."""
+        """Return ``given``, completed by the best choice for every other node."""
         placed = dict(given)
         for chosen in given.values():
             self._add_load(chosen)
@@ -160,8 +169,10 @@ class _ReplicaPlacer:
         return placed
 
     def rebalance(self, placed: ReplicaTargets, newly: Iterable[str]) -> None:
-        """Homes of those that were ``newly`` placed hand others' copies on to nodes that keep fewer, where these share
-        no more: who has lost its home cannot keep its own copy, and went to one that keeps another node's already."""
+        """Move copies from the replica nodes of newly placed nodes to less loaded ones, if these share no more domains.
+
+        A node that lost its replica node cannot hold its own copy, so it went to one that already holds another node's.
+        """
         homes = dict.fromkeys(home for node in sorted(newly) for home in placed[node])
         senders: defaultdict[str, list[str]] = defaultdict(list)
         for node, chosen in placed.items():
@@ -208,8 +219,10 @@ class _ReplicaPlacer:
         return heap[0] if heap[0][2] not in taken else min(offer for offer in heap if offer[2] not in taken)
 
     def _near(self, holders: tuple[FailureDomains, ...], offers: bool) -> tuple[int, list[FailureDomains]]:
-        """What the next copy costs at least beside ``holders``, and at which sites it costs that. ``offers``: whether
-        the first of them, whose copies these are, has room for others' itself."""
+        """Return the minimum cost of the next copy beside ``holders``, and the domains with that cost.
+
+        ``offers`` is true if the first holder, whose copies are placed, has room for copies.
+        """
         known = self._nearest.get((offers, holders))
         if known is None:
             taken = Counter(holders if offers else holders[1:])
@@ -223,7 +236,7 @@ class _ReplicaPlacer:
         return known
 
     def _best_cost(self, node: str) -> int:
-        """What a node's copies cost when each is the best beside those before it."""
+        """Return the cost of a node's copies if each is the best choice after the ones before it."""
         key = offers, site = node not in self._passed_over, self._sites[node]
         if key not in self._best:
             holders, total = [site], 0

@@ -1,8 +1,8 @@
-"""Homes of copies that do not take them: after some versions that could not be committed for it, copies go elsewhere.
+"""Move copies away from replica nodes that do not take them, after several failed commits.
 
-A vault without memory, one that is far too slow, or one between which and the sender bytes are garbled, does no harm to
-training. But as long as a share's copy is its part, nothing is committed. Which of the two ends is at fault need not be
-known to let another pair try: a node whose copies arrive nowhere is then seen at its next home too.
+A vault without memory, a vault that is far too slow or a link that corrupts bytes does not hurt training. However,
+nothing is committed while a share's copy depends on it. The faulty end need not be known to try another pair: a node
+whose copies arrive nowhere is recognised at its next replica node too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SUBJECT = "copies"
 
 
 def check_replica_nodes(transition: Transition, job: JobRecord) -> None:
-    """At a deadline, or when a version could not be committed: homes that missed too many in a row are passed over."""
+    """At a deadline or after a failed commit, skip the replica nodes that missed too many versions in a row."""
     live, policy, spec = transition.state.job_runtime[job.job], transition.policy, job.generation
     live.skipped_replica_nodes = {
         home: until for home, until in live.skipped_replica_nodes.items() if until > transition.now
@@ -30,13 +30,13 @@ def check_replica_nodes(transition: Transition, job: JobRecord) -> None:
         transition.schedule(job.generation_opened_at + policy.growth_interval_s, "job", job.job)
         return
     if boundary_step(transition, job, live) is None:
-        return  # the next version that is missed comes here again
+        return  # the next missed version leads here again
     for home in failing:
         del live.missed_copies[home]
         live.skipped_replica_nodes[home] = transition.now + policy.replica_node_skip_s
         _raise_copies_missing(transition, job, home)
     if plan_replicas(transition, job, list(spec.seats)) == spec.replica_nodes:
-        return  # there is nobody else
+        return  # there is no other node
     sentence = (
         f"copies go elsewhere than to {join_names(failing)}, which missed {policy.missed_copies_count} "
         "versions in a row"

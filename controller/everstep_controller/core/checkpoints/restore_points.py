@@ -1,7 +1,7 @@
-"""What a job would go back to now, and which loss it could not bear: answered from the records, asking nobody.
+"""List a job's restore points, and which losses it could not survive, from the records alone.
 
-It is about memory: a node that is lost takes its slots along. What is not known is taken for lost: a holder out of
-reach, one whose vault is away, or one that began anew after the commit.
+Restorability concerns memory: a lost node loses its slots. Unknown data counts as lost: a holder that is unreachable,
+has lost its vault or restarted after the commit.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from everstep_controller.core.wording import format_node_count, join_names
 
 MAX_LISTED_RANKS = 64
 MAX_NODES_FOR_PAIRS = 16
-"""Nodes of a job whose every pair is looked at: 120 pairs."""
+"""Maximum number of a job's nodes for which every pair is checked: 120 pairs."""
 
 LossKind = Literal["node", "pair", "rack", "switch", "power"]
 
 
 def compute_restorability(state: FleetState, job: JobRecord) -> Restorability:
-    """Which version would be restored now, and for each node, each domain, and each pair of a small job, whether that
-    one would still be whole without it, and whether the job could go on. Linear in the nodes (but for the pairs, which
-    are told where neither node alone would cost it)."""
+    """Return which version would be restored now, and the effect of losing each node, domain and (in a small job) pair.
+
+    A pair is reported only if neither node alone would cost the version. Linear in the nodes, except for the pairs.
+    """
     live = state.job_runtime[job.job]
     version = live.committed_version
     shares = _VersionShares(state, job, live)
@@ -67,11 +68,11 @@ def compute_restorability(state: FleetState, job: JobRecord) -> Restorability:
     )
 
 
-# --- shares ------------------------------------------------------------------------------------------------------
+# Shares
 
 
 class _VersionShares:
-    """Who holds what of the committed version."""
+    """Holders of the committed version's shares."""
 
     def __init__(self, state: FleetState, job: JobRecord, live: JobRuntime) -> None:
         self._replicas = job.spec.replicas
@@ -93,7 +94,7 @@ class _VersionShares:
         return list(self._homes)
 
     def lost(self, without: Collection[str]) -> list[str]:
-        """Nodes whose share would be gone without these nodes, and without those that are gone already."""
+        """Return the nodes whose share would be lost without these nodes and those already gone."""
         gone = self._gone.union(without)
         touched = dict.fromkeys(node for other in (without or self._gone) for node in self._kept_for.get(other, ()))
         if without:
@@ -103,10 +104,10 @@ class _VersionShares:
         return sorted(lost, key=self._first.__getitem__)
 
     def _is_lost(self, node: str, gone: set[str], others_gone: int) -> bool:
-        """Of a node that is gone, as ``others_gone`` of those that stored shares are.
+        """Return whether the share of a node that is gone is lost, with ``others_gone`` other storing nodes gone.
 
-        What others hold alike is on ``replicas`` nodes, and nobody here knows which part is on which of them: so many
-        of them gone may be the end of one.
+        Equal bytes are on ``replicas`` nodes, and the core does not know which part is on which. The loss of that many
+        of them may therefore lose a part.
         """
         share = self._homes[node]
         if self._replicas == 1 or len(self._homes) == 1:
@@ -120,13 +121,13 @@ class _VersionShares:
         return others > 0 and away >= min(self._replicas - 1, others)
 
     def ranks(self, lost: Sequence[str]) -> tuple[int, ...]:
-        """Ranks of these nodes, in the generation that stored the version."""
+        """Return the ranks of these nodes in the generation that stored the version."""
         first = (self._first[node] * self._per_node for node in lost)
         return tuple(sorted(rank + local for rank in first for local in range(self._per_node)))
 
 
 def _locations_of(job: JobRecord, committed: Version | None) -> dict[str, ShareLocations]:
-    """Shares of the committed version by node. As they were reported; else as its generation placed them."""
+    """Return the committed version's shares by node, as reported or else as its generation placed them."""
     if committed is None:
         return {}
     if job.version_locations is not None and job.version_locations.generation == committed.generation:
@@ -141,11 +142,11 @@ def _locations_of(job: JobRecord, committed: Version | None) -> dict[str, ShareL
     )
 
 
-# --- losses ------------------------------------------------------------------------------------------------------
+# Losses
 
 
 class _RosterForecast:
-    """With how many nodes the job would go on, counted by blocks."""
+    """Forecast of the number of nodes with which the job would continue, counted by blocks."""
 
     def __init__(self, state: FleetState, job: JobRecord) -> None:
         within = job.spec.block_within
@@ -159,7 +160,7 @@ class _RosterForecast:
         self.least, self.most = min_roster_nodes(job), max_roster_nodes(job)
 
     def without(self, lost: Collection[str]) -> int:
-        """Nodes of the next roster; 0 where these are too few."""
+        """Return the number of nodes in the next roster; 0 if these are too few."""
         fewer = Counter(self._able[node] for node in lost if node in self._able)
         broken = sum(
             self._room[domain] // self._block - (self._room[domain] - count) // self._block
@@ -194,7 +195,7 @@ def _possible_losses(
 
 
 class _Fallback:
-    """What parity has where the committed version is gone."""
+    """The version that parity keeps if the committed one is lost."""
 
     def __init__(self, state: FleetState, job: JobRecord) -> None:
         self._state = state
@@ -202,7 +203,7 @@ class _Fallback:
         self._protection = get_protection(job)
 
     def without(self, lost: Collection[str]) -> Version | None:
-        """The protected version, if it stays whole without these nodes."""
+        """Return the protected version, if it stays complete without these nodes."""
         if self._protection is None or lost_protected_nodes(self._state, self._job, lost):
             return None
         return self._protection.version
@@ -284,12 +285,11 @@ def _describe_loss(kind: LossKind, name: str) -> str:
     return {"node": name, "pair": name.replace(", ", " and ")}.get(kind, f"{kind} {name}")
 
 
-# ---- kept
-# What a job has to go back to, place by place: answered from the records, asking nobody.
+# Checkpoints
 
 
 def list_checkpoints(state: FleetState, job: JobRecord) -> JobCheckpoints:
-    """In the order in which the job would go back to it: memory, parity, storage, the newest of each first."""
+    """List checkpoints in the order in which the job would use them: memory, parity, storage; newest first in each."""
     versions = (*_in_memory(state, job), *_by_parity(state, job), *_on_storage(state, job))
     first = next((one for one in versions if one.restorable), None)
     if first is None:

@@ -1,9 +1,9 @@
-"""Which versions go to storage, who writes them, and what is there.
+"""Write versions to storage, and track which checkpoints are there.
 
-A version is ordered when it is committed, so that every rank keeps it without a gap, and stays pinned until it is on
-storage or given up. Each of its nodes is asked for its ranks' shares, and asked again until it answers: a vault that
-is asked again goes on where it ended, so crashes of vaults, agents and controllers cost nothing but time. One version
-is on its way at a time; what falls due meanwhile is passed over, and the next commit after its end is looked at.
+A version is ordered at its commit, so that every rank keeps it without a gap. It stays pinned until it is stored or
+given up. Each node is asked for its ranks' shares until it answers. A vault that is asked again continues where it
+stopped, so crashes of vaults, agents and controllers cost only time. One version is written at a time; versions due
+meanwhile are skipped, and the next commit afterwards is considered.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
 
 MAX_STORED = 100
-"""Checkpoints on storage that a job's record lists, the newest ones."""
+"""Number of checkpoints on storage listed in a job's record; the newest ones."""
 MAX_RESTORE_URLS = 4
-"""Of these a generation is told so many: should the newest be damaged, the one before it serves."""
+"""Number of these that a generation receives; if the newest is damaged, the one before it serves."""
 
 
 def job_folder(job: JobRecord) -> str:
-    """Where all of the job's checkpoints go."""
+    """Return the folder of all checkpoints of the job."""
     assert job.spec.spill is not None
     return f"{job.spec.spill.url.rstrip('/')}/{job.job}"
 
 
-# --- ordering ----------------------------------------------------------------------------------------------------
+# Orders
 
 
 def consider_spill(transition: Transition, job: JobRecord, version: Version, nbytes: int) -> None:
-    """``version`` was committed: orders it to be written where one is due and none is on its way."""
+    """Order ``version``, which has just been committed, to be written if one is due and none is pending."""
     plan, running = job.spec.spill, job.generation
     if plan is None or running is None or job.pending_spill is not None or transition.now < job.spill_not_before:
         return
@@ -54,7 +54,7 @@ def consider_spill(transition: Transition, job: JobRecord, version: Version, nby
 
 
 def _send_spill_order(transition: Transition, job: JobRecord, spilling: PendingSpill) -> None:
-    """Asks those that have not answered, and looks again later."""
+    """Send the order to nodes that have not answered, and schedule the next check."""
     plan, running = job.spec.spill, job.generation
     if plan is None or running is None:
         return
@@ -76,7 +76,7 @@ def _send_spill_order(transition: Transition, job: JobRecord, spilling: PendingS
 
 
 def check_spill(transition: Transition, job: JobRecord) -> None:
-    """At a deadline: whoever has not answered is asked again; a version that has lost a share is given up."""
+    """At a deadline, repeat the order to nodes that have not answered; give up if a share is lost."""
     spilling = job.pending_spill
     if spilling is None or job.state is not JobState.RUNNING or transition.state.database_outage:
         return
@@ -86,7 +86,7 @@ def check_spill(transition: Transition, job: JobRecord) -> None:
 
 
 def reconsider_spill(transition: Transition, job: JobRecord) -> None:
-    """Nodes may have gone. A share that no other node has a copy of goes with its node, and the version with it."""
+    """Reassign the shares of lost nodes to their copies; give up if a share has no copy."""
     spilling, done = job.pending_spill, transition.state.job_runtime[job.job].spilled_nodes
     if spilling is None:
         return
@@ -120,7 +120,7 @@ def _holds_slots(state: FleetState, node: str) -> bool:
 
 
 def give_up_spill(transition: Transition, job: JobRecord, reason: str) -> None:
-    """The version will not come to storage. The next one is ordered after a wait that grows with each in a row."""
+    """Give up the pending version. The wait for the next one grows with each failure in a row."""
     spilling = job.pending_spill
     if spilling is None:
         return
@@ -135,11 +135,11 @@ def give_up_spill(transition: Transition, job: JobRecord, reason: str) -> None:
     transition.mark_job_changed(job.job)
 
 
-# --- answers -----------------------------------------------------------------------------------------------------
+# Answers
 
 
 def handle_version_spilled(transition: Transition, job: JobRecord, node: str, report: VersionSpilled) -> None:
-    """A node's vault has written its part, or could not."""
+    """Handle a vault's report that it wrote its part, or could not."""
     spilling = job.pending_spill
     if job.job not in transition.state.node_runtime[node].jobs:
         transition.count_ignored("version_spilled.not_a_member")
@@ -150,7 +150,7 @@ def handle_version_spilled(transition: Transition, job: JobRecord, node: str, re
         transition.count_ignored("version_spilled.stale")
     elif report.code:
         _failed(transition, job, spilling, node, report)
-    elif not _is_direct_child(spilling.url, report.url):  # ranks on other nodes would read what lies there
+    elif not _is_direct_child(spilling.url, report.url):  # ranks on other nodes would read from that folder
         transition.count_ignored("version_spilled.wrong_folder")
     else:
         _written(transition, job, spilling, node, report)
@@ -162,8 +162,10 @@ def _is_direct_child(root: str, url: str) -> bool:
 
 
 def _drop_removed(transition: Transition, job: JobRecord, report: VersionSpilled) -> None:
-    """What is not on storage any more is nothing to go back to, whatever became of the order. What was stored later
-    than the report's version is not in its picture."""
+    """Drop checkpoints that are no longer on storage, whatever became of the order.
+
+    The report says nothing about checkpoints stored after its version.
+    """
     root = report.url.rpartition("/")[0]
     gone, left = ({f"{root}/{folder}" for folder in folders} for folders in (report.removed, report.remaining))
     if left:
@@ -177,9 +179,9 @@ def _drop_removed(transition: Transition, job: JobRecord, report: VersionSpilled
 
 
 def _failed(transition: Transition, job: JobRecord, spilling: PendingSpill, node: str, report: VersionSpilled) -> None:
-    """What may pass is tried again later; a share that is gone, or storage that cannot be, ends the order."""
+    """Retry transient failures later; a lost share or unusable storage ends the order."""
     if report.code == StaleGeneration.code:
-        return  # the order was of a generation that is over by now; it is repeated in the newer one's name
+        return  # the order's generation is over; it is repeated in the newer one's name
     spilling.failures += 1
     if report.code != Unavailable.code or spilling.failures >= transition.policy.vault_order_failures:
         give_up_spill(transition, job, f"{node}: {report.message}")
@@ -193,7 +195,9 @@ def _written(transition: Transition, job: JobRecord, spilling: PendingSpill, nod
     live.spilled_nodes.add(node)
     if report.complete:
         _complete(transition, job, spilling, report)
-    elif len(live.spilled_nodes) == len(spilling.writers):  # each wrote its part, and the last did not find somebody's
+    elif len(live.spilled_nodes) == len(
+        spilling.writers
+    ):  # each wrote its part, and the last one did not find all others
         live.spilled_nodes, spilling.attempt = set(), spilling.attempt + 1
         spilling.failures += 1
         transition.mark_job_changed(job.job)
@@ -227,8 +231,11 @@ def _complete(transition: Transition, job: JobRecord, spilling: PendingSpill, re
 
 
 def end_spills(transition: Transition, job: JobRecord) -> None:
-    """The job is over, and its slots with it. What is on storage stays, for a job of the same name that goes on there
-    if this one did not reach its end; one that did begins anew."""
+    """Stop the spills of a job that has ended.
+
+    Checkpoints of a failed job stay for a later job of the same name; after a finished job, the next one starts from
+    scratch.
+    """
     if job.pending_spill is not None:
         sentence = f"version {job.pending_spill.version} is not written to storage: the job is over"
         transition.audit("spill.given_up", sentence, job=job.job, trace=job.pending_spill.trace)
@@ -238,11 +245,12 @@ def end_spills(transition: Transition, job: JobRecord) -> None:
     job.spill_failures, job.spill_not_before = 0, 0.0
 
 
-# --- restoring ---------------------------------------------------------------------------------------------------
+# Restoring
 
 
 def mark_stored_corrupt(transition: Transition, job: JobRecord, clean: Version | None) -> None:
-    """After corruption: nothing newer than ``clean`` that this run wrote is restored from storage by itself either."""
+    """After corruption, mark this run's checkpoints newer than ``clean``, so that they are not restored
+    automatically."""
     if job.pending_spill is not None and (clean is None or job.pending_spill.version > clean):
         give_up_spill(transition, job, "it may be corrupt")
     for at, one in enumerate(job.stored_checkpoints):
@@ -254,5 +262,5 @@ def mark_stored_corrupt(transition: Transition, job: JobRecord, clean: Version |
 
 
 def restore_urls(job: JobRecord) -> list[str]:
-    """The checkpoints to start from where memory has nothing: those that nothing speaks against, written last first."""
+    """Return the checkpoints to start from if memory has nothing: those not marked as corrupt, newest first."""
     return [one.url for one in reversed(job.stored_checkpoints) if not one.maybe_corrupt][:MAX_RESTORE_URLS]
