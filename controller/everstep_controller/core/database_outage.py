@@ -1,7 +1,7 @@
 """Refuse decisions that must survive this controller while the database is unavailable.
 
-Nodes are still suspected and lost, and running jobs regroup, because a successor learns these facts anew. Evictions are
-deferred and judged again when the database is back.
+Nodes are still suspected and lost, and running jobs regroup, because a successor learns these facts again. Evictions
+are deferred and judged again when the database is back.
 """
 
 from __future__ import annotations

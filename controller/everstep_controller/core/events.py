@@ -26,7 +26,7 @@ class EventBase(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
 class ControllerStarted(EventBase, frozen=True, kw_only=True, tag=True):
     """The first event after ``restore_state`` or a takeover.
 
-    All deadlines start anew, so that no node counts as late for the controller's absence.
+    All deadlines restart, so that no node counts as late for the controller's absence.
     """
 
     epoch: int = 0
@@ -105,8 +105,8 @@ class DatabaseAvailabilityChanged(EventBase, frozen=True, kw_only=True, tag=True
     reason: str = ""
     """Reason for the outage."""
     unsent_jobs: tuple[JobId, ...] = ()
-    """Jobs whose newest generation was decided in the failed transaction. Nobody was told of it, and another controller
-    may give its number again, so these jobs get another generation."""
+    """Jobs whose newest generation was decided in the failed transaction. It was never announced, and another
+    controller may give its number again, so these jobs get another generation."""
 
 
 class RemediationFinished(EventBase, frozen=True, kw_only=True, tag=True):

@@ -53,7 +53,7 @@ class VerdictRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kind: FindingKind
     """Kind of finding. Exactly one rule of each kind has no ``name`` and judges what the named rules leave."""
     source: str
-    """Source of the numbers; "judgement" where nobody has measured."""
+    """Source of the numbers; "judgement" if there is no measurement."""
     name: str = ""
     """Distinguishes this rule from others of its kind. Sentences call the rule by ``kind`` and ``name``."""
     xids: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ class VerdictRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     actions: tuple[Action, ...] = ()
     """Actions that a finding must name to count; empty for any."""
     mode: Mode = Mode.ENFORCE
-    """What may follow automatically: the weaker of this mode and the finding's own mode. Where reports are counted
+    """Automatic consequences allowed: the weaker of this mode and the finding's own mode. Where reports are counted
     (``n_of_m``), this mode alone holds, because the agent's rule does not see the repetition."""
     n_of_m: tuple[int, int] = (1, 1)
     """[n, m]: the finding counts once n of the last m reports were bad. A report that raises the finding is bad, and
@@ -281,7 +281,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     15 to 80 ms, and an agent sees a dead rank in 1 ms. If it is too short, the job regroups with the dead rank once
     more."""
     collective_settle_max_s: float = 5.0
-    """Maximum of that wait, which doubles with each regroup inside ``job_failure_window_s`` that names nobody."""
+    """Maximum of that wait, which doubles with each regroup inside ``job_failure_window_s`` that names no culprit."""
     stall_settle_s: float = 0.05
     """Seconds to wait after the first stalled rank for the other ranks' reports, so that the right rank is named."""
     stall_settle_max_s: float = 0.5
@@ -291,7 +291,8 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     resume_deadline_max_s: float = 3600.0
     """Maximum of that deadline, which doubles when a generation fails to resume."""
     boundary_margin_steps: int = 2
-    """Steps between the newest reported step and an announced boundary, so that no rank has passed it when told."""
+    """Steps between the newest reported step and an announced boundary, so that no rank has passed it when the
+    announcement arrives."""
     boundary_margin_s: float = 0.3
     """The same in seconds, because agents collect reports for up to 0.1 s and the announcement has to travel. The
     longer of both holds."""
@@ -306,9 +307,9 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Seconds for which growth, or the end of a pause, waits for more of the job's nodes after the first. Longer
     gathers more nodes that return together, shorter resumes a paused job sooner."""
     preempt_after_s: float = 120.0
-    """Seconds for which a job is below its minimum before it takes a node from a job of lower priority, and the minimum
-    seconds between two such losses of one job. Longer spares running jobs a regroup for a brief failure, shorter lets
-    the more important job wait less."""
+    """Seconds below its minimum after which a job takes a node from a job of lower priority. Also the minimum seconds
+    between two such losses of one job. Longer spares running jobs a regroup for a brief failure, shorter lets the more
+    important job wait less."""
     straggler_factor: float = 1.3
     """Multiple of the job's median time outside collectives from which a rank is slow. Smaller finds a GPU at a lower
     clock (a tenth is common between healthy ones), larger finds only broken ones."""
@@ -321,12 +322,11 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     straggler_share: float = 0.1
     """Share of a job's nodes that, slow at once, are not at fault themselves (one node always may be)."""
     straggler_replace: bool = True
-    """Whether a named node is replaced at a boundary if a spare is available; otherwise its replacement is only
-    recommended."""
+    """Replace a named node at a boundary if a spare is available; otherwise only recommend its replacement."""
     rank_flap_count: int = 5
     """Losses of ranks on one node inside ``job_failure_window_s`` that exclude the node from the job."""
     job_failure_window_s: float = 600.0
-    """Seconds for which rank losses, regroups that name nobody and undecided votes are remembered."""
+    """Seconds for which rank losses, regroups that name no culprit and undecided votes are remembered."""
     node_flap_count: int = 5
     """Losses of a node by itself inside ``node_flap_window_s`` after which it is named (``node.flapping``). At one loss
     in 1,000 hours (Meta's RSC-1), chance does that to one of 2,000 nodes in two years. Fewer names a bad node sooner,
@@ -335,8 +335,8 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Seconds for which such losses count, and for which the finding stands after the last one; longer finds nodes that
     die once a day."""
     digest_tie_count: int = 3
-    """Digest votes of a job inside ``job_failure_window_s`` that ended without an eviction (no majority, or deferred by
-    the budget) after which the job is stopped, because it would compute the same wrong steps again."""
+    """Digest votes of a job without an eviction (no majority, or deferred by the budget) inside
+    ``job_failure_window_s`` after which the job is stopped. It would only compute the same wrong steps again."""
     commit_interval_per_rank_s: float = 0.0005
     """Minimum seconds between commits per rank of a job; holds where it exceeds ``commit_interval_s``. Every rank
     reports each candidate that it keeps, so shorter costs this controller more. 10,000 ranks commit every 5 s and cost
@@ -385,7 +385,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     probation_beats: int = 30
     """Clean heartbeats on probation before a node is healthy."""
     probe_required: bool = True
-    """Whether readmission requires an all-reduce with a healthy partner; skipped if there is no partner."""
+    """Require an all-reduce with a healthy partner before readmission; skipped if there is no partner."""
     probe_sizes: tuple[int, ...] = (8, 65536, 1 << 20, 16 << 20)
     """Bytes of the all-reduces before readmission. The partner may be training: larger sizes say more about its links
     and load them more."""
@@ -465,9 +465,8 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     version_window: int = 64
     """Versions of a job followed at once; older unfinished ones are abandoned."""
     vault_order_retry_s: float = 10.0
-    """Seconds after which a vault that has not answered an order (storage, parity) is asked again, and after which
-    another version is ordered in place of an abandoned one. The latter wait doubles with each abandoned version in a
-    row."""
+    """Seconds after which a vault that has not answered an order (storage, parity) is asked again. Also the wait before
+    another version is ordered in place of an abandoned one; that wait doubles with each abandoned version in a row."""
     vault_order_retry_max_s: float = 600.0
     """Maximum of that wait."""
     parity_interval_s: float = 5.0

@@ -182,7 +182,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     controller_findings: dict[str, Finding] = {}
     """Findings of the controller itself, by key."""
     controller_findings_until: dict[str, float] = {}
-    """Expiry of controller findings that nobody clears; each new sighting postpones the expiry."""
+    """Expiry of controller findings that clear by time only; each new sighting postpones the expiry."""
     quarantine_causes: list[str] = []
     """Keys of the findings that must clear before the node leaves quarantine."""
     needs_operator: bool = False
@@ -241,7 +241,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     cordon_id: str = ""
     """Id of the remediation by which Everstep cordoned the node, or ``node_state.CORDON_UNCERTAIN``."""
     external_cordon_by: str = ""
-    """Name of whoever else cordoned the node; empty for nobody."""
+    """Name of the person or program other than Everstep that cordoned the node; empty for none."""
     hold_reason: str = ""
     """Operator's order that keeps the node out of service; empty for none."""
     maintenance_until: float = 0.0
@@ -254,7 +254,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
         return (*self.agent_findings.values(), *self.controller_findings.values())
 
     def get_finding(self, key: str) -> Finding | None:
-        """Return the finding with this key, whoever raised it."""
+        """Return the finding with this key, from the agent or the controller."""
         return self.agent_findings.get(key) or self.controller_findings.get(key)
 
 
@@ -344,7 +344,7 @@ class PendingProtection(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A version whose parity is being made."""
 
     protection: Protection
-    """Groups of the version and the homes of their parity."""
+    """Groups of the version and the nodes that hold their parity."""
     started_at: float
     """Time of the first order."""
     copy_only_shares: dict[NodeId, ShareLocations] = {}
@@ -359,7 +359,7 @@ class ActiveProtection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """A version that parity protects."""
 
     protection: Protection
-    """Groups of the version and the homes of their parity."""
+    """Groups of the version and the nodes that hold their parity."""
     protected_at: float
     """Time since which the version is protected."""
     copy_only_shares: dict[NodeId, ShareLocations] = {}

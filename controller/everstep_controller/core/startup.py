@@ -1,4 +1,4 @@
-"""Restore the state from stored records, and start every deadline anew."""
+"""Restore the state from stored records, and restart every deadline."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _restore_version(state: FleetState, record: VersionRecord) -> None:
 
 
 def handle_controller_started(transition: Transition, event: ControllerStarted) -> None:
-    """Start all deadlines now, because nobody could reach the controller during its absence."""
+    """Restart all deadlines, because no node could reach the controller during its absence."""
     state = transition.state
     state.epoch = event.epoch or state.epoch
     state.observer.receiving_since = state.observer.last_received_at = transition.now

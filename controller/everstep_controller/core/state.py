@@ -213,7 +213,7 @@ class JobRuntime(msgspec.Struct):
     protection_due: float = 0.0
     """Time at which the vaults are asked again for a pending protection."""
     made_parity: dict[NodeId, dict[Rank, str]] = {}
-    """Digest of the members from which each home made P or Q, by home and group."""
+    """Digest of the members from which each parity node made P or Q, by node and group."""
     missed_copies: dict[NodeId, int] = {}
     """Number of consecutive versions that failed to commit for want of a copy there, by replica node."""
     skipped_replica_nodes: dict[NodeId, float] = {}
@@ -256,7 +256,7 @@ class Probe(msgspec.Struct):
 
 
 class BlameCase(msgspec.Struct, kw_only=True):
-    """A running blame isolation: probes that tell which of several suspects is at fault."""
+    """A running blame isolation: probes that identify which of several suspects is at fault."""
 
     kind: BlameIsolationMethod
     """Method of isolation."""

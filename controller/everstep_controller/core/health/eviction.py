@@ -1,8 +1,14 @@
 """Evict nodes on evidence, within budgets, and never below a job's minimum.
 
-A deferred eviction is stored with the scope that defers it: the breaker (``fleet``), the budget of a ``rack:`` or
-``job:``, the fleet's budget while other nodes show the same (``shared:``), a job's minimum (``needed:``) or a database
-outage (``store``). When the scope changes, the findings that then stand are judged again; nothing is replayed.
+A deferred eviction is stored with the scope that defers it:
+
+- ``fleet``: the latched breaker
+- ``rack:`` or ``job:``: the budget of a rack or job
+- ``shared:``: the fleet's budget, while other nodes show the same finding
+- ``needed:``: a job's minimum
+- ``store``: a database outage
+
+When the scope changes, the findings that then stand are judged again; nothing is replayed.
 """
 
 from __future__ import annotations
@@ -133,7 +139,7 @@ def fleet_scope(state: FleetState, now: float) -> EvictionScope:
 
 
 def rack_scope(state: FleetState, rack: str, now: float) -> EvictionScope:
-    """Return a rack's budget. Its share applies to the rack's reachable nodes."""
+    """Return a rack's budget. Its share applies to the rack's reachable nodes, evicted ones included."""
     policy, tally = state.policy, state.silence_counts.get(f"rack:{rack}")
     used = [eviction for eviction in recent_evictions(state, now) if eviction.rack == rack]
     of = tally.expected if tally is not None else 0

@@ -220,7 +220,7 @@ def _restart_ranks(transition: Transition, node: str, finding: Finding, rule: Ve
 
 
 def _recommend_to_holder(transition: Transition, node: str, finding: Finding, rule: VerdictRule) -> None:
-    """Recommend to whoever holds the node what would evict a serving node, since a job may still compute on it."""
+    """Recommend to the holder of the node what would evict a serving node, since a job may still compute on it."""
     record = transition.state.nodes[node]
     rung = due_action(record, rule, finding, transition.now)
     holder = out_of_service_reason(record, transition.now)
@@ -493,7 +493,7 @@ def _is_news(previous: Finding | None, finding: Finding, *, same: bool) -> bool:
 
 
 def _happened_again(previous: Finding, finding: Finding) -> bool:
-    """Return whether a standing finding has a new occurrence: it began anew, or another XID was counted."""
+    """Return whether a standing finding has a new occurrence: it started again, or another XID was counted."""
     counted = finding.xid is not None and (finding.value or 0.0) > (previous.value or 0.0)
     return counted or finding.since != previous.since
 

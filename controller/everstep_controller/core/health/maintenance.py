@@ -32,7 +32,7 @@ QUARANTINE_STATES = (NodeState.QUARANTINED, NodeState.REPAIR)
 
 
 def hold_node(transition: Transition, node: str, sentence: str) -> None:
-    """Keep the node out until somebody releases or readmits it.
+    """Keep the node out until an operator releases or readmits it.
 
     A node in quarantine or repair stays in that state: its remediation and its readmission stop.
     """

@@ -119,7 +119,8 @@ def fleet_remediation_cap(transition: Transition) -> tuple[str, float]:
 def _request_remediation(
     transition: Transition, node: str, kind: RemediationKind, sentence: str, due: float = 0.0
 ) -> str:
-    """Ids contain the epoch, because another controller may count to the same number during a database outage."""
+    """Request a remediation and return its id. The id contains the epoch, because another controller may count to the
+    same number during a database outage."""
     state, record = transition.state, transition.state.nodes[node]
     state.fleet.remediation_count += 1
     transition.mark_fleet_changed()

@@ -114,8 +114,8 @@ def _take_step(transition: Transition, node: str, course: ReadmissionPlan) -> No
 def _waits_for_rollback_window(transition: Transition, node: str, *, hands_over: bool) -> bool:
     """Return whether the action must wait because an outbreak can still roll the eviction back.
 
-    A machine is left alone for ``ACTION_DELAY_S``. It is handed to people (``hands_over``), who would act on it, only
-    after the rollback window.
+    A machine is left alone for ``ACTION_DELAY_S``. A node goes to people (``hands_over``) only after the rollback
+    window, because they would act on it.
     """
     record = transition.state.nodes[node]
     reserve = rollback_possible_until(record)
@@ -136,7 +136,7 @@ def _advance_ladder(transition: Transition, node: str, course: ReadmissionPlan, 
         course.ladder_step += 1
     elif not out_of_service_reason(
         record, transition.now
-    ):  # whoever keeps the node out may mend it, so the last step is repeated afterwards
+    ):  # the holder may repair the node, so the last step is repeated afterwards
         send_to_repair(transition, node, f"{node} needs a person: {sentence}, and nothing is left to try")
         return
     continue_ladder(transition, node)
@@ -180,8 +180,8 @@ def _outcome(event: RemediationFinished) -> str:
 def _handle_confirmed(transition: Transition, node: str, course: ReadmissionPlan, event: RemediationFinished) -> None:
     """Handle a confirmed action.
 
-    Sensors report whether their findings clear, and diagnostics tell whether memory holds its patterns. No reset cures
-    a node that computed wrongly; it stays out until an operator readmits it.
+    Sensors report whether their findings clear, and diagnostics show whether memory holds its patterns. No reset
+    repairs a node that computed wrongly; it stays out until an operator readmits it.
     """
     record, cure = transition.state.nodes[node], course.ladder[course.ladder_step]
     course.settle_deadline = transition.now + transition.policy.remediation_settle_s

@@ -299,7 +299,7 @@ def restate_waiting(turn: Transition, job: JobRecord) -> None:
 
 
 def _kill_left_out(transition: Transition, job: JobRecord, cause: RegroupCause, seats: list[str]) -> None:
-    """Kill the running ranks on nodes that had to leave, since no generation will tell them."""
+    """Kill the running ranks on nodes that had to leave, since no generation announces the change to them."""
     running, stay = job.outgoing_generation or job.generation, set(seats)
     for node in running.seats if running else ():
         if node not in stay and node in transition.state.reachable and running:

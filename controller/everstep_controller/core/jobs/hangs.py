@@ -23,7 +23,7 @@ from everstep_controller.core.transition import Transition
 
 UNEVEN_STALL_S = 600.0
 """Seconds for which a rank may stand still after all others returned from the training function. It may be saving a
-model, in which case a kill cures nothing. Otherwise it waits for ever in a collective for ranks that make no further
+model, in which case a kill does not help. Otherwise it waits for ever in a collective for ranks that make no further
 step."""
 MAX_STACK_CHARS = 16384
 """Maximum length of a rank's stacks in the audit log."""

@@ -65,7 +65,7 @@ def handle_launcher_joined(transition: Transition, node: str, report: LauncherJo
     if job is not None and job.state in ENDED_STATES:
         ended_unheard = (
             transition.state.database_outage and job.since >= transition.state.database_outage_since
-        )  # the launchers of an ended job wait to be told
+        )  # the launchers of an ended job still wait for the end
         if ended_unheard or report.launcher <= int(job.since * 1000):
             transition.send(node, make_stop(job, report.launcher))
             return

@@ -241,7 +241,7 @@ def handle_user_error(transition: Transition, job: JobRecord, node: str, report:
 
 
 def fail_job(transition: Transition, job: JobRecord, sentence: str) -> None:
-    """End the job as failed and tell all its nodes why."""
+    """End the job as failed and send the reason to all its nodes."""
     _end(transition, job, JobState.FAILED, sentence)
 
 

@@ -213,7 +213,7 @@ def seat_changes(previous: Sequence[str], seats: Sequence[str]) -> tuple[list[st
 
 
 def describe_change(previous: Sequence[str], seats: Sequence[str], max_count: int) -> str:
-    """Describe the change of roster: who stays, leaves and comes."""
+    """Describe the change of roster: nodes that stay, leave and come."""
     left, came = seat_changes(previous, seats)
     if not previous:
         return f"forms with {format_node_count(len(seats))}"

@@ -80,8 +80,8 @@ def find_stragglers(job: JobId, job_progress: JobProgress, factor: float) -> Str
 def record_progress(state: FleetState, node: str, ranks: Iterable[RankProgress], now: float) -> None:
     """Record the progress of ranks of running generations; a node reports only its own ranks.
 
-    Runs a hundred thousand times a second in a large fleet, so values common to all ranks of a job on the node are
-    looked up once.
+    Runs a hundred thousand times a second in a large fleet. Values common to all ranks of a job on the node are
+    therefore looked up once.
     """
     name, job = "", None
     for progress in ranks:
