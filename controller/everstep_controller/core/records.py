@@ -129,7 +129,7 @@ class ReadmissionPlan(msgspec.Struct, kw_only=True, omit_defaults=True):
     offence_weight: float = 0.0
     """Weight added to the node's offence score for being out."""
     evicted_at: float = 0.0
-    """Time of the eviction, or of the finding before the node served; 0.0 if the node is out for another reason."""
+    """Time of the eviction, or of the quarantine before the node served; 0.0 if the node is out for another reason."""
     cause_signatures: dict[str, str] = {}
     """Outbreak signature of every cause seen since ``evicted_at``, cleared causes included, by finding key."""
     rollback_window_s: float = 0.0
@@ -148,7 +148,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     domain: Domain = Domain()
     """Failure domain: rack, switch and power domain."""
     labels: dict[str, str] = {}
-    """Labels given by the operator."""
+    """The site's own labels for the node."""
     gpus: tuple[Gpu, ...] = ()
     """GPUs of the node."""
     host: Host = UNKNOWN_HOST
@@ -376,7 +376,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     secret: str
     """Secret that the job's processes share."""
     created_at: float
-    """Time at which the first launcher joined."""
+    """Time at which the first launcher of this run joined."""
     state: JobState = JobState.FORMING
     """Current state."""
     since: float = 0.0

@@ -112,7 +112,7 @@ class PendingRegroup(msgspec.Struct, frozen=True):
     since: float
     """Time of the first report."""
     due: float
-    """Time at which the regroup happens at the latest."""
+    """End of the wait."""
     trace: TraceId
     """Trace id of the first report."""
     sentence: str
