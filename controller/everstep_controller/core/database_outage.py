@@ -14,8 +14,8 @@ from everstep_controller.core.jobs.lifecycle import wake_jobs
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
 
-DATABASE_SCOPE = "store"
-"""Scope that defers evictions during the outage."""
+DATABASE_SCOPE = "database"
+"""What holds an eviction while the database is away."""
 
 
 def refuse_during_outage(state: FleetState) -> None:

@@ -49,8 +49,8 @@ REMEDIATION_KINDS = {Action.RESET_GPU: RemediationKind.RESET_GPU, Action.REBOOT_
 """Actions that an executor can carry out."""
 
 
-CORDON_UNCERTAIN = "perhaps"
-"""Id of a cordon that failed (``NodeRecord.cordon_id``): a scheduler that did not answer may have carried it out."""
+CORDON_UNCERTAIN = "uncertain"
+"""For the id of a cordon that failed (``NodeRecord.cordoned``): who did not answer may have carried it out."""
 
 
 def cordon(transition: Transition, node: str, sentence: str) -> None:

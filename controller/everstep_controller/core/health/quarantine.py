@@ -30,8 +30,8 @@ RANK_FINDING_KINDS = (str(FindingKind.RANK_FLAPPING), str(FindingKind.RANK_STRAG
 """Findings for which jobs blame a node, and which the jobs forgive after its readmission."""
 PROBE_PASSED = "passed"
 PROBE_SKIPPED = "skipped"
-PROBE_WAITING = "waiting"
-"""Waiting for a partner, for a blame isolation or for the next attempt."""
+PROBE_WAITING = "waiting_for_partner"
+"""For a partner, for a second pass, or to be tried again."""
 
 
 # Quarantine
