@@ -48,7 +48,7 @@ _DEFINED_IN = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use."""
+    """Import a public name on first use, so that agents and controllers never load torch."""
     if name not in _DEFINED_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_DEFINED_IN[name]), name)

@@ -1,7 +1,7 @@
-"""What runs inside a training process, and the launcher that starts it.
+"""Run a training script under Everstep: the code inside training processes, and their launcher.
 
-``run.py`` and ``entry_point.py`` hold what a training script sees; scripts import them as ``everstep``. Below are the
-parts: ``runtime`` (generations, regrouping, aborts, progress), ``parallel`` (replicas and exact mode), ``data``,
-``state`` (what is tracked), ``snapshot``, ``restore``, ``memory_tier`` (the vault's client and the DCP tier),
-``importers`` (ordinary checkpoints), ``sdc`` (digests), ``launch`` and ``integrations``.
+``run.py`` and ``entry_point.py`` hold the API of training scripts, which import it as ``everstep``. The packages are
+``runtime`` (generations, regrouping, aborts, progress), ``parallel`` (replicas and exact mode), ``data``, ``state``
+(tracked objects), ``snapshot``, ``restore``, ``memory_tier`` (vault client and DCP tier), ``importers`` (ordinary
+checkpoints), ``sdc`` (digests), ``launch`` and ``integrations``.
 """

@@ -1,4 +1,4 @@
-"""Every knob of the training side, with its unit, its reason and its default."""
+"""Settings of the training side, each with its unit, reason and default."""
 
 from __future__ import annotations
 
@@ -11,81 +11,92 @@ BACKENDS = ("auto", "gloo", "nccl")
 
 
 class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a rank behaves between its training function and its node's agent.
+    """Behaviour of a rank between its training function and its node's agent.
 
-    Durations are seconds. The defaults suit one machine as well as a fleet: nothing here has to be tuned for a
-    regrouping to be fast, since survivors leave on the agent's word and not on a time-out.
+    Durations are seconds. The defaults suit one machine as well as a fleet. Fast regrouping needs no tuning, since
+    survivors leave a generation on the agent's message and not on a time-out.
+
+    Example::
+
+        everstep.main(train, settings=everstep.HookSettings(hang_factor=40.0))
     """
 
     backend: str = "auto"
-    """Collectives: ``gloo`` on CPUs, ``nccl`` on CUDA devices; ``auto`` takes NCCL where a CUDA device is."""
+    """Backend of collectives: ``gloo`` for CPUs, ``nccl`` for CUDA devices, ``auto`` for NCCL if there is a CUDA
+    device."""
 
     join_timeout_s: float = 30.0
-    """Longest wait for the other members of a new generation. A newer generation ends the wait at once, so this only
-    bounds the case that nobody has noticed a missing member. Too short: a slow starter costs everybody a round."""
+    """Longest wait for the other members of a new generation. A newer generation ends the wait at once, so this bounds
+    only the case of a missing member that nobody noticed. Too short: one slow starter costs everybody another attempt.
+    """
 
     collective_timeout_s: float = 600.0
-    """torch's own time-out of a collective: the last resort where neither agent nor watchdog can act."""
+    """torch's own time-out of a collective: the last resort if neither agent nor watchdog can act."""
 
     explanation_grace_s: float = 0.25
-    """How long an exception of the training function is held back for a newer generation to explain it: a lost peer
-    can show as any error. About ten times the way from a death to the directive; a user's error is late by it."""
+    """How long an exception of the training function is held back until a newer generation may explain it, since a lost
+    peer can show as any error. About ten times the delay from a death to the directive; it delays the report of a
+    user's error."""
 
     regroup_wait_s: float = 30.0
-    """How long a failed collective waits for the generation that replaces its own. Past it the rank says once more that
-    it failed, and goes on waiting: the controller may be away, or be another by now."""
+    """How long a failed collective waits for the next generation before the rank reports the failure again. The rank
+    then goes on waiting: the controller may be away or may have been replaced."""
 
     max_unattributed_failures: int = 8
-    """Generations in a row in which a rank's collectives may fail at the same step, though the group had come about and
-    nobody is lost: after so many the error is the training function's, and ends the job with its traceback. The waits
-    between them add up to some 20 s; fewer end a job for a network that was away for a moment."""
+    """Generations in a row in which a rank's collectives may fail at the same step although its group formed and no
+    rank is lost. At this number the error counts as the training function's and ends the job with its traceback. The
+    waits in between add up to about 20 s; a smaller number ends a job because of a short network outage."""
 
     job_decision_wait_s: float = 60.0
-    """How long a rank that reported an error, or that finished, waits to hear what becomes of the job."""
+    """How long a rank that reported an error, or that finished, waits for the decision about the job."""
 
     agent_connect_timeout_s: float = 60.0
     """How long a rank tries to reach its agent at start before it gives up."""
 
     min_hang_threshold_s: float = 1.0
-    """Smallest threshold of the watchdog where the job gives none: below it, a busy machine looks like a hang."""
+    """Smallest threshold of the watchdog unless the job sets one; below it, a busy machine looks like a hang."""
 
     hang_factor: float = 20.0
-    """The watchdog's threshold as a multiple of the rank's own median step. Larger: slower to find a hang. Smaller:
-    an evaluation or a checkpoint inside a step is taken for one, once: the watchdog learns how long it takes."""
+    """The watchdog's threshold as a multiple of the rank's own median step. Larger: hangs are found later. Smaller: an
+    evaluation or a checkpoint inside a step counts as a hang, but only once, since the watchdog learns its duration."""
 
     hang_warmup_steps: int = 3
-    """Steps of a generation before its median is believed."""
+    """Steps of a generation before the watchdog uses its median."""
 
     first_step_allowance_s: float = 120.0
-    """Threshold until the median is believed: building, restoring, compiling and the first steps happen in it."""
+    """The watchdog's threshold during these first steps, which include building, restoring and compiling."""
 
     step_window: int = 20
-    """Steps that the median is taken over: long enough to ride out one slow step, short enough to follow a change."""
+    """Number of steps in the median: long enough to ride out one slow step, short enough to follow a change."""
 
     abort_interval_s: float = 0.01
-    """How often sockets are shut again while the main thread has not left a generation that is over: groups open
-    connections lazily, and a join opens new ones."""
+    """Interval at which sockets are shut again until the main thread has left an ended generation: groups open
+    connections lazily, and joining opens new ones."""
 
     interrupt_after_s: float = 0.2
-    """How long a main thread that is asked to leave may take to come to a module call, a collective, an optimizer
-    step or the end of its step, before its Python code is interrupted wherever it is. Sooner gains little: a training
-    step passes many such places."""
+    """How long a main thread that was asked to leave may take to reach a module call, a collective, an optimizer step
+    or the end of its step, before its Python code is interrupted anywhere. A shorter time gains little: a training step
+    passes many such points."""
 
     leave_timeout_s: float = 2.0
-    """How long a main thread may take to leave a generation that is over, before its process is ended so that the
-    launcher replaces it. Nearly always it takes milliseconds; a wait in foreign C++ code cannot be interrupted."""
+    """How long a main thread may take to leave an ended generation before its process exits and the launcher replaces
+    it. Leaving nearly always takes milliseconds; a wait in foreign C++ code cannot be interrupted."""
 
     outbox_frames: int = 1024
     """Messages kept while the agent is away; the oldest are dropped. 1024 seals are minutes of training."""
 
     max_stack_bytes: int = 60_000
-    """Bound on the stacks that a stalled rank sends; the wire allows 65,536 characters."""
+    """Largest size of the stacks that a stalled rank sends; the wire allows 65,536 characters."""
 
     reconnect: Backoff = Backoff(floor_s=0.02, ceiling_s=1.0)
     """Pauses between attempts to reach the agent. An agent restarts in well under a second."""
 
     def validate(self) -> HookSettings:
-        """Returns itself. Raises ConfigurationError for settings that contradict each other."""
+        """Return these settings if they are consistent.
+
+        Raises:
+            ConfigurationError: Settings contradict each other.
+        """
         if self.backend not in BACKENDS:
             raise ConfigurationError(f"backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}")
         self._require_positive()

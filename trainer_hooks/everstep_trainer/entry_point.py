@@ -1,4 +1,4 @@
-"""Where a training script hands over its training function."""
+"""Run a training function under ``everstep-launch``, torchrun or plain Python."""
 
 from __future__ import annotations
 
@@ -28,16 +28,32 @@ log = logging.getLogger(__name__)
 
 
 def main(train: TrainingFunction, *, settings: HookSettings | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
-    """Runs ``train(run)``: kept stepping under ``everstep-launch``, as it is everywhere else.
+    """Run ``train(run)`` and keep it stepping through failures if ``everstep-launch`` started the script.
 
-    * Under ``everstep-launch`` it is entered once in each generation; returns when the job has ended well.
-    * Elsewhere a process group that exists already (Ray's, or the script's own) is used, and left as it was.
+    * Under ``everstep-launch`` ``train`` is called once in each generation; ``main`` returns when the job ended well.
+    * If a process group exists already (Ray's, or the script's own), it is used and left as it was.
     * Under plain torchrun (RANK and WORLD_SIZE are set) the process group comes from the environment.
     * Otherwise there is one rank and no process group.
 
-    In the latter three nothing is tracked, and what ``train`` raises is raised. Raises SystemExit(1) when the job was
-    stopped for an error, ConfigurationError for settings that contradict each other, for a coroutine or a generator,
-    and in a child of multiprocessing's that imports the script to be started.
+    In the last three cases nothing is tracked, and exceptions of ``train`` pass through.
+
+    Example::
+
+        def train(run: everstep.Run) -> None:
+            ...
+
+        if __name__ == "__main__":
+            everstep.main(train)
+
+    Args:
+        train: The training function; an ordinary function of one argument.
+        settings: Settings of this rank; default `HookSettings()`.
+        clock: Source of time, for tests.
+
+    Raises:
+        SystemExit: With status 1, the job was stopped because of an error.
+        ConfigurationError: Settings contradict each other, ``train`` is a coroutine or generator, or a child process of
+            multiprocessing called ``main`` while importing the script.
     """
     _check(train)
     settings = (settings or HookSettings()).validate()
@@ -55,7 +71,7 @@ def main(train: TrainingFunction, *, settings: HookSettings | None = None, clock
 
 
 def _check(train: TrainingFunction) -> None:
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as its own check of this is made
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # the check that multiprocessing makes itself
         raise ConfigurationError(
             "a child process that multiprocessing spawned (a data loader's worker, say) imports the script, and would "
             "train too: call everstep.main under `if __name__ == '__main__':`"
@@ -65,10 +81,7 @@ def _check(train: TrainingFunction) -> None:
 
 
 def _give_up_own_group() -> None:
-    """Destroy the process group that the script made.
-
-    Its members are fixed, while each generation has members of its own.
-    """
+    """Destroy the process group that the script made: its members are fixed, those of generations are not."""
     if dist.is_available() and dist.is_initialized():
         log.warning(
             "this script called init_process_group: under everstep-launch that group is replaced by the group of each "
@@ -79,7 +92,7 @@ def _give_up_own_group() -> None:
 
 
 def _device_of_group() -> torch.device:
-    """The device that whoever made the process group chose for this process."""
+    """Return the device that the creator of the process group chose for this process."""
     nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
@@ -102,7 +115,7 @@ def _run_under_torchrun(train: TrainingFunction, settings: HookSettings) -> None
 
 
 def _run_in_group(train: TrainingFunction, device: torch.device) -> None:
-    """Run the training function once, on the ranks of the process group that there is."""
+    """Run the training function once, on the ranks of the existing process group."""
     place = RankContext(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),

@@ -1,11 +1,11 @@
-"""A guard against losses that are NaN, or jump: the update is not made, and earlier ones are taken back.
+"""Guard against losses that are NaN or jump: refuse the update and take earlier ones back.
 
-All ranks judge the same number, the mean loss, so all do the same without a word. Versions to go back to are copies in
-the rank's own memory, beside the checkpoints: those may be gone further than these, and belong to whole generations.
-The first one is the state that a generation begins with.
+All ranks judge the same number, the mean loss, so they decide alike without further communication. The states to go
+back to are copies in the rank's own memory, apart from checkpoints: checkpoints may be newer than the wanted state,
+and belong to whole generations. The first copy is the state that a generation begins with.
 
-Steps go on counting, since a step is what the job has finished. Which *data* a step has is counted apart
-(``Guard.data_step``): what was taken back is done again, with the batch at which it happened or without.
+Steps keep counting, since a step is what the job has finished. The data step (`LossGuard.data_step`) is counted
+separately: after going back it repeats, with the refused batch or without it.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from everstep_trainer.state.python_state import MergedState, decode
 from everstep_trainer.state.tensors import TrackedTensor
 from everstep_trainer.state.tracked_state import TrackedState
 
-# ---- spikes
-# Whether a loss is one to go on from: a pure judgement over those before it.
+# ---- spikes: judge a loss from those before it
 
 MAD_TO_STD = 1.4826
-"""Standard deviations in a median absolute deviation, of normal noise."""
+"""Ratio of standard deviation to median absolute deviation for normal noise."""
 MIN_SPREAD = 0.01
-"""Of the median: losses that happen to be nearly equal do not make the next one a spike."""
+"""Smallest spread, as a fraction of the median: nearly equal losses must not turn the next one into a spike."""
 
 
 class SpikeRule(msgspec.Struct, frozen=True, kw_only=True):
-    """What counts as a spike: a loss that many spreads above the median of the last ones.
+    """The rule for spikes: a loss many standard deviations above the median of the last ones.
 
-    threshold: in standard deviations, estimated from the median absolute deviation; None: only NaN and infinities
-        count.
-    window: losses that are looked at. More: a slow change is mistaken for a spike sooner; fewer: noise is.
-    warmup: losses that are needed before anything but NaN counts.
+    Attributes:
+        threshold: Standard deviations, estimated from the median absolute deviation; None refuses only NaN and
+            infinities.
+        window: Losses to compare with. A longer window mistakes slow change for a spike, a shorter one mistakes noise.
+        warmup: Losses needed before anything but NaN and infinities is refused.
     """
 
     threshold: float | None = 10.0
@@ -59,14 +59,14 @@ class SpikeRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LossHistory:
-    """The last losses that were fit to go on from, the newest last."""
+    """The last accepted losses, the newest last."""
 
     def __init__(self, rule: SpikeRule, losses: list[float] | None = None) -> None:
         self._rule = rule
         self.losses: deque[float] = deque(losses or (), maxlen=rule.window)
 
     def describe_problem(self, loss: float) -> str:
-        """What is wrong with it, as a phrase; empty where nothing is."""
+        """Return why the loss is refused, as a phrase; empty if it is accepted."""
         if not math.isfinite(loss):
             return f"it is {loss}"
         if self._rule.threshold is None or len(self.losses) < self._rule.warmup:
@@ -81,20 +81,23 @@ class LossHistory:
         self.losses.append(loss)
 
 
-# ---- kept versions
-# Copies of tracked state in a rank's own memory, for the guard to go back to.
+# ---- rollback copies: tracked state in a rank's own memory
 #
-# That an update was bad (a gradient that is NaN under a loss that is not) shows in the next loss only. So a version is
-# on
-# trial until a loss that was computed from it was allowed, and before that is nothing to go back to.
+# A bad update, such as a NaN gradient under a finite loss, shows only in the next loss. So a copy is on trial until a
+# loss computed from it was allowed; until then the guard does not go back to it.
 
 _Form = tuple[object, ...]
 
 
 class RollbackCopy:
-    """A copy of this rank's tracked state, as it was before some data step.
+    """A copy of this rank's tracked state before some data step.
 
-    ``forms``: what each of ``tensors`` is a copy of. ``stateful``: the parameters for which each optimizer had state.
+    Attributes:
+        tensor_forms: Name, shape, box, dtype and device of each of ``tensors``.
+        tensors: The copied tensors.
+        parameters_with_state: For each optimizer, the parameters that had state.
+        blob: The Python state.
+        data_step: The data step to go back to.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class RollbackCopy:
 
 
 class RollbackCopies:
-    """At most ``count`` that are proven, and one on trial."""
+    """At most ``count`` confirmed copies and one on trial."""
 
     def __init__(self, state: TrackedState, count: int) -> None:
         self._state = state
@@ -125,11 +128,11 @@ class RollbackCopies:
 
     @property
     def oldest(self) -> RollbackCopy | None:
-        """The oldest that is proven; without any the one on trial."""
+        """The oldest confirmed copy; without any, the one on trial."""
         return self._confirmed[0] if self._confirmed else self._trial
 
     def take(self, data_step: int) -> None:
-        """The state as it is, before ``data_step``: on trial."""
+        """Copy the current state, before ``data_step``, as the copy on trial."""
         self._drop_trial()
         tracked, spare = self._find_tensors(), self._spare
         forms, live = [_form(tensor) for tensor in tracked], _live(tracked)
@@ -141,7 +144,7 @@ class RollbackCopies:
         self._trial = RollbackCopy(forms, room, stateful, self._state.capture(), data_step)
 
     def confirm(self) -> None:
-        """A loss that was computed from the version on trial is good."""
+        """Confirm the copy on trial: a loss computed from it was good."""
         if self._trial is None:
             return
         self._confirmed.append(self._trial)
@@ -150,17 +153,18 @@ class RollbackCopies:
             self._spare = self._confirmed.popleft()
 
     def clear(self) -> None:
-        """What is tracked is another state than was kept."""
+        """Forget all copies, because the tracked state is no longer the copied one."""
         self._confirmed.clear()
         self._trial = self._spare = None
 
     def can_roll_back(self) -> bool:
-        """Whether there is one, of the tensors that are tracked now. Optimizer state may have come since."""
+        """Return whether a copy fits the tensors tracked now; optimizer state may have been added since."""
         version = self.oldest
         return version is not None and [_form(tensor) for tensor in self._tensors_of(version)] == version.tensor_forms
 
     def roll_back(self) -> RollbackCopy:
-        """To the oldest, where ``can_roll_back``; newer ones are forgotten. The caller has asked for tracked state."""
+        """Restore the oldest copy after ``can_roll_back``, and forget newer ones. The caller calls ``before_update``
+        first."""
         version = self.oldest
         assert version is not None, "can_roll_back was asked"
         if self._confirmed:
@@ -183,7 +187,7 @@ class RollbackCopies:
         return self._tracked
 
     def _tensors_of(self, version: RollbackCopy) -> list[TrackedTensor]:
-        """What is tracked now, but optimizer state of parameters that had none."""
+        """Return the tensors tracked now, without the state of optimizer parameters that had none in ``version``."""
         since = {
             id(optimizer.state[parameter])
             for optimizer, had in zip(self._state.optimizers, version.parameters_with_state, strict=True)
@@ -201,7 +205,7 @@ def _live(tracked: list[TrackedTensor]) -> list[torch.Tensor]:
 
 
 def _copy(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
-    if of:  # torch takes no empty lists
+    if of:  # torch refuses empty lists
         with torch.no_grad():
             torch._foreach_copy_(to, of)
 
@@ -214,18 +218,25 @@ Loss = torch.Tensor | Sequence[torch.Tensor]
 
 
 class LossDiverged(EverstepError, RuntimeError):
-    """The loss stayed bad, however often the guard went back; the message says how often and what to look at."""
+    """The loss stayed bad after repeated rollbacks; the message says how often and where to look."""
 
 
 class LossGuard:
-    """See ``Run.guard``. Its count of data steps, the last losses and what it did are tracked with everything else.
+    """The loss guard that ``Run.guard`` makes.
+
+    Its data step, loss history and records are tracked together with the user's objects.
 
     Args:
-        mean: of a loss over all samples of the step (``Run.mean``). A collective.
-        on_all_ranks: whether something is true on all ranks. A collective.
-        before_update: is called before tracked state is changed.
-        on_refusal: takes the data step and the sentence of each refusal.
-        log_fields: fields for the log.
+        mean: Average a loss over all samples of the step (``Run.mean``). A collective.
+        on_all_ranks: Return whether a flag is set on all ranks. A collective.
+        before_update: Called before tracked state is changed.
+        on_refusal: Receives the data step and the message of each refusal.
+        policy: As in ``Run.guard``, like the next three.
+        rollback_copies: Copies to keep.
+        copy_every: Steps from one copy to the next.
+        max_refusals: Refusals in a row before LossDiverged.
+        rule: The rule for spikes.
+        log_fields: Fields for log records.
     """
 
     def __init__(
@@ -270,19 +281,32 @@ class LossGuard:
 
     @property
     def data_step(self) -> int:
-        """Which step's data to compute now, from 1: what to ask a sampler or loader for."""
+        """The step, from 1, whose data to compute now; pass it to the sampler or loader."""
         return self._data_step
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """What the guard did, the newest last, at most the last hundred."""
+        """The guard's last interventions, the newest last, at most a hundred."""
         return list(self._records)
 
     def allows(self, loss: Loss | None, weight: float = 1.0) -> bool:
-        """Whether to update: call it after the backward pass, on every rank, with what ``Run.mean`` takes.
+        """Return whether to make the update. Call it on every rank, after the backward pass.
 
-        Where it says no, the state is that of an earlier version if one was kept, and the gradients count for nothing.
-        Waits for the loss. Raises LossDiverged after ``max_refusals`` refusals without a step beyond the last of them.
+        If it returns False, the state is that of the oldest copy, if there was one; ignore the gradients. Waits for the
+        loss.
+
+        Example::
+
+            (loss * weight).backward()
+            if guard.allows(loss, weight):
+                optimizer.step()
+
+        Args:
+            loss: As for ``Run.mean``.
+            weight: As for ``Run.mean``.
+
+        Raises:
+            LossDiverged: ``max_refusals`` refusals came in a row without progress beyond the last refused step.
         """
         value = float(self._mean(loss, weight))
         reason = self._history.describe_problem(value)
@@ -299,15 +323,15 @@ class LossGuard:
         self._skip_data_steps()
         return True
 
-    # --- what Run calls
+    # --- called by Run
 
     def require_compatible(self, objects: Mapping[str, object]) -> None:
-        """Raises ValueError for tracked objects that cannot be kept together with the guard."""
+        """Raise ValueError for tracked objects that cannot be rolled back together with the guard."""
         if "guard" in objects:
             raise ValueError("the run's guard is tracked under the name guard: give what you track another one")
         again = self._rollback_copies > 0 or self._policy == "replay"
         for key, tracked in objects.items():
-            # its iterator goes on, while what is stored of it would stand where the guard went back to
+            # its iterator would go on while its stored state went back
             if again and is_stateful_loader(tracked):
                 raise ValueError(
                     f"{key} is a StatefulDataLoader, which cannot go back in the midst of an epoch: take run.loader, "
@@ -316,13 +340,13 @@ class LossGuard:
                 )
 
     def track_objects(self, objects: Mapping[str, object], exclude: Iterable[str] = ()) -> None:
-        """The tracked objects, restored; from here on their versions are kept, without what ``exclude`` leaves out."""
+        """Begin to keep copies of the restored objects, without those that ``exclude`` matches."""
         if self._rollback_copies:
             self._copies = RollbackCopies(TrackedState(objects, exclude), self._rollback_copies)
             self._copies.take(self._data_step)
 
     def step_finished(self) -> None:
-        """The tracked state stands: keeps it, if its turn has come."""
+        """Take a copy of the tracked state every ``copy_every`` steps."""
         self._done_here += 1
         if self._copies is not None and self._done_here % self._copy_every == 0:
             self._copies.take(self._data_step)
@@ -347,7 +371,7 @@ class LossGuard:
         self._history.losses.extend(stored["losses"])
         self._records.extend(stored["records"])
 
-    # --- going back
+    # --- rollback
 
     def _refuse(self, loss: float, reason: str) -> None:
         self._refusals_in_a_row += 1
@@ -371,7 +395,7 @@ class LossGuard:
             ):
                 self._skipped_data_steps.add(
                     updated
-                )  # to leave out the loss's own batch did not help: it may be this update
+                )  # skipping the refused batch did not help, so this update may be the cause
             self._skip_data_steps()
         to = "" if version is None else f" and went back to before data step {version.data_step}"
         done = "left its batch out" if self._policy == "skip" else "will compute its batch again"
@@ -389,7 +413,7 @@ class LossGuard:
         )
 
     def _go_back(self) -> RollbackCopy | None:
-        """To the oldest version there is. None: some rank has none."""
+        """Restore the oldest copy and return it; None if some rank has no copy."""
         kept = self._copies
         if not self._on_all_ranks(kept is not None and kept.can_roll_back()):
             if kept is not None:

@@ -1,4 +1,4 @@
-"""What a training function holds: where it runs, what it must not lose, which step is next."""
+"""The `Run` object that a training function receives: ranks, devices, data, tracked state and steps."""
 
 from __future__ import annotations
 
@@ -30,20 +30,22 @@ from everstep_trainer.state.python_state import wrap_per_rank
 from everstep_trainer.state.tracked_objects import as_list
 from everstep_trainer.state.untracked_state import check_untracked
 
-# ---- updates
-# What is asked before tracked optimizers update, for as long as one run lasts.
+# ---- hooks on tracked optimizers
 
 log = logging.getLogger(__name__)
 
 STEPS_UNTIL_STATE_CHECK = 2
-"""Steps after which every optimizer has the state that it will have."""
+"""Updates after which an optimizer holds all the state that it will ever hold."""
 ACCUMULATION_CHECK_STEPS = 32
-"""Steps of a generation in which it is counted how many had no update."""
+"""First steps of a generation over which steps without an update are counted."""
 
 
 class OptimizerHooks:
-    """Calls ``before_update`` before each step of optimizers, until ``close``: one that outlives a generation is asked
-    for by the next one's. ``log_fields``: fields for the log."""
+    """Call ``before_update`` before each step of the watched optimizers, until ``close``.
+
+    ``close`` matters for an optimizer that outlives its generation: the next generation's run hooks it again.
+    ``log_fields`` are added to log records.
+    """
 
     def __init__(self, before_update: Callable[[], None], log_fields: Mapping[str, object]) -> None:
         self._before_update = before_update
@@ -54,9 +56,9 @@ class OptimizerHooks:
         self._steps = self._steps_without_update = 0
 
     def watch(self, objects: Mapping[str, object]) -> None:
-        """The optimizers among tracked objects, listed ones too.
+        """Hook the optimizers among tracked objects, including those in lists.
 
-        Of models that outlived a generation the gradients go: a new process has none of the step that was interrupted.
+        Clear their gradients: a model that outlived a generation still holds those of the interrupted step.
         """
         for key, tracked in objects.items():
             for one in as_list(tracked):
@@ -66,9 +68,9 @@ class OptimizerHooks:
                     self._hooks.append(one.register_step_pre_hook(self._before(key)))
 
     def step_finished(self) -> None:
-        """Warns, once, of gradients that are added up over steps of the run: no version has them.
+        """Warn once if gradients are accumulated over several steps of the run, because no version contains gradients.
 
-        Updates that a loss scaler or a guard leaves out are few, and no reason.
+        Steps whose update a loss scaler or guard leaves out are too few to trigger the warning.
         """
         self._steps += 1
         updated, self._updated = self._updated, False
@@ -107,20 +109,34 @@ class OptimizerHooks:
                 )
 
         outside: Callable[..., None] = torch.compiler.disable(before)  # type: ignore[no-untyped-call]
-        return outside  # what it counts is no part of a compiled step
+        return outside  # counting updates is no part of a compiled step
 
 
 class Run:
-    """One entry of the training function: one rank in one generation.
+    """One call of the training function: one rank in one generation.
 
-    Steps are counted from 1; step 0 is the state before any. Not thread-safe: for the training function's thread.
+    ``everstep.main`` creates it and passes it to the training function. Steps are counted from 1; step 0 is the state
+    before any step. Not thread-safe: use it in the thread of the training function only.
+
+    Example::
+
+        def train(run: everstep.Run) -> None:
+            model = run.replicate(Model().to(run.device))
+            optimizer = torch.optim.AdamW(model.parameters())
+            loader = run.loader(dataset, global_batch=32)
+            run.track(model=model, optimizer=optimizer)
+            for step in run.steps(until=1000):
+                optimizer.zero_grad()
+                loss = model(loader.batch(step)).mean()
+                (loss * loader.loss_weight(step)).backward()
+                optimizer.step()
     """
 
     def __init__(self, context: RankContext, session: TrainingSession) -> None:
         self._context = context
         self._session = session
         self._finished_step = 0
-        self._has_tracked = context.generation == 0  # without Everstep nothing is to be kept
+        self._has_tracked = context.generation == 0  # without Everstep there is nothing to warn about
         self._seed = 0
         self._replicas = ReplicaAssignment(
             context.rank, context.world_size, context.device if self.distributed else None
@@ -145,12 +161,12 @@ class Run:
 
     @property
     def local_world_size(self) -> int:
-        """Ranks of this generation on this node."""
+        """Number of this generation's ranks on this node."""
         return self._context.local_world_size
 
     @property
     def generation(self) -> int:
-        """The generation's number; 0 without Everstep."""
+        """Number of the generation; 0 without Everstep."""
         return self._context.generation
 
     @property
@@ -159,19 +175,27 @@ class Run:
 
     @property
     def distributed(self) -> bool:
-        """Whether there is a process group (of one rank, perhaps)."""
+        """Whether there is a process group, even one of a single rank."""
         return self._context.mesh is not None
 
     @property
     def mesh(self) -> DeviceMesh:
-        """A fresh one-dimensional device mesh over all ranks. Raises RuntimeError without a process group."""
+        """A new one-dimensional device mesh over all ranks of this generation.
+
+        Raises:
+            RuntimeError: There is no process group.
+        """
         if self._context.mesh is None:
             raise RuntimeError("there is no process group: look at run.distributed before you ask for run.mesh")
         return self._context.mesh()
 
     @property
     def tier(self) -> MemoryTier:
-        """This rank's place in the memory tier, for ``memory_tier.dcp``. Raises RuntimeError without Everstep."""
+        """This rank's handle of the memory tier, for ``everstep_trainer.memory_tier.dcp``.
+
+        Raises:
+            RuntimeError: The script was not started by ``everstep-launch``.
+        """
         if self._tier is None:
             if self._context.tier is None:
                 raise RuntimeError("there is no memory tier: start the program with everstep-launch")
@@ -180,33 +204,57 @@ class Run:
 
     @property
     def last_finished_step(self) -> int:
-        """The last finished step."""
+        """Number of the last finished step; 0 before the first."""
         return self._finished_step
 
     def data_parallel(self, replicas: DeviceMesh | tuple[int, int], *, stage: DeviceMesh | int = 0) -> Replica:
-        """Says which replica of the model this rank belongs to, where that takes several ranks. A collective.
+        """Declare which replica of the model this rank belongs to, for models that span several ranks. A collective.
 
-        ::
+        Ranks of one replica then get the same samples and the same random numbers, and their loss counts once. Under
+        DDP, FSDP2 and HSDP alone every rank is a replica, and no call is needed. Call it in each generation right after
+        the mesh is made, before ``sampler``, ``loader``, ``replicate``, ``track`` and ``steps``.
+
+        Example::
 
             mesh = init_device_mesh(run.device.type, (run.world_size // 2, 2), mesh_dim_names=("dp", "tp"))
             run.data_parallel(mesh["dp"])
 
-        From then on ranks of one replica have the same samples and the same random numbers, and its loss counts once.
-        Under DDP, FSDP2 and HSDP alone every rank is a replica: there is nothing to say. Say it as soon as the mesh is
-        made, in each generation: before ``sampler``, ``loader``, ``replicate``, ``track`` and ``steps``.
+        Args:
+            replicas: The submesh of this generation's mesh that holds one rank of each replica, with all its dimensions
+                (``mesh["replicate", "shard"]``). Or a pair (index, count); (0, 1) if all ranks form one replica.
+            stage: This rank's pipeline stage, as a number or as the submesh of the pipeline (``mesh["pp"]``). Each
+                stage has its own random numbers; otherwise dropout would hit the same positions in every stage.
 
-        ``replicas``: the part of this generation's mesh that holds one rank of each replica, all dimensions of it
-        (``mesh["replicate", "shard"]``); or (index, count), with (0, 1) where all ranks are one replica. ``stage``: in
-        a pipeline, which stage this rank has, or that part of the mesh (``mesh["pp"]``): stages have random numbers of
-        their own, or the same places would be dropped in all of them.
+        Returns:
+            The replica of this rank.
 
-        Raises ValueError where ranks differ, or replicas would not be of equally many ranks; for a mesh of another
-        generation; and after something went by one replica a rank.
+        Raises:
+            ValueError: Ranks disagree, replicas would differ in size, the mesh is another generation's, or an earlier
+                call already assumed one replica per rank.
         """
         return self._replicas.declare(replicas, stage)
 
     def sampler(self, size: int, *, global_batch: int, seed: int = 0, drop_last: bool = False) -> ElasticSampler:
-        """Samples of a data set of ``size`` for this rank's replica; see ElasticSampler."""
+        """Return a sampler over ``size`` samples for this rank's replica.
+
+        Example::
+
+            sampler = run.sampler(len(dataset), global_batch=32)
+            for step in run.steps(until=1000):
+                samples = sampler.indices(step)
+
+        Args:
+            size: Number of samples in the data set.
+            global_batch: Samples per optimizer step over all ranks.
+            seed: Seed of the shuffle.
+            drop_last: End each epoch at its last whole batch; otherwise a batch may straddle two epochs.
+
+        Returns:
+            An `ElasticSampler`.
+
+        Raises:
+            ValueError: The data set is smaller than a batch, or the batch is smaller than the number of replicas.
+        """
         replica = self._replicas.replica_for("run.sampler")
         return ElasticSampler(
             size,
@@ -227,22 +275,34 @@ class Run:
         fetch_together: bool = False,
         **options: Any,
     ) -> Loader:
-        """A DataLoader whose batches are asked for by step: ``loader.batch(step)``, or ``parts(loader, step)``.
+        """Return a DataLoader that is indexed by step.
 
-        Map-style data are shuffled as by ``sampler``. Iterable data come in their own order, each replica its share of
-        every global batch; give the data set ``seek(position)`` (see everstep_trainer.data.stream), or each rank reads
-        what the others need as well, and after a restore everything that came before. Whoever reads has to be given the
-        whole sequence: worker processes are hidden from the data set, and it must not split itself by rank either.
-        ``options`` go to DataLoader: num_workers, prefetch_factor, collate_fn and so on.
+        Ask it for ``loader.batch(step)``, or iterate ``run.parts(loader, step)``. Map-style data are shuffled as by
+        ``sampler``. Iterable data keep their own order, and each replica receives its share of every global batch. Give
+        an iterable data set a method ``seek(position)`` (see `everstep_trainer.data.stream`). Without ``seek`` each
+        rank also reads the samples of all others and, after a restore, everything that came before. Each reader needs
+        the whole sequence, so the data set must not split itself by rank, and worker processes are hidden from it.
 
-        What a data set draws at random for a sample depends on (seed, step, its place in the global batch) only, what
-        a collate function draws on (seed, step, the place of its first sample): on the number of replicas, then,
-        unless there are virtual ranks. So a data set with ``__getitems__`` is asked for one sample at a time.
-        ``fetch_together`` asks it for all that this rank needs at once, and what it draws is as for a collate function.
-        Iterable data without ``seek`` draw from one stream an epoch, (seed, epoch), so all readers shuffle them alike.
+        Random numbers that a data set draws for a sample depend only on (seed, step, position in the global batch).
+        Those of the collate function depend on (seed, step, position of its first sample), so they change with the
+        number of replicas unless there are virtual ranks. An iterable data set without ``seek`` draws from one stream
+        per epoch, seeded by (seed, epoch), so that all readers shuffle alike.
 
-        Raises TypeError for options that are not the user's to choose here, and for fetch_together with data that have
-        no ``__getitems__``; ValueError where a batch cannot be taken from the data or split over the ranks.
+        Args:
+            dataset: A map-style or iterable data set.
+            global_batch: Samples per optimizer step over all ranks.
+            seed: Seed of the shuffle and of the random numbers above.
+            drop_last: As for ``sampler``; not allowed for iterable data.
+            fetch_together: Pass all indices of this rank to ``__getitems__`` at once instead of one at a time. Random
+                numbers are then seeded as for a collate function.
+            options: Passed to DataLoader, such as num_workers, prefetch_factor and collate_fn.
+
+        Returns:
+            A `Loader`, which is also a sampler.
+
+        Raises:
+            TypeError: An option is reserved here, or ``fetch_together`` is set for data without ``__getitems__``.
+            ValueError: A batch cannot be taken from the data or split over the ranks.
         """
         sampler: ElasticSampler | StreamSampler
         if is_stream(dataset):
@@ -259,32 +319,60 @@ class Run:
     def replicate(
         self, model: nn.Module, *, exact: bool = True, virtual_ranks: int | None = None, **options: Any
     ) -> nn.Module:
-        """``model`` in DistributedDataParallel, on one rank too; the model itself without a process group.
+        """Wrap ``model`` in DistributedDataParallel; return it unchanged if there is no process group.
 
-        ``exact`` adds gradients in the order of ranks, so that a run that lost a rank and found another goes on to the
-        last bit as if it had not. ``options`` go to DistributedDataParallel.
+        With ``virtual_ranks`` (exact mode, see docs/guarantees.md) the model itself is returned, and ``parts`` computes
+        its gradients. Exact mode also accepts a model that ``fully_shard`` has sharded over all ranks.
 
-        ``virtual_ranks`` makes the numbers those of so many ranks, to the last bit, whatever the world size is (exact
-        mode: docs/how-to/exact-mode.md). It must not change in the life of a run. The model itself is returned, and its
-        gradients are made by ``parts``. Takes a model that ``fully_shard`` has sharded over all ranks, too. Raises
-        ValueError or TypeError for what cannot be exact, by its name.
+        Args:
+            model: The model, on ``run.device``.
+            exact: Add gradients in the order of ranks. A run that lost and replaced a rank then continues bit for bit
+                as if nothing had happened.
+            virtual_ranks: Compute bit for bit the results of this number of ranks, whatever the world size is. It must
+                not change during the life of a run.
+            options: Passed to DistributedDataParallel.
+
+        Returns:
+            The model to call in the training loop.
+
+        Raises:
+            ValueError: A named part of the model cannot be exact.
+            TypeError: As ValueError, because of a type.
         """
         return self._parallelism.replicate(model, exact, virtual_ranks, options)
 
     def parts(self, sampler: Sampler, step: int) -> Iterator[StepPart]:
-        """What this rank computes of ``step``: of each part do a forward and a backward pass. Takes a loader, too.
+        """Yield the parts of ``step`` that this rank computes; run a forward and a backward pass for each.
 
-        One part without virtual ranks. With them one for each that this rank plays, with random streams seeded from
-        (seed, step, virtual rank); when the loop ends the gradients are there, those of an earlier step are dropped at
-        its beginning, and streams are the same on all ranks from there on. Under fully_shard a rank with fewer of them
-        than another has a ``repeated`` part at the end.
+        Without virtual ranks there is one part. With them there is one per virtual rank that this rank plays, and its
+        random streams are seeded from (seed, step, virtual rank). Gradients of an earlier step are dropped when the
+        loop begins; the step's gradients are complete when it ends. From then on random streams are the same on all
+        ranks. Under ``fully_shard`` a rank with fewer parts than another gets a part with ``is_repeat`` at the end.
+
+        Example::
+
+            for part in run.parts(sampler, step):
+                loss = loss_of(model, dataset[part.indices])
+                (loss * part.loss_weight).backward()
+
+        Args:
+            sampler: A sampler or a loader; a loader also fills ``part.batch``.
+            step: The step, from 1.
         """
         yield from self._parallelism.parts(sampler, step, self._seed)
 
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """torch's, of the 2-norm, for exact mode under fully_shard: added in an order that no sharding changes.
+        """Clip gradients by their 2-norm, like torch's function of this name, with the same bits however they are
+        sharded.
 
-        Returns the norm before. A collective. Takes whole gradients, too, with the same bits.
+        A collective. Needed for exact mode under ``fully_shard``; accepts unsharded gradients as well.
+
+        Args:
+            parameters: Parameters whose gradients are clipped in place.
+            max_norm: Largest 2-norm over all gradients.
+
+        Returns:
+            The norm before clipping.
         """
         return clip_grad_norm_fixed_order(parameters, max_norm, CollectiveTimer(self._session.record_wait))
 
@@ -299,29 +387,39 @@ class Run:
         window: int = 64,
         warmup: int = 16,
     ) -> LossGuard:
-        """A guard against losses that are NaN or jump; ask it before every update. Make it before ``track``.
+        """Return a guard against losses that are NaN or jump; ask it before every update. Call it before ``track``.
 
-        ::
+        A refused loss makes no update. The state goes back to the oldest kept copy, and later steps are computed again.
+        A copy is taken every ``copy_every`` steps and counts once the next loss was allowed; the first one is the state
+        that the generation began with. A second refusal in a row also skips the batch of the update before the refused
+        loss, since that update may be the cause.
 
+        The guard costs ``rollback_copies`` + 1 copies of this rank's tracked state, on the device that holds it. It
+        also costs the time of one copy every ``copy_every`` steps on the training thread, and a wait for the loss in
+        each step.
+
+        Example::
+
+            guard = run.guard()
+            ...
             samples, weight = sampler.indices(guard.data_step), sampler.loss_weight(guard.data_step)
             ...
             (loss * weight).backward()
             if guard.allows(loss, weight):
                 optimizer.step()
 
-        A loss is refused that is NaN, infinite, or ``spike_threshold`` standard deviations above the last ``window``
-        (once there are ``warmup``; None: never for that). Then no update is made, and the state goes back
-        ``rollback_copies`` versions, of which one is kept every ``copy_every`` steps, and counts once the next loss is
-        allowed; the first is what a generation begins with. What came after is computed again, by ``policy`` without
-        the batch ("skip") or with it ("replay"). A second refusal in a row also skips the batch whose update came
-        before the refused loss, since that update may be what is bad. After ``max_refusals`` refusals in a row
-        ``allows`` raises LossDiverged.
+        Args:
+            policy: "skip" leaves the refused batch out when steps are computed again; "replay" computes it again.
+            rollback_copies: Copies to keep; 0 only leaves the update out.
+            copy_every: Steps from one copy to the next.
+            max_refusals: Refusals in a row after which ``allows`` raises LossDiverged.
+            spike_threshold: Refuse a loss this many standard deviations above the last ones; None refuses only NaN and
+                infinities.
+            window: Number of last losses to compare with.
+            warmup: Losses needed before ``spike_threshold`` applies.
 
-        Costs ``rollback_copies`` copies of this rank's tracked state and one more, in the memory where it lies, one
-        copy every ``copy_every`` steps on the training thread, and waiting for the loss in each step.
-        ``rollback_copies=0`` only leaves the update out.
-
-        Raises ValueError for settings that contradict each other.
+        Raises:
+            ValueError: Settings contradict each other, or the run has a guard already.
         """
         if self._guard is not None:
             raise ValueError("this run has a guard already: one guards all that is tracked")
@@ -358,31 +456,38 @@ class Run:
         require_checkpoints: bool = False,
         **objects: object,
     ) -> None:
-        """Names what must survive, and restores it to the version that the generation agreed upon.
+        """Name the objects that must survive failures, and restore them to the version that the generation agreed on.
 
-        Takes modules, optimizers and whatever has ``state_dict`` and ``load_state_dict``. Call it once, after all of
-        it was built and before ``steps``. From then on the state is kept after every step; an optimizer's ``step``
-        waits for the copy to be complete.
+        Takes modules, optimizers and objects with ``state_dict`` and ``load_state_dict``. Call it once, after all
+        objects are built and before ``steps``. From then on the state is snapshotted after every step, and an
+        optimizer's ``step`` waits until the copy is complete. All options must be the same on all ranks.
 
-        ``exclude``: patterns, as of fnmatch, of full names such as ``model.teacher.*``: these tensors are neither
-        stored nor restored. Each must match something.
+        Example::
 
-        ``per_rank``: names of those, neither modules nor optimizers, whose state is this rank's alone (a position in
-        its own file). It is given back to the same rank of as many only. Of all others any rank's state is taken for
-        every rank's where the own one is gone.
+            run.track(model=model, optimizer=optimizer, schedule=schedule, exclude=["model.teacher.*"])
 
-        ``overlap``: state that no other rank holds (shards) on a CPU is copied before the next step begins, so that a
-        lost rank costs no finished step; True copies it under the next step, as is done on a GPU where False is not
-        said. ``slots``: 5 stores each step, 2 what is to be committed alone, in less memory; not said, 5 where every
-        node of the job has the memory, else 2. ``snapshot_every``: with 5, a snapshot of so many steps one; not said,
-        of each, or of fewer where training would be blocked for over a tenth of its time. See
-        everstep_trainer.snapshot.slot_negotiation. ``require_checkpoints``: raise OutOfSlotMemory where a node has no
-        memory for checkpoints, instead of training on without: here, or, where an optimizer has no state yet, before
-        the second step changes anything. All six must be the same on all ranks.
+        Args:
+            exclude: fnmatch patterns of full names, such as ``model.teacher.*``. These tensors are neither stored nor
+                restored. Each pattern must match something.
+            per_rank: Names of objects whose state belongs to this rank alone, such as a position in its own file.
+                Modules and optimizers cannot be named. The state is restored only to the same rank of the same world
+                size. For all other objects, any rank's state may replace that of a lost rank.
+            overlap: Copy the state under the next step. Default: on for GPUs; off for CPU state that no other rank
+                holds (shards), so that a lost rank costs no finished step.
+            slots: 5 stores each step; 2 stores only versions that will be committed, in less memory. Default: 5 if
+                every node of the job has the memory, else 2.
+            snapshot_every: With 5 slots, steps from one snapshot to the next. Default: 1, or more if snapshots would
+                block training for over a tenth of its time. See `everstep_trainer.snapshot.slot_negotiation`.
+            require_checkpoints: Raise OutOfSlotMemory if a node has no memory for checkpoints, instead of training
+                without. The error comes from ``track`` or, if an optimizer has no state yet, before the second step
+                changes anything.
+            objects: The objects, by name.
 
-        Raises TypeError for an object that cannot be tracked, ValueError for an optimizer of parameters that are in no
-        module here, NotRestorable where the objects are others than those that were stored, or one that is a rank's own
-        (or a StatefulDataLoader) meets another rank or world size.
+        Raises:
+            TypeError: An object cannot be tracked.
+            ValueError: An optimizer has parameters that belong to no tracked module.
+            NotRestorable: The objects differ from the stored ones, or per-rank state (or a StatefulDataLoader) meets
+                another rank or world size.
         """
         if isinstance(exclude, str):
             raise TypeError(f"exclude takes a list of patterns: exclude=[{exclude!r}]")
@@ -416,14 +521,19 @@ class Run:
         self._updates.watch(objects)
 
     def steps(self, until: int, *, seed: int = 0) -> Iterator[int]:
-        """The steps still to do, up to and including ``until``. A step is finished when the loop asks for the next.
+        """Yield the steps still to do, up to and including ``until``.
 
-        Before each one torch, ``random`` and numpy are seeded from (seed, step, replica): dropout does not depend on
-        what failed before. With virtual ranks ``parts`` seeds them for each of these, and outside of it they are the
-        same on all ranks. Leaving the loop by ``break`` leaves its step unfinished.
+        A step is finished when the loop asks for the next one; leaving the loop by ``break`` leaves its step
+        unfinished. Before each step torch, ``random`` and numpy are seeded from (seed, step, replica), so dropout does
+        not depend on earlier failures. With virtual ranks ``parts`` seeds them for each part, and outside of it all
+        ranks draw alike.
 
-        All ranks must begin the same steps: where one has left the training function and another begins a later step,
-        the job ends with an error. To stop early, let all ranks decide alike, on ``run.mean`` of the loss, say.
+        All ranks must begin the same steps. If one rank has left the training function and another begins a later step,
+        the job ends with an error. To stop early, let all ranks decide alike, for example on ``run.mean`` of the loss.
+
+        Args:
+            until: The last step.
+            seed: Seed of the random streams.
         """
         for step in range(self._finished_step + 1, until + 1):
             self.seed_step(step, seed=seed)
@@ -431,19 +541,26 @@ class Run:
             self.step_finished()
 
     def seed_step(self, step: int, *, seed: int = 0) -> None:
-        """For a loop of one's own: the random streams that ``steps`` has in ``step``; none is restored otherwise."""
+        """Seed the random streams of ``step`` as ``steps`` does, for a custom loop; random state is not restored
+        otherwise."""
         self._seed = seed
-        if step == self._finished_step + 1:  # streams of any other step may be asked for, by an evaluation say
+        if step == self._finished_step + 1:  # an evaluation may ask for the streams of other steps
             self._session.step_begun(step)
         seed_step(seed, step, *self._parallelism.rng_stream())
 
     def step_finished(self) -> None:
-        """For a loop of one's own instead of ``steps``: the next step is finished, tracked state stands.
+        """Mark the next step as finished, for a custom loop instead of ``steps``. Call ``seed_step`` where a step
+        begins.
 
-        Call ``seed_step`` where a step begins.
+        Example::
 
-        Raises RuntimeError where the step had no gradients: a loop over ``parts`` was left before its end, or in exact
-        mode there was none.
+            while run.last_finished_step < 1000:
+                run.seed_step(run.last_finished_step + 1)
+                ...
+                run.step_finished()
+
+        Raises:
+            RuntimeError: The step made no gradients: a loop over ``parts`` was left early, or exact mode had no loop.
         """
         self._session.raise_if_interrupted()
         self._parallelism.step_finished()
@@ -456,7 +573,7 @@ class Run:
         self._warn_untracked()
 
     def _warn_untracked(self) -> None:
-        """Warn once, after the first step, of a run that nothing is kept of."""
+        """Warn once, after the first step, if nothing is tracked."""
         if self._has_tracked or self._tier is not None:
             return
         self._has_tracked = True
@@ -468,40 +585,47 @@ class Run:
             )
 
     def before_update(self) -> None:
-        """Tracked state is about to change otherwise than by the ``step`` of a tracked optimizer, which asks by itself.
+        """Wait until the snapshot of the last step allows tracked state to change.
 
-        Waits until the copy of the last step lets it change: call it right before an update by hand, by an optimizer
-        that is not tracked, or of a momentum encoder in a forward pass. May be called several times in a step.
+        Tracked optimizers call it themselves. Call it right before any other change: an update by hand or by an
+        untracked optimizer, or a momentum encoder in a forward pass. Several calls in one step are allowed.
         """
         self._session.before_update()
 
     def report(self, *, loss: torch.Tensor | float) -> None:
-        """This rank's loss, for people to watch. A tensor is read later, and never waited for.
+        """Report this rank's loss for display. A tensor is read later, without a wait for the device.
 
-        Raises ValueError for what is not one number.
+        Raises:
+            ValueError: The loss is not a single number.
         """
         self._session.report_loss(loss)
 
     def mean(self, value: Loss | None, weight: float = 1.0) -> torch.Tensor:
-        """The mean of ``value`` over replicas, each times its ``sampler.weight``: the mean over samples. A collective.
+        """Return the mean of ``value`` over all samples. A collective.
 
-        Of scalars, one for each of ``parts`` and times its weight, give the list: the mean over parts, which with
-        virtual ranks is the same to the last bit at every world size. In a pipeline ranks without a loss give None for
-        a scalar; the mean comes back on all.
+        Args:
+            value: This replica's mean loss. With ``parts``, a list of one scalar per part, each already multiplied by
+                its ``loss_weight``; with virtual ranks the mean is then bit for bit the same at every world size. In a
+                pipeline, ranks without a loss pass None and receive the mean as well.
+            weight: This replica's ``sampler.loss_weight(step)``.
 
-        Raises ValueError where a replica has no loss, or on more of its ranks than another.
+        Raises:
+            ValueError: A replica has no loss, or has it on more ranks than another replica.
         """
         return self._parallelism.mean(value, weight)
 
     def atomic(self) -> AbstractContextManager[None]:
-        """A section that no regrouping interrupts, such as the writing of a file. Keep it short."""
+        """Return a context manager for a section that no regrouping interrupts, such as writing a file. Keep it short.
+
+        Example::
+
+            with run.atomic():
+                torch.save(metrics, path)
+        """
         return self._session.atomic()
 
     def close(self) -> None:
-        """The training function was left: ends its loaders' workers, and what threads of it save. For its caller.
-
-        An optimizer that outlives it asks this run no more.
-        """
+        """Release hooks, loader workers and the memory tier after the training function was left. For `main` only."""
         self._updates.close()
         for loader in self._loaders:
             loader.close()

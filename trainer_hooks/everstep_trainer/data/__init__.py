@@ -1,1 +1,1 @@
-"""Loading data so that a step's samples, and what is drawn at random for each, are a function of the step alone."""
+"""Data loading in which a step's samples and random numbers are a function of the step alone."""

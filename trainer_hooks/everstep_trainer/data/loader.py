@@ -1,7 +1,7 @@
-"""torch's DataLoader, asked for the batches of a step: there is no state to save, and prefetching costs nothing.
+"""Load the batches of a step with torch's DataLoader, without loader state to save.
 
-Which samples a step has is a function of the step, so a generation begins to load at its first one, whatever workers
-had fetched ahead in the one before.
+The samples of a step are a function of the step. A new generation therefore begins to load at its first step, whatever
+workers prefetched in the generation before.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ from everstep_trainer.data.stream import (
 from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
 from everstep_trainer.state.python_state import PerRankState
 
-# ---- workers
-# A DataLoader's worker processes: waited for, found dead, ended.
+# ---- worker processes of a DataLoader: wait for them, detect their deaths, end them
 #
-# Fields of torch's iterator are private, and read in torch 2.13: where they are others, torch does what it does alone.
+# These functions read private fields of torch's iterator (torch 2.13). If the fields differ, torch's own handling
+# applies.
 
 WORKER_EXIT_WAIT_S = 0.5
-"""From the end of a dying process's connections to its own."""
+"""Longest delay from a dying process's closed connections to its exit."""
 
 
 class DataWorkerLost(RuntimeError):
-    """A worker has ended without being told; says which one, and how."""
+    """A worker process ended unexpectedly; the message names the worker and how it ended."""
 
 
 def next_batch(iterator: Iterator[Any], timeout_s: float = 0.0) -> Any:
-    """What the iterator gives next. A Regroup in the main thread ends the wait for it.
+    """Return the iterator's next batch. A Regroup in the main thread ends the wait.
 
-    Raises DataWorkerLost where a worker is gone, whatever it was at, and RuntimeError where nothing came for
-    ``timeout_s`` (0: waits for ever).
+    Raises:
+        DataWorkerLost: A worker process has died, whichever batch it was preparing.
+        RuntimeError: No batch came within ``timeout_s`` (0: no limit).
     """
     workers = getattr(iterator, "_workers", ())
     if not workers:
@@ -60,13 +61,13 @@ def next_batch(iterator: Iterator[Any], timeout_s: float = 0.0) -> Any:
             return next(iterator)
     except DataWorkerLost:
         raise
-    except RuntimeError as error:  # torch's word of a death
+    except RuntimeError as error:  # torch reports a dead worker this way
         _check_workers(workers, error)
         raise
     except (
         OSError,
         EOFError,
-    ) as error:  # the batch is there, and its tensors were still to come; or the data set's own
+    ) as error:  # a worker died between sending a batch and its tensors, or the data set raised it
         latest = perf_counter() + WORKER_EXIT_WAIT_S
         while perf_counter() < latest:
             _check_workers(workers, error)
@@ -75,21 +76,21 @@ def next_batch(iterator: Iterator[Any], timeout_s: float = 0.0) -> Any:
 
 
 def suppress_worker_death_errors(iterator: Iterator[Any]) -> None:
-    """Keeps torch from raising a worker's death wherever the main thread happens to be."""
+    """Keep torch's signal handler from raising a worker's death at an arbitrary point of the main thread."""
     if hasattr(iterator, "_worker_pids_set"):
         _forget(iterator)
         iterator._worker_pids_set = False
 
 
 def _forget(iterator: Iterator[Any]) -> None:
-    with contextlib.suppress(ValueError):  # it knows none of it
+    with contextlib.suppress(ValueError):  # the iterator is not registered
         signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]  # private
 
 
 @contextlib.contextmanager
 def _raise_worker_deaths(iterator: Iterator[Any], workers: Sequence[Any]) -> Iterator[None]:
-    """In here torch's handler raises a worker's death: a half-written message would be waited for without end."""
-    with contextlib.suppress(ValueError):  # it has them still
+    """Let torch's handler raise a worker's death inside the block; else a half-written message would block for ever."""
+    with contextlib.suppress(ValueError):  # the iterator is still registered
         pids = tuple(worker.pid for worker in workers)
         signal_handling._set_worker_pids(id(iterator), pids)  # type: ignore[attr-defined]  # private
     try:
@@ -99,7 +100,7 @@ def _raise_worker_deaths(iterator: Iterator[Any], workers: Sequence[Any]) -> Ite
 
 
 def _check_workers(workers: Sequence[Any], error: BaseException | None = None) -> None:
-    """Raises DataWorkerLost for one that is gone: none ends by itself, since portions have no end."""
+    """Raise DataWorkerLost if a worker has exited; none exits by itself, since requests have no end."""
     for number, worker in enumerate(workers):
         if not worker.is_alive():
             raise DataWorkerLost(f"worker {number} (pid {worker.pid}) {_describe_exit(worker.exitcode)}") from error
@@ -114,12 +115,12 @@ def _describe_exit(code: int) -> str:
 
 
 def _wait_for_batch(iterator: Any, workers: Sequence[Any], timeout_s: float) -> None:
-    """Until a worker has something to say. torch itself waits five seconds at a time, in C."""
+    """Wait until a worker sends something, in short slices: torch itself waits five seconds at a time, in C."""
     _check_workers(workers)
     queue, tasks = getattr(iterator, "_data_queue", None), getattr(iterator, "_task_info", None)
     if queue is None or tasks is None or len(tasks.get(getattr(iterator, "_rcvd_idx", -1), ())) == 2:
         return
-    reader = getattr(queue, "_reader", None)  # absent where a thread pins memory between the workers and us
+    reader = getattr(queue, "_reader", None)  # absent if a thread between the workers and this one pins memory
     began = perf_counter()
     while not (reader.poll(WAIT_SLICE_S) if reader is not None else not queue.empty()):
         if reader is None:
@@ -130,13 +131,13 @@ def _wait_for_batch(iterator: Any, workers: Sequence[Any], timeout_s: float) -> 
 
 
 def end_workers(iterator: Any) -> None:
-    """Workers that fetch something slow, or whose queues were collected before them, would be waited for, five seconds
-    each: they are killed instead."""
+    """Kill the workers: torch would wait five seconds for each one that is slow or whose queue was collected first."""
     workers: Sequence[Any] = getattr(iterator, "_workers", ())
     if not workers:
         return
-    suppress_worker_death_errors(iterator)  # else torch takes their end for a failure
-    if not hasattr(iterator, "_pin_memory_thread"):  # that one would wait for the rest of half a message
+    suppress_worker_death_errors(iterator)  # otherwise torch takes their end for a failure
+    # the pinning thread would wait for the rest of a half-written message
+    if not hasattr(iterator, "_pin_memory_thread"):
         for worker in workers:
             worker.kill()
     threading.Thread(target=iterator._shutdown_workers, name="everstep-loader-end", daemon=True).start()
@@ -145,8 +146,8 @@ def end_workers(iterator: Any) -> None:
 logger = logging.getLogger(__name__)
 
 MAX_LOST_WORKERS = 3
-"""Workers that may be lost, one after the other, before a batch comes: one is what the kernel took when memory was
-short, more at the same batch are the data set's."""
+"""Workers that may die in a row before a batch comes. The kernel may kill one when memory is short; repeated deaths at
+the same batch are the data set's fault."""
 
 _RESERVED_OPTIONS = {
     "batch_size": "global_batch is the samples of a step over all ranks",
@@ -160,19 +161,25 @@ _RESERVED_OPTIONS = {
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether samples can only be had one after another."""
+    """Return whether samples can only be read in sequence."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
 class Loader:
-    """The batches of a data set, by step. Also a sampler: ``indices``, ``weight`` and ``for_rank``.
+    """The batches of a data set, by step. It is also a sampler (``indices``, ``loss_weight``, ``for_rank``).
+
+    ``Run.loader`` makes it.
 
     Args:
-        sampler: of the data set's samples, for this rank.
-        assigned_ranks: the ranks, of how many, whose batches ``batches`` gives; asked when the first is wanted.
-        fetch_together: as of MapBatchDataset.
-        options: of DataLoader. Raises TypeError for those that are not the user's to choose here, and for
-            ``fetch_together`` with data that cannot be asked so.
+        dataset: A map-style or iterable data set.
+        sampler: The sampler for this rank.
+        assigned_ranks: Returns (rank, world size) for each batch that ``batches`` yields; called for the first batch.
+        seed: Seed of random draws in the data set and the collate function.
+        options: Options of DataLoader.
+        fetch_together: Pass all indices of a batch to ``__getitems__`` at once.
+
+    Raises:
+        TypeError: An option is reserved here, or ``fetch_together`` is set for data without ``__getitems__``.
     """
 
     def __init__(
@@ -202,39 +209,39 @@ class Loader:
         self._iterator: Iterator[Any] | None = None
 
     def indices(self, step: int) -> torch.Tensor:
-        """This rank's samples of the step: int64; of a stream, their positions."""
+        """Return this rank's samples of the step, int64; for a stream, their positions."""
         return self._sampler.indices(step)
 
     def weight(self, step: int) -> float:
-        """See ElasticSampler."""
+        """Return the loss factor; see `ElasticSampler.loss_weight`."""
         return self._sampler.loss_weight(step)
 
     def for_rank(self, rank: int, world_size: int) -> ElasticSampler | StreamSampler:
-        """The sampler of ``rank`` of another number of ranks."""
+        """Return the sampler of ``rank`` among ``world_size`` ranks."""
         return self._sampler.for_rank(rank, world_size)
 
     def batch(self, step: int) -> Any:
-        """What the collate function made of this rank's samples of ``step``.
+        """Return the collated batch of this rank's samples of ``step``.
 
-        Steps that follow one another come from what was fetched ahead. With virtual ranks use ``run.parts``.
+        Consecutive steps are prefetched. With virtual ranks use ``run.parts`` instead.
         """
         (batch,) = self.batches(step)
         return batch
 
     def batches(self, step: int) -> Iterator[Any]:
-        """One batch for each part of ``step`` that this rank computes, in their order."""
+        """Yield one batch for each part of ``step`` that this rank computes, in their order."""
         shares = [self._sampler.for_rank(rank, world) for rank, world in self._assigned_ranks()]
         if self._iterator is None or (step, 0) != self._next:
             self.close()
             self._iterator = self._begin(step, shares)
         for number in range(len(shares)):
-            self._next = None  # unless a batch comes
+            self._next = None  # stays so if no batch comes
             batch = self._take(step, shares, number)
             self._next = (step, number + 1) if number + 1 < len(shares) else (step + 1, 0)
             yield batch
 
     def _take(self, step: int, shares: Sequence[ElasticSampler | StreamSampler], number: int) -> Any:
-        """The batch of a step's part; begins there anew where a worker was lost."""
+        """Return the batch of a part of the step; restart loading at that part if a worker died."""
         lost = 0
         while True:
             if self._iterator is None:
@@ -252,13 +259,13 @@ class Loader:
                 logger.warning("a loader begins anew at step %d: %s", step, error)
 
     def close(self) -> None:
-        """Ends the workers; does not wait for them."""
+        """End the workers without waiting for them."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
             end_workers(iterator)
 
     def _begin(self, step: int, shares: Sequence[ElasticSampler | StreamSampler], number: int = 0) -> Iterator[Any]:
-        """From the step's part ``number`` on."""
+        """Return an iterator that begins at part ``number`` of the step."""
         iterator = self._iterator_of(BatchRequests(shares, step, number))
         suppress_worker_death_errors(iterator)
         return iterator
@@ -266,9 +273,10 @@ class Loader:
     def _iterator_of(self, portions: BatchRequests) -> Iterator[Any]:
         options = dict(self._options)
         if options.get("num_workers"):
-            get_temp_dir()  # this process's, for their sockets: else each makes one, which stays when it is killed
+            get_temp_dir()  # one folder for the sockets of all workers: a killed worker leaves its own behind
         collate = options.pop("collate_fn", None) or default_collate
-        generator = torch.Generator()  # the default one would give a number away here, which a restored run takes later
+        # the default generator would consume a random number that a restored run draws later
+        generator = torch.Generator()
         if not is_stream(self._dataset):
             mapped: Any = MapBatchDataset(self._dataset, self._seed, collate, fetch_together=self._fetch_together)
             batches: Any = portions
@@ -280,13 +288,11 @@ class Loader:
 
 
 def iter_batches(sampler: Sampler, step: int) -> Iterator[Any]:
-    """The batches of a step where the sampler loads them, one for each part of it that this rank computes; else None as
-    often as is asked."""
+    """Yield the batch of each part of the step if the sampler loads batches; otherwise yield None without end."""
     return sampler.batches(step) if isinstance(sampler, Loader) else repeat(None)
 
 
-# ---- stateful
-# torchdata's StatefulDataLoader among tracked objects: a state that is one rank's, and fits no other.
+# ---- torchdata's StatefulDataLoader as a tracked object: its state belongs to one rank
 
 _FIX_HINT = (
     "Use run.loader, whose samples are a function of the step, or go on with the ranks that there were "
@@ -295,18 +301,16 @@ _FIX_HINT = (
 
 
 def is_stateful_loader(tracked: object) -> bool:
-    """Whether it is one; torchdata need not be installed."""
+    """Return whether the object is a StatefulDataLoader; torchdata need not be installed."""
     module = sys.modules.get("torchdata.stateful_dataloader")
     return module is not None and isinstance(tracked, module.StatefulDataLoader)
 
 
 class PerRankLoader(PerRankState):
-    """Stands in for a StatefulDataLoader.
+    """A tracked StatefulDataLoader, restorable only with the same number of data-parallel ranks.
 
-    Where workers are, and how far each was, is a matter of one rank; no other number of ranks can go on from there
-    without samples that are skipped or repeated.
-
-    Ranks count as data goes by them (``Run.data_parallel``): those of one replica are at the same samples.
+    The positions of its workers belong to one rank. With another number of ranks samples would be skipped or repeated.
+    Ranks are data-parallel ranks (see ``Run.data_parallel``): those of one replica are at the same samples.
     """
 
     def __init__(self, loader: Any, rank: int, world_size: int) -> None:
@@ -315,7 +319,7 @@ class PerRankLoader(PerRankState):
         )
 
     def close(self) -> None:
-        """Ends the workers; does not wait for them."""
+        """End the workers without waiting for them."""
         iterator = getattr(self._tracked, "_iterator", None)
         if iterator is not None:
             end_workers(iterator)

@@ -1,7 +1,7 @@
-"""Random streams that do not depend on what happened before: one per (seed, step, replica).
+"""Seed random streams that do not depend on the past: one per (seed, step, replica).
 
-A replica is one rank or, where the model is split, several, which then draw the same; each stage of a pipeline has a
-stream of its own. In exact mode it is a virtual rank, so that streams do not depend on the world size either.
+A replica is one rank or, if the model is split, several ranks that draw the same numbers. Each pipeline stage has its
+own stream. In exact mode a replica is a virtual rank, so that streams do not depend on the world size either.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 import torch
 
 ALL_REPLICAS = -1
-"""In the place of a replica: a stream that all ranks have alike."""
+"""Replica number of the stream that all ranks share."""
 
 
 def stream_seed(seed: int, step: int, replica: int, stage: int = 0) -> int:
-    """63 bits, unrelated for neighbouring steps, replicas and stages."""
+    """Return a 63-bit seed, unrelated for neighbouring steps, replicas and stages."""
     key = f"{seed}:{step}:{replica}:{stage}" if stage else f"{seed}:{step}:{replica}"
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def seed_step(seed: int, step: int, replica: int, stage: int = 0) -> None:
-    """Seeds torch (the CPU and all CUDA devices), ``random`` and, where it is loaded, numpy's global generator.
+    """Seed torch (CPU and all CUDA devices), ``random`` and, if it is loaded, numpy's global generator.
 
-    Not by ``torch.manual_seed``: that asks every kind of device there could be, which costs 65 us a step.
+    ``torch.manual_seed`` is avoided: it asks every kind of device that torch knows, which costs 65 us per step.
     """
     value = stream_seed(seed, step, replica, stage)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -36,28 +36,28 @@ def seed_step(seed: int, step: int, replica: int, stage: int = 0) -> None:
 
 
 def seed_sample(seed: int, step: int, position: int) -> None:
-    """The same for the sample at ``position`` of a step's global batch, on the host: streams that no rank has."""
+    """Seed the host's streams for the sample at ``position`` of a step's global batch; no rank uses these streams."""
     _seed_host(_host_seed("sample", seed, step, position))
 
 
 def seed_batch(seed: int, step: int, first_position: int) -> None:
-    """For what is made of the samples from ``first_position`` on, once they are there: no sample's stream."""
+    """Seed the host's streams for collating the samples from ``first_position`` on; no sample uses these streams."""
     _seed_host(_host_seed("batch", seed, step, first_position))
 
 
 def seed_epoch(seed: int, epoch: int) -> None:
-    """For an epoch of data that are read one after another, from its beginning: no sample's stream."""
+    """Seed the host's streams for reading an epoch of sequential data; no sample uses these streams."""
     _seed_host(_host_seed("epoch", seed, epoch, 0))
 
 
 def get_host_rng_state() -> tuple[Any, ...]:
-    """Where torch's CPU generator, ``random`` and, where it is loaded, numpy's global one stand."""
+    """Return the state of torch's CPU generator, ``random`` and, if it is loaded, numpy's global generator."""
     numpy = sys.modules.get("numpy")
     return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
 
 
 def set_host_rng_state(state: tuple[Any, ...]) -> None:
-    """Back to what ``get_host_rng_state`` gave."""
+    """Restore what ``get_host_rng_state`` returned."""
     of_torch, of_python, of_numpy = state
     torch.set_rng_state(of_torch)
     random.setstate(of_python)

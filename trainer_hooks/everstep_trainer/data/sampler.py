@@ -1,11 +1,11 @@
-"""Which samples a step sees, as a function of the step alone.
+"""Choose the samples of a step as a function of the step alone.
 
-The order of samples depends on (seed, epoch), a sample's place on the step: never on the world size, nor on what
-failed before. So ranks can come and go, and the sequence of finished steps still sees every sample once an epoch.
+The order of samples depends on (seed, epoch), and a sample's position on the step; neither depends on the world size
+or on earlier failures. Ranks can come and go, and finished steps still see every sample once per epoch.
 
-The permutation is a keyed Feistel network over the smallest even number of bits that can count the samples, walked
-until it lands among them: constant memory and no state, where ``torch.randperm`` would hold 8 bytes a sample on
-every rank and promises its order for one version of torch only.
+The permutation is a keyed Feistel network over the smallest even number of bits that can count the samples. Values
+outside the range are encrypted again until they fall inside. It needs constant memory and no state.
+``torch.randperm`` would hold 8 bytes per sample on every rank, and promises its order for one torch version only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Permutation:
         self._keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
     def __call__(self, positions: Positions) -> Positions:
-        """Samples at ``positions`` (uint64, each below the size)."""
+        """Return the samples at ``positions`` (uint64, each below the size)."""
         values = self._encrypt(positions)
         while (outside := values >= self._size).any():
             values[outside] = self._encrypt(values[outside])
@@ -54,14 +54,18 @@ class Permutation:
 
     @staticmethod
     def _mix(values: Positions) -> Positions:
-        """The finalizer of splitmix64; arithmetic wraps."""
+        """Apply the finalizer of splitmix64; arithmetic wraps."""
         values = (values ^ (values >> np.uint64(30))) * _MIX[0]
         values = (values ^ (values >> np.uint64(27))) * _MIX[1]
         return values ^ (values >> np.uint64(31))
 
 
 def rank_batch_range(rank: int, world_size: int, global_batch: int) -> tuple[int, int]:
-    """Where a rank's samples begin and end in a global batch. Raises ValueError where some rank would have none."""
+    """Return where a rank's samples begin and end in a global batch.
+
+    Raises:
+        ValueError: Some rank would have no sample.
+    """
     if global_batch < world_size:
         raise ValueError(
             f"a global batch of {global_batch} leaves some of {world_size} ranks without a sample: "
@@ -71,23 +75,26 @@ def rank_batch_range(rank: int, world_size: int, global_batch: int) -> tuple[int
 
 
 class Sampler(Protocol):
-    """What a training loop asks for each step."""
+    """The interface of samplers and loaders that a training loop uses in each step."""
 
     def indices(self, step: int) -> torch.Tensor: ...
 
     def loss_weight(self, step: int) -> float: ...
 
     def for_rank(self, rank: int, world_size: int) -> Sampler:
-        """The same samples, as another rank of another number of ranks has them."""
+        """Return the sampler of ``rank`` among ``world_size`` ranks, over the same samples."""
 
 
 class StepPart(msgspec.Struct, frozen=True):
-    """What one rank, physical or virtual, computes of a step.
+    """The work of one physical or virtual rank in a step.
 
-    rank: the number of the stream of random numbers that it has, which is a replica's. indices: its samples, int64.
-    loss_weight: what to multiply its mean loss by, so that the mean over replicas is the mean over samples. batch: of
-    ``run.loader``, what it loaded. is_repeat: compute it like any other, so that ranks that have more parts do not wait
-    for ever; its gradients and its loss count for nothing (exact mode under fully_shard).
+    Attributes:
+        rank: Index of the replica, which numbers its random stream.
+        indices: Its samples, int64.
+        loss_weight: Factor for its mean loss that makes the mean over replicas the mean over samples.
+        batch: The loaded batch if a ``run.loader`` was given, else None.
+        is_repeat: The part only keeps ranks with fewer parts in step (exact mode under ``fully_shard``). Compute it
+            like any other; its gradients and loss are ignored.
     """
 
     rank: int
@@ -98,20 +105,28 @@ class StepPart(msgspec.Struct, frozen=True):
 
 
 class ElasticSampler:
-    """Splits a constant global batch over however many ranks there are.
+    """Split a constant global batch over any number of ranks.
 
     Step ``s`` (from 1) takes positions ``(s - 1) * global_batch`` up to ``s * global_batch`` of an endless sequence of
-    shuffled epochs. A batch may straddle two epochs, so that none of an epoch's samples is dropped; with
-    ``drop_last`` an epoch ends at its last whole batch instead, and what is left over (other samples each time) is
-    not seen in that epoch.
+    shuffled epochs. A batch may straddle two epochs, so that no sample is dropped. With ``drop_last`` an epoch ends at
+    its last whole batch, and the samples left over, which differ from epoch to epoch, are not seen.
+
+    Example::
+
+        sampler = ElasticSampler(len(dataset), global_batch=32, rank=rank, world_size=world_size)
+        batch = [dataset[index] for index in sampler.indices(step).tolist()]
+        loss = loss_of(model, batch) * sampler.loss_weight(step)
 
     Args:
-        size: samples in the data set.
-        global_batch: samples of one optimizer step over all ranks. At least one a rank.
-        seed: of the shuffle.
-        rank, world_size: of the present generation's data-parallel replicas.
+        size: Number of samples in the data set.
+        global_batch: Samples per optimizer step over all ranks; at least one per rank.
+        seed: Seed of the shuffle.
+        rank: Index of this rank's data-parallel replica in the current generation.
+        world_size: Number of data-parallel replicas in the current generation.
+        drop_last: End each epoch at its last whole batch.
 
-    Raises ValueError where a batch cannot be taken from the data or split over the ranks.
+    Raises:
+        ValueError: A batch cannot be taken from the data or split over the ranks.
     """
 
     def __init__(
@@ -135,35 +150,40 @@ class ElasticSampler:
         self.batch_range()
 
     def for_rank(self, rank: int, world_size: int) -> ElasticSampler:
-        """The same samples, as ``rank`` of another number of ranks has them. Raises ValueError as the constructor."""
+        """Return the sampler of ``rank`` among ``world_size`` ranks, over the same samples.
+
+        Raises:
+            ValueError: Some rank would have no sample.
+        """
         other = copy(self)
         other._rank, other._world = rank, world_size
         other.batch_range()
         return other
 
     def epoch(self, step: int) -> int:
-        """The epoch (from 0) that the step's first sample belongs to."""
+        """Return the epoch (from 0) of the step's first sample."""
         return self._first(step) // self._epoch_length
 
     def indices(self, step: int) -> torch.Tensor:
-        """This rank's samples of the step: int64, one after another in the global batch."""
+        """Return this rank's samples of the step as an int64 tensor of shape [samples of this rank]."""
         start, end = self.batch_range()
         return self._samples(step, start, end)
 
     def global_indices(self, step: int) -> torch.Tensor:
-        """All samples of the step, over all ranks and in order; the same at every world size."""
+        """Return all samples of the step in order, as an int64 tensor of shape [global_batch]; same at every world
+        size."""
         return self._samples(step, 0, self._global_batch)
 
     def loss_weight(self, step: int) -> float:
-        """What to multiply this rank's mean loss by, so that the mean over ranks is the mean over samples.
+        """Return the factor for this rank's mean loss that makes the mean over ranks the mean over samples.
 
-        Exactly 1.0 where the batch divides evenly.
+        It is exactly 1.0 if the batch divides evenly.
         """
         start, end = self.batch_range()
         return (end - start) * self._world / self._global_batch
 
     def batch_range(self) -> tuple[int, int]:
-        """Where this rank's samples begin and end in the global batch."""
+        """Return where this rank's samples begin and end in the global batch."""
         return rank_batch_range(self._rank, self._world, self._global_batch)
 
     def _first(self, step: int) -> int:
@@ -183,23 +203,37 @@ class ElasticSampler:
         return torch.from_numpy(samples)
 
 
-# ---- packing
-# Sequences of different lengths, several to a row: which ones go together is decided once, from the lengths alone.
+# ---- packing: several sequences of different lengths in one row, decided from the lengths alone
 
 PACK_WINDOW = 4096
 
 
 def pack(lengths: Sequence[int], budget: int, *, seed: int = 0, window: int = PACK_WINDOW) -> list[tuple[int, ...]]:
-    """Rows of sequences, each of at most ``budget`` in length; every sequence is in one row.
+    """Group sequences into rows whose total length is at most ``budget``; each sequence is in exactly one row.
 
-    A pure function: every rank, at every world size and after every failure, has the same rows. They then are samples
-    like any others: ``run.sampler(len(rows), ...)`` shuffles them anew in each epoch.
+    The result depends on the arguments alone, so all ranks agree on it at every world size and after every failure.
+    Rows are then ordinary samples: ``run.sampler(len(rows), ...)`` shuffles them anew in each epoch.
 
-    Sequences are shuffled by ``seed`` and taken ``window`` at a time, the longest first, each into the fullest row that
-    has room (best fit decreasing: at most 11/9 of the fewest rows there could be, and one more, in each window;
-    Johnson 1973). A larger window packs closer, a smaller one leaves more to chance.
+    Sequences are shuffled by ``seed`` and taken ``window`` at a time, the longest first, each into the fullest row with
+    room. This is best fit decreasing: in each window at most 11/9 of the optimal number of rows, plus one (Johnson
+    1973).
 
-    Raises ValueError for a sequence that is longer than a row, or has no length.
+    Example::
+
+        rows = pack([len(tokens) for tokens in dataset], budget=4096)
+        packed = PackedDataset(dataset, rows)
+
+    Args:
+        lengths: Length of each sequence.
+        budget: Largest total length of a row.
+        seed: Seed of the shuffle.
+        window: Sequences packed at a time. A larger window packs closer, a smaller one mixes lengths more at random.
+
+    Returns:
+        The indices of the sequences in each row.
+
+    Raises:
+        ValueError: A sequence is longer than a row or has no length.
     """
     order = (
         Permutation(len(lengths), seed, 0)(np.arange(len(lengths), dtype=np.uint64)).tolist() if len(lengths) else []
@@ -212,7 +246,7 @@ def pack(lengths: Sequence[int], budget: int, *, seed: int = 0, window: int = PA
 
 def _pack_window(indices: list[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (left, row), sorted
+    room: list[tuple[int, int]] = []  # (free length, row), sorted
     for index in sorted(indices, key=lambda i: -lengths[i]):
         length = lengths[index]
         if not 0 < length <= budget:
@@ -231,7 +265,7 @@ def _pack_window(indices: list[int], lengths: Sequence[int], budget: int) -> lis
 
 
 class PackedDataset:
-    """A map-style data set whose samples are rows of another's: ``packed[n]`` is the list of a row's samples."""
+    """A map-style data set of packed rows: ``packed[n]`` is the list of the samples in row ``n``."""
 
     def __init__(self, dataset: Any, rows: Sequence[Sequence[int]]) -> None:
         self._dataset = dataset

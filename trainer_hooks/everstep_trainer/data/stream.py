@@ -1,12 +1,11 @@
-"""Data that can only be read one after another, split over ranks and workers by position.
+"""Split data that can only be read in sequence over ranks and workers by position.
 
-A sample's number is its place in an endless sequence: the data set, over and over. Each step takes the next
-``global_batch`` of it. Who can jump (``Seekable``) reads its own samples only. Who cannot reads everything up to them:
-on ``n`` ranks with ``w`` workers ``n * w`` times as much as is used, and after a restore all that came before again.
+A sample's position is its place in the endless repetition of the data set; each step takes the next ``global_batch``
+positions. A data set that can jump (`Seekable`) reads only its own samples. Any other reads everything up to them:
+with ``n`` ranks and ``w`` workers it reads ``n * w`` times what is used and, after a restore, everything before it.
 
-All of these must read the same. So data that cannot jump have random streams of their own while they are read, seeded
-from (seed, epoch) where each begins: whoever shuffles there does so alike. Who can jump draws for each sample from
-(seed, step, place in the global batch), and must not shuffle by what it draws.
+All readers of data that cannot jump must read the same sequence. They get random streams of their own, seeded by
+(seed, epoch), while they read. Draws for a batch after reading have another stream, and do not affect the sequence.
 """
 
 from __future__ import annotations
@@ -26,16 +25,11 @@ from torch.utils.data._utils import worker
 from everstep_trainer.data.rng import get_host_rng_state, seed_batch, seed_epoch, seed_sample, set_host_rng_state
 from everstep_trainer.data.sampler import rank_batch_range
 
-# ---- portions
-# What a loader fetches, in which order, and with which random numbers.
+# ---- batch requests: what a loader fetches, in order, with its random numbers
 
 
 class BatchRequest(msgspec.Struct, frozen=True):
-    """The samples of one part (``run.parts``) of one step.
-
-    first_position: the place of the first one in the step's global batch. indices: into the data set; of a stream,
-    positions from its beginning.
-    """
+    """The samples of one part (see ``run.parts``) of one step."""
 
     step: int
     first_position: int
@@ -43,7 +37,7 @@ class BatchRequest(msgspec.Struct, frozen=True):
 
 
 class RangedSampler(Protocol):
-    """A sampler that says where in the global batch this rank's samples are."""
+    """A sampler that also knows its range in the global batch."""
 
     def indices(self, step: int) -> torch.Tensor: ...
 
@@ -51,7 +45,8 @@ class RangedSampler(Protocol):
 
 
 class BatchRequests:
-    """The portions of the parts that this rank computes, from a step's part ``first_part`` (from 0) on, without end."""
+    """An endless sequence of requests for the parts of this rank, from part ``first_part`` (from 0) of ``first_step``
+    on."""
 
     def __init__(self, samplers: Sequence[RangedSampler], first_step: int, first_part: int = 0) -> None:
         self._samplers = samplers
@@ -71,12 +66,11 @@ Collate = Callable[[list[Any]], Any]
 
 
 def build_batch(request: BatchRequest, seed: int, fetch: Callable[[int], Any], collate: Collate) -> Any:
-    """What ``collate`` makes of ``fetch(index)`` of each sample, with streams seeded from (seed, step, place in the
-    global batch) for each, and from (seed, step, place of the first) for ``collate``.
+    """Fetch each sample of the request and collate them, with random streams that depend on positions only.
 
-    So what is drawn for a sample depends neither on the worker that fetches it nor on the number of ranks, and what is
-    drawn for a batch on that number only. In a main process that fetches itself, the streams afterwards are what they
-    were before.
+    Streams are seeded from (seed, step, position in the global batch) for each sample, and from (seed, step, position
+    of the first sample) for ``collate``. So draws for a sample depend neither on the worker nor on the number of ranks;
+    draws for a batch depend on the number of ranks only. The process's own random state is preserved.
     """
     with _preserve_rng_state():
         fetched = []
@@ -90,7 +84,7 @@ def build_batch(request: BatchRequest, seed: int, fetch: Callable[[int], Any], c
 def build_batch_in_one_fetch(
     request: BatchRequest, seed: int, fetch: Callable[[list[int]], list[Any]], collate: Collate
 ) -> Any:
-    """The same where all samples are fetched in one call, with streams seeded from the place of the first."""
+    """Build a batch from one call that fetches all samples, with streams seeded from the position of the first."""
     first = msgspec.structs.replace(request, indices=request.indices[:1])
     return build_batch(first, seed, lambda _: fetch(list(request.indices)), lambda fetched: collate(fetched[0]))
 
@@ -105,10 +99,9 @@ def _preserve_rng_state() -> Iterator[None]:
 
 
 class MapBatchDataset:
-    """A map-style data set that is asked for portions: what torch's fetcher hands over is the whole portion.
+    """Adapt a map-style data set to batch requests: torch's fetcher passes a whole request to ``__getitems__``.
 
-    fetch_together: asks for all samples of a portion at once. What the data set draws is then seeded from the place of
-    the first.
+    With ``fetch_together`` all samples of a request are fetched at once, with streams seeded from the first position.
     """
 
     def __init__(self, dataset: Any, seed: int, collate: Collate, *, fetch_together: bool = False) -> None:
@@ -126,22 +119,22 @@ class MapBatchDataset:
         return build_batch_in_one_fetch(request, self._seed, self._dataset.__getitems__, self._collate)
 
     def _one(self, index: int) -> Any:
-        """As torch asks, which prefers ``__getitems__``: a data set may have that one only."""
+        """Return one sample; prefer ``__getitems__`` as torch does, since a data set may have only that method."""
         several = getattr(self._dataset, "__getitems__", None)
         return self._dataset[index] if several is None else several([index])[0]
 
 
 def identity_collate(value: Any) -> Any:
-    """In the place of a collate function: a portion is collated already."""
+    """Return the batch unchanged, in place of a collate function: requests are collated already."""
     return value
 
 
 @runtime_checkable
 class Seekable(Protocol):
-    """An iterable data set that can jump."""
+    """An iterable data set that can jump to a position."""
 
     def seek(self, position: int) -> None:
-        """The next ``iter()`` begins at sample ``position`` of the endless sequence, counted from 0."""
+        """Make the next ``iter()`` begin at sample ``position`` of the endless sequence, counted from 0."""
 
 
 class StreamSampler:
@@ -153,33 +146,30 @@ class StreamSampler:
         rank_batch_range(rank, world_size, global_batch)
 
     def for_rank(self, rank: int, world_size: int) -> StreamSampler:
-        """The same samples, as ``rank`` of another number of ranks has them."""
+        """Return the sampler of ``rank`` among ``world_size`` ranks, over the same samples."""
         other = copy(self)
         other._rank, other._world = rank, world_size
         return other
 
     def batch_range(self) -> tuple[int, int]:
-        """Where this rank's samples begin and end in the global batch."""
+        """Return where this rank's samples begin and end in the global batch."""
         return rank_batch_range(self._rank, self._world, self._global_batch)
 
     def indices(self, step: int) -> torch.Tensor:
-        """This rank's positions of the step: int64."""
+        """Return this rank's positions of the step, int64."""
         if step < 1:
             raise ValueError(f"steps count from 1, not {step}")
         start, end = self.batch_range()
         return torch.arange(start, end) + (step - 1) * self._global_batch
 
     def loss_weight(self, step: int) -> float:
-        """See ElasticSampler."""
+        """Return the loss factor; see `ElasticSampler.loss_weight`."""
         start, end = self.batch_range()
         return (end - start) * self._world / self._global_batch
 
 
 class StreamReader:
-    """Reads samples of one stream by rising position.
-
-    Raises ValueError where the data end for good.
-    """
+    """Read samples of one stream at rising positions. Raises ValueError if an epoch of the data has no samples."""
 
     def __init__(self, dataset: Iterable[Any], seed: int = 0) -> None:
         self._dataset = dataset
@@ -191,7 +181,7 @@ class StreamReader:
         self._epoch = 0
 
     def read(self, position: int) -> Any:
-        """The sample at ``position``, which is not behind: by a jump, or by reading what lies between."""
+        """Return the sample at ``position``, not behind the last one, by a jump or by reading up to it."""
         if self.is_seekable and position != self._next:
             self._iterator = None
             self._next = position
@@ -200,7 +190,7 @@ class StreamReader:
         return self._step()
 
     def read_with_epoch_rng(self, positions: Iterable[int]) -> list[Any]:
-        """These samples, with the epoch's random streams. Leaves others behind than there were."""
+        """Return these samples, read with the epoch's random streams; the process's random state is left changed."""
         if self._streams is not None:
             set_host_rng_state(self._streams)
         samples = [self.read(position) for position in positions]
@@ -208,7 +198,7 @@ class StreamReader:
         return samples
 
     def _step(self) -> Any:
-        """The sample at ``_next``."""
+        """Return the sample at ``_next``, beginning a new epoch at the end of the data."""
         for _ in range(2):
             if self._iterator is None:
                 self._iterator = self._begin()
@@ -233,11 +223,12 @@ class StreamReader:
 
 
 class StreamBatchDataset(IterableDataset[Any]):
-    """Whole batches for a DataLoader without a batch size: worker ``w`` of ``n`` makes each ``n``-th, which is the
-    order in which the DataLoader asks them.
+    """Yield whole batches to a DataLoader without a batch size.
 
-    Each worker reads the whole sequence. Data sets that split themselves by ``get_worker_info()``, as torch's
-    documentation shows and Hugging Face's do, would give it a part: it is hidden from them, from their threads too.
+    Worker ``w`` of ``n`` makes each ``n``-th batch, which is the order in which the DataLoader asks its workers. Each
+    worker reads the whole sequence. Data sets that split themselves by ``get_worker_info()``, as torch's documentation
+    shows and Hugging Face's do, would read only a share of it. So the worker info is hidden from them and their
+    threads.
     """
 
     def __init__(self, dataset: Iterable[Any], requests: BatchRequests, collate: Collate, seed: int) -> None:
@@ -261,7 +252,7 @@ class StreamBatchDataset(IterableDataset[Any]):
         return build_batch_in_one_fetch(request, self._seed, reader.read_with_epoch_rng, collate)
 
     def _collated(self, info: Any, samples: list[Any]) -> Any:
-        """With the worker to be seen: torch's own collate function then makes tensors in shared memory."""
+        """Collate with the worker info visible, so that torch's own collate function makes tensors in shared memory."""
         worker._worker_info = info
         try:
             return self._collate(samples)

@@ -1,1 +1,1 @@
-"""Trainers of others, on runs of ours. Nothing here is imported unless it is asked for."""
+"""Adapters that run other trainers on an Everstep run. Imported only by the scripts that use them."""

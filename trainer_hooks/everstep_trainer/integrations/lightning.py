@@ -1,4 +1,6 @@
-"""PyTorch Lightning inside a training function: its Trainer's whole state is kept after every update, and restored.
+"""Run PyTorch Lightning inside a training function, with its Trainer's state snapshotted after every update.
+
+Example::
 
     def train(run):
         loader = run.loader(dataset, global_batch=64, seed=1, num_workers=2)
@@ -9,10 +11,10 @@
         )
         trainer.fit(Model(), RemainingBatches(run, loader))
 
-A step of the run ends with an update of Lightning's (``trainer.global_step``): it is a batch, or as many as
-``accumulate_grad_batches`` says. Gradients are not kept, so a restored run computes all batches of an update again.
-Lightning finds the process group that the generation has, and uses it; Regroup passes through ``fit`` as through any
-function. Works with the package ``pytorch_lightning`` and with ``lightning`` (``lightning.pytorch``).
+A step of the run ends with an update by Lightning (``trainer.global_step``), after one batch or
+``accumulate_grad_batches`` batches. Gradients are not stored, so a restored run computes all batches of an update
+again. Lightning uses the generation's process group, and Regroup passes through ``fit`` as through any function.
+Works with the packages ``pytorch_lightning`` and ``lightning`` (``lightning.pytorch``).
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 PACKAGES = tuple(
     f"{name}{rest}" for name, rest in (("lightning", ".pytorch"), ("pytorch_lightning", "")) if find_spec(name)
 )
-"""Those that are installed. Both hold the same classes, and a Trainer refuses callbacks of the other one."""
+"""The installed packages. Both define the same classes, and a Trainer refuses the other package's callbacks."""
 
 if not PACKAGES:
     raise ModuleNotFoundError(
@@ -45,12 +47,12 @@ if not PACKAGES:
 
 
 def _classes(module: str, name: str) -> tuple[Any, ...]:
-    """The class of that name in each installed package."""
+    """Return the class of that name in each installed package."""
     return tuple(getattr(importlib.import_module(package + module), name) for package in PACKAGES)
 
 
 def _base(module: str, name: str) -> Any:
-    """One class that is the class of that name in each installed package, so that every Trainer takes it."""
+    """Return one class derived from the class of that name in each package, so that every Trainer accepts it."""
     return types.new_class(name, _classes(module, name))
 
 
@@ -62,7 +64,7 @@ if not TYPE_CHECKING:
 
 
 class EverstepEnvironment(ClusterEnvironment):
-    """Who this process is. Everstep has started it, and gives and takes process groups."""
+    """A Lightning cluster environment that describes this rank; Everstep starts processes and makes process groups."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -74,7 +76,7 @@ class EverstepEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        """Nobody meets there."""
+        """Unused: Lightning makes no rendezvous here."""
         return "127.0.0.1"
 
     @property
@@ -89,13 +91,13 @@ class EverstepEnvironment(ClusterEnvironment):
         return self._run.world_size
 
     def set_world_size(self, size: int) -> None:
-        """Nothing: it is the generation's."""
+        """Do nothing: the generation determines it."""
 
     def global_rank(self) -> int:
         return self._run.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Nothing: it is the generation's."""
+        """Do nothing: the generation determines it."""
 
     def local_rank(self) -> int:
         return self._run.local_rank
@@ -105,14 +107,18 @@ class EverstepEnvironment(ClusterEnvironment):
 
 
 _completed: WeakKeyDictionary[Run, int] = WeakKeyDictionary()
-"""Batches that Lightning has completed, where an EverstepCallback says so: RemainingBatches, made before the Trainer,
-goes on there."""
+"""Batches that Lightning has completed, as reported by EverstepCallback. RemainingBatches, which is made before the
+Trainer, continues there."""
 
 
 class RemainingBatches:
-    """The batches of ``run.loader`` from the first that is still to do, without end: let ``max_steps`` end it.
+    """The batches of ``run.loader`` from the first unfinished one on, without end: set ``max_steps`` to stop.
 
-    Batch n is that of the loader's step n, however many of them are accumulated.
+    Batch n is the batch of the loader's step n, however many batches an update accumulates.
+
+    Args:
+        run: The run of the training function.
+        loader: A loader made by ``run.loader``.
     """
 
     def __init__(self, run: Run, loader: Loader) -> None:
@@ -124,7 +130,7 @@ class RemainingBatches:
 
 
 class _Progress:
-    """How far Lightning's loops are."""
+    """Tracked object that stores the progress of Lightning's loops."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._loop = trainer.fit_loop
@@ -137,25 +143,28 @@ class _Progress:
 
     @property
     def completed(self) -> int:
-        """Batches, over all epochs."""
+        """Completed batches, over all epochs."""
         return int(self._loop.epoch_loop.batch_progress.total.completed)
 
 
 class EverstepCallback(Callback):
-    """Tracks model, optimizers, schedulers, loss scaler and progress, and finishes a step of the run with each update.
+    """Track model, optimizers, schedulers, loss scaler and progress, and finish a step of the run with each update.
 
-    ``seed``: of what is drawn at random, as of ``run.steps``. ``extra_objects``: what else is to be kept, such as
-    callbacks."""
+    Args:
+        run: The run of the training function.
+        seed: Seed of the random streams, as for ``Run.steps``.
+        extra_objects: Further objects to track by name, such as callbacks.
+    """
 
     def __init__(self, run: Run, *, seed: int = 0, **extra_objects: Any) -> None:
         self._run = run
         self._seed = seed
         self._extra_objects = extra_objects
         self._steps: Iterator[int] = iter(())
-        self._updates = -1  # of Lightning's when the running step began; before the first: none is equal
+        self._updates = -1  # Lightning's update count when the running step began; -1 equals none of them
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """After the strategy has set model and optimizers up, and before loops and data are."""
+        """Track the objects: the strategy has set them up, and loops and data have not begun."""
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         named: dict[str, Any] = {f"scheduler{index}": scheduler for index, scheduler in enumerate(schedulers)}
         if trainer.precision_plugin.state_dict():
@@ -168,18 +177,18 @@ class EverstepCallback(Callback):
         self._steps = self._run.steps(until=sys.maxsize, seed=self._seed)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Only now Lightning counts the batch before this one as completed."""
+        """Finish the step here: only now does Lightning count the previous batch as completed."""
         self._finish_step(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What was fetched ahead for the epoch is fetched again for the next."""
+        """Have batches that were prefetched in this epoch fetched again in the next."""
         _completed[self._run] = _Progress(trainer).completed
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._finish_step(trainer)
 
     def _finish_step(self, trainer: Trainer) -> None:
-        """Where there was an update: gradients that only wait for one are in no version."""
+        """Finish a step only if there was an update: accumulated gradients are in no version."""
         if trainer.global_step != self._updates:
             self._updates = trainer.global_step
             next(self._steps)

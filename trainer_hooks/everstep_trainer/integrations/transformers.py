@@ -1,4 +1,6 @@
-"""transformers' Trainer inside a training function: its state is kept after every update, and restored.
+"""Run transformers' Trainer inside a training function, with its state snapshotted after every update.
+
+Example::
 
     def train(run):
         reset_accelerate()
@@ -8,9 +10,9 @@
         attach(trainer, run, loader, seed=1)
         trainer.train()
 
-A step of the run ends with an update of the Trainer's (``state.global_step``): it is a batch, or as many as
-``gradient_accumulation_steps`` says, which a restored run computes again. accelerate finds the process group that the
-generation has, and uses it. Needs the distributions ``transformers`` and ``accelerate``.
+A step of the run ends with an update by the Trainer (``state.global_step``), after one batch or
+``gradient_accumulation_steps`` batches; a restored run computes all batches of an update again. accelerate uses the
+generation's process group. Needs the distributions ``transformers`` and ``accelerate``.
 """
 
 from __future__ import annotations
@@ -28,20 +30,28 @@ from everstep_trainer.run import Run
 
 
 def reset_accelerate() -> None:
-    """What accelerate holds for the whole process: ranks and devices of the generation before. Call it first of all in
-    the training function; TrainingArguments ask for it."""
+    """Drop accelerate's process-wide state: the ranks and devices of the previous generation.
+
+    Call it first in the training function, before TrainingArguments reads that state.
+    """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 def attach(trainer: Trainer, run: Run, loader: Loader, *, seed: int = 0, **extra_objects: Any) -> None:
-    """Lets a Trainer go on from the last update that the run has, with the batches of ``loader``.
+    """Make a Trainer continue from the run's last update, with the batches of ``loader``.
 
-    Its arguments say ``max_steps``, which ends it: batches are without end, and their sizes are the loader's.
+    Batches have no end, and their sizes are the loader's, so the Trainer's arguments must set ``max_steps``.
 
     Args:
-        seed: of what is drawn at random, as of ``run.steps``.
-        extra_objects: what else is to be kept, by names of its own, such as callbacks with ``state_dict``.
+        trainer: The Trainer, before ``train``.
+        run: The run of the training function.
+        loader: A loader made by ``run.loader``.
+        seed: Seed of the random streams, as for ``Run.steps``.
+        extra_objects: Further objects to track by name, such as callbacks with ``state_dict``.
+
+    Raises:
+        ValueError: The Trainer's arguments have no positive ``max_steps``.
     """
     if trainer.args.max_steps <= 0:
         raise ValueError("a Trainer that is kept ends at TrainingArguments(max_steps=...): its batches are without end")
@@ -51,7 +61,7 @@ def attach(trainer: Trainer, run: Run, loader: Loader, *, seed: int = 0, **extra
 
 
 class _RemainingBatches:
-    """The batches from the first that is still to do. It is asked for them when the state has been restored."""
+    """The batches from the first unfinished one on; iterated only after the state was restored."""
 
     def __init__(self, run: Run, loader: Loader, accumulated: int) -> None:
         self._run = run
@@ -63,7 +73,7 @@ class _RemainingBatches:
 
 
 class _EverstepCallback(TrainerCallback):
-    """Tracks model, optimizer, schedule and loss scaler, and finishes a step of the run with each update."""
+    """Track model, optimizer, schedule and loss scaler, and finish a step of the run with each update."""
 
     def __init__(self, trainer: Trainer, run: Run, seed: int, extra_objects: dict[str, Any]) -> None:
         self._trainer = trainer
@@ -75,12 +85,12 @@ class _EverstepCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """All has been made and wrapped, and nothing has been loaded."""
+        """Track the objects: all are made and wrapped, and nothing is loaded yet."""
         trainer = self._trainer
         named = {"schedule": trainer.lr_scheduler}
         if trainer.accelerator.scaler is not None:
             named["scaler"] = trainer.accelerator.scaler
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # in accelerate's wrapper
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside accelerate's wrapper
         self._run.track(model=trainer.model_wrapped, optimizer=optimizer, **named, **self._extra_objects)
         self._steps = self._run.steps(until=sys.maxsize, seed=self._seed)
         state.global_step = trainer._initial_global_step = trainer._globalstep_last_logged = (
